@@ -166,6 +166,7 @@ def test_few_see_the_whole_configuration():
         "sagetrain/train/run.py",
         "sagetrain/engines/build_engine.py",
         "sagetrain/train/out_of_memory.py",
+        "sagetrain/optim/build.py",
         "sagetrain/engines/deepspeed.py",
         "sagetrain/train/controllers.py",
         "sagetrain/auto/settled.py",

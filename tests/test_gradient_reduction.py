@@ -227,6 +227,19 @@ def test_a_version_that_renames_what_is_replaced_ends_at_the_start() -> None:
         assert "constraints.txt" in words
 
 
+def without_a_call() -> None:
+    """A step of a DeepSpeed that takes it for the middle of an accumulation, as 0.18 does."""
+    engine = tiny.engine(tiny.config(1), tiny.join(1))
+    tiny.global_step(engine, 0)
+    engine._ds.is_gradient_accumulation_boundary = lambda: False
+    with pytest.raises(RuntimeError, match=f"DeepSpeed {version('deepspeed')} has not called the optimizer"):
+        tiny.global_step(engine, 1)
+
+
+def test_a_step_in_which_the_optimizer_is_not_called_is_no_step() -> None:
+    run_distributed(without_a_call, 1)
+
+
 def continued(root: str) -> dict[str, tuple[list[Step], list[Step]]]:
     """Steps after a checkpoint, and those after it was loaded by an engine that had gone on."""
     found = {}

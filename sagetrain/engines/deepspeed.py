@@ -16,6 +16,7 @@ import contextlib
 import io
 import math
 from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -130,7 +131,7 @@ class DeepSpeedEngine(BaseEngine):
         for name, parameter in model.named_parameters():
             # DeepSpeed reads this mark: a tensor that is cut counts in the gradient norm on every rank of its group.
             parameter.tensor_model_parallel = model.specs[name].cut is not None
-        self._optimizer = Asking(build_optimizer(model, cfg.optimizer, cfg.stability.qk_gain.decay))
+        self._optimizer = Asking(build_optimizer(model, cfg))
         if self._stage == 3 and getattr(model, "whole_blocks", False):
             deepspeed.utils.set_z3_leaf_modules(model, [type(model.blocks[0])])  # hooks before and behind a block alone
         self._synchronize = deepspeed.get_accelerator().synchronize
@@ -236,7 +237,13 @@ class DeepSpeedEngine(BaseEngine):
 
         self._optimizer.ask, skipped = ask, self._ds.skipped_steps
         self._ds.step()
-        return decision.allows(self._norm) and self._ds.skipped_steps == skipped
+        finite = self._ds.skipped_steps == skipped
+        if finite and decision.verdict is None:
+            raise RuntimeError(
+                f"DeepSpeed {version('deepspeed')} has not called the optimizer, and does not say that the gradient is "
+                "not finite: it counts micro-batches in another way. Install the version of constraints.txt"
+            )
+        return decision.allows(self._norm) and finite
 
     @property
     def _norm(self) -> Tensor | float:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from sagetrain.config.schema import OptimizerConfig
+from sagetrain.config.schema import RunConfig
 from sagetrain.model.transformer import Transformer
 
 
@@ -20,8 +20,8 @@ def parameter_groups(model: Transformer, weight_decay: float, qk_gain_decay: flo
     return [{"params": parameters, "weight_decay": decay} for parameters, decay in groups if parameters]
 
 
-def build_optimizer(model: Transformer, cfg: OptimizerConfig, qk_gain_decay: float = 0.0) -> torch.optim.Optimizer:
-    """AdamW with decoupled weight decay; one fused kernel per group on a GPU."""
-    fused = next(model.parameters()).is_cuda
-    groups = parameter_groups(model, cfg.weight_decay, qk_gain_decay)
+def build_optimizer(model: Transformer, run: RunConfig) -> torch.optim.Optimizer:
+    """Build the optimizer of a run: AdamW with decoupled weight decay; one fused kernel per group on a GPU."""
+    cfg, fused = run.optimizer, next(model.parameters()).is_cuda
+    groups = parameter_groups(model, cfg.weight_decay, run.stability.qk_gain.decay)
     return torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=fused, foreach=False)
