@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import DistStoreError, TCPStore
 
-from forked import PATIENCE
+from forked import PATIENCE, Command
 from runs import BIN, free_port, write_config
 from sagetrain.cluster import rendezvous
 
@@ -165,7 +165,7 @@ def test_a_run_whose_ranks_have_not_come_leaves_at_a_signal(tmp_path, corpus) ->
     assert not (tmp_path / "run").exists()
 
 
-def test_a_world_of_one_listens_at_its_port_from_the_beginning() -> None:
+def test_a_world_of_one_listens_at_its_port_from_the_beginning(tmp_path) -> None:
     """A port that is only looked for can be taken by another run before the process group listens there: of eighteen
     runs that began at once on a host, one ended so."""
     code = """
@@ -187,5 +187,7 @@ dist.barrier()
 print(dist.get_world_size(), dist.distributed_c10d._get_default_store().num_keys() > 0)
 """
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MASTER_")} | {"CUDA_VISIBLE_DEVICES": ""}
-    run = subprocess.run([BIN / "python", "-c", code], env=environment, capture_output=True, text=True, timeout=120)
-    assert run.stdout.splitlines() == ["EADDRINUSE", "1 True"], run.stderr
+    program, output, errors = (tmp_path / name for name in ("program.py", "output", "errors"))
+    program.write_text(code)
+    assert Command(["python", str(program)], environment, output, tmp_path, errors).wait(PATIENCE) == 0
+    assert output.read_text().splitlines() == ["EADDRINUSE", "1 True"], errors.read_text()
