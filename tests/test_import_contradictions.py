@@ -264,7 +264,9 @@ def test_keys_that_are_not_there_are_the_class_s(copy: Callable[..., Folder], na
 
 
 def test_dtypes_of_config_json_and_files(copy: Callable[..., Folder], tmp_path: Path) -> None:
-    folder = copy().config(dtype="bfloat16", torch_dtype="float32")
+    folder = copy().config(dtype="bfloat16", torch_dtype="float32", attention_dropout=0.1)
+    assert "attention_dropout 0.1: SageTrain drops nothing" in folder.as_transformers()
+    shutil.rmtree(folder.run)
     assert "says dtype bfloat16, 21 of 21 tensors are stored in float32" in folder.as_transformers()
     export(folder.run, tmp_path / "out")
     assert {each.dtype for each in load_file(tmp_path / "out" / WHOLE).values()} == {torch.float32}

@@ -98,6 +98,8 @@ def describe(config: Mapping[str, Any], where: str, report: Report) -> Described
     for key, value in _WITHOUT.items():
         if config.get(key) not in (value, None):
             raise ConfigError(f"{where}: {key} {config[key]}: SageTrain computes these models with {value} alone")
+    if dropout := config.get("attention_dropout"):
+        report(f"{where}: attention_dropout {dropout}: SageTrain drops nothing when this model is trained on")
     if missing := [key for key in _REQUIRED if key not in config]:
         raise ConfigError(
             f"{where}: has no {' and no '.join(missing)}; copy the folder again from where it was published"
