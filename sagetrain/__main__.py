@@ -21,7 +21,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def program() -> NoReturn:
-    """The console script, which owns its process. From here on Ctrl-C ends it with code 130 and no traceback."""
+    """Run the console script, which owns its process. From here on Ctrl-C ends it with code 130 and no traceback."""
     try:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, _interrupted)
@@ -30,12 +30,13 @@ def program() -> NoReturn:
 
         exits.console_script = True
         sys.exit(run(sys.argv[1:]))
-    except KeyboardInterrupt:  # while something is imported; elsewhere exits.Errors sees to it
+    except KeyboardInterrupt:  # This catches Ctrl-C during imports. Elsewhere exits.Errors does.
         os._exit(130)
 
 
 def _interrupted(number: int, frame: FrameType | None) -> None:
-    """Ctrl-C. While torch is imported it ends the program at once: an exception inside of its C++ aborts."""
+    """Handle Ctrl-C. While torch is imported the program ends at once, because an exception inside of its C++
+    aborts."""
     if getattr(getattr(sys.modules.get("torch"), "__spec__", None), "_initializing", False):
         os._exit(130)
     signal.default_int_handler(number, frame)

@@ -258,9 +258,20 @@ def test_public_functions_are_typed_and_classes_documented():
 PLAIN = (
     *(
         f"sagetrain/{room}"
-        for room in ("cli", "compare", "config", "data", "inference", "interop", "planning", "report", "stability")
+        for room in (
+            "cli",
+            "compare",
+            "config",
+            "data",
+            "inference",
+            "interop",
+            "optim",
+            "planning",
+            "report",
+            "stability",
+        )
     ),
-    *("sagetrain/doctor.py", "sagetrain/hardware.py", "benchmarks", "launch"),
+    *("sagetrain/__main__.py", "sagetrain/doctor.py", "sagetrain/hardware.py", "benchmarks", "launch"),
 )
 FRAGMENTS = (
     *("And ", "As ", "At ", "But ", "By ", "Else ", "From ", "How ", "In the ", "Its ", "Likewise", "Of ", "Or "),

@@ -1,1 +1,1 @@
-"""Which optimizer updates which parameter."""
+"""The optimizer, and the groups of parameters that it updates."""
