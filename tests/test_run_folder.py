@@ -67,7 +67,7 @@ def test_all_ranks_leave_when_rank_0_cannot_have_the_folder(tmp_path) -> None:
     assert told.startswith("rank 0 on ") and told.endswith(text)
 
 
-ASKS = "import os; from sagetrain.train import guard; print(guard._launchers() == (os.getppid(),))"
+ASKS = "import os; from sagetrain.cluster import guard; print(guard._launchers() == (os.getppid(),))"
 
 
 @pytest.mark.parametrize("told", ["TORCHELASTIC_RUN_ID", "LOCAL_SIZE", guard.LAUNCHER])
