@@ -1,17 +1,14 @@
 """Parameters, FLOPs and memory against the real model: counted, traced and saved by torch itself."""
 
-import gc
 import itertools
 import time
-from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from torch.utils.weak import TensorWeakRef
 
-import tiny
+from counted import VOCAB, live_tensors, run_config, saved_bytes_per_token, transformer
 from distributed import run_distributed
 from sagetrain.cluster.join import init_distributed
 from sagetrain.config import RunConfig
@@ -30,14 +27,11 @@ from sagetrain.model.accounting import (
     reduce_bucket_size,
 )
 from sagetrain.model.backends import AttentionFunction
-from sagetrain.model.block import Block
 from sagetrain.model.operations import AttentionCost, MatmulCost, block_operations, end_operations, of_kind
 from sagetrain.model.selection import matmuls_of
-from sagetrain.model.transformer import Transformer
 from sagetrain.parallel import lowbit
 from sagetrain.parallel.topology import ParallelGroups, Topology
 
-VOCAB = 384
 QK_NORMS = ["none", "before_rope", "after_rope"]
 
 
@@ -50,25 +44,6 @@ def model_config(tie: bool = True, kv_heads: int = 2) -> ModelConfig:
         num_key_value_heads=kv_heads,
         head_dim=18, tie_embeddings=tie,
     )  # fmt: skip
-
-
-def run_config(**sections: dict) -> RunConfig:
-    model = {"num_layers": 2, "hidden_size": 256, "ffn_hidden_size": 768, "num_attention_heads": 4}
-    tree = {
-        "model": model,
-        "data": {"train": [{"path": "x"}], "seq_length": 256, "micro_batch_size": 2},
-        "tokens_per_step": {"schedule": "constant", "tokens": 4096},
-        "optimizer": {"lr": 1e-3},
-        "training": {"run_dir": "x", "total_tokens": 10**6},
-    }
-    for name, section in sections.items():
-        tree[name] = {**tree.get(name, {}), **section}
-    return RunConfig.model_validate(tree)
-
-
-def transformer(model: ModelConfig, attention: AttentionConfig, **kwargs) -> Transformer:
-    kwargs = {"groups": ParallelGroups.single(), "device": torch.device("cpu"), **kwargs}
-    return tiny.transformer(model, attention, vocab_size=VOCAB, **kwargs)
 
 
 @pytest.mark.parametrize("qk_norm", QK_NORMS)
@@ -131,60 +106,6 @@ def test_flops_are_those_of_the_matmuls(kv_heads):
     added = flops_per_token(model, VOCAB, tokens) - flops_per_token(model, VOCAB, 0)
     square = 4 * model.num_attention_heads * tokens * tokens * model.head_dim  # q k^T and p v, multiply and add
     assert added * tokens == 3 * model.num_layers * square / 2
-
-
-class Watched(torch.nn.Module):
-    """A block, and what autograd saves of it. What activation checkpointing keeps beside that, if nothing is compiled,
-    is what is still there when the block is done, but for its result, which is another block's (`left`): some of it
-    gloo's threads only have not let go of yet."""
-
-    def __init__(self, block: Block, beside: bool):
-        super().__init__()
-        self.block, self.attention_norm, self.saved, self.beside = block, block.attention_norm, {}, beside
-        self.left: dict[int, TensorWeakRef] = {}
-
-    def forward(self, *inputs):
-        before = live_tensors() if self.beside else {}
-        with torch.autograd.graph.saved_tensors_hooks(self.save, lambda tensor: tensor):
-            results = self.block(*inputs)
-        if self.beside:
-            here = before.keys() | {result.untyped_storage().data_ptr() for result in results}
-            self.left = {place: TensorWeakRef(x) for place, x in live_tensors().items() if place not in here}
-        return results
-
-    def save(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.saved[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-
-def saved_bytes_per_token(cfg: RunConfig, compiled: bool, groups: ParallelGroups | None = None) -> float:
-    """What autograd keeps of the second block, parameters, rotary tables and other small tensors left out."""
-    groups, sharded = groups or ParallelGroups.single(), cfg.parallel.sequence_parallel
-    how = {"sequence_parallel": sharded, "activation_checkpointing": cfg.training.activation_checkpointing}
-    place = {"tensor_parallel_size": groups.tp_size, "device": torch.device("cpu"), "dtype": torch.bfloat16}
-    how["matmuls"], _ = matmuls_of(cfg.linear, cfg.model, **place)
-    network = transformer(cfg.model, cfg.attention, dtype=torch.bfloat16, groups=groups, **how)
-    network.keep_weights()
-    torch._dynamo.reset()
-    if compiled:  # the partition of forward and backward is that of inductor; no compiler needed
-        network.blocks[1].compile(fullgraph=True, backend="aot_eager_decomp_partition")
-    tokens = torch.zeros(cfg.data.micro_batch_size, cfg.data.seq_length // groups.cp_size, dtype=torch.long)
-    layouts = network._layouts(tokens, None, None, None)
-    network._layouts = lambda *_: layouts
-    if compiled:
-        network(tokens)
-    selective = cfg.training.activation_checkpointing == "selective"
-    watched = network.blocks[1] = Watched(network.blocks[1], selective and not compiled)
-    logits = network(tokens)
-    assert logits.requires_grad  # and so holds what it needs
-    gc.collect()
-    watched.saved |= {place: tensor for place, x in watched.left.items() if (tensor := x()) is not None}
-    tables = (table for layout in layouts for table in (layout.cos, layout.sin))
-    weights = (tensor for module in network.modules() for tensor in getattr(module, "kept", ()))
-    known = {t.untyped_storage().data_ptr() for t in (*network.parameters(), *weights, *tables)}
-    least = tokens.numel() // groups.tp_size**2  # half of a micro-batch, in shards, has a number for each token
-    large = [x for place, x in watched.saved.items() if place not in known and x.numel() >= least]
-    return sum(x.untyped_storage().nbytes() for x in large) / tokens.numel()
 
 
 @pytest.mark.parametrize(
@@ -381,17 +302,6 @@ def test_model_state_by_zero_stage_on_four_ranks(dtype, stage, weights, gradient
     assert (memory["weights"], memory["gradients"], memory["optimizer"]) == pytest.approx(
         (weights * size, gradients * size, optimizer * size), rel=1e-4
     )
-
-
-def live_tensors() -> dict[int, torch.Tensor]:
-    gc.collect()
-    tensors = [x for x in gc.get_objects() if isinstance(x, torch.Tensor) and x.layout == torch.strided]
-    tensors += [x.grad for x in tensors if x.is_leaf and x.grad is not None]  # may have no Python object of their own
-    found = {}
-    for tensor in tensors:
-        with suppress(RuntimeError):  # what torch.compile traced with has no memory
-            found[tensor.untyped_storage().data_ptr()] = tensor
-    return found
 
 
 def still_held(before: dict[int, torch.Tensor]) -> int:

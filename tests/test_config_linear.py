@@ -3,11 +3,11 @@
 
 import pytest
 
+from checked_config import only, run_config
 from sagetrain.config.check import check
 from sagetrain.config.linear_sizes import LinearSizes
 from sagetrain.config.rules import fit
 from sagetrain.config.schema import LinearConfig
-from test_config_rules import only, run_config
 
 CASES = [
     # sections, world size, rule, level, key, what the message says, what the fix says

@@ -3,9 +3,9 @@
 
 import pytest
 
+from checked_config import only, run_config
 from sagetrain.config.check import check
 from sagetrain.config.rules import fit
-from test_config_rules import only, run_config
 
 PAPER = {"recipe": "paper"}
 RUNGS = {"rungs": ["fine", "gradients", "sdpa"]}

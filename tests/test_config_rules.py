@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-from sagetrain.config import Finding, RunConfig
+from checked_config import only, run_config
 from sagetrain.config.arithmetic import padded_vocab_size, token_multiple
 from sagetrain.config.check import check
 from sagetrain.config.load import load_config
@@ -17,33 +17,12 @@ from sagetrain.config.rules.engine import PROVEN
 from sagetrain.engines.deepspeed import deepspeed_config
 
 
-def run_config(**sections: dict) -> RunConfig:
-    """A configuration without findings on 1, 2, 4 or 8 ranks, with keys of its sections replaced."""
-    tree = {
-        "model": {"num_layers": 2, "hidden_size": 256, "ffn_hidden_size": 768, "num_attention_heads": 4},
-        "data": {"train": [{"path": "x"}], "seq_length": 1024, "micro_batch_size": 2},
-        "tokens_per_step": {"schedule": "constant", "tokens": 65536},
-        "optimizer": {"lr": 1e-3},
-        "lr_schedule": {"warmup_tokens": 10**6},
-        "training": {"run_dir": "x", "total_tokens": 10**8},
-    }
-    for name, section in sections.items():
-        replaces = name == "tokens_per_step"
-        tree[name] = section if replaces or not isinstance(section, dict) else {**tree.get(name, {}), **section}
-    return RunConfig.model_validate(tree)
-
-
 def staged(*pairs: tuple[int, int]) -> dict:
     return {"schedule": "stages", "stages": [{"from_tokens": f, "tokens": t} for f, t in pairs]}
 
 
 def ramp(start: int, end: int, tokens: int, multiple: int | None = None) -> dict:
     return {"schedule": "ramp", "start": start, "end": end, "ramp_tokens": tokens, "multiple": multiple}
-
-
-def only(findings: list[Finding]) -> Finding:
-    assert len(findings) == 1, [str(f) for f in findings]
-    return findings[0]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])

@@ -3,8 +3,8 @@
 
 import pytest
 
+from checked_config import run_config
 from sagetrain.config.rules import fit
-from test_config_rules import run_config
 
 ONE = {"data": {"micro_batch_size": 1}, "tokens_per_step": {"schedule": "constant", "tokens": 1024}}
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import tiny
+from counted import run_config, saved_bytes_per_token
 from distributed import run_distributed
 from sagekernels import sage_attention
 from sagetrain.config.schema import AttentionConfig, ModelConfig
@@ -21,7 +22,6 @@ from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.collectives import gather_heads, scatter_heads
 from sagetrain.parallel.layers import shard
 from sagetrain.parallel.topology import ParallelGroups, Topology
-from test_accounting import run_config, saved_bytes_per_token
 
 VOCAB, SEQUENCES, LENGTH = 128, 2, 64
 SHAPE = ModelConfig(

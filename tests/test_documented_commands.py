@@ -14,19 +14,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import typer
 from deepspeed.launcher import runner
 from torch.distributed import run as torchrun
 
+from documented import sagetrain, split, train
 from forked import PATIENCE, Command
 from runs import ROOT
-from sagetrain.cli.main import app
-from sagetrain.config import load_config
-from sagetrain.config.check import check
 
 RECORDS = {ROOT / "CHANGELOG.md"}
 DOCUMENTS = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("kernels/*.md")} - RECORDS)
-PROGRAMS = {"cp", "deepspeed", "git", "make", "pip", "python", "python3", "sagetrain", "sbatch", "torchrun"}
 
 
 def commands(document: str) -> Iterator[list[str]]:
@@ -37,22 +33,6 @@ def commands(document: str) -> Iterator[list[str]]:
                 yield from split(line)
     for span in re.findall(r"(?<!`)`([^`\n]+)`(?!`)", re.sub(r"^```.*?^```", "", document, flags=re.M | re.S)):
         yield from (words for words in split(span) if len(words) > 1 + (words[0] == "sagetrain"))
-
-
-def split(line: str) -> Iterator[list[str]]:
-    words: list[str] = []
-    lexer = shlex.shlex(line.strip().removeprefix("$ "), posix=True, punctuation_chars=";&|")
-    lexer.whitespace_split = True
-    try:
-        for word in [*lexer, ";"]:
-            if set(word) - set(";&|"):
-                words.append(word)
-                continue
-            if words and words[0] in PROGRAMS:
-                yield words[: words.index(">")] if ">" in words else words
-            words = []
-    except ValueError:  # no command: an apostrophe in a text, say
-        return
 
 
 FOUND = [(path.relative_to(ROOT), words) for path in DOCUMENTS for words in commands(path.read_text())]
@@ -97,24 +77,6 @@ def python(words: list[str]) -> None:
         assert any((ROOT / folder / f"{name}.py").exists() for folder in (".", "kernels")) or words[1] == "pytest"
     else:
         assert (ROOT / words[0]).is_file()
-
-
-def sagetrain(words: list[str]) -> None:
-    group = typer.main.get_command(app)
-    parsed = group.commands[words[0]].make_context(words[0], words[1:])  # exits on what it does not know
-    if words[0] == "train":
-        train(words[1:], 1)
-    else:
-        assert parsed.params
-
-
-def train(words: list[str], world_size: int) -> None:
-    """The words after `sagetrain train` or launch/train.py, on so many ranks."""
-    words = [word for word in words if word not in ("--config", "-c")]
-    path, overrides = words[0], words[1:]
-    cfg = load_config(path, overrides)
-    findings = check(cfg, world_size, path=path, overrides=overrides, files=False)
-    assert [str(finding) for finding in findings if finding.level == "error"] == []
 
 
 def deepspeed(words: list[str]) -> None:

@@ -18,12 +18,12 @@ import yaml
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 
+from documented import split
 from forked import PATIENCE, Command
 from runs import ROOT
 from sagetrain.config.reference import keys
 from sagetrain.config.schema import LinearConfig
 from sagetrain.parallel.lowbit import RECIPES
-from test_documented_commands import split
 
 GUIDES = sorted(ROOT.glob("docs/*.md"))
 LOGS = sorted(ROOT.glob("results/log/*.md"))

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 import tiny
 from distributed import run_distributed
-from runs import finish, log_of, sagetrain, write_config
+from runs import finish, log_of, sagetrain
 from sagetrain.checkpoint.on_disk import KINDS, folder_name
 from sagetrain.checkpoint.reading import Reader
 from sagetrain.config import ConfigError
@@ -25,6 +24,7 @@ from sagetrain.interop.exporting import export
 from sagetrain.interop.importing import import_folder
 from sagetrain.parallel.rng import rng_state
 from sagetrain.train import init_from
+from started_from import SHORT, configured
 
 # (tensor parallel, context parallel, ZeRO stage) of two ranks
 LAYOUTS = {"fp32": [(1, 1, 3), (1, 2, 0), (2, 1, 1)], "bf16": [(2, 1, 3), (1, 1, 2)]}
@@ -80,23 +80,6 @@ def test_weights_and_moments_at_every_layout(tmp_path: Path, dtype: str) -> None
     if dtype == "fp32":
         without = results[(2, 1, 1, False)][-1]
         assert abs(without[2] - losses[2]) > 1e-3 * losses[2]
-
-
-SHORT = {
-    "training": {"total_tokens": 1280},
-    "tokens_per_step": {"schedule": "constant", "tokens": 256, "stages": None},
-    "lr_schedule": {"warmup_tokens": 256},
-}
-
-
-def configured(path: Path, corpus: Path, run_dir: Path, **sections: dict) -> Path:
-    """A run of five steps; sections update those of it."""
-    merged = {name: {**SHORT.get(name, {}), **sections.get(name, {})} for name in {*SHORT, *sections}}
-    config = write_config(path, corpus, run_dir, **merged)
-    tree = yaml.safe_load(config.read_text())
-    tree["tokens_per_step"] = {"schedule": "constant", "tokens": merged["tokens_per_step"]["tokens"]}
-    config.write_text(yaml.safe_dump(tree))
-    return config
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from argparse import Namespace
 
 import pytest
 
+from planned import CONFIGS, NOISE_AWARE, VOCAB, config, layout_of
 from sagetrain.config import load_config
 from sagetrain.config.arithmetic import data_parallel_size, token_multiple
 from sagetrain.config.rules import fit
@@ -17,8 +18,6 @@ from sagetrain.planning import layouts
 from sagetrain.planning.layouts import fastest_linear, layout, memory_finding, overrides_to, propose, usable_memory
 from sagetrain.planning.performance import with_overlap
 from sagetrain.planning.plan import ASSUMED_VOCAB_SIZE, make_plan
-from test_performance import CONFIGS, VOCAB, config, layout_of
-from test_plan import NOISE_AWARE
 
 
 @pytest.mark.parametrize(("name", "world_size", "gpu"), [

@@ -28,7 +28,7 @@ from sagetrain.engines import deepspeed as engine_module
 from sagetrain.inference.evaluate import evaluate, evaluate_texts, together
 from sagetrain.inference.trained_run import load_run
 from sagetrain.parallel.metrics import total_over_ranks
-from test_init_from import configured
+from started_from import configured
 
 LENGTHS = [5, 3, 16, 9, 7, 8, 11, 4, 20, 6, 15, 13, 2, 9, 16, 17]
 SEQUENCES = 10  # of tiny.SEQ tokens, and one more

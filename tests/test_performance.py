@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tiny
 from distributed import run_distributed
-from sagetrain.config import ConfigError, RunConfig, load_config
+from planned import VOCAB, config, layout_of
+from sagetrain.config import ConfigError
 from sagetrain.engines.build_engine import build_engine
 from sagetrain.hardware import H200, HARDWARE, AttentionRate, Hardware, of_device
 from sagetrain.model import operations
@@ -22,8 +22,6 @@ from sagetrain.model.selection import matmuls_of
 from sagetrain.planning.performance import OVERLAP, StepPrediction, calibrate, predict
 from sagetrain.train.writers import peak_flops
 
-CONFIGS = Path(__file__).parent.parent / "configs"
-VOCAB = 32_000
 # Round numbers: one matmul rate for every shape, nothing fixed, nothing slow to start.
 SIMPLE = dataclasses.replace(
     H200,
@@ -48,22 +46,6 @@ SIMPLE = dataclasses.replace(
     network_bandwidth=1e10,
     network_efficiency=1,
 )
-
-
-def config(name: str = "325m", *overrides: str) -> RunConfig:
-    """Without packed documents unless overridden."""
-    return load_config(
-        CONFIGS / f"{name}.yaml", ["attention.backend=sdpa", "data.document_attention=false", *overrides]
-    )
-
-
-def layout_of(tensor: int = 1, stage: int = 1, sequence: bool = False) -> tuple[str, ...]:
-    return (
-        f"parallel.tensor_parallel_size={tensor}",
-        f"parallel.zero_stage={stage}",
-        f"parallel.sequence_parallel={str(sequence).lower()}",
-        f"parallel.tensor_parallel_overlap={'on' if tensor > 1 else 'auto'}",
-    )
 
 
 def parts(prediction: StepPrediction) -> tuple[float, float, float]:

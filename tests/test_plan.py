@@ -14,6 +14,7 @@ import pytest
 import yaml
 from rich.console import Console
 
+from planned import NOISE_AWARE
 from runs import sagetrain
 from sagetrain.config import ConfigError, dump_config, load_config
 from sagetrain.config.reference import keys, markdown
@@ -583,9 +584,6 @@ def test_the_key_reference_names_every_key_and_is_read_in_a_pipe_too():
     assert "\n\nPeak learning rate.\n\nTakes a number above 0; required.\n" in page
     assert "tokens_per_step.schedule  (required)\n    one of constant, ramp, stages, noise_aware\n" in text
     assert "data.train.0.weight  (default 1.0)\n    a number above 0 or proportional\n" in text
-
-
-NOISE_AWARE = "{schedule: noise_aware, start: 262144, floor: 131072, ceiling: 1048576, hold_tokens: 50000000}"
 
 
 def test_a_noise_aware_schedule_is_planned_by_its_bounds():

@@ -10,8 +10,8 @@ from types import ModuleType
 import pytest
 from rich.console import Console
 
+from documented import sagetrain, split
 from runs import BIN, ROOT
-from test_documented_commands import sagetrain, split
 
 
 @pytest.fixture

@@ -1,0 +1,50 @@
+"""Commands as pages write them, read as a shell would."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+
+import typer
+
+from sagetrain.cli.main import app
+from sagetrain.config import load_config
+from sagetrain.config.check import check
+
+PROGRAMS = {"cp", "deepspeed", "git", "make", "pip", "python", "python3", "sagetrain", "sbatch", "torchrun"}
+
+
+def split(line: str) -> Iterator[list[str]]:
+    """Yield the words of each command of a line that names one of PROGRAMS."""
+    words: list[str] = []
+    lexer = shlex.shlex(line.strip().removeprefix("$ "), posix=True, punctuation_chars=";&|")
+    lexer.whitespace_split = True
+    try:
+        for word in [*lexer, ";"]:
+            if set(word) - set(";&|"):
+                words.append(word)
+                continue
+            if words and words[0] in PROGRAMS:
+                yield words[: words.index(">")] if ">" in words else words
+            words = []
+    except ValueError:  # no command: an apostrophe in a text, say
+        return
+
+
+def sagetrain(words: list[str]) -> None:
+    """See that `sagetrain WORDS` can be parsed, and that a run it names could start."""
+    group = typer.main.get_command(app)
+    parsed = group.commands[words[0]].make_context(words[0], words[1:])  # exits on what it does not know
+    if words[0] == "train":
+        train(words[1:], 1)
+    else:
+        assert parsed.params
+
+
+def train(words: list[str], world_size: int) -> None:
+    """See that the words after `sagetrain train` or launch/train.py name a run that so many ranks could start."""
+    words = [word for word in words if word not in ("--config", "-c")]
+    path, overrides = words[0], words[1:]
+    cfg = load_config(path, overrides)
+    findings = check(cfg, world_size, path=path, overrides=overrides, files=False)
+    assert [str(finding) for finding in findings if finding.level == "error"] == []
