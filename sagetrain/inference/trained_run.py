@@ -264,10 +264,20 @@ def load_run(
         ladder = Ladder(precision, rungs, model.attention_layers, cfg.training.total_tokens, run.tokens)
         ladder.restore(run.reader.state.controllers[ladder.name])
         report(f"attention as at step {run.step}: {ladder.summary()}")
-    about = run.tokenizer, run.vocab_size, run.step, run.tokens
-    ends = run.text_prefix, run.end_tokens, run.chat_templates.get("default")
-    state = run.reader.state
-    return TrainedRun(cfg, model, *about, device, *ends, state.files, state.positions.length)
+    return TrainedRun(
+        cfg,
+        model,
+        run.tokenizer,
+        run.vocab_size,
+        run.step,
+        run.tokens,
+        device,
+        text_prefix=run.text_prefix,
+        end_tokens=run.end_tokens,
+        chat_template=run.chat_templates.get("default"),
+        data_hashes=run.reader.state.files,
+        positions=run.reader.state.positions.length,
+    )
 
 
 def _multiply(trained: LinearConfig, precision: str) -> LinearConfig:
