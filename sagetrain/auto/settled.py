@@ -7,6 +7,8 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -83,30 +85,13 @@ def settle(
         device=device,
         dtype=dtype,
     )
-    rounded_once = resolved_zero_stage(cfg) < 3  # weights in 8 bits: once a step
-
-    def fastest_attention(asked: AttentionConfig) -> AttentionConfig:
-        def choose() -> AttentionConfig:
-            documents = stream.document_lengths(64) if cfg.data.document_attention else ()
-            return choose_attention(asked, cfg.model, calls, documents=documents, cache=folder.attention, say=say)
-
-        return _by_main(choose, device)
-
-    def fastest_linear(asked: LinearConfig) -> LinearConfig:
-        def choose() -> LinearConfig:
-            return choose_linear(
-                asked, cfg.model, calls, kept=rounded_once, compiled=compiled, cache=folder.linear, say=say
-            )
-
-        return _by_main(choose, device)
-
     attention, why_attention = settle_attention(
         cfg.attention,
         cfg.model,
         before.attention if before else None,
         device=device,
         dtype=dtype,
-        choose=fastest_attention,
+        choose=partial(_fastest_attention, cfg, stream, calls, folder.attention, say),
         say=say,
     )
     size = layers_of_tp or groups.tp_size
@@ -117,23 +102,48 @@ def settle(
         tensor_parallel_size=size,
         device=device,
         dtype=dtype,
-        choose=fastest_linear,
+        choose=partial(_fastest_linear, cfg, compiled, calls, folder.linear, say),
         say=say,
     )
     matmuls, why_linear = matmuls_of(
         linear, cfg.model, tensor_parallel_size=size, here=groups.tp_size, device=device, dtype=dtype
     )
     settled = cfg.model_copy(update={"attention": attention, "linear": linear})
-
-    def halves_are_faster() -> bool:
-        return _halves_are_faster(settled, matmuls, stream, groups, compiled, device, dtype, say)
-
     overlap, why_overlap = settle_overlap(
-        settled, before.overlap if before else None, device=device, choose=halves_are_faster
+        settled,
+        before.overlap if before else None,
+        device=device,
+        choose=partial(_halves_are_faster, settled, matmuls, stream, groups, compiled, device, dtype, say),
     )
     parallel = cfg.parallel.model_copy(update={"tensor_parallel_overlap": overlap})
     reasons = Reasons(why_attention, f"{why_linear}; {why}" if why else why_linear, why_overlap)
     return Settled(settled.model_copy(update={"parallel": parallel}), matmuls, reasons)
+
+
+def _fastest_attention(
+    cfg: RunConfig,
+    stream: SampleStream,
+    calls: RankCalls,
+    cache: Path,
+    say: Callable[[str], None],
+    asked: AttentionConfig,
+) -> AttentionConfig:
+    def choose() -> AttentionConfig:
+        documents = stream.document_lengths(64) if cfg.data.document_attention else ()
+        return choose_attention(asked, cfg.model, calls, documents=documents, cache=cache, say=say)
+
+    return _by_main(choose, calls.device)
+
+
+def _fastest_linear(
+    cfg: RunConfig, compiled: bool, calls: RankCalls, cache: Path, say: Callable[[str], None], asked: LinearConfig
+) -> LinearConfig:
+    kept = resolved_zero_stage(cfg) < 3  # weights in 8 bits, from one step to the next
+
+    def choose() -> LinearConfig:
+        return choose_linear(asked, cfg.model, calls, kept=kept, compiled=compiled, cache=cache, say=say)
+
+    return _by_main(choose, calls.device)
 
 
 def _halves_are_faster(
