@@ -81,7 +81,7 @@ def measured(layouts: list[tuple[int, int, int, str, str, bool]]) -> list[tuple[
         if backend:
             compile_blocks(model, backend, whole=stage == 3)
         engine = build_engine(cfg, model, groups, 1)
-        noise = GradientNoise(engine.model, groups, engine.device)
+        noise = GradientNoise(engine.leaves(), engine.model.specs.values(), groups, engine.device)
         batches = [
             Batch(row[None, :-1], row[None, 1:], positions=None, cu_seqlens=None, max_seqlen=None, sample_ids=[])
             for row in global_batch()[groups.dp_rank :: groups.dp_size]
@@ -138,7 +138,7 @@ def test_the_estimates_of_a_known_covariance() -> None:
     of one estimate of tr(S): sqrt(2 / (3 width)) of it."""
     width, tokens, n, groups = 64, 8, 4, ParallelGroups.single()
     model, scale = Known(width), NoiseScale(tokens, decay=0.995)
-    noise = GradientNoise(model, groups, torch.device("cpu"))
+    noise = GradientNoise(dict(model.named_parameters()), model.specs.values(), groups, torch.device("cpu"))
     draw = torch.Generator().manual_seed(0)
     deviations, true = torch.linspace(0.5, 2, width), torch.full((width,), 0.3)
     for step in range(400):
@@ -160,7 +160,7 @@ def test_the_estimates_of_a_known_covariance() -> None:
 def estimated(gradients: list[torch.Tensor], counts: Sequence[int], scale: NoiseScale) -> dict[str, float]:
     """What is made of the gradients of micro-batches, each the mean over its tokens that count."""
     groups, model, n = ParallelGroups.single(), Known(len(gradients[0])), len(counts)
-    noise = GradientNoise(model, groups, torch.device("cpu"))
+    noise = GradientNoise(dict(model.named_parameters()), model.specs.values(), groups, torch.device("cpu"))
     for gradient, count in zip(gradients, counts, strict=True):
         with noise.micro_batch(count):
             (model(gradient) * count / sum(counts)).backward()
@@ -224,7 +224,7 @@ def masked(layouts: list[tuple[int, int, int]]) -> list[tuple[tuple, dict[str, f
             labels = tokens[:, 1:].clone()
             labels[counted:] = MASKED
             batches.append(Batch(tokens[:, :-1], labels, None, None, None, [], divisor=1.0))
-        observers = Observers(noise=GradientNoise(engine.model, groups, engine.device))
+        observers = Observers(noise=GradientNoise(engine.leaves(), engine.model.specs.values(), groups, engine.device))
         result = engine.step(batches, len(batches), 0.0, observers, sum(rows) * tiny.SEQ)
         NoiseScale(3 * tiny.SEQ, 0.9).after_step(Taken(1, 0, len(rows) * 3 * tiny.SEQ, result.metrics))
         results.append((layout, result.metrics, result.grad_norm))

@@ -51,7 +51,6 @@ from torch import Tensor
 
 from sagetrain.config.earlier_run import ALL
 from sagetrain.model.tensors import TensorSpec
-from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.controller import Event, Taken
 from sagetrain.stability.spikes import METRIC as SPIKE
@@ -106,12 +105,21 @@ class GradientNoise:
     The results are noise/<layer>/small and noise/<layer>/mean in groups.metrics, from which NoiseScale makes estimates.
     Under a loss mask there are also noise/counted and noise/counted_square, the sums of c_i and of c_i^2. This costs a
     pass over the gradients of every micro-batch, and under context parallelism their all-reduce.
+
+    Args:
+        leaves: the tensors that autograd gives gradients to, by name (Engine.leaves).
+        specs: the tensors of the model.
     """
 
-    def __init__(self, model: Transformer, groups: ParallelGroups, device: torch.device) -> None:
-        self._groups = groups
-        self._parameters = [parameter for _, parameter in model.named_parameters()]
-        self._squares = LayerSquares(model.specs.values(), groups, device)
+    def __init__(
+        self,
+        leaves: Mapping[str, Tensor],
+        specs: Collection[TensorSpec],
+        groups: ParallelGroups,
+        device: torch.device,
+    ) -> None:
+        self._groups, self._parameters = groups, [leaves[spec.name] for spec in specs]
+        self._squares = LayerSquares(specs, groups, device)
         self._norms = torch.zeros(len(self._parameters), dtype=torch.float32, device=device)
         self._small = torch.zeros(len(self._parameters), dtype=torch.float64, device=device)
         self._mean = torch.zeros_like(self._small)

@@ -69,7 +69,7 @@ class Controllers:
         groups, device, stability, schedule = engine.groups, engine.device, cfg.stability, cfg.tokens_per_step
         self._monitor = Monitor(stability.monitor, model, lambda: ((kept.name, kept.weight) for kept in engine.owned()))
         self._linear = LinearErrors(model, self._monitor.chosen)
-        self._noise = GradientNoise(model, groups, device)
+        self._noise = GradientNoise(engine.leaves(), model.specs.values(), groups, device)
         exact = attention_function("sdpa", cfg.attention, device)
         self._probe = QuantizationProbe(model, exact, groups, device)
         self.updates = updates_of(cfg, engine)
