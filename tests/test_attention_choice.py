@@ -112,7 +112,6 @@ def train_and_continue(corpus: str, run_dir: str) -> None:
         cfg["attention"]["recipe"] = recipe
         trainer = Trainer(build(RunConfig.model_validate(cfg)))
         trainer.train()
-        trainer.run.files.folder._lock.close()  # as the end of its process does
         used = trainer.engine.model.blocks[0].attention.function.recipe
         recorded = on_disk.read_state(on_disk.newest(Path(run_dir) / "checkpoints")).attention
         assert recorded == SettledAttention("sage", used) and used == ("fine" if steps == 3 else "scores")

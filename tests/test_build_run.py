@@ -52,7 +52,6 @@ def begin_and_go_on(corpus: str, run_dir: str) -> None:
     assert first.train()
     written = on_disk.read_state(on_disk.newest(Path(run_dir) / "checkpoints"))
     assert written == first.run.record(first.state) and written.step == 2
-    first.run.files.folder._lock.close()  # as the end of its process does
 
     longer = cfg.training.model_copy(update={"total_tokens": 3 * 4 * tiny.SEQ})
     again = build(cfg.model_copy(update={"training": longer}))

@@ -388,7 +388,6 @@ def train_and_continue(corpus: str, run_dir: str) -> None:
         cfg["linear"]["precision"] = precision
         trainer = Trainer(build(RunConfig.model_validate(cfg)))
         trainer.train()
-        trainer.run.files.folder._lock.close()  # as the end of its process does
         low = steps < 3
         block = trainer.engine.model.blocks[1]
         assert bool(block.mlp.gate_up.kept) == low and block.attention.out.kept == ()  # 3,072 weights, 1,024

@@ -393,8 +393,6 @@ def train_through_all_that_writes_weights(corpus: str, root: str) -> None:
         cfg = load_config(write_config(file, Path(corpus), Path(root) / name, tp_size, **sections), [constant])
         calls, run = fresh.calls, Trainer(build(cfg))
         run.train()
-        if lock := run.run.files.folder._lock:
-            lock.close()  # as the end of its process does
         dist.barrier()
         for key in (
             f"preflight/{dist.get_rank()}",

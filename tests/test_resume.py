@@ -115,8 +115,6 @@ def evaluated(corpus: str, folders: list[str], signalled_at: list[int]) -> list[
 
         trainer.run.valid.eval_batches = counted
         finished = trainer.train()
-        if lock := trainer.run.files.folder._lock:  # as the end of its process does
-            lock.close()
         return finished, trainer.state.step, taken
 
     cfg, ranks = tiny.config(1).model_dump(), int(os.environ["WORLD_SIZE"])
