@@ -16,6 +16,7 @@ from sagetrain.config import RunConfig
 from sagetrain.engines.protocol import Engine, Observers, StepResult
 from sagetrain.model.tensors import TensorSpec
 from sagetrain.parallel.rng import rng_state
+from sagetrain.stability.spikes import Verdict
 from sagetrain.train.controllers import updates_of
 
 CAP = 1.02  # not a bf16 number
@@ -93,6 +94,9 @@ def test_the_cap_is_one_of_magnitude() -> None:
     for shard in engine.owned(is_qk_gain):
         for values in (shard.weight, *shard.copies):
             values.fill_(-2 * CAP)
+    refuse = Observers(updates=updates_of(cfg, engine), judge=lambda metrics: Verdict(apply=False))
+    assert tiny.global_step(engine, 0, observers=refuse).metrics["qk_gain/capped_share"] == 1.0
+    assert all((gain == -2 * CAP).all() for gain in masters_of(engine))  # a step that is refused changes no gain
     shares = [step_of(engine, cfg, step).metrics["qk_gain/capped_share"] for step in range(2)]
     assert shares == [1.0, 1.0] and all((gain >= -torch.tensor(CAP)).all() for gain in masters_of(engine))
 

@@ -59,7 +59,7 @@ _TOKEN_BLOCK_SECONDS = 0.85e-3
 
 # Bytes moved by ZeRO stage: per parameter of the rank in a micro-step, per parameter of the rank in a step, and per
 # parameter that the rank updates in a step. They were derived from the code of DeepSpeed 0.19 in bf16.
-#   1 (BF16_Optimizer): adds every gradient to the fp32 sum (10; engines/deepspeed.py), as soon as backward has made it.
+#   1 (BF16_Optimizer): adds every gradient to the fp32 sum (10; engines/reduction.py), as soon as backward has made it.
 #     Step: flattening and scaling (20), norm (4), clipping (8), zeroing (4) of all; Adam (28) and new bf16 weights (6).
 #   2: bucket copy, flatten, divide, convert to fp32 (18), add to the owned part (12, counted in full).
 #     Step on the owned part alone: norm, flatten, clip, Adam, new weights.
