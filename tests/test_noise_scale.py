@@ -74,6 +74,7 @@ def measured(layouts: list[tuple[int, int, int, str, str, bool]]) -> list[tuple[
             groups=groups,
             seed=3,
             sequence_parallel=sequence,
+            overlap=not backend,
             activation_checkpointing="full" if sequence else "none",
             dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[dtype],
             partition=partitioner(cfg, groups),
