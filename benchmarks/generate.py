@@ -27,7 +27,7 @@ import torch
 from sagetrain.cli.options import AttentionName
 from sagetrain.config.errors import CheckpointError, ConfigError
 from sagetrain.inference.generate import Sampling, generate
-from sagetrain.inference.trained_run import TrainedRun, load_run
+from sagetrain.inference.load import TrainedRun, load_run
 from sagetrain.interop.exporting import export
 
 ROUNDS = 5

@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # these need torch
     from sagetrain.engines.protocol import StepResult
     from sagetrain.inference.evaluate import Evaluation
     from sagetrain.inference.generate import Completion
-    from sagetrain.inference.trained_run import TrainedRun
+    from sagetrain.inference.load import TrainedRun
     from sagetrain.interop.exporting import Exported
     from sagetrain.train.callbacks import Callback, Position, RunStart
 
@@ -347,7 +347,7 @@ class Model:
             ConfigError: the options contradict each other, or the data cannot be read.
         """
         from sagetrain.inference.evaluate import default_stride, evaluate, evaluate_texts
-        from sagetrain.inference.trained_run import with_data
+        from sagetrain.inference.load import with_data
 
         if num_sequences is not None and (texts or stride):
             raise ConfigError("num_sequences chooses among those of data.valid; with texts or stride all are taken")
@@ -398,7 +398,7 @@ def load_run(
         CheckpointError: there is no whole checkpoint, or the run's tokenizer is another one.
         ConfigError: `attention` or `linear` cannot run here.
     """
-    from sagetrain.inference.trained_run import load_run as load
+    from sagetrain.inference.load import load_run as load
 
     path = Path(run_dir)
     return Model(load(path, say, step, attention=attention, linear=linear), path)

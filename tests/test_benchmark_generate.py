@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import saved_runs
-from sagetrain.inference.trained_run import TrainedRun, load_run
+from sagetrain.inference.load import TrainedRun, load_run
 
 ROOT = Path(__file__).parent.parent
 SPEC = importlib.util.spec_from_file_location("benchmark_generate", ROOT / "benchmarks/generate.py")

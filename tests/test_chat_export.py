@@ -20,7 +20,7 @@ from sagetrain.checkpoint.state import Identity, InitFromRecord, RunState
 from sagetrain.data.chat_template import chat_prompt
 from sagetrain.data.records import Chats
 from sagetrain.inference.generate import Sampling, generate
-from sagetrain.inference.trained_run import load_run
+from sagetrain.inference.load import load_run
 from sagetrain.interop.exporting import export
 from sagetrain.interop.importing import import_folder
 from sagetrain.interop.tokenizer_files import tokenizer_files

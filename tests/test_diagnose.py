@@ -20,9 +20,8 @@ from sagetrain.config import ConfigError, RunConfig
 from sagetrain.config.load import load_config
 from sagetrain.data.loader import Loader, SampleStream
 from sagetrain.inference import diagnose as diagnosis
-from sagetrain.inference import trained_run
 from sagetrain.inference.diagnose import diagnose
-from sagetrain.inference.trained_run import load_run
+from sagetrain.inference.load import load_run
 from sagetrain.model.backends import Sage
 from sagetrain.parallel.lowbit import RECIPES, LowBit
 from sagetrain.parallel.matmul import linear as linear_of

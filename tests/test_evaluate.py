@@ -19,7 +19,7 @@ from sagetrain.config.schema import NO_DATA, DataSource
 from sagetrain.data.loader import Loader, SampleStream
 from sagetrain.data.token_file import TokenFile, token_path
 from sagetrain.inference.evaluate import evaluate, evaluate_texts, together
-from sagetrain.inference.trained_run import TrainedRun, at_context, load_run
+from sagetrain.inference.load import TrainedRun, at_context, load_run
 from sagetrain.inference.windows import windows
 
 EOS = 7

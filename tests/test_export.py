@@ -27,7 +27,7 @@ from sagetrain.config import ConfigError
 from sagetrain.config.errors import CheckpointError
 from sagetrain.config.schema import AttentionConfig, RopeScaling
 from sagetrain.data.tokenizer import Tokenizer
-from sagetrain.inference.trained_run import load_run
+from sagetrain.inference.load import load_run
 from sagetrain.interop import exporting
 from sagetrain.interop.exporting import export
 from sagetrain.interop.huggingface import config_json

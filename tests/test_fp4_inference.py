@@ -13,7 +13,7 @@ from sagekernels import fp4_attention
 from sagekernels.testing import Shape, random_inputs
 from sagetrain.config import ConfigError, load_config
 from sagetrain.inference.cache import CachedModel
-from sagetrain.inference.trained_run import load_run
+from sagetrain.inference.load import load_run
 from sagetrain.model.backends import Fp4, token_layout
 
 

@@ -23,9 +23,9 @@ from sagetrain.__main__ import main
 from sagetrain.config import ConfigError
 from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.inference.generate import Completion, Sampling, choose, generate
+from sagetrain.inference.load import TrainedRun, load_run
 from sagetrain.inference.prompts import read_prompts
 from sagetrain.inference.ranks import Ranks
-from sagetrain.inference.trained_run import TrainedRun, load_run
 from sagetrain.parallel.topology import ParallelGroups, Topology
 
 PROMPTS = ["a", "the quick brown fox", "", "über uns", "the quick", "b c d e f g h", "a", "fox"]

@@ -21,7 +21,7 @@ from sagetrain.config import ConfigError
 from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.inference.evaluate import evaluate_texts
 from sagetrain.inference.generate import Sampling, generate
-from sagetrain.inference.trained_run import load_run
+from sagetrain.inference.load import load_run
 from sagetrain.interop.exporting import export
 from sagetrain.interop.importing import import_folder
 

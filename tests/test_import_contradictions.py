@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralC
 
 from sagetrain.config import ConfigError
 from sagetrain.data.tokenizer import Tokenizer
-from sagetrain.inference.trained_run import load_run, open_run
+from sagetrain.inference.load import load_run, open_run
 from sagetrain.interop.describe import ARCHITECTURES, DEFAULTS
 from sagetrain.interop.exporting import export
 from sagetrain.interop.importing import import_folder

@@ -14,9 +14,8 @@ from prepare_inputs import prepare
 from runs import finish, sagetrain, write_config
 from sagetrain.config.errors import CheckpointError
 from sagetrain.data.token_file import TokenFile
-from sagetrain.inference import trained_run
 from sagetrain.inference.evaluate import evaluate
-from sagetrain.inference.trained_run import load_run
+from sagetrain.inference.load import load_run
 from sagetrain.model import transformer
 
 

@@ -19,7 +19,7 @@ from sagetrain.config import ConfigError
 from sagetrain.data.tokenizer import train_tokenizer
 from sagetrain.inference.diagnose import diagnose
 from sagetrain.inference.evaluate import evaluate_texts
-from sagetrain.inference.trained_run import load_run
+from sagetrain.inference.load import load_run
 from sagetrain.interop.exporting import export
 from sagetrain.interop.importing import import_folder
 from sagetrain.parallel.rng import rng_state

@@ -14,7 +14,7 @@ from sagetrain.config import RunConfig
 from sagetrain.inference import diagnose as diagnosis
 from sagetrain.inference.diagnose import diagnose
 from sagetrain.inference.evaluate import evaluate
-from sagetrain.inference.trained_run import load_run
+from sagetrain.inference.load import load_run
 from sagetrain.model.backends import Sage, Sdpa
 from sagetrain.stability import precision
 from sagetrain.train.build_run import build

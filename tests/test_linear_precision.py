@@ -21,7 +21,7 @@ from sagetrain.config.schema import SIXTEEN_BITS, AttentionConfig, LinearConfig,
 from sagetrain.data.loader import Batch
 from sagetrain.engines.protocol import Engine
 from sagetrain.inference.evaluate import evaluate, together
-from sagetrain.inference.trained_run import load_run
+from sagetrain.inference.load import load_run
 from sagetrain.model.compile import compile_blocks
 from sagetrain.model.selection import matmuls_of
 from sagetrain.model.transformer import Transformer

@@ -16,8 +16,8 @@ from runs import finish, write_config
 from sagetrain.config.arithmetic import low_bit_linear
 from sagetrain.config.schema import SIXTEEN_BITS, LinearConfig
 from sagetrain.engines.build_engine import build_engine
+from sagetrain.inference.load import load_run
 from sagetrain.inference.ranks import Ranks
-from sagetrain.inference.trained_run import load_run
 from sagetrain.model.backends import Sage, Sdpa
 from sagetrain.model.compile import compile_blocks
 from sagetrain.model.transformer import Transformer

@@ -19,9 +19,9 @@ from runs import finish, sagetrain, write_config
 from sagetrain.config import ConfigError
 from sagetrain.config.schema import EvaluationConfig
 from sagetrain.inference.generate import Sampling, generate
+from sagetrain.inference.load import TrainedRun, in_training, load_run
 from sagetrain.inference.samples import completed
 from sagetrain.inference.score import Scorer
-from sagetrain.inference.trained_run import TrainedRun, in_training, load_run
 from sagetrain.interop import lm_eval, looks
 from sagetrain.interop.lm_eval import HarnessTasks, harness_of
 from sagetrain.parallel.topology import ParallelGroups

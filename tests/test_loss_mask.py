@@ -26,7 +26,7 @@ from sagetrain.data.records import Pairs
 from sagetrain.data.token_file import TokenFile, TokenFileWriter, token_path
 from sagetrain.engines import deepspeed as engine_module
 from sagetrain.inference.evaluate import evaluate, evaluate_texts, together
-from sagetrain.inference.trained_run import load_run
+from sagetrain.inference.load import load_run
 from sagetrain.parallel.metrics import total_over_ranks
 from started_from import configured
 

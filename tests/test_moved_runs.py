@@ -12,8 +12,8 @@ from runs import finish, sagetrain, write_config
 from sagetrain.config import ConfigError
 from sagetrain.config.schema import DataConfig, DataSource
 from sagetrain.inference.evaluate import evaluate
+from sagetrain.inference.load import TrainedRun, load_run, with_data
 from sagetrain.inference.located import located
-from sagetrain.inference.trained_run import TrainedRun, load_run, with_data
 
 
 @pytest.fixture(scope="module")

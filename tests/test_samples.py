@@ -15,7 +15,7 @@ from sagetrain.config import ConfigError
 from sagetrain.config.check import check
 from sagetrain.config.load import load_config
 from sagetrain.inference.generate import Sampling, generate
-from sagetrain.inference.trained_run import load_run
+from sagetrain.inference.load import load_run
 from sagetrain.train.writers import MetricsWriter
 
 

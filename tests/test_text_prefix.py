@@ -29,7 +29,7 @@ from sagetrain.inference import windows
 from sagetrain.inference.cache import CachedModel
 from sagetrain.inference.evaluate import evaluate_texts
 from sagetrain.inference.generate import Completion, Sampling, generate
-from sagetrain.inference.trained_run import TrainedRun, at_context, load_run
+from sagetrain.inference.load import TrainedRun, at_context, load_run
 from sagetrain.interop.exporting import export
 from sagetrain.interop.importing import import_folder
 from sagetrain.interop.lm_eval import HarnessTasks, harness_of

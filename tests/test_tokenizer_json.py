@@ -20,7 +20,7 @@ from sagetrain.__main__ import main
 from sagetrain.config import ConfigError
 from sagetrain.data.token_file import TokenFile
 from sagetrain.data.tokenizer import Tokenizer
-from sagetrain.inference.trained_run import load_run
+from sagetrain.inference.load import load_run
 from sagetrain.interop.tokenizer_files import tokenizer_files
 
 SAMPLE = (Path(sysconfig.get_paths()["stdlib"]) / "argparse.py").read_text()

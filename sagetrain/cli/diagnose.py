@@ -45,7 +45,7 @@ def diagnose(
     with _Errors(run_dir=run_dir):
         from sagetrain.data.token_file import write_atomic
         from sagetrain.inference import diagnose as diagnosis
-        from sagetrain.inference.trained_run import load_run, with_data
+        from sagetrain.inference.load import load_run, with_data
         from sagetrain.parallel.host import use_cores
         from sagetrain.planning.tables import console, print_table
 

@@ -14,7 +14,7 @@ from sagetrain.config.errors import ConfigError
 
 if TYPE_CHECKING:
     from sagetrain.inference.evaluate import Evaluation
-    from sagetrain.inference.trained_run import TrainedRun
+    from sagetrain.inference.load import TrainedRun
     from sagetrain.interop.lm_eval import HarnessTasks
     from sagetrain.planning.tables import Table
 
@@ -91,7 +91,7 @@ def evaluate(
         use_cores()
         # Tasks are loaded before the model, because they may not exist.
         asked = load_harness("--tasks").HarnessTasks(tasks.split(","), limit) if tasks else None
-        from sagetrain.inference.trained_run import at_context, load_run, with_data
+        from sagetrain.inference.load import at_context, load_run, with_data
 
         names = {"attention": attention and attention.value, "linear": linear and linear.value}
         run = load_run(run_dir, _warn, checkpoint, **names)

@@ -97,9 +97,9 @@ def generate(
         from sagetrain.data.chat_template import read_template, settled_template
         from sagetrain.inference.generate import Sampling
         from sagetrain.inference.generate import generate as completions
+        from sagetrain.inference.load import load_run
         from sagetrain.inference.prompts import read_prompts
         from sagetrain.inference.ranks import Ranks
-        from sagetrain.inference.trained_run import load_run
 
         sampling = Sampling(max_tokens, temperature, top_k, top_p, tuple(stop or ()), seed)
         words = [*([prompt] if prompt is not None else []), *(prompts or [])]

@@ -31,8 +31,8 @@ from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import AttentionConfig, MonitorConfig
 from sagetrain.data.loader import Batch, Loader, SampleStream
 from sagetrain.data.token_file import check_writable
+from sagetrain.inference.load import TrainedRun
 from sagetrain.inference.located import check_there
-from sagetrain.inference.trained_run import TrainedRun
 from sagetrain.model.backends import FIXED_RECIPE, AttentionFunction, Sage, attention_function
 from sagetrain.model.selection import matmuls_of, resolve_backend
 from sagetrain.parallel.matmul import Matmul

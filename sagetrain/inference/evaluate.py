@@ -15,8 +15,8 @@ from tqdm import tqdm
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import DataSource
 from sagetrain.data.loader import MASKED, Batch, Loader, SampleStream, batch_of
+from sagetrain.inference.load import TrainedRun
 from sagetrain.inference.located import check_there
-from sagetrain.inference.trained_run import TrainedRun
 from sagetrain.inference.windows import Raw, decoded_bytes, text_of, windows
 
 # From this many tokens of the training data, frequencies are off by 0.003 nats if there are 100,000 different ones.

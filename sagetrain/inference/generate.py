@@ -14,7 +14,7 @@ from sagetrain.config.errors import ConfigError
 from sagetrain.data.chat_template import answer_ends, chat_prompt
 from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.inference.cache import CachedModel
-from sagetrain.inference.trained_run import TrainedRun
+from sagetrain.inference.load import TrainedRun
 from sagetrain.parallel.rng import named_generator
 
 

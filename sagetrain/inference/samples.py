@@ -12,7 +12,7 @@ from sagetrain.config.schema import DataConfig, EvaluationConfig
 from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
 from sagetrain.engines.protocol import Engine
 from sagetrain.inference.generate import Sampling, generate
-from sagetrain.inference.trained_run import TrainedRun
+from sagetrain.inference.load import TrainedRun
 from sagetrain.model.transformer import Transformer
 from sagetrain.train.inputs import check_prompts
 

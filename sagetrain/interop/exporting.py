@@ -22,7 +22,7 @@ from sagetrain.checkpoint.reading import Reader
 from sagetrain.config.errors import CheckpointError, ConfigError
 from sagetrain.data.token_file import check_writable
 from sagetrain.inference.generate import ending_tokens
-from sagetrain.inference.trained_run import OpenRun, open_run
+from sagetrain.inference.load import OpenRun, open_run
 from sagetrain.interop.huggingface import INDEX, WEIGHTS, config_json
 from sagetrain.interop.tokenizer_files import tokenizer_files
 from sagetrain.model.tensors import TensorSpec, tensors

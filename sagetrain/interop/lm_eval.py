@@ -26,9 +26,9 @@ from sagetrain.data.loader import Batch
 from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
 from sagetrain.engines.protocol import Engine
 from sagetrain.inference.generate import Sampling, generate
+from sagetrain.inference.load import TrainedRun
 from sagetrain.inference.samples import Alive, Trained, completed, while_training
 from sagetrain.inference.score import Scorer
-from sagetrain.inference.trained_run import TrainedRun
 
 TaskResults = dict[str, dict[str, float]]
 """Numbers by task and metric: acc, acc_stderr. If the harness filters answers, the filter's name follows:

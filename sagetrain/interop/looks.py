@@ -34,7 +34,7 @@ def looks_of(cfg: RunConfig) -> tuple[Tasks | None, Samples | None]:
     evaluation, data = cfg.evaluation, cfg.data
     tasks = samples = None
     if evaluation.tasks or evaluation.samples_every_tokens:
-        from sagetrain.inference.trained_run import in_training
+        from sagetrain.inference.load import in_training
 
         trained = partial(in_training, cfg)
     if evaluation.tasks:

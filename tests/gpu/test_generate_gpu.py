@@ -14,8 +14,8 @@ from sagekernels.testing import rel_l2
 from sagetrain.data.tokenizer import train_tokenizer
 from sagetrain.inference.cache import CachedModel
 from sagetrain.inference.generate import Sampling, generate
+from sagetrain.inference.load import TrainedRun, load_run
 from sagetrain.inference.ranks import Ranks
-from sagetrain.inference.trained_run import TrainedRun, load_run
 from sagetrain.parallel.topology import ParallelGroups
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
