@@ -41,7 +41,7 @@ coverage: $(DEV)  ## the test suite (twice as slow) with a coverage figure of wh
 	$(BIN)/python -m pytest -q --ignore=tests/gpu --cov=sagetrain --cov-report=term:skip-covered
 
 HOST_PACKAGES := iproute2 openssh-client openssh-server pdsh chromium chromium-driver
-host-tools:  ## as root on Debian: install two hosts for tests/test_hosts.py, a browser for tests/test_report.py (else skipped)
+host-tools:  ## as root on Debian: install two hosts for tests/cluster/test_hosts.py, a browser for tests/report/test_report.py (else skipped)
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get && ! { command -v ip && command -v sshd && command -v pdsh && command -v chromedriver; }; then \
 	    export DEBIAN_FRONTEND=noninteractive RUNLEVEL=1; \
 	    { apt-get update && apt-get install -y --no-install-recommends $(HOST_PACKAGES); } || true; \
@@ -62,7 +62,7 @@ docs: $(DEV)  ## the guides, results and key reference as a site in site/
 FAST ?=
 GPU_JOBS ?= $(if $(FAST),12)
 test-gpu:  ## kernel and trainer tests on an NVIDIA GPU, with the python on PATH; FAST=1: a first pass of a quarter of them
-	PYTHONPATH=.:kernels:tests python3 -m pytest -q --noconftest $(if $(GPU_JOBS),-n $(GPU_JOBS) --dist worksteal) $(if $(FAST),-p first_pass) -p gpu_seen tests/gpu
+	PYTHONPATH=.:kernels:tests/support python3 -m pytest -q --noconftest $(if $(GPU_JOBS),-n $(GPU_JOBS) --dist worksteal) $(if $(FAST),-p first_pass) -p gpu_seen tests/gpu
 
 bench:  ## attention benchmark on an NVIDIA GPU: checks every shape, then times it beside the peers
 	PYTHONPATH=.:kernels python3 -m sagekernels.bench

@@ -38,7 +38,7 @@ from sagetrain.model.selection import attention_functions, matmuls_of
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.lowbit import RECIPES
 from sagetrain.parallel.topology import ParallelGroups
-from sagetrain.train.writers import memory_gib, peak_flops
+from sagetrain.training.writers import memory_gib, peak_flops
 
 SHAPES = {
     "24x1024": ModelConfig(num_layers=24, hidden_size=1024, ffn_hidden_size=2816, num_attention_heads=16),

@@ -3,8 +3,8 @@
     python3 docs/pictures.py
 
 Which products are in INT8, who is in which group, what a rank holds, how gradients travel, and the names of files are
-read from the code. tests/test_pictures.py holds that the files in docs/pictures are what this script draws. A picture
-is at most 480 units wide, so that it can be read on a phone, and follows the reader's light or dark colours.
+read from the code. tests/house/test_pictures.py holds that the files in docs/pictures are what this script draws. A
+picture is at most 480 units wide, so that it can be read on a phone, and follows the reader's light or dark colours.
 """
 
 from __future__ import annotations

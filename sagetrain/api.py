@@ -30,13 +30,13 @@ from sagetrain.hardware import HARDWARE, planned_gpu
 from sagetrain.planning.plan import Plan, make_plan
 
 if TYPE_CHECKING:  # these need torch
-    from sagetrain.compare.analysis import Comparison
+    from sagetrain.comparing.analysis import Comparison
     from sagetrain.engines.protocol import StepResult
     from sagetrain.inference.evaluate import Evaluation
     from sagetrain.inference.generate import Completion
     from sagetrain.inference.load import TrainedRun
     from sagetrain.interop.exporting import Exported
-    from sagetrain.train.callbacks import Callback, Position, RunStart
+    from sagetrain.training.callbacks import Callback, Position, RunStart
 
 __all__ = [
     "Callback",
@@ -62,7 +62,7 @@ __all__ = [
     "train",
 ]
 
-_LAZY = {"Callback": "train.callbacks", "Position": "train.callbacks", "RunStart": "train.callbacks",
+_LAZY = {"Callback": "training.callbacks", "Position": "training.callbacks", "RunStart": "training.callbacks",
          "StepResult": "engines.protocol"}  # fmt: skip
 """Names of the library whose modules need torch, which is imported when one of them is used."""
 
@@ -196,7 +196,7 @@ def train(
         CheckpointError: a checkpoint cannot be read or written.
         TrainingError: training cannot go on, or a callback has failed; the newest checkpoint is whole.
     """
-    from sagetrain.train.callbacks import Callback as Base
+    from sagetrain.training.callbacks import Callback as Base
 
     texts = _texts(overrides)
     if isinstance(config, RunConfig) and texts:
@@ -227,9 +227,9 @@ def _train(
 
     from sagetrain.cluster.join import end_distributed
     from sagetrain.interop.looks import looks_of
-    from sagetrain.train.build_run import build
-    from sagetrain.train.callbacks import Callback
-    from sagetrain.train.trainer import Trainer
+    from sagetrain.training.build_run import build
+    from sagetrain.training.callbacks import Callback
+    from sagetrain.training.trainer import Trainer
 
     class Latest(Callback):
         """Keeps the newest value of each number."""
@@ -434,8 +434,8 @@ def compare(
     Raises:
         ConfigError: there is nothing to compare, or the folder holds another comparison.
     """
-    from sagetrain.compare import command
-    from sagetrain.compare.question import asked
+    from sagetrain.comparing import command
+    from sagetrain.comparing.question import asked
 
     def settings(named: Mapping[str, ConfigChanges] | None) -> list[str]:
         import shlex

@@ -199,12 +199,12 @@ H200 = Hardware(
     # 1.
     micro_step_seconds=1e-3,
     step_seconds=6e-3,
-    # These times are a least-squares fit over all runs of tests/test_recorded_runs.py. The runs whose host is the limit
-    # decide (20 blocks, micro-batches of 32,768 tokens; ms of the step per block). By copies: 325M at TP 4 whole 6.6,
-    # in halves 9.9, at TP 2 in halves 11.6; 1B at TP 4 in halves 11.6, `scores` 11. By NCCL: 325M at TP 2 in halves
-    # 9.0, at TP 4 whole at most 4.8; 1B at TP 4 in halves, with sequence parallelism, at most 10.1. The split between
-    # block, part and collectives is uncertain: 1.3 ms, 2.4 ms and 290 us for collectives of either kind fit nearly as
-    # well.
+    # These times are a least-squares fit over all runs of tests/planning/test_recorded_runs.py. The runs whose host is
+    # the limit decide (20 blocks, micro-batches of 32,768 tokens; ms of the step per block). By copies: 325M at TP 4
+    # whole 6.6, in halves 9.9, at TP 2 in halves 11.6; 1B at TP 4 in halves 11.6, `scores` 11. By NCCL: 325M at TP 2 in
+    # halves 9.0, at TP 4 whole at most 4.8; 1B at TP 4 in halves, with sequence parallelism, at most 10.1. The split
+    # between block, part and collectives is uncertain: 1.3 ms, 2.4 ms and 290 us for collectives of either kind fit
+    # nearly as well.
     block_launch_seconds=1.2e-3,
     part_launch_seconds=2.8e-3,
     # With 3B in FP8 at TP 2 in halves on two H100s, 2026-11-26, 33,130 tokens/s are 17.7 ms of host time per block,
@@ -286,7 +286,7 @@ def _card(key: str, memory: float, bandwidth: float, pcie: float, int8: float, f
 
 HARDWARE = {
     "h200": H200,
-    # One GPU was measured (tests/test_recorded_runs.py). The links are the H200's, as on the datasheets.
+    # One GPU was measured (tests/planning/test_recorded_runs.py). The links are the H200's, as on the datasheets.
     "h100": replace(_scaled("NVIDIA H100 SXM", "H100", 81_559 * 2**20, 3.35e12, 900e9), measured=True),
     "a100": replace(
         _scaled("NVIDIA A100 SXM 80 GB", "A100", 80 * 2**30, 2.039e12, 600e9),

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from forked import Command
 from prepare_inputs import TEXTS, prepare
 from runs import finish, write_config
+
 from sagetrain.data.tokenizer import Tokenizer, train_tokenizer
 from sagetrain.model.operations import block_operations
 
@@ -23,8 +23,8 @@ from sagetrain.model.operations import block_operations
 SLOW = (
     *("test_engine", "test_accounting", "test_linear_schedule", "test_linear_precision", "test_plan"),
     *("test_precision_runs", "test_sage_interpreter", "test_sage_compile", "test_faults", "test_zero3_memory"),
-    *("test_noise_scale", "test_mma_backward", "test_hopper_backward", "test_hopper_forward", "test_model_parallel"),
-    *("test_spikes", "test_report", "test_model_transformer", "test_guides", "test_resume", "test_compare"),
+    *("test_noise_scale", "test_mma_backward", "test_hopper_backward", "test_hopper_forward", "test_parallel"),
+    *("test_spikes", "test_report", "test_transformer", "test_guides", "test_resume", "test_compare"),
     *("test_quant_noise", "test_checkpoint", "test_context_parallel", "test_mma_forward", "test_spike_policies"),
 )
 

@@ -1,4 +1,4 @@
-// Instructions of every GPU from sm_80 on, as far as the kernels use them; the host's stand-ins are in tests/emulator.h.
+// Instructions of every GPU from sm_80 on, as far as the kernels use them; the host's stand-ins are in tests/support/emulator.h.
 //
 // Macro: FP16 (1 where 16-bit values are float16, 0 where bfloat16).
 #pragma once

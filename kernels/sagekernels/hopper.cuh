@@ -1,4 +1,4 @@
-// Hopper's instructions, as far as the kernels use them; the host's stand-ins are in tests/hopper_emulator.h.
+// Hopper's instructions, as far as the kernels use them; the host's stand-ins are in tests/support/hopper_emulator.h.
 #include "device.cuh"
 
 struct alignas(64) TensorMap { u64 words[16]; };

@@ -1,5 +1,5 @@
 // Warp-wide products (mma.sync), asynchronous copies and what goes with them, all of sm_80; the host's stand-ins are in
-// tests/mma_emulator.h.
+// tests/support/mma_emulator.h.
 //
 // Fragments, with g = lane / 4 and c = lane % 4. Sums [16 x 8]: rows g and g + 8, columns 2c and 2c + 1. A of codes
 // [16 x 32]: rows g, g + 8, columns 4c .. 4c + 3, then the same rows, columns 16 + 4c ...; B of codes [32 x 8]: rows

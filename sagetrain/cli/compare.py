@@ -113,7 +113,7 @@ def compare(
     sagetrain compare base.yaml --variant 'paper: attention.backend=sage attention.recipe=paper' --seeds 4 --band 2
     """
     with _Errors() as errors:
-        from sagetrain.compare import command as comparing
+        from sagetrain.comparing import command as comparing
         from sagetrain.config.errors import TRAINING_EXIT_CODE, ConfigError
         from sagetrain.config.load import is_assignment
 
@@ -133,7 +133,7 @@ def compare(
             found = comparing.read_folders(named)
             output = output or Path(named[0])
         else:
-            from sagetrain.compare.question import asked
+            from sagetrain.comparing.question import asked
 
             question = asked(
                 named,

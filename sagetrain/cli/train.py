@@ -64,8 +64,8 @@ def train(
             # Imported modules stay. Looking for garbage in them takes a fifth of the start.
             gc.disable()
             from sagetrain.interop.looks import looks_of
-            from sagetrain.train.build_run import build
-            from sagetrain.train.trainer import Trainer
+            from sagetrain.training.build_run import build
+            from sagetrain.training.trainer import Trainer
 
             gc.freeze()
             gc.enable()

@@ -1,6 +1,6 @@
 """The folder of a run: what it is called inside, who may write there, and what it says for people to read.
 
-Checkpoints are checkpoint/on_disk.py's, metrics train/writers.py's.
+Checkpoints are checkpoint/on_disk.py's, metrics training/writers.py's.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def check(
         files: True to train here, where missing data files and packages are errors. False to plan for another machine,
             where missing files are warnings and missing packages are not mentioned.
         measured: measurements of an earlier run, for the guidance.
-        others: further findings that also need their place (train/inputs.py).
+        others: further findings that also need their place (training/inputs.py).
     """
     findings = [
         *layout.launch(cfg, world_size),

@@ -39,7 +39,7 @@ from sagetrain.parallel.matmul import Matmul
 from sagetrain.planning.tables import Table
 from sagetrain.stability.linear_errors import LinearErrors
 from sagetrain.stability.monitor import Monitor
-from sagetrain.train.failed_step import describe
+from sagetrain.training.failed_step import describe
 
 TENSORS = ("delta", "P", "dP", "dS", "O", "dQ", "dK", "dV")
 RECIPES = tuple(name for name in get_args(AttentionConfig.model_fields["recipe"].annotation) if name != "auto")

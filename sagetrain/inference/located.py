@@ -16,7 +16,7 @@ from sagetrain.cluster.preflight import SHOWN
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import DataConfig, DataSource, tokenizer_in
 from sagetrain.data.token_file import read_provenance
-from sagetrain.train.inputs import is_there
+from sagetrain.training.inputs import is_there
 
 
 def located(

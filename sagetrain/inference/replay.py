@@ -30,10 +30,10 @@ from sagetrain.model.selection import resolve_backend
 from sagetrain.parallel.rng import set_rng_state
 from sagetrain.stability.controller import Event
 from sagetrain.stability.spikes import METRIC, Verdict, plain
-from sagetrain.train import failed_step, init_from
-from sagetrain.train.build_run import build
-from sagetrain.train.lr_schedule import learning_rate
-from sagetrain.train.run import Run
+from sagetrain.training import failed_step, init_from
+from sagetrain.training.build_run import build
+from sagetrain.training.lr_schedule import learning_rate
+from sagetrain.training.run import Run
 
 CAUSES = {
     "data": "it comes back in the recorded precision and stays with {asked}: the data of the step, or weights that "

@@ -14,10 +14,10 @@ from sagetrain.engines.protocol import Engine
 from sagetrain.inference.generate import Sampling, generate
 from sagetrain.inference.load import TrainedRun
 from sagetrain.model.transformer import Transformer
-from sagetrain.train.inputs import check_prompts
+from sagetrain.training.inputs import check_prompts
 
 Trained = Callable[[Transformer, Tokenizer], TrainedRun]
-"""The type of trained_run.in_training for the run's configuration."""
+"""The type of load.in_training for the run's configuration."""
 Alive = Callable[[], None]
 """A function that is called as a sign of life."""
 
@@ -25,7 +25,7 @@ Alive = Callable[[], None]
 def samples_while_training(
     evaluation: EvaluationConfig, data: DataConfig, trained: Trained
 ) -> Callable[[Engine, Texts, Alive], list[tuple[str, str]]]:
-    """Return the function that writes samples (Samples of train/trainer.py), for all ranks together.
+    """Return the function that writes samples (Samples of training/trainer.py), for all ranks together.
 
     Raises:
         ConfigError: there is no tokenizer, or a prompt is too long.

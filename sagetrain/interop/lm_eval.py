@@ -187,8 +187,8 @@ def _metrics(values: dict[str, Any]) -> dict[str, float]:
 def tasks_while_training(
     evaluation: EvaluationConfig, data: DataConfig, trained: Trained | None
 ) -> Callable[[Engine, Texts, Alive], dict[str, float]]:
-    """Load evaluation.tasks, and return a function that evaluates them (Tasks of train/trainer.py) on a model that all
-    ranks hold together. It returns numbers by task/metric. Both calls are collective.
+    """Load evaluation.tasks, and return a function that evaluates them (Tasks of training/trainer.py) on a model that
+    all ranks hold together. It returns numbers by task/metric. Both calls are collective.
 
     Args:
         evaluation: the section of the configuration.

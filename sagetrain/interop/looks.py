@@ -11,7 +11,7 @@ from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import RunConfig
 
 if TYPE_CHECKING:
-    from sagetrain.train.trainer import Samples, Tasks
+    from sagetrain.training.trainer import Samples, Tasks
 
 
 def load_harness(wanted: str) -> ModuleType:

@@ -1,8 +1,8 @@
 """The recorded runs that a predicted speed rests on, and how far predictions were from them.
 
-tests/test_recorded_runs.py compares the prediction of every recorded run with the speed that the run reached. MARGINS
-has the largest differences that it allows, by card and by what a run uses. If a run uses something that has no margin,
-no prediction of its kind was ever compared with a run.
+tests/planning/test_recorded_runs.py compares the prediction of every recorded run with the speed that the run reached.
+MARGINS has the largest differences that it allows, by card and by what a run uses. If a run uses something that has no
+margin, no prediction of its kind was ever compared with a run.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from sagetrain.planning.layouts import (
     propose,
 )
 from sagetrain.planning.performance import calibrate, predict
-from sagetrain.train import inputs
+from sagetrain.training import inputs
 
 ASSUMED_VOCAB_SIZE = 32_768
 # Without these rules the numbers would mean nothing.

@@ -36,7 +36,7 @@ from sagetrain.planning.layouts import MORE_TOKENS, Layout, overrides_to, usable
 from sagetrain.planning.performance import StepPrediction, sample_seconds
 from sagetrain.planning.plan import Plan, make_plan
 from sagetrain.planning.tables import Table, facts, print_line, print_table, print_text
-from sagetrain.train.lr_schedule import learning_rate
+from sagetrain.training.lr_schedule import learning_rate
 
 _LEVEL_STYLE = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 # A ramp has as many stages as it has accumulations. This many rows show its course.

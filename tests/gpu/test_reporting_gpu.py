@@ -14,7 +14,7 @@ import torch.distributed as dist
 from sagetrain.cluster.guard import collectives_under_way, flight_record
 from sagetrain.config.errors import TrainingError
 from sagetrain.parallel.metrics import Metrics
-from sagetrain.train.out_of_memory import ENTRIES, explained, record_allocations
+from sagetrain.training.out_of_memory import ENTRIES, explained, record_allocations
 
 pytestmark = [
     pytest.mark.gpu,

@@ -21,9 +21,9 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from probed import changes, run_with_room
 from safetensors.torch import load_file
 
-from probed import changes, run_with_room
 from sagetrain.checkpoint import on_disk
 from sagetrain.config.schema import DataSource, NoiseAwareTokens
 from sagetrain.data.loader import SampleStream
@@ -107,7 +107,7 @@ def write_config(folder: Path, policy: str) -> Path:
 
 PROGRAM = """
 import shlex, sys
-import sagetrain.cli.main, sagetrain.inference.replay, sagetrain.train.trainer
+import sagetrain.cli.main, sagetrain.inference.replay, sagetrain.training.trainer
 sys.argv[1:] = shlex.split(sys.stdin.readline())
 from sagetrain.__main__ import program
 program()

@@ -147,8 +147,8 @@ PROVEN = {
     "wall_clock_breakdown": _BOOL,
 }
 """The keys of the `deepspeed` section that may be given, with the values that they take. Each of them was seen to leave
-losses as they are and resumes exact, at ZeRO 1, 2 and 3, in fp32 and bf16 (tests/test_engine.py). Every other key of
-DeepSpeed is refused until it has been tested in the same way."""
+losses as they are and resumes exact, at ZeRO 1, 2 and 3, in fp32 and bf16 (tests/engines/test_engine.py). Every other
+key of DeepSpeed is refused until it has been tested in the same way."""
 _SECTIONS = {key[: place.start()] for key in PROVEN for place in re.finditer(r"\.", key)}
 
 

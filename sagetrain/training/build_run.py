@@ -1,0 +1,305 @@
+"""Build a run in five acts: check files, meet, settle `auto`, build the engine, resume.
+
+Each act takes what it needs and returns what it found. What can be wrong with files and settings comes first, before
+ranks begin to wait for each other; what takes long comes last, when nothing is left that could be refused.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from sagetrain.auto.kept import Kept
+from sagetrain.auto.settled import Settled, settle
+from sagetrain.checkpoint import on_disk
+from sagetrain.checkpoint.ledger import Ledger, TrainState
+from sagetrain.checkpoint.reading import Reader
+from sagetrain.checkpoint.saving import Saver
+from sagetrain.cluster import preflight
+from sagetrain.cluster.guard import StopSignal, Watchdog
+from sagetrain.cluster.join import init_distributed
+from sagetrain.cluster.preflight import to_stderr
+from sagetrain.cluster.rendezvous import ended_by_signals
+from sagetrain.cluster.run_folder import RunFolder
+from sagetrain.config.arithmetic import padded_vocab_size, resolved_zero_stage, token_multiple
+from sagetrain.config.errors import ConfigError
+from sagetrain.config.rules.data import TEXT_PREFIX, chat_templates, prepared, text_prefixes
+from sagetrain.config.schema import RunConfig
+from sagetrain.config.tokens_per_step import tokens_per_step
+from sagetrain.data import verify
+from sagetrain.data.loader import Loader, SampleStream
+from sagetrain.data.token_file import write_atomic
+from sagetrain.data.tokenizer import tokenizer_of
+from sagetrain.engines.build_engine import build_engine, partitioner
+from sagetrain.engines.protocol import Engine
+from sagetrain.model.accounting import overlaps
+from sagetrain.model.backends import AttentionFunction
+from sagetrain.model.compile import compile_blocks
+from sagetrain.model.selection import attention_functions, matmuls_of, resolve_backend
+from sagetrain.model.transformer import Transformer
+from sagetrain.parallel.rng import seed_everything
+from sagetrain.parallel.topology import ParallelGroups, Topology
+from sagetrain.stability.precision import rungs_of
+from sagetrain.training import failed_step, init_from, inputs
+from sagetrain.training.controllers import Controllers
+from sagetrain.training.out_of_memory import memory_explained, record_allocations
+from sagetrain.training.perturb import perturb
+from sagetrain.training.reporter import Reporter
+from sagetrain.training.resume import announce, check, restore
+from sagetrain.training.run import CheckedFiles, Meeting, Resumed, Run
+from sagetrain.training.start_line import start_line
+
+
+@dataclass(frozen=True)
+class Built:
+    """The engine, and the attention functions of the precision ladder by name."""
+
+    engine: Engine
+    rungs: Mapping[str, AttentionFunction]
+
+
+def build(
+    cfg: RunConfig,
+    *,
+    layers_of_tp: int | None = None,
+    own_process: bool = True,
+    hears: Callable[[str], None] | None = None,
+) -> Run:
+    """Build a run on this rank; collective.
+
+    Args:
+        layers_of_tp: the tensor-parallel size by which linear layers are in 8 bits or not, where that is another run's.
+        own_process: signals stop the run, and a run that hangs ends the process. False in a program that goes on after
+            it.
+        hears: gets the lines for people on rank 0. None: they go to stderr.
+
+    Raises:
+        ConfigError: files, settings or hosts do not allow the run.
+        CheckpointError: its checkpoints, or its folder, cannot be used.
+        TrainingError: memory is out.
+    """
+    files = check_files(cfg)
+    try:
+        return _built(cfg, files, layers_of_tp, own_process, hears)
+    except BaseException:
+        files.folder.release()
+        raise
+
+
+def _built(
+    cfg: RunConfig,
+    files: CheckedFiles,
+    layers_of_tp: int | None,
+    own_process: bool,
+    hears: Callable[[str], None] | None,
+) -> Run:
+    """Do what follows the first act; collective."""
+    met = meet(cfg, files, own_process, hears)
+    if cfg.profile is not None:
+        record_allocations(met.device)
+    with memory_explained(cfg, files.vocab_size):
+        settled = settle(
+            cfg,
+            Kept.by(met.checkpoint) if met.checkpoint else None,
+            files.train,
+            met.groups,
+            compiled=compiles(cfg, met.device),
+            layers_of_tp=layers_of_tp,
+            device=met.device,
+            dtype=files.dtype,
+            folder=files.folder,
+            say=met.reporter.say,
+        )
+    with memory_explained(settled.cfg, files.vocab_size):
+        built = make_engine(settled, files, met)
+        resumed = resume(cfg, files, met, settled, built.engine)
+    return assemble(cfg, files, met, settled, built, resumed)
+
+
+# -- 1. check files ----------------------------------------------------------------------------------------------------
+
+
+def check_files(cfg: RunConfig) -> CheckedFiles:
+    """Open what the run reads, and see that this device can run it, before any rank waits for another.
+
+    Raises:
+        ConfigError: a file or a setting does not allow the run.
+    """
+    folder, tokenizer = RunFolder(Path(cfg.training.run_dir)), tokenizer_of(cfg.data, cfg.model.vocab_size)
+    vocab_size = cfg.model.vocab_size or (tokenizer.vocab_size if tokenizer else 0)
+    sha256 = tokenizer.sha256 if tokenizer else None
+    records = prepared(cfg.data)
+    stream = partial(SampleStream.configured, cfg.data, seed=cfg.training.seed, vocab_size=vocab_size)
+    train = stream(cfg.data.train, tokenizer_sha256=sha256)
+    valid = stream(cfg.data.valid, tokenizer_sha256=sha256) if cfg.data.valid else None
+    identity = inputs.identity(cfg, vocab_size, sha256, train.fingerprint)
+    init_from.check(folder.checkpoints, cfg.training, identity)
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[cfg.training.dtype]
+    kind = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        resolve_backend(cfg.attention, cfg.model, device=kind, dtype=dtype)
+        rungs_of(cfg.stability.precision, cfg.attention, cfg.model, device=kind, dtype=dtype)
+        size = cfg.parallel.tensor_parallel_size
+        matmuls_of(cfg.linear, cfg.model, tensor_parallel_size=size, device=kind, dtype=dtype)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return CheckedFiles(
+        folder=folder,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        train=train,
+        valid=valid,
+        text_prefix=next(filter(None, text_prefixes(records).values()), []),
+        chat_template=next(filter(None, chat_templates(records).values()), None),
+        identity=identity,
+        dtype=dtype,
+    )
+
+
+# -- 2. meet -----------------------------------------------------------------------------------------------------------
+
+
+def meet(
+    cfg: RunConfig, files: CheckedFiles, own_process: bool = True, hears: Callable[[str], None] | None = None
+) -> Meeting:
+    """Join the other ranks, see that all hosts brought the same, and find the checkpoint to go on from; collective.
+
+    Args:
+        own_process: see build.
+        hears: see build.
+
+    Raises:
+        ConfigError: hosts differ or do not come, or the checkpoint is of another run.
+        CheckpointError: another run has the folder, or none of its checkpoints is whole.
+    """
+    preflight.use_interface(cfg.training.network_interface)
+    stop, folder, parallel = StopSignal(own_process), files.folder, cfg.parallel
+    patience, rank = cfg.training.timeout_minutes, int(os.environ.get("RANK", "0"))
+    watchdog = Watchdog(folder.stacks, rank, 60 * patience, own_process)
+    with ended_by_signals() if own_process else nullcontext():
+        device = init_distributed(2 * patience)  # the watchdog comes first: it can say more than a collective
+        topology = Topology(dist.get_world_size(), parallel.tensor_parallel_size, parallel.context_parallel_size)
+        # Reading files may take a while: the ranks have met by now, and each host tells how far it is.
+        hashes = preflight.check_in(cfg, topology, device, partial(_hashes, files), hears or to_stderr)
+        preflight.share(folder, hears or to_stderr)
+    groups = ParallelGroups.create(topology, timedelta(minutes=2 * patience))
+    reporter = Reporter(groups.rank == 0, hears)
+    if groups.rank == 0:
+        watchdog.forget()
+    seed_everything(cfg.training.seed, f"rank {groups.rank}")
+    checkpoint, damaged = on_disk.newest_whole(folder.checkpoints, reporter.say)
+    if checkpoint is not None:  # before auto is timed and the model is built
+        check(checkpoint, cfg, files.identity, hashes)
+    return Meeting(device, groups, hashes, checkpoint, damaged, stop, watchdog, reporter)
+
+
+def _hashes(files: CheckedFiles, say: Callable[[str], None]) -> dict[str, str]:
+    """Check this host's data and return hashes of it by name. One rank of a run reads all tokens, before its first
+    save."""
+    streams = {"data.train": files.train} | ({"data.valid": files.valid} if files.valid else {})
+    hashes = verify.verify(streams, deep=dist.get_rank() == 0 and not files.folder.checkpoints.exists(), say=say)
+    orders = {name: stream.fingerprint for name, stream in streams.items()}
+    prefix = {TEXT_PREFIX: f"{files.text_prefix}"} if files.text_prefix else {}
+    return {"tokenizer": files.identity.tokenizer_sha256 or "none", **prefix, **orders, **hashes}
+
+
+# -- 3. settle `auto`: auto/settled.py ---------------------------------------------------------------------------------
+# -- 4. build the engine -----------------------------------------------------------------------------------------------
+
+
+def compiles(cfg: RunConfig, device: torch.device) -> bool:
+    """Whether the run compiles its blocks."""
+    return {"auto": device.type == "cuda", "on": True, "off": False}[cfg.training.compile]
+
+
+def make_engine(settled: Settled, files: CheckedFiles, met: Meeting) -> Built:
+    """Make the model and what does its steps, and say what runs; collective."""
+    cfg, vocab_size = settled.cfg, padded_vocab_size(files.vocab_size)
+    rungs = rungs_of(cfg.stability.precision, cfg.attention, cfg.model, device=met.device, dtype=files.dtype)
+    model = Transformer(
+        cfg.model,
+        cfg.attention,
+        vocab_size=vocab_size,
+        known=files.vocab_size,
+        groups=met.groups,
+        functions=attention_functions(cfg.attention, cfg.model, device=met.device, dtype=files.dtype),
+        sequence_parallel=cfg.parallel.sequence_parallel,
+        overlap=overlaps(cfg),
+        activation_checkpointing=cfg.training.activation_checkpointing,
+        seed=cfg.training.seed,
+        dtype=files.dtype,
+        device=met.device,
+        partition=partitioner(cfg, met.groups),
+        matmuls=settled.matmuls,
+    )
+    compiled = compiles(cfg, met.device)
+    if compiled:
+        compile_blocks(model, whole=resolved_zero_stage(cfg) == 3, later=rungs.values())
+    micro_steps = tokens_per_step(cfg.tokens_per_step, 0) // token_multiple(cfg, met.groups.dp_size)
+    engine = build_engine(cfg, model, met.groups, micro_steps)
+    met.reporter.say(start_line(cfg, engine, vocab_size, compiled, settled.reasons))
+    if resolved_zero_stage(cfg) != cfg.parallel.zero_stage:
+        met.reporter.say("parallel.zero_stage 0 runs as 1: DeepSpeed's bf16 at stage 0 changes the weights at start-up")
+    return Built(engine, rungs)
+
+
+# -- 5. resume ---------------------------------------------------------------------------------------------------------
+
+
+def resume(cfg: RunConfig, files: CheckedFiles, met: Meeting, settled: Settled, engine: Engine) -> Resumed:
+    """Load the checkpoint that the run goes on from, or the weights that it begins with; collective.
+
+    Raises:
+        CheckpointError: what is on disk does not fit the model or the order of samples.
+    """
+    if met.checkpoint is None:
+        record = init_from.start_from(cfg.training, engine, files.folder.path, met.reporter.say)
+        perturb(engine, cfg.training.perturb)
+        return Resumed(TrainState(ledger=Ledger(files.train.fingerprint)), record, [])
+    reader, changed = Reader(met.checkpoint), list[str]()
+    state = restore(reader, engine, files.train.fingerprint, cfg.training.perturb)
+    if met.main:
+        for folder in met.damaged:
+            on_disk.set_aside(folder)
+        changed = announce(cfg, settled.cfg.linear, reader, met.reporter.say)
+    return Resumed(state, reader.state.init_from, changed)
+
+
+# -- the run -----------------------------------------------------------------------------------------------------------
+
+
+def assemble(
+    cfg: RunConfig, files: CheckedFiles, met: Meeting, settled: Settled, built: Built, resumed: Resumed
+) -> Run:
+    """Put together what the acts have found with what saves, watches and feeds the run; collective."""
+    folder, groups, engine = files.folder, met.groups, built.engine
+    if met.main and files.tokenizer:  # `sagetrain generate` needs nothing but the run folder
+        write_atomic(folder.path / files.tokenizer.file_name, files.tokenizer.model)
+    saver = Saver(
+        folder.checkpoints,
+        groups,
+        cfg.checkpoint.keep_last,
+        cfg.checkpoint.keep_every_tokens,
+        timedelta(minutes=2 * cfg.training.timeout_minutes),
+        alive=partial(met.watchdog.begin, "saving"),
+        needed=partial(failed_step.needed, folder.spikes),
+    )
+    saver.reserve(engine.owned())
+    controllers = Controllers(settled.cfg, engine, built.rungs, files.train, folder, saver, met.reporter, resumed.state)
+    loader_of = partial(
+        Loader,
+        dp_rank=groups.dp_rank,
+        dp_size=groups.dp_size,
+        micro_batch_size=cfg.data.micro_batch_size,
+        num_workers=cfg.data.num_workers,
+    )
+    loader, valid = loader_of(files.train), loader_of(files.valid) if files.valid else None
+    return Run(cfg, files, met, settled, engine, resumed, saver, controllers, loader, valid)

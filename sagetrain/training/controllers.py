@@ -1,0 +1,290 @@
+"""What watches a run's steps, and what follows from it: one place for all of stability.
+
+Between the batches of a step and its update stand the observers; between two steps the controllers decide how the run
+goes on. What a controller remembers is in every checkpoint. A step that goes wrong leaves a bundle and, as the policy
+says, ends the run, is left out, or sends the run back to a checkpoint. Every rank does the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from sagetrain.checkpoint.ledger import TrainState, left_out
+from sagetrain.checkpoint.saving import Saver
+from sagetrain.cluster.run_folder import RunFolder
+from sagetrain.config.earlier_run import critical_in_words, critical_tokens, margin_of, ratios_of
+from sagetrain.config.errors import TrainingError
+from sagetrain.config.load import dump_config
+from sagetrain.config.schema import NoiseAwareTokens, RunConfig
+from sagetrain.config.tokens_per_step import tokens_per_step
+from sagetrain.data.loader import SampleStream
+from sagetrain.engines.protocol import Engine, Observers, StepResult, UpdateObserver
+from sagetrain.model.backends import AttentionFunction, attention_function
+from sagetrain.stability.controller import Controller, Event, Taken
+from sagetrain.stability.gain_cap import GainCap
+from sagetrain.stability.linear_errors import MICRO_BATCHES, LinearErrors, Vanishing
+from sagetrain.stability.linear_schedule import LinearSchedule
+from sagetrain.stability.measured import Measured
+from sagetrain.stability.monitor import Monitor
+from sagetrain.stability.noise_aware import NoiseAware
+from sagetrain.stability.noise_scale import GradientNoise, NoiseScale
+from sagetrain.stability.precision import Ladder
+from sagetrain.stability.quant_noise import QuantizationProbe, QuantNoise
+from sagetrain.stability.spikes import METRIC, Spikes
+from sagetrain.training import failed_step
+from sagetrain.training.reporter import Reporter
+
+GoBack = Callable[[Callable[[int], bool]], TrainState | None]
+"""Load the newest whole checkpoint, of those of wanted steps; the state that it holds. None: there is none."""
+
+
+class Controllers:
+    """The observers and controllers of one run.
+
+    Args:
+        cfg: with nothing of attention and linear layers left `auto`.
+        rungs: of the precision ladder, if there is one.
+        stream: which samples a bundle names.
+        state: where the run is, with what `state` returned when its checkpoint was written; {}: it begins.
+    """
+
+    def __init__(
+        self,
+        cfg: RunConfig,
+        engine: Engine,
+        rungs: Mapping[str, AttentionFunction],
+        stream: SampleStream,
+        folder: RunFolder,
+        saver: Saver,
+        reporter: Reporter,
+        state: TrainState,
+    ) -> None:
+        self._cfg, self._engine, self._stream = cfg, engine, stream
+        self._folder, self._saver, self._reporter = folder, saver, reporter
+        model = engine.model
+        groups, device, stability, schedule = engine.groups, engine.device, cfg.stability, cfg.tokens_per_step
+        self._monitor = Monitor(stability.monitor, model, lambda: ((kept.name, kept.weight) for kept in engine.owned()))
+        self._linear = LinearErrors(model, self._monitor.chosen)
+        self._noise = GradientNoise(engine.leaves(), model.specs.values(), groups, device)
+        exact = attention_function("sdpa", cfg.attention, device)
+        self._probe = QuantizationProbe(model, exact, groups, device)
+        self.updates = updates_of(cfg, engine)
+        self.spikes, self._event_step = Spikes(stability.spikes), 0
+        self._trail: list[dict[str, Any]] = []  # the steps since the newest checkpoint, for bundles
+        micro_batch = cfg.data.micro_batch_size * cfg.data.seq_length
+        decay = stability.noise_scale.decay
+        noise = NoiseScale(micro_batch, decay)
+        # In the order in which they read, and add to, a step's numbers.
+        self.controllers: list[Controller] = [self.spikes, noise, QuantNoise(micro_batch, noise, decay), Vanishing()]
+        self._aware, self._measured = None, Measured()
+        self._movers: dict[str, Ladder | LinearSchedule | NoiseAware] = {}
+        tokens = cfg.training.total_tokens, state.tokens
+        if stability.precision:
+            self._movers["stability.precision"] = Ladder(stability.precision, rungs, model.attention_layers, *tokens)
+        if len(cfg.linear.phases) > 1:
+            self._movers["linear.precision"] = LinearSchedule(cfg.linear, model, engine.weights_changed, *tokens)
+        if isinstance(schedule, NoiseAwareTokens):
+            self._aware = self._movers["tokens_per_step.schedule noise_aware"] = NoiseAware(schedule)
+        self.controllers += [*self._movers.values(), self._measured]
+        self._restore(state.controllers)
+        for name, mover in self._movers.items():
+            reporter.say(f"{name}: {mover.summary()}")
+        self._say_unmeasured()  # of layers as the movers have left them
+
+    def _say_unmeasured(self) -> None:
+        settings, linear = self._cfg.stability.monitor, self._linear.layers
+        if self._monitor.every and linear and not self._engine.takes_probes:
+            self._reporter.say("stability.monitor: what linear layers lose in 8 bits is not measured at ZeRO 3")
+            linear = {}
+        if isinstance(settings.every_steps, int) and not (self._monitor.layers or linear):  # `auto`, or a mover, chose
+            said = f"no layer looked at quantizes attention ({self._cfg.attention.backend}) or multiplies in 8 bits"
+            self._reporter.say(f"stability.monitor: {said}: nothing is measured")
+
+    # -- what a checkpoint has of it -----------------------------------------------------------------------------
+
+    def state(self) -> dict[str, dict[str, Any]]:
+        """What each controller remembers, by its name."""
+        return {controller.name: controller.state() for controller in self.controllers}
+
+    def _restore(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        for controller in self.controllers:
+            controller.restore(states.get(controller.name, {}))
+
+    def forget(self, step: int) -> None:
+        """A checkpoint of this step is published: bundles of later steps begin with it."""
+        self._trail = [row for row in self._trail if row["step"] > step]
+
+    def tell(self, state: TrainState) -> None:
+        """Write what was measured so far about the run's stability (stability.json)."""
+        if self._engine.groups.rank == 0:
+            metrics = self._measured.state()["metrics"]
+            self._folder.tell_stability(state.step, state.tokens, metrics, self._critical())
+
+    def say_critical(self) -> None:
+        """Say at how many tokens per step quantization would be too much, if that was measured."""
+        if critical := self._critical():
+            said = f"quantization's error beside the gradient's noise: {critical_in_words(critical)}"
+            self._reporter.say(f"{said} (stability.json, docs/stability.md)")
+
+    def _critical(self) -> dict[str, Any] | None:
+        return critical_tokens(ratios_of(self._measured.state()["metrics"]), margin_of(self._cfg))
+
+    # -- around a step -------------------------------------------------------------------------------------------
+
+    def tokens_of_step(self, tokens: int) -> int:
+        """Of the step to come, after so many tokens."""
+        return self._aware.now if self._aware else tokens_per_step(self._cfg.tokens_per_step, tokens)
+
+    def tokens_ahead(self, tokens: int) -> int | None:
+        """Of the step after the one to come, which ends at so many tokens: to prepare for. None: the run ends there."""
+        if tokens >= self._cfg.training.total_tokens:
+            return None
+        return self._aware.following if self._aware else tokens_per_step(self._cfg.tokens_per_step, tokens)
+
+    def observers(self, step: int, size: int) -> Observers:
+        """Of a step of `size` tokens."""
+        data, stability = self._cfg.data, self._cfg.stability
+        linear = self._monitor.every if self._engine.takes_probes else None
+        if linear and stability.monitor.every_steps == "auto":
+            micro_batches = size // (data.micro_batch_size * data.seq_length * self._engine.groups.dp_size)
+            linear = max(linear, MICRO_BATCHES // micro_batches)
+        probed = (self._probe, stability.quant_noise.every_steps), (self._linear, linear)
+        several = size > data.micro_batch_size * data.seq_length  # one gradient says nothing about its noise
+        return Observers(
+            noise=self._noise if several and _due(stability.noise_scale.every_steps, step) else None,
+            probes=[probe for probe, every in probed if _due(every, step)],
+            watch=self._monitor.watch(step),
+            layer_norms=_due(self._cfg.logging.layer_norms_every_steps, step),
+            updates=self.updates,
+            judge=partial(self.spikes.judge, tokens=size),
+        )
+
+    def taken(self, state: TrainState, size: int, result: StepResult) -> list[Event]:
+        """Take note of a step that has brought the run to `state`; what it was, and what the controllers decide."""
+        row = {"step": state.step, "tokens": size, "loss": result.loss, "grad_norm": result.grad_norm}
+        self._trail.append({**row, "attention": self._attention()})
+        if result.event:
+            result.metrics[METRIC] = 1.0
+        return [*([result.event] if result.event else []), *self.ask(state, size, result.metrics)]
+
+    def ask(self, state: TrainState, size: int, metrics: dict[str, float]) -> list[Event]:
+        """Tell the controllers of the step that has brought the run to `state`; what they decide."""
+        taken = Taken(state.step, state.tokens, size, metrics)
+        return [event for controller in self.controllers for event in controller.after_step(taken)]
+
+    # -- steps that go wrong -------------------------------------------------------------------------------------
+
+    def keep_bundle(self, state: TrainState, size: int, lr: float, result: StepResult) -> None:
+        """Keep what it takes to take the step after `state` again; of spikes in a row that are trained on, for
+        the first."""
+        step, event = state.step + 1, result.event
+        assert event, "a bundle is of a step that went wrong"
+        before, self._event_step = self._event_step, step
+        if result.applied and before == step - 1 and before:
+            return
+        self._saver.wait()
+        samples = range(state.sequences, state.sequences + size // self._cfg.data.seq_length)
+        folder = failed_step.write(
+            self._folder.spikes,
+            self._folder.checkpoints,
+            state=state,
+            samples=[list(self._stream.locate(sample)) for sample in samples],
+            tokens=size,
+            lr=lr,
+            event=event,
+            result=result,
+            attention=self._attention(),
+            groups=self._engine.groups,
+            config_text=dump_config(self._cfg),
+            trail=self._trail,
+        )
+        self._reporter.say(f"step {step}: {folder} has what `sagetrain replay` needs to take it again")
+
+    def _attention(self) -> list[str]:
+        """What each layer has."""
+        return [failed_step.describe(function) for function in self._engine.model.functions]
+
+    def leave_out(self, state: TrainState, size: int, result: StepResult, go_back: GoBack) -> TrainState:
+        """What the policy says of the step after `state`, whose update was not made: where the run stands then.
+
+        Raises:
+            TrainingError: it ends.
+        """
+        cfg, step, settings, event = self._cfg, state.step + 1, self.spikes.settings, result.event
+        assert event, "a step is left out because something is wrong with it"
+        if settings.policy == "stop" or not self.spikes.may_act(step):
+            drop = {*cfg.training.drop_steps, step}
+            samples = size // cfg.data.seq_length
+            fields = {**event.fields, "step": step, "action": "stop"}
+            self._reporter.event(state, Event("spike", f"{event.text}: the run ends", fields), say=False)
+            raise left_out(state, samples, event.text, settings, cfg.attention, cfg.linear, drop)
+        moved: list[Event] = []
+        if settings.policy == "rewind":
+            state, weights_of, moved = self._rewind(state, size, event, go_back)
+            done = f"back to the weights of step {weights_of}; steps {weights_of + 1} to {step} are dropped"
+        else:
+            weights_of, done = state.step, "left out"
+            self.drop(state, size, "stability.spikes.policy skip")
+        self.spikes.act(step, weights_of)
+        fields = {**event.fields, "action": settings.policy, "weights_of": weights_of}
+        spike = Event("spike", f"{event.text}: {done}", fields)
+        for event in [spike, *moved, *self.ask(state, size, {METRIC: 1.0})]:
+            self._reporter.event(state, event)
+        return state
+
+    def _rewind(
+        self, state: TrainState, size: int, event: Event, go_back: GoBack
+    ) -> tuple[TrainState, int, list[Event]]:
+        """Weights and optimizer of an earlier checkpoint, behind the present step; that one's step; what moves back."""
+        step, seq_length = state.step + 1, self._cfg.data.seq_length
+        back = go_back(partial(self.spikes.may_go_back, step))
+        if back is None:
+            raise TrainingError(
+                f"step {step}: {event.text}, and stability.spikes.policy rewind finds no checkpoint to go back to but "
+                "those that it went back to lately; keep more of them (checkpoint.keep_last), save them more often "
+                "(checkpoint.every_tokens), or use policy skip. Nothing of this step was saved"
+            )
+        self.drop(state, size, "stability.spikes.policy rewind")
+        weights_of = back.step
+        for samples in state.ledger.samples_of_steps()[weights_of:]:
+            back.advance(samples * seq_length, seq_length, dropped=True)
+        self._trail = []
+        before = [mover.summary() for mover in self._movers.values()]
+        self._restore(back.controllers)
+        moved = [
+            Event(mover.name, f"{name}, back at step {weights_of}: {now}", {"cause": "rewind"})
+            for (name, mover), was in zip(self._movers.items(), before, strict=True)
+            if (now := mover.summary()) != was
+        ]
+        return back, weights_of, moved
+
+    def drop(self, state: TrainState, size: int, why: str) -> None:
+        """Pass over the samples of a step: every later one has those it would have."""
+        self._reporter.row()  # of the step before, which may be the last that is taken
+        first = state.sequences
+        state.advance(size, self._cfg.data.seq_length, dropped=True)
+        self._reporter.write(state, {"train/dropped_tokens": size})
+        self._reporter.say(
+            f"step {state.step}: dropped ({why}): sequences {first:,} to {state.sequences - 1:,} are passed over "
+            "without an update"
+        )
+
+
+def updates_of(cfg: RunConfig, engine: Engine) -> Sequence[UpdateObserver]:
+    """Return what looks at every update of a run, and may change the weights: the cap on the gains of QK-norm."""
+    if cfg.stability.qk_gain.cap is None:
+        return ()
+
+    def gains() -> Iterator[tuple[Tensor, Sequence[Tensor]]]:
+        return ((kept.weight, kept.copies) for kept in engine.owned(lambda spec: spec.kind == "qk_gain"))
+
+    return [GainCap(cfg.stability.qk_gain.cap, gains, engine.groups, engine.device)]
+
+
+def _due(every: int | None, step: int) -> bool:
+    """Whether it is one of the steps that something is measured in."""
+    return every is not None and step % every == 0

@@ -1,0 +1,185 @@
+"""Checks of the files that a run starts from: token files, tokenizer, the checkpoint it goes on from or begins with.
+
+`plan` makes these checks of the files that are there, `train` of all files, by the same functions. So `train` refuses
+nothing that `plan` could have found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sagetrain.config.arithmetic import padded_vocab_size
+from sagetrain.config.errors import ConfigError, Finding
+from sagetrain.config.rules.findings import error, warning
+from sagetrain.config.schema import DataSource, RunConfig
+from sagetrain.data.tokenizer import Tokenizer
+from sagetrain.model.tensors import tensors
+
+if TYPE_CHECKING:
+    from sagetrain.checkpoint.state import Identity
+    from sagetrain.data.loader import SampleStream
+
+_READ_TOKENS = 1 << 24
+"""Sources with up to so many tokens are read through: a tenth of a second. Of larger ones each file's ends are."""
+
+
+def identity(cfg: RunConfig, vocab_size: int | None, tokenizer_sha256: str | None, order: str | None) -> Identity:
+    """Return what a checkpoint must share with the run that continues it. None: not known yet."""
+    from sagetrain.checkpoint.state import Identity  # numpy
+
+    return Identity(
+        model=cfg.model.model_dump(),
+        qk_norm=cfg.attention.qk_norm,
+        vocab_size=vocab_size or 0,
+        init_from=cfg.training.init_from,
+        seed=cfg.training.seed,
+        seq_length=cfg.data.seq_length,
+        tokenizer_sha256=tokenizer_sha256,
+        order=order,
+    )
+
+
+def findings(cfg: RunConfig, tokenizer: Tokenizer | None) -> Iterator[Finding]:
+    """Find what `train` would refuse of the files that are there, and say what it would go on with.
+
+    tokenizer: the run's; None: its file is not there. Files that are missing are findings of config.rules.data.
+    """
+    vocab_size = cfg.model.vocab_size or (tokenizer.vocab_size if tokenizer else None)
+    sha256 = tokenizer.sha256 if tokenizer else None
+    there = {name: [each for each in getattr(cfg.data, name) if is_there(each)] for name in ("train", "valid")}
+    damaged = False
+    for name, sources in there.items():
+        if sources:
+            paths = [each.path for each in sources]
+            found = list(_refused(f"data.{name}", paths, lambda s=sources: _open(cfg, s, vocab_size, sha256)))  # type: ignore[misc]
+            damaged |= bool(found)
+            yield from found
+    both = [*there["train"], *there["valid"]]
+    if both and not (damaged or tokenizer):
+        yield from _refused("data.valid", [each.path for each in there["valid"]], lambda: _same_tokenizer(both))
+    whole = len(there["train"]) == len(cfg.data.train) and not damaged
+    if tokenizer and cfg.evaluation.samples_every_tokens:
+        prompts, size = cfg.evaluation.samples_prompts, cfg.data.seq_length
+        yield from _refused("evaluation.samples_prompts", prompts, lambda: check_prompts(prompts, tokenizer, size))
+    yield from _checkpoint(cfg, vocab_size, sha256, whole)
+
+
+def check_prompts(prompts: Sequence[str], tokenizer: Tokenizer, seq_length: int) -> None:
+    """Raise ConfigError if a prompt of samples leaves less than half of the context for what follows it."""
+    for number, prompt in enumerate(prompts):
+        if (size := len(tokenizer.encode(prompt))) > seq_length // 2:
+            raise ConfigError(
+                f"evaluation.samples_prompts.{number} has {size:,} tokens, more than half of data.seq_length "
+                f"{seq_length:,}: there would be little room for a text behind it; shorten it"
+            )
+
+
+def is_there(source: DataSource) -> bool:
+    """Whether a source has token files, and all of them can be opened."""
+    files = source.files
+    return bool(files) and all(Path(f"{path}{end}").is_file() for path in files for end in (".idx", ".bin"))
+
+
+def _refused(key: str, value: object, check: Callable[[], object]) -> Iterator[Finding]:
+    try:
+        check()
+    except ConfigError as said:
+        yield error("refused_by_train", key, value, str(said), "")
+
+
+def _open(cfg: RunConfig, sources: Sequence[DataSource], vocab_size: int | None, sha256: str | None) -> None:
+    """Open the files of sources as training does, and look at their tokens."""
+    from sagetrain.data.token_files import check_vocabulary, open_sources  # numpy
+
+    opened = open_sources(sources, cfg.data.seq_length, cfg.data.document_attention, sha256)
+    files = [file for source in opened for file in source.files]
+    if sum(file.num_tokens for file in files) <= _READ_TOKENS:
+        for file in files:
+            file.validate(deep=True, vocab_size=vocab_size)
+    elif vocab_size:
+        for file in files:
+            size = min(1 << 12, file.num_tokens)
+            for start in (0, file.num_tokens - size):
+                check_vocabulary(file, file.tokens(start, start + size), vocab_size)
+
+
+def _same_tokenizer(sources: Sequence[DataSource]) -> None:
+    from sagetrain.data.token_file import TokenFile
+    from sagetrain.data.token_files import check_tokenizers
+
+    check_tokenizers([TokenFile(path) for source in sources for path in source.files], None)
+
+
+def _checkpoint(cfg: RunConfig, vocab_size: int | None, sha256: str | None, whole: bool) -> Iterator[Finding]:
+    """Look at the checkpoint that a run would go on from, or that it would begin with. whole: data.train is there."""
+    root, start = Path(cfg.training.run_dir) / "checkpoints", cfg.training.init_from
+    goes_on = any(root.glob("step-*/manifest.json"))
+    begins = start is not None and any(Path(start).glob(name) for name in ("manifest.json", "checkpoints/step-*/*"))
+    if not (goes_on or begins):
+        return
+    # These need torch, which a plan of a run without a checkpoint does without.
+    from sagetrain.checkpoint import on_disk, reading
+    from sagetrain.config.errors import CheckpointError
+    from sagetrain.data.loader import SampleStream
+    from sagetrain.training import init_from
+
+    key, value = ("training.run_dir", cfg.training.run_dir) if goes_on else ("training.init_from", start)
+    try:
+        ours = identity(cfg, vocab_size, sha256, None)
+        init_from.check(root, cfg.training, ours)
+        if goes_on:
+            stream = None
+            if whole and vocab_size:
+                stream = SampleStream.configured(cfg.data, cfg.data.train, cfg.training.seed, vocab_size, sha256)
+            yield from _resume(cfg, root, vocab_size, sha256, stream)
+        else:
+            moments = cfg.training.init_moments
+            folder = on_disk.whole(Path(str(start)), lambda said: None, contents=False, moments=moments)
+            reader = reading.Reader(folder)
+            reading.check_shapes(reader, _shapes(cfg, reader.state.identity.vocab_size))
+    except (CheckpointError, ValueError) as said:  # of a model section that cannot be, too
+        yield error("refused_by_train", key, value, str(said), "")
+
+
+def _resume(
+    cfg: RunConfig, root: Path, vocab_size: int | None, sha256: str | None, stream: SampleStream | None
+) -> Iterator[Finding]:
+    from sagetrain.checkpoint import on_disk, reading
+    from sagetrain.checkpoint.ledger import Ledger
+    from sagetrain.cluster import preflight
+    from sagetrain.data import verify
+    from sagetrain.training import resume
+
+    said: list[str] = []
+    folder, _ = on_disk.newest_whole(root, said.append, contents=False)
+    run_dir = cfg.training.run_dir
+    yield from (warning("damaged_checkpoint", "training.run_dir", run_dir, each, "") for each in said)
+    if folder is None:
+        return
+    small = stream is not None and stream.num_tokens <= _READ_TOKENS
+    files = verify.verify({"data.train": stream}, deep=False, say=said.append) if stream and small else {}
+    files = {name: digest[: preflight.SHOWN] for name, digest in files.items()}
+
+    ours = identity(cfg, vocab_size, sha256, stream.fingerprint if stream else None)
+    reader = resume.check(folder, cfg, ours, files)
+    state = reader.state
+    reading.check_shapes(reader, _shapes(cfg, state.identity.vocab_size))
+    if stream:
+        Ledger.verified(state.ledger, stream.fingerprint, state.step, state.sequences, folder)
+    changed = resume.changed(cfg, folder)
+    tokens, total = state.tokens, cfg.training.total_tokens
+    more = f"; changed since: {'; '.join(changed)}" if changed else ""
+    where = "is finished there" if tokens >= total else f"goes on there, at {tokens:,} of {total:,} tokens"
+    yield Finding(
+        "goes_on", "info", "training.run_dir", run_dir, f"holds {folder.name}: the run {where}{more}",
+        "choose another folder to begin anew",
+    )  # fmt: skip
+    if jump := resume.learning_rate_jump(cfg, folder, tokens, resume.last_step(state, cfg)):
+        yield warning("learning_rate_jump", "training.total_tokens", total, *jump)
+
+
+def _shapes(cfg: RunConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor of the configured model, with a vocabulary of so many tokens."""
+    return {spec.name: spec.shape for spec in tensors(cfg.model, cfg.attention, padded_vocab_size(vocab_size))}

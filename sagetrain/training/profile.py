@@ -1,0 +1,76 @@
+"""A window of steps under torch's profiler: traces for a viewer, and what took longest for the log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from sagetrain.config.schema import ProfileConfig
+from sagetrain.engines.protocol import StepResult
+from sagetrain.training.callbacks import Callback, Position
+
+_ROWS = 10
+
+
+class ProfileWindow(Callback):
+    """Profiles the steps of `profile`, as far as this start of the run takes them.
+
+    Args:
+        folder: of the traces, rank-<rank>.json: for chrome://tracing or Perfetto.
+        say: hears of the trace and of what took longest, on rank 0.
+    """
+
+    def __init__(self, settings: ProfileConfig, folder: Path, rank: int, say: Callable[[str], None]) -> None:
+        self._path, self._say = folder / f"rank-{rank}.json", say
+        self._steps = range(0)
+        if settings.all_ranks or rank == 0:
+            self._steps = range(settings.from_step, settings.from_step + settings.steps)
+        self._profiler: profile | None = None
+        self._record: record_function | None = None
+
+    def on_step_begin(self, step: int) -> None:
+        """Profile the step, if it is in the window."""
+        if step not in self._steps:
+            self._close()  # steps of the window may have been dropped, its last too
+            return
+        if self._profiler is None:
+            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+            self._profiler = profile(activities=activities)
+            self._profiler.start()
+        self._record = record_function(f"step {step}")
+        self._record.__enter__()
+
+    def on_step(self, position: Position, result: StepResult) -> None:
+        """End the record of the step, and behind the window's last one write the trace."""
+        self._end_record()
+        if self._steps and position.step >= self._steps[-1]:
+            self._close()
+
+    def on_end(self, position: Position, finished: bool) -> None:
+        """Write the trace, if steps of the window were taken: the run may end within."""
+        self._close()
+
+    def _end_record(self) -> None:
+        if self._record is not None:
+            self._record.__exit__(None, None, None)
+            self._record = None
+
+    def _close(self) -> None:
+        self._end_record()
+        if self._profiler is None:
+            return
+        self._profiler.stop()
+        try:
+            self._path.parent.mkdir(exist_ok=True)
+            self._profiler.export_chrome_trace(str(self._path))
+            written = f"trace in {self._path}"
+        except OSError as error:  # no reason to end a run, nor to hide what did
+            written = f"no trace: {error}"
+        averages = self._profiler.key_averages()
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+        table = averages.table(sort_by=f"self_{kind}_time_total", row_limit=_ROWS, max_name_column_width=60)
+        self._say(f"profile: {written}\n{table}")
+        self._profiler, self._steps = None, range(0)

@@ -1,0 +1,164 @@
+"""What a run says and writes while it goes on. One rank reports; the calls do nothing on the others."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from sagetrain.checkpoint import on_disk
+from sagetrain.checkpoint.ledger import TrainState
+from sagetrain.checkpoint.saving import Saver
+from sagetrain.config.schema import LoggingConfig
+from sagetrain.engines.protocol import StepResult
+from sagetrain.stability.controller import Event
+from sagetrain.training.callbacks import Callback, Callbacks, Position
+from sagetrain.training.writers import MetricsWriter, Throughput, memory_gib, peak_flops
+
+
+class Reporter:
+    """Rows of numbers (MetricsWriter), and lines on stderr, beside the progress bar or without one."""
+
+    def __init__(self, main: bool, hears: Callable[[str], None] | None = None) -> None:
+        """Report on rank 0 (`main`). Lines go to `hears`; None: to stderr, beside a progress bar on a terminal."""
+        self._main, self._hears = main, hears
+        self._writer: MetricsWriter | None = None
+
+    def open(
+        self,
+        run_dir: Path,
+        state: TrainState,
+        total_tokens: int,
+        logging: LoggingConfig,
+        flops_per_token: Callable[[float], float],
+        seq_length: int,
+        device: torch.device,
+        callbacks: Callbacks,
+    ) -> None:
+        """Begin to write into `run_dir`, after `state`; from now on, time counts for the tokens per second.
+
+        callbacks: hear of every row and sample.
+        flops_per_token: of a span (model.accounting), for MFU.
+        """
+        self._logging, self._device, self._total, self._callbacks = logging, device, total_tokens, callbacks
+        self._flops, self._full = flops_per_token, flops_per_token(seq_length)
+        self._clock = Throughput()
+        self._latest: dict[str, float] = {}
+        self._held: Callable[[MetricsWriter], None] | None = None
+        if self._main:
+            self._writer = MetricsWriter(run_dir, state.step, state.tokens, total_tokens, self._hears)
+            if device.type == "cuda" and peak_flops(device) is None:
+                self.say(f"MFU is not reported: the peak of {torch.cuda.get_device_name(device)} is not known")
+
+    def say(self, text: str) -> None:
+        """A line for people."""
+        if self._writer:
+            self._writer.say(text)
+        elif self._main and self._hears:
+            self._hears(text)
+        elif self._main:
+            print(text, file=sys.stderr, flush=True)
+
+    def write(self, state: TrainState, values: Mapping[str, float | None]) -> None:
+        """Write a row of numbers, without those that are None."""
+        if self._writer:
+            self._row(self._writer, state.step, state.tokens, values)
+
+    def _row(self, writer: MetricsWriter, step: int, tokens: int, values: Mapping[str, float | None]) -> None:
+        known = {name: value for name, value in values.items() if value is not None}
+        writer.write(step, tokens, known)
+        self._callbacks.tell("on_row", lambda callback: callback.on_row(Position(step, tokens), known))
+
+    def samples(self, state: TrainState, texts: Sequence[tuple[str, str]]) -> None:
+        """Rows of samples.jsonl, of prompts with their continuations, and the first line of each for people."""
+        for number, (prompt, text) in enumerate(texts, 1):
+            if self._writer:
+                self._writer.sample(state.step, state.tokens, number, prompt, text)
+                told = partial(_tell_sample, Position(state.step, state.tokens), number, prompt, text)
+                self._callbacks.tell("on_sample", told)
+            self.say(f"step {state.step}: sample {number}: {textwrap.shorten(prompt + text, 150, placeholder=' ...')}")
+
+    def event(self, state: TrainState, event: Event, say: bool = True) -> None:
+        """Write a row of events.jsonl, and a line for people unless it was said before."""
+        told = Position(state.step, state.tokens)
+        self._callbacks.tell("on_event", lambda callback: callback.on_event(told, event))
+        if self._writer:
+            self._writer.event(state.step, state.tokens, event)
+            if say:
+                self._writer.say(f"step {state.step}: {event.text}")
+
+    def step(self, state: TrainState, result: StepResult, size: int, lr: float) -> None:
+        """All numbers of a step of `size` tokens that has brought the run to `state`, and what the clock says. A row
+        has those, too, that only steps between it and the row before had: what is measured now and then. The last step
+        has one, whatever its number."""
+        self._latest |= result.metrics
+        self._clock.add(size, self._flops(result.span))
+        self._held = partial(self._write_step, state.step, state.tokens, result, size, lr)
+        last = result.stop or state.tokens >= self._total
+        if last or state.step % self._logging.every_steps == 0:
+            self.row()
+
+    def row(self) -> None:
+        """Write the row of the last step, if it has none."""
+        if self._writer and self._held:
+            with self.off_the_clock():
+                self._held(self._writer)
+        self._held = None
+
+    def _write_step(
+        self, step: int, tokens: int, result: StepResult, size: int, lr: float, writer: MetricsWriter
+    ) -> None:
+        rate, flops = self._clock.take()
+        peak = (peak_flops(self._device) or 0) * dist.get_world_size()
+        derived = {
+            "train/lr": lr,
+            "train/tokens_per_step": size,
+            "perf/tokens_per_second": rate,
+            "perf/mfu": flops / peak if peak else None,
+            "perf/mfu_full_attention": rate * self._full / peak if peak else None,
+            "perf/memory_gib": memory_gib(self._device),
+        }
+        self._row(writer, step, tokens, {**self._latest, **derived})
+        self._latest.clear()
+        writer.progress(step, tokens, result.loss, lr, rate)
+
+    @contextmanager
+    def off_the_clock(self) -> Iterator[None]:
+        """While something is done that is not training."""
+        self._clock.pause()
+        try:
+            yield
+        finally:
+            self._clock.resume()
+
+    def saved(self, saver: Saver) -> None:
+        """The checkpoints that have been published since the last call."""
+        while saved := saver.take_saved():
+            if self._writer:
+                figures: dict[str, float | None] = {
+                    "perf/save_stall_seconds": saved.stall_seconds,
+                    "perf/save_publish_seconds": saved.publish_seconds,
+                }
+                self._row(self._writer, saved.step, saved.tokens, figures)
+            self.say(
+                f"saved {on_disk.folder_name(saved.step)}: training stood still for {saved.stall_seconds:.2f} s, "
+                f"published {saved.publish_seconds:.1f} s later"
+            )
+
+    def close(self) -> None:
+        """Close what is open, behind the last step's row; lines still come."""
+        if self._writer:
+            with suppress(OSError):
+                self.row()
+            self._writer.close()
+            self._writer = None
+
+
+def _tell_sample(position: Position, number: int, prompt: str, text: str, callback: Callback) -> None:
+    callback.on_sample(position, number, prompt, text)

@@ -1,0 +1,167 @@
+"""Continuing a run: whether a checkpoint is one of this run, and everything that it restores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import yaml
+
+from sagetrain.checkpoint import reading
+from sagetrain.checkpoint.ledger import Ledger, TrainState
+from sagetrain.checkpoint.reading import Reader
+from sagetrain.checkpoint.state import Identity, RunState
+from sagetrain.cluster.run_folder import changed_settings
+from sagetrain.config.errors import ConfigError
+from sagetrain.config.load import dump_config, flat
+from sagetrain.config.rules.data import ORDER
+from sagetrain.config.schema import DataSource, LinearConfig, LrScheduleConfig, OptimizerConfig, RunConfig, Section
+from sagetrain.config.tokens_per_step import change_at_resume, tokens_per_step
+from sagetrain.data import verify
+from sagetrain.engines.protocol import Engine
+from sagetrain.parallel.rng import set_rng_state
+from sagetrain.training.init_from import differences
+from sagetrain.training.lr_schedule import learning_rate
+from sagetrain.training.perturb import perturb
+
+
+def check(
+    folder: Path,
+    cfg: RunConfig,
+    identity: Identity,
+    files: dict[str, str],
+) -> Reader:
+    """See that a run may go on from a checkpoint; on all ranks, which have the same arguments.
+
+    Args:
+        identity: what a checkpoint must share with the run that continues it.
+        files: hashes of this host's data, by name.
+
+    Raises:
+        ConfigError: the checkpoint was written by another run, or checkpoint.resume is never.
+    """
+    if cfg.checkpoint.resume == "never":
+        raise ConfigError(
+            f"{folder.parent.parent} holds checkpoint {folder.name} and checkpoint.resume is never; "
+            "set it to auto to continue, or choose another training.run_dir"
+        )
+    reader, train = Reader(folder), cfg.data.train
+    state = reader.state
+    theirs, ours = flat(state.identity.to_json()), flat(identity.to_json())
+    changed = {k: f"{k}: checkpoint {theirs.get(k)!r}, this run {ours[k]!r}" for k in ours if theirs.get(k) != ours[k]}
+    order, data = changed.pop(ORDER, ""), verify.changed(state.files, files)
+    if data or (order and not changed.keys() & {"data.seq_length", "training.seed"}):
+        saved = yaml.safe_load((reader.folder / "config.yaml").read_text())["data"]["train"]
+        before, now = (_shown(DataSource.model_validate(each) for each in sources) for sources in (saved, train))
+        why = f"checkpoint {before}, this run {now}"
+        if before == now:
+            why = f"{now} has changed since: {', '.join(data or [order])}"
+        changed["data.train"] = f"data.train: {why}"
+    if changed:
+        fits = not differences(state.identity, identity)
+        weights = f" (training.init_from={reader.folder} begins with these weights)" if fits else ""
+        raise ConfigError(
+            f"{reader.folder} was written by another run: {'; '.join(changed.values())}. "
+            f"Restore these settings, or choose another training.run_dir{weights}"
+        )
+    return reader
+
+
+def announce(cfg: RunConfig, linear: LinearConfig, reader: Reader, say: Callable[[str], None]) -> list[str]:
+    """Say where a run goes on, and what is no longer as its checkpoint has it.
+
+    Args:
+        linear: as the run has it, where `auto` is settled.
+
+    Returns:
+        Lines `key: old -> new` for the settings that have changed.
+    """
+    say(f"resumed from {reader.folder.name} ({reader.state.tokens:,} tokens seen)")
+    if reader.world_size != dist.get_world_size():
+        say(f"ranks: {reader.world_size} wrote that checkpoint, {dist.get_world_size()} go on with it"
+            " (parallel.world_size makes a number that you do not mean an error)")  # fmt: skip
+    # These are as `auto` had them.
+    kept = [name for name in ("recipe", "keep_layers_below") if getattr(linear, name) != getattr(cfg.linear, name)]
+    as_before = tuple(f"linear.{name}:" for name in kept)
+    lines = [line for line in changed(cfg, reader.folder) if not line.startswith(as_before)]
+    for line in lines:
+        say(f"changed since that checkpoint: {line}")
+    if last := last_step(reader.state, cfg):
+        if said := change_at_resume(cfg.tokens_per_step, reader.state.tokens, last):
+            say(said)
+        if jump := learning_rate_jump(cfg, reader.folder, reader.state.tokens, last):
+            say("; ".join(jump))
+    return lines
+
+
+def changed(cfg: RunConfig, folder: Path) -> list[str]:
+    """Lines `key: old -> new` for the settings that differ from those that a checkpoint was written with."""
+    return changed_settings((folder / "config.yaml").read_text(), dump_config(cfg))
+
+
+def last_step(state: RunState, cfg: RunConfig) -> int:
+    """Tokens of the last step that a checkpoint has taken; 0: it has taken none."""
+    segments = state.ledger.segments if state.ledger else []
+    return segments[-1][1] * cfg.data.seq_length if segments else 0
+
+
+def learning_rate_jump(cfg: RunConfig, folder: Path, tokens: int, last: int) -> tuple[str, str] | None:
+    """Say how far the learning rate jumps where a run continues with another schedule, and what to do about it.
+
+    None if the schedule gives the last step the learning rate that it had. `tokens` were seen by the checkpoint in
+    `folder`, `last` of them in its last step.
+    """
+    total = cfg.training.total_tokens
+    if not last or tokens >= total:
+        return None
+    saved = yaml.safe_load((folder / "config.yaml").read_text())
+    peak = OptimizerConfig.model_validate(_known(OptimizerConfig, saved["optimizer"]))
+    curve = LrScheduleConfig.model_validate(_known(LrScheduleConfig, saved["lr_schedule"]))
+    was = saved["training"]["total_tokens"]
+    before = learning_rate(peak, curve, tokens - last, last, was)
+    again = learning_rate(cfg.optimizer, cfg.lr_schedule, tokens - last, last, total)
+    if math.isclose(before, again, rel_tol=1e-6):
+        return None
+    now = learning_rate(cfg.optimizer, cfg.lr_schedule, tokens, tokens_per_step(cfg.tokens_per_step, tokens), total)
+    times = f", {now / before:.3g} times as much" if before else ""
+    length = f": the run was to end at {was:,} tokens and now ends at {total:,}" if was != total else ""
+    return (
+        f"the learning rate goes from {before:.3g} in the checkpoint's last step to {now:.3g} in the next one{times}; "
+        f"lr_schedule.shape {cfg.lr_schedule.shape} follows the settings of this run{length}",
+        "leave them as they were, or begin a phase with a warm-up of its own (training.init_from) instead of going on",
+    )
+
+
+def _known(section: type[Section], saved: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a saved section that this version has."""
+    return {key: value for key, value in saved.items() if key in section.model_fields}
+
+
+def _shown(sources: Iterable[DataSource]) -> str:
+    """data.train on one line."""
+    return ", ".join(each.path if each.weight == 1 else f"{each.path} (weight {each.weight})" for each in sources)
+
+
+def restore(reader: Reader, engine: Engine, order: str, perturbed: int) -> TrainState:
+    """Load a whole checkpoint of this run into the engine and the random generators; returns where the run stood.
+
+    Args:
+        order: the fingerprint of the order of samples.
+        perturbed: training.perturb, which gives the weights another rounding if it has changed since.
+
+    Raises:
+        CheckpointError: its ledger is not that of a run.
+    """
+    state = reader.state
+    ledger = Ledger.verified(state.ledger, order, state.step, state.sequences, reader.folder)
+    reading.load_engine(reader, engine, state.optimizer_steps)
+    rng = reader.rng(dist.get_rank())
+    if rng is not None:
+        set_rng_state(rng)
+    if perturbed:
+        before = yaml.safe_load((reader.folder / "config.yaml").read_text())["training"]
+        perturb(engine, perturbed if perturbed != before.get("perturb") else 0)
+    return TrainState(state.step, state.tokens, state.sequences, ledger, state.controllers)

@@ -1,0 +1,138 @@
+"""A run that is built: what the acts of training/build_run.py have found, and what a checkpoint says of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sagetrain import __version__
+from sagetrain.auto import overlap_choice
+from sagetrain.auto.settled import Settled
+from sagetrain.checkpoint.ledger import TrainState
+from sagetrain.checkpoint.saving import Saver
+from sagetrain.checkpoint.state import Identity, InitFromRecord, RunState, SettledAttention, SettledLinear, Texts
+from sagetrain.cluster.guard import StopSignal, Watchdog
+from sagetrain.cluster.run_folder import RunFolder
+from sagetrain.config.arithmetic import token_multiple
+from sagetrain.config.schema import RunConfig
+from sagetrain.data.loader import Loader, SampleStream
+from sagetrain.data.tokenizer import Tokenizer
+from sagetrain.engines.protocol import Engine
+from sagetrain.parallel.metrics import total_over_ranks
+from sagetrain.parallel.topology import ParallelGroups
+from sagetrain.training.controllers import Controllers
+from sagetrain.training.reporter import Reporter
+
+
+@dataclass(frozen=True)
+class CheckedFiles:
+    """What this host's files say of a run, all of them looked at."""
+
+    folder: RunFolder
+    tokenizer: Tokenizer | None
+    vocab_size: int
+    train: SampleStream
+    valid: SampleStream | None
+    text_prefix: list[int]
+    """The tokens that the texts of the training data begin with."""
+    chat_template: Any
+    """The template of the chats in the training data, or templates by name."""
+    identity: Identity
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What the ranks of a run have agreed on, and what watches over this one."""
+
+    device: torch.device
+    groups: ParallelGroups
+    hashes: dict[str, str]
+    """The first digits of the hashes of the data, which all hosts share, by name."""
+    checkpoint: Path | None
+    """The checkpoint to go on from."""
+    damaged: list[Path]
+    """Newer checkpoints that were passed over."""
+    stop: StopSignal
+    watchdog: Watchdog
+    reporter: Reporter
+
+    @property
+    def main(self) -> bool:
+        """Whether this rank speaks and writes for all."""
+        return self.groups.rank == 0
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where a run goes on."""
+
+    state: TrainState
+    init_from: InitFromRecord | None
+    """The weights that the run began with, if they were another run's."""
+    changed: list[str]
+    """Settings that differ from those of the checkpoint, on the first rank."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that is ready for its next step."""
+
+    cfg: RunConfig
+    """The configuration as it was asked for."""
+    files: CheckedFiles
+    met: Meeting
+    settled: Settled
+    engine: Engine
+    resumed: Resumed
+    saver: Saver
+    controllers: Controllers
+    loader: Loader
+    valid: Loader | None
+
+    @property
+    def micro_step(self) -> int:
+        """Tokens of a micro-step of all ranks."""
+        return token_multiple(self.cfg, self.engine.groups.dp_size)
+
+    @property
+    def texts(self) -> Texts:
+        """What the weights had learned of texts when the run began, and what its own data teaches."""
+        before = self.resumed.init_from
+        prefix = self.files.text_prefix or (before.text_prefix if before else None) or []
+        return Texts.learned(prefix, self.files.chat_template, before.generation if before else {}, before)
+
+    def counted(self, sequences: int, size: int, ahead: int | None = None) -> int | None:
+        """Return how many of the `size` tokens after so many sequences count in the loss, on all ranks; None without
+        masks. Collective.
+
+        ahead: tokens of the step after it, if they are known.
+        """
+        own, groups = self.loader.counted(sequences, size, ahead), self.engine.groups
+        sharing = groups.topology.world_size // groups.dp_size
+        return None if own is None else total_over_ranks(own, sharing, self.engine.device)
+
+    def record(self, state: TrainState) -> RunState:
+        """Return what a checkpoint says of the run, which stands at `state`."""
+        attention, linear, before = self.settled.cfg.attention, self.settled.cfg.linear, self.resumed.init_from
+        return RunState(
+            step=state.step,
+            tokens=state.tokens,
+            sequences=state.sequences,
+            ledger=state.ledger,
+            controllers=state.controllers,
+            optimizer_steps=state.optimizer_steps + (before.optimizer_steps if before else 0),
+            init_from=before,
+            text_prefix=self.texts.prefix,
+            chat_template=self.files.chat_template,
+            identity=self.files.identity,
+            attention=SettledAttention(attention.backend, attention.recipe),
+            linear=SettledLinear(linear.precision, linear.recipe, linear.keep_layers_below),
+            overlap=overlap_choice.record(self.settled.cfg),
+            files=self.met.hashes,
+            guidance_overrides=list(self.cfg.guidance.override),
+            versions={"sagetrain": __version__, "torch": torch.__version__},
+        )

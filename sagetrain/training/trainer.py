@@ -1,0 +1,365 @@
+"""The training loop: step, evaluate, report, save, stop on a signal.
+
+Position is counted in tokens and sequences. Everything that a resume needs is in TrainState plus the engine's tensors;
+every decision that one rank could take differently (stop, damaged checkpoint, non-finite loss) is made by all at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from sagetrain.checkpoint import on_disk
+from sagetrain.checkpoint.ledger import TrainState, check_consumed
+from sagetrain.checkpoint.reading import Reader
+from sagetrain.checkpoint.state import Texts
+from sagetrain.config.arithmetic import checkpoint_tokens, padded_vocab_size
+from sagetrain.config.errors import CheckpointError, Finding, TrainingError
+from sagetrain.config.load import dump_config
+from sagetrain.config.schema import NoiseAwareTokens
+from sagetrain.config.tokens_per_step import stages
+from sagetrain.data.loader import Batch
+from sagetrain.engines.protocol import Engine
+from sagetrain.model.accounting import flops_per_token
+from sagetrain.parallel.rng import rng_state
+from sagetrain.stability.controller import Event
+from sagetrain.training import resume
+from sagetrain.training.callbacks import Callback, Callbacks, Position, RunStart
+from sagetrain.training.lr_schedule import learning_rate
+from sagetrain.training.out_of_memory import memory_explained
+from sagetrain.training.profile import ProfileWindow
+from sagetrain.training.run import Run
+from sagetrain.training.tensorboard import TensorBoard
+from sagetrain.training.weights_and_biases import WeightsAndBiases
+from sagetrain.training.writers import names_at
+
+_VALID, _TASKS, _SAMPLES = "valid/", "eval/", "samples/"
+
+
+Tasks = Callable[[Engine, Texts, Callable[[], None]], dict[str, float]]
+"""Given the engine, what its weights had learned of texts, and what to call as a sign of life, numbers by name;
+collective, and they matter on the first rank."""
+Samples = Callable[[Engine, Texts, Callable[[], None]], list[tuple[str, str]]]
+"""Given the same: the prompts of evaluation.samples_prompts, each with what the model has written after it."""
+
+
+class Trainer:
+    """The loop of one run on this rank.
+
+    Args:
+        findings: recorded in the run folder.
+        tasks: gives the numbers of evaluation.tasks.
+        samples: gives the texts of evaluation.samples_prompts.
+        callbacks: the user's (training/callbacks.py).
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        findings: Sequence[Finding] = (),
+        tasks: Tasks | None = None,
+        samples: Samples | None = None,
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
+        self.run, self.cfg, self.engine, self.state = run, run.cfg, run.engine, run.resumed.state
+        self._findings, self._tasks, self._samples = findings, tasks, samples
+        self._reporter, self._say, self._watchdog = run.met.reporter, run.met.reporter.say, run.met.watchdog
+        self._callbacks = Callbacks(self._listeners(), callbacks)
+        self._saved_step, self._waited = self.state.step, False
+
+    def _listeners(self) -> list[Callback]:
+        """Return what the configuration asks for that listens to the run."""
+        cfg, rank = self.cfg, self.engine.groups.rank
+        own: list[Callback] = [TensorBoard()] if cfg.logging.tensorboard else []
+        own += [WeightsAndBiases(cfg.logging.wandb)] if cfg.logging.wandb else []
+        folder = self.run.files.folder.path / "profile"
+        return own + ([ProfileWindow(cfg.profile, folder, rank, self._say)] if cfg.profile else [])
+
+    @property
+    def position(self) -> Position:
+        """Where the run stands."""
+        return Position(self.state.step, self.state.tokens)
+
+    def train(self) -> bool:
+        """Train to the end, or to a signal. Returns whether the run is finished; on a signal a checkpoint is saved.
+
+        Raises:
+            TrainingError: training cannot go on, or a user's callback has failed.
+            CheckpointError: a checkpoint cannot be written.
+        """
+        run, finished = self.run, False
+        with self._watchdog, memory_explained(run.settled.cfg, run.files.vocab_size):
+            try:
+                finished = self._loop()
+                self._callbacks.check()
+            except TrainingError as error:  # raised on every rank; a checkpoint of better days may still be on its way
+                with contextlib.suppress(CheckpointError):
+                    run.saver.wait()
+                with contextlib.suppress(OSError):
+                    run.controllers.tell(self.state)
+                newest = on_disk.newest(run.files.folder.checkpoints)
+                where = f"continues from {newest.name}" if newest else "starts anew: no checkpoint was written yet"
+                raise TrainingError(f"{error}. The same command {where}") from error.__cause__
+            finally:
+                try:
+                    with contextlib.suppress(OSError):
+                        self._reporter.row()
+                    self._callbacks.end(self.position, finished)
+                finally:
+                    self._reporter.close()
+                    run.files.folder.release()
+        self._callbacks.check()  # on_end may have failed
+        return finished
+
+    def _loop(self) -> bool:
+        run, cfg, total = self.run, self.cfg, self.cfg.training.total_tokens
+        every_save = checkpoint_tokens(cfg)
+        self._open()
+        self._announce()
+        first, left = self.state.step, self._look(self._left_to_look())
+        stopped = bool(left)
+        while self.state.tokens < total and not stopped:
+            before = self.state.tokens
+            size = run.controllers.tokens_of_step(before)
+            if self.state.step + 1 in cfg.training.drop_steps:
+                run.controllers.drop(self.state, size, "training.drop_steps")
+                for event in run.controllers.ask(self.state, size, {}):  # what goes by tokens goes on
+                    self._reporter.event(self.state, event)
+            else:
+                stopped = self._step(size)
+            state = self.state  # another one if the step went back to a checkpoint
+            self._reporter.saved(run.saver)
+            if state.step == first + 1:  # what compiling left is no garbage: to look through it takes .3 s each time
+                gc.collect()
+                gc.freeze()
+            due = self._due(before, state.tokens)
+            left = due if stopped else self._look(due)
+            stopped = stopped or bool(left)
+            running = state.tokens < total and not stopped
+            if (stopped or (running and _crossed(before, state.tokens, every_save))) and self._saved_step != state.step:
+                with self._reporter.off_the_clock():
+                    self.save()
+        finished = self.state.tokens >= total and not left
+        if finished and self._saved_step != self.state.step:
+            self.save()
+        self._finish(stopped, finished)
+        return finished
+
+    def _open(self) -> None:
+        """Begin to report, and say in the run folder what runs."""
+        run, cfg = self.run, self.cfg
+        if run.met.main:
+            run.files.folder.describe(cfg, self.engine.settings, self._findings)
+        self._reporter.open(
+            run.files.folder.path,
+            self.state,
+            cfg.training.total_tokens,
+            cfg.logging,
+            partial(flops_per_token, cfg.model, padded_vocab_size(run.files.vocab_size)),
+            cfg.data.seq_length,
+            self.engine.device,
+            self._callbacks,
+        )
+        path, main = run.files.folder.path, run.met.main
+        stop = partial(run.met.stop.ask, "a callback")
+        start = RunStart(cfg, path, self.position, self.engine, main, self._say, stop)
+        self._callbacks.tell("on_start", lambda callback: callback.on_start(start))
+        if self.state.step:
+            ranks, changed = dist.get_world_size(), run.resumed.changed
+            text = f"resumed at {self.state.tokens:,} tokens with {ranks} rank{'s' * (ranks > 1)}"
+            text += f"; changed: {'; '.join(changed)}" if changed else ""
+            event = Event("resume", text, {"ranks": ranks, "changed": changed})
+            self._reporter.event(self.state, event, say=False)
+
+    def _announce(self) -> None:
+        """Say where whole steps and the data at hand give something else than the settings ask for."""
+        cfg, asked, valid = self.cfg, self.cfg.training.total_tokens, self.run.valid
+        last = stages(cfg.tokens_per_step, asked, self.run.micro_step)[-1]
+        end = last.from_tokens + last.steps * last.tokens_per_step
+        if self.state.step == 0 and end != asked and not isinstance(cfg.tokens_per_step, NoiseAwareTokens):
+            self._say(f"training.total_tokens {asked:,}: whole steps end at {end:,} tokens")
+        wanted = cfg.evaluation.num_sequences
+        if valid and (held := valid.eval_size(wanted)) < wanted:
+            self._say(f"evaluation.num_sequences {wanted:,}: data.valid holds {held:,}; each evaluation takes so many")
+        late = {step for step in cfg.training.drop_steps if step <= self.state.step} - set(self.state.ledger.dropped)
+        if late:
+            steps = ", ".join(map(str, sorted(late)))
+            self._say(f"training.drop_steps: {steps} came before this checkpoint: trained, and in its weights")
+
+    def _finish(self, stopped: bool, finished: bool) -> None:
+        run, state, total = self.run, self.state, self.cfg.training.total_tokens
+        run.saver.wait()
+        self._reporter.saved(run.saver)
+        if run.met.main:
+            run.controllers.say_critical()
+            why = f"stopped by {run.met.stop.name or 'a signal to another rank'}" if stopped else "finished"
+            self._say(f"{why} at step {state.step}, {state.tokens:,} of {total:,} tokens"
+                      + ("" if finished else "; run the same command to continue"))  # fmt: skip
+        run.loader.close()
+        if run.valid:
+            run.valid.close()
+
+    # -- step ----------------------------------------------------------------------------------------------------
+
+    def _step(self, size: int) -> bool:
+        """One optimizer step over the next `size` tokens. Returns whether some rank was asked to stop."""
+        run, cfg, state = self.run, self.cfg, self.state
+        self._watchdog.begin(f"step {state.step + 1}")
+        lr = learning_rate(cfg.optimizer, cfg.lr_schedule, state.tokens, size, cfg.training.total_tokens)
+        ahead = run.controllers.tokens_ahead(state.tokens + size)
+        batches = self._micro_batches(run.loader.step_batches(state.sequences, size, ahead))
+        observers = run.controllers.observers(state.step + 1, size)
+        counted = run.counted(state.sequences, size, ahead)
+        try:
+            self._callbacks.tell("on_step_begin", lambda callback: callback.on_step_begin(state.step + 1))
+            result = self.engine.step(batches, size // run.micro_step, lr, observers, counted, self._stopping)
+        except InterruptedError:  # of _micro_batches
+            self._reporter.row()
+            return True
+        if counted is not None:
+            result.metrics["train/counted_share"] = counted / size
+            if not counted:
+                self._say(f"step {state.step + 1}: no token of it counts in the loss, which is 0, as its gradient is")
+        taken = Position(state.step + 1, state.tokens + size)
+        self._callbacks.tell("on_step", lambda callback: callback.on_step(taken, result))
+        samples, layout = size // cfg.data.seq_length, (self.engine.groups.dp_size, dist.get_world_size())
+        check_consumed(result.folds, state.sequences, samples, cfg.data.micro_batch_size, *layout)
+        if result.event:
+            run.controllers.keep_bundle(state, size, lr, result)
+        if not result.applied:
+            self.state = run.controllers.leave_out(state, size, result, self._go_back)
+            if self.state is not state:
+                self.save()  # or a run that is killed now would begin once more with the steps that were given up
+            return result.stop
+        state.advance(size, cfg.data.seq_length)
+        events = run.controllers.taken(state, size, result)
+        self._reporter.step(state, result, size, lr)
+        for event in events:
+            self._reporter.event(state, event)
+        return result.stop
+
+    def _micro_batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Those of a step, each a sign of life. A rank alone leaves a step that a signal comes into, which may be long,
+        as if it had not begun; several learn of a signal together, at its end."""
+        stop = self.run.met.stop
+        for batch in self._watchdog.over(batches):
+            if stop.name and dist.get_world_size() == 1:
+                raise InterruptedError(stop.name)
+            yield batch
+
+    def _stopping(self) -> bool:
+        # After a failed save nothing that follows could be saved either: stop, and learn why in self.save.
+        return bool(self.run.met.stop.name or self.run.saver.failed or self._callbacks.failure)
+
+    def _go_back(self, wanted: Callable[[int], bool]) -> TrainState | None:
+        """Load the newest whole checkpoint of a wanted step, if there is one."""
+        run = self.run
+        self._watchdog.begin("going back to a checkpoint")
+        run.saver.wait()
+        self._reporter.saved(run.saver)
+        folder, _ = on_disk.newest_whole(run.files.folder.checkpoints, self._say, wanted)
+        if folder is None:
+            return None
+        return resume.restore(Reader(folder), self.engine, run.files.train.fingerprint, self.cfg.training.perturb)
+
+    # -- save ----------------------------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Take a checkpoint of the present state, which the saver writes in the background; collective.
+
+        Waits for the one before, and raises its CheckpointError on every rank.
+        """
+        run, state = self.run, self.state
+        self._watchdog.begin("saving")
+        self._reporter.row()  # what it has measured would be lost if the run continued from here
+        running = state.tokens < self.cfg.training.total_tokens and not run.met.stop.name
+        if run.met.main and run.saver.busy and running and not self._waited:
+            self._waited = True
+            self._say(f"step {state.step}: training waits for the checkpoint before this one (said once): the disk"
+                      " takes longer than checkpoint.every_tokens")  # fmt: skip
+        state.controllers = run.controllers.state()
+        record = run.record(state)
+        run.controllers.forget(self._saved_step)  # which is published by then
+        run.saver.start(record, dump_config(self.cfg), self.engine.owned(), rng_state())
+        self._saved_step = state.step
+        run.controllers.tell(state)
+        self._callbacks.tell("on_save", lambda callback: callback.on_save(self.position))
+
+    # -- looking at the model between steps ----------------------------------------------------------------------
+
+    def _due(self, before: int, after: int) -> list[str]:
+        """What is to be measured after a step from `before` to `after` tokens: the beginnings of its metrics' names."""
+        total, evaluation = self.cfg.training.total_tokens, self.cfg.evaluation
+        tenth = max(1, total // 10)
+        every = {_VALID: evaluation.every_tokens or tenth} if self.run.valid else {}
+        every |= {_TASKS: evaluation.tasks_every_tokens or tenth} if self._tasks else {}
+        if self._samples and evaluation.samples_every_tokens:
+            every[_SAMPLES] = evaluation.samples_every_tokens
+        return [name for name, tokens in every.items() if after >= total or _crossed(before, after, tokens)]
+
+    def _left_to_look(self) -> list[str]:
+        """What of it a run that continues has not measured, because a signal came first."""
+        if not self.state.step:
+            return []
+        last = self.state.ledger.segments[-1][1] * self.cfg.data.seq_length
+        due = self._due(self.state.tokens - last, self.state.tokens)
+        there = names_at(self.run.files.folder.path, self.state.step) if self.run.met.main and due else ()
+        lacking = [not any(name.startswith(each) for name in there) for each in due]
+        missing = torch.tensor(lacking, device=self.engine.device)
+        if due:
+            dist.broadcast(missing, 0)  # files of other hosts may be late
+        return [name for name, so in zip(due, missing.tolist(), strict=True) if so]
+
+    def _look(self, due: list[str]) -> list[str]:
+        """Measure that; what of it is left, because some rank was asked to stop."""
+        look = {_VALID: self._evaluate, _TASKS: self._ask_tasks, _SAMPLES: self._write_samples}
+        with self._reporter.off_the_clock():
+            for number, name in enumerate(due):
+                try:
+                    look[name]()
+                except InterruptedError:
+                    return due[number:]
+        return []
+
+    def _evaluate(self) -> None:
+        """Raises InterruptedError on every rank if some rank was asked to stop meanwhile."""
+        valid = self.run.valid
+        assert valid is not None
+        self._watchdog.begin("evaluation")
+        batches = valid.eval_batches(self.cfg.evaluation.num_sequences)
+        names = valid.stream.names if len(self.cfg.data.valid) > 1 else []
+        found = self.engine.evaluate(self._watchdog.over(batches), names, self._stopping)
+        each = {name: found[f"valid/{name}/loss"] for name in dict.fromkeys(names)}
+        each = {name: loss for name, loss in each.items() if not math.isnan(loss)}  # few sequences, many sources
+        loss, parts = found["valid/loss"], ", ".join(f"{name} {loss:.4f}" for name, loss in each.items())
+        losses = {"valid/loss": loss, **{f"valid/{name}/loss": each[name] for name in each}}
+        self._reporter.write(self.state, losses)
+        self._say(f"step {self.state.step}: validation loss {loss:.4f}" + (f" ({parts})" if parts else ""))
+        self._callbacks.tell("on_evaluate", lambda callback: callback.on_evaluate(self.position, losses))
+
+    def _ask_tasks(self) -> None:
+        assert self._tasks is not None
+        found = self._tasks(self.engine, self.run.texts, lambda: self._watchdog.begin("downstream tasks"))
+        self._reporter.write(self.state, {f"{_TASKS}{name}": value for name, value in found.items()})
+        said = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
+        self._say(f"step {self.state.step}: {said}")
+
+    def _write_samples(self) -> None:
+        assert self._samples is not None
+        begin = time.perf_counter()
+        texts = self._samples(self.engine, self.run.texts, lambda: self._watchdog.begin("samples"))
+        seconds = time.perf_counter() - begin
+        self._reporter.samples(self.state, texts)
+        self._reporter.write(self.state, {f"{_SAMPLES}seconds": seconds})
+
+
+def _crossed(before: int, after: int, every: int) -> bool:
+    """Whether a multiple of `every` lies in (before, after]."""
+    return before // every != after // every

@@ -1,0 +1,77 @@
+"""Weights & Biases: the numbers of metrics.jsonl under the same names."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from sagetrain.config.errors import ConfigError
+from sagetrain.config.schema import WandbConfig
+from sagetrain.data.token_file import write_atomic
+from sagetrain.training.callbacks import Callback, Position, RunStart
+
+ID_NAME = "wandb.json"
+"""In the run folder: the id of the run there, so that a resume continues it."""
+
+
+class WeightsAndBiases(Callback):
+    """Reports to one run there, which every start in the same run folder continues.
+
+    The step is a number of each row, not wandb's own count, which never goes back: a run that was killed takes the
+    steps since its checkpoint again, and wandb would drop them.
+
+    Raises:
+        ConfigError: it cannot be begun (no login, no network).
+    """
+
+    def __init__(self, settings: WandbConfig) -> None:
+        self._settings = settings
+        self._run: Any = None
+
+    def on_start(self, start: RunStart) -> None:
+        """Begin or continue the run there, on rank 0."""
+        if not start.main:
+            return
+        import wandb
+
+        settings, run_dir = self._settings, start.run_dir
+        path = run_dir / ID_NAME
+        if not path.exists():
+            write_atomic(path, (json.dumps({"id": secrets.token_hex(4)}) + "\n").encode())
+        name = settings.name or run_dir.absolute().name
+        try:
+            self._run = wandb.init(
+                project=settings.project,
+                entity=settings.entity,
+                name=name,
+                mode=settings.mode,
+                id=json.loads(path.read_text())["id"],
+                resume="allow",
+                dir=str(run_dir),
+                config=start.cfg.model_dump(mode="json"),
+                settings=wandb.Settings(console="off", silent=True),  # what is said on stderr is ours
+            )
+        except wandb.Error as error:
+            raise ConfigError(
+                f"logging.wandb: {error}; log in with `wandb login` or WANDB_API_KEY, or set "
+                "logging.wandb.mode=offline and upload later"
+            ) from error
+        self._run.define_metric("*", step_metric="step")
+        folder = self._run.settings.sync_dir
+        where = f"wandb sync {folder} uploads it" if settings.mode == "offline" else self._run.url
+        start.say(f"Weights & Biases: {where}")
+
+    def on_row(self, position: Position, values: Mapping[str, float]) -> None:
+        """Send a row of numbers."""
+        self._run.log({**values, "step": position.step, "tokens": position.tokens})
+
+    def on_end(self, position: Position, finished: bool) -> None:
+        """Upload what is not there yet. Its service is waited for, which would write the last rows later."""
+        if self._run is None:
+            return
+        import wandb
+
+        self._run.finish()
+        wandb.teardown()

@@ -1,0 +1,406 @@
+"""What `auto` of linear layers stands for: chosen by times, recorded, and kept when the run continues."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from distributed import run_distributed
+
+from sagetrain.auto import linear_choice
+from sagetrain.auto import settled as settling
+from sagetrain.auto.calls import RankCalls
+from sagetrain.auto.kept import Kept
+from sagetrain.auto.linear_choice import settle_linear, smallest, time_layers
+from sagetrain.checkpoint import on_disk
+from sagetrain.checkpoint.state import SettledLinear
+from sagetrain.config import RunConfig
+from sagetrain.config.load import load_config
+from sagetrain.config.schema import SIXTEEN_BITS, LinearConfig, ModelConfig
+from sagetrain.training.build_run import build
+from sagetrain.training.trainer import Trainer
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+GPU, CPU = torch.device("cuda"), torch.device("cpu")
+SHAPE = ModelConfig(
+    num_layers=2, hidden_size=64, ffn_hidden_size=96, num_attention_heads=8, num_key_value_heads=4, head_dim=16
+)
+AUTO = LinearConfig(precision="auto")
+CHOSEN = {"precision": "int8", "keep_layers_below": 8192}
+ROWWISE = {**CHOSEN, "recipe": "rowwise"}
+
+# kernels/NOTES.md: times as fast as bf16 with INT8 rowwise on an H200, casts in it.
+MEASURED = {
+    "1b": {"qkv": 1.25, "out": 1.12, "gate_up": 1.25, "down": 1.30},
+    "7b": {"qkv": 1.49, "out": 1.42, "gate_up": 1.59, "down": 1.55},
+}
+
+
+# -- the rule --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", MEASURED)
+def test_measured_times_put_all_layers_in_int8_that_may_be(model: str) -> None:
+    times = {name: {"bf16": 1.0, "int8 rowwise": 1 / gain} for name, gain in MEASURED[model].items()}
+    layers = load_config(CONFIGS / f"{model}.yaml").model.linear_layers(1)
+    weights = {name: layer.weights for name, layer in layers.items()}
+    assert smallest(times, "int8 rowwise", weights, 0) == 0
+    assert smallest(times, "int8 rowwise", weights, 12_000_000) == 12_000_000
+    assert smallest(times, "int8 rowwise", weights, 10**9) is None
+
+
+@pytest.mark.parametrize(
+    ("spent", "expected"),
+    [
+        ((9.6, 9.6), None),  # not enough
+        ((9.5, 9.5), 0),
+        ((9.0, 12.0), 200),  # the larger layer alone
+        ((12.0, 5.0), None),  # the larger one loses
+        ((float("inf"), 5.0), None),  # or is wrong
+    ],
+)
+def test_a_layer_and_all_larger_ones_must_gain(spent: tuple[float, float], expected: int | None) -> None:
+    times = {name: {"bf16": 10.0, "int8": row} for name, row in zip(("large", "small"), spent, strict=True)}
+    assert smallest(times, "int8", {"large": 200, "small": 100}, 0) == expected
+
+
+def test_layers_of_equal_size_are_one_decision() -> None:
+    times = {"a": {"bf16": 10.0, "int8": 5.0}, "b": {"bf16": 10.0, "int8": 10.0}}
+    assert smallest(times, "int8", {"a": 100, "b": 100}, 0) is None
+
+
+def test_layers_are_those_of_a_rank() -> None:
+    assert SHAPE.linear_layers(2) == {
+        "qkv": (64, {"q": 64, "k": 32, "v": 32}),
+        "out": (64, {"out": 64}),
+        "gate_up": (64, {"gate": 48, "up": 48}),
+        "down": (48, {"down": 64}),
+    }
+
+
+# -- timing ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def layers(monkeypatch: pytest.MonkeyPatch) -> list[torch.nn.Module]:
+    """Those that were made to be timed; of the gate and up layer the rowwise one keeps something else."""
+    made, right = [], linear_choice.layer_of
+
+    def spoiled(inputs: int, sizes: dict, weights: list, matmul: object, *, kept: bool) -> torch.nn.Module:
+        made.append(right(inputs, sizes, weights, matmul, kept=kept))
+        if "gate" in sizes and kept and matmul == linear_choice.RECIPES["fp8", "rowwise"]:
+            made[-1].kept[1].neg_()
+        return made[-1]
+
+    monkeypatch.setattr(linear_choice, "layer_of", spoiled)
+    return made
+
+
+def timed(seconds: Callable, *, kept: bool = True) -> tuple[dict, list[str]]:
+    how = {"tokens": 32, "joined": False, "kept": kept, "compiled": False, "dtype": torch.bfloat16}
+    return time_layers(SHAPE.linear_layers(1), ["fp8 rowwise", "fp8 tensorwise"], **how, device=CPU, seconds=seconds)
+
+
+def test_what_is_timed_runs_forward_and_backward_and_what_is_wrong_is_not(layers: list) -> None:
+    grads = []
+
+    def seconds(action: Callable[[], None]) -> float:
+        assert all(p.grad is None for p in layers[-1].parameters())
+        action()
+        grads.append([p.grad for p in layers[-1].parameters()])
+        return 8.0
+
+    times, refused = timed(seconds)
+    assert [list(row) for row in times.values()] == [["bf16", "fp8 rowwise", "fp8 tensorwise"]] * 4
+    assert len(grads) == 11 and all(g is not None and g.abs().sum() > 0 for found in grads for g in found)
+    assert times["gate_up"]["fp8 rowwise"] == float("inf") and times["down"]["fp8 rowwise"] == 1.0
+    assert len(refused) == 1 and refused[0].startswith("gate_up in fp8 rowwise: the output is wrong by")
+
+
+def test_what_is_no_number_or_raises_is_not_used_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = linear_choice.layer_of
+
+    def spoiled(inputs: int, sizes: dict, weights: list, matmul: object, *, kept: bool) -> torch.nn.Module:
+        layer = right(inputs, sizes, weights, matmul, kept=kept)
+        if matmul == linear_choice.RECIPES["fp8", "rowwise"] and "gate" in sizes:
+            layer.kept[1].fill_(torch.nan)
+        if matmul == linear_choice.RECIPES["fp8", "tensorwise"] and "down" in sizes:
+            layer.kept = layer.kept[:1]
+        return layer
+
+    monkeypatch.setattr(linear_choice, "layer_of", spoiled)
+    times, (gate_up, down) = timed(lambda action: 8.0)
+    assert gate_up.startswith("gate_up in fp8 rowwise: the output is wrong by nan")
+    assert down.startswith("down in fp8 tensorwise: TypeError: ")
+    infinite = [(name, way) for name, row in times.items() for way, seconds in row.items() if seconds == float("inf")]
+    assert infinite == [("gate_up", "fp8 rowwise"), ("down", "fp8 tensorwise")]
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_weights_are_rounded_beforehand_where_a_run_keeps_them(layers: list, kept: bool) -> None:
+    timed(lambda action: 1.0, kept=kept)
+    assert [len(layer.kept) for layer in layers] == [0, 4 * kept, 4 * kept] * 4
+
+
+# -- the choice ------------------------------------------------------------------------------------------------------
+
+
+def choose(
+    cache: Path, said: list[str], asked: LinearConfig = AUTO, shape: ModelConfig = SHAPE, **changes: object
+) -> LinearConfig:
+    how = {"kept": True, "compiled": False} | {
+        name: changes.pop(name) for name in ("kept", "compiled") if name in changes
+    }
+    calls = replace(RankCalls(1, 1, False, 2, 16, CPU, torch.bfloat16), **changes)
+    return linear_choice.choose_linear(asked, shape, calls, **how, cache=cache, say=said.append)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch):
+    """A timer that says what it is told of each way, in turn, layer by layer."""
+
+    def set_to(*times: float) -> list[float]:
+        left = list(times) * 4
+        monkeypatch.setattr(linear_choice, "median_seconds", lambda action, device: left.pop(0))
+        return left
+
+    return set_to
+
+
+def test_the_choice_follows_the_times_and_is_made_once(tmp_path: Path, clock: Callable) -> None:
+    said: list[str] = []
+    cache = tmp_path / "linear.json"
+    left = clock(10.0, 8.0)
+    found = choose(cache, said)
+    assert (found.precision, found.recipe, found.keep_layers_below) == ("int8", "rowwise", 0) and not left
+    table = said[0].splitlines()
+    assert table[0].startswith("linear on cpu, 32 tokens, torch.bfloat16: forward + backward")
+    assert [line.split()[0] for line in table[2:6]] == ["qkv", "out", "gate_up", "down"]
+    assert table[2].split()[-3:] == ["1000.000", "ms", "(1.25)"] and table[-1] == "  chosen: int8 rowwise"
+    assert next(iter(json.loads(cache.read_text()).values()))["table"] == table[:-1]
+    clock(10.0, 20.0)
+    assert choose(cache, said) == found and said[1] == f"linear: int8 rowwise (chosen before, {cache})"
+    for changes in (  # what was chosen for something else is not taken over
+        {"num_sequences": 4},
+        {"tensor_parallel_size": 2},
+        {"kept": False},
+        {"dtype": torch.float32},
+        {"asked": AUTO.model_copy(update={"keep_layers_below": 1})},
+    ):
+        clock(10.0, 20.0)
+        assert choose(cache, said, **changes).precision == "bf16" and said[-1].endswith("chosen: bf16")
+    clock(10.0, 8.0)
+    found = choose(cache, said, AUTO.model_copy(update={"recipe": "rowwise_bf16_wgrad", "keep_last_blocks": 1}))
+    assert (found.recipe, found.keep_last_blocks) == ("rowwise_bf16_wgrad", 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "tokens", "joined"),
+    [
+        ({}, 32, False),
+        ({"overlap": True}, 32, False),  # halves are for tensor parallelism alone
+        ({"context_parallel_size": 2}, 16, False),
+        ({"tensor_parallel_size": 2}, 32, True),
+        ({"tensor_parallel_size": 2, "overlap": True}, 16, True),
+        ({"tensor_parallel_size": 2, "context_parallel_size": 4, "overlap": True}, 4, True),
+    ],
+)
+def test_layers_are_timed_on_the_tokens_of_one_of_their_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict, tokens: int, joined: bool
+) -> None:
+    told = {}
+
+    def time_layers(layers: dict, ways: list, **how: object) -> tuple[dict, list]:
+        told.update(how)
+        return {name: dict.fromkeys(("bf16", *ways), 1.0) for name in layers}, []
+
+    monkeypatch.setattr(linear_choice, "time_layers", time_layers)
+    choose(tmp_path / "linear.json", [], **changes)
+    assert (told["tokens"], told["joined"]) == (tokens, joined)
+
+
+@pytest.mark.parametrize("name", ["casts.py", "lowbit.py"])
+def test_other_casts_or_products_are_timed_anew(tmp_path: Path, clock: Callable, monkeypatch, name: str) -> None:
+    """By their sources, in two packages."""
+    said, read, files = [], Path.read_bytes, {}
+    monkeypatch.setattr(Path, "read_bytes", lambda path: files.get(path.name) or read(path))
+    for files[name] in (b"as it was", b"otherwise"):
+        clock(10.0, 8.0)
+        choose(tmp_path / "linear.json", said)
+        assert "chosen before" not in said[-1]
+
+
+def test_small_layers_stay_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """qkv has 16,384 weights, gate_up 12,288, out 8,192, down 6,144."""
+    times = [10.0, 8.0, 10.0, 9.9, 10.0, 8.0, 10.0, 8.0]
+    monkeypatch.setattr(linear_choice, "median_seconds", lambda action, device: times.pop(0))
+    said: list[str] = []
+    found = choose(tmp_path / "linear.json", said)
+    assert (found.precision, found.keep_layers_below) == ("int8", 12_288)
+    assert said[0].endswith("chosen: int8 rowwise, layers of 12,288 weights and more")
+    assert choose(tmp_path / "linear.json", said) == found
+
+
+def test_layers_with_odd_sides_are_not_timed_and_keep_no_other_out(tmp_path: Path, clock: Callable) -> None:
+    """Even if they are the largest."""
+    said: list[str] = []
+    left = clock(10.0, 8.0)
+    found = choose(tmp_path / "linear.json", said, shape=SHAPE.model_copy(update={"ffn_hidden_size": 1000}))
+    assert (found.precision, found.keep_layers_below) == ("int8", 0) and len(left) == 4
+    assert [line.split()[0] for line in said[0].splitlines()[2:-1]] == ["qkv", "out"]
+
+
+# -- runs ------------------------------------------------------------------------------------------------------------
+
+
+def had(linear: dict) -> Kept:
+    """The choices of a run on one tensor-parallel rank that had these linear layers."""
+    return Kept.of(tiny.run_state(linear=SettledLinear(**linear)), {})
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch):
+    """A GPU of a compute capability."""
+
+    def of(*capability: int) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A card")
+
+    of(9, 0)
+    return of
+
+
+def settled(
+    asked: LinearConfig, before: Kept | None = None, *, device: torch.device = GPU, shape: ModelConfig = SHAPE,
+    dtype: torch.dtype = torch.bfloat16, tp_size: int = 1,
+) -> tuple[LinearConfig, str, list]:  # fmt: skip
+    """Where rowwise from 8,192 weights on is the fastest; what was chosen from, and what was said."""
+    heard = []
+
+    def choose(asked: LinearConfig) -> LinearConfig:
+        heard.append(asked)
+        return asked.model_copy(update=CHOSEN)
+
+    place = {"tensor_parallel_size": tp_size, "device": device, "dtype": dtype}
+    found, why = settle_linear(asked, shape, before, **place, choose=choose, say=heard.append)
+    return found, why, heard
+
+
+def test_a_run_that_begins_chooses_where_it_says_auto_alone(card) -> None:
+    found, why, heard = settled(AUTO)
+    assert found == AUTO.model_copy(update=CHOSEN) and why == "auto: the fastest" and heard == [AUTO]
+    for named in (SIXTEEN_BITS, LinearConfig(precision="int8"), LinearConfig(precision="fp8")):
+        assert settled(named) == (named, "", [])
+
+
+def test_where_there_is_nothing_to_choose_from_it_is_bf16_and_says_why(card) -> None:
+    for case, says in (
+        ({"device": CPU}, "auto: nothing is timed without a GPU"),
+        ({"dtype": torch.float32}, "auto: linear.precision int8 needs training.dtype bf16 on a GPU"),
+        (
+            {"shape": SHAPE.model_copy(update={"hidden_size": 100})},
+            "auto: all have sides that are no multiples of 16 (qkv 100, out 100, gate_up 100, down 100)",
+        ),
+    ):
+        found, why, heard = settled(AUTO, **case)
+        assert found.precision == "bf16" and says in why and heard == []
+    card(8, 0)
+    assert settled(AUTO)[0].precision == "int8"
+    card(7, 5)
+    found, why, _ = settled(AUTO)
+    assert found.precision == "bf16" and "needs a GPU of compute capability 8.0 or more, A card has 7.5" in why
+
+
+def test_a_run_that_continues_keeps_what_it_had(card) -> None:
+    found, why, heard = settled(AUTO, had(ROWWISE))
+    assert found == AUTO.model_copy(update=ROWWISE) and "as the run had it" in why and heard == []
+    wide = {"precision": "bf16", "recipe": "rowwise", "keep_layers_below": 0}
+    found, why, heard = settled(AUTO, had(wide))
+    assert found.precision == "bf16" and "as the run had it" in why and heard == []
+    assert settled(SIXTEEN_BITS, had(ROWWISE)) == (SIXTEEN_BITS, "", [])
+    fp8 = {**ROWWISE, "precision": "fp8", "recipe": "tensorwise"}  # the name that was given before
+    assert settled(AUTO, had(fp8))[0] == AUTO.model_copy(update=fp8)
+
+
+def test_what_is_named_beside_auto_holds_when_a_run_continues(card) -> None:
+    """Another recipe, and layers that shall stay in 16 bits; not more layers than were worth it."""
+    for named, expected in (
+        ({"recipe": "rowwise_bf16_wgrad"}, {"recipe": "rowwise_bf16_wgrad"}),
+        ({"keep_layers_below": 10_000}, {"keep_layers_below": 10_000}),
+        ({"keep_layers_below": 1}, {}),
+    ):
+        found, why, heard = settled(AUTO.model_copy(update=named), had(ROWWISE))
+        assert found.model_dump(include={*ROWWISE}) == {**ROWWISE, **expected} and heard == []
+        assert "as the run had it" in why
+
+
+def test_what_cannot_run_any_more_is_chosen_anew_and_said(card) -> None:
+    card(8, 0)
+    found, why, said = settled(AUTO, had({**ROWWISE, "precision": "fp8"}))
+    assert said[0].startswith("linear.precision fp8, which the run had so far, cannot run here") and "anew" in said[0]
+    assert said[1:] == [AUTO] and found.precision == "int8" and why == "auto: the fastest"
+
+
+def test_a_layer_that_another_tensor_parallel_size_gives_odd_sides_leaves_the_others_in_8_bits(card) -> None:
+    every = {**ROWWISE, "keep_layers_below": 0}
+    found, why, (said,) = settled(AUTO, had(every), tp_size=4)
+    assert found.precision == "int8" and "as the run had it" in why
+    assert said.endswith("at tensor_parallel_size 4 qkv, out, so far, at 1, qkv, out, gate_up, down")
+
+
+def test_where_another_tensor_parallel_size_leaves_none_it_is_decided_anew(card) -> None:
+    found, why, (said,) = settled(AUTO, had(ROWWISE), tp_size=16)
+    sides = "all have sides that are no multiples of 16 (qkv 4 and 8, out 8, gate_up 6, down 6)"
+    assert f"which the run had so far, cannot run here ({sides}): decided anew" in said
+    assert found.precision == "bf16" and why == f"auto: {sides}"
+
+
+@pytest.mark.parametrize("asked", [AUTO, LinearConfig(**ROWWISE)])
+def test_layers_that_another_tensor_parallel_size_makes_too_small_are_named(asked, card) -> None:
+    found, _, heard = settled(asked, had(ROWWISE), tp_size=2)
+    assert found.model_dump(include={*ROWWISE}) == ROWWISE
+    assert heard == [
+        "a rank's sizes decide which linear layers are in 8 bits (linear.keep_layers_below 8,192, sides of multiples "
+        "of 16): at tensor_parallel_size 2 qkv, so far, at 1, qkv, out, gate_up"
+    ]
+    assert settled(asked, had({**ROWWISE, "keep_layers_below": 0}), tp_size=2)[2][1:] == []
+
+
+def train_and_continue(corpus: str, run_dir: str) -> None:
+    """As on a GPU: three starts of a run, of which the first alone may choose."""
+    linear_choice.why_sixteen_bits = lambda *_, **__: ""
+    calls = []
+
+    def choose(asked: LinearConfig, *_: object, **__: object) -> LinearConfig:
+        calls.append(asked)
+        return asked.model_copy(update={**ROWWISE, "keep_layers_below": 1600})
+
+    settling.choose_linear = choose
+    cfg = tiny.config(1).model_dump()
+    cfg["data"].update(train=[{"path": f"{corpus}/train"}], micro_batch_size=2)
+    for steps, precision in ((1, "auto"), (2, "auto"), (3, "bf16")):
+        cfg["training"].update(run_dir=run_dir, total_tokens=steps * 4 * tiny.SEQ)
+        cfg["linear"]["precision"] = precision
+        trainer = Trainer(build(RunConfig.model_validate(cfg)))
+        trainer.train()
+        low = steps < 3
+        block = trainer.engine.model.blocks[1]
+        assert bool(block.mlp.gate_up.kept) == low and block.attention.out.kept == ()  # 3,072 weights, 1,024
+        recorded = on_disk.read_state(on_disk.newest(Path(run_dir) / "checkpoints")).linear
+        wide = {"precision": "bf16", "recipe": "rowwise", "keep_layers_below": 0}
+        assert asdict(recorded) == ({**ROWWISE, "keep_layers_below": 1600} if low else wide)
+    assert len(calls) == 1
+
+
+def test_a_run_has_one_arithmetic_until_it_is_told_otherwise(corpus: Path, tmp_path: Path, capfd) -> None:
+    run_distributed(train_and_continue, 1, str(corpus), str(tmp_path / "run"))
+    said = "".join(capfd.readouterr())
+    layers = "layers of 1,600 weights and more (qkv, gate_up)"
+    assert f"linear layers int8 rowwise in all blocks, {layers} (its torch twin" in said
+    assert "); auto: the fastest" in said and "as the run had it: auto decides once" in said
+    assert "changed since that checkpoint: linear.precision: 'auto' -> 'bf16'" in said

@@ -1,0 +1,72 @@
+"""`auto` of parallel.tensor_parallel_overlap is timed when a run begins, and kept in the layout it was timed in."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+import torch.distributed as dist
+from distributed import run_distributed
+
+from sagetrain.auto import overlap_choice
+from sagetrain.auto.overlap_choice import record, settle_overlap, time_overlap
+from sagetrain.config import RunConfig
+from sagetrain.data.loader import Batch
+
+GPU, CPU = torch.device("cuda"), torch.device("cpu")
+
+
+def config(overlap: str = "auto", tensor: int = 2, **data: int) -> RunConfig:
+    parallel = {"tensor_parallel_size": tensor, "tensor_parallel_overlap": overlap}
+    return tiny.config(1, "bf16", parallel=parallel, data={"micro_batch_size": 2, **data})
+
+
+@pytest.mark.parametrize(
+    ("cfg", "continues", "device", "expected", "timed"),
+    [
+        (config(), False, GPU, "off", True),
+        (config("on"), False, GPU, "on", False),
+        (config(tensor=1), False, GPU, "off", False),
+        (config(micro_batch_size=1, seq_length=tiny.SEQ - 1), False, GPU, "off", False),  # has no halves
+        (config(), False, CPU, "off", False),
+        (config(), True, GPU, "on", False),
+        (config("off"), True, GPU, "off", False),
+        (config(tensor=4), True, GPU, "off", True),
+        (config(micro_batch_size=4), True, GPU, "off", True),
+    ],
+)
+def test_auto_is_timed_once_and_kept_in_its_layout(cfg, continues, device, expected, timed) -> None:
+    calls, before = [], record(config("on")) if continues else None
+    chosen, why = settle_overlap(cfg, before, device=device, choose=lambda: bool(calls.append(1)))
+    assert (chosen, bool(calls)) == (expected, timed)
+    assert why.startswith("as the run had it") == (continues and not timed and cfg != config("off"))
+
+
+def times_of_a_rank(num_layers: int) -> tuple[list, dict[str, float]]:
+    """Return what was timed, and the times that this rank was told."""
+    groups, timed, right = tiny.join(2), [], overlap_choice._seconds
+    cfg = config()
+    draw = torch.randint(0, tiny.VOCAB, (2, tiny.SEQ + 1), generator=torch.Generator().manual_seed(0))
+    batch = Batch(draw[:, :-1], draw[:, 1:].clone(), None, None, None, [])
+    batch.labels[0, :3] = -100  # does not count in the loss
+
+    def seconds(model, blocks, inputs, count, device) -> float:
+        spent = right(model, blocks, inputs, 1, device)
+        timed.append((model.overlap, blocks, len(model.blocks), spent > 0))
+        return 100 + blocks * ((2.0 if model.overlap else 1.0) + dist.get_rank())
+
+    overlap_choice._seconds = seconds
+    place = {"sequence_parallel": True, "activation_checkpointing": "none"}
+    place |= {"compiled": False, "keeps_weights": True, "device": CPU, "dtype": torch.bfloat16}
+    model = cfg.model.model_copy(update={"num_layers": num_layers})
+    return timed, time_overlap(model, cfg.attention, batch.inputs(CPU), [{}] * num_layers, groups, **place)
+
+
+def test_a_block_is_timed_both_ways_on_all_ranks_and_the_slowest_counts() -> None:
+    for timed, seconds in run_distributed(times_of_a_rank, 2, overlap_choice.MANY + 3):
+        many = overlap_choice.MANY
+        assert {*timed} == {(on, size, many, True) for on in (False, True) for size in (overlap_choice.FEW, many)}
+        assert seconds == {"off": 2.0, "on": 3.0}
+    for timed, seconds in run_distributed(times_of_a_rank, 2, 4):
+        assert {*timed} == {(on, 4, 4, True) for on in (False, True)}
+        assert seconds == {"off": 27.0, "on": 28.0}

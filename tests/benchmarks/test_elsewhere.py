@@ -1,0 +1,58 @@
+"""What stands for a GeForce card on a Hopper GPU: each tensor-core instruction issued several times."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+from sagekernels.int8_matmul import GROUP, TILES, _int8_product_kernel
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import elsewhere
+
+BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+def product() -> str:
+    """PTX for 8.0 of a kernel with INT8 products."""
+    portable = TILES["portable"]
+    tile = {"BLOCK_M": portable.block_m, "BLOCK_N": portable.block_n, "BLOCK_K": portable.block_k}
+    constants = {**tile, "GROUP": GROUP, "A_ROWS": 1, "B_ROWS": 1, "DESCRIBED": False}
+    types = {"A": "*i8", "B": "*i8", "OUT": "*bf16", "A_SCALE": "*fp32", "B_SCALE": "*fp32"}
+    names = _int8_product_kernel.arg_names
+    signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
+    fixed = {(names.index(n),): value for n, value in constants.items()}
+    source = ASTSource(_int8_product_kernel, signature, fixed, {})
+    return compile(source, target=GPUTarget("cuda", 80, 32), options={"num_warps": portable.num_warps}).asm["ptx"]
+
+
+def machine_code(ptx: str, folder: Path) -> Counter:
+    """Instructions by name of what PTX is assembled to for Hopper."""
+    (folder / "kernel.ptx").write_text(ptx)
+    cubin = folder / "kernel.cubin"
+    subprocess.run([BIN / "ptxas", "--gpu-name=sm_90a", folder / "kernel.ptx", "-o", cubin], check=True)
+    text = subprocess.run([BIN / "nvdisasm", "-c", cubin], capture_output=True, text=True, check=True).stdout
+    return Counter(re.findall(r"\*/\s+(?:@!?U?P\w+\s+)?([A-Z]+)", text))
+
+
+def test_instructions_of_tensor_cores_are_repeated_and_none_is_taken_out(tmp_path):
+    ptx = product()
+    plain = machine_code(ptx, tmp_path)["IMMA"]
+    assert plain > 0
+    slow = machine_code(elsewhere.throttled(ptx, {"s32": 2.5, "f16": 9, "f32": 9}), tmp_path)["IMMA"]
+    assert slow == int(2.5 * plain)
+
+
+def test_sums_are_counted_by_their_type():
+    line = "mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%r1, %r2}, {%r3, %r4, %r5, %r6}, {%r7, %r8}, {%r1, %r2};"
+    other = line.replace("f16.f16.f16.f16", "f32.f16.f16.f32")
+    text = elsewhere.throttled(f".entry k()\n{{\n{line}\n{other}\nret;\n}}", {"s32": 1, "f16": 2, "f32": 4})
+    assert text.count(".f16.f16.f16.f16 {%idle") == 1 and text.count(".f32.f16.f16.f32 {%idle") == 3
+    assert text.index("%ctaid.z") < text.index("mma.sync") and text.index("trap") < text.index("ret;")

@@ -1,0 +1,125 @@
+"""benchmarks/step.py at a tiny size: every row, and losses that must agree before anything is timed."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import runpy
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from runs import ROOT
+
+TINY = ["--shape", "tiny", "--seq-length", "64", "--tokens", "128", "--accumulation", "2", "--repeats", "1"]
+TINY += ["--compile", "off"]
+
+
+@pytest.fixture
+def program(monkeypatch: pytest.MonkeyPatch) -> dict:
+    """With a small vocabulary, and without torchao, whether it is here or not."""
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
+    found = runpy.run_path(str(ROOT / "benchmarks/step.py"))
+    monkeypatch.setitem(found["main"].__globals__, "VOCAB", 1000)
+    return found
+
+
+def test_every_row_is_timed_or_said_to_be_not_installed(program: dict, capsys: pytest.CaptureFixture) -> None:
+    program["main"]([*TINY, "--ours", "sdpa,scores,scores+fp8:tensorwise,sdpa+fp8:rowwise:9000"])
+    text = capsys.readouterr().out
+    assert "2 micro-batches of 2 x 64 tokens, 2 key heads, whole sequences; attention of plain PyTorch: SDPA" in text
+    timed = re.findall(r"^(.+?) +[\d.]+ ms +\d+ tokens/s  MFU -", text, re.MULTILINE)
+    assert timed == [
+        "sagetrain sdpa",
+        "sagetrain scores",
+        "sagetrain scores+fp8:tensorwise",
+        "sagetrain sdpa+fp8:rowwise:9000",
+        "plain",
+    ]
+    for recipe in ("tensorwise", "rowwise"):
+        assert text.index(f"plain + torchao {recipe}: not installed") < text.index(" tokens/s  MFU")
+    assert re.findall(r"^(sagetrain .+): [\d.]+ x plain$", text, re.MULTILINE) == timed[:-1]
+    losses = re.findall(r"losses ([\d.]+) .* ([\d.]+)$", text, re.MULTILINE)
+    assert len(losses) == len(timed) and all(float(last) < float(first) - 0.1 for first, last in losses)
+
+
+def test_attention_within_documents_is_timed_with_any_number_of_key_heads(program: dict, capsys) -> None:
+    """Both kinds of attention see the documents: their losses agree, and differ from those of whole sequences."""
+    first_losses = {}
+    for documents in ("0", "20"):
+        program["main"](
+            [*TINY, "--ours", "reference,scores", "--peers", "", "--kv-heads", "4", "--documents", documents]
+        )
+        text = capsys.readouterr().out
+        assert len(re.findall(r"tokens/s  MFU", text)) == 2
+        first_losses[documents] = re.findall(r"losses (.+)", text)[0]
+    assert int(re.findall(r"2 x 64 tokens, 4 key heads, (\d+) documents;", text)[0]) > 2
+    assert first_losses["0"] != first_losses["20"]
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        (["--documents", "20"], 'plain PyTorch takes whole sequences; add --peers ""'),
+        (
+            ["--ours", "sdpa,foo"],
+            "foo: 'foo' is no attention; there are sdpa, flash, sage, reference, fine, paper, scores",
+        ),
+        (
+            ["--ours", "scores+fp8"],
+            "linear layers, of fp8:tensorwise, fp8:rowwise, fp8:rowwise_bf16_wgrad, int8:rowwise",
+        ),
+        (["--ours", "scores+fp8:rowwise:8M"], ":WEIGHTS, below which"),
+        (["--peers", "bf16,fp8"], "fp8: linear layers of plain PyTorch are bf16, tensorwise, rowwise"),
+    ],
+)
+def test_unknown_names_are_told_before_anything_runs(option: list, said: str, program: dict, capsys) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        program["main"]([*TINY, *option])
+    written = capsys.readouterr()
+    assert said in written.err and not written.out
+
+
+def test_a_peer_that_learns_otherwise_is_not_timed(program: dict, capsys: pytest.CaptureFixture) -> None:
+    """Its first loss is right: it lacks the gradient through q, k and v."""
+    rotate = program["PeerBlock"]._rotate
+    program["PeerBlock"]._rotate = staticmethod(lambda x, cos, sin: rotate(x, cos, sin).detach() + 0 * x)
+    attend = F.scaled_dot_product_attention
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(F, "scaled_dot_product_attention", lambda q, k, v, **how: attend(q, k, v.detach(), **how))
+        with pytest.raises(SystemExit, match=r"^plain: its losses are .* from those of sagetrain scores, more than"):
+            program["main"]([*TINY, "--ours", "scores", "--peers", "bf16"])
+    assert "tokens/s" not in capsys.readouterr().out
+
+
+def test_16_bits_are_not_held_to_the_losses_of_8_bits_as_to_their_own(program: dict, monkeypatch) -> None:
+    """Whichever is named first."""
+    monkeypatch.setitem(program["TOLERANCE"], False, 1e-9)
+    for ours in ("sdpa,sdpa+fp8:tensorwise", "sdpa+fp8:tensorwise,sdpa"):
+        program["main"]([*TINY, "--ours", ours, "--peers", ""])
+    with pytest.raises(SystemExit, match=r"more than 0\.0000"):
+        program["main"]([*TINY, "--ours", "sdpa,scores", "--peers", ""])
+
+
+def test_torchao_gets_all_linear_layers_but_the_head(program: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the package, by the names of its documentation; without a GPU it is asked to emulate FP8."""
+    converted = []
+
+    def convert(module: torch.nn.Module, *, module_filter_fn: Callable, config: SimpleNamespace) -> None:
+        assert (config.name, config.emulate) == ("rowwise", True)
+        linear = [(name, part) for name, part in module.named_modules() if isinstance(part, torch.nn.Linear)]
+        converted.extend(name for name, part in linear if module_filter_fn(part, name))
+
+    kind = dataclasses.make_dataclass("Config", [("name", str), ("emulate", bool, False)])
+    package = SimpleNamespace(
+        Float8LinearConfig=SimpleNamespace(from_recipe_name=kind), convert_to_float8_training=convert
+    )
+    monkeypatch.setitem(sys.modules, "torchao.float8", package)
+    case = program["Case"](program["SHAPES"]["tiny"], 64, torch.device("cpu"), "SDPA")
+    case.build("plain + torchao rowwise")
+    layers = ("qkv", "out", "gate_up", "down")
+    assert converted == [f"blocks.{block}.{layer}" for block in range(2) for layer in layers]

@@ -1,0 +1,479 @@
+"""Checkpoints: exact, complete or absent, readable at every layout, and refused when damaged or foreign."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import pickle
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from distributed import run_distributed
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from sagetrain.checkpoint import on_disk, reading, saving
+from sagetrain.checkpoint.on_disk import KINDS
+from sagetrain.checkpoint.reading import Reader
+from sagetrain.config.errors import CheckpointError
+from sagetrain.engines.protocol import Owned
+from sagetrain.parallel.rng import rng_state
+from sagetrain.parallel.topology import ParallelGroups
+
+# world -> (tensor parallel, context parallel, ZeRO stage)
+LAYOUTS = {
+    1: [(1, 1, 0), (1, 1, 2)],
+    2: [(2, 1, 1), (1, 1, 3), (1, 1, 1), (2, 1, 3), (1, 2, 2)],
+    4: [(2, 1, 2), (2, 1, 3), (1, 2, 3)],
+}
+
+
+def save_engine(root: str, engine, step: int, tokens: int = 0) -> Path:
+    state = tiny.run_state(step, tokens or step * 64)
+    writer = tiny.saver(Path(root), engine.groups)
+    writer.start(state, "{}", engine.owned(), rng_state())
+    writer.wait()
+    return Path(root) / on_disk.folder_name(step)
+
+
+def full_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    reader = Reader(folder)
+    return {
+        f"{name}|{kind}": reader.local(name, kind, 0, 1).view(entry["shape"])
+        for name, entry in reader.tensors.items()
+        for kind in KINDS
+    }
+
+
+def train_and_save(root: str, layout: tuple[int, int, int], dtype: str) -> list[float]:
+    """Three steps, a checkpoint, three more: the losses of those."""
+    *sizes, stage = layout
+    engine = tiny.engine(tiny.config(stage, dtype), tiny.join(*sizes))
+    for step in range(3):
+        tiny.global_step(engine, step)
+    save_engine(root, engine, 3)
+    return [tiny.global_step(engine, step).loss for step in range(3, 6)]
+
+
+def load_and_go_on(root: str, layouts: list[tuple[int, int, int]], dtype: str) -> dict[tuple, tuple[bool, list]]:
+    """Load at each layout; whether saving again gives the same tensors bit by bit, and the next three losses."""
+    results = {}
+    for *sizes, stage in layouts:
+        engine = tiny.engine(tiny.config(stage, dtype), tiny.join(*sizes), seed=99)
+        reader = Reader(Path(root) / on_disk.folder_name(3))
+        reading.load_engine(reader, engine, optimizer_steps=3)
+        world = torch.distributed.get_world_size()
+        again = save_engine(f"{root}/again-{world}-{sizes}-{stage}", engine, 3)
+        before, after = full_tensors(Path(root) / on_disk.folder_name(3)), full_tensors(again)
+        same = before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+        results[(world, *sizes, stage)] = same, [tiny.global_step(engine, step).loss for step in range(3, 6)]
+    return results
+
+
+@pytest.mark.parametrize(
+    ("world", "layout", "dtype", "targets"),
+    [
+        (2, (1, 1, 1), "fp32", LAYOUTS),
+        (4, (2, 1, 2), "fp32", {1: [(1, 1, 1)], 2: [(2, 1, 3), (1, 2, 1)]}),
+        (2, (2, 1, 3), "fp32", {1: [(1, 1, 0)], 2: [(1, 1, 1)]}),
+        (2, (1, 2, 3), "fp32", {2: [(2, 1, 1)]}),
+        (2, (2, 1, 1), "bf16", {2: [(2, 1, 1), (1, 1, 1), (1, 1, 3), (1, 2, 1)]}),
+    ],
+)
+def test_any_layout_continues_any_other(tmp_path, world, layout, dtype, targets) -> None:
+    reference = run_distributed(train_and_save, world, str(tmp_path), layout, dtype)[0]
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".writing")]
+    for target_world, layouts in targets.items():
+        for rank in run_distributed(load_and_go_on, target_world, str(tmp_path), layouts, dtype):
+            for target, (same, losses) in rank.items():
+                assert same, f"{target}: saving what was loaded gives other tensors"
+                tolerance = 1e-5 if dtype == "fp32" else 2e-2
+                assert losses == pytest.approx(reference, abs=tolerance), target
+                if dtype == "bf16" and target == (world, *layout):
+                    assert losses == reference  # the same layout continues bit by bit
+
+
+def as_format_1(folder: Path) -> None:
+    """Make of a checkpoint what version 1 of the format would have written: a file a rank, and an object a piece."""
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    ranks = manifest.pop("ranks")
+    for rank in ranks:
+        both = [folder / on_disk.file_name(kind, rank) for kind in ("weight", "exp_avg")]
+        save_file({name: value for file in both for name, value in load_file(file).items()}, both[0])
+        both[1].unlink()
+        del manifest["files"][both[1].name]
+        content = both[0].read_bytes()
+        manifest["files"][both[0].name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    for entry in manifest["tensors"].values():
+        entry["pieces"] = [
+            {"file": on_disk.file_name("weight", ranks[rank + i]), "tp_rank": tp_rank,
+             "start": start + i * length, "stop": start + (i + 1) * length}
+            for tp_rank, rank, count, start, length in entry["pieces"] for i in range(count)
+        ]  # fmt: skip
+    path.write_text(json.dumps({**manifest, "format": 1}))
+
+
+def goes_on_from_format_1(root: str, layouts: list[tuple[int, int, int]]) -> list[bool]:
+    """Whether the next loss is the same to the last bit, from either form of one checkpoint."""
+    same = []
+    for *sizes, stage in layouts:
+        engine = tiny.engine(tiny.config(stage, "bf16"), tiny.join(*sizes))
+        tiny.global_step(engine, 0)
+        place = Path(root) / f"{sizes}{stage}"
+        folder, losses = save_engine(str(place), engine, 1), []
+        for old in (False, True):
+            if old and engine.groups.rank == 0:
+                as_format_1(folder)
+            torch.distributed.barrier()
+            assert on_disk.newest_whole(place, print) == (folder, [])
+            other = tiny.engine(tiny.config(stage, "bf16"), engine.groups, seed=99)
+            reading.load_engine(Reader(folder), other, 1)
+            losses.append([tiny.global_step(other, step).loss for step in (1, 2)])
+        same.append(losses[0] == losses[1])
+    return same
+
+
+def test_a_checkpoint_of_format_1_is_read_as_before(tmp_path) -> None:
+    assert run_distributed(goes_on_from_format_1, 2, str(tmp_path), [(2, 1, 1), (1, 1, 3)]) == [[True] * 2] * 2
+
+
+def values_read(root: str, layouts: list[tuple[int, int, int, str]]) -> dict[tuple, int]:
+    """How many values this rank reads to load a checkpoint of its own."""
+    found, read = {}, Reader._range
+
+    def counting(self: Reader, name: str, kind: str, tp_rank: int, start: int, stop: int) -> torch.Tensor:
+        found[layout] = found.get(layout, 0) + stop - start
+        return read(self, name, kind, tp_rank, start, stop)
+
+    Reader._range = counting
+    for layout in layouts:
+        *sizes, stage, dtype = layout
+        engine = tiny.engine(tiny.config(stage, dtype), tiny.join(*sizes))
+        folder = save_engine(f"{root}/{layout}", engine, 1)
+        torch.distributed.barrier()
+        reading.load_engine(Reader(folder), engine, 1)
+    return found
+
+
+def test_the_ranks_together_read_a_checkpoint_once_however_many_replicas_there_are(tmp_path) -> None:
+    layouts = [(1, 1, 0, "fp32"), (1, 1, 1, "fp32"), (1, 1, 1, "bf16"), (1, 1, 2, "bf16"), (1, 1, 3, "bf16")]
+    model = tiny.model(tiny.config(0), ParallelGroups.single())
+    whole = len(KINDS) * sum(p.numel() for p in model.parameters())
+    for world, more in ((2, [(1, 2, 1, "bf16")]), (4, [])):
+        ranks = run_distributed(values_read, world, str(tmp_path / str(world)), layouts + more)
+        for layout in layouts + more:
+            assert sum(rank.get(layout, 0) for rank in ranks) == whole, (world, layout)
+
+
+def test_who_reads_weights_alone_looks_at_no_moments(tmp_path, monkeypatch) -> None:
+    """Nor at the state of random generators; and a checkpoint without them is one for that use."""
+    shard = flat_shard(40)
+    save_shards(tmp_path, [shard])
+    folder, looked = tmp_path / "step-00000001", []
+    sha256 = on_disk.sha256
+    monkeypatch.setattr(on_disk, "sha256", lambda path: looked.append(path.name) or sha256(path))
+    for find in (
+        lambda: on_disk.newest_whole(tmp_path, print, moments=False)[0],
+        lambda: on_disk.whole_at(tmp_path, 1, moments=False),
+        lambda: on_disk.whole(folder, print, moments=False),
+    ):
+        assert find() == folder
+        assert looked == ["config.yaml", "shard-tp000-dp000.safetensors"]
+        looked.clear()
+    (folder / "moments-tp000-dp000.safetensors").unlink()
+    assert on_disk.whole(folder, print, moments=False) == folder
+    assert Reader(folder).local("weight", "weight", 0, 1).equal(shard.tensors["weight"])
+    with pytest.raises(CheckpointError, match=r"moments-tp000-dp000\.safetensors is missing"):
+        on_disk.whole(folder, print)
+
+
+def test_the_manifest_of_a_thousand_ranks_is_small(tmp_path) -> None:
+    """A model of 300 tensors at ZeRO 3 on 1,024 ranks and, with another end, at ZeRO 1."""
+    world, tensors, size = 1024, 300, 4096 * 4096
+    every = [np.array([[rank * size // world, (rank + 1) * size // world]] * tensors) for rank in range(world)]
+    begin = time.process_time()
+    pieces = list(saving._runs([0] * world, every))
+    text = json.dumps(pieces)
+    assert time.process_time() - begin < 1
+    assert len(text) < 40 * tensors
+    assert pieces == [[[0, 0, world, 0, size // world]]] * tensors
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=6), min_size=1, max_size=3), st.integers(1, 9))
+def test_runs_are_the_pieces_that_were_written(lengths: list[list[int]], first: int) -> None:
+    """Of one tensor: for each tensor-parallel slice the lengths of consecutive pieces, of which some are empty."""
+    tp_ranks, ranges, expected = [], [], {}
+    for tp_rank, own in enumerate(lengths):
+        for start, stop in itertools.pairwise(itertools.accumulate(own, initial=first)):
+            if stop > start:
+                expected[tp_rank, start, stop] = len(ranges)
+            tp_ranks.append(tp_rank)
+            ranges.append(np.array([[start, stop]]))
+    (runs,) = saving._runs(tp_ranks, ranges)
+    found = {
+        (tp_rank, start + i * length, start + (i + 1) * length): rank + i
+        for tp_rank, rank, count, start, length in runs
+        for i in range(count)
+    }
+    assert found == expected
+
+
+def write_pieces(folder: Path, tensor: torch.Tensor, dim: int | None, tp_size: int) -> None:
+    """A checkpoint of one tensor, each tensor-parallel slice of it in three uneven pieces."""
+    pieces = []
+    for tp_rank in range(1 if dim is None else tp_size):
+        flat = (tensor if dim is None else tensor.chunk(tp_size, dim)[tp_rank]).flatten()
+        for part, (start, stop) in enumerate(itertools.pairwise([0, 5, flat.numel() - 3, flat.numel()])):
+            file = f"{tp_rank}-{part}.safetensors"
+            save_file({"w|weight": flat[start:stop].clone()}, folder / file)
+            pieces.append({"file": file, "tp_rank": tp_rank, "start": start, "stop": stop})
+    manifest = {
+        "format": on_disk.FORMAT,
+        "state": {"step": 0, "tokens": 0, "identity": {}},
+        "files": {"all": {}},
+        "layout": {"tensor_parallel_size": tp_size},
+        "tensors": {"w": {"shape": list(tensor.shape), "tp_dim": dim, "pieces": pieces}},
+    }
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("source", [1, 2, 4])
+@pytest.mark.parametrize(("shape", "dim"), [((16, 6), 0), ((6, 16), 1), ((48,), 0), ((5, 7), None)])
+def test_any_range_of_any_slice_reads_exactly(tmp_path, monkeypatch, shape, dim, source) -> None:
+    tensor = torch.arange(float(torch.Size(shape).numel())).view(shape)
+    write_pieces(tmp_path, tensor, dim, source)
+    reader = Reader(tmp_path)
+    for block, target in itertools.product((1, 7, 1 << 20), (1, 2, 8)):
+        monkeypatch.setattr(reading, "_BLOCK", block)
+        for rank in range(target):
+            expected = (tensor if dim is None else tensor.chunk(target, dim)[rank]).flatten()
+            assert reader.local("w", "weight", rank, target).equal(expected)
+            for start, stop in ((0, 1), (1, expected.numel()), (expected.numel() // 3, expected.numel() - 1)):
+                filled = torch.full((stop - start,), -1, dtype=torch.float64)
+                reader.fill(filled, "w", "weight", rank, target, start)
+                assert filled.float().equal(expected[start:stop])
+
+
+def single_engine(stage: int = 0, **sections: dict):
+    return tiny.engine(tiny.config(stage, **sections), tiny.join(1))
+
+
+def damage_and_search(root: str, damage: str) -> tuple[str | None, list[str], list[str]]:
+    """Two checkpoints, the newer one damaged: what is found, what is passed over, what is said."""
+    engine = single_engine()
+    save_engine(root, engine, 1)
+    newer = save_engine(root, engine, 2)
+    shard = newer / "shard-tp000-dp000.safetensors"
+    if damage == "truncated":
+        os.truncate(shard, shard.stat().st_size - 5)
+    elif damage == "flipped bit":
+        content = bytearray(shard.read_bytes())
+        content[-1] ^= 1
+        shard.write_bytes(content)
+    elif damage == "missing file":
+        shard.unlink()
+    elif damage == "torn manifest":
+        manifest = newer / "manifest.json"
+        manifest.write_text(manifest.read_text()[:100])
+    elif damage == "no manifest":
+        (newer / "manifest.json").unlink()
+    said: list[str] = []
+    found, passed = on_disk.newest_whole(Path(root), said.append)
+    return found and found.name, [folder.name for folder in passed], said
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        ("truncated", "bytes instead of"),
+        ("flipped bit", "does not match its SHA-256"),
+        ("missing file", "is missing"),
+        ("torn manifest", "manifest.json cannot be read"),
+        ("no manifest", "manifest.json cannot be read"),  # copied in part
+    ],
+)
+def test_damage_is_found_and_the_run_walks_back(tmp_path, damage: str, words: str) -> None:
+    found, passed, said = run_distributed(damage_and_search, 1, str(tmp_path), damage)[0]
+    assert (found, passed) == ("step-00000001", ["step-00000002"])
+    assert len(said) == 1
+    assert words in said[0]
+
+
+def write_plain(root: Path, step: int, tokens: int) -> None:
+    state = tiny.run_state(step, tokens)
+    writer = tiny.saver(root, ParallelGroups.single())
+    writer.start(state, "{}", (), {})
+    writer.wait()
+
+
+def flat_shard(size: int) -> Owned:
+    """A parameter that one rank has all of."""
+    return tiny.owned("weight", {kind: torch.rand(size) for kind in KINDS})
+
+
+def save_shards(root: Path, shards: list[Owned]) -> None:
+    writer = tiny.saver(root, ParallelGroups.single())
+    writer.start(tiny.run_state(1, 1), "{}", shards, {})
+    writer.wait()
+
+
+def test_the_umask_says_who_may_read_a_checkpoint(tmp_path) -> None:
+    before = os.umask(0o027)
+    try:
+        save_shards(tmp_path, [flat_shard(4)])
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*") if path.is_file()}
+    assert {"shard-tp000-dp000.safetensors", "moments-tp000-dp000.safetensors"} < modes.keys()
+    assert set(modes.values()) == {0o640}
+
+
+def test_all_damaged_is_an_error_and_none_is_a_fresh_start(tmp_path) -> None:
+    assert on_disk.newest_whole(tmp_path / "absent", print) == (None, [])
+    write_plain(tmp_path, 1, 10)
+    (tmp_path / "step-00000001" / "config.yaml").write_text("changed")
+    (tmp_path / "step-00000002").mkdir()
+    with pytest.raises(CheckpointError, match="none of its 2 checkpoints is whole"):
+        on_disk.newest_whole(tmp_path, print)
+
+
+def test_a_checkpoint_that_goes_while_it_is_read_is_not_damaged(tmp_path, monkeypatch) -> None:
+    """The run goes on, saves newer ones, and removes it."""
+    write_plain(tmp_path, 1, 10)
+    sha256, said = on_disk.sha256, []
+
+    def late(path: Path) -> str:
+        if (tmp_path / "step-00000001").exists():
+            write_plain(tmp_path, 2, 20)
+            on_disk.prune(tmp_path, keep_last=1, keep_every_tokens=None)
+        return sha256(path)
+
+    monkeypatch.setattr(on_disk, "sha256", late)
+    found, damaged = on_disk.newest_whole(tmp_path, said.append)
+    assert (found, damaged, said) == (tmp_path / "step-00000002", [], [])
+
+
+@pytest.mark.parametrize("lacks", ["state", "layout", "tensors", "files", "step"])
+def test_a_manifest_that_lacks_something_is_damaged(tmp_path, lacks: str) -> None:
+    for step in (1, 2, 3):
+        write_plain(tmp_path, step, 10 * step)
+    for step in (1, 3):
+        path = tmp_path / on_disk.folder_name(step) / "manifest.json"
+        manifest = json.loads(path.read_text())
+        del (manifest["state"] if lacks == "step" else manifest)[lacks]
+        path.write_text(json.dumps(manifest))
+    said: list[str] = []
+    found, damaged = on_disk.newest_whole(tmp_path, said.append)
+    assert found == tmp_path / on_disk.folder_name(2) and [folder.name[-1] for folder in damaged] == ["3"]
+    assert "manifest.json lacks what every manifest has" in said[0]
+    on_disk.prune(tmp_path, keep_last=1, keep_every_tokens=None)
+    assert len(on_disk.published(tmp_path)) == 3  # what cannot be read is left to people
+
+
+def test_retention_keeps_the_newest_and_the_milestones(tmp_path) -> None:
+    for step in range(1, 9):
+        write_plain(tmp_path, step, tokens=step * 30)
+    on_disk.prune(tmp_path, keep_last=2, keep_every_tokens=100)
+    # 120 is the first at or past 100, 210 the first at or past 200
+    assert sorted(f.name for f in tmp_path.glob("step-*")) == [f"step-0000000{n}" for n in (4, 7, 8)]
+    assert (tmp_path / "latest").read_text() == "step-00000008\n"
+
+
+def test_a_checkpoint_that_somebody_protects_stays(tmp_path) -> None:
+    """And stops nothing; root, too, keeps its hands off it."""
+    for step in range(1, 5):
+        write_plain(tmp_path, step, step)
+    (tmp_path / "step-00000001").chmod(0o555)
+    with pytest.warns(UserWarning, match="an old checkpoint stays.*step-00000001"):
+        on_disk.prune(tmp_path, keep_last=2, keep_every_tokens=None)
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["latest", *(f"step-0000000{n}" for n in (1, 3, 4))]
+
+
+def test_set_aside_never_overwrites(tmp_path) -> None:
+    for _ in range(2):
+        write_plain(tmp_path, 1, 10)
+        on_disk.set_aside(tmp_path / "step-00000001")
+    names = sorted(folder.name for folder in tmp_path.glob("damaged-*"))
+    assert names == ["damaged-step-00000001", "damaged-step-00000001-1"]
+
+
+def test_a_failed_save_leaves_what_was_there(tmp_path, monkeypatch) -> None:
+    write_plain(tmp_path, 1, 10)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(saving.torch, "save", full)
+    with pytest.raises(CheckpointError, match=r"cannot write .*step-00000002: rank 0: .*No space left"):
+        write_plain(tmp_path, 2, 20)
+    assert on_disk.newest_whole(tmp_path, print)[0].name == "step-00000001"
+    monkeypatch.undo()
+    write_plain(tmp_path, 2, 20)  # and the leftovers of the failure are in nobody's way
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000001", "step-00000002"]
+
+
+def load_foreign(root: str, model: dict) -> str:
+    save_engine(root, single_engine(), 1)
+    other = single_engine(model=model)
+    reader = Reader(Path(root) / "step-00000001")
+    try:
+        reading.load_engine(reader, other, 1)
+    except CheckpointError as error:
+        return str(error)
+    return "loaded"
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path) -> None:
+    message = run_distributed(load_foreign, 1, str(tmp_path), {"ffn_hidden_size": 64})[0]
+    assert "holds another model" in message
+    assert "checkpoint (48, 32), model (64, 32)" in message
+    assert "training.run_dir" in message
+
+
+def test_an_unknown_format_is_refused(tmp_path) -> None:
+    write_plain(tmp_path, 1, 10)
+    path = tmp_path / "step-00000001" / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
+    with pytest.raises(CheckpointError, match="format 99, this SageTrain reads format 1 and 2"):
+        Reader(path.parent)
+
+
+class Malicious:
+    """Unpickling this creates a file."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def test_a_checkpoint_runs_no_code(tmp_path) -> None:
+    """Even one whose manifest vouches for it."""
+    write_plain(tmp_path / "run", 1, 10)
+    folder, ran = tmp_path / "run" / "step-00000001", tmp_path / "ran"
+    (folder / "rng-00000.pt").write_bytes(pickle.dumps(Malicious(ran)))
+    torch.save({"torch": Malicious(ran)}, folder / "rng-00001.pt")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for name in ("rng-00000.pt", "rng-00001.pt"):
+        content = (folder / name).read_bytes()
+        manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert on_disk.newest_whole(tmp_path / "run", print)[0] == folder
+    reader = Reader(folder)
+    for rank in (0, 1):
+        with pytest.raises(CheckpointError, match="cannot be read as data"):
+            reader.rng(rank)
+    assert not ran.exists()
+    with (folder / "rng-00000.pt").open("rb") as file:
+        pickle.load(file).close()  # what an unsafe reader would have done
+    assert ran.exists()

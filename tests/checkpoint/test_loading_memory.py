@@ -1,0 +1,67 @@
+"""Loading a checkpoint at any layout takes little memory beside the state itself: measured by the kernel, with a model
+large enough to show."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import tiny
+from distributed import run_distributed
+from process_memory import peak_of, return_what_is_freed
+
+from sagetrain.checkpoint import on_disk, reading
+from sagetrain.engines.protocol import Engine
+from sagetrain.parallel.rng import rng_state
+
+MODEL = {"num_layers": 1, "hidden_size": 768, "ffn_hidden_size": 2048, "num_attention_heads": 12}
+
+
+def engine_of(tp_size: int, stage: int, dtype: str):
+    tiny.VOCAB = 16_384  # two tensors with 12.6M values each: to read one whole, or keep it, would show
+    return tiny.engine(tiny.config(stage, dtype, model=MODEL), tiny.join(tp_size))
+
+
+def write(root: str, tp_size: int, stage: int) -> None:
+    """A checkpoint of step 1."""
+    engine = engine_of(tp_size, stage, "fp32")
+    saver = tiny.saver(Path(root), engine.groups)
+    saver.start(tiny.run_state(1, 1), "{}", engine.owned(), rng_state())
+    saver.wait()
+
+
+def load_engine(root: str, engine: Engine) -> None:
+    reading.load_engine(reading.Reader(Path(root) / on_disk.folder_name(1)), engine, 1)
+
+
+def load(root: str, layouts: list[tuple[int, int, str]]) -> dict[tuple, tuple[int, int]]:
+    """For each (tp, stage, dtype): bytes of this rank's state, and how many more than before were taken to load it."""
+    return_what_is_freed()
+    sizes = {}
+    for tp_size, stage, dtype in layouts:
+        engine = engine_of(tp_size, stage, dtype)
+        tensors = [tensor for shard in engine.owned() for tensor in shard.tensors.values()]
+        model = [p.ds_tensor if stage == 3 else p for p in engine.model.parameters()]
+        for tensor in tensors:  # all of it in memory before, so that what loading adds is loading's own
+            tensor.data.fill_(1.0)
+        state = sum(t.numel() * t.element_size() for t in (tensors if stage == 0 else [*tensors, *model]))
+        sizes[root[-1], tp_size, stage, dtype] = (state, peak_of(partial(load_engine, root, engine)))
+        del engine, tensors, model
+    return sizes
+
+
+def write_and_load(root: str) -> dict[tuple, tuple[int, int]]:
+    """On two ranks: a tensor-parallel source at ZeRO 1, and a data-parallel one at ZeRO 3."""
+    write(f"{root}/a", 2, 1)
+    write(f"{root}/b", 1, 3)
+    return load(f"{root}/a", [(2, 1, "fp32"), (1, 3, "bf16")]) | load(f"{root}/b", [(2, 1, "bf16"), (1, 1, "fp32")])
+
+
+def test_loading_takes_at_most_1_3_times_the_state(tmp_path) -> None:
+    ranks = run_distributed(write_and_load, 2, str(tmp_path))
+    ranks += run_distributed(load, 1, f"{tmp_path}/a", [(1, 0, "fp32")])
+    for sizes in ranks:
+        for layout, (state, more) in sizes.items():
+            print(f"{layout}: state {state / 2**20:.0f} MiB, loaded in {1 + more / state:.3f} times that")
+            assert state > 190 * 2**20
+            assert 1 + more / state <= 1.3, f"{layout}: {more / 2**20:.0f} MiB beside {state / 2**20:.0f} MiB"

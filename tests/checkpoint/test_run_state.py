@@ -1,0 +1,142 @@
+"""The state of a run in a checkpoint: what older checkpoints say is read, and what is written they could read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+
+from sagetrain.checkpoint import on_disk
+from sagetrain.checkpoint.reading import Reader
+from sagetrain.checkpoint.state import VERSION, RunState, SettledLinear
+from sagetrain.config.errors import CheckpointError
+
+ORDER = "order of samples (hash of token files, weights, seq_length and seed)"
+MODEL = {"num_layers": 2, "rope_theta": 500.0, "rope_scaling": None}
+OF_A_RUN = {
+    "step": 3,
+    "tokens": 192,
+    "sequences": 12,
+    "ledger": {"head": "5f0c", "segments": [[0, 4, 3]], "dropped": [2]},
+    "controllers": {"spikes": {"losses": [4.5, 4.25]}},
+    "optimizer_steps": 12,
+    "init_from": {
+        "checkpoint": "/runs/first/checkpoints/step-00000010",
+        "manifest (SHA-256)": "ab12",
+        "step": 10,
+        "tokens": 640,
+        "optimizer_steps": 10,
+        "imported tokens": {"eos_token_id": [2, 7]},
+        "text_prefix": None,
+        "chat_template": {"default": "A", "tools": "B"},
+        "positions": {"length": 4096, "rope": {"rope_theta": 500.0, "rope_scaling": None}},
+    },
+    "text_prefix": [1],
+    "chat_template": None,
+    "identity": {
+        "model": MODEL,
+        "attention.qk_norm": "before_rope",
+        "vocab_size": 128,
+        "training.init_from": "/runs/first",
+        "training.seed": 0,
+        "data.seq_length": 16,
+        "tokenizer (SHA-256)": None,
+        ORDER: "77aa",
+    },
+    "attention": {"backend": "sage", "recipe": "fine"},
+    "linear": {"precision": "int8", "recipe": "rowwise", "keep_layers_below": 8192},
+    "overlap": {"choice": "off", "layout": {"tensor_parallel_size": 2}},
+    "files": {"tokenizer": "none", "data.train (checksums in .json)": "0011"},
+    "guidance_overrides": ["lr_range"],
+    "versions": {"sagetrain": "0.1", "torch": "2.11"},
+}
+"""A state as runs wrote it before it had a version."""
+OF_AN_IMPORT = {
+    "step": 0,
+    "tokens": 0,
+    "sequences": 0,
+    "identity": {
+        "model": MODEL,
+        "attention.qk_norm": "none",
+        "vocab_size": 32000,
+        "data.seq_length": 4096,
+        "tokenizer (SHA-256)": None,
+    },
+    "imported": {"architecture": "LlamaForCausalLM", "tokens": {"eos_token_id": 2}},
+    "text_prefix": [1],
+}
+"""A state as imports wrote it."""
+
+
+def read(tree: dict[str, Any]) -> RunState:
+    return RunState.from_json(tree, Path("step-00000003"))
+
+
+@pytest.mark.parametrize("before", [OF_A_RUN, OF_AN_IMPORT])
+def test_what_is_written_are_the_keys_that_were_always_there_and_a_version(before: dict[str, Any]) -> None:
+    written = json.loads(json.dumps(read(before).to_json()))
+    assert written == {"version": VERSION, **before}
+    order = [key for key in written if key in before]
+    assert order[:3] == ["step", "tokens", "sequences"] and read(written) == read(before)
+
+
+def test_what_a_run_knows_of_texts_is_its_own_before_what_it_began_with() -> None:
+    state, imported = read(OF_A_RUN), read(OF_AN_IMPORT)
+    assert (state.texts.prefix, state.texts.end_tokens, state.positions.length) == ([1], [2, 7], 4096)
+    assert state.texts.chat_template == {"default": "A", "tools": "B"}
+    assert (imported.texts.prefix, imported.texts.end_tokens, imported.positions.length) == ([1], [2], 4096)
+
+
+def test_a_state_of_before_some_keys_is_read() -> None:
+    """Checkpoints of format 1 say nothing of controllers, overlap and the weights that a run began with."""
+    later = {"controllers", "init_from", "chat_template", "text_prefix", "attention", "linear", "overlap", "files"}
+    state = read({key: value for key, value in OF_A_RUN.items() if key not in later})
+    assert (state.step, state.controllers, state.init_from, state.overlap, state.files) == (3, {}, None, None, {})
+    assert (state.texts.prefix, state.texts.end_tokens, state.positions.length) == ([], [], 16)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"version": VERSION + 1}, rf"has version {VERSION + 1}, this SageTrain reads versions up to {VERSION}"),
+        ({"version": "new"}, "has version new"),
+        ({"step": "three"}, r"state\.step: Input should be a valid integer"),
+        ({"sequences": None}, r"state\.sequences: missing"),
+        ({"optimizer_steps": None}, r"state\.optimizer_steps: missing"),
+        ({"identity": {**OF_A_RUN["identity"], "model": 7}}, r"state\.identity\.model: Input should be a valid dict"),
+        ({"identity": {}, "tokens": None}, r"state\.tokens: missing; identity\.model: missing; identity\.attention"),
+        ({"ledger": {"segments": [[0, "x", 1]]}}, r"state\.ledger\.segments\.0\.1: "),
+        ({"linear": {"precision": "int3", "recipe": "rowwise"}}, r"state\.linear\.precision: Input should be 'bf16'"),
+    ],
+)
+def test_what_is_missing_newer_or_no_value_is_named(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(CheckpointError, match=rf"^step-00000003: .*{words}"):
+        read({**OF_A_RUN, **change})
+
+
+def test_a_checkpoint_of_a_newer_version_is_no_damaged_one(tmp_path: Path) -> None:
+    """It is not set aside, nor is an older one trained on in its place."""
+    for step, version in ((1, VERSION), (2, VERSION + 1)):
+        folder = tmp_path / on_disk.folder_name(step)
+        folder.mkdir()
+        (folder / "config.yaml").write_text("")
+        files = {"config.yaml": {"bytes": 0, "sha256": on_disk.sha256(folder / "config.yaml")}}
+        state = {**tiny.run_state(step, 4 * tiny.SEQ).to_json(), "version": version}
+        manifest = {"format": on_disk.FORMAT, "state": state, "layout": {}, "tensors": {}, "files": files}
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+    found, damaged = on_disk.newest_whole(tmp_path, print)
+    assert found == folder and damaged == []
+    with pytest.raises(CheckpointError, match="continue with the SageTrain that wrote it"):
+        _ = Reader(folder).state
+    on_disk.prune(tmp_path, keep_last=1, keep_every_tokens=None)
+    assert len(on_disk.published(tmp_path)) == 2  # what cannot be read is left to people
+
+
+def test_the_state_that_is_written_does_not_change_while_training_goes_on() -> None:
+    state = tiny.run_state(1, 64, controllers={"spikes": {"losses": [1.0]}}, linear=SettledLinear("bf16", "rowwise"))
+    tree = state.to_json()
+    state.controllers["spikes"]["losses"].append(2.0)
+    assert tree["controllers"] == {"spikes": {"losses": [1.0]}} and tree["linear"]["keep_layers_below"] == 0

@@ -1,0 +1,203 @@
+"""Saving beside training: the moment of the call is saved, one save at a time, and failures reach every rank."""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+import threading
+import time
+from pathlib import Path
+
+import tiny
+import torch
+from distributed import run_distributed
+from forked import PATIENCE
+
+from sagetrain.checkpoint import on_disk
+from sagetrain.checkpoint.ledger import Ledger
+from sagetrain.checkpoint.reading import Reader
+from sagetrain.checkpoint.saving import Saver
+from sagetrain.checkpoint.state import RunState
+from sagetrain.cluster.guard import HANG_EXIT_CODE, Watchdog
+from sagetrain.config.errors import CheckpointError
+from sagetrain.model.accounting import save_host_bytes
+from sagetrain.parallel.rng import rng_state
+from sagetrain.parallel.topology import ParallelGroups
+
+
+class Gate:
+    """Holds the saver's thread before it writes its files, until it is opened."""
+
+    def __init__(self, saver: Saver):
+        self.open, write = threading.Event(), saver._write
+        saver._write = lambda *args: self.open.wait(30) and write(*args)
+
+
+def train_beside_a_save(root: str, tp_size: int, stage: int, dtype: str) -> list[str]:
+    """What differs between this rank's state when the save began and what is in the checkpoint."""
+    cfg = tiny.config(stage, dtype, parallel={"tensor_parallel_size": tp_size})
+    engine = tiny.engine(cfg, tiny.join(tp_size))
+    saver = tiny.saver(Path(root), engine.groups)
+    for step in range(2):
+        tiny.global_step(engine, step)
+    gate, wrong = Gate(saver), []
+    random, state = torch.get_rng_state(), tiny.run_state(2, 128, ledger=Ledger("head", [[0, 8, 2]]))
+    then = {
+        (shard.name, kind): (shard.start, shard.stop, tensor.clone())
+        for shard in engine.owned()
+        for kind, tensor in shard.tensors.items()
+    }
+    saver.start(state, "{}", engine.owned(), rng_state())
+    expected = RunState.from_json(state.to_json(), Path(root))
+    state.ledger.add(128, 8)  # training goes on
+    for step in range(2, 5):
+        torch.rand(1)
+        tiny.global_step(engine, step)
+    if not 0.95 < saver._memory.nbytes / save_host_bytes(cfg, 2, tiny.VOCAB) < 1.02:
+        wrong.append(f"{saver._memory.nbytes} bytes of host memory")
+    if not saver.busy or list(Path(root).glob("step-*")):
+        wrong.append("training did not go on beside the save")
+    gate.open.set()
+    saver.wait()
+    if (saved := saver.take_saved()) is None or saved.publish_seconds < saved.stall_seconds or saver.take_saved():
+        wrong.append(f"reported {saved}")
+    reader = Reader(Path(root) / on_disk.folder_name(2))
+    if reader.state != expected or not reader.rng(torch.distributed.get_rank())["torch"].equal(random):
+        wrong.append("state")
+    now = {(shard.name, kind): tensor for shard in engine.owned() for kind, tensor in shard.tensors.items()}
+    for (name, kind), (start, stop, tensor) in then.items():
+        if not reader.local(name, kind, engine.groups.tp_rank, tp_size, start, stop).equal(tensor):
+            wrong.append(f"{name}|{kind}")
+        if now[name, kind].equal(tensor):
+            wrong.append(f"{name}|{kind} was not trained meanwhile")
+    return wrong
+
+
+def test_what_is_saved_is_the_moment_of_the_call(tmp_path) -> None:
+    for tp_size, stage, dtype in ((2, 0, "fp32"), (1, 1, "bf16"), (1, 3, "fp32")):
+        root = str(tmp_path / f"{tp_size}{stage}{dtype}")
+        assert run_distributed(train_beside_a_save, 2, root, tp_size, stage, dtype) == [[], []]
+
+
+def save_plain(saver: Saver, step: int) -> None:
+    saver.start(tiny.run_state(step, step), "{}", (), {"noise": torch.full((20_000,), step)})
+
+
+def test_a_save_waits_for_the_one_before(tmp_path) -> None:
+    saver = tiny.saver(tmp_path, ParallelGroups.single())
+    gate = Gate(saver)
+    save_plain(saver, 1)
+    assert saver.busy
+    opened: list[float] = []
+    threading.Timer(0.5, lambda: (opened.append(time.monotonic()), gate.open.set())).start()
+    begin = time.monotonic()
+    save_plain(saver, 2)
+    assert (tmp_path / "step-00000001/manifest.json").exists()
+    assert len(list(tmp_path.glob(".writing-*"))) <= 1
+    saver.wait()
+    first, second = saver.take_saved(), saver.take_saved()
+    assert (first.step, second.step) == (1, 2)
+    assert first.stall_seconds + 0.4 < first.publish_seconds
+    assert second.stall_seconds > opened[0] - begin  # training stood still for the first one as well
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001", "step-00000002"]
+
+
+def one_rank_cannot_write(root: str) -> tuple[bool, str, str]:
+    """Rank 1 may not write files above 40 kB: whether all know without waiting, and what the next two calls raise."""
+    groups = tiny.join(1)
+    saver, raised = tiny.saver(Path(root), groups), []
+    save_plain(saver, 1)
+    saver.wait()
+    if groups.dp_rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, resource.RLIM_INFINITY))
+    save_plain(saver, 2)
+    deadline = time.monotonic() + PATIENCE
+    while not saver.failed and time.monotonic() < deadline:
+        time.sleep(0.01)
+    known = saver.failed
+    for call in (lambda: save_plain(saver, 3), saver.wait):
+        try:
+            call()
+        except CheckpointError as error:
+            raised.append(str(error))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return known, *raised
+
+
+def test_what_one_rank_cannot_write_stops_every_rank(tmp_path) -> None:
+    first, second = run_distributed(one_rank_cannot_write, 2, str(tmp_path))
+    assert first == second
+    known, *raised = first
+    assert known
+    assert raised == [f"cannot write {tmp_path / 'step-00000002'}: rank 1: [Errno 27] File too large"] * 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001"]
+
+
+def rank_0_stumbles(root: str) -> str:
+    """Over something that is no matter of the disk."""
+    saver = tiny.saver(Path(root), tiny.join(1), seconds=60)
+    saver._publish = lambda *_: {}["tensors"]
+    save_plain(saver, 1)
+    try:
+        saver.wait()
+    except CheckpointError as error:
+        return f"{error}, after {type(error.__cause__).__name__}"
+    return ""
+
+
+def test_what_stops_rank_0_is_told_to_every_rank(tmp_path) -> None:
+    message = f"cannot write {tmp_path / 'step-00000001'}: 'tensors', after "
+    assert run_distributed(rank_0_stumbles, 2, str(tmp_path)) == [f"{message}KeyError", f"{message}NoneType"]
+
+
+def one_rank_does_not_write(root: str) -> str:
+    """Rank 1 never gets to the save."""
+    groups = tiny.join(1)
+    saver, begin = tiny.saver(Path(root), groups, seconds=2), time.monotonic()
+    if groups.dp_rank == 0:
+        save_plain(saver, 1)
+        try:
+            saver.wait()
+        except CheckpointError as error:
+            assert time.monotonic() - begin < 20
+            return str(error)
+    return ""
+
+
+def test_nobody_waits_for_ever_for_a_silent_rank(tmp_path) -> None:
+    message = run_distributed(one_rank_does_not_write, 2, str(tmp_path))[0]
+    assert f"cannot write {tmp_path / 'step-00000001'}: another rank is gone, or still writes 0:00:02 after" in message
+    assert "rank 1 has said nothing" in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def save_on_a_slow_disk(root: Path, seconds: float, stuck: bool) -> None:
+    """Every sync takes `seconds`, or the third one has no end; the watchdog's patience is two seconds."""
+    watchdog = Watchdog(root / "stacks", 0, 2.0)
+    saver = Saver(root, ParallelGroups.single(), 2, None, tiny.timedelta(60), alive=lambda: watchdog.begin("saving"))
+    sync, calls = saver._sync, []
+
+    def slow(path: Path) -> None:
+        calls.append(path)
+        time.sleep(60 if stuck and len(calls) == 3 else seconds)
+        sync(path)
+
+    saver._sync = slow
+    with watchdog:
+        save_plain(saver, 1)
+        saver.wait()
+
+
+def test_the_watchdog_waits_for_a_slow_disk_and_not_for_a_dead_one(tmp_path) -> None:
+    context, ends = multiprocessing.get_context("fork"), []
+    for stuck in (False, True):
+        process = context.Process(target=save_on_a_slow_disk, args=(tmp_path / str(stuck), 0.5, stuck))
+        process.start()
+        process.join(30)
+        ends.append(process.exitcode)
+    assert ends == [0, HANG_EXIT_CODE]
+    assert (tmp_path / "False/step-00000001/manifest.json").exists()  # it took longer than the watchdog's patience
+    stacks = (tmp_path / "True/stacks/rank-0.txt").read_text()
+    assert "in saving: no progress" in stacks
+    assert "in _publish" in stacks
+    assert not list((tmp_path / "True").glob("step-*"))

@@ -1,0 +1,257 @@
+"""The start-up table and what hosts may not disagree in; tests/cluster/test_hosts.py sees both at work."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import tiny
+import torch
+import torch.distributed as dist
+from distributed import run_distributed
+from torch.distributed import DistStoreError, TCPStore
+
+from sagetrain.cluster import preflight
+from sagetrain.config.errors import ConfigError
+from sagetrain.parallel.topology import Topology
+
+
+def rows(hosts: int = 2, per_host: int = 2) -> list[preflight.Row]:
+    """Ranks that agree, tensor parallel inside a host."""
+    return [
+        {
+            "host": f"node{rank // per_host}",
+            "problem": "",
+            "rank": rank,
+            "dp": rank // per_host,
+            "cp": 0,
+            "tp": rank % per_host,
+            "device": "NVIDIA H200",
+            "gpus": per_host,
+            "versions": {"sagetrain": "1 (sources ab)", "torch": "2.9.0"},
+            "configuration": {"training.seed": 0, "model.vocab_size": None},
+            "files": {"tokenizer": "0123"},
+            "devices": {"device": "cuda", "compute capability": "9.0"},
+            "environment": {"NCCL_DEBUG": "WARN"},
+        }
+        for rank in range(hosts * per_host)
+    ]
+
+
+def test_a_line_a_host_and_one_for_all() -> None:
+    mixed = rows()
+    mixed[3]["device"] = "NVIDIA H100"
+    for row in mixed:
+        row["files"] = {"tokenizer": "0123"} | {f"data.train.{n} (samples)": 12 * "a" for n in range(8)}
+    *head, versions, hashes, more, _, end = preflight.table(mixed)
+    assert [line.split("  ")[0] for line in head] == ["host", "node0", "node1"]
+    assert head[1].endswith("0..1             2 x NVIDIA H200")
+    assert head[2].endswith("1 x NVIDIA H200, 1 x NVIDIA H100")
+    assert versions == "versions: sagetrain 1 (sources ab), torch 2.9.0"
+    assert hashes.startswith("hashes: configuration ") and max(map(len, (hashes, more, end))) <= 100
+    assert preflight.disagreements(mixed) == [] == preflight.differing_environment(mixed)
+
+
+def test_both_sides_are_named_and_every_kind_has_its_fix() -> None:
+    differing = rows()
+    for row in differing[2:]:
+        row["versions"]["torch"] = "2.8.0"
+        row["configuration"] = {"training.seed": 5, "model.vocab_size": 512}
+        row["files"] = {**row["files"], "data.valid": "45"}
+    text = "\n".join(preflight.disagreements(differing))
+    assert "torch: 2.9.0 on node0 (ranks 0..1); 2.8.0 on node1 (ranks 2..3)\n  fix: install" in text
+    assert "training.seed: 0 on node0 (ranks 0..1); 5 on node1 (ranks 2..3)" in text
+    assert "model.vocab_size: null on node0 (ranks 0..1); 512 on node1" in text
+    assert "data.valid: unset on node0 (ranks 0..1); 45 on node1 (ranks 2..3)\n  fix: copy" in text
+    assert "sagetrain" not in text
+    assert "tokenizer:" not in text
+
+
+BF16 = {"linear": {"precision": "bf16"}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "told"),
+    [
+        ({"attention": {"backend": "sage"}, **BF16}, "8.0"),  # whose recipe is auto
+        ({"attention": {"backend": "sage", "recipe": "fine"}, **BF16}, None),
+        ({"attention": {"backend": "sdpa"}, **BF16}, None),
+        ({"attention": {"backend": "auto"}, **BF16}, "8.0"),
+        ({"attention": {"backend": "sdpa"}, "linear": {"precision": "auto"}}, "8.0"),
+    ],
+)
+def test_where_auto_decides_ranks_have_gpus_of_one_kind(sections: dict, told: str | None, monkeypatch) -> None:
+    """Else one may wait for a choice that the other has not to make."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    config = tiny.config(1, **sections)
+    mixed = [{**row, "devices": preflight._told_apart(config, torch.device("cuda", 0))} for row in rows()]
+    assert mixed[3]["devices"].get("compute capability") == told
+    assert preflight.disagreements(mixed) == []
+    if told:
+        mixed[0]["devices"]["compute capability"] = "9.0"
+        named, fix = preflight.disagreements(mixed)
+        assert named == "compute capability: 9.0 on node0 (rank 0); 8.0 on node0 (rank 1), node1 (ranks 2..3)"
+        assert "linear.precision" in fix
+    mixed[0]["devices"] = preflight._told_apart(config, torch.device("cpu"))
+    assert "device: cpu on node0 (rank 0); cuda on" in preflight.disagreements(mixed)[0]
+
+
+def test_where_auto_may_take_flash_attn_all_hosts_have_it_or_none(monkeypatch) -> None:
+    """The first rank chooses from what it finds, and a rank without the package would end in a traceback."""
+    topology, gpu = Topology(1, 1), torch.device("cuda", 0)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+
+    def brought(backend: str, found: tuple | None, device: torch.device = gpu) -> dict[str, str]:
+        monkeypatch.setattr("sagetrain.model.backends.find_flash", lambda device: found)
+        return preflight._row(tiny.config(1, attention={"backend": backend}), topology, device, {})["versions"]
+
+    with_it, without = brought("auto", ("4", None)), brought("auto", None)
+    assert (with_it["flash-attn"], without["flash-attn"]) == ("4", "none")
+    assert brought("sage", ("4", None)) == brought("auto", ("4", None), torch.device("cpu")) == preflight.versions()
+    one, other = rows(1)
+    named, fix = preflight.disagreements([{**one, "versions": with_it}, {**other, "versions": without}])
+    assert named == "flash-attn: 4 on node0 (rank 0); none on node0 (rank 1)" and "same versions" in fix
+
+
+def test_files_are_told_by_the_first_rank_of_each_host() -> None:
+    agreeing = rows()
+    for row in (agreeing[1], agreeing[3]):
+        row["files"] = {}
+    assert preflight.disagreements(agreeing) == []
+    agreeing[2]["files"] = {"tokenizer": "45"}
+    assert preflight.disagreements(agreeing)[0] == "tokenizer: 0123 on node0 (rank 0); 45 on node1 (rank 2)"
+
+
+def check_in_on_two_hosts(damaged: int | None, local_ranks: list[int]) -> tuple[dict | str, list[int]]:
+    """What this rank gets of check_in, or its error, and whether it was asked to read files."""
+    rank, asked = dist.get_rank(), []
+    os.environ["LOCAL_RANK"] = str(local_ranks[rank])
+
+    def read(say) -> dict[str, str]:
+        asked.append(rank)
+        say("half way")
+        if rank == damaged:
+            raise ConfigError("token file x: damaged")
+        return {"data.train": "abcdef"}
+
+    try:
+        return preflight.check_in(tiny.config(1), Topology(2, 1, 1), torch.device("cpu"), read), asked
+    except ConfigError as error:
+        return str(error), asked
+
+
+def test_every_host_checks_its_own_files_and_all_hear_of_damage() -> None:
+    (first, *_), (second, *_) = run_distributed(check_in_on_two_hosts, 2, 1, [0, 0])
+    assert first == second
+    assert re.search(r"some hosts cannot take part .*\n  on .* \(rank 1\): token file x: damaged", first)
+    agreed = {"data.train": "abcdef"}
+    assert run_distributed(check_in_on_two_hosts, 2, None, [0, 1]) == [(agreed, [0]), (agreed, [])]
+
+
+def test_ranks_wait_for_who_checks_files_while_it_says_how_far_it_is() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    patience = timedelta(seconds=1)
+    with ThreadPoolExecutor(1) as other:
+
+        def reads() -> None:
+            for _ in range(6):
+                time.sleep(0.4)
+                store.add("preflight/alive", 1)
+            store.set("verdict", "fine")
+
+        reading = other.submit(reads)
+        waiter = TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+        assert preflight._when_there(waiter, "verdict", patience) == b"fine"
+        reading.result()
+    with pytest.raises(DistStoreError):
+        preflight._when_there(waiter, "never", patience)
+
+
+def test_a_host_that_cannot_take_part_is_named_and_all_alike_is_the_bare_problem() -> None:
+    failing = rows()
+    assert preflight._verdict(failing) == ""
+    failing[2]["problem"] = failing[3]["problem"] = "no such file: x.bin"
+    first, second = preflight._verdict(failing).split("\n  ")
+    assert first == "some hosts cannot take part in this run; nothing was started or written"
+    assert second == "on node1 (ranks 2..3): no such file: x.bin"
+    assert preflight._verdict(failing[2:]) == "no such file: x.bin"
+
+
+def test_many_hosts_stay_readable() -> None:
+    differing = rows(hosts=100)
+    differing[7] = copy.deepcopy(differing[7])
+    differing[7]["versions"]["torch"] = "2.8.0"
+    line, _ = preflight.disagreements(differing)
+    assert line == (
+        "torch: 2.9.0 on node0 (ranks 0..1), node1 (ranks 2..3), node2 (ranks 4..5) and 97 more; "
+        "2.8.0 on node3 (rank 7)"
+    )
+
+
+def test_a_variable_that_reached_one_host_only_is_a_warning() -> None:
+    differing = rows()
+    for row in differing[2:]:
+        row["environment"] = {}
+    (line,) = preflight.differing_environment(differing)
+    assert "NCCL_DEBUG differs between hosts: WARN on node0 (ranks 0..1); unset on node1 (ranks 2..3)." in line
+
+
+def test_an_interface_is_set_for_both_libraries_or_refused(monkeypatch) -> None:
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "before")
+    preflight.use_interface(None)
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "before"
+    preflight.use_interface("lo")
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "=lo"
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    with pytest.raises(ConfigError, match=f"ib7: {socket.gethostname()} has no such interface, it has .*lo"):
+        preflight.use_interface("ib7")
+
+
+def test_gpus_without_a_rank_are_named() -> None:
+    assert preflight.idle_gpus(rows()) == []
+    alone = rows(hosts=1, per_host=1)
+    alone[0]["gpus"] = 8
+    (line,) = preflight.idle_gpus(alone)
+    assert line.startswith("warning: node0 has 8 GPUs, of which this run uses 1: ")
+    assert "torchrun --nproc-per-node 8 -m sagetrain train" in line
+
+
+def test_a_rank_without_a_gpu_says_so_before_it_waits_for_others(monkeypatch) -> None:
+    """More ranks than GPUs, or a GPU a task of Slurm, of which each task sees its own as the first."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(ConfigError, match=r"rank 2 of this host has no GPU: .* sees 2"):
+        preflight.init_distributed(1)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "hosts", "gpus", "world_size", "said"),
+    [
+        (None, None, None, 1, None),
+        ("16", "2", "8", 16, None),
+        ("2", "2", "8", 16, None),  # one torchrun a host
+        ("16", "2", None, 16, None),
+        ("16", "2", "8", 8, "8 ranks, Slurm's allocation has 2 hosts with 8 GPUs each. If"),
+        ("2", "2", "8", 1, "1 rank, Slurm's allocation has 2 tasks, 2 hosts with 8 GPUs each. If"),
+    ],
+)
+def test_the_allocation_of_slurm_is_compared(monkeypatch, tasks, hosts, gpus, world_size, said) -> None:
+    names = ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES", "SLURM_GPUS_ON_NODE")
+    for name, value in zip(names, (tasks, hosts, gpus), strict=True):
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    lines = preflight.differing_allocation(world_size)
+    assert len(lines) == (said is not None)
+    assert said is None or said in lines[0]

@@ -1,0 +1,193 @@
+"""What ranks say and do while they wait for each other."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from forked import PATIENCE, Command
+from runs import BIN, free_port, write_config
+from torch.distributed import DistStoreError, TCPStore
+
+from sagetrain.cluster import rendezvous
+
+
+def as_rank(monkeypatch, rank: int, world_size: int, port: int, address: str = "127.0.0.1") -> None:
+    environment = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "MASTER_PORT": port}
+    for key, value in {**environment, "MASTER_ADDR": address}.items():
+        monkeypatch.setenv(key, str(value))
+    for key in ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"):
+        monkeypatch.delenv(key, raising=False)
+
+
+def test_ranges() -> None:
+    assert rendezvous.ranges([3, 0, 1, 6, 6, 7, 9]) == "0..1, 3, 6..7, 9"
+
+
+@pytest.mark.parametrize(("order", "missing", "waited"), [([1, 0], 2, 1), ([1, 2], 0, 3)])
+def test_under_torchrun_all_that_came_name_the_one_that_did_not(monkeypatch, order, missing, waited) -> None:
+    """The store lives in torchrun's agent, so that no rank waits for rank 0 before it can connect."""
+    agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    minutes = 1.5 / 60
+    with ThreadPoolExecutor(2) as ranks:
+        came = []
+        for rank in order:
+            as_rank(monkeypatch, rank, 3, agent.port)
+            monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+            came.append(ranks.submit(rendezvous.meet, minutes))
+            agent.wait([f"meet/0/host/{rank}"])
+            time.sleep(0.3)
+        both = f"ranks {'0..1' if missing == 2 else '1..2'}"
+        said = (
+            f"1 of 3 ranks have not come to .* within {waited * minutes:g} minutes: rank {missing}. Here are .*{both}"
+        )
+        for rank in came:
+            error = rank.exception()
+            assert isinstance(error, rendezvous.RanksMissing)
+            assert re.search(said, str(error))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_port_in_use_is_the_cause_at_once(monkeypatch, capfd, world_size) -> None:
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        as_rank(monkeypatch, 0, world_size, port)
+        with pytest.raises(rendezvous.RanksMissing) as error:
+            rendezvous.meet(10)
+    text = str(error.value)
+    assert f"cannot listen at port {port}: another process listens there" in text
+    assert "--master_port" in text and "MASTER_PORT" in text and "firewall" not in text
+    assert capfd.readouterr() == ("", "")  # and torch's own store is silent
+
+
+def test_an_address_that_does_not_resolve_is_said_at_once_and_given_up_soon(monkeypatch, capfd) -> None:
+    monkeypatch.setattr(rendezvous, "_NAME_SECONDS", 1)
+    for rank, fixes in ((0, "an address"), (1, "--master_addr")):
+        as_rank(monkeypatch, rank, 2, free_port(), "no-such-host.invalid")
+        monkeypatch.setenv("LOCAL_RANK", "0")
+        with pytest.raises(
+            rendezvous.RanksMissing, match=f"cannot resolve MASTER_ADDR 'no-such-host.invalid'.*{fixes}"
+        ):
+            rendezvous.meet(10)
+        (line,) = capfd.readouterr().err.splitlines()
+        assert line.endswith("; trying for 1 s")
+
+
+def test_rank_0_that_runs_elsewhere_than_master_addr_says_so(monkeypatch) -> None:
+    monkeypatch.setattr(rendezvous, "_NAME_SECONDS", 0.2)
+    other = socket.create_server(("127.0.0.2", 0))
+    port = other.getsockname()[1]
+    other.close()
+    as_rank(monkeypatch, 0, 2, port, "240.0.0.1")  # no host has it
+    with pytest.raises(rendezvous.RanksMissing, match=f"MASTER_ADDR must be an address of {socket.gethostname()}"):
+        rendezvous.meet(10)
+
+
+def wait_for_the_others(rank: int, port: int, log: Path) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE="3", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    sys.stderr = log.open("a")
+    os.dup2(sys.stderr.fileno(), 2)
+    with rendezvous.ended_by_signals():
+        (log.parent / f"{rank}.ready").touch()
+        rendezvous.meet(10)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_ranks_that_wait_within_a_second(tmp_path, number) -> None:
+    """Rank 0 waits for rank 2, rank 1 with it, and another rank 1 for a rank 0 that never came."""
+    context, port, ended = multiprocessing.get_context("fork"), free_port(), {}
+    for rank, at, name in ((0, port, "0"), (1, port, "1"), (1, free_port(), "1.lonely")):
+        folder = tmp_path / name
+        folder.mkdir()
+        process = context.Process(target=wait_for_the_others, args=(rank, at, folder / "log"))
+        process.start()
+        ended[process] = folder / "log"
+        deadline = time.monotonic() + 60
+        while not (folder / f"{rank}.ready").exists() or (rank == 0 and not listens(port)):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    store.wait(["meet/0/host/0", "meet/0/host/1"], timedelta(seconds=30))
+    for process in reversed(ended):
+        sent = time.monotonic()
+        os.kill(process.pid, number)
+        process.join(10)
+        assert process.exitcode == 128 + number
+        assert time.monotonic() - sent < 2  # .01 s where nothing else runs
+    for log in ended.values():
+        assert log.read_text().splitlines() == [
+            f"ended by {number.name} before training began: nothing was trained or written"
+        ]
+
+
+def listens(port: int) -> bool:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+        return True
+    return False
+
+
+def test_a_run_whose_ranks_have_not_come_leaves_at_a_signal(tmp_path, corpus) -> None:
+    """The real command, for the order in which it begins."""
+    config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", tp_size=2)
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "CUDA_VISIBLE_DEVICES": ""}
+    port = free_port()
+    process = subprocess.Popen(
+        [BIN / "sagetrain", "train", "--config", config],
+        env={**{k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}, **rank, "MASTER_PORT": str(port)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + PATIENCE
+    while not listens(port):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    with suppress(DistStoreError):
+        store.wait(["meet/0/host/0"], timedelta(seconds=30))
+    del store
+    process.terminate()
+    _, text = process.communicate(timeout=60)  # it would wait for half an hour
+    assert process.returncode == 128 + signal.SIGTERM
+    assert text.splitlines()[-1].startswith("ended by SIGTERM before training began"), text
+    assert text.count("ended by") == 1 and "c10d" not in text
+    assert len(re.findall(r"^\d+ threads? a rank on the CPU", text, re.M)) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_world_of_one_listens_at_its_port_from_the_beginning(tmp_path) -> None:
+    """A port that is only looked for can be taken by another run before the process group listens there: of eighteen
+    runs that began at once on a host, one ended so."""
+    code = """
+import errno, os, socket
+from sagetrain.cluster import rendezvous
+from sagetrain.cluster.join import init_distributed
+place = rendezvous.meet
+def seen(minutes):
+    store = place(minutes)
+    try:
+        socket.create_server(("", int(os.environ["MASTER_PORT"])))
+    except OSError as error:
+        print(errno.errorcode[error.errno])
+    return store
+rendezvous.meet = seen
+init_distributed(1.0)
+import torch.distributed as dist
+dist.barrier()
+print(dist.get_world_size(), dist.distributed_c10d._get_default_store().num_keys() > 0)
+"""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("MASTER_")} | {"CUDA_VISIBLE_DEVICES": ""}
+    program, output, errors = (tmp_path / name for name in ("program.py", "output", "errors"))
+    program.write_text(code)
+    assert Command(["python", str(program)], environment, output, tmp_path, errors).wait(PATIENCE) == 0
+    assert output.read_text().splitlines() == ["EADDRINUSE", "1 True"], errors.read_text()

@@ -1,0 +1,135 @@
+"""A run that hangs says who waits for whom, and in which collective; whatever meets the saying, it ends."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+import torch.distributed as dist
+from distributed import run_distributed
+from forked import PATIENCE
+
+from sagetrain.cluster import guard
+from sagetrain.cluster.guard import HANG_EXIT_CODE, StopSignal, Watchdog, collectives_under_way
+
+
+def one_rank_stays_away(folder: str) -> None:
+    groups = tiny.join(2)
+    dist.all_reduce(torch.ones(1))
+    with Watchdog(Path(folder), groups.rank, timeout=3.0) as watchdog:
+        watchdog.begin("step 7")
+        if groups.rank == 0:
+            dist.all_reduce(torch.ones(3, 5), group=groups.tp_group)
+        time.sleep(60)
+
+
+def test_the_stacks_name_the_collective(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=f"died with exit code {HANG_EXIT_CODE}"):
+        run_distributed(one_rank_stays_away, 2, str(tmp_path))
+    deadline = time.monotonic() + 30
+    waits = tmp_path / "rank-0.txt"
+    while not (waits.exists() and "waits in" in waits.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert "in one_rank_stays_away" in waits.read_text()
+    assert "waits in gloo:all_reduce number 1 of group " in waits.read_text()
+    assert "(tensor parallel) over Float [3, 5]" in waits.read_text()
+    record = json.loads((tmp_path / "rank-0.collectives.json").read_text())
+    assert [entry["profiling_name"] for entry in record["entries"]].count("gloo:all_reduce") >= 2
+
+
+def test_nothing_under_way() -> None:
+    assert collectives_under_way(b'{"version": "2.10"}') == "no collective is under way"
+
+
+def hang(folder: Path, recorder) -> None:
+    guard.flight_record, guard._RECORD_SECONDS = recorder, 0.5
+    with Watchdog(folder, 0, timeout=0.2):
+        threading.Event().wait(120)
+
+
+def blocks() -> bytes:
+    time.sleep(120)
+    return b""
+
+
+def blocks_everything() -> bytes:
+    """Without letting go of the interpreter, as a call into C++ may."""
+    ctypes.PyDLL(None).sleep(120)
+    return b""
+
+
+def fails() -> bytes:
+    raise RuntimeError("no recorder here")
+
+
+@pytest.mark.parametrize(
+    ("recorder", "code", "words"),
+    [
+        (blocks, HANG_EXIT_CODE, "the flight recorder gave nothing in 0.5 seconds"),
+        (blocks_everything, 1, "Timeout (0:00:01.5"),  # of faulthandler, which needs no interpreter
+        (fails, HANG_EXIT_CODE, "the flight recorder failed: no recorder here"),
+        (lambda: b"{", HANG_EXIT_CODE, "the flight recorder failed: Expecting"),
+    ],
+)
+def test_a_recorder_that_does_not_answer_keeps_no_process_alive(tmp_path: Path, recorder, code, words) -> None:
+    process = multiprocessing.get_context("fork").Process(target=hang, args=(tmp_path / "stacks", recorder))
+    process.start()
+    process.join(60)
+    assert process.exitcode == code
+    text = (tmp_path / "stacks/rank-0.txt").read_text()
+    assert "in start: no progress" in text and "in hang" in text and words in text
+
+
+def test_a_run_whose_comparison_was_killed_is_asked_to_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where that was gone before the run came so far. Runs that it started have a session of their own."""
+    told: list[tuple[int, int]] = []
+    asked = threading.Event()
+    monkeypatch.setattr(guard.os, "kill", lambda *what: (told.append(what), asked.set()))
+    for parent, wanted in ((os.getppid(), False), (2**22 + 1, True)):
+        monkeypatch.setenv("SAGETRAIN_LAUNCHER", str(parent))
+        watchdog = Watchdog(tmp_path / "stacks", 0, 60.0)
+        watchdog._tick = 0.01
+        with watchdog:
+            assert asked.wait(10.0 if wanted else 0.2) == wanted
+    assert told == [(os.getpid(), signal.SIGTERM)]
+
+
+def test_stacks_of_an_earlier_run_end_nothing(tmp_path: Path) -> None:
+    """A network file system may show them for a while after rank 0 of another host has removed them."""
+    (folder := tmp_path / "stacks").mkdir()
+    watchdog, ended = Watchdog(folder, 0, 3600.0), threading.Event()
+    watchdog._tick, watchdog._end = 0.01, lambda why: ended.set()
+    with watchdog:
+        assert not ended.wait(0.2)
+        folder.rmdir()
+        while watchdog._old:
+            time.sleep(0.01)
+        folder.mkdir()
+        assert ended.wait(PATIENCE)
+
+
+@pytest.mark.parametrize(("rank", "launcher", "said"), [
+    ("0", False, "SIGINT: the run saves a checkpoint and stops; a second Ctrl-C ends it at once\n"),
+    ("0", True, "SIGINT: the run saves a checkpoint and stops; a second Ctrl-C ends it at once "
+                "(a traceback that follows is the launcher's)\n"),
+    ("1", True, ""),
+])  # fmt: skip
+def test_ctrl_c_is_answered_at_once_before_the_launchers_traceback(monkeypatch, capfd, rank, launcher, said) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(guard, "_launchers", lambda: (os.getppid(),) * launcher)
+    stop = StopSignal()
+    stop._ask(signal.SIGINT, None)
+    stop._ask(signal.SIGTERM, None)  # of the launcher, to all ranks
+    assert capfd.readouterr().err == said and stop.name == "SIGINT"
+    with pytest.raises(KeyboardInterrupt):
+        stop._ask(signal.SIGINT, None)

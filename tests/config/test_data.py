@@ -1,0 +1,184 @@
+"""Sources of many files and weights by size: what a configuration may say of them, and what is found wrong."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sagetrain.config import ConfigError, RunConfig, load_config
+from sagetrain.config.rules.data import findings
+from sagetrain.config.schema import TrainingConfig
+
+QUICKSTART = Path(__file__).parents[2] / "configs/quickstart.yaml"
+TREE = {
+    "model": {"num_layers": 2, "hidden_size": 256, "ffn_hidden_size": 768, "num_attention_heads": 4},
+    "data": {"seq_length": 1024, "micro_batch_size": 2},
+    "tokens_per_step": {"schedule": "constant", "tokens": 65536},
+    "optimizer": {"lr": 1e-3},
+    "lr_schedule": {"warmup_tokens": 10**6},
+    "training": {"run_dir": "x", "total_tokens": 1000},
+}
+
+
+def config(*train: dict) -> RunConfig:
+    return RunConfig.model_validate(TREE | {"data": {**TREE["data"], "train": list(train)}})
+
+
+@pytest.fixture
+def parts(tmp_path) -> str:
+    """Pattern of two parts of three, of 100 and 500 tokens, and a tokenizer beside them."""
+    for number, tokens in ((1, 100), (3, 500)):
+        name = f"web-{number:05}-of-00003"
+        (tmp_path / f"{name}.bin").write_bytes(bytes(2 * tokens))
+        (tmp_path / f"{name}.idx").write_bytes(bytes(17) + b"\x08")
+        (tmp_path / f"{name}.json").touch()
+    (tmp_path / "tokenizer.model").touch()
+    return str(tmp_path / "web-*")
+
+
+def test_a_pattern_stands_for_the_files_that_are_there(tmp_path, parts):
+    cfg = config({"path": parts})
+    assert cfg.data.train[0].files == [f"{tmp_path}/web-00001-of-00003", f"{tmp_path}/web-00003-of-00003"]
+    assert cfg.data.tokenizer_path == f"{tmp_path}/tokenizer.model"
+    (tmp_path / "a[1].idx").touch()
+    assert config({"path": f"{tmp_path}/a[1]"}).data.train[0].files == [f"{tmp_path}/a[1]"]  # a name, no pattern
+
+
+def test_missing_parts_are_named(parts):
+    missing, repeats = findings(config({"path": parts}), required=True)
+    assert (missing.rule, missing.level, missing.value) == ("missing_parts", "warning", parts)
+    assert missing.message == "of 3 parts of web there are 2; the first that is missing: 2"
+    assert "--shard 2/3" in missing.fix
+    assert "holds 600 tokens, which training.total_tokens passes over 1.7 times" in repeats.message
+
+
+def test_a_pattern_without_files_is_named(tmp_path, parts):
+    found = list(findings(config({"path": parts}, {"path": f"{tmp_path}/none-*"}), required=True))
+    (missing,) = [finding for finding in found if finding.rule == "data_files"]
+    assert (missing.level, missing.key, missing.value) == ("error", "data.train.1.path", f"{tmp_path}/none-*")
+    assert "no token file of this pattern" in missing.message
+
+
+def test_proportional_shares_are_passed_over_equally_often(tmp_path, parts):
+    sources = [{"path": f"{tmp_path}/web-0000{n}-of-00003", "weight": "proportional"} for n in (1, 3)]
+    found = [finding for finding in findings(config(*sources), required=True) if finding.rule == "data_repeats"]
+    assert [finding.message.split("passes over ")[1] for finding in found] == ["1.7 times", "1.7 times"]
+
+
+def test_proportional_does_not_mix_with_numbers():
+    mixed = config({"path": "a", "weight": "proportional"}, {"path": "b", "weight": 2.0})
+    (finding,) = [finding for finding in findings(mixed, required=False) if finding.rule == "mixed_weights"]
+    assert (finding.level, finding.key, finding.value) == ("error", "data.train.1.weight", 2.0)
+    assert "make all of them proportional or all numbers" in finding.fix
+
+
+def test_documents_that_begin_otherwise_are_named(tmp_path):
+    """Than others that are trained on, or those that the model learned which the run starts from."""
+
+    def found(*train: dict, **training: str) -> list[str]:
+        tree = config(*train).model_copy(update={"training": TrainingConfig(**TREE["training"], **training)})
+        warnings = [finding for finding in findings(tree, required=False) if finding.rule == "text_prefix"]
+        assert all("prepare it again (--overwrite)" in finding.fix for finding in warnings)
+        return [f"{finding.key} {finding.value} {finding.message}" for finding in warnings]
+
+    chats = {"records": {"template_sha256": "c"}}
+    for name, request in (("bos", {"prefix": [5]}), ("old-1", {}), ("old-2", {}), ("chats", chats)):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"tokenizer_sha256": "a", "request": request}))
+        (tmp_path / f"{name}.idx").touch()
+    (tmp_path / "elsewhere.idx").touch()
+    bos, old, others = ({"path": f"{tmp_path}/{name}"} for name in ("bos", "old-*", "[ce]*"))
+    assert found(bos, others) == found(old, others) == []
+    said = f"data.train.1.path {tmp_path}/old-1 documents do not begin with tokens [5] in 2 of 2 files of this source"
+    (line,) = found(bos, old)
+    assert line.startswith(f"{said}, but those of {tmp_path}/bos do")
+    folder = tmp_path / "start/checkpoints/step-00000010"
+    folder.mkdir(parents=True)
+    for learned, count in (([5], 1), ([], 0), (None, 0)):
+        (folder / "manifest.json").write_text(json.dumps({"state": {"text_prefix": learned}}))
+        lines = found(others, old, init_from=str(tmp_path / "start"))
+        assert lines == [line.replace(f"{tmp_path}/bos", f"{tmp_path}/start")] * count
+        assert found(bos, init_from=str(folder)) == []
+
+
+def test_chats_of_other_templates_are_named(tmp_path):
+    chats = {"records": {"template_sha256": "c"}}
+    for name, record in (("old", {}), ("a-1", {"chat_template": "A"}), ("a-2", {"chat_template": "B"})):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"request": chats, **record}))
+        (tmp_path / f"{name}.idx").touch()
+    (tmp_path / "text.json").write_text(json.dumps({"request": {}}))
+    (tmp_path / "text.idx").touch()
+
+    def found(*names: str) -> list[str]:
+        tree = config(*({"path": f"{tmp_path}/{name}"} for name in names))
+        warnings = [finding for finding in findings(tree, required=False) if finding.rule == "chat_template"]
+        return [f"{finding.key} {finding.value} {finding.message}" for finding in warnings]
+
+    assert found("text", "a-1") == []
+    (line,) = found("text", "a-*")
+    written = f"its chats were written by another chat template than those of {tmp_path}/a-1"
+    assert line.startswith(f"data.train.1.path {tmp_path}/a-2 {written}")
+    (line,) = found("old", "a-1")
+    assert line.startswith(f"data.train.0.path {tmp_path}/old an earlier version prepared its chats")
+
+
+@pytest.mark.parametrize("weight", ["-1", "proportinal", "[1]"])
+def test_a_weight_is_a_number_or_proportional(weight):
+    with pytest.raises(ConfigError) as raised:
+        load_config(QUICKSTART, [f"data.train.0.weight={weight}"])
+    (line,) = str(raised.value).splitlines()[1:]
+    assert "must be a number above 0 or proportional" in line
+    assert ("did you mean proportional?" in line) == (weight == "proportinal")
+
+
+@pytest.mark.parametrize(("given", "fix"), [
+    ("data/train.bin", "leave .bin out: {0}/data/train"),
+    ("data/train.idx", "leave .idx out: {0}/data/train"),
+    ("data", "it is a folder: name one of {0}/data/train, {0}/data/valid"),
+    ("text.jsonl", "it is text: make a token file of it with `sagetrain prepare`"),
+])  # fmt: skip
+def test_a_path_that_is_nearly_that_of_a_token_file_gets_the_right_one(tmp_path, given, fix):
+    (tmp_path / "data").mkdir()
+    for name in ("data/train.bin", "data/train.idx", "data/valid.bin", "data/valid.idx", "text.jsonl"):
+        (tmp_path / name).touch()
+    (finding, *_) = findings(config({"path": f"{tmp_path}/{given}"}), required=True)
+    assert (finding.rule, finding.key) == ("data_files", "data.train.0.path")
+    assert finding.fix == fix.format(tmp_path)
+
+
+@pytest.mark.parametrize(("required", "level"), [(True, "error"), (False, "warning")])
+def test_a_folder_with_files_of_somebody_else_is_no_run_dir(tmp_path, parts, required, level):
+    """What a run writes would replace them: a configuration with comments, a tokenizer beside its data."""
+    tree = TREE | {"data": {**TREE["data"], "train": [{"path": parts}]}}
+    tree["training"] = {"run_dir": str(tmp_path / "run"), "total_tokens": 1000}
+    folder = tmp_path / "run"
+    folder.mkdir()
+
+    def found() -> list:
+        return [f for f in findings(RunConfig.model_validate(tree), required) if f.rule == "run_dir"]
+
+    (folder / "notes.txt").touch()
+    assert found() == []
+    for name in ("tokenizer.model", "config.yaml"):
+        (folder / name).touch()
+    (finding,) = found()
+    assert (finding.level, finding.key) == (level, "training.run_dir")
+    assert "holds config.yaml and tokenizer.model, which no run of SageTrain wrote there" in finding.message
+    (folder / ".lock").touch()  # of a run that was there
+    assert found() == []
+    (folder / ".lock").unlink()
+    (folder / "checkpoints").mkdir()  # a run that was copied without it
+    assert found() == []
+
+
+def test_variables_in_paths_are_named():
+    found = [each for each in findings(config({"path": "$DATA/x"}, {"path": "price$"}), required=False)
+             if each.rule == "path_not_expanded"]  # fmt: skip
+    assert [(each.level, each.key) for each in found] == [("error", "data.train.0.path")]
+    assert 'begin it with ~ for the home folder; the shell replaces "data.train.0.path=$HOME/..."' in found[0].fix
+
+
+def test_a_file_that_two_sources_name_is_said(parts):
+    cfg = config({"path": parts}, {"path": parts.replace("*", "00003-of-00003")})
+    found = [finding for finding in findings(cfg, required=False) if finding.rule == "source_twice"]
+    assert [(each.level, each.key) for each in found] == [("warning", "data.train.1.path")]
+    assert "web-00003-of-00003, as data.train.0 does" in found[0].message

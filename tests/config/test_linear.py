@@ -1,0 +1,158 @@
+# ruff: noqa: E501 - one case a line reads best
+"""Linear layers in 8 bits that cannot be as configured, and what choosing them means."""
+
+import pytest
+from checked_config import only, run_config
+
+from sagetrain.config.check import check
+from sagetrain.config.linear_sizes import LinearSizes
+from sagetrain.config.rules import fit
+from sagetrain.config.schema import LinearConfig
+
+CASES = [
+    # sections, world size, rule, level, key, what the message says, what the fix says
+    (
+        {"linear": {"precision": "int8", "recipe": "tensorwise"}}, 1,
+        "linear_recipe", "error", "linear.recipe", "is no recipe of linear.precision int8", "use rowwise or",
+    ),
+    (
+        {"linear": {"precision": "int8"}}, 1,
+        "linear_int8_costs_loss", "info", "linear.precision", "0.0003 ± 0.0002 nats per token above 16 bits", "sagetrain compare",
+    ),
+    (
+        {"linear": {"precision": "int8", "keep_last_fraction": 1e-9}}, 1,
+        "no_effect", "warning", "linear.keep_last_fraction", "1e-09: has no effect with these tokens_per_step", "remove",
+    ),
+    (
+        {"linear": {"precision": "fp8"}}, 1,
+        "linear_fp8_costs_loss", "info", "linear.precision", "ended 0.007 ± 0.006 nats per token (0.27 %) above 16 bits", "sagetrain compare",
+    ),
+    (
+        {"linear": {"precision": "auto", "recipe": "tensorwise"}}, 1,
+        "linear_recipe", "error", "linear.recipe", "is no recipe of linear.precision auto", "linear.precision fp8",
+    ),
+    (
+        {"linear": {"precision": "auto", "keep_first_blocks": 2}}, 1,
+        "linear_blocks", "error", "linear.keep_first_blocks", "none is left for linear.precision auto", "keep fewer",
+    ),
+    (
+        {"linear": {"precision": "fp8", "keep_first_blocks": 1, "keep_last_blocks": 3}}, 1,
+        "linear_blocks", "error", "linear.keep_last_blocks", "together keep 4 of the 2 blocks in 16 bits", "keep fewer",
+    ),
+    (
+        {"linear": {"precision": "bf16", "keep_first_blocks": 1}}, 1,
+        "no_effect", "warning", "linear.keep_first_blocks", "has no effect with linear.precision bf16", "remove it",
+    ),
+    (
+        {"linear": {"precision": "bf16", "recipe": "tensorwise"}}, 1,
+        "no_effect", "warning", "linear.recipe", "has no effect with linear.precision bf16", "remove it",
+    ),
+    (
+        {"linear": {"precision": "bf16", "keep_layers_below": 1}}, 1,
+        "no_effect", "warning", "linear.keep_layers_below", "has no effect with linear.precision bf16", "remove it",
+    ),
+    (
+        {"linear": {"precision": "bf16", "keep_last_fraction": 0.1}}, 1,
+        "no_effect", "warning", "linear.keep_last_fraction", "has no effect with linear.precision bf16", "remove it",
+    ),
+    (
+        {"linear": {"precision": "auto", "keep_first_fraction": 0.7, "keep_last_fraction": 0.3}}, 1,
+        "linear_parts", "error", "linear.keep_first_fraction", "with linear.keep_last_fraction 0.3 all of it is in 16", "use smaller ones",
+    ),
+    (
+        {"linear": {"precision": "int8", "keep_first_fraction": 0.9999}}, 1,
+        "no_effect", "warning", "linear.precision", "linear.keep_first_fraction 0.9999 and these tokens_per_step", "remove",
+    ),
+    (
+        {"linear": {"precision": "fp8", "keep_layers_below": 200_000}, "parallel": {"tensor_parallel_size": 2}}, 2,
+        "linear_blocks", "error", "linear.keep_layers_below", "more than the 196,608 weights that a rank has of the largest layer", "use a smaller one",
+    ),
+    (
+        {"linear": {"precision": "fp8"}, "model": {"hidden_size": 264, "head_dim": 64}}, 1,
+        "linear_multiple", "error", "model.hidden_size", "a side of 264 (264), which is not a multiple of 16", "use 256 or 272, or linear.precision bf16",
+    ),
+    (
+        {"linear": {"precision": "int8"}, "model": {"ffn_hidden_size": 720}, "parallel": {"tensor_parallel_size": 2}}, 2,
+        "linear_multiple", "error", "model.ffn_hidden_size", "a side of 360 (720 / tensor_parallel_size 2), which", "use 704 or 736, a smaller",
+    ),
+    (
+        {"linear": {"precision": "fp8"}, "model": {"head_dim": 40, "num_key_value_heads": 1}}, 1,
+        "linear_multiple", "error", "model.num_key_value_heads", "a side of 40 (1 x head_dim 40), which", "change head_dim, or linear.precision bf16",
+    ),
+    (
+        {"linear": {"precision": "auto"}, "model": {"ffn_hidden_size": 700}}, 1,
+        "linear_multiple", "info", "model.ffn_hidden_size", "linear.precision auto keeps gate_up and down in 16 bits for that", "use 688 or 704",
+    ),
+    (
+        {"linear": {"precision": "auto", "recipe": "tensorwise"}, "training": {"dtype": "fp32"}}, 1,
+        "no_effect", "warning", "linear.recipe", "with linear.precision auto and training.dtype fp32: no layer is in 8 bits", "remove it",
+    ),
+    (
+        {"linear": {"precision": "fp8"}, "training": {"dtype": "fp32"}}, 1,
+        "low_bit_linear_in_fp32", "info", "training.dtype", "takes fp32 without a GPU only", "linear.precision bf16",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("sections", "world_size", "rule", "level", "key", "says", "fix"), CASES)
+def test_findings(sections, world_size, rule, level, key, says, fix):
+    found = check(run_config(**sections), world_size, files=False)
+    finding = only([f for f in found if (f.rule, f.key) == (rule, key)])
+    assert finding.level == level
+    assert says in str(finding)
+    assert fix in finding.fix
+
+
+@pytest.mark.parametrize(("rule", "sections"), [
+    # gate, up and down have odd sides, and too few weights to be in 8 bits
+    ("linear_multiple", {"linear": {"precision": "fp8", "keep_layers_below": 190_000}, "model": {"ffn_hidden_size": 120}}),
+    ("linear_int8_costs_loss", {}),
+    ("no_effect", {"training": {"dtype": "fp32"}}),
+    *(
+        (rule, {"linear": {"precision": "auto", "recipe": "tensorwise"}, "training": {"dtype": "fp32"}})
+        for rule in ("low_bit_linear_in_fp32", "linear_int8_costs_loss", "linear_recipe")
+    ),
+])  # fmt: skip
+def test_what_does_no_harm_is_no_finding(rule, sections):
+    assert rule not in {finding.rule for finding in fit(run_config(**sections), 1)}
+
+
+CONSTANT = {"schedule": "constant", "tokens": 512}
+RAMP = {"schedule": "ramp", "start": 512, "end": 1024, "ramp_tokens": 2048}  # steps at 0, 512, .. 2048, 3072
+STAGES = {"schedule": "stages", "stages": [{"from_tokens": 0, "tokens": 512}, {"from_tokens": 2048, "tokens": 1024}]}
+AWARE = {"schedule": "noise_aware", "start": 1024, "floor": 1024, "ceiling": 1536, "hold_tokens": 1024}
+FIXED = {**AWARE, "ceiling": 1024}
+
+
+@pytest.mark.parametrize(("schedule", "total", "fraction", "said"), [
+    (CONSTANT, 10 * 512, 0.1, False), (CONSTANT, 10 * 512, 0.09, True),
+    (CONSTANT, 9 * 512 + 1, 0.01, False), (CONSTANT, 9 * 512 + 1, 1e-5, True),
+    (RAMP, 4096, 0.25, False), (RAMP, 4096, 0.24, True), (STAGES, 4096, 0.25, False), (STAGES, 4096, 0.24, True),
+    # Of 4,096 tokens three steps can reach the last part and leave some; of 2,048 it takes two, which leave none.
+    (FIXED, 4096, 0.25, False), (FIXED, 4096, 0.24, True), (AWARE, 4096, 0.24, False), (AWARE, 2048, 0.24, True),
+])  # fmt: skip
+def test_a_last_part_in_which_no_step_begins_has_no_effect(schedule, total: int, fraction: float, said: bool) -> None:
+    """Also of a run whose last step ends behind its tokens. Of noise_aware only where that is so whatever it decides."""
+    cfg = run_config(
+        linear={"precision": "fp8", "keep_last_fraction": fraction},
+        tokens_per_step=schedule,
+        training={"total_tokens": total},
+        lr_schedule={"warmup_tokens": 0},
+    )
+    keys = [finding.key for finding in check(cfg, 1) if finding.rule == "no_effect"]
+    assert ("linear.keep_last_fraction" in keys) == said
+
+
+def test_stages_that_begin_late_are_refused_where_the_last_part_is_looked_for_too() -> None:
+    stages = {"schedule": "stages", "stages": [{"from_tokens": 512, "tokens": 512}]}
+    cfg = run_config(linear={"precision": "fp8", "keep_last_fraction": 0.1}, tokens_per_step=stages)
+    assert "first_stage" in {finding.rule for finding in check(cfg, 1)}
+
+
+def test_auto_is_16_bits_or_int8_from_a_size_on() -> None:
+    """No layer counts that 8 bits do not take, nor one that is to stay out."""
+    layers = [LinearSizes(16, {"a": size}) for size in (32, 48, 32, 72, 16)]
+    first, *low = LinearConfig(precision="auto", keep_layers_below=400).choices(layers)
+    assert (first.precision, first.keep_layers_below) == ("bf16", 400)
+    assert {choice.precision for choice in low} == {"int8"}
+    assert [choice.keep_layers_below for choice in low] == [400, 512, 768]

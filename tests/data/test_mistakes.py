@@ -1,0 +1,264 @@
+"""`prepare` on what is wrong: bad lines and files, arguments, a full disk; one clear error, and nothing left over."""
+
+import gzip
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+import zstandard
+from prepare_inputs import documents, make_texts, prepare, quiet, write_jsonl
+
+from sagetrain.config import ConfigError
+from sagetrain.data.files import CHUNK_BYTES
+from sagetrain.data.kinds import check_once
+from sagetrain.data.request import TextRequest
+from sagetrain.data.sources import Corpus
+
+
+def lines(*records: bytes) -> bytes:
+    return b"\n".join(records) + b"\n"
+
+
+GOOD = b'{"text": "fine"}'
+BAD_FILES = {
+    "key.jsonl": (lines(GOOD, b'{"body": "x", "title": "y"}'), r"line 2: no key 'text'; .* body, title\. .*--text-key"),
+    "nested.json": (b'{"data": [{"text": "x"}]}', r"line 1: no key 'text'; .*under 'data': jq -c '.*\"data\"\]\[\]'"),
+    "python.jsonl": (lines(b"{'text': 'x'}"), "line 1: not valid JSON: .*use json.dumps"),
+    "several.jsonl": (lines(b'{"text": "a"}{"text": "b"}'), "line 1: not valid JSON: Extra.*several objects"),
+    "mac.csv": (b"text\ra\rb\r", r"1: .*tr '\\r' '\\n'"),
+    "windows.csv": (b"text\ncaf\xe9\n", r" 2: not UTF-8 \(byte 0xe9\); convert the file: iconv"),
+    "pair.psv": (b"text|n\na|1|2\n", "row 1: it has 3 cells, and the first line has 2"),
+    "nokeys.jsonl": (lines(b"{}"), "line 1: no key 'text'; the keys are: none"),
+    "syntax.jsonl": (lines(GOOD, GOOD, b'{"text": "x"'), "line 3: not valid JSON: "),
+    "array.jsonl": (b'[\n{"text": "x"}]', r"line 1: not valid JSON.*rename it to end in \.json"),
+    "pretty.json": (b'{\n"text": "x"}', r"line 1: not valid JSON.*one object over several lines.*jq -c"),
+    "list.jsonl": (lines(b'["x"]'), "line 1: holds list, not a JSON object"),
+    "later.jsonl": (lines(GOOD, b'["x"]'), "line 2: holds list, not a JSON object$"),
+    "inline.jsonl": (b'[{"text": "x"}]', r"line 1: holds list, not a JSON object .*rename it to end in \.json"),
+    "twice.csv": (b"text,n,text\na,1,b\n", "2 columns have the name 'text', .* rename all but one"),
+    "number.jsonl": (lines(GOOD, b'{"text": 5}'), "line 2: 'text' holds int, not text"),
+    "latin.jsonl": (lines(GOOD, b'{"text": "caf\xe9"}'), r"line 2: not UTF-8 \(byte 0xe9\)"),
+    "surrogate.jsonl": (lines(b'{"text": "\\ud800"}'), "line 1: not valid Unicode: a lone surrogate"),
+    "late.jsonl": (lines(*[GOOD] * 6000, b"oops"), "line 6,001: not valid JSON"),
+    "binary.txt": (b"\x89PNG\x0d\x0a", r"binary\.txt: is a picture; .* leave it out with --glob"),
+    "latin.txt": (b"caf\xe9 and more", r"latin\.txt: not UTF-8 \(byte 0xe9\); if it is no text file, .* --glob"),
+    "not.jsonl.gz": (GOOD, r"cannot read .*not\.jsonl\.gz: Not a gzipped file"),
+    "cut.jsonl.gz": (gzip.compress(lines(*[GOOD] * 50))[:-12], r"cannot read .*cut\.jsonl\.gz: Compressed file ended"),
+    "wrong.jsonl.gz": (
+        gzip.compress(os.urandom(500))[:200] + b"\xff" * 80 + gzip.compress(os.urandom(500))[280:],
+        r"cannot read .*wrong\.jsonl\.gz: ",
+    ),
+    "not.jsonl.zst": (GOOD, r"cannot read .*not\.jsonl\.zst: "),
+    "cut.jsonl.zst": (zstandard.compress(lines(*[GOOD] * 50))[:-4], r"cannot read .*cut\.jsonl\.zst: it ends in the"),
+    "bad.parquet": (b"PAR1 no", r"cannot read .*bad\.parquet: "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("a.jsonl", "a.jsonl.gz"), ("a.txt", "a.txt.xz"), ("a.jsonl.zst", "a.jsonl.bz2"), ("a.parquet", "a.jsonl"),
+     ("a.tar", "a.tgz"), ("a.zip", "a/b.csv"), ("a.JSONL", "a.jsonl.GZ")],
+)  # fmt: skip
+def test_a_file_beside_its_packed_copy_is_not_read_twice(tmp_path, one, other):
+    """Nor a table beside itself in another format, or an archive beside its files."""
+    with pytest.raises(ConfigError, match=f"{one} and {other} hold the same texts by their names.*--glob"):
+        check_once([one, "b.jsonl", other])
+    if one == "a.jsonl":
+        (tmp_path / one).write_bytes(GOOD)
+        (tmp_path / other).write_bytes(gzip.compress(GOOD))
+        with tarfile.open(tmp_path.with_suffix(".tar"), "w") as tar:
+            tar.add(tmp_path, "")
+        for sources in ([tmp_path], [tmp_path / one, tmp_path / other], [tmp_path.with_suffix(".tar")]):
+            with pytest.raises(ConfigError, match=r"a\.jsonl and .*a\.jsonl\.gz hold the same texts"):
+                Corpus(TextRequest([*map(str, sources)]))
+        with pytest.raises(ConfigError, match="is named twice"):
+            Corpus(TextRequest([str(tmp_path), str(tmp_path / one)], glob="*.jsonl"))
+
+
+def test_splits_that_nobody_trains_on_are_said(tmp_path):
+    """A dataset's folder as it is published: data/train-*.parquet beside data/test-*.parquet."""
+
+    def said(*names):
+        folder = tmp_path / str(len(names))
+        folder.mkdir()
+        for name in names:
+            (folder / name).write_bytes(GOOD)
+        return "".join(Corpus(TextRequest([str(folder)])).notes)
+
+    assert "train-1.jsonl" not in said("train-0.jsonl", "train-1.jsonl", "contest.jsonl")
+    found = said("train-0.jsonl", "test-0.jsonl")
+    assert "test-0.jsonl and what else is called test or validation (1 of 2 files) is read with the rest" in found
+    assert not said("test-0.jsonl")
+
+
+def test_files_of_other_names_are_all_read():
+    check_once(
+        ["a.jsonl", "b/a.jsonl", "a.c", "a.h", "a.md", "a.md.txt", "d.tar", "dd/c.csv", "a.2.jsonl", "a.1.jsonl.gz"]
+    )
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_bad_files_are_named_with_the_place(tmp_path, model, name):
+    content, message = BAD_FILES[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=message) as raised:
+        quiet([str(tmp_path / name)], tmp_path / "x", tokenizer=model)
+    assert name in str(raised.value)
+    assert not list(tmp_path.glob("x*"))
+
+
+def test_an_output_that_cannot_be_written_is_found_before_a_tokenizer_is_trained(tmp_path, monkeypatch):
+    monkeypatch.setattr("sagetrain.data.prepare.train_tokenizer", lambda *args: pytest.fail("has begun"))
+    (tmp_path / "text.txt").write_text("a text")
+    output = tmp_path / "text.txt/train"
+    with pytest.raises(ConfigError, match=rf"cannot write {output}: .* choose another place"):
+        quiet([str(tmp_path / "text.txt")], output, vocab_size=300)
+
+
+@pytest.mark.parametrize(
+    "name", ["a.jsonl", "a.parquet", "a.txt", "a.csv.gz", "a.tar", "tokenizer.model", "tokenizer.json"]
+)
+def test_a_pointer_in_place_of_a_file_is_named(tmp_path, model, name):
+    """A dataset, or a model, that was cloned without Git LFS."""
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n")
+    write_jsonl(tmp_path / "good.jsonl", ["text"])
+    tokenizer = tmp_path / name if "tokenizer" in name else model
+    source = tmp_path / ("good.jsonl" if "tokenizer" in name else name)
+    with pytest.raises(ConfigError, match=rf"/{name} is a pointer of Git LFS, not the file: run `git lfs pull`"):
+        quiet([str(source)], tmp_path / "x", tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize("name", ["syntax.jsonl", "cut.jsonl.gz"])
+def test_a_bad_file_is_named_while_a_tokenizer_is_trained_on_it(tmp_path, name):
+    """SentencePiece makes a RuntimeError of what its reader raises, with a stack of lines inside."""
+    content, message = BAD_FILES[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=message) as raised:
+        quiet([str(tmp_path / name)], tmp_path / "x", vocab_size=300)
+    assert "INTERNAL" not in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "better"),
+    [("a.txt", ".jsonl"), ("a.jsonlines", ".jsonl"), ("a.txt.gz", ".jsonl.gz"), ("a.ZST", ".jsonl.ZST")],
+)
+def test_json_lines_are_no_plain_text(tmp_path, model, name, better):
+    pack = {".gz": gzip.compress, ".ZST": zstandard.compress}.get(Path(name).suffix, bytes)
+    path = tmp_path / name
+    for record in (GOOD, json.dumps({"text": "x" * 2 * CHUNK_BYTES}).encode()):
+        path.write_bytes(pack(lines(b"\xef\xbb\xbf", b" ", record, record)))
+        message = rf"{re.escape(name)}: its first line is a JSON object.*rename it to end in {re.escape(better)}, or"
+        with pytest.raises(ConfigError, match=message):
+            quiet([str(path)], tmp_path / "x", tokenizer=model)
+        assert not list(tmp_path.glob("x*"))
+
+
+@pytest.mark.parametrize("text", ["{\n  open\n}\n", "{x} and y", '["a"]\n', "12\n", '{"a": 1} is JSON'])
+def test_text_that_only_looks_like_json_is_text(tmp_path, model, tokenizer, text):
+    (tmp_path / "a.txt").write_text(text)
+    quiet([str(tmp_path / "a.txt")], tmp_path / "x", tokenizer=model)
+    assert documents(tmp_path / "x") == [[*tokenizer.encode(text), tokenizer.eos_id]]
+
+
+def test_an_error_in_a_worker_arrives_whole(tmp_path, model):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(lines(*[GOOD] * 9000, b'{"body": 1}', *[GOOD] * 9000))
+    with pytest.raises(ConfigError, match=r"a\.jsonl, line 9,001: no key 'text'; the keys are: body"):
+        quiet([str(path)], tmp_path / "x", tokenizer=model, num_workers=2)
+    assert not list(tmp_path.glob("x*"))
+
+
+@pytest.mark.parametrize(
+    ("sources", "options", "message"),
+    [
+        ([], {}, "no source of text"),
+        (["./none.jsonl"], {}, r"\./none\.jsonl: no such file or folder"),
+        (["none.jsonl"], {}, "no such file or folder"),
+        (["."], {"glob": "*.nothing"}, r"no files that match '\*\.nothing'"),
+        (["."], {"glob": "/a*"}, "--glob '/a.': .*; write it relative to the folder"),
+        (["empty"], {}, "empty: no files"),
+        (["a.txt"], {"vocab_size": 500}, "either --tokenizer or --vocab-size"),
+        (["a.txt"], {"tokenizer": None}, r"there is no tokenizer\.model in .*give --tokenizer, or --vocab-size"),
+        (["a.txt"], {"tokenizer": "a.txt"}, "is not a SentencePiece model"),
+        (["a.txt"], {"tokenizer": "none.model"}, r"tokenizer none\.model: No such file"),
+        (["a.txt"], {"tokenizer": None, "vocab_size": 10_000}, "10,000 tokens cannot be trained"),
+        (["a.txt"], {"tokenizer": None, "vocab_size": 0}, "--vocab-size 0 is below 260 .*: give a larger one"),
+        (["a.txt"], {"tokenizer": None, "vocab_size": -5}, "--vocab-size -5 is below 260"),
+        (["a.txt"], {"tokenizer": None, "vocab_size": 259}, "--vocab-size 259 is below 260"),
+        (["a.txt"], {"vocab_size": 0}, "--vocab-size 0 is below 260"),
+        (["a.txt"], {"tokenizer": None, "vocab_size": 32_000_000}, "--vocab-size 32000000 is above 1000000"),
+        (["a.txt"], {"output": "out/"}, "output out/ is a folder: name the token file in it, e.g. -o out/train"),
+        (["a.txt"], {"output": "empty"}, "output empty is a folder: .* -o empty/train"),
+        (["a.txt"], {"output": Path("empty")}, "output empty is a folder: .* -o empty/train"),
+        (["a.txt"], {"output": "."}, r"output \. is a folder: .* -o train"),
+        (["a.txt"], {"valid_fraction": 1.0}, r"--valid-fraction 1\.0 is not in"),
+        (["a.txt"], {"num_workers": 0}, "--workers 0 is not from 1 to 1024"),
+        (["a.txt"], {"num_workers": 100_000}, "--workers 100000 is not from 1 to 1024: one for each core is enough"),
+        (["a.txt"], {"output": "out/train.bin"}, r"without \.bin/\.idx"),
+        (["a.txt"], {"output": "out/valid", "valid_fraction": 0.1}, "held-out file is named valid"),
+        (["a.txt"], {"output": "a.txt/train"}, "cannot write"),
+    ],
+)
+def test_wrong_arguments(tmp_path, monkeypatch, model, sources, options, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("some text")
+    (tmp_path / "empty").mkdir()
+    arguments = {"tokenizer": model, "output": "out/train", **options}
+    if arguments.get("vocab_size") and "tokenizer" not in options:
+        arguments["tokenizer"] = model
+    with pytest.raises(ConfigError, match=message):
+        quiet(sources, arguments.pop("output"), **arguments)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_bad_lines_are_left_out_and_counted_when_asked(tmp_path, model, workers):
+    rows = [name for name, (_, message) in BAD_FILES.items() if "line" in message]
+    expected = 0
+    for name in rows:
+        (tmp_path / name).write_bytes(BAD_FILES[name][0])
+        expected += BAD_FILES[name][0].count(GOOD)
+    said = []
+    options = {"tokenizer": model, "num_workers": workers, "skip_bad_lines": True, "say": said.append}
+    result = prepare([str(tmp_path / name) for name in rows], tmp_path / "x", **options)
+    assert result.counts["train"].documents == expected == len(documents(tmp_path / "x"))
+    bad = result.counts["train"].bad_lines
+    assert bad == len(rows) + 2  # array.jsonl and pretty.json have two of them
+    assert f"left out {bad} bad lines, the first: {tmp_path}/key.jsonl, line 2: no key 'text'" in said[-1]
+    with pytest.raises(ConfigError, match="prepared from other inputs or settings"):
+        quiet([str(tmp_path / name) for name in rows], tmp_path / "x", tokenizer=model)
+    with pytest.raises(ConfigError, match=r"no document with text .* \(1 bad line, the first: .*list\.jsonl, line 1"):
+        prepare([str(tmp_path / "list.jsonl")], tmp_path / "y", **options)
+    (tmp_path / "mixed.jsonl").write_bytes(lines(GOOD, b"oops", b'{"text": 5}'))
+    trained = quiet([str(tmp_path / "mixed.jsonl")], tmp_path / "new/z", vocab_size=264, skip_bad_lines=True)
+    assert (trained.counts["train"].documents, trained.counts["train"].bad_lines) == (1, 2)
+
+
+def test_a_full_disk_names_the_file_and_leaves_nothing(tmp_path, model):
+    path = write_jsonl(tmp_path / "a.jsonl", make_texts(6000))
+    quiet([str(path)], tmp_path / "whole/x", tokenizer=model, valid_fraction=0.1)
+    limits = [2**15, (tmp_path / "whole/x.bin").stat().st_size - 1]
+    for limit in limits:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        try:
+            message = r"cannot write .*new/er/(x|valid)\.(bin|idx): File too large; free space there, or .* \(-o\)"
+            with pytest.raises(ConfigError, match=message):
+                quiet([str(path)], tmp_path / "new/er/x", tokenizer=model, valid_fraction=0.1)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        assert sorted(each.name for each in tmp_path.iterdir()) == ["a.jsonl", "whole"]
+
+
+def test_the_command_sees_that_the_output_is_a_folder(tmp_path):
+    (tmp_path / "a.txt").write_text("some text")
+    command = [sys.executable, "-c", "from sagetrain.__main__ import program; program()", "prepare", tmp_path / "a.txt"]
+    run = subprocess.run([*command, "-o", f"{tmp_path}/new/", "--vocab-size", "300"], capture_output=True, text=True)
+    assert run.returncode == 2
+    assert f"output {tmp_path}/new/ is a folder" in run.stderr
+    assert [file.name for file in tmp_path.iterdir()] == ["a.txt"]

@@ -1,0 +1,275 @@
+"""`prepare`: the same files whatever the workers; nothing half-done looks done."""
+
+import hashlib
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from prepare_inputs import TEXTS, documents, make_texts, prepare, quiet, write_jsonl
+
+from sagetrain.config import ConfigError
+from sagetrain.data import token_file
+from sagetrain.data.files import CHUNK_BYTES
+from sagetrain.data.request import TextRequest
+from sagetrain.data.sources import Corpus
+from sagetrain.data.tokenizer import train_tokenizer
+
+
+def digest(folder: Path, *names: str) -> dict[str, str]:
+    return {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
+
+
+# -- workers, splits, tokenizers ---------------------------------------------------------------------------------------
+
+
+def test_the_files_do_not_depend_on_the_workers(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", make_texts(12000) + ["", "last"])
+    assert path.stat().st_size > 4 * CHUNK_BYTES
+    names = ["train.bin", "train.idx", "valid.bin", "valid.idx", "tokenizer.model", "train.json", "valid.json"]
+    found = []
+    for workers in (1, 2, 3):
+        folder = tmp_path / str(workers)
+        quiet([str(path)], folder / "train", vocab_size=350, valid_fraction=0.1, num_workers=workers)
+        found.append(digest(folder, *names))
+    assert found[0] == found[1] == found[2]
+
+
+def test_split_goes_by_the_document(tmp_path, model, tokenizer):
+    texts = {"a": TEXTS, "b": random.Random(1).sample(TEXTS, len(TEXTS))}
+    for run in "ab":
+        path = write_jsonl(tmp_path / f"{run}.jsonl", texts[run])
+        quiet([str(path)], tmp_path / run / "train", tokenizer=model, valid_fraction=0.2)
+    sides = {}
+    for run in "ab":
+        train, valid = (
+            {tokenizer.decode(document[:-1]) for document in documents(tmp_path / run / side)}
+            for side in ("train", "valid")
+        )
+        assert train | valid == set(TEXTS)
+        assert not train & valid
+        assert 30 < len(valid) < 90
+        sides[run] = valid
+    assert sides["a"] == sides["b"]
+
+
+@pytest.mark.parametrize("change", ["nothing", "more text", "train deleted"])
+def test_held_out_documents_do_not_get_into_train(tmp_path, model, change):
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    out = tmp_path / "d" / "train"
+    quiet([str(path)], out, tokenizer=model, valid_fraction=0.2)
+    if change == "more text":
+        write_jsonl(path, TEXTS + ["new"])
+    elif change == "train deleted":
+        for suffix in (".bin", ".idx", ".json"):
+            token_file.token_path(out, suffix).unlink()
+    overwrite = change != "train deleted"
+    before = {file: file.read_bytes() for file in out.parent.iterdir()}
+    message = r"d/valid\.idx was .*same inputs.* --valid-fraction \(it was 0\.2\) .*, or delete .*d/valid"
+    with pytest.raises(ConfigError, match=message):
+        quiet([str(path)], out, overwrite=overwrite)
+    assert {file: file.read_bytes() for file in out.parent.iterdir()} == before
+    quiet([str(path)], out, valid_fraction=0.2, overwrite=True)
+    for suffix in (".bin", ".idx", ".json"):
+        token_file.token_path(out.with_name("valid"), suffix).unlink()
+    assert quiet([str(path)], out, overwrite=True).counts["train"].documents >= len(TEXTS)
+
+
+def test_a_valid_file_of_other_documents_stays(tmp_path, model):
+    train, valid = write_jsonl(tmp_path / "a.jsonl", TEXTS[:200]), write_jsonl(tmp_path / "b.jsonl", TEXTS[200:])
+    quiet([str(valid)], tmp_path / "d" / "valid", tokenizer=model)
+    for _ in range(2):
+        quiet([str(train)], tmp_path / "d" / "train", overwrite=True)
+    quiet([str(valid)], tmp_path / "d" / "valid", overwrite=True)
+    assert len(documents(tmp_path / "d" / "valid")) == len(TEXTS) - 200
+
+
+def test_a_split_with_nothing_on_one_side(tmp_path, model):
+    path = write_jsonl(tmp_path / "a.jsonl", ["only one"])
+    with pytest.raises(ConfigError, match="no document with text went into this file"):
+        quiet([str(path)], tmp_path / "train", tokenizer=model, valid_fraction=0.5)
+    few = write_jsonl(tmp_path / "b.jsonl", ["one", "two"])
+    with pytest.raises(ConfigError, match=r"this file: --valid-fraction 0\.001 of 2 documents took none, use a larger"):
+        quiet([str(few)], tmp_path / "train", tokenizer=model, valid_fraction=0.001)
+    assert not list(tmp_path.glob("*.bin")) + list(tmp_path.glob("*.idx")) + list(tmp_path.glob("*.partial"))
+
+
+def test_one_plain_text_file_cannot_be_split(tmp_path, model):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "book.txt").write_text("\n\n".join(TEXTS))
+    for source in ("in", "in/book.txt"):
+        said = []
+        with pytest.raises(ConfigError, match=r"book\.txt: --valid-fraction 0\.2 needs several documents.*\.jsonl"):
+            prepare([str(tmp_path / source)], tmp_path / "train", vocab_size=350, valid_fraction=0.2, say=said.append)
+        assert said == []  # before the tokenizer is trained
+    for number in range(9):
+        (tmp_path / "in" / f"{number}.txt").write_text(TEXTS[number])
+    result = quiet([str(tmp_path / "in")], tmp_path / "train", tokenizer=model, valid_fraction=0.5)
+    assert result.counts["train"].documents + result.counts["valid"].documents == 10
+
+
+def test_second_file_takes_the_tokenizer_of_its_folder(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    first = quiet([str(path)], tmp_path / "d" / "train", vocab_size=350)
+    second = quiet([str(path)], tmp_path / "d" / "more", num_workers=1)
+    assert second.vocab_size == 350
+    assert documents(second.train) == documents(first.train)
+    with pytest.raises(ConfigError, match="holds more, prepared with another tokenizer"):
+        quiet([str(path)], tmp_path / "d" / "train", vocab_size=340, overwrite=True)
+
+
+@pytest.mark.parametrize("how", ["trained", "given"])
+def test_a_tokenizer_in_use_is_replaced_only_when_asked(tmp_path, model, how):
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    out, file = tmp_path / "d" / "train", tmp_path / "d" / "tokenizer.model"
+    first = train_tokenizer(TEXTS, 340)
+    file.parent.mkdir()
+    file.write_bytes(first)  # its token file has gone; a checkpoint may still name it
+    options = {"vocab_size": 350} if how == "trained" else {"tokenizer": model}
+    message = r"d/tokenizer\.model exists and would be replaced.*-o\), keep it with --tokenizer .*d/tokenizer\.model .*"
+    said = []
+    with pytest.raises(ConfigError, match=message + "--overwrite"):
+        prepare([str(path)], out, say=said.append, **options)
+    assert said == []
+    assert [each.name for each in out.parent.iterdir()] == ["tokenizer.model"]
+    assert file.read_bytes() == first
+    (tmp_path / "copy.model").write_bytes(first)
+    quiet([str(path)], out, tokenizer=tmp_path / "copy.model")  # the same content replaces nothing
+    assert file.read_bytes() == first
+    quiet([str(path)], out, overwrite=True, **options)
+    assert file.read_bytes() != first
+
+
+def test_a_call_cut_short_after_its_tokenizer_starts_over(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    first = quiet([str(path)], tmp_path / "d" / "train", vocab_size=350, valid_fraction=0.2)
+    token_file.token_path(first.train, ".idx").unlink()
+    again = quiet([str(path)], tmp_path / "d" / "train", vocab_size=350, valid_fraction=0.2)
+    assert not again.already_there
+    assert again.counts == first.counts
+
+
+def test_tokenizer_sample_takes_from_every_file(tmp_path):
+    for number in range(4):
+        write_jsonl(tmp_path / f"{number}.jsonl", [f"{'abcd'[number]} " * 300_000])
+    corpus = Corpus(TextRequest([str(tmp_path)]))
+    sample = list(corpus.sample(4 * CHUNK_BYTES))
+    assert {text[0] for text in sample} == set("abcd")
+    assert sum(map(len, sample)) == 4 * CHUNK_BYTES
+    assert sum(map(len, corpus.sample(100))) == 100
+    assert list(corpus.sample(4 * CHUNK_BYTES)) == sample
+
+
+def test_memory_does_not_grow_with_the_corpus(tmp_path, model):
+    script = """
+        import resource, sys
+        from sagetrain.data.prepare import prepare
+        from sagetrain.data.request import Request
+        for size in ("warm", "small", "large"):
+            path = f"{sys.argv[1]}/{size}"
+            prepare(Request([f"{path}.jsonl"], output=path, tokenizer=sys.argv[2]), hears=str)
+            print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    """
+    lines = write_jsonl(tmp_path / "x.jsonl", make_texts(4000)).read_text()
+    for name, times in (("warm", 1), ("small", 2), ("large", 30)):
+        (tmp_path / f"{name}.jsonl").write_text(lines * times)
+    run = [sys.executable, "-c", textwrap.dedent(script), tmp_path, model]
+    _, small, large = map(int, subprocess.run(run, capture_output=True, text=True, check=True).stdout.split())
+    assert large - small < 10_000  # KiB; the corpora differ by 25 MB
+    assert (tmp_path / "large.bin").stat().st_size == 15 * (tmp_path / "small.bin").stat().st_size
+
+
+def test_one_document_is_one_document(tmp_path, model):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "fine"}\n{"text": ""}\n')
+    said = []
+    prepare([str(tmp_path / "a.jsonl")], tmp_path / "x", tokenizer=model, say=said.append)
+    assert said[-2].endswith(" tokens, 1 document")
+    assert said[-1] == "left out 1 empty document"
+
+
+def test_a_path_is_the_same_input_however_it_is_written(tmp_path, model, monkeypatch):
+    (tmp_path / "work").mkdir()
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS[:20])
+    monkeypatch.chdir(tmp_path / "work")
+    quiet([str(path)], tmp_path / "x", tokenizer=model)
+    assert quiet(["../a.jsonl"], tmp_path / "x", tokenizer=model).already_there
+
+
+def test_the_smallest_vocabulary(tmp_path):
+    (tmp_path / "a.txt").write_text("aaaa")
+    assert quiet([str(tmp_path / "a.txt")], tmp_path / "x", vocab_size=260).vocab_size == 260
+
+
+def test_prepare_needs_no_torch():
+    code = "import sys, sagetrain.data.prepare; sys.exit('torch' in sys.modules or 'datasets' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert resource.getpagesize() > 0
+
+
+# -- interruptions -----------------------------------------------------------------------------------------------------
+
+
+def test_a_failure_at_any_rename_leaves_whole_files_or_none(tmp_path, model, monkeypatch):
+    """Over older files of another corpus, with two outputs: the worst case for half-replaced files."""
+    old = write_jsonl(tmp_path / "old.jsonl", TEXTS[:100])
+    new = write_jsonl(tmp_path / "new.jsonl", TEXTS)
+    out = tmp_path / "out" / "train"
+    options = {"tokenizer": model, "valid_fraction": 0.2}
+    replace = os.replace
+    for failing in range(12):
+        quiet([str(old)], out, overwrite=True, **options)
+        calls = iter(range(100))
+
+        def broken(source, target, calls=calls, failing=failing):
+            if next(calls) == failing:
+                raise KeyboardInterrupt
+            replace(source, target)
+
+        monkeypatch.setattr(os, "replace", broken)
+        try:
+            quiet([str(new)], out, overwrite=True, **options)
+        except KeyboardInterrupt:
+            for side in ("train", "valid"):
+                if token_file.token_path(out.with_name(side), ".idx").exists():
+                    documents(out.with_name(side))  # validates deeply
+        else:
+            break
+        finally:
+            monkeypatch.setattr(os, "replace", replace)
+        quiet([str(new)], out, overwrite=True, **options)
+        assert len(documents(out)) + len(documents(out.with_name("valid"))) == len(TEXTS)
+    assert failing == 7  # tokenizer, then .bin, .json (temporary and final) and .idx of two outputs
+
+
+def test_repeating_a_call(tmp_path, model):
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    first = quiet([str(path)], tmp_path / "x", tokenizer=model)
+    before = (tmp_path / "x.idx").stat().st_mtime_ns
+    second = quiet([str(path)], tmp_path / "x", tokenizer=model, num_workers=2)
+    assert second.already_there
+    assert not first.already_there
+    assert second.counts == first.counts
+    assert (tmp_path / "x.idx").stat().st_mtime_ns == before
+    write_jsonl(path, TEXTS[:10])
+    with pytest.raises(ConfigError, match=r"x exists and was prepared from other inputs or settings"):
+        quiet([str(path)], tmp_path / "x", tokenizer=model)
+    assert quiet([str(path)], tmp_path / "x", tokenizer=model, overwrite=True).counts["train"].documents == 10
+
+
+def test_a_worker_that_dies(tmp_path, model, monkeypatch):
+    path = write_jsonl(tmp_path / "a.jsonl", make_texts(12000))
+
+    def kill_workers(chunk_texts):
+        for child in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split():
+            if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
+                os.kill(int(child), signal.SIGKILL)
+
+    monkeypatch.setattr(token_file.TokenFileWriter, "add", lambda self, *args: kill_workers(args))
+    with pytest.raises(ConfigError, match=r"a worker process ended unexpectedly \(exit code -9; out of memory\?\)"):
+        quiet([str(path)], tmp_path / "x", tokenizer=model, num_workers=2)
+    assert not list(tmp_path.glob("x*"))

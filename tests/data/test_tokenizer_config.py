@@ -1,0 +1,331 @@
+"""Files beside a tokenizer: tokens, special tokens and chat templates are those that transformers finds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from prepare_inputs import published_tokenizer, quiet
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Pipeline
+from transformers import AutoTokenizer
+
+from sagetrain.config import ConfigError
+from sagetrain.data.tokenizer import Tokenizer
+from sagetrain.interop.tokenizer_files import tokenizer_files
+
+FILES = {"config": "tokenizer_config.json", "mapped": "special_tokens_map.json", "added": "added_tokens.json"}
+TEXT = "<|im_start|>user\nHi  <|im_end|>  there, <think> it's <tool>\n <|end|><|im_end|> x<think>"
+
+
+@pytest.fixture(scope="module")
+def plain() -> str:
+    """A tokenizer.json of 256 bytes and an end-of-text token."""
+    vocabulary = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    pipeline = Pipeline(models.BPE(vocabulary, []))
+    pipeline.pre_tokenizer, pipeline.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    pipeline.add_special_tokens([AddedToken("<|end|>", special=True, normalized=False)])
+    return pipeline.to_str()
+
+
+def write(folder: Path, plain: str, **files: dict) -> Path:
+    """The tokenizer.json of a folder with these files beside it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tokenizer.json").write_text(plain)
+    for name, tree in ({"config": {}} | files).items():
+        named = {"eos_token": "<|end|>"} | tree if name == "config" else tree
+        (folder / FILES[name]).write_text(json.dumps(named))
+    return folder / "tokenizer.json"
+
+
+def stated(content: str, special: bool = True, **flags: bool) -> dict:
+    """A token as save_pretrained of transformers writes it."""
+    return {"content": content, "special": special, "lstrip": False, "rstrip": False, "single_word": False} | flags
+
+
+START, END = ("<|im_start|>", "<|im_end|>")
+BOTH = {"257": stated(START, normalized=False), "258": stated(END, normalized=False)}
+# What lies beside a tokenizer.json without these tokens.
+CASES: dict[str, dict[str, dict]] = {
+    "decoder": {"config": {"added_tokens_decoder": BOTH}},
+    "some are no control tokens": {
+        "config": {"added_tokens_decoder": BOTH | {"259": stated("<think>", special=False, normalized=True)}}
+    },
+    "spaces beside them": {
+        "config": {"added_tokens_decoder": {"257": stated(START, rstrip=True), "258": stated(END, lstrip=True)}}
+    },
+    "whole words": {"config": {"added_tokens_decoder": {"257": stated("<think>", single_word=True)}}},
+    "found otherwise than tokenizer.json says": {
+        "config": {"added_tokens_decoder": {"256": stated("<|end|>", rstrip=True)}}
+    },
+    "a list": {"config": {"additional_special_tokens": [START, END]}},
+    "a list of objects": {
+        "config": {"extra_special_tokens": [{"__type": "AddedToken"} | stated(END, lstrip=True), START]}
+    },
+    "a model's own names": {"config": {"extra_special_tokens": {"think_token": "<think>"}, "tool_token": "<tool>"}},
+    "names": {"config": {"bos_token": START, "eos_token": END, "pad_token": "<tool>"}},
+    "names with flags": {"config": {"eos_token": {"__type": "AddedToken"} | stated(END, lstrip=True)}},
+    "the map": {"mapped": {"eos_token": stated(END), "bos_token": START, "additional_special_tokens": ["<tool>"]}},
+    "the map before the configuration": {"config": {"bos_token": "<think>"}, "mapped": {"bos_token": START}},
+    "the decoder before the map": {
+        "config": {"added_tokens_decoder": BOTH, "bos_token": START},
+        "mapped": {"bos_token": END, "pad_token": "<tool>"},
+    },
+    "added tokens": {"added": {START: 257, END: 258}},
+    "added tokens that the map names": {"added": {START: 257, END: 258}, "mapped": {"eos_token": END}},
+    "all of them": {
+        "config": {"additional_special_tokens": ["<tool>"]},
+        "mapped": {"eos_token": END},
+        "added": {END: 257, START: 258},
+    },
+    "the decoder alone of all": {"config": {"added_tokens_decoder": BOTH}, "added": {"<tool>": 259}},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tokens_are_those_of_transformers(plain: str, name: str, tmp_path: Path) -> None:
+    """From the folder, from our copy of the file alone, and from an export."""
+    file = write(tmp_path / "theirs", plain, **CASES[name])
+    theirs, ours = AutoTokenizer.from_pretrained(file.parent), Tokenizer.load(file)
+    expected = theirs.encode(TEXT, add_special_tokens=False)
+    special = {number for number, token in theirs.added_tokens_decoder.items() if token.special}
+
+    def check(found: Tokenizer) -> None:
+        assert found.encode_parts([(TEXT, False)], control=True)[0] == expected
+        assert (found.vocab_size, found.eos_id) == (len(theirs), theirs.eos_token_id)
+        assert found.bos_id == (-1 if theirs.bos_token_id is None else theirs.bos_token_id)
+        assert {token for token in range(found.vocab_size) if found.is_control(token)} == special
+        assert found.decode(found.encode(TEXT)) in (TEXT, theirs.decode(found.encode(TEXT)))
+
+    check(ours)
+    copy = tmp_path / "copy/tokenizer.json"
+    copy.parent.mkdir()
+    copy.write_bytes(ours.model)
+    check(Tokenizer.load(copy))
+    for written, content in tokenizer_files(ours, 128).items():
+        (copy.parent / written).write_bytes(content)
+    exported = AutoTokenizer.from_pretrained(copy.parent)
+    assert exported.encode(TEXT, add_special_tokens=False) == expected and len(exported) == len(theirs)
+    assert (exported.eos_token_id, exported.bos_token_id) == (theirs.eos_token_id, theirs.bos_token_id)
+
+
+@pytest.mark.parametrize("of_class", ["GPT2TokenizerFast", "PreTrainedTokenizerFast"])
+def test_a_space_before_texts_is_put_where_transformers_puts_it(plain: str, of_class: str, tmp_path: Path) -> None:
+    config = {"add_prefix_space": True, "tokenizer_class": of_class, "bos_token": "<|end|>", "unk_token": "<|end|>"}
+    file = write(tmp_path / "theirs", plain, config=config)
+    theirs, ours = AutoTokenizer.from_pretrained(file.parent), Tokenizer.load(file)
+    assert ours.encode("Hi there") == theirs.encode("Hi there", add_special_tokens=False)
+    assert bool(ours.notes) == (of_class == "GPT2TokenizerFast") == (ours.decode(ours.encode("Hi"))[0] == " ")
+    for name, content in tokenizer_files(ours, 128).items():
+        (file.parent / name).write_bytes(content)
+    exported = AutoTokenizer.from_pretrained(file.parent)
+    assert exported.encode("Hi there") == ours.encode("Hi there") == Tokenizer.load(file).encode("Hi there")
+
+
+def test_a_space_that_the_pipeline_alone_puts_before_texts_is_said(tmp_path: Path) -> None:
+    tree = json.loads(tokenizer_files(published_tokenizer(), 128)["tokenizer.json"])
+    tree["normalizer"] = {"type": "Prepend", "prepend": "\u2581"}
+    config = {"add_prefix_space": False, "tokenizer_class": "LlamaTokenizer", "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
+    (said,) = Tokenizer.load(tmp_path / "tokenizer.json").notes
+    assert "add_prefix_space false, tokenizer.json puts a space before a text: the latter is taken" in said
+
+
+def test_what_is_added_and_what_is_left_out_is_said(plain: str, tmp_path: Path) -> None:
+    said = Tokenizer.load(write(tmp_path / "a", plain, **CASES["decoder"])).notes
+    assert (
+        len(said) == 1 and "adds tokens that tokenizer.json lacks: '<|im_start|>' (257), '<|im_end|>' (258)" in said[0]
+    )
+    said = Tokenizer.load(write(tmp_path / "b", plain, **CASES["found otherwise than tokenizer.json says"])).notes
+    assert (
+        len(said) == 1
+        and "otherwise than tokenizer.json how these tokens are found in a text: '<|end|>' (256)" in said[0]
+    )
+    said = Tokenizer.load(write(tmp_path / "c", plain, **CASES["the decoder alone of all"])).notes
+    assert "added_tokens.json has '<tool>', left out: transformers does not read it" in said[1]
+    said = Tokenizer.load(write(tmp_path / "d", plain, **CASES["the map before the configuration"])).notes
+    assert "(bos_token) is '<|im_start|>'" in said[0] and "is '<think>': the former is taken" in said[0]
+    assert Tokenizer.load(write(tmp_path / "e", plain)).notes == []
+
+
+CONTRADICTIONS: dict[str, tuple[dict[str, dict], str]] = {
+    "an id of another token": (
+        {"added": {START: 256}},
+        "json gives '<.im_start.>' the id 256; .*json it is 257, where 256 is '<.end.>'",
+    ),
+    "an id behind a gap": (
+        {"config": {"added_tokens_decoder": {"300": stated(START)}}},
+        "'<.im_start.>' the id 300; in .* it is 257: they",
+    ),
+    "another id": (
+        {"config": {"added_tokens_decoder": {"255": stated("<|end|>")}}},
+        r"gives '<\|end\|>' the id 255; in .* it is 256, where 255 is ",
+    ),
+    "two files": (
+        {"config": {"added_tokens_decoder": BOTH}, "added": {START: 259}},
+        "added_tokens.json gives '<.im_start.>' the id 259",
+    ),
+    "no token": ({"config": {"eos_token": 5}}, r"tokenizer_config.json: eos_token: 5 is no token; write its text"),
+    "no text": ({"config": {"added_tokens_decoder": {"257": "x"}}}, r"\(added_tokens_decoder\): 257: 'x' is no token"),
+    "no flag": (
+        {"config": {"added_tokens_decoder": {"257": stated(START, lstrip="no")}}},
+        "257: lstrip is 'no'; it is true or false",
+    ),
+    "no list": ({"config": {"additional_special_tokens": "x"}}, "additional_special_tokens holds str, not a list"),
+    "no ids": ({"config": {"added_tokens_decoder": [START]}}, r"\(added_tokens_decoder\) holds list, not tokens by"),
+    "no id": ({"added": {START: "first"}}, "'<.im_start.>': the id 'first' is no number"),
+    "no template": ({"config": {"chat_template": 7}}, "tokenizer_config.json: chat_template is no Jinja template"),
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_contradictions_are_named(plain: str, name: str, tmp_path: Path) -> None:
+    files, message = CONTRADICTIONS[name]
+    with pytest.raises(ConfigError, match=message):
+        Tokenizer.load(write(tmp_path, plain, **files))
+
+
+# -- SentencePiece -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pieces() -> Tokenizer:
+    """A SentencePiece model of 400 tokens without a space before every text, which transformers would leave out."""
+    return published_tokenizer(add_dummy_prefix=False)
+
+
+def beside_pieces(folder: Path, pieces: Tokenizer, config: dict, added: dict | None = None) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tokenizer.model").write_bytes(pieces.model)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    if added:
+        (folder / "added_tokens.json").write_text(json.dumps(added))
+    return folder / "tokenizer.model"
+
+
+def test_a_sentencepiece_model_gets_the_tokens_and_templates_beside_it(pieces: Tokenizer, tmp_path: Path) -> None:
+    tokens = {"400": stated(START), "401": stated(END), "402": stated("<think>", special=False)}
+    template = "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{{ pad_token }}{% endfor %}"
+    config = {"added_tokens_decoder": tokens, "eos_token": END, "pad_token": "<unk>", "chat_template": template}
+    file = beside_pieces(tmp_path / "theirs", pieces, config)
+    theirs, ours = AutoTokenizer.from_pretrained(file.parent), Tokenizer.load(file)
+    text = "<|im_start|>the model<|im_end|>\n <think>of 12<think><|im_end|>"
+    copy = tmp_path / "copy/tokenizer.model"
+    copy.parent.mkdir()
+    copy.write_bytes(ours.model)
+    for each in (ours, Tokenizer.load(copy)):
+        assert each.encode_parts([(text, False)], control=True)[0] == theirs.encode(text, add_special_tokens=False)
+        assert (each.vocab_size, each.eos_id, each.bos_id) == (403, 401, pieces.bos_id)
+        assert each.is_control(400) and each.is_control(401) and not each.is_control(402)
+        assert each.chat_template == template and each.special_tokens["pad_token"] == "<unk>"
+        assert each.decode(each.encode(text)) == text
+    assert [END in note for note in ours.notes] == [True, True] and "eos_token" in ours.notes[1]
+    for written, content in tokenizer_files(ours, 128).items():
+        (copy.parent / written).write_bytes(content)
+    exported = AutoTokenizer.from_pretrained(copy.parent)
+    assert exported.encode(text, add_special_tokens=False) == theirs.encode(text, add_special_tokens=False)
+    talk = [{"role": "user", "content": "the model"}]
+    assert exported.apply_chat_template(talk, tokenize=False) == theirs.apply_chat_template(talk, tokenize=False)
+
+
+def test_a_template_and_a_bos_make_no_other_tokenizer_of_a_sentencepiece_model(
+    pieces: Tokenizer, tmp_path: Path
+) -> None:
+    """Data that was made without them fits."""
+    file = beside_pieces(tmp_path, pieces, {"chat_template": "{{ messages }}", "add_bos_token": True})
+    ours = Tokenizer.load(file)
+    assert (ours.sha256, ours.prefix, ours.notes) == (pieces.sha256, [ours.bos_id], [])
+    assert Tokenizer(pieces.model + b"\xc2\x0c\x0dadd_bos_token").prefix == [ours.bos_id]  # as copies ended before
+    assert Tokenizer(pieces.model + b"\xc2\x0c\x0dadd_bos_token").sha256 == pieces.sha256
+    (tmp_path / "a.txt").write_text("the model")
+    for name, given in (("a", file), ("b", tmp_path / "out/tokenizer.model"), ("c", tmp_path / "bare/tokenizer.model")):
+        given.parent.mkdir(exist_ok=True)
+        if name == "c":
+            given.write_bytes(pieces.model)
+        quiet([str(tmp_path / "a.txt")], tmp_path / "out" / name, tokenizer=given)
+        assert Tokenizer.load(tmp_path / "out/tokenizer.model").chat_template == "{{ messages }}"
+
+
+def test_a_place_that_a_sentencepiece_model_keeps_free_gets_its_token(tmp_path: Path) -> None:
+    pieces = published_tokenizer(add_dummy_prefix=False, control_symbols=["<unused0>"], vocab_size=401)
+    number = next(each for each in range(401) if pieces._codec._processor.id_to_piece(each) == "<unused0>")
+    file = beside_pieces(tmp_path, pieces, {"added_tokens_decoder": {str(number): stated(END)}})
+    ours, theirs = Tokenizer.load(file), AutoTokenizer.from_pretrained(tmp_path)
+    assert (
+        ours.encode_parts([(END, False)], control=True)[0] == theirs.encode(END, add_special_tokens=False) == [number]
+    )
+    assert f"names token {number} '<|im_end|>', in the place of '<unused0>'" in ours.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("config", "added", "message"),
+    [
+        (
+            {"added_tokens_decoder": {"400": stated(END, rstrip=True)}},
+            None,
+            r"'<\|im_end\|>' takes the spaces around it.*save_pretr",
+        ),
+        ({}, {END: 500}, r"gives '<\|im_end\|>' the id 500; in .*tokenizer\.model it is 400: they"),
+        (
+            {"added_tokens_decoder": {"300": stated(END)}},
+            None,
+            r"the id 300; in .*tokenizer\.model it is 400, where 300 is ",
+        ),
+    ],
+)
+def test_what_a_sentencepiece_model_cannot_hold_is_named(
+    pieces: Tokenizer, config: dict, added: dict | None, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Tokenizer.load(beside_pieces(tmp_path, pieces, config, added))
+
+
+# -- templates ---------------------------------------------------------------------------------------------------------
+
+NAMED = [{"name": "default", "template": "A"}, {"name": "tool_use", "template": "B"}]
+TEMPLATES: dict[str, dict[str, object]] = {
+    "tokenizer_config.json": {"tokenizer_config.json": {"chat_template": "A"}},
+    "a list": {"tokenizer_config.json": {"chat_template": NAMED}},
+    "an object": {"tokenizer_config.json": {"chat_template": {"default": "A", "tool_use": "B"}}},
+    "jinja": {"chat_template.jinja": "A"},
+    "jinja before json": {"chat_template.jinja": "A", "tokenizer_config.json": {"chat_template": NAMED[1:]}},
+    "a folder": {"chat_template.jinja": "A", "additional_chat_templates/tool_use.jinja": "B"},
+    "lines of another system": {"chat_template.jinja": "A\r\nB"},
+}
+
+
+def write_all(folder: Path, plain: str, files: dict[str, object]) -> Path:
+    write(folder, plain)
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        if isinstance(content, dict):
+            content = json.dumps({"eos_token": "<|end|>"} | content)
+        (folder / name).write_bytes(str(content).encode())
+    return folder / "tokenizer.json"
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_templates_are_those_of_transformers(plain: str, name: str, tmp_path: Path) -> None:
+    file = write_all(tmp_path, plain, TEMPLATES[name])
+    theirs, ours = AutoTokenizer.from_pretrained(tmp_path), Tokenizer.load(file)
+    assert ours.chat_template == theirs.get_chat_template()
+    with_tools = ours.chat_templates.get("tool_use", ours.chat_template)
+    assert with_tools == theirs.get_chat_template(tools=[{}])
+    assert len(ours.notes) == (name == "jinja before json")
+    for written, content in tokenizer_files(ours, 128).items():
+        (tmp_path / "out").mkdir(exist_ok=True)
+        (tmp_path / "out" / written).write_bytes(content)
+    exported = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert exported.get_chat_template(tools=[{}]) == with_tools
+    assert exported.get_chat_template() == ours.chat_template
+
+
+def test_a_template_of_a_processor_is_read_where_there_is_no_other(plain: str, tmp_path: Path) -> None:
+    file = write_all(tmp_path, plain, {"chat_template.json": {"chat_template": "A"}})
+    assert Tokenizer.load(file).chat_template == "A"
+    write_all(tmp_path, plain, {"tokenizer_config.json": {"chat_template": "B"}})
+    assert Tokenizer.load(file).chat_template == AutoTokenizer.from_pretrained(tmp_path).get_chat_template() == "B"
+    (note,) = Tokenizer.load(file).notes
+    assert "chat_template.json differ" in note

@@ -1,0 +1,58 @@
+"""ZeRO 3 builds the model partitioned: no rank ever holds it whole, and its values are those of any other layout."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+from distributed import run_distributed
+from process_memory import peak_of, return_what_is_freed
+
+from sagetrain.model.accounting import memory_per_rank, num_parameters
+from sagetrain.parallel.layers import shard
+from sagetrain.parallel.topology import ParallelGroups
+
+MODEL = {"num_layers": 24, "hidden_size": 512, "ffn_hidden_size": 2048, "num_attention_heads": 8}  # 403 MB in fp32
+
+
+def build() -> tuple[int, int, int]:
+    """Bytes: what this rank took at most to build the model, what it holds of it then, and plan's weights."""
+    return_what_is_freed()
+    groups = tiny.join(1)
+    cfg = tiny.config(3, model=MODEL)
+    tiny.model(tiny.config(3), groups)  # libraries, and what DeepSpeed makes once
+    built = []
+    peak = peak_of(lambda: built.append(tiny.model(cfg, groups)))
+    held = sum(p.ds_tensor.untyped_storage().nbytes() for p in built[0].parameters())
+    return peak, held, sum(item.bytes for item in memory_per_rank(cfg, 2, tiny.VOCAB) if "weights" in item.name)
+
+
+def test_no_rank_ever_holds_the_whole_model() -> None:
+    for peak, held, estimated in run_distributed(build, 2):
+        cfg = tiny.config(3, model=MODEL)
+        whole = 4 * num_parameters(cfg.model, cfg.attention, tiny.VOCAB)
+        print(f"{whole / 2**20:.0f} MiB: {held / 2**20:.0f} held, at most {peak / 2**20:.0f} while it was built")
+        assert held == pytest.approx(whole / 2, rel=0.01)
+        assert peak < 0.75 * whole  # half of it, and the few parameters that are drawn at a time
+        assert peak < estimated  # with those gathered in a step, the largest at least
+
+
+def values(tp_size: int) -> bool:
+    """Whether every rank's part of the fp32 weights is that of the model which one process builds."""
+    groups = tiny.join(tp_size)
+    equal = []
+    for tie, dtype in ((True, "fp32"), (False, "bf16")):
+        cfg = tiny.config(3, dtype, model={"tie_embeddings": tie})
+        engine = tiny.engine(cfg, groups)
+        single, kind = ParallelGroups.single(), torch.bfloat16 if dtype == "bf16" else torch.float32
+        whole = tiny.transformer(cfg.model, cfg.attention, vocab_size=tiny.VOCAB, groups=single, seed=3, dtype=kind)
+        for part, (name, parameter) in zip(engine.owned(), whole.named_parameters(), strict=True):
+            assert (part.name, part.spec.shape) == (name, tuple(parameter.shape))
+            own = shard(parameter.detach(), part.spec.dim, groups).flatten()[part.start : part.stop].float()
+            equal.append(torch.equal(part.tensors["weight"], own) if part.tensors else not own.numel())
+    return len(equal) > 30 and all(equal)
+
+
+@pytest.mark.parametrize(("world", "tp_size"), [(2, 1), (4, 2)])
+def test_initial_values_do_not_depend_on_the_layout(world: int, tp_size: int) -> None:
+    assert all(run_distributed(values, world, tp_size))

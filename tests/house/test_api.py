@@ -1,0 +1,174 @@
+"""The library: a run is trained, gone on with, measured, asked and exported by functions that return values."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prepare_inputs import TEXTS, write_jsonl
+from runs import ROOT
+
+import sagetrain
+from sagetrain import api
+from sagetrain.config.errors import CheckpointError, ConfigError, TrainingError
+
+TOKENS = 2560
+
+
+def settings(corpus: Path, run_dir: Path, **changes: Any) -> dict[str, Any]:
+    """Overrides of `quickstart` for ten steps of a small model on one rank."""
+    return {
+        "model": {"num_layers": 1, "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 2},
+        "data.train": [{"path": str(corpus / "train")}],
+        "data.valid": [{"path": str(corpus / "valid")}],
+        "data.seq_length": 32,
+        "data.micro_batch_size": 4,
+        "tokens_per_step": {"schedule": "constant", "tokens": 256},
+        "parallel.tensor_parallel_size": 1,
+        "parallel.sequence_parallel": False,
+        "lr_schedule.warmup_tokens": 256,
+        "training.run_dir": run_dir,
+        "training.total_tokens": TOKENS,
+        "training.dtype": "fp32",
+        "evaluation": {"every_tokens": 1280, "num_sequences": 4},
+        "checkpoint.every_tokens": 1280,
+        **changes,
+    }
+
+
+class Notes(api.Callback):
+    """Writes down which hooks were called."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple] = []
+
+    def on_start(self, start: Any) -> None:
+        self.seen.append(("start", start.position.step, start.main))
+
+    def on_step(self, position: Any, result: Any) -> None:
+        self.seen.append(("step", position.step, position.tokens, result.applied))
+
+    def on_row(self, position: Any, values: Any) -> None:
+        self.seen.append(("row", position.step)) if "train/loss" in values else None
+
+    def on_evaluate(self, position: Any, losses: Any) -> None:
+        self.seen.append(("evaluate", position.step, *losses))
+
+    def on_event(self, position: Any, event: Any) -> None:
+        self.seen.append(("event", event.kind))
+
+    def on_save(self, position: Any) -> None:
+        self.seen.append(("save", position.step))
+
+    def on_end(self, position: Any, finished: bool) -> None:
+        self.seen.append(("end", position.step, finished))
+
+
+class Broken(api.Callback):
+    """Fails in step 12, and counts what it is told after that."""
+
+    after = 0
+
+    def on_step(self, position: Any, result: Any) -> None:
+        if position.step == 12:
+            raise KeyError("mine")
+        self.after += position.step > 12
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> tuple[Path, api.TrainingResult, Notes]:
+    """A run that a program trained in its own process, which printed nothing of its own and left no variable."""
+    run_dir, notes = tmp_path_factory.mktemp("api") / "run", Notes()
+    before = {*os.environ}
+    found = api.train("quickstart", settings(corpus, run_dir), callbacks=[notes])
+    assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} & ({*os.environ} - before)
+    return run_dir, found, notes
+
+
+def test_training_returns_values_and_calls_every_hook(trained: tuple[Path, api.TrainingResult, Notes], capfd) -> None:
+    run_dir, found, notes = trained
+    assert (found.run_dir, found.step, found.tokens, found.finished) == (run_dir, 10, TOKENS, True)
+    assert found.metrics["train/loss"] < 6.5 and "valid/loss" in found.metrics
+    steps = [("step", number, 256 * number, True) for number in range(1, 11)]
+    assert [each for each in notes.seen if each[0] == "step"] == steps
+    assert [each for each in notes.seen if each[0] == "evaluate"] == [(*("evaluate", n), "valid/loss") for n in (5, 10)]
+    assert [each for each in notes.seen if each[0] == "save"] == [("save", 5), ("save", 10)]
+    assert ("row", 10) in notes.seen
+    assert notes.seen[0] == ("start", 0, True) and notes.seen[-1] == ("end", 10, True)
+
+
+def test_a_callback_that_fails_ends_the_run_with_a_checkpoint(
+    trained: tuple[Path, api.TrainingResult, Notes], corpus: Path, capfd
+) -> None:
+    changes = settings(corpus, trained[0], **{"training.total_tokens": 2 * TOKENS})
+    broken, notes, said = Broken(), Notes(), []
+    with pytest.raises(
+        TrainingError, match=r"the callback Broken failed in on_step: KeyError: 'mine'\. The same "
+    ) as e:
+        api.train("quickstart", changes, callbacks=[notes, broken], say=said.append)
+    assert "continues from step-00000013" in str(e.value) and isinstance(e.value.__cause__, Exception)
+    assert (
+        broken.after == 0 and ("event", "resume") in notes.seen and any("resumed from step-" in text for text in said)
+    )
+    assert api.train("quickstart", changes).step == 20
+    assert "resumed" not in "".join(capfd.readouterr())
+
+
+def test_a_model_generates_scores_evaluates_and_is_exported(trained: tuple[Path, api.TrainingResult, Notes]) -> None:
+    model = api.load_run(trained[0])
+    one, two = model.generate(["import ", "def"], max_tokens=5, temperature=0)
+    assert (one.prompt, two.prompt, len(one.tokens)) == ("import ", "def", 5)
+    assert model.generate("import ", max_tokens=5, temperature=0)[0].text == one.text
+    likely, unlikely = model.score([("import ", one.text), ("import ", "🙂🙂")])
+    assert unlikely < likely < 0
+    (held,) = model.evaluate(num_sequences=4)
+    assert held.sequences == 4 and 1 < held.loss < 7
+    assert model.export(trained[0].parent / "hf").architecture == "Qwen3ForCausalLM"
+
+
+def test_texts_are_prepared_planned_for_and_refused(tmp_path: Path, capfd) -> None:
+    request = api.Request([str(write_jsonl(tmp_path / "a.jsonl", TEXTS))], output=tmp_path / "train", vocab_size=350)
+    assert api.prepare(request).vocab_size == 350
+    path = {"data.train": [{"path": tmp_path / "train"}], "data.valid": [], "training.run_dir": tmp_path / "run"}
+    plan = api.plan("325m", path, world_size=8, gpu="h100")
+    assert plan.chosen.prediction.world_size == 8
+    for call, said in (
+        (lambda: api.load_config("325m", {"optimizer.lrr": 1}), r"optimizer\.lrr = 1: unknown key; did you mean"),
+        (lambda: api.load_config("325m", "optimizer.lr=1"), r"overrides 'optimizer\.lr=1': give a mapping"),
+        (lambda: api.load_config("325m", {"optimizer.lr": {1, 2}.__iter__}), "is no value of a configuration"),
+        (lambda: api.plan("325m", gpu="h1000"), "gpu 'h1000' is not known: give one of "),
+        (lambda: api.train("325m", callbacks=[Notes]), r"is no sagetrain\.Callback"),
+        (lambda: api.train(api.load_config("325m"), {"optimizer.lr": 1}), "a RunConfig has its values"),
+        (lambda: api.train("325m", {"training.run_dir": tmp_path / "none"}), r"data\.train\.0\.path"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            call()
+    with pytest.raises(CheckpointError, match=r"there is no folder .*; name the folder of a run"):
+        api.load_run(tmp_path / "nothing")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_guide_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """Each block of Python of docs/python.md, one after the other."""
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs/python.md").read_text()
+    known: dict[str, Any] = {}
+    for block in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S):
+        code = block.replace('total_tokens": 20_000', 'total_tokens": 4096').replace("40_000", "8192")
+        exec(code, known)
+    assert len(known["watch"].losses) == 1 and not known["run"].finished and known["run"].tokens < 8192
+    assert (tmp_path / "first-hf/config.json").is_file()
+
+
+def test_importing_costs_nothing_and_names_are_there() -> None:
+    code = "import sys, sagetrain; assert 'pydantic' not in sys.modules; sagetrain.load_config('325m'); "
+    code += "sagetrain.plan; sagetrain.Request; assert 'torch' not in sys.modules; print(*dir(sagetrain))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert {*api.__all__} <= {*done.stdout.split()}
+    with pytest.raises(AttributeError, match="module 'sagetrain' has no attribute 'trian'"):
+        sagetrain.trian  # noqa: B018

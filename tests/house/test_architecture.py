@@ -1,0 +1,376 @@
+"""The rules of the house, read from the syntax trees: imports, sizes, signatures, documentation."""
+
+import ast
+import types
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from pydantic import BaseModel
+
+from sagetrain.config import reference, schema
+from sagetrain.config.reference import slot_of
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted(
+    [
+        path
+        for pattern in ("sagetrain/**/*.py", "kernels/sagekernels/**/*.py", "launch/*.py", "benchmarks/*.py")
+        for path in ROOT.glob(pattern)
+    ]
+)
+CODE = [*SOURCES, *sorted(ROOT.glob("tests/**/*.py"))]
+MAX_LINES = 600
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def imports(path: Path, top_level_only: bool = False) -> set[str]:
+    """Dotted names of the modules that a file imports; relative imports are resolved."""
+    package = {"kernels": lambda parts: parts[1:]}.get(path.relative_to(ROOT).parts[0], lambda parts: parts)
+    parents = list(package(list(path.relative_to(ROOT).parts[:-1])))
+    found = set()
+    for node in _outside_functions(tree_of(path)) if top_level_only else ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join([*parents[: len(parents) - node.level + 1], *([node.module] if node.module else [])])
+            module = base if node.level else node.module
+            found |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def _outside_functions(node: ast.AST):
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield child
+            yield from _outside_functions(child)
+
+
+def roots(names: set[str]) -> set[str]:
+    return {name.partition(".")[0] for name in names}
+
+
+def below(folder: str) -> list[Path]:
+    return [path for path in SOURCES if name_of(path).startswith(f"{folder}/")]
+
+
+def packages(names: set[str]) -> set[str]:
+    """Which of SageTrain's own packages (second part of the dotted name) are among the names."""
+    return {name.split(".")[1] for name in names if name.startswith("sagetrain.")}
+
+
+# -- who may import whom -----------------------------------------------------------------------------------------
+
+STDLIB = {"__future__", *__import__("sys").stdlib_module_names}
+ENGINE_ROOM = {"auto", "engines", "optim", "stability", "checkpoint", "cluster", "model", "parallel", "data", "config"}
+FREE = {"doctor", "hardware", "__version__"}
+MAY_IMPORT = {
+    "config": {"config"},
+    "parallel": {"parallel"},
+    "model": {"model", "parallel", "config"},
+    "data": {"data", "config"},
+    "stability": {"stability", "model", "parallel", "config"},
+    "cluster": {"cluster", "model", "data", "parallel", "config", "__version__"},
+    "checkpoint": {"checkpoint", "cluster", "model", "data", "parallel", "config"},
+    "optim": {"optim", "model", "config"},
+    "engines": {"engines", "optim", "stability", "checkpoint", "cluster", "model", "parallel", "data", "config"},
+    "auto": {"auto", "checkpoint", "cluster", "model", "parallel", "data", "config"},
+    "training": {"training", *ENGINE_ROOM, "hardware", "__version__"},
+    "inference": {"inference", "planning", "training", *ENGINE_ROOM},
+    "interop": {"interop", "inference", "training", *ENGINE_ROOM},
+    "report": {"report", "model", "data", "config", "__version__"},
+    "planning": {"planning", "training", *ENGINE_ROOM, "hardware"},
+    "cli": {"cli", "comparing", "report", "interop", "inference", "planning", "training", *ENGINE_ROOM, *FREE},
+    "comparing": {"comparing", "report", "training", *ENGINE_ROOM, "__version__"},
+}
+
+
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_layers_import_downwards_only(package):
+    for path in below(f"sagetrain/{package}"):
+        assert packages(imports(path)) <= MAY_IMPORT[package], name_of(path)
+
+
+def test_modules_import_each_other_in_no_circle():
+    """Inside a package, too, and for types alone."""
+    names = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in below("sagetrain")}
+    modules = set(names.values())
+    uses = {name: (imports(path) & modules) - {name} for path, name in names.items()}
+    while leaves := {name for name, used in uses.items() if not used}:
+        uses = {name: used - leaves for name, used in uses.items() if name not in leaves}
+    assert uses == {}
+
+
+def test_every_package_has_a_rule():
+    folders = {path.parent.name for path in (ROOT / "sagetrain").glob("*/__init__.py")}
+    assert folders == set(MAY_IMPORT)
+
+
+def test_config_and_planning_need_no_torch():
+    light = {"yaml", "pydantic", "pydantic_core", "annotated_types", "sagetrain"}
+    for path in below("sagetrain/config"):
+        assert roots(imports(path)) <= STDLIB | light, name_of(path)
+    model = ("model/operations", "model/accounting", "model/tensors")
+    names = ("hardware", *model, "data/tokenizer", "training/lr_schedule")
+    for path in [*below("sagetrain/planning"), *(ROOT / f"sagetrain/{name}.py" for name in names)]:
+        assert roots(imports(path)) <= STDLIB | {"sagetrain", "rich", "sentencepiece", "tokenizers"}, name_of(path)
+
+
+def test_kernels_stand_alone():
+    for path in below("kernels/sagekernels"):
+        assert roots(imports(path)) <= STDLIB | {"torch", "triton", "numpy", "sagekernels"}, name_of(path)
+
+
+def test_kernels_are_imported_where_their_use_is_defined_chosen_and_measured():
+    """Attention's, QK-norm's, SwiGLU's by the model, the casts of linear layers by what multiplies and what travels."""
+    users = {name_of(path) for path in SOURCES if "sagekernels" in roots(imports(path))}
+    users -= {name_of(path) for path in below("kernels/sagekernels")}
+    attention = ("model/backends", "model/selection", "stability/monitor", "stability/linear_errors")
+    choices = ("auto/attention_choice", "auto/linear_choice")
+    casts = ("parallel/collectives", "parallel/lowbit", "parallel/packing")
+    names = (*attention, *choices, "model/attention", "model/mlp", *casts)
+    benchmarks = {f"benchmarks/{name}.py" for name in ("elsewhere", "linear")}
+    assert users == {f"sagetrain/{name}.py" for name in names} | benchmarks
+
+
+def test_deepspeed_is_imported_inside_functions():
+    users = {name_of(path) for path in SOURCES if "deepspeed" in roots(imports(path))}
+    assert users == {"sagetrain/engines/deepspeed.py", "sagetrain/cluster/join.py"}
+    for name in users:
+        assert "deepspeed" not in roots(imports(ROOT / name, top_level_only=True)), name
+
+
+def test_the_command_line_loads_nothing_heavy():
+    used = set().union(*(roots(imports(path, top_level_only=True)) for path in below("sagetrain/cli")))
+    assert not used & {"torch", "deepspeed", "triton", "datasets", "numpy", "sagekernels"}
+
+
+def test_few_see_the_whole_configuration():
+    """Build, engine, controllers, what settles `auto`, the run folder that keeps it, preflight, which compares it
+    between hosts, and inputs and resume, which compare it with that of a checkpoint; everything else gets its
+    section. Tools that look at a run from outside (plan, eval) are not part of it."""
+    whole = {name_of(path) for path in SOURCES if "sagetrain.config.schema.RunConfig" in imports(path)}
+    inside = {path for path in whole if not path.startswith("sagetrain/config/")}
+    assert inside <= {
+        "sagetrain/training/build_run.py",
+        "sagetrain/training/run.py",
+        "sagetrain/engines/build_engine.py",
+        "sagetrain/training/out_of_memory.py",
+        "sagetrain/optim/build.py",
+        "sagetrain/engines/deepspeed.py",
+        "sagetrain/training/controllers.py",
+        "sagetrain/auto/settled.py",
+        "sagetrain/auto/overlap_choice.py",
+        "sagetrain/training/inputs.py",
+        "sagetrain/training/callbacks.py",
+        "sagetrain/interop/looks.py",
+        "sagetrain/api.py",
+        "sagetrain/training/resume.py",
+        "sagetrain/training/start_line.py",
+        "sagetrain/cluster/preflight.py",
+        "sagetrain/cluster/run_folder.py",
+        "sagetrain/model/accounting.py",
+        "sagetrain/inference/load.py",
+        "sagetrain/interop/importing.py",
+        "sagetrain/comparing/question.py",
+        "sagetrain/planning/evidence.py",
+        "sagetrain/planning/performance.py",
+        "sagetrain/planning/layouts.py",
+        "sagetrain/planning/plan.py",
+        "sagetrain/planning/show.py",
+        "benchmarks/layouts.py",
+        "benchmarks/save.py",
+        "benchmarks/start.py",
+    }
+
+
+def public_types(path: Path) -> list[str]:
+    """Classes, and what is assigned to a name in their spelling: aliases of types, enumerations."""
+    classes = [node.name for node in tree_of(path).body if isinstance(node, ast.ClassDef)]
+    assigned = [node.targets[0] for node in tree_of(path).body if isinstance(node, ast.Assign)]
+    names = [target.id for target in assigned if isinstance(target, ast.Name)]
+    return [name for name in [*classes, *names] if name[0].isupper() and name != name.upper()]
+
+
+def test_a_public_type_has_one_meaning():
+    found = defaultdict(list)
+    for path in below("sagetrain"):
+        for name in public_types(path):
+            found[name].append(name_of(path))
+    assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}
+
+
+def test_a_module_is_known_by_its_name():
+    """Rules mirror the sections of the configuration, and the command line has a file for each verb. What loads a
+    configuration and what loads a run keep the names that scripts of users know: config.load, inference.load."""
+    mirrors = {"sagetrain/config/rules", "sagetrain/config/sections", "sagetrain/cli"}
+    found = defaultdict(list)
+    for path in below("sagetrain"):
+        if name_of(path.parent) not in mirrors and path.name not in ("__init__.py", "load.py"):
+            found[path.name].append(name_of(path))
+    assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}
+
+
+# -- size, signatures, side effects ------------------------------------------------------------------------------
+
+
+def test_files_are_short():
+    long = {name_of(path): lines for path in CODE if (lines := len(path.read_text().splitlines())) > MAX_LINES}
+    assert long == {}
+
+
+def test_public_functions_take_no_catch_all_keywords():
+    """The kernels' test helpers may: they hand all of them to the function under test, which knows its own."""
+    found = [
+        f"{name_of(path)}:{node.lineno} {node.name}"
+        for path in SOURCES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.FunctionDef) and node.args.kwarg and not node.name.startswith("_")
+        if name_of(path) != "kernels/sagekernels/testing.py"
+    ]
+    assert found == []
+
+
+def test_public_functions_are_typed_and_classes_documented():
+    found = []
+    for path in below("sagetrain"):
+        for node in ast.iter_child_nodes(tree_of(path)):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and not ast.get_docstring(node):
+                found.append(f"{name_of(path)}:{node.lineno} class {node.name} has no docstring")
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                if not ast.get_docstring(node):
+                    found.append(f"{name_of(path)}:{node.lineno} {node.name} has no docstring")
+                if node.returns is None:
+                    found.append(f"{name_of(path)}:{node.lineno} {node.name} has no return type")
+    assert found == []
+
+
+# Rooms whose documentation is plain English: a docstring begins with a verb or with the noun that it describes.
+PLAIN = (
+    *(
+        f"sagetrain/{room}"
+        for room in (
+            "cli",
+            "comparing",
+            "config",
+            "data",
+            "inference",
+            "interop",
+            "optim",
+            "planning",
+            "report",
+            "stability",
+        )
+    ),
+    *("sagetrain/__main__.py", "sagetrain/doctor.py", "sagetrain/hardware.py", "benchmarks", "launch"),
+)
+FRAGMENTS = (
+    *("And ", "As ", "At ", "But ", "By ", "Else ", "From ", "How ", "In the ", "Its ", "Likewise", "Of ", "Or "),
+    *("That ", "The other", "The same", "Their ", "Those ", "To ", "What ", "When ", "Where ", "Which ", "Who "),
+    *("With ", "Without "),
+)
+
+
+def documented(tree: ast.Module):
+    """Yield each docstring, also of attributes, with the node that it documents."""
+    for parent in ast.walk(tree):
+        if isinstance(parent, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            for before, node in zip([parent, *parent.body], parent.body, strict=False):
+                if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and node.value.value is not ...:
+                    yield before, node
+
+
+@pytest.mark.parametrize("room", PLAIN)
+def test_docstrings_are_no_fragments(room):
+    """ "Whether ..." stands only where the answer is a bool."""
+    found = []
+    for path in [ROOT / room] if room.endswith(".py") else below(room):
+        for owner, node in documented(tree_of(path)):
+            kind = getattr(owner, "returns", None) or getattr(owner, "annotation", None)
+            no_bool = node.value.value.startswith("Whether ") and "bool" not in ast.unparse(kind or node)
+            if no_bool or node.value.value.startswith(FRAGMENTS):
+                found.append(f"{name_of(path)}:{node.lineno} {node.value.value[:60]}")
+    assert found == []
+
+
+def test_modules_do_nothing_when_imported():
+    """At module level: definitions, imports, constants, docstrings; an `if` only for typing or __main__."""
+    allowed = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign, ast.Try, ast.For)
+    found = []
+    for path in below("sagetrain"):
+        for node in tree_of(path).body:
+            documented = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+            guarded = isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "__name__ == '__main__'")
+            registered = isinstance(node, ast.Expr) and ast.unparse(node.value).startswith("_Dumper.add_representer")
+            if not (isinstance(node, allowed) or documented or guarded or registered):
+                found.append(f"{name_of(path)}:{node.lineno} {ast.unparse(node)[:60]}")
+    assert found == []
+
+
+def test_custom_exceptions_are_few():
+    found = {
+        node.name
+        for path in SOURCES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.ClassDef) and any(ast.unparse(b).endswith(("Error", "Exception")) for b in node.bases)
+    }
+    assert found <= {"CompilationError", "ConfigError", "CheckpointError", "RanksMissing", "TrainingError"}
+
+
+# -- the schema --------------------------------------------------------------------------------------------------
+
+
+def section_classes() -> list[type[schema.Section]]:
+    return [
+        value
+        for value in vars(schema).values()
+        if isinstance(value, type) and issubclass(value, schema.Section) and value is not schema.Section
+    ]
+
+
+def test_the_schema_has_every_section_there_is():
+    """Wherever it is defined: one place to import it from."""
+    defined = {
+        node.name
+        for path in below("sagetrain/config/sections")
+        for node in tree_of(path).body
+        if isinstance(node, ast.ClassDef)
+    }
+    assert defined | {"RunConfig"} == {section.__name__ for section in section_classes()} | {"Section"}
+    assert defined <= set(schema.__all__)
+
+
+@pytest.mark.parametrize("section", section_classes(), ids=lambda section: section.__name__)
+def test_every_key_is_documented(section):
+    assert section.__doc__
+    for name, field in section.model_fields.items():
+        is_tag = name == "schedule" and len(get_args(field.annotation)) == 1
+        is_section = len(slot_of(field).sections) == 1  # the section's own docstring says it
+        assert field.description or is_tag or is_section, f"{section.__name__}.{name} has no docstring below it"
+
+
+@pytest.mark.parametrize("section", section_classes(), ids=lambda section: section.__name__)
+def test_no_attribute_of_a_section_is_silently_not_a_key(section):
+    """An attribute without annotation would look like a key and be ignored."""
+    inherited = set(dir(BaseModel))
+    own = {name for name in vars(section) if not name.startswith("_") and name not in inherited}
+    plain = {name for name in own if not isinstance(vars(section)[name], property | types.FunctionType)}
+    assert plain - set(section.model_fields) == set()
+
+
+def test_every_key_is_used():
+    """By name, somewhere outside the configuration: a key that nothing reads would be a promise not kept."""
+    all_keys = reference.keys()
+    attributes = {node.attr for path in SOURCES for node in ast.walk(tree_of(path)) if isinstance(node, ast.Attribute)}
+    unused = [key.name for key in all_keys if key.name.rpartition(".")[2] not in attributes | {"schedule"}]
+    assert unused == []

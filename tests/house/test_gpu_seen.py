@@ -1,0 +1,97 @@
+"""What is recorded of GPU tests, and what is said of it where there is no GPU."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from gpu_seen import Recorder, Seen
+from runs import ROOT
+
+RUN = {"card": "1 NVIDIA H100 80GB HBM3", "torch": "2.11.0", "date": "2026-11-26", "pass": "first pass"}
+GREEN, RED = {"passed": 2, "failed": 0, "skipped": 1}, {"passed": 1, "failed": 1, "skipped": 0}
+SKIPPED = {"passed": 0, "failed": 0, "skipped": 4}
+
+
+def git(folder: Path, *words: str) -> str:
+    who = "-c", "user.name=Test", "-c", "user.email=test@example.com"
+    return subprocess.run(["git", *who, *words], cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A repository of one commit with three files of GPU tests; two of them pass, `b` fails."""
+    folder = tmp_path / "repository/tests/gpu"
+    folder.mkdir(parents=True)
+    for name, value in (("a", 1), ("b", 2), ("c", 3)):
+        (folder / f"test_{name}_gpu.py").write_text(f"def test_it():\n    assert {value} != 2\n")
+    git(tmp_path / "repository", "init", "-q")
+    git(folder, "add", "-A")
+    git(folder, "commit", "-q", "-m", "first")
+    return folder
+
+
+def test_a_file_is_green_at_the_last_commit_where_nothing_failed(checkout: Path) -> None:
+    seen, head = Seen(checkout), git(checkout, "rev-parse", "HEAD")
+    assert seen.commit() == head
+    assert list(seen.lines()) == ["never: a b c"]
+    files = {f"test_{name}_gpu.py": counts for name, counts in (("a", GREEN), ("b", GREEN), ("c", SKIPPED))}
+    seen.write({"commit": head, **RUN}, files)
+    for message in ("second", "third"):
+        git(checkout, "commit", "-q", "--allow-empty", "-m", message)
+    seen.write({"commit": git(checkout, "rev-parse", "HEAD"), **RUN}, files | {"test_b_gpu.py": RED})
+    git(checkout, "commit", "-q", "--allow-empty", "-m", "fourth")
+    last, card = git(checkout, "rev-parse", "--short=7", "HEAD~1"), "1 NVIDIA H100 80GB HBM3, 2026-11-26"
+    expected = [
+        f"{last}, 1 commits ago, {card}: a",
+        f"{head[:7]}, 3 commits ago, {card}: b",
+        "never: c",
+        f"last run, {last}, 1 commits ago, first pass: failed in test_b_gpu.py",
+    ]
+    assert list(seen.lines()) == expected
+    assert seen.commit() == git(checkout, "rev-parse", "HEAD")  # the record itself is no change
+    (checkout / "test_a_gpu.py").write_text("")
+    assert seen.commit() == git(checkout, "rev-parse", "HEAD") + " with changes"
+
+    shallow = checkout.parents[2] / "shallow"
+    git(checkout, "clone", "-q", "--depth", "1", f"file://{checkout.parents[1]}", str(shallow))
+    (shallow / "tests/gpu/seen.json").write_bytes((checkout / "seen.json").read_bytes())
+    unknown = [re.sub(r"\d commits ago", "not in the history of this clone", line) for line in expected]
+    assert list(Seen(shallow / "tests/gpu").lines()) == unknown
+
+
+def test_a_run_of_gpu_tests_is_recorded_whatever_process_ran_them_and_another_prints_it(
+    checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, seen = checkout.parents[1], Seen(checkout)
+    cpu = root / "tests/test_cpu.py"
+    cpu.write_text("def test_it():\n    pass\n")
+
+    def run(*words: object) -> int:
+        options = "-q", "-p", "no:cacheprovider", "-c", "/dev/null", f"--rootdir={root}"
+        return pytest.main([*options, *map(str, words)], plugins=[Recorder(seen)])
+
+    assert run("-n", "1", checkout) == 1
+    last = json.loads((checkout / "seen.json").read_text())["last"]
+    assert last["commit"] == git(checkout, "rev-parse", "HEAD") and last["pass"] == "whole suite"
+    assert {name: counts["failed"] for name, counts in last["files"].items()} == {
+        "test_a_gpu.py": 0, "test_b_gpu.py": 1, "test_c_gpu.py": 0,
+    }  # fmt: skip
+    assert run("-p", "first_pass", checkout) == 1
+    assert json.loads((checkout / "seen.json").read_text())["last"]["pass"] == "first pass"
+    before = (checkout / "seen.json").read_bytes()
+    assert run(checkout, "--maxfail=1") == 1  # not all of them are run, which is not recorded
+    capsys.readouterr()
+    assert run(cpu) == 0
+    printed = capsys.readouterr().out
+    assert "GPU tests last seen green" in printed and "\nnever: b\nlast run, " in printed
+    assert (checkout / "seen.json").read_bytes() == before
+
+
+def test_the_record_of_this_checkout_names_files_that_are_there() -> None:
+    record = json.loads((ROOT / "tests/gpu/seen.json").read_text())
+    files = {path.name for path in (ROOT / "tests/gpu").glob("test_*.py")}
+    assert set(record["green"]) <= files and set(record["last"]["files"]) <= files

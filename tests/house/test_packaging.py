@@ -1,0 +1,156 @@
+"""setup.cfg names every package and only those that exist; the pinned versions satisfy its ranges; a wheel works."""
+
+from __future__ import annotations
+
+import configparser
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from runs import BIN
+
+from sagetrain import __version__
+from sagetrain.doctor import EXTRAS
+
+ROOT = Path(__file__).resolve().parents[2]
+PARTS = ("sagetrain", "kernels", "configs", "launch", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
+"""What a wheel is made of."""
+
+
+def setup() -> configparser.ConfigParser:
+    parser = configparser.ConfigParser()
+    parser.read(ROOT / "setup.cfg")
+    return parser
+
+
+def test_every_package_is_listed() -> None:
+    roots = (ROOT / "sagetrain", ROOT), (ROOT / "kernels/sagekernels", ROOT / "kernels")
+    folders = {p.parent.relative_to(start) for package, start in roots for p in package.rglob("*.py")}
+    expected = {str(folder).replace("/", ".") for folder in folders} | {"sagetrain.configs"}
+    assert set(setup()["options"]["packages"].split()) == expected
+
+
+def test_both_packages_say_that_they_are_typed() -> None:
+    data = setup()["options.package_data"]
+    for package, folder in (("sagetrain", "sagetrain"), ("sagekernels", "kernels/sagekernels")):
+        assert (ROOT / folder / "py.typed").is_file()
+        assert "py.typed" in data.get(package, "").split(", ")
+
+
+def test_pins_are_within_the_ranges() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    options = setup()["options"], setup()["options.extras_require"]
+    extras = {name: text for name, text in options[1].items() if name != "all"}
+    assert options[1]["all"].strip() == f"sagetrain[{','.join(sorted(EXTRAS))}]" and {*EXTRAS, "dev"} == {*extras}
+    wanted = [Requirement(line) for text in (options[0]["install_requires"], *extras.values())
+              for line in text.splitlines() if line]  # fmt: skip
+    wanted = [requirement for requirement in wanted if requirement.name != "sagetrain"]
+    ranges = {requirement.name: requirement.specifier for requirement in wanted}
+    for pin in pins:
+        version = next(iter(pin.specifier)).version
+        assert version in ranges[pin.name], f"{pin.name} {version} is outside {ranges[pin.name]}"
+    unpinned = {requirement.name for requirement in wanted} - {pin.name for pin in pins}
+    assert unpinned == {"pre-commit", "nvidia-cuda-nvrtc"}
+
+
+@pytest.mark.parametrize(("targets", "installs"), [
+    (("install", "quickstart"), ["torch", "-e ."]),
+    (("test", "coverage", "check", "fmt", "docs"), ["torch", "-e .", "-e '.[dev]'"]),
+])  # fmt: skip
+def test_make_installs_what_a_target_needs_and_no_more(
+    tmp_path: Path, targets: tuple[str], installs: list[str]
+) -> None:
+    for target in targets:
+        words = ["make", "-n", f"VENV={tmp_path}", target]
+        told = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+        assert re.findall(r"pip install -q -c constraints.txt (.*)", told.stdout) == installs
+    tools = {"mypy", "lm_eval", "mkdocs-material", "wandb", "pytest"}
+    assert not tools & {Requirement(line).name for line in setup()["options"]["install_requires"].splitlines() if line}
+
+
+def test_the_wheel_alone_has_what_its_help_names(tmp_path: Path) -> None:
+    """Built of a copy, in an environment of its own, which has our libraries and nothing of the checkout."""
+    source, new = tmp_path / "source", tmp_path / "new"
+    source.mkdir()
+    for name in PARTS:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, source / name)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+    wheel = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(tmp_path), str(source)]
+    subprocess.run(wheel, check=True, capture_output=True)
+    (built,) = tmp_path.glob("sagetrain-*.whl")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(new)], check=True)
+    (packages,) = new.glob("lib/python*/site-packages")
+    libraries = [folder for folder in sys.path if folder.endswith("-packages")]
+    (packages / "libraries.pth").write_text("\n".join(libraries))
+    install = [*pip, "--python", str(new / "bin/python"), "install", "--no-deps", "--no-index", "--ignore-installed"]
+    subprocess.run([*install, str(built)], check=True)
+    path = f"{new / 'bin'}{os.pathsep}{BIN}{os.pathsep}{os.environ['PATH']}"
+    env = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"} | {"PATH": path}
+
+    def said(*words: str) -> str:
+        done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    names = {file.name for file in (ROOT / "configs").iterdir()}
+    assert names == {file.name for file in (packages / "sagetrain/configs").iterdir()}
+    listed = [line.split()[0] for line in said("sagetrain", "config").splitlines()[1:]]
+    assert sorted(listed) == sorted(name.partition(".")[0] for name in names)
+    (tmp_path / "my.yaml").write_text(said("sagetrain", "config", "325m"))
+    assert (tmp_path / "my.yaml").read_text() == (ROOT / "configs/325m.yaml").read_text()
+    for config in ("325m", "my.yaml"):
+        assert "parameters" in said("sagetrain", "plan", config, "--brief", "data.valid=[]")
+    place = said("python", "-c", "import sagetrain, sagekernels; print(sagetrain.__file__, sagekernels.__file__)")
+    assert all(file.startswith(str(packages)) for file in place.split())
+    launcher = ("python", "-m", "deepspeed.launcher.runner", "--num_accelerators", "2")
+    assert said(*launcher, "--module", "sagetrain", "config", "slurm").count("exec python -m sagetrain train") == 2
+
+
+def test_the_kernels_have_a_wheel_of_their_own(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    shutil.copytree(ROOT / "kernels", source, ignore=shutil.ignore_patterns("__pycache__"))
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+    how = ["--no-deps", "--no-build-isolation", "--no-index", "--target", str(target)]
+    subprocess.run([*pip, "install", *how, str(source)], check=True, capture_output=True)
+    assert {path.name for path in target.glob("sage*")} == {"sagekernels", f"sagekernels-{__version__}.dist-info"}
+    sources, copies = (
+        {path.relative_to(root) for path in root.rglob("*.*") if path.suffix != ".pyc"}
+        for root in (ROOT / "kernels/sagekernels", target / "sagekernels")
+    )
+    assert copies == sources
+    text = (
+        "import sys, sagekernels; print(sagekernels.__file__, *[m for m in sys.modules if m.startswith('sagetrain')])"
+    )
+    env = {**os.environ, "PYTHONPATH": str(target)}
+    alone = subprocess.run(
+        [sys.executable, "-c", text], check=True, cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    assert alone.stdout.split() == [str(target / "sagekernels/__init__.py")]
+    (metadata,) = target.glob("*.dist-info/METADATA")
+    wanted = set(setup()["options"]["install_requires"].replace('"', "'").splitlines())
+    needs = [line.removeprefix("Requires-Dist: ").replace('"', "'") for line in metadata.read_text().splitlines()
+             if line.startswith("Requires-Dist: ")]  # fmt: skip
+    assert {Requirement(need).name for need in needs} == {"torch", "triton"}
+    assert {str(Requirement(need)) for need in needs} <= {str(Requirement(line)) for line in wanted if line}
+
+
+def test_the_dockerfile_takes_its_versions_from_the_constraints_and_copies_what_a_wheel_is_made_of() -> None:
+    lines = [line for line in (ROOT / "Dockerfile").read_text().splitlines() if not line.startswith("#")]
+    installs = [line for line in lines if "pip install" in line]
+    assert installs and all("-c constraints.txt" in line and "==" not in line for line in installs)
+    (base,) = [line for line in lines if line.startswith("FROM")]
+    assert re.fullmatch(r"FROM nvidia/cuda:\d+\.\d+\.\d+-devel-ubuntu24\.04", base)  # whose Python is 3.12
+    assert "3.12" in SpecifierSet(setup()["options"]["python_requires"])
+    copied = {word for line in lines if line.startswith("COPY") for word in line.split()[1:-1]}
+    assert copied == {"constraints.txt", *PARTS}
+    assert all((ROOT / name).exists() for name in copied)

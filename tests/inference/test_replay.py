@@ -1,0 +1,339 @@
+"""Steps that went wrong, taken again: spoiled data, a fault of the quantization, and what does not come back."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import tiny
+import torch
+from distributed import run_distributed
+from forked import PATIENCE
+from runs import finish, log_of, sagetrain, start, write_config
+from spoiled import MIDDLE, spoiled
+from torch import Tensor
+
+from sagetrain.checkpoint import on_disk
+from sagetrain.checkpoint.ledger import Ledger, TrainState
+from sagetrain.config.errors import CheckpointError, ConfigError, TrainingError
+from sagetrain.config.load import load_config
+from sagetrain.config.schema import DataSource
+from sagetrain.data.loader import Batch, SampleStream
+from sagetrain.engines.protocol import StepResult
+from sagetrain.engines.step import BaseEngine
+from sagetrain.inference.replay import _go_there, _start, replay
+from sagetrain.model import selection
+from sagetrain.model.backends import Sage, TokenLayout
+from sagetrain.parallel.lowbit import LowBit
+from sagetrain.stability.spikes import Verdict
+from sagetrain.training import failed_step
+from sagetrain.training.build_run import build
+from sagetrain.training.trainer import Trainer
+
+STEP = 15
+SAMPLES = range(8 * (STEP - 1), 8 * STEP)
+SPIKES = {"window": 16, "grace_steps": 6}
+
+
+def config(folder: Path, corpus: Path, **sections: dict) -> Path:
+    """A run with a checkpoint about every 10 steps, and at the end."""
+    sections = {"evaluation": {"every_tokens": 10**9}, "stability": {"spikes": SPIKES}, **sections}
+    return write_config(folder / "run.yaml", corpus, folder / "run", **sections)
+
+
+@pytest.fixture(scope="module")
+def bad(tmp_path_factory, corpus) -> Path:
+    """Folder of a finished run of two ranks, by INT8 attention, whose step 15 has spoiled samples."""
+    folder = tmp_path_factory.mktemp("bad")
+    finish("ranks", config(folder, spoiled(corpus, folder / "corpus", SAMPLES), linear={"precision": "auto"}))
+    return folder
+
+
+def test_a_bundle_has_all_that_it_takes_and_little_more(bad) -> None:
+    (folder,) = (bad / "run/spikes").iterdir()
+    assert folder.name == "step-00000015" and f"{folder} has what" in log_of(bad / "run.yaml")
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "bundle.json", "config.yaml", "rng-00000.pt", "rng-00001.pt"
+    ]  # fmt: skip
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 100_000
+    content = failed_step.read(folder)
+    stream = SampleStream([DataSource(path=str(bad / "corpus/train"))], 32, 0)
+    assert content["samples"] == [list(stream.locate(sample)) for sample in SAMPLES]
+    assert (content["step"], content["checkpoint"], content["first_sample"]) == (15, 10, SAMPLES[0])
+    assert [row["step"] for row in content["steps_between"]] == [11, 12, 13, 14]
+    assert content["attention"] == ["sage fine"] * 2 and content["layout"]["data_parallel_size"] == 2
+    norms = content["layer_grad_norms"]
+    assert sorted(norms) == ["0", "1", "embedding", "head"]
+    assert math.hypot(*norms.values()) == pytest.approx(content["event"]["grad_norm"], rel=1e-4)
+    settled = load_config(folder / "config.yaml")  # that of the run says auto
+    assert (settled.attention.recipe, settled.linear.precision) == ("fine", "bf16")
+    kept = sorted(path.name for path in (bad / "run/checkpoints").glob("step-*"))
+    assert kept == ["step-00000010", "step-00000035", "step-00000040"]  # the bundle's, and the newest two
+
+
+def test_spoiled_data_are_blamed_and_replayed_in_one_process(bad) -> None:
+    folder = bad / "run/spikes/step-00000015"
+    shown = sagetrain("replay", folder)
+    assert shown.returncode == 0, shown.stderr
+    lines = shown.stdout.splitlines()
+    assert lines[0].startswith("step 15: gradient norm 5.") and lines[1].split() == [
+        "limit", "recorded", "again", "sdpa"
+    ]  # fmt: skip
+    assert lines[-1].startswith("data: it comes back in the recorded precision and stays with sdpa")
+    assert any(line.startswith("  layer 1 ") for line in lines)
+    found = json.loads(sagetrain("replay", folder, "--attention", "reference", "--json").stdout)
+    assert found["cause"] == "data" and found["drift"] < 0.01
+    recorded, again = found["numbers"]["recorded"], found["numbers"]["again"]
+    assert again["loss"] == pytest.approx(recorded["loss"], rel=1e-2)  # one rank instead of two, and INT8
+    assert again["layers"] == pytest.approx(recorded["layers"], rel=0.05)
+    assert not (folder / "replay").exists()
+    same = sagetrain("replay", folder, "--attention", "sage")
+    assert "open: it comes back, and sage fine is what it was recorded with" in same.stdout
+
+
+def test_what_cannot_be_replayed_says_why(bad, tmp_path) -> None:
+    with pytest.raises(ConfigError, match="is no replay bundle"):
+        replay(tmp_path, "sdpa")
+    with pytest.raises(ConfigError, match="recipe 'none': it is one of"):
+        replay(bad / "run/spikes/step-00000015", "sage", "none")
+    with pytest.raises(ConfigError, match="--recipe fine is of --attention sage, and this is sdpa"):
+        replay(bad / "run/spikes/step-00000015", "sdpa", "fine")
+    alone = tmp_path / "spikes/step-00000015"
+    alone.mkdir(parents=True)
+    (alone / "bundle.json").write_bytes((bad / "run/spikes/step-00000015/bundle.json").read_bytes())
+    with pytest.raises(CheckpointError, match="no checkpoint of step 10 or before is left to replay step 15"):
+        replay(alone, "sdpa")
+    refused = sagetrain("replay", bad / "run/spikes/step-00000015", "--attention", "flash")
+    assert refused.returncode == 2 and "attention.backend flash needs a GPU" in refused.stderr
+    assert sagetrain("replay", tmp_path).returncode == 2 and sagetrain("replay", alone).returncode == 3
+
+
+def test_a_step_that_is_not_finite_before_the_first_checkpoint_is_replayed_from_the_beginning(tmp_path, corpus) -> None:
+    path = config(tmp_path, corpus, optimizer={"lr": 1e30, "weight_decay": 0}, attention={"backend": "sdpa"})
+    assert start("ranks", path).wait(PATIENCE) == 4
+    (folder,) = (tmp_path / "run/spikes").iterdir()
+    content = failed_step.read(folder)
+    assert content["checkpoint"] is None and not content["event"]["finite"]
+    assert content["layer_grad_norms"] == {}  # DeepSpeed has cleared them
+    found = json.loads(sagetrain("replay", folder, "--attention", "reference", "--json").stdout)
+    assert found["cause"] == "data" and found["step"] == content["step"] > 1
+    assert not math.isfinite(float(found["numbers"]["again"]["grad_norm"]))
+    assert sorted(found["numbers"]["again"]["layers"]) == ["0", "1", "embedding", "head"]
+
+
+def left_by(path: str, factors: dict[int, float]) -> list[str]:
+    """Names of the bundles of a run whose losses in these steps are multiplied by these factors."""
+    trainer = Trainer(build(load_config(path)))
+    forward = trainer.engine.forward
+    trainer.engine.forward = lambda batch: forward(batch) * factors.get(trainer.state.step + 1, 1.0)
+    with contextlib.suppress(TrainingError):
+        trainer.train()
+    return sorted(folder.name for folder in trainer.run.files.folder.spikes.iterdir())
+
+
+def test_a_run_that_began_with_another_is_replayed_from_the_checkpoint_that_that_had_then(tmp_path, corpus) -> None:
+    saves = {"checkpoint": {"every_tokens": 1024}, "training": {"total_tokens": 2048}}
+    finish("sagetrain", write_config(tmp_path / "source.yaml", corpus, tmp_path / "source", **saves))
+    first, newest = sorted((tmp_path / "source/checkpoints").glob("step-*"))
+    newest.rename(tmp_path / newest.name)
+    training = {"init_from": str(tmp_path / "source")}
+    path = config(tmp_path, corpus, optimizer={"lr": 1e30, "weight_decay": 0}, training=training)
+    assert start("sagetrain", path).wait(PATIENCE) == 4
+    (tmp_path / newest.name).rename(newest)  # it has gone on since
+    (folder,) = (tmp_path / "run/spikes").iterdir()
+    shown = sagetrain("replay", folder, "--attention", "reference", "--json")
+    assert failed_step.read(folder)["checkpoint"] is None and shown.returncode == 0, shown.stderr
+    assert json.loads(shown.stdout, parse_constant=lambda name: pytest.fail(name))["drift"] < 1e-6
+    (first / "manifest.json").unlink()
+    gone = sagetrain("replay", folder)
+    assert gone.returncode == 3 and "init_from.json: the weights that the run began with, " in gone.stderr
+
+
+def test_a_damaged_checkpoint_is_passed_over(bad, tmp_path) -> None:
+    content, whole = failed_step.read(bad / "run/spikes/step-00000015"), bad / "run/checkpoints/step-00000010"
+    for step in (7, 8, 9, 10):
+        shutil.copytree(whole, tmp_path / on_disk.folder_name(step))
+    (tmp_path / "step-00000010/manifest.json").write_text("{")
+    torn = next((tmp_path / "step-00000009").glob("*.safetensors"))
+    torn.write_bytes(bytes(torn.stat().st_size))
+    assert _start(tmp_path, content) == tmp_path / "step-00000008"
+
+
+def test_one_process_has_those_layers_in_8_bits_that_ranks_had(tmp_path, corpus) -> None:
+    """gate_up alone has 2,000 weights on a rank of two, and three layers have in one process. The run comes to 8 bits
+    after the checkpoint."""
+    linear = {"precision": "fp8", "keep_layers_below": 2000, "keep_first_fraction": 0.8}
+    sections = {"attention": {"backend": "sdpa"}, "linear": linear}
+    spoiled_corpus = spoiled(corpus, tmp_path / "corpus", SAMPLES)
+    parallel, training = {"tensor_parallel_size": 2}, {"total_tokens": 15 * 256}
+    finish("ranks", config(tmp_path, spoiled_corpus, parallel=parallel, training=training, **sections))
+    (folder,) = (tmp_path / "run/spikes").iterdir()
+    shown = sagetrain("replay", folder, "--attention", "reference", "--json")
+    said = "linear layers fp8 rowwise in all blocks, layers of 2,000 weights and more (gate_up)"
+    assert f"{said}, by the sizes at tensor_parallel_size 2 in training and 1 here (" in shown.stderr
+    assert "a rank's sizes decide" not in shown.stderr  # which are the same
+    numbers = json.loads(shown.stdout)["numbers"]
+    assert numbers["again"]["grad_norm"] == pytest.approx(numbers["recorded"]["grad_norm"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("policy", "factors", "steps"),
+    [
+        ("stop", {11: 1e4, 12: math.nan}, (11, 12)),  # the step that ends the run, too
+        ("skip", {11: 1e4, 12: 1e4}, (11, 12)),
+        ("stop", {11: 1e4, 12: 2e4, 14: 1e4}, (11, 14)),  # one spike of two steps
+    ],
+)
+def test_every_step_left_out_leaves_a_bundle_and_a_spike_trained_on_for_long_leaves_one(
+    tmp_path, corpus, policy, factors, steps
+) -> None:
+    stability = {"spikes": {**SPIKES, "policy": policy}}
+    short = {"attention": {"backend": "sdpa"}, "training": {"total_tokens": 15 * 256}}
+    path = config(tmp_path, corpus, **short, stability=stability)
+    (names,) = run_distributed(left_by, 1, str(path), factors)
+    assert names == [on_disk.folder_name(step) for step in steps]
+
+
+def test_the_way_there_may_lead_over_a_step_in_which_no_token_counts(monkeypatch) -> None:
+    """Its loss is 0."""
+    ledger = Ledger("order")
+    ledger.add(0, 4), ledger.add(4, 4)
+    content = {"steps_between": [{"step": 1, "loss": 0.0}, {"step": 2, "loss": 2.0}], "ledger": asdict(ledger)}
+    losses = iter((0.0, 2.1))
+    step = lambda *how: StepResult({"train/loss": next(losses)}, True, False, 0, 1.0)  # noqa: E731
+    monkeypatch.setattr("sagetrain.inference.replay._step", step)
+    spikes = SimpleNamespace(judge=lambda metrics, tokens: Verdict())
+    controllers = SimpleNamespace(spikes=spikes, ask=lambda *what: [])
+    resumed = SimpleNamespace(state=TrainState(ledger=Ledger("order")))
+    run = SimpleNamespace(resumed=resumed, cfg=tiny.config(1), controllers=controllers)
+    assert _go_there(run, content) == pytest.approx(0.05)
+
+
+# -- a fault of the quantization --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Faulty(Sage):
+    """Takes a wrong scale in its backward pass where a document begins at one certain place."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout) -> Tensor:
+        o = super().__call__(q, k, v, layout)
+        return o + 300 * (o - o.detach()) if 2 * 32 + MIDDLE in layout.cu_seqlens.tolist() else o
+
+
+def make_faulty() -> None:
+    real = selection.attention_function
+    selection.attention_function = lambda backend, attention, device: (
+        Faulty("fine") if backend == "sage" else real(backend, attention, device)
+    )
+
+
+def train(path: str) -> bool:
+    make_faulty()
+    return Trainer(build(load_config(path))).train()
+
+
+def replayed(folder: str, faulty: bool) -> dict:
+    if faulty:
+        make_faulty()
+    return asdict(replay(Path(folder), "sdpa"))
+
+
+def test_a_fault_of_the_quantization_is_blamed_on_precision_and_one_that_has_gone_on_neither(tmp_path, corpus) -> None:
+    short = {"attention": {"backend": "sage", "recipe": "fine"}, "training": {"total_tokens": 16 * 256}}
+    where = spoiled(corpus, tmp_path / "corpus", (), begins=SAMPLES[2])  # the third of a micro-batch
+    path = config(tmp_path, where, **short)
+    assert run_distributed(train, 1, str(path)) == [True]
+    (folder,) = (tmp_path / "run/spikes").iterdir()
+    (found,) = run_distributed(replayed, 1, str(folder), True)
+    assert found["cause"] == "precision" and found["step"] == STEP
+    again, recorded, asked = (found["numbers"][way] for way in ("again", "recorded", "asked"))
+    assert again["loss"] == pytest.approx(recorded["loss"], rel=1e-5)
+    assert again["layers"] == pytest.approx(recorded["layers"], rel=1e-3)
+    assert asked["grad_norm"] < found["limits"]["grad_norm"] < again["grad_norm"]
+    assert found["drift"] < 1e-5
+    pair = run_distributed(replayed, 2, str(folder), True)
+    assert [each["cause"] for each in pair] == ["precision"] * 2
+    assert pair[0]["numbers"]["again"]["loss"] == pytest.approx(recorded["loss"], rel=1e-2)
+    (healthy,) = run_distributed(replayed, 1, str(folder), False)
+    assert healthy["cause"] == "hardware"
+    assert torch.tensor(healthy["numbers"]["again"]["loss"]) < found["limits"]["loss"]
+
+
+def make_linear_faulty() -> None:
+    """Gradients of weights made of 8 bits are 300 times too large in the step of these samples."""
+    where, step, gradient = SimpleNamespace(fault=False), BaseEngine.step, LowBit._weight_gradient
+
+    def watched(self: BaseEngine, batches: Iterable[Batch], *rest: object, **how: object) -> StepResult:
+        def each() -> Iterator[Batch]:
+            for batch in batches:
+                where.fault = batch.sample_ids[0] in SAMPLES
+                yield batch
+
+        return step(self, each(), *rest, **how)
+
+    BaseEngine.step = watched
+    LowBit._weight_gradient = lambda self, *what: gradient(self, *what) * (300 if where.fault else 1)
+
+
+def train_with_faulty_linear_layers(path: str) -> bool:
+    make_linear_faulty()
+    return Trainer(build(load_config(path))).train()
+
+
+def replayed_with_faulty_linear_layers(folder: str) -> list[dict]:
+    make_linear_faulty()
+    ways = ("sdpa", False), ("reference", False), ("sdpa", True)
+    return [asdict(replay(Path(folder), backend, linear_in_16_bits=also)) for backend, also in ways]
+
+
+def test_linear_layers_in_8_bits_are_told_from_the_data(tmp_path, corpus) -> None:
+    short = {"attention": {"backend": "sdpa"}, "linear": {"precision": "fp8"}, "training": {"total_tokens": 15 * 256}}
+    path = config(tmp_path, corpus, **short)
+    assert run_distributed(train_with_faulty_linear_layers, 1, str(path)) == [True]
+    (folder,) = (tmp_path / "run/spikes").iterdir()
+    ((first, other, second),) = run_distributed(replayed_with_faulty_linear_layers, 1, str(folder))
+    assert first["cause"] == "open" and first["attention"]["asked"] == "sdpa"  # that is what it had
+    assert other["cause"] == "data or linear layers"
+    assert second["cause"] == "precision" and second["attention"]["asked"] == "sdpa and linear layers in 16 bits"
+    again, asked = second["numbers"]["again"], second["numbers"]["asked"]
+    assert asked["grad_norm"] < second["limits"]["grad_norm"] < again["grad_norm"]
+    assert again["loss"] == pytest.approx(second["numbers"]["recorded"]["loss"], rel=1e-6) and second["drift"] < 1e-6
+    shown = sagetrain("replay", folder, "--attention", "reference")  # where 8 bits do nothing wrong
+    assert "hardware: it does not come back" in shown.stdout
+    shown = sagetrain("replay", folder, "--linear", "fp8")
+    assert shown.returncode == 2 and "'recorded', 'bf16'" in shown.stderr
+
+
+def test_layers_have_the_rungs_that_they_had_also_those_that_a_measurement_moved(tmp_path, corpus) -> None:
+    """A replay measures nothing on its way, and takes each step with the attention that its bundle names; linear layers
+    have the 8 bits that they had."""
+    stability = {
+        "spikes": SPIKES,
+        "monitor": {"every_steps": 12},
+        "precision": {"rungs": ["gradients", "sdpa"], "threshold": {"metric": "quant/*/dS/rel_l2", "above": 1e-9}},
+    }
+    linear = {"precision": "fp8", "keep_last_blocks": 1}
+    short = {"attention": {"backend": "sage", "recipe": "fine"}, "training": {"total_tokens": 15 * 256}}
+    path = config(tmp_path, spoiled(corpus, tmp_path / "corpus", SAMPLES), **short, stability=stability, linear=linear)
+    assert run_distributed(ladder_run, 1, str(path)) == [True]
+    (folder,) = (tmp_path / "run/spikes").iterdir()
+    content = failed_step.read(folder)
+    assert content["attention"] == ["sage gradients"] * 2
+    changes = {row["step"]: row["attention"] for row in content["steps_between"] if "attention" in row}
+    assert changes == {11: ["sage fine"] * 2, 13: ["sage gradients"] * 2}
+    (found,) = run_distributed(replayed, 1, str(folder), False)
+    assert found["attention"] == {"recorded": "sage gradients", "again": "sage gradients", "asked": "sdpa"}
+    assert found["numbers"]["again"]["loss"] == pytest.approx(found["numbers"]["recorded"]["loss"], rel=1e-6)
+    assert found["drift"] < 1e-6
+
+
+def ladder_run(path: str) -> bool:
+    return Trainer(build(load_config(path))).train()

@@ -1,0 +1,262 @@
+"""`sagetrain import`: the models of transformers compute here what they compute there, and go back bit for bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from prepare_inputs import published_tokenizer
+from runs import sagetrain
+from safetensors.torch import load_file, save_file
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MistralConfig, Qwen3Config
+
+from sagetrain.config import ConfigError
+from sagetrain.data.tokenizer import Tokenizer
+from sagetrain.inference.evaluate import evaluate_texts
+from sagetrain.inference.generate import Sampling, generate
+from sagetrain.inference.load import load_run
+from sagetrain.interop.exporting import export
+from sagetrain.interop.importing import import_folder
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "vocab_size": 352,  # padded to 384 here
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+MODELS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: LlamaConfig(**SIZES),
+    "llama-3": lambda: LlamaConfig(**SIZES, rope_parameters=LLAMA3, tie_word_embeddings=True),
+    "mistral": lambda: MistralConfig(**SIZES, sliding_window=None, rms_norm_eps=1e-5),
+    "qwen": lambda: Qwen3Config(**SIZES, tie_word_embeddings=True),
+    "qwen-yarn": lambda: Qwen3Config(**SIZES, rope_parameters=YARN),
+}
+
+
+def save(folder: Path, config: Any, dtype: torch.dtype = torch.float32, shard: str = "5GB") -> Path:
+    """A folder of a model with random weights and gains."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
+    model.to(dtype).save_pretrained(folder, max_shard_size=shard)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in several files of weights."""
+    return save(tmp_path_factory.mktemp("import") / "llama", LlamaConfig(**SIZES), shard="40KB")
+
+
+def check_logits(folder: Path, run_dir: Path) -> None:
+    ours, theirs = load_run(run_dir, print), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokens = torch.randint(0, 352, (2, 150), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected, found = theirs(tokens).logits, ours.model(tokens)[..., :352].float()
+        loss = ours.model(tokens, tokens.flip(-1))
+    assert expected.std() > 0.1
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)
+    exact = cross_entropy(expected.flatten(0, 1), tokens.flip(-1).flatten())  # without the rows that pad
+    torch.testing.assert_close(loss, exact, rtol=0, atol=2e-4)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def check_same(folder: Path, again: Path) -> None:
+    before, after = weights(folder), weights(again)
+    assert before.keys() == after.keys()
+    assert [n for n in before if before[n].dtype != after[n].dtype or not before[n].equal(after[n])] == []
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_transformers_and_tensors_go_back_bit_for_bit(name: str, tmp_path: Path) -> None:
+    folder = save(tmp_path / "in", MODELS[name]())
+    said: list[str] = []
+    done = import_folder(folder, tmp_path / "run", report=said.append)
+    assert done.parameters == sum(tensor.numel() for tensor in weights(folder).values())
+    assert len(said) == 1 and "has no tokenizer.json" in said[0]
+    check_logits(folder, tmp_path / "run")
+    export(tmp_path / "run", tmp_path / "out")
+    check_same(folder, tmp_path / "out")
+    check_logits(tmp_path / "out", tmp_path / "run")
+    generation = json.loads((tmp_path / "out/generation_config.json").read_text())
+    assert (generation["bos_token_id"], generation["eos_token_id"]) == (1, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits_and_several_files_go_back_bit_for_bit(dtype: torch.dtype, tmp_path: Path) -> None:
+    folder = save(tmp_path / "in", LlamaConfig(**SIZES), dtype, shard="20KB")
+    import_folder(folder, tmp_path / "run", shard_bytes=15_000)
+    assert len([*tmp_path.glob("run/checkpoints/step-00000000/weights-*.safetensors")]) > 3
+    export(tmp_path / "run", tmp_path / "out", shard_bytes=30_000)
+    assert len([*(tmp_path / "out").glob("*.safetensors")]) > 2
+    check_same(folder, tmp_path / "out")
+    check_logits(folder, tmp_path / "run")
+
+
+def test_what_was_exported_comes_back_with_its_tokenizer(llama: Path, model: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(llama, tmp_path / "in")
+    shutil.copyfile(model, folder / "tokenizer.model")
+    first = sagetrain("import", folder, tmp_path / "run")
+    assert first.returncode == 0 and first.stderr == ""
+    assert "LlamaForCausalLM, 44,192 parameters in 21 tensors, tokenizer tokenizer.model" in first.stdout
+    config = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
+    assert config["training"]["total_tokens"] == config["tokens_per_step"]["tokens"] == 256  # so it says what to set
+    assert "total_tokens, tokens_per_step.tokens and optimizer.lr of your own" in first.stdout
+    assert config["attention"]["backend"] == "sdpa" and "(attention.backend: sdpa" in first.stdout
+    export(tmp_path / "run", tmp_path / "out")
+    assert (tmp_path / "out/tokenizer.json").is_file()
+    import_folder(tmp_path / "out", tmp_path / "again")
+    assert Tokenizer.load(tmp_path / "again/tokenizer.model").sha256 == Tokenizer.load(model).sha256
+    again = load_run(tmp_path / "again", print)
+    assert len([*generate(again, ["abc"], Sampling(max_tokens=3))]) > 1
+    (tmp_path / "out/chat_template.jinja").write_text("{{ messages }}")  # of which a SentencePiece model has none
+    said: list[str] = []
+    assert import_folder(tmp_path / "out", tmp_path / "chats", report=said.append).tokenizer == "tokenizer.json"
+    assert "tokenizer.json is taken, which has a chat template, not tokenizer.model" in said[0]
+    assert Tokenizer.load(tmp_path / "chats/tokenizer.json").chat_template == "{{ messages }}"
+    (tmp_path / "out/chat_template.jinja").unlink()
+    tree = json.loads((tmp_path / "out/tokenizer.json").read_text())
+    part = {"Sequence": {"id": "A", "type_id": 0}}
+    tree["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, part],
+        "pair": [part, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
+    }
+    (tmp_path / "out/tokenizer.json").write_text(json.dumps(tree))
+    import_folder(tmp_path / "out", tmp_path / "begun", report=said.append)
+    assert "tokenizer.json is taken, which has a post_processor" in said[1]
+    export(tmp_path / "begun", tmp_path / "begun-hf")
+    assert AutoTokenizer.from_pretrained(tmp_path / "begun-hf")("abc").input_ids[0] == 1
+    with pytest.raises(ConfigError, match="name some with --data"):
+        evaluate_texts(again, [], 32)
+
+
+def test_a_sentencepiece_model_brings_its_bos_along(llama: Path, tmp_path: Path) -> None:
+    """As published with Llama 1 and 2; before a prompt it is in both, here and where it is exported to."""
+    folder, published = shutil.copytree(llama, tmp_path / "in"), published_tokenizer(vocab_size=350)
+    (folder / "tokenizer.model").write_bytes(published.model)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
+    import_folder(folder, tmp_path / "run")
+    run = load_run(tmp_path / "run", print)
+    assert [*run.text_prefix] == [1] and run.tokenizer.sha256 == published.sha256
+    export(tmp_path / "run", tmp_path / "out")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("the").input_ids == [1, *published.encode("the")]
+    import_folder(tmp_path / "out", tmp_path / "again")
+    assert [*load_run(tmp_path / "again", print).text_prefix] == [1]
+
+
+def test_a_sliding_window_bounds_the_sequences(tmp_path: Path) -> None:
+    folder, said = save(tmp_path / "in", MistralConfig(**SIZES, sliding_window=64)), []
+    assert import_folder(folder, tmp_path / "run", report=said.append).seq_length == 64
+    assert "attention reaches 64 tokens back there" in said[0]
+    config = json.loads((folder / "config.json").read_text())
+    del config["sliding_window"]  # transformers takes 4,096 then
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192}))
+    assert import_folder(folder, tmp_path / "again", report=said.append).seq_length == 4096
+
+
+BAD_KEYS = [
+    ({"architectures": ["GPT2LMHeadModel"]}, r"GPT2LMHeadModel'\]: not one of LlamaForCausalLM, Mistral"),
+    ({"architectures": None, "model_type": "gpt2"}, r"architectures \[\]: not one of"),
+    ({"attention_bias": True}, "attention_bias True: SageTrain computes these models with False alone"),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types .* computes full_attention alone"),
+    ({"hidden_act": "gelu"}, "hidden_act gelu: .* with silu alone"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config"),
+    ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "RoPE longrope: not one of default, ll"),
+    ({"rope_parameters": {**YARN, "mscale": 0.7}}, r"RoPE yarn with \{'mscale': 0.7\}"),
+    ({"rope_parameters": {**YARN, "factor": None}}, "factor None: "),
+    ({"num_hidden_layers": 0}, "num_hidden_layers 0: "),
+    ({"head_dim": 8}, r"q_proj\.weight has the shape \(64, 32\), .*json says \(32, 32\) by num_attention_heads, "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("keys", "message"), BAD_KEYS, ids=[next(iter(keys)) for keys, _ in BAD_KEYS])
+def test_models_that_cannot_be_read(llama: Path, keys: dict, message: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(llama, tmp_path / "in")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | keys))
+    with pytest.raises(ConfigError, match=message):
+        import_folder(folder, tmp_path / "run")
+    assert not (tmp_path / "run").exists() and not [*tmp_path.glob(".writing-*")]
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path, model: Path) -> None:
+    folder = save(tmp_path / "in", LlamaConfig(**SIZES | {"vocab_size": 300}))
+    shutil.copyfile(model, folder / "tokenizer.model")
+    with pytest.raises(ConfigError, match=r"its tokenizer has 350 tokens, .* says vocab_size 300"):
+        import_folder(folder, tmp_path / "run")
+
+
+def test_folders_that_are_not_whole(llama: Path, tmp_path: Path) -> None:
+    def broken(name: str) -> Path:
+        return shutil.copytree(llama, tmp_path / name)
+
+    def refused(folder: Path, message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
+            import_folder(folder, tmp_path / "run")
+
+    folder = broken("shard")
+    second = sorted(folder.glob("*.safetensors"))[1].name
+    (folder / second).unlink()
+    refused(folder, rf"1 of \d+ files of weights are missing, first: {second}; copy")
+    folder = broken("short")
+    (folder / second).write_bytes((folder / second).read_bytes()[:-100])
+    refused(folder, f"{second} cannot be read")
+    folder = broken("index")
+    (folder / "model.safetensors.index.json").unlink()
+    refused(folder, r"has neither model\.safetensors nor model\.safetensors\.index\.json$")
+    (folder / "pytorch_model.bin").touch()
+    refused(folder, "could run code; save it anew")
+    refused(tmp_path / "none", r"none: no such folder; .* `hf download NAME")
+    (tmp_path / "empty").mkdir()
+    refused(tmp_path / "empty", r"config\.json: No such file")
+    (tmp_path / "trained/checkpoints").mkdir(parents=True)
+    refused(tmp_path / "trained", r"trained is a run of SageTrain, which training\.init_from takes as it is")
+    folder = broken("json")
+    (folder / "config.json").write_text("{")
+    refused(folder, r"config\.json is not valid JSON")
+    (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "vocab_size": 5}')
+    refused(folder, "has no num_hidden_layers and no hidden_size and no intermediate_size and no num_attention_heads")
+    folder = save(tmp_path / "eight", LlamaConfig(**SIZES))
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"model.norm.weight": tensors["model.norm.weight"].to(torch.float8_e4m3fn)},
+              folder / "model.safetensors")  # fmt: skip
+    refused(folder, r"model\.norm\.weight is F8_E4M3: weights are read in F32, BF16, F16 alone")
+    assert not (tmp_path / "run").exists()
+
+
+def test_layers_whose_sides_8_bits_do_not_take_are_named(tmp_path: Path) -> None:
+    import_folder(save(tmp_path / "in", LlamaConfig(**SIZES | {"intermediate_size": 40})), tmp_path / "run")
+    said: list[str] = []
+    run = load_run(tmp_path / "run", said.append, linear="int8")
+    assert [*run.model.matmuls[0]] == ["qkv", "out"]
+    (line,) = said
+    assert "in all blocks, but for sides that are no multiples of 16 (gate_up 40, down 40) (" in line

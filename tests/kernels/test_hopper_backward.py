@@ -1,0 +1,328 @@
+"""The Hopper backward on a machine without a GPU: who does what, in what order dQ lies, and that it compiles."""
+
+import ctypes
+import functools
+import math
+import re
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+from emulator import Emulated, tensor_map, wrong_results
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+from sagekernels import hopper_backward, nvrtc
+from sagekernels.hopper_forward import ARCHITECTURE
+from sagekernels.reference import twin_backward, twin_forward, visible
+from sagekernels.testing import Shape, call_of, random_inputs
+
+SHARED_MEMORY = 227 * 1024
+INTERFACE = """
+#define DEVICE static inline
+#include "backward_schedule.cuh"
+extern "C" void work(int program, const Problem& p, Work& w) { w = work_of(program, p); }
+extern "C" void seen(int key, const Problem& p, int& lower, int& upper) { seen_by(key, p, lower, upper); }
+extern "C" int turn(int block, int tile, const Problem& p) { return turn_of(block, tile, p); }
+"""
+
+
+class Problem(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int) for name in ("kv_heads", "n_q", "n_k", "causal")),
+        *((name, ctypes.c_void_p) for name in ("starts", "ends")),
+        *((name, ctypes.c_int) for name in ("heads", "heads_at_once")),
+    ]
+
+
+class Work(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int) for name in ("bh", "block", "first", "last", "clear", "blurred")]
+
+
+@pytest.fixture(scope="module", params=hopper_backward.KEYS)
+def schedule(request, tmp_path_factory):
+    """backward_schedule.cuh of one head_dim for this machine's processor; keys of a block."""
+    compiler = shutil.which("c++")
+    if compiler is None:
+        pytest.skip("needs a C++ compiler")
+    folder = tmp_path_factory.mktemp("schedule")
+    keys = hopper_backward.KEYS[request.param]
+    (folder / "schedule.cpp").write_text(f"constexpr int KEYS = {keys};{INTERFACE}")
+    options = ["-std=c++17", "-shared", "-fPIC", f"-I{nvrtc.HERE}"]
+    subprocess.run([compiler, *options, str(folder / "schedule.cpp"), "-o", str(folder / "schedule.so")], check=True)
+    return ctypes.CDLL(str(folder / "schedule.so")), keys
+
+
+@pytest.mark.parametrize(
+    ("n_q", "n_k", "causal", "documents", "heads", "heads_at_once"),
+    [
+        (320, 320, True, (), 3, 2),
+        (300, 300, False, (), 1, 5),
+        (130, 333, True, (), 2, 1),
+        (1, 257, True, (), 1, 1),
+        (257, 70, False, (), 4, 3),
+        (1000, 1000, True, (), 5, 2),
+        (420, 420, True, (100, 0, 1, 63, 220, 36, 0), 2, 2),
+        (420, 420, False, (100, 0, 1, 63, 220, 36, 0), 1, 3),
+        (390, 390, False, (10,) * 39, 2, 1),
+        (640, 640, True, (128, 64, 192, 256), 1, 1),
+    ],
+)
+def test_schedule(schedule, n_q, n_k, causal, documents, heads, heads_at_once):
+    """Each block is taken once; every visible pair is in a tile that is taken and unmasked where no mask is applied;
+    the blocks that add to a tile of queries have turns 0, 1, 2, ..., the earlier ones in programs launched earlier."""
+    schedule, keys = schedule
+    bounds = Shape(n_q=n_q, documents=documents).bounds()
+    pointers = [None, None] if bounds is None else [x.data_ptr() for x in bounds]
+    problem = Problem(1, n_q, n_k, causal, *pointers, heads, heads_at_once)
+    mask = visible(range(n_q), n_k, n_k - n_q, causal, bounds, torch.device("cpu"))
+    sees = np.ones((n_q, n_k), bool) if mask is None else mask.numpy()
+    lower, upper = ctypes.c_int(), ctypes.c_int()
+    for key in range(n_k + 5):
+        schedule.seen(key, ctypes.byref(problem), ctypes.byref(lower), ctypes.byref(upper))
+        expected = sees[:, key] if key < n_k else np.zeros(n_q, bool)
+        queries = np.arange(n_q)
+        assert np.array_equal((queries >= lower.value) & (queries < upper.value), expected)
+    blocks, tiles = -(-n_k // keys), -(-n_q // 64)
+    taken, turns = set(), {}
+    for program in range(blocks * heads):
+        w = Work()
+        schedule.work(program, ctypes.byref(problem), ctypes.byref(w))
+        taken.add((w.bh, w.block))
+        part = sees[:, w.block * keys : (w.block + 1) * keys]
+        for m in range(tiles):
+            seen = part[m * 64 : (m + 1) * 64]
+            inside = w.first <= m < w.last
+            assert inside or not seen.any()
+            if inside and w.clear <= m < w.blurred:
+                assert seen.all() and part.shape[1] == keys
+            if inside:
+                turns.setdefault((w.bh, m), []).append(schedule.turn(w.block, m, ctypes.byref(problem)))
+    assert taken == {(bh, block) for bh in range(heads) for block in range(blocks)}
+    assert all(x == list(range(len(x))) for x in turns.values())
+    assert set(turns) == {(bh, m) for bh in range(heads) for m in range(tiles)}
+
+
+def host_map(x, rows):
+    """Of hopper_backward._map."""
+    columns = min(x.shape[3], 128 // x.element_size())
+    return tensor_map(x, (1, 1, rows, columns), columns * x.element_size())
+
+
+def prepared(q_scale, lse, delta, head_dim):
+    """What _prepare_queries_kernel makes of three [B, heads, N]: [B, heads, tiles, 256 or 192]."""
+
+    def tiles(x, value=0.0):
+        return torch.nn.functional.pad(x, (0, -x.shape[-1] % 64), value=value).unflatten(-1, (-1, 64))
+
+    q_scale, lse, delta = tiles(q_scale), tiles(lse, math.inf), tiles(-delta)
+    if hopper_backward.FLOATS[head_dim] == 4:
+        upper = (delta.view(torch.int32) & ~8191).view(torch.float32)
+        return torch.stack((upper, delta - upper, q_scale, lse.clamp(max=1e30)), -1).flatten(-2)
+    order = [16 * (p // 16) + 8 * (p // 2 % 2) + 2 * (p // 4 % 4) + p % 2 for p in range(64)]
+    return torch.cat([x[..., order] for x in (q_scale, lse, delta)], -1)
+
+
+MISTAKES = [
+    {
+        "signal(sm.codes_free[now]);": "if (t == 0) signal(sm.codes_free[now]);",
+        "if (t + 1 < tiles) wait(sm.codes_full[next], parity(t + 1));":
+            "if (t + 1 < tiles) { wait(sm.codes_full[next ], parity(t + 1)); signal(sm.codes_free[next]); }",
+    },
+    {
+        "signal(sm.wide_free[now]);": "",
+        "issue_dk(now);": "issue_dk(now); signal(sm.wide_free[now ]);",
+    },
+    {
+        "if (lane == 0) arrive(sm.ds_free[t & 1]);": "",
+        "wait(sm.ds_full[t & 1], t >> 1 & 1);":
+            "wait(sm.ds_full[t & 1 ], t >> 1 & 1); if (lane == 0 && t >= 0) arrive(sm.ds_free[t & 1]);",
+    },
+    {"fence_async();\n        __syncwarp();": "__syncwarp();"},
+    {"fence_async();\n        warpgroup_barrier(wg);": "warpgroup_barrier(wg);"},
+    {"fence_async();\n        warpgroup_barrier(wg);": "fence_async();"},
+    {"fence_async();\n        signal(sm.dq_full[wg]);": "signal(sm.dq_full[wg]);"},
+    {
+        "fence_async();\n    if (tiles > 1 && mine(tiles - 2)) signal(sm.dq_full[wg]);":
+            "if (tiles > 1 && mine(tiles - 2 )) signal(sm.dq_full[wg] );"
+    },
+    {"wait(sm.ds_full[t & 1], t >> 1 & 1);": ""},
+    {"wait(sm.ds_free[t & 1], t >> 1 & 1 ^ 1);": ""},
+    {"wait(sm.ds_free[t & 1], t >> 1 & 1 ^ 1);": "wait(sm.ds_free[t & 1], t >> 1 & 1);"},
+    {"wait(sm.dq_free[wg], t / ROUND & 1 ^ 1);": ""},
+    {"wait(sm.wide_full[now], parity(t));": ""},
+    {"if (t + 1 < tiles) wait(sm.codes_full[next], parity(t + 1));": ""},
+    {"wait(sm.codes_free[place(i)], parity(i) ^ 1);": ""},
+    {"wait(sm.wide_free[place(i)], parity(i) ^ 1);": ""},
+    {"wait(sm.keys_full, 0);": ""},
+    {"row / 2 % 4": "row % 4"},
+    {"column % 64 * 2 + 16 ^ row % 8 << 4": "column % 64 * 2 + 16 ^ row % 4 << 4"},
+    {"thread / KEYS * (D / 2) + 16 * i": "16 * i"},
+    {"0x7650 + j % 4": "0x7653 - j % 4"},
+    {"wgmma_wait<1>();\n        pin(dp);": "pin(dp);"},
+    {"wgmma_wait<1>();\n            pin(p16);": "pin(p16);"},
+    {"wgmma_wait<1>();\n            pin(dq);": "pin(dq);"},
+    {"wgmma_wait<0>();\n        pin(dq);": "pin(dq);"},
+    {"wgmma_wait<0>();\n        pin(s);": "wgmma_wait<1>();"},
+    {"(u32)(upper - lower)": "(u32)(upper - lower + 1)"},
+    {"m * QUERIES + 2 * (thread % 4) - lower": "m * QUERIES + 2 * (thread % 4) - lower + 1"},
+    {"(bh * q_tiles + m) * BLOCKS_D + block": "(bh * q_tiles + m) * BLOCKS_D + BLOCKS_D - 1 - block"},
+    {"wg / ROUND * KEYS * 64": "0"},
+    {"load_relaxed(turns + part) != turn": "load_relaxed(turns + part) < 0"},
+    {"turn_of(work.block, m, problem)": "turn_of(work.block, m, problem) + 1"},
+    {"copies_wait<1>(), add_relaxed(turns + before, 1);": "add_relaxed(turns + before, 1);"},
+    {"copies_wait<1>(), add_relaxed(turns + before, 1);": "copies_wait_read(), add_relaxed(turns + before, 1);"},
+    {"copies_wait_read();\n                    arrive(sm.dq_free[from]);": "arrive(sm.dq_free[from]);"},
+    {"wait(sm.dq_full[from], i / ROUND & 1);": ""},
+    {
+        "(wg * 64 + warp * 16 + lane % 16) * 128 + ((lane / 16 ^ lane % 8) << 4)":
+            "(wg * 64 + warp * 16 + lane % 16) * 128 + ((lane / 16 ^ lane % 4) << 4)"
+    },
+    {"arrive_expect(bar, QUERIES * D * 4);": "arrive_expect(bar, QUERIES * D * 2);"},
+    {"copies_commit();\n        copies_wait_read();": "copies_commit();"},
+    {"if (rounds) wait(sm.dq_free[wg], rounds - 1 & 1);": ""},
+    {"barrier_init(sm.dq_full[i], 4);": "barrier_init(sm.dq_full[i], 3);"},
+    {"operand(sm.q[stage], QUERIES * 128)": "operand(sm.q[stage], QUERIES * 64)"},
+    {"barrier_init(sm.codes_free[i], 4 * CONSUMERS);": "barrier_init(sm.codes_free[i], 8);"},
+    {"barrier_init(sm.wide_free[i], 4 * CONSUMERS);": "barrier_init(sm.wide_free[i], 8);"},
+    {"barrier_init(sm.ds_full[i], 4 * CONSUMERS);": "barrier_init(sm.ds_full[i], 8);"},
+    {"barrier_init(sm.ds_free[i], 4 * BLOCKS_D);": "barrier_init(sm.ds_free[i], 8);"},
+    {"mine(t - 1)": "mine(t)"},
+    {"t > 1 && mine(t - 2)": "t > 1 && mine(t - 1)"},
+    {"tiles > 1 && mine(tiles - 2)": "tiles > 1 && mine(tiles - 1)"},
+    {"block * ROUND + i % ROUND": "block * ROUND"},
+    {"t / ROUND & 1 ^ 1": "t & 1 ^ 1"},
+    {"tiles + ROUND - 1 - wg % ROUND": "tiles + ROUND - 1"},
+    {"thread % KEYS": "thread % 128"},
+    {"same % 4 < 2": "same % 4 < 1"},
+    {"operand<16>(sm.vectors[stage], 0)": "operand<16>(sm.vectors[stage] + 4, 0)"},
+]  # fmt: skip
+
+
+def defines(head_dim, half):
+    return {"HEAD_DIM": head_dim, "FP16": int(half), "SHARED_BYTES": hopper_backward._shared_bytes(head_dim)}
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    """(head_dim, half) -> the kernel as hopper_emulator runs it, which can make MISTAKES."""
+    folder = tmp_path_factory.mktemp("backward")
+
+    def kernel(head_dim, half):
+        return Emulated(folder, "hopper_backward.cu", "hopper_backward", defines(head_dim, half), MISTAKES)
+
+    return functools.cache(kernel)
+
+
+def emulated(kernels, shape, half=False, in_order=False, **options):
+    """dQ, dK and dV of the kernel and of the twin; the sums of dQ."""
+    dtype = torch.float16 if half else torch.bfloat16
+    batch, n_q, n_k, heads, kv_heads = shape.batch, shape.n_q, shape.n_k, shape.heads, shape.kv_heads
+    q, k, v, do = random_inputs(shape, dtype=dtype)
+    head_dim, bounds = q.shape[3], shape.bounds()
+    scale = head_dim**-0.5
+    call = call_of(shape, q, k, v, "scores")
+    o, saved = twin_forward(call)
+    expected = twin_backward(call.backward(do, o, saved))
+    delta = (do.float() * o.float()).sum(-1).transpose(1, 2)
+    log2e = math.log2(math.e)
+    vectors = prepared(saved.q.scale * (scale * log2e), saved.lse * log2e, delta, head_dim)
+    q16 = saved.q.dequantized().bfloat16()
+    dk, dv = torch.full_like(v, math.nan), torch.full_like(v, math.nan)
+    tiles = -(-n_q // 64)
+    sums = torch.zeros(batch, heads, tiles, 64 * head_dim)
+    turns = torch.zeros(batch * heads * tiles * (head_dim // 64), dtype=torch.int32) if in_order else None
+    keys, parts = hopper_backward.KEYS[head_dim], head_dim // 64
+    boxes = [(saved.q.codes, 64), (q16, 64), (do.transpose(1, 2), 64), (saved.k.codes, keys)]
+    boxes += [(v.transpose(1, 2), keys), (dk.transpose(1, 2), 64), (dv.transpose(1, 2), 64)]
+    maps = [host_map(x, rows) for x, rows in boxes]
+    wrong = kernels(head_dim, half)(
+        -(-n_k // keys) * batch * kv_heads, 2 * keys + 128, *maps, vectors, saved.k.scale,
+        *((None, None) if bounds is None else bounds), sums, turns, scale,
+        kv_heads, heads // kv_heads, n_q, n_k, tiles, batch * kv_heads, 1, int(shape.causal), **options,
+    )  # fmt: skip
+    assert not wrong, wrong
+    # the permutation of _finish_dq_kernel
+    text = (nvrtc.HERE / "hopper_backward.py").read_text()
+    assert "tl.reshape(x, [HEAD_DIM // 64, 4, 8, 8, 4, 2, 2]), (1, 5, 3, 0, 2, 4, 6)" in text
+    dq = sums.view(batch, heads, tiles, parts, 4, 8, 8, 4, 2, 2).permute(0, 1, 2, 4, 8, 6, 3, 5, 7, 9)
+    dq = dq.reshape(batch, heads, tiles * 64, head_dim)[:, :, :n_q].transpose(1, 2) * scale
+    return (dq, dk, dv), expected, sums
+
+
+def assert_close(ours, expected, sums):
+    for x, y in zip(ours, expected, strict=True):
+        assert ((x.float() - y.float()).norm() / y.float().norm()).item() < 4e-3
+
+
+@pytest.mark.parametrize(
+    ("shape", "half", "in_order"),
+    [
+        (Shape(1, 320, 320, 1, 1, 64, True, ()), False, True),
+        (Shape(1, 200, 200, 2, 1, 128, True, ()), False, False),
+        (Shape(2, 100, 150, 1, 1, 128, False, ()), False, True),
+        (Shape(1, 260, 260, 1, 1, 64, False, (100, 0, 1, 63, 96)), True, True),
+        (Shape(1, 300, 420, 2, 1, 64, True, ()), True, False),
+        (Shape(2, 70, 40, 1, 1, 64, False, ()), False, False),
+    ],
+)
+def test_kernel(kernels, shape, half, in_order):
+    assert_close(*emulated(kernels, shape, half, in_order))
+
+
+@pytest.mark.parametrize("mistake", range(1, len(MISTAKES) + 1))
+def test_mistakes_are_found(kernels, right, mistake):
+    """By one of two inputs and seeds: a message, or other bits than without it; dQ in order has always the same."""
+    assert wrong_results(functools.partial(mistaken, kernels), right, mistake)
+
+
+@pytest.fixture(scope="module")
+def right(kernels):
+    return functools.cache(lambda case: mistaken(kernels, case))
+
+
+def mistaken(kernels, case, **options):
+    shape = (
+        Shape(1, 300, 300, 1, 1, 64, False) if case != "documents" else Shape(1, 300, 300, 1, 1, 128, False, (100, 200))
+    )
+    (_, dk, dv), _, sums = emulated(kernels, shape, in_order=True, resident=3, **options)
+    return dk, dv, sums
+
+
+@pytest.mark.skipif(not nvrtc.available(), reason="needs NVRTC")
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("half", [0, 1])
+def test_compiles(head_dim, half, tmp_path, monkeypatch):
+    """The struct in shared memory has the size that the launcher asks for (a static assertion), and there is room."""
+    monkeypatch.setenv("SAGEKERNELS_CACHE", str(tmp_path))
+    shared = hopper_backward._shared_bytes(head_dim)
+    assert shared <= SHARED_MEMORY
+    defines = {"HEAD_DIM": head_dim, "FP16": half, "SHARED_BYTES": shared}
+    assert nvrtc.compiled("hopper_backward.cu", defines, ARCHITECTURE)[:4] == b"\x7fELF"
+    with pytest.raises(RuntimeError, match="static assertion"):
+        nvrtc.compiled("hopper_backward.cu", {**defines, "SHARED_BYTES": shared - 1024}, ARCHITECTURE)
+
+
+def triton_compiled(kernel, types, constants):
+    signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in kernel.arg_names}
+    return compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("turns", ["*i32", "constexpr"])
+def test_preparation_compiles(turns, head_dim):
+    types = {"DO": "*bf16", "O": "*bf16", "Q8": "*i8", "Q16": "*bf16", "TURNS": turns, "scale_log2": "fp32"}
+    types |= dict.fromkeys(("Q_SCALE", "LSE", "VECTORS", "SUM"), "*fp32")
+    constants = {"HEAD_DIM": head_dim, "TILE": 64, "LOG2E": math.log2(math.e)}
+    constants["FLOATS"] = hopper_backward.FLOATS[head_dim]
+    constants |= {"TURNS": None} if turns == "constexpr" else {}
+    ptx = triton_compiled(hopper_backward._prepare_queries_kernel, types, constants)
+    assert len(re.findall(r"st\.global\.\w+(\.\w+)? ", ptx)) > 4
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_narrowing_compiles(head_dim):
+    types = {"SUM": "*fp32", "DQ": "*bf16", "scale": "fp32"}
+    assert "st.global" in triton_compiled(hopper_backward._finish_dq_kernel, types, {"HEAD_DIM": head_dim})

@@ -1,0 +1,177 @@
+"""The ordered list of backends: which one runs a call, in both directions, on every kind of GPU. No GPU is needed."""
+
+import re
+
+import pytest
+import torch
+from runs import ROOT
+
+from sagekernels import backends, default_recipe, hopper, mma, nvrtc, sage_attention
+from sagekernels.backends import BACKENDS, HOPPER, MMA, NAMED, TRITON, TWIN, serving
+from sagekernels.call import RECIPES, Backend
+from sagekernels.reference import twin_backward, twin_forward
+from sagekernels.testing import Shape, call_of, random_inputs, results_of
+
+CPU = torch.device("cpu")
+SHAPE = Shape(1, 70, 70, 2, 1, 64)
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """The backends that ran, in order. Every one of them computes what the twin computes."""
+    ran = []
+
+    def recorded(backend: Backend) -> Backend:
+        def forward(call):
+            ran.append(f"{backend.name} forward")
+            return twin_forward(call)
+
+        def backward(call):
+            ran.append(f"{backend.name} backward")
+            return twin_backward(call)
+
+        return backend._replace(forward=forward, backward=backward)
+
+    named = {name: recorded(backend) for name, backend in NAMED.items()}
+    monkeypatch.setattr(backends, "NAMED", named)
+    monkeypatch.setattr(backends, "TRITON", named["triton"])
+    monkeypatch.setattr(backends, "BACKENDS", tuple(named[backend.name] for backend in BACKENDS))
+    monkeypatch.setattr(backends, "_failed", set())
+    return ran
+
+
+def run(monkeypatch, capability, shape=SHAPE, dtype=torch.bfloat16, **options):
+    """Run both passes as on a GPU of this compute capability."""
+    monkeypatch.setattr(backends, "capability", lambda device: capability)
+    return results_of(sage_attention, *random_inputs(shape, dtype=dtype), **options)
+
+
+@pytest.mark.parametrize(("capability", "expected"), [
+    ((0, 0), "twin"), ((8, 0), "triton"), ((8, 9), "triton"), ((9, 0), "hopper"), ((10, 0), "triton"),
+    ((12, 0), "triton"),
+])  # fmt: skip
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_call_goes_to_the_first_backend_that_takes_it(monkeypatch, runs, capability, expected, recipe):
+    if expected == "hopper" and recipe not in ("fine", "scores"):
+        expected = "triton"
+    run(monkeypatch, capability, recipe=recipe)
+    assert runs == [f"{expected} forward", f"{expected} backward"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "options"),
+    [
+        (Shape(1, 70, 70, 2, 1, 80), torch.bfloat16, {}),
+        (SHAPE, torch.bfloat16, {"smooth_q": True}),
+        (SHAPE, torch.float16, {"recipe": "gradients"}),
+    ],
+    ids=["head_dim 80", "smooth_q", "gradients"],
+)
+@pytest.mark.parametrize("name", [None, "hopper", "mma"])
+def test_calls_without_a_cuda_kernel_are_portable(monkeypatch, runs, shape, dtype, options, name):
+    run(monkeypatch, (9, 0), shape, dtype, backend=name, **options)
+    assert runs == ["triton forward", "triton backward"]
+
+
+@pytest.mark.parametrize(("shape", "options"), [
+    (Shape(1, 70, 133, 4, 2, 128), {"causal": False}), (Shape(1, 70, 70, 2, 1, 64, documents=(30, 40)), {}),
+])  # fmt: skip
+def test_both_passes_ask_the_same_backend(monkeypatch, runs, shape, options):
+    """The backward pass has neither q nor, without smooth_q, k; its answer follows from dO and V."""
+    for dtype in (torch.bfloat16, torch.float16):
+        run(monkeypatch, (9, 0), shape, dtype, cu_seqlens=shape.cu_seqlens(), **options)
+    assert runs == ["hopper forward", "hopper backward"] * 2
+
+
+def test_a_backend_by_name_serves_its_own_gpus_alone(monkeypatch, runs):
+    for capability, name in (((8, 0), "hopper"), ((0, 0), "mma"), ((10, 0), "mma"), ((0, 0), "triton")):
+        run(monkeypatch, capability, recipe="fine", backend=name)
+    run(monkeypatch, (9, 0), recipe="fine", backend="twin")
+    assert runs == ["triton forward", "triton backward"] * 4 + ["twin forward", "twin backward"]
+
+
+def test_kernels_that_no_gpu_has_run_are_chosen_by_name_alone(monkeypatch, runs):
+    assert MMA not in BACKENDS and [backend.name for backend in BACKENDS] == ["hopper", "triton", "twin"]
+    for capability in mma.CAPABILITIES:
+        run(monkeypatch, capability, recipe="fine", backend="mma")
+    assert runs == ["mma forward", "mma backward"] * len(mma.CAPABILITIES)
+
+
+def test_a_new_backend_is_one_line_in_the_list(monkeypatch, runs):
+    """It gets the calls of its GPU that it takes, and its recipe becomes the default there; nothing else changes."""
+    blackwell = Backend(
+        "blackwell",
+        serves=lambda capability: capability[0] == 10,
+        head_dims=frozenset({128}),
+        takes=lambda call: call.recipe == "scores",
+        forward=lambda call: runs.append("blackwell forward") or twin_forward(call),
+        backward=lambda call: runs.append("blackwell backward") or twin_backward(call),
+        fastest="scores",
+    )
+    monkeypatch.setattr(backends, "BACKENDS", (blackwell, *backends.BACKENDS))
+    monkeypatch.setattr(backends, "capability", lambda device: (10, 0))
+    assert default_recipe(CPU) == "scores"
+    assert serving((10, 0), 128) is blackwell and serving((10, 0), 64).name == "triton"
+    for head_dim, recipe in ((128, "scores"), (128, "fine"), (64, "scores")):
+        run(monkeypatch, (10, 0), Shape(1, 70, 70, 1, 1, head_dim), recipe=recipe)
+    assert runs == ["blackwell forward", "blackwell backward", *["triton forward", "triton backward"] * 2]
+
+
+@pytest.mark.parametrize(
+    ("module", "backend", "own", "recipe", "deterministic", "expected"),
+    [
+        (hopper, HOPPER, "hopper_backward", "scores", False, "own"),
+        (hopper, HOPPER, "hopper_backward", "scores", True, "own"),
+        (hopper, HOPPER, "hopper_backward", "fine", False, "portable"),
+        (mma, MMA, "mma_backward", "fine", False, "own"),
+        (mma, MMA, "mma_backward", "fine", True, "portable"),
+        (mma, MMA, "mma_backward", "scores", False, "portable"),
+    ],
+)
+def test_gradients_without_a_cuda_kernel(monkeypatch, module, backend, own, recipe, deterministic, expected):
+    monkeypatch.setattr(module, own, lambda call: "own")
+    monkeypatch.setattr(module, "triton_backward", lambda call: "portable")
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+    shape = Shape(1, 64, 64, 1, 1, 64)
+    q, k, v, do = random_inputs(shape)
+    call = call_of(shape, q, k, v, recipe)
+    assert backend.takes(call) and backend.backward(call.backward(do, *twin_forward(call))) == expected
+
+
+def test_without_nvrtc_the_list_goes_on_after_one_warning(monkeypatch, runs):
+    monkeypatch.setattr(nvrtc, "_libraries", lambda: ["libnvrtc_that_nobody_has.so"])
+    broken = backends.BACKENDS[0]._replace(forward=lambda call: nvrtc._nvrtc.__wrapped__())
+    monkeypatch.setattr(backends, "BACKENDS", (broken, *backends.BACKENDS[1:]))
+    monkeypatch.setattr(backends, "NAMED", {**backends.NAMED, "hopper": broken})
+    with pytest.raises(nvrtc.CompilationError, match="was not found"):
+        run(monkeypatch, (9, 0), backend="hopper")
+    with pytest.warns(RuntimeWarning, match="slower portable kernels: NVRTC was not found") as warned:
+        first, second = (run(monkeypatch, (9, 0)) for _ in range(2))
+    assert len(warned) == 1 and runs == ["triton forward", "triton backward"] * 2
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    with pytest.raises(nvrtc.CompilationError):  # by name it is an error still
+        run(monkeypatch, (9, 0), backend="hopper")
+
+
+def test_an_error_of_a_kernel_is_an_error(monkeypatch, runs):
+    broken = backends.BACKENDS[0]._replace(forward=lambda call: 1 / 0)
+    monkeypatch.setattr(backends, "BACKENDS", (broken, *backends.BACKENDS[1:]))
+    with pytest.raises(ZeroDivisionError):
+        run(monkeypatch, (9, 0))
+    assert not runs and not backends._failed
+
+
+def test_the_list_alone_imports_the_kernels_of_a_gpu():
+    """Nobody else asks for a GPU's kernels by name: a module of a backend is imported by the list and by its parts."""
+    folders = ("sagetrain", "benchmarks", "kernels/sagekernels")
+    users = set()
+    for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
+        for line in re.findall(r"^ *(?:from|import) .*", path.read_text(), re.MULTILINE):
+            users |= {(path.stem, name) for name in re.findall(r"\b(hopper|mma)(?:_forward|_backward)?\b", line)}
+    assert {(user, name) for user, name in users if not user.startswith(name)} == {
+        ("backends", "hopper"), ("backends", "mma")
+    }  # fmt: skip
+
+
+def test_the_last_backend_takes_everything_without_a_gpu():
+    assert BACKENDS[-1] is TWIN and TWIN.serves((0, 0)) and not TRITON.serves((0, 0)) and not HOPPER.serves((0, 0))

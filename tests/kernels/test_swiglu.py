@@ -1,0 +1,134 @@
+"""SwiGLU whose gradients are halves of one matrix: the twin against float64, and in a model beside plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+import torch.nn.functional as F
+from backward_graph import backward_calls
+from torch import Tensor, nn
+
+from sagekernels.swiglu import SWIGLU_GRADIENTS, swiglu, swiglu_gradients_twin
+from sagekernels.testing import random_swiglu, swiglu_gradients_error
+from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig
+from sagetrain.model import mlp
+from sagetrain.model.compile import compile_blocks
+from sagetrain.model.selection import matmuls_of
+from sagetrain.parallel.lowbit import RECIPES
+from sagetrain.parallel.matmul import Matmul
+from sagetrain.parallel.topology import ParallelGroups
+
+SINGLE = ParallelGroups.single()
+SHAPE = ModelConfig(num_layers=2, hidden_size=64, ffn_hidden_size=96, num_attention_heads=4, num_key_value_heads=2)
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_twin_is_within_one_rounding_of_float64(dtype: torch.dtype) -> None:
+    """At 1e-20 products are subnormal."""
+    magnitudes = (1.0, 1e-2, 20.0, 1e-3) if dtype == torch.float16 else (1.0, 1e-15, 1e15, 1e-20)
+    for rows, columns, magnitude in zip((1, 37, 16, 37), (1, 129, 48, 129), magnitudes, strict=True):
+        inputs = random_swiglu(rows, columns, magnitude, dtype)
+        found = swiglu_gradients_twin(*inputs)
+        assert found.shape == (rows, 2 * columns) and found.dtype == dtype
+        assert swiglu_gradients_error(found, *inputs) <= 1
+        assert swiglu_gradients_error(found * (1 + 8 * torch.finfo(dtype).eps), *inputs) > 1
+
+
+def test_the_twin_is_the_derivative() -> None:
+    """Of which the float64 above has been told."""
+    gate, up, grad = (torch.randn(5, 7, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    expected = torch.autograd.grad(F.silu(gate) * up, (gate, up), grad)
+    torch.testing.assert_close(swiglu_gradients_twin(grad, gate, up), torch.cat(expected, 1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_are_halves_of_one_matrix(dtype: torch.dtype) -> None:
+    grad, gate, up = random_swiglu(37, 20, 1.0, dtype)
+    gate, up = gate.requires_grad_(), up.requires_grad_()
+    y = swiglu(gate, up)
+    assert torch.equal(y, F.silu(gate) * up)
+    of_gate, of_up = torch.autograd.grad(y, (gate, up), grad)
+    assert of_gate.untyped_storage().data_ptr() == of_up.untyped_storage().data_ptr()
+    assert torch.equal(torch.cat((of_gate, of_up), 1), swiglu_gradients_twin(grad, gate.detach(), up.detach()))
+
+
+def test_it_keeps_gate_and_up_alone() -> None:
+    _, gate, up = random_swiglu(8, 16, 1.0, torch.bfloat16)
+    gate, up, kept = gate.requires_grad_(), up.requires_grad_(), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        swiglu(gate, up)
+    assert [x.data_ptr() for x in kept] == [gate.data_ptr(), up.data_ptr()]
+
+
+def test_the_operator_keeps_its_promises() -> None:
+    for inputs in (random_swiglu(9, 20, 1.0, torch.bfloat16), [torch.randn(20, 9).t() for _ in range(3)]):
+        torch.library.opcheck(SWIGLU_GRADIENTS, tuple(inputs), test_utils=("test_schema", "test_faketensor"))
+
+
+def test_what_it_does_not_take_it_refuses() -> None:
+    x = torch.zeros(4, 4)
+    with pytest.raises(TypeError, match=r"swiglu takes bf16, fp16 or fp32, got torch\.float64"):
+        swiglu(x.double(), x.double())
+    with pytest.raises(ValueError, match=r"one shape and dtype, got \(4, 4\) in torch\.float32 and \(4, 3\)"):
+        swiglu(x, x[:, :3])
+    with pytest.raises(ValueError, match=r"got \(4, 4\) in torch\.float32 and \(4, 4\) in torch\.bfloat16"):
+        swiglu(x, x.bfloat16())
+    with pytest.raises(ValueError, match=r"takes matrices .* got \(4,\) in"):
+        swiglu(x[0], x[0])
+
+
+# -- in a model ----------------------------------------------------------------------------------------------------
+
+
+def backward_graph(matmul: Matmul) -> list[str]:
+    """Of an MLP's backward pass."""
+    place = {"dtype": torch.bfloat16, "device": torch.device("cpu")}
+    layer = mlp.MLP(SHAPE, SINGLE, matmuls={"gate_up": matmul, "down": matmul}, sequence_parallel=False, **place)
+    for weight in layer.parameters():
+        nn.init.normal_(weight)
+    return backward_calls(lambda x: layer.down(layer(x)))
+
+
+def test_gradients_that_are_joined_are_not_copied() -> None:
+    for matmul in (RECIPES["fp8", "rowwise"], RECIPES["int8", "rowwise_bf16_wgrad"], Matmul(joined=True)):
+        calls = backward_graph(matmul)
+        assert calls.count("sagekernels.swiglu_gradients.default") == 1
+        # A 16-bit matmul joins its weights, no more.
+        assert calls.count("aten.cat.default") == (type(matmul) is Matmul)
+    assert "sagekernels.swiglu_gradients.default" not in backward_graph(Matmul())
+
+
+def gradients(dtype: torch.dtype = torch.float32, compiled: bool = False, **arguments: object) -> list[Tensor]:
+    """Loss and gradients of a model in FP8."""
+    place = {"device": torch.device("cpu"), "dtype": dtype}
+    matmuls, _ = matmuls_of(LinearConfig(precision="fp8"), SHAPE, tensor_parallel_size=1, **place)
+    attention = AttentionConfig(backend="sdpa")
+    model = tiny.transformer(SHAPE, attention, vocab_size=128, groups=SINGLE, matmuls=matmuls, dtype=dtype, **arguments)
+    model.keep_weights()
+    if compiled:
+        torch._dynamo.reset()
+        compile_blocks(model, backend="aot_eager")
+    text = torch.randint(0, 128, (4, 17), generator=torch.Generator().manual_seed(5))
+    loss = model(text[:, :-1].contiguous(), text[:, 1:].contiguous())
+    loss.backward()
+    return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+
+
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """As plain torch has them."""
+    with monkeypatch.context() as patched:
+        patched.setattr(mlp, "swiglu", lambda gate, up: F.silu(gate) * up)
+        return gradients()
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_model_computes_the_same_bits(checkpointing: str, compiled: bool, plain: list[Tensor]) -> None:
+    """In float32, where nothing is rounded on the way: twice recomputed, compiled, both."""
+    for found, expected in zip(
+        gradients(activation_checkpointing=checkpointing, compiled=compiled), plain, strict=True
+    ):
+        assert torch.equal(found, expected)

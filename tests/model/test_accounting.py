@@ -1,0 +1,510 @@
+"""Parameters, FLOPs and memory against the real model: counted, traced and saved by torch itself."""
+
+import itertools
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from counted import VOCAB, live_tensors, run_config, saved_bytes_per_token, transformer
+from distributed import run_distributed
+from torch.utils.flop_counter import FlopCounterMode
+
+from sagetrain.cluster.join import init_distributed
+from sagetrain.config import RunConfig
+from sagetrain.config.schema import AttentionConfig, ModelConfig
+from sagetrain.data.loader import Batch
+from sagetrain.engines.build_engine import build_engine
+from sagetrain.model.accounting import (
+    block_activation_bytes,
+    flops_per_token,
+    kept_for_backward,
+    memory_per_rank,
+    num_parameters,
+    overlaps,
+    parameters_per_rank,
+    rank_of,
+    reduce_bucket_size,
+)
+from sagetrain.model.backends import AttentionFunction
+from sagetrain.model.operations import AttentionCost, MatmulCost, block_operations, end_operations, of_kind
+from sagetrain.model.selection import matmuls_of
+from sagetrain.parallel import lowbit
+from sagetrain.parallel.topology import ParallelGroups, Topology
+
+QK_NORMS = ["none", "before_rope", "after_rope"]
+
+
+def model_config(tie: bool = True, kv_heads: int = 2) -> ModelConfig:
+    return ModelConfig(
+        num_layers=3,
+        hidden_size=96,
+        ffn_hidden_size=200,
+        num_attention_heads=6,
+        num_key_value_heads=kv_heads,
+        head_dim=18, tie_embeddings=tie,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("qk_norm", QK_NORMS)
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("kv_heads", [1, 2, 6])
+def test_parameters_are_counted_exactly(qk_norm, tie, kv_heads):
+    model, attention = model_config(tie, kv_heads), AttentionConfig(qk_norm=qk_norm, backend="sdpa")
+    real = sum(p.numel() for p in transformer(model, attention).parameters())
+    assert num_parameters(model, attention, VOCAB) == real
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_parameters_of_one_tensor_parallel_rank(tensor_parallel):
+    model, attention = model_config(), AttentionConfig(backend="sdpa")
+    groups = ParallelGroups(Topology(tensor_parallel, tensor_parallel), rank=0)
+    real = sum(p.numel() for p in transformer(model, attention, groups=groups).parameters())
+    assert parameters_per_rank(model, attention, VOCAB, tensor_parallel) == real
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_the_listed_matmuls_are_those_of_the_model(tensor_parallel):
+    parallel = {"tensor_parallel_size": tensor_parallel}
+    cfg = run_config(parallel=parallel, model={"num_key_value_heads": 2}, attention={"backend": "sdpa"})
+    groups = ParallelGroups(Topology(tensor_parallel, tensor_parallel), rank=0)
+    network = transformer(cfg.model, cfg.attention, groups=groups)
+    real = {name.removesuffix(".weight").rpartition(".")[2]: p for name, p in network.blocks[0].named_parameters()}
+    block = block_operations(cfg.model, cfg.attention, rank_of(cfg))
+    listed = {matmul.name: (matmul.outputs, matmul.inputs) for matmul in of_kind(MatmulCost, block)}
+    assert listed == {name: tuple(p.shape) for name, p in real.items() if p.ndim == 2}
+    ends = end_operations(cfg.model, VOCAB, rank_of(cfg))
+    assert (ends.head.outputs, ends.head.inputs) == network.head.weight.shape
+
+
+def test_the_papers_model_has_its_size():
+    """1024 hidden, 20 layers, 16 heads, MLP 3072, tied, GPT-2's 50257 tokens: 324.1M without padding and QK-norm."""
+    model = ModelConfig(
+        num_layers=20, hidden_size=1024, ffn_hidden_size=3072, num_attention_heads=16, tie_embeddings=True
+    )
+    assert num_parameters(model, AttentionConfig(qk_norm="none"), 50257) == 324_134_912
+
+
+class Sums(AttentionFunction):
+    """Attention without a matmul."""
+
+    def __call__(self, q, k, v, layout):
+        return q + k.mean(2, keepdim=True) + v.mean(2, keepdim=True)
+
+
+@pytest.mark.parametrize("kv_heads", [2, 6])
+def test_flops_are_those_of_the_matmuls(kv_heads):
+    """Forward and backward of everything but attention, counted by torch; attention by its formula."""
+    model, attention, tokens = model_config(kv_heads=kv_heads), AttentionConfig(backend="sdpa"), 32
+    network = transformer(model, attention)
+    for block in network.blocks:
+        block.attention.function = Sums()
+    ids = torch.zeros(1, tokens, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        network(ids).sum().backward()
+    assert flops_per_token(model, VOCAB, 0) == counter.get_total_flops() / tokens
+    added = flops_per_token(model, VOCAB, tokens) - flops_per_token(model, VOCAB, 0)
+    square = 4 * model.num_attention_heads * tokens * tokens * model.head_dim  # q k^T and p v, multiply and add
+    assert added * tokens == 3 * model.num_layers * square / 2
+
+
+@pytest.mark.parametrize(
+    ("compile_", "qk_norm", "backend", "kv_heads"),
+    [
+        *(("off", *case) for case in itertools.product(QK_NORMS, ["sage"], [4, 1])),
+        *(("off", qk_norm, "sdpa", 4) for qk_norm in QK_NORMS),
+        ("on", "none", "sage", 4),
+        ("on", "before_rope", "sage", 1),
+        ("on", "after_rope", "sage", 4),
+        ("on", "before_rope", "sdpa", 4),
+    ],
+)
+def test_saved_activations_are_those_of_autograd(backend, qk_norm, compile_, kv_heads):
+    """sdpa with grouped heads is left out: torch's CPU attention expands them, its GPU kernels do not."""
+    cfg = run_config(
+        model={"num_key_value_heads": kv_heads},
+        attention={"backend": backend, "qk_norm": qk_norm},
+        training={"compile": compile_},
+    )
+    tolerance = 0.02 if compile_ == "on" else 0.0  # what torch.compile recomputes may shift between versions
+    assert saved_bytes_per_token(cfg, compile_ == "on") == pytest.approx(block_activation_bytes(cfg), rel=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("compile_", "linear", "qk_norm"),
+    [
+        ("on", {}, "before_rope"),
+        ("on", {"keep_layers_below": 100_000}, "none"),  # `out` keeps attention's output, which is kept anyway
+        ("off", {}, "before_rope"),
+        ("off", {"recipe": "tensorwise"}, "none"),
+        ("off", {"recipe": "rowwise_bf16_wgrad"}, "before_rope"),
+    ],
+)
+def test_linear_layers_in_8_bits_keep_8_bits_of_their_inputs(compile_, linear, qk_norm):
+    """`plan` promises 10 %; scales of columns, some bytes a token of so few, are not counted."""
+    attention = {"qk_norm": qk_norm}
+    cfg = run_config(training={"compile": compile_}, attention=attention, linear={"precision": "fp8", **linear})
+    assert saved_bytes_per_token(cfg, compile_ == "on") == pytest.approx(block_activation_bytes(cfg), rel=0.005)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize(
+    "linear",
+    [
+        {"recipe": "rowwise"},
+        {"recipe": "tensorwise", "keep_first_blocks": 1},
+        {"recipe": "rowwise_bf16_wgrad", "keep_layers_below": 100_000},
+        {"precision": "int8"},
+    ],
+)
+def test_codes_of_weights_are_as_many_as_layers_keep(linear, tp_size):
+    """Scales, a number for each row and column, are not counted."""
+    cfg = run_config(linear={"precision": "fp8", **linear}, parallel={"tensor_parallel_size": tp_size})
+    place = {"tensor_parallel_size": tp_size, "device": torch.device("cpu"), "dtype": torch.float32}
+    groups = replace(ParallelGroups.single(), topology=Topology(tp_size, tp_size))
+    network = transformer(
+        cfg.model, cfg.attention, groups=groups, matmuls=matmuls_of(cfg.linear, cfg.model, **place)[0], seed=None
+    )
+    network.keep_weights()
+    kept = [tensor for module in network.modules() for tensor in getattr(module, "kept", ())]
+    assert 0 < items(cfg, tp_size)["8-bit weights"] == sum(x.nbytes for x in kept if x.element_size() == 1)
+
+
+def test_blocks_that_stay_in_16_bits_keep_16():
+    def activations(**linear) -> int:
+        cfg = run_config(model={"num_layers": 4}, data={"micro_batch_size": 64}, linear=linear)
+        return items(cfg, 1)["activations"]
+
+    eight, sixteen = activations(precision="fp8"), activations()
+    assert eight < 0.9 * sixteen
+    assert activations(precision="fp8", keep_last_blocks=1) == (3 * eight + sixteen) // 4
+
+
+def test_a_run_that_ends_in_16_bits_needs_the_memory_of_its_larger_part():
+    """Codes of the weights in the first, activations in 16 bits in the last."""
+    for sequences, larger in ((1, {"precision": "fp8"}), (64, {})):
+        sections = {"data": {"micro_batch_size": sequences}, "stability": {"monitor": {"every_steps": None}}}
+        both = run_config(linear={"precision": "fp8", "keep_last_fraction": 0.1}, **sections)
+        assert items(both, 1) == items(run_config(linear=larger, **sections), 1)
+
+
+def test_scores_in_16_bits_keep_more_and_a_ladder_as_much_as_its_highest_rung():
+    gradients = run_config(attention={"backend": "sage", "recipe": "gradients"}, training={"compile": "off"})
+    kept = saved_bytes_per_token(gradients, False)  # and the mean of K, of each sequence
+    assert kept == pytest.approx(block_activation_bytes(gradients), rel=1e-3)
+    ladder = run_config(
+        attention={"backend": "sage", "recipe": "fine"}, stability={"precision": {"rungs": ["sdpa"], "spike_tokens": 1}}
+    )
+    assert block_activation_bytes(ladder) == block_activation_bytes(run_config(attention={"backend": "sdpa"}))
+
+
+@pytest.mark.parametrize("kv_heads", [4, 1])
+@pytest.mark.parametrize(("backend", "compile_"), itertools.product(["sage", "sdpa"], ["off", "on"]))
+def test_what_selective_checkpointing_keeps_is_what_is_predicted(backend, compile_, kv_heads):
+    """`plan` promises 10 %."""
+    if backend == "sdpa":
+        kv_heads = 4  # torch's CPU attention expands grouped heads, its GPU kernels do not
+    cfg = run_config(
+        model={"num_key_value_heads": kv_heads},
+        attention={"backend": backend},
+        training={"compile": compile_, "activation_checkpointing": "selective"},
+    )
+    kept = saved_bytes_per_token(cfg, compile_ == "on")
+    assert kept == pytest.approx(block_activation_bytes(cfg), rel=0.01)
+    plain = run_config(
+        model={"num_key_value_heads": kv_heads}, attention={"backend": backend}, training={"compile": compile_}
+    )
+    assert kept < 0.75 * block_activation_bytes(plain)
+
+
+@pytest.mark.parametrize("again", ["none", "selective", "full"])
+def test_what_auto_may_become_fits(again):
+    """It is decided when the run begins."""
+
+    def kept(**attention) -> int:
+        return block_activation_bytes(run_config(attention=attention, training={"activation_checkpointing": again}))
+
+    ways = ({"backend": "sdpa"}, *({"backend": "sage", "recipe": recipe} for recipe in ("auto", "fine", "scores")))
+    assert kept(backend="auto") == max(kept(**way) for way in ways)
+
+
+def test_flash_attention_runs_again_under_selective_checkpointing():
+    """Its own operators torch does not see: neither its output nor the log-sum-exp of 4 heads is kept."""
+    kept, again = {}, {}
+    for backend in ("sdpa", "flash"):
+        cfg = run_config(attention={"backend": backend}, training={"activation_checkpointing": "selective"})
+        kept[backend] = block_activation_bytes(cfg)
+        (attention,) = of_kind(AttentionCost, block_operations(cfg.model, cfg.attention, rank_of(cfg)))
+        again[backend] = attention.recomputed
+    assert kept["sdpa"] - kept["flash"] == 2 * 256 + 4 * 4
+    assert again == {"sdpa": False, "flash": True}
+
+
+@pytest.mark.parametrize("compile_", ["off", "on"])
+@pytest.mark.parametrize("linear", [
+    {"precision": "fp8"},
+    {"precision": "fp8", "recipe": "rowwise_bf16_wgrad", "keep_layers_below": 300_000},
+    {"precision": "int8"},
+    {"precision": "int8", "keep_layers_below": 300_000},  # gate and up alone
+])  # fmt: skip
+def test_what_selective_checkpointing_keeps_of_layers_in_8_bits_is_what_is_predicted(monkeypatch, linear, compile_):
+    """By the operators of a GPU."""
+    monkeypatch.setattr(lowbit, "product", lambda a, b, dtype, *_, **__: lowbit.library_product(a, b, dtype, True))
+    how = {"compile": compile_, "activation_checkpointing": "selective"}
+    cfg = run_config(attention={"backend": "sage"}, linear=linear, training=how)
+    assert saved_bytes_per_token(cfg, compile_ == "on") == pytest.approx(block_activation_bytes(cfg), rel=0.005)
+
+
+def parallel_cases() -> list[RunConfig]:
+    return [
+        run_config(
+            parallel={"tensor_parallel_size": 2, "sequence_parallel": sharded},
+            attention={"backend": "sage"},
+            training={"compile": compile_, "activation_checkpointing": again},
+            data={"micro_batch_size": 8},  # so that gains are small beside it
+        )
+        for sharded, compile_, again in itertools.product((False, True), ("off", "on"), ("none", "selective"))
+    ]
+
+
+def saved_in_two_processes() -> list[float]:
+    init_distributed(timeout_minutes=10)
+    groups = ParallelGroups.create(Topology(2, 2))
+    return [saved_bytes_per_token(cfg, cfg.training.compile == "on", groups) for cfg in parallel_cases()]
+
+
+def test_saved_activations_under_tensor_and_sequence_parallelism():
+    """A layer keeps its input as it read it, gathered."""
+    for saved in run_distributed(saved_in_two_processes, 2):
+        assert saved == pytest.approx([block_activation_bytes(cfg) for cfg in parallel_cases()], rel=0.01)
+
+
+def items(cfg: RunConfig, world_size: int, vocab_size: int = VOCAB) -> dict[str, int]:
+    return {item.name: item.bytes for item in memory_per_rank(cfg, world_size, vocab_size)}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stage", "weights", "gradients", "optimizer"),
+    [
+        ("bf16", 0, 2, 4, 3),  # runs as stage 1
+        ("bf16", 1, 2, 4, 3),
+        ("bf16", 2, 2, 1, 3),
+        ("bf16", 3, 0.5, 1, 3),
+        ("fp32", 0, 4, 4, 8),
+        ("fp32", 1, 4, 4, 3),
+        ("fp32", 2, 4, 1, 3),
+        ("fp32", 3, 1, 1, 3),
+    ],
+)
+def test_model_state_by_zero_stage_on_four_ranks(dtype, stage, weights, gradients, optimizer):
+    cfg = run_config(parallel={"zero_stage": stage}, training={"dtype": dtype})
+    size, memory = num_parameters(cfg.model, cfg.attention, VOCAB), items(cfg, 4)
+    assert (memory["weights"], memory["gradients"], memory["optimizer"]) == pytest.approx(
+        (weights * size, gradients * size, optimizer * size), rel=1e-4
+    )
+
+
+def still_held(before: dict[int, torch.Tensor]) -> int:
+    """Bytes of the tensors that have come since."""
+    return sum(t.untyped_storage().nbytes() for address, t in live_tensors().items() if address not in before)
+
+
+def measured_model_state() -> dict[tuple[str, int], tuple[int, int]]:
+    """(dtype, stage) -> bytes of all tensors that an engine holds after its last backward, and as estimated."""
+    init_distributed(timeout_minutes=10)
+    groups = ParallelGroups.create(Topology(2, 1))
+    result, kept = {}, []
+    for dtype, stage in itertools.product(("bf16", "fp32"), range(4)):
+        cfg = run_config(
+            parallel={"zero_stage": stage},
+            training={"dtype": dtype},
+            attention={"backend": "sdpa"},
+            deepspeed={"zero_optimization": {"reduce_bucket_size": 1000, "stage3_param_persistence_threshold": 0}},
+        )
+        before = live_tensors()
+        kept.append(before)  # so that no address is used twice
+        torch_dtype = torch.bfloat16 if dtype == "bf16" else torch.float32
+        engine = build_engine(cfg, transformer(cfg.model, cfg.attention, groups=groups, dtype=torch_dtype), groups, 2)
+        tokens = torch.zeros(1, 16, dtype=torch.long)
+        for _ in range(2):
+            engine._ds.backward(engine._ds(tokens, tokens))
+        torch.distributed.barrier(groups.replica_group)  # its thread lets go of the tensors of the collective before
+        memory = items(cfg, 2)
+        estimated = sum(memory[name] for name in ("weights", "gradients", "optimizer"))
+        held = still_held(before)
+        for _ in range(100):  # gloo has other threads, too, which may be late on a busy machine
+            if held <= 1.01 * estimated:
+                break
+            time.sleep(0.1)
+            held = still_held(before)
+        result[dtype, stage] = (held, estimated)
+    return result
+
+
+def test_model_state_is_what_deepspeed_holds():
+    """Two data-parallel ranks, every stage, both dtypes, at the end of an accumulation."""
+    for measured in run_distributed(measured_model_state, 2):
+        assert len(measured) == 8
+        for case, (held, estimated) in measured.items():
+            assert held == pytest.approx(estimated, rel=0.01), case
+
+
+def measured_peak() -> dict[tuple[int, str, bool], tuple[int, int]]:
+    """ZeRO stage, what gradients travel in, beside backward? -> peak bytes of a step of few tokens, estimated too."""
+    init_distributed(timeout_minutes=10)
+    tokens, result, ranks = torch.zeros(1, 16, dtype=torch.long), {}, torch.distributed.get_world_size()
+    groups = ParallelGroups.create(Topology(ranks, 1))
+    batch = Batch(tokens, tokens, positions=None, cu_seqlens=None, max_seqlen=None, sample_ids=[])
+    all_reduce = torch.distributed.all_reduce
+
+    def slowly(*args, **kwargs):
+        """Leaves gloo's thread time to let go of the tensor: a memory that it frees itself is not recorded."""
+        work = all_reduce(*args, **kwargs)
+        time.sleep(0.02)
+        return work
+
+    torch.distributed.all_reduce = slowly
+    for (stage, beside), reduction in itertools.product(((1, False), (1, True), (2, False)), ("fp32", "bf16")):
+        parallel, zero = {"zero_stage": stage, "gradient_reduction": reduction}, {"overlap_comm": beside}
+        told, few = {"zero_optimization": zero}, {"seq_length": 16, "micro_batch_size": 1}
+        cfg = run_config(parallel=parallel, deepspeed=told, attention={"backend": "sdpa"}, data=few)
+        before = live_tensors()
+        model = transformer(cfg.model, cfg.attention, groups=groups, dtype=torch.bfloat16)
+        engine = build_engine(cfg, model, groups, 2)
+        engine._optimizer.param_groups[0]["fused"] = True  # as on a GPU: without temporary tensors
+        peaks = []
+        for _ in range(5):
+            held = sum(t.untyped_storage().nbytes() for address, t in live_tensors().items() if address not in before)
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as run:
+                engine.step([batch, batch], 2, 1e-3)
+            events = [e for e in run.profiler.kineto_results.events() if e.name() == "[memory]"]
+            changes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
+            peaks.append(held + max(itertools.accumulate(changes)))
+        memory = items(cfg, ranks)
+        gathered = sum(memory[name] for name in ("weights", "weights", "gradients", "optimizer"))  # gloo's by a copy
+        estimated = max(sum(memory.values()), gathered)
+        result[stage, reduction, beside] = (min(peaks[1:]), estimated)  # the first step makes what stays
+    return result
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_peak_memory_of_a_step_holds_what_deepspeed_copies(ranks: int):
+    """The gradients' reduction, with buckets no larger than the model."""
+    for measured in run_distributed(measured_peak, ranks):
+        for case, (peak, estimated) in measured.items():
+            assert peak == pytest.approx(estimated, rel=0.05), case
+
+
+def test_zero_3_keeps_the_last_weights_from_forward_to_backward():
+    cfg = run_config(parallel={"zero_stage": 3})
+    assert kept_for_backward(cfg, 10**8) == 10**8
+    assert kept_for_backward(cfg, 10**10) == 5 * 10**8
+    near = run_config(deepspeed={"zero_optimization": {"stage3_max_reuse_distance": 10**6}})
+    assert kept_for_backward(near, 10**10) == 5 * 10**5
+
+
+def test_buckets_are_no_larger_than_the_rank():
+    assert reduce_bucket_size(run_config(), 1000) == 1000
+    assert reduce_bucket_size(run_config(parallel={"zero_stage": 2}), 10**10) == 500_000_000
+    assert reduce_bucket_size(run_config(), 10**10) == 50_000_000  # on their way beside backward
+    given = run_config(deepspeed={"zero_optimization": {"reduce_bucket_size": 77}})
+    assert reduce_bucket_size(given, 1000) == 77
+
+
+def test_tensor_and_sequence_parallelism_split_memory():
+    batch, two = {"micro_batch_size": 64}, {"tensor_parallel_size": 2}
+    sections = ({}, two, {**two, "sequence_parallel": True})
+    cases = [run_config(data=batch, parallel=section) for section in sections]
+    a, b, c = (items(cfg, cfg.parallel.tensor_parallel_size) for cfg in cases)
+    for name in ("weights", "optimizer"):
+        assert b[name] == pytest.approx(a[name] / 2, rel=2e-2)
+    assert c["activations"] < b["activations"] < a["activations"]
+    gathered = 2 * 2 * 256 // 2  # bytes per token and block: what attention and MLP read is whole on every rank
+    assert c["activations"] == pytest.approx(a["activations"] / 2 + 2 * 64 * 256 * gathered, rel=1e-3)
+
+
+def test_context_parallelism_splits_the_activations_of_a_sequence():
+    batch = {"micro_batch_size": 16}
+    one, four = run_config(data=batch), run_config(data=batch, parallel={"context_parallel_size": 4})
+    a, b = items(one, 4, 32_000), items(four, 4, 32_000)
+    assert a["weights"] == b["weights"] and a["optimizer"] == b["optimizer"]  # ZeRO shards over slices as over copies
+    assert b["logits"] == a["logits"] / 4
+    twice = 2 * 4096 // 4 * 2 * 256  # attention's output: as it left the kernel, and as the projection reads it
+    assert b["activations"] == a["activations"] / 4 + twice
+
+
+def test_activation_checkpointing_keeps_block_inputs_and_one_block():
+    batch, tokens = {"micro_batch_size": 64}, 64 * 256
+    memory = items(run_config(training={"activation_checkpointing": "full"}, data=batch, model={"num_layers": 50}), 1)
+    assert memory["activations"] == 50 * tokens * 2 * 256
+    assert memory["recomputed"] == tokens * block_activation_bytes(run_config())
+
+
+def test_selective_checkpointing_lies_between_none_and_full():
+    sizes, batch = {}, {"micro_batch_size": 64}
+    for how in ("none", "selective", "full"):
+        cfg = run_config(training={"activation_checkpointing": how}, data=batch, model={"num_layers": 50})
+        memory = items(cfg, 1)
+        sizes[how] = memory["activations"]
+        if how == "selective":  # what it does not keep is there once more, of the block whose backward runs
+            rest = block_activation_bytes(run_config()) - block_activation_bytes(cfg)
+            assert memory["recomputed"] == 64 * 256 * rest
+    assert sizes["full"] < 0.5 * sizes["selective"] and sizes["selective"] < 0.75 * sizes["none"]
+
+
+def test_logits_exist_in_chunks():
+    small, large = run_config(data={"micro_batch_size": 16}), run_config(data={"micro_batch_size": 256})
+    assert items(small, 1, 32_000)["logits"] == 4096 * 32_000 * 4
+    assert items(large, 1, 32_000)["logits"] == 8192 * 32_000 * 4
+
+
+@pytest.mark.parametrize(("tensor", "sequences", "choice", "expected"), [
+    (2, 1, "auto", False), (2, 32, "auto", True), (4, 32, "auto", False), (2, 1, "on", True), (2, 32, "off", False),
+])  # fmt: skip
+def test_halves_where_a_block_has_work_enough(tensor, sequences, choice, expected):
+    """Three TFLOP on each rank: 2.6M weights in a block, 16,384 tokens a sequence."""
+    sizes = {"hidden_size": 512, "ffn_hidden_size": 1024}
+    cfg = run_config(
+        model=sizes,
+        data={"seq_length": 16384, "micro_batch_size": sequences},
+        parallel={"tensor_parallel_size": tensor, "tensor_parallel_overlap": choice},
+    )
+    assert overlaps(cfg) == expected
+
+
+def test_a_micro_batch_in_two_parts_halves_the_logits():
+    even, odd = (
+        items(
+            run_config(
+                parallel={"tensor_parallel_size": 2, "tensor_parallel_overlap": "on"},
+                data={"micro_batch_size": 1, "seq_length": n},
+            ),
+            2,
+            32_000,
+        )
+        for n in (4096, 4095)
+    )
+    assert (even["logits"], odd["logits"]) == (2048 * 16_000 * 4, 4095 * 16_000 * 4)
+    one_token = 3 * 2 * 256 + 4
+    # The first part's gradient of the output projection, in 16 bits.
+    assert even["loss"] - odd["loss"] == one_token + 2 * 16_000 * 256
+
+
+def test_the_largest_of_three_moments_counts():
+    """The loss where the vocabulary is large, a block's backward where it is small, the reduction without tokens."""
+    many = {"micro_batch_size": 16}
+    assert {"logits", "loss"} <= items(run_config(data=many), 1, 32_000).keys()
+    assert {"workspace"} <= items(run_config(data=many), 1).keys()
+    little, after = {"micro_batch_size": 1, "seq_length": 16}, {"zero_optimization": {"overlap_comm": False}}
+    few = items(run_config(data=little, deepspeed=after), 1)
+    assert {"reduction"} <= few.keys() and not {"logits", "workspace", "activations"} & few.keys()
+
+
+def test_activations_are_gone_as_far_as_the_first_full_bucket():
+    size = num_parameters(run_config().model, AttentionConfig(), VOCAB)
+    for stage, copies in ((2, 6), (3, 4)):
+        zero = {"zero_optimization": {"reduce_bucket_size": size // 2}}
+        cfg = run_config(parallel={"zero_stage": stage}, deepspeed=zero, data={"micro_batch_size": 1, "seq_length": 64})
+        memory, saved = items(cfg, 1), 2 * 64 * block_activation_bytes(cfg)
+        assert memory["reduction"] == copies * (size // 2)
+        assert memory["activations"] == pytest.approx(saved / 2, rel=1e-4)

@@ -1,0 +1,181 @@
+"""The whole model under tensor, sequence and data parallelism against the one-process model, on gloo, in fp32."""
+
+import pytest
+import tiny
+import torch
+import torch.distributed as dist
+from distributed import run_distributed
+from torch import Tensor
+
+from sagetrain.config.schema import AttentionConfig, ModelConfig
+from sagetrain.model.compile import compile_blocks
+from sagetrain.model.transformer import Transformer
+from sagetrain.optim.build import parameter_groups
+from sagetrain.parallel.layers import shard
+from sagetrain.parallel.topology import ParallelGroups, Topology
+
+VOCAB, SEQUENCES, LENGTH, STEPS = 128, 4, 16, 20
+SHAPE = ModelConfig(
+    num_layers=2, hidden_size=32, ffn_hidden_size=48, num_attention_heads=8, num_key_value_heads=4, head_dim=8
+)
+PACKED = {
+    "cu_seqlens": torch.tensor([0, 5, 16, 32, 41, 48, 64, 64], dtype=torch.int32),
+    "positions": torch.cat([torch.arange(n) for n in (5, 11, 16, 9, 7, 16)]).view(SEQUENCES, LENGTH),
+}
+
+
+def _model(groups: ParallelGroups, *, tied: bool, qk_norm: str = "before_rope", **arguments: object) -> Transformer:
+    shape = SHAPE.model_copy(update={"tie_embeddings": tied})
+    attention = AttentionConfig(backend="sdpa", qk_norm=qk_norm)
+    return tiny.transformer(shape, attention, vocab_size=VOCAB, groups=groups, seed=11, **arguments)
+
+
+def _batch(step: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    text = torch.randint(0, VOCAB // 8, (SEQUENCES, LENGTH + 1), generator=generator) * 8 + 3  # some of every shard
+    return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+
+def _perturb(model: Transformer, groups: ParallelGroups) -> None:
+    """Larger weights and gains that are not 1, the same in every layout."""
+    with torch.no_grad():
+        for i, (spec, parameter) in enumerate(zip(model.specs.values(), model.parameters(), strict=True)):
+            noise = torch.randn(spec.shape, generator=torch.Generator().manual_seed(i))
+            full = 1 + 0.3 * noise if noise.ndim == 1 else 0.2 * noise
+            parameter.copy_(shard(full, spec.dim, groups))
+
+
+def _equal_on_all_ranks(x: Tensor, groups: ParallelGroups) -> bool:
+    copies = [torch.empty_like(x) for _ in range(groups.tp_size)]
+    dist.all_gather(copies, x.contiguous(), group=groups.tp_group)
+    return all(torch.equal(copies[0], copy) for copy in copies)
+
+
+def _check_model(groups: ParallelGroups, packing: dict, **arguments: object) -> None:
+    dense = _model(ParallelGroups.single(), **{k: v for k, v in arguments.items() if k in ("tied", "qk_norm")})
+    sharded = _model(groups, **arguments)
+    pairs = list(zip(dense.named_parameters(), sharded.parameters(), strict=True))
+    for (name, whole), part in pairs:
+        spec = sharded.specs[name]
+        assert torch.equal(shard(whole, spec.dim, groups), part), f"{name} starts otherwise than the dense one"
+        assert spec.shape == tuple(whole.shape)
+
+    single = ParallelGroups.single()
+    _perturb(dense, single)
+    _perturb(sharded, groups)
+    tokens, labels = _batch()
+    loss, truth = sharded(tokens, labels, **packing), dense(tokens, labels, **packing)
+    loss.backward()
+    truth.backward()
+    torch.testing.assert_close(loss, truth, rtol=1e-6, atol=0)
+    assert torch._C._distributed_c10d._get_work_registry_size() == 0  # what was started was finished
+    assert _equal_on_all_ranks(loss.detach(), groups)
+    for (name, whole), part in pairs:
+        expected = shard(whole.grad, sharded.specs[name].dim, groups)
+        error = (part.grad - expected).norm() / whole.grad.norm()
+        assert error < 1e-5, f"gradient of {name} off by {error:.1e} with {arguments}"
+        if sharded.specs[name].cut is None:
+            assert _equal_on_all_ranks(part.grad, groups), f"gradient of {name} differs between the ranks"
+    with torch.no_grad():
+        torch.testing.assert_close(sharded(tokens, **packing), dense(tokens, **packing), rtol=1e-5, atol=1e-5)
+
+
+def _check_compiled(groups: ParallelGroups, sequence_parallel: bool, overlap: bool, ways: tuple[str, ...]) -> None:
+    """Collectives inside the compiled blocks break no graph and change no number; recomputing what is cheap changes no
+    bit: collectives whose results are needed again run again."""
+    plain = []
+    for compiled in (False, True):
+        results = {}
+        for how in ways:
+            torch._dynamo.reset()
+            torch._dynamo.utils.counters.clear()
+            place = {"sequence_parallel": sequence_parallel, "overlap": overlap, "activation_checkpointing": how}
+            model = _model(groups, tied=True, **place)
+            if compiled:
+                compile_blocks(model, backend="aot_eager")  # without the C++ compiler
+            loss = model(*_batch(), **PACKED)
+            loss.backward()
+            results[how] = [loss.detach(), *(p.grad for p in model.parameters())]
+            torch.testing.assert_close(results[how], results["none"], rtol=0, atol=0)
+            if compiled and how == "none":  # all blocks share one, and the norms outside of them
+                assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+            assert torch._C._distributed_c10d._get_work_registry_size() == 0  # what was started was finished
+        plain.append(results["none"])
+    torch.testing.assert_close(*plain, rtol=1e-5, atol=1e-7)
+
+
+def _check_tensor_parallel(tp_size: int) -> None:
+    groups = ParallelGroups.create(Topology(dist.get_world_size(), tp_size))
+    _check_model(groups, {}, tied=False)
+    _check_model(groups, PACKED, tied=True, sequence_parallel=True, activation_checkpointing="full")
+    if tp_size == 2:
+        _check_model(groups, PACKED, tied=True, qk_norm="after_rope")
+        _check_model(groups, {}, tied=False, sequence_parallel=True, qk_norm="none")
+        _check_model(groups, {}, tied=True, activation_checkpointing="full")
+        _check_model(groups, PACKED, tied=True, overlap=False)
+        _check_model(groups, PACKED, tied=False, overlap=False, sequence_parallel=True)
+        _check_compiled(groups, True, True, ("none", "selective"))
+        _check_compiled(groups, False, True, ("none", "selective"))
+        _check_compiled(groups, True, False, ("none",))
+    with pytest.raises(ValueError, match="not a multiple of tensor_parallel_size"):
+        tiny.transformer(SHAPE, AttentionConfig(backend="sdpa"), vocab_size=VOCAB + 1, groups=groups)
+
+
+@pytest.mark.parametrize("tp_size", [2, 4])
+def test_tensor_parallel_model_equals_dense(tp_size: int) -> None:
+    run_distributed(_check_tensor_parallel, tp_size, tp_size)
+
+
+def _clip_norm(model: Transformer, groups: ParallelGroups) -> Tensor:
+    """Global gradient norm by the specs, as DeepSpeed takes it: sharded ones everywhere, replicated ones once."""
+    squares = [
+        parameter.grad.double().square().sum()
+        for name, parameter in model.named_parameters()
+        if model.specs[name].cut or groups.tp_rank == 0
+    ]
+    total = torch.stack([torch.zeros((), dtype=torch.float64), *squares]).sum()
+    if groups.tp_size > 1:
+        dist.all_reduce(total, group=groups.tp_group)
+    return total.sqrt()
+
+
+def _train(groups: ParallelGroups, sequence_parallel: bool) -> list[float]:
+    """AdamW with clipping; every step sees the same four sequences in any layout. Returns losses, then norms."""
+    model = _model(groups, tied=True, sequence_parallel=sequence_parallel)
+    optimizer = torch.optim.AdamW(parameter_groups(model, 0.1), lr=3e-3, betas=(0.9, 0.95))
+    losses, norms = [], []
+    for step in range(STEPS):
+        tokens, labels = (x.chunk(groups.dp_size)[groups.dp_rank] for x in _batch(step))
+        loss = model(tokens, labels)
+        loss.backward()
+        mean = loss.detach().clone()
+        if groups.dp_size > 1:
+            for tensor in [mean, *(p.grad for p in model.parameters())]:
+                dist.all_reduce(tensor, group=groups.replica_group)
+                tensor /= groups.dp_size
+        norm = _clip_norm(model, groups)
+        for parameter in model.parameters():
+            parameter.grad *= torch.clamp(0.5 / norm, max=1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean.item())
+        norms.append(norm.item())
+    if groups.tp_size > 1:
+        assert all(
+            _equal_on_all_ranks(p.detach(), groups) for name, p in model.named_parameters() if not model.specs[name].cut
+        )
+    return losses + norms
+
+
+def _train_layouts(layouts: list[tuple[int, bool]]) -> list[list[float]]:
+    world_size = dist.get_world_size()
+    return [_train(ParallelGroups.create(Topology(world_size, tp)), sequence) for tp, sequence in layouts]
+
+
+def test_twenty_steps_are_the_same_in_every_layout() -> None:
+    expected = _train(ParallelGroups.single(), sequence_parallel=False)
+    assert expected[STEPS - 1] < expected[0] - 0.5
+    for world_size, layouts in ((2, [(1, False), (2, False)]), (4, [(2, True)])):
+        for rank_results in run_distributed(_train_layouts, world_size, layouts):
+            for actual in rank_results:
+                assert actual == pytest.approx(expected, abs=1e-5)

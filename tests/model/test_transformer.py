@@ -1,0 +1,383 @@
+"""The model in one process: against an independent float64 reference, and its switches against each other."""
+
+import copy
+import math
+from collections import Counter
+from types import ModuleType
+
+import pytest
+import tiny
+import torch
+from llama_reference import reference_loss
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
+
+from sagekernels import attention_reference
+from sagetrain.config.schema import AttentionConfig, ModelConfig
+from sagetrain.model import walks
+from sagetrain.model.backends import AttentionFunction, Flash, Sage, Sdpa, TokenLayout, find_varlen_attn, token_layout
+from sagetrain.model.compile import compile_blocks
+from sagetrain.model.rotary import apply_rotary, rotary_tables
+from sagetrain.model.transformer import Transformer
+from sagetrain.model.walks import Half
+from sagetrain.parallel.topology import ParallelGroups
+
+VOCAB = 128
+SINGLE = ParallelGroups.single()
+SHAPES = {
+    "plain": ModelConfig(num_layers=2, hidden_size=32, ffn_hidden_size=48, num_attention_heads=4),
+    "grouped_tied": ModelConfig(
+        num_layers=2,
+        hidden_size=32,
+        ffn_hidden_size=40,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=16,
+        tie_embeddings=True,
+        rope_theta=500.0,
+        norm_eps=1e-5,
+    ),
+}
+
+
+def _model(
+    shape: str = "grouped_tied", qk_norm: str = "before_rope", backend: str = "sdpa", **arguments: object
+) -> Transformer:
+    attention = AttentionConfig(backend=backend, qk_norm=qk_norm)
+    return tiny.transformer(SHAPES[shape], attention, vocab_size=VOCAB, groups=SINGLE, **arguments)
+
+
+def _shake(model: Transformer) -> Transformer:
+    """Gains away from 1 and weights large enough that every term of the forward pass matters."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.3 * noise if parameter.ndim == 1 else 0.3 * noise)
+    return model
+
+
+def _batch(sequences: int = 2, length: int = 13, seed: int = 0) -> tuple[Tensor, Tensor]:
+    text = torch.randint(0, VOCAB, (sequences, length + 1), generator=torch.Generator().manual_seed(seed))
+    return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+
+PACKED = {
+    "cu_seqlens": torch.tensor([0, 4, 5, 13, 22, 26, 26, 26, 26], dtype=torch.int32),
+    "positions": torch.tensor([[*range(4), 0, *range(8)], [*range(9), *range(4)]]),
+    "max_seqlen": 9,
+}
+DOCUMENTS = [[0] * 4 + [1] + [2] * 8, [3] * 9 + [4] * 4]
+
+
+def _gradients(model: Transformer, *batch: Tensor, **packing: object) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    loss = model(*batch, **packing)
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def _assert_same(actual: tuple[Tensor, dict], expected: tuple[Tensor, dict], tolerance: float) -> None:
+    torch.testing.assert_close(actual[0].double(), expected[0].double(), rtol=tolerance, atol=0)
+    assert actual[1].keys() == expected[1].keys()
+    for name, gradient in actual[1].items():
+        error = (gradient.double() - expected[1][name].double()).norm() / expected[1][name].double().norm()
+        assert error <= tolerance, f"{name}: {error:.1e}"
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "reference"])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("qk_norm", ["none", "before_rope", "after_rope"])
+@pytest.mark.parametrize("shape", list(SHAPES))
+def test_loss_and_gradients_equal_the_reference(shape: str, qk_norm: str, packed: bool, backend: str) -> None:
+    model = _shake(_model(shape, qk_norm, backend))
+    tokens, labels = _batch()
+    packing = PACKED if packed else {}
+    actual = _gradients(model, tokens, labels, **packing)
+
+    truth = {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
+    positions, documents = (PACKED["positions"], DOCUMENTS) if packed else (None, None)
+    loss = reference_loss(truth, SHAPES[shape], qk_norm, tokens, labels, positions, documents)
+    loss.backward()
+    _assert_same(actual, (loss.detach(), {name: p.grad for name, p in truth.items()}), 2e-5)
+
+
+def test_packed_documents_equal_separate_ones() -> None:
+    model = _shake(_model())
+    tokens, labels = _batch()
+    packed = model(tokens, labels, **PACKED)
+    pieces = [(0, 0, 4), (0, 4, 5), (0, 5, 13), (1, 0, 9), (1, 9, 13)]
+    separate = sum(model(tokens[b : b + 1, i:j], labels[b : b + 1, i:j]) * (j - i) for b, i, j in pieces) / 26
+    torch.testing.assert_close(packed, separate, rtol=1e-6, atol=0)
+    assert abs(packed - model(tokens, labels)) > 1e-3
+
+
+def test_positions_alone_leave_attention_across_documents() -> None:
+    model = _shake(_model())
+    tokens, labels = _batch()
+    losses = [
+        model(tokens, labels, **{k: PACKED[k] for k in keys})
+        for keys in ((), ("positions",), ("cu_seqlens",), ("positions", "cu_seqlens"))
+    ]
+    assert len({round(loss.item(), 5) for loss in losses}) >= 3
+    # Rotary attention sees differences of positions alone: within documents they are the same either way.
+    torch.testing.assert_close(losses[2], losses[3], rtol=1e-5, atol=0)
+
+
+def test_no_token_sees_the_future() -> None:
+    model = _shake(_model())
+    tokens, _ = _batch()
+    logits = model(tokens)
+    changed = tokens.clone()
+    changed[:, 7] = (changed[:, 7] + 1) % VOCAB
+    after = model(changed)
+    torch.testing.assert_close(after[:, :7], logits[:, :7], rtol=1e-5, atol=1e-5)
+    assert (after[:, 7:] - logits[:, 7:]).abs().amax(-1).min() > 1e-3
+
+
+def test_logits_are_those_of_the_loss() -> None:
+    model = _shake(_model())
+    tokens, labels = _batch()
+    logits = model(tokens)
+    assert logits.shape == (2, 13, VOCAB)
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    torch.testing.assert_close(model(tokens, labels), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("backend", ["sdpa", "sage"])
+def test_activation_checkpointing_changes_nothing(backend: str, compiled: bool) -> None:
+    found = {}
+    for mode in ("none", "selective", "full"):
+        model = _shake(_model(backend=backend, activation_checkpointing=mode))
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        if compiled:
+            compile_blocks(model, backend="aot_eager")
+        found[mode] = [_gradients(model, *_batch(), **packing) for packing in ({}, PACKED)]
+        assert not torch._dynamo.utils.counters["graph_break"]
+        for plain, recomputed in zip(found["none"], found[mode], strict=True):
+            _assert_same(recomputed, plain, 0.0)
+
+
+class Counted(TorchDispatchMode):
+    """How often each operator runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, operator, types, arguments=(), options=None):
+        self.calls[operator.name()] += 1
+        return operator(*arguments, **(options or {}))
+
+
+def test_what_is_dear_runs_once() -> None:
+    """Seven matmuls a block forward, twice as many backward, and the head's."""
+    calls = {}
+    for mode in ("none", "selective", "full"):
+        model = _model(backend="sage", activation_checkpointing=mode)
+        with Counted() as counted:
+            model(*_batch()).backward()
+        calls[mode] = counted.calls
+    names = "aten::mm", "sagekernels::forward", "aten::silu", "aten::rsqrt"
+    once, kept, twice = ([calls[mode][name] for name in names] for mode in calls)
+    mm, attention, silu, norms = once
+    assert kept == [mm, attention, 2 * silu, 2 * norms - 1]  # the final norm is outside of the blocks
+    assert twice == [mm + 2 * 7, 2 * attention, 2 * silu, 2 * norms - 1]
+
+
+def test_attention_and_matmuls_of_a_gpu_are_dear() -> None:
+    """By the names that they have in this torch."""
+    aten, here = torch.ops.aten, find_varlen_attn() is not None  # which registers its operator
+    operators = [
+        aten._scaled_mm,
+        torch.ops.sagekernels.int8_product,
+        *([torch.ops.torch_attn._varlen_attn] if here else []),
+    ]
+    operators += [
+        getattr(aten, f"_scaled_dot_product_{kernel}_attention") for kernel in ("cudnn", "flash", "efficient")
+    ]
+    for operator in operators:
+        assert walks._policy(None, operator.default) == CheckpointPolicy.MUST_SAVE, operator
+    assert walks._policy(None, aten.silu.default) == CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def test_activation_checkpointing_keeps_block_inputs_only() -> None:
+    saved = {}
+    for mode in ("none", "full"):
+        model, sizes = _model(activation_checkpointing=mode), []
+        pack = lambda t: sizes.append(t.numel()) or t  # noqa: B023, E731
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            model(*_batch())
+        saved[mode] = sum(sizes)
+    assert saved["full"] < saved["none"] / 2
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "sage", "reference"])
+@pytest.mark.parametrize("packing", [{}, PACKED], ids=["plain", "packed"])
+def test_blocks_compile_to_one_graph(backend: str, packing: dict) -> None:
+    model = _shake(_model(backend=backend))
+    eager = _gradients(model, *_batch(), **packing)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compile_blocks(model, backend="aot_eager")  # which needs no C++ compiler
+    _assert_same(_gradients(model, *_batch(), **packing), eager, 1e-5)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # the blocks, the first norm
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_compiled_blocks_check_no_buffers_but_under_zero_3(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, real = [], torch.compile
+
+    def compiled(*arguments, **how):
+        found.append(how["options"])
+        return real(*arguments, **how)  # which knows all options by name
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    asserts = {"size_asserts": False, "alignment_asserts": False}
+    for whole, expected in ((False, asserts), (True, {})):
+        compile_blocks(_model(backend="sdpa"), whole=whole)
+        assert found
+        assert all(options == expected for options in found)
+        found.clear()
+
+
+class Watched(AttentionFunction):
+    """What passes through a layer's attention, as a monitor would see it."""
+
+    def __init__(self, function: AttentionFunction) -> None:
+        self.function, self.documents, self.gradients = function, function.documents, []
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout) -> Tensor:
+        o = self.function(q, k, v, layout)
+        o.register_hook(self.gradients.append)
+        self.inputs, self.output = (q, k, v), o
+        return o
+
+
+def _with_functions(*functions: AttentionFunction) -> Transformer:
+    return _shake(_model(functions=functions))
+
+
+@pytest.mark.parametrize("packing", [{}, PACKED], ids=["plain", "packed"])
+def test_layers_with_different_attention(packing: dict) -> None:
+    """Each layer's output is that of its own function, and a function that watches sees q, k, v and dO."""
+    kinds = Sage("paper"), Sdpa()
+    mixed, same = [Watched(function) for function in kinds], [Watched(kinds[0]) for _ in kinds]
+    loss, _ = _gradients(_with_functions(*mixed), *_batch(), **packing)
+    other_loss, _ = _gradients(_with_functions(*same), *_batch(), **packing)
+    assert loss != other_loss
+    assert torch.equal(mixed[0].output, same[0].output) and torch.equal(mixed[1].inputs[0], same[1].inputs[0])
+    exact = []
+    for function, watched in zip(kinds, mixed, strict=True):
+        layout = token_layout({function.documents, "mask"}, 2, 26, None, None, packing.get("cu_seqlens"), None)
+        leaves = [x.detach().requires_grad_() for x in watched.inputs]
+        assert torch.equal(watched.output, function(*leaves, layout))
+        exact.append(function.reference(*leaves, layout))
+        (gradient,) = watched.gradients
+        assert gradient.shape == watched.output.shape and gradient.abs().amax() > 0
+    errors = [(w.output - o).norm() / o.norm() for w, o in zip(mixed, exact, strict=True)]
+    assert errors[1] < 1e-6 < 1e-3 < errors[0] < 0.05
+
+
+def _graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize(("packing", "whole"), [(PACKED, False), ({}, True)], ids=["onward", "alone"])
+def test_a_layer_that_gets_another_attention_costs_one_graph(packing: dict, whole: bool) -> None:
+    """And only the first time that any layer has it. More layers than torch compiles graphs for one function."""
+    shape = SHAPES["grouped_tied"].model_copy(update={"num_layers": 10})
+    model, eager = (
+        _shake(tiny.transformer(shape, AttentionConfig(backend="sdpa"), vocab_size=VOCAB, groups=SINGLE))
+        for _ in range(2)
+    )
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compile_blocks(model, backend="aot_eager", whole=whole)
+    counts = []
+    for changes in ({}, {3: Sage()}, {3: Sdpa()}, {0: Sage("paper"), 9: Sage()}, {9: Sdpa(), 5: Sage()}):
+        for layer, function in changes.items():
+            for network in (model, eager):
+                network.blocks[layer].attention.function = function
+        _assert_same(_gradients(model, *_batch(), **packing), _gradients(eager, *_batch(), **packing), 1e-4)
+        counts.append(_graphs())
+    first = 1 if whole else 2  # the blocks, the first norm
+    assert counts == [first, first + 1, first + 1, first + 2, first + 2]
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_a_function_that_cannot_be_traced_is_compiled_around() -> None:
+    package = ModuleType("flash")
+    package.flash_attn_func = attention_reference
+    model = _with_functions(Flash(package), Sdpa())
+    eager = _gradients(model, *_batch())
+    torch._dynamo.reset()
+    compile_blocks(model, backend="aot_eager")
+    _assert_same(_gradients(model, *_batch()), eager, 1e-5)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_range_of_blocks_goes_on_from_the_residual_stream(recompute: str) -> None:
+    """As the next stage of a pipeline would: two ranges behind each other are the model, bit for bit."""
+    model = _shake(_model(activation_checkpointing=recompute))
+    tokens, labels = _batch()
+    expected = model(tokens, labels)
+    layouts, halves = model._layouts(tokens, None, None, None), [model._embed(tokens.flatten())]
+    first = model.through(range(0, 1), layouts, halves)
+    second = model.through(range(1, 2), layouts, [Half(half.stream, None) for half in first])
+    assert torch.equal(model.head(second[0].made, labels.flatten()), expected)
+
+
+def test_bf16_stays_near_fp32() -> None:
+    model = _shake(_model())
+    half = copy.deepcopy(model).bfloat16()
+    (loss, gradients), (half_loss, half_gradients) = _gradients(model, *_batch()), _gradients(half, *_batch())
+    assert half_loss.dtype == torch.float32
+    assert abs(half_loss - loss) < 0.02 * loss
+    for name, gradient in gradients.items():
+        assert (half_gradients[name] - gradient).norm() < 0.15 * gradient.norm(), name
+    assert half(_batch()[0]).dtype == torch.bfloat16
+
+
+def test_initialization() -> None:
+    model = _model("plain", seed=3)
+    config = SHAPES["plain"]
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            assert (parameter == 1).all(), name
+            continue
+        residual = name.endswith(("out.weight", "down.weight"))
+        std = config.init_std / math.sqrt(2 * config.num_layers) if residual else config.init_std
+        assert parameter.std().item() == pytest.approx(std, rel=0.1), name
+        assert abs(parameter.mean()) < 0.1 * std, name
+    same, other = _model("plain", seed=3), _model("plain", seed=4)
+    for a, b, c in zip(model.parameters(), same.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+        assert a.ndim == 1 or not torch.equal(a, c)
+    half = _model("plain", seed=3, dtype=torch.bfloat16)
+    assert all(torch.equal(a.bfloat16(), b) for a, b in zip(model.parameters(), half.parameters(), strict=True))
+
+
+def test_weights_of_a_layer_do_not_depend_on_the_number_of_layers() -> None:
+    deeper = SHAPES["plain"].model_copy(update={"num_layers": 3})
+    three = tiny.transformer(deeper, AttentionConfig(backend="sdpa"), vocab_size=VOCAB, groups=SINGLE)
+    two = _model("plain")
+    assert torch.equal(three.blocks[1].attention.qkv.q, two.blocks[1].attention.qkv.q)
+
+
+def test_rotary_is_exact_far_out_and_relative() -> None:
+    positions = torch.tensor([0, 1_000_003, 1_000_005])
+    cos, sin = rotary_tables(positions, 4, 10000.0, None)
+    expected = [math.cos(1_000_003), math.cos(1_000_003 * 0.01)]
+    assert cos[1, 0].tolist() == pytest.approx(expected, abs=1e-6)
+    x = torch.randn(1, 2, 4, dtype=torch.float32)
+    rotated = apply_rotary(x.expand(3, 2, 4), cos, sin)
+    torch.testing.assert_close(rotated[0], x[0])
+    torch.testing.assert_close(rotated.norm(dim=-1), x.norm(dim=-1).expand(3, 2), rtol=1e-6, atol=1e-6)
+    near = apply_rotary(x.expand(2, 2, 4), *rotary_tables(torch.tensor([0, 2]), 4, 10000.0, None))
+    torch.testing.assert_close((rotated[1] * rotated[2]).sum(-1), (near[0] * near[1]).sum(-1), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="even head_dim, not 5"):
+        rotary_tables(positions, 5, 10000.0, None)

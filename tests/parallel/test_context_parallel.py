@@ -1,0 +1,175 @@
+"""Ulysses context parallelism: slices of every sequence on several ranks give the loss and the gradients of one rank.
+
+Training in this layout is tested beside the other layouts: test_engine.py, test_checkpoint.py, test_resume.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+import torch.distributed as dist
+from counted import run_config, saved_bytes_per_token
+from distributed import run_distributed
+from torch import Tensor
+
+from sagekernels import sage_attention
+from sagetrain.config.schema import AttentionConfig, ModelConfig
+from sagetrain.data.loader import Batch
+from sagetrain.model.accounting import block_activation_bytes
+from sagetrain.model.compile import compile_blocks
+from sagetrain.model.transformer import Transformer
+from sagetrain.parallel.collectives import gather_heads, scatter_heads
+from sagetrain.parallel.layers import shard
+from sagetrain.parallel.topology import ParallelGroups, Topology
+
+VOCAB, SEQUENCES, LENGTH = 128, 2, 64
+SHAPE = ModelConfig(
+    num_layers=2, hidden_size=64, ffn_hidden_size=48, num_attention_heads=8, num_key_value_heads=4, head_dim=16
+)
+DOCUMENTS = (7, 9, 30, 18, 33, 31)
+"""Tokens of each: some end at the edge of a slice, some lie across it."""
+
+
+def batch(documents: bool) -> Batch:
+    text = torch.randint(0, VOCAB, (SEQUENCES, LENGTH + 1), generator=torch.Generator().manual_seed(5))
+    positions = torch.cat([torch.arange(n) for n in DOCUMENTS]).view(SEQUENCES, LENGTH)
+    return Batch(
+        text[:, :-1].contiguous(),
+        text[:, 1:].contiguous(),
+        positions=positions if documents else None,
+        cu_seqlens=cu_seqlens() if documents else None,
+        max_seqlen=LENGTH if documents else None,
+        sample_ids=[0, 1],
+    )
+
+
+def cu_seqlens() -> Tensor:
+    return torch.tensor([0, *DOCUMENTS, 0]).cumsum(0).int()
+
+
+def random(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def model(groups: ParallelGroups, backend: str, **arguments: object) -> Transformer:
+    """Larger weights, and gains that are not 1: the same in every layout."""
+    network = tiny.transformer(SHAPE, AttentionConfig(backend=backend), vocab_size=VOCAB, groups=groups, **arguments)
+    with torch.no_grad():
+        for i, (spec, parameter) in enumerate(zip(network.specs.values(), network.parameters(), strict=True)):
+            noise = random(i, *spec.shape)
+            full = 1 + 0.3 * noise if noise.ndim == 1 else 0.1 * noise
+            parameter.copy_(shard(full, spec.dim, groups))
+    return network
+
+
+def in_half(inputs: dict, number: int) -> dict:
+    """Those of one of two sequences."""
+    rows = {name: x[number : number + 1] for name, x in inputs.items() if torch.is_tensor(x) and x.ndim == 2}
+    documents = inputs["cu_seqlens"]
+    if documents is not None:
+        rows["cu_seqlens"] = (documents - number * LENGTH).clamp(0, LENGTH)
+    return {**inputs, **rows}
+
+
+def check_model(groups: ParallelGroups, backend: str, documents: bool, **arguments: object) -> None:
+    """One forward and backward beside the model on one rank: mean loss, and gradients averaged as DeepSpeed does."""
+    dense, sliced = model(ParallelGroups.single(), backend), model(groups, backend, **arguments)
+    ours, theirs = batch(documents).inputs("cpu", groups.cp_rank, groups.cp_size), batch(documents).inputs("cpu")
+    assert ours["tokens"].shape == (SEQUENCES, LENGTH // groups.cp_size)
+    # Under tensor parallelism halves of packed sequences are smoothed by means of their own.
+    halves = [in_half(theirs, i) for i in range(2)] if groups.tp_size > 1 else [theirs]
+    loss, truth = sliced(**ours), torch.stack([dense(**half) for half in halves]).mean()
+    loss.backward()
+    truth.backward()
+    mean = loss.detach().clone()
+    dist.all_reduce(mean)
+    case = f"tp {groups.tp_size}, cp {groups.cp_size}, {backend}, documents {documents}, {arguments}"
+    # A product of fewer rows rounds otherwise, and that moves a code of INT8 by one step now and then.
+    limit = 1e-5 if backend == "sage" else 1e-6
+    assert (mean / dist.get_world_size() - truth).abs() < limit, case
+    limit = 1e-2 if backend == "sage" else 1e-6 if groups.tp_size == 1 else 1e-5
+    for (name, whole), part in zip(dense.named_parameters(), sliced.parameters(), strict=True):
+        dist.all_reduce(part.grad, group=groups.replica_group)
+        error = part.grad / groups.num_replicas - shard(whole.grad, dense.specs[name].dim, groups)
+        assert error.norm() / whole.grad.norm() < limit, f"{case}: gradient of {name}"
+
+
+def check_sage(groups: ParallelGroups, documents: bool) -> None:
+    """INT8 attention from slices of q, k and v has bit by bit the output and gradients of that over whole sequences, a
+    share of the heads at a time: the mean that K-smoothing subtracts, large here and another in every slice, is exact.
+    """
+    length = LENGTH // groups.cp_size
+    own = slice(groups.cp_rank * length, (groups.cp_rank + 1) * length)
+    whole = [random(seed, SEQUENCES, LENGTH, heads, 16) for seed, heads in enumerate((8, 4, 4, 8))]
+    whole[1] += torch.arange(LENGTH).view(-1, 1, 1) / 8
+    whole = [x.requires_grad_() for x in whole]
+    parts = [x.detach()[:, own].flatten(0, 1).requires_grad_() for x in whole]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if not documents:
+            return sage_attention(q, k, v)
+        q, k, v = (x.flatten(0, 1).unsqueeze(0) for x in (q, k, v))
+        return sage_attention(q, k, v, cu_seqlens=cu_seqlens()).view(SEQUENCES, LENGTH, -1, 16)
+
+    shares = zip(*(x.chunk(groups.cp_size, 2) for x in whole[:3]), strict=True)
+    o = torch.cat([attend(*(x.contiguous() for x in share)) for share in shares], 2)
+    o.backward(whole[3].detach())
+    scattered = scatter_heads(parts[:3], SEQUENCES, groups)
+    for x, part in zip(whole, scattered, strict=False):
+        assert torch.equal(part, x.chunk(groups.cp_size, 2)[groups.cp_rank])
+    o_own = gather_heads(attend(*scattered), groups)
+    o_own.backward(parts[3].detach())
+    for x, part in ((o, o_own), *((x.grad, part.grad) for x, part in zip(whole[:3], parts[:3], strict=True))):
+        assert torch.equal(part, x[:, own].flatten(0, 1))
+
+
+def check_compiled(groups: ParallelGroups) -> None:
+    """The all-to-alls inside the compiled blocks break no graph and change no number."""
+    results = []
+    for compiled in (False, True):
+        network = model(groups, "sage")
+        if compiled:
+            compile_blocks(network, backend="aot_eager")  # without the C++ compiler
+        loss = network(**batch(True).inputs("cpu", groups.cp_rank, groups.cp_size))
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in network.parameters())])
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-7)
+
+
+def in_four_processes() -> None:
+    """All checks of numbers."""
+    torch.set_num_threads(1)
+    for tp, cp in ((1, 4), (1, 2), (2, 2)):
+        groups = ParallelGroups.create(Topology(4, tp, cp))
+        for documents in (False, True):
+            check_sage(groups, documents)
+            for backend in ("reference", "sdpa", "sage"):
+                check_model(groups, backend, documents)
+    for how in ("full", "selective"):
+        check_model(groups, "sdpa", True, sequence_parallel=True, activation_checkpointing=how)
+    check_compiled(groups)
+    with pytest.raises(ValueError, match=r"4 heads are not a multiple of tensor_parallel_size \(4\) x context"):
+        model(ParallelGroups(Topology(8, 4, 2), rank=0), "sdpa")
+
+
+def memory_cases() -> list:
+    sections = {"parallel": {"context_parallel_size": 2}, "data": {"micro_batch_size": 4}}
+    kinds = (("sage", "off"), ("sdpa", "off"), ("sage", "on"))
+    return [run_config(attention={"backend": name}, training={"compile": c}, **sections) for name, c in kinds]
+
+
+def saved_in_two_processes() -> list[float]:
+    """Bytes per token that autograd saves of a block with a context-parallel size of 2."""
+    torch.set_num_threads(1)
+    groups = ParallelGroups.create(Topology(2, 1, 2))
+    return [saved_bytes_per_token(cfg, cfg.training.compile == "on", groups) for cfg in memory_cases()]
+
+
+def test_slices_of_sequences_give_the_losses_and_gradients_of_whole_ones() -> None:
+    run_distributed(in_four_processes, 4)
+
+
+def test_saved_activations_of_slices_are_what_is_predicted() -> None:
+    for saved in run_distributed(saved_in_two_processes, 2):
+        assert saved == pytest.approx([block_activation_bytes(cfg) for cfg in memory_cases()], rel=1e-3)

@@ -1,0 +1,193 @@
+"""Collectives by copies over memory that processes share: the schedule of GPUs, with a thread as the stream."""
+
+import ctypes
+import gc
+import queue
+import random
+import tempfile
+import threading
+import time
+from datetime import timedelta
+from functools import partial
+
+import forked
+import pytest
+import tiny
+import torch
+import torch.distributed as dist
+from distributed import run_distributed
+from torch import Tensor
+
+from sagetrain.config.schema import AttentionConfig, ModelConfig
+from sagetrain.model.compile import compile_blocks
+from sagetrain.parallel import copies
+from sagetrain.parallel.collectives import finish, start_all_gather, start_reduce_scatter
+from sagetrain.parallel.copies import SLOTS, Copies, connected
+from sagetrain.parallel.topology import ParallelGroups, Topology
+
+DELAY = 0.002  # seconds at most, before each copy
+
+
+class ThreadMemory:
+    """Files mapped by all ranks; a thread does what a stream would, with random delays."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size, self.allocations = rank, size, 0
+        self._meeting, self._telling = (dist.new_group(timeout=timedelta(seconds=forked.PATIENCE)) for _ in range(2))
+        self._queue: queue.SimpleQueue = queue.SimpleQueue()
+        self._delays = random.Random(rank)
+        self._events: set[threading.Event] = set()  # that nobody has waited for yet
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def allocate(self, nbytes: int) -> list[Tensor]:
+        self.allocations += 1
+        self.wait(self.send([]))
+        folder: list = [tempfile.mkdtemp() if self.rank == 0 else None]
+        dist.broadcast_object_list(folder, group=self._telling)
+        files = [f"{folder[0]}/{rank}" for rank in range(self.size)]
+        torch.from_file(files[self.rank], shared=True, size=nbytes, dtype=torch.uint8).fill_(255)
+        dist.barrier(self._telling)
+        return [torch.from_file(file, shared=True, size=nbytes, dtype=torch.uint8) for file in files]
+
+    def send(self, steps: list[tuple[int, int, int] | None]) -> threading.Event:
+        for step in steps:
+            self._queue.put(partial(dist.barrier, self._meeting) if step is None else partial(ctypes.memmove, *step))
+        event = threading.Event()
+        self._events.add(event)
+        self._queue.put(event.set)
+        return event
+
+    def wait(self, event: threading.Event) -> None:
+        self._events.remove(event)
+        event.wait()
+
+    def _run(self) -> None:
+        while True:
+            work = self._queue.get()
+            time.sleep(self._delays.uniform(0, DELAY))
+            work()
+
+
+def _connect() -> tuple[ParallelGroups, ThreadMemory]:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    groups = ParallelGroups.create(Topology(size, size))
+    memory = ThreadMemory(rank, size)
+    connected[groups.tp_group.group_name] = Copies(rank, size, memory)
+    return groups, memory
+
+
+def _random(seed: int, *shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def _expect(kind: str, seed: int, rows: int, width: int, dtype: torch.dtype, rank: int, size: int) -> Tensor:
+    xs = [_random(100 * seed + r, rows, width, dtype=dtype) for r in range(size)]
+    if kind == "gather":
+        return torch.cat(xs)
+    return torch.stack(xs).sum(0).chunk(size)[rank]
+
+
+def _check_many_under_way() -> int:
+    """In any order of finishing, with more under way than there are slots, on sizes that grow and shrink."""
+    groups, memory = _connect()
+    size, rank, group = groups.tp_size, groups.tp_rank, groups.tp_group
+    choices, pending = random.Random(7), []
+    for seed in range(120):
+        time.sleep(random.Random(1000 * seed + rank).uniform(0, DELAY))
+        kind = choices.choice(("gather", "scatter"))
+        rows, width = size * choices.randint(1, 5 + seed // 20), choices.choice((1, 3, 8, 33))
+        dtype = choices.choice((torch.float32, torch.bfloat16, torch.float64))
+        x = _random(100 * seed + rank, rows, width, dtype=dtype)
+        result = (start_all_gather if kind == "gather" else start_reduce_scatter)(x, group)
+        del x  # it lives until the collective is finished
+        pending.append((result, (kind, seed, rows, width, dtype, rank, size)))
+        gc.collect(0)
+        while len(pending) > choices.randint(0, 2 * SLOTS):
+            actual, what = pending.pop(choices.randrange(len(pending)))
+            torch.testing.assert_close(finish(actual), _expect(*what), rtol=0, atol=0)
+    for actual, what in pending:
+        torch.testing.assert_close(finish(actual), _expect(*what), rtol=0, atol=0)
+    assert torch._C._distributed_c10d._get_work_registry_size() == 0
+    with pytest.raises(ValueError, match=r"dim 0 \(1\) is not a multiple of the group's size"):
+        start_reduce_scatter(torch.ones(1, 2), group)
+    return memory.allocations
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_many_under_way(world_size: int) -> None:
+    for allocations in run_distributed(_check_many_under_way, world_size):
+        assert 1 < allocations < 20
+
+
+SHAPE = ModelConfig(
+    num_layers=2, hidden_size=32, ffn_hidden_size=48, num_attention_heads=8, num_key_value_heads=4, head_dim=8
+)
+
+
+def _train(groups: ParallelGroups, checkpointing: str, backend: str | None) -> list[Tensor]:
+    """Loss and gradients of two micro-steps."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = tiny.transformer(
+        SHAPE,
+        AttentionConfig(backend="sdpa"),
+        vocab_size=128,
+        groups=groups,
+        sequence_parallel=True,
+        activation_checkpointing=checkpointing,
+        seed=5,
+    )
+    if backend:
+        compile_blocks(model, backend)
+    losses = []
+    for step in range(2):
+        text = torch.randint(0, 128, (4, 17), generator=torch.Generator().manual_seed(step))
+        losses.append(model(text[:, :-1], text[:, 1:]))
+        losses[-1].backward()
+    assert torch._C._distributed_c10d._get_work_registry_size() == 0
+    assert not torch._dynamo.utils.counters["graph_break"]
+    if backend == "aot_eager":  # all blocks share one graph, and the norms outside of them; none is compiled twice
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    return [*(loss.detach() for loss in losses), *(p.grad for p in model.parameters())]
+
+
+def _check_model(backend: str) -> None:
+    """The whole model by copies against the functional collectives: between two ranks even sums are the same."""
+    groups = ParallelGroups.create(Topology(dist.get_world_size(), dist.get_world_size()))
+    cases = [("none", None), ("full", None), ("none", backend)]
+    expected = [_train(groups, *case) for case in cases]
+    copied, _ = _connect()
+    for case, truth in zip(cases, expected, strict=True):
+        before = connected[copied.tp_group.group_name]._count
+        actual = _train(copied, *case)
+        assert connected[copied.tp_group.group_name]._count > before
+        torch.testing.assert_close(actual, truth, rtol=0, atol=0)
+
+
+def test_model_by_copies_equals_the_model_by_functional_collectives() -> None:
+    run_distributed(_check_model, 2, "aot_eager")
+
+
+def _check_agreement() -> list[str]:
+    """One rank's trouble is everyone's; a reason is found once."""
+    group = dist.new_group()
+    tries, original = [], copies._check
+
+    def check(*arguments: object) -> None:
+        tries.append(1)
+        if dist.get_rank() == 1:
+            raise RuntimeError("GPU 1 cannot reach GPU 0\nand more")
+
+    copies._check = check
+    try:
+        with pytest.warns(UserWarning, match="go through NCCL.*rank 1: GPU 1 cannot reach GPU 0$"):
+            reasons = [copies.connect(group) for _ in range(2)]
+    finally:
+        copies._check = original
+    assert len(tries) == 1 and group.group_name not in connected
+    return reasons
+
+
+def test_ranks_agree_on_a_refusal() -> None:
+    for reasons in run_distributed(_check_agreement, 2):
+        assert reasons == ["rank 1: GPU 1 cannot reach GPU 0"] * 2

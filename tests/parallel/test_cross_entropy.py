@@ -1,0 +1,151 @@
+"""The vocabulary-parallel loss and the chunked projection + loss against F.cross_entropy, float64 the judge."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from distributed import run_distributed
+from torch import Tensor
+
+from sagetrain.parallel.collectives import finish_enter, start_enter
+from sagetrain.parallel.cross_entropy import linear_cross_entropy, linear_token_losses
+from sagetrain.parallel.layers import shard
+from sagetrain.parallel.topology import ParallelGroups, Topology
+
+TOKENS, HIDDEN, VOCAB = 37, 16, 48
+SINGLE = ParallelGroups.single()
+
+
+def _inputs(scale: float = 1.0, vocab: int = VOCAB) -> tuple[Tensor, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(0)
+    hidden = torch.randn(TOKENS, HIDDEN, generator=g, dtype=torch.float64) * scale
+    weight = torch.randn(vocab, HIDDEN, generator=g, dtype=torch.float64)
+    labels = torch.randint(0, vocab, (TOKENS,), generator=g)
+    labels[:2] = torch.tensor([0, vocab - 1])
+    return hidden, weight, labels
+
+
+def _dense(hidden: Tensor, weight: Tensor, labels: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    hidden, weight = (x.detach().double().clone().requires_grad_() for x in (hidden, weight))
+    loss = F.cross_entropy(hidden @ weight.t(), labels)
+    return loss.detach(), *torch.autograd.grad(loss * scale, (hidden, weight))
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 10, TOKENS, 1000])
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 100.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_loss_and_gradients_are_as_good_as_plain_torch(chunk: int | None, scale: float, dtype: torch.dtype) -> None:
+    hidden, weight, labels = _inputs(scale)
+    hidden, weight = hidden.to(dtype), weight.to(dtype)
+    truth = _dense(hidden, weight, labels, scale=0.125)
+    errors = []
+    for function in (
+        lambda h, w: linear_cross_entropy(h, w, labels, SINGLE, chunk=chunk),
+        lambda h, w: F.cross_entropy(F.linear(h, w).float(), labels),
+    ):
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        loss = function(h, w)
+        (loss * 0.125).backward()
+        assert (loss.dtype, h.grad.dtype, w.grad.dtype) == (torch.float32, dtype, dtype)
+        errors.append([(x.double() - t).norm() / t.norm() for x, t in zip((loss, h.grad, w.grad), truth, strict=True)])
+    # The log-sum-exp is rounded at the size of the logits.
+    rounding = torch.finfo(torch.float32).eps * max(1.0, (hidden @ weight.t()).abs().max().item())
+    for ours, torchs in zip(*errors, strict=True):
+        assert ours <= 1.25 * torchs + (rounding if dtype == torch.float32 else 1e-3)
+
+
+@pytest.mark.parametrize("scale", [1 / 3, 1 / 7])
+def test_16_bits_do_not_scale_gradients_by_another_factor(scale: float) -> None:
+    """A factor that is rounded to 16 bits makes every gradient of a step wrong by up to 1 / 256."""
+    hidden, weight, labels = (x.bfloat16() if x.is_floating_point() else x for x in _inputs())
+    hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+    (linear_cross_entropy(hidden, weight, labels, SINGLE) * scale).backward()
+    for x, truth in zip((hidden, weight), _dense(hidden, weight, labels, scale=scale)[1:], strict=True):
+        assert (x.grad.double() * truth).sum() / truth.square().sum() == pytest.approx(1.0, abs=5e-4)
+
+
+@pytest.mark.parametrize("counted", [[], [3], [*range(5, 30, 2)]], ids=["none", "one", "some"])
+def test_masked_tokens_have_neither_loss_nor_gradient(counted: list[int]) -> None:
+    hidden, weight, labels = _inputs()
+    masked = torch.full_like(labels, -100)
+    masked[counted] = labels[counted]
+    truth = [x.clone().requires_grad_() for x in (hidden, weight)]
+    expected = F.cross_entropy(truth[0] @ truth[1].t(), masked, ignore_index=-100, reduction="sum") / 2.5
+    expected.backward()
+    h, w = hidden.float().requires_grad_(), weight.float().requires_grad_()
+    loss = linear_cross_entropy(h, w, masked, SINGLE, chunk=10, divisor=2.5)
+    loss.backward()
+    for ours, theirs in ((loss, expected), (h.grad, truth[0].grad), (w.grad, truth[1].grad)):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5)
+    assert not h.grad[masked < 0].any()
+    assert counted or (loss == 0 and not w.grad.any())
+
+
+def test_where_all_tokens_count_the_divisor_changes_no_bit() -> None:
+    results = []
+    for divisor in (None, float(TOKENS)):
+        hidden, weight, labels = (x.float().requires_grad_() if x.is_floating_point() else x for x in _inputs())
+        loss = linear_cross_entropy(hidden, weight, labels, SINGLE, divisor=divisor)
+        loss.backward()
+        results.append((loss, hidden.grad, weight.grad))
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+def test_only_requested_gradients() -> None:
+    hidden, weight, labels = _inputs()
+    frozen = linear_cross_entropy(hidden.requires_grad_(), weight, labels, SINGLE)
+    (grad,) = torch.autograd.grad(frozen, hidden)
+    torch.testing.assert_close(grad, _dense(hidden.detach(), weight, labels)[1].to(grad.dtype), rtol=1e-5, atol=1e-6)
+    with torch.no_grad():
+        assert not linear_cross_entropy(hidden, weight.requires_grad_(), labels, SINGLE).requires_grad
+
+
+def test_double_backward_is_an_error_not_a_wrong_number() -> None:
+    hidden, weight, labels = _inputs()
+    hidden.requires_grad_()
+    (grad,) = torch.autograd.grad(linear_cross_entropy(hidden, weight, labels, SINGLE), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        grad.sum().backward()
+
+
+def test_non_finite_hidden_states_show_in_the_loss() -> None:
+    hidden, weight, labels = _inputs()
+    hidden[3, 0] = float("nan")
+    assert linear_cross_entropy(hidden, weight, labels, SINGLE).isnan()
+
+
+def _check_sharded() -> None:
+    groups = ParallelGroups.create(Topology(dist.get_world_size(), dist.get_world_size()))
+    for scale in (1.0, 30.0):
+        hidden_full, weight_full, labels = _inputs(scale)
+        loss_dense, hidden_grad, weight_grad = _dense(hidden_full, weight_full, labels)
+        for chunk in (None, 10):
+            hidden = hidden_full.float().requires_grad_()
+            weight = shard(weight_full, 0, groups).float().requires_grad_()
+            loss = linear_cross_entropy(
+                finish_enter(start_enter(hidden, groups, False), groups, False), weight, labels, groups, chunk=chunk
+            )
+            loss.backward()
+            close = {"rtol": 1e-5, "atol": 1e-5}
+            torch.testing.assert_close(loss.double(), loss_dense, **close)
+            torch.testing.assert_close(hidden.grad.double(), hidden_grad, **close)
+            torch.testing.assert_close(weight.grad.double(), shard(weight_grad, 0, groups), **close)
+
+            losses = linear_token_losses(hidden_full.float(), weight, labels, groups, chunk=chunk)
+            assert losses.dtype == torch.float32
+            losses_dense = F.cross_entropy(hidden_full @ weight_full.t(), labels, reduction="none")
+            torch.testing.assert_close(losses.double(), losses_dense, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_sharded_vocabulary_equals_dense(world_size: int) -> None:
+    run_distributed(_check_sharded, world_size)
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 10])
+def test_losses_by_token_are_those_of_float64(chunk: int | None) -> None:
+    hidden, weight, labels = _inputs()
+    losses = linear_token_losses(hidden.float(), weight.float().requires_grad_(), labels, SINGLE, chunk=chunk)
+    assert losses.dtype == torch.float32 and not losses.requires_grad
+    truth = F.cross_entropy(hidden @ weight.t(), labels, reduction="none")
+    torch.testing.assert_close(losses.double(), truth, atol=1e-5, rtol=1e-6)

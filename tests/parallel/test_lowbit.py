@@ -1,0 +1,403 @@
+"""Linear layers in 8 bits against float64: every product within what rounding its operands can do, at any magnitude."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from distributed import run_distributed
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sagekernels.casts import E4M3, E5M2, INT8, QUANTIZE_BOTH, Rounded, quantize
+from sagetrain.parallel.collectives import finish_leave
+from sagetrain.parallel.layers import ColumnParallelLinear, RowParallelLinear, keep_weights
+from sagetrain.parallel.lowbit import RECIPES, LowBit, library_product, product
+from sagetrain.parallel.matmul import linear
+from sagetrain.parallel.topology import ParallelGroups, Topology
+
+IN, OUTS = 48, (64, 16, 32)
+FORMATS = {E4M3: (2**-4, 2**-9), E5M2: (2**-3, 2**-16)}
+"""Half a step of the mantissa over the value, and the least subnormal."""
+
+every_recipe = pytest.mark.parametrize("name", RECIPES, ids=" ".join)
+
+
+def _random(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Normal, with rows and columns of their own magnitudes, a row and a column of zeros."""
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(*shape, generator=draw)
+    x *= torch.exp2(4 * torch.randn(shape[0], 1, generator=draw)) * torch.exp2(torch.randn(shape[1], generator=draw))
+    x[shape[0] // 2], x[:, shape[1] // 3] = 0, 0
+    return x.to(dtype)
+
+
+def _largest(x: Tensor, per_row: bool) -> Tensor:
+    return x.abs().amax(-1, keepdim=True) if per_row else x.abs().amax()
+
+
+def _rounding(x: Tensor, number: torch.dtype, per_row: bool) -> Tensor:
+    """The most by which rounding changes each element (float64). FP8: half a step of its mantissa, or, among the
+    subnormals, half the least of them, at a scale of less than 2 largest / limit. INT8: half of 127 equal steps."""
+    x = x.double()
+    if number == INT8:
+        return _largest(x, per_row) / 254 * (1 + 1e-6) + torch.zeros_like(x)
+    relative, least = FORMATS[number]
+    return relative * x.abs() + least * _largest(x, per_row) / torch.finfo(number).max
+
+
+def _bound(a: Tensor, of_a: Tensor, b: Tensor, of_b: Tensor) -> Tensor:
+    """Of a b^T, where a and b are wrong by no more than of_a and of_b."""
+    a, b = a.double().abs(), b.double().abs()
+    return a @ of_b.t() + of_a @ b.t() + of_a @ of_b.t()
+
+
+def _assert_within(actual: Tensor, truth: Tensor, bound: Tensor) -> None:
+    """And the result's own rounding: to its dtype, from a sum in fp32 for those that are no twins."""
+    assert actual.isfinite().all()
+    step = torch.finfo(actual.dtype).eps
+    slack = step * (truth.abs() + bound) + torch.finfo(actual.dtype).tiny
+    excess = (actual.double() - truth).abs() - bound - slack
+    assert excess.max() <= 0, excess.max()
+
+
+# -- codes and scales --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [E4M3, E5M2, INT8], ids=str)
+@pytest.mark.parametrize("per_row", [True, False])
+@pytest.mark.parametrize("magnitude", [1e-32, 1e-12, 1.0, 1e30])
+def test_codes_are_close_at_any_magnitude(number: torch.dtype, per_row: bool, magnitude: float) -> None:
+    x = torch.randn(8, 32, generator=torch.Generator().manual_seed(1)) * magnitude
+    codes, scale = quantize(x, number, per_row)
+    assert codes.dtype == number and codes.is_contiguous() and scale.dtype == torch.float32
+    assert scale.shape == ((8, 1) if per_row else (1, 1))
+    error = (codes.double() * scale - x).abs()
+    assert (error <= _rounding(x, number, per_row)).all()
+    limit = 127 if number == INT8 else torch.finfo(number).max
+    assert (_largest(codes.double(), per_row) >= limit / 2).all()  # the range is used
+    if number != INT8:
+        mantissa, _ = torch.frexp(scale)
+        assert (mantissa == 0.5).all()  # a power of two
+
+
+@pytest.mark.parametrize("number", [E4M3, E5M2, INT8], ids=str)
+def test_no_value_is_rounded_out_of_the_range(number: torch.dtype) -> None:
+    """Largest magnitudes all around those at which the scale changes, where dividing by them rounds."""
+    limit = 127.0 if number == INT8 else torch.finfo(number).max
+    at = torch.tensor([limit * 2.0**k for k in (-100, -3, 0, 5, 100 if number == INT8 else 90)])
+    near = [at, at.nextafter(torch.tensor(0.0)), at.nextafter(torch.tensor(torch.inf))]
+    x = torch.cat(near)[:, None]
+    codes, scale = quantize(x, number, True)
+    assert codes.float().isfinite().all()
+    assert ((codes.double() * scale - x).abs() <= _rounding(x, number, True)).all()
+
+
+@pytest.mark.parametrize("number", [E4M3, E5M2, INT8], ids=str)
+@pytest.mark.parametrize("per_row", [True, False])
+def test_zeros_stay_zeros(number: torch.dtype, per_row: bool) -> None:
+    """And what is next to nothing becomes nothing worse."""
+    for value in (0.0, 1e-40, 1e-37):
+        codes, scale = quantize(torch.full((4, 16), value, dtype=torch.bfloat16), number, per_row)
+        assert ((codes.double() * scale - value).abs() <= min(value, 2**-126)).all()
+        assert scale.isfinite().all()
+
+
+@pytest.mark.parametrize("number", [E4M3, E5M2, INT8], ids=str)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_is_not_hidden(number: torch.dtype, bad: float) -> None:
+    """It takes with it what shares its scale, and no more."""
+    x = torch.ones(3, 16)
+    x[1, 5] = bad
+    b = quantize(torch.ones(2, 16), number, True)
+    assert product(quantize(x, number, False), b, torch.float32).isnan().all()
+    rows = product(quantize(x, number, True), b, torch.float32)
+    assert rows[1].isnan().all()
+    assert rows[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize("per_row", [True, False])
+@pytest.mark.parametrize("number", [E4M3, E5M2, INT8], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_torchs_kernels_multiply_as_the_twin(number: torch.dtype, per_row: bool, dtype: torch.dtype) -> None:
+    """Those of the CPU here, which take the same layouts and scales; tests/gpu has those of a GPU."""
+    other = E4M3 if number == E5M2 else number
+    a, b = quantize(_random(1, 33, 64), number, per_row), quantize(_random(2, 48, 64), other, per_row)
+    truth = product(a, b, torch.float64)
+    magnitudes = product(_positive(a), _positive(b), torch.float64)
+    found = library_product(a, b, dtype, fast_accumulation=True)
+    assert found.dtype == dtype
+    error = (found.double() - truth).abs() - torch.finfo(dtype).eps * truth.abs()
+    assert (error <= 64 * torch.finfo(torch.float32).eps * magnitudes).all()
+
+
+def _positive(x: Rounded) -> Rounded:
+    return Rounded(x.codes.double().abs(), x.scale)
+
+
+@pytest.mark.parametrize("name", RECIPES, ids=" ".join)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_travels_is_rounded_as_the_layer_rounds_it(name: tuple[str, str], dtype: torch.dtype) -> None:
+    """FP8: a byte a column and 16 a row, and from it the layer makes the codes of x itself. What is multiplied in 16
+    bits, or with other grids along the tokens (INT8), travels whole."""
+    matmul, x = RECIPES[name], torch.cat([_random(1, 40, 64) * scale for scale in (1e-30, 1.0, 1e30)]).to(dtype)
+    packed = matmul.pack(x)
+    if name in (("fp8", "tensorwise"), ("fp8", "rowwise")):
+        assert (packed.dtype, packed.shape) == (torch.uint8, (120, 64 + 16))
+        found = matmul.unpack(packed, dtype)
+        assert found.dtype == dtype
+        codes, scale = quantize(x, E4M3, True)
+        assert torch.equal(found.double(), codes.double() * scale)
+        again = quantize(found, E4M3, True)
+        assert torch.equal(again.codes.double() * again.scale, codes.double() * scale)
+        x[7, 3], x[50, 0] = torch.nan, torch.inf
+        found = matmul.unpack(matmul.pack(x), dtype)
+        assert found[[7, 50]].isnan().all()
+        assert found.isnan().sum() == 2 * 64
+    else:
+        assert packed is x
+        assert matmul.unpack(packed, dtype) is x
+
+
+@pytest.mark.parametrize(
+    ("name", "formats", "scales"),
+    [
+        (("fp8", "tensorwise"), [E4M3, E4M3, E4M3, E4M3, E5M2, E5M2], 1),
+        (("fp8", "rowwise"), [E4M3] * 6, 0),
+        (("fp8", "rowwise_bf16_wgrad"), [E4M3, torch.bfloat16, E4M3, E4M3, E4M3, torch.bfloat16], 0),
+        (("int8", "rowwise"), [INT8] * 6, 0),
+        (("int8", "rowwise_bf16_wgrad"), [INT8, torch.bfloat16, INT8, INT8, INT8, torch.bfloat16], 0),
+    ],
+)
+def test_recipes_are_what_they_are_called(name: tuple[str, str], formats: list, scales: int) -> None:
+    """docs/low-bit-linear.md: x, for the output and for the gradient of W; W, as it lies and turned; dY, for the
+    gradients of x and of W; a scale for each row (0: as many as rows) or one."""
+    matmul = RECIPES[name]
+    x, weight, grad = (_random(seed, 32, 16, dtype=torch.bfloat16) for seed in range(3))
+    operand, saved = matmul.read(x)
+    kept, prepared = matmul.keep([weight]), matmul.prepare([grad])
+    found = [operand, saved, kept[:2], kept[2:], prepared[:2], prepared[2:]]
+    assert [part[0].dtype for part in found] == formats
+    assert all(len(part[1]) == (scales or len(part[0])) for part in found if len(part) == 2)
+    assert matmul.operand(x)[0].dtype == formats[0]
+
+
+# -- the three products ------------------------------------------------------------------------------------------
+
+
+def _products(matmul: LowBit, x: Tensor, weights: list[Tensor], grads: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, gradient of x and of the weights, of several weights as one."""
+    x, weights = x.detach().requires_grad_(), [w.detach().requires_grad_() for w in weights]
+    outputs = linear(x, weights, matmul)
+    grad_x, *grad_weights = torch.autograd.grad(outputs, (x, *weights), grads)
+    return torch.cat(outputs, 1).detach(), grad_x, torch.cat(grad_weights)
+
+
+@every_recipe
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tokens", [64, 37])
+@pytest.mark.parametrize("scales", [(1, 1, 1), (1e4, 1e-2, 1e-12), (1e12, 1, 1e-30), (1e-30, 1e3, 1e20)], ids=str)
+def test_products_are_within_the_rounding_of_their_operands(
+    name: tuple[str, str], dtype: torch.dtype, tokens: int, scales: tuple[float, float, float]
+) -> None:
+    matmul = RECIPES[name]
+    of_x, of_w, of_grad = scales
+    x, grads = of_x * _random(1, tokens, IN, dtype=dtype), [of_grad * _random(5, tokens, n, dtype=dtype) for n in OUTS]
+    weights = [of_w * _random(2 + i, n, IN, dtype=dtype) for i, n in enumerate(OUTS)]
+    weight, grad = torch.cat(weights), torch.cat(grads, 1)
+    output, grad_x, grad_weight = _products(matmul, x, weights, grads)
+
+    def operand(value: Tensor, number: torch.dtype) -> tuple[Tensor, Tensor]:
+        return value, _rounding(value, number, matmul.per_row)
+
+    def check(actual: Tensor, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> None:
+        assert actual.dtype == dtype
+        truth = a[0].double() @ b[0].double().t()
+        _assert_within(actual, truth, _bound(*a, *b))
+        # Eight bits, no more, no less: FP8 is wrong by some percent of the whole, INT8 by some per mille.
+        error = ((actual - truth).norm() / truth.norm()).item()
+        assert 5e-4 < error < 0.1, error
+
+    check(output, operand(x, matmul.number), operand(weight, matmul.number))
+    check(grad_x, operand(grad, matmul.gradient), operand(weight.t(), matmul.number))
+    if matmul.wide_weight_gradient:
+        assert torch.equal(grad_weight, grad.t() @ x)
+    else:
+        check(grad_weight, operand(grad.t(), matmul.gradient), operand(x.t(), matmul.number))
+
+
+@every_recipe
+def test_strides_do_not_matter(name: tuple[str, str]) -> None:
+    """Of x, of weights, of gradients; a sum's gradient has none."""
+    matmul = RECIPES[name]
+    x, weight, grad = _random(1, 21, IN), _random(2, 64, IN), torch.ones(())
+    plain = _products(matmul, x, [weight], [grad.expand(21, 64).contiguous()])
+    strided = [torch.empty(IN, 2 * n)[:, ::2].copy_(part.t()).t() for n, part in ((21, x), (64, weight))]
+    for part, other in zip(plain, _products(matmul, strided[0], [strided[1]], [grad.expand(21, 64)]), strict=True):
+        assert torch.equal(part, other)
+
+
+@every_recipe
+def test_what_was_in_a_result_does_not_matter(name: tuple[str, str]) -> None:
+    matmul = RECIPES[name]
+    x, weight, grad = _random(1, 21, IN), _random(2, 64, IN), _random(3, 21, 64)
+    _, grad_x, grad_weight = _products(matmul, x, [weight], [grad])
+    out = torch.full_like(x, torch.nan)
+    prepared = matmul.prepare([grad])
+    assert torch.equal(matmul.input_gradient(prepared, [weight], out=out), grad_x)
+    assert torch.equal(out, grad_x)
+    total = torch.ones_like(weight)
+    matmul.add_weight_gradient(total, prepared, matmul.read(x)[1])
+    assert torch.equal(total, 1 + grad_weight)
+
+
+class Cast(TorchDispatchMode):
+    """Counts the casts in both orientations."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is QUANTIZE_BOTH
+        return function(*args, **(kwargs or {}))
+
+
+@every_recipe
+def test_without_gradients_nothing_is_cast_for_them(name: tuple[str, str]) -> None:
+    matmul = RECIPES[name]
+    x, weight = _random(1, 21, IN), _random(2, 64, IN).requires_grad_()
+    with Cast() as cast:
+        (expected,) = linear(x, [weight], matmul)
+    assert cast.count == (not matmul.wide_weight_gradient)
+    with Cast() as cast, torch.no_grad():
+        (found,) = linear(x, [weight], matmul)
+    assert cast.count == 0
+    assert torch.equal(found, expected)
+
+
+@every_recipe
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_products_of_what_is_not_finite_are_not_finite(name: tuple[str, str], bad: float) -> None:
+    """So that a step that overflowed is seen by its loss or its gradient norm."""
+    matmul = RECIPES[name]
+    x, weight, grad = _random(1, 21, IN), _random(2, 64, IN), _random(3, 21, 64)
+    for operand in (x, weight, grad):
+        clean = operand[3, 4].clone()
+        operand[3, 4] = bad
+        results = _products(matmul, x, [weight], [grad])
+        seen = [not result.isfinite().all() for result in results]
+        assert seen == [operand is not grad, operand is not x, operand is not weight]
+        operand[3, 4] = clean
+
+
+@every_recipe
+def test_kept_weights_multiply_as_the_weights_themselves(name: tuple[str, str]) -> None:
+    """Bit for bit, eager and compiled, one graph for all layers and one for evaluation; written anew when asked to."""
+    torch._dynamo.reset()
+    groups, sizes = ParallelGroups.single(), {"a": 64, "c": 32}
+    layers = torch.nn.ModuleList(
+        ColumnParallelLinear(IN, sizes, groups, matmul=RECIPES[name], dtype=torch.float32) for _ in range(3)
+    )
+    x, g = _random(1, 20, IN), _random(2, 20, 96)
+    compiled = [torch.compile(layer, fullgraph=True, backend="aot_eager") for layer in layers]
+    torch._dynamo.utils.counters.clear()
+    for seed in range(2):
+        for i, layer in enumerate(layers):
+            for j, weight in enumerate(layer.parameters()):
+                weight.data.copy_(_random(10 + 7 * seed + 3 * i + j, *weight.shape))  # no version counter moves
+        keep_weights(layers)
+        for layer, fast in zip(layers, compiled, strict=True):
+            assert [tuple(part.shape) for part in layer.kept if part.dtype != torch.float32] == [(96, IN), (IN, 96)]
+            truth = _products(layer.matmul, x, list(layer.parameters()), list(g.split([64, 32], 1)))
+            for call in (layer, fast):
+                y = torch.cat(call(x), 1)
+                grads = torch.autograd.grad(y, list(layer.parameters()), g)
+                assert torch.equal(y, truth[0])
+                assert torch.equal(torch.cat(grads), truth[2])
+            with torch.no_grad():
+                assert torch.equal(torch.cat(fast(x), 1), truth[0])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
+@every_recipe
+def test_weights_that_are_kept_are_not_rounded_again(name: tuple[str, str]) -> None:
+    """Neither forward nor backward, in no micro-batch of a step: what the parameters hold is not read."""
+    layer = ColumnParallelLinear(
+        IN, {"a": 64, "c": 32}, ParallelGroups.single(), matmul=RECIPES[name], dtype=torch.float32
+    )
+    for j, weight in enumerate(layer.parameters()):
+        weight.data.copy_(_random(10 + j, *weight.shape))
+    x, g = _random(1, 20, IN).requires_grad_(), _random(2, 20, 96)
+    y, grad_x, _ = _products(layer.matmul, x.detach(), list(layer.parameters()), list(g.split([64, 32], 1)))
+    keep_weights(layer)
+    for weight in layer.parameters():
+        weight.data.fill_(torch.nan)
+    for _ in range(2):
+        found = torch.cat(layer(x), 1)
+        assert torch.equal(found, y) and torch.equal(torch.autograd.grad(found, x, g)[0], grad_x)
+
+
+# -- gradients that are gathered ---------------------------------------------------------------------------------
+
+
+class Whole(LowBit):
+    """Gathers the gradient as it is and rounds it then."""
+
+    gradient_travels = False
+
+
+class Gathered(TorchDispatchMode):
+    """Bytes that all-gathers are given."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops._c10d_functional.all_gather_into_tensor.default:
+            self.bytes += args[0].nbytes
+        return function(*args, **(kwargs or {}))
+
+
+def _even(seed: int, rows: int, columns: int) -> Tensor:
+    """Magnitudes of which e4m3 rounds none among its smallest, whichever scale it has."""
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.exp2(-6 * torch.rand(rows, columns, generator=draw) + torch.randn(rows, 1, generator=draw))
+    return x * torch.randn(rows, columns, generator=draw).sign()
+
+
+def _gather_gradients(groups: ParallelGroups, recipe: str, dtype: torch.dtype, compiled: bool) -> tuple[list[int], int]:
+    """Of a row-parallel layer under sequence parallelism, as its recipe gathers dY and whole: elements of the gradients
+    of x and of the weight that differ, and the bytes that were gathered."""
+    own, results = RECIPES["fp8", recipe], []
+    x, grad = _random(1, 40, 32).to(dtype), _even(2 + groups.tp_rank, 20, 64).to(dtype)
+    for matmul in (Whole(**vars(own)), own):
+        layer = RowParallelLinear(64, 64, groups, sequence_parallel=True, matmul=matmul, dtype=dtype)
+        with torch.no_grad():
+            layer.weight.copy_(_random(3 + groups.tp_rank, 64, 32))
+        if compiled:
+            layer.compile(fullgraph=True, backend="aot_eager")
+        leaf = x.clone().requires_grad_()
+        y = finish_leave(layer(leaf), groups, True)
+        with Gathered() as gathered:
+            y.backward(grad)
+        results.append([leaf.grad, layer.weight.grad])
+    return [(a != b).sum().item() for a, b in zip(*results, strict=True)], gathered.bytes
+
+
+CASES = [
+    ("rowwise", torch.float32, False),
+    ("rowwise", torch.bfloat16, False),
+    ("rowwise", torch.bfloat16, True),
+    ("tensorwise", torch.bfloat16, False),
+    ("rowwise_bf16_wgrad", torch.bfloat16, False),
+]
+
+
+def _gather_all_gradients() -> list[tuple[list[int], int]]:
+    torch.set_num_threads(1)
+    groups = ParallelGroups.create(Topology(2, 2))
+    return [_gather_gradients(groups, *case) for case in CASES]
+
+
+def test_gradients_gathered_in_8_bits_are_those_rounded_behind_the_gather() -> None:
+    """Row-wise in e4m3: a byte a column and 16 a token. Another grid (e5m2) or a product in 16 bits wants all."""
+    packed, whole = 20 * (64 + 16), 20 * 64 * 2
+    for found in run_distributed(_gather_all_gradients, 2):
+        assert found == [([0, 0], size) for size in (packed, packed, packed, whole, whole)]

@@ -1,0 +1,182 @@
+"""The door for metrics: what any rank adds, anywhere in a step, is reduced in the step's one collective."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+import torch.distributed as dist
+from distributed import run_distributed
+
+from sagetrain.config import RunConfig
+from sagetrain.data.loader import Batch
+from sagetrain.model.mlp import MLP
+from sagetrain.parallel.metrics import Metrics
+from sagetrain.training.build_run import build
+from sagetrain.training.trainer import Trainer
+
+CPU = torch.device("cpu")
+
+
+def test_one_process_reduces_what_was_added() -> None:
+    metrics = Metrics()
+    metrics.mean("loss", torch.tensor(2.0), weight=3)
+    metrics.mean("loss", torch.tensor([6.0], requires_grad=True))
+    metrics.mean("nothing", 5.0, weight=0)
+    for value in (1, 2.5):
+        metrics.sum("count", value)
+        metrics.max("most", -value)
+        metrics.min("least", -value)
+        metrics.derive("rms", lambda squares, count: math.sqrt(squares / count), torch.tensor(value**2), 1)
+    found = metrics.reduce(CPU)
+    assert math.isnan(found.pop("nothing"))
+    assert found == {"loss": 3.0, "count": 3.5, "most": -1.0, "least": -2.5, "rms": math.sqrt(7.25 / 2)}
+    assert list(found) == sorted(found)
+    assert metrics.reduce(CPU) == {}
+    metrics.sum("count", 1)
+    metrics.clear()
+    assert metrics.reduce(CPU) == {}
+
+
+def cosine(product: float, square: float, other: float) -> float:
+    """Of vectors that lie on several ranks: not the mean of the ranks' cosines."""
+    return product / math.sqrt(square * other)
+
+
+def of_four_ranks() -> dict[str, float]:
+    """Tensor parallel 2 x data parallel 2; odd ranks add in another order."""
+    groups, rank = tiny.join(2), dist.get_rank()
+    metrics = groups.metrics
+    add = [
+        lambda: metrics.mean("mean", torch.tensor(float(rank))),
+        lambda: metrics.mean("weighted", rank, weight=rank),
+        lambda: metrics.sum("over all", torch.tensor(2**rank)),
+        lambda: metrics.sum("over tp", 10.0 + groups.tp_rank, copies=groups.num_replicas),
+        lambda: metrics.max("largest", torch.tensor(-float(rank))),
+        lambda: metrics.max("largest number", rank * 1.5),
+        lambda: metrics.min("least", torch.tensor(1.0 + rank)),
+        lambda: metrics.derive(
+            "cosine", cosine, *(torch.tensor(x) for x in ((0.0, 1.0, 0.0), (3.0, 1.0, 9.0))[rank % 2])
+        ),
+    ]
+    for each in reversed(add) if rank % 2 else add:
+        each()
+    return metrics.reduce(CPU)
+
+
+def test_mean_sum_and_maximum_over_ranks_and_groups() -> None:
+    expected = {
+        "cosine": 6 / math.sqrt(4 * 18), "largest": 0.0, "largest number": 4.5, "least": 1.0, "mean": 1.5,
+        "over all": 15.0, "over tp": 21.0, "weighted": 14 / 6,
+    }  # fmt: skip
+    assert run_distributed(of_four_ranks, 4) == [expected] * 4
+
+
+def other_names(names: list[list[str]]) -> str:
+    metrics = Metrics()
+    for name in names[dist.get_rank()]:
+        metrics.sum(name, 1.0)
+    metrics.max("largest", 1.0)
+    try:
+        metrics.reduce(CPU)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("names", [[["a"], ["b"]], [["a", "b"], ["a"]]])
+def test_ranks_that_add_different_names_are_told(names) -> None:
+    for said in run_distributed(other_names, 2, names):
+        assert said.startswith("metrics: the ranks differ in what they have added")
+
+
+def engine_with_a_monitor(stage: int, with_maximum: bool) -> tuple[list[dict], int, float]:
+    """Metrics of two steps with an evaluation between them, made by one-line additions in a layer's forward and its
+    backward; reductions over the world in the second step; the first loss of an engine without them."""
+    groups = tiny.join(1)
+    plain = tiny.global_step(tiny.engine(tiny.config(stage), groups), 0, sequences=8).loss
+    engine = tiny.engine(tiny.config(stage), groups)
+    metrics, world_reductions, all_reduce = groups.metrics, [], dist.all_reduce
+
+    def counted(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
+        if tensor.dtype == torch.float64 and tensor.numel() > 1:  # DeepSpeed's own are scalars
+            world_reductions.append(op)
+        return all_reduce(tensor, op=op, group=group, async_op=async_op)
+
+    dist.all_reduce = counted
+
+    def watch(_module, _arguments, output):
+        metrics.mean("activations/rms", output.square().mean().sqrt())
+        metrics.sum("activations/calls", 1, copies=groups.num_replicas)
+        if output.requires_grad:
+            output.register_hook(lambda grad: metrics.mean("gradients/rms", grad.square().mean().sqrt()))
+        if with_maximum:
+            metrics.max("activations/largest", output.abs().max())
+
+    engine.model.blocks[1].mlp.register_forward_hook(watch)
+    batch = Batch(*torch.ones(2, 1, tiny.SEQ, dtype=torch.long), None, None, None, [])
+    found = []
+    for step in range(2):
+        world_reductions.clear()
+        found.append(tiny.global_step(engine, step, sequences=8).metrics)
+        reductions = len(world_reductions)
+        engine.evaluate([batch])
+    return found, reductions, plain
+
+
+@pytest.mark.parametrize(("stage", "with_maximum"), [(1, False), (3, True)])
+def test_a_layer_adds_in_forward_and_backward_and_the_engine_knows_nothing_of_it(stage, with_maximum) -> None:
+    first, second = run_distributed(engine_with_a_monitor, 2, stage, with_maximum)
+    assert first == second
+    steps, reductions, plain = first
+    assert steps[0]["train/loss"] == plain  # watching changes nothing
+    assert reductions == 1 + with_maximum
+    for metrics in steps:
+        assert metrics["activations/calls"] == 4  # micro-batches of a rank: the evaluation's are in no step
+        assert metrics["activations/rms"] > 0 and metrics["gradients/rms"] > 0
+        assert ("activations/largest" in metrics) == with_maximum
+        assert {"train/loss", "train/grad_norm"} < metrics.keys() and not {"stop", "folds", "span"} & metrics.keys()
+    assert steps[0]["activations/rms"] != steps[1]["activations/rms"]
+
+
+def compiled_addition() -> float:
+    metrics = Metrics()
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        metrics.mean("activations/mean", x.mean())
+        return 2 * x
+
+    for _ in range(3):
+        layer(torch.ones(4, requires_grad=True)).sum().backward()
+    return metrics.reduce(CPU)["activations/mean"]
+
+
+def test_a_compiled_layer_can_add() -> None:
+    assert compiled_addition() == 1.0
+
+
+def train_with_one_more_line(corpus: str, run_dir: str) -> None:
+    forward = MLP.forward
+
+    def watched(self, x):
+        y = forward(self, x)
+        self.gate_up.groups.metrics.max("activations/mlp", y.abs().max())  # the one line
+        return y
+
+    MLP.forward = watched
+    cfg = tiny.config(1).model_dump()
+    cfg["data"].update(train=[{"path": f"{corpus}/train"}], micro_batch_size=2)
+    cfg["training"].update(run_dir=run_dir, total_tokens=12 * tiny.SEQ)
+    Trainer(build(RunConfig.model_validate(cfg))).train()
+
+
+def test_a_new_metric_is_one_line_where_it_is_made(corpus: Path, tmp_path: Path) -> None:
+    run_distributed(train_with_one_more_line, 2, str(corpus), str(tmp_path / "run"))
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "train/loss" in row]
+    assert len(steps) == 3 and all(row["activations/mlp"] > 0 for row in steps)

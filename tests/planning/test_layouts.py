@@ -1,0 +1,157 @@
+"""Layouts proposed: what can run, fits memory and is fastest, and how far tokens per step are raised for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from argparse import Namespace
+
+import pytest
+from planned import CONFIGS, NOISE_AWARE, VOCAB, config, layout_of
+
+from sagetrain.config import load_config
+from sagetrain.config.arithmetic import data_parallel_size, token_multiple
+from sagetrain.config.rules import fit
+from sagetrain.hardware import H200, HARDWARE
+from sagetrain.model.accounting import overlaps, total_bytes
+from sagetrain.planning import layouts
+from sagetrain.planning.layouts import fastest_linear, layout, memory_finding, overrides_to, propose, usable_memory
+from sagetrain.planning.performance import with_overlap
+from sagetrain.planning.plan import ASSUMED_VOCAB_SIZE, make_plan
+
+
+@pytest.mark.parametrize(("name", "world_size", "gpu"), [
+    ("325m", 1, "h200"), ("325m", 6, "h100"), ("1b", 8, "h100"), ("7b", 4, "h200"), ("7b", 64, "a100"),
+    ("7b", 1024, "h200"),
+])  # fmt: skip
+def test_proposals_fit_are_ranked_and_come_from_their_overrides(name, world_size, gpu):
+    cfg, hardware = config(name), HARDWARE[gpu]
+    proposed = propose(cfg, world_size, VOCAB, hardware)
+    assert proposed
+    assert len({item.key[:-1] for item in proposed}) == len(proposed)
+    rates = [item.prediction.tokens_per_second for item in proposed]
+    assert rates == sorted(rates, reverse=True)
+    for item in proposed:
+        again = config(name, *overrides_to(cfg, item.cfg))
+        assert again.linear == cfg.linear  # auto, which is decided for each layout
+        again = again.model_copy(update={"linear": item.cfg.linear})
+        assert layout(again, world_size, VOCAB, hardware) == dataclasses.replace(item, cfg=again)
+        assert not [f for f in fit(again, world_size, VOCAB) if f.level == "error"]
+        assert item.memory <= usable_memory(hardware) < hardware.memory
+        assert 0.02 < item.prediction.mfu < (0.85 if item.cfg.linear.low_bit else 0.7)  # of the 16-bit peak
+
+
+def test_1024_ranks_of_7b_stay_in_the_host_and_keep_tokens_few():
+    """As configured, 2,048 sequences would be needed in a step that has 32."""
+    for item in propose(config("7b"), 1024, VOCAB, H200):
+        parallel = item.cfg.parallel
+        assert parallel.tensor_parallel_size * parallel.context_parallel_size == 8
+        assert item.cfg.tokens_per_step.named_tokens == {"tokens_per_step.start": 2**20, "tokens_per_step.end": 2**20}
+        assert 0.1 < item.prediction.mfu < 0.4
+
+
+def test_proposals_keep_the_multiple_of_a_ramp():
+    """131,072 tokens are not whole micro-steps of 96 ranks: the fewest tokens that are, at both ends too."""
+    cfg = config("7b", "tokens_per_step.multiple=131072")
+    assert "whole_micro_steps" in {f.rule for f in fit(cfg, 96, VOCAB)}
+    proposed = propose(cfg, 96, VOCAB, H200)
+    assert proposed
+    for item in proposed:
+        again = config("7b", *overrides_to(cfg, item.cfg))
+        assert again.tokens_per_step.rounding % token_multiple(again, data_parallel_size(again, 96)) == 0
+        assert not [f for f in fit(again, 96, VOCAB) if f.level == "error"]
+
+
+@pytest.mark.parametrize(("world_size", "seq_length"), [(1, 4096), (8, 1024)])
+def test_tokens_that_have_to_be_raised_leave_micro_batches_large(world_size, seq_length):
+    """The fewest tokens that 8 ranks can have are those of one sequence at a time on all of them, 66 times as slow."""
+    cfg = config("325m", "tokens_per_step.tokens=260000", f"data.seq_length={seq_length}")
+    best = propose(cfg, world_size, VOCAB, H200)[0]
+    assert best.cfg.tokens_per_step.tokens == 2**18
+    assert best.cfg.data.micro_batch_size == 32
+    able = config("325m", "tokens_per_step.tokens=262144", f"data.seq_length={seq_length}")
+    assert best.prediction == propose(able, world_size, VOCAB, H200)[0].prediction
+
+
+def test_what_has_to_be_raised_is_raised_by_little():
+    """Larger micro-batches would be faster, and begin with 8 times the tokens."""
+    ramp = "tokens_per_step={schedule: ramp, start: 16384, end: 1000000, ramp_tokens: 1e10}"
+    for item in propose(config("325m", ramp), 1, VOCAB, H200):
+        tokens = item.cfg.tokens_per_step
+        assert tokens.start == 2**14 and 1_000_000 < tokens.end < 1.1e6
+
+
+def test_the_best_layout_is_its_own_best():
+    cfg = config("7b")
+    best = propose(cfg, 64, VOCAB, H200)[0]
+    assert overrides_to(best.cfg, propose(best.cfg, 64, VOCAB, H200)[0].cfg) == []
+
+
+def test_memory_is_that_of_the_way_whose_speed_is_predicted():
+    """In halves, where the work of a block alone would say whole."""
+    cfg = config("1b", *layout_of(4), "data.micro_batch_size=8", "parallel.tensor_parallel_overlap=auto")
+    ways = [layout(with_overlap(cfg, how), 4, VOCAB, H200) for how in ("off", "on")]
+    faster = max(ways, key=lambda way: way.prediction.tokens_per_second)
+    assert faster.prediction.overlap != overlaps(cfg) and ways[0].memory != ways[1].memory
+    decided = layout(cfg, 4, VOCAB, H200)
+    assert (decided.memory, decided.prediction) == (faster.memory, faster.prediction)
+    words = ["parallel.tensor_parallel_size=4", "data.micro_batch_size=8"]
+    plan = make_plan(CONFIGS / "1b.yaml", words, 4, H200)
+    assert total_bytes(plan.memory) == plan.chosen.memory
+
+
+def test_more_memory_allows_more_and_too_little_is_a_finding():
+    cfg = config("7b", *layout_of(1))
+    memory = layout(cfg, 4, VOCAB, H200).memory
+    assert memory_finding(memory, H200) is None
+    finding = memory_finding(memory, HARDWARE["h100"])
+    assert (finding.rule, finding.level) == ("gpu_memory", "error")
+    assert "NVIDIA H100 SXM leaves to a run" in str(finding)
+    assert propose(cfg, 1, VOCAB, HARDWARE["a100"]) == []
+    small, large = (propose(cfg, 4, VOCAB, HARDWARE[gpu])[0] for gpu in ("h100", "h200"))
+    assert small.memory < large.memory
+    assert math.isfinite(small.prediction.seconds)
+
+
+def test_proposed_layouts_are_priced_with_what_a_run_would_decide_there(monkeypatch):
+    """For linear.precision auto: sizes of a rank, some of which 8 bits do not take, which keeps no layout out; nor does
+    a size above which layers gain at the configured tensor_parallel_size."""
+    odd = ["linear.precision=auto", "model.ffn_hidden_size=5640"]  # 5640 = 8 x 705
+    made = make_plan(CONFIGS / "1b.yaml", odd, 8, H200)
+    assert made.proposed[0].cfg.linear.low_bit
+    named = make_plan(CONFIGS / "1b.yaml", ["linear.precision=fp8", odd[1]], 8, H200)
+    assert named.errors and not named.proposed  # a named precision is an error there
+    auto, sizes = load_config(CONFIGS / "1b.yaml", ["linear.precision=auto"]), []
+    with monkeypatch.context() as patched:  # the less of a layer is in 8 bits, the faster: gate and up are one layer
+        patched.setattr(layouts, "predict", lambda cfg, *_: Namespace(tokens_per_second=cfg.linear.keep_layers_below))
+        assert fastest_linear(auto, ASSUMED_VOCAB_SIZE, H200, None).keep_layers_below == 2 * 5632 * 2048
+
+    def decide(cfg, *_):
+        sizes.append(size := cfg.parallel.tensor_parallel_size)
+        return cfg.linear.model_copy(update={"precision": "fp8", "keep_layers_below": 20_000_000 // size})
+
+    monkeypatch.setattr(layouts, "fastest_linear", decide)
+    found = propose(auto, 4, ASSUMED_VOCAB_SIZE, H200)
+    assert sorted(sizes) == [1, 2, 4]
+    for item in found:
+        assert item.cfg.linear.keep_layers_below == 20_000_000 // item.cfg.parallel.tensor_parallel_size
+
+
+def test_layouts_proposed_for_a_noise_aware_schedule_keep_its_multiple():
+    overrides = [f"tokens_per_step={NOISE_AWARE[:-1]}, multiple: 65536}}", "stability.quant_noise.every_steps=200"]
+    found = make_plan(CONFIGS / "325m.yaml", overrides, 8, H200).proposed
+    assert found
+    for item in found:
+        tokens, data = item.cfg.tokens_per_step, item.cfg.data
+        micro_step = data.micro_batch_size * data.seq_length * data_parallel_size(item.cfg, 8)
+        assert all(size % tokens.rounding == 0 for size in (tokens.start, tokens.floor, tokens.ceiling))
+        assert tokens.rounding % micro_step == 0
+        assert tokens.floor > data.micro_batch_size * data.seq_length
+        assert item.cfg.parallel.zero_stage < 3
+
+
+def test_a_vocabulary_that_the_padding_makes_larger_keeps_no_layout_out():
+    given = make_plan(CONFIGS / "325m.yaml", ["model.vocab_size=50257"], 8, H200)
+    padded = make_plan(CONFIGS / "325m.yaml", ["model.vocab_size=50304"], 8, H200)
+    assert given.proposed and not given.errors
+    assert [item.prediction for item in given.proposed] == [item.prediction for item in padded.proposed]

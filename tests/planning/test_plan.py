@@ -1,0 +1,598 @@
+# ruff: noqa: E501 - one case a line reads best
+"""The printed plan: numbers, findings, speed, and that it needs neither torch nor data. Every shipped configuration."""
+
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from planned import NOISE_AWARE
+from rich.console import Console
+from runs import sagetrain
+
+from sagetrain.config import ConfigError, dump_config, load_config
+from sagetrain.config.reference import keys, markdown
+from sagetrain.config.schema import DataConfig, RunConfig
+from sagetrain.data.token_file import TokenFile, TokenFileWriter
+from sagetrain.hardware import H200, HARDWARE
+from sagetrain.model.accounting import flops_per_token, memory_per_rank, num_parameters
+from sagetrain.planning import plan as planning
+from sagetrain.planning.plan import ASSUMED_VOCAB_SIZE, document_span, make_plan
+from sagetrain.planning.show import show_key_reference, show_plan
+from sagetrain.planning.tables import Table, console, print_table
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+# Each with a world size that it is made for, and its parameters with a vocabulary of 32,768 (2,048 for quickstart).
+SHIPPED = {
+    "minimal": (1, None),
+    "quickstart": (2, None),
+    "325m": (8, 306_228_736),
+    "1b": (8, 1_036_082_176),
+    "7b": (64, 7_248_031_744),
+}
+
+
+def plan(path: Path, world_size: int, *overrides: str, brief: bool = False) -> tuple[int, str]:
+    """Number of errors, and the text with runs of spaces made one."""
+    out = io.StringIO()
+    errors = show_plan(path, overrides, world_size, Console(file=out, width=400), brief=brief)
+    return errors, re.sub(r" +", " ", out.getvalue())
+
+
+def test_all_shipped_configurations_are_listed_here():
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == set(SHIPPED)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_configurations_load_fit_and_plan(name, tmp_path):
+    world_size, parameters = SHIPPED[name]
+    path = CONFIGS / f"{name}.yaml"
+    cfg = load_config(path)
+    dumped = tmp_path / "dump.yaml"
+    dumped.write_text(dump_config(cfg))
+    assert load_config(dumped) == cfg
+    errors, text = plan(path, world_size, "data.tokenizer=/nowhere/tokenizer.model", "training.run_dir=/nowhere/run")
+    assert errors == 0
+    levels = set(re.findall(r"\[(\w+)\]\n", text))
+    assert levels <= {"data_files", "sage_in_fp32", "linear_precision_auto"}
+    if parameters:
+        assert f"parameters {parameters:,} (" in text
+        assert sum(item.bytes for item in memory_per_rank(cfg, world_size, ASSUMED_VOCAB_SIZE)) < 80e9
+
+
+def test_the_minimal_configuration_gives_what_every_run_must_and_a_warm_up():
+    tree = yaml.safe_load((CONFIGS / "minimal.yaml").read_text())
+    given = {f"{section}.{key}" for section, keys in tree.items() for key in keys}
+    must = {
+        f"{name}.{key}"
+        for name, section in RunConfig.model_fields.items()
+        if section.is_required() and name != "tokens_per_step"
+        for key, field in section.annotation.model_fields.items()
+        if field.is_required()
+    }
+    assert given == must | {"tokens_per_step.schedule", "tokens_per_step.tokens", "lr_schedule.warmup_tokens"}
+
+
+@pytest.mark.parametrize("name", sorted({*SHIPPED} - {"minimal"}))
+def test_shipped_configurations_hold_every_key_with_a_comment(name):
+    text = (CONFIGS / f"{name}.yaml").read_text()
+    tree = yaml.safe_load(text)
+    schedule = tree["tokens_per_step"]["schedule"]
+    for key in keys():
+        parts = key.name.split(".")
+        if key.doc.startswith("(") and not key.doc.startswith(f"({schedule})") and parts[0] == "tokens_per_step":
+            continue
+        value = tree
+        for part in parts:
+            value = value[int(part) if isinstance(value, list) else part]
+            if value is None:  # an optional section, or the key itself
+                break
+    bare = [line for line in text.splitlines() if re.match(r"  \w+: \S", line) and "#" not in line]
+    assert [line.strip().split(":")[0] for line in bare if "tokens_per_step" not in line] == [
+        name for name in ("start", "end") if schedule == "ramp"
+    ]
+
+
+@pytest.mark.parametrize("name", ["1b", "7b"])
+def test_large_shipped_configurations_are_never_slower_than_in_16_bits(name):
+    """Attention is what is fastest on the GPU at hand, 16-bit backends among it, and linear layers are not in INT8."""
+    cfg = load_config(CONFIGS / f"{name}.yaml")
+    assert (cfg.attention.backend, cfg.attention.recipe) == ("auto", "auto")
+    assert cfg.linear.precision in ("bf16", "auto")
+
+
+def test_documents_are_as_long_as_those_of_the_data_where_it_is_there(corpus):
+    def planned(folder, *overrides: str):
+        paths = (f"data.{name}.0.path={folder}/{name}" for name in ("train", "valid"))
+        return make_plan(CONFIGS / "1b.yaml", [*paths, "model.vocab_size=512", *overrides], 8, H200)
+
+    there, absent = planned(corpus), planned("/nowhere")
+    assert there.span == TokenFile(corpus / "train").document_span(4096)
+    assert (
+        absent.span is None
+        and planned(corpus, "data.document_attention=false", "data.document_positions=false").span is None
+    )
+    for plan_, span in ((there, there.span), (absent, 0.58 * 4096)):
+        for priced in (plan_.chosen.prediction, plan_.proposed[0].prediction):
+            assert priced.flops_per_token == flops_per_token(plan_.cfg.model, 512, span)
+    assert there.chosen.prediction.attention != absent.chosen.prediction.attention
+
+
+def test_all_that_is_priced_is_priced_with_the_documents_of_the_data(corpus, monkeypatch):
+    """Layouts, the same in 16 bits, what auto stands for, and what a measured figure is held against."""
+    paths = [f"data.{name}.0.path={corpus}/{name}" for name in ("train", "valid")]
+    span, told = TokenFile(corpus / "train").document_span(4096), {}
+
+    def noted(name: str, function):
+        return lambda *arguments: told.setdefault(name, []).append(arguments[-1]) or function(*arguments)
+
+    for name in ("calibrate", "fastest_linear", "layout", "propose"):
+        monkeypatch.setattr(planning, name, noted(name, getattr(planning, name)))
+    overrides = ["model.vocab_size=512", "model.num_layers=2", "linear.precision=auto", *paths]
+    made = make_plan(CONFIGS / "1b.yaml", overrides, 1, H200, 300_000.0)
+    assert made.chosen.prediction.tokens_per_second == pytest.approx(300_000, rel=1e-6)
+    assert made.cfg.linear.low_bit and told.pop("layout") == [span]
+    assert told == {key: [span] for key in ("calibrate", "fastest_linear", "propose")}
+    make_plan(CONFIGS / "1b.yaml", [*overrides, "linear.precision=int8"], 1, H200)
+    assert told["layout"] == [span, span]
+
+
+def test_documents_of_a_blend_are_as_long_as_those_of_its_sources_in_their_shares(monkeypatch, tmp_path):
+    """The largest file of a pattern stands for it; of many files some are opened, and their text stands for all."""
+    for name, length, count in (("a-0", 8, 3), *((f"a-{i}", 4, 17) for i in range(1, 5)), ("b", 16, 5)):
+        writer = TokenFileWriter(tmp_path / name).begin(100)
+        writer.add(np.ones(length * count, np.int64), np.full(count, length))
+        writer.finish()
+        writer.publish({})
+
+    def span(a, b) -> float:
+        weights = {"a-*": a, "b": b}
+        train = [{"path": f"{tmp_path}/{name}", "weight": weight} for name, weight in weights.items()]
+        return document_span(DataConfig(train=train, seq_length=16, micro_batch_size=1))
+
+    assert (span(1, 1), span(3, 1)) == (10, 7)
+    text = 24 + 4 * 68, 80
+    assert span("proportional", "proportional") == pytest.approx((4 * text[0] + 16 * text[1]) / sum(text))
+    monkeypatch.setattr(planning, "_SPAN_SOURCES", 2)
+    text = (24 + 68) / 2 * 5, 80
+    assert span("proportional", "proportional") == pytest.approx((4 * text[0] + 16 * text[1]) / sum(text))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+def test_325m_runs_on_any_part_of_a_node(world_size):
+    assert plan(CONFIGS / "325m.yaml", world_size)[0] == 0
+
+
+@pytest.mark.parametrize("file", ["README.md", *(f"configs/{name}.yaml" for name in sorted({*SHIPPED} - {"minimal"}))])
+def test_what_we_tell_users_to_plan_can_run(file):
+    text = (CONFIGS.parent / file).read_text().replace("\\\n", " ")
+    commands = re.findall(r"sagetrain plan +((?:configs/)?\w+(?:\.yaml)?\b[^`#\n]*)", text)
+    assert commands
+    for command in commands:
+        config, *options = shlex.split(command.removeprefix("configs/").replace(".yaml", "", 1))
+        size = int(options.pop(options.index("--world-size") + 1)) if "--world-size" in options else 1
+        overrides = [option for option in options if "=" in option]
+        assert plan(CONFIGS / f"{config}.yaml", size, *overrides)[0] == 0, command
+
+
+def test_the_memory_that_the_guide_to_clusters_names():
+    text = (CONFIGS.parent / "docs/cluster.md").read_text().replace("\\\n", " ")
+    size, command = re.search(
+        r"4 GPUs, (\d+) GiB each by `plan`:.*?train configs/325m.yaml ([^\n]+)", text, re.DOTALL
+    ).groups()
+    _, planned = plan(CONFIGS / "325m.yaml", 4, *command.split(), brief=True)
+    assert f"{float(re.search(r'memory ([0-9.]+) GiB', planned)[1]):.0f}" == size
+
+
+def test_numbers_of_the_plan():
+    errors, text = plan(CONFIGS / "1b.yaml", 8)
+    assert errors == 0
+    for line in (
+        "tensor parallel 1 x data parallel 8",
+        "micro-step 4 sequences x 4,096 tokens x 8 = 131,072 tokens",
+        "FLOPs per token 6.40 G, forward and backward; attention is 9% of it (6.82 G and 15% over whole sequences)",
+        " 0 262,144 2 76,294 1.966e-08 2.781e-04",
+        "20,000,014,336 524,288 4 152,588 2.781e-04 3.000e-05",
+        "228,882 steps, 100,000,071,680 tokens",
+        "warm-up over 2,000,000,000 tokens (7,630 steps)",
+        "every 1,000,000,000 tokens on 256 sequences",
+        "the last 2 kept; written in the background from 1.45 GiB of host memory per rank",
+        "vocabulary 32,768, padded (assumed: no tokenizer found, model.vocab_size not set)",
+    ):
+        assert line in text, line
+
+
+def test_step_time_communication_and_layouts():
+    _, text = plan(
+        CONFIGS / "1b.yaml",
+        16,
+        "parallel.tensor_parallel_size=2",
+        "tokens_per_step={schedule: constant, tokens: 1048576}",
+    )
+    for line in (
+        "Step time, predicted: as configured on 16 x NVIDIA H200 in 2 hosts",
+        "1,048,576 tokens in 8 micro-steps: ",
+        "tensor forward: out of the layers all-reduce 328 64.0 MiB ",
+        "data gradients reduce 16 123.5 MiB 1.69 GiB ",
+        "Layouts proposed for NVIDIA H200, fastest first",
+        " 1 1 no 2 none 16 ",
+        ": parallel.tensor_parallel_size=1 parallel.zero_stage=2 data.micro_batch_size=16\n",
+        "now 2 1 no 1 none 4 ",
+    ):
+        assert line in text, line
+    _, text = plan(CONFIGS / "7b.yaml", 1024)
+    assert "No layout divides tokens_per_step over these ranks" in text
+    assert "tokens_per_step.start=1048576" in text
+
+
+def test_errors_are_counted_and_shown_with_place_and_way_out():
+    errors, text = plan(CONFIGS / "325m.yaml", 8, "attention.qk_norm=none", "tokens_per_step.tokens=2_097_152")
+    assert errors == 1
+    assert "Findings: 1 error, 3 warnings" in text
+    assert "error override tokens_per_step.tokens=2_097_152: tokens_per_step.tokens = 2097152: INT8 attention" in text
+    assert "[qk_norm_for_large_steps]" in text
+    assert "Schedule" in text
+    errors, text = plan(
+        CONFIGS / "325m.yaml",
+        8,
+        "attention.qk_norm=none",
+        "tokens_per_step.tokens=2_097_152",
+        "guidance.override=[qk_norm_for_large_steps]",
+    )
+    assert errors == 0
+    assert "overridden (error): INT8 attention without QK-norm" in text
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overrides", "rule", "shown", "hidden"),
+    [
+        (6, ["parallel.tensor_parallel_size=4"], "world_size", "Model of", "Layout on"),
+        (3, ["parallel.tensor_parallel_size=3"], "tensor_parallel_split", "Model of", "Memory per rank"),
+        (5, ["parallel.context_parallel_size=5"], "context_parallel_split", "Model of", "Memory per rank"),
+        (7, [], "whole_micro_steps", "Memory per rank", "Schedule"),
+        (8, ["deepspeed.zero_optimization.reduce_bucket_size=auto"], "deepspeed_type", "Model of", "Memory per rank"),
+        (8, ["lr_schedule.warmup_tokens=1e12"], "warmup_before_end", "Memory per rank", "Schedule"),
+    ],
+)
+def test_what_cannot_be_computed_is_left_out(world_size, overrides, rule, shown, hidden):
+    errors, text = plan(CONFIGS / "325m.yaml", world_size, *overrides)
+    assert errors
+    assert f"[{rule}]" in text
+    assert shown in text
+    assert hidden not in text
+
+
+def test_a_long_ramp_is_shown_by_its_ends():
+    ramp = "tokens_per_step={schedule: ramp, start: 32768, end: 1048576, ramp_tokens: 1e10}"
+    _, text = plan(CONFIGS / "325m.yaml", 1, ramp)
+    assert "... 20 more" in text
+    assert "1,048,576 32 " in text
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("lr_schedule.shape=wsd", "wsd, peak 3e-05, warm-up over 1,966,080,000 tokens (7,500 steps), decay from token 70,778,880,000"),
+        ("lr_schedule={shape: constant, batch_rule: sqrt, reference_tokens_per_step: 131_072}", "constant, peak 3e-05, times (tokens per step / 131,072)^0.5"),
+        ("lr_schedule={shape: linear, batch_rule: linear, warmup_tokens: 1, reference_tokens_per_step: 262_144}", "times (tokens per step / 262,144)"),
+        ("data.valid=[]", "evaluation none: data.valid is empty"),
+        ("evaluation={tasks: [arc_easy, piqa], tasks_every_tokens: 1_000_000}", "tasks arc_easy, piqa, every 1,000,000 tokens"),
+    ],
+)  # fmt: skip
+def test_wording_follows_the_settings(override, line):
+    assert line in plan(CONFIGS / "325m.yaml", 8, override)[1]
+
+
+def test_the_vocabulary_comes_from_the_configuration_when_given():
+    cfg = load_config(CONFIGS / "325m.yaml", ["model.vocab_size=50257"])
+    _, text = plan(CONFIGS / "325m.yaml", 8, "model.vocab_size=50257")
+    assert "vocabulary 50,304, padded\n" in text
+    assert f"{num_parameters(cfg.model, cfg.attention, 50304):,}" in text
+    _, brief = plan(CONFIGS / "325m.yaml", 8, "model.vocab_size=50257", brief=True)
+    assert "model 324,185,600 parameters\n" in brief
+
+
+def test_a_broken_file_raises_all_its_problems():
+    with pytest.raises(ConfigError, match=r"(?s)2 problems.*layers.*heads"):
+        plan(CONFIGS / "325m.yaml", 8, "model.num_layers=x", "model.num_attention_heads=0")
+
+
+def test_it_needs_no_torch_and_little_time():
+    code = (
+        "import sys, io; from rich.console import Console; from sagetrain.planning.show import show_plan\n"
+        f"show_plan({str(CONFIGS / '7b.yaml')!r}, [], 64, Console(file=io.StringIO()))\n"
+        "print(sorted({'torch', 'deepspeed', 'triton', 'numpy', 'sagekernels'} & set(sys.modules)))"
+    )
+    begin = os.times().children_user
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+    assert os.times().children_user - begin < 5  # half a second of an idle laptop, however busy this machine is
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "shown"),
+    [
+        (["configs/325m.yaml", "--world-size", "8"], 0, "Findings: 3 warnings"),
+        (["configs/325m.yaml", "--world-size", "8", "attention.smooth_q=true"], 0, "[smooth_q_on]"),
+        (["configs/325m.yaml", "--world-size", "7"], 2, "[whole_micro_steps]"),
+        (["configs/325m.yaml", "model.num_layer=3"], 2, "did you mean model.num_layers?"),
+        (["configs/325m.yaml", "--world-size", "4"], 0, "as configured on 4 x NVIDIA H200"),
+        (["configs/325m.yaml", "parallel.world_size=4"], 0, "as configured on 4 x NVIDIA H200"),
+        (["configs/325m.yaml", "--world-size", "8", "parallel.world_size=4"], 2, "this launch has 8 ranks"),
+        (["configs/7b.yaml", "--world-size", "1024"], 2, "layout 1 on 1024 x NVIDIA H200 in 128 hosts"),
+        (["configs/7b.yaml", "--world-size", "2", "--gpu", "a100"], 2, "[gpu_memory]"),
+        (["configs/1b.yaml", "--measured-tokens-per-second", "50000"], 0, "NVIDIA H200, calibrated"),
+        (["configs/1b.yaml", "--measured-tokens-per-second", "1e9"], 2, "fixed costs and links alone allow"),
+        (
+            ["configs/1b.yaml", "--measured-tokens-per-second", "5e4", "parallel.tensor_parallel_size=32"]
+            + ["--world-size", "32"],
+            2,
+            "model.num_key_value_heads",
+        ),
+        (["configs/1b.yaml", "--gpu", "h3"], 2, "'h200', 'h100'"),
+        (["configs/none.yaml"], 2, "configs/none.yaml: cannot be read"),
+        (["configs/1b.yaml", "--world-size", "8", "--brief"], 0, "228,882 of 262,144 to 524,288 tokens"),
+        (["--keys"], 0, "Peak learning rate."),
+        (["--keys", "optimizer.l"], 0, "Peak learning rate."),
+    ],
+)
+def test_the_command_and_its_exit_code(monkeypatch, arguments, code, shown):
+    monkeypatch.setenv("COLUMNS", "80")  # of the terminal, not of a pipe
+    monkeypatch.chdir(CONFIGS.parent)
+    done = sagetrain("plan", *arguments)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert shown in done.stdout + done.stderr
+
+
+WIDTHS = (60, 80, 120)
+# Errors with long fixes and overrides to paste; a long ramp under tensor and context parallelism.
+CASES = {
+    "7b": (1024, []),
+    "1b": (
+        16,
+        [
+            "parallel={tensor_parallel_size: 2, context_parallel_size: 2}",
+            "tokens_per_step={schedule: ramp, start: 262144, end: 8388608, ramp_tokens: 1e10}",
+        ],
+    ),
+}
+
+
+def printed(show, width: int | None) -> str:
+    """As on a terminal of this width, or piped."""
+    out = io.StringIO()
+    show(Console(file=out, width=width) if width else console(out))
+    return out.getvalue()
+
+
+def words(text: str) -> set[str]:
+    """Without the punctuation that lists and tables have between cells."""
+    return {word.strip(",:;()") for word in text.replace("─", " ").split()} - {""}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("brief", [False, True])
+def test_no_word_is_cut_at_any_width(monkeypatch, name, brief):
+    """Keys, numbers, overrides: what is whole where there is no limit is whole everywhere, and lines fit."""
+    path, (world_size, overrides) = CONFIGS / f"{name}.yaml", CASES[name]
+    made = make_plan(path, overrides, world_size, H200)  # once for all widths
+    monkeypatch.setattr("sagetrain.planning.show.make_plan", lambda *_: made)
+
+    def show(console: Console) -> None:
+        show_plan(path, overrides, world_size, console, brief=brief)
+
+    piped = printed(show, None)
+    assert not {word for word in words(piped) if word.endswith("…")}
+    for width in WIDTHS:
+        text = printed(show, width)
+        assert words(piped) - words(text) == set(), width
+        too_long = [line for line in text.splitlines() if len(line) > width]
+        assert all(re.match(r"\d: \w+\.\w+=", line) or len(line.split()) == 1 for line in too_long), too_long
+        assert not [line for line in text.splitlines() if line.endswith(" ")]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_no_word_of_the_key_reference_is_cut(width):
+    piped, text = printed(show_key_reference, None), printed(show_key_reference, width)
+    assert {key.name for key in keys()} <= words(piped)
+    assert words(piped) - words(text) == set()
+    assert max(map(len, text.splitlines())) <= width
+
+
+def test_a_terminal_sets_the_width_and_a_pipe_none(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    for width in WIDTHS:
+        monkeypatch.setenv("COLUMNS", str(width))
+        assert console(Terminal()).width == width
+        assert console(io.StringIO()).width > 1000
+
+
+def test_a_number_stays_with_its_unit_and_a_table_without_room_becomes_a_list():
+    table = Table("Sizes", ("name", "size", "why"), [("a", "12.5 GiB", "of three words")], numbers=("size",))
+    wide, narrow, list_ = (printed(lambda out: print_table(out, table), width) for width in (60, 21, 19))
+    assert wide.splitlines()[1:] == ["name      size  why", "─" * 30, "a     12.5 GiB  of three words"]
+    assert narrow.splitlines()[-3:] == ["a     12.5 GiB  of", " " * 16 + "three", " " * 16 + "words"]
+    assert list_.splitlines() == ["Sizes", "name a", "    size 12.5 GiB;", "    why of three", "    words"]
+
+
+def test_what_is_piped_has_no_limit_and_findings_come_first():
+    text = printed(lambda out: show_plan(CONFIGS / "7b.yaml", [], 1024, out), None)
+    first, second, fix, *_ = text.splitlines()
+    assert first.startswith("Findings: 2 errors")
+    assert second.startswith("error ") and second.endswith("[whole_micro_steps]")
+    assert fix.startswith("    fix: use ") and fix.endswith("or take one of the layouts proposed below")
+    assert re.search(r"^1: (\w+\.\w+=\S+ ?)+$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("world_size", "offered"), [(1, False), (4, True)])
+def test_layouts_are_offered_where_there_are_some(world_size, offered):
+    made = make_plan(CONFIGS / "7b.yaml", ["parallel.tensor_parallel_size=1"], world_size, HARDWARE["a100"])
+    (finding,) = (finding for finding in made.findings if finding.rule == "gpu_memory")
+    assert "use more tensor_parallel_size" in finding.fix and bool(made.proposed) == offered
+    assert ("proposed below" in finding.fix) == offered
+    assert finding.fix.startswith("no layout of 1 GPU fits: from 2 NVIDIA A100") != offered
+
+
+def test_linear_layers_in_8_bits_are_planned():
+    """With memory for their codes, as long as a rank has whole weights; and refused where the GPU has no such matmuls."""
+    eight = ("linear.precision=fp8", "linear.keep_first_blocks=2")
+    errors, text = plan(CONFIGS / "1b.yaml", 8, *eight)
+    assert errors == 0
+    assert "linear layers fp8, recipe rowwise, in 18 of 20 blocks: qkv, out, gate_up, down" in text
+    assert re.search(r"MFU 0\.\d+ of the 16-bit peak \(MFU of whole sequences 0\.\d+\)", text)
+    assert "in 16 bits in the last" not in text
+    _, text = plan(CONFIGS / "1b.yaml", 8, *eight, "linear.keep_last_fraction=0.1")
+    assert "down; all in 16 bits in the last 10 %, which the speeds below leave out" in text
+    _, text = plan(CONFIGS / "1b.yaml", 8, "linear.precision=auto", "model.ffn_hidden_size=5640")
+    assert "in 20 of 20 blocks: qkv, out\n" in text
+    cfg = load_config(CONFIGS / "1b.yaml", eight)
+    of_block = (2048 + 2 * 512 + 2048 + 3 * 5632) * 2048
+    found = {item.name: item.bytes for item in memory_per_rank(cfg, 8, ASSUMED_VOCAB_SIZE)}
+    assert found["8-bit weights"] == 2 * 18 * of_block
+    names = {item.name for item in memory_per_rank(load_config(CONFIGS / "1b.yaml"), 8, ASSUMED_VOCAB_SIZE)}
+    assert "8-bit weights" not in names
+    partitioned = load_config(CONFIGS / "1b.yaml", [*eight, "parallel.zero_stage=3"])
+    assert "8-bit weights" not in {item.name for item in memory_per_rank(partitioned, 8, ASSUMED_VOCAB_SIZE)}
+    fewer = load_config(CONFIGS / "1b.yaml", [*eight, "linear.keep_layers_below=8_000_000"])
+    found = {item.name: item.bytes for item in memory_per_rank(fewer, 8, ASSUMED_VOCAB_SIZE)}
+    assert found["8-bit weights"] == 2 * 18 * 3 * 5632 * 2048
+    for measured in (None, 50_000.0):
+        out = io.StringIO()
+        arguments = (["linear.precision=fp8"], 8, Console(file=out, width=400))
+        assert show_plan(CONFIGS / "1b.yaml", *arguments, HARDWARE["a100"], measured) == 1
+        assert "NVIDIA A100 SXM 80 GB has no fp8 matmuls [linear_precision_of_gpu]" in out.getvalue()
+        assert "fix: use bf16 or int8, or plan for another GPU (--gpu)" in out.getvalue()
+
+
+def test_what_a_run_decides_is_planned_as_it_is_predicted_to_be():
+    """Linear layers: in 8 bits where they are large enough and the GPU has such matmuls."""
+    small = ("model.hidden_size=256", "model.ffn_hidden_size=512", "model.head_dim=16", "attention.backend=sdpa")
+    for overrides, gpu, says in (
+        ((), "h200", "int8, recipe rowwise,"),
+        (("linear.recipe=rowwise_bf16_wgrad",), "h200", "int8, recipe rowwise_bf16_wgrad,"),
+        ((), "a100", "int8, recipe rowwise,"),
+        (small, "h200", "bf16,"),
+        (("linear.keep_layers_below=12_000_000",), "h200", "int8, recipe rowwise for layers of 12,000,000 weights"),
+    ):
+        made = make_plan(CONFIGS / "1b.yaml", ["linear.precision=auto", *overrides], 8, HARDWARE[gpu])
+        (found,) = [f for f in made.findings if f.rule == "linear_precision_auto"]
+        assert found.level == "info" and says in f"{found.message},", (overrides, found.message)
+        assert made.cfg.linear.low_bit == ("int8" in says) and made.chosen
+        found = made.cfg.linear.model_dump(exclude_none=True)
+        named = [*overrides, *(f"linear.{name}={value}" for name, value in found.items())]
+        assert make_plan(CONFIGS / "1b.yaml", named, 8, HARDWARE[gpu]).chosen.prediction == made.chosen.prediction
+    for gpu, expected in (("h200", ("int8", 0)), ("b200", ("bf16", 0))):  # of equal speeds; on a B200 the host's
+        linear = make_plan(CONFIGS / "7b.yaml", ["linear.precision=auto"], 8, HARDWARE[gpu]).cfg.linear
+        assert (linear.precision, linear.keep_layers_below) == expected
+    errors, text = plan(CONFIGS / "1b.yaml", 8, "linear.precision=auto", "parallel.tensor_parallel_size=3")
+    assert errors and "linear_precision_auto" not in text
+    wide = make_plan(CONFIGS / "1b.yaml", ["linear.precision=auto", "training.dtype=fp32"], 8, H200)
+    assert wide.cfg.linear.precision == "bf16" and "linear_precision_auto" not in {f.rule for f in wide.findings}
+    assert {layout.cfg.linear.precision for layout in wide.proposed} == {"bf16"}
+
+
+def test_eight_bits_that_do_not_pay_are_a_finding():
+    """A model whose matmuls are small has nothing to gain either way."""
+    small = ("model.hidden_size=256", "model.ffn_hidden_size=512", "model.head_dim=16", "attention.backend=sdpa")
+    for overrides, pays in (
+        (["linear.precision=int8", "linear.keep_first_blocks=19"], False),  # one block
+        (["linear.precision=auto", "linear.keep_first_blocks=19"], True),  # int8, which nobody has written
+        *(([f"linear.precision={name}", *more], not more) for name in ("fp8", "int8") for more in ((), small)),
+    ):
+        errors, text = plan(CONFIGS / "1b.yaml", 8, *overrides)
+        assert errors == 0
+        assert ("[linear_precision_gain]" in text) == (not pays), overrides
+    assert "is not predicted to be faster with recipe rowwise:" in text
+
+
+def test_a_precision_ladder_says_which_layers_run_what_and_when():
+    ladder = (
+        "{rungs: [gradients, sdpa], floors: [{rung: gradients, first_layers: 1, last_layers: 2}, "
+        "{rung: sdpa, last_fraction: 0.25}], spike_tokens: 1000000}"
+    )
+    overrides = ("attention.recipe=fine", "training.total_tokens=8_000_000_000")
+    _, text = plan(CONFIGS / "325m.yaml", 8, *overrides, f"stability.precision={ladder}")
+    assert "0 fine in layers 1 to 17; gradients in layers 0, 18, 19\n" in text
+    assert "6,000,000,000 sdpa in layers 0 to 19\n" in text
+    assert "Further up goes all for 1,000,000 tokens after a spike." in text
+    assert "Speeds below are those of recipe fine in all layers, memory that of sdpa." in text
+    _, without = plan(CONFIGS / "325m.yaml", 8, *overrides)
+    kept, kept_without = (int(re.search(r"([\d,]+) bytes per token", x)[1].replace(",", "")) for x in (text, without))
+    assert kept - kept_without == 2 * 1024 - 4 * 2 * 16  # q and k in 16 bits, not as INT8 with scales
+
+
+def test_brief_says_what_one_needs():
+    errors, text = plan(CONFIGS / "1b.yaml", 8, brief=True)
+    assert errors == 0
+    lines = [line for line in text.splitlines() if line.strip()]
+    for name in ("model 1,036,082,176 parameters (vocabulary of 32,768 assumed)",
+                 "layout tensor parallel 1 x data parallel 8, ZeRO 1", "memory ",
+                 "steps 228,882 of 262,144 to 524,288 tokens", "speed ", "fastest layout "):  # fmt: skip
+        assert any(line.strip().startswith(name) for line in lines), name
+    assert len(lines) < 25
+    errors, text = plan(CONFIGS / "7b.yaml", 1024, brief=True)
+    assert errors == 2
+    assert "fastest layout" in text and "tokens_per_step.start=1048576" in text and "speed" not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "override", "says"),
+    [
+        ("325m", 1, "lr_schedule.min_lr=0.1", "none until the errors above are mended"),
+        ("325m", 1, "deepspeed={train_batch_size: 4}", "none until the errors above are mended"),
+        ("325m", 1, "deepspeed.zero_optimization.reduce_bucket_size=auto", "none until the errors above are mended"),
+        ("7b", 1, "model.hidden_size=16384", "none fits 1 x NVIDIA H200"),
+        ("7b", 3, "model.hidden_size=16384", "none fits 3 x NVIDIA H200"),
+    ],
+)
+def test_why_no_layout_is_proposed(name, world_size, override, says):
+    """Errors that no layout mends, or memory."""
+    errors, text = plan(CONFIGS / f"{name}.yaml", world_size, override, brief=True)
+    assert errors
+    assert f"fastest layout {says}\n" in text
+    _, text = plan(CONFIGS / f"{name}.yaml", world_size, override)
+    assert ("Layouts proposed: none until the errors above are mended\n" in text) == ("until" in says)
+
+
+@pytest.mark.parametrize(("documents", "said"), [("true", "packed documents"), ("false", "whole sequences")])
+def test_the_caption_of_attention_follows_the_documents(documents, said):
+    settings = [f"data.document_attention={documents}", f"data.document_positions={documents}"]
+    _, text = plan(CONFIGS / "1b.yaml", 8, *settings)
+    assert re.search(rf"attention [\d.,]+ ms \d+% sage scores, forward and backward; {said}", text)
+    assert ("packed documents" in text) == (documents == "true")
+
+
+def test_the_key_reference_names_every_key_and_is_read_in_a_pipe_too():
+    text = printed(show_key_reference, None)
+    page = markdown()
+    for key in keys():
+        assert f"\n{key.name}  (" in f"\n{text}"
+        assert f"### `{key.name}` {{" in page
+        assert key.doc
+    assert max(map(len, text.splitlines())) <= 100
+    assert "optimizer.lr  (required)\n    a number above 0\n    Peak learning rate.\n" in text
+    assert "\n\nPeak learning rate.\n\nTakes a number above 0; required.\n" in page
+    assert "tokens_per_step.schedule  (required)\n    one of constant, ramp, stages, noise_aware\n" in text
+    assert "data.train.0.weight  (default 1.0)\n    a number above 0 or proportional\n" in text
+
+
+def test_a_noise_aware_schedule_is_planned_by_its_bounds():
+    overrides = (f"tokens_per_step={NOISE_AWARE}", "stability.quant_noise.every_steps=200", "data.micro_batch_size=4")
+    errors, text = plan(CONFIGS / "325m.yaml", 8, *overrides)
+    assert errors == 0
+    assert "Schedule, decided while training" in text
+    for row in ("start 262,144 2 300,000", "floor 131,072 1 600,000", "ceiling 1,048,576 8 75,000"):
+        assert row in text
+    assert "quantization's error below 0.1 of the gradient noise, in every layer, in multiples of 131,072" in text
+    _, brief = plan(CONFIGS / "325m.yaml", 8, *overrides, brief=True)
+    assert "steps of 131,072 to 1,048,576 tokens, decided while training" in brief

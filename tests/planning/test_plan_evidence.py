@@ -1,0 +1,86 @@
+"""What `plan` says of its own figures: what they rest on, for which GPU they are, and what would be faster."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from sagetrain import hardware
+from sagetrain.config import load_config
+from sagetrain.config.schema import AttentionConfig
+from sagetrain.hardware import HARDWARE
+from sagetrain.model.accounting import num_parameters
+from sagetrain.planning.evidence import evidence
+from sagetrain.planning.plan import ASSUMED_VOCAB_SIZE, make_plan
+from sagetrain.planning.show import show_plan
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def printed(world_size: int, *overrides: str) -> str:
+    out = io.StringIO()
+    assert show_plan(CONFIGS / "1b.yaml", overrides, world_size, Console(file=out, width=400)) == 0
+    return out.getvalue()
+
+
+def test_a_faster_backend_than_the_one_that_is_named_is_a_finding():
+    def found(*overrides: str) -> list:
+        made = make_plan(CONFIGS / "1b.yaml", overrides, 1, HARDWARE["h100"])
+        return [finding for finding in made.findings if finding.rule == "faster_attention"]
+
+    (finding,) = found("attention.backend=sage", "attention.recipe=fine")
+    assert finding.level == "info" and finding.fix.endswith("or backend sage with recipe scores")
+    assert not found("attention.backend=sage", "attention.recipe=scores") and not found("attention.backend=flash")
+    assert not found()
+
+
+def test_figures_say_what_they_rest_on():
+    """The margin of recorded runs, or a mark and what no run had; GPU-hours, and a checkpoint's size on disk."""
+    text = printed(4, "linear.precision=int8")
+    assert "recorded runs of this kind on NVIDIA H200 were within 10% of the prediction" in text and "~" not in text
+    assert "MFU counts 8-bit products against the 16-bit peak" in text
+    days, hours = re.search(r"([\d.]+) days at the predicted [\d,]+ tokens/s, ([\d,]+) GPU-hours", text).groups()
+    assert 24 * 4 * float(days) == pytest.approx(float(hours.replace(",", "")), rel=0.02)
+    size = num_parameters(load_config(CONFIGS / "1b.yaml").model, AttentionConfig(), ASSUMED_VOCAB_SIZE)
+    assert f"{12 * size / 2**30:.2f} GiB on disk each" in text
+    text = printed(16)
+    assert (
+        re.search(r": ~[\d,]+ tokens/s", text) and "no recorded run on NVIDIA H200 stands behind this: 2 hosts" in text
+    )
+
+
+@pytest.mark.parametrize(("name", "key", "said"), [
+    (None, "h200", "This host has no NVIDIA GPU: speeds and memory are predicted for NVIDIA H200; --gpu names another"),
+    ("NVIDIA H100 80GB HBM3", "h100", "predicted for this host's NVIDIA H100 80GB HBM3"),
+    ("Quadro K600", "h200", "No rates are known for Quadro K600"),
+    ("NVIDIA H100 PCIe", "h100", "No rates are known for NVIDIA H100 PCIe: speeds and memory are those of NVIDIA H100"),
+    ("NVIDIA A100-SXM4-40GB", "a100", "No rates are known for NVIDIA A100-SXM4-40GB: speeds and memory are those of"),
+    ("NVIDIA GB200", "b200", "No rates are known for NVIDIA GB200"),
+])  # fmt: skip
+def test_the_gpu_that_is_priced_is_named(name, key, said, monkeypatch):
+    monkeypatch.setattr(hardware, "gpu_here", lambda: name)
+    found, sentence = hardware.planned_gpu(None)
+    assert found == key and said in sentence and hardware.planned_gpu("a100") == ("a100", "")
+
+
+def test_arithmetic_and_rates_that_a_gpu_does_not_have_are_said() -> None:
+    """A GeForce card adds FP8 products up at half rate; an A100 and a B200 do not run Hopper's attention kernels."""
+    fp8 = ["linear.precision=fp8", "attention.backend=sage"]
+    for gpu, expected in (
+        ("rtx4090", {"linear_fp8_half_rate"}),
+        ("l40s", set()),
+        ("h200", set()),
+        ("b200", {"int8_attention_rate"}),
+    ):
+        plan = make_plan(CONFIGS / "325m.yaml", fp8, 1, HARDWARE[gpu])
+        rules = {"linear_fp8_half_rate", "int8_attention_rate"}
+        found = [finding for finding in plan.findings if finding.rule in rules]
+        assert {finding.rule for finding in found} == expected
+        assert all(finding.level == "warning" and "auto" in finding.fix for finding in found)
+        missing = evidence(plan.cfg, plan.chosen.prediction, HARDWARE[gpu]).missing
+        assert ("INT8 attention by the rate of Hopper's kernels" in missing) == ("int8_attention_rate" in expected)
+    assert "mma.sync" in found[0].message and found[0].fix.startswith("use attention.backend flash or sdpa")

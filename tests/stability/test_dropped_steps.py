@@ -1,0 +1,144 @@
+"""A step that a run cannot get past: what is said, how it is dropped, and that the ledger keeps it on record."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiny
+from distributed import run_distributed
+
+from sagetrain.checkpoint.ledger import Ledger
+from sagetrain.checkpoint.on_disk import newest, read_state
+from sagetrain.config import RunConfig
+from sagetrain.config.errors import CheckpointError, TrainingError
+from sagetrain.training.build_run import build
+from sagetrain.training.trainer import Trainer
+
+STEP = 4 * tiny.SEQ
+
+
+def test_a_dropped_step_is_found_again_and_cannot_be_forged() -> None:
+    ledger = Ledger("order")
+    for step in range(5):
+        ledger.add(4 * step, 4, dropped=step == 2)
+    assert (ledger.segments, ledger.dropped) == ([[0, 4, 5]], [3])
+    again = Ledger.verified(ledger, "order", 5, 20, Path("step-5"))
+    assert again == ledger and again.steps == 5
+    for dropped in ([], [2], [3, 4]):
+        with pytest.raises(CheckpointError, match="it was changed"):
+            Ledger.verified(replace(ledger, dropped=dropped), "order", 5, 20, Path("step-5"))
+
+
+def train(
+    corpus: str, run_dir: str, steps: float, drop: list[int], bad_sample: int = -1, every: int = 1, policy: str = "stop"
+) -> str:
+    """Train to `steps`, a checkpoint at every second; the loss on one sample is not a number. What ended it."""
+    cfg = tiny.config(1).model_dump()
+    cfg["data"].update(train=[{"path": f"{corpus}/train"}], micro_batch_size=2)
+    cfg["data"]["valid"] = [{"path": f"{corpus}/{name}"} for name in ("valid", "train")]
+    total = int(steps * STEP)
+    cfg["training"].update(run_dir=run_dir, total_tokens=total, drop_steps=drop)
+    cfg["logging"].update(every_steps=every)
+    cfg["stability"]["spikes"].update(policy=policy)
+    cfg["lr_schedule"].update(shape="constant")
+    cfg["checkpoint"].update(every_tokens=2 * STEP)
+    cfg["evaluation"].update(every_tokens=2 * STEP, num_sequences=10**6 if drop == [2] else 5)
+    trainer = Trainer(build(RunConfig.model_validate(cfg)))
+    forward = trainer.engine.forward
+    trainer.engine.forward = lambda batch: forward(batch) * (math.nan if bad_sample in batch.sample_ids else 1.0)
+    if drop == [2]:
+        for source, windows in zip(trainer.run.valid.stream._sources, (2, 1), strict=True):
+            source.num_windows = windows  # all of them, in no time
+    try:
+        return f"finished: {trainer.train()}"
+    except TrainingError as error:
+        return str(error)
+
+
+def rows_of(run_dir: Path, key: str) -> dict[int, float]:
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row[key] for row in rows if key in row}
+
+
+def test_a_step_that_is_not_finite_is_dropped_once_and_never_replayed(corpus, tmp_path, capfd) -> None:
+    run, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
+
+    def go(run_dir: Path, world: int, *what) -> str:
+        first, *others = run_distributed(train, world, str(corpus), str(run_dir), *what)
+        assert all(other == first for other in others)
+        return first
+
+    said = go(tmp_path / "new", 1, 4, [], 2)
+    assert "step 1 (sequences 0 to 3): loss nan" in said
+    assert said.endswith("The same command starts anew: no checkpoint was written yet")
+    said = go(run, 2, 4, [], 9)
+    assert "step 3 (sequences 8 to 11): loss nan" in said and "training.drop_steps=[3]" in said
+    assert said.endswith("The same command continues from step-00000002")
+    assert "sdpa" not in said  # which it is
+    capfd.readouterr()
+    assert go(run, 2, 4, [3], 9) == "finished: True"
+    assert "step 3: dropped (training.drop_steps): sequences 8 to 11 are passed over" in capfd.readouterr().out
+    assert go(run, 2, 6, [2], 9) == "finished: True"  # the record stands, whatever the setting says now
+    out = capfd.readouterr().out
+    assert "resumed from step-00000004" in out and "training.drop_steps: 2 came before this checkpoint" in out
+    assert out.count("data.valid holds 3; each evaluation takes so many") == 1  # in one evaluation or several
+    state = read_state(newest(run / "checkpoints"))
+    assert (state.step, state.optimizer_steps, state.ledger.dropped) == (6, 5, [3])
+    assert go(undisturbed, 2, 5.9, [3], 9) == "finished: True"
+    assert (
+        f"training.total_tokens {int(5.9 * STEP):,}: whole steps end at {6 * STEP:,} tokens" in capfd.readouterr().out
+    )
+    assert rows_of(run, "train/loss") == rows_of(undisturbed, "train/loss")
+    assert sorted(rows_of(run, "train/loss")) == [1, 2, 4, 5, 6]
+    assert rows_of(run, "train/dropped_tokens") == {3: STEP}
+    assert read_state(newest(undisturbed / "checkpoints")).ledger == state.ledger
+    # Five sequences are evaluated, three of one source, whatever the layout.
+    assert go(tmp_path / "alone", 1, 2, []) == "finished: True"
+    names = "valid/loss", "valid/valid/loss", "valid/train/loss"
+    alone, pair = ([rows_of(folder, name)[2] for name in names] for folder in (tmp_path / "alone", undisturbed))
+    assert alone == pytest.approx(pair, abs=1e-5)
+    assert alone[0] == pytest.approx((3 * alone[1] + 2 * alone[2]) / 5, abs=1e-12) and alone[1] != alone[2]
+    said = "validation loss {:.4f} (valid {:.4f}, train {:.4f})".format(*alone)
+    assert said in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(("drop", "bad_sample", "policy"), [([4], -1, "stop"), ([], 12, "skip"), ([], 12, "stop")])
+def test_the_step_before_one_that_is_left_out_has_its_row(corpus, tmp_path, drop, bad_sample, policy) -> None:
+    """Whatever logging.every_steps: it is the last that was taken, and what led to the next."""
+    (said,) = run_distributed(train, 1, str(corpus), str(tmp_path), 4, drop, bad_sample, 2, policy)
+    assert ("loss nan" in said) == (policy == "stop" and bad_sample == 12)
+    assert sorted(rows_of(tmp_path, "train/loss")) == [2, 3]
+
+
+def test_a_checkpoint_has_a_row_of_its_step(corpus, tmp_path) -> None:
+    """Whatever logging.every_steps: what was measured since the row before would be lost with the run."""
+    run_distributed(train, 1, str(corpus), str(tmp_path), 5, [], -1, 100)
+    assert sorted(rows_of(tmp_path, "train/loss")) == [2, 4, 5]
+
+
+def functions_of_steps(corpus: str, run_dir: str) -> dict[int, str]:
+    """Attention of each step of a ladder whose second half is in 16 bits and whose second step is dropped."""
+    cfg = tiny.config(1, attention={"backend": "sage", "recipe": "fine"}).model_dump()
+    cfg["data"].update(train=[{"path": f"{corpus}/train"}])
+    cfg["training"].update(run_dir=run_dir, total_tokens=4 * STEP, drop_steps=[2])
+    cfg["stability"]["precision"] = {"rungs": ["sdpa"], "floors": [{"rung": "sdpa", "last_fraction": 0.5}]}
+    trainer = Trainer(build(RunConfig.model_validate(cfg)))
+    step, found = trainer.engine.step, {}
+
+    def watched(*arguments, **options):
+        found[trainer.state.step + 1] = trainer.engine.model.blocks[0].attention.function.name
+        return step(*arguments, **options)
+
+    trainer.engine.step = watched
+    trainer.train()
+    return found
+
+
+def test_controllers_hear_of_a_dropped_step(corpus, tmp_path) -> None:
+    """Or what is scheduled by tokens would come a step late."""
+    found = run_distributed(functions_of_steps, 1, str(corpus), str(tmp_path / "run"))[0]
+    assert found == {1: "sage", 3: "sdpa", 4: "sdpa"}

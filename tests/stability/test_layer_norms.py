@@ -1,0 +1,86 @@
+"""Gradient and activation norms by layer: those of one process by hand at every layout; losses stay as they are."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import tiny
+import torch
+from distributed import run_distributed
+from torch import Tensor
+
+from sagetrain.data.loader import Batch
+from sagetrain.engines.build_engine import build_engine
+from sagetrain.engines.protocol import Observers
+from sagetrain.model.compile import compile_blocks
+from sagetrain.parallel.topology import ParallelGroups
+
+Layout = tuple[int, int, int, str, str, str]
+"""Sizes of tensor and context parallelism, ZeRO stage, what is recomputed, compile backend, overlap."""
+
+
+def tokens() -> Tensor:
+    return torch.randint(0, tiny.VOCAB, (4, tiny.SEQ + 1), generator=torch.Generator().manual_seed(1))
+
+
+def by_hand() -> dict[str, float]:
+    """Of the mean loss of all four sequences at once, clipped by nobody."""
+    model, squares = tiny.model(tiny.config(0), ParallelGroups.single()), {}
+    found: dict[str, float] = {}
+    model.watch_blocks = lambda block, x: found.update({f"norms/{block}/activation": x.square().mean().sqrt().item()})
+    model(tokens()[:, :-1], tokens()[:, 1:]).backward()
+    for name, parameter in model.named_parameters():
+        layer = model.specs[name].layer
+        squares[layer] = squares.get(layer, 0.0) + parameter.grad.double().square().sum().item()
+    return found | {f"norms/{layer}/gradient": math.sqrt(square) for layer, square in squares.items()}
+
+
+def measured(layouts: list[Layout]) -> list[tuple[dict[str, float], list[float], list[float]]]:
+    """The norms of a first step, and losses of three steps with and without them."""
+    results = []
+    for tp_size, cp_size, stage, again, backend, overlap in layouts:
+        runs = []
+        torch._dynamo.reset()
+        for watched in (True, False):
+            sections = {"optimizer": {"clip_grad": 0.05}, "training": {"activation_checkpointing": again}}
+            sections["parallel"] = {"tensor_parallel_overlap": overlap}
+            cfg, groups = tiny.config(stage, **sections), tiny.join(tp_size, cp_size)
+            model = tiny.model(cfg, groups)
+            model.activation_checkpointing, model.overlap = again, overlap == "on"
+            if backend:
+                compile_blocks(model, backend, whole=stage == 3)
+            engine = build_engine(cfg, model, groups, 1)
+            batches = [
+                Batch(row[None, :-1], row[None, 1:], positions=None, cu_seqlens=None, max_seqlen=None, sample_ids=[])
+                for row in tokens()[groups.dp_rank :: groups.dp_size]
+            ]
+            observers = Observers(layer_norms=watched)
+            runs.append([engine.step(batches, len(batches), 1e-2, observers) for _ in range(3)])
+        norms = {name: value for name, value in runs[0][0].metrics.items() if name.startswith("norms/")}
+        assert not [name for name in runs[1][0].metrics if name.startswith("norms/")]
+        results.append((norms, *([(step.loss, step.grad_norm) for step in run] for run in runs)))
+    return results
+
+
+WORLDS: dict[int, list[Layout]] = {
+    1: [(1, 1, 0, "none", "", "off"), (1, 1, 1, "full", "aot_eager", "off")],
+    2: [
+        (1, 1, 1, "none", "aot_eager", "off"),
+        (1, 1, 2, "none", "", "off"),
+        (1, 1, 3, "none", "", "off"),
+        (1, 2, 1, "none", "", "off"),
+        (2, 1, 0, "selective", "", "off"),
+        (2, 1, 1, "none", "aot_eager", "off"),
+    ],
+}
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_norms_are_those_of_one_process_by_hand_and_change_nothing(world: int) -> None:
+    exact = by_hand()
+    assert len(exact) == 2 + 4  # two blocks; with embedding and head
+    for rank in run_distributed(measured, world, WORLDS[world]):
+        for layout, (norms, watched, plain) in zip(WORLDS[world], rank, strict=True):
+            assert norms == pytest.approx(exact, rel=2e-5), layout
+            assert watched == plain, layout

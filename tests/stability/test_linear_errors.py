@@ -1,0 +1,308 @@
+"""What linear layers lose in 8 bits, measured in a training step: the same at every layout, and the step as without."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from distributed import run_distributed
+
+from sagekernels.testing import cosine, rel_l2
+from sagetrain.config import RunConfig
+from sagetrain.config.check import check
+from sagetrain.data.loader import Batch
+from sagetrain.engines.build_engine import build_engine
+from sagetrain.engines.protocol import Engine, Observers
+from sagetrain.model.accounting import memory_per_rank
+from sagetrain.model.block import Block
+from sagetrain.model.compile import compile_blocks
+from sagetrain.model.transformer import Transformer
+from sagetrain.parallel.lowbit import RECIPES
+from sagetrain.parallel.topology import ParallelGroups
+from sagetrain.stability import linear_errors, monitor
+from sagetrain.stability.controller import Taken
+from sagetrain.stability.linear_errors import MUCH, LinearErrors, Vanishing
+from sagetrain.training import controllers
+from sagetrain.training.build_run import build
+from sagetrain.training.trainer import Trainer
+
+LENGTH, SEQUENCES = 64, 4
+SHAPE = {"hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}
+LAYERS = ("qkv", "out", "gate_up", "down")
+NUMBERS = {
+    *(f"{x}/{metric}" for x in ("Y", "dX", "dW") for metric in ("rel_l2", "cosine")),
+    *("dY/zero_share_dX", "dY/zero_share_dW"),
+}
+
+
+def config(stage: int = 0, precision: str = "fp8", recipe: str = "rowwise", **sections: dict) -> RunConfig:
+    sections["model"] = SHAPE | sections.get("model", {})
+    sections["data"] = {"seq_length": LENGTH, "micro_batch_size": SEQUENCES}
+    sections["tokens_per_step"] = {"tokens": LENGTH * SEQUENCES}
+    return tiny.config(stage, linear={"precision": precision, "recipe": recipe}, **sections)
+
+
+def batch(groups: ParallelGroups) -> Batch:
+    """This rank's share of four sequences."""
+    text = torch.randint(0, tiny.VOCAB, (SEQUENCES, LENGTH + 1), generator=torch.Generator().manual_seed(5))
+    text = text.chunk(groups.dp_size)[groups.dp_rank]
+    return Batch(text[:, :-1], text[:, 1:], None, None, None, [])
+
+
+def built(cfg: RunConfig, groups: ParallelGroups, compiled: bool = False) -> Engine:
+    model = tiny.model(cfg, groups)
+    if compiled:
+        compile_blocks(model, "aot_eager")
+    return build_engine(cfg, model, groups, 1)
+
+
+def step(engine: Engine, watched: bool = True, **observers: Any) -> dict[str, float]:
+    probes = [LinearErrors(engine.model, range(2))] if watched else []
+    return engine.step([batch(engine.groups)], 1, 1e-2, Observers(probes=probes, **observers)).metrics
+
+
+def measured(found: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in found.items() if name.startswith("quant/")}
+
+
+def numbers(tp: int, cp: int, stage: int, sections: dict) -> dict[str, float]:
+    """Of a first step, at a layout."""
+    groups = tiny.join(tp, cp)
+    return measured(step(built(config(stage, **sections), groups)))
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> dict[str, float]:
+    return run_distributed(numbers, 1, 1, 1, 0, {})[0]
+
+
+def test_the_names_and_their_ranges(one_rank) -> None:
+    assert set(one_rank) == {f"quant/{i}/{name}.{number}" for i in (0, 1) for name in LAYERS for number in NUMBERS}
+    for name, value in one_rank.items():
+        if name.endswith("rel_l2"):
+            assert 0.01 < value < 0.06, name
+        elif name.endswith("cosine"):
+            assert 0.998 < value < 1, name
+        else:
+            assert 0 <= value < 0.1, name
+
+
+SEQUENCE, HALVES = {"sequence_parallel": True}, {"tensor_parallel_overlap": "on"}
+LAYOUTS = {  # tensor and context parallel size, ranks, ZeRO, sections
+    "halves": (2, 1, 2, 0, {"parallel": HALVES}),
+    "sequence parallel": (2, 1, 2, 1, {"parallel": SEQUENCE}),
+    "sequence parallel, halves, in part recomputed": (
+        *(2, 1, 2, 1),
+        {"parallel": SEQUENCE | HALVES, "training": {"activation_checkpointing": "selective"}},
+    ),
+    "context parallel": (1, 2, 2, 1, {}),
+    "ZeRO 2, recomputed": (1, 1, 2, 2, {"training": {"activation_checkpointing": "full"}}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_the_same_numbers_at_every_layout(layout, one_rank) -> None:
+    """But for what a share has of its own: scales of a rank's tokens (of dW) and of its part of a row."""
+    tp, cp, world, stage, sections = layout
+    ranks = run_distributed(numbers, world, tp, cp, stage, sections)
+    assert all(found == ranks[0] for found in ranks) and set(ranks[0]) == set(one_rank)
+    for name, value in one_rank.items():
+        assert ranks[0][name] == pytest.approx(value, rel=0.1, abs=2e-3), name
+
+
+def by_hand(recipe: tuple[str, str]) -> list[tuple[float, float]]:
+    """Of the first layer, whose input is known: numbers of Y, and what float64 says."""
+    groups = tiny.join(1)
+    engine = built(config(0, *recipe), groups)
+    block, low = engine.model.blocks[0], RECIPES[recipe]
+    with torch.no_grad():
+        x = block.attention_norm(engine.model.embedding(batch(groups).tokens.flatten()))
+        weights = list(block.attention.qkv.parameters())
+        y, exact = torch.cat(low.forward(low.operand(x), weights), 1), x.double() @ torch.cat(weights).double().t()
+    found = step(engine)
+    ours = [found[f"quant/0/qkv.{name}"] for name in ("Y/rel_l2", "Y/cosine")]
+    return list(zip(ours, [rel_l2(y, exact), cosine(y, exact)], strict=True))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=" ".join)
+def test_a_layer_is_compared_with_float64_on_its_own_input(recipe) -> None:
+    for ours, truth in run_distributed(by_hand, 1, recipe)[0]:
+        assert ours == pytest.approx(truth, rel=1e-3, abs=1e-6)
+
+
+def with_and_without(stage: int, compiled: bool, checkpointing: str) -> tuple[list, list, int, int]:
+    """What four steps find without it, and with it in two of them; graphs before and after."""
+    groups, runs, graphs = tiny.join(1), [], []
+    for watched in (False, True):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        cfg = config(stage, training={"activation_checkpointing": checkpointing})
+        engine, steps = built(cfg, groups, compiled), []
+        for number in range(4):
+            found = step(engine, watched and number % 2 == 1, layer_norms=True)
+            assert bool(measured(found)) == (watched and number % 2 == 1)
+            steps.append({name: x for name, x in found.items() if not name.startswith("quant/")})
+        runs.append(steps)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        assert all(p.requires_grad for p in engine.model.parameters())
+    return *runs, *graphs
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stage", "compiled", "checkpointing"),
+    [
+        (1, 0, True, "selective"),
+        (2, 1, False, "full"),
+        (2, 2, False, "none"),
+    ],
+)
+def test_no_number_of_a_step_changes_and_no_graph_is_added(ranks, stage, compiled, checkpointing) -> None:
+    """Losses, norms of gradients and of activations, to the last bit."""
+    for without, with_errors, before, after in run_distributed(with_and_without, ranks, stage, compiled, checkpointing):
+        assert with_errors == without and "train/grad_norm" in without[0] and "norms/1/activation" in without[0]
+        assert before == after and (before > 0) == compiled
+
+
+def test_only_layers_in_8_bits_of_chosen_blocks_are_measured_and_nothing_else_is_added(monkeypatch) -> None:
+    """Every block is walked twice, forward and recomputed, however it keeps what it needs in training."""
+    walks, walk = [], Block._walk
+    monkeypatch.setattr(Block, "_walk", lambda block, *given: walks.append(block) or walk(block, *given))
+
+    def passing(model: Transformer) -> torch.Tensor:
+        groups.metrics.sum("of the model", 1.0)
+        return model(**batch(groups).inputs(torch.device("cpu")))
+
+    def found(cfg: RunConfig) -> dict[str, float]:
+        model = tiny.model(cfg, groups)
+        groups.metrics.clear()
+        groups.metrics.sum("before", 1.0)
+        LinearErrors(model, [1]).measure([partial(passing, model)])
+        assert all(parameter.grad is None for parameter in model.parameters())
+        return groups.metrics.reduce(torch.device("cpu"))
+
+    groups = ParallelGroups.single()
+    large = {f"quant/1/{name}.{number}" for name in ("qkv", "gate_up") for number in NUMBERS}
+    for checkpointing in ("none", "selective", "full"):
+        sections = {"model": SHAPE, "training": {"activation_checkpointing": checkpointing}}
+        some = tiny.config(0, linear={"precision": "fp8", "keep_layers_below": 64 * 96 + 1}, **sections)
+        assert set(found(some)) == {"before", *large}
+        assert len(walks) == 4
+        walks.clear()
+    assert found(tiny.config(0, model=SHAPE)) == {"before": 1.0} and not walks
+
+
+# -- gradients that vanish -----------------------------------------------------------------------------------------
+
+
+def test_a_layer_whose_gradients_vanish_is_named_once() -> None:
+    controller = Vanishing()
+
+    def after(**shares: float) -> list[str]:
+        metrics = {f"quant/{name.replace('_', '/')}.dY/zero_share_dX": share for name, share in shares.items()}
+        metrics["quant/0/dS/zero_share_dQ"] = 0.9  # of something else
+        return [event.text for event in controller.after_step(Taken(100, 1000, 10, metrics))]
+
+    assert after(**{"0_down": MUCH, "0_out": 0.0}) == []
+    (said,) = after(**{"0_down": 0.2, "1_out": 0.613})
+    assert said.startswith(
+        "gradients vanish in 8 bits: of the output's gradient 61.3% of the entries of linear layer 1/out,"
+    )
+    assert "more than 10% of 1 others" in said and "linear.recipe rowwise_bf16_wgrad" in said
+    assert after(**{"0_down": 0.9, "1_out": 0.9}) == []
+    again = Vanishing()
+    again.restore(json.loads(json.dumps(controller.state())))
+    controller = again
+    assert after(**{"0_down": 0.9}) == [] and "layer 1/down;" in after(**{"0_down": 0.9, "1_down": 0.2})[0]
+
+
+def train(corpus: str, run_dir: str, stage: int, precision: str, every: int | str) -> None:
+    cfg = tiny.config(stage, model=SHAPE, linear={"precision": precision}).model_dump()
+    cfg["data"].update(train=[{"path": f"{corpus}/train"}], micro_batch_size=2)
+    cfg["training"].update(run_dir=run_dir, total_tokens=16 * tiny.SEQ)
+    cfg["stability"]["monitor"].update(every_steps=every, layers=[-1])
+    linear_errors.MUCH = -1.0  # all do
+    controllers.MICRO_BATCHES, monitor.EVERY_STEPS = 6, 2
+    Trainer(build(RunConfig.model_validate(cfg))).train()
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "every", "steps"),
+    [(1, "fp8", 2, [2, 4]), (2, "int8", "auto", [3]), (1, "bf16", "auto", []), (3, "fp8", "auto", [])],
+)
+def test_a_run_writes_what_it_measured_and_what_vanishes(
+    stage: int, precision: str, every: int | str, steps: list[int], corpus: Path, tmp_path: Path, capfd
+) -> None:
+    """With 16-bit attention. Steps have two micro-batches: by auto six, three steps, lie between two measurements."""
+    run_distributed(train, 1, str(corpus), str(tmp_path / "run"), stage, precision, every)
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "quant/1/down.dW/rel_l2" in row] == steps
+    told = json.loads((tmp_path / "run/stability.json").read_text())
+    names = {f"quant/1/{name}.{number}" for name in LAYERS for number in NUMBERS} if steps else set()
+    assert {name for name in told["metrics"] if name.startswith("quant/")} == names
+    assert {kind: event["count"] for kind, event in told["events"].items()} == ({"vanishing": 1} if steps else {})
+    assert ("linear layers lose in 8 bits is not measured at ZeRO 3" in capfd.readouterr().out) == (stage == 3)
+
+
+def train_to_16_bits(corpus: str, run_dir: str, stage: int) -> None:
+    linear = {"precision": "fp8", "keep_last_fraction": 0.5}
+    cfg = tiny.config(stage, model=SHAPE, linear=linear, stability={"monitor": {"every_steps": 2}}).model_dump()
+    cfg["data"].update(train=[{"path": f"{corpus}/train"}])
+    cfg["training"].update(run_dir=run_dir, total_tokens=16 * tiny.SEQ)
+    Trainer(build(RunConfig.model_validate(cfg))).train()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_run_that_has_moved_to_16_bits_is_not_said_to_lose_anything_in_8(
+    stage: int, corpus: Path, tmp_path: Path, capfd
+) -> None:
+    """It goes on from the last checkpoint but one, which is behind the move."""
+    said = []
+    for _ in range(2):
+        run_distributed(train_to_16_bits, 1, str(corpus), str(tmp_path / "run"), stage)
+        said.append(capfd.readouterr().out)
+        shutil.rmtree(tmp_path / "run/checkpoints/step-00000004")
+    first, second = said
+    assert "16 bits since" in second and "16 bits since" not in first
+    unmeasured, nothing = "in 8 bits is not measured at ZeRO 3", "or multiplies in 8 bits: nothing is measured"
+    assert (unmeasured in first, nothing in first) == (stage == 3, stage == 3)
+    assert unmeasured not in second and nothing in second
+
+
+# -- what is said before a run -------------------------------------------------------------------------------------
+
+
+def test_a_monitor_is_of_something_where_linear_layers_are_in_8_bits() -> None:
+    neither = "linear layers neither"
+    cases = {(1, "fp8"): "", (1, "int8"): "", (1, "auto"): neither, (1, "bf16"): neither, (3, "bf16"): neither}
+    for (stage, precision), why in {**cases, (3, "fp8"): "not looked at with parallel.zero_stage 3"}.items():
+        monitor = {"stability": {"monitor": {"every_steps": 10}}}
+        cfg = tiny.config(stage, model=SHAPE, linear={"precision": precision}, **monitor)
+        found = [f for f in check(cfg, 1, files=False) if f.key.startswith("stability.monitor")]
+        assert [f.rule for f in found] == ["monitor_of_nothing"] * bool(why)
+        assert all(why in f.message for f in found)
+    cfg = tiny.config(1, model=SHAPE, training={"dtype": "bf16"}, **monitor)  # auto, where it may choose
+    assert not [f for f in check(cfg, 1, files=False) if f.rule == "monitor_of_nothing"]
+
+
+def test_memory_counts_the_pass_that_is_not_compiled() -> None:
+    """Where blocks are recomputed anyway it holds more than training: fp32 copies, and inputs in 16 bits."""
+
+    def largest(precision: str, every: str | None) -> dict[str, int]:
+        how = {"dtype": "bf16", "activation_checkpointing": "full", "compile": "on"}
+        sections = {"linear": {"precision": precision}, "stability": {"monitor": {"every_steps": every}}}
+        size = {"hidden_size": 2048, "ffn_hidden_size": 5632, "num_attention_heads": 16, "head_dim": 128}
+        data = {"seq_length": 4096, "micro_batch_size": 2}
+        cfg = tiny.config(1, "bf16", model=size, data=data, tokens_per_step={"tokens": 8192}, **sections)
+        cfg = cfg.model_copy(update={"training": cfg.training.model_copy(update=how)})
+        return {item.name: item.bytes for item in memory_per_rank(cfg, 1, 128)}
+
+    without, watched = largest("fp8", None), largest("fp8", "auto")
+    assert watched["monitor"] == 4 * 8192 * 5632 and "monitor" not in without  # the input of down
+    assert sum(watched.values()) > sum(without.values())
+    assert largest("bf16", "auto") == largest("bf16", None)

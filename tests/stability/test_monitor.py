@@ -1,0 +1,286 @@
+"""The monitor: what INT8 attention loses in a training step, the same numbers at every layout, and no other losses."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from distributed import run_distributed
+
+from sagekernels.testing import cosine, exact_results, rel_l2
+from sagetrain.config import RunConfig
+from sagetrain.config.check import check
+from sagetrain.config.schema import MonitorConfig
+from sagetrain.data.loader import Batch
+from sagetrain.engines.build_engine import build_engine
+from sagetrain.engines.protocol import Engine, Observers
+from sagetrain.model.backends import Sage, Sdpa
+from sagetrain.model.compile import compile_blocks
+from sagetrain.parallel.topology import ParallelGroups
+from sagetrain.stability.monitor import Monitor
+from sagetrain.training.build_run import build
+from sagetrain.training.trainer import Trainer
+
+LENGTH, SEQUENCES = 64, 4
+HEADS = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+DOCUMENTS = torch.tensor([0, 20, 64, 128, 150, 192, 256, 256], dtype=torch.int32)
+TENSORS = {"O", "delta", "P", "dP", "dS", "dQ", "dK", "dV"}
+
+
+def config(stage: int = 0, recipe: str = "paper", **sections: dict) -> RunConfig:
+    sections["model"] = HEADS | sections.get("model", {})
+    sections["data"] = {"seq_length": LENGTH, "micro_batch_size": SEQUENCES}
+    sections["tokens_per_step"] = {"tokens": LENGTH * SEQUENCES}
+    return tiny.config(stage, attention={"backend": "sage", "recipe": recipe}, **sections)
+
+
+def batch(groups: ParallelGroups, documents: bool) -> Batch:
+    """This rank's share of four sequences. Documents are for one rank of data."""
+    text = torch.randint(0, tiny.VOCAB, (SEQUENCES, LENGTH + 1), generator=torch.Generator().manual_seed(5))
+    text = text.chunk(groups.dp_size)[groups.dp_rank]
+    return Batch(text[:, :-1], text[:, 1:], None, DOCUMENTS if documents else None, LENGTH if documents else None, [])
+
+
+def built(cfg: RunConfig, groups: ParallelGroups, compiled: bool = False) -> tuple[Engine, Monitor]:
+    model = tiny.model(cfg, groups)
+    with torch.no_grad():
+        for i, parameter in enumerate(p for name, p in model.named_parameters() if name.endswith("k_norm.gain")):
+            if parameter.numel():  # at ZeRO 3 they stay as they are
+                parameter.copy_(torch.linspace(1, 2 + i, parameter.numel()))
+    if compiled:
+        compile_blocks(model, "aot_eager", whole=cfg.parallel.zero_stage == 3)
+    engine = build_engine(cfg, model, groups, 1)
+    return engine, monitor_of(cfg, engine)
+
+
+def monitor_of(cfg: RunConfig, engine: Engine) -> Monitor:
+    """As the trainer makes it."""
+    return Monitor(cfg.stability.monitor, engine.model, lambda: ((x.name, x.weight) for x in engine.owned()))
+
+
+def step(engine: Engine, data: Batch, monitor: Monitor | None) -> dict[str, float]:
+    watch = monitor.watch(100) if monitor else None
+    return engine.step([data], 1, 1e-2, Observers(watch=watch)).metrics
+
+
+def numbers(tp: int, cp: int, stage: int, documents: bool, compiled: bool, sections: dict) -> dict[str, float]:
+    """What the monitor finds in a first step, at a layout, and its loss."""
+    groups = tiny.join(tp, cp)
+    cfg = config(stage, **sections)
+    engine, monitor = built(cfg, groups, compiled)
+    found = step(engine, batch(groups, documents), monitor)
+    return {name: x for name, x in found.items() if name.startswith("quant/") or name == "train/loss"}
+
+
+def alone(documents: bool = False, recipe: str = "paper") -> dict[str, float]:
+    return run_distributed(numbers, 1, 1, 1, 0, documents, False, {"recipe": recipe})[0]
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> dict[bool, dict[str, float]]:
+    """By whether there are documents."""
+    return {documents: alone(documents) for documents in (False, True)}
+
+
+def test_the_names_and_their_ranges(one_rank) -> None:
+    found = one_rank[False]
+    for layer in (0, 1):
+        tags = {name.removeprefix(f"quant/{layer}/") for name in found if name.startswith(f"quant/{layer}/")}
+        assert tags == {
+            *(f"{tensor}/{metric}" for tensor in TENSORS for metric in ("cosine", "rel_l2")),
+            *(f"{tensor}/{metric}" for tensor in ("Q", "K", "dO", "dS") for metric in ("scale_min", "scale_max")),
+            *(f"{tensor}/{metric}" for tensor in ("Q", "K") for metric in ("gain_mean", "gain_max")),
+            *("dS/zero_share_dQ", "dS/zero_share_dK", "S/largest"),
+        }
+        at = f"quant/{layer}/"
+        assert found[at + "dP/rel_l2"] == 0 and found[at + "dP/cosine"] == 1
+        for tensor in TENSORS - {"dP"}:
+            assert 1e-3 < found[f"{at}{tensor}/rel_l2"] < 0.3, tensor
+            assert 0.95 < found[f"{at}{tensor}/cosine"] < 1, tensor
+        assert found[at + "Q/gain_mean"] == found[at + "Q/gain_max"] == 1
+        assert found[at + "K/gain_max"] == 2 + layer and found[at + "K/gain_mean"] == pytest.approx(1.5 + layer / 2)
+        assert 0 < found[at + "Q/scale_min"] < found[at + "Q/scale_max"] < 1
+        assert 0 < found[at + "dS/zero_share_dQ"] < 1
+
+
+LAYOUTS = {  # tensor and context parallel size, ranks, ZeRO, documents, compiled, sections
+    "halves": (2, 1, 2, 0, False, False, {"parallel": {"tensor_parallel_overlap": "on"}}),
+    "sequence parallel, compiled": (2, 1, 2, 1, False, True, {"parallel": {"sequence_parallel": True}}),
+    "context parallel": (1, 2, 2, 1, False, False, {}),
+    "context parallel, documents": (1, 2, 2, 2, True, False, {}),
+    "compiled, documents": (1, 1, 1, 1, True, True, {}),
+    "ZeRO 2, data parallel, recomputed": (1, 1, 2, 2, False, False, {"training": {"activation_checkpointing": "full"}}),
+    "in part recomputed": (1, 1, 1, 1, False, False, {"training": {"activation_checkpointing": "selective"}}),
+    "in part recomputed, compiled": (
+        *(2, 1, 2, 1, False, True),
+        {"training": {"activation_checkpointing": "selective"}, "parallel": {"sequence_parallel": True}},
+    ),
+    "recomputed, compiled, halves": (
+        *(2, 1, 2, 0, False, True),
+        {"training": {"activation_checkpointing": "full"}, "parallel": {"tensor_parallel_overlap": "on"}},
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_the_same_numbers_at_every_layout(layout, one_rank) -> None:
+    tp, cp, world, stage, documents, compiled, sections = layout
+    ranks = run_distributed(numbers, world, tp, cp, stage, documents, compiled, sections)
+    assert all(found == ranks[0] for found in ranks)
+    assert ranks[0] == pytest.approx(one_rank[documents], rel=2e-3)
+
+
+def zero_3(compiled: bool) -> tuple[dict[str, float], dict[str, float]]:
+    """At ZeRO 3, data parallel, and at ZeRO 1."""
+    groups, found = tiny.join(1), []
+    for stage in (3, 1):
+        cfg = config(stage)
+        model = tiny.model(cfg, groups)
+        if compiled:
+            compile_blocks(model, "aot_eager", whole=stage == 3)
+        engine = build_engine(cfg, model, groups, 1)
+        found.append(step(engine, batch(groups, False), monitor_of(cfg, engine)))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_zero_3_gives_the_numbers_of_zero_1(compiled: bool) -> None:
+    for partitioned, whole in run_distributed(zero_3, 2, compiled):
+        assert "quant/1/dS/rel_l2" in whole
+        del partitioned["train/grad_norm"], whole["train/grad_norm"]
+        assert partitioned == pytest.approx(whole, rel=1e-3)
+
+
+def losses_with_and_without(compiled: bool) -> tuple[list, list, int, int]:
+    """Losses and norms of four steps without and with the monitor, in two of them, and graphs before and after."""
+    groups, runs, graphs = tiny.join(1), [], []
+    for watched in (False, True):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        engine, monitor = built(config(1, recipe="fine"), groups, compiled)
+        steps = [step(engine, batch(groups, True), monitor if watched and i % 2 else None) for i in range(4)]
+        assert ("quant/0/dS/rel_l2" in steps[1]) == watched and "quant/0/dS/rel_l2" not in steps[2]
+        runs.append([(found["train/loss"], found["train/grad_norm"]) for found in steps])
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    return *runs, *graphs
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_no_loss_changes_and_no_graph_is_added(compiled: bool) -> None:
+    (without, with_monitor, before, after) = run_distributed(losses_with_and_without, 1, compiled)[0]
+    assert with_monitor == without  # to the last bit
+    assert before == after and (before > 0) == compiled
+
+
+def by_hand() -> list[tuple[dict[str, float], dict[str, float]]]:
+    """The pooled numbers of O, dQ, dK and dV of a step against those of all tensors as they passed `attend`."""
+    groups = tiny.join(1)
+    engine, monitor = built(config(recipe="fine"), groups)
+    seen: dict[int, list[torch.Tensor]] = {}
+    for layer, block in enumerate(engine.model.blocks):
+
+        def tapped(q, k, v, layout, layer=layer, attention=block.attention):
+            for x in (q, k, v):
+                x.retain_grad()
+            o = attention.function(q, k, v, layout)
+            o.retain_grad()
+            seen[layer] = [q, k, v, o]
+            return o
+
+        block.attention.attend = tapped
+    found = step(engine, batch(groups, False), monitor)
+    pairs = []
+    for layer, (q, k, v, o) in seen.items():
+        exact = exact_results(q, k, v, o.grad)
+        ours = {"O": o, "dQ": q.grad, "dK": k.grad, "dV": v.grad}
+        truth = {}
+        for (name, x), y in zip(ours.items(), exact, strict=True):
+            truth |= {f"{name}/cosine": cosine(x, y), f"{name}/rel_l2": rel_l2(x, y)}
+        scores = torch.einsum("bnhd,bmhd->bhnm", q, k.repeat_interleave(2, 2)) / 4
+        truth["S/largest"] = scores.tril().masked_fill(scores.tril() == 0, -math.inf).max().item()
+        pairs.append(({name: found[f"quant/{layer}/{name}"] for name in truth}, truth))
+    return pairs
+
+
+def test_the_statistics_are_those_of_float64_on_what_attention_read_and_made() -> None:
+    pairs = run_distributed(by_hand, 1)[0]
+    assert len(pairs) == 2
+    for found, truth in pairs:
+        assert found == pytest.approx(truth, rel=2e-3)
+
+
+def chosen_layers() -> list[set[str]]:
+    """Layers with numbers: chosen from the end; with one that quantizes nothing at the time."""
+    groups, found = tiny.join(1), []
+    cfg = config(model={"num_layers": 3}, stability={"monitor": {"layers": [0, -1]}})
+    engine, monitor = built(cfg, groups)
+    for function in (Sage("fine"), Sdpa()):
+        engine.model.blocks[2].attention.function = function
+        metrics = step(engine, batch(groups, False), monitor)
+        found.append({name.split("/")[1] for name in metrics if name.startswith("quant/")})
+    for block in engine.model.blocks:
+        block.attention.function = Sdpa()
+    assert monitor.watch(100) is None
+    return found
+
+
+def test_layers_are_chosen_and_those_that_quantize_nothing_are_passed_over() -> None:
+    assert run_distributed(chosen_layers, 1)[0] == [{"0", "2"}, {"0"}]
+
+
+def test_calls_that_do_not_come_are_an_error() -> None:
+    """Of another number of passes than the model has, nobody could tell the layers."""
+    groups = ParallelGroups.single()
+    model = tiny.model(config(), groups)
+    monitor = Monitor(MonitorConfig(every_steps=1), model, lambda: [])
+    with pytest.raises(RuntimeError, match="0 forward passes"), monitor.micro_batch(0, SEQUENCES, LENGTH):
+        pass
+
+
+def test_steps_that_are_measured() -> None:
+    model = tiny.model(config(), ParallelGroups.single())
+    for every, due in (("auto", [100, 200]), (50, [50, 100, 150, 200]), (None, [])):
+        monitor = Monitor(MonitorConfig(every_steps=every), model, lambda: [])
+        assert [step for step in range(1, 201) if monitor.watch(step)] == due
+
+
+def train(corpus: str, run_dir: str, backend: str) -> None:
+    cfg = tiny.config(1, attention={"backend": backend}, model=HEADS).model_dump()
+    cfg["data"].update(train=[{"path": f"{corpus}/train"}], micro_batch_size=2)
+    cfg["training"].update(run_dir=run_dir, total_tokens=16 * tiny.SEQ)
+    cfg["stability"]["monitor"]["every_steps"] = 2 if backend == "sage" else "auto"
+    cfg["logging"]["every_steps"] = 3
+    cfg["checkpoint"]["every_tokens"] = 10**9  # a save has a row, too
+    Trainer(build(RunConfig.model_validate(cfg))).train()
+
+
+@pytest.mark.parametrize("backend", ["sage", "sdpa"])
+def test_a_run_writes_what_it_measured(backend: str, corpus: Path, tmp_path: Path) -> None:
+    run_distributed(train, 1, str(corpus), str(tmp_path / "run"), backend)
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    measured = [row for row in rows if "quant/1/dS/rel_l2" in row]
+    # Step 2 in the next row, and step 4 in that of the end.
+    assert [row["step"] for row in measured] == ([3, 4] if backend == "sage" else [])
+
+
+def found_of(**sections: dict) -> dict[str, str]:
+    cfg = tiny.config(1, **sections)
+    return {f.rule: str(f) for f in check(cfg, 1, files=False) if f.key.startswith("stability.monitor")}
+
+
+def test_what_cannot_be_measured_is_said() -> None:
+    for backend in ("sdpa", "flash", "reference"):
+        found = found_of(attention={"backend": backend}, stability={"monitor": {"every_steps": 10}})
+        assert f"attention.backend {backend} quantizes nothing" in found["monitor_of_nothing"]
+        assert found_of(attention={"backend": backend}) == {}
+        assert found_of(attention={"backend": backend}, stability={"monitor": {"every_steps": None}}) == {}
+    assert found_of(attention={"backend": "sage"}, stability={"monitor": {"every_steps": 10}}) == {}
+    outside = found_of(attention={"backend": "sage"}, stability={"monitor": {"layers": [0, 2]}})
+    assert "the model has 2 layers, 2 is none of them" in outside["monitor_layers"]
+    assert "use numbers from -2 to 1; -1 is the last layer" in outside["monitor_layers"]
+    off = {"monitor": {"layers": [0], "every_steps": None}}
+    assert set(found_of(attention={"backend": "sage"}, stability=off)) == {"no_effect"}

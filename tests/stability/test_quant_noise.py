@@ -1,0 +1,463 @@
+"""The probe of quantized attention: its errors and biases where they are known, at every layout, and that a step with
+one is the step without."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import partial
+
+import pytest
+import tiny
+import torch
+from distributed import run_distributed
+from torch import Tensor
+
+from sagetrain.config.schema import StabilityConfig
+from sagetrain.data.loader import MASKED, Batch
+from sagetrain.engines.build_engine import build_engine
+from sagetrain.engines.protocol import Engine, Observers
+from sagetrain.model.accounting import memory_per_rank
+from sagetrain.model.backends import AttentionFunction, Reference, Sage, attention_function
+from sagetrain.model.compile import compile_blocks
+from sagetrain.model.transformer import Transformer
+from sagetrain.parallel.topology import ParallelGroups
+from sagetrain.stability.controller import Taken
+from sagetrain.stability.noise_scale import NoiseScale
+from sagetrain.stability.quant_noise import QuantizationProbe, QuantNoise
+from sagetrain.stability.spikes import METRIC
+
+CPU = torch.device("cpu")
+
+
+class Numbers(torch.nn.Module):
+    """loss = weight . x for a made x, or, where attention is exact, weight . 0: the error of the gradient is x."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(width, dtype=torch.float64))
+        self.specs = {"weight": tiny.spec(width)}
+        self.quantized = True
+
+    @contextmanager
+    def exact(self, attention: AttentionFunction) -> Iterator[None]:
+        self.quantized = False
+        yield
+        self.quantized = True
+
+    def run(self, x: Tensor) -> Tensor:
+        return self.weight @ (x if self.quantized else torch.zeros_like(x))
+
+
+@pytest.mark.parametrize(("micro_batches", "ranks"), [(2, 1), (1, 2)])
+def test_the_memory_of_a_probe_is_as_planned(micro_batches: int, ranks: int) -> None:
+    """On almost no tokens: of gradients."""
+    stability = {"quant_noise": {"every_steps": 5}}
+    wide, data = {"hidden_size": 128, "ffn_hidden_size": 256}, {"seq_length": 16, "micro_batch_size": 1}
+    cfg = tiny.config(1, "bf16", model=wide, data=data, attention={"backend": "sage"}, stability=stability)
+    groups = ParallelGroups.single()
+    place = {"vocab_size": tiny.VOCAB, "groups": groups, "dtype": torch.bfloat16, "device": CPU}
+    model, tokens = tiny.transformer(cfg.model, cfg.attention, **place), torch.zeros(1, 16, dtype=torch.long)
+    probe = QuantizationProbe(model, attention_function("sdpa", cfg.attention, CPU), groups, CPU)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as run:
+        probe.measure([partial(model, tokens, tokens)] * micro_batches)
+    events = [e for e in run.profiler.kineto_results.events() if e.name() == "[memory]"]
+    changes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
+    items = memory_per_rank(cfg, ranks, tiny.VOCAB)
+    (planned,) = [item.bytes for item in items if item.name == "probe"]
+    assert max(itertools.accumulate(changes)) == pytest.approx(planned, rel=0.05)
+    without = cfg.model_copy(update={"stability": StabilityConfig()})
+    assert "probe" not in [item.name for item in memory_per_rank(without, ranks, tiny.VOCAB)]
+
+
+def test_a_probe_is_planned_with_what_linear_layers_keep_in_16_bits() -> None:
+    shape = {"hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 2}
+    told = {"model": shape, "data": {"seq_length": 512, "micro_batch_size": 4}, "attention": {"backend": "sage"}}
+    told["stability"] = {"quant_noise": {"every_steps": 5}, "monitor": {"every_steps": None}}
+    low, wide = (
+        {item.name: item.bytes for item in memory_per_rank(cfg, 2, tiny.VOCAB)}
+        for cfg in (tiny.config(1, "bf16", linear={"precision": name}, **told) for name in ("int8", "bf16"))
+    )
+    assert "probe" in low and low.pop("8-bit weights") > 0 and low == wide
+
+
+def test_a_known_bias_is_found_whatever_else_micro_batches_add_to_it() -> None:
+    """|b|^2 = 1 and errors of 100 times that, all of it different in every micro-batch."""
+    width, probes = 400, 400
+    groups, model = ParallelGroups.single(), Numbers(width)
+    probe = QuantizationProbe(model, Reference(), groups, CPU)
+    assert probe.micro_batches == 2
+    draw = torch.Generator().manual_seed(0)
+    for length in (1.0, 0.0):
+        bias = torch.full((width,), length / width**0.5, dtype=torch.float64)
+        found = []
+        for _ in range(probes):
+            errors = bias + 0.5 * torch.randn(2, width, dtype=torch.float64, generator=draw)
+            probe.measure([partial(model.run, error) for error in errors])
+            found.append(groups.metrics.reduce(CPU))
+            assert found[-1]["quant_noise/head/bias_square"] == pytest.approx((errors[0] @ errors[1]).item(), abs=1e-3)
+        errors, biases = (
+            torch.tensor([row[f"quant_noise/head/{what}_square"] for row in found]) for what in ("error", "bias")
+        )
+        deviation = (0.25**2 * width + 2 * 0.25 * length**2) ** 0.5 / probes**0.5  # of the mean of biases
+        assert biases.mean().item() == pytest.approx(length**2, abs=4 * deviation)
+        assert errors.mean().item() == pytest.approx(length**2 + 0.25 * width, rel=0.02)
+
+
+@pytest.mark.parametrize("counts", [(2, 2), (3, 1), (2, 0, 1)])
+def test_under_a_mask_the_error_of_a_step_is_right_on_average_over_everything_that_may_be_drawn(counts) -> None:
+    """By brute force: the errors of every micro-batch's tokens, as many as count, are drawn in all ways of three."""
+    tokens = torch.tensor([[1.0, 0.2], [-0.5, 2.0], [0.3, 0.7]], dtype=torch.float64)
+    noise, nothing = NoiseScale(4, 0.9), torch.zeros(2, dtype=torch.float64)
+    noise.after_step(Taken(1, 0, 8, {"noise/head/small": 2.0, "noise/head/mean": 1.5, "train/counted_share": 0.5}))
+    groups, model, total = ParallelGroups.single(), Numbers(2), sum(counts)
+    probe, found, errors = QuantizationProbe(model, Reference(), groups, CPU), [], []
+    for drawn in itertools.product(range(3), repeat=total):
+        left = list(drawn)
+        each = [tokens[[left.pop() for _ in range(count)]].mean(0) if count else nothing for count in counts]
+        errors.append(sum(error * count / total for error, count in zip(each, counts, strict=True)))
+        probe.measure([partial(model.run, error) for error in each], counts)
+        size = 4 * len(counts)
+        found.append(Taken(2, 0, size, {**groups.metrics.reduce(CPU), "train/counted_share": total / size}))
+        QuantNoise(4, noise, 0.9).after_step(found[-1])
+    rows = [taken.metrics for taken in found]
+    bias, square, ratio = (
+        sum(row[f"quant_noise/head/{what}"] for row in rows) / len(rows)
+        for what in ("bias_square", "error_square", "ratio")
+    )
+    assert bias == pytest.approx(tokens.mean(0).square().sum().item())
+    harmonic = 1 / (sum(1 / count for count in counts if count) / sum(map(bool, counts)))
+    spread = (tokens - tokens.mean(0)).square().sum(1).mean().item()
+    assert square == pytest.approx(bias + spread / harmonic)
+    shown = [row["quant_noise/head/bias_square"] for row in rows]
+    clipped = sum(max(0.0, each) - each for each in shown) / len(rows) * (1 - harmonic / total)
+    of_step = torch.stack(errors).square().sum(1).mean().item()
+    assert ratio * noise.variance("head") / total == pytest.approx(of_step + clipped)
+    assert not any("quant_noise/counted" in row for row in rows)
+
+
+def test_a_probe_whose_micro_batches_count_less_has_a_smaller_share_of_bias() -> None:
+    """|b|^2 = 1, and of one token's error else 1,000: a hundred probes whose micro-batches count 100 tokens, then one
+    of 10, which leaves the estimate of |b|^2 as it is."""
+    noise = NoiseScale(200, 0.9)
+    noise.after_step(Taken(1, 0, 800, {"noise/0/small": 2.0, "noise/0/mean": 1.0}))
+    ratios = QuantNoise(200, noise, 0.9)
+    for tokens in (*[100] * 100, 10):
+        error = {"quant_noise/0/error_square": 1 + 1000 / tokens, "quant_noise/0/bias_square": 1.0}
+        taken = Taken(2, 0, 800, {**error, "quant_noise/counted": tokens, "train/counted_share": tokens / 200})
+        ratios.after_step(taken)
+        left = noise.variance("0") / (4 * tokens)
+        assert taken.metrics["quant_noise/0/bias_ratio"] * left == pytest.approx(1.0, rel=0.15)
+
+
+def test_where_one_micro_batch_counts_there_is_no_bias_and_where_none_does_nothing() -> None:
+    groups, model = ParallelGroups.single(), Numbers(2)
+    probe, one = QuantizationProbe(model, Reference(), groups, CPU), torch.ones(2, dtype=torch.float64)
+    probe.measure([partial(model.run, one), partial(model.run, 0 * one)], (3, 0))
+    assert groups.metrics.reduce(CPU) == {"quant_noise/head/error_square": 2.0, "quant_noise/counted": 3.0}
+    probe.measure([partial(model.run, 0 * one)] * 2, (0, 0))
+    assert groups.metrics.reduce(CPU) == {}
+
+
+def network(layers: int) -> Transformer:
+    shape = {"num_layers": layers, "hidden_size": 64, "num_attention_heads": 4}
+    cfg = tiny.config(0, model=shape)
+    return tiny.transformer(cfg.model, cfg.attention, vocab_size=tiny.VOCAB, groups=ParallelGroups.single())
+
+
+def runs_of(model: Transformer, count: int) -> list[Callable[[], Tensor]]:
+    """Forward passes of different micro-batches."""
+    tokens = torch.randint(0, tiny.VOCAB, (count, 2, tiny.SEQ + 1), generator=torch.Generator().manual_seed(2))
+    return [partial(model, each[:, :-1], each[:, 1:]) for each in tokens]
+
+
+def probed(functions: list[AttentionFunction], count: int = 2) -> dict[str, float]:
+    """Of one process, the numbers of a probe of `count` micro-batches."""
+    model = network(len(functions))
+    model.functions, groups = functions, model.groups
+
+    def adding(run: Callable[[], Tensor]) -> Tensor:
+        groups.metrics.sum("of the model", 1.0)
+        return run()
+
+    groups.metrics.sum("before", 1.0)
+    runs = [partial(adding, run) for run in runs_of(model, count)]
+    QuantizationProbe(model, Reference(), groups, CPU).measure(runs)
+    found = groups.metrics.reduce(CPU)
+    assert found.pop("before") == 1 and "of the model" not in found
+    assert model.functions == functions
+    assert all(p.grad is None for p in model.parameters())
+    return found
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_error_and_bias_are_those_of_explicit_gradients(count: int) -> None:
+    functions: list[AttentionFunction] = [Sage("paper"), Reference()]
+    found, model = probed(functions, count), network(2)
+    own = [(name, p) for name, p in model.named_parameters() if name.startswith("blocks.0.")]
+    errors = []
+    for run in runs_of(model, count):
+        each = []
+        for model.functions in (functions, [Reference()] * 2):
+            each.append(torch.cat([g.flatten() for g in torch.autograd.grad(run(), [p for _, p in own])]).double())
+        errors.append(each[0] - each[1])
+    products = torch.stack(errors) @ torch.stack(errors).T
+    error = products.trace().item() / count
+    bias = (products.sum() - products.trace()).item() / (count * (count - 1))
+    assert found["quant_noise/0/error_square"] == pytest.approx(error, rel=1e-4)
+    assert found["quant_noise/0/bias_square"] == pytest.approx(bias, abs=1e-4 * error)
+    assert abs(bias) < 0.2 * error
+
+
+def test_an_error_that_is_the_same_in_every_micro_batch_is_all_bias() -> None:
+    model = network(2)
+    model.functions = [Sage("paper")] * 2
+    QuantizationProbe(model, Reference(), model.groups, CPU).measure(runs_of(model, 1) * 3)
+    found = model.groups.metrics.reduce(CPU)
+    for layer in ("0", "1", "embedding", "head"):
+        error, bias = (found[f"quant_noise/{layer}/{what}_square"] for what in ("error", "bias"))
+        assert bias == pytest.approx(error, rel=1e-5) and error > 0, layer
+
+
+def test_one_micro_batch_says_nothing_about_bias() -> None:
+    found = probed([Sage()] * 2, count=1)
+    assert found["quant_noise/0/error_square"] > 0
+    assert not [name for name in found if name.endswith("bias_square")]
+
+
+def test_a_layer_in_16_bits_is_left_alone() -> None:
+    assert probed([Reference()] * 2) == {}  # no probe at all
+    assert probed([Reference(), Sage()])["quant_noise/1/error_square"] > 0
+
+
+def low_bit(attention: str, tp_size: int = 1, **linear: object):
+    """A configuration whose linear layers are in INT8, wide enough for that."""
+    model = {"hidden_size": 64, "ffn_hidden_size": 64, "num_attention_heads": 2}
+    parallel = {"tensor_parallel_size": tp_size, "sequence_parallel": tp_size > 1}
+    how = {"precision": "int8", **linear}
+    return tiny.config(1, "bf16", model=model, parallel=parallel, linear=how, attention={"backend": attention})
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "sage"])
+def test_what_linear_layers_round_is_in_the_error(attention: str) -> None:
+    """Beside explicit gradients of a model whose linear layers, and attention, are in 16 bits."""
+    cfg = low_bit(attention, keep_last_blocks=1)
+    model, exact = (tiny.model(each, ParallelGroups.single()) for each in (cfg, low_bit("sdpa", precision="bf16")))
+    assert model.quantized and any(model.matmuls[0].values()) and not model.matmuls[1]
+    before = model.matmuls, model.functions
+    QuantizationProbe(model, exact.functions[0], model.groups, CPU).measure(runs_of(model, 2))
+    found = model.groups.metrics.reduce(CPU)
+    assert (model.matmuls, model.functions) == before
+    rounded, plain = (
+        [torch.autograd.grad(run(), list(each.blocks[0].parameters())) for run in runs_of(each, 2)]
+        for each in (model, exact)
+    )
+    errors = torch.stack([
+        torch.cat([(a.double() - b.double()).flatten() for a, b in zip(*pair, strict=True)])
+        for pair in zip(rounded, plain, strict=True)
+    ])  # fmt: skip
+    assert found["quant_noise/0/error_square"] == pytest.approx(errors.square().sum().item() / 2, rel=1e-3)
+    assert found["quant_noise/0/error_square"] > 0
+    model.use_16_bits()
+    assert model.quantized == (attention == "sage")
+
+
+def with_8_bits(tp_size: int) -> list[tuple]:
+    """Losses and norms of steps with probes at every second one, and without; what the probes found."""
+    groups, found = tiny.join(tp_size), []
+    for probes in (True, False):
+        engine = tiny.engine(low_bit("sdpa", tp_size), groups)
+        probe = QuantizationProbe(engine.model, engine.model.functions[0], groups, engine.device)
+        steps = []
+        for step in range(4):
+            own = batches(groups, step)
+            due = [probe] if probes and step % 2 else []
+            result = engine.step(own, len(own), 1e-2, Observers(probes=due))
+            steps.append((result.loss, result.grad_norm))
+            assert ("quant_noise/0/error_square" in result.metrics) == bool(due)
+            if due:
+                assert result.metrics["quant_noise/1/error_square"] > 0
+        found.append(steps)
+    return found
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_probe_leaves_what_linear_layers_keep_of_their_weights(tp_size: int) -> None:
+    """Two ranks, also tensor and sequence parallel, where norms round for the layer behind them."""
+    for probed_steps, others in run_distributed(with_8_bits, 2, tp_size):
+        assert probed_steps == others
+
+
+# -- at every layout -----------------------------------------------------------------------------------------------
+
+
+def config(stage: int, dtype: str = "fp32", **model: int):
+    shape = {"num_attention_heads": 2, "tie_embeddings": True, **model}
+    return tiny.config(stage, dtype, model=shape, attention={"backend": "sage", "recipe": "paper"})
+
+
+def batches(groups: ParallelGroups, step: int = 0, sequences: int = 4) -> list[Batch]:
+    draw = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, tiny.VOCAB, (sequences, tiny.SEQ + 1), generator=draw)
+    return [
+        Batch(row[None, :-1], row[None, 1:], positions=None, cu_seqlens=None, max_seqlen=None, sample_ids=[])
+        for row in tokens[groups.dp_rank :: groups.dp_size]
+    ]
+
+
+def probe_of(engine: Engine) -> QuantizationProbe:
+    return QuantizationProbe(engine.model, Reference(), engine.groups, engine.device)
+
+
+def measured(layouts: list[tuple[int, int, int]]) -> list[tuple[tuple, bool, dict[str, float]]]:
+    """What a probe finds at each (tp, cp, stage), of two micro-batches in all, without and with a loss mask."""
+    results = []
+    for layout, masked in itertools.product(layouts, (False, True)):
+        groups = tiny.join(*layout[:2])
+        engine = tiny.engine(config(layout[2]), groups)
+        own, counted = batches(groups, sequences=2), None
+        if masked:
+            counted = tiny.SEQ + 5
+            for number, batch in enumerate(own):
+                batch.labels = batch.labels.clone()
+                if groups.dp_rank + number * groups.dp_size:  # the second of all
+                    batch.labels[:, 5:] = MASKED
+        found = engine.step(own, len(own), 1e-2, Observers(probes=[probe_of(engine)]), counted).metrics
+        found = {name: value for name, value in found.items() if name.startswith("quant_noise/")}
+        results.append((layout, masked, found))
+    return results
+
+
+def test_the_errors_are_the_same_at_every_layout() -> None:
+    """To 2 %: sums in another order change the last bit of an activation, and then now and then a rounding to INT8."""
+    worlds = {1: [(1, 1, 0)], 2: [(1, 1, 1), (1, 1, 2), (2, 1, 0), (2, 1, 2), (1, 2, 1)]}
+    rows = [
+        row for world, layouts in worlds.items() for rank in run_distributed(measured, world, layouts) for row in rank
+    ]
+    references = {masked: found for _, masked, found in rows[:2]}
+    assert {name.split("/")[1] for name in references[False]} == {"embedding", "0", "1", "head"}
+    assert references[True]["quant_noise/counted"] == pytest.approx(2 / (1 / tiny.SEQ + 1 / 5))
+    for layout, masked, found in rows:
+        for name, value in references[masked].items():
+            error = references[masked][name.replace("bias", "error")]
+            assert found[name] == pytest.approx(value, abs=2e-2 * error), (layout, masked, name)
+
+
+def run_of(layout: tuple[int, int, int, str, str, str], probes: bool) -> tuple[list, list[Tensor]]:
+    """Losses and norms of four steps of (tp, cp, stage, dtype, compile backend, recompute), and the weights after."""
+    tp_size, cp_size, stage, dtype, backend, recompute = layout
+    groups, cfg = tiny.join(tp_size, cp_size), config(stage, dtype)
+    model = tiny.transformer(
+        cfg.model,
+        cfg.attention,
+        vocab_size=tiny.VOCAB,
+        groups=groups,
+        seed=3,
+        activation_checkpointing=recompute,
+        dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[dtype],
+    )
+    if backend:
+        compile_blocks(model, backend)
+    engine = build_engine(cfg, model, groups, 1)
+    numbers = []
+    for step in range(4):
+        own = batches(groups, step)
+        probe = probe_of(engine) if probes and step % 2 else None
+        result = engine.step(own, len(own), 1e-2, Observers(probes=[probe] if probe else []))
+        numbers.append((result.loss, result.grad_norm))
+        assert ("quant_noise/0/error_square" in result.metrics) == bool(probe)
+    return numbers, [kept.weight.clone() for kept in engine.owned()]
+
+
+def with_and_without(layouts: list[tuple]) -> list[tuple[tuple, bool]]:
+    """Whether the run with probes is the one without to the last bit."""
+    results = []
+    for layout in layouts:
+        (numbers, weights), (others, other_weights) = (run_of(layout, probes) for probes in (True, False))
+        same = all(a.equal(b) for a, b in zip(weights, other_weights, strict=True))
+        results.append((layout, numbers == others and same))
+    return results
+
+
+LAYOUTS = {
+    1: [(1, 1, 0, "fp32", "", "none"), (1, 1, 1, "bf16", "", "full"), (1, 1, 1, "fp32", "aot_eager", "none")],
+    2: [
+        (1, 1, 0, "fp32", "", "none"),
+        (1, 1, 1, "bf16", "", "none"),
+        (1, 1, 2, "fp32", "", "full"),
+        (2, 1, 1, "fp32", "aot_eager", "none"),
+        (1, 2, 2, "fp32", "", "none"),
+    ],
+}
+
+
+@pytest.mark.parametrize("world", LAYOUTS)
+def test_a_probe_leaves_the_step_as_it_is_to_the_last_bit(world: int) -> None:
+    for rank in run_distributed(with_and_without, world, LAYOUTS[world]):
+        assert rank == [(layout, True) for layout in LAYOUTS[world]]
+
+
+# -- the ratio -----------------------------------------------------------------------------------------------------
+
+
+def test_the_ratio_is_the_error_of_the_step_over_the_noise_that_is_left() -> None:
+    """Micro-batches of 10 tokens, 8 of them a step; tr(S) 40 by a measurement of 4 micro-batches."""
+    noise = NoiseScale(10, decay=0.9)
+    ratios = QuantNoise(10, noise, decay=0.9)
+    first = Taken(1, 0, 80, {"quant_noise/0/error_square": 0.5, "quant_noise/0/bias_square": 0.1})
+    assert ratios.after_step(first) == []
+    assert "quant_noise/0/ratio" not in first.metrics  # the noise is not known yet
+    noise.after_step(Taken(2, 0, 40, {"noise/0/small": 5.0, "noise/0/mean": 2.0}))
+    probed = Taken(3, 0, 80, {"quant_noise/0/error_square": 0.5, "quant_noise/0/bias_square": 0.1})
+    ratios.after_step(probed)
+    left = 40 / 80
+    assert probed.metrics["quant_noise/0/ratio"] == pytest.approx((0.1 + 0.4 / 8) / left)
+    assert probed.metrics["quant_noise/all/bias_ratio"] == pytest.approx(0.1 / left)
+    assert probed.metrics["quant_noise/all/bias_to_gradient"] == pytest.approx(0.1)  # |G|^2 = (4 * 2 - 5) / 3
+    later = Taken(4, 0, 80, {"quant_noise/0/error_square": 0.2, "quant_noise/0/bias_square": -0.3})
+    again = QuantNoise(10, noise, decay=0.9)
+    again.restore(ratios.state())
+    for controller in (
+        ratios,
+        again,
+    ):  # 0.2 of the error twice, -1.5 of it once: the smaller the weight, the longer ago
+        taken = Taken(4, 0, 80, dict(later.metrics))
+        controller.after_step(taken)
+        share = (0.81 * 0.2 + 0.9 * 0.2 - 1.5) / (0.81 + 0.9 + 1)
+        assert taken.metrics["quant_noise/0/bias_ratio"] == pytest.approx(share * 0.2 / left)
+        assert taken.metrics["quant_noise/0/ratio"] == pytest.approx(0.2 / 8 / left)  # a share below 0 is none
+    noise.after_step(Taken(5, 0, 40, {"noise/0/small": 5000.0, "noise/0/mean": 2.0}))  # |G|^2 below 0: noise alone
+    taken = Taken(5, 0, 80, dict(later.metrics))
+    ratios.after_step(taken)
+    assert "quant_noise/0/ratio" in taken.metrics and "quant_noise/0/bias_to_gradient" not in taken.metrics
+    without = Taken(5, 0, 80, {"train/loss": 1.0})
+    assert ratios.after_step(without) == []
+    assert without.metrics == {"train/loss": 1.0}
+
+
+def test_a_spike_that_is_trained_on_leaves_the_averages_as_they_are() -> None:
+    """Its gradient, ten times as large, would make the noise seem a hundred times as large for hundreds of steps, and
+    noise_aware take more tokens per step for it."""
+    noise = NoiseScale(10, decay=0.9)
+    ratios = QuantNoise(10, noise, decay=0.9)
+    measured = {
+        "noise/0/small": 5.0, "noise/0/mean": 2.0, "quant_noise/0/error_square": 0.5, "quant_noise/0/bias_square": 0.1,
+    }  # fmt: skip
+    plain, spike = (
+        Taken(1, 0, 40, dict(measured)),
+        Taken(2, 0, 40, {name: 100 * value for name, value in measured.items()}),
+    )
+    spike.metrics[METRIC] = 1.0
+    for taken in (plain, spike):
+        before = deepcopy((noise.state(), ratios.state()))
+        noise.after_step(taken)
+        ratios.after_step(taken)
+    assert (noise.state(), ratios.state()) == before and noise.variance("0") == pytest.approx(40)
+    assert "quant_noise/0/ratio" in plain.metrics
+    assert spike.metrics == {METRIC: 1.0, "quant_noise/0/error_square": 50.0, "quant_noise/0/bias_square": 10.0}
+    lost = Taken(3, 0, 40, {"quant_noise/0/error_square": math.nan, "quant_noise/0/bias_square": 0.1})
+    ratios.after_step(lost)  # nor does what is no number
+    assert ratios.state() == before[1] and "quant_noise/0/ratio" not in lost.metrics

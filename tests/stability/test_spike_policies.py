@@ -1,0 +1,179 @@
+"""Runs over data that is spoiled in places, with real processes: what is skipped or gone back from stays on record."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from forked import PATIENCE
+from runs import at_step, finish, kill_all, log_of, start, training_rows, write_config
+from spoiled import spoiled
+
+from sagetrain.checkpoint import on_disk
+from sagetrain.checkpoint.ledger import Ledger
+from sagetrain.checkpoint.state import RunState
+
+
+def samples_of(step: int) -> range:
+    """Of the first 20 steps."""
+    return range(8 * (step - 1), 8 * step)
+
+
+@pytest.fixture(scope="module")
+def bad(tmp_path_factory, corpus) -> Path:
+    """The corpus with steps 15 and 18 spoiled."""
+    return spoiled(corpus, tmp_path_factory.mktemp("bad") / "bad", [*samples_of(15), *samples_of(18)])
+
+
+def config(folder: Path, corpus: Path, policy: str, name: str = "run", **keys: object) -> Path:
+    """A run of 40 steps with a checkpoint about every 5; `keys` of training or of stability.spikes."""
+    spikes = {"window": 16, "grace_steps": 6, "policy": policy}
+    spikes |= {key: keys.pop(key) for key in ("max_events",) if key in keys}
+    sections = {"stability": {"spikes": spikes}, "checkpoint": {"every_tokens": 1280, "keep_last": 4}}
+    sections |= {"attention": {"backend": "sdpa"}, "evaluation": {"every_tokens": 10**9}, "training": keys}
+    return write_config(folder / f"{name}.yaml", corpus, folder / name, **sections)
+
+
+def with_ladder(run: Path) -> None:
+    """A spike takes it to 16 bits."""
+    tree = yaml.safe_load(run.read_text())
+    tree["attention"] = {"backend": "sage", "recipe": "paper"}
+    tree["stability"]["precision"] = {"rungs": ["sdpa"], "spike_tokens": 1000}
+    run.write_text(yaml.safe_dump(tree))
+
+
+def state_of(run_dir: Path) -> RunState:
+    """Of the newest checkpoint, whose ledger holds every sample once."""
+    folder = on_disk.newest(run_dir / "checkpoints")
+    state = on_disk.read_state(folder)
+    Ledger.verified(state.ledger, state.identity.order, state.step, state.sequences, folder)
+    assert state.sequences == 20 * 8 + 20 * 16
+    return state
+
+
+def events_of(run_dir: Path) -> list[dict]:
+    rows = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["kind"] == "spike"]
+
+
+def rows_of(run_dir: Path) -> dict[int, float]:
+    return {row["step"]: row["train/loss"] for row in training_rows(run_dir)}
+
+
+def test_a_spike_is_reported_and_what_policy_stop_trains_on(tmp_path, bad) -> None:
+    run = config(tmp_path, bad, "stop")
+    with_ladder(run)
+    finish("sagetrain", run)
+    assert [event["step"] for event in events_of(tmp_path / "run")] == [15, 18]
+    assert "step 15: attention of layers 0, 1 from paper to sdpa: a spike" in log_of(run)
+    assert "step 15: gradient norm" in log_of(run)
+    assert state_of(tmp_path / "run").ledger.dropped == []
+    assert sorted(rows_of(tmp_path / "run")) == list(range(1, 41))
+
+
+def test_a_skipped_step_is_a_dropped_one_after_kill_9_and_on_another_layout(tmp_path, bad) -> None:
+    finish("sagetrain", config(tmp_path, bad, "skip", "undisturbed"))
+    finish("sagetrain", config(tmp_path, bad, "stop", "dropped", drop_steps=[15, 18]))
+    undisturbed, dropped = tmp_path / "undisturbed", tmp_path / "dropped"
+    state = state_of(undisturbed)
+    assert (state.ledger.dropped, state.optimizer_steps) == ([15, 18], 38)
+    assert state_of(dropped).ledger == state.ledger
+    assert rows_of(undisturbed) == rows_of(dropped)
+    events = events_of(undisturbed)
+    assert [(event["step"], event["action"]) for event in events] == [(15, "skip"), (18, "skip")]
+    assert all(event["grad_norm"] > event["grad_norm_limit"] for event in events)
+
+    run = config(tmp_path, bad, "skip")
+    run.write_text(run.read_text().replace("every_tokens: 1280", "every_tokens: 2560"))
+    assert at_step("ranks", run, 15, kill_all) != 0  # that is the skip; the next save is at 20
+    newest = on_disk.newest(tmp_path / "run/checkpoints")
+    finish("sagetrain", run)
+    assert f"resumed from {newest.name}" in log_of(run) and "2 wrote that checkpoint, 1 go on" in log_of(run)
+    assert state_of(tmp_path / "run").ledger == state.ledger
+    assert [event["step"] for event in events_of(tmp_path / "run")] == [15, 18]
+    ours, theirs = rows_of(tmp_path / "run"), rows_of(undisturbed)
+    assert ours.keys() == theirs.keys() and ours == pytest.approx(theirs, abs=1e-3)
+
+
+def test_a_rewind_gives_up_the_steps_since_a_checkpoint_and_a_second_one_more(tmp_path, bad) -> None:
+    finish("ranks", config(tmp_path, bad, "rewind", "undisturbed"))
+    finish("ranks", config(tmp_path, bad, "stop", "dropped", drop_steps=list(range(6, 19))))
+    undisturbed = tmp_path / "undisturbed"
+    events = events_of(undisturbed)
+    assert [(event["step"], event["action"], event["weights_of"]) for event in events] == [
+        (15, "rewind", 10),
+        (18, "rewind", 5),
+    ]
+    assert "saved step-00000018" in log_of(tmp_path / "undisturbed.yaml")  # at once, though none was due
+    state = state_of(undisturbed)
+    assert (state.ledger.dropped, state.optimizer_steps) == (list(range(6, 19)), 27)
+    assert state_of(tmp_path / "dropped").ledger == state.ledger
+    ours, theirs = rows_of(undisturbed), rows_of(tmp_path / "dropped")
+    assert {step: ours[step] for step in theirs} == theirs  # as if the steps had never been
+
+    run = config(tmp_path, bad, "rewind")
+    assert at_step("ranks", run, 16, kill_all) != 0  # while what the rewind has made is on its way to the disk, maybe
+    finish("ranks", run)
+    assert "resumed from step-" in log_of(run)
+    assert state_of(tmp_path / "run").ledger == state.ledger
+    given_up = {step: loss for step, loss in ours.items() if step not in state.ledger.dropped}
+    assert {step: rows_of(tmp_path / "run")[step] for step in given_up} == given_up
+
+
+def test_a_run_that_goes_back_has_the_controllers_of_then_and_they_know_why(tmp_path, bad) -> None:
+    """What was seen in the steps that are given up is in no window and no average; that there was a spike is known."""
+    run = config(tmp_path, bad, "rewind", total_tokens=15 * 256)
+    with_ladder(run)
+    finish("sagetrain", run)
+    then, now = (
+        on_disk.read_state(tmp_path / "run/checkpoints" / on_disk.folder_name(step)).controllers for step in (10, 15)
+    )
+    assert (then["spikes"].pop("acted"), now["spikes"].pop("acted")) == ([], [[15, 10]])
+    assert "stability.precision, back at" not in log_of(run)  # but for the spike nothing has moved since
+    assert (then.pop("precision")["spikes"], now.pop("precision")["spikes"]) == ([], [15 * 256 + 1000])
+    assert len(then["spikes"]["window"]) == 10 and now == then
+    assert "step 15: attention of layers 0, 1 from paper to sdpa: a spike" in log_of(run)
+
+
+@pytest.mark.parametrize(
+    ("policy", "keys", "words", "newest"),
+    [
+        ("skip", {"max_events": 1}, "after 1 in 16 steps (stability.spikes.max_events)", 15),
+        ("rewind", {"max_events": 1}, "training.drop_steps=[18]", 15),
+    ],
+)
+def test_once_too_often_ends_the_run_with_all_that_was_saved(tmp_path, bad, policy, keys, words, newest) -> None:
+    run = config(tmp_path, bad, policy, **keys)
+    assert start("sagetrain", run).wait(PATIENCE) == 4
+    assert "error: step 18 (sequences 136 to 143): gradient norm" in log_of(run) and words in log_of(run)
+    assert on_disk.newest(tmp_path / "run/checkpoints").name == on_disk.folder_name(newest)
+    events = events_of(tmp_path / "run")
+    assert [(event["step"], event["action"]) for event in events] == [(15, policy), (18, "stop")]
+    assert events[-1]["text"].endswith(": the run ends") and events[-1]["grad_norm"] > events[-1]["grad_norm_limit"]
+
+
+def test_what_moved_since_the_checkpoint_of_a_rewind_moves_back_and_is_told(tmp_path, bad) -> None:
+    """By measurement; what goes by the tokens seen does not."""
+    run = config(tmp_path, bad, "rewind", total_tokens=15 * 256)
+    with_ladder(run)
+    tree = yaml.safe_load(run.read_text())
+    threshold = {"metric": "quant/*/dS/rel_l2", "above": 1e-9}
+    floors = [{"rung": "sdpa", "first_layers": 1, "last_fraction": 0.3}]  # from step 12 on, behind the 11th
+    tree["stability"]["precision"] = {"rungs": ["fine", "sdpa"], "floors": floors, "threshold": threshold}
+    tree["stability"]["monitor"] = {"every_steps": 7}
+    run.write_text(yaml.safe_dump(tree))
+    finish("sagetrain", run)
+    events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    moves = [(event["step"], event["text"]) for event in events if event["kind"] == "precision"]
+    assert [step for step, _ in moves] == [7, 7, 11, 14, 15]
+    assert moves[-1] == (15, "stability.precision, back at step 10: fine in layer 1; sdpa in layer 0")
+
+
+def test_a_rewind_without_a_checkpoint_to_go_back_to_says_so(tmp_path, corpus) -> None:
+    run = config(tmp_path, spoiled(corpus, tmp_path / "bad", samples_of(8)), "rewind")
+    text = run.read_text().replace("every_tokens: 1280", "every_tokens: 2560")
+    run.write_text(text)
+    assert start("sagetrain", run).wait(PATIENCE) == 4
+    assert "finds no checkpoint to go back to" in log_of(run) and "starts anew" in log_of(run)

@@ -1,0 +1,101 @@
+"""What torch keeps for the backward pass, counted, beside the configurations that it is counted for."""
+
+import gc
+from contextlib import suppress
+
+import tiny
+import torch
+from torch.utils.weak import TensorWeakRef
+
+from sagetrain.config import RunConfig
+from sagetrain.config.schema import AttentionConfig, ModelConfig
+from sagetrain.model.block import Block
+from sagetrain.model.selection import matmuls_of
+from sagetrain.model.transformer import Transformer
+from sagetrain.parallel.topology import ParallelGroups
+
+VOCAB = 384
+
+
+def run_config(**sections: dict) -> RunConfig:
+    model = {"num_layers": 2, "hidden_size": 256, "ffn_hidden_size": 768, "num_attention_heads": 4}
+    tree = {
+        "model": model,
+        "data": {"train": [{"path": "x"}], "seq_length": 256, "micro_batch_size": 2},
+        "tokens_per_step": {"schedule": "constant", "tokens": 4096},
+        "optimizer": {"lr": 1e-3},
+        "training": {"run_dir": "x", "total_tokens": 10**6},
+    }
+    for name, section in sections.items():
+        tree[name] = {**tree.get(name, {}), **section}
+    return RunConfig.model_validate(tree)
+
+
+def transformer(model: ModelConfig, attention: AttentionConfig, **kwargs) -> Transformer:
+    kwargs = {"groups": ParallelGroups.single(), "device": torch.device("cpu"), **kwargs}
+    return tiny.transformer(model, attention, vocab_size=VOCAB, **kwargs)
+
+
+class Watched(torch.nn.Module):
+    """A block, and what autograd saves of it. What activation checkpointing keeps beside that, if nothing is compiled,
+    is what is still there when the block is done, but for its result, which is another block's (`left`): some of it
+    gloo's threads only have not let go of yet."""
+
+    def __init__(self, block: Block, beside: bool):
+        super().__init__()
+        self.block, self.attention_norm, self.saved, self.beside = block, block.attention_norm, {}, beside
+        self.left: dict[int, TensorWeakRef] = {}
+
+    def forward(self, *inputs):
+        before = live_tensors() if self.beside else {}
+        with torch.autograd.graph.saved_tensors_hooks(self.save, lambda tensor: tensor):
+            results = self.block(*inputs)
+        if self.beside:
+            here = before.keys() | {result.untyped_storage().data_ptr() for result in results}
+            self.left = {place: TensorWeakRef(x) for place, x in live_tensors().items() if place not in here}
+        return results
+
+    def save(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+
+def saved_bytes_per_token(cfg: RunConfig, compiled: bool, groups: ParallelGroups | None = None) -> float:
+    """What autograd keeps of the second block, parameters, rotary tables and other small tensors left out."""
+    groups, sharded = groups or ParallelGroups.single(), cfg.parallel.sequence_parallel
+    how = {"sequence_parallel": sharded, "activation_checkpointing": cfg.training.activation_checkpointing}
+    place = {"tensor_parallel_size": groups.tp_size, "device": torch.device("cpu"), "dtype": torch.bfloat16}
+    how["matmuls"], _ = matmuls_of(cfg.linear, cfg.model, **place)
+    network = transformer(cfg.model, cfg.attention, dtype=torch.bfloat16, groups=groups, **how)
+    network.keep_weights()
+    torch._dynamo.reset()
+    if compiled:  # the partition of forward and backward is that of inductor; no compiler needed
+        network.blocks[1].compile(fullgraph=True, backend="aot_eager_decomp_partition")
+    tokens = torch.zeros(cfg.data.micro_batch_size, cfg.data.seq_length // groups.cp_size, dtype=torch.long)
+    layouts = network._layouts(tokens, None, None, None)
+    network._layouts = lambda *_: layouts
+    if compiled:
+        network(tokens)
+    selective = cfg.training.activation_checkpointing == "selective"
+    watched = network.blocks[1] = Watched(network.blocks[1], selective and not compiled)
+    logits = network(tokens)
+    assert logits.requires_grad  # and so holds what it needs
+    gc.collect()
+    watched.saved |= {place: tensor for place, x in watched.left.items() if (tensor := x()) is not None}
+    tables = (table for layout in layouts for table in (layout.cos, layout.sin))
+    weights = (tensor for module in network.modules() for tensor in getattr(module, "kept", ()))
+    known = {t.untyped_storage().data_ptr() for t in (*network.parameters(), *weights, *tables)}
+    least = tokens.numel() // groups.tp_size**2  # half of a micro-batch, in shards, has a number for each token
+    large = [x for place, x in watched.saved.items() if place not in known and x.numel() >= least]
+    return sum(x.untyped_storage().nbytes() for x in large) / tokens.numel()
+
+
+def live_tensors() -> dict[int, torch.Tensor]:
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if isinstance(x, torch.Tensor) and x.layout == torch.strided]
+    tensors += [x.grad for x in tensors if x.is_leaf and x.grad is not None]  # may have no Python object of their own
+    found = {}
+    for tensor in tensors:
+        with suppress(RuntimeError):  # what torch.compile traced with has no memory
+            found[tensor.untyped_storage().data_ptr()] = tensor
+    return found

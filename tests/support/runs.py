@@ -1,0 +1,188 @@
+"""Runs as users start them, for tests: configurations, launchers, what a run leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import yaml
+from forked import COMMANDS, PATIENCE, Command
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).resolve().parents[2]
+BIN = Path(sys.executable).parent
+STEPS = 40
+
+
+def write_config(path: Path, corpus: Path, run_dir: Path, tp_size: int = 1, **sections: dict) -> Path:
+    """A run of 40 steps with a ramp of tokens per step and a checkpoint about every 10."""
+    # 16 sequences of 32 tokens: 20 steps of 8 sequences, then 20 of 16
+    tokens = 20 * 256 + 20 * 512
+    tree = {
+        "model": {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 2},
+        "attention": {"backend": "sage"},
+        "parallel": {"tensor_parallel_size": tp_size, "zero_stage": 1},
+        "data": {
+            "train": [{"path": str(corpus / "train")}],
+            "valid": [{"path": str(corpus / "valid")}],
+            "seq_length": 32,
+            "micro_batch_size": 4 * tp_size,  # as many for a replica, in fewer and larger pieces
+        },
+        "tokens_per_step": {
+            "schedule": "stages",
+            "stages": [{"from_tokens": 0, "tokens": 256}, {"from_tokens": 20 * 256, "tokens": 512}],
+        },
+        "optimizer": {"lr": 3e-3},
+        "lr_schedule": {"warmup_tokens": 1024},
+        "training": {"run_dir": str(run_dir), "total_tokens": tokens, "dtype": "fp32"},
+        "evaluation": {"num_sequences": 8},
+        "checkpoint": {"every_tokens": 2560},
+    }
+    for name, section in sections.items():
+        tree[name] = {**tree.get(name, {}), **section}
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def free_port() -> int:
+    """None of those that the system gives to whoever asks for any (32768 and up): another test would get it before the
+    process that it is for."""
+    while True:
+        port = 10_000 + secrets.randbelow(10_000)
+        with contextlib.suppress(OSError), socket.socket() as s:  # else somebody listens there
+            s.bind(("", port))
+            return port
+
+
+def command(launcher: str) -> list[str]:
+    """One process by name `sagetrain`, two by `deepspeed`, `torchrun` or, where no launcher is tested, `ranks`."""
+    port, script = str(free_port()), str(ROOT / "launch/train.py")
+    return {
+        "sagetrain": ["sagetrain", "train"],
+        "ranks": ["ranks", "2", port, "train"],
+        "deepspeed": ["deepspeed", "--num_accelerators", "2", "--master_port", port, script],
+        "torchrun": ["torchrun", "--nproc-per-node", "2", "--master-port", port, script],
+    }[launcher]
+
+
+def start(launcher: str | list[str], config: Path) -> Command | subprocess.Popen:
+    """Start training by a launcher's name, or by its whole command up to launch/train.py."""
+    words = command(launcher) if isinstance(launcher, str) else [*launcher, str(ROOT / "launch/train.py")]
+    words += ["--config", str(config)]
+    env = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+    }
+    log = config.with_suffix(".log")
+    if words[0] in COMMANDS:
+        return Command(words, env, log, config.parent)
+    return subprocess.Popen(
+        words,
+        env=env,
+        stdout=log.open("a"),
+        stderr=subprocess.STDOUT,
+        cwd=config.parent,
+        start_new_session=True,
+    )
+
+
+def finish(launcher: str | list[str], config: Path) -> None:
+    code = start(launcher, config).wait(PATIENCE)
+    assert code == 0, log_of(config)[-3000:]
+
+
+def sagetrain(*words: object) -> subprocess.CompletedProcess[str]:
+    """`sagetrain WORDS`, ended."""
+    with tempfile.TemporaryDirectory() as folder:
+        output, errors = (Path(folder, name) for name in ("output", "errors"))
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        command = Command(["sagetrain", *map(str, words)], env, output, Path.cwd(), errors)
+        code = command.wait(PATIENCE)
+        return subprocess.CompletedProcess(command.args, code, output.read_text(), errors.read_text())
+
+
+def run_dir_of(config: Path) -> Path:
+    return Path(yaml.safe_load(config.read_text())["training"]["run_dir"])
+
+
+def log_of(config: Path) -> str:
+    return config.with_suffix(".log").read_text()
+
+
+def when(launcher: str | list[str], config: Path, ready: Callable[[], bool], act: Callable[[Command], None]) -> int:
+    """Start a run, do `act` as soon as `ready`, and return the launcher's exit code."""
+    process, deadline = start(launcher, config), time.monotonic() + PATIENCE
+    folder = run_dir_of(config)
+    while not ready():
+        assert process.poll() is None, log_of(config)[-3000:]
+        assert time.monotonic() < deadline, "the run did not get there in time"
+        time.sleep(0.002 if folder.exists() else 0.05)  # until then it imports
+    act(process)
+    return process.wait(PATIENCE)
+
+
+def reached(config: Path, step: int) -> Callable[[], bool]:
+    """Whether the run has reported `step`."""
+    metrics = run_dir_of(config) / "metrics.jsonl"
+    return lambda: metrics.exists() and f'"step": {step},' in metrics.read_text()
+
+
+def at_step(launcher: str | list[str], config: Path, step: int, act: Callable[[Command], None]) -> int:
+    """Start a run, do `act` once metrics.jsonl shows `step`, and return the launcher's exit code."""
+    return when(launcher, config, reached(config, step), act)
+
+
+def ranks_of(launcher: Command) -> list[psutil.Process]:
+    """The processes that train, in the order of their ranks, without the launcher's own."""
+    ranks = {rank_of(process): process for process in psutil.Process(launcher.pid).children(recursive=True)}
+    return [ranks[rank] for rank in sorted(ranks.keys() - {None})]
+
+
+def rank_of(process: psutil.Process) -> int | None:
+    """Return the rank that a forked process has in its name, any other in its environment; None for a launcher."""
+    words = process.name().split()
+    rank = words[1] if words[0] == "rank" else process.environ().get("RANK")
+    return None if rank is None else int(rank)
+
+
+def kill_all(process: Command) -> None:
+    """kill -9 of the launcher and of every rank, youngest first."""
+    launcher = psutil.Process(process.pid)
+    children = launcher.children(recursive=True)
+    for child in reversed([launcher, *children]):
+        with contextlib.suppress(psutil.NoSuchProcess):  # a rank may end by itself when another one is gone
+            child.send_signal(signal.SIGKILL)
+    psutil.wait_procs(children, timeout=PATIENCE)  # until then they hold the run's folder
+
+
+def final_tensors(run_dir: Path) -> dict:
+    folder = run_dir / "checkpoints" / (run_dir / "checkpoints" / "latest").read_text().strip()
+    assert folder.name == f"step-{STEPS:08d}"
+    return {f"{file.name}|{k}": v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()}
+
+
+def training_rows(run_dir: Path) -> list[dict]:
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{k: row[k] for k in ("step", "tokens", "train/loss", "train/lr", "train/tokens_per_step")}
+            for row in rows if "train/loss" in row]  # fmt: skip
+
+
+def check_same(run_dir: Path, reference: Path) -> None:
+    ours, theirs = final_tensors(run_dir), final_tensors(reference)
+    assert ours.keys() == theirs.keys()
+    assert [key for key in ours if not ours[key].equal(theirs[key])] == []
+    assert training_rows(run_dir) == training_rows(reference)
+    assert [row["step"] for row in training_rows(run_dir)] == list(range(1, STEPS + 1))

@@ -1,0 +1,24 @@
+"""Runs that begin with the weights of another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+from runs import write_config
+
+SHORT = {
+    "training": {"total_tokens": 1280},
+    "tokens_per_step": {"schedule": "constant", "tokens": 256, "stages": None},
+    "lr_schedule": {"warmup_tokens": 256},
+}
+
+
+def configured(path: Path, corpus: Path, run_dir: Path, **sections: dict) -> Path:
+    """A run of five steps; sections update those of it."""
+    merged = {name: {**SHORT.get(name, {}), **sections.get(name, {})} for name in {*SHORT, *sections}}
+    config = write_config(path, corpus, run_dir, **merged)
+    tree = yaml.safe_load(config.read_text())
+    tree["tokens_per_step"] = {"schedule": "constant", "tokens": merged["tokens_per_step"]["tokens"]}
+    config.write_text(yaml.safe_dump(tree))
+    return config

@@ -1,0 +1,66 @@
+"""A run is built in five acts, each of which returns what it found."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
+
+import pytest
+import tiny
+from distributed import run_distributed
+
+from sagetrain.auto.settled import settle
+from sagetrain.checkpoint import on_disk
+from sagetrain.config import RunConfig
+from sagetrain.training.build_run import assemble, build, check_files, make_engine, meet, resume
+from sagetrain.training.run import Run
+from sagetrain.training.trainer import Trainer
+
+
+def config(corpus: str, run_dir: str, steps: int) -> RunConfig:
+    data = {"train": [{"path": f"{corpus}/train"}], "micro_batch_size": 2}
+    training = {"run_dir": run_dir, "total_tokens": steps * 4 * tiny.SEQ}
+    return tiny.config(1, data=data, training=training, attention={"backend": "auto"})
+
+
+def by_hand(cfg: RunConfig) -> Run:
+    """Go through the acts one by one, and see what each does and leaves alone."""
+    folder = Path(cfg.training.run_dir)
+    files = check_files(cfg)
+    assert not folder.exists()
+    assert files.identity.vocab_size == files.vocab_size and files.identity.order == files.train.fingerprint
+    met = meet(cfg, files)
+    assert folder.exists() and met.main and met.checkpoint is None and met.hashes["data.train"]
+    settled = settle(
+        cfg, None, files.train, met.groups, compiled=False, layers_of_tp=None, device=met.device, dtype=files.dtype,
+        folder=files.folder, say=met.reporter.say,
+    )  # fmt: skip
+    assert (settled.cfg.attention.backend, settled.cfg.linear.precision) == ("sdpa", "bf16")
+    assert settled.cfg.parallel.tensor_parallel_overlap == "off" and cfg.attention.backend == "auto"
+    built = make_engine(settled, files, met)
+    resumed = resume(cfg, files, met, settled, built.engine)
+    assert (resumed.state.step, resumed.changed, resumed.init_from) == (0, [], None)
+    for found in (files, met, settled, built, resumed):
+        with pytest.raises(FrozenInstanceError):
+            found.cfg = cfg
+    return assemble(cfg, files, met, settled, built, resumed)
+
+
+def begin_and_go_on(corpus: str, run_dir: str) -> None:
+    cfg = config(corpus, run_dir, 2)
+    first = Trainer(by_hand(cfg))
+    assert first.train()
+    written = on_disk.read_state(on_disk.newest(Path(run_dir) / "checkpoints"))
+    assert written == first.run.record(first.state) and written.step == 2
+
+    longer = cfg.training.model_copy(update={"total_tokens": 3 * 4 * tiny.SEQ})
+    again = build(cfg.model_copy(update={"training": longer}))
+    assert again.resumed.state == first.state and again.met.checkpoint.name == on_disk.folder_name(2)
+    assert again.resumed.changed == ["training.total_tokens: 128 -> 192"]
+    assert again.settled.cfg.attention == first.run.settled.cfg.attention
+    assert "as the run had it" in again.settled.reasons.attention
+    assert again.record(again.resumed.state) == replace(written, files=again.met.hashes)
+
+
+def test_the_acts_by_hand_make_the_run_that_build_goes_on_with(corpus: Path, tmp_path: Path) -> None:
+    run_distributed(begin_and_go_on, 1, str(corpus), str(tmp_path / "run"))

@@ -1,0 +1,426 @@
+"""Faults, with real processes: whatever is killed, stopped, filled up or damaged, a run ends with a word about it, or
+continues to bitwise the same weights with no sample skipped or seen twice."""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import tiny
+import torch
+from distributed import run_distributed
+from forked import PATIENCE, Command
+from runs import (
+    BIN,
+    check_same,
+    command,
+    finish,
+    log_of,
+    ranks_of,
+    reached,
+    run_dir_of,
+    start,
+    training_rows,
+    when,
+    write_config,
+)
+
+from sagetrain.checkpoint import on_disk
+from sagetrain.checkpoint.ledger import Ledger, check_consumed, fold
+from sagetrain.checkpoint.on_disk import KINDS
+from sagetrain.checkpoint.reading import Reader
+from sagetrain.config.errors import CheckpointError, TrainingError
+from sagetrain.data.loader import Batch
+from sagetrain.parallel.topology import ParallelGroups
+
+# -- the ledger ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("micro_batch", "dp_size", "sharers"), [(1, 1, 1), (2, 2, 1), (4, 3, 2), (4, 2, 4)])
+def test_every_sample_once_on_the_ranks_it_was_dealt_to(micro_batch, dp_size, sharers) -> None:
+    """`sharers`: tensor- and context-parallel ranks that work on the same samples."""
+    first, count = 3 * 2**40, 5 * micro_batch * dp_size
+    ranks: list[list[int]] = [[] for _ in range(dp_size)]
+    for micro_step in range(0, count, micro_batch):
+        ranks[micro_step // micro_batch % dp_size] += range(first + micro_step, first + micro_step + micro_batch)
+    layout = (micro_batch, dp_size, dp_size * sharers)
+
+    def folds() -> int:
+        return sharers * sum(fold(ids, rank) for rank, ids in enumerate(ranks))
+
+    check_consumed(folds(), first, count, *layout)
+    for wrong_first, wrong_count in ((first + 1, count), (first, count + 1), (first - count, count)):
+        with pytest.raises(TrainingError, match="each once"):
+            check_consumed(folds(), wrong_first, wrong_count, *layout)
+    once = ranks[0]
+    for ranks[0] in (once[1:], [*once, once[0]], [once[-1] + 1, *once[1:]]):  # skipped, seen twice, another's
+        with pytest.raises(TrainingError, match=f"samples {first:,} to {first + count - 1:,}"):
+            check_consumed(folds(), first, count, *layout)
+
+
+def test_ranks_with_each_others_samples_are_noticed() -> None:
+    """The set is right, but a tensor-parallel rank that swaps data with its neighbour computes nonsense."""
+    right = 2 * (fold([0, 1], 0) + fold([2, 3], 1))
+    check_consumed(right, 0, 4, 2, 2, 4)
+    with pytest.raises(TrainingError):
+        check_consumed(right - fold([0, 1], 0) + fold([2, 3], 0) - fold([2, 3], 1) + fold([0, 1], 1), 0, 4, 2, 2, 4)
+
+
+def one_rank_goes_wrong() -> list[str]:
+    """Two data-parallel ranks; rank 1 trains on a neighbour's samples, then its loss is not a number."""
+    engine = tiny.engine(tiny.config(1), tiny.join(1))
+    rank, seen, forward, scale = engine.groups.dp_rank, [], engine.forward, 1.0
+    engine.forward = lambda batch: forward(batch) * (scale if rank else 1.0)
+    for step, (wrong_sample, factor) in enumerate([(0, 1.0), (1, 1.0), (0, float("nan"))]):
+        scale = factor
+        ids = [2 * step + rank * (1 + wrong_sample)]
+        tokens = torch.full((1, tiny.SEQ), 5)
+        batch = Batch(tokens, tokens, positions=None, cu_seqlens=None, max_seqlen=None, sample_ids=ids)
+        result = engine.step([batch], 1, 1e-3)
+        try:
+            check_consumed(result.folds, 2 * step, 2, 1, 2, 2)
+            seen.append("finite" if math.isfinite(result.loss) else "not finite")
+        except TrainingError:
+            seen.append("other samples")
+    return seen
+
+
+def test_every_rank_learns_what_went_wrong_on_one() -> None:
+    assert run_distributed(one_rank_goes_wrong, 2) == [["finite", "other samples", "not finite"]] * 2
+
+
+def ledger_of(sizes: list[int]) -> Ledger:
+    ledger, cursor = Ledger("order"), 0
+    for size in sizes:
+        ledger.add(cursor, size)
+        cursor += size
+    return ledger
+
+
+def test_ledger_is_found_again_from_its_segments() -> None:
+    sizes = [8] * 5 + [16] * 3 + [8]
+    stored = ledger_of(sizes)
+    assert stored.segments == [[0, 8, 5], [40, 16, 3], [88, 8, 1]]
+    again = Ledger.verified(stored, "order", 9, 96, Path("step-9"))
+    assert (again.head, again.segments) == (stored.head, stored.segments)
+    again.add(96, 8)
+    assert again.head == ledger_of([*sizes, 8]).head != ledger_of([*sizes, 9]).head
+
+
+@pytest.mark.parametrize(
+    ("segments", "step", "words"),
+    [
+        ([[0, 8, 5], [48, 16, 3]], 8, "skips samples 40 to 47"),
+        ([[0, 8, 5], [32, 16, 3]], 8, "has seen twice samples 32 to 39"),
+        ([[0, 8, 5], [40, 16, 2]], 8, "7 steps over 72 samples, the training state says 8 steps over 88"),
+        ([[0, 16, 3], [48, 8, 5]], 8, "its steps give"),  # as many samples, in other steps
+        (None, 8, "is missing"),
+    ],
+)
+def test_a_ledger_that_does_not_fit_is_refused(segments, step, words) -> None:
+    stored = segments and replace(ledger_of([8] * 5 + [16] * 3), segments=segments)
+    with pytest.raises(CheckpointError, match=words):
+        Ledger.verified(stored, "order", step, 88, Path("step-00000008"))
+    with pytest.raises(CheckpointError, match="order of samples"):
+        Ledger.verified(ledger_of([8]), "another order", 1, 8, Path("step-00000001"))
+
+
+# -- runs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, corpus) -> Path:
+    """Run folder of the undisturbed run of one process, with its newest three checkpoints."""
+    folder = tmp_path_factory.mktemp("alone")
+    finish("sagetrain", write_config(folder / "run.yaml", corpus, folder / "run", checkpoint={"keep_last": 3}))
+    return folder / "run"
+
+
+def check_ledger(run_dir: Path, reference: Path) -> None:
+    """No sample skipped or seen twice, and the same chain as the undisturbed run."""
+    states = []
+    for folder in (run_dir, reference):
+        newest = folder / "checkpoints" / (folder / "checkpoints/latest").read_text().strip()
+        state = on_disk.read_state(newest)
+        Ledger.verified(state.ledger, state.identity.order, state.step, state.sequences, newest)
+        states.append((state.step, state.sequences, state.ledger))
+    assert states[0] == states[1]
+    assert states[0][2].segments == [[0, 8, 20], [160, 16, 20]]
+
+
+def check_undisturbed(run_dir: Path, reference: Path) -> None:
+    check_same(run_dir, reference)
+    check_ledger(run_dir, reference)
+
+
+def test_kill_9_of_one_rank_then_of_all_ranks(tmp_path, corpus, pair) -> None:
+    every_step = {"every_tokens": 256}  # a save is always in flight
+    config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", tp_size=2, checkpoint=every_step)
+    assert when("deepspeed", config, reached(config, 13), lambda launcher: ranks_of(launcher)[1].kill()) != 0
+
+    def all_ranks(launcher: Command) -> None:
+        for rank in ranks_of(launcher):
+            rank.kill()
+
+    assert when("torchrun", config, reached(config, 26), all_ranks) != 0
+    finish("ranks", config)
+    assert log_of(config).count("resumed from step-") >= 2
+    check_undisturbed(tmp_path / "run", pair)
+
+
+def test_ranks_whose_launcher_is_killed_save_and_leave(tmp_path, corpus, pair) -> None:
+    patience = {"timeout_minutes": 0.5}  # the launcher is looked for 20 times in it
+    config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", tp_size=2, training=patience)
+
+    def only_the_launcher(launcher: Command) -> None:
+        ranks = ranks_of(launcher)
+        for rank in ranks:  # stopped meanwhile: the run is so short that it might finish
+            rank.suspend()
+        launcher.kill()
+        time.sleep(1.6)
+        for rank in ranks:
+            rank.resume()
+        assert psutil.wait_procs(ranks, timeout=PATIENCE)[1] == []
+
+    executed = [str(BIN / "deepspeed"), *command("deepspeed")[1:-1]]  # ranks know a launcher by its command line
+    for launcher, step in ((executed, 7), ("torchrun", 24)):
+        assert when(launcher, config, reached(config, step), only_the_launcher) == -signal.SIGKILL
+    assert log_of(config).count("rank 1: the launcher is gone") == 2
+    assert log_of(config).count("stopped by SIGTERM at step") == 2
+    finish("ranks", config)
+    check_undisturbed(tmp_path / "run", pair)
+
+
+def test_sigterm_at_the_first_step_while_saving_and_while_evaluating(tmp_path, corpus, alone) -> None:
+    config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", evaluation={"num_sequences": 200})
+    folder = tmp_path / "run/checkpoints"
+
+    def saving() -> bool:
+        return any(folder.glob(".writing-*"))
+
+    def evaluating() -> bool:
+        """The step before an evaluation is reported, the evaluation is not."""
+        rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines(keepends=True)
+                if line.endswith("\n")]  # fmt: skip
+        return rows[-1]["step"] in (24, 27, 30, 33, 36) and "train/loss" in rows[-1]
+
+    for moment in (reached(config, 1), saving, evaluating):
+        assert when("sagetrain", config, moment, lambda run: run.terminate()) == 0, log_of(config)[-3000:]
+    stopped = [line for line in log_of(config).splitlines() if "stopped by SIGTERM at step" in line]
+    assert len(stopped) == 3, log_of(config)
+    assert not saving()
+    finish("sagetrain", config)
+    check_undisturbed(tmp_path / "run", alone)
+
+
+@pytest.fixture
+def slow_disk(tmp_path) -> list[str]:
+    """A launcher of one process, for which every sync to disk takes a quarter of a second."""
+    (tmp_path / "slow.py").write_text(
+        "import os, runpy, sys, time\n"
+        "fsync = os.fsync\n"
+        "os.fsync = lambda file: (time.sleep(0.25), fsync(file))[1]\n"
+        "del sys.argv[0]\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    return ["python", str(tmp_path / "slow.py")]
+
+
+def test_sigterm_and_kill_9_while_training_goes_on_beside_a_save(tmp_path, corpus, alone, slow_disk) -> None:
+    config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run")
+    folder = tmp_path / "run/checkpoints"
+
+    def training_beside_a_save(step: int) -> Callable[[], bool]:
+        return lambda: reached(config, step + 2)() and any(folder.glob(f".writing-step-{step:08d}-*"))
+
+    assert when(slow_disk, config, training_beside_a_save(10), lambda run: run.terminate()) == 0
+    stopped = int(re.search(r"stopped by SIGTERM at step (\d+)", log_of(config))[1])
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "latest", on_disk.folder_name(10), on_disk.folder_name(stopped)
+    ]  # fmt: skip
+    assert when(slow_disk, config, training_beside_a_save(25), lambda run: run.kill()) == -signal.SIGKILL
+    assert max(folder.glob("step-*")).name == "step-00000020"
+    finish("sagetrain", config)  # on a disk that is as fast as ever
+    assert re.findall(r"resumed from step-0*(\d+)", log_of(config)) == [str(stopped), "20"]
+    waits = log_of(config).count("training waits for the checkpoint before this one (said once)")
+    assert 1 <= waits <= 3  # at most once a start
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    saves = {row["step"]: row for row in rows if "perf/save_stall_seconds" in row}
+    assert saves.keys() >= {10, 20, 40}
+    assert saves[10]["perf/save_stall_seconds"] < 0.25 < 1 < saves[10]["perf/save_publish_seconds"]
+    check_undisturbed(tmp_path / "run", alone)
+
+
+def test_a_hung_rank_ends_the_run_with_the_stacks_of_all(tmp_path, corpus) -> None:
+    patience = {"timeout_minutes": 0.15}
+    config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", tp_size=2, training=patience)
+    stacks = tmp_path / "run/stacks"
+
+    def stop_one_rank(launcher: Command) -> None:
+        rank = ranks_of(launcher)[1]
+        rank.suspend()
+        deadline = time.monotonic() + PATIENCE
+        while not (stacks / "rank-0.collectives.json").exists():  # in which the other's wait is on record by then
+            assert launcher.poll() is None and time.monotonic() < deadline, log_of(config)[-3000:]
+            time.sleep(0.01)
+        rank.resume()  # a stopped process can write nothing
+
+    assert when("ranks", config, reached(config, 5), stop_one_rank) == 5
+    assert "rank 0: error: in " in log_of(config)  # a step, or, on a busy machine, what came behind one
+    assert "no progress for 0.15 minutes" in (stacks / "rank-0.txt").read_text()
+    assert "another rank hangs" in (stacks / "rank-1.txt").read_text()
+    assert "waits in gloo:" in (stacks / "rank-0.txt").read_text()
+    for file in stacks.glob("*.txt"):
+        assert "in _loop" in file.read_text()
+
+
+# -- disks -----------------------------------------------------------------------------------------------------------
+
+
+def train_and_save(root: Path, first: int, steps: int) -> None:
+    """A checkpoint after every step, in which every value is the number of the step; training does not wait for it."""
+    torch.set_num_threads(1)
+    shard = tiny.owned("w", {kind: torch.empty(20_000) for kind in KINDS})
+    saver = tiny.saver(root, ParallelGroups.single(), keep_last=2)
+    for step in range(first, first + steps):
+        for tensor in shard.tensors.values():
+            tensor.fill_(step)
+        state = tiny.run_state(step, step * 10)
+        saver.start(state, f"step: {step}\n" * 1000, [shard], {"noise": torch.full((1000,), step)})
+        for tensor in shard.tensors.values():  # half way to the next step
+            tensor.add_(0.5)
+    saver.wait()
+
+
+def test_kill_9_at_20_moments_while_saving(tmp_path) -> None:
+    draw, context, newest, torn = random.Random(4), multiprocessing.get_context("fork"), 0, 0
+    for _ in range(20):
+        writer = context.Process(target=train_and_save, args=(tmp_path, newest + 1, 1 << 30))
+        writer.start()
+        deadline = time.monotonic() + PATIENCE
+        while max((int(folder.name[5:]) for folder in tmp_path.glob("step-*")), default=0) <= newest:
+            assert writer.is_alive() and time.monotonic() < deadline
+            time.sleep(0.001)
+        time.sleep(draw.uniform(0, 0.05))
+        os.kill(writer.pid, signal.SIGKILL)
+        writer.join()
+        half_written = list(tmp_path.glob(".writing-*"))
+        assert len(half_written) <= 1  # never two
+        torn += len(half_written)
+        said: list[str] = []
+        folder, damaged = on_disk.newest_whole(tmp_path, said.append)
+        assert (damaged, said) == ([], [])
+        found = int(folder.name[5:])
+        assert found > newest
+        newest = found
+        reader = Reader(folder)
+        assert reader.state.step == newest
+        assert reader.rng(0)["noise"].eq(newest).all()
+        assert all(reader.local("w", kind, 0, 1).eq(newest).all() for kind in KINDS)
+    assert torn >= 5, "the kills did not hit the saving"
+    train_and_save(tmp_path, newest + 1, 1)  # and what the kills have left behind goes with the next save
+    assert sorted(f.name for f in tmp_path.iterdir()) == [
+        "latest", *(on_disk.folder_name(n) for n in (newest, newest + 1))
+    ]  # fmt: skip
+
+
+def test_a_full_disk_ends_the_run_and_it_continues_when_there_is_space(tmp_path, corpus, alone, small_disk) -> None:
+    config = write_config(tmp_path / "run.yaml", corpus, small_disk / "run")
+
+    def fill(run: Command) -> None:
+        run.send_signal(signal.SIGSTOP)
+        (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free - 200_000))
+        run.send_signal(signal.SIGCONT)
+
+    assert when("sagetrain", config, reached(config, 12), fill) == 3, log_of(config)[-3000:]
+    assert "cannot write" in log_of(config) and "No space left on device" in log_of(config)
+    assert "; free some space and run the same command again\n" in log_of(config)
+    names = [folder.name for folder in (small_disk / "run/checkpoints").iterdir()]
+    assert sorted(names) == ["latest", "step-00000010"]
+    (small_disk / "filler").unlink()
+    finish("sagetrain", config)
+    assert "resumed from step-00000010" in log_of(config)
+    check_undisturbed(small_disk / "run", alone)
+
+
+def test_a_disk_that_fills_up_while_logging_is_one_line_with_the_file_and_the_advice(
+    tmp_path, corpus, small_disk
+) -> None:
+    config = write_config(
+        tmp_path / "run.yaml", corpus, small_disk / "run", checkpoint={"every_tokens": 10**6}, data={"valid": []}
+    )
+
+    def fill(run: subprocess.Popen) -> None:
+        run.send_signal(signal.SIGSTOP)
+        (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free))
+        run.send_signal(signal.SIGCONT)
+
+    assert when("sagetrain", config, reached(config, 2), fill) == 3, log_of(config)[-3000:]
+    said = [line for line in log_of(config).splitlines() if "No space" in line]
+    assert len(said) == 1 and "Traceback" not in log_of(config)
+    assert said[0].startswith(f"error: {small_disk}/run/")
+    assert said[0].endswith(": No space left on device; free some space and run the same command again")
+    text = (small_disk / "run/metrics.jsonl").read_text()
+    assert text.endswith("}\n") and [json.loads(line)["step"] for line in text.splitlines()][:2] == [1, 2]
+    assert not list((small_disk / "run").rglob("*.partial"))
+
+
+def flip_a_bit(path: Path, position: int | None = None) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2 if position is None else position] ^= 4
+    path.write_bytes(content)
+
+
+def test_damaged_shards_are_walked_past_and_set_aside(tmp_path, corpus, alone) -> None:
+    shutil.copytree(alone, tmp_path / "run")
+    folders = sorted((tmp_path / "run/checkpoints").glob("step-*"))
+    os.truncate(folders[2] / "shard-tp000-dp000.safetensors", 100_000)
+    flip_a_bit(folders[1] / "shard-tp000-dp000.safetensors")
+    config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run")
+    finish("sagetrain", config)
+    for damaged, words in ((folders[2], "has 100000 bytes instead of"), (folders[1], "does not match its SHA-256")):
+        assert f"checkpoint {damaged.name} is damaged and passed over" in log_of(config)
+        assert words in log_of(config)
+        assert damaged.with_name(f"damaged-{damaged.name}").is_dir()
+    assert f"resumed from {folders[0].name}" in log_of(config)
+    check_undisturbed(tmp_path / "run", alone)
+
+
+def test_a_forged_ledger_is_refused(tmp_path, corpus, alone) -> None:
+    shutil.copytree(alone, tmp_path / "run")
+    manifest = sorted((tmp_path / "run/checkpoints").glob("step-*"))[-1] / "manifest.json"
+    content = json.loads(manifest.read_text())
+    content["state"]["sequences"] += 16  # the next step would be left out
+    manifest.write_text(json.dumps(content))
+    config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run")
+    assert start("sagetrain", config).wait(PATIENCE) == 3
+    assert "has 40 steps over 480 samples, the training state says 40 steps over 496" in log_of(config)
+    assert len(training_rows(tmp_path / "run")) == 40
+
+
+def test_damaged_token_files_are_named_before_training(tmp_path, corpus) -> None:
+    runs = {}
+    for suffix, words in ((".bin", "the .bin does not have the checksum"), (".idx", "does not end where the next one")):
+        folder = tmp_path / suffix[1:]
+        shutil.copytree(corpus, folder)
+        flip_a_bit(folder / f"train{suffix}", None if suffix == ".bin" else 34)  # .idx: in the lengths
+        config = write_config(tmp_path / f"run-{suffix[1:]}.yaml", folder, tmp_path / f"run-{suffix[1:]}")
+        runs[config] = start("sagetrain", config), f"token file {folder / 'train'}: ", words
+    for config, (run, name, words) in runs.items():
+        assert run.wait(PATIENCE) == 2
+        assert name in log_of(config)
+        assert words in log_of(config)
+        assert not run_dir_of(config).exists()

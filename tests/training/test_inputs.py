@@ -1,0 +1,351 @@
+"""`plan` finds what `train` would refuse of the files at hand. Every refusal on the way to the first step is here, by
+real files, or is excused by name."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from runs import ROOT, write_config
+
+from sagetrain.config import ConfigError, load_config
+from sagetrain.data.token_file import TokenFileWriter, token_path
+from sagetrain.data.tokenizer import Tokenizer, known_tokenizer, train_tokenizer
+from sagetrain.hardware import H200
+from sagetrain.planning.plan import make_plan
+from sagetrain.training import inputs
+from sagetrain.training.build_run import build
+
+
+class World:
+    """Copies of the token files and of a finished run, and a configuration that fits both."""
+
+    def __init__(self, folder: Path, corpus: Path, pair: Path) -> None:
+        self.data, self.run = shutil.copytree(corpus, folder / "data"), shutil.copytree(pair, folder / "run")
+        self.config = write_config(folder / "run.yaml", corpus, folder / "new", tp_size=2)
+        self.overrides = [f"data.{name}.0.path={self.data}/{name}" for name in ("train", "valid")]
+
+    @property
+    def newest(self) -> Path:
+        return sorted(self.run.glob("checkpoints/step-*"))[-1]
+
+    def write(self, name: str, tokens: np.ndarray, **recorded: object) -> None:
+        writer = TokenFileWriter(self.data / name).begin(512)
+        writer.add(tokens.astype(np.int32), np.array([len(tokens)]))
+        writer.finish()
+        writer.publish(dict(recorded))
+
+    def record(self, name: str, **changes: object) -> None:
+        file = self.data / f"{name}.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+    def other_tokenizer(self) -> bytes:
+        return train_tokenizer([Path(__file__).read_text()], 512)
+
+    def manifest(self, change: Callable[[dict], object]) -> None:
+        file = self.newest / "manifest.json"
+        tree = json.loads(file.read_text())
+        change(tree)
+        file.write_text(json.dumps(tree))
+
+    def resume(self, *overrides: str) -> None:
+        """Go on with the run on the data that it was trained on."""
+        self.overrides = [f"training.run_dir={self.run}", *overrides]
+
+    def begin(self, *overrides: str) -> None:
+        self.overrides += [f"training.init_from={self.run}", *overrides]
+
+
+def cut_index(world: World) -> None:
+    file = token_path(world.data / "train", ".idx")
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def changed_token(world: World) -> None:
+    file = token_path(world.data / "valid", ".bin")
+    file.write_bytes(b"\1\0" + file.read_bytes()[2:])
+
+
+def too_short(world: World) -> None:
+    world.write("valid", np.arange(20))
+
+
+def foreign_tokens(world: World) -> None:
+    world.write("train", np.full(99, 600))
+
+
+def foreign_tokens_in_a_large_file(world: World) -> None:
+    world.write("train", np.append(np.zeros(9999), 600))
+    inputs._READ_TOKENS = 100
+
+
+def broken_record(world: World) -> None:
+    (world.data / "valid.json").write_text("{")
+
+
+def lost_mask(world: World) -> None:
+    world.record("train", mask_sha256="0" * 64)
+
+
+def records_of_another_length(world: World) -> None:
+    world.record("train", seq_length=24)
+
+
+def records_that_see_one_another(world: World) -> None:
+    world.record("train", seq_length=32)
+    world.overrides += ["data.document_attention=false", "data.document_positions=false"]
+
+
+def another_tokenizer(world: World) -> None:
+    world.record("valid", tokenizer_sha256="1" * 64)
+
+
+def another_tokenizer_by_name(world: World) -> None:
+    (world.data / "other.model").write_bytes(world.other_tokenizer())
+    world.overrides.append(f"data.tokenizer={world.data}/other.model")
+
+
+def two_tokenizers_and_none_at_hand(world: World) -> None:
+    world.record("valid", tokenizer_sha256="1" * 64)
+    (world.data / "tokenizer.model").unlink()
+
+
+def weights_of_another_model(world: World) -> None:
+    world.begin("model.ffn_hidden_size=96")
+
+
+def weights_of_another_tokenizer(world: World) -> None:
+    model = world.other_tokenizer()
+    (world.data / "tokenizer.model").write_bytes(model)
+    for name in ("train", "valid"):
+        world.record(name, tokenizer_sha256=Tokenizer(model).sha256)
+    world.begin()
+
+
+def weights_with_a_file_missing(world: World) -> None:
+    world.overrides.append(f"training.init_from={world.newest}")
+    next(world.newest.glob("shard-*")).unlink()
+
+
+def weights_none_of_which_is_whole(world: World) -> None:
+    for file in world.run.glob("checkpoints/*/shard-*"):
+        os.truncate(file, 100)
+    world.begin()
+
+
+def weights_without_a_readable_manifest(world: World) -> None:
+    (world.newest / "manifest.json").write_text("{}")
+    world.begin()
+
+
+def weights_of_other_shapes(world: World) -> None:
+    world.manifest(lambda tree: tree["tensors"]["final_norm.gain"].update(shape=[31]))
+    world.begin()
+
+
+def moments_of_an_imported_model(world: World) -> None:
+    world.manifest(lambda tree: tree["state"].update(imported={"tokens": {}}))
+    world.begin("training.init_moments=true")
+
+
+def a_run_in_an_imported_folder(world: World) -> None:
+    world.manifest(lambda tree: tree["state"].update(imported={"tokens": {}}))
+    world.resume()
+
+
+def never_resumed(world: World) -> None:
+    world.resume("checkpoint.resume=never")
+
+
+def resumed_with_another_seed(world: World) -> None:
+    world.resume("training.seed=7")
+
+
+def resumed_on_other_data(world: World) -> None:
+    world.resume(f"data.train.0.path={world.data}/valid")
+
+
+def resumed_with_none_whole(world: World) -> None:
+    for file in world.run.glob("checkpoints/*/shard-*"):
+        file.unlink()
+    world.resume()
+
+
+def resumed_with_a_forged_ledger(world: World) -> None:
+    world.manifest(lambda tree: tree["state"]["ledger"].update(head="0" * 64))
+    world.resume()
+
+
+def resumed_with_a_newer_state(world: World) -> None:
+    world.manifest(lambda tree: tree["state"].update(version=99))
+    world.resume()
+
+
+def resumed_with_a_state_that_lacks_a_value(world: World) -> None:
+    world.manifest(lambda tree: tree["state"].pop("sequences"))
+    world.resume()
+
+
+def a_prompt_without_room(world: World) -> None:
+    world.overrides += ["evaluation.samples_every_tokens=1", f"evaluation.samples_prompts=[short, {20 * 'long '}]"]
+
+
+# What is wrong -> where it is raised (file, function), and what is said.
+REFUSED = {
+    cut_index: ("token_file", "__init__", "the .idx has .* bytes where its header says"),
+    lost_mask: ("token_file", "_open_mask", "which says what counts in the loss, does not exist"),
+    changed_token: ("token_file", "validate", "does not have the checksum that was recorded"),
+    too_short: ("token_files", "__init__", "valid has 20 tokens, too few for one sequence of data.seq_length 32"),
+    foreign_tokens: ("token_file", "validate", "token 0 is outside of the vocabulary of 512"),
+    foreign_tokens_in_a_large_file: ("token_files", "check_vocabulary", "holds token 600, outside of the vocabulary"),
+    broken_record: ("token_file", "read_provenance", "valid.json is not valid JSON"),
+    records_of_another_length: ("token_files", "_check_records", "sequences of 24 tokens .* would cut its records"),
+    records_that_see_one_another: ("token_files", "_check_records", "holds records, .* data.document_attention: true"),
+    another_tokenizer: ("token_files", "check_tokenizers", "valid was prepared with another tokenizer than data"),
+    another_tokenizer_by_name: ("token_files", "check_tokenizers", "was prepared with another tokenizer than data"),
+    two_tokenizers_and_none_at_hand: ("token_files", "check_tokenizers", "were prepared with different tokenizers"),
+    weights_of_another_model: ("init_from", "check", "model.ffn_hidden_size: 64 there, 96 here"),
+    weights_of_another_tokenizer: ("init_from", "check", r"tokenizer: .* there, .* here \(SHA-256\)"),
+    weights_with_a_file_missing: ("on_disk", "whole", "is damaged: .* is missing"),
+    weights_none_of_which_is_whole: ("on_disk", "newest_whole", "checkpoints is whole"),
+    weights_without_a_readable_manifest: ("init_from", "check", "manifest.json cannot be read"),
+    weights_of_other_shapes: ("reading", "check_shapes", r"1 tensors differ, first: final_norm.gain: .*\(31,\)"),
+    moments_of_an_imported_model: ("init_from", "check", "was imported and has weights alone"),
+    a_run_in_an_imported_folder: ("init_from", "check", "holds an imported model"),
+    never_resumed: ("resume", "check", "checkpoint.resume is never"),
+    resumed_with_another_seed: ("resume", "check", "training.seed: checkpoint 0, this run 7"),
+    resumed_on_other_data: ("resume", "check", "data.train: checkpoint .*train, this run .*valid"),
+    resumed_with_none_whole: ("on_disk", "newest_whole", "checkpoints is whole"),
+    a_prompt_without_room: ("inputs", "check_prompts", r"samples_prompts\.1 has .* tokens, more than half of data"),
+    resumed_with_a_newer_state: ("state", "from_json", "has version 99, this SageTrain reads versions up to 1"),
+    resumed_with_a_state_that_lacks_a_value: ("state", "_validated", r"manifest.json: state\.sequences: missing"),
+    resumed_with_a_forged_ledger: ("ledger", "verified", "ends in 000000000000, its steps give"),
+}  # fmt: skip
+ALONE = {"__init__", "_open_mask", "read_provenance", "_check_records", "check_tokenizers"}
+"""The functions of data/ that a trainer calls before ranks meet. Later refusals are in test_resume.py."""
+EXCUSED = {
+    ("build_run", "check_files"): "attention and linear layers that this host's GPU cannot do: rules know the rest",
+    ("masters", "check"): "what DeepSpeed keeps in memory",
+    ("reduction", "check"): "what DeepSpeed of another version has no more",
+    ("join", "init_distributed"): "the GPUs of a host",
+    ("preflight", "use_interface"): "the network interfaces of a host",
+    ("preflight", "share"): "hosts that share no folder",
+    ("preflight", "_exchange"): "hosts that differ",
+    ("rendezvous", "meet"): "ranks that do not come",
+    ("rendezvous", "_listen"): "a port that is taken",
+    ("rendezvous", "_reach"): "a host that is not reached",
+    ("rendezvous", "_gather"): "ranks that do not come",
+    ("run_folder", "claim"): "another run that has the folder at that moment",
+    ("weights_and_biases", "on_start"): "a login",
+    ("rendezvous", "_make_room"): "the open files that a host allows",
+    ("token_file", "_read"): "a file that is cut while it is read",
+    ("token_file", "counted"): "a byte in the middle of a large mask, read with its sequence",
+    ("tokenizer", "load"): "plan loads the tokenizer itself, and ends with the same message",
+    ("on_disk", "read_manifest"): "its callers pass it on",
+    ("on_disk", "whole_at"): "for eval and generate",
+    ("reading", "_entry"): "after check_shapes",
+    ("reading", "_range"): "weights that cannot be read: reading them all takes as long as loading them",
+    ("reading", "rng"): "likewise",
+    ("on_disk", "remove"): "while training",
+    ("init_from", "recorded"): "for a replay",
+    ("ledger", "check_consumed"): "while training",
+}
+"""The refusals that a plan cannot make, and why."""
+
+
+@pytest.fixture
+def world(tmp_path: Path, corpus: Path, pair: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    monkeypatch.setattr(inputs, "_READ_TOKENS", inputs._READ_TOKENS)
+    return World(tmp_path, corpus, pair)
+
+
+def planned(world: World, level: str) -> str:
+    found = make_plan(world.config, world.overrides, 2, H200).findings
+    return "\n".join(str(each) for each in found if each.level == level)
+
+
+def test_what_fits_has_no_error_and_a_run_that_goes_on_is_said(world: World) -> None:
+    assert planned(world, "error") == ""
+    world.begin()
+    assert planned(world, "error") == ""
+    world.resume()
+    assert planned(world, "error") == ""
+    assert "holds step-00000040: the run is finished there" in planned(world, "info")
+    world.resume("training.total_tokens=20000", "optimizer.lr=1e-3")
+    assert planned(world, "error") == ""
+    said = planned(world, "info")
+    assert "goes on there, at 15,360 of 20,000 tokens; changed since: " in said
+    assert "optimizer.lr: 0.003 -> 0.001; " in said and "training.total_tokens: 15360 -> 20000" in said
+    assert "the learning rate goes from 2.36e-06 in the checkpoint's last step to" in planned(world, "warning")
+    os.truncate(next(world.newest.glob("shard-*")), 100)
+    assert "step-00000040 is damaged and passed over: " in planned(world, "warning")
+    before = sorted(world.run.glob("checkpoints/step-*"))[-2].name
+    assert f"holds {before}: the run goes on there" in planned(world, "info")
+
+
+def test_an_error_of_the_files_has_its_place_in_the_configuration(world: World) -> None:
+    another_tokenizer(world)
+    line = 1 + world.config.read_text().splitlines().index("  valid:")
+    assert f"{world.config}:{line}: data.valid = " in planned(world, "error")
+
+
+@pytest.mark.parametrize("spoil", REFUSED, ids=lambda spoil: spoil.__name__)
+def test_plan_finds_what_train_refuses(world: World, monkeypatch: pytest.MonkeyPatch, spoil: Callable) -> None:
+    raised = []
+
+    def error(*words: object, original=inputs.error):
+        trace = sys.exc_info()[2]
+        while trace.tb_next:
+            trace = trace.tb_next
+        raised.append((Path(trace.tb_frame.f_code.co_filename).stem, trace.tb_frame.f_code.co_name))
+        return original(*words)
+
+    monkeypatch.setattr(inputs, "error", error)
+    spoil(world)
+    *where, message = REFUSED[spoil]
+    cfg = load_config(world.config, world.overrides)
+    found = [str(each) for each in inputs.findings(cfg, known_tokenizer(cfg.data)) if each.level == "error"]
+    assert {*raised} == {tuple(where)}, found
+    assert all(re.search(message, said) for said in found), found
+    alone = where[0] == "init_from" or (where[0] not in ("on_disk", "reading") and where[1] in ALONE)
+    if alone and spoil is not two_tokenizers_and_none_at_hand:
+        with pytest.raises(ConfigError, match=message):
+            build(cfg)
+
+
+def test_every_refusal_on_the_way_to_the_first_step_is_found_or_excused() -> None:
+    names = {
+        "training": "build_run trainer weights_and_biases init_from resume inputs",
+        "engines": "deepspeed masters reduction",
+        "cluster": "join preflight rendezvous run_folder",
+        "checkpoint": "on_disk reading ledger state",
+    }
+    files = [ROOT / f"sagetrain/{room}/{name}.py" for room, listed in names.items() for name in listed.split()]
+    files += [ROOT / f"sagetrain/data/{name}.py" for name in ("loader", "token_files", "verify")]
+    refusals = {(file.stem, name) for file in files for name in _refusing(ast.parse(file.read_text()))}
+    tree = ast.parse((ROOT / "sagetrain/data/token_file.py").read_text())
+    (reader,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "TokenFile")
+    refusals |= {("token_file", name) for name in (*_refusing(reader), "read_provenance")}
+    refusals.add(("tokenizer", "load"))
+    assert refusals == {*EXCUSED, *((file, name) for file, name, _ in REFUSED.values())}
+
+
+def _refusing(tree: ast.AST) -> set[str]:
+    """Functions that raise what users are told, but for what ends a run that trains."""
+    kinds = {"ConfigError", "CheckpointError", "RanksMissing", "PermissionError", "_damaged"}
+    found = set()
+    for function in ast.walk(tree):
+        for node in ast.walk(function) if isinstance(function, ast.FunctionDef) else ():
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+                name = node.exc.func.id if isinstance(node.exc.func, ast.Name) else node.exc.func.attr
+                if name in kinds or (name == "TrainingError" and function.name == "check_consumed"):
+                    found.add(function.name)
+    return found

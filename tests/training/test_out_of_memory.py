@@ -1,0 +1,129 @@
+"""A GPU without memory left: what is said, and the snapshot. The error is a made one: there is no GPU here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from distributed import run_distributed
+
+from sagetrain.cli import exits
+from sagetrain.config.errors import TrainingError
+from sagetrain.training import build_run as building
+from sagetrain.training import out_of_memory
+from sagetrain.training.out_of_memory import explained, record_allocations
+
+WAYS = {"data.micro_batch_size": 8, "parallel.zero_stage": 1}
+
+
+def run_out(folder: Path) -> str:
+    with pytest.raises(TrainingError) as raised, explained(folder, 3, lambda: 61.24 * 2**30, WAYS):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has more to say")
+    return str(raised.value)
+
+
+def test_the_message_says_what_was_predicted_what_helps_and_where_the_snapshot_is(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_bytes(b"blocks"))
+    said = run_out(tmp_path)
+    assert said.startswith("rank 3 is out of GPU memory: CUDA out of memory. Tried to allocate 2.00 GiB. ")
+    assert "predicts 61.2 GiB" in said and "data.micro_batch_size (now 8), parallel.zero_stage (now 1)" in said
+    assert str(tmp_path / "memory/rank-3.pickle") in said and "more to say" not in said
+    assert (tmp_path / "memory/rank-3.pickle").read_bytes() == b"blocks"
+
+
+def test_a_snapshot_that_cannot_be_written_hides_nothing(tmp_path, monkeypatch) -> None:
+    def full(path: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", full)
+    said = run_out(tmp_path)
+    assert "Tried to allocate 2.00 GiB" in said and "no snapshot of the memory could be written" in said
+
+
+def test_other_errors_pass(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="other"), explained(tmp_path, 0, lambda: 1.0, WAYS):
+        raise ValueError("other")
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_allocation_is_recorded_with_its_line_and_the_latest_are_kept(monkeypatch) -> None:
+    asked: list[dict] = []
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **how: asked.append(how))
+    record_allocations(torch.device("cpu"))
+    assert asked == []
+    record_allocations(torch.device("cuda", 0))
+    assert asked == [{"enabled": "all", "context": "alloc", "stacks": "python", "max_entries": 50_000}]
+
+
+def start_without_memory(corpus: str, run_dir: str) -> None:
+    order: list[str] = []
+
+    def full(*_: object) -> None:
+        order.append("model")
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    building.record_allocations = lambda device: order.append(f"recording on {device}")
+    building.make_engine = full
+    torch.cuda.memory._dump_snapshot = lambda path: Path(path).write_bytes(b"blocks")
+    data, training = {"train": [{"path": f"{corpus}/train"}]}, {"run_dir": run_dir}
+    window = {"from_step": 1, "steps": 1}
+    for more, expected in (({}, ["model"]), ({"profile": window}, ["recording on cpu", "model"])):
+        order.clear()
+        with pytest.raises(TrainingError, match=r"rank 0 is out of GPU memory: .* predicts 0\.0 GiB"):
+            building.build(tiny.config(1, data=data, training=training, **more))
+        assert order == expected and Path(run_dir, "memory/rank-0.pickle").exists()
+
+
+def test_memory_that_is_out_before_the_first_step_is_explained_too(tmp_path: Path, corpus: Path) -> None:
+    """The optimizer's state is most of what a run needs, and allocated before it."""
+    run_distributed(start_without_memory, 1, str(corpus), str(tmp_path / "run"))
+
+
+def ways_out(corpus: str, run_dir: str) -> str:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    building.make_engine = full
+    torch.cuda.memory._dump_snapshot = lambda path: None
+    data, training = {"train": [{"path": f"{corpus}/train"}]}, {"run_dir": run_dir}
+    with pytest.raises(TrainingError) as raised:
+        building.build(tiny.config(0, "bf16", data=data, training={**training, "dtype": "bf16"}))
+    return str(raised.value)
+
+
+def test_the_zero_stage_that_is_named_is_the_one_that_runs(tmp_path: Path, corpus: Path) -> None:
+    """DeepSpeed's bf16 at stage 0 is stage 1."""
+    (said,) = run_distributed(ways_out, 1, str(corpus), str(tmp_path / "run"))
+    assert "parallel.zero_stage (now 1)" in said
+
+
+def precisions_that_are_priced(corpus: str, run_dir: str) -> list[str]:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    priced: list[str] = []
+    out_of_memory.memory_per_rank = lambda cfg, *_: priced.append(cfg.linear.precision) or []
+    building.make_engine = full
+    torch.cuda.memory._dump_snapshot = lambda path: None
+    data, training = {"train": [{"path": f"{corpus}/train"}]}, {"run_dir": run_dir}
+    with pytest.raises(TrainingError):
+        building.build(tiny.config(1, data=data, training=training, linear={"precision": "auto"}))
+    return priced
+
+
+def test_what_is_predicted_is_for_what_auto_has_become(tmp_path: Path, corpus: Path) -> None:
+    """FP8, say, keeps weights in 8 bits, too."""
+    assert run_distributed(precisions_that_are_priced, 1, str(corpus), str(tmp_path / "run")) == [["bf16"]]
+
+
+def test_eval_and_generate_say_what_helps(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as ended, exits.Errors():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has more to say")
+    assert ended.value.code == 4
+    said = capsys.readouterr().err
+    assert (
+        said.startswith("error: CUDA out of memory. Tried to allocate 2.00 GiB. Take less at a time")
+        and "--batch-size" in said
+    )

@@ -1,0 +1,318 @@
+"""Runs as users start them: real launchers, real kill -9 and SIGTERM; what continues is what would have been."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import tiny
+import torch.distributed as dist
+import yaml
+from distributed import run_distributed
+from forked import PATIENCE
+from runs import at_step, check_same, finish, free_port, kill_all, log_of, start, write_config
+from safetensors.torch import load_file
+
+from sagetrain.cli.exits import Errors
+from sagetrain.cluster.guard import StopSignal
+from sagetrain.config import ConfigError, RunConfig
+from sagetrain.training.build_run import build
+from sagetrain.training.trainer import Trainer
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory, corpus, pair) -> dict[int, Path]:
+    """Run folders of the undisturbed run, by number of processes."""
+    folder = tmp_path_factory.mktemp("reference")
+    finish("sagetrain", write_config(folder / "run.yaml", corpus, folder / "run"))
+    return {1: folder / "run", 2: pair}
+
+
+def test_kill_9_of_everything_resumes_bitwise(tmp_path, corpus, reference) -> None:
+    """No launcher is left to do anything: which one it was is no matter."""
+    config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", tp_size=2)
+    assert at_step("ranks", config, 23, kill_all) == -signal.SIGKILL
+    finish("ranks", config)
+    found = re.search(r"resumed from step-0*(2\d)", config.with_suffix(".log").read_text())
+    (event,) = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert (event["kind"], event["step"], event["ranks"]) == ("resume", int(found[1]), 2)
+    check_same(tmp_path / "run", reference[2])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_saves_and_the_run_continues_bitwise(tmp_path, corpus, reference, number) -> None:
+    config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run")
+    assert at_step("sagetrain", config, 13, lambda process: process.send_signal(number)) == 0
+    assert f"stopped by {number.name} at step" in config.with_suffix(".log").read_text()
+    finish("sagetrain", config)
+    check_same(tmp_path / "run", reference[1])
+
+
+def alone(corpus: str, run_dir: str, stop: bool) -> tuple[bool, int]:
+    """Six steps of four micro-batches, or a signal in the middle of the third one; whether they were finished, and the
+    last step taken."""
+    cfg = tiny.config(1).model_dump()
+    cfg["data"].update(train=[{"path": f"{corpus}/train"}])
+    cfg["training"].update(run_dir=run_dir, total_tokens=6 * 4 * tiny.SEQ)
+    cfg["logging"].update(every_steps=4, tensorboard=False)
+    cfg["checkpoint"]["every_tokens"] = 10**9  # a save has a row, too
+    cfg["stability"]["noise_scale"]["every_steps"] = 3
+    trainer = Trainer(build(RunConfig.model_validate(cfg)))
+    step_batches = trainer.run.loader.step_batches
+
+    def signalled(*step: int):
+        for number, batch in enumerate(step_batches(*step)):
+            yield batch
+            if number == 1 and trainer.state.step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    if stop and dist.get_rank() + 1 == dist.get_world_size():
+        trainer.run.loader.step_batches = signalled
+    return trainer.train(), trainer.state.step
+
+
+def test_ranks_learn_of_a_signal_in_the_step_in_which_it_comes(tmp_path, corpus) -> None:
+    assert run_distributed(alone, 2, str(corpus), str(tmp_path / "run"), True) == [(False, 3)] * 2
+
+
+def test_a_rank_alone_stops_between_two_micro_batches_and_nothing_is_lost(tmp_path, corpus) -> None:
+    """On a CPU a step may take minutes."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert run_distributed(alone, 1, str(corpus), str(whole), False) == [(True, 6)]
+    assert run_distributed(alone, 1, str(corpus), str(cut), True) == [(False, 2)]
+    rows = [json.loads(line) for line in (cut / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "train/loss" in row] == [2]
+    assert run_distributed(alone, 1, str(corpus), str(cut), False) == [(True, 6)]
+    ends = [load_file(next((folder / "checkpoints/step-00000006").glob("*.safetensors"))) for folder in (whole, cut)]
+    assert ends[0].keys() == ends[1].keys() and all(ends[0][name].equal(ends[1][name]) for name in ends[0])
+
+
+def evaluated(corpus: str, folders: list[str], signalled_at: list[int]) -> list[tuple[bool, int, list[int]]]:
+    """Runs, one after the other, of six steps, evaluated on eight batches after the third and the sixth, a signal to
+    the last rank in the second batch after a step; whether each is finished, its step, and batches taken of each
+    evaluation."""
+
+    def run(run_dir: str, signalled: int) -> tuple[bool, int, list[int]]:
+        cfg["training"].update(run_dir=run_dir)
+        trainer, taken = Trainer(build(RunConfig.model_validate(cfg))), []
+        eval_batches = trainer.run.valid.eval_batches
+
+        def counted(num_sequences: int):
+            taken.append(0)
+            for batch in eval_batches(num_sequences):
+                taken[-1] += 1
+                if taken[-1] == 2 and trainer.state.step == signalled and dist.get_rank() + 1 == ranks:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                yield batch
+
+        trainer.run.valid.eval_batches = counted
+        finished = trainer.train()
+        return finished, trainer.state.step, taken
+
+    cfg, ranks = tiny.config(1).model_dump(), int(os.environ["WORLD_SIZE"])
+    cfg["data"].update(train=[{"path": f"{corpus}/train"}], valid=[{"path": f"{corpus}/valid"}])
+    cfg["training"].update(total_tokens=6 * 4 * tiny.SEQ)
+    cfg["evaluation"].update(every_tokens=3 * 4 * tiny.SEQ, num_sequences=8 * ranks)
+    cfg["logging"].update(tensorboard=False)
+    return [run(folder, step) for folder, step in zip(folders, signalled_at, strict=True)]
+
+
+def evaluations(run_dir: Path) -> list[tuple[int, float]]:
+    rows = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [(row["step"], row["valid/loss"]) for row in rows if "valid/loss" in row]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_evaluation_that_a_signal_comes_into_is_made_when_the_run_continues(tmp_path, corpus, ranks) -> None:
+    """It ends at the second batch on a rank alone, one later on several, which have to agree; in mid-run, again when it
+    is made up for, and at the end. Once made, it is not made again."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    folders, batches = [str(whole), *[str(cut)] * 5], 1 + ranks
+    found = run_distributed(evaluated, ranks, str(corpus), folders, [0, 3, 3, 6, 0, 0])
+    ends = [(False, 3, [batches]), (False, 3, [batches]), (False, 6, [8, batches]), (True, 6, [8]), (True, 6, [])]
+    assert found == [[(True, 6, [8, 8]), *ends]] * ranks
+    assert evaluations(cut) == evaluations(whole) and len(evaluations(cut)) == 2
+
+
+def test_sigterm_to_a_whole_job_saves(tmp_path, corpus, reference) -> None:
+    """As Slurm does it: launcher and ranks get the signal. (The launcher alone would not pass it on.)"""
+    config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", tp_size=2)
+    at_step("deepspeed", config, 13, lambda process: os.killpg(process.pid, signal.SIGTERM))
+    deadline = time.monotonic() + PATIENCE  # the launcher passes the signal on and leaves before its ranks do
+    while "stopped by SIG" not in config.with_suffix(".log").read_text():
+        assert time.monotonic() < deadline, config.with_suffix(".log").read_text()[-3000:]
+        time.sleep(0.1)
+    time.sleep(1)
+    finish("ranks", config)  # and another launcher goes on
+    check_same(tmp_path / "run", reference[2])
+
+
+def test_two_hosts_of_a_hostfile_are_one_run(tmp_path, corpus, reference) -> None:
+    """A launcher on each "host" of a hostfile, as where no ssh is allowed; tensor parallel across them."""
+    config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", tp_size=2)
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("node0 slots=1\nnode1 slots=1\n")
+    where = [f"--hostfile={hostfile}", "--no_ssh", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
+    hosts = [start(["deepspeed", *where, f"--node_rank={rank}"], config) for rank in (0, 1)]
+    assert [host.wait(PATIENCE) for host in hosts] == [0, 0], config.with_suffix(".log").read_text()[-3000:]
+    check_same(tmp_path / "run", reference[2])
+
+
+def test_a_run_over_slices_of_sequences_is_the_run_over_whole_ones(tmp_path, corpus) -> None:
+    """Context parallel 2, stopped and continued by one process; losses, evaluations too, as if it were alone."""
+    sections = {
+        "attention": {"backend": "sdpa"},
+        "training": {"total_tokens": 20 * 256},
+        "evaluation": {"every_tokens": 1024},
+    }
+    alone = write_config(tmp_path / "alone.yaml", corpus, tmp_path / "alone", **sections)
+    finish("sagetrain", alone)
+    first = write_config(
+        tmp_path / "first.yaml", corpus, tmp_path / "run", parallel={"context_parallel_size": 2}, **sections
+    )
+    at_step("ranks", first, 8, lambda process: os.killpg(process.pid, signal.SIGTERM))
+    log = first.with_suffix(".log").read_text()
+    assert "2 ranks (tensor parallel 1 x context parallel 2 x data parallel 1)" in log
+    assert "stopped by SIGTERM at step" in log, log[-3000:]
+    second = write_config(tmp_path / "second.yaml", corpus, tmp_path / "run", **sections)
+    finish("sagetrain", second)
+    assert "ranks: 2 wrote that checkpoint, 1 go on with it" in second.with_suffix(".log").read_text()
+    for key, tolerance in (("train/loss", 1e-5), ("train/grad_norm", 1e-4), ("valid/loss", 1e-5)):
+        ours, theirs = (
+            {row["step"]: row[key] for row in map(json.loads, metrics.read_text().splitlines()) if key in row}
+            for metrics in (tmp_path / "run/metrics.jsonl", tmp_path / "alone/metrics.jsonl")
+        )
+        assert ours == pytest.approx(theirs, abs=tolerance), key
+
+
+def test_run_folder_holds_what_was_run(reference) -> None:
+    run_dir = reference[1]
+    names = {path.name for path in run_dir.iterdir()}
+    assert {"config.yaml", "deepspeed.json", "findings.json", "metrics.jsonl", "tensorboard", "checkpoints"} <= names
+    assert json.loads((run_dir / "deepspeed.json").read_text())["managed_gradient_accumulation"] is False
+    assert yaml.safe_load((run_dir / "config.yaml").read_text())["checkpoint"]["keep_last"] == 2
+    assert len(list((run_dir / "checkpoints").glob("step-*"))) == 2
+    assert list((run_dir / "tensorboard").glob("events*"))
+
+
+def test_two_runs_in_one_folder_the_second_refuses(tmp_path, corpus) -> None:
+    config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run")
+
+    def second(process: subprocess.Popen) -> None:
+        process.send_signal(signal.SIGSTOP)  # so that it cannot finish meanwhile
+        other = write_config(tmp_path / "other.yaml", corpus, tmp_path / "run")
+        assert start("sagetrain", other).wait(PATIENCE) == 3
+        assert "is in use by another run" in other.with_suffix(".log").read_text()
+        process.send_signal(signal.SIGCONT)
+        process.terminate()
+
+    assert at_step("sagetrain", config, 2, second) == 0
+
+
+RUN_DIR, WEIGHTS = "Restore these settings, or choose another training.run_dir", "(training.init_from="
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "words"),
+    [
+        ("training", {"seed": 5}, f"run: training.seed: checkpoint 0, this run 5. {RUN_DIR} {WEIGHTS}"),
+        ("data", {"seq_length": 16}, f"run: data.seq_length: checkpoint 32, this run 16. {RUN_DIR} {WEIGHTS}"),
+        ("model", {"ffn_hidden_size": 96}, f"model.ffn_hidden_size: checkpoint 64, this run 96. {RUN_DIR}\n"),
+        ("checkpoint", {"resume": "never"}, "checkpoint.resume is never"),
+    ],
+)
+def test_a_resume_of_something_else_is_refused(tmp_path, corpus, reference, section, change, words) -> None:
+    """On all ranks alike; with these weights to begin with, if they fit."""
+    config = write_config(tmp_path / "run.yaml", corpus, reference[1], **{section: change})
+    before = sorted(str(path) for path in reference[1].rglob("*"))
+    assert start("ranks" if section == "model" else "sagetrain", config).wait(PATIENCE) == 2
+    log = config.with_suffix(".log").read_text()
+    assert words in log and "ranks (tensor parallel" not in log, "auto was timed and the model built for nothing"
+    assert log.count("error: ") == 1
+    assert sorted(str(path) for path in reference[1].rglob("*")) == before
+
+
+def test_a_resume_on_other_data_is_refused(tmp_path, corpus, reference) -> None:
+    """Named by its path, or by its hashes where that is the same: prepared again, other tokens in the middle of a large
+    file, say, where the order of samples is the same."""
+    run, other = (shutil.copytree(old, tmp_path / old.name) for old in (reference[1], corpus))
+    record = json.loads((other / "train.json").read_text())
+    (other / "train.json").write_text(json.dumps({**record, "sha256": "0" * 64}))
+    config = write_config(tmp_path / "run.yaml", other, run)
+    assert start("sagetrain", config).wait(PATIENCE) == 2
+    assert f"another run: data.train: checkpoint {corpus}/train, this run {other}/train. {RUN_DIR}" in log_of(config)
+
+    more = {"train": [{"path": f"{corpus}/train", "weight": 3.0}, {"path": f"{corpus}/valid"}]}
+    config = write_config(tmp_path / "blend.yaml", corpus, run, data=more)
+    assert start("sagetrain", config).wait(PATIENCE) == 2
+    assert f"this run {corpus}/train (weight 3.0), {corpus}/valid. {RUN_DIR}" in log_of(config)
+
+    for manifest in run.glob("checkpoints/*/manifest.json"):
+        tree = json.loads(manifest.read_text())
+        tree["state"]["files"]["data.train (checksums in .json)"] = "0" * 64
+        manifest.write_text(json.dumps(tree))
+    config = write_config(tmp_path / "again.yaml", corpus, run)
+    assert start("sagetrain", config).wait(PATIENCE) == 2
+    assert f"{corpus}/train has changed since: data.train (checksums in .json): checkpoint 000" in log_of(config)
+
+
+def test_a_run_continued_with_other_tokens_per_step_or_another_end_says_so(tmp_path, corpus, reference) -> None:
+    run_dir = shutil.copytree(reference[1], tmp_path / "run")
+    stages = {"stages": [{"from_tokens": 0, "tokens": 256}]}
+    longer = {"total_tokens": 15360 + 256}
+    config = write_config(tmp_path / "run.yaml", corpus, run_dir, tokens_per_step=stages, training=longer)
+    finish("sagetrain", config)
+    log = log_of(config)
+    assert "last step had 512 tokens, which tokens_per_step of this run makes 256" in log
+    assert "the learning rate goes from 2.36e-06 in the checkpoint's last step to" in log
+    assert "the run was to end at 15,360 tokens and now ends at 15,616; leave them" in log
+
+
+def test_mistakes_end_the_run_before_it_starts(tmp_path, corpus) -> None:
+    config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", model={"num_layer": 3})
+    assert start("ranks", config).wait(PATIENCE) == 2
+    log = config.with_suffix(".log").read_text()
+    assert "did you mean model.num_layers?" in log
+    assert log.count("did you mean") == 1  # one rank speaks
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_unavailable_backend_is_named_before_ranks_meet(tmp_path, corpus) -> None:
+    flash = {"attention": {"backend": "flash"}, "training": {"dtype": "bf16"}}
+    config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", tp_size=2, **flash)
+    assert start("ranks", config).wait(PATIENCE) != 0
+    log = config.with_suffix(".log").read_text()
+    assert log.count("error: attention.backend flash needs a GPU") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_non_finite_loss_stops_every_rank_and_saves_nothing(tmp_path, corpus) -> None:
+    config = write_config(
+        tmp_path / "run.yaml", corpus, tmp_path / "run", tp_size=2, optimizer={"lr": 1e30, "weight_decay": 0}
+    )
+    assert start("ranks", config).wait(PATIENCE) == 4
+    assert "Nothing of this step was saved" in log_of(config)
+    assert not list((tmp_path / "run").glob("checkpoints/step-*"))
+
+
+def fail_and_be_ended() -> None:
+    StopSignal()
+    time.sleep = lambda seconds: os.kill(os.getpid(), signal.SIGTERM)
+    with Errors(rank=1):
+        raise ConfigError("as on every rank")
+
+
+def test_a_rank_that_fails_with_others_lets_the_launcher_end_it() -> None:
+    """Training's own handler would go on waiting, and say again what the first rank has said."""
+    rank = multiprocessing.get_context("fork").Process(target=fail_and_be_ended)
+    rank.start()
+    rank.join()
+    assert rank.exitcode == -signal.SIGTERM
