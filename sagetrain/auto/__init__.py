@@ -1,1 +1,2 @@
-"""What `auto` stands for: attention, linear layers, halves of micro-batches; timed once, then kept."""
+"""The choices that `auto` stands for: attention, linear layers, and halves of micro-batches. Each is timed once, then
+kept."""

@@ -1,4 +1,5 @@
-"""Which attention a run has where its settings say `auto`: decided when it begins, and kept when it continues."""
+"""Choose the attention of a run whose settings say `auto`. The choice is made when the run begins, and kept when it
+continues."""
 
 from __future__ import annotations
 
@@ -36,15 +37,16 @@ def settle_attention(
     choose: Callable[[AttentionConfig], AttentionConfig],
     say: Callable[[str], None],
 ) -> tuple[AttentionConfig, str]:
-    """The settings with nothing left to decide, and one line that says why or how.
+    """Return the settings with nothing left to decide, and one line that says why or how.
 
     Args:
-        before: what the run had, if it continues.
-        choose: what is fastest here, for settings of which backend or recipe is `auto`; all ranks call it.
-        say: hears why what the run had cannot be kept (on other hardware, say).
+        before: the attention that the run had, if it continues.
+        choose: returns the fastest settings on this hardware. It is called where backend or recipe is still `auto`, by
+            all ranks.
+        say: receives the reason where the attention that the run had cannot be kept, for example on other hardware.
 
     Raises:
-        ValueError: as resolve_backend.
+        ValueError: the backend cannot run here, see resolve_backend.
     """
     settled = kept_attention(asked, before) if before else asked
     try:
@@ -68,7 +70,7 @@ def settle_attention(
 
 
 def to_be_chosen(attention: AttentionConfig, device: torch.device) -> bool:
-    """Whether backend, as resolved, or recipe is left to choose_attention."""
+    """Whether the resolved backend, or its recipe, is left to choose_attention."""
     sage = attention.backend == "sage" and torch.device(device).type == "cuda"
     return attention.backend == "auto" or (sage and attention.recipe == "auto")
 
@@ -82,18 +84,21 @@ def choose_attention(
     cache: Path,
     say: Callable[[str], None],
 ) -> AttentionConfig:
-    """What backend and recipe `auto` stand for: the fastest of sage, flash and sdpa, forward and backward together, at
-    the shape of one rank's calls, among those whose output and gradients pass sagekernels' admission test on this
-    device. Recipe paper, the least exact, is taken by name alone.
+    """Return the settings with the fastest backend and recipe for what `auto` leaves open.
 
-    The table goes to `say` and, with the choice, to the file `cache`: a second start at the same shape takes that.
+    The candidates are sage, flash and sdpa. Each is timed forward and backward together, at the shape of one rank's
+    calls. Only a candidate whose output and gradients pass sagekernels' admission test on this device is timed. Recipe
+    paper is the least exact, so it is taken only where the settings name it.
+
+    The table of times goes to `say`. The table and the choice go to the file `cache`, and a second start at the same
+    shape reads the choice from there.
 
     Args:
-        documents: of some sequences of the data, the lengths of the documents in each. Timed are those whose attention
-            costs about the median. Empty: attention crosses documents.
+        documents: the lengths of the documents in each of some sequences of the data. The sequences whose attention
+            costs about the median are timed. Empty: attention crosses documents.
 
     Raises:
-        RuntimeError: none is admitted; the message holds every candidate's reason.
+        RuntimeError: no candidate is admitted; the message holds every candidate's reason.
     """
     device, dtype, tp_size, candidates = calls.device, calls.dtype, calls.tensor_parallel_size, {}
     heads_split = tp_size * calls.context_parallel_size
@@ -107,7 +112,7 @@ def choose_attention(
     for name, settled in named.items():
         try:
             resolve_backend(settled, model, device=device, dtype=dtype)
-        except ValueError:  # not installed here
+        except ValueError:  # this backend is not installed here
             continue
         candidates[name] = _plain(attention_function(settled.backend, settled, device))
     packed = _typical(documents, num_sequences)
@@ -130,8 +135,10 @@ def choose_attention(
 def admissions(
     attention: AttentionConfig, model: ModelConfig, *, heads_split: int, device: torch.device, dtype: torch.dtype
 ) -> dict[str, Admission]:
-    """sagekernels' verdict on every attention function that can run here, with documents and a rank's share of this
-    model's heads, one of heads_split."""
+    """Return sagekernels' verdict on every attention function that can run here.
+
+    The test uses documents, and the share of this model's heads that a rank has: one of `heads_split` shares.
+    """
     found = {}
     heads, kv_heads = model.num_attention_heads // heads_split, model.num_key_value_heads // heads_split
     shape = Shape(
@@ -142,7 +149,7 @@ def admissions(
         settled = attention.model_copy(update={"backend": backend, "recipe": recipe or "fine"})
         try:
             resolve_backend(settled, model, device=device, dtype=dtype)
-        except ValueError:  # not here
+        except ValueError:  # this backend cannot run here
             continue
         function = _plain(attention_function(backend, settled, device))
         limits = LIMITS[recipe or "fine"]
@@ -151,16 +158,18 @@ def admissions(
 
 
 def _typical(documents: Sequence[Sequence[int]], num_sequences: int) -> tuple[int, ...]:
-    """Lengths of the documents of so many of these sequences, from the middle when they are ordered by their work."""
+    """Return the document lengths of `num_sequences` sequences, from the middle of all sequences ordered by their
+    work."""
     ordered = sorted(documents, key=lambda lengths: sum(n * n for n in lengths))
     first = max(0, len(ordered) - num_sequences) // 2
     return tuple(n for lengths in islice(cycle(ordered), first, first + num_sequences) for n in lengths)
 
 
 def _plain(function: AttentionFunction) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
-    """A function as sagekernels' admission calls it: one row, documents by cu_seqlens alone."""
+    """Wrap an attention function for sagekernels' admission test, which describes documents by cu_seqlens alone."""
 
-    @functools.cache  # a problem has one tensor of them, and waiting for the GPU would be timed
+    # A problem has one tensor of lengths. Without the cache, waiting for the GPU would be timed as well.
+    @functools.cache
     def longest(cu_seqlens: Tensor) -> int:
         return int(cu_seqlens.diff().max())
 

@@ -9,7 +9,8 @@ import torch
 
 @dataclass(frozen=True)
 class RankCalls:
-    """What the layers of one rank see of a micro-batch, and where they run."""
+    """The share of a micro-batch that the layers of one rank compute, and the device and dtype in which they compute
+    it."""
 
     tensor_parallel_size: int
     context_parallel_size: int
@@ -22,5 +23,5 @@ class RankCalls:
 
     @property
     def own_tokens(self) -> int:
-        """The tokens of a micro-batch on a context-parallel rank."""
+        """The number of tokens of a micro-batch on a context-parallel rank."""
         return self.num_sequences * self.seq_length // self.context_parallel_size

@@ -1,4 +1,4 @@
-"""What the run of a checkpoint settled on, which a run that continues it keeps."""
+"""The choices of the run that wrote a checkpoint. A run that continues it keeps them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from sagetrain.config.schema import AttentionConfig, LinearConfig
 
 @dataclass(frozen=True)
 class Kept:
-    """The choices of a run. What its checkpoint does not say is as its configuration asks: an import decides
-    nothing."""
+    """The choices of a run. A choice that its checkpoint does not record is the one that its configuration asks for: an
+    import decides nothing."""
 
     attention: SettledAttention
     linear: SettledLinear
     overlap: SettledOverlap | None
-    """None: not decided."""
+    """The choice about halves. None: the run has not decided."""
     tensor_parallel_size: int
 
     @classmethod
@@ -45,8 +45,8 @@ _ATTENTION, _LINEAR = AttentionConfig().model_dump(), LinearConfig().model_dump(
 
 
 def kept_attention(asked: AttentionConfig, before: SettledAttention) -> AttentionConfig:
-    """Return the settings with `auto` as the run had it: how long a kernel took on some day should not change a run's
-    arithmetic. What the run does not say stays `auto`."""
+    """Return the settings with `auto` as the run had it. How long a kernel took on some day should not change a run's
+    arithmetic. A setting that the run does not record stays `auto`."""
     settled = {}
     if asked.backend == "auto":
         settled["backend"] = before.backend
@@ -56,8 +56,8 @@ def kept_attention(asked: AttentionConfig, before: SettledAttention) -> Attentio
 
 
 def kept_linear(asked: LinearConfig, before: SettledLinear) -> LinearConfig:
-    """Return the settings with `auto` as the run had it: what a layer gained on some day should not change a run's
-    arithmetic. A recipe that is named beside it, and a larger keep_layers_below, hold."""
+    """Return the settings with `auto` as the run had it. How much a layer gained on some day should not change a run's
+    arithmetic. A recipe that is named beside `auto`, and a larger keep_layers_below, hold."""
     if asked.precision != "auto":
         return asked
     below = max(asked.keep_layers_below, before.keep_layers_below)

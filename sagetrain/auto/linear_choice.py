@@ -1,6 +1,8 @@
-"""How linear layers multiply in a run whose settings say `auto`: decided when it begins, kept when it continues.
+"""Choose how linear layers multiply in a run whose settings say `auto`. The choice is made when the run begins, and
+kept when it continues.
 
-`auto` weighs the linear layers of a block at a rank's sizes: each is checked against fp32, then timed each way.
+The linear layers of a block are compared at the sizes of one rank. Each layer is checked against fp32, then timed in
+each precision.
 """
 
 from __future__ import annotations
@@ -38,12 +40,12 @@ def settle_linear(
     choose: Callable[[LinearConfig], LinearConfig],
     say: Callable[[str], None],
 ) -> tuple[LinearConfig, str]:
-    """The settings with nothing left to decide, and for those that said `auto` a few words that say why.
+    """Return the settings with nothing left to decide, and a few words that say why if they were `auto`.
 
     Args:
-        before: what the run had, if it continues.
-        choose: what is fastest here; all ranks call it.
-        say: hears why what the run had cannot be kept (on other hardware, say).
+        before: the choices that the run had, if it continues.
+        choose: returns the fastest settings on this hardware; all ranks call it.
+        say: receives the reason where the choice that the run had cannot be kept, for example on other hardware.
     """
     if asked.precision != "auto":
         settled, why = asked, ""
@@ -71,8 +73,8 @@ def settle_linear(
 def _compare(
     settled: LinearConfig, model: ModelConfig, kept: Kept, tensor_parallel_size: int, say: Callable[[str], None]
 ) -> None:
-    """Say which layers multiply in 8 bits where another tensor-parallel size changes that: what decides is a rank's
-    sizes."""
+    """Say which layers multiply in 8 bits where another tensor-parallel size changes that. The sizes of a rank's layers
+    decide."""
     before = settled.model_copy(update=asdict(kept.linear))
     sizes = kept.tensor_parallel_size, tensor_parallel_size
     was, now = (
@@ -88,7 +90,7 @@ def _compare(
 def why_sixteen_bits(
     linear: LinearConfig, model: ModelConfig, *, tensor_parallel_size: int, device: torch.device, dtype: torch.dtype
 ) -> str:
-    """Why there is nothing for choose_linear to choose from, or nothing."""
+    """Return why choose_linear has nothing to choose from, or an empty string."""
     if torch.device(device).type != "cuda":
         return "nothing is timed without a GPU"
     low = linear.model_copy(update={"precision": AUTO_PRECISION})
@@ -105,13 +107,13 @@ def choose_linear(
     cache: Path,
     say: Callable[[str], None],
 ) -> LinearConfig:
-    """What `linear.precision: auto` stands for: int8 for the layers from a size on that gain, timed forward and
-    backward at the shape of one rank's calls and compared with fp32 before, or bf16 (smallest has the
-    rule).
+    """Return the settings that `linear.precision: auto` stands for: int8 for the layers that gain by it, or bf16.
 
-    Not timed are collectives and, with `kept`, the rounding of weights once a step.
+    Each layer is compared with fp32, then timed forward and backward at the shape of one rank's calls. The layers from
+    a size on gain together; `smallest` has the rule. Collectives are not timed. With `kept`, the rounding of weights
+    once a step is not timed either.
 
-    The table goes to `say` and, with the choice, to the file `cache`, as choose_attention's does.
+    The table of times goes to `say`. The table and the choice go to the file `cache`, as those of choose_attention do.
     """
     device, dtype, tp_size = calls.device, calls.dtype, calls.tensor_parallel_size
     tokens = calls.own_tokens // parts_of(calls.own_tokens, tp_size, calls.overlap)
@@ -144,17 +146,21 @@ def _name(way: str, below: int) -> str:
 
 
 GAIN = 1.05
-"""So many times as fast a layer has to be to be taken out of 16 bits. Less is within what a clock and a neighbour do to
-a measurement."""
+"""The speedup from which a layer is taken out of 16 bits. Less is within the noise of clocks and of other jobs on the
+machine."""
 LIMITS = {"bf16": 0.01, "int8": 0.03, "fp8": 0.1}
-"""Of an error, of all elements of a result together: rounding to bf16; to INT8 with a scale per row; to e4m3 and e5m2.
-"""
-_CALLS = 8  # at a time, so that what is timed is the GPU
+"""The largest relative error of all elements of a result together. bf16: rounding to bf16. int8: INT8 with a scale per
+row. fp8: e4m3 and e5m2."""
+_CALLS = 8  # calls in a row, so that the GPU is timed and not the launches
 
 
 def errors_of(layer: nn.Module, x: Tensor, grads: Sequence[Tensor]) -> dict[str, float]:
-    """rel-L2 of a layer's output and gradients against fp32's, for x [tokens, in] and the gradients [tokens, out] of
-    what it returns."""
+    """Return the relative L2 error of a layer's output and gradients against fp32.
+
+    Args:
+        x: [tokens, in].
+        grads: the gradient [tokens, out] of each tensor that the layer returns.
+    """
     weights = [p.detach().float().requires_grad_() for p in layer.parameters()]
     own, wide = x.detach().requires_grad_(), x.detach().float().requires_grad_()
     y, exact = layer(own), [F.linear(wide, weight) for weight in weights]
@@ -185,14 +191,16 @@ def time_layers(
     dtype: torch.dtype,
     seconds: Callable[[Callable[[], None]], float],
 ) -> tuple[dict[str, dict[str, float]], list[str]]:
-    """Seconds of forward and backward of each layer in 16 bits ("bf16") and in other ways ("fp8 rowwise"), casts of x
-    and of the gradients with them, and what is wrong with those that are not used, whose time is infinite.
+    """Return the seconds of forward and backward of each layer, and the reasons why some were refused.
+
+    The times are keyed by layer and then by precision: 16 bits ("bf16") and the other ways ("fp8 rowwise"). The casts
+    of x and of the gradients are part of the time. The time of a way that is not used is infinite.
 
     Args:
-        joined: how the layers in 16 bits take gradients (Matmul), as a run's do.
-        kept: weights are rounded once a step, which is not timed, and not for each call.
-        compiled: time what torch.compile makes of a layer.
-        seconds: the timer.
+        joined: join the gradients of several weights in 16 bits (see Matmul), as the run does.
+        kept: round the weights once, before the timing, as a run does once a step. Otherwise each call rounds them.
+        compiled: time the layer as compiled by torch.compile.
+        seconds: the timer; it returns the seconds of one call of an action.
     """
     matmuls: dict[str, Matmul] = {"bf16": Matmul(joined), **{" ".join(name): low for name, low in RECIPES.items()}}
     draw = torch.Generator(device).manual_seed(0)
@@ -202,7 +210,8 @@ def time_layers(
 
     times: dict[str, dict[str, float]] = {name: {} for name in layers}
     refused = []
-    with torch._dynamo.config.patch(recompile_limit=1000):  # all sizes and ways are one code
+    # All sizes and precisions share one code object, so the default limit would be reached.
+    with torch._dynamo.config.patch(recompile_limit=1000):
         for name, (inputs, sizes) in layers.items():
             weights = [0.02 * normal(size, inputs) for size in sizes.values()]
             x = normal(tokens, inputs).requires_grad_()
@@ -223,7 +232,7 @@ def time_layers(
 def layer_of(
     inputs: int, sizes: dict[str, int], weights: Sequence[Tensor], matmul: Matmul, *, kept: bool
 ) -> ColumnParallelLinear:
-    """A layer with copies of these weights [out, in], rounded already if `kept`."""
+    """Build a layer with copies of these weights [out, in]. With `kept` they are rounded already."""
     groups, dtype, device = ParallelGroups.single(), weights[0].dtype, weights[0].device
     layer = ColumnParallelLinear(inputs, sizes, groups, matmul=matmul, dtype=dtype, device=device)
     with torch.no_grad():
@@ -235,7 +244,7 @@ def layer_of(
 
 
 def _wrong(layer: nn.Module, x: Tensor, grads: Sequence[Tensor], limit: float) -> str:
-    """Why a layer is not used, or nothing."""
+    """Return why a layer is not used, or an empty string."""
     try:
         errors = errors_of(layer, x, grads)
     except Exception as problem:  # noqa: BLE001 whatever a kernel raises is the reason that it is not used
@@ -254,9 +263,9 @@ def _calls(layer: nn.Module, x: Tensor, grads: Sequence[Tensor]) -> Callable[[],
 
 
 def smallest(times: Mapping[str, Mapping[str, float]], way: str, weights: Mapping[str, int], least: int) -> int | None:
-    """How many weights a layer must have (at least `least`) to be multiplied this way; None: none is to be.
+    """Return the number of weights from which a layer is multiplied this way, at least `least`. None: no layer is.
 
-    A layer is if it and all that are larger gain (GAIN): what decides is its size.
+    A layer is multiplied this way if it and all larger layers gain by GAIN, so only its size decides.
     """
     below, large = None, sorted({count for count in weights.values() if count >= least}, reverse=True)
     for count in large:
@@ -269,7 +278,8 @@ def smallest(times: Mapping[str, Mapping[str, float]], way: str, weights: Mappin
 def table(
     times: Mapping[str, Mapping[str, float]], layers: Mapping[str, LinearSizes], refused: Sequence[str]
 ) -> list[str]:
-    """Lines: each layer's milliseconds, those of a way that is not used excepted, then why."""
+    """Format the lines of the report: each layer's milliseconds in the ways that are used, then the reasons of those
+    that are not."""
     _, *ways = next(iter(times.values()))
     lines = [f"  {'layer':<24}{'bf16':>12}" + "".join(f"{way:>24}" for way in ways)]
     for name, row in times.items():

@@ -1,12 +1,13 @@
-"""Whether a run takes its micro-batches in two halves where parallel.tensor_parallel_overlap says `auto`: the faster
-way, timed when the run begins, and kept when it continues in the same layout.
+"""Choose whether a run takes its micro-batches in two halves where parallel.tensor_parallel_overlap says `auto`. The
+faster way is timed when the run begins, and kept when it continues in the same layout.
 
 Halves hide tensor-parallel collectives behind the other half's work, but launch twice as many kernels, each over half
-of the tokens. Which of the two wins depends on the host, the links, the arithmetic of the layers and the size of the
-micro-batch, so it is measured: a few blocks of the run's own model, compiled like the run's, with a real micro-batch.
+of the tokens. The faster of the two depends on the host, the links, the arithmetic of the layers and the size of the
+micro-batch. It is therefore measured, with a real micro-batch and a few blocks of the run's own model, compiled like
+the run's.
 
-The time of a block is the difference between a model of several blocks and one of few: what embedding, loss and the
-start of a backward pass cost the host once would count many times over in a model so small.
+The time of a block is the difference between a model of several blocks and one of few. The host's work for embedding,
+loss and the start of a backward pass is a large part of the time of such a small model, and the difference removes it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Choice = Literal["auto", "on", "off"]
 
 
 def record(settled: RunConfig) -> SettledOverlap:
-    """Return what a checkpoint says of the choice: the choice, and the layout that it was made for."""
+    """Return the entry of a checkpoint about the choice: the choice, and the layout that it was made for."""
     return SettledOverlap(settled.parallel.tensor_parallel_overlap, _layout(settled))
 
 
@@ -47,12 +48,13 @@ def settle_overlap(
 ) -> tuple[Choice, str]:
     """Return `on` or `off`, and a few words that say why where `auto` had a choice.
 
-    Halves add up gradients in another order, so a run that continues in the layout of its checkpoint keeps what it had.
+    Halves add up gradients in another order. A run that continues in the layout of its checkpoint therefore keeps its
+    choice.
 
     Args:
-        cfg: with attention and linear layers settled.
-        before: what the run had, if it continues and has decided.
-        choose: times both ways; all ranks call it.
+        cfg: the configuration, with attention and linear layers settled.
+        before: the choice that the run had, if it continues and has decided.
+        choose: times both ways and returns whether halves are faster; all ranks call it.
     """
     asked = cfg.parallel.tensor_parallel_overlap
     tokens = cfg.data.micro_batch_size * cfg.data.seq_length // cfg.parallel.context_parallel_size
@@ -68,16 +70,17 @@ def settle_overlap(
 
 
 def _layout(cfg: RunConfig) -> dict[str, Any]:
-    """Return what else decides about the order of sums of a micro-batch."""
+    """Return the settings that decide about the order of sums of a micro-batch."""
     names = "tensor_parallel_size", "context_parallel_size", "sequence_parallel"
     layout = {name: getattr(cfg.parallel, name) for name in names}
     return {**layout, "micro_batch_size": cfg.data.micro_batch_size}
 
 
 FEW, MANY = 2, 8
-"""Blocks of the two models; a run of fewer blocks than that is timed whole."""
+"""The number of blocks of the two models. A run of fewer blocks than MANY is timed whole."""
 _WARM_UP, _MICRO_STEPS, _WINDOWS = 3, 6, 3
-_ROWS_A_RANK = 512  # of the embedding and the head: their time is the same both ways
+# The rows of the embedding and the head. Their time is the same both ways, so they are kept small.
+_ROWS_A_RANK = 512
 
 
 def time_overlap(
@@ -96,12 +99,12 @@ def time_overlap(
 ) -> dict[str, float]:
     """Return the seconds of a block, forward and backward, keyed by "off" (whole) and "on" (halves).
 
-    Collective over all ranks: each tensor-parallel group runs its own collectives, and the slowest rank counts. What a
-    block waits for under ZeRO 3 is not part of it.
+    All ranks call it: each tensor-parallel group runs its own collectives, and the slowest rank counts. The time that a
+    block waits for its weights under ZeRO 3 is not part of the result.
 
     Args:
-        attention: settled, with nothing left to decide.
-        batch: arguments of Transformer.forward, of a micro-batch of the run's data on this rank.
+        attention: the attention settings, with nothing left to decide.
+        batch: the arguments of Transformer.forward for a micro-batch of the run's data on this rank.
         matmuls: how the blocks of the run multiply; the middle ones are timed.
         compiled: whether the run compiles its blocks.
         keeps_weights: whether low-bit weights are rounded once a step (ZeRO 0 to 2).
@@ -136,7 +139,8 @@ def time_overlap(
             one.keep_weights()
         if compiled:
             compile_blocks(one)
-    with _no_garbage_collection():  # training looks at nothing that was made before its first step, either
+    # Training does not collect what was made before its first step either.
+    with _no_garbage_collection():
         for one in both.values():
             _seconds(one, count, inputs, _WARM_UP, device)
         windows = [
@@ -161,10 +165,11 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def _seconds(model: Transformer, blocks: int, inputs: Mapping[str, Any], count: int, device: torch.device) -> float:
-    """Return the seconds of a forward and backward pass over the first blocks: `count` in a row, the host ahead."""
+    """Return the seconds of one forward and backward pass over the first `blocks` blocks. `count` passes are launched
+    in a row, so that the host runs ahead."""
     every = model.blocks
     model.blocks = every[:blocks]
-    model(**inputs).backward()  # a first pass of this many blocks may allocate
+    model(**inputs).backward()  # the first pass of this many blocks may allocate
     _synchronize(device)
     begin = time.perf_counter()
     for _ in range(count):

@@ -1,5 +1,7 @@
-"""Settle what `auto` of attention, linear layers and overlap stands for in a run: timed once, when the run begins, and
-kept when it continues. Layers of one model must not differ between ranks: where one rank times, all take its choice.
+"""Settle what `auto` of attention, linear layers and overlap stands for in a run.
+
+Each choice is timed once, when the run begins, and kept when it continues. Layers of one model must not differ between
+ranks: where one rank times, all ranks take its choice.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Reasons:
-    """What runs, in words, and why where `auto` had a choice."""
+    """The reasons of the choices in words: what runs, and why where `auto` had a choice."""
 
     attention: str
     linear: str
@@ -46,7 +48,8 @@ class Settled:
 
     cfg: RunConfig
     matmuls: Sequence[Mapping[str, Matmul]]
-    """How the linear layers of each block multiply, by name; others: in training.dtype."""
+    """The Matmul of each linear layer that does not multiply in training.dtype, keyed by the layer's name, for each
+    block."""
     reasons: Reasons
 
 
@@ -63,18 +66,20 @@ def settle(
     folder: RunFolder,
     say: Callable[[str], None],
 ) -> Settled:
-    """Return the configuration with what `auto` stands for; collective.
+    """Return the configuration with the choices in the place of `auto`. All ranks call it.
 
     Args:
-        before: what the run had, if it continues.
-        stream: the data, whose documents attention is timed on.
+        before: the choices that the run had, if it continues.
+        stream: the data, on whose documents attention is timed.
         compiled: whether the run compiles its blocks.
-        layers_of_tp: the tensor-parallel size by which linear layers are in 8 bits or not; None: the run's own.
-        folder: keeps the tables of times.
-        say: hears the tables, and why what the run had cannot be kept (on other hardware, say).
+        layers_of_tp: the tensor-parallel size whose layer sizes decide which linear layers are in 8 bits. None: the
+            run's own.
+        folder: the run folder, which keeps the tables of times.
+        say: receives the tables, and the reason where a choice that the run had cannot be kept, for example on other
+            hardware.
 
     Raises:
-        ValueError: as resolve_backend and matmuls_of.
+        ValueError: a backend or a precision cannot run here, see resolve_backend and matmuls_of.
     """
     calls = RankCalls(
         tensor_parallel_size=groups.tp_size,
@@ -138,7 +143,7 @@ def _fastest_attention(
 def _fastest_linear(
     cfg: RunConfig, compiled: bool, calls: RankCalls, cache: Path, say: Callable[[str], None], asked: LinearConfig
 ) -> LinearConfig:
-    kept = resolved_zero_stage(cfg) < 3  # weights in 8 bits, from one step to the next
+    kept = resolved_zero_stage(cfg) < 3  # weights stay in 8 bits from one step to the next
 
     def choose() -> LinearConfig:
         return choose_linear(asked, cfg.model, calls, kept=kept, compiled=compiled, cache=cache, say=say)
@@ -156,7 +161,7 @@ def _halves_are_faster(
     dtype: torch.dtype,
     say: Callable[[str], None],
 ) -> bool:
-    """Time micro-batches whole and in halves, with attention and linear layers settled; collective."""
+    """Time micro-batches whole and in halves, with attention and linear layers settled. All ranks call it."""
     data = settled.data
     samples = [stream.sample(index) for index in range(data.micro_batch_size)]
     batch = batch_of(samples, data.document_attention, data.document_positions)
@@ -173,7 +178,8 @@ def _halves_are_faster(
         device=device,
         dtype=dtype,
     )
-    gc.collect()  # compiled blocks refer to themselves: their weights would stay while the run's model is built
+    # Compiled blocks refer to themselves: their weights would stay in memory while the run's model is built.
+    gc.collect()
     halves = seconds["on"] < seconds["off"]
     whole, parts = (f"{1e3 * seconds[name]:.2f} ms" for name in ("off", "on"))
     say(
@@ -184,7 +190,7 @@ def _halves_are_faster(
 
 
 def _by_main(choose: Callable[[], T], device: torch.device) -> T:
-    """Let the first rank choose for all."""
+    """Let the first rank choose for all ranks."""
     chosen: list[Any] = [choose() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(chosen, src=0, device=device)
     choice: T = chosen[0]

@@ -260,6 +260,7 @@ PLAIN = (
     *(
         f"sagetrain/{room}"
         for room in (
+            "auto",
             "cli",
             "comparing",
             "config",
