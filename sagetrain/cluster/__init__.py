@@ -1,1 +1,1 @@
-"""The processes of a run: how they meet, check one another, share a folder, are watched and end."""
+"""The processes of a run: how they meet, check each other, share a run folder, are watched, and end."""

@@ -1,4 +1,4 @@
-"""What watches over a run: the signals that stop it, and the watchdog that ends one that hangs."""
+"""The guards of a run: the signals that stop it with a checkpoint, and the watchdog that ends it when it hangs."""
 
 from __future__ import annotations
 
@@ -18,16 +18,19 @@ import torch.distributed as dist
 
 HANG_EXIT_CODE = 5
 LAUNCHER = "SAGETRAIN_LAUNCHER"
-"""Environment variable: the process id of `sagetrain compare`, which started this run."""
-_RECORD_SECONDS = 10.0  # for the flight recorder, when a run has hung
+"""The environment variable with the process id of the `sagetrain compare` that started this run."""
+# The flight recorder gets this much time when a run has hung.
+_RECORD_SECONDS = 10.0
 
 T = TypeVar("T")
 
 
 class StopSignal:
-    """SIGTERM, SIGUSR1 and Ctrl-C ask for a checkpoint and a clean exit; a second Ctrl-C ends the run at once.
+    """Turn SIGTERM, SIGUSR1 and Ctrl-C into a request for a checkpoint and a clean exit. A second Ctrl-C ends the run
+    at once.
 
-    The first rank says so at once: a launcher that hears of Ctrl-C, too, prints a traceback of its own then.
+    Rank 0 prints the answer to a signal immediately. A launcher that gets the same Ctrl-C prints a traceback of its own
+    a moment later.
 
     Args:
         listens: False in a program that handles its signals itself.
@@ -39,7 +42,7 @@ class StopSignal:
             signal.signal(number, self._ask)
 
     def ask(self, who: str) -> None:
-        """Ask for a checkpoint and a clean end in the name of something else than a signal."""
+        """Request a checkpoint and a clean exit without a signal. `who` names the cause in the messages."""
         self.name = self.name or who
 
     def _ask(self, number: int, _frame: object) -> None:
@@ -50,22 +53,27 @@ class StopSignal:
             if number == signal.SIGINT:
                 said += "; a second Ctrl-C ends it at once"
                 said += " (a traceback that follows is the launcher's)" * bool(_launchers())
-            with suppress(OSError):  # not print, which may be what the signal has interrupted
+            # print() is not reentrant, and the signal may have interrupted a print().
+            with suppress(OSError):
                 os.write(2, f"{chr(10) * sys.stderr.isatty()}{said}\n".encode())
         self.name = self.name or signal.Signals(number).name
 
 
 class Watchdog:
-    """Ends a run that makes no progress, or that has lost its launcher; a thread beside training. Context manager.
+    """End a run that makes no progress or has lost its launcher. The watchdog is a context manager that runs a thread
+    beside training.
 
-    Without a sign of life for `timeout` seconds it writes the stacks of all threads and the collectives that they wait
-    in to `folder`/rank-N.txt, beside it what torch's flight recorder knows of the latest collectives, and ends the
-    process with HANG_EXIT_CODE. A file there makes the other ranks do the same, so that one look shows who waits for
-    whom. Time in which this process was stopped (Ctrl-Z, a suspended job) does not count. If the launcher goes, the
-    process sends itself SIGTERM: nobody else would stop it. (One that was gone when this was made is not missed.)
+    If there is no sign of life for `timeout` seconds, the watchdog writes `folder`/rank-N.txt with the stacks of all
+    threads and the collectives that they wait in. It writes the latest collectives of torch's flight recorder to a
+    second file, and ends the process with HANG_EXIT_CODE. The other ranks see the file and do the same, so the files of
+    all ranks together show who waits for whom. Time in which this process was stopped (Ctrl-Z, a suspended job) does
+    not count.
+
+    If the launcher ends, nobody else would stop this process, so the process sends itself SIGTERM. A launcher that had
+    already ended when the watchdog was made is ignored.
 
     Args:
-        watches: False in a program that goes on after the run: it is never ended.
+        watches: False in a program that continues after the run. Such a process is never ended.
     """
 
     def __init__(self, folder: Path, rank: int, timeout: float, watches: bool = True) -> None:
@@ -74,17 +82,19 @@ class Watchdog:
         self._tick = min(max(timeout / 20, 0.1), 5.0)
         self._name = f"rank {rank}"
         self._idle, self._doing, self._old = 0.0, "start", False
-        given = os.environ.get(LAUNCHER)  # it may be gone by now
+        # The launcher may have ended by now.
+        given = os.environ.get(LAUNCHER)
         self._launchers = (int(given),) if given else _launchers()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def forget(self) -> None:
-        """Remove the stacks of an earlier run (rank 0 calls it, before any rank enters the context)."""
+        """Remove the stacks of an earlier run. Rank 0 calls this before any rank enters the context."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def __enter__(self) -> Watchdog:
-        self._old = self._folder.exists()  # of an earlier run: a network file system may show it a while longer
+        # A network file system may show the folder of an earlier run for a while after it was removed.
+        self._old = self._folder.exists()
         if self._watches:
             self._thread.start()
         return self
@@ -93,11 +103,11 @@ class Watchdog:
         self._over.set()
 
     def begin(self, doing: str) -> None:
-        """A sign of life, and what comes now."""
+        """Record a sign of life, and the activity that begins now."""
         self._idle, self._doing = 0.0, doing
 
     def over(self, items: Iterable[T]) -> Iterator[T]:
-        """The items, each of them a sign of life."""
+        """Yield the items and record a sign of life at each."""
         for item in items:
             self._idle = 0.0
             yield item
@@ -123,18 +133,21 @@ class Watchdog:
                 file.write(f"{self._name}, in {self._doing}: {why}\n\n")
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
-                # Ends the process even if the recorder blocks and lets no other Python run.
+                # This ends the process even if the flight recorder blocks and holds the GIL.
                 faulthandler.dump_traceback_later(3 * _RECORD_SECONDS, exit=True, file=file)
                 waits = self._record_collectives()
                 file.write(f"\n{waits}\n")
                 file.flush()
                 _tell(f"{self._name}: error: in {self._doing}: {why}; {waits}; stacks in {self._path}")
-                self._over.wait(3 * self._tick)  # the launcher ends all after the first one: let them write first
+                # The launcher ends all ranks when the first one exits, so this rank gives the others time to write
+                # their files.
+                self._over.wait(3 * self._tick)
         finally:
             os._exit(HANG_EXIT_CODE)
 
     def _record_collectives(self) -> str:
-        """Write what the flight recorder has, and say which collectives are under way; in bounded time."""
+        """Write the content of the flight recorder to a file and return a sentence about the collectives under way.
+        This takes at most _RECORD_SECONDS."""
         said = [f"the flight recorder gave nothing in {_RECORD_SECONDS} seconds"]
 
         def record() -> None:
@@ -142,7 +155,8 @@ class Watchdog:
                 recorded = flight_record()
                 self._path.with_suffix(".collectives.json").write_bytes(recorded)
                 said[0] = collectives_under_way(recorded)
-            except Exception as error:  # noqa: BLE001 - whatever it is, the process has to end
+            # The process has to end, whatever the recorder raises.
+            except Exception as error:  # noqa: BLE001
                 said[0] = f"the flight recorder failed: {error}"
 
         thread = threading.Thread(target=record, name="flight recorder", daemon=True)
@@ -152,18 +166,18 @@ class Watchdog:
 
 
 def flight_record() -> bytes:
-    """The latest collectives of this process, as the JSON of torch's flight recorder, which is on unless
+    """Return the latest collectives of this process as the JSON of torch's flight recorder. The recorder is on unless
     TORCH_FR_BUFFER_SIZE (TORCH_NCCL_TRACE_BUFFER_SIZE) is 0."""
     from torch._C import _distributed_c10d as c10d
 
-    # NCCL has a recorder of its own, in builds with CUDA; the other has gloo's. (torch 2.8 to 2.13)
+    # In torch 2.8 to 2.13, builds with CUDA have a recorder for NCCL. The other recorder covers gloo.
     on_gpu = dist.is_initialized() and "nccl" in dist.get_backend()
     dump: Callable[[], bytes] = getattr(c10d, "_dump_nccl_trace_json" if on_gpu else "_dump_fr_trace_json")
     return dump()
 
 
 def collectives_under_way(record: bytes) -> str:
-    """The oldest collective of every process group that is not finished, in words."""
+    """Say which collective is the oldest unfinished one of each process group."""
     waiting: dict[str, str] = {}
     for entry in json.loads(record).get("entries", []):
         name, description = entry["process_group"]
@@ -176,22 +190,24 @@ def collectives_under_way(record: bytes) -> str:
 
 
 def _tell(text: str) -> None:
-    """On stderr, not behind a terminal's progress bar."""
+    """Print a line on stderr. On a terminal the line does not continue the progress bar."""
     print("\n" * sys.stderr.isatty() + text, file=sys.stderr, flush=True)
 
 
 def _launchers() -> tuple[int, ...]:
-    """Process ids of what started this rank: torchrun, `sagetrain compare`, or DeepSpeed's launcher and its child here;
-    or nothing."""
+    """Return the process ids of the launchers of this rank: torchrun, `sagetrain compare`, or DeepSpeed's launcher and
+    its child on this host. The tuple is empty if no launcher started this rank."""
     if not {"TORCHELASTIC_RUN_ID", "LOCAL_SIZE", LAUNCHER} & os.environ.keys():
-        return ()  # started by hand: training goes on when the shell closes
+        # A run that was started by hand continues when its shell closes.
+        return ()
     parent = os.getppid()
     if LAUNCHER in os.environ:
         return (parent,)
     try:
         above = int(Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[1])
-        # Both: any shell above another launcher may have the word in its command line.
+        # Both names are compared, because the command line of a shell above another launcher may contain the word, too.
         names = [Path(f"/proc/{each}/cmdline").read_bytes() for each in (parent, above)]
-    except OSError:  # the parent is going right now
+    # The parent is exiting at this moment.
+    except OSError:
         return (parent,)
     return (parent, above) if b"deepspeed.launcher.launch" in names[0] and b"deepspeed" in names[1] else (parent,)

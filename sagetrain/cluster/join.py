@@ -15,12 +15,13 @@ from sagetrain.cluster import rendezvous
 from sagetrain.config.errors import ConfigError
 from sagetrain.parallel import copies
 
-# How long the ranks of a run may need to come: hosts start at different times.
+# Ranks wait this long for each other at the start, because hosts start at different times.
 _ARRIVAL_MINUTES = 10
 
 
 def _without_gpu() -> bool:
-    """Whether there is none; DeepSpeed is told before it looks for one itself."""
+    """Whether this process has no GPU. In that case DeepSpeed is told to use the CPU before it looks for a GPU
+    itself."""
     if torch.cuda.is_available():
         return False
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -28,10 +29,14 @@ def _without_gpu() -> bool:
 
 
 def init_distributed(timeout_minutes: float) -> torch.device:
-    """Join the process group named by RANK, WORLD_SIZE, LOCAL_RANK and MASTER_* and return this rank's device.
+    """Join the process group named by RANK, WORLD_SIZE, LOCAL_RANK and MASTER_*, and return this rank's device. A
+    single process without these variables becomes a world of one rank.
 
-    One process without these variables becomes a world of one. Collectives may take `timeout_minutes`.
-    Raises rendezvous.RanksMissing, a ConfigError, if not all ranks come.
+    Args:
+        timeout_minutes: the time that a collective may take.
+
+    Raises:
+        RanksMissing: not all ranks come. It is a ConfigError of cluster/rendezvous.py.
     """
     for key, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         os.environ.setdefault(key, value)
@@ -40,13 +45,15 @@ def init_distributed(timeout_minutes: float) -> torch.device:
     import deepspeed.ops
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    # DeepSpeed 0.19 calls collectives by names that newer torch has renamed; nothing a user could act on.
+    # DeepSpeed 0.19 calls collectives by names that newer torch has renamed. A user cannot do anything about this
+    # warning.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    # The current device is the rank's.
+    # The warning is about a wrong current device, but the current device is the one of this rank.
     warnings.filterwarnings("ignore", message="barrier\\(\\): using the device under current context")
-    # A thread of autograd that begins with a matmul; it gets its context then.
+    # The warning comes from an autograd thread whose first operation is a matmul. The thread gets its context then.
     warnings.filterwarnings("ignore", message="Attempting to run cuBLAS, but there was no current CUDA context")
-    if not on_gpu:  # saves compiling probes, and a C++ build that only CPU inference would use
+    # This saves the compilation of probes, and a C++ build that only inference on a CPU would use.
+    if not on_gpu:
         deepspeed.ops.__compatible_ops__ = collections.defaultdict(bool)
     device = torch.device("cpu")
     if on_gpu:
@@ -61,7 +68,8 @@ def init_distributed(timeout_minutes: float) -> torch.device:
         torch.cuda.set_device(device)
     timeout, backend = datetime.timedelta(minutes=timeout_minutes), "nccl" if on_gpu else "gloo"
     if not dist.is_initialized():
-        # DeepSpeed would bind the group to a device, and NCCL then make smaller ones with all ranks of the world.
+        # DeepSpeed would bind the group to a device. NCCL would then create each smaller group with all ranks of the
+        # world.
         store = rendezvous.meet(min(_ARRIVAL_MINUTES, timeout_minutes))
         store.set_timeout(timeout)
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -71,8 +79,10 @@ def init_distributed(timeout_minutes: float) -> torch.device:
 
 
 def end_distributed() -> None:
-    """Destroy all process groups, in a program that goes on, and what DeepSpeed and the copy engines know of them."""
+    """Destroy all process groups in a program that continues, and clear what DeepSpeed and the copy engines remember of
+    them."""
     from deepspeed.comm import destroy_process_group
 
-    copies.forget()  # the names of groups come again
+    # A later run in this process uses the same names of groups.
+    copies.forget()
     destroy_process_group()

@@ -1,7 +1,7 @@
-"""What a launcher tells a process about its run: the environment variables RANK, WORLD_SIZE, LOCAL_RANK and MASTER_*.
+"""Read and check the environment variables of a launcher: RANK, WORLD_SIZE, LOCAL_RANK and MASTER_*.
 
-Shells and services hand the variables of a finished job on. They are checked before torch is imported and before a
-rank waits for others. This module needs no torch.
+Shells and services pass on the variables of a finished job. The variables are therefore checked before torch is
+imported and before a rank waits for others. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ _ALONE = {
     "OMPI_COMM_WORLD_SIZE": "1",
     "PMI_SIZE": "1",
 }
-"""Variables that count the tasks of torchrun, deepspeed, srun and mpirun, with the value that a single task has."""
+"""The variables with which torchrun, deepspeed, srun and mpirun count tasks, and the value of each for a single
+task."""
 
 
 def launched() -> tuple[int, int]:
-    """Return this process's rank and world size, which a launcher set; (0, 1) without one.
+    """Return the rank and the world size that a launcher set for this process; (0, 1) without a launcher.
 
     Raises:
         ConfigError: the variables contradict each other, as they do when some are left over from another job. The ranks
-            would wait for others that nobody started, or each would take itself for a run of its own.
+            would wait for others that nobody started, or each rank would start a run of its own.
     """
     rank, world_size, local_rank = (_number(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     size, number = world_size or 1, rank or 0
@@ -40,7 +41,8 @@ def launched() -> tuple[int, int]:
         raise _left_over(["WORLD_SIZE"], "a run has at least one rank")
     if size > 1 and (lacking := [name for name in _TOGETHER if not os.environ.get(name)]):
         raise _left_over(_TOGETHER, f"{size} ranks cannot meet without {' and '.join(lacking)}")
-    port = os.environ.get("MASTER_PORT", "")  # Kubernetes sets it to a URL where a service is called master
+    # Kubernetes sets this variable to a URL if a service is called master.
+    port = os.environ.get("MASTER_PORT", "")
     if port and not (re.fullmatch(r"[0-9]{1,5}", port) and (0 if size == 1 else 1) <= int(port) <= 65535):
         raise _left_over(["MASTER_PORT"], "it must be a port, a number from 1 to 65535")
     if number >= size:
@@ -59,9 +61,10 @@ def launched() -> tuple[int, int]:
 
 
 def unknown_launcher() -> str:
-    """Say what makes this process wait for others, or meet itself elsewhere, where no known launcher started it.
+    """Say which variables make this process wait for others if no known launcher started it. The text is empty if there
+    is nothing to say.
 
-    A launcher that is not known sets the same variables as a finished job leaves behind, so this is no error.
+    An unknown launcher sets the same variables that a finished job leaves behind, so this is not an error.
     """
     room = os.environ.get("SLURM_NTASKS", "1")
     if room not in ("", "1") and not {"RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS"} & os.environ.keys():

@@ -1,8 +1,8 @@
 """Messages between rank 0 and the other ranks through a key-value store, for a thread that runs beside training.
 
-Collectives of two threads in training's group could be matched with each other, and a group of the thread's own would
-connect every rank with every other one. Here each rank has one connection, to rank 0, and a message takes a few
-requests, however many ranks there are.
+If two threads used collectives in training's process group, a collective of one could be matched with a collective of
+the other. A second process group would connect every rank with every other rank. With a mailbox each rank has one
+connection, to rank 0, and a message takes a few requests, however many ranks there are.
 """
 
 from __future__ import annotations
@@ -19,29 +19,38 @@ from sagetrain.cluster.rendezvous import ranges, store_of_rank_0
 T = TypeVar("T")
 
 _FAREWELL = timedelta(minutes=1)
-"""How long rank 0 waits at most until the others have read what it tells."""
+"""The longest time that rank 0 waits until the other ranks have read its message."""
 
 
 class Mailbox:
-    """What rank 0 tells the others and what it gathers from them, in the same order on every rank, from one thread.
+    """Send values from rank 0 to the other ranks, and gather values on rank 0. Every rank makes the same calls in the
+    same order, from one thread.
 
-    Making one is collective. A call waits `timeout` for another rank, and then raises DistStoreError; it raises
-    DistNetworkError if rank 0 is gone. Both are RuntimeErrors.
+    Making a mailbox is collective.
+
+    Args:
+        timeout: the time that a call waits for another rank.
+
+    Raises:
+        DistStoreError: a rank did not answer within `timeout`. It is a RuntimeError.
+        DistNetworkError: rank 0 is gone. It is a RuntimeError.
     """
 
     def __init__(self, timeout: timedelta):
         self._rank, self._world_size, self._timeout, self._number = dist.get_rank(), dist.get_world_size(), timeout, 0
-        # The process group's store may live in a launcher, and ranks save when that is killed; and training's requests
-        # would wait behind one that waits.
+        # The process group's store may live in a launcher, and ranks still save when the launcher is killed. In a
+        # shared store, training's requests would also wait behind a request of this thread.
         self._store = store_of_rank_0()
 
     def tell(self, value: T) -> T:
-        """Return rank 0's value on every rank. Rank 0 returns when the others have it: it may end then."""
+        """Return rank 0's value on every rank. Rank 0 returns when the other ranks have the value, because rank 0 may
+        end then."""
         key, others = self._next(), self._world_size - 1
         if self._rank == 0:
             self._store.set(key, pickle.dumps(value))  # type: ignore[arg-type]  # it takes bytes
             if others:
-                with suppress(dist.DistStoreError):  # one that should read may have ended
+                # A rank that should read may have ended.
+                with suppress(dist.DistStoreError):
                     self._store.wait([f"{key}/read"], min(_FAREWELL, self._timeout))
             return value
         self._store.wait([key], self._timeout)
@@ -51,7 +60,7 @@ class Mailbox:
         return told
 
     def gather(self, value: T) -> list[T]:
-        """Return the values of all ranks on rank 0, elsewhere an empty list."""
+        """Return the values of all ranks on rank 0, and an empty list on the other ranks."""
         key = self._next()
         if self._rank:
             self._store.set(f"{key}/{self._rank}", pickle.dumps(value))  # type: ignore[arg-type]

@@ -1,9 +1,10 @@
-"""Who takes part in a run: hosts, ranks, devices, and whether all of them brought the same things.
+"""The preflight check: which hosts, ranks and devices take part in a run, and whether all of them have the same
+software, configuration and files.
 
-Hosts of a cluster drift apart: an older checkout, another YAML file, a token file that was never copied again. Nothing
-would fail; the ranks would train different things. So every rank reports before anything is built or written, through
-the key-value store that the process group was made with: it works where the ranks' fast network does not, and with
-ranks whose versions could not exchange a tensor. Rank 0 prints a table and decides for all.
+Hosts of a cluster drift apart: an older checkout, another YAML file, a token file that was never copied again. Such a
+run would not fail, but its ranks would train different things. Every rank therefore reports before anything is built or
+written. The reports go through the key-value store of the process group. It works where the fast network between ranks
+does not, and between versions that could not exchange a tensor. Rank 0 prints a table and decides for all ranks.
 """
 
 from __future__ import annotations
@@ -45,26 +46,27 @@ FIXES = {
     "devices": "start on devices of one kind; or name what all of these GPUs can do in the place of auto: "
     "attention.backend, attention.recipe, linear.precision",
 }
-"""What a host must share with the others, and what to do where it does not."""
+"""The values that all hosts must share, with the fix for each."""
 
 SHOWN = 12
-"""Digits of a file's hash, for people, and for checkpoints."""
+"""The number of digits of a file's hash in messages and checkpoints."""
 
 LOCAL_KEYS = ("training.network_interface",)
-"""Settings that describe a host and may differ between hosts."""
+"""The settings that describe a host and may differ between hosts."""
 
 Row = dict[str, Any]
 
 
 def to_stderr(text: str) -> None:
-    """Print a line for people."""
+    """Print a line on stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 def use_interface(name: str | None) -> None:
-    """Bind what NCCL and gloo send between ranks to a network interface. Call before process groups exist.
+    """Make NCCL and gloo use one network interface between ranks. Call this before process groups exist.
 
-    Raises ConfigError if this host has no such interface.
+    Raises:
+        ConfigError: this host has no such interface.
     """
     if name is None:
         return
@@ -74,7 +76,8 @@ def use_interface(name: str | None) -> None:
             f"training.network_interface {name}: {socket.gethostname()} has no such interface, it has "
             f"{', '.join(names)}. Name one of these (as an override on this host, if its name differs here), or null"
         )
-    os.environ["NCCL_SOCKET_IFNAME"] = f"={name}"  # without "=" it is a prefix: eth1 would also take eth10
+    # Without "=" the name is a prefix: eth1 would also choose eth10.
+    os.environ["NCCL_SOCKET_IFNAME"] = f"={name}"
     os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
@@ -85,18 +88,19 @@ def check_in(
     read: Callable[[Callable[[str], None]], dict[str, str]],
     hears: Callable[[str], None] = to_stderr,
 ) -> dict[str, str]:
-    """Report this rank, wait for all others, and let rank 0 say who is there; collective.
+    """Report this rank, wait for the reports of all ranks, and let rank 0 decide whether the run can start; collective.
 
     Args:
-        read: checks the files of this host and returns hashes of them, by name. It is called by the first rank of each
-            host, with a function that says how far it is: the others wait as long as somebody says something.
+        read: checks the files of this host and returns their hashes by name. The first rank of each host calls it with
+            a function that reports progress. The other ranks wait as long as progress is reported.
         hears: gets the lines for people.
 
     Returns:
-        The hashes, in which all hosts agree.
+        The hashes, which are the same on all hosts.
 
     Raises:
-        ConfigError: on every rank, if hosts disagree in versions, configuration or files, or one cannot take part.
+        ConfigError: on every rank, if hosts disagree in versions, configuration or files, or if a host cannot take
+            part.
     """
     store, files = dist.distributed_c10d._get_default_store(), {}
     if os.environ["LOCAL_RANK"] == "0":
@@ -113,15 +117,16 @@ def check_in(
 
 
 def share(folder: RunFolder, hears: Callable[[str], None] = to_stderr) -> None:
-    """Let rank 0 make and lock the run folder, and the first rank of each host see that it is the same one; collective.
+    """Let rank 0 make and lock the run folder, and let the first rank of each host check that it sees the same folder;
+    collective.
 
     Args:
         hears: gets warnings about the file system.
 
     Raises:
-        CheckpointError: on rank 0, if another run has the folder.
-        OSError: on rank 0, if it cannot be made.
-        ConfigError: on every rank, if hosts do not share it; on the others, if rank 0 raises.
+        CheckpointError: on rank 0, if another run uses the folder.
+        OSError: on rank 0, if the folder cannot be made.
+        ConfigError: on every rank, if hosts do not share the folder; on the other ranks, if rank 0 raises an error.
     """
     store, rank, world_size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
     others = [f"folder/read/{other}" for other in range(1, world_size)]
@@ -154,7 +159,7 @@ def share(folder: RunFolder, hears: Callable[[str], None] = to_stderr) -> None:
 
 
 def _unshared(folder: RunFolder, rows: list[Row]) -> str:
-    """Which hosts do not have rank 0's folder, or nothing."""
+    """Say which hosts do not see rank 0's folder. The text is empty if all of them see it."""
     reasons = sorted({row["why"] for row in rows} - {""})
     if not reasons:
         return ""
@@ -167,17 +172,21 @@ def _unshared(folder: RunFolder, rows: list[Row]) -> str:
 
 
 def _wait_for(store: Store, keys: list[str]) -> None:
-    """The store may live in this process: it leaves last, unless others have ended already."""
+    """Wait up to a minute until other ranks have set these keys. The store may live in this process, so this process
+    leaves last."""
     with suppress(dist.DistStoreError):
         if keys:
             store.wait(keys, timedelta(minutes=1))
 
 
 def stay_out(problem: Exception) -> None:
-    """Report that this rank cannot take part, so that the other hosts need not wait for it until their timeout.
+    """Report that this rank cannot take part, so that the other hosts do not wait for it until their timeout.
 
-    Does nothing on a single host, whose launcher ends all ranks when one leaves, or if the ranks have met already, or
-    could not. Otherwise raises ConfigError, as on every other rank.
+    On a single host this does nothing, because the launcher ends all ranks when one leaves. It also does nothing if the
+    ranks have already met, or could not meet.
+
+    Raises:
+        ConfigError: on every rank, if the report was sent.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if (ranks_of_host() or world_size) == world_size or dist.is_initialized() or isinstance(problem, RanksMissing):
@@ -188,13 +197,16 @@ def stay_out(problem: Exception) -> None:
 
 
 def _unable(problem: Exception) -> Row:
-    """What a rank reports that cannot take part."""
+    """Return the report of a rank that cannot take part."""
     return {"host": socket.gethostname(), "rank": dist.get_rank(), "problem": str(problem)}
 
 
 def _exchange(row: Row, hears: Callable[[str], None]) -> dict[str, str]:
-    """Rank 0 collects the rows, says them and decides; ConfigError on every rank if the run cannot start, else the
-    hashes of the files."""
+    """Collect the reports on rank 0, print them, and return the hashes of the files on every rank.
+
+    Raises:
+        ConfigError: on every rank, if the run cannot start.
+    """
     store, rank, world_size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
     store.set(f"preflight/{rank}", json.dumps(row))
     if rank == 0:
@@ -208,20 +220,22 @@ def _exchange(row: Row, hears: Callable[[str], None]) -> dict[str, str]:
     problem, files = _told(store)
     if problem:
         store.set(f"preflight/read/{rank}", "")
-        if rank == 0:  # the store may live in this process: it leaves last
+        # The store may live in this process, so this rank leaves last.
+        if rank == 0:
             _wait_for(store, [f"preflight/read/{other}" for other in range(1, world_size)])
         raise ConfigError(problem)
     return files
 
 
 def _told(store: Store) -> tuple[str, dict[str, str]]:
-    """Return what rank 0 has decided: why the run cannot start, and the hashes of the files."""
+    """Return rank 0's decision: the reason why the run cannot start (empty if it can), and the hashes of the files."""
     problem, files = json.loads(_when_there(store, "preflight/verdict"))
     return problem, files
 
 
 def _when_there(store: Store, key: str, patience: timedelta = timedelta(minutes=10)) -> bytes:
-    """What another rank will write, waited for as long as some rank gives signs of life."""
+    """Wait for a key that another rank will write and return its value. The wait continues as long as any rank gives
+    signs of life."""
     while True:
         signs = store.add("preflight/alive", 0)
         try:
@@ -234,22 +248,25 @@ def _when_there(store: Store, key: str, patience: timedelta = timedelta(minutes=
 
 
 def _verdict(rows: list[Row]) -> str:
-    """Why the run cannot start, or nothing."""
+    """Say why the run cannot start. The text is empty if it can."""
     problems = dict.fromkeys(row["problem"] for row in rows)
     if list(problems) == [""]:
         lines = disagreements(rows)
         return "\n  ".join(["the hosts of this run disagree; nothing was started or written", *lines]) if lines else ""
-    if len(problems) == 1:  # all alike: nothing to tell apart
+    # All ranks report the same problem, so no rank is named.
+    if len(problems) == 1:
         return str(rows[0]["problem"])
     sides = [f"on {where([r for r in rows if r['problem'] == text])}: {text}" for text in problems if text]
     return "\n  ".join(["some hosts cannot take part in this run; nothing was started or written", *sides])
 
 
 def disagreements(rows: list[Row]) -> list[str]:
-    """One line for everything that must agree and does not, saying which host has what, and a fix for each kind."""
+    """Return one line for each value that must agree and does not. The line says which host has which value, and each
+    kind of value comes with a fix."""
     lines = []
     for kind, fix in FIXES.items():
-        told = [row for row in rows if row[kind]]  # of files, the first rank of each host alone
+        # Only the first rank of each host reports files.
+        told = [row for row in rows if row[kind]]
         names = dict.fromkeys(name for row in told for name in row[kind])
         values = {name: [row[kind].get(name, "unset") for row in told] for name in names}
         differing = [f"{name}: {sides}" for name in names if (sides := _sides(told, values[name]))]
@@ -258,7 +275,7 @@ def disagreements(rows: list[Row]) -> list[str]:
 
 
 def differing_environment(rows: list[Row]) -> list[str]:
-    """Warnings about variables of the communication libraries that did not reach every host alike."""
+    """Return warnings about environment variables of the communication libraries that differ between hosts."""
     names = sorted({name for row in rows for name in row["environment"]})
     return [
         f"warning: environment variable {name} differs between hosts: {sides}. Launchers pass few variables on; "
@@ -269,7 +286,7 @@ def differing_environment(rows: list[Row]) -> list[str]:
 
 
 def differing_allocation(world_size: int) -> list[str]:
-    """A warning if Slurm lent tasks or GPUs that take no part."""
+    """Return a warning if Slurm allocated tasks or GPUs that the run does not use."""
     names = ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES", "SLURM_GPUS_ON_NODE")
     told = {name: os.environ[name] for name in names if name in os.environ}
     tasks, hosts, gpus = (int(text) if (text := told.get(name, "")).isdigit() else 0 for name in names)
@@ -286,7 +303,8 @@ def differing_allocation(world_size: int) -> list[str]:
 
 
 def idle_gpus(rows: list[Row]) -> list[str]:
-    """Warnings about hosts that have more GPUs than ranks: started without a launcher, say."""
+    """Return warnings about hosts that have more GPUs than ranks. A command that was started without a launcher is one
+    cause."""
     return [
         f"warning: {host} has {gpus} GPUs, of which this run uses {len(members)}: start a rank on each (torchrun "
         f"--nproc-per-node {gpus} -m sagetrain train), or hide the others (CUDA_VISIBLE_DEVICES)"
@@ -296,7 +314,7 @@ def idle_gpus(rows: list[Row]) -> list[str]:
 
 
 def table(rows: list[Row]) -> list[str]:
-    """The lines of the start-up table: one for a host, and after them what all of them have in common."""
+    """Return the lines of the start-up table: one line for each host, then the values that all hosts share."""
     cells: list[tuple[str, ...]] = []
     cells.append(("host", "ranks", "data parallel", "context parallel", "tensor parallel", "devices"))
     for host, members in by_host(rows).items():
@@ -351,8 +369,8 @@ def _row(cfg: RunConfig, topology: Topology, device: torch.device, files: dict[s
 
 
 def _told_apart(cfg: RunConfig, device: torch.device) -> dict[str, str]:
-    """What of its device a rank must share with the others. Where `auto` asks what a GPU can do, ranks whose answers
-    differ would wait for each other."""
+    """Return the properties of the device that all ranks must share. If `auto` asked what a GPU can do and ranks got
+    different answers, they would wait for each other forever."""
     attention, told = cfg.attention, {"device": device.type}
     decided: list[str] = [attention.backend, cfg.linear.precision]
     decided += [attention.recipe] if attention.backend == "sage" else []
@@ -362,17 +380,18 @@ def _told_apart(cfg: RunConfig, device: torch.device) -> dict[str, str]:
 
 
 def _flash_attn(cfg: RunConfig, device: torch.device) -> dict[str, str]:
-    """The version that backend `auto` finds here. The first rank chooses for all."""
+    """Return the version of flash-attn that backend `auto` finds on this host. The first rank chooses for all ranks."""
     if device.type != "cuda" or cfg.attention.backend != "auto":
         return {}
-    from sagetrain.model.backends import find_flash  # and Triton, which `doctor` needs not
+    # The import also loads Triton, which `doctor` does not need.
+    from sagetrain.model.backends import find_flash
 
     found = find_flash(device)
     return {"flash-attn": found[0] if found else "none"}
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that must be the same on all hosts, by name."""
+    """The versions, by name, of the packages that must be the same on all hosts."""
     return {
         "sagetrain": f"{sagetrain.__version__} (sources {_source_hash()})",
         "torch": torch.__version__,
@@ -383,7 +402,7 @@ def versions() -> dict[str, str]:
 
 
 def _source_hash() -> str:
-    """A hash of the code that runs: two checkouts may differ and call themselves by one version."""
+    """Return a hash of the source code that runs, because two different checkouts may have the same version number."""
     digest = hashlib.sha256()
     for package in ("sagetrain", "sagekernels"):
         found = find_spec(package)
@@ -402,7 +421,7 @@ def _installed(package: str) -> str:
 
 
 def _sides(rows: list[Row], values: list[Any]) -> str:
-    """`x on node0 (ranks 0..7); y on node1 (ranks 8..15)`, or nothing if all values are equal."""
+    """Return `x on node0 (ranks 0..7); y on node1 (ranks 8..15)`, or an empty text if all values are equal."""
     sides: dict[str, list[Row]] = {}
     for row, value in zip(rows, values, strict=True):
         text = value if isinstance(value, str) else json.dumps(value)

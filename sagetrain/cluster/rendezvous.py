@@ -1,7 +1,8 @@
-"""Ranks find each other before they join: who does not come is named, instead of waited for in silence.
+"""The rendezvous of the ranks before they join the process group. A rank that does not come is named in an error, and
+is not waited for in silence.
 
-A launcher starts what it can reach. When ssh fails on one host of three, the ranks of the other two would wait inside
-torch.distributed for as long as any collective may take.
+A launcher starts ranks on the hosts that it can reach. If ssh failed on one host of three, the ranks of the other two
+would wait inside torch.distributed for as long as a collective may take.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ from sagetrain.data.open_files import allow_connections
 T = TypeVar("T", bound=Mapping[str, Any])
 
 _NAME_SECONDS = 30
-"""How long a name server may take to learn of a host that has just started."""
+"""The time in seconds that a name server may take to learn of a host that has just started."""
 _QUIET_SECONDS = 15
-"""How long ranks wait without a word."""
+"""The time in seconds that ranks wait before they print that they wait."""
 _ENDING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class RanksMissing(ConfigError):
-    """Not all ranks of a run came; the message says who did."""
+    """Not all ranks of a run came. The message says which ranks did."""
 
 
 def free_port() -> int:
-    """A port of this host that nobody listens on at the moment."""
+    """Return a port of this host that nobody listens on at the moment."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
@@ -47,14 +48,16 @@ def free_port() -> int:
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """SIGTERM, SIGUSR1 and Ctrl-C end the process at once, with code 128 + signal, while the block waits for others.
+    """Let SIGTERM, SIGUSR1 and Ctrl-C end the process at once, with exit code 128 + signal, while the block waits for
+    other ranks.
 
-    What waits inside torch gives Python's handlers no turn; a thread hears of the signal through a pipe. Call it in the
-    main thread.
+    A wait inside torch does not let Python's signal handlers run, so a thread gets the signal through a pipe. Call this
+    in the main thread.
     """
     hears, tells = socket.socketpair()
     tells.setblocking(False)
-    # The handlers of before go after the thread hears, and come back before it does not: no signal is lost in between.
+    # The earlier handlers are replaced after the thread listens, and restored before it stops listening, so no signal
+    # is lost in between.
     wakeup = signal.set_wakeup_fd(tells.fileno(), warn_on_full_buffer=False)
     handlers = {number: signal.signal(number, lambda *_: None) for number in _ENDING}
     thread = threading.Thread(target=_end_when_told, args=(hears,), name="signals", daemon=True)
@@ -78,17 +81,20 @@ def _end_when_told(hears: socket.socket) -> None:
 
 
 def meet(minutes: float) -> Store:
-    """Wait until every rank of WORLD_SIZE has come to MASTER_ADDR:MASTER_PORT, and return the store that they met at,
-    for the process group; collective. A world of one meets on this host, without MASTER_PORT at a port that the system
-    gives: no other run can take the port, which is listened at from the beginning.
+    """Wait until every rank of WORLD_SIZE has come to MASTER_ADDR:MASTER_PORT. Return the store that they met at, for
+    the process group; collective.
+
+    A world of one rank meets on this host. Without MASTER_PORT the system chooses the port. No other run can take that
+    port, because this process listens at it from the beginning.
 
     Raises:
-        RanksMissing: on every rank that came, if others have not so many `minutes` after rank 0 did; without rank 0,
-            three times as many after the rank itself. On rank 0 at once if it cannot listen at its port, or may not
-            open so many files; on every rank within half a minute if the address cannot be resolved.
+        RanksMissing: on every rank that came, if other ranks have not come within `minutes` after rank 0. If rank 0 is
+            missing, the limit is three times `minutes` after the rank itself came. On rank 0 the error comes at once if
+            the rank cannot listen at its port or may not open enough files. On every rank it comes within half a minute
+            if the address cannot be resolved.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    # torchrun's agent hosts the store, elsewhere rank 0 does.
+    # With torchrun its agent hosts the store. With other launchers rank 0 hosts it.
     opens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     if world_size == 1 and opens:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ.get("MASTER_PORT") or "0")
@@ -115,21 +121,22 @@ def meet(minutes: float) -> Store:
 
 
 def _make_room(world_size: int, launcher: int | None) -> None:
-    """Let rank 0 have the connections that the other ranks make to it, and likewise the launcher, if the store is
-    there."""
+    """Raise the limit of open files for the connections that the other ranks make to rank 0, or to the launcher if the
+    store is there."""
     try:
         allow_connections(world_size, os.getpid())
         if launcher:
             allow_connections(world_size, launcher)
     except ConfigError as error:
         raise RanksMissing(f"rank 0 on {socket.gethostname()}: {error}; nothing was started or written") from error
-    except OSError as error:  # a launcher of another user
+    # The launcher belongs to another user.
+    except OSError as error:
         _say(f"rank 0 cannot raise the limit of open files of process {launcher}, its launcher ({error.strerror}): if "
              f"ranks do not come, start that with a higher one (ulimit -n)")  # fmt: skip
 
 
 def store_of_rank_0() -> Store:
-    """Open a store that lives in rank 0, wherever the process group's does; collective. Threads that have stores of
+    """Open a store that lives in rank 0, wherever the process group's store lives; collective. Threads with stores of
     their own do not wait for each other's requests."""
     known, rank, address, minutes = _get_default_store(), dist.get_rank(), os.environ["MASTER_ADDR"], 10.0
     place = f"store/{known.add(f'stores of rank {rank}', 1)}"
@@ -143,7 +150,8 @@ def store_of_rank_0() -> Store:
 
 
 def _store(address: str, port: int, minutes: float, listener: socket.socket | None) -> TCPStore:
-    """The store at an address: our own at `listener`, which it takes over, or that of another process."""
+    """Return the store at an address. With `listener` this process hosts the store and the store takes over the socket;
+    without, another process hosts it."""
     return TCPStore(
         address,
         port,
@@ -156,7 +164,7 @@ def _store(address: str, port: int, minutes: float, listener: socket.socket | No
 
 
 def _listen(port: int) -> socket.socket:
-    """Rank 0's socket, opened here because the store does not say why it cannot."""
+    """Return rank 0's listening socket. It is opened here because the store does not say why it cannot listen."""
     both = socket.has_dualstack_ipv6()
     try:
         return socket.create_server(
@@ -172,7 +180,8 @@ def _listen(port: int) -> socket.socket:
 
 
 def _reach(address: str, port: int, rank: int, minutes: float, own: bool) -> None:
-    """Return when somebody listens at the address. The store would wait too, but fill the screen. `own`: it is ours."""
+    """Return when somebody listens at the address. The store would wait, too, but would fill the screen with messages.
+    `own`: this process hosts the store."""
     here, began, said = socket.gethostname(), time.monotonic(), set()
     while True:
         try:
@@ -186,7 +195,8 @@ def _reach(address: str, port: int, rank: int, minutes: float, own: bool) -> Non
             limit, quiet = 60 * minutes, _QUIET_SECONDS
             problem = f"rank {rank} on {here} does not reach rank 0 at {address}:{port} ({error.strerror or error})"
             fix = "Look for errors of that host above, and for a firewall between the hosts"
-            if own:  # what listens is this process
+            # This process itself is the listener.
+            if own:
                 limit = min(_NAME_SECONDS, limit)
                 fix = f"MASTER_ADDR must be an address of {here}, where rank 0 runs"
         waited = time.monotonic() - began
@@ -199,7 +209,7 @@ def _reach(address: str, port: int, rank: int, minutes: float, own: bool) -> Non
 
 
 def _gather(store: Store, rank: int, world_size: int, place: str, minutes: float) -> None:
-    """Enter this rank, and wait for all others."""
+    """Register this rank and wait for all others."""
     store.set(f"host/{rank}", socket.gethostname())
     patience = timedelta(minutes=minutes)
     if rank == 0:
@@ -212,21 +222,24 @@ def _gather(store: Store, rank: int, world_size: int, place: str, minutes: float
         problem = _problem(present, place, minutes)
         store.set("problem", problem)
     else:
-        try:  # rank 0 may come later than this one, and only then begins to wait
+        # Rank 0 may come later than this rank, and begins to wait only then.
+        try:
             store.wait(["problem"], 3 * patience)
             problem = store.get("problem").decode()
         except DistStoreError:
             problem = _problem(_present(store, world_size, timedelta(0)), place, 3 * minutes)
     if problem:
         store.set(f"read/{rank}", "")
-        if rank == 0:  # the store may live in this process: it leaves last
-            with suppress(DistStoreError):  # one that came may have ended since
+        # The store may live in this process, so this rank leaves last.
+        if rank == 0:
+            # A rank that came may have ended since.
+            with suppress(DistStoreError):
                 store.wait([f"read/{other}" for other, host in present.items() if host], patience)
         raise RanksMissing(problem)
 
 
 def _say(text: str) -> None:
-    """Once a host."""
+    """Print a line once on each host."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(text, file=sys.stderr, flush=True)
 
@@ -236,19 +249,21 @@ def _duration(seconds: float) -> str:
 
 
 def _present(store: Store, world_size: int, patience: timedelta) -> dict[int, str]:
-    """Host of every rank that has come once all have, or the patience is over; nothing for the others."""
+    """Return the host of each rank that has come, once all ranks have come or `patience` is over. Missing ranks are not
+    in the dict."""
     deadline, present = time.monotonic() + patience.total_seconds(), {}
     for rank in range(world_size):
         key, left = [f"host/{rank}"], deadline - time.monotonic()
         with suppress(DistStoreError):
-            if left >= 0.001:  # less would round to 0, which a store takes for no limit
+            # A shorter time would round to 0, and a store takes 0 for no limit.
+            if left >= 0.001:
                 store.wait(key, timedelta(seconds=left))
         present[rank] = store.get(*key).decode() if store.check(key) else ""
     return present
 
 
 def _problem(present: dict[int, str], address: str, minutes: float) -> str:
-    """What to say of the ranks that did not come (without a host in `present`), or nothing."""
+    """Say which ranks did not come, namely those without a host in `present`. The text is empty if all came."""
     missing = [rank for rank, host in present.items() if not host]
     if not missing:
         return ""
@@ -261,7 +276,7 @@ def _problem(present: dict[int, str], address: str, minutes: float) -> str:
 
 
 def where(rows: Sequence[Mapping[str, Any]], most: int = 3) -> str:
-    """`node0 (ranks 0..7), node1 (ranks 8..15) and 14 more`, of rows with `host` and `rank`."""
+    """Return `node0 (ranks 0..7), node1 (ranks 8..15) and 14 more` for rows with the keys `host` and `rank`."""
     hosts = by_host(rows)
     named = [
         f"{host} (rank{'s' * (len(members) > 1)} {ranges(row['rank'] for row in members)})"
@@ -271,7 +286,7 @@ def where(rows: Sequence[Mapping[str, Any]], most: int = 3) -> str:
 
 
 def by_host(rows: Iterable[T]) -> dict[str, list[T]]:
-    """Rows with a `host`, by that."""
+    """Group rows by their key `host`."""
     hosts: dict[str, list[T]] = {}
     for row in rows:
         hosts.setdefault(row["host"], []).append(row)
@@ -279,7 +294,7 @@ def by_host(rows: Iterable[T]) -> dict[str, list[T]]:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """0, 1, 2, 3, 6 -> `0..3, 6`."""
+    """Return the text `0..3, 6` for the numbers 0, 1, 2, 3, 6."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
         if runs and number == runs[-1][-1] + 1:

@@ -1,6 +1,6 @@
-"""The folder of a run: what it is called inside, who may write there, and what it says for people to read.
+"""The folder of a run: the names of the files in it, who may write there, and the texts in it for people.
 
-Checkpoints are checkpoint/on_disk.py's, metrics training/writers.py's.
+checkpoint/on_disk.py describes the checkpoints, and training/writers.py the metrics.
 """
 
 from __future__ import annotations
@@ -25,12 +25,16 @@ from sagetrain.config.schema import RunConfig
 from sagetrain.data.token_file import write_atomic
 
 _LOOKS = 10
-"""A network file system may show a new file late."""
+"""The number of times to look for a new file, because a network file system may show it late."""
 
 
 def lock(folder: Path) -> tuple[IO[str], OSError | None]:
-    """Make a folder and lock it for as long as the file that comes back is open; why it is not locked: a file system
-    without locks, or somebody else who has it (`is_taken`)."""
+    """Make a folder and lock it.
+
+    Returns:
+        A file that holds the lock as long as it is open, and the error that prevented the lock. The error is None if
+            the lock was taken. Otherwise the file system has no locks, or another process holds the lock (`is_taken`).
+    """
     folder.mkdir(parents=True, exist_ok=True)
     file = (folder / ".lock").open("w")
     try:
@@ -41,32 +45,35 @@ def lock(folder: Path) -> tuple[IO[str], OSError | None]:
 
 
 def is_taken(error: OSError | None) -> bool:
-    """Whether `lock` has found another process in the folder."""
+    """Whether the error of `lock` says that another process uses the folder."""
     return error is not None and error.errno in (errno.EWOULDBLOCK, errno.EACCES)
 
 
 class RunFolder:
-    """training.run_dir."""
+    """The folder training.run_dir."""
 
     def __init__(self, path: Path):
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.spikes = path / "spikes"
-        """Bundles of steps that went wrong."""
+        """The folder of the bundles of steps that went wrong."""
         self.stacks = path / "stacks"
-        """Where each rank stood when the run hung."""
+        """The folder of the stacks that each rank had when the run hung."""
         self.attention = path / "attention.json"
-        """What attention.backend and recipe auto chose, and why: a table."""
+        """The table of what `auto` chose for attention.backend and attention.recipe, and why."""
         self.linear = path / "linear.json"
-        """The same of linear.precision."""
+        """The table of what `auto` chose for linear.precision, and why."""
         self._lock: IO[str] | None = None
 
     def claim(self, token: str) -> str:
-        """Make the folder, lock it until `release` (two runs in one would destroy each other), and leave `token`
-        there for other hosts to find. Returns a warning, or nothing.
+        """Make the folder, lock it until `release`, and leave `token` there for other hosts to find. Two runs in one
+        folder would destroy each other's files.
+
+        Returns:
+            A warning, or an empty text.
 
         Raises:
-            CheckpointError: another run has it.
+            CheckpointError: another run uses the folder.
         """
         warning = ""
         self._lock, error = lock(self.path)
@@ -87,9 +94,10 @@ class RunFolder:
         return self.path / ".start"
 
     def finds(self, token: str) -> str:
-        """Why this host does not find what rank 0 left in the folder, or nothing."""
+        """Say why this host does not find the token that rank 0 left in the folder. The text is empty if it does."""
         missing = [folder for folder in (self.path, *self.path.parents) if not os.path.exists(folder)]
-        try:  # a look may be answered from what this host remembers, the file server itself answers this
+        # A lookup may be answered from this host's cache, but the file server itself answers this call.
+        try:
             self.path.mkdir(parents=True)
         except FileExistsError:
             for _ in range(_LOOKS):
@@ -106,24 +114,25 @@ class RunFolder:
         return "has no such folder"
 
     def release(self) -> None:
-        """Let others have the folder. A process that ends does so, too."""
+        """Release the lock of the folder. The end of the process releases it, too."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
 
     def unclaim(self) -> None:
-        """Undo `claim`: the run will not start."""
+        """Undo `claim`, because the run will not start."""
         self.found()
         (self.path / ".lock").unlink(missing_ok=True)
-        with suppress(OSError):  # it holds an earlier run
+        # The folder is not empty if it holds an earlier run.
+        with suppress(OSError):
             self.path.rmdir()
 
     def found(self) -> None:
-        """Remove the token: every host has found it."""
+        """Remove the token after every host has found it."""
         self._token.unlink(missing_ok=True)
 
     def describe(self, cfg: RunConfig, deepspeed: Mapping[str, Any], findings: Sequence[Finding]) -> None:
-        """Write the resolved configuration, the generated DeepSpeed dict and the findings, read-only."""
+        """Write the resolved configuration, the generated DeepSpeed dict and the findings as read-only files."""
         for name, text in {
             "config.yaml": dump_config(cfg),
             "deepspeed.json": json.dumps(deepspeed, indent=2) + "\n",
@@ -135,9 +144,11 @@ class RunFolder:
     def tell_stability(
         self, step: int, tokens: int, metrics: dict[str, dict[str, float]], critical: dict[str, Any] | None
     ) -> None:
-        """Write what was measured so far about the run's stability, and its events by kind, to stability.json.
+        """Write the measurements of the run's stability so far, and its events by kind, to stability.json.
 
-        metrics: of stability.measured.Measured. critical: of config.earlier_run.critical_tokens.
+        Args:
+            metrics: the summaries that stability.measured.Measured keeps.
+            critical: the result of config.earlier_run.critical_tokens, or None.
         """
         events: dict[str, dict[str, Any]] = {}
         path = self.path / "events.jsonl"
@@ -156,7 +167,7 @@ class RunFolder:
 
 
 def changed_settings(old_text: str, new_text: str) -> list[str]:
-    """Lines `key: old -> new` for every setting that differs between two dumped configurations."""
+    """Return a line `key: old -> new` for each setting that differs between two dumped configurations."""
     old, new = flat(yaml.safe_load(old_text)), flat(yaml.safe_load(new_text))
     return [
         f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in sorted({*old, *new}) if old.get(key) != new.get(key)

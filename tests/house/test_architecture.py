@@ -262,6 +262,7 @@ PLAIN = (
         for room in (
             "auto",
             "cli",
+            "cluster",
             "comparing",
             "config",
             "data",
