@@ -1,4 +1,4 @@
-"""Differentiable collectives over the tensor-parallel group, and around attention over the context-parallel one.
+"""Differentiable collectives over the tensor-parallel group, and around attention over the context-parallel group.
 
 | function              | forward               | backward                        |
 |-----------------------|-----------------------|---------------------------------|
@@ -9,21 +9,21 @@
 | leave                 | all-reduce            | identity                        |
 | leave (sequence)      | reduce-scatter, dim 0 | all-gather, dim 0               |
 
-The "region" is where tensors differ between the ranks of the group. Under sequence parallelism activations outside of
-it are shards of [tokens, ...], with the sequences of the micro-batch flattened, so that a shard is contiguous and
-travels without a copy. All are no-ops for a group of one.
+The "region" is the part of the model where tensors differ between the ranks of the group. Under sequence parallelism,
+activations outside of the region are shards of [tokens, ...]. The sequences of the micro-batch are flattened, so that a
+shard is contiguous and travels without a copy. Every collective does nothing for a group of one rank.
 
-Layers enter and leave the region in two steps, `start_*` and `finish_*`: what is computed between them runs beside the
-collective, and so does, backward, the part of autograd's tape that was recorded between them. What was started has to
-be finished.
+Layers enter and leave the region in two steps, `start_*` and `finish_*`. Work between the two steps runs beside the
+collective. In the backward pass, the part of autograd's tape that was recorded between the two steps runs beside it as
+well. Every collective that was started has to be finished.
 
-Context parallelism (DeepSpeed-Ulysses, arXiv 2309.14509): a rank holds a slice of every sequence, with all heads;
-`scatter_heads` turns that into whole sequences with a share of the heads, which is all that attention needs, and
-`gather_heads` turns it back. Both are one all-to-all, forward and backward.
+Context parallelism follows DeepSpeed-Ulysses (arXiv 2309.14509). A rank holds a slice of every sequence, with all
+heads. `scatter_heads` turns the slices into whole sequences with a share of the heads, and attention needs nothing
+else. `gather_heads` turns them back. Both are one all-to-all, forward and backward.
 
-The collectives are torch's functional ones, which torch.compile traces without a graph break; they are called as
-operators because the names of the python functions around them change between torch releases. Sequence parallelism's
-go by the GPUs' copy engines instead where these reach all of the group (copies.py).
+The collectives are torch's functional ones, which torch.compile traces without a graph break. They are called as
+operators because the names of their Python functions change between torch releases. The collectives of sequence
+parallelism go by the GPUs' copy engines where these reach the whole group (copies.py).
 """
 
 from __future__ import annotations
@@ -44,20 +44,21 @@ _ops, _copies = torch.ops._c10d_functional, torch.ops.sagetrain
 
 
 def start_all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Sum over the group, on its way: `finish` waits for it."""
+    """Start to sum x over the group. `finish` waits for the result, which has the shape of x."""
     y: Tensor = _ops.all_reduce(x.contiguous(), "sum", group.group_name)
     return y
 
 
 def start_all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The ranks' x along dim 0, on its way."""
+    """Start to gather the ranks' x along dim 0. `finish` waits for the result [size * dim 0, ...]."""
     gather = _copies.all_gather if group.group_name in connected else _ops.all_gather_into_tensor
     y: Tensor = gather(x.contiguous(), group.size(), group.group_name)
     return y
 
 
 def start_reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Own part along dim 0 of the sum over the group, on its way."""
+    """Start to sum x over the group and keep this rank's part along dim 0. `finish` waits for the result [dim 0 / size,
+    ...]."""
     y: Tensor
     if group.group_name in connected:
         y = _copies.reduce_scatter(x.contiguous(), group.size(), group.group_name)
@@ -70,24 +71,30 @@ finish = _ops.wait_tensor
 
 
 def _all_to_all(x: Tensor, group: ProcessGroup) -> Tensor:
-    """[size, ...] -> same: part i goes to rank i, and part i of the result comes from rank i."""
+    """Exchange the parts of x [size, ...]. Part i goes to rank i, and part i of the result comes from rank i."""
     parts = [1] * group.size()
     y: Tensor = finish(_ops.all_to_all_single(x.contiguous(), parts, parts, group.group_name))
     return y
 
 
 Collective = Callable[[Tensor, ProcessGroup], Tensor] | None
-"""Starts a collective over the group; None: there is none to start."""
+"""A function that starts a collective over the group. None: there is nothing to start."""
 
 
 Pending = tuple[Tensor, Tensor | None]
-"""A collective that is under way: what it was given, and its result, not to be read before it is finished (None: it is
-what was given). The first one carries the gradient, which has its shape and is itself on its way backward."""
+"""A collective that is under way: its input and its result.
+
+The result must not be read before it is finished. None: the result is the input. The input carries the gradient, which
+has the shape of the input and is itself under way in the backward pass.
+"""
 
 
 class _EndBackward(torch.autograd.Function):
-    """Identity; ends the collective of the backward pass. packed: that is on its way packed, as the bytes of a matrix
-    in the dtype of x, which autograd would not take for the gradient of x: an empty one in its shape stands for x."""
+    """Return x, and finish the collective of the backward pass.
+
+    With `packed`, that collective moves packed bytes (packing.py), viewed as a matrix in the dtype of x. Autograd would
+    not accept a matrix of another shape as the gradient of x, so an empty matrix in the packed shape stands for x.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, packed: bool) -> Tensor:
@@ -101,12 +108,14 @@ class _EndBackward(torch.autograd.Function):
 
 
 class _Finish(torch.autograd.Function):
-    """End the collective of the forward pass; begin that of the backward pass."""
+    """Finish the collective of the forward pass, and start the collective of the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, given: Tensor, result: Tensor | None, back: Collective, group: ProcessGroup) -> Tensor:
         ctx.back, ctx.group = back, group
-        ctx.packed = result is not None and result.shape[1:] != given.shape[1:]  # see _EndBackward
+        ctx.packed = (
+            result is not None and result.shape[1:] != given.shape[1:]
+        )  # _EndBackward returned an empty matrix in the packed shape
         return given.view_as(given) if result is None else finish(result)
 
     @staticmethod
@@ -120,7 +129,7 @@ class _GatherFromRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup, rank: int) -> Tensor:
         ctx.rank, ctx.width = rank, x.shape[-1]
-        # The collective concatenates along dim 0: gather there, then move the ranks next to the last dim.
+        # The collective concatenates along dim 0. So gather there, then move the ranks next to the last dim.
         parts = _ops.all_gather_into_tensor(x.contiguous().unsqueeze(0), group.size(), group.group_name)
         y: Tensor = finish(parts).movedim(0, -2).flatten(-2)
         return y
@@ -156,7 +165,7 @@ def _start(
 
 
 def _finish(x: Tensor | Pending, groups: ParallelGroups, back: Collective) -> Tensor:
-    """Finish what _start began. A group of one has begun nothing."""
+    """Finish the collective that _start began. A group of one rank has begun nothing."""
     if isinstance(x, Tensor):
         assert groups.tp_size == 1
         return x
@@ -165,40 +174,50 @@ def _finish(x: Tensor | Pending, groups: ParallelGroups, back: Collective) -> Te
 
 
 def reduce_from_region(x: Tensor, groups: ParallelGroups) -> Tensor:
-    """Sum of x over the group."""
+    """Return the sum of x over the group, in the shape of x."""
     return finish_leave(start_leave(x, groups, False), groups, False)
 
 
 def gather_from_region(x: Tensor, groups: ParallelGroups) -> Tensor:
-    """The ranks' x, concatenated along the last dim: [..., n] -> [..., n * tp]. Every rank must use it alike."""
+    """Return the ranks' x, concatenated along the last dim: [..., n] -> [..., n * tp]. Every rank must use the result
+    alike."""
     y: Tensor = x if groups.tp_size == 1 else _GatherFromRegion.apply(x, groups.tp_group, groups.tp_rank)  # type: ignore[no-untyped-call]
     return y
 
 
 def entering(sequence_parallel: bool) -> tuple[Collective, Collective]:
-    """Collectives that enter the region, forward and backward; the other way round they leave it."""
+    """Return the collectives that enter the region, forward and backward. In the other order they leave it."""
     return (start_all_gather, start_reduce_scatter) if sequence_parallel else (None, start_all_reduce)
 
 
 def start_enter(
     x: Tensor, groups: ParallelGroups, sequence_parallel: bool, pack: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor | Pending:
-    """What column-parallel layers read, on its way: all tokens, [tokens (/ tp), ...] -> [tokens, ...]. Without
-    sequence parallelism x itself, for any tensor that all ranks hold and use differently: the sum of its gradient is
-    waited for where this was called. pack: makes of x what is gathered (Matmul.pack of the layers that read it)."""
+    """Start to bring x into the region, where column-parallel layers read it: [tokens (/ tp), ...] -> [tokens, ...].
+
+    Without sequence parallelism the result is x itself. Any tensor that all ranks hold and use differently may then
+    enter. The backward pass waits for the sum of its gradient at the place of this call.
+
+    Args:
+        pack: turns x into the tensor that is gathered (Matmul.pack of the layers that read it). None: x is gathered.
+    """
     return x if groups.tp_size == 1 else _start(x, groups, *entering(sequence_parallel), pack)
 
 
 def finish_enter(x: Tensor | Pending, groups: ParallelGroups, sequence_parallel: bool) -> Tensor:
-    """What start_enter began. (ColumnParallelLinear does this itself.)"""
+    """Finish what start_enter began. ColumnParallelLinear does this itself."""
     return _finish(x, groups, entering(sequence_parallel)[1])
 
 
 def start_leave(
     x: Tensor, groups: ParallelGroups, sequence_parallel: bool, *, packed: bool = False
 ) -> Tensor | Pending:
-    """The ranks' partial sums added up, on their way: [tokens, ...] -> [tokens (/ tp), ...]. packed: their gradient, of
-    x [tokens, columns], is gathered in 8 bits (packing.py), where it is gathered and that is less."""
+    """Start to add up the ranks' partial sums: [tokens, ...] -> [tokens (/ tp), ...].
+
+    Args:
+        packed: gather the gradient of x [tokens, columns] in 8 bits (packing.py), where it is gathered at all and 8
+            bits are fewer bytes.
+    """
     if groups.tp_size == 1:
         return x
     packed = packed and sequence_parallel and x.shape[1] + MULTIPLE < x.shape[1] * x.itemsize
@@ -207,27 +226,31 @@ def start_leave(
 
 
 def finish_leave(x: Tensor | Pending, groups: ParallelGroups, sequence_parallel: bool) -> Tensor:
-    """What start_leave began."""
+    """Finish what start_leave began."""
     return _finish(x, groups, entering(sequence_parallel)[0])
 
 
 def scatter_heads(tensors: Sequence[Tensor], num_sequences: int, groups: ParallelGroups) -> list[Tensor]:
-    """Own slice of the sequences with all heads -> whole sequences with own heads, for several tensors at once.
+    """Turn slices of the sequences with all heads into whole sequences with this rank's heads, for several tensors at
+    once.
 
-    [B * S / cp, heads, K] -> [B, S, heads / cp, K] each; a tensor's heads are a multiple of cp. Rank i gets the i-th
-    share of each tensor's heads, so that query heads stay with the key/value head that serves them.
+    [B * S / cp, heads, K] -> [B, S, heads / cp, K] for each tensor. The number of heads of each tensor is a multiple of
+    cp. Rank i gets the i-th share of each tensor's heads, so that query heads stay with the key/value head that serves
+    them.
     """
     if groups.cp_size == 1:
         return [x.unflatten(0, (num_sequences, -1)) for x in tensors]
     by_rank = [x.unflatten(1, (groups.cp_size, -1)).movedim(1, 0) for x in tensors]
     slices = _AllToAll.apply(torch.cat(by_rank, 2), groups.cp_group)  # type: ignore[no-untyped-call]
     whole = slices.unflatten(1, (num_sequences, -1)).transpose(0, 1).flatten(1, 2)
-    # Copies: attention keeps some of them for its backward, and a view would keep the memory of all.
+    # Attention keeps some of the tensors for its backward pass. They are copied, because a view would keep the memory
+    # of all.
     return [x.contiguous() for x in whole.split([x.shape[2] for x in by_rank], 2)]
 
 
 def gather_heads(x: Tensor, groups: ParallelGroups) -> Tensor:
-    """Whole sequences with own heads -> own slice with all heads: [B, S, heads / cp, K] -> [B * S / cp, heads, K]."""
+    """Turn whole sequences with this rank's heads into slices with all heads: [B, S, heads / cp, K] -> [B * S / cp,
+    heads, K]."""
     if groups.cp_size == 1:
         return x.flatten(0, 1)
     slices = x.unflatten(1, (groups.cp_size, -1)).movedim(1, 0).flatten(1, 2)

@@ -1,20 +1,20 @@
-"""All-gather and reduce-scatter inside a host by the GPUs' copy engines: they take no multiprocessors from the matmuls.
+"""All-gather and reduce-scatter inside a host by the GPUs' copy engines. They take no multiprocessors from the matmuls.
 
-NCCL's kernels hold multiprocessors that cuBLAS's persistent kernels count on. Here every rank maps the others' memory
-(torch's symmetric memory), copies on a stream of its own are all that travels, and ranks meet by values that the
-streams themselves write and wait for. What is left to a kernel, on the stream of the caller, is a sum:
+NCCL's kernels hold multiprocessors that cuBLAS's persistent kernels count on. Here every rank maps the memory of the
+other ranks (torch's symmetric memory), and copies the data on a separate stream. Ranks meet by values that the streams
+themselves write and wait for. Only a sum is left to a kernel, on the stream of the caller:
 
-| | beside | finish |
+| | separate stream | finish |
 |---|---|---|
 | all_gather | own shard into the slot and the result; the others' shards, out of their slots | |
 | reduce_scatter | own part into the slot; the others' parts, into their slots | the slot summed up |
 
-The sum runs over the ranks in fp32 and is rounded once: its order depends on shapes alone, so that it is deterministic.
+The sum runs over the ranks in fp32 and is rounded once. Its order depends on shapes alone, so that it is deterministic.
 
-The memory has `SLOTS` slots, which collectives take in turn, so that several may be under way. They start in the same
-order on every rank (as all collectives must), each meets once before it copies from or to others, and so its meeting
-says that all ranks have ended the one before it: a slot that comes round again is nobody's. `finish` is wait_tensor, as
-for the functional collectives.
+The memory has `SLOTS` slots. Collectives take them in turn, so that several collectives may be under way. They start in
+the same order on every rank, as all collectives must, and each meets once before it copies from or to other ranks. A
+meeting therefore says that all ranks have ended the collective before it, so no rank still uses a slot when its turn
+comes again. `finish` is wait_tensor, as for the functional collectives.
 """
 
 from __future__ import annotations
@@ -35,34 +35,38 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 SLOTS = 3
-"""One for each half of a micro-batch, and one for what starts before they are finished."""
-_ALIGNMENT = 512  # bytes, of a slot
+"""The number of slots: one for each half of a micro-batch, and one for a collective that starts before these are
+finished."""
+_ALIGNMENT = 512  # bytes of a slot are a multiple of this
 _TRIAL_SECONDS = 20.0
 
 
 SentEvent = Any
-"""The end of all that had been sent."""
+"""An event that marks the end of all copies that had been sent."""
 
 
 class Memory(Protocol):
-    """One buffer of every rank in a group, and the stream beside the caller's on which they are copied.
+    """The symmetric buffers of a group, one buffer for each rank, and the separate stream on which they are copied.
 
-    What is copied is given by target, source (addresses) and bytes; it has to live until its copy has ended.
+    A copy is given by target address, source address and number of bytes. Its tensors have to live until the copy has
+    ended.
     """
 
     def allocate(self, nbytes: int) -> list[Tensor]:
-        """New buffers, uint8 [nbytes] of each rank, once the streams have ended all they were given. Collective."""
+        """Return new buffers, uint8 [nbytes] for each rank, once the streams have ended all earlier work. All ranks
+        call it."""
 
     def send(self, steps: Sequence[tuple[int, int, int] | None]) -> SentEvent:
-        """Beside, after all that the caller's stream has: copies, and meetings (None), where a rank goes on once all
-        are there."""
+        """Run copies and meetings on the separate stream, after all earlier work of the caller's stream. A meeting
+        (None) goes on once all ranks have reached it."""
 
     def wait(self, event: SentEvent) -> None:
-        """Let the caller's stream wait for all that was sent until then. Once: it is used again."""
+        """Let the caller's stream wait for all copies that were sent before the event. An event is waited for once,
+        because it is used again."""
 
 
 class _Work(dist.Work):
-    """What wait_tensor finds under the result: `done`, then the sum of the slot if there is one."""
+    """The work that wait_tensor finds for a result. It waits for `done`, then sums up the slot of a reduce_scatter."""
 
     __slots__ = ("_done", "_memory", "_parts", "_result", "_sent")
 
@@ -86,7 +90,7 @@ class _Work(dist.Work):
                 torch.add(*self._parts, out=self._result)
             elif self._parts:
                 torch.sum(self._parts[0], 0, out=self._result)
-            # `sent` had to live until now: it was being copied.
+            # The copies have read `sent`, which had to live until now.
             self._done = self._sent = self._result = None
             self._parts = ()
         return True
@@ -97,12 +101,13 @@ class Copies:
 
     def __init__(self, rank: int, size: int, memory: Memory) -> None:
         self.rank, self.size, self._memory = rank, size, memory
-        self._others = [(rank + step) % size for step in range(1, size)]  # no two ranks go to the same one at once
+        # The order differs between ranks, so that no two ranks copy from or to the same rank at once.
+        self._others = [(rank + step) % size for step in range(1, size)]
         self._slot_bytes = self._count = 0
         self._clear([])
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """The ranks' x (contiguous) along dim 0, on its way."""
+        """Start to gather the ranks' x along dim 0. x is contiguous."""
         nbytes, memory = x.nbytes, self._memory
         slot = self._take(nbytes * self.size)
         result = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
@@ -113,7 +118,11 @@ class Copies:
         return self._under_way(result, _Work(memory, memory.send(steps), x))
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Own part along dim 0 of the sum of x (contiguous) over the group, on its way."""
+        """Start to sum x over the group and keep this rank's part along dim 0. x is contiguous.
+
+        Raises:
+            ValueError: the size of the group does not divide dim 0.
+        """
         if x.shape[0] % self.size:
             raise ValueError(f"dim 0 ({x.shape[0]}) is not a multiple of the group's size ({self.size})")
         nbytes, memory = x.nbytes // self.size, self._memory
@@ -126,7 +135,8 @@ class Copies:
         return self._under_way(result, work)
 
     def _take(self, nbytes: int) -> int:
-        """The next slot, at least so large. What it held has been read, or will have been by the caller's stream."""
+        """Return the next slot, grown to at least `nbytes`. The caller's stream reads the old content of the slot
+        before the new content comes."""
         if nbytes > self._slot_bytes:
             self._grow(nbytes)
         slot, self._count = self._count % SLOTS, self._count + 1
@@ -134,7 +144,7 @@ class Copies:
         return slot
 
     def _read(self, slot: int) -> None:
-        """Sum up what waits in the slot, if its reduce_scatter has not been finished: its place is needed."""
+        """Sum up the slot now if its reduce_scatter has not been finished, because the slot is needed."""
         work, self._unread[slot] = self._unread[slot], None
         if work is not None:
             work.wait()
@@ -143,7 +153,7 @@ class Copies:
         for slot in range(SLOTS):
             self._read(slot)
         self._slot_bytes = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        # The others' mappings keep the old buffer alive for what they still copy out of it.
+        # Other ranks may still copy out of the old buffer. Their mappings keep it alive.
         self._clear(self._memory.allocate(SLOTS * self._slot_bytes))
 
     def _clear(self, buffers: list[Tensor]) -> None:
@@ -152,8 +162,12 @@ class Copies:
         self._unread: list[_Work | None] = [None] * SLOTS
 
     def _parts(self, slot: int, x: Tensor) -> tuple[Tensor, ...]:
-        """The ranks' parts in own slot, [size, dim 0 / size, ...]; two of them one by one, for torch.sum adds two at
-        half the memory's rate. (Kept: the host has little time for launching.)"""
+        """Return the ranks' parts in this rank's slot, one tensor [size, dim 0 / size, ...], or two tensors for two
+        ranks.
+
+        torch.sum adds two parts at half the memory's rate, so two parts are added one by one. The views are kept
+        because the host has little time for launching.
+        """
         key, start = (slot, x.shape, x.dtype), slot * self._slot_bytes
         if key not in self._views:
             whole = self._buffers[self.rank][start : start + x.nbytes].view(x.dtype)
@@ -168,7 +182,7 @@ class Copies:
 
 
 class _Operation(ctypes.Structure):
-    """CUstreamBatchMemOpParams: a stream writes 32 bits, or waits for them or a later value (flags of 0)."""
+    """CUDA's CUstreamBatchMemOpParams: a stream writes 32 bits, or waits for them or for a later value (flags of 0)."""
 
     WAIT, WRITE = 1, 2
     _fields_ = [
@@ -181,9 +195,9 @@ class _Operation(ctypes.Structure):
 
 
 class DeviceMemory:
-    """Memory on the GPUs of a host that reach each other.
+    """Memory on the GPUs of one host that reach each other.
 
-    CUDA's driver is called directly: torch's copies, streams and events take the host several times as long.
+    CUDA's driver is called directly, because torch's copies, streams and events take the host several times as long.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -206,16 +220,17 @@ class DeviceMemory:
         self._turn = 0
 
     def allocate(self, nbytes: int) -> list[Tensor]:
-        """See Memory."""
+        """Return new buffers, as Memory.allocate does."""
         from torch._C._distributed_c10d import _SymmetricMemory
 
-        # Nothing here multicasts, and setting multicast up can fail, or worse, on hosts that share their NVSwitches.
+        # Nothing here uses multicast. Setting multicast up can fail, or do worse, on hosts that share their NVSwitches.
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
         torch.cuda.synchronize(self._device)
         name = self._group.group_name
         self._own = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, self._device, name)
         self._symmetric, self._turn = _SymmetricMemory.rendezvous(self._own), 0
-        # At [own rank] of another's pad we write, at [other's rank] of our own we wait. Pads start as zeros.
+        # This rank writes at [own rank] of another rank's pad, and waits at [other rank] of its own pad. Pads start as
+        # zeros.
         pads = self._symmetric.signal_pad_ptrs
         others = [rank for rank in range(len(pads)) if rank != self._rank]
         awaited = [pads[self._rank] + 4 * other for other in others]
@@ -226,7 +241,8 @@ class DeviceMemory:
         return [self._symmetric.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(len(pads))]
 
     def send(self, steps: Sequence[tuple[int, int, int] | None]) -> int:
-        """See Memory. A meeting's writes come after all that the stream was given before it, for every GPU to see."""
+        """Send copies and meetings, as Memory.send does. All earlier work of the stream is visible to every GPU before
+        a meeting's writes."""
         beside = self._beside
         self._record(self._started, self._caller())
         self._wait(beside, self._started, 0)
@@ -241,12 +257,14 @@ class DeviceMemory:
         return event
 
     def wait(self, event: int) -> None:
-        """See Memory. (A stream waits for what was recorded when it was told to.)"""
+        """Wait for an event, as Memory.wait does. The stream waits for the last recording before this call, so the
+        event can be used again at once."""
         self._wait(self._caller(), event, 0)
         self._events.append(event)
 
     def release(self) -> None:
-        """Let go on what waits for ranks that do not come: the caller's stream too, by its events."""
+        """Release the streams that wait for ranks which do not come. The caller's stream waits for their events and
+        goes on as well."""
         self._order(torch.cuda.Stream(self._device).cuda_stream, self._release)
 
     def _order(self, stream: int, operations: ctypes.Array[_Operation]) -> None:
@@ -256,18 +274,19 @@ class DeviceMemory:
 
     def _event(self) -> int:
         event = ctypes.c_void_p()
-        self._create(event, 2)  # CU_EVENT_DISABLE_TIMING
+        self._create(event, 2)  # the flag CU_EVENT_DISABLE_TIMING
         assert event.value is not None
         return event.value
 
     def _caller(self) -> int:
-        """The caller's stream. Its thread may be one of autograd's, which has launched nothing yet: no context then."""
+        """Return the caller's stream. The caller may be a thread of autograd that has launched nothing yet, so it gets
+        a CUDA context first."""
         self._enter(self._context)
         return torch._C._cuda_getCurrentRawStream(self._device.index)
 
 
 def _checked(function: Any, *types: type) -> Callable[..., int]:
-    """A function of CUDA's driver that raises its errors."""
+    """Declare a function of CUDA's driver, and let it raise its errors."""
     function.argtypes, function.errcheck = types, _raise
     checked: Callable[..., int] = function
     return checked
@@ -280,14 +299,17 @@ def _raise(error: int, function: Callable[..., int], arguments: tuple[Any, ...])
 
 
 connected: dict[str, Copies] = {}
-"""By the name of the group: those whose collectives go this way."""
+"""The groups whose collectives go by copy engines, keyed by the name of the group."""
 _refused: dict[str, str] = {}
 
 
 def connect(group: ProcessGroup) -> str:
-    """Let the gathers and scatters of a group go this way, between the current devices, if they can.
+    """Let the gathers and scatters of a group go by copy engines, between the current devices, if they can.
 
-    Collective: all ranks decide alike. Returns why not (empty: they do), and warns of it, once on every rank.
+    All ranks call it and decide alike. Every rank warns once if the group stays with NCCL.
+
+    Returns:
+        The reason why the group stays with NCCL, or an empty string.
     """
     name = group.group_name
     if name not in connected and name not in _refused:
@@ -307,17 +329,17 @@ def connect(group: ProcessGroup) -> str:
 
 
 def forget() -> None:
-    """Forget all groups, when torch's process group ends: a later one uses their names again."""
+    """Forget all groups when torch's process group ends, because a later process group uses their names again."""
     connected.clear()
     _refused.clear()
 
 
 def _on_all_ranks(group: ProcessGroup, step: Callable[..., None], *arguments: object) -> str:
-    """Take a step; the first rank's complaint."""
+    """Take a step on all ranks. Return the complaint of the first rank where it failed, or an empty string."""
     try:
         step(*arguments)
         complaint = ""
-    except Exception as error:  # noqa: BLE001 - whatever it is, NCCL is left
+    except Exception as error:  # noqa: BLE001 - after any error NCCL is left
         complaint = f"rank {group.rank()}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
     complaints = [""] * group.size()
     dist.all_gather_object(complaints, complaint, group=group)
@@ -325,7 +347,12 @@ def _on_all_ranks(group: ProcessGroup, step: Callable[..., None], *arguments: ob
 
 
 def _check(group: ProcessGroup, copies: list[Copies]) -> None:
-    """What would make the next step fail on some ranks, or wait for ever."""
+    """Raise an error for whatever would make the next step fail on some ranks, or wait for ever.
+
+    Raises:
+        RuntimeError: the ranks are on several hosts, or their GPUs cannot reach each other, or torch's symmetric memory
+            is not CUDA's.
+    """
     boot, own = Path("/proc/sys/kernel/random/boot_id"), torch.cuda.current_device()
     host = (socket.gethostname(), boot.read_text() if boot.exists() else "")
     places: list[Any] = [None] * group.size()
@@ -353,7 +380,11 @@ def _connect(group: ProcessGroup, copies: list[Copies]) -> None:
 
 
 def _try(group: ProcessGroup, copies: list[Copies]) -> None:
-    """Both collectives, more often than there are slots, within a time limit."""
+    """Run both collectives more often than there are slots, within a time limit.
+
+    Raises:
+        RuntimeError: the trial did not end in time, or gave wrong values.
+    """
     size, rank, own = group.size(), group.rank(), copies[0]
     each = torch.arange(size, device="cuda", dtype=torch.float32)
     gathered = [own.all_gather(each[rank : rank + 1] + i) for i in range(2 * SLOTS)]
@@ -372,8 +403,9 @@ def _try(group: ProcessGroup, copies: list[Copies]) -> None:
         raise RuntimeError("a trial gave wrong values")
 
 
-# As operators that torch.compile does not look into. Inputs are contiguous, and may be written only when the collective
-# is finished. Inductor does not know that: model/compile.ORDERED keeps it from writing over what it has read.
+# The collectives are operators, so that torch.compile does not look into them. Inputs are contiguous, and may be
+# written only when the collective is finished. Inductor does not know that: model/compile.ORDERED keeps it from writing
+# over an input too early.
 _library = torch.library.Library("sagetrain", "DEF")
 for _name in ("all_gather", "reduce_scatter"):
     _library.define(f"{_name}(Tensor x, int size, str group) -> Tensor")

@@ -1,9 +1,9 @@
 """Cross-entropy over a vocabulary that is spread over the tensor-parallel group.
 
 `linear_cross_entropy` joins the output projection to the loss. It walks over the tokens in chunks and computes the
-gradients of a chunk while its logits are at hand, so that the logits of all tokens never exist at once;
-`linear_token_losses` does the same without gradients, token by token. Both want ids of the whole vocabulary as labels,
-equal on all ranks, and return the same values on all ranks.
+gradients of a chunk while its logits are in memory, so that the logits of all tokens never exist at once.
+`linear_token_losses` walks in the same way without gradients, and returns the loss of each token. For both, labels are
+ids of the whole vocabulary and equal on all ranks. Both return the same values on all ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from sagetrain.parallel.layers import local_ids
 from sagetrain.parallel.matmul import Matmul
 from sagetrain.parallel.topology import ParallelGroups
 
-# Logits of one chunk: 0.5 GiB in bf16. Enough for full-speed matmuls, little beside the activations.
+# The logits of one chunk take 0.5 GiB in bf16. That is enough for full-speed matmuls, and little beside the
+# activations.
 _CHUNK_LOGITS = 2**28
 
 
@@ -38,19 +39,22 @@ def linear_cross_entropy(
     divisor: float | None = None,
     known: int | None = None,
 ) -> Tensor:
-    """Mean over the tokens of the cross-entropy of hidden @ weight^T, or with a divisor their masked sum over it.
+    """Return the mean cross-entropy of hidden @ weight^T over the tokens, or their masked sum divided by `divisor`.
 
-    Under tensor parallelism `hidden` must come out of `finish_enter`: its gradient here is this rank's part.
+    Under tensor parallelism `hidden` must come out of `finish_enter`, because its gradient here is only this rank's
+    part.
 
     Args:
         hidden: [tokens, hidden_size].
-        weight: [vocab / tp, hidden_size], same dtype; this rank's rows.
+        weight: [vocab / tp, hidden_size], this rank's rows, in the dtype of `hidden`.
         labels: int64 [tokens].
-        matmul: of logits and gradients (default: in the dtype of the operands).
-        chunk: tokens whose logits exist at once (default: as many as fill 2^28 logits).
+        matmul: multiplies for logits and gradients (default: in the dtype of the operands).
+        chunk: the number of tokens whose logits exist at once (default: as many as fill 2^28 logits).
         compiled: fuse the softmax kernels with torch.compile (for CUDA).
-        divisor: of the sum over the tokens whose labels are not negative. Only with it may a label be negative.
-        known: size of the vocabulary; rows behind it only fill the weight up, and are no token's. None: all are.
+        divisor: divides the sum over the tokens whose labels are not negative. Labels may be negative only if it is
+            given.
+        known: the size of the vocabulary. The rows behind it only pad the weight and belong to no token. None: every
+            row is a token.
 
     Returns:
         fp32 scalar.
@@ -74,8 +78,10 @@ def linear_token_losses(
     compiled: bool = False,
     known: int | None = None,
 ) -> Tensor:
-    """The losses, fp32 [tokens], whose mean linear_cross_entropy is, from the same arguments; without a gradient. 0
-    where the label is negative."""
+    """Return the loss of each token, fp32 [tokens], without a gradient. It is 0 where the label is negative.
+
+    The arguments are those of linear_cross_entropy, which returns the mean of these losses.
+    """
     matmul, statistics = matmul or Matmul(), _compiled_kernels()[0] if compiled else _statistics
     chunk, losses = chunk or _chunk(hidden, weight), []
     for some, some_labels in zip(hidden.split(chunk), labels.split(chunk), strict=True):
@@ -84,12 +90,12 @@ def linear_token_losses(
         _leave_out(logits, known, groups)
         lse, target = statistics(logits, local)
         losses.append(_token_losses(lse, target, outside, groups)[0].masked_fill(some_labels < 0, 0))
-        del logits  # the next chunk's take its place
+        del logits  # the next chunk's logits take its place
     return torch.cat(losses)
 
 
 def _chunk(hidden: Tensor, weight: Tensor) -> int:
-    """Tokens whose logits may exist at once."""
+    """Return the number of tokens whose logits may exist at once."""
     chunks = -(-hidden.shape[0] * weight.shape[0] // _CHUNK_LOGITS)
     return -(-hidden.shape[0] // chunks)
 
@@ -121,7 +127,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             _leave_out(logits, known, groups)
             own_lse, target = statistics(logits, local)
             losses, lse = _token_losses(own_lse, target, outside, groups)
-            if divisor is not None:  # exp(logits - inf) = 0: such a row has no gradient either
+            if divisor is not None:  # exp(logits - inf) = 0: a masked row has no gradient either
                 masked = labels[rows] < 0
                 losses, lse = losses.masked_fill(masked, 0), lse.masked_fill(masked, math.inf)
             total += losses.sum()
@@ -151,25 +157,26 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _leave_out(logits: Tensor, known: int | None, groups: ParallelGroups) -> None:
-    """Rows behind the vocabulary, which fill it up to a multiple of 128, are no tokens: probability 0."""
+    """Give probability 0 to the rows behind the vocabulary, which pad it to a multiple of 128 and are no tokens."""
     if known is not None and (own := max(0, known - groups.tp_rank * logits.shape[1])) < logits.shape[1]:
         logits[:, own:] = -math.inf
 
 
 def _statistics(logits: Tensor, local: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 [tokens] each: log-sum-exp of this rank's logits, and the logit at the local id."""
+    """Return the log-sum-exp of this rank's logits, and the logit at the local id. Both are fp32 [tokens]."""
     logits = logits.float()
     return torch.logsumexp(logits, -1), logits.gather(-1, local.unsqueeze(-1)).squeeze(-1)
 
 
 def _token_losses(lse: Tensor, target: Tensor, outside: Tensor, groups: ParallelGroups) -> tuple[Tensor, Tensor]:
-    """fp32 [tokens] each: losses and log-sum-exps over the whole vocabulary, from those of this rank's share."""
+    """Return losses and log-sum-exps over the whole vocabulary, from those of this rank's share. Both are fp32
+    [tokens]."""
     lse = torch.logsumexp(gather_from_region(lse.unsqueeze(-1), groups), -1)
     return lse - reduce_from_region(target.masked_fill(outside, 0), groups), lse
 
 
 def _logits_gradient(logits: Tensor, lse: Tensor, local: Tensor, outside: Tensor) -> Tensor:
-    """softmax(logits) - one_hot(label), in the dtype of the logits."""
+    """Return softmax(logits) - one_hot(label), in the dtype of the logits."""
     columns = torch.arange(logits.shape[-1], device=logits.device)
     is_label = columns == local.masked_fill(outside, -1).unsqueeze(-1)
     return (torch.exp(logits.float() - lse.unsqueeze(-1)) - is_label.float()).to(logits.dtype)
@@ -181,8 +188,11 @@ def _compiled_kernels() -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[
 
 
 def _scaled(x: Tensor, scale: Tensor) -> Tensor:
-    """x [rows, hidden_size] times an fp32 scalar, by parts: a scalar that torch rounds to 16 bits to multiply with such
-    an x makes all gradients of a step wrong by one factor."""
+    """Multiply x [rows, hidden_size] by an fp32 scalar, in fp32, a part of the rows at a time.
+
+    To multiply a 16-bit x by a scalar, torch would round the scalar to 16 bits. All gradients of a step would then be
+    wrong by one common factor.
+    """
     if x.dtype == scale.dtype:
         return x * scale
     result = torch.empty_like(x)

@@ -1,4 +1,4 @@
-"""What of its host's cores is one rank's."""
+"""The share of the host's cores that one rank may use."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ _MOST_THREADS = 16
 
 
 def ranks_of_host() -> int | None:
-    """Ranks of this run on this host, as torchrun, deepspeed or Slurm's srun tell it; None: nobody does."""
+    """Return the number of this run's ranks on this host, as torchrun, deepspeed or Slurm's srun report it. None: it is
+    not reported."""
     told = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
     if told:
         return int(told)
-    hosts = []  # of srun: 8(x2),4 are three hosts
+    hosts = []  # srun writes 8(x2),4 for three hosts of 8, 8 and 4 ranks
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")):
         hosts += [int(count)] * int(times or 1)
     number = int(os.environ.get("SLURM_NODEID", "0"))
@@ -21,7 +22,8 @@ def ranks_of_host() -> int | None:
 
 
 def cores_of_rank() -> int:
-    """Cores that this rank may keep busy: what Slurm gave its task, or an equal share of what this process may use."""
+    """Return the number of cores that this rank may keep busy: the cores that Slurm gave its task, or an equal share of
+    the cores that this process may use."""
     of_task = os.environ.get("SLURM_CPUS_PER_TASK") if "SLURM_PROCID" in os.environ else None
     if of_task:
         return int(of_task)
@@ -30,11 +32,13 @@ def cores_of_rank() -> int:
 
 
 def use_cores() -> str:
-    """Choose the threads of torch on the CPU, unless OMP_NUM_THREADS does; returns what to say of it, or nothing. Call
-    before torch is imported.
+    """Choose torch's number of CPU threads, unless OMP_NUM_THREADS does. Call it before torch is imported.
 
-    Threads that wait for each other sleep: spinning, as is OpenMP's default, two threads on two busy cores computed at
-    a sixteenth of one thread's speed, and asleep as fast.
+    Threads that wait for each other sleep. OpenMP's default is to spin: on two busy cores, two spinning threads
+    computed at a sixteenth of one thread's speed, and two sleeping threads at the speed of one.
+
+    Returns:
+        A line that says the number and its reason, or an empty string.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if "OMP_NUM_THREADS" in os.environ:
@@ -49,7 +53,7 @@ def use_cores() -> str:
 
 
 def _given_by_slurm() -> str:
-    """The variables of Slurm that decide the share of the cores. They may be left over from another job."""
+    """Return the variables of Slurm that decide the share of the cores. They may be left over from another job."""
     names = [name for name in ("SLURM_CPUS_PER_TASK", "SLURM_STEP_TASKS_PER_NODE") if os.environ.get(name)]
     given = ", ".join(f"{name}={os.environ[name]}" for name in names)
     return f" ({given})" if given and "SLURM_PROCID" in os.environ else ""

@@ -1,8 +1,9 @@
-"""Tensor-parallel layers in Megatron's manner: linear layers split by column or row, and the embedding by vocabulary.
+"""Tensor-parallel layers in Megatron's manner: linear layers split by column or row, and the embedding split by
+vocabulary.
 
-Weights are [out_features, in_features], without bias. A layer allocates its slice of each weight; the model fills it
-(see `shard` and model/transformer.py), so that the values do not depend on the layout. model/tensors.py says which dim
-of which weight is cut.
+Weights are [out_features, in_features], without bias. A layer allocates its slice of each weight, and the model fills
+it (see `shard` and model/transformer.py), so that the values do not depend on the layout. model/tensors.py says which
+dim of which weight is cut.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from sagetrain.parallel.topology import ParallelGroups
 
 @torch.no_grad()
 def materialize(parameter: nn.Parameter, values: Tensor) -> None:
-    """Let a Parameter on the meta device hold values of its shape and dtype. It stays the same object, because tied
-    embeddings have it twice."""
+    """Let a Parameter on the meta device hold values of its shape and dtype. The Parameter stays the same object,
+    because a model with tied embeddings refers to it twice."""
     torch.utils.swap_tensors(parameter, nn.Parameter(values))
 
 
@@ -37,16 +38,16 @@ def _divide(total: int, groups: ParallelGroups, what: str) -> int:
 
 
 def linear_layers(model: nn.Module) -> Iterator[ColumnParallelLinear | RowParallelLinear]:
-    """Those of a model that multiply by a Matmul."""
+    """Yield the layers of a model that multiply by a Matmul."""
     return (layer for layer in model.modules() if isinstance(layer, ColumnParallelLinear | RowParallelLinear))
 
 
 @torch.no_grad()
 def keep_weights(model: nn.Module) -> None:
-    """Make what layers keep of their weights (Matmul.keep), from the weights as they are now.
+    """Make the tensors that layers keep of their weights (Matmul.keep), from the weights as they are now.
 
-    From then on the layers compute with that: whoever changes a weight has to call this again. Not for ZeRO 3, where
-    weights come and go.
+    From then on the layers compute with the kept tensors, so whoever changes a weight has to call this again. It is not
+    for ZeRO 3, where weights come and go.
     """
     for layer in linear_layers(model):
         made = layer.matmul.keep(list(layer.parameters(recurse=False)))
@@ -56,14 +57,18 @@ def keep_weights(model: nn.Module) -> None:
 
 
 class ColumnParallelLinear(nn.Module):
-    """Several y = x W^T of one x, with the rows of each W, that is its output features, spread over the group.
+    """Several y = x W^T of one x. The rows of each W, which are its output features, are spread over the group.
 
     x comes from `start_enter`. Matrices that read the same x (q, k and v; gate and up) are one layer, because they
     share a collective forward and one backward.
 
     Args:
-        out_features: name of each weight and its number of output features, in the order of the outputs.
-        matmul: how it multiplies (default: in the dtype of its operands, gradients joined under tensor parallelism).
+        out_features: the name of each weight and its number of output features, in the order of the outputs.
+        matmul: how the layer multiplies (default: in the dtype of its operands, gradients joined under tensor
+            parallelism).
+
+    Raises:
+        ValueError: tensor_parallel_size does not divide a number of output features.
     """
 
     def __init__(
@@ -81,30 +86,33 @@ class ColumnParallelLinear(nn.Module):
         self.groups = groups
         self.sequence_parallel = sequence_parallel
         self.in_dtype = Matmul(joined=groups.tp_size > 1)
-        """How it multiplies unless told otherwise."""
+        """The Matmul of the layer unless it is told otherwise."""
         self.matmul = matmul or self.in_dtype
         self.kept: tuple[Tensor, ...] = ()
-        """What `keep_weights` made. No buffers: DeepSpeed would cast them."""
+        """The tensors that `keep_weights` made. They are no buffers, because DeepSpeed would cast buffers."""
         self.names = tuple(out_features)
         for name, size in out_features.items():
             local = _divide(size, groups, f"out_features of {name}")
             self.register_parameter(name, nn.Parameter(torch.empty(local, in_features, dtype=dtype, device=device)))
 
     def forward(self, x: Tensor | Pending) -> tuple[Tensor, ...]:
-        """[tokens, in] -> [tokens, out / tp] for each weight."""
+        """Multiply x [tokens, in], and return [tokens, out / tp] for each weight."""
         weights = [getattr(self, name) for name in self.names]
         back = None if self.groups.tp_size == 1 else entering(self.sequence_parallel)[1]
         return linear(x, weights, self.matmul, back, self.groups.tp_group, self.kept)
 
 
 class RowParallelLinear(nn.Module):
-    """y = x W^T with the columns of W, that is the input features, spread over the group.
+    """One y = x W^T. The columns of W, which are its input features, are spread over the group.
 
-    The partial sums are added over the group: to all ranks, or to each rank its shard of the tokens. `finish_leave`
-    ends that.
+    The layer starts to add the partial sums over the group: for all ranks, or for each rank its shard of the tokens.
+    `finish_leave` finishes the sum.
 
     Args:
-        matmul: how it multiplies (default: in the dtype of its operands).
+        matmul: how the layer multiplies (default: in the dtype of its operands).
+
+    Raises:
+        ValueError: tensor_parallel_size does not divide in_features.
     """
 
     def __init__(
@@ -128,13 +136,17 @@ class RowParallelLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, local, dtype=dtype, device=device))
 
     def forward(self, x: Tensor) -> Tensor | Pending:
-        """[tokens, in / tp] -> [tokens (/ tp with sequence parallelism), out], on its way."""
+        """Multiply x [tokens, in / tp], and start to sum up [tokens (/ tp with sequence parallelism), out]."""
         (y,) = linear(x, [self.weight], self.matmul, kept=self.kept)
         return start_leave(y, self.groups, self.sequence_parallel, packed=self.matmul.gradient_travels)
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Embedding lookup with the rows of the table spread over the group; finish_leave ends it."""
+    """An embedding lookup with the rows of the table spread over the group. `finish_leave` finishes it.
+
+    Raises:
+        ValueError: tensor_parallel_size does not divide vocab_size.
+    """
 
     def __init__(
         self,
@@ -153,7 +165,7 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(local, hidden_size, dtype=dtype, device=device))
 
     def forward(self, tokens: Tensor) -> Tensor | Pending:
-        """int64 [tokens] -> [tokens (/ tp with sequence parallelism), hidden], on its way."""
+        """Look up tokens, int64 [tokens], and start to sum up [tokens (/ tp with sequence parallelism), hidden]."""
         if self.groups.tp_size == 1:
             return F.embedding(tokens, self.weight)
         local, outside = local_ids(tokens, self.weight.shape[0], self.groups)
@@ -162,7 +174,8 @@ class VocabParallelEmbedding(nn.Module):
 
 
 def local_ids(ids: Tensor, local_size: int, groups: ParallelGroups) -> tuple[Tensor, Tensor]:
-    """Vocabulary ids relative to this rank's first row, and a mask of those that live on other ranks (mapped to 0)."""
+    """Return vocabulary ids relative to this rank's first row, and a mask of the ids on other ranks. Those ids become
+    0."""
     local = ids - groups.tp_rank * local_size
     outside = (local < 0) | (local >= local_size)
     return local.masked_fill(outside, 0), outside

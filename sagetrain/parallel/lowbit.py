@@ -1,28 +1,31 @@
 """Linear layers in 8 bits: FP8 (e4m3, e5m2) and INT8, as values that layers multiply with (matmul.py).
 
-Every product is a b^T of two matrices whose rows run along what is summed over, which is how Hopper's FP8 matmuls read
-both. A matrix becomes 8-bit codes and scales in fp32, one for all of it or one for each row; the scales come back as
-factors of the sum, so rows may have their own in each of the three products, along different dims:
+Every product is a b^T of two matrices whose rows run along the dim that is summed over. Hopper's FP8 matmuls read both
+operands like this. A matrix becomes 8-bit codes and fp32 scales, one scale for the whole matrix or one for each row.
+The scales come back as factors of the sum. Rows may therefore have their own scales in each of the three products,
+along different dims:
 
     output            x W^T      rows of x are tokens, rows of W output features
     gradient of x     dY W       tokens, input features
     gradient of W     dY^T x     output features, input features
 
-What two products read along different dims is rounded both ways at once (sagekernels/casts.py), x and dY by themselves:
-x when the output is computed, so that 8 bits of it are kept for the backward pass.
+A matrix that two products read along different dims is rounded both ways at once (sagekernels/casts.py). x and dY are
+rounded separately. x is rounded when the output is computed, so that only its 8-bit codes are kept for the backward
+pass.
 
-A scale is that of the values at hand, not of steps before. FP8's are powers of two: multiplying and dividing by them
-rounds nothing, and a value that is not among the smallest is rounded alike with every such scale, on however many
-ranks its row is spread. Weights that read the same x are one matrix.
+A scale is computed from the present values, not from those of earlier steps. FP8's scales are powers of two, so
+multiplying and dividing by them rounds nothing. A value that is not among the smallest is rounded alike with every such
+scale, on however many ranks its row is spread. Weights that read the same x are one matrix.
 
-Sequence parallelism gathers what column-parallel layers read, and the gradients of what row-parallel ones wrote: FP8
-travels in 8 bits, half the bytes (packing.py).
+Sequence parallelism gathers the inputs of column-parallel layers, and the gradients of the outputs of row-parallel
+layers. FP8 travels in 8 bits, which are half the bytes (packing.py).
 
-Scales are a rank's own: a shard of W, or of the tokens, is scaled by what it holds. No collective agrees on them; a
-tensor that is spread over ranks has a finer scale for it.
+Each rank computes its own scales: a shard of W, or of the tokens, is scaled by the values that it holds. No collective
+agrees on them. A tensor that is spread over ranks therefore has finer scales.
 
-On a GPU torch's own kernels multiply FP8, and ours INT8 (sagekernels/int8_matmul.py). Without one, what the codes stand
-for is multiplied in float64, so that rounding to codes and to the result are all the error there is.
+On a GPU torch's own kernels multiply FP8, and ours multiply INT8 (sagekernels/int8_matmul.py). Without a GPU the
+dequantized values are multiplied in float64, so that the only errors are the rounding to codes and the rounding of the
+result.
 """
 
 from __future__ import annotations
@@ -40,10 +43,11 @@ from sagetrain.parallel.matmul import Matmul
 
 
 def product(a: Rounded, b: Rounded, dtype: torch.dtype, fast_accumulation: bool = False) -> Tensor:
-    """a b^T: [rows of a, rows of b].
+    """Return a b^T: [rows of a, rows of b].
 
-    fast_accumulation: on Hopper, add up in the tensor cores' own precision (FP8: about 14 bits) all along, not only
-    for 128 columns at a time.
+    Args:
+        fast_accumulation: on Hopper, add up in the tensor cores' own precision (FP8: about 14 bits) all along, not only
+            for 128 columns at a time.
     """
     if a.codes.is_cuda:
         return library_product(a, b, dtype, fast_accumulation)
@@ -51,7 +55,7 @@ def product(a: Rounded, b: Rounded, dtype: torch.dtype, fast_accumulation: bool 
 
 
 def library_product(a: Rounded, b: Rounded, dtype: torch.dtype, fast_accumulation: bool) -> Tensor:
-    """The same by the kernels of a GPU, added up in fp32, or in int32."""
+    """Return a b^T by the kernels of a GPU, added up in fp32 or in int32: [rows of a, rows of b]."""
     if a.codes.dtype == INT8:
         return int8_product(*a, *b, dtype)
     (codes, scale), (others, other_scale) = a, (b.codes.t(), b.scale.t())
@@ -65,11 +69,11 @@ class LowBit(Matmul):
     """Products of operands in 8 bits, with results in the dtype of x.
 
     Args:
-        number: format of x and of the weights.
-        gradient: format of dY.
-        per_row: a scale for each row of every operand, not one for all of it.
-        wide_weight_gradient: the gradient of the weights is made of what 16 bits (the dtype of x) hold of dY and x. It
-            sums over tokens, whose magnitudes differ most.
+        number: the format of x and of the weights.
+        gradient: the format of dY.
+        per_row: use a scale for each row of every operand, not one for the whole operand.
+        wide_weight_gradient: compute the gradient of the weights from dY and x in 16 bits (the dtype of x). This
+            product sums over tokens, whose magnitudes differ most.
     """
 
     joined: bool = True
@@ -79,7 +83,8 @@ class LowBit(Matmul):
     wide_weight_gradient: bool = False
 
     def keep(self, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Codes and scales of the weights, as the output reads them, and transposed, for the gradient of x."""
+        """Return codes and scales of the weights, first as the output reads them, then transposed for the gradient of
+        x."""
         rounded, turned = quantize_both(_whole(weights), self.number, self.per_row)
         return *rounded, *turned
 
@@ -90,38 +95,39 @@ class LowBit(Matmul):
 
     @property
     def gradient_travels(self) -> bool:
-        """Whether dY may."""
+        """Whether dY may be gathered in 8 bits."""
         return self.gradient == E4M3 and not self.wide_weight_gradient
 
     def pack(self, x: Tensor) -> Tensor:
-        """uint8 [tokens, in + 16], or x itself."""
+        """Return x in 8 bits, uint8 [tokens, in + 16], or x itself if it does not travel in 8 bits."""
         return packing.pack(x) if self.travels else x
 
     def unpack(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
-        """[tokens, in]. Layers round it again, to the same codes."""
+        """Return x [tokens, in] from its packed form. Layers round it again, to the same codes."""
         return packing.unpack(packed, dtype) if packed.dtype == torch.uint8 else packed
 
     def read(self, x: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Codes and scales of x, and transposed."""
+        """Return codes and scales of x for `forward`, and of x transposed for `weight_gradients`."""
         if self.wide_weight_gradient:
             return self._rounded(x), (x,)
         return quantize_both(x, self.number, self.per_row)
 
     def operand(self, x: Tensor) -> Sequence[Tensor]:
-        """Codes and scales of x."""
+        """Return codes and scales of x."""
         return self._rounded(x)
 
     def forward(
         self, operand: Sequence[Tensor], weights: Sequence[Tensor], kept: Sequence[Tensor] = ()
     ) -> tuple[Tensor, ...]:
-        """x W^T of each weight: [tokens, out] each, views of one tensor."""
+        """Return x W^T of each weight: [tokens, out] each, views of one tensor."""
         weight = Rounded(*kept[:2]) if kept else self._rounded(_whole(weights))
         y = product(Rounded(*operand), weight, weights[0].dtype, fast_accumulation=True)
         parts: tuple[Tensor, ...] = y.split([len(own) for own in weights], 1)
         return parts
 
     def prepare(self, grads: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Codes and scales of dY, of all weights together, and transposed, or dY itself."""
+        """Return codes and scales of dY, the gradients of all weights joined, followed by those of dY transposed or by
+        dY itself."""
         (grad,) = super().prepare(grads)
         if self.wide_weight_gradient:
             return *quantize(grad, self.gradient, self.per_row), grad
@@ -135,7 +141,7 @@ class LowBit(Matmul):
         out: Tensor | None = None,
         kept: Sequence[Tensor] = (),
     ) -> Tensor:
-        """[tokens, in]."""
+        """Return the gradient of x: [tokens, in]."""
         weight = Rounded(*kept[2:]) if kept else self._rounded(_whole_now(list(weights), prepared[0]).t())
         total = product(Rounded(*prepared[:2]), weight, weights[0].dtype, self._fast_backward)
         return total if out is None else out.copy_(total)
@@ -143,13 +149,13 @@ class LowBit(Matmul):
     def weight_gradients(
         self, prepared: Sequence[Tensor], saved: Sequence[Tensor], weights: Sequence[Tensor]
     ) -> Sequence[Tensor]:
-        """Of each weight, in its shape: views of one tensor."""
+        """Return the gradient of each weight, in its shape. The gradients are views of one tensor."""
         whole = self._weight_gradient(prepared, saved, weights[0].dtype)
         parts: Sequence[Tensor] = whole.split([len(weight) for weight in weights])
         return parts
 
     def add_weight_gradient(self, total: Tensor, prepared: Sequence[Tensor], saved: Sequence[Tensor]) -> None:
-        """Add that of one weight to an fp32 total."""
+        """Add the gradient of one weight to an fp32 total."""
         total += self._weight_gradient(prepared, saved, total.dtype)
 
     def _weight_gradient(self, prepared: Sequence[Tensor], saved: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -162,7 +168,11 @@ class LowBit(Matmul):
 
     @property
     def _fast_backward(self) -> bool:
-        """Without it row-wise products are slower than 16-bit ones; with one scale for all both are at hand."""
+        """Whether the backward pass adds up in the tensor cores' own precision.
+
+        Without it row-wise products are slower than 16-bit ones. With one scale for the whole operand both kinds are
+        fast.
+        """
         return self.per_row
 
 
@@ -172,8 +182,11 @@ def _whole(weights: Sequence[Tensor]) -> Tensor:
 
 @torch.library.custom_op("sagetrain::whole_now", mutates_args=())
 def _whole_now(weights: Sequence[Tensor], gradient: Tensor) -> Tensor:
-    """Made in the backward pass, because it waits for a gradient. torch.compile would keep what the forward pass has
-    joined or rounded, and so, at ZeRO 3, which gathers weights again, those of all layers."""
+    """Join weights in the backward pass.
+
+    The unused argument makes it wait for a gradient. Otherwise torch.compile would keep the weights that the forward
+    pass has joined or rounded. At ZeRO 3, which gathers weights again, the weights of all layers would be kept.
+    """
     return torch.cat(tuple(weights))
 
 
@@ -189,4 +202,4 @@ RECIPES = {
     ("int8", "rowwise"): LowBit(number=INT8, gradient=INT8),
     ("int8", "rowwise_bf16_wgrad"): LowBit(number=INT8, gradient=INT8, wide_weight_gradient=True),
 }
-"""By linear.precision and linear.recipe."""
+"""The recipes, keyed by linear.precision and linear.recipe."""

@@ -1,9 +1,11 @@
-"""A linear layer's matmuls as a value: y = x W^T, the gradient of x and that of W, each in the precision it chooses.
+"""A linear layer's matmuls as a value: y = x W^T, the gradient of x and the gradient of W, each in a precision of its
+own.
 
-All linear layers and the output projection compute with a Matmul. The one here multiplies in the dtype of its operands.
-A recipe in fewer bits is another class with its methods (lowbit.py): handed to a layer (`matmul=`), it decides what is
-rounded and how it is scaled, and what of the weights is kept rounded from one optimizer step to the next. Layers may
-share one or have their own: torch.compile makes one graph for all of a class whose fields are equal.
+All linear layers and the output projection compute with a Matmul. The class in this file multiplies in the dtype of its
+operands. A recipe in fewer bits is another class with the same methods (lowbit.py). It is handed to a layer (`matmul=`)
+and decides about rounding and scaling. It also decides which rounded weights are kept from one optimizer step to the
+next. Layers may share a Matmul or have their own: torch.compile makes one graph for all of a class whose fields are
+equal.
 """
 
 from __future__ import annotations
@@ -24,25 +26,27 @@ class Matmul:
     """Products in the dtype of their operands, for weights [out, in] that read one x [tokens, in].
 
     Args:
-        joined: take the gradients of several weights, and the weights, together: one matmul each for the gradient of x
-            and for those of the weights. Tensor parallelism makes them thin, and several thin matmuls take longer than
-            a wide one and the copies it needs; whole ones are as fast one by one, which saves the copies. The two
-            round differently: apart, each product is rounded to the dtype before they are added. Scales of low-bit
-            weights cannot be joined like this.
+        joined: join the gradients of several weights, and the weights. The gradient of x and the gradients of the
+            weights then take one matmul each. Tensor parallelism makes the matrices thin, and several thin matmuls take
+            longer than a wide one and its copies. Whole matrices are as fast one by one, which saves the copies. The
+            two ways round differently: apart, each product is rounded to the dtype before the products are added.
+            Scales of low-bit weights cannot be joined like this.
     """
 
     joined: bool = False
 
     def keep(self, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """What the products read in place of the weights for as long as these do not change; nothing here."""
+        """Return the tensors that the products read in place of the weights, as long as the weights do not change. This
+        class keeps nothing."""
         return ()
 
     def pack(self, x: Tensor) -> Tensor:
-        """What of x [tokens, in] has to travel to the ranks that multiply it: [tokens, n]; here all of it."""
+        """Return the tensor [tokens, n] that travels in place of x [tokens, in] to the ranks that multiply it. Here it
+        is x itself."""
         return x
 
     def unpack(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
-        """What `pack` made, as x again."""
+        """Return x [tokens, in] from the tensor that `pack` made."""
         return packed
 
     @property
@@ -51,24 +55,31 @@ class Matmul:
         return False
 
     def read(self, x: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """What of x [tokens, in] `forward` multiplies, and what `weight_gradients` does, which is all of x that is kept
-        for the backward pass; here both times x itself."""
+        """Return the tensors of x [tokens, in] that `forward` multiplies, and those that `weight_gradients` multiplies.
+
+        Only the second ones are kept for the backward pass. Here both are x itself.
+        """
         return (x,), (x,)
 
     def operand(self, x: Tensor) -> Sequence[Tensor]:
-        """The first of what `read` makes, alone: no gradient will be wanted."""
+        """Return only the first tensors that `read` makes, for a forward pass without gradients."""
         return self.read(x)[0]
 
     def forward(
         self, operand: Sequence[Tensor], weights: Sequence[Tensor], kept: Sequence[Tensor] = ()
     ) -> tuple[Tensor, ...]:
-        """x W^T of each weight: [tokens, out] each. operand: what `operand` made, or `read` first. kept: what `keep`
-        gave, if it was called."""
+        """Return x W^T of each weight: [tokens, out] each.
+
+        Args:
+            operand: the tensors that `operand` made, or the first ones of `read`.
+            kept: the tensors that `keep` returned, if it was called.
+        """
         (x,) = operand
         return tuple(x @ weight.t() for weight in weights)
 
     def prepare(self, grads: Sequence[Tensor]) -> Sequence[Tensor]:
-        """What both gradients are made of, made once: of the gradients [tokens, out] of what `forward` returned."""
+        """Return the tensors from which both gradients are computed, made once from the gradients [tokens, out] of each
+        output."""
         return (torch.cat(list(grads), 1),) if self.joined and len(grads) > 1 else grads
 
     def input_gradient(
@@ -78,10 +89,14 @@ class Matmul:
         out: Tensor | None = None,
         kept: Sequence[Tensor] = (),
     ) -> Tensor:
-        """[tokens, in], into `out` if given (for one weight); the caller may write to it."""
+        """Return the gradient of x, [tokens, in]. The caller may write to it.
+
+        Args:
+            out: the tensor for the result; only for one weight.
+        """
         if len(prepared) < len(weights):
             weights = (torch.cat(list(weights)),)
-        # The last one first, as autograd adds them up.
+        # Autograd adds products up from the last one to the first. The same order gives the same rounding.
         *others, last = zip(prepared, weights, strict=True)
         total = torch.mm(*last, out=out)
         for grad, weight in reversed(others):
@@ -91,7 +106,11 @@ class Matmul:
     def weight_gradients(
         self, prepared: Sequence[Tensor], saved: Sequence[Tensor], weights: Sequence[Tensor]
     ) -> Sequence[Tensor]:
-        """Of each weight, in its shape. saved: the second that `read` made."""
+        """Return the gradient of each weight, in its shape.
+
+        Args:
+            saved: the second tensors that `read` made.
+        """
         (x,) = saved
         products: Sequence[Tensor] = [grad.t() @ x for grad in prepared]
         if len(products) < len(weights):
@@ -99,8 +118,8 @@ class Matmul:
         return products
 
     def add_weight_gradient(self, total: Tensor, prepared: Sequence[Tensor], saved: Sequence[Tensor]) -> None:
-        """Add that of one weight to an fp32 total: a sum over parts of the tokens in 16 bits would lose what the sum
-        within a matmul keeps."""
+        """Add the gradient of one weight to an fp32 total. A 16-bit sum over parts of the tokens would lose the
+        precision that a sum within a matmul keeps."""
         a, b = prepared[0].t(), saved[0]
         if a.dtype == total.dtype:
             total.addmm_(a, b)
@@ -118,10 +137,12 @@ def linear(
     group: ProcessGroup | None = None,
     kept: Sequence[Tensor] = (),
 ) -> tuple[Tensor, ...]:
-    """x W^T of each weight, [tokens, in] -> [tokens, out] each, x finished first if it is on its way.
+    """Return x W^T of each weight: [tokens, in] -> [tokens, out] each. An x that is under way is finished first.
 
-    back: the collective that the gradient of x starts, over the group, before the gradients of the weights are
-    computed. kept: what matmul.keep gave for these weights as they are now, if it was called.
+    Args:
+        back: the collective that the gradient of x starts, over the group, before the gradients of the weights are
+            computed.
+        kept: the tensors that matmul.keep returned for the present weights, if it was called.
     """
     given, result = x if isinstance(x, tuple) else (x, None)
     plan = _Plan(matmul, back, group, len(weights), torch.is_grad_enabled())
@@ -139,13 +160,13 @@ class _Plan(NamedTuple):
 
 
 class _Linear(torch.autograd.Function):
-    """Keeps what the matmuls read of x, and the weights themselves, not views of them: ZeRO-3 takes away what is in
-    them in between."""
+    """Autograd's node of `linear`. It keeps the tensors that the matmuls read of x, and the weights themselves. Views
+    of the weights would not do, because ZeRO-3 takes away their content in between."""
 
     @staticmethod
     def forward(ctx: Any, plan: _Plan, *tensors: Any) -> tuple[Tensor, ...]:
-        # (Without gradients torch.compile 2.13 loses the first argument of a Function that takes as many as this one
-        # has names. There are always more.)
+        # Without gradients torch.compile 2.13 loses the first argument of a Function that gets as many arguments as its
+        # forward names. Here there are always more.
         given, result, *read = tensors
         weights, kept = read[: plan.weights], read[plan.weights :]
         x = given if result is None else plan.matmul.unpack(finish(result), given.dtype)

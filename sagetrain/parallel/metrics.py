@@ -1,9 +1,10 @@
-"""The one door for the numbers of a training step: a name, what this rank has to say, and how the ranks become one.
+"""The metrics of a training step. Each has a name, a value on every rank, and a rule that makes one number of the
+values.
 
-Whatever holds ParallelGroups (every layer, autograd function and the engine) adds to `groups.metrics` while a step
-runs, forward, backward or later. Values stay on the device, and nothing waits for them: the engine reduces all of them
-at the step's end, in the collective that the loss takes anyway. What was added then is in metrics.jsonl and TensorBoard
-under its name; no other place has to know of it.
+Whatever holds ParallelGroups (every layer, every autograd function and the engine) adds to `groups.metrics` while a
+step runs, in the forward pass, the backward pass or later. Values stay on the device, and nothing waits for them. The
+engine reduces all of them at the end of the step, in the collective that the loss takes anyway. A metric that was added
+appears in metrics.jsonl and TensorBoard under its name, and no other place has to know it.
 """
 
 from __future__ import annotations
@@ -20,16 +21,19 @@ from torch import Tensor
 
 _Key = TypeVar("_Key", tuple[str, int], tuple[str, float])
 
-_PADDING = 64  # as many numbers are reduced, or a multiple: ranks that disagree by a few are told, and not mixed up
+# The collective reduces a multiple of this many numbers. Ranks that disagree by a few numbers then get an error, and
+# their numbers are not mixed up.
+_PADDING = 64
 
 
 class Metrics:
-    """Numbers of the step at hand, by name ("train/loss": the slash is how TensorBoard groups them).
+    """The metrics of the present step, keyed by name. TensorBoard groups them by the slash, as in "train/loss".
 
-    Between two reductions all ranks add the same names, in any order, each of them in one way. A value is a number, or
-    a tensor of one element on the step's device. A name that comes again (the next micro-batch) adds to its mean, its
-    sum or its maximum. A block that is recomputed in the backward pass adds twice: give it a mean or a maximum. All
-    blocks share one compiled graph, and a name of each layer's own would make it many: add such numbers outside of it.
+    Between two reductions all ranks add the same names, in any order, and each name in one way. A value is a number, or
+    a tensor of one element on the step's device. A name that comes again (in the next micro-batch) adds to its mean,
+    its sum or its maximum. A block that is recomputed in the backward pass adds twice, so give it a mean or a maximum.
+    All blocks share one compiled graph, and a separate name for each layer would make it many graphs: add such metrics
+    outside of the block.
     """
 
     def __init__(self) -> None:
@@ -38,14 +42,14 @@ class Metrics:
         self._maxima: dict[tuple[str, float], Tensor | float] = {}
 
     def clear(self) -> None:
-        """Forget what was added since the last reduction (by an evaluation, say)."""
+        """Forget everything that was added since the last reduction, by an evaluation for example."""
         self._sums.clear()
         self._functions.clear()
         self._maxima.clear()
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Forget what is added inside: by passes of the model that are of no step."""
+        """Forget everything that is added inside, by passes of the model that belong to no step."""
         before = self._sums, self._functions, self._maxima
         self._sums, self._functions, self._maxima = {}, {}, {}
         try:
@@ -54,22 +58,26 @@ class Metrics:
             self._sums, self._functions, self._maxima = before
 
     def derive(self, name: str, function: Callable[..., float], *parts: Tensor | float) -> None:
-        """Add to what is summed up over all ranks, part by part. The number is function(sums of the parts), as floats:
-        a statistic of all that was added anywhere, where a mean of the ranks' own would be another."""
+        """Add to sums over all ranks, part by part. The metric is function(sums of the parts), as floats.
+
+        It is a statistic of everything that was added on any rank, where the mean of the ranks' own statistics would
+        differ.
+        """
         self._functions[name] = function
         for i, part in enumerate(parts):
             part, before = _float64(part), self._sums.get((name, i))
             self._sums[name, i] = part if before is None else before + part
 
     def mean(self, name: str, value: Tensor | float, weight: float = 1.0) -> None:
-        """Add to the mean, by weight, of everything that all ranks add. It is nan where all weights are 0."""
+        """Add to the weighted mean of everything that all ranks add. It is nan where all weights are 0."""
         value = _float64(value)
         self.derive(name, ratio, value if weight == 1 else value * weight, weight)
 
     def sum(self, name: str, value: Tensor | float, copies: int = 1) -> None:
-        """Add to the sum over all ranks. `copies`: so many ranks report one and the same thing, which counts once.
+        """Add to the sum over all ranks. `copies` ranks report one and the same value, which counts once.
 
-        The sum over a tensor-parallel group alone, of what is equal on all replicas, has groups.num_replicas copies.
+        For a sum over a tensor-parallel group alone, whose values are equal on all replicas, `copies` is
+        groups.num_replicas.
         """
         value = _float64(value)
         self.derive(name, float, value if copies == 1 else value / copies)
@@ -88,7 +96,7 @@ class Metrics:
         self._maxima[name, sign] = value if before is None else larger(before, value)
 
     def reduce(self, device: torch.device) -> dict[str, float]:
-        """All numbers over all ranks, by name, equal on every rank; they are forgotten here. Collective.
+        """Return all metrics over all ranks, keyed by name and equal on every rank, and forget them. All ranks call it.
 
         Raises:
             RuntimeError: the ranks have not added the same names.
@@ -110,17 +118,18 @@ class Metrics:
 
 
 def total_over_ranks(count: int, copies: int, device: torch.device) -> int:
-    """Return the sum of a count over all ranks, of which `copies` report one and the same. Collective."""
+    """Return the sum of a count over all ranks, where `copies` ranks report one and the same value. All ranks call
+    it."""
     return round(_reduced([float(count)], dist.ReduceOp.SUM, device)[0]) // copies
 
 
 def ratio(total: float, weight: float) -> float:
-    """For `derive`: a mean by weight, nan where there is no weight."""
+    """Return the mean `total / weight`, or nan if the weight is 0. It is a function for `derive`."""
     return total / weight if weight else math.nan
 
 
 def share(part: float, whole: float) -> float:
-    """For `derive`: a part of what there is, 0 of nothing."""
+    """Return `part / whole`, or 0 if the whole is 0. It is a function for `derive`."""
     return part / whole if whole else 0.0
 
 
@@ -129,12 +138,12 @@ def _float64(value: Tensor | float) -> Tensor | float:
 
 
 def _numbers_first(values: dict[_Key, Tensor | float]) -> dict[_Key, Tensor | float]:
-    """In an order that does not depend on that of the adding."""
+    """Order the metrics by kind and name, so that the order does not depend on the order in which they were added."""
     return dict(sorted(values.items(), key=lambda item: (isinstance(item[1], Tensor), item[0])))
 
 
 def _reduced(values: list[Tensor | float], operation: dist.ReduceOp.RedOpType, device: torch.device) -> list[float]:
-    """The values, numbers before tensors, over all ranks; waits for the device."""
+    """Reduce the values, numbers before tensors, over all ranks. It waits for the device."""
     numbers = [value for value in values if not isinstance(value, Tensor)]
     tensors = [value for value in values if isinstance(value, Tensor)]
     padding = [0.0] * (-len(values) % _PADDING)

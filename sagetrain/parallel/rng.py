@@ -15,23 +15,24 @@ import torch
 
 
 def named_generator(seed: int, name: str) -> torch.Generator:
-    """A CPU generator that depends on (seed, name) alone; names that differ give unrelated streams."""
+    """Return a CPU generator that depends on (seed, name) alone. Different names give unrelated streams."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 def seed_everything(seed: int, name: str) -> None:
-    """Seed python's, numpy's and torch's default generators (all devices) from (seed, name)."""
+    """Seed Python's, NumPy's and torch's default generators (on all devices) from (seed, name)."""
     value = named_generator(seed, name).initial_seed()
     random.seed(value)
-    np.random.seed(value % 2**32)  # noqa: NPY002 - the global generator is what libraries draw from
+    np.random.seed(value % 2**32)  # noqa: NPY002 - libraries draw from the global generator
     torch.manual_seed(value)
 
 
 def rng_state() -> dict[str, Any]:
-    """State of the default generators as tensors, numbers, strings and lists, as torch.load(weights_only=True) allows.
+    """Return the state of the default generators as tensors, numbers, strings and lists, as
+    torch.load(weights_only=True) allows.
 
-    Covers the current CUDA device if there is one.
+    It covers the current CUDA device if there is one.
     """
     version, internal, gauss_next = random.getstate()
     kind, keys, position, has_gauss, cached_gaussian = np.random.get_state()  # noqa: NPY002
@@ -44,7 +45,8 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Restore what rng_state returned. CUDA's is left alone where the state or the machine has none."""
+    """Restore the state that rng_state returned. CUDA's generator is left alone where the state or the machine has
+    none."""
     version, internal, gauss_next = state["python"]
     random.setstate((version, tuple(internal), gauss_next))
     kind, keys, position, has_gauss, cached_gaussian = state["numpy"]

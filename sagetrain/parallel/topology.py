@@ -1,8 +1,8 @@
-"""Rank arithmetic as a value, the process groups made from it, and what DeepSpeed asks of an `mpu`.
+"""The arithmetic of ranks as a value, the process groups made from it, and the methods that DeepSpeed asks of an `mpu`.
 
-Three axes, the fastest first: tensor parallel (neighbouring ranks share one copy of the model), context parallel
-(copies that share every sequence, each with a slice of its tokens), data parallel (copies with sequences of their own).
-Copies of both kinds are replicas: gradients are averaged over all of them, and ZeRO shards over all of them.
+There are three axes, the fastest first. Tensor-parallel ranks are neighbours that share one copy of the model.
+Context-parallel copies share every sequence, each with a slice of its tokens. Data-parallel copies have sequences of
+their own. Copies of both kinds are replicas: gradients are averaged over all of them, and ZeRO shards over all of them.
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ def _gloo_in_order(store: Any, rank: int, size: int, timeout: timedelta) -> dist
 
 
 def _backend() -> str | None:
-    """The default one, but gloo with one thread a group: of two that end collectives at the same time both write one
-    string (torch 2.13: the name of the last one), which now and then aborts the process or hangs the group."""
+    """Return the backend of process groups: the default one (None), but for gloo a variant with one thread a group.
+
+    Two gloo threads that end collectives at the same time write to one string (torch 2.13: the name of the last
+    collective). Now and then this aborts the process or hangs the group.
+    """
     if dist.get_backend() != "gloo":
         return None
     if _IN_ORDER not in dist.Backend.backend_list:
@@ -42,10 +45,11 @@ def _backend() -> str | None:
 
 @dataclass(frozen=True)
 class Topology:
-    """How `world_size` ranks fall into groups along the axes. Pure integers, no process group.
+    """The arithmetic of how `world_size` ranks fall into groups along the axes. It has integers alone and no process
+    group.
 
     Raises:
-        ValueError: a size below 1, or a world size that the other two do not divide.
+        ValueError: a size is below 1, or tensor_parallel_size x context_parallel_size does not divide the world size.
     """
 
     world_size: int
@@ -65,7 +69,7 @@ class Topology:
 
     @property
     def num_replicas(self) -> int:
-        """Copies of the model: data-parallel x context-parallel."""
+        """The number of copies of the model: data-parallel size x context-parallel size."""
         return self.world_size // self.tensor_parallel_size
 
     @property
@@ -73,31 +77,38 @@ class Topology:
         return self.num_replicas // self.context_parallel_size
 
     def coords(self, rank: int) -> tuple[int, int, int]:
-        """(data-parallel, context-parallel, tensor-parallel) rank of a global rank."""
+        """Return the (data-parallel, context-parallel, tensor-parallel) rank of a global rank.
+
+        Raises:
+            ValueError: the rank is outside of the world.
+        """
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside 0..{self.world_size - 1}")
         replica, tp_rank = divmod(rank, self.tensor_parallel_size)
         return *divmod(replica, self.context_parallel_size), tp_rank
 
     def tp_ranks(self, rank: int) -> list[int]:
-        """Global ranks that share one copy of the model with `rank`, in tensor-parallel order."""
+        """Return the global ranks that share one copy of the model with `rank`, in tensor-parallel order."""
         first = rank - self.coords(rank)[2]
         return list(range(first, first + self.tensor_parallel_size))
 
     def cp_ranks(self, rank: int) -> list[int]:
-        """Global ranks that hold slices of the same sequences and the same shard of the model as `rank`, in order."""
+        """Return the global ranks that hold slices of the same sequences and the same shard of the model as `rank`, in
+        order."""
         first = rank - self.coords(rank)[1] * self.tensor_parallel_size
         return [first + i * self.tensor_parallel_size for i in range(self.context_parallel_size)]
 
     def replica_ranks(self, rank: int) -> list[int]:
-        """Global ranks that hold the same shard of the model as `rank`, in order."""
+        """Return the global ranks that hold the same shard of the model as `rank`, in order."""
         return list(range(self.coords(rank)[2], self.world_size, self.tensor_parallel_size))
 
 
 @dataclass(frozen=True, eq=False)
 class ParallelGroups:
-    """The place of a global rank on every axis. The groups are None in a process without torch.distributed, and
-    cp_group without context parallelism."""
+    """The place of a global rank on every axis, and its process groups.
+
+    The groups are None in a process without torch.distributed. cp_group is None without context parallelism.
+    """
 
     topology: Topology
     rank: int
@@ -105,7 +116,7 @@ class ParallelGroups:
     cp_group: dist.ProcessGroup | None = None
     replica_group: dist.ProcessGroup | None = None
     metrics: Metrics = field(default_factory=Metrics)
-    """Where everything of a training step leaves its numbers."""
+    """The metrics to which everything in a training step adds."""
 
     @property
     def tp_size(self) -> int:
@@ -129,7 +140,8 @@ class ParallelGroups:
 
     @property
     def dp_rank(self) -> int:
-        """Which share of the sequences this rank works on, alone or with its tensor- and context-parallel group."""
+        """The index of the share of the sequences that this rank works on, alone or with its tensor- and
+        context-parallel group."""
         return self.topology.coords(self.rank)[0]
 
     @property
@@ -138,17 +150,18 @@ class ParallelGroups:
 
     @property
     def replica_rank(self) -> int:
-        """Place among the ranks that hold the same shard of the model: what ZeRO and a checkpoint's files go by."""
+        """The place among the ranks that hold the same shard of the model. ZeRO and the files of a checkpoint use
+        it."""
         return self.rank // self.tp_size
 
     @classmethod
     def single(cls) -> ParallelGroups:
-        """One process, no torch.distributed."""
+        """Return the groups of a single process without torch.distributed."""
         return cls(Topology(1, 1), rank=0)
 
     @classmethod
     def create(cls, topology: Topology, timeout: timedelta | None = None) -> ParallelGroups:
-        """Make the process groups that this rank is in, one an axis; collective over the job.
+        """Make the process groups that this rank is in, one for each axis. All ranks of the job call it.
 
         Args:
             timeout: how long a collective of these groups may wait for a silent rank (default: torch's).
@@ -165,14 +178,15 @@ class ParallelGroups:
         rank, backend = dist.get_rank(), _backend()
 
         def own_group(ranks: list[int], name: str) -> dist.ProcessGroup:
-            # Only the members take part, so that what a rank does for its groups does not grow with their number. Every
-            # rank makes its groups in the same order of axes: nobody waits in a circle.
+            # Only the members of a group take part, so that the work of a rank for its groups does not grow with their
+            # number. Every rank makes its groups in the same order of axes, so that no ranks wait for each other in a
+            # circle.
             group: dist.ProcessGroup = dist.new_group(
                 ranks,
                 timeout=timeout,
                 backend=backend,
                 use_local_synchronization=True,
-                group_desc=name,  # the watchdog names who hangs where
+                group_desc=name,  # the watchdog names the rank and the group that hang
             )
             return group
 
@@ -188,11 +202,14 @@ class ParallelGroups:
 
 
 class Mpu:
-    """ParallelGroups in the words of DeepSpeed's `mpu` argument: "model parallel" is tensor parallel, and its data
-    parallel ranks are the replicas, context-parallel ones included: it averages gradients and shards over them alike.
+    """ParallelGroups in the words of DeepSpeed's `mpu` argument.
 
-    Spelled out method by method: DeepSpeed probes an mpu with hasattr, so that a catch-all would promise pipeline
-    axes that do not exist, and a sequence axis that it would divide gradients and batch sizes by in ways of its own.
+    DeepSpeed's "model parallel" is tensor parallel. Its data-parallel ranks are the replicas, context-parallel ones
+    included, because it averages gradients and shards over them alike.
+
+    Every method is written out, because DeepSpeed probes an mpu with hasattr. A catch-all would promise pipeline axes
+    that do not exist. It would also promise a sequence axis, by which DeepSpeed would divide gradients and batch sizes
+    in its own ways.
     """
 
     def __init__(self, groups: ParallelGroups) -> None:

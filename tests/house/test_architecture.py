@@ -269,6 +269,7 @@ PLAIN = (
             "inference",
             "interop",
             "optim",
+            "parallel",
             "planning",
             "report",
             "stability",
