@@ -1,1 +1,1 @@
-"""What does an optimizer step: DeepSpeed, and what an engine is given and gives back."""
+"""The engine of a run: the protocol of an optimizer step, and the implementation with DeepSpeed."""

@@ -1,4 +1,4 @@
-"""The engine that a configuration asks for, and how the parameters of its model are made."""
+"""Build the engine of a configuration, and say how its model's parameters are partitioned."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ __all__ = ["build_engine", "partitioner"]
 
 
 def build_engine(cfg: RunConfig, model: Transformer, groups: ParallelGroups, micro_batches: int) -> Engine:
-    """Build the engine of a run over its model; collective.
+    """Build the engine of a run for its model; collective.
 
     Args:
-        cfg: with nothing left `auto`.
-        model: made with `partitioner`.
-        micro_batches: of this rank in the first step. Later steps may have others.
+        cfg: the configuration, in which no value is `auto` any more.
+        model: a model that was made with `partitioner`.
+        micro_batches: the micro-batches of this rank in the first step. Later steps may have another number.
 
     Raises:
-        ConfigError: DeepSpeed's version, or a key that it was given, makes it keep weights as no checkpoint knows them.
+        ConfigError: DeepSpeed's version, or a key that it was given, makes it keep weights in an order that checkpoints
+            do not know.
     """
     return DeepSpeedEngine(cfg, model, groups, micro_batches)

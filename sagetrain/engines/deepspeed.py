@@ -1,13 +1,17 @@
-"""The engine that keeps and updates weights by DeepSpeed's ZeRO, and DeepSpeed's generated configuration.
+"""The engine that keeps and updates weights with DeepSpeed's ZeRO, and DeepSpeed's generated configuration.
 
-The optimizer that is handed to DeepSpeed is ours: it asks, when DeepSpeed calls it, whether the step is to be made. So
-nothing of DeepSpeed is replaced here; reduction.py does replace something, at ZeRO 1 in bf16, and masters.py knows
-where DeepSpeed keeps weights and moments. What is read of DeepSpeed's private members here is `_global_grad_norm`.
+The optimizer that is handed to DeepSpeed is ours. When DeepSpeed calls the optimizer, the optimizer asks whether the
+step is to be made, so nothing of DeepSpeed is replaced in this module. reduction.py replaces members at ZeRO 1 in bf16,
+and masters.py knows where DeepSpeed keeps weights and moments. The only private member of DeepSpeed that this module
+reads is `_global_grad_norm`.
 
-DeepSpeed is imported inside functions, so that planning and checking a run never pay for it. What is worked around
-here was measured on DeepSpeed 0.19: with its own accumulation counting, a step after a change of tokens per step
-fires early (we own the boundary: managed_gradient_accumulation is off); bf16 with ZeRO 0 applies weight decay before
-training (we run it as ZeRO 1); fp32 with ZeRO 0 reports no gradient norm (we measure and clip it ourselves).
+DeepSpeed is imported inside functions, so that planning and checking a run do not pay for the import. The workarounds
+here were measured on DeepSpeed 0.19:
+
+- With DeepSpeed's own count of gradient accumulation, a step after a change of tokens per step ends too early.
+SageTrain sets the boundary itself (managed_gradient_accumulation is off).
+- bf16 with ZeRO 0 applies weight decay before training. SageTrain runs it as ZeRO 1.
+- fp32 with ZeRO 0 reports no gradient norm. SageTrain measures the norm and clips the gradients itself.
 """
 
 from __future__ import annotations
@@ -37,17 +41,23 @@ from sagetrain.parallel.topology import Mpu, ParallelGroups
 
 
 def deepspeed_config(cfg: RunConfig, num_replicas: int, accumulation: int, parameters: int) -> dict[str, Any]:
-    """The dict handed to DeepSpeed: generated from the YAML plus the extra keys of its `deepspeed` section.
+    """Return the dict that is handed to DeepSpeed: generated from the YAML, plus the extra keys of its `deepspeed`
+    section.
 
-    Its batch sizes count what each replica works on, which under context parallelism are slices of sequences.
-    parameters: of this tensor-parallel rank.
+    The batch sizes in the dict count what each replica works on. Under context parallelism these are slices of
+    sequences.
+
+    Args:
+        num_replicas: data-parallel times context-parallel ranks.
+        accumulation: micro-batches of a step.
+        parameters: the number of parameters of this tensor-parallel rank.
     """
     stage = resolved_zero_stage(cfg)
     zero = {"stage": stage, **cfg.deepspeed.get("zero_optimization", {})}
     overlap = overlaps_reduction(cfg) and not own_reduction(cfg)
-    # The YAML's, if it has them.
+    # Both values are those of the YAML if it sets them.
     zero.update(reduce_bucket_size=reduce_bucket_size(cfg, parameters), overlap_comm=overlap)
-    # Stage 0 leaves the norm unreported, so that stage clips in DeepSpeedEngine._clip_stage0.
+    # Stage 0 does not report the norm, so DeepSpeedEngine._clip_stage0 clips there.
     generated = {
         "train_batch_size": cfg.data.micro_batch_size * accumulation * num_replicas,
         "train_micro_batch_size_per_gpu": cfg.data.micro_batch_size,
@@ -59,20 +69,22 @@ def deepspeed_config(cfg: RunConfig, num_replicas: int, accumulation: int, param
         "steps_per_print": 1 << 62,
     }
     if cfg.training.dtype == "bf16":
-        # At stage 1 each gradient is added to its fp32 sum, and freed, as soon as backward has made it. Else all of
-        # them are kept in bf16 too, zeroed and added to in every micro-batch.
+        # At stage 1 each gradient is added to its fp32 sum, and freed, as soon as backward has made it. Otherwise
+        # DeepSpeed also keeps all gradients in bf16, and zeroes and adds to them in every micro-batch.
         generated["bf16"] = {"enabled": True, "immediate_grad_update": True}
-        # Without these two DeepSpeed rounds gradients to bf16 between ranks (and, at stage 1, on one rank as well).
+        # Without these two keys DeepSpeed rounds gradients to bf16 between ranks, and at stage 1 also on a single rank.
         generated["data_types"] = {"grad_accum_dtype": "fp32"}
         generated["communication_data_type"] = cfg.parallel.gradient_reduction
-    # DeepSpeed's own measure of throughput waits for the GPU before every micro-batch.
+    # DeepSpeed's own measurement of throughput waits for the GPU before every micro-batch.
     return {"timers": {"throughput": {"enabled": False}}, **cfg.deepspeed, **generated}
 
 
 def partitioner(cfg: RunConfig, groups: ParallelGroups) -> Callable[[nn.Parameter], None] | None:
-    """What ZeRO 3 does to a parameter that has just got its values: every rank keeps its part. None at other stages.
+    """Return the function with which ZeRO 3 partitions a parameter that has just got its values. After it every rank
+    keeps only its part. Return None at other stages.
 
-    For Transformer(partition=...): so no rank ever holds the whole model. Collective.
+    The function is for Transformer(partition=...), and with it no rank ever holds the whole model. Calling it is
+    collective.
     """
     if resolved_zero_stage(cfg) != 3:
         return None
@@ -98,8 +110,8 @@ def partitioner(cfg: RunConfig, groups: ParallelGroups) -> Callable[[nn.Paramete
 
 class Asking(torch.optim.Optimizer):
     """The optimizer that is handed to DeepSpeed. It asks before each update whether to make it, and leaves the update
-    to the run's optimizer. DeepSpeed calls it when gradients are reduced and clipped: once, or once for each group or
-    sub-group of parameters."""
+    to the run's optimizer. DeepSpeed calls it after gradients are reduced and clipped: once for all parameters, or once
+    for each group or sub-group of parameters."""
 
     ask: Callable[[], bool] = staticmethod(lambda: True)
 
@@ -108,7 +120,7 @@ class Asking(torch.optim.Optimizer):
         self._optimizer = optimizer
 
     def step(self, closure: Any = None) -> Any:
-        """Update the parameters of the groups that DeepSpeed has put in place, if `ask` allows it."""
+        """Update the parameters of the groups that DeepSpeed has put in place, if `ask` allows the update."""
         if not self.ask():
             return None
         self._optimizer.param_groups, self._optimizer.state = self.param_groups, self.state
@@ -116,26 +128,30 @@ class Asking(torch.optim.Optimizer):
 
 
 class DeepSpeedEngine(BaseEngine):
-    """An engine by DeepSpeed: any accumulation, at any ZeRO stage."""
+    """An engine on DeepSpeed, for any gradient accumulation at any ZeRO stage."""
 
     def __init__(self, cfg: RunConfig, model: Transformer, groups: ParallelGroups, micro_batches: int) -> None:
         import deepspeed
 
         self._stage = resolved_zero_stage(cfg)
         self._micro_batch, self._norm_stage0 = cfg.data.micro_batch_size, 0.0
-        # Shapes are noted before ZeRO 3 replaces every parameter by its partition, if it has not yet (partitioner).
+        # Shapes are noted before ZeRO 3 replaces every parameter by its partition, unless `partitioner` has done so
+        # already.
         shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
         parameters = sum(torch.Size(shape).numel() for shape in shapes.values())
         self.settings = deepspeed_config(cfg, groups.num_replicas, micro_batches, parameters)
         parameter: Any
         for name, parameter in model.named_parameters():
-            # DeepSpeed reads this mark: a tensor that is cut counts in the gradient norm on every rank of its group.
+            # DeepSpeed reads this mark: a tensor that is split over tensor-parallel ranks counts in the gradient norm
+            # on every rank of its group.
             parameter.tensor_model_parallel = model.specs[name].cut is not None
         self._optimizer = Asking(build_optimizer(model, cfg))
         if self._stage == 3 and getattr(model, "whole_blocks", False):
-            deepspeed.utils.set_z3_leaf_modules(model, [type(model.blocks[0])])  # hooks before and behind a block alone
+            # Then ZeRO 3 has hooks only before and after a whole block.
+            deepspeed.utils.set_z3_leaf_modules(model, [type(model.blocks[0])])
         self._synchronize = deepspeed.get_accelerator().synchronize
-        with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints memory tables at every stage of this
+        # DeepSpeed prints memory tables at every stage of its initialization.
+        with contextlib.redirect_stdout(io.StringIO()):
             self._ds, *_ = deepspeed.initialize(
                 model=model,
                 optimizer=self._optimizer,
@@ -155,7 +171,7 @@ class DeepSpeedEngine(BaseEngine):
                 size=reduce_bucket_size(cfg, parameters),
                 dtype=torch.bfloat16 if cfg.parallel.gradient_reduction == "bf16" else torch.float32,
             )
-        # DeepSpeed writes weights behind the back of autograd's version counters: whoever wrote says so.
+        # DeepSpeed writes weights without autograd's version counters noticing, so each writer calls _weights_written.
         self._keeps = self._stage < 3 and cfg.linear.low_bit
         self._weights_written()
         self._masters = Masters(self._ds, self._optimizer, groups, self._stage, shapes, self.settings)
@@ -164,20 +180,20 @@ class DeepSpeedEngine(BaseEngine):
 
     @property
     def takes_probes(self) -> bool:
-        """Whether micro-batches may be run apart from a step: the hooks of ZeRO 3 cannot take that."""
+        """Whether micro-batches may be run outside of a step. The hooks of ZeRO 3 do not support that."""
         return self._stage < 3
 
     def owned(self, chosen: Callable[[TensorSpec], bool] = every) -> Iterator[Owned]:
-        """Iterate over what this rank keeps of each tensor: see engines/protocol.Engine."""
+        """Iterate over the part of each tensor that this rank keeps: see engines/protocol.Engine."""
         return self._masters.owned(chosen)
 
     def leaves(self) -> dict[str, Tensor]:
-        """Return the tensors that autograd gives gradients to, by name."""
+        """Return the tensors that receive gradients from autograd, by name."""
         return dict(self.model.named_parameters())
 
     def weights_changed(self) -> None:
-        """Call after weights were set, in all their copies: ZeRO 3 keeps small parameters gathered and must gather them
-        anew; below, linear layers keep weights in 8 bits."""
+        """Renew what depends on the weights; call this after weights were set in all their copies. ZeRO 3 keeps small
+        parameters gathered and gathers them again. At lower stages linear layers keep 8-bit weights."""
         self._weights_written()
         if self._stage == 3 and self._ds.optimizer.persistent_parameters:
             persistent = self._ds.optimizer.persistent_parameters
@@ -186,7 +202,7 @@ class DeepSpeedEngine(BaseEngine):
 
     @torch.no_grad()
     def state_changed(self, optimizer_steps: int | None = None) -> None:
-        """Call after master weights or moments were set: see engines/protocol.Engine."""
+        """Bring all copies of the weights in line with the masters: see engines/protocol.Engine."""
         self._masters.spread()
         self.weights_changed()
         self._masters.check()
@@ -195,8 +211,8 @@ class DeepSpeedEngine(BaseEngine):
                 count.fill_(optimizer_steps)
 
     def _weights_written(self) -> None:
-        """Renew weights in 8 bits from the weights as they are now: once for all micro-batches of a step. At ZeRO 3
-        gathers must find them written, also on a stream of their own (overlap_comm)."""
+        """Renew the 8-bit weights from the present weights, once for all micro-batches of a step. At ZeRO 3, wait until
+        the weights are written, because gathers may run on a stream of their own (overlap_comm)."""
         if self._keeps:
             self.model.keep_weights()
         if self._stage == 3:
@@ -219,14 +235,14 @@ class DeepSpeedEngine(BaseEngine):
         return result
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Add the gradient of a micro-batch's loss to the step's: see BaseEngine."""
+        """Add the gradient of a micro-batch's loss to the step's gradient: see BaseEngine."""
         if self._reduction and last:
             self._reduction.begin()
         self._ds.backward(loss)
 
     def _update(self, decision: Decision) -> bool:
-        """Let DeepSpeed reduce, clip and call the optimizer, which asks the decision. Where the gradient is not finite
-        DeepSpeed stops before that."""
+        """Let DeepSpeed reduce, clip and call the optimizer, which asks the decision. If the gradient is not finite,
+        DeepSpeed stops before it calls the optimizer."""
 
         def ask() -> bool:
             if self._stage == 0:
@@ -247,12 +263,12 @@ class DeepSpeedEngine(BaseEngine):
 
     @property
     def _norm(self) -> Tensor | float:
-        """The gradient norm of the step at hand, on every rank the same."""
+        """The global gradient norm of the current step, which is the same on every rank."""
         norm: Tensor | float = self._norm_stage0 if self._stage == 0 else self._ds.optimizer._global_grad_norm
         return norm
 
     def _clip_stage0(self) -> None:
-        """Measure the global gradient norm for fp32 at stage 0, and clip; replicated parameters count once."""
+        """Measure and clip the global gradient norm, for fp32 at stage 0. Replicated parameters count once."""
         gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
         own = [grad for name, grad in gradients.items() if self.model.specs[name].cut or self.groups.tp_rank == 0]
         square = torch.stack([g.float().square().sum() for g in own]).sum()

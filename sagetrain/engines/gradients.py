@@ -1,4 +1,4 @@
-"""A step's gradients, as the optimizer is about to read them: their noise, and where they are large."""
+"""Observe a step's gradients just before the optimizer reads them: their noise, and their norm in each layer."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.noise_scale import GradientNoise, LayerSquares
 
 Parts = Callable[[], Sequence[tuple[str, Tensor]]]
-"""Return what this rank owns of the gradients that are there, each with the name of its tensor."""
+"""A function that returns the gradients that exist now: the part that this rank owns of each, with the name of its
+tensor."""
 
 _LAYER = "layer/"
 
 
 class StepGradients:
-    """What this rank owns of a step's gradients, summed over the micro-batches and clipped.
+    """The part of a step's gradients that this rank owns, summed over the micro-batches and clipped.
 
     Args:
-        clip: largest global norm; 0: none.
-        copies: so many replicas own the same.
+        clip: the largest global norm; 0: gradients are not clipped.
+        copies: the number of replicas that own the same gradients.
     """
 
     def __init__(
@@ -34,30 +35,36 @@ class StepGradients:
         self.begin(None)
 
     def begin(self, noise: GradientNoise | None) -> None:
-        """Before a step, whose gradients `noise` is to see."""
+        """Prepare for a step. Its gradients are shown to `noise`."""
         self._noise, self._squares = noise, torch.empty(0)
 
     @torch.no_grad()
     def show(self, parts: Parts, by_layer: bool) -> None:
-        """Look at gradients before the optimizer reads them. An engine may show them part by part, each once.
-        by_layer: their norms are wanted, too."""
+        """Look at gradients before the optimizer reads them. An engine may show them part by part, each part once.
+
+        Args:
+            by_layer: whether the norm of each layer is measured, too.
+        """
         if not self._noise and not by_layer:
             return
         found = parts()
         if found and self._noise:
             self._noise.of_step(found)
-        if by_layer and not len(self._squares):  # on ranks that own nothing too
+        # Ranks that own no gradients also need the zeros.
+        if by_layer and not len(self._squares):
             self._squares = torch.zeros(len(self._layers.place), dtype=torch.float64, device=self._device)
         for name, part in found if by_layer else ():
             self._squares[self._layers.place[name]] += torch.linalg.vector_norm(part).double().square()
 
     def finish(self, micro_batches: int, norm: float) -> tuple[dict[str, float], dict[str, float]]:
-        """Once all of them were there: what `noise` has measured, and the norm of each layer, if they were wanted;
-        collective, if there is anything.
+        """Reduce the measurements after all gradients were shown; collective, if anything was measured.
 
         Args:
-            micro_batches: of the step on this rank.
-            norm: global, before clipping.
+            micro_batches: the micro-batches of the step on this rank.
+            norm: the global norm before clipping.
+
+        Returns:
+            The numbers of `noise`, and the gradient norm of each layer by name. Each is empty if it was not asked for.
         """
         if not self._noise and not len(self._squares):
             return {}, {}

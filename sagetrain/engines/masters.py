@@ -1,10 +1,12 @@
-"""Where DeepSpeed keeps the fp32 master weights and Adam moments of every parameter, and that they are what they are
-called.
+"""Find the fp32 master weights and Adam moments of every parameter in DeepSpeed's memory, and check that they belong to
+that parameter.
 
-At ZeRO 0 a rank has all of them. At 1 and 2 it has one range of a flat tensor in which parameters lie one behind the
-other, and at 3 one range of each parameter. A checkpoint names what lies there
-(checkpoint/saving.py). A setting, or a version, that lays it out otherwise would give weights each other's names
-without a word, so `check` compares.
+At ZeRO 0 a rank has all of them. At ZeRO 1 and 2 a rank has one range of a flat tensor, in which parameters lie one
+behind the other. At ZeRO 3 a rank has one range of each parameter.
+
+A checkpoint gives these ranges the names of parameters (checkpoint/saving.py). With another memory layout, caused by a
+setting or a version of DeepSpeed, weights would silently be saved under wrong names. `check` therefore compares the
+masters with the model.
 """
 
 from __future__ import annotations
@@ -25,18 +27,19 @@ from sagetrain.model.tensors import TensorSpec
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.topology import ParallelGroups
 
-_BLOCK = 2**22  # weights that all ranks together gather at a time
+# All ranks together gather this many weights at a time.
+_BLOCK = 2**22
 _MOMENTS = "exp_avg", "exp_avg_sq"
 
 
 class Masters:
-    """The state of a DeepSpeed engine.
+    """The master weights and moments of a DeepSpeed engine.
 
     Args:
         ds: DeepSpeed's engine.
-        optimizer: what was handed to DeepSpeed, and steps the masters.
-        shapes: of every parameter's tensor-parallel slice, by name.
-        settings: what DeepSpeed was told.
+        optimizer: the optimizer that was handed to DeepSpeed and updates the masters.
+        shapes: the shape of every parameter's tensor-parallel slice, by name.
+        settings: the configuration that was handed to DeepSpeed.
     """
 
     def __init__(
@@ -57,21 +60,24 @@ class Masters:
         self._weights = [(owned.name, owned.weight) for owned in self.owned() if len(owned.weight)]
 
     def _parameters(self) -> Iterator[tuple[TensorSpec, Any]]:
-        """Iterate over the nn.Parameters, with what DeepSpeed notes on them."""
+        """Iterate over the nn.Parameters, which carry DeepSpeed's attributes, each with the specification of its
+        tensor."""
         model: Transformer = self._ds.module
         return ((model.specs[name], parameter) for name, parameter in model.named_parameters())
 
     def _flat(self) -> list[Tensor]:
-        """Return the fp32 tensors that the optimizer steps: flat partitions, or at stage 0 the parameters."""
+        """Return the fp32 tensors that the optimizer updates: flat partitions, or at stage 0 the parameters
+        themselves."""
         if self._stage == 3:
             return list(self._ds.optimizer.fp32_partitioned_groups_flat)
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
     def _state(self, master: Tensor) -> dict[str, Tensor]:
-        """Return Adam's state of one master tensor, made now instead of at the first step so that it can be loaded."""
+        """Return Adam's state of one master tensor. The state is made now and not at the first step, so that it can be
+        loaded."""
         state: dict[str, Tensor] = self._optimizer.state[master]
         if not state:
-            # The type and device that torch's AdamW itself would choose on its first step.
+            # torch's AdamW itself would choose this type and device in its first step.
             step_device = master.device if self._optimizer.defaults.get("fused") else "cpu"
             state["step"] = torch.zeros((), dtype=torch.float32, device=step_device)
             for kind in _MOMENTS:
@@ -79,11 +85,11 @@ class Masters:
         return state
 
     def steps(self) -> list[Tensor]:
-        """Return Adam's step counts, which its bias correction reads."""
+        """Return Adam's step counts, from which its bias correction is computed."""
         return [self._state(master)["step"] for master in self._flat()]
 
     def owned(self, chosen: Callable[[TensorSpec], bool] = every) -> Iterator[Owned]:
-        """Iterate over what this rank keeps of the chosen tensors: see engines/protocol.Engine."""
+        """Iterate over the part of each chosen tensor that this rank keeps: see engines/protocol.Engine."""
         nothing = torch.empty(0, device=self._device)
         for spec, parameter in self._parameters():
             if not chosen(spec):
@@ -123,16 +129,19 @@ class Masters:
         return inside.start, inside.start + inside.numel, ranges
 
     def _copies(self, parameter: Any, length: int) -> tuple[Tensor, ...]:
-        """Return what the model computes with. `length`: of this rank's range at ZeRO 3."""
-        if self._stage == 0:  # the masters are the parameters
+        """Return this rank's copies of a parameter that the model computes with, 1-D in the model's dtype. `length` is
+        the length of this rank's range at ZeRO 3."""
+        # At stage 0 the masters are the parameters themselves.
+        if self._stage == 0:
             return ()
-        whole = parameter.data.view(-1)  # at ZeRO 3 small parameters stay gathered, and of others this is empty
+        # At ZeRO 3 small parameters stay gathered, and for other parameters this tensor is empty.
+        whole = parameter.data.view(-1)
         return (parameter.ds_tensor.data.view(-1)[:length], whole) if self._stage == 3 else (whole,)
 
     def gradients(self) -> list[tuple[str, Tensor]]:
-        """Return what this rank owns of the gradients that are there while the optimizer is called, with the names of
-        their tensors. DeepSpeed steps one group of parameters after the other: gradients of the others are not there
-        yet, or not there any more."""
+        """Return the parts of gradients that this rank owns and that exist while the optimizer is called, with the
+        names of their tensors. DeepSpeed updates one group of parameters after the other, so the gradients of other
+        groups do not exist yet or are already freed."""
         masters = {
             m.data_ptr(): m for group in self._optimizer.param_groups for m in group["params"] if m.grad is not None
         }
@@ -146,14 +155,15 @@ class Masters:
 
     @torch.no_grad()
     def check(self) -> None:
-        """See that each master is, in the model's dtype, the range of the parameter that it is named after, as the
-        model computes with it; collective. Whatever reorders DeepSpeed's memory, or leaves a copy of the weights
-        behind, ends here and not in a checkpoint of weights under each other's names.
+        """Check that each master, rounded to the model's dtype, equals the range of its parameter that the model
+        computes with; collective. If DeepSpeed's memory is reordered or has another copy of the weights, the run ends
+        here, and no checkpoint gets weights under wrong names.
 
         Raises:
-            ConfigError: on every rank, one is not.
+            ConfigError: on every rank, if a master differs on any rank.
         """
-        if self._stage == 0:  # the masters are the parameters
+        # At stage 0 the masters are the parameters themselves.
+        if self._stage == 0:
             return
         pairs = list(zip(self.owned(), (parameter for _, parameter in self._parameters()), strict=True))
         wrong = torch.tensor(len(pairs), device=self._device)
@@ -175,7 +185,8 @@ class Masters:
 
     @contextlib.contextmanager
     def _whole(self, parameter: Any) -> Iterator[Tensor]:
-        """Give the values of a parameter's tensor-parallel slice, gathered at ZeRO 3 while they are looked at."""
+        """Yield the values of a parameter's tensor-parallel slice. At ZeRO 3 they are gathered for as long as the block
+        runs."""
         partitioned = self._stage == 3 and not parameter.numel()
         if partitioned:
             parameter.all_gather([parameter])
@@ -184,8 +195,8 @@ class Masters:
             parameter.partition([parameter])
 
     def spread(self) -> None:
-        """Make every other copy of the weights what the masters are; collective. At ZeRO 0 the state of the first
-        replica becomes that of all."""
+        """Copy the masters to every other copy of the weights; collective. At ZeRO 0 the state of the first replica is
+        sent to all replicas."""
         if self._stage == 0:
             for owned in self.owned() if self._groups.num_replicas > 1 else ():
                 for tensor in owned.tensors.values():
@@ -197,8 +208,8 @@ class Masters:
                 owned.copies[0].copy_(owned.weight)
 
     def _gather(self) -> None:
-        """Make the flat weights that the model computes with from the masters, as DeepSpeed does after a step, but in
-        blocks: a collective may keep as much again as it gathers."""
+        """Make the model's flat weights from the masters, as DeepSpeed does after a step. This works in blocks, because
+        a collective may allocate as much memory as it gathers."""
         optimizer, groups = self._ds.optimizer, self._groups
         names = "bf16_partitioned_groups", "parallel_partitioned_bit16_groups"
         (flat,) = [getattr(optimizer, name) for name in names if hasattr(optimizer, name)]

@@ -1,7 +1,8 @@
-"""What an engine is, what it is given for an optimizer step, and what all ranks know of the step afterwards.
+"""The protocol of an engine: its methods, the observers that it is given for an optimizer step, and the result of a
+step on all ranks.
 
 An engine keeps the weights of a model and the state of its optimizer, and takes steps. Training, checkpoints and
-inference know this protocol; what is behind it (engines/deepspeed.py) is nobody else's matter.
+inference know only this protocol, and not the implementation (engines/deepspeed.py).
 """
 
 from __future__ import annotations
@@ -23,32 +24,41 @@ from sagetrain.stability.noise_scale import GradientNoise
 from sagetrain.stability.spikes import Verdict
 
 Watch = Callable[[int, int], AbstractContextManager[None]]
-"""Given the sequences of a micro-batch and their length, what its forward and backward pass run in."""
+"""A function that takes the number of sequences of a micro-batch and their length in tokens. It returns the context
+manager in which the micro-batch's forward and backward pass run."""
 
 
 class Probe(Protocol):
-    """Looks at micro-batches before the step begins."""
+    """A probe measures micro-batches before the step begins."""
 
     @property
     def micro_batches(self) -> int:
-        """How many of this rank's, the first ones, if there are as many."""
+        """Return how many of this rank's micro-batches the probe needs. It gets the first ones, and fewer if the step
+        has fewer."""
         ...
 
     def measure(self, runs: Sequence[Callable[[], Tensor]], counted: Sequence[int] | None = None) -> None:
-        """Given their forward passes to the loss, which is the mean over the `counted` tokens of each (None: over all
-        of them): it may run each as often as it likes, but accumulate no gradient."""
+        """Measure micro-batches. The probe may run each forward pass as often as it likes, but must not accumulate
+        gradients.
+
+        Args:
+            runs: one function for each micro-batch, which runs its forward pass and returns the loss: the mean over its
+                counted tokens, a scalar.
+            counted: the number of counted tokens in each micro-batch; None: all tokens count.
+        """
         ...
 
 
 class UpdateObserver(Protocol):
-    """Looks at the weights of a step, before and after they are updated."""
+    """An observer of the weights before and after they are updated."""
 
     def before_update(self) -> None:
-        """Look at the weights when the last backward pass is over. What is added to the metrics is the step's."""
+        """Look at the weights after the last backward pass. Numbers that are added to the metrics here belong to this
+        step."""
         ...
 
     def after_update(self) -> None:
-        """Look at the weights that an update has made. The observer may change them, in all copies of this rank."""
+        """Look at the weights after an update. The observer may change them in all copies of this rank."""
         ...
 
 
@@ -58,67 +68,72 @@ def _accept(metrics: Mapping[str, float]) -> Verdict:
 
 @dataclass(frozen=True)
 class Observers:
-    """What looks at a step while it is taken; by default nothing does, and the update is made."""
+    """The observers of a step. By default there are none, and the update is made."""
 
     noise: GradientNoise | None = None
-    """Takes note of the gradients."""
+    """The measurement of the gradients' noise."""
     probes: Sequence[Probe] = ()
-    """Called first, one after the other, where Engine.takes_probes."""
+    """The probes, which are called first and one after the other if Engine.takes_probes is true."""
     watch: Watch | None = None
-    """Sees the first micro-batch, forward and backward."""
+    """The context of the first micro-batch's forward and backward pass."""
     layer_norms: bool = False
     """Whether norms/<layer>/gradient and norms/<layer>/activation are measured."""
     updates: Sequence[UpdateObserver] = ()
-    """See the weights before the step is judged, and after an update that was made."""
+    """The observers that look at the weights before the step is judged, and after an update that was made."""
     judge: Callable[[Mapping[str, float]], Verdict] = _accept
-    """Whether the update is made: asked once, on every rank, with the step's numbers but those of `noise`."""
+    """The judge of the update. It is called once on every rank, with the step's numbers except those of `noise`."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What all ranks know of a step. metrics: every number that was added while it ran, by name; applied: the update
-    was made; stop: some rank was asked to stop; folds: sum over all ranks of ledger.fold of the samples they trained
-    on; span: sum of the squared lengths of the documents that attention stayed within, over all tokens; event: what is
-    wrong with the step; layer_norms: then, or if observers wanted them, gradient norm of each layer, if the engine
-    found it finite."""
+    """The result of a step, which is the same on all ranks."""
 
     metrics: dict[str, float]
+    """Every number that was added while the step ran, by name."""
     applied: bool
+    """Whether the update was made."""
     stop: bool
+    """Whether any rank was asked to stop."""
     folds: int
+    """The sum over all ranks of ledger.fold of the samples that they trained on."""
     span: float
+    """The sum of the squared lengths of the documents that attention stayed within, divided by the number of tokens."""
     event: Event | None = None
+    """The event that says what is wrong with the step; None: nothing is."""
     layer_norms: dict[str, float] = field(default_factory=dict)
+    """The gradient norm of each layer, by name. It is there if the engine found it finite, and if the step has an event
+    or observers asked for it."""
 
     @property
     def loss(self) -> float:
-        """Mean over the global batch."""
+        """The mean loss over the global batch, in nats per token."""
         return self.metrics["train/loss"]
 
     @property
     def grad_norm(self) -> float:
-        """Global, before clipping."""
+        """The global gradient norm before clipping."""
         return self.metrics["train/grad_norm"]
 
 
 @dataclass(frozen=True)
 class Owned:
-    """What this rank keeps of one tensor of the model: a range of its flattened tensor-parallel slice.
+    """The part of one tensor that this rank keeps: a range of the flattened tensor-parallel slice.
 
-    `weight`, `state` and `copies` are 1-D views of the engine's own memory. Who writes to them tells the engine:
-    `weights_changed` if all of them were written, `state_changed` if `weight` and `state` were.
+    `weight`, `state` and `copies` are 1-D views of the engine's own memory. After writing to all of them, call
+    `weights_changed` of the engine. After writing to `weight` and `state`, call `state_changed`.
     """
 
     spec: TensorSpec
     start: int
     stop: int
-    """Where the range begins and ends. They are equal on a rank that keeps nothing of this tensor."""
+    """The range is [start, stop). Both are equal on a rank that keeps nothing of this tensor."""
     weight: Tensor
     """The fp32 master weights of the range."""
     state: Mapping[str, Tensor]
     """The optimizer's moments of the range, by the names that checkpoints have for them."""
     copies: tuple[Tensor, ...] = ()
-    """What else this rank keeps of the values, in the model's dtype: what the model computes with, of any range."""
+    """This rank's other copies of the values, in the model's dtype. The model computes with these copies, and they may
+    cover any range."""
     twin: bool = False
     """Whether another replica keeps the same range, and saves and loads it for this one."""
 
@@ -129,27 +144,27 @@ class Owned:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The weight and the moments, by the names that checkpoints have for them; {} of an empty range."""
+        """The weight and the moments, by their names in checkpoints. The dict is empty if the range is empty."""
         return {"weight": self.weight, **self.state} if self.stop > self.start else {}
 
 
 def never() -> bool:
-    """Return False: nobody is asked to stop."""
+    """Return False. This is the default of `stop`: nobody asks the run to stop."""
     return False
 
 
 def every(spec: TensorSpec) -> bool:
-    """Choose all tensors."""
+    """Return True for each tensor."""
     return True
 
 
 NOBODY = Observers()
-"""Nothing looks at the step, and its update is made."""
+"""No observers: nothing looks at the step, and its update is made."""
 
 
 class Engine(Protocol):
-    """Keeps a model's weights and its optimizer's state on the ranks of a run, and takes steps. Methods are collective
-    where nothing else is said."""
+    """An engine keeps a model's weights and its optimizer's state on the ranks of a run, and takes steps. Methods are
+    collective unless their docstring says otherwise."""
 
     @property
     def groups(self) -> ParallelGroups: ...
@@ -162,12 +177,12 @@ class Engine(Protocol):
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """What the library behind the engine was told: for the run folder."""
+        """The settings that were handed to the library behind the engine. They are written to the run folder."""
         ...
 
     @property
     def takes_probes(self) -> bool:
-        """Whether micro-batches may be run apart from a step, for Observers.probes."""
+        """Whether micro-batches may be run outside of a step, which Observers.probes need."""
         ...
 
     def step(
@@ -179,60 +194,70 @@ class Engine(Protocol):
         counted: int | None = None,
         stop: Callable[[], bool] = never,
     ) -> StepResult:
-        """Run forward and backward over the micro-batches, then make one update, if observers.judge allows it.
+        """Run forward and backward over the micro-batches, then make one update if observers.judge allows it.
 
-        A step that is refused, or whose gradient is not finite, leaves the weights and the optimizer's state as they
-        were, to the last bit.
+        A step that is refused, or whose gradient is not finite, leaves the weights and the optimizer's state exactly as
+        they were, bit by bit.
 
         Args:
-            batches: `micro_batches` of them, this rank's.
-            lr: learning rate of the update.
-            counted: tokens of all ranks' batches that count in the loss, which is their mean; None: all do. Where none
-                does, loss and gradient are 0.
-            stop: whether this rank was asked to stop, asked at the end of the step; all ranks learn of it.
+            batches: this rank's micro-batches.
+            micro_batches: the number of micro-batches on this rank.
+            lr: the learning rate of the update.
+            observers: the observers of this step.
+            counted: the number of tokens in all ranks' batches that count in the loss. The loss is their mean. None:
+                all tokens count. If no token counts, loss and gradient are 0.
+            stop: returns whether this rank was asked to stop. It is called at the end of the step, and all ranks learn
+                the answer.
         """
         ...
 
     def evaluate(
         self, batches: Iterable[Batch], sources: Sequence[str] = (), stop: Callable[[], bool] = never
     ) -> dict[str, float]:
-        """Return valid/loss, the mean over what counts of all ranks' micro-batches (equally many on every rank); with
-        names of the sources also valid/<name>/loss of each, nan of one that is in none.
+        """Return the validation losses in nats per token. Every rank has the same number of micro-batches.
 
         Args:
-            stop: whether this rank was asked to stop, asked before every batch.
+            batches: this rank's micro-batches.
+            sources: the names of the data sources, if a loss of each is wanted.
+            stop: returns whether this rank was asked to stop. It is called before every batch.
+
+        Returns:
+            valid/loss, the mean over the counted tokens of all ranks, and valid/<name>/loss for each of `sources`. The
+                loss of a source is nan if no batch has tokens of it.
 
         Raises:
-            InterruptedError: on every rank, some rank was asked to stop. Several learn of it one batch later: none
-                waits for what was just begun.
+            InterruptedError: on every rank, if any rank was asked to stop. With several ranks the error comes one batch
+                later, because no rank waits for the batch that has just begun.
         """
         ...
 
     def logits(self, batch: Batch) -> Tensor:
-        """Return the logits of a micro-batch, [B, S (/ cp), vocab] in the model's dtype, whatever its labels."""
+        """Return the logits of a micro-batch, [B, S (/ cp), vocab] in the model's dtype. Labels are ignored."""
         ...
 
     def owned(self, chosen: Callable[[TensorSpec], bool] = every) -> Iterator[Owned]:
-        """Iterate over what this rank keeps of each tensor, in the order of the model, or of those that are
-        chosen. Every rank gets all of them, also of those of which it keeps nothing. Not collective."""
+        """Iterate over the part of each tensor that this rank keeps, in the order of the model. `chosen` selects
+        tensors. Every rank gets an item for each chosen tensor, even if the rank keeps nothing of it. Not
+        collective."""
         ...
 
     def leaves(self) -> Mapping[str, Tensor]:
-        """Return the tensors that autograd gives gradients to, by name: they stay the same for the whole run. Not
+        """Return the tensors that receive gradients from autograd, by name. They stay the same for the whole run. Not
         collective."""
         ...
 
     def weights_changed(self) -> None:
-        """Call after weights were set, in all copies that ranks keep of them."""
+        """Renew what depends on the weights. Call this after weights were set in all copies that ranks keep of them."""
         ...
 
     def state_changed(self, optimizer_steps: int | None = None) -> None:
-        """Call after master weights or moments were set: every other copy of the weights becomes what they are.
+        """Copy the master weights to every other copy of the weights. Call this after master weights or moments were
+        set.
 
         Args:
-            optimizer_steps: how many steps the optimizer counts from now on; None: as many as before.
+            optimizer_steps: the number of steps that the optimizer has made so far; None: the number stays as it is.
 
         Raises:
-            ConfigError: on every rank, the engine does not keep what `owned` says it does.
+            ConfigError: on every rank, if the engine's memory does not hold what `owned` says.
         """
         ...

@@ -1,14 +1,15 @@
-"""Gradients of ZeRO 1 on their way to the ranks that own them, beside the last backward pass.
+"""Reduce the gradients of ZeRO 1 to the ranks that own them, while the last backward pass runs.
 
-DeepSpeed's BF16_Optimizer all-reduces its fp32 sums when the last backward pass is over. Yet a rank updates only what
-it owns of them, so that a reduce to each owner does, with half the bytes; and they are final long before that pass
-ends, those of the last layers first (docs/gradients.md). Where ranks are many, and what one owns is little, a bucket of
+DeepSpeed's BF16_Optimizer all-reduces its fp32 sums after the last backward pass. A rank updates only the weights that
+it owns, so a reduce to each owner suffices and sends half the bytes. The sums are also final long before that pass
+ends, those of the last layers first (docs/gradients.md). If there are many ranks and each owns little, a bucket of
 several owners is all-reduced, because a reduce goes from rank to rank.
 
-This is the one place where members of DeepSpeed are replaced. REPLACED lists them, and `check` sees at the start that
-DeepSpeed still calls each of them, so that a version that renames one ends there. Whether the file can go waits for a
-measurement on two GPUs: what a step at ZeRO 1 takes without it, when DeepSpeed all-reduces after the last backward
-pass. On one host it was .98 of the speed with it.
+This is the one module that replaces members of DeepSpeed. REPLACED lists the members. `check` tests at the start of a
+run that DeepSpeed still calls each of them, so a version that renames one is refused there.
+
+This module may be removed if a measurement on two GPUs shows no loss of speed at ZeRO 1 when DeepSpeed all-reduces
+after the last backward pass. On one host the speed without this module was 0.98 of the speed with it.
 """
 
 from __future__ import annotations
@@ -35,12 +36,13 @@ REPLACED = {
     "get_grads_for_norm": ("optimizer", "step"),
     "mpu": ("optimizer", "step"),
 }
-"""Each replaced member of DeepSpeed's BF16_Optimizer, and the method that must call or read it: of the optimizer, or of
-DeepSpeed's engine."""
+"""The replaced members of DeepSpeed's BF16_Optimizer. Each value is the object and the method that must call or read
+the member: a method of the optimizer or of DeepSpeed's engine."""
 READ = "bf16_groups", "fp32_groups_gradients", "fp32_groups_gradients_flat", "fp32_groups_has_gradients"
 """The members of the optimizer that are read."""
 _AT_ONCE = 2
-"""Buckets under way while the next one is rounded, if gradients travel in 16 bits: each has a copy."""
+"""The number of buckets under way while the next one is rounded, if gradients travel in 16 bits. Each bucket has a
+16-bit copy."""
 
 
 @dataclass
@@ -49,24 +51,24 @@ class _Bucket:
 
     sums: Tensor
     owner: int | None
-    """None: several."""
+    """The replica that owns the stretch; None: several replicas own parts of it."""
     own: slice
-    """What this rank owns of it."""
+    """The part of the stretch that this rank owns."""
     waits_for: int
-    """Parameters that lie in it."""
+    """The number of parameters that lie in the stretch."""
     first: int
-    """Which of the model's parameters is the first of them: its gradient is the last one that backward makes."""
+    """The index in the model of the bucket's first parameter. Backward makes the gradient of this parameter last."""
     missing: int = 0
-    """Of those, which this backward pass has not come to."""
+    """The number of the bucket's parameters whose gradients this backward pass has not made yet."""
     sent: Tensor = field(default_factory=lambda: torch.empty(0))
     work: dist.Work | None = None
 
 
 def check(ds: Any) -> None:
-    """See that DeepSpeed's engine and its optimizer have, and use, what is replaced and read here.
+    """Check that DeepSpeed's engine and its optimizer have, and use, the members that are replaced and read here.
 
     Raises:
-        ConfigError: one of the members is gone, or nothing calls it any more.
+        ConfigError: one of the members does not exist, or nothing calls it.
     """
     gone = [name for name in READ if not hasattr(ds.optimizer, name)]
     for name, (owner, method) in REPLACED.items():
@@ -89,20 +91,21 @@ def _names(function: Any) -> set[str]:
 
 
 class Reduction:
-    """Of one engine at ZeRO 1 in bf16. Replaces what DeepSpeed's BF16_Optimizer does with gradients between backward
-    and update: how they are added up, their mean over ranks, and their norm, of which each rank then has a part.
+    """The reduction of gradients in one engine at ZeRO 1 in bf16. It replaces the accumulation, the mean over ranks and
+    the norm of DeepSpeed's BF16_Optimizer. For the norm each rank has a part of the gradients.
 
-    `begin` before the last backward pass of a step. DeepSpeed calls `add` as `_update_hp_grad` for each gradient, and
-    `finish` as `reduce_gradients` when that pass is over.
+    Call `begin` before the last backward pass of a step. DeepSpeed calls `add` as `_update_hp_grad` for each gradient,
+    and `finish` as `reduce_gradients` after that pass.
 
     Args:
         ds: DeepSpeed's engine.
-        beside: reduce beside the backward pass; else DeepSpeed reduces after it, and gradients are only added here.
-        size: of a bucket, in elements.
-        dtype: what gradients travel and are summed in between ranks: float32 or bfloat16.
+        beside: reduce while the backward pass runs. If False, DeepSpeed reduces after it, and gradients are only added
+            here.
+        size: the size of a bucket in elements.
+        dtype: the dtype in which gradients are sent and summed between ranks, float32 or bfloat16.
 
     Raises:
-        ConfigError: as `check`.
+        ConfigError: see `check`.
     """
 
     def __init__(
@@ -121,10 +124,10 @@ class Reduction:
             self._fill_buckets(model, size)
 
     def _fill_buckets(self, model: nn.Module, size: int) -> None:
-        """Cut the fp32 sums into buckets, and let the norm be that of what each rank owns."""
+        """Cut the fp32 sums into buckets, and limit the norm to the gradients that each rank owns."""
         optimizer, groups = self._optimizer, self._groups
         place = {parameter: i for i, parameter in enumerate(model.parameters())}
-        # A rank may own nothing that counts in the norm, and DeepSpeed's wants something.
+        # A rank may own nothing that counts in the norm, but DeepSpeed's norm needs at least one tensor.
         every, counted = [], [optimizer.fp32_groups_gradients_flat[0].new_zeros(1)]
         for group, parameters in enumerate(optimizer.bf16_groups):
             flat = optimizer.fp32_groups_gradients_flat[group]
@@ -133,7 +136,8 @@ class Reduction:
             ends = list(accumulate(parameter.numel() for parameter in parameters))
             for start, stop, owner in _stretches(share, groups.num_replicas, size):
                 here = _inside(ends, start, stop)
-                if not here:  # the padding at the end
+                # Only the padding at the end has no parameters.
+                if not here:
                     continue
                 own = slice(max(start, mine.start) - start, max(start, min(stop, mine.stop)) - start)
                 first = min(place[parameters[i]] for i in here)
@@ -158,8 +162,9 @@ class Reduction:
 
     @torch.no_grad()
     def add(self, parameter: nn.Parameter, group: int, place: int, clear_lp_grads: bool) -> None:
-        """Add a parameter's gradient to its fp32 sum. DeepSpeed would write the gradient out in fp32 first: this is one
-        kernel for two, fewer calls, and the same bits. The arguments are DeepSpeed's."""
+        """Add a parameter's gradient to its fp32 sum. The arguments are those of DeepSpeed's own method, which would
+        write the gradient out in fp32 first. Here one kernel does the work of two, with fewer calls and the same
+        bits."""
         if parameter.grad is None:
             return
         total = self._optimizer.fp32_groups_gradients[group][place]
@@ -172,21 +177,23 @@ class Reduction:
             self._added(group, place)
 
     def _added(self, group: int, place: int) -> None:
-        """Note that a gradient, by DeepSpeed's numbers, is in its sum for the step's last backward pass."""
+        """Note that the sum of a parameter has its last gradient of the step. `group` and `place` are DeepSpeed's
+        indices."""
         for bucket in self._of[group, place]:
             if not bucket.missing:
                 raise RuntimeError("a gradient came twice in one backward pass, when its sum was on its way")
             bucket.missing -= 1
-        # In one order on all ranks, whatever that of autograd is.
+        # Buckets are sent in the same order on all ranks, whatever order autograd has.
         while self._sent < len(self._buckets) and not self._buckets[self._sent].missing:
             self._send()
 
     def finish(self, pipeline_parallel: bool = False) -> None:
-        """Make what this rank owns the mean over all ranks, now that the last backward pass is over. The argument is
-        part of DeepSpeed's signature and is not used."""
+        """Average the gradients that this rank owns over all ranks, after the last backward pass. The parameter is part
+        of DeepSpeed's signature and is not used."""
         if not self._going:
             self.begin()
-        while self._sent < len(self._buckets):  # a parameter without a gradient holds up what comes behind it
+        # A parameter without a gradient has held up the buckets behind it.
+        while self._sent < len(self._buckets):
             self._send()
         while self._received < len(self._buckets):
             self._receive()
@@ -218,7 +225,8 @@ class Reduction:
 
 
 def _stretches(share: int, owners: int, size: int) -> list[tuple[int, int, int | None]]:
-    """Where buckets begin and end in what `owners` own `share` elements each of, and the owner of each."""
+    """Return the begin, the end and the owner of each bucket, where each of `owners` ranks owns `share` consecutive
+    elements. The owner is None if a bucket has several."""
     if not one_owner(share, size):
         return [(start, min(start + size, owners * share), None) for start in range(0, owners * share, size)]
     return [
@@ -229,12 +237,14 @@ def _stretches(share: int, owners: int, size: int) -> list[tuple[int, int, int |
 
 
 def _inside(ends: Sequence[int], start: int, stop: int) -> range:
-    """Which parameters, that lie behind each other and end there, have elements in a stretch."""
+    """Return the indices of the parameters that have elements in a stretch. Parameters lie one behind the other and end
+    at `ends`."""
     return range(bisect.bisect_right(ends, start), min(len(ends), bisect.bisect_left(ends, stop) + 1))
 
 
 class _OverAll(Mpu):
-    """For the norm: a rank has a part of its tensor-parallel slice, so that it is summed over all ranks."""
+    """The process groups that DeepSpeed uses for the norm. Each rank has a part of its tensor-parallel slice, so the
+    norm is summed over all ranks."""
 
     def get_model_parallel_group(self) -> None:
         return None

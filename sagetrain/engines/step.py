@@ -1,7 +1,7 @@
-"""What the steps of all engines have in common, from top to bottom: micro-batches; reduce; observe and judge once;
-update or leave. And an evaluation.
+"""Take a step from top to bottom: run micro-batches, reduce gradients, observe and judge once, update or leave. All
+engines share this order, and the evaluation.
 
-An engine derives from BaseEngine and says how it runs the model, adds up gradients, and updates weights.
+An engine derives from BaseEngine and implements how it runs the model, adds up gradients, and updates weights.
 """
 
 from __future__ import annotations
@@ -36,20 +36,21 @@ def _counted(batch: Batch) -> int:
 
 
 class Decision:
-    """What becomes of one step. It is made once, on all ranks alike, as soon as an engine knows the gradient norm."""
+    """The decision on one step: whether its update is made. It is made once and is the same on all ranks, as soon as an
+    engine knows the gradient norm."""
 
     def __init__(self, observers: Observers, metrics: Metrics, gradients: StepGradients, device: torch.device) -> None:
         self._observers, self._metrics, self._gradients, self._device = observers, metrics, gradients, device
         self.metrics: dict[str, float] = {}
-        """The step's numbers over all ranks, once the decision is made."""
+        """The step's numbers over all ranks. The dict is filled when the decision is made."""
         self.verdict: Verdict | None = None
 
     def allows(self, norm: Tensor | float) -> bool:
         """Return whether the update is to be made. The first call reduces the step's metrics, which is collective, and
-        asks the judge; later calls return its answer.
+        asks the judge. Later calls return the same answer.
 
         Args:
-            norm: global gradient norm before clipping, the same on every rank.
+            norm: the global gradient norm before clipping, the same on every rank.
         """
         if self.verdict is None:
             self._metrics.mean("train/grad_norm", norm)
@@ -58,19 +59,20 @@ class Decision:
         return self.verdict.apply
 
     def show(self, parts: Parts) -> None:
-        """Show the step's gradients to what observes them. An engine that has them part by part shows each once, when
-        the decision is made."""
+        """Show the step's gradients to their observers. An engine that has the gradients part by part shows each part
+        once, when the decision is made."""
         assert self.verdict is not None, "gradients are shown when the step is judged"
         self._gradients.show(parts, by_layer=self.verdict.event is not None or self._observers.layer_norms)
 
 
 class BaseEngine(ABC):
-    """The part of an engine that takes a step in the order that all share (engines/protocol.Engine says what of).
+    """The part of an engine that takes a step, in the order that all engines share. engines/protocol.Engine describes
+    the methods.
 
     Args:
-        model: what the engine trains.
-        clip: largest global gradient norm; 0: any.
-        copies: so many replicas own the same gradients.
+        model: the model that the engine trains.
+        clip: the largest global gradient norm; 0: gradients are not clipped.
+        copies: the number of replicas that own the same gradients.
     """
 
     def __init__(
@@ -83,29 +85,29 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def _prepare(self, micro_batches: int, lr: float) -> None:
-        """Get ready for a step of so many micro-batches, whose update has this learning rate."""
+        """Prepare a step of this number of micro-batches, whose update has this learning rate."""
 
     @abstractmethod
     def _prepare_evaluation(self) -> None:
-        """Get ready for forward passes alone."""
+        """Prepare forward passes without backward passes."""
 
     @abstractmethod
     def _run(self, inputs: Mapping[str, Any]) -> Tensor:
-        """Call the model."""
+        """Call the model and return its output."""
 
     @abstractmethod
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Add the gradient of a micro-batch's loss to the step's, as a mean over micro-batches and replicas. `last`: it
-        is the step's last, beside which gradients may be reduced."""
+        """Add the gradient of a micro-batch's loss to the step's gradient, which is a mean over micro-batches and
+        replicas. `last` marks the step's last micro-batch, during which gradients may be reduced."""
 
     @abstractmethod
     def _update(self, decision: Decision) -> bool:
-        """Reduce the gradients; show them and ask the decision; update the weights, or leave all as it was. Return
-        whether they were updated."""
+        """Reduce the gradients, show them, ask the decision, and update the weights or leave everything as it was.
+        Return whether the weights were updated."""
 
     @abstractmethod
     def _weights_written(self) -> None:
-        """Renew what is made from the weights that the model computes with, which were just written."""
+        """Renew what is derived from the model's weights, which were just written."""
 
     # -- a step --------------------------------------------------------------------------------------------------
 
@@ -124,7 +126,9 @@ class BaseEngine(ABC):
         self._prepare(micro_batches, lr)
         if observers.probes:
             batches = self._probe(batches, observers.probes, masked=counted is not None)
-        if counted is not None:  # an engine takes the mean over micro-batches and replicas
+        # An engine averages over micro-batches and replicas. This factor turns the average into a mean over counted
+        # tokens.
+        if counted is not None:
             divisor = max(counted, 1) / (micro_batches * self.groups.dp_size)
             batches = (replace(batch, divisor=divisor) for batch in batches)
         samples = self._accumulate(batches, micro_batches, observers, masked=counted is not None)
@@ -142,7 +146,7 @@ class BaseEngine(ABC):
         return self._result(decision, applied, micro_batches, observers)
 
     def _probe(self, batches: Iterable[Batch], probes: Sequence[Probe], masked: bool) -> Iterable[Batch]:
-        """Let probes run the first micro-batches; return all of them."""
+        """Let probes run the first micro-batches. Return all micro-batches of the step."""
         batches = iter(batches)
         first = list(itertools.islice(batches, max(probe.micro_batches for probe in probes)))
         own = [_counted(batch) for batch in first] if masked else None
@@ -155,7 +159,7 @@ class BaseEngine(ABC):
     def _accumulate(
         self, batches: Iterable[Batch], micro_batches: int, observers: Observers, masked: bool
     ) -> list[int]:
-        """Run forward and backward over all micro-batches; return the samples that were in them."""
+        """Run forward and backward over all micro-batches. Return the ids of the samples that were in them."""
         noise, watch, metrics = observers.noise, observers.watch, self.groups.metrics
         self.model.watch_blocks = self._note_activation if observers.layer_norms else None
         total, count, samples = torch.zeros((), device=self.device, dtype=torch.float64), 0, list[int]()
@@ -171,12 +175,13 @@ class BaseEngine(ABC):
         self.model.watch_blocks = None
         if count != micro_batches:
             raise RuntimeError(f"the loader gave {count} micro-batches for a step of {micro_batches}")
-        # Over the world: tensor-parallel ranks hold the same loss, context-parallel ones that of equally many tokens.
+        # The mean is over the world: tensor-parallel ranks hold the same loss, and context-parallel ranks hold losses
+        # of equally many tokens.
         metrics.mean("train/loss", total / micro_batches)
         return samples
 
     def _note_activation(self, block: int, stream: Tensor) -> None:
-        """Note the root mean square over all tokens of the step, on whichever ranks they are."""
+        """Add the root mean square of a block's output, over all tokens of the step on all ranks, to the metrics."""
         square = torch.linalg.vector_norm(stream, dtype=torch.float32).double().square()
         how = (f"norms/{block}/activation", lambda total, count: math.sqrt(total / count))
         self.groups.metrics.derive(*how, square, stream.numel())
@@ -201,7 +206,8 @@ class BaseEngine(ABC):
     # -- forward passes ------------------------------------------------------------------------------------------
 
     def forward(self, batch: Batch) -> Tensor:
-        """Return the loss of one micro-batch, under context parallelism of this rank's slice of it (fp32 scalar)."""
+        """Return the loss of one micro-batch, an fp32 scalar. Under context parallelism it is the loss of this rank's
+        slice."""
         return self._run(self._inputs(batch))
 
     def _inputs(self, batch: Batch) -> dict[str, Any]:
@@ -219,8 +225,10 @@ class BaseEngine(ABC):
     ) -> dict[str, float]:
         """Return the losses of held-out batches: see engines/protocol.Engine."""
         self._prepare_evaluation()
-        metrics = Metrics()  # its own: what the model adds meanwhile is of no step
-        totals = torch.zeros(1 + len(sources), 2, dtype=torch.float64, device=self.device)  # losses' sum, tokens
+        # The evaluation has metrics of its own, because numbers that the model adds meanwhile belong to no step.
+        metrics = Metrics()
+        # Each row is the sum of losses and the number of tokens.
+        totals = torch.zeros(1 + len(sources), 2, dtype=torch.float64, device=self.device)
         several, asked = dist.get_world_size() > 1, collections.deque[Tensor]()
         for batch in batches:
             asked.append(torch.tensor(stop(), dtype=torch.int32, device=self.device if several else "cpu"))

@@ -266,6 +266,7 @@ PLAIN = (
             "comparing",
             "config",
             "data",
+            "engines",
             "inference",
             "interop",
             "optim",
