@@ -1,4 +1,4 @@
-"""Where a run is: its steps, its tokens, and the ledger of the samples that it has consumed."""
+"""The position of a run: its steps, its tokens, and the ledger of the samples that it has consumed."""
 
 from __future__ import annotations
 
@@ -13,35 +13,44 @@ import numpy as np
 from sagetrain.config.errors import CheckpointError, TrainingError
 from sagetrain.config.schema import AttentionConfig, LinearConfig, SpikesConfig
 
-_FOLD_BITS = 31  # so that the sum over a million ranks is exact in the float64 that carries it
+# With 31 bits the sum over a million ranks is exact in the float64 that carries it.
+_FOLD_BITS = 31
 
 
 def fold(sample_ids: Iterable[int], dp_rank: int | np.ndarray) -> int:
-    """A number below 2**31 for the set of (sample, data-parallel rank that trained on it), whatever its order.
+    """Return a number below 2**31 for a set of pairs (sample, data-parallel rank that trained on it). The order of the
+    samples does not matter.
 
-    It adds up: the folds of all ranks sum, modulo 2**31, to the fold of the whole step.
+    Folds can be added: the sum of all ranks' folds, modulo 2**31, is the fold of the whole step.
     """
     x = np.asarray(sample_ids, dtype=np.uint64)
     x = x * np.uint64(0x9E3779B97F4A7C15) + np.asarray(dp_rank).astype(np.uint64)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # the finalizer of splitmix64
+    # These are the constants of the finalizer of splitmix64.
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         x = (x ^ x >> np.uint64(shift)) * np.uint64(factor)
     return int((x >> np.uint64(64 - _FOLD_BITS)).sum()) % (1 << _FOLD_BITS)
 
 
 def expected_fold(first: int, count: int, micro_batch_size: int, dp_size: int) -> int:
-    """The fold of a step over samples first .. first + count - 1, dealt to the ranks in turn by micro-batches."""
+    """Return the fold of a step over samples first .. first + count - 1, which are dealt to the ranks in turn by
+    micro-batches."""
     position = np.arange(count)
     return fold(first + position, position // micro_batch_size % dp_size)
 
 
 @dataclass
 class Ledger:
-    """Which samples a run has consumed: a chain of SHA-256 over its steps.
+    """The ledger of the samples that a run has consumed: a chain of SHA-256 over its steps.
 
-    `head` begins as the fingerprint of the order of samples; each step hashes it with its first sample and their count.
-    `segments` are the runs of equal steps, [first sample, samples per step, steps], from which it is found again, and
-    `dropped` the steps (the first is 1) whose samples were passed over without an update, because the user said so
-    (training.drop_steps) or a policy did (stability.spikes); or whose update was given up by going back before it.
+    `head` begins as the fingerprint of the order of samples. Each step hashes `head` together with its first sample and
+    its number of samples.
+
+    `segments` are the runs of equal steps, [first sample, samples per step, steps]. The chain can be computed again
+    from them.
+
+    `dropped` holds the numbers of the steps, from 1, whose samples were passed over without an update. Either the user
+    asked for it (training.drop_steps), or a policy did (stability.spikes), or the update was given up when the run went
+    back to an earlier checkpoint.
     """
 
     head: str = ""
@@ -50,15 +59,15 @@ class Ledger:
 
     @property
     def steps(self) -> int:
-        """Steps so far, dropped ones included."""
+        """The number of steps so far, dropped ones included."""
         return sum(times for _, _, times in self.segments)
 
     def samples_of_steps(self) -> list[int]:
-        """How many samples each step had."""
+        """Return the number of samples of each step."""
         return [count for _, count, times in self.segments for _ in range(times)]
 
     def add(self, first: int, count: int, dropped: bool = False) -> None:
-        """Enter one step over samples first .. first + count - 1."""
+        """Add one step over samples first .. first + count - 1."""
         entry = f"{self.head} {first} {count}{' dropped' if dropped else ''}"
         self.head = hashlib.sha256(entry.encode()).hexdigest()
         if self.segments and self.segments[-1][1] == count:
@@ -70,10 +79,18 @@ class Ledger:
 
     @classmethod
     def verified(cls, stored: Ledger | None, order: str, step: int, sequences: int, where: Path) -> Ledger:
-        """The ledger of a checkpoint at `step` after `sequences` samples, in the order with fingerprint `order`.
+        """Check the ledger of a checkpoint and return it.
 
-        CheckpointError if samples were skipped or seen twice, if its steps or samples are not those of the training
-        state, or if the chain is not the one that its segments give.
+        Args:
+            stored: the ledger in the checkpoint.
+            order: the fingerprint of the order of samples.
+            step: the number of steps in the training state.
+            sequences: the number of samples in the training state.
+            where: the folder of the checkpoint, for messages.
+
+        Raises:
+            CheckpointError: samples were skipped or seen twice, the steps or samples are not those of the training
+                state, or the chain does not follow from its segments.
         """
         what, way_out = f"{where}: its ledger of consumed samples", "restore another checkpoint of this run"
         if not (stored and stored.head):
@@ -102,9 +119,12 @@ class Ledger:
 
 
 def check_consumed(folds: int, first: int, count: int, micro_batch_size: int, dp_size: int, world_size: int) -> None:
-    """TrainingError unless `folds`, summed over all ranks, is that of samples first .. first + count - 1, each once.
+    """Check that `folds`, summed over all ranks, is the fold of samples first .. first + count - 1, each seen once.
 
-    All ranks of a tensor- and context-parallel group report the samples they share.
+    All ranks of a tensor- and context-parallel group report the samples that they share.
+
+    Raises:
+        TrainingError: the ranks trained on other samples.
     """
     expected = world_size // dp_size * expected_fold(first, count, micro_batch_size, dp_size)
     if (folds - expected) % (1 << _FOLD_BITS):
@@ -116,9 +136,9 @@ def check_consumed(folds: int, first: int, count: int, micro_batch_size: int, dp
 
 @dataclass
 class TrainState:
-    """Where a run is. Everything else follows from the configuration.
+    """The position of a run. Everything else follows from the configuration.
 
-    `controllers`: what each stability controller remembers, by its name.
+    `controllers` is what each stability controller remembers, by the controller's name.
     """
 
     step: int = 0
@@ -129,11 +149,11 @@ class TrainState:
 
     @property
     def optimizer_steps(self) -> int:
-        """Updates so far."""
+        """The number of updates so far."""
         return self.step - len(self.ledger.dropped)
 
     def advance(self, tokens: int, seq_length: int, dropped: bool = False) -> None:
-        """Count one step; a dropped one has moved on in the data, and nothing else."""
+        """Count one step. A dropped step only moves on in the data."""
         self.ledger.add(self.sequences, tokens // seq_length, dropped)
         self.step += 1
         self.tokens += tokens
@@ -149,14 +169,15 @@ def left_out(
     linear: LinearConfig,
     drop: Iterable[int],
 ) -> TrainingError:
-    """The error of a step that may not be applied and not be left out, with the ways on that are open to the run.
+    """Build the error for a step that may be neither applied nor left out. The message lists the ways to continue.
 
     Args:
-        state: before the step, which is over the next `samples` samples.
-        text: what is wrong with it.
-        attention: with the backend that runs.
-        linear: as layers multiply.
-        drop: training.drop_steps that would pass over it.
+        state: the state before the step.
+        samples: the number of samples in the step.
+        text: the description of what is wrong with the step.
+        attention: the settings, with the backend that runs.
+        linear: the settings, with the precision that runs.
+        drop: the training.drop_steps that would pass over the step.
     """
     ways = ["lower optimizer.lr or the tokens per step"]
     if attention.backend == "sage":

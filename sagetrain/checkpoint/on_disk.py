@@ -1,4 +1,5 @@
-"""Checkpoints: one folder per step, complete or absent, readable at any layout, and never a program.
+"""Find, check and delete checkpoints. Each is one folder per step: complete or absent, readable at any layout, and
+without code that loading would run.
 
     checkpoints/
       step-00000040/
@@ -11,18 +12,18 @@
       latest                             name of the newest folder (for people; loading looks at the folders themselves)
 
 A piece is the range [start, stop) of the flattened tensor-parallel slice (tp_rank of tp_size along tp_dim) of a
-parameter; `dp` in a file's name counts replicas, context-parallel ones included. Consecutive ranks mostly hold
-consecutive pieces of one length. So that the manifest does not grow with ranks times tensors, it lists runs of them:
-[tp_rank, rank, count, start, length], where `rank` is the place in "ranks" of the one that wrote the first piece. Each
-further piece is the next rank's, and begins where the one before ends.
+parameter. `dp` in a file's name counts replicas, context-parallel ones included. Consecutive ranks mostly hold
+consecutive pieces of one length, so the manifest lists runs of pieces: [tp_rank, rank, count, start, length]. This
+keeps its size below ranks times tensors. `rank` is the index in "ranks" of the rank that wrote the first piece. Each
+further piece belongs to the next rank and begins where the piece before ends.
 
-A piece may also be an object {file, tp_rank, start, stop}, whose file holds every kind of tensor that there is of it.
-Format 1 had only these, with weights and moments in one file, and is read as before. `sagetrain import` writes them,
-with weights alone, in the dtype that they came in.
+A piece may also be an object {file, tp_rank, start, stop}. Its file holds every kind of tensor that the piece has.
+Format 1 had only such pieces, with weights and moments in one file, and can still be read. `sagetrain import` writes
+such pieces with weights alone, in the dtype of the imported folder.
 
-A checkpoint is written (saving.py) into a folder with a temporary name, synced to disk, and renamed once its manifest
-is in it. A folder without a manifest, or with files that do not match it, is damaged (copied in part, say), and never
-loaded. Whoever reads weights alone looks at their files alone.
+A checkpoint is written (saving.py) into a folder with a temporary name and synced to disk. The folder is renamed once
+its manifest is in it. A folder without a manifest, or with files that do not match the manifest, is damaged and never
+loaded. A copy that was interrupted is one cause. To read weights alone, only the files of weights are checked.
 """
 
 from __future__ import annotations
@@ -46,22 +47,25 @@ from sagetrain.config.errors import CheckpointError
 FORMAT = 2
 _READ = (1, 2)
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
-_PARTS, _POSITION = {"state", "layout", "tensors", "files"}, {"step", "tokens"}  # of every manifest, of every state
-_OF_RUNS = ("moments-", "rng-")  # how the files begin that only a run reads which goes on
+# These keys are in every manifest and in every state.
+_PARTS, _POSITION = {"state", "layout", "tensors", "files"}, {"step", "tokens"}
+# Only a run that continues reads the files whose names begin like this.
+_OF_RUNS = ("moments-", "rng-")
 
 
 def folder_name(step: int) -> str:
-    """Name of the folder of one step."""
+    """Return the name of the folder of one step."""
     return f"step-{step:08d}"
 
 
 def file_name(kind: str, rank: str) -> str:
-    """Name of the file that has one kind of tensor of a rank, which is named as in "ranks" of the manifest."""
+    """Return the name of the file that holds one kind of tensor of a rank. `rank` is the rank's name in "ranks" of the
+    manifest."""
     return f"{'shard' if kind == 'weight' else 'moments'}-{rank}.safetensors"
 
 
 def step_of(folder: Path) -> int:
-    """The step that a folder is the checkpoint of."""
+    """Return the step whose checkpoint is in a folder."""
     return int(folder.name.removeprefix("step-"))
 
 
@@ -69,9 +73,14 @@ def step_of(folder: Path) -> int:
 
 
 def prune(root: Path, keep_last: int, keep_every_tokens: int | None, needed: Container[str] = ()) -> None:
-    """Delete old checkpoints (rank 0 calls it): all but the newest `keep_last`, but the first one at or past each
-    multiple of `keep_every_tokens`, and but those of needed names. A folder whose manifest cannot be read is left to
-    people."""
+    """Delete old checkpoints. Rank 0 calls this. Folders whose manifest cannot be read are left alone.
+
+    Args:
+        keep_last: the number of newest checkpoints that are kept.
+        keep_every_tokens: the first checkpoint at or past each multiple of this is kept; None: none is kept for this
+            reason.
+        needed: the names of further checkpoints that are kept.
+    """
     found = []
     for folder in published(root):
         with contextlib.suppress(CheckpointError):
@@ -86,14 +95,17 @@ def prune(root: Path, keep_last: int, keep_every_tokens: int | None, needed: Con
         if folder not in kept and folder.name not in needed:
             try:
                 remove(folder)
-            except OSError as error:  # no reason to stop a run whose new checkpoint is safe
+            # A failed deletion is no reason to stop a run whose new checkpoint is safe.
+            except OSError as error:
                 warnings.warn(f"an old checkpoint stays, delete it yourself: {error}", stacklevel=2)
 
 
 def remove(folder: Path) -> None:
-    """Delete a checkpoint so that an interrupted deletion never looks like a checkpoint."""
-    writable = folder.stat().st_mode & 0o222  # the mark itself, too: it does not stop root, whom containers run as
-    if not (writable and os.access(folder, os.W_OK, effective_ids=True)):  # somebody keeps it
+    """Delete a checkpoint in such a way that an interrupted deletion never looks like a checkpoint."""
+    # The permission bits are checked, too, because root may write everywhere and containers run as root.
+    writable = folder.stat().st_mode & 0o222
+    # Somebody has protected the folder to keep the checkpoint.
+    if not (writable and os.access(folder, os.W_OK, effective_ids=True)):
         raise PermissionError(errno.EACCES, "the folder is write-protected", str(folder))
     doomed = folder.with_name(f".writing-{folder.name}.old")
     shutil.rmtree(doomed, ignore_errors=True)
@@ -102,7 +114,8 @@ def remove(folder: Path) -> None:
 
 
 def lacks_space(said: str) -> bool:
-    """Whether an error is of a full disk, by its words: safetensors gives no number, and another rank sends none."""
+    """Whether the text of an error speaks of a full disk. safetensors gives no error number, and an error from another
+    rank arrives as text."""
     return any(os.strerror(full) in said for full in (errno.ENOSPC, errno.EDQUOT))
 
 
@@ -110,17 +123,18 @@ def lacks_space(said: str) -> bool:
 
 
 def published(root: Path) -> list[Path]:
-    """Published checkpoints, oldest first."""
+    """Return the published checkpoints, oldest first."""
     return sorted(f for f in root.glob("step-*") if f.name.removeprefix("step-").isdigit() and f.is_dir())
 
 
 def newest(root: Path) -> Path | None:
-    """The newest published checkpoint, whole or not."""
+    """Return the newest published checkpoint, undamaged or not."""
     return max(published(root), default=None)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of one checkpoint. Raises CheckpointError if it is unreadable or of another format."""
+    """Return the manifest of one checkpoint. Raises CheckpointError if the manifest is unreadable or of another
+    format."""
     try:
         manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
         found = manifest["format"]
@@ -137,15 +151,21 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def read_state(folder: Path) -> RunState:
-    """The state of the run that wrote a checkpoint. Raises CheckpointError as read_manifest and RunState.from_json."""
+    """Return the state of the run that wrote a checkpoint. Raises the CheckpointErrors of read_manifest and
+    RunState.from_json."""
     return RunState.from_json(read_manifest(folder)["state"], folder)
 
 
 def problems(
     folder: Path, rank: int = 0, world_size: int = 1, *, contents: bool = True, moments: bool = True
 ) -> list[str]:
-    """What is wrong with the files of a checkpoint; this rank checks every world_size-th file. Empty: whole. Without
-    `contents` the files' sizes alone are looked at; without `moments` no file that only a run reads which goes on."""
+    """Return descriptions of what is wrong with the files of a checkpoint; an empty list if the checkpoint is
+    undamaged. This rank checks every world_size-th file.
+
+    Args:
+        contents: compare hashes; if False, only the sizes of files are compared.
+        moments: also check the files that only a run that continues reads.
+    """
     try:
         files = read_manifest(folder)["files"]
     except CheckpointError as error:
@@ -174,9 +194,20 @@ def newest_whole(
     contents: bool = True,
     moments: bool = True,
 ) -> tuple[Path | None, list[Path]]:
-    """The newest checkpoint, of those of wanted steps, whose files are all as its manifest says, and the damaged ones
-    passed over on the way (each goes to `report`); collective. contents, moments: as of problems. Raises
-    CheckpointError when there are such checkpoints but none is whole."""
+    """Find the newest undamaged checkpoint whose step is wanted; collective.
+
+    Args:
+        report: gets a line for each damaged checkpoint that was passed over.
+        wanted: returns whether the checkpoint of a step may be chosen.
+        contents: see `problems`.
+        moments: see `problems`.
+
+    Returns:
+        The checkpoint, or None without any, and the damaged ones that were passed over.
+
+    Raises:
+        CheckpointError: there are checkpoints of wanted steps, but none is undamaged.
+    """
     damaged: list[Path] = []
 
     def left() -> list[Path]:
@@ -187,7 +218,8 @@ def newest_whole(
         wrong = [problem for found in _gather(own) for problem in found]
         if not wrong:
             return folder, damaged
-        if _broadcast(folder.is_dir()):  # else the run goes on, and has removed it meanwhile for newer ones
+        # If the folder is gone, the run that owns it continues and has removed it for newer ones.
+        if _broadcast(folder.is_dir()):
             damaged.append(folder)
             report(f"checkpoint {folder.name} is damaged and passed over: {'; '.join(wrong)}")
     if damaged:
@@ -199,7 +231,8 @@ def newest_whole(
 
 
 def whole_at(root: Path, step: int, *, moments: bool = True) -> Path:
-    """The checkpoint of a step; moments: as of `problems`. Raises CheckpointError if it is damaged, or not there."""
+    """Return the checkpoint of a step. `moments` is explained in `problems`. Raises CheckpointError if the checkpoint
+    is damaged or does not exist."""
     folder, there = root / folder_name(step), published(root)
     if folder not in there:
         steps = ", ".join(str(step_of(each)) for each in there) or "none"
@@ -210,8 +243,12 @@ def whole_at(root: Path, step: int, *, moments: bool = True) -> Path:
 
 
 def whole(path: Path, report: Callable[[str], None], *, contents: bool = True, moments: bool = True) -> Path:
-    """The checkpoint that a path names: itself, or the newest whole one of a run folder; collective. Raises
-    CheckpointError if there is none. contents, moments: as of problems."""
+    """Return the checkpoint that a path names: the path itself, or the newest undamaged checkpoint of a run folder;
+    collective. `contents` and `moments` are explained in `problems`.
+
+    Raises:
+        CheckpointError: there is no undamaged checkpoint.
+    """
     if not (path / "manifest.json").is_file():
         folder, _ = newest_whole(path / "checkpoints", report, contents=contents, moments=moments)
         if folder is None:
@@ -224,7 +261,7 @@ def whole(path: Path, report: Callable[[str], None], *, contents: bool = True, m
 
 
 def set_aside(folder: Path) -> None:
-    """Rename a damaged checkpoint (rank 0 calls it), so that it is neither loaded, nor counted, nor overwritten."""
+    """Rename a damaged checkpoint, so that it is not loaded, counted or overwritten. Rank 0 calls this."""
     number = 0
     while (target := folder.with_name(f"damaged-{folder.name}{f'-{number}' if number else ''}")).exists():
         number += 1
@@ -235,12 +272,13 @@ def set_aside(folder: Path) -> None:
 
 
 def sha256(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
+    """Return the SHA-256 of a file in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _digest(file)
 
 
-def _digest(file: BinaryIO) -> str:  # Python 3.10 has no hashlib.file_digest
+# Python 3.10 has no hashlib.file_digest.
+def _digest(file: BinaryIO) -> str:
     digest = hashlib.sha256()
     while block := file.read(1 << 20):
         digest.update(block)

@@ -1,4 +1,4 @@
-"""Read any slice of any tensor of a checkpoint, at another layout than the one that wrote it."""
+"""Read any slice of any tensor of a checkpoint, at the layout that wrote it or another one."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.layers import materialize
 from sagetrain.parallel.topology import ParallelGroups
 
-_BLOCK = 2**20  # values read at a time: what loading needs of memory beside the state itself
+# This many values are read at a time. It bounds the memory that loading needs beside the state itself.
+_BLOCK = 2**20
 
 
 class Reader:
-    """Any slice of any tensor of a checkpoint, whatever layout wrote it. It reads what is asked for and keeps nothing:
-    files are mapped into memory while they are read, and pages that stay mapped would count as this process's own."""
+    """A reader of any slice of any tensor of a checkpoint, whatever layout wrote it. It reads what is asked for and
+    keeps nothing. Files are mapped into memory only while they are read, because pages that stay mapped would count as
+    this process's memory."""
 
     def __init__(self, folder: Path):
         self.folder, self.manifest = folder, read_manifest(folder)
@@ -34,11 +36,12 @@ class Reader:
 
     @cached_property
     def state(self) -> RunState:
-        """The state of the run that wrote the checkpoint. Raises CheckpointError as RunState.from_json."""
+        """Return the state of the run that wrote the checkpoint. Raises the CheckpointErrors of RunState.from_json."""
         return RunState.from_json(self.manifest["state"], self.folder)
 
     def fill(self, out: torch.Tensor, name: str, kind: str, tp_rank: int, tp_size: int, start: int = 0) -> None:
-        """Fill a 1-D tensor (any type and device) from position `start` of slice `tp_rank` of `tp_size`; in blocks."""
+        """Fill a 1-D tensor of any dtype and device with the values from position `start` of the flattened slice
+        `tp_rank` of `tp_size`, block by block."""
         for low in range(0, out.numel(), _BLOCK):
             block = out[low : low + _BLOCK]
             block.copy_(self.local(name, kind, tp_rank, tp_size, start + low, start + low + block.numel()))
@@ -46,15 +49,17 @@ class Reader:
     def local(
         self, name: str, kind: str, tp_rank: int, tp_size: int, start: int = 0, stop: int | None = None
     ) -> torch.Tensor:
-        """Range [start, stop) of the flattened slice `tp_rank` of `tp_size` of a tensor: 1-D, fp32, on the CPU."""
+        """Return range [start, stop) of the flattened slice `tp_rank` of `tp_size` of a tensor: 1-D, fp32, on the
+        CPU."""
         entry, source_size = self._entry(name), self.manifest["layout"]["tensor_parallel_size"]
         dim, shape = entry["tp_dim"], entry["shape"]
         if stop is None:
             stop = math.prod(shape) // (1 if dim is None else tp_size)
         if dim is None or source_size == tp_size:
             return self._range(name, kind, 0 if dim is None else tp_rank, start, stop)
-        # Another tensor-parallel size. Seen as a matrix (of one row, if it is split along its first dim), every slice
-        # of the tensor is a range of columns: `width` of them in this slice, `source_width` in a slice on disk.
+        # The checkpoint has another tensor-parallel size. Seen as a matrix (with one row, if the tensor is split along
+        # its first dimension), every slice of the tensor is a range of columns: `width` columns in this slice,
+        # `source_width` columns in a slice on disk.
         columns = math.prod(shape[dim:])
         width, source_width = columns // tp_size, columns // source_size
         out, filled = torch.empty(stop - start), 0
@@ -77,7 +82,7 @@ class Reader:
         return self.tensors[name]
 
     def _range(self, name: str, kind: str, tp_rank: int, start: int, stop: int) -> torch.Tensor:
-        """Range [start, stop) of the flattened slice `tp_rank` as it lies on disk."""
+        """Return range [start, stop) of the flattened slice `tp_rank` as it is on disk."""
         out, filled = torch.empty(stop - start), 0
         for file, begin, low, high in self._pieces(name, kind, tp_rank, start, stop):
             path = self.folder / file
@@ -93,7 +98,8 @@ class Reader:
         return out
 
     def _pieces(self, name: str, kind: str, tp_rank: int, start: int, stop: int) -> Iterator[tuple[str, int, int, int]]:
-        """The pieces that hold a part of [start, stop): file, where the piece begins, and the part's two ends."""
+        """Yield the pieces that hold a part of [start, stop): the file, the position where the piece begins, and the
+        two ends of the part."""
         for piece in self._entry(name)["pieces"]:
             if isinstance(piece, dict):
                 low, high = max(start, piece["start"]), min(stop, piece["stop"])
@@ -110,7 +116,7 @@ class Reader:
                 yield file, begin, max(low, begin), min(high, begin + length)
 
     def rng(self, rank: int) -> dict[str, Any] | None:
-        """Random-number state of one rank; None if the checkpoint was written by fewer ranks."""
+        """Return the random-number state of one rank; None if the checkpoint was written by fewer ranks."""
         name = f"rng-{rank:05d}.pt"
         if name not in self.manifest["files"]:
             return None
@@ -122,8 +128,8 @@ class Reader:
 
 
 def _rectangles(start: int, stop: int, width: int, most: int) -> Iterator[tuple[int, int, int, int]]:
-    """The range [start, stop) of a flattened matrix with rows of `width`, cut into rectangles of up to `most` rows:
-    (first row, rows, first column, columns)."""
+    """Cut the range [start, stop) of a flattened matrix with rows of `width` into rectangles of up to `most` rows.
+    Yield (first row, rows, first column, columns)."""
     while start < stop:
         row, column = divmod(start, width)
         whole = 0 if column else min((stop - start) // width, most)
@@ -133,7 +139,14 @@ def _rectangles(start: int, stop: int, width: int, most: int) -> Iterator[tuple[
 
 
 def check_shapes(reader: Reader, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Refuse a checkpoint of another model. `shapes`: global shape of every parameter of this model."""
+    """Check that a checkpoint fits a model.
+
+    Args:
+        shapes: the global shape of every parameter of the model, by name.
+
+    Raises:
+        CheckpointError: the checkpoint is of another model.
+    """
     theirs = {name: tuple(entry["shape"]) for name, entry in reader.tensors.items()}
     wrong = [f"{n}: checkpoint {theirs.get(n)}, model {shapes.get(n)}" for n in sorted({*theirs, *shapes})
              if theirs.get(n) != shapes.get(n)]  # fmt: skip
@@ -146,8 +159,8 @@ def check_shapes(reader: Reader, shapes: dict[str, tuple[int, ...]]) -> None:
 
 @torch.no_grad()
 def load_engine(reader: Reader, engine: Stateful, optimizer_steps: int, *, moments: bool = True) -> None:
-    """Restore weights and, unless told otherwise, Adam moments of an Engine, block by block; collective. A rank reads
-    what it owns, so that all of them together read the checkpoint once, however many replicas there are."""
+    """Restore the weights of an engine and, unless `moments` is False, its Adam moments, block by block; collective. A
+    rank reads only what it owns, so all ranks together read the checkpoint once, however many replicas there are."""
     every = list(engine.owned())
     where = (engine.groups.tp_rank, engine.groups.tp_size)
     check_shapes(reader, {kept.name: kept.spec.shape for kept in every})
@@ -159,7 +172,8 @@ def load_engine(reader: Reader, engine: Stateful, optimizer_steps: int, *, momen
 
 @torch.no_grad()
 def load_weights(reader: Reader, model: Transformer, groups: ParallelGroups, device: torch.device) -> None:
-    """Give a model whose parameters are on the meta device those of a checkpoint, for evaluation and generation."""
+    """Load the weights of a checkpoint into a model whose parameters are on the meta device, for evaluation and
+    generation."""
     check_shapes(reader, {name: spec.shape for name, spec in model.specs.items()})
     for name, parameter in model.named_parameters():
         values = torch.empty_like(parameter, device=device)

@@ -1,11 +1,12 @@
-"""Writing checkpoints while training goes on.
+"""Write checkpoints while training continues.
 
 Training stands still only while each rank's state is copied to host memory, which is kept from save to save. Then a
-thread of every rank writes, syncs and hashes the copy, and the folder is published once the files of all ranks are
-durable. The threads talk to rank 0's through the key-value store (mailbox.py): each rank has one thread and saves one
-checkpoint at a time, so that the order is the same everywhere; and unlike with files as signals, what a rank cannot
-write is known to the others at once, whatever the file system caches. What lies in the folder is described in
-on_disk.py.
+thread of every rank writes, syncs and hashes the copy. The folder is published when the files of all ranks are durable.
+
+The threads talk to the thread of rank 0 through a key-value store (cluster/mailbox.py). Each rank has one thread and
+saves one checkpoint at a time, so messages have the same order everywhere. If files were the signals, a file system's
+cache could delay the news that a rank cannot write; messages arrive at once. on_disk.py describes the content of the
+folder.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Saved:
-    """A published checkpoint: how long training stood still for it, and how much later it was published, in seconds."""
+    """A published checkpoint: the seconds that training stood still for it, and the seconds from then until it was
+    published."""
 
     step: int
     tokens: int
@@ -58,26 +60,27 @@ class _Snapshot:
     step: int
     tokens: int
     state: dict[str, Any]
-    """RunState.to_json: training goes on, and changes what it was made from."""
+    """The result of RunState.to_json. It is a copy, because training continues and changes the original."""
     config_text: str
     rng: dict[str, Any]
     tensors: dict[str, dict[str, torch.Tensor]]
-    """Views of the saver's host memory: by file, and by name in it."""
+    """Views of the saver's host memory, by file and by the name in the file."""
     shapes: dict[str, dict[str, Any]]
     """The manifest's entry of every parameter, without its pieces."""
     ranges: np.ndarray
-    """[parameter, 2]: begin and end of what this rank writes of each."""
+    """An integer array [parameter, 2] with the begin and end of the range that this rank writes of each parameter."""
 
 
 class Saver:
-    """Writes the checkpoints of a run in the background, one at a time. Making one is collective.
+    """The writer of a run's checkpoints, in the background and one at a time. Making one is collective.
 
     Args:
-        root: folder of the checkpoints.
-        keep_last, keep_every_tokens: what `prune` keeps after each save.
-        timeout: how long one rank's files may take longer than another's.
-        alive: called now and then by `wait` as long as this rank's files make progress.
-        needed: names of checkpoints that are kept besides.
+        root: the folder of the checkpoints.
+        keep_last: see `prune`, which is called after each save.
+        keep_every_tokens: see `prune`.
+        timeout: how much longer one rank's files may take than another's.
+        alive: called by `wait` from time to time as long as this rank's files make progress.
+        needed: returns the names of further checkpoints that are kept.
     """
 
     def __init__(
@@ -108,17 +111,19 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """Whether a save has failed here. The other ranks learn it about now; they may not have yet."""
+        """Whether a save has failed on this rank. The other ranks learn of the failure at about the same time, but
+        maybe not yet."""
         return self._failure is not None
 
     def take_saved(self) -> Saved | None:
-        """A checkpoint that has been published and not yet taken, if there is one."""
+        """Return a checkpoint that has been published and not yet taken; None if there is none."""
         return self._saved.popleft() if self._saved else None
 
     def reserve(self, shards: Iterable[OwnedRange]) -> None:
-        """Get the host memory that saving `shards` takes, 12 bytes per parameter of this rank's share.
+        """Allocate the host memory for saving `shards`: 12 bytes per parameter of this rank's share.
 
-        On a GPU it is pinned, which takes a second per few GB: better at the start than while training waits.
+        With a GPU the memory is pinned. Pinning takes a second for a few GB, so it is done at the start and not while
+        training waits.
         """
         self._host_memory(self._owned(shards))
 
@@ -127,7 +132,8 @@ class Saver:
         if not self._memory.numel():
             self._memory = torch.empty(size)
             if _on_gpu(owned):
-                # Registered, because torch's own pinned memory comes in powers of two: up to twice as much.
+                # The memory is registered, because torch's own pinned memory comes in powers of two: up to twice as
+                # much.
                 cuda: Any = torch.cuda.cudart()
                 address = self._memory.data_ptr()
                 torch.cuda.check_error(cuda.cudaHostRegister(address, self._memory.nbytes, 0))
@@ -136,10 +142,16 @@ class Saver:
         return self._memory
 
     def start(self, state: RunState, config_text: str, shards: Iterable[OwnedRange], rng: dict[str, Any]) -> None:
-        """Save the checkpoint of `state.step`: returns as soon as the state is copied; collective.
+        """Save the checkpoint of `state.step`, and return as soon as the state is copied; collective. A checkpoint that
+        is still being written is waited for first. Earlier checkpoints stay untouched until the new one is complete.
 
-        `shards` are Engine.owned() of this rank. Waits first for the checkpoint that is being written; what
-        wait() raises is raised here. What was on disk before stays untouched until the new one is whole.
+        Args:
+            config_text: the resolved configuration as YAML.
+            shards: the result of Engine.owned() on this rank.
+            rng: the random-number state of this rank.
+
+        Raises:
+            CheckpointError: see `wait`.
         """
         begin = time.perf_counter()
         self.wait()
@@ -157,7 +169,8 @@ class Saver:
     def wait(self) -> None:
         """Wait until the checkpoint that is being written is published; collective.
 
-        Raises CheckpointError, on every rank, if any rank could not write it (disk full, say).
+        Raises:
+            CheckpointError: on every rank, if any rank could not write it. A full disk is one cause.
         """
         seen = -1
         while self._thread is not None:
@@ -173,13 +186,13 @@ class Saver:
     # -- the copy ------------------------------------------------------------------------------------------------
 
     def _owned(self, shards: Iterable[OwnedRange]) -> list[OwnedRange]:
-        """Without those of which this rank owns nothing, and copies that another replica, or tensor-parallel rank 0,
-        writes."""
+        """Return the shards that this rank writes. Empty shards are left out, and so are copies that another replica or
+        tensor-parallel rank 0 writes."""
         copied = self._groups.tp_rank > 0
         return [s for s in shards if s.stop > s.start and not s.twin and not (s.spec.cut is None and copied)]
 
     def _copy(self, owned: list[OwnedRange]) -> dict[str, dict[str, torch.Tensor]]:
-        """The state in host memory, by file and by name in it."""
+        """Copy the state to host memory and return it by file and by the name in the file."""
         memory, used = self._host_memory(owned), 0
         tensors: dict[str, dict[str, torch.Tensor]] = {}
         for shard in owned:
@@ -191,7 +204,8 @@ class Saver:
                 used += size
         if _on_gpu(owned):
             # The copies run on training's own stream, behind the update that is saved. Training could queue its next
-            # step behind them at once, but that would gain nothing: the GPU comes to it when the copies are done.
+            # step behind them at once, but that would gain nothing, because the GPU begins that step when the copies
+            # are done.
             torch.cuda.current_stream().synchronize()
         return tensors
 
@@ -205,7 +219,8 @@ class Saver:
         begin = time.perf_counter()
         try:
             self._save(snapshot)
-        except BaseException as failure:  # noqa: BLE001 - whatever it is, wait() raises it where it is seen
+        # Whatever the failure is, wait() raises it in the main thread.
+        except BaseException as failure:  # noqa: BLE001
             self._failure = failure
         else:
             self._saved.append(Saved(snapshot.step, snapshot.tokens, stall, time.perf_counter() - begin))
@@ -223,9 +238,11 @@ class Saver:
             entries = self._gathered(entry)
             self._told(lambda: self._publish(temporary, final, snapshot, entries), f"cannot write {final}")
         except BaseException as failure:
-            if self._rank == 0:  # a disk that was full is not left full
+            # The unfinished files are removed, because they would leave a full disk full.
+            if self._rank == 0:
                 _discard_unfinished(self._root)
-            if isinstance(failure, RuntimeError) and not isinstance(failure, CheckpointError):  # the store's
+            # The RuntimeError is one of the key-value store.
+            if isinstance(failure, RuntimeError) and not isinstance(failure, CheckpointError):
                 raise CheckpointError(
                     f"cannot write {final}: another rank is gone, or still writes {self._timeout} after this one"
                     f" ({failure})"
@@ -233,15 +250,16 @@ class Saver:
             raise
 
     def _write(self, folder: Path, snapshot: _Snapshot) -> dict[str, dict[str, Any]]:
-        """This rank's files, durable: size and SHA-256 by name."""
+        """Write this rank's files durably, and return their sizes and SHA-256 by name."""
         written = [f"rng-{self._rank:05d}.pt"]
-        packed = io.BytesIO()  # torch.save itself would report a full disk as a RuntimeError
+        # torch.save to a file would report a full disk as a RuntimeError.
+        packed = io.BytesIO()
         torch.save(snapshot.rng, packed)
         (folder / written[0]).write_bytes(packed.getbuffer())
         for name, tensors in snapshot.tensors.items():
             written.append(name)
             save_file(tensors, folder / name)
-            # safetensors lets its user alone read the file: who else may is for the umask to say.
+            # safetensors makes files that only their owner can read, but the umask should decide who can.
             (folder / name).chmod((folder / written[0]).stat().st_mode & 0o777)
         return {name: self._durable(folder / name) for name in written}
 
@@ -260,7 +278,8 @@ class Saver:
             os.close(descriptor)
 
     def _publish(self, temporary: Path, final: Path, snapshot: _Snapshot, entries: list[dict[str, Any]]) -> None:
-        """Rank 0, when all have written: manifest, rename, `latest`; then the old checkpoints go."""
+        """Publish a checkpoint on rank 0 after all ranks have written: write the manifest, rename the folder, update
+        `latest`, and delete old checkpoints."""
         if errors := [entry["error"] for entry in entries if "error" in entry]:
             raise OSError("; ".join(errors))
         (temporary / "config.yaml").write_text(snapshot.config_text)
@@ -283,7 +302,9 @@ class Saver:
         (temporary / "manifest.json").write_text(json.dumps(manifest))
         self._sync(temporary / "manifest.json")
         self._sync(temporary)
-        if final.exists():  # and holds no manifest: a damaged checkpoint was set aside before this step came again
+        # This folder has no manifest, because a damaged checkpoint was set aside before the run reached this step
+        # again.
+        if final.exists():
             remove(final)
         os.rename(temporary, final)
         latest = self._root / "latest.tmp"
@@ -294,13 +315,18 @@ class Saver:
         prune(self._root, *self._keep, self._needed())
 
     def _told(self, action: Callable[[], T], what: str) -> T:
-        """What `action` returns on rank 0, on every rank; or the same CheckpointError on every rank."""
+        """Run `action` on rank 0 and return its result on every rank.
+
+        Raises:
+            CheckpointError: on every rank, if `action` raised an error.
+        """
         box: list[Any] = [None, None]
         cause = None
         if self._rank == 0:
             try:
                 box[0] = action()
-            except Exception as error:  # noqa: BLE001 - whatever it is, the others wait for a word
+            # Whatever the error is, the other ranks wait for an answer.
+            except Exception as error:  # noqa: BLE001
                 box[1], cause = f"{what}: {error}", error
                 if lacks_space(box[1]):
                     box[1] += "; free some space and run the same command again"
@@ -312,7 +338,7 @@ class Saver:
         return told
 
     def _gathered(self, value: T) -> list[T]:
-        """The values of all ranks, on rank 0 (elsewhere an empty list)."""
+        """Return the values of all ranks on rank 0, and an empty list on the other ranks."""
         return self._mailbox.gather(value) if self._mailbox else [value]
 
 
@@ -321,7 +347,8 @@ def _on_gpu(owned: list[OwnedRange]) -> bool:
 
 
 def _fresh_folder(final: Path) -> Path:
-    """A new folder to write `final` in. Its name is used once: what is left of a killed run may still be writing."""
+    """Make a new folder in which `final` is written. Its name is never used again, because a process that is left of a
+    killed run may still write to the earlier one."""
     final.parent.mkdir(parents=True, exist_ok=True)
     _discard_unfinished(final.parent)
     folder = final.with_name(f".writing-{final.name}-{uuid.uuid4().hex[:8]}")
@@ -335,12 +362,12 @@ def _discard_unfinished(root: Path) -> None:
 
 
 def _runs(tp_ranks: list[int], ranges: list[np.ndarray]) -> Iterator[list[list[int]]]:
-    """The pieces of each parameter as runs (on_disk.py). A manifest of a thousand ranks that lists every piece is
-    tens of megabytes long, and in the rank that makes it training stands still for a second or two.
+    """Yield the pieces of each parameter as runs (see on_disk.py). With a thousand ranks a manifest that lists every
+    piece is tens of megabytes long, and training on rank 0 stands still for a second or two while it is made.
 
     Args:
-        tp_ranks: of the ranks that wrote.
-        ranges: what each wrote: [parameter, 2].
+        tp_ranks: the tensor-parallel ranks of the ranks that wrote.
+        ranges: what each rank wrote, an array [parameter, 2].
     """
     if not ranges:
         return

@@ -1,7 +1,8 @@
-"""Where a run stood when a checkpoint was written, and what it was: "state" in manifest.json.
+"""The state of a run in a checkpoint: "state" in manifest.json. It says where the run stood and what kind of run it
+was.
 
-The manifest keeps the names that checkpoints have always had, so that older checkpoints are read here and newer ones
-there. `sagetrain import` writes a state as well, of a model that no run has trained yet.
+The manifest keeps the names that checkpoints have always had, so that this version reads older checkpoints and older
+versions read newer ones. `sagetrain import` writes a state as well, for a model that no run has trained yet.
 """
 
 from __future__ import annotations
@@ -29,28 +30,28 @@ _OF_RUNS = (
 
 @dataclass(frozen=True)
 class Identity:
-    """What a checkpoint must share with the run that continues it."""
+    """The settings that a checkpoint must share with the run that continues it."""
 
     model: dict[str, Any]
     """The section `model` of the configuration."""
     qk_norm: Annotated[str, Field(alias="attention.qk_norm")]
     vocab_size: int
-    """0: not known yet, in a plan without a tokenizer."""
+    """The size of the vocabulary; 0: it is not known yet, in a plan without a tokenizer."""
     init_from: Annotated[str | None, Field(alias="training.init_from")] = None
     seed: Annotated[int | None, Field(alias="training.seed")] = None
-    """None: no run has trained the model; it was imported."""
+    """The seed of the run; None: the model was imported and no run has trained it."""
     seq_length: Annotated[int, Field(alias="data.seq_length")] = 0
     tokenizer_sha256: Annotated[str | None, Field(alias="tokenizer (SHA-256)")] = None
     order: Annotated[str | None, Field(alias=ORDER)] = None
-    """The fingerprint of the order of samples; None: not known."""
+    """The fingerprint of the order of samples; None: it is not known."""
 
     @property
     def rope(self) -> dict[str, Any]:
-        """How positions turn q and k."""
+        """The settings of RoPE, by name."""
         return {key: self.model.get(key) for key in ("rope_theta", "rope_scaling")}
 
     def to_json(self) -> dict[str, Any]:
-        """Return the settings by their names in the manifest, without those that are not known."""
+        """Return the settings by their names in the manifest, without unknown ones."""
         tree: dict[str, Any] = _IDENTITY.dump_python(self, by_alias=True)
         unknown = [key for key, value in (("vocab_size", self.vocab_size), (ORDER, self.order)) if not value]
         unknown += ["training.init_from", "training.seed"] if self.seed is None else []
@@ -95,12 +96,12 @@ class InitFromRecord:
 
 @dataclass(frozen=True)
 class Texts:
-    """What weights have learned of texts."""
+    """The conventions of texts that the weights have learned."""
 
     prefix: list[int]
     """The tokens before a text that is scored or continued."""
     end_tokens: list[int]
-    """The tokens that end a text, beside the tokenizer's own."""
+    """The tokens that end a text, in addition to the tokenizer's own."""
     chat_template: Any = None
     """The template of the chats that were learned last, or templates by name; None if there were no chats."""
 
@@ -108,8 +109,14 @@ class Texts:
     def learned(
         cls, prefix: list[int] | None, template: Any, generation: Mapping[str, Any], before: InitFromRecord | None
     ) -> Texts:
-        """Put together what a run's data teaches, the generation settings of imported weights, and `before`: what the
-        weights had learned when the run began."""
+        """Combine the conventions of a run's data with those that the weights had before.
+
+        Args:
+            prefix: the tokens that every text of the run's data begins with; None: not known.
+            template: the chat template of the run's data, if there is one.
+            generation: the generation settings of imported weights.
+            before: the record of the checkpoint that the run began with, if there was one.
+        """
         ends = generation.get("eos_token_id")
         if prefix is None:
             prefix = (before.text_prefix if before else None) or []
@@ -131,7 +138,7 @@ class ImportRecord:
 
 @dataclass(frozen=True)
 class SettledAttention:
-    """The attention that a run had, where its settings may have said `auto`."""
+    """The attention of a run, with `auto` replaced by the choice that was made."""
 
     backend: str
     recipe: str
@@ -139,7 +146,7 @@ class SettledAttention:
 
 @dataclass(frozen=True)
 class SettledLinear:
-    """How the linear layers of a run multiplied, where its settings may have said `auto`."""
+    """The precision of a run's linear layers, with `auto` replaced by the choice that was made."""
 
     precision: Literal["bf16", "fp8", "int8", "auto"]
     recipe: Literal["tensorwise", "rowwise", "rowwise_bf16_wgrad"]
@@ -148,7 +155,7 @@ class SettledLinear:
 
 @dataclass(frozen=True)
 class SettledOverlap:
-    """Whether a run took its micro-batches in two halves, and the layout that this was chosen for."""
+    """Whether a run splits micro-batches in two halves, and the layout for which this was chosen."""
 
     choice: Literal["auto", "on", "off"]
     layout: dict[str, Any]
@@ -163,11 +170,11 @@ class RunState:
     tokens: int
     sequences: int
     ledger: Ledger | None = None
-    """The samples consumed; None: of an imported model."""
+    """The ledger of the samples consumed; None for an imported model."""
     controllers: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """What each stability controller remembers, keyed by its name."""
+    """What each stability controller remembers, by the controller's name."""
     optimizer_steps: int = 0
-    """Updates that the Adam moments have seen, those of the run before included."""
+    """The number of updates that the Adam moments have seen, those of an earlier run included."""
     init_from: InitFromRecord | None = None
     text_prefix: list[int] | None = None
     """The tokens that every text of the training data began with."""
@@ -203,7 +210,7 @@ class RunState:
         return state
 
     def to_json(self) -> dict[str, Any]:
-        """Return the state as the manifest has it: new containers, which training does not change."""
+        """Return the state in the manifest's form. Its containers are new, so training does not change them."""
         tree: dict[str, Any] = {**_STATE.dump_python(self, by_alias=True), "identity": self.identity.to_json()}
         if self.imported is None:
             del tree["imported"]
@@ -218,20 +225,20 @@ class RunState:
 
     @property
     def texts(self) -> Texts:
-        """What the weights have learned of texts, in whatever run."""
+        """The conventions of texts that the weights have learned in this run and in earlier ones."""
         return Texts.learned(self.text_prefix, self.chat_template, self.generation, self.init_from)
 
     @property
     def positions(self) -> Positions:
-        """The longest sequence that the model is made for. A run on shorter sequences than those of the run that it
-        began with takes nothing away, as long as it keeps the RoPE."""
+        """The longest sequence that the model is made for. A run on shorter sequences than the run that it began with
+        does not reduce this length, as long as it keeps the RoPE."""
         length, rope = self.identity.seq_length, self.identity.rope
         before = self.init_from.positions if self.init_from else None
         return Positions(max(length, before.length) if before and before.rope == rope else length, rope)
 
 
 def _validated(adapter: TypeAdapter[T], tree: Mapping[str, Any], where: str) -> T:
-    """Read JSON as a dataclass, or say every key that is wrong."""
+    """Read JSON as a dataclass. Raises CheckpointError that names every key that is wrong."""
     try:
         return adapter.validate_python(tree)
     except ValidationError as error:

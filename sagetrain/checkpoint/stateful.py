@@ -1,4 +1,5 @@
-"""What checkpoints ask of an engine: the ranges of tensors that a rank keeps, to be written and filled."""
+"""The protocol that checkpoints need from an engine: the ranges of tensors that a rank keeps, to be written and
+filled."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from sagetrain.parallel.topology import ParallelGroups
 
 
 class OwnedRange(Protocol):
-    """What a rank keeps of one tensor of the model: a range of its flattened tensor-parallel slice."""
+    """The part of one tensor of the model that a rank keeps: a range of the flattened tensor-parallel slice."""
 
     @property
     def name(self) -> str: ...
@@ -28,7 +29,8 @@ class OwnedRange(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """The weight and the moments of the range, 1-D, by the kinds of on_disk.py; {} of an empty range."""
+        """The weight and the moments of the range, 1-D, by their kind in on_disk.py. The mapping is empty if the range
+        is empty."""
         ...
 
     @property
@@ -38,15 +40,16 @@ class OwnedRange(Protocol):
 
 
 class Stateful(Protocol):
-    """An engine, as far as a checkpoint restores it."""
+    """The part of an engine that a checkpoint restores."""
 
     @property
     def groups(self) -> ParallelGroups: ...
 
     def owned(self) -> Iterable[OwnedRange]:
-        """Return what this rank keeps of every tensor, in the order of the model."""
+        """Return the ranges that this rank keeps of every tensor, in the order of the model."""
         ...
 
     def state_changed(self, optimizer_steps: int | None = None) -> None:
-        """Take over what was written to weights and moments, and how many updates the moments have seen; collective."""
+        """Take over the weights and moments that were written, and the number of updates that the moments have seen;
+        collective."""
         ...
