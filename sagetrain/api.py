@@ -1,8 +1,9 @@
-"""SageTrain as a library. `import sagetrain` offers the names of this module, and loads it when one is used.
+"""The public functions of SageTrain as a library. `import sagetrain` offers the names of this module, and loads the
+module when one of them is used.
 
-The functions do what the commands of the same names do, and return values where a command prints: nothing here ends
-the process, prints, or catches signals. Sentences for people go to `say`, where it is given. A mistake of the caller
-raises ConfigError in the words of the command; a checkpoint that cannot be used raises CheckpointError.
+The functions do what the commands of the same names do, and return values where a command prints text. Nothing here
+ends the process, prints, or catches signals. Messages for people go to `say`, if it is given. A mistake of the caller
+raises ConfigError with the text of the command. A checkpoint that cannot be used raises CheckpointError.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from sagetrain.data.tokenizer import known_vocab_size
 from sagetrain.hardware import HARDWARE, planned_gpu
 from sagetrain.planning.plan import Plan, make_plan
 
-if TYPE_CHECKING:  # these need torch
+# These modules import torch.
+if TYPE_CHECKING:
     from sagetrain.comparing.analysis import Comparison
     from sagetrain.engines.protocol import StepResult
     from sagetrain.inference.evaluate import Evaluation
@@ -64,7 +66,7 @@ __all__ = [
 
 _LAZY = {"Callback": "training.callbacks", "Position": "training.callbacks", "RunStart": "training.callbacks",
          "StepResult": "engines.protocol"}  # fmt: skip
-"""Names of the library whose modules need torch, which is imported when one of them is used."""
+"""The public names whose modules import torch. Such a module is imported when its name is used."""
 
 
 def __getattr__(name: str) -> object:
@@ -74,15 +76,16 @@ def __getattr__(name: str) -> object:
 
 
 ConfigChanges = Mapping[str, object] | Sequence[str]
-"""Values by dotted key, as {"optimizer.lr": 3e-4}, or the texts of the command line, as ["optimizer.lr=3e-4"]."""
+"""Overrides of a configuration: values by dotted key, as in {"optimizer.lr": 3e-4}, or texts of the command line, as in
+["optimizer.lr=3e-4"]."""
 
 
 def _silent(text: str) -> None:
-    """Say nothing."""
+    """Ignore a message. This is the default of `say`."""
 
 
 def _texts(overrides: ConfigChanges) -> list[str]:
-    """Return overrides as the command line has them."""
+    """Return overrides in the form of the command line, as "key=value"."""
     if isinstance(overrides, str) or not isinstance(overrides, Mapping | Sequence):
         raise ConfigError(
             f"overrides {overrides!r}: give a mapping of dotted keys ({{'optimizer.lr': 3e-4}}) or a list of texts "
@@ -94,14 +97,14 @@ def _texts(overrides: ConfigChanges) -> list[str]:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes paths as texts."""
+    """A YAML dumper that writes paths as text."""
 
 
 _Dumper.add_representer(type(Path()), lambda dumper, path: dumper.represent_str(str(path)))
 
 
 def _yaml(value: object) -> str:
-    """Return a value as YAML of one line."""
+    """Return a value as YAML on one line."""
     try:
         text: str = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=1 << 30, allow_unicode=True)
     except yaml.YAMLError as error:
@@ -111,10 +114,11 @@ def _yaml(value: object) -> str:
 
 
 def load_config(path: str | Path, overrides: ConfigChanges = ()) -> RunConfig:
-    """Read the configuration of a run from a YAML file, or a shipped one by name ("325m").
+    """Read the configuration of a run from a YAML file, or a shipped one by its name, such as "325m".
 
     Args:
-        overrides: replace values of the file.
+        path: a YAML file, or the name of a shipped configuration.
+        overrides: values that replace those of the file.
 
     Raises:
         ConfigError: every problem of the configuration, with place, key, value, rule and fix.
@@ -123,9 +127,9 @@ def load_config(path: str | Path, overrides: ConfigChanges = ()) -> RunConfig:
 
 
 def prepare(request: Request, say: Callable[[str], None] = _silent) -> Prepared:
-    """Turn text into token files, and train a tokenizer where the request asks for one.
+    """Turn text into token files, and train a tokenizer if the request asks for one.
 
-    A call that was interrupted goes on where it was when it is called again with the same request.
+    An interrupted call continues where it was when it is repeated with the same request.
 
     Raises:
         ConfigError: the request contradicts itself, or a source cannot be read.
@@ -142,13 +146,14 @@ def plan(
     gpus_per_host: int = 8,
     network_gbps: float = 400.0,
 ) -> Plan:
-    """Predict what a run will be: memory, speed, schedule, better layouts, and every finding. It needs no GPU.
+    """Predict a run: memory, speed, schedule, better layouts, and every finding. This needs no GPU.
 
     Args:
-        config: YAML file or name of a shipped configuration.
-        world_size: ranks of the run. Default: parallel.world_size, or 1.
+        config: a YAML file, or the name of a shipped configuration.
+        overrides: values that replace those of the file.
+        world_size: the number of ranks. Default: parallel.world_size, or 1.
         gpu: a key of sagetrain.hardware.HARDWARE. Default: this host's GPU, or h200.
-        network_gbps: bandwidth of the network for each GPU, in Gbit/s.
+        network_gbps: the bandwidth of the network for each GPU, in Gbit/s.
 
     Raises:
         ConfigError: the configuration cannot be read, or the GPU is not known.
@@ -162,13 +167,13 @@ def plan(
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """How a call of `train` ended."""
+    """The result of a call of `train`."""
 
     run_dir: Path
     step: int
     tokens: int
     finished: bool
-    """Whether training.total_tokens are reached. A run that was stopped goes on with the next call."""
+    """Whether the run has reached training.total_tokens. The next call continues a run that was stopped."""
     metrics: Mapping[str, float]
     """The newest value of each number that was measured, by its name in metrics.jsonl: train/loss, valid/loss, ..."""
 
@@ -181,20 +186,20 @@ def train(
     say: Callable[[str], None] = _silent,
     own_process: bool = False,
 ) -> TrainingResult:
-    """Train, or continue, the run of a configuration. Under a launcher every rank calls this.
+    """Train the run of a configuration, or continue it. Under a launcher every rank calls this.
 
     Args:
-        config: what load_config returned, a YAML file, or the name of a shipped configuration.
-        overrides: replace values of a file; with a RunConfig there are none.
-        callbacks: hear of steps, rows, evaluations, events and checkpoints (sagetrain.Callback).
+        config: the result of load_config, a YAML file, or the name of a shipped configuration.
+        overrides: values that replace those of the file. They are not allowed together with a RunConfig.
+        callbacks: objects that are told of steps, rows, evaluations, events and checkpoints (sagetrain.Callback).
         say: gets the lines that `sagetrain train` prints, on rank 0.
-        own_process: as for `sagetrain train`, signals stop the run with a checkpoint, and a run that hangs ends the
-            process.
+        own_process: let signals stop the run with a checkpoint, and end the process if the run hangs, as `sagetrain
+            train` does.
 
     Raises:
         ConfigError: the configuration, the files or the hosts do not allow the run.
         CheckpointError: a checkpoint cannot be read or written.
-        TrainingError: training cannot go on, or a callback has failed; the newest checkpoint is whole.
+        TrainingError: training cannot continue, or a callback has failed. The newest checkpoint is undamaged.
     """
     from sagetrain.training.callbacks import Callback as Base
 
@@ -213,7 +218,7 @@ def train(
 
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""The environment variables that a run sets which no launcher started."""
+"""The environment variables that a run without a launcher sets itself."""
 
 
 def _train(
@@ -232,7 +237,7 @@ def _train(
     from sagetrain.training.trainer import Trainer
 
     class Latest(Callback):
-        """Keeps the newest value of each number."""
+        """A callback that keeps the newest value of each number."""
 
         def __init__(self) -> None:
             self.values: dict[str, float] = {}
@@ -247,7 +252,8 @@ def _train(
         trainer = Trainer(run, findings, *looks_of(cfg), [*callbacks, latest])
         finished = trainer.train()
     finally:
-        if not joined and dist.is_initialized() and dist.get_world_size() == 1:  # a world of this process alone
+        # The process group has this process as its only member.
+        if not joined and dist.is_initialized() and dist.get_world_size() == 1:
             end_distributed()
             for name, value in variables.items():
                 if value is None:
@@ -258,10 +264,10 @@ def _train(
 
 @dataclass(frozen=True)
 class Model:
-    """A model with the weights of a checkpoint, in this process. load_run makes one."""
+    """A model with the weights of a checkpoint, in this process. `load_run` returns one."""
 
     run: TrainedRun
-    """The torch module (`run.model`), the tokenizer, the configuration, and the step."""
+    """The loaded run. It has the torch module (`run.model`), the tokenizer, the configuration, and the step."""
     run_dir: Path
 
     def generate(
@@ -277,14 +283,19 @@ class Model:
         chat: bool = False,
         batch_size: int = 8,
     ) -> list[Completion]:
-        """Continue prompts, or with `chat` answer them as a user's messages; return one completion for each, in order.
+        """Continue prompts, or with `chat` answer them as messages of a user. Return one completion for each prompt, in
+        order.
 
         Args:
-            temperature: 0 takes the likeliest token each time.
-            top_k: tokens are chosen from the k likeliest; 0: from all.
-            top_p: of these only from the fewest whose probabilities together reach p.
-            stop: a text ends before the first of these.
-            batch_size: prompts that are continued at the same time.
+            prompts: one text, or several.
+            max_tokens: the largest number of new tokens for each prompt.
+            temperature: the sampling temperature; 0 takes the likeliest token each time.
+            top_k: the number of likeliest tokens to choose from; 0: all tokens.
+            top_p: choose only from the fewest likeliest tokens whose probabilities together reach this value.
+            stop: a completion ends before the first of these texts.
+            seed: the seed of the sampling.
+            chat: treat each prompt as a message of a user, and use the chat template.
+            batch_size: the number of prompts that are continued at the same time.
 
         Raises:
             ConfigError: an option is out of range, or a prompt is longer than the model's context.
@@ -303,7 +314,7 @@ class Model:
         return [done[number] for number in range(len(given))]
 
     def score(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
-        """Return log p(continuation | context), natural, of each pair of a context and its continuation.
+        """Return the natural logarithm of p(continuation | context) for each pair of a context and its continuation.
 
         Raises:
             ConfigError: the run has no tokenizer, or a continuation is longer than data.seq_length.
@@ -335,13 +346,14 @@ class Model:
         text_key: str = "text",
         say: Callable[[str], None] = _silent,
     ) -> list[Evaluation]:
-        """Measure loss, perplexity and bits per byte, by source.
+        """Measure loss (nats per token), perplexity and bits per byte for each source.
 
         Args:
-            texts: token files, without suffix, or text as `prepare` reads it. Default: the run's data.valid.
-            num_sequences: of data.valid. Default: evaluation.num_sequences of the run.
-            stride: score all of the data in windows that begin so many tokens apart. Default with texts: half a window.
-            text_key: field or column that holds the text.
+            texts: token files without suffix, or text files that `prepare` can read. Default: the run's data.valid.
+            num_sequences: the number of sequences of data.valid. Default: evaluation.num_sequences of the run.
+            stride: score all of the data in windows whose begins are this many tokens apart. Default with texts: half a
+                window.
+            text_key: the field or column that holds the text.
 
         Raises:
             ConfigError: the options contradict each other, or the data cannot be read.
@@ -364,14 +376,15 @@ class Model:
         dtype: Literal["float32", "bfloat16", "float16"] | None = None,
         say: Callable[[str], None] = _silent,
     ) -> Exported:
-        """Write the checkpoint as a Hugging Face folder, which transformers and vLLM load.
+        """Write the checkpoint as a Hugging Face folder, which transformers and vLLM can load.
 
         Args:
-            folder: does not exist yet, or is empty.
-            dtype: of the weights. Default: what the run computed in.
+            folder: a folder that does not exist yet or is empty.
+            dtype: the dtype of the weights. Default: the dtype in which the run computed.
+            say: gets messages for people.
 
         Raises:
-            ConfigError: there is something in the folder, or transformers has no class for the model.
+            ConfigError: the folder is not empty, or transformers has no class for the model.
             CheckpointError: the folder cannot be written.
         """
         from sagetrain.interop.exporting import export
@@ -387,15 +400,17 @@ def load_run(
     linear: str | None = None,
     say: Callable[[str], None] = _silent,
 ) -> Model:
-    """Load the newest whole checkpoint of a run, or that of a step, as a model on this process's GPU, or on the CPU.
+    """Load the newest undamaged checkpoint of a run, or the checkpoint of a step, as a model on this process's GPU or
+    on the CPU.
 
     Args:
         run_dir: the run's training.run_dir.
-        attention: a backend for all layers. Default: what the run was trained with.
-        linear: a precision for the linear layers of the blocks. Default: 16 bits.
+        step: the step of the checkpoint. Default: the newest undamaged one.
+        attention: the attention backend of all layers. Default: the backend that the run was trained with.
+        linear: the precision of the linear layers in the blocks. Default: 16 bits.
 
     Raises:
-        CheckpointError: there is no whole checkpoint, or the run's tokenizer is another one.
+        CheckpointError: there is no undamaged checkpoint, or the tokenizer file is not the run's.
         ConfigError: `attention` or `linear` cannot run here.
     """
     from sagetrain.inference.load import load_run as load
@@ -417,19 +432,22 @@ def compare(
     runs_per_gpu: int = 1,
     say: Callable[[str], None] = _silent,
 ) -> list[Comparison]:
-    """Train configurations side by side from the same initialization and samples; return their losses and verdicts.
+    """Train configurations side by side from the same initialization and samples. Return their losses and verdicts.
 
-    Runs are processes of their own on the GPUs of this host. A call that is repeated adds what is missing.
+    Each run is a process of its own on the GPUs of this host. A repeated call adds what is missing.
 
     Args:
-        configs: files or names of configurations; the first is the baseline.
-        variants: by name, overrides of the baseline that it is compared with too.
-        rows: by name, overrides with which everything is compared once more (tokens per step, say).
-        overrides: of all runs.
-        seeds: runs of each configuration, one pair a seed.
-        band: for so many seeds the baseline runs again in another rounding, which gives the rounding band.
-        margin: nats per token that do not matter.
-        output: folder of the page, the plot, the tables and the runs. Default: training.run_dir-compare.
+        configs: files or names of configurations. The first one is the baseline.
+        variants: overrides of the baseline by name. Each makes a further configuration to compare with the baseline.
+        rows: overrides by name. All configurations are compared once more with each, for example with other tokens per
+            step.
+        overrides: overrides of all runs.
+        seeds: the number of runs of each configuration. Runs with the same seed form a pair.
+        band: for this many seeds the baseline runs again with another rounding, which gives the rounding band.
+        margin: a difference in nats per token that does not matter.
+        output: the folder of the page, the plot, the tables and the runs. Default: training.run_dir-compare.
+        runs_per_gpu: the number of runs that share a GPU at the same time.
+        say: gets messages for people.
 
     Raises:
         ConfigError: there is nothing to compare, or the folder holds another comparison.

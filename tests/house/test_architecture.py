@@ -276,7 +276,14 @@ PLAIN = (
             "stability",
         )
     ),
-    *("sagetrain/__main__.py", "sagetrain/doctor.py", "sagetrain/hardware.py", "benchmarks", "launch"),
+    *(
+        "sagetrain/__main__.py",
+        "sagetrain/api.py",
+        "sagetrain/doctor.py",
+        "sagetrain/hardware.py",
+        "benchmarks",
+        "launch",
+    ),
 )
 FRAGMENTS = (
     *("And ", "As ", "At ", "But ", "By ", "Else ", "From ", "How ", "In the ", "Its ", "Likewise", "Of ", "Or "),
