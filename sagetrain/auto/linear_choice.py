@@ -151,7 +151,7 @@ machine."""
 LIMITS = {"bf16": 0.01, "int8": 0.03, "fp8": 0.1}
 """The largest relative error of all elements of a result together. bf16: rounding to bf16. int8: INT8 with a scale per
 row. fp8: e4m3 and e5m2."""
-_CALLS = 8  # calls in a row, so that the GPU is timed and not the launches
+_CALLS = 8  # so many calls are timed in a row, so that the GPU is timed and not the launches
 
 
 def errors_of(layer: nn.Module, x: Tensor, grads: Sequence[Tensor]) -> dict[str, float]:

@@ -1,5 +1,5 @@
 """Parameters, FLOPs and memory of a model as plain integers, counted from the lists in model/tensors.py and
-model/operations.py. No torch, so that planning runs anywhere."""
+model/operations.py. Nothing here needs torch, so that planning runs anywhere."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ from sagetrain.model.operations import (
 )
 from sagetrain.model.tensors import tensors
 
-# DeepSpeed's defaults for deepspeed.zero_optimization, in elements; the first also bounds what stage 1 flattens.
+# DeepSpeed's defaults for deepspeed.zero_optimization, in elements. The first one also bounds the gradients that stage
+# 1 flattens.
 _REDUCE_BUCKET = 500_000_000
 PREFETCH_BUCKET = 50_000_000
 _REUSE_DISTANCE = 1_000_000_000
-_BUCKET_BESIDE, _OWN = 50_000_000, 8_000_000  # ours (engines/reduction.py)
-# Logits that exist at once; see parallel/cross_entropy.py.
+# These are the bucket and the share of our own reduction (engines/reduction.py), in elements.
+_BUCKET_BESIDE, _OWN = 50_000_000, 8_000_000
+# The number of logits that exist at once; see parallel/cross_entropy.py.
 _CHUNK_LOGITS = 2**28
-# FLOPs of a block's matmuls from which two halves gain: below, a host launches slower than a GPU computes
+# The FLOPs of a block's matmuls from which two halves gain. Below, a host launches slower than a GPU computes
 # (results/tensor-parallel).
 _OVERLAP_FLOPS = 3e12
 
@@ -43,8 +45,12 @@ class MemoryItem(NamedTuple):
 
 
 def rank_of(cfg: RunConfig, copies: bool = False, span: float | None = None) -> Rank:
-    """What a rank of this run has of a micro-step; copies: sequence parallelism's collectives go by copy engines; span:
-    of the documents, see Rank.span."""
+    """Return the share of a micro-step that a rank of this run computes.
+
+    Args:
+        copies: whether sequence parallelism's collectives go by copy engines.
+        span: the span of the documents, see Rank.document_span.
+    """
     return Rank(
         tokens=cfg.data.micro_batch_size * cfg.data.seq_length // cfg.parallel.context_parallel_size,
         seq_length=cfg.data.seq_length,
@@ -62,25 +68,27 @@ def rank_of(cfg: RunConfig, copies: bool = False, span: float | None = None) -> 
 
 
 def num_parameters(model: ModelConfig, attention: AttentionConfig, vocab_size: int) -> int:
-    """Exact number of parameters of Transformer with `vocab_size` (padded) rows in the embedding."""
+    """Return the exact number of parameters of Transformer with `vocab_size` (padded) rows in the embedding."""
     return sum(_counts(model, attention, vocab_size))
 
 
 def parameters_per_rank(model: ModelConfig, attention: AttentionConfig, vocab_size: int, tensor_parallel: int) -> int:
-    """Parameters that one tensor-parallel rank holds: matrices are cut, gains are on every rank."""
+    """Return the number of parameters that one tensor-parallel rank holds. Matrices are cut, and gains are on every
+    rank."""
     cut, whole = _counts(model, attention, vocab_size)
     return cut // tensor_parallel + whole
 
 
 def flops_per_token(model: ModelConfig, vocab_size: int, span: float) -> int:
-    """Floating point operations of forward and backward for one token.
+    """Return the floating point operations of forward and backward for one token.
 
-    6 per weight of a matmul (the output projection counts, tied or not; the embedding lookup and gains do not), plus
-    6 x layers x attention width x span for causal attention: half the square, forward 1 and backward 2 parts.
+    A weight of a matmul takes 6. The output projection counts, tied or not; the embedding lookup and gains do not.
+    Causal attention takes 6 x layers x attention width x span: half of the square, 1 part forward and 2 parts backward.
     Recomputation is not counted.
 
     Args:
-        span: see Rank.span. With data.seq_length there it is the usual convention, whatever documents hide.
+        span: see Rank.span. With data.seq_length as the span, the result follows the usual convention, which ignores
+            that documents hide keys.
     """
     one = Rank(documents=True, document_span=span)
     block = block_operations(model, AttentionConfig(), one)
@@ -90,11 +98,12 @@ def flops_per_token(model: ModelConfig, vocab_size: int, span: float) -> int:
 
 
 def _matmul_flops(operations: Iterable[Operation]) -> int:
-    """Forward."""
+    """Return the FLOPs of the matmuls in the forward pass."""
     return sum(matmul.flops for matmul in of_kind(MatmulCost, operations))
 
 
-@functools.lru_cache(maxsize=256)  # layouts are proposed for one model, and each of them asks
+# Many layouts are proposed for one model, and each of them asks for these counts.
+@functools.lru_cache(maxsize=256)
 def _counts(model: ModelConfig, attention: AttentionConfig, vocab_size: int) -> tuple[int, int]:
     """Count the parameters that tensor parallelism cuts, and those that every rank holds."""
     listed = list(tensors(model, attention, vocab_size))
@@ -102,16 +111,21 @@ def _counts(model: ModelConfig, attention: AttentionConfig, vocab_size: int) -> 
 
 
 def save_host_bytes(cfg: RunConfig, world_size: int, vocab_size: int) -> int:
-    """Host memory that a rank keeps to write its share of a checkpoint from: fp32 weights and two Adam moments."""
+    """Return the host memory, in bytes, from which a rank writes its share of a checkpoint: fp32 weights and two Adam
+    moments."""
     size = parameters_per_rank(cfg.model, cfg.attention, vocab_size, cfg.parallel.tensor_parallel_size)
-    unsharded = cfg.parallel.zero_stage == 0 and cfg.training.dtype == "fp32"  # the first data-parallel rank writes all
+    # The first data-parallel rank writes everything.
+    unsharded = cfg.parallel.zero_stage == 0 and cfg.training.dtype == "fp32"
     return 12 * (size if unsharded else -(-size * cfg.parallel.tensor_parallel_size // world_size))
 
 
 def reduce_bucket_size(cfg: RunConfig, parameters: int) -> int:
-    """deepspeed.zero_optimization.reduce_bucket_size, in elements: the YAML's, else DeepSpeed's default but no more
-    than the parameters of the rank, since stages 2 and 3 allocate it whole; at stage 1 beside backward smaller ones,
-    because the last one is on its way when backward is over."""
+    """Return deepspeed.zero_optimization.reduce_bucket_size, in elements.
+
+    The YAML's value is taken if there is one. Otherwise it is DeepSpeed's default, but no more than the parameters of
+    the rank, since stages 2 and 3 allocate the whole bucket. Stage 1 beside backward takes smaller buckets, because the
+    last one is still under way when the backward pass is over.
+    """
     given = cfg.deepspeed.get("zero_optimization", {}).get("reduce_bucket_size")
     if given is not None:
         return int(given)
@@ -119,25 +133,29 @@ def reduce_bucket_size(cfg: RunConfig, parameters: int) -> int:
 
 
 def one_owner(share: int, bucket: int) -> bool:
-    """Whether ZeRO 1 beside backward (engines/reduction.py) reduces each bucket to one owner, or all-reduces those of
-    several. share: elements that a rank owns.
+    """Whether ZeRO 1 beside backward (engines/reduction.py) reduces each bucket to one owner. Otherwise it all-reduces
+    buckets of several owners.
 
-    A reduce goes through all n ranks, which takes n times some 3 us, and there are n of them; the bytes that they save
-    against an all-reduce take n times those of a share. At 50 GB/s shares of 6M elements are where 1B breaks even (not
-    measured).
+    A reduce goes through all n ranks, which takes n times about 3 us, and there are n of them. The bytes that they save
+    against an all-reduce take n times the time of a share. At 50 GB/s a 1B model breaks even at shares of 6M
+    elements (not measured).
+
+    Args:
+        share: the number of elements that a rank owns.
     """
     return share >= min(bucket, _OWN)
 
 
 def kept_for_backward(cfg: RunConfig, parameters: int) -> int:
-    """Weights that ZeRO-3 gathers in forward and still has in backward, in elements: the last ones, which are needed
-    again within stage3_max_reuse_distance elements (to the end and back)."""
+    """Return the number of elements that ZeRO-3 gathers in forward and still has in backward. They are the last
+    weights, which are needed again within stage3_max_reuse_distance elements (to the end and back)."""
     distance = cfg.deepspeed.get("zero_optimization", {}).get("stage3_max_reuse_distance", _REUSE_DISTANCE)
     return min(parameters, int(distance) // 2)
 
 
 def overlaps(cfg: RunConfig) -> bool:
-    """What parallel.tensor_parallel_overlap says, `auto` decided: whether micro-batches are taken in halves."""
+    """Whether micro-batches are taken in halves, by parallel.tensor_parallel_overlap. For `auto` the FLOPs of a block
+    decide."""
     if cfg.parallel.tensor_parallel_overlap != "auto":
         return cfg.parallel.tensor_parallel_overlap == "on"
     whole = Rank(tokens=rank_of(cfg).tokens)
@@ -146,33 +164,39 @@ def overlaps(cfg: RunConfig) -> bool:
 
 
 def parts_of(tokens: int, tensor_parallel_size: int, overlap: bool) -> int:
-    """In how many parts a rank's tokens go through the blocks: halves where each rank's shard of one is whole."""
+    """Return the number of parts in which a rank's tokens go through the blocks: 2 if the ranks can shard each half,
+    else 1."""
     return 2 if overlap and tensor_parallel_size > 1 and tokens % (2 * tensor_parallel_size) == 0 else 1
 
 
 def attention_calls(num_sequences: int, tokens: int, tensor_parallel_size: int, overlap: bool) -> int:
-    """In how many parts they go through attention: the same where these are whole sequences, else all together."""
+    """Return the number of parts in which the tokens go through attention: those of parts_of if they are whole
+    sequences, else 1."""
     parts = parts_of(tokens, tensor_parallel_size, overlap)
     return parts if num_sequences % parts == 0 else 1
 
 
 def memory_per_rank(cfg: RunConfig, world_size: int, vocab_size: int) -> list[MemoryItem]:
-    """Estimate of one rank's peak memory, itemised, in bytes, in that part of the run where it is largest; `vocab_size`
-    is padded.
+    """Estimate one rank's peak memory in bytes, item by item, in the part of the run where it is largest.
 
-    What the rank always holds, and the largest of some moments: the loss over the last logits, the last block's
-    backward, the reduction of gradients, and those of a probe (stability.quant_noise) and of linear layers that are
-    measured (stability.monitor). All follow what DeepSpeed 0.19 allocates for our settings and what autograd saves for
-    our blocks, but for the workspace, a guess. Not counted: CUDA's context, NCCL and the slots of parallel/copies.py (1
-    to 3 GB), and fragmentation of the allocator. Building the model takes less: its weights, at ZeRO 3 this rank's part
-    and one whole parameter, no more than a step gathers.
+    The items are everything that the rank always holds, and the largest of some moments. The moments are the loss over
+    the last logits, the last block's backward, the reduction of gradients, a probe (stability.quant_noise), and the
+    measurement of linear layers (stability.monitor). All items but the workspace follow the allocations of DeepSpeed
+    0.19 for our settings and the tensors that autograd saves for our blocks; the workspace is a guess.
+
+    Not counted are CUDA's context, NCCL and the slots of parallel/copies.py (1 to 3 GB), and fragmentation of the
+    allocator. Building the model takes less than a step: the weights, or at ZeRO 3 this rank's part of them and one
+    whole parameter.
+
+    Args:
+        vocab_size: the number of rows of the embedding, padded.
     """
     parts = [cfg.model_copy(update={"linear": linear}) for linear in cfg.linear.phases]
     return max((_memory(part, world_size, vocab_size) for part in parts), key=total_bytes)
 
 
 def total_bytes(items: Iterable[MemoryItem]) -> int:
-    """Of an estimate."""
+    """Return the sum of an estimate's items, in bytes."""
     return sum(item.bytes for item in items)
 
 
@@ -194,20 +218,24 @@ def _memory(cfg: RunConfig, world_size: int, vocab_size: int) -> list[MemoryItem
 
 
 def block_activation_bytes(cfg: RunConfig) -> int:
-    """Bytes per token that autograd saves of one block that it runs, on one rank, with linear layers in 8 bits where
-    the run has such; with activation checkpointing `selective`, what that keeps."""
+    """Return the bytes per token that autograd saves of one block on one rank.
+
+    Linear layers are in 8 bits where the run has such layers. With activation checkpointing `selective`, the bytes are
+    those of the outputs that are kept.
+    """
     return _saved(cfg, rank_of(cfg))
 
 
 def _saved(cfg: RunConfig, rank: Rank) -> int:
-    # On a precision ladder every block may come to its end, where q and k are kept in 16 bits.
+    # On a precision ladder every block may reach the last rung, where q and k are kept in 16 bits.
     highest = {"backend": cfg.stability.precision.rungs[-1]} if cfg.stability.precision else {}
     attention = cfg.attention.model_copy(update=highest)
     return sum(part.saved // part.shards for part in block_operations(cfg.model, attention, rank))
 
 
 def _model_state(cfg: RunConfig, size: int, ranks: int, vocab_size: int) -> list[MemoryItem]:
-    """Weights, gradients and optimizer state of a rank with `size` parameters, while it holds all activations."""
+    """Estimate weights, gradients and optimizer state of a rank with `size` parameters, while it holds all
+    activations."""
     zero, dtype, stage = cfg.deepspeed.get("zero_optimization", {}), cfg.training.dtype, resolved_zero_stage(cfg)
     share, element = -(-size // ranks), rank_of(cfg).element
     layers = of_kind(MatmulCost, block_operations(cfg.model, cfg.attention, rank_of(cfg)))
@@ -241,13 +269,15 @@ def _model_state(cfg: RunConfig, size: int, ranks: int, vocab_size: int) -> list
 
 
 def _reduction(cfg: RunConfig, size: int, ranks: int) -> tuple[MemoryItem, MemoryItem, float]:
-    """Gradients on their way to other ranks: the bucket held during backward, the copies made of a full one, and the
-    share of the activations that is left when the first one is full.
+    """Estimate the gradients on their way to other ranks.
 
-    Stage 3 keeps its bucket for good (see _model_state). Stage 2 in bf16 flattens it, then converts to fp32 if it
-    travels so. A bucket that holds all gradients is reduced after backward, as are those of stages 0 and 1; in bf16
-    that one flattens a copy only of what fits DeepSpeed's 5e8 elements, and converts to bf16 what travels so. Beside
-    backward stage 1 reduces the fp32 sums where they are.
+    The result is the bucket held during backward, the copies made of a full bucket, and the share of the activations
+    that is left when the first bucket is full.
+
+    Stage 3 keeps its bucket for good (see _model_state). Stage 2 in bf16 flattens its bucket, then converts it to fp32
+    if gradients travel in fp32. A bucket that holds all gradients is reduced after backward, as at stages 0 and 1. For
+    such a bucket in bf16, only gradients that fit DeepSpeed's 5e8 elements are flattened into a copy, and gradients
+    that travel in bf16 are converted. Stage 1 beside backward reduces the fp32 sums in place.
     """
     stage, sixteen_bit = resolved_zero_stage(cfg), cfg.training.dtype == "bf16"
     bucket = reduce_bucket_size(cfg, size)
@@ -255,7 +285,7 @@ def _reduction(cfg: RunConfig, size: int, ranks: int) -> tuple[MemoryItem, Memor
     if stage == 0:
         held, copied = 0, 4 * min(size, _REDUCE_BUCKET)
     elif own_reduction(cfg):
-        rounded = narrow and ranks > 1  # two buckets under way, and the next one
+        rounded = narrow and ranks > 1  # two buckets are under way while the next one fills
         held, copied = 2 * rounded * min(3 * bucket, size), 0
     elif stage == 1:
         flat = 2 * narrow * size + (4 * size if size <= _REDUCE_BUCKET else 0)
@@ -272,15 +302,17 @@ def _reduction(cfg: RunConfig, size: int, ranks: int) -> tuple[MemoryItem, Memor
 
 
 def _probe(cfg: RunConfig, size: int, ranks: int, vocab_size: int) -> list[list[MemoryItem]]:
-    """Moments of a probe (stability/quant_noise.py), which runs micro-batches twice and is not compiled: the second
-    backward pass of its last one, in 16 bits, beside the gradients of the first; then both, with their difference in
-    fp32."""
+    """Estimate the moments of a probe (stability/quant_noise.py), which runs micro-batches twice and is not compiled.
+
+    While the second pass of the last micro-batch runs in 16 bits, the gradients of the first pass are held. After it,
+    both gradients and their difference in fp32 are held.
+    """
     if not cfg.stability.quant_noise.every_steps:
         return []
     cfg = cfg.model_copy(update={"linear": SIXTEEN_BITS})
     rank = replace(rank_of(cfg), fused=False)
     kept, running = _activations(cfg, rank)
-    # A single replica takes two micro-batches, and has the sum of the differences from the first one on.
+    # A single replica takes two micro-batches, and has the sum of the differences from the first micro-batch on.
     alone = ranks == cfg.parallel.context_parallel_size
     why = "gradients of a probe: stability.quant_noise.every_steps"
     held = MemoryItem("probe", (rank.element + 4 * alone) * size, why)
@@ -293,8 +325,12 @@ def _probe(cfg: RunConfig, size: int, ranks: int, vocab_size: int) -> list[list[
 
 
 def _linear_errors(cfg: RunConfig, vocab_size: int) -> list[list[MemoryItem]]:
-    """Moments of measuring linear layers (stability/linear_errors.py), not compiled, every block recomputed: the loss;
-    the backward pass of a block that keeps inputs in 16 bits, beside a layer's weights, then its input, in fp32."""
+    """Estimate the moments of measuring linear layers (stability/linear_errors.py). Nothing is compiled, and every
+    block is recomputed.
+
+    The moments are the loss, and the backward pass of a block that keeps inputs in 16 bits. Beside the backward pass
+    there are a layer's weights in fp32, or later its input.
+    """
     if not cfg.linear.low_bit or cfg.stability.monitor.every_steps is None or resolved_zero_stage(cfg) == 3:
         return []
     rank = replace(rank_of(cfg), fused=False, recompute="full", linear=SIXTEEN_BITS)
@@ -308,7 +344,8 @@ def _linear_errors(cfg: RunConfig, vocab_size: int) -> list[list[MemoryItem]]:
 
 
 def _activations(cfg: RunConfig, rank: Rank) -> tuple[MemoryItem, list[MemoryItem]]:
-    """What all blocks keep of a micro-batch until backward; what the block whose backward runs has beyond that."""
+    """Estimate the activations that all blocks keep of a micro-batch until backward, and the further memory of the
+    block whose backward pass runs."""
     layers, low = cfg.model.num_layers, len(cfg.linear.low_bit_blocks(cfg.model.num_layers))
     kinds = [kind for kind in ((low, rank), (layers - low, replace(rank, linear=SIXTEEN_BITS))) if kind[0]]
     saved = sum(count * _saved(cfg, kind) for count, kind in kinds) / layers
@@ -330,7 +367,8 @@ def _activations(cfg: RunConfig, rank: Rank) -> tuple[MemoryItem, list[MemoryIte
 
 
 def _loss(cfg: RunConfig, rank: Rank, ends: Ends) -> list[MemoryItem]:
-    """Final norm, then the head's chunk of logits and the gradients it computes ahead of backward."""
+    """Estimate the final norm, the head's chunk of logits, and the gradients that the head computes ahead of
+    backward."""
     stream = rank.tokens * rank.element * ends.head.inputs
     parts = parts_of(rank.tokens, rank.tensor, overlaps(cfg))
     part = rank.tokens // parts

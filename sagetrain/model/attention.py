@@ -1,4 +1,4 @@
-"""Self-attention: projections, QK-norm, rotary embedding, around the layer's attention function (backends.py).
+"""Self-attention: projections, QK-norm and rotary embedding around the layer's attention function (backends.py).
 
 Shape letters: B sequences of the micro-batch, S tokens of a sequence, T tokens of this rank (B * S, or a slice of every
 sequence under context parallelism), D hidden size, N query heads and M key/value heads on this rank, K head dim.
@@ -23,10 +23,16 @@ from sagetrain.parallel.topology import ParallelGroups
 
 
 class Attention(nn.Module):
-    """Causal self-attention with grouped-query heads, spread over the tensor-parallel group, and over the
-    context-parallel group while the sequences are whole: K-smoothing, masks and backends see nothing of it.
+    """Causal self-attention with grouped-query heads, spread over the tensor-parallel group.
 
-    Called, it is attention proper; the block calls `project` before and `out` after it: see block.Block.
+    Heads are also spread over the context-parallel group while the sequences are whole, so that K-smoothing, masks and
+    backends need not know of context parallelism.
+
+    A call of the module runs the attention function alone. The block calls `project` before and `out` after it, see
+    block.Block.
+
+    Raises:
+        ValueError: the numbers of heads are not multiples of tensor_parallel_size x context_parallel_size.
     """
 
     def __init__(
@@ -49,8 +55,9 @@ class Attention(nn.Module):
                     f"context_parallel_size ({groups.cp_size})"
                 )
         self.function = function
-        """May be changed at any time; torch.compile makes one more graph for one that no layer had before. (In a model
-        that was compiled without flash, neither then nor `later`, flash cannot take its place.)"""
+        """The attention function. It may be changed at any time, and torch.compile makes one more graph for a function
+        that no layer had before. A model that was compiled without flash cannot change to flash, unless flash was in
+        `later`."""
         self.groups = groups
         self.head_dim = model.head_dim
         self.qk_norm = qk_norm
@@ -86,7 +93,8 @@ class Attention(nn.Module):
     def project(
         self, x_TD: Tensor | Pending, cos: Tensor, sin: Tensor, gains: dict[RMSNorm, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v, normalized and rotated: [T, hidden], of start_enter -> [T, heads / tp, head_dim] each."""
+        """Return q, k and v, normalized and rotated: [T, heads / tp, head_dim] each. x comes from start_enter and is
+        [T, hidden]."""
         q, k, v = self.qkv(x_TD)
         q_norm, k_norm = self.q_norm, self.k_norm
         if q_norm is not None and k_norm is not None and self.qk_norm == "before_rope":
@@ -99,11 +107,12 @@ class Attention(nn.Module):
         return q_TNK, k_TMK, v_TMK
 
     def forward(self, q_TNK: Tensor, k_TMK: Tensor, v_TMK: Tensor, layout: TokenLayout) -> Tensor:
-        """Of all tokens -> [T, heads / tp * head_dim]."""
+        """Run attention over q, k and v of all tokens of this rank, and return [T, heads / tp * head_dim]."""
         q, k, v = scatter_heads((q_TNK, k_TMK, v_TMK), layout.num_sequences, self.groups)
         return gather_heads(self.attend(q, k, v, layout), self.groups).flatten(1)
 
     def attend(self, q_BSNK: Tensor, k_BSMK: Tensor, v_BSMK: Tensor, layout: TokenLayout) -> Tensor:
-        """Whole sequences with this rank's heads -> the same of o. What a layer's function reads and makes passes here
-        and nowhere else: q, k and v, and backward, in the gradient of the result, dO."""
+        """Run the attention function on whole sequences with this rank's heads, and return o in the shape of q. The
+        inputs and outputs of the function pass here and nowhere else: q, k and v, and in the backward pass dO, the
+        gradient of o."""
         return self.function(q_BSNK, k_BSMK, v_BSMK, layout)

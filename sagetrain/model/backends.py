@@ -1,5 +1,5 @@
-"""Attention functions: softmax(q k^T) v by INT8 or FP4 kernels, torch, flash-attn or plain matmuls, each one a value.
-selection.py says which one runs.
+"""Attention functions: softmax(q k^T) v by INT8 or FP4 kernels, torch, flash-attn or plain matmuls. Each is a value,
+and selection.py says which one runs.
 
 Shape letters: B sequences, S tokens of a sequence, T tokens of this rank (B * S, or a slice of every sequence under
 context parallelism), N query heads and M key/value heads, K head dim.
@@ -24,28 +24,30 @@ from sagekernels.call import RECIPES
 from sagetrain.config.schema import AttentionConfig
 
 Documents = Literal["cu_seqlens", "bounds", "mask"]
-"""What an attention function reads of TokenLayout where attention stays within documents."""
+"""The field of TokenLayout that an attention function reads where attention stays within documents."""
 
 Product = Literal["Q K^T", "P V", "Q K^T again", "P^T dO", "dO V^T", "dS K", "dS^T Q"]
 """The seven matrix products of attention: two of the forward pass, five of the backward pass, in their order."""
 
 
 class TokenLayout(NamedTuple):
-    """How the flat tokens fall into sequences and documents; one per forward pass, shared by all blocks."""
+    """The division of the flat tokens into sequences and documents. There is one for each forward pass, shared by all
+    blocks."""
 
     num_sequences: int
     cos: Tensor
-    """fp32 [T, 1, K / 2]."""
+    """The cosines of the rotation angles, fp32 [T, 1, K / 2]."""
     sin: Tensor
-    """fp32 [T, 1, K / 2]."""
+    """The sines of the rotation angles, fp32 [T, 1, K / 2]."""
     cu_seqlens: Tensor | None
-    """int32 [documents + 1] over all B * S tokens; None: attention within each sequence, whatever the documents."""
+    """The boundaries of documents, int32 [documents + 1] over all B * S tokens. None: attention within each sequence,
+    whatever the documents."""
     max_seqlen: int | None
-    """No document has more tokens."""
+    """The most tokens that a document may have. None: not known."""
     mask: Tensor | None
-    """bool [B, 1, S, S], True where a query sees a key; None where no layer's function wants it."""
+    """The mask of documents, bool [B, 1, S, S], True where a query sees a key. None: no layer's function wants it."""
     bounds: Tensor | None
-    """int32 [2, B * S], of sagekernels.document_bounds; None where no layer's function wants them."""
+    """The result of sagekernels.document_bounds, int32 [2, B * S]. None: no layer's function wants it."""
 
 
 def token_layout(
@@ -57,7 +59,7 @@ def token_layout(
     cu_seqlens: Tensor | None,
     max_seqlen: int | None,
 ) -> TokenLayout:
-    """The layout of whole sequences of so many tokens together, with what is wanted to be known of documents."""
+    """Build the layout of whole sequences of `num_tokens` tokens in all, with the wanted forms of the documents."""
     mask = bounds = None
     if cu_seqlens is not None:
         mask = document_mask(cu_seqlens, num_sequences, num_tokens) if "mask" in wanted else None
@@ -66,7 +68,7 @@ def token_layout(
 
 
 def document_mask(cu_seqlens: Tensor, num_sequences: int, num_tokens: int) -> Tensor:
-    """bool [B, 1, S, S]: causal, and within one document. Documents must not span sequences."""
+    """Return the mask bool [B, 1, S, S] of causal attention within documents. Documents must not span sequences."""
     tokens = torch.arange(num_tokens, device=cu_seqlens.device)
     document_BS = torch.searchsorted(cu_seqlens, tokens.to(cu_seqlens.dtype), right=True).view(num_sequences, -1)
     same = document_BS.unsqueeze(-1) == document_BS.unsqueeze(-2)
@@ -76,18 +78,21 @@ def document_mask(cu_seqlens: Tensor, num_sequences: int, num_tokens: int) -> Te
 class AttentionFunction:
     """Causal attention as a value: (q [B, S, N, K], k [B, S, M, K], v [B, S, M, K], layout) -> o [B, S, N, K].
 
-    Every layer has one. Functions of one kind with the same settings are equal, and torch.compile makes no difference
-    between them: layers may have different ones, and get others while training, and there is one graph for each.
+    Every layer has an attention function. Functions of one kind with the same settings are equal, and torch.compile
+    does not tell them apart. Layers may have different functions, and get others while training; each function has one
+    graph.
     """
 
     name: ClassVar[str]
-    """As attention.backend names it."""
+    """The name of the function in attention.backend."""
     documents: ClassVar[Documents] = "cu_seqlens"
-    """What it reads of TokenLayout."""
+    """The field of TokenLayout that the function reads."""
     traceable: ClassVar[bool] = True
-    """Whether torch.compile can look into it; otherwise it compiles the pieces of the block around it."""
+    """Whether torch.compile can trace the function. Otherwise it compiles the pieces of the block around the
+    function."""
     takes_few_queries: ClassVar[bool] = False
-    """Whether it also takes fewer queries than keys, the last ones, and is what it is with one of them."""
+    """Whether the function also takes fewer queries than keys (the last queries), and gives the same result for a
+    single query."""
 
     @property
     def quantized(self) -> frozenset[Product]:
@@ -96,7 +101,7 @@ class AttentionFunction:
 
     @property
     def reference(self) -> AttentionFunction:
-        """The same in the precision of its inputs, as a measure of what quantization costs."""
+        """The function in the precision of its inputs, against which the error of quantization is measured."""
         return Reference()
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout) -> Tensor:
@@ -104,11 +109,15 @@ class AttentionFunction:
 
 
 FIXED_RECIPE = "fine"
-"""What recipe `auto` is where nothing is timed: without a GPU, and in a model that is no run's."""
+"""The recipe that `auto` becomes where nothing is timed: without a GPU, and in a model that belongs to no run."""
 
 
 def attention_function(backend: str, attention: AttentionConfig, device: torch.device) -> AttentionFunction:
-    """The function behind a name that selection.py returned."""
+    """Return the attention function of a backend name that selection.py returned.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
     on_gpu = torch.device(device).type == "cuda"
     match backend:
         case "sage":
@@ -133,7 +142,7 @@ def attention_function(backend: str, attention: AttentionConfig, device: torch.d
 
 @dataclass(frozen=True)
 class Sage(AttentionFunction):
-    """Trainable INT8 attention: sagekernels."""
+    """Trainable INT8 attention by sagekernels."""
 
     name = "sage"
     documents = "bounds"
@@ -166,7 +175,8 @@ class Sage(AttentionFunction):
 
 @dataclass(frozen=True)
 class Fp4(AttentionFunction):
-    """FP4 attention, for inference alone: NotImplementedError where a gradient is wanted. No attention.backend."""
+    """FP4 attention, for inference alone. It raises NotImplementedError where a gradient is wanted, and is no
+    attention.backend."""
 
     name = "fp4"
     documents = "bounds"
@@ -174,7 +184,7 @@ class Fp4(AttentionFunction):
     takes_few_queries = True
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout) -> Tensor:
-        # A query by itself is its own mean: without the mean nothing would be left to quantize.
+        # A single query is its own mean. Without the mean nothing would be left to quantize.
         smooth_q = q.shape[1] > 1
         q, k, v = _as_rows(q, layout), _as_rows(k, layout), _as_rows(v, layout)
         return _as_sequences(fp4_attention(q, k, v, causal=True, smooth_q=smooth_q, bounds=layout.bounds), layout)
@@ -182,7 +192,7 @@ class Fp4(AttentionFunction):
 
 @dataclass(frozen=True)
 class Reference(AttentionFunction):
-    """Plain matmuls."""
+    """Attention by plain matmuls."""
 
     name = "reference"
 
@@ -192,7 +202,8 @@ class Reference(AttentionFunction):
 
 
 def _as_rows(x: Tensor, layout: TokenLayout) -> Tensor:
-    """sagekernels takes packed documents in a batch of one: [B, S, ...] -> [1, T, ...]; without documents x itself."""
+    """Put packed documents into a batch of one, as sagekernels takes them: [B, S, ...] -> [1, T, ...]. Return x itself
+    without documents."""
     return x if layout.cu_seqlens is None else x.flatten(0, 1).unsqueeze(0)
 
 
@@ -212,7 +223,7 @@ _SDPA_PRIORITY = [
 
 @dataclass(frozen=True)
 class Sdpa(AttentionFunction):
-    """torch's scaled_dot_product_attention, documents by a mask."""
+    """Attention by torch's scaled_dot_product_attention, with a mask for documents."""
 
     name = "sdpa"
     documents: ClassVar[Documents] = "mask"
@@ -227,18 +238,18 @@ class Sdpa(AttentionFunction):
 
 @dataclass(frozen=True)
 class VarlenSdpa(Sdpa):
-    """The same, with torch's kernels for packed documents."""
+    """Attention by torch's kernels for packed documents, and by scaled_dot_product_attention without documents."""
 
     documents: ClassVar[Documents] = "cu_seqlens"
     varlen_attn: Callable[..., Tensor]
     takes_window: bool
-    """Causality by a window, as of torch 2.11, not by a flag."""
+    """Whether causality is given by a window, as since torch 2.11, and not by a flag."""
     takes_groups: bool
-    """Fewer heads of k and v than of q."""
+    """Whether k and v may have fewer heads than q."""
 
     @classmethod
     def of(cls, varlen_attn: Callable[..., Tensor]) -> VarlenSdpa:
-        """By what its signature knows."""
+        """Build the function from the parameters that varlen_attn takes in this torch."""
         parameters = inspect.signature(varlen_attn).parameters
         return cls(varlen_attn, "window_size" in parameters, "enable_gqa" in parameters)
 
@@ -257,10 +268,10 @@ class VarlenSdpa(Sdpa):
 
 
 def find_varlen_attn() -> Callable[..., Tensor] | None:
-    """torch's attention over packed documents."""
+    """Return torch's attention over packed documents. None: this torch has none."""
     try:
         from torch.nn.attention import varlen
-    except ImportError:  # before torch 2.10
+    except ImportError:  # torch is older than 2.10
         return None
     found: Callable[..., Any] = varlen.varlen_attn
     return found
@@ -269,11 +280,12 @@ def find_varlen_attn() -> Callable[..., Tensor] | None:
 # -- flash-attn --------------------------------------------------------------------------------------------------
 
 _FLASH_PACKAGES = (("4", "flash_attn.cute", 9), ("3", "flash_attn_interface", 9), ("2", "flash_attn", 8))
-"""Version, module, least major compute capability; the fastest first."""
+"""The version, module and least major compute capability of each flash-attn package, the fastest first."""
 
 
 def find_flash(device: torch.device) -> tuple[str, ModuleType] | None:
-    """Version and module of the fastest flash-attn that is installed and runs on this GPU."""
+    """Return version and module of the fastest flash-attn that is installed and runs on this GPU. None: there is
+    none."""
     major, _ = torch.cuda.get_device_capability(device)
     for version, name, least_major in _FLASH_PACKAGES:
         if major < least_major:
@@ -282,20 +294,21 @@ def find_flash(device: torch.device) -> tuple[str, ModuleType] | None:
             module = importlib.import_module(name)
         except ImportError:
             continue
-        if hasattr(module, "flash_attn_varlen_func"):  # flash-attn 4 alone makes `flash_attn` an empty package
+        # An installation of flash-attn 4 alone makes `flash_attn` an empty package.
+        if hasattr(module, "flash_attn_varlen_func"):
             return version, module
     return None
 
 
 @dataclass(frozen=True)
 class Flash(AttentionFunction):
-    """An installed flash-attn, 2, 3 or 4."""
+    """Attention by an installed flash-attn 2, 3 or 4."""
 
     name = "flash"
-    traceable = False  # not in every version
+    traceable = False  # torch.compile cannot trace every version
     package: ModuleType
 
-    # torch.compiler.disable would import the compiler, which takes a second, at once.
+    # torch.compiler.disable would import the compiler at once, which takes a second.
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout) -> Tensor:
         cu_seqlens = layout.cu_seqlens
@@ -311,6 +324,7 @@ class Flash(AttentionFunction):
                 max_seqlen_k=longest,
                 causal=True,
             )
-        o = o[0] if isinstance(o, tuple) else o  # 4 and some releases of 3 return the log-sum-exp too
+        # Version 4 and some releases of version 3 return the log-sum-exp too.
+        o = o[0] if isinstance(o, tuple) else o
         viewed: Tensor = o.view(q.shape)
         return viewed

@@ -1,4 +1,4 @@
-"""One block of the decoder: what it computes. In which order tokens go through it is for walks.py to say."""
+"""One block of the decoder, as stages. The order in which tokens go through the stages is in walks.py."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from sagetrain.parallel.topology import ParallelGroups
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), as stages for walks.py to walk.
+    """A block computes x + attention(norm(x)), then x + mlp(norm(x)), in stages that walks.py walks.
 
-    A stage takes the residual stream x and y, which the stage before made, and returns them for the next one.
+    A stage takes the residual stream x and the output y of the stage before, and returns both for the next stage.
 
         normalize   x + y, normalized       finishes the sum of y over the ranks, starts to gather
         project     q, k, v
@@ -52,7 +52,7 @@ class Block(nn.Module):
         self.groups = groups
         self.sequence_parallel = sequence_parallel
         self.selective = selective
-        """Whether the block, walked alone, keeps the results of matmuls and attention for its backward pass, and
+        """If set, the block, walked alone, keeps the results of matmuls and attention for its backward pass, and
         recomputes the rest."""
 
         def norm() -> RMSNorm:
@@ -77,7 +77,8 @@ class Block(nn.Module):
 
     def _read_by(self, matmuls: Mapping[str, Matmul]) -> None:
         if self.sequence_parallel and self.groups.tp_size > 1:
-            # Of layers in fewer bits alone: another reader is another graph, for the last block's next norm as well.
+            # Only layers in fewer bits become readers. Another reader makes another graph, for the last block's next
+            # norm as well.
             self.attention_norm.reader, self.mlp_norm.reader = matmuls.get("qkv"), matmuls.get("gate_up")
 
     @property
@@ -88,8 +89,8 @@ class Block(nn.Module):
 
     @property
     def matmuls(self) -> dict[str, Matmul]:
-        """How those of the linear layers multiply that do not in the dtype of their operands, keyed by name. It may be
-        set."""
+        """The Matmul of each linear layer that does not multiply in the dtype of its operands, keyed by the layer's
+        name. It may be set."""
         return {name: layer.matmul for name, layer in self.linear_layers.items() if type(layer.matmul) is not Matmul}
 
     @matmuls.setter
@@ -130,13 +131,17 @@ class Block(nn.Module):
     def forward(self, layouts: Sequence[TokenLayout], next_norm: RMSNorm | None, *halves: Any) -> tuple[Any, ...]:
         """Take two halves, or the whole as one, through the stretch of stages that ends with next_norm.
 
-        Without next_norm they go through this block alone, and only residual streams come in and go out, all summed
-        up: what activation checkpointing keeps should be little, and not be on its way, and ZeRO-3's hooks see when
-        backward comes and goes by arguments and results that are tensors.
+        Without next_norm they go through this block alone, and only complete residual streams come in and go out.
+        Activation checkpointing then keeps little, and nothing that is still under way. ZeRO-3's hooks notice the
+        backward pass by arguments and results that are tensors.
 
         Args:
             layouts: the layout of each half, or of all tokens.
-            halves: `Half` each; residual streams without next_norm. The results are as many of the same.
+            next_norm: the norm of the next block, or the final norm.
+            halves: each a `Half`, or a residual stream without next_norm.
+
+        Returns:
+            As many halves or residual streams as were given.
         """
         if self.selective and next_norm is None and torch.is_grad_enabled():
             return walks.selective(self._walk, layouts, None, *halves)

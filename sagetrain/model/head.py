@@ -1,4 +1,4 @@
-"""The end of the decoder: logits or losses, from what the final norm returned."""
+"""The end of the decoder: logits or losses, from the output of the final norm."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from sagetrain.parallel.topology import ParallelGroups
 
 
 class Head(nn.Module):
-    """Output projection and loss, the vocabulary spread over the tensor-parallel group.
+    """Output projection and loss, with the vocabulary spread over the tensor-parallel group.
 
-    Tied embeddings: the one Parameter is registered here and in the embedding, so that each module owns the weight
-    that its forward reads. ZeRO-3 gathers exactly what the running module owns.
+    With tied embeddings, the one Parameter is registered here and in the embedding, so that each module owns the weight
+    that its forward reads. ZeRO-3 gathers exactly the weights that the running module owns.
     """
 
     def __init__(
@@ -42,8 +42,17 @@ class Head(nn.Module):
         by_token: bool = False,
         every: int = 1,
     ) -> Tensor:
-        """[tokens, hidden], of start_enter -> loss, as of linear_cross_entropy, or fp32 [tokens] by token; without
-        labels -> logits [tokens / every, vocab], of the last of so many tokens each."""
+        """Return the loss, the loss of each token, or logits, from the output of start_enter, [tokens, hidden].
+
+        Args:
+            labels_T: int64 [tokens]. None: return logits.
+            divisor: see linear_cross_entropy.
+            by_token: return the losses of linear_token_losses.
+            every: return the logits of every so-many-th token alone, of the last token of each sequence for example.
+
+        Returns:
+            fp32 scalar, fp32 [tokens] by token, or logits [tokens / every, vocab].
+        """
         x_TD = finish_enter(x, self.groups, self.sequence_parallel)
         if labels_T is None:
             x_TD = x_TD[every - 1 :: every]

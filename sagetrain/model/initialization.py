@@ -1,4 +1,4 @@
-"""The initial weights, which depend on the seed and on nothing else: no layout, no device."""
+"""The initial weights, which depend on the seed alone, and not on layout or device."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def initialize(
     device: torch.device,
     partition: Callable[[nn.Parameter], None] | None,
 ) -> None:
-    """Give parameters on the meta device their initial values: gains are 1; weights are normal with init_std, over
-    sqrt(2 num_layers) into the residual stream.
+    """Give parameters on the meta device their initial values. Gains are 1. Weights are normal with init_std, divided
+    by sqrt(2 num_layers) for layers that write into the residual stream.
 
-    Every weight is drawn in full from a generator named after it, then sliced; several at a time, since one generator
-    keeps one core busy. One after the other they go to the device.
+    Every weight is drawn in full from a generator named after it, then sliced. Several weights are drawn at a time,
+    since one generator keeps one core busy. They go to the device one after the other.
 
     Args:
-        partition: given every parameter as soon as it has its values, before the next one takes memory.
+        partition: called with every parameter as soon as it has its values, before the next one takes memory.
     """
 
     @torch.no_grad()
@@ -55,7 +55,7 @@ def initialize(
     waiting: deque[tuple[nn.Parameter, Future[Tensor]]] = deque()
     with ThreadPoolExecutor(workers) as pool:
         for spec, parameter in parameters:
-            if len(waiting) > workers:  # no more of the model than that in host memory
+            if len(waiting) > workers:  # this bounds the part of the model that is in host memory
                 place(*waiting.popleft())
             waiting.append((parameter, pool.submit(draw, spec, parameter)))
         for pair in waiting:

@@ -1,4 +1,4 @@
-"""SwiGLU MLP."""
+"""The SwiGLU MLP of a block."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from sagetrain.parallel.topology import ParallelGroups
 
 
 class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), its inner width spread over the tensor-parallel group.
+    """The MLP down(silu(gate(x)) * up(x)), with its inner width spread over the tensor-parallel group.
 
-    Called, it does all but `down`, which the block calls: see block.Block.
+    A call of the module computes everything but `down`. The block calls `down`, see block.Block.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class MLP(nn.Module):
         )
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        """[tokens, hidden], of start_enter -> [tokens, inner / tp]."""
+        """Return silu(gate(x)) * up(x), [tokens, inner / tp]. x comes from start_enter and is [tokens, hidden]."""
         gate, up = self.gate_up(x_TD)
-        # Gradients that nothing joins torch.compile computes in one pass by itself, as fast.
+        # torch.compile computes separate gradients in one pass by itself, and as fast. Joined ones need the kernel.
         return swiglu(gate, up) if self.gate_up.matmul.joined else F.silu(gate) * up

@@ -29,30 +29,33 @@ class RMSNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.reader: Matmul | None = None
-        """How the layers multiply that read the result, where that decides in what form it is gathered."""
+        """The Matmul of the layers that read the result, where it decides in which form the result is gathered."""
         self.eps = eps
         self.groups = groups
         self.split_input = split_input
         self.gain = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
 
     def forward(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
-        """[..., size] -> same. gain: what enter_gains gave for this norm, if it was called."""
+        """Normalize x [..., size] and return it in its shape. `gain` is the entry of this norm from enter_gains, if
+        that was called."""
         x_fp32 = x.float()
         scale = torch.rsqrt(x_fp32.square().mean(-1, keepdim=True) + self.eps)
         return (x_fp32 * scale * self.entered(gain).float()).to(x.dtype)
 
     def entered(self, gain: Tensor | None) -> Tensor:
-        """The gain to compute with: what enter_gains gave for this norm, if it was called."""
+        """Return the gain to compute with: the entry of this norm from enter_gains, if that was called, else its
+        own."""
         if gain is None:
             gain = enter_gains(self)[0].get(self)
         return self.gain if gain is None else gain
 
 
 def enter_gains(*norms: RMSNorm | None, parts: int = 1) -> list[dict[RMSNorm, Tensor]]:
-    """The gains for all calls of those norms whose gradients are summed over the group, by norm.
-    One dictionary for each of the parts in which tokens come: their gradients have nothing in common before the sum.
+    """Return the gains for all calls of the norms whose gradients are summed over the group, keyed by norm.
 
-    The sums travel together, in one collective, at the end of the backward pass of all these calls.
+    The tokens come in `parts` parts. Each part has a dictionary of its own, because the gradients of the parts are
+    separate until they are summed. The sums travel together, in one collective, at the end of the backward pass of all
+    these calls.
     """
     split = [norm for norm in norms if norm is not None and norm.split_input and norm.groups.tp_size > 1]
     if not split:
@@ -73,7 +76,8 @@ def normalize(
     groups: ParallelGroups,
     sequence_parallel: bool,
 ) -> tuple[Tensor, Tensor | Pending]:
-    """The residual stream x with y added, and what the next column-parallel layer reads of it."""
+    """Return the residual stream x with y added, and its normalized form on its way to the next column-parallel
+    layer."""
     if y is not None:
         x = x + finish_leave(y, groups, sequence_parallel)
     pack = None if norm.reader is None else norm.reader.pack

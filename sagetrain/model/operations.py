@@ -1,8 +1,9 @@
-"""What the model computes, listed once: matmuls, attention, passes that only move data, and collectives. No torch.
+"""The operations of the model, listed once: matmuls, attention, passes that only move data, and collectives. Nothing
+here needs torch.
 
-model/accounting.py counts FLOPs and memory of this list, planning/performance.py its time; neither knows
-the model. Sizes are those of one rank. A new pass over the activations is one entry of `block_operations`; a linear
-layer in other arithmetic is another `Precision`.
+model/accounting.py counts FLOPs and memory of this list, and planning/performance.py its time; neither knows the model.
+Sizes are those of one rank. A new pass over the activations is one entry of `block_operations`. A linear layer in other
+arithmetic is another `Precision`.
 """
 
 from __future__ import annotations
@@ -17,41 +18,52 @@ from typing import Literal, NamedTuple, TypeVar
 from sagetrain.config.linear_sizes import LinearSizes
 from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig
 
-# Elements moved per token and column, forward and backward, fused by torch.compile and eager. Fused, every kernel reads
-# its inputs and writes its outputs once. Eager, RMSNorm and rotary embedding also write their fp32 intermediates out:
-# 65 and 54 elements per column. sage's quantizers are part of its attention rate.
-_NORM = 9.5, 75.5  # of the residual stream, with the addition before it
-_ROTARY = 5, 119  # of q and k, QK-norm included
-# QK-norm and then rotary embedding by one kernel each way, compiled or not (sagekernels/qk_norm_rope.py): q and k are
-# read and written, then they and their gradients read and those of the projection written; v's gradient is copied.
+# Elements moved per token and column, forward and backward, first fused by torch.compile and then eager. Fused, every
+# kernel reads its inputs and writes its outputs once. Eager, RMSNorm and rotary embedding also write their fp32
+# intermediates out: 65 and 54 elements per column. The quantizers of sage are part of its attention rate.
+# _NORM counts the norm of the residual stream and the addition before it.
+_NORM = 9.5, 75.5
+# _ROTARY counts the rotary embedding of q and k, and QK-norm.
+_ROTARY = 5, 119
+# With this value of qk_norm, one kernel each way computes QK-norm and then rotary embedding, compiled or not
+# (sagekernels/qk_norm_rope.py). Forward, q and k are read and written. Backward, q, k and their gradients are read, and
+# the gradients of the projection are written. The gradient of v is copied.
 _IN_ONE_PASS = "before_rope"
 _QK_NORM_ROTARY, _GRADIENT_OF_V = (5, 5), (2, 2)
 _SWIGLU = 8, 14
-_LOGIT = 3, 35  # written by the matmul; read for the log-sum-exp; read and replaced by its gradient
+# The matmul writes a logit. The log-sum-exp reads it, then it is read and replaced by its gradient.
+_LOGIT = 3, 35
 _EMBEDDING = 5
-# Of every operand of a block's linear layers in 8 bits, both of its uses: a reading for the largest magnitudes, one to
-# round, and one byte written for each use, by kernels (sagekernels/casts.py). With the weights' gradients in 16 bits it
-# is one use, by torch.compile or eager; not taken to be fused with norms and SwiGLU, though it may.
+# Elements moved per column of every operand of a block's linear layers in 8 bits, for both of its uses. The kernels
+# (sagekernels/casts.py) read it once for the largest magnitudes and once to round it, and write one byte for each use.
+# With the weights' gradients in 16 bits there is one use, by torch.compile or eager. It is not taken to be fused with
+# norms and SwiGLU, though it may be.
 _CASTS = {"tensorwise": (3, 3), "rowwise": (3, 3), "rowwise_bf16_wgrad": (1.5, 16.5)}
-_ALL_TO_ALL = 8  # q, k, v and o are packed and unpacked around them
+_ALL_TO_ALL = 8  # q, k, v and o are packed and unpacked around the all-to-alls
 
 INTO, OUT = "into the layers", "out of the layers"
-"""What tensor parallelism's collectives exchange: what column-parallel layers read, what row-parallel ones wrote."""
+"""The names of what tensor parallelism's collectives exchange: the inputs of column-parallel layers, and the outputs of
+row-parallel layers."""
 
 _Moment = Literal["forward", "recomputed", "backward"]
 _Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all"]
 _Beside = Literal["nothing", "forward", "backward", "weight gradients"]
 
-# Tokens of a sequence -> share of its causal square that lies inside documents: the text of the measured runs (English
-# documentation and books, 1,100 tokens a document on average, half of them below 320).
+# The share of a sequence's causal square that lies inside documents, keyed by the tokens of the sequence. The text is
+# that of the measured runs: English documentation and books, 1,100 tokens a document on average, half of the documents
+# below 320.
 _DOCUMENT_SHARES = {
     128: 1.0, 1024: 0.79, 2048: 0.69, 4096: 0.58, 8192: 0.45, 16384: 0.32, 32768: 0.21, 65536: 0.145, 131072: 0.10
 }  # fmt: skip
 
 
 def document_share(seq_length: int) -> float:
-    """Share of the causal square of a packed sequence that attention inside documents computes, for text as measured
-    (_DOCUMENT_SHARES), linear in the logarithm of the length; past the table the pairs of a token stay the same."""
+    """Return the share of a packed sequence's causal square that attention inside documents computes, for text as
+    measured.
+
+    The share is linear in the logarithm of the length between the entries of _DOCUMENT_SHARES. Past the last entry, the
+    number of keys that a token sees stays the same.
+    """
     points = list(_DOCUMENT_SHARES.items())
     if seq_length >= points[-1][0]:
         return points[-1][1] * points[-1][0] / seq_length
@@ -62,7 +74,7 @@ def document_share(seq_length: int) -> float:
 
 
 class Precision(NamedTuple):
-    """Arithmetic of a linear layer's three matmuls: names of Hardware.precisions."""
+    """The arithmetic of a linear layer's three matmuls, as names of Hardware.precisions."""
 
     forward: str
     input_gradient: str
@@ -71,57 +83,59 @@ class Precision(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """One entry of the list: runs once forward and once backward in a micro-step."""
+    """One entry of the list. It runs once forward and once backward in a micro-step."""
 
     name: str
     saved: int = 0
-    """Bytes per token that autograd keeps from forward to backward; of its own tokens, where those are sharded."""
+    """The bytes that autograd keeps from forward to backward, for each token that the operation has on this rank.
+    The rank has a shard of the tokens where these are sharded."""
     shards: int = 1
-    """Ranks among which the tokens that it saves are sharded."""
+    """The number of ranks among which the saved tokens are sharded."""
     recomputed: bool = False
-    """Whether it runs forward once more, in the backward pass."""
+    """Whether the operation runs forward once more, in the backward pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MatmulCost(Operation):
-    """A linear layer, [tokens, inputs] x [inputs, outputs]; backward, two matmuls of the same size."""
+    """A linear layer, [tokens, inputs] x [inputs, outputs]. Backward it is two matmuls of the same size."""
 
     tokens: int
     outputs: int
     inputs: int
     precision: Precision
     column_parallel: bool
-    """Whether its outputs are split, so that the gradients of its inputs are summed up over the ranks."""
+    """Whether the outputs are split, so that the gradients of the inputs are summed up over the ranks."""
 
     @property
     def weights(self) -> int:
-        """Parameters, on this rank."""
+        """The number of parameters on this rank."""
         return self.outputs * self.inputs
 
     @property
     def flops(self) -> int:
-        """Of one of the three matmuls."""
+        """The FLOPs of one of the three matmuls."""
         return 2 * self.tokens * self.weights
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCost(Operation):
-    """softmax(q k^T) v, causal: 2 matmuls forward, 5 backward (one of them a recomputation)."""
+    """Causal attention, softmax(q k^T) v: 2 matmuls forward, 5 backward (one of them a recomputation)."""
 
     tokens: int
     heads: int
     head_dim: int
     span: float
-    """See Rank.span."""
+    """The span of the sequences or documents, see Rank.span."""
     documents: bool
     """Whether attention stays within documents, whatever their lengths."""
     backends: tuple[str, ...]
-    """Names of Hardware.attention; of several, which the run decides between (`auto`), the fastest."""
+    """The names of Hardware.attention that may run. Where the run decides between several (`auto`), the fastest
+    counts."""
     precision: str
 
     @property
     def flops(self) -> float:
-        """Of one matmul: half the square."""
+        """The FLOPs of one matmul, over half of the square."""
         return self.tokens * self.span * self.heads * self.head_dim
 
 
@@ -130,14 +144,14 @@ class PassCost(Operation):
     """Kernels that only move data: norms, rotary embedding, SwiGLU, residual stream, softmax of the loss."""
 
     moved: float
-    """Bytes per token of the rank, read and written, forward and backward together."""
+    """The bytes per token of the rank that are read and written, forward and backward together."""
     live: int = 0
-    """Bytes per token that exist while it runs, beside what it saves."""
+    """The bytes per token that exist while the pass runs, beside the saved ones."""
 
 
 @dataclass(frozen=True)
 class CollectiveCost:
-    """Calls of one kind around the layers, in one micro-step."""
+    """The calls of one kind of collective around the layers, in one micro-step."""
 
     axis: Literal["tensor", "context"]
     moment: _Moment
@@ -145,66 +159,70 @@ class CollectiveCost:
     kind: _Kind
     per_block: int
     at_ends: int
-    """Calls around the embedding, the final norm and the head."""
+    """The number of calls around the embedding, the final norm and the head."""
     payload: int
-    """Bytes of the whole tensor of one call: added up, gathered, scattered, or (all-to-all) exchanged by one rank."""
+    """The bytes of the whole tensor of one call, which is added up, gathered or scattered. For an all-to-all, the bytes
+    that one rank exchanges."""
     beside: _Beside = "nothing"
-    """What may run at the same time: the forward or backward pass of the micro-batch's other half, or the gradients of
-    the weights of the column-parallel layer whose input gradient is on its way."""
+    """The work that may run at the same time. It is the forward or backward pass of the micro-batch's other half, or
+    the gradients of the weights of the column-parallel layer whose input gradient is on its way."""
 
 
 @dataclass(frozen=True)
 class Rank:
-    """How one rank runs the model. As it stands: one token, alone."""
+    """The share of the model and of a micro-step that one rank runs. By default it is one token on a single rank."""
 
     tokens: int = 1
-    """Of a micro-step, on this rank."""
+    """The number of tokens of a micro-step on this rank."""
     seq_length: int = 1
     documents: bool = False
     """Whether attention stays within documents."""
     document_span: float | None = None
-    """`span` of the documents at hand; None: of text as measured (document_share)."""
+    """The span of the documents at hand (see `span`). None: that of text as measured (document_share)."""
     dtype: Literal["bf16", "fp32"] = "bf16"
     linear: LinearConfig = field(default_factory=LinearConfig)
-    """Of the block's linear layers."""
+    """The settings of the block's linear layers."""
     fused: bool = True
-    """Whether torch.compile fuses what only moves data."""
+    """Whether torch.compile fuses the passes that only move data."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """training.activation_checkpointing."""
+    """The setting training.activation_checkpointing."""
     tensor: int = 1
-    """Ranks that share the layers."""
+    """The number of ranks that share the layers."""
     context: int = 1
-    """Ranks that share every sequence."""
+    """The number of ranks that share every sequence."""
     sequence_parallel: bool = False
     copies: bool = False
     """Whether sequence parallelism's collectives go by copy engines."""
 
     @property
     def element(self) -> int:
-        """Bytes of an activation."""
+        """The bytes of one value of an activation."""
         return 4 if self.dtype == "fp32" else 2
 
     @property
     def span(self) -> float:
-        """Twice the mean number of keys that a token sees: sum of the squared lengths of what causal attention stays
-        within (sequences, or the documents inside them), over the tokens."""
+        """Twice the mean number of keys that a token sees.
+
+        It is the sum of the squared lengths of the sequences, or of the documents where attention stays within them,
+        divided by the tokens.
+        """
         if not self.documents:
             return self.seq_length
         return self.seq_length * document_share(self.seq_length) if self.document_span is None else self.document_span
 
     @property
     def shards(self) -> int:
-        """Ranks among which the tokens of the residual stream are sharded."""
+        """The number of ranks among which the tokens of the residual stream are sharded."""
         return self.tensor if self.sequence_parallel else 1
 
     @property
     def recomputes(self) -> bool:
-        """Whether blocks run alone, and with their collectives, at least in part, once more in the backward pass."""
+        """Whether blocks run alone, and run again in the backward pass at least in part, with their collectives."""
         return self.recompute != "none"
 
     @property
     def precision(self) -> Precision:
-        """Of the block's linear layers."""
+        """The arithmetic of the block's linear layers in 8 bits, or in dtype where the run has none."""
         if not self.linear.low_bit:
             return Precision(self.dtype, self.dtype, self.dtype)
         wide = self.linear.recipe == "rowwise_bf16_wgrad"
@@ -221,7 +239,7 @@ class Rank:
         saved: int = 0,
         recomputed: bool,
     ) -> MatmulCost:
-        """A linear layer with its sizes on this rank. precision: dtype by default."""
+        """Build a linear layer with its sizes on this rank. Its precision is dtype by default."""
         return MatmulCost(
             name=name,
             tokens=self.tokens,
@@ -234,22 +252,26 @@ class Rank:
         )
 
     def kept_by_layer(self, layer: LinearSizes) -> int:
-        """What a linear layer keeps of its input for backward: codes, or the input itself."""
+        """Return the bytes per token that a linear layer keeps of its input for backward: of its codes, or of the input
+        itself."""
         eight = self.linear.takes(layer) and self.linear.recipe != "rowwise_bf16_wgrad"
         return layer.inputs * (1 if eight else self.element)
 
     def moved(self, elements: tuple[float, float], columns: float) -> float:
-        """Bytes per token: elements moved per column, fused or eager."""
+        """Return the bytes per token of a pass that moves `elements` per column, fused or eager."""
         return self.element * elements[not self.fused] * columns
 
     def saved_by_norm(self, width: int, rows: int = 1) -> int:
-        """RMSNorm of a width (in so many rows): its statistics, and what its input costs beyond its output."""
+        """Return the bytes per token that RMSNorm of a width saves (in so many rows): its statistics, and the excess of
+        its input over its output."""
         return 4 * rows + (width * self.element if self.fused else 8 * width)
 
 
-@functools.lru_cache(maxsize=4096)  # to propose layouts prices many, which share most of these
+# Proposing layouts prices many of them, and they share most blocks.
+@functools.lru_cache(maxsize=4096)
 def block_operations(model: ModelConfig, attention: AttentionConfig, rank: Rank) -> tuple[Operation, ...]:
-    """One block, in the order of its forward pass: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """List the operations of one block in the order of its forward pass: x + attention(norm(x)), then x +
+    mlp(norm(x))."""
     hidden, inner, element = model.hidden_size, model.ffn_hidden_size // rank.tensor, rank.element
     heads, kv_heads = model.num_attention_heads // rank.tensor, model.num_key_value_heads // rank.tensor
     query, key = heads * model.head_dim, kv_heads * model.head_dim
@@ -282,25 +304,28 @@ def block_operations(model: ModelConfig, attention: AttentionConfig, rank: Rank)
     qk_saved = normed * (rank.saved_by_norm(query, heads) + rank.saved_by_norm(key, kv_heads))
     qk_moved = rank.moved(_ROTARY, query + key)
     if one_pass:
-        qk_saved = element * (query + key)  # as the projection made them
+        qk_saved = element * (query + key)  # the kernel saves q and k as the projection made them
         qk_moved = rank.moved(_QK_NORM_ROTARY, query + key) + rank.moved(_GRADIENT_OF_V, key)
-    # sage keeps q and k with a scale per token, as INT8 where the scores are; v and o, and the others all, in 16 bits.
+    # sage keeps q and k with a scale per token, and in INT8 unless its scores are in 16 bits. It keeps v and o in 16
+    # bits. The other backends keep all four in 16 bits.
     sage = attention.backend == "sage"
     quantized = (query + key) * (element if attention.recipe == "gradients" else 1) + 4 * (heads + kv_heads)
-    kept = (quantized if sage else element * (query + key)) + element * (key + query) + 4 * heads  # and the log-sum-exp
-    # q, k and v of a layer in 8 bits are views of one tensor, so what keeps one keeps all: v, unless it comes from an
-    # all-to-all, and q and k that are normalized, compiled or in one pass.
+    # The last term is the log-sum-exp.
+    kept = (quantized if sage else element * (query + key)) + element * (key + query) + 4 * heads
+    # q, k and v of a layer in 8 bits are views of one tensor, so whoever keeps one of them keeps all. v is kept unless
+    # it comes from an all-to-all. q and k are kept where they are normalized by torch.compile or in one pass.
     if precisions["qkv"] is not None:
         kept_by = rank.context == 1, bool(normed) and (rank.fused or one_pass)
         kept += element * {(True, False): query + key, (False, True): key}.get(kept_by, 0)
-    # What `out` reads is attention's output, unless that is rounded, or comes from an all-to-all.
+    # The input of `out` is attention's output, which is kept anyway unless it is rounded or comes from an all-to-all.
     output = inputs["out"] if rank.context > 1 or inputs["out"] < element * query else 0
-    # gate and up; silu(gate) as well when nothing recomputes it: torch.compile, or the kernel for joint gradients
+    # SwiGLU keeps gate and up. It also keeps silu(gate), unless torch.compile or the kernel for joint gradients
+    # recomputes it.
     joined = rank.tensor > 1 or precisions["gate_up"] is not None
     swiglu = 2 if rank.fused or joined else 3
     listed = (
         norm("attention norm"),
-        column("q", query, "qkv", saved=inputs["qkv"]),  # as the layer reads it: gathered
+        column("q", query, "qkv", saved=inputs["qkv"]),  # the layer keeps its input as it reads it: gathered
         column("k", key, "qkv"),
         column("v", key, "qkv"),
         moving("QK-norm and rotary embedding", qk_moved, qk_saved),
@@ -327,14 +352,15 @@ def block_operations(model: ModelConfig, attention: AttentionConfig, rank: Rank)
     )
     if rank.recompute != "selective":
         return listed
-    # The block's input, and what matmuls and attention made: v is one of the former, q and k before they are normalized
-    # and rotated too; sage's codes of these, which `auto` may come to. No gradient needs what `down` made, which
-    # torch.compile sees, but for partial sums.
+    # The block's input is kept, and the outputs of matmuls and attention: v is one of them, and so are q and k before
+    # they are normalized and rotated. sage's codes of q and k are kept as well, and `auto` may choose sage. No gradient
+    # needs the output of `down`, and torch.compile notices that; partial sums are an exception.
     columns = {"attention norm": hidden, "q": query, "k": key, "v": key, "attention": query, "out": hidden}
     columns |= {"gate": inner, "up": inner, "down": hidden * (rank.tensor > 1 or not rank.fused)}
     dear = {part.name: element * columns.get(part.name, 0) for part in listed}
     dear["attention"] += 4 * heads + quantized * attention.may_be_int8
-    if attention.backend == "flash":  # whose own operators torch does not see
+    # torch does not see the operators of flash-attn, so their outputs are not kept.
+    if attention.backend == "flash":
         dear["attention"] = 0
     return tuple(
         replace(
@@ -347,13 +373,14 @@ def block_operations(model: ModelConfig, attention: AttentionConfig, rank: Rank)
 
 
 def _backends(attention: AttentionConfig) -> tuple[str, ...]:
-    """What may run, as Hardware.attention names it; an installed flash-attn is not counted on."""
+    """Return the backends that may run, as Hardware.attention names them. `auto` does not count on an installed
+    flash-attn."""
     sage = {"auto": ("sage scores", "sage"), "scores": ("sage scores",)}.get(attention.recipe, ("sage",))
     return {"auto": (*sage, "sdpa"), "sage": sage}.get(attention.backend, (attention.backend,))
 
 
 def _casts(rank: Rank, layers: dict[str, LinearSizes]) -> float:
-    """Bytes per token, of the columns that layers in 8 bits read and write."""
+    """Return the bytes per token that casts to 8 bits move, over the columns that layers in 8 bits read and write."""
     linear = rank.linear
     if not linear.low_bit:
         return 0.0
@@ -362,7 +389,7 @@ def _casts(rank: Rank, layers: dict[str, LinearSizes]) -> float:
 
 
 class Ends(NamedTuple):
-    """What comes before and after the blocks."""
+    """The operations before and after the blocks."""
 
     embedding: PassCost
     norm: PassCost
@@ -371,13 +398,13 @@ class Ends(NamedTuple):
 
 
 def end_operations(model: ModelConfig, vocab_size: int, rank: Rank) -> Ends:
-    """Embedding, final norm, output projection and loss; nothing of them is recomputed. `vocab_size` is padded."""
+    """Return embedding, final norm, output projection and loss. None of them is recomputed. `vocab_size` is padded."""
     hidden, columns, element = model.hidden_size, vocab_size // rank.tensor, rank.element
-    # A chunk's logits and their gradient; eager, the latter is made of three fp32 tensors and a mask.
+    # A chunk has logits and their gradient. Eager, the gradient is made of three fp32 tensors and a mask.
     per_logit = 2 * element if rank.fused else element + 13
     return Ends(
         embedding=PassCost(name="embedding", moved=element * _EMBEDDING * hidden),
-        # Its time is taken as if it saw all tokens: little of a step.
+        # The time of the norm is computed as if each rank saw all tokens, because it is a small part of a step.
         norm=PassCost(
             name="final norm",
             moved=rank.moved(_NORM, hidden),
@@ -390,9 +417,11 @@ def end_operations(model: ModelConfig, vocab_size: int, rank: Rank) -> Ends:
 
 
 def collectives(model: ModelConfig, attention: AttentionConfig, rank: Rank, parts: int) -> list[CollectiveCost]:
-    """What parallel/collectives.py and layers.py call in a micro-step whose tokens go through the blocks in `parts`.
+    """List the collectives that parallel/collectives.py and layers.py call in a micro-step whose tokens go through the
+    blocks in `parts` parts.
 
-    Halves run beside each other. A whole has company only for the sum of a column-parallel layer's input gradients.
+    Halves run beside each other. Without halves, only the sum of a column-parallel layer's input gradients runs beside
+    other work.
     """
     return [*_tensor_parallel(model, attention, rank, parts), *_context_parallel(model, rank)]
 
@@ -400,7 +429,7 @@ def collectives(model: ModelConfig, attention: AttentionConfig, rank: Rank, part
 def _tensor_parallel(
     model: ModelConfig, attention: AttentionConfig, rank: Rank, parts: int
 ) -> Iterable[CollectiveCost]:
-    """Around the two halves of a block, the embedding and the head."""
+    """List the collectives around the two halves of a block, the embedding and the head."""
     if rank.tensor == 1:
         return
     payload = rank.tokens * model.hidden_size * rank.element // parts
@@ -420,11 +449,11 @@ def _tensor_parallel(
     packed = {("forward", INTO): payload, ("recomputed", INTO): payload, ("backward", OUT): payload}
     gathers, linear = 2 * model.num_layers, rank.linear
     if linear.precision == "fp8" and linear.recipe != "rowwise_bf16_wgrad":
-        eight = rank.tokens * (model.hidden_size + 16) // parts  # parallel/packing.py
+        eight = rank.tokens * (model.hidden_size + 16) // parts  # the tensor has the format of parallel/packing.py
         sizes = list(model.linear_layers(rank.tensor).values())
         for key in packed:
             if key[1] == INTO or linear.recipe == "rowwise":
-                layers = sizes[key[1] == OUT :: 2]  # column-parallel ones read, row-parallel ones write
+                layers = sizes[key[1] == OUT :: 2]  # column-parallel layers read, row-parallel layers write
                 low = len(linear.low_bit_blocks(model.num_layers)) * sum(map(linear.takes, layers))
                 packed[key] = (low * eight + (gathers - low) * payload) // gathers
     for moment, what, kind, at_ends, beside in rows:
@@ -434,8 +463,9 @@ def _tensor_parallel(
                 calls = [(2 * parts, 0, packed[moment, what]), (0, at_ends * parts, payload)]
             yield from (CollectiveCost("tensor", moment, what, kind, *call, beside) for call in calls)
     yield CollectiveCost("tensor", "backward", "into the head", leaves, 0, parts, payload)
-    # Gains are whole on every rank but see their rank's heads or tokens: of q and k, and of the residual stream, where
-    # a block has the next one's too unless it is recomputed. Nothing runs beside their sum, at the end of a block.
+    # Gains are whole on every rank but see only their rank's heads (gains of q and k) or tokens (gains of the residual
+    # stream). A block also has the next block's gain unless it is recomputed. Nothing runs beside the sum of their
+    # gradients, at the end of a block.
     width = 2 * model.head_dim * (attention.qk_norm != "none")
     width += (2 if rank.recomputes else 3) * model.hidden_size * rank.sequence_parallel
     if rank.sequence_parallel:
@@ -446,7 +476,7 @@ def _tensor_parallel(
 
 
 def _context_parallel(model: ModelConfig, rank: Rank) -> Iterable[CollectiveCost]:
-    """One all-to-all of q, k and v together before attention and one of its output after, forward and backward."""
+    """List one all-to-all of q, k and v together before attention and one of its output after, forward and backward."""
     if rank.context == 1:
         return
     head = rank.tokens * model.head_dim * rank.element // rank.tensor
@@ -461,5 +491,5 @@ _Operation = TypeVar("_Operation", bound=Operation)
 
 
 def of_kind(kind: type[_Operation], operations: Iterable[Operation]) -> list[_Operation]:
-    """Those of a list that are matmuls, say."""
+    """Return the operations of one class, matmuls for example."""
     return [operation for operation in operations if isinstance(operation, kind)]

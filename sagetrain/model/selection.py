@@ -1,4 +1,4 @@
-"""Which attention runs, and how linear layers multiply: what a name stands for on this device, and what `auto` does."""
+"""Resolve the names of attention backends and of the precisions of linear layers on this device."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ from sagetrain.model.backends import (
 )
 from sagetrain.parallel.lowbit import RECIPES, LowBit
 
-# The least compute capability whose matmuls take it: Ada and Hopper, Ampere.
+# The least compute capability whose matmuls support the precision. fp8 needs Ada or Hopper, and int8 needs Ampere.
 _CAPABILITY = {"fp8": (8, 9), "int8": (8, 0)}
 
 
 def resolve_backend(
     attention: AttentionConfig, model: ModelConfig, *, device: torch.device, dtype: torch.dtype
 ) -> tuple[str, str]:
-    """The backend that will run, one of sage, sdpa, flash, reference and (for inference, by name alone) fp4, and one
-    line that says why or how. `auto`: choose_attention has to tell.
+    """Return the backend that will run, and one line that says why or how.
+
+    The backend is one of sage, sdpa, flash, reference and (for inference, by name alone) fp4. The result is `auto`
+    where choose_attention has to decide.
 
     Raises:
         ValueError: the backend cannot run on this device or in this dtype, or its package is not installed.
@@ -85,10 +87,10 @@ def resolve_backend(
 def attention_functions(
     attention: AttentionConfig, model: ModelConfig, *, device: torch.device, dtype: torch.dtype
 ) -> list[AttentionFunction]:
-    """Return what attention.backend names here, once for every layer.
+    """Return the function that attention.backend names here, once for every layer.
 
     Raises:
-        ValueError: as resolve_backend.
+        ValueError: the backend cannot run here, see resolve_backend.
     """
     backend, _ = resolve_backend(attention, model, device=device, dtype=dtype)
     return [attention_function(backend, attention, device)] * model.num_layers
@@ -103,12 +105,16 @@ def matmuls_of(
     device: torch.device,
     dtype: torch.dtype,
 ) -> tuple[list[dict[str, LowBit]], str]:
-    """How linear layers multiply, by name for each block (others: in dtype; so do all with precision `auto`, for
-    choose_linear has to tell), and one line that says so.
+    """Return the low-bit Matmul of each linear layer, keyed by name for each block, and one line that says so.
+
+    A layer without an entry multiplies in dtype. With precision `auto` no layer has an entry, because choose_linear has
+    to decide.
 
     Args:
-        tensor_parallel_size: in training, where the sizes of a rank's layers decide which of them are in 8 bits.
-        here: the ranks that share the model now, if they are others: their sides, too, must be such as 8 bits take.
+        tensor_parallel_size: the tensor-parallel size in training. The sizes of a rank's layers at this size decide
+            which layers are in 8 bits.
+        here: the number of ranks that share the model now, if it is another. The sides of a layer at this size must
+            suit 8 bits as well.
 
     Raises:
         ValueError: there is no such recipe, or it cannot run on this device or in this dtype.
@@ -154,7 +160,7 @@ def matmuls_of(
 
 
 def _odd(layers: Mapping[str, LinearSizes]) -> str:
-    """Which of them have sides that 8-bit matmuls do not take, in words, or nothing."""
+    """Name the layers whose sides 8-bit matmuls do not take, or return an empty string."""
     odd = [f"{name} {' and '.join(map(str, sizes.odd))}" for name, sizes in layers.items() if sizes.odd]
     return f"sides that are no multiples of {LOW_BIT_MULTIPLE} ({', '.join(odd)})" if odd else ""
 
@@ -162,7 +168,7 @@ def _odd(layers: Mapping[str, LinearSizes]) -> str:
 def cannot_multiply(
     linear: LinearConfig, model: ModelConfig, *, tensor_parallel_size: int, device: torch.device, dtype: torch.dtype
 ) -> str:
-    """Why linear layers, not even one of them, cannot multiply as they should here, or nothing."""
+    """Return why no linear layer at all can multiply here as the settings ask, or an empty string."""
     try:
         matmuls_of(linear, model, tensor_parallel_size=tensor_parallel_size, device=device, dtype=dtype)
     except ValueError as error:

@@ -16,7 +16,7 @@ from sagetrain.config.schema import AttentionConfig, ModelConfig
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What there is to know of one tensor of a model before it has values."""
+    """The facts about one tensor of a model that are known before it has values."""
 
     name: str
     """The name of the parameter in Transformer and in a checkpoint."""
@@ -25,11 +25,12 @@ class TensorSpec:
     shape: tuple[int, ...]
     """The whole shape, which no layout changes."""
     cut: Literal["tensor"] | None
-    """The ranks that hold different slices: those of a tensor-parallel group, or None where each rank holds all."""
+    """The ranks that hold different slices. None: each rank holds the whole tensor."""
     dim: int | None
     """The dim along which the tensor is cut."""
     kind: Literal["matrix", "embedding", "gain", "qk_gain"]
-    """What the tensor is to initialization and the optimizer. embedding: input embedding and output projection."""
+    """The role of the tensor in initialization and in the optimizer. embedding: input embedding and output
+    projection."""
     layer: int | Literal["embedding", "head"]
     """The block that the tensor belongs to; the final norm belongs to the head."""
     into_stream: bool = False

@@ -1,7 +1,7 @@
-"""Llama-style decoder: tokens -> mean loss, or logits.
+"""A Llama-style decoder: tokens -> mean loss, or logits.
 
-The residual stream is [tokens, hidden]: the sequences of the micro-batch one after the other, because every layer but
-attention works on single tokens, and because shards along the sequence are then contiguous.
+The residual stream is [tokens, hidden], with the sequences of the micro-batch one after the other. Every layer but
+attention works on single tokens, and shards along the sequence are contiguous in this shape.
 """
 
 from __future__ import annotations
@@ -55,23 +55,24 @@ class Transformer(nn.Module):
         model: the shape of the model.
         attention: the section that says where q and k are normalized.
         functions: the attention function of each layer (selection.attention_functions).
-        matmuls: how linear layers multiply, by name for each block (selection.matmuls_of); others, or None: in dtype.
-        vocab_size: rows of the embedding, padded so that the tensor-parallel size divides it.
-        known: how many of these rows are tokens; the others have no part in the loss. None: all are.
+        matmuls: the Matmul of linear layers, keyed by name for each block (selection.matmuls_of). A layer without an
+            entry multiplies in dtype. None: all layers do.
+        vocab_size: the rows of the embedding, padded so that the tensor-parallel size divides it.
+        known: the number of rows that are tokens; the other rows have no part in the loss. None: all rows are tokens.
         groups: this rank's place in the layout.
         sequence_parallel: shard residual stream and norms along the sequence.
         overlap: under tensor parallelism, take the tokens in two halves.
-        activation_checkpointing: "full" recomputes every block in the backward pass, "selective" all of it but matmuls
-            and attention.
-        seed: the seed of the initial weights (initialization.py). None: parameters are left on the meta device, for
-            others to be put in their places.
+        activation_checkpointing: "full" recomputes every block in the backward pass. "selective" recomputes all of it
+            but matmuls and attention.
+        seed: the seed of the initial weights (initialization.py). None: parameters stay on the meta device, for the
+            caller to replace.
         dtype: the dtype of parameters and residual stream.
-        partition: given every parameter as soon as it has its values, before the next one takes memory: ZeRO 3 keeps a
-            part of it (engines/deepspeed.py).
+        partition: called with every parameter as soon as it has its values, before the next one takes memory. ZeRO 3
+            keeps a part of it (engines/deepspeed.py).
 
     Raises:
-        ValueError: a dimension that tensor_parallel_size does not divide, or heads that it does not divide together
-            with context_parallel_size.
+        ValueError: tensor_parallel_size does not divide a dimension, or together with context_parallel_size it does not
+            divide the heads.
     """
 
     def __init__(
@@ -103,7 +104,8 @@ class Transformer(nn.Module):
         matmuls = [{}] * model.num_layers if matmuls is None else matmuls
         if sequence_parallel and groups.tp_size > 1 and device.type == "cuda":
             assert groups.tp_group is not None
-            copies.connect(groups.tp_group)  # before anything is compiled: that decides which operators are called
+            # The connection comes before anything is compiled, because it decides which operators are called.
+            copies.connect(groups.tp_group)
         self.embedding = VocabParallelEmbedding(
             vocab_size, model.hidden_size, groups, sequence_parallel=sequence_parallel, dtype=dtype, device=meta
         )
@@ -133,13 +135,13 @@ class Transformer(nn.Module):
         """The entry of every parameter in the list of tensors, in the order of the parameters."""
         assert not listed, f"tensors without a parameter: {[*listed]}"
         self.whole_blocks = partition is not None and activation_checkpointing == "selective"
-        """Whether a block computes with its own parameters alone: under ZeRO-3 a compiled one has to, and one
-        that is in part computed again: gathers inside would be in that part, and differ from pass to pass."""
+        """If set, a block computes with its own parameters alone. Under ZeRO-3 a compiled block has to, and so has a
+        block that is partly recomputed: a gather inside would be in that part, and differ from pass to pass."""
         self.watch_blocks: Callable[[int, Tensor], None] | None = None
-        """Given each block's number and its output [tokens, hidden] as this rank has it, in overlapped halves the first
-        half's, whose sum is complete by then."""
+        """A function that is called with each block's number and its output [tokens, hidden] on this rank. In
+        overlapped halves it gets the first half's output, whose sum is complete by then."""
         self.normalize = normalize
-        """Runs the norms outside of blocks. compile.compile_blocks compiles it."""
+        """The function that runs the norms outside of blocks. compile.compile_blocks compiles it."""
         if seed is not None:
             pairs = ((self.specs[name], parameter) for name, parameter in self.named_parameters())
             initialize(pairs, model, groups, seed, device, partition)
@@ -156,27 +158,29 @@ class Transformer(nn.Module):
         by_token: bool = False,
         last: bool = False,
     ) -> Tensor:
-        """Return the mean loss over this rank's tokens, or the loss of each, or their logits.
+        """Return the mean loss over this rank's tokens, or the loss of each token, or their logits.
 
-        Under context parallelism these are a slice [B, S / cp] of every sequence (data.loader.Batch.inputs cuts it);
-        the loss of the sequences is then the mean over the context-parallel ranks.
+        Under context parallelism, this rank's tokens are a slice [B, S / cp] of every sequence
+        (data.loader.Batch.inputs cuts it). The loss of the sequences is then the mean over the context-parallel ranks.
 
         Args:
             tokens: int64 [B, S (/ cp)].
             labels: int64 [B, S (/ cp)], the token that follows each token. None: return logits.
             positions: int64 [B, S (/ cp)] for the rotary embedding (default: 0..S-1 in each sequence).
             cu_seqlens: int32 [documents + 1] over the flattened [B * S] tokens: attention stays within a document.
-                Documents do not span sequences; zero-length ones may pad the end. None: within each sequence.
-            max_seqlen: no document has more tokens, if known.
-            divisor: the loss is the sum over the tokens whose labels are not negative, divided by this. None: every
-                token counts, and the loss is their mean.
-            by_token: with labels, the loss of each token and no gradient; 0 where the label is negative.
-            last: without labels, the logits of the last token of each sequence alone, for which the others' take
-                neither time nor memory. Of whole sequences, in a model without overlap.
+                Documents do not span sequences, and documents of length zero may pad the end. None: attention stays
+                within each sequence.
+            max_seqlen: the most tokens that a document has, if known.
+            divisor: divides the sum of the loss over the tokens whose labels are not negative. None: every token
+                counts, and the loss is their mean.
+            by_token: with labels, return the loss of each token without a gradient. It is 0 where the label is
+                negative.
+            last: without labels, return the logits of the last token of each sequence alone. The logits of the other
+                tokens then take neither time nor memory. It needs whole sequences and a model without overlap.
 
         Returns:
-            fp32 scalar, fp32 [B, S (/ cp)] by token, or logits [B, S (/ cp), vocab] in the model's dtype, [B, 1, vocab]
-            of the last tokens; the same on all tensor-parallel ranks.
+            fp32 scalar, fp32 [B, S (/ cp)] by token, or logits [B, S (/ cp), vocab] in the model's dtype ([B, 1, vocab]
+            for the last tokens). They are the same on all tensor-parallel ranks.
         """
         parts = parts_of(tokens.numel(), self.groups.tp_size, self.overlap)
         layouts = self._layouts(tokens, positions, cu_seqlens, max_seqlen)
@@ -189,19 +193,21 @@ class Transformer(nn.Module):
         pairs = zip(walked, labels.flatten().chunk(parts), strict=True)
         if by_token:
             return torch.cat([self.head(y, part, by_token=True) for (_, y), part in pairs]).view(tokens.shape)
-        own = None if divisor is None else divisor / parts  # the mean of the parts is then the whole sum over it
+        # The mean of the parts is then the whole sum over the divisor.
+        own = None if divisor is None else divisor / parts
         return torch.stack([self.head(y, part, own) for (_, y), part in pairs]).mean()
 
     def through(self, blocks: range, layouts: Sequence[TokenLayout], halves: Sequence[Half]) -> Sequence[Half]:
-        """Take the halves of a micro-batch, or the whole as one, through a range of blocks and the norm behind them,
-        which is that of the next block or the final one.
+        """Take the halves of a micro-batch, or the whole as one, through a range of blocks and the norm behind them.
+        That norm belongs to the next block, or is the final one.
 
         Args:
+            blocks: the numbers of the blocks.
             layouts: the layout of each half, or of all tokens.
-            halves: streams, each with what is to be added to the stream, or None. They are not normalized yet.
+            halves: residual streams, not normalized yet, each with the tensor that is to be added to it, or None.
 
         Returns:
-            Halves, normalized. Their streams, with nothing to be added, are what a range behind this one takes.
+            Normalized halves. Their streams, with nothing to be added, are the input of a range behind this one.
         """
         norms = [*(cast(Block, block).attention_norm for block in self.blocks), self.final_norm]
         first_norm, last_norm = norms[blocks.start], norms[blocks.stop]
@@ -223,28 +229,30 @@ class Transformer(nn.Module):
     def _recomputed(
         self, blocks: range, layouts: Sequence[TokenLayout], halves: Sequence[Half], recompute: bool
     ) -> tuple[Tensor, ...]:
-        """Take residual streams through every block by itself; with activation checkpointing, if `recompute`."""
+        """Take residual streams through every block by itself, with activation checkpointing if `recompute` is set."""
         return walks.recomputed(
             [(number, self.blocks[number]) for number in blocks],
             layouts,
             tuple(x if y is None else x + finish_leave(y, self.groups, self.sequence_parallel) for x, y in halves),
             again=recompute and self.activation_checkpointing == "full",
-            # A collective of the other half that is started once more has to be finished once more: recomputed to the
-            # end, as a compiled block is anyway. (Its ZeRO-3 hook, at the very end, would give the weights back too
-            # early, and so would that of `down`, which only another half behind it would gather again.)
+            # With two halves, a recomputed block starts a collective of the other half once more, and has to finish it
+            # once more. The block is therefore recomputed to the end, as a compiled block is anyway. A block's ZeRO-3
+            # hook, at the very end, would give the weights back too early. So would the hook of `down`, whose weights
+            # only another half behind it would gather again.
             stop_early=len(halves) == 1 or self.whole_blocks,
             seen=self._seen,
         )
 
     def _seen(self, block: int, stream: Tensor) -> None:
-        """Let a watcher see a stream. This is no part of what is compiled: all blocks are one graph, watched or not."""
+        """Let a watcher see a stream. The call is not part of a compiled graph, because all blocks share one graph,
+        watched or not."""
         if self.watch_blocks:
             self.watch_blocks(block, stream.detach())
 
     def _embed(self, tokens: Tensor) -> Half:
         y = self.embedding(tokens)
         like = y if self.groups.tp_size == 1 else y[1]
-        # Zeros that want a gradient, like every other residual stream: one graph serves all blocks.
+        # The zeros want a gradient, like every other residual stream, so that one graph serves all blocks.
         return Half(torch.zeros_like(like).requires_grad_(torch.is_grad_enabled()), y)
 
     @property
@@ -253,7 +261,7 @@ class Transformer(nn.Module):
 
     @property
     def functions(self) -> list[AttentionFunction]:
-        """The functions of the attention layers. They may be set, to others for a while, say."""
+        """The functions of the attention layers. They may be set, for a while or for good."""
         return [layer.function for layer in self.attention_layers]
 
     @functions.setter
@@ -262,13 +270,14 @@ class Transformer(nn.Module):
             layer.function = function
 
     def keep_weights(self) -> None:
-        """Make what linear layers keep of their weights (layers.keep_weights): at first, and whenever these changed."""
+        """Make the tensors that linear layers keep of their weights (layers.keep_weights). Call it at first, and
+        whenever the weights have changed."""
         keep_weights(self)
 
     @property
     def matmuls(self) -> list[dict[str, Matmul]]:
-        """How the linear layers of each block multiply, as given to the constructor. They may be set, to others for a
-        while, say, and keep nothing of the weights until keep_weights is called."""
+        """The Matmul of the linear layers of each block, as given to the constructor. They may be set, for a while or
+        for good. Layers then keep nothing of the weights until keep_weights is called."""
         return [cast(Block, block).matmuls for block in self.blocks]
 
     @matmuls.setter
@@ -283,8 +292,8 @@ class Transformer(nn.Module):
 
     @contextmanager
     def exact(self, attention: AttentionFunction) -> Iterator[None]:
-        """Compute without quantization for a while: attention layers that quantize have this function, and linear
-        layers multiply in the dtype of their operands."""
+        """Compute without quantization for a while. Attention layers that quantize get this function, and linear layers
+        multiply in the dtype of their operands."""
         changes: dict[tuple[Any, str], object] = {
             (layer, "function"): attention for layer in self.attention_layers if layer.function.quantized
         }
@@ -317,7 +326,7 @@ class Transformer(nn.Module):
             if cu_seqlens is not None:  # documents of other parts have length zero
                 own = (cu_seqlens - part * num_tokens).clamp(0, num_tokens)
                 if self.head.compiled:
-                    # One graph for any number of documents, not one for each.
+                    # Without the mark, every number of documents would get a graph of its own.
                     torch._dynamo.maybe_mark_dynamic(own, 0)
             layouts.append(token_layout(wanted, num_sequences, num_tokens, cos, sin, own, max_seqlen))
         return layouts

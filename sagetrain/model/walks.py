@@ -1,30 +1,30 @@
-"""In which order the tokens of a micro-batch go through the stages of the blocks.
+"""The order in which the tokens of a micro-batch go through the stages of the blocks.
 
-What a block computes is written in block.Block. The stages of all blocks form one string,
+The computation of a block is written in block.Block. The stages of all blocks form one string:
 
     normalize  project  attend  out  normalize  gate_up  down  normalize  project  ...
 
-and here are the three ways to walk it.
+There are three ways to walk this string.
 
-whole       All tokens together: without tensor parallelism, or with too few tokens to halve.
+whole       All tokens go together: without tensor parallelism, or with too few tokens to halve.
 
-staggered   Under tensor parallelism the tokens go in two halves, the second one step behind the first, so that the
-            collectives of each run beside the work of the other, forward and backward:
+staggered   Under tensor parallelism the tokens go in two halves, the second one step behind the first. The collectives
+            of each half then run beside the work of the other, forward and backward:
 
     first   project    attend, out  normalize    gate_up      down       normalize
     second  normalize  project      attend, out  normalize    gate_up    down
 
-            `out` and `down` start a sum; `normalize` finishes it and starts a gather, which the stage after it
-            finishes. Halves are whole sequences. Where a micro-batch has no half of them (one sequence), the second
-            half catches up, attention takes both at once, and the second falls behind again.
+            `out` and `down` start a sum. `normalize` finishes it and starts a gather, and the stage after it finishes
+            the gather. Halves are whole sequences. A micro-batch of one sequence has no such halves: the second half
+            catches up, attention takes both at once, and the second half falls behind again.
 
-recomputed  Every block by itself, from residual stream to residual stream: so little is kept for the backward pass,
-            which computes the block once more; all of it, or (`selective`) what is cheap: the results of matmuls and of
-            attention are kept.
+recomputed  Every block goes by itself, from residual stream to residual stream, so that little is kept for the
+            backward pass. The backward pass computes the whole block once more. With `selective` it computes only the
+            cheap part again, and the results of matmuls and of attention are kept.
 
-Whole and staggered walk one stretch at a time, which torch.compile makes one graph of: from the `project` of a block to
-the `normalize` of the next one. The second half enters it one stage earlier, with the sum of the block before still on
-its way. All blocks share the graph.
+Whole and staggered walk one stretch at a time, from the `project` of a block to the `normalize` of the next one.
+torch.compile makes one graph of a stretch, and all blocks share the graph. The second half enters the stretch one stage
+earlier, while the sum of the block before is still on its way.
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ class Half(NamedTuple):
     stream: Tensor
     """The residual stream, [tokens (/ tp with sequence parallelism), hidden]."""
     made: Any
-    """What the last stage made: to be added to the stream, made of the stream, or None."""
+    """The output of the last stage: a tensor to be added to the stream, one made of the stream, or None."""
 
 
 class Part(NamedTuple):
-    """What stages want to know of the tokens that come, beside the tokens."""
+    """The inputs of a stage beside the tokens."""
 
     layout: TokenLayout
     """The layout of all tokens that go through attention together with these."""
     cos: Tensor
-    """fp32 [tokens, 1, head_dim / 2]."""
+    """The cosines of the rotation angles, fp32 [tokens, 1, head_dim / 2]."""
     sin: Tensor
-    """fp32 [tokens, 1, head_dim / 2]."""
+    """The sines of the rotation angles, fp32 [tokens, 1, head_dim / 2]."""
     gains: dict[RMSNorm, Tensor]
     """The gains of the block's norms, as norm.enter_gains returns them."""
 
@@ -72,12 +72,12 @@ class Part(NamedTuple):
 BlockStage = Callable[[Tensor, Any, Part], Half]
 
 Stretch = tuple[Sequence[BlockStage], BlockStage, Sequence[BlockStage]]
-"""Stages in a row: those before attention, attention, the only one that sees more than one token at a time, and those
-after it. The first half has done the first of them in the stretch before."""
+"""Stages in a row: the stages before attention, attention itself, and the stages after it. Attention is the only stage
+that sees more than one token at a time. The first half has done the first stage in the stretch before."""
 
 
 def idle(x: Tensor, y: Any, part: Part) -> Half:
-    """A stage that does nothing, where a stretch begins or ends apart from others."""
+    """Return x and y as they are. This stage stands where a stretch begins or ends apart from others."""
     return Half(x, y)
 
 
@@ -99,7 +99,8 @@ def whole(stretch: Stretch, tokens: Half, part: Part) -> Half:
 def staggered(
     stretch: Stretch, halves: Sequence[Half], parts: Sequence[Part], *, attend_together: bool
 ) -> tuple[Half, Half]:
-    """Take the first half through all stages but the first, the second one step behind it, so without the last."""
+    """Take the first half through all stages but the first. The second half stays one step behind, so it goes through
+    all stages but the last."""
     before, attend, (out, *after) = stretch
     (first, second), (one, two) = halves, parts
     if attend_together:
@@ -110,14 +111,15 @@ def staggered(
         o = attend(first.stream, qkv, one).made.chunk(2)
         first, second = Half(first.stream, o[0]), Half(second.stream, o[1])
         steps = (idle, out, *after)
-    else:  # out starts the sum: attention before it would only hold up the other half
+    # `out` starts the sum, so attention comes right before it. Attention alone would only hold up the other half.
+    else:
         steps = (*before, lambda x, y, part: out(*attend(x, y, part), part), *after)
     for behind, ahead in pairwise(steps):
         first, second = ahead(*first, one), behind(*second, two)
     return first, second
 
 
-# By the beginnings of their names: not every torch has all of them.
+# Operators are found by the beginnings of their names, because not every torch has all of them.
 _DEAR = (
     "aten.mm.",
     "aten._scaled_mm",
@@ -134,9 +136,11 @@ def _policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPol
 
 
 def selective(block: Callable[..., tuple[Tensor, ...]], *inputs: Any) -> tuple[Tensor, ...]:
-    """What a block makes of its inputs, which with the results of its matmuls and of attention is all that it keeps for
-    the backward pass. To be called inside of what torch.compile traces: outside it would not see single operators.
-    (FlashAttention's own package is none that it could see, so it runs again.)"""
+    """Run a block, and keep only its inputs and the results of its matmuls and of attention for the backward pass.
+
+    Call it inside of the code that torch.compile traces, because outside of it single operators would not be visible.
+    FlashAttention's own package is not visible even there, so it runs again in the backward pass.
+    """
     contexts = partial(create_selective_checkpoint_contexts, _policy)
     made: tuple[Tensor, ...] = checkpoint(
         block, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
@@ -156,11 +160,12 @@ def recomputed(
     """Take residual streams through every block by itself.
 
     Args:
-        blocks: each with its number.
-        again: compute the blocks once more in the backward pass. Otherwise nothing but what blocks see to themselves
-            (`selective`) is computed twice.
+        blocks: each block with its number.
+        layouts: the layout of each half, or of all tokens.
+        again: compute the blocks once more in the backward pass. Otherwise only the parts that blocks recompute
+            themselves (`selective`) are computed twice.
         stop_early: end the second pass with the last tensor that the backward pass needs.
-        seen: given each block's number and the first of the streams behind it.
+        seen: called with each block's number and the first of its output streams.
     """
     run = partial(checkpoint, use_reentrant=False) if again else nn.Module.__call__
     with set_checkpoint_early_stop(stop_early):

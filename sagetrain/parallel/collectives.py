@@ -113,9 +113,8 @@ class _Finish(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, given: Tensor, result: Tensor | None, back: Collective, group: ProcessGroup) -> Tensor:
         ctx.back, ctx.group = back, group
-        ctx.packed = (
-            result is not None and result.shape[1:] != given.shape[1:]
-        )  # _EndBackward returned an empty matrix in the packed shape
+        # With packed gradients, _EndBackward returned an empty matrix in the packed shape.
+        ctx.packed = result is not None and result.shape[1:] != given.shape[1:]
         return given.view_as(given) if result is None else finish(result)
 
     @staticmethod

@@ -37,7 +37,7 @@ from torch.distributed import ProcessGroup
 SLOTS = 3
 """The number of slots: one for each half of a micro-batch, and one for a collective that starts before these are
 finished."""
-_ALIGNMENT = 512  # bytes of a slot are a multiple of this
+_ALIGNMENT = 512  # the bytes of a slot are a multiple of this
 _TRIAL_SECONDS = 20.0
 
 
@@ -274,7 +274,7 @@ class DeviceMemory:
 
     def _event(self) -> int:
         event = ctypes.c_void_p()
-        self._create(event, 2)  # the flag CU_EVENT_DISABLE_TIMING
+        self._create(event, 2)  # 2 is the flag CU_EVENT_DISABLE_TIMING
         assert event.value is not None
         return event.value
 

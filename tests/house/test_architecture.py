@@ -269,6 +269,7 @@ PLAIN = (
             "engines",
             "inference",
             "interop",
+            "model",
             "optim",
             "parallel",
             "planning",
