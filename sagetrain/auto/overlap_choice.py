@@ -79,7 +79,7 @@ def _layout(cfg: RunConfig) -> dict[str, Any]:
 FEW, MANY = 2, 8
 """The number of blocks of the two models. A run of fewer blocks than MANY is timed whole."""
 _WARM_UP, _MICRO_STEPS, _WINDOWS = 3, 6, 3
-# The rows of the embedding and the head. Their time is the same both ways, so they are kept small.
+# The embedding and the head get this many rows a rank. Their time is the same both ways, so they are kept small.
 _ROWS_A_RANK = 512
 
 

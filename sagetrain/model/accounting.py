@@ -29,9 +29,9 @@ PREFETCH_BUCKET = 50_000_000
 _REUSE_DISTANCE = 1_000_000_000
 # These are the bucket and the share of our own reduction (engines/reduction.py), in elements.
 _BUCKET_BESIDE, _OWN = 50_000_000, 8_000_000
-# The number of logits that exist at once; see parallel/cross_entropy.py.
+# This many logits exist at once, see parallel/cross_entropy.py.
 _CHUNK_LOGITS = 2**28
-# The FLOPs of a block's matmuls from which two halves gain. Below, a host launches slower than a GPU computes
+# Two halves gain from this many FLOPs of a block's matmuls on. Below, a host launches slower than a GPU computes
 # (results/tensor-parallel).
 _OVERLAP_FLOPS = 3e12
 

@@ -11,10 +11,10 @@ from sagetrain.parallel.topology import ParallelGroups
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * gain over the last dim, computed in fp32 and returned in x's dtype.
+    """RMSNorm over the last dim: x / rms(x) * gain. The norm is computed in fp32 and returned in x's dtype.
 
-    The gain is replicated over the tensor-parallel group. Where the ranks apply it to different data (their heads,
-    or their tokens under sequence parallelism), `split_input` makes autograd sum its gradient over the group.
+    The gain is replicated over the tensor-parallel group. Where the ranks apply it to different data (their heads, or
+    their tokens under sequence parallelism), `split_input` makes autograd sum its gradient over the group.
     """
 
     def __init__(

@@ -49,9 +49,9 @@ _Moment = Literal["forward", "recomputed", "backward"]
 _Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all"]
 _Beside = Literal["nothing", "forward", "backward", "weight gradients"]
 
-# The share of a sequence's causal square that lies inside documents, keyed by the tokens of the sequence. The text is
-# that of the measured runs: English documentation and books, 1,100 tokens a document on average, half of the documents
-# below 320.
+# The table maps the tokens of a sequence to the share of its causal square that lies inside documents. The text is that
+# of the measured runs: English documentation and books, 1,100 tokens a document on average, half of the documents below
+# 320.
 _DOCUMENT_SHARES = {
     128: 1.0, 1024: 0.79, 2048: 0.69, 4096: 0.58, 8192: 0.45, 16384: 0.32, 32768: 0.21, 65536: 0.145, 131072: 0.10
 }  # fmt: skip

@@ -19,7 +19,7 @@ from sagetrain.model.backends import (
 )
 from sagetrain.parallel.lowbit import RECIPES, LowBit
 
-# The least compute capability whose matmuls support the precision. fp8 needs Ada or Hopper, and int8 needs Ampere.
+# The matmuls of a precision need at least this compute capability: Ada or Hopper for fp8, Ampere for int8.
 _CAPABILITY = {"fp8": (8, 9), "int8": (8, 0)}
 
 

@@ -138,7 +138,7 @@ def _float64(value: Tensor | float) -> Tensor | float:
 
 
 def _numbers_first(values: dict[_Key, Tensor | float]) -> dict[_Key, Tensor | float]:
-    """Order the metrics by kind and name, so that the order does not depend on the order in which they were added."""
+    """Put numbers before tensors, and sort both by key. The order then does not depend on the order of adding."""
     return dict(sorted(values.items(), key=lambda item: (isinstance(item[1], Tensor), item[0])))
 
 

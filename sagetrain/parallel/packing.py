@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sagekernels.casts import E4M3, MULTIPLE, quantize
 
-# The number of mantissa bits of an fp32, which lie below its exponent.
+# An fp32 has this many mantissa bits, below its exponent.
 _MANTISSA = 23
 
 
