@@ -1,7 +1,7 @@
 """Build a run in five acts: check files, meet, settle `auto`, build the engine, resume.
 
-Each act takes what it needs and returns what it found. What can be wrong with files and settings comes first, before
-ranks begin to wait for each other; what takes long comes last, when nothing is left that could be refused.
+Each act takes what it needs and returns what it found. Files and settings are checked first, before ranks wait for each
+other. Slow work comes last, when nothing can be refused any more.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from sagetrain.training.start_line import start_line
 
 @dataclass(frozen=True)
 class Built:
-    """The engine, and the attention functions of the precision ladder by name."""
+    """The engine of a run, and the attention functions of the precision ladder by name."""
 
     engine: Engine
     rungs: Mapping[str, AttentionFunction]
@@ -76,15 +76,17 @@ def build(
     """Build a run on this rank; collective.
 
     Args:
-        layers_of_tp: the tensor-parallel size by which linear layers are in 8 bits or not, where that is another run's.
-        own_process: signals stop the run, and a run that hangs ends the process. False in a program that goes on after
-            it.
-        hears: gets the lines for people on rank 0. None: they go to stderr.
+        cfg: the configuration of the run.
+        layers_of_tp: the tensor-parallel size that decides which linear layers are in 8 bits, if it is another run's;
+            None: this run's size.
+        own_process: let signals stop the run, and end the process if the run hangs. False in a program that continues
+            after the run.
+        hears: gets the lines for people on rank 0. None: the lines go to stderr.
 
     Raises:
         ConfigError: files, settings or hosts do not allow the run.
-        CheckpointError: its checkpoints, or its folder, cannot be used.
-        TrainingError: memory is out.
+        CheckpointError: the checkpoints or the folder of the run cannot be used.
+        TrainingError: a GPU is out of memory.
     """
     files = check_files(cfg)
     try:
@@ -101,7 +103,7 @@ def _built(
     own_process: bool,
     hears: Callable[[str], None] | None,
 ) -> Run:
-    """Do what follows the first act; collective."""
+    """Run the acts that follow the first one; collective."""
     met = meet(cfg, files, own_process, hears)
     if cfg.profile is not None:
         record_allocations(met.device)
@@ -128,7 +130,7 @@ def _built(
 
 
 def check_files(cfg: RunConfig) -> CheckedFiles:
-    """Open what the run reads, and see that this device can run it, before any rank waits for another.
+    """Open the files that the run reads, and check that this device can run it. Nothing waits for another rank here.
 
     Raises:
         ConfigError: a file or a setting does not allow the run.
@@ -170,24 +172,27 @@ def check_files(cfg: RunConfig) -> CheckedFiles:
 def meet(
     cfg: RunConfig, files: CheckedFiles, own_process: bool = True, hears: Callable[[str], None] | None = None
 ) -> Meeting:
-    """Join the other ranks, see that all hosts brought the same, and find the checkpoint to go on from; collective.
+    """Join the other ranks, check that all hosts have the same inputs, and find the checkpoint to continue from;
+    collective.
 
     Args:
-        own_process: see build.
-        hears: see build.
+        own_process: see `build`.
+        hears: see `build`.
 
     Raises:
         ConfigError: hosts differ or do not come, or the checkpoint is of another run.
-        CheckpointError: another run has the folder, or none of its checkpoints is whole.
+        CheckpointError: another run uses the folder, or all of its checkpoints are damaged.
     """
     preflight.use_interface(cfg.training.network_interface)
     stop, folder, parallel = StopSignal(own_process), files.folder, cfg.parallel
     patience, rank = cfg.training.timeout_minutes, int(os.environ.get("RANK", "0"))
     watchdog = Watchdog(folder.stacks, rank, 60 * patience, own_process)
     with ended_by_signals() if own_process else nullcontext():
-        device = init_distributed(2 * patience)  # the watchdog comes first: it can say more than a collective
+        # The timeout of collectives is twice that of the watchdog, which then ends a hanging run first and can say
+        # more.
+        device = init_distributed(2 * patience)
         topology = Topology(dist.get_world_size(), parallel.tensor_parallel_size, parallel.context_parallel_size)
-        # Reading files may take a while: the ranks have met by now, and each host tells how far it is.
+        # Reading files may take a while. The ranks have met by now, so each host can report its progress.
         hashes = preflight.check_in(cfg, topology, device, partial(_hashes, files), hears or to_stderr)
         preflight.share(folder, hears or to_stderr)
     groups = ParallelGroups.create(topology, timedelta(minutes=2 * patience))
@@ -196,13 +201,14 @@ def meet(
         watchdog.forget()
     seed_everything(cfg.training.seed, f"rank {groups.rank}")
     checkpoint, damaged = on_disk.newest_whole(folder.checkpoints, reporter.say)
-    if checkpoint is not None:  # before auto is timed and the model is built
+    # The checkpoint is checked before `auto` is measured and the model is built.
+    if checkpoint is not None:
         check(checkpoint, cfg, files.identity, hashes)
     return Meeting(device, groups, hashes, checkpoint, damaged, stop, watchdog, reporter)
 
 
 def _hashes(files: CheckedFiles, say: Callable[[str], None]) -> dict[str, str]:
-    """Check this host's data and return hashes of it by name. One rank of a run reads all tokens, before its first
+    """Check this host's data and return its hashes by name. One rank of a run reads all tokens, before its first
     save."""
     streams = {"data.train": files.train} | ({"data.valid": files.valid} if files.valid else {})
     hashes = verify.verify(streams, deep=dist.get_rank() == 0 and not files.folder.checkpoints.exists(), say=say)
@@ -221,7 +227,7 @@ def compiles(cfg: RunConfig, device: torch.device) -> bool:
 
 
 def make_engine(settled: Settled, files: CheckedFiles, met: Meeting) -> Built:
-    """Make the model and what does its steps, and say what runs; collective."""
+    """Make the model and its engine, and print what runs; collective."""
     cfg, vocab_size = settled.cfg, padded_vocab_size(files.vocab_size)
     rungs = rungs_of(cfg.stability.precision, cfg.attention, cfg.model, device=met.device, dtype=files.dtype)
     model = Transformer(
@@ -255,10 +261,10 @@ def make_engine(settled: Settled, files: CheckedFiles, met: Meeting) -> Built:
 
 
 def resume(cfg: RunConfig, files: CheckedFiles, met: Meeting, settled: Settled, engine: Engine) -> Resumed:
-    """Load the checkpoint that the run goes on from, or the weights that it begins with; collective.
+    """Load the checkpoint that the run continues from, or the weights that it begins with; collective.
 
     Raises:
-        CheckpointError: what is on disk does not fit the model or the order of samples.
+        CheckpointError: the files do not fit the model or the order of samples.
     """
     if met.checkpoint is None:
         record = init_from.start_from(cfg.training, engine, files.folder.path, met.reporter.say)
@@ -279,9 +285,10 @@ def resume(cfg: RunConfig, files: CheckedFiles, met: Meeting, settled: Settled, 
 def assemble(
     cfg: RunConfig, files: CheckedFiles, met: Meeting, settled: Settled, built: Built, resumed: Resumed
 ) -> Run:
-    """Put together what the acts have found with what saves, watches and feeds the run; collective."""
+    """Make the run from the results of the acts, and add its saver, its controllers and its loader; collective."""
     folder, groups, engine = files.folder, met.groups, built.engine
-    if met.main and files.tokenizer:  # `sagetrain generate` needs nothing but the run folder
+    # The tokenizer is copied, because `sagetrain generate` needs nothing but the run folder.
+    if met.main and files.tokenizer:
         write_atomic(folder.path / files.tokenizer.file_name, files.tokenizer.model)
     saver = Saver(
         folder.checkpoints,

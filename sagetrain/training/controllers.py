@@ -1,8 +1,8 @@
-"""What watches a run's steps, and what follows from it: one place for all of stability.
+"""Everything that watches a run's steps for stability, and decides what follows.
 
-Between the batches of a step and its update stand the observers; between two steps the controllers decide how the run
-goes on. What a controller remembers is in every checkpoint. A step that goes wrong leaves a bundle and, as the policy
-says, ends the run, is left out, or sends the run back to a checkpoint. Every rank does the same.
+Observers look at a step between its batches and its update. Controllers decide between two steps how the run continues.
+Every checkpoint contains what a controller remembers. A step that goes wrong leaves a bundle. The policy then ends the
+run, leaves the step out, or sends the run back to a checkpoint. Every rank does the same.
 """
 
 from __future__ import annotations
@@ -39,17 +39,19 @@ from sagetrain.training import failed_step
 from sagetrain.training.reporter import Reporter
 
 GoBack = Callable[[Callable[[int], bool]], TrainState | None]
-"""Load the newest whole checkpoint, of those of wanted steps; the state that it holds. None: there is none."""
+"""A function that loads the newest undamaged checkpoint whose step is wanted, and returns its state. It returns None if
+there is no such checkpoint."""
 
 
 class Controllers:
     """The observers and controllers of one run.
 
     Args:
-        cfg: with nothing of attention and linear layers left `auto`.
-        rungs: of the precision ladder, if there is one.
-        stream: which samples a bundle names.
-        state: where the run is, with what `state` returned when its checkpoint was written; {}: it begins.
+        cfg: the configuration, with `auto` settled for attention and linear layers.
+        rungs: the attention functions of the precision ladder by name; empty without a ladder.
+        stream: the stream that says which samples a bundle names.
+        state: the position of the run. Its `controllers` are the result of `state` when the checkpoint was written, and
+            {} in a new run.
     """
 
     def __init__(
@@ -74,11 +76,12 @@ class Controllers:
         self._probe = QuantizationProbe(model, exact, groups, device)
         self.updates = updates_of(cfg, engine)
         self.spikes, self._event_step = Spikes(stability.spikes), 0
-        self._trail: list[dict[str, Any]] = []  # the steps since the newest checkpoint, for bundles
+        # These are the steps since the newest checkpoint, for bundles.
+        self._trail: list[dict[str, Any]] = []
         micro_batch = cfg.data.micro_batch_size * cfg.data.seq_length
         decay = stability.noise_scale.decay
         noise = NoiseScale(micro_batch, decay)
-        # In the order in which they read, and add to, a step's numbers.
+        # The controllers are in the order in which they read a step's numbers and add to them.
         self.controllers: list[Controller] = [self.spikes, noise, QuantNoise(micro_batch, noise, decay), Vanishing()]
         self._aware, self._measured = None, Measured()
         self._movers: dict[str, Ladder | LinearSchedule | NoiseAware] = {}
@@ -93,21 +96,24 @@ class Controllers:
         self._restore(state.controllers)
         for name, mover in self._movers.items():
             reporter.say(f"{name}: {mover.summary()}")
-        self._say_unmeasured()  # of layers as the movers have left them
+        # This comes last, because the movers have set the precision of the layers now.
+        self._say_unmeasured()
 
     def _say_unmeasured(self) -> None:
         settings, linear = self._cfg.stability.monitor, self._linear.layers
         if self._monitor.every and linear and not self._engine.takes_probes:
             self._reporter.say("stability.monitor: what linear layers lose in 8 bits is not measured at ZeRO 3")
             linear = {}
-        if isinstance(settings.every_steps, int) and not (self._monitor.layers or linear):  # `auto`, or a mover, chose
+        # The user asked for a measurement, but `auto` or a mover has chosen layers in which there is nothing to
+        # measure.
+        if isinstance(settings.every_steps, int) and not (self._monitor.layers or linear):
             said = f"no layer looked at quantizes attention ({self._cfg.attention.backend}) or multiplies in 8 bits"
             self._reporter.say(f"stability.monitor: {said}: nothing is measured")
 
     # -- what a checkpoint has of it -----------------------------------------------------------------------------
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """What each controller remembers, by its name."""
+        """Return what each controller remembers, by the controller's name."""
         return {controller.name: controller.state() for controller in self.controllers}
 
     def _restore(self, states: Mapping[str, Mapping[str, Any]]) -> None:
@@ -115,17 +121,18 @@ class Controllers:
             controller.restore(states.get(controller.name, {}))
 
     def forget(self, step: int) -> None:
-        """A checkpoint of this step is published: bundles of later steps begin with it."""
+        """Forget the steps up to this one, because its checkpoint is published. Bundles of later steps begin with that
+        checkpoint."""
         self._trail = [row for row in self._trail if row["step"] > step]
 
     def tell(self, state: TrainState) -> None:
-        """Write what was measured so far about the run's stability (stability.json)."""
+        """Write the measurements of the run's stability so far to stability.json."""
         if self._engine.groups.rank == 0:
             metrics = self._measured.state()["metrics"]
             self._folder.tell_stability(state.step, state.tokens, metrics, self._critical())
 
     def say_critical(self) -> None:
-        """Say at how many tokens per step quantization would be too much, if that was measured."""
+        """Print the number of tokens per step at which quantization would add too much noise, if it was measured."""
         if critical := self._critical():
             said = f"quantization's error beside the gradient's noise: {critical_in_words(critical)}"
             self._reporter.say(f"{said} (stability.json, docs/stability.md)")
@@ -136,24 +143,26 @@ class Controllers:
     # -- around a step -------------------------------------------------------------------------------------------
 
     def tokens_of_step(self, tokens: int) -> int:
-        """Of the step to come, after so many tokens."""
+        """Return the tokens of the next step, which begins after `tokens` tokens."""
         return self._aware.now if self._aware else tokens_per_step(self._cfg.tokens_per_step, tokens)
 
     def tokens_ahead(self, tokens: int) -> int | None:
-        """Of the step after the one to come, which ends at so many tokens: to prepare for. None: the run ends there."""
+        """Return the tokens of the step that follows the next one, so that its data can be prepared. The next step ends
+        at `tokens`. Return None if the run ends there."""
         if tokens >= self._cfg.training.total_tokens:
             return None
         return self._aware.following if self._aware else tokens_per_step(self._cfg.tokens_per_step, tokens)
 
     def observers(self, step: int, size: int) -> Observers:
-        """Of a step of `size` tokens."""
+        """Return the observers of a step of `size` tokens."""
         data, stability = self._cfg.data, self._cfg.stability
         linear = self._monitor.every if self._engine.takes_probes else None
         if linear and stability.monitor.every_steps == "auto":
             micro_batches = size // (data.micro_batch_size * data.seq_length * self._engine.groups.dp_size)
             linear = max(linear, MICRO_BATCHES // micro_batches)
         probed = (self._probe, stability.quant_noise.every_steps), (self._linear, linear)
-        several = size > data.micro_batch_size * data.seq_length  # one gradient says nothing about its noise
+        # A single gradient says nothing about its noise.
+        several = size > data.micro_batch_size * data.seq_length
         return Observers(
             noise=self._noise if several and _due(stability.noise_scale.every_steps, step) else None,
             probes=[probe for probe, every in probed if _due(every, step)],
@@ -164,7 +173,8 @@ class Controllers:
         )
 
     def taken(self, state: TrainState, size: int, result: StepResult) -> list[Event]:
-        """Take note of a step that has brought the run to `state`; what it was, and what the controllers decide."""
+        """Record a step that has brought the run to `state`. Return the event of the step, if it has one, and the
+        events of the controllers' decisions."""
         row = {"step": state.step, "tokens": size, "loss": result.loss, "grad_norm": result.grad_norm}
         self._trail.append({**row, "attention": self._attention()})
         if result.event:
@@ -172,15 +182,16 @@ class Controllers:
         return [*([result.event] if result.event else []), *self.ask(state, size, result.metrics)]
 
     def ask(self, state: TrainState, size: int, metrics: dict[str, float]) -> list[Event]:
-        """Tell the controllers of the step that has brought the run to `state`; what they decide."""
+        """Tell the controllers of the step that has brought the run to `state`. Return the events of their
+        decisions."""
         taken = Taken(state.step, state.tokens, size, metrics)
         return [event for controller in self.controllers for event in controller.after_step(taken)]
 
     # -- steps that go wrong -------------------------------------------------------------------------------------
 
     def keep_bundle(self, state: TrainState, size: int, lr: float, result: StepResult) -> None:
-        """Keep what it takes to take the step after `state` again; of spikes in a row that are trained on, for
-        the first."""
+        """Write the bundle with which the step after `state` can be taken again. If several spikes in a row are trained
+        on, only the first one gets a bundle."""
         step, event = state.step + 1, result.event
         assert event, "a bundle is of a step that went wrong"
         before, self._event_step = self._event_step, step
@@ -205,14 +216,15 @@ class Controllers:
         self._reporter.say(f"step {step}: {folder} has what `sagetrain replay` needs to take it again")
 
     def _attention(self) -> list[str]:
-        """What each layer has."""
+        """Return a description of each layer's attention function."""
         return [failed_step.describe(function) for function in self._engine.model.functions]
 
     def leave_out(self, state: TrainState, size: int, result: StepResult, go_back: GoBack) -> TrainState:
-        """What the policy says of the step after `state`, whose update was not made: where the run stands then.
+        """Apply the policy to the step after `state`, whose update was not made. Return the position of the run after
+        that.
 
         Raises:
-            TrainingError: it ends.
+            TrainingError: the policy ends the run.
         """
         cfg, step, settings, event = self._cfg, state.step + 1, self.spikes.settings, result.event
         assert event, "a step is left out because something is wrong with it"
@@ -239,7 +251,14 @@ class Controllers:
     def _rewind(
         self, state: TrainState, size: int, event: Event, go_back: GoBack
     ) -> tuple[TrainState, int, list[Event]]:
-        """Weights and optimizer of an earlier checkpoint, behind the present step; that one's step; what moves back."""
+        """Load weights and optimizer of an earlier checkpoint, but continue after the present step.
+
+        Returns:
+            The new position, the step of that checkpoint, and the events of the movers that went back.
+
+        Raises:
+            TrainingError: there is no checkpoint to go back to.
+        """
         step, seq_length = state.step + 1, self._cfg.data.seq_length
         back = go_back(partial(self.spikes.may_go_back, step))
         if back is None:
@@ -263,8 +282,9 @@ class Controllers:
         return back, weights_of, moved
 
     def drop(self, state: TrainState, size: int, why: str) -> None:
-        """Pass over the samples of a step: every later one has those it would have."""
-        self._reporter.row()  # of the step before, which may be the last that is taken
+        """Pass over the samples of a step. Every later step keeps the samples that it would have had."""
+        # This writes the row of the step before, which may be the last step that is taken.
+        self._reporter.row()
         first = state.sequences
         state.advance(size, self._cfg.data.seq_length, dropped=True)
         self._reporter.write(state, {"train/dropped_tokens": size})
@@ -275,7 +295,8 @@ class Controllers:
 
 
 def updates_of(cfg: RunConfig, engine: Engine) -> Sequence[UpdateObserver]:
-    """Return what looks at every update of a run, and may change the weights: the cap on the gains of QK-norm."""
+    """Return the observers of every update of a run: the cap on the gains of QK-norm, if it is set. Observers may
+    change the weights."""
     if cfg.stability.qk_gain.cap is None:
         return ()
 
@@ -286,5 +307,5 @@ def updates_of(cfg: RunConfig, engine: Engine) -> Sequence[UpdateObserver]:
 
 
 def _due(every: int | None, step: int) -> bool:
-    """Whether it is one of the steps that something is measured in."""
+    """Whether something that is measured every `every` steps is measured at this step."""
     return every is not None and step % every == 0

@@ -1,4 +1,4 @@
-"""What is kept of a step that went wrong, so that it can be taken again: small files, no weights.
+"""Write and read the bundle of a step that went wrong: small files, without weights, to take the step again.
 
     run_dir/spikes/step-00000015/
       bundle.json      the step, its samples, its numbers beside their limits, the gradient norm of each layer, and from
@@ -37,7 +37,7 @@ FORMAT = 1
 
 
 def describe(function: AttentionFunction) -> str:
-    """An attention function in words: "sage fine", "sdpa"."""
+    """Describe an attention function in words: "sage fine", "sdpa"."""
     return " ".join([function.name, *filter(None, [getattr(function, "recipe", None)])])
 
 
@@ -47,7 +47,8 @@ def functions(
     settings: AttentionConfig,
     device: torch.device,
 ) -> list[AttentionFunction]:
-    """The functions that `describe` has put in words: those of `known`, others by the settings of attention."""
+    """Return the functions that `describe` has put in words. Functions of `known` are used, and others are made from
+    the settings of attention."""
     found = {describe(function): function for function in known}
     for text in dict.fromkeys(words):
         name, *recipe = text.split()
@@ -72,16 +73,17 @@ def write(
     config_text: str,
     trail: list[dict[str, Any]],
 ) -> Path:
-    """Write the bundle of a step; every rank calls it, after the saver has come to rest. Returns its folder.
+    """Write the bundle of a step and return its folder. Every rank calls this after the saver has finished.
 
     Args:
-        spikes: run_dir/spikes.
-        state: before the step.
-        event: what is wrong with it.
-        samples: source and window in it of each of the step's samples, which follow `state.sequences`.
-        attention: what each layer had.
+        spikes: the folder run_dir/spikes.
+        checkpoints: the folder of the checkpoints.
+        state: the state before the step.
+        samples: the source, and the window in it, of each of the step's samples. They follow `state.sequences`.
+        event: the event that says what is wrong with the step.
+        attention: the description of each layer's attention.
         trail: step, tokens per step, loss, gradient norm and attention of the steps before, back to the newest
-            checkpoint. The attention is kept where it changes.
+            checkpoint. The attention is kept only where it changes.
     """
     folder = spikes / folder_name(state.step + 1)
     folder.mkdir(parents=True, exist_ok=True)
@@ -126,7 +128,7 @@ def _changes(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """The content of bundle.json. Raises ConfigError if this is none, or of another format."""
+    """Return the content of bundle.json. Raises ConfigError if the folder is not a bundle, or has another format."""
     try:
         content: dict[str, Any] = json.loads((folder / "bundle.json").read_text())
         found = content["format"]
@@ -141,12 +143,12 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def ledger_of(content: dict[str, Any]) -> Ledger:
-    """What had been consumed before the step."""
+    """Return the ledger of the samples that had been consumed before the step."""
     return Ledger(**content["ledger"])
 
 
 def needed(spikes: Path) -> set[str]:
-    """Names of the checkpoints that the newest bundle begins with: one, or none."""
+    """Return the names of the checkpoints that the newest bundle needs: one, or none."""
     bundles = sorted(spikes.glob("step-*/bundle.json"))
     try:
         step = json.loads(bundles[-1].read_text())["checkpoint"] if bundles else None

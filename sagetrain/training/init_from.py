@@ -1,4 +1,4 @@
-"""A run that starts with the weights of another: what must fit, and what it takes over. The other one is only read."""
+"""Start a run with the weights of another: check that they fit, and take them over. The other run is only read."""
 
 from __future__ import annotations
 
@@ -19,25 +19,28 @@ from sagetrain.data.token_file import write_atomic
 from sagetrain.engines.protocol import Engine
 
 RECORD = "init_from.json"
-"""What a run folder calls the record of the checkpoint that its run began with."""
-# What of a model may differ in a new phase: how far its positions reach, and what drew weights that are replaced. Its
-# vocabulary is compared by itself: a model section may leave it to the tokenizer.
+"""The name, in a run folder, of the record of the checkpoint that its run began with."""
+# These keys of a model may differ in a new phase: how far its positions reach, and how weights were drawn, because they
+# are replaced. The vocabulary is compared separately, because a model section may leave it to the tokenizer.
 _FREE = ("rope_theta", "rope_scaling", "init_std", "vocab_size")
 
 
 def check(root: Path, training: TrainingConfig, identity: Identity) -> None:
-    """See that a run can start, before any rank waits for another. A run that has checkpoints of its own, in `root`,
-    goes on from these: what it began with is not looked at again, and may be gone.
+    """Check that a run can start, before any rank waits for another. A run that has checkpoints of its own in `root`
+    continues from them. The checkpoint that it began with is then not checked again, and may be gone.
 
     Args:
-        identity: what the checkpoints of the run are known by.
+        root: the folder of the run's checkpoints.
+        identity: the settings that identify the checkpoints of the run.
 
     Raises:
-        ConfigError: training.init_from is no run and no checkpoint, or is one of another model, vocabulary or
-            tokenizer, or has no moments where they are wanted; or training.run_dir is an imported folder itself.
+        ConfigError: training.init_from is no run and no checkpoint, or it has another model, vocabulary or tokenizer,
+            or it has no moments although they are wanted. It is also raised if training.run_dir itself is an imported
+            folder.
     """
     if own := on_disk.newest(root):
-        with contextlib.suppress(CheckpointError):  # damaged: another one may be whole
+        # The checkpoint is damaged, but another one may be undamaged.
+        with contextlib.suppress(CheckpointError):
             if on_disk.read_state(own).imported:
                 raise ConfigError(
                     f"training.run_dir {training.run_dir} holds an imported model, which is no run that could go on: "
@@ -66,18 +69,20 @@ def check(root: Path, training: TrainingConfig, identity: Identity) -> None:
 
 
 def named(path: Path) -> Path | None:
-    """The checkpoint that training.init_from means: itself, or the newest of a run; None: there is none."""
+    """Return the checkpoint that training.init_from names: the path itself, or the newest one of a run. Return None if
+    there is none."""
     return path if (path / "manifest.json").is_file() else on_disk.newest(path / "checkpoints")
 
 
 def is_recorded(folder: Path, record: InitFromRecord) -> bool:
-    """Whether a checkpoint is the one of a record, wherever it lies."""
+    """Whether a checkpoint is the one of a record, whatever folder it is in."""
     manifest = folder / "manifest.json"
     return manifest.is_file() and on_disk.sha256(manifest) == record.manifest_sha256
 
 
 def recorded(run_dir: Path, init_from: str) -> Path:
-    """The checkpoint that a run began with, where it was or where init_from finds it. CheckpointError if it is gone."""
+    """Return the checkpoint that a run began with, at its recorded path or where init_from finds it. Raises
+    CheckpointError if the checkpoint is gone."""
     path = run_dir / RECORD
     try:
         record = InitFromRecord.from_json(json.loads(path.read_text()), path)
@@ -90,7 +95,7 @@ def recorded(run_dir: Path, init_from: str) -> Path:
 
 
 def differences(theirs: Identity, ours: Identity) -> list[str]:
-    """Why a run cannot begin with the weights of a checkpoint, by what both are known by."""
+    """Return the reasons why a run cannot begin with the weights of a checkpoint, from the identities of both."""
     before, now = flat(theirs.model), flat(ours.model)
     keys = [key for key in now if key in before and key.partition(".")[0] not in _FREE]
     found = [f"model.{key}: {before[key]!r} there, {now[key]!r} here" for key in keys if before[key] != now[key]]
@@ -107,12 +112,16 @@ def differences(theirs: Identity, ours: Identity) -> list[str]:
 def start_from(
     training: TrainingConfig, engine: Engine, folder: Path, say: Callable[[str], None]
 ) -> InitFromRecord | None:
-    """Give the engine the weights, and if wanted the Adam moments, of training.init_from; collective.
+    """Load the weights, and if wanted the Adam moments, of training.init_from into the engine; collective.
 
-    Returns the record of what it was, which also goes to the run folder `folder`; None without training.init_from.
+    Args:
+        folder: the run folder, in which the record is written.
+
+    Returns:
+        The record of the checkpoint; None without training.init_from.
 
     Raises:
-        CheckpointError: its files are not whole, or it is of another shape.
+        CheckpointError: the checkpoint is damaged, or has other shapes.
     """
     if training.init_from is None:
         return None

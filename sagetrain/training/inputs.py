@@ -1,7 +1,8 @@
-"""Checks of the files that a run starts from: token files, tokenizer, the checkpoint it goes on from or begins with.
+"""Check the files that a run starts from: token files, tokenizer, and the checkpoint that it continues from or begins
+with.
 
-`plan` makes these checks of the files that are there, `train` of all files, by the same functions. So `train` refuses
-nothing that `plan` could have found.
+`plan` checks the files that exist and `train` checks all files, with the same functions. So `train` refuses nothing
+that `plan` could have found.
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ if TYPE_CHECKING:
     from sagetrain.data.loader import SampleStream
 
 _READ_TOKENS = 1 << 24
-"""Sources with up to so many tokens are read through: a tenth of a second. Of larger ones each file's ends are."""
+"""The largest number of tokens with which a source is read completely, which takes a tenth of a second. In larger
+sources only the two ends of each file are read."""
 
 
 def identity(cfg: RunConfig, vocab_size: int | None, tokenizer_sha256: str | None, order: str | None) -> Identity:
-    """Return what a checkpoint must share with the run that continues it. None: not known yet."""
-    from sagetrain.checkpoint.state import Identity  # numpy
+    """Return the settings that a checkpoint must share with the run that continues it. Arguments that are not known yet
+    are None."""
+    # This import loads numpy.
+    from sagetrain.checkpoint.state import Identity
 
     return Identity(
         model=cfg.model.model_dump(),
@@ -42,9 +46,10 @@ def identity(cfg: RunConfig, vocab_size: int | None, tokenizer_sha256: str | Non
 
 
 def findings(cfg: RunConfig, tokenizer: Tokenizer | None) -> Iterator[Finding]:
-    """Find what `train` would refuse of the files that are there, and say what it would go on with.
+    """Yield what `train` would refuse in the files that exist, and say what it would continue from.
 
-    tokenizer: the run's; None: its file is not there. Files that are missing are findings of config.rules.data.
+    Args:
+        tokenizer: the run's tokenizer; None: its file does not exist. Missing files are findings of config.rules.data.
     """
     vocab_size = cfg.model.vocab_size or (tokenizer.vocab_size if tokenizer else None)
     sha256 = tokenizer.sha256 if tokenizer else None
@@ -67,7 +72,11 @@ def findings(cfg: RunConfig, tokenizer: Tokenizer | None) -> Iterator[Finding]:
 
 
 def check_prompts(prompts: Sequence[str], tokenizer: Tokenizer, seq_length: int) -> None:
-    """Raise ConfigError if a prompt of samples leaves less than half of the context for what follows it."""
+    """Check that each prompt of samples leaves at least half of the context for its continuation.
+
+    Raises:
+        ConfigError: a prompt is too long.
+    """
     for number, prompt in enumerate(prompts):
         if (size := len(tokenizer.encode(prompt))) > seq_length // 2:
             raise ConfigError(
@@ -90,8 +99,9 @@ def _refused(key: str, value: object, check: Callable[[], object]) -> Iterator[F
 
 
 def _open(cfg: RunConfig, sources: Sequence[DataSource], vocab_size: int | None, sha256: str | None) -> None:
-    """Open the files of sources as training does, and look at their tokens."""
-    from sagetrain.data.token_files import check_vocabulary, open_sources  # numpy
+    """Open the files of sources as training does, and check their tokens."""
+    # This import loads numpy.
+    from sagetrain.data.token_files import check_vocabulary, open_sources
 
     opened = open_sources(sources, cfg.data.seq_length, cfg.data.document_attention, sha256)
     files = [file for source in opened for file in source.files]
@@ -113,13 +123,14 @@ def _same_tokenizer(sources: Sequence[DataSource]) -> None:
 
 
 def _checkpoint(cfg: RunConfig, vocab_size: int | None, sha256: str | None, whole: bool) -> Iterator[Finding]:
-    """Look at the checkpoint that a run would go on from, or that it would begin with. whole: data.train is there."""
+    """Yield findings about the checkpoint that a run would continue from or begin with. `whole` says that data.train
+    exists."""
     root, start = Path(cfg.training.run_dir) / "checkpoints", cfg.training.init_from
     goes_on = any(root.glob("step-*/manifest.json"))
     begins = start is not None and any(Path(start).glob(name) for name in ("manifest.json", "checkpoints/step-*/*"))
     if not (goes_on or begins):
         return
-    # These need torch, which a plan of a run without a checkpoint does without.
+    # These imports need torch, which a plan of a run without a checkpoint does not load.
     from sagetrain.checkpoint import on_disk, reading
     from sagetrain.config.errors import CheckpointError
     from sagetrain.data.loader import SampleStream
@@ -139,7 +150,8 @@ def _checkpoint(cfg: RunConfig, vocab_size: int | None, sha256: str | None, whol
             folder = on_disk.whole(Path(str(start)), lambda said: None, contents=False, moments=moments)
             reader = reading.Reader(folder)
             reading.check_shapes(reader, _shapes(cfg, reader.state.identity.vocab_size))
-    except (CheckpointError, ValueError) as said:  # of a model section that cannot be, too
+    # A ValueError comes from a model section that is impossible.
+    except (CheckpointError, ValueError) as said:
         yield error("refused_by_train", key, value, str(said), "")
 
 
@@ -181,5 +193,6 @@ def _resume(
 
 
 def _shapes(cfg: RunConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor of the configured model, with a vocabulary of so many tokens."""
+    """Return the global shape of every tensor of the configured model, by name, for a vocabulary of `vocab_size`
+    tokens."""
     return {spec.name: spec.shape for spec in tensors(cfg.model, cfg.attention, padded_vocab_size(vocab_size))}

@@ -1,4 +1,5 @@
-"""Learning rate as a pure function of the tokens seen: warm-up, decay, and the rule for changes of tokens per step."""
+"""The learning rate as a pure function of the tokens seen: warm-up, decay, and the rule for changes of tokens per
+step."""
 
 from __future__ import annotations
 
@@ -17,14 +18,17 @@ def learning_rate(
     tokens_per_step: int,
     total_tokens: int,
 ) -> float:
-    """Learning rate of the step that takes the run from `tokens_seen` to `tokens_seen + tokens_per_step`.
+    """Return the learning rate of the step that takes the run from `tokens_seen` to `tokens_seen + tokens_per_step`.
 
-    The curve is read at the middle of the step's tokens: neither the first step (warm-up from 0) nor the last one
-    (decay to 0) is wasted, and changing the tokens per step leaves the area under the curve, learning rate x tokens,
-    as it was. batch_rule then multiplies by (tokens_per_step / reference_tokens_per_step) ** 0, 0.5 or 1; without a
-    reference, which config/rules does not let train, by 1.
+    The curve is read at the middle of the step's tokens. The first step (warm-up from 0) and the last step (decay to 0)
+    are therefore not wasted, and a change of the tokens per step leaves the area under the curve, learning rate ×
+    tokens, as it was.
+
+    batch_rule then multiplies by (tokens_per_step / reference_tokens_per_step) to the power of 0, 0.5 or 1. Without a
+    reference the factor is 1; config/rules does not allow training without one.
     """
-    middle = (tokens_seen + min(tokens_seen + tokens_per_step, total_tokens)) / 2  # the last step may pass the end
+    # The last step may pass the end.
+    middle = (tokens_seen + min(tokens_seen + tokens_per_step, total_tokens)) / 2
     value = curve(optimizer.lr, lr_schedule, middle, total_tokens)
     reference = lr_schedule.reference_tokens_per_step or tokens_per_step
     factor: float = (tokens_per_step / reference) ** _BATCH_RULE_POWER[lr_schedule.batch_rule]
@@ -32,9 +36,9 @@ def learning_rate(
 
 
 def curve(peak: float, lr_schedule: LrScheduleConfig, tokens: float, total_tokens: int) -> float:
-    """The curve itself at a point of the run: 0 at 0, `peak` at warmup_tokens, min_lr at total_tokens and beyond.
+    """Return the value of the curve at `tokens`: 0 at 0, `peak` at warmup_tokens, min_lr at total_tokens and beyond.
 
-    Continuous everywhere. `constant` stays at `peak`; `wsd` leaves it decay_tokens before the end.
+    The curve is continuous. `constant` stays at `peak`. `wsd` stays at `peak` until decay_tokens before the end.
     """
     if tokens < lr_schedule.warmup_tokens:
         return peak * tokens / lr_schedule.warmup_tokens

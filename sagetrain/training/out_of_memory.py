@@ -1,4 +1,4 @@
-"""What is said, and kept, when a GPU's memory is too small."""
+"""Explain an out-of-memory error of a GPU, and keep a snapshot of its memory."""
 
 from __future__ import annotations
 
@@ -15,30 +15,36 @@ from sagetrain.config.schema import RunConfig
 from sagetrain.model.accounting import memory_per_rank, total_bytes
 
 OUT_OF_MEMORY = "is out of GPU memory"
-"""In the error of a run whose GPU is full, and in no other."""
+"""The words that are in the error of a run whose GPU is full, and in no other error."""
 ENTRIES = 50_000
-"""Events of the allocator that are kept, the latest: of some micro-steps. They take up to 50 MB of host memory."""
+"""The number of the allocator's latest events that are kept, which covers some micro-steps. They take up to 50 MB of
+host memory."""
 
 
 def record_allocations(device: torch.device) -> None:
-    """From now on take note of what a GPU's allocator does, and of the Python lines that ask for memory: a snapshot
-    has both. A line costs half a microsecond on a CPU (40 frames deep); on a GPU it is not measured, so a run does it
-    only where it is profiled."""
+    """Record what a GPU's allocator does from now on, and the Python lines that ask for memory. A snapshot contains
+    both.
+
+    A line costs half a microsecond on a CPU (40 frames deep). The cost on a GPU is not measured, so a run records only
+    if it is profiled.
+    """
     if device.type == "cuda":
         torch.cuda.memory._record_memory_history(enabled="all", context="alloc", stacks="python", max_entries=ENTRIES)
 
 
 @contextmanager
 def explained(run_dir: Path, rank: int, predicted: Callable[[], float], ways: Mapping[str, object]) -> Iterator[None]:
-    """Make of a GPU's out-of-memory an error that says what helps, and leave a snapshot of the allocator in the run
-    folder (rank-<rank>.pickle of memory/, for pytorch.org/memory_viz), with what `record_allocations` took note of.
+    """Turn a GPU's out-of-memory error into an error that says what helps. Leave a snapshot of the allocator in the run
+    folder: memory/rank-<rank>.pickle, for pytorch.org/memory_viz. The snapshot contains what `record_allocations` has
+    recorded.
 
     Args:
-        predicted: bytes of a rank, as planned (model.accounting.memory_per_rank) for what is settled by then.
-        ways: keys of the YAML that change it, with their values.
+        predicted: returns the bytes that a rank needs as planned (model.accounting.memory_per_rank), for the settings
+            that are settled by then.
+        ways: the keys of the YAML that change the memory, with their values.
 
     Raises:
-        TrainingError: memory is out.
+        TrainingError: the GPU is out of memory.
     """
     try:
         yield
@@ -59,7 +65,7 @@ def explained(run_dir: Path, rank: int, predicted: Callable[[], float], ways: Ma
 
 
 def memory_explained(cfg: RunConfig, vocab_size: int) -> AbstractContextManager[None]:
-    """Say what helps if a GPU's memory is out, with what `plan` predicts for a configuration."""
+    """Explain an out-of-memory error with what `plan` predicts for a configuration."""
 
     def predicted() -> float:
         return total_bytes(memory_per_rank(cfg, dist.get_world_size(), padded_vocab_size(vocab_size)))

@@ -1,4 +1,4 @@
-"""training.perturb: weights in another rounding, where a run begins or goes on."""
+"""Apply training.perturb: give the weights another rounding when a run begins or continues."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ GAIN = "blocks.0.attention_norm.gain"
 
 @torch.no_grad()
 def perturb(engine: Engine, channel: int) -> None:
-    """Give one gain of the first block's norm the next number above it in the model's dtype; collective.
+    """Replace one gain of the first block's norm by the next larger number in the model's dtype; collective.
 
-    channel: of that gain, the first is 1; 0: none.
+    Args:
+        channel: the channel of that gain, from 1; 0: no gain is changed.
     """
     if not channel:
         return

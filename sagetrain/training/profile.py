@@ -1,4 +1,4 @@
-"""A window of steps under torch's profiler: traces for a viewer, and what took longest for the log."""
+"""Profile a window of steps with torch's profiler: traces for a viewer, and the slowest operations for the log."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _ROWS = 10
 
 
 class ProfileWindow(Callback):
-    """Profiles the steps of `profile`, as far as this start of the run takes them.
+    """A callback that profiles the steps of the section `profile`, as far as this start of the run takes them.
 
     Args:
-        folder: of the traces, rank-<rank>.json: for chrome://tracing or Perfetto.
-        say: hears of the trace and of what took longest, on rank 0.
+        folder: the folder of the traces. rank-<rank>.json is for chrome://tracing or Perfetto.
+        say: gets a line about the trace and the slowest operations, on rank 0.
     """
 
     def __init__(self, settings: ProfileConfig, folder: Path, rank: int, say: Callable[[str], None]) -> None:
@@ -32,9 +32,10 @@ class ProfileWindow(Callback):
         self._record: record_function | None = None
 
     def on_step_begin(self, step: int) -> None:
-        """Profile the step, if it is in the window."""
+        """Profile the step if it is in the window."""
         if step not in self._steps:
-            self._close()  # steps of the window may have been dropped, its last too
+            # Steps of the window may have been dropped, even its last one.
+            self._close()
             return
         if self._profiler is None:
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
@@ -44,13 +45,13 @@ class ProfileWindow(Callback):
         self._record.__enter__()
 
     def on_step(self, position: Position, result: StepResult) -> None:
-        """End the record of the step, and behind the window's last one write the trace."""
+        """End the record of the step, and write the trace after the window's last step."""
         self._end_record()
         if self._steps and position.step >= self._steps[-1]:
             self._close()
 
     def on_end(self, position: Position, finished: bool) -> None:
-        """Write the trace, if steps of the window were taken: the run may end within."""
+        """Write the trace if steps of the window were taken, because the run may end within the window."""
         self._close()
 
     def _end_record(self) -> None:
@@ -67,7 +68,8 @@ class ProfileWindow(Callback):
             self._path.parent.mkdir(exist_ok=True)
             self._profiler.export_chrome_trace(str(self._path))
             written = f"trace in {self._path}"
-        except OSError as error:  # no reason to end a run, nor to hide what did
+        # A failed write is no reason to end a run, and must not hide the error that ended it.
+        except OSError as error:
             written = f"no trace: {error}"
         averages = self._profiler.key_averages()
         kind = "cuda" if torch.cuda.is_available() else "cpu"

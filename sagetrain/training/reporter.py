@@ -1,4 +1,5 @@
-"""What a run says and writes while it goes on. One rank reports; the calls do nothing on the others."""
+"""The reporter of a run: what it prints and writes while it runs. Rank 0 reports, and the calls do nothing on other
+ranks."""
 
 from __future__ import annotations
 
@@ -23,10 +24,11 @@ from sagetrain.training.writers import MetricsWriter, Throughput, memory_gib, pe
 
 
 class Reporter:
-    """Rows of numbers (MetricsWriter), and lines on stderr, beside the progress bar or without one."""
+    """The reporter of rows of numbers (MetricsWriter) and of lines on stderr, with or without a progress bar."""
 
     def __init__(self, main: bool, hears: Callable[[str], None] | None = None) -> None:
-        """Report on rank 0 (`main`). Lines go to `hears`; None: to stderr, beside a progress bar on a terminal."""
+        """Make a reporter, which reports only on rank 0 (`main`). Lines go to `hears`. None: lines go to stderr, with a
+        progress bar on a terminal."""
         self._main, self._hears = main, hears
         self._writer: MetricsWriter | None = None
 
@@ -41,10 +43,11 @@ class Reporter:
         device: torch.device,
         callbacks: Callbacks,
     ) -> None:
-        """Begin to write into `run_dir`, after `state`; from now on, time counts for the tokens per second.
+        """Begin to write into `run_dir` after `state`. The clock of tokens per second starts now.
 
-        callbacks: hear of every row and sample.
-        flops_per_token: of a span (model.accounting), for MFU.
+        Args:
+            callbacks: the callbacks that get every row and sample.
+            flops_per_token: returns the FLOPs per token for a span (model.accounting), for MFU.
         """
         self._logging, self._device, self._total, self._callbacks = logging, device, total_tokens, callbacks
         self._flops, self._full = flops_per_token, flops_per_token(seq_length)
@@ -57,7 +60,7 @@ class Reporter:
                 self.say(f"MFU is not reported: the peak of {torch.cuda.get_device_name(device)} is not known")
 
     def say(self, text: str) -> None:
-        """A line for people."""
+        """Print a line for people."""
         if self._writer:
             self._writer.say(text)
         elif self._main and self._hears:
@@ -76,7 +79,7 @@ class Reporter:
         self._callbacks.tell("on_row", lambda callback: callback.on_row(Position(step, tokens), known))
 
     def samples(self, state: TrainState, texts: Sequence[tuple[str, str]]) -> None:
-        """Rows of samples.jsonl, of prompts with their continuations, and the first line of each for people."""
+        """Write rows of samples.jsonl from pairs of a prompt and its continuation, and print the first line of each."""
         for number, (prompt, text) in enumerate(texts, 1):
             if self._writer:
                 self._writer.sample(state.step, state.tokens, number, prompt, text)
@@ -85,7 +88,7 @@ class Reporter:
             self.say(f"step {state.step}: sample {number}: {textwrap.shorten(prompt + text, 150, placeholder=' ...')}")
 
     def event(self, state: TrainState, event: Event, say: bool = True) -> None:
-        """Write a row of events.jsonl, and a line for people unless it was said before."""
+        """Write a row of events.jsonl, and print a line unless it was printed before."""
         told = Position(state.step, state.tokens)
         self._callbacks.tell("on_event", lambda callback: callback.on_event(told, event))
         if self._writer:
@@ -94,9 +97,12 @@ class Reporter:
                 self._writer.say(f"step {state.step}: {event.text}")
 
     def step(self, state: TrainState, result: StepResult, size: int, lr: float) -> None:
-        """All numbers of a step of `size` tokens that has brought the run to `state`, and what the clock says. A row
-        has those, too, that only steps between it and the row before had: what is measured now and then. The last step
-        has one, whatever its number."""
+        """Record all numbers of a step of `size` tokens that has brought the run to `state`, and the numbers of the
+        clock.
+
+        A row also has the numbers that only steps since the row before had, because some are measured only now and
+        then. The last step has a row, whatever its number.
+        """
         self._latest |= result.metrics
         self._clock.add(size, self._flops(result.span))
         self._held = partial(self._write_step, state.step, state.tokens, result, size, lr)
@@ -105,7 +111,7 @@ class Reporter:
             self.row()
 
     def row(self) -> None:
-        """Write the row of the last step, if it has none."""
+        """Write the row of the last step, if it has none yet."""
         if self._writer and self._held:
             with self.off_the_clock():
                 self._held(self._writer)
@@ -130,7 +136,7 @@ class Reporter:
 
     @contextmanager
     def off_the_clock(self) -> Iterator[None]:
-        """While something is done that is not training."""
+        """Stop the clock of tokens per second while the block does something other than training."""
         self._clock.pause()
         try:
             yield
@@ -138,7 +144,7 @@ class Reporter:
             self._clock.resume()
 
     def saved(self, saver: Saver) -> None:
-        """The checkpoints that have been published since the last call."""
+        """Report the checkpoints that have been published since the last call."""
         while saved := saver.take_saved():
             if self._writer:
                 figures: dict[str, float | None] = {
@@ -152,7 +158,7 @@ class Reporter:
             )
 
     def close(self) -> None:
-        """Close what is open, behind the last step's row; lines still come."""
+        """Write the last step's row and close all files. Lines can still be printed after that."""
         if self._writer:
             with suppress(OSError):
                 self.row()

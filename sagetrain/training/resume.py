@@ -1,4 +1,4 @@
-"""Continuing a run: whether a checkpoint is one of this run, and everything that it restores."""
+"""Continue a run: check that a checkpoint is one of this run, and restore everything from it."""
 
 from __future__ import annotations
 
@@ -34,11 +34,16 @@ def check(
     identity: Identity,
     files: dict[str, str],
 ) -> Reader:
-    """See that a run may go on from a checkpoint; on all ranks, which have the same arguments.
+    """Check that a run may continue from a checkpoint. All ranks call this with the same arguments.
 
     Args:
-        identity: what a checkpoint must share with the run that continues it.
-        files: hashes of this host's data, by name.
+        folder: the folder of the checkpoint.
+        cfg: the configuration of the run.
+        identity: the settings that a checkpoint must share with the run that continues it.
+        files: the hashes of this host's data, by name.
+
+    Returns:
+        A reader of the checkpoint.
 
     Raises:
         ConfigError: the checkpoint was written by another run, or checkpoint.resume is never.
@@ -71,10 +76,10 @@ def check(
 
 
 def announce(cfg: RunConfig, linear: LinearConfig, reader: Reader, say: Callable[[str], None]) -> list[str]:
-    """Say where a run goes on, and what is no longer as its checkpoint has it.
+    """Print where a run continues, and what has changed since its checkpoint.
 
     Args:
-        linear: as the run has it, where `auto` is settled.
+        linear: the settings of the run's linear layers, with `auto` settled.
 
     Returns:
         Lines `key: old -> new` for the settings that have changed.
@@ -83,7 +88,7 @@ def announce(cfg: RunConfig, linear: LinearConfig, reader: Reader, say: Callable
     if reader.world_size != dist.get_world_size():
         say(f"ranks: {reader.world_size} wrote that checkpoint, {dist.get_world_size()} go on with it"
             " (parallel.world_size makes a number that you do not mean an error)")  # fmt: skip
-    # These are as `auto` had them.
+    # These keys have the values that `auto` had chosen.
     kept = [name for name in ("recipe", "keep_layers_below") if getattr(linear, name) != getattr(cfg.linear, name)]
     as_before = tuple(f"linear.{name}:" for name in kept)
     lines = [line for line in changed(cfg, reader.folder) if not line.startswith(as_before)]
@@ -98,21 +103,26 @@ def announce(cfg: RunConfig, linear: LinearConfig, reader: Reader, say: Callable
 
 
 def changed(cfg: RunConfig, folder: Path) -> list[str]:
-    """Lines `key: old -> new` for the settings that differ from those that a checkpoint was written with."""
+    """Return lines `key: old -> new` for the settings that differ from those that a checkpoint was written with."""
     return changed_settings((folder / "config.yaml").read_text(), dump_config(cfg))
 
 
 def last_step(state: RunState, cfg: RunConfig) -> int:
-    """Tokens of the last step that a checkpoint has taken; 0: it has taken none."""
+    """Return the tokens of the last step before a checkpoint; 0 if there was none."""
     segments = state.ledger.segments if state.ledger else []
     return segments[-1][1] * cfg.data.seq_length if segments else 0
 
 
 def learning_rate_jump(cfg: RunConfig, folder: Path, tokens: int, last: int) -> tuple[str, str] | None:
-    """Say how far the learning rate jumps where a run continues with another schedule, and what to do about it.
+    """Describe how far the learning rate jumps if a run continues with another schedule, and what to do about it.
 
-    None if the schedule gives the last step the learning rate that it had. `tokens` were seen by the checkpoint in
-    `folder`, `last` of them in its last step.
+    Args:
+        folder: the folder of the checkpoint.
+        tokens: the tokens that the checkpoint has seen.
+        last: the tokens of its last step.
+
+    Returns:
+        The description and the fix; None if the schedule gives the last step the learning rate that it had.
     """
     total = cfg.training.total_tokens
     if not last or tokens >= total:
@@ -136,24 +146,25 @@ def learning_rate_jump(cfg: RunConfig, folder: Path, tokens: int, last: int) -> 
 
 
 def _known(section: type[Section], saved: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a saved section that this version has."""
+    """Return the keys of a saved section that this version knows."""
     return {key: value for key, value in saved.items() if key in section.model_fields}
 
 
 def _shown(sources: Iterable[DataSource]) -> str:
-    """data.train on one line."""
+    """Return data.train on one line."""
     return ", ".join(each.path if each.weight == 1 else f"{each.path} (weight {each.weight})" for each in sources)
 
 
 def restore(reader: Reader, engine: Engine, order: str, perturbed: int) -> TrainState:
-    """Load a whole checkpoint of this run into the engine and the random generators; returns where the run stood.
+    """Load a checkpoint of this run into the engine and the random generators. Return the position of the run.
 
     Args:
         order: the fingerprint of the order of samples.
-        perturbed: training.perturb, which gives the weights another rounding if it has changed since.
+        perturbed: the value of training.perturb. If it has changed since the checkpoint, the weights get another
+            rounding.
 
     Raises:
-        CheckpointError: its ledger is not that of a run.
+        CheckpointError: the checkpoint's ledger is not that of a run.
     """
     state = reader.state
     ledger = Ledger.verified(state.ledger, order, state.step, state.sequences, reader.folder)

@@ -1,4 +1,5 @@
-"""A run that is built: what the acts of training/build_run.py have found, and what a checkpoint says of it."""
+"""The parts of a run that is built: the results of the acts of training/build_run.py, and the record for a
+checkpoint."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from sagetrain.training.reporter import Reporter
 
 @dataclass(frozen=True)
 class CheckedFiles:
-    """What this host's files say of a run, all of them looked at."""
+    """The content of this host's files for a run, after all of them were checked."""
 
     folder: RunFolder
     tokenizer: Tokenizer | None
@@ -46,35 +47,35 @@ class CheckedFiles:
 
 @dataclass(frozen=True)
 class Meeting:
-    """What the ranks of a run have agreed on, and what watches over this one."""
+    """The agreement of a run's ranks, and the guards of this rank."""
 
     device: torch.device
     groups: ParallelGroups
     hashes: dict[str, str]
-    """The first digits of the hashes of the data, which all hosts share, by name."""
+    """The first digits of the hashes of the data, by name. All hosts have the same."""
     checkpoint: Path | None
-    """The checkpoint to go on from."""
+    """The checkpoint to continue from; None: the run begins."""
     damaged: list[Path]
-    """Newer checkpoints that were passed over."""
+    """The damaged newer checkpoints that were passed over."""
     stop: StopSignal
     watchdog: Watchdog
     reporter: Reporter
 
     @property
     def main(self) -> bool:
-        """Whether this rank speaks and writes for all."""
+        """Whether this is rank 0, which prints and writes for all ranks."""
         return self.groups.rank == 0
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where a run goes on."""
+    """The position at which a run continues."""
 
     state: TrainState
     init_from: InitFromRecord | None
-    """The weights that the run began with, if they were another run's."""
+    """The record of the weights that the run began with; None: the run drew its own weights."""
     changed: list[str]
-    """Settings that differ from those of the checkpoint, on the first rank."""
+    """The settings that differ from those of the checkpoint, on rank 0."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Run:
     """A run that is ready for its next step."""
 
     cfg: RunConfig
-    """The configuration as it was asked for."""
+    """The configuration as the user wrote it, before `auto` was settled."""
     files: CheckedFiles
     met: Meeting
     settled: Settled
@@ -95,28 +96,29 @@ class Run:
 
     @property
     def micro_step(self) -> int:
-        """Tokens of a micro-step of all ranks."""
+        """The number of tokens in one micro-batch of all ranks together."""
         return token_multiple(self.cfg, self.engine.groups.dp_size)
 
     @property
     def texts(self) -> Texts:
-        """What the weights had learned of texts when the run began, and what its own data teaches."""
+        """The conventions of texts that the weights had learned when the run began, and those of its own data."""
         before = self.resumed.init_from
         prefix = self.files.text_prefix or (before.text_prefix if before else None) or []
         return Texts.learned(prefix, self.files.chat_template, before.generation if before else {}, before)
 
     def counted(self, sequences: int, size: int, ahead: int | None = None) -> int | None:
-        """Return how many of the `size` tokens after so many sequences count in the loss, on all ranks; None without
-        masks. Collective.
+        """Return how many of the `size` tokens after the first `sequences` sequences count in the loss, on all ranks;
+        None if no token is masked. Collective.
 
-        ahead: tokens of the step after it, if they are known.
+        Args:
+            ahead: the tokens of the step after it, if they are known.
         """
         own, groups = self.loader.counted(sequences, size, ahead), self.engine.groups
         sharing = groups.topology.world_size // groups.dp_size
         return None if own is None else total_over_ranks(own, sharing, self.engine.device)
 
     def record(self, state: TrainState) -> RunState:
-        """Return what a checkpoint says of the run, which stands at `state`."""
+        """Return the record for a checkpoint of the run at `state`."""
         attention, linear, before = self.settled.cfg.attention, self.settled.cfg.linear, self.resumed.init_from
         return RunState(
             step=state.step,

@@ -1,4 +1,4 @@
-"""The lines with which a run begins: what it resolved its settings to."""
+"""The first lines of a run, which show how its settings were resolved."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from sagetrain.parallel import copies
 
 
 def start_line(cfg: RunConfig, engine: Engine, vocab_size: int, compiled: bool, reasons: Reasons) -> str:
-    """Say what runs and where, a line for each choice.
+    """Return the text that says what runs and where, with a line for each choice.
 
     Args:
-        vocab_size: padded.
-        reasons: why attention, linear layers and halves of micro-batches are as they are.
+        vocab_size: the padded size of the vocabulary.
+        reasons: the reasons for the choices of attention, linear layers and halves of micro-batches.
     """
     groups, model = engine.groups, engine.model
     size, how = num_parameters(cfg.model, cfg.attention, vocab_size), ""

@@ -1,4 +1,4 @@
-"""TensorBoard's event files: the numbers of metrics.jsonl, and samples."""
+"""Write TensorBoard's event files: the numbers of metrics.jsonl, and samples."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from sagetrain.training.writers import RowFile
 
 
 class TensorBoard(Callback):
-    """Writes an event file in place: SummaryWriter's thread meets a full disk with a traceback of its own. TensorBoard
-    forgets the steps of earlier files that this one has again."""
+    """A callback that writes an event file itself, because the thread of SummaryWriter answers a full disk with a
+    traceback of its own. If this file has steps that earlier files also have, TensorBoard ignores those in the earlier
+    files."""
 
     def __init__(self) -> None:
         self._file: RowFile | None = None
@@ -48,7 +49,8 @@ class TensorBoard(Callback):
         self._write(self._event(wall_time=time.time(), step=position.step, summary=summary))
 
     def on_sample(self, position: Position, number: int, prompt: str, text: str) -> None:
-        """Write a text as it is: TensorBoard renders Markdown, in which four spaces make a block of code."""
+        """Write a text so that it is shown unchanged. TensorBoard renders Markdown, in which four spaces begin a block
+        of code."""
         tensor, metadata = self._texts
         lines = "\n".join(f"    {line}" for line in (prompt + text).split("\n")).encode()
         value = self._summary.Value(tag=f"samples/{number}", metadata=metadata, tensor=tensor(string_val=[lines]))

@@ -1,7 +1,8 @@
 """The training loop: step, evaluate, report, save, stop on a signal.
 
-Position is counted in tokens and sequences. Everything that a resume needs is in TrainState plus the engine's tensors;
-every decision that one rank could take differently (stop, damaged checkpoint, non-finite loss) is made by all at once.
+The position is counted in tokens and sequences. TrainState and the engine's tensors contain everything that a resume
+needs. Decisions that ranks could take differently (a stop, a damaged checkpoint, a loss that is not finite) are taken
+by all ranks at once.
 """
 
 from __future__ import annotations
@@ -44,20 +45,21 @@ _VALID, _TASKS, _SAMPLES = "valid/", "eval/", "samples/"
 
 
 Tasks = Callable[[Engine, Texts, Callable[[], None]], dict[str, float]]
-"""Given the engine, what its weights had learned of texts, and what to call as a sign of life, numbers by name;
-collective, and they matter on the first rank."""
+"""A function that returns the numbers of tasks by name. Its arguments are the engine, the conventions of texts that its
+weights had learned, and a function to call as a sign of life. It is collective, and the result of rank 0 is used."""
 Samples = Callable[[Engine, Texts, Callable[[], None]], list[tuple[str, str]]]
-"""Given the same: the prompts of evaluation.samples_prompts, each with what the model has written after it."""
+"""A function with the same arguments that returns pairs: a prompt of evaluation.samples_prompts, and the model's
+continuation."""
 
 
 class Trainer:
-    """The loop of one run on this rank.
+    """The training loop of one run on this rank.
 
     Args:
-        findings: recorded in the run folder.
-        tasks: gives the numbers of evaluation.tasks.
-        samples: gives the texts of evaluation.samples_prompts.
-        callbacks: the user's (training/callbacks.py).
+        findings: the findings that are written to the run folder.
+        tasks: the function that gives the numbers of evaluation.tasks.
+        samples: the function that gives the texts of evaluation.samples_prompts.
+        callbacks: the user's callbacks (training/callbacks.py).
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class Trainer:
         self._saved_step, self._waited = self.state.step, False
 
     def _listeners(self) -> list[Callback]:
-        """Return what the configuration asks for that listens to the run."""
+        """Return the callbacks that the configuration asks for."""
         cfg, rank = self.cfg, self.engine.groups.rank
         own: list[Callback] = [TensorBoard()] if cfg.logging.tensorboard else []
         own += [WeightsAndBiases(cfg.logging.wandb)] if cfg.logging.wandb else []
@@ -84,14 +86,14 @@ class Trainer:
 
     @property
     def position(self) -> Position:
-        """Where the run stands."""
+        """The position of the run."""
         return Position(self.state.step, self.state.tokens)
 
     def train(self) -> bool:
-        """Train to the end, or to a signal. Returns whether the run is finished; on a signal a checkpoint is saved.
+        """Train to the end, or until a signal. A signal saves a checkpoint. Return whether the run is finished.
 
         Raises:
-            TrainingError: training cannot go on, or a user's callback has failed.
+            TrainingError: training cannot continue, or a user's callback has failed.
             CheckpointError: a checkpoint cannot be written.
         """
         run, finished = self.run, False
@@ -99,7 +101,8 @@ class Trainer:
             try:
                 finished = self._loop()
                 self._callbacks.check()
-            except TrainingError as error:  # raised on every rank; a checkpoint of better days may still be on its way
+            # The error is raised on every rank, and an earlier checkpoint may still be on its way to disk.
+            except TrainingError as error:
                 with contextlib.suppress(CheckpointError):
                     run.saver.wait()
                 with contextlib.suppress(OSError):
@@ -115,7 +118,8 @@ class Trainer:
                 finally:
                     self._reporter.close()
                     run.files.folder.release()
-        self._callbacks.check()  # on_end may have failed
+        # A callback's on_end may have failed.
+        self._callbacks.check()
         return finished
 
     def _loop(self) -> bool:
@@ -130,13 +134,16 @@ class Trainer:
             size = run.controllers.tokens_of_step(before)
             if self.state.step + 1 in cfg.training.drop_steps:
                 run.controllers.drop(self.state, size, "training.drop_steps")
-                for event in run.controllers.ask(self.state, size, {}):  # what goes by tokens goes on
+                # Schedules that depend on tokens continue in a dropped step.
+                for event in run.controllers.ask(self.state, size, {}):
                     self._reporter.event(self.state, event)
             else:
                 stopped = self._step(size)
-            state = self.state  # another one if the step went back to a checkpoint
+            # This is another object if the step went back to a checkpoint.
+            state = self.state
             self._reporter.saved(run.saver)
-            if state.step == first + 1:  # what compiling left is no garbage: to look through it takes .3 s each time
+            # The objects that compiling left are no garbage, and looking through them takes 0.3 s in each collection.
+            if state.step == first + 1:
                 gc.collect()
                 gc.freeze()
             due = self._due(before, state.tokens)
@@ -153,7 +160,7 @@ class Trainer:
         return finished
 
     def _open(self) -> None:
-        """Begin to report, and say in the run folder what runs."""
+        """Begin to report, and describe the run in the run folder."""
         run, cfg = self.run, self.cfg
         if run.met.main:
             run.files.folder.describe(cfg, self.engine.settings, self._findings)
@@ -179,7 +186,7 @@ class Trainer:
             self._reporter.event(self.state, event, say=False)
 
     def _announce(self) -> None:
-        """Say where whole steps and the data at hand give something else than the settings ask for."""
+        """Print where whole steps and the existing data differ from what the settings ask for."""
         cfg, asked, valid = self.cfg, self.cfg.training.total_tokens, self.run.valid
         last = stages(cfg.tokens_per_step, asked, self.run.micro_step)[-1]
         end = last.from_tokens + last.steps * last.tokens_per_step
@@ -209,7 +216,7 @@ class Trainer:
     # -- step ----------------------------------------------------------------------------------------------------
 
     def _step(self, size: int) -> bool:
-        """One optimizer step over the next `size` tokens. Returns whether some rank was asked to stop."""
+        """Take one optimizer step over the next `size` tokens. Return whether any rank was asked to stop."""
         run, cfg, state = self.run, self.cfg, self.state
         self._watchdog.begin(f"step {state.step + 1}")
         lr = learning_rate(cfg.optimizer, cfg.lr_schedule, state.tokens, size, cfg.training.total_tokens)
@@ -220,7 +227,8 @@ class Trainer:
         try:
             self._callbacks.tell("on_step_begin", lambda callback: callback.on_step_begin(state.step + 1))
             result = self.engine.step(batches, size // run.micro_step, lr, observers, counted, self._stopping)
-        except InterruptedError:  # of _micro_batches
+        # This comes from _micro_batches.
+        except InterruptedError:
             self._reporter.row()
             return True
         if counted is not None:
@@ -236,7 +244,8 @@ class Trainer:
         if not result.applied:
             self.state = run.controllers.leave_out(state, size, result, self._go_back)
             if self.state is not state:
-                self.save()  # or a run that is killed now would begin once more with the steps that were given up
+                # Without this checkpoint, a run that is killed now would begin again with the steps that were given up.
+                self.save()
             return result.stop
         state.advance(size, cfg.data.seq_length)
         events = run.controllers.taken(state, size, result)
@@ -246,8 +255,9 @@ class Trainer:
         return result.stop
 
     def _micro_batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Those of a step, each a sign of life. A rank alone leaves a step that a signal comes into, which may be long,
-        as if it had not begun; several learn of a signal together, at its end."""
+        """Yield the micro-batches of a step, each with a sign of life. On a single rank a signal leaves the step at
+        once, as if it had not begun, because a step may be long. Several ranks learn of a signal together, at the end
+        of the step."""
         stop = self.run.met.stop
         for batch in self._watchdog.over(batches):
             if stop.name and dist.get_world_size() == 1:
@@ -255,11 +265,11 @@ class Trainer:
             yield batch
 
     def _stopping(self) -> bool:
-        # After a failed save nothing that follows could be saved either: stop, and learn why in self.save.
+        # After a failed save, no later save could succeed either. The run stops, and self.save raises the reason.
         return bool(self.run.met.stop.name or self.run.saver.failed or self._callbacks.failure)
 
     def _go_back(self, wanted: Callable[[int], bool]) -> TrainState | None:
-        """Load the newest whole checkpoint of a wanted step, if there is one."""
+        """Load the newest undamaged checkpoint of a wanted step and return its state; None if there is none."""
         run = self.run
         self._watchdog.begin("going back to a checkpoint")
         run.saver.wait()
@@ -274,11 +284,15 @@ class Trainer:
     def save(self) -> None:
         """Take a checkpoint of the present state, which the saver writes in the background; collective.
 
-        Waits for the one before, and raises its CheckpointError on every rank.
+        This waits for the checkpoint before.
+
+        Raises:
+            CheckpointError: on every rank, if the checkpoint before could not be written.
         """
         run, state = self.run, self.state
         self._watchdog.begin("saving")
-        self._reporter.row()  # what it has measured would be lost if the run continued from here
+        # The measurements of this row would be lost if the run continued from here.
+        self._reporter.row()
         running = state.tokens < self.cfg.training.total_tokens and not run.met.stop.name
         if run.met.main and run.saver.busy and running and not self._waited:
             self._waited = True
@@ -286,7 +300,8 @@ class Trainer:
                       " takes longer than checkpoint.every_tokens")  # fmt: skip
         state.controllers = run.controllers.state()
         record = run.record(state)
-        run.controllers.forget(self._saved_step)  # which is published by then
+        # The checkpoint before is published by then.
+        run.controllers.forget(self._saved_step)
         run.saver.start(record, dump_config(self.cfg), self.engine.owned(), rng_state())
         self._saved_step = state.step
         run.controllers.tell(state)
@@ -295,7 +310,8 @@ class Trainer:
     # -- looking at the model between steps ----------------------------------------------------------------------
 
     def _due(self, before: int, after: int) -> list[str]:
-        """What is to be measured after a step from `before` to `after` tokens: the beginnings of its metrics' names."""
+        """Return what is to be measured after a step from `before` to `after` tokens, as the prefixes of the metrics'
+        names."""
         total, evaluation = self.cfg.training.total_tokens, self.cfg.evaluation
         tenth = max(1, total // 10)
         every = {_VALID: evaluation.every_tokens or tenth} if self.run.valid else {}
@@ -305,7 +321,7 @@ class Trainer:
         return [name for name, tokens in every.items() if after >= total or _crossed(before, after, tokens)]
 
     def _left_to_look(self) -> list[str]:
-        """What of it a run that continues has not measured, because a signal came first."""
+        """Return the measurements that a continued run has still to make, because a signal came before them."""
         if not self.state.step:
             return []
         last = self.state.ledger.segments[-1][1] * self.cfg.data.seq_length
@@ -314,11 +330,12 @@ class Trainer:
         lacking = [not any(name.startswith(each) for name in there) for each in due]
         missing = torch.tensor(lacking, device=self.engine.device)
         if due:
-            dist.broadcast(missing, 0)  # files of other hosts may be late
+            # Rank 0 decides, because other hosts may see its files late.
+            dist.broadcast(missing, 0)
         return [name for name, so in zip(due, missing.tolist(), strict=True) if so]
 
     def _look(self, due: list[str]) -> list[str]:
-        """Measure that; what of it is left, because some rank was asked to stop."""
+        """Make the measurements that are due. Return those that are left because some rank was asked to stop."""
         look = {_VALID: self._evaluate, _TASKS: self._ask_tasks, _SAMPLES: self._write_samples}
         with self._reporter.off_the_clock():
             for number, name in enumerate(due):
@@ -329,7 +346,11 @@ class Trainer:
         return []
 
     def _evaluate(self) -> None:
-        """Raises InterruptedError on every rank if some rank was asked to stop meanwhile."""
+        """Measure and report the validation losses.
+
+        Raises:
+            InterruptedError: on every rank, if any rank was asked to stop meanwhile.
+        """
         valid = self.run.valid
         assert valid is not None
         self._watchdog.begin("evaluation")
@@ -337,7 +358,8 @@ class Trainer:
         names = valid.stream.names if len(self.cfg.data.valid) > 1 else []
         found = self.engine.evaluate(self._watchdog.over(batches), names, self._stopping)
         each = {name: found[f"valid/{name}/loss"] for name in dict.fromkeys(names)}
-        each = {name: loss for name, loss in each.items() if not math.isnan(loss)}  # few sequences, many sources
+        # With few sequences and many sources, some sources have no loss.
+        each = {name: loss for name, loss in each.items() if not math.isnan(loss)}
         loss, parts = found["valid/loss"], ", ".join(f"{name} {loss:.4f}" for name, loss in each.items())
         losses = {"valid/loss": loss, **{f"valid/{name}/loss": each[name] for name in each}}
         self._reporter.write(self.state, losses)

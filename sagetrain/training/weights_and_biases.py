@@ -1,4 +1,4 @@
-"""Weights & Biases: the numbers of metrics.jsonl under the same names."""
+"""Report the numbers of metrics.jsonl to Weights & Biases, under the same names."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from sagetrain.data.token_file import write_atomic
 from sagetrain.training.callbacks import Callback, Position, RunStart
 
 ID_NAME = "wandb.json"
-"""In the run folder: the id of the run there, so that a resume continues it."""
+"""The file in the run folder with the id of the run at Weights & Biases, so that a resume continues that run."""
 
 
 class WeightsAndBiases(Callback):
-    """Reports to one run there, which every start in the same run folder continues.
+    """A callback that reports to one run at Weights & Biases. Every start in the same run folder continues that run.
 
-    The step is a number of each row, not wandb's own count, which never goes back: a run that was killed takes the
-    steps since its checkpoint again, and wandb would drop them.
+    The step is a number of each row, and not wandb's own count, because that count never goes back. A run that was
+    killed takes the steps since its checkpoint again, and wandb would drop them.
 
     Raises:
-        ConfigError: it cannot be begun (no login, no network).
+        ConfigError: the run at Weights & Biases cannot be begun (no login, no network).
     """
 
     def __init__(self, settings: WandbConfig) -> None:
@@ -31,7 +31,7 @@ class WeightsAndBiases(Callback):
         self._run: Any = None
 
     def on_start(self, start: RunStart) -> None:
-        """Begin or continue the run there, on rank 0."""
+        """Begin or continue the run at Weights & Biases, on rank 0."""
         if not start.main:
             return
         import wandb
@@ -51,7 +51,8 @@ class WeightsAndBiases(Callback):
                 resume="allow",
                 dir=str(run_dir),
                 config=start.cfg.model_dump(mode="json"),
-                settings=wandb.Settings(console="off", silent=True),  # what is said on stderr is ours
+                # Only SageTrain writes to stderr.
+                settings=wandb.Settings(console="off", silent=True),
             )
         except wandb.Error as error:
             raise ConfigError(
@@ -68,7 +69,8 @@ class WeightsAndBiases(Callback):
         self._run.log({**values, "step": position.step, "tokens": position.tokens})
 
     def on_end(self, position: Position, finished: bool) -> None:
-        """Upload what is not there yet. Its service is waited for, which would write the last rows later."""
+        """Upload the rows that are not uploaded yet, and wait for wandb's service. The service would otherwise write
+        the last rows later."""
         if self._run is None:
             return
         import wandb

@@ -1,5 +1,5 @@
-"""The files of rows that a run writes (metrics.jsonl, events.jsonl, samples.jsonl), the progress bar, and figures from
-the clock."""
+"""Write a run's files of rows (metrics.jsonl, events.jsonl, samples.jsonl) and its progress bar, and measure throughput
+and memory."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from sagetrain.stability.controller import Event
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """16-bit peak of a device, or None where the figure is not known (MFU is then not reported)."""
+    """Return the 16-bit peak of a device in FLOP/s; None if the figure is not known, and MFU is then not reported."""
     if device.type != "cuda":
         return None
     return PEAK_FLOPS.get(model_of(torch.cuda.get_device_name(device)))
 
 
 def memory_gib(device: torch.device) -> float:
-    """Peak memory in GiB: allocated on the GPU, or resident in the process without one."""
+    """Return the peak memory in GiB: allocated on the GPU, or resident in the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
@@ -41,20 +41,20 @@ _BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{pos
 
 
 class Throughput:
-    """Tokens and FLOPs per second of training alone: evaluation and saving stop the clock."""
+    """The clock of tokens and FLOPs per second of training. Evaluation and saving stop the clock."""
 
     def __init__(self) -> None:
         self._tokens, self._flops, self._seconds = 0, 0.0, 0.0
         self._since, self._pauses = time.perf_counter(), 0
 
     def pause(self) -> None:
-        """Stop the clock, at the end of a step; it may be stopped already."""
+        """Stop the clock at the end of a step. The clock may be stopped already."""
         if not self._pauses:
             self._seconds += time.perf_counter() - self._since
         self._pauses += 1
 
     def resume(self) -> None:
-        """Start the clock again, after whatever was not training, if nothing else stops it."""
+        """Start the clock again after something other than training, if nothing else stops it."""
         self._pauses -= 1
         if not self._pauses:
             self._since = time.perf_counter()
@@ -65,7 +65,7 @@ class Throughput:
         self._flops += tokens * flops_per_token
 
     def take(self) -> tuple[float, float]:
-        """Tokens and FLOPs per second since the last call."""
+        """Return the tokens and the FLOPs per second since the last call."""
         seconds = max(self._seconds, 1e-9)
         rates = self._tokens / seconds, self._flops / seconds
         self._tokens, self._flops, self._seconds = 0, 0.0, 0.0
@@ -73,11 +73,11 @@ class Throughput:
 
 
 class MetricsWriter:
-    """Writes one row per call, and says how far the run is. Only rank 0 makes one.
+    """The writer of a run's rows and of its progress. Only rank 0 makes one.
 
-    Opening it drops the rows past `step` that a killed run left behind, so that a resumed run has each step once. What
-    cannot be written is an OSError that names the file, and leaves nothing half written. Lines for people go to
-    `hears`; None: to stderr, with a progress bar on a terminal.
+    When it is opened, it removes the rows past `step` that a killed run left behind, so that a resumed run has each
+    step once. If a row cannot be written, an OSError names the file, and no part of the row is left in the file. Lines
+    for people go to `hears`. None: lines go to stderr, with a progress bar on a terminal.
     """
 
     def __init__(
@@ -92,7 +92,8 @@ class MetricsWriter:
         for path in (run_dir / "metrics.jsonl", run_dir / "events.jsonl", self._samples_path):
             _drop_rows_after(path, step)
         self._rows, self._events = RowFile(run_dir / "metrics.jsonl"), RowFile(run_dir / "events.jsonl")
-        self._samples: RowFile | None = None  # of few runs
+        # Only few runs write samples.
+        self._samples: RowFile | None = None
         self._total, self._hears = total_tokens, hears
         self._bar = None
         if hears is None and sys.stderr.isatty():
@@ -110,18 +111,19 @@ class MetricsWriter:
         self._rows.write(json.dumps(row).encode() + b"\n")
 
     def event(self, step: int, tokens: int, event: Event) -> None:
-        """One row of events.jsonl: {"step", "tokens", "wall_time", "kind", "text", **fields}."""
+        """Write one row of events.jsonl: {"step", "tokens", "wall_time", "kind", "text", **fields}."""
         row = {"step": step, "tokens": tokens, "wall_time": round(time.time(), 3), "kind": event.kind}
         self._events.write(json.dumps({**row, "text": event.text, **event.fields}).encode() + b"\n")
 
     def sample(self, step: int, tokens: int, number: int, prompt: str, text: str) -> None:
-        """One row of samples.jsonl: {"step", "tokens", "wall_time", "number" (from 1), "prompt", "text"}."""
+        """Write one row of samples.jsonl: {"step", "tokens", "wall_time", "number" (from 1), "prompt", "text"}."""
         row = {"step": step, "tokens": tokens, "wall_time": round(time.time(), 3)}
         self._samples = self._samples or RowFile(self._samples_path)
         self._samples.write(json.dumps({**row, "number": number, "prompt": prompt, "text": text}).encode() + b"\n")
 
     def progress(self, step: int, tokens: int, loss: float, lr: float, rate: float) -> None:
-        """Where the run stands after a step, at `rate` tokens per second: a terminal's bar, elsewhere one line."""
+        """Show the progress after a step, at `rate` tokens per second: a progress bar on a terminal, one line
+        elsewhere."""
         if self._bar is None:
             left = timedelta(seconds=min(round(max(self._total - tokens, 0) / rate), 86_400 * timedelta.max.days))
             self.say(
@@ -133,7 +135,7 @@ class MetricsWriter:
             self._bar.update(min(tokens, self._total) - self._bar.n)
 
     def say(self, text: str) -> None:
-        """Print a line on stderr, above the bar of a terminal, or tell who hears."""
+        """Print a line on stderr, above a terminal's progress bar, or give it to `hears`."""
         if self._hears is not None:
             self._hears(text)
         elif self._bar is None:
@@ -142,7 +144,7 @@ class MetricsWriter:
             self._bar.write(text, file=sys.stderr)
 
     def close(self) -> None:
-        """Leave the bar's line, so that what is said next begins one of its own, and close every file."""
+        """End the line of the progress bar, so that the next message begins a new line, and close every file."""
         if self._bar is not None:
             self._bar.close()
         for records in (self._rows, self._events, self._samples):
@@ -158,21 +160,23 @@ def _drop_rows_after(path: Path, step: int) -> None:
         try:
             if json.loads(line)["step"] <= step:
                 kept.append(line + "\n")
-        except (ValueError, KeyError, TypeError):  # the last line of a killed run may be cut short
+        # The last line of a killed run may be incomplete.
+        except (ValueError, KeyError, TypeError):
             continue
     write_atomic(path, "".join(kept).encode())
 
 
 def names_at(run_dir: Path, step: int) -> set[str]:
-    """Names in the rows of a step that a run has written, once it is opened."""
+    """Return the names in the rows of a step that a run has written, after the files were opened."""
     path, mark = run_dir / "metrics.jsonl", f'"step": {step},'
     lines = path.read_text().splitlines() if path.exists() else []
     return {name for line in lines if mark in line for name in json.loads(line)}
 
 
 class RowFile:
-    """A file that grows by whole records: what a full disk cuts short is taken back. One that was removed is an error,
-    or the run would train on to its next checkpoint and find no place for that either."""
+    """A file that grows by whole records. A record that a full disk cuts short is removed again. If the file was
+    removed, writing is an error, because the run would otherwise train on to its next checkpoint and find no space for
+    that either."""
 
     def __init__(self, path: Path):
         self._path, self._file = path, path.open("ab", buffering=0)
@@ -180,7 +184,8 @@ class RowFile:
     def write(self, record: bytes) -> None:
         before = self._file.seek(0, os.SEEK_END)
         try:
-            if self._file.write(record) < len(record):  # what fits on the disk is written, without an error
+            # The part of a record that fits on the disk is written without an error.
+            if self._file.write(record) < len(record):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             if not os.fstat(self._file.fileno()).st_nlink:
                 raise FileNotFoundError(errno.ENOENT, "removed while the run was writing to it")

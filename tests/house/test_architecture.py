@@ -275,6 +275,7 @@ PLAIN = (
             "planning",
             "report",
             "stability",
+            "training",
         )
     ),
     *(
