@@ -13,7 +13,7 @@ from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.noise_scale import GradientNoise, LayerSquares
 
 Parts = Callable[[], Sequence[tuple[str, Tensor]]]
-"""A function that returns the gradients that exist now: the part that this rank owns of each, with the name of its
+"""A function that returns the parts of the present gradients that this rank owns, 1-D, each with the name of its
 tensor."""
 
 _LAYER = "layer/"

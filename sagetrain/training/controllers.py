@@ -1,4 +1,4 @@
-"""Everything that watches a run's steps for stability, and decides what follows.
+"""The observers and controllers that keep a run stable: they watch its steps and decide what follows.
 
 Observers look at a step between its batches and its update. Controllers decide between two steps how the run continues.
 Every checkpoint contains what a controller remembers. A step that goes wrong leaves a bundle. The policy then ends the

@@ -21,8 +21,8 @@ def learning_rate(
     """Return the learning rate of the step that takes the run from `tokens_seen` to `tokens_seen + tokens_per_step`.
 
     The curve is read at the middle of the step's tokens. The first step (warm-up from 0) and the last step (decay to 0)
-    are therefore not wasted, and a change of the tokens per step leaves the area under the curve, learning rate ×
-    tokens, as it was.
+    are therefore not wasted. A change of the tokens per step leaves the area under the curve, learning rate × tokens,
+    as it was.
 
     batch_rule then multiplies by (tokens_per_step / reference_tokens_per_step) to the power of 0, 0.5 or 1. Without a
     reference the factor is 1; config/rules does not allow training without one.
