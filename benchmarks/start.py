@@ -29,7 +29,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -52,6 +52,7 @@ from sagetrain.config.errors import CheckpointError
 from sagetrain.config.load import dump_config, load_config
 from sagetrain.config.schema import RunConfig
 from sagetrain.engines.build_engine import partitioner
+from sagetrain.engines.protocol import Owned
 from sagetrain.model.tensors import tensors
 from sagetrain.parallel.rng import rng_state
 from sagetrain.parallel.topology import ParallelGroups, Topology
@@ -141,29 +142,16 @@ def make_ranks_threads() -> None:
     dist.new_group = _counted_group
 
 
-@dataclass(frozen=True)
-class Piece:
-    """The piece of a parameter that one rank owns: its place, and a single number in place of its values."""
-
-    name: str
-    global_shape: tuple[int, ...]
-    tp_dim: int | None
-    start: int = 0
-    tensors: dict[str, torch.Tensor] = field(default_factory=lambda: dict.fromkeys(on_disk.KINDS, torch.zeros(1)))
-
-    @property
-    def stop(self) -> int:
-        return self.start + 1
-
-
-def every_parameter(cfg: RunConfig) -> list[Piece]:
-    """Return a piece of each parameter, as every rank has one at ZeRO 3."""
-    rows = padded_vocab_size(cfg.model.vocab_size or 32_768)
-    return [Piece(spec.name, spec.shape, spec.dim) for spec in tensors(cfg.model, cfg.attention, rows)]
+def every_parameter(cfg: RunConfig) -> list[Owned]:
+    """Return a piece of each parameter, as every rank has one at ZeRO 3: its place, and a single number in place of its
+    values."""
+    rows, one = padded_vocab_size(cfg.model.vocab_size or 32_768), torch.zeros(1)
+    moments = dict.fromkeys(on_disk.KINDS[1:], one)
+    return [Owned(spec, 0, 1, one, moments) for spec in tensors(cfg.model, cfg.attention, rows)]
 
 
 def start(
-    rank: int, world_size: int, tp_size: int, cp_size: int, port: int, cfg: RunConfig, parameters: list[Piece]
+    rank: int, world_size: int, tp_size: int, cp_size: int, port: int, cfg: RunConfig, parameters: list[Owned]
 ) -> dict[str, float]:
     """Go through the start of a run as this rank, and through its first checkpoint. Return when each part was done."""
     done = {}
@@ -202,7 +190,8 @@ def start(
         ledger=Ledger("of a run", [[0, samples, STEPS]]),
         identity=Identity(model=cfg.model.model_dump(), qk_norm=cfg.attention.qk_norm, vocab_size=1),
     )
-    own = [replace(piece, start=groups.replica_rank) for piece in parameters]
+    at = groups.replica_rank
+    own = [replace(piece, start=at, stop=at + 1) for piece in parameters]
     saver.start(state, dump_config(cfg), own, rng_state())
     saver.wait()
     tick("checkpoint saved")

@@ -268,12 +268,11 @@ class VarlenSdpa(Sdpa):
 
 
 def find_varlen_attn() -> Callable[..., Tensor] | None:
-    """Return torch's attention over packed documents. None: this torch has none."""
+    """Return torch's attention over packed documents, or None where torch has none."""
     try:
-        from torch.nn.attention import varlen
+        found: Callable[..., Any] = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     except ImportError:  # torch is older than 2.10
         return None
-    found: Callable[..., Any] = varlen.varlen_attn
     return found
 
 

@@ -30,8 +30,9 @@ def test_what_a_rank_does_at_the_start_does_not_grow_with_the_ranks(monkeypatch)
     assert [run["groups"] for run in plain] == [2 * 8, 2 * 16, 2 * 32]
     assert layered["groups"] == 3 * 8
     of_8, of_16, of_32 = (run["requests"] for run in plain)
-    # Rank 0 makes some 8 requests whatever the ranks, and a few follow the clock: 16 more ranks are looked at.
-    assert of_32 - of_16 < 1.02 * 2 * (of_16 - of_8)
+    # Rank 0 makes some 8 requests whatever the ranks, so 16 more ranks are looked at. Ranks that wait ask by the clock,
+    # a twentieth more on a busy machine. If each rank asked once for every other one, the ratio would be 2.8, not 2.
+    assert of_32 - of_16 < 1.1 * 2 * (of_16 - of_8)
     assert max(of_8 / 8, of_16 / 16, of_32 / 32) < 40
     assert layered["requests"] / 8 < 45
     for run in (*plain, layered):
