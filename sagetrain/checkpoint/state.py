@@ -155,7 +155,7 @@ class SettledLinear:
 
 @dataclass(frozen=True)
 class SettledOverlap:
-    """Whether a run splits micro-batches in two halves, and the layout for which this was chosen."""
+    """The choice of a run to split micro-batches in two halves or not, and the layout for which it was made."""
 
     choice: Literal["auto", "on", "off"]
     layout: dict[str, Any]
@@ -172,7 +172,7 @@ class RunState:
     ledger: Ledger | None = None
     """The ledger of the samples consumed; None for an imported model."""
     controllers: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """What each stability controller remembers, by the controller's name."""
+    """The memory of each stability controller, keyed by the controller's name."""
     optimizer_steps: int = 0
     """The number of updates that the Adam moments have seen, those of an earlier run included."""
     init_from: InitFromRecord | None = None
