@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from forked import Command
 from prepare_inputs import TEXTS, prepare
 from runs import finish, write_config
-
 from sagetrain.data.tokenizer import Tokenizer, train_tokenizer
 from sagetrain.model.operations import block_operations
 

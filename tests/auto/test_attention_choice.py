@@ -4,11 +4,11 @@ run both choices see, on which rank."""
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
 import torch.distributed as dist
-from distributed import run_distributed
 
+import tiny
+from distributed import run_distributed
 from sagetrain.auto import attention_choice, linear_choice
 from sagetrain.auto import settled as settling
 from sagetrain.auto.attention_choice import settle_attention

@@ -8,10 +8,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
-from distributed import run_distributed
 
+import tiny
+from distributed import run_distributed
 from sagetrain.auto import linear_choice
 from sagetrain.auto import settled as settling
 from sagetrain.auto.calls import RankCalls

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import tiny
 import torch
 import torch.distributed as dist
-from distributed import run_distributed
 
+import tiny
+from distributed import run_distributed
 from sagetrain.auto import overlap_choice
 from sagetrain.auto.overlap_choice import record, settle_overlap, time_overlap
 from sagetrain.config import RunConfig

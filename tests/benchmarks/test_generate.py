@@ -6,9 +6,9 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-import saved_runs
 import torch
 
+import saved_runs
 from sagetrain.inference.load import TrainedRun, load_run
 
 ROOT = Path(__file__).parents[2]

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 import torch.distributed as dist
-from distributed import run_distributed
 
+from distributed import run_distributed
 from sagetrain.parallel import copies
 
 ROOT = Path(__file__).parents[2]

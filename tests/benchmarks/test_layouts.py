@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+
 from forked import PATIENCE, Command
 from runs import BIN, ROOT, write_config
-
 from sagetrain.config.load import load_config
 
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "COLUMNS": "120"}

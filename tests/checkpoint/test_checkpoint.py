@@ -12,13 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tiny
 import torch
-from distributed import run_distributed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+import tiny
+from distributed import run_distributed
 from sagetrain.checkpoint import on_disk, reading, saving
 from sagetrain.checkpoint.on_disk import KINDS
 from sagetrain.checkpoint.reading import Reader

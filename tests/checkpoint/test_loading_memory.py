@@ -9,7 +9,6 @@ from pathlib import Path
 import tiny
 from distributed import run_distributed
 from process_memory import peak_of, return_what_is_freed
-
 from sagetrain.checkpoint import on_disk, reading
 from sagetrain.engines.protocol import Engine
 from sagetrain.parallel.rng import rng_state

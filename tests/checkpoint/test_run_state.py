@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 
+import tiny
 from sagetrain.checkpoint import on_disk
 from sagetrain.checkpoint.reading import Reader
 from sagetrain.checkpoint.state import VERSION, RunState, SettledLinear

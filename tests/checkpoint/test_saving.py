@@ -8,11 +8,11 @@ import threading
 import time
 from pathlib import Path
 
-import tiny
 import torch
+
+import tiny
 from distributed import run_distributed
 from forked import PATIENCE
-
 from sagetrain.checkpoint import on_disk
 from sagetrain.checkpoint.ledger import Ledger
 from sagetrain.checkpoint.reading import Reader

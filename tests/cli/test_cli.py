@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 import typer
+
 from forked import PATIENCE, Command
 from runs import ROOT, STEPS, sagetrain, write_config
-
 from sagetrain import __version__
 from sagetrain.__main__ import main
 from sagetrain.cli import configuration

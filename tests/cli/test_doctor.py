@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from typer.testing import CliRunner
+
 from distributed import run_distributed
 from forked import PATIENCE, Command
 from runs import ROOT, free_port, write_config
-from typer.testing import CliRunner
-
 from sagetrain import doctor
 from sagetrain.auto import attention_choice, linear_choice
 from sagetrain.config.schema import ModelConfig, ParallelConfig

@@ -15,10 +15,11 @@ from pathlib import Path
 
 import pytest
 from deepspeed.launcher import runner
+from torch.distributed import run as torchrun
+
 from documented import sagetrain, split, train
 from forked import PATIENCE, Command
 from runs import ROOT
-from torch.distributed import run as torchrun
 
 RECORDS = {ROOT / "CHANGELOG.md"}
 DOCUMENTS = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("kernels/*.md")} - RECORDS)

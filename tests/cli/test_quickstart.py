@@ -8,8 +8,9 @@ import sys
 from types import ModuleType
 
 import pytest
-from documented import sagetrain, split
 from rich.console import Console
+
+from documented import sagetrain, split
 from runs import BIN, ROOT
 
 

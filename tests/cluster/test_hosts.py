@@ -18,10 +18,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
+
 from forked import PATIENCE, Command
 from prepare_inputs import prepare
 from runs import BIN, ROOT, free_port, training_rows, write_config
-from safetensors.torch import load_file
 from stand_in import stand_in
 
 STEPS, STEP_TOKENS = 6, 256

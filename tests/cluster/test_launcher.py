@@ -5,8 +5,8 @@ import subprocess
 import time
 
 import pytest
-from runs import BIN, ROOT
 
+from runs import BIN, ROOT
 from sagetrain.cluster.launcher import launched, unknown_launcher
 from sagetrain.config import ConfigError
 

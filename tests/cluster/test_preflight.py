@@ -11,12 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
-import tiny
 import torch
 import torch.distributed as dist
-from distributed import run_distributed
 from torch.distributed import DistStoreError, TCPStore
 
+import tiny
+from distributed import run_distributed
 from sagetrain.cluster import preflight
 from sagetrain.config.errors import ConfigError
 from sagetrain.parallel.topology import Topology

@@ -16,10 +16,10 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from forked import PATIENCE, Command
-from runs import BIN, free_port, write_config
 from torch.distributed import DistStoreError, TCPStore
 
+from forked import PATIENCE, Command
+from runs import BIN, free_port, write_config
 from sagetrain.cluster import rendezvous
 
 

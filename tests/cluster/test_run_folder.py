@@ -9,8 +9,8 @@ import subprocess
 import sys
 
 import pytest
-from distributed import run_distributed
 
+from distributed import run_distributed
 from sagetrain.cluster import guard, preflight, run_folder
 from sagetrain.cluster.run_folder import RunFolder
 from sagetrain.config.errors import CheckpointError, ConfigError

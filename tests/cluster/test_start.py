@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 from distributed import run_distributed
-
 from sagetrain.config.load import load_config
 
 SPEC = importlib.util.spec_from_file_location("benchmark_start", Path(__file__).parents[2] / "benchmarks/start.py")

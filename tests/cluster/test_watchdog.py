@@ -12,12 +12,12 @@ import time
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
 import torch.distributed as dist
+
+import tiny
 from distributed import run_distributed
 from forked import PATIENCE
-
 from sagetrain.cluster import guard
 from sagetrain.cluster.guard import HANG_EXIT_CODE, StopSignal, Watchdog, collectives_under_way
 

@@ -13,10 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from forked import Command
 from matplotlib.image import imread
-from runs import sagetrain, write_config
 
+from forked import Command
+from runs import sagetrain, write_config
 from sagetrain.__main__ import main
 from sagetrain.cluster.run_folder import lock
 from sagetrain.comparing import results, run_records, runner

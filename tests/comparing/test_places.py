@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from runs import write_config
 
+from runs import write_config
 from sagetrain.comparing import command, runner
 from sagetrain.comparing.command import Places, compare
 from sagetrain.comparing.question import Job, Question, asked

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from runs import write_config
 
+from runs import write_config
 from sagetrain.comparing.question import Job, asked
 from sagetrain.comparing.results import Results, together
 from sagetrain.config import ConfigError

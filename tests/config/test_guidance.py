@@ -1,8 +1,8 @@
 """The papers' rules as named findings, in every form of the schedule, and their overrides."""
 
 import pytest
-from runs import ROOT
 
+from runs import ROOT
 from sagetrain.config import RunConfig
 from sagetrain.config.guidance import RULES, guidance
 

@@ -2,8 +2,8 @@
 """Linear layers in 8 bits that cannot be as configured, and what choosing them means."""
 
 import pytest
-from checked_config import only, run_config
 
+from checked_config import only, run_config
 from sagetrain.config.check import check
 from sagetrain.config.linear_sizes import LinearSizes
 from sagetrain.config.rules import fit

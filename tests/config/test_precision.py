@@ -2,8 +2,8 @@
 """Precision ladders, and linear layers in 8 bits, that cannot be as configured."""
 
 import pytest
-from checked_config import only, run_config
 
+from checked_config import only, run_config
 from sagetrain.config.check import check
 from sagetrain.config.rules import fit
 

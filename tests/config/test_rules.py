@@ -5,9 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
-from checked_config import only, run_config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
+from checked_config import only, run_config
 from sagetrain.config.arithmetic import padded_vocab_size, token_multiple
 from sagetrain.config.check import check
 from sagetrain.config.load import load_config

@@ -2,8 +2,8 @@
 """Measurements and decisions of the stability section that cannot be as configured."""
 
 import pytest
-from checked_config import run_config
 
+from checked_config import run_config
 from sagetrain.config.rules import fit
 
 ONE = {"data": {"micro_batch_size": 1}, "tokens_per_step": {"schedule": "constant", "tokens": 1024}}

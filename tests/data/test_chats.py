@@ -10,11 +10,11 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from prepare_inputs import documents, prepare, quiet
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Pipeline
 from transformers import AutoTokenizer
 
+from prepare_inputs import documents, prepare, quiet
 from sagetrain.config import ConfigError
 from sagetrain.data.chat_template import rendered, settled_template
 from sagetrain.data.records import Chats, Notes

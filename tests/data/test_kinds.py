@@ -19,12 +19,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
-from distributed import run_distributed
-from prepare_inputs import TEXTS, documents, make_texts, prepare, published_tokenizer, quiet, write_jsonl
-from process_memory import peak_of, return_what_is_freed
 from tokenizers import Regex, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Pipeline
 
+from distributed import run_distributed
+from prepare_inputs import TEXTS, documents, make_texts, prepare, published_tokenizer, quiet, write_jsonl
+from process_memory import peak_of, return_what_is_freed
 from sagetrain.config import ConfigError
 from sagetrain.data import files, long_texts
 from sagetrain.data.records import Pairs

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from forked import PATIENCE
 
+from forked import PATIENCE
 from sagetrain.config import ConfigError
 from sagetrain.config.schema import DataSource
 from sagetrain.data import token_files, verify

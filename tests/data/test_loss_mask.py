@@ -9,14 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tiny
 import torch
+
+import tiny
 from distributed import run_distributed
 from llama_reference import reference_loss
 from prepare_inputs import quiet
 from runs import finish, log_of
-from started_from import configured
-
 from sagetrain.checkpoint.on_disk import folder_name
 from sagetrain.checkpoint.reading import Reader
 from sagetrain.config import ConfigError
@@ -29,6 +28,7 @@ from sagetrain.engines import deepspeed as engine_module
 from sagetrain.inference.evaluate import evaluate, evaluate_texts, together
 from sagetrain.inference.load import load_run
 from sagetrain.parallel.metrics import total_over_ranks
+from started_from import configured
 
 LENGTHS = [5, 3, 16, 9, 7, 8, 11, 4, 20, 6, 15, 13, 2, 9, 16, 17]
 SEQUENCES = 10  # of tiny.SEQ tokens, and one more

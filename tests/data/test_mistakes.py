@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import zstandard
-from prepare_inputs import documents, make_texts, prepare, quiet, write_jsonl
 
+from prepare_inputs import documents, make_texts, prepare, quiet, write_jsonl
 from sagetrain.config import ConfigError
 from sagetrain.data.files import CHUNK_BYTES
 from sagetrain.data.kinds import check_once

@@ -11,8 +11,8 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from prepare_inputs import TEXTS, documents, make_texts, prepare, quiet, write_jsonl
 
+from prepare_inputs import TEXTS, documents, make_texts, prepare, quiet, write_jsonl
 from sagetrain.config import ConfigError
 from sagetrain.data import token_file
 from sagetrain.data.files import CHUNK_BYTES

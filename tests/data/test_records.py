@@ -12,11 +12,11 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from prepare_inputs import TEXTS, documents, prepare, published_tokenizer, quiet
 from tokenizers import Tokenizer as Pipeline
 from tokenizers import models, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
+from prepare_inputs import TEXTS, documents, prepare, published_tokenizer, quiet
 from sagetrain.config import ConfigError
 from sagetrain.config.rules.data import prepared, text_prefixes
 from sagetrain.config.schema import DataConfig

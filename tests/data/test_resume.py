@@ -16,9 +16,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
+
 from forked import PATIENCE
 from prepare_inputs import TEXTS, documents, make_texts, prepare, quiet, write_jsonl
-
 from sagetrain.config import ConfigError
 from sagetrain.data import files, journal
 from sagetrain.data.records import Pairs

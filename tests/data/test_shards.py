@@ -12,8 +12,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
-from prepare_inputs import TEXTS, documents, make_texts, prepare, quiet, write_jsonl
 
+from prepare_inputs import TEXTS, documents, make_texts, prepare, quiet, write_jsonl
 from sagetrain.config import ConfigError
 from sagetrain.config.schema import DataSource
 from sagetrain.data import files, journal

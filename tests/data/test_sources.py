@@ -14,8 +14,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
-from prepare_inputs import TEXTS, documents, make_texts, prepare, quiet, write_jsonl
 
+from prepare_inputs import TEXTS, documents, make_texts, prepare, quiet, write_jsonl
 from sagetrain.config import ConfigError
 from sagetrain.data.files import CHUNK_BYTES
 from sagetrain.data.request import TextRequest

@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import tiny
 import torch
 import yaml
 from lm_eval.api.instance import Instance
-from prepare_inputs import prepare
-from runs import finish, log_of, sagetrain, write_config
 from tokenizers import Tokenizer as Pipeline
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
+import tiny
+from prepare_inputs import prepare
+from runs import finish, log_of, sagetrain, write_config
 from sagetrain.checkpoint.state import InitFromRecord
 from sagetrain.config import ConfigError
 from sagetrain.data.tokenizer import Tokenizer

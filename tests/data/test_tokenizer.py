@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prepare_inputs import published_tokenizer
 
+from prepare_inputs import published_tokenizer
 from sagetrain.config import ConfigError
 from sagetrain.config.schema import DataConfig
 from sagetrain.data.tokenizer import Tokenizer, find_tokenizer, train_tokenizer

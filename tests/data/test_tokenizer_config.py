@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from prepare_inputs import published_tokenizer, quiet
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Pipeline
 from transformers import AutoTokenizer
 
+from prepare_inputs import published_tokenizer, quiet
 from sagetrain.config import ConfigError
 from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.interop.tokenizer_files import tokenizer_files

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prepare_inputs import prepare, published_tokenizer
-from runs import finish, write_config
 from tokenizers import Tokenizer as Pipeline
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
+from prepare_inputs import prepare, published_tokenizer
+from runs import finish, write_config
 from sagetrain.__main__ import main
 from sagetrain.config import ConfigError
 from sagetrain.data.token_file import TokenFile

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 import tiny
 from runs import ROOT
-
 from sagetrain.engines.protocol import Observers
 from sagetrain.stability.spikes import Verdict
 

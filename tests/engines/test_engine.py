@@ -8,11 +8,11 @@ import re
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
-from distributed import run_distributed
 from torch import nn
 
+import tiny
+from distributed import run_distributed
 from sagetrain.checkpoint import on_disk, reading
 from sagetrain.checkpoint.reading import Reader
 from sagetrain.config import ConfigError

@@ -7,12 +7,12 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
 import torch.distributed as dist
-from distributed import run_distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import tiny
+from distributed import run_distributed
 from sagetrain.checkpoint import on_disk, reading
 from sagetrain.checkpoint.reading import Reader
 from sagetrain.config import ConfigError

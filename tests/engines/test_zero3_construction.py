@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import tiny
 import torch
+
+import tiny
 from distributed import run_distributed
 from process_memory import peak_of, return_what_is_freed
-
 from sagetrain.model.accounting import memory_per_rank, num_parameters
 from sagetrain.parallel.layers import shard
 from sagetrain.parallel.topology import ParallelGroups

@@ -5,11 +5,11 @@ from __future__ import annotations
 import gc
 
 import pytest
-import tiny
 import torch
+
+import tiny
 from distributed import run_distributed
 from process_memory import resident, return_what_is_freed
-
 from sagetrain.data.loader import Batch
 from sagetrain.engines.build_engine import build_engine, partitioner
 from sagetrain.model.compile import compile_blocks

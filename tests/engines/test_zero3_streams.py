@@ -9,8 +9,9 @@ import collections
 import contextlib
 from collections.abc import Iterator
 
-import tiny
 import torch
+
+import tiny
 from distributed import run_distributed
 
 

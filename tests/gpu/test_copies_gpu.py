@@ -5,12 +5,12 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
-import tiny
 import torch
 import torch.distributed as dist
-from distributed import run_distributed
 from torch import Tensor
 
+import tiny
+from distributed import run_distributed
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.model.compile import compile_blocks
 from sagetrain.parallel import copies

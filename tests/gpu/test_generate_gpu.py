@@ -6,10 +6,10 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-import saved_runs
 import torch
-from prepare_inputs import TEXTS
 
+import saved_runs
+from prepare_inputs import TEXTS
 from sagekernels.testing import rel_l2
 from sagetrain.data.tokenizer import train_tokenizer
 from sagetrain.inference.cache import CachedModel

@@ -6,10 +6,10 @@ import itertools
 from functools import partial
 
 import pytest
-import tiny
 import torch
 from torch import Tensor
 
+import tiny
 from sagekernels.casts import E4M3, E5M2, INT8, Rounded, quantize, quantize_both, quantize_both_twin
 from sagetrain.config.schema import SIXTEEN_BITS, AttentionConfig, LinearConfig, ModelConfig
 from sagetrain.model.compile import compile_blocks

@@ -1,10 +1,10 @@
 """The model on a GPU: backends against exact attention, compiled against eager, the loss's accuracy and memory."""
 
 import pytest
-import tiny
 import torch
 import torch.nn.functional as F
 
+import tiny
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.data.loader import Batch
 from sagetrain.model.backends import attention_function, token_layout

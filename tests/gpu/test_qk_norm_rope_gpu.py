@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import tiny
 import torch
 from torch import Tensor
 
+import tiny
 from sagekernels.qk_norm_rope import (
     qk_norm_rope,
     qk_norm_rope_gradients_triton,

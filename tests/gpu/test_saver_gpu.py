@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import tiny
 import torch
 
+import tiny
 from sagetrain.checkpoint.on_disk import KINDS, folder_name
 from sagetrain.checkpoint.reading import Reader
 from sagetrain.parallel.topology import ParallelGroups

@@ -21,9 +21,9 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from probed import changes, run_with_room
 from safetensors.torch import load_file
 
+from probed import changes, run_with_room
 from sagetrain.checkpoint import on_disk
 from sagetrain.config.schema import DataSource, NoiseAwareTokens
 from sagetrain.data.loader import SampleStream

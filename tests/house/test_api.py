@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prepare_inputs import TEXTS, write_jsonl
-from runs import ROOT
 
 import sagetrain
+from prepare_inputs import TEXTS, write_jsonl
+from runs import ROOT
 from sagetrain import api
 from sagetrain.config.errors import CheckpointError, ConfigError, TrainingError
 

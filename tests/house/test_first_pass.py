@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import first_pass
 import pytest
 import torch
-from runs import ROOT
 
+import first_pass
+from runs import ROOT
 from sagekernels.call import RECIPES
 from sagekernels.launch import TABLE
 

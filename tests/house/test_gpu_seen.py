@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
 from gpu_seen import Recorder, Seen
 from runs import ROOT
 

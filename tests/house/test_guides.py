@@ -15,12 +15,12 @@ from types import ModuleType
 
 import pytest
 import yaml
-from documented import split
-from forked import PATIENCE, Command
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
-from runs import ROOT
 
+from documented import split
+from forked import PATIENCE, Command
+from runs import ROOT
 from sagetrain.config.reference import keys
 from sagetrain.config.schema import LinearConfig
 from sagetrain.parallel.lowbit import RECIPES

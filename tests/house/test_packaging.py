@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
-from runs import BIN
 
+from runs import BIN
 from sagetrain import __version__
 from sagetrain.doctor import EXTRAS
 

@@ -8,6 +8,7 @@ import sys
 from types import ModuleType
 
 import pytest
+
 from runs import ROOT
 
 

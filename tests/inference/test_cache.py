@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import tiny
 import torch
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import tiny
 from sagetrain.config.schema import AttentionConfig, ModelConfig, RopeScaling
 from sagetrain.inference import cache
 from sagetrain.inference.cache import CachedModel

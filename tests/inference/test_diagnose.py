@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
-from distributed import run_distributed
 
+import tiny
+from distributed import run_distributed
 from sagekernels.casts import quantize
 from sagekernels.testing import cosine, exact_results, rel_l2
 from sagetrain.__main__ import main

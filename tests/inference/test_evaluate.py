@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 import zstandard
+
 from prepare_inputs import TEXTS, prepare
 from runs import finish, sagetrain, write_config
-
 from sagetrain.config import ConfigError
 from sagetrain.config.schema import NO_DATA, DataSource
 from sagetrain.data.loader import Loader, SampleStream

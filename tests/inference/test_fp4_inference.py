@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import saved_runs
 import torch
-from runs import write_config
 
+import saved_runs
+from runs import write_config
 from sagekernels import fp4_attention
 from sagekernels.testing import Shape, random_inputs
 from sagetrain.config import ConfigError, load_config

@@ -12,13 +12,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import saved_runs
 import torch
+
+import saved_runs
 from distributed import run_distributed
 from forked import PATIENCE, Command
 from prepare_inputs import published_tokenizer
 from runs import free_port, sagetrain
-
 from sagetrain.__main__ import main
 from sagetrain.config import ConfigError
 from sagetrain.data.tokenizer import Tokenizer

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from prepare_inputs import prepare
 from runs import finish, sagetrain, write_config
-
 from sagetrain.config.errors import CheckpointError
 from sagetrain.data.token_file import TokenFile
 from sagetrain.inference import load

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+
 import tiny
 from distributed import run_distributed
-
 from sagetrain.__main__ import main
 from sagetrain.config import RunConfig
 from sagetrain.inference import diagnose as diagnosis

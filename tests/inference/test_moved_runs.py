@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from runs import finish, sagetrain, write_config
 
+from runs import finish, sagetrain, write_config
 from sagetrain.config import ConfigError
 from sagetrain.config.schema import DataConfig, DataSource
 from sagetrain.inference.evaluate import evaluate

@@ -12,14 +12,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import tiny
 import torch
+from torch import Tensor
+
+import tiny
 from distributed import run_distributed
 from forked import PATIENCE
 from runs import finish, log_of, sagetrain, start, write_config
-from spoiled import MIDDLE, spoiled
-from torch import Tensor
-
 from sagetrain.checkpoint import on_disk
 from sagetrain.checkpoint.ledger import Ledger, TrainState
 from sagetrain.config.errors import CheckpointError, ConfigError, TrainingError
@@ -36,6 +35,7 @@ from sagetrain.stability.spikes import Verdict
 from sagetrain.training import failed_step
 from sagetrain.training.build_run import build
 from sagetrain.training.trainer import Trainer
+from spoiled import MIDDLE, spoiled
 
 STEP = 15
 SAMPLES = range(8 * (STEP - 1), 8 * STEP)

@@ -7,15 +7,15 @@ import json
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
 import yaml
-from prepare_inputs import prepare, published_tokenizer
-from runs import finish, log_of, sagetrain, write_config
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Pipeline
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
+import tiny
+from prepare_inputs import prepare, published_tokenizer
+from runs import finish, log_of, sagetrain, write_config
 from sagetrain.checkpoint.state import Identity, InitFromRecord, RunState
 from sagetrain.data.chat_template import chat_prompt
 from sagetrain.data.records import Chats

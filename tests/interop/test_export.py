@@ -12,10 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import saved_runs
 import torch
-from prepare_inputs import TEXTS, published_tokenizer
-from runs import sagetrain
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
@@ -23,6 +20,9 @@ from tokenizers import Tokenizer as Pipeline
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+import saved_runs
+from prepare_inputs import TEXTS, published_tokenizer
+from runs import sagetrain
 from sagetrain.config import ConfigError
 from sagetrain.config.errors import CheckpointError
 from sagetrain.config.schema import AttentionConfig, RopeScaling

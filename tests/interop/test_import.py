@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from prepare_inputs import published_tokenizer
-from runs import sagetrain
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MistralConfig, Qwen3Config
 
+from prepare_inputs import published_tokenizer
+from runs import sagetrain
 from sagetrain.config import ConfigError
 from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.inference.evaluate import evaluate_texts

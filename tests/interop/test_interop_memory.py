@@ -7,10 +7,9 @@ from pathlib import Path
 
 from distributed import run_distributed
 from process_memory import peak_of, return_what_is_freed
-from saved_runs import config, save_runs
-
 from sagetrain.interop.exporting import export
 from sagetrain.interop.importing import import_folder
+from saved_runs import config, save_runs
 
 SHAPE = {"num_layers": 10, "hidden_size": 512, "ffn_hidden_size": 2048, "num_attention_heads": 8, "head_dim": 64}
 LAYER = 4 * (2 * 512 * (512 + 128) + 3 * 512 * 2048)  # bytes

@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
-from distributed import run_distributed
 from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
-from runs import finish, sagetrain, write_config
 
+import tiny
+from distributed import run_distributed
+from runs import finish, sagetrain, write_config
 from sagetrain.config import ConfigError
 from sagetrain.config.schema import EvaluationConfig
 from sagetrain.inference.generate import Sampling, generate

@@ -10,10 +10,10 @@ import subprocess
 import numpy as np
 import pytest
 import torch
-from emulator import Emulated, tensor_map, wrong_results
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
+from emulator import Emulated, tensor_map, wrong_results
 from sagekernels import hopper_backward, nvrtc
 from sagekernels.hopper_forward import ARCHITECTURE
 from sagekernels.reference import twin_backward, twin_forward, visible

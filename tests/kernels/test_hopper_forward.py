@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from emulator import Emulated, tensor_map, wrong_results
 
+from emulator import Emulated, tensor_map, wrong_results
 from sagekernels import nvrtc
 from sagekernels.call import Call
 from sagekernels.hopper_forward import ARCHITECTURE, SCHEDULES, SOURCE, defines_of

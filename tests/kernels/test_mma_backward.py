@@ -5,13 +5,13 @@ import math
 
 import pytest
 import torch
-from emulator import Emulated, wrong_results
-from sass import disassembled
 
+from emulator import Emulated, wrong_results
 from sagekernels import nvrtc
 from sagekernels.mma import CAPABILITIES, KEYS, backward_defines
 from sagekernels.reference import twin_backward, twin_forward
 from sagekernels.testing import Shape, call_of, exact_results, random_inputs, rel_l2
+from sass import disassembled
 
 NAMES = ("dq", "dk", "dv")
 MISTAKES = [

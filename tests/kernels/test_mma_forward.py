@@ -5,15 +5,15 @@ import math
 
 import pytest
 import torch
-from emulator import Emulated, wrong_results
-from sass import disassembled
 
+from emulator import Emulated, wrong_results
 from sagekernels import nvrtc
 from sagekernels.call import Call
 from sagekernels.mma import CAPABILITIES, QUERIES, forward_defines
 from sagekernels.quantize import TILE
 from sagekernels.reference import attention_reference, twin_forward
 from sagekernels.testing import Shape, random_inputs, rel_l2
+from sass import disassembled
 
 SOURCE = "mma_forward.cu"
 MISTAKES = [

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import tiny
 import torch
-from backward_graph import backward_calls
 from torch import Tensor, nn
 
+import tiny
+from backward_graph import backward_calls
 from sagekernels.qk_norm_rope import (
     QK_NORM_ROPE,
     QK_NORM_ROPE_GRADIENTS,

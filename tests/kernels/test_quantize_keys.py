@@ -5,8 +5,8 @@ import math
 
 import pytest
 import torch
-from emulator import Emulated
 
+from emulator import Emulated
 from sagekernels import nvrtc
 from sagekernels.quantize import quantize_twin, token_mean
 from sagekernels.quantize_keys import chunks_of

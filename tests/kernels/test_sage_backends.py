@@ -4,8 +4,8 @@ import re
 
 import pytest
 import torch
-from runs import ROOT
 
+from runs import ROOT
 from sagekernels import backends, default_recipe, hopper, mma, nvrtc, sage_attention
 from sagekernels.backends import BACKENDS, HOPPER, MMA, NAMED, TRITON, TWIN, serving
 from sagekernels.call import RECIPES, Backend

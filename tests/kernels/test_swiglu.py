@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import tiny
 import torch
 import torch.nn.functional as F
-from backward_graph import backward_calls
 from torch import Tensor, nn
 
+import tiny
+from backward_graph import backward_calls
 from sagekernels.swiglu import SWIGLU_GRADIENTS, swiglu, swiglu_gradients_twin
 from sagekernels.testing import random_swiglu, swiglu_gradients_error
 from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig

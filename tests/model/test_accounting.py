@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from counted import VOCAB, live_tensors, run_config, saved_bytes_per_token, transformer
-from distributed import run_distributed
 from torch.utils.flop_counter import FlopCounterMode
 
+from counted import VOCAB, live_tensors, run_config, saved_bytes_per_token, transformer
+from distributed import run_distributed
 from sagetrain.cluster.join import init_distributed
 from sagetrain.config import RunConfig
 from sagetrain.config.schema import AttentionConfig, ModelConfig

@@ -6,14 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
 import torch.distributed as dist
-from distributed import run_distributed
-from runs import finish, sagetrain, write_config
-from spoiled import spoiled
 from torch import Tensor
 
+import tiny
+from distributed import run_distributed
+from runs import finish, sagetrain, write_config
 from sagetrain.checkpoint import on_disk, reading
 from sagetrain.checkpoint.reading import Reader
 from sagetrain.config import ConfigError
@@ -34,6 +33,7 @@ from sagetrain.parallel.topology import ParallelGroups, Topology
 from sagetrain.training import build_run as building
 from sagetrain.training.build_run import build
 from sagetrain.training.trainer import Trainer
+from spoiled import spoiled
 
 VOCAB, SEQUENCES, LENGTH = 128, 4, 16
 SHAPE = ModelConfig(

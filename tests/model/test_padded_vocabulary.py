@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import tiny
 import torch
 import torch.nn.functional as F
-from distributed import run_distributed
 
+import tiny
+from distributed import run_distributed
 from sagetrain.parallel.cross_entropy import linear_cross_entropy, linear_token_losses
 
 PADDED, HIDDEN = 128, 8

@@ -1,12 +1,12 @@
 """The whole model under tensor, sequence and data parallelism against the one-process model, on gloo, in fp32."""
 
 import pytest
-import tiny
 import torch
 import torch.distributed as dist
-from distributed import run_distributed
 from torch import Tensor
 
+import tiny
+from distributed import run_distributed
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.model.compile import compile_blocks
 from sagetrain.model.transformer import Transformer

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import tiny
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import tiny
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.interop.huggingface import config_json
 from sagetrain.model.tensors import tensors

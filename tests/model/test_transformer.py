@@ -6,13 +6,13 @@ from collections import Counter
 from types import ModuleType
 
 import pytest
-import tiny
 import torch
-from llama_reference import reference_loss
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
+import tiny
+from llama_reference import reference_loss
 from sagekernels import attention_reference
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.model import walks

@@ -3,12 +3,12 @@
 from collections import defaultdict
 
 import pytest
-import tiny
 import torch
 import torch.distributed as dist
-from distributed import run_distributed
 from torch import Tensor
 
+import tiny
+from distributed import run_distributed
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.topology import Mpu, ParallelGroups, Topology

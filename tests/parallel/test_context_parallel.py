@@ -6,13 +6,13 @@ Training in this layout is tested beside the other layouts: test_engine.py, test
 from __future__ import annotations
 
 import pytest
-import tiny
 import torch
 import torch.distributed as dist
-from counted import run_config, saved_bytes_per_token
-from distributed import run_distributed
 from torch import Tensor
 
+import tiny
+from counted import run_config, saved_bytes_per_token
+from distributed import run_distributed
 from sagekernels import sage_attention
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.data.loader import Batch

@@ -10,14 +10,14 @@ import time
 from datetime import timedelta
 from functools import partial
 
-import forked
 import pytest
-import tiny
 import torch
 import torch.distributed as dist
-from distributed import run_distributed
 from torch import Tensor
 
+import forked
+import tiny
+from distributed import run_distributed
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.model.compile import compile_blocks
 from sagetrain.parallel import copies

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from distributed import run_distributed
 from torch import Tensor
 
+from distributed import run_distributed
 from sagetrain.parallel.collectives import finish_enter, start_enter
 from sagetrain.parallel.cross_entropy import linear_cross_entropy, linear_token_losses
 from sagetrain.parallel.layers import shard

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from distributed import run_distributed
 from torch import Tensor
 
+from distributed import run_distributed
 from sagetrain.parallel.collectives import (
     finish_enter,
     finish_leave,

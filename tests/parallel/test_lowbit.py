@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from distributed import run_distributed
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from distributed import run_distributed
 from sagekernels.casts import E4M3, E5M2, INT8, QUANTIZE_BOTH, Rounded, quantize
 from sagetrain.parallel.collectives import finish_leave
 from sagetrain.parallel.layers import ColumnParallelLinear, RowParallelLinear, keep_weights

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from distributed import run_distributed
 from torch import Tensor, nn
 
+from distributed import run_distributed
 from sagetrain.model.head import Head
 from sagetrain.parallel.collectives import finish_leave, start_enter
 from sagetrain.parallel.layers import ColumnParallelLinear, RowParallelLinear, shard

@@ -7,11 +7,11 @@ import math
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
 import torch.distributed as dist
-from distributed import run_distributed
 
+import tiny
+from distributed import run_distributed
 from sagetrain.config import RunConfig
 from sagetrain.data.loader import Batch
 from sagetrain.model.mlp import MLP

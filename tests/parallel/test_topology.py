@@ -3,12 +3,12 @@
 import inspect
 import sys
 
-import forked
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import run_distributed
 
+import forked
+from distributed import run_distributed
 from sagetrain.parallel.topology import Mpu, ParallelGroups, Topology
 
 

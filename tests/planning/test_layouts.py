@@ -7,8 +7,8 @@ import math
 from argparse import Namespace
 
 import pytest
-from planned import CONFIGS, NOISE_AWARE, VOCAB, config, layout_of
 
+from planned import CONFIGS, NOISE_AWARE, VOCAB, config, layout_of
 from sagetrain.config import load_config
 from sagetrain.config.arithmetic import data_parallel_size, token_multiple
 from sagetrain.config.rules import fit

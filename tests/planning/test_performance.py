@@ -6,12 +6,12 @@ import dataclasses
 import itertools
 
 import pytest
-import tiny
 import torch
-from distributed import run_distributed
-from planned import VOCAB, config, layout_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import tiny
+from distributed import run_distributed
+from planned import VOCAB, config, layout_of
 from sagetrain.config import ConfigError
 from sagetrain.engines.build_engine import build_engine
 from sagetrain.hardware import H200, HARDWARE, AttentionRate, Hardware, of_device

@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from planned import NOISE_AWARE
 from rich.console import Console
-from runs import sagetrain
 
+from planned import NOISE_AWARE
+from runs import sagetrain
 from sagetrain.config import ConfigError, dump_config, load_config
 from sagetrain.config.reference import keys, markdown
 from sagetrain.config.schema import DataConfig, RunConfig

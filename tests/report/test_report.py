@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from forked import PATIENCE
-from runs import sagetrain
 from typer.testing import CliRunner
 
+from forked import PATIENCE
+from runs import sagetrain
 from sagetrain.cli import main as cli
 from sagetrain.config.errors import ConfigError
 from sagetrain.report.page import render, write_report

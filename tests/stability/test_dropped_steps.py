@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 import tiny
 from distributed import run_distributed
-
 from sagetrain.checkpoint.ledger import Ledger
 from sagetrain.checkpoint.on_disk import newest, read_state
 from sagetrain.config import RunConfig

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 import pytest
-import tiny
 import torch
-from distributed import run_distributed
 from torch import Tensor
 
+import tiny
+from distributed import run_distributed
 from sagetrain.data.loader import Batch
 from sagetrain.engines.build_engine import build_engine
 from sagetrain.engines.protocol import Observers

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
-from distributed import run_distributed
 
+import tiny
+from distributed import run_distributed
 from sagekernels.testing import cosine, rel_l2
 from sagetrain.config import RunConfig
 from sagetrain.config.check import check

@@ -8,11 +8,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
+
+import tiny
 from distributed import run_distributed
 from runs import finish, write_config
-
 from sagetrain.config.arithmetic import low_bit_linear
 from sagetrain.config.schema import SIXTEEN_BITS, LinearConfig
 from sagetrain.engines.build_engine import build_engine

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 from rich.console import Console
-from runs import write_config
 
+from runs import write_config
 from sagetrain.config import ConfigError, load_config
 from sagetrain.config.earlier_run import Ratio, critical_in_words, critical_tokens, read_measured
 from sagetrain.config.guidance import guidance

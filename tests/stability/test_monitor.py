@@ -7,10 +7,10 @@ import math
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
-from distributed import run_distributed
 
+import tiny
+from distributed import run_distributed
 from sagekernels.testing import cosine, exact_results, rel_l2
 from sagetrain.config import RunConfig
 from sagetrain.config.check import check

@@ -6,8 +6,8 @@ import json
 from itertools import pairwise
 
 import pytest
-from probed import LOW, Probe, ProbedRun
 
+from probed import LOW, Probe, ProbedRun
 from sagetrain.config.schema import NoiseAwareTokens
 from sagetrain.stability.controller import Taken
 from sagetrain.stability.noise_aware import NoiseAware

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+
 from probed import changes, run_with_room
 from runs import finish, log_of, write_config
-
 from sagetrain.config.earlier_run import critical_in_words, critical_tokens, ratios_of
 from sagetrain.config.load import load_config
 from sagetrain.report.read import read_runs

@@ -10,10 +10,10 @@ import sys
 from collections.abc import Iterator, Sequence
 
 import pytest
-import tiny
 import torch
-from distributed import run_distributed
 
+import tiny
+from distributed import run_distributed
 from sagetrain.data.loader import MASKED, Batch
 from sagetrain.engines.build_engine import build_engine, partitioner
 from sagetrain.engines.protocol import Observers

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import tiny
 import torch
 
+import tiny
 from sagetrain.config.arithmetic import layers_in_words, scheduled_rung
 from sagetrain.config.schema import AttentionConfig, PrecisionConfig
 from sagetrain.model.backends import Reference, Sage, Sdpa

@@ -7,11 +7,11 @@ import json
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
-from distributed import run_distributed
 from safetensors.torch import load_file
 
+import tiny
+from distributed import run_distributed
 from sagetrain.checkpoint.on_disk import newest, read_state
 from sagetrain.config import RunConfig
 from sagetrain.config.schema import PrecisionConfig

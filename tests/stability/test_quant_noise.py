@@ -11,11 +11,11 @@ from copy import deepcopy
 from functools import partial
 
 import pytest
-import tiny
 import torch
-from distributed import run_distributed
 from torch import Tensor
 
+import tiny
+from distributed import run_distributed
 from sagetrain.config.schema import StabilityConfig
 from sagetrain.data.loader import MASKED, Batch
 from sagetrain.engines.build_engine import build_engine

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+
 from forked import PATIENCE
 from runs import at_step, finish, kill_all, log_of, start, training_rows, write_config
-from spoiled import spoiled
-
 from sagetrain.checkpoint import on_disk
 from sagetrain.checkpoint.ledger import Ledger
 from sagetrain.checkpoint.state import RunState
+from spoiled import spoiled
 
 
 def samples_of(step: int) -> range:

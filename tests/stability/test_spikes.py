@@ -6,10 +6,10 @@ import math
 import random
 
 import pytest
-import tiny
 import torch
-from distributed import run_distributed
 
+import tiny
+from distributed import run_distributed
 from sagetrain.config.rules import fit
 from sagetrain.config.schema import SpikesConfig
 from sagetrain.engines.protocol import Observers, StepResult

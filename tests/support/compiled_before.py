@@ -1,8 +1,8 @@
 """A block is compiled, and forgotten: what torch makes ready for its first one, in half a second, a fork has then."""
 
-import tiny
 import torch
 
+import tiny
 from sagetrain.model.compile import compile_blocks
 from sagetrain.parallel.topology import ParallelGroups
 

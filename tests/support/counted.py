@@ -3,10 +3,10 @@
 import gc
 from contextlib import suppress
 
-import tiny
 import torch
 from torch.utils.weak import TensorWeakRef
 
+import tiny
 from sagetrain.config import RunConfig
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.model.block import Block

@@ -17,9 +17,10 @@ from datetime import timedelta
 from multiprocessing import connection
 from typing import Any
 
-import forked
 import torch
 import torch.distributed as dist
+
+import forked
 
 
 def run_distributed(function: Callable, world_size: int, *args: Any, timeout: float = forked.PATIENCE) -> list[Any]:

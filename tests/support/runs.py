@@ -17,8 +17,9 @@ from pathlib import Path
 
 import psutil
 import yaml
-from forked import COMMANDS, PATIENCE, Command
 from safetensors.torch import load_file
+
+from forked import COMMANDS, PATIENCE, Command
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent

@@ -5,11 +5,11 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import tiny
 import torch
 import torch.distributed as dist
-from distributed import run_distributed
 
+import tiny
+from distributed import run_distributed
 from sagetrain.checkpoint.on_disk import KINDS
 from sagetrain.checkpoint.state import Identity
 from sagetrain.config import RunConfig

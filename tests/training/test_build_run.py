@@ -6,9 +6,9 @@ from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 
 import pytest
+
 import tiny
 from distributed import run_distributed
-
 from sagetrain.auto.settled import settle
 from sagetrain.checkpoint import on_disk
 from sagetrain.config import RunConfig

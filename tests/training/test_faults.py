@@ -19,8 +19,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-import tiny
 import torch
+
+import tiny
 from distributed import run_distributed
 from forked import PATIENCE, Command
 from runs import (
@@ -37,7 +38,6 @@ from runs import (
     when,
     write_config,
 )
-
 from sagetrain.checkpoint import on_disk
 from sagetrain.checkpoint.ledger import Ledger, check_consumed, fold
 from sagetrain.checkpoint.on_disk import KINDS

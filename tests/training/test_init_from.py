@@ -8,12 +8,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
+
+import tiny
 from distributed import run_distributed
 from runs import finish, log_of, sagetrain
-from started_from import SHORT, configured
-
 from sagetrain.checkpoint.on_disk import KINDS, folder_name
 from sagetrain.checkpoint.reading import Reader
 from sagetrain.config import ConfigError
@@ -25,6 +24,7 @@ from sagetrain.interop.exporting import export
 from sagetrain.interop.importing import import_folder
 from sagetrain.parallel.rng import rng_state
 from sagetrain.training import init_from
+from started_from import SHORT, configured
 
 # (tensor parallel, context parallel, ZeRO stage) of two ranks
 LAYOUTS = {"fp32": [(1, 1, 3), (1, 2, 0), (2, 1, 1)], "bf16": [(2, 1, 3), (1, 1, 2)]}

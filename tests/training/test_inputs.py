@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import ROOT, write_config
 
+from runs import ROOT, write_config
 from sagetrain.config import ConfigError, load_config
 from sagetrain.data.token_file import TokenFileWriter, token_path
 from sagetrain.data.tokenizer import Tokenizer, known_tokenizer, train_tokenizer

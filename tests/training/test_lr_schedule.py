@@ -5,8 +5,8 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runs import write_config
 
+from runs import write_config
 from sagetrain.config import RunConfig, dump_config, load_config
 from sagetrain.config.schema import ConstantTokens, LrScheduleConfig, OptimizerConfig, RampTokens, Stage, StagedTokens
 from sagetrain.config.tokens_per_step import stages, tokens_per_step

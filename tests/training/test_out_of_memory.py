@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
-from distributed import run_distributed
 
+import tiny
+from distributed import run_distributed
 from sagetrain.cli import exits
 from sagetrain.config.errors import TrainingError
 from sagetrain.training import build_run as building

@@ -6,11 +6,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
+
+import tiny
 from distributed import run_distributed
 from runs import finish, log_of, training_rows, write_config
-
 from sagetrain.checkpoint.on_disk import KINDS, folder_name
 from sagetrain.checkpoint.reading import Reader
 from sagetrain.parallel.rng import rng_state

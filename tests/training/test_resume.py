@@ -13,14 +13,14 @@ import time
 from pathlib import Path
 
 import pytest
-import tiny
 import torch.distributed as dist
 import yaml
+from safetensors.torch import load_file
+
+import tiny
 from distributed import run_distributed
 from forked import PATIENCE
 from runs import at_step, check_same, finish, free_port, kill_all, log_of, start, write_config
-from safetensors.torch import load_file
-
 from sagetrain.cli.exits import Errors
 from sagetrain.cluster.guard import StopSignal
 from sagetrain.config import ConfigError, RunConfig

@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
-from runs import STEPS, log_of, write_config
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from runs import STEPS, log_of, write_config
 from sagetrain.__main__ import main
 from sagetrain.config import ConfigError
 from sagetrain.config.check import check

@@ -7,10 +7,10 @@ import struct
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
 from wandb.proto.wandb_internal_pb2 import Record
 
+import tiny
 from sagetrain.checkpoint.ledger import TrainState
 from sagetrain.config.check import check
 from sagetrain.config.errors import ConfigError

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tiny
 import torch
-from distributed import run_distributed
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
+import tiny
+from distributed import run_distributed
 from sagetrain.checkpoint.ledger import TrainState
 from sagetrain.cli import exits
 from sagetrain.cluster.run_folder import RunFolder
