@@ -85,7 +85,7 @@ def peer_attention(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     if name == "FlashAttention-4":
         from flash_attn.cute import flash_attn_func
 
-        # Its kernels cannot be traced, so torch.compile has to go around them.
+        # FlashAttention-4's kernels cannot be traced, so torch.compile has to go around them.
         return torch.compiler.disable(lambda q, k, v: flash_attn_func(q, k, v, causal=True)[0])
 
     def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

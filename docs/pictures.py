@@ -448,7 +448,8 @@ COSTS = (
     ("FP8 layers", 0.0027, 0.0020, "524K, second half"),
     ("FP8 layers, scores", 0.0105, 0.0075, "262K, whole run"),
 )
-"""What is in 8 bits, training loss above 16 bits, its 95 % interval, tokens per step (results/default and others)."""
+"""The columns are: what is in 8 bits, training loss above 16 bits, its 95 % interval, tokens per step. The figures come
+from results/default and other pages."""
 
 
 def gains() -> Picture:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -27,7 +27,7 @@ from sagetrain.data.prepare import prepare as _prepare
 from sagetrain.data.records import Chats, Pairs
 from sagetrain.data.request import Request
 from sagetrain.data.tokenizer import known_vocab_size
-from sagetrain.hardware import HARDWARE, planned_gpu
+from sagetrain.hardware import HARDWARE, cluster_of, planned_gpu
 from sagetrain.planning.plan import Plan, make_plan
 
 # These modules import torch.
@@ -161,8 +161,7 @@ def plan(
     if gpu is not None and gpu not in HARDWARE:
         raise ConfigError(f"gpu {gpu!r} is not known: give one of {', '.join(HARDWARE)}")
     kind, _ = planned_gpu(gpu)
-    hardware = replace(HARDWARE[kind], gpus_per_host=gpus_per_host, network_bandwidth=network_gbps * 1e9 / 8)
-    return make_plan(config, _texts(overrides), world_size, hardware)
+    return make_plan(config, _texts(overrides), world_size, cluster_of(kind, gpus_per_host, network_gbps))
 
 
 @dataclass(frozen=True)
@@ -248,8 +247,9 @@ def _train(
     latest, joined = Latest(), dist.is_initialized()
     variables = {name: os.environ.get(name) for name in _VARIABLES}
     try:
+        looks = looks_of(cfg)  # It may refuse the tasks, so it comes before ranks wait for each other.
         run = build(cfg, own_process=own_process, hears=say)
-        trainer = Trainer(run, findings, *looks_of(cfg), [*callbacks, latest])
+        trainer = Trainer(run, findings, *looks, [*callbacks, latest])
         finished = trainer.train()
     finally:
         # The process group has this process as its only member.
@@ -301,17 +301,14 @@ class Model:
             ConfigError: an option is out of range, or a prompt is longer than the model's context.
         """
         from sagetrain.data.chat_template import settled_template
-        from sagetrain.inference.generate import Sampling, generate
+        from sagetrain.inference.generate import Sampling, finished
 
         given = [prompts] if isinstance(prompts, str) else list(prompts)
         sampling = Sampling(max_tokens, temperature, top_k, top_p, tuple(stop), seed)
         template = None
         if chat and self.run.tokenizer:
             template = settled_template(self.run.chat_template or "", self.run.tokenizer)
-        done = {
-            each.number: each for each, _ in generate(self.run, given, sampling, batch_size, template) if each.finish
-        }
-        return [done[number] for number in range(len(given))]
+        return finished(self.run, given, sampling, batch_size, template)
 
     def score(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
         """Return the natural logarithm of p(continuation | context) for each pair of a context and its continuation.
@@ -319,20 +316,12 @@ class Model:
         Raises:
             ConfigError: the run has no tokenizer, or a continuation is longer than data.seq_length.
         """
-        from sagetrain.inference.score import Scorer
+        from sagetrain.inference.score import scorer_of
 
         run = self.run
         if run.tokenizer is None:
             raise ConfigError(f"{self.run_dir} has no tokenizer: put the one that made its data into the folder")
-        data, encode = run.cfg.data, run.tokenizer.encode
-        scorer = Scorer(
-            lambda batch: run.model(**batch.inputs(run.device, 0, 1) | {"labels": None}),
-            run.model.groups,
-            run.device,
-            data.seq_length,
-            data.micro_batch_size,
-            run.vocab_size,
-        )
+        scorer, encode = scorer_of(run, run.tokenizer), run.tokenizer.encode
         begin = [*run.text_prefix] or [run.tokenizer.eos_id]
         tokens = [([*run.text_prefix, *encode(context)] if context else begin, encode(text)) for context, text in pairs]
         return [found for found, _ in scorer(tokens)]

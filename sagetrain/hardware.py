@@ -334,6 +334,16 @@ def gpu_here() -> str | None:
     return next(iter(listed.splitlines()), None)
 
 
+def cluster_of(gpu: str, gpus_per_host: int, network_gbps: float) -> Hardware:
+    """Return the rates of a GPU in a cluster whose network gives each GPU `network_gbps` Gbit/s.
+
+    Args:
+        gpu: a key in HARDWARE.
+        gpus_per_host: the GPUs that share NVLink.
+    """
+    return replace(HARDWARE[gpu], gpus_per_host=gpus_per_host, network_bandwidth=network_gbps * 1e9 / 8)
+
+
 def planned_gpu(asked: str | None) -> tuple[str, str]:
     """Return the key in HARDWARE of the GPU to predict for, and a sentence for the reader if it was not named.
 

@@ -11,7 +11,7 @@ import typer
 from sagetrain.cli.configuration import named as _named
 from sagetrain.cli.exits import leave as _exit
 from sagetrain.cli.options import Config, ConfigOption, Overrides
-from sagetrain.hardware import HARDWARE, planned_gpu
+from sagetrain.hardware import HARDWARE, cluster_of, planned_gpu
 
 Gpu = enum.Enum("Gpu", {name: name for name in HARDWARE})  # type: ignore[misc]
 
@@ -69,8 +69,6 @@ def plan(
     \b
     sagetrain plan configs/7b.yaml --world-size 64 parallel.tensor_parallel_size=8
     """
-    from dataclasses import replace
-
     from sagetrain.planning.show import show_key_reference, show_plan
     from sagetrain.planning.tables import console, print_text
 
@@ -79,7 +77,7 @@ def plan(
         return
     path, changes = _named("plan", config, config_option, overrides)
     kind, assumed = planned_gpu(gpu.value if gpu else None)
-    hardware = replace(HARDWARE[kind], gpus_per_host=gpus_per_host, network_bandwidth=network_gbps * 1e9 / 8)
+    hardware = cluster_of(kind, gpus_per_host, network_gbps)
     if assumed:
         print_text(console(), assumed)
     if show_plan(path, changes, world_size, console(), hardware, measured_tokens_per_second, brief, measured):

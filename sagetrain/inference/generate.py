@@ -70,6 +70,14 @@ def ending_tokens(tokenizer: Tokenizer, also: Sequence[int], template: str | Non
     return [*dict.fromkeys([*also, tokenizer.eos_id, *answer])]
 
 
+def finished(
+    run: TrainedRun, prompts: Sequence[str], sampling: Sampling, batch_size: int = 1, template: str | None = None
+) -> list[Completion]:
+    """Continue prompts as `generate` does, and return the finished completions in the order of the prompts."""
+    done = {each.number: each for each, _ in generate(run, prompts, sampling, batch_size, template) if each.finish}
+    return [done[number] for number in range(len(prompts))]
+
+
 @torch.no_grad()
 def generate(
     run: TrainedRun, prompts: Sequence[str], sampling: Sampling, batch_size: int = 1, template: str | None = None

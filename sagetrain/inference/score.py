@@ -17,6 +17,8 @@ from torch import Tensor
 
 from sagetrain.config.errors import ConfigError
 from sagetrain.data.loader import Batch, Sample, batch_of
+from sagetrain.data.tokenizer import Tokenizer
+from sagetrain.inference.load import TrainedRun
 from sagetrain.parallel.topology import ParallelGroups
 
 Pair = tuple[Sequence[int], Sequence[int]]
@@ -94,6 +96,19 @@ class Scorer:
                 likely = chosen.log_softmax(-1).gather(-1, wanted[:, None])[:, 0].double()
                 numbers = torch.stack([likely, (chosen.argmax(-1) != wanted).double()], 1)
                 found.index_add_(0, torch.from_numpy(row_owners[places]).to(self.device), numbers)
+
+
+def scorer_of(run: TrainedRun, tokenizer: Tokenizer) -> Scorer:
+    """Return the scorer of a checkpoint's model in this process. Only tokens of `tokenizer` are scored."""
+    data = run.cfg.data
+    return Scorer(
+        lambda batch: run.model(**{**batch.inputs(run.device), "labels": None}),
+        run.model.groups,
+        run.device,
+        data.seq_length,
+        data.micro_batch_size,
+        min(run.vocab_size, tokenizer.vocab_size),
+    )
 
 
 def _packed(lengths: Sequence[int], size: int) -> Iterator[list[int]]:

@@ -25,10 +25,10 @@ from sagetrain.config.schema import DataConfig, EvaluationConfig
 from sagetrain.data.loader import Batch
 from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
 from sagetrain.engines.protocol import Engine
-from sagetrain.inference.generate import Sampling, generate
+from sagetrain.inference.generate import Sampling, finished
 from sagetrain.inference.load import TrainedRun
 from sagetrain.inference.samples import Alive, Trained, completed, while_training
-from sagetrain.inference.score import Scorer
+from sagetrain.inference.score import Scorer, scorer_of
 
 TaskResults = dict[str, dict[str, float]]
 """Numbers by task and metric: acc, acc_stderr. If the harness filters answers, the filter's name follows:
@@ -233,18 +233,8 @@ def harness_of(run: TrainedRun) -> Harness:
             "the run was trained on token files without a tokenizer, so it cannot be asked tasks: put the "
             "tokenizer.model or tokenizer.json that made them into the run's folder"
         )
-    data, size = run.cfg.data, min(run.vocab_size, run.tokenizer.vocab_size)
-    score = Scorer(
-        lambda batch: run.model(**{**batch.inputs(run.device), "labels": None}),
-        run.model.groups,
-        run.device,
-        data.seq_length,
-        data.micro_batch_size,
-        size,
-    )
 
     def complete(prompts: Sequence[str], sampling: Sampling) -> list[str]:
-        done = {text.number: text.text for text, _ in generate(run, prompts, sampling, 8) if text.finish}
-        return [done[number] for number in range(len(prompts))]
+        return [completion.text for completion in finished(run, prompts, sampling, 8)]
 
-    return Harness(run.tokenizer, score, complete, run.text_prefix)
+    return Harness(run.tokenizer, scorer_of(run, run.tokenizer), complete, run.text_prefix)

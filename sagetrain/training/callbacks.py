@@ -102,8 +102,8 @@ class Callbacks:
         self._cause: Exception | None = None
 
     def tell(self, hook: str, call: Callable[[Callback], None]) -> None:
-        """Call a hook of every callback. An error of a user's callback is kept for `check`, and that callback is not
-        called again.
+        """Call a hook of every callback. After the first error of a user's callback, which is kept for `check`, no
+        callback of the user is called again.
 
         Args:
             hook: the name of the hook, for the error.
@@ -111,6 +111,9 @@ class Callbacks:
         """
         for callback in self._own:
             call(callback)
+        self._tell_users(hook, call)
+
+    def _tell_users(self, hook: str, call: Callable[[Callback], None]) -> None:
         for callback in self._users if self.failure is None else ():
             try:
                 call(callback)
@@ -127,12 +130,8 @@ class Callbacks:
             raise TrainingError(self.failure) from self._cause
 
     def end(self, position: Position, finished: bool) -> None:
-        """Call on_end of all callbacks, even if one raises an error."""
+        """Call on_end of every callback, even if one of SageTrain's raises an error."""
         with contextlib.ExitStack() as stack:
             for callback in self._own:
                 stack.callback(callback.on_end, position, finished)
-            own, self._own = self._own, ()
-            try:
-                self.tell("on_end", lambda callback: callback.on_end(position, finished))
-            finally:
-                self._own = own
+            self._tell_users("on_end", lambda callback: callback.on_end(position, finished))

@@ -3,7 +3,6 @@ ranks."""
 
 from __future__ import annotations
 
-import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from sagetrain.checkpoint import on_disk
 from sagetrain.checkpoint.ledger import TrainState
 from sagetrain.checkpoint.saving import Saver
+from sagetrain.cluster.preflight import to_stderr
 from sagetrain.config.schema import LoggingConfig
 from sagetrain.engines.protocol import StepResult
 from sagetrain.stability.controller import Event
@@ -63,10 +63,8 @@ class Reporter:
         """Print a line for people."""
         if self._writer:
             self._writer.say(text)
-        elif self._main and self._hears:
-            self._hears(text)
         elif self._main:
-            print(text, file=sys.stderr, flush=True)
+            (self._hears or to_stderr)(text)
 
     def write(self, state: TrainState, values: Mapping[str, float | None]) -> None:
         """Write a row of numbers, without those that are None."""

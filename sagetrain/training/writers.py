@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from sagetrain.cluster.preflight import to_stderr
 from sagetrain.data.token_file import write_atomic
 from sagetrain.hardware import PEAK_FLOPS, model_of
 from sagetrain.stability.controller import Event
@@ -136,10 +137,8 @@ class MetricsWriter:
 
     def say(self, text: str) -> None:
         """Print a line on stderr, above a terminal's progress bar, or give it to `hears`."""
-        if self._hears is not None:
-            self._hears(text)
-        elif self._bar is None:
-            print(text, file=sys.stderr, flush=True)
+        if self._bar is None:
+            (self._hears or to_stderr)(text)
         else:
             self._bar.write(text, file=sys.stderr)
 

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from emulated_forward import assert_close, assert_non_finite_values_propagate, inputs
 from emulator import Emulated, tensor_map, wrong_results
 from sagekernels import nvrtc
 from sagekernels.call import Call
@@ -105,16 +106,6 @@ def emulated(
     return o.float(), lse, o_twin.float(), saved.lse
 
 
-def inputs(seed, shapes, sigma=1.0):
-    generator = torch.Generator().manual_seed(seed)
-    return [(torch.randn(shape, generator=generator) * sigma).bfloat16() for shape in shapes]
-
-
-def assert_close(o, lse, o_twin, lse_twin):
-    assert ((o - o_twin).norm() / o_twin.norm()).item() < 5e-3
-    assert torch.allclose(lse, lse_twin, atol=1e-4, rtol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("batch", "n_q", "n_k", "heads", "kv_heads", "head_dim", "causal", "grid", "heads_per_group"),
     [
@@ -150,12 +141,7 @@ def test_scores_that_outgrow_the_old_maximum(kernels, head_dim):
 
 
 def test_non_finite_values_propagate_and_zeros_do_not(kernels):
-    q, k, v = inputs(0, [(1, 200, 1, 64)] * 3)
-    q[0, 20], q[0, 40, 0, 6] = 0, math.inf
-    o, lse, o_twin, lse_twin = emulated(kernels, q, k, v, True)
-    assert o.isnan().any(-1).flatten().nonzero().flatten().tolist() == [40]
-    assert torch.equal(lse.isnan(), lse_twin.isnan())
-    assert torch.allclose(o[0, 20], o_twin[0, 20], atol=1e-2)
+    assert_non_finite_values_propagate(functools.partial(emulated, kernels))
 
 
 @pytest.mark.parametrize("mistake", range(1, len(MISTAKES) + 1))
