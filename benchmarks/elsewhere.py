@@ -1,9 +1,10 @@
-"""Time the portable attention kernels as code for compute capability 8.0 on a Hopper GPU, beside FlashAttention-2.
+"""Time the attention kernels of other GPUs on a Hopper GPU, beside FlashAttention-2.
 
-No other GPU was available for this. The kernels are compiled as for an A100 (mma.sync, cp.async), and their PTX is
-assembled for the GPU at hand. "Throttled" simulates a GeForce card: each tensor-core instruction is followed by idle
-ones, until one product takes as many cycles as on an RTX 4090. Results stay correct. Each way is compared with float64
-before it is timed. A way that is wrong is named and not timed.
+No other GPU was available for this. The portable kernels are compiled as for an A100 (mma.sync, cp.async), and their
+PTX is assembled for the GPU at hand. The CUDA kernels of sm_80 are built from the same instructions. "Throttled"
+simulates a GeForce card: each tensor-core instruction is followed by idle ones, until one product takes as many cycles
+as on an RTX 4090. Results stay correct. Each way is compared with float64 before it is timed. A way that is wrong is
+named and not timed.
 
     python benchmarks/elsewhere.py --out FOLDER [--before PACKAGE] [--tiles]
 """
@@ -36,7 +37,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import JITFunction
 
 import sagekernels
-from sagekernels import bench, tune
+from sagekernels import bench, mma, nvrtc, tune
 from sagekernels.admission import LIMITS, Admission, admit
 from sagekernels.testing import Shape, random_inputs
 
@@ -56,7 +57,7 @@ IDLE = 4
 """Number of sums that the added instructions write to, in turn. With fewer they would wait for each other."""
 
 
-def throttled(ptx: str, times: dict[str, float]) -> str:
+def throttled(ptx: str, times: dict[str, float], sums: int = IDLE) -> str:
     """Issue each mma.sync of a kernel `times` times, by the type of its sums, into registers that nothing else reads.
 
     The idle sums are read at the end under a condition that is false. The assembler cannot know that it is.
@@ -66,7 +67,7 @@ def throttled(ptx: str, times: dict[str, float]) -> str:
     turn = 0
     for line in ptx.splitlines():
         if re.match(r"\s*ret;", line):
-            for i in range(4 * IDLE):
+            for i in range(4 * sums):
                 lines += [f"and.b32 %idle_sum, %idle{i}, %idle_zero;", "setp.ne.b32 %idle_read, %idle_sum, 0;"]
                 lines += ["@%idle_read trap;"]
         lines.append(line)
@@ -76,11 +77,11 @@ def throttled(ptx: str, times: dict[str, float]) -> str:
             name = line[found.start() : line.index("{", found.start())].strip()
             while due[kind] >= 1:
                 due[kind] -= 1
-                turn = (turn + 1) % IDLE
+                turn = (turn + 1) % sums
                 idle = ", ".join(f"%idle{4 * turn + i}" for i in range(len(d.split(","))))
                 lines.append(f"{name} {{{idle}}}, {{{a}}}, {{{b}}}, {{{idle}}};")
-    begin = [".reg .pred %idle_read;", f".reg .b32 %idle_zero, %idle_sum, %idle<{4 * IDLE}>;"]
-    begin += ["mov.u32 %idle_zero, %ctaid.z;", *(f"mov.b32 %idle{i}, 0;" for i in range(4 * IDLE))]
+    begin = [".reg .pred %idle_read;", f".reg .b32 %idle_zero, %idle_sum, %idle<{4 * sums}>;"]
+    begin += ["mov.u32 %idle_zero, %ctaid.z;", *(f"mov.b32 %idle{i}, 0;" for i in range(4 * sums))]
     body = "\n".join(begin)
     return re.sub(r"(\.entry[^{]*\{)", lambda entry: f"{entry[0]}\n{body}", "\n".join(lines) + "\n", count=1)
 
@@ -116,6 +117,26 @@ class Machine:
             yield
 
 
+@contextlib.contextmanager
+def throttling(times: dict[str, float]) -> Iterator[None]:
+    """Compile the CUDA kernels of sm_80 as for a GeForce card, with the shared memory that one has, and throttle them.
+
+    A kernel of 255 registers has no room for many idle sums; its warps are enough to keep two sums from waiting.
+    """
+    plain = nvrtc.compiled
+
+    def compiled(*arguments: Any) -> bytes:
+        ptx = plain(*arguments)
+        return throttled(ptx.decode(), times, sums=2).encode() if MMA.search(ptx.decode()) else ptx
+
+    with (
+        mock.patch.object(nvrtc, "compiled", compiled),
+        mock.patch.object(mma, "architecture_of", return_value="compute_80"),
+        mock.patch.object(mma, "stages_of", return_value=1),
+    ):
+        yield
+
+
 def _kernels(package: ModuleType) -> list[JITFunction]:
     names = [m.name for m in pkgutil.iter_modules(package.__path__) if m.name in ("forward", "backward", "quantize")]
     modules = [importlib.import_module(f"{package.__name__}.{name}") for name in names]
@@ -132,12 +153,13 @@ class Candidate(NamedTuple):
     way: Callable[[], Any]
     family: str = "portable"
     half: bool = False
+    backend: str = "triton"
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         """Compute causal attention with recipe `fine`, or FlashAttention-2 without a package."""
         if self.package is None:
             return bench._sdpa(SDPBackend.FLASH_ATTENTION, q, k, v, cu_seqlens, causal=True)
-        return self.package.sage_attention(q, k, v, causal=True, cu_seqlens=cu_seqlens, backend="triton")
+        return self.package.sage_attention(q, k, v, causal=True, cu_seqlens=cu_seqlens, backend=self.backend)
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -146,7 +168,7 @@ class Candidate(NamedTuple):
             if self.package is not None:
                 name = self.package.__name__
                 stack.enter_context(mock.patch(f"{name}.launch.family", return_value=self.family))
-                for module in ("forward", "backward") if self.package is sagekernels else ():
+                for module in ("forward", "backward", "launch") if self.package is sagekernels else ():
                     stack.enter_context(mock.patch(f"{name}.{module}.half_sums", return_value=self.half))
             stack.enter_context(self.way())
             yield
@@ -275,7 +297,7 @@ def row(name: str, found: dict[str, float], peer: dict[str, float], shape: Shape
 
 
 def candidates(packages: list[ModuleType], times: dict[str, float]) -> list[Candidate]:
-    """Return FlashAttention-2, and each package's kernels in every way."""
+    """Return FlashAttention-2, each package's portable kernels in every way, and the CUDA kernels."""
     machine = Machine(packages, Path("/tmp/elsewhere"))
     plain, slow = partial(machine.compiling, "sm_80"), partial(machine.compiling, "geforce", times)
     found = [Candidate("FA2", None, contextlib.nullcontext)]
@@ -285,7 +307,10 @@ def candidates(packages: list[ModuleType], times: dict[str, float]) -> list[Cand
         found.append(Candidate(f"{name}, wgmma", package, contextlib.nullcontext, family=wgmma))
         found += [Candidate(name, package, plain), Candidate(f"{name}, throttled", package, slow)]
     found.append(Candidate("fp16 sums", sagekernels, plain, half=True))
-    return [*found, Candidate("fp16 sums, throttled", sagekernels, slow, half=True)]
+    found.append(Candidate("fp16 sums, throttled", sagekernels, slow, half=True))
+    found.append(Candidate("CUDA", sagekernels, contextlib.nullcontext, backend="mma"))
+    way = partial(throttling, times)
+    return [*found, Candidate("CUDA, throttled", sagekernels, way, half=True, backend="mma")]
 
 
 def main() -> None:

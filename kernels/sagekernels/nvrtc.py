@@ -106,14 +106,16 @@ def _text(what: str, program: ctypes.c_void_p) -> bytes:
 
 
 def compiled(source_file: str, defines: Mapping[str, int | str], architecture: str) -> bytes:
-    """Return the cubin of a source file of this package, from the disk or from NVRTC."""
+    """Return the cubin of a source file of this package, from the disk or from NVRTC. For a virtual architecture such
+    as compute_80 it is PTX, which the driver assembles for the GPU at hand."""
     source = (HERE / source_file).read_bytes()
     options = [f"--gpu-architecture={architecture}", "--std=c++17"]
     options += [f"--define-macro={name}={value}" for name, value in sorted(defines.items())]
     headers = b"".join(path.read_bytes() for path in sorted(HERE.glob("*.cuh")))
     key = hashlib.sha256(repr((source, headers, options, _version())).encode()).hexdigest()
     folder = Path(os.environ.get("SAGEKERNELS_CACHE", Path.home() / ".cache" / "sagekernels"))
-    cached = folder / f"{Path(source_file).stem}-{key[:32]}.cubin"
+    kind = "PTX" if architecture.startswith("compute_") else "CUBIN"
+    cached = folder / f"{Path(source_file).stem}-{key[:32]}.{kind.lower()}"
     if cached.exists():
         return cached.read_bytes()
     program, lib = ctypes.c_void_p(), _nvrtc()
@@ -128,17 +130,17 @@ def compiled(source_file: str, defines: Mapping[str, int | str], architecture: s
                 f"NVRTC {_version()} does not compile {source_file} with {options}; install newer CUDA wheels or take "
                 f"the backend 'triton':\n{log}"
             )
-        cubin = _text("CUBIN", program)
+        binary = _text(kind, program)
     finally:
         lib.nvrtcDestroyProgram(ctypes.byref(program))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
-            file.write(cubin)
+            file.write(binary)
         os.replace(file.name, cached)  # other processes see all of it or nothing
     except OSError:
         pass  # nowhere to keep it: it is compiled again by the next process
-    return cubin
+    return binary
 
 
 class TensorMap:
