@@ -32,13 +32,13 @@ from torch import Tensor, nn
 
 from sagekernels.admission import median_seconds
 from sagekernels.casts import E4M3, INT8, Rounded, quantize, quantize_both, quantize_both_twin
+from sagekernels.lowbit import RECIPES, product
 from sagekernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_twin
 from sagekernels.testing import QKInputs, qk_norm_rope_errors, random_qk
 from sagetrain.auto.linear_choice import LIMITS, errors_of, layer_of
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.load import load_config
 from sagetrain.config.schema import ModelConfig
-from sagetrain.parallel.lowbit import RECIPES, product
 
 ROUNDS = 15
 PRODUCT_LIMITS = {"bf16": 0.005, "fp8": 0.06, "int8": 0.02}

@@ -15,6 +15,7 @@ from typing import get_args
 
 from svg import WIDTH, Picture, width_of
 
+from sagekernels.lowbit import RECIPES
 from sagetrain.checkpoint.on_disk import KINDS, file_name, folder_name
 from sagetrain.config import load_config
 from sagetrain.config.schema import AttentionConfig, LinearConfig, RunConfig
@@ -22,7 +23,6 @@ from sagetrain.hardware import HARDWARE
 from sagetrain.model.accounting import memory_per_rank
 from sagetrain.model.backends import Product, Sage
 from sagetrain.model.operations import INTO, OUT, Rank, collectives
-from sagetrain.parallel.lowbit import RECIPES
 from sagetrain.parallel.topology import Topology
 from sagetrain.planning.performance import StepPrediction, predict
 

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
+from sagekernels.lowbit import RECIPES
 from sagetrain.auto import linear_choice
 from sagetrain.auto.attention_choice import admissions
 from sagetrain.cluster import preflight
@@ -38,7 +39,6 @@ from sagetrain.data.open_files import files_of_rank_0, ranks_allowed
 from sagetrain.hardware import of_device
 from sagetrain.model.selection import cannot_multiply
 from sagetrain.parallel.host import ranks_of_host
-from sagetrain.parallel.lowbit import RECIPES
 
 EXAMPLE = ModelConfig(
     num_layers=20, hidden_size=2048, ffn_hidden_size=5632, num_attention_heads=16, num_key_value_heads=4

@@ -1,8 +1,22 @@
-"""SageBwd attention: INT8 in both directions, trainable, in the place of flash_attn_func. See kernels/README.md."""
+"""Kernels that train in 8 bits, for any trainer: attention after SageBwd, linear layers, QK-norm with the rotary
+embedding, SwiGLU. See kernels/README.md."""
 
 from .autograd import document_bounds, sage_attention
 from .backends import default_recipe
 from .fp4 import fp4_attention
+from .linear8bit import Linear8bit, convert
+from .qk_norm_rope import qk_norm_rope
 from .reference import attention_reference
+from .swiglu import swiglu
 
-__all__ = ["attention_reference", "default_recipe", "document_bounds", "fp4_attention", "sage_attention"]
+__all__ = [
+    "Linear8bit",
+    "attention_reference",
+    "convert",
+    "default_recipe",
+    "document_bounds",
+    "fp4_attention",
+    "qk_norm_rope",
+    "sage_attention",
+    "swiglu",
+]

@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sagekernels.admission import SOURCES, decided_once, median_seconds
+from sagekernels.lowbit import RECIPES
+from sagekernels.matmul import Matmul
 from sagetrain.auto.calls import RankCalls
 from sagetrain.auto.kept import Kept, kept_linear
 from sagetrain.config.linear_sizes import AUTO_PRECISION, LOW_BIT_MULTIPLE, LinearSizes
@@ -24,8 +26,6 @@ from sagetrain.config.schema import LinearConfig, ModelConfig
 from sagetrain.model.accounting import parts_of
 from sagetrain.model.selection import cannot_multiply
 from sagetrain.parallel.layers import ColumnParallelLinear, keep_weights
-from sagetrain.parallel.lowbit import RECIPES
-from sagetrain.parallel.matmul import Matmul
 from sagetrain.parallel.topology import ParallelGroups
 
 

@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from sagekernels.matmul import Matmul
 from sagetrain.checkpoint.state import SettledOverlap
 from sagetrain.config.schema import AttentionConfig, ModelConfig, RunConfig
 from sagetrain.model.accounting import overlaps, parts_of
@@ -28,7 +29,6 @@ from sagetrain.model.compile import compile_blocks
 from sagetrain.model.selection import attention_functions
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.layers import materialize
-from sagetrain.parallel.matmul import Matmul
 from sagetrain.parallel.topology import ParallelGroups
 
 Choice = Literal["auto", "on", "off"]

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from sagekernels.matmul import Matmul
 from sagetrain.auto.attention_choice import choose_attention, settle_attention
 from sagetrain.auto.calls import RankCalls
 from sagetrain.auto.kept import Kept
@@ -27,7 +28,6 @@ from sagetrain.config.schema import AttentionConfig, LinearConfig, RunConfig
 from sagetrain.data.loader import SampleStream, batch_of
 from sagetrain.model.accounting import overlaps
 from sagetrain.model.selection import matmuls_of
-from sagetrain.parallel.matmul import Matmul
 from sagetrain.parallel.topology import ParallelGroups
 
 T = TypeVar("T")

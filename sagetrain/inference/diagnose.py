@@ -26,6 +26,7 @@ from typing import Any, get_args
 
 import torch
 
+from sagekernels.matmul import Matmul
 from sagetrain.config.arithmetic import low_bit_linear
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import AttentionConfig, MonitorConfig
@@ -35,7 +36,6 @@ from sagetrain.inference.load import TrainedRun
 from sagetrain.inference.located import check_there
 from sagetrain.model.backends import FIXED_RECIPE, AttentionFunction, Sage, attention_function
 from sagetrain.model.selection import matmuls_of, resolve_backend
-from sagetrain.parallel.matmul import Matmul
 from sagetrain.planning.tables import Table
 from sagetrain.stability.linear_errors import LinearErrors
 from sagetrain.stability.monitor import Monitor

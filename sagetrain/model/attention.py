@@ -11,14 +11,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from sagekernels.matmul import Matmul, Pending
 from sagekernels.qk_norm_rope import qk_norm_rope
 from sagetrain.config.schema import ModelConfig
 from sagetrain.model.backends import AttentionFunction, TokenLayout
 from sagetrain.model.norm import RMSNorm
 from sagetrain.model.rotary import apply_rotary
-from sagetrain.parallel.collectives import Pending, gather_heads, scatter_heads
+from sagetrain.parallel.collectives import gather_heads, scatter_heads
 from sagetrain.parallel.layers import ColumnParallelLinear, RowParallelLinear
-from sagetrain.parallel.matmul import Matmul
 from sagetrain.parallel.topology import ParallelGroups
 
 

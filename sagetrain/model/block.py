@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sagekernels.matmul import Matmul, Pending
 from sagetrain.config.schema import ModelConfig
 from sagetrain.model import walks
 from sagetrain.model.attention import Attention
@@ -15,9 +16,8 @@ from sagetrain.model.backends import AttentionFunction, TokenLayout
 from sagetrain.model.mlp import MLP
 from sagetrain.model.norm import RMSNorm, enter_gains, normalize
 from sagetrain.model.walks import BlockStage, Half, Part, Stretch
-from sagetrain.parallel.collectives import Pending, finish_leave
+from sagetrain.parallel.collectives import finish_leave
 from sagetrain.parallel.layers import ColumnParallelLinear, RowParallelLinear
-from sagetrain.parallel.matmul import Matmul
 from sagetrain.parallel.topology import ParallelGroups
 
 

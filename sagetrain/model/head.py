@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from sagetrain.parallel.collectives import Pending, finish_enter, gather_from_region
+from sagekernels.matmul import Matmul, Pending, linear
+from sagetrain.parallel.collectives import finish_enter, gather_from_region
 from sagetrain.parallel.cross_entropy import linear_cross_entropy, linear_token_losses
-from sagetrain.parallel.matmul import Matmul, linear
 from sagetrain.parallel.topology import ParallelGroups
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from sagetrain.parallel.collectives import Pending, finish_enter, finish_leave, start_enter
-from sagetrain.parallel.matmul import Matmul
+from sagekernels.matmul import Matmul, Pending
+from sagetrain.parallel.collectives import finish_enter, finish_leave, start_enter
 from sagetrain.parallel.topology import ParallelGroups
 
 

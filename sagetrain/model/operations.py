@@ -449,7 +449,7 @@ def _tensor_parallel(
     packed = {("forward", INTO): payload, ("recomputed", INTO): payload, ("backward", OUT): payload}
     gathers, linear = 2 * model.num_layers, rank.linear
     if linear.precision == "fp8" and linear.recipe != "rowwise_bf16_wgrad":
-        eight = rank.tokens * (model.hidden_size + 16) // parts  # the tensor has the format of parallel/packing.py
+        eight = rank.tokens * (model.hidden_size + 16) // parts  # the tensor has the format of sagekernels/packing.py
         sizes = list(model.linear_layers(rank.tensor).values())
         for key in packed:
             if key[1] == INTO or linear.recipe == "rowwise":

@@ -8,6 +8,7 @@ import torch
 
 from sagekernels.backends import serving
 from sagekernels.launch import check_int8, half_sums
+from sagekernels.lowbit import RECIPES, LowBit
 from sagetrain.config.linear_sizes import LOW_BIT_MULTIPLE, LinearSizes
 from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig
 from sagetrain.model.backends import (
@@ -17,7 +18,6 @@ from sagetrain.model.backends import (
     find_flash,
     find_varlen_attn,
 )
-from sagetrain.parallel.lowbit import RECIPES, LowBit
 
 # The matmuls of a precision need at least this compute capability: Ada or Hopper for fp8, Ampere for int8.
 _CAPABILITY = {"fp8": (8, 9), "int8": (8, 0)}

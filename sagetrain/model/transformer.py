@@ -13,6 +13,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from sagekernels.matmul import Matmul
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.model import walks
 from sagetrain.model.accounting import attention_calls, parts_of
@@ -28,7 +29,6 @@ from sagetrain.model.walks import Half
 from sagetrain.parallel import copies
 from sagetrain.parallel.collectives import finish_leave
 from sagetrain.parallel.layers import VocabParallelEmbedding, keep_weights
-from sagetrain.parallel.matmul import Matmul
 from sagetrain.parallel.topology import ParallelGroups
 
 

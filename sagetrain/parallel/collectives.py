@@ -36,8 +36,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from sagekernels.casts import MULTIPLE
+from sagekernels.matmul import Collective, Pending
+from sagekernels.packing import pack, unpack
 from sagetrain.parallel.copies import connected
-from sagetrain.parallel.packing import pack, unpack
 from sagetrain.parallel.topology import ParallelGroups
 
 _ops, _copies = torch.ops._c10d_functional, torch.ops.sagetrain
@@ -75,18 +76,6 @@ def _all_to_all(x: Tensor, group: ProcessGroup) -> Tensor:
     parts = [1] * group.size()
     y: Tensor = finish(_ops.all_to_all_single(x.contiguous(), parts, parts, group.group_name))
     return y
-
-
-Collective = Callable[[Tensor, ProcessGroup], Tensor] | None
-"""A function that starts a collective over the group. None: there is nothing to start."""
-
-
-Pending = tuple[Tensor, Tensor | None]
-"""A collective that is under way: its input and its result.
-
-The result must not be read before it is finished. None: the result is the input. The input carries the gradient, which
-has the shape of the input and is itself under way in the backward pass.
-"""
 
 
 class _EndBackward(torch.autograd.Function):

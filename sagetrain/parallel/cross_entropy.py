@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from sagekernels.matmul import Matmul
 from sagetrain.parallel.collectives import gather_from_region, reduce_from_region
 from sagetrain.parallel.layers import local_ids
-from sagetrain.parallel.matmul import Matmul
 from sagetrain.parallel.topology import ParallelGroups
 
 # The logits of one chunk take 0.5 GiB in bf16. That is enough for full-speed matmuls, and little beside the

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sagetrain.parallel.collectives import Pending, entering, start_leave
-from sagetrain.parallel.matmul import Matmul, linear
+from sagekernels.matmul import Matmul, Pending, linear
+from sagetrain.parallel.collectives import entering, start_leave
 from sagetrain.parallel.topology import ParallelGroups
 
 

@@ -29,11 +29,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sagekernels.lowbit import LowBit
+from sagekernels.matmul import Matmul
 from sagekernels.observe import pooled_cosine, pooled_rel_l2
 from sagetrain.model.transformer import Transformer, changed
 from sagetrain.parallel.layers import ColumnParallelLinear, RowParallelLinear
-from sagetrain.parallel.lowbit import LowBit
-from sagetrain.parallel.matmul import Matmul
 from sagetrain.parallel.metrics import share
 from sagetrain.stability.controller import Event, Taken
 

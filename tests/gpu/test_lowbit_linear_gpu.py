@@ -11,12 +11,12 @@ from torch import Tensor
 
 import tiny
 from sagekernels.casts import E4M3, E5M2, INT8, Rounded, quantize, quantize_both, quantize_both_twin
+from sagekernels.lowbit import RECIPES, product
 from sagetrain.config.schema import SIXTEEN_BITS, AttentionConfig, LinearConfig, ModelConfig
 from sagetrain.model.compile import compile_blocks
 from sagetrain.model.selection import matmuls_of
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.layers import ColumnParallelLinear, keep_weights
-from sagetrain.parallel.lowbit import RECIPES, product
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.linear_errors import LinearErrors
 

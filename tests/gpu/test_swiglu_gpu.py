@@ -7,14 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sagekernels.lowbit import RECIPES
+from sagekernels.matmul import Matmul
 from sagekernels.swiglu import swiglu, swiglu_gradients_triton, swiglu_gradients_twin
 from sagekernels.testing import random_swiglu, swiglu_gradients_error
 from sagetrain.config.schema import ModelConfig
 from sagetrain.model import mlp
 from sagetrain.model.mlp import MLP
 from sagetrain.parallel.layers import keep_weights
-from sagetrain.parallel.lowbit import RECIPES
-from sagetrain.parallel.matmul import Matmul
 from sagetrain.parallel.topology import ParallelGroups
 
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)

@@ -21,9 +21,9 @@ from mkdocs.config import load_config
 from documented import split
 from forked import PATIENCE, Command
 from runs import ROOT
+from sagekernels.lowbit import RECIPES
 from sagetrain.config.reference import keys
 from sagetrain.config.schema import LinearConfig
-from sagetrain.parallel.lowbit import RECIPES
 
 GUIDES = sorted(ROOT.glob("docs/*.md"))
 LOGS = sorted(ROOT.glob("results/log/*.md"))

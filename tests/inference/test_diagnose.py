@@ -12,6 +12,8 @@ import torch
 import tiny
 from distributed import run_distributed
 from sagekernels.casts import quantize
+from sagekernels.lowbit import RECIPES, LowBit
+from sagekernels.matmul import linear as linear_of
 from sagekernels.testing import cosine, exact_results, rel_l2
 from sagetrain.__main__ import main
 from sagetrain.auto.kept import Kept
@@ -24,8 +26,6 @@ from sagetrain.inference import load
 from sagetrain.inference.diagnose import diagnose
 from sagetrain.inference.load import load_run
 from sagetrain.model.backends import Sage
-from sagetrain.parallel.lowbit import RECIPES, LowBit
-from sagetrain.parallel.matmul import linear as linear_of
 from sagetrain.parallel.metrics import Metrics
 from sagetrain.stability.linear_errors import Observed
 from sagetrain.training.build_run import build

@@ -19,6 +19,7 @@ import tiny
 from distributed import run_distributed
 from forked import PATIENCE
 from runs import finish, log_of, sagetrain, start, write_config
+from sagekernels.lowbit import LowBit
 from sagetrain.checkpoint import on_disk
 from sagetrain.checkpoint.ledger import Ledger, TrainState
 from sagetrain.config.errors import CheckpointError, ConfigError, TrainingError
@@ -30,7 +31,6 @@ from sagetrain.engines.step import BaseEngine
 from sagetrain.inference.replay import _go_there, _start, replay
 from sagetrain.model import selection
 from sagetrain.model.backends import Sage, TokenLayout
-from sagetrain.parallel.lowbit import LowBit
 from sagetrain.stability.spikes import Verdict
 from sagetrain.training import failed_step
 from sagetrain.training.build_run import build

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 import tiny
 from backward_graph import backward_calls
+from sagekernels.lowbit import RECIPES
+from sagekernels.matmul import Matmul
 from sagekernels.qk_norm_rope import (
     QK_NORM_ROPE,
     QK_NORM_ROPE_GRADIENTS,
@@ -22,8 +24,6 @@ from sagetrain.model.compile import compile_blocks
 from sagetrain.model.norm import RMSNorm
 from sagetrain.model.rotary import apply_rotary, rotary_tables
 from sagetrain.model.selection import matmuls_of
-from sagetrain.parallel.lowbit import RECIPES
-from sagetrain.parallel.matmul import Matmul
 from sagetrain.parallel.topology import ParallelGroups
 
 SINGLE = ParallelGroups.single()

@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 import tiny
 from backward_graph import backward_calls
+from sagekernels.lowbit import RECIPES
+from sagekernels.matmul import Matmul
 from sagekernels.swiglu import SWIGLU_GRADIENTS, swiglu, swiglu_gradients_twin
 from sagekernels.testing import random_swiglu, swiglu_gradients_error
 from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig
 from sagetrain.model import mlp
 from sagetrain.model.compile import compile_blocks
 from sagetrain.model.selection import matmuls_of
-from sagetrain.parallel.lowbit import RECIPES
-from sagetrain.parallel.matmul import Matmul
 from sagetrain.parallel.topology import ParallelGroups
 
 SINGLE = ParallelGroups.single()

@@ -13,6 +13,7 @@ from torch import Tensor
 import tiny
 from distributed import run_distributed
 from runs import finish, sagetrain, write_config
+from sagekernels.lowbit import RECIPES, LowBit
 from sagetrain.checkpoint import on_disk, reading
 from sagetrain.checkpoint.reading import Reader
 from sagetrain.config import ConfigError
@@ -27,7 +28,6 @@ from sagetrain.model.selection import matmuls_of
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel import layers
 from sagetrain.parallel.layers import shard
-from sagetrain.parallel.lowbit import RECIPES, LowBit
 from sagetrain.parallel.rng import rng_state
 from sagetrain.parallel.topology import ParallelGroups, Topology
 from sagetrain.training import build_run as building

@@ -13,6 +13,7 @@ import torch
 
 import tiny
 from distributed import run_distributed
+from sagekernels.lowbit import RECIPES
 from sagekernels.testing import cosine, rel_l2
 from sagetrain.config import RunConfig
 from sagetrain.config.check import check
@@ -23,7 +24,6 @@ from sagetrain.model.accounting import memory_per_rank
 from sagetrain.model.block import Block
 from sagetrain.model.compile import compile_blocks
 from sagetrain.model.transformer import Transformer
-from sagetrain.parallel.lowbit import RECIPES
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability import linear_errors, monitor
 from sagetrain.stability.controller import Taken

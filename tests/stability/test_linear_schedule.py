@@ -13,6 +13,7 @@ import torch
 import tiny
 from distributed import run_distributed
 from runs import finish, write_config
+from sagekernels.lowbit import RECIPES
 from sagetrain.config.arithmetic import low_bit_linear
 from sagetrain.config.schema import SIXTEEN_BITS, LinearConfig
 from sagetrain.engines.build_engine import build_engine
@@ -21,7 +22,6 @@ from sagetrain.inference.ranks import Ranks
 from sagetrain.model.backends import Sage, Sdpa
 from sagetrain.model.compile import compile_blocks
 from sagetrain.model.transformer import Transformer
-from sagetrain.parallel.lowbit import RECIPES
 from sagetrain.parallel.topology import ParallelGroups, Topology
 from sagetrain.stability.controller import Taken
 from sagetrain.stability.linear_schedule import LinearSchedule

@@ -9,7 +9,7 @@ along different dims:
     gradient of x     dY W       tokens, input features
     gradient of W     dY^T x     output features, input features
 
-A matrix that two products read along different dims is rounded both ways at once (sagekernels/casts.py). x and dY are
+A matrix that two products read along different dims is rounded both ways at once (casts.py). x and dY are
 rounded separately. x is rounded when the output is computed, so that only its 8-bit codes are kept for the backward
 pass.
 
@@ -23,7 +23,7 @@ layers. FP8 travels in 8 bits, which are half the bytes (packing.py).
 Each rank computes its own scales: a shard of W, or of the tokens, is scaled by the values that it holds. No collective
 agrees on them. A tensor that is spread over ranks therefore has finer scales.
 
-On a GPU torch's own kernels multiply FP8, and ours multiply INT8 (sagekernels/int8_matmul.py). Without a GPU the
+On a GPU torch's own kernels multiply FP8, and ours multiply INT8 (int8_matmul.py). Without a GPU the
 dequantized values are multiplied in float64, so that the only errors are the rounding to codes and the rounding of the
 result.
 """
@@ -36,10 +36,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sagekernels.casts import E4M3, E5M2, INT8, Rounded, quantize, quantize_both
-from sagekernels.int8_matmul import int8_product, product_twin
-from sagetrain.parallel import packing
-from sagetrain.parallel.matmul import Matmul
+from . import packing
+from .casts import E4M3, E5M2, INT8, Rounded, quantize, quantize_both
+from .int8_matmul import int8_product, product_twin
+from .matmul import Matmul
 
 
 def product(a: Rounded, b: Rounded, dtype: torch.dtype, fast_accumulation: bool = False) -> Tensor:
@@ -180,7 +180,7 @@ def _whole(weights: Sequence[Tensor]) -> Tensor:
     return weights[0] if len(weights) == 1 else torch.cat(tuple(weights))
 
 
-@torch.library.custom_op("sagetrain::whole_now", mutates_args=())
+@torch.library.custom_op("sagekernels::whole_now", mutates_args=())
 def _whole_now(weights: Sequence[Tensor], gradient: Tensor) -> Tensor:
     """Join weights in the backward pass.
 
@@ -202,4 +202,4 @@ RECIPES = {
     ("int8", "rowwise"): LowBit(number=INT8, gradient=INT8),
     ("int8", "rowwise_bf16_wgrad"): LowBit(number=INT8, gradient=INT8, wide_weight_gradient=True),
 }
-"""The recipes, keyed by linear.precision and linear.recipe."""
+"""The recipes, keyed by precision and recipe, the keys linear.precision and linear.recipe of SageTrain."""

@@ -9,10 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from distributed import run_distributed
 from sagekernels.casts import E4M3, E5M2, INT8, QUANTIZE_BOTH, Rounded, quantize
+from sagekernels.lowbit import RECIPES, LowBit, library_product, product
+from sagekernels.matmul import linear
 from sagetrain.parallel.collectives import finish_leave
 from sagetrain.parallel.layers import ColumnParallelLinear, RowParallelLinear, keep_weights
-from sagetrain.parallel.lowbit import RECIPES, LowBit, library_product, product
-from sagetrain.parallel.matmul import linear
 from sagetrain.parallel.topology import ParallelGroups, Topology
 
 IN, OUTS = 48, (64, 16, 32)

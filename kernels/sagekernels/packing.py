@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sagekernels.casts import E4M3, MULTIPLE, quantize
+from .casts import E4M3, MULTIPLE, quantize
 
 # An fp32 has this many mantissa bits, below its exponent.
 _MANTISSA = 23

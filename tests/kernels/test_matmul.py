@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distributed import run_distributed
+from sagekernels.matmul import Matmul
 from sagetrain.model.head import Head
 from sagetrain.parallel.collectives import finish_leave, start_enter
 from sagetrain.parallel.layers import ColumnParallelLinear, RowParallelLinear, shard
-from sagetrain.parallel.matmul import Matmul
 from sagetrain.parallel.topology import ParallelGroups, Topology
 
 TOKENS, HIDDEN, INNER, VOCAB = 12, 8, 16, 24

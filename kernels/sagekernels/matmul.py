@@ -10,7 +10,7 @@ equal.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,7 +18,16 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from sagetrain.parallel.collectives import Collective, Pending, finish
+Collective = Callable[[Tensor, ProcessGroup], Tensor] | None
+"""A function that starts a collective over the group. None: there is nothing to start."""
+
+
+Pending = tuple[Tensor, Tensor | None]
+"""A functional collective of torch that is under way: its input and its result.
+
+The result must not be read before it is finished. None: the result is the input. The input carries the gradient, which
+has the shape of the input and is itself under way in the backward pass.
+"""
 
 
 @dataclass(frozen=True)
@@ -169,7 +178,7 @@ class _Linear(torch.autograd.Function):
         # forward names. Here there are always more.
         given, result, *read = tensors
         weights, kept = read[: plan.weights], read[plan.weights :]
-        x = given if result is None else plan.matmul.unpack(finish(result), given.dtype)
+        x = given if result is None else plan.matmul.unpack(torch.ops._c10d_functional.wait_tensor(result), given.dtype)
         operand, saved = plan.matmul.read(x) if plan.backward else (plan.matmul.operand(x), ())
         ctx.plan, ctx.count = plan, len(saved)
         ctx.save_for_backward(*saved, *read)

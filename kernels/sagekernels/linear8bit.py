@@ -1,0 +1,153 @@
+"""Linear8bit: an nn.Linear that multiplies 8-bit numbers, forward and backward; and convert, which makes the linear
+layers of a model such layers.
+
+The parameters stay those of nn.Linear, in 16 or 32 bits, with their names. So optimizers, checkpoints, DDP and FSDP see
+no difference. lowbit.py says what is rounded and how.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .casts import DTYPES, MULTIPLE
+from .lowbit import RECIPES, LowBit
+from .matmul import linear
+
+
+class Linear8bit(nn.Linear):
+    """A linear layer whose output and gradients are products of 8-bit numbers.
+
+    The layer multiplies in the dtype of its input, or in that of autocast: results and sums have it, and operands are
+    rounded to 8 bits from it. It takes any number of tokens. Both numbers of features have to be multiples of 16.
+
+    Args:
+        precision: "int8" or "fp8". FP8 needs compute capability 8.9 or newer.
+        recipe: "rowwise": one scale for each row of an operand. "rowwise_bf16_wgrad": the gradient of the weight is
+            computed in 16 bits. "tensorwise" (fp8 only): one scale for each operand.
+
+    Raises:
+        ValueError: the recipe is unknown, or a number of features is no multiple of 16.
+        TypeError: the dtype is not bfloat16, float16 or float32.
+    """
+
+    matmul: LowBit
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        precision: str = "int8",
+        recipe: str = "rowwise",
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.matmul = _matmul(precision, recipe)
+        if problem := _problem(self):
+            raise problem[0](f"Linear8bit: {problem[1]}")
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return input W^T + bias, [..., in_features] -> [..., out_features]."""
+        device = input.device.type
+        x = input.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else input
+        weight, bias = self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype)
+        if x.numel() == 0:  # nothing to scale by
+            return F.linear(x, weight, bias)
+        (y,) = linear(x.reshape(-1, x.shape[-1]), [weight], self.matmul)
+        y = y.view(*x.shape[:-1], self.out_features)
+        return y if bias is None else y + bias
+
+    def extra_repr(self) -> str:
+        """Return the sizes and the recipe, for print(model)."""
+        return f"{super().extra_repr()}, {_name_of(self.matmul)}"
+
+
+Filter = Callable[[nn.Module, str], bool]
+"""A function of a linear layer and its name in the model: whether the layer is to be converted."""
+
+
+def convert(
+    model: nn.Module,
+    filter: Filter | None = None,
+    *,
+    precision: str = "int8",
+    recipe: str = "rowwise",
+    classes: Collection[type[nn.Linear]] = (nn.Linear,),
+) -> nn.Module:
+    """Turn linear layers of a model into Linear8bit, in place.
+
+    A layer stays the same object with the same parameters and hooks, and the names of the state_dict stay. Convert a
+    model before it is compiled and before fully_shard.
+
+    Args:
+        filter: decides by layer and name, as torchao's module_filter_fn does. Default: convert the layers inside an
+            nn.ModuleList, nn.ModuleDict or nn.Sequential, where models keep their blocks. The output projection, which
+            needs 16 bits, usually lies outside.
+        precision: see Linear8bit.
+        recipe: see Linear8bit.
+        classes: the classes of layers that the filter is asked about. A derived class with a `forward` of its own loses
+            it, so it has to be named here.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: the recipe is unknown, the filter chooses no layer, or layers cannot be multiplied in 8 bits. Every
+            such layer is named, and none is converted.
+    """
+    matmul, wanted = _matmul(precision, recipe), filter or _in_blocks(model)
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        if type(module) in {*classes, Linear8bit} and wanted(module, name)
+    }
+    if not layers:
+        found = sum(isinstance(module, nn.Linear) for module in model.modules())
+        kinds = " or ".join(each.__name__ for each in classes)
+        raise ValueError(
+            f"convert: no layer to convert. The model has {found} linear layers, and the filter chose none that is of "
+            f"class {kinds}. Give a filter(module, name) that chooses layers, or name their class in classes"
+        )
+    problems = [f"{name or 'the model'}: {found[1]}" for name, layer in layers.items() if (found := _problem(layer))]
+    if problems:
+        listed = "\n".join(problems)
+        raise ValueError(f"convert: layers that cannot be multiplied in 8 bits; leave them out by a filter:\n{listed}")
+    for layer in layers.values():
+        layer.__class__ = Linear8bit
+        layer.matmul = matmul
+    return model
+
+
+def _in_blocks(model: nn.Module) -> Filter:
+    """Return the filter that chooses the layers inside a container of torch."""
+    containers = nn.ModuleList | nn.ModuleDict | nn.Sequential
+    inside = {each for module in model.modules() if isinstance(module, containers) for each in module.modules()}
+    return lambda module, name: module in inside
+
+
+def _matmul(precision: str, recipe: str) -> LowBit:
+    if (precision, recipe) not in RECIPES:
+        known = ", ".join(" ".join(names) for names in RECIPES)
+        raise ValueError(f"precision {precision!r} with recipe {recipe!r} is not one of {known}")
+    return RECIPES[precision, recipe]
+
+
+def _name_of(matmul: LowBit) -> str:
+    return next((" ".join(names) for names, known in RECIPES.items() if known == matmul), repr(matmul))
+
+
+def _problem(layer: nn.Linear) -> tuple[type[Exception], str] | None:
+    """Return the error that tells why a layer cannot be multiplied in 8 bits. None: it can."""
+    if layer.weight.dtype not in DTYPES:
+        return TypeError, f"the weight must be bfloat16, float16 or float32, got {layer.weight.dtype}"
+    if odd := [side for side in layer.weight.shape if side % MULTIPLE]:
+        sizes = f"{layer.in_features} to {layer.out_features} features"
+        return ValueError, f"{sizes}: {' and '.join(map(str, odd))} is not a multiple of {MULTIPLE}"
+    return None
