@@ -109,7 +109,8 @@ def compiled(source_file: str, defines: Mapping[str, int | str], architecture: s
     """Return the cubin of a source file of this package, from the disk or from NVRTC. For a virtual architecture such
     as compute_80 it is PTX, which the driver assembles for the GPU at hand."""
     source = (HERE / source_file).read_bytes()
-    options = [f"--gpu-architecture={architecture}", "--std=c++17"]
+    # NVRTC 13.0 takes a lambda with an `auto` parameter for a function of the host unless told otherwise.
+    options = [f"--gpu-architecture={architecture}", "--std=c++17", "--device-as-default-execution-space"]
     options += [f"--define-macro={name}={value}" for name, value in sorted(defines.items())]
     headers = b"".join(path.read_bytes() for path in sorted(HERE.glob("*.cuh")))
     key = hashlib.sha256(repr((source, headers, options, _version())).encode()).hexdigest()
