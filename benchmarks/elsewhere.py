@@ -37,7 +37,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import JITFunction
 
 import sagekernels
-from sagekernels import bench, mma, nvrtc, tune
+from sagekernels import bench, nvrtc, tune
 from sagekernels.admission import LIMITS, Admission, admit
 from sagekernels.testing import Shape, random_inputs
 
@@ -131,8 +131,8 @@ def throttling(times: dict[str, float]) -> Iterator[None]:
 
     with (
         mock.patch.object(nvrtc, "compiled", compiled),
-        mock.patch.object(mma, "architecture_of", return_value="compute_80"),
-        mock.patch.object(mma, "stages_of", return_value=1),
+        mock.patch("sagekernels.mma.architecture_of", return_value="compute_80"),
+        mock.patch("sagekernels.mma.stages_of", return_value=1),
     ):
         yield
 
