@@ -1,0 +1,236 @@
+"""INT8 attention in transformers: after `register()` a model takes attn_implementation="sage".
+
+transformers describes the mask of a batch by a function, and an attention implementation decides what to make of it.
+Here padding and packed documents become the bounds of documents that sage_attention takes: a run of padding is a
+document of its own. The bounds are made once for each forward pass. All that sage_attention cannot compute is refused,
+with its name.
+
+This module needs transformers 5, and nothing else in sagekernels does.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import and_masks, bidirectional_mask_function, causal_mask_function
+
+from .autograd import sage_attention
+
+MaskFunction = Callable[[Any, Any, Any, Any], Any]
+"""A mask as transformers describes it: (batch, head, query, key) -> whether the query sees the key."""
+
+IGNORED = frozenset({"position_ids", "use_cache", "cache_position", "max_length_q", "max_length_k", "seq_idx",
+                     "num_items_in_batch", "output_hidden_states", "output_router_logits", "return_dict"})  # fmt: skip
+"""Arguments that models hand to an attention implementation and that do not change what it computes, beyond the
+documents that are read from position_ids and cu_seq_lens_q."""
+
+
+def register(name: str = "sage", *, recipe: str | None = None) -> None:
+    """Make attn_implementation=name known to transformers, in from_pretrained, from_config and set_attn_implementation.
+
+    Args:
+        name: the name of the implementation.
+        recipe: the recipe of sage_attention. None: the default of the device.
+    """
+    AttentionInterface.register(name, functools.partial(attention, recipe=recipe))
+    AttentionMaskInterface.register(name, document_mask)
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    recipe: str | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attend as transformers asks it of an implementation: query [B, H, N_q, D], key and value [B, H_kv, N_k, D].
+
+    Args:
+        attention_mask: the bounds that `document_mask` returned.
+        cu_seq_lens_q: the boundaries of packed documents in a batch of one. They replace position_ids.
+
+    Returns:
+        o [B, N_q, H, D], and None in the place of the attention weights.
+
+    Raises:
+        NotImplementedError: the model asks for what sage_attention does not compute.
+    """
+    if dropout:
+        raise _refused(f"attention dropout {dropout}", "set attention_dropout (attn_pdrop) of the config to 0")
+    if sliding_window is not None and sliding_window < key.shape[2]:
+        raise _refused(f"a sliding window of {sliding_window} over {key.shape[2]} tokens", "take shorter sequences")
+    for name, given in others.items():
+        if given is not None and given is not False and name not in IGNORED:
+            raise _refused(f"the argument {name}", "leave it out")
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    batch, n_q = q.shape[:2]
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise _refused("a mask of your own (4 dimensions)", "give a mask [batch, tokens] of padding, or position_ids")
+    bounds, cu_seqlens = attention_mask, None
+    if bounds is None and cu_seq_lens_q is not None:
+        if cu_seq_lens_k is not None and cu_seq_lens_k.shape != cu_seq_lens_q.shape:
+            raise _refused("other documents of keys than of queries", "give one cu_seq_lens")
+        cu_seqlens = cu_seq_lens_q.to(torch.int32)
+    elif bounds is None and 1 < n_q == k.shape[1]:
+        # With a cache transformers does not look for packed documents, so position_ids are looked at here.
+        bounds = _bounds_of_positions(others.get("position_ids"), batch, n_q)
+    if bounds is None:
+        o = sage_attention(q, k, v, causal=causal, scale=scaling, cu_seqlens=cu_seqlens, recipe=recipe)
+        return o, None
+    if n_q != k.shape[1]:
+        raise _refused("padding or packed documents with a cache of keys", _GENERATE)
+    q, k, v = (x.flatten(0, 1).unsqueeze(0) for x in (q, k, v))
+    o = sage_attention(q, k, v, causal=causal, scale=scaling, bounds=bounds, recipe=recipe)
+    return o.squeeze(0).unflatten(0, (batch, n_q)), None
+
+
+_GENERATE = 'generate with model.set_attn_implementation("sdpa")'
+
+
+def _refused(what: str, fix: str) -> NotImplementedError:
+    return NotImplementedError(
+        f'attn_implementation="sage" does not compute {what}; {fix}, or use attn_implementation="sdpa"'
+    )
+
+
+def document_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: MaskFunction = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    *,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    device: torch.device | None = None,
+    **_: Any,
+) -> Tensor | None:
+    """Return the bounds of documents of a batch, int32 [2, batch * tokens], from the description of transformers.
+
+    Args:
+        mask_function: the mask without padding: causal or bidirectional, inside of packed documents if there are any.
+        attention_mask: bool [batch, kv_length], False at padding.
+
+    Returns:
+        None where every token sees the whole row, or all of it up to itself.
+
+    Raises:
+        NotImplementedError: the mask is another one.
+        ValueError: padding lies between tokens of a row.
+    """
+    if use_vmap or mask_function not in (causal_mask_function, bidirectional_mask_function):
+        if use_vmap or getattr(mask_function, "__code__", None) is not _INTERSECTION:
+            raise _refused("this model's mask", "take a model with causal or bidirectional attention")
+    if local_size is not None and local_size < kv_length:
+        raise _refused(f"a sliding window or chunks of {local_size} over {kv_length} tokens", "take shorter sequences")
+    if isinstance(q_offset, Tensor) or q_offset + q_length != kv_offset + kv_length:
+        raise _refused("attention over a cache of fixed length", _GENERATE)
+    starts = None
+    if mask_function not in (causal_mask_function, bidirectional_mask_function) and q_length == kv_length > 1:
+        starts = _packed_starts(mask_function, batch_size, q_length, device)
+    if attention_mask is not None:
+        if attention_mask.shape[-1] != kv_length:
+            raise _refused("a mask shorter than the keys", _GENERATE)
+        padded = _padding_starts(attention_mask)
+        starts = padded if starts is None else starts if padded is None else starts | padded
+    if starts is None:
+        return None
+    if q_length != kv_length:
+        raise _refused("padding with a cache of keys", _GENERATE)
+    return bounds_of(starts)
+
+
+_INTERSECTION = and_masks(causal_mask_function).__code__
+"""The code of masks that are intersections of others, as those of packed documents and of windows are."""
+
+
+def _packed_starts(mask_function: MaskFunction, batch: int, length: int, device: torch.device | None) -> Tensor | None:
+    """Return where documents begin, bool [batch, length]: where a token does not see the one before it."""
+    rows = torch.arange(batch, device=device)[:, None]
+    tokens = torch.arange(1, length, device=device)[None, :]
+    sees = mask_function(rows, torch.zeros_like(rows), tokens, tokens - 1)
+    return _unless_empty(~sees.expand(batch, -1))
+
+
+def _padding_starts(attention_mask: Tensor) -> Tensor | None:
+    """Return where padding or tokens begin, bool [batch, length]. The tokens of a row have to lie together, because
+    attention does not reach over a gap."""
+    keep = attention_mask.bool()
+    changes = keep[:, 1:] != keep[:, :-1]
+    runs = keep[:, 0].int() + (changes & keep[:, 1:]).sum(1)
+    message = "attention_mask: the tokens of a row must lie together, with padding before or after them alone"
+    if torch.compiler.is_compiling():
+        torch._assert_async((runs <= 1).all(), message)
+    elif (runs > 1).any():
+        raise ValueError(message)
+    return _unless_empty(changes)
+
+
+def _bounds_of_positions(position_ids: Any, batch: int, length: int) -> Tensor | None:
+    """Return the bounds of the documents that begin where position_ids do not rise by one. None: there is one in each
+    row."""
+    if not isinstance(position_ids, Tensor) or position_ids.dim() != 2 or position_ids.shape[1] != length:
+        return None
+    if torch.compiler.is_compiling() or position_ids.is_inference():
+        return _found_bounds(position_ids, batch)
+    return _remembered(position_ids, batch)
+
+
+def _found_bounds(position_ids: Tensor, batch: int) -> Tensor | None:
+    starts = _unless_empty((position_ids.diff() != 1).expand(batch, -1))
+    return None if starts is None else bounds_of(starts)
+
+
+class _Last:
+    """The documents of the last position_ids. All layers of a model get the same tensor, and the host waits for it
+    once."""
+
+    seen: tuple[weakref.ref[Tensor], int, int] | None = None
+    bounds: Tensor | None = None
+
+
+def _remembered(position_ids: Tensor, batch: int) -> Tensor | None:
+    last = _Last.seen
+    if last is None or last[0]() is not position_ids or last[1:] != (position_ids._version, batch):
+        _Last.bounds = _found_bounds(position_ids, batch)
+        _Last.seen = weakref.ref(position_ids), position_ids._version, batch
+    return _Last.bounds
+
+
+def _unless_empty(changes: Tensor) -> Tensor | None:
+    """Return starts [batch, length] from those of all tokens but the first of each row. None: there are none, which is
+    found out only where the host may wait for the device."""
+    if not torch.compiler.is_compiling() and not changes.any():
+        return None
+    return torch.cat((torch.ones_like(changes[:, :1]), changes), 1)
+
+
+def bounds_of(starts: Tensor) -> Tensor:
+    """Return the bounds that sage_attention takes, int32 [2, batch * length], from where documents begin, bool [batch,
+    length]. The first token of each row begins one."""
+    flat = starts.flatten()
+    index = torch.arange(len(flat), device=flat.device)
+    first = torch.where(flat, index, 0).cummax(0).values
+    # One past the last token of a document is the next start, which is looked for from the end.
+    later = torch.where(flat, index, len(flat)).roll(-1)
+    later[-1] = len(flat)
+    end = later.flip(0).cummin(0).values.flip(0)
+    return torch.stack((first, end)).to(torch.int32)
