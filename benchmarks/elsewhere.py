@@ -323,6 +323,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 8192, 16384, 32768, 65536])
     parser.add_argument("--throttle-at", type=int, nargs="*", default=[4096, 16384])
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--only", nargs="+", help="names of the candidates, as the table has them, to time beside FA2")
     parser.add_argument("--warm", help="NAME:HEAD_DIM: compile one candidate, for a process that times it later")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -336,6 +337,7 @@ def main() -> None:
         return
 
     everyone = candidates(packages, gate(arguments.out))
+    everyone = [one for one in everyone if one.name in ("FA2", *(arguments.only or [one.name]))]
     command = [sys.executable, *sys.argv, "--warm"]
     jobs = [f"{one.name}:{head_dim}" for one in everyone[1:] for head_dim in arguments.head_dims]
     for process in [subprocess.Popen([*command, job]) for job in jobs]:
