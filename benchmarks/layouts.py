@@ -7,7 +7,8 @@ A layout names its sizes: tp (tensor parallel), dp (data parallel), cp (context 
 and sp (sequence parallel). A size that is left out is 1. Under tensor parallelism a micro-batch goes in `halves` or
 `whole`, or else as parallel.tensor_parallel_overlap: auto decides. Gradients travel in bf16 with g16, beside backward
 with overlap (ZeRO 2), not beside it with sync (ZeRO 1 and 3), and at ZeRO 2 by reduces to their owners with owners
-(docs/gradients.md): dp2,dp2-sync,dp2-g16,dp2-z2,dp2-z2-overlap,dp2-z2-owners,dp2-z3,dp2-z3-sync.
+(docs/gradients.md): dp2,dp2-sync,dp2-g16,dp2-z2,dp2-z2-overlap,dp2-z2-owners,dp2-z3,dp2-z3-sync. With fsdp torch's
+FSDP2 is the engine: dp2-fsdp,dp2-z3-fsdp.
 
 Each layout is a real run of launch/train.py through the deepspeed launcher with `--accumulation` micro-steps per step.
 Runs that leave GPUs free go side by side. Nothing is saved: a run is killed when it has enough steps. Scaling is
@@ -58,6 +59,7 @@ FLAGS = {
     "g16": "parallel.gradient_reduction=bf16",
     "overlap": "deepspeed.zero_optimization.overlap_comm=true",
     "sync": "deepspeed.zero_optimization.overlap_comm=false",
+    "fsdp": "parallel.engine=fsdp",
     "owners": "deepspeed.zero_optimization.use_multi_rank_bucket_allreduce=false",
 }
 """The settings of the parts of a layout's name that are on or off."""

@@ -18,6 +18,7 @@ from typing import IO, Any
 
 import yaml
 
+from sagetrain.config.arithmetic import engine_of
 from sagetrain.config.earlier_run import CRITICAL, STABILITY_NAME
 from sagetrain.config.errors import CheckpointError, Finding
 from sagetrain.config.load import dump_config, flat
@@ -131,11 +132,11 @@ class RunFolder:
         """Remove the token after every host has found it."""
         self._token.unlink(missing_ok=True)
 
-    def describe(self, cfg: RunConfig, deepspeed: Mapping[str, Any], findings: Sequence[Finding]) -> None:
-        """Write the resolved configuration, the generated DeepSpeed dict and the findings as read-only files."""
+    def describe(self, cfg: RunConfig, settings: Mapping[str, Any], findings: Sequence[Finding]) -> None:
+        """Write the resolved configuration, the settings of its engine and the findings as read-only files."""
         for name, text in {
             "config.yaml": dump_config(cfg),
-            "deepspeed.json": json.dumps(deepspeed, indent=2) + "\n",
+            f"{engine_of(cfg)}.json": json.dumps(settings, indent=2) + "\n",
             "findings.json": json.dumps([asdict(finding) for finding in findings], indent=2) + "\n",
         }.items():
             write_atomic(self.path / name, text.encode())

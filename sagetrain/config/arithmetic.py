@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import groupby
+from typing import Literal
 
 from sagetrain.config.schema import LinearConfig, LrScheduleConfig, PrecisionConfig, RunConfig
 
@@ -32,9 +33,26 @@ def token_multiple(cfg: RunConfig, data_parallel_size: int) -> int:
     return cfg.data.micro_batch_size * cfg.data.seq_length * data_parallel_size
 
 
+def engine_of(cfg: RunConfig) -> Literal["deepspeed", "fsdp"]:
+    """Return the engine that runs. `auto` is DeepSpeed until FSDP2 has passed its gate on two GPUs."""
+    return "deepspeed" if cfg.parallel.engine == "auto" else cfg.parallel.engine
+
+
 def resolved_zero_stage(cfg: RunConfig) -> int:
-    """Return the ZeRO stage that really runs: bf16 at stage 0 runs as stage 1."""
-    return 1 if cfg.training.dtype == "bf16" and cfg.parallel.zero_stage == 0 else cfg.parallel.zero_stage
+    """Return the ZeRO stage that really runs: under DeepSpeed bf16 at stage 0 runs as stage 1."""
+    changes_weights = engine_of(cfg) == "deepspeed" and cfg.training.dtype == "bf16"
+    return 1 if changes_weights and cfg.parallel.zero_stage == 0 else cfg.parallel.zero_stage
+
+
+def takes_probes(cfg: RunConfig) -> bool:
+    """Whether micro-batches may be run apart from a step. The hooks of DeepSpeed's ZeRO 3 do not support that."""
+    return engine_of(cfg) == "fsdp" or cfg.parallel.zero_stage < 3
+
+
+def sharding_ranks(cfg: RunConfig, replicas: int) -> int:
+    """Return the number of neighbouring replicas that shard weights and optimizer state between them. Other replicas
+    have copies of the shards."""
+    return 1 if resolved_zero_stage(cfg) == 0 else cfg.parallel.shard_size or replicas
 
 
 def overlaps_reduction(cfg: RunConfig) -> bool:

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from torch import nn
+
+from sagetrain.config.arithmetic import engine_of
 from sagetrain.config.schema import RunConfig
-from sagetrain.engines.deepspeed import DeepSpeedEngine, partitioner
+from sagetrain.engines import deepspeed
 from sagetrain.engines.protocol import Engine
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.topology import ParallelGroups
 
-__all__ = ["build_engine", "partitioner"]
+
+def partitioner(cfg: RunConfig, groups: ParallelGroups) -> Callable[[nn.Parameter], None] | None:
+    """Return the function with which the engine partitions a parameter that has just got its values, for
+    Transformer(partition=...). None: the engine takes whole parameters. Calling the function is collective."""
+    if engine_of(cfg) == "fsdp":
+        from sagetrain.engines import fsdp  # torch.distributed.fsdp takes half a second
+
+        return fsdp.partitioner(cfg, groups)
+    return deepspeed.partitioner(cfg, groups)
 
 
 def build_engine(cfg: RunConfig, model: Transformer, groups: ParallelGroups, micro_batches: int) -> Engine:
     """Build the engine of a run for its model; collective.
 
     Args:
-        cfg: the configuration, in which no value is `auto` any more.
+        cfg: the configuration, in which no value of the model is `auto` any more.
         model: a model that was made with `partitioner`.
         micro_batches: the micro-batches of this rank in the first step. Later steps may have another number.
 
@@ -23,4 +36,8 @@ def build_engine(cfg: RunConfig, model: Transformer, groups: ParallelGroups, mic
         ConfigError: DeepSpeed's version, or a key that it was given, makes it keep weights in an order that checkpoints
             do not know.
     """
-    return DeepSpeedEngine(cfg, model, groups, micro_batches)
+    if engine_of(cfg) == "fsdp":
+        from sagetrain.engines import fsdp
+
+        return fsdp.FsdpEngine(cfg, model, groups, micro_batches)
+    return deepspeed.DeepSpeedEngine(cfg, model, groups, micro_batches)

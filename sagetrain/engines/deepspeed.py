@@ -146,6 +146,8 @@ class DeepSpeedEngine(BaseEngine):
             # on every rank of its group.
             parameter.tensor_model_parallel = model.specs[name].cut is not None
         self._optimizer = Asking(build_optimizer(model, cfg))
+        if self._stage == 3 and getattr(model, "activation_checkpointing", "none") == "selective":
+            model.whole_blocks = True
         if self._stage == 3 and getattr(model, "whole_blocks", False):
             # Then ZeRO 3 has hooks only before and after a whole block.
             deepspeed.utils.set_z3_leaf_modules(model, [type(model.blocks[0])])
@@ -190,6 +192,10 @@ class DeepSpeedEngine(BaseEngine):
     def leaves(self) -> dict[str, Tensor]:
         """Return the tensors that receive gradients from autograd, by name."""
         return dict(self.model.named_parameters())
+
+    def gathered(self) -> Mapping[str, Tensor]:
+        """Return the whole weights of this tensor-parallel rank: see engines/protocol.Engine."""
+        return self.leaves()
 
     def weights_changed(self) -> None:
         """Renew what depends on the weights; call this after weights were set in all their copies. ZeRO 3 keeps small

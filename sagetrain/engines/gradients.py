@@ -20,10 +20,11 @@ _LAYER = "layer/"
 
 
 class StepGradients:
-    """The part of a step's gradients that this rank owns, summed over the micro-batches and clipped.
+    """The part of a step's gradients that this rank owns, summed over the micro-batches and, as the engine has it,
+    clipped.
 
     Args:
-        clip: the largest global norm; 0: gradients are not clipped.
+        clip: the largest global norm of the gradients that are shown; 0: they are shown before they are clipped.
         copies: the number of replicas that own the same gradients.
     """
 

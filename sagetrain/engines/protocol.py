@@ -2,7 +2,7 @@
 step on all ranks.
 
 An engine keeps the weights of a model and the state of its optimizer, and takes steps. Training, checkpoints and
-inference know only this protocol, and not the implementation (engines/deepspeed.py).
+inference know only this protocol, and not the implementations (engines/deepspeed.py, engines/fsdp.py).
 """
 
 from __future__ import annotations
@@ -242,8 +242,13 @@ class Engine(Protocol):
         ...
 
     def leaves(self) -> Mapping[str, Tensor]:
-        """Return the tensors that receive gradients from autograd, by name. They stay the same for the whole run. Not
-        collective."""
+        """Return the tensors that receive gradients from autograd, by name. They stay the same for the whole run, and
+        may have no memory outside of a pass. Not collective."""
+        ...
+
+    def gathered(self) -> Mapping[str, Tensor]:
+        """Return the whole weights of this tensor-parallel rank, in the model's dtype, by name. They are the engine's
+        own memory and stay until the next step. Not for ZeRO 3, where a rank may have no memory for them."""
         ...
 
     def weights_changed(self) -> None:

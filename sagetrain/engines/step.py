@@ -45,15 +45,17 @@ class Decision:
         """The step's numbers over all ranks. The dict is filled when the decision is made."""
         self.verdict: Verdict | None = None
 
-    def allows(self, norm: Tensor | float) -> bool:
+    def allows(self, norm: Tensor | float | None = None) -> bool:
         """Return whether the update is to be made. The first call reduces the step's metrics, which is collective, and
         asks the judge. Later calls return the same answer.
 
         Args:
-            norm: the global gradient norm before clipping, the same on every rank.
+            norm: the global gradient norm before clipping, the same on every rank. None: the engine has added
+                train/grad_norm to the metrics itself.
         """
         if self.verdict is None:
-            self._metrics.mean("train/grad_norm", norm)
+            if norm is not None:
+                self._metrics.mean("train/grad_norm", norm)
             self.metrics = self._metrics.reduce(self._device)
             self.verdict = self._observers.judge(self.metrics)
         return self.verdict.apply
@@ -71,7 +73,8 @@ class BaseEngine(ABC):
 
     Args:
         model: the model that the engine trains.
-        clip: the largest global gradient norm; 0: gradients are not clipped.
+        clip: the largest global norm of the gradients that observers are shown; 0: they are shown before they are
+            clipped.
         copies: the number of replicas that own the same gradients.
     """
 

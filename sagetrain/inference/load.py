@@ -18,6 +18,7 @@ from sagetrain.config.rules.data import CHAT_TEMPLATE
 from sagetrain.config.schema import LinearConfig, RunConfig, tokenizer_in
 from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
 from sagetrain.data.tokenizer_copy import kept_templates
+from sagetrain.engines.protocol import Engine
 from sagetrain.inference.located import located
 from sagetrain.inference.ranks import Ranks
 from sagetrain.model.backends import AttentionFunction
@@ -131,12 +132,14 @@ def _no_run(path: Path) -> str:
     return f"{f'{path} is a file' if path.is_file() else what}; name the folder of a run (training.run_dir)"
 
 
-def in_training(cfg: RunConfig, model: Transformer, tokenizer: Tokenizer) -> TrainedRun:
+def in_training(cfg: RunConfig, engine: Engine, tokenizer: Tokenizer) -> TrainedRun:
     """Return a model in training as one that generates. It has the same weights, which are not copied, and is complete
     on each group of tensor-parallel ranks. This is impossible at ZeRO 3, where no rank has whole weights."""
+    model, weights = engine.model, {name: weight.detach() for name, weight in engine.gathered().items()}
     topology = Topology(model.groups.topology.world_size, model.groups.tp_size)
     groups = replace(model.groups, topology=topology, cp_group=None, metrics=Metrics())
-    weight = model.embedding.weight
+    weight = weights["embedding.weight"]
+    weights.setdefault("head.weight", weight)
     own = Transformer(
         cfg.model,
         cfg.attention,
@@ -148,7 +151,7 @@ def in_training(cfg: RunConfig, model: Transformer, tokenizer: Tokenizer) -> Tra
         seed=None,
         dtype=weight.dtype,
     )
-    own.load_state_dict(model.state_dict(), assign=True)
+    own.load_state_dict(weights, assign=True)
     return TrainedRun(cfg, own.eval(), tokenizer, tokenizer.vocab_size, 0, 0, weight.device)
 
 

@@ -13,10 +13,9 @@ from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
 from sagetrain.engines.protocol import Engine
 from sagetrain.inference.generate import Sampling, generate
 from sagetrain.inference.load import TrainedRun
-from sagetrain.model.transformer import Transformer
 from sagetrain.training.inputs import check_prompts
 
-Trained = Callable[[Transformer, Tokenizer], TrainedRun]
+Trained = Callable[[Engine, Tokenizer], TrainedRun]
 """The type of load.in_training for the run's configuration."""
 Alive = Callable[[], None]
 """A function that is called as a sign of life."""
@@ -43,7 +42,7 @@ def samples_while_training(
 
 def while_training(engine: Engine, texts: Texts, tokenizer: Tokenizer, trained: Trained) -> TrainedRun:
     """Return the model in training as one that generates, with what its weights had learned of texts."""
-    run = trained(engine.model, tokenizer)
+    run = trained(engine, tokenizer)
     return replace(run, text_prefix=texts.prefix, end_tokens=texts.end_tokens)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
-from sagetrain.config.arithmetic import own_reduction, resolved_zero_stage
+from sagetrain.config.arithmetic import own_reduction, resolved_zero_stage, takes_probes
 from sagetrain.config.schema import SIXTEEN_BITS, AttentionConfig, ModelConfig, RunConfig
 from sagetrain.model.operations import (
     AttentionCost,
@@ -331,7 +331,7 @@ def _linear_errors(cfg: RunConfig, vocab_size: int) -> list[list[MemoryItem]]:
     The moments are the loss, and the backward pass of a block that keeps inputs in 16 bits. Beside the backward pass
     there are a layer's weights in fp32, or later its input.
     """
-    if not cfg.linear.low_bit or cfg.stability.monitor.every_steps is None or resolved_zero_stage(cfg) == 3:
+    if not cfg.linear.low_bit or cfg.stability.monitor.every_steps is None or not takes_probes(cfg):
         return []
     rank = replace(rank_of(cfg), fused=False, recompute="full", linear=SIXTEEN_BITS)
     kept, running = _activations(cfg, rank)

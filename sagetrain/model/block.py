@@ -88,6 +88,12 @@ class Block(nn.Module):
         return {"qkv": attention.qkv, "out": attention.out, "gate_up": mlp.gate_up, "down": mlp.down}
 
     @property
+    def norms(self) -> list[RMSNorm]:
+        """The block's norms: two on the residual stream, and those of q and k if there are any."""
+        every = self.attention_norm, self.attention.q_norm, self.attention.k_norm, self.mlp_norm
+        return [norm for norm in every if norm is not None]
+
+    @property
     def matmuls(self) -> dict[str, Matmul]:
         """The Matmul of each linear layer that does not multiply in the dtype of its operands, keyed by the layer's
         name. It may be set."""

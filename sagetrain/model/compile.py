@@ -31,15 +31,21 @@ _GRAPHS = 256
 
 
 def compile_blocks(
-    model: Transformer, backend: str = "inductor", *, whole: bool = False, later: Iterable[AttentionFunction] = ()
+    model: Transformer,
+    backend: str = "inductor",
+    *,
+    hooks: bool = False,
+    whole: bool = False,
+    later: Iterable[AttentionFunction] = (),
 ) -> None:
     """Compile every block of a model, the norms outside of the blocks, and the loss kernels.
 
     Blocks that have the same attention function and the same matmuls share one graph.
 
     Args:
-        whole: leave the hooks of modules outside of the graphs. ZeRO-3 gathers the weights of a block together, in the
-            hooks (engines/deepspeed.py), so blocks run alone (`whole_blocks`) and the final norm is not compiled.
+        hooks: leave the hooks of modules outside of the graphs, because they gather the weights of a block.
+        whole: do the same, and let blocks run alone (`whole_blocks`), with a final norm that is not compiled. Under
+            DeepSpeed's ZeRO-3 the hooks gather nothing but the weights of their own module.
         later: functions that layers may get while training.
     """
     options: dict[str, Any] | None = None
@@ -52,7 +58,7 @@ def compile_blocks(
     traceable = all(function.traceable for function in (*later, *model.functions))
     model.whole_blocks = whole
     for block in model.blocks:
-        if whole:
+        if hooks or whole:
             block.forward = torch.compile(block.forward, fullgraph=traceable, backend=backend, options=options)
         else:
             block.compile(fullgraph=traceable, backend=backend, options=options)

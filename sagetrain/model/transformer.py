@@ -67,8 +67,8 @@ class Transformer(nn.Module):
         seed: the seed of the initial weights (initialization.py). None: parameters stay on the meta device, for the
             caller to replace.
         dtype: the dtype of parameters and residual stream.
-        partition: called with every parameter as soon as it has its values, before the next one takes memory. ZeRO 3
-            keeps a part of it (engines/deepspeed.py).
+        partition: called with every parameter as soon as it has its values, before the next one takes memory. Engines
+            keep a part of it (engines/build_engine.partitioner).
 
     Raises:
         ValueError: tensor_parallel_size does not divide a dimension, or together with context_parallel_size it does not
@@ -134,9 +134,10 @@ class Transformer(nn.Module):
         self.specs: dict[str, TensorSpec] = {name: listed.pop(name) for name, _ in self.named_parameters()}
         """The entry of every parameter in the list of tensors, in the order of the parameters."""
         assert not listed, f"tensors without a parameter: {[*listed]}"
-        self.whole_blocks = partition is not None and activation_checkpointing == "selective"
-        """If set, a block computes with its own parameters alone. Under ZeRO-3 a compiled block has to, and so has a
-        block that is partly recomputed: a gather inside would be in that part, and differ from pass to pass."""
+        self.whole_blocks = False
+        """If set, a block computes with its own parameters alone. Under DeepSpeed's ZeRO-3 a compiled block has to, and
+        so has a block that is partly recomputed: a gather inside would be in that part, and differ from pass to
+        pass."""
         self.watch_blocks: Callable[[int, Tensor], None] | None = None
         """A function that is called with each block's number and its output [tokens, hidden] on this rank. In
         overlapped halves it gets the first half's output, whose sum is complete by then."""

@@ -117,6 +117,8 @@ class ParallelGroups:
     replica_group: dist.ProcessGroup | None = None
     metrics: Metrics = field(default_factory=Metrics)
     """The metrics to which everything in a training step adds."""
+    timeout: timedelta | None = None
+    """The time that a collective may wait for a silent rank. None: torch's own."""
 
     @property
     def tp_size(self) -> int:
@@ -175,30 +177,37 @@ class ParallelGroups:
         if dist.distributed_c10d._get_default_group().bound_device_id is not None:
             # NCCL would split each group off the world's communicator, which waits for every rank of the world.
             raise ValueError("the world's process group was made with a device_id: make it without one")
-        rank, backend = dist.get_rank(), _backend()
-
-        def own_group(ranks: list[int], name: str) -> dist.ProcessGroup:
-            # Only the members of a group take part, so that the work of a rank for its groups does not grow with their
-            # number. Every rank makes its groups in the same order of axes, so that no ranks wait for each other in a
-            # circle.
-            group: dist.ProcessGroup = dist.new_group(
-                ranks,
-                timeout=timeout,
-                backend=backend,
-                use_local_synchronization=True,
-                group_desc=name,  # the watchdog names the rank and the group that hang
-            )
-            return group
-
+        rank = dist.get_rank()
         return cls(
             topology,
             rank,
-            tp_group=own_group(topology.tp_ranks(rank), "tensor parallel"),
-            cp_group=own_group(topology.cp_ranks(rank), "context parallel")
+            tp_group=_new_group(topology.tp_ranks(rank), "tensor parallel", timeout),
+            cp_group=_new_group(topology.cp_ranks(rank), "context parallel", timeout)
             if topology.context_parallel_size > 1
             else None,
-            replica_group=own_group(topology.replica_ranks(rank), "replicas"),
+            replica_group=_new_group(topology.replica_ranks(rank), "replicas", timeout),
+            timeout=timeout,
         )
+
+    def subgroup(self, ranks: list[int], name: str) -> dist.ProcessGroup:
+        """Make a further group of these global ranks. Its members call it, all in the same order of groups."""
+        return _new_group(ranks, name, self.timeout)
+
+
+def _new_group(ranks: list[int], name: str, timeout: timedelta | None) -> dist.ProcessGroup:
+    """Make a process group of these global ranks.
+
+    Only the members of a group take part, so that the work of a rank for its groups does not grow with their number.
+    Every rank makes its groups in the same order of axes, so that no ranks wait for each other in a circle.
+    """
+    group: dist.ProcessGroup = dist.new_group(
+        ranks,
+        timeout=timeout,
+        backend=_backend(),
+        use_local_synchronization=True,
+        group_desc=name,  # the watchdog names the rank and the group that hang
+    )
+    return group
 
 
 class Mpu:

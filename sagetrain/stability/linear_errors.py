@@ -16,7 +16,7 @@ No share of saturated entries is measured. Scales come from the current values, 
 
 A step itself is not touched. Before it begins, its first micro-batch goes forward and backward once more, not compiled
 and with every block recomputed, through layers that keep x and dY in 16 bits, also while they travel. This does not
-work at ZeRO 3, whose hooks take every backward pass for that of the step.
+work at DeepSpeed's ZeRO 3, whose hooks take every backward pass for that of the step.
 """
 
 from __future__ import annotations
@@ -126,12 +126,14 @@ class LinearErrors:
     Args:
         model: the model.
         blocks: the numbers of the blocks that are looked at.
+        leaves: the tensors that autograd gives gradients to, by name (Engine.leaves). None: the model's parameters.
     """
 
     micro_batches = 1
 
-    def __init__(self, model: Transformer, blocks: Container[int]) -> None:
+    def __init__(self, model: Transformer, blocks: Container[int], leaves: Mapping[str, Tensor] | None = None) -> None:
         self._model, self._blocks = model, blocks
+        self._first = (leaves or dict(model.named_parameters()))["embedding.weight"]
 
     @property
     def layers(self) -> dict[tuple[int, str], tuple[ColumnParallelLinear | RowParallelLinear, LowBit]]:
@@ -165,7 +167,7 @@ class LinearErrors:
             for run in runs:
                 # The gradient of the first layer is asked for, so the backward pass goes through all layers and leaves
                 # no gradient in any parameter.
-                torch.autograd.grad(run(), self._model.embedding.weight)
+                torch.autograd.grad(run(), self._first)
         for entry in found:
             metrics.derive(*entry)
 

@@ -81,12 +81,20 @@ class QuantizationProbe:
         reference: 16-bit attention, for the layers whose own attention quantizes something.
         groups: the ranks.
         device: the device of the model.
+        leaves: the tensors that autograd gives gradients to, by name (Engine.leaves). None: the model's parameters.
     """
 
     def __init__(
-        self, model: Transformer, reference: AttentionFunction, groups: ParallelGroups, device: torch.device
+        self,
+        model: Transformer,
+        reference: AttentionFunction,
+        groups: ParallelGroups,
+        device: torch.device,
+        leaves: Mapping[str, Tensor] | None = None,
     ) -> None:
         self._model, self._reference, self._groups, self._device = model, reference, groups, device
+        leaves = leaves or dict(model.named_parameters())
+        self._leaves = [leaves[name] for name in model.specs]
         self._squares = LayerSquares(model.specs.values(), groups, device)
 
     @property
@@ -152,10 +160,10 @@ class QuantizationProbe:
         return round(count), count / inverse if count else 0.0
 
     def _gradients(self, run: Callable[[], Tensor]) -> tuple[Tensor, ...]:
-        # Gradients that are asked for go to nobody else: neither into .grad nor to DeepSpeed's hooks.
+        # Gradients that are asked for go to nobody else: neither into .grad nor to the engine's hooks.
         eager = torch.compiler.set_stance("force_eager")
         with eager, self._groups.metrics.aside():
-            return torch.autograd.grad(run(), list(self._model.parameters()))
+            return torch.autograd.grad(run(), self._leaves)
 
 
 class QuantNoise:

@@ -29,7 +29,7 @@ from sagetrain.cluster.join import init_distributed
 from sagetrain.cluster.preflight import to_stderr
 from sagetrain.cluster.rendezvous import ended_by_signals
 from sagetrain.cluster.run_folder import RunFolder
-from sagetrain.config.arithmetic import padded_vocab_size, resolved_zero_stage, token_multiple
+from sagetrain.config.arithmetic import engine_of, padded_vocab_size, resolved_zero_stage, token_multiple
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.rules.data import TEXT_PREFIX, chat_templates, prepared, text_prefixes
 from sagetrain.config.schema import RunConfig
@@ -248,7 +248,9 @@ def make_engine(settled: Settled, files: CheckedFiles, met: Meeting) -> Built:
     )
     compiled = compiles(cfg, met.device)
     if compiled:
-        compile_blocks(model, whole=resolved_zero_stage(cfg) == 3, later=rungs.values())
+        sharded = engine_of(cfg) == "fsdp"
+        whole = resolved_zero_stage(cfg) == 3 and not sharded
+        compile_blocks(model, hooks=sharded, whole=whole, later=rungs.values())
     micro_steps = tokens_per_step(cfg.tokens_per_step, 0) // token_multiple(cfg, met.groups.dp_size)
     engine = build_engine(cfg, model, met.groups, micro_steps)
     met.reporter.say(start_line(cfg, engine, vocab_size, compiled, settled.reasons))

@@ -70,10 +70,11 @@ class Controllers:
         model = engine.model
         groups, device, stability, schedule = engine.groups, engine.device, cfg.stability, cfg.tokens_per_step
         self._monitor = Monitor(stability.monitor, model, lambda: ((kept.name, kept.weight) for kept in engine.owned()))
-        self._linear = LinearErrors(model, self._monitor.chosen)
-        self._noise = GradientNoise(engine.leaves(), model.specs.values(), groups, device)
+        leaves = engine.leaves()
+        self._linear = LinearErrors(model, self._monitor.chosen, leaves)
+        self._noise = GradientNoise(leaves, model.specs.values(), groups, device)
         exact = attention_function("sdpa", cfg.attention, device)
-        self._probe = QuantizationProbe(model, exact, groups, device)
+        self._probe = QuantizationProbe(model, exact, groups, device, leaves)
         self.updates = updates_of(cfg, engine)
         self.spikes, self._event_step = Spikes(stability.spikes), 0
         # These are the steps since the newest checkpoint, for bundles.
@@ -102,7 +103,8 @@ class Controllers:
     def _say_unmeasured(self) -> None:
         settings, linear = self._cfg.stability.monitor, self._linear.layers
         if self._monitor.every and linear and not self._engine.takes_probes:
-            self._reporter.say("stability.monitor: what linear layers lose in 8 bits is not measured at ZeRO 3")
+            said = "what linear layers lose in 8 bits is not measured at DeepSpeed's ZeRO 3"
+            self._reporter.say(f"stability.monitor: {said}")
             linear = {}
         # The user asked for a measurement, but `auto` or a mover has chosen layers in which there is nothing to
         # measure.

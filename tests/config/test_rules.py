@@ -259,6 +259,26 @@ CASES = [
         "zero_0_in_bf16", "info", "parallel.zero_stage", "0: runs as stage 1", "",
     ),
     (
+        {"parallel": {"engine": "fsdp"}, "deepspeed": {"zero_optimization": {"overlap_comm": True}}}, 1,
+        "deepspeed_of_fsdp", "error", "deepspeed", "parallel.engine is fsdp, which reads none of them", "remove the section, or set parallel.engine: deepspeed",
+    ),
+    (
+        {"parallel": {"engine": "fsdp", "gradient_reduction": "bf16"}}, 1,
+        "gradient_reduction_of_fsdp", "error", "parallel.gradient_reduction", "one precision for both sums", "use fp32, or",
+    ),
+    (
+        {"parallel": {"shard_size": 2}}, 4,
+        "shard_size_of_deepspeed", "error", "parallel.shard_size", "2: is for parallel.engine fsdp", "set parallel.engine: fsdp",
+    ),
+    (
+        {"parallel": {"engine": "fsdp", "shard_size": 3, "tensor_parallel_size": 2}}, 8,
+        "shard_size", "error", "parallel.shard_size", "3: does not divide the 4 replicas of this launch (8 ranks over tensor_parallel_size 2)", "use 1, 2, 4, or null",
+    ),
+    (
+        {"parallel": {"engine": "fsdp", "shard_size": 2, "zero_stage": 0}}, 2,
+        "no_effect", "warning", "parallel.shard_size", "zero_stage 0, where every rank has all weights", "remove it",
+    ),
+    (
         {"lr_schedule": {"decay_tokens": 5}}, 1,
         "no_effect", "warning", "lr_schedule.decay_tokens", "has no effect with shape cosine", "remove it",
     ),

@@ -171,6 +171,7 @@ def test_few_see_the_whole_configuration():
         "sagetrain/training/out_of_memory.py",
         "sagetrain/optim/build.py",
         "sagetrain/engines/deepspeed.py",
+        "sagetrain/engines/fsdp.py",
         "sagetrain/training/controllers.py",
         "sagetrain/auto/settled.py",
         "sagetrain/auto/overlap_choice.py",

@@ -304,11 +304,11 @@ def texts_of(layouts: list[tuple[int, int, int]]) -> list[list[list[str]]]:
     for tp_size, cp_size, stage in layouts:
         cfg = tiny.config(stage, model={"num_attention_heads": 4}, data={"micro_batch_size": 2})
         engine = tiny.engine(cfg, tiny.join(tp_size, cp_size))
-        completed(in_training(cfg, engine.model, letters), lambda: None, PROMPTS[:1], HOW[0])
+        completed(in_training(cfg, engine, letters), lambda: None, PROMPTS[:1], HOW[0])
         with torch.no_grad():
             for parameter in engine.model.parameters():
                 parameter.mul_(1.5)
-        run = in_training(cfg, engine.model, letters)
+        run = in_training(cfg, engine, letters)
         found.append([completed(run, lambda: signs.append(1), PROMPTS, how) for how in HOW])
     model = tiny.model(cfg, ParallelGroups.single())
     with torch.no_grad():

@@ -24,6 +24,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import subproc
 IMPORTED = [
     "sagetrain.cli.main",
     "sagetrain.config.check",
+    "sagetrain.engines.fsdp",
     "sagetrain.interop.lm_eval",
     "sagetrain.training.trainer",
     "deepspeed.launcher.runner",

@@ -17,7 +17,7 @@ from sagetrain.config.schema import TOKENIZER_JSON, TOKENIZER_NAME, DataConfig, 
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})")
 """The names of the files that `sagetrain prepare --shard` writes."""
 _WRITTEN = (
-    *("config.yaml", "deepspeed.json", "findings.json", "metrics.jsonl", "events.jsonl", "stability.json"),
+    *("config.yaml", "deepspeed.json", "fsdp.json", "findings.json", "metrics.jsonl", "events.jsonl", "stability.json"),
     *("attention.json", "linear.json", TOKENIZER_NAME, TOKENIZER_JSON),
 )
 """The files that a run writes beside its folders (docs/run-folder.md)."""

@@ -1,4 +1,5 @@
-"""Rules for the settings of DeepSpeed, which SageTrain and the `deepspeed` section of the YAML share."""
+"""Rules for the engine, and for the settings of DeepSpeed, which SageTrain and the `deepspeed` section of the YAML
+share."""
 
 from __future__ import annotations
 
@@ -8,9 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sagetrain.config.arithmetic import own_reduction, resolved_zero_stage
+from sagetrain.config.arithmetic import engine_of, own_reduction, resolved_zero_stage
 from sagetrain.config.errors import Finding
-from sagetrain.config.rules.findings import error, warning
+from sagetrain.config.rules.findings import error, no_effect, warning
 from sagetrain.config.schema import RunConfig
 
 # DeepSpeed keys that SageTrain writes itself, and the key of SageTrain to use instead.
@@ -205,8 +206,19 @@ def _buckets(cfg: RunConfig, size: Any) -> Iterator[Finding]:
 
 
 def findings(cfg: RunConfig) -> Iterator[Finding]:
-    """Find keys of the `deepspeed` section that contradict SageTrain's keys, were never tested, or have a wrong
-    value."""
+    """Find keys that another engine has, and keys of the `deepspeed` section that contradict SageTrain's keys, were
+    never tested, or have a wrong value."""
+    if engine_of(cfg) == "fsdp":
+        yield from _fsdp(cfg)
+        return
+    if cfg.parallel.shard_size is not None:
+        yield error(
+            "shard_size_of_deepspeed",
+            "parallel.shard_size",
+            cfg.parallel.shard_size,
+            f"is for parallel.engine fsdp: with engine {cfg.parallel.engine} DeepSpeed shards over all replicas",
+            "remove it, or set parallel.engine: fsdp",
+        )
     if cfg.training.dtype == "bf16" and cfg.parallel.zero_stage == 0:
         yield Finding(
             "zero_0_in_bf16",
@@ -220,6 +232,29 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
     yield from _reduction(cfg, zero)
     yield from _buckets(cfg, zero.get("reduce_bucket_size"))
     yield from _keys("", cfg.deepspeed)
+
+
+def _fsdp(cfg: RunConfig) -> Iterator[Finding]:
+    """Find settings that torch's FSDP2 does not have."""
+    if cfg.deepspeed:
+        yield error(
+            "deepspeed_of_fsdp",
+            "deepspeed",
+            cfg.deepspeed,
+            "has keys for DeepSpeed, and parallel.engine is fsdp, which reads none of them",
+            "remove the section, or set parallel.engine: deepspeed",
+        )
+    if cfg.parallel.gradient_reduction == "bf16":
+        yield error(
+            "gradient_reduction_of_fsdp",
+            "parallel.gradient_reduction",
+            "bf16",
+            "would also add up micro-steps in bf16: torch's FSDP2 has one precision for both sums",
+            "use fp32, or set parallel.engine: deepspeed",
+        )
+    if cfg.parallel.shard_size is not None and cfg.parallel.zero_stage == 0:
+        why = "zero_stage 0, where every rank has all weights"
+        yield no_effect("parallel.shard_size", cfg.parallel.shard_size, why)
 
 
 def _names(above: str) -> list[str]:

@@ -47,6 +47,15 @@ def findings(cfg: RunConfig, world_size: int, vocab_size: int | None) -> Iterato
             f"times tensor_parallel_size {tensor} does not divide the {world_size} ranks of this launch",
             f"use {divisors(gcd(world_size, *_heads(cfg)) // tensor)}, or start a multiple of {tensor * context} ranks",
         )
+    elif (replicas := world_size // tensor) % (size := cfg.parallel.shard_size or 1):
+        yield error(
+            "shard_size",
+            "parallel.shard_size",
+            size,
+            f"does not divide the {replicas} replicas of this launch ({world_size} ranks over "
+            f"tensor_parallel_size {tensor}): every replica is in one group that shards the model",
+            f"use {divisors(replicas)}, or null: all of them shard",
+        )
     for name, by_context in (("num_attention_heads", True), ("num_key_value_heads", True), ("ffn_hidden_size", False)):
         value = getattr(cfg.model, name)
         if value % tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sagetrain.config.arithmetic import may_be_low_bit
+from sagetrain.config.arithmetic import may_be_low_bit, takes_probes
 from sagetrain.config.errors import Finding
 from sagetrain.config.rules.findings import error, neighbours, no_effect, warning
 from sagetrain.config.schema import NoiseAwareTokens, RunConfig
@@ -25,8 +25,8 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
 def _monitor(cfg: RunConfig) -> Iterator[Finding]:
     monitor, layers, backend = cfg.stability.monitor, cfg.model.num_layers, cfg.attention.backend
     linear = "" if may_be_low_bit(cfg) else "linear layers neither"
-    if cfg.parallel.zero_stage == 3:
-        linear = linear or "linear layers are not looked at with parallel.zero_stage 3"
+    if not takes_probes(cfg):
+        linear = linear or "linear layers are not looked at with parallel.zero_stage 3 of engine deepspeed"
     if isinstance(monitor.every_steps, int) and not cfg.attention.may_be_int8 and linear:
         yield error(
             "monitor_of_nothing",
@@ -77,14 +77,14 @@ def _quant_noise(cfg: RunConfig) -> Iterator[Finding]:
             "relates the error of quantization to the noise of the gradients, which is not measured",
             "set stability.noise_scale.every_steps, to 10 for instance",
         )
-    if cfg.parallel.zero_stage == 3:
+    if not takes_probes(cfg):
         yield error(
             "probe_at_zero_3",
             key,
             every,
             "a probe computes gradients beside those of the step, which DeepSpeed's hooks of parallel.zero_stage 3 "
             "cannot take",
-            "set it to null, or use parallel.zero_stage 2 (with tensor_parallel_size for memory)",
+            "set it to null, or use parallel.zero_stage 2 (with tensor_parallel_size for memory), or engine fsdp",
         )
     micro_batch = cfg.data.micro_batch_size * cfg.data.seq_length
     if max(cfg.tokens_per_step.named_tokens.values()) <= micro_batch:

@@ -26,9 +26,17 @@ class ParallelConfig(Section):
     """Split a micro-batch into two halves, so that the tensor-parallel collectives of each half run beside the matmuls
     of the other. This launches twice as many kernels, each over half of the tokens. auto: the faster way for a few
     blocks of this model on these GPUs, timed when the run begins and kept when the run continues in the same layout."""
+    engine: Literal["auto", "deepspeed", "fsdp"] = "auto"
+    """What shards weights, gradients and optimizer state: DeepSpeed's ZeRO, or torch's FSDP2 (`fully_shard`). Any
+    launcher starts both, and a checkpoint of one continues in the other. auto: deepspeed, until fsdp has been measured
+    against it on two GPUs."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
-    """DeepSpeed ZeRO stage over data- and context-parallel ranks. bf16 runs 0 as 1: DeepSpeed's bf16 stage 0 is wrong.
-    """
+    """ZeRO stage over data- and context-parallel ranks. Under deepspeed bf16 runs 0 as 1: DeepSpeed's bf16 stage 0 is
+    wrong."""
+    shard_size: PositiveInt | None = None
+    """Number of neighbouring data- and context-parallel ranks that shard the model between them at zero_stage 1 to 3
+    (hybrid sharding). The other ranks hold copies of these shards, and only gradients travel between copies: the GPUs
+    of a host, for instance, where links between hosts are slow. Needs engine fsdp. Default: all of them shard."""
     gradient_reduction: Literal["fp32", "bf16"] = "fp32"
     """Precision in which gradients travel between data- and context-parallel ranks and are summed over them. bf16 takes
     half the bytes; every sum over ranks is rounded to 8 bits of mantissa, so losses differ. Sums over the micro-batches

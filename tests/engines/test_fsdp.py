@@ -1,0 +1,357 @@
+"""The engine on torch's FSDP2: its steps are those of one process and of DeepSpeed, at every stage and layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tiny
+from distributed import run_distributed
+from runs import check_same, finish, kill_all, log_of, reached, sagetrain, when, write_config
+from sagetrain.checkpoint import on_disk, reading
+from sagetrain.checkpoint.reading import Reader
+from sagetrain.config import RunConfig
+from sagetrain.engines.build_engine import build_engine
+from sagetrain.engines.protocol import Engine, Observers
+from sagetrain.model.compile import compile_blocks
+from sagetrain.parallel.topology import ParallelGroups
+from sagetrain.stability.linear_errors import LinearErrors
+from sagetrain.stability.noise_scale import GradientNoise
+from sagetrain.stability.quant_noise import QuantizationProbe
+from sagetrain.stability.spikes import Verdict
+
+HEADS = {"num_attention_heads": 4}
+TIED = {"tie_embeddings": True}
+OPTIMIZER = {"clip_grad": 0.5, "eps": 1e-6}  # with 1e-8, Adam takes a full step of lr on nothing but rounding
+SPREAD = {"sequence_parallel": True, "tensor_parallel_overlap": "on"}
+
+
+def config(stage: int, dtype: str = "fp32", parallel: dict | None = None, **sections: dict) -> RunConfig:
+    parallel = {"engine": "fsdp", "zero_stage": stage, **(parallel or {})}
+    sections = {"optimizer": OPTIMIZER, **sections, "model": HEADS | sections.get("model", {})}
+    return tiny.config(stage, dtype, parallel=parallel, **sections)
+
+
+def compiled(cfg: RunConfig, groups: ParallelGroups) -> Engine:
+    model = tiny.model(cfg, groups)
+    compile_blocks(model, "aot_eager", hooks=True)
+    return build_engine(cfg, model, groups, 1)
+
+
+# -- losses at every layout --------------------------------------------------------------------------------------------
+
+CASES: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
+    "FSDP 4, ZeRO 0": ((1, 1), {"stage": 0}),
+    "FSDP 4, ZeRO 1, tied": ((1, 1), {"stage": 1, "model": TIED}),
+    "FSDP 4, ZeRO 3, recomputed": ((1, 1), {"stage": 3, "training": {"activation_checkpointing": "full"}}),
+    "hybrid 2 x 2, ZeRO 1": ((1, 1), {"stage": 1, "parallel": {"shard_size": 2}}),
+    "hybrid 2 x 2, ZeRO 2": ((1, 1), {"stage": 2, "parallel": {"shard_size": 2}}),
+    "context 2 x FSDP 2, ZeRO 3": ((1, 2), {"stage": 3}),
+    "TP 2 x FSDP 2, ZeRO 2": ((2, 1), {"stage": 2}),
+    "TP 2 x FSDP 2, halves, ZeRO 1": ((2, 1), {"stage": 1, "parallel": SPREAD}),
+    "TP 2 x FSDP 2, halves, tied, ZeRO 3": ((2, 1), {"stage": 3, "parallel": SPREAD, "model": TIED}),
+    "TP 2 x hybrid 2 x 1, ZeRO 0": ((2, 1), {"stage": 0}),
+    "TP 2 x context 2, selective, ZeRO 3": (
+        (2, 2), {"stage": 3, "training": {"activation_checkpointing": "selective"}},
+    ),
+    "TP 4, ZeRO 1": ((4, 1), {"stage": 1, "parallel": SPREAD}),
+}  # fmt: skip
+
+
+def steps_of(engine: Engine) -> list[tuple[float, float]]:
+    """Losses and norms of steps of 4 and of 8 sequences, with an evaluation between them."""
+    steps = [tiny.global_step(engine, step) for step in range(2)]
+    held_out = tiny.evaluation(engine, ["web", "code"])
+    steps += [tiny.global_step(engine, step, sequences=8) for step in (2, 3)]
+    numbers = [(result.loss, result.grad_norm) for result in steps]
+    return [*numbers, (held_out["valid/loss"], held_out["valid/code/loss"])]
+
+
+def losses_of(cases: Sequence[str], engine: str = "fsdp") -> dict[str, list[tuple[float, float]]]:
+    found, groups = {}, {}
+    for name in cases:
+        sizes, how = CASES[name]
+        if dist.get_world_size() == 1:
+            sizes, how = (1, 1), {**how, "stage": 0, "parallel": {}}
+        groups[sizes] = groups.get(sizes) or tiny.join(*sizes)
+        cfg = config(**{**how, "parallel": {**how.get("parallel", {}), "engine": engine}})
+        found[name] = steps_of(tiny.engine(cfg, groups[sizes]))
+    return found
+
+
+def test_losses_do_not_depend_on_the_layout_or_on_the_engine() -> None:
+    names = list(CASES)
+    expected = run_distributed(losses_of, 1, names[:2], "deepspeed")[0]
+    untied, tied = (torch.tensor(expected[name]) for name in names[:2])
+    assert (untied[:, 1] > 0.5).any()  # clipping is at work
+    for rank in run_distributed(losses_of, 4, names):
+        for name, numbers in rank.items():
+            loss, norm = (torch.tensor(numbers) - (tied if "tied" in name else untied)).abs().amax(0).tolist()
+            assert loss < 1e-5, f"{name}: losses differ by {loss}"
+            assert norm < 1e-4, f"{name}: gradient norms differ by {norm}"
+
+
+# -- bits --------------------------------------------------------------------------------------------------------------
+
+
+def by_hand(cfg: RunConfig, groups: ParallelGroups, steps: int) -> dict[str, torch.Tensor]:
+    """fp32 masters after steps without clipping: a bf16 model, whose gradients are added up in fp32."""
+    model = tiny.model(
+        cfg.model_copy(update={"parallel": cfg.parallel.model_copy(update={"engine": "deepspeed"})}), groups
+    )
+    masters = {name: p.detach().float().clone().requires_grad_() for name, p in model.named_parameters()}
+    decayed = [p for name, p in masters.items() if not model.specs[name].is_gain]
+    plain = [p for name, p in masters.items() if model.specs[name].is_gain]
+    parts = [{"params": decayed, "weight_decay": cfg.optimizer.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(parts, lr=1e-2, betas=cfg.optimizer.betas, eps=cfg.optimizer.eps, foreach=False)
+    for step in range(steps):
+        sums = {name: torch.zeros_like(p) for name, p in masters.items()}
+        tokens = torch.randint(0, tiny.VOCAB, (4, tiny.SEQ + 1), generator=torch.Generator().manual_seed(step))
+        own = tokens[groups.dp_rank :: groups.dp_size]
+        for row in own:
+            (model(row[None, :-1], row[None, 1:]) / len(own)).backward()
+            for name, p in model.named_parameters():
+                sums[name] += p.grad
+                p.grad = None
+        for name, total in sums.items():
+            dist.all_reduce(total, group=groups.replica_group)
+            masters[name].grad = total / groups.num_replicas
+        optimizer.step()
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.copy_(masters[name])
+    return masters
+
+
+def bits(stages: Sequence[int]) -> list[tuple[int, str, bool]]:
+    """Whether the masters after two steps equal those made by hand, by stage and tensor."""
+    groups, found = tiny.join(2), []
+    for stage in stages:
+        cfg = config(stage, "bf16", {"sequence_parallel": True}, optimizer={"clip_grad": 0.0})
+        engine, expected = tiny.engine(cfg, groups), by_hand(cfg, groups, 2)
+        for step in range(2):
+            tiny.global_step(engine, step)
+        for owned in engine.owned():
+            same = torch.equal(owned.weight, expected[owned.name].detach().view(-1)[owned.start : owned.stop])
+            found.append((stage, owned.name, same))
+    return found
+
+
+def test_bf16_weights_with_fp32_sums_and_masters_are_those_of_a_loop_by_hand() -> None:
+    """At ZeRO 2 and 3 each micro-step is reduced by itself, which adds the same numbers in another order."""
+    for rank in run_distributed(bits, 4, [0, 1]):
+        assert [case for case in rank if not case[-1]] == []
+
+
+def state_of(engine: Engine) -> list[torch.Tensor]:
+    return [tensor.clone() for owned in engine.owned() for tensor in owned.tensors.values()]
+
+
+def refused(stages: Sequence[int]) -> list[tuple[bool, bool, bool]]:
+    """For each stage: a refused step and one with a gradient that is not finite leave every bit; later steps are those
+    of a run without them."""
+    groups, found = tiny.join(1), []
+    for stage in stages:
+        cfg = config(stage, "bf16", {"shard_size": 2} if stage == 2 else None)
+        engine, other = tiny.engine(cfg, groups), tiny.engine(cfg, groups)
+        for each in (engine, other):
+            tiny.global_step(each, 0)
+        before = state_of(engine)
+        tiny.global_step(engine, 1, observers=Observers(judge=lambda metrics: Verdict(apply=False)))
+        left = all(map(torch.equal, before, state_of(engine)))
+        for owned in engine.owned(lambda spec: spec.name == "final_norm.gain"):
+            kept = owned.weight.clone()
+            owned.weight.fill_(torch.inf)
+            engine.state_changed()
+            assert not tiny.global_step(engine, 1).applied
+            owned.weight.copy_(kept)
+            engine.state_changed()
+        skipped = all(map(torch.equal, before, state_of(engine)))
+        again = [tiny.global_step(each, 2).loss for each in (engine, other)]
+        found.append((left, skipped, again[0] == again[1]))
+    return found
+
+
+def test_a_step_left_out_leaves_every_bit_and_no_gradient() -> None:
+    for rank in run_distributed(refused, 4, [0, 1, 2, 3]):
+        assert rank == [(True, True, True)] * 4
+
+
+# -- collectives -------------------------------------------------------------------------------------------------------
+
+
+def collectives(stages: Sequence[int]) -> dict[int, dict[str, int]]:
+    """The gathers and reduce-scatters of a step of four micro-steps, by stage."""
+    found = {}
+    for stage in stages:
+        engine = tiny.engine(config(stage), tiny.join(1))
+        tiny.global_step(engine, 0)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            tiny.global_step(engine, 1, sequences=8)
+        names = [event.name for event in profiler.events()]
+        found[stage] = {
+            kind: sum(f"FSDP::{kind} " in f"{name} " for name in names)
+            for kind in ("all_gather", "post_backward_reduce")
+        }
+    return found
+
+
+def test_zero_1_gathers_and_reduces_once_a_step() -> None:
+    """The groups are two blocks and the rest. At ZeRO 3 the rest stays gathered until the end of the step."""
+    found = run_distributed(collectives, 2, [1, 2, 3])[0]
+    assert found[1] == {"all_gather": 3, "post_backward_reduce": 3}
+    assert found[2] == {"all_gather": 3, "post_backward_reduce": 12}
+    assert found[3]["post_backward_reduce"] == 12
+    assert found[3]["all_gather"] > 12
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+LAYOUTS = {
+    "deepspeed 1": ((1, 1), 1, {"engine": "deepspeed"}),
+    "deepspeed TP 2, 3": ((2, 1), 3, {"engine": "deepspeed"}),
+    "fsdp 1": ((1, 1), 1, {}),
+    "fsdp TP 2, 0": ((2, 1), 0, {}),
+    "fsdp hybrid, 3": ((1, 1), 3, {"shard_size": 2}),
+    "fsdp context, 2": ((1, 2), 2, {}),
+}
+
+
+def saved_and_continued(root: str, dtype: str) -> tuple[dict[str, list], dict[tuple[str, str], list]]:
+    """Losses of two steps after a checkpoint was written, by layout, and of those after it was read at another."""
+    later, resumed, groups = {}, {}, {sizes: tiny.join(*sizes) for sizes, *_ in LAYOUTS.values()}
+
+    def engine(name: str, seed: int) -> Engine:
+        sizes, stage, parallel = LAYOUTS[name]
+        return tiny.engine(config(stage, dtype, parallel), groups[sizes], seed)
+
+    for name in LAYOUTS:
+        first = engine(name, 3)
+        for step in range(2):
+            tiny.global_step(first, step)
+        saver = tiny.saver(Path(root) / name, first.groups)
+        saver.start(tiny.run_state(2, 0), "", first.owned(), {})
+        saver.wait()
+        later[name] = [tiny.global_step(first, step).loss for step in (2, 3)]
+    for name in LAYOUTS:
+        for other in LAYOUTS if "fsdp" in name else [key for key in LAYOUTS if "fsdp" in key]:
+            second = engine(other, 11)
+            reading.load_engine(Reader(Path(root) / name / on_disk.folder_name(2)), second, 2)
+            resumed[name, other] = [tiny.global_step(second, step).loss for step in (2, 3)]
+    return later, resumed
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_checkpoints_of_one_engine_continue_in_the_other(tmp_path, dtype: str) -> None:
+    later, resumed = run_distributed(saved_and_continued, 4, str(tmp_path), dtype)[0]
+    for (name, other), losses in resumed.items():
+        if name == other:
+            assert losses == later[name], name
+        else:
+            assert losses == pytest.approx(later[name], rel=1e-5 if dtype == "fp32" else 2e-3), (name, other)
+
+
+# -- observers, and what is made of weights ----------------------------------------------------------------------------
+
+EIGHT = {"precision": "fp8", "recipe": "rowwise"}
+SHAPE = {"hidden_size": 64, "ffn_hidden_size": 96, "head_dim": 16, "num_key_value_heads": 4}
+
+
+def observed(layouts: Sequence[tuple[int, int, str, str]]) -> list[dict[str, float]]:
+    """What noise, both probes and layer norms say of a second step, at each (tp_size, stage, engine, backend)."""
+    found = []
+    for tp_size, stage, engine_name, backend in layouts:
+        groups = tiny.join(tp_size)
+        cfg = config(stage, parallel={"engine": engine_name}, model=SHAPE, linear=EIGHT, tokens_per_step={"tokens": 64})
+        engine = compiled(cfg, groups) if backend else tiny.engine(cfg, groups)
+        model, leaves, device = engine.model, engine.leaves(), engine.device
+        observers = Observers(
+            noise=GradientNoise(leaves, model.specs.values(), groups, device),
+            probes=[
+                QuantizationProbe(model, model.functions[0], groups, device, leaves),
+                LinearErrors(model, range(2), leaves),
+            ],
+            layer_norms=True,
+        )
+        tiny.global_step(engine, 0)
+        measured = tiny.global_step(engine, 1, observers=observers)
+        again = tiny.global_step(engine, 2)
+        found.append(
+            measured.metrics | {f"layer {k}": v for k, v in measured.layer_norms.items()} | {"next": again.loss}
+        )
+    return found
+
+
+def test_noise_probes_and_layer_norms_are_those_of_the_other_engine_at_zero_3_too() -> None:
+    layouts = [(1, 1, "deepspeed", ""), *((1, stage, "fsdp", "") for stage in (0, 1, 3)), (1, 3, "fsdp", "aot_eager")]
+    first, *others = run_distributed(observed, 2, layouts)[0]
+    assert any(name.startswith("quant/") for name in first) and "noise/0/small" in first
+    for layout, found in zip(layouts[1:], others, strict=True):
+        assert found.keys() == first.keys(), layout
+        for name, value in first.items():
+            assert found[name] == pytest.approx(value, rel=1e-4, abs=1e-9), (layout, name)
+
+
+def kept(tp_size: int) -> list[list[float]]:
+    """Losses with 8-bit weights made once a step, made anew at every use (ZeRO 3), and by DeepSpeed."""
+    groups, found = tiny.join(tp_size), []
+    for stage, name in ((1, "fsdp"), (3, "fsdp"), (1, "deepspeed")):
+        parallel = {"engine": name, "sequence_parallel": tp_size > 1}
+        engine = tiny.engine(config(stage, "bf16", parallel, model=SHAPE, linear=EIGHT), groups)
+        found.append([loss for loss, _ in steps_of(engine)])
+    return found
+
+
+def test_weights_in_8_bits_are_rounded_once_a_step_and_change_no_bit() -> None:
+    for once, anew, other in run_distributed(kept, 4, 2):
+        assert once == pytest.approx(anew, rel=2e-3)
+        assert once == pytest.approx(other, rel=2e-3)
+
+
+def graphs(stage: int, again: str) -> tuple[list, int]:
+    groups = tiny.join(2)
+    parallel = {"sequence_parallel": True, "tensor_parallel_overlap": "on"}
+    cfg = config(stage, parallel=parallel, model={"num_layers": 3}, training={"activation_checkpointing": again})
+    engine = compiled(cfg, groups) if stage else tiny.engine(cfg, groups)
+    numbers = [(r.loss, r.grad_norm) for r in (tiny.global_step(engine, step) for step in range(3))]
+    return numbers, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def test_compiled_blocks_share_a_graph() -> None:
+    plain, _ = run_distributed(graphs, 4, 0, "none")[0]
+    for stage, again in ((1, "none"), (3, "none"), (3, "selective")):
+        found, count = run_distributed(graphs, 4, stage, again)[0]
+        assert torch.allclose(torch.tensor(found), torch.tensor(plain), rtol=2e-5), (stage, again)
+        assert count <= 2, (stage, again)  # the norms outside of blocks have one of their own
+
+
+# -- real runs ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_is_killed_twice_ends_with_the_bits_of_one_that_is_not(tmp_path, corpus) -> None:
+    """Two ranks of the deepspeed launcher, ZeRO 3 in bf16. `sagetrain eval` scores what they trained."""
+    sections = {
+        "parallel": {"engine": "fsdp", "zero_stage": 3},
+        "training": {"dtype": "bf16"},
+        "checkpoint": {"every_tokens": 256},
+        "evaluation": {"every_tokens": 5120},
+    }
+    whole = write_config(tmp_path / "whole.yaml", corpus, tmp_path / "whole", **sections)
+    finish("deepspeed", whole)
+    cut = write_config(tmp_path / "cut.yaml", corpus, tmp_path / "cut", **sections)
+    for step in (9, 27):
+        assert when("ranks", cut, reached(cut, step), kill_all) != 0
+    finish("ranks", cut)
+    assert log_of(cut).count("resumed from step-") >= 2
+    check_same(tmp_path / "cut", tmp_path / "whole")
+    assert json.loads((tmp_path / "cut/fsdp.json").read_text())["reshard_after_forward"] is True
+    rows = map(json.loads, (tmp_path / "whole/metrics.jsonl").read_text().splitlines())
+    *_, last = (row["valid/loss"] for row in rows if "valid/loss" in row)
+    scored = json.loads(sagetrain("eval", tmp_path / "whole", "--attention", "sdpa", "--json").stdout)
+    assert scored["all"]["loss"] == pytest.approx(last, rel=2e-3)
