@@ -43,8 +43,6 @@ from sagetrain.parallel.layers import keep_weights, materialize
 from sagetrain.parallel.topology import ParallelGroups
 
 _MOMENTS = "exp_avg", "exp_avg_sq"
-# Blocks return views of what they compute, and FSDP warns that nothing may change these in place. Nothing does.
-warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
 
 
 def rows_of(rows: int, shards: int, place: int) -> slice:
@@ -126,6 +124,8 @@ class FsdpEngine(BaseEngine):
         super().__init__(model, groups, device, clip=0.0, copies=groups.num_replicas // shards)
         self._largest_norm = cfg.optimizer.clip_grad or math.inf
         dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[cfg.training.dtype]
+        # Blocks return views of what they compute, and FSDP warns that nothing may change these in place. Nothing does.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
         mesh, self._copies = _mesh(groups, shards, device)
         _shard(model, mesh, dtype, reshard=self._stage == 3)
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
