@@ -33,11 +33,14 @@ from sagetrain.planning.plan import Plan, make_plan
 # These modules import torch.
 if TYPE_CHECKING:
     from sagetrain.comparing.analysis import Comparison
+    from sagetrain.data.function import SampleFunction
+    from sagetrain.data.loader import Sample
     from sagetrain.engines.protocol import StepResult
     from sagetrain.inference.evaluate import Evaluation
     from sagetrain.inference.generate import Completion
     from sagetrain.inference.load import TrainedRun
     from sagetrain.interop.exporting import Exported
+    from sagetrain.parallel.cross_entropy import TokenLoss
     from sagetrain.training.callbacks import Callback, Position, RunStart
 
 __all__ = [
@@ -53,6 +56,7 @@ __all__ = [
     "Request",
     "RunConfig",
     "RunStart",
+    "Sample",
     "StepResult",
     "TrainingError",
     "TrainingResult",
@@ -65,7 +69,7 @@ __all__ = [
 ]
 
 _LAZY = {"Callback": "training.callbacks", "Position": "training.callbacks", "RunStart": "training.callbacks",
-         "StepResult": "engines.protocol"}  # fmt: skip
+         "Sample": "data.loader", "StepResult": "engines.protocol"}  # fmt: skip
 """The public names whose modules import torch. Such a module is imported when its name is used."""
 
 
@@ -182,6 +186,8 @@ def train(
     overrides: ConfigChanges = (),
     *,
     callbacks: Sequence[Callback] = (),
+    loss: TokenLoss | None = None,
+    tokens: SampleFunction | None = None,
     say: Callable[[str], None] = _silent,
     own_process: bool = False,
 ) -> TrainingResult:
@@ -191,6 +197,14 @@ def train(
         config: the result of load_config, a YAML file, or the name of a shipped configuration.
         overrides: values that replace those of the file. They are not allowed together with a RunConfig.
         callbacks: objects that are told of steps, rows, evaluations, events and checkpoints (sagetrain.Callback).
+        loss: a function (logits fp32 [tokens, vocab], labels int64 [tokens]) -> the loss of each token, [tokens], in
+            the place of the cross-entropy. It is called several times for a micro-batch, with some of its tokens. A
+            label of -100 does not count. Held-out losses stay cross-entropies. Checkpoints keep its name, and only a
+            call with a loss of that name continues them.
+        tokens: a function of the index of a training sequence, from 0, that returns its data.seq_length + 1 tokens, or
+            a sagetrain.Sample with the places where documents begin. It replaces the token files of data.train, which
+            has to be [{path: none}]. The same index has to give the same tokens on every rank and at every start. It
+            is called in threads (data.num_workers).
         say: gets the lines that `sagetrain train` prints, on rank 0.
         own_process: let signals stop the run with a checkpoint, and end the process if the run hangs, as `sagetrain
             train` does.
@@ -210,10 +224,19 @@ def train(
     rank, world_size = launched()
     path = None if isinstance(config, RunConfig) else config
     cfg = config if isinstance(config, RunConfig) else _load_config(config, texts)
-    findings = accept(cfg, world_size, vocab_size=known_vocab_size(cfg.data), path=path, overrides=texts)
-    for finding in findings if rank == 0 else ():
-        say(f"{finding.level}: {finding}")
-    return _train(cfg, findings, callbacks, say, own_process)
+    vocab_size, given = known_vocab_size(cfg.data), tokens is not None
+    if given and not callable(tokens):
+        raise ConfigError(f"tokens: {tokens!r} cannot be called; give a function of the index of a sequence")
+    findings = accept(cfg, world_size, vocab_size=vocab_size, path=path, overrides=texts, tokens_given=given)
+    lines = [f"{finding.level}: {finding}" for finding in findings]
+    if loss is not None:
+        from sagetrain.training.loss import name_of, try_out
+
+        try_out(loss, cfg.model.vocab_size or vocab_size or 0)
+        lines.append(f"loss: {name_of(loss)}")
+    for line in lines if rank == 0 else ():
+        say(line)
+    return _train(cfg, findings, callbacks, loss, tokens, say, own_process)
 
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -224,6 +247,8 @@ def _train(
     cfg: RunConfig,
     findings: list[Finding],
     callbacks: Sequence[Callback],
+    loss: TokenLoss | None,
+    tokens: SampleFunction | None,
     say: Callable[[str], None],
     own_process: bool,
 ) -> TrainingResult:
@@ -248,7 +273,7 @@ def _train(
     variables = {name: os.environ.get(name) for name in _VARIABLES}
     try:
         looks = looks_of(cfg)  # It may refuse the tasks, so it comes before ranks wait for each other.
-        run = build(cfg, own_process=own_process, hears=say)
+        run = build(cfg, own_process=own_process, hears=say, tokens=tokens, loss=loss)
         trainer = Trainer(run, findings, *looks, [*callbacks, latest])
         finished = trainer.train()
     finally:

@@ -44,6 +44,8 @@ class Identity:
     tokenizer_sha256: Annotated[str | None, Field(alias="tokenizer (SHA-256)")] = None
     order: Annotated[str | None, Field(alias=ORDER)] = None
     """The fingerprint of the order of samples; None: it is not known."""
+    loss: str | None = None
+    """The name of the user's loss (sagetrain.train(..., loss=...)); None: the cross-entropy."""
 
     @property
     def rope(self) -> dict[str, Any]:
@@ -55,6 +57,7 @@ class Identity:
         tree: dict[str, Any] = _IDENTITY.dump_python(self, by_alias=True)
         unknown = [key for key, value in (("vocab_size", self.vocab_size), (ORDER, self.order)) if not value]
         unknown += ["training.init_from", "training.seed"] if self.seed is None else []
+        unknown += ["loss"] if self.loss is None else []
         return {key: value for key, value in tree.items() if key not in unknown}
 
 

@@ -26,6 +26,7 @@ def check(
     files: bool = True,
     measured: MeasuredRun | None = None,
     others: Iterable[Finding] = (),
+    tokens_given: bool = False,
 ) -> list[Finding]:
     """Return everything there is to say about a run before it starts, errors first.
 
@@ -39,13 +40,14 @@ def check(
             where missing files are warnings and missing packages are not mentioned.
         measured: measurements of an earlier run, for the guidance.
         others: further findings that also need their place (training/inputs.py).
+        tokens_given: whether a function gives the training tokens, so that data.train names no files.
     """
     findings = [
         *layout.launch(cfg, world_size),
         *fit(cfg, world_size, vocab_size),
         *linear.unreached(cfg),
         *guidance(cfg, measured),
-        *data.findings(cfg, required=files),
+        *data.findings(cfg, required=files, tokens_given=tokens_given),
         *logging.findings(cfg, required=files),
         *others,
     ]
@@ -62,13 +64,14 @@ def accept(
     vocab_size: int | None = None,
     path: str | Path | None = None,
     overrides: Sequence[str] = (),
+    tokens_given: bool = False,
 ) -> list[Finding]:
     """Return the findings of a run that is about to start; its arguments are those of `check`.
 
     Raises:
         ConfigError: some findings are errors. The message has all of these.
     """
-    findings = check(cfg, world_size, vocab_size=vocab_size, path=path, overrides=overrides)
+    findings = check(cfg, world_size, vocab_size=vocab_size, path=path, overrides=overrides, tokens_given=tokens_given)
     if errors := [str(finding) for finding in findings if finding.level == "error"]:
         raise ConfigError("\n".join(errors))
     return findings

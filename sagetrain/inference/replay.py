@@ -94,6 +94,10 @@ def replay(folder: Path, backend: str, recipe: str | None = None, linear_in_16_b
         CheckpointError: no checkpoint is left to begin from.
     """
     content = failed_step.read(folder)
+    if loss := content.get("loss"):
+        raise ConfigError(
+            f"{folder}: the step has the loss {loss} of a program, which `sagetrain replay` does not have"
+        )
     recipes = get_args(AttentionConfig.model_fields["recipe"].annotation)
     if recipe is not None and recipe not in recipes:
         raise ConfigError(f"recipe {recipe!r}: it is one of {', '.join(recipes)}")

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from sagekernels.matmul import Matmul, Pending, linear
 from sagetrain.parallel.collectives import finish_enter, gather_from_region
-from sagetrain.parallel.cross_entropy import linear_cross_entropy, linear_token_losses
+from sagetrain.parallel.cross_entropy import TokenLoss, linear_cross_entropy, linear_token_losses
 from sagetrain.parallel.topology import ParallelGroups
 
 
@@ -25,9 +25,12 @@ class Head(nn.Module):
         sequence_parallel: bool,
         known: int | None = None,
         matmul: Matmul | None = None,
+        loss: TokenLoss | None = None,
     ) -> None:
         super().__init__()
         self.matmul = matmul or Matmul()
+        self.loss = loss
+        """A user's loss in the place of the cross-entropy, or None. Losses by token stay cross-entropies."""
         self.weight = weight
         self.known = known
         self.groups = groups
@@ -70,4 +73,5 @@ class Head(nn.Module):
             matmul=self.matmul,
             compiled=self.compiled,
             known=self.known,
+            loss=self.loss,
         )

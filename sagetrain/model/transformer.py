@@ -28,6 +28,7 @@ from sagetrain.model.tensors import TensorSpec, tensors
 from sagetrain.model.walks import Half
 from sagetrain.parallel import copies
 from sagetrain.parallel.collectives import finish_leave
+from sagetrain.parallel.cross_entropy import TokenLoss
 from sagetrain.parallel.layers import VocabParallelEmbedding, keep_weights
 from sagetrain.parallel.topology import ParallelGroups
 
@@ -92,6 +93,7 @@ class Transformer(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
         partition: Callable[[nn.Parameter], None] | None = None,
+        loss: TokenLoss | None = None,
     ) -> None:
         super().__init__()
         self.config = model
@@ -129,7 +131,7 @@ class Transformer(nn.Module):
         head_weight = self.embedding.weight
         if not model.tie_embeddings:
             head_weight = nn.Parameter(torch.empty_like(head_weight))
-        self.head = Head(head_weight, groups, sequence_parallel=sequence_parallel, known=known)
+        self.head = Head(head_weight, groups, sequence_parallel=sequence_parallel, known=known, loss=loss)
         listed = {spec.name: spec for spec in tensors(model, attention, vocab_size)}
         self.specs: dict[str, TensorSpec] = {name: listed.pop(name) for name, _ in self.named_parameters()}
         """The entry of every parameter in the list of tensors, in the order of the parameters."""
@@ -159,7 +161,7 @@ class Transformer(nn.Module):
         by_token: bool = False,
         last: bool = False,
     ) -> Tensor:
-        """Return the mean loss over this rank's tokens, or the loss of each token, or their logits.
+        """Return the mean loss over this rank's tokens, or the cross-entropy of each token, or their logits.
 
         Under context parallelism, this rank's tokens are a slice [B, S / cp] of every sequence
         (data.loader.Batch.inputs cuts it). The loss of the sequences is then the mean over the context-parallel ranks.
@@ -174,7 +176,7 @@ class Transformer(nn.Module):
             max_seqlen: the most tokens that a document has, if known.
             divisor: divides the sum of the loss over the tokens whose labels are not negative. None: every token
                 counts, and the loss is their mean.
-            by_token: with labels, return the loss of each token without a gradient. It is 0 where the label is
+            by_token: with labels, return the cross-entropy of each token without a gradient. It is 0 where the label is
                 negative.
             last: without labels, return the logits of the last token of each sequence alone. The logits of the other
                 tokens then take neither time nor memory. It needs whole sequences and a model without overlap.

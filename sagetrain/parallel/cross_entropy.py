@@ -3,7 +3,8 @@
 `linear_cross_entropy` joins the output projection to the loss. It walks over the tokens in chunks and computes the
 gradients of a chunk while its logits are in memory, so that the logits of all tokens never exist at once.
 `linear_token_losses` walks in the same way without gradients, and returns the loss of each token. For both, labels are
-ids of the whole vocabulary and equal on all ranks. Both return the same values on all ranks.
+ids of the whole vocabulary and equal on all ranks. Both return the same values on all ranks. A user's loss takes the
+place of the cross-entropy in the first walk.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -25,6 +27,12 @@ from sagetrain.parallel.topology import ParallelGroups
 # The logits of one chunk take 0.5 GiB in bf16. That is enough for full-speed matmuls, and little beside the
 # activations.
 _CHUNK_LOGITS = 2**28
+# A user's loss gets its logits in fp32, and autograd keeps several tensors of that size.
+_CHUNK_OF_USERS = 2**26
+
+TokenLoss = Callable[[Tensor, Tensor], Tensor]
+"""A user's loss: (logits fp32 [tokens, vocab], labels int64 [tokens]) -> the loss of each token, [tokens]. Labels of
+tokens that do not count are -100, and what it returns for them is not used."""
 
 
 def linear_cross_entropy(
@@ -38,6 +46,7 @@ def linear_cross_entropy(
     compiled: bool = False,
     divisor: float | None = None,
     known: int | None = None,
+    loss: TokenLoss | None = None,
 ) -> Tensor:
     """Return the mean cross-entropy of hidden @ weight^T over the tokens, or their masked sum divided by `divisor`.
 
@@ -55,15 +64,18 @@ def linear_cross_entropy(
             given.
         known: the size of the vocabulary. The rows behind it only pad the weight and belong to no token. None: every
             row is a token.
+        loss: a user's loss in the place of the cross-entropy. Every rank of the group calls it with the logits of the
+            whole vocabulary.
 
     Returns:
         fp32 scalar.
     """
     if not torch.is_grad_enabled():
         hidden, weight = hidden.detach(), weight.detach()
-    chunk, matmul = chunk or _chunk(hidden, weight), matmul or Matmul()
-    loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, labels, groups, matmul, chunk, compiled, divisor, known)  # type: ignore[no-untyped-call]
-    return loss
+    chunk, matmul = chunk or _chunk(hidden, weight, _CHUNK_OF_USERS if loss else _CHUNK_LOGITS), matmul or Matmul()
+    judge = _Judge(groups, known, compiled, divisor is not None, loss)
+    found: Tensor = _LinearCrossEntropy.apply(hidden, weight, labels, judge, matmul, chunk, divisor)  # type: ignore[no-untyped-call]
+    return found
 
 
 @torch.no_grad()
@@ -94,10 +106,49 @@ def linear_token_losses(
     return torch.cat(losses)
 
 
-def _chunk(hidden: Tensor, weight: Tensor) -> int:
-    """Return the number of tokens whose logits may exist at once."""
-    chunks = -(-hidden.shape[0] * weight.shape[0] // _CHUNK_LOGITS)
+def _chunk(hidden: Tensor, weight: Tensor, logits: int = _CHUNK_LOGITS) -> int:
+    """Return the number of tokens whose logits may exist at once, if there may be so many logits."""
+    chunks = -(-hidden.shape[0] * weight.shape[0] // logits)
     return -(-hidden.shape[0] // chunks)
+
+
+class _Judge(NamedTuple):
+    """The loss of tokens from their logits, and the gradient of the logits."""
+
+    groups: ParallelGroups
+    known: int | None
+    compiled: bool
+    masked: bool
+    """Whether labels may be negative."""
+    loss: TokenLoss | None
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
+        """Return the loss of each token, fp32 [tokens], and a function that returns the gradient of their sum in
+        respect of this rank's logits."""
+        return self._cross_entropy(logits, labels) if self.loss is None else self._of_user(self.loss, logits, labels)
+
+    def _cross_entropy(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
+        statistics, logits_gradient = _compiled_kernels() if self.compiled else (_statistics, _logits_gradient)
+        local, outside = local_ids(labels, logits.shape[1], self.groups)
+        _leave_out(logits, self.known, self.groups)
+        own_lse, target = statistics(logits, local)
+        losses, lse = _token_losses(own_lse, target, outside, self.groups)
+        if self.masked:  # exp(logits - inf) = 0: a masked row has no gradient either
+            losses, lse = losses.masked_fill(labels < 0, 0), lse.masked_fill(labels < 0, math.inf)
+        return losses, lambda: logits_gradient(logits, lse, local, outside)
+
+    def _of_user(self, loss: TokenLoss, logits: Tensor, labels: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
+        groups, own = self.groups, logits.shape[1]
+        whole = gather_from_region(logits.detach(), groups)[:, : self.known].float().requires_grad_()
+        with torch.enable_grad():
+            losses = loss(whole, labels).float().masked_fill(labels < 0, 0)
+
+        def gradient() -> Tensor:
+            (grad,) = torch.autograd.grad(losses, whole, torch.ones_like(losses))
+            padded = F.pad(grad, (0, own * groups.tp_size - grad.shape[1]))
+            return padded.narrow(1, groups.tp_rank * own, own).to(logits.dtype)
+
+        return losses.detach(), gradient
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -107,33 +158,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         labels: Tensor,
-        groups: ParallelGroups,
+        judge: _Judge,
         matmul: Matmul,
         chunk: int,
-        compiled: bool,
         divisor: float | None,
-        known: int | None,
     ) -> Tensor:
-        statistics, logits_gradient = _compiled_kernels() if compiled else (_statistics, _logits_gradient)
         hidden_needs_grad, weight_needs_grad = ctx.needs_input_grad[:2]
         total = hidden.new_zeros((), dtype=torch.float32)
         hidden_grad = torch.empty_like(hidden) if hidden_needs_grad else None
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if weight_needs_grad else None
         for start in range(0, hidden.shape[0], chunk):
             rows = slice(start, start + chunk)
-            local, outside = local_ids(labels[rows], weight.shape[0], groups)
             operand, saved = matmul.read(hidden[rows])
             (logits,) = matmul.forward(operand, (weight,))
-            _leave_out(logits, known, groups)
-            own_lse, target = statistics(logits, local)
-            losses, lse = _token_losses(own_lse, target, outside, groups)
-            if divisor is not None:  # exp(logits - inf) = 0: a masked row has no gradient either
-                masked = labels[rows] < 0
-                losses, lse = losses.masked_fill(masked, 0), lse.masked_fill(masked, math.inf)
+            losses, gradient = judge(logits, labels[rows])
             total += losses.sum()
             if hidden_needs_grad or weight_needs_grad:
-                grad = matmul.prepare((logits_gradient(logits, lse, local, outside),))
-                del logits  # the next chunk's logits take its place
+                grad = matmul.prepare((gradient(),))
+                del logits, gradient  # the next chunk's logits take their place
                 if hidden_grad is not None:
                     matmul.input_gradient(grad, (weight,), out=hidden_grad[rows])
                 if weight_grad is not None:
@@ -152,7 +194,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (
             None if hidden_grad is None else _scaled(hidden_grad, scale),
             None if weight_grad is None else _scaled(weight_grad, scale),
-            *(None,) * 7,
+            *(None,) * 5,
         )
 
 

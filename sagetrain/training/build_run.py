@@ -35,6 +35,7 @@ from sagetrain.config.rules.data import TEXT_PREFIX, chat_templates, prepared, t
 from sagetrain.config.schema import RunConfig
 from sagetrain.config.tokens_per_step import tokens_per_step
 from sagetrain.data import verify
+from sagetrain.data.function import FunctionStream, SampleFunction
 from sagetrain.data.loader import Loader, SampleStream
 from sagetrain.data.token_file import write_atomic
 from sagetrain.data.tokenizer import tokenizer_of
@@ -45,11 +46,13 @@ from sagetrain.model.backends import AttentionFunction
 from sagetrain.model.compile import compile_blocks
 from sagetrain.model.selection import attention_functions, matmuls_of, resolve_backend
 from sagetrain.model.transformer import Transformer
+from sagetrain.parallel.cross_entropy import TokenLoss
 from sagetrain.parallel.rng import seed_everything
 from sagetrain.parallel.topology import ParallelGroups, Topology
 from sagetrain.stability.precision import rungs_of
 from sagetrain.training import failed_step, init_from, inputs
 from sagetrain.training.controllers import Controllers
+from sagetrain.training.loss import name_of
 from sagetrain.training.out_of_memory import memory_explained, record_allocations
 from sagetrain.training.perturb import perturb
 from sagetrain.training.reporter import Reporter
@@ -72,6 +75,8 @@ def build(
     layers_of_tp: int | None = None,
     own_process: bool = True,
     hears: Callable[[str], None] | None = None,
+    tokens: SampleFunction | None = None,
+    loss: TokenLoss | None = None,
 ) -> Run:
     """Build a run on this rank; collective.
 
@@ -82,13 +87,15 @@ def build(
         own_process: let signals stop the run, and end the process if the run hangs. False in a program that continues
             after the run.
         hears: gets the lines for people on rank 0. None: the lines go to stderr.
+        tokens: the user's source of training tokens. None: the token files of data.train.
+        loss: the user's loss. None: the cross-entropy.
 
     Raises:
         ConfigError: files, settings or hosts do not allow the run.
         CheckpointError: the checkpoints or the folder of the run cannot be used.
         TrainingError: a GPU is out of memory.
     """
-    files = check_files(cfg)
+    files = check_files(cfg, tokens, loss)
     try:
         return _built(cfg, files, layers_of_tp, own_process, hears)
     except BaseException:
@@ -129,8 +136,12 @@ def _built(
 # -- 1. check files ----------------------------------------------------------------------------------------------------
 
 
-def check_files(cfg: RunConfig) -> CheckedFiles:
+def check_files(cfg: RunConfig, tokens: SampleFunction | None = None, loss: TokenLoss | None = None) -> CheckedFiles:
     """Open the files that the run reads, and check that this device can run it. Nothing waits for another rank here.
+
+    Args:
+        tokens: see `build`.
+        loss: see `build`.
 
     Raises:
         ConfigError: a file or a setting does not allow the run.
@@ -140,9 +151,12 @@ def check_files(cfg: RunConfig) -> CheckedFiles:
     sha256 = tokenizer.sha256 if tokenizer else None
     records = prepared(cfg.data)
     stream = partial(SampleStream.configured, cfg.data, seed=cfg.training.seed, vocab_size=vocab_size)
-    train = stream(cfg.data.train, tokenizer_sha256=sha256)
+    if tokens is None:
+        train = stream(cfg.data.train, tokenizer_sha256=sha256)
+    else:
+        train = FunctionStream(tokens, cfg.data, cfg.training.seed, vocab_size)
     valid = stream(cfg.data.valid, tokenizer_sha256=sha256) if cfg.data.valid else None
-    identity = inputs.identity(cfg, vocab_size, sha256, train.fingerprint)
+    identity = inputs.identity(cfg, vocab_size, sha256, train.fingerprint, loss and name_of(loss))
     init_from.check(folder.checkpoints, cfg.training, identity)
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[cfg.training.dtype]
     kind = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -163,6 +177,7 @@ def check_files(cfg: RunConfig) -> CheckedFiles:
         chat_template=next(filter(None, chat_templates(records).values()), None),
         identity=identity,
         dtype=dtype,
+        loss=loss,
     )
 
 
@@ -245,6 +260,7 @@ def make_engine(settled: Settled, files: CheckedFiles, met: Meeting) -> Built:
         device=met.device,
         partition=partitioner(cfg, met.groups),
         matmuls=settled.matmuls,
+        loss=files.loss,
     )
     compiled = compiles(cfg, met.device)
     if compiled:

@@ -36,6 +36,7 @@ from sagetrain.stability.precision import Ladder
 from sagetrain.stability.quant_noise import QuantizationProbe, QuantNoise
 from sagetrain.stability.spikes import METRIC, Spikes
 from sagetrain.training import failed_step
+from sagetrain.training.loss import name_of
 from sagetrain.training.reporter import Reporter
 
 GoBack = Callable[[Callable[[int], bool]], TrainState | None]
@@ -200,6 +201,7 @@ class Controllers:
         if result.applied and before == step - 1 and before:
             return
         self._saver.wait()
+        loss = self._engine.model.head.loss
         samples = range(state.sequences, state.sequences + size // self._cfg.data.seq_length)
         folder = failed_step.write(
             self._folder.spikes,
@@ -214,6 +216,7 @@ class Controllers:
             groups=self._engine.groups,
             config_text=dump_config(self._cfg),
             trail=self._trail,
+            loss=loss and name_of(loss),
         )
         self._reporter.say(f"step {step}: {folder} has what `sagetrain replay` needs to take it again")
 

@@ -72,6 +72,7 @@ def write(
     groups: ParallelGroups,
     config_text: str,
     trail: list[dict[str, Any]],
+    loss: str | None,
 ) -> Path:
     """Write the bundle of a step and return its folder. Every rank calls this after the saver has finished.
 
@@ -84,6 +85,7 @@ def write(
         attention: the description of each layer's attention.
         trail: step, tokens per step, loss, gradient norm and attention of the steps before, back to the newest
             checkpoint. The attention is kept only where it changes.
+        loss: the name of the user's loss. None: the cross-entropy.
     """
     folder = spikes / folder_name(state.step + 1)
     folder.mkdir(parents=True, exist_ok=True)
@@ -113,6 +115,7 @@ def write(
         "checkpoint": step_of(start) if start else None,
         "steps_between": list(_changes(row for row in trail if not start or row["step"] > step_of(start))),
         "ledger": asdict(state.ledger),
+        "loss": loss,
     }
     write_atomic(folder / "config.yaml", config_text.encode())
     write_atomic(folder / "bundle.json", (json.dumps(content, indent=1) + "\n").encode())

@@ -27,9 +27,15 @@ _READ_TOKENS = 1 << 24
 sources only the two ends of each file are read."""
 
 
-def identity(cfg: RunConfig, vocab_size: int | None, tokenizer_sha256: str | None, order: str | None) -> Identity:
+def identity(
+    cfg: RunConfig, vocab_size: int | None, tokenizer_sha256: str | None, order: str | None, loss: str | None = None
+) -> Identity:
     """Return the settings that a checkpoint must share with the run that continues it. Arguments that are not known yet
-    are None."""
+    are None.
+
+    Args:
+        loss: the name of the user's loss. None: the cross-entropy.
+    """
     # This import loads numpy.
     from sagetrain.checkpoint.state import Identity
 
@@ -42,6 +48,7 @@ def identity(cfg: RunConfig, vocab_size: int | None, tokenizer_sha256: str | Non
         seq_length=cfg.data.seq_length,
         tokenizer_sha256=tokenizer_sha256,
         order=order,
+        loss=loss,
     )
 
 

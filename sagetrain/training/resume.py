@@ -56,7 +56,9 @@ def check(
     reader, train = Reader(folder), cfg.data.train
     state = reader.state
     theirs, ours = flat(state.identity.to_json()), flat(identity.to_json())
-    changed = {k: f"{k}: checkpoint {theirs.get(k)!r}, this run {ours[k]!r}" for k in ours if theirs.get(k) != ours[k]}
+    keys = (*ours, "loss")  # Cross-entropy has no name, and the checkpoint's loss may have one.
+    different = [key for key in keys if theirs.get(key) != ours.get(key)]
+    changed = {key: f"{key}: checkpoint {theirs.get(key)!r}, this run {ours.get(key)!r}" for key in different}
     order, data = changed.pop(ORDER, ""), verify.changed(state.files, files)
     if data or (order and not changed.keys() & {"data.seq_length", "training.seed"}):
         saved = yaml.safe_load((reader.folder / "config.yaml").read_text())["data"]["train"]

@@ -22,6 +22,7 @@ from sagetrain.config.schema import RunConfig
 from sagetrain.data.loader import Loader, SampleStream
 from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.engines.protocol import Engine
+from sagetrain.parallel.cross_entropy import TokenLoss
 from sagetrain.parallel.metrics import total_over_ranks
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.training.controllers import Controllers
@@ -43,6 +44,8 @@ class CheckedFiles:
     """The template of the chats in the training data, or templates by name."""
     identity: Identity
     dtype: torch.dtype
+    loss: TokenLoss | None = None
+    """The user's loss. None: the cross-entropy."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
 
 import sagetrain
 from prepare_inputs import TEXTS, write_jsonl
@@ -117,6 +120,75 @@ def test_a_callback_that_fails_ends_the_run_with_a_checkpoint(
     )
     assert api.train("quickstart", changes).step == 20
     assert "resumed" not in "".join(capfd.readouterr())
+
+
+def counting(index: int) -> np.ndarray:
+    """33 tokens of a sequence that counts up from a start of its own."""
+    return (np.random.default_rng(index).integers(40) + np.arange(33)) % 40
+
+
+def smoothed(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """A cross-entropy with some of the probability for every token."""
+    return F.cross_entropy(logits, labels, label_smoothing=0.2, reduction="none")
+
+
+OWN = {"model.vocab_size": 40, "data.train": [{"path": "none"}], "data.valid": [], "evaluation": {}}
+
+
+def test_a_program_brings_its_tokens_and_its_loss(tmp_path: Path, corpus: Path) -> None:
+    """The run is continued by the same tokens and loss alone, and ends as one that was never stopped."""
+    changes, said = settings(corpus, tmp_path / "run", **OWN), []
+    half = api.train(
+        "quickstart", changes | {"training.total_tokens": 1280}, tokens=counting, loss=smoothed, say=said.append
+    )
+    assert half.finished and f"loss: {__name__}.smoothed" in said
+    for given, message in (
+        ({"tokens": counting}, rf"loss: checkpoint '{__name__}\.smoothed', this run None"),
+        ({"tokens": lambda index: counting(index + 1), "loss": smoothed}, r"data\.train: none has changed since"),
+        ({"loss": smoothed}, r"data\.train\.0\.path = \"none\": no none\.bin"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            api.train("quickstart", changes, **given)
+    found = api.train("quickstart", changes, tokens=counting, loss=smoothed)
+    straight = settings(corpus, tmp_path / "straight", **OWN)
+    whole = api.train("quickstart", straight, tokens=counting, loss=smoothed)
+    plain = api.train("quickstart", settings(corpus, tmp_path / "plain", **OWN), tokens=counting)
+    assert (found.step, whole.step) == (10, 10)
+    assert found.metrics["train/loss"] != plain.metrics["train/loss"]
+    assert whole.metrics["train/loss"] < 3.7  # the first one is ln 40
+
+
+def short(index: int) -> list[int]:
+    return [1] * (32 + (index == 0))
+
+
+@pytest.mark.parametrize(("given", "message"), [
+    ({"tokens": lambda index: [0] * 32}, r"tokens: <lambda>\(0\) returned int64 \(32,\); return 33 tokens"),
+    ({"tokens": lambda index: [41] * 33}, r"returned tokens from 41 to 41, outside of the vocabulary of 40"),
+    ({"tokens": lambda index: [0.5] * 33}, r"returned float64 \(33,\)"),
+    ({"tokens": lambda index: {}[index]}, r"tokens: <lambda>\(0\) failed: KeyError: 0"),
+    ({"tokens": lambda index: api.Sample(counting(0), [9, 5])}, r"document_starts \[9, 5\]; they rise inside of"),
+    ({"tokens": lambda index: api.Sample(counting(0), [], counted=np.ones(32, bool))}, "masks need token files"),
+    ({"tokens": 5}, "tokens: 5 cannot be called"),
+    ({"tokens": counting, "loss": 5}, "loss: 5 cannot be called"),
+    ({"tokens": counting, "loss": lambda logits, labels: logits.mean()}, r"<lambda> returned \(\); return the loss of"),
+    ({"tokens": counting, "loss": lambda logits, labels: labels * 1.0}, "finite and with a gradient"),
+    ({"tokens": counting, "loss": lambda logits, labels: logits[labels]}, "failed on a trial: IndexError"),
+])  # fmt: skip
+def test_tokens_and_losses_that_cannot_be_used_are_refused(
+    tmp_path: Path, corpus: Path, given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        api.train("quickstart", settings(corpus, tmp_path / "run", **OWN), **given)
+    assert not (tmp_path / "run").exists()
+
+
+def test_tokens_and_token_files_exclude_each_other_and_errors_have_names(tmp_path: Path, corpus: Path) -> None:
+    changes = settings(corpus, tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"a function gives the tokens of this run .* set data\.train: \[\{path"):
+        api.train("quickstart", changes, tokens=counting)
+    with pytest.raises((ConfigError, TrainingError), match=r"tokens: short\(\d+\) returned int64 \(32,\)"):
+        api.train("quickstart", settings(corpus, tmp_path / "run", **OWN), tokens=short)
 
 
 def test_a_model_generates_scores_evaluates_and_is_exported(trained: tuple[Path, api.TrainingResult, Notes]) -> None:

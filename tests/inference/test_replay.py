@@ -56,6 +56,12 @@ def bad(tmp_path_factory, corpus) -> Path:
     return folder
 
 
+def test_a_step_with_a_programs_loss_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "bundle.json").write_text(json.dumps({"format": failed_step.FORMAT, "loss": "mine.focal"}))
+    with pytest.raises(ConfigError, match=r"the loss mine\.focal of a program"):
+        replay(tmp_path, "sdpa")
+
+
 def test_a_bundle_has_all_that_it_takes_and_little_more(bad) -> None:
     (folder,) = (bad / "run/spikes").iterdir()
     assert folder.name == "step-00000015" and f"{folder} has what" in log_of(bad / "run.yaml")

@@ -114,17 +114,57 @@ def test_non_finite_hidden_states_show_in_the_loss() -> None:
     assert linear_cross_entropy(hidden, weight, labels, SINGLE).isnan()
 
 
+def _own_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """A user's loss, which is the cross-entropy."""
+    assert logits.dtype == torch.float32
+    return F.cross_entropy(logits, labels, reduction="none")
+
+
+@pytest.mark.parametrize("divisor", [None, 2.5])
+@pytest.mark.parametrize("known", [None, 40])
+def test_a_users_loss_is_judged_as_the_cross_entropy_is(divisor: float | None, known: int | None) -> None:
+    """In chunks, with rows that pad the vocabulary, and with tokens that do not count."""
+    results = []
+    for loss in (None, _own_loss):
+        hidden, weight, labels = (x.float().requires_grad_() if x.is_floating_point() else x for x in _inputs())
+        labels = labels % (known or VOCAB)
+        labels = labels.masked_fill(torch.arange(TOKENS) % 3 == 0, -100) if divisor else labels
+        found = linear_cross_entropy(
+            hidden, weight, labels, SINGLE, chunk=10, divisor=divisor, known=known, loss=loss
+        )  # fmt: skip
+        found.backward()
+        results.append((found, hidden.grad, weight.grad))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_users_loss_may_be_another_one() -> None:
+    """Its gradient is autograd's."""
+
+    def squared(logits: Tensor, labels: Tensor) -> Tensor:
+        return logits.logsumexp(-1).square() - logits.gather(-1, labels[:, None])[:, 0]
+
+    hidden, weight, labels = _inputs()
+    truth = [x.clone().requires_grad_() for x in (hidden, weight)]
+    expected = squared(truth[0] @ truth[1].t(), labels).mean()
+    expected.backward()
+    h, w = hidden.float().requires_grad_(), weight.float().requires_grad_()
+    loss = linear_cross_entropy(h, w, labels, SINGLE, chunk=7, loss=squared)
+    (loss * 3).backward()
+    for ours, theirs in ((loss, expected), (h.grad / 3, truth[0].grad), (w.grad / 3, truth[1].grad)):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5)
+
+
 def _check_sharded() -> None:
     groups = ParallelGroups.create(Topology(dist.get_world_size(), dist.get_world_size()))
     for scale in (1.0, 30.0):
         hidden_full, weight_full, labels = _inputs(scale)
         loss_dense, hidden_grad, weight_grad = _dense(hidden_full, weight_full, labels)
-        for chunk in (None, 10):
+        for chunk, own in ((None, None), (10, None), (10, _own_loss)):
             hidden = hidden_full.float().requires_grad_()
             weight = shard(weight_full, 0, groups).float().requires_grad_()
-            loss = linear_cross_entropy(
-                finish_enter(start_enter(hidden, groups, False), groups, False), weight, labels, groups, chunk=chunk
-            )
+            entered = finish_enter(start_enter(hidden, groups, False), groups, False)
+            loss = linear_cross_entropy(entered, weight, labels, groups, chunk=chunk, loss=own)
             loss.backward()
             close = {"rtol": 1e-5, "atol": 1e-5}
             torch.testing.assert_close(loss.double(), loss_dense, **close)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,12 @@ CHAT_TEMPLATE = "chat_template"
 one template, or templates by name, as in tokenizer_config.json."""
 
 
-def findings(cfg: RunConfig, required: bool) -> Iterator[Finding]:
+def findings(cfg: RunConfig, required: bool, tokens_given: bool = False) -> Iterator[Finding]:
     """Find files that do not exist (errors if they are `required`, else warnings), data that is read more than once or
-    that is both held out and trained on, and document positions that contradict the attention."""
+    that is both held out and trained on, and document positions that contradict the attention. With `tokens_given` a
+    function takes the place of the training files."""
     yield from _unexpanded(cfg)
-    yield from _files(cfg, required)
+    yield from _files(cfg, required, ("valid",) if tokens_given else ("train", "valid"))
     yield from _start(cfg, required)
     yield from _run_dir(cfg, required)
     yield from _weights(cfg)
@@ -133,10 +134,10 @@ def _samples(cfg: RunConfig) -> Iterator[Finding]:
         )
 
 
-def _files(cfg: RunConfig, required: bool) -> Iterator[Finding]:
+def _files(cfg: RunConfig, required: bool, names: Iterable[str]) -> Iterator[Finding]:
     """Find token files and tokenizers that do not exist. They are errors if they are required, else warnings."""
     sources = []
-    for name in ("train", "valid"):
+    for name in names:
         for i, source in enumerate(getattr(cfg.data, name)):
             key, files = f"data.{name}.{i}.path", source.files
             sources += [(key, prefix) for prefix in files]
