@@ -141,9 +141,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder}: manifest.json cannot be read ({error})") from error
     if found not in _READ:
-        raise CheckpointError(
-            f"{folder}: written in format {found}, this SageTrain reads format {' and '.join(map(str, _READ))}"
-        )
+        raise CheckpointError(_other_format(folder, found))
     state = manifest.get("state")
     if not (manifest.keys() >= _PARTS and manifest["files"] and isinstance(state, dict) and state.keys() >= _POSITION):
         raise CheckpointError(f"{folder}: manifest.json lacks what every manifest has")
@@ -206,7 +204,8 @@ def newest_whole(
         The checkpoint, or None without any, and the damaged ones that were passed over.
 
     Raises:
-        CheckpointError: there are checkpoints of wanted steps, but none is undamaged.
+        CheckpointError: there are checkpoints of wanted steps, but none is undamaged; or the newest one is of a format
+            that this version does not read. An older one is not taken then, because the run would go back.
     """
     damaged: list[Path] = []
 
@@ -214,6 +213,8 @@ def newest_whole(
         return [folder for folder in published(root) if wanted(step_of(folder)) and folder not in damaged]
 
     while folder := _broadcast(max(left(), default=None)):
+        if said := _broadcast(_newer_format(folder)):
+            raise CheckpointError(said)
         own = problems(folder, _rank(), _world_size(), contents=contents, moments=moments)
         wrong = [problem for found in _gather(own) for problem in found]
         if not wrong:
@@ -228,6 +229,23 @@ def newest_whole(
             "training.run_dir to start from the beginning"
         )
     return None, damaged
+
+
+def _other_format(folder: Path, found: object) -> str:
+    return (
+        f"{folder}: written in format {found}, this SageTrain reads format {' and '.join(map(str, _READ))}; "
+        "use the SageTrain that wrote it, or a newer one"
+    )
+
+
+def _newer_format(folder: Path) -> str:
+    """Return the message for a checkpoint whose format came after this version, which makes it no damaged one; an empty
+    text for every other checkpoint."""
+    try:
+        found = json.loads((folder / "manifest.json").read_text())["format"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""  # `problems` says what is wrong with it.
+    return _other_format(folder, found) if isinstance(found, int) and found > FORMAT else ""
 
 
 def whole_at(root: Path, step: int, *, moments: bool = True) -> Path:

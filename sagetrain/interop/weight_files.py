@@ -164,9 +164,16 @@ class WeightFiles:
         return self._headers[self._stored.get(name, name), self._files[name]]
 
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return a tensor's values, flattened, with rows of zeros up to `shape`."""
+        """Return a tensor's values, flattened, with rows of zeros up to `shape`. Raises ConfigError if one of them is
+        NaN or infinite."""
         with self._open(self._files[name]) as opened:
             tensor: torch.Tensor = opened.get_tensor(self._stored.get(name, name))
+        if tensor.numel() and not all(map(torch.isfinite, tensor.aminmax())):
+            wrong = int((~tensor.isfinite()).sum())
+            raise ConfigError(
+                f"{self._folder / self._files[name]}: {name}: {wrong:,} of {tensor.numel():,} values are NaN or "
+                f"infinite, and every loss would be NaN; {_AGAIN}, or take an earlier save of the model"
+            )
         if tuple(tensor.shape) == shape:
             return tensor.flatten()
         out = tensor.new_zeros(shape)

@@ -447,6 +447,17 @@ def test_an_unknown_format_is_refused(tmp_path) -> None:
         Reader(path.parent)
 
 
+def test_a_run_does_not_go_back_past_a_newer_format(tmp_path) -> None:
+    """A checkpoint of a newer SageTrain is not damaged: the run is refused, and the checkpoint keeps its name."""
+    for step in (1, 2):
+        write_plain(tmp_path, step, 10)
+    path = tmp_path / "step-00000002" / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
+    with pytest.raises(CheckpointError, match=r"step-00000002: written in format 99.*a newer one"):
+        on_disk.newest_whole(tmp_path, print)
+    assert path.exists()
+
+
 class Malicious:
     """Unpickling this creates a file."""
 

@@ -272,6 +272,13 @@ def test_dtypes_of_config_json_and_files(copy: Callable[..., Folder], tmp_path: 
     assert {each.dtype for each in load_file(tmp_path / "out" / WHOLE).values()} == {torch.float32}
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_weights_that_are_not_finite_are_refused(copy: Callable[..., Folder], value: float) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    folder = copy().tensors(lambda tensors: tensors[name][3, :2].fill_(value))
+    folder.refused(rf"model.safetensors: {name}: 2 of 1,536 values are NaN or infinite.*earlier save")
+
+
 # -- where a text ends -------------------------------------------------------------------------------------------------
 
 
