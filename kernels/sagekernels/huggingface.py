@@ -87,8 +87,8 @@ def attention(
         if cu_seq_lens_k is not None and cu_seq_lens_k.shape != cu_seq_lens_q.shape:
             raise _refused("other documents of keys than of queries", "give one cu_seq_lens")
         cu_seqlens = cu_seq_lens_q.to(torch.int32)
-    elif bounds is None and 1 < n_q == k.shape[1]:
-        # With a cache transformers does not look for packed documents, so position_ids are looked at here.
+    elif bounds is None and 1 < n_q == k.shape[1] and others.get("use_cache") is not False:
+        # Where there may be a cache, transformers does not look for packed documents, so position_ids are read here.
         bounds = _bounds_of_positions(others.get("position_ids"), batch, n_q)
     if bounds is None:
         o = sage_attention(q, k, v, causal=causal, scale=scaling, cu_seqlens=cu_seqlens, recipe=recipe)
