@@ -1,7 +1,7 @@
-"""Accuracy of the recipes beside the papers' tables: `python -m sagekernels.accuracy` (CPU, about a minute).
+"""Compare the accuracy of the recipes with the papers' tables: `python -m sagekernels.accuracy` (CPU, about a minute).
 
-Everything is the twin's error against float64 on fresh random inputs; the seed is printed and can be given. The kernels
-agree with the twin (tests), so these are their numbers too.
+Every number is the error of the twin against float64 on fresh random inputs. The seed is printed and can be given. The
+tests hold that the kernels agree with the twin, so the numbers are true of the kernels too.
 """
 
 import argparse
@@ -17,7 +17,8 @@ from .fp4 import fp4_attention
 from .reference import ScoresOfCodes, attention_reference, pad_to_tile, rounded_tiles, twin_forward, visible
 from .testing import Shape, cosine, errors, exact_results, random_inputs, rel_l2, results_of
 
-# A section 4.4: rel-L2 of O, dQ, dK, dV for Gaussian Q and K of standard deviation sigma, V and dO of 1.
+# Paper A, section 4.4: rel-L2 of O, dQ, dK and dV for Gaussian inputs. Q and K have the standard deviation sigma, V and
+# dO have 1.
 TABLE_1 = {
     1: (0.0160, 0.0184, 0.0220, 0.0159),
     3: (0.0389, 0.0758, 0.0777, 0.0387),
@@ -25,7 +26,7 @@ TABLE_1 = {
     8: (0.0972, 0.4666, 0.4699, 0.0973),
     10: (0.1161, 0.6648, 0.6684, 0.1157),
 }
-# A section 5.4: cosine and rel-L2 in layer 11 of a trained 325M model, the most error-prone one.
+# Paper A, section 5.4: cosine and rel-L2 in layer 11 of a trained 325M model, the layer with the largest errors.
 TABLE_2 = {
     "delta": (0.9973, 0.0736),
     "P": (0.9917, 0.1293),
@@ -36,17 +37,18 @@ TABLE_2 = {
     "dK": (0.9537, 0.3074),
     "dV": (0.9985, 0.0540),
 }
-# A section 4.2, the same layer at N = 4096.
+# Paper A, section 4.2: the root mean squares in the same layer at N = 4096.
 TRAINED_RMS = {"P": 5e-3, "dP": 5e-5, "dS": 1e-7}
-# Spread of the channels of Q and K that brings `paper` to the P error of Table 2 (see trained_inputs).
+# This spread of the channels of Q and K brings the error of P under `paper` to the one in Table 2 (see trained_inputs).
 CHANNEL_SPREAD = 0.7
-# Score of the sink, spread of the means of Q (per tile) and K (per channel) that bring the rows of FP4_TABLE for
-# two-level P and smoothing near the cosines in print (see fp4_inputs). Direct P loses its share in sink_inputs alone.
+# The score of the sink, and the spreads of the means of Q (per tile) and K (per channel), are chosen so that the rows
+# of FP4_TABLE for two-level P and smoothing come near the printed cosines (see fp4_inputs). Direct P loses its share in
+# sink_inputs alone.
 FP4_SINK = 10.0
 FP4_MEANS = (1.5, 4.0)
 
-# B Tables 1 and 2: cosine, relative L1 and RMSE of O with FP4 on Q, K and V of CogVideoX, and the options that make
-# each row (SmoothQuant and Hadamard, which fp4_attention has not, are left out).
+# Paper B, Tables 1 and 2: cosine, relative L1 and RMSE of O with FP4 on Q, K and V of CogVideoX, and the options that
+# make each row. The rows with SmoothQuant and Hadamard are left out, because fp4_attention has neither.
 FP4_TABLE = {
     "NVFP4": ((0.9952, 0.077, 0.201), {}),
     "MXFP4": ((0.9837, 0.294, 0.994), {"format": "mxfp4"}),
@@ -58,7 +60,8 @@ FP4_TABLE = {
 
 
 def gaussian_errors(sigma: float, recipe: str, *, seed: int, heads: int = 16, n: int = 1024) -> tuple[float, ...]:
-    """rel-L2 of O, dQ, dK and dV over `heads` heads of 64, full attention over n tokens: one row of Table 1."""
+    """Return rel-L2 of O, dQ, dK and dV over `heads` heads of 64, for full attention over n tokens: one row of Table
+    1."""
     shape = Shape(1, n, n, heads, heads, 64, causal=False)
     inputs = random_inputs(shape, sigma=sigma, seed=seed)
     ours = results_of(sage_attention, *inputs, causal=False, recipe=recipe, backend="twin")
@@ -66,11 +69,11 @@ def gaussian_errors(sigma: float, recipe: str, *, seed: int, heads: int = 16, n:
 
 
 def trained_inputs(seed: int, n: int = 4096) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One causal head with the statistics of TRAINED_RMS.
+    """Return q, k, v and do of one causal head with the statistics of TRAINED_RMS.
 
-    The spread of the scores sets RMS(P); dO is small; V has a mean as large as its spread, so that dP is larger than
-    dP - delta. Channels of Q are scaled by exp(z), those of K by exp(-z) with z of std CHANNEL_SPREAD: Q K^T stays as
-    it is, but its quantization gets as hard as in a trained layer.
+    The spread of the scores sets RMS(P); dO is small. V has a mean as large as its spread, so that dP is larger than dP
+    - delta. Channels of Q are scaled by exp(z) and those of K by exp(-z), where z has the standard deviation
+    CHANNEL_SPREAD. Q K^T stays as it is, but its quantization gets as hard as in a trained layer.
     """
     g = torch.Generator().manual_seed(seed)
 
@@ -86,7 +89,8 @@ def trained_inputs(seed: int, n: int = 4096) -> tuple[Tensor, Tensor, Tensor, Te
 
 
 def intermediates(q: Tensor, k: Tensor, v: Tensor, do: Tensor, recipe: str | None) -> dict[str, Tensor]:
-    """delta, P, dP and dS of one causal head, as the backward of `recipe` sees them; exact when it is None."""
+    """Return delta, P, dP and dS of one causal head, as the backward pass of `recipe` sees them. None: the exact
+    ones."""
     n, scale = q.shape[1], q.shape[-1] ** -0.5
     wide = [x[0, :, 0].double() for x in (q, k, v, do)]
     if recipe is None:
@@ -104,7 +108,7 @@ def intermediates(q: Tensor, k: Tensor, v: Tensor, do: Tensor, recipe: str | Non
 
 
 def trained_errors(recipe: str, *, seed: int, n: int = 4096) -> dict[str, tuple[float, float]]:
-    """Cosine and rel-L2 of every tensor of Table 2 on trained_inputs."""
+    """Return cosine and rel-L2 of every tensor of Table 2 on trained_inputs."""
     inputs = trained_inputs(seed, n)
     ours, exact = intermediates(*inputs, recipe), intermediates(*inputs, None)
     results, truth = results_of(sage_attention, *inputs, recipe=recipe, backend="twin"), exact_results(*inputs)
@@ -114,7 +118,7 @@ def trained_errors(recipe: str, *, seed: int, n: int = 4096) -> dict[str, tuple[
 
 
 def zero_share(sigma: float, recipe: str, *, seed: int, n: int = 1024) -> tuple[float, float]:
-    """Share of the entries of dS that INT8 rounds to zero on the way to dQ and to dK (causal, one head of 64)."""
+    """Return the shares of the entries of dS that INT8 rounds to zero for dQ and for dK (causal, one head of 64)."""
     inputs = random_inputs(Shape(1, n, n, 1, 1, 64), sigma=sigma, seed=seed)
     ds = pad_to_tile(pad_to_tile(intermediates(*inputs, recipe)["dS"].float(), -1), -2)
     present = ds != 0
@@ -124,10 +128,10 @@ def zero_share(sigma: float, recipe: str, *, seed: int, n: int = 1024) -> tuple[
 
 
 def bias_test(recipe: str, passes: tuple[int, ...], *, seed: int, n: int = 256) -> dict[str, list[float]]:
-    """B err^2(B) / err^2(1) for dQ, dK and dV averaged over B passes: 1 for unbiased noise, B for pure bias.
+    """Return B err^2(B) / err^2(1) for dQ, dK and dV averaged over B passes: 1 for unbiased noise, B for pure bias.
 
-    Attention does not change when Q and K, or V and dO, are rotated together, but every rounding does: each pass
-    quantizes a random rotation of the same inputs, and the gradients are rotated back before they are averaged.
+    Attention does not change when Q and K, or V and dO, are rotated together, but every rounding does. Each pass
+    therefore quantizes a random rotation of the same inputs, and rotates the gradients back before they are averaged.
     """
     g = torch.Generator().manual_seed(seed)
     inputs = random_inputs(Shape(1, n, n, 4, 4, 64), sigma=1.5, seed=seed, dtype=torch.float32)
@@ -148,8 +152,9 @@ def bias_test(recipe: str, passes: tuple[int, ...], *, seed: int, n: int = 256) 
 
 
 def sink_inputs(logit: float, *, seed: int, n: int = 2048, head_dim: int = 128) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v of one head, 256 queries: normal numbers, V with a mean of 0.3, and an attention sink: a first key with
-    V = 0 whose score is about `logit` for every query. O is the small rest of the softmax."""
+    """Return q, k and v of one head with 256 queries and an attention sink. All numbers are normal, and V has a mean of
+    0.3. The sink is a first key with V = 0, whose score is about `logit` for every query. O is the small rest of the
+    softmax."""
     g = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(1, tokens, 1, head_dim, generator=g) for tokens in (256, n, n))
     direction = torch.nn.functional.normalize(torch.randn(head_dim, generator=g), dim=0)
@@ -159,7 +164,8 @@ def sink_inputs(logit: float, *, seed: int, n: int = 2048, head_dim: int = 128) 
 
 
 def fp4_inputs(seed: int, n: int = 1024) -> tuple[Tensor, Tensor, Tensor]:
-    """sink_inputs with n queries and the means that smoothing is for: K shifted per channel, Q per 64 tokens."""
+    """Return sink_inputs with n queries and with the means that smoothing removes: K is shifted per channel, Q per 64
+    tokens."""
     g = torch.Generator().manual_seed(seed)
     _, k, v = sink_inputs(FP4_SINK, seed=seed, n=n, head_dim=64)
     direction = k[:, :1] / FP4_SINK
@@ -169,7 +175,8 @@ def fp4_inputs(seed: int, n: int = 1024) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def fp4_errors(q: Tensor, k: Tensor, v: Tensor, row: str) -> tuple[float, float, float]:
-    """Cosine, relative L1 and RMSE of O of fp4_attention with the options of a row of FP4_TABLE, full attention."""
+    """Return cosine, relative L1 and RMSE of O for fp4_attention with the options of a row of FP4_TABLE, full
+    attention."""
     exact = attention_reference(q.double(), k.double(), v.double(), causal=False)
     error = fp4_attention(q, k, v, causal=False, **FP4_TABLE[row][1]).double() - exact
     l1 = error.abs().sum() / exact.abs().sum()

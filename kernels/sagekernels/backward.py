@@ -1,8 +1,8 @@
-"""Portable Triton backward: one kernel for dK and dV, one for dQ, no atomics. The formulas are in reference.py.
+"""The portable Triton backward: one kernel for dK and dV, one for dQ, no atomics. The formulas are in reference.py.
 
-Both recompute S from the saved codes and dP in 16 bits. Each accumulates into registers over the other side of the
-scores, so each has the scale direction it needs as a reduction inside a warp: dK and dV work on S^T (a column of P and
-dS is a row there), dQ on S.
+Both kernels recompute S from the saved codes and dP in 16 bits. Each accumulates into registers over the other side of
+the scores, so the direction of its scales is a reduction inside a warp. dK and dV work on S^T, where a column of P and
+dS is a row. dQ works on S.
 """
 
 import torch
@@ -45,16 +45,19 @@ def _queries_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, PER_TILE: tl.constexpr, FOLD_Q: tl.constexpr,
     INT8_GRADIENTS: tl.constexpr, HALF_SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Everything that a tile of queries of one head brings to the gradients: dO in the forms in which it is multiplied,
-    delta = rowsum(dO o O), and four numbers a query (QUERIES) that leave the kernel of dK and dV nothing to compute.
+    """Prepare everything that a tile of queries of one head brings to the gradients.
 
-    step = s_Q scale log2(e) makes scores of products. With shift = lse - log s_dO (in log 2) and factor = s_Q / s_dO:
+    The kernel writes dO in the forms in which it is multiplied, delta = rowsum(dO o O), and four numbers a query
+    (QUERIES), so that the kernel of dK and dV has nothing to compute for a query.
+
+    step = s_Q scale log2(e) turns products into scores. With shift = lse - log s_dO (in log 2) and factor = s_Q / s_dO:
     P s_dO = exp2(S - shift), and dS s_Q = (P s_dO) (dP factor - share), share = delta factor. Where s_dO is 0 the whole
-    row of dO is 0, and so are both. Without INT8_GRADIENTS shift is lse and share is delta. Q_SCALE is that of the
-    scores, CODES_SCALE that of the codes which dK takes: the same but where scores are in 16 bits.
+    row of dO is 0, and so are both results. Without INT8_GRADIENTS shift is lse and share is delta. Q_SCALE is the
+    scale of the scores and CODES_SCALE the scale of the codes that dK takes. The two differ only where scores are in 16
+    bits.
 
-    HALF_SUMS: dO and V are multiplied by powers of two, and so is the dP that comes of them. delta is too, factor takes
-    them back, and so does the end of dQ's kernel, with what is left in BACK.
+    HALF_SUMS: dO and V are multiplied by powers of two, which multiplies dP and delta too. factor divides by the powers
+    again. The kernel of dQ divides by the power in BACK at its end.
     """
     tile = tl.program_id(0) % tiles
     bh = (tl.program_id(0) // tiles).to(tl.int64)
@@ -79,7 +82,8 @@ def _queries_kernel(
         of_d = (d < HEAD_DIM)[:, None]
         pointers = DO8T + bh * padded * HEAD_DIM + d[:, None] * padded + row[None, :]
         tl.store(pointers, in_operand_order(tl.trans(codes)), mask=of_d)
-        if not PER_TILE:  # what turns the product of shifted codes, which bears the magic number, into one of codes
+        # The product of shifted codes bears the magic number. This sum turns it into a product of plain codes.
+        if not PER_TILE:
             shifted = 127.0 * tl.sum(codes.to(tl.float32), 0) - MAGIC
             tl.store(SHIFTED + (bh * tiles + tile) * HEAD_DIM + d, shifted, mask=d < HEAD_DIM)
         do_scale = largest / 127.0
@@ -115,7 +119,8 @@ def _accumulate_dkdv(
     """Add the query tiles from lo to hi to dk (in units of 1 / scale) and dv."""
     for i in tl.range(lo, hi, BLOCK_M):
         i = tl.multiple_of(i, BLOCK_M)
-        if INT8_GRADIENTS and not PER_TILE:  # loaded here, where registers are free: it is not copied ahead
+        # SHIFTED is loaded here, where registers are free, because Triton does not copy it ahead.
+        if INT8_GRADIENTS and not PER_TILE:
             d = tl.arange(0, BLOCK_D)
             shifted = tl.load(SHIFTED + (i // BLOCK_M) * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)
         q8 = load_tokens(Q8, i, n_q, HEAD_DIM, BLOCK_M, HEAD_DIM, BLOCK_D, MASKED)
@@ -142,13 +147,14 @@ def _accumulate_dkdv(
             if PER_TILE:
                 p8 = as_codes(pt * inverse[:, None])
                 dv += as_float(tl.dot(in_operand_order(p8), tl.trans(do8t))) * p_scale[:, None]
-            else:  # SHIFTED makes floats of the product, and adds what the shift of the codes by 127 took away
+            else:  # SHIFTED makes floats of the product and adds the part that the shift of the codes by 127 took away.
                 p8 = as_shifted_codes(pt * (2.0 * inverse)[:, None])
                 product = (tl.dot(in_operand_order(p8), tl.trans(do8t)) + MAGIC_BITS).to(tl.float32, bitcast=True)
                 dv += (product + shifted[None, :]) * (0.5 * p_scale)[:, None]
         do = load_tokens(DO, i, n_q, stride_dn, BLOCK_M, HEAD_DIM, BLOCK_D, MASKED)
         dpt = dot16(v, tl.trans(do), HALF_SUMS=HALF_SUMS)
-        # From the same matrix under another name: loaded at once, they would be held in registers until here.
+        # The same matrix is read under another name. If all four vectors were loaded at once, they would stay in
+        # registers until here.
         _, _, factor, share = load_quads(QUERIES_AGAIN, i, n_q, BLOCK_M, MASKED)
         if INT8_GRADIENTS:
             dst = pt * (dpt * factor[None, :] - share[None, :])
@@ -180,7 +186,7 @@ def _dkdv_kernel(
     IS_CAUSAL: tl.constexpr, PACKED: tl.constexpr, PER_TILE: tl.constexpr, SMOOTH_Q: tl.constexpr,
     INT8_GRADIENTS: tl.constexpr, HALF_SUMS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys of one key head, over all query heads that share it and all queries that see it."""
+    """Compute one tile of keys of one key head, over all query heads that share it and all queries that see it."""
     tile = tl.program_id(0) % tiles
     bh_kv = (tl.program_id(0) // tiles).to(tl.int64)
     batch, kv_head = bh_kv // kv_heads, bh_kv % kv_heads
@@ -196,7 +202,8 @@ def _dkdv_kernel(
         K += batch * stride_kb + kv_head * stride_kh
         K_MEAN += bh_kv * HEAD_DIM
 
-    # Queries lo .. a need a mask (the diagonal, a document's start), a .. b none, b .. hi again (ends).
+    # Queries lo .. a need a mask (the diagonal, the start of a document). Queries a .. b need none, and b .. hi need
+    # one again (the ends of documents).
     offset = n_k - n_q
     lo = 0
     a = 0
@@ -317,9 +324,9 @@ def _dq_kernel(
     IS_CAUSAL: tl.constexpr, PACKED: tl.constexpr, PER_TILE: tl.constexpr, SMOOTH_Q: tl.constexpr,
     INT8_GRADIENTS: tl.constexpr, HALF_SUMS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries of one head, over all keys that it sees."""
+    """Compute one tile of queries of one head, over all keys that it sees."""
     tile = tl.program_id(0) % tiles
-    if IS_CAUSAL:  # the longest rows first
+    if IS_CAUSAL:  # The longest rows start first, so that short ones fill the end.
         tile = tiles - 1 - tile
     bh = (tl.program_id(0) // tiles).to(tl.int64)
     batch, head = bh // heads, bh % heads
@@ -346,10 +353,10 @@ def _dq_kernel(
     lse = load_vector(LSE + bh * n_q, first, n_q, float("inf"), BLOCK_M, True) * LOG2E
     delta = load_vector(DELTA + bh * n_q, first, n_q, 0.0, BLOCK_M, True)
     q_mean = q_scale
-    if SMOOTH_Q:  # BLOCK_M is one tile of means
+    if SMOOTH_Q:  # BLOCK_M spans one tile of means.
         q_mean = tl.load(Q_MEAN + (bh * tiles + tile) * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0) * (scale * LOG2E)
 
-    # As in the forward: lo .. a masked, a .. b not, b .. hi masked.
+    # The ranges are those of the forward: lo .. a masked, a .. b not, b .. hi masked.
     lo = 0
     hi = n_k
     clear = n_k
@@ -402,7 +409,8 @@ def triton_backward(call: BackwardCall) -> Gradients:
     n_k, kv_heads = v.shape[1:3]
     group, held = heads // kv_heads, block_d(head_dim)
     do, v = (x if x.stride(3) == 1 else x.contiguous() for x in (do, v))
-    k = v if k is None else k if k.stride(3) == 1 else k.contiguous()  # read when Q was smoothed, else unused
+    # K is read only when Q was smoothed; V stands in for it otherwise.
+    k = v if k is None else k if k.stride(3) == 1 else k.contiguous()
     half = rules.int8_gradients and half_sums(do.device)
     with on_device_of(do):
         do8t = shifted = do16 = back = v_largest = q8t = k8t = q16 = k16 = None
@@ -410,7 +418,7 @@ def triton_backward(call: BackwardCall) -> Gradients:
         if rules.int8_gradients:
             if rules.int8_scores:
                 q8t, k8t = transpose_codes(saved.q.codes), transpose_codes(saved.k.codes)
-            else:  # what the gradients' products read; S reads the 16 bits
+            else:  # The gradients' products read these codes; S reads the 16 bits.
                 how = {"per_tile": rules.per_tile, "rows": False, "columns": True}
                 (_, codes_scale), q8t = quantize_triton(saved.q.codes.transpose(1, 2), **how)
                 (_, k_scale), k8t = quantize_triton(saved.k.codes.transpose(1, 2), mean=saved.k_mean, **how)

@@ -1,8 +1,9 @@
-"""`python -m sagekernels.bench`: INT8 attention beside the fastest 16-bit attention on this GPU, in one table.
+"""Time INT8 attention beside the fastest 16-bit attention on this GPU: `python -m sagekernels.bench` prints one table.
 
-Everything is timed from the 16-bit inputs: smoothing and quantization are inside the timed region. A kernel is admitted
-first (output and gradients against float64, see admission.py); one that fails is named and not timed. TFLOP/s count
-4 B H N^2 D forward, 2.5 times that backward, half of both when causal, and the documents' own squares when packed.
+Everything is timed from the 16-bit inputs, so smoothing and quantization are inside the timed region. A kernel is
+admitted first: its output and gradients are compared with float64 (admission.py). A kernel that fails is named and not
+timed. TFLOP/s count 4 B H N^2 D forward and 2.5 times that backward, half of both when causal, and the documents' own
+squares when packed.
 """
 
 import argparse
@@ -23,11 +24,11 @@ from .admission import LIMITS, Attend, admit
 from .testing import Shape, random_inputs
 
 TOKENS = 32768
-LONGEST_MS = 500  # of timing one function at one shape, where three runs take no longer
+LONGEST_MS = 500  # Timing one function at one shape takes no longer than this, unless three runs do.
 
 
 class Times(NamedTuple):
-    """Median milliseconds of one function at one shape."""
+    """The median milliseconds of one function at one shape."""
 
     forward: float
     both: float
@@ -80,27 +81,29 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, causal: 
 
 
 def candidates(causal: bool) -> dict[str, tuple[Attend, Mapping[str, float], bool]]:
-    """Return, by name, each function with its error limits, and whether it is one of ours."""
+    """Return each function by name, with its error limits and whether it is one of ours."""
 
     def sage(recipe: str, backend: str | None, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         return sage_attention(q, k, v, causal=causal, cu_seqlens=cu_seqlens, recipe=recipe, backend=backend)
 
     found = {
         " ".join(filter(None, ("sage", recipe, backend))): (partial(sage, recipe, backend), LIMITS[recipe], True)
-        for recipe, backend in (("fine", "triton"), ("fine", None), ("scores", None))  # None: the best for this GPU
+        # None chooses the best backend for this GPU.
+        for recipe, backend in (("fine", "triton"), ("fine", None), ("scores", None))
     }
     for name, backend in (("FA2 (torch)", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)):
         found[name] = (partial(_sdpa, backend, causal=causal), LIMITS["scores"], False)
     try:
-        cute = importlib.import_module("flash_attn.cute")  # a peer, not a dependency
+        # FlashAttention is a peer to compare with and not a dependency.
+        cute = importlib.import_module("flash_attn.cute")
     except ImportError:
         return found
     return found | {"FA4": (partial(_varlen, causal=causal, function=cute), LIMITS["scores"], False)}
 
 
 def time_attention(attend: Attend, shape: Shape, dtype: torch.dtype, repeats: int) -> Times:
-    """Time the forward alone, and forward and backward, by CUDA events after a warm-up; launches run ahead, as in
-    training. Each is run `repeats` times at most, fewer times where it is long."""
+    """Time the forward alone, and forward and backward, by CUDA events after a warm-up. Launches run ahead, as in
+    training. Each function runs `repeats` times at most, and fewer times where it is slow."""
     device = torch.device("cuda")
     q, k, v, do = random_inputs(shape, dtype=dtype, device=device)
     cu_seqlens = shape.cu_seqlens(device)
@@ -160,7 +163,7 @@ def measure(
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure the shapes and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 8192, 16384, 32768, 65536])
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])

@@ -1,9 +1,10 @@
-"""Matrices in 8 bits for matmuls, FP8 (e4m3, e5m2) and INT8, with scales: the torch twins, then the Triton kernels.
+"""Round matrices to 8 bits for matmuls, FP8 (e4m3, e5m2) and INT8, with scales: the torch twins, then the Triton
+kernels.
 
-A product sums along the rows of both its operands, so what two products read along different dims is needed twice: as
-it lies in memory and turned, each with scales of its own. `quantize_both` makes all of it from one matrix: one pass
-finds the largest magnitudes of rows and columns together, another one reads again and writes both. Of 16-bit elements
-these are 2 + 2 bytes read and 1 + 1 written, 6 an element (NOTES.md).
+A product sums along the rows of both its operands. A matrix that two products read along different dims is therefore
+needed twice: as it lies in memory and transposed, each with its own scales. `quantize_both` makes both from one matrix.
+The first pass finds the largest magnitudes of rows and columns together; the second pass reads the matrix again and
+writes both. For 16-bit elements these are 2 + 2 bytes read and 1 + 1 written, 6 bytes an element (NOTES.md).
 """
 
 from typing import NamedTuple
@@ -24,26 +25,27 @@ NUMBERS = tuple(NAMES)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 MULTIPLE = 16
-"""What matmuls want of the dim that they sum over: rows of zeros fill it up where the matrix is turned."""
+"""The dim that a matmul sums over must be a multiple of this. The transposed matrix is filled up with rows of zeros."""
 
-# As an fp32 holds it, of 2^126: the reciprocal of that scale is still a normal number.
+# This is the exponent of 2^126 as float32 stores it. The reciprocal of that scale is still a normal number.
 _LARGEST_EXPONENT = tl.constexpr(253)
 
 
 class Rounded(NamedTuple):
-    """A matrix in 8 bits: codes times scale. codes: [rows, columns], contiguous. scale: fp32 [rows, 1] or [1, 1]; NaN
-    where what it scales was not finite."""
+    """A matrix in 8 bits: codes times scale. codes: [rows, columns], contiguous. scale: fp32 [rows, 1] or [1, 1]; it is
+    NaN where a scaled value was not finite."""
 
     codes: Tensor
     scale: Tensor
 
 
 def quantize(x: Tensor, number: torch.dtype, per_row: bool) -> Rounded:
-    """x [rows, columns] in codes of a number format, the largest magnitude of all or of each row near its largest.
+    """Round x [rows, columns] to codes of a number format, so that the largest magnitude of x, or of each row, comes
+    near the largest of the format.
 
-    FP8's scales are powers of two, the largest that keep codes in range. Nothing is added to a magnitude that it
-    divides by: zeros stay zeros, and a largest one of 1e-33 still uses all of the format. What is not finite makes all
-    that shares its scale NaN.
+    FP8's scales are powers of two, the largest that keep the codes in range. Nothing is added to a magnitude before the
+    division: zeros stay zeros, and a largest magnitude of 1e-33 still uses all of the format. A value that is not
+    finite makes everything that shares its scale NaN.
     """
     magnitude = x.abs()
     largest = (magnitude.amax(-1, keepdim=True) if per_row else magnitude.amax().reshape(1, 1)).float()
@@ -51,8 +53,9 @@ def quantize(x: Tensor, number: torch.dtype, per_row: bool) -> Rounded:
         scale = (torch.full_like(largest, 127.0) / largest).clamp(max=2.0**126)  # `127.0 / largest` would round twice
         inverse = scale.reciprocal()
     else:
-        # Both formats end at 1.75 times a power of two, 2^8 and 2^15. The exponent of `largest`, one more above a
-        # mantissa of 1.75, taken from that one is the scale's. In integers: divisions of a GPU round as they like.
+        # Both formats end at 1.75 times a power of two, 2^8 and 2^15. The exponent of the scale is that power's
+        # exponent minus the exponent of `largest`, which counts one more if the mantissa is above 1.75. The arithmetic
+        # is in integers, because GPUs round divisions in different ways.
         above = (largest.view(torch.int32) + 0x1FFFFF) >> 23
         exponent = ((262 if number == E4M3 else 269) - above).clamp(max=_LARGEST_EXPONENT.value)
         scale, inverse = ((e << 23).view(torch.float32) for e in (exponent, 254 - exponent))
@@ -63,33 +66,34 @@ def quantize(x: Tensor, number: torch.dtype, per_row: bool) -> Rounded:
 
 
 def quantize_both_twin(x: Tensor, number: torch.dtype, per_row: bool) -> tuple[Rounded, Rounded]:
-    """x [rows, columns] as it lies, and turned: [columns, rows and zeros up to a multiple of 16]."""
+    """Round x [rows, columns] as it lies, and transposed: [columns, rows and zeros up to a multiple of 16]."""
     turned = F.pad(x, (0, 0, 0, -len(x) % MULTIPLE)).t()
     return quantize(x, number, per_row), quantize(turned, number, per_row)
 
 
-# Rows and columns of a program, and how many of such pieces, one below the other, the first pass takes: of a piece it
-# leaves two atomic maxima a row or column. Lines of 128 bytes at least are read and written whole, in both directions.
+# These are the rows and columns of a program. The first pass takes LARGEST_STEPS such pieces, one below the other, and
+# then leaves two atomic maxima a row or column. Lines of at least 128 bytes are read and written whole, in both
+# directions.
 LARGEST_ROWS, LARGEST_COLUMNS, LARGEST_STEPS, LARGEST_STAGES, LARGEST_WARPS = 16, 512, 16, 3, 4
 ROUND_ROWS, ROUND_COLUMNS, ROUND_WARPS = 128, 128, 8
 
 
 @triton.jit
 def _load_tile(X, row, column, rows, columns, stride):
-    """float32; 0 outside."""
+    """Load a tile as float32, with zeros outside the matrix."""
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     return tl.load(X + row.to(tl.int64)[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _magnitude_bits(x):
-    """Bits of |x|, which order like the numbers, infinity and then NaN above all."""
+    """Return the bits of |x|. They order like the numbers, with infinity and then NaN above all of them."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def _widened(bits, NARROW: tl.constexpr):
-    """Bits of bfloat16 as float32 holds them."""
+    """Return the bits that float32 has for a value given by its bits in bfloat16 (NARROW), or the bits themselves."""
     return bits.to(tl.int32) << 16 if NARROW else bits
 
 
@@ -99,10 +103,10 @@ def _largest_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, PER_ROW: tl.constexpr,
     NARROW: tl.constexpr,
 ):  # fmt: skip
-    """Bits of the largest magnitudes, into what holds zeros: a maximum in any order is the same.
+    """Write the bits of the largest magnitudes into arrays that hold zeros. A maximum is the same in any order.
 
-    Columns are compared across threads once, at the end; STAGES tiles are on their way at a time. NARROW: X is
-    bfloat16, whose bits order like the numbers too, and two of them are compared by one instruction.
+    Columns are compared across threads once, at the end. STAGES tiles are on their way at a time. NARROW: X is
+    bfloat16. Its bits order like the numbers too, and one instruction compares two of them.
     """
     column = tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
     first = tl.program_id(0) // across * (ROWS * STEPS)
@@ -126,7 +130,7 @@ def _largest_kernel(
 
 @triton.jit
 def _scale_of(largest, NUMBER: tl.constexpr):
-    """What to multiply by, and its reciprocal, from the bits of a largest magnitude."""
+    """Return the factor to multiply by, and its reciprocal, from the bits of a largest magnitude."""
     if NUMBER == "int8":
         magnitude = largest.to(tl.float32, bitcast=True)
         scale = tl.minimum(tl.div_rn(tl.zeros_like(magnitude) + 127.0, magnitude), 2.0**126)
@@ -142,11 +146,12 @@ def _scale_of(largest, NUMBER: tl.constexpr):
 
 @triton.jit
 def _codes_of(x, NUMBER: tl.constexpr):
-    """float32 inside of the format's range, or NaN -> its bits as int8, to nearest even."""
+    """Round float32 inside the format's range, or NaN, to the nearest code, ties to even. Return the code's bits as
+    int8."""
     if NUMBER == "int8":
         x = tl.minimum(tl.maximum(x, -127.0), 127.0)
         return (x + MAGIC).to(tl.int32, bitcast=True).to(tl.int8)
-    elif INTERPRETED:  # whose own conversion does not round to even
+    elif INTERPRETED:  # The interpreter's own conversion does not round ties to even.
         return _fp8_bits(x, 3 if NUMBER == "e4m3" else 2, 7 if NUMBER == "e4m3" else 15)
     elif NUMBER == "e4m3":
         return x.to(tl.float8e4nv).to(tl.int8, bitcast=True)
@@ -156,13 +161,14 @@ def _codes_of(x, NUMBER: tl.constexpr):
 
 @triton.jit
 def _fp8_bits(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """The same by integer arithmetic."""
+    """Compute the bits of _codes_of by integer arithmetic."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     DROPPED: tl.constexpr = 23 - MANTISSA
     odd = (magnitude >> DROPPED) & 1
     normal = ((magnitude + (1 << (DROPPED - 1)) - 1 + odd) >> DROPPED) - ((127 - BIAS) << MANTISSA)
-    units = magnitude.to(tl.float32, bitcast=True) * 2.0 ** (BIAS - 1 + MANTISSA)  # of the least subnormal
+    # The unit is the smallest subnormal number.
+    units = magnitude.to(tl.float32, bitcast=True) * 2.0 ** (BIAS - 1 + MANTISSA)
     subnormal = (tl.minimum(units, 8.0) + MAGIC).to(tl.int32, bitcast=True) & 0xFF
     code = tl.where(magnitude < ((128 - BIAS) << 23), subnormal, normal)
     code = tl.where(magnitude > 0x7F800000, 0x7F, code)
@@ -171,7 +177,8 @@ def _fp8_bits(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
 
 @triton.jit
 def _rows_of(down, PART: tl.constexpr, ROWS: tl.constexpr):
-    """Every fourth row of a tile, from its PART-th on: four such parts are turned as one of 32-bit words."""
+    """Return every fourth row of a tile, from the PART-th on. Four such parts are transposed together as 32-bit
+    words."""
     return down * ROWS + 4 * tl.arange(0, ROWS // 4) + PART
 
 
@@ -180,7 +187,8 @@ def _store_rows(
     x, row, column, right, turned_scale, OF_ROWS, CODES, SCALE, rows, columns,
     PART: tl.constexpr, PER_ROW: tl.constexpr, NUMBER: tl.constexpr,
 ):  # fmt: skip
-    """Round part of a tile, float32, along rows and write that; and along columns, as that byte of a word."""
+    """Round a part of a tile, float32, along rows and write it. Return the part rounded along columns, as its byte of a
+    word."""
     if PER_ROW:
         scale, inverse = _scale_of(tl.load(OF_ROWS + row, mask=row < rows, other=0), NUMBER)
         codes = _codes_of(x * scale[:, None], NUMBER)
@@ -200,12 +208,13 @@ def _round_both_kernel(
     X, OF_ROWS, OF_COLUMNS, CODES, SCALE, TURNED, TURNED_SCALE, rows, columns, padded, stride, across,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PER_ROW: tl.constexpr, NUMBER: tl.constexpr,
 ):  # fmt: skip
-    """One program rounds one tile: read once, written along rows and along columns, there as words of four codes."""
+    """Round one tile per program. The tile is read once, and written along rows and along columns, there in words of
+    four codes."""
     right, down = tl.program_id(0) % across, tl.program_id(0) // across
     column = right * COLUMNS + tl.arange(0, COLUMNS)
     row0, row1 = _rows_of(down, 0, ROWS), _rows_of(down, 1, ROWS)
     row2, row3 = _rows_of(down, 2, ROWS), _rows_of(down, 3, ROWS)
-    x0 = _load_tile(X, row0, column, rows, columns, stride)  # all are on their way before one is used
+    x0 = _load_tile(X, row0, column, rows, columns, stride)  # All four loads are issued before the first one is used.
     x1 = _load_tile(X, row1, column, rows, columns, stride)
     x2 = _load_tile(X, row2, column, rows, columns, stride)
     x3 = _load_tile(X, row3, column, rows, columns, stride)
@@ -215,7 +224,8 @@ def _round_both_kernel(
         turned_scale, inverse = _scale_of(largest, NUMBER)
         tl.store(TURNED_SCALE + column, inverse, mask=within & (down == 0))
     else:
-        # The same number, read again: codes that are used both ways end ptxas 12.8 (and as bytes became zeros).
+        # The same number is read a second time. Codes that are used both ways crash ptxas 12.8 (and became zeros as
+        # bytes).
         turned_scale, inverse = _scale_of(tl.load(OF_COLUMNS), NUMBER)
         tl.store(SCALE, inverse, mask=tl.program_id(0) == 0)
         tl.store(TURNED_SCALE, inverse, mask=tl.program_id(0) == 0)
@@ -235,12 +245,13 @@ def _round_both_kernel(
 
 
 def _pieces(length: int, of: int) -> int:
-    """triton.cdiv, which is 2 microseconds of Python."""
+    """Return the rounded-up quotient. triton.cdiv does the same but costs 2 microseconds of Python."""
     return -(-length // of)
 
 
 def quantize_both_triton(x: Tensor, number: torch.dtype, per_row: bool) -> tuple[Rounded, Rounded]:
-    """quantize_both_twin on a GPU, bit for bit; of what is not finite the scales are NaN, the codes any."""
+    """Compute quantize_both_twin on a GPU, bit for bit. Where a value is not finite, the scale is NaN and the codes are
+    arbitrary."""
     if x.stride(1) != 1:
         x = x.contiguous()
     (rows, columns), ((codes, scale), (turned, turned_scale)) = x.shape, _empty(x, number, per_row)
@@ -291,19 +302,19 @@ QUANTIZE_BOTH = operator(_quantize_both, _quantize_both_fake)
 
 
 def quantize_both(x: Tensor, number: torch.dtype, per_row: bool) -> tuple[Rounded, Rounded]:
-    """A matrix in 8 bits, as it lies and turned, by one operator that torch.compile takes as one node.
+    """Round a matrix to 8 bits, as it lies and transposed, by one operator that torch.compile takes as one node.
 
     Args:
         x: [rows, columns], bf16, fp16 or fp32, any strides. No gradient goes through.
         number: torch.float8_e4m3fn, torch.float8_e5m2 or torch.int8.
-        per_row: a scale for each row of both, that is of x and of x^T; else one for all.
+        per_row: use a scale for each row of both results, that is for each row of x and of x^T. False: one for all.
 
     Returns:
         Codes [rows, columns] with scales [rows or 1, 1], and codes [columns, rows and zeros up to a multiple of 16]
         with scales [columns or 1, 1].
 
     Raises:
-        TypeError: x is of another dtype, or the number format none of these.
+        TypeError: x has another dtype, or the number format is none of these.
         ValueError: x is no matrix.
     """
     if x.dtype not in DTYPES or number not in NUMBERS:

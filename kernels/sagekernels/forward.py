@@ -1,4 +1,4 @@
-"""Portable Triton forward: one program computes one tile of queries of one head (FlashAttention-2's schedule)."""
+"""The portable Triton forward: one program computes one tile of queries of one head (FlashAttention-2's schedule)."""
 
 import torch
 import triton
@@ -28,7 +28,7 @@ from .quantize import TILE, in_half_units, quantize_triton, tile_means, token_me
 @triton.jit
 def _documents_kernel(CU_SEQLENS, STARTS, ENDS, documents, tokens, halvings, BLOCK: tl.constexpr):
     t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    low = tl.zeros([BLOCK], tl.int32)  # cu_seqlens[low] <= t < cu_seqlens[high], by halving
+    low = tl.zeros([BLOCK], tl.int32)  # Halving keeps cu_seqlens[low] <= t < cu_seqlens[high].
     high = tl.zeros([BLOCK], tl.int32) + documents
     for _ in range(halvings):
         middle = (low + high) // 2
@@ -52,7 +52,8 @@ def document_bounds_triton(cu_seqlens: Tensor, length: int) -> Tensor:
 
 @triton.jit
 def mean_bias(q_mean, K, K_MEAN, start, tokens, stride, N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """[N]: mean query of a tile times the keys from `start` on, which a smoothed Q leaves out of its codes."""
+    """Return the mean query of a tile times the keys from `start` on, [N]. The codes of a smoothed Q leave this part
+    out."""
     keys = load_tokens(K, start, tokens, stride, N, HEAD_DIM, BLOCK_D, True).to(tl.float32)
     d = tl.arange(0, BLOCK_D)
     k_mean = tl.load(K_MEAN + d, mask=d < HEAD_DIM, other=0.0)
@@ -66,7 +67,8 @@ def _attend(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, IS_CAUSAL: tl.constexpr,
     PACKED: tl.constexpr, MASKED: tl.constexpr, INT8_PV: tl.constexpr, SMOOTH_Q: tl.constexpr, HALF_SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over the key tiles from lo to hi. Scores are in units of log 2; q_scale holds scale * log2(e)."""
+    """Run the online softmax over the key tiles from lo to hi. Scores are in units of log 2; q_scale holds scale *
+    log2(e)."""
     for n in tl.range(lo, hi, BLOCK_N):
         n = tl.multiple_of(n, BLOCK_N)
         k8 = load_tokens(K8, n, n_k, HEAD_DIM, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED)
@@ -76,7 +78,7 @@ def _attend(
             s = s * q_scale[:, None]
             s += mean_bias(q_mean, K, K_MEAN, n, n_k, stride_kn, BLOCK_N, HEAD_DIM, BLOCK_D)[None, :]
             factor = 1.0
-        else:  # one multiplication less: the row's scale goes into the exponent's
+        else:  # This saves a multiplication: the row's scale goes into the exponential's factor.
             factor = q_scale[:, None]
         if MASKED:
             columns = n + tl.arange(0, BLOCK_N)
@@ -90,7 +92,7 @@ def _attend(
         if not SMOOTH_Q:
             tile_m = tile_m * q_scale
         new_m = tl.maximum(m, tile_m)
-        if MASKED:  # a row may have seen no key yet
+        if MASKED:  # A row may have seen no key yet.
             finite_m = tl.where(new_m == float("-inf"), 0.0, new_m)
             finite_tile_m = tl.where(tile_m == float("-inf"), 0.0, tile_m)
         else:
@@ -108,7 +110,7 @@ def _attend(
             p = tl.exp2(s * factor - finite_m[:, None])
             v = load_tokens(V, n, n_k, stride_vn, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED)
             acc = acc * alpha[:, None]
-            if HALF_SUMS:  # inside of a tile; float32 between tiles
+            if HALF_SUMS:  # Sums are in float16 inside a tile and in float32 between tiles.
                 acc += dot16(p.to(tl.float16), v, HALF_SUMS=True)
             else:
                 acc = dot16(p.to(V.dtype.element_ty), v, acc)
@@ -127,7 +129,7 @@ def _forward_kernel(
     HALF_SUMS: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0) % tiles
-    if IS_CAUSAL:  # the longest rows first
+    if IS_CAUSAL:  # The longest rows start first, so that short ones fill the end.
         tile = tiles - 1 - tile
     bh = (tl.program_id(0) // tiles).to(tl.int64)
     batch, head = bh // heads, bh % heads
@@ -151,12 +153,14 @@ def _forward_kernel(
     d = tl.arange(0, BLOCK_D)
     q8 = load_tokens(Q8, first, n_q, HEAD_DIM, BLOCK_M, HEAD_DIM, BLOCK_D, True)
     q_scale = load_vector(Q_SCALE, first, n_q, 0.0, BLOCK_M, True) * (scale * LOG2E)
-    q_scale = tl.where(q_scale == 0.0, 1e-30, q_scale)  # of zeros: any but 0, which turns a masked score into NaN
+    # A row of zeros has the scale 0, which would turn a masked score into NaN; any other number does.
+    q_scale = tl.where(q_scale == 0.0, 1e-30, q_scale)
     q_mean = q_scale
-    if SMOOTH_Q:  # BLOCK_M is one tile of means
+    if SMOOTH_Q:  # BLOCK_M spans one tile of means.
         q_mean = tl.load(Q_MEAN + (bh * tiles + tile) * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0) * (scale * LOG2E)
 
-    # Keys lo .. a need a mask (a document starts among the rows), a .. b none, b .. hi again (diagonal, end).
+    # Keys lo .. a need a mask (a document starts among the rows). Keys a .. b need none, and b .. hi need one again
+    # (the diagonal, the end).
     lo = 0
     hi = n_k
     clear = n_k

@@ -1,9 +1,9 @@
-"""FP4 attention for inference (SageAttention3, arXiv 2505.11594), with the quantizers of quantize.py beside it.
+"""FP4 attention for inference (SageAttention3, arXiv 2505.11594); its quantizers are in quantize.py.
 
     S = phi(Q - mean) phi(K - mean)^T + mean_Q (K - mean)^T       one mean of Q per tile, one of K per row
     O = sum over tiles of s1 phi(P / s1) phi(V) / sum of P        s1 = largest P of a row of the tile / 2688
 
-A tile is TILE (64) queries or keys, as everywhere in this package; the paper's kernel has 128.
+A tile is TILE (64) queries or keys, as everywhere in this package. The paper's kernel has tiles of 128.
 """
 
 import torch
@@ -32,22 +32,22 @@ def fp4_attention(
     format: str = "nvfp4",
     backend: str | None = None,
 ) -> Tensor:
-    """Softmax attention with both matrix products in FP4, forward only: SageAttention3 for inference.
+    """Compute softmax attention with both matrix products in FP4, forward only: SageAttention3 for inference.
 
     q [B, N_q, H, D], k and v [B, N_k, H_kv, D] with any strides, H a multiple of H_kv, D from 16 to 256, one dtype
     (bfloat16, float16 or float32). Returns o [B, N_q, H, D] in that dtype, contiguous.
 
     causal, scale, cu_seqlens, bounds: as sage_attention takes them.
-    smooth_k, smooth_q: subtract the mean of K over the row, of Q over tiles of 64 tokens, before quantizing; the
-        product of the means of Q with K, which FP4 does not touch, is added to the scores.
-    two_level: P per row and tile to the full range of the format first (quantize_probabilities).
+    smooth_k, smooth_q: subtract the mean of K over the row, and of Q over tiles of 64 tokens, before quantizing. The
+        product of the means of Q with K is added to the scores; FP4 does not touch it.
+    two_level: multiply P per row and tile up to the full range of the format first (quantize_probabilities).
     format: "nvfp4" or "mxfp4".
-    backend: "triton" (bfloat16 and float16, two-level P) or "twin", in torch, with the values a tensor core would take
-        and float32 sums. None takes "triton" on a GPU where it can.
+    backend: "triton" (bfloat16 and float16, two-level P), or "twin" in torch, with the values that a tensor core would
+        take and float32 sums. None takes "triton" on a GPU where it can.
 
-    Under autocast the inputs are cast to its dtype. Groups are counted from the start of the row, so the rounding (not
-    the exact result) of V depends on up to 15 later tokens. Raises TypeError, ValueError, and NotImplementedError where
-    gradients are wanted.
+    Under autocast the inputs are cast to its dtype. Groups are counted from the start of the row, so the rounding of V
+    depends on up to 15 later tokens; the exact result does not. Raises TypeError and ValueError, and
+    NotImplementedError where gradients are wanted.
     """
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         raise NotImplementedError(

@@ -1,8 +1,8 @@
-"""FP4 attention on a GPU: Triton kernels that quantize as quantize.py beside them does, bit for bit, and attend.
+"""FP4 attention on a GPU: Triton kernels that quantize as quantize.py does, bit for bit, and then attend.
 
-On GPUs whose tensor cores take FP4 the products are tl.dot_scaled's, elsewhere those of the numbers that the codes
-stand for, made in registers and exact in bfloat16: the same values in the same tiles, up to the order of sums. FMA is
-off: one fused into the rounding of a scale would change it.
+On GPUs whose tensor cores take FP4, tl.dot_scaled computes the products. Elsewhere the numbers that the codes stand for
+are made in registers, exact in bfloat16, and multiplied. Both ways multiply the same values in the same tiles and
+differ only in the order of sums. FMA is off, because a fused multiply-add would change the rounding of a scale.
 """
 
 import functools
@@ -19,7 +19,7 @@ from ..pieces import LOG2E, block_d, dot16, load_vector, max_or_nan
 from ..quantize import TILE, tile_means, token_mean
 from .quantize import FORMATS, Fp4, head_unit
 
-# Codes of scales that are no number.
+# These codes stand for scales that are no number.
 E4M3_NAN = tl.constexpr(0x7F)
 E8M0_NAN = tl.constexpr(0xFF)
 
@@ -29,24 +29,25 @@ E8M0_NAN = tl.constexpr(0xFF)
 
 @triton.jit
 def scale_codes(largest, E8M0: tl.constexpr):
-    """Codes (int32, 0 .. 255) of the scales of groups with these max|X|, float32; what is not finite has that of NaN.
-    E4M3: round_e4m3 of a sixth; otherwise e8m0_scale."""
+    """Return the codes (int32, 0 .. 255) of the scales of groups with these max|X|, float32. A value that is not finite
+    has the code of NaN. E4M3: round_e4m3 of a sixth; otherwise e8m0_scale."""
     finite = largest < float("inf")
     if E8M0:
         code = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) - 2, 0)
         return tl.where(finite, code, E8M0_NAN)
     else:
         x = tl.minimum(largest * (1.0 / 6.0), 448.0)
-        subnormal = ((x + 24576.0) - 24576.0) * 512.0  # float32 has steps of 2^-9 there
+        # The steps of float32 near 24576 are 2^-9, those of subnormal e4m3 numbers.
+        subnormal = ((x + 24576.0) - 24576.0) * 512.0
         bits = x.to(tl.int32, bitcast=True)
-        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960  # from exponent bias 127 to 7
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960  # The exponent bias goes from 127 to 7.
         code = tl.where(x < 0.015625, subnormal.to(tl.int32), normal)
         return tl.where(finite, code, E4M3_NAN)
 
 
 @triton.jit
 def scales_of(codes, E8M0: tl.constexpr):
-    """The scales, float32, of int32 codes."""
+    """Return the scales, float32, of int32 codes."""
     if E8M0:
         bits = tl.where(codes > 0, codes << 23, 1 << 22)
         return tl.where(codes == E8M0_NAN, float("nan"), bits.to(tl.float32, bitcast=True))
@@ -58,7 +59,7 @@ def scales_of(codes, E8M0: tl.constexpr):
 
 @triton.jit
 def e2m1_codes(x, scale):
-    """Codes of quantize.e2m1_codes, int32."""
+    """Compute quantize.e2m1_codes, as int32."""
     size = tl.abs(x)
     code = (size > 0.25 * scale).to(tl.int32) + (size >= 0.75 * scale).to(tl.int32)
     code += (size > 1.25 * scale).to(tl.int32) + (size >= 1.75 * scale).to(tl.int32)
@@ -70,7 +71,7 @@ def e2m1_codes(x, scale):
 
 @triton.jit
 def e2m1_values(codes):
-    """float32 of int32 codes."""
+    """Return the float32 values of int32 codes."""
     size = codes & 7
     normal = (((size >> 1) + 126) << 23 | (size & 1) << 22).to(tl.float32, bitcast=True)
     value = tl.where(size < 2, size.to(tl.float32) * 0.5, normal)
@@ -79,7 +80,7 @@ def e2m1_values(codes):
 
 @triton.jit
 def quantized(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, E8M0: tl.constexpr):
-    """Codes [ROWS, COLUMNS] of x, float32, and codes of their scales [ROWS, COLUMNS / GROUP]."""
+    """Quantize float32 x: return codes [ROWS, COLUMNS], and the codes of their scales [ROWS, COLUMNS / GROUP]."""
     groups = tl.reshape(x, [ROWS, COLUMNS // GROUP, GROUP])
     scale_code = scale_codes(max_or_nan(tl.abs(groups), 2), E8M0)
     codes = e2m1_codes(groups, scales_of(scale_code, E8M0)[:, :, None])
@@ -88,14 +89,14 @@ def quantized(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
 
 @triton.jit
 def packed(codes, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """uint8 [ROWS, COLUMNS / 2]: neighbours share a byte, the left one in its low half."""
+    """Pack codes into uint8 [ROWS, COLUMNS / 2]: neighbours share a byte, and the left one is in its low half."""
     low, high = tl.split(tl.reshape(codes, [ROWS, COLUMNS // 2, 2]))
     return (low | (high << 4)).to(tl.uint8)
 
 
 @triton.jit
 def dequantized(codes, scale_code, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, E8M0: tl.constexpr):
-    """bfloat16 [ROWS, COLUMNS] of codes [ROWS, COLUMNS], in which every number is exact."""
+    """Return the numbers of codes [ROWS, COLUMNS] in bfloat16, where every one of them is exact."""
     groups = tl.reshape(e2m1_values(codes), [ROWS, COLUMNS // GROUP, GROUP])
     values = groups * scales_of(scale_code, E8M0)[:, :, None]
     return tl.reshape(values, [ROWS, COLUMNS]).to(tl.bfloat16)
@@ -103,7 +104,7 @@ def dequantized(codes, scale_code, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GR
 
 @triton.jit
 def unpacked(pairs, scale_code, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, E8M0: tl.constexpr):
-    """dequantized of packed codes, uint8 [ROWS, COLUMNS / 2], and scales, uint8."""
+    """Return `dequantized` of packed codes, uint8 [ROWS, COLUMNS / 2], and scales, uint8."""
     pairs = pairs.to(tl.int32)
     codes = tl.reshape(tl.join(pairs & 15, pairs >> 4), [ROWS, COLUMNS])
     return dequantized(codes, scale_code.to(tl.int32), ROWS, COLUMNS, GROUP, E8M0)
@@ -111,7 +112,7 @@ def unpacked(pairs, scale_code, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP
 
 @triton.jit
 def as_scale(codes, E8M0: tl.constexpr):
-    """Codes of scales as tl.dot_scaled takes them."""
+    """Return the codes of scales as tl.dot_scaled takes them."""
     if E8M0:
         return codes.to(tl.uint8)
     else:
@@ -126,7 +127,7 @@ def _quantize_fp4_kernel(
     X, INVERSE_UNIT, CODES, SCALE, rows, columns, padded, row_tiles, rows_a_unit,
     TILE: tl.constexpr, GROUP: tl.constexpr, E8M0: tl.constexpr,
 ):  # fmt: skip
-    """One program quantizes TILE x TILE numbers of a matrix, in groups along its rows."""
+    """Quantize TILE x TILE numbers of a matrix per program, in groups along its rows."""
     r = (tl.program_id(0) % row_tiles).to(tl.int64) * TILE + tl.arange(0, TILE)
     c = (tl.program_id(0) // row_tiles) * TILE + tl.arange(0, TILE)
     inside = (r < rows)[:, None]
@@ -141,10 +142,10 @@ def _quantize_fp4_kernel(
 
 def quantize_fp4_triton(x: Tensor, unit: Tensor, padded: int, *, format: str = "nvfp4") -> tuple[Tensor, Tensor]:
     """Quantize float32 x [..., M, N] as quantize_fp4 does, in groups along its last axis, with zeros up to `padded`, a
-    multiple of TILE. Returns packed codes, uint8 [..., M, padded / 2], and codes of the scales, uint8 [..., M, padded /
+    multiple of TILE. Return packed codes, uint8 [..., M, padded / 2], and codes of the scales, uint8 [..., M, padded /
     group].
 
-    unit: float32 [..., 1, 1], a power of two for each matrix; for e8m0 1.
+    unit: float32 [..., 1, 1], a power of two for each matrix; it is 1 for e8m0.
     """
     rules, (m, n) = FORMATS[format], x.shape[-2:]
     x = x.contiguous()
@@ -161,7 +162,8 @@ def quantize_fp4_triton(x: Tensor, unit: Tensor, padded: int, *, format: str = "
 
 
 def decoded(codes: Tensor, scale: Tensor, length: int, *, format: str = "nvfp4", unit: Tensor | float = 1.0) -> Fp4:
-    """Decode the results of quantize_fp4_triton for rows of `length` numbers: what quantize_fp4 returns for them."""
+    """Decode the results of quantize_fp4_triton for rows of `length` numbers into the Fp4 that quantize_fp4 returns for
+    them."""
     rules = FORMATS[format]
     values = scale.view(torch.float8_e8m0fnu if rules.e8m0 else torch.float8_e4m3fn).float() * unit
     split = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
@@ -173,7 +175,7 @@ def decoded(codes: Tensor, scale: Tensor, length: int, *, format: str = "nvfp4",
 
 @triton.jit
 def _load_rows(BASE, start, rows, width: tl.constexpr, COUNT: tl.constexpr):
-    """[COUNT, width] of a [rows, width] matrix of bytes, zeros past its last row."""
+    """Load [COUNT, width] of a [rows, width] matrix of bytes, with zeros past its last row."""
     r = start + tl.arange(0, COUNT)
     pointers = BASE + r.to(tl.int64)[:, None] * width + tl.arange(0, width)[None, :]
     return tl.load(pointers, mask=(r < rows)[:, None], other=0)
@@ -187,9 +189,9 @@ def _fp4_forward_kernel(
     GROUP: tl.constexpr, E8M0: tl.constexpr, IS_CAUSAL: tl.constexpr, PACKED: tl.constexpr, SMOOTH_Q: tl.constexpr,
     NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """One program computes BLOCK_M queries, one tile or two, of one head, with online softmax in units of log 2."""
+    """Compute BLOCK_M queries, one tile or two, of one head per program, with online softmax in units of log 2."""
     block = tl.program_id(0) % blocks
-    if IS_CAUSAL:  # the longest rows first
+    if IS_CAUSAL:  # The longest rows start first, so that short ones fill the end.
         block = blocks - 1 - block
     bh = (tl.program_id(0) // blocks).to(tl.int64)
     batch, head = bh // heads, bh % heads
@@ -232,7 +234,7 @@ def _fp4_forward_kernel(
         hi = tl.minimum(hi, tl.load(ENDS + last))
 
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    if NATIVE:  # Triton 3.7 does not compile scaled products for Blackwell that are added to a constant
+    if NATIVE:  # Triton 3.7 does not compile scaled products for Blackwell that are added to a constant.
         zero = scale * 0.0
         no_scores = tl.zeros([BLOCK_M, TILE], tl.float32) + zero
         no_product = acc + zero
@@ -263,11 +265,11 @@ def _fp4_forward_kernel(
         s = tl.where(seen, s, float("-inf"))
         tile_m = tl.max(s, 1)
         new_m = tl.maximum(m, tile_m)
-        finite_m = tl.where(new_m == float("-inf"), 0.0, new_m)  # a row may have seen no key yet
+        finite_m = tl.where(new_m == float("-inf"), 0.0, new_m)  # A row may have seen no key yet.
         finite_tile_m = tl.where(tile_m == float("-inf"), 0.0, tile_m)
         alpha = tl.exp2(m - finite_m)
         beta = tl.exp2(tile_m - finite_m)
-        p = tl.exp2(s - finite_tile_m[:, None])  # whose largest is 1: two-level P
+        p = tl.exp2(s - finite_tile_m[:, None])  # The largest P of a row is 1 here, as two-level P wants it.
         p_codes, p_scale = quantized(p * largest_p, BLOCK_M, TILE, GROUP, E8M0)
 
         v_rows = tl.arange(0, BLOCK_D)
@@ -293,9 +295,9 @@ def _fp4_forward_kernel(
 
 @functools.cache
 def products(device: torch.device) -> tuple[bool, int]:
-    """Return whether products are tl.dot_scaled's, and the queries of a program. They are where the tensor cores take
-    FP4 and this Triton knows how. Data center Blackwell (10.x), as of Triton 3.4, has scaled products of 128 queries
-    alone, others (12.x), as of 3.6, of fewer too. No other GPU has any."""
+    """Return whether tl.dot_scaled computes the products, and the number of queries of a program. It does where the
+    tensor cores take FP4 and this Triton knows how. Data center Blackwell (10.x), as of Triton 3.4, has scaled products
+    of 128 queries only. Other Blackwell GPUs (12.x), as of 3.6, have smaller ones too. No other GPU has any."""
     major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
     version = tuple(map(int, triton.__version__.split(".")[:2]))
     if major == 10 and version >= (3, 4):
