@@ -5,6 +5,7 @@ from .autograd import document_bounds, sage_attention
 from .backends import default_recipe
 from .fp4 import fp4_attention
 from .linear8bit import Linear8bit, convert
+from .normed import normed_attention
 from .qk_norm_rope import qk_norm_rope
 from .reference import attention_reference
 from .swiglu import swiglu
@@ -16,6 +17,7 @@ __all__ = [
     "default_recipe",
     "document_bounds",
     "fp4_attention",
+    "normed_attention",
     "qk_norm_rope",
     "sage_attention",
     "swiglu",

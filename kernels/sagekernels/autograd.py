@@ -59,7 +59,7 @@ def sage_attention(
     """
     q, k, v = autocast(q, k, v)
     recipe = default_recipe(q.device) if recipe is None else recipe
-    _check_backend(q, backend)
+    check_backend(q, backend)
     if recipe not in RECIPES:
         raise ValueError(f"recipe {recipe!r} is not one of {', '.join(RECIPES)}")
     check(q, k, v, causal, cu_seqlens, bounds)
@@ -81,7 +81,8 @@ def document_bounds(cu_seqlens: Tensor, length: int) -> Tensor:
     return DOCUMENT_BOUNDS(cu_seqlens, length)
 
 
-def _check_backend(q: Tensor, backend: str | None) -> None:
+def check_backend(q: Tensor, backend: str | None) -> None:
+    """Raise ValueError or TypeError on a backend that there is not, or that does not take the dtype."""
     if backend is not None and backend not in NAMED:
         raise ValueError(f"backend {backend!r} is not one of {', '.join(NAMED)}")
     if q.dtype == torch.float32 and (q.is_cuda if backend is None else backend != "twin"):

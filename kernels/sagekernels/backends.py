@@ -7,13 +7,15 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from . import observe
 from .backward import triton_backward
-from .call import Backend, BackwardCall, Call, Gradients, Saved
+from .call import Backend, BackwardCall, Call, Gradients, Projection, ProjectionGradients, Saved
 from .forward import triton_forward
 from .hopper import HOPPER
 from .launch import capability
 from .mma import MMA
 from .nvrtc import CompilationError
+from .qk_norm_rope import projection_gradients
 from .reference import twin_backward, twin_forward
 
 ANY_HEAD_DIM = range(16, 257)
@@ -42,6 +44,20 @@ def forward(call: Call) -> tuple[Tensor, Saved]:
 def backward(call: BackwardCall) -> Gradients:
     """Run the backward pass of a call: reference.twin_backward says what it computes."""
     return _run(call, lambda backend: backend.backward(call))
+
+
+def projection(call: BackwardCall, made_from: Projection) -> ProjectionGradients:
+    """Run the backward pass of a call and then that of the QK-norm and rotary embedding that made its q and k: in fewer
+    passes over memory where the backend has kernels for that, and otherwise one after the other."""
+
+    def run(backend: Backend) -> ProjectionGradients:
+        if backend.projection is not None:
+            return backend.projection(call, made_from)
+        grads = backend.backward(call)
+        observe.backward(call, grads)
+        return projection_gradients(grads, made_from)
+
+    return _run(call, run)
 
 
 def _run(call: Call | BackwardCall, run: Callable[[Backend], _Result]) -> _Result:

@@ -112,6 +112,23 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 """dq, dk and dv in the dtype of v."""
 
 
+class Projection(NamedTuple):
+    """The q and k of a call before QK-norm and rotary embedding, as a projection made them, and what became of them by
+    qk_norm_rope.qk_norm_rope, which says more of each."""
+
+    q: Tensor  # [B N, H D]
+    k: Tensor  # [B N, H_kv D]
+    q_gain: Tensor
+    k_gain: Tensor
+    cos: Tensor
+    sin: Tensor
+    eps: float
+
+
+ProjectionGradients = tuple[Tensor, Tensor]
+"""The gradient of q, k and v side by side, [B N, (H + 2 H_kv) D] in the dtype of v, and that of the gains, [2, D]."""
+
+
 class Backend(NamedTuple):
     """The kernels of one kind of GPU. Forward and backward may come from different files: Saved is the same in all."""
 
@@ -125,6 +142,9 @@ class Backend(NamedTuple):
     """reference.twin_forward, with the same results up to the order of float32 sums."""
     backward: Callable[[BackwardCall], Gradients]
     """reference.twin_backward, with the same results up to the order of float32 sums."""
+    projection: Callable[[BackwardCall, Projection], ProjectionGradients] | None = None
+    """The backward pass and then that of qk_norm_rope, where kernels do both in fewer passes over memory than
+    qk_norm_rope.projection_gradients after `backward`. It tells observe.py of the gradients in between."""
     fastest: str | None = None
     """The recipe that was measured to be the fastest of those that are level with 16-bit attention in loss."""
 

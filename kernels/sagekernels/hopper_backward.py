@@ -116,11 +116,14 @@ def _equal_groups(items: int, largest: int) -> int:
     return -(-items // groups)
 
 
-def hopper_backward(call: BackwardCall, *, deterministic: bool | None = None) -> Gradients:
-    """Compute reference.twin_backward of `scores` where hopper.HOPPER takes the call, up to the order of float32 sums.
+def hopper_sums(call: BackwardCall, dk: Tensor, dv: Tensor, *, deterministic: bool | None = None) -> Tensor:
+    """Compute dK and dV of `scores` into tensors of v's shape and dtype, with any strides that TMA takes.
 
     deterministic: add up dQ in a fixed order, key blocks from the first to the last. None asks
     torch.are_deterministic_algorithms_enabled(). dK and dV are always the same bits.
+
+    Returns:
+        The sums of dQ, float32, as _finish_dq_kernel reads them. Times call.scale they are dQ.
     """
     do, v, saved, bounds, scale = call.do, call.v, call.saved, call.bounds, call.scale
     batch, n_q, heads, head_dim = do.shape
@@ -128,35 +131,48 @@ def hopper_backward(call: BackwardCall, *, deterministic: bool | None = None) ->
     q_tiles = tiles_of(n_q)
     do, v = nvrtc.mappable(do), nvrtc.mappable(v)
     deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
-    with on_device_of(do):
-        new = functools.partial(torch.empty, device=do.device)
-        # bfloat16 whatever the inputs are: float16 has no room for dS, and both operands of a product have one type.
-        q16 = new(saved.q.codes.shape, dtype=torch.bfloat16)
-        vectors = new(batch * heads * q_tiles * TILE * FLOATS[head_dim], dtype=torch.float32)
-        dq_sum = new(batch * heads * q_tiles * TILE * head_dim, dtype=torch.float32)
-        turns = new(batch * heads * q_tiles * (head_dim // 64), dtype=torch.int32) if deterministic else None
-        _prepare_queries_kernel[(q_tiles * batch * heads,)](
-            do, call.o, *saved.q, saved.lse, q16, vectors, dq_sum, turns, scale * LOG2E.value,
-            heads, n_q, q_tiles, *do.stride()[:3], HEAD_DIM=head_dim, TILE=TILE, LOG2E=LOG2E.value,
-            FLOATS=FLOATS[head_dim], num_warps=4,
-        )  # fmt: skip
-        dq, dk, dv = new(do.shape, dtype=v.dtype), new(v.shape, dtype=v.dtype), new(v.shape, dtype=v.dtype)
-        starts, ends = (None, None) if bounds is None else bounds.unbind()
-        keys = KEYS[head_dim]
-        blocks = -(-n_k // keys)
-        bytes_per_head = n_q * heads // kv_heads * head_dim * 9
-        in_cache = L2_BYTES_IN_ORDER if deterministic and call.causal else L2_BYTES
-        heads_at_once = _equal_groups(batch * kv_heads, max(1, in_cache // bytes_per_head))
-        shared = _shared_bytes(head_dim)
-        half = int(v.dtype == torch.float16)
-        defines = {"HEAD_DIM": head_dim, "FP16": half, "SHARED_BYTES": shared}
-        nvrtc.load("hopper_backward.cu", "hopper_backward", defines, ARCHITECTURE).launch(
-            (blocks * batch * kv_heads,), (keys * 2 + 128,), shared,
-            _map(saved.q.codes, TILE), _map(q16, TILE), _map(do.transpose(1, 2), TILE), _map(saved.k.codes, keys),
-            _map(v.transpose(1, 2), keys), _map(dk.transpose(1, 2), 64), _map(dv.transpose(1, 2), 64),
-            vectors, saved.k.scale, starts, ends, dq_sum, turns, scale,
-            kv_heads, heads // kv_heads, n_q, n_k, q_tiles, batch * kv_heads, heads_at_once,
-            int(call.causal),
-        )  # fmt: skip
-        _finish_dq_kernel[(q_tiles * batch * heads,)](dq_sum, dq, scale, heads, n_q, q_tiles, HEAD_DIM=head_dim)
-    return dq, dk, dv
+    new = functools.partial(torch.empty, device=do.device)
+    # bfloat16 whatever the inputs are: float16 has no room for dS, and both operands of a product have one type.
+    q16 = new(saved.q.codes.shape, dtype=torch.bfloat16)
+    vectors = new(batch * heads * q_tiles * TILE * FLOATS[head_dim], dtype=torch.float32)
+    dq_sum = new(batch * heads * q_tiles * TILE * head_dim, dtype=torch.float32)
+    turns = new(batch * heads * q_tiles * (head_dim // 64), dtype=torch.int32) if deterministic else None
+    _prepare_queries_kernel[(q_tiles * batch * heads,)](
+        do, call.o, *saved.q, saved.lse, q16, vectors, dq_sum, turns, scale * LOG2E.value,
+        heads, n_q, q_tiles, *do.stride()[:3], HEAD_DIM=head_dim, TILE=TILE, LOG2E=LOG2E.value,
+        FLOATS=FLOATS[head_dim], num_warps=4,
+    )  # fmt: skip
+    starts, ends = (None, None) if bounds is None else bounds.unbind()
+    keys = KEYS[head_dim]
+    blocks = -(-n_k // keys)
+    bytes_per_head = n_q * heads // kv_heads * head_dim * 9
+    in_cache = L2_BYTES_IN_ORDER if deterministic and call.causal else L2_BYTES
+    heads_at_once = _equal_groups(batch * kv_heads, max(1, in_cache // bytes_per_head))
+    shared = _shared_bytes(head_dim)
+    half = int(v.dtype == torch.float16)
+    defines = {"HEAD_DIM": head_dim, "FP16": half, "SHARED_BYTES": shared}
+    nvrtc.load("hopper_backward.cu", "hopper_backward", defines, ARCHITECTURE).launch(
+        (blocks * batch * kv_heads,), (keys * 2 + 128,), shared,
+        _map(saved.q.codes, TILE), _map(q16, TILE), _map(do.transpose(1, 2), TILE), _map(saved.k.codes, keys),
+        _map(v.transpose(1, 2), keys), _map(dk.transpose(1, 2), 64), _map(dv.transpose(1, 2), 64),
+        vectors, saved.k.scale, starts, ends, dq_sum, turns, scale,
+        kv_heads, heads // kv_heads, n_q, n_k, q_tiles, batch * kv_heads, heads_at_once,
+        int(call.causal),
+    )  # fmt: skip
+    return dq_sum
+
+
+def narrowed(sums: Tensor, call: BackwardCall) -> Tensor:
+    """Return dQ in the dtype of v, in rows, from what hopper_sums returned."""
+    batch, n_q, heads, head_dim = call.do.shape
+    dq, tiles = torch.empty(call.do.shape, dtype=call.v.dtype, device=sums.device), tiles_of(n_q)
+    _finish_dq_kernel[(tiles * batch * heads,)](sums, dq, call.scale, heads, n_q, tiles, HEAD_DIM=head_dim)
+    return dq
+
+
+def hopper_backward(call: BackwardCall, *, deterministic: bool | None = None) -> Gradients:
+    """Compute reference.twin_backward of `scores` where hopper.HOPPER takes the call, up to the order of float32 sums.
+    `deterministic` is that of hopper_sums."""
+    with on_device_of(call.do):
+        dk, dv = (torch.empty(call.v.shape, dtype=call.v.dtype, device=call.v.device) for _ in range(2))
+        return narrowed(hopper_sums(call, dk, dv, deterministic=deterministic), call), dk, dv

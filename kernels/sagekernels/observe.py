@@ -58,6 +58,11 @@ def observed(observer: Observer) -> Iterator[None]:
         _observers.remove(observer)
 
 
+def listening() -> bool:
+    """Return whether calls are observed."""
+    return bool(_observers)
+
+
 def forward(call: Call, saved: Saved) -> None:
     """Tell the observers that a forward pass has run; the operators call it."""
     for observer in _observers:

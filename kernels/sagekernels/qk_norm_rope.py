@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from .call import Gradients, Projection, ProjectionGradients
 from .casts import DTYPES
 from .launch import on_device_of
 from .operators import operator
@@ -97,6 +98,19 @@ def _one_over_rms(a, b, eps, HALF: tl.constexpr):
 
 
 @triton.jit
+def gradients_of_rows(a, b, of_a, of_b, cos, sin, gain_a, gain_b, eps, HALF: tl.constexpr):
+    """Return the gradients of the halves of some heads, from those of what became of them, and what each head adds to
+    the gain's."""
+    r = _one_over_rms(a, b, eps, HALF)
+    a, b = a * r, b * r
+    u_a, u_b = of_a * cos + of_b * sin, of_b * cos - of_a * sin
+    gain_sum_a, gain_sum_b = u_a * a, u_b * b
+    u_a, u_b = u_a * gain_a, u_b * gain_b
+    mean = ((tl.sum(u_a * a, 1) + tl.sum(u_b * b, 1)) / (2 * HALF))[:, None]
+    return r * (u_a - a * mean), r * (u_b - b * mean), gain_sum_a, gain_sum_b
+
+
+@triton.jit
 def _rotated_heads(
     X, GAIN, COS, SIN, OUT, token, stride, eps,
     HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr,
@@ -148,18 +162,15 @@ def _gradients_of_heads(
             head = first + tl.arange(0, BLOCK_HEADS)
             x_a, x_b, inside = _halves(X + token * stride, head, half, HEADS, HALF, 2 * HALF)
             of_a, of_b, _ = _halves(GRAD + token * grad_stride, head, half, HEADS, HALF, grad_head_stride)
-            a, b = _load(x_a, inside), _load(x_b, inside)
-            y_a, y_b = _load(of_a, inside), _load(of_b, inside)
-            r = _one_over_rms(a, b, eps, HALF)
-            a, b = a * r, b * r
-            u_a, u_b = y_a * cos + y_b * sin, y_b * cos - y_a * sin
-            sum_a += u_a * a
-            sum_b += u_b * b
-            u_a, u_b = u_a * gain_a, u_b * gain_b
-            mean = ((tl.sum(u_a * a, 1) + tl.sum(u_b * b, 1)) / (2 * HALF))[:, None]
+            a, b, gain_sum_a, gain_sum_b = gradients_of_rows(
+                _load(x_a, inside), _load(x_b, inside), _load(of_a, inside), _load(of_b, inside),
+                cos, sin, gain_a, gain_b, eps, HALF,
+            )  # fmt: skip
+            sum_a += gain_sum_a
+            sum_b += gain_sum_b
             out_a, out_b, _ = _halves(OUT + token * out_stride, head, half, HEADS, HALF, 2 * HALF)
-            tl.store(out_a, (r * (u_a - a * mean)).to(OUT.dtype.element_ty), mask=inside)
-            tl.store(out_b, (r * (u_b - b * mean)).to(OUT.dtype.element_ty), mask=inside)
+            tl.store(out_a, a.to(OUT.dtype.element_ty), mask=inside)
+            tl.store(out_b, b.to(OUT.dtype.element_ty), mask=inside)
     tl.store(PARTIAL + half, tl.sum(sum_a, 0), mask=there)
     tl.store(PARTIAL + HALF + half, tl.sum(sum_b, 0), mask=there)
 
@@ -228,16 +239,25 @@ def _blocks(elements: int, query: int, key: int, head_dim: int) -> dict[str, int
     return {**of_heads, "HALF": half, "BLOCK_HALF": block_half}
 
 
-def _with_rows(*tensors: Tensor) -> list[Tensor]:
+def with_rows(*tensors: Tensor) -> list[Tensor]:
     """The same, with the last dim in one piece."""
     return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+
+
+def sum_rows(x: Tensor, out: Tensor) -> Tensor:
+    """Add the rows of a float32 matrix up, into a tensor of as many elements as it has columns, which is returned."""
+    rows, columns = x.shape
+    _sum_rows_kernel[(triton.cdiv(columns, SUM_COLUMNS),)](
+        x, out, rows, columns, ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS, num_warps=SUM_WARPS
+    )
+    return out
 
 
 def qk_norm_rope_triton(
     q: Tensor, k: Tensor, q_gain: Tensor, k_gain: Tensor, cos: Tensor, sin: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """qk_norm_rope_twin on a GPU, within its rounding."""
-    q, k = _with_rows(q, k)
+    q, k = with_rows(q, k)
     out = _qk_norm_rope_fake(q, k, q_gain, k_gain, cos, sin, eps)
     blocks = _blocks(FORWARD_ELEMENTS, q.shape[1], k.shape[1], len(q_gain))
     with on_device_of(q):
@@ -253,7 +273,7 @@ def qk_norm_rope_gradients_triton(
     cos: Tensor, sin: Tensor, eps: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """qk_norm_rope_gradients_twin on a GPU, within its rounding."""
-    of_q, of_k, of_v, q, k = _with_rows(of_q, of_k, of_v, q, k)
+    of_q, of_k, of_v, q, k = with_rows(of_q, of_k, of_v, q, k)
     out, of_gains = _qk_norm_rope_gradients_fake(of_q, of_k, of_v, q, k, q_gain, k_gain, cos, sin, eps)
     programs, columns = triton.cdiv(len(q), BACKWARD_TOKENS), 2 * len(q_gain)
     partial = torch.empty(programs, columns, dtype=torch.float32, device=q.device)
@@ -265,9 +285,7 @@ def qk_norm_rope_gradients_triton(
             out, partial, len(q), *strides, q.stride(0), k.stride(0), eps,
             **blocks, TOKENS=BACKWARD_TOKENS, num_warps=BACKWARD_WARPS,
         )  # fmt: skip
-        _sum_rows_kernel[(triton.cdiv(columns, SUM_COLUMNS),)](
-            partial, of_gains, programs, columns, ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS, num_warps=SUM_WARPS
-        )
+        sum_rows(partial, of_gains)
     return out, of_gains
 
 
@@ -291,6 +309,12 @@ def _qk_norm_rope_gradients(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     gradients = qk_norm_rope_gradients_triton if q.is_cuda else qk_norm_rope_gradients_twin
     return gradients(of_q, of_k, of_v, q, k, q_gain, k_gain, cos, sin, eps)
+
+
+def projection_gradients(grads: Gradients, projection: Projection) -> ProjectionGradients:
+    """Compute the gradients of a projection from those of an attention call, [B, N, heads, D] each."""
+    of_q, of_k, of_v = (x.flatten(0, 1) for x in grads)
+    return _qk_norm_rope_gradients(of_q, of_k, of_v, *projection)
 
 
 def _qk_norm_rope_gradients_fake(
@@ -345,6 +369,13 @@ def qk_norm_rope(
         TypeError: another dtype.
         ValueError: shapes or dtypes that do not fit together, or an odd head_dim.
     """
+    check_projection(q, k, v, q_gain, k_gain, cos, sin)
+    rotated_q, rotated_k, heads_of_v = _QKNormRope.apply(q, k, v, q_gain, k_gain, cos, sin, eps)
+    return rotated_q, rotated_k, heads_of_v
+
+
+def check_projection(q: Tensor, k: Tensor, v: Tensor, q_gain: Tensor, k_gain: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Raise TypeError or ValueError on inputs that qk_norm_rope does not take."""
     dtypes = DTYPES if q.is_cuda else (*DTYPES, torch.float64)
     if not {q.dtype, q_gain.dtype} <= set(dtypes) or {cos.dtype, sin.dtype} != {torch.float32}:
         raise TypeError(
@@ -363,5 +394,3 @@ def qk_norm_rope(
             "qk_norm_rope takes q [tokens, heads x head_dim], k and v [tokens, kv_heads x head_dim] of one dtype, "
             f"gains [head_dim] of one dtype, head_dim even, and tables [tokens, 1, head_dim / 2], got {found}"
         )
-    rotated_q, rotated_k, heads_of_v = _QKNormRope.apply(q, k, v, q_gain, k_gain, cos, sin, eps)
-    return rotated_q, rotated_k, heads_of_v

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from sagekernels.matmul import Matmul, Pending
 from sagekernels.qk_norm_rope import qk_norm_rope
 from sagetrain.config.schema import ModelConfig
-from sagetrain.model.backends import AttentionFunction, TokenLayout
+from sagetrain.model.backends import AttentionFunction, Projected, TokenLayout
 from sagetrain.model.norm import RMSNorm
 from sagetrain.model.rotary import apply_rotary
 from sagetrain.parallel.collectives import gather_heads, scatter_heads
@@ -90,12 +90,19 @@ class Attention(nn.Module):
 
         self.q_norm, self.k_norm = norm(), norm()
 
+    @property
+    def in_one_node(self) -> bool:
+        """Whether the attention function applies QK-norm and the rotary embedding, not `project`."""
+        return self.qk_norm == "before_rope" and self.function.normalizes and self.groups.cp_size == 1
+
     def project(
         self, x_TD: Tensor | Pending, cos: Tensor, sin: Tensor, gains: dict[RMSNorm, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v, normalized and rotated: [T, heads / tp, head_dim] each. x comes from start_enter and is
-        [T, hidden]."""
+        """Return q, k and v, normalized and rotated: [T, heads / tp, head_dim] each. If the attention function does
+        that, return them as projected: [T, heads / tp * head_dim] each. x comes from start_enter and is [T, hidden]."""
         q, k, v = self.qkv(x_TD)
+        if self.in_one_node:
+            return q, k, v
         q_norm, k_norm = self.q_norm, self.k_norm
         if q_norm is not None and k_norm is not None and self.qk_norm == "before_rope":
             of_q, of_k = (norm.entered(gains.get(norm)) for norm in (q_norm, k_norm))
@@ -106,13 +113,17 @@ class Attention(nn.Module):
             q_TNK, k_TMK = q_norm(q_TNK, gains.get(q_norm)), k_norm(k_TMK, gains.get(k_norm))
         return q_TNK, k_TMK, v_TMK
 
-    def forward(self, q_TNK: Tensor, k_TMK: Tensor, v_TMK: Tensor, layout: TokenLayout) -> Tensor:
-        """Run attention over q, k and v of all tokens of this rank, and return [T, heads / tp * head_dim]."""
-        q, k, v = scatter_heads((q_TNK, k_TMK, v_TMK), layout.num_sequences, self.groups)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout, gains: dict[RMSNorm, Tensor]) -> Tensor:
+        """Run attention over q, k and v of all tokens of this rank, as `project` returns them, and return
+        [T, heads / tp * head_dim]."""
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if q_norm is not None and k_norm is not None and self.in_one_node:
+            of_q, of_k = (norm.entered(gains.get(norm)) for norm in (q_norm, k_norm))
+            o_BSNK = self.function.normed(Projected(q, k, v, of_q, of_k, q_norm.eps), layout)
+            return o_BSNK.flatten(0, 1).flatten(1)
+        q, k, v = scatter_heads((q, k, v), layout.num_sequences, self.groups)
         return gather_heads(self.attend(q, k, v, layout), self.groups).flatten(1)
 
     def attend(self, q_BSNK: Tensor, k_BSMK: Tensor, v_BSMK: Tensor, layout: TokenLayout) -> Tensor:
-        """Run the attention function on whole sequences with this rank's heads, and return o in the shape of q. The
-        inputs and outputs of the function pass here and nowhere else: q, k and v, and in the backward pass dO, the
-        gradient of o."""
+        """Run the attention function on whole sequences with this rank's heads, and return o in the shape of q."""
         return self.function(q_BSNK, k_BSMK, v_BSMK, layout)

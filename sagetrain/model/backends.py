@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sagekernels import attention_reference, document_bounds, fp4_attention, sage_attention
+from sagekernels import attention_reference, document_bounds, fp4_attention, normed_attention, sage_attention
 from sagekernels.call import RECIPES
 from sagetrain.config.schema import AttentionConfig
 
@@ -75,6 +75,20 @@ def document_mask(cu_seqlens: Tensor, num_sequences: int, num_tokens: int) -> Te
     return same.tril().unsqueeze(1)
 
 
+class Projected(NamedTuple):
+    """q, k and v as their projection made them, and the rest of what QK-norm needs."""
+
+    q: Tensor
+    """[T, N * K]."""
+    k: Tensor
+    """[T, M * K]."""
+    v: Tensor
+    """[T, M * K]."""
+    q_gain: Tensor
+    k_gain: Tensor
+    eps: float
+
+
 class AttentionFunction:
     """Causal attention as a value: (q [B, S, N, K], k [B, S, M, K], v [B, S, M, K], layout) -> o [B, S, N, K].
 
@@ -90,6 +104,8 @@ class AttentionFunction:
     traceable: ClassVar[bool] = True
     """Whether torch.compile can trace the function. Otherwise it compiles the pieces of the block around the
     function."""
+    normalizes: ClassVar[bool] = False
+    """Whether the function can apply QK-norm and then the rotary embedding itself (`normed`)."""
     takes_few_queries: ClassVar[bool] = False
     """Whether the function also takes fewer queries than keys (the last queries), and gives the same result for a
     single query."""
@@ -105,6 +121,11 @@ class AttentionFunction:
         return Reference()
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout) -> Tensor:
+        raise NotImplementedError
+
+    def normed(self, projected: Projected, layout: TokenLayout) -> Tensor:
+        """Run the function on what QK-norm and the rotary embedding make of q and k, and return o [B, S, N, K]. It is
+        there where `normalizes` is set."""
         raise NotImplementedError
 
 
@@ -146,6 +167,7 @@ class Sage(AttentionFunction):
 
     name = "sage"
     documents = "bounds"
+    normalizes = True
     recipe: str = "fine"
     smooth_k: bool = True
     smooth_q: bool = False
@@ -164,6 +186,26 @@ class Sage(AttentionFunction):
             q,
             k,
             v,
+            causal=True,
+            bounds=layout.bounds,
+            recipe=self.recipe,
+            smooth_k=self.smooth_k,
+            smooth_q=self.smooth_q,
+        )
+        return _as_sequences(o, layout)
+
+    def normed(self, projected: Projected, layout: TokenLayout) -> Tensor:
+        q, k, v, q_gain, k_gain, eps = projected
+        o = normed_attention(
+            q,
+            k,
+            v,
+            q_gain,
+            k_gain,
+            layout.cos,
+            layout.sin,
+            eps,
+            batch=layout.num_sequences if layout.cu_seqlens is None else 1,
             causal=True,
             bounds=layout.bounds,
             recipe=self.recipe,

@@ -123,7 +123,7 @@ class Block(nn.Module):
         return Half(x, self.attention.project(y, part.cos, part.sin, part.gains))
 
     def attend(self, x: Tensor, qkv: tuple[Tensor, Tensor, Tensor], part: Part) -> Half:
-        return Half(x, self.attention(*qkv, part.layout))
+        return Half(x, self.attention(*qkv, part.layout, part.gains))
 
     def out(self, x: Tensor, o: Tensor, part: Part) -> Half:
         return Half(x, self.attention.out(o))

@@ -20,6 +20,7 @@ from sagekernels.qk_norm_rope import (
 from sagekernels.testing import qk_norm_rope_errors, random_qk
 from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig
 from sagetrain.model import attention
+from sagetrain.model.backends import Sage, Sdpa, TokenLayout
 from sagetrain.model.compile import compile_blocks
 from sagetrain.model.norm import RMSNorm
 from sagetrain.model.rotary import apply_rotary, rotary_tables
@@ -135,23 +136,34 @@ def test_what_it_does_not_take_it_refuses(change: dict[str, Tensor], error: type
 
 @pytest.mark.parametrize("matmul", [RECIPES["fp8", "rowwise"], Matmul(joined=True), Matmul()], ids=str)
 def test_what_is_joined_is_not_copied(matmul: Matmul) -> None:
+    """Neither behind the operator nor behind attention that normalizes itself."""
     place = {"dtype": torch.bfloat16, "device": torch.device("cpu")}
-    layer = attention.Attention(
-        SHAPE, "before_rope", None, SINGLE, matmuls={"qkv": matmul}, sequence_parallel=False, **place
-    )
-    for weight in layer.parameters():
-        nn.init.normal_(weight)
     tables = rotary_tables(torch.arange(32), 16, 10_000.0, None)
-    calls = backward_calls(lambda x: torch.cat([part.flatten(1) for part in layer.project(x, *tables, {})], 1))
-    assert calls.count("sagekernels.qk_norm_rope_gradients.default") == 1
-    assert calls.count("aten.cat.default") == (matmul == Matmul(joined=True))  # a 16-bit matmul joins its weights
+    for function, operator in ((Sdpa(), "qk_norm_rope_gradients"), (Sage(), "normed_backward")):
+        layer = attention.Attention(
+            SHAPE, "before_rope", function, SINGLE, matmuls={"qkv": matmul}, sequence_parallel=False, **place
+        )
+        for weight in layer.parameters():
+            nn.init.normal_(weight)
+
+        def normed(x: Tensor, layer: attention.Attention = layer) -> Tensor:
+            qkv = layer.project(x, *tables, {})
+            if layer.in_one_node:
+                return layer(*qkv, TokenLayout(1, *tables, *(None,) * 4), {})
+            return torch.cat([part.flatten(1) for part in qkv], 1)
+
+        calls = backward_calls(normed)
+        assert calls.count(f"sagekernels.{operator}.default") == 1
+        assert calls.count("aten.cat.default") == (matmul == Matmul(joined=True))  # a 16-bit matmul joins its weights
 
 
-def gradients(dtype: torch.dtype = torch.float32, compiled: bool = False, **arguments: object) -> list[Tensor]:
+def gradients(
+    dtype: torch.dtype = torch.float32, compiled: bool = False, backend: str = "sdpa", **arguments: object
+) -> list[Tensor]:
     """Loss and gradients of a model in FP8, of packed documents."""
     place = {"device": torch.device("cpu"), "dtype": dtype}
     matmuls, _ = matmuls_of(LinearConfig(precision="fp8"), SHAPE, tensor_parallel_size=1, **place)
-    backend = AttentionConfig(backend="sdpa")
+    backend = AttentionConfig(backend=backend, recipe="scores")
     model = tiny.transformer(SHAPE, backend, vocab_size=128, groups=SINGLE, matmuls=matmuls, dtype=dtype, **arguments)
     with torch.no_grad():
         for weight in model.parameters():
@@ -168,20 +180,32 @@ def gradients(dtype: torch.dtype = torch.float32, compiled: bool = False, **argu
 
 
 @pytest.fixture(scope="module")
-def eager() -> list[Tensor]:
-    return gradients()
+def eager() -> dict[str, list[Tensor]]:
+    return {backend: gradients(backend=backend) for backend in ("sdpa", "sage")}
 
 
-def test_a_model_is_that_of_two_steps(eager: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_that_of_two_steps(eager: dict[str, list[Tensor]], monkeypatch: pytest.MonkeyPatch) -> None:
     """But for sums in another order, and what FP8 makes of a number beside the middle of two codes."""
     monkeypatch.setattr(attention, "qk_norm_rope", in_two_steps)
-    for found, expected in zip(eager, gradients(), strict=True):
+    for found, expected in zip(eager["sdpa"], gradients(), strict=True):
         assert (found - expected).norm() <= 1e-3 * expected.norm()
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_attention_that_normalizes_itself_computes_the_same_bits(
+    eager: dict[str, list[Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Sage, "normalizes", False)
+    apart = gradients(backend="sage")
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(eager["sage"], apart, strict=True))
+
+
+@pytest.mark.parametrize(("backend", "checkpointing"), [
+    ("sdpa", "none"), ("sdpa", "selective"), ("sage", "none"), ("sage", "selective"), ("sage", "full"),
+])  # fmt: skip
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_model_computes_the_same_bits(checkpointing: str, compiled: bool, eager: list[Tensor]) -> None:
+def test_a_model_computes_the_same_bits(
+    checkpointing: str, compiled: bool, backend: str, eager: dict[str, list[Tensor]]
+) -> None:
     """Twice recomputed, compiled, both."""
-    found = gradients(activation_checkpointing=checkpointing, compiled=compiled)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, eager, strict=True))
+    found = gradients(backend=backend, activation_checkpointing=checkpointing, compiled=compiled)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, eager[backend], strict=True))

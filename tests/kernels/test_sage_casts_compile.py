@@ -4,7 +4,7 @@ import pytest
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from sagekernels import qk_norm_rope, swiglu
+from sagekernels import hopper_projection, qk_norm_rope, swiglu
 from sagekernels.casts import (
     LARGEST_COLUMNS,
     LARGEST_ROWS,
@@ -16,17 +16,18 @@ from sagekernels.casts import (
 )
 
 POINTERS = {"OF_ROWS": "*i32", "OF_COLUMNS": "*i32", "CODES": "*i8", "TURNED": "*i32"}
-POINTERS |= {"SCALE": "*fp32", "TURNED_SCALE": "*fp32", "COS": "*fp32", "SIN": "*fp32", "PARTIAL": "*fp32"}
+POINTERS |= dict.fromkeys(("SCALE", "TURNED_SCALE", "COS", "SIN", "PARTIAL", "SUMS"), "*fp32")
+NUMBERS = {"eps": "fp32", "scale": "fp32"}
 MATRICES = ("X", "GRAD", "GATE", "UP", "OUT", "Q", "K", "Q_GAIN", "K_GAIN", "Q_OUT", "K_OUT", "OF_Q", "OF_K", "OF_V")
 
 
 def ptx_of(function, architecture: int, num_warps: int, constants: dict[str, object], x: str = "*bf16") -> str:
     """As it is launched for sizes that are multiples of 16; ptxas takes it."""
     names = function.arg_names
-    types = {**dict.fromkeys(MATRICES, x), **POINTERS, "eps": "fp32", **dict.fromkeys(constants, "constexpr")}
+    types = {**dict.fromkeys(MATRICES, x), **POINTERS, **NUMBERS, **dict.fromkeys(constants, "constexpr")}
     signature = {name: types.get(name, "i32") for name in names}
     fixed = {(names.index(name),): value for name, value in constants.items()}
-    even = [name for name in names if name not in (*constants, "across", "eps")]
+    even = [name for name in names if name not in (*constants, *NUMBERS, "across")]
     hints = {(names.index(name),): [["tt.divisibility", 16]] for name in even}
     source = ASTSource(function, signature, fixed, hints)
     return compile(source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": num_warps}).asm["ptx"]
@@ -91,3 +92,12 @@ def test_qk_norm_with_rotary_embedding_compiles(architecture, heads, head_dim, x
     assert "rsqrt.approx" in ptx and "atom" not in ptx and "red.global" not in ptx
     tile = {"ROWS": qk_norm_rope.SUM_ROWS, "COLUMNS": qk_norm_rope.SUM_COLUMNS}
     assert "st.global" in ptx_of(qk_norm_rope._sum_rows_kernel, architecture, qk_norm_rope.SUM_WARPS, tile, x)
+
+
+@pytest.mark.parametrize(("heads", "head_dim"), [((16, 4), 128), ((16, 16), 128), ((32, 8), 64)])
+def test_the_gradient_of_a_projection_compiles(heads, head_dim):
+    """With the loads of the next head on their way, and no atomics."""
+    constants = {"Q_HEADS": heads[0], "K_HEADS": heads[1], "HALF": head_dim // 2, "TILE": 64}
+    constants |= {"SHARES": hopper_projection.SHARES, "STAGES": hopper_projection.STAGES}
+    ptx = ptx_of(hopper_projection._projection_gradients_kernel, 90, hopper_projection.WARPS, constants)
+    assert "cp.async" in ptx and "rsqrt.approx" in ptx and "atom" not in ptx and "red.global" not in ptx

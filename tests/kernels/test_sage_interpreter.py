@@ -24,8 +24,11 @@ if not INSIDE:
 
 else:
     from sagekernels.backward import triton_backward
+    from sagekernels.call import Projection
     from sagekernels.casts import INT8, NUMBERS, quantize_both_triton, quantize_both_twin
     from sagekernels.forward import document_bounds_triton, triton_forward
+    from sagekernels.hopper_backward import _finish_dq_kernel
+    from sagekernels.hopper_projection import finish_projection
     from sagekernels.qk_norm_rope import (
         qk_norm_rope_gradients_triton,
         qk_norm_rope_gradients_twin,
@@ -298,3 +301,30 @@ else:
         assert [len(y) for y in qk_norm_rope_triton(*nothing[3:])] == [0, 0]
         of_qkv, of_gains = qk_norm_rope_gradients_triton(*nothing)
         assert of_qkv.shape == (0, 64) and torch.equal(of_gains, torch.zeros(2, 16))
+
+    @pytest.mark.parametrize(("batch", "tokens", "heads", "head_dim", "dtype"), [
+        (2, 70, (3, 1), 64, torch.float16), (1, 33, (4, 2), 128, torch.float32), (3, 1, (1, 1), 128, torch.bfloat16),
+    ])  # fmt: skip
+    def test_the_gradient_of_a_projection_from_sums_of_dq(batch, tokens, heads, head_dim, dtype):
+        """Sums lie in tiles of 64 tokens, with zeros behind the last token. A share of the heads may be empty. dV is
+        there already, and the columns of q hold poison."""
+        x, scale = random_qk(batch * tokens, heads, head_dim, 1.0, dtype), head_dim**-0.5
+        x = x._replace(of_q=torch.randn(batch * tokens, heads[0], head_dim))
+        tiles = -(-tokens // 64)
+        dq = torch.zeros(batch, heads[0], 64 * tiles, head_dim)
+        dq[:, :, :tokens] = x.of_q.view(batch, tokens, heads[0], head_dim).transpose(1, 2) / scale
+        parts = dq.view(batch, heads[0], tiles, 4, 2, 8, head_dim // 64, 8, 4, 2)
+        sums = parts.permute(0, 1, 2, 6, 3, 7, 5, 8, 4, 9).contiguous()
+        narrowed = torch.empty(batch, tokens, heads[0], head_dim)
+        _finish_dq_kernel[(batch * heads[0] * tiles,)](
+            sums, narrowed, scale, heads[0], tokens, tiles, HEAD_DIM=head_dim
+        )
+        torch.testing.assert_close(narrowed.flatten(0, 1), x.of_q)
+
+        out = torch.full((batch, tokens, heads[0] + 2 * heads[1], head_dim), torch.nan, dtype=dtype)
+        _, of_k, of_v = out.flatten(0, 1).split([heads[0], heads[1], heads[1]], 1)
+        of_k.copy_(x.of_k)
+        of_v.copy_(x.of_v)
+        of_gains = finish_projection(sums, out, scale, Projection(*x[3:]))
+        errors = qk_norm_rope_errors(qk_norm_rope_triton(*x[3:]), (out.view(batch * tokens, -1), of_gains), x)
+        assert max(errors) <= (2 if dtype == torch.bfloat16 else 1)

@@ -1,0 +1,145 @@
+"""INT8 attention behind QK-norm and rotary embedding, as one node of autograd.
+
+Forward it is qk_norm_rope and then sage_attention, by their operators. Backward it is one operator. A backend may then
+compute the gradient of the projection without writing those of q and k in between (call.Backend.projection).
+"""
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from . import backends
+from .autograd import FORWARD, bounds_of, check, check_backend, sage_attention, scale_of
+from .backends import default_recipe
+from .call import RECIPES, BackwardCall, Projection, ProjectionGradients, Saved
+from .operators import operator
+from .qk_norm_rope import QK_NORM_ROPE, check_projection, projection_gradients, qk_norm_rope
+from .quantize import Codes
+
+
+def normed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_gain: Tensor,
+    k_gain: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    *,
+    batch: int = 1,
+    causal: bool = True,
+    scale: float | None = None,
+    smooth_k: bool = True,
+    smooth_q: bool = False,
+    cu_seqlens: Tensor | None = None,
+    bounds: Tensor | None = None,
+    recipe: str | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Compute sage_attention of what qk_norm_rope makes of q, k and v.
+
+    Positional arguments are those of qk_norm_rope, the others those of sage_attention. The tokens are those of `batch`
+    sequences of one length. Results are the same as those of the two functions. Gradients are as well, but where a
+    kernel does not round dQ on its way (recipe `scores` on an H100 or H200).
+
+    Returns:
+        o [batch, tokens / batch, heads, head_dim], contiguous.
+
+    Raises:
+        TypeError, ValueError or NotImplementedError: see qk_norm_rope and sage_attention.
+    """
+    check_projection(q, k, v, q_gain, k_gain, cos, sin)
+    if q.shape[0] % batch:
+        raise ValueError(f"{q.shape[0]} tokens are not {batch} sequences of one length")
+    options = {"causal": causal, "smooth_k": smooth_k, "cu_seqlens": cu_seqlens, "bounds": bounds, "backend": backend}
+    # The means of Q meet K itself in the backward pass, and autocast may change the dtype between the two.
+    if smooth_q or torch.is_autocast_enabled(q.device.type):
+        rows = (x.unflatten(0, (batch, -1)) for x in qk_norm_rope(q, k, v, q_gain, k_gain, cos, sin, eps))
+        return sage_attention(*rows, scale=scale, smooth_q=smooth_q, recipe=recipe, **options)
+    recipe = default_recipe(q.device) if recipe is None else recipe
+    rows_q, rows_k, rows_v = (_rows(x, batch, len(q_gain)) for x in (q, k, v))
+    check_backend(q, backend)
+    if recipe not in RECIPES:
+        raise ValueError(f"recipe {recipe!r} is not one of {', '.join(RECIPES)}")
+    check(rows_q, rows_k, rows_v, causal, cu_seqlens, bounds)
+    scale, bounds = scale_of(rows_q, scale), bounds_of(rows_q, cu_seqlens, bounds)
+    return _NormedAttention.apply(
+        q, k, v, q_gain, k_gain, cos, sin, eps, batch, bounds, causal, scale, smooth_k, recipe, backend
+    )
+
+
+def _rows(x: Tensor, batch: int, head_dim: int) -> Tensor:
+    """View columns [tokens, heads head_dim] as sequences [batch, N, heads, head_dim]."""
+    return x.unflatten(1, (-1, head_dim)).unflatten(0, (batch, -1))
+
+
+def _normed_backward(
+    do: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    q_codes: Tensor,
+    q_scale: Tensor,
+    k_codes: Tensor,
+    k_scale: Tensor,
+    k_mean: Tensor,
+    bounds: Tensor | None,
+    causal: bool,
+    scale: float,
+    recipe: str,
+    backend: str | None,
+    q: Tensor,
+    k: Tensor,
+    q_gain: Tensor,
+    k_gain: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+) -> ProjectionGradients:
+    projection = Projection(q, k, q_gain, k_gain, cos, sin, eps)
+    mean = k_mean if k_mean.numel() else None
+    saved = Saved(lse, Codes(q_codes, q_scale), Codes(k_codes, k_scale), None, mean)
+    call = BackwardCall(do, None, v, o, saved, bounds, causal, scale, recipe, backend)
+    if do.numel() == 0:
+        return projection_gradients((do, torch.zeros_like(v), torch.zeros_like(v)), projection)
+    return backends.projection(call, projection)
+
+
+def _normed_backward_fake(do: Tensor, v: Tensor, *arguments) -> ProjectionGradients:
+    (batch, tokens, heads, head_dim), kv_heads = do.shape, v.shape[2]
+    q_gain = Projection(*arguments[-7:]).q_gain
+    return v.new_empty(batch * tokens, (heads + 2 * kv_heads) * head_dim), q_gain.new_empty(2, head_dim)
+
+
+NORMED_BACKWARD = operator(_normed_backward, _normed_backward_fake)
+
+
+class _NormedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, q_gain: Tensor, k_gain: Tensor, cos: Tensor, sin: Tensor,
+        eps: float, batch: int, bounds: Tensor | None, causal: bool, scale: float, smooth_k: bool, recipe: str,
+        backend: str | None,
+    ) -> Tensor:  # fmt: skip
+        normed = QK_NORM_ROPE(q, k, q_gain, k_gain, cos, sin, eps)
+        rows_q, rows_k = (x.unflatten(0, (batch, -1)) for x in normed)
+        rows_v = _rows(v, batch, len(q_gain))
+        o, *saved = FORWARD(rows_q, rows_k, rows_v, bounds, causal, scale, smooth_k, False, recipe, backend)
+        lse, q_codes, q_scale, k_codes, k_scale, _, k_mean = saved
+        kept = (o, lse, q_codes, q_scale, k_codes, k_scale, k_mean, bounds)
+        ctx.save_for_backward(v, *kept, q, k, q_gain, k_gain, cos, sin)
+        ctx.options = batch, causal, scale, recipe, backend, eps
+        return o
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, do: Tensor) -> tuple[Tensor | None, ...]:
+        v, o, lse, q_codes, q_scale, k_codes, k_scale, k_mean, bounds, q, k, *rest = ctx.saved_tensors
+        batch, *options, eps = ctx.options
+        of_qkv, of_gains = NORMED_BACKWARD(
+            do, _rows(v, batch, o.shape[-1]), o, lse, q_codes, q_scale, k_codes, k_scale, k_mean, bounds, *options,
+            q, k, *rest, eps,
+        )  # fmt: skip
+        # As in qk_norm_rope: torch.compile knows that the pieces of this, joined again, are the whole.
+        of_q, of_k, of_v = of_qkv.split([q.shape[1], k.shape[1], k.shape[1]], 1)
+        return of_q, of_k, of_v, *of_gains.unbind(), *(None,) * 10
