@@ -1,12 +1,16 @@
 """The Hopper backward on an H100 or H200, against the twin and against float64: `make test-gpu`."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from sagekernels import normed_attention, qk_norm_rope, sage_attention
 from sagekernels.hopper import HOPPER
 from sagekernels.hopper_backward import hopper_backward
+from sagekernels.observe import observed
 from sagekernels.reference import twin_backward, twin_forward
-from sagekernels.testing import Shape, call_of, exact_results, random_inputs, rel_l2
+from sagekernels.testing import Shape, call_of, exact_results, random_inputs, random_qk, rel_l2
 
 SERVED = torch.cuda.is_available() and HOPPER.serves(torch.cuda.get_device_capability())
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not SERVED, reason="needs an NVIDIA H100 or H200")]
@@ -89,3 +93,44 @@ def test_non_finite_values_propagate(where, token):
     finite = {name: torch.isfinite(x).all(-1) for name, x in zip(NAMES, ours, strict=True)}
     assert all(x[0].all() and x[1, :, 0].all() for x in finite.values())  # the other batch, the other head
     assert not finite["dq"][1, token, 1] and not finite["dk" if where != "do" else "dv"][1, : token + 1, 1].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(("batch", "tokens", "heads", "head_dim", "documents"), [
+    (2, 1024, (4, 2), 128, ()), (3, 333, (7, 1), 64, ()), (1, 1000, (2, 2), 128, (1, 0, 63, 64, 65, 807)),
+    (1, 3, (3, 3), 64, ()), (2, 500, (32, 8), 64, ()),
+])  # fmt: skip
+def test_the_gradient_of_a_projection(batch, tokens, heads, head_dim, documents, dtype):
+    """Behind QK-norm and rotary embedding, beside two steps and the twin; an observer is told dQ as it is alone."""
+    x = random_qk(batch * tokens, heads, head_dim, 1.0, dtype, "cuda")
+    v = torch.randn_like(x.k)
+    bounds = Shape(1, tokens, tokens, documents=documents).bounds("cuda") if documents else None
+    leaves = [each.detach().requires_grad_() for each in (x.q, x.k, v, x.q_gain, x.k_gain)]
+    do = 1e-2 * torch.randn(batch, tokens, heads[0], head_dim, device="cuda").to(dtype)
+
+    def gradients(inputs, backend):
+        o = normed_attention(*inputs, x.cos, x.sin, x.eps, batch=batch, bounds=bounds, recipe="scores", backend=backend)
+        return torch.autograd.grad(o, inputs, do)
+
+    torch.full((2**26,), torch.nan, device="cuda")  # what is allocated next holds NaN
+    ours, twin = gradients(leaves, "hopper"), gradients(leaves, "twin")
+    q, k, of_v = qk_norm_rope(*leaves, x.cos, x.sin, x.eps)
+    apart = sage_attention(*(y.unflatten(0, (batch, -1)) for y in (q, k, of_v)), bounds=bounds, recipe="scores")
+    in_two_steps = torch.autograd.grad(apart, leaves, do)
+    for name, a, b, c in zip(("q", "k", "v", "q_gain", "k_gain"), ours, in_two_steps, twin, strict=True):
+        assert max(rel_l2(a, b), rel_l2(a, c)) < 1e-2, name
+    assert torch.equal(ours[2], in_two_steps[2])
+    again = gradients(leaves, "hopper")
+    assert all(torch.equal(a, b) for a, b in zip(ours, again, strict=True))
+    told = []
+    with observed(SimpleNamespace(forward=lambda *_: None, backward=lambda call, grads: told.append(grads[0].clone()))):
+        assert all(torch.equal(a, b) for a, b in zip(ours, gradients(leaves, "hopper"), strict=True))
+    assert rel_l2(told[0], hopper_dq(leaves, x, batch, bounds, do)) == 0
+
+
+def hopper_dq(leaves, x, batch, bounds, do):
+    """dQ of the attention alone."""
+    with torch.no_grad():
+        q, k, v = (y.unflatten(0, (batch, -1)) for y in qk_norm_rope(*leaves, x.cos, x.sin, x.eps))
+    q.requires_grad_()
+    return torch.autograd.grad(sage_attention(q, k, v, bounds=bounds, recipe="scores"), q, do)[0]
