@@ -10,7 +10,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -34,6 +34,11 @@ LIMITS = {
     "scores": {"o": 0.016, "dq": 0.018, "dk": 0.018, "dv": 0.016},
     "paper": {"o": 0.03, "dq": 0.07, "dk": 0.07, "dv": 0.06},
 }
+
+
+GAIN = 1.01
+"""How many times as fast as 16 bits attention in 8 bits has to be to be chosen. Less is within the noise of clocks, and
+16 bits are exact."""
 
 
 class Admission(NamedTuple):
@@ -160,15 +165,22 @@ def choose(
     device: torch.device | str,
     cache: Path | None = None,
     limits: Mapping[str, Mapping[str, float]] = MappingProxyType({}),
+    timed: Mapping[str, Attend] = MappingProxyType({}),
+    in_16_bits: Collection[str] = (),
     options: str = "",
     say: Callable[[str], None] = print,
 ) -> str:
-    """Return the name of the fastest candidate that is admitted, print a table, and keep both in the file `cache`.
+    """Return the name of the fastest candidate that is admitted, print a table, and keep both in the file `cache`. One
+    in 8 bits has to be GAIN times as fast as the fastest in 16 bits.
 
     The choice is made once per device, software (this package's sources included), shape, documents, dtype, limits, set
-    of candidates and `options`: what else makes a candidate another one, such as its recipe. `limits` are those of
-    candidates by name, LIMITS["fine"] of the others. Raises RuntimeError, with every candidate's reason, when none is
-    admitted.
+    of candidates and `options`: what else makes a candidate another one, such as its recipe. Raises RuntimeError, with
+    every candidate's reason, when none is admitted.
+
+    Args:
+        limits: those of candidates by name. The others have LIMITS["fine"].
+        timed: what is timed in the place of a candidate, by name: its attention with what goes around it in a step.
+        in_16_bits: the names of the candidates in 16 bits.
     """
     names, documents = " ".join(sorted(candidates)), hashlib.sha256(str(shape.documents).encode()).hexdigest()[:12]
     key = " | ".join((str(shape), documents, str(dtype), str(limits), names, options))
@@ -178,13 +190,14 @@ def choose(
         for name, attend in candidates.items():
             verdict = admit(attend, shape, dtype=dtype, device=device, limits=limits.get(name, LIMITS["fine"]))
             if verdict.passed:
-                speeds[name] = seconds_per_step(attend, shape, dtype=dtype, device=device)
+                speeds[name] = seconds_per_step(timed.get(name, attend), shape, dtype=dtype, device=device)
                 figures = "  ".join(f"{tensor} {e:.4f}" for tensor, e in verdict.errors.items())
                 lines.append(f"  {name:<12}{1e3 * speeds[name]:>10.3f} ms   {figures}")
             else:
                 lines.append(f"  {name:<12}  not used: {verdict.reason}")
         if not speeds:
             raise RuntimeError("\n".join(["no attention backend is admitted", *lines]))
-        return min(speeds, key=speeds.__getitem__), lines
+        exact = {name: seconds / GAIN for name, seconds in speeds.items() if name in in_16_bits}
+        return min(speeds, key=lambda name: exact.get(name, speeds[name])), lines
 
     return decided_once("attention", key, fastest, sources=[SOURCES], device=device, cache=cache, say=say)

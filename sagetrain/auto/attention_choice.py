@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sagekernels.admission import LIMITS, Admission, admit, choose
+from sagekernels.admission import LIMITS, Admission, Attend, admit, choose
+from sagekernels.qk_norm_rope import qk_norm_rope
 from sagekernels.testing import Shape
 from sagetrain.auto.calls import RankCalls
 from sagetrain.auto.kept import kept_attention
@@ -21,6 +22,8 @@ from sagetrain.model.accounting import attention_calls
 from sagetrain.model.backends import (
     FIXED_RECIPE,
     AttentionFunction,
+    Projected,
+    TokenLayout,
     attention_function,
     token_layout,
 )
@@ -87,8 +90,10 @@ def choose_attention(
     """Return the settings with the fastest backend and recipe for what `auto` leaves open.
 
     The candidates are sage, flash and sdpa. Each is timed forward and backward together, at the shape of one rank's
-    calls. Only a candidate whose output and gradients pass sagekernels' admission test on this device is timed. Recipe
-    paper is the least exact, so it is taken only where the settings name it.
+    calls, behind QK-norm and the rotary embedding where the run computes these in one kernel: with what sage quantizes,
+    prepares and saves there. Only a candidate whose output and gradients pass sagekernels' admission test on this
+    device is timed. Recipe paper is the least exact, so it is taken only where the settings name it. sage has to be
+    faster than 16 bits by more than noise.
 
     The table of times goes to `say`. The table and the choice go to the file `cache`, and a second start at the same
     shape reads the choice from there.
@@ -100,7 +105,8 @@ def choose_attention(
     Raises:
         RuntimeError: no candidate is admitted; the message holds every candidate's reason.
     """
-    device, dtype, tp_size, candidates = calls.device, calls.dtype, calls.tensor_parallel_size, {}
+    device, dtype, tp_size = calls.device, calls.dtype, calls.tensor_parallel_size
+    candidates, timed = {}, {}
     heads_split = tp_size * calls.context_parallel_size
     num_sequences = calls.num_sequences
     num_sequences //= attention_calls(num_sequences, calls.own_tokens, tp_size, calls.overlap)
@@ -114,7 +120,10 @@ def choose_attention(
             resolve_backend(settled, model, device=device, dtype=dtype)
         except ValueError:  # this backend is not installed here
             continue
-        candidates[name] = _plain(attention_function(settled.backend, settled, device))
+        function = attention_function(settled.backend, settled, device)
+        candidates[name] = _plain(function)
+        if attention.qk_norm == "before_rope" and calls.context_parallel_size == 1:
+            timed[name] = _behind_norm(function)
     packed = _typical(documents, num_sequences)
     row = num_sequences * calls.seq_length if packed else calls.seq_length
     shape = Shape(
@@ -127,8 +136,10 @@ def choose_attention(
         documents=packed,
     )
     limits = {f"sage {recipe}": LIMITS[recipe] for recipe in recipes}
-    options = repr(attention)
-    name = choose(candidates, shape, dtype=dtype, device=device, cache=cache, limits=limits, options=options, say=say)
+    name = choose(
+        candidates, shape, dtype=dtype, device=device, cache=cache, limits=limits, timed=timed,
+        in_16_bits=("flash", "sdpa"), options=repr(attention), say=say,
+    )  # fmt: skip
     return named[name]
 
 
@@ -165,20 +176,49 @@ def _typical(documents: Sequence[Sequence[int]], num_sequences: int) -> tuple[in
     return tuple(n for lengths in islice(cycle(ordered), first, first + num_sequences) for n in lengths)
 
 
-def _plain(function: AttentionFunction) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
+def _plain(function: AttentionFunction) -> Attend:
     """Wrap an attention function for sagekernels' admission test, which describes documents by cu_seqlens alone."""
+    layout_of = _layouts(function)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        return function(q, k, v, layout_of(q, cu_seqlens))
+
+    return call
+
+
+def _behind_norm(function: AttentionFunction) -> Attend:
+    """Wrap an attention function as _plain, but behind QK-norm and the rotary embedding as model/attention.py has it
+    there."""
+    layout_of = _layouts(function)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        layout, gain = layout_of(q, cu_seqlens), q.new_ones(q.shape[3])
+        own_q, own_k, own_v = (x.flatten(0, 1).flatten(1) for x in (q, k, v))
+        if function.normalizes:
+            return function.normed(Projected(own_q, own_k, own_v, gain, gain, 1e-6), layout)
+        normed = qk_norm_rope(own_q, own_k, own_v, gain, gain, layout.cos, layout.sin, 1e-6)
+        normed_q, normed_k, normed_v = (x.unflatten(0, q.shape[:2]) for x in normed)
+        return function(normed_q, normed_k, normed_v, layout)
+
+    return call
+
+
+def _layouts(function: AttentionFunction) -> Callable[[Tensor, Tensor | None], TokenLayout]:
+    """Return what makes the layout of q and cu_seqlens. Its angles are zeros, which take as long as any."""
 
     # A problem has one tensor of lengths. Without the cache, waiting for the GPU would be timed as well.
     @functools.cache
     def longest(cu_seqlens: Tensor) -> int:
         return int(cu_seqlens.diff().max())
 
-    def call(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    @functools.cache
+    def tables(num_tokens: int, half: int, device: torch.device) -> Tensor:
+        return torch.zeros(num_tokens, 1, half, device=device)
+
+    def layout_of(q: Tensor, cu_seqlens: Tensor | None) -> TokenLayout:
         num_sequences, num_tokens = q.shape[0], q.shape[0] * q.shape[1]
         max_seqlen = None if cu_seqlens is None else longest(cu_seqlens)
-        wanted = {function.documents}
-        nothing = torch.empty(0)  # q and k are rotated already
-        layout = token_layout(wanted, num_sequences, num_tokens, nothing, nothing, cu_seqlens, max_seqlen)
-        return function(q, k, v, layout)
+        angles = tables(num_tokens, q.shape[3] // 2, q.device)
+        return token_layout({function.documents}, num_sequences, num_tokens, angles, angles, cu_seqlens, max_seqlen)
 
-    return call
+    return layout_of
