@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from counted import VOCAB, live_tensors, run_config, saved_bytes_per_token, transformer
 from distributed import run_distributed
+from sagekernels import lowbit
 from sagetrain.cluster.join import init_distributed
 from sagetrain.config import RunConfig
 from sagetrain.config.schema import AttentionConfig, ModelConfig
@@ -29,7 +30,6 @@ from sagetrain.model.accounting import (
 from sagetrain.model.backends import AttentionFunction
 from sagetrain.model.operations import AttentionCost, MatmulCost, block_operations, end_operations, of_kind
 from sagetrain.model.selection import matmuls_of
-from sagetrain.parallel import lowbit
 from sagetrain.parallel.topology import ParallelGroups, Topology
 
 QK_NORMS = ["none", "before_rope", "after_rope"]
