@@ -34,7 +34,7 @@ def results(leaves: list[Tensor], o: Tensor) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("smooth_q", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_it_is_its_two_functions(recipe: str, smooth_q: bool) -> None:
-    """To the last bit: sequences, packed documents, in autocast; gradients side by side where one operator makes them."""
+    """To the last bit: sequences, packed documents, in autocast. Gradients that one operator makes lie side by side."""
     options = {"recipe": recipe, "smooth_q": smooth_q}
     documents = torch.tensor([0, 3, 3, 40, 66], dtype=torch.int32)
     for batch, more in ((3, {"smooth_k": False}), (1, {"cu_seqlens": documents, "causal": False, "scale": 0.3})):

@@ -7,7 +7,9 @@ from torch import Tensor
 
 import tiny
 from distributed import run_distributed
+from sagekernels import qk_norm_rope
 from sagetrain.config.schema import AttentionConfig, ModelConfig
+from sagetrain.model.backends import Projected, Sdpa, TokenLayout
 from sagetrain.model.compile import compile_blocks
 from sagetrain.model.transformer import Transformer
 from sagetrain.optim.build import parameter_groups
@@ -51,9 +53,22 @@ def _equal_on_all_ranks(x: Tensor, groups: ParallelGroups) -> bool:
     return all(torch.equal(copies[0], copy) for copy in copies)
 
 
-def _check_model(groups: ParallelGroups, packing: dict, **arguments: object) -> None:
+class NormedSdpa(Sdpa):
+    """Exact attention that applies QK-norm and the rotary embedding itself."""
+
+    normalizes = True
+
+    def normed(self, projected: Projected, layout: TokenLayout) -> Tensor:
+        *qkv, q_gain, k_gain, eps = projected
+        qkv = qk_norm_rope(*qkv, q_gain, k_gain, layout.cos, layout.sin, eps)
+        return self(*(x.unflatten(0, (layout.num_sequences, -1)) for x in qkv), layout)
+
+
+def _check_model(groups: ParallelGroups, packing: dict, normalizing: bool = False, **arguments: object) -> None:
     dense = _model(ParallelGroups.single(), **{k: v for k, v in arguments.items() if k in ("tied", "qk_norm")})
     sharded = _model(groups, **arguments)
+    for block in sharded.blocks if normalizing else ():
+        block.attention.function = NormedSdpa()
     pairs = list(zip(dense.named_parameters(), sharded.parameters(), strict=True))
     for (name, whole), part in pairs:
         spec = sharded.specs[name]
@@ -112,7 +127,8 @@ def _check_tensor_parallel(tp_size: int) -> None:
         _check_model(groups, PACKED, tied=True, qk_norm="after_rope")
         _check_model(groups, {}, tied=False, sequence_parallel=True, qk_norm="none")
         _check_model(groups, {}, tied=True, activation_checkpointing="full")
-        _check_model(groups, PACKED, tied=True, overlap=False)
+        _check_model(groups, PACKED, tied=True, overlap=False, normalizing=True)
+        _check_model(groups, {}, tied=True, sequence_parallel=True, normalizing=True)
         _check_model(groups, PACKED, tied=False, overlap=False, sequence_parallel=True)
         _check_compiled(groups, True, True, ("none", "selective"))
         _check_compiled(groups, False, True, ("none", "selective"))
