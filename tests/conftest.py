@@ -19,7 +19,8 @@ from runs import finish, write_config
 from sagetrain.data.tokenizer import Tokenizer, train_tokenizer
 from sagetrain.model.operations import block_operations
 
-# The slowest first: files are dealt out to processes whole, and one that begins last would be waited for.
+# The slowest files come first. Files are dealt out to processes whole, and the suite would wait for a slow file that
+# begins last.
 SLOW = (
     *("test_engine", "test_accounting", "test_linear_schedule", "test_linear_precision", "test_plan"),
     *("test_precision_runs", "test_sage_interpreter", "test_sage_compile", "test_faults", "test_zero3_memory"),
@@ -28,12 +29,12 @@ SLOW = (
     *("test_quant_noise", "test_checkpoint", "test_context_parallel", "test_mma_forward", "test_spike_policies"),
 )
 
-torch.set_num_threads(1)  # two on a busy machine wait for each other: a sixth of the speed of one
+torch.set_num_threads(1)  # On a busy machine two threads wait for each other and reach a sixth of the speed of one.
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What is imported stays: no search for garbage need look at it, now or later."""
+    """Freeze all that collection imports, so that no garbage collection looks at it, now or later."""
     gc.disable()
     try:
         return (yield)
@@ -43,7 +44,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order the files; inside one nothing changes."""
+    """Order the files. The order inside a file does not change."""
     items.sort(key=lambda item: SLOW.index(item.path.stem) if item.path.stem in SLOW else len(SLOW))
 
 
@@ -55,7 +56,8 @@ def _no_command_outlives_its_test() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _this_process_is_no_rank() -> Iterator[None]:
-    """Or a world of one that a test made here would hand on its port, which it holds, to later tests' commands."""
+    """Remove the variables of ranks after each test. A world of one that a test made here would hand its port, which it
+    holds, on to the commands of later tests."""
     yield
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
@@ -63,7 +65,7 @@ def _this_process_is_no_rank() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with real text as token files: train, valid and tokenizer.model (512 tokens)."""
+    """A folder with real text as token files: train, valid and tokenizer.model (512 tokens)."""
     folder = tmp_path_factory.mktemp("corpus")
     prepare(
         [str(Path(json.__file__).parent.parent / "email")],
@@ -78,7 +80,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
-    """Run folder of the undisturbed run of two ranks, tensor parallel, which writes samples: others end as it does."""
+    """The run folder of the undisturbed run of two ranks, tensor parallel, which writes samples. Other runs must end as
+    it does."""
     folder = tmp_path_factory.mktemp("pair")
     evaluation = {"samples_every_tokens": 6000, "samples_prompts": ["def ", ""], "samples_tokens": 8}
     finish("ranks", write_config(folder / "run.yaml", corpus, folder / "run", tp_size=2, evaluation=evaluation))
@@ -87,7 +90,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SentencePiece model file of 350 tokens, trained on prepare_inputs.TEXTS."""
+    """A SentencePiece model file of 350 tokens, trained on prepare_inputs.TEXTS."""
     path = tmp_path_factory.mktemp("tokenizer") / "my.model"
     path.write_bytes(train_tokenizer(TEXTS, 350))
     return path
@@ -100,7 +103,7 @@ def tokenizer(model: Path) -> Tokenizer:
 
 @pytest.fixture
 def other_operations() -> Iterator[None]:
-    """For tests that change what a block computes: nothing is kept of what was listed before, or for others."""
+    """Forget the listed operations before and after a test that changes what a block computes."""
     block_operations.cache_clear()
     yield
     block_operations.cache_clear()
@@ -122,7 +125,7 @@ def small_disk(tmp_path) -> Iterator[Path]:
 
 @pytest.fixture
 def driver(chromium) -> object:
-    """The machine's Chromium, whose log holds nothing that other tests' pages have written."""
+    """The machine's Chromium, with a log that holds nothing that other tests' pages have written."""
     chromium.get("about:blank")
     chromium.get_log("browser")
     return chromium
@@ -130,7 +133,7 @@ def driver(chromium) -> object:
 
 @pytest.fixture(scope="session")
 def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
-    """The machine's Chromium, without a screen; one for all tests of a process."""
+    """The machine's Chromium without a screen; one for all tests of a process."""
     if not (shutil.which("chromium") and shutil.which("chromedriver")):
         pytest.skip("no Chromium here (make host-tools installs one)")
     from selenium.webdriver import Chrome, ChromeOptions
@@ -139,7 +142,7 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
     options = ChromeOptions()
     profile = tmp_path_factory.mktemp("profile")
     flags = "headless no-sandbox disable-gpu disable-dev-shm-usage no-first-run disable-sync"
-    quiet = "disable-background-networking disable-component-update"  # no search for hosts at every start
+    quiet = "disable-background-networking disable-component-update"  # Chromium would search for hosts at every start.
     for flag in (*flags.split(), *quiet.split(), f"user-data-dir={profile}"):
         options.add_argument(f"--{flag}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})

@@ -1,4 +1,4 @@
-"""What torch.compile makes of a backward pass, before it generates code."""
+"""Record the operations that torch.compile puts into a backward pass, before it generates code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch._inductor.virtualized import V
 
 
 def backward_calls(function: Callable[[Tensor], Tensor]) -> list[str]:
-    """Names of what is called backward, of a function of bf16 [32, 64]."""
+    """Return the names of the operations in the backward pass of a function of bf16 [32, 64]."""
     calls: list[str] = []
 
     def inspect(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:

@@ -1,10 +1,10 @@
-"""Small configurations, and what the rules say of them."""
+"""Small configurations, and the findings of the rules for them."""
 
 from sagetrain.config import Finding, RunConfig
 
 
 def run_config(**sections: dict) -> RunConfig:
-    """A configuration without findings on 1, 2, 4 or 8 ranks, with keys of its sections replaced."""
+    """Build a configuration without findings on 1, 2, 4 or 8 ranks. The sections replace keys of its sections."""
     tree = {
         "model": {"num_layers": 2, "hidden_size": 256, "ffn_hidden_size": 768, "num_attention_heads": 4},
         "data": {"train": [{"path": "x"}], "seq_length": 1024, "micro_batch_size": 2},

@@ -1,4 +1,5 @@
-"""A block is compiled, and forgotten: what torch makes ready for its first one, in half a second, a fork has then."""
+"""Compile a block and forget it. torch takes half a second to get ready for its first one; forked processes have that
+done."""
 
 import torch
 
@@ -7,7 +8,7 @@ from sagetrain.model.compile import compile_blocks
 from sagetrain.parallel.topology import ParallelGroups
 
 threads = torch.get_num_threads()
-torch.set_num_threads(1)  # others would be missing in what is forked
+torch.set_num_threads(1)  # A forked process would lack the other threads.
 cfg = tiny.config(1)
 model = tiny.transformer(cfg.model, cfg.attention, vocab_size=tiny.VOCAB, groups=ParallelGroups.single())
 compile_blocks(model, "aot_eager")

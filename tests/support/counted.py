@@ -1,4 +1,4 @@
-"""What torch keeps for the backward pass, counted, beside the configurations that it is counted for."""
+"""Count the bytes that torch keeps for the backward pass, for a table of configurations."""
 
 import gc
 from contextlib import suppress
@@ -37,9 +37,13 @@ def transformer(model: ModelConfig, attention: AttentionConfig, **kwargs) -> Tra
 
 
 class Watched(torch.nn.Module):
-    """A block, and what autograd saves of it. What activation checkpointing keeps beside that, if nothing is compiled,
-    is what is still there when the block is done, but for its result, which is another block's (`left`): some of it
-    gloo's threads only have not let go of yet."""
+    """A block that records the tensors that autograd saves of it.
+
+    `beside` also records what activation checkpointing keeps outside of autograd when nothing is compiled. These are
+    the tensors that are still alive when the block is done (`left`). The block's result is not one of them, because it
+    counts for the next block. Some tensors are alive only because gloo's threads still hold them, so `left` holds weak
+    references.
+    """
 
     def __init__(self, block: Block, beside: bool):
         super().__init__()
@@ -61,7 +65,8 @@ class Watched(torch.nn.Module):
 
 
 def saved_bytes_per_token(cfg: RunConfig, compiled: bool, groups: ParallelGroups | None = None) -> float:
-    """What autograd keeps of the second block, parameters, rotary tables and other small tensors left out."""
+    """Return the bytes that autograd keeps of the second block, without parameters, rotary tables and other small
+    tensors."""
     groups, sharded = groups or ParallelGroups.single(), cfg.parallel.sequence_parallel
     how = {"sequence_parallel": sharded, "activation_checkpointing": cfg.training.activation_checkpointing}
     place = {"tensor_parallel_size": groups.tp_size, "device": torch.device("cpu"), "dtype": torch.bfloat16}
@@ -69,7 +74,8 @@ def saved_bytes_per_token(cfg: RunConfig, compiled: bool, groups: ParallelGroups
     network = transformer(cfg.model, cfg.attention, dtype=torch.bfloat16, groups=groups, **how)
     network.keep_weights()
     torch._dynamo.reset()
-    if compiled:  # the partition of forward and backward is that of inductor; no compiler needed
+    # inductor's partition of forward and backward decides what is saved. This backend uses it and needs no compiler.
+    if compiled:
         network.blocks[1].compile(fullgraph=True, backend="aot_eager_decomp_partition")
     tokens = torch.zeros(cfg.data.micro_batch_size, cfg.data.seq_length // groups.cp_size, dtype=torch.long)
     layouts = network._layouts(tokens, None, None, None)
@@ -79,13 +85,14 @@ def saved_bytes_per_token(cfg: RunConfig, compiled: bool, groups: ParallelGroups
     selective = cfg.training.activation_checkpointing == "selective"
     watched = network.blocks[1] = Watched(network.blocks[1], selective and not compiled)
     logits = network(tokens)
-    assert logits.requires_grad  # and so holds what it needs
+    assert logits.requires_grad  # Logits that require a gradient keep the graph and its saved tensors alive.
     gc.collect()
     watched.saved |= {place: tensor for place, x in watched.left.items() if (tensor := x()) is not None}
     tables = (table for layout in layouts for table in (layout.cos, layout.sin))
     weights = (tensor for module in network.modules() for tensor in getattr(module, "kept", ()))
     known = {t.untyped_storage().data_ptr() for t in (*network.parameters(), *weights, *tables)}
-    least = tokens.numel() // groups.tp_size**2  # half of a micro-batch, in shards, has a number for each token
+    # The smallest tensor that counts has one number for each token of half a micro-batch, in shards.
+    least = tokens.numel() // groups.tp_size**2
     large = [x for place, x in watched.saved.items() if place not in known and x.numel() >= least]
     return sum(x.untyped_storage().nbytes() for x in large) / tokens.numel()
 
@@ -93,9 +100,10 @@ def saved_bytes_per_token(cfg: RunConfig, compiled: bool, groups: ParallelGroups
 def live_tensors() -> dict[int, torch.Tensor]:
     gc.collect()
     tensors = [x for x in gc.get_objects() if isinstance(x, torch.Tensor) and x.layout == torch.strided]
-    tensors += [x.grad for x in tensors if x.is_leaf and x.grad is not None]  # may have no Python object of their own
+    # A gradient may have no Python object of its own.
+    tensors += [x.grad for x in tensors if x.is_leaf and x.grad is not None]
     found = {}
     for tensor in tensors:
-        with suppress(RuntimeError):  # what torch.compile traced with has no memory
+        with suppress(RuntimeError):  # Tensors that torch.compile traced with have no memory.
             found[tensor.untyped_storage().data_ptr()] = tensor
     return found

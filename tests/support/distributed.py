@@ -60,11 +60,12 @@ def run_distributed(function: Callable, world_size: int, *args: Any, timeout: fl
 
 @contextlib.contextmanager
 def _one_cpu() -> Iterator[set[int]]:
-    """A CPU that no other test's ranks have, if there is one: messages from one CPU to another take a third more."""
+    """Reserve a CPU that the ranks of no other test have, if there is one. Messages between two CPUs take a third
+    longer."""
     cpus = os.sched_getaffinity(0)
     with socket.socket(socket.AF_UNIX) as claim:
         for cpu in sorted(cpus):
-            with contextlib.suppress(OSError):  # taken
+            with contextlib.suppress(OSError):  # Another test has this CPU.
                 claim.bind(f"\0sagetrain's tests on CPU {cpu}")
                 cpus = {cpu}
                 break
@@ -103,18 +104,19 @@ def _child(env: dict, log: str, cpus: set, port: int, timeout: float, source: tu
         )
         buffer = io.BytesIO()
         torch.save(_load(*source)(*args), buffer)
-        dist.barrier()  # no rank leaves while another still needs it
+        dist.barrier()  # No rank leaves while another one still needs it.
         sender.send((True, buffer.getvalue()))
     except BaseException:  # noqa: BLE001 - whatever it is, the parent raises it
         sender.send((False, traceback.format_exc()))
     finally:
         sender.close()
         sys.stdout.flush()
-        os._exit(0)  # gloo's threads sometimes abort an orderly exit
+        os._exit(0)  # gloo's threads sometimes abort an orderly exit.
 
 
 def _load(path: str, module_name: str, qualname: str) -> Callable:
-    # By path: pytest's importlib mode gives test modules names that a fresh process cannot import.
+    # The module is found by its path, because a fresh process cannot import the names that pytest's importlib mode
+    # gives.
     if module_name not in sys.modules:
         spec = importlib.util.spec_from_file_location(module_name, path)
         module = importlib.util.module_from_spec(spec)

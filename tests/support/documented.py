@@ -1,4 +1,4 @@
-"""Commands as pages write them, read as a shell would."""
+"""Read commands as pages write them, in the way a shell would."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ def split(line: str) -> Iterator[list[str]]:
             if words and words[0] in PROGRAMS:
                 yield words[: words.index(">")] if ">" in words else words
             words = []
-    except ValueError:  # no command: an apostrophe in a text, say
+    except ValueError:  # The line is no command; it may be a text with an apostrophe.
         return
 
 
 def sagetrain(words: list[str]) -> None:
-    """See that `sagetrain WORDS` can be parsed, and that a run it names could start."""
+    """Check that `sagetrain WORDS` can be parsed, and that a run it names could start."""
     group = typer.main.get_command(app)
-    parsed = group.commands[words[0]].make_context(words[0], words[1:])  # exits on what it does not know
+    # click exits on an option that it does not know.
+    parsed = group.commands[words[0]].make_context(words[0], words[1:])
     if words[0] == "train":
         train(words[1:], 1)
     else:
@@ -42,7 +43,7 @@ def sagetrain(words: list[str]) -> None:
 
 
 def train(words: list[str], world_size: int) -> None:
-    """See that the words after `sagetrain train` or launch/train.py name a run that so many ranks could start."""
+    """Check that the words after `sagetrain train` or launch/train.py name a run that so many ranks could start."""
     words = [word for word in words if word not in ("--config", "-c")]
     path, overrides = words[0], words[1:]
     cfg = load_config(path, overrides)

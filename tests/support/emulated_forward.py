@@ -1,4 +1,4 @@
-"""Inputs and judgements that the tests of all emulated forward kernels share."""
+"""Inputs and comparisons that the tests of all emulated forward kernels share."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,13 +16,13 @@ def inputs(seed: int, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
 
 
 def assert_close(o: Tensor, lse: Tensor, o_twin: Tensor, lse_twin: Tensor) -> None:
-    """See that a kernel's results are those of the twin."""
+    """Check that a kernel's results are those of the twin."""
     assert rel_l2(o, o_twin) < 5e-3
     assert torch.allclose(lse, lse_twin, atol=1e-4, rtol=1e-5)
 
 
 def assert_non_finite_values_propagate(emulated: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]) -> None:
-    """See that an infinite query gives NaN in its row alone, and that a row of zeros gives the twin's."""
+    """Check that an infinite query gives NaN in its row alone, and that a row of zeros gives the twin's result."""
     q, k, v = inputs(0, [(1, 200, 1, 64)] * 3)
     q[0, 20], q[0, 40, 0, 6] = 0, math.inf
     o, lse, o_twin, lse_twin = emulated(q, k, v, True)

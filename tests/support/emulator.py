@@ -1,5 +1,5 @@
-"""Runs the text of a CUDA kernel on the CPU: compiles it with hopper_emulator.h or mma_emulator.h and launches it as
-nvrtc.Kernel does."""
+"""Run the source of a CUDA kernel on the CPU. The source is compiled with hopper_emulator.h or mma_emulator.h and
+launched as nvrtc.Kernel does."""
 
 import ctypes
 import re
@@ -28,7 +28,7 @@ extern "C" const char *launch_%s(int grid, int threads, int resident, int seed, 
 
 
 def storage_bytes(x: Tensor) -> int:
-    """Bytes from the first element of x to the last one, in memory."""
+    """Return the bytes of memory from the first element of x to the last one."""
     return x.element_size() * (1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)))
 
 
@@ -38,7 +38,7 @@ class TensorMap(ctypes.Structure):
 
 
 def tensor_map(x: Tensor, box: Sequence[int], swizzle: int = 128) -> TensorMap:
-    """Of nvrtc.tensor_map, for the emulator."""
+    """Build the emulator's version of nvrtc.tensor_map."""
     fill = [1] * (4 - x.dim())
     strides = [s * x.element_size() for s in x.stride()[::-1]]
     lists = [[*x.shape[::-1], *fill], [*strides, *fill], [*box[::-1], *fill]]
@@ -46,8 +46,8 @@ def tensor_map(x: Tensor, box: Sequence[int], swizzle: int = 128) -> TensorMap:
 
 
 class Emulated:
-    """One kernel, compiled with these macros. It can make mistakes: each replaces expressions or statements (those that
-    end with ; or a comment behind it)."""
+    """One kernel, compiled with these macros. It can make planted mistakes. Each mistake replaces expressions of the
+    source, or statements if the text ends with `;` or with a comment behind it."""
 
     def __init__(
         self, folder: Path, source: str, name: str, defines: Mapping[str, int], mistakes: Sequence[dict[str, str]] = ()
@@ -65,7 +65,7 @@ class Emulated:
                 text = text.replace(right, choice % (i, wrong, right))
         program = folder / ("_".join([source, *map(str, defines.values()), str(len(mistakes))]) + ".cpp")
         library = program.with_suffix(".so")
-        if not library.exists():  # with all kernels of the source
+        if not library.exists():  # The library holds all kernels of the source file.
             program.write_text(text + "".join(LAUNCH % (kernel, kernel) for kernel in KERNEL.findall(text)))
             self._compile(program, library, defines)
         self._library = ctypes.CDLL(str(library))
@@ -78,7 +78,7 @@ class Emulated:
         subprocess.run(command, check=True)
 
     def __call__(self, grid: int, threads: int, *arguments, seed: int = 0, resident: int = 2, mistake: int = 0) -> str:
-        """What went wrong, or an empty string."""
+        """Launch the kernel. Return a message about what went wrong, or an empty string."""
         values, pointers = [], (ctypes.c_void_p * len(arguments))()
         if hasattr(self._library, "may_copy_from"):
             for address, bytes in [
@@ -99,7 +99,7 @@ class Emulated:
 def wrong_results(
     run: Callable[..., Sequence[Tensor]], right: Callable[[str], Sequence[Tensor]], mistake: int, seeds: int = 12
 ) -> str:
-    """What shows that a kernel makes a mistake: a message, or other bits than it has without; "" if nothing does."""
+    """Return how a planted mistake shows: a message, or "other bits" than without it. "": nothing shows it."""
     for seed in range(seeds):
         for case in ("documents", "other"):
             try:

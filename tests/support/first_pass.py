@@ -1,8 +1,9 @@
-"""Pytest plugin (-p first_pass): of every test only so many cases that each value of each parameter is among them.
+"""A pytest plugin (-p first_pass) that runs only a few cases of every test, so that each value of each parameter is
+covered.
 
-With a parameter `backend`, all other values come with each of its own: kernels are other ones there. Of a Shape counts
-what chooses a kernel or a branch in it. Which cases are run follows from the parameters alone: a new kernel, recipe or
-head_dim is in the first pass without being named here.
+If a test has a parameter `backend`, every value of the other parameters is covered for each backend, because each
+backend has kernels of its own. A Shape counts by the properties that choose a kernel or a branch in it. The choice of
+cases follows from the parameters alone: a new kernel, recipe or head_dim is in the first pass without being named here.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from sagekernels.testing import Shape
 
 Aspect = tuple[str, str, str]
 LONGEST = "test_stability_gpu"
-"""The file whose one test takes as long as all others side by side. It begins first."""
+"""The file whose single test takes as long as all others side by side. It begins first."""
 
 
 def aspects(item: pytest.Item) -> set[Aspect]:
-    """(backend, parameter, value) of what a case adds; ("", "", "") for a test without parameters."""
+    """Return the (backend, parameter, value) triples that a case covers; ("", "", "") for a test without parameters."""
     parameters = dict(item.callspec.params) if hasattr(item, "callspec") else {}
     backend = str(parameters.pop("backend", ""))
     found = {(backend, "", "")}
@@ -41,8 +42,8 @@ def shape_parts(shape: Shape) -> dict[str, object]:
 
 
 def chosen(cases: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """Cases of one test that have all its aspects: each time the one that adds most and repeats least. Those whose
-    aspects later ones have as well are left out again."""
+    """Choose cases of one test that cover all its aspects. Each step takes the case that adds most and repeats least.
+    In the end cases are dropped if the others cover all their aspects."""
     aspects_of = {case: aspects(case) for case in cases}
     missing, times, taken = set().union(*aspects_of.values()), Counter(), []
     while missing:

@@ -1,4 +1,5 @@
-"""Processes forked from one that has imported everything: as fresh as new ones, without the time that imports take."""
+"""Fork processes from one that has imported everything. They are as fresh as new ones and save the time of the
+imports."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from unittest.mock import patch
 import torch
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-# What a run imports, late imports too. Ranks of one world also get one hash seed from it; those of launchers do not.
+# The modules that a run imports, late imports too. The ranks of one world inherit one hash seed from this process,
+# which the ranks of real launchers do not.
 IMPORTED = [
     "sagetrain.cli.main",
     "sagetrain.config.check",
@@ -34,10 +36,11 @@ IMPORTED = [
     "torch._inductor.compile_fx",
     "torch.distributed.run",
     "deepspeed.module_inject.auto_ep_layer",
-    "pytest",  # of every test module
+    "pytest",  # Every test module imports pytest.
     "compiled_before",
 ]
-# Seconds that any process of a test is waited for: ten times what the slowest takes on an idle machine, and more.
+# The longest time in seconds to wait for any process of a test. It is more than ten times what the slowest takes on an
+# idle machine.
 PATIENCE = 600.0
 COMMANDS = {
     "sagetrain": ("sagetrain.__main__", "program"),
@@ -50,19 +53,22 @@ COMMANDS = {
 
 
 def context() -> multiprocessing.context.BaseContext:
-    """Where such processes come from. With a GPU each imports for itself, as CUDA does not survive a fork."""
+    """Return the context that forks the processes. With a GPU each process imports for itself, because CUDA does not
+    survive a fork."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([] if torch.cuda.is_available() else IMPORTED)
-    with patch.dict(os.environ, PYTHONPATH=str(Path(__file__).parent)):  # it would not find this folder
+    # The fork server would not find this folder otherwise.
+    with patch.dict(os.environ, PYTHONPATH=str(Path(__file__).parent)):
         forkserver.ensure_running()
     return context
 
 
 class Command:
-    """A console script (of COMMANDS, with its arguments) in a process and session of its own; like subprocess.Popen.
+    """A console script (one of COMMANDS, with its arguments) in a process and session of its own; like
+    subprocess.Popen.
 
-    Its output is appended to the file `log`, errors too or, if named, to the file `errors`. It sees the network, the
-    host name and the files that the process `host` sees, if one is given.
+    Its output is appended to the file `log`. Errors go there too, or to the file `errors` if one is named. The script
+    sees the network, the host name and the files that the process `host` sees, if one is given.
     """
 
     running: list[Command] = []
@@ -108,7 +114,7 @@ class Command:
 
     @classmethod
     def end_all(cls) -> None:
-        """Kill what a failed test has left running: others are timed."""
+        """Kill the processes that a failed test has left running, because other tests measure times."""
         while cls.running:
             command = cls.running.pop()
             if command.returncode is None:
@@ -117,8 +123,8 @@ class Command:
 
 
 def enter(env: Mapping[str, str], log: str, errors: str) -> None:
-    """Take over environment and output files in a process that is forked, whose parent knows neither."""
-    gc.freeze()  # what was imported stays: no collection need look at it again, which takes half a second each
+    """Take over the environment and the output files in a forked process. The parent of the fork knows neither."""
+    gc.freeze()  # Frozen imports are skipped by every garbage collection, which would take half a second each.
     _take(env)
     for number, stream, path in ((1, sys.stdout, log), (2, sys.stderr, errors)):
         stream.flush()
@@ -130,22 +136,22 @@ def enter(env: Mapping[str, str], log: str, errors: str) -> None:
 def _take(env: Mapping[str, str]) -> None:
     """Replace the environment, and show the rank in the process's name.
 
-    runs.ranks_of reads it there, because /proc/PID/environ of a fork is what its parent began with.
+    runs.ranks_of reads the rank from the name, because /proc/PID/environ of a fork shows what its parent began with.
     """
     os.environ.clear()
     os.environ.update(env)
     sys.executable = env.get("STAND_IN", sys.executable)
-    if threads := env.get("OMP_NUM_THREADS"):  # torch has read it already, before the fork
+    if threads := env.get("OMP_NUM_THREADS"):  # torch has read this variable already, before the fork.
         torch.set_num_threads(int(threads))
     if "RANK" in env:
         Path("/proc/self/comm").write_text(f"rank {env['RANK']}")
 
 
 def join_host(process: int) -> None:
-    """See the network, the host name and the files that another process sees."""
+    """Enter the network, the host name and the files that another process sees."""
     for kind in ("net", "uts", "mnt"):
         if os.readlink(f"/proc/{process}/ns/{kind}") == os.readlink(f"/proc/self/ns/{kind}"):
-            continue  # which needs no root
+            continue  # Entering a namespace needs root, and this one is shared already.
         with open(f"/proc/{process}/ns/{kind}") as namespace:
             if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0):
                 raise OSError(ctypes.get_errno(), f"setns: {kind} namespace of process {process}")
@@ -161,7 +167,7 @@ def _run(words: list[str], env: dict[str, str], log: str, errors: str, cwd: str,
 
 
 def call(name: str) -> None:
-    """Do what the console script does."""
+    """Call the function that the console script calls."""
     if name in ("deepspeed", "python"):
         subprocess.Popen = Launched
     elif name == "torchrun":
@@ -174,8 +180,9 @@ def call(name: str) -> None:
 class Launched(subprocess.Popen):
     """Fork the Python programs that a launcher starts, with everything imported; execute other programs.
 
-    The launcher's own code runs. DeepSpeed's forks in both of its levels. torchrun has threads, and a fork of it would
-    find their locks taken for ever: a spare child of it, which was forked before they began, becomes the program.
+    The launcher's own code runs. Both levels of DeepSpeed's launcher fork. torchrun has threads, and a fork of it would
+    find their locks taken for ever. A spare child, which was forked before the threads began, becomes the program
+    instead.
     """
 
     spares: list[Spare] = []
@@ -204,7 +211,7 @@ class Launched(subprocess.Popen):
 
 
 class Spare:
-    """A child of this process, in a session of its own, that waits to be told which Python program it is."""
+    """A child of this process, in a session of its own, that waits to be told which Python program it is to run."""
 
     def __init__(self) -> None:
         receiver, self._sender = multiprocessing.Pipe(duplex=False)
@@ -220,7 +227,7 @@ class Spare:
         self._sender.close()
         try:
             words, env = receiver.recv()
-        except EOFError:  # the launcher has ended without a use for it
+        except EOFError:  # The launcher has ended and has no use for this child.
             return
         _take(env)
         program(words)
@@ -239,9 +246,10 @@ def program(words: list[str]) -> None:
 
 
 def main() -> None:
-    """`ranks COUNT PORT WORDS`: `sagetrain WORDS` on so many ranks, by a launcher that takes no time.
+    """Run `ranks COUNT PORT WORDS`: `sagetrain WORDS` on COUNT ranks, by a launcher that takes no time.
 
-    When one fails, the others get SIGTERM; the exit code is the first one's. SIGTERM is for the ranks alone.
+    When one rank fails, the others get SIGTERM, and the exit code is that of the first. This process ignores SIGTERM,
+    which is meant for the ranks alone.
     """
     count, port, *words = sys.argv[1:]
     sys.argv = ["sagetrain", *words]
@@ -269,7 +277,7 @@ def main() -> None:
 
 
 def script() -> None:
-    """`python FILE WORDS`, with everything imported."""
+    """Run `python FILE WORDS`, with everything imported."""
     del sys.argv[0]
     runpy.run_path(sys.argv[0], run_name="__main__")
 
@@ -282,7 +290,7 @@ def fork(act: Callable[[], None], env: Mapping[str, str]) -> int:
         return pid
     code: object = 1
     try:
-        for number in (signal.SIGINT, signal.SIGTERM):  # as where a program begins
+        for number in (signal.SIGINT, signal.SIGTERM):  # A program begins with these handlers.
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         _take(env)
         act()

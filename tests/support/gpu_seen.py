@@ -1,7 +1,8 @@
-"""Pytest plugin (-p gpu_seen): a run of the GPU tests records how their files fared; any other run prints the record.
+"""A pytest plugin (-p gpu_seen): a run of the GPU tests records the outcomes of their files; any other run prints the
+record.
 
 `make test-gpu` writes tests/gpu/seen.json and `make test` prints it. Most changes are made on machines without a GPU,
-where nobody would notice that a GPU test fails since some commit.
+where nobody would notice that a GPU test has failed since some commit.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 FOLDER = Path(__file__).parents[1] / "gpu"
 OUTCOMES = "passed", "failed", "skipped"
 Files = Mapping[str, Mapping[str, int]]
-"""File name -> how many of its tests had each of OUTCOMES."""
+"""The number of tests of each file that had each of OUTCOMES, keyed by file name."""
 
 
 class Seen:
@@ -31,14 +32,16 @@ class Seen:
         self.folder, self._path = folder, folder / "seen.json"
 
     def write(self, run: Mapping[str, Any], files: Files) -> None:
-        """Record a run (commit, card, torch, date, pass) as the last one, and for each file that it saw green."""
+        """Record a run (commit, card, torch, date, pass) as the last one, and as the last green one of each file that
+        was green."""
         green = self._read().get("green", {})
         green |= {name: run for name, counts in files.items() if counts["passed"] and not counts["failed"]}
         last = {**run, "files": {name: dict(files[name]) for name in sorted(files)}}
         self._path.write_text(json.dumps({"last": last, "green": dict(sorted(green.items()))}, indent=1) + "\n")
 
     def lines(self) -> Iterator[str]:
-        """Say at which commit each file was last seen green, how long ago that is, and what failed in the last run."""
+        """Yield lines that say at which commit each file was last green, how long ago that is, and what failed in the
+        last run."""
         seen, together = self._read(), defaultdict(list)
         for path in sorted(self.folder.glob("test_*_gpu.py")):
             run = seen.get("green", {}).get(path.name)
@@ -51,7 +54,7 @@ class Seen:
             yield f"last run, {self._ago(last['commit'])}, {last['pass']}: failed in {' '.join(failed) or 'no file'}"
 
     def commit(self) -> str:
-        """The commit of this checkout; COMMIT names it for a copy without git."""
+        """The commit of this checkout. A file COMMIT names it for a copy without git."""
         head = os.environ.get("COMMIT") or self._git("rev-parse", "HEAD") or "unknown"
         changed = self._git("status", "--porcelain", "-uno", "--", ":/", f":!{self._path}")
         return f"{head} with changes" if changed else head
@@ -74,7 +77,7 @@ class Seen:
 
 
 class Recorder:
-    """Counts the outcomes of GPU tests, in the process that hears of all of them."""
+    """Count the outcomes of the GPU tests, in the process that hears of all of them."""
 
     def __init__(self, seen: Seen) -> None:
         self._seen = seen
@@ -88,7 +91,8 @@ class Recorder:
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         ended = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
-        if self.files and ended and not (session.shouldfail or session.shouldstop):  # else some were not run
+        # A run that was stopped has not run all files.
+        if self.files and ended and not (session.shouldfail or session.shouldstop):
             first = session.config.pluginmanager.hasplugin("first_pass")
             count = torch.cuda.device_count()
             run = {
@@ -108,5 +112,5 @@ class Recorder:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):  # reports of all workers reach the process that started them
+    if not hasattr(config, "workerinput"):  # All workers report to the process that started them.
         config.pluginmanager.register(Recorder(Seen()))

@@ -1,6 +1,7 @@
 """A Llama decoder written from the papers' formulas in float64, token by token where that is simplest.
 
-Shares no code with sagetrain.model: it takes the model's parameters by name and returns the loss, differentiable.
+The file shares no code with sagetrain.model. It takes the model's parameters by name and returns the loss, which is
+differentiable.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ def _norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
 
 
 def _rotate(x: Tensor, positions: list[int], theta: float) -> Tensor:
-    """x [S, K]: pairs (i, i + K/2) as complex numbers, multiplied by exp(1j * position * theta^(-2i/K))."""
+    """Rotate x [S, K]: pairs (i, i + K/2) as complex numbers, multiplied by exp(1j * position * theta^(-2i/K))."""
     half = x.shape[-1] // 2
     frequency = torch.tensor([theta ** (-2 * i / x.shape[-1]) for i in range(half)], dtype=torch.float64)
     angle = torch.tensor(positions, dtype=torch.float64)[:, None] * frequency
@@ -58,8 +59,8 @@ def reference_loss(
     positions: Tensor | None = None,
     documents: list[list[int]] | None = None,
 ) -> Tensor:
-    """Mean loss in float64 of the labels that are not negative. documents: for each sequence the document number of
-    every token (default: all one)."""
+    """Return the mean loss in float64 over the labels that are not negative. documents: the document number of every
+    token, for each sequence (default: all one)."""
     p = {name: value.double() for name, value in parameters.items()}
     table = p["embedding.weight"]
     losses = []

@@ -1,4 +1,4 @@
-"""Shipped configurations as `plan` prices them."""
+"""Load shipped configurations for the tests of `plan`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ VOCAB = 32_000
 
 
 def config(name: str = "325m", *overrides: str) -> RunConfig:
-    """Without packed documents unless overridden."""
+    """Load a shipped configuration. Documents are not packed unless an override packs them."""
     return load_config(
         CONFIGS / f"{name}.yaml", ["attention.backend=sdpa", "data.document_attention=false", *overrides]
     )

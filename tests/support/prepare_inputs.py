@@ -1,4 +1,4 @@
-"""Texts, and `prepare` on them, for the tests of preparation."""
+"""Texts for the tests of preparation, and `prepare` on them."""
 
 import io
 import json
@@ -44,7 +44,7 @@ def documents(path: Path) -> list[list[int]]:
 
 
 def published_tokenizer(**options: object) -> Tokenizer:
-    """A SentencePiece model of 400 tokens as others train theirs: with a space before every text, say."""
+    """Train a SentencePiece model of 400 tokens in the way others do, for example with a space before every text."""
     model = io.BytesIO()
     given = {
         "model_type": "bpe",
@@ -60,7 +60,7 @@ def published_tokenizer(**options: object) -> Tokenizer:
 
 
 def prepare(sources: list[str], output: str | Path, *, say: Callable[[str], None] = print, **options) -> Prepared:
-    """`sagetrain prepare SOURCES --output OUTPUT`, with options of Request by name."""
+    """Run `sagetrain prepare SOURCES --output OUTPUT`. The options are keyword arguments of Request."""
     return preparing.prepare(Request(sources, output=output, **options), say)
 
 

@@ -1,4 +1,5 @@
-"""The decisions that follow from probes: what tests of controllers and of whole runs expect, on a CPU and on a GPU."""
+"""The decisions that follow from probes. The tests of controllers and of whole runs, on a CPU and on a GPU, expect
+them."""
 
 from __future__ import annotations
 
@@ -7,12 +8,12 @@ from sagetrain.stability.controller import Event, Taken
 from sagetrain.stability.noise_aware import NoiseAware
 
 Probe = dict[str, tuple[float, float]]
-"""Layer -> its ratio and bias_ratio at the present tokens per step."""
+"""The ratio and the bias_ratio of each layer at the present tokens per step."""
 LOW: Probe = {"0": (0.001, 0.001)}
 
 
 class ProbedRun:
-    """Steps of a noise_aware run whose probes find the ratios that the test names."""
+    """A noise_aware run whose probes find the ratios that the test names."""
 
     def __init__(self, controller: NoiseAware) -> None:
         self.controller, self.step, self.tokens = controller, 0, 0
@@ -21,7 +22,8 @@ class ProbedRun:
         self.events: list[Event] = []
 
     def take(self, probe: Probe | None) -> list[Event]:
-        """Take a step; None: without a probe. Return what was decided after the step."""
+        """Take a step and return the decisions after it. probe: the ratios that the step's probe finds. None: no
+        probe."""
         size = self.controller.now
         metrics = {"train/loss": 3.0}
         for layer, (ratio, bias) in (probe or {}).items():

@@ -1,4 +1,4 @@
-"""What a process has in memory, as the kernel counts it, when its allocator keeps nothing that was freed."""
+"""Measure a process's memory as the kernel counts it, while its allocator keeps nothing that was freed."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import ctypes
 from collections.abc import Callable
 from pathlib import Path
 
-_M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
+_M_MMAP_THRESHOLD = -3  # The value is defined in glibc's malloc.h.
 
 
 def return_what_is_freed() -> None:
-    """From now on this process gives blocks of 64 KiB and more back to the system when they are freed.
+    """Make this process give blocks of 64 KiB and more back to the system when they are freed.
 
-    Else glibc raises that limit to the largest block it has seen freed, and keeps what is smaller: by chance as much
-    again as what a test measures.
+    Otherwise glibc raises that limit to the largest block that was freed, and keeps smaller ones. By chance it would
+    keep as much memory as a test measures.
     """
     assert ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**16) == 1, "glibc's mallopt refused"
 
 
 def resident() -> int:
-    """Bytes of this process in memory now."""
+    """Return the bytes that this process has in memory now."""
     return _status("VmRSS")
 
 
 def peak_of(act: Callable[[], object]) -> int:
-    """How many bytes more than before an action took at its peak."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    """Run an action and return its peak: the bytes in memory beyond those before the action."""
+    Path("/proc/self/clear_refs").write_text("5")  # Writing 5 resets the kernel's record of the peak.
     before = resident()
     act()
     return _status("VmHWM") - before

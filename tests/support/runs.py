@@ -1,4 +1,4 @@
-"""Runs as users start them, for tests: configurations, launchers, what a run leaves behind."""
+"""Start runs as users do, for tests: configurations, launchers, and the files that a run leaves behind."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ STEPS = 40
 
 
 def write_config(path: Path, corpus: Path, run_dir: Path, tp_size: int = 1, **sections: dict) -> Path:
-    """A run of 40 steps with a ramp of tokens per step and a checkpoint about every 10."""
-    # 16 sequences of 32 tokens: 20 steps of 8 sequences, then 20 of 16
+    """Write the configuration of a run of 40 steps, with a ramp of tokens per step and a checkpoint about every 10
+    steps."""
+    # A sequence has 32 tokens: 20 steps of 8 sequences, then 20 steps of 16.
     tokens = 20 * 256 + 20 * 512
     tree = {
         "model": {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 2},
@@ -38,7 +39,7 @@ def write_config(path: Path, corpus: Path, run_dir: Path, tp_size: int = 1, **se
             "train": [{"path": str(corpus / "train")}],
             "valid": [{"path": str(corpus / "valid")}],
             "seq_length": 32,
-            "micro_batch_size": 4 * tp_size,  # as many for a replica, in fewer and larger pieces
+            "micro_batch_size": 4 * tp_size,  # A replica gets as many sequences, in fewer and larger pieces.
         },
         "tokens_per_step": {
             "schedule": "stages",
@@ -57,17 +58,19 @@ def write_config(path: Path, corpus: Path, run_dir: Path, tp_size: int = 1, **se
 
 
 def free_port() -> int:
-    """None of those that the system gives to whoever asks for any (32768 and up): another test would get it before the
-    process that it is for."""
+    """Return a free port below 32768. The system gives ports from there on to whoever asks for any, so another test
+    could get such a port before the process that it is meant for."""
     while True:
         port = 10_000 + secrets.randbelow(10_000)
-        with contextlib.suppress(OSError), socket.socket() as s:  # else somebody listens there
+        # If binding fails, somebody else listens on this port.
+        with contextlib.suppress(OSError), socket.socket() as s:
             s.bind(("", port))
             return port
 
 
 def command(launcher: str) -> list[str]:
-    """One process by name `sagetrain`, two by `deepspeed`, `torchrun` or, where no launcher is tested, `ranks`."""
+    """Return a launcher's command: one process by `sagetrain`, two by `deepspeed` and `torchrun`, and by `ranks`, which
+    stands in where no launcher is tested."""
     port, script = str(free_port()), str(ROOT / "launch/train.py")
     return {
         "sagetrain": ["sagetrain", "train"],
@@ -106,7 +109,7 @@ def finish(launcher: str | list[str], config: Path) -> None:
 
 
 def sagetrain(*words: object) -> subprocess.CompletedProcess[str]:
-    """`sagetrain WORDS`, ended."""
+    """Run `sagetrain WORDS` to its end and return the result."""
     with tempfile.TemporaryDirectory() as folder:
         output, errors = (Path(folder, name) for name in ("output", "errors"))
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -130,13 +133,14 @@ def when(launcher: str | list[str], config: Path, ready: Callable[[], bool], act
     while not ready():
         assert process.poll() is None, log_of(config)[-3000:]
         assert time.monotonic() < deadline, "the run did not get there in time"
-        time.sleep(0.002 if folder.exists() else 0.05)  # until then it imports
+        # A run without a folder is still importing, so it is looked at less often.
+        time.sleep(0.002 if folder.exists() else 0.05)
     act(process)
     return process.wait(PATIENCE)
 
 
 def reached(config: Path, step: int) -> Callable[[], bool]:
-    """Whether the run has reported `step`."""
+    """Return a function that says whether the run has reported `step`."""
     metrics = run_dir_of(config) / "metrics.jsonl"
     return lambda: metrics.exists() and f'"step": {step},' in metrics.read_text()
 
@@ -147,7 +151,7 @@ def at_step(launcher: str | list[str], config: Path, step: int, act: Callable[[C
 
 
 def ranks_of(launcher: Command) -> list[psutil.Process]:
-    """The processes that train, in the order of their ranks, without the launcher's own."""
+    """Return the processes that train, in the order of their ranks, without the launcher's own."""
     ranks = {rank_of(process): process for process in psutil.Process(launcher.pid).children(recursive=True)}
     return [ranks[rank] for rank in sorted(ranks.keys() - {None})]
 
@@ -160,13 +164,13 @@ def rank_of(process: psutil.Process) -> int | None:
 
 
 def kill_all(process: Command) -> None:
-    """kill -9 of the launcher and of every rank, youngest first."""
+    """Kill the launcher and every rank with SIGKILL, youngest first."""
     launcher = psutil.Process(process.pid)
     children = launcher.children(recursive=True)
     for child in reversed([launcher, *children]):
-        with contextlib.suppress(psutil.NoSuchProcess):  # a rank may end by itself when another one is gone
+        with contextlib.suppress(psutil.NoSuchProcess):  # A rank may end by itself when another one is gone.
             child.send_signal(signal.SIGKILL)
-    psutil.wait_procs(children, timeout=PATIENCE)  # until then they hold the run's folder
+    psutil.wait_procs(children, timeout=PATIENCE)  # The ranks hold the run's folder until they have ended.
 
 
 def final_tensors(run_dir: Path) -> dict:

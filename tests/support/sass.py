@@ -1,4 +1,5 @@
-"""Machine code of a cubin, read with the tools that triton brings: registers, spills, instructions of the main loop."""
+"""Read the machine code of a cubin with the tools that triton brings: registers, spills, instructions of the main
+loop."""
 
 import re
 import subprocess
@@ -14,13 +15,14 @@ LABEL = re.compile(r"^\s*(\.L\w+):")
 
 
 class Sass(NamedTuple):
-    """What ptxas made of a kernel."""
+    """The code that ptxas made of a kernel."""
 
     registers: int
     stack: int
-    """Bytes a thread has in memory for what its registers do not hold."""
+    """Bytes that a thread has in memory for values that do not fit its registers."""
     loop: Counter[str]
-    """Instructions of the longest loop that multiplies, by name up to the first dot; branches taken seldom included."""
+    """Instructions of the longest loop that multiplies, by name up to the first dot; branches taken seldom are
+    included."""
 
 
 def disassembled(cubin: bytes, folder: Path) -> Sass:
@@ -38,7 +40,8 @@ def disassembled(cubin: bytes, folder: Path) -> Sass:
             labels[label[1]] = len(names)
         elif found := INSTRUCTION.match(line):
             name = found[1].split(".")[0]
-            names.append("jump" if name == "CALL" and ".L" in found[2] else name)  # within the kernel
+            # A CALL to a label jumps within the kernel.
+            names.append("jump" if name == "CALL" and ".L" in found[2] else name)
             target = re.search(r"\.L\w+", found[2]) if name == "BRA" else None
             targets.append(target[0] if target else None)
     loops = [(labels[t], i) for i, t in enumerate(targets) if t and labels[t] <= i]

@@ -1,4 +1,4 @@
-"""Run folders with a checkpoint of random weights, as training at some layout would leave them, but in no time."""
+"""Make run folders with a checkpoint of random weights, as training at some layout would leave them, but in no time."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ SHAPE = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, 
 
 
 def config(run_dir: Path, qk_norm: str = "before_rope", dtype: str = "fp32", **model: object) -> RunConfig:
-    """Grouped-query heads of a width of their own."""
+    """Build a configuration with grouped-query heads that have a width of their own."""
     training = {"run_dir": str(run_dir)}
     return tiny.config(1, dtype, model={**SHAPE, **model}, attention={"qk_norm": qk_norm}, training=training)
 
 
 def randomize(model: Transformer) -> None:
-    """Weights and gains that no two tensors share, whatever the layout: initial gains, all 1, would hide mistakes."""
+    """Give every tensor its own weights or gains, whatever the layout is. Initial gains are all 1 and would hide
+    mistakes."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             spec = model.specs[name]
@@ -53,7 +54,8 @@ def save_runs(runs: list[tuple[str, RunConfig, int]], tokenizer: Path) -> None:
         )
         randomize(model)
         shards = []
-        for name, parameter in model.named_parameters():  # split over the data-parallel ranks, as ZeRO does
+        # Parameters are split over the data-parallel ranks, as ZeRO does.
+        for name, parameter in model.named_parameters():
             size = parameter.numel()
             start, stop = (size * rank // groups.dp_size for rank in (groups.dp_rank, groups.dp_rank + 1))
             values = parameter.detach().flatten()[start:stop]

@@ -1,4 +1,4 @@
-"""Token files that make a step go wrong by real means."""
+"""Make token files that let a step go wrong by real means."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from sagetrain.data.loader import SampleStream
 from sagetrain.data.token_file import TokenFile, TokenFileWriter
 
 MIDDLE = 13
-"""Where `begins` is."""
+"""The place in a sample where a document begins, for `begins`."""
 
 
 def spoiled(corpus: Path, folder: Path, samples: Iterable[int], begins: int | None = None) -> Path:
-    """A copy of the corpus in which some samples of a run (sequences of 32 tokens, seed 0) are nothing but one token,
-    again and again. begins: in the middle of this sample a document begins."""
+    """Copy the corpus and replace some samples of a run (sequences of 32 tokens, seed 0) by one token, repeated.
+    begins: start a document in the middle of this sample."""
     seq_length = 32
     folder.mkdir()
     for file in corpus.iterdir():

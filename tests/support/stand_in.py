@@ -1,7 +1,7 @@
 """A stand-in for the Python interpreter, for programs that others start by its path: by ssh, srun, a shell script.
 
-The stand-in is a small program, which takes 20 ms. It sends its words, environment and files to a server that has
-imported everything, and lasts as long as the fork that the server makes of them: signals and the exit code pass on.
+The stand-in is a small program that starts in 20 ms. It sends its words, environment and files to a server that has
+imported everything. It lasts as long as the fork that the server makes of them, so signals and the exit code pass on.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ def stand_in(folder: Path) -> Path:
 def serve() -> None:
     """`interpreter PATH ADDRESS`: be the interpreter for every stand-in at PATH that comes to the socket ADDRESS."""
     sys.executable, address = sys.argv[1:]
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that answer
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Nobody waits for the children that answer.
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(f"{address}.new")
         listener.listen()
-        os.rename(f"{address}.new", address)  # from here on it answers
+        os.rename(f"{address}.new", address)  # The server answers from here on.
         while True:
             client, _ = listener.accept()
             fork(lambda client=client: _answer(client), os.environ)

@@ -1,4 +1,4 @@
-"""Runs that begin with the weights of another."""
+"""Configurations of short runs, for the tests of runs that begin with the weights of another run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHORT = {
 
 
 def configured(path: Path, corpus: Path, run_dir: Path, **sections: dict) -> Path:
-    """A run of five steps; sections update those of it."""
+    """Write the configuration of a run of five steps. The sections update those of the run."""
     merged = {name: {**SHORT.get(name, {}), **sections.get(name, {})} for name in {*SHORT, *sections}}
     config = write_config(path, corpus, run_dir, **merged)
     tree = yaml.safe_load(config.read_text())

@@ -28,7 +28,7 @@ VOCAB, SEQ = 128, 16
 
 
 def config(stage: int, dtype: str = "fp32", **sections: dict) -> RunConfig:
-    """A two-layer model without data files; `sections` update those of the tree."""
+    """Build a two-layer model's configuration without data files; `sections` update those of the tree."""
     tree = {
         "model": {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 2},
         "attention": {"backend": "sdpa"},
@@ -44,7 +44,7 @@ def config(stage: int, dtype: str = "fp32", **sections: dict) -> RunConfig:
 
 
 def join(tp_size: int, cp_size: int = 1) -> ParallelGroups:
-    """Process groups of this rank, through DeepSpeed as in a real run."""
+    """Join the process groups of this rank, through DeepSpeed as in a real run."""
     torch.set_num_threads(1)
     init_distributed(timeout_minutes=10)
     return ParallelGroups.create(Topology(torch.distributed.get_world_size(), tp_size, cp_size))
@@ -59,14 +59,14 @@ def transformer(
     device: torch.device | str = "cpu",
     **how: Any,
 ) -> Transformer:
-    """A Transformer whose layers have, unless told otherwise, the attention that its section names."""
+    """Build a Transformer whose layers have the attention that its section names, unless told otherwise."""
     place = {"dtype": dtype, "device": torch.device(device)}
     functions = functions or attention_functions(attention, model, **place)
     return Transformer(model, attention, functions=functions, **place, **how)
 
 
 def model(cfg: RunConfig, groups: ParallelGroups, seed: int = 3) -> Transformer:
-    """A fresh one, at ZeRO 3 partitioned."""
+    """Build a fresh Transformer. At ZeRO 3 it is partitioned."""
     dtype = torch.bfloat16 if cfg.training.dtype == "bf16" else torch.float32
     place = {"vocab_size": VOCAB, "groups": groups, "dtype": dtype, "partition": partitioner(cfg, groups)}
     place["sequence_parallel"], place["overlap"] = cfg.parallel.sequence_parallel, overlaps(cfg)
@@ -77,12 +77,12 @@ def model(cfg: RunConfig, groups: ParallelGroups, seed: int = 3) -> Transformer:
 
 
 def engine(cfg: RunConfig, groups: ParallelGroups, seed: int = 3) -> Engine:
-    """An Engine over a fresh Transformer."""
+    """Build an Engine over a fresh Transformer."""
     return build_engine(cfg, model(cfg, groups, seed), groups, 1)
 
 
 def global_step(engine: Engine, step: int, sequences: int = 4, observers: Observers | None = None) -> StepResult:
-    """One optimizer step on `sequences` random sequences that depend on the step alone."""
+    """Take one optimizer step on `sequences` random sequences that depend on the step alone."""
     dp_rank, dp_size = engine.groups.dp_rank, engine.groups.dp_size
     draw = torch.Generator().manual_seed(step % 5)
     tokens = torch.randint(0, VOCAB, (sequences, SEQ + 1), generator=draw)
@@ -94,12 +94,13 @@ def global_step(engine: Engine, step: int, sequences: int = 4, observers: Observ
 
 
 def spec(size: int, name: str = "weight") -> TensorSpec:
-    """One of a vector that every rank holds."""
+    """Describe a vector that every rank holds."""
     return TensorSpec(name, name, (size,), None, None, "matrix", "head")
 
 
 def evaluation(engine: Engine, sources: list[str]) -> dict[str, float]:
-    """Losses of seven sequences of the steps' own, in turn from each source, dealt out in micro-batches of two."""
+    """Return the losses of seven sequences by source. The sequences are the steps' own, come from each source in turn,
+    and are dealt out in micro-batches of two."""
     draw = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, VOCAB, (8, SEQ + 1), generator=draw)
     batches = []
@@ -110,17 +111,17 @@ def evaluation(engine: Engine, sources: list[str]) -> dict[str, float]:
 
 
 def owned(name: str, tensors: dict[str, torch.Tensor]) -> Owned:
-    """A tensor that one rank has all of, with its moments."""
+    """Describe a tensor that one rank has all of, with its moments."""
     size = len(tensors["weight"])
     return Owned(spec(size, name), 0, size, tensors["weight"], {k: t for k, t in tensors.items() if k != "weight"})
 
 
 def saver(root: Path, groups: ParallelGroups, keep_last: int = 100, seconds: float = 60.0) -> Saver:
-    """A Saver that keeps everything and waits `seconds` for another rank."""
+    """Build a Saver that keeps everything and waits `seconds` for another rank."""
     return Saver(root, groups, keep_last, None, timedelta(seconds=seconds))
 
 
 def run_state(step: int = 0, tokens: int = 0, **more) -> RunState:
-    """The state of a run of the tiny model, as a checkpoint has it."""
+    """Build the state of a run of the tiny model, as a checkpoint has it."""
     identity = Identity(model={}, qk_norm="before_rope", vocab_size=VOCAB, seed=0, seq_length=SEQ)
     return RunState(**{"step": step, "tokens": tokens, "sequences": tokens // SEQ, "identity": identity, **more})
