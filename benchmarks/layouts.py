@@ -2,23 +2,37 @@
 
     python3 benchmarks/layouts.py --config configs/1b.yaml --layouts tp1,dp4,dp4-z3,tp4,tp4-sp \\
         data.train.0.path=data/corpus/train data.micro_batch_size=8
+    python3 benchmarks/layouts.py --config configs/8b.yaml --random-tokens --tokens-per-step 262144 --limit 120 \\
+        --layouts tp2-dp2-sp-fp8-scores,titan-dp4-z3-fp8-tensorwise-selective attention.qk_norm=none
 
-A layout names its sizes: tp (tensor parallel), dp (data parallel), cp (context parallel), z (ZeRO stage, 1 by default)
-and sp (sequence parallel). A size that is left out is 1. Under tensor parallelism a micro-batch goes in `halves` or
-`whole`, or else as parallel.tensor_parallel_overlap: auto decides. Gradients travel in bf16 with g16, beside backward
-with overlap (ZeRO 2), not beside it with sync (ZeRO 1 and 3), and at ZeRO 2 by reduces to their owners with owners
+A layout names its sizes: tp (tensor parallel), dp (data parallel), cp (context parallel), z (ZeRO stage, 1 by default),
+m (data.micro_batch_size) and sp (sequence parallel). A size that is left out is 1, or as configured. Under tensor
+parallelism a micro-batch goes in `halves` or `whole`, or else as parallel.tensor_parallel_overlap: auto decides.
+Backward recomputes with `selective` or `full`. Gradients travel in bf16 with g16, beside backward with overlap
+(ZeRO 2), not beside it with sync (ZeRO 1 and 3), and at ZeRO 2 by reduces to their owners with owners
 (docs/gradients.md): dp2,dp2-sync,dp2-g16,dp2-z2,dp2-z2-overlap,dp2-z2-owners,dp2-z3,dp2-z3-sync. With fsdp torch's
 FSDP2 is the engine: dp2-fsdp,dp2-z3-fsdp.
 
-Each layout is a real run of launch/train.py through the deepspeed launcher with `--accumulation` micro-steps per step.
-Runs that leave GPUs free go side by side. Nothing is saved: a run is killed when it has enough steps. Scaling is
-tokens/s per GPU against the first layout. MFU is perf/mfu, which counts attention inside documents, and MFU of whole
-sequences is perf/mfu_full_attention. Exit code 1: a layout failed.
+It also names its arithmetic, if that is not as configured: linear layers in `bf16`, `int8` or `fp8` (`tensorwise`),
+attention by `sdpa` or `scores`, and `noqk` for a model without QK-norm. `titan` is torchtitan's FSDP2 in place of
+SageTrain, on random tokens (benchmarks/titan.py).
+
+Each layout is a real run of launch/train.py through the deepspeed launcher. Its steps have `--accumulation` micro-steps
+each, or `--tokens-per-step`; those of the warm-up have two micro-steps at most. Runs that leave GPUs free go side by
+side. Nothing is saved: a run is killed when it has enough steps. It is not timed if a loss is not finite, if a step had
+other tokens, or if the first loss is not near the logarithm of the vocabulary's size. Scaling is tokens/s per GPU
+against the first layout of the same arithmetic. MFU is perf/mfu, which counts attention inside documents, and MFU of
+whole sequences is perf/mfu_full_attention. results.json and results.md hold all rows, with predictions, from the start
+on. Exit code 1: a layout failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import importlib.util
+import json
+import math
 import os
 import re
 import shutil
@@ -27,20 +41,27 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from sagetrain.cluster.rendezvous import free_port
-from sagetrain.config.arithmetic import padded_vocab_size
+from sagetrain.config.arithmetic import padded_vocab_size, token_multiple
 from sagetrain.config.check import check
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.load import load_config
 from sagetrain.config.schema import RunConfig
+from sagetrain.config.tokens_per_step import tokens_per_step
+from sagetrain.data.token_file import TokenFileWriter, token_path
 from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
 from sagetrain.hardware import of_device
 from sagetrain.model.accounting import memory_per_rank, total_bytes
@@ -48,12 +69,16 @@ from sagetrain.planning.layouts import fastest_linear
 from sagetrain.planning.performance import predict
 from sagetrain.planning.plan import document_span
 from sagetrain.report.read import read_rows
+from titan import refusals
 
 ROOT = Path(__file__).resolve().parent.parent
+WHOLE_SEQUENCES = "data.document_attention=false", "data.document_positions=false"
 WARM_UP = 2  # These steps compile and fill caches.
 KEYS = {"tp": "tensor_parallel_size", "cp": "context_parallel_size", "z": "zero_stage"}
 FLAGS = {
     "sp": "parallel.sequence_parallel=true",
+    "selective": "training.activation_checkpointing=selective",
+    "full": "training.activation_checkpointing=full",
     "halves": "parallel.tensor_parallel_overlap=on",
     "whole": "parallel.tensor_parallel_overlap=off",
     "g16": "parallel.gradient_reduction=bf16",
@@ -63,6 +88,20 @@ FLAGS = {
     "owners": "deepspeed.zero_optimization.use_multi_rank_bucket_allreduce=false",
 }
 """The settings of the parts of a layout's name that are on or off."""
+ARITHMETIC = {
+    "bf16": "linear.precision=bf16",
+    "int8": "linear.precision=int8",
+    "fp8": "linear.precision=fp8",
+    "tensorwise": "linear.recipe=tensorwise",
+    "sdpa": "attention.backend=sdpa",
+    "scores": "attention.backend=sage attention.recipe=scores",
+    "noqk": "attention.qk_norm=none",
+    "titan": "attention.backend=sdpa",
+}
+"""The settings of the parts that say what is computed. Layouts that share them are compared with each other."""
+NEAR = -0.1, 1.5
+"""Bounds of the first loss less the logarithm of the vocabulary's size. Random weights give logits of some variance,
+and half of it is added to the loss."""
 
 
 @dataclass
@@ -74,24 +113,30 @@ class Layout:
     flags: list[str] = field(default_factory=list)
     gpus: list[str] = field(default_factory=list)
     process: subprocess.Popen | None = None
-    error: str = ""
+    started: float = 0.0
+    error: str = "not measured"
+    predicted: tuple[float | None, float | None] = (None, None)
+    """Tokens/s and GiB that `plan` predicts; None where it predicts nothing."""
     rate: float = 0.0
     mfu: tuple[float, float] = (0.0, 0.0)
     """MFU of documents, and MFU of whole sequences."""
     memory: float = 0.0
+    losses: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+    """Time that the run took, start included."""
 
     @classmethod
     def parse(cls, text: str) -> Layout:
         """Parse the name of a layout: `tp2-dp2-z3-sp`."""
         layout = cls(text)
         for part in text.split("-"):
-            match = re.fullmatch(r"(tp|dp|cp|z)(\d+)", part)
+            match = re.fullmatch(r"(tp|dp|cp|z|m)(\d+)", part)
             if match:
                 layout.sizes[match[1]] = int(match[2])
-            elif part in FLAGS:
+            elif part in FLAGS or part in ARITHMETIC:
                 layout.flags.append(part)
             else:
-                names = f"tpN, dpN, cpN, zN, {', '.join(FLAGS)}"
+                names = f"tpN, dpN, cpN, zN, mN, {', '.join((*FLAGS, *ARITHMETIC))}"
                 raise argparse.ArgumentTypeError(f"{text!r}: {part!r} is not one of {names}")
         return layout
 
@@ -99,14 +144,28 @@ class Layout:
     def world_size(self) -> int:
         return self.sizes["tp"] * self.sizes["dp"] * self.sizes["cp"]
 
-    def settings(self, cfg: RunConfig, folder: Path, accumulation: int) -> list[str]:
-        """Return the overrides of the layout's run."""
-        size = cfg.data.micro_batch_size * cfg.data.seq_length * self.sizes["dp"] * accumulation
+    @property
+    def arithmetic(self) -> frozenset[str]:
+        return frozenset(self.flags) & ARITHMETIC.keys()
+
+    @property
+    def titan(self) -> bool:
+        """Whether torchtitan trains instead of SageTrain."""
+        return "titan" in self.flags
+
+    def settings(self, cfg: RunConfig, folder: Path, accumulation: int, tokens: int | None = None) -> list[str]:
+        """Return the overrides of the layout's run. `tokens` are those of a step, in place of an accumulation."""
+        micro_batch = self.sizes.get("m", cfg.data.micro_batch_size)
+        once = micro_batch * cfg.data.seq_length * self.sizes["dp"]
+        size = tokens or once * accumulation
+        warm_up = min(2 * once, size)
         return [
             *(f"parallel.{key}={self.sizes[name]}" for name, key in KEYS.items()),
             *([] if "sp" in self.flags else ["parallel.sequence_parallel=false"]),
-            *(FLAGS[name] for name in self.flags),
-            f"tokens_per_step={{schedule: constant, tokens: {size}}}",
+            *(setting for name in self.flags for setting in {**FLAGS, **ARITHMETIC}[name].split()),
+            f"data.micro_batch_size={micro_batch}",
+            f"tokens_per_step={{schedule: stages, stages: [{{from_tokens: 0, tokens: {warm_up}}}, "
+            f"{{from_tokens: {WARM_UP * warm_up}, tokens: {size}}}]}}",
             f"training.run_dir={folder}",
             "data.valid=[]",
             f"parallel.world_size={self.world_size}",
@@ -115,45 +174,73 @@ class Layout:
 
     def start(self, gpus: list[str], config: str, settings: list[str], folder: Path) -> None:
         """Start the layout's run on these GPUs."""
-        self.gpus = gpus
+        self.gpus, self.started = gpus, time.monotonic()
         folder.mkdir(parents=True)
         # The option --include is not used, because it counts all GPUs of the host, also those that CUDA_VISIBLE_DEVICES
         # leaves to others. A hostfile of the cluster (/job/hostfile is read unless another one is named) does not apply
         # here.
         where, environment = ["--hostfile", os.devnull], {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+        if self.titan:  # torchtitan's own start script sets this.
+            environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
         if not torch.cuda.is_available():
             where, environment = ["--num_accelerators", str(len(gpus))], None
-        program = [str(ROOT / "launch/train.py"), "--config", config]
+        program = [str(ROOT / ("benchmarks/titan.py" if self.titan else "launch/train.py")), "--config", config]
         command = [deepspeed(), *where, "--master_port", str(free_port()), *program]
         with (folder / "log.txt").open("w") as log:
             self.process = subprocess.Popen(
                 [*command, *settings], env=environment, stdout=log, stderr=log, start_new_session=True
             )
 
-    def finished(self, folder: Path, steps: int) -> bool:
-        """Whether the layout's run has its steps, or ended without them. The figures are taken then, and the run is
-        ended."""
-        found = rows(folder)
-        if len(found) < WARM_UP + steps and self.process.poll() is None:
+    def finished(self, cfg: RunConfig, vocab_size: int, steps: int, limit: float) -> bool:
+        """Whether the layout's run has its steps, or ended without them, or ran past the limit. The figures are taken
+        then, and the run is ended."""
+        folder = Path(cfg.training.run_dir)
+        found, self.seconds = rows(folder), time.monotonic() - self.started
+        late = self.seconds > limit
+        if len(found) < WARM_UP + steps and self.process.poll() is None and not late:
             return False
         self.kill()
+        self.losses = [row["train/loss"] for row in found]
+        self.error = self._wrong(found, cfg, vocab_size)
+        if self.error:
+            return True
         if len(found) < WARM_UP + steps:
-            text = (folder / "log.txt").read_text()
-            said = [line for line in text.splitlines() if "Error" in line or "error" in line] or text.splitlines()
-            self.error = said[-1].strip()[:150] if said else "ended without a word"
+            self.error = f"{len(found)} steps in {limit:.0f} s" if late else _last_words(folder / "log.txt")
             return True
         timed = found[WARM_UP : WARM_UP + steps]
         self.rate = statistics.median(row["perf/tokens_per_second"] for row in timed)
         names = "perf/mfu", "perf/mfu_full_attention"
-        self.mfu = tuple(statistics.median(row.get(name, 0.0) for row in timed) for name in names)
+        self.mfu = tuple(statistics.median(row.get(name) or 0.0 for row in timed) for name in names)
         self.memory = timed[-1]["perf/memory_gib"]
         return True
+
+    def _wrong(self, found: list[dict], cfg: RunConfig, vocab_size: int) -> str:
+        """Return the reason why these steps are not timed, or an empty string."""
+        for row in found:
+            size = tokens_per_step(cfg.tokens_per_step, row["tokens"] - row["train/tokens_per_step"])
+            if row["train/tokens_per_step"] != size:
+                return f"wrong: step {row['step']} had {row['train/tokens_per_step']:,} tokens, not {size:,}"
+            if not math.isfinite(row["train/loss"]):
+                return f"wrong: the loss of step {row['step']} is {row['train/loss']}"
+        above = found[0]["train/loss"] - math.log(vocab_size) if found else 0.0
+        if cfg.training.init_from is None and not NEAR[0] <= above <= NEAR[1]:
+            return f"wrong: the first loss is {found[0]['train/loss']:.3f}, not near {math.log(vocab_size):.3f}"
+        return ""
 
     def kill(self) -> None:
         """End the layout's run at once, because it would save a checkpoint that nobody wants."""
         if self.process and self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
+
+
+def _last_words(log: Path) -> str:
+    """Return the line of a log that says why its run ended."""
+    lines = log.read_text().splitlines()
+    for words in ("OutOfMemory", "out of memory"), ("Error", "error"), ("",):
+        if said := [line for line in lines if any(word in line for word in words)]:
+            return said[-1].strip()[:150]
+    return "ended without a word"
 
 
 def deepspeed() -> str:
@@ -182,8 +269,26 @@ def rows(folder: Path) -> list[dict]:
     return [row for row in read_rows(folder / "metrics.jsonl") if "train/loss" in row]
 
 
-def measure(layouts: list[Layout], settings: dict[str, list[str]], arguments: argparse.Namespace) -> None:
-    """Run all layouts in the order given, as many at a time as there are GPUs for."""
+def write_random_tokens(path: Path, vocab_size: int, tokens: int) -> None:
+    """Write a token file of random tokens, one document."""
+    writer = TokenFileWriter(path).begin(vocab_size)
+    random = np.random.default_rng(0)
+    writer.add(random.integers(vocab_size, size=tokens), np.array([tokens]))
+    writer.finish()
+    writer.publish({})
+    # Without it the file is one from elsewhere, which needs no tokenizer.
+    token_path(path, ".json").unlink()
+
+
+def measure(
+    layouts: list[Layout],
+    settings: dict[str, list[str]],
+    configs: dict[str, RunConfig],
+    vocab_size: int,
+    arguments: argparse.Namespace,
+    write: Callable[[], None],
+) -> None:
+    """Run all layouts in the order given, as many at a time as there are GPUs for. `write` is called after each."""
     free, waiting, running = devices(), list(layouts), []
     folder = Path(arguments.output)
     # This list has the signals to stop. An exception of the handler could come between a start and its note in
@@ -199,47 +304,81 @@ def measure(layouts: list[Layout], settings: dict[str, list[str]], arguments: ar
                 gpus, free = free[: layout.world_size], free[layout.world_size :]
                 layout.start(gpus, arguments.config, settings[layout.name], folder / layout.name)
                 running.append(layout)
-            for layout in [x for x in running if x.finished(folder / x.name, arguments.steps)]:
+            for layout in list(running):
+                if not layout.finished(configs[layout.name], vocab_size, arguments.steps, arguments.limit):
+                    continue
                 running.remove(layout)
                 free += layout.gpus
                 print(f"{layout.name}: {layout.error or f'{layout.rate:,.0f} tokens/s'}", flush=True)
+                write()
             time.sleep(0.5)
     finally:
         for layout in running:
             layout.kill()
 
 
-def table(layouts: list[Layout], configs: dict[str, RunConfig], vocab_size: int, title: str) -> Table:
+def predicted(cfg: RunConfig, world_size: int, vocab_size: int, device: str) -> tuple[float | None, float]:
+    """Return the tokens/s and the GiB of a rank that `plan` predicts. The speed is None for a device that `plan` does
+    not know. `vocab_size` is padded."""
+    rate, hardware = None, of_device(device)
+    if hardware:
+        span = document_span(cfg.data)
+        cfg = cfg.model_copy(update={"linear": fastest_linear(cfg, vocab_size, hardware, span)})
+        rate = predict(cfg, world_size, vocab_size, hardware, span).tokens_per_second
+    return rate, total_bytes(memory_per_rank(cfg, world_size, vocab_size)) / 2**30
+
+
+COLUMNS = (
+    *("layout", "GPUs", "tokens/s", "predicted", "per GPU", "scaling"),
+    *("MFU", "of whole sequences", "memory", "predicted"),
+)
+
+
+def cells(layout: Layout, layouts: list[Layout]) -> list[str]:
+    """Return a layout's row of the table."""
+    alike = [other for other in layouts if other.rate and other.arithmetic == layout.arithmetic]
+    rate, gib = layout.predicted
+    planned, room = (f"{rate:,.0f}" if rate else "-"), (f"{gib:.1f} GiB" if gib else "-")
+    if not layout.rate:
+        return [layout.name, str(layout.world_size), layout.error, planned, *[""] * 5, room]
+    per_gpu, first = layout.rate / layout.world_size, alike[0]
+    return [
+        layout.name,
+        str(layout.world_size),
+        f"{layout.rate:,.0f}",
+        planned,
+        f"{per_gpu:,.0f}",
+        f"{per_gpu / (first.rate / first.world_size):.3f}",
+        *(f"{share:.3f}" for share in layout.mfu),
+        f"{layout.memory:.1f} GiB",
+        room,
+    ]
+
+
+def table(layouts: list[Layout], title: str) -> Table:
     """Build the table of results."""
-    first = next((x for x in layouts if x.rate), None)
-    hardware = of_device(title.rpartition(", ")[2])
     shown = Table(title=title, title_justify="left")
-    rates = "tokens/s", "predicted", "per GPU", "scaling", "MFU", "of whole sequences"
-    for column in ("layout", "GPUs", *rates, "memory", "predicted"):
+    for column in COLUMNS:
         shown.add_column(column, justify="left" if column == "layout" else "right")
     for layout in layouts:
-        if not layout.rate:
-            shown.add_row(layout.name, str(layout.world_size), layout.error or "not measured")
-            continue
-        cfg, step = configs[layout.name], None
-        if hardware:
-            span = document_span(cfg.data)
-            cfg = cfg.model_copy(update={"linear": fastest_linear(cfg, vocab_size, hardware, span)})
-            step = predict(cfg, layout.world_size, vocab_size, hardware, span)
-        predicted = total_bytes(memory_per_rank(cfg, layout.world_size, vocab_size)) / 2**30
-        per_gpu = layout.rate / layout.world_size
-        shown.add_row(
-            layout.name,
-            str(layout.world_size),
-            f"{layout.rate:,.0f}",
-            f"{step.tokens_per_second:,.0f}" if step else "-",
-            f"{per_gpu:,.0f}",
-            f"{per_gpu / (first.rate / first.world_size):.3f}",
-            *(f"{share:.3f}" for share in layout.mfu),
-            f"{layout.memory:.1f} GiB",
-            f"{predicted:.1f} GiB",
-        )
+        shown.add_row(*map(escape, cells(layout, layouts)))
     return shown
+
+
+def write_results(folder: Path, layouts: list[Layout], settings: dict[str, list[str]], title: str) -> None:
+    """Write results.json, and results.md for a page of results."""
+    folder.mkdir(parents=True, exist_ok=True)
+    hidden = "process", "gpus", "started"
+    made: list[dict[str, Any]] = []
+    for layout in layouts:
+        shown = {
+            each.name: getattr(layout, each.name) for each in dataclasses.fields(layout) if each.name not in hidden
+        }
+        made.append({**shown, "gpus": layout.world_size, "settings": settings[layout.name]})
+    head = {"title": title, "command": sys.argv, "date": f"{datetime.now():%Y-%m-%d %H:%M}", "torch": torch.__version__}
+    (folder / "results.json").write_text(json.dumps({**head, "layouts": made}, indent=1) + "\n")
+    lines = [COLUMNS, ["---"] * len(COLUMNS), *(cells(layout, layouts) for layout in layouts)]
+    (folder / "results.md").write_text(title + "\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines))
 
 
 def main() -> None:
@@ -248,7 +387,13 @@ def main() -> None:
     parser.add_argument("--config", required=True, help="YAML of the run")
     parser.add_argument("--layouts", type=parse_layouts, required=True, help="such as tp1,dp4-z3,tp2-dp2-sp")
     parser.add_argument("--steps", type=int, default=6, help=f"steps to time, after {WARM_UP} that are not")
-    parser.add_argument("--accumulation", type=int, default=4, help="micro-steps of a step")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--accumulation", type=int, default=4, help="micro-steps of a step")
+    size.add_argument("--tokens-per-step", type=int, help="tokens of a step, the same for all layouts")
+    parser.add_argument("--limit", type=float, default=math.inf, help="seconds after which a layout has failed")
+    parser.add_argument(
+        "--random-tokens", action="store_true", help="train on random tokens without documents instead of data.train"
+    )
     parser.add_argument(
         "--output",
         default=f"runs/layouts/{datetime.now():%Y%m%d-%H%M%S}",
@@ -264,25 +409,51 @@ def main() -> None:
     largest = max(layout.world_size for layout in arguments.layouts)
     if len(devices()) < largest:
         parser.error(f"the largest layout needs {largest} GPUs, here are {len(devices())}")
+    if any(layout.titan for layout in arguments.layouts) and not importlib.util.find_spec("torchtitan"):
+        parser.error("titan: torchtitan is not installed; pip install torchtitan==0.2.2 torchao")
+    output = Path(arguments.output).absolute()
     settings, configs, findings = {}, {}, []
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     try:
-        cfg = load_config(arguments.config, arguments.overrides)
+        overrides = list(arguments.overrides)
+        if arguments.random_tokens:
+            overrides += [f"data.train=[{{path: {output / 'random'}}}]", "data.tokenizer=null", *WHOLE_SEQUENCES]
+        cfg = load_config(arguments.config, overrides)
+        if arguments.random_tokens and not cfg.model.vocab_size:
+            sys.exit("--random-tokens: model.vocab_size = null: there is no tokenizer; give a number")
         vocab_size = cfg.model.vocab_size or Tokenizer.load(find_tokenizer(cfg.data)).vocab_size
         for layout in arguments.layouts:
-            own = layout.settings(cfg, Path(arguments.output).absolute() / layout.name, arguments.accumulation)
-            settings[layout.name] = [*arguments.overrides, *own]
+            own = layout.settings(cfg, output / layout.name, arguments.accumulation, arguments.tokens_per_step)
+            settings[layout.name] = [*overrides, *own]
             configs[layout.name] = load_config(arguments.config, settings[layout.name])
-            found = check(configs[layout.name], layout.world_size, vocab_size=vocab_size)
+            found = check(
+                configs[layout.name], layout.world_size, vocab_size=vocab_size, files=not arguments.random_tokens
+            )
             findings += [f"{layout.name}: {finding}" for finding in found if finding.level == "error"]
+            if layout.titan:
+                findings += [f"{layout.name}: {line}" for line in refusals(configs[layout.name], layout.world_size)]
+            else:
+                padded = padded_vocab_size(vocab_size)
+                layout.predicted = predicted(configs[layout.name], layout.world_size, padded, device)
     except ConfigError as error:
         sys.exit(str(error))
     if findings:
         sys.exit("\n".join(findings))
-    title = f"{arguments.config}, {torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU'}"
+    title = f"{arguments.config}, {device}"
+    write = partial(write_results, output, arguments.layouts, settings, title)
+    if arguments.random_tokens:
+        output.mkdir(parents=True, exist_ok=True)
+        most = max(token_multiple(configs[layout.name], layout.sizes["dp"]) for layout in arguments.layouts)
+        steps = WARM_UP + arguments.steps + 2  # A run reads ahead, and is ended a moment after its last step.
+        write_random_tokens(
+            output / "random", vocab_size, steps * (arguments.tokens_per_step or most * arguments.accumulation)
+        )
+    write()
     try:
-        measure(arguments.layouts, settings, arguments)
+        measure(arguments.layouts, settings, configs, vocab_size, arguments, write)
     finally:  # This also prints what was measured before a SIGTERM.
-        Console(width=120).print(table(arguments.layouts, configs, padded_vocab_size(vocab_size), title))
+        Console(width=150).print(table(arguments.layouts, title))
+        write()
     if any(layout.error for layout in arguments.layouts):
         sys.exit(1)
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import runpy
+import signal
+import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -16,6 +20,7 @@ import torch
 from forked import PATIENCE, Command
 from runs import BIN, ROOT, write_config
 from sagetrain.config.load import load_config
+from sagetrain.report.read import read_rows
 
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
 
@@ -50,9 +55,10 @@ def runs_left(folder: Path) -> list[psutil.Process]:
     return found
 
 
-def test_table_of_two_layouts(corpus: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_table_of_two_layouts_on_random_tokens(corpus: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "unused", checkpoint={"every_tokens": 10**9})
-    process = start(tmp_path, *words(config, "tp1,tp2-sp", 1, "training.total_tokens=1000000000"))
+    random = "--random-tokens", "--tokens-per-step", "512", "model.vocab_size=300", "training.total_tokens=1000000000"
+    process = start(tmp_path, *words(config, "tp1,tp2-sp", 1, *random))
     code, text = process.wait(PATIENCE), (tmp_path / "output.txt").read_text()
     assert code == 0, text
     rows = {line.split("│")[1].strip(): line.split("│") for line in text.splitlines() if line.startswith("│")}
@@ -61,6 +67,13 @@ def test_table_of_two_layouts(corpus: Path, tmp_path: Path, monkeypatch, capsys)
     assert rows["tp2-sp"][2].strip() == "2" and 0 < float(rows["tp2-sp"][6]) < 5
     assert not runs_left(tmp_path)
     assert not list(tmp_path.glob("out/*/checkpoints"))
+    written = json.loads((tmp_path / "out/results.json").read_text())["layouts"]
+    assert [(row["name"], row["gpus"], row["error"]) for row in written] == [("tp1", 1, ""), ("tp2-sp", 2, "")]
+    for row in written:
+        assert f"| {row['name']} | {row['gpus']} | {row['rate']:,.0f} |" in (tmp_path / "out/results.md").read_text()
+        assert row["losses"][0] == pytest.approx(math.log(300), abs=0.2)
+        steps = read_rows(tmp_path / "out" / row["name"] / "metrics.jsonl")
+        assert [step["train/tokens_per_step"] for step in steps[:3]] == [256, 256, 512]  # two micro-steps to warm up
     kept = (tmp_path / "out/tp2-sp/metrics.jsonl").read_bytes()
     text = refusal(monkeypatch, capsys, config, "tp1-dp2,tp2-sp", 1)  # would give the first one's figures as its own
     assert f"{tmp_path}/out/tp2-sp holds an earlier measurement; name another" in text and text.endswith("2")
@@ -86,6 +99,7 @@ def test_bad_layouts_are_refused_before_anything_starts(corpus: Path, tmp_path: 
         ("z9", 1, "zero_stage"),
         ("tp1,dp2,tp1", 1, "names a layout twice"),
         ("tp1", 0, "--steps 0: at least 1"),
+        ("titan-dp2-z3", 1, "torchtitan is not installed"),
     ):
         assert said in refusal(monkeypatch, capsys, config, layouts, steps)
         assert not (tmp_path / "out").exists()
@@ -106,6 +120,45 @@ def test_flags_of_a_layout_are_settings_of_its_run(corpus: Path, tmp_path: Path)
         assert layout.world_size == 2 and cfg.parallel.zero_stage == (2 if "z2" in name else 1)
         assert (cfg.parallel.sequence_parallel, cfg.parallel.gradient_reduction) == (sequence, reduction)
         assert cfg.deepspeed.get("zero_optimization", {}) == told
+
+
+def test_a_layout_names_its_micro_batch_and_its_arithmetic(corpus: Path, tmp_path: Path) -> None:
+    benchmark = runpy.run_path(str(ROOT / "benchmarks/layouts.py"))
+    config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "unused", training={"dtype": "bf16"})
+    layout = benchmark["Layout"].parse("dp2-m2-full-noqk-fp8-tensorwise-scores")
+    cfg = load_config(config, layout.settings(load_config(config), tmp_path, 4, tokens=1024))
+    assert (cfg.data.micro_batch_size, cfg.training.activation_checkpointing) == (2, "full")
+    assert (cfg.linear.precision, cfg.linear.recipe) == ("fp8", "tensorwise")
+    assert (cfg.attention.backend, cfg.attention.recipe, cfg.attention.qk_norm) == ("sage", "scores", "none")
+    assert [stage.tokens for stage in cfg.tokens_per_step.stages] == [2 * 2 * 2 * 32, 1024]
+    parse = benchmark["Layout"].parse
+    assert layout.arithmetic == parse("tp2-scores-fp8-tensorwise-noqk-sp").arithmetic != parse("tp2-fp8").arithmetic
+
+
+@pytest.mark.parametrize(
+    ("losses", "tokens", "said"),
+    [
+        ([6.3, 6.3, 6.2], [256, 256, 512], ""),
+        ([6.3, math.nan, 6.2], [256, 256, 512], "wrong: the loss of step 2 is nan"),
+        ([4.0, 6.3, 6.2], [256, 256, 512], "wrong: the first loss is 4.000, not near 6.238"),
+        ([6.3, 6.3, 6.2], [256, 256, 256], "wrong: step 3 had 256 tokens, not 512"),
+        ([6.3, 6.3], [256, 256], "2 steps in 9 s"),
+    ],
+)
+def test_wrong_and_late_runs_are_not_timed(losses, tokens, said, corpus: Path, tmp_path: Path) -> None:
+    benchmark = runpy.run_path(str(ROOT / "benchmarks/layouts.py"))
+    config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "unused")
+    layout = benchmark["Layout"].parse("dp1")
+    cfg = load_config(config, layout.settings(load_config(config), tmp_path / "dp1", 4, tokens=512))
+    (tmp_path / "dp1").mkdir()
+    with (tmp_path / "dp1/metrics.jsonl").open("w") as file:
+        for i, (loss, size) in enumerate(zip(losses, tokens, strict=True)):
+            row = {"step": i + 1, "tokens": sum(tokens[: i + 1]), "train/loss": loss, "train/tokens_per_step": size}
+            file.write(json.dumps({**row, "perf/tokens_per_second": 7.0, "perf/memory_gib": 1.0}) + "\n")
+    layout.process, layout.started = subprocess.Popen(["sleep", "60"], start_new_session=True), time.monotonic() - 10
+    assert layout.finished(cfg, 512, 1, 9)
+    assert layout.process.returncode == -signal.SIGKILL
+    assert (layout.error, layout.rate) == (said, 0.0 if said else 7.0)
 
 
 def test_sigterm_ends_the_runs_too(corpus: Path, tmp_path: Path) -> None:

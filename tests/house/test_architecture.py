@@ -193,6 +193,7 @@ def test_few_see_the_whole_configuration():
         "sagetrain/planning/plan.py",
         "sagetrain/planning/show.py",
         "benchmarks/layouts.py",
+        "benchmarks/titan.py",
         "benchmarks/save.py",
         "benchmarks/start.py",
     }
