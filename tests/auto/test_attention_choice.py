@@ -1,5 +1,5 @@
-"""What `auto` of attention stands for in a run: decided once, recorded, and kept when the run continues. And what of a
-run both choices see, on which rank."""
+"""attention.backend `auto` is settled once, recorded, and kept when the run continues. One rank settles both choices,
+of attention and of linear layers, for all ranks."""
 
 from pathlib import Path
 
@@ -26,7 +26,8 @@ SAGE_SCORES, SDPA = {"backend": "sage", "recipe": "scores"}, {"backend": "sdpa",
 
 
 def settled(asked: dict, had: dict | None, device: str = "cuda") -> tuple[AttentionConfig, str, list]:
-    """On a GPU where `fine` is the fastest; the settings that were chosen from, and what was said."""
+    """Settle attention where `fine` is the fastest. Return also the reason and what was heard: the settings to choose
+    from, and the lines printed."""
     heard = []
 
     def choose(open_settings: AttentionConfig) -> AttentionConfig:
@@ -67,7 +68,7 @@ def test_without_a_gpu_nothing_is_timed() -> None:
         ({"backend": "auto"}, SAGE_SCORES, SAGE_SCORES),
         ({"backend": "sage"}, SAGE_SCORES, SAGE_SCORES),
         ({"backend": "auto"}, SDPA, SDPA),
-        # What is named is what runs.
+        # A named backend or recipe replaces the recorded one.
         ({"backend": "sage", "recipe": "paper"}, SAGE_SCORES, {"backend": "sage", "recipe": "paper"}),
         ({"backend": "auto", "recipe": "paper"}, SAGE_SCORES, {"backend": "sage", "recipe": "paper"}),
         ({"backend": "sdpa"}, SAGE_SCORES, SDPA | {"recipe": "scores"}),
@@ -95,7 +96,7 @@ def test_what_cannot_run_any_more_is_chosen_anew_and_said(monkeypatch: pytest.Mo
 
 
 def train_and_continue(corpus: str, run_dir: str) -> None:
-    """As on a GPU: three starts of a run, of which the first alone may choose."""
+    """Start a run three times, as on a GPU. Only the first start may choose."""
     attention_choice.to_be_chosen = lambda asked, device: "auto" in (asked.backend, asked.recipe)
     calls = []
 
@@ -126,20 +127,20 @@ def test_a_run_has_one_arithmetic_until_it_is_told_otherwise(corpus: Path, tmp_p
     assert "changed since that checkpoint: attention.recipe: 'auto' -> 'fine'" in said
 
 
-def test_what_is_loaded_has_the_attention_that_it_was_trained_with() -> None:
+def test_a_loaded_run_keeps_the_attention_it_was_trained_with() -> None:
     assert kept_attention(AttentionConfig(), SettledAttention(**SAGE_SCORES)).recipe == "scores"
 
 
 class Stream:
-    """Of data that is never read to its end."""
+    """A stream of data that is never read to its end."""
 
     def document_lengths(self, count: int) -> list[list[int]]:
-        assert dist.get_rank() == 0  # no other rank reads what it has no use for
+        assert dist.get_rank() == 0  # The other ranks have no use for the lengths and do not read them.
         return [[10, 6]] * count
 
 
 def chosen_on_a_rank(folder: str) -> list[tuple[list[str], list[tuple[RankCalls, dict]]]]:
-    """What both choices gave to this rank, and what they were told there, of two runs."""
+    """Return the results of both choices on this rank, and the arguments that they were called with, for two runs."""
     found = []
     attention_choice.to_be_chosen = lambda asked, device: True
     linear_choice.why_sixteen_bits = lambda *_, **__: ""
@@ -170,8 +171,9 @@ def chosen_on_a_rank(folder: str) -> list[tuple[list[str], list[tuple[RankCalls,
     return found
 
 
-def test_one_rank_chooses_for_all_from_what_a_rank_sees_of_the_run(tmp_path: Path) -> None:
-    """Its shape, the lengths of the data's documents where attention heeds them, and how linear layers will run."""
+def test_one_rank_chooses_for_all_from_one_ranks_calls(tmp_path: Path) -> None:
+    """The choice sees the shape of the calls of one rank, the lengths of documents where attention heeds them, and how
+    linear layers will run."""
     first, second = run_distributed(chosen_on_a_rank, 2, str(tmp_path))
     for tp_size, on, (taken, told), (theirs, nothing) in zip((2, 1), (True, False), first, second, strict=True):
         assert taken == theirs == ["of rank 0"] * 2 and nothing == []

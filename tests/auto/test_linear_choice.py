@@ -1,4 +1,4 @@
-"""What `auto` of linear layers stands for: chosen by times, recorded, and kept when the run continues."""
+"""linear.precision `auto` is chosen by times, recorded, and kept when the run continues."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ AUTO = LinearConfig(precision="auto")
 CHOSEN = {"precision": "int8", "keep_layers_below": 8192}
 ROWWISE = {**CHOSEN, "recipe": "rowwise"}
 
-# kernels/NOTES.md: times as fast as bf16 with INT8 rowwise on an H200, casts in it.
+# The speed-ups of INT8 rowwise over bf16 on an H200, casts included, are from kernels/NOTES.md.
 MEASURED = {
     "1b": {"qkv": 1.25, "out": 1.12, "gate_up": 1.25, "down": 1.30},
     "7b": {"qkv": 1.49, "out": 1.42, "gate_up": 1.59, "down": 1.55},
@@ -57,11 +57,11 @@ def test_measured_times_put_all_layers_in_int8_that_may_be(model: str) -> None:
 @pytest.mark.parametrize(
     ("spent", "expected"),
     [
-        ((9.6, 9.6), None),  # not enough
+        ((9.6, 9.6), None),  # The gain is too small.
         ((9.5, 9.5), 0),
-        ((9.0, 12.0), 200),  # the larger layer alone
-        ((12.0, 5.0), None),  # the larger one loses
-        ((float("inf"), 5.0), None),  # or is wrong
+        ((9.0, 12.0), 200),  # Only the larger layer gains.
+        ((12.0, 5.0), None),  # The larger layer loses.
+        ((float("inf"), 5.0), None),  # The larger layer is wrong.
     ],
 )
 def test_a_layer_and_all_larger_ones_must_gain(spent: tuple[float, float], expected: int | None) -> None:
@@ -88,7 +88,7 @@ def test_layers_are_those_of_a_rank() -> None:
 
 @pytest.fixture
 def layers(monkeypatch: pytest.MonkeyPatch) -> list[torch.nn.Module]:
-    """Those that were made to be timed; of the gate and up layer the rowwise one keeps something else."""
+    """The layers that were made to be timed. The rowwise gate and up layer keeps wrong weights."""
     made, right = [], linear_choice.layer_of
 
     def spoiled(inputs: int, sizes: dict, weights: list, matmul: object, *, kept: bool) -> torch.nn.Module:
@@ -106,7 +106,7 @@ def timed(seconds: Callable, *, kept: bool = True) -> tuple[dict, list[str]]:
     return time_layers(SHAPE.linear_layers(1), ["fp8 rowwise", "fp8 tensorwise"], **how, device=CPU, seconds=seconds)
 
 
-def test_what_is_timed_runs_forward_and_backward_and_what_is_wrong_is_not(layers: list) -> None:
+def test_wrong_layers_are_not_timed_and_others_run_both_passes(layers: list) -> None:
     grads = []
 
     def seconds(action: Callable[[], None]) -> float:
@@ -162,7 +162,7 @@ def choose(
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch):
-    """A timer that says what it is told of each way, in turn, layer by layer."""
+    """A timer that returns the given times of the ways in turn, layer by layer."""
 
     def set_to(*times: float) -> list[float]:
         left = list(times) * 4
@@ -185,7 +185,7 @@ def test_the_choice_follows_the_times_and_is_made_once(tmp_path: Path, clock: Ca
     assert next(iter(json.loads(cache.read_text()).values()))["table"] == table[:-1]
     clock(10.0, 20.0)
     assert choose(cache, said) == found and said[1] == f"linear: int8 rowwise (chosen before, {cache})"
-    for changes in (  # what was chosen for something else is not taken over
+    for changes in (  # A choice that was made for something else is not taken over.
         {"num_sequences": 4},
         {"tensor_parallel_size": 2},
         {"kept": False},
@@ -203,7 +203,7 @@ def test_the_choice_follows_the_times_and_is_made_once(tmp_path: Path, clock: Ca
     ("changes", "tokens", "joined"),
     [
         ({}, 32, False),
-        ({"overlap": True}, 32, False),  # halves are for tensor parallelism alone
+        ({"overlap": True}, 32, False),  # Only tensor parallelism computes in halves.
         ({"context_parallel_size": 2}, 16, False),
         ({"tensor_parallel_size": 2}, 32, True),
         ({"tensor_parallel_size": 2, "overlap": True}, 16, True),
@@ -226,7 +226,7 @@ def test_layers_are_timed_on_the_tokens_of_one_of_their_calls(
 
 @pytest.mark.parametrize("name", ["casts.py", "lowbit.py"])
 def test_other_casts_or_products_are_timed_anew(tmp_path: Path, clock: Callable, monkeypatch, name: str) -> None:
-    """By their sources, in two packages."""
+    """The cache key contains the sources of both packages, so a changed file leads to a new choice."""
     said, read, files = [], Path.read_bytes, {}
     monkeypatch.setattr(Path, "read_bytes", lambda path: files.get(path.name) or read(path))
     for files[name] in (b"as it was", b"otherwise"):
@@ -236,7 +236,7 @@ def test_other_casts_or_products_are_timed_anew(tmp_path: Path, clock: Callable,
 
 
 def test_small_layers_stay_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """qkv has 16,384 weights, gate_up 12,288, out 8,192, down 6,144."""
+    """The layers have these weights: qkv 16,384, gate_up 12,288, out 8,192, down 6,144."""
     times = [10.0, 8.0, 10.0, 9.9, 10.0, 8.0, 10.0, 8.0]
     monkeypatch.setattr(linear_choice, "median_seconds", lambda action, device: times.pop(0))
     said: list[str] = []
@@ -246,8 +246,8 @@ def test_small_layers_stay_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert choose(tmp_path / "linear.json", said) == found
 
 
-def test_layers_with_odd_sides_are_not_timed_and_keep_no_other_out(tmp_path: Path, clock: Callable) -> None:
-    """Even if they are the largest."""
+def test_layers_with_odd_sides_keep_no_other_layer_out(tmp_path: Path, clock: Callable) -> None:
+    """Layers with odd sides are not timed, even if they are the largest ones. The others still get 8 bits."""
     said: list[str] = []
     left = clock(10.0, 8.0)
     found = choose(tmp_path / "linear.json", said, shape=SHAPE.model_copy(update={"ffn_hidden_size": 1000}))
@@ -259,7 +259,7 @@ def test_layers_with_odd_sides_are_not_timed_and_keep_no_other_out(tmp_path: Pat
 
 
 def had(linear: dict) -> Kept:
-    """The choices of a run on one tensor-parallel rank that had these linear layers."""
+    """Return the choices of a run on one tensor-parallel rank that had these linear layers."""
     return Kept.of(tiny.run_state(linear=SettledLinear(**linear)), {})
 
 
@@ -279,7 +279,8 @@ def settled(
     asked: LinearConfig, before: Kept | None = None, *, device: torch.device = GPU, shape: ModelConfig = SHAPE,
     dtype: torch.dtype = torch.bfloat16, tp_size: int = 1,
 ) -> tuple[LinearConfig, str, list]:  # fmt: skip
-    """Where rowwise from 8,192 weights on is the fastest; what was chosen from, and what was said."""
+    """Settle linear layers where rowwise from 8,192 weights on is the fastest. Return also the reason and what was
+    heard: the settings to choose from, and the lines printed."""
     heard = []
 
     def choose(asked: LinearConfig) -> LinearConfig:
@@ -298,7 +299,7 @@ def test_a_run_that_begins_chooses_where_it_says_auto_alone(card) -> None:
         assert settled(named) == (named, "", [])
 
 
-def test_where_there_is_nothing_to_choose_from_it_is_bf16_and_says_why(card) -> None:
+def test_without_a_choice_it_is_bf16_and_says_why(card) -> None:
     for case, says in (
         ({"device": CPU}, "auto: nothing is timed without a GPU"),
         ({"dtype": torch.float32}, "auto: linear.precision int8 needs training.dtype bf16 on a GPU"),
@@ -323,12 +324,14 @@ def test_a_run_that_continues_keeps_what_it_had(card) -> None:
     found, why, heard = settled(AUTO, had(wide))
     assert found.precision == "bf16" and "as the run had it" in why and heard == []
     assert settled(SIXTEEN_BITS, had(ROWWISE)) == (SIXTEEN_BITS, "", [])
-    fp8 = {**ROWWISE, "precision": "fp8", "recipe": "tensorwise"}  # the name that was given before
+    # The recipe was stored under this name in earlier versions.
+    fp8 = {**ROWWISE, "precision": "fp8", "recipe": "tensorwise"}
     assert settled(AUTO, had(fp8))[0] == AUTO.model_copy(update=fp8)
 
 
-def test_what_is_named_beside_auto_holds_when_a_run_continues(card) -> None:
-    """Another recipe, and layers that shall stay in 16 bits; not more layers than were worth it."""
+def test_named_keys_beside_auto_hold_when_a_run_continues(card) -> None:
+    """Named keys are another recipe and a larger keep_layers_below. A smaller keep_layers_below does not bring back
+    layers that were not worth it."""
     for named, expected in (
         ({"recipe": "rowwise_bf16_wgrad"}, {"recipe": "rowwise_bf16_wgrad"}),
         ({"keep_layers_below": 10_000}, {"keep_layers_below": 10_000}),
@@ -346,14 +349,14 @@ def test_what_cannot_run_any_more_is_chosen_anew_and_said(card) -> None:
     assert said[1:] == [AUTO] and found.precision == "int8" and why == "auto: the fastest"
 
 
-def test_a_layer_that_another_tensor_parallel_size_gives_odd_sides_leaves_the_others_in_8_bits(card) -> None:
+def test_a_layer_with_odd_sides_at_a_new_tp_size_is_left_out(card) -> None:
     every = {**ROWWISE, "keep_layers_below": 0}
     found, why, (said,) = settled(AUTO, had(every), tp_size=4)
     assert found.precision == "int8" and "as the run had it" in why
     assert said.endswith("at tensor_parallel_size 4 qkv, out, so far, at 1, qkv, out, gate_up, down")
 
 
-def test_where_another_tensor_parallel_size_leaves_none_it_is_decided_anew(card) -> None:
+def test_a_new_tp_size_that_leaves_no_layer_is_decided_anew(card) -> None:
     found, why, (said,) = settled(AUTO, had(ROWWISE), tp_size=16)
     sides = "all have sides that are no multiples of 16 (qkv 4 and 8, out 8, gate_up 6, down 6)"
     assert f"which the run had so far, cannot run here ({sides}): decided anew" in said
@@ -361,7 +364,7 @@ def test_where_another_tensor_parallel_size_leaves_none_it_is_decided_anew(card)
 
 
 @pytest.mark.parametrize("asked", [AUTO, LinearConfig(**ROWWISE)])
-def test_layers_that_another_tensor_parallel_size_makes_too_small_are_named(asked, card) -> None:
+def test_layers_too_small_at_a_new_tp_size_are_named(asked, card) -> None:
     found, _, heard = settled(asked, had(ROWWISE), tp_size=2)
     assert found.model_dump(include={*ROWWISE}) == ROWWISE
     assert heard == [
@@ -372,7 +375,7 @@ def test_layers_that_another_tensor_parallel_size_makes_too_small_are_named(aske
 
 
 def train_and_continue(corpus: str, run_dir: str) -> None:
-    """As on a GPU: three starts of a run, of which the first alone may choose."""
+    """Start a run three times, as on a GPU. Only the first start may choose."""
     linear_choice.why_sixteen_bits = lambda *_, **__: ""
     calls = []
 
@@ -390,7 +393,8 @@ def train_and_continue(corpus: str, run_dir: str) -> None:
         trainer.train()
         low = steps < 3
         block = trainer.engine.model.blocks[1]
-        assert bool(block.mlp.gate_up.kept) == low and block.attention.out.kept == ()  # 3,072 weights, 1,024
+        # gate_up has 3,072 weights and attention.out 1,024.
+        assert bool(block.mlp.gate_up.kept) == low and block.attention.out.kept == ()
         recorded = on_disk.read_state(on_disk.newest(Path(run_dir) / "checkpoints")).linear
         wide = {"precision": "bf16", "recipe": "rowwise", "keep_layers_below": 0}
         assert asdict(recorded) == ({**ROWWISE, "keep_layers_below": 1600} if low else wide)

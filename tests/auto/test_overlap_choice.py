@@ -1,4 +1,4 @@
-"""`auto` of parallel.tensor_parallel_overlap is timed when a run begins, and kept in the layout it was timed in."""
+"""parallel.tensor_parallel_overlap `auto` is timed when a run begins, and kept in the layout in which it was timed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def config(overlap: str = "auto", tensor: int = 2, **data: int) -> RunConfig:
         (config(), False, GPU, "off", True),
         (config("on"), False, GPU, "on", False),
         (config(tensor=1), False, GPU, "off", False),
-        (config(micro_batch_size=1, seq_length=tiny.SEQ - 1), False, GPU, "off", False),  # has no halves
+        # An odd number of tokens has no halves.
+        (config(micro_batch_size=1, seq_length=tiny.SEQ - 1), False, GPU, "off", False),
         (config(), False, CPU, "off", False),
         (config(), True, GPU, "on", False),
         (config("off"), True, GPU, "off", False),
@@ -43,12 +44,12 @@ def test_auto_is_timed_once_and_kept_in_its_layout(cfg, continues, device, expec
 
 
 def times_of_a_rank(num_layers: int) -> tuple[list, dict[str, float]]:
-    """Return what was timed, and the times that this rank was told."""
+    """Return the timed calls, and the times that this rank was told."""
     groups, timed, right = tiny.join(2), [], overlap_choice._seconds
     cfg = config()
     draw = torch.randint(0, tiny.VOCAB, (2, tiny.SEQ + 1), generator=torch.Generator().manual_seed(0))
     batch = Batch(draw[:, :-1], draw[:, 1:].clone(), None, None, None, [])
-    batch.labels[0, :3] = -100  # does not count in the loss
+    batch.labels[0, :3] = -100  # These tokens do not count in the loss.
 
     def seconds(model, blocks, inputs, count, device) -> float:
         spent = right(model, blocks, inputs, 1, device)
@@ -62,7 +63,7 @@ def times_of_a_rank(num_layers: int) -> tuple[list, dict[str, float]]:
     return timed, time_overlap(model, cfg.attention, batch.inputs(CPU), [{}] * num_layers, groups, **place)
 
 
-def test_a_block_is_timed_both_ways_on_all_ranks_and_the_slowest_counts() -> None:
+def test_both_ways_are_timed_on_all_ranks_the_slowest_counts() -> None:
     for timed, seconds in run_distributed(times_of_a_rank, 2, overlap_choice.MANY + 3):
         many = overlap_choice.MANY
         assert {*timed} == {(on, size, many, True) for on in (False, True) for size in (overlap_choice.FEW, many)}

@@ -1,4 +1,5 @@
-"""What stands for a GeForce card on a Hopper GPU: each tensor-core instruction issued several times."""
+"""benchmarks/elsewhere.py imitates a GeForce card on a Hopper GPU: it issues each tensor-core instruction several
+times."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 def product() -> str:
-    """PTX for 8.0 of a kernel with INT8 products."""
+    """Return PTX for compute capability 8.0 of a kernel with INT8 products."""
     portable = TILES["portable"]
     tile = {"BLOCK_M": portable.block_m, "BLOCK_N": portable.block_n, "BLOCK_K": portable.block_k}
     constants = {**tile, "GROUP": GROUP, "A_ROWS": 1, "B_ROWS": 1, "DESCRIBED": False}
@@ -34,7 +35,7 @@ def product() -> str:
 
 
 def machine_code(ptx: str, folder: Path) -> Counter:
-    """Instructions by name of what PTX is assembled to for Hopper."""
+    """Assemble PTX for Hopper and count its instructions by name."""
     (folder / "kernel.ptx").write_text(ptx)
     cubin = folder / "kernel.cubin"
     subprocess.run([BIN / "ptxas", "--gpu-name=sm_90a", folder / "kernel.ptx", "-o", cubin], check=True)
@@ -42,7 +43,7 @@ def machine_code(ptx: str, folder: Path) -> Counter:
     return Counter(re.findall(r"\*/\s+(?:@!?U?P\w+\s+)?([A-Z]+)", text))
 
 
-def test_instructions_of_tensor_cores_are_repeated_and_none_is_taken_out(tmp_path):
+def test_tensor_core_instructions_are_repeated_and_all_remain(tmp_path):
     ptx = product()
     plain = machine_code(ptx, tmp_path)["IMMA"]
     assert plain > 0

@@ -1,4 +1,4 @@
-"""The benchmark of generation: both continue alike, what differs is not timed, and its table."""
+"""The benchmark of generation checks that both programs continue alike before it times them, and prints a table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SPEC.loader.exec_module(benchmark)
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
-    """Folder of a run with random weights and a context of 16 tokens."""
+    """The folder of a run with random weights and a context of 16 tokens."""
     folder = tmp_path_factory.mktemp("benchmark") / "run"
     saved_runs.save_runs([(str(folder), saved_runs.config(folder), 1)], model)
     return folder
@@ -49,7 +49,7 @@ def test_mistakes_are_one_line(run: Path, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_both_have_the_same_weights(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU those of a run in bf16 are rounded when it is loaded."""
+    """A run in bf16 has its weights rounded when it is loaded on a GPU. transformers gets the rounded weights too."""
 
     def on_a_gpu(*how: object, **options: object) -> TrainedRun:
         loaded = load_run(*how, **options)
@@ -63,7 +63,7 @@ def test_both_have_the_same_weights(run: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_tie_is_no_difference(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order of float sums decides it. What comes after is another text."""
+    """The order of float sums decides a tie. The texts differ after it and are not compared further."""
     own, other = benchmark.load(run, "sdpa")
     prompts = benchmark.prompts_of(own, 2, 8)
     right = benchmark.theirs(other, own, prompts, 5)
@@ -80,7 +80,8 @@ def test_a_tie_is_no_difference(run: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_change_of_dtype_rounds_weights_alone(run: Path) -> None:
-    """The frequencies of transformers' rotary embedding would not come back, and neither would its positions."""
+    """The frequencies of transformers' rotary embedding stay in float32. A rounding would not be undone, and the
+    positions would be wrong."""
     own, other = benchmark.load(run, "sdpa")
     frequencies = other.model.rotary_emb.inv_freq.clone()
     for dtype in (torch.bfloat16, torch.float32):

@@ -1,4 +1,4 @@
-"""The benchmark of the host's time, without a GPU: one rank of two, alone."""
+"""The benchmark of the host's time runs without a GPU, as one rank of two, alone."""
 
 import contextlib
 import importlib.util
@@ -18,8 +18,8 @@ SPEC.loader.exec_module(benchmark)
 
 
 def measure() -> tuple[str, int]:
-    """What it prints, and how many collectives went by copies."""
-    dist.destroy_process_group()  # it makes its own
+    """Return the benchmark's output, and the number of collectives that went by copies."""
+    dist.destroy_process_group()  # The benchmark makes its own process group.
     with contextlib.redirect_stdout(io.StringIO()) as out:
         benchmark.main(["--steps", "2", "--compile", "aot_eager", "model.num_layers=2"])
     (connected,) = copies.connected.values()
@@ -30,9 +30,9 @@ def test_it_times_every_micro_step_with_its_collectives() -> None:
     ((text, count),) = run_distributed(measure, 1)
     losses = re.search("losses (.*)", text)[1].split()
     assert len({*losses}) == benchmark.WARM_UP
-    assert all(4 < float.fromhex(loss) < 6 for loss in losses)  # of 128 words
+    assert all(4 < float.fromhex(loss) < 6 for loss in losses)  # The vocabulary has 128 words.
     times = [float(ms) for ms in re.findall(r"(?:median|least|step) +([\d.]+) ms", text)]
     assert len(times) == 5
     assert all(ms > 0 for ms in times)
-    # In two halves 4 a block and 2 around the blocks, forward and backward.
+    # With two halves there are 4 collectives a block and 2 around the blocks, forward and backward.
     assert count == (benchmark.WARM_UP + 2 * 2) * 2 * 2 * (4 * 2 + 2)

@@ -1,4 +1,4 @@
-"""benchmarks/step.py at a tiny size: every row, and losses that must agree before anything is timed."""
+"""benchmarks/step.py runs every row at a tiny size, and compares the losses before it times anything."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TINY += ["--compile", "off"]
 
 @pytest.fixture
 def program(monkeypatch: pytest.MonkeyPatch) -> dict:
-    """With a small vocabulary, and without torchao, whether it is here or not."""
+    """The benchmark with a small vocabulary, and without torchao, whether that is installed or not."""
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     found = runpy.run_path(str(ROOT / "benchmarks/step.py"))
@@ -48,8 +48,8 @@ def test_every_row_is_timed_or_said_to_be_not_installed(program: dict, capsys: p
     assert len(losses) == len(timed) and all(float(last) < float(first) - 0.1 for first, last in losses)
 
 
-def test_attention_within_documents_is_timed_with_any_number_of_key_heads(program: dict, capsys) -> None:
-    """Both kinds of attention see the documents: their losses agree, and differ from those of whole sequences."""
+def test_attention_within_documents_is_timed_with_few_key_heads(program: dict, capsys) -> None:
+    """Both kinds of attention see the documents: their losses agree, and differ from the losses of whole sequences."""
     first_losses = {}
     for documents in ("0", "20"):
         program["main"](
@@ -86,7 +86,7 @@ def test_unknown_names_are_told_before_anything_runs(option: list, said: str, pr
 
 
 def test_a_peer_that_learns_otherwise_is_not_timed(program: dict, capsys: pytest.CaptureFixture) -> None:
-    """Its first loss is right: it lacks the gradient through q, k and v."""
+    """This peer's first loss is right. It lacks the gradient through q, k and v, so later losses differ."""
     rotate = program["PeerBlock"]._rotate
     program["PeerBlock"]._rotate = staticmethod(lambda x, cos, sin: rotate(x, cos, sin).detach() + 0 * x)
     attend = F.scaled_dot_product_attention
@@ -97,8 +97,8 @@ def test_a_peer_that_learns_otherwise_is_not_timed(program: dict, capsys: pytest
     assert "tokens/s" not in capsys.readouterr().out
 
 
-def test_16_bits_are_not_held_to_the_losses_of_8_bits_as_to_their_own(program: dict, monkeypatch) -> None:
-    """Whichever is named first."""
+def test_rows_in_16_bits_have_a_tolerance_of_their_own(program: dict, monkeypatch) -> None:
+    """A row in 16 bits is compared with a row in 8 bits by the tolerance of 8 bits, whichever is named first."""
     monkeypatch.setitem(program["TOLERANCE"], False, 1e-9)
     for ours in ("sdpa,sdpa+fp8:tensorwise", "sdpa+fp8:tensorwise,sdpa"):
         program["main"]([*TINY, "--ours", ours, "--peers", ""])
@@ -107,7 +107,7 @@ def test_16_bits_are_not_held_to_the_losses_of_8_bits_as_to_their_own(program: d
 
 
 def test_torchao_gets_all_linear_layers_but_the_head(program: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for the package, by the names of its documentation; without a GPU it is asked to emulate FP8."""
+    """A stand-in for the package has the names of torchao's documentation. Without a GPU it is asked to emulate FP8."""
     converted = []
 
     def convert(module: torch.nn.Module, *, module_filter_fn: Callable, config: SimpleNamespace) -> None:

@@ -1,4 +1,4 @@
-"""sagetrain doctor: on one process, on two that meet, and with what it should find."""
+"""`sagetrain doctor` on one process, on two that meet, and with problems that it should find."""
 
 import json
 import os
@@ -95,14 +95,15 @@ def examined(folder: str) -> None:
         warnings.warn("Attempting to run cuBLAS, but there was no current CUDA context! Attempting to", stacklevel=1)
         warnings.warn("another one", stacklevel=1)
     assert [str(warning.message) for warning in said] == ["another one"]
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # for the one who called
+    # The group belongs to the caller and must stay.
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 def test_nothing_is_left_to_warn_of(tmp_path: Path) -> None:
     run_distributed(examined, 1, str(tmp_path))
 
 
-def test_what_a_link_should_reach_is_by_the_ranks_of_a_host() -> None:
+def test_the_expected_link_follows_the_ranks_of_a_host() -> None:
     """Two hosts that give one GPU each are joined by the network, however many GPUs they have."""
     inside, across = doctor.expected("NVIDIA H200", 2, local=2), doctor.expected("NVIDIA H200", 2, local=1)
     assert inside == H200.nvlink_bandwidth and across == H200.network_bandwidth * H200.network_efficiency
@@ -144,13 +145,15 @@ def test_a_folder_that_cannot_be_written_is_bad(tmp_path: Path) -> None:
 
 
 def test_8_bits_are_tried_on_a_layer_that_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run keeps others in 16 bits, and where all are such, says so."""
+    """A run keeps layers with odd sides in 16 bits. If all layers are such, doctor says so."""
     tried: list[str] = []
-    even = {"head_dim": 8, "ffn_hidden_size": 48}  # in one process
+    # These sides are multiples of 16 on one rank, and on two they are not.
+    even = {"head_dim": 8, "ffn_hidden_size": 48}
     right = linear_choice.time_layers
     monkeypatch.setattr(linear_choice, "time_layers", lambda x, *etc, **how: tried.extend(x) or right(x, *etc, **how))
     for change, ranks, verdict, says in (
-        ({"head_dim": 20}, 1, "ok", "agree with float32"),  # not of q, k and v, nor of what reads attention's output
+        # The sides of qkv and of attention's output are no multiples of 16.
+        ({"head_dim": 20}, 1, "ok", "agree with float32"),
         ({"hidden_size": 24}, 1, "look", "no: all have sides that are no multiples of 16 (qkv 24, "),
         (even, 1, "ok", "agree with float32"),
         (even, 2, "look", "no: all have sides that are no multiples of 16 (qkv 8, out 8, gate_up 24, down 24)"),
@@ -175,7 +178,7 @@ def test_the_command_tries_what_a_rank_of_the_configuration_has(monkeypatch: pyt
 
 
 def test_limits_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of open files the hard one counts, for the ranks at hand: the soft one is raised."""
+    """The hard limit of open files counts for the ranks of this host, because a run raises the soft limit."""
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (1024, 4096))
     enough, short = (host_limits("here", ranks)[1] for ranks in (1_000, 2_000))
     assert enough.verdict == "ok" and "up to 1,194 ranks" in enough.found
@@ -183,7 +186,7 @@ def test_limits_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_name_server_that_does_not_answer_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store where ranks meet asks for the name of each that connects."""
+    """The store where ranks meet asks for the name of each rank that connects."""
     answered = doctor._names("localhost")
     monkeypatch.setattr(doctor.socket, "getnameinfo", lambda *_: time.sleep(0.6))
     silent = doctor._names("localhost")

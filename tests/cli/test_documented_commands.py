@@ -1,8 +1,9 @@
-"""Every command of the documentation, as far as it goes without a GPU, a cluster and the reader's text.
+"""Every command of the documentation is checked, as far as it goes without a GPU, a cluster and the reader's text.
 
 `plan` runs to its end. Commands that train are parsed by their launcher and by sagetrain, and their configuration is
-checked for the ranks they start. Of all others the arguments are parsed. Nothing is trained, installed or written.
-(results/ record what was run at their time; tests/house/test_guides.py runs what can run.)
+checked for the ranks that they start. All other commands have their arguments parsed. Nothing is trained, installed or
+written. Pages in results/ record commands of their time and are left out; tests/house/test_guides.py runs the commands
+that can run.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ DOCUMENTS = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("
 
 
 def commands(document: str) -> Iterator[list[str]]:
-    """Words of every command in fenced blocks, and of those in `code` that are more than a name."""
+    """Yield the words of every command in fenced blocks, and of every command in `code` that is more than a name."""
     for language, block in re.findall(r"^```(\w*)\n(.*?)^```", document, re.M | re.S):
         if language in ("", "bash", "sh"):
             for line in block.replace("\\\n", " ").splitlines():
@@ -82,15 +83,15 @@ def python(words: list[str]) -> None:
 def deepspeed(words: list[str]) -> None:
     given = runner.parse_args(words)
     ranks = given.num_gpus
-    if ranks <= 0:  # those of a host file, which is made from the example
-        assert given.hostfile == "hostfile"  # what `sagetrain config hostfile` writes
+    if ranks <= 0:  # The ranks are those of a host file, which is made from the example.
+        assert given.hostfile == "hostfile"  # `sagetrain config hostfile` writes a file of this name.
         example = Path("launch/hostfile.example").read_text()
         ranks = sum(map(int, re.findall(r"^\w+ slots=(\d+)", example, re.M)))
     on_ranks(given.user_script, given.module, given.user_args, ranks)
 
 
 def on_ranks(script: str, is_module: bool, words: list[str], ranks: int) -> None:
-    """What a launcher starts: training, or any command."""
+    """Check the program that a launcher starts: training, or any command."""
     if is_module:
         assert script == "sagetrain"
         train(words[1:], ranks) if words[0] == "train" else sagetrain(words)

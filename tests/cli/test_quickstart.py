@@ -1,4 +1,4 @@
-"""What `make quickstart` shows: commands to be copied, a page, and what comes next. Tests of the runs are elsewhere."""
+"""`make quickstart` ends with commands to be copied, a page, and what comes next. Tests of the runs are elsewhere."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def quickstart(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def test_it_ends_with_a_page_a_sample_and_commands_that_work_as_they_are(quickstart, monkeypatch) -> None:
+def test_it_ends_with_a_page_a_sample_and_working_commands(quickstart, monkeypatch) -> None:
     done: list[str] = []
     for name in ("train_and_stop_in_the_middle", "loss_table"):
         monkeypatch.setattr(quickstart, name, lambda *_: "")
     monkeypatch.setattr(quickstart, "run", done.append)
     monkeypatch.setattr(quickstart, "rows", lambda key: [])
-    monkeypatch.setenv("PATH", "/usr/bin:/bin")  # the environment is not activated
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")  # The environment is not activated.
     quickstart.main()
     assert [command.split()[1] for command in done[-3:]] == ["eval", "generate", "report"]
     lines = quickstart.console.file.getvalue().splitlines()
@@ -46,7 +46,7 @@ def test_it_ends_with_a_page_a_sample_and_commands_that_work_as_they_are(quickst
             sagetrain(words[1:])
 
 
-def test_commands_are_shown_whole_and_without_the_folder_where_that_is_on_path(quickstart, monkeypatch) -> None:
+def test_commands_are_whole_and_omit_a_folder_that_is_on_path(quickstart, monkeypatch) -> None:
     started: list[list[str]] = []
     monkeypatch.setattr(quickstart.subprocess, "Popen", lambda words, **how: started.append(words))
     command = f"sagetrain plan configs/quickstart.yaml --world-size 2 {' '.join(5 * ['a.long.key=[value,value]'])}"
