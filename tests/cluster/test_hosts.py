@@ -45,7 +45,7 @@ class Host:
         self.folder, self.number = folder, number
 
     def up(self, hides: dict[Path, Path]) -> None:
-        """Start sshd; in this host alone, the files that `hides` names show the content of others."""
+        """Start sshd. In this host alone, each file that is a key of `hides` shows the content of its value."""
         binds = {Path("/etc/hosts"): self.folder / "hosts", **hides}
         mounts = "".join(f"mount --bind {shown} {hidden} && " for hidden, shown in binds.items())
         sshd = f"{shutil.which('sshd')} -D -e -f {self.folder}/sshd_config"
@@ -56,14 +56,14 @@ class Host:
         )
 
     def start(self, words: list[str], config: Path, **environment: str) -> Command:
-        """Start training on this host; its output goes beside the configuration, by the host's name."""
+        """Start training on this host. The output goes into a file beside the configuration, named after the host."""
         fixed = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
         env = {**os.environ, **fixed, **environment}
         log = config.with_suffix(f".{self.name}.log")
         return Command([*words, "--config", str(config)], env, log, config.parent, host=self.sshd.pid)
 
     def sent(self, interface: str) -> int:
-        """Bytes that have left through an interface."""
+        """Return the bytes that have left through an interface."""
         counter = f"/sys/class/net/{interface}/statistics/tx_bytes"
         return int(subprocess.check_output(["ip", "netns", "exec", self.namespace, "cat", counter]))
 
@@ -77,7 +77,7 @@ class Host:
             for pid in self.pids():
                 try:
                     pairs = [pair.partition("=") for pair in Path(f"/proc/{pid}/environ").read_text().split("\0")]
-                except (FileNotFoundError, ProcessLookupError):  # gone meanwhile
+                except (FileNotFoundError, ProcessLookupError):  # The process has ended in the meantime.
                     continue
                 environment = {name: value for name, _, value in pairs}
                 if "LOCAL_RANK" in environment:
@@ -86,7 +86,7 @@ class Host:
         raise AssertionError(f"no rank on {self.name}")
 
     def kill(self) -> None:
-        """End every process of the namespace, by number."""
+        """Kill every process of the namespace, by its number."""
         for pid in self.pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -94,7 +94,7 @@ class Host:
 
 
 class Cluster:
-    """Two hosts, and the way to start something on them."""
+    """Two hosts, and the ways to start something on them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -114,7 +114,7 @@ class Cluster:
                 _do("ip", "-n", host.namespace, "link", "set", f"eth{i}", "up")
 
     def ssh_files(self) -> None:
-        """Keys and settings of sshd and ssh, used by nothing but this test."""
+        """Write keys and settings of sshd and ssh that only this test uses."""
         folder = self.folder
         _do("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "key"))
         shutil.copy(folder / "key.pub", folder / "authorized_keys")
@@ -127,7 +127,7 @@ class Cluster:
             f"IdentityFile {folder}/key\nStrictHostKeyChecking no\nUserKnownHostsFile /dev/null\nLogLevel ERROR\n"
         )
         (folder / "hostfile").write_text("node0 slots=2\nnode1 slots=2\n")
-        Path("/run/sshd").mkdir(exist_ok=True)  # sshd insists on it
+        Path("/run/sshd").mkdir(exist_ok=True)  # sshd refuses to start without this folder.
 
     def up(self, hides: dict[Path, Path] | None = None) -> None:
         """Start both hosts and wait for their sshd; `hides` holds for the second."""
@@ -142,7 +142,7 @@ class Cluster:
 
     @contextlib.contextmanager
     def running(self, hides: dict[Path, Path] | None = None) -> Iterator[None]:
-        """Both hosts up; whatever they run ends with the block."""
+        """Run a block with both hosts up. Everything that runs on them ends with the block."""
         try:
             self.up(hides)
             yield
@@ -151,24 +151,24 @@ class Cluster:
                 host.kill()
 
     def deepspeed(self, config: Path, *options: str) -> Command:
-        """`deepspeed --hostfile` on the first host, which reaches both through pdsh and ssh."""
+        """Start `deepspeed --hostfile` on the first host, which reaches both hosts through pdsh and ssh."""
         where = [f"--hostfile={self.folder}/hostfile", "--no_ssh_check", "--master_addr=node0", *options]
         ssh = {"PDSH_SSH_ARGS_APPEND": f"-F {self.folder}/ssh_config", "STAND_IN": str(stand_in(config.parent))}
         return self.hosts[0].start(["deepspeed", *where, SCRIPT], config, **ssh)
 
     def torchrun(self, config: Path, ranks: int) -> list[Command]:
-        """torchrun on both hosts, for so many ranks on each; NCCL_DEBUG is another word on each."""
+        """Start torchrun on both hosts, for so many ranks on each. NCCL_DEBUG has another value on each host."""
         words = [*TORCHRUN, "--nproc-per-node", str(ranks), SCRIPT]
         return [host.start(words, config, NCCL_DEBUG=host.name) for host in self.hosts]
 
     def by_hand(self, config: Path) -> list[Command]:
-        """A rank on each host, in the environment that srun gives."""
+        """Start a rank on each host, in the environment that srun gives."""
         world = {"MASTER_ADDR": "node0", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
         return [host.start(["sagetrain", "train"], config, RANK=str(host.number), **world) for host in self.hosts]
 
 
 def run_config(folder: Path, corpus: Path, interface: str | None, tp_size: int = 2) -> Path:
-    """Six steps; what tensor parallelism leaves of the ranks is data parallel."""
+    """Write the configuration of a run of six steps. The ranks that tensor parallelism leaves are data parallel."""
     return write_config(
         folder / "run.yaml",
         corpus,
@@ -198,7 +198,7 @@ def check_same(run_dir: Path, reference: Path) -> None:
 
 
 def log_of(config: Path) -> str:
-    """What was printed, on the first host before what was printed on the second."""
+    """Return the output of both hosts, the first host's before the second's."""
     return "".join(log.read_text() for log in sorted(config.parent.glob(f"{config.stem}.*log")))
 
 
@@ -225,7 +225,7 @@ def cluster(tmp_path_factory) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory, corpus) -> Path:
-    """Run folder of the same four ranks on one host."""
+    """The run folder of the same four ranks on one host."""
     config = run_config(tmp_path_factory.mktemp("reference"), corpus, interface=None)
     ranks = ["ranks", "4", str(free_port()), "train", "--config", str(config)]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -248,13 +248,13 @@ def test_deepspeed_through_pdsh_is_bitwise_the_run_on_one_host(tmp_path, corpus,
     assert re.search(r"node0 +0\.\.1 +0 +0 +0\.\.1 +2 x cpu", log)
     assert re.search(r"node1 +2\.\.3 +1 +0 +0\.\.1 +2 x cpu", log)
     assert log.count("versions: sagetrain ") == 1
-    assert environment["NCCL_DEBUG"] == "WARN"  # of the example
+    assert environment["NCCL_DEBUG"] == "WARN"  # The example sets this value.
     assert environment["OMP_NUM_THREADS"] == "1"
     assert "differs between hosts" not in log
-    assert eth1 > 1_000_000 > 100_000 > eth0  # gradients took the network that the configuration names
+    assert eth1 > 1_000_000 > 100_000 > eth0  # The gradients took the network that the configuration names.
 
 
-def test_torchrun_with_a_rendezvous_is_bitwise_the_run_on_one_host(tmp_path, corpus, cluster, reference) -> None:
+def test_torchrun_with_a_rendezvous_equals_the_run_on_one_host(tmp_path, corpus, cluster, reference) -> None:
     config = run_config(tmp_path, corpus, interface="eth1")
     with cluster.running():
         assert [launcher.wait(PATIENCE) for launcher in cluster.torchrun(config, ranks=2)] == [0, 0], log_of(config)
@@ -284,7 +284,7 @@ def test_hosts_that_disagree_stop_before_anything_is_written(tmp_path, corpus, c
     assert not (tmp_path / "run").exists()
 
 
-def test_a_host_that_ssh_does_not_reach_is_missed_by_rank_and_nothing_starts(tmp_path, corpus, cluster) -> None:
+def test_a_host_that_ssh_does_not_reach_is_missed_by_rank(tmp_path, corpus, cluster) -> None:
     config = run_config(tmp_path, corpus, interface=None, tp_size=1)
     config.write_text(config.read_text().replace("timeout_minutes: 3", "timeout_minutes: 0.1"))
     with cluster.running():
@@ -292,14 +292,14 @@ def test_a_host_that_ssh_does_not_reach_is_missed_by_rank_and_nothing_starts(tmp
         process = cluster.deepspeed(config, "--num_accelerators=1", "--force_multi")
         assert process.wait(PATIENCE), log_of(config)
     log = log_of(config)
-    assert "Connection refused" in log  # ssh's own words, which the message points to
+    assert "Connection refused" in log  # These are ssh's own words, to which the message points.
     assert re.search(r"error: 1 of 2 ranks have not come to node0:\d+ within 0.2 minutes: rank 1", log)
     assert "Here are node0 (rank 0). Nothing was started or written" in log
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_folder_that_hosts_do_not_share_is_told_at_the_start(tmp_path, corpus, cluster) -> None:
-    """As a run_dir on a disk of each host's own; unnoticed, the first save would fail."""
+def test_a_run_folder_that_hosts_do_not_share_is_an_error(tmp_path, corpus, cluster) -> None:
+    """The run_dir lies on a disk of each host's own. Unless the start notices this, the first save fails."""
     config = run_config(tmp_path, corpus, interface="eth1", tp_size=1)
     config.write_text(config.read_text().replace(str(tmp_path / "run"), str(tmp_path / "disk/runs/run")))
     for disk in ("disk", "other"):
@@ -309,10 +309,10 @@ def test_a_run_folder_that_hosts_do_not_share_is_told_at_the_start(tmp_path, cor
     log = log_of(config)
     assert "error: training.run_dir " in log and "the hosts of this run do not share this folder" in log
     assert re.search(r"Rank 0 on node\d made it; node\d \(rank 1\) has no such folder", log)
-    assert not list(tmp_path.glob("*/runs/*"))  # nothing is left on either
+    assert not list(tmp_path.glob("*/runs/*"))  # No host has anything left there.
 
 
-def test_a_host_without_the_data_ends_the_run_on_all_of_them_at_once(tmp_path, corpus, cluster) -> None:
+def test_a_host_without_the_data_ends_the_run_on_all_hosts(tmp_path, corpus, cluster) -> None:
     config = run_config(tmp_path, corpus, interface="eth1", tp_size=1)
     config.write_text(config.read_text().replace("timeout_minutes: 3", "timeout_minutes: 30"))
     (tmp_path / "empty").mkdir()

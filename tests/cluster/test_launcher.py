@@ -1,4 +1,4 @@
-"""What launchers tell a process, and what another job left behind of it."""
+"""Read the ranks that launchers tell a process, and name the variables that another job left behind."""
 
 import os
 import subprocess
@@ -27,7 +27,7 @@ def environment(text: str) -> dict[str, str]:
         ("RANK=2 WORLD_SIZE=4 LOCAL_RANK=0 LOCAL_WORLD_SIZE= SLURM_PROCID=2 SLURM_STEP_NUM_TASKS=4 MASTER_ADDR=a "
          "MASTER_PORT=1", (2, 4)),
         ("SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1 SLURM_STEP_TASKS_PER_NODE=1 SLURM_NTASKS=8", (0, 1)),  # srun --pty bash
-        ("SLURM_PROCID=3 SLURM_STEP_NUM_TASKS=8 RANK=0 WORLD_SIZE=1", (0, 1)),  # a run in each task
+        ("SLURM_PROCID=3 SLURM_STEP_NUM_TASKS=8 RANK=0 WORLD_SIZE=1", (0, 1)),  # Each task starts a run of its own.
     ],
 )  # fmt: skip
 def test_a_launcher_tells_rank_and_world_size(monkeypatch, given, expected) -> None:
@@ -71,7 +71,7 @@ def test_what_another_job_left_behind_is_named(monkeypatch, given, message) -> N
         ("MASTER_ADDR=localhost MASTER_PORT=29500", ""),
         ("SLURM_NTASKS=4 RANK=0 WORLD_SIZE=1", ""),
         ("SLURM_NTASKS=1 SLURM_PROCID=0", ""),
-        ("SLURM_NTASKS=4 SLURM_PROCID=0",  # a script of sbatch without srun
+        ("SLURM_NTASKS=4 SLURM_PROCID=0",  # The script of sbatch runs without srun.
          "SLURM_NTASKS=4 in the environment, and this run has one rank: if it is to have 4, start it with srun, as the "
          "script of `sagetrain config slurm` does"),
         ("RANK=1 WORLD_SIZE=8 MASTER_ADDR=a MASTER_PORT=1",
@@ -89,7 +89,7 @@ def test_what_no_known_launcher_set_is_said(monkeypatch, given, said) -> None:
 
 
 def test_commands_name_leftovers_before_they_import_torch() -> None:
-    """The real command: what is left over must not reach anything that would wait."""
+    """The real command runs here, because leftovers must not reach anything that would wait."""
     left = {"WORLD_SIZE": "4", "RANK": "1"}
     for words in (["train", ROOT / "configs/minimal.yaml"], ["doctor"]):
         began = time.monotonic()

@@ -1,4 +1,4 @@
-"""The start-up table and what hosts may not disagree in; tests/cluster/test_hosts.py sees both at work."""
+"""The start-up table, and the facts in which hosts must agree. tests/cluster/test_hosts.py sees both at work."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sagetrain.parallel.topology import Topology
 
 
 def rows(hosts: int = 2, per_host: int = 2) -> list[preflight.Row]:
-    """Ranks that agree, tensor parallel inside a host."""
+    """Return the rows of ranks that agree, tensor parallel inside a host."""
     return [
         {
             "host": f"node{rank // per_host}",
@@ -79,7 +79,7 @@ BF16 = {"linear": {"precision": "bf16"}}
 @pytest.mark.parametrize(
     ("sections", "told"),
     [
-        ({"attention": {"backend": "sage"}, **BF16}, "8.0"),  # whose recipe is auto
+        ({"attention": {"backend": "sage"}, **BF16}, "8.0"),  # Sage's recipe is auto by default.
         ({"attention": {"backend": "sage", "recipe": "fine"}, **BF16}, None),
         ({"attention": {"backend": "sdpa"}, **BF16}, None),
         ({"attention": {"backend": "auto"}, **BF16}, "8.0"),
@@ -87,7 +87,7 @@ BF16 = {"linear": {"precision": "bf16"}}
     ],
 )
 def test_where_auto_decides_ranks_have_gpus_of_one_kind(sections: dict, told: str | None, monkeypatch) -> None:
-    """Else one may wait for a choice that the other has not to make."""
+    """A rank of another kind of GPU might have no choice to make, and the others would wait for it."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     config = tiny.config(1, **sections)
     mixed = [{**row, "devices": preflight._told_apart(config, torch.device("cuda", 0))} for row in rows()]
@@ -102,8 +102,8 @@ def test_where_auto_decides_ranks_have_gpus_of_one_kind(sections: dict, told: st
     assert "device: cpu on node0 (rank 0); cuda on" in preflight.disagreements(mixed)[0]
 
 
-def test_where_auto_may_take_flash_attn_all_hosts_have_it_or_none(monkeypatch) -> None:
-    """The first rank chooses from what it finds, and a rank without the package would end in a traceback."""
+def test_auto_wants_flash_attn_on_all_hosts_or_on_none(monkeypatch) -> None:
+    """The first rank chooses from the packages that it finds. A rank without the package would end in a traceback."""
     topology, gpu = Topology(1, 1), torch.device("cuda", 0)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -131,7 +131,7 @@ def test_files_are_told_by_the_first_rank_of_each_host() -> None:
 
 
 def check_in_on_two_hosts(damaged: int | None, local_ranks: list[int]) -> tuple[dict | str, list[int]]:
-    """What this rank gets of check_in, or its error, and whether it was asked to read files."""
+    """Return the result of check_in on this rank, or its error, and the files that it was asked to read."""
     rank, asked = dist.get_rank(), []
     os.environ["LOCAL_RANK"] = str(local_ranks[rank])
 
@@ -156,7 +156,7 @@ def test_every_host_checks_its_own_files_and_all_hear_of_damage() -> None:
     assert run_distributed(check_in_on_two_hosts, 2, None, [0, 1]) == [(agreed, [0]), (agreed, [])]
 
 
-def test_ranks_wait_for_who_checks_files_while_it_says_how_far_it_is() -> None:
+def test_ranks_wait_for_the_checker_of_files_while_it_reports() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     patience = timedelta(seconds=1)
     with ThreadPoolExecutor(1) as other:
@@ -175,7 +175,7 @@ def test_ranks_wait_for_who_checks_files_while_it_says_how_far_it_is() -> None:
         preflight._when_there(waiter, "never", patience)
 
 
-def test_a_host_that_cannot_take_part_is_named_and_all_alike_is_the_bare_problem() -> None:
+def test_a_host_that_cannot_take_part_is_named() -> None:
     failing = rows()
     assert preflight._verdict(failing) == ""
     failing[2]["problem"] = failing[3]["problem"] = "no such file: x.bin"
@@ -225,8 +225,8 @@ def test_gpus_without_a_rank_are_named() -> None:
     assert "torchrun --nproc-per-node 8 -m sagetrain train" in line
 
 
-def test_a_rank_without_a_gpu_says_so_before_it_waits_for_others(monkeypatch) -> None:
-    """More ranks than GPUs, or a GPU a task of Slurm, of which each task sees its own as the first."""
+def test_a_rank_without_a_gpu_says_so_before_it_waits(monkeypatch) -> None:
+    """There are more ranks than GPUs, or Slurm gives each task one GPU, which the task sees as GPU 0."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_RANK", "2")
@@ -239,7 +239,7 @@ def test_a_rank_without_a_gpu_says_so_before_it_waits_for_others(monkeypatch) ->
     [
         (None, None, None, 1, None),
         ("16", "2", "8", 16, None),
-        ("2", "2", "8", 16, None),  # one torchrun a host
+        ("2", "2", "8", 16, None),  # One torchrun runs on each host.
         ("16", "2", None, 16, None),
         ("16", "2", "8", 8, "8 ranks, Slurm's allocation has 2 hosts with 8 GPUs each. If"),
         ("2", "2", "8", 1, "1 rank, Slurm's allocation has 2 tasks, 2 hosts with 8 GPUs each. If"),

@@ -1,4 +1,4 @@
-"""What ranks say and do while they wait for each other."""
+"""Ranks that wait for each other say whom they wait for, and end at signals and time limits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_ranges() -> None:
 
 @pytest.mark.parametrize(("order", "missing", "waited"), [([1, 0], 2, 1), ([1, 2], 0, 3)])
 def test_under_torchrun_all_that_came_name_the_one_that_did_not(monkeypatch, order, missing, waited) -> None:
-    """The store lives in torchrun's agent, so that no rank waits for rank 0 before it can connect."""
+    """The store lives in torchrun's agent, so no rank waits for rank 0 before it can connect."""
     agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     minutes = 1.5 / 60
     with ThreadPoolExecutor(2) as ranks:
@@ -68,10 +68,10 @@ def test_a_port_in_use_is_the_cause_at_once(monkeypatch, capfd, world_size) -> N
     text = str(error.value)
     assert f"cannot listen at port {port}: another process listens there" in text
     assert "--master_port" in text and "MASTER_PORT" in text and "firewall" not in text
-    assert capfd.readouterr() == ("", "")  # and torch's own store is silent
+    assert capfd.readouterr() == ("", "")  # torch's own store prints nothing either.
 
 
-def test_an_address_that_does_not_resolve_is_said_at_once_and_given_up_soon(monkeypatch, capfd) -> None:
+def test_an_unknown_address_is_said_at_once_and_soon_given_up(monkeypatch, capfd) -> None:
     monkeypatch.setattr(rendezvous, "_NAME_SECONDS", 1)
     for rank, fixes in ((0, "an address"), (1, "--master_addr")):
         as_rank(monkeypatch, rank, 2, free_port(), "no-such-host.invalid")
@@ -89,7 +89,7 @@ def test_rank_0_that_runs_elsewhere_than_master_addr_says_so(monkeypatch) -> Non
     other = socket.create_server(("127.0.0.2", 0))
     port = other.getsockname()[1]
     other.close()
-    as_rank(monkeypatch, 0, 2, port, "240.0.0.1")  # no host has it
+    as_rank(monkeypatch, 0, 2, port, "240.0.0.1")  # No host has this address.
     with pytest.raises(rendezvous.RanksMissing, match=f"MASTER_ADDR must be an address of {socket.gethostname()}"):
         rendezvous.meet(10)
 
@@ -105,7 +105,7 @@ def wait_for_the_others(rank: int, port: int, log: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_ranks_that_wait_within_a_second(tmp_path, number) -> None:
-    """Rank 0 waits for rank 2, rank 1 with it, and another rank 1 for a rank 0 that never came."""
+    """Rank 0 waits for rank 2, rank 1 waits with it, and another rank 1 waits for a rank 0 that never came."""
     context, port, ended = multiprocessing.get_context("fork"), free_port(), {}
     for rank, at, name in ((0, port, "0"), (1, port, "1"), (1, free_port(), "1.lonely")):
         folder = tmp_path / name
@@ -124,7 +124,7 @@ def test_a_signal_ends_ranks_that_wait_within_a_second(tmp_path, number) -> None
         os.kill(process.pid, number)
         process.join(10)
         assert process.exitcode == 128 + number
-        assert time.monotonic() - sent < 2  # .01 s where nothing else runs
+        assert time.monotonic() - sent < 2  # The ranks take 0.01 s on an idle machine.
     for log in ended.values():
         assert log.read_text().splitlines() == [
             f"ended by {number.name} before training began: nothing was trained or written"
@@ -138,7 +138,7 @@ def listens(port: int) -> bool:
 
 
 def test_a_run_whose_ranks_have_not_come_leaves_at_a_signal(tmp_path, corpus) -> None:
-    """The real command, for the order in which it begins."""
+    """The real command runs here, because the order of its first steps counts."""
     config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", tp_size=2)
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "CUDA_VISIBLE_DEVICES": ""}
     port = free_port()
@@ -157,7 +157,7 @@ def test_a_run_whose_ranks_have_not_come_leaves_at_a_signal(tmp_path, corpus) ->
         store.wait(["meet/0/host/0"], timedelta(seconds=30))
     del store
     process.terminate()
-    _, text = process.communicate(timeout=60)  # it would wait for half an hour
+    _, text = process.communicate(timeout=60)  # Without the signal the process would wait for half an hour.
     assert process.returncode == 128 + signal.SIGTERM
     assert text.splitlines()[-1].startswith("ended by SIGTERM before training began"), text
     assert text.count("ended by") == 1 and "c10d" not in text
@@ -166,8 +166,8 @@ def test_a_run_whose_ranks_have_not_come_leaves_at_a_signal(tmp_path, corpus) ->
 
 
 def test_a_world_of_one_listens_at_its_port_from_the_beginning(tmp_path) -> None:
-    """A port that is only looked for can be taken by another run before the process group listens there: of eighteen
-    runs that began at once on a host, one ended so."""
+    """Another run could take a port that is only looked for before the process group listens there. One of eighteen
+    runs that began at once on a host ended so."""
     code = """
 import errno, os, socket
 from sagetrain.cluster import rendezvous

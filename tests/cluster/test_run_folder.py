@@ -1,4 +1,4 @@
-"""Who may write in a run folder, and whether all hosts see the same one."""
+"""A run folder has one writer, and all hosts of a run see the same folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sagetrain.cluster.run_folder import RunFolder
 from sagetrain.config.errors import CheckpointError, ConfigError
 
 
-def test_a_file_system_without_locks_is_a_warning_and_a_lock_that_is_held_an_error(tmp_path, monkeypatch) -> None:
+def test_no_locks_is_a_warning_and_a_held_lock_an_error(tmp_path, monkeypatch) -> None:
     for number in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
 
         def missing(file: object, how: int, number: int = number) -> None:
@@ -30,10 +30,10 @@ def test_a_file_system_without_locks_is_a_warning_and_a_lock_that_is_held_an_err
     assert folder.claim("token") == ""
     with pytest.raises(CheckpointError, match="is in use by another run"):
         RunFolder(tmp_path).claim("other")
-    assert folder.finds("token") == ""  # and the run that was refused has changed nothing
+    assert folder.finds("token") == ""  # The refused run has changed nothing.
 
 
-def test_another_folder_of_the_same_name_is_told_from_the_same_one(tmp_path, monkeypatch) -> None:
+def test_another_folder_of_the_same_name_is_noticed(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(run_folder, "_LOOKS", 1)
     ours, theirs = RunFolder(tmp_path / "a/runs/x"), RunFolder(tmp_path / "b/runs/x")
     ours.claim("token")
@@ -72,9 +72,9 @@ ASKS = "import os; from sagetrain.cluster import guard; print(guard._launchers()
 
 @pytest.mark.parametrize("told", ["TORCHELASTIC_RUN_ID", "LOCAL_SIZE", guard.LAUNCHER])
 def test_a_shell_with_the_word_deepspeed_is_no_launcher(tmp_path, told) -> None:
-    """It may end while what it started goes on."""
+    """Such a shell may end while the program that it started goes on."""
     outer, script = tmp_path / "outer.py", tmp_path / "my_deepspeed_run.sh"
     outer.write_text(f"import subprocess, sys; subprocess.run([sys.executable, '-c', {ASKS!r}])")
-    script.write_text(f"{sys.executable} {outer}\ntrue\n")  # with a command behind it bash stays
+    script.write_text(f"{sys.executable} {outer}\ntrue\n")  # bash stays alive only if another command follows.
     done = subprocess.run(["bash", script], env={**os.environ, told: "1"}, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "True", done.stderr

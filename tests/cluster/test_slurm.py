@@ -1,4 +1,4 @@
-"""launch/slurm.sbatch, with stand-ins for srun, scontrol and python; ranks, signals and requeueing are real."""
+"""launch/slurm.sbatch with stand-ins for srun, scontrol and python. Ranks, signals and requeueing are real."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ esac
 
 
 def submit(folder: Path, config: Path) -> subprocess.Popen:
-    """What sbatch does with the script, for a job of two tasks on one host."""
+    """Run the script as sbatch does, for a job of two tasks on one host."""
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
@@ -67,5 +67,5 @@ def test_a_signal_saves_and_requeues_and_the_job_finishes(tmp_path, corpus) -> N
     assert job.wait(PATIENCE) == 0, log.read_text()[-3000:]
     assert "stopped by SIGUSR1 with a checkpoint: requeueing" in log.read_text()
     assert submit(tmp_path, config).wait(PATIENCE) == 0, log.read_text()[-3000:]
-    assert log.read_text().count("\nrequeued ") == 1  # finished: not again
+    assert log.read_text().count("\nrequeued ") == 1  # A finished run is not requeued.
     assert [row["step"] for row in training_rows(tmp_path / "run")] == list(range(1, 41))

@@ -1,4 +1,5 @@
-"""A run that hangs says who waits for whom, and in which collective; whatever meets the saying, it ends."""
+"""A run that hangs says which rank waits for which, and in which collective. Whatever the report meets, the run
+ends."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ def blocks() -> bytes:
 
 
 def blocks_everything() -> bytes:
-    """Without letting go of the interpreter, as a call into C++ may."""
+    """Sleep without releasing the interpreter, as a call into C++ may."""
     ctypes.PyDLL(None).sleep(120)
     return b""
 
@@ -75,7 +76,7 @@ def fails() -> bytes:
     ("recorder", "code", "words"),
     [
         (blocks, HANG_EXIT_CODE, "the flight recorder gave nothing in 0.5 seconds"),
-        (blocks_everything, 1, "Timeout (0:00:01.5"),  # of faulthandler, which needs no interpreter
+        (blocks_everything, 1, "Timeout (0:00:01.5"),  # faulthandler writes this text and needs no interpreter.
         (fails, HANG_EXIT_CODE, "the flight recorder failed: no recorder here"),
         (lambda: b"{", HANG_EXIT_CODE, "the flight recorder failed: Expecting"),
     ],
@@ -90,7 +91,8 @@ def test_a_recorder_that_does_not_answer_keeps_no_process_alive(tmp_path: Path, 
 
 
 def test_a_run_whose_comparison_was_killed_is_asked_to_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where that was gone before the run came so far. Runs that it started have a session of their own."""
+    """The run stops also if the comparison was gone before the run began to watch it. Its runs have sessions of their
+    own, so no signal of the shell reaches them."""
     told: list[tuple[int, int]] = []
     asked = threading.Event()
     monkeypatch.setattr(guard.os, "kill", lambda *what: (told.append(what), asked.set()))
@@ -123,13 +125,13 @@ def test_stacks_of_an_earlier_run_end_nothing(tmp_path: Path) -> None:
                 "(a traceback that follows is the launcher's)\n"),
     ("1", True, ""),
 ])  # fmt: skip
-def test_ctrl_c_is_answered_at_once_before_the_launchers_traceback(monkeypatch, capfd, rank, launcher, said) -> None:
+def test_ctrl_c_is_answered_before_the_launchers_traceback(monkeypatch, capfd, rank, launcher, said) -> None:
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setattr(guard, "_launchers", lambda: (os.getppid(),) * launcher)
     stop = StopSignal()
     stop._ask(signal.SIGINT, None)
-    stop._ask(signal.SIGTERM, None)  # of the launcher, to all ranks
+    stop._ask(signal.SIGTERM, None)  # The launcher sends this signal to all ranks.
     assert capfd.readouterr().err == said and stop.name == "SIGINT"
     with pytest.raises(KeyboardInterrupt):
         stop._ask(signal.SIGINT, None)

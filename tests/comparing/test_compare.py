@@ -1,4 +1,4 @@
-"""sagetrain compare: real runs side by side, stopped and continued, and the page that comes out."""
+"""`sagetrain compare` trains real runs side by side, is stopped and continued, and writes its page."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from sagetrain.config import ConfigError
 from sagetrain.config.load import load_config
 
 PAPER = "paper: attention.recipe=paper"
-SHORT = ["training.total_tokens=7680", "logging.tensorboard=false"]  # 25 steps of 8 and 16 sequences
+SHORT = ["training.total_tokens=7680", "logging.tensorboard=false"]  # A run has 25 steps of 8 and 16 sequences.
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def base(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
 
 
 def start(words: Sequence[str], env: Mapping[str, str], log: Path) -> Command:
-    """A run, without the seconds that its imports would take."""
+    """Start a run in a fork, which saves the seconds of its imports."""
     return Command(["sagetrain", "train", *words], dict(env), log, Path.cwd())
 
 
@@ -59,7 +59,7 @@ def go(question: Question, output: Path, **more: object) -> tuple[Results, list[
 
 @pytest.fixture(scope="module")
 def done(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Output folder of five runs: two seeds of two variants, and the baseline again."""
+    """The output folder of five runs: two seeds of two variants, and the baseline again."""
     output = tmp_path_factory.mktemp("output")
     found, said = go(ask(base), output)
     assert [run.status for run in found.runs.values()] == [FINISHED] * 5, said
@@ -72,7 +72,7 @@ def losses(output: Path, folder: str) -> list[tuple[int, float]]:
     return [(row["tokens"], row["train/loss"]) for row in rows if "train/loss" in row]
 
 
-def test_pairs_share_samples_and_initialization_and_the_second_rounding_is_another(done: Path) -> None:
+def test_pairs_share_samples_and_initialization(done: Path) -> None:
     first = {name: losses(done, name) for name in ("base/seed-0", "base/seed-0-again", "paper/seed-0", "base/seed-1")}
     assert len({tuple(tokens for tokens, _ in run) for run in first.values()}) == 1
     begin = {name: run[0][1] - first["base/seed-0"][0][1] for name, run in first.items()}
@@ -103,17 +103,15 @@ def test_the_page_has_what_a_reader_needs(done: Path) -> None:
     (line,) = table["lines"]
     gaps = [losses(done, f"paper/seed-{seed}")[-1][1] - losses(done, f"base/seed-{seed}")[-1][1] for seed in (0, 1)]
     verdict = line["verdicts"]["training"]
-    assert verdict["differences"] == pytest.approx(gaps, abs=2e-6)  # 5 % of 20 to 25 steps: the last
+    assert verdict["differences"] == pytest.approx(gaps, abs=2e-6)  # The last 5 % of 20 to 25 steps is the last step.
     assert verdict["gap"] == pytest.approx(sum(gaps) / 2, abs=2e-6)
     assert verdict["uncertainty"] == pytest.approx(12.7062 * abs(gaps[0] - gaps[1]) / 2, abs=1e-4)
     assert line["verdicts"]["validation"]["gap"] is not None
 
 
 @pytest.mark.parametrize("kept", ["the small files", "the runs without checkpoints"])
-def test_what_is_finished_is_not_repeated_and_seeds_are_added(
-    done: Path, base: Path, tmp_path: Path, kept: str
-) -> None:
-    """On another machine too, which has one or the other."""
+def test_finished_runs_are_not_repeated_and_seeds_are_added(done: Path, base: Path, tmp_path: Path, kept: str) -> None:
+    """The comparison goes on on another machine, which has either the small files or the runs without checkpoints."""
     if kept == "the small files":
         for name in (results.QUESTION, results.LOSSES):
             (tmp_path / name).write_bytes((done / name).read_bytes())
@@ -123,7 +121,7 @@ def test_what_is_finished_is_not_repeated_and_seeds_are_added(
     started: list[str] = []
 
     class Nothing:
-        """Ends as a run that was stopped before its first step."""
+        """A run that was stopped before its first step."""
 
         def __init__(self, words: Sequence[str], env: Mapping[str, str], log: Path):
             started.append(str(log.relative_to(tmp_path / "runs")))
@@ -136,7 +134,7 @@ def test_what_is_finished_is_not_repeated_and_seeds_are_added(
     earlier = results.load(done)
     assert {job: found.runs[job] for job in earlier.runs} == earlier.runs
     assert len(found.calls) == 1 + (kept == "the small files")
-    assert all(call.seconds > 0 for call in found.calls)  # begun in one minute, maybe
+    assert all(call.seconds > 0 for call in found.calls)  # The calls may have begun in the same minute.
     assert all(path.read_bytes() == text for path, text in before.items() if path.parent != tmp_path)
 
 
@@ -159,7 +157,7 @@ def test_one_comparison_at_a_time_writes_a_folder(base: Path, tmp_path: Path) ->
     assert refused.returncode == 2 and f"error: {tmp_path / 'page'} cannot be written: File exists" in refused.stderr
 
 
-def test_a_run_trains_where_it_should_whatever_the_folder_is_called(base: Path, tmp_path: Path) -> None:
+def test_a_run_trains_in_its_folder_whatever_the_name(base: Path, tmp_path: Path) -> None:
     question = ask(base, branch=2560, band=0)
     for name in ("a #1", "b: c", "@d [e", 'f "g" \\h', "\u00e4"):
         for job in question.jobs():
@@ -167,7 +165,8 @@ def test_a_run_trains_where_it_should_whatever_the_folder_is_called(base: Path, 
             cfg = load_config(path, overrides)
             assert cfg.training.run_dir == str(tmp_path / name) and cfg.training.seed == job.seed
             assert cfg.checkpoint.keep_every_tokens == (2560 if job.variant == "base" else None)
-    for own, kept in ((1280, 1280), (5120, 2560), (10**9, 2560)):  # what the user keeps, and what is needed
+    # The user's own interval holds if it is a divisor of the needed one.
+    for own, kept in ((1280, 1280), (5120, 2560), (10**9, 2560)):
         question = ask(base, overrides=[*SHORT, f"checkpoint.keep_every_tokens={own}"], branch=2560, band=0)
         path, *overrides = question.command(next(question.jobs()), tmp_path)
         assert load_config(path, overrides).checkpoint.keep_every_tokens == kept
@@ -194,8 +193,8 @@ def test_records_of_unknown_runs_are_not_written_over(done: Path, base: Path, tm
     assert (tmp_path / results.LOSSES).read_bytes() == (done / results.LOSSES).read_bytes()
 
 
-def test_stopped_by_a_signal_it_saves_and_the_same_command_continues(base: Path, tmp_path: Path) -> None:
-    # Long enough that no run is over when the signal comes, however busy the machine.
+def test_stopped_by_a_signal_the_same_command_continues(base: Path, tmp_path: Path) -> None:
+    # The runs are so long that none is over when the signal comes, however busy the machine is.
     longer = [*SHORT, "training.total_tokens=51200", "data.micro_batch_size=8"]
     question = ask(base, ["other: optimizer.weight_decay=0.0"], longer, seeds=1, band=0)
     seen: list[Command] = []
@@ -205,7 +204,7 @@ def test_stopped_by_a_signal_it_saves_and_the_same_command_continues(base: Path,
         return seen[-1]
 
     class Once(runner.Stop):
-        """SIGTERM to this process as soon as both runs have taken a few steps."""
+        """A source of one SIGTERM to this process, sent as soon as both runs have taken a few steps."""
 
         def __bool__(self) -> bool:
             runs = [tmp_path / "runs" / name / "seed-0" / "metrics.jsonl" for name in ("base", "other")]
@@ -235,8 +234,8 @@ def test_the_time_limit_stops_like_a_signal(base: Path, tmp_path: Path) -> None:
 
 
 def test_a_run_that_fails_is_told_and_the_others_go_on(base: Path, tmp_path: Path) -> None:
-    """Exit codes of runs, without the runs: 4 behind a step that went wrong is a divergence; no data is 1, and what
-    ran out of memory 4 too."""
+    """The runs are replaced by their exit codes. Code 4 after a step that went wrong is a divergence. Missing data ends
+    with 1, and a run out of memory with 4 too."""
     codes = {"wild": 4, "broken": 1, "large": 4, "base": 0}
     started: list[str] = []
 
@@ -260,7 +259,8 @@ def test_a_run_that_fails_is_told_and_the_others_go_on(base: Path, tmp_path: Pat
         row = {"step": 1, "tokens": tokens, "train/loss": 5.0, "train/tokens_per_step": 256}
         rows = [{**row, "perf/tokens_per_second": 10.0}, {"step": 1, "tokens": tokens, "valid/loss": 5.0}]
         (run_dir / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
-        if name in ("wild", "large"):  # a spike that was trained on is no end
+        # A spike that was trained on does not end the run; the step in the bundle's name tells the two cases apart.
+        if name in ("wild", "large"):
             bundle = run_dir / "spikes" / f"step-{2 if name == 'wild' else 1:08d}" / "bundle.json"
             bundle.parent.mkdir(parents=True, exist_ok=True)
             bundle.write_text("{}")
@@ -278,12 +278,13 @@ def test_a_run_that_fails_is_told_and_the_others_go_on(base: Path, tmp_path: Pat
     )
     (table,) = report(found, tmp_path, 0.01, "", said.append)
     losses = {line.variant: line.losses["training"] for line in (table.baseline, *table.lines)}
-    assert losses == {"base": 5.0, "wild": None, "broken": None, "large": None}  # of what did not finish no mean
+    # Runs that did not finish have no mean.
+    assert losses == {"base": 5.0, "wild": None, "broken": None, "large": None}
     page = (tmp_path / "README.md").read_text()
     assert "diverged in 1 of 1; no pair" in page
     assert "(failed, not by its losses): broken seed 0" in page and "large seed 0" in page
     assert [run.job.variant for run in found.failed([Job("", "broken", 0), Job("", "wild", 0)])] == ["broken"]
-    started.clear()  # what failed is tried again, what diverged is not
+    started.clear()  # A failed run is tried again, a diverged run is not.
     compare(question, where, said.append, command="x", start=ends)
     assert started == ["broken", "large"]
 
@@ -295,7 +296,7 @@ SETTINGS = {"training.total_tokens": 50_000, "data.valid": [1], "optimizer.lr": 
 
 
 def made(question: Question, gap: float, seeds: Sequence[int], row: str = "", settings: dict | None = None) -> Results:
-    """Results of runs that never were: losses fall as 3 + 1 / step, the variant's end `gap` higher."""
+    """Make results of runs that never took place. Losses fall as 3 + 1 / step, and the variant ends `gap` higher."""
 
     def run(variant: str, seed: int, again: bool, extra: float) -> Record:
         noise = 0.001 * math.sin(7 * seed + extra)
@@ -314,7 +315,8 @@ def made(question: Question, gap: float, seeds: Sequence[int], row: str = "", se
 
 
 def test_several_calls_become_one_page(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each on a fresh machine of which the small files came back: seeds and rows of all, by variant and seed."""
+    """Each call ran on a fresh machine, from which the small files came back. The page has the seeds and rows of all
+    calls, by variant and seed."""
     question = ask(base)
     for name, seeds, row in (("a", [0, 1], "16K"), ("b", [2, 3], "16K"), ("c", [0], "1M")):
         made(question, 0.02, seeds, row).save(tmp_path / name)
@@ -340,7 +342,7 @@ def test_several_calls_become_one_page(base: Path, tmp_path: Path, monkeypatch: 
         assert part in page, part
     assert "tokens per step are 0.25 of it" in page
     assert "Generalization: past 4 passes" in page
-    again = read_folders(["page"])  # the page's own folder is enough to make it once more
+    again = read_folders(["page"])  # The page can be made again from its own folder.
     assert tables(again, 0.005) == tables(found, 0.005)
     (first, _) = curves(found)
     assert len(first.gaps["paper"]) == 4 and first.rounding_band and first.seed_band
@@ -360,14 +362,15 @@ def test_the_command_makes_a_page_of_folders(base: Path, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("margin", ["nan", "inf", "-0.1"])
 def test_a_margin_that_is_none_is_one_line(margin: str, tmp_path, capsys) -> None:
-    """Every gap would be level within infinity, and none within what is no number."""
+    """Every gap would be within an infinite margin, and none within one that is no number."""
     assert main(["compare", "--report-only", str(tmp_path), f"--margin={margin}"]) == 2
     said = f"error: --margin {margin}: must be a finite gap of 0 or more, in nats per token; use 0.01, for instance\n"
     assert capsys.readouterr().err == said
 
 
 def test_folders_without_rows_become_rows_by_a_name_for_each(base: Path, tmp_path: Path) -> None:
-    """Two calls that differ in what all of their runs have, tokens per step for instance, and no folder changes."""
+    """The two calls differ in a setting that all runs of a call share, for instance tokens per step. No folder
+    changes."""
     made(ask(base), 0.02, [0]).save(tmp_path / "a")
     other = ask(base, ["paper: attention.recipe=paper", "late: optimizer.lr=0.1"])
     made(other, 0.03, [0], settings=SETTINGS | {"optimizer.lr": 2e-3}).save(tmp_path / "b")
@@ -411,7 +414,8 @@ def test_the_page_says_what_folders_that_became_rows_differ_in(base: Path, tmp_p
 
 
 def test_runs_that_would_begin_with_other_weights_are_refused(base: Path, tmp_path: Path) -> None:
-    """training.init_from names a run, and that has gone on since."""
+    """training.init_from names a run that has gone on since the first pair, so new runs would begin with other
+    weights."""
     short = [*SHORT, "training.total_tokens=512", "checkpoint.every_tokens=256", "lr_schedule.warmup_tokens=256"]
     go(ask(base, [PAPER], short, seeds=1, band=0), tmp_path / "first")
     source = tmp_path / "first/runs/base/seed-0"
@@ -448,10 +452,10 @@ def test_folders_of_different_questions_are_refused(base: Path, tmp_path: Path) 
 
 
 def test_a_run_is_finished_behind_its_last_evaluation(tmp_path: Path) -> None:
-    """It may have been ended before; and the noise scale is that of its second half."""
+    """A run may have been stopped before its last evaluation. The noise scale is that of the run's second half."""
     steps = [{"train/loss": 3.0, "train/tokens_per_step": 10, "perf/tokens_per_second": 9.0}] * 10
     rows = [{"step": n, "tokens": 10 * n, **row, "noise/all/scale_tokens": n * 100} for n, row in enumerate(steps, 1)]
-    wanted = {40: STOPPED, 100: FINISHED}  # tokens at the last evaluation
+    wanted = {40: STOPPED, 100: FINISHED}  # The keys are the tokens at the last evaluation.
     for tokens, status in wanted.items():
         lines = [*rows, {"step": tokens // 10, "tokens": tokens, "valid/loss": 3.5}]
         lines.sort(key=lambda row: row["tokens"])
@@ -479,15 +483,16 @@ def test_a_long_name_of_the_baseline_is_whole_in_the_plot(base: Path, tmp_path: 
 # -- pairs that part later ---------------------------------------------------------------------------------------------
 
 
-# Saved behind steps of 256 tokens, at 1,024, 2,048, 3,072, 4,096: the first behind 3,080 is more than 1,000 later.
+# Checkpoints follow steps of 256 tokens, at 1,024, 2,048, 3,072 and 4,096. The first one after 3,080 comes more than
+# 1,000 tokens later.
 SAVES = [*SHORT, "checkpoint.every_tokens=1000", "checkpoint.keep_last=1"]
-EQUAL = "equal: logging.layer_norms_every_steps=1000"  # of other settings, and of no other step
+EQUAL = "equal: logging.layer_norms_every_steps=1000"  # This variant has other settings, but the same steps.
 
 
 def test_the_others_go_on_from_a_checkpoint_of_the_baseline(base: Path, tmp_path: Path) -> None:
     def over(words: Sequence[str], env: Mapping[str, str], log: Path) -> Command:
         process = start(words, env, log)
-        process.wait()  # nobody looked at its checkpoints while it ran, and it kept the last one
+        process.wait()  # Nobody looked at the checkpoints while the run trained, so it kept the last one only.
         return process
 
     question = ask(base, [PAPER, EQUAL], SAVES, seeds=1, band=1, branch=3080)

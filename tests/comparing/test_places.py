@@ -1,4 +1,5 @@
-"""Where the runs of sagetrain compare go, and what becomes of those that fail or find no memory: no run is trained."""
+"""The GPUs on which `sagetrain compare` starts its runs, and its answer to runs that fail or find no memory. No run is
+trained."""
 
 from __future__ import annotations
 
@@ -35,9 +36,10 @@ def test_runs_are_dealt_out_to_gpus_and_to_cores(monkeypatch: pytest.MonkeyPatch
     assert runner.slots((), 2, 16) == [{"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "8"}] * 2
 
 
-def test_a_run_that_others_left_no_memory_goes_on_later_with_fewer_of_them(base: Path, tmp_path: Path) -> None:
-    """Two GPUs with three places each. On one the memory is for two runs: the third fails once, goes on when another
-    one has ended, and no third is begun there any more. A run that fails by itself, or alone on its GPU, has failed."""
+def test_a_run_without_memory_is_tried_again_with_fewer_beside(base: Path, tmp_path: Path) -> None:
+    """There are two GPUs with three places each, and one has memory for two runs only. The third run there fails once
+    and goes on when another one has ended. No third run is begun on that GPU afterwards. A run that fails by itself, or
+    alone on its GPU, has failed."""
     there: dict[str, list[str]] = {"0": [], "1": []}
     most: dict[str, int] = {"0": 0, "1": 0}
     attempts: list[str] = []
@@ -83,7 +85,8 @@ def test_a_run_that_others_left_no_memory_goes_on_later_with_fewer_of_them(base:
     assert status == {"base": FINISHED} | dict.fromkeys(names, FINISHED) | {"broken": FAILED}
     assert sum("out of GPU memory beside 2 other runs; it goes on later" in line for line in said) == 1
     assert most == {"0": 2, "1": 3}
-    assert sorted(Counter(attempts).values()) == [1] * 8 + [2]  # nobody else than the one who found it full
+    # Only the run that found the GPU full was started twice.
+    assert sorted(Counter(attempts).values()) == [1] * 8 + [2]
     question = ask(base, ["giant: optimizer.lr=4e-3"])
     where = Places(tmp_path / "b", tmp_path / "b/runs", ("1",), 1, "a GPU")
     found = compare(question, where, said.append, command="x", start=start)
@@ -91,7 +94,8 @@ def test_a_run_that_others_left_no_memory_goes_on_later_with_fewer_of_them(base:
 
 
 def test_more_runs_than_the_memory_is_planned_for_are_told(base: Path, tmp_path: Path) -> None:
-    """Of 4 GiB two runs that take 1.5, CUDA's context among it; and nobody is refused for what is an estimate."""
+    """A GPU has 4 GiB, and a run takes 1.5 with CUDA's context, so two fit. The memory is an estimate, so no run is
+    refused."""
 
     class Over:
         def poll(self) -> int:
@@ -115,7 +119,8 @@ def test_more_runs_than_the_memory_is_planned_for_are_told(base: Path, tmp_path:
 
 
 def test_no_run_goes_on_behind_an_error_of_the_command(tmp_path: Path) -> None:
-    """A full disk, say: nobody would know of runs that nobody waits for, and they have the GPUs."""
+    """The error is, for example, a full disk. Nobody would know of runs that nobody waits for, and they would keep the
+    GPUs."""
     told: list[tuple[str, int]] = []
 
     class Running:
@@ -145,7 +150,7 @@ def test_no_run_goes_on_behind_an_error_of_the_command(tmp_path: Path) -> None:
     assert told == [("long", signal.SIGTERM)]
 
 
-def test_behind_a_time_limit_too_the_second_signal_ends_all_at_once() -> None:
+def test_after_a_time_limit_the_second_signal_ends_all_at_once() -> None:
     with runner.Stop(0.0) as stop:
         assert stop
         ended = [(signal.raise_signal(signal.SIGTERM), stop.at_once)[1] for _ in range(2)]
@@ -164,6 +169,6 @@ def test_the_machine_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert where.memory == 143771 * 2**20
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert command.places(tmp_path, None, 4).gpus == ("0", "1")
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")  # a driver that does not answer
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")  # The driver does not answer.
     where = command.places(tmp_path, None, 4)
     assert (where.devices, where.memory) == ("2 x GPU, 4 runs at a time on each", 0)

@@ -1,4 +1,5 @@
-"""What may be compared with what, and which runs there are: decided before anything starts."""
+"""The question of a comparison: the runs that exist and the pairs that may be compared are known before anything
+starts."""
 
 from __future__ import annotations
 
@@ -74,7 +75,7 @@ def test_what_pairs_share_is_an_error_that_says_what_differs(base: Path, overrid
         question(base, variants=[f"other: {override}"]).check()
     (line,) = (line for line in str(error.value).splitlines() if line.startswith(f"  {key}: "))
     assert "in base," in line and "in other:" in line
-    assert ("--allow" in line) == (key != "training.seed")  # two seeds are never a pair
+    assert ("--allow" in line) == (key != "training.seed")  # Two runs with different seeds are never a pair.
 
 
 @pytest.mark.parametrize("override", [
@@ -94,7 +95,7 @@ def test_a_difference_may_be_allowed(base: Path) -> None:
         question(base, variants=bare, allow=["attention", "optimizer"]).check()
 
 
-def test_runs_that_would_decide_their_own_tokens_per_step_are_no_pairs(base: Path) -> None:
+def test_runs_that_decide_their_tokens_per_step_are_no_pairs(base: Path) -> None:
     aware = "tokens_per_step={schedule: noise_aware, start: 512, floor: 512, ceiling: 4096, hold_tokens: 512}"
     more = [aware, "stability.quant_noise.every_steps=2", "attention.backend=sage"]
     with pytest.raises(ConfigError, match=r"paper: tokens_per_step\.schedule noise_aware: each run would"):
@@ -134,7 +135,7 @@ def test_what_a_run_would_time_for_itself_has_to_be_named(base: Path, override: 
         question(base, variants=[f"other: {override}"]).check()
 
 
-def test_a_variant_that_could_not_start_is_an_error_before_anything_starts(base: Path) -> None:
+def test_a_variant_that_could_not_start_stops_the_comparison(base: Path) -> None:
     with pytest.raises(ConfigError, match=r"wide: .*tensor_parallel_size"):
         question(base, variants=["wide: parallel.tensor_parallel_size=2"]).check()
     with pytest.raises(ConfigError, match=r"did you mean attention\.recipe"):
@@ -174,11 +175,14 @@ def test_pairs_part_where_the_baseline_saves(base: Path) -> None:
         ConfigError, match=r"--branch 6,145: .* saves every 1,536 of its 7,680 .* before its end at 6,144"
     ):
         question(base, variants=[PAPER], overrides=saves, branch=6145).check()
-    aligned = ["checkpoint.every_tokens=1280", "training.total_tokens=7680"]  # never the one after
+    # The runs part at a checkpoint that lies exactly at the branch.
+    aligned = ["checkpoint.every_tokens=1280", "training.total_tokens=7680"]
     assert question(base, variants=[PAPER], overrides=aligned, branch=2560).parting("") == range(2560, 3072)
-    last = ["checkpoint.every_tokens=1000", "training.total_tokens=7680"]  # never the end, where nothing is left
+    # The runs never part at the end, where nothing is left to train.
+    last = ["checkpoint.every_tokens=1000", "training.total_tokens=7680"]
     assert question(base, variants=[PAPER], overrides=last, branch=6900).parting("") == range(6900, 7512)
-    for every, branch in ((2500, 7500), (3800, 7000), (7300, 3000)):  # saved behind the multiple at the end alone
+    # The only checkpoint after the branch is the one at the end.
+    for every, branch in ((2500, 7500), (3800, 7000), (7300, 3000)):
         late = [f"checkpoint.every_tokens={every}", "training.total_tokens=7680"]
         with pytest.raises(ConfigError, match=f"--branch {branch:,}: the baseline saves every {every:,}"):
             question(base, variants=[PAPER], overrides=late, branch=branch).check()

@@ -1,4 +1,4 @@
-"""The statistics of sagetrain compare, against values that are known."""
+"""The statistics of `sagetrain compare`, against known values."""
 
 import json
 import math
@@ -32,7 +32,7 @@ def test_quantiles_of_other_probabilities() -> None:
 
 
 def test_four_pairs_that_spread_by_4e_3_can_show_6e_3() -> None:
-    """The example of the plan of our experiments: s = .004 and n = 4 give .0064."""
+    """The plan of our experiments has this example: s = 0.004 and n = 4 give 0.0064."""
     differences = [0.004 * x * math.sqrt(3) / 2 for x in (1, 1, -1, -1)]
     assert spread(differences) == pytest.approx(0.004)
     verdict = judge(differences, margin=0.005)
@@ -63,8 +63,9 @@ def test_the_rounding_band_is_about_zero_not_about_the_mean() -> None:
 
 def test_the_end_of_a_run_is_its_last_twentieth_by_tokens() -> None:
     points = [(100 * n, 100, float(n)) for n in range(1, 101)]
-    assert end_of(points) == pytest.approx(98)  # steps 96 to 100
-    ramped = [*points, (10_300, 300, 4.0)]  # tokens > 9785: three small steps and a large one
+    assert end_of(points) == pytest.approx(98)  # The end is the mean of steps 96 to 100.
+    # The last twentieth, after 9,785 tokens, has three small steps and a large one.
+    ramped = [*points, (10_300, 300, 4.0)]
     assert end_of(ramped) == pytest.approx((100 * (98 + 99 + 100) + 300 * 4.0) / 600)
     assert end_of(points[:3]) == 3.0
     assert end_of([]) is None
@@ -75,13 +76,15 @@ def test_thinned_curves_keep_every_step() -> None:
     assert thinned(points) == [(1000, 5.5), (2000, 15.5), (2500, 23.0)]
 
 
-def test_a_run_that_branches_off_is_compared_over_the_same_steps() -> None:
-    """Groups of its own would be compared with a line between two of the baseline's, while both fall."""
+def test_a_branched_run_is_compared_over_the_same_steps() -> None:
+    """Groups of steps of the branch alone would be compared with a line between two points of the baseline, while both
+    fall."""
     points = [(n, 100 * n, 10.0 / n) for n in range(1, 61)]
     branch = thinned([(step, tokens, loss + 0.5) for step, tokens, loss in points if step > 18])
     assert gap_curve(branch, thinned(points)) == [(n, pytest.approx(0.5)) for n in (3000, 4000, 5000, 6000)]
     whole = thinned([point for point in points if point[0] > 20])
-    seldom = thinned([point for point in points if point[0] % 10 == 0])  # logging.every_steps 10
+    # The run reports every tenth step (logging.every_steps 10).
+    seldom = thinned([point for point in points if point[0] % 10 == 0])
     assert (whole[0][0], seldom[0][0], len(seldom)) == (3000, 1000, 6)
 
 
@@ -91,14 +94,16 @@ def test_the_gap_of_two_curves() -> None:
     curve = gap_curve(above, baseline, points=60)
     assert [tokens for tokens, _ in curve] == [200 * n for n in range(1, 61)]
     assert [gap for _, gap in curve] == pytest.approx([0.5] * 60)
-    coarse = [point for point in above if point[0] % 1000 == 0]  # other steps: linear in between, nothing outside
+    # The curves have different steps. The baseline is interpolated between its steps and not extended beyond them.
+    coarse = [point for point in above if point[0] % 1000 == 0]
     assert gap_curve(coarse, baseline, points=1000)[0] == (1000, pytest.approx(0.5))
     assert gap_curve(coarse, baseline, points=1000)[-1] == (12_000, pytest.approx(0.5))
     assert gap_curve([], baseline) == []
 
 
 def test_where_a_run_was_stopped_changes_no_loss_of_it(tmp_path: Path) -> None:
-    """Between two reported steps: that step has a row, too, in this run of the pair alone. The last one counts."""
+    """The run was stopped between two reported steps. Only this run of the pair has a row for that step, and only a
+    last row counts."""
     losses = {step: 3.0 + step % 7 / 10 for step in (*range(10, 201, 10), 205)}
     found = []
     for name, more in (("whole", {}), ("stopped", {193: 9.0})):

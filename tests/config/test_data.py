@@ -1,4 +1,4 @@
-"""Sources of many files and weights by size: what a configuration may say of them, and what is found wrong."""
+"""Data sources of many files, weights by size, and the errors that the rules find in them."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ def config(*train: dict) -> RunConfig:
 
 @pytest.fixture
 def parts(tmp_path) -> str:
-    """Pattern of two parts of three, of 100 and 500 tokens, and a tokenizer beside them."""
+    """A pattern for two of three parts, of 100 and 500 tokens, with a tokenizer beside them."""
     for number, tokens in ((1, 100), (3, 500)):
         name = f"web-{number:05}-of-00003"
         (tmp_path / f"{name}.bin").write_bytes(bytes(2 * tokens))
@@ -41,7 +41,8 @@ def test_a_pattern_stands_for_the_files_that_are_there(tmp_path, parts):
     assert cfg.data.train[0].files == [f"{tmp_path}/web-00001-of-00003", f"{tmp_path}/web-00003-of-00003"]
     assert cfg.data.tokenizer_path == f"{tmp_path}/tokenizer.model"
     (tmp_path / "a[1].idx").touch()
-    assert config({"path": f"{tmp_path}/a[1]"}).data.train[0].files == [f"{tmp_path}/a[1]"]  # a name, no pattern
+    # This is the name of a file and no pattern.
+    assert config({"path": f"{tmp_path}/a[1]"}).data.train[0].files == [f"{tmp_path}/a[1]"]
 
 
 def test_missing_parts_are_named(parts):
@@ -73,7 +74,8 @@ def test_proportional_does_not_mix_with_numbers():
 
 
 def test_documents_that_begin_otherwise_are_named(tmp_path):
-    """Than others that are trained on, or those that the model learned which the run starts from."""
+    """Documents must begin like the other documents that are trained on, and like those that the initial model has
+    learned."""
 
     def found(*train: dict, **training: str) -> list[str]:
         tree = config(*train).model_copy(update={"training": TrainingConfig(**TREE["training"], **training)})
@@ -136,7 +138,7 @@ def test_a_weight_is_a_number_or_proportional(weight):
     ("data", "it is a folder: name one of {0}/data/train, {0}/data/valid"),
     ("text.jsonl", "it is text: make a token file of it with `sagetrain prepare`"),
 ])  # fmt: skip
-def test_a_path_that_is_nearly_that_of_a_token_file_gets_the_right_one(tmp_path, given, fix):
+def test_a_path_close_to_a_token_file_suggests_the_file(tmp_path, given, fix):
     (tmp_path / "data").mkdir()
     for name in ("data/train.bin", "data/train.idx", "data/valid.bin", "data/valid.idx", "text.jsonl"):
         (tmp_path / name).touch()
@@ -147,7 +149,7 @@ def test_a_path_that_is_nearly_that_of_a_token_file_gets_the_right_one(tmp_path,
 
 @pytest.mark.parametrize(("required", "level"), [(True, "error"), (False, "warning")])
 def test_a_folder_with_files_of_somebody_else_is_no_run_dir(tmp_path, parts, required, level):
-    """What a run writes would replace them: a configuration with comments, a tokenizer beside its data."""
+    """A run's files would replace others there: a configuration with comments, or a tokenizer beside its data."""
     tree = TREE | {"data": {**TREE["data"], "train": [{"path": parts}]}}
     tree["training"] = {"run_dir": str(tmp_path / "run"), "total_tokens": 1000}
     folder = tmp_path / "run"
@@ -163,10 +165,10 @@ def test_a_folder_with_files_of_somebody_else_is_no_run_dir(tmp_path, parts, req
     (finding,) = found()
     assert (finding.level, finding.key) == (level, "training.run_dir")
     assert "holds config.yaml and tokenizer.model, which no run of SageTrain wrote there" in finding.message
-    (folder / ".lock").touch()  # of a run that was there
+    (folder / ".lock").touch()  # A run was here and left its lock.
     assert found() == []
     (folder / ".lock").unlink()
-    (folder / "checkpoints").mkdir()  # a run that was copied without it
+    (folder / "checkpoints").mkdir()  # A run was copied to here without its lock.
     assert found() == []
 
 

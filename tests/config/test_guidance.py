@@ -1,4 +1,4 @@
-"""The papers' rules as named findings, in every form of the schedule, and their overrides."""
+"""The rules of the papers are named findings, for every kind of schedule, and can be overridden by name."""
 
 import pytest
 
@@ -10,7 +10,7 @@ SAFE = 64 * 4096
 
 
 def run_config(tokens: dict | int = SAFE, override: tuple[str, ...] = (), **sections: dict) -> RunConfig:
-    """A configuration on which the papers have nothing to say, changed."""
+    """Build a configuration without findings of the papers' rules, then change it."""
     if isinstance(tokens, int):
         tokens = {"schedule": "constant", "tokens": tokens}
     tree = {
@@ -144,7 +144,7 @@ def test_unknown_rules_are_errors_with_the_nearest_name():
     assert all(name in second.fix for name in RULES)
 
 
-def test_every_rule_has_fired_above_and_none_is_missing_from_the_list():
+def test_every_rule_has_fired_above_and_the_list_is_complete():
     loud = run_config(
         512 * 4096,
         attention={"qk_norm": "none", "recipe": "paper", "smooth_k": False, "smooth_q": True},
@@ -152,7 +152,7 @@ def test_every_rule_has_fired_above_and_none_is_missing_from_the_list():
         optimizer={"lr": 1e-2},
     )
     fired = {rule for rule, _ in found(loud)} | {rule for rule, _ in found(run_config(512 * 4096))}
-    assert fired == set(RULES) - {"measured_ratio"}  # tests/stability/test_measured.py
+    assert fired == set(RULES) - {"measured_ratio"}  # tests/stability/test_measured.py tests this rule.
 
 
 def test_sources_are_papers_and_results_that_are_there():

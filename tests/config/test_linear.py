@@ -1,5 +1,5 @@
 # ruff: noqa: E501 - one case a line reads best
-"""Linear layers in 8 bits that cannot be as configured, and what choosing them means."""
+"""Configurations of linear layers in 8 bits that cannot run, and the layers that a choice means."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from sagetrain.config.rules import fit
 from sagetrain.config.schema import LinearConfig
 
 CASES = [
-    # sections, world size, rule, level, key, what the message says, what the fix says
+    # The columns are: sections, world size, rule, level, key, a part of the message, a part of the fix.
     (
         {"linear": {"precision": "int8", "recipe": "tensorwise"}}, 1,
         "linear_recipe", "error", "linear.recipe", "is no recipe of linear.precision int8", "use rowwise or",
@@ -104,7 +104,7 @@ def test_findings(sections, world_size, rule, level, key, says, fix):
 
 
 @pytest.mark.parametrize(("rule", "sections"), [
-    # gate, up and down have odd sides, and too few weights to be in 8 bits
+    # gate_up and down have odd sides, and too few weights to be in 8 bits.
     ("linear_multiple", {"linear": {"precision": "fp8", "keep_layers_below": 190_000}, "model": {"ffn_hidden_size": 120}}),
     ("linear_int8_costs_loss", {}),
     ("no_effect", {"training": {"dtype": "fp32"}}),
@@ -118,7 +118,8 @@ def test_what_does_no_harm_is_no_finding(rule, sections):
 
 
 CONSTANT = {"schedule": "constant", "tokens": 512}
-RAMP = {"schedule": "ramp", "start": 512, "end": 1024, "ramp_tokens": 2048}  # steps at 0, 512, .. 2048, 3072
+# The ramp's steps begin at 0, 512, .. 2048 and 3072 tokens.
+RAMP = {"schedule": "ramp", "start": 512, "end": 1024, "ramp_tokens": 2048}
 STAGES = {"schedule": "stages", "stages": [{"from_tokens": 0, "tokens": 512}, {"from_tokens": 2048, "tokens": 1024}]}
 AWARE = {"schedule": "noise_aware", "start": 1024, "floor": 1024, "ceiling": 1536, "hold_tokens": 1024}
 FIXED = {**AWARE, "ceiling": 1024}
@@ -128,11 +129,13 @@ FIXED = {**AWARE, "ceiling": 1024}
     (CONSTANT, 10 * 512, 0.1, False), (CONSTANT, 10 * 512, 0.09, True),
     (CONSTANT, 9 * 512 + 1, 0.01, False), (CONSTANT, 9 * 512 + 1, 1e-5, True),
     (RAMP, 4096, 0.25, False), (RAMP, 4096, 0.24, True), (STAGES, 4096, 0.25, False), (STAGES, 4096, 0.24, True),
-    # Of 4,096 tokens three steps can reach the last part and leave some; of 2,048 it takes two, which leave none.
+    # In a run of 4,096 tokens three steps can reach the last part and leave some of it. In a run of 2,048 tokens two
+    # steps reach the end and leave nothing.
     (FIXED, 4096, 0.25, False), (FIXED, 4096, 0.24, True), (AWARE, 4096, 0.24, False), (AWARE, 2048, 0.24, True),
 ])  # fmt: skip
 def test_a_last_part_in_which_no_step_begins_has_no_effect(schedule, total: int, fraction: float, said: bool) -> None:
-    """Also of a run whose last step ends behind its tokens. Of noise_aware only where that is so whatever it decides."""
+    """This includes a run whose last step ends beyond its total tokens. For noise_aware it holds only if every possible
+    decision leads there."""
     cfg = run_config(
         linear={"precision": "fp8", "keep_last_fraction": fraction},
         tokens_per_step=schedule,
@@ -143,14 +146,14 @@ def test_a_last_part_in_which_no_step_begins_has_no_effect(schedule, total: int,
     assert ("linear.keep_last_fraction" in keys) == said
 
 
-def test_stages_that_begin_late_are_refused_where_the_last_part_is_looked_for_too() -> None:
+def test_a_late_first_stage_is_refused_beside_a_last_part() -> None:
     stages = {"schedule": "stages", "stages": [{"from_tokens": 512, "tokens": 512}]}
     cfg = run_config(linear={"precision": "fp8", "keep_last_fraction": 0.1}, tokens_per_step=stages)
     assert "first_stage" in {finding.rule for finding in check(cfg, 1)}
 
 
 def test_auto_is_16_bits_or_int8_from_a_size_on() -> None:
-    """No layer counts that 8 bits do not take, nor one that is to stay out."""
+    """Layers that cannot be in 8 bits do not count, and neither do layers that must stay in 16 bits."""
     layers = [LinearSizes(16, {"a": size}) for size in (32, 48, 32, 72, 16)]
     first, *low = LinearConfig(precision="auto", keep_layers_below=400).choices(layers)
     assert (first.precision, first.keep_layers_below) == ("bf16", 400)

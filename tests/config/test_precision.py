@@ -1,5 +1,5 @@
 # ruff: noqa: E501 - one case a line reads best
-"""Precision ladders, and linear layers in 8 bits, that cannot be as configured."""
+"""Configurations of precision ladders and of linear layers in 8 bits that cannot run."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def threshold(**settings: object) -> dict:
 
 
 CASES = [
-    # attention, stability.precision, rule, level, key, what the message says, what the fix says
+    # The columns are: attention, stability.precision, rule, level, key, a part of the message, a part of the fix.
     (PAPER, RUNGS, "no_effect", "warning", "stability.precision", "no layer ever moves", "remove it"),
     ({"backend": "sdpa"}, MOVED, "precision_backend", "error", "attention.backend", "\"sdpa\": quantizes nothing", "attention.backend: sage"),
     ({"backend": "auto"}, MOVED, "precision_backend", "error", "attention.backend", "times one attention for all layers", "attention.backend: sage"),
@@ -54,7 +54,7 @@ def test_a_threshold_needs_what_it_reads():
 
 
 def test_a_threshold_on_numbers_that_never_come_is_found():
-    """No layer would ever move, and nothing said so."""
+    """Without the finding, no layer would ever move, and nothing would say so."""
     gains, zeros = (threshold(metric=f"quant/*/{what}") for what in ("Q/gain_max", "dS/zero_share_dQ"))
     bare = {"attention": {**PAPER, "qk_norm": "none"}, "stability": {"precision": gains}}
     finding = only([f for f in fit(run_config(**bare), 1) if f.level == "error"])
@@ -97,11 +97,12 @@ def test_flash_on_a_ladder_needs_16_bits():
 def test_sound_ladders(precision):
     found = check(run_config(attention=PAPER, stability={"precision": precision}), 1, files=False)
     about = [finding for finding in found if finding.key.startswith(("stability", "attention"))]
-    assert [finding.rule for finding in about] == ["coarse_recipe"]  # of the lowest rung, whatever is above it
+    # The finding is about the lowest rung, whatever is above it.
+    assert [finding.rule for finding in about] == ["coarse_recipe"]
 
 
-def test_an_odd_side_of_a_layer_that_stays_in_16_bits_anyway_is_no_error():
-    narrow = {"num_key_value_heads": 1, "head_dim": 40}  # of q, k and v, 256 x 240
+def test_an_odd_side_of_a_layer_in_16_bits_is_no_error():
+    narrow = {"num_key_value_heads": 1, "head_dim": 40}  # The weights of q, k and v are 256 x 240.
     for below, rules in ((256 * 240, {"linear_multiple"}), (256 * 240 + 1, set())):
         cfg = run_config(linear={"precision": "fp8", "keep_layers_below": below}, model=narrow)
         assert {f.rule for f in check(cfg, 1, files=False) if f.level == "error"} == rules

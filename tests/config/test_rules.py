@@ -1,5 +1,5 @@
 # ruff: noqa: E501 - one case a line reads best
-"""Combinations that cannot run are found before any process group starts, each with its numbers and a way out."""
+"""Combinations that cannot run are found before any process group starts. Each finding has numbers and a way out."""
 
 import re
 from pathlib import Path
@@ -40,7 +40,7 @@ def test_a_launch_has_as_many_ranks_as_the_configuration_says():
 
 STRETCHED = {"type": "llama3", "factor": 8, "original_seq_length": 8192}
 CASES = [
-    # sections, world size, rule, level, key, what the message says, what the fix says
+    # The columns are: sections, world size, rule, level, key, a part of the message, a part of the fix.
     (
         {"parallel": {"tensor_parallel_size": 3}, "model": {"num_attention_heads": 6, "head_dim": 64}}, 4,
         "world_size", "error", "parallel.tensor_parallel_size", "does not divide the 4 ranks", "use 1, 2, or start a multiple of 3 ranks (torchrun --nproc-per-node 3 -m sagetrain train; for plan --world-size)",
@@ -147,7 +147,7 @@ CASES = [
         "whole_micro_steps", "error", "tokens_per_step.tokens", "4096: is not a multiple", "use 8192,",
     ),
     (
-        {"data": {"micro_batch_size": 10**17}}, 1,  # the way out is not looked for among all smaller ones
+        {"data": {"micro_batch_size": 10**17}}, 1,  # The fix must not be searched among all smaller numbers.
         "whole_micro_steps", "error", "tokens_per_step.tokens", "65536: is not a multiple", "or data.micro_batch_size 64",
     ),
     (
@@ -390,7 +390,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("attention", "positions"), [(True, True), (True, False), (False, False)])
-def test_documents_may_share_positions_but_not_the_other_way_round(attention, positions):
+def test_documents_may_share_positions_but_not_the_reverse(attention, positions):
     cfg = run_config(data={"document_attention": attention, "document_positions": positions})
     assert check(cfg, 1, files=False) == check(run_config(), 1, files=False)
 
@@ -438,10 +438,10 @@ def test_the_zero_stage_is_refused_inside_the_deepspeed_section():
 
 
 def test_every_key_of_the_generated_dict_is_refused_in_the_yaml():
-    """Asked of the engine itself, so that a key added there cannot be forgotten here."""
+    """The test asks the engine itself, so that a key that is added there cannot be forgotten here."""
     generated = deepspeed_config(run_config(), 1, 4, parameters=10**6)
     zero = generated.pop("zero_optimization")
-    # Defaults that the YAML may replace, as the next one.
+    # The YAML may replace these defaults and the next one.
     assert zero.pop("reduce_bucket_size") == 10**6 and zero.pop("overlap_comm") is False
     timers = {"throughput": {"enabled": not generated.pop("timers")["throughput"]["enabled"]}}
     assert deepspeed_config(run_config(deepspeed={"timers": timers}), 1, 4, parameters=10**6)["timers"] == timers
@@ -468,7 +468,7 @@ def test_deepspeed_keys_that_are_counted_with_are_whole_numbers(key, least):
 
 
 def test_every_key_of_deepspeed_was_tried_or_is_refused():
-    """Asked of DeepSpeed, so that a new version of it cannot bring a key that passes."""
+    """The test asks DeepSpeed, so that a new version of it cannot bring a key that passes."""
     fields = DeepSpeedZeroConfig.model_fields
     names = {name for known, field in fields.items() for name in (known, field.alias) if name}
     there = {f"zero_optimization.{name}" for name in names}
@@ -529,7 +529,7 @@ def test_check_puts_errors_first_and_names_file_and_line(tmp_path):
     assert str(findings[0]).startswith(f"{path}:8: tokens_per_step.tokens = 65000: is not a multiple of")
 
 
-def test_missing_data_is_an_error_to_train_and_a_warning_to_plan(tmp_path):
+def test_missing_data_is_an_error_to_train_a_warning_to_plan(tmp_path):
     for end in (".bin", ".idx"):
         (tmp_path / f"whole{end}").touch()
     (tmp_path / "whole.json").touch()

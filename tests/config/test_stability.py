@@ -1,5 +1,5 @@
 # ruff: noqa: E501 - one case a line reads best
-"""Measurements and decisions of the stability section that cannot be as configured."""
+"""Configurations of measurements and decisions (the section stability) that cannot run."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def aware(**keys: int) -> dict:
 
 AWARE = {"tokens_per_step": aware(), "stability": {"quant_noise": {"every_steps": 200}}}
 CASES = [
-    # sections, world size, rule, level, key, what the message says, what the fix says
+    # The columns are: sections, world size, rule, level, key, a part of the message, a part of the fix.
     (
         {**ONE, "stability": {"noise_scale": {"every_steps": 5}}}, 1,
         "no_effect", "warning", "stability.noise_scale.every_steps", "steps of one micro-batch of 1024 tokens", "remove it",

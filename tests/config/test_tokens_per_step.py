@@ -1,4 +1,4 @@
-"""Tokens per step as a function of tokens seen; the walk over a run against brute force."""
+"""Tokens per step as a function of tokens seen, and the steps of a run against brute force."""
 
 import pytest
 from hypothesis import given, settings
@@ -44,27 +44,27 @@ def test_closed_form(schedule, seen, tokens):
     assert tokens_per_step(schedule, seen) == tokens
 
 
-def test_a_ramp_is_rounded_down_to_its_multiple_by_default_what_both_ends_are_multiples_of():
-    assert tokens_per_step(ramp(1024, 3072, 10_000, 512), 5_400) == 2048  # 2129 on the line
+def test_a_ramp_is_rounded_down_to_a_divisor_of_both_ends():
+    assert tokens_per_step(ramp(1024, 3072, 10_000, 512), 5_400) == 2048  # The line is at 2,129 there.
     assert [tokens_per_step(ramp(1024, 4096, 9_000, None), seen) for seen in (2_999, 3_000, 8_999, 9_000)] == [
         1024,
         2048,
         3072,
         4096,
     ]
-    assert tokens_per_step(ramp(300, 900, 1000, 512), 0) == 512  # never nothing
+    assert tokens_per_step(ramp(300, 900, 1000, 512), 0) == 512  # A step is never empty.
 
 
 @pytest.mark.parametrize("schedule", [ramp(1024, 4096, 20_000, None), ramp(4096, 1024, 20_000, 512)])
-def test_the_steps_of_a_ramp_are_the_same_on_any_number_of_ranks(schedule):
-    """Micro-steps of 1, 2 and 4 sequences of 128 tokens: one YAML, one course of steps and learning rates."""
+def test_the_steps_of_a_ramp_do_not_depend_on_the_ranks(schedule):
+    """One YAML with micro-steps of 1, 2 and 4 sequences of 128 tokens gives one course of steps and learning rates."""
     walks = [[row._replace(accumulation=0) for row in stages(schedule, 60_000, micro)] for micro in (128, 256, 512)]
     assert walks[0] == walks[1] == walks[2]
     assert len(walks[0]) > 3
 
 
 def test_a_run_continued_with_another_rounding_is_told_so():
-    """Its last step began at 4,096 seen; the ramp was rounded to 512 there, and is to 1,024 now."""
+    """The last step began at 4,096 tokens seen. The ramp was rounded to 512 there, and is rounded to 1,024 now."""
     schedule = ramp(1024, 4096, 20_000, 512)
     assert tokens_per_step(schedule, 4096) == 1536
     assert change_at_resume(schedule, 4096 + 1536, 1536) is None
@@ -83,7 +83,7 @@ def test_a_stage_shorter_than_one_step_is_passed_over():
     assert stages(staged((0, 100), (10, 7), (20, 50)), 200, 1) == [(0, 100, 100, 1), (100, 50, 50, 2)]
 
 
-def test_the_run_ends_with_the_first_step_that_reaches_the_total():
+def test_a_run_ends_with_the_first_step_that_reaches_the_total():
     assert stages(constant(100), 250, 50) == [(0, 100, 2, 3)]
     assert stages(constant(100), 300, 50) == [(0, 100, 2, 3)]
     assert stages(constant(100), 301, 50) == [(0, 100, 2, 4)]
