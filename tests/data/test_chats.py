@@ -1,4 +1,4 @@
-"""What a chat template is given of a record, what of a chat counts, and what is said of the rest."""
+"""The parts of a record that a chat template gets, the tokens of a chat that count, and the notes about the rest."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TOOLS = [{"type": "function", "function": {"name": "weather", "description": "of
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer of bytes and control tokens, with TEMPLATE."""
+    """A folder with a tokenizer of bytes and control tokens, and with TEMPLATE."""
     folder = tmp_path_factory.mktemp("bytes")
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     pipeline = Pipeline(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
@@ -63,13 +63,13 @@ def call(name: str, arguments: object) -> dict:
 
 
 def shown(record: dict, template: str = TEMPLATE, notes: Notes | None = None, **options: str) -> str:
-    """The text of a record; what counts is in guillemets."""
+    """Return the text of a record, with guillemets around the parts that count."""
     parts = Chats("messages", 99, template, **options).parts(record, {}, Notes() if notes is None else notes)
     return "".join(f"«{text}»" if counts else text for text, counts in parts).replace("»«", "")
 
 
 def texts(path: Path, folder: Path) -> list[str]:
-    """The documents of a token file, without padding."""
+    """Return the documents of a token file as text, without padding."""
     pipeline = Pipeline.from_file(str(folder / "tokenizer.json"))
     found = (pipeline.decode(each, skip_special_tokens=False) for each in documents(path))
     return sorted(text for each in found if (text := each.replace("<|end|>", "")))
@@ -104,7 +104,7 @@ def as_lists_of_json(path: Path, chats: list[dict]) -> None:
 
 
 def as_maps(path: Path, chats: list[dict]) -> None:
-    """Arguments of one type in a map, as tables hold keys that differ."""
+    """Write arguments of one type in a map, as tables hold keys that differ."""
     function = pa.struct({"name": pa.string(), "arguments": pa.map_(pa.string(), pa.string())})
     message = pa.struct({"role": pa.string(), "content": pa.string(),
                          "tool_calls": pa.list_(pa.struct({"function": function}))})  # fmt: skip
@@ -143,14 +143,15 @@ def prepared(folder: Path, tmp_path: Path, write: Callable[[Path, list[dict]], N
 
 @pytest.mark.parametrize("write", FORMS)
 def test_a_chat_is_the_same_from_every_kind_of_table(folder: Path, tmp_path: Path, theirs, write) -> None:
-    """What transformers renders of the record, with its tools, without what the table adds to it."""
+    """The text is what transformers renders of the record, with its tools, and without the fields that the table
+    adds."""
     expected = [theirs.apply_chat_template(each["messages"], tools=each.get("tools"), tokenize=False) for each in CHATS]
     assert prepared(folder, tmp_path, write, CHATS) == sorted(expected)
 
 
 @pytest.mark.parametrize("write", [as_json_lines, as_json_columns, as_parquet_of_datasets, as_saved_dataset, as_maps])
 def test_a_null_that_a_record_holds_is_kept(folder: Path, tmp_path: Path, theirs, write) -> None:
-    if write in (as_parquet_of_datasets, as_saved_dataset):  # makes columns of JSON
+    if write in (as_parquet_of_datasets, as_saved_dataset):  # These writers make columns of JSON.
         chats = [REAL_NULL, {"messages": [ASK, call("weather", {"city": 3})], "tools": TOOLS}]
     else:
         chats = [REAL_NULL, {"messages": [ASK, call("weather", {"town": "Rome"})], "tools": TOOLS}]
@@ -197,7 +198,8 @@ def test_a_text_may_be_written_as_a_part() -> None:
 
 
 def test_an_answer_before_every_question() -> None:
-    """The template of a published model looks at its first message, and there is none before the answer."""
+    """The template of a published model looks at its first message. Nothing stands before the first answer, so it must
+    not fail."""
     template = "{% if messages[0].role == 'system' %}!{% endif %}" + TEMPLATE
     record = {"messages": [ANSWER, ASK, ANSWER]}
     with pytest.raises(ValueError, match=r"message 1 is the assistant's, and .*: give the message the weight 0"):
@@ -224,8 +226,8 @@ def test_a_template_for_tools_is_for_records_with_tools() -> None:
 
 @pytest.mark.parametrize("nothing", ["", " ", "null", "[]", [], None])
 def test_an_empty_cell_of_a_table_is_none(nothing: object) -> None:
-    """Neither a list without tools nor the template of chats with tools: published templates ask `tools is not none`
-    and `'tool_calls' in message`."""
+    """An empty cell gives the template no list without tools, and does not choose the template for chats with tools.
+    Published templates ask `tools is not none` and `'tool_calls' in message`."""
     template = (
         "{% if tools is not none or documents is not none %}some{% endif %}{% for m in messages %}"
         "{% if 'tool_calls' in m %}calls{% endif %}{{ m.content }}{% endfor %}"
@@ -339,8 +341,9 @@ def test_weights_that_mean_nothing(said: dict, message: str) -> None:
         shown({"messages": [ASK, {**ANSWER, **said}]})
 
 
-def test_answers_that_do_not_count_may_be_written_otherwise_later() -> None:
-    """As by templates that drop earlier reasoning; with blocks, their number must stay."""
+def test_answers_that_do_not_count_may_change_later() -> None:
+    """Templates that drop earlier reasoning write such answers in another way later. With generation blocks the number
+    of blocks must stay."""
     template = TEMPLATE.replace("{% if m.reasoning_content %}", "{% if m.reasoning_content and loop.last %}")
     thought = {**ANSWER, "reasoning_content": "hm"}
     talk = [ASK, thought, ASK, thought]

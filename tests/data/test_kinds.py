@@ -1,5 +1,5 @@
-"""Files of every kind that `prepare` reads, and of kinds that it names: archives, tables, arrays, compressed files, and
-text that is split. Each gives the tokens of the same texts as JSON lines, from any place on."""
+"""Files of every kind that `prepare` reads or refuses by name: archives, tables, arrays, compressed files, and text
+that is split. Each kind gives the tokens of the same texts as JSON lines do, from any place on."""
 
 import bz2
 import csv
@@ -118,7 +118,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory, model: Path) -> list[list
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_every_kind_of_file_gives_the_same_tokens_from_any_place_on(tmp_path, model, expected, monkeypatch, name):
+def test_every_kind_of_file_gives_its_tokens_from_any_place(tmp_path, model, expected, monkeypatch, name):
     monkeypatch.setattr(files, "CHUNK_BYTES", 1 << 12)
     path = write(tmp_path, name, KINDS[name])
     result = quiet([path], tmp_path / "x", tokenizer=model, split_on=split_on(name))
@@ -139,7 +139,8 @@ def test_every_kind_of_file_gives_the_same_tokens_from_any_place_on(tmp_path, mo
 
 
 def test_archives_are_folders(tmp_path, model, expected):
-    """JSON and Parquet before others, hidden files and those of macOS left out; a pattern chooses among its files."""
+    """JSON and Parquet files are read before others. Hidden files and those of macOS are left out. A pattern chooses
+    among the files of an archive."""
     for name, content in (("a.tar.xz", tar(MEMBERS, lzma.compress)), ("a.zip", zipped(MEMBERS))):
         said = []
         path = write(tmp_path, name, content)
@@ -160,7 +161,7 @@ def test_archives_are_folders(tmp_path, model, expected):
 
 
 def test_a_folder_gives_what_is_most_of_it(tmp_path, model, expected):
-    """A table among texts is no text, a note beside a table no document."""
+    """A table among texts is not read as text, and a note beside a table is no document."""
     folder, said = tmp_path / "in", []
     folder.mkdir()
     for name, text in zip(("a.txt", "b.md"), TEXTS, strict=False):
@@ -200,8 +201,8 @@ def test_records_come_from_tables_arrays_and_archives(tmp_path, model):
 
 @pytest.mark.parametrize("size", [100, 5000, 20_000])
 def test_text_is_split_wherever_blocks_end(tmp_path, model, monkeypatch, size):
-    """Documents shorter and longer than a chunk, separators on the edges of blocks, empty documents, a last one without
-    an end; each is on one side of a split, and in one part of a division."""
+    """Documents are shorter and longer than a chunk, separators lie on the edges of blocks, some documents are empty,
+    and the last one has no end. Each document is on one side of a split, and in one part of a division."""
     monkeypatch.setattr(files, "CHUNK_BYTES", 1 << 12)
     monkeypatch.setattr("sagetrain.data.blocks._BLOCK", 1000)
     texts = ["".join(make_texts(size // 40, seed=n))[: size - n] for n in range(12)]
@@ -231,7 +232,7 @@ def joined(corpus: Corpus) -> list[str]:
     return found
 
 
-def test_a_separator_that_can_begin_inside_of_another_divides_no_file(tmp_path):
+def test_a_separator_that_may_overlap_itself_divides_no_file(tmp_path):
     path = write(tmp_path, "a.txt", b"one\n\n\ntwo\n\n\n\nthree" * 40)
     assert Corpus(TextRequest([path], split_on="\\n\\n")).inputs[0].part is None
     assert joined(Corpus(TextRequest([path], split_on="\\n\\n")))[:3] == ["one", "\ntwo", "threeone"]
@@ -455,11 +456,13 @@ def test_long_texts_have_the_tokens_that_they_have_as_a_whole(tmp_path, monkeypa
         assert [*chain(*found)] == tokenizer.encode(text), kind
         cut |= {kind} if len(found) > len(text) // 4000 else set()
     assert {"text", "code"} <= cut
-    assert ("one line" in cut) == (name != "no dummy")  # it takes spaces away from both sides of a seam
+    # This tokenizer takes spaces away from both sides of a seam, so one line is not cut.
+    assert ("one line" in cut) == (name != "no dummy")
 
 
 def megabytes(path: str, model: str, out: str) -> float:
-    """Peak memory of preparing a file, over its bytes: pieces are as small beside it as usual ones beside 30 MB."""
+    """Return the peak memory of preparing a file, divided by its size. Pieces are made smaller, so that their size
+    relative to this file is that of usual pieces relative to 30 MB."""
     return_what_is_freed()
     long_texts.PIECE >>= 4
     size = Path(path).stat().st_size
@@ -467,7 +470,8 @@ def megabytes(path: str, model: str, out: str) -> float:
 
 
 def test_a_long_line_takes_a_few_times_its_bytes(tmp_path):
-    """As a whole it took 124 times as many; a line of 32 MB takes 6 times as many."""
+    """Without pieces, the memory was 124 times the size of the line. With pieces, a line of 32 MB takes 6 times its
+    size."""
     huggingface(pre_tokenizers.ByteLevel(add_prefix_space=False), tmp_path / "t")
     path = write_jsonl(tmp_path / "a.jsonl", [" ".join(make_texts(300)) * 27])
     assert path.stat().st_size > 2_000_000

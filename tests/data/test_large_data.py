@@ -1,4 +1,5 @@
-"""What is read of very large data at every start: no more for more files, and another file is noticed all the same."""
+"""A start reads a bounded number of samples of very large data, whatever the number of files, and still notices another
+file."""
 
 import struct
 from pathlib import Path
@@ -11,11 +12,11 @@ from sagetrain.data import token_files
 from sagetrain.data.loader import SampleStream
 from sagetrain.data.token_file import TokenFile, token_path
 
-TOKENS = 1 << 27  # of a file
+TOKENS = 1 << 27  # A file has this many tokens.
 
 
 def write(path: Path, seed: int, tokens: int = TOKENS, documents: int = 2) -> str:
-    """A token file that takes no space, but for some tokens at its beginning and its end."""
+    """Write a token file that takes no space on the disk, apart from some tokens at its beginning and its end."""
     some = np.random.default_rng(seed).integers(0, 1000, 64, dtype=np.uint16).tobytes()
     with token_path(path, ".bin").open("wb") as file:
         file.write(some)
@@ -39,7 +40,7 @@ def opened(folder: Path) -> SampleStream:
 
 @pytest.fixture
 def few_samples(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The sizes of what is read, where 512 blocks are the most of a corpus."""
+    """The sizes of all reads, with a limit of 512 blocks a corpus."""
     monkeypatch.setattr(token_files, "SAMPLES", 512)
     sizes: list[int] = []
     read = TokenFile._read
@@ -68,7 +69,7 @@ def test_more_files_are_not_more_to_read(tmp_path: Path, few_samples: list[int])
     stream = opened(tmp_path)
     few_samples.clear()
     stream.content()
-    assert len(few_samples) <= 512 + 4 * 512  # at least four of each file
+    assert len(few_samples) <= 512 + 4 * 512  # Each file has at least four samples.
 
 
 def test_another_file_is_other_content(tmp_path: Path, few_samples: list[int]) -> None:
@@ -92,7 +93,7 @@ def test_another_file_is_other_content(tmp_path: Path, few_samples: list[int]) -
 
 
 def test_little_data_is_read_wholly(tmp_path: Path) -> None:
-    """One token of 20 million, wherever it lies."""
+    """A change of one token among 20 million is noticed, wherever it lies."""
     paths = [tmp_path / f"{number}" for number in range(5)]
     for number, path in enumerate(paths):
         write(path, number, 4_000_000)

@@ -1,4 +1,4 @@
-"""The order of samples depends on the seed alone, any place is reached in O(1), and documents are where they are."""
+"""The order of samples depends on the seed alone, any place is reached in O(1), and documents keep their places."""
 
 import os
 import random
@@ -26,7 +26,7 @@ S = 16
 
 
 def write(path: Path, num_tokens: int, seed: int = 0, provenance: dict | None = None) -> DataSource:
-    """Documents of 1 to 60 tokens; token ids tell their place (mod 60000), EOS ends every document."""
+    """Write documents of 1 to 60 tokens. The ids tell the place of a token (mod 60000), and EOS ends every document."""
     rng = random.Random(seed)
     tokens = np.arange(num_tokens) % 60000 + 1
     position = -1
@@ -65,13 +65,14 @@ def mixed(tmp_path) -> SampleStream:
 def test_stream_follows_the_mix(mixed):
     drawn = np.bincount([mixed.locate(i)[0] for i in range(10_000)])
     assert drawn.tolist() == [5000, 3000, 2000]
-    start = 12345  # any aligned or unaligned stretch
+    start = 12345  # The stretch may be aligned or not.
     part = np.bincount([mixed.locate(i)[0] for i in range(start, start + 100)])
     assert np.abs(part - [50, 30, 20]).max() <= 2
 
 
 def test_files_of_a_pattern_are_one_source(tmp_path):
-    """Every window of each once an epoch, too short a file left out, and each by its size."""
+    """An epoch has every window of each file once, so each file counts by its size. A file that is too short is left
+    out."""
     sizes = {"web-1": 700, "web-2": 5, "web-3": 400, "web-4": 1700}
     for seed, (name, size) in enumerate(sizes.items()):
         write(tmp_path / name, size, seed)
@@ -105,7 +106,7 @@ def test_proportional_weights_pass_over_all_text_equally_often(tmp_path):
 
 
 def test_thousands_of_small_sources(tmp_path):
-    """More than a process may have open when it starts; found by their places."""
+    """The sources are more files than a process may have open when it starts. They are found by their places."""
     count = 1200
     for number in range(count):
         write(tmp_path / f"{number:04}", 2 * S + 1, number)
@@ -128,7 +129,7 @@ def test_more_files_than_a_process_may_open(source, monkeypatch):
 
 
 def test_open_files_are_allowed_here_and_to_the_process_above() -> None:
-    """As torchrun's agent is, which has the store of its ranks."""
+    """torchrun's agent is such a process above, and holds the store of its ranks."""
     child = (
         "import os, resource; from sagetrain.data.open_files import allow_connections\n"
         "for process in (0, os.getppid()):\n"
@@ -191,7 +192,7 @@ def test_seed_decides_the_order(source):
     [(1, 1, [24] * 4), (2, 3, [6, 12, 24, 54]), (3, 2, [48, 48]), (4, 4, [16, 32, 48]), (1, 8, [8, 16, 8, 64])],
 )
 def test_order_does_not_depend_on_the_layout(mixed, dp_size, micro_batch_size, steps):
-    """Every layout and every schedule hands out sample i as such, and each exactly once."""
+    """Every layout and every schedule hands out sample i unchanged, and each sample exactly once."""
     loaders = [
         Loader(mixed, dp_rank=rank, dp_size=dp_size, micro_batch_size=micro_batch_size, num_workers=rank % 2)
         for rank in range(dp_size)
@@ -222,7 +223,8 @@ def test_step_of_a_wrong_size(stream):
 @pytest.mark.parametrize(("dp_size", "micro_batch_size"), [(1, 1), (2, 3), (4, 2), (1, 8), (8, 5)])
 @pytest.mark.parametrize("count", [1, 3, 24, 104, 10**6])
 def test_evaluation_takes_exactly_the_sequences_asked_for(source, dp_size, micro_batch_size, count):
-    """The same ones in every layout and for every seed; each counts once; the ranks stay in step."""
+    """The sequences are the same in every layout and for every seed, each counts once, and the ranks take as many
+    batches."""
 
     def loaders(seed, dp_size, micro_batch_size):
         stream = SampleStream([source], S, seed)
@@ -235,7 +237,8 @@ def test_evaluation_takes_exactly_the_sequences_asked_for(source, dp_size, micro
 
     counted = []
     ranks = [list(loader.eval_batches(count)) for loader in loaders(5, dp_size, micro_batch_size)]
-    assert {len(batches) for batches in ranks} == {-(-there // (dp_size * micro_batch_size))}  # one pass, rounded up
+    # The ranks make one pass, rounded up to whole batches.
+    assert {len(batches) for batches in ranks} == {-(-there // (dp_size * micro_batch_size))}
     for batch in (batch for batches in ranks for batch in batches):
         assert batch.tokens.shape == (micro_batch_size, S)
         assert [expected[i] for i in batch.sample_ids] == batch.tokens.tolist()
@@ -310,8 +313,9 @@ def resident_bytes() -> int:
 
 
 def test_a_file_of_100_gigabytes(tmp_path):
-    """Opening, sampling anywhere and reading on take no time and no memory that grow with the file or the place."""
-    documents, length = 2_000_000, 25_000  # 5e10 tokens of 2 bytes, all zero, without blocks on the disk
+    """Opening the file, sampling anywhere and reading on take no time and no memory that grow with the file or the
+    place."""
+    documents, length = 2_000_000, 25_000  # The file has 5e10 tokens of 2 bytes, all zero, without blocks on the disk.
     with open(tmp_path / "huge.bin", "wb") as file:
         file.truncate(2 * documents * length)
     with open(tmp_path / "huge.idx", "wb") as file:
@@ -341,7 +345,7 @@ def test_a_file_of_100_gigabytes(tmp_path):
     before = resident_bytes()
     for i in range(20_000):
         stream.sample(10**7 + i)
-    # The touched part of the mapped index counts: at most its 16 MB of offsets and 16 MB of documents.
+    # The touched part of the mapped index counts as memory: at most 16 MB of offsets and 16 MB of documents.
     assert resident_bytes() - before < 48e6
 
 
@@ -398,7 +402,7 @@ def test_content_has_checksums_where_all_files_have_them(tmp_path, source):
 
 
 class Counted:
-    """An array that counts the elements that are read of it."""
+    """An array that counts the elements that are read from it."""
 
     def __init__(self, array: np.ndarray):
         self.array, self.read = array, 0
@@ -413,8 +417,9 @@ class Counted:
 
 
 @pytest.mark.parametrize("provenance", [{}, {"sha256": "as prepare records it"}])
-def test_what_a_start_reads_of_an_index_does_not_grow_with_it(tmp_path, monkeypatch, provenance):
-    """Every host looks at samples. All of it is read once, and only of a file that `prepare` did not write."""
+def test_reads_of_an_index_at_the_start_do_not_grow_with_it(tmp_path, monkeypatch, provenance):
+    """Every host looks at samples of the index. Only a file that `prepare` did not write is read whole, and only
+    once."""
     monkeypatch.setattr(token_files, "SAMPLES", 8)
     monkeypatch.setattr(verify, "DEEP_CHECK_TOKENS", 10)
     for count in (30_000, 60_000):
@@ -473,10 +478,10 @@ def test_prefetch_goes_on_into_the_next_step(stream, monkeypatch):
     deadline = time.monotonic() + PATIENCE
     while max(asked) < 7 and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert sorted(asked) == list(range(8))  # two batches ahead
+    assert sorted(asked) == list(range(8))  # The loader works two batches ahead.
     assert [batch.sample_ids for batch in loader.step_batches(4, 8 * S)] == [[4, 5], [6, 7], [8, 9], [10, 11]]
-    assert sorted(asked) == list(range(12))  # none was prepared twice
-    # A step that does not come as announced, or a jump, is served right all the same.
+    assert sorted(asked) == list(range(12))  # No batch was prepared twice.
+    # A step of another size than announced, or a jump, still gets the right samples.
     list(loader.step_batches(12, 2 * S, next_tokens_per_step=8 * S))
     assert [batch.sample_ids for batch in loader.step_batches(101, 4 * S)] == [[101, 102], [103, 104]]
     loader.close()

@@ -1,4 +1,4 @@
-"""What counts in the loss, from the token file to the update: the mean over the counted tokens of the whole step."""
+"""The loss mask, from the token file to the update: the loss is the mean over the counted tokens of the whole step."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from sagetrain.parallel.metrics import total_over_ranks
 from started_from import configured
 
 LENGTHS = [5, 3, 16, 9, 7, 8, 11, 4, 20, 6, 15, 13, 2, 9, 16, 17]
-SEQUENCES = 10  # of tiny.SEQ tokens, and one more
+SEQUENCES = 10  # There are ten sequences of tiny.SEQ tokens, and one token more.
 
 
 def write(path: Path, masked: bool = True, seed: int = 0) -> DataSource:
-    """Documents of which less and less counts: a third of the first ones, nothing at the end."""
+    """Write documents of which less and less counts: a third of the first ones, nothing at the end."""
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, tiny.VOCAB, sum(LENGTHS)).astype(np.int32)
     counted = rng.random(len(tokens)) < np.linspace(0.6, 0.0, len(tokens))
@@ -80,7 +80,7 @@ def test_samples_and_batches_say_what_counts(source: DataSource) -> None:
     assert seen == whole
 
 
-def test_sources_without_a_mask_count_wholly_beside_those_that_have_one(tmp_path: Path, source: DataSource) -> None:
+def test_a_source_without_a_mask_counts_beside_a_masked_one(tmp_path: Path, source: DataSource) -> None:
     other = write(tmp_path / "b", masked=False, seed=1)
     stream = SampleStream([source, other], tiny.SEQ, seed=7)
     for index in range(12):
@@ -95,7 +95,8 @@ def test_sources_without_a_mask_count_wholly_beside_those_that_have_one(tmp_path
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_rank_reads_its_own_masks_and_ahead_in_threads(source: DataSource, num_workers: int, monkeypatch) -> None:
-    """Not those of the whole step, and not in training's thread: masks lie on network file systems."""
+    """A rank does not read the masks of the whole step, and does not read in training's thread, because masks lie on
+    network file systems."""
     reads: list[tuple[int, str]] = []
     read = TokenFile.counted
     monkeypatch.setattr(
@@ -108,7 +109,8 @@ def test_a_rank_reads_its_own_masks_and_ahead_in_threads(source: DataSource, num
         loader = Loader(stream, dp_rank=rank, dp_size=2, micro_batch_size=1, num_workers=num_workers)
         reads.clear()
         shares.append([loader.counted(4 * number, step, step if number < 2 else None) for number in range(3)])
-        shares[-1].append(loader.counted(0, step))  # back to a checkpoint: what was counted ahead is of no use
+        # After a step back to a checkpoint, counts that were made ahead are of no use.
+        shares[-1].append(loader.counted(0, step))
         loader.close()
         starts = {stream.locate(index)[1] * tiny.SEQ + 1 for index in range(12) if index % 2 == rank}
         assert {start for start, _ in reads} == starts and len(reads) == 6 + 2
@@ -163,14 +165,14 @@ def test_text_in_the_place_of_records_leaves_no_mask(tmp_path: Path, source: Dat
 
 # -- steps -------------------------------------------------------------------------------------------------------------
 
-STEP, EVALUATED = 4, 5  # sequences
+STEP, EVALUATED = 4, 5  # STEP and EVALUATED are numbers of sequences.
 LAYOUTS = {1: [(1, 1, 0)], 2: [(2, 1, 1), (1, 2, 1), (1, 1, 0), (1, 1, 2), (1, 1, 3)]}
-"""By world size: tensor parallel, context parallel and ZeRO stage."""
+"""Tensor parallel size, context parallel size and ZeRO stage of each layout, keyed by world size."""
 
 
 def steps(path: str, layouts: list[tuple[int, int, int]]) -> list[dict]:
-    """For each layout the loss, norm and gradient of a step whose sequences count unevenly, and of one in which nothing
-    does. The gradient is what SGD at a learning rate of 1 moves the weights by."""
+    """Return, for each layout, the loss, norm and gradient of a step whose sequences count unevenly, and of a step in
+    which nothing counts. The gradient is the change of the weights by SGD at a learning rate of 1."""
     engine_module.build_optimizer = lambda model, *_: torch.optim.SGD(model.parameters(), lr=1.0)
     found = []
     for tp_size, cp_size, stage in layouts:
@@ -212,8 +214,9 @@ def steps(path: str, layouts: list[tuple[int, int, int]]) -> list[dict]:
     return found
 
 
-def test_the_loss_is_the_mean_over_what_counts_in_the_whole_step(tmp_path: Path, source: DataSource) -> None:
-    """Tensor, context and data parallel, with accumulation, against a float64 model of one rank, gradients too."""
+def test_the_loss_is_the_mean_over_counted_tokens_of_a_step(tmp_path: Path, source: DataSource) -> None:
+    """Runs with tensor, context and data parallelism and accumulation are compared with a float64 model of one rank,
+    gradients too."""
     cfg = tiny.config(0)
     model = tiny.model(cfg, tiny.ParallelGroups.single())
     truth = {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
@@ -246,12 +249,12 @@ def test_the_loss_is_the_mean_over_what_counts_in_the_whole_step(tmp_path: Path,
                     whole = truth[name].grad
                     own = whole if tp_dim is None else whole.chunk(tp_size, tp_dim)[tp_rank]
                     expected = own.flatten()[start:stop]
-                    error = (moved - expected).norm() / norm  # a weight of 1 moves in steps of 6e-8
+                    error = (moved - expected).norm() / norm  # A weight of 1 moves in steps of 6e-8.
                     assert error < 2e-6, f"{case}: gradient of {name} off by {error:.1e}"
 
 
 def test_fine_tuning_resumes_exactly(tmp_path: Path, corpus: Path) -> None:
-    """From records to a finished run; then its second half once more from the checkpoint between."""
+    """A run is fine-tuned on records to its end. Its second half is then repeated from the checkpoint between."""
     with (tmp_path / "records.jsonl").open("w") as file:
         for number in range(200):
             record = {"ask": f"def f{number}(", "say": f"x):\n    return x + {number}\n"}

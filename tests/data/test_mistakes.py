@@ -1,4 +1,5 @@
-"""`prepare` on what is wrong: bad lines and files, arguments, a full disk; one clear error, and nothing left over."""
+"""`prepare` meets bad lines and files, bad arguments and a full disk. It gives one clear error and leaves nothing
+over."""
 
 import gzip
 import json
@@ -66,7 +67,7 @@ BAD_FILES = {
      ("a.tar", "a.tgz"), ("a.zip", "a/b.csv"), ("a.JSONL", "a.jsonl.GZ")],
 )  # fmt: skip
 def test_a_file_beside_its_packed_copy_is_not_read_twice(tmp_path, one, other):
-    """Nor a table beside itself in another format, or an archive beside its files."""
+    """The same holds for a table beside itself in another format, and for an archive beside its files."""
     with pytest.raises(ConfigError, match=f"{one} and {other} hold the same texts by their names.*--glob"):
         check_once([one, "b.jsonl", other])
     if one == "a.jsonl":
@@ -82,7 +83,7 @@ def test_a_file_beside_its_packed_copy_is_not_read_twice(tmp_path, one, other):
 
 
 def test_splits_that_nobody_trains_on_are_said(tmp_path):
-    """A dataset's folder as it is published: data/train-*.parquet beside data/test-*.parquet."""
+    """A dataset's folder is as published: data/train-*.parquet beside data/test-*.parquet."""
 
     def said(*names):
         folder = tmp_path / str(len(names))
@@ -113,7 +114,7 @@ def test_bad_files_are_named_with_the_place(tmp_path, model, name):
     assert not list(tmp_path.glob("x*"))
 
 
-def test_an_output_that_cannot_be_written_is_found_before_a_tokenizer_is_trained(tmp_path, monkeypatch):
+def test_an_unwritable_output_is_found_before_the_tokenizer(tmp_path, monkeypatch):
     monkeypatch.setattr("sagetrain.data.prepare.train_tokenizer", lambda *args: pytest.fail("has begun"))
     (tmp_path / "text.txt").write_text("a text")
     output = tmp_path / "text.txt/train"
@@ -125,7 +126,7 @@ def test_an_output_that_cannot_be_written_is_found_before_a_tokenizer_is_trained
     "name", ["a.jsonl", "a.parquet", "a.txt", "a.csv.gz", "a.tar", "tokenizer.model", "tokenizer.json"]
 )
 def test_a_pointer_in_place_of_a_file_is_named(tmp_path, model, name):
-    """A dataset, or a model, that was cloned without Git LFS."""
+    """A dataset, or a model, was cloned without Git LFS."""
     (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n")
     write_jsonl(tmp_path / "good.jsonl", ["text"])
     tokenizer = tmp_path / name if "tokenizer" in name else model
@@ -136,7 +137,7 @@ def test_a_pointer_in_place_of_a_file_is_named(tmp_path, model, name):
 
 @pytest.mark.parametrize("name", ["syntax.jsonl", "cut.jsonl.gz"])
 def test_a_bad_file_is_named_while_a_tokenizer_is_trained_on_it(tmp_path, name):
-    """SentencePiece makes a RuntimeError of what its reader raises, with a stack of lines inside."""
+    """SentencePiece turns an error of its reader into a RuntimeError that contains a stack of lines."""
     content, message = BAD_FILES[name]
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=message) as raised:
@@ -229,7 +230,7 @@ def test_bad_lines_are_left_out_and_counted_when_asked(tmp_path, model, workers)
     result = prepare([str(tmp_path / name) for name in rows], tmp_path / "x", **options)
     assert result.counts["train"].documents == expected == len(documents(tmp_path / "x"))
     bad = result.counts["train"].bad_lines
-    assert bad == len(rows) + 2  # array.jsonl and pretty.json have two of them
+    assert bad == len(rows) + 2  # array.jsonl and pretty.json have two bad lines each.
     assert f"left out {bad} bad lines, the first: {tmp_path}/key.jsonl, line 2: no key 'text'" in said[-1]
     with pytest.raises(ConfigError, match="prepared from other inputs or settings"):
         quiet([str(tmp_path / name) for name in rows], tmp_path / "x", tokenizer=model)

@@ -1,4 +1,4 @@
-"""Permutations and blends: every window once, every source by its share, whatever their number and size."""
+"""Permutations and blends: every window comes once, and every source has its share, whatever their number and size."""
 
 from itertools import pairwise
 from types import SimpleNamespace
@@ -30,7 +30,7 @@ def test_permute_is_uniform_over_keys(size):
         neighbours += sum(b == a + 1 for a, b in pairwise(order))
     sigma = (keys / size * (1 - 1 / size)) ** 0.5
     assert np.abs(counts - keys / size).max() < 6 * sigma
-    expected = keys * (size - 1) / size  # successive pairs of a random order
+    expected = keys * (size - 1) / size  # A random order has this many successive pairs.
     assert abs(neighbours - expected) < 0.2 * expected
 
 
@@ -43,7 +43,7 @@ def test_permute_on_a_huge_range():
 
 
 def drawn(blend: Blend, count: int, first: int = 0) -> np.ndarray:
-    """(source, rank) of `count` samples, int [count, 2]."""
+    """Return the (source, rank) pairs of `count` samples, int [count, 2]."""
     return np.array([blend.locate(index) for index in range(first, first + count)])
 
 
@@ -63,14 +63,15 @@ def test_every_source_has_its_share_at_any_point(weights):
 
 
 def test_a_small_share_is_exact_late_in_a_long_run():
-    """Of 1e-5, 10 million samples after 10**12: a pattern of slots keeps it to 1 %, which is 100,000 samples there."""
+    """A source has a share of 1e-5, and 10 million samples are drawn after 10**12. A pattern of slots would keep the
+    share to 1 % only, which is 100,000 samples there."""
     blend = Blend([1 - 1e-5, 1e-5])
     step, first = 100_000, 10**12
     ranks = []
     for start in range(first, first + 100 * step, step):
         near = range(start - 2, start + step + 2)
         low, high = near[0], near[-1]
-        # The rank of the small source grows by one from its share of one end to that of the other.
+        # The rank of the small source grows by one, from its share at one end to its share at the other.
         before = [blend.locate(low)[1] if blend.locate(low)[0] == 1 else low - blend.locate(low)[1]]
         after = [high - blend.locate(high)[1] if blend.locate(high)[0] == 0 else blend.locate(high)[1]]
         ranks += [before[0] - low * 1e-5, after[0] - high * 1e-5]
@@ -82,11 +83,11 @@ def test_thousands_of_sources():
     weights = rng.integers(1, 1000, 5000).tolist()
     blend, count = Blend(weights), 40_000
     used = np.bincount(drawn(blend, count, 10**9)[:, 0], minlength=5000)
-    assert np.abs(used - count * np.array(weights) / sum(weights)).max() <= 3  # at both ends
+    assert np.abs(used - count * np.array(weights) / sum(weights)).max() <= 3  # Both ends may be off by a sample.
     assert Blend([0.5, 0.3, 0.2]).shares == Blend([5, 3, 2]).shares == [5, 3, 2]
 
 
-def test_a_file_without_text_takes_no_window_from_the_one_before(monkeypatch):
+def test_a_file_without_text_takes_no_window_from_others(monkeypatch):
     sizes = {"a": 417, "empty": 0, "b": 33}
     monkeypatch.setattr(token_files, "TokenFile", lambda path: SimpleNamespace(num_tokens=sizes[path], path=path))
     files = token_files.TokenFiles(SimpleNamespace(weight=1.0, path="*", files=[*sizes]), 4)

@@ -1,4 +1,4 @@
-"""`prepare`: the same files whatever the workers; nothing half-done looks done."""
+"""`prepare` writes the same files with any number of workers, and nothing half-done looks done."""
 
 import hashlib
 import os
@@ -106,7 +106,7 @@ def test_one_plain_text_file_cannot_be_split(tmp_path, model):
         said = []
         with pytest.raises(ConfigError, match=r"book\.txt: --valid-fraction 0\.2 needs several documents.*\.jsonl"):
             prepare([str(tmp_path / source)], tmp_path / "train", vocab_size=350, valid_fraction=0.2, say=said.append)
-        assert said == []  # before the tokenizer is trained
+        assert said == []  # The error comes before the tokenizer is trained.
     for number in range(9):
         (tmp_path / "in" / f"{number}.txt").write_text(TEXTS[number])
     result = quiet([str(tmp_path / "in")], tmp_path / "train", tokenizer=model, valid_fraction=0.5)
@@ -129,7 +129,7 @@ def test_a_tokenizer_in_use_is_replaced_only_when_asked(tmp_path, model, how):
     out, file = tmp_path / "d" / "train", tmp_path / "d" / "tokenizer.model"
     first = train_tokenizer(TEXTS, 340)
     file.parent.mkdir()
-    file.write_bytes(first)  # its token file has gone; a checkpoint may still name it
+    file.write_bytes(first)  # The token file of this tokenizer has gone, but a checkpoint may still name the tokenizer.
     options = {"vocab_size": 350} if how == "trained" else {"tokenizer": model}
     message = r"d/tokenizer\.model exists and would be replaced.*-o\), keep it with --tokenizer .*d/tokenizer\.model .*"
     said = []
@@ -139,7 +139,7 @@ def test_a_tokenizer_in_use_is_replaced_only_when_asked(tmp_path, model, how):
     assert [each.name for each in out.parent.iterdir()] == ["tokenizer.model"]
     assert file.read_bytes() == first
     (tmp_path / "copy.model").write_bytes(first)
-    quiet([str(path)], out, tokenizer=tmp_path / "copy.model")  # the same content replaces nothing
+    quiet([str(path)], out, tokenizer=tmp_path / "copy.model")  # The same content replaces nothing.
     assert file.read_bytes() == first
     quiet([str(path)], out, overwrite=True, **options)
     assert file.read_bytes() != first
@@ -180,7 +180,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path, model):
         (tmp_path / f"{name}.jsonl").write_text(lines * times)
     run = [sys.executable, "-c", textwrap.dedent(script), tmp_path, model]
     _, small, large = map(int, subprocess.run(run, capture_output=True, text=True, check=True).stdout.split())
-    assert large - small < 10_000  # KiB; the corpora differ by 25 MB
+    assert large - small < 10_000  # The unit is KiB. The corpora differ by 25 MB.
     assert (tmp_path / "large.bin").stat().st_size == 15 * (tmp_path / "small.bin").stat().st_size
 
 
@@ -215,7 +215,7 @@ def test_prepare_needs_no_torch():
 
 
 def test_a_failure_at_any_rename_leaves_whole_files_or_none(tmp_path, model, monkeypatch):
-    """Over older files of another corpus, with two outputs: the worst case for half-replaced files."""
+    """Older files of another corpus are replaced, with two outputs. This is the worst case for half-replaced files."""
     old = write_jsonl(tmp_path / "old.jsonl", TEXTS[:100])
     new = write_jsonl(tmp_path / "new.jsonl", TEXTS)
     out = tmp_path / "out" / "train"
@@ -236,14 +236,15 @@ def test_a_failure_at_any_rename_leaves_whole_files_or_none(tmp_path, model, mon
         except KeyboardInterrupt:
             for side in ("train", "valid"):
                 if token_file.token_path(out.with_name(side), ".idx").exists():
-                    documents(out.with_name(side))  # validates deeply
+                    documents(out.with_name(side))  # `documents` validates the files deeply.
         else:
             break
         finally:
             monkeypatch.setattr(os, "replace", replace)
         quiet([str(new)], out, overwrite=True, **options)
         assert len(documents(out)) + len(documents(out.with_name("valid"))) == len(TEXTS)
-    assert failing == 7  # tokenizer, then .bin, .json (temporary and final) and .idx of two outputs
+    # The renames are those of the tokenizer, and of .bin, .json (temporary and final) and .idx for two outputs.
+    assert failing == 7
 
 
 def test_repeating_a_call(tmp_path, model):

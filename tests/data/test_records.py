@@ -1,4 +1,4 @@
-"""Prompts with completions and chats: what of them counts, and what is wrong with others."""
+"""Prompts with completions, and chats: the tokens that count, and the errors in bad records."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ TALK = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer of whole words, whose template names the speaker before each message."""
+    """A folder with a tokenizer of whole words, whose template names the speaker before each message."""
     folder = tmp_path_factory.mktemp("words")
     pipeline = Pipeline(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<end>"))
     pipeline.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -69,7 +69,7 @@ def write(path: Path, *records: object) -> str:
 
 
 def counted(path: Path) -> list[list[int]]:
-    """The tokens that count, document by document."""
+    """Return the tokens that count, document by document."""
     file = TokenFile(path)
     file.validate(deep=True)
     mask, start, found = file.counted(0, file.num_tokens), 0, []
@@ -87,7 +87,7 @@ def test_pairs_by_hand(tmp_path: Path, folder: Path) -> None:
     pairs = [("what is two", " four"), ("it is", " six five"), ("thanks", " it is")]
     source = write(tmp_path / "a.jsonl", *({"ask": ask, "say": say, "id": 1} for ask, say in pairs))
     done = quiet([source], tmp_path / "out", tokenizer=folder / "tokenizer.json", records=Pairs("ask", "say", 8))
-    # The longest first; the second does not fit beside it, the third does not fit beside either.
+    # The longest record comes first. The second does not fit beside it, and the third does not fit beside either.
     assert documents(tmp_path / "out") == [
         ids("what is two four <end> <end> <end> <end>"),
         ids("it is six five <end> <end> <end> <end>"),
@@ -106,7 +106,8 @@ def test_pairs_by_hand(tmp_path: Path, folder: Path) -> None:
 
 
 def test_chats_by_hand(tmp_path: Path, folder: Path) -> None:
-    """With the tokenizer's own template; special tokens of the template are those tokens, and end the turn."""
+    """The tokenizer's own template is used. Special tokens in the template become those tokens, and they end the
+    turn."""
     talk = [
         {"role": "user", "content": "what is two plus two"},
         {"role": "assistant", "content": "four"},
@@ -124,7 +125,7 @@ def test_chats_by_hand(tmp_path: Path, folder: Path) -> None:
 
 
 def test_a_record_without_a_template_begins_as_a_text_does(tmp_path: Path, folder: Path) -> None:
-    """With what the tokenizer puts there, which does not count; a template writes its own."""
+    """The tokenizer's prefix comes first and does not count. A template writes a prefix of its own."""
     tokenizer, tree = tmp_path / "tokenizer.json", json.loads((folder / "tokenizer.json").read_text())
     begin = processors.TemplateProcessing(single="<bot> $A", special_tokens=[("<bot>", 1)])
     tokenizer.write_text(json.dumps(tree | {"post_processor": json.loads(begin.__getstate__())}))
@@ -144,9 +145,9 @@ def test_a_record_without_a_template_begins_as_a_text_does(tmp_path: Path, folde
     assert text_prefixes(prepared(data)) == {files[0]["path"]: [1]}
 
 
-def test_long_records_are_cut_and_those_without_an_answer_left_out(tmp_path: Path, folder: Path) -> None:
+def test_long_records_are_cut_and_ones_without_answer_left_out(tmp_path: Path, folder: Path) -> None:
     records = [
-        {"p": "what is it", "c": " four five six two plus it"},  # 10 with the end
+        {"p": "what is it", "c": " four five six two plus it"},  # With the end token the record has 10 tokens.
         {"p": "what is two plus two plus", "c": " six"},
         {"p": "what", "c": " is it"},
     ]
@@ -165,7 +166,8 @@ def test_long_records_are_cut_and_those_without_an_answer_left_out(tmp_path: Pat
 
 
 def test_short_records_fill_the_sequences(tmp_path: Path, folder: Path) -> None:
-    """First fit, the longest first: of many short ones nearly nothing is padding, and none is cut."""
+    """Records are placed first fit, the longest first. With many short ones there is almost no padding, and none is
+    cut."""
     rng = np.random.default_rng(0)
     records = [{"p": "what", "c": " it" * int(rng.integers(1, 12))} for _ in range(300)]
     done = quiet(
@@ -179,7 +181,7 @@ def test_short_records_fill_the_sequences(tmp_path: Path, folder: Path) -> None:
     assert sorted(len(each) for each in counted(tmp_path / "out") if each) == lengths
 
 
-def test_the_same_records_from_every_kind_of_input_and_any_workers(tmp_path: Path, folder: Path, monkeypatch) -> None:
+def test_the_same_records_from_every_kind_of_input(tmp_path: Path, folder: Path, monkeypatch) -> None:
     monkeypatch.setattr(files, "CHUNK_RECORDS", 512)
     talks = [[{"role": "user", "content": f"what {n}"}, {"role": "assistant", "content": "it " * (n % 9 + 1)}]
              for n in range(700)]  # fmt: skip
@@ -200,11 +202,12 @@ def test_the_same_records_from_every_kind_of_input_and_any_workers(tmp_path: Pat
 
 
 class Killed(BaseException):
-    """What no code of ours handles."""
+    """An exception that none of our code handles."""
 
 
 def test_an_interrupted_call_is_gone_on_with(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And gives the files of a call that was not interrupted; what it had written of the mask is checked."""
+    """The files are those of a call that was not interrupted. The part of the mask that was written before is
+    checked."""
     monkeypatch.setattr(files, "CHUNK_RECORDS", 64)
     monkeypatch.setattr(journal, "SECONDS", 0.0)
     source = write(tmp_path / "a.jsonl", *({"p": "what", "c": " it" * (n % 7 + 1)} for n in range(400)))
@@ -237,8 +240,8 @@ def test_an_interrupted_call_is_gone_on_with(tmp_path: Path, folder: Path, monke
 # -- templates ---------------------------------------------------------------------------------------------------------
 
 
-def test_what_counts_in_a_template_with_generation_tags_is_what_transformers_says(tmp_path: Path, folder: Path) -> None:
-    """And what it renders, character for character."""
+def test_generation_tags_count_as_in_transformers(tmp_path: Path, folder: Path) -> None:
+    """The rendered text also equals that of transformers, character for character."""
     theirs = AutoTokenizer.from_pretrained(folder, bos_token="<you>")
     ours = Chats("m", 99, MARKED).parts({"m": TALK}, {"bos_token": "<you>"}, Notes())
     given = {"chat_template": MARKED, "return_dict": True, "return_assistant_tokens_mask": True}
@@ -251,7 +254,7 @@ def test_what_counts_in_a_template_with_generation_tags_is_what_transformers_say
     assert sum(found[1]) == 3
 
 
-def test_json_in_a_template_is_spelled_as_transformers_spells_it(folder: Path) -> None:
+def test_json_in_a_template_is_spelled_as_in_transformers(folder: Path) -> None:
     asked = ["", "ensure_ascii=True", "separators=(',', ':')", "sort_keys=True", "indent=1"]
     template = "".join(f"{{{{ messages[0] | tojson({each}) }}}}" for each in asked)
     talk = [{"role": "user", "content": "<é> & 'x'"}, {"role": "assistant", "content": "yes"}]
@@ -269,7 +272,7 @@ def test_what_counts_without_tags() -> None:
 @pytest.mark.parametrize(
     "template",
     [
-        # As templates of reasoning models do: earlier answers lose something once the chat goes on.
+        # Templates of reasoning models do this: earlier answers lose a part once the chat goes on.
         CHATML.replace("{{ m.content }}", "{{ m.content if loop.last else m.content[:2] }}"),
         CHATML.replace("<|im_end|>\n{% endfor %}", "{{ '' if loop.last else '<|im_end|>' }}\n{% endfor %}"),
         CHATML.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\nhm{% endif %}"),
@@ -311,7 +314,7 @@ def test_what_ends_an_answer_is_the_control_token_behind_it(folder: Path, name: 
 
 @pytest.mark.parametrize("kind", ["trained", "published"])
 def test_marks_of_a_sentencepiece_model(tokenizer: Tokenizer, kind: str) -> None:
-    """Its tokens are those of the whole text; one counts if any of its characters does."""
+    """The tokens are those of the whole text. A token counts if any of its characters does."""
     ours = tokenizer if kind == "trained" else published_tokenizer()
     for text in [*TEXTS[:40], "a \u2581 東京🙂 </s>"]:
         for cut in (0, 1, len(text) // 2, len(text)):
@@ -319,7 +322,8 @@ def test_marks_of_a_sentencepiece_model(tokenizer: Tokenizer, kind: str) -> None
             assert found == ours.encode(text)
             assert marks == sorted(marks)
             marked = ours.decode([token for token, mark in zip(found, marks, strict=True) if mark])
-            assert marked.replace(" ", "").endswith(text[cut:].replace(" ", ""))  # one adds spaces of its own
+            # One of the two tokenizers adds spaces of its own.
+            assert marked.replace(" ", "").endswith(text[cut:].replace(" ", ""))
     found, marks = ours.encode_parts([("no</s>", False), ("</s>", True)], control=True)
     assert found[-2:] == [ours.eos_id] * 2 and marks[-2:] == [False, True] and not any(marks[:-1])
 

@@ -1,4 +1,4 @@
-"""`prepare` after an interruption: the same command goes on, and the files are those of a call that had none."""
+"""`prepare` after an interruption: the same command goes on, and its files are those of a call without interruption."""
 
 import hashlib
 import json
@@ -29,7 +29,7 @@ NAMES = ("train.bin", "train.idx", "train.json", "valid.bin", "valid.idx", "vali
 
 
 class Killed(BaseException):
-    """What no code of ours handles."""
+    """An exception that none of our code handles."""
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -37,7 +37,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def write_inputs(folder: Path) -> list[str]:
-    """Every kind of input that is read in several chunks, and a file of nothing."""
+    """Write every kind of input that is read in several chunks, and an empty file."""
     folder.mkdir()
     plain = write_jsonl(folder / "plain.jsonl", TEXTS)
     plain.write_bytes(b"\xef\xbb\xbf" + plain.read_bytes().replace(b"\n", b"\r\n\n").rstrip(b"\n"))
@@ -53,7 +53,7 @@ def write_inputs(folder: Path) -> list[str]:
 
 
 def with_bos(model: Path, folder: Path) -> Path:
-    """A copy of a SentencePiece model, with a file beside it that puts a bos before a text."""
+    """Copy a SentencePiece model, with a file beside it that puts a bos before a text."""
     (folder / "begun").mkdir()
     (folder / "begun/tokenizer_config.json").write_text('{"add_bos_token": true}')
     return Path(shutil.copy(model, folder / "begun/tokenizer.model"))
@@ -61,14 +61,15 @@ def with_bos(model: Path, folder: Path) -> Path:
 
 @pytest.fixture
 def small_pieces(monkeypatch) -> None:
-    """Chunks of a few documents, and a record after each."""
+    """Make chunks of a few documents, and a record in the journal after each."""
     monkeypatch.setattr(files, "CHUNK_BYTES", 1 << 12)
     monkeypatch.setattr(journal, "SECONDS", 0.0)
 
 
 @pytest.fixture
 def killed_after(monkeypatch) -> Callable[..., bool]:
-    """killed_after(n, *args, **options): `prepare`, killed at the addition after the n-th; whether there was one."""
+    """A function that runs `prepare` and kills it at the addition after the n-th. It returns whether there was such an
+    addition."""
 
     def run(count: int, *args: object, **options: object) -> bool:
         left = iter(range(count))
@@ -92,7 +93,7 @@ def killed_after(monkeypatch) -> Callable[..., bool]:
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_interrupted_anywhere_it_gives_the_same_files(tmp_path, model, small_pieces, killed_after, begun):
-    """begun: with a bos before each document, however many chunks it comes in."""
+    """begun: a bos stands before each document, in however many chunks the document comes."""
     inputs = write_inputs(tmp_path / "in")
     options = {"tokenizer": with_bos(model, tmp_path) if begun else model, "valid_fraction": 0.2}
     whole = quiet(inputs, tmp_path / "whole/train", **options)
@@ -108,14 +109,14 @@ def test_interrupted_anywhere_it_gives_the_same_files(tmp_path, model, small_pie
     while killed_after(count, inputs, out, **options):
         assert not any((out.parent / name).exists() for name in NAMES)
         places.append(json.loads((out.parent / "train.json.partial").read_text())["place"])
-        count = 3 if places[-1] != places[-2] else 9  # the text in one document is 7 additions long
+        count = 3 if places[-1] != places[-2] else 9  # The text in one document is 7 additions long.
     assert {place["input"] for place in places[1:]} == set(range(6))
     assert digests(out.parent) == expected
     assert quiet(inputs, out, **options).counts == whole.counts
 
 
-def test_what_a_version_did_that_put_no_bos_is_not_gone_on_with(tmp_path, model, small_pieces, killed_after):
-    """Nor taken for what this one does."""
+def test_a_call_of_a_version_without_bos_is_not_continued(tmp_path, model, small_pieces, killed_after):
+    """A finished output of that version is not taken for this version's output either."""
     path, begun, said = write_jsonl(tmp_path / "a.jsonl", TEXTS), with_bos(model, tmp_path), []
     killed_after(3, [str(path)], tmp_path / "cut/train", tokenizer=model)
     with pytest.raises(ConfigError, match=r"differs from it in what the tokenizer puts before a text \(an older"):
@@ -124,17 +125,18 @@ def test_what_a_version_did_that_put_no_bos_is_not_gone_on_with(tmp_path, model,
     with pytest.raises(ConfigError, match="exists and was prepared from other inputs or settings"):
         quiet([str(path)], tmp_path / "out/train", tokenizer=begun)
     assert "prefix" not in json.loads((tmp_path / "out/train.json").read_text())["request"]
-    more = prepare([str(path)], tmp_path / "out/more", tokenizer=begun, say=said.append)  # the same tokenizer
+    more = prepare([str(path)], tmp_path / "out/more", tokenizer=begun, say=said.append)  # The tokenizer is the same.
     assert "each document begins with token 1, which the tokenizer puts before a text" in said
     assert more.counts["train"].tokens == without.counts["train"].tokens + len(TEXTS)
-    # The next call without --tokenizer takes that of the folder, which puts it there.
+    # The next call without --tokenizer takes the folder's tokenizer, which puts a bos before a text.
     quiet([str(path)], tmp_path / "out/third")
     assert (tmp_path / "out/third.bin").read_bytes() == (tmp_path / "out/more.bin").read_bytes()
     assert json.loads((tmp_path / "out/third.json").read_text())["request"]["prefix"] == [1]
 
 
 def test_interrupted_records_keep_their_sequences_and_masks(tmp_path, model, small_pieces, killed_after):
-    """Records are put into sequences chunk by chunk; the first place of a part of a file is another."""
+    """Records are put into sequences chunk by chunk. A later part of a file does not begin at the file's first
+    record."""
     text = "".join(json.dumps({"prompt": t[:20], "completion": t}) + "\n" for t in make_texts(150))
     (tmp_path / "a.jsonl").write_text(text)
     (tmp_path / "b.jsonl.zst").write_bytes(zstandard.compress(text.encode()))
@@ -229,7 +231,7 @@ def test_partial_files_that_changed_are_not_gone_on_with(tmp_path, small_pieces,
 
 @pytest.mark.parametrize("side", ["valid", "train"])
 @pytest.mark.parametrize("trained", [False, True])
-def test_killed_between_the_last_renames_it_is_finished_by_the_next_call(tmp_path, model, monkeypatch, trained, side):
+def test_killed_between_the_last_renames_the_next_call_ends_it(tmp_path, model, monkeypatch, trained, side):
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     options = {"valid_fraction": 0.2} | ({"vocab_size": 350} if trained else {"tokenizer": model})
     quiet([str(path)], tmp_path / "whole/train", **options)
@@ -257,7 +259,8 @@ def test_killed_twice_between_the_last_renames(tmp_path, monkeypatch):
             patch.setattr(os, "replace", killed_at_last)
             with pytest.raises(Killed):
                 quiet([str(path)], tmp_path / "out/train", vocab_size=350)
-        (tmp_path / "out/train.json").unlink()  # one step earlier: nothing published says whose the tokenizer is
+        # The call stops one step earlier here: no published file says which tokenizer it was prepared with.
+        (tmp_path / "out/train.json").unlink()
     quiet([str(path)], tmp_path / "out/train", vocab_size=350)
     assert digests(tmp_path / "out") == digests(tmp_path / "whole")
 
@@ -299,7 +302,7 @@ def test_a_real_kill(tmp_path, model):
         TokenFile(out)
     while time.monotonic() < deadline and processes_of_session(process.pid):
         time.sleep(0.05)
-    assert processes_of_session(process.pid) == []  # the workers have followed
+    assert processes_of_session(process.pid) == []  # The workers have ended too.
     said = []
     prepare([str(path)], out, tokenizer=model, say=said.append)
     assert "going on after" in said[0]
@@ -322,7 +325,7 @@ def processes_of_session(session: int) -> list[int]:
 def test_a_call_that_is_running_keeps_what_it_recorded(
     tmp_path, model, killed_after, small_pieces, monkeypatch, change
 ):
-    """Another one with --overwrite is refused before it discards anything."""
+    """A second call with --overwrite is refused before it discards anything."""
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     quiet([str(path)], tmp_path / "whole/train", vocab_size=350)
     killed_after(4, [str(path)], tmp_path / "out/train", vocab_size=350)

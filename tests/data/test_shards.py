@@ -24,7 +24,8 @@ from sagetrain.data.token_file import TokenFileWriter
 
 
 def write_inputs(folder: Path) -> list[str]:
-    """Lines that are divided, with a byte order mark, blank lines and no end of the last; and files that are not."""
+    """Write files whose lines are divided among parts, with a byte order mark, blank lines and no end of the last line,
+    and files that are not divided."""
     plain = write_jsonl(folder / "plain.jsonl", TEXTS)
     plain.write_bytes(b"\xef\xbb\xbf" + plain.read_bytes().replace(b"\n", b"\r\n\n").rstrip(b"\n"))
     write_jsonl(folder / "other.jsonl", make_texts(150, seed=1))
@@ -53,7 +54,7 @@ def test_the_parts_together_are_the_whole(tmp_path, model, count):
 
 
 def stream(monkeypatch: pytest.MonkeyPatch, folder: Path, files: int) -> str:
-    """A hub dataset's name, whose place is taken by so many local files."""
+    """Replace a hub dataset by so many local files, and return its name."""
     paths = [str(write_jsonl(folder / f"{n}.jsonl", TEXTS[n * 60 : (n + 1) * 60])) for n in range(files)]
     load = datasets.load_dataset
     monkeypatch.setattr(
@@ -65,7 +66,7 @@ def stream(monkeypatch: pytest.MonkeyPatch, folder: Path, files: int) -> str:
 
 @pytest.mark.parametrize("kind", ["saved", "streamed"])
 def test_datasets_are_divided_in_their_order(tmp_path, model, monkeypatch, kind):
-    """A saved one by rows, a stream by its files (5 here)."""
+    """A saved dataset is divided by rows, and a stream by its files (5 here)."""
     name = stream(monkeypatch, tmp_path, 5)
     if kind == "saved":
         name = str(tmp_path / "saved")
@@ -81,7 +82,7 @@ def test_datasets_are_divided_in_their_order(tmp_path, model, monkeypatch, kind)
 
 
 def test_each_of_several_datasets_is_divided(tmp_path, model):
-    """Files beside them are divided by their bytes, as without them."""
+    """Files beside the datasets are divided by their bytes, as they are without datasets."""
     names = [str(tmp_path / name) for name in ("a", "b")]
     for name, texts in zip(names, (TEXTS, make_texts(100, seed=1)), strict=True):
         datasets.Dataset.from_dict({"text": texts}).save_to_disk(name)
@@ -155,11 +156,12 @@ def test_two_hosts_at_once_train_one_tokenizer(tmp_path):
         assert [document for part in parts for document in documents(part)] == documents(tmp_path / f"whole/{side}")
     assert not [name for name in os.listdir(tmp_path / "d") if "partial" in name]
     quiet([str(path)], tmp_path / "later/train", vocab_size=350, shard="1/2")
-    quiet([str(path)], tmp_path / "later/train", vocab_size=350, shard="2/2")  # finds the tokenizer of the other
+    # This call finds the tokenizer of the other part.
+    quiet([str(path)], tmp_path / "later/train", vocab_size=350, shard="2/2")
 
 
-def test_another_host_does_not_mind_a_tokenizer_of_the_same_request(tmp_path, monkeypatch):
-    """Host 1 has written the tokenizer and not yet a token file, or was killed there."""
+def test_a_tokenizer_of_the_same_request_is_taken_over(tmp_path, monkeypatch):
+    """Host 1 has written the tokenizer and not yet a token file, or was killed at that point."""
     path = write_jsonl(tmp_path / "a.jsonl", make_texts(300))
     options = {"vocab_size": 350, "valid_fraction": 0.1}
 
@@ -188,9 +190,10 @@ def test_parts_of_another_whole_are_refused(tmp_path, model):
         quiet([str(path)], output, tokenizer=model, shard="2/2", valid_fraction=0.1)
     with pytest.raises(ConfigError, match=said.format("the number of input files and .*")):
         quiet([str(path), str(write_jsonl(tmp_path / "b.jsonl", TEXTS))], output, tokenizer=model, shard="2/2")
-    quiet([str(path)], tmp_path / "d/train-more", tokenizer=model, shard="2/3")  # another name
+    # Another name is no part of the same output.
+    quiet([str(path)], tmp_path / "d/train-more", tokenizer=model, shard="2/3")
     shutil.copytree(tmp_path / "d", tmp_path / "e")
-    copy, notes = write_jsonl(tmp_path / "copy.jsonl", TEXTS), []  # as on another host
+    copy, notes = write_jsonl(tmp_path / "copy.jsonl", TEXTS), []  # Another host would have such a copy.
     prepare([str(copy)], output, tokenizer=model, shard="2/2", say=notes.append)
     assert notes[0].startswith("train-00001-of-00002 was made from inputs of other names, sizes or times; are they")
     quiet([str(path)], tmp_path / "e/train", tokenizer=model, shard="2/2", valid_fraction=0.1, overwrite=True)

@@ -1,4 +1,4 @@
-"""What `sagetrain prepare` reads: every kind of source gives the same tokens."""
+"""`sagetrain prepare` reads every kind of source to the same tokens."""
 
 import gzip
 import json
@@ -129,7 +129,7 @@ def test_every_kind_of_source_gives_the_same_tokens(tmp_path, model, tokenizer, 
 
 
 def test_hub_dataset_is_streamed(tmp_path, model, tokenizer, monkeypatch):
-    """The hub's place is taken by a local file; the name, configuration and split reach the library as given."""
+    """A local file takes the hub's place. The name, configuration and split reach the library as given."""
     path = as_jsonl(tmp_path)
     asked = []
 
@@ -158,7 +158,7 @@ def test_hub_is_asked_once_for_a_dataset_that_is_not_there(tmp_path, model, monk
         begin = time.monotonic()
         with pytest.raises(ConfigError, match=message):
             quiet(["no/such"], tmp_path / "new/x", tokenizer=model)
-        assert time.monotonic() - begin < 10  # of itself the library tries for 25 s
+        assert time.monotonic() - begin < 10  # The library on its own tries for 25 s.
         assert not (tmp_path / "new").exists()
 
 

@@ -1,5 +1,5 @@
-"""What an imported model's tokenizer puts before a text is before each that is scored or continued, as in transformers;
-before those of our own models nothing is. A chat template brings it along."""
+"""The prefix of an imported model's tokenizer stands before each text that is scored or continued, as in transformers.
+Our own models have no prefix. A chat template writes the prefix itself."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ TEMPLATE = """{{ bos_token }}{% for message in messages %}
 
 
 class Theirs(NamedTuple):
-    """Model and tokenizer of transformers."""
+    """The model and the tokenizer of transformers."""
 
     model: Any
     tokenizer: Any
@@ -84,7 +84,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def imported(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of it."""
+    """The run folder of the imported model."""
     run_dir = tmp_path_factory.mktemp("imported") / "run"
     import_folder(folder, run_dir)
     return run_dir
@@ -106,15 +106,15 @@ def completions(run: TrainedRun, prompts: Sequence[str], max_tokens: int) -> lis
 
 
 def log_likelihood(theirs: Theirs, tokens: Sequence[int], scored: int) -> float:
-    """Of the last `scored` tokens."""
+    """Return the log-likelihood of the last `scored` tokens."""
     text = torch.tensor(tokens)
     with torch.no_grad():
         likely = theirs.model(text[None, :-1]).logits[0].double().log_softmax(-1)[-scored:]
     return likely.gather(-1, text[-scored:, None]).sum().item()
 
 
-def test_every_token_that_ends_a_text_in_transformers_ends_one(folder: Path, tmp_path: Path) -> None:
-    """generation_config.json may list several; a run that began with the model knows them, too."""
+def test_every_end_token_of_transformers_ends_a_text(folder: Path, tmp_path: Path) -> None:
+    """generation_config.json may list several end tokens. A run that began with the model knows them, too."""
     other = shutil.copytree(folder, tmp_path / "other")
     ids = AutoTokenizer.from_pretrained(other)("def add(", return_tensors="pt").input_ids
     model = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32).eval()
@@ -141,7 +141,7 @@ def test_what_is_continued_is_what_transformers_continues(loaded: TrainedRun, th
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """What models read from now on, but what they write themselves."""
+    """The token ids that models read from now on, without the tokens that they generate."""
     seen, read = [], CachedModel.read
     monkeypatch.setattr(CachedModel, "read", lambda self, row, ids: (seen.append([*ids]), read(self, row, ids))[1])
     return seen
@@ -155,7 +155,7 @@ def test_a_text_beyond_the_context_begins_with_the_prefix_again(loaded: TrainedR
 
 
 def prepare_as_before(sources: list[str], output: Path, tokenizer: Path, **how: Any) -> None:
-    """Token files of a version that put nothing before documents."""
+    """Write token files of an older version, which put nothing before documents."""
     with pytest.MonkeyPatch.context() as patch:
         load = Tokenizer.load
         patch.setattr(Tokenizer, "load", lambda path: vars(found := load(path)).update(prefix=[]) or found)
@@ -182,7 +182,7 @@ def test_whole_texts_are_scored_after_the_prefix(loaded: TrainedRun, theirs: The
     (found,) = harness_of(loaded).loglikelihood_rolling([asked(DOCUMENTS[1])])
     assert tokens[0] == BOS
     assert found == pytest.approx(log_likelihood(theirs, tokens, len(tokens) - 1), rel=1e-4)
-    # Of a prefix of two tokens all goes before a text without context.
+    # A text without context has all tokens before it of a prefix of two.
     harness = harness_of(replace(loaded, text_prefix=[EOS, BOS]))
     expected = log_likelihood(theirs, [EOS, *tokens], len(tokens) - 1)
     (rolling,), ((total, _),) = (
@@ -202,8 +202,8 @@ def test_a_prompt_that_is_cut_leaves_room_for_the_prefix(loaded: TrainedRun, see
 def test_every_document_of_raw_text_follows_the_prefix(
     folder: Path, loaded: TrainedRun, theirs: Theirs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which is not scored; prepared, the text is the same. Token files of before are read as they are: an eos is before
-    each of their documents."""
+    """The prefix is not scored. A prepared text has the same tokens. Token files of older versions are read as they
+    are: an eos stands before each of their documents."""
     encoded = [theirs.tokenizer(text).input_ids for text in DOCUMENTS]
     expected = sum(log_likelihood(theirs, [*tokens, EOS], len(tokens)) for tokens in encoded)
     text = tmp_path / "text.jsonl"
@@ -224,7 +224,7 @@ def test_every_document_of_raw_text_follows_the_prefix(
 
 
 def test_windows_of_raw_text_score_no_prefix(loaded: TrainedRun, tmp_path: Path) -> None:
-    """Wherever they begin, and whatever the piece in which a document goes on."""
+    """This holds wherever windows begin, and for every piece in which a document goes on."""
     text = tmp_path / "text.jsonl"
     text.write_text("".join(json.dumps({"text": each}) + "\n" for each in DOCUMENTS * 20))
     tokens = 20 * sum(len(loaded.tokenizer.encode(each)) + 1 for each in DOCUMENTS)
@@ -234,8 +234,8 @@ def test_windows_of_raw_text_score_no_prefix(loaded: TrainedRun, tmp_path: Path)
 
 
 def test_a_run_has_the_prefix_that_its_model_learned(folder: Path, imported: Path, tmp_path: Path) -> None:
-    """Before it began, or from its data; its tasks while training, too. Otherwise it has none, with the same
-    tokenizer."""
+    """The model learned the prefix before the run began, or from the run's data. Tasks during training use the prefix
+    too. A run that learned none has none, even with the same tokenizer."""
     source = [str(path) for path in sorted((Path(sysconfig.get_paths()["stdlib"]) / "json").glob("*.py"))]
     how = {"valid_fraction": 0.3, "say": lambda text: None}
     prepare(source, tmp_path / "new/train", tokenizer=folder / "tokenizer.json", **how)
@@ -287,7 +287,7 @@ def test_a_run_has_the_prefix_that_its_model_learned(folder: Path, imported: Pat
 
 
 def test_a_message_is_what_transformers_makes_of_it(loaded: TrainedRun, theirs: Theirs, seen: list[list[int]]) -> None:
-    """One bos, which the template writes."""
+    """The template writes the bos, so there is exactly one."""
     prompts = ["What is 2 + 2?", "", "two\nlines <|end|>"]
     template = loaded.tokenizer.chat_template
     done = [text for text, _ in generate(loaded, prompts, Sampling(3, 0), template=template) if text.finish]

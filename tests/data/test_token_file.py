@@ -32,7 +32,7 @@ def write(path, documents, vocab_size=100, provenance=None) -> TokenFile:
 
 
 def read_as_megatron_does(path):
-    """The published layout, read without any of our code."""
+    """Read the published layout without any of our code."""
     data = (path.parent / (path.name + ".idx")).read_bytes()
     assert data[:9] == b"MMIDIDX\x00\x00"
     version, code, sequences, entries = struct.unpack("<QBQQ", data[9:34])
@@ -47,9 +47,9 @@ def read_as_megatron_does(path):
     return rows, documents.tolist()
 
 
-def test_the_span_of_documents_is_that_of_all_sequences_or_of_a_thousand_spread_over_the_file(tmp_path):
-    file = write(tmp_path / "a", DOCUMENTS)  # of 3, 1, 4 and 2 tokens
-    assert file.document_span(10) == (9 + 1 + 16 + 4) / 10  # no token after the only sequence
+def test_the_span_of_documents_is_estimated_from_a_thousand(tmp_path):
+    file = write(tmp_path / "a", DOCUMENTS)  # The documents have 3, 1, 4 and 2 tokens.
+    assert file.document_span(10) == (9 + 1 + 16 + 4) / 10  # No token lies after the only sequence.
     assert file.document_span(4) == (9 + 1 + 16) / 8
     assert file.document_span(3) == (9 + 1 + 4 + 4 + 1) / 9
     even = write(tmp_path / "b", [[1] * 5, [2] * 3] * 5000)
@@ -99,7 +99,7 @@ def test_documents_may_be_added_in_pieces(tmp_path):
 
 
 def test_files_of_several_sequences_per_document(tmp_path):
-    """Megatron-LM may store sentences as sequences; documents are what counts, empty ones included."""
+    """Megatron-LM may store sentences as sequences. Documents are what we count, empty ones included."""
     lengths, index = [2, 3, 1, 2], [0, 2, 2, 4, 4]
     offsets = [0, 4, 10, 12]
     (tmp_path / "m.bin").write_bytes(np.arange(8, dtype="<u2").tobytes())
@@ -135,7 +135,7 @@ def test_two_writers_of_one_file(tmp_path):
     TokenFileWriter(tmp_path / "x").begin(100).abort()
 
 
-def test_a_file_published_between_opening_and_locking_stays_whole(tmp_path, monkeypatch):
+def test_a_file_published_just_before_the_lock_stays_whole(tmp_path, monkeypatch):
     first = TokenFileWriter(tmp_path / "x").begin(100)
     first.add(np.array([1, 2]), np.array([2]))
     first.finish()
@@ -182,7 +182,7 @@ def test_unwritable_folder(tmp_path):
 
 
 def test_writer_and_reader_need_constant_memory(tmp_path):
-    """Three million documents: as Python objects or int64 arrays their index alone would take over 48 MB."""
+    """There are three million documents. Python objects or int64 arrays would take over 48 MB for their index alone."""
     script = """
         import resource, sys
         import numpy as np
@@ -202,7 +202,7 @@ def test_writer_and_reader_need_constant_memory(tmp_path):
     """
     run = [sys.executable, "-c", textwrap.dedent(script), tmp_path / "x"]
     growth = int(subprocess.run(run, capture_output=True, text=True, check=True).stdout)
-    assert growth < 16_000  # KiB
+    assert growth < 16_000  # The unit is KiB.
 
 
 # -- damage ------------------------------------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ def test_validate_finds_a_wrong_index(path, position, value, message):
 
 
 def test_deep_validation_reads_the_tokens(path):
-    damage(path, ".bin", flip(4, 8))  # another token of the vocabulary
+    damage(path, ".bin", flip(4, 8))  # The bit turns a token into another one of the vocabulary.
     TokenFile(path).validate()
     with pytest.raises(ConfigError, match="checksum"):
         TokenFile(path).validate(deep=True)
@@ -331,7 +331,7 @@ def test_identity_follows_the_content_not_the_place(tmp_path):
 
 
 def test_content_follows_every_part_of_the_file(tmp_path):
-    """500,000 tokens in a row that changed in the middle, far from what `identity` reads."""
+    """500,000 tokens in a row change in the middle, far from the places that `identity` reads."""
     documents = [np.full(2_000_000, 1 + number) for number in range(3)]
     file = write(tmp_path / "x", documents)
     identity, known = file.identity(), file.content()

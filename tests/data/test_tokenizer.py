@@ -1,4 +1,4 @@
-"""Tokenizers give back exactly what went in, train alike each time, and say what is wrong."""
+"""Tokenizers give back exactly the text that went in, are trained alike each time, and name what is wrong."""
 
 import sysconfig
 from pathlib import Path
@@ -52,7 +52,8 @@ def test_round_trip_of_any_text(tokenizer, text):
 
 @pytest.mark.parametrize("options", [{}, {"treat_whitespace_as_suffix": True}, {"add_dummy_prefix": False}])
 def test_the_space_mark_adds_no_spaces_to_a_text(options):
-    """Whatever a published model puts before a text, or behind it, where SentencePiece leaves the space."""
+    """A published model may add a space before a text, or after it, where SentencePiece leaves it. No other space is
+    added."""
     ours = published_tokenizer(**options)
     end = " " * ("treat_whitespace_as_suffix" in options)
     for text in ("a\u2581b", "\u2581", "\u2581\u2581 the \u2581of", "the\u2581", "\ue000\u2581\ue001 \u2581"):

@@ -30,7 +30,7 @@ def plain() -> str:
 
 
 def write(folder: Path, plain: str, **files: dict) -> Path:
-    """The tokenizer.json of a folder with these files beside it."""
+    """Write the tokenizer.json with these files beside it, and return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.json").write_text(plain)
     for name, tree in ({"config": {}} | files).items():
@@ -40,13 +40,13 @@ def write(folder: Path, plain: str, **files: dict) -> Path:
 
 
 def stated(content: str, special: bool = True, **flags: bool) -> dict:
-    """A token as save_pretrained of transformers writes it."""
+    """Return a token as save_pretrained of transformers writes it."""
     return {"content": content, "special": special, "lstrip": False, "rstrip": False, "single_word": False} | flags
 
 
 START, END = ("<|im_start|>", "<|im_end|>")
 BOTH = {"257": stated(START, normalized=False), "258": stated(END, normalized=False)}
-# What lies beside a tokenizer.json without these tokens.
+# These files lie beside a tokenizer.json that lacks their tokens.
 CASES: dict[str, dict[str, dict]] = {
     "decoder": {"config": {"added_tokens_decoder": BOTH}},
     "some are no control tokens": {
@@ -85,7 +85,7 @@ CASES: dict[str, dict[str, dict]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_are_those_of_transformers(plain: str, name: str, tmp_path: Path) -> None:
-    """From the folder, from our copy of the file alone, and from an export."""
+    """The tokenizer is loaded from the folder, from our copy of the file alone, and from an export."""
     file = write(tmp_path / "theirs", plain, **CASES[name])
     theirs, ours = AutoTokenizer.from_pretrained(file.parent), Tokenizer.load(file)
     expected = theirs.encode(TEXT, add_special_tokens=False)
@@ -123,7 +123,7 @@ def test_a_space_before_texts_is_put_where_transformers_puts_it(plain: str, of_c
     assert exported.encode("Hi there") == ours.encode("Hi there") == Tokenizer.load(file).encode("Hi there")
 
 
-def test_a_space_that_the_pipeline_alone_puts_before_texts_is_said(tmp_path: Path) -> None:
+def test_a_space_that_only_the_pipeline_adds_is_said(tmp_path: Path) -> None:
     tree = json.loads(tokenizer_files(published_tokenizer(), 128)["tokenizer.json"])
     tree["normalizer"] = {"type": "Prepend", "prepend": "\u2581"}
     config = {"add_prefix_space": False, "tokenizer_class": "LlamaTokenizer", "eos_token": "</s>"}
@@ -205,7 +205,7 @@ def beside_pieces(folder: Path, pieces: Tokenizer, config: dict, added: dict | N
     return folder / "tokenizer.model"
 
 
-def test_a_sentencepiece_model_gets_the_tokens_and_templates_beside_it(pieces: Tokenizer, tmp_path: Path) -> None:
+def test_a_sentencepiece_model_gets_tokens_and_templates(pieces: Tokenizer, tmp_path: Path) -> None:
     tokens = {"400": stated(START), "401": stated(END), "402": stated("<think>", special=False)}
     template = "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{{ pad_token }}{% endfor %}"
     config = {"added_tokens_decoder": tokens, "eos_token": END, "pad_token": "<unk>", "chat_template": template}
@@ -230,14 +230,13 @@ def test_a_sentencepiece_model_gets_the_tokens_and_templates_beside_it(pieces: T
     assert exported.apply_chat_template(talk, tokenize=False) == theirs.apply_chat_template(talk, tokenize=False)
 
 
-def test_a_template_and_a_bos_make_no_other_tokenizer_of_a_sentencepiece_model(
-    pieces: Tokenizer, tmp_path: Path
-) -> None:
-    """Data that was made without them fits."""
+def test_a_template_and_a_bos_do_not_change_the_identity(pieces: Tokenizer, tmp_path: Path) -> None:
+    """Data that was prepared with the bare SentencePiece model still fits."""
     file = beside_pieces(tmp_path, pieces, {"chat_template": "{{ messages }}", "add_bos_token": True})
     ours = Tokenizer.load(file)
     assert (ours.sha256, ours.prefix, ours.notes) == (pieces.sha256, [ours.bos_id], [])
-    assert Tokenizer(pieces.model + b"\xc2\x0c\x0dadd_bos_token").prefix == [ours.bos_id]  # as copies ended before
+    # Copies of older versions end like this.
+    assert Tokenizer(pieces.model + b"\xc2\x0c\x0dadd_bos_token").prefix == [ours.bos_id]
     assert Tokenizer(pieces.model + b"\xc2\x0c\x0dadd_bos_token").sha256 == pieces.sha256
     (tmp_path / "a.txt").write_text("the model")
     for name, given in (("a", file), ("b", tmp_path / "out/tokenizer.model"), ("c", tmp_path / "bare/tokenizer.model")):
@@ -248,7 +247,7 @@ def test_a_template_and_a_bos_make_no_other_tokenizer_of_a_sentencepiece_model(
         assert Tokenizer.load(tmp_path / "out/tokenizer.model").chat_template == "{{ messages }}"
 
 
-def test_a_place_that_a_sentencepiece_model_keeps_free_gets_its_token(tmp_path: Path) -> None:
+def test_a_free_place_of_a_sentencepiece_model_gets_its_token(tmp_path: Path) -> None:
     pieces = published_tokenizer(add_dummy_prefix=False, control_symbols=["<unused0>"], vocab_size=401)
     number = next(each for each in range(401) if pieces._codec._processor.id_to_piece(each) == "<unused0>")
     file = beside_pieces(tmp_path, pieces, {"added_tokens_decoder": {str(number): stated(END)}})
@@ -322,7 +321,7 @@ def test_templates_are_those_of_transformers(plain: str, name: str, tmp_path: Pa
     assert exported.get_chat_template() == ours.chat_template
 
 
-def test_a_template_of_a_processor_is_read_where_there_is_no_other(plain: str, tmp_path: Path) -> None:
+def test_a_processors_template_is_read_if_there_is_no_other(plain: str, tmp_path: Path) -> None:
     file = write_all(tmp_path, plain, {"chat_template.json": {"chat_template": "A"}})
     assert Tokenizer.load(file).chat_template == "A"
     write_all(tmp_path, plain, {"tokenizer_config.json": {"chat_template": "B"}})

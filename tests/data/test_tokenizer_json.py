@@ -28,7 +28,7 @@ SAMPLE = (Path(sysconfig.get_paths()["stdlib"]) / "argparse.py").read_text()
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As published: a byte-level tokenizer of 600 tokens that puts a bos before every text, and what says so."""
+    """A folder as published: a byte-level tokenizer of 600 tokens, and files that put a bos before every text."""
     folder = tmp_path_factory.mktemp("published")
     pipeline = Pipeline(models.BPE())
     pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -65,9 +65,7 @@ def test_round_trip_of_any_text(tokenizer: Tokenizer, text: str) -> None:
     assert all(1 < token < tokenizer.vocab_size == 600 for token in ids)
 
 
-def test_ids_are_those_of_transformers_and_control_tokens_do_not_come_out_of_text(
-    folder: Path, tokenizer: Tokenizer
-) -> None:
+def test_ids_are_those_of_transformers(folder: Path, tokenizer: Tokenizer) -> None:
     theirs = AutoTokenizer.from_pretrained(folder)
     assert (tokenizer.bos_id, tokenizer.eos_id) == (theirs.bos_token_id, theirs.eos_token_id) == (0, 1)
     for text in (SAMPLE, "a <|end|> b", "日本語 🎉", ""):
@@ -82,7 +80,7 @@ def test_a_copy_needs_no_other_file(tokenizer: Tokenizer, tmp_path: Path) -> Non
 
 
 def placed(text: str) -> processors.PostProcessor:
-    """A template of a text with control tokens around it."""
+    """Return a post-processor that places control tokens around a text."""
     return processors.TemplateProcessing(single=text, special_tokens=[("<|begin|>", 0), ("<|end|>", 1)])
 
 
@@ -108,7 +106,7 @@ def test_a_prefix_is_what_stands_before_a_text(folder: Path, name: str) -> None:
 @pytest.mark.parametrize("says", [True, False])
 @pytest.mark.parametrize("name", PREFIXES)
 def test_beside_a_tokenizer_json_nothing_else_decides(folder: Path, name: str, says: bool, tmp_path: Path) -> None:
-    """Not in transformers either, whose tokenization of a text begins so."""
+    """transformers decides by tokenizer.json alone as well: its tokens of a text begin with the same prefix."""
     tree = json.loads((folder / "tokenizer.json").read_bytes())
     post, expected = PREFIXES[name]
     tree["post_processor"] = post and json.loads(post.__getstate__())
@@ -120,7 +118,8 @@ def test_beside_a_tokenizer_json_nothing_else_decides(folder: Path, name: str, s
     assert ours.prefix == expected == ids[: len(expected)] and ids[len(expected)] == ours.encode("def add")[0]
 
 
-# What tokenizer_config.json says beside a SentencePiece model -> whether a bos comes before a text.
+# The values are the content of tokenizer_config.json beside a SentencePiece model, and whether a bos comes before a
+# text.
 SAID = {
     "nothing": ({}, False),
     "true": ({"add_bos_token": True}, True),
@@ -132,15 +131,15 @@ SAID = {
 
 
 @pytest.mark.parametrize("name", SAID)
-def test_a_file_beside_it_says_whether_a_sentencepiece_model_has_a_bos(name: str, tmp_path: Path) -> None:
+def test_a_file_beside_a_sentencepiece_model_decides_on_a_bos(name: str, tmp_path: Path) -> None:
     published, (config, expected) = published_tokenizer(), SAID[name]
     (tmp_path / "tokenizer.model").write_bytes(published.model)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     ours = Tokenizer.load(tmp_path / "tokenizer.model")
     assert ours.prefix == [ours.bos_id] * expected and ours.encode("get one") == published.encode("get one")
-    if name != "Llama":  # transformers 5 forgets the default that it documents
+    if name != "Llama":  # transformers 5 forgets the default that it documents.
         assert (AutoTokenizer.from_pretrained(tmp_path)("x").input_ids[0] == ours.bos_id) == expected
-    # A copy keeps it, and is the same tokenizer to all that was made with it.
+    # A copy keeps the bos and has the same identity, so all data that was prepared with it fits.
     (tmp_path / "copy").mkdir()
     (tmp_path / "copy/tokenizer.model").write_bytes(ours.model)
     copy = Tokenizer.load(tmp_path / "copy/tokenizer.model")
@@ -174,7 +173,7 @@ def test_mistakes_are_named(folder: Path, tmp_path: Path) -> None:
 
 
 def command(capsys, *words: object) -> tuple[int, str, str]:
-    """A command in this process: its exit code and what it prints."""
+    """Run a command in this process and return its exit code, its output and its errors."""
     code = main([*map(str, words)])
     return code, *capsys.readouterr()
 
@@ -203,7 +202,7 @@ def test_from_text_to_an_exported_folder(folder: Path, tokenizer: Tokenizer, tmp
     assert json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] == 1
 
 
-def test_token_files_from_elsewhere_need_the_size_of_their_vocabulary(corpus: Path, tmp_path: Path, capsys) -> None:
+def test_token_files_from_elsewhere_need_a_vocabulary_size(corpus: Path, tmp_path: Path, capsys) -> None:
     for name in ("train", "valid"):
         for end in (".bin", ".idx"):
             (tmp_path / f"{name}{end}").write_bytes((corpus / f"{name}{end}").read_bytes())
@@ -214,7 +213,7 @@ def test_token_files_from_elsewhere_need_the_size_of_their_vocabulary(corpus: Pa
     sections["model"] = {"vocab_size": 512}
     config = write_config(tmp_path / "run.yaml", tmp_path, tmp_path / "run", **sections)
     finish("sagetrain", config)
-    finish("sagetrain", config)  # it continues
+    finish("sagetrain", config)  # The run continues.
     found = json.loads(command(capsys, "eval", tmp_path / "run", "--json")[1])["all"]
     assert math.isfinite(found["loss"]) and found["bits_per_byte"] is None
     code, _, errors = command(capsys, "generate", tmp_path / "run", "def ")
