@@ -159,7 +159,8 @@ class Candidate(NamedTuple):
         """Compute causal attention with recipe `fine`, or FlashAttention-2 without a package."""
         if self.package is None:
             return bench._sdpa(SDPBackend.FLASH_ATTENTION, q, k, v, cu_seqlens, causal=True)
-        return self.package.sage_attention(q, k, v, causal=True, cu_seqlens=cu_seqlens, backend=self.backend)
+        how = {"causal": True, "cu_seqlens": cu_seqlens, "recipe": "fine", "backend": self.backend}
+        return self.package.sage_attention(q, k, v, **how)
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:

@@ -8,11 +8,15 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
+from sagekernels import mma, nvrtc
 from sagekernels.int8_matmul import GROUP, TILES, _int8_product_kernel
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -57,3 +61,29 @@ def test_sums_are_counted_by_their_type():
     text = elsewhere.throttled(f".entry k()\n{{\n{line}\n{other}\nret;\n}}", {"s32": 1, "f16": 2, "f32": 4})
     assert text.count(".f16.f16.f16.f16 {%idle") == 1 and text.count(".f32.f16.f16.f32 {%idle") == 3
     assert text.index("%ctaid.z") < text.index("mma.sync") and text.index("trap") < text.index("ret;")
+
+
+@pytest.mark.skipif(not nvrtc.available(), reason="needs NVRTC, which comes with torch's CUDA wheels")
+def test_a_throttled_cuda_kernel_issues_each_product_as_often_as_a_geforce_card_would_wait(monkeypatch, tmp_path):
+    monkeypatch.setenv("SAGEKERNELS_CACHE", str(tmp_path))
+    sources = {
+        "mma_forward.cu": mma.forward_defines(64, True, False, False, True),
+        "mma_prepare.cu": {"HEAD_DIM": 64, "FP16": 0, "HALF_SUMS": 1},
+    }
+    plain = {name: nvrtc.compiled(name, defines, "compute_80").decode() for name, defines in sources.items()}
+    with elsewhere.throttling({"s32": 2.5, "f16": 2.0, "f32": 4.5}):
+        slow = {name: nvrtc.compiled(name, defines, "compute_80").decode() for name, defines in sources.items()}
+        assert mma.stages_of(torch.device("cuda", 0)) == 1
+    counted, expected = (
+        Counter(found[1] for found in elsewhere.MMA.finditer(texts["mma_forward.cu"])) for texts in (slow, plain)
+    )
+    assert counted == {"s32": 2.5 * expected["s32"], "f16": 2 * expected["f16"]} and expected.total() > 0
+    assert slow["mma_prepare.cu"] == plain["mma_prepare.cu"]
+
+
+def test_every_package_computes_the_same_recipe():
+    """The one that other GPUs take, not that of the GPU at hand."""
+    package = SimpleNamespace(sage_attention=lambda *_, **how: how)
+    for backend in ("triton", "mma"):
+        how = elsewhere.Candidate("now", package, None, backend=backend).attend(None, None, None, None)
+        assert how == {"causal": True, "cu_seqlens": None, "recipe": "fine", "backend": backend}
