@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -33,7 +33,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from sagetrain.config.arithmetic import sharding_ranks
 from sagetrain.config.schema import RunConfig
-from sagetrain.engines.protocol import Owned, every
+from sagetrain.data.loader import Batch
+from sagetrain.engines.protocol import Owned, Probe, every
 from sagetrain.engines.step import BaseEngine, Decision
 from sagetrain.model.block import Block
 from sagetrain.model.tensors import TensorSpec
@@ -269,6 +270,14 @@ class FsdpEngine(BaseEngine):
         # Probes come first, whose gradients are for nobody else.
         self._set_mode(sync=False, last=False)
 
+    def _probe(self, batches: Iterable[Batch], probes: Sequence[Probe], masked: bool) -> Iterable[Batch]:
+        # Probes change how layers multiply, so layers make their 8-bit weights of this step before. Gathers need one
+        # order on all ranks, which a set has not.
+        for block in [block for block in self.model.blocks if block in self._stale]:
+            cast(FSDPModule, block).unshard()
+            self._keep_weights(block, ())
+        return super()._probe(batches, probes, masked)
+
     def _prepare_evaluation(self) -> None:
         self.model.eval()
 
@@ -319,8 +328,10 @@ class FsdpEngine(BaseEngine):
         self.groups.metrics.derive("train/grad_norm", math.sqrt, square)
         allowed = decision.allows()
         norm = decision.metrics["train/grad_norm"]
+        if not math.isfinite(norm):
+            return False
         decision.show(lambda: [(name, gradient.view(-1)) for name, gradient in gradients.items()])
-        if not (allowed and math.isfinite(norm)):
+        if not allowed:
             return False
         self._step_optimizer(gradients, min(1.0, self._largest_norm / (norm + 1e-6)))
         return True
