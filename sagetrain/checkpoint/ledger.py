@@ -147,11 +147,6 @@ class TrainState:
     ledger: Ledger = field(default_factory=Ledger)
     controllers: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    @property
-    def optimizer_steps(self) -> int:
-        """The number of updates so far."""
-        return self.step - len(self.ledger.dropped)
-
     def advance(self, tokens: int, seq_length: int, dropped: bool = False) -> None:
         """Count one step. A dropped step only moves on in the data."""
         self.ledger.add(self.sequences, tokens // seq_length, dropped)

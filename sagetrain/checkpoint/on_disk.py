@@ -6,7 +6,7 @@ without code that loading would run.
         manifest.json                    what is here: every tensor by name with its global shape and where each piece
                                          lies, every file with size and SHA-256, and the training state
         shard-tp000-dp000.safetensors    fp32 pieces "<parameter>|weight" of one rank, each 1-D
-        moments-tp000-dp000.safetensors  "<parameter>|exp_avg" and "|exp_avg_sq" of the same pieces
+        moments-tp000-dp000.safetensors  the optimizer's state of the same pieces: "<parameter>|exp_avg" and so on
         config.yaml                      the resolved configuration of the run
         rng-00000.pt                     random-number state of one rank (loaded with weights_only)
       latest                             name of the newest folder (for people; loading looks at the folders themselves)
@@ -20,6 +20,9 @@ further piece belongs to the next rank and begins where the piece before ends.
 A piece may also be an object {file, tp_rank, start, stop}. Its file holds every kind of tensor that the piece has.
 Format 1 had only such pieces, with weights and moments in one file, and can still be read. `sagetrain import` writes
 such pieces with weights alone, in the dtype of the imported folder.
+
+"kinds" of a tensor says which kinds of values its pieces have. Without it these are KINDS. Format 3 is format 2 where
+some tensor has other kinds, so that versions which know AdamW alone refuse it.
 
 A checkpoint is written (saving.py) into a folder with a temporary name and synced to disk. The folder is renamed once
 its manifest is in it. A folder without a manifest, or with files that do not match the manifest, is damaged and never
@@ -35,7 +38,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -45,8 +48,9 @@ from sagetrain.checkpoint.state import RunState
 from sagetrain.config.errors import CheckpointError
 
 FORMAT = 2
-_READ = (1, 2)
+_OTHER_KINDS, _READ = 3, (1, 2, 3)
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
+"""The kinds of values that AdamW has of a tensor."""
 # These keys are in every manifest and in every state.
 _PARTS, _POSITION = {"state", "layout", "tensors", "files"}, {"step", "tokens"}
 # Only a run that continues reads the files whose names begin like this.
@@ -62,6 +66,11 @@ def file_name(kind: str, rank: str) -> str:
     """Return the name of the file that holds one kind of tensor of a rank. `rank` is the rank's name in "ranks" of the
     manifest."""
     return f"{'shard' if kind == 'weight' else 'moments'}-{rank}.safetensors"
+
+
+def format_of(kinds: Iterable[Sequence[str]]) -> int:
+    """Return the format of a checkpoint whose tensors have these kinds of values."""
+    return FORMAT if all(tuple(each) == KINDS for each in kinds) else _OTHER_KINDS
 
 
 def step_of(folder: Path) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import pickle
 from collections.abc import Iterator
@@ -38,6 +39,10 @@ class Reader:
     def state(self) -> RunState:
         """Return the state of the run that wrote the checkpoint. Raises the CheckpointErrors of RunState.from_json."""
         return RunState.from_json(self.manifest["state"], self.folder)
+
+    def kinds(self, name: str) -> tuple[str, ...]:
+        """Return the kinds of values that the checkpoint has of a tensor; none if it does not have the tensor."""
+        return tuple(self.tensors[name].get("kinds", KINDS)) if name in self.tensors else ()
 
     def fill(self, out: torch.Tensor, name: str, kind: str, tp_rank: int, tp_size: int, start: int = 0) -> None:
         """Fill a 1-D tensor of any dtype and device with the values from position `start` of the flattened slice
@@ -159,14 +164,22 @@ def check_shapes(reader: Reader, shapes: dict[str, tuple[int, ...]]) -> None:
 
 @torch.no_grad()
 def load_engine(reader: Reader, engine: Stateful, optimizer_steps: int, *, moments: bool = True) -> None:
-    """Restore the weights of an engine and, unless `moments` is False, its Adam moments, block by block; collective. A
-    rank reads only what it owns, so all ranks together read the checkpoint once, however many replicas there are."""
+    """Restore the weights of an engine and the state of its optimizer, block by block; collective. A rank reads only
+    what it owns, so all ranks together read the checkpoint once, however many replicas there are.
+
+    Args:
+        optimizer_steps: the number of updates that the state has seen; 0 if `moments` is False.
+        moments: read the optimizer's state. If False, the state is set to zero.
+    """
     every = list(engine.owned())
     where = (engine.groups.tp_rank, engine.groups.tp_size)
     check_shapes(reader, {kept.name: kept.spec.shape for kept in every})
     for kept in every:
-        for kind in (KINDS if moments else KINDS[:1]) if kept.tensors and not kept.twin else ():
-            reader.fill(kept.tensors[kind], kept.name, kind, *where, kept.start)
+        for kind, low in itertools.product(kept.kinds, range(kept.start, 0 if kept.twin else kept.stop, _BLOCK)):
+            high = min(low + _BLOCK, kept.stop)
+            known = moments or kind == "weight"
+            values = reader.local(kept.name, kind, *where, low, high) if known else torch.zeros(high - low)
+            kept.write(kind, values, low - kept.start)
     engine.state_changed(optimizer_steps)
 
 

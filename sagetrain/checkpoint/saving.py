@@ -32,7 +32,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from sagetrain.checkpoint.on_disk import FORMAT, KINDS, file_name, folder_name, lacks_space, prune, remove, sha256
+from sagetrain.checkpoint.on_disk import file_name, folder_name, format_of, lacks_space, prune, remove, sha256
 from sagetrain.checkpoint.state import RunState
 from sagetrain.checkpoint.stateful import OwnedRange
 from sagetrain.cluster.mailbox import Mailbox
@@ -120,7 +120,7 @@ class Saver:
         return self._saved.popleft() if self._saved else None
 
     def reserve(self, shards: Iterable[OwnedRange]) -> None:
-        """Allocate the host memory for saving `shards`: 12 bytes per parameter of this rank's share.
+        """Allocate the host memory for saving `shards`: 4 bytes per value of each kind, 12 per parameter with AdamW.
 
         With a GPU the memory is pinned. Pinning takes a second for a few GB, so it is done at the start and not while
         training waits.
@@ -128,7 +128,7 @@ class Saver:
         self._host_memory(self._owned(shards))
 
     def _host_memory(self, owned: list[OwnedRange]) -> torch.Tensor:
-        size = sum(len(KINDS) * (shard.stop - shard.start) for shard in owned)
+        size = sum(len(shard.kinds) * (shard.stop - shard.start) for shard in owned)
         if not self._memory.numel():
             self._memory = torch.empty(size)
             if _on_gpu(owned):
@@ -158,7 +158,7 @@ class Saver:
         shards = [s for s in shards if not s.twin]
         owned = self._owned(shards)
         tensors = self._copy(owned)
-        shapes = {s.name: {"shape": list(s.spec.shape), "tp_dim": s.spec.dim} for s in shards}
+        shapes = {s.name: {"shape": list(s.spec.shape), "tp_dim": s.spec.dim, "kinds": list(s.kinds)} for s in shards}
         written = {s.name: (s.start, s.stop) for s in owned}
         ranges = np.array([written.get(name, (0, 0)) for name in shapes], dtype=np.int64).reshape(-1, 2)
         snapshot = _Snapshot(state.step, state.tokens, state.to_json(), config_text, rng, tensors, shapes, ranges)
@@ -197,9 +197,9 @@ class Saver:
         tensors: dict[str, dict[str, torch.Tensor]] = {}
         for shard in owned:
             size = shard.stop - shard.start
-            for kind in KINDS:
+            for kind in shard.kinds:
                 copy = memory[used : used + size]
-                copy.copy_(shard.tensors[kind].detach(), non_blocking=True)
+                copy.copy_(shard.read(kind).detach(), non_blocking=True)
                 tensors.setdefault(file_name(kind, self._rank_name), {})[f"{shard.name}|{kind}"] = copy
                 used += size
         if _on_gpu(owned):
@@ -288,7 +288,7 @@ class Saver:
         pieces = _runs([entry["place"][0] for entry in wrote], [entry["ranges"] for entry in wrote])
         named = zip(snapshot.shapes.items(), pieces, strict=True)
         manifest = {
-            "format": FORMAT,
+            "format": format_of(shape["kinds"] for shape in snapshot.shapes.values()),
             "state": snapshot.state,
             "layout": {
                 "tensor_parallel_size": self._groups.tp_size,
@@ -343,7 +343,7 @@ class Saver:
 
 
 def _on_gpu(owned: list[OwnedRange]) -> bool:
-    return bool(owned) and owned[0].tensors["weight"].is_cuda
+    return bool(owned) and owned[0].read("weight").is_cuda
 
 
 def _fresh_folder(final: Path) -> Path:

@@ -3,7 +3,7 @@ filled."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Protocol
 
 from torch import Tensor
@@ -28,9 +28,17 @@ class OwnedRange(Protocol):
     def stop(self) -> int: ...
 
     @property
-    def tensors(self) -> Mapping[str, Tensor]:
-        """The weight and the moments of the range, 1-D, by their kind in on_disk.py. The mapping is empty if the range
-        is empty."""
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of values that the range has: `weight`, and those of the optimizer's state. They are the
+        same on all ranks."""
+        ...
+
+    def read(self, kind: str) -> Tensor:
+        """Return the values of a kind, 1-D in fp32."""
+        ...
+
+    def write(self, kind: str, values: Tensor, start: int = 0) -> None:
+        """Set the values of a kind from position `start` on, which is a multiple of 4096."""
         ...
 
     @property

@@ -19,11 +19,11 @@ from sagetrain.config.sections.data import (
     tokenizer_in,
 )
 from sagetrain.config.sections.model import SIXTEEN_BITS, AttentionConfig, LinearConfig, ModelConfig, RopeScaling
+from sagetrain.config.sections.optimizer import MuonConfig, OptimizerConfig
 from sagetrain.config.sections.schedule import (
     ConstantTokens,
     LrScheduleConfig,
     NoiseAwareTokens,
-    OptimizerConfig,
     RampTokens,
     Stage,
     StagedTokens,
@@ -68,6 +68,7 @@ __all__ = [
     "LrScheduleConfig",
     "ModelConfig",
     "MonitorConfig",
+    "MuonConfig",
     "NoiseAwareTokens",
     "NoiseScaleConfig",
     "OptimizerConfig",

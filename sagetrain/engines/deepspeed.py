@@ -19,7 +19,8 @@ from __future__ import annotations
 import contextlib
 import io
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -37,6 +38,7 @@ from sagetrain.model.accounting import reduce_bucket_size
 from sagetrain.model.tensors import TensorSpec
 from sagetrain.model.transformer import Transformer
 from sagetrain.optim.build import build_optimizer
+from sagetrain.optim.build import groups as groups_of
 from sagetrain.parallel.topology import Mpu, ParallelGroups
 
 
@@ -108,23 +110,18 @@ def partitioner(cfg: RunConfig, groups: ParallelGroups) -> Callable[[nn.Paramete
     return partition
 
 
-class Asking(torch.optim.Optimizer):
-    """The optimizer that is handed to DeepSpeed. It asks before each update whether to make it, and leaves the update
-    to the run's optimizer. DeepSpeed calls it after gradients are reduced and clipped: once for all parameters, or once
-    for each group or sub-group of parameters."""
+class Handed(torch.optim.Optimizer):
+    """The optimizer that is handed to DeepSpeed. DeepSpeed calls it after gradients are reduced and clipped: once for
+    all parameters, or once for each group or sub-group of parameters. It leaves the decision and the update to the
+    engine."""
 
-    ask: Callable[[], bool] = staticmethod(lambda: True)
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__(optimizer.param_groups, optimizer.defaults)
-        self._optimizer = optimizer
+    def __init__(self, parameters: Sequence[Sequence[nn.Parameter]]) -> None:
+        super().__init__([{"params": list(group)} for group in parameters], {"lr": 0.0})
+        self.update: Callable[[Sequence[Tensor]], None] = lambda masters: None
 
     def step(self, closure: Any = None) -> Any:
-        """Update the parameters of the groups that DeepSpeed has put in place, if `ask` allows the update."""
-        if not self.ask():
-            return None
-        self._optimizer.param_groups, self._optimizer.state = self.param_groups, self.state
-        return self._optimizer.step(closure)
+        """Have the engine update the parameters that DeepSpeed has put in place."""
+        self.update([p for group in self.param_groups for p in group["params"] if p.grad is not None])
 
 
 class DeepSpeedEngine(BaseEngine):
@@ -145,7 +142,9 @@ class DeepSpeedEngine(BaseEngine):
             # DeepSpeed reads this mark: a tensor that is split over tensor-parallel ranks counts in the gradient norm
             # on every rank of its group.
             parameter.tensor_model_parallel = model.specs[name].cut is not None
-        self._optimizer = Asking(build_optimizer(model, cfg))
+        named, rules = dict(model.named_parameters()), groups_of(model.specs.values(), cfg)
+        self._optimizer = Handed([[named[name] for name in rule.names] for rule in rules])
+        self._lr, build = 0.0, partial(build_optimizer, cfg)
         if self._stage == 3 and getattr(model, "activation_checkpointing", "none") == "selective":
             model.whole_blocks = True
         if self._stage == 3 and getattr(model, "whole_blocks", False):
@@ -176,7 +175,7 @@ class DeepSpeedEngine(BaseEngine):
         # DeepSpeed writes weights without autograd's version counters noticing, so each writer calls _weights_written.
         self._keeps = self._stage < 3 and cfg.linear.low_bit
         self._weights_written()
-        self._masters = Masters(self._ds, self._optimizer, groups, self._stage, shapes, self.settings)
+        self._masters = Masters(self._ds, self._optimizer, rules, build, groups, self._stage, shapes, self.settings)
 
     # -- what it keeps -------------------------------------------------------------------------------------------
 
@@ -213,8 +212,7 @@ class DeepSpeedEngine(BaseEngine):
         self.weights_changed()
         self._masters.check()
         if optimizer_steps is not None:
-            for count in self._masters.steps():
-                count.fill_(optimizer_steps)
+            self.optimizer_steps = optimizer_steps
 
     def _weights_written(self) -> None:
         """Renew the 8-bit weights from the present weights, once for all micro-batches of a step. At ZeRO 3, wait until
@@ -229,8 +227,7 @@ class DeepSpeedEngine(BaseEngine):
     def _prepare(self, micro_batches: int, lr: float) -> None:
         if micro_batches != self._ds.gradient_accumulation_steps():
             self._ds.set_train_batch_size(self._micro_batch * micro_batches * self.groups.num_replicas)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
+        self._lr = lr
         self._ds.train()
 
     def _prepare_evaluation(self) -> None:
@@ -247,17 +244,18 @@ class DeepSpeedEngine(BaseEngine):
         self._ds.backward(loss)
 
     def _update(self, decision: Decision) -> bool:
-        """Let DeepSpeed reduce, clip and call the optimizer, which asks the decision. If the gradient is not finite,
-        DeepSpeed stops before it calls the optimizer."""
+        """Let DeepSpeed reduce, clip and call the optimizer, which asks for the decision. If the gradient is not
+        finite, DeepSpeed stops before it calls the optimizer."""
 
-        def ask() -> bool:
+        def update(masters: Sequence[Tensor]) -> None:
             if self._stage == 0:
                 self._clip_stage0()
             allowed = decision.allows(self._norm)
-            decision.show(self._masters.gradients)
-            return allowed
+            decision.show(lambda: self._masters.gradients(masters))
+            if allowed:
+                self._masters.update(masters, self._lr, self.optimizer_steps + 1)
 
-        self._optimizer.ask, skipped = ask, self._ds.skipped_steps
+        self._optimizer.update, skipped = update, self._ds.skipped_steps
         self._ds.step()
         finite = self._ds.skipped_steps == skipped
         if finite and decision.verdict is None:

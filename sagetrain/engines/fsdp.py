@@ -22,7 +22,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -40,10 +39,10 @@ from sagetrain.model.block import Block
 from sagetrain.model.tensors import TensorSpec
 from sagetrain.model.transformer import Transformer
 from sagetrain.optim.build import build_optimizer
+from sagetrain.optim.build import groups as groups_of
+from sagetrain.optim.pieces import Optimizer, State, TensorPiece
 from sagetrain.parallel.layers import keep_weights, materialize
 from sagetrain.parallel.topology import ParallelGroups
-
-_MOMENTS = "exp_avg", "exp_avg_sq"
 
 
 def rows_of(rows: int, shards: int, place: int) -> slice:
@@ -140,12 +139,12 @@ class FsdpEngine(BaseEngine):
         # FSDP pads shards of unequal length here, so this comes before their memory is taken over.
         self._leaves = self._gathered_once()
         self._parameters = self._sharded()
-        self._masters = {name: nn.Parameter(p.to_local()) for name, p in self._parameters.items()}
+        self._masters = {name: p.to_local().detach() for name, p in self._parameters.items()}
         self._starts = {
             name: rows_of(shape[0], shards, groups.replica_rank % shards).start * math.prod(shape[1:])
             for name, shape in shapes.items()
         }
-        self._begin_optimizer(cfg)
+        self._begin_optimizers(cfg)
         self._keeps = self._stage < 3 and cfg.linear.low_bit
         for block in model.blocks if self._keeps else ():
             # FSDP's own hook comes first and has gathered the weights.
@@ -169,31 +168,41 @@ class FsdpEngine(BaseEngine):
 
     # -- the optimizer -------------------------------------------------------------------------------------------
 
-    def _begin_optimizer(self, cfg: RunConfig) -> None:
-        """Make the optimizer over the masters, and its state, which can then be loaded."""
-        kept = {name: master for name, master in self._masters.items() if master.numel()}
-        pieces: Any = SimpleNamespace(
-            specs=self.model.specs, named_parameters=kept.items, parameters=lambda: iter(kept.values())
-        )
-        self._optimizer = build_optimizer(pieces, cfg)
-        for master in kept.values():
-            state: dict[str, Tensor] = self._optimizer.state[master]
-            step_device = self.device if self._optimizer.defaults.get("fused") else "cpu"
-            state["step"] = torch.zeros((), dtype=torch.float32, device=step_device)
-            for kind in _MOMENTS:
-                state[kind] = torch.zeros_like(master, requires_grad=False)
+    def _begin_optimizers(self, cfg: RunConfig) -> None:
+        """Make the optimizers of the masters, one for each group of tensors that are updated in the same way."""
+        ranks, specs = self._holders(), self.model.specs
+        self._optimizers: list[tuple[list[TensorPiece], Optimizer]] = []
+        self._state: dict[str, Mapping[str, State]] = {}
+        for group in groups_of(specs.values(), cfg):
+            pieces = []
+            for name in group.names:
+                weight, start, spec = self._masters[name].view(-1), self._starts[name], specs[name]
+                slices, place = (self.groups.tp_size, self.groups.tp_rank) if spec.cut else (1, 0)
+                pieces.append(TensorPiece(spec, place, slices, start, start + len(weight), weight))
+            optimizer = build_optimizer(cfg, group, pieces, ranks)
+            self._optimizers.append((pieces, optimizer))
+            self._state.update(zip(group.names, optimizer.state, strict=True))
+
+    def _holders(self) -> dist.ProcessGroup | None:
+        """Return the ranks that hold each tensor between them: the tensor-parallel slices of neighbours that shard;
+        collective."""
+        if self._shards == self.groups.num_replicas:
+            return dist.group.WORLD if dist.get_world_size() > 1 else None
+        if self._shards == 1:
+            return self.groups.tp_group if self.groups.tp_size > 1 else None
+        size = self._shards * self.groups.tp_size
+        first = self.groups.rank // size * size
+        return self.groups.subgroup(list(range(first, first + size)), "holders of a tensor")
 
     @torch.no_grad()
-    def _step_optimizer(self, gradients: Mapping[str, Tensor], factor: float) -> None:
+    def _step_optimizers(self, gradients: Mapping[str, Tensor], factor: float) -> None:
         """Update the masters by the gradients times a factor."""
         if factor != 1:
             torch._foreach_mul_(list(gradients.values()), factor)
-        for name, gradient in gradients.items():
-            self._masters[name].grad = gradient
-        for group in self._optimizer.param_groups:
-            group["lr"] = self._lr
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        for pieces, optimizer in self._optimizers:
+            # A rank that keeps nothing of a tensor has no gradient of it.
+            of_pieces = [gradients[p.spec.name].view(-1) if len(p.weight) else p.weight for p in pieces]
+            optimizer.step(of_pieces, self._lr, self.optimizer_steps + 1)
 
     # -- what it keeps -------------------------------------------------------------------------------------------
 
@@ -215,13 +224,12 @@ class FsdpEngine(BaseEngine):
         for name, spec in self.model.specs.items():
             if chosen(spec):
                 master, start = self._masters[name], self._starts[name]
-                state = {kind: self._optimizer.state[master][kind].view(-1) for kind in _MOMENTS if master.numel()}
                 yield Owned(
                     spec,
                     start,
                     start + master.numel(),
-                    weight=master.data.view(-1),
-                    state=state,
+                    weight=master.view(-1),
+                    state=self._state[name],
                     twin=self.groups.replica_rank >= self._shards,
                 )
 
@@ -246,12 +254,13 @@ class FsdpEngine(BaseEngine):
         """Bring all copies of the weights in line with the masters: see engines/protocol.Engine."""
         if self._copies is not None:
             for owned in self.owned():
-                for tensor in owned.tensors.values():
-                    dist.broadcast(tensor, group=self._copies, group_src=0)
+                for kind in owned.kinds:
+                    values = owned.read(kind)
+                    dist.broadcast(values, group=self._copies, group_src=0)
+                    owned.write(kind, values)
         self.weights_changed()
         if optimizer_steps is not None:
-            for state in self._optimizer.state.values():
-                state["step"].fill_(optimizer_steps)
+            self.optimizer_steps = optimizer_steps
 
     def _weights_written(self) -> None:
         """Let every block renew its 8-bit weights in its next forward pass, once for all micro-batches of a step."""
@@ -333,5 +342,5 @@ class FsdpEngine(BaseEngine):
         decision.show(lambda: [(name, gradient.view(-1)) for name, gradient in gradients.items()])
         if not allowed:
             return False
-        self._step_optimizer(gradients, min(1.0, self._largest_norm / (norm + 1e-6)))
+        self._step_optimizers(gradients, min(1.0, self._largest_norm / (norm + 1e-6)))
         return True

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -25,11 +26,30 @@ from sagetrain.config.errors import ConfigError
 from sagetrain.engines.protocol import Owned, every
 from sagetrain.model.tensors import TensorSpec
 from sagetrain.model.transformer import Transformer
+from sagetrain.optim.build import Group
+from sagetrain.optim.pieces import Optimizer, State, TensorPiece
 from sagetrain.parallel.topology import ParallelGroups
 
 # All ranks together gather this many weights at a time.
 _BLOCK = 2**22
-_MOMENTS = "exp_avg", "exp_avg_sq"
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A piece of a tensor, and its place in the tensor that DeepSpeed hands to the optimizer."""
+
+    piece: TensorPiece
+    parameter: Any
+    """The nn.Parameter, which carries DeepSpeed's attributes."""
+    master: Tensor
+    first: int
+    """The position in `master` of the first value."""
+
+    @property
+    def gradient(self) -> Tensor:
+        """The gradient of the piece, 1-D. It exists only while DeepSpeed calls the optimizer."""
+        assert self.master.grad is not None
+        return self.master.grad.view(-1)[self.first : self.first + len(self.piece.weight)]
 
 
 class Masters:
@@ -37,7 +57,9 @@ class Masters:
 
     Args:
         ds: DeepSpeed's engine.
-        optimizer: the optimizer that was handed to DeepSpeed and updates the masters.
+        optimizer: the optimizer that was handed to DeepSpeed, with a group of parameters for each of `rules`.
+        rules: the groups of tensors, each with the way it is updated.
+        build: builds the optimizer of pieces of a group: see optim/build.build_optimizer.
         shapes: the shape of every parameter's tensor-parallel slice, by name.
         settings: the configuration that was handed to DeepSpeed.
     """
@@ -46,18 +68,30 @@ class Masters:
         self,
         ds: Any,
         optimizer: torch.optim.Optimizer,
+        rules: Sequence[Group],
+        build: Callable[[Group, Sequence[TensorPiece], dist.ProcessGroup | None], Optimizer],
         groups: ParallelGroups,
         stage: int,
         shapes: Mapping[str, tuple[int, ...]],
         settings: Mapping[str, Any],
     ) -> None:
-        self._ds, self._optimizer, self._groups, self._stage = ds, optimizer, groups, stage
+        self._ds, self._optimizer, self._rules, self._groups, self._stage = ds, optimizer, rules, groups, stage
         self._shapes, self._settings = shapes, settings
         self._device = torch.device(ds.device)
-        for master in self._flat():
-            self._state(master)
+        number_of = {name: number for number, rule in enumerate(rules) for name in rule.names}
+        self._parts = [self._part(spec, parameter, number_of[spec.name]) for spec, parameter in self._parameters()]
+        self._units = self._split(number_of)
+        optimizers = [
+            build(rules[number_of[unit[0].piece.spec.name]], [part.piece for part in unit], self._ranks())
+            for unit in self._units
+        ]
+        self._optimizers: Sequence[Optimizer] = optimizers
+        self._state: dict[str, Mapping[str, State]] = {
+            part.piece.spec.name: state
+            for unit, optimizer in zip(self._units, optimizers, strict=True)
+            for part, state in zip(unit, optimizer.state, strict=True)
+        }
         self.check()
-        self._weights = [(owned.name, owned.weight) for owned in self.owned() if len(owned.weight)]
 
     def _parameters(self) -> Iterator[tuple[TensorSpec, Any]]:
         """Iterate over the nn.Parameters, which carry DeepSpeed's attributes, each with the specification of its
@@ -65,68 +99,60 @@ class Masters:
         model: Transformer = self._ds.module
         return ((model.specs[name], parameter) for name, parameter in model.named_parameters())
 
-    def _flat(self) -> list[Tensor]:
-        """Return the fp32 tensors that the optimizer updates: flat partitions, or at stage 0 the parameters
-        themselves."""
+    def _ranks(self) -> dist.ProcessGroup | None:
+        """Return the ranks that hold each tensor between them. At stage 0 every replica holds all tensors."""
+        if dist.get_world_size() == 1:
+            return None
+        return self._groups.tp_group if self._stage == 0 else dist.group.WORLD
+
+    def _split(self, number_of: Mapping[str, int]) -> list[list[_Part]]:
+        """Split the parts into those that DeepSpeed has the optimizer update at once: groups of parameters, and at
+        ZeRO 3 parts of those (sub-groups). All ranks get the same parts in the same order."""
+        units: dict[int, list[_Part]] = {}
+        for part in self._parts:
+            key = number_of[part.piece.spec.name] if self._stage == 0 else id(part.master)
+            units.setdefault(key, []).append(part)
+        return list(units.values())
+
+    def _part(self, spec: TensorSpec, parameter: Any, number: int) -> _Part:
+        """Find the part of a parameter that this rank keeps, in the memory of group `number`."""
+        numel = torch.Size(self._shapes[spec.name]).numel()
+        start, stop, first, master = self._range(parameter, numel, number)
+        slices, place = (self._groups.tp_size, self._groups.tp_rank) if spec.cut else (1, 0)
+        weight = master.detach().view(-1)[first : first + stop - start]
+        return _Part(TensorPiece(spec, place, slices, start, stop, weight), parameter, master, first)
+
+    def _range(self, parameter: Any, numel: int, number: int) -> tuple[int, int, int, Tensor]:
+        """Return the range of the parameter that this rank keeps, its position in a master tensor, and that tensor."""
+        if self._stage == 0:
+            return 0, numel, 0, parameter
         if self._stage == 3:
-            return list(self._ds.optimizer.fp32_partitioned_groups_flat)
-        return [p for group in self._optimizer.param_groups for p in group["params"]]
-
-    def _state(self, master: Tensor) -> dict[str, Tensor]:
-        """Return Adam's state of one master tensor. The state is made now and not at the first step, so that it can be
-        loaded."""
-        state: dict[str, Tensor] = self._optimizer.state[master]
-        if not state:
-            # torch's AdamW itself would choose this type and device in its first step.
-            step_device = master.device if self._optimizer.defaults.get("fused") else "cpu"
-            state["step"] = torch.zeros((), dtype=torch.float32, device=step_device)
-            for kind in _MOMENTS:
-                state[kind] = torch.zeros_like(master, memory_format=torch.preserve_format, requires_grad=False)
-        return state
-
-    def steps(self) -> list[Tensor]:
-        """Return Adam's step counts, from which its bias correction is computed."""
-        return [self._state(master)["step"] for master in self._flat()]
+            partition = self._ds.optimizer.get_local_fp32_param(parameter)
+            start = min(partition.numel() * self._groups.replica_rank, numel)
+            flat = sorted(self._ds.optimizer.fp32_partitioned_groups_flat, key=Tensor.data_ptr)
+            place = bisect.bisect_right([each.data_ptr() for each in flat], partition.data_ptr()) - 1
+            first = (partition.data_ptr() - flat[place].data_ptr()) // partition.element_size()
+            return start, min(start + partition.numel(), numel), first, flat[place]
+        master, fragment = self._optimizer.param_groups[number]["params"][0], parameter._hp_mapping
+        if fragment is None:
+            return 0, 0, 0, master
+        inside, flat = fragment.lp_fragment_address, fragment.hp_fragment_address
+        return inside.start, inside.start + inside.numel, flat.start, master
 
     def owned(self, chosen: Callable[[TensorSpec], bool] = every) -> Iterator[Owned]:
         """Iterate over the part of each chosen tensor that this rank keeps: see engines/protocol.Engine."""
-        nothing = torch.empty(0, device=self._device)
-        for spec, parameter in self._parameters():
-            if not chosen(spec):
-                continue
-            numel = torch.Size(self._shapes[spec.name]).numel()
-            start, stop, views = self._range(parameter, numel)
-            yield Owned(
-                spec,
-                start,
-                stop,
-                weight=views.pop("weight", nothing) if stop > start else nothing,
-                state=views if stop > start else {},
-                copies=self._copies(parameter, stop - start),
-                twin=self._stage == 0 and self._groups.replica_rank > 0,
-            )
-
-    def _range(self, parameter: Any, numel: int) -> tuple[int, int, dict[str, Tensor]]:
-        if self._stage == 0:
-            state = self._state(parameter)
-            views = {"weight": parameter.data, **{kind: state[kind] for kind in _MOMENTS}}
-            return 0, numel, {kind: tensor.view(-1) for kind, tensor in views.items()}
-        if self._stage == 3:
-            kept = self._ds.optimizer.get_local_fp32_param
-            partition = kept(parameter)
-            start = min(partition.numel() * self._groups.replica_rank, numel)
-            stop = min(start + partition.numel(), numel)
-            views = {"weight": partition, **{kind: kept(parameter, kind) for kind in _MOMENTS}}
-            return start, stop, {kind: view[: stop - start] for kind, view in views.items()}
-        fragment = parameter._hp_mapping
-        if fragment is None:
-            return 0, 0, {}
-        inside, flat = fragment.lp_fragment_address, fragment.hp_fragment_address
-        master = self._optimizer.param_groups[fragment.param_group_index]["params"][0]
-        state = self._state(master)
-        views = {"weight": master.data, **{kind: state[kind] for kind in _MOMENTS}}
-        ranges = {kind: tensor.narrow(0, flat.start, flat.numel) for kind, tensor in views.items()}
-        return inside.start, inside.start + inside.numel, ranges
+        for part in self._parts:
+            piece = part.piece
+            if chosen(piece.spec):
+                yield Owned(
+                    piece.spec,
+                    piece.start,
+                    piece.stop,
+                    weight=piece.weight,
+                    state=self._state[piece.spec.name],
+                    copies=self._copies(part.parameter, piece.stop - piece.start),
+                    twin=self._stage == 0 and self._groups.replica_rank > 0,
+                )
 
     def _copies(self, parameter: Any, length: int) -> tuple[Tensor, ...]:
         """Return this rank's copies of a parameter that the model computes with, 1-D in the model's dtype. `length` is
@@ -138,20 +164,23 @@ class Masters:
         whole = parameter.data.view(-1)
         return (parameter.ds_tensor.data.view(-1)[:length], whole) if self._stage == 3 else (whole,)
 
-    def gradients(self) -> list[tuple[str, Tensor]]:
-        """Return the parts of gradients that this rank owns and that exist while the optimizer is called, with the
-        names of their tensors. DeepSpeed updates one group of parameters after the other, so the gradients of other
-        groups do not exist yet or are already freed."""
-        masters = {
-            m.data_ptr(): m for group in self._optimizer.param_groups for m in group["params"] if m.grad is not None
-        }
-        starts, parts = sorted(masters), []
-        for name, weight in self._weights if masters else ():
-            master = masters[starts[max(0, bisect.bisect_right(starts, weight.data_ptr()) - 1)]]
-            first = (weight.data_ptr() - master.data_ptr()) // master.element_size()
-            if 0 <= first < master.numel():
-                parts.append((name, master.grad.view(-1).narrow(0, first, weight.numel())))
-        return parts
+    def gradients(self, masters: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
+        """Return the gradients of the parts in `masters`, with the names of their tensors. DeepSpeed updates one group
+        of parameters after the other, so the gradients of other groups do not exist yet or are already freed."""
+        present = {id(master) for master in masters}
+        return [
+            (part.piece.spec.name, part.gradient)
+            for part in self._parts
+            if id(part.master) in present and len(part.piece.weight)
+        ]
+
+    def update(self, masters: Sequence[Tensor], lr: float, number: int) -> None:
+        """Make update `number` (the first is 1) of the parts in `masters`, which are those of whole units;
+        collective."""
+        present = {id(master) for master in masters}
+        for unit, optimizer in zip(self._units, self._optimizers, strict=True):
+            if id(unit[0].master) in present:
+                optimizer.step([part.gradient for part in unit], lr, number)
 
     @torch.no_grad()
     def check(self) -> None:
@@ -165,17 +194,17 @@ class Masters:
         # At stage 0 the masters are the parameters themselves.
         if self._stage == 0:
             return
-        pairs = list(zip(self.owned(), (parameter for _, parameter in self._parameters()), strict=True))
-        wrong = torch.tensor(len(pairs), device=self._device)
-        for place, (owned, parameter) in enumerate(pairs):
-            with self._whole(parameter) as values:
-                differs = (values.view(-1)[owned.start : owned.stop] != owned.weight.to(values.dtype)).any()
-            if getattr(parameter, "ds_secondary_tensor", None) is not None:
+        wrong = torch.tensor(len(self._parts), device=self._device)
+        for place, part in enumerate(self._parts):
+            piece = part.piece
+            with self._whole(part.parameter) as values:
+                differs = (values.view(-1)[piece.start : piece.stop] != piece.weight.to(values.dtype)).any()
+            if getattr(part.parameter, "ds_secondary_tensor", None) is not None:
                 differs = torch.ones_like(differs)
             wrong = torch.where(differs, wrong.clamp(max=place), wrong)
         dist.all_reduce(wrong, op=dist.ReduceOp.MIN)
-        if wrong < len(pairs):
-            name, keys = pairs[int(wrong)][0].name, ", ".join(self._settings["zero_optimization"])
+        if wrong < len(self._parts):
+            name, keys = self._parts[int(wrong)].piece.spec.name, ", ".join(self._settings["zero_optimization"])
             raise ConfigError(
                 f"{name}: what the optimizer keeps of this parameter is not what the model computes with: DeepSpeed "
                 f"{version('deepspeed')} has weights in an order, or in copies, that checkpoints do not know. Its "
@@ -199,8 +228,10 @@ class Masters:
         sent to all replicas."""
         if self._stage == 0:
             for owned in self.owned() if self._groups.num_replicas > 1 else ():
-                for tensor in owned.tensors.values():
-                    dist.broadcast(tensor, group=self._groups.replica_group, group_src=0)
+                for kind in owned.kinds:
+                    values = owned.read(kind)
+                    dist.broadcast(values, group=self._groups.replica_group, group_src=0)
+                    owned.write(kind, values)
         elif self._stage < 3:
             self._gather()
         else:

@@ -18,6 +18,7 @@ from torch import Tensor
 from sagetrain.data.loader import Batch
 from sagetrain.model.tensors import TensorSpec
 from sagetrain.model.transformer import Transformer
+from sagetrain.optim.pieces import State
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.controller import Event
 from sagetrain.stability.noise_scale import GradientNoise
@@ -119,7 +120,7 @@ class StepResult:
 class Owned:
     """The part of one tensor that this rank keeps: a range of the flattened tensor-parallel slice.
 
-    `weight`, `state` and `copies` are 1-D views of the engine's own memory. After writing to all of them, call
+    `weight` and `copies` are 1-D views of the engine's own memory. After writing to all of them, call
     `weights_changed` of the engine. After writing to `weight` and `state`, call `state_changed`.
     """
 
@@ -129,8 +130,8 @@ class Owned:
     """The range is [start, stop). Both are equal on a rank that keeps nothing of this tensor."""
     weight: Tensor
     """The fp32 master weights of the range."""
-    state: Mapping[str, Tensor]
-    """The optimizer's moments of the range, by the names that checkpoints have for them."""
+    state: Mapping[str, State]
+    """The optimizer's state of the range, by the names that checkpoints have for its kinds."""
     copies: tuple[Tensor, ...] = ()
     """This rank's other copies of the values, in the model's dtype. The model computes with these copies, and they may
     cover any range."""
@@ -143,9 +144,20 @@ class Owned:
         return self.spec.name
 
     @property
-    def tensors(self) -> dict[str, Tensor]:
-        """The weight and the moments, by their names in checkpoints. The dict is empty if the range is empty."""
-        return {"weight": self.weight, **self.state} if self.stop > self.start else {}
+    def kinds(self) -> tuple[str, ...]:
+        """The names in checkpoints of the weight and of the kinds of state, the same on all ranks."""
+        return "weight", *self.state
+
+    def read(self, kind: str) -> Tensor:
+        """Return the values of a kind, 1-D in fp32: the memory itself, or a copy if it is not fp32."""
+        return self.weight if kind == "weight" else self.state[kind].read()
+
+    def write(self, kind: str, values: Tensor, start: int = 0) -> None:
+        """Set the values of a kind from position `start` of the range on: see optim/pieces.State."""
+        if kind == "weight":
+            self.weight[start : start + len(values)] = values
+        else:
+            self.state[kind].write(values, start)
 
 
 def never() -> bool:
@@ -183,6 +195,11 @@ class Engine(Protocol):
     @property
     def takes_probes(self) -> bool:
         """Whether micro-batches may be run outside of a step, which Observers.probes need."""
+        ...
+
+    @property
+    def optimizer_steps(self) -> int:
+        """The number of updates that the optimizer's state has seen, those before a resume included."""
         ...
 
     def step(

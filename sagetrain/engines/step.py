@@ -82,6 +82,7 @@ class BaseEngine(ABC):
         self, model: Transformer, groups: ParallelGroups, device: torch.device, clip: float, copies: int
     ) -> None:
         self.model, self.groups, self.device, self._clip = model, groups, device, clip
+        self.optimizer_steps = 0
         self._gradients = StepGradients(model, groups, device, clip, copies)
 
     # -- what each engine does its own way -----------------------------------------------------------------------
@@ -143,6 +144,7 @@ class BaseEngine(ABC):
         self._gradients.begin(observers.noise)
         decision = Decision(observers, metrics, self._gradients, self.device)
         applied = self._update(decision)
+        self.optimizer_steps += applied
         for observer in observers.updates if applied else ():
             observer.after_update()
         self._weights_written()

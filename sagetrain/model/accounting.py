@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 from dataclasses import replace
+from math import prod
 from typing import NamedTuple
 
 from sagetrain.config.arithmetic import own_reduction, resolved_zero_stage, takes_probes
@@ -31,6 +32,10 @@ _REUSE_DISTANCE = 1_000_000_000
 _BUCKET_BESIDE, _OWN = 50_000_000, 8_000_000
 # This many logits exist at once, see parallel/cross_entropy.py.
 _CHUNK_LOGITS = 2**28
+_MOMENT_BYTES = {"fp32": 4, "bf16": 2, "int8": 1 + 4 / 256}
+"""Bytes of a moment of one parameter, by optimizer.moments. In 8 bits 256 values share a scale (optim/states.py)."""
+MUON_ROUND = 2**25
+"""The number of values of the matrices that Muon orthogonalizes between two exchanges on a rank (optim/muon.py)."""
 # Two halves gain from this many FLOPs of a block's matmuls on. Below, a host launches slower than a GPU computes
 # (results/tensor-parallel).
 _OVERLAP_FLOPS = 3e12
@@ -110,13 +115,33 @@ def _counts(model: ModelConfig, attention: AttentionConfig, vocab_size: int) -> 
     return sum(spec.size for spec in listed if spec.cut), sum(spec.size for spec in listed if not spec.cut)
 
 
+def muon_parameters(cfg: RunConfig) -> int:
+    """Return the number of parameters that Muon updates, on all tensor-parallel ranks together."""
+    return sum(prod(shape) for shape in muon_shapes(cfg))
+
+
+def muon_shapes(cfg: RunConfig) -> list[tuple[int, ...]]:
+    """Return the whole shapes of the matrices that Muon updates."""
+    if cfg.optimizer.name != "muon":
+        return []
+    listed = tensors(cfg.model, cfg.attention, 1)
+    return [spec.shape for spec in listed if cfg.optimizer.is_muon(spec.kind, spec.name)]
+
+
+def checkpoint_bytes(cfg: RunConfig, vocab_size: int) -> int:
+    """Return the bytes of a checkpoint's tensors: fp32 weights, and the optimizer's state in fp32. AdamW has two values
+    for each parameter, Muon has one."""
+    return 12 * num_parameters(cfg.model, cfg.attention, vocab_size) - 4 * muon_parameters(cfg)
+
+
 def save_host_bytes(cfg: RunConfig, world_size: int, vocab_size: int) -> int:
-    """Return the host memory, in bytes, from which a rank writes its share of a checkpoint: fp32 weights and two Adam
-    moments."""
-    size = parameters_per_rank(cfg.model, cfg.attention, vocab_size, cfg.parallel.tensor_parallel_size)
+    """Return the host memory, in bytes, from which a rank writes its share of a checkpoint."""
+    tensor = cfg.parallel.tensor_parallel_size
+    size = parameters_per_rank(cfg.model, cfg.attention, vocab_size, tensor)
+    slice_bytes = 12 * size - 4 * muon_parameters(cfg) // tensor
     # The first data-parallel rank writes everything.
     unsharded = cfg.parallel.zero_stage == 0 and cfg.training.dtype == "fp32"
-    return 12 * (size if unsharded else -(-size * cfg.parallel.tensor_parallel_size // world_size))
+    return slice_bytes if unsharded else -(-slice_bytes * tensor // world_size)
 
 
 def reduce_bucket_size(cfg: RunConfig, parameters: int) -> int:
@@ -212,6 +237,7 @@ def _memory(cfg: RunConfig, world_size: int, vocab_size: int) -> list[MemoryItem
         [*(item._replace(bytes=int(left * item.bytes)) for item in (kept, *running)), bucket, copies],
         *_probe(cfg, size, ranks, vocab_size),
         *_linear_errors(cfg, vocab_size),
+        _orthogonalizing(cfg),
     ]
     largest = max(moments, key=total_bytes)
     return [item for item in (*_model_state(cfg, size, ranks, vocab_size), *largest) if item.bytes]
@@ -241,15 +267,17 @@ def _model_state(cfg: RunConfig, size: int, ranks: int, vocab_size: int) -> list
     layers = of_kind(MatmulCost, block_operations(cfg.model, cfg.attention, rank_of(cfg)))
     eight = sum(layer.weights for layer in layers if layer.precision.forward == cfg.linear.precision)
     low = 2 * eight * len(cfg.linear.low_bit_blocks(cfg.model.num_layers))
+    moments, state = _moments(cfg, size)
     codes = MemoryItem("8-bit weights", low, "codes of linear layers, as they are and transposed")
     if stage == 0:
         return [
             MemoryItem("weights", 4 * size, "fp32"),
             MemoryItem("gradients", 4 * size, "fp32"),
-            MemoryItem("optimizer", 8 * size, "two Adam moments in fp32; the weights are their own master copy"),
+            MemoryItem("optimizer", state, f"{moments}; the weights are their own master copy"),
             codes,
         ]
-    optimizer = MemoryItem("optimizer", 12 * share, f"fp32 master copy and two Adam moments, 1/{ranks} of them")
+    why = f"fp32 master copy and {moments}, 1/{ranks} of them"
+    optimizer = MemoryItem("optimizer", 4 * share + -(-state // ranks), why)
     if stage == 3:
         largest = vocab_size * cfg.model.hidden_size // cfg.parallel.tensor_parallel_size
         ahead = int(zero.get("stage3_prefetch_bucket_size", PREFETCH_BUCKET))
@@ -266,6 +294,23 @@ def _model_state(cfg: RunConfig, size: int, ranks: int, vocab_size: int) -> list
     else:
         held = MemoryItem("gradients", 4 * size, "fp32")
     return [MemoryItem("weights", element * size, dtype), held, optimizer, codes]
+
+
+def _moments(cfg: RunConfig, size: int) -> tuple[str, int]:
+    """Return the optimizer's state of a rank with `size` parameters before ZeRO: in words, and in bytes."""
+    muon, moments = muon_parameters(cfg) // cfg.parallel.tensor_parallel_size, cfg.optimizer.moments
+    many = "moments (one for matrices, two for the rest)" if muon else "two Adam moments"
+    return f"{many} in {moments}", int(_MOMENT_BYTES[moments] * (2 * size - muon))
+
+
+def _orthogonalizing(cfg: RunConfig) -> list[MemoryItem]:
+    """Estimate the update by Muon: directions and updates, sent and received, of a round, and the matrices between."""
+    shapes = muon_shapes(cfg)
+    if not shapes:
+        return []
+    largest = max(map(prod, shapes))
+    total = 4 * 2 * max(MUON_ROUND, largest) + 6 * 2 * largest
+    return [MemoryItem("orthogonalizing", total, "Muon's updates of a round of matrices in bf16")]
 
 
 def _reduction(cfg: RunConfig, size: int, ranks: int) -> tuple[MemoryItem, MemoryItem, float]:

@@ -1,27 +1,67 @@
-"""AdamW over groups of parameters: matrices and embeddings decay, gains do not; gains of QK-norm do if asked to."""
+"""Decide how each tensor of a model is updated: by which rule, with which decay and learning rate."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
-import torch
+import torch.distributed as dist
 
 from sagetrain.config.schema import RunConfig
-from sagetrain.model.transformer import Transformer
+from sagetrain.model.tensors import TensorSpec
+from sagetrain.optim import adamw, muon
+from sagetrain.optim.pieces import Optimizer, TensorPiece
+
+Rule = Literal["adamw", "muon"]
+_KINDS: dict[Rule, tuple[str, ...]] = {"adamw": adamw.KINDS, "muon": muon.KINDS}
 
 
-def parameter_groups(model: Transformer, weight_decay: float, qk_gain_decay: float = 0.0) -> list[dict[str, Any]]:
-    """Split the parameters by whether they decay, in the order of the model; the gains of QK-norm apart if they do."""
-    pairs = [(model.specs[name], parameter) for name, parameter in model.named_parameters()]
-    decayed = [parameter for spec, parameter in pairs if not spec.is_gain]
-    gains = [parameter for spec, parameter in pairs if spec.kind == "qk_gain" and qk_gain_decay]
-    plain = [parameter for spec, parameter in pairs if spec.is_gain and not (spec.kind == "qk_gain" and qk_gain_decay)]
-    groups = [(decayed, weight_decay), (plain, 0.0), (gains, qk_gain_decay)]
-    return [{"params": parameters, "weight_decay": decay} for parameters, decay in groups if parameters]
+@dataclass(frozen=True)
+class Group:
+    """The tensors that are updated in the same way."""
+
+    rule: Rule
+    weight_decay: float
+    lr_factor: float
+    """The learning rate as a multiple of the schedule's."""
+    names: tuple[str, ...]
+    """The names of the tensors, in the order of the model."""
 
 
-def build_optimizer(model: Transformer, run: RunConfig) -> torch.optim.Optimizer:
-    """Build the optimizer of a run: AdamW with decoupled weight decay; one fused kernel per group on a GPU."""
-    cfg, fused = run.optimizer, next(model.parameters()).is_cuda
-    groups = parameter_groups(model, cfg.weight_decay, run.stability.qk_gain.decay)
-    return torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=fused, foreach=False)
+def rule_of(spec: TensorSpec, run: RunConfig) -> Rule:
+    """Return the rule that updates a tensor."""
+    return "muon" if run.optimizer.is_muon(spec.kind, spec.name) else "adamw"
+
+
+def kinds_of(spec: TensorSpec, run: RunConfig) -> tuple[str, ...]:
+    """Return the kinds of state that the optimizer keeps of a tensor, by the names that checkpoints have for them."""
+    return _KINDS[rule_of(spec, run)]
+
+
+def groups(specs: Iterable[TensorSpec], run: RunConfig) -> list[Group]:
+    """Split the tensors of a model into groups. Matrices and embeddings decay, gains do not; those of QK-norm do if
+    stability.qk_gain.decay asks for it."""
+    cfg, named = run.optimizer, dict[tuple[Rule, float], list[str]]()
+    for spec in specs:
+        qk_decay = run.stability.qk_gain.decay if spec.kind == "qk_gain" else 0.0
+        decay = qk_decay if spec.is_gain else cfg.weight_decay
+        named.setdefault((rule_of(spec, run), decay), []).append(spec.name)
+    return [
+        Group(rule, decay, cfg.adamw_lr / cfg.lr if rule == "adamw" else 1.0, tuple(found))
+        for (rule, decay), found in named.items()
+    ]
+
+
+def build_optimizer(
+    run: RunConfig, group: Group, pieces: Sequence[TensorPiece], ranks: dist.ProcessGroup | None
+) -> Optimizer:
+    """Build the optimizer of a group of tensors; collective.
+
+    Args:
+        pieces: this rank's pieces of the tensors, or of some of them, the same ones on every rank of `ranks`.
+        ranks: the ranks that hold each tensor between them; None: this rank holds them whole.
+    """
+    if group.rule == "muon":
+        return muon.Muon(pieces, run.optimizer, ranks)
+    return adamw.AdamW(pieces, run.optimizer, group.weight_decay, group.lr_factor)

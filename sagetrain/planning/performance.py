@@ -25,10 +25,13 @@ from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import SIXTEEN_BITS, RunConfig
 from sagetrain.hardware import Hardware
 from sagetrain.model.accounting import (
+    MUON_ROUND,
     PREFETCH_BUCKET,
     attention_calls,
     flops_per_token,
     kept_for_backward,
+    muon_parameters,
+    muon_shapes,
     one_owner,
     overlaps,
     parameters_per_rank,
@@ -49,6 +52,7 @@ from sagetrain.model.operations import (
     end_operations,
     of_kind,
 )
+from sagetrain.optim.owners import cost, owners
 
 # The forward pass has this share of the bytes that passes move, and this share of attention (2 matmuls of 7).
 _PASS_FORWARD, _ATTENTION_FORWARD = 0.4, 2 / 7
@@ -120,7 +124,9 @@ class StepPrediction:
     """Whether micro-batches go through the blocks in halves. `auto` is decided here."""
     elementwise: float
     optimizer: float
-    """DeepSpeed's passes over gradients, Adam, and new weights."""
+    """DeepSpeed's passes over gradients, the update, and new weights."""
+    orthogonalizing: float
+    """Muon's matmuls, on the rank that has most to do."""
     overhead: float
     """Fixed costs."""
     launching: float
@@ -139,8 +145,8 @@ class StepPrediction:
     @property
     def seconds(self) -> float:
         """Seconds of the whole step."""
-        parts = self.matmul + self.attention + self.elementwise + self.optimizer + self.overhead + self.launching
-        return parts + sum(c.exposed for c in self.collectives)
+        parts = self.matmul + self.attention + self.elementwise + self.optimizer + self.orthogonalizing
+        return parts + self.overhead + self.launching + sum(c.exposed for c in self.collectives)
 
     @property
     def tokens_per_second(self) -> float:
@@ -189,6 +195,7 @@ def predict(
         overlap=step.overlap,
         elementwise=elementwise,
         optimizer=step.optimizer_seconds(),
+        orthogonalizing=step.orthogonalizing_seconds(),
         overhead=step.overhead(),
         launching=max(0.0, launching),
         collectives=tuple(waiting),
@@ -324,7 +331,17 @@ class _Step:
         for call in self.collectives:
             alone = self._around_layers(call)
             result.append(alone if call.beside == "nothing" else _beside(alone, company[call.beside], *how))
-        return [*result, *self._data_parallel(matmul + attention + elementwise)]
+        return [*result, *self._data_parallel(matmul + attention + elementwise), *self._muon_exchange()]
+
+    def _muon_exchange(self) -> list[CollectiveTime]:
+        """Return the exchange of Muon's directions and updates, each in bf16, between the ranks that share matrices."""
+        ranks = self.rank.tensor * (self.replicas if self.zero_stage else 1)
+        sent = 2 * muon_parameters(self.cfg) // ranks
+        if ranks == 1 or not sent:
+            return []
+        rounds = -(-sent // (2 * MUON_ROUND))
+        axis = "data" if self.replicas > 1 and self.zero_stage else "tensor"
+        return [self._collective(axis, "matrices of Muon", "all-to-all", 2 * rounds, sent // rounds)]
 
     def launch_seconds(self) -> float:
         """Return the host's seconds to launch all micro-steps."""
@@ -350,6 +367,19 @@ class _Step:
         hardware = self.hardware
         seconds = (wide * touched - converted) / hardware.memory_bandwidth + converted / hardware.conversion_bandwidth
         return seconds * self.parameters / hardware.compute_scale
+
+    def orthogonalizing_seconds(self) -> float:
+        """Return the seconds of Muon's matmuls on the rank that owns most of them. At ZeRO 0 every replica does them
+        all."""
+        cfg, shapes = self.cfg, muon_shapes(self.cfg)
+        if not shapes:
+            return 0.0
+        ranks, steps = self.rank.tensor * (self.replicas if self.zero_stage else 1), cfg.optimizer.muon.steps
+        loads = [0.0] * ranks
+        for shape, owner in zip(shapes, owners(shapes, ranks, steps), strict=True):
+            short, long = sorted(shape)
+            loads[owner] += cost(shape, steps) / self.hardware.matmul_rate("bf16", short, short, long)
+        return max(loads) / self.hardware.compute_scale
 
     def overhead(self) -> float:
         """Return the seconds of fixed costs."""

@@ -25,6 +25,7 @@ from sagetrain.data.open_files import files_of_rank_0
 from sagetrain.hardware import H200, Hardware
 from sagetrain.model.accounting import (
     MemoryItem,
+    checkpoint_bytes,
     flops_per_token,
     num_parameters,
     rank_of,
@@ -300,8 +301,7 @@ def _run_table(plan: Plan, prediction: StepPrediction) -> Table:
     evaluation = f"every {cfg.evaluation.every_tokens or tenth:,} tokens on {cfg.evaluation.num_sequences} sequences"
     tasks = f"{', '.join(cfg.evaluation.tasks)}, every {cfg.evaluation.tasks_every_tokens or tenth:,} tokens"
     memory = _size(save_host_bytes(cfg, plan.world_size, plan.vocab_size))
-    # A checkpoint has weights and two moments in fp32.
-    on_disk = _size(12 * num_parameters(cfg.model, cfg.attention, plan.vocab_size))
+    on_disk = _size(checkpoint_bytes(cfg, plan.vocab_size))
     return facts("Run", [
         ("length", f"{steps:,} steps, {trained:,} tokens ({trained // cfg.data.seq_length:,} sequences)"),
         (
@@ -364,7 +364,8 @@ def _step_table(layout: Layout, name: str, plan: Plan) -> Table:
         ("TP exposed", prediction.exposed("tensor"), "tensor-parallel communication that nothing hides"),
         ("CP exposed", prediction.exposed("context"), "all-to-alls around attention"),
         ("DP exposed", prediction.exposed("data"), "gradients and weights between data-parallel ranks, the same"),
-        ("optimizer", prediction.optimizer, "DeepSpeed's passes over gradients, Adam, new weights"),
+        ("optimizer", prediction.optimizer, "DeepSpeed's passes over gradients, the update, new weights"),
+        ("orthogonalizing", prediction.orthogonalizing, "Muon's matmuls for the matrices that a rank owns"),
         ("overhead", prediction.overhead, "fixed costs of micro-steps and steps"),
         ("launching", prediction.launching, "kernels wait for the host: a larger data.micro_batch_size helps"),
     )

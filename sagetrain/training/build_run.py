@@ -157,7 +157,7 @@ def check_files(cfg: RunConfig, tokens: SampleFunction | None = None, loss: Toke
         train = FunctionStream(tokens, cfg.data, cfg.training.seed, vocab_size)
     valid = stream(cfg.data.valid, tokenizer_sha256=sha256) if cfg.data.valid else None
     identity = inputs.identity(cfg, vocab_size, sha256, train.fingerprint, loss and name_of(loss))
-    init_from.check(folder.checkpoints, cfg.training, identity)
+    init_from.check(folder.checkpoints, cfg, identity)
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[cfg.training.dtype]
     kind = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -289,7 +289,7 @@ def resume(cfg: RunConfig, files: CheckedFiles, met: Meeting, settled: Settled, 
         perturb(engine, cfg.training.perturb)
         return Resumed(TrainState(ledger=Ledger(files.train.fingerprint)), record, [])
     reader, changed = Reader(met.checkpoint), list[str]()
-    state = restore(reader, engine, files.train.fingerprint, cfg.training.perturb)
+    state = restore(reader, engine, files.train.fingerprint, cfg)
     if met.main:
         for folder in met.damaged:
             on_disk.set_aside(folder)

@@ -14,9 +14,11 @@ from sagetrain.checkpoint.reading import Reader
 from sagetrain.checkpoint.state import Identity, InitFromRecord
 from sagetrain.config.errors import CheckpointError, ConfigError
 from sagetrain.config.load import flat
-from sagetrain.config.schema import TrainingConfig
+from sagetrain.config.schema import RunConfig, TrainingConfig
 from sagetrain.data.token_file import write_atomic
 from sagetrain.engines.protocol import Engine
+from sagetrain.model.tensors import tensors
+from sagetrain.optim.build import kinds_of
 
 RECORD = "init_from.json"
 """The name, in a run folder, of the record of the checkpoint that its run began with."""
@@ -25,7 +27,7 @@ RECORD = "init_from.json"
 _FREE = ("rope_theta", "rope_scaling", "init_std", "vocab_size")
 
 
-def check(root: Path, training: TrainingConfig, identity: Identity) -> None:
+def check(root: Path, cfg: RunConfig, identity: Identity) -> None:
     """Check that a run can start, before any rank waits for another. A run that has checkpoints of its own in `root`
     continues from them. The checkpoint that it began with is then not checked again, and may be gone.
 
@@ -35,9 +37,10 @@ def check(root: Path, training: TrainingConfig, identity: Identity) -> None:
 
     Raises:
         ConfigError: training.init_from is no run and no checkpoint, or it has another model, vocabulary or tokenizer,
-            or it has no moments although they are wanted. It is also raised if training.run_dir itself is an imported
-            folder.
+            or it has no moments, or those of another optimizer, although they are wanted. It is also raised if
+            training.run_dir itself is an imported folder.
     """
+    training = cfg.training
     if own := on_disk.newest(root):
         # The checkpoint is damaged, but another one may be undamaged.
         with contextlib.suppress(CheckpointError):
@@ -54,7 +57,8 @@ def check(root: Path, training: TrainingConfig, identity: Identity) -> None:
     if folder is None:
         raise ConfigError(f"training.init_from {path}: is no checkpoint, and no run folder that has one")
     try:
-        state = on_disk.read_state(folder)
+        reader = Reader(folder)
+        state = reader.state
     except CheckpointError as error:
         raise ConfigError(f"training.init_from {path}: {error}; name another checkpoint") from error
     if training.init_moments and state.imported:
@@ -66,6 +70,17 @@ def check(root: Path, training: TrainingConfig, identity: Identity) -> None:
             f"training.init_from {path} does not fit this run: {'; '.join(found)}. Take model and "
             f"attention.qk_norm from {folder / 'config.yaml'}, and data.tokenizer and data made with it from that run"
         )
+    if training.init_moments and not same_optimizer(reader, cfg):
+        raise ConfigError(
+            f"training.init_moments: {folder} has no moments for optimizer.name {cfg.optimizer.name}; take the section "
+            f"optimizer from {folder / 'config.yaml'}, or set training.init_moments: false"
+        )
+
+
+def same_optimizer(reader: Reader, cfg: RunConfig) -> bool:
+    """Whether a checkpoint of the configured model has the state that the run's optimizer needs."""
+    specs = tensors(cfg.model, cfg.attention, reader.state.identity.vocab_size)
+    return all(reader.kinds(spec.name)[1:] == kinds_of(spec, cfg) for spec in specs)
 
 
 def named(path: Path) -> Path | None:

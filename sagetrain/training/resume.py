@@ -23,7 +23,7 @@ from sagetrain.config.tokens_per_step import change_at_resume, tokens_per_step
 from sagetrain.data import verify
 from sagetrain.engines.protocol import Engine
 from sagetrain.parallel.rng import set_rng_state
-from sagetrain.training.init_from import differences
+from sagetrain.training.init_from import differences, same_optimizer
 from sagetrain.training.lr_schedule import learning_rate
 from sagetrain.training.perturb import perturb
 
@@ -74,7 +74,19 @@ def check(
             f"{reader.folder} was written by another run: {'; '.join(changed.values())}. "
             f"Restore these settings, or choose another training.run_dir{weights}"
         )
+    if not (cfg.checkpoint.new_optimizer or same_optimizer(reader, cfg)):
+        raise ConfigError(
+            f"{reader.folder} has {_moments(reader)}, and optimizer.name {cfg.optimizer.name} of this run needs "
+            "others: take the section optimizer from its config.yaml, or set checkpoint.new_optimizer: true to begin "
+            "with new moments"
+        )
     return reader
+
+
+def _moments(reader: Reader) -> str:
+    """Describe the optimizer's state in a checkpoint."""
+    saved = yaml.safe_load((reader.folder / "config.yaml").read_text())["optimizer"]
+    return f"the moments of optimizer.name {saved.get('name', 'adamw')}"
 
 
 def announce(cfg: RunConfig, linear: LinearConfig, reader: Reader, say: Callable[[str], None]) -> list[str]:
@@ -157,20 +169,21 @@ def _shown(sources: Iterable[DataSource]) -> str:
     return ", ".join(each.path if each.weight == 1 else f"{each.path} (weight {each.weight})" for each in sources)
 
 
-def restore(reader: Reader, engine: Engine, order: str, perturbed: int) -> TrainState:
+def restore(reader: Reader, engine: Engine, order: str, cfg: RunConfig) -> TrainState:
     """Load a checkpoint of this run into the engine and the random generators. Return the position of the run.
 
     Args:
         order: the fingerprint of the order of samples.
-        perturbed: the value of training.perturb. If it has changed since the checkpoint, the weights get another
-            rounding.
+        cfg: the configuration of the run. If training.perturb has changed since the checkpoint, the weights get
+            another rounding. The moments of another optimizer are not loaded.
 
     Raises:
         CheckpointError: the checkpoint's ledger is not that of a run.
     """
     state = reader.state
     ledger = Ledger.verified(state.ledger, order, state.step, state.sequences, reader.folder)
-    reading.load_engine(reader, engine, state.optimizer_steps)
+    same, perturbed = same_optimizer(reader, cfg), cfg.training.perturb
+    reading.load_engine(reader, engine, state.optimizer_steps if same else 0, moments=same)
     rng = reader.rng(dist.get_rank())
     if rng is not None:
         set_rng_state(rng)

@@ -129,7 +129,7 @@ class Run:
             sequences=state.sequences,
             ledger=state.ledger,
             controllers=state.controllers,
-            optimizer_steps=state.optimizer_steps + (before.optimizer_steps if before else 0),
+            optimizer_steps=self.engine.optimizer_steps,
             init_from=before,
             text_prefix=self.texts.prefix,
             chat_template=self.files.chat_template,

@@ -277,7 +277,7 @@ class Trainer:
         folder, _ = on_disk.newest_whole(run.files.folder.checkpoints, self._say, wanted)
         if folder is None:
             return None
-        return resume.restore(Reader(folder), self.engine, run.files.train.fingerprint, self.cfg.training.perturb)
+        return resume.restore(Reader(folder), self.engine, run.files.train.fingerprint, self.cfg)
 
     # -- save ----------------------------------------------------------------------------------------------------
 

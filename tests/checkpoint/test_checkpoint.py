@@ -190,7 +190,7 @@ def test_who_reads_weights_alone_looks_at_no_moments(tmp_path, monkeypatch) -> N
         looked.clear()
     (folder / "moments-tp000-dp000.safetensors").unlink()
     assert on_disk.whole(folder, print, moments=False) == folder
-    assert Reader(folder).local("weight", "weight", 0, 1).equal(shard.tensors["weight"])
+    assert Reader(folder).local("weight", "weight", 0, 1).equal(shard.weight)
     with pytest.raises(CheckpointError, match=r"moments-tp000-dp000\.safetensors is missing"):
         on_disk.whole(folder, print)
 
@@ -443,7 +443,7 @@ def test_an_unknown_format_is_refused(tmp_path) -> None:
     write_plain(tmp_path, 1, 10)
     path = tmp_path / "step-00000001" / "manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
-    with pytest.raises(CheckpointError, match="format 99, this SageTrain reads format 1 and 2"):
+    with pytest.raises(CheckpointError, match="format 99, this SageTrain reads formats 1 to 3"):
         Reader(path.parent)
 
 

@@ -39,7 +39,7 @@ def load(root: str, layouts: list[tuple[int, int, str]]) -> dict[tuple, tuple[in
     sizes = {}
     for tp_size, stage, dtype in layouts:
         engine = engine_of(tp_size, stage, dtype)
-        tensors = [tensor for shard in engine.owned() for tensor in shard.tensors.values()]
+        tensors = [tensor for shard in engine.owned() for tensor in map(shard.read, shard.kinds)]
         model = [p.ds_tensor if stage == 3 else p for p in engine.model.parameters()]
         for tensor in tensors:  # all of it in memory before, so that what loading adds is loading's own
             tensor.data.fill_(1.0)

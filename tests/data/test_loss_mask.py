@@ -24,7 +24,6 @@ from sagetrain.data import verify
 from sagetrain.data.loader import MASKED, Batch, Loader, SampleStream
 from sagetrain.data.records import Pairs
 from sagetrain.data.token_file import TokenFile, TokenFileWriter, token_path
-from sagetrain.engines import deepspeed as engine_module
 from sagetrain.inference.evaluate import evaluate, evaluate_texts, together
 from sagetrain.inference.load import load_run
 from sagetrain.parallel.metrics import total_over_ranks
@@ -173,7 +172,7 @@ LAYOUTS = {1: [(1, 1, 0)], 2: [(2, 1, 1), (1, 2, 1), (1, 1, 0), (1, 1, 2), (1, 1
 def steps(path: str, layouts: list[tuple[int, int, int]]) -> list[dict]:
     """Return, for each layout, the loss, norm and gradient of a step whose sequences count unevenly, and of a step in
     which nothing counts. The gradient is the change of the weights by SGD at a learning rate of 1."""
-    engine_module.build_optimizer = lambda model, *_: torch.optim.SGD(model.parameters(), lr=1.0)
+    tiny.SGD.use()
     found = []
     for tp_size, cp_size, stage in layouts:
         groups = tiny.join(tp_size, cp_size)

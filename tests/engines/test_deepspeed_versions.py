@@ -33,7 +33,7 @@ def steps() -> dict[str, Any]:
         try:
             engine = tiny.engine(tiny.config(stage, dtype, optimizer={"clip_grad": 0.5}), groups)
             taken = [tiny.global_step(engine, n, observers=refuse if n == 1 else None) for n in range(3)]
-            kept = [tensor.numpy().tobytes() for own in engine.owned() for tensor in own.tensors.values()]
+            kept = [tensor.numpy().tobytes() for own in engine.owned() for tensor in map(own.read, own.kinds)]
             numbers = {
                 "loss": [step.loss for step in taken],
                 "norm": [step.grad_norm for step in taken],

@@ -19,7 +19,6 @@ from sagetrain.config import ConfigError
 from sagetrain.config.rules import fit
 from sagetrain.config.rules.engine import PROVEN
 from sagetrain.data.loader import Batch
-from sagetrain.engines import deepspeed as engine_module
 from sagetrain.engines.build_engine import build_engine, partitioner
 from sagetrain.model.compile import compile_blocks
 
@@ -48,7 +47,7 @@ def exact_sgd(stage: int, dtype_name: str) -> list[tuple[int, float, float]]:
     """(accumulation, weight's change, the change that the global batch asks for) of each step of this rank."""
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype_name]
     groups = tiny.join(1)
-    engine_module.build_optimizer = lambda model, *_: torch.optim.SGD(model.parameters(), lr=1.0)
+    tiny.SGD.use()
     engine = build_engine(tiny.config(stage, dtype_name, optimizer={"clip_grad": 0.0}), Linear(dtype), groups, 1)
     before, seen = 0.0, []
     for accumulation in ACCUMULATIONS:

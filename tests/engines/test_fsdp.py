@@ -153,7 +153,7 @@ def test_bf16_weights_with_fp32_sums_and_masters_are_those_of_a_loop_by_hand() -
 
 
 def state_of(engine: Engine) -> list[torch.Tensor]:
-    return [tensor.clone() for owned in engine.owned() for tensor in owned.tensors.values()]
+    return [tensor.clone() for owned in engine.owned() for tensor in map(owned.read, owned.kinds)]
 
 
 def refused(stages: Sequence[int]) -> list[tuple[bool, bool, bool]]:

@@ -19,7 +19,7 @@ SIZE = 50_000_001
 
 def test_what_is_saved_is_the_moment_of_the_call(tmp_path) -> None:
     shard = tiny.owned("w", {kind: torch.zeros(SIZE, device="cuda") for kind in KINDS})
-    tensors = shard.tensors
+    tensors = {kind: shard.read(kind) for kind in shard.kinds}
     saver = tiny.saver(tmp_path, ParallelGroups.single())
     saver.reserve([shard])
     assert saver._memory.is_pinned()

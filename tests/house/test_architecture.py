@@ -160,8 +160,8 @@ def test_the_command_line_loads_nothing_heavy():
 
 def test_few_see_the_whole_configuration():
     """Build, engine, controllers, what settles `auto`, the run folder that keeps it, preflight, which compares it
-    between hosts, and inputs and resume, which compare it with that of a checkpoint; everything else gets its
-    section. Tools that look at a run from outside (plan, eval) are not part of it."""
+    between hosts, and inputs, resume and init_from, which compare it with that of a checkpoint; everything else gets
+    its section. Tools that look at a run from outside (plan, eval) are not part of it."""
     whole = {name_of(path) for path in SOURCES if "sagetrain.config.schema.RunConfig" in imports(path)}
     inside = {path for path in whole if not path.startswith("sagetrain/config/")}
     assert inside <= {
@@ -180,6 +180,7 @@ def test_few_see_the_whole_configuration():
         "sagetrain/interop/looks.py",
         "sagetrain/api.py",
         "sagetrain/training/resume.py",
+        "sagetrain/training/init_from.py",
         "sagetrain/training/start_line.py",
         "sagetrain/cluster/preflight.py",
         "sagetrain/cluster/run_folder.py",

@@ -156,7 +156,7 @@ def test_a_search_finds_guides_before_research_by_the_words_of_other_libraries(s
         "speed": ("generation/", "low-bit-linear/"), "resume": "resuming/", "nan loss": "troubleshooting/",
         "loss spike": "stability/", "NCCL timeout": "troubleshooting/", "wandb": "run-folder/",
         "fine-tune": "finetuning/", "learning rate": "tokens-per-step/", "MFU": "metrics/",
-        "disk full": "troubleshooting/", "Muon": "beside-others/", "glossary": "words/",
+        "disk full": "troubleshooting/", "Muon": "optimizers/", "glossary": "words/",
     }.items():  # fmt: skip
         pages = search(query)
         assert pages[0].startswith(first), (query, pages[:5])

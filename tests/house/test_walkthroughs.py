@@ -23,7 +23,7 @@ def test_the_walkthroughs_apply_and_a_run_trains_and_exports_with_them(corpus: P
         subprocess.run(["git", "apply", "--unidiff-zero"], input=diff, text=True, cwd=tmp_path, check=True)
     sections = {
         "model": {"activation": "relu2"},
-        "optimizer": {"name": "radam"},
+        "optimizer": {"name": "lion"},
         "training": {"total_tokens": 768},
         "lr_schedule": {"warmup_tokens": 256},
     }

@@ -12,7 +12,6 @@ from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.model.backends import Projected, Sdpa, TokenLayout
 from sagetrain.model.compile import compile_blocks
 from sagetrain.model.transformer import Transformer
-from sagetrain.optim.build import parameter_groups
 from sagetrain.parallel.layers import shard
 from sagetrain.parallel.topology import ParallelGroups, Topology
 
@@ -155,10 +154,17 @@ def _clip_norm(model: Transformer, groups: ParallelGroups) -> Tensor:
     return total.sqrt()
 
 
+def _decayed(model: Transformer) -> list[dict]:
+    """The groups of parameters: all but gains decay."""
+    named = list(model.named_parameters())
+    apart = ([p for name, p in named if model.specs[name].is_gain is gain] for gain in (False, True))
+    return [{"params": found, "weight_decay": decay} for found, decay in zip(apart, (0.1, 0.0), strict=True)]
+
+
 def _train(groups: ParallelGroups, sequence_parallel: bool) -> list[float]:
     """AdamW with clipping; every step sees the same four sequences in any layout. Returns losses, then norms."""
     model = _model(groups, tied=True, sequence_parallel=sequence_parallel)
-    optimizer = torch.optim.AdamW(parameter_groups(model, 0.1), lr=3e-3, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(_decayed(model), lr=3e-3, betas=(0.9, 0.95))
     losses, norms = [], []
     for step in range(STEPS):
         tokens, labels = (x.chunk(groups.dp_size)[groups.dp_rank] for x in _batch(step))

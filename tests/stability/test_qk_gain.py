@@ -14,7 +14,8 @@ from sagetrain.checkpoint import on_disk, reading
 from sagetrain.checkpoint.reading import Reader
 from sagetrain.config import RunConfig
 from sagetrain.engines.protocol import Engine, Observers, StepResult
-from sagetrain.model.tensors import TensorSpec
+from sagetrain.model.tensors import TensorSpec, tensors
+from sagetrain.optim.build import groups
 from sagetrain.parallel.rng import rng_state
 from sagetrain.stability.spikes import Verdict
 from sagetrain.training.controllers import updates_of
@@ -108,17 +109,13 @@ def test_gains_alone_decay() -> None:
     )
     for before, after in zip(plain["copies"][0], decayed["copies"][0], strict=True):
         torch.testing.assert_close(before - after, torch.full_like(before, 1e-2 * 0.5), atol=2e-6, rtol=0)
-    engine = tiny.engine(capped(0, "fp32", decay=0.5), tiny.join(1))
-    names = {id(p): name for name, p in engine.model.named_parameters()}
-    groups = [
-        ({names[id(p)] for p in group["params"]}, group["weight_decay"]) for group in engine._optimizer.param_groups
-    ]
-    gains = {name for name in names.values() if is_qk_gain(engine.model.specs[name])}
-    assert groups[-1] == (gains, 0.5) and len(gains) == 4
-    assert sum(len(held) for held, _ in groups) == len(names)
-    assert {name for held, decay in groups if decay == 0 for name in held} == {
-        name for name in names.values() if name.endswith("gain") and name not in gains
-    }
+    cfg = capped(0, "fp32", decay=0.5)
+    specs = list(tensors(cfg.model, cfg.attention, tiny.VOCAB))
+    held = {group.weight_decay: {*group.names} for group in groups(specs, cfg)}
+    gains = {spec.name for spec in specs if is_qk_gain(spec)}
+    assert held[0.5] == gains and len(gains) == 4
+    assert sum(map(len, held.values())) == len(specs)
+    assert held[0] == {spec.name for spec in specs if spec.is_gain} - gains
 
 
 def save_and_go_on(root: str, stage: int, dtype: str) -> list[torch.Tensor]:

@@ -134,9 +134,9 @@ def test_settings_that_cannot_work_are_named(spikes, keep_last, level, words) ->
 def tensors(engine) -> dict[str, torch.Tensor]:
     """All that an update changes: masters, moments, the weights that the model computes with, also in 8 bits, Adam's
     step counts."""
-    found = {f"{s.name}|{k}": t.clone() for s in engine.owned() for k, t in s.tensors.items()}
+    found = {f"{s.name}|{k}": s.read(k).clone() for s in engine.owned() for k in s.kinds}
     found |= {f"{s.name}|{i}": t.clone() for s in engine.owned() for i, t in enumerate(s.copies) if len(t)}
-    found |= {f"step|{i}": count.clone() for i, count in enumerate(engine._masters.steps())}
+    found["updates"] = torch.tensor(engine.optimizer_steps)
     for name, layer in engine.model.named_modules():
         found |= {f"{name}|kept {i}": t.view(torch.uint8).clone() for i, t in enumerate(getattr(layer, "kept", ()))}
     return found

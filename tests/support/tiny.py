@@ -15,6 +15,7 @@ from sagetrain.cluster.join import init_distributed
 from sagetrain.config import RunConfig
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.data.loader import Batch
+from sagetrain.engines import deepspeed
 from sagetrain.engines.build_engine import build_engine, partitioner
 from sagetrain.engines.protocol import Engine, Observers, Owned, StepResult
 from sagetrain.model.accounting import overlaps
@@ -22,6 +23,8 @@ from sagetrain.model.backends import AttentionFunction
 from sagetrain.model.selection import attention_functions, matmuls_of
 from sagetrain.model.tensors import TensorSpec
 from sagetrain.model.transformer import Transformer
+from sagetrain.optim.pieces import TensorPiece
+from sagetrain.optim.states import Fp32
 from sagetrain.parallel.topology import ParallelGroups, Topology
 
 VOCAB, SEQ = 128, 16
@@ -93,6 +96,22 @@ def global_step(engine: Engine, step: int, sequences: int = 4, observers: Observ
     return engine.step(batches, sequences // dp_size, 1e-2, observers or Observers())
 
 
+class SGD:
+    """An optimizer without state: weights move by lr times their gradients."""
+
+    def __init__(self, pieces: Sequence[TensorPiece]) -> None:
+        self._weights, self.state = [piece.weight for piece in pieces], [{} for _ in pieces]
+
+    @classmethod
+    def use(cls) -> None:
+        """Have every engine of this process use it."""
+        deepspeed.build_optimizer = lambda run, group, pieces, ranks: cls(pieces)
+
+    def step(self, gradients: Sequence[torch.Tensor], lr: float, update: int) -> None:
+        for weight, gradient in zip(self._weights, gradients, strict=True):
+            weight.sub_(gradient, alpha=lr)
+
+
 def spec(size: int, name: str = "weight") -> TensorSpec:
     """Describe a vector that every rank holds."""
     return TensorSpec(name, name, (size,), None, None, "matrix", "head")
@@ -113,7 +132,15 @@ def evaluation(engine: Engine, sources: list[str]) -> dict[str, float]:
 def owned(name: str, tensors: dict[str, torch.Tensor]) -> Owned:
     """Describe a tensor that one rank has all of, with its moments."""
     size = len(tensors["weight"])
-    return Owned(spec(size, name), 0, size, tensors["weight"], {k: t for k, t in tensors.items() if k != "weight"})
+    return Owned(spec(size, name), 0, size, tensors["weight"], moments(tensors))
+
+
+def moments(tensors: dict[str, torch.Tensor]) -> dict[str, Fp32]:
+    """State of these values."""
+    found = {kind: Fp32(values) for kind, values in tensors.items() if kind != "weight"}
+    for kind, state in found.items():
+        state.write(tensors[kind])
+    return found
 
 
 def saver(root: Path, groups: ParallelGroups, keep_last: int = 100, seconds: float = 60.0) -> Saver:

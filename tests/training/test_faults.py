@@ -296,11 +296,11 @@ def train_and_save(root: Path, first: int, steps: int) -> None:
     shard = tiny.owned("w", {kind: torch.empty(20_000) for kind in KINDS})
     saver = tiny.saver(root, ParallelGroups.single(), keep_last=2)
     for step in range(first, first + steps):
-        for tensor in shard.tensors.values():
+        for tensor in map(shard.read, shard.kinds):
             tensor.fill_(step)
         state = tiny.run_state(step, step * 10)
         saver.start(state, f"step: {step}\n" * 1000, [shard], {"noise": torch.full((1000,), step)})
-        for tensor in shard.tensors.values():  # half way to the next step
+        for tensor in map(shard.read, shard.kinds):  # half way to the next step
             tensor.add_(0.5)
     saver.wait()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sagetrain.config.errors import Finding
-from sagetrain.config.rules import engine, layout, linear, model, precision, schedule, stability
+from sagetrain.config.rules import engine, layout, linear, model, optimizer, precision, schedule, stability
 from sagetrain.config.schema import RunConfig
 
 
@@ -20,6 +20,7 @@ def fit(cfg: RunConfig, world_size: int, vocab_size: int | None = None) -> list[
         *linear.findings(cfg),
         *layout.findings(cfg, world_size, vocab_size),
         *schedule.findings(cfg, world_size),
+        *optimizer.findings(cfg),
         *engine.findings(cfg),
         *stability.findings(cfg),
         *precision.findings(cfg),

@@ -174,12 +174,12 @@ def _batch_rule(cfg: RunConfig) -> Iterator[Finding]:
 def _step_size(cfg: RunConfig) -> Iterator[Finding]:
     """Find learning rates whose exponent lacks its minus sign, and weight decay that removes whole weights in one
     step."""
-    lr, std = cfg.optimizer.lr, cfg.model.init_std
-    if lr >= std:
+    adamw, std = cfg.optimizer.adamw_lr, cfg.model.init_std
+    if adamw >= std:
         yield warning(
             "large_lr",
-            "optimizer.lr",
-            lr,
+            "optimizer.muon.adamw_lr" if adamw != cfg.optimizer.lr else "optimizer.lr",
+            adamw,
             f"one step of AdamW may change each weight by that much; they begin with a standard deviation of "
             f"model.init_std {std}",
             "use a smaller one, such as 3e-4",
@@ -188,12 +188,15 @@ def _step_size(cfg: RunConfig) -> Iterator[Finding]:
         "optimizer.weight_decay": cfg.optimizer.weight_decay,
         "stability.qk_gain.decay": cfg.stability.qk_gain.decay,
     }
+    lr_key, lr = "optimizer.lr", cfg.optimizer.lr
+    if adamw > lr:
+        lr_key, lr = "optimizer.muon.adamw_lr", adamw
     for key, decay in decays.items():
         if decay * lr >= 1:
             yield error(
                 "decay_in_one_step",
                 key,
                 decay,
-                f"times optimizer.lr {lr} is 1 or more: one step would take all of a weight away",
-                f"use a smaller optimizer.lr (3e-4, say), or a decay far below {1 / lr:g}",
+                f"times {lr_key} {lr} is 1 or more: one step would take all of a weight away",
+                f"use a smaller {lr_key} (3e-4, say), or a decay far below {1 / lr:g}",
             )

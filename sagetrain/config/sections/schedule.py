@@ -1,11 +1,11 @@
-"""The sections of the YAML that change with the tokens seen (tokens per step, learning rate), and the optimizer."""
+"""The sections of the YAML that change with the tokens seen: tokens per step and learning rate."""
 
 from __future__ import annotations
 
 import math
 from typing import Annotated, Literal, Union
 
-from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from sagetrain.config.sections.base import Fraction, Section
 
@@ -110,24 +110,6 @@ class NoiseAwareTokens(Section):
 TokensPerStepConfig = Annotated[
     Union[ConstantTokens, RampTokens, StagedTokens, NoiseAwareTokens], Field(discriminator="schedule")
 ]
-
-
-class OptimizerConfig(Section):
-    """AdamW with fp32 master weights."""
-
-    lr: PositiveFloat
-    """Peak learning rate."""
-    betas: Annotated[tuple[Fraction, Fraction], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)] = (
-        0.9,
-        0.95,
-    )
-    """AdamW's decay rates."""
-    eps: Annotated[float, Field(gt=0, lt=1)] = 1e-8
-    """AdamW's epsilon."""
-    weight_decay: NonNegativeFloat = 0.1
-    """Decoupled weight decay of matrices; norm gains and biases get none."""
-    clip_grad: NonNegativeFloat = 1.0
-    """Largest global gradient norm; 0 turns clipping off."""
 
 
 class LrScheduleConfig(Section):

@@ -55,7 +55,7 @@ class TrainingConfig(Section):
     rope_theta, schedules. Model and tokenizer must be the same. Once this run has a checkpoint, it continues from that.
     """
     init_moments: bool = False
-    """Take over AdamW's moments as well as the weights. Needs init_from."""
+    """Take over the optimizer's moments as well as the weights. Needs init_from, and a run with the same optimizer."""
     seed: NonNegativeInt = 0
     """Seed of initialization and sample order."""
     perturb: NonNegativeInt = 0
@@ -120,6 +120,9 @@ class CheckpointConfig(Section):
     """Also keep for good the first checkpoint at or past each multiple of this many tokens."""
     resume: Literal["auto", "never"] = "auto"
     """auto: continue from the newest whole checkpoint of run_dir. never: refuse to start in a run_dir that has one."""
+    new_optimizer: bool = False
+    """Continue from a checkpoint of a run with another optimizer, whose moments then begin anew. Otherwise that is an
+    error. Once the run has a checkpoint with its own optimizer, the key changes nothing."""
 
 
 class WandbConfig(Section):

@@ -1,0 +1,63 @@
+"""The section `optimizer` of the YAML."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat
+
+from sagetrain.config.sections.base import Fraction, Section
+
+
+class MuonConfig(Section):
+    """Muon, which orthogonalizes the momentum of each matrix of the blocks. AdamW updates embedding, output projection
+    and norm gains, with the keys of `optimizer`."""
+
+    momentum: Fraction = 0.95
+    """Decay rate of the momentum."""
+    nesterov: bool = True
+    """Look ahead: orthogonalize the mean of gradient and momentum instead of the momentum."""
+    steps: Annotated[int, Field(ge=1, le=20)] = 5
+    """Newton-Schulz steps of the orthogonalization."""
+    adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """Factor of the learning rate for a matrix of m rows and n columns. match_rms_adamw: 0.2 x sqrt(max(m, n)), so that
+    updates are as large as AdamW's and its learning rate and weight decay carry over. original: sqrt(max(1, m / n))."""
+    adamw_matrices: list[Literal["q", "k", "v", "out", "gate", "up", "down"]] = []
+    """Matrices of every block that AdamW updates as well."""
+    adamw_lr: PositiveFloat | None = None
+    """Peak learning rate of all tensors that AdamW updates. Default: optimizer.lr. Schedule and warm-up are those of
+    optimizer.lr, scaled."""
+
+
+class OptimizerConfig(Section):
+    """The optimizer: AdamW, or Muon with AdamW for what is no matrix of a block."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    """Update rule of the matrices of the blocks. muon: momentum, orthogonalized for each matrix as a whole, at every
+    layout alike."""
+    lr: PositiveFloat
+    """Peak learning rate."""
+    betas: Annotated[tuple[Fraction, Fraction], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)] = (
+        0.9,
+        0.95,
+    )
+    """AdamW's decay rates."""
+    eps: Annotated[float, Field(gt=0, lt=1)] = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: NonNegativeFloat = 0.1
+    """Decoupled weight decay of matrices and embeddings; norm gains get none."""
+    clip_grad: NonNegativeFloat = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+    moments: Literal["fp32", "bf16", "int8"] = "fp32"
+    """Memory of the moments. int8: 256 levels, with a scale for each 256 values, which takes a byte for each value.
+    Checkpoints hold fp32 in any case, so the key may change at a resume."""
+    muon: MuonConfig = MuonConfig()
+
+    @property
+    def adamw_lr(self) -> float:
+        """The peak learning rate of what AdamW updates."""
+        return (self.muon.adamw_lr if self.name == "muon" else None) or self.lr
+
+    def is_muon(self, kind: str, name: str) -> bool:
+        """Whether Muon updates a tensor of this kind and name (model/tensors.TensorSpec)."""
+        return self.name == "muon" and kind == "matrix" and not {*self.muon.adamw_matrices} & {*name.split(".")}

@@ -1,0 +1,173 @@
+"""Muon on matrices that lie in pieces on several ranks: tensor-parallel slices, and ranges of those.
+
+Each matrix is orthogonalized whole, by one rank that owns it for that moment. Every rank makes the update's direction
+from the momentum of its pieces, and sends it to the owners in bf16. The owners orthogonalize, and send the pieces back.
+The result does not depend on the layout, to the bit, because all arithmetic is either value by value or on whole
+matrices. Owners share the work: every rank has about as many operations to do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sagetrain.config.schema import OptimizerConfig
+from sagetrain.model.accounting import MUON_ROUND
+from sagetrain.optim.owners import owners
+from sagetrain.optim.pieces import TensorPiece
+from sagetrain.optim.states import state_of
+
+KINDS = ("momentum",)
+"""The kinds of Muon's state: the running average of gradients."""
+_QUINTIC = 3.4445, -4.7750, 2.0315
+_EPS = 1e-7
+
+
+def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
+    """Return nearly U V^T of the singular value decomposition U S V^T of a bf16 matrix, by Newton-Schulz steps."""
+    a, b, c = _QUINTIC
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if tall else matrix
+    x = x / x.norm().clamp(min=_EPS)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
+
+
+class _Range(NamedTuple):
+    """The part of a matrix that a rank keeps: a range of one of its flattened slices."""
+
+    slice: int
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+class Muon:
+    """An optimizer (pieces.Optimizer) of matrices. Making one is collective.
+
+    Args:
+        pieces: the pieces of the same matrices, in the same order, on every rank of `group`.
+        group: the ranks that hold each matrix between them; None: this rank holds all of them.
+    """
+
+    def __init__(self, pieces: Sequence[TensorPiece], cfg: OptimizerConfig, group: dist.ProcessGroup | None) -> None:
+        self._pieces, self._cfg, self._weight_decay, self._group = pieces, cfg.muon, cfg.weight_decay, group
+        ranks = 1 if group is None else dist.get_world_size(group)
+        self._rank = 0 if group is None else dist.get_rank(group)
+        self.state = [{kind: state_of(cfg.moments, piece.weight) for kind in KINDS} for piece in pieces]
+        self._ranges = self._everybodys(ranks)
+        owner = owners([piece.spec.shape for piece in pieces], ranks, cfg.muon.steps)
+        self._rounds = list(_rounds([[n for n, o in enumerate(owner) if o == rank] for rank in range(ranks)], pieces))
+
+    def _everybodys(self, ranks: int) -> list[list[_Range]]:
+        """Return the range that each rank keeps of each matrix."""
+        own = [(piece.slice, piece.start, piece.stop) for piece in self._pieces]
+        if self._group is None:
+            return [[_Range(*each) for each in own]]
+        sent = torch.tensor(own, dtype=torch.int64, device=self._pieces[0].weight.device)
+        received = [torch.empty_like(sent) for _ in range(ranks)]
+        dist.all_gather(received, sent, group=self._group)
+        return [[_Range(*each) for each in tensor.tolist()] for tensor in received]
+
+    @torch.no_grad()
+    def step(self, gradients: Sequence[Tensor], lr: float, update: int) -> None:
+        """Update weights and momentum: see pieces.Optimizer."""
+        for matrices in self._rounds:
+            mine = matrices[self._rank]
+            directions = [self._direction(n, gradients[n]) for owned in matrices for n in owned]
+            sent = [sum(self._ranges[self._rank][n].size for n in owned) for owned in matrices]
+            kept = [sum(each[n].size for n in mine) for each in self._ranges]
+            updates = self._orthogonal(mine, self._exchanged(torch.cat(directions), sent, kept))
+            self._apply([n for owned in matrices for n in owned], self._exchanged(updates, kept, sent), lr)
+
+    def _direction(self, number: int, gradient: Tensor) -> Tensor:
+        """Take a gradient into the momentum. Return the direction of the update, before it is orthogonalized, in
+        bf16."""
+        if not len(gradient):
+            return torch.empty(0, dtype=torch.bfloat16, device=gradient.device)
+        state, cfg = self.state[number]["momentum"], self._cfg
+        momentum = state.read().lerp_(gradient, 1 - cfg.momentum)
+        state.write(momentum)
+        return (gradient.lerp(momentum, cfg.momentum) if cfg.nesterov else momentum).bfloat16()
+
+    def _exchanged(self, values: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Send consecutive parts of `values`, of the lengths `sent`, to the ranks. Return the parts that they sent, of
+        the lengths `received`."""
+        if self._group is None:
+            return values
+        result = values.new_empty(sum(received))
+        dist.all_to_all_single(result, values, list(received), list(sent), group=self._group)
+        return result
+
+    def _orthogonal(self, mine: Sequence[int], parts: Tensor) -> Tensor:
+        """Return the orthogonalized parts of this rank's matrices, in the order in which they came: by rank, then by
+        matrix."""
+        result, first = torch.empty_like(parts), 0
+        places: dict[int, list[tuple[_Range, slice]]] = {number: [] for number in mine}
+        for ranges in self._ranges:
+            for number in mine:
+                places[number].append((ranges[number], slice(first, first + ranges[number].size)))
+                first += ranges[number].size
+        for number, found in places.items():
+            piece = self._pieces[number]
+            flat = parts.new_empty(piece.slices, piece.spec.size // piece.slices)
+            for (of, start, stop), place in found:
+                flat[of, start:stop] = parts[place]
+            flat = _slices(orthogonalize(_whole(flat, piece), self._cfg.steps), piece)
+            for (of, start, stop), place in found:
+                result[place] = flat[of, start:stop]
+        return result
+
+    def _apply(self, matrices: Sequence[int], updates: Tensor, lr: float) -> None:
+        """Decay this rank's pieces, and add their updates."""
+        sizes = [self._ranges[self._rank][number].size for number in matrices]
+        for number, part in zip(matrices, updates.split(sizes), strict=True):
+            if len(part):
+                weight = self._pieces[number].weight
+                weight.mul_(1 - lr * self._weight_decay)
+                weight.add_(part, alpha=-lr * self._factor(*self._pieces[number].spec.shape))
+
+    def _factor(self, rows: int, columns: int) -> float:
+        """Return the factor of a matrix's learning rate (optimizer.muon.adjust_lr)."""
+        if self._cfg.adjust_lr == "original":
+            return math.sqrt(max(1, rows / columns))
+        return 0.2 * math.sqrt(max(rows, columns))
+
+
+def _whole(slices: Tensor, piece: TensorPiece) -> Tensor:
+    """Return the matrix whose flattened slices are the rows of `slices`."""
+    rows, columns = piece.spec.shape
+    if piece.spec.dim != 1 or piece.slices == 1:
+        return slices.view(rows, columns)
+    return slices.view(piece.slices, rows, -1).transpose(0, 1).reshape(rows, columns)
+
+
+def _slices(whole: Tensor, piece: TensorPiece) -> Tensor:
+    """Return the flattened slices of a matrix, which is what `_whole` made of them."""
+    rows = piece.spec.shape[0]
+    if piece.spec.dim != 1 or piece.slices == 1:
+        return whole.reshape(piece.slices, -1)
+    return whole.reshape(rows, piece.slices, -1).transpose(0, 1).reshape(piece.slices, -1)
+
+
+def _rounds(owned: Sequence[Sequence[int]], pieces: Sequence[TensorPiece]) -> list[list[list[int]]]:
+    """Cut the matrices of each owner into rounds of about MUON_ROUND values. Every owner has a list in every round."""
+    cut: list[list[list[int]]] = []
+    for matrices in owned:
+        rounds: list[list[int]] = [[]]
+        for number in matrices:
+            if rounds[-1] and sum(pieces[n].spec.size for n in rounds[-1]) + pieces[number].spec.size > MUON_ROUND:
+                rounds.append([])
+            rounds[-1].append(number)
+        cut.append(rounds)
+    return [[rounds[i] if i < len(rounds) else [] for rounds in cut] for i in range(max(map(len, cut)))]

@@ -1,0 +1,22 @@
+"""Deal the matrices that Muon orthogonalizes out to ranks, by what they cost. No torch, because plans ask as well."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+
+def cost(shape: tuple[int, ...], steps: int) -> int:
+    """Return the floating point operations of orthogonalizing a matrix by Newton-Schulz steps."""
+    short, long = sorted(shape)
+    return steps * (4 * short * short * long + 2 * short**3)
+
+
+def owners(shapes: Sequence[tuple[int, ...]], ranks: int, steps: int) -> list[int]:
+    """Return the owner of each matrix: the dearest matrix first, each to the rank that has least to do."""
+    loads, owner = [(0, rank) for rank in range(ranks)], [0] * len(shapes)
+    for number in sorted(range(len(shapes)), key=lambda number: (-cost(shapes[number], steps), number)):
+        load, rank = heapq.heappop(loads)
+        owner[number] = rank
+        heapq.heappush(loads, (load + cost(shapes[number], steps), rank))
+    return owner

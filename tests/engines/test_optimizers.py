@@ -1,0 +1,188 @@
+"""Optimizers on the pieces of tensors: the same updates at every layout, and the states that checkpoints hold."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tiny
+from distributed import run_distributed
+from sagetrain.checkpoint import on_disk, reading
+from sagetrain.checkpoint.reading import Reader
+from sagetrain.config import RunConfig
+from sagetrain.config.schema import OptimizerConfig
+from sagetrain.engines.protocol import Engine, Observers
+from sagetrain.model.tensors import TensorSpec, tensors
+from sagetrain.optim import muon
+from sagetrain.optim.muon import Muon
+from sagetrain.optim.pieces import STEP, TensorPiece
+from sagetrain.optim.states import Int8
+from sagetrain.stability.spikes import Verdict
+
+MODEL = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+STEPS = 3
+
+
+def config(stage: int, dtype: str, name: str, moments: str = "fp32", **parallel: object) -> RunConfig:
+    optimizer = {"name": name, "lr": 1e-2, "eps": 1e-6, "moments": moments}
+    return tiny.config(stage, dtype, model=MODEL, optimizer=optimizer, parallel={"zero_stage": stage, **parallel})
+
+
+def matrices() -> list[TensorSpec]:
+    cfg = config(1, "fp32", "muon")
+    return [spec for spec in tensors(cfg.model, cfg.attention, tiny.VOCAB) if spec.kind == "matrix"]
+
+
+def drawn(spec: TensorSpec, step: int) -> torch.Tensor:
+    """A gradient (or, at step -1, weights) that depends on no layout."""
+    return torch.randn(spec.shape, generator=torch.Generator().manual_seed(zlib.crc32(f"{spec.name}{step}".encode())))
+
+
+def part_of(piece: TensorPiece, step: int) -> torch.Tensor:
+    """The values of `drawn` that a piece has."""
+    slice = drawn(piece.spec, step).chunk(piece.slices, piece.spec.dim)[piece.slice]
+    return slice.flatten()[piece.start : piece.stop].clone()
+
+
+def muon_in_pieces(layouts: Sequence[tuple[int, int]], cfg: OptimizerConfig) -> list[dict[str, tuple] | None]:
+    """Weights after some steps, where the first `ranks` ranks hold the matrices at each (ranks, tensor parallel size).
+    Their pieces are ranges that cut rows, as ZeRO makes them; the last rank holds least. The last layout takes rounds
+    of one matrix a rank."""
+    found = []
+    for number, (ranks, tp_size) in enumerate(layouts):
+        if number == len(layouts) - 1:
+            muon.MUON_ROUND = 1
+        group = dist.new_group(list(range(ranks)))
+        rank = dist.get_rank()
+        if rank >= ranks:
+            found.append(None)
+            continue
+        slice, place, sharing = rank % tp_size, rank // tp_size, ranks // tp_size
+        pieces = []
+        for spec in matrices():
+            size = spec.size // tp_size
+            edges = [min(size, n * (size // sharing + 7)) for n in range(sharing)] + [size]
+
+            piece = TensorPiece(spec, slice, tp_size, edges[place], edges[place + 1], torch.empty(0))
+            pieces.append(replace(piece, weight=part_of(piece, -1)))
+        optimizer = Muon(pieces, cfg, group if ranks > 1 else None)
+        for step in range(STEPS):
+            optimizer.step([part_of(piece, step) for piece in pieces], 1e-2, step + 1)
+        found.append({p.spec.name: (p.slice, p.start, p.weight) for p in pieces})
+    return found
+
+
+def joined(ranks: Sequence[dict[str, tuple]]) -> dict[str, torch.Tensor]:
+    """The whole matrices that ranks hold pieces of."""
+    whole = {}
+    for spec in matrices():
+        slices: dict[int, list] = {}
+        for slice, _, part in sorted((rank[spec.name] for rank in ranks), key=lambda piece: piece[:2]):
+            slices.setdefault(slice, []).append(part)
+        shape = list(spec.shape)
+        shape[spec.dim] //= len(slices)
+        whole[spec.name] = torch.cat([torch.cat(slices[n]).view(shape) for n in sorted(slices)], spec.dim)
+    return whole
+
+
+def test_muon_has_the_same_bits_at_every_layout_and_is_that_of_torch() -> None:
+    layouts = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (4, 2)]
+    ranks = run_distributed(muon_in_pieces, 4, layouts, OptimizerConfig(lr=1e-2))
+    ours, *others = [joined([part for part in parts if part]) for parts in zip(*ranks, strict=True)]
+    for layout, found in zip(layouts[1:], others, strict=True):
+        assert all(torch.equal(found[name], weight) for name, weight in ours.items()), layout
+    named = {spec.name: drawn(spec, -1).requires_grad_() for spec in matrices()}
+    theirs = torch.optim.Muon(named.values(), lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for step in range(STEPS):
+        for spec in matrices():
+            named[spec.name].grad = drawn(spec, step)
+        theirs.step()
+    for name, weight in named.items():
+        torch.testing.assert_close(ours[name], weight.detach(), rtol=0, atol=1e-6)
+
+
+def losses_of(root: str, cases: list[tuple[int, int, int, tuple, dict]]) -> list[tuple[tuple, list[float]]]:
+    """Losses and norms of six steps by (dtype, optimizer, moments), for each (tp, cp, stage, those, more keys of
+    `parallel`). A checkpoint is saved after three, from which a fresh engine repeats the rest; a refused step between
+    changes nothing."""
+    found = []
+    for number, (tp_size, cp_size, stage, how, more) in enumerate(cases):
+        cfg, joined = config(stage, *how, **more), tiny.join(tp_size, cp_size)
+        engine = tiny.engine(cfg, joined)
+        first = [tiny.global_step(engine, step) for step in range(3)]
+        folder = Path(root) / f"{dist.get_world_size()}-{number}"
+        saver = tiny.saver(folder, joined)
+        saver.start(tiny.run_state(3, 0), "", engine.owned(), {})
+        saver.wait()
+        before = bits(engine)
+        refused = tiny.global_step(engine, 9, observers=Observers(judge=lambda metrics: Verdict(apply=False)))
+        assert not refused.applied and bits(engine) == before
+        later = [tiny.global_step(engine, step) for step in range(3, 6)]
+        again = tiny.engine(cfg, joined, seed=11)
+        reading.load_engine(Reader(folder / on_disk.folder_name(3)), again, 3)
+        repeated = [tiny.global_step(again, step).loss for step in range(3, 6)]
+        assert repeated == [result.loss for result in later] and bits(again) == bits(engine), (tp_size, stage, how)
+        found.append((how, [x for r in (*first, *later) for x in (r.loss, r.grad_norm)]))
+    return found
+
+
+def bits(engine: Engine) -> dict[tuple[str, str], bytes]:
+    """All weights and states that this rank keeps."""
+    return {(kept.name, kind): kept.read(kind).numpy().tobytes() for kept in engine.owned() for kind in kept.kinds}
+
+
+MUON = ("fp32", "muon", "fp32"), ("bf16", "muon", "fp32")
+SMALL = ("bf16", "muon", "int8"), ("bf16", "muon", "bf16"), ("bf16", "adamw", "int8"), ("fp32", "adamw", "bf16")
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_moments_in_8_bits_read_as_they_were_written_and_write_as_they_were_read(signed: bool) -> None:
+    values = torch.randn(100_003, generator=torch.Generator().manual_seed(0)) * torch.logspace(-30, 0, 100_003)
+    values[5_000:6_000], values[7_000:7_300] = 0.0, 1e-40  # blocks of zeros, and of numbers below the normal ones
+    values = values if signed else values.square()
+    state = Int8(values, signed)
+    assert state.read().eq(0).all()
+    state.write(values)
+    read, codes = state.read(), (state._codes.clone(), state._largest.clone())
+    assert (read - values).abs().sum() < 0.02 * values.abs().sum()
+    assert read.unflatten(0, (-1, 1))[values.abs().argmax()] == values[values.abs().argmax()]
+    for start in range(0, len(values), STEP):
+        state.write(read[start : start + STEP], start)
+    assert torch.equal(codes[0], state._codes) and torch.equal(codes[1], state._largest)
+    assert torch.equal(state.read(STEP, 3 * STEP + 1), read[STEP : 3 * STEP + 1])
+
+
+def test_engines_learn_the_same_at_every_layout_and_resume_to_the_bit(tmp_path) -> None:
+    """Muon, and both optimizers with small moments."""
+    full, half = MUON
+    plain, fsdp, hybrid = {}, {"engine": "fsdp"}, {"engine": "fsdp", "shard_size": 2}
+    worlds = {
+        1: [(1, 1, 0, full, plain), (1, 1, 1, half, plain), *((1, 1, 1, how, fsdp) for how in SMALL)],
+        2: [
+            *((1, 1, stage, full, plain) for stage in range(2)),
+            *((1, 1, stage, half, plain) for stage in range(1, 4)),
+            *((1, 1, stage, how, plain) for stage, how in enumerate(SMALL)),
+            (1, 2, 1, full, fsdp),
+        ],
+        4: [
+            *((2, 1, stage, full, plain) for stage in (0, 3)),
+            *((2, 1, stage, half, fsdp) for stage in range(4)),
+            (2, 1, 1, half, plain),
+            (1, 1, 1, half, hybrid),
+        ],
+    }
+    rows: dict[tuple, list] = {}
+    for world, cases in worlds.items():
+        for rank in run_distributed(losses_of, world, str(tmp_path), cases):
+            for how, numbers in rank:
+                rows.setdefault(how, []).append(numbers)
+    for how, numbers in rows.items():
+        of_all, near = torch.tensor(numbers), 2e-3 if how == full else 3e-2
+        assert of_all[0, -2] < of_all[0, 0] - 0.2
+        assert (of_all - of_all[0]).abs().amax() < near, how
