@@ -242,7 +242,7 @@ def newest_whole(
 
 def _other_format(folder: Path, found: object) -> str:
     return (
-        f"{folder}: written in format {found}, this SageTrain reads format {' and '.join(map(str, _READ))}; "
+        f"{folder}: written in format {found}, this SageTrain reads formats {_READ[0]} to {_READ[-1]}; "
         "use the SageTrain that wrote it, or a newer one"
     )
 
