@@ -254,7 +254,7 @@ def _newer_format(folder: Path) -> str:
         found = json.loads((folder / "manifest.json").read_text())["format"]
     except (OSError, ValueError, KeyError, TypeError):
         return ""  # `problems` says what is wrong with it.
-    return _other_format(folder, found) if isinstance(found, int) and found > FORMAT else ""
+    return _other_format(folder, found) if isinstance(found, int) and found > max(_READ) else ""
 
 
 def whole_at(root: Path, step: int, *, moments: bool = True) -> Path:
