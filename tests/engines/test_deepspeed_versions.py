@@ -1,6 +1,6 @@
-"""The newest DeepSpeed of the registry beside the pinned one: whether engines take the same steps with both.
+"""The newest DeepSpeed of the registry takes the same steps in our engines as the pinned one.
 
-As a script, this file prints what the steps of every ZeRO stage give with the DeepSpeed that it finds.
+Run as a script, this file prints the results of the steps of every ZeRO stage with the DeepSpeed that it finds.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ CASES = [(0, "fp32"), *((stage, dtype) for stage in (1, 2, 3) for dtype in ("fp3
 
 
 def steps() -> dict[str, Any]:
-    """Take two steps at each stage, and one between them that is refused: losses and norms, and a hash of what the
-    engine keeps; or what went wrong."""
+    """Take two steps at each stage, and a refused step between them. Return losses and norms, and a hash of the tensors
+    that the engine keeps, or the error."""
     groups, found = tiny.join(1), {}
     refuse = Observers(judge=lambda metrics: Verdict(apply=False))
     for stage, dtype in CASES:
@@ -48,7 +48,7 @@ def steps() -> dict[str, Any]:
 
 
 def with_deepspeed_at(folder: Path | None) -> dict[str, Any]:
-    """What `steps` gives in a process that finds DeepSpeed in a folder; None: the installed one."""
+    """Return the results of `steps` in a process that finds DeepSpeed in a folder. None: the installed DeepSpeed."""
     path = [*([str(folder)] if folder else []), *(str(ROOT / place) for place in ("tests", ".", "kernels"))]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
     done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=300)
@@ -57,8 +57,8 @@ def with_deepspeed_at(folder: Path | None) -> dict[str, Any]:
 
 
 def changes(version: str, folder: Path) -> tuple[list[str], list[str]]:
-    """Install a version into a folder, and name what its steps give that the installed one's do not: what is another
-    number by rounding, and what is something else."""
+    """Install a version into a folder and compare the results of its steps with those of the installed version. Return
+    the numbers that differ by rounding, and all other differences."""
     how = ["--quiet", "--no-deps", "--disable-pip-version-check", "--target", str(folder)]
     subprocess.run([sys.executable, "-m", "pip", "install", *how, f"deepspeed=={version}"], check=True, timeout=300)
     ours, theirs = with_deepspeed_at(None), with_deepspeed_at(folder)

@@ -1,4 +1,4 @@
-"""The engine on torch's FSDP2: its steps are those of one process and of DeepSpeed, at every stage and layout."""
+"""The engine on torch's FSDP2 takes the same steps as one process and as DeepSpeed, at every stage and layout."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ from sagetrain.stability.spikes import Verdict
 
 HEADS = {"num_attention_heads": 4}
 TIED = {"tie_embeddings": True}
-OPTIMIZER = {"clip_grad": 0.5, "eps": 1e-6}  # with 1e-8, Adam takes a full step of lr on nothing but rounding
+# With an eps of 1e-8, Adam takes a full step of lr on a gradient that is nothing but rounding.
+OPTIMIZER = {"clip_grad": 0.5, "eps": 1e-6}
 SPREAD = {"sequence_parallel": True, "tensor_parallel_overlap": "on"}
 
 
@@ -68,7 +69,7 @@ CASES: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
 
 
 def steps_of(engine: Engine) -> list[tuple[float, float]]:
-    """Losses and norms of steps of 4 and of 8 sequences, with an evaluation between them."""
+    """Return the losses and norms of steps of 4 and of 8 sequences, with an evaluation between them."""
     steps = [tiny.global_step(engine, step) for step in range(2)]
     held_out = tiny.evaluation(engine, ["web", "code"])
     steps += [tiny.global_step(engine, step, sequences=8) for step in (2, 3)]
@@ -92,7 +93,7 @@ def test_losses_do_not_depend_on_the_layout_or_on_the_engine() -> None:
     names = list(CASES)
     expected = run_distributed(losses_of, 1, names[:2], "deepspeed")[0]
     untied, tied = (torch.tensor(expected[name]) for name in names[:2])
-    assert (untied[:, 1] > 0.5).any()  # clipping is at work
+    assert (untied[:, 1] > 0.5).any()  # Some norms are above the limit, so clipping is at work.
     for rank in run_distributed(losses_of, 4, names):
         for name, numbers in rank.items():
             loss, norm = (torch.tensor(numbers) - (tied if "tied" in name else untied)).abs().amax(0).tolist()
@@ -104,7 +105,7 @@ def test_losses_do_not_depend_on_the_layout_or_on_the_engine() -> None:
 
 
 def by_hand(cfg: RunConfig, groups: ParallelGroups, steps: int) -> dict[str, torch.Tensor]:
-    """fp32 masters after steps without clipping: a bf16 model, whose gradients are added up in fp32."""
+    """Return the fp32 masters after steps without clipping, for a bf16 model whose gradients are added up in fp32."""
     model = tiny.model(
         cfg.model_copy(update={"parallel": cfg.parallel.model_copy(update={"engine": "deepspeed"})}), groups
     )
@@ -133,7 +134,7 @@ def by_hand(cfg: RunConfig, groups: ParallelGroups, steps: int) -> dict[str, tor
 
 
 def bits(stages: Sequence[int]) -> list[tuple[int, str, bool]]:
-    """Whether the masters after two steps equal those made by hand, by stage and tensor."""
+    """Return, by stage and tensor, whether the masters after two steps equal those made by hand."""
     groups, found = tiny.join(2), []
     for stage in stages:
         cfg = config(stage, "bf16", {"sequence_parallel": True}, optimizer={"clip_grad": 0.0})
@@ -146,7 +147,7 @@ def bits(stages: Sequence[int]) -> list[tuple[int, str, bool]]:
     return found
 
 
-def test_bf16_weights_with_fp32_sums_and_masters_are_those_of_a_loop_by_hand() -> None:
+def test_bf16_weights_with_fp32_masters_equal_a_loop_by_hand() -> None:
     """At ZeRO 2 and 3 each micro-step is reduced by itself, which adds the same numbers in another order."""
     for rank in run_distributed(bits, 4, [0, 1]):
         assert [case for case in rank if not case[-1]] == []
@@ -157,8 +158,8 @@ def state_of(engine: Engine) -> list[torch.Tensor]:
 
 
 def refused(stages: Sequence[int]) -> list[tuple[bool, bool, bool]]:
-    """For each stage: a refused step and one with a gradient that is not finite leave every bit; later steps are those
-    of a run without them."""
+    """Return three answers for each stage: whether a refused step leaves every bit, whether a step with a gradient that
+    is not finite does, and whether later steps are those of a run without these steps."""
     groups, found = tiny.join(1), []
     for stage in stages:
         cfg = config(stage, "bf16", {"shard_size": 2} if stage == 2 else None)
@@ -190,7 +191,7 @@ def test_a_step_left_out_leaves_every_bit_and_no_gradient() -> None:
 
 
 def collectives(stages: Sequence[int]) -> dict[int, dict[str, int]]:
-    """The gathers and reduce-scatters of a step of four micro-steps, by stage."""
+    """Count the gathers and reduce-scatters of a step of four micro-steps, by stage."""
     found = {}
     for stage in stages:
         engine = tiny.engine(config(stage), tiny.join(1))
@@ -227,7 +228,8 @@ LAYOUTS = {
 
 
 def saved_and_continued(root: str, dtype: str) -> tuple[dict[str, list], dict[tuple[str, str], list]]:
-    """Losses of two steps after a checkpoint was written, by layout, and of those after it was read at another."""
+    """Return the losses of two steps after a checkpoint was written, by layout, and the losses of the same steps after
+    it was read at another layout."""
     later, resumed, groups = {}, {}, {sizes: tiny.join(*sizes) for sizes, *_ in LAYOUTS.values()}
 
     def engine(name: str, seed: int) -> Engine:
@@ -267,7 +269,8 @@ SHAPE = {"hidden_size": 64, "ffn_hidden_size": 96, "head_dim": 16, "num_key_valu
 
 
 def observed(layouts: Sequence[tuple[int, int, str, str]]) -> list[dict[str, float]]:
-    """What noise, both probes and layer norms say of a second step, at each (tp_size, stage, engine, backend)."""
+    """Return the metrics of noise, both probes and layer norms for a second step, at each (tp_size, stage, engine,
+    backend)."""
     found = []
     for tp_size, stage, engine_name, backend in layouts:
         groups = tiny.join(tp_size)
@@ -291,7 +294,7 @@ def observed(layouts: Sequence[tuple[int, int, str, str]]) -> list[dict[str, flo
     return found
 
 
-def test_noise_probes_and_layer_norms_are_those_of_the_other_engine_at_zero_3_too() -> None:
+def test_probes_and_norms_equal_those_of_the_other_engine() -> None:
     layouts = [(1, 1, "deepspeed", ""), *((1, stage, "fsdp", "") for stage in (0, 1, 3)), (1, 3, "fsdp", "aot_eager")]
     first, *others = run_distributed(observed, 2, layouts)[0]
     assert any(name.startswith("quant/") for name in first) and "noise/0/small" in first
@@ -302,8 +305,8 @@ def test_noise_probes_and_layer_norms_are_those_of_the_other_engine_at_zero_3_to
 
 
 def kept(tp_size: int) -> list[list[float]]:
-    """Losses with 8-bit weights made once a step, made anew at every use, and at ZeRO 3; and how often the first engine
-    made the weights of a block."""
+    """Return the losses with 8-bit weights made once a step, made anew at every use, and at ZeRO 3. The first list ends
+    with the number of times that its engine made the weights of a block."""
     groups, found, made = tiny.join(tp_size), [], []
     for stage, keep in ((1, layers.keep_weights), (1, lambda block: None), (3, layers.keep_weights)):
         cfg = config(stage, "bf16", {"sequence_parallel": True}, model=SHAPE, linear=EIGHT)
@@ -314,11 +317,13 @@ def kept(tp_size: int) -> list[list[float]]:
     return found
 
 
-def test_weights_in_8_bits_are_rounded_once_a_step_and_change_no_bit() -> None:
+def test_weights_in_8_bits_are_rounded_once_a_step() -> None:
     for (*once, made), anew, resharded in run_distributed(kept, 4, 2):
         assert once == anew
-        assert resharded == pytest.approx(anew, rel=2e-3)  # micro-steps are added up in another order
-        assert made == 2 * 4  # two blocks in four steps: the third finds what the evaluation has made
+        # At ZeRO 3 micro-steps are added up in another order.
+        assert resharded == pytest.approx(anew, rel=2e-3)
+        # Two blocks are made in four steps: the third step finds the weights that the evaluation has made.
+        assert made == 2 * 4
 
 
 def graphs(stage: int, again: str) -> tuple[list, int]:
@@ -335,14 +340,14 @@ def test_compiled_blocks_share_a_graph() -> None:
     for stage, again in ((1, "none"), (3, "none"), (3, "selective")):
         found, count = run_distributed(graphs, 4, stage, again)[0]
         assert torch.allclose(torch.tensor(found), torch.tensor(plain), rtol=2e-5), (stage, again)
-        assert count <= 2, (stage, again)  # the norms outside of blocks have one of their own
+        assert count <= 2, (stage, again)  # The norms outside of blocks have a graph of their own.
 
 
 # -- real runs ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_that_is_killed_twice_ends_with_the_bits_of_one_that_is_not(tmp_path, corpus) -> None:
-    """Two ranks of the deepspeed launcher, ZeRO 3 in bf16. `sagetrain eval` scores what they trained."""
+def test_a_run_that_is_killed_twice_ends_with_the_same_bits(tmp_path, corpus) -> None:
+    """The run has two ranks of the deepspeed launcher, ZeRO 3 in bf16. `sagetrain eval` scores the trained model."""
     sections = {
         "parallel": {"engine": "fsdp", "zero_stage": 3},
         "training": {"dtype": "bf16"},

@@ -1,4 +1,4 @@
-"""ZeRO 3 gives weights back after the forward pass: nothing that is made of them may live until the backward pass."""
+"""ZeRO 3 gives weights back after the forward pass. No tensor made of them may live until the backward pass."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from sagetrain.engines.build_engine import build_engine, partitioner
 from sagetrain.model.compile import compile_blocks
 from sagetrain.model.selection import matmuls_of
 
-MODEL = {"num_layers": 4, "hidden_size": 192, "ffn_hidden_size": 768, "num_attention_heads": 3}  # 5 MB in bf16
-# No weight but the norms' gains stays gathered from one use to the next.
+# The weights take 5 MB in bf16.
+MODEL = {"num_layers": 4, "hidden_size": 192, "ffn_hidden_size": 768, "num_attention_heads": 3}
+# Only the norms' gains stay gathered from one use to the next.
 ZERO = {"stage3_param_persistence_threshold": 1000, "stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 0}
 CASES = [
     ("bf16", "rowwise", "aot_eager", "none"),
@@ -28,8 +29,8 @@ CASES = [
 
 
 def between_passes(cases: list[tuple[str, str, str | None, str]]) -> list[tuple[float, float]]:
-    """Of each case, what is live between forward and backward beyond what was before, over the 16-bit weights of the
-    whole model, and the loss."""
+    """Return two numbers for each case: the loss, and the memory that is live between forward and backward beyond the
+    memory before, as a share of the 16-bit weights of the whole model."""
     return_what_is_freed()
     groups, found = tiny.join(1), []
     tokens = torch.arange(tiny.SEQ)[None]
@@ -53,7 +54,7 @@ def between_passes(cases: list[tuple[str, str, str | None, str]]) -> list[tuple[
         if backend:
             compile_blocks(model, backend, whole=True)
         engine = build_engine(cfg, model, groups, 1)
-        for step in range(2):  # DeepSpeed learns the order of its modules, torch compiles
+        for step in range(2):  # DeepSpeed learns the order of its modules, and torch compiles.
             tiny.global_step(engine, step)
         gc.collect()
         before = resident()
@@ -69,7 +70,7 @@ def test_no_weight_lives_from_forward_to_backward() -> None:
     for found in run_distributed(between_passes, 2, CASES):
         for case, (held, _) in zip(CASES, found, strict=True):
             print(case, held)
-            # Codes of the blocks' weights alone would be half of it. Here activations are a tenth at most.
+            # Codes of the blocks' weights alone would be half of the weights. Activations are a tenth here at most.
             assert held < 0.2, f"{case}: {held:.2f} of the weights"
         (_, eager), (_, compiled), *_, (_, again) = found[1:]
         assert eager == pytest.approx(compiled, abs=1e-6) == pytest.approx(again, abs=1e-6)

@@ -1,6 +1,7 @@
-"""ZeRO 3, with overlap_comm as it is by default: the host launches ahead of the GPU. DeepSpeed has no more than a few
-gathers under way and waits for the first of them: on the stream of the kernels that would be a wait for all that was
-launched, several times in a block.
+"""ZeRO 3 with overlap_comm, its default: the host launches ahead of the GPU.
+
+DeepSpeed has only a few gathers under way and waits for the first of them. If that wait were on the stream of the
+kernels, the host would wait for all launched kernels, several times in a block.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from distributed import run_distributed
 
 
 class Stream:
-    """Does nothing, and notes who waits for it."""
+    """A stream that does nothing and counts the waits for it."""
 
     waits: collections.Counter[str] = collections.Counter()
 
@@ -35,7 +36,7 @@ CURRENT = [KERNELS]
 
 
 class Event:
-    """Of a GPU that is far behind."""
+    """An event of a GPU that is far behind."""
 
     def record(self) -> None:
         self.stream = CURRENT[-1]
@@ -55,7 +56,8 @@ def on(stream: Stream) -> Iterator[None]:
 
 
 def waits(persistent: int) -> dict[str, int]:
-    """Of the host, by stream, in one step of two micro-batches, with DeepSpeed made to think that there are streams."""
+    """Count the host's waits by stream, in one step of two micro-batches. DeepSpeed is made to think that there are
+    streams."""
     from deepspeed.accelerator import get_accelerator
 
     groups = tiny.join(1)
@@ -70,7 +72,7 @@ def waits(persistent: int) -> dict[str, int]:
     torch.Tensor.record_stream = lambda self, stream: None
     zero = {"stage3_param_persistence_threshold": persistent, "stage3_max_reuse_distance": 0}
     engine = tiny.engine(tiny.config(3, "bf16", deepspeed={"zero_optimization": zero}), groups)
-    for step in range(3):  # DeepSpeed learns the order of its modules
+    for step in range(3):  # DeepSpeed learns the order of its modules in the first steps.
         Stream.waits.clear()
         tiny.global_step(engine, step)
     return dict(Stream.waits)
@@ -78,11 +80,12 @@ def waits(persistent: int) -> dict[str, int]:
 
 def test_the_host_does_not_wait_for_kernels() -> None:
     for found in run_distributed(waits, 2, 100):
-        assert found["another"] > 20  # the gathers', so what is counted here is called
+        assert found["another"] > 20  # The gathers wait on this stream, so the counting is at work.
         assert found.get("kernels", 0) == 0, found
 
 
 def test_the_first_gather_comes_after_the_update() -> None:
-    """The streams of both do not know of each other, and DeepSpeed waits only where it keeps weights gathered."""
+    """The streams of the gather and of the update do not know of each other. DeepSpeed waits only where it keeps
+    weights gathered."""
     for found in run_distributed(waits, 2, 0):
         assert found["device"] >= 1

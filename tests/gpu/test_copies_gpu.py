@@ -1,4 +1,4 @@
-"""Collectives by copy engines against NCCL on two or more GPUs, one process each."""
+"""Collectives by copy engines agree with NCCL on two or more GPUs, one process each."""
 
 import random
 from collections.abc import Callable
@@ -27,7 +27,7 @@ OPS = torch.ops._c10d_functional
 
 
 def _join() -> ParallelGroups:
-    """All ranks as one tensor-parallel group of NCCL, connected for copies."""
+    """Join all ranks as one tensor-parallel group of NCCL, connected for copies."""
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.cuda.set_device(rank)
     group = dist.new_group(backend="nccl", timeout=timedelta(seconds=60))
@@ -44,8 +44,8 @@ def _busy(seconds: float) -> None:
 
 
 def _check_against_nccl() -> None:
-    """Random sizes, dtypes, delays and orders of finishing, with up to 2 SLOTS under way; memory is used again at
-    once. What is gathered is the same bit for bit; sums differ by their rounding."""
+    """Compare collectives of random sizes, dtypes, delays and orders of finishing, with up to 2 SLOTS under way. Memory
+    is used again at once. Gathered tensors are the same bit for bit, and sums differ by their rounding."""
     groups = _join()
     group, size, rank = groups.tp_group, groups.tp_size, groups.tp_rank
     choices, delays, pending = random.Random(3), random.Random(100 + rank), []
@@ -62,7 +62,8 @@ def _check_against_nccl() -> None:
     for repetition in range(200):
         kind, dtype = choices.choice(("gather", "scatter")), choices.choice((torch.bfloat16, torch.float32))
         rows = size * choices.choice((1, 3, 7, 64, 1001))
-        width = choices.choice((1, 5, 2048)) * (8 if repetition == 150 else 1)  # once the memory has to grow late
+        # The memory has to grow once, late in the run.
+        width = choices.choice((1, 5, 2048)) * (8 if repetition == 150 else 1)
         x = _random(1000 * rank + repetition, rows, width).to(dtype)
         if kind == "gather":
             expected = OPS.all_gather_into_tensor(x.clone(), size, group.group_name)
@@ -73,7 +74,8 @@ def _check_against_nccl() -> None:
         actual = (start_all_gather if kind == "gather" else start_reduce_scatter)(x, group)
         del x
         _busy(delays.uniform(0, 2e-4))
-        torch.empty(rows * width, device="cuda").fill_(float("nan"))  # takes what was freed too early
+        # These values overwrite any memory that was freed too early.
+        torch.empty(rows * width, device="cuda").fill_(float("nan"))
         pending.append((kind, actual, expected, 16.0))
         while len(pending) > choices.randint(0, 2 * SLOTS):
             compare()
@@ -121,7 +123,7 @@ def _gradients(groups: ParallelGroups, compiled: bool, checkpointing: str) -> li
 
 
 def _check_model() -> None:
-    """Copies, in compiled blocks and in eager ones that are recomputed, against NCCL in compiled blocks."""
+    """Compare copies in compiled blocks, and in eager blocks that are recomputed, with NCCL in compiled blocks."""
     groups = _join()
     group = groups.tp_group
     by_copies = copies.connected[group.group_name]
@@ -136,7 +138,7 @@ def _check_model() -> None:
     finally:
         copies.connected.update(saved)
         copies.connect = connect
-    for case, tolerance in zip(actual, (0.02, 0.1), strict=True):  # eager rounds more often than fused
+    for case, tolerance in zip(actual, (0.02, 0.1), strict=True):  # Eager blocks round more often than fused ones.
         for ours, theirs in zip(case, truth, strict=True):
             assert (ours - theirs).norm() <= tolerance * theirs.norm()
 

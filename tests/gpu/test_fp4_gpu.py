@@ -1,4 +1,4 @@
-"""FP4 attention's kernels on a real GPU beside the twin: `make test-gpu`."""
+"""FP4 attention's kernels on a real GPU agree with the twin: `make test-gpu`."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ SHAPES = [
 
 @pytest.fixture(autouse=True)
 def poisoned_memory():
-    torch.use_deterministic_algorithms(True)  # fills torch.empty with NaN and largest integers
+    torch.use_deterministic_algorithms(True)  # This setting fills torch.empty with NaN and largest integers.
     yield
     torch.use_deterministic_algorithms(False)
 

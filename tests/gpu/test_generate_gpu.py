@@ -26,7 +26,7 @@ PROMPTS = ["a", "the quick brown fox", "", "b c d e f", "the quick"]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SentencePiece model file of 350 tokens."""
+    """A SentencePiece model file of 350 tokens."""
     path = tmp_path_factory.mktemp("tokenizer") / "my.model"
     path.write_bytes(train_tokenizer(TEXTS, 350))
     return path
@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
-    """Folder of two runs with random weights and a context of 16 tokens, `fp32` and `bf16`."""
+    """The folder of two runs with random weights and a context of 16 tokens, `fp32` and `bf16`."""
     root = tmp_path_factory.mktemp("generate")
     runs = [(str(root / dtype), saved_runs.config(root / dtype, dtype=dtype), 1) for dtype in ("fp32", "bf16")]
     saved_runs.save_runs(runs, model)
@@ -58,7 +58,7 @@ def test_tokens_are_those_of_the_cpu_whatever_the_batch(runs: Path, how: Samplin
 
 @torch.no_grad()
 def test_a_recorded_step_is_the_step(runs: Path) -> None:
-    """From the second one on, to the bit; rows may end."""
+    """The second step and later ones are replayed from a recording, and give the same bits. Rows may end on the way."""
     model = load_run(runs / "bf16", print, attention="sdpa").model
     recorded, plain = CachedModel(model, 2, 16), CachedModel(model, 2, 16)
     assert recorded.records

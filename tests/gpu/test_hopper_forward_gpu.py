@@ -31,7 +31,7 @@ SHAPES = [
 
 @pytest.fixture(autouse=True)
 def poisoned_memory():
-    torch.use_deterministic_algorithms(True)  # fills torch.empty with NaN and largest integers
+    torch.use_deterministic_algorithms(True)  # This setting fills torch.empty with NaN and largest integers.
     yield
     torch.use_deterministic_algorithms(False)
 
@@ -47,7 +47,7 @@ def test_agrees_with_the_twin_and_with_float64(shape, dtype):
     exact = attention_reference(
         q.double(), k.double(), v.double(), causal=shape.causal, cu_seqlens=shape.cu_seqlens("cuda")
     )
-    # P is rounded relative to another maximum than the twin's: with a single query that shows
+    # P is rounded relative to another maximum than the twin's, which shows with a single query.
     assert rel_l2(o, exact) < 1.05 * rel_l2(o_twin, exact) + (1e-4 if o.numel() > 10000 else 2e-3)
     assert rel_l2(saved.lse, saved_twin.lse) < 1e-3
     for ours, twin in ((saved.q, saved_twin.q), (saved.k, saved_twin.k)):
@@ -63,7 +63,8 @@ def test_agrees_with_the_twin_and_with_float64(shape, dtype):
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("growth", [0.5, 3.0, 20.0, 100.0])
 def test_scores_that_outgrow_the_old_maximum(growth, head_dim, causal, dtype):
-    """Keys get larger towards the first, which is visited last: up to 2^127 times from tile to tile and more."""
+    """Keys get larger towards the first one, which is visited last. Scores grow by up to 2^127 and more from tile to
+    tile."""
     shape = Shape(1, 1500, 1500, 2, 2, head_dim, causal=causal)
     q, k, v, _ = random_inputs(shape, dtype=dtype, device="cuda")
     direction = torch.nn.functional.normalize(torch.randn(head_dim, device="cuda"), dim=0)

@@ -1,4 +1,4 @@
-"""The product of INT8 codes with their scales on a GPU, against float64."""
+"""The product of INT8 codes with their scales on a GPU agrees with float64."""
 
 import pytest
 import torch
@@ -14,7 +14,8 @@ pytestmark = [
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("sizes", [(1, 1, 16), (300, 130, 48), (4096, 2048, 1024), (257, 129, 16_400)], ids=str)
 def test_products_are_within_roundings(sizes, dtype):
-    """Whatever the results' memory held, with rows of their own scales, one of them not a number."""
+    """The results do not depend on what their memory held. Rows have scales of their own, and one scale is not a
+    number."""
     rows, columns, inner = sizes
     draw = torch.Generator("cuda").manual_seed(rows)
     how = {"device": "cuda", "generator": draw}
@@ -31,14 +32,14 @@ def test_products_are_within_roundings(sizes, dtype):
 
 
 def test_sums_past_int32():
-    """The largest codes throughout, of 262,144 products."""
+    """All codes are the largest ones, and a result sums 262,144 products."""
     a, b = (torch.full((n, 262_144), 127, dtype=torch.int8, device="cuda") for n in (200, 130))
     one = torch.ones(1, 1, device="cuda")
     assert torch.equal(int8_product(a, one, -b, one, torch.float32), product_twin(a, one, -b, one, torch.float32))
 
 
 def test_offsets_past_31_bits():
-    """Of the result: 65,536 rows of 32,784."""
+    """The result has 65,536 rows of 32,784 numbers, so its offsets exceed 31 bits."""
     draw = torch.Generator("cuda").manual_seed(0)
     a, b = (
         torch.randint(-127, 128, (n, 16), dtype=torch.int8, device="cuda", generator=draw) for n in (65_536, 32_784)

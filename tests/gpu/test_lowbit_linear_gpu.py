@@ -1,4 +1,4 @@
-"""Linear layers in 8 bits on a GPU: torch's kernels, eager and compiled, against the twin on the CPU."""
+"""Linear layers in 8 bits on a GPU: torch's kernels, eager and compiled, agree with the twin on the CPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ every_recipe = pytest.mark.parametrize("name", RECIPES, ids=" ".join)
 
 
 def _random(seed: int, rows: int, columns: int) -> Tensor:
-    """bf16 on the CPU; rows of their own magnitudes, and one of zeros."""
+    """Return bf16 numbers on the CPU. Rows have their own magnitudes, and one row is all zeros."""
     draw = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, columns, generator=draw) * torch.exp2(2 * torch.randn(rows, 1, generator=draw))
     x[rows // 2] = 0
@@ -43,7 +43,7 @@ def _error(found: Tensor, truth: Tensor) -> float:
 
 
 def _poison() -> None:
-    """What is allocated next holds NaN."""
+    """Fill memory with NaN, so that the next allocation holds NaN."""
     torch.full((2**26,), torch.nan, device="cuda")
 
 
@@ -51,8 +51,8 @@ def _poison() -> None:
 @pytest.mark.parametrize("per_row", [True, False])
 @pytest.mark.parametrize("number", [E4M3, E5M2, INT8], ids=str)
 def test_codes_are_the_twins(number: torch.dtype, per_row: bool, compiled: bool) -> None:
-    """At magnitudes from 1e-30 to 1e30, as they lie in memory and transposed. INT8: a quotient of another rounding
-    moves a code in a thousand by one."""
+    """Magnitudes go from 1e-30 to 1e30, and matrices are read as they lie and transposed. A quotient that is rounded
+    otherwise moves one INT8 code in a thousand by one."""
     torch._dynamo.reset()
     call = torch.compile(quantize, fullgraph=True, dynamic=False) if compiled else quantize
     for scale in (1e-30, 1e-12, 1.0, 1e30):
@@ -75,8 +75,8 @@ def test_codes_are_the_twins(number: torch.dtype, per_row: bool, compiled: bool)
 @pytest.mark.parametrize("number", [E4M3, E5M2, INT8], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_casts_in_both_orientations_are_the_twins(dtype: torch.dtype, number: torch.dtype, per_row: bool) -> None:
-    """Bit for bit, whatever was in the memory of the results: sizes that fill no tile, strides, magnitudes, zeros,
-    subnormal numbers."""
+    """The results are equal bit for bit, whatever their memory held. The cases have sizes that fill no tile, strides,
+    many magnitudes, zeros and subnormal numbers."""
     for rows, columns, scale in ((300, 512, 1.0), (1001, 4096, 1e-30), (64, 16, 1e30), (37, 129, 1e-36), (1, 1, 1.0)):
         x = (_random(1, rows, columns).float() * scale).to(dtype)
         for one in (x, x.t(), x.repeat(1, 2)[:, :columns]):
@@ -99,8 +99,8 @@ def test_casts_in_both_orientations_hide_nothing(number: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_what_travels_is_the_twins(compiled: bool) -> None:
-    """Under sequence parallelism, between two graphs maybe."""
+def test_packed_activations_are_the_twins(compiled: bool) -> None:
+    """Sequence parallelism sends packed activations. Packing and unpacking may lie in two graphs."""
     torch._dynamo.reset()
     matmul, x = RECIPES["fp8", "rowwise"], _random(1, 300, 512)
     pack, unpack = (torch.compile(f, fullgraph=True) if compiled else f for f in (matmul.pack, matmul.unpack))
@@ -114,7 +114,8 @@ def test_what_travels_is_the_twins(compiled: bool) -> None:
 @pytest.mark.parametrize("per_row", [True, False])
 @pytest.mark.parametrize("number", [E4M3, E5M2, INT8], ids=str)
 def test_products_are_the_twins(number: torch.dtype, per_row: bool, fast: bool) -> None:
-    """Of the same codes, but for the sum's precision (fast: the tensor cores' own) and bf16's rounding."""
+    """Products of the same codes differ only by the precision of the sum (fast: the tensor cores' own) and the rounding
+    to bf16."""
     for rows, columns, others in ((300, 512, 256), (1001, 4096, 2048), (64, 16, 16)):
         a = quantize(_random(1, rows, columns), number, per_row)
         b = quantize(_random(2, others, columns), E4M3 if number == E5M2 else number, per_row)
@@ -184,9 +185,9 @@ def _model(linear: LinearConfig) -> Transformer:
 
 
 @every_recipe
-def test_a_compiled_model_in_8_bits_stays_beside_16_and_its_errors_are_measured(name: tuple[str, str]) -> None:
-    """Compiled and eager round apart where kernels are fused; both are as far from 16 bits as 8 bits are. Errors are
-    measured by the model's operators as they are: no graph is added."""
+def test_a_compiled_model_in_8_bits_is_close_to_16_bits(name: tuple[str, str]) -> None:
+    """Compiled and eager kernels round differently where they are fused. Both are as far from 16 bits as 8 bits are.
+    The errors are measured by the model's own operators, so no graph is added."""
     tokens = torch.randint(0, 1024, (2, 513), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     results = []
@@ -202,7 +203,7 @@ def test_a_compiled_model_in_8_bits_stays_beside_16_and_its_errors_are_measured(
         loss.backward()
         results.append((loss.item(), torch.cat([p.grad.float().flatten() for p in model.parameters()])))
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert graphs < SHAPE.num_layers + 5  # blocks share theirs
+    assert graphs < SHAPE.num_layers + 5  # Blocks share their graphs.
     (exact, true_gradient), *others = results
     for loss, gradient in others:
         assert loss == pytest.approx(exact, rel=0.005)

@@ -1,4 +1,4 @@
-"""The kernels by mma.sync on a GPU of sm_80 to sm_120, against the twin and against float64: `make test-gpu`."""
+"""The kernels by mma.sync on a GPU of sm_80 to sm_120 agree with the twin and with float64: `make test-gpu`."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The model on a GPU: backends against exact attention, compiled against eager, the loss's accuracy and memory."""
+"""The model on a GPU: backends beside exact attention, compiled beside eager, the loss's accuracy and memory."""
 
 import pytest
 import torch
@@ -26,13 +26,15 @@ SHAPE = ModelConfig(
     num_key_value_heads=2,
     tie_embeddings=True,
 )
-CU_SEQLENS = [0, 0, 0, 1, 200, 512, 812, 1024, 1024, 1024]  # as halves have them: no tokens at either end
+# Halves of a batch have bounds like these, with no tokens at either end.
+CU_SEQLENS = [0, 0, 0, 1, 200, 512, 812, 1024, 1024, 1024]
 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("backend", "tolerance"), [("sdpa", 1.0), ("sage", 20.0)])
 def test_backend_against_exact_attention(backend: str, tolerance: float, packed: bool) -> None:
-    """Output and gradients; `tolerance` in units of the error of the exact formula evaluated on bf16 results."""
+    """Output and gradients are compared. The unit of `tolerance` is the error of the exact formula evaluated on bf16
+    results."""
     device = torch.device("cuda")
     config = AttentionConfig(backend=backend)
     name, _ = resolve_backend(config, SHAPE, device=device, dtype=torch.bfloat16)
@@ -89,7 +91,7 @@ def test_a_micro_batch_never_waits_for_the_gpu(backend: str) -> None:
     batch = Batch(tokens, tokens, positions=None, cu_seqlens=cu_seqlens, max_seqlen=312, sample_ids=[0, 1])
     place = {"groups": SINGLE, "dtype": torch.bfloat16, "device": torch.device("cuda")}
     model = tiny.transformer(SHAPE, AttentionConfig(backend=backend), vocab_size=1024, **place)
-    for mode in ("default", "error"):  # the first pass compiles kernels
+    for mode in ("default", "error"):  # The first pass compiles the kernels.
         torch.cuda.set_sync_debug_mode(mode)
         try:
             model(**batch.inputs(place["device"])).backward()
@@ -104,7 +106,7 @@ def test_loss_is_accurate_and_needs_no_full_logits(compiled: bool) -> None:
     hidden = torch.randn(tokens, hidden_size, device="cuda", dtype=torch.bfloat16).requires_grad_()
     weight = (torch.randn(vocab, hidden_size, device="cuda") / 16).bfloat16().requires_grad_()
     labels = torch.randint(0, vocab, (tokens,), device="cuda")
-    linear_cross_entropy(hidden, weight, labels, SINGLE, compiled=compiled)  # compiles
+    linear_cross_entropy(hidden, weight, labels, SINGLE, compiled=compiled)  # This call compiles.
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     loss = linear_cross_entropy(hidden, weight, labels, SINGLE, compiled=compiled)

@@ -1,5 +1,6 @@
-"""ZeRO 1 that reduces beside backward, and ZeRO 3 that gathers and reduces on streams of its own, on two GPUs: they
-learn as without that. What overtook an update, or a kernel, would be a step behind, no gradient or no weights."""
+"""ZeRO 1 that reduces beside backward, and ZeRO 3 that gathers and reduces on streams of its own, learn on two GPUs as
+they do without overlap. A collective that overtook an update or a kernel would use weights of the step before, no
+gradient, or no weights."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ SEQ, VOCAB, STEPS = 256, 512, 60
 
 
 def losses(folder: Path, stage: int, overlap: bool) -> list[float]:
-    """Of every step of a run with two micro-batches to a step and evaluations on the way."""
+    """Return the losses of every step of a run with two micro-batches a step, and of evaluations on the way."""
     name = f"zero-{stage}-overlap-{overlap}".lower()
     tree = {
         "model": {
@@ -67,15 +68,15 @@ def losses(folder: Path, stage: int, overlap: bool) -> list[float]:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_losses_are_those_of_collectives_between_the_kernels(tmp_path: Path, stage: int) -> None:
     draw = np.random.default_rng(0)
-    tokens = np.cumsum(draw.integers(0, 3, size=4_000 * SEQ)) % VOCAB  # a random walk: easy to learn
+    tokens = np.cumsum(draw.integers(0, 3, size=4_000 * SEQ)) % VOCAB  # A random walk is easy to learn.
     writer = TokenFileWriter(tmp_path / "train").begin(VOCAB)
     writer.add(tokens.astype(np.uint16), np.full(len(tokens) // 100, 100))
     writer.finish()
     writer.publish({})
-    (tmp_path / "train.json").unlink()  # as files of Megatron's, which come without a tokenizer
+    (tmp_path / "train.json").unlink()  # Megatron's files come without a tokenizer too.
     beside, between = (losses(tmp_path, stage, overlap) for overlap in (True, False))
     assert len(beside) == len(between) == STEPS + 3
     fall = [before - after for before, after in itertools.pairwise(between)]
-    assert max(fall[5:]) > 0.1  # what a step behind would be seen by
+    assert max(fall[5:]) > 0.1  # Losses fall so much that a delay by a step would show.
     for step, (ours, theirs) in enumerate(zip(beside, between, strict=True), 1):
         assert ours == pytest.approx(theirs, abs=0.02), step

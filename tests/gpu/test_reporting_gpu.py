@@ -1,5 +1,5 @@
-"""What a step, a hang and a lack of memory report from a GPU: nothing waits for a metric, NCCL's collectives are named,
-and so is the line that allocated what is held."""
+"""Reports from a GPU about a step, a hang and a lack of memory. No metric waits for the GPU, NCCL's collectives are
+named, and so is the line that allocated the held memory."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_collective_of_nccl_that_is_not_finished_is_named() -> None:
         x = torch.ones(3, 5, device="cuda")
         dist.all_reduce(x)
         torch.cuda.synchronize()
-        torch.cuda._sleep(4_000_000_000)  # two seconds, which the next one waits for
+        torch.cuda._sleep(4_000_000_000)  # The GPU sleeps for two seconds, and the next collective waits for it.
         dist.all_reduce(x)
         record = flight_record()
     finally:
@@ -62,8 +62,8 @@ def run_out_of_memory(folder: Path, held: list[torch.Tensor]) -> None:
         torch.empty(2**44, dtype=torch.uint8, device="cuda")
 
 
-def test_the_snapshot_says_which_line_allocated_what_is_held(tmp_path: Path) -> None:
-    """Of as many of the latest allocations as are kept, and no more."""
+def test_the_snapshot_names_the_line_that_allocated(tmp_path: Path) -> None:
+    """The snapshot keeps a bounded number of the latest allocations."""
     held: list[torch.Tensor] = []
     record_allocations(torch.device("cuda"))
     try:

@@ -1,7 +1,7 @@
 """The backends of sagekernels on a real GPU: `make test-gpu`.
 
-Every case is judged twice: against the twin (the kernel computes what the specification says) and against float64 (what
-it says is attention). Uninitialized memory is poisoned, so an element that no kernel writes cannot pass.
+Every case is judged twice. The twin shows that the kernel computes the specification, and float64 shows that the
+specification is attention. Uninitialized memory is poisoned, so an element that no kernel writes cannot pass.
 """
 
 import time
@@ -16,7 +16,7 @@ from sagekernels.testing import Shape, errors, exact_results, random_inputs, res
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (8, 0)
 BACKENDS = [one.name for one in reversed(backends.BACKENDS) if one.serves(CAPABILITY) and one.name != "twin"]
-"""The backends of this GPU; the last one is its own."""
+"""The backends of this GPU. The last one is the GPU's own."""
 
 SHAPES = [
     Shape(2, 1024, 1024, 4, 4, 64),
@@ -40,14 +40,14 @@ SHAPES = [
 
 @pytest.fixture(autouse=True)
 def poisoned_memory():
-    torch.use_deterministic_algorithms(True)  # fills torch.empty with NaN and largest integers
+    torch.use_deterministic_algorithms(True)  # This setting fills torch.empty with NaN and largest integers.
     yield
     torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("recipe", ["fine", "paper", "gradients", "scores"])
-@pytest.mark.parametrize(  # both together add compile time and no code path
+@pytest.mark.parametrize(  # Both together would add compile time and no code path.
     ("dtype", "smooth_q"),
     [(torch.bfloat16, False), (torch.float16, False), (torch.bfloat16, True)],
     ids=["bf16", "fp16", "bf16-smooth_q"],
@@ -61,7 +61,7 @@ def test_agrees_with_the_twin_and_with_float64(shape, dtype, recipe, smooth_q, b
     ours = results_of(sage_attention, *inputs, **options, recipe=recipe, smooth_q=smooth_q, backend=backend)
     between = errors(ours, twin)
     judged, expected = errors(ours, exact), errors(twin, exact)
-    vanishing = 0.03 * exact.dv.norm().item()  # with one key per query dS is only the rounding of O in delta
+    vanishing = 0.03 * exact.dv.norm().item()  # With one key per query, dS is only the rounding of O in delta.
     for name in between:
         value, truth = getattr(ours, name), getattr(exact, name)
         assert torch.isfinite(value).all(), name
@@ -92,11 +92,11 @@ def test_zero_gradient_is_zero(backend):
 def test_strided_inputs_and_gradients(backend):
     q, k, v, do = random_inputs(Shape(2, 300, 300, 4, 4, 64), device="cuda")
     expected = results_of(sage_attention, q, k, v, do, recipe="fine", backend=backend)
-    packed = torch.stack((q, k, v), 2)  # one projection, [B, N, 3, H, D]
+    packed = torch.stack((q, k, v), 2)  # The projection is [B, N, 3, H, D].
     heads_first = do.transpose(1, 2).contiguous().transpose(1, 2)
     got = results_of(sage_attention, *packed.unbind(2), heads_first, recipe="fine", backend=backend)
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-    odd = [x.mT.contiguous().mT for x in (q, k, v)]  # head_dim not contiguous
+    odd = [x.mT.contiguous().mT for x in (q, k, v)]  # head_dim is not contiguous here.
     got = results_of(sage_attention, *odd, do[:1, :1].expand_as(do), recipe="fine", backend=backend)
     assert all(torch.isfinite(x).all() for x in got)
 
@@ -109,7 +109,7 @@ def test_non_finite_values_propagate(where, bad, backend):
     inputs[["q", "k", "v", "do"].index(where)][0, 170, 1, 3] = bad
     got = results_of(sage_attention, *inputs, smooth_k=False, recipe="fine", backend=backend)
     finite = {name: torch.isfinite(x).all(-1) for name, x in zip(got._fields, got, strict=True)}
-    assert all(x[:, :, 0].all() for x in finite.values())  # the other head
+    assert all(x[:, :, 0].all() for x in finite.values())  # The other head stays finite.
     assert not finite["dq"][0, 170, 1] and not finite["dk" if where != "do" else "dv"][0, :171, 1].any()
     if where != "do":
         assert not finite["o"][0, 170, 1] and finite["o"][0, :64, 1].all()
@@ -138,7 +138,8 @@ def test_tiles_that_are_tuned_change_no_bit(kernel, head_dim):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [Shape(1, 777, 777, 7, 1, 128), Shape(2, 512, 512, 2, 2, 64, causal=False)], ids=str)
 def test_sums_in_float16_cost_no_accuracy(shape, dtype, monkeypatch):
-    """What GeForce cards do, on any card; values of V that float16 does not hold, and dO of 1e-7."""
+    """GeForce cards sum in float16, and the test does so on any card. V has values that float16 does not hold, and dO
+    has values of 1e-7."""
     inputs = random_inputs(
         shape, k_mean=1.0, do_scale=1e-7 if dtype == torch.bfloat16 else 1e-3, dtype=dtype, device="cuda"
     )
@@ -166,7 +167,7 @@ def test_a_host_that_launches_slowly_is_not_timed():
 
     def action():
         x.mul(2)
-        time.sleep(0.01)  # between two kernels
+        time.sleep(0.01)  # The pause lies between two kernels.
         x.mul(2)
 
     assert median_seconds(action, "cuda") < 0.002
@@ -239,7 +240,7 @@ def test_captured_by_a_cuda_graph(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_more_than_two_to_the_31_elements(backend):
-    """Addresses past 2^31 elements: the last head of a long row against the same head alone."""
+    """Addresses exceed 2^31 elements: the last head of a long row is compared with the same head alone."""
     n, heads = 1 << 18, 132
     packed = torch.randn(1, n, heads, 64, device="cuda", dtype=torch.bfloat16)
     assert packed.numel() > 1 << 31

@@ -1,4 +1,4 @@
-"""Saving from a GPU: through pinned memory of exactly the state's size, and in order with what the GPU does."""
+"""Saving from a GPU goes through pinned memory of exactly the state's size, and in order with the GPU's work."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_what_is_saved_is_the_moment_of_the_call(tmp_path) -> None:
     assert saver._memory.nbytes == 12 * SIZE
     memory = saver._memory.data_ptr()
     for step in (1, 2):
-        torch.cuda._sleep(100_000_000)  # the update of the step is still to come when the save is called
+        torch.cuda._sleep(100_000_000)  # The update of the step has not run yet when the save is called.
         for value, tensor in enumerate(tensors.values()):
             tensor.fill_(step + 10 * value)
         saver.start(tiny.run_state(step, step), "{}", [shard], {})

@@ -1,6 +1,6 @@
-"""What watches and steers a run, on a GPU: all of it at once in two small compiled runs, one of which is killed.
+"""Everything that watches and steers a run, at once on a GPU, in two small compiled runs, one of which is killed.
 
-One test, so that processes side by side do not make its runs several times. It ends with the first run that fails.
+It is one test, so that processes side by side do not repeat its runs. The test ends with the first run that fails.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ SECONDS = 1200.0
 
 
 def make_data(folder: Path) -> None:
-    """A token file of random walks over half of the vocabulary, easy to learn; one token of the other half where it is
-    spoiled."""
+    """Write a token file of random walks over half of the vocabulary, which are easy to learn. Spoiled samples hold one
+    token of the other half."""
     draw = np.random.default_rng(0)
     for name, windows in (("order", None), ("train", SPOILED)):
         tokens = np.cumsum(draw.integers(0, 3, size=2_000 * SEQ)) % (VOCAB // 2)
@@ -67,7 +67,7 @@ def make_data(folder: Path) -> None:
         writer.add(tokens.astype(np.uint16), np.full(len(tokens) // 100, 100))
         writer.finish()
         writer.publish({})
-        (folder / f"{name}.json").unlink()  # as files of Megatron's, which come without a tokenizer
+        (folder / f"{name}.json").unlink()  # Megatron's files come without a tokenizer too.
 
 
 def write_config(folder: Path, policy: str) -> Path:
@@ -115,8 +115,8 @@ program()
 
 
 class Process:
-    """`sagetrain`, which imports at once and waits for its words: the next one imports while others compile. What it
-    prints is in NAME.out, what it says on stderr in NAME.log."""
+    """A `sagetrain` process that imports at once and waits for its words, so that it imports while others compile. Its
+    output goes to NAME.out, and its stderr to NAME.log."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._log = folder / f"{name}.log"
@@ -163,7 +163,8 @@ def events_of(run: Path, kinds: Sequence[str]) -> list[tuple]:
 
 
 def test_runs_are_watched_and_steered(tmp_path: Path) -> None:
-    """`skip` goes through; `rewind`, the same up to the spoiled step, is killed before it and continued."""
+    """The run `skip` goes through. The run `rewind`, equal up to the spoiled step, is killed before that step and
+    continued."""
     make_data(tmp_path)
     train = {policy: ("train", "--config", write_config(tmp_path, policy)) for policy in ("skip", "rewind")}
     skip, rewind, again, replay = processes = [
@@ -215,8 +216,8 @@ def check_skip(run: Path) -> None:
 
 
 def check_rewind(run: Path, other: Path) -> None:
-    """Before the spoiled step it is as the run that was not killed. Losses are as near as INT8 codes let them be: sums
-    of a GPU come in another order each time."""
+    """Check that the killed run equals the other run before the spoiled step. Losses are as near as INT8 codes allow,
+    because a GPU adds in another order each time."""
     assert "resumed from step-" in run.with_suffix(".log").read_text()
     ((step, _, action, weights_of, *_),) = events_of(run, ["spike"])
     assert (step, action) == (BAD, "rewind") and weights_of < BAD - 1

@@ -1,4 +1,4 @@
-"""Gradients of SwiGLU on a GPU: the kernel against float64, and in a compiled model beside plain torch."""
+"""Gradients of SwiGLU on a GPU: the kernel agrees with float64, and a compiled model with plain torch."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 def _poison() -> None:
-    """What is allocated next holds NaN."""
+    """Fill memory with NaN, so that the next allocation holds NaN."""
     torch.full((2**26,), torch.nan, device="cuda")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gradients_are_within_one_rounding_of_float64(dtype: torch.dtype) -> None:
-    """Sizes that fill no tile, strides, magnitudes, ends of the sigmoid, whatever was in the memory of the result."""
+    """The cases have sizes that fill no tile, strides, many magnitudes and the ends of the sigmoid. The memory of the
+    result held other values before."""
     magnitudes = (1.0, 1e-2, 20.0, 1.0, 1.0) if dtype == torch.float16 else (1.0, 1e-15, 1e15, 1.0, 1.0)
     shapes = ((300, 512), (1001, 5632), (37, 129), (1, 1), (64, 704))
     for (rows, columns), magnitude in zip(shapes, magnitudes, strict=True):
@@ -57,7 +58,7 @@ def test_what_is_not_finite_stays_so() -> None:
 
 @pytest.mark.parametrize("matmul", [RECIPES["fp8", "rowwise"], RECIPES["fp8", "tensorwise"], Matmul(joined=True)])
 def test_an_mlp_compiled_is_that_of_plain_torch(matmul: Matmul, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No further from it than roundings that fall the other way, and without a kernel that joins the gradients."""
+    """The MLP differs from plain torch only by roundings that fall the other way, and no kernel joins the gradients."""
 
     def results(patched: bool) -> tuple[list[Tensor], list[str]]:
         torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""The library: a run is trained, gone on with, measured, asked and exported by functions that return values."""
+"""The library trains, continues, measures, asks and exports a run by functions that return values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOKENS = 2560
 
 
 def settings(corpus: Path, run_dir: Path, **changes: Any) -> dict[str, Any]:
-    """Overrides of `quickstart` for ten steps of a small model on one rank."""
+    """Return overrides of `quickstart` for ten steps of a small model on one rank."""
     return {
         "model": {"num_layers": 1, "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 2},
         "data.train": [{"path": str(corpus / "train")}],
@@ -45,7 +45,7 @@ def settings(corpus: Path, run_dir: Path, **changes: Any) -> dict[str, Any]:
 
 
 class Notes(api.Callback):
-    """Writes down which hooks were called."""
+    """A callback that records which hooks were called."""
 
     def __init__(self) -> None:
         self.seen: list[tuple] = []
@@ -73,7 +73,7 @@ class Notes(api.Callback):
 
 
 class Broken(api.Callback):
-    """Fails in step 12, and counts what it is told after that."""
+    """A callback that fails in step 12 and counts the later calls."""
 
     after = 0
 
@@ -123,12 +123,12 @@ def test_a_callback_that_fails_ends_the_run_with_a_checkpoint(
 
 
 def counting(index: int) -> np.ndarray:
-    """33 tokens of a sequence that counts up from a start of its own."""
+    """Return the 33 tokens of a sequence that counts up from a start of its own."""
     return (np.random.default_rng(index).integers(40) + np.arange(33)) % 40
 
 
 def smoothed(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """A cross-entropy with some of the probability for every token."""
+    """Return a cross-entropy that gives every token some of the probability."""
     return F.cross_entropy(logits, labels, label_smoothing=0.2, reduction="none")
 
 
@@ -136,7 +136,7 @@ OWN = {"model.vocab_size": 40, "data.train": [{"path": "none"}], "data.valid": [
 
 
 def test_a_program_brings_its_tokens_and_its_loss(tmp_path: Path, corpus: Path) -> None:
-    """The run is continued by the same tokens and loss alone, and ends as one that was never stopped."""
+    """Only the same tokens and the same loss continue the run. It ends as a run that was never stopped."""
     changes, said = settings(corpus, tmp_path / "run", **OWN), []
     half = api.train(
         "quickstart", changes | {"training.total_tokens": 1280}, tokens=counting, loss=smoothed, say=said.append
@@ -155,7 +155,7 @@ def test_a_program_brings_its_tokens_and_its_loss(tmp_path: Path, corpus: Path) 
     plain = api.train("quickstart", settings(corpus, tmp_path / "plain", **OWN), tokens=counting)
     assert (found.step, whole.step) == (10, 10)
     assert found.metrics["train/loss"] != plain.metrics["train/loss"]
-    assert whole.metrics["train/loss"] < 3.7  # the first one is ln 40
+    assert whole.metrics["train/loss"] < 3.7  # The first loss is ln 40.
 
 
 def short(index: int) -> list[int]:
@@ -183,7 +183,7 @@ def test_tokens_and_losses_that_cannot_be_used_are_refused(
     assert not (tmp_path / "run").exists()
 
 
-def test_tokens_and_token_files_exclude_each_other_and_errors_have_names(tmp_path: Path, corpus: Path) -> None:
+def test_tokens_and_token_files_exclude_each_other(tmp_path: Path, corpus: Path) -> None:
     changes = settings(corpus, tmp_path / "run")
     with pytest.raises(ConfigError, match=r"a function gives the tokens of this run .* set data\.train: \[\{path"):
         api.train("quickstart", changes, tokens=counting)
@@ -226,7 +226,7 @@ def test_texts_are_prepared_planned_for_and_refused(tmp_path: Path, capfd) -> No
 
 
 def test_the_guide_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    """Each block of Python of docs/python.md, one after the other."""
+    """Each Python block of docs/python.md runs, one after the other."""
     monkeypatch.chdir(tmp_path)
     page = (ROOT / "docs/python.md").read_text()
     known: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""`make test-gpu FAST=1`: of all GPU tests, collected as on a host with four H100s: nothing is left out."""
+"""`make test-gpu FAST=1` leaves out no kind of GPU test. The tests are collected as on a host with four H100s."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sagekernels.launch import TABLE
 
 
 class Collected:
-    """A pytest plugin that keeps what is collected."""
+    """A pytest plugin that keeps the collected tests."""
 
     def __init__(self) -> None:
         self.items: list[pytest.Item] = []
@@ -49,13 +49,13 @@ def test_a_third_of_the_cases_touches_everything(passes) -> None:
 
 
 def test_every_fixture_is_there_without_the_conftest(passes) -> None:
-    """`make test-gpu` goes without it: it wants packages that hosts with GPUs lack."""
+    """`make test-gpu` runs without the conftest, which needs packages that hosts with GPUs lack."""
     for item in passes["whole"]:
         assert set(item.fixturenames) <= {"request", *item._fixtureinfo.name2fixturedefs}, item.nodeid
 
 
 def test_both_backends_run_every_recipe_and_head_dim(passes) -> None:
-    """By what the library offers, not by what the tests name. Each case computes output and gradients."""
+    """The library's own tables say what must run, not the names in tests. Each case computes output and gradients."""
     accuracy = [item for item in passes["first"] if item.originalname == "test_agrees_with_the_twin_and_with_float64"]
     cases = [item.callspec.params for item in accuracy if "backend" in item.callspec.params]
     head_dims = set().union(*(tiles for kernel in TABLE.values() for tiles in kernel.values()))

@@ -1,4 +1,4 @@
-"""What is recorded of GPU tests, and what is said of it where there is no GPU."""
+"""The record of GPU tests, and its lines on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def git(folder: Path, *words: str) -> str:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A repository of one commit with three files of GPU tests; two of them pass, `b` fails."""
+    """A repository of one commit with three files of GPU tests. Two of them pass, and `b` fails."""
     folder = tmp_path / "repository/tests/gpu"
     folder.mkdir(parents=True)
     for name, value in (("a", 1), ("b", 2), ("c", 3)):
@@ -35,7 +35,7 @@ def checkout(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_file_is_green_at_the_last_commit_where_nothing_failed(checkout: Path) -> None:
+def test_a_file_is_green_at_its_last_commit_without_a_failure(checkout: Path) -> None:
     seen, head = Seen(checkout), git(checkout, "rev-parse", "HEAD")
     assert seen.commit() == head
     assert list(seen.lines()) == ["never: a b c"]
@@ -53,7 +53,7 @@ def test_a_file_is_green_at_the_last_commit_where_nothing_failed(checkout: Path)
         f"last run, {last}, 1 commits ago, first pass: failed in test_b_gpu.py",
     ]
     assert list(seen.lines()) == expected
-    assert seen.commit() == git(checkout, "rev-parse", "HEAD")  # the record itself is no change
+    assert seen.commit() == git(checkout, "rev-parse", "HEAD")  # The record itself is no change.
     (checkout / "test_a_gpu.py").write_text("")
     assert seen.commit() == git(checkout, "rev-parse", "HEAD") + " with changes"
 
@@ -64,9 +64,7 @@ def test_a_file_is_green_at_the_last_commit_where_nothing_failed(checkout: Path)
     assert list(Seen(shallow / "tests/gpu").lines()) == unknown
 
 
-def test_a_run_of_gpu_tests_is_recorded_whatever_process_ran_them_and_another_prints_it(
-    checkout: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_gpu_run_is_recorded_and_another_run_prints_it(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root, seen = checkout.parents[1], Seen(checkout)
     cpu = root / "tests/test_cpu.py"
     cpu.write_text("def test_it():\n    pass\n")
@@ -84,7 +82,7 @@ def test_a_run_of_gpu_tests_is_recorded_whatever_process_ran_them_and_another_pr
     assert run("-p", "first_pass", checkout) == 1
     assert json.loads((checkout / "seen.json").read_text())["last"]["pass"] == "first pass"
     before = (checkout / "seen.json").read_bytes()
-    assert run(checkout, "--maxfail=1") == 1  # not all of them are run, which is not recorded
+    assert run(checkout, "--maxfail=1") == 1  # Not all tests were run, so nothing is recorded.
     capsys.readouterr()
     assert run(cpu) == 0
     printed = capsys.readouterr().out

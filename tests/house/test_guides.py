@@ -31,19 +31,20 @@ RESULTS = sorted({*ROOT.glob("results/*/README.md")} - {*LOGS})
 
 
 def blocks(path: Path) -> list[tuple[str, str]]:
-    """(language, text) of the fenced blocks of a page."""
+    """Return the (language, text) pairs of the fenced blocks of a page."""
     return re.findall(r"^```(\w*)\n(.*?)^```", path.read_text(), re.M | re.S)
 
 
 def lines(block: str) -> list[list[str]]:
-    """Its commands, in words."""
+    """Return the commands of a block, in words."""
     return [words for line in block.replace("\\\n", " ").splitlines() for words in split(line)]
 
 
 @pytest.mark.parametrize("guide", GUIDES, ids=[path.stem for path in GUIDES])
-def test_a_guide_says_of_every_command_what_it_needs_or_it_is_run_here(guide: Path) -> None:
+def test_every_command_of_a_guide_is_run_or_says_what_it_needs(guide: Path) -> None:
     for language, block in blocks(guide):
-        elsewhere = all(words[:2] == ["sagetrain", "plan"] for words in lines(block))  # test_documented_commands.py
+        # test_documented_commands.py runs these commands.
+        elsewhere = all(words[:2] == ["sagetrain", "plan"] for words in lines(block))
         if language != "bash" and not elsewhere:
             assert block.startswith("# needs "), f"{guide.name}: mark it ```bash to have it run, or say what it needs"
 
@@ -69,7 +70,7 @@ def test_a_guide_begins_with_what_to_do(guide: str) -> None:
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *GUIDES], ids=lambda path: path.stem)
 def test_a_page_is_written_in_short_sentences_and_whole_numbers(page: Path) -> None:
-    """No sentence of more than 40 words, 0.0038 ± 0.0010 and not .0038 +- .0010."""
+    """No sentence has more than 40 words. A number is written 0.0038 ± 0.0010 and not .0038 +- .0010."""
     text = re.sub(r"^(```.*?^```|(\||    )[^\n]*|[^\n]* · [^\n]*)", "", page.read_text(), flags=re.M | re.S)
     paragraphs = re.split(r"\n\s*\n|\n(?=(?:[-*]|\d+\.) )", re.sub(r"\]\([^)]*\)", "]", text))
     sentences = [each for part in paragraphs for each in re.split(r"(?<=[.!?:])\)?\s+(?=[A-Z`*\[(])", part)]
@@ -77,8 +78,8 @@ def test_a_page_is_written_in_short_sentences_and_whole_numbers(page: Path) -> N
     assert re.findall(r"\+-|(?<![\w.)/])\.\d+\b", re.sub(r"`[^`]*`", "", page.read_text())) == []
 
 
-def test_links_to_headings_work_on_github_as_on_the_site() -> None:
-    """The site's build checks its own names of headings; GitHub makes other ones of `&` and the like."""
+def test_links_to_headings_work_on_github_too() -> None:
+    """The site's build checks its own names of headings. GitHub makes other names of `&` and similar characters."""
 
     def name(heading: str) -> str:
         return re.sub(r"[^\w\- ]", "", re.sub(r"\]\([^)]*\)", "]", heading).lower()).strip().replace(" ", "-")
@@ -98,11 +99,12 @@ def test_links_to_headings_work_on_github_as_on_the_site() -> None:
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
-    build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(folder), strict=True))  # ends at a link to nowhere
+    # The build fails at a link to nowhere.
+    build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(folder), strict=True))
     return folder
 
 
-def test_the_site_renders_with_every_page_every_link_and_every_key(site: Path) -> None:
+def test_the_site_renders_with_every_page_link_and_key(site: Path) -> None:
     listed = re.findall(r"[\w./-]+\.md", yaml.safe_dump(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
     assert {path.name for path in GUIDES} < set(listed)
     assert {str(path.relative_to(ROOT)) for path in RESULTS} | {"results/log/README.md"} < set(listed)
@@ -125,7 +127,7 @@ def test_the_site_cuts_no_code_and_breaks_no_name_of_a_key(site: Path, driver, p
 
 @pytest.fixture(scope="module")
 def served(site: Path) -> Iterator[str]:
-    """The address of the site: a search loads its index."""
+    """The address of the site, which is served because a search loads its index."""
     handler = type("Quiet", (SimpleHTTPRequestHandler,), {"log_message": lambda *_: None})
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=str(site))) as server:
         Thread(target=server.serve_forever, daemon=True).start()
@@ -133,7 +135,7 @@ def served(site: Path) -> Iterator[str]:
         server.shutdown()
 
 
-def test_a_search_finds_guides_before_research_by_the_words_of_other_libraries(served: str, driver) -> None:
+def test_a_search_finds_guides_first_by_other_libraries_words(served: str, driver) -> None:
     from selenium.webdriver.support.wait import WebDriverWait
 
     driver.execute_cdp_cmd("Network.setBlockedURLs", {"urls": []})
@@ -144,7 +146,7 @@ def test_a_search_finds_guides_before_research_by_the_words_of_other_libraries(s
         box.focus(); box.value = arguments[0]; box.dispatchEvent(new Event('keyup'))"""
 
     def search(words: str) -> list[str]:
-        """Type into the search box; the list of before is emptied first."""
+        """Type into the search box and return the results. The list of the last search is emptied first."""
         for text, ready in (("", f"!{found}.length"), (words, f"{found}.length")):
             driver.execute_script(typed, text)
             WebDriverWait(driver, PATIENCE, 0.05).until(lambda _, ready=ready: driver.execute_script(f"return {ready}"))
@@ -162,7 +164,7 @@ def test_a_search_finds_guides_before_research_by_the_words_of_other_libraries(s
         assert pages[0].startswith(first), (query, pages[:5])
 
 
-def test_the_page_on_linear_layers_has_every_key_with_its_default_and_every_recipe() -> None:
+def test_the_page_on_linear_layers_has_every_key_and_recipe() -> None:
     page = ROOT / "docs/low-bit-linear.md"
     keys_of_page = yaml.safe_load(next(block for language, block in blocks(page) if language == "yaml"))["linear"]
     assert LinearConfig(**keys_of_page) == LinearConfig()
@@ -194,7 +196,7 @@ def test_a_result_answers_one_question_on_one_page(page: Path) -> None:
 
 
 def test_every_log_is_listed_and_numbers_are_written_in_full() -> None:
-    """A number has a digit before its point, and an interval its sign."""
+    """A number has a digit before its point, and an interval has its sign."""
     index = ROOT / "results/log/README.md"
     assert [path.name for path in LOGS if path != index and f"({path.name})" not in index.read_text()] == []
     for page in (*RESULTS, *LOGS, ROOT / "results/README.md", ROOT / "kernels/NOTES.md"):

@@ -1,4 +1,4 @@
-"""setup.cfg names every package and only those that exist; the pinned versions satisfy its ranges; a wheel works."""
+"""setup.cfg names exactly the packages that exist, the pinned versions satisfy its ranges, and a wheel works."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sagetrain.doctor import EXTRAS
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("sagetrain", "kernels", "configs", "launch", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
-"""What a wheel is made of."""
+"""The folders and files from which a wheel is built."""
 
 
 def setup() -> configparser.ConfigParser:
@@ -76,7 +76,8 @@ def test_make_installs_what_a_target_needs_and_no_more(
 
 
 def test_the_wheel_alone_has_what_its_help_names(tmp_path: Path) -> None:
-    """Built of a copy, in an environment of its own, which has our libraries and nothing of the checkout."""
+    """The wheel is built from a copy and runs in an environment of its own, which has our libraries and nothing of the
+    checkout."""
     source, new = tmp_path / "source", tmp_path / "new"
     source.mkdir()
     for name in PARTS:
@@ -128,7 +129,7 @@ sagekernels.swiglu(gate, up).sum().backward()
 assert all(x.grad.abs().sum() > 0 for x in (q, k, v, *model.parameters()))
 print(sagekernels.__file__, *[m for m in sys.modules if m.startswith(("sagetrain", "transformers", "deepspeed"))])
 """
-"""A program that uses the kernels, and prints where they are and which modules they should not have brought."""
+"""A program that uses the kernels. It prints where they are, and which modules they loaded that they should not."""
 
 
 def test_the_kernels_have_a_wheel_of_their_own(tmp_path: Path) -> None:
@@ -156,12 +157,12 @@ def test_the_kernels_have_a_wheel_of_their_own(tmp_path: Path) -> None:
     assert {str(Requirement(need)) for need in needs} <= {str(Requirement(line)) for line in wanted if line}
 
 
-def test_the_dockerfile_takes_its_versions_from_the_constraints_and_copies_what_a_wheel_is_made_of() -> None:
+def test_the_dockerfile_takes_constraints_and_a_wheels_parts() -> None:
     lines = [line for line in (ROOT / "Dockerfile").read_text().splitlines() if not line.startswith("#")]
     installs = [line for line in lines if "pip install" in line]
     assert installs and all("-c constraints.txt" in line and "==" not in line for line in installs)
     (base,) = [line for line in lines if line.startswith("FROM")]
-    assert re.fullmatch(r"FROM nvidia/cuda:\d+\.\d+\.\d+-devel-ubuntu24\.04", base)  # whose Python is 3.12
+    assert re.fullmatch(r"FROM nvidia/cuda:\d+\.\d+\.\d+-devel-ubuntu24\.04", base)  # Ubuntu 24.04 has Python 3.12.
     assert "3.12" in SpecifierSet(setup()["options"]["python_requires"])
     copied = {word for line in lines if line.startswith("COPY") for word in line.split()[1:-1]}
     assert copied == {"constraints.txt", *PARTS}

@@ -1,4 +1,4 @@
-"""The drawn pictures of docs/: the files are what the code says today, and can be read."""
+"""The drawn pictures of docs/ are what the code says today, and can be read."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ def pictures() -> ModuleType:
 
 
 def test_the_files_are_what_the_code_draws_today(pictures: ModuleType) -> None:
-    """Whoever changes a recipe, a group, a file's name or a prediction draws them again: python3 docs/pictures.py."""
+    """After a change of a recipe, a group, a file's name or a prediction, draw the pictures again: python3
+    docs/pictures.py."""
     drawn = {name: draw().svg() for name, draw in pictures.PICTURES.items()}
     there = {path.stem: path.read_text() for path in (ROOT / "docs/pictures").glob("*.svg")}
     assert there.keys() == drawn.keys()
     assert [name for name in drawn if drawn[name] != there[name]] == []
 
 
-def test_every_picture_is_shown_on_a_page_with_words_for_those_who_cannot_see_it(pictures: ModuleType) -> None:
+def test_every_picture_is_on_a_page_with_a_description(pictures: ModuleType) -> None:
     pages = "".join(path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/*.md")))
     assert set(re.findall(r"!\[[^\]]{20,}\]\((?:docs/)?pictures/(\w+)\.svg\)", pages)) == pictures.PICTURES.keys()
 
 
-def test_the_chart_of_gains_and_costs_has_figures_that_stand_in_results(pictures: ModuleType) -> None:
+def test_the_chart_has_figures_that_stand_in_results(pictures: ModuleType) -> None:
     plain = {".0": r"\b0\.0", "±": r"\+-|\+/-", "": r"[ *+]"}
     text = "".join(path.read_text() for path in sorted(ROOT.glob("results/**/*.md")))
     for short, written in plain.items():
@@ -44,7 +45,7 @@ def test_the_chart_of_gains_and_costs_has_figures_that_stand_in_results(pictures
     assert {figure for figure in wanted if figure not in text} == set()
 
 
-def test_all_words_of_a_picture_lie_inside_of_it_in_both_colours(pictures: ModuleType, driver) -> None:
+def test_the_words_of_a_picture_lie_inside_in_both_colours(pictures: ModuleType, driver) -> None:
     for name in pictures.PICTURES:
         driver.get((ROOT / f"docs/pictures/{name}.svg").as_uri())
         papers = []

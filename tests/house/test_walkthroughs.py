@@ -1,4 +1,4 @@
-"""The diffs of docs/extending.md apply to the source as it is, and a run trains, saves and exports with them."""
+"""The diffs of docs/extending.md apply to today's source, and a run trains, saves and exports with them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from pathlib import Path
 from runs import ROOT, write_config
 
 
-def test_the_walkthroughs_apply_and_a_run_trains_and_exports_with_them(corpus: Path, tmp_path: Path) -> None:
-    """A change of the lines around them needs a change of the page; only code is their context, no docstring."""
+def test_the_walkthroughs_apply_and_a_run_works_with_them(corpus: Path, tmp_path: Path) -> None:
+    """A change of the lines around the diffs needs a change of the page. Their context is code only, without
+    docstrings."""
     for folder in ("sagetrain", "kernels/sagekernels"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     diffs = re.findall(r"^```diff\n(.*?)^```", (ROOT / "docs/extending.md").read_text(), re.M | re.S)

@@ -1,4 +1,4 @@
-"""Kept keys and values: logits are those of the whole context."""
+"""With cached keys and values, logits are those of the whole context."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def check(logits: torch.Tensor, whole: Transformer, text: list[int]) -> None:
 @pytest.mark.parametrize("scaling", [None, YARN])
 @torch.no_grad()
 def test_logits_are_those_of_the_whole_context(heads: int, qk_norm: str, scaling: RopeScaling | None) -> None:
-    """Of rows that are as long as each other, then, with a third one, of different lengths."""
+    """Two rows have the same length. A third row of another length joins them later."""
     whole = model(qk_norm, num_key_value_heads=heads, rope_scaling=scaling)
     rows, cached = texts(20, 20, 20), CachedModel(whole, 3, 20)
     starts = [12, 12, 3]
@@ -56,7 +56,7 @@ def test_logits_are_those_of_the_whole_context(heads: int, qk_norm: str, scaling
 
 @torch.no_grad()
 def test_attention_may_lay_out_what_it_returns_as_it_likes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU's has the heads innermost but one: a head's queries are not beside each other."""
+    """On a GPU the heads are the innermost dim but one, so a head's queries are not next to each other."""
     whole, (text,) = model(num_key_value_heads=2), texts(9)
 
     class OnGpu:
@@ -85,7 +85,8 @@ def test_a_text_costs_the_logits_of_its_last_token_alone() -> None:
 
 
 class Traced:
-    """What Recorded is without a GPU: operators, recorded once, that know nothing of the host's variables."""
+    """A stand-in for Recorded without a GPU: operators that were recorded once and know nothing of the host's
+    variables."""
 
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> None:
         self.calls, self._graph = 0, make_fx(function)(x)
@@ -97,7 +98,8 @@ class Traced:
 
 @torch.no_grad()
 def test_a_recorded_step_is_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the second one of its shape, with rows that grow, across the end of a stretch of places, and that end."""
+    """The second step of a shape and later ones are replayed from a recording. Rows grow, pass the end of a stretch of
+    places, and end."""
     made: list[Traced] = []
     monkeypatch.setattr(cache, "Recorded", lambda *how: made.append(Traced(*how)) or made[-1])
     monkeypatch.setattr(cache, "_STRETCH", 8)
@@ -115,7 +117,8 @@ def test_a_recorded_step_is_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     cached.drop(0)
     for end in range(11, 15):
         check(cached([rows[1][end - 1]])[0], whole, rows[1][:end])
-    assert [each.calls for each in made] == [2, 3, 3]  # with 8 places; with 16; of one row
+    # The recordings are those with 8 places, with 16, and for one row.
+    assert [each.calls for each in made] == [2, 3, 3]
 
 
 @torch.no_grad()

@@ -27,7 +27,7 @@ EOS = 7
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
-    """Folder of a run of ten steps with two held-out sources."""
+    """The folder of a run of ten steps with two held-out sources."""
     folder = tmp_path_factory.mktemp("evaluate")
     tree = {
         "training": {"total_tokens": 2560},
@@ -44,12 +44,13 @@ def run(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def loaded(run: Path) -> TrainedRun:
-    return load_run(run, print, attention="sdpa")  # INT8 attention would round by what else is in a window
+    # INT8 attention would round each token depending on the rest of its window.
+    return load_run(run, print, attention="sdpa")
 
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
-    """Folder with the same documents as .jsonl, .jsonl.zst and a token file."""
+    """A folder with the same documents as .jsonl, .jsonl.zst and a token file."""
     folder = tmp_path_factory.mktemp("texts")
     lines = "".join(json.dumps({"body": text}) + "\n" for text in [*TEXTS[:3], "über\tαβγ 漢字 ☃\n", "x"])
     (folder / "held.jsonl").write_text(lines)
@@ -80,8 +81,8 @@ def test_eval_gives_the_losses_that_training_ended_with(run: Path) -> None:
     assert "step 10, 2,560 tokens seen; 8 sequences of 32 tokens" in table and f"{trained['valid/loss']:.4f}" in table
 
 
-def test_unigram_loss_is_by_the_frequencies_of_the_training_data(loaded: TrainedRun) -> None:
-    """So that it does not fall when few tokens are evaluated, whose own entropy is small."""
+def test_unigram_loss_uses_frequencies_of_the_training_data(loaded: TrainedRun) -> None:
+    """A few evaluated tokens have a small entropy of their own, which must not lower the unigram loss."""
     cfg = loaded.cfg
     train = TokenFile(cfg.data.train[0].path)
     counts = 1 + np.bincount(train.tokens(1, (train.num_tokens - 1) // 32 * 32 + 1), minlength=512)
@@ -90,7 +91,7 @@ def test_unigram_loss_is_by_the_frequencies_of_the_training_data(loaded: Trained
     expected = [nats[batch.labels.numpy()].mean() for batch in held_out.eval_batches(5)]
     one, five = (together(evaluate(loaded, sequences)) for sequences in (1, 5))
     assert (one.unigram_loss, five.unigram_loss) == pytest.approx((expected[0], np.mean(expected)), rel=1e-9)
-    assert one.unigram_loss > math.log(32)  # what the own entropy of 32 tokens cannot reach
+    assert one.unigram_loss > math.log(32)  # The entropy of 32 tokens cannot reach this value.
     said: list[str] = []
     for path in ("gone", NO_DATA):
         data = cfg.data.model_copy(update={"train": [DataSource(path=path)]})
@@ -100,8 +101,8 @@ def test_unigram_loss_is_by_the_frequencies_of_the_training_data(loaded: Trained
     assert said[1:] == ["no unigram loss: an imported model has no training data"]
 
 
-def test_losses_at_another_context_are_of_sequences_so_long(loaded: TrainedRun) -> None:
-    """As many tokens at once as before. Item by item: what the model says of each sequence alone."""
+def test_losses_at_another_context_are_of_such_sequences(loaded: TrainedRun) -> None:
+    """A batch has as many tokens as before. The losses are those of the model for each sequence alone."""
     for size, rows in ((8, 16), (64, 2)):
         run = at_context(loaded, size)
         assert (run.cfg.data.micro_batch_size, loaded.cfg.data.seq_length) == (rows, 32)
@@ -120,7 +121,7 @@ def test_losses_at_another_context_are_of_sequences_so_long(loaded: TrainedRun) 
 @pytest.mark.parametrize("size", [1, 4, 9])
 @pytest.mark.parametrize("eos_id", [EOS, -1])
 def test_windows_score_every_token_once(size: int, eos_id: int) -> None:
-    """Whatever the stride, the length of the text and the pieces that it comes in."""
+    """This holds for every stride, every length of the text, and all pieces in which it comes."""
     for stride in range(1, size + 1):
         for length in (1, 2, size, size + 1, size + 2, 3 * size + 1, 40):
             text = np.arange(100, 100 + length)
@@ -135,11 +136,13 @@ def test_windows_score_every_token_once(size: int, eos_id: int) -> None:
                     first = whole.index(sample.tokens[0])
                     assert sample.tokens.tolist() == whole[first : first + min(size, len(whole) - 1) + 1]
                     assert sample.document_starts == [i for i in range(1, size) if first + i in begins]
-                    assert number == 0 or count <= stride  # so size - stride + 1 tokens come before each that counts
+                    # At least size - stride + 1 tokens come before each token that counts.
+                    assert number == 0 or count <= stride
 
 
 def naive(loaded: TrainedRun, tokens: list[int], begins: set[int], stride: int) -> float:
-    """Nats of tokens[1:], each from a forward pass of its own over no more than it may see, in float64."""
+    """Return the nats of tokens[1:]. Each token has a forward pass of its own, over the tokens that it may see, in
+    float64."""
     size, last, nats = 32, len(tokens) - 1, 0.0
     for place in range(1, len(tokens)):
         window = max(0, -(-(place - size) // stride) * stride)
@@ -169,7 +172,7 @@ def test_text_is_the_same_in_every_form(loaded: TrainedRun, texts: Path) -> None
     assert [form.counted for form in forms] == ["in the text", "in the text", "by prepare"]
     assert len({form.nats for form in forms}) == 1
     assert forms[0].bits_per_byte == pytest.approx(forms[0].nats / math.log(2) / size)
-    token_path(texts / "prepared/held", ".json").unlink()  # as if it came from elsewhere
+    token_path(texts / "prepared/held", ".json").unlink()  # The file looks as if it came from elsewhere.
     (elsewhere,) = evaluate_texts(loaded, paths[2:])
     assert elsewhere == replace(forms[2], counted="in the decoded tokens")
     every = together(forms)

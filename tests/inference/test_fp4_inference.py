@@ -1,4 +1,4 @@
-"""FP4 attention in `sagetrain eval` and `generate`: it is what runs, for every token, and never while training."""
+"""FP4 attention in `sagetrain eval` and `generate` computes every token, and it is refused in training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sagetrain.model.backends import Fp4, token_layout
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
-    """Folder of a run with random weights and a context of 16 tokens."""
+    """The folder of a run with random weights and a context of 16 tokens."""
     folder = tmp_path_factory.mktemp("fp4") / "run"
     saved_runs.save_runs([(str(folder), saved_runs.config(folder), 1)], model)
     return folder
@@ -45,8 +45,8 @@ def test_the_model_computes_with_fp4_attention(run: Path) -> None:
 
 
 @torch.no_grad()
-def test_later_tokens_are_with_fp4_attention_too(run: Path) -> None:
-    """One query at a time, without the mean that it would be of itself."""
+def test_later_tokens_use_fp4_attention_too(run: Path) -> None:
+    """A single query is not smoothed, because it would be its own mean."""
     fp4 = load_run(run, print, attention="fp4")
     cached, calls = CachedModel(fp4.model, 2, 16), []
 

@@ -1,4 +1,4 @@
-"""Generated text: batches, seeds, where it ends, several ranks, and what is printed."""
+"""Generated text: batches, seeds, the end of a text, several ranks, and the printed output."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ GREEDY = Sampling(max_tokens=12, temperature=0)
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
-    """Folder of two runs with random weights and a context of 16 tokens: `int8` attention, and `sdpa`."""
+    """The folder of two runs with random weights and a context of 16 tokens: `int8` attention, and `sdpa`."""
     root = tmp_path_factory.mktemp("generate")
     made = []
     for name, backend in (("int8", "sage"), ("sdpa", "sdpa")):
@@ -51,7 +51,7 @@ def loaded(runs: Path) -> TrainedRun:
 
 
 def finished(run: TrainedRun, prompts: list[str], sampling: Sampling, batch_size: int = 1) -> list[Completion]:
-    """Completions by prompt; the pieces that were yielded are their texts."""
+    """Return the completions in the order of the prompts. Check that the yielded pieces make up their texts."""
     texts: dict[int, str] = {}
     last: dict[int, Completion] = {}
     for done, piece in generate(run, prompts, sampling, batch_size):
@@ -68,7 +68,8 @@ def finished(run: TrainedRun, prompts: list[str], sampling: Sampling, batch_size
 
 @pytest.mark.parametrize(("name", "attention"), [("int8", None), ("sdpa", None), ("sdpa", "fp4")])
 def test_a_batch_gives_the_tokens_of_each_prompt_alone(runs: Path, name: str, attention: str | None) -> None:
-    """Of different lengths, past the full context of 16 tokens, with prompts that come when others have ended."""
+    """The prompts have different lengths and go past the full context of 16 tokens. Later prompts start when others
+    have ended."""
     run = load_run(runs / name, print, attention=attention)
     alone = [finished(run, [prompt], GREEDY)[0] for prompt in PROMPTS]
     assert {done.finish for done in alone} == {"max_tokens"}
@@ -91,7 +92,7 @@ def test_a_seed_gives_the_same_text_whatever_the_batch(loaded: TrainedRun) -> No
 
 
 def test_the_likeliest_text_is_that_of_the_whole_context(loaded: TrainedRun) -> None:
-    """Kept keys and values change nothing, and a full context (16 tokens here) goes on with its later half."""
+    """Cached keys and values change nothing. A full context (16 tokens here) goes on with its later half."""
     (done,) = finished(loaded, ["the quick"], Sampling(max_tokens=40, temperature=0))
     tokens = [*loaded.tokenizer.encode("the quick"), *done.tokens]
     first = 0
@@ -113,7 +114,7 @@ SHARES = torch.tensor([0.05, 0.5, 0.15, 0.3])
     ({"top_k": 2}, [0, 0.625, 0, 0.375]),
     ({"top_k": 50, "top_p": 0.6}, [0, 0.625, 0, 0.375]),
     ({"top_k": 0, "top_p": 0.9}, [0, 0.5 / 0.95, 0.15 / 0.95, 0.3 / 0.95]),
-    ({"top_k": 3, "top_p": 0.52}, [0, 1, 0, 0]),  # 0.526 of the three
+    ({"top_k": 3, "top_p": 0.52}, [0, 1, 0, 0]),  # The largest probability among the three is 0.526.
     ({"top_k": 0, "top_p": 0.52}, [0, 0.625, 0, 0.375]),
     ({"top_k": 0, "top_p": 1e-6}, [0, 1, 0, 0]),
     ({"top_k": 0, "temperature": 0.5}, [0.0025 / 0.365, 0.25 / 0.365, 0.0225 / 0.365, 0.09 / 0.365]),
@@ -124,7 +125,7 @@ def test_tokens_are_drawn_by_their_probability(how: dict, expected: list[float])
     rows = SHARES.log().expand(20_000, -1)
     drawn = torch.tensor(choose(rows, Sampling(**{"temperature": 1.0, **how}), [generator] * len(rows)))
     found = drawn.bincount(minlength=4) / len(rows)
-    assert (found - torch.tensor(expected)).abs().max() < 0.012  # three standard deviations
+    assert (found - torch.tensor(expected)).abs().max() < 0.012  # The limit is three standard deviations.
     assert ((found == 0) == (torch.tensor(expected) == 0)).all()
 
 
@@ -141,9 +142,9 @@ def test_options_out_of_range_are_refused(how: dict, said: str) -> None:
     assert said in str(refused.value)
 
 
-def test_no_token_is_sampled_that_the_tokenizer_does_not_have(loaded: TrainedRun, monkeypatch) -> None:
-    """model.vocab_size may be larger than the tokenizer's."""
-    monkeypatch.setattr(loaded.tokenizer, "vocab_size", 3 + 256)  # bytes alone
+def test_no_token_is_sampled_that_the_tokenizer_lacks(loaded: TrainedRun, monkeypatch) -> None:
+    """model.vocab_size may be larger than the tokenizer's vocabulary."""
+    monkeypatch.setattr(loaded.tokenizer, "vocab_size", 3 + 256)  # The vocabulary has only bytes now.
     for how in ((5.0, 0), (5.0, 500), (0.0, 0)):
         for done in finished(loaded, ["\n", "a"], Sampling(20, *how), 2):
             assert done.tokens and max(done.tokens) < 259
@@ -153,7 +154,7 @@ def test_no_token_is_sampled_that_the_tokenizer_does_not_have(loaded: TrainedRun
 
 
 def scripted(tokenizer: Tokenizer, tokens: list[int]) -> TrainedRun:
-    """A run whose model says these tokens, one after the other."""
+    """Return a run whose model emits these tokens, one after the other."""
     script = iter(tokens)
 
     class Scripted:
@@ -169,8 +170,9 @@ def scripted(tokenizer: Tokenizer, tokens: list[int]) -> TrainedRun:
     return TrainedRun(cfg, Scripted(), tokenizer, 512, 1, 1, torch.device("cpu"))
 
 
-def test_a_text_ends_with_any_token_that_ends_one(tokenizer: Tokenizer) -> None:
-    """With those of the folder that it was imported from; an answer also with what the template puts behind it."""
+def test_a_text_ends_with_any_end_token(tokenizer: Tokenizer) -> None:
+    """The folder that a model was imported from names end tokens. An answer also ends with the token that the chat
+    template puts after it."""
     said = [*spelled("ab"), tokenizer.bos_id, *spelled("c")]
     marked = "{% for m in messages %}{{ m.content }}{{ bos_token if m.role == 'assistant' }}\n{% endfor %}"
     for how, template in (({"end_tokens": [7, tokenizer.bos_id]}, None), ({}, marked)):
@@ -189,36 +191,37 @@ def pieces_of(tokenizer: Tokenizer, tokens: list[int], stop: tuple[str, ...] = (
 
 
 def spelled(text: str) -> list[int]:
-    """In byte tokens."""
+    """Return a text in byte tokens."""
     return [3 + byte for byte in text.encode()]
 
 
 def test_a_character_is_shown_when_it_is_whole(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(spelled("é")) == "é"
     assert pieces_of(tokenizer, spelled("é€.")) == (["", "é", "", "", "€", "."], "max_tokens")
-    assert pieces_of(tokenizer, spelled("x€")[:3]) == (["x", "", "��"], "max_tokens")  # to the last token
+    # An incomplete character is shown at the last token.
+    assert pieces_of(tokenizer, spelled("x€")[:3]) == (["x", "", "��"], "max_tokens")
     pieces, finish = pieces_of(tokenizer, [*spelled("ab"), tokenizer.eos_id, *spelled("c")])
     assert ("".join(pieces), finish) == ("ab", "eos")
 
 
 @pytest.mark.parametrize(("text", "stop", "pieces", "finish"), [
     ("one END two", ("END",), "one ", "stop"),
-    ("one EEND two", ("END",), "one E", "stop"),  # a beginning that was none
+    ("one EEND two", ("END",), "one E", "stop"),  # The first E does not begin the stop string.
     ("one EN", ("END",), "one EN", "max_tokens"),
     ("ab\n\nc", ("\n\n", "c"), "ab", "stop"),
-    ("abcd", ("cd", "bc"), "a", "stop"),  # the first one in the text
+    ("abcd", ("cd", "bc"), "a", "stop"),  # The stop string that comes first in the text counts.
     ("é€", ("€",), "é", "stop"),
     ("END", ("END",), "", "stop"),
     ("aaab", ("aab",), "a", "stop"),
 ])  # fmt: skip
 def test_a_text_ends_before_a_stop_string(tokenizer, text, stop, pieces, finish) -> None:
-    """Which is split over tokens, one for each byte; nothing of it is ever shown."""
+    """The stop string is split over tokens, one for each byte. No part of it is ever shown."""
     shown, why = pieces_of(tokenizer, spelled(text), stop)
     assert ("".join(shown), why) == (pieces, finish)
 
 
 def test_the_space_before_the_first_word_is_kept() -> None:
-    """By tokenizers that put a space before every text and leave it out of what they decode."""
+    """Some tokenizers put a space before every text and leave it out when they decode."""
     tokenizer = published_tokenizer()
     assert tokenizer.decode(tokenizer.encode("get")) == "get"
     run = scripted(tokenizer, [*tokenizer.encode("get one"), tokenizer.eos_id])
@@ -226,7 +229,7 @@ def test_the_space_before_the_first_word_is_kept() -> None:
     assert (done.text, done.finish) == (" get one", "eos")
 
 
-def test_a_prompt_longer_than_the_context_is_refused_before_anything_is_generated(loaded: TrainedRun) -> None:
+def test_a_prompt_longer_than_the_context_is_refused_first(loaded: TrainedRun) -> None:
     said = r"has 20 tokens, 4 more than the context of 16 .*data\.seq_length\); shorten it"
     with pytest.raises(ConfigError, match=f"the prompt {said}"):
         next(generate(loaded, ["é" * 10], GREEDY))
@@ -248,7 +251,7 @@ def test_prompts_come_from_words_files_and_standard_input(monkeypatch, tmp_path:
     assert read_prompts(prompt_file=tmp_path / "lines.jsonl") == ["a\nb", ""]
     shutil.copyfile(tmp_path / "lines.jsonl", tmp_path / "LINES.JSONL")
     assert read_prompts(prompt_file=tmp_path / "LINES.JSONL") == ["a\nb", ""]
-    (tmp_path / "marked.txt").write_bytes(b"\xef\xbb\xbfa\n")  # as some editors begin a file
+    (tmp_path / "marked.txt").write_bytes(b"\xef\xbb\xbfa\n")  # Some editors begin a file with this mark.
     assert read_prompts(prompt_file=tmp_path / "marked.txt") == ["a"]
 
 
@@ -291,7 +294,7 @@ def test_prompts_that_cannot_be_read(monkeypatch, tmp_path: Path) -> None:
 
 
 def printed(monkeypatch, capsys, *words: object, typed: str | None = None) -> str:
-    """What `sagetrain generate` prints, in this process."""
+    """Run `sagetrain generate` in this process and return what it prints."""
     if typed is not None:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed.encode())))
     assert main(["generate", *map(str, words)]) == 0
@@ -327,8 +330,8 @@ def test_what_the_command_refuses(runs: Path) -> None:
         assert f"error: {said}" in done.stderr
 
 
-def test_two_ranks_say_what_one_does(runs: Path, loaded: TrainedRun, tmp_path: Path) -> None:
-    """Tensor parallel; rank 0 alone reads and prints."""
+def test_two_ranks_generate_what_one_does(runs: Path, loaded: TrainedRun, tmp_path: Path) -> None:
+    """The ranks are tensor parallel, and only rank 0 reads and prints."""
     (tmp_path / "p.txt").write_text("\n".join(PROMPTS[:2]))
     words = ["generate", str(runs / "sdpa"), "--prompt-file", "p.txt", "--json", "--max-tokens", "20"]
     words += ["--temperature", "1", "--top-p", "0.9", "--batch-size", "2"]
@@ -341,7 +344,7 @@ def test_two_ranks_say_what_one_does(runs: Path, loaded: TrainedRun, tmp_path: P
 
 
 def told() -> list[str]:
-    """On each of two ranks: what rank 0 reads, and its mistake."""
+    """Return the text that rank 0 reads and its error, on each of two ranks."""
     ranks = Ranks.join()
     found = [ranks.tell(lambda: f"read by {ranks.groups.rank}")]
     try:

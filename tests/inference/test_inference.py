@@ -1,4 +1,4 @@
-"""`sagetrain eval` and `sagetrain generate` on a run trained for real."""
+"""`sagetrain eval` and `sagetrain generate` on a run that was really trained."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sagetrain.model import transformer
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
-    """Folder of a run of ten steps, beside its own copy of the corpus."""
+    """The folder of a run of ten steps, beside its own copy of the corpus."""
     folder = tmp_path_factory.mktemp("inference")
     shutil.copytree(corpus, folder / "corpus")
     sections = {"training": {"total_tokens": 2560}, "checkpoint": {"every_tokens": 1280}}
@@ -59,7 +59,7 @@ def test_any_checkpoint_can_be_named(run: Path, tmp_path: Path) -> None:
 
 
 def test_no_weight_is_drawn_that_the_checkpoint_overwrites(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a large model that takes longer than reading it."""
+    """Drawing the weights of a large model takes longer than reading them."""
 
     def draw(*_: object) -> None:
         raise AssertionError("weights are drawn")
@@ -115,8 +115,8 @@ def test_loss_with_another_attention(run: Path) -> None:
     assert f"{fp4:.4f}" in shown
 
 
-def test_what_was_trained_elsewhere_runs_on_sdpa(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose backend this machine does not have (flash, or sage in fp32 on a GPU)."""
+def test_a_run_trained_elsewhere_runs_on_sdpa(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine lacks the backend of the run (flash, or sage in fp32 on a GPU)."""
 
     def elsewhere(*_: object, **__: object) -> None:
         raise ValueError("attention.backend flash needs a GPU")

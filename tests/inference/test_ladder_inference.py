@@ -1,4 +1,4 @@
-"""Eval, generate and diagnose take every layer as the precision ladder had it at the checkpoint."""
+"""Eval, generate and diagnose use every layer on the rung that the precision ladder had at the checkpoint."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SAID = "attention as at step 4: fine in layer 0; sdpa in layer 1"
 
 
 def train(corpus: str, run_dir: str) -> float:
-    """Four steps whose first measurement moves layer 0 up from paper; the last layer is scheduled for sdpa."""
+    """Train four steps whose first measurement moves layer 0 up from `paper`. The last layer is scheduled for sdpa."""
     heads = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     cfg = tiny.config(1, model=heads, attention={"backend": "sage", "recipe": "paper"}).model_dump()
     cfg["data"].update(train=[{"path": f"{corpus}/train"}], valid=[{"path": f"{corpus}/valid"}], micro_batch_size=2)
@@ -46,18 +46,18 @@ def train(corpus: str, run_dir: str) -> float:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> tuple[Path, float]:
-    """The folder of a run, and the held-out loss that it ended with."""
+    """The folder of a run, and the held-out loss at its end."""
     folder = tmp_path_factory.mktemp("ladder") / "run"
     return folder, run_distributed(train, 1, str(corpus), str(folder))[0]
 
 
-def test_a_model_has_the_rungs_of_its_checkpoint_and_the_loss_of_training(run: tuple[Path, float]) -> None:
+def test_a_model_has_its_checkpoints_rungs_and_loss(run: tuple[Path, float]) -> None:
     said: list[str] = []
     loaded = load_run(run[0], said.append)
     assert said == [SAID]
     assert loaded.model.functions == [Sage("fine"), Sdpa()]
     assert evaluate(loaded, 4)[0].loss == pytest.approx(run[1], rel=1e-6)
-    loaded.model.functions = [Sage("paper")] * 2  # as without the ladder's state
+    loaded.model.functions = [Sage("paper")] * 2  # A model without the ladder's state would have these functions.
     assert evaluate(loaded, 4)[0].loss != pytest.approx(run[1], rel=1e-6)
 
 
@@ -79,15 +79,17 @@ def test_a_rung_that_cannot_run_here_is_said(run: tuple[Path, float], monkeypatc
     assert said[0].endswith("; sdpa is used here")
 
 
-def test_diagnose_measures_the_layers_that_quantize_something_on_their_rungs(run, tmp_path: Path) -> None:
+def test_diagnose_measures_quantized_layers_on_their_rungs(run, tmp_path: Path) -> None:
     found = diagnose(load_run(run[0], print), [], report=print)
     assert found.attention == ["sage fine", "sdpa"]
     first, last = found.recipes["ladder"]
     fine = diagnose(load_run(run[0], print), ["fine"], report=print)
-    assert fine.attention == ["sage fine", "sdpa"]  # of the checkpoint, whatever was measured
+    # The report names the checkpoint's attention, whatever was measured.
+    assert fine.attention == ["sage fine", "sdpa"]
     for name in ("S/largest", "O/rel_l2", "P/rel_l2"):
-        assert first[name] == fine.recipes["fine"][0][name]  # there is nothing below it
-    assert first["dO/scale_max"] != fine.recipes["fine"][0]["dO/scale_max"]  # but a layer in 16 bits above it
+        assert first[name] == fine.recipes["fine"][0][name]  # No layer below can change these inputs.
+    # A layer in 16 bits above changes the gradients.
+    assert first["dO/scale_max"] != fine.recipes["fine"][0]["dO/scale_max"]
     assert last == {} and fine.recipes["fine"][1]["dS/rel_l2"] > 0
     errors, others = diagnosis.tables(found)
     assert errors.title.startswith("Each layer on its rung, step 4, ")

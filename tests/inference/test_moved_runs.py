@@ -1,5 +1,5 @@
-"""Runs whose folder was moved or copied, or that are asked from another folder than training was: their data is found,
-or the error says how to point to it."""
+"""Runs whose folder was moved or copied, or that are used from another folder than before. Their data is found, or the
+error says how to point to it."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ from sagetrain.inference.located import located
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
-    """A folder with data and the run of two steps, whose paths begin in it."""
+    """A folder with data and a run of two steps, whose paths are relative to the folder."""
     folder = tmp_path_factory.mktemp("project")
     shutil.copytree(corpus, folder / "data/docs")
     tree = {"training": {"total_tokens": 512}, "lr_schedule": {"warmup_tokens": 0}}
@@ -40,8 +40,8 @@ def moved(run: TrainedRun, run_dir: Path, root: Path | None = None) -> tuple[Dat
     return with_data(run, run_dir, root, said.append).cfg.data, said
 
 
-def test_eval_and_diagnose_from_another_folder(project, tmp_path, monkeypatch):
-    """The commands, where nothing is."""
+def test_eval_and_diagnose_run_from_another_folder(project, tmp_path, monkeypatch):
+    """The commands run in a folder that holds nothing."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(project, tmp_path / "elsewhere/project")
     for words in (["eval", "--num-sequences", "4", "--json"], ["diagnose"]):
@@ -66,7 +66,7 @@ def test_where_data_is_looked_for(project, run, tmp_path, monkeypatch):
     data, said = moved(run, project / "runs/first")
     assert data.valid[0].path == f"{project}/data/docs/valid"
     assert said == [f"data.{name} is read from {project}/data/docs/{name}" for name in ("train", "valid")]
-    # A run folder that was renamed, somewhere below a folder that holds the data.
+    # A run folder was renamed, somewhere below a folder that holds the data.
     monkeypatch.chdir(tmp_path.parent)
     (tmp_path / "data").symlink_to(project / "data")
     assert moved(run, tmp_path / "archive/2026/second")[0].valid[0].path == f"{tmp_path}/data/docs/valid"
@@ -91,7 +91,7 @@ def test_absolute_paths_and_patterns(project, run, tmp_path, monkeypatch):
     assert [found.train[0].files, found.valid[0].path] == [
         [f"{project}/data/docs/train"], f"{project}/data/docs/valid"
     ]  # fmt: skip
-    assert found.tokenizer is None  # it lies beside the data
+    assert found.tokenizer is None  # The tokenizer lies beside the data.
     gone = began.model_copy(update={"train": [DataSource(path="/old/none/train")]})
     found = located(gone, "/old/project/runs/first", project / "runs/first", {}, None, print)
     assert found.tokenizer == str(project / "runs/first/tokenizer.model")

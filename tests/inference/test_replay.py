@@ -1,4 +1,4 @@
-"""Steps that went wrong, taken again: spoiled data, a fault of the quantization, and what does not come back."""
+"""Failed steps are replayed: spoiled data, a fault of the quantization, and a step that does not fail again."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ SPIKES = {"window": 16, "grace_steps": 6}
 
 
 def config(folder: Path, corpus: Path, **sections: dict) -> Path:
-    """A run with a checkpoint about every 10 steps, and at the end."""
+    """Write the configuration of a run with a checkpoint about every 10 steps, and at the end."""
     sections = {"evaluation": {"every_tokens": 10**9}, "stability": {"spikes": SPIKES}, **sections}
     return write_config(folder / "run.yaml", corpus, folder / "run", **sections)
 
 
 @pytest.fixture(scope="module")
 def bad(tmp_path_factory, corpus) -> Path:
-    """Folder of a finished run of two ranks, by INT8 attention, whose step 15 has spoiled samples."""
+    """The folder of a finished run of two ranks, by INT8 attention, whose step 15 has spoiled samples."""
     folder = tmp_path_factory.mktemp("bad")
     finish("ranks", config(folder, spoiled(corpus, folder / "corpus", SAMPLES), linear={"precision": "auto"}))
     return folder
@@ -78,10 +78,11 @@ def test_a_bundle_has_all_that_it_takes_and_little_more(bad) -> None:
     norms = content["layer_grad_norms"]
     assert sorted(norms) == ["0", "1", "embedding", "head"]
     assert math.hypot(*norms.values()) == pytest.approx(content["event"]["grad_norm"], rel=1e-4)
-    settled = load_config(folder / "config.yaml")  # that of the run says auto
+    settled = load_config(folder / "config.yaml")  # The run's own configuration says auto.
     assert (settled.attention.recipe, settled.linear.precision) == ("fine", "bf16")
     kept = sorted(path.name for path in (bad / "run/checkpoints").glob("step-*"))
-    assert kept == ["step-00000010", "step-00000035", "step-00000040"]  # the bundle's, and the newest two
+    # The bundle's checkpoint and the newest two stay.
+    assert kept == ["step-00000010", "step-00000035", "step-00000040"]
 
 
 def test_spoiled_data_are_blamed_and_replayed_in_one_process(bad) -> None:
@@ -97,7 +98,8 @@ def test_spoiled_data_are_blamed_and_replayed_in_one_process(bad) -> None:
     found = json.loads(sagetrain("replay", folder, "--attention", "reference", "--json").stdout)
     assert found["cause"] == "data" and found["drift"] < 0.01
     recorded, again = found["numbers"]["recorded"], found["numbers"]["again"]
-    assert again["loss"] == pytest.approx(recorded["loss"], rel=1e-2)  # one rank instead of two, and INT8
+    # One rank takes the step instead of two, in INT8.
+    assert again["loss"] == pytest.approx(recorded["loss"], rel=1e-2)
     assert again["layers"] == pytest.approx(recorded["layers"], rel=0.05)
     assert not (folder / "replay").exists()
     same = sagetrain("replay", folder, "--attention", "sage")
@@ -121,13 +123,13 @@ def test_what_cannot_be_replayed_says_why(bad, tmp_path) -> None:
     assert sagetrain("replay", tmp_path).returncode == 2 and sagetrain("replay", alone).returncode == 3
 
 
-def test_a_step_that_is_not_finite_before_the_first_checkpoint_is_replayed_from_the_beginning(tmp_path, corpus) -> None:
+def test_a_step_before_the_first_checkpoint_is_replayed(tmp_path, corpus) -> None:
     path = config(tmp_path, corpus, optimizer={"lr": 1e30, "weight_decay": 0}, attention={"backend": "sdpa"})
     assert start("ranks", path).wait(PATIENCE) == 4
     (folder,) = (tmp_path / "run/spikes").iterdir()
     content = failed_step.read(folder)
     assert content["checkpoint"] is None and not content["event"]["finite"]
-    assert content["layer_grad_norms"] == {}  # DeepSpeed has cleared them
+    assert content["layer_grad_norms"] == {}  # DeepSpeed has cleared the norms.
     found = json.loads(sagetrain("replay", folder, "--attention", "reference", "--json").stdout)
     assert found["cause"] == "data" and found["step"] == content["step"] > 1
     assert not math.isfinite(float(found["numbers"]["again"]["grad_norm"]))
@@ -135,7 +137,7 @@ def test_a_step_that_is_not_finite_before_the_first_checkpoint_is_replayed_from_
 
 
 def left_by(path: str, factors: dict[int, float]) -> list[str]:
-    """Names of the bundles of a run whose losses in these steps are multiplied by these factors."""
+    """Return the names of the bundles of a run whose losses in these steps are multiplied by these factors."""
     trainer = Trainer(build(load_config(path)))
     forward = trainer.engine.forward
     trainer.engine.forward = lambda batch: forward(batch) * factors.get(trainer.state.step + 1, 1.0)
@@ -144,7 +146,7 @@ def left_by(path: str, factors: dict[int, float]) -> list[str]:
     return sorted(folder.name for folder in trainer.run.files.folder.spikes.iterdir())
 
 
-def test_a_run_that_began_with_another_is_replayed_from_the_checkpoint_that_that_had_then(tmp_path, corpus) -> None:
+def test_a_run_that_began_with_another_is_replayed_from_it(tmp_path, corpus) -> None:
     saves = {"checkpoint": {"every_tokens": 1024}, "training": {"total_tokens": 2048}}
     finish("sagetrain", write_config(tmp_path / "source.yaml", corpus, tmp_path / "source", **saves))
     first, newest = sorted((tmp_path / "source/checkpoints").glob("step-*"))
@@ -152,7 +154,7 @@ def test_a_run_that_began_with_another_is_replayed_from_the_checkpoint_that_that
     training = {"init_from": str(tmp_path / "source")}
     path = config(tmp_path, corpus, optimizer={"lr": 1e30, "weight_decay": 0}, training=training)
     assert start("sagetrain", path).wait(PATIENCE) == 4
-    (tmp_path / newest.name).rename(newest)  # it has gone on since
+    (tmp_path / newest.name).rename(newest)  # The other run has gone on since.
     (folder,) = (tmp_path / "run/spikes").iterdir()
     shown = sagetrain("replay", folder, "--attention", "reference", "--json")
     assert failed_step.read(folder)["checkpoint"] is None and shown.returncode == 0, shown.stderr
@@ -172,8 +174,8 @@ def test_a_damaged_checkpoint_is_passed_over(bad, tmp_path) -> None:
     assert _start(tmp_path, content) == tmp_path / "step-00000008"
 
 
-def test_one_process_has_those_layers_in_8_bits_that_ranks_had(tmp_path, corpus) -> None:
-    """gate_up alone has 2,000 weights on a rank of two, and three layers have in one process. The run comes to 8 bits
+def test_one_process_has_the_same_layers_in_8_bits_as_ranks(tmp_path, corpus) -> None:
+    """Only gate_up has 2,000 weights on a rank of two, but three layers do in one process. The run comes to 8 bits
     after the checkpoint."""
     linear = {"precision": "fp8", "keep_layers_below": 2000, "keep_first_fraction": 0.8}
     sections = {"attention": {"backend": "sdpa"}, "linear": linear}
@@ -184,7 +186,7 @@ def test_one_process_has_those_layers_in_8_bits_that_ranks_had(tmp_path, corpus)
     shown = sagetrain("replay", folder, "--attention", "reference", "--json")
     said = "linear layers fp8 rowwise in all blocks, layers of 2,000 weights and more (gate_up)"
     assert f"{said}, by the sizes at tensor_parallel_size 2 in training and 1 here (" in shown.stderr
-    assert "a rank's sizes decide" not in shown.stderr  # which are the same
+    assert "a rank's sizes decide" not in shown.stderr  # The layers are the same, so nothing is said.
     numbers = json.loads(shown.stdout)["numbers"]
     assert numbers["again"]["grad_norm"] == pytest.approx(numbers["recorded"]["grad_norm"], rel=1e-5)
 
@@ -192,14 +194,12 @@ def test_one_process_has_those_layers_in_8_bits_that_ranks_had(tmp_path, corpus)
 @pytest.mark.parametrize(
     ("policy", "factors", "steps"),
     [
-        ("stop", {11: 1e4, 12: math.nan}, (11, 12)),  # the step that ends the run, too
+        ("stop", {11: 1e4, 12: math.nan}, (11, 12)),  # The step that ends the run leaves a bundle too.
         ("skip", {11: 1e4, 12: 1e4}, (11, 12)),
-        ("stop", {11: 1e4, 12: 2e4, 14: 1e4}, (11, 14)),  # one spike of two steps
+        ("stop", {11: 1e4, 12: 2e4, 14: 1e4}, (11, 14)),  # The first two steps are one spike.
     ],
 )
-def test_every_step_left_out_leaves_a_bundle_and_a_spike_trained_on_for_long_leaves_one(
-    tmp_path, corpus, policy, factors, steps
-) -> None:
+def test_every_step_left_out_leaves_a_bundle(tmp_path, corpus, policy, factors, steps) -> None:
     stability = {"spikes": {**SPIKES, "policy": policy}}
     short = {"attention": {"backend": "sdpa"}, "training": {"total_tokens": 15 * 256}}
     path = config(tmp_path, corpus, **short, stability=stability)
@@ -207,8 +207,8 @@ def test_every_step_left_out_leaves_a_bundle_and_a_spike_trained_on_for_long_lea
     assert names == [on_disk.folder_name(step) for step in steps]
 
 
-def test_the_way_there_may_lead_over_a_step_in_which_no_token_counts(monkeypatch) -> None:
-    """Its loss is 0."""
+def test_the_replay_passes_a_step_in_which_no_token_counts(monkeypatch) -> None:
+    """The loss of such a step is 0."""
     ledger = Ledger("order")
     ledger.add(0, 4), ledger.add(4, 4)
     content = {"steps_between": [{"step": 1, "loss": 0.0}, {"step": 2, "loss": 2.0}], "ledger": asdict(ledger)}
@@ -227,7 +227,8 @@ def test_the_way_there_may_lead_over_a_step_in_which_no_token_counts(monkeypatch
 
 @dataclass(frozen=True)
 class Faulty(Sage):
-    """Takes a wrong scale in its backward pass where a document begins at one certain place."""
+    """INT8 attention with a fault: its backward pass takes a wrong scale where a document begins at one certain
+    place."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout) -> Tensor:
         o = super().__call__(q, k, v, layout)
@@ -252,9 +253,9 @@ def replayed(folder: str, faulty: bool) -> dict:
     return asdict(replay(Path(folder), "sdpa"))
 
 
-def test_a_fault_of_the_quantization_is_blamed_on_precision_and_one_that_has_gone_on_neither(tmp_path, corpus) -> None:
+def test_a_fault_of_the_quantization_is_blamed_on_precision(tmp_path, corpus) -> None:
     short = {"attention": {"backend": "sage", "recipe": "fine"}, "training": {"total_tokens": 16 * 256}}
-    where = spoiled(corpus, tmp_path / "corpus", (), begins=SAMPLES[2])  # the third of a micro-batch
+    where = spoiled(corpus, tmp_path / "corpus", (), begins=SAMPLES[2])  # The sample is the third of a micro-batch.
     path = config(tmp_path, where, **short)
     assert run_distributed(train, 1, str(path)) == [True]
     (folder,) = (tmp_path / "run/spikes").iterdir()
@@ -274,7 +275,7 @@ def test_a_fault_of_the_quantization_is_blamed_on_precision_and_one_that_has_gon
 
 
 def make_linear_faulty() -> None:
-    """Gradients of weights made of 8 bits are 300 times too large in the step of these samples."""
+    """Make gradients of weights in 8 bits 300 times too large in the step of these samples."""
     where, step, gradient = SimpleNamespace(fault=False), BaseEngine.step, LowBit._weight_gradient
 
     def watched(self: BaseEngine, batches: Iterable[Batch], *rest: object, **how: object) -> StepResult:
@@ -306,21 +307,21 @@ def test_linear_layers_in_8_bits_are_told_from_the_data(tmp_path, corpus) -> Non
     assert run_distributed(train_with_faulty_linear_layers, 1, str(path)) == [True]
     (folder,) = (tmp_path / "run/spikes").iterdir()
     ((first, other, second),) = run_distributed(replayed_with_faulty_linear_layers, 1, str(folder))
-    assert first["cause"] == "open" and first["attention"]["asked"] == "sdpa"  # that is what it had
+    assert first["cause"] == "open" and first["attention"]["asked"] == "sdpa"  # sdpa is the run's own attention.
     assert other["cause"] == "data or linear layers"
     assert second["cause"] == "precision" and second["attention"]["asked"] == "sdpa and linear layers in 16 bits"
     again, asked = second["numbers"]["again"], second["numbers"]["asked"]
     assert asked["grad_norm"] < second["limits"]["grad_norm"] < again["grad_norm"]
     assert again["loss"] == pytest.approx(second["numbers"]["recorded"]["loss"], rel=1e-6) and second["drift"] < 1e-6
-    shown = sagetrain("replay", folder, "--attention", "reference")  # where 8 bits do nothing wrong
+    shown = sagetrain("replay", folder, "--attention", "reference")  # Without the fault, 8 bits do nothing wrong.
     assert "hardware: it does not come back" in shown.stdout
     shown = sagetrain("replay", folder, "--linear", "fp8")
     assert shown.returncode == 2 and "'recorded', 'bf16'" in shown.stderr
 
 
-def test_layers_have_the_rungs_that_they_had_also_those_that_a_measurement_moved(tmp_path, corpus) -> None:
-    """A replay measures nothing on its way, and takes each step with the attention that its bundle names; linear layers
-    have the 8 bits that they had."""
+def test_layers_are_replayed_on_the_rungs_that_they_had(tmp_path, corpus) -> None:
+    """A measurement moved some layers. A replay measures nothing on its way: it takes each step with the attention that
+    its bundle names, and linear layers keep their 8 bits."""
     stability = {
         "spikes": SPIKES,
         "monitor": {"every_steps": 12},
