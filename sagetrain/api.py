@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from sagetrain.inference.generate import Completion
     from sagetrain.inference.load import TrainedRun
     from sagetrain.interop.exporting import Exported
+    from sagetrain.interop.importing import Imported
     from sagetrain.parallel.cross_entropy import TokenLoss
     from sagetrain.training.callbacks import Callback, Position, RunStart
 
@@ -61,6 +62,7 @@ __all__ = [
     "TrainingError",
     "TrainingResult",
     "compare",
+    "import_folder",
     "load_config",
     "load_run",
     "plan",
@@ -135,6 +137,10 @@ def prepare(request: Request, say: Callable[[str], None] = _silent) -> Prepared:
 
     An interrupted call continues where it was when it is repeated with the same request.
 
+    Args:
+        request: the text, the path of the token file, and the tokenizer.
+        say: gets messages for people.
+
     Raises:
         ConfigError: the request contradicts itself, or a source cannot be read.
     """
@@ -157,6 +163,7 @@ def plan(
         overrides: values that replace those of the file.
         world_size: the number of ranks. Default: parallel.world_size, or 1.
         gpu: a key of sagetrain.hardware.HARDWARE. Default: this host's GPU, or h200.
+        gpus_per_host: the number of GPUs of a host.
         network_gbps: the bandwidth of the network for each GPU, in Gbit/s.
 
     Raises:
@@ -431,6 +438,24 @@ def load_run(
 
     path = Path(run_dir)
     return Model(load(path, say, step, attention=attention, linear=linear), path)
+
+
+def import_folder(folder: str | Path, run_dir: str | Path, *, say: Callable[[str], None] = _silent) -> Imported:
+    """Turn a Hugging Face folder of a Llama, Mistral or Qwen3 model into a run folder, to start from with
+    training.init_from, and to load with load_run.
+
+    Args:
+        folder: the Hugging Face folder.
+        run_dir: the folder to write, which does not exist yet or is empty. Its config.yaml has the model.
+        say: gets a message for everything that is read differently than the folder says.
+
+    Raises:
+        ConfigError: the folder holds another kind of model, is incomplete, or its sizes do not match.
+        CheckpointError: the run folder cannot be written.
+    """
+    from sagetrain.interop.importing import import_folder as read
+
+    return read(Path(folder), Path(run_dir), report=say)
 
 
 def compare(

@@ -33,29 +33,39 @@ def sage_attention(
     recipe: str | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Softmax attention with INT8 matrix products in forward and backward (SageBwd, arXiv 2603.02170).
+    """Compute softmax attention with INT8 matrix products in forward and backward (SageBwd, arXiv 2603.02170).
 
-    q [B, N_q, H, D], k and v [B, N_k, H_kv, D] with any strides, H a multiple of H_kv, D from 16 to 256, one dtype
-    (bfloat16 or float16; float32 too on the twin). Returns o [B, N_q, H, D], contiguous.
+    Under autocast the inputs are cast to its dtype. Inputs that are not finite give NaN in what depends on them (with
+    smoothing that is the whole head).
 
-    causal: query i sees keys up to i + N_k - N_q (aligned to the end; N_k >= N_q). Unlike flash_attn_func's it is True
-        by default.
-    scale: factor on the scores, D ** -0.5 by default.
-    smooth_k, smooth_q: subtract the mean of K over the row, of Q over tiles of 64 tokens, before quantizing.
-    cu_seqlens: int32 [documents + 1] from 0 to N over a batch of one: attention stays inside documents. Zero-length
-        documents are allowed. On a GPU the values are not checked (that would wait for the device).
-    bounds: document_bounds(cu_seqlens, N) in its place, where many calls share them.
-    recipe: "fine" (scales per token, row and column), "paper" (one scale per tile), "gradients" (as fine, Q K^T in 16
-        bits), or "scores" (Q K^T alone in INT8, the gradients' products in 16 bits); reference.py specifies them. None
-        takes default_recipe of the device: "scores" on an H100 or H200, "fine" elsewhere.
-    backend: a name in backends.NAMED. None takes the first of backends.BACKENDS that serves the GPU and takes the
-        call: CUDA kernels where there are any for it, "triton" on every other GPU, and "twin", the specification in
-        torch, elsewhere. By name, too, "triton" computes what a backend does not take. CUDA kernels are compiled at
-        first use; if that fails, a backend by name raises nvrtc.CompilationError, and None warns once and takes
-        "triton".
+    Args:
+        q: [B, N_q, H, D] with any strides, D from 16 to 256, bfloat16 or float16, and on the twin float32 too.
+        k: [B, N_k, H_kv, D] in the dtype of q. H is a multiple of H_kv.
+        v: as k.
+        causal: query i sees keys up to i + N_k - N_q (aligned to the end; N_k >= N_q). Unlike flash_attn_func's it is
+            True by default.
+        scale: the factor on the scores. Default: D ** -0.5.
+        smooth_k: subtract the mean of K over the row before quantizing.
+        smooth_q: subtract the mean of Q over tiles of 64 tokens before quantizing.
+        cu_seqlens: int32 [documents + 1] from 0 to N over a batch of one: attention stays inside documents. Documents
+            of length zero are allowed. On a GPU the values are not checked (that would wait for the device).
+        bounds: document_bounds(cu_seqlens, N) in the place of cu_seqlens, where many calls share them.
+        recipe: "fine" (scales per token, row and column), "paper" (one scale per tile), "gradients" (as fine, Q K^T in
+            16 bits), or "scores" (Q K^T alone in INT8, the gradients' products in 16 bits); reference.py specifies
+            them. Default: default_recipe of the device, which is "scores" on an H100 or H200 and "fine" elsewhere.
+        backend: a name in backends.NAMED. Default: the first of backends.BACKENDS that serves the GPU and takes the
+            call: CUDA kernels where there are any for it, "triton" on every other GPU, and "twin", the specification
+            in torch, elsewhere. By name, too, "triton" computes what a backend does not take. CUDA kernels are
+            compiled at first use. If that fails, a backend by name raises nvrtc.CompilationError, and the default
+            warns once and takes "triton".
 
-    Under autocast the inputs are cast to its dtype. Non-finite inputs give NaN in what depends on them (with smoothing
-    that is the whole head). Raises TypeError, ValueError or NotImplementedError, saying what is supported.
+    Returns:
+        o [B, N_q, H, D], contiguous, in the dtype of q.
+
+    Raises:
+        TypeError: dtypes that are not supported; the message says which are.
+        ValueError: shapes, names or documents that do not fit.
+        NotImplementedError: the GPU has no INT8 products, or slow ones.
     """
     q, k, v = autocast(q, k, v)
     recipe = default_recipe(q.device) if recipe is None else recipe

@@ -350,16 +350,19 @@ class _QKNormRope(torch.autograd.Function):
 def qk_norm_rope(
     q: Tensor, k: Tensor, v: Tensor, q_gain: Tensor, k_gain: Tensor, cos: Tensor, sin: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The heads of q and k, each divided by its root mean square, times a gain, then rotated; and those of v.
+    """Return the heads of q and k, each divided by its root mean square, times a gain, then rotated; and those of v.
 
     Dim i is rotated together with dim i + head_dim / 2 (Llama's convention). The gradients of q, k and v are views of
     one matrix, side by side. q, k, gains and tables are kept for the backward pass.
 
     Args:
         q: [tokens, heads * head_dim], bf16, fp16 or fp32, without a GPU also float64; any strides.
-        k, v: [tokens, kv_heads * head_dim] in its dtype.
-        q_gain, k_gain: [head_dim] of one dtype; it need not be that of q.
-        cos, sin: fp32 [tokens, 1, head_dim / 2] of the rotation angles. They get no gradient.
+        k: [tokens, kv_heads * head_dim] in the dtype of q.
+        v: as k.
+        q_gain: [head_dim]; the dtype need not be that of q.
+        k_gain: as q_gain.
+        cos: fp32 [tokens, 1, head_dim / 2], the cosines of the rotation angles. They get no gradient.
+        sin: as cos, the sines.
         eps: added to the mean square.
 
     Returns:

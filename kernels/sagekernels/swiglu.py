@@ -87,10 +87,11 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, for gradients that are read as one matrix: they are halves of one, gate's then up's.
+    """Return silu(gate) * up. The gradients are halves of one matrix, gate's then up's, for who reads them as one.
 
     Args:
-        gate, up: [rows, columns] each, bf16, fp16 or fp32, any strides. Both are kept for the backward pass.
+        gate: [rows, columns], bf16, fp16 or fp32, any strides. It is kept for the backward pass.
+        up: as gate.
 
     Returns:
         [rows, columns] in their dtype.

@@ -22,6 +22,7 @@ from documented import split
 from forked import PATIENCE, Command
 from runs import ROOT
 from sagekernels.lowbit import RECIPES
+from sagetrain import api
 from sagetrain.config.reference import keys
 from sagetrain.config.schema import LinearConfig
 
@@ -111,9 +112,12 @@ def test_the_site_renders_with_every_page_link_and_key(site: Path) -> None:
     reference = (site / "reference/index.html").read_text()
     assert [key.name for key in keys() if f"<code>{key.name}</code>" not in reference] == []
     assert "googleapis" not in reference, "a page that needs another server"
+    described = set(re.findall(r'<h\d id="sage\w+\.[\w.]*?(\w+)"', (site / "api/index.html").read_text()))
+    assert {*api.__all__} - described == {"RunConfig"}, "names of the library that docs/api.md leaves out"
+    assert {"convert", "Linear8bit", "sage_attention", "swiglu", "qk_norm_rope", "register"} < described
 
 
-@pytest.mark.parametrize("page", [".", "reference", "cluster", "data"])
+@pytest.mark.parametrize("page", [".", "reference", "cluster", "data", "api"])
 def test_the_site_cuts_no_code_and_breaks_no_name_of_a_key(site: Path, driver, page: str) -> None:
     for width in (1280, 500):
         screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}

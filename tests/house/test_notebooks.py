@@ -1,0 +1,34 @@
+"""The notebooks of docs/notebooks: a kernel of Jupyter runs each from top to bottom, in a folder of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from runs import ROOT
+
+NOTEBOOKS = sorted((ROOT / "docs/notebooks").glob("*.ipynb"))
+
+
+def kinds(notebook: nbformat.NotebookNode) -> list[list[str]]:
+    """Return the kinds of outputs of each cell of code. Warnings of libraries (stderr) are left out."""
+    cells = [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
+    return [[out.output_type for out in outs if out.get("name") != "stderr"] for outs in cells]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_and_shows_what_it_did(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # see tests/conftest.py
+    shown = nbformat.read(path, as_version=4)
+    notebook = nbformat.read(path, as_version=4)
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    assert kinds(notebook) == kinds(shown)
+
+
+def test_there_is_one_of_a_whole_run_and_one_of_an_import() -> None:
+    assert [path.stem for path in NOTEBOOKS] == ["finetune", "pretrain"]
