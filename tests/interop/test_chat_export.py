@@ -1,5 +1,5 @@
-"""A model that was fine-tuned on chats and exported: transformers asks it as the data did, and stops where `sagetrain
-generate --chat` stops; its context is still that of the model."""
+"""A model that was fine-tuned on chats and exported: transformers asks it with the data's template, and stops where
+`sagetrain generate --chat` stops. Its context is still that of the base model."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_fine_tuned_model_is_asked_and_stops_as_it_was_trained(folder: Path, tmp_path: Path) -> None:
+def test_a_fine_tuned_model_is_asked_as_it_was_trained(folder: Path, tmp_path: Path) -> None:
     import_folder(folder, tmp_path / "base")
     assert export(tmp_path / "base", tmp_path / "base-hf").eos_token_id == END
     chats = [
@@ -109,13 +109,13 @@ def test_a_fine_tuned_model_is_asked_and_stops_as_it_was_trained(folder: Path, t
 
 
 def test_a_template_goes_with_every_tokenizer() -> None:
-    """One that SentencePiece's tokenizer does not have, and one beside others that have names."""
+    """SentencePiece's tokenizer has no template of its own, and the template replaces others that have names."""
     files = tokenizer_files(published_tokenizer(), 128, {"default": MINE})
     assert json.loads(files["tokenizer_config.json"])["chat_template"] == MINE
 
 
-def test_what_a_run_began_with_is_known_to_later_ones() -> None:
-    """Chat template and positions: the longest of all runs that turned q and k alike."""
+def test_later_runs_know_what_a_run_began_with() -> None:
+    """Later runs know the chat template and the positions: the longest of all runs that rotated q and k alike."""
     rope = {"rope_theta": 500.0, "rope_scaling": None}
 
     def run(length: int, began: InitFromRecord | None = None, **model: object) -> RunState:
@@ -136,6 +136,7 @@ def test_what_a_run_began_with_is_known_to_later_ones() -> None:
     again = run(128, origin(tuned))
     assert [positions(each) for each in (base, tuned, again)] == [256, 256, 256]
     assert positions(run(512, origin(tuned))) == 512
-    assert positions(run(64, origin(base), rope_theta=1e6)) == 64  # it knows these positions alone
+    # A run with another theta knows these positions only.
+    assert positions(run(64, origin(base), rope_theta=1e6)) == 64
     assert positions(run(64, InitFromRecord(checkpoint="of an earlier version"))) == 64
     assert (learned(None, MINE), learned(PUBLISHED, MINE), learned(None, None)) == (MINE, PUBLISHED, None)

@@ -1,4 +1,4 @@
-"""`sagetrain export`: what transformers makes of the folder is the model and the tokenizer that were trained."""
+"""`sagetrain export` writes a folder in which transformers finds the model and the tokenizer that were trained."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from sagetrain.model.rotary import rotary_tables
 
 LLAMA3 = {"type": "llama3", "factor": 4.0, "original_seq_length": 32}
 YARN = {"type": "yarn", "factor": 3.0, "original_seq_length": 32, "beta_fast": 4.0, "beta_slow": 0.25}
-# name -> (QK-norm, tied embeddings, RoPE scaling, tensor-parallel size)
+# The values are: QK-norm, tied embeddings, RoPE scaling, tensor-parallel size.
 RUNS: dict[str, tuple[str, bool, dict | None, int]] = {
     "qwen": ("before_rope", False, None, 1),
     "qwen-tp": ("before_rope", True, None, 2),
@@ -51,7 +51,7 @@ RUNS: dict[str, tuple[str, bool, dict | None, int]] = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
-    """Folder of the RUNS; their vocabulary of 350 tokens is padded to 384."""
+    """The folder of the RUNS. Their vocabulary of 350 tokens is padded to 384."""
     root = tmp_path_factory.mktemp("export")
     configured = [
         (root / name, saved_runs.config(root / name, qk_norm, tie_embeddings=tied, rope_scaling=scaling), tp_size)
@@ -62,7 +62,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
 
 
 def check_logits(run: Path, folder: Path) -> None:
-    """In float32, on two sequences."""
+    """Compare the logits in float32, on two sequences."""
     ours = load_run(run, print)
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokens = torch.randint(0, ours.vocab_size, (2, 100), generator=torch.Generator().manual_seed(1))
@@ -114,7 +114,7 @@ def test_shards_hold_each_tensor_once(runs: Path, tmp_path: Path) -> None:
     joined = {name: (file.name, tensor) for file in files for name, tensor in load_file(file).items()}
     assert {name: file for name, (file, _) in joined.items()} == index["weight_map"]
     assert index["metadata"]["total_size"] == whole.bytes == sum(t.nbytes for _, t in joined.values())
-    assert max(file.stat().st_size for file in files) < 350 * 32 * 4 + 2000  # one tensor is larger than a shard
+    assert max(file.stat().st_size for file in files) < 350 * 32 * 4 + 2000  # One tensor is larger than a shard.
     for name, tensor in load_file(tmp_path / f"{10**9}/model.safetensors").items():
         assert tensor.equal(joined[name][1])
     check_logits(runs / "qwen", tmp_path / "40000")
@@ -156,7 +156,7 @@ def test_nothing_half_written_is_left(runs: Path, tmp_path: Path, monkeypatch: p
 def test_a_folder_that_may_not_be_written_is_named_first(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "access", lambda *_, **__: False)  # as on a read-only file system, also for root
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)  # A read-only file system answers so, also for root.
     with pytest.raises(ConfigError, match=rf"cannot write .*out/hf: {tmp_path} is no folder that can be written to"):
         export(runs / "qwen", tmp_path / "out/hf")
 
@@ -211,7 +211,7 @@ PUBLISHED: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_tokenizers_give_the_same_ids(name: str) -> None:
-    """Also of texts with the space mark, and of templates' texts, in which control tokens are such."""
+    """Texts contain the space mark, and texts of templates contain control tokens."""
     ours = published_tokenizer(**PUBLISHED[name])
     theirs = Pipeline.from_str(tokenizer_files(ours, 128)["tokenizer.json"].decode())
     draw = random.Random(0)
@@ -227,9 +227,9 @@ def test_published_tokenizers_give_the_same_ids(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["ours", "space before a text", "no bytes"])
-def test_what_counts_of_a_text_is_the_same_in_both_forms(model: Path, tmp_path: Path, name: str) -> None:
-    """Of a character that is spelled in bytes all of them, also where it comes first; no more than the next one of a
-    space that is put before the text."""
+def test_the_same_tokens_count_in_both_forms(model: Path, tmp_path: Path, name: str) -> None:
+    """If a character is spelled in bytes, all its bytes count, even at the start of a text. A space that the tokenizer
+    puts before the text counts with the character after it."""
     if name == "ours":
         ours = Tokenizer.load(model)
     else:
@@ -248,7 +248,7 @@ def test_what_counts_of_a_text_is_the_same_in_both_forms(model: Path, tmp_path: 
 
 
 def with_piece(piece: str, score: float, kind: int) -> Tokenizer:
-    """A published tokenizer to which somebody added a piece."""
+    """Return a published tokenizer to which somebody added a piece."""
     model = ModelProto.FromString(published_tokenizer().model)
     model.pieces.add(piece=piece, score=score, type=kind)
     return Tokenizer(model.SerializeToString())

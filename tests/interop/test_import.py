@@ -1,4 +1,4 @@
-"""`sagetrain import`: the models of transformers compute here what they compute there, and go back bit for bit."""
+"""`sagetrain import`: models of transformers compute the same here as there, and go back bit for bit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SIZES = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": 256,
-    "vocab_size": 352,  # padded to 384 here
+    "vocab_size": 352,  # The vocabulary is padded to 384 here.
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
@@ -56,7 +56,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 
 def save(folder: Path, config: Any, dtype: torch.dtype = torch.float32, shard: str = "5GB") -> Path:
-    """A folder of a model with random weights and gains."""
+    """Save a model with random weights and gains, and return its folder."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
@@ -68,7 +68,7 @@ def save(folder: Path, config: Any, dtype: torch.dtype = torch.float32, shard: s
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in several files of weights."""
+    """A model's folder with several files of weights."""
     return save(tmp_path_factory.mktemp("import") / "llama", LlamaConfig(**SIZES), shard="40KB")
 
 
@@ -80,7 +80,8 @@ def check_logits(folder: Path, run_dir: Path) -> None:
         loss = ours.model(tokens, tokens.flip(-1))
     assert expected.std() > 0.1
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)
-    exact = cross_entropy(expected.flatten(0, 1), tokens.flip(-1).flatten())  # without the rows that pad
+    # The rows that pad the vocabulary are left out.
+    exact = cross_entropy(expected.flatten(0, 1), tokens.flip(-1).flatten())
     torch.testing.assert_close(loss, exact, rtol=0, atol=2e-4)
 
 
@@ -95,7 +96,7 @@ def check_same(folder: Path, again: Path) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_are_those_of_transformers_and_tensors_go_back_bit_for_bit(name: str, tmp_path: Path) -> None:
+def test_logits_are_equal_and_tensors_go_back_bit_for_bit(name: str, tmp_path: Path) -> None:
     folder = save(tmp_path / "in", MODELS[name]())
     said: list[str] = []
     done = import_folder(folder, tmp_path / "run", report=said.append)
@@ -127,7 +128,8 @@ def test_what_was_exported_comes_back_with_its_tokenizer(llama: Path, model: Pat
     assert first.returncode == 0 and first.stderr == ""
     assert "LlamaForCausalLM, 44,192 parameters in 21 tensors, tokenizer tokenizer.model" in first.stdout
     config = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
-    assert config["training"]["total_tokens"] == config["tokens_per_step"]["tokens"] == 256  # so it says what to set
+    # The small values make the file say what to set.
+    assert config["training"]["total_tokens"] == config["tokens_per_step"]["tokens"] == 256
     assert "training.total_tokens, tokens_per_step.tokens and optimizer.lr yourself" in first.stdout
     assert config["attention"]["backend"] == "sdpa" and "attention.backend is sdpa" in first.stdout
     export(tmp_path / "run", tmp_path / "out")
@@ -136,7 +138,8 @@ def test_what_was_exported_comes_back_with_its_tokenizer(llama: Path, model: Pat
     assert Tokenizer.load(tmp_path / "again/tokenizer.model").sha256 == Tokenizer.load(model).sha256
     again = load_run(tmp_path / "again", print)
     assert len([*generate(again, ["abc"], Sampling(max_tokens=3))]) > 1
-    (tmp_path / "out/chat_template.jinja").write_text("{{ messages }}")  # of which a SentencePiece model has none
+    # A SentencePiece model has no template of its own.
+    (tmp_path / "out/chat_template.jinja").write_text("{{ messages }}")
     said: list[str] = []
     assert import_folder(tmp_path / "out", tmp_path / "chats", report=said.append).tokenizer == "tokenizer.json"
     assert "tokenizer.json is taken, which has a chat template, not tokenizer.model" in said[0]
@@ -160,7 +163,7 @@ def test_what_was_exported_comes_back_with_its_tokenizer(llama: Path, model: Pat
 
 
 def test_a_sentencepiece_model_brings_its_bos_along(llama: Path, tmp_path: Path) -> None:
-    """As published with Llama 1 and 2; before a prompt it is in both, here and where it is exported to."""
+    """The model is as published with Llama 1 and 2. The bos stands before a prompt here, and in the export."""
     folder, published = shutil.copytree(llama, tmp_path / "in"), published_tokenizer(vocab_size=350)
     (folder / "tokenizer.model").write_bytes(published.model)
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
@@ -178,7 +181,7 @@ def test_a_sliding_window_bounds_the_sequences(tmp_path: Path) -> None:
     assert import_folder(folder, tmp_path / "run", report=said.append).seq_length == 64
     assert "attention reaches 64 tokens back there" in said[0]
     config = json.loads((folder / "config.json").read_text())
-    del config["sliding_window"]  # transformers takes 4,096 then
+    del config["sliding_window"]  # transformers takes 4,096 then.
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192}))
     assert import_folder(folder, tmp_path / "again", report=said.append).seq_length == 4096
 

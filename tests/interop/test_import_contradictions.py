@@ -1,5 +1,5 @@
-"""Folders of models that say one thing in two places, or keep it where only transformers looks: what is read computes
-what transformers computes, and everything else is an error that names both places."""
+"""Folders of models that say one thing in two places, or keep it where only transformers looks. If the import reads the
+folder, the model computes what transformers computes. Otherwise an error names both places."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 class Folder:
-    """A copy of a published folder that is spoiled, imported, and compared with what transformers makes of it."""
+    """A copy of a published folder that is spoiled, imported, and compared with the model that transformers makes of
+    it."""
 
     def __init__(self, source: Path, root: Path):
         self.path, self.run, self.said = shutil.copytree(source, root / "in"), root / "run", list[str]()
@@ -76,7 +77,7 @@ class Folder:
         return self
 
     def as_transformers(self) -> str:
-        """What was said on the way."""
+        """Import the folder, compare the logits with those of transformers, and return the notes on the way."""
         import_folder(self.path, self.run, report=self.said.append)
         theirs = AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32).eval()
         ours = load_run(self.run, print).model
@@ -111,7 +112,8 @@ def test_a_head_of_its_own_is_kept_though_the_folder_says_tied(copy: Callable[..
 
 def test_tied_matrices_are_read_under_either_name(copy: Callable[..., Folder], tmp_path: Path) -> None:
     folder = copy().config(tie_word_embeddings=True)
-    folder.tensors(lambda tensors: tensors.update({HEAD: tensors[EMBEDDING]}))  # both, and equal
+    # The folder has both tensors, and they are equal.
+    folder.tensors(lambda tensors: tensors.update({HEAD: tensors[EMBEDDING]}))
     assert "stored" not in folder.as_transformers() and load_run(folder.run, print).cfg.model.tie_embeddings
     shutil.rmtree(folder.run)
     folder.tensors(lambda tensors: tensors.pop(EMBEDDING))
@@ -127,7 +129,7 @@ def test_one_matrix_of_two_is_no_model(copy: Callable[..., Folder], stored: str,
 
 
 def test_tensors_of_a_bare_model_are_read(copy: Callable[..., Folder]) -> None:
-    """As embedding models of Qwen3 are published."""
+    """Embedding models of Qwen3 are published like this."""
 
     def bare(tensors: dict[str, torch.Tensor]) -> None:
         del tensors[HEAD]
@@ -195,7 +197,7 @@ def test_rope_wherever_it_is_written(copy: Callable[..., Folder], keys: dict) ->
 CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": {**LLAMA3, "factor": 4.0}, "rope_parameters": LLAMA3}, "rope_scaling .* and rope_parameters "),
     ({"rope_scaling": YARN, "rope_parameters": LLAMA3}, "rope_scaling .* and rope_parameters .* contradict each other"),
-    # By the card of a published model, into a file that transformers 5 wrote: transformers loses the theta.
+    # A published model's card says to add this to a file that transformers 5 wrote. transformers then loses the theta.
     ({"rope_scaling": YARN, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}},
      r"rope_scaling .*\(rope_theta 10000.0\) and rope_parameters .*\(rope_theta 1000000.0\)"),
     ({"rope_theta": 1e6, "rope_parameters": {"rope_theta": 1e4}}, "rope_theta 10000.0 contradicts rope_theta beside"),
@@ -249,7 +251,8 @@ def test_defaults_are_those_of_transformers(name: str) -> None:
     ours, theirs = ARCHITECTURES[name], AutoConfig.for_model(ARCHITECTURES[name].model_type)
     known = {**DEFAULTS, **ours.defaults}
     assert {key: getattr(theirs, key) for key in known} == known
-    for key in ("num_key_value_heads", "head_dim"):  # of a model of two heads, as wide as four
+    # The keys are those of a model with two heads that are as wide as four.
+    for key in ("num_key_value_heads", "head_dim"):
         other = type(theirs)(hidden_size=64, num_attention_heads=2)
         derived = {"num_key_value_heads": 2, "head_dim": 32} | known
         assert getattr(other, key) == derived[key]
@@ -258,7 +261,7 @@ def test_defaults_are_those_of_transformers(name: str) -> None:
 @pytest.mark.parametrize(("name", "keys"), [("qwen", ("head_dim",)), ("mistral", ("num_key_value_heads",))])
 def test_keys_that_are_not_there_are_the_class_s(copy: Callable[..., Folder], name: str, keys: tuple[str]) -> None:
     folder = copy(name).config(drop=(*keys, "architectures"))
-    if name == "mistral":  # else a key of its own
+    if name == "mistral":  # Other models keep the window under a key of their own.
         folder.config(head_dim=16, sliding_window=None)
     assert f"taken as transformers takes what is not there: {keys[0]} " in folder.as_transformers()
 
@@ -313,7 +316,7 @@ def test_ends_of_config_json_alone(copy: Callable[..., Folder], tmp_path: Path) 
 
 
 def sharded(folder: Folder) -> tuple[dict[str, str], str, str]:
-    """The index, the file of the embedding, and the last file."""
+    """Return the index, the file of the embedding, and the last file."""
     index = json.loads((folder.path / INDEX).read_text())["weight_map"]
     return index, index[EMBEDDING], sorted({*index.values()})[-1]
 
@@ -323,7 +326,7 @@ def test_a_tensor_in_two_files(copy: Callable[..., Folder]) -> None:
     _, first, last = sharded(folder)
     embedding = load_file(folder.path / first)[EMBEDDING]
     folder.tensors(lambda tensors: tensors.update({EMBEDDING: embedding}), last)
-    assert "embed_tokens" not in folder.as_transformers()  # the same values
+    assert "embed_tokens" not in folder.as_transformers()  # The values are the same.
     shutil.rmtree(folder.run)
     folder.tensors(lambda tensors: tensors.update({EMBEDDING: embedding + 1}), last)
     folder.refused(rf"{EMBEDDING} is in {first}, where .*index.json says it is, and with other values in {last}")
@@ -332,7 +335,7 @@ def test_a_tensor_in_two_files(copy: Callable[..., Folder]) -> None:
 def test_an_index_that_names_too_little(copy: Callable[..., Folder]) -> None:
     folder = copy("shards")
     index, first, _ = sharded(folder)
-    norm = "model.layers.0.input_layernorm.weight"  # in a file with others
+    norm = "model.layers.0.input_layernorm.weight"  # The tensor is in a file with others.
     folder.config(file=INDEX, weight_map={name: file for name, file in index.items() if name != norm})
     assert f"1 tensors that {INDEX} does not name are read, as transformers does" in folder.as_transformers()
     shutil.rmtree(folder.run)

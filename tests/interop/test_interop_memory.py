@@ -1,5 +1,5 @@
-"""Export and import take the memory of one file of weights and a layer: measured by the kernel, with a model large
-enough to show."""
+"""Export and import take the memory of one file of weights and a layer. The kernel measures it with a model that is
+large enough to show."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sagetrain.interop.importing import import_folder
 from saved_runs import config, save_runs
 
 SHAPE = {"num_layers": 10, "hidden_size": 512, "ffn_hidden_size": 2048, "num_attention_heads": 8, "head_dim": 64}
-LAYER = 4 * (2 * 512 * (512 + 128) + 3 * 512 * 2048)  # bytes
+LAYER = 4 * (2 * 512 * (512 + 128) + 3 * 512 * 2048)  # The unit is bytes.
 SHARD = 2 * LAYER
 
 
@@ -20,7 +20,7 @@ def measure(root: str, tokenizer: str) -> list[int]:
     return_what_is_freed()
     run, small, out = Path(root) / "run", Path(root) / "small", Path(root) / "out"
     save_runs([(str(small), config(small), 1), (str(run), config(run, **SHAPE), 1)], Path(tokenizer))
-    export(small, small / "out")  # what the first call of all takes
+    export(small, small / "out")  # The first call takes memory that later calls do not take.
     import_folder(small / "out", small / "in")
     return [
         peak_of(lambda: export(run, out, shard_bytes=SHARD)),
@@ -31,4 +31,4 @@ def measure(root: str, tokenizer: str) -> list[int]:
 def test_a_file_of_weights_and_a_layer_at_a_time(tmp_path: Path, model: Path) -> None:
     for more in run_distributed(measure, 1, str(tmp_path), str(model))[0]:
         print(f"{more / 2**20:.0f} MiB, files of {SHARD / 2**20:.0f} MiB, layers of {LAYER / 2**20:.0f} MiB")
-        assert more < SHARD + LAYER  # of ten layers
+        assert more < SHARD + LAYER  # The model has ten layers.

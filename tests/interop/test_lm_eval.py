@@ -1,4 +1,5 @@
-"""Downstream tasks: the real lm-evaluation-harness over small tasks with files of their own, our model in float64."""
+"""Downstream tasks: the real lm-evaluation-harness runs small tasks with files of their own, and our model computes in
+float64."""
 
 from __future__ import annotations
 
@@ -82,7 +83,7 @@ def tasks(loaded: TrainedRun, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 
 def exact(loaded: TrainedRun, context: list[int], continuation: list[int]) -> tuple[float, bool]:
-    """Log-likelihood by one forward pass for each token, softmax in float64."""
+    """Return the log-likelihood by one forward pass for each token, with the softmax in float64."""
     total, greedy = 0.0, True
     tokens = [*context, *continuation][-33:]
     for place in range(len(tokens) - len(continuation), len(tokens)):
@@ -111,13 +112,14 @@ def test_log_likelihoods_are_those_of_float64(loaded: TrainedRun) -> None:
 
 
 def test_a_text_longer_than_the_context_is_scored_in_pieces(loaded: TrainedRun) -> None:
-    """Each token once; the harness's windows begin where the one before ended."""
+    """Each token is scored once. The harness's windows begin where the previous one ended."""
     tokens, eos = loaded.tokenizer.encode(TEXT), loaded.tokenizer.eos_id
     assert len(tokens) > 64
     expected = 0.0
     for first in range(0, len(tokens), 32):
         part = tokens[first : first + 32]
-        context = [eos, *tokens][max(0, first + len(part) - 32) : first + 1]  # the last window holds more before it
+        # The last window has more context before it.
+        context = [eos, *tokens][max(0, first + len(part) - 32) : first + 1]
         expected += exact(loaded, context, part)[0]
     (found,) = harness_of(loaded).loglikelihood_rolling([asked(TEXT)])
     assert found == pytest.approx(expected, rel=1e-5)
@@ -130,7 +132,7 @@ def test_tasks_run_in_the_harness(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # where git has nothing to say
+    monkeypatch.chdir(tmp_path)  # git finds no repository in this folder.
     harness = harness_of(loaded)
     found = HarnessTasks([str(path) for path in tasks.values()]).measure(harness, errors=True)
     right = 0
@@ -173,9 +175,7 @@ def test_a_group_has_its_own_score(loaded: TrainedRun, tasks: dict[str, Path], m
         ({"do_sample": False, "temperature": 0.7}, 256, 0),
     ],
 )
-def test_arguments_of_generation_are_read_as_the_harness_reads_them(
-    wanted: dict, limit: int, temperature: float
-) -> None:
+def test_arguments_of_generation_are_read_as_in_the_harness(wanted: dict, limit: int, temperature: float) -> None:
     for until in ("\n", ["\n"], ("\n", "")):
         found = lm_eval._sampling({"until": until, **wanted})
         assert (found.max_tokens, found.temperature, found.stop) == (limit, temperature, ("\n",))
@@ -188,8 +188,8 @@ def test_white_space_alone_is_no_context(loaded: TrainedRun) -> None:
     assert blank == none
 
 
-def test_the_end_of_a_prompt_fits_also_where_it_cuts_a_character(loaded: TrainedRun) -> None:
-    """Half a character is U+FFFD when it is read, and three tokens when it is spelled again."""
+def test_the_end_of_a_prompt_fits_where_it_cuts_a_character(loaded: TrainedRun) -> None:
+    """Half a character is read as U+FFFD, which takes three tokens when it is encoded again."""
     harness = harness_of(loaded)
     for count in range(20, 40):
         for limit in (1, 2, 3):
@@ -199,7 +199,7 @@ def test_the_end_of_a_prompt_fits_also_where_it_cuts_a_character(loaded: Trained
 
 def test_generated_text_ends_where_it_is_asked_to(loaded: TrainedRun) -> None:
     wanted = {"until": [" "], "max_gen_toks": 20}
-    prompts = ["import ", "def get(self, " * 30]  # of the second what fits
+    prompts = ["import ", "def get(self, " * 30]  # The second prompt is cut to the part that fits.
     found = harness_of(loaded).generate_until([asked(prompt, wanted) for prompt in prompts])
     (alone,) = [done.text for done, _ in generate(loaded, ["import "], Sampling(20, 0, stop=(" ",))) if done.finish]
     assert found[0] == alone and not any(" " in text for text in found)
@@ -219,7 +219,7 @@ def test_what_cannot_be_asked_is_said(
     broken.write_text(tasks["read"].read_text().replace("read.jsonl", "none.jsonl"))
     with pytest.raises(ConfigError, match=r"tasks .*broken\.yaml cannot be loaded: .*none\.jsonl"):
         HarnessTasks([str(broken)])
-    # Its own tasks are 14,000, which takes seconds to know.
+    # The harness's own 14,000 tasks would take seconds to list.
     monkeypatch.setattr(lm_eval, "TaskManager", lambda include_defaults: TaskManager(None, tasks["read"].parent, False))
     with pytest.raises(
         ConfigError, match=r"task chose: lm_eval has none of this name.* did you mean choose\? `lm-eval"
@@ -241,7 +241,7 @@ def test_the_command_prints_a_table_or_json(pair: Path, tasks: dict[str, Path]) 
 
 
 def test_the_harness_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sagetrain.interop.lm_eval", None)  # as if importing it failed
+    monkeypatch.setitem(sys.modules, "sagetrain.interop.lm_eval", None)  # The import fails then.
     with pytest.raises(ConfigError, match=r"--tasks: the lm-evaluation-harness .*pip install 'sagetrain\[lm-eval\]'"):
         looks.load_harness("--tasks")
 
@@ -250,7 +250,8 @@ def test_the_harness_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def scores_of(layouts: list[tuple[int, int, int]]) -> list[list[tuple[float, bool]]]:
-    """Of one model's answers to the same questions, at each (tp_size, cp_size, stage); and by no layout, in float64."""
+    """Return the scores of one model's answers to the same questions: first in float64 without a layout, then at each
+    (tp_size, cp_size, stage)."""
     draw = torch.Generator().manual_seed(0)
     texts = [torch.randint(0, tiny.VOCAB, (size,), generator=draw).tolist() for size in (3, 30, 9, 2, 17, 5, 16, 4)]
     pairs = [(text[: len(text) // 3 + 1], text[len(text) // 3 + 1 :]) for text in texts]
@@ -299,7 +300,8 @@ PROMPTS = ["a", "some text", "b", "a", "a full context.."]
 
 
 def texts_of(layouts: list[tuple[int, int, int]]) -> list[list[list[str]]]:
-    """What one model that trains makes of the prompts at each (tp_size, cp_size, stage), and by no layout."""
+    """Return the texts that a model in training generates for the prompts: first without a layout, then at each
+    (tp_size, cp_size, stage)."""
     found, letters, signs = [], Letters(), []
     for tp_size, cp_size, stage in layouts:
         cfg = tiny.config(stage, model={"num_attention_heads": 4}, data={"micro_batch_size": 2})
@@ -324,8 +326,8 @@ def texts_of(layouts: list[tuple[int, int, int]]) -> list[list[list[str]]]:
 
 
 def test_generated_text_does_not_depend_on_the_layout() -> None:
-    """Ranks share the prompts and the vocabulary; under context parallelism each has whole texts. The weights are those
-    of now, not those of the first call."""
+    """Ranks share the prompts and the vocabulary. Under context parallelism each rank has whole texts. The weights are
+    the present ones, not those of the first call."""
     layouts = [(1, 1, 2), (2, 2, 1)]
     for expected, *found in run_distributed(texts_of, 4, layouts):
         assert len({*expected[0], *expected[1]}) > 6 and expected[1][0] != expected[1][3]
@@ -334,7 +336,8 @@ def test_generated_text_does_not_depend_on_the_layout() -> None:
 
 
 def test_tasks_are_asked_while_training(tasks: dict[str, Path], corpus: Path, tmp_path: Path) -> None:
-    """At their own pace and at the end, where they say what `sagetrain eval` says. Losses stay the same."""
+    """Tasks run at their own pace and at the end, where the results are those of `sagetrain eval`. Losses stay the
+    same."""
     plain = {"training": {"total_tokens": 2048}, "attention": {"backend": "sdpa"}}
     names = [str(path) for path in tasks.values()]
     asking = {"tasks": names, "tasks_every_tokens": 1000, "tasks_limit": 3, "samples_every_tokens": 1000}

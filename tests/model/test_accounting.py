@@ -1,4 +1,5 @@
-"""Parameters, FLOPs and memory against the real model: counted, traced and saved by torch itself."""
+"""Parameters, FLOPs and memory of the estimates agree with the real model, as torch itself counts, traces and saves
+them."""
 
 import itertools
 import time
@@ -78,7 +79,8 @@ def test_the_listed_matmuls_are_those_of_the_model(tensor_parallel):
 
 
 def test_the_papers_model_has_its_size():
-    """1024 hidden, 20 layers, 16 heads, MLP 3072, tied, GPT-2's 50257 tokens: 324.1M without padding and QK-norm."""
+    """The paper's model has hidden size 1024, 20 layers, 16 heads, MLP 3072, tied embeddings and GPT-2's 50257 tokens:
+    324.1M parameters without padding and QK-norm."""
     model = ModelConfig(
         num_layers=20, hidden_size=1024, ffn_hidden_size=3072, num_attention_heads=16, tie_embeddings=True
     )
@@ -86,7 +88,7 @@ def test_the_papers_model_has_its_size():
 
 
 class Sums(AttentionFunction):
-    """Attention without a matmul."""
+    """A stand-in for attention without a matmul."""
 
     def __call__(self, q, k, v, layout):
         return q + k.mean(2, keepdim=True) + v.mean(2, keepdim=True)
@@ -94,7 +96,7 @@ class Sums(AttentionFunction):
 
 @pytest.mark.parametrize("kv_heads", [2, 6])
 def test_flops_are_those_of_the_matmuls(kv_heads):
-    """Forward and backward of everything but attention, counted by torch; attention by its formula."""
+    """torch counts forward and backward of everything but attention. Attention is counted by its formula."""
     model, attention, tokens = model_config(kv_heads=kv_heads), AttentionConfig(backend="sdpa"), 32
     network = transformer(model, attention)
     for block in network.blocks:
@@ -104,7 +106,7 @@ def test_flops_are_those_of_the_matmuls(kv_heads):
         network(ids).sum().backward()
     assert flops_per_token(model, VOCAB, 0) == counter.get_total_flops() / tokens
     added = flops_per_token(model, VOCAB, tokens) - flops_per_token(model, VOCAB, 0)
-    square = 4 * model.num_attention_heads * tokens * tokens * model.head_dim  # q k^T and p v, multiply and add
+    square = 4 * model.num_attention_heads * tokens * tokens * model.head_dim  # q k^T and p v multiply and add.
     assert added * tokens == 3 * model.num_layers * square / 2
 
 
@@ -120,13 +122,13 @@ def test_flops_are_those_of_the_matmuls(kv_heads):
     ],
 )
 def test_saved_activations_are_those_of_autograd(backend, qk_norm, compile_, kv_heads):
-    """sdpa with grouped heads is left out: torch's CPU attention expands them, its GPU kernels do not."""
+    """sdpa with grouped heads is left out: torch's CPU attention expands them, and its GPU kernels do not."""
     cfg = run_config(
         model={"num_key_value_heads": kv_heads},
         attention={"backend": backend, "qk_norm": qk_norm},
         training={"compile": compile_},
     )
-    tolerance = 0.02 if compile_ == "on" else 0.0  # what torch.compile recomputes may shift between versions
+    tolerance = 0.02 if compile_ == "on" else 0.0  # torch.compile may recompute other tensors in other versions.
     assert saved_bytes_per_token(cfg, compile_ == "on") == pytest.approx(block_activation_bytes(cfg), rel=tolerance)
 
 
@@ -134,14 +136,15 @@ def test_saved_activations_are_those_of_autograd(backend, qk_norm, compile_, kv_
     ("compile_", "linear", "qk_norm"),
     [
         ("on", {}, "before_rope"),
-        ("on", {"keep_layers_below": 100_000}, "none"),  # `out` keeps attention's output, which is kept anyway
+        # The layer `out` keeps attention's output, which is kept anyway.
+        ("on", {"keep_layers_below": 100_000}, "none"),
         ("off", {}, "before_rope"),
         ("off", {"recipe": "tensorwise"}, "none"),
         ("off", {"recipe": "rowwise_bf16_wgrad"}, "before_rope"),
     ],
 )
 def test_linear_layers_in_8_bits_keep_8_bits_of_their_inputs(compile_, linear, qk_norm):
-    """`plan` promises 10 %; scales of columns, some bytes a token of so few, are not counted."""
+    """`plan` promises 10 %. The scales of columns are not counted; with so few tokens they are some bytes a token."""
     attention = {"qk_norm": qk_norm}
     cfg = run_config(training={"compile": compile_}, attention=attention, linear={"precision": "fp8", **linear})
     assert saved_bytes_per_token(cfg, compile_ == "on") == pytest.approx(block_activation_bytes(cfg), rel=0.005)
@@ -158,7 +161,7 @@ def test_linear_layers_in_8_bits_keep_8_bits_of_their_inputs(compile_, linear, q
     ],
 )
 def test_codes_of_weights_are_as_many_as_layers_keep(linear, tp_size):
-    """Scales, a number for each row and column, are not counted."""
+    """The scales are not counted. They are one number for each row and column."""
     cfg = run_config(linear={"precision": "fp8", **linear}, parallel={"tensor_parallel_size": tp_size})
     place = {"tensor_parallel_size": tp_size, "device": torch.device("cpu"), "dtype": torch.float32}
     groups = replace(ParallelGroups.single(), topology=Topology(tp_size, tp_size))
@@ -180,17 +183,17 @@ def test_blocks_that_stay_in_16_bits_keep_16():
     assert activations(precision="fp8", keep_last_blocks=1) == (3 * eight + sixteen) // 4
 
 
-def test_a_run_that_ends_in_16_bits_needs_the_memory_of_its_larger_part():
-    """Codes of the weights in the first, activations in 16 bits in the last."""
+def test_a_run_that_ends_in_16_bits_needs_the_larger_part():
+    """The first part has codes of the weights, and the last part has activations in 16 bits."""
     for sequences, larger in ((1, {"precision": "fp8"}), (64, {})):
         sections = {"data": {"micro_batch_size": sequences}, "stability": {"monitor": {"every_steps": None}}}
         both = run_config(linear={"precision": "fp8", "keep_last_fraction": 0.1}, **sections)
         assert items(both, 1) == items(run_config(linear=larger, **sections), 1)
 
 
-def test_scores_in_16_bits_keep_more_and_a_ladder_as_much_as_its_highest_rung():
+def test_scores_in_16_bits_keep_more_and_a_ladder_the_most():
     gradients = run_config(attention={"backend": "sage", "recipe": "gradients"}, training={"compile": "off"})
-    kept = saved_bytes_per_token(gradients, False)  # and the mean of K, of each sequence
+    kept = saved_bytes_per_token(gradients, False)  # The mean of K of each sequence is kept too.
     assert kept == pytest.approx(block_activation_bytes(gradients), rel=1e-3)
     ladder = run_config(
         attention={"backend": "sage", "recipe": "fine"}, stability={"precision": {"rungs": ["sdpa"], "spike_tokens": 1}}
@@ -200,10 +203,10 @@ def test_scores_in_16_bits_keep_more_and_a_ladder_as_much_as_its_highest_rung():
 
 @pytest.mark.parametrize("kv_heads", [4, 1])
 @pytest.mark.parametrize(("backend", "compile_"), itertools.product(["sage", "sdpa"], ["off", "on"]))
-def test_what_selective_checkpointing_keeps_is_what_is_predicted(backend, compile_, kv_heads):
+def test_selective_checkpointing_keeps_what_is_predicted(backend, compile_, kv_heads):
     """`plan` promises 10 %."""
     if backend == "sdpa":
-        kv_heads = 4  # torch's CPU attention expands grouped heads, its GPU kernels do not
+        kv_heads = 4  # torch's CPU attention expands grouped heads, and its GPU kernels do not.
     cfg = run_config(
         model={"num_key_value_heads": kv_heads},
         attention={"backend": backend},
@@ -219,7 +222,7 @@ def test_what_selective_checkpointing_keeps_is_what_is_predicted(backend, compil
 
 @pytest.mark.parametrize("again", ["none", "selective", "full"])
 def test_what_auto_may_become_fits(again):
-    """It is decided when the run begins."""
+    """The run decides when it begins, so the estimate is the largest of all possible choices."""
 
     def kept(**attention) -> int:
         return block_activation_bytes(run_config(attention=attention, training={"activation_checkpointing": again}))
@@ -228,8 +231,8 @@ def test_what_auto_may_become_fits(again):
     assert kept(backend="auto") == max(kept(**way) for way in ways)
 
 
-def test_flash_attention_runs_again_under_selective_checkpointing():
-    """Its own operators torch does not see: neither its output nor the log-sum-exp of 4 heads is kept."""
+def test_flash_attention_is_recomputed_by_selective_checkpoints():
+    """torch does not see the operators of flash-attn. Neither the output nor the log-sum-exp of 4 heads is kept."""
     kept, again = {}, {}
     for backend in ("sdpa", "flash"):
         cfg = run_config(attention={"backend": backend}, training={"activation_checkpointing": "selective"})
@@ -245,10 +248,10 @@ def test_flash_attention_runs_again_under_selective_checkpointing():
     {"precision": "fp8"},
     {"precision": "fp8", "recipe": "rowwise_bf16_wgrad", "keep_layers_below": 300_000},
     {"precision": "int8"},
-    {"precision": "int8", "keep_layers_below": 300_000},  # gate and up alone
+    {"precision": "int8", "keep_layers_below": 300_000},  # Only gate_up is in 8 bits.
 ])  # fmt: skip
-def test_what_selective_checkpointing_keeps_of_layers_in_8_bits_is_what_is_predicted(monkeypatch, linear, compile_):
-    """By the operators of a GPU."""
+def test_selective_checkpointing_in_8_bits_is_as_predicted(monkeypatch, linear, compile_):
+    """The operators are those of a GPU."""
     monkeypatch.setattr(lowbit, "product", lambda a, b, dtype, *_, **__: lowbit.library_product(a, b, dtype, True))
     how = {"compile": compile_, "activation_checkpointing": "selective"}
     cfg = run_config(attention={"backend": "sage"}, linear=linear, training=how)
@@ -261,7 +264,7 @@ def parallel_cases() -> list[RunConfig]:
             parallel={"tensor_parallel_size": 2, "sequence_parallel": sharded},
             attention={"backend": "sage"},
             training={"compile": compile_, "activation_checkpointing": again},
-            data={"micro_batch_size": 8},  # so that gains are small beside it
+            data={"micro_batch_size": 8},  # Gains are small beside so many tokens.
         )
         for sharded, compile_, again in itertools.product((False, True), ("off", "on"), ("none", "selective"))
     ]
@@ -273,8 +276,8 @@ def saved_in_two_processes() -> list[float]:
     return [saved_bytes_per_token(cfg, cfg.training.compile == "on", groups) for cfg in parallel_cases()]
 
 
-def test_saved_activations_under_tensor_and_sequence_parallelism():
-    """A layer keeps its input as it read it, gathered."""
+def test_saved_activations_under_tensor_parallelism():
+    """A layer keeps its input gathered, as it read it. The cases include sequence parallelism."""
     for saved in run_distributed(saved_in_two_processes, 2):
         assert saved == pytest.approx([block_activation_bytes(cfg) for cfg in parallel_cases()], rel=0.01)
 
@@ -286,7 +289,7 @@ def items(cfg: RunConfig, world_size: int, vocab_size: int = VOCAB) -> dict[str,
 @pytest.mark.parametrize(
     ("dtype", "stage", "weights", "gradients", "optimizer"),
     [
-        ("bf16", 0, 2, 4, 3),  # runs as stage 1
+        ("bf16", 0, 2, 4, 3),  # This case runs as stage 1.
         ("bf16", 1, 2, 4, 3),
         ("bf16", 2, 2, 1, 3),
         ("bf16", 3, 0.5, 1, 3),
@@ -305,12 +308,13 @@ def test_model_state_by_zero_stage_on_four_ranks(dtype, stage, weights, gradient
 
 
 def still_held(before: dict[int, torch.Tensor]) -> int:
-    """Bytes of the tensors that have come since."""
+    """Return the bytes of the tensors that have come since."""
     return sum(t.untyped_storage().nbytes() for address, t in live_tensors().items() if address not in before)
 
 
 def measured_model_state() -> dict[tuple[str, int], tuple[int, int]]:
-    """(dtype, stage) -> bytes of all tensors that an engine holds after its last backward, and as estimated."""
+    """Return, for each (dtype, stage), the bytes of all tensors that an engine holds after its last backward pass, and
+    the estimate."""
     init_distributed(timeout_minutes=10)
     groups = ParallelGroups.create(Topology(2, 1))
     result, kept = {}, []
@@ -322,17 +326,18 @@ def measured_model_state() -> dict[tuple[str, int], tuple[int, int]]:
             deepspeed={"zero_optimization": {"reduce_bucket_size": 1000, "stage3_param_persistence_threshold": 0}},
         )
         before = live_tensors()
-        kept.append(before)  # so that no address is used twice
+        kept.append(before)  # No address is used twice while these tensors live.
         torch_dtype = torch.bfloat16 if dtype == "bf16" else torch.float32
         engine = build_engine(cfg, transformer(cfg.model, cfg.attention, groups=groups, dtype=torch_dtype), groups, 2)
         tokens = torch.zeros(1, 16, dtype=torch.long)
         for _ in range(2):
             engine._ds.backward(engine._ds(tokens, tokens))
-        torch.distributed.barrier(groups.replica_group)  # its thread lets go of the tensors of the collective before
+        # The collective's thread lets go of the tensors of the collective before.
+        torch.distributed.barrier(groups.replica_group)
         memory = items(cfg, 2)
         estimated = sum(memory[name] for name in ("weights", "gradients", "optimizer"))
         held = still_held(before)
-        for _ in range(100):  # gloo has other threads, too, which may be late on a busy machine
+        for _ in range(100):  # gloo has other threads, too, which may be late on a busy machine.
             if held <= 1.01 * estimated:
                 break
             time.sleep(0.1)
@@ -342,7 +347,8 @@ def measured_model_state() -> dict[tuple[str, int], tuple[int, int]]:
 
 
 def test_model_state_is_what_deepspeed_holds():
-    """Two data-parallel ranks, every stage, both dtypes, at the end of an accumulation."""
+    """There are two data-parallel ranks, every stage and both dtypes. The measurement is at the end of an
+    accumulation."""
     for measured in run_distributed(measured_model_state, 2):
         assert len(measured) == 8
         for case, (held, estimated) in measured.items():
@@ -350,7 +356,8 @@ def test_model_state_is_what_deepspeed_holds():
 
 
 def measured_peak() -> dict[tuple[int, str, bool], tuple[int, int]]:
-    """ZeRO stage, what gradients travel in, beside backward? -> peak bytes of a step of few tokens, estimated too."""
+    """Return the peak bytes of a step of few tokens and the estimate, keyed by ZeRO stage, the dtype that gradients
+    travel in, and whether they travel beside backward."""
     init_distributed(timeout_minutes=10)
     tokens, result, ranks = torch.zeros(1, 16, dtype=torch.long), {}, torch.distributed.get_world_size()
     groups = ParallelGroups.create(Topology(ranks, 1))
@@ -358,7 +365,8 @@ def measured_peak() -> dict[tuple[int, str, bool], tuple[int, int]]:
     all_reduce = torch.distributed.all_reduce
 
     def slowly(*args, **kwargs):
-        """Leaves gloo's thread time to let go of the tensor: a memory that it frees itself is not recorded."""
+        """Reduce, and leave gloo's thread time to let go of the tensor. Memory that the thread itself frees is not
+        recorded."""
         work = all_reduce(*args, **kwargs)
         time.sleep(0.02)
         return work
@@ -371,7 +379,7 @@ def measured_peak() -> dict[tuple[int, str, bool], tuple[int, int]]:
         before = live_tensors()
         model = transformer(cfg.model, cfg.attention, groups=groups, dtype=torch.bfloat16)
         engine = build_engine(cfg, model, groups, 2)
-        engine._optimizer.param_groups[0]["fused"] = True  # as on a GPU: without temporary tensors
+        engine._optimizer.param_groups[0]["fused"] = True  # The fused optimizer of a GPU has no temporary tensors.
         peaks = []
         for _ in range(5):
             held = sum(t.untyped_storage().nbytes() for address, t in live_tensors().items() if address not in before)
@@ -381,15 +389,16 @@ def measured_peak() -> dict[tuple[int, str, bool], tuple[int, int]]:
             changes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
             peaks.append(held + max(itertools.accumulate(changes)))
         memory = items(cfg, ranks)
-        gathered = sum(memory[name] for name in ("weights", "weights", "gradients", "optimizer"))  # gloo's by a copy
+        # gloo gathers by a copy.
+        gathered = sum(memory[name] for name in ("weights", "weights", "gradients", "optimizer"))
         estimated = max(sum(memory.values()), gathered)
-        result[stage, reduction, beside] = (min(peaks[1:]), estimated)  # the first step makes what stays
+        result[stage, reduction, beside] = (min(peaks[1:]), estimated)  # The first step allocates tensors that stay.
     return result
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_peak_memory_of_a_step_holds_what_deepspeed_copies(ranks: int):
-    """The gradients' reduction, with buckets no larger than the model."""
+    """The gradients' reduction has buckets that are no larger than the model."""
     for measured in run_distributed(measured_peak, ranks):
         for case, (peak, estimated) in measured.items():
             assert peak == pytest.approx(estimated, rel=0.05), case
@@ -406,7 +415,7 @@ def test_zero_3_keeps_the_last_weights_from_forward_to_backward():
 def test_buckets_are_no_larger_than_the_rank():
     assert reduce_bucket_size(run_config(), 1000) == 1000
     assert reduce_bucket_size(run_config(parallel={"zero_stage": 2}), 10**10) == 500_000_000
-    assert reduce_bucket_size(run_config(), 10**10) == 50_000_000  # on their way beside backward
+    assert reduce_bucket_size(run_config(), 10**10) == 50_000_000  # These buckets are reduced beside backward.
     given = run_config(deepspeed={"zero_optimization": {"reduce_bucket_size": 77}})
     assert reduce_bucket_size(given, 1000) == 77
 
@@ -419,21 +428,23 @@ def test_tensor_and_sequence_parallelism_split_memory():
     for name in ("weights", "optimizer"):
         assert b[name] == pytest.approx(a[name] / 2, rel=2e-2)
     assert c["activations"] < b["activations"] < a["activations"]
-    gathered = 2 * 2 * 256 // 2  # bytes per token and block: what attention and MLP read is whole on every rank
+    # The value is bytes per token and block. The inputs of attention and MLP are whole on every rank.
+    gathered = 2 * 2 * 256 // 2
     assert c["activations"] == pytest.approx(a["activations"] / 2 + 2 * 64 * 256 * gathered, rel=1e-3)
 
 
-def test_context_parallelism_splits_the_activations_of_a_sequence():
+def test_context_parallelism_splits_the_activations():
     batch = {"micro_batch_size": 16}
     one, four = run_config(data=batch), run_config(data=batch, parallel={"context_parallel_size": 4})
     a, b = items(one, 4, 32_000), items(four, 4, 32_000)
-    assert a["weights"] == b["weights"] and a["optimizer"] == b["optimizer"]  # ZeRO shards over slices as over copies
+    # ZeRO shards over slices as over replicas.
+    assert a["weights"] == b["weights"] and a["optimizer"] == b["optimizer"]
     assert b["logits"] == a["logits"] / 4
-    twice = 2 * 4096 // 4 * 2 * 256  # attention's output: as it left the kernel, and as the projection reads it
+    twice = 2 * 4096 // 4 * 2 * 256  # Attention's output is kept as it left the kernel, and as the projection reads it.
     assert b["activations"] == a["activations"] / 4 + twice
 
 
-def test_activation_checkpointing_keeps_block_inputs_and_one_block():
+def test_checkpointing_keeps_block_inputs_and_one_block():
     batch, tokens = {"micro_batch_size": 64}, 64 * 256
     memory = items(run_config(training={"activation_checkpointing": "full"}, data=batch, model={"num_layers": 50}), 1)
     assert memory["activations"] == 50 * tokens * 2 * 256
@@ -446,7 +457,7 @@ def test_selective_checkpointing_lies_between_none_and_full():
         cfg = run_config(training={"activation_checkpointing": how}, data=batch, model={"num_layers": 50})
         memory = items(cfg, 1)
         sizes[how] = memory["activations"]
-        if how == "selective":  # what it does not keep is there once more, of the block whose backward runs
+        if how == "selective":  # The block whose backward runs has its recomputed tensors as well.
             rest = block_activation_bytes(run_config()) - block_activation_bytes(cfg)
             assert memory["recomputed"] == 64 * 256 * rest
     assert sizes["full"] < 0.5 * sizes["selective"] and sizes["selective"] < 0.75 * sizes["none"]
@@ -461,8 +472,8 @@ def test_logits_exist_in_chunks():
 @pytest.mark.parametrize(("tensor", "sequences", "choice", "expected"), [
     (2, 1, "auto", False), (2, 32, "auto", True), (4, 32, "auto", False), (2, 1, "on", True), (2, 32, "off", False),
 ])  # fmt: skip
-def test_halves_where_a_block_has_work_enough(tensor, sequences, choice, expected):
-    """Three TFLOP on each rank: 2.6M weights in a block, 16,384 tokens a sequence."""
+def test_a_block_with_enough_work_is_computed_in_halves(tensor, sequences, choice, expected):
+    """A block needs three TFLOP on each rank: 2.6M weights, 16,384 tokens a sequence."""
     sizes = {"hidden_size": 512, "ffn_hidden_size": 1024}
     cfg = run_config(
         model=sizes,
@@ -486,12 +497,13 @@ def test_a_micro_batch_in_two_parts_halves_the_logits():
     )
     assert (even["logits"], odd["logits"]) == (2048 * 16_000 * 4, 4095 * 16_000 * 4)
     one_token = 3 * 2 * 256 + 4
-    # The first part's gradient of the output projection, in 16 bits.
+    # The first part's gradient of the output projection is in 16 bits.
     assert even["loss"] - odd["loss"] == one_token + 2 * 16_000 * 256
 
 
 def test_the_largest_of_three_moments_counts():
-    """The loss where the vocabulary is large, a block's backward where it is small, the reduction without tokens."""
+    """The peak is in the loss where the vocabulary is large, in a block's backward where it is small, and in the
+    reduction where there are few tokens."""
     many = {"micro_batch_size": 16}
     assert {"logits", "loss"} <= items(run_config(data=many), 1, 32_000).keys()
     assert {"workspace"} <= items(run_config(data=many), 1).keys()

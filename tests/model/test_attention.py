@@ -1,4 +1,4 @@
-"""Which attention backend runs, why it says so, and that each one computes attention."""
+"""The choice of an attention backend, its reason, and the proof that each backend computes attention."""
 
 import sys
 from itertools import pairwise
@@ -68,7 +68,7 @@ def test_where_another_recipe_is_faster_it_is_named(
     assert ("scores is much faster" in why) == named
 
 
-def test_int8_attention_is_refused_where_it_is_slower_than_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_int8_attention_is_refused_where_it_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 3))
     with pytest.raises(ValueError, match=r"backend sage: INT8 products of compute capability 10\.3 .* flash or sdpa"):
@@ -157,7 +157,7 @@ FLASH = {
 
 
 def _install(monkeypatch: pytest.MonkeyPatch, *names: str, capability: tuple[int, int] = (9, 0)) -> None:
-    """Stand-ins with the signatures of the real packages; None in sys.modules makes an import fail."""
+    """Install stand-ins with the signatures of the real packages. None in sys.modules makes an import fail."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     for name, (_, varlen, dense) in FLASH.items():
         module = None
@@ -187,7 +187,7 @@ def test_the_newest_flash_that_fits_the_gpu(monkeypatch: pytest.MonkeyPatch) -> 
     _install(monkeypatch)
     with pytest.raises(ValueError, match="no flash-attn package for this GPU"):
         _resolve("flash", GPU)
-    assert _resolve("auto", GPU)[0] == "auto"  # for choose_attention
+    assert _resolve("auto", GPU)[0] == "auto"  # choose_attention settles it later.
 
 
 def _varlen_2_10(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False):
@@ -217,7 +217,7 @@ def test_documents_on_a_gpu_under_each_torch(monkeypatch: pytest.MonkeyPatch, va
 
 
 class Broken(AttentionFunction):
-    """Drops the gradient of k."""
+    """A function that drops the gradient of k."""
 
     def __init__(self, function: AttentionFunction) -> None:
         self.function, self.documents = function, function.documents
@@ -245,12 +245,12 @@ def _choose(
 @pytest.mark.parametrize(
     ("packed", "ranks", "context"), [(False, 1, 1), (True, 1, 1), (True, 2, 1), (False, 1, 2), (True, 1, 2)]
 )
-def test_auto_takes_what_is_admitted_and_remembers(
+def test_auto_takes_the_admitted_and_remembers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, packed: bool, ranks: int, context: int
 ) -> None:
-    """A backend that drops a gradient is never chosen, however fast; a second start does not time again. Timed are one
-    rank's calls: of tensor parallelism, half of the sequences and its heads; of context parallelism, whole sequences
-    and its heads."""
+    """A backend that drops a gradient is never chosen, however fast it is. A second start does not time again. The
+    calls of one rank are timed: half of the sequences and its heads under tensor parallelism, whole sequences and its
+    heads under context parallelism."""
 
     def broken(name: str, attention: AttentionConfig, device: torch.device) -> AttentionFunction:
         function = attention_function(name, attention, device)
@@ -266,7 +266,7 @@ def test_auto_takes_what_is_admitted_and_remembers(
     assert _choose(*case) == "sage fine"
     assert "chosen before" in said[1]
     assert _choose(*case, recipe="paper") == "sage paper"
-    assert "not used: dk is zero" in said[2]  # tested again: what was chosen was another function
+    assert "not used: dk is zero" in said[2]  # Another function was chosen before, so this one is tested again.
 
 
 @pytest.mark.parametrize(
@@ -275,12 +275,12 @@ def test_auto_takes_what_is_admitted_and_remembers(
         ("auto", "sage scores", "sage scores"),
         ("auto", "sage fine", "sage fine"),
         ("auto", "sdpa", "sdpa"),
-        ("sage", "sdpa", "sage fine"),  # 16 bits are no candidate where sage is asked for
+        ("sage", "sdpa", "sage fine"),  # Attention in 16 bits is no candidate where sage is asked for.
         ("sage", "sage scores", "sage scores"),
-        ("auto", "sage paper", "sage fine"),  # the least exact: by name alone
+        ("auto", "sage paper", "sage fine"),  # The least exact recipe runs only by name.
     ],
 )
-def test_recipe_auto_is_the_faster_of_those_that_are_nearly_exact(
+def test_recipe_auto_is_the_faster_of_the_nearly_exact(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, backend: str, fastest: str, taken: str
 ) -> None:
     order = [fastest, "sage fine", "sage scores", "sdpa"]
@@ -293,8 +293,8 @@ def test_recipe_auto_is_the_faster_of_those_that_are_nearly_exact(
     assert _choose(tmp_path / "attention.json", [], [], backend=backend, recipe="auto") == taken
 
 
-def test_what_is_left_to_be_chosen() -> None:
-    """Nothing where there is no GPU."""
+def test_the_settings_that_are_left_to_be_chosen() -> None:
+    """Without a GPU there is nothing to choose."""
     for backend, recipe, device, is_open in (
         ("auto", "fine", GPU, True),
         ("sage", "auto", GPU, True),
@@ -307,7 +307,7 @@ def test_what_is_left_to_be_chosen() -> None:
 
 
 class Noted(Sdpa):
-    """Notes lengths of documents, and the longest that it is told."""
+    """A function that records the lengths of documents, and the longest one that it is told."""
 
     noted: ClassVar[list[tuple[list[int], int]]] = []
 
@@ -317,11 +317,13 @@ class Noted(Sdpa):
 
 
 def test_auto_times_documents_as_short_as_those_of_the_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Those of sequences with the median of the work; what was chosen for other lengths is not taken over."""
+    """The documents are those of the sequences with the median of the work. A choice for other lengths is not taken
+    over."""
     monkeypatch.setattr(attention_choice, "attention_function", lambda *_: Noted())
     monkeypatch.setattr(Noted, "noted", [])
     said: list[str] = []
-    sampled = [[64], [1] * 64, [30, 34], [32, 16, 16], [60, 4], [10, 54]]  # squares: 4096, 64, 2056, 1536, 3616, 3016
+    # The sums of squares are 4096, 64, 2056, 1536, 3616 and 3016.
+    sampled = [[64], [1] * 64, [30, 34], [32, 16, 16], [60, 4], [10, 54]]
     _choose(tmp_path / "attention.json", said, sampled)
     assert Noted.noted[-1] == ([30, 34, 10, 54], 54)
     _choose(tmp_path / "attention.json", said, list(reversed(sampled)))
@@ -329,7 +331,7 @@ def test_auto_times_documents_as_short_as_those_of_the_data(monkeypatch: pytest.
     shorter = [[16] * 4]
     _choose(tmp_path / "attention.json", said, shorter)
     assert Noted.noted[-1] == ([16] * 8, 16)
-    _choose(tmp_path / "attention.json", said, [[10, 22, 16, 16]])  # as many documents
+    _choose(tmp_path / "attention.json", said, [[10, 22, 16, 16]])  # The number of documents is the same.
     assert Noted.noted[-1] == ([10, 22, 16, 16] * 2, 22)
     _choose(tmp_path / "attention.json", said, shorter)
     assert ["chosen before" in line for line in said] == [False, True, False, False, True]
@@ -357,7 +359,8 @@ def test_quantized_products(recipe: str, count: int, sixteen_bit: str, eight_bit
     function = Sage(recipe)
     assert len(function.quantized) == count and sixteen_bit not in function.quantized
     assert eight_bit in function.quantized < set(get_args(Product))
-    assert ("Q K^T" in function.quantized) == ("Q K^T again" in function.quantized)  # forward and backward alike
+    # Forward and backward quantize the same products.
+    assert ("Q K^T" in function.quantized) == ("Q K^T again" in function.quantized)
     assert function.reference.quantized == Sdpa().quantized == frozenset()
 
 

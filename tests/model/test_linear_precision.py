@@ -1,4 +1,5 @@
-"""Linear layers in 8 bits inside the model: which, at every layout, and how closely layouts agree."""
+"""Linear layers in 8 bits inside the model: the layers that have them at every layout, and the distance between
+layouts."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def linear_of(name: tuple[str, str], **keys: int) -> LinearConfig:
 def model(
     linear: LinearConfig, groups: ParallelGroups = SINGLE, shape: ModelConfig = SHAPE, **arguments: object
 ) -> Transformer:
-    """Larger weights, and gains that are not 1: the same in every layout."""
+    """Build a model with larger weights, and with gains that are not 1. They are the same in every layout."""
     place = {"tensor_parallel_size": groups.tp_size, "device": torch.device("cpu"), "dtype": torch.float32}
     matmuls, _ = matmuls_of(linear, shape, **place)
     attention = AttentionConfig(backend="sdpa")
@@ -69,7 +70,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def results(network: Transformer, groups: ParallelGroups = SINGLE) -> list[Tensor]:
-    """Loss, and the gradients, this rank's shards, averaged over slices of the sequences."""
+    """Return the loss and the gradients of this rank's shards, averaged over slices of the sequences."""
     own = slice(groups.cp_rank * LENGTH // groups.cp_size, (groups.cp_rank + 1) * LENGTH // groups.cp_size)
     tokens, labels = (x[:, own].contiguous() for x in batch())
     loss = network(tokens, labels)
@@ -99,7 +100,7 @@ def test_only_linear_layers_of_the_named_blocks_are_in_8_bits(name: tuple[str, s
 
 
 def test_small_layers_stay_in_16_bits() -> None:
-    """By the weights of all that read one x, on a rank."""
+    """The size is the number of weights that read one x on a rank."""
     sizes = {"attention.qkv": 64 * 256, "mlp.gate_up": 64 * 192, "attention.out": 128 * 64, "mlp.down": 96 * 64}
     for below, number in ((0, 4), (6145, 3), (8192, 3), (8193, 2), (12289, 1), (16385, 0)):
         network = model(linear_of(("fp8", "rowwise"), keep_layers_below=below))
@@ -121,7 +122,8 @@ def test_small_layers_stay_in_16_bits() -> None:
     [({"ffn_hidden_size": 72}, {"gate_up", "down"}), ({"head_dim": 8, "num_key_value_heads": 1}, {"qkv"})],
 )
 def test_layers_with_odd_sides_stay_in_16_bits(change: dict, odd: set) -> None:
-    """And no others. (Under a precision that is named they are an error before that.)"""
+    """All other layers are in 8 bits. If the precision is named instead of auto, such layers are an error before this
+    point."""
     shape, linear = SHAPE.model_copy(update=change), linear_of(("fp8", "rowwise"))
     low = {path for path, layer in model(linear, shape=shape).blocks[0].named_modules()
            if isinstance(getattr(layer, "matmul", None), LowBit)}  # fmt: skip
@@ -172,7 +174,8 @@ def test_a_gpu_that_cannot_is_an_error(monkeypatch, capability, precision, dtype
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A card")
     where = {"tensor_parallel_size": 1, "device": torch.device("cuda"), "dtype": dtype}
     if says is None:
-        monkeypatch.setattr("sagetrain.model.selection.half_sums", lambda device: capability == (8, 9))  # a GeForce
+        # The card is a GeForce.
+        monkeypatch.setattr("sagetrain.model.selection.half_sums", lambda device: capability == (8, 9))
         matmuls, how = matmuls_of(LinearConfig(precision=precision), SHAPE, **where)
         assert len(matmuls) == SHAPE.num_layers
         assert ("int8 is nearly twice as fast" in how) == (capability == (8, 9))
@@ -194,7 +197,8 @@ def test_a_run_ends_there_before_ranks_meet(monkeypatch, tmp_path, corpus) -> No
 
 @every_recipe
 def test_eight_bits_show_and_do_little_harm(name: tuple[str, str]) -> None:
-    """In one step's gradients. (That losses of training stay together is measured, not tested: results/step.)"""
+    """The test compares one step's gradients. Whether the losses of training stay together is measured in
+    results/step."""
     exact, low = results(model(SIXTEEN_BITS)), results(model(linear_of(name)))
     error = (
         sum((x - y).square().sum() for x, y in zip(low[1:], exact[1:], strict=True)).sqrt() / _norm(exact[1:])
@@ -211,7 +215,8 @@ def _norm(tensors: list[Tensor]) -> Tensor:
 
 
 def check_layouts(tp_size: int, cp_size: int) -> None:
-    """Distances from the same recipe on one rank: of the loss, of this rank's gradients over what rounding does."""
+    """Compare a layout with the same recipe on one rank. The distance of this rank's gradients is divided by the effect
+    of rounding."""
     torch.set_num_threads(1)
     groups = ParallelGroups.create(Topology(dist.get_world_size(), tp_size, cp_size))
     again = ({"activation_checkpointing": how} for how in ("full", "selective"))
@@ -222,7 +227,7 @@ def check_layouts(tp_size: int, cp_size: int) -> None:
         for number, how in enumerate(ways if tp_size > 1 else [{}]):
             spread = model(linear_of(name), groups, **how)
             if number == 0 and cp_size == 1 and name == ("fp8", "rowwise"):
-                compile_blocks(spread, backend="aot_eager")  # without the C++ compiler
+                compile_blocks(spread, backend="aot_eager")  # This backend needs no C++ compiler.
             spread.keep_weights()
             found = results(spread, groups)
             dims = [None, *(spec.dim for spec in spread.specs.values())]
@@ -234,7 +239,7 @@ def check_layouts(tp_size: int, cp_size: int) -> None:
             most_loss, most_gradients = (1e-4, 0.2) if name[0] == "fp8" else (5e-3, 1.2)
             assert away[0].abs() < most_loss, case
             assert _norm(away[1:]) < most_gradients * rounding, case
-            if cp_size > 1:  # not compiled anew
+            if cp_size > 1:  # Blocks are not compiled again here.
                 spread.zero_grad()
                 spread.use_16_bits()
                 wide = results(model(SIXTEEN_BITS, groups, **how), groups)
@@ -248,27 +253,29 @@ def narrow_gradients(sequence_parallel: bool) -> list[Tensor]:
     return results(model(linear_of(("fp8", "rowwise")), groups, shape, **how), groups)
 
 
-def test_gradients_of_16_columns_in_16_bits_travel_as_they_are() -> None:
-    """Packed, they would be as many bytes in the same shape."""
+def test_gradients_of_16_columns_in_16_bits_travel_unpacked() -> None:
+    """Packed, they would have as many bytes in the same shape."""
     whole, split = (run_distributed(narrow_gradients, 2, way)[0] for way in (False, True))
     assert all(found.isfinite().all() for found in split)
     assert _norm([x - y for x, y in zip(split, whole, strict=True)]) < 0.1 * _norm(whole)
 
 
 @pytest.mark.parametrize(("tp_size", "cp_size"), [(2, 1), (1, 2), (2, 2)])
-def test_layouts_agree_as_closely_as_scales_of_their_own_allow(tp_size: int, cp_size: int) -> None:
-    """FP8: scales are powers of two, so a value has the same code, shifted, in every shard, unless it is among the
-    smallest of its row; and here and there one lies so near the middle of two codes that another order of a sum moves
-    it. Gradients differ by a tenth of what rounding to 8 bits does to them, mostly by a millionth.
+def test_layouts_agree_as_closely_as_their_scales_allow(tp_size: int, cp_size: int) -> None:
+    """Layouts differ, because each shard has scales of its own.
 
-    INT8: another shard is another largest magnitude and with it another grid, as good as the first: they differ by
-    about as much as rounding does.
+    FP8: scales are powers of two, so a value has the same code, shifted, in every shard, unless it is among the
+    smallest of its row. Now and then a value lies so near the middle of two codes that another order of a sum moves it.
+    Gradients differ by at most a tenth of the effect of rounding to 8 bits, and mostly by a millionth.
+
+    INT8: another shard has another largest magnitude and therefore another grid, which is as good as the first.
+    Gradients differ by about the effect of rounding.
     """
     run_distributed(check_layouts, tp_size * cp_size, tp_size, cp_size)
 
 
 def losses_of(layouts: list[tuple[int, int, int]], linear: dict) -> dict[tuple, list[float]]:
-    """Of 8 steps of two micro-batches at each (tp, cp, ZeRO stage)."""
+    """Return the losses of 8 steps of two micro-batches at each (tp, cp, ZeRO stage)."""
     found = {}
     for tp_size, cp_size, stage in layouts:
         cfg = tiny.config(stage, linear=linear, optimizer={"eps": 1e-6}, model={"ffn_hidden_size": 64})
@@ -278,7 +285,8 @@ def losses_of(layouts: list[tuple[int, int, int]], linear: dict) -> dict[tuple, 
 
 
 def test_training_in_fp8_does_not_depend_on_the_layout() -> None:
-    """Nor on ZeRO's stage, whether weights are rounded once a step or, at stage 3, whenever they are there."""
+    """They do not depend on ZeRO's stage either. Weights are rounded once a step or, at stage 3, whenever they are
+    gathered."""
     linear = {"precision": "fp8"}
     rows = {(1, 1, 0): run_distributed(losses_of, 1, [(1, 1, 0)], linear)[0][1, 1, 0]}
     layouts = [*((1, 1, stage) for stage in range(4)), (2, 1, 1), (1, 2, 2)]
@@ -305,14 +313,15 @@ def test_blocks_of_one_precision_share_a_graph() -> None:
     compile_blocks(network, backend="aot_eager")
     compiled = results(network)
     torch.testing.assert_close(compiled, eager)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3  # of blocks in 16 bits, in 8, of the first norm
+    # The graphs are those of blocks in 16 bits, of blocks in 8, and of the first norm.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3
 
 
 # -- weights that are kept -----------------------------------------------------------------------------------------
 
 
 def check_kept(engine: Engine, when: str) -> None:
-    """What layers keep is what their weights say now."""
+    """Check that the kept tensors of each layer agree with its present weights."""
     layers = [layer for layer in engine.model.modules() if isinstance(getattr(layer, "matmul", None), LowBit)]
     assert len(layers) == 8
     for layer in layers:
@@ -352,12 +361,12 @@ def keep_through_a_run(root: str, stage: int, dtype: str) -> None:
 
 @pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), (1, "bf16"), (2, "bf16"), (3, "bf16")])
 def test_kept_weights_are_never_stale(tmp_path, stage: int, dtype: str) -> None:
-    """DeepSpeed writes weights past autograd's version counters, so nothing but the engine can tell."""
+    """DeepSpeed writes weights past autograd's version counters, so only the engine can tell that they changed."""
     run_distributed(keep_through_a_run, 2, str(tmp_path), stage, dtype)
 
 
 class Fresh:
-    """Where layers multiply, in the place of `linear`: no 8-bit copy differs from the weights of that moment."""
+    """A stand-in for `linear`. It checks that no 8-bit copy differs from the present weights."""
 
     def __init__(self) -> None:
         self._linear, self.calls = layers.linear, 0
@@ -372,8 +381,8 @@ class Fresh:
 
 
 def train_through_all_that_writes_weights(corpus: str, root: str) -> None:
-    """Steps, evaluations, probes, a cap on gains, skipped steps, going back, dropped steps, a resume at another layout,
-    another run's weights."""
+    """Run everything that writes weights: steps, evaluations, probes, a cap on gains, skipped steps, going back,
+    dropped steps, a resume at another layout, and another run's weights."""
     fresh = Fresh()
     stability = {"qk_gain": {"cap": 1.01}, "quant_noise": {"every_steps": 4}, "monitor": {"every_steps": 4}}
     constant = "tokens_per_step={schedule: constant, tokens: 256}"
@@ -397,7 +406,7 @@ def train_through_all_that_writes_weights(corpus: str, root: str) -> None:
         for key in (
             f"preflight/{dist.get_rank()}",
             "preflight/verdict",
-        ):  # or a rank ahead takes these for the next run's
+        ):  # A rank that is ahead would take these keys for the next run's.
             dist.distributed_c10d._get_default_store().delete_key(key)
         dist.barrier()
         assert run.state.step == steps and fresh.calls > calls
@@ -416,7 +425,7 @@ def test_no_product_of_a_run_reads_a_stale_copy(tmp_path, corpus) -> None:
 
 
 def test_a_run_switches_precision_at_a_resume_and_says_so(tmp_path, corpus) -> None:
-    """A checkpoint holds nothing of it: the run continues with the weights as they are."""
+    """A checkpoint holds nothing of the precision, so the run continues with the weights as they are."""
     shorter = {"training": {"total_tokens": 10 * 256}, "linear": {"precision": "bf16"}}
     first = write_config(tmp_path / "first.yaml", corpus, tmp_path / "run", **shorter)
     finish("sagetrain", first)
@@ -435,7 +444,8 @@ def test_a_run_switches_precision_at_a_resume_and_says_so(tmp_path, corpus) -> N
 
 
 def check_eval_in_8_bits(run: Path) -> None:
-    """The precision that it was trained in gives the loss that training measured; others are told apart."""
+    """Check that the precision of training gives the loss that training measured. Other precisions give other
+    losses."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     trained = [row["valid/loss"] for row in rows if "valid/loss" in row][-1]
     said: list[str] = []
@@ -444,7 +454,7 @@ def check_eval_in_8_bits(run: Path) -> None:
         return together(evaluate(load_run(run, said.append, linear=linear), 8)).loss
 
     losses = {linear: loss(linear) for linear in (None, "bf16", "fp8", "int8")}
-    # Where a precision was asked for it is said what is in it.
+    # If a precision was asked for, the layers that have it are named.
     found = [
         f"linear layers {name} rowwise in 1 of 2 blocks (its torch twin, since there is no GPU)"
         for name in ("fp8", "int8")

@@ -1,4 +1,4 @@
-"""Rows that fill the vocabulary up to a multiple of 128 are no tokens: they have no part in the loss."""
+"""Rows that fill the vocabulary up to a multiple of 128 are no tokens and have no part in the loss."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PADDED, HIDDEN = 128, 8
 
 
 def losses_and_gradients(known: int) -> list[float]:
-    """Of this rank's rows, beside those of float64 without the rows that fill up: the largest differences."""
+    """Return the largest differences of this rank's losses and gradients from float64 without the rows that fill up."""
     groups = tiny.join(torch.distributed.get_world_size())
     torch.manual_seed(0)
     x = torch.randn(5, HIDDEN)
@@ -30,7 +30,7 @@ def losses_and_gradients(known: int) -> list[float]:
     partial = seen.grad.clone()
     torch.distributed.all_reduce(partial)
     each = linear_token_losses(x, own, labels, groups, known=known)
-    some = torch.where(torch.arange(5) < 2, -1, labels)  # two that do not count
+    some = torch.where(torch.arange(5) < 2, -1, labels)  # Two labels do not count.
     counted = linear_cross_entropy(x, own, some, groups, known=known, divisor=3.0)
     truth_of_some = F.cross_entropy((exact_x @ exact[:known].t())[2:], labels[2:])
     pairs = (loss, truth), (each.mean(), truth), (own.grad, exact.grad[rows]), (counted, truth_of_some)
@@ -38,7 +38,8 @@ def losses_and_gradients(known: int) -> list[float]:
     return [*found, min((grad - exact_x.grad).abs().max().item() for grad in (seen.grad, partial))]
 
 
-@pytest.mark.parametrize(("known", "ranks"), [(100, 1), (100, 2), (60, 2)])  # 60: all rows of the second rank fill up
+# With 60 tokens, all rows of the second rank fill up.
+@pytest.mark.parametrize(("known", "ranks"), [(100, 1), (100, 2), (60, 2)])
 def test_rows_behind_the_vocabulary_have_no_part_in_the_loss(known: int, ranks: int) -> None:
     for differences in run_distributed(losses_and_gradients, ranks, known):
         assert max(differences) < 1e-6

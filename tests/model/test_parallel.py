@@ -1,4 +1,4 @@
-"""The whole model under tensor, sequence and data parallelism against the one-process model, on gloo, in fp32."""
+"""The whole model under tensor, sequence and data parallelism agrees with the one-process model, on gloo, in fp32."""
 
 import pytest
 import torch
@@ -33,12 +33,13 @@ def _model(groups: ParallelGroups, *, tied: bool, qk_norm: str = "before_rope", 
 
 def _batch(step: int = 0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(100 + step)
-    text = torch.randint(0, VOCAB // 8, (SEQUENCES, LENGTH + 1), generator=generator) * 8 + 3  # some of every shard
+    # Every shard has some of the tokens.
+    text = torch.randint(0, VOCAB // 8, (SEQUENCES, LENGTH + 1), generator=generator) * 8 + 3
     return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
 
 def _perturb(model: Transformer, groups: ParallelGroups) -> None:
-    """Larger weights and gains that are not 1, the same in every layout."""
+    """Make weights larger, and gains different from 1, the same in every layout."""
     with torch.no_grad():
         for i, (spec, parameter) in enumerate(zip(model.specs.values(), model.parameters(), strict=True)):
             noise = torch.randn(spec.shape, generator=torch.Generator().manual_seed(i))
@@ -82,7 +83,7 @@ def _check_model(groups: ParallelGroups, packing: dict, normalizing: bool = Fals
     loss.backward()
     truth.backward()
     torch.testing.assert_close(loss, truth, rtol=1e-6, atol=0)
-    assert torch._C._distributed_c10d._get_work_registry_size() == 0  # what was started was finished
+    assert torch._C._distributed_c10d._get_work_registry_size() == 0  # Every collective that was started was finished.
     assert _equal_on_all_ranks(loss.detach(), groups)
     for (name, whole), part in pairs:
         expected = shard(whole.grad, sharded.specs[name].dim, groups)
@@ -95,8 +96,8 @@ def _check_model(groups: ParallelGroups, packing: dict, normalizing: bool = Fals
 
 
 def _check_compiled(groups: ParallelGroups, sequence_parallel: bool, overlap: bool, ways: tuple[str, ...]) -> None:
-    """Collectives inside the compiled blocks break no graph and change no number; recomputing what is cheap changes no
-    bit: collectives whose results are needed again run again."""
+    """Check that collectives inside the compiled blocks break no graph and change no number, and that selective
+    recomputation changes no bit. Collectives whose results are needed again run again."""
     plain = []
     for compiled in (False, True):
         results = {}
@@ -106,14 +107,15 @@ def _check_compiled(groups: ParallelGroups, sequence_parallel: bool, overlap: bo
             place = {"sequence_parallel": sequence_parallel, "overlap": overlap, "activation_checkpointing": how}
             model = _model(groups, tied=True, **place)
             if compiled:
-                compile_blocks(model, backend="aot_eager")  # without the C++ compiler
+                compile_blocks(model, backend="aot_eager")  # This backend needs no C++ compiler.
             loss = model(*_batch(), **PACKED)
             loss.backward()
             results[how] = [loss.detach(), *(p.grad for p in model.parameters())]
             torch.testing.assert_close(results[how], results["none"], rtol=0, atol=0)
-            if compiled and how == "none":  # all blocks share one, and the norms outside of them
+            if compiled and how == "none":  # All blocks share one graph, and so do the norms outside of them.
                 assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
-            assert torch._C._distributed_c10d._get_work_registry_size() == 0  # what was started was finished
+            # Every collective that was started was finished.
+            assert torch._C._distributed_c10d._get_work_registry_size() == 0
         plain.append(results["none"])
     torch.testing.assert_close(*plain, rtol=1e-5, atol=1e-7)
 
@@ -142,7 +144,8 @@ def test_tensor_parallel_model_equals_dense(tp_size: int) -> None:
 
 
 def _clip_norm(model: Transformer, groups: ParallelGroups) -> Tensor:
-    """Global gradient norm by the specs, as DeepSpeed takes it: sharded ones everywhere, replicated ones once."""
+    """Return the global gradient norm by the specs, as DeepSpeed takes it: sharded gradients count on every rank,
+    replicated ones once."""
     squares = [
         parameter.grad.double().square().sum()
         for name, parameter in model.named_parameters()
@@ -155,14 +158,15 @@ def _clip_norm(model: Transformer, groups: ParallelGroups) -> Tensor:
 
 
 def _decayed(model: Transformer) -> list[dict]:
-    """The groups of parameters: all but gains decay."""
+    """Return the groups of parameters: all but gains decay."""
     named = list(model.named_parameters())
     apart = ([p for name, p in named if model.specs[name].is_gain is gain] for gain in (False, True))
     return [{"params": found, "weight_decay": decay} for found, decay in zip(apart, (0.1, 0.0), strict=True)]
 
 
 def _train(groups: ParallelGroups, sequence_parallel: bool) -> list[float]:
-    """AdamW with clipping; every step sees the same four sequences in any layout. Returns losses, then norms."""
+    """Train with AdamW and clipping. Every step sees the same four sequences in any layout. Return losses, then
+    norms."""
     model = _model(groups, tied=True, sequence_parallel=sequence_parallel)
     optimizer = torch.optim.AdamW(_decayed(model), lr=3e-3, betas=(0.9, 0.95))
     losses, norms = [], []

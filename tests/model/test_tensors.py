@@ -1,4 +1,4 @@
-"""The list of a model's tensors, beside its modules and beside transformers."""
+"""The list of a model's tensors agrees with its modules and with transformers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def shape_of(name: str) -> ModelConfig:
 @pytest.mark.parametrize("qk_norm", ["none", "before_rope"])
 @pytest.mark.parametrize("model", MODELS)
 def test_the_list_is_the_modules(model: str, qk_norm: str) -> None:
-    """Every parameter is in it, at every tensor-parallel size in the slice that it says, and nothing else is."""
+    """The list has exactly the parameters, and the slice that it states at every tensor-parallel size."""
     attention = AttentionConfig(backend="sdpa", qk_norm=qk_norm)
     for tp_size in (1, 2, 4):
         groups = ParallelGroups(Topology(tp_size, tp_size), rank=tp_size - 1)

@@ -1,4 +1,4 @@
-"""The model in one process: against an independent float64 reference, and its switches against each other."""
+"""The model in one process agrees with an independent float64 reference, and its switches agree with each other."""
 
 import copy
 import math
@@ -49,7 +49,7 @@ def _model(
 
 
 def _shake(model: Transformer) -> Transformer:
-    """Gains away from 1 and weights large enough that every term of the forward pass matters."""
+    """Make gains different from 1, and weights so large that every term of the forward pass matters."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -121,7 +121,7 @@ def test_positions_alone_leave_attention_across_documents() -> None:
         for keys in ((), ("positions",), ("cu_seqlens",), ("positions", "cu_seqlens"))
     ]
     assert len({round(loss.item(), 5) for loss in losses}) >= 3
-    # Rotary attention sees differences of positions alone: within documents they are the same either way.
+    # Rotary attention depends only on differences of positions, which are the same within documents either way.
     torch.testing.assert_close(losses[2], losses[3], rtol=1e-5, atol=0)
 
 
@@ -162,7 +162,7 @@ def test_activation_checkpointing_changes_nothing(backend: str, compiled: bool) 
 
 
 class Counted(TorchDispatchMode):
-    """How often each operator runs."""
+    """A counter of the calls of each operator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,8 +173,8 @@ class Counted(TorchDispatchMode):
         return operator(*arguments, **(options or {}))
 
 
-def test_what_is_dear_runs_once() -> None:
-    """Seven matmuls a block forward, twice as many backward, and the head's."""
+def test_expensive_operators_run_once() -> None:
+    """A block has seven matmuls forward and twice as many backward, and the head has its own."""
     calls = {}
     for mode in ("none", "selective", "full"):
         model = _model(backend="sage", activation_checkpointing=mode)
@@ -184,13 +184,13 @@ def test_what_is_dear_runs_once() -> None:
     names = "aten::mm", "sagekernels::forward", "aten::silu", "aten::rsqrt"
     once, kept, twice = ([calls[mode][name] for name in names] for mode in calls)
     mm, attention, silu, norms = once
-    assert kept == [mm, attention, 2 * silu, 2 * norms - 1]  # the final norm is outside of the blocks
+    assert kept == [mm, attention, 2 * silu, 2 * norms - 1]  # The final norm is outside of the blocks.
     assert twice == [mm + 2 * 7, 2 * attention, 2 * silu, 2 * norms - 1]
 
 
-def test_attention_and_matmuls_of_a_gpu_are_dear() -> None:
-    """By the names that they have in this torch."""
-    aten, here = torch.ops.aten, find_varlen_attn() is not None  # which registers its operator
+def test_attention_and_matmuls_of_a_gpu_are_expensive() -> None:
+    """The test asks for the names that the operators have in this torch."""
+    aten, here = torch.ops.aten, find_varlen_attn() is not None  # The import registers its operator.
     operators = [
         aten._scaled_mm,
         torch.ops.sagekernels.int8_product,
@@ -222,9 +222,10 @@ def test_blocks_compile_to_one_graph(backend: str, packing: dict) -> None:
     eager = _gradients(model, *_batch(), **packing)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    compile_blocks(model, backend="aot_eager")  # which needs no C++ compiler
+    compile_blocks(model, backend="aot_eager")  # This backend needs no C++ compiler.
     _assert_same(_gradients(model, *_batch(), **packing), eager, 1e-5)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # the blocks, the first norm
+    # The graphs are those of the blocks and of the first norm.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
@@ -233,7 +234,7 @@ def test_compiled_blocks_check_no_buffers_but_under_zero_3(monkeypatch: pytest.M
 
     def compiled(*arguments, **how):
         found.append(how["options"])
-        return real(*arguments, **how)  # which knows all options by name
+        return real(*arguments, **how)  # The real function knows all options by name.
 
     monkeypatch.setattr(torch, "compile", compiled)
     asserts = {"size_asserts": False, "alignment_asserts": False}
@@ -245,7 +246,7 @@ def test_compiled_blocks_check_no_buffers_but_under_zero_3(monkeypatch: pytest.M
 
 
 class Watched(AttentionFunction):
-    """What passes through a layer's attention, as a monitor would see it."""
+    """A function that records the tensors that pass through a layer's attention, as a monitor would."""
 
     def __init__(self, function: AttentionFunction) -> None:
         self.function, self.documents, self.gradients = function, function.documents, []
@@ -288,7 +289,8 @@ def _graphs() -> int:
 
 @pytest.mark.parametrize(("packing", "whole"), [(PACKED, False), ({}, True)], ids=["onward", "alone"])
 def test_a_layer_that_gets_another_attention_costs_one_graph(packing: dict, whole: bool) -> None:
-    """And only the first time that any layer has it. More layers than torch compiles graphs for one function."""
+    """Only the first layer that has an attention costs a graph. The model has more layers than torch compiles graphs
+    for one function."""
     shape = SHAPES["grouped_tied"].model_copy(update={"num_layers": 10})
     model, eager = (
         _shake(tiny.transformer(shape, AttentionConfig(backend="sdpa"), vocab_size=VOCAB, groups=SINGLE))
@@ -304,7 +306,7 @@ def test_a_layer_that_gets_another_attention_costs_one_graph(packing: dict, whol
                 network.blocks[layer].attention.function = function
         _assert_same(_gradients(model, *_batch(), **packing), _gradients(eager, *_batch(), **packing), 1e-4)
         counts.append(_graphs())
-    first = 1 if whole else 2  # the blocks, the first norm
+    first = 1 if whole else 2  # The graphs are those of the blocks and of the first norm.
     assert counts == [first, first + 1, first + 1, first + 2, first + 2]
     assert not torch._dynamo.utils.counters["graph_break"]
 
@@ -321,7 +323,7 @@ def test_a_function_that_cannot_be_traced_is_compiled_around() -> None:
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_a_range_of_blocks_goes_on_from_the_residual_stream(recompute: str) -> None:
-    """As the next stage of a pipeline would: two ranges behind each other are the model, bit for bit."""
+    """The next stage of a pipeline works like this. Two ranges one after the other equal the model, bit for bit."""
     model = _shake(_model(activation_checkpointing=recompute))
     tokens, labels = _batch()
     expected = model(tokens, labels)
@@ -361,7 +363,7 @@ def test_initialization() -> None:
     assert all(torch.equal(a.bfloat16(), b) for a, b in zip(model.parameters(), half.parameters(), strict=True))
 
 
-def test_weights_of_a_layer_do_not_depend_on_the_number_of_layers() -> None:
+def test_weights_of_a_layer_do_not_depend_on_the_depth() -> None:
     deeper = SHAPES["plain"].model_copy(update={"num_layers": 3})
     three = tiny.transformer(deeper, AttentionConfig(backend="sdpa"), vocab_size=VOCAB, groups=SINGLE)
     two = _model("plain")

@@ -57,7 +57,7 @@ def _zero3(cases: list[tuple[int, bool, str, bool]]) -> list[list[float]]:
     import deepspeed
     import deepspeed.ops
 
-    deepspeed.ops.__compatible_ops__ = defaultdict(bool)  # saves probes and a C++ build that training never uses
+    deepspeed.ops.__compatible_ops__ = defaultdict(bool)  # This saves probes, and a C++ build that training never uses.
     deepspeed.init_distributed("gloo", verbose=False)
     curves = []
     for tp_size, tied, activation_checkpointing, overlap in cases:
@@ -93,7 +93,8 @@ def _zero3(cases: list[tuple[int, bool, str, bool]]) -> list[list[float]]:
 
 def test_zero3_trains_like_plain_torch() -> None:
     cases = [(1, True, "none", True), (1, False, "full", True), (2, True, "full", True), (2, True, "selective", True)]
-    cases.append((2, False, "full", False))  # as a whole: `down` is the last that the second pass calls
+    # The block is recomputed as a whole, and `down` is the last layer that the second pass calls.
+    cases.append((2, False, "full", False))
     expected = [_plain(tied) for _, tied, *_ in cases]
     for curves in run_distributed(_zero3, 2, cases):
         for actual, truth in zip(curves, expected, strict=True):
@@ -114,7 +115,8 @@ def _between_evaluations() -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_an_evaluation_between_two_steps_does_not_disturb_what_is_recomputed(ranks: int) -> None:
-    """Uncompiled: DeepSpeed's gathers inside a block are another time in forward than in the recomputation then."""
+def test_an_evaluation_does_not_disturb_recomputation(ranks: int) -> None:
+    """The blocks are not compiled. DeepSpeed gathers inside a block at other times in forward than in the
+    recomputation."""
     for found in run_distributed(_between_evaluations, ranks):
         assert found["selective"] == found["none"] == found["full"]

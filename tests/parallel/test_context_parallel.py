@@ -28,7 +28,7 @@ SHAPE = ModelConfig(
     num_layers=2, hidden_size=64, ffn_hidden_size=48, num_attention_heads=8, num_key_value_heads=4, head_dim=16
 )
 DOCUMENTS = (7, 9, 30, 18, 33, 31)
-"""Tokens of each: some end at the edge of a slice, some lie across it."""
+"""The lengths of documents in tokens. Some end at the edge of a slice, some lie across it."""
 
 
 def batch(documents: bool) -> Batch:
@@ -53,7 +53,7 @@ def random(seed: int, *shape: int) -> Tensor:
 
 
 def model(groups: ParallelGroups, backend: str, **arguments: object) -> Transformer:
-    """Larger weights, and gains that are not 1: the same in every layout."""
+    """Build a model with larger weights, and with gains that are not 1. They are the same in every layout."""
     network = tiny.transformer(SHAPE, AttentionConfig(backend=backend), vocab_size=VOCAB, groups=groups, **arguments)
     with torch.no_grad():
         for i, (spec, parameter) in enumerate(zip(network.specs.values(), network.parameters(), strict=True)):
@@ -64,7 +64,7 @@ def model(groups: ParallelGroups, backend: str, **arguments: object) -> Transfor
 
 
 def in_half(inputs: dict, number: int) -> dict:
-    """Those of one of two sequences."""
+    """Return the inputs of one of two sequences."""
     rows = {name: x[number : number + 1] for name, x in inputs.items() if torch.is_tensor(x) and x.ndim == 2}
     documents = inputs["cu_seqlens"]
     if documents is not None:
@@ -73,11 +73,12 @@ def in_half(inputs: dict, number: int) -> dict:
 
 
 def check_model(groups: ParallelGroups, backend: str, documents: bool, **arguments: object) -> None:
-    """One forward and backward beside the model on one rank: mean loss, and gradients averaged as DeepSpeed does."""
+    """Compare one forward and backward pass with the model on one rank: the mean loss, and gradients averaged as
+    DeepSpeed does."""
     dense, sliced = model(ParallelGroups.single(), backend), model(groups, backend, **arguments)
     ours, theirs = batch(documents).inputs("cpu", groups.cp_rank, groups.cp_size), batch(documents).inputs("cpu")
     assert ours["tokens"].shape == (SEQUENCES, LENGTH // groups.cp_size)
-    # Under tensor parallelism halves of packed sequences are smoothed by means of their own.
+    # Under tensor parallelism the halves of packed sequences are smoothed by their own means.
     halves = [in_half(theirs, i) for i in range(2)] if groups.tp_size > 1 else [theirs]
     loss, truth = sliced(**ours), torch.stack([dense(**half) for half in halves]).mean()
     loss.backward()
@@ -85,7 +86,7 @@ def check_model(groups: ParallelGroups, backend: str, documents: bool, **argumen
     mean = loss.detach().clone()
     dist.all_reduce(mean)
     case = f"tp {groups.tp_size}, cp {groups.cp_size}, {backend}, documents {documents}, {arguments}"
-    # A product of fewer rows rounds otherwise, and that moves a code of INT8 by one step now and then.
+    # A product of fewer rows rounds differently, and that moves an INT8 code by one step now and then.
     limit = 1e-5 if backend == "sage" else 1e-6
     assert (mean / dist.get_world_size() - truth).abs() < limit, case
     limit = 1e-2 if backend == "sage" else 1e-6 if groups.tp_size == 1 else 1e-5
@@ -96,9 +97,9 @@ def check_model(groups: ParallelGroups, backend: str, documents: bool, **argumen
 
 
 def check_sage(groups: ParallelGroups, documents: bool) -> None:
-    """INT8 attention from slices of q, k and v has bit by bit the output and gradients of that over whole sequences, a
-    share of the heads at a time: the mean that K-smoothing subtracts, large here and another in every slice, is exact.
-    """
+    """Check that INT8 attention on slices of q, k and v has bit by bit the output and gradients of attention over whole
+    sequences, a share of the heads at a time. K-smoothing subtracts an exact mean, which is large here and different in
+    every slice."""
     length = LENGTH // groups.cp_size
     own = slice(groups.cp_rank * length, (groups.cp_rank + 1) * length)
     whole = [random(seed, SEQUENCES, LENGTH, heads, 16) for seed, heads in enumerate((8, 4, 4, 8))]
@@ -125,12 +126,12 @@ def check_sage(groups: ParallelGroups, documents: bool) -> None:
 
 
 def check_compiled(groups: ParallelGroups) -> None:
-    """The all-to-alls inside the compiled blocks break no graph and change no number."""
+    """Check that the all-to-alls inside the compiled blocks break no graph and change no number."""
     results = []
     for compiled in (False, True):
         network = model(groups, "sage")
         if compiled:
-            compile_blocks(network, backend="aot_eager")  # without the C++ compiler
+            compile_blocks(network, backend="aot_eager")  # This backend needs no C++ compiler.
         loss = network(**batch(True).inputs("cpu", groups.cp_rank, groups.cp_size))
         loss.backward()
         results.append([loss.detach(), *(p.grad for p in network.parameters())])
@@ -138,7 +139,7 @@ def check_compiled(groups: ParallelGroups) -> None:
 
 
 def in_four_processes() -> None:
-    """All checks of numbers."""
+    """Run all checks of numbers."""
     torch.set_num_threads(1)
     for tp, cp in ((1, 4), (1, 2), (2, 2)):
         groups = ParallelGroups.create(Topology(4, tp, cp))
@@ -160,13 +161,13 @@ def memory_cases() -> list:
 
 
 def saved_in_two_processes() -> list[float]:
-    """Bytes per token that autograd saves of a block with a context-parallel size of 2."""
+    """Return the bytes per token that autograd saves for a block with a context-parallel size of 2."""
     torch.set_num_threads(1)
     groups = ParallelGroups.create(Topology(2, 1, 2))
     return [saved_bytes_per_token(cfg, cfg.training.compile == "on", groups) for cfg in memory_cases()]
 
 
-def test_slices_of_sequences_give_the_losses_and_gradients_of_whole_ones() -> None:
+def test_slices_give_the_losses_and_gradients_of_sequences() -> None:
     run_distributed(in_four_processes, 4)
 
 

@@ -1,4 +1,4 @@
-"""Collectives by copies over memory that processes share: the schedule of GPUs, with a thread as the stream."""
+"""Collectives by copies over memory that processes share. The schedule is that of GPUs, and a thread is the stream."""
 
 import ctypes
 import gc
@@ -25,18 +25,18 @@ from sagetrain.parallel.collectives import finish, start_all_gather, start_reduc
 from sagetrain.parallel.copies import SLOTS, Copies, connected
 from sagetrain.parallel.topology import ParallelGroups, Topology
 
-DELAY = 0.002  # seconds at most, before each copy
+DELAY = 0.002  # Each copy waits at most this long, in seconds.
 
 
 class ThreadMemory:
-    """Files mapped by all ranks; a thread does what a stream would, with random delays."""
+    """A memory of files that all ranks map. A thread does the work of a stream, with random delays."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size, self.allocations = rank, size, 0
         self._meeting, self._telling = (dist.new_group(timeout=timedelta(seconds=forked.PATIENCE)) for _ in range(2))
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
         self._delays = random.Random(rank)
-        self._events: set[threading.Event] = set()  # that nobody has waited for yet
+        self._events: set[threading.Event] = set()  # Nobody has waited for these events yet.
         threading.Thread(target=self._run, daemon=True).start()
 
     def allocate(self, nbytes: int) -> list[Tensor]:
@@ -88,7 +88,7 @@ def _expect(kind: str, seed: int, rows: int, width: int, dtype: torch.dtype, ran
 
 
 def _check_many_under_way() -> int:
-    """In any order of finishing, with more under way than there are slots, on sizes that grow and shrink."""
+    """Finish collectives in any order, with more under way than there are slots, on sizes that grow and shrink."""
     groups, memory = _connect()
     size, rank, group = groups.tp_size, groups.tp_rank, groups.tp_group
     choices, pending = random.Random(7), []
@@ -99,7 +99,7 @@ def _check_many_under_way() -> int:
         dtype = choices.choice((torch.float32, torch.bfloat16, torch.float64))
         x = _random(100 * seed + rank, rows, width, dtype=dtype)
         result = (start_all_gather if kind == "gather" else start_reduce_scatter)(x, group)
-        del x  # it lives until the collective is finished
+        del x  # The collective itself keeps the tensor alive until it is finished.
         pending.append((result, (kind, seed, rows, width, dtype, rank, size)))
         gc.collect(0)
         while len(pending) > choices.randint(0, 2 * SLOTS):
@@ -125,7 +125,7 @@ SHAPE = ModelConfig(
 
 
 def _train(groups: ParallelGroups, checkpointing: str, backend: str | None) -> list[Tensor]:
-    """Loss and gradients of two micro-steps."""
+    """Return the loss and gradients of two micro-steps."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model = tiny.transformer(
@@ -146,13 +146,14 @@ def _train(groups: ParallelGroups, checkpointing: str, backend: str | None) -> l
         losses[-1].backward()
     assert torch._C._distributed_c10d._get_work_registry_size() == 0
     assert not torch._dynamo.utils.counters["graph_break"]
-    if backend == "aot_eager":  # all blocks share one graph, and the norms outside of them; none is compiled twice
+    # All blocks share one graph, and so do the norms outside of them. None is compiled twice.
+    if backend == "aot_eager":
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
     return [*(loss.detach() for loss in losses), *(p.grad for p in model.parameters())]
 
 
 def _check_model(backend: str) -> None:
-    """The whole model by copies against the functional collectives: between two ranks even sums are the same."""
+    """Compare the whole model by copies with the functional collectives. Between two ranks even the sums are equal."""
     groups = ParallelGroups.create(Topology(dist.get_world_size(), dist.get_world_size()))
     cases = [("none", None), ("full", None), ("none", backend)]
     expected = [_train(groups, *case) for case in cases]
@@ -164,12 +165,12 @@ def _check_model(backend: str) -> None:
         torch.testing.assert_close(actual, truth, rtol=0, atol=0)
 
 
-def test_model_by_copies_equals_the_model_by_functional_collectives() -> None:
+def test_model_by_copies_equals_functional_collectives() -> None:
     run_distributed(_check_model, 2, "aot_eager")
 
 
 def _check_agreement() -> list[str]:
-    """One rank's trouble is everyone's; a reason is found once."""
+    """Check that one rank's trouble is everyone's, and that a reason is found once."""
     group = dist.new_group()
     tries, original = [], copies._check
 

@@ -1,4 +1,4 @@
-"""The vocabulary-parallel loss and the chunked projection + loss against F.cross_entropy, float64 the judge."""
+"""The vocabulary-parallel loss, and the projection and loss in chunks, agree with F.cross_entropy in float64."""
 
 import pytest
 import torch
@@ -56,7 +56,7 @@ def test_loss_and_gradients_are_as_good_as_plain_torch(chunk: int | None, scale:
 
 @pytest.mark.parametrize("scale", [1 / 3, 1 / 7])
 def test_16_bits_do_not_scale_gradients_by_another_factor(scale: float) -> None:
-    """A factor that is rounded to 16 bits makes every gradient of a step wrong by up to 1 / 256."""
+    """A factor that is rounded to 16 bits would make every gradient of a step wrong by up to 1 / 256."""
     hidden, weight, labels = (x.bfloat16() if x.is_floating_point() else x for x in _inputs())
     hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
     (linear_cross_entropy(hidden, weight, labels, SINGLE) * scale).backward()
@@ -115,7 +115,7 @@ def test_non_finite_hidden_states_show_in_the_loss() -> None:
 
 
 def _own_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """A user's loss, which is the cross-entropy."""
+    """Return a user's loss that is the cross-entropy."""
     assert logits.dtype == torch.float32
     return F.cross_entropy(logits, labels, reduction="none")
 
@@ -123,7 +123,7 @@ def _own_loss(logits: Tensor, labels: Tensor) -> Tensor:
 @pytest.mark.parametrize("divisor", [None, 2.5])
 @pytest.mark.parametrize("known", [None, 40])
 def test_a_users_loss_is_judged_as_the_cross_entropy_is(divisor: float | None, known: int | None) -> None:
-    """In chunks, with rows that pad the vocabulary, and with tokens that do not count."""
+    """The loss is computed in chunks, with rows that pad the vocabulary, and with tokens that do not count."""
     results = []
     for loss in (None, _own_loss):
         hidden, weight, labels = (x.float().requires_grad_() if x.is_floating_point() else x for x in _inputs())
@@ -139,7 +139,7 @@ def test_a_users_loss_is_judged_as_the_cross_entropy_is(divisor: float | None, k
 
 
 def test_a_users_loss_may_be_another_one() -> None:
-    """Its gradient is autograd's."""
+    """The gradient is autograd's."""
 
     def squared(logits: Tensor, labels: Tensor) -> Tensor:
         return logits.logsumexp(-1).square() - logits.gather(-1, labels[:, None])[:, 0]

@@ -1,4 +1,4 @@
-"""How many cores of its host a rank takes for its own."""
+"""A rank takes its share of the cores of its host."""
 
 import os
 
@@ -20,7 +20,7 @@ NAMES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE", "SLURM_N
         ({"SLURM_STEP_TASKS_PER_NODE": "8(x2),4", "SLURM_NODEID": "1"}, 8, 8),
         ({"SLURM_STEP_TASKS_PER_NODE": "8(x2),4", "SLURM_NODEID": "2"}, 4, 16),
         ({"SLURM_STEP_TASKS_PER_NODE": "8", "SLURM_CPUS_PER_TASK": "6", "SLURM_PROCID": "3"}, 8, 6),
-        ({"SLURM_CPUS_PER_TASK": "6", "LOCAL_WORLD_SIZE": "2"}, 2, 32),  # torchrun on a host that Slurm lent
+        ({"SLURM_CPUS_PER_TASK": "6", "LOCAL_WORLD_SIZE": "2"}, 2, 32),  # torchrun runs on a host that Slurm lent.
     ],
 )
 def test_the_cores_of_a_host_are_shared_by_its_ranks(monkeypatch, environment, ranks, cores) -> None:
@@ -41,4 +41,4 @@ def test_threads_are_chosen_unless_somebody_has(monkeypatch, ranks, given, threa
     assert environment["OMP_NUM_THREADS"] == threads
     assert environment["OMP_WAIT_POLICY"] == "PASSIVE" and (said == "") == bool(given)
     assert given or said.startswith(f"{threads} threads a rank on the CPU")
-    assert use_cores() == ""  # said once
+    assert use_cores() == ""  # The message comes once.

@@ -1,4 +1,4 @@
-"""Collectives and sharded layers against their dense twins, forward and gradients, in float64 on gloo."""
+"""Collectives and sharded layers agree with their dense twins, forward and gradients, in float64 on gloo."""
 
 import pytest
 import torch
@@ -48,8 +48,8 @@ def _fill(weight: Tensor, full: Tensor, dim: int, groups: ParallelGroups) -> Non
 
 
 def _check_collectives() -> None:
-    """Each pair is checked as an adjoint: <f(x), g> summed over the ranks == <x, f'(g)> summed over the ranks,
-    with x and g different on every rank where the function allows it, and f itself by its definition."""
+    """Check each pair as an adjoint: <f(x), g> summed over the ranks equals <x, f'(g)> summed over the ranks. x and g
+    differ on every rank where the function allows it. f itself is checked by its definition."""
     groups = _groups()
     size, rank = groups.tp_size, groups.tp_rank
     xs = [_random(r, TOKENS, HIDDEN) for r in range(size)]
@@ -87,19 +87,20 @@ def _check_collectives() -> None:
     _close(y, sum(xs)[own])
     _close(x.grad, gs[0])
 
-    # Strided inputs and gradients, which the backend's collectives do not take as they are.
+    # Inputs and gradients are strided. The backend's collectives do not take these as they are.
     x = _leaf(xs[rank].t())
     y = reduce_from_region(x, groups)
     (y * gs[0].t()).sum().backward()
     _close(x.grad, gs[0].t())
     x = _leaf(xs[0])
     y = finish_enter(start_enter(x, groups, False), groups, False)
-    y.sum().backward()  # the gradient is an expanded scalar
+    y.sum().backward()  # The gradient is an expanded scalar.
     _close(x.grad, torch.full_like(x, size))
 
 
 def _check_mlp(sequence_parallel: bool) -> None:
-    """Column then row, as the model does it: the composition must equal dense matmuls."""
+    """Check a column-parallel layer followed by a row-parallel layer, as in the model: the result must equal dense
+    matmuls."""
     groups = _groups()
     a, b, c = _random(1, INNER, HIDDEN), _random(2, HIDDEN, INNER), _random(7, INNER, HIDDEN)
     x_full, g_full = _random(3, TOKENS, HIDDEN), _random(4, TOKENS, HIDDEN)
@@ -130,7 +131,8 @@ def _check_mlp(sequence_parallel: bool) -> None:
 def _check_embedding(sequence_parallel: bool) -> None:
     groups = _groups()
     table, g_full = _random(5, VOCAB, HIDDEN), _random(6, TOKENS, HIDDEN)
-    ids = torch.tensor([0, VOCAB - 1, 3, 3, 3, 11, 12, 13, 23, 0, 7, 20])  # both ends, repeats, every shard
+    # The ids cover both ends, repeats and every shard.
+    ids = torch.tensor([0, VOCAB - 1, 3, 3, 3, 11, 12, 13, 23, 0, 7, 20])
     dense = _leaf(table)
     y_dense = F.embedding(ids, dense)
     y_dense.backward(g_full)
@@ -176,8 +178,8 @@ def test_a_shard_is_a_slice_along_the_dim_that_is_cut() -> None:
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_gradients_of_weights_that_read_one_x_are_joined_under_tensor_parallelism(tp_size: int) -> None:
-    """Whose matmuls are thin; elsewhere joining them would be copies for nothing."""
+def test_gradients_of_weights_with_one_x_are_joined(tp_size: int) -> None:
+    """Tensor parallelism makes the matmuls thin. Elsewhere joining the gradients would only cost copies."""
     groups = ParallelGroups(Topology(tp_size, tp_size), rank=0)
     layer = ColumnParallelLinear(HIDDEN, {"a": INNER, "b": INNER}, groups, dtype=torch.float64)
     assert layer.matmul.joined == (tp_size == 2)

@@ -1,4 +1,4 @@
-"""The door for metrics: what any rank adds, anywhere in a step, is reduced in the step's one collective."""
+"""Any rank may add metrics anywhere in a step. They are reduced in the step's one collective."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def test_one_process_reduces_what_was_added() -> None:
 
 
 def cosine(product: float, square: float, other: float) -> float:
-    """Of vectors that lie on several ranks: not the mean of the ranks' cosines."""
+    """Return the cosine of vectors that lie on several ranks. It is not the mean of the ranks' cosines."""
     return product / math.sqrt(square * other)
 
 
 def of_four_ranks() -> dict[str, float]:
-    """Tensor parallel 2 x data parallel 2; odd ranks add in another order."""
+    """Reduce metrics with tensor parallel 2 and data parallel 2. Odd ranks add in another order."""
     groups, rank = tiny.join(2), dist.get_rank()
     metrics = groups.metrics
     add = [
@@ -95,15 +95,16 @@ def test_ranks_that_add_different_names_are_told(names) -> None:
 
 
 def engine_with_a_monitor(stage: int, with_maximum: bool) -> tuple[list[dict], int, float]:
-    """Metrics of two steps with an evaluation between them, made by one-line additions in a layer's forward and its
-    backward; reductions over the world in the second step; the first loss of an engine without them."""
+    """Return three results of an engine. First come the metrics of two steps with an evaluation between them, which
+    one-line additions in a layer's forward and backward make. Then comes the number of reductions over the world in the
+    second step. Last comes the first loss of an engine without the additions."""
     groups = tiny.join(1)
     plain = tiny.global_step(tiny.engine(tiny.config(stage), groups), 0, sequences=8).loss
     engine = tiny.engine(tiny.config(stage), groups)
     metrics, world_reductions, all_reduce = groups.metrics, [], dist.all_reduce
 
     def counted(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
-        if tensor.dtype == torch.float64 and tensor.numel() > 1:  # DeepSpeed's own are scalars
+        if tensor.dtype == torch.float64 and tensor.numel() > 1:  # DeepSpeed's own reductions are of scalars.
             world_reductions.append(op)
         return all_reduce(tensor, op=op, group=group, async_op=async_op)
 
@@ -129,14 +130,15 @@ def engine_with_a_monitor(stage: int, with_maximum: bool) -> tuple[list[dict], i
 
 
 @pytest.mark.parametrize(("stage", "with_maximum"), [(1, False), (3, True)])
-def test_a_layer_adds_in_forward_and_backward_and_the_engine_knows_nothing_of_it(stage, with_maximum) -> None:
+def test_a_layer_adds_metrics_and_the_engine_knows_nothing(stage, with_maximum) -> None:
     first, second = run_distributed(engine_with_a_monitor, 2, stage, with_maximum)
     assert first == second
     steps, reductions, plain = first
-    assert steps[0]["train/loss"] == plain  # watching changes nothing
+    assert steps[0]["train/loss"] == plain  # Watching changes nothing.
     assert reductions == 1 + with_maximum
     for metrics in steps:
-        assert metrics["activations/calls"] == 4  # micro-batches of a rank: the evaluation's are in no step
+        # A rank has four micro-batches. Those of the evaluation belong to no step.
+        assert metrics["activations/calls"] == 4
         assert metrics["activations/rms"] > 0 and metrics["gradients/rms"] > 0
         assert ("activations/largest" in metrics) == with_maximum
         assert {"train/loss", "train/grad_norm"} < metrics.keys() and not {"stop", "folds", "span"} & metrics.keys()
@@ -165,7 +167,7 @@ def train_with_one_more_line(corpus: str, run_dir: str) -> None:
 
     def watched(self, x):
         y = forward(self, x)
-        self.gate_up.groups.metrics.max("activations/mlp", y.abs().max())  # the one line
+        self.gate_up.groups.metrics.max("activations/mlp", y.abs().max())  # This is the one line.
         return y
 
     MLP.forward = watched

@@ -1,4 +1,4 @@
-"""Named seeding; generator state as plain values."""
+"""Seeds have names, and the state of generators is plain values."""
 
 import io
 import random
@@ -28,7 +28,7 @@ def _sample() -> list:
 
 def test_state_round_trips_through_a_file_without_running_code() -> None:
     seed_everything(7, "a")
-    _sample()  # leaves half of a Gaussian pair in python's and numpy's generators
+    _sample()  # Half of a Gaussian pair stays in python's and numpy's generators.
     buffer = io.BytesIO()
     torch.save(rng_state(), buffer)
     expected = [_sample() for _ in range(3)]

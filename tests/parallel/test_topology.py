@@ -35,7 +35,7 @@ def test_every_rank_is_in_exactly_one_group_of_each_axis(world_size: int, tp: in
         assert ParallelGroups(topology, rank).replica_rank == dp_rank * cp + cp_rank
 
 
-def test_tensor_parallel_ranks_are_neighbours_then_context_parallel_ones() -> None:
+def test_tensor_then_context_parallel_ranks_are_neighbours() -> None:
     assert Topology(8, 4).tp_ranks(5) == [4, 5, 6, 7]
     assert Topology(8, 4).replica_ranks(5) == [1, 5]
     assert Topology(16, 2, 4).tp_ranks(13) == [12, 13]
@@ -74,12 +74,13 @@ def _groups_of_four() -> dict:
     with pytest.raises(ValueError, match="topology is for 8 ranks, the job has 4"):
         ParallelGroups.create(Topology(8, 2))
     dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
-    with pytest.raises(ValueError, match="made with a device_id"):  # NCCL would wait for ranks that never come
+    # Without the error, NCCL would wait for ranks that never come.
+    with pytest.raises(ValueError, match="made with a device_id"):
         ParallelGroups.create(Topology(4, 2))
     dist.group.WORLD.bound_device_id = None
     groups, slices = (ParallelGroups.create(Topology(4, *sizes)) for sizes in ((2,), (1, 2)))
     mpu = Mpu(groups)
-    assert Mpu(slices).get_data_parallel_world_size() == 4  # gradients are averaged over slices too
+    assert Mpu(slices).get_data_parallel_world_size() == 4  # Gradients are averaged over slices too.
     assert groups.cp_group is None
     sums = []
     for group in (groups.tp_group, groups.replica_group, slices.cp_group, slices.replica_group):
@@ -103,7 +104,7 @@ def test_groups_and_mpu_in_four_processes() -> None:
 
 
 def _many_in_flight() -> None:
-    """Of two threads that end collectives one would soon abort here, or hang."""
+    """Run many collectives at once. If two threads ended them, one would soon abort here, or hang."""
     group, rank = ParallelGroups.create(Topology(2, 2)).tp_group, dist.get_rank()
     assert group._get_backend(torch.device("cpu")).options._threads == 1
     ops, x = torch.ops._c10d_functional, torch.arange(64.0) + 100 * rank
