@@ -1,4 +1,4 @@
-"""Layouts proposed: what can run, fits memory and is fastest, and how far tokens per step are raised for it."""
+"""Proposed layouts can run, fit memory and are the fastest, and tokens per step are raised no further than needed."""
 
 from __future__ import annotations
 
@@ -33,16 +33,17 @@ def test_proposals_fit_are_ranked_and_come_from_their_overrides(name, world_size
     assert rates == sorted(rates, reverse=True)
     for item in proposed:
         again = config(name, *overrides_to(cfg, item.cfg))
-        assert again.linear == cfg.linear  # auto, which is decided for each layout
+        assert again.linear == cfg.linear  # The precision stays auto, which is decided for each layout.
         again = again.model_copy(update={"linear": item.cfg.linear})
         assert layout(again, world_size, VOCAB, hardware) == dataclasses.replace(item, cfg=again)
         assert not [f for f in fit(again, world_size, VOCAB) if f.level == "error"]
         assert item.memory <= usable_memory(hardware) < hardware.memory
-        assert 0.02 < item.prediction.mfu < (0.85 if item.cfg.linear.low_bit else 0.7)  # of the 16-bit peak
+        # MFU is relative to the 16-bit peak.
+        assert 0.02 < item.prediction.mfu < (0.85 if item.cfg.linear.low_bit else 0.7)
 
 
-def test_1024_ranks_of_7b_stay_in_the_host_and_keep_tokens_few():
-    """As configured, 2,048 sequences would be needed in a step that has 32."""
+def test_1024_ranks_of_7b_stay_in_the_host():
+    """The configured layout would need 2,048 sequences in a step of 32. The proposed layouts keep tokens few."""
     for item in propose(config("7b"), 1024, VOCAB, H200):
         parallel = item.cfg.parallel
         assert parallel.tensor_parallel_size * parallel.context_parallel_size == 8
@@ -51,7 +52,8 @@ def test_1024_ranks_of_7b_stay_in_the_host_and_keep_tokens_few():
 
 
 def test_proposals_keep_the_multiple_of_a_ramp():
-    """131,072 tokens are not whole micro-steps of 96 ranks: the fewest tokens that are, at both ends too."""
+    """131,072 tokens are not whole micro-steps of 96 ranks. The fewest tokens that are whole, at both ends, are
+    proposed."""
     cfg = config("7b", "tokens_per_step.multiple=131072")
     assert "whole_micro_steps" in {f.rule for f in fit(cfg, 96, VOCAB)}
     proposed = propose(cfg, 96, VOCAB, H200)
@@ -63,8 +65,9 @@ def test_proposals_keep_the_multiple_of_a_ramp():
 
 
 @pytest.mark.parametrize(("world_size", "seq_length"), [(1, 4096), (8, 1024)])
-def test_tokens_that_have_to_be_raised_leave_micro_batches_large(world_size, seq_length):
-    """The fewest tokens that 8 ranks can have are those of one sequence at a time on all of them, 66 times as slow."""
+def test_raised_tokens_leave_micro_batches_large(world_size, seq_length):
+    """The fewest tokens that 8 ranks can have are one sequence at a time on all of them, which would be 66 times as
+    slow."""
     cfg = config("325m", "tokens_per_step.tokens=260000", f"data.seq_length={seq_length}")
     best = propose(cfg, world_size, VOCAB, H200)[0]
     assert best.cfg.tokens_per_step.tokens == 2**18
@@ -74,7 +77,7 @@ def test_tokens_that_have_to_be_raised_leave_micro_batches_large(world_size, seq
 
 
 def test_what_has_to_be_raised_is_raised_by_little():
-    """Larger micro-batches would be faster, and begin with 8 times the tokens."""
+    """Larger micro-batches would be faster, but they would begin with 8 times the tokens."""
     ramp = "tokens_per_step={schedule: ramp, start: 16384, end: 1000000, ramp_tokens: 1e10}"
     for item in propose(config("325m", ramp), 1, VOCAB, H200):
         tokens = item.cfg.tokens_per_step
@@ -87,8 +90,8 @@ def test_the_best_layout_is_its_own_best():
     assert overrides_to(best.cfg, propose(best.cfg, 64, VOCAB, H200)[0].cfg) == []
 
 
-def test_memory_is_that_of_the_way_whose_speed_is_predicted():
-    """In halves, where the work of a block alone would say whole."""
+def test_memory_is_that_of_the_predicted_way():
+    """The prediction is for halves, although the work of a block alone would suggest whole blocks."""
     cfg = config("1b", *layout_of(4), "data.micro_batch_size=8", "parallel.tensor_parallel_overlap=auto")
     ways = [layout(with_overlap(cfg, how), 4, VOCAB, H200) for how in ("off", "on")]
     faster = max(ways, key=lambda way: way.prediction.tokens_per_second)
@@ -113,16 +116,17 @@ def test_more_memory_allows_more_and_too_little_is_a_finding():
     assert math.isfinite(small.prediction.seconds)
 
 
-def test_proposed_layouts_are_priced_with_what_a_run_would_decide_there(monkeypatch):
-    """For linear.precision auto: sizes of a rank, some of which 8 bits do not take, which keeps no layout out; nor does
+def test_proposed_layouts_are_priced_as_a_run_would_decide(monkeypatch):
+    """With linear.precision auto, a rank may have sizes that 8 bits do not take. This keeps no layout out. Neither does
     a size above which layers gain at the configured tensor_parallel_size."""
-    odd = ["linear.precision=auto", "model.ffn_hidden_size=5640"]  # 5640 = 8 x 705
+    odd = ["linear.precision=auto", "model.ffn_hidden_size=5640"]  # 5640 is 8 x 705.
     made = make_plan(CONFIGS / "1b.yaml", odd, 8, H200)
     assert made.proposed[0].cfg.linear.low_bit
     named = make_plan(CONFIGS / "1b.yaml", ["linear.precision=fp8", odd[1]], 8, H200)
-    assert named.errors and not named.proposed  # a named precision is an error there
+    assert named.errors and not named.proposed  # With a named precision this is an error.
     auto, sizes = load_config(CONFIGS / "1b.yaml", ["linear.precision=auto"]), []
-    with monkeypatch.context() as patched:  # the less of a layer is in 8 bits, the faster: gate and up are one layer
+    # The less of a layer is in 8 bits, the faster it is here. Gate and up are one layer.
+    with monkeypatch.context() as patched:
         patched.setattr(layouts, "predict", lambda cfg, *_: Namespace(tokens_per_second=cfg.linear.keep_layers_below))
         assert fastest_linear(auto, ASSUMED_VOCAB_SIZE, H200, None).keep_layers_below == 2 * 5632 * 2048
 
@@ -137,7 +141,7 @@ def test_proposed_layouts_are_priced_with_what_a_run_would_decide_there(monkeypa
         assert item.cfg.linear.keep_layers_below == 20_000_000 // item.cfg.parallel.tensor_parallel_size
 
 
-def test_layouts_proposed_for_a_noise_aware_schedule_keep_its_multiple():
+def test_layouts_for_a_noise_aware_schedule_keep_its_multiple():
     overrides = [f"tokens_per_step={NOISE_AWARE[:-1]}, multiple: 65536}}", "stability.quant_noise.every_steps=200"]
     found = make_plan(CONFIGS / "325m.yaml", overrides, 8, H200).proposed
     assert found
@@ -150,7 +154,7 @@ def test_layouts_proposed_for_a_noise_aware_schedule_keep_its_multiple():
         assert item.cfg.parallel.zero_stage < 3
 
 
-def test_a_vocabulary_that_the_padding_makes_larger_keeps_no_layout_out():
+def test_a_vocabulary_with_more_padding_keeps_no_layout_out():
     given = make_plan(CONFIGS / "325m.yaml", ["model.vocab_size=50257"], 8, H200)
     padded = make_plan(CONFIGS / "325m.yaml", ["model.vocab_size=50304"], 8, H200)
     assert given.proposed and not given.errors

@@ -1,4 +1,4 @@
-"""Predicted step times: by hand where arithmetic is simple, and against real collectives."""
+"""Predicted step times agree with calculations by hand, and predicted collectives with real ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sagetrain.model.selection import matmuls_of
 from sagetrain.planning.performance import OVERLAP, StepPrediction, calibrate, predict
 from sagetrain.training.writers import peak_flops
 
-# Round numbers: one matmul rate for every shape, nothing fixed, nothing slow to start.
+# The numbers are round: one matmul rate for every shape, no fixed time, and nothing that is slow to start.
 SIMPLE = dataclasses.replace(
     H200,
     matmul_flops=1e14,
@@ -62,7 +62,7 @@ def test_one_gpu_by_hand():
     assert (step.tokens_per_step, step.accumulation, step.collectives) == (tokens, 8, ())
     matmul = flops_per_token(cfg.model, VOCAB, 0)
     assert step.matmul == pytest.approx(tokens * matmul / 1e14)
-    # MFU counts 2 + 4 attention matmuls; backward recomputes one more.
+    # MFU counts 2 + 4 matmuls of attention. The backward pass recomputes one more.
     attention = flops_per_token(cfg.model, VOCAB, 4096) - matmul
     assert step.attention == pytest.approx(tokens * attention * 7 / 6 / 1e13)
     moved = 20 * (19 * 1024 + (5 * 2 + 2) * 1024 + 8 * 3072) + 14.5 * 1024 + 3 * VOCAB
@@ -73,20 +73,21 @@ def test_one_gpu_by_hand():
     assert several.optimizer == pytest.approx((several.accumulation * 10 + 4 + 54 / 4) * size / 1e12)
     slow = dataclasses.replace(SIMPLE, conversion_bandwidth=1e11)
     fast, slow = (predict(config("325m", *layout_of(1, 2)), 1, VOCAB, card).optimizer for card in (SIMPLE, slow))
-    assert slow - fast == pytest.approx(8 * 6 * size * (1e-11 - 1e-12))  # 2 bytes read, 4 written
+    assert slow - fast == pytest.approx(8 * 6 * size * (1e-11 - 1e-12))  # 2 bytes are read and 4 written.
     assert step.overhead == 0
     assert step.seconds == pytest.approx(sum(parts(step)) + step.optimizer)
     assert step.mfu == pytest.approx(tokens * (matmul + attention) / step.seconds / 989e12)
 
 
-def test_tensor_parallelism_splits_the_work_and_adds_two_sums_a_block_and_direction():
+def test_tensor_parallelism_adds_two_sums_a_block_and_direction():
     one, two = (predict(config("325m", *layout_of(n)), n, VOCAB, SIMPLE) for n in (1, 2))
     assert two.matmul == pytest.approx(one.matmul / 2)
     assert two.attention == pytest.approx(one.attention / 2)
     forward, backward, head, gains = two.collectives
-    assert [c.count for c in two.collectives] == [8 * 2 * 41, 8 * 2 * 40, 8 * 2, 8 * 20]  # of half a micro-batch
+    # Each collective is for half of a micro-batch.
+    assert [c.count for c in two.collectives] == [8 * 2 * 41, 8 * 2 * 40, 8 * 2, 8 * 20]
     assert forward.payload == 4 * 4096 * 1024 * 2
-    assert forward.wire_bytes == 8 * 2 * 41 * forward.payload  # 2 (n - 1) / n is 1
+    assert forward.wire_bytes == 8 * 2 * 41 * forward.payload  # 2 (n - 1) / n is 1 here.
     waited = (1 - OVERLAP) * forward.wire_bytes + (1 - OVERLAP) * backward.wire_bytes + head.wire_bytes
     waited += gains.wire_bytes
     assert two.exposed("tensor") == pytest.approx(waited / 1e11)
@@ -105,9 +106,9 @@ def test_copies_are_hidden_and_cost_memory_bandwidth():
     gather, *_, gains = copied.collectives
     assert gather.kind == "all-gather" and gather.exposed == 0
     assert gather.seconds == pytest.approx(gather.wire_bytes / 2e11)
-    assert gains.seconds == pytest.approx(gains.wire_bytes / 1e11)  # all-reduces stay with NCCL
-    # Of 2 ranks: a gather copies its own part twice (4), a scatter once, and adds up two (5). Four of each a block, and
-    # two around the blocks.
+    assert gains.seconds == pytest.approx(gains.wire_bytes / 1e11)  # All-reduces stay with NCCL.
+    # Between 2 ranks, a gather copies its own part twice (4 bytes), a scatter copies once and adds two parts (5 bytes).
+    # A block has four of each, and there are two around the blocks.
     part = 8 * 4096 * 1024 * 2 / 2
     assert copied.elementwise - nccl.elementwise == pytest.approx(8 * (20 * 4 + 2) * (4 + 5) * part / 1e12)
     slow = predict(cfg, 2, VOCAB, dataclasses.replace(card, copy_bandwidth=1e9))
@@ -123,7 +124,7 @@ def test_copies_are_hidden_and_cost_memory_bandwidth():
         )
 
 
-def test_a_micro_batch_that_cannot_be_halved_waits_for_all_but_the_gradients_of_inputs():
+def test_a_micro_batch_without_halves_waits_for_most_sums():
     cfg = config(
         "325m", *layout_of(2), "data.seq_length=4095", "data.micro_batch_size=1", "tokens_per_step.tokens=262080"
     )
@@ -136,10 +137,10 @@ def test_a_micro_batch_that_cannot_be_halved_waits_for_all_but_the_gradients_of_
 
 
 @pytest.mark.parametrize(("dtype", "stage", "per_step", "per_micro_step"), [
-    ("bf16", 0, 4 + 2, 0),  # runs as stage 1
+    ("bf16", 0, 4 + 2, 0),  # This case runs as stage 1.
     ("bf16", 1, 4 + 2, 0),
     ("bf16", 2, 2, 8),
-    ("bf16", 3, 0, 4 + 2),  # so small a model is gathered once
+    ("bf16", 3, 0, 4 + 2),  # So small a model is gathered once.
     ("fp32", 0, 8, 0),
     ("fp32", 3, 0, 4 + 4),
 ])  # fmt: skip
@@ -150,10 +151,10 @@ def test_bytes_of_zero_by_stage(dtype, stage, per_step, per_micro_step):
     size = parameters_per_rank(cfg.model, cfg.attention, VOCAB, 1)
     sent = sum(c.wire_bytes for c in step.collectives)
     assert sent == pytest.approx((per_step + 2 * per_micro_step) * size * 3 / 4, rel=1e-6)
-    if dtype == "fp32":  # what may not travel in bf16 is an error, and a plan goes on
+    if dtype == "fp32":  # The rules report a dtype that may not travel in bf16 as an error, but the plan goes on.
         cfg = config("325m", *layout_of(1, stage), "training.dtype=fp32", "parallel.gradient_reduction=bf16")
         assert predict(cfg, 4, VOCAB, SIMPLE) == step
-    if dtype == "bf16" and stage < 2:  # beside the last backward pass, but for the last bucket
+    if dtype == "bf16" and stage < 2:  # All buckets but the last one travel beside the last backward pass.
         gradients, weights = step.collectives
         beside = 1 - 50e6 / size
         assert gradients.kind == "reduce" and gradients.count == 8 and weights.exposed == weights.seconds
@@ -161,14 +162,14 @@ def test_bytes_of_zero_by_stage(dtype, stage, per_step, per_micro_step):
         return
     waited = sum(c.seconds for c in step.collectives) * (1 - OVERLAP if stage == 3 else 1)
     assert step.exposed("data") == pytest.approx(waited)
-    if stage == 3:  # gradients only with overlap_comm, as is the default there
+    if stage == 3:  # Gradients travel beside backward only with overlap_comm, the default of this stage.
         told = [f"training.dtype={dtype}", "deepspeed.zero_optimization.overlap_comm=false"]
         weights, gradients = predict(config("325m", *layout_of(1, stage), *told), 4, VOCAB, SIMPLE).collectives
         assert weights.exposed == pytest.approx((1 - OVERLAP) * weights.seconds)
         assert gradients.exposed == gradients.seconds
 
 
-def test_gathering_weights_is_exposed_where_compute_is_too_short():
+def test_gathering_weights_is_exposed_where_compute_is_short():
     slow = dataclasses.replace(SIMPLE, nvlink_bandwidth=1e8)
     step = predict(config("325m", *layout_of(1, 3)), 4, VOCAB, slow)
     gathers = step.collectives[0]
@@ -190,7 +191,7 @@ def test_context_parallelism_by_hand():
     assert entering.wire_bytes == 8 * 32 * entering.payload * 3 / 4
     gradients = next(c for c in step.collectives if c.purpose == "gradients")
     size = parameters_per_rank(cfg.model, cfg.attention, VOCAB, 2)
-    assert gradients.wire_bytes == pytest.approx(7 / 8 * 4 * size)  # ZeRO spreads over context-parallel ranks too
+    assert gradients.wire_bytes == pytest.approx(7 / 8 * 4 * size)  # ZeRO spreads over context-parallel ranks too.
 
 
 def test_recomputing_adds_one_forward():
@@ -199,7 +200,7 @@ def test_recomputing_adds_one_forward():
         for how in ("none", "full")
     )
     cfg = config()
-    block = flops_per_token(cfg.model, 0, 0) / 3  # forward of all blocks
+    block = flops_per_token(cfg.model, 0, 0) / 3  # This is the forward pass of all blocks.
     assert again.matmul - plain.matmul == pytest.approx(262_144 * block / 2 / 1e14)
     assert again.attention == pytest.approx(plain.attention * 9 / 7)
     some = predict(config("325m", *layout_of(2), "training.activation_checkpointing=selective"), 2, VOCAB, SIMPLE)
@@ -219,10 +220,10 @@ def test_documents_share_less_of_longer_sequences():
     assert document_share(4096) == 0.58 < document_share(3000) < document_share(2048)
 
 
-def test_links_inside_a_host_across_hosts_and_with_several_adapters():
+def test_links_inside_and_across_hosts_with_several_adapters():
     card = dataclasses.replace(SIMPLE, network_latency=1e-6)
     assert card.link(1, 8) == (1e11, 0)
-    assert card.link(8, 128) == (1e10, pytest.approx(127e-6))  # one member, one adapter, on each of 128 hosts
+    assert card.link(8, 128) == (1e10, pytest.approx(127e-6))  # Each of 128 hosts has one member and one adapter.
     assert card.link(2, 32) == (4e10, pytest.approx(7e-6))
     assert card.link(1, 16)[0] == 8e10
     assert dataclasses.replace(card, network_bandwidth=1e11).link(1, 16)[0] == 1e11
@@ -237,7 +238,7 @@ def test_small_micro_batches_wait_for_the_host():
 @pytest.mark.parametrize(("sequence", "copy_bandwidth", "calls", "each"), [
     (False, 1e11, 4, 0.25), (True, 0, 8, 0.25), (True, 1e11, 8, 0.5),
 ])  # fmt: skip
-def test_under_tensor_parallelism_halves_and_collectives_are_launched_too(sequence, copy_bandwidth, calls, each):
+def test_halves_and_collectives_are_launched_too(sequence, copy_bandwidth, calls, each):
     free = dataclasses.replace(SIMPLE, copy_bandwidth=copy_bandwidth)
     card = dataclasses.replace(
         free,
@@ -249,7 +250,7 @@ def test_under_tensor_parallelism_halves_and_collectives_are_launched_too(sequen
     for overlap, parts in (("on", 2), ("off", 1)):
         cfg = config("325m", *layout_of(2, sequence=sequence), f"parallel.tensor_parallel_overlap={overlap}")
         step, hidden = predict(cfg, 2, VOCAB, card), predict(cfg, 2, VOCAB, free).seconds
-        # 8 micro-steps of 20 blocks
+        # There are 8 micro-steps of 20 blocks.
         assert step.seconds == pytest.approx(8 * 20 * (0.5 + parts * (1.0 + calls * each)), abs=hidden)
 
 
@@ -262,7 +263,8 @@ def test_rates_fall_with_thin_matmuls_and_short_sequences():
 
 
 def test_a_linear_layer_in_other_arithmetic_is_one_change(monkeypatch, other_operations):
-    """Forward and the gradient of the input in an arithmetic twice as fast; each of three matmuls is a third."""
+    """The forward pass and the gradient of the input run in an arithmetic that is twice as fast. Each of the three
+    matmuls is a third of the time."""
     card = dataclasses.replace(SIMPLE, precisions={**SIMPLE.precisions, "int8": 2.0})
     before, listed = predict(config(), 1, VOCAB, card), Rank.matmul
 
@@ -281,7 +283,7 @@ def test_a_linear_layer_in_other_arithmetic_is_one_change(monkeypatch, other_ope
 
 
 def test_linear_layers_in_8_bits_are_priced_in_their_blocks():
-    """Of three matmuls all or two run twice as fast, in the blocks that are not kept; rounding moves bytes."""
+    """In blocks that are not kept, all three matmuls or two of them run twice as fast. Rounding moves bytes."""
     card = dataclasses.replace(SIMPLE, precisions={**SIMPLE.precisions, "fp8": 2.0, "int8": 2.0})
 
     def step(*overrides: str) -> StepPrediction:
@@ -294,23 +296,25 @@ def test_linear_layers_in_8_bits_are_priced_in_their_blocks():
         ((fp8, "linear.recipe=tensorwise"), 1 / 2),
         ((fp8,), 1 / 2),
         ((fp8, "linear.recipe=rowwise_bf16_wgrad"), 2 / 3),
-        ((fp8, "linear.keep_first_blocks=4", "linear.keep_last_blocks=1"), 5 / 8),  # of 20
+        ((fp8, "linear.keep_first_blocks=4", "linear.keep_last_blocks=1"), 5 / 8),  # There are 20 blocks.
     ):
         low = step(*overrides)
         assert low.matmul - head == pytest.approx((before.matmul - head) * share)
         assert low.attention == before.attention
         assert low.elementwise > before.elementwise
-        assert low.mfu == pytest.approx(before.mfu * before.seconds / low.seconds)  # of the 16-bit peak
-    low = step(fp8, "linear.keep_layers_below=2500000")  # all but `out`: of 13 parts of 1024 x 1024, it is one
+        # MFU is relative to the 16-bit peak.
+        assert low.mfu == pytest.approx(before.mfu * before.seconds / low.seconds)
+    # All layers but `out` are in 8 bits. `out` is one of 13 parts of 1024 x 1024.
+    low = step(fp8, "linear.keep_layers_below=2500000")
     assert low.matmul - head == pytest.approx((before.matmul - head) * (1 - 12 / 13 / 2))
     casts = step(fp8).elementwise - before.elementwise
-    # Both orientations together: two bytes read twice, one written twice.
+    # For both orientations together, two bytes are read twice and one is written twice.
     assert casts == pytest.approx(262_144 * 20 * 6 * _columns(cfg.model) / 1e12)
     assert step("linear.precision=int8").elementwise - before.elementwise == pytest.approx(casts)
 
 
 def _columns(model) -> int:
-    """That a block's linear layers read and write."""
+    """Return the columns that a block's linear layers read and write."""
     query, key = (heads * model.head_dim for heads in (model.num_attention_heads, model.num_key_value_heads))
     reads = 2 * model.hidden_size + query + model.ffn_hidden_size
     return reads + query + 2 * key + 2 * model.hidden_size + 2 * model.ffn_hidden_size
@@ -348,7 +352,7 @@ def test_tensor_parallelism_across_hosts_is_terrible():
     ("7b", 2, 2), ("7b", 8, 2),
 ])  # fmt: skip
 def test_overlap_auto_is_the_faster_of_both(name, tensor, sequences, recipe):
-    """Within 3 %, of what is predicted for an H200."""
+    """The choice may be up to 3 % slower than the faster one, by the prediction for an H200."""
     rates = {}
     for overlap in ("auto", "on", "off"):
         cfg = config(
@@ -368,7 +372,7 @@ def test_zero_2_pays_in_every_micro_step():
     ).exposed("data")
 
 
-def test_calibration_meets_the_measured_figure_and_refuses_the_impossible():
+def test_calibration_meets_the_measured_figure():
     cfg = config()
     hardware = calibrate(cfg, VOCAB, H200, 150_000)
     assert predict(cfg, 1, VOCAB, hardware).tokens_per_second == pytest.approx(150_000)
@@ -378,20 +382,20 @@ def test_calibration_meets_the_measured_figure_and_refuses_the_impossible():
 
 
 @pytest.mark.parametrize(("gpus", "overrides", "measured"), [
-    (1, ["data.micro_batch_size=1"], 30_000),  # the host is the limit as predicted
-    (1, ["data.micro_batch_size=1"], 50_000),  # and here of what can be met
+    (1, ["data.micro_batch_size=1"], 30_000),  # The prediction says that the host is the limit.
+    (1, ["data.micro_batch_size=1"], 50_000),  # The host limits the figures that can be met here.
     (1, [], 100),
     (4, ["parallel.tensor_parallel_size=4"], 100_000),
     (4, ["parallel.tensor_parallel_size=4", "parallel.sequence_parallel=true"], 60_000),
     (4, ["parallel.context_parallel_size=4", "parallel.zero_stage=3"], 100_000),
 ])  # fmt: skip
-def test_calibration_meets_figures_that_hosts_and_links_limit_too(gpus, overrides, measured):
+def test_calibration_meets_figures_limited_by_hosts_and_links(gpus, overrides, measured):
     cfg = config("1b", *overrides)
     hardware = calibrate(cfg, VOCAB, H200, measured)
     assert predict(cfg, gpus, VOCAB, hardware).tokens_per_second == pytest.approx(measured, rel=1e-4)
 
 
-def test_the_figure_that_calibration_calls_the_largest_can_be_met():
+def test_the_largest_figure_that_calibration_names_can_be_met():
     cfg = config("1b", *layout_of(4))
     with pytest.raises(ConfigError, match=r"links alone allow [\d,]+; give the figure of 4 GPU") as refused:
         calibrate(cfg, VOCAB, H200, 1e7)
@@ -405,7 +409,7 @@ def test_the_figure_that_calibration_calls_the_largest_can_be_met():
 
 
 class Calls(TorchDispatchMode):
-    """Kind -> [calls, bytes of the whole tensor] of the collectives in these dtypes with at least `least` elements."""
+    """The collectives in these dtypes with at least `least` elements: kind -> [calls, bytes of the whole tensor]."""
 
     KINDS = {"all_reduce": "all-reduce", "allreduce": "all-reduce", "all_gather": "all-gather",
              "allgather": "all-gather", "reduce_scatter": "reduce-scatter", "all_to_all": "all-to-all",
@@ -435,8 +439,9 @@ LAYOUTS = [
     (2, 1, True, "off", 1, {}),
     (2, 1, True, "on", 1, {"precision": "fp8", "keep_last_blocks": 1}),
     (2, 1, True, "on", 1, {"precision": "fp8", "recipe": "rowwise_bf16_wgrad"}),
-    (2, 1, True, "on", 1, {"precision": "fp8", "recipe": "tensorwise"}),  # gathers gradients in 16 bits
-    (2, 1, True, "on", 1, {"precision": "fp8", "keep_layers_below": 5000}),  # q, k and v are more, gate and up less
+    (2, 1, True, "on", 1, {"precision": "fp8", "recipe": "tensorwise"}),  # Gradients are gathered in 16 bits.
+    # q, k and v together have more weights, gate and up fewer.
+    (2, 1, True, "on", 1, {"precision": "fp8", "keep_layers_below": 5000}),
     (1, 2, False, "auto", 1, {}),
     *((1, 1, False, "auto", stage, {}) for stage in (1, 2, 3)),
     *((1, 1, False, "auto", stage, {}, "bf16") for stage in (1, 2, 3)),
@@ -444,12 +449,12 @@ LAYOUTS = [
     *((1, 1, False, "auto", 1, {}, "fp32", {"reduce_bucket_size": size}) for size in (8000, 40_000)),
     (1, 1, False, "auto", 2, {}, "fp32", {"use_multi_rank_bucket_allreduce": False}),
 ]
-"""Tensor and context parallel size, sequence parallel, overlap, ZeRO stage, linear layers; what gradients travel
-in, and what more DeepSpeed is told."""
+"""The layouts: tensor and context parallel size, sequence parallel, overlap, ZeRO stage, linear layers, the dtype that
+gradients travel in, and further keys of DeepSpeed."""
 
 
 def real_collectives() -> list[tuple[dict, dict]]:
-    """Of a step of two micro-steps on two ranks, in every layout: as called, and as predicted."""
+    """Return the collectives of a step of two micro-steps on two ranks, in every layout, as called and as predicted."""
     result = []
     for tensor, context, sequence, overlap, stage, linear, *more in LAYOUTS:
         reduction, told = [*more, *("fp32", {})[len(more) :]]
@@ -467,9 +472,9 @@ def real_collectives() -> list[tuple[dict, dict]]:
         how = {"tensor_parallel_size": tensor, "device": torch.device("cpu"), "dtype": torch.bfloat16}
         place["matmuls"], _ = matmuls_of(cfg.linear, cfg.model, **how)
         engine = build_engine(cfg, tiny.transformer(cfg.model, cfg.attention, **place), groups, 2)
-        # DeepSpeed reduces gradients over a group of one as well; activations alone travel in bf16, or 8 bits.
+        # DeepSpeed reduces gradients over a group of one as well. Only activations travel in bf16 or 8 bits.
         dtypes = (torch.bfloat16, torch.uint8) if tensor > 1 else (torch.bfloat16, torch.float32)
-        for _ in range(2):  # ZeRO-3 learns the order of its modules in the first step
+        for _ in range(2):  # ZeRO-3 learns the order of its modules in the first step.
             with Calls(256, dtypes) as calls:
                 tiny.global_step(engine, 0, sequences=2 * groups.dp_size)
         predicted: dict[str, list[int]] = {}
@@ -483,7 +488,7 @@ def real_collectives() -> list[tuple[dict, dict]]:
 
 
 def test_collectives_are_those_of_torch_and_deepspeed():
-    """Kinds, numbers and bytes; DeepSpeed pads, and gathers the few norm gains apart."""
+    """Kinds, numbers and bytes of collectives agree. DeepSpeed pads, and gathers the few norm gains separately."""
     for rank in run_distributed(real_collectives, 2):
         for case, (called, predicted) in zip(LAYOUTS, rank, strict=True):
             assert called.keys() == predicted.keys(), case
@@ -493,7 +498,7 @@ def test_collectives_are_those_of_torch_and_deepspeed():
 
 
 @pytest.mark.parametrize("span", [200.0, 4096.0])
-def test_of_attention_that_a_run_decides_between_the_fastest_is_priced(span):
+def test_attention_auto_is_priced_as_the_fastest(span):
     def attention(backend: str, recipe: str) -> StepPrediction:
         how = f"attention.backend={backend}", f"attention.recipe={recipe}", "data.document_attention=true"
         return predict(config("1b", *how), 1, VOCAB, H200, span)
@@ -524,8 +529,8 @@ def test_of_attention_that_a_run_decides_between_the_fastest_is_priced(span):
     ],
 )  # fmt: skip
 def test_cards_are_known_by_the_name_of_the_driver(name: str, peak: int | None, key: str | None, monkeypatch) -> None:
-    """One form of a card is not taken for another: MFU is by its own peak, or not reported. Where sums in fp32 run at
-    half rate (GeForce) INT8 is faster than FP8."""
+    """One form of a card is not taken for another. MFU is relative to the card's own peak, or not reported. Where sums
+    in fp32 run at half rate (GeForce), INT8 is faster than FP8."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     assert peak_flops(torch.device("cuda")) == (peak and peak * 1e12)
     card = of_device(name)

@@ -1,4 +1,4 @@
-"""What `plan` says of its own figures: what they rest on, for which GPU they are, and what would be faster."""
+"""`plan` states what its figures rest on, for which GPU they are, and which choice would be faster."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def printed(world_size: int, *overrides: str) -> str:
     return out.getvalue()
 
 
-def test_a_faster_backend_than_the_one_that_is_named_is_a_finding():
+def test_a_faster_backend_than_the_named_one_is_a_finding():
     def found(*overrides: str) -> list:
         made = make_plan(CONFIGS / "1b.yaml", overrides, 1, HARDWARE["h100"])
         return [finding for finding in made.findings if finding.rule == "faster_attention"]
@@ -39,7 +39,8 @@ def test_a_faster_backend_than_the_one_that_is_named_is_a_finding():
 
 
 def test_figures_say_what_they_rest_on():
-    """The margin of recorded runs, or a mark and what no run had; GPU-hours, and a checkpoint's size on disk."""
+    """A figure has the margin of recorded runs, or a mark and the property that no recorded run had. GPU-hours and a
+    checkpoint's size on disk follow."""
     text = printed(4, "linear.precision=int8")
     assert "recorded runs of this kind on NVIDIA H200 were within 10% of the prediction" in text and "~" not in text
     assert "MFU counts 8-bit products against the 16-bit peak" in text
@@ -68,7 +69,7 @@ def test_the_gpu_that_is_priced_is_named(name, key, said, monkeypatch):
 
 
 def test_arithmetic_and_rates_that_a_gpu_does_not_have_are_said() -> None:
-    """A GeForce card adds FP8 products up at half rate; an A100 and a B200 do not run Hopper's attention kernels."""
+    """A GeForce card adds FP8 products at half rate. An A100 and a B200 do not run Hopper's attention kernels."""
     fp8 = ["linear.precision=fp8", "attention.backend=sage"]
     for gpu, expected in (
         ("rtx4090", {"linear_fp8_half_rate"}),

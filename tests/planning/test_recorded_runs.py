@@ -1,4 +1,5 @@
-"""Predictions of speed and memory against what H200s (results/log/layouts.md) and H100s (log/step.md) reached."""
+"""Predictions of speed and memory agree with recorded runs on H200s (results/log/layouts.md) and H100s
+(log/step.md)."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from sagetrain.planning.performance import predict
 CONFIGS = Path(__file__).parents[2] / "configs"
 H100 = HARDWARE["h100"]
 NCCL = replace(H200, copy_bandwidth=0.0)
-"""Before sequence parallelism's collectives went by copy engines."""
+"""The hardware before sequence parallelism's collectives went by copy engines."""
 VOCAB = padded_vocab_size(32_000)
 EVEN = "tokens_per_step={schedule: constant, tokens: %d}"
 SHAPE_24 = "model={num_layers: 24, hidden_size: 1024, ffn_hidden_size: 2816, num_attention_heads: %d}"
@@ -38,17 +39,20 @@ LONG = ["data.seq_length=131072", "data.document_attention=false", SCORES]
 
 @pytest.fixture(autouse=True)
 def as_these_runs_were(monkeypatch, other_operations):
-    """ZeRO 1 kept 16-bit gradients beside their fp32 sum, and zeroed and added to them: 26 bytes a parameter and
-    micro-batch, 6 of them to write them in fp32. It is 10 now, none in fp32 (docs/gradients.md; the last test).
-    QK-norm and rotary embedding were torch's, priced by its bytes: as few where it is compiled, many more, and many
-    more kept, where it is not."""
+    """Restore the arithmetic of these runs.
+
+    ZeRO 1 kept 16-bit gradients beside their fp32 sum, zeroed them and added to them: 26 bytes a parameter and
+    micro-batch, 6 of which wrote them in fp32. Today it is 10 bytes, none in fp32 (docs/gradients.md; the last test).
+    QK-norm and rotary embedding were torch's, priced by their bytes. The bytes are as few where torch compiles them.
+    Where it does not, many more are moved, and many more kept.
+    """
     monkeypatch.setitem(performance._STATE_BYTES, 1, (26, 36, 34))
     monkeypatch.setitem(performance._CONVERTED, 1, 6)
     monkeypatch.setattr(operations, "_IN_ONE_PASS", None)
 
 
 def layout_of(text: str) -> tuple[int, int, list[str]]:
-    """(ranks, replicas, overrides) of `tp2-dp2-z3-sp`, as benchmarks/layouts.py reads it."""
+    """Return (ranks, replicas, overrides) of a layout such as `tp2-dp2-z3-sp`, as benchmarks/layouts.py reads it."""
     sizes = {"tp": 1, "dp": 1, "cp": 1, "z": 1, "sp": 0}
     for part in text.split("-"):
         name, number = part[: 1 if part[0] == "z" else 2], part.lstrip("tpdcsz")
@@ -59,7 +63,7 @@ def layout_of(text: str) -> tuple[int, int, list[str]]:
         f"parallel.context_parallel_size={sizes['cp']}",
         f"parallel.zero_stage={sizes['z']}",
         f"parallel.sequence_parallel={'true' if sizes['sp'] else 'false'}",
-        "deepspeed.zero_optimization.overlap_comm=false",  # as it was
+        "deepspeed.zero_optimization.overlap_comm=false",  # Overlap was off in these runs.
     ]  # fmt: skip
 
 
@@ -115,7 +119,8 @@ def layout_of(text: str) -> tuple[int, int, list[str]]:
     ("325m", "dp4-z3", (8, 4), [], 542_524, 27.5),
 ])  # fmt: skip
 def test_layouts_are_met(name, layout, batch, overrides, tokens_per_second, gib):
-    """benchmarks/layouts.py: micro-batches of so many sequences, so many to a step; packed documents, sage."""
+    """The runs are from benchmarks/layouts.py, with packed documents and sage. Each row gives the sequences of a
+    micro-batch and the micro-steps."""
     meets(name, layout, batch, overrides, tokens_per_second, gib, H200)
 
 
@@ -125,7 +130,7 @@ def test_layouts_are_met(name, layout, batch, overrides, tokens_per_second, gib)
     ("1b", "tp1", (8, 4), [], 58_400),
     ("7b", "tp2-sp", (2, 4), [SCORES], 20_300),
 ])  # fmt: skip
-def test_runs_without_documents_are_met_and_slower_than_with_them(name, layout, batch, overrides, tokens_per_second):
+def test_runs_without_documents_are_met_and_slower(name, layout, batch, overrides, tokens_per_second):
     cfg, ranks = configured(name, layout, batch, [*overrides, *WHOLE_SEQUENCES])
     rate = predict(cfg, ranks, VOCAB, H200).tokens_per_second
     assert rate == pytest.approx(tokens_per_second, rel=0.05)
@@ -133,8 +138,8 @@ def test_runs_without_documents_are_met_and_slower_than_with_them(name, layout, 
     assert rate < predict(packed, ranks, VOCAB, H200).tokens_per_second
 
 
-def test_sequence_parallelism_is_neither_too_fast_nor_too_slow_at_large():
-    """The mean error of all runs by copies."""
+def test_sequence_parallelism_is_neither_too_fast_nor_too_slow():
+    """The mean error of all runs by copies is small."""
     (rows,) = (mark.args[1] for mark in test_layouts_are_met.pytestmark if mark.name == "parametrize")
     errors = []
     for name, layout, batch, overrides, tokens_per_second, _ in rows:
@@ -148,7 +153,8 @@ def test_sequence_parallelism_is_neither_too_fast_nor_too_slow_at_large():
     (["attention.backend=sdpa"], 831), ([SCORES], 824), ([SCORES, "linear.precision=fp8"], 643),
 ])  # fmt: skip
 def test_steps_without_deepspeed_are_met(overrides, milliseconds):
-    """benchmarks/step.py at commit 0dbf5ff: 1B, two micro-batches and a fused AdamW, which moves 28 bytes."""
+    """The runs are from benchmarks/step.py at commit 0dbf5ff: 1B, two micro-batches, and a fused AdamW that moves 28
+    bytes."""
     cfg, _ = configured("1b", "tp1", (8, 2), [*overrides, *WHOLE_SEQUENCES])
     step, size = predict(cfg, 1, VOCAB, H200), num_parameters(cfg.model, cfg.attention, VOCAB)
     seconds = step.matmul + step.attention + step.elementwise + 28 * size / H200.memory_bandwidth
@@ -162,8 +168,9 @@ def test_steps_without_deepspeed_are_met(overrides, milliseconds):
     (16384, None, {"flash": 1203, "scores": 1193, "sdpa": 1277, "flash int8": 1079, "scores int8": 1070}),
 ])  # fmt: skip
 def test_backends_on_an_h100_are_met(seq_length, span, milliseconds):
-    """benchmarks/step.py at commit 2cac892, 2026-11-26: 1B, two micro-batches of 32,768 tokens a step, whole
-    sequences or documents of this span. The order of backends is that of the runs where these are 3 % apart."""
+    """The runs are from benchmarks/step.py at commit 2cac892, 2026-11-26: 1B, two micro-batches of 32,768 tokens a
+    step, whole sequences or documents of this span. The order of backends is that of the runs where these are 3 %
+    apart."""
     predicted = {}
     for name in milliseconds:
         backend, _, precision = name.partition(" ")
@@ -195,7 +202,8 @@ def test_backends_on_an_h100_are_met(seq_length, span, milliseconds):
     ("bf16", 1, "auto", "dp2-z3", 37_759),
 ])  # fmt: skip
 def test_3b_on_two_h100s_is_met(linear, sequences, overlap, layout, tokens_per_second, monkeypatch):
-    """8K without documents, 8 micro-steps, commits dd04b14 and f315f7c, 2026-11-26. `auto` is what is faster."""
+    """The runs have 8K tokens without documents and 8 micro-steps, at commits dd04b14 and f315f7c, 2026-11-26. `auto`
+    is the faster choice."""
     monkeypatch.undo()
     ranks, replicas, sizes = layout_of(layout)
     cfg = load_config(CONFIGS / "1b.yaml", [
@@ -214,7 +222,7 @@ def test_3b_on_two_h100s_is_met(linear, sequences, overlap, layout, tokens_per_s
 
 
 def test_every_margin_is_that_of_some_recorded_run():
-    """All names in MARGINS are what a run can use, and cards are those with rates of their own."""
+    """A run can use every name in MARGINS. The cards are those with rates of their own."""
     assert {*MARGINS} == {hardware.name for hardware in HARDWARE.values() if hardware.measured}
     cfg, _ = configured("7b", "tp2-dp2-z3", (1, 2), [SCORES, "linear.precision=int8"])
     for hardware in (H200, H100, HARDWARE["a100"]):
@@ -226,13 +234,14 @@ def test_every_margin_is_that_of_some_recorded_run():
 
 
 def test_mfu_of_packed_documents_counts_what_is_computed():
-    """1B at 128K with documents of English text: by the convention of whole sequences it would be above 1."""
+    """The run is 1B at 128K with documents of English text. By the convention of whole sequences MFU would be above
+    1."""
     cfg, ranks = configured("1b", "tp1", (1, 1), ["data.seq_length=131072", SCORES])
     step = predict(cfg, ranks, VOCAB, H200)
     assert step.mfu < 0.6 < 1 < step.mfu_full_attention
     whole, _ = configured("1b", "cp4", (1, 1), LONG)
     step = predict(whole, 4, VOCAB, H200)
-    assert step.mfu == step.mfu_full_attention == pytest.approx(0.521, rel=0.02)  # as recorded
+    assert step.mfu == step.mfu_full_attention == pytest.approx(0.521, rel=0.02)  # The recorded run had this value.
 
 
 @pytest.mark.parametrize(("layout", "overrides", "tokens_per_second", "gib"), [
@@ -243,7 +252,7 @@ def test_mfu_of_packed_documents_counts_what_is_computed():
     ("tp4-sp", [HALVES], 161_601, 19.3),
 ])  # fmt: skip
 def test_tensor_parallelism_without_copies_is_met(layout, overrides, tokens_per_second, gib):
-    """1B, collectives by NCCL."""
+    """The run is 1B with collectives by NCCL."""
     meets("1b", layout, (8, 4), overrides, tokens_per_second, gib, NCCL)
 
 
@@ -260,14 +269,14 @@ def test_one_h100_is_met(name, overrides, tokens_per_second, gib):
 
 
 def meets(name, layout, batch, overrides, tokens_per_second, gib, hardware):
-    """Within the margin that plan prints in speed, 10 % in memory."""
+    """Check that a prediction is within the margin that plan prints for speed, and within 10 % for memory."""
     cfg, ranks = configured(name, layout, batch, overrides)
     is_within_its_margin(cfg, ranks, VOCAB, hardware, tokens_per_second)
     assert memory_then(cfg, ranks) == pytest.approx(gib, rel=0.1)
 
 
 def is_within_its_margin(cfg, ranks, vocab_size, hardware, tokens_per_second):
-    """A recorded run: its prediction rests on recorded runs and is as near to it as plan says."""
+    """Check that the prediction of a recorded run rests on recorded runs and is as near to it as plan says."""
     prediction = predict(cfg, ranks, vocab_size, hardware)
     behind = evidence(cfg, prediction, hardware)
     assert behind.missing == () and behind.mark == ""
@@ -275,14 +284,14 @@ def is_within_its_margin(cfg, ranks, vocab_size, hardware, tokens_per_second):
 
 
 def memory_then(cfg, ranks):
-    """GiB that plan predicts, and the 16-bit gradients of those runs."""
+    """Return the GiB that plan predicts, with the 16-bit gradients of those runs."""
     items = {item.name: item.bytes for item in memory_per_rank(cfg, ranks, VOCAB)}
     kept = items["gradients"] / 2 if resolved_zero_stage(cfg) == 1 else 0
     return (sum(items.values()) + kept) / 2**30
 
 
 def configured(name, layout, batch, overrides):
-    """A run of `batch` (sequences of a micro-batch, micro-steps), and its ranks."""
+    """Return the configuration of a run and its ranks. batch: sequences of a micro-batch, and micro-steps."""
     ranks, replicas, sizes = layout_of(layout)
     sequences, accumulation = batch
     settings = [*FINE, *sizes, f"data.micro_batch_size={sequences}", *overrides]
@@ -315,7 +324,7 @@ def test_speeds_of_other_shapes_are_met(shape, seq_length, backend, documents, t
 
 @pytest.mark.parametrize(("backend", "gib"), [("sage", 30.2), ("sdpa", 31.4)])
 def test_memory_of_the_papers_model_is_met(backend, gib):
-    """torch's own count, so without what the estimate leaves out."""
+    """The measured value is torch's own count, so it lacks the memory that the estimate leaves out."""
     cfg = load_config(CONFIGS / "325m.yaml", [f"attention.backend={backend}"])
     assert memory_then(cfg, 1) == pytest.approx(gib, rel=0.05)
 
@@ -328,7 +337,7 @@ def test_memory_of_the_papers_model_is_met(backend, gib):
     ("dp2-z3", ["deepspeed.zero_optimization.overlap_comm=true"], 155_630, 51.7),
 ])  # fmt: skip
 def test_gradients_on_their_way_are_met(layout, overrides, tokens_per_second, gib, monkeypatch):
-    """1B on two H100s of one host, a vocabulary of 4,096, kernels and ZeRO 1 as they are now."""
+    """The run is 1B on two H100s of one host, with a vocabulary of 4,096, and with today's kernels and ZeRO 1."""
     monkeypatch.undo()
     cfg, ranks = configured("1b", layout, (8, 2), [SCORES, *overrides])
     vocab = padded_vocab_size(4096)

@@ -55,7 +55,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def test_rows_that_are_not_whole_are_passed_over(tmp_path: Path) -> None:
-    """A killed run, a full disk, a run that is writing right now; and where only the end is read, its first line."""
+    """A killed run, a full disk, or a run that is writing right now leaves such rows. Where only the end of a file is
+    read, the first line may be cut."""
     path, row = tmp_path / "metrics.jsonl", '{"step": 1, "tokens": 8}\n'
     assert read_rows(path) == []
     path.write_bytes(f'{row}{{"step": 2, "tok\n7\n{{"step": 3}}\n{row}'.encode() + b'{"step": 4, "tokens": 9, "\xc3')
@@ -98,7 +99,8 @@ def test_a_thinned_curve_keeps_its_spikes() -> None:
 
 
 def test_numbers_that_are_not_finite_leave_the_page_whole(tmp_path: Path) -> None:
-    """The validation of a run that diverges, or the least scale of a gradient that is 0: JSON knows neither."""
+    """The validation of a run that diverges, or the least scale of a gradient that is 0, is not finite. JSON has no
+    such numbers."""
     writer = MetricsWriter(tmp_path, 0, 0, 3000)
     for step, loss in enumerate((3.0, math.nan, math.inf), 1):
         writer.write(step, 1000 * step, {"train/loss": 3.0, "valid/loss": loss, "quant/0/dO/scale_min": math.inf})
@@ -152,7 +154,7 @@ def test_a_folder_without_metrics_is_an_error_that_names_it(tmp_path: Path, foun
     assert not (tmp_path / "report.html").exists()
 
 
-def test_a_configuration_that_is_cut_off_is_an_error_that_names_it(tmp_path: Path) -> None:
+def test_a_configuration_that_is_cut_off_is_a_named_error(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tokens": 8, "train/loss": 1.0}\n')
     (tmp_path / "config.yaml").write_text("model: [")
     with pytest.raises(ConfigError, match=f"{tmp_path}/config.yaml: cannot be read"):
@@ -177,7 +179,7 @@ def test_the_command_says_what_it_wrote(runs: list[Path], tmp_path: Path) -> Non
 
 
 def lines(driver) -> list[int]:
-    """How many each of the first charts has, all of them long enough to be seen."""
+    """Return the number of lines in each of the first charts. All are long enough to be seen."""
     charts = driver.execute_script(
         "return [...document.querySelectorAll('#first .chart')].map(c => "
         "[...c.querySelectorAll('.scatterlayer path.js-line')].map(p => p.getTotalLength()))"
@@ -187,7 +189,7 @@ def lines(driver) -> list[int]:
 
 
 def overlapping(driver) -> list[list[str]]:
-    """Pairs of texts in the same chart, one of which covers a part of the other."""
+    """Return the pairs of texts in the same chart where one covers a part of the other."""
     return driver.execute_script("""
         const pairs = [];
         for (const chart of document.querySelectorAll(".chart")) {

@@ -1,4 +1,4 @@
-"""A step that a run cannot get past: what is said, how it is dropped, and that the ledger keeps it on record."""
+"""A step that a run cannot get past: the message, the way to drop the step, and its record in the ledger."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def test_a_dropped_step_is_found_again_and_cannot_be_forged() -> None:
 def train(
     corpus: str, run_dir: str, steps: float, drop: list[int], bad_sample: int = -1, every: int = 1, policy: str = "stop"
 ) -> str:
-    """Train to `steps`, a checkpoint at every second; the loss on one sample is not a number. What ended it."""
+    """Train to `steps` with a checkpoint at every second step. The loss on one sample is not a number. Return what
+    ended the run."""
     cfg = tiny.config(1).model_dump()
     cfg["data"].update(train=[{"path": f"{corpus}/train"}], micro_batch_size=2)
     cfg["data"]["valid"] = [{"path": f"{corpus}/{name}"} for name in ("valid", "train")]
@@ -52,7 +53,7 @@ def train(
     trainer.engine.forward = lambda batch: forward(batch) * (math.nan if bad_sample in batch.sample_ids else 1.0)
     if drop == [2]:
         for source, windows in zip(trainer.run.valid.stream._sources, (2, 1), strict=True):
-            source.num_windows = windows  # all of them, in no time
+            source.num_windows = windows  # All windows count, so an epoch takes no time.
     try:
         return f"finished: {trainer.train()}"
     except TrainingError as error:
@@ -64,7 +65,7 @@ def rows_of(run_dir: Path, key: str) -> dict[int, float]:
     return {row["step"]: row[key] for row in rows if key in row}
 
 
-def test_a_step_that_is_not_finite_is_dropped_once_and_never_replayed(corpus, tmp_path, capfd) -> None:
+def test_a_step_that_is_not_finite_is_dropped_once(corpus, tmp_path, capfd) -> None:
     run, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
 
     def go(run_dir: Path, world: int, *what) -> str:
@@ -78,14 +79,15 @@ def test_a_step_that_is_not_finite_is_dropped_once_and_never_replayed(corpus, tm
     said = go(run, 2, 4, [], 9)
     assert "step 3 (sequences 8 to 11): loss nan" in said and "training.drop_steps=[3]" in said
     assert said.endswith("The same command continues from step-00000002")
-    assert "sdpa" not in said  # which it is
+    assert "sdpa" not in said  # The run uses sdpa already.
     capfd.readouterr()
     assert go(run, 2, 4, [3], 9) == "finished: True"
     assert "step 3: dropped (training.drop_steps): sequences 8 to 11 are passed over" in capfd.readouterr().out
-    assert go(run, 2, 6, [2], 9) == "finished: True"  # the record stands, whatever the setting says now
+    assert go(run, 2, 6, [2], 9) == "finished: True"  # The record stands, whatever the setting says now.
     out = capfd.readouterr().out
     assert "resumed from step-00000004" in out and "training.drop_steps: 2 came before this checkpoint" in out
-    assert out.count("data.valid holds 3; each evaluation takes so many") == 1  # in one evaluation or several
+    # The message comes once, in one evaluation or several.
+    assert out.count("data.valid holds 3; each evaluation takes so many") == 1
     state = read_state(newest(run / "checkpoints"))
     assert (state.step, state.optimizer_steps, state.ledger.dropped) == (6, 5, [3])
     assert go(undisturbed, 2, 5.9, [3], 9) == "finished: True"
@@ -108,20 +110,22 @@ def test_a_step_that_is_not_finite_is_dropped_once_and_never_replayed(corpus, tm
 
 @pytest.mark.parametrize(("drop", "bad_sample", "policy"), [([4], -1, "stop"), ([], 12, "skip"), ([], 12, "stop")])
 def test_the_step_before_one_that_is_left_out_has_its_row(corpus, tmp_path, drop, bad_sample, policy) -> None:
-    """Whatever logging.every_steps: it is the last that was taken, and what led to the next."""
+    """This holds for every logging.every_steps. The row is that of the last step taken, which led to the next one."""
     (said,) = run_distributed(train, 1, str(corpus), str(tmp_path), 4, drop, bad_sample, 2, policy)
     assert ("loss nan" in said) == (policy == "stop" and bad_sample == 12)
     assert sorted(rows_of(tmp_path, "train/loss")) == [2, 3]
 
 
 def test_a_checkpoint_has_a_row_of_its_step(corpus, tmp_path) -> None:
-    """Whatever logging.every_steps: what was measured since the row before would be lost with the run."""
+    """This holds for every logging.every_steps. Without the row, measurements since the last row would be lost with the
+    run."""
     run_distributed(train, 1, str(corpus), str(tmp_path), 5, [], -1, 100)
     assert sorted(rows_of(tmp_path, "train/loss")) == [2, 4, 5]
 
 
 def functions_of_steps(corpus: str, run_dir: str) -> dict[int, str]:
-    """Attention of each step of a ladder whose second half is in 16 bits and whose second step is dropped."""
+    """Return the attention of each step of a ladder whose second half is in 16 bits and whose second step is
+    dropped."""
     cfg = tiny.config(1, attention={"backend": "sage", "recipe": "fine"}).model_dump()
     cfg["data"].update(train=[{"path": f"{corpus}/train"}])
     cfg["training"].update(run_dir=run_dir, total_tokens=4 * STEP, drop_steps=[2])
@@ -139,6 +143,6 @@ def functions_of_steps(corpus: str, run_dir: str) -> dict[int, str]:
 
 
 def test_controllers_hear_of_a_dropped_step(corpus, tmp_path) -> None:
-    """Or what is scheduled by tokens would come a step late."""
+    """Otherwise a schedule by tokens would come a step late."""
     found = run_distributed(functions_of_steps, 1, str(corpus), str(tmp_path / "run"))[0]
     assert found == {1: "sage", 3: "sdpa", 4: "sdpa"}

@@ -1,4 +1,5 @@
-"""Gradient and activation norms by layer: those of one process by hand at every layout; losses stay as they are."""
+"""Gradient and activation norms by layer equal those of one process by hand at every layout, and losses do not
+change."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from sagetrain.model.compile import compile_blocks
 from sagetrain.parallel.topology import ParallelGroups
 
 Layout = tuple[int, int, int, str, str, str]
-"""Sizes of tensor and context parallelism, ZeRO stage, what is recomputed, compile backend, overlap."""
+"""Tensor-parallel size, context-parallel size, ZeRO stage, recomputation, compile backend and overlap."""
 
 
 def tokens() -> Tensor:
@@ -25,7 +26,7 @@ def tokens() -> Tensor:
 
 
 def by_hand() -> dict[str, float]:
-    """Of the mean loss of all four sequences at once, clipped by nobody."""
+    """Return the norms for the mean loss of all four sequences at once, without clipping."""
     model, squares = tiny.model(tiny.config(0), ParallelGroups.single()), {}
     found: dict[str, float] = {}
     model.watch_blocks = lambda block, x: found.update({f"norms/{block}/activation": x.square().mean().sqrt().item()})
@@ -37,7 +38,7 @@ def by_hand() -> dict[str, float]:
 
 
 def measured(layouts: list[Layout]) -> list[tuple[dict[str, float], list[float], list[float]]]:
-    """The norms of a first step, and losses of three steps with and without them."""
+    """Return the norms of a first step, and the losses of three steps with and without them."""
     results = []
     for tp_size, cp_size, stage, again, backend, overlap in layouts:
         runs = []
@@ -77,9 +78,9 @@ WORLDS: dict[int, list[Layout]] = {
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_norms_are_those_of_one_process_by_hand_and_change_nothing(world: int) -> None:
+def test_norms_are_those_of_one_process_and_change_nothing(world: int) -> None:
     exact = by_hand()
-    assert len(exact) == 2 + 4  # two blocks; with embedding and head
+    assert len(exact) == 2 + 4  # There are two blocks, and the embedding and the head as well.
     for rank in run_distributed(measured, world, WORLDS[world]):
         for layout, (norms, watched, plain) in zip(WORLDS[world], rank, strict=True):
             assert norms == pytest.approx(exact, rel=2e-5), layout

@@ -1,4 +1,5 @@
-"""What linear layers lose in 8 bits, measured in a training step: the same at every layout, and the step as without."""
+"""The errors of linear layers in 8 bits, measured in a training step, are the same at every layout and do not change
+the step."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def config(stage: int = 0, precision: str = "fp8", recipe: str = "rowwise", **se
 
 
 def batch(groups: ParallelGroups) -> Batch:
-    """This rank's share of four sequences."""
+    """Return this rank's share of four sequences."""
     text = torch.randint(0, tiny.VOCAB, (SEQUENCES, LENGTH + 1), generator=torch.Generator().manual_seed(5))
     text = text.chunk(groups.dp_size)[groups.dp_rank]
     return Batch(text[:, :-1], text[:, 1:], None, None, None, [])
@@ -72,7 +73,7 @@ def measured(found: dict[str, float]) -> dict[str, float]:
 
 
 def numbers(tp: int, cp: int, stage: int, sections: dict) -> dict[str, float]:
-    """Of a first step, at a layout."""
+    """Return the numbers of a first step at a layout."""
     groups = tiny.join(tp, cp)
     return measured(step(built(config(stage, **sections), groups)))
 
@@ -94,7 +95,7 @@ def test_the_names_and_their_ranges(one_rank) -> None:
 
 
 SEQUENCE, HALVES = {"sequence_parallel": True}, {"tensor_parallel_overlap": "on"}
-LAYOUTS = {  # tensor and context parallel size, ranks, ZeRO, sections
+LAYOUTS = {  # The values are: tensor and context parallel size, ranks, ZeRO stage, sections.
     "halves": (2, 1, 2, 0, {"parallel": HALVES}),
     "sequence parallel": (2, 1, 2, 1, {"parallel": SEQUENCE}),
     "sequence parallel, halves, in part recomputed": (
@@ -108,7 +109,8 @@ LAYOUTS = {  # tensor and context parallel size, ranks, ZeRO, sections
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_the_same_numbers_at_every_layout(layout, one_rank) -> None:
-    """But for what a share has of its own: scales of a rank's tokens (of dW) and of its part of a row."""
+    """Numbers differ only where a share has its own scales: dW has scales of a rank's tokens, and a row may be split
+    over ranks."""
     tp, cp, world, stage, sections = layout
     ranks = run_distributed(numbers, world, tp, cp, stage, sections)
     assert all(found == ranks[0] for found in ranks) and set(ranks[0]) == set(one_rank)
@@ -117,7 +119,7 @@ def test_the_same_numbers_at_every_layout(layout, one_rank) -> None:
 
 
 def by_hand(recipe: tuple[str, str]) -> list[tuple[float, float]]:
-    """Of the first layer, whose input is known: numbers of Y, and what float64 says."""
+    """Return the numbers of Y of the first layer, whose input is known, and the float64 values."""
     groups = tiny.join(1)
     engine = built(config(0, *recipe), groups)
     block, low = engine.model.blocks[0], RECIPES[recipe]
@@ -137,7 +139,8 @@ def test_a_layer_is_compared_with_float64_on_its_own_input(recipe) -> None:
 
 
 def with_and_without(stage: int, compiled: bool, checkpointing: str) -> tuple[list, list, int, int]:
-    """What four steps find without it, and with it in two of them; graphs before and after."""
+    """Return the results of four steps without measurement, the results with measurement in two of them, and the number
+    of graphs before and after."""
     groups, runs, graphs = tiny.join(1), [], []
     for watched in (False, True):
         torch._dynamo.reset()
@@ -163,14 +166,15 @@ def with_and_without(stage: int, compiled: bool, checkpointing: str) -> tuple[li
     ],
 )
 def test_no_number_of_a_step_changes_and_no_graph_is_added(ranks, stage, compiled, checkpointing) -> None:
-    """Losses, norms of gradients and of activations, to the last bit."""
+    """Losses and the norms of gradients and activations stay the same to the last bit."""
     for without, with_errors, before, after in run_distributed(with_and_without, ranks, stage, compiled, checkpointing):
         assert with_errors == without and "train/grad_norm" in without[0] and "norms/1/activation" in without[0]
         assert before == after and (before > 0) == compiled
 
 
-def test_only_layers_in_8_bits_of_chosen_blocks_are_measured_and_nothing_else_is_added(monkeypatch) -> None:
-    """Every block is walked twice, forward and recomputed, however it keeps what it needs in training."""
+def test_only_chosen_blocks_in_8_bits_are_measured(monkeypatch) -> None:
+    """Every measured block is run twice, forward and recomputed, however training keeps its activations. Nothing else
+    is added."""
     walks, walk = [], Block._walk
     monkeypatch.setattr(Block, "_walk", lambda block, *given: walks.append(block) or walk(block, *given))
 
@@ -205,7 +209,7 @@ def test_a_layer_whose_gradients_vanish_is_named_once() -> None:
 
     def after(**shares: float) -> list[str]:
         metrics = {f"quant/{name.replace('_', '/')}.dY/zero_share_dX": share for name, share in shares.items()}
-        metrics["quant/0/dS/zero_share_dQ"] = 0.9  # of something else
+        metrics["quant/0/dS/zero_share_dQ"] = 0.9  # This metric belongs to attention.
         return [event.text for event in controller.after_step(Taken(100, 1000, 10, metrics))]
 
     assert after(**{"0_down": MUCH, "0_out": 0.0}) == []
@@ -226,7 +230,7 @@ def train(corpus: str, run_dir: str, stage: int, precision: str, every: int | st
     cfg["data"].update(train=[{"path": f"{corpus}/train"}], micro_batch_size=2)
     cfg["training"].update(run_dir=run_dir, total_tokens=16 * tiny.SEQ)
     cfg["stability"]["monitor"].update(every_steps=every, layers=[-1])
-    linear_errors.MUCH = -1.0  # all do
+    linear_errors.MUCH = -1.0  # Every layer is above this limit.
     controllers.MICRO_BATCHES, monitor.EVERY_STEPS = 6, 2
     Trainer(build(RunConfig.model_validate(cfg))).train()
 
@@ -238,7 +242,8 @@ def train(corpus: str, run_dir: str, stage: int, precision: str, every: int | st
 def test_a_run_writes_what_it_measured_and_what_vanishes(
     stage: int, precision: str, every: int | str, steps: list[int], corpus: Path, tmp_path: Path, capfd
 ) -> None:
-    """With 16-bit attention. Steps have two micro-batches: by auto six, three steps, lie between two measurements."""
+    """The run has 16-bit attention. A step has two micro-batches: by auto, six of them, three steps, lie between two
+    measurements."""
     run_distributed(train, 1, str(corpus), str(tmp_path / "run"), stage, precision, every)
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "quant/1/down.dW/rel_l2" in row] == steps
@@ -259,10 +264,8 @@ def train_to_16_bits(corpus: str, run_dir: str, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_run_that_has_moved_to_16_bits_is_not_said_to_lose_anything_in_8(
-    stage: int, corpus: Path, tmp_path: Path, capfd
-) -> None:
-    """It goes on from the last checkpoint but one, which is behind the move."""
+def test_a_run_that_moved_to_16_bits_reports_no_loss_in_8(stage: int, corpus: Path, tmp_path: Path, capfd) -> None:
+    """The run goes on from the last checkpoint but one, which lies after the move."""
     said = []
     for _ in range(2):
         run_distributed(train_to_16_bits, 1, str(corpus), str(tmp_path / "run"), stage)
@@ -278,7 +281,7 @@ def test_a_run_that_has_moved_to_16_bits_is_not_said_to_lose_anything_in_8(
 # -- what is said before a run -------------------------------------------------------------------------------------
 
 
-def test_a_monitor_is_of_something_where_linear_layers_are_in_8_bits() -> None:
+def test_a_monitor_has_an_effect_with_linear_layers_in_8_bits() -> None:
     neither = "linear layers neither"
     cases = {(1, "fp8"): "", (1, "int8"): "", (1, "auto"): neither, (1, "bf16"): neither, (3, "bf16"): neither}
     for (stage, precision), why in {**cases, (3, "fp8"): "not looked at with parallel.zero_stage 3"}.items():
@@ -287,12 +290,13 @@ def test_a_monitor_is_of_something_where_linear_layers_are_in_8_bits() -> None:
         found = [f for f in check(cfg, 1, files=False) if f.key.startswith("stability.monitor")]
         assert [f.rule for f in found] == ["monitor_of_nothing"] * bool(why)
         assert all(why in f.message for f in found)
-    cfg = tiny.config(1, model=SHAPE, training={"dtype": "bf16"}, **monitor)  # auto, where it may choose
+    cfg = tiny.config(1, model=SHAPE, training={"dtype": "bf16"}, **monitor)  # auto may choose here.
     assert not [f for f in check(cfg, 1, files=False) if f.rule == "monitor_of_nothing"]
 
 
-def test_memory_counts_the_pass_that_is_not_compiled() -> None:
-    """Where blocks are recomputed anyway it holds more than training: fp32 copies, and inputs in 16 bits."""
+def test_memory_counts_the_pass_of_the_monitor() -> None:
+    """The pass is not compiled. Where blocks are recomputed anyway it holds more than training: fp32 copies, and inputs
+    in 16 bits."""
 
     def largest(precision: str, every: str | None) -> dict[str, int]:
         how = {"dtype": "bf16", "activation_checkpointing": "full", "compile": "on"}
@@ -304,6 +308,6 @@ def test_memory_counts_the_pass_that_is_not_compiled() -> None:
         return {item.name: item.bytes for item in memory_per_rank(cfg, 1, 128)}
 
     without, watched = largest("fp8", None), largest("fp8", "auto")
-    assert watched["monitor"] == 4 * 8192 * 5632 and "monitor" not in without  # the input of down
+    assert watched["monitor"] == 4 * 8192 * 5632 and "monitor" not in without  # This is the input of `down`.
     assert sum(watched.values()) > sum(without.values())
     assert largest("bf16", "auto") == largest("bf16", None)

@@ -1,4 +1,4 @@
-"""First and last parts of runs in 16 bits, the rest in 8 (linear.keep_first_fraction, keep_last_fraction)."""
+"""The first and last parts of runs are in 16 bits, the rest in 8 (linear.keep_first_fraction, keep_last_fraction)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FP8 = LinearConfig(precision="fp8", keep_last_fraction=0.4)
 
 def test_when_is_a_function_of_the_tokens_seen() -> None:
     assert [low_bit_linear(FP8, tokens, 1000) for tokens in (0, 599, 600, 1000)] == [True, True, False, False]
-    for percent in range(1, 100):  # as the run says, to the token
+    for percent in range(1, 100):  # The move comes at the token that the run names.
         part = LinearConfig(precision="fp8", keep_last_fraction=percent / 100)
         begin = 10 * (100 - percent)
         assert [low_bit_linear(part, tokens, 1000) for tokens in (begin - 1, begin)] == [True, False]
@@ -52,8 +52,8 @@ def test_when_is_a_function_of_the_tokens_seen() -> None:
 def moving_steps(
     tp_size: int, stage: int, backend: str | None, linear: dict
 ) -> tuple[list[tuple[float, float]], list[int], list[str]]:
-    """(loss, gradient norm) of five steps, the last two of them in 16 bits; how many graphs there were after each, and
-    what was said."""
+    """Return the (loss, gradient norm) pairs of five steps, the last two of them in 16 bits, the number of graphs after
+    each step, and the messages."""
     groups = tiny.join(tp_size)
     parallel = {"sequence_parallel": tp_size > 1, "zero_stage": stage}
     shape = {"hidden_size": 64, "ffn_hidden_size": 96}
@@ -72,7 +72,8 @@ def moving_steps(
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
         for schedule in schedules:
             said.extend(event.text for event in schedule.after_step(Taken(step, 100 * step, 100, {})))
-            schedule.restore({})  # of a checkpoint that the run goes back to: what was seen stays seen
+            # This is the state of a checkpoint that the run goes back to. The tokens that were seen stay seen.
+            schedule.restore({})
         low = cfg.linear.low_bit and 5 * first <= min(step, 4) < 5 - 5 * last
         assert model.matmuls == [dict.fromkeys(NAMES, RECIPES["fp8", "rowwise"]) if low else {}] * 2
         for layer in layers_of(model):
@@ -99,7 +100,7 @@ def test_layers_move_at_any_layout(world: int, tp_size: int, stage: int) -> None
 
     moved, _, said = go(keep_last_fraction=0.4)
     eight, sixteen = (go(**linear)[0] for linear in ({}, {"precision": "bf16"}))
-    assert moved[:3] == eight[:3]  # the move comes behind the third
+    assert moved[:3] == eight[:3]  # The move comes after the third step.
     assert moved[3] != eight[3] and moved[3][0] == pytest.approx(eight[3][0], abs=2e-3)
     assert moved[3] != sixteen[3]
     assert said == [
@@ -130,8 +131,8 @@ def test_layers_move_at_any_layout(world: int, tp_size: int, stage: int) -> None
 
 
 def graphs_of_rungs() -> list[int]:
-    """How many there are after each rung, in 8 bits but for the first and the last block, then in 16 bits throughout,
-    trained and evaluated."""
+    """Return the number of graphs after each rung, trained and evaluated. Linear layers are in 8 bits in all blocks but
+    the first and the last, and then in 16 bits everywhere."""
     groups = tiny.join(2)
     shape = {"num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 96}
     linear = {"precision": "fp8", "keep_first_blocks": 1, "keep_last_blocks": 1}
@@ -156,8 +157,9 @@ def graphs_of_rungs() -> list[int]:
 
 
 def test_every_rung_in_8_and_16_bits_is_compiled() -> None:
-    """torch ends a run by default that makes more than 8 graphs of one function. A block's depends on its own layers
-    and on the next block's, whose input it gathers: four kinds, and the last two are those in 16 bits."""
+    """By default torch ends a run that makes more than 8 graphs of one function. A block's graph depends on its own
+    layers and on the next block's, whose input it gathers. There are four kinds in 8 bits, and the last two graphs are
+    those in 16 bits."""
     for graphs in run_distributed(graphs_of_rungs, 2):
         made = [after - before for before, after in pairwise(graphs)]
         assert made == [8, 0, 0]
@@ -188,7 +190,8 @@ def test_a_run_ends_in_16_bits_and_resumes_on_either_side(tmp_path: Path, corpus
     }
 
     def go(name: str, steps: int | None = None, **linear: object) -> tuple[Path, str]:
-        """A run, from a checkpoint of the first one if steps are given; what it said."""
+        """Run the configuration, from a checkpoint of the first run if steps are given. Return the folder and the
+        output."""
         run = tmp_path / name
         if steps is not None:
             shutil.copytree(tmp_path / "whole/checkpoints", run / "checkpoints")
@@ -225,8 +228,8 @@ def low_on_two_ranks(run: str) -> list[str]:
     return [*load_run(Path(run), print, linear="fp8", ranks=Ranks.join()).model.matmuls[0]]
 
 
-def test_evaluation_in_8_bits_is_of_the_layers_that_training_had_there(tmp_path: Path, corpus: Path) -> None:
-    """linear.keep_layers_below counts the weights of a rank; and sides may be multiples of 16 on fewer ranks alone."""
+def test_evaluation_in_8_bits_uses_the_layers_of_training(tmp_path: Path, corpus: Path) -> None:
+    """linear.keep_layers_below counts the weights of a rank, and sides may be multiples of 16 on fewer ranks only."""
     sections = {
         "model": {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 2},
         "attention": {"backend": "sdpa"},

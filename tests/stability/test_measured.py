@@ -1,4 +1,4 @@
-"""What a run measured about its stability: kept over its length, in its folder, and read by the next run's plan."""
+"""The stability that a run measured is kept over its length, in its folder, and read by the next run's plan."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def after(steps: dict[int, dict[str, float]], keeper: Measured) -> Measured:
     return keeper
 
 
-def test_last_values_and_extremes_of_what_is_measured_survive_a_checkpoint() -> None:
+def test_last_values_and_extremes_survive_a_checkpoint() -> None:
     name = "quant/0/dS/rel_l2"
     first = {10: {name: 0.2, "train/loss": 3.0}, 11: {"train/loss": 3.0}, 20: {name: 0.5}, 30: {name: float("nan")}}
     then = {40: {name: 0.1}, 50: {name: 0.3, "noise/all/scale_tokens": 1e5}}
@@ -67,7 +67,7 @@ def config(tmp_path: Path, corpus: Path) -> Path:
 
 
 def run_folder(folder: Path, metrics: dict[str, float], tokens_per_step: int = 512, **sections: dict) -> Path:
-    """Of a run that has measured these."""
+    """Make the folder of a run that has measured these metrics."""
     folder.mkdir()
     entries = {
         name: {"last": value, "mean": value, "tokens_per_step": tokens_per_step} for name, value in metrics.items()
@@ -95,11 +95,12 @@ def test_the_bias_alone_grows_with_the_tokens_per_step() -> None:
     assert Ratio(0.3, -0.01, 1000).at(8000) == 0.3
 
 
-def test_a_ratio_reaches_the_margin_at_the_tokens_per_step_where_its_bias_has_grown_to_it() -> None:
+def test_a_ratio_reaches_the_margin_where_its_bias_does() -> None:
     ratio = Ratio(0.05, 0.02, 1000)
     assert ratio.critical(0.1) == pytest.approx(3500) and ratio.at(3500) == pytest.approx(0.1)
-    assert Ratio(0.3, 0.25, 1000).critical(0.1) == pytest.approx(200)  # too much already, with fewer it would do
-    assert Ratio(0.3, 0.15, 1000).critical(0.1) == 0  # .15 of it no number of tokens changes
+    # The ratio is too large already; with fewer tokens it would be within the margin.
+    assert Ratio(0.3, 0.25, 1000).critical(0.1) == pytest.approx(200)
+    assert Ratio(0.3, 0.15, 1000).critical(0.1) == 0  # No number of tokens changes the 0.15 of bias.
     assert Ratio(0.05, -0.01, 1000).critical(0.1) == math.inf and Ratio(0.3, 0.0, 1000).critical(0.1) == 0
     ratios = {"all": ratio, "0": Ratio(0.05, 0.0, 1000), "3": Ratio(0.06, 0.04, 1000)}
     found = critical_tokens(ratios, 0.1)

@@ -1,4 +1,5 @@
-"""The monitor: what INT8 attention loses in a training step, the same numbers at every layout, and no other losses."""
+"""The monitor measures the errors of INT8 attention in a training step. The numbers are the same at every layout, and
+losses do not change."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def config(stage: int = 0, recipe: str = "paper", **sections: dict) -> RunConfig
 
 
 def batch(groups: ParallelGroups, documents: bool) -> Batch:
-    """This rank's share of four sequences. Documents are for one rank of data."""
+    """Return this rank's share of four sequences. Documents need a data-parallel size of one."""
     text = torch.randint(0, tiny.VOCAB, (SEQUENCES, LENGTH + 1), generator=torch.Generator().manual_seed(5))
     text = text.chunk(groups.dp_size)[groups.dp_rank]
     return Batch(text[:, :-1], text[:, 1:], None, DOCUMENTS if documents else None, LENGTH if documents else None, [])
@@ -50,7 +51,7 @@ def built(cfg: RunConfig, groups: ParallelGroups, compiled: bool = False) -> tup
     model = tiny.model(cfg, groups)
     with torch.no_grad():
         for i, parameter in enumerate(p for name, p in model.named_parameters() if name.endswith("k_norm.gain")):
-            if parameter.numel():  # at ZeRO 3 they stay as they are
+            if parameter.numel():  # At ZeRO 3 partitioned parameters stay as they are.
                 parameter.copy_(torch.linspace(1, 2 + i, parameter.numel()))
     if compiled:
         compile_blocks(model, "aot_eager", whole=cfg.parallel.zero_stage == 3)
@@ -59,7 +60,7 @@ def built(cfg: RunConfig, groups: ParallelGroups, compiled: bool = False) -> tup
 
 
 def monitor_of(cfg: RunConfig, engine: Engine) -> Monitor:
-    """As the trainer makes it."""
+    """Build the monitor as the trainer does."""
     return Monitor(cfg.stability.monitor, engine.model, lambda: ((x.name, x.weight) for x in engine.owned()))
 
 
@@ -69,7 +70,7 @@ def step(engine: Engine, data: Batch, monitor: Monitor | None) -> dict[str, floa
 
 
 def numbers(tp: int, cp: int, stage: int, documents: bool, compiled: bool, sections: dict) -> dict[str, float]:
-    """What the monitor finds in a first step, at a layout, and its loss."""
+    """Return the numbers of the monitor in a first step, at a layout, and the loss."""
     groups = tiny.join(tp, cp)
     cfg = config(stage, **sections)
     engine, monitor = built(cfg, groups, compiled)
@@ -83,7 +84,7 @@ def alone(documents: bool = False, recipe: str = "paper") -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def one_rank() -> dict[bool, dict[str, float]]:
-    """By whether there are documents."""
+    """Return the numbers of one rank, keyed by whether there are documents."""
     return {documents: alone(documents) for documents in (False, True)}
 
 
@@ -108,7 +109,7 @@ def test_the_names_and_their_ranges(one_rank) -> None:
         assert 0 < found[at + "dS/zero_share_dQ"] < 1
 
 
-LAYOUTS = {  # tensor and context parallel size, ranks, ZeRO, documents, compiled, sections
+LAYOUTS = {  # The values are: tensor and context parallel size, ranks, ZeRO stage, documents, compiled, sections.
     "halves": (2, 1, 2, 0, False, False, {"parallel": {"tensor_parallel_overlap": "on"}}),
     "sequence parallel, compiled": (2, 1, 2, 1, False, True, {"parallel": {"sequence_parallel": True}}),
     "context parallel": (1, 2, 2, 1, False, False, {}),
@@ -136,7 +137,7 @@ def test_the_same_numbers_at_every_layout(layout, one_rank) -> None:
 
 
 def zero_3(compiled: bool) -> tuple[dict[str, float], dict[str, float]]:
-    """At ZeRO 3, data parallel, and at ZeRO 1."""
+    """Return the numbers at ZeRO 3, data parallel, and at ZeRO 1."""
     groups, found = tiny.join(1), []
     for stage in (3, 1):
         cfg = config(stage)
@@ -157,7 +158,8 @@ def test_zero_3_gives_the_numbers_of_zero_1(compiled: bool) -> None:
 
 
 def losses_with_and_without(compiled: bool) -> tuple[list, list, int, int]:
-    """Losses and norms of four steps without and with the monitor, in two of them, and graphs before and after."""
+    """Return the losses and norms of four steps without the monitor, those with it in two of the steps, and the number
+    of graphs before and after."""
     groups, runs, graphs = tiny.join(1), [], []
     for watched in (False, True):
         torch._dynamo.reset()
@@ -173,12 +175,12 @@ def losses_with_and_without(compiled: bool) -> tuple[list, list, int, int]:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_no_loss_changes_and_no_graph_is_added(compiled: bool) -> None:
     (without, with_monitor, before, after) = run_distributed(losses_with_and_without, 1, compiled)[0]
-    assert with_monitor == without  # to the last bit
+    assert with_monitor == without  # The numbers agree to the last bit.
     assert before == after and (before > 0) == compiled
 
 
 def by_hand() -> list[tuple[dict[str, float], dict[str, float]]]:
-    """The pooled numbers of O, dQ, dK and dV of a step against those of all tensors as they passed `attend`."""
+    """Return the pooled numbers of O, dQ, dK and dV of a step, and those of all tensors that passed `attend`."""
     groups = tiny.join(1)
     engine, monitor = built(config(recipe="fine"), groups)
     seen: dict[int, list[torch.Tensor]] = {}
@@ -193,7 +195,7 @@ def by_hand() -> list[tuple[dict[str, float], dict[str, float]]]:
             return o
 
         block.attention.attend = tapped
-    with mock.patch.object(Sage, "normalizes", False):  # so that q and k pass `attend` normalized
+    with mock.patch.object(Sage, "normalizes", False):  # q and k pass `attend` normalized then.
         found = step(engine, batch(groups, False), monitor)
     pairs = []
     for layer, (q, k, v, o) in seen.items():
@@ -208,7 +210,7 @@ def by_hand() -> list[tuple[dict[str, float], dict[str, float]]]:
     return pairs
 
 
-def test_the_statistics_are_those_of_float64_on_what_attention_read_and_made() -> None:
+def test_the_statistics_are_those_of_float64() -> None:
     pairs = run_distributed(by_hand, 1)[0]
     assert len(pairs) == 2
     for found, truth in pairs:
@@ -216,7 +218,8 @@ def test_the_statistics_are_those_of_float64_on_what_attention_read_and_made() -
 
 
 def chosen_layers() -> list[set[str]]:
-    """Layers with numbers: chosen from the end; with one that quantizes nothing at the time."""
+    """Return the layers with numbers: first chosen from the end, then with a layer that quantizes nothing at the
+    time."""
     groups, found = tiny.join(1), []
     cfg = config(model={"num_layers": 3}, stability={"monitor": {"layers": [0, -1]}})
     engine, monitor = built(cfg, groups)
@@ -230,12 +233,12 @@ def chosen_layers() -> list[set[str]]:
     return found
 
 
-def test_layers_are_chosen_and_those_that_quantize_nothing_are_passed_over() -> None:
+def test_layers_that_quantize_nothing_are_passed_over() -> None:
     assert run_distributed(chosen_layers, 1)[0] == [{"0", "2"}, {"0"}]
 
 
-def test_calls_that_do_not_come_are_an_error() -> None:
-    """Of another number of passes than the model has, nobody could tell the layers."""
+def test_missing_calls_are_an_error() -> None:
+    """If the number of calls is not the model's, nobody can tell which layer a call belongs to."""
     groups = ParallelGroups.single()
     model = tiny.model(config(), groups)
     monitor = Monitor(MonitorConfig(every_steps=1), model, lambda: [])
@@ -256,7 +259,7 @@ def train(corpus: str, run_dir: str, backend: str) -> None:
     cfg["training"].update(run_dir=run_dir, total_tokens=16 * tiny.SEQ)
     cfg["stability"]["monitor"]["every_steps"] = 2 if backend == "sage" else "auto"
     cfg["logging"]["every_steps"] = 3
-    cfg["checkpoint"]["every_tokens"] = 10**9  # a save has a row, too
+    cfg["checkpoint"]["every_tokens"] = 10**9  # A save would have a row, too.
     Trainer(build(RunConfig.model_validate(cfg))).train()
 
 
@@ -265,7 +268,7 @@ def test_a_run_writes_what_it_measured(backend: str, corpus: Path, tmp_path: Pat
     run_distributed(train, 1, str(corpus), str(tmp_path / "run"), backend)
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     measured = [row for row in rows if "quant/1/dS/rel_l2" in row]
-    # Step 2 in the next row, and step 4 in that of the end.
+    # Step 2 is in the next row, and step 4 in the last row.
     assert [row["step"] for row in measured] == ([3, 4] if backend == "sage" else [])
 
 

@@ -1,4 +1,4 @@
-"""Noise and what follows from it in runs as users start them: what is logged, and what a resumed run does."""
+"""Noise, and the decisions that follow from it, in runs as users start them: the log, and the steps after a resume."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def noise_of(run_dir: Path, prefix: str = "noise/") -> dict[int, dict[str, float
     return {step: values for step, values in found if values}
 
 
-def test_the_noise_of_a_run_is_logged_and_a_resumed_run_goes_on_with_its_averages(tmp_path, corpus) -> None:
+def test_the_noise_of_a_run_is_logged_and_resumed(tmp_path, corpus) -> None:
     stability = {"noise_scale": {"every_steps": 3}, "quant_noise": {"every_steps": 9}}
     single = {"stages": [{"from_tokens": 0, "tokens": 128}, {"from_tokens": 4 * 128, "tokens": 256}]}
     sections = {"lr_schedule": {"shape": "constant"}, "logging": {"every_steps": 1}, "stability": stability}
@@ -36,7 +36,7 @@ def test_the_noise_of_a_run_is_logged_and_a_resumed_run_goes_on_with_its_average
 
     finish("sagetrain", write("whole", 18))
     logged = noise_of(tmp_path / "whole")
-    assert sorted(logged) == [6, 9, 12, 15, 18]  # the third step is one micro-batch, and says nothing
+    assert sorted(logged) == [6, 9, 12, 15, 18]  # The third step has one micro-batch, and no measurement.
     layers = {"embedding", "0", "1", "head", "all"}
     assert {tuple(key.split("/")) for key in logged[18]} == {
         ("noise", layer, what) for layer in layers for what in ("scale_tokens", "variance", "gradient_square")
@@ -55,9 +55,9 @@ def test_the_noise_of_a_run_is_logged_and_a_resumed_run_goes_on_with_its_average
     assert critical_in_words(critical) in log_of(tmp_path / "whole.yaml")
     (run,) = read_runs([tmp_path / "whole"])
     assert critical_in_words(critical) in run.summary.values()
-    for steps in (8, 18):  # stopped at the eighth and continued, with rows of even steps
+    for steps in (8, 18):  # The run is stopped at the eighth step and continued. Even steps have rows.
         finish("sagetrain", write("cut", steps, logging={"every_steps": 2}))
-    # What was measured between two rows is in the next one, and the averages are the same to the last bit.
+    # A measurement between two rows is in the next row, and the averages are the same to the last bit.
     next_row = {6: 6, 9: 10, 12: 12, 15: 16, 18: 18}
     assert noise_of(tmp_path / "cut") == {next_row[step]: values for step, values in logged.items()}
     assert noise_of(tmp_path / "cut", "quant_noise/") == {10: probes[9], 18: probes[18]}
@@ -67,7 +67,7 @@ def test_the_noise_of_a_run_is_logged_and_a_resumed_run_goes_on_with_its_average
 
 
 def write_noise_aware(path: Path, corpus: Path, run_dir: Path, tokens: int = 32 * 256) -> Path:
-    """A run that begins with 256 tokens per step and may have up to 1,024; INT8 costs next to nothing in it."""
+    """Write a run that begins with 256 tokens per step and may have up to 1,024. INT8 costs next to nothing in it."""
     write_config(
         path,
         corpus,
@@ -98,8 +98,9 @@ def where_of(decisions: list[dict]) -> list[tuple[int, int, int]]:
     return [(event["from"], event["to"], event["first_step"]) for event in decisions]
 
 
-def test_a_noise_aware_run_decides_alike_whether_or_not_it_is_interrupted(tmp_path, corpus) -> None:
-    """To the last bit by one process again, and in the same steps by two data-parallel ranks, whose sums differ."""
+def test_a_noise_aware_run_decides_alike_when_interrupted(tmp_path, corpus) -> None:
+    """A second run by one process makes the same decisions to the last bit. Two data-parallel ranks, whose sums differ,
+    make them in the same steps."""
     whole = write_noise_aware(tmp_path / "whole.yaml", corpus, tmp_path / "whole")
     finish("sagetrain", whole)
     steps, decisions = steps_of(tmp_path / "whole"), decisions_of(tmp_path / "whole")
@@ -112,7 +113,8 @@ def test_a_noise_aware_run_decides_alike_whether_or_not_it_is_interrupted(tmp_pa
     assert all("quantization adds" in event["text"] for event in decisions)
     assert [lr for *_, lr in steps] == pytest.approx([3e-3 * (size / 256) ** 0.5 for size in sizes])
     assert "tokens per step from 256 to 512 as of step 8" in log_of(whole)
-    for launcher, tokens in (("sagetrain", 2304), ("ranks", 1280)):  # decided right before; two of 3 probes
+    # The first run stops right after a decision, and the second after two of 3 probes.
+    for launcher, tokens in (("sagetrain", 2304), ("ranks", 1280)):
         cut = tmp_path / f"{launcher}.yaml"
         finish("sagetrain", write_noise_aware(cut, corpus, tmp_path / launcher, tokens))
         finish(launcher, write_noise_aware(cut, corpus, tmp_path / launcher))

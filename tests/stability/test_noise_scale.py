@@ -1,4 +1,4 @@
-"""The gradient noise scale against gradients of single micro-batches, at every layout and ZeRO stage."""
+"""The gradient noise scale agrees with gradients of single micro-batches, at every layout and ZeRO stage."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def squares_of(gradients: dict[str, torch.Tensor], model: Transformer) -> dict[s
 
 
 def by_hand() -> dict[str, float]:
-    """Mean square of the micro-batches' gradients, and the square of their mean, in float64, one process."""
+    """Return the mean square of the micro-batches' gradients, and the square of their mean, in float64, on one
+    process."""
     model = tiny.model(config(0), ParallelGroups.single()).double()
     each = []
     for row in global_batch():
@@ -60,8 +61,8 @@ def by_hand() -> dict[str, float]:
 
 
 def measured(layouts: list[tuple[int, int, int, str, str, bool]]) -> list[tuple[tuple, dict[str, float], float]]:
-    """What each (tp, cp, stage, dtype, compile backend, sequence parallel) measures in its second step, in which the
-    learning rate of the first was 0, and its loss."""
+    """Return the measurements and the loss of the second step at each (tp, cp, stage, dtype, compile backend, sequence
+    parallel). The learning rate of the first step was 0."""
     results = []
     for layout in layouts:
         tp_size, cp_size, stage, dtype, backend, sequence = layout
@@ -91,7 +92,7 @@ def measured(layouts: list[tuple[int, int, int, str, str, bool]]) -> list[tuple[
         for watch in (None, noise, noise):
             result = engine.step(batches, len(batches), 0.0, Observers(noise=watch))
             graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-        assert len(set(graphs)) == 1  # hooks on parameters make nobody compile anew
+        assert len(set(graphs)) == 1  # Hooks on parameters cause no new compilation.
         results.append((layout, result.metrics, result.loss))
     return results
 
@@ -112,10 +113,11 @@ WORLDS = {
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_squares_are_those_of_explicit_gradients_at_every_layout(world: int) -> None:
-    """In fp32 to its rounding; in bf16 to that of gradients of 8 bits, each of which is off by up to 2^-9."""
+def test_squares_are_those_of_explicit_gradients(world: int) -> None:
+    """This holds at every layout. In fp32 the distance is fp32's rounding. In bf16 it is that of gradients with 8 bits,
+    each of which is off by up to 2^-9."""
     exact = by_hand()
-    assert exact["noise/0/small"] > 2 * exact["noise/0/mean"]  # there is noise to be seen
+    assert exact["noise/0/small"] > 2 * exact["noise/0/mean"]  # There is noise to be seen.
     for rank in run_distributed(measured, world, WORLDS[world]):
         for layout, metrics, _ in rank:
             found = {name: value for name, value in metrics.items() if name.startswith("noise/")}
@@ -123,7 +125,7 @@ def test_squares_are_those_of_explicit_gradients_at_every_layout(world: int) -> 
 
 
 class Known(torch.nn.Module):
-    """loss = weight . x: the gradient of a micro-batch is x, of known mean and covariance."""
+    """A model with loss = weight . x. The gradient of a micro-batch is x, of known mean and covariance."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -135,8 +137,8 @@ class Known(torch.nn.Module):
 
 
 def test_the_estimates_of_a_known_covariance() -> None:
-    """g = G + noise of covariance S / b, b = 8 tokens: over 400 steps of 4, both estimates and their quotient. Spread
-    of one estimate of tr(S): sqrt(2 / (3 width)) of it."""
+    """g = G + noise of covariance S / b, with b = 8 tokens. The test averages both estimates and their quotient over
+    400 steps of 4 micro-batches. The spread of one estimate of tr(S) is sqrt(2 / (3 width)) of it."""
     width, tokens, n, groups = 64, 8, 4, ParallelGroups.single()
     model, scale = Known(width), NoiseScale(tokens, decay=0.995)
     noise = GradientNoise(dict(model.named_parameters()), model.specs.values(), groups, torch.device("cpu"))
@@ -159,7 +161,7 @@ def test_the_estimates_of_a_known_covariance() -> None:
 
 
 def estimated(gradients: list[torch.Tensor], counts: Sequence[int], scale: NoiseScale) -> dict[str, float]:
-    """What is made of the gradients of micro-batches, each the mean over its tokens that count."""
+    """Return the estimates from gradients of micro-batches. Each gradient is the mean over its tokens that count."""
     groups, model, n = ParallelGroups.single(), Known(len(gradients[0])), len(counts)
     noise = GradientNoise(dict(model.named_parameters()), model.specs.values(), groups, torch.device("cpu"))
     for gradient, count in zip(gradients, counts, strict=True):
@@ -173,8 +175,9 @@ def estimated(gradients: list[torch.Tensor], counts: Sequence[int], scale: Noise
 
 
 @pytest.mark.parametrize("counts", [(2, 2), (3, 1), (2, 1, 0), (1, 2, 1)])
-def test_under_a_mask_both_estimates_are_right_on_average_over_everything_that_may_be_drawn(counts) -> None:
-    """By brute force: every micro-batch's tokens, as many as count, are drawn in all ways of three."""
+def test_under_a_mask_both_estimates_are_right_on_average(counts) -> None:
+    """The average is over everything that may be drawn, by brute force: the counted tokens of every micro-batch are
+    drawn in all ways from three gradients."""
     tokens = torch.tensor([[1.0, 0.0], [-0.5, 2.0], [0.0, 0.7]])
     mean = tokens.mean(0)
     found = []
@@ -191,19 +194,19 @@ NUMBERS = "variance", "gradient_square"
 
 
 def split(drawn: Sequence[int], counts: Sequence[int]) -> Iterator[Sequence[int]]:
-    """The draws of one micro-batch after the other."""
+    """Yield the draws of one micro-batch after the other."""
     drawn = iter(drawn)
     for count in counts:
         yield tuple(itertools.islice(drawn, count))
 
 
-def test_a_step_that_says_little_of_the_noise_weighs_little() -> None:
-    """Steps of one micro-batch that counts say nothing; others weigh by how evenly they count; scale_tokens are those
-    of tokens_per_step."""
+def test_a_step_with_little_information_weighs_little() -> None:
+    """A step with one micro-batch that counts says nothing of the noise. Other steps weigh by how evenly their
+    micro-batches count. scale_tokens are those of tokens_per_step."""
     one, other = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
     scale = NoiseScale(4, decay=0.5)
     assert estimated([one, other], (3, 0), scale) == {} and scale.variance("all") is None
-    even = estimated([one, other], (4, 4), scale)  # tr(S) = 8 / 1 (1 - .5), |G|^2 = 0
+    even = estimated([one, other], (4, 4), scale)  # tr(S) = 8 / 1 (1 - 0.5), |G|^2 = 0
     assert [even[f"noise/all/{what}"] for what in NUMBERS] == pytest.approx([4.0, 0.0], abs=1e-6)
     uneven = estimated([one, one], (4, 1), scale)  # tr(S) = 0, |G|^2 = 1, and a weight of 16 / 25
     weight = 2 - 2 * 17 / 25
@@ -213,7 +216,8 @@ def test_a_step_that_says_little_of_the_noise_weighs_little() -> None:
 
 
 def masked(layouts: list[tuple[int, int, int]]) -> list[tuple[tuple, dict[str, float], float]]:
-    """What each (tp, cp, stage) makes of micro-batches of one and the same mean gradient, which count unevenly."""
+    """Return the estimates at each (tp, cp, stage) for micro-batches that have the same mean gradient and count
+    unevenly."""
     results = []
     draw = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, tiny.VOCAB, (1, tiny.SEQ + 1), generator=draw).expand(3, -1)
@@ -232,7 +236,7 @@ def masked(layouts: list[tuple[int, int, int]]) -> list[tuple[tuple, dict[str, f
     return results
 
 
-def test_equal_gradients_have_no_noise_however_unevenly_they_count() -> None:
+def test_equal_gradients_have_no_noise_under_uneven_counts() -> None:
     for world, layouts in {1: [(1, 1, 0)], 2: [(1, 1, 1), (1, 1, 3), (2, 1, 2), (1, 2, 1)]}.items():
         for rank in run_distributed(masked, world, layouts):
             for layout, metrics, norm in rank:
@@ -240,29 +244,29 @@ def test_equal_gradients_have_no_noise_however_unevenly_they_count() -> None:
                 assert abs(metrics["noise/all/variance"]) < 1e-3 * norm**2, layout
 
 
-def test_the_first_measurement_stands_for_itself_and_later_ones_are_averaged() -> None:
+def test_the_first_measurement_counts_alone_then_averages() -> None:
     def step(small: float, mean: float) -> dict[str, float]:
         taken = Taken(1, 0, 40, {"noise/0/small": small, "noise/0/mean": mean})
         scale.after_step(taken)
         return taken.metrics
 
-    scale = NoiseScale(10, decay=0.5)  # steps of 4 micro-batches
+    scale = NoiseScale(10, decay=0.5)  # A step has 4 micro-batches.
     assert step(5.0, 2.0) == pytest.approx({
         **{f"noise/{layer}/variance": 40.0 for layer in ("0", "all")},
         **{f"noise/{layer}/gradient_square": 1.0 for layer in ("0", "all")},
         **{f"noise/{layer}/scale_tokens": 40.0 for layer in ("0", "all")},
     })  # fmt: skip
-    later = step(9.0, 6.0)  # 40 and 5: the newer one counts twice
+    later = step(9.0, 6.0)  # The values are 40 and 5, and the newer one counts twice.
     assert later["noise/0/gradient_square"] == pytest.approx((1 + 2 * 5) / 3)
     again = NoiseScale(10, decay=0.5)
     again.restore(json.loads(json.dumps(scale.state())))
     assert again.variance("0") == scale.variance("0") == pytest.approx(40)
-    assert "noise/0/scale_tokens" not in step(40.0, 1.0)  # on average no gradient: no quotient
+    assert "noise/0/scale_tokens" not in step(40.0, 1.0)  # On average there is no gradient, so there is no quotient.
     again.restore({})
     assert again.variance("0") is None
 
 
-def test_a_step_in_which_no_token_counts_is_no_measure_of_the_noise() -> None:
+def test_a_step_without_counted_tokens_measures_no_noise() -> None:
     scale = NoiseScale(1, decay=0.5)
     for small, share in ((4.0, 0.1), (0.0, 0.0)):
         scale.after_step(

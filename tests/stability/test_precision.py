@@ -1,4 +1,4 @@
-"""The precision ladder as a controller: pure in what it reads, replayed by what it remembers."""
+"""The precision ladder as a controller: it depends only on the numbers that it reads, and its state replays it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def ladder_of(seen: int = 0, **settings: Any) -> tuple[Ladder, list[SimpleNamesp
 
 
 def walk(ladder: Ladder, rows: list[dict[str, float]], first: int = 1) -> list[tuple[int, Event]]:
-    """Steps with these numbers, the first of them step `first`."""
+    """Take steps with these numbers; the first of them is step `first`."""
     found = []
     for step, row in enumerate(rows, first):
         found += [(step, event) for event in ladder.after_step(Taken(step, step * STEP, STEP, dict(row)))]
@@ -58,7 +58,7 @@ def test_floors_are_a_function_of_tokens_and_layer() -> None:
     assert [scheduled_rung(precision, i, LAYERS, 900, TOTAL) for i in range(LAYERS)] == [2] * LAYERS
 
 
-def test_a_schedule_moves_the_layers_for_the_step_after_and_says_so_once() -> None:
+def test_a_schedule_moves_layers_for_the_next_step() -> None:
     ladder, layers = ladder_of(
         floors=[{"rung": "fine", "first_layers": 1, "last_layers": 1}, {"rung": "sdpa", "last_fraction": 0.1}]
     )
@@ -74,7 +74,7 @@ def test_a_schedule_moves_the_layers_for_the_step_after_and_says_so_once() -> No
 # -- by measurement ----------------------------------------------------------------------------------------------
 
 
-def test_a_layer_goes_up_above_the_threshold_once_in_a_cool_down() -> None:
+def test_a_layer_goes_up_above_the_threshold_once_a_cool_down() -> None:
     ladder, layers = ladder_of(threshold=THRESHOLD)
     found = walk(ladder, [error(2, 0.2), error(2, 0.31), error(2, 0.5), error(2, 0.5), error(2, 0.5)])
     assert [(step, event.fields["from"], event.fields["to"]) for step, event in found] == [
@@ -92,7 +92,7 @@ def test_between_the_thresholds_nothing_moves() -> None:
     assert ladder.rungs[0] == "fine"
 
 
-def test_below_the_lower_threshold_a_layer_comes_back_but_not_under_its_schedule() -> None:
+def test_below_the_lower_threshold_a_layer_comes_back() -> None:
     ladder, _ = ladder_of(threshold=THRESHOLD, floors=[{"rung": "fine", "first_layers": 1}])
     both = error(0, 0.05) | error(1, 0.05)
     found = walk(ladder, [error(0, 0.4) | error(1, 0.4), *[both] * 12])
@@ -105,7 +105,7 @@ def test_below_the_lower_threshold_a_layer_comes_back_but_not_under_its_schedule
     assert "is below 0.1" in found[-1][1].text
 
 
-def test_in_16_bits_there_is_no_error_and_a_layer_is_tried_lower_after_the_cool_down() -> None:
+def test_in_16_bits_a_layer_is_tried_lower_after_the_cool_down() -> None:
     rows = [error(0, 0.9)] * 8
     stays, _ = ladder_of(threshold={**THRESHOLD, "below": None})
     assert [event.fields["to"] for _, event in walk(stays, [*rows, *[{}] * 20])] == ["fine", "gradients", "sdpa"]
@@ -138,11 +138,11 @@ def test_a_spike_lifts_all_layers_by_a_rung_for_a_while() -> None:
         (7, "gradients", "fine", "no spike for 50 tokens"),
         (9, "fine", "paper", "no spike for 50 tokens"),
     ]
-    assert found[0][1].fields["layers"] == [0, 1, 2, 3, 4]  # the last one is at the top already
+    assert found[0][1].fields["layers"] == [0, 1, 2, 3, 4]  # The last layer is at the top already.
     assert layers[0].function == Sage("paper") and layers[5].function == Sdpa()
 
 
-def test_what_is_measured_on_a_rung_above_its_own_does_not_lower_a_layer() -> None:
+def test_a_measurement_on_a_rung_above_lowers_no_layer() -> None:
     ladder, _ = ladder_of(threshold=THRESHOLD, spike_tokens=5 * STEP)
     found = walk(ladder, [error(0, 0.4), {SPIKE: 1.0}, *[error(0, 0.01)] * 4])
     assert ladder.rungs[0] == "gradients"
@@ -178,10 +178,10 @@ def test_a_resumed_ladder_decides_as_one_that_never_stopped() -> None:
         assert again.state() == whole.state()
 
 
-def test_a_run_that_goes_back_to_a_checkpoint_has_not_forgotten_its_spikes_and_tokens() -> None:
+def test_a_run_that_goes_back_remembers_spikes_and_tokens() -> None:
     ladder, _ = ladder_of(spike_tokens=20 * STEP)
     walk(ladder, [{}, {}])
-    before = ladder.state()  # rewound to twice
+    before = ladder.state()  # The run is rewound to this state twice.
     walk(ladder, [{}, {SPIKE: 1.0}], 3)
     ladder.restore(before)
     found = walk(ladder, [{SPIKE: 1.0}], 5)
@@ -192,7 +192,7 @@ def test_a_run_that_goes_back_to_a_checkpoint_has_not_forgotten_its_spikes_and_t
     before = late.state()
     walk(late, [{}] * 3)
     assert late.rungs == ["fine"] * LAYERS and TOTAL == 100 * STEP
-    late.restore(before)  # nor what it has seen
+    late.restore(before)  # The ladder does not forget what it has seen either.
     assert late.rungs == ["fine"] * LAYERS
 
 
@@ -205,7 +205,8 @@ def test_a_ladder_goes_on_under_other_settings() -> None:
     layers = [SimpleNamespace(function=None) for _ in range(LAYERS)]
     other = Ladder(shorter, {"fine": Sage(), "sdpa": Sdpa()}, layers, TOTAL, 0)
     other.restore(state)
-    assert other.rungs == ["fine"] * LAYERS  # where the measured layers were; nothing of the spike, which moves nothing
+    # The layers are where the measurements left them. The spike has no effect, because it moves nothing.
+    assert other.rungs == ["fine"] * LAYERS
     fixed, _ = ladder_of(floors=[{"rung": "fine", "last_layers": 1}])
     fixed.restore(state)
     assert fixed.rungs == [*["paper"] * 5, "fine"]

@@ -1,4 +1,4 @@
-"""The precision ladder in whole runs: what a move costs, and a resume in the middle of it at other layouts."""
+"""The precision ladder in whole runs: the cost of a move, and a resume between moves at other layouts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FUNCTIONS = {"paper": Sage("paper"), "fine": Sage("fine"), "gradients": Sage("gr
 def moving_losses(
     tp_size: int, stage: int, again: str, backend: str | None
 ) -> tuple[list[tuple[float, float]], list[int]]:
-    """(loss, gradient norm) of each step of a ladder, and how many graphs there were after it."""
+    """Return the (loss, gradient norm) pair of each step of a ladder, and the number of graphs after it."""
     groups = tiny.join(tp_size)
     cfg = tiny.config(
         stage, optimizer={"eps": 1e-6}, training={"activation_checkpointing": again}, model={"num_layers": 4}
@@ -45,7 +45,7 @@ def moving_losses(
         seed=3,
         activation_checkpointing=again,
         sequence_parallel=tp_size > 1,
-        overlap=backend is None,  # halves are compiled in test_model_parallel.py; they take twice as long
+        overlap=backend is None,  # test_model_parallel.py compiles halves, which take twice as long.
         partition=partitioner(cfg, groups),
         functions=[FUNCTIONS["paper"]] * 4,
     )
@@ -68,18 +68,19 @@ def moving_losses(
 @pytest.mark.parametrize(
     ("world", "tp_size", "stage", "again"), [(2, 2, 1, "none"), (2, 1, 3, "full"), (1, 1, 1, "full")]
 )
-def test_a_rung_costs_one_graph_when_the_first_layer_comes_to_it(world, tp_size, stage, again) -> None:
+def test_a_rung_costs_one_graph_with_its_first_layer(world, tp_size, stage, again) -> None:
     plain, _ = run_distributed(moving_losses, world, tp_size, stage, again, None)[0]
     for compiled, graphs in run_distributed(moving_losses, world, tp_size, stage, again, "aot_eager"):
         assert torch.allclose(torch.tensor(compiled[:2]), torch.tensor(plain[:2]), rtol=1e-3)
         found = [loss for loss, _ in compiled]
-        assert found == pytest.approx([loss for loss, _ in plain], rel=0.02)  # INT8 magnifies rounding from there on
-        # 3 to fine, on to gradients; 0 and 2 to fine, which is known; 3 to sdpa; all up by one, which are known
+        assert found == pytest.approx([loss for loss, _ in plain], rel=0.02)  # INT8 magnifies rounding from there on.
+        # The moves are: layer 3 to fine, then to gradients; layers 0 and 2 to fine, which has its graph; layer 3 to
+        # sdpa; all layers up by one, to rungs with graphs.
         assert [after - graphs[0] for after in graphs] == [0, 0, 1, 2, 2, 3, 3]
 
 
 def test_evaluation_between_steps_fits_four_rungs() -> None:
-    """torch compiles 8 graphs for one function at most: four rungs, each with gradients and without."""
+    """torch compiles at most 8 graphs for one function: four rungs, each with gradients and without."""
     cfg = tiny.config(1)
     place = {"vocab_size": tiny.VOCAB, "groups": ParallelGroups.single()}
     model = tiny.transformer(cfg.model, cfg.attention, functions=[FUNCTIONS["paper"]] * 2, **place)
@@ -97,7 +98,8 @@ def test_evaluation_between_steps_fits_four_rungs() -> None:
 
 
 def train(corpus: str, run_dir: str, tp_size: int, stop_after: int | None) -> tuple[list[str], str]:
-    """12 steps of a ladder that moves by everything there is, or fewer; the rungs and the start line."""
+    """Train 12 steps of a ladder that moves for every possible reason, or fewer steps. Return the rungs and the start
+    line."""
     cfg = tiny.config(1, attention={"backend": "sage", "recipe": "paper"}).model_dump()
     cfg["data"].update(train=[{"path": f"{corpus}/train"}], micro_batch_size=2)
     cfg["parallel"].update(tensor_parallel_size=tp_size)
@@ -171,11 +173,11 @@ def test_a_run_resumes_in_the_middle_of_a_ladder_at_any_layout(corpus, tmp_path,
         for folder in (whole, same, split)
     ]
     assert losses[0] == losses[1] and len(losses[0]) == 12
-    assert losses[0] == pytest.approx(losses[2], abs=0.02)  # INT8 codes differ between layouts now and then
+    assert losses[0] == pytest.approx(losses[2], abs=0.02)  # INT8 codes differ between layouts now and then.
 
 
 def train_measured(corpus: str, run_dir: str) -> list[dict]:
-    """Six steps whose monitor moves the layers; the events."""
+    """Train six steps whose monitor moves the layers, and return the events."""
     cfg = tiny.config(1, attention={"backend": "sage", "recipe": "paper"}).model_dump()
     cfg["data"].update(train=[{"path": f"{corpus}/train"}], micro_batch_size=2)
     cfg["training"].update(run_dir=run_dir, total_tokens=6 * STEP)
@@ -190,8 +192,8 @@ def train_measured(corpus: str, run_dir: str) -> list[dict]:
     return rows_of(Path(run_dir) / "events.jsonl")
 
 
-def test_what_the_monitor_measures_moves_layers(corpus, tmp_path) -> None:
-    """Layers of different rungs are measured side by side, until none quantizes anything."""
+def test_measurements_of_the_monitor_move_layers(corpus, tmp_path) -> None:
+    """Layers on different rungs are measured side by side, until no layer quantizes anything."""
     (events,) = run_distributed(train_measured, 1, str(corpus), str(tmp_path))
     moves = [(row["step"], row["layers"], row["to"]) for row in events if row["kind"] == "precision"]
     assert moves == [(1, [0], "fine"), (1, [1], "sdpa"), (2, [0], "gradients"), (3, [0], "sdpa")]
@@ -201,7 +203,7 @@ def test_what_the_monitor_measures_moves_layers(corpus, tmp_path) -> None:
 
 
 def train_on(corpus: str, run_dir: str, steps: int, precision: dict | None) -> list[str]:
-    """Train to so many steps; the attention of the layers in the first of them."""
+    """Train to so many steps, and return the attention of the layers in the first of them."""
     cfg = tiny.config(1, attention={"backend": "sage", "recipe": "paper"}).model_dump()
     cfg["data"].update(train=[{"path": f"{corpus}/train"}], micro_batch_size=2)
     cfg["training"].update(run_dir=run_dir, total_tokens=steps * STEP)
@@ -212,7 +214,7 @@ def train_on(corpus: str, run_dir: str, steps: int, precision: dict | None) -> l
     return functions
 
 
-def test_a_run_that_gets_a_ladder_when_it_is_resumed_is_where_the_schedule_says_at_once(corpus, tmp_path) -> None:
+def test_a_ladder_added_at_a_resume_is_on_schedule_at_once(corpus, tmp_path) -> None:
     precision = {"rungs": ["sdpa"], "floors": [{"rung": "sdpa", "last_fraction": 0.5}]}
     for steps, ladder, functions in ((4, None, ["Sage"] * 2), (6, precision, ["Sdpa"] * 2)):
         assert run_distributed(train_on, 1, str(corpus), str(tmp_path), steps, ladder) == [functions]

@@ -1,4 +1,4 @@
-"""A cap on the gains of QK-norm, and their weight decay: at every ZeRO stage and layout, and through a resume."""
+"""A cap on the gains of QK-norm, and their weight decay, work at every ZeRO stage and layout, and through a resume."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sagetrain.parallel.rng import rng_state
 from sagetrain.stability.spikes import Verdict
 from sagetrain.training.controllers import updates_of
 
-CAP = 1.02  # not a bf16 number
+CAP = 1.02  # The cap is no bf16 number.
 STEPS = 6
 
 
@@ -29,7 +29,7 @@ def capped(stage: int, dtype: str, **qk_gain: Any) -> RunConfig:
 
 
 def step_of(engine: Engine, cfg: RunConfig, step: int, sequences: int = 4) -> StepResult:
-    """Take a step as the trainer does, which gives the engine what looks at updates."""
+    """Take a step as the trainer does, which gives the engine the observers of updates."""
     return tiny.global_step(engine, step, sequences, Observers(updates=updates_of(cfg, engine)))
 
 
@@ -42,7 +42,7 @@ def masters_of(engine: Engine) -> list[torch.Tensor]:
 
 
 def copies_of(engine: Engine) -> list[torch.Tensor]:
-    """Whole gains as the model computes with them; at ZeRO 3 they stay gathered, being small."""
+    """Return whole gains as the model computes with them. At ZeRO 3 they stay gathered, being small."""
     return [p.data.clone() for name, p in engine.model.named_parameters() if is_qk_gain(engine.model.specs[name])]
 
 
@@ -57,7 +57,7 @@ def steps_of(tp_size: int, stage: int, dtype: str, qk_gain: dict) -> dict[str, A
         seen["masters"].append(masters_of(engine))
         seen["copies"].append(copies_of(engine))
         parameters = dict(engine.model.named_parameters())
-        for shard in engine.owned(is_qk_gain):  # the model's values are the masters', rounded
+        for shard in engine.owned(is_qk_gain):  # The model's values are the masters', rounded.
             copy = parameters[shard.name].data.view(-1)[shard.start : shard.stop]
             seen["rounded"] &= torch.equal(shard.weight.to(copy.dtype), copy)
     return seen
@@ -74,7 +74,7 @@ def test_no_gain_is_above_the_cap_at_any_stage(world: int, tp_size: int, stage: 
     for seen in ranks:
         assert all((gain.abs() <= torch.tensor(CAP)).all() for step in seen["masters"] for gain in step)
         assert seen["rounded"]
-        # what is replicated over tensor- and data-parallel ranks stays the same bits
+        # Values that are replicated over tensor- and data-parallel ranks stay the same bits.
         assert all(
             torch.equal(a, b)
             for ours, theirs in zip(seen["copies"], ranks[0]["copies"], strict=True)
@@ -84,7 +84,7 @@ def test_no_gain_is_above_the_cap_at_any_stage(world: int, tp_size: int, stage: 
     whole = torch.cat(ranks[0]["copies"][-2])
     at_cap = (whole.float() >= torch.tensor(CAP).to(whole.dtype).float()).double().mean().item()
     assert ranks[0]["shares"][0] == 0.0 < ranks[0]["shares"][-1]
-    if dtype == "fp32":  # in bf16 what is just below the cap is rounded to it too
+    if dtype == "fp32":  # In bf16, values just below the cap are rounded to it too.
         assert ranks[0]["shares"][-1] == pytest.approx(at_cap)
     assert ranks[0]["losses"][0] == free["losses"][0] and ranks[0]["losses"][-1] != free["losses"][-1]
 
@@ -97,13 +97,13 @@ def test_the_cap_is_one_of_magnitude() -> None:
             values.fill_(-2 * CAP)
     refuse = Observers(updates=updates_of(cfg, engine), judge=lambda metrics: Verdict(apply=False))
     assert tiny.global_step(engine, 0, observers=refuse).metrics["qk_gain/capped_share"] == 1.0
-    assert all((gain == -2 * CAP).all() for gain in masters_of(engine))  # a step that is refused changes no gain
+    assert all((gain == -2 * CAP).all() for gain in masters_of(engine))  # A refused step changes no gain.
     shares = [step_of(engine, cfg, step).metrics["qk_gain/capped_share"] for step in range(2)]
     assert shares == [1.0, 1.0] and all((gain >= -torch.tensor(CAP)).all() for gain in masters_of(engine))
 
 
 def test_gains_alone_decay() -> None:
-    """By lr x decay of AdamW, beside the same updates."""
+    """The decay is lr x decay of AdamW, compared with the same updates without decay."""
     plain, decayed = (
         run_distributed(steps_of, 1, 1, stage, "fp32", {"decay": decay})[0] for stage, decay in ((1, 0.0), (1, 0.5))
     )

@@ -1,5 +1,5 @@
-"""The probe of quantized attention: its errors and biases where they are known, at every layout, and that a step with
-one is the step without."""
+"""The probe of quantized attention: its errors and biases agree with known ones at every layout, and a step with a
+probe equals the step without."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ CPU = torch.device("cpu")
 
 
 class Numbers(torch.nn.Module):
-    """loss = weight . x for a made x, or, where attention is exact, weight . 0: the error of the gradient is x."""
+    """A model with loss = weight . x for a given x, or weight . 0 where attention is exact. The error of the gradient
+    is x."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -54,7 +55,7 @@ class Numbers(torch.nn.Module):
 
 @pytest.mark.parametrize(("micro_batches", "ranks"), [(2, 1), (1, 2)])
 def test_the_memory_of_a_probe_is_as_planned(micro_batches: int, ranks: int) -> None:
-    """On almost no tokens: of gradients."""
+    """The run has almost no tokens, so the memory is that of gradients."""
     stability = {"quant_noise": {"every_steps": 5}}
     wide, data = {"hidden_size": 128, "ffn_hidden_size": 256}, {"seq_length": 16, "micro_batch_size": 1}
     cfg = tiny.config(1, "bf16", model=wide, data=data, attention={"backend": "sage"}, stability=stability)
@@ -73,7 +74,7 @@ def test_the_memory_of_a_probe_is_as_planned(micro_batches: int, ranks: int) -> 
     assert "probe" not in [item.name for item in memory_per_rank(without, ranks, tiny.VOCAB)]
 
 
-def test_a_probe_is_planned_with_what_linear_layers_keep_in_16_bits() -> None:
+def test_a_probe_is_planned_with_kept_16_bit_weights() -> None:
     shape = {"hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 2}
     told = {"model": shape, "data": {"seq_length": 512, "micro_batch_size": 4}, "attention": {"backend": "sage"}}
     told["stability"] = {"quant_noise": {"every_steps": 5}, "monitor": {"every_steps": None}}
@@ -84,8 +85,8 @@ def test_a_probe_is_planned_with_what_linear_layers_keep_in_16_bits() -> None:
     assert "probe" in low and low.pop("8-bit weights") > 0 and low == wide
 
 
-def test_a_known_bias_is_found_whatever_else_micro_batches_add_to_it() -> None:
-    """|b|^2 = 1 and errors of 100 times that, all of it different in every micro-batch."""
+def test_a_known_bias_is_found_under_other_errors() -> None:
+    """b|^2 is 1. The other errors are 100 times that, and differ in every micro-batch."""
     width, probes = 400, 400
     groups, model = ParallelGroups.single(), Numbers(width)
     probe = QuantizationProbe(model, Reference(), groups, CPU)
@@ -102,14 +103,16 @@ def test_a_known_bias_is_found_whatever_else_micro_batches_add_to_it() -> None:
         errors, biases = (
             torch.tensor([row[f"quant_noise/head/{what}_square"] for row in found]) for what in ("error", "bias")
         )
-        deviation = (0.25**2 * width + 2 * 0.25 * length**2) ** 0.5 / probes**0.5  # of the mean of biases
+        # This is the deviation of the mean of biases.
+        deviation = (0.25**2 * width + 2 * 0.25 * length**2) ** 0.5 / probes**0.5
         assert biases.mean().item() == pytest.approx(length**2, abs=4 * deviation)
         assert errors.mean().item() == pytest.approx(length**2 + 0.25 * width, rel=0.02)
 
 
 @pytest.mark.parametrize("counts", [(2, 2), (3, 1), (2, 0, 1)])
-def test_under_a_mask_the_error_of_a_step_is_right_on_average_over_everything_that_may_be_drawn(counts) -> None:
-    """By brute force: the errors of every micro-batch's tokens, as many as count, are drawn in all ways of three."""
+def test_under_a_mask_the_error_is_right_on_average(counts) -> None:
+    """The average is over everything that may be drawn, by brute force: the errors of the counted tokens of every
+    micro-batch are drawn in all ways from three errors."""
     tokens = torch.tensor([[1.0, 0.2], [-0.5, 2.0], [0.3, 0.7]], dtype=torch.float64)
     noise, nothing = NoiseScale(4, 0.9), torch.zeros(2, dtype=torch.float64)
     noise.after_step(Taken(1, 0, 8, {"noise/head/small": 2.0, "noise/head/mean": 1.5, "train/counted_share": 0.5}))
@@ -139,9 +142,9 @@ def test_under_a_mask_the_error_of_a_step_is_right_on_average_over_everything_th
     assert not any("quant_noise/counted" in row for row in rows)
 
 
-def test_a_probe_whose_micro_batches_count_less_has_a_smaller_share_of_bias() -> None:
-    """|b|^2 = 1, and of one token's error else 1,000: a hundred probes whose micro-batches count 100 tokens, then one
-    of 10, which leaves the estimate of |b|^2 as it is."""
+def test_a_probe_with_fewer_counted_tokens_has_less_bias() -> None:
+    """b|^2 is 1, and the rest of one token's error is 1,000. A hundred probes have micro-batches that count 100 tokens.
+    Then comes one with 10, which leaves the estimate of |b|^2 as it is."""
     noise = NoiseScale(200, 0.9)
     noise.after_step(Taken(1, 0, 800, {"noise/0/small": 2.0, "noise/0/mean": 1.0}))
     ratios = QuantNoise(200, noise, 0.9)
@@ -153,7 +156,7 @@ def test_a_probe_whose_micro_batches_count_less_has_a_smaller_share_of_bias() ->
         assert taken.metrics["quant_noise/0/bias_ratio"] * left == pytest.approx(1.0, rel=0.15)
 
 
-def test_where_one_micro_batch_counts_there_is_no_bias_and_where_none_does_nothing() -> None:
+def test_one_counted_micro_batch_gives_no_bias_and_none_nothing() -> None:
     groups, model = ParallelGroups.single(), Numbers(2)
     probe, one = QuantizationProbe(model, Reference(), groups, CPU), torch.ones(2, dtype=torch.float64)
     probe.measure([partial(model.run, one), partial(model.run, 0 * one)], (3, 0))
@@ -169,13 +172,13 @@ def network(layers: int) -> Transformer:
 
 
 def runs_of(model: Transformer, count: int) -> list[Callable[[], Tensor]]:
-    """Forward passes of different micro-batches."""
+    """Return forward passes of different micro-batches."""
     tokens = torch.randint(0, tiny.VOCAB, (count, 2, tiny.SEQ + 1), generator=torch.Generator().manual_seed(2))
     return [partial(model, each[:, :-1], each[:, 1:]) for each in tokens]
 
 
 def probed(functions: list[AttentionFunction], count: int = 2) -> dict[str, float]:
-    """Of one process, the numbers of a probe of `count` micro-batches."""
+    """Return the numbers of a probe of `count` micro-batches on one process."""
     model = network(len(functions))
     model.functions, groups = functions, model.groups
 
@@ -212,7 +215,7 @@ def test_error_and_bias_are_those_of_explicit_gradients(count: int) -> None:
     assert abs(bias) < 0.2 * error
 
 
-def test_an_error_that_is_the_same_in_every_micro_batch_is_all_bias() -> None:
+def test_an_error_that_every_micro_batch_repeats_is_all_bias() -> None:
     model = network(2)
     model.functions = [Sage("paper")] * 2
     QuantizationProbe(model, Reference(), model.groups, CPU).measure(runs_of(model, 1) * 3)
@@ -229,12 +232,12 @@ def test_one_micro_batch_says_nothing_about_bias() -> None:
 
 
 def test_a_layer_in_16_bits_is_left_alone() -> None:
-    assert probed([Reference()] * 2) == {}  # no probe at all
+    assert probed([Reference()] * 2) == {}  # There is no probe at all.
     assert probed([Reference(), Sage()])["quant_noise/1/error_square"] > 0
 
 
 def low_bit(attention: str, tp_size: int = 1, **linear: object):
-    """A configuration whose linear layers are in INT8, wide enough for that."""
+    """Build a configuration whose linear layers are in INT8, wide enough for that."""
     model = {"hidden_size": 64, "ffn_hidden_size": 64, "num_attention_heads": 2}
     parallel = {"tensor_parallel_size": tp_size, "sequence_parallel": tp_size > 1}
     how = {"precision": "int8", **linear}
@@ -242,8 +245,8 @@ def low_bit(attention: str, tp_size: int = 1, **linear: object):
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "sage"])
-def test_what_linear_layers_round_is_in_the_error(attention: str) -> None:
-    """Beside explicit gradients of a model whose linear layers, and attention, are in 16 bits."""
+def test_the_rounding_of_linear_layers_is_in_the_error(attention: str) -> None:
+    """The error is compared with explicit gradients of a model whose linear layers and attention are in 16 bits."""
     cfg = low_bit(attention, keep_last_blocks=1)
     model, exact = (tiny.model(each, ParallelGroups.single()) for each in (cfg, low_bit("sdpa", precision="bf16")))
     assert model.quantized and any(model.matmuls[0].values()) and not model.matmuls[1]
@@ -266,7 +269,8 @@ def test_what_linear_layers_round_is_in_the_error(attention: str) -> None:
 
 
 def with_8_bits(tp_size: int) -> list[tuple]:
-    """Losses and norms of steps with probes at every second one, and without; what the probes found."""
+    """Return the losses and norms of steps with probes at every second step, and of steps without, and the numbers of
+    the probes."""
     groups, found = tiny.join(tp_size), []
     for probes in (True, False):
         engine = tiny.engine(low_bit("sdpa", tp_size), groups)
@@ -285,8 +289,8 @@ def with_8_bits(tp_size: int) -> list[tuple]:
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_a_probe_leaves_what_linear_layers_keep_of_their_weights(tp_size: int) -> None:
-    """Two ranks, also tensor and sequence parallel, where norms round for the layer behind them."""
+def test_a_probe_leaves_the_kept_weights_of_linear_layers(tp_size: int) -> None:
+    """There are two ranks, also with tensor and sequence parallelism, where norms round for the layer behind them."""
     for probed_steps, others in run_distributed(with_8_bits, 2, tp_size):
         assert probed_steps == others
 
@@ -313,7 +317,8 @@ def probe_of(engine: Engine) -> QuantizationProbe:
 
 
 def measured(layouts: list[tuple[int, int, int]]) -> list[tuple[tuple, bool, dict[str, float]]]:
-    """What a probe finds at each (tp, cp, stage), of two micro-batches in all, without and with a loss mask."""
+    """Return the numbers of a probe of two micro-batches in all at each (tp, cp, stage), without and with a loss
+    mask."""
     results = []
     for layout, masked in itertools.product(layouts, (False, True)):
         groups = tiny.join(*layout[:2])
@@ -323,7 +328,7 @@ def measured(layouts: list[tuple[int, int, int]]) -> list[tuple[tuple, bool, dic
             counted = tiny.SEQ + 5
             for number, batch in enumerate(own):
                 batch.labels = batch.labels.clone()
-                if groups.dp_rank + number * groups.dp_size:  # the second of all
+                if groups.dp_rank + number * groups.dp_size:  # This is the second micro-batch of all ranks.
                     batch.labels[:, 5:] = MASKED
         found = engine.step(own, len(own), 1e-2, Observers(probes=[probe_of(engine)]), counted).metrics
         found = {name: value for name, value in found.items() if name.startswith("quant_noise/")}
@@ -332,7 +337,8 @@ def measured(layouts: list[tuple[int, int, int]]) -> list[tuple[tuple, bool, dic
 
 
 def test_the_errors_are_the_same_at_every_layout() -> None:
-    """To 2 %: sums in another order change the last bit of an activation, and then now and then a rounding to INT8."""
+    """They agree to 2 %. Sums in another order change the last bit of an activation, and now and then a rounding to
+    INT8."""
     worlds = {1: [(1, 1, 0)], 2: [(1, 1, 1), (1, 1, 2), (2, 1, 0), (2, 1, 2), (1, 2, 1)]}
     rows = [
         row for world, layouts in worlds.items() for rank in run_distributed(measured, world, layouts) for row in rank
@@ -347,7 +353,8 @@ def test_the_errors_are_the_same_at_every_layout() -> None:
 
 
 def run_of(layout: tuple[int, int, int, str, str, str], probes: bool) -> tuple[list, list[Tensor]]:
-    """Losses and norms of four steps of (tp, cp, stage, dtype, compile backend, recompute), and the weights after."""
+    """Return the losses and norms of four steps of (tp, cp, stage, dtype, compile backend, recompute), and the weights
+    after them."""
     tp_size, cp_size, stage, dtype, backend, recompute = layout
     groups, cfg = tiny.join(tp_size, cp_size), config(stage, dtype)
     model = tiny.transformer(
@@ -373,7 +380,7 @@ def run_of(layout: tuple[int, int, int, str, str, str], probes: bool) -> tuple[l
 
 
 def with_and_without(layouts: list[tuple]) -> list[tuple[tuple, bool]]:
-    """Whether the run with probes is the one without to the last bit."""
+    """Return whether the run with probes equals the one without to the last bit."""
     results = []
     for layout in layouts:
         (numbers, weights), (others, other_weights) = (run_of(layout, probes) for probes in (True, False))
@@ -403,13 +410,13 @@ def test_a_probe_leaves_the_step_as_it_is_to_the_last_bit(world: int) -> None:
 # -- the ratio -----------------------------------------------------------------------------------------------------
 
 
-def test_the_ratio_is_the_error_of_the_step_over_the_noise_that_is_left() -> None:
-    """Micro-batches of 10 tokens, 8 of them a step; tr(S) 40 by a measurement of 4 micro-batches."""
+def test_the_ratio_is_the_error_over_the_noise_that_is_left() -> None:
+    """Micro-batches have 10 tokens, and a step has 8 of them. tr(S) is 40 by a measurement of 4 micro-batches."""
     noise = NoiseScale(10, decay=0.9)
     ratios = QuantNoise(10, noise, decay=0.9)
     first = Taken(1, 0, 80, {"quant_noise/0/error_square": 0.5, "quant_noise/0/bias_square": 0.1})
     assert ratios.after_step(first) == []
-    assert "quant_noise/0/ratio" not in first.metrics  # the noise is not known yet
+    assert "quant_noise/0/ratio" not in first.metrics  # The noise is not known yet.
     noise.after_step(Taken(2, 0, 40, {"noise/0/small": 5.0, "noise/0/mean": 2.0}))
     probed = Taken(3, 0, 80, {"quant_noise/0/error_square": 0.5, "quant_noise/0/bias_square": 0.1})
     ratios.after_step(probed)
@@ -423,13 +430,14 @@ def test_the_ratio_is_the_error_of_the_step_over_the_noise_that_is_left() -> Non
     for controller in (
         ratios,
         again,
-    ):  # 0.2 of the error twice, -1.5 of it once: the smaller the weight, the longer ago
+    ):  # The shares are 0.2 of the error twice, and -1.5 of it once. The smaller the weight, the older the probe.
         taken = Taken(4, 0, 80, dict(later.metrics))
         controller.after_step(taken)
         share = (0.81 * 0.2 + 0.9 * 0.2 - 1.5) / (0.81 + 0.9 + 1)
         assert taken.metrics["quant_noise/0/bias_ratio"] == pytest.approx(share * 0.2 / left)
-        assert taken.metrics["quant_noise/0/ratio"] == pytest.approx(0.2 / 8 / left)  # a share below 0 is none
-    noise.after_step(Taken(5, 0, 40, {"noise/0/small": 5000.0, "noise/0/mean": 2.0}))  # |G|^2 below 0: noise alone
+        assert taken.metrics["quant_noise/0/ratio"] == pytest.approx(0.2 / 8 / left)  # A share below 0 counts as none.
+    # G|^2 is below 0, so there is only noise.
+    noise.after_step(Taken(5, 0, 40, {"noise/0/small": 5000.0, "noise/0/mean": 2.0}))
     taken = Taken(5, 0, 80, dict(later.metrics))
     ratios.after_step(taken)
     assert "quant_noise/0/ratio" in taken.metrics and "quant_noise/0/bias_to_gradient" not in taken.metrics
@@ -438,9 +446,9 @@ def test_the_ratio_is_the_error_of_the_step_over_the_noise_that_is_left() -> Non
     assert without.metrics == {"train/loss": 1.0}
 
 
-def test_a_spike_that_is_trained_on_leaves_the_averages_as_they_are() -> None:
-    """Its gradient, ten times as large, would make the noise seem a hundred times as large for hundreds of steps, and
-    noise_aware take more tokens per step for it."""
+def test_a_spike_that_is_trained_on_changes_no_average() -> None:
+    """The spike's gradient is ten times as large. In the averages the noise would seem a hundred times as large for
+    hundreds of steps, and noise_aware would take more tokens per step."""
     noise = NoiseScale(10, decay=0.9)
     ratios = QuantNoise(10, noise, decay=0.9)
     measured = {
@@ -459,5 +467,5 @@ def test_a_spike_that_is_trained_on_leaves_the_averages_as_they_are() -> None:
     assert "quant_noise/0/ratio" in plain.metrics
     assert spike.metrics == {METRIC: 1.0, "quant_noise/0/error_square": 50.0, "quant_noise/0/bias_square": 10.0}
     lost = Taken(3, 0, 40, {"quant_noise/0/error_square": math.nan, "quant_noise/0/bias_square": 0.1})
-    ratios.after_step(lost)  # nor does what is no number
+    ratios.after_step(lost)  # Values that are no number do not change them either.
     assert ratios.state() == before[1] and "quant_noise/0/ratio" not in lost.metrics

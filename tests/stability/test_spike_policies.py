@@ -1,4 +1,4 @@
-"""Runs over data that is spoiled in places, with real processes: what is skipped or gone back from stays on record."""
+"""Runs over data with spoiled parts, with real processes: skipped steps and rewinds stay on record."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spoiled import spoiled
 
 
 def samples_of(step: int) -> range:
-    """Of the first 20 steps."""
+    """Return the samples of one of the first 20 steps."""
     return range(8 * (step - 1), 8 * step)
 
 
@@ -28,7 +28,8 @@ def bad(tmp_path_factory, corpus) -> Path:
 
 
 def config(folder: Path, corpus: Path, policy: str, name: str = "run", **keys: object) -> Path:
-    """A run of 40 steps with a checkpoint about every 5; `keys` of training or of stability.spikes."""
+    """Write a run of 40 steps with a checkpoint about every 5 steps. `keys` belong to training or to
+    stability.spikes."""
     spikes = {"window": 16, "grace_steps": 6, "policy": policy}
     spikes |= {key: keys.pop(key) for key in ("max_events",) if key in keys}
     sections = {"stability": {"spikes": spikes}, "checkpoint": {"every_tokens": 1280, "keep_last": 4}}
@@ -37,7 +38,7 @@ def config(folder: Path, corpus: Path, policy: str, name: str = "run", **keys: o
 
 
 def with_ladder(run: Path) -> None:
-    """A spike takes it to 16 bits."""
+    """Add a ladder that a spike takes to 16 bits."""
     tree = yaml.safe_load(run.read_text())
     tree["attention"] = {"backend": "sage", "recipe": "paper"}
     tree["stability"]["precision"] = {"rungs": ["sdpa"], "spike_tokens": 1000}
@@ -45,7 +46,7 @@ def with_ladder(run: Path) -> None:
 
 
 def state_of(run_dir: Path) -> RunState:
-    """Of the newest checkpoint, whose ledger holds every sample once."""
+    """Return the state of the newest checkpoint. Check that its ledger holds every sample once."""
     folder = on_disk.newest(run_dir / "checkpoints")
     state = on_disk.read_state(folder)
     Ledger.verified(state.ledger, state.identity.order, state.step, state.sequences, folder)
@@ -73,7 +74,7 @@ def test_a_spike_is_reported_and_what_policy_stop_trains_on(tmp_path, bad) -> No
     assert sorted(rows_of(tmp_path / "run")) == list(range(1, 41))
 
 
-def test_a_skipped_step_is_a_dropped_one_after_kill_9_and_on_another_layout(tmp_path, bad) -> None:
+def test_a_skipped_step_stays_dropped_after_a_kill(tmp_path, bad) -> None:
     finish("sagetrain", config(tmp_path, bad, "skip", "undisturbed"))
     finish("sagetrain", config(tmp_path, bad, "stop", "dropped", drop_steps=[15, 18]))
     undisturbed, dropped = tmp_path / "undisturbed", tmp_path / "dropped"
@@ -87,7 +88,7 @@ def test_a_skipped_step_is_a_dropped_one_after_kill_9_and_on_another_layout(tmp_
 
     run = config(tmp_path, bad, "skip")
     run.write_text(run.read_text().replace("every_tokens: 1280", "every_tokens: 2560"))
-    assert at_step("ranks", run, 15, kill_all) != 0  # that is the skip; the next save is at 20
+    assert at_step("ranks", run, 15, kill_all) != 0  # The run is killed at the skip; the next save is at step 20.
     newest = on_disk.newest(tmp_path / "run/checkpoints")
     finish("sagetrain", run)
     assert f"resumed from {newest.name}" in log_of(run) and "2 wrote that checkpoint, 1 go on" in log_of(run)
@@ -97,7 +98,7 @@ def test_a_skipped_step_is_a_dropped_one_after_kill_9_and_on_another_layout(tmp_
     assert ours.keys() == theirs.keys() and ours == pytest.approx(theirs, abs=1e-3)
 
 
-def test_a_rewind_gives_up_the_steps_since_a_checkpoint_and_a_second_one_more(tmp_path, bad) -> None:
+def test_a_rewind_gives_up_steps_and_a_second_one_more(tmp_path, bad) -> None:
     finish("ranks", config(tmp_path, bad, "rewind", "undisturbed"))
     finish("ranks", config(tmp_path, bad, "stop", "dropped", drop_steps=list(range(6, 19))))
     undisturbed = tmp_path / "undisturbed"
@@ -106,15 +107,17 @@ def test_a_rewind_gives_up_the_steps_since_a_checkpoint_and_a_second_one_more(tm
         (15, "rewind", 10),
         (18, "rewind", 5),
     ]
-    assert "saved step-00000018" in log_of(tmp_path / "undisturbed.yaml")  # at once, though none was due
+    # The save comes at once, though none was due.
+    assert "saved step-00000018" in log_of(tmp_path / "undisturbed.yaml")
     state = state_of(undisturbed)
     assert (state.ledger.dropped, state.optimizer_steps) == (list(range(6, 19)), 27)
     assert state_of(tmp_path / "dropped").ledger == state.ledger
     ours, theirs = rows_of(undisturbed), rows_of(tmp_path / "dropped")
-    assert {step: ours[step] for step in theirs} == theirs  # as if the steps had never been
+    assert {step: ours[step] for step in theirs} == theirs  # The losses are as if the steps had never been taken.
 
     run = config(tmp_path, bad, "rewind")
-    assert at_step("ranks", run, 16, kill_all) != 0  # while what the rewind has made is on its way to the disk, maybe
+    # The kill may come while the checkpoint of the rewind is being written.
+    assert at_step("ranks", run, 16, kill_all) != 0
     finish("ranks", run)
     assert "resumed from step-" in log_of(run)
     assert state_of(tmp_path / "run").ledger == state.ledger
@@ -122,8 +125,8 @@ def test_a_rewind_gives_up_the_steps_since_a_checkpoint_and_a_second_one_more(tm
     assert {step: rows_of(tmp_path / "run")[step] for step in given_up} == given_up
 
 
-def test_a_run_that_goes_back_has_the_controllers_of_then_and_they_know_why(tmp_path, bad) -> None:
-    """What was seen in the steps that are given up is in no window and no average; that there was a spike is known."""
+def test_a_run_that_goes_back_has_the_controllers_of_then(tmp_path, bad) -> None:
+    """The numbers of the steps that are given up are in no window and no average. The spike itself is remembered."""
     run = config(tmp_path, bad, "rewind", total_tokens=15 * 256)
     with_ladder(run)
     finish("sagetrain", run)
@@ -131,7 +134,7 @@ def test_a_run_that_goes_back_has_the_controllers_of_then_and_they_know_why(tmp_
         on_disk.read_state(tmp_path / "run/checkpoints" / on_disk.folder_name(step)).controllers for step in (10, 15)
     )
     assert (then["spikes"].pop("acted"), now["spikes"].pop("acted")) == ([], [[15, 10]])
-    assert "stability.precision, back at" not in log_of(run)  # but for the spike nothing has moved since
+    assert "stability.precision, back at" not in log_of(run)  # Apart from the spike, nothing has moved since.
     assert (then.pop("precision")["spikes"], now.pop("precision")["spikes"]) == ([], [15 * 256 + 1000])
     assert len(then["spikes"]["window"]) == 10 and now == then
     assert "step 15: attention of layers 0, 1 from paper to sdpa: a spike" in log_of(run)
@@ -154,13 +157,14 @@ def test_once_too_often_ends_the_run_with_all_that_was_saved(tmp_path, bad, poli
     assert events[-1]["text"].endswith(": the run ends") and events[-1]["grad_norm"] > events[-1]["grad_norm_limit"]
 
 
-def test_what_moved_since_the_checkpoint_of_a_rewind_moves_back_and_is_told(tmp_path, bad) -> None:
-    """By measurement; what goes by the tokens seen does not."""
+def test_moves_since_the_checkpoint_of_a_rewind_are_undone(tmp_path, bad) -> None:
+    """A move by measurement is undone and reported. A move by the tokens seen is not undone."""
     run = config(tmp_path, bad, "rewind", total_tokens=15 * 256)
     with_ladder(run)
     tree = yaml.safe_load(run.read_text())
     threshold = {"metric": "quant/*/dS/rel_l2", "above": 1e-9}
-    floors = [{"rung": "sdpa", "first_layers": 1, "last_fraction": 0.3}]  # from step 12 on, behind the 11th
+    # The schedule holds from step 12 on, after the 11th.
+    floors = [{"rung": "sdpa", "first_layers": 1, "last_fraction": 0.3}]
     tree["stability"]["precision"] = {"rungs": ["fine", "sdpa"], "floors": floors, "threshold": threshold}
     tree["stability"]["monitor"] = {"every_steps": 7}
     run.write_text(yaml.safe_dump(tree))

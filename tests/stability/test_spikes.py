@@ -1,4 +1,4 @@
-"""Spikes and steps that are not finite: what is one, and that a step left out leaves no trace in the run's state."""
+"""Spikes and steps that are not finite: their definition, and a left-out step leaves no trace in the run's state."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def numbers(loss: float, norm: float) -> dict[str, float]:
 
 
 def after(steps: int, tokens: int = TOKENS, **settings: object) -> Spikes:
-    """A detector that has seen so many ordinary steps: losses about 3 +- .1, norms about .5 +- .05."""
+    """Return a detector that has seen so many ordinary steps: losses about 3 ± 0.1, norms about 0.5 ± 0.05."""
     spikes, draw = Spikes(SpikesConfig(**{"window": 64, "grace_steps": 32, **settings})), random.Random(1)
     for step in range(1, steps + 1):
         taken = numbers(draw.gauss(3, 0.1), draw.gauss(0.5, 0.05))
@@ -39,7 +39,7 @@ def test_what_is_a_spike() -> None:
     limits = spikes.limits(TOKENS)
     assert limits["loss"] == pytest.approx(3.8, abs=0.35) and limits["gradient norm"] == pytest.approx(0.9, abs=0.15)
     verdict = spikes.judge(numbers(3.0, 5.0), TOKENS)
-    assert verdict.apply  # policy stop reports it
+    assert verdict.apply  # Policy stop applies the step and reports it.
     assert verdict.event.text == f"gradient norm 5, above {limits['gradient norm']:.5g}"
     assert verdict.event.fields["finite"] and verdict.event.fields["grad_norm"] == 5.0
     assert "loss 9, above" in spikes.judge(numbers(9.0, 0.5), TOKENS).event.text
@@ -68,7 +68,7 @@ def test_a_spike_among_the_window_hardly_moves_the_limit() -> None:
     assert spikes.limits(TOKENS)["loss"] == pytest.approx(before, abs=0.05)
 
 
-def test_what_is_not_finite_is_never_applied_and_spikes_wait_for_the_grace_steps() -> None:
+def test_not_finite_is_never_applied_spikes_wait_for_grace() -> None:
     for known in (0, 100):
         for bad in (numbers(math.nan, 1.0), numbers(1.0, math.inf)):
             verdict = after(known).judge(bad, TOKENS)
@@ -77,14 +77,14 @@ def test_what_is_not_finite_is_never_applied_and_spikes_wait_for_the_grace_steps
     assert after(32).judge(numbers(99.0, 99.0), TOKENS).event is not None
 
 
-def test_fewer_tokens_per_step_make_the_norm_larger_by_the_root_of_their_ratio() -> None:
+def test_norms_scale_with_the_root_of_tokens_per_step() -> None:
     spikes = after(64, tokens=16 * TOKENS)
     norms = spikes.limits(16 * TOKENS)["gradient norm"], spikes.limits(TOKENS)["gradient norm"]
     assert norms[1] == pytest.approx(4 * norms[0])
     assert spikes.limits(64 * TOKENS) == spikes.limits(16 * TOKENS)
 
 
-def test_policies_that_leave_out_may_do_so_a_few_times_in_a_window() -> None:
+def test_policies_leave_out_only_a_few_steps_in_a_window() -> None:
     spikes = after(64, policy="skip", max_events=2)
     assert not spikes.judge(numbers(9.0, 0.5), TOKENS).apply
     for step in (70, 80):
@@ -94,14 +94,14 @@ def test_policies_that_leave_out_may_do_so_a_few_times_in_a_window() -> None:
     again = after(0, policy="skip", max_events=2)
     again.restore(spikes.state())
     assert again.state() == spikes.state() and again.limits(TOKENS) == spikes.limits(TOKENS)
-    assert not again.may_act(133) and again.may_act(134)  # 70 is 64 steps ago
+    assert not again.may_act(133) and again.may_act(134)  # Step 70 is 64 steps ago.
 
 
 def test_a_second_rewind_goes_further_back() -> None:
     spikes = after(64, policy="rewind")
     spikes.act(step=100, weights_of=90)
     assert [step for step in (80, 90, 95, 100, 110) if spikes.may_go_back(120, step)] == [80, 110]
-    spikes.restore({})  # that of a checkpoint from before: the run itself has not forgotten
+    spikes.restore({})  # The state is that of an earlier checkpoint. The run itself has not forgotten.
     assert not spikes.may_go_back(120, 90)
     assert spikes.may_go_back(164, 90)
 
@@ -132,8 +132,8 @@ def test_settings_that_cannot_work_are_named(spikes, keep_last, level, words) ->
 
 
 def tensors(engine) -> dict[str, torch.Tensor]:
-    """All that an update changes: masters, moments, the weights that the model computes with, also in 8 bits, Adam's
-    step counts."""
+    """Return everything that an update changes: masters, moments, the weights that the model computes with, also in 8
+    bits, and Adam's step counts."""
     found = {f"{s.name}|{k}": s.read(k).clone() for s in engine.owned() for k in s.kinds}
     found |= {f"{s.name}|{i}": t.clone() for s in engine.owned() for i, t in enumerate(s.copies) if len(t)}
     found["updates"] = torch.tensor(engine.optimizer_steps)
@@ -143,12 +143,12 @@ def tensors(engine) -> dict[str, torch.Tensor]:
 
 
 def take_step(engine, number: int, observers: Observers | None = None) -> StepResult:
-    """Of two micro-batches, whatever the layout of two ranks."""
+    """Take a step of two micro-batches, whatever the layout of two ranks."""
     return tiny.global_step(engine, number, 2 * engine.groups.dp_size, observers)
 
 
 def step(engine, number: int, verdict: Verdict, factor: float = 1.0) -> StepResult:
-    """A step whose loss is multiplied by `factor`, and whose verdict is fixed."""
+    """Take a step whose loss is multiplied by `factor`, and whose verdict is fixed."""
     forward = engine.forward
     engine.forward = lambda batch: forward(batch) * factor
     try:
@@ -158,9 +158,9 @@ def step(engine, number: int, verdict: Verdict, factor: float = 1.0) -> StepResu
 
 
 def left_out(layouts: list[tuple[int, int, str, str]]) -> list[list]:
-    """For each (tp_size, stage, dtype, linear.precision): what differs after steps that were refused; then whether the
-    run goes on as one that never saw them; then, of refused steps and of one applied, the norm beside that of the
-    layers together."""
+    """Return three results for each (tp_size, stage, dtype, linear.precision): the tensors that differ after refused
+    steps, whether the run goes on as one without those steps, and the norms of refused steps and an applied step beside
+    the norm of the layers together."""
     results = []
     for tp_size, stage, dtype, precision in layouts:
         sections = {"optimizer": {"clip_grad": 0.5}, "linear": {"precision": precision}}
@@ -172,7 +172,7 @@ def left_out(layouts: list[tuple[int, int, str, str]]) -> list[list]:
         refused = [step(ours, 2, Verdict(False, wrong), factor) for factor in (1.0, 1e3, math.nan, math.inf)]
         assert all(not result.applied and result.event is wrong for result in refused)
         after = tensors(ours)
-        # ZeRO 3 may have let go of small parameters, which it gathers in the next step.
+        # ZeRO 3 may have released small parameters, which it gathers in the next step.
         changed = [name for name in before if not before[name].equal(after.get(name, before[name]))]
         assert stage == 3 or before.keys() == after.keys()
         same = all(take_step(ours, n).metrics == take_step(theirs, n).metrics for n in (2, 3))
@@ -196,4 +196,4 @@ def test_a_step_left_out_changes_nothing_at_any_stage(tp_size: int) -> None:
             assert changed == [] and same, layout
             for whole, layers, count in norms:
                 assert layers == pytest.approx(whole, rel=1e-4 if layout[2] == "fp32" else 1e-2), layout
-                assert count == 4  # embedding, two blocks, head
+                assert count == 4  # They are the embedding, two blocks and the head.

@@ -1,4 +1,4 @@
-"""A run is built in five acts, each of which returns what it found."""
+"""A run is built in five acts, and each act returns what it found."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def config(corpus: str, run_dir: str, steps: int) -> RunConfig:
 
 
 def by_hand(cfg: RunConfig) -> Run:
-    """Go through the acts one by one, and see what each does and leaves alone."""
+    """Go through the acts one by one, and check what each changes and leaves alone."""
     folder = Path(cfg.training.run_dir)
     files = check_files(cfg)
     assert not folder.exists()

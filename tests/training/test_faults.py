@@ -1,5 +1,5 @@
-"""Faults, with real processes: whatever is killed, stopped, filled up or damaged, a run ends with a word about it, or
-continues to bitwise the same weights with no sample skipped or seen twice."""
+"""Faults, with real processes: whatever is killed, stopped, filled up or damaged, a run ends with a message about it,
+or it continues to bitwise the same weights, with no sample skipped or seen twice."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from sagetrain.parallel.topology import ParallelGroups
 
 @pytest.mark.parametrize(("micro_batch", "dp_size", "sharers"), [(1, 1, 1), (2, 2, 1), (4, 3, 2), (4, 2, 4)])
 def test_every_sample_once_on_the_ranks_it_was_dealt_to(micro_batch, dp_size, sharers) -> None:
-    """`sharers`: tensor- and context-parallel ranks that work on the same samples."""
+    """`sharers` are tensor- and context-parallel ranks that work on the same samples."""
     first, count = 3 * 2**40, 5 * micro_batch * dp_size
     ranks: list[list[int]] = [[] for _ in range(dp_size)]
     for micro_step in range(0, count, micro_batch):
@@ -66,13 +66,14 @@ def test_every_sample_once_on_the_ranks_it_was_dealt_to(micro_batch, dp_size, sh
         with pytest.raises(TrainingError, match="each once"):
             check_consumed(folds(), wrong_first, wrong_count, *layout)
     once = ranks[0]
-    for ranks[0] in (once[1:], [*once, once[0]], [once[-1] + 1, *once[1:]]):  # skipped, seen twice, another's
+    # A sample is skipped, seen twice, or another rank's.
+    for ranks[0] in (once[1:], [*once, once[0]], [once[-1] + 1, *once[1:]]):
         with pytest.raises(TrainingError, match=f"samples {first:,} to {first + count - 1:,}"):
             check_consumed(folds(), first, count, *layout)
 
 
 def test_ranks_with_each_others_samples_are_noticed() -> None:
-    """The set is right, but a tensor-parallel rank that swaps data with its neighbour computes nonsense."""
+    """The set of samples is right, but a tensor-parallel rank that swaps data with its neighbour computes nonsense."""
     right = 2 * (fold([0, 1], 0) + fold([2, 3], 1))
     check_consumed(right, 0, 4, 2, 2, 4)
     with pytest.raises(TrainingError):
@@ -80,7 +81,7 @@ def test_ranks_with_each_others_samples_are_noticed() -> None:
 
 
 def one_rank_goes_wrong() -> list[str]:
-    """Two data-parallel ranks; rank 1 trains on a neighbour's samples, then its loss is not a number."""
+    """Run two data-parallel ranks. Rank 1 trains on a neighbour's samples, then its loss is not a number."""
     engine = tiny.engine(tiny.config(1), tiny.join(1))
     rank, seen, forward, scale = engine.groups.dp_rank, [], engine.forward, 1.0
     engine.forward = lambda batch: forward(batch) * (scale if rank else 1.0)
@@ -126,7 +127,7 @@ def test_ledger_is_found_again_from_its_segments() -> None:
         ([[0, 8, 5], [48, 16, 3]], 8, "skips samples 40 to 47"),
         ([[0, 8, 5], [32, 16, 3]], 8, "has seen twice samples 32 to 39"),
         ([[0, 8, 5], [40, 16, 2]], 8, "7 steps over 72 samples, the training state says 8 steps over 88"),
-        ([[0, 16, 3], [48, 8, 5]], 8, "its steps give"),  # as many samples, in other steps
+        ([[0, 16, 3], [48, 8, 5]], 8, "its steps give"),  # There are as many samples, in other steps.
         (None, 8, "is missing"),
     ],
 )
@@ -143,14 +144,14 @@ def test_a_ledger_that_does_not_fit_is_refused(segments, step, words) -> None:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory, corpus) -> Path:
-    """Run folder of the undisturbed run of one process, with its newest three checkpoints."""
+    """The run folder of the undisturbed run of one process, with its newest three checkpoints."""
     folder = tmp_path_factory.mktemp("alone")
     finish("sagetrain", write_config(folder / "run.yaml", corpus, folder / "run", checkpoint={"keep_last": 3}))
     return folder / "run"
 
 
 def check_ledger(run_dir: Path, reference: Path) -> None:
-    """No sample skipped or seen twice, and the same chain as the undisturbed run."""
+    """Check that no sample was skipped or seen twice, and that the chain is that of the undisturbed run."""
     states = []
     for folder in (run_dir, reference):
         newest = folder / "checkpoints" / (folder / "checkpoints/latest").read_text().strip()
@@ -167,7 +168,7 @@ def check_undisturbed(run_dir: Path, reference: Path) -> None:
 
 
 def test_kill_9_of_one_rank_then_of_all_ranks(tmp_path, corpus, pair) -> None:
-    every_step = {"every_tokens": 256}  # a save is always in flight
+    every_step = {"every_tokens": 256}  # With a save after every step, one is always in flight.
     config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", tp_size=2, checkpoint=every_step)
     assert when("deepspeed", config, reached(config, 13), lambda launcher: ranks_of(launcher)[1].kill()) != 0
 
@@ -182,12 +183,12 @@ def test_kill_9_of_one_rank_then_of_all_ranks(tmp_path, corpus, pair) -> None:
 
 
 def test_ranks_whose_launcher_is_killed_save_and_leave(tmp_path, corpus, pair) -> None:
-    patience = {"timeout_minutes": 0.5}  # the launcher is looked for 20 times in it
+    patience = {"timeout_minutes": 0.5}  # The run looks for the launcher 20 times within this time.
     config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", tp_size=2, training=patience)
 
     def only_the_launcher(launcher: Command) -> None:
         ranks = ranks_of(launcher)
-        for rank in ranks:  # stopped meanwhile: the run is so short that it might finish
+        for rank in ranks:  # The ranks are stopped meanwhile, because the run is so short that it might finish.
             rank.suspend()
         launcher.kill()
         time.sleep(1.6)
@@ -195,7 +196,7 @@ def test_ranks_whose_launcher_is_killed_save_and_leave(tmp_path, corpus, pair) -
             rank.resume()
         assert psutil.wait_procs(ranks, timeout=PATIENCE)[1] == []
 
-    executed = [str(BIN / "deepspeed"), *command("deepspeed")[1:-1]]  # ranks know a launcher by its command line
+    executed = [str(BIN / "deepspeed"), *command("deepspeed")[1:-1]]  # Ranks know a launcher by its command line.
     for launcher, step in ((executed, 7), ("torchrun", 24)):
         assert when(launcher, config, reached(config, step), only_the_launcher) == -signal.SIGKILL
     assert log_of(config).count("rank 1: the launcher is gone") == 2
@@ -204,7 +205,7 @@ def test_ranks_whose_launcher_is_killed_save_and_leave(tmp_path, corpus, pair) -
     check_undisturbed(tmp_path / "run", pair)
 
 
-def test_sigterm_at_the_first_step_while_saving_and_while_evaluating(tmp_path, corpus, alone) -> None:
+def test_sigterm_at_the_first_step_and_beside_other_work(tmp_path, corpus, alone) -> None:
     config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", evaluation={"num_sequences": 200})
     folder = tmp_path / "run/checkpoints"
 
@@ -212,7 +213,7 @@ def test_sigterm_at_the_first_step_while_saving_and_while_evaluating(tmp_path, c
         return any(folder.glob(".writing-*"))
 
     def evaluating() -> bool:
-        """The step before an evaluation is reported, the evaluation is not."""
+        """Return whether the step before an evaluation is reported and the evaluation is not."""
         rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines(keepends=True)
                 if line.endswith("\n")]  # fmt: skip
         return rows[-1]["step"] in (24, 27, 30, 33, 36) and "train/loss" in rows[-1]
@@ -239,7 +240,7 @@ def slow_disk(tmp_path) -> list[str]:
     return ["python", str(tmp_path / "slow.py")]
 
 
-def test_sigterm_and_kill_9_while_training_goes_on_beside_a_save(tmp_path, corpus, alone, slow_disk) -> None:
+def test_sigterm_and_kill_9_while_a_save_is_in_flight(tmp_path, corpus, alone, slow_disk) -> None:
     config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run")
     folder = tmp_path / "run/checkpoints"
 
@@ -253,10 +254,10 @@ def test_sigterm_and_kill_9_while_training_goes_on_beside_a_save(tmp_path, corpu
     ]  # fmt: skip
     assert when(slow_disk, config, training_beside_a_save(25), lambda run: run.kill()) == -signal.SIGKILL
     assert max(folder.glob("step-*")).name == "step-00000020"
-    finish("sagetrain", config)  # on a disk that is as fast as ever
+    finish("sagetrain", config)  # The disk is as fast as ever again.
     assert re.findall(r"resumed from step-0*(\d+)", log_of(config)) == [str(stopped), "20"]
     waits = log_of(config).count("training waits for the checkpoint before this one (said once)")
-    assert 1 <= waits <= 3  # at most once a start
+    assert 1 <= waits <= 3  # A start waits at most once.
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     saves = {row["step"]: row for row in rows if "perf/save_stall_seconds" in row}
     assert saves.keys() >= {10, 20, 40}
@@ -273,13 +274,15 @@ def test_a_hung_rank_ends_the_run_with_the_stacks_of_all(tmp_path, corpus) -> No
         rank = ranks_of(launcher)[1]
         rank.suspend()
         deadline = time.monotonic() + PATIENCE
-        while not (stacks / "rank-0.collectives.json").exists():  # in which the other's wait is on record by then
+        # By then the other rank's wait is on record in this file.
+        while not (stacks / "rank-0.collectives.json").exists():
             assert launcher.poll() is None and time.monotonic() < deadline, log_of(config)[-3000:]
             time.sleep(0.01)
-        rank.resume()  # a stopped process can write nothing
+        rank.resume()  # A stopped process cannot write anything.
 
     assert when("ranks", config, reached(config, 5), stop_one_rank) == 5
-    assert "rank 0: error: in " in log_of(config)  # a step, or, on a busy machine, what came behind one
+    # The error is in a step or, on a busy machine, in the work after one.
+    assert "rank 0: error: in " in log_of(config)
     assert "no progress for 0.15 minutes" in (stacks / "rank-0.txt").read_text()
     assert "another rank hangs" in (stacks / "rank-1.txt").read_text()
     assert "waits in gloo:" in (stacks / "rank-0.txt").read_text()
@@ -291,7 +294,8 @@ def test_a_hung_rank_ends_the_run_with_the_stacks_of_all(tmp_path, corpus) -> No
 
 
 def train_and_save(root: Path, first: int, steps: int) -> None:
-    """A checkpoint after every step, in which every value is the number of the step; training does not wait for it."""
+    """Save a checkpoint after every step. Every value in it is the number of the step. Training does not wait for the
+    save."""
     torch.set_num_threads(1)
     shard = tiny.owned("w", {kind: torch.empty(20_000) for kind in KINDS})
     saver = tiny.saver(root, ParallelGroups.single(), keep_last=2)
@@ -300,7 +304,7 @@ def train_and_save(root: Path, first: int, steps: int) -> None:
             tensor.fill_(step)
         state = tiny.run_state(step, step * 10)
         saver.start(state, f"step: {step}\n" * 1000, [shard], {"noise": torch.full((1000,), step)})
-        for tensor in map(shard.read, shard.kinds):  # half way to the next step
+        for tensor in map(shard.read, shard.kinds):  # The values are half way to the next step.
             tensor.add_(0.5)
     saver.wait()
 
@@ -318,7 +322,7 @@ def test_kill_9_at_20_moments_while_saving(tmp_path) -> None:
         os.kill(writer.pid, signal.SIGKILL)
         writer.join()
         half_written = list(tmp_path.glob(".writing-*"))
-        assert len(half_written) <= 1  # never two
+        assert len(half_written) <= 1  # There are never two.
         torn += len(half_written)
         said: list[str] = []
         folder, damaged = on_disk.newest_whole(tmp_path, said.append)
@@ -331,13 +335,13 @@ def test_kill_9_at_20_moments_while_saving(tmp_path) -> None:
         assert reader.rng(0)["noise"].eq(newest).all()
         assert all(reader.local("w", kind, 0, 1).eq(newest).all() for kind in KINDS)
     assert torn >= 5, "the kills did not hit the saving"
-    train_and_save(tmp_path, newest + 1, 1)  # and what the kills have left behind goes with the next save
+    train_and_save(tmp_path, newest + 1, 1)  # The next save removes what the kills have left behind.
     assert sorted(f.name for f in tmp_path.iterdir()) == [
         "latest", *(on_disk.folder_name(n) for n in (newest, newest + 1))
     ]  # fmt: skip
 
 
-def test_a_full_disk_ends_the_run_and_it_continues_when_there_is_space(tmp_path, corpus, alone, small_disk) -> None:
+def test_a_full_disk_ends_the_run_which_continues_with_space(tmp_path, corpus, alone, small_disk) -> None:
     config = write_config(tmp_path / "run.yaml", corpus, small_disk / "run")
 
     def fill(run: Command) -> None:
@@ -356,9 +360,7 @@ def test_a_full_disk_ends_the_run_and_it_continues_when_there_is_space(tmp_path,
     check_undisturbed(small_disk / "run", alone)
 
 
-def test_a_disk_that_fills_up_while_logging_is_one_line_with_the_file_and_the_advice(
-    tmp_path, corpus, small_disk
-) -> None:
+def test_a_disk_that_fills_up_while_logging_is_one_line(tmp_path, corpus, small_disk) -> None:
     config = write_config(
         tmp_path / "run.yaml", corpus, small_disk / "run", checkpoint={"every_tokens": 10**6}, data={"valid": []}
     )
@@ -403,7 +405,7 @@ def test_a_forged_ledger_is_refused(tmp_path, corpus, alone) -> None:
     shutil.copytree(alone, tmp_path / "run")
     manifest = sorted((tmp_path / "run/checkpoints").glob("step-*"))[-1] / "manifest.json"
     content = json.loads(manifest.read_text())
-    content["state"]["sequences"] += 16  # the next step would be left out
+    content["state"]["sequences"] += 16  # The next step would be left out.
     manifest.write_text(json.dumps(content))
     config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run")
     assert start("sagetrain", config).wait(PATIENCE) == 3
@@ -416,7 +418,8 @@ def test_damaged_token_files_are_named_before_training(tmp_path, corpus) -> None
     for suffix, words in ((".bin", "the .bin does not have the checksum"), (".idx", "does not end where the next one")):
         folder = tmp_path / suffix[1:]
         shutil.copytree(corpus, folder)
-        flip_a_bit(folder / f"train{suffix}", None if suffix == ".bin" else 34)  # .idx: in the lengths
+        # In the .idx file the flipped bit lies in the lengths.
+        flip_a_bit(folder / f"train{suffix}", None if suffix == ".bin" else 34)
         config = write_config(tmp_path / f"run-{suffix[1:]}.yaml", folder, tmp_path / f"run-{suffix[1:]}")
         runs[config] = start("sagetrain", config), f"token file {folder / 'train'}: ", words
     for config, (run, name, words) in runs.items():

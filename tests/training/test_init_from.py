@@ -1,4 +1,4 @@
-"""training.init_from: a new run with the weights of another, which stays as it is."""
+"""training.init_from begins a new run with the weights of another run, which stays as it is."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from sagetrain.parallel.rng import rng_state
 from sagetrain.training import init_from
 from started_from import SHORT, configured
 
-# (tensor parallel, context parallel, ZeRO stage) of two ranks
+# The values are the (tensor parallel, context parallel, ZeRO stage) of two ranks.
 LAYOUTS = {"fp32": [(1, 1, 3), (1, 2, 0), (2, 1, 1)], "bf16": [(2, 1, 3), (1, 1, 2)]}
 
 
@@ -44,8 +44,8 @@ def save(root: Path, engine, step: int) -> Path:
 
 
 def start_everywhere(root: str, dtype: str) -> tuple[list[float], dict]:
-    """Train three steps, save, and take three more; then start from that at every layout, without and with moments:
-    what was loaded, and three steps."""
+    """Train three steps, save, and take three more. Then start from that checkpoint at every layout, without and with
+    moments. Return what was loaded, and the losses of three steps."""
     first = tiny.engine(tiny.config(1, dtype), tiny.join(2, 1))
     for step in range(3):
         tiny.global_step(first, step)
@@ -75,7 +75,7 @@ def test_weights_and_moments_at_every_layout(tmp_path: Path, dtype: str) -> None
         assert found == [True, moments, moments] and empty != moments
         assert record.step == 3 and record.optimizer_steps == (3 if moments else 0)
         assert after[0] == pytest.approx(losses[0], **tolerance)
-        if moments and dtype == "fp32":  # and Adam's count of steps
+        if moments and dtype == "fp32":  # Adam's count of steps is loaded as well.
             assert after == pytest.approx(losses, **tolerance)
     if dtype == "fp32":
         without = results[(2, 1, 1, False)][-1]
@@ -84,7 +84,7 @@ def test_weights_and_moments_at_every_layout(tmp_path: Path, dtype: str) -> None
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
-    """Folder of a run of two ranks, tensor parallel."""
+    """The folder of a run of two ranks, tensor parallel."""
     folder = tmp_path_factory.mktemp("first")
     finish("ranks", configured(folder / "run.yaml", corpus, folder / "run", parallel={"tensor_parallel_size": 2}))
     return folder / "run"
@@ -98,13 +98,13 @@ def digests(folder: Path) -> dict[str, str]:
     }
 
 
-def test_a_new_phase_starts_with_weights_and_goes_on_without_them(first: Path, corpus: Path, tmp_path: Path) -> None:
+def test_a_new_phase_starts_with_weights_and_goes_on_alone(first: Path, corpus: Path, tmp_path: Path) -> None:
     before, source = digests(first), shutil.copytree(first, tmp_path / "source")
     sections = {
         "training": {"init_from": str(source), "total_tokens": 1280, "seed": 5},
         "model": {"rope_theta": 40000.0},
         "data": {"train": [{"path": str(corpus / "valid")}], "seq_length": 64, "micro_batch_size": 2},
-        "optimizer": {"lr": 1e-30},  # so that the weights at the end are those of the start
+        "optimizer": {"lr": 1e-30},  # The weights at the end are those of the start.
         "checkpoint": {"every_tokens": 256},
     }
     config = configured(tmp_path / "run.yaml", corpus, tmp_path / "run", **sections)
@@ -153,9 +153,10 @@ def test_what_was_imported_can_be_trained_and_evaluated(first: Path, corpus: Pat
         diagnose(load_run(tmp_path / "imported", print), [])
     data = str(corpus / "valid")
     losses = [evaluate_texts(load_run(run, print), [data], 32)[0] for run in (tmp_path / "run", first)]
-    assert losses[0].loss == pytest.approx(losses[1].loss, abs=2e-3)  # INT8 there, and rows that pad the vocabulary
+    # Training used INT8 and rows that pad the vocabulary.
+    assert losses[0].loss == pytest.approx(losses[1].loss, abs=2e-3)
 
-    export(tmp_path / "run", tmp_path / "again")  # its special tokens stay those of the model
+    export(tmp_path / "run", tmp_path / "again")  # The special tokens stay those of the model.
     assert json.loads((tmp_path / "again/generation_config.json").read_text()) == special
     training["init_moments"] = True
     refused = sagetrain("train", configured(tmp_path / "b.yaml", corpus, tmp_path / "b", **sections))

@@ -1,5 +1,5 @@
-"""`plan` finds what `train` would refuse of the files at hand. Every refusal on the way to the first step is here, by
-real files, or is excused by name."""
+"""`plan` finds every error in the files at hand that `train` would refuse. Each refusal before the first step is tried
+here with real files, or is excused by name."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def a_prompt_without_room(world: World) -> None:
     world.overrides += ["evaluation.samples_every_tokens=1", f"evaluation.samples_prompts=[short, {20 * 'long '}]"]
 
 
-# What is wrong -> where it is raised (file, function), and what is said.
+# The keys name the problem. The values are the place where it is raised (file, function), and the message.
 REFUSED = {
     cut_index: ("token_file", "__init__", "the .idx has .* bytes where its header says"),
     lost_mask: ("token_file", "_open_mask", "which says what counts in the loss, does not exist"),
@@ -291,7 +291,7 @@ def test_what_fits_has_no_error_and_a_run_that_goes_on_is_said(world: World) -> 
     assert f"holds {before}: the run goes on there" in planned(world, "info")
 
 
-def test_an_error_of_the_files_has_its_place_in_the_configuration(world: World) -> None:
+def test_an_error_of_the_files_has_its_configuration_key(world: World) -> None:
     another_tokenizer(world)
     line = 1 + world.config.read_text().splitlines().index("  valid:")
     assert f"{world.config}:{line}: data.valid = " in planned(world, "error")
@@ -321,7 +321,7 @@ def test_plan_finds_what_train_refuses(world: World, monkeypatch: pytest.MonkeyP
             build(cfg)
 
 
-def test_every_refusal_on_the_way_to_the_first_step_is_found_or_excused() -> None:
+def test_every_refusal_before_the_first_step_is_found() -> None:
     names = {
         "training": "build_run trainer weights_and_biases init_from resume inputs",
         "engines": "deepspeed masters reduction",
@@ -339,7 +339,7 @@ def test_every_refusal_on_the_way_to_the_first_step_is_found_or_excused() -> Non
 
 
 def _refusing(tree: ast.AST) -> set[str]:
-    """Functions that raise what users are told, but for what ends a run that trains."""
+    """Return the functions that raise errors for users, apart from those that end a run that trains."""
     kinds = {"ConfigError", "CheckpointError", "RanksMissing", "PermissionError", "_damaged"}
     found = set()
     for function in ast.walk(tree):

@@ -1,4 +1,5 @@
-"""Learning rate as a function of tokens seen: closed forms at named points, continuity, the rule for batch changes."""
+"""The learning rate as a function of tokens seen: closed forms at named points, continuity, the rule for batch
+changes."""
 
 import math
 
@@ -51,7 +52,7 @@ def test_a_step_takes_the_value_at_the_middle_of_its_tokens():
 
 
 def test_the_last_step_counts_up_to_the_end_of_the_run_only():
-    """So that a last step that passes the end still has a learning rate when min_lr is 0."""
+    """A last step that passes the end still has a learning rate when min_lr is 0."""
     config = LrScheduleConfig(shape="linear")
     assert learning_rate(OPTIMIZER, config, 900, 400, TOTAL) == pytest.approx(2.0 * 50 / 1000)
 
@@ -74,7 +75,7 @@ def test_a_stage_added_later_changes_no_earlier_learning_rate():
 
 
 def test_continuity_across_a_change_of_tokens_per_step():
-    """With rule none the change leaves no jump; with sqrt and linear the jump is exactly the rule's factor."""
+    """With rule none the change leaves no jump. With sqrt and linear the jump is exactly the rule's factor."""
     before, after, at, total = 1000, 4000, 500_000, 1_000_000
     for rule, jump in (("none", 1.0), ("sqrt", 2.0), ("linear", 4.0)):
         config = LrScheduleConfig(
@@ -109,8 +110,9 @@ def test_bounded_continuous_and_falling_after_the_warmup(config, tokens):
 
 
 @pytest.mark.parametrize("shape", ["cosine", "linear", "wsd"])
-def test_a_ramp_of_tokens_per_step_keeps_the_area_under_the_curve(shape):
-    """Sum of lr x tokens over a run agrees between 1-sequence steps and a coarse ramp: the midpoint rule at work."""
+def test_a_ramp_of_tokens_per_step_keeps_the_area(shape):
+    """The sum of lr x tokens over a run agrees between 1-sequence steps and a coarse ramp, because the midpoint rule is
+    used."""
     total = 2**20
     config = LrScheduleConfig(shape=shape, warmup_tokens=2**16)
     schedule = RampTokens(schedule="ramp", start=2**10, end=2**14, ramp_tokens=2**19)
@@ -129,7 +131,7 @@ def test_a_ramp_of_tokens_per_step_keeps_the_area_under_the_curve(shape):
 
 
 def planned(tmp_path, lr_schedule: dict, total: int, **optimizer: float) -> RunConfig:
-    """A configuration, and config.yaml as a checkpoint of it has it."""
+    """Return a configuration, and write config.yaml as its checkpoint has it."""
     path = write_config(
         tmp_path / "c.yaml", tmp_path, tmp_path, lr_schedule=lr_schedule, training={"total_tokens": total}
     )
@@ -145,12 +147,13 @@ def planned(tmp_path, lr_schedule: dict, total: int, **optimizer: float) -> RunC
         ("linear", 15360, 5.36e-05, 0.00075),
         ("wsd", 15360, 0.0005, 0.003),
         ("cosine", 5120, 0.0025, 0.00264),
-        ("wsd", 5120, None, None),  # its decay comes later
+        ("wsd", 5120, None, None),  # The decay of this schedule comes later.
         ("constant", 15360, None, None),
     ],
 )
-def test_a_run_that_is_extended_says_how_far_the_learning_rate_jumps(tmp_path, shape, tokens, before, now):
-    """By hand: the schedule at the middle of the last step of 512 tokens, and at that of the next one."""
+def test_an_extended_run_says_how_far_the_learning_rate_jumps(tmp_path, shape, tokens, before, now):
+    """The values by hand are the schedule at the middle of the last step of 512 tokens, and at the middle of the next
+    step."""
     options = {"shape": shape, "warmup_tokens": 1024}
     longer = planned(tmp_path, options, 20480)
     planned(tmp_path, options, 15360)
@@ -161,13 +164,13 @@ def test_a_run_that_is_extended_says_how_far_the_learning_rate_jumps(tmp_path, s
     message, fix = said
     assert f"goes from {before:.3g} in the checkpoint's last step to {now:.3g} in the next one" in message, message
     assert "the run was to end at 15,360 tokens and now ends at 20,480" in message and "training.init_from" in fix
-    assert learning_rate_jump(longer, tmp_path, 20480, 512) is None  # there is no next step
+    assert learning_rate_jump(longer, tmp_path, 20480, 512) is None  # There is no next step.
 
 
-def test_any_other_schedule_of_a_run_that_goes_on_is_said_likewise(tmp_path):
+def test_any_other_schedule_of_a_continued_run_is_said_too(tmp_path):
     lower = planned(tmp_path, {"shape": "constant"}, 15360, lr=1e-3)
     assert learning_rate_jump(lower, tmp_path, 5120, 512) is None
     planned(tmp_path, {"shape": "constant"}, 15360)
     message, _ = learning_rate_jump(lower, tmp_path, 5120, 512)
     assert "from 0.003 in the checkpoint's last step to 0.001 in the next one, 0.333 times as much;" in message
-    assert learning_rate_jump(lower, tmp_path, 0, 0) is None  # an imported model has taken no step
+    assert learning_rate_jump(lower, tmp_path, 0, 0) is None  # An imported model has taken no step.

@@ -1,4 +1,5 @@
-"""A run whose checkpoint has the moments of another optimizer: refused by train and plan, and how it goes on."""
+"""A run whose checkpoint has the moments of another optimizer is refused by train and plan. The error says how to go
+on."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ MUON, NEW = "optimizer.name=muon", "checkpoint.new_optimizer=true"
 
 
 def run(config: Path, tokens: int, *more: str) -> str:
-    """Train up to `tokens`. Return what a failed command said."""
+    """Train up to `tokens`. Return the error of a failed command."""
     done = sagetrain("train", config, f"training.total_tokens={tokens}", *more)
     return done.stderr + done.stdout if done.returncode else ""
 
@@ -36,7 +37,7 @@ def test_another_optimizer_than_the_checkpoints_needs_a_word(corpus: Path, tmp_p
     assert (reader.state.step, reader.state.optimizer_steps, reader.manifest["format"]) == (4, 2, 3)
     assert reader.local(matrix, "momentum", 0, 1).abs().max() > 0
 
-    # Now the checkpoint is the run's own: its moments are continued, with or without the key.
+    # The checkpoint is the run's own now: its moments are continued, with or without the key.
     assert run(config, 1280, MUON, NEW) == run(config, 1536, MUON) == ""
     assert Reader(on_disk.newest(root)).state.optimizer_steps == 4
     assert run(config, 1792).count("has the moments of optimizer.name muon") == 1

@@ -1,4 +1,5 @@
-"""A GPU without memory left: what is said, and the snapshot. The error is a made one: there is no GPU here."""
+"""A GPU runs out of memory: the message, and the snapshot. The error is an artificial one, because there is no GPU
+here."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def run_out(folder: Path) -> str:
     return str(raised.value)
 
 
-def test_the_message_says_what_was_predicted_what_helps_and_where_the_snapshot_is(tmp_path, monkeypatch) -> None:
+def test_the_message_has_prediction_advice_and_snapshot(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_bytes(b"blocks"))
     said = run_out(tmp_path)
     assert said.startswith("rank 3 is out of GPU memory: CUDA out of memory. Tried to allocate 2.00 GiB. ")
@@ -48,7 +49,7 @@ def test_other_errors_pass(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_every_allocation_is_recorded_with_its_line_and_the_latest_are_kept(monkeypatch) -> None:
+def test_the_latest_allocations_are_recorded_with_their_lines(monkeypatch) -> None:
     asked: list[dict] = []
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **how: asked.append(how))
     record_allocations(torch.device("cpu"))
@@ -76,8 +77,8 @@ def start_without_memory(corpus: str, run_dir: str) -> None:
         assert order == expected and Path(run_dir, "memory/rank-0.pickle").exists()
 
 
-def test_memory_that_is_out_before_the_first_step_is_explained_too(tmp_path: Path, corpus: Path) -> None:
-    """The optimizer's state is most of what a run needs, and allocated before it."""
+def test_out_of_memory_before_the_first_step_is_explained_too(tmp_path: Path, corpus: Path) -> None:
+    """The optimizer's state is most of the memory of a run, and is allocated before the first step."""
     run_distributed(start_without_memory, 1, str(corpus), str(tmp_path / "run"))
 
 
@@ -93,7 +94,7 @@ def ways_out(corpus: str, run_dir: str) -> str:
     return str(raised.value)
 
 
-def test_the_zero_stage_that_is_named_is_the_one_that_runs(tmp_path: Path, corpus: Path) -> None:
+def test_the_zero_stage_in_the_message_is_the_one_that_runs(tmp_path: Path, corpus: Path) -> None:
     """DeepSpeed's bf16 at stage 0 is stage 1."""
     (said,) = run_distributed(ways_out, 1, str(corpus), str(tmp_path / "run"))
     assert "parallel.zero_stage (now 1)" in said
@@ -113,8 +114,8 @@ def precisions_that_are_priced(corpus: str, run_dir: str) -> list[str]:
     return priced
 
 
-def test_what_is_predicted_is_for_what_auto_has_become(tmp_path: Path, corpus: Path) -> None:
-    """FP8, say, keeps weights in 8 bits, too."""
+def test_the_prediction_is_for_what_auto_has_become(tmp_path: Path, corpus: Path) -> None:
+    """FP8, for example, keeps weights in 8 bits as well."""
     assert run_distributed(precisions_that_are_priced, 1, str(corpus), str(tmp_path / "run")) == [["bf16"]]
 
 

@@ -1,4 +1,4 @@
-"""training.perturb: another rounding of the weights that a run begins with, or goes on with."""
+"""training.perturb rounds the weights that a run begins or goes on with in another way."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from sagetrain.checkpoint.reading import Reader
 from sagetrain.parallel.rng import rng_state
 from sagetrain.training.perturb import GAIN, perturb
 
-# (tensor parallel, context parallel, ZeRO stage) of two ranks
+# The values are the (tensor parallel, context parallel, ZeRO stage) of two ranks.
 LAYOUTS = {"fp32": [(1, 1, 0), (1, 2, 1), (2, 1, 3)], "bf16": [(2, 1, 1), (1, 1, 2), (1, 1, 3)]}
 
 
 def saved(root: Path, engine, step: int) -> dict[str, dict[str, torch.Tensor]]:
-    """Weights and moments by kind and name, as a checkpoint has them."""
+    """Return weights and moments by kind and name, as a checkpoint has them."""
     writer = tiny.saver(root, engine.groups)
     writer.start(tiny.run_state(step, 0, optimizer_steps=step), "{}", engine.owned(), rng_state())
     writer.wait()
@@ -31,7 +31,7 @@ def saved(root: Path, engine, step: int) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def perturb_everywhere(root: str, dtype: str) -> dict:
-    """Of every layout: what it changes in a checkpoint, the gains before and after, and those that compute."""
+    """Return, for every layout, the changes in a checkpoint, the gains before and after, and the gains that compute."""
     found = {}
     for *sizes, stage in LAYOUTS[dtype]:
         engine = tiny.engine(tiny.config(stage, dtype), tiny.join(*sizes))
@@ -69,7 +69,7 @@ SAVES = {"every_tokens": 1024, "keep_last": 9}
 
 
 def trained(tmp_path: Path, corpus: Path, name: str, perturb: int) -> dict[int, float]:
-    """Train in a folder of that name, from a checkpoint if there is one; the losses by step."""
+    """Train in a folder of that name, from a checkpoint if there is one. Return the losses by step."""
     training = {"total_tokens": 2560, "perturb": perturb}
     config = write_config(tmp_path / f"{name}.yaml", corpus, tmp_path / name, training=training, checkpoint=SAVES)
     finish("sagetrain", config)
@@ -86,7 +86,7 @@ def test_a_run_begins_or_goes_on_in_another_rounding(corpus: Path, tmp_path: Pat
     assert on != rest and on == pytest.approx(rest, abs=1e-3)
     assert "changed since that checkpoint: training.perturb: 0 -> 2" in log_of(tmp_path / "on.yaml")
 
-    for name in ("twice", "whole"):  # a checkpoint that is in that rounding already is not rounded again
+    for name in ("twice", "whole"):  # A checkpoint that has that rounding already is not rounded again.
         shutil.copytree(place / folder_name(8), tmp_path / name / "checkpoints" / folder_name(8))
     twice, whole = (trained(tmp_path, corpus, name, number) for name, number in (("twice", 2), ("whole", 0)))
     assert list(twice) == [9, 10] and twice == whole

@@ -1,4 +1,4 @@
-"""The window of the profiler: traces of its steps alone, also where a run ends or begins within, and a table."""
+"""The profiler traces the steps of its window only, also where a run ends or begins within it, and prints a table."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ def profiled(folder: Path, taken: range, settings: ProfileConfig, rank: int = 0)
     return said
 
 
-def test_the_trace_has_the_steps_of_the_window_and_the_log_a_table(tmp_path: Path) -> None:
+def test_the_trace_has_the_windows_steps_and_the_log_a_table(tmp_path: Path) -> None:
     (said,) = profiled(tmp_path, range(1, 9), ProfileConfig(from_step=3, steps=2))
     assert steps_of(tmp_path / "rank-0.json") == {"step 3", "step 4", "aten::mm"}
     assert str(tmp_path / "rank-0.json") in said and "aten::mm" in said and "Self CPU" in said
 
 
-def test_a_run_that_begins_and_ends_within_the_window_leaves_what_it_took(tmp_path: Path) -> None:
+def test_a_run_within_the_window_leaves_its_own_trace(tmp_path: Path) -> None:
     assert len(profiled(tmp_path, range(4, 6), ProfileConfig(from_step=3, steps=9))) == 1
     assert steps_of(tmp_path / "rank-0.json") == {"step 4", "step 5", "aten::mm"}
 
 
 def test_the_window_ends_also_where_its_last_step_is_dropped(tmp_path: Path) -> None:
-    """Else all that follow would be watched to the end of the run, and their events kept in memory."""
+    """Otherwise all later steps would be traced to the end of the run, and their events kept in memory."""
     said: list[str] = []
     window = ProfileWindow(ProfileConfig(from_step=3, steps=2), tmp_path, 0, said.append)
     for number in (3, 5):  # training.drop_steps: [4]

@@ -1,4 +1,5 @@
-"""Runs as users start them: real launchers, real kill -9 and SIGTERM; what continues is what would have been."""
+"""Runs as users start them, with real launchers, kill -9 and SIGTERM. A run that continues equals one that was not
+stopped."""
 
 from __future__ import annotations
 
@@ -30,14 +31,14 @@ from sagetrain.training.trainer import Trainer
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory, corpus, pair) -> dict[int, Path]:
-    """Run folders of the undisturbed run, by number of processes."""
+    """The run folders of the undisturbed run, by number of processes."""
     folder = tmp_path_factory.mktemp("reference")
     finish("sagetrain", write_config(folder / "run.yaml", corpus, folder / "run"))
     return {1: folder / "run", 2: pair}
 
 
 def test_kill_9_of_everything_resumes_bitwise(tmp_path, corpus, reference) -> None:
-    """No launcher is left to do anything: which one it was is no matter."""
+    """No launcher is left to do anything, so it does not matter which one it was."""
     config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", tp_size=2)
     assert at_step("ranks", config, 23, kill_all) == -signal.SIGKILL
     finish("ranks", config)
@@ -57,13 +58,13 @@ def test_a_signal_saves_and_the_run_continues_bitwise(tmp_path, corpus, referenc
 
 
 def alone(corpus: str, run_dir: str, stop: bool) -> tuple[bool, int]:
-    """Six steps of four micro-batches, or a signal in the middle of the third one; whether they were finished, and the
-    last step taken."""
+    """Take six steps of four micro-batches, or send a signal in the middle of the third step. Return whether the run
+    finished, and its last step."""
     cfg = tiny.config(1).model_dump()
     cfg["data"].update(train=[{"path": f"{corpus}/train"}])
     cfg["training"].update(run_dir=run_dir, total_tokens=6 * 4 * tiny.SEQ)
     cfg["logging"].update(every_steps=4, tensorboard=False)
-    cfg["checkpoint"]["every_tokens"] = 10**9  # a save has a row, too
+    cfg["checkpoint"]["every_tokens"] = 10**9  # A save would have a row, too.
     cfg["stability"]["noise_scale"]["every_steps"] = 3
     trainer = Trainer(build(RunConfig.model_validate(cfg)))
     step_batches = trainer.run.loader.step_batches
@@ -83,8 +84,8 @@ def test_ranks_learn_of_a_signal_in_the_step_in_which_it_comes(tmp_path, corpus)
     assert run_distributed(alone, 2, str(corpus), str(tmp_path / "run"), True) == [(False, 3)] * 2
 
 
-def test_a_rank_alone_stops_between_two_micro_batches_and_nothing_is_lost(tmp_path, corpus) -> None:
-    """On a CPU a step may take minutes."""
+def test_a_rank_alone_stops_between_micro_batches(tmp_path, corpus) -> None:
+    """On a CPU a step may take minutes, so the run does not wait for its end. Nothing is lost."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert run_distributed(alone, 1, str(corpus), str(whole), False) == [(True, 6)]
     assert run_distributed(alone, 1, str(corpus), str(cut), True) == [(False, 2)]
@@ -96,9 +97,9 @@ def test_a_rank_alone_stops_between_two_micro_batches_and_nothing_is_lost(tmp_pa
 
 
 def evaluated(corpus: str, folders: list[str], signalled_at: list[int]) -> list[tuple[bool, int, list[int]]]:
-    """Runs, one after the other, of six steps, evaluated on eight batches after the third and the sixth, a signal to
-    the last rank in the second batch after a step; whether each is finished, its step, and batches taken of each
-    evaluation."""
+    """Run one configuration after the other: six steps, with evaluations on eight batches after the third and the
+    sixth. A signal comes to the last rank in the second batch after the given step. Return, for each run, whether it
+    finished, its step, and the number of batches of each evaluation."""
 
     def run(run_dir: str, signalled: int) -> tuple[bool, int, list[int]]:
         cfg["training"].update(run_dir=run_dir)
@@ -131,9 +132,9 @@ def evaluations(run_dir: Path) -> list[tuple[int, float]]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_an_evaluation_that_a_signal_comes_into_is_made_when_the_run_continues(tmp_path, corpus, ranks) -> None:
-    """It ends at the second batch on a rank alone, one later on several, which have to agree; in mid-run, again when it
-    is made up for, and at the end. Once made, it is not made again."""
+def test_an_interrupted_evaluation_is_made_when_continued(tmp_path, corpus, ranks) -> None:
+    """A rank alone ends at the second batch. Several ranks have to agree and end one batch later. The signal comes in
+    mid-run, again while the evaluation is made up for, and at the end. A finished evaluation is not repeated."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     folders, batches = [str(whole), *[str(cut)] * 5], 1 + ranks
     found = run_distributed(evaluated, ranks, str(corpus), folders, [0, 3, 3, 6, 0, 0])
@@ -143,20 +144,21 @@ def test_an_evaluation_that_a_signal_comes_into_is_made_when_the_run_continues(t
 
 
 def test_sigterm_to_a_whole_job_saves(tmp_path, corpus, reference) -> None:
-    """As Slurm does it: launcher and ranks get the signal. (The launcher alone would not pass it on.)"""
+    """Slurm sends the signal to the launcher and the ranks. The launcher alone would not pass it on."""
     config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", tp_size=2)
     at_step("deepspeed", config, 13, lambda process: os.killpg(process.pid, signal.SIGTERM))
-    deadline = time.monotonic() + PATIENCE  # the launcher passes the signal on and leaves before its ranks do
+    deadline = time.monotonic() + PATIENCE  # The launcher passes the signal on and leaves before its ranks do.
     while "stopped by SIG" not in config.with_suffix(".log").read_text():
         assert time.monotonic() < deadline, config.with_suffix(".log").read_text()[-3000:]
         time.sleep(0.1)
     time.sleep(1)
-    finish("ranks", config)  # and another launcher goes on
+    finish("ranks", config)  # Another launcher continues the run.
     check_same(tmp_path / "run", reference[2])
 
 
 def test_two_hosts_of_a_hostfile_are_one_run(tmp_path, corpus, reference) -> None:
-    """A launcher on each "host" of a hostfile, as where no ssh is allowed; tensor parallel across them."""
+    """A launcher starts on each "host" of a hostfile, as where ssh is not allowed. Tensor parallelism spans the
+    hosts."""
     config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", tp_size=2)
     hostfile = tmp_path / "hostfile"
     hostfile.write_text("node0 slots=1\nnode1 slots=1\n")
@@ -166,8 +168,9 @@ def test_two_hosts_of_a_hostfile_are_one_run(tmp_path, corpus, reference) -> Non
     check_same(tmp_path / "run", reference[2])
 
 
-def test_a_run_over_slices_of_sequences_is_the_run_over_whole_ones(tmp_path, corpus) -> None:
-    """Context parallel 2, stopped and continued by one process; losses, evaluations too, as if it were alone."""
+def test_a_run_over_slices_equals_one_over_whole_sequences(tmp_path, corpus) -> None:
+    """The run has context parallel size 2, and one process stops and continues it. Losses, evaluations too, are those
+    of one process."""
     sections = {
         "attention": {"backend": "sdpa"},
         "training": {"total_tokens": 20 * 256},
@@ -207,7 +210,7 @@ def test_two_runs_in_one_folder_the_second_refuses(tmp_path, corpus) -> None:
     config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run")
 
     def second(process: subprocess.Popen) -> None:
-        process.send_signal(signal.SIGSTOP)  # so that it cannot finish meanwhile
+        process.send_signal(signal.SIGSTOP)  # The process cannot finish meanwhile.
         other = write_config(tmp_path / "other.yaml", corpus, tmp_path / "run")
         assert start("sagetrain", other).wait(PATIENCE) == 3
         assert "is in use by another run" in other.with_suffix(".log").read_text()
@@ -230,7 +233,7 @@ RUN_DIR, WEIGHTS = "Restore these settings, or choose another training.run_dir",
     ],
 )
 def test_a_resume_of_something_else_is_refused(tmp_path, corpus, reference, section, change, words) -> None:
-    """On all ranks alike; with these weights to begin with, if they fit."""
+    """All ranks refuse alike. The error suggests to begin with these weights, if they fit."""
     config = write_config(tmp_path / "run.yaml", corpus, reference[1], **{section: change})
     before = sorted(str(path) for path in reference[1].rglob("*"))
     assert start("ranks" if section == "model" else "sagetrain", config).wait(PATIENCE) == 2
@@ -241,8 +244,8 @@ def test_a_resume_of_something_else_is_refused(tmp_path, corpus, reference, sect
 
 
 def test_a_resume_on_other_data_is_refused(tmp_path, corpus, reference) -> None:
-    """Named by its path, or by its hashes where that is the same: prepared again, other tokens in the middle of a large
-    file, say, where the order of samples is the same."""
+    """The error names the path. If the path is the same, it names the hashes: the data was prepared again, with other
+    tokens in the middle of a large file, for example, where the order of samples is the same."""
     run, other = (shutil.copytree(old, tmp_path / old.name) for old in (reference[1], corpus))
     record = json.loads((other / "train.json").read_text())
     (other / "train.json").write_text(json.dumps({**record, "sha256": "0" * 64}))
@@ -264,7 +267,7 @@ def test_a_resume_on_other_data_is_refused(tmp_path, corpus, reference) -> None:
     assert f"{corpus}/train has changed since: data.train (checksums in .json): checkpoint 000" in log_of(config)
 
 
-def test_a_run_continued_with_other_tokens_per_step_or_another_end_says_so(tmp_path, corpus, reference) -> None:
+def test_a_run_continued_with_another_schedule_says_so(tmp_path, corpus, reference) -> None:
     run_dir = shutil.copytree(reference[1], tmp_path / "run")
     stages = {"stages": [{"from_tokens": 0, "tokens": 256}]}
     longer = {"total_tokens": 15360 + 256}
@@ -281,7 +284,7 @@ def test_mistakes_end_the_run_before_it_starts(tmp_path, corpus) -> None:
     assert start("ranks", config).wait(PATIENCE) == 2
     log = config.with_suffix(".log").read_text()
     assert "did you mean model.num_layers?" in log
-    assert log.count("did you mean") == 1  # one rank speaks
+    assert log.count("did you mean") == 1  # One rank speaks.
     assert not (tmp_path / "run").exists()
 
 
@@ -311,7 +314,7 @@ def fail_and_be_ended() -> None:
 
 
 def test_a_rank_that_fails_with_others_lets_the_launcher_end_it() -> None:
-    """Training's own handler would go on waiting, and say again what the first rank has said."""
+    """Training's own handler would wait on, and repeat the message of the first rank."""
     rank = multiprocessing.get_context("fork").Process(target=fail_and_be_ended)
     rank.start()
     rank.join()

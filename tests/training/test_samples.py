@@ -1,4 +1,4 @@
-"""Texts that a model writes while it trains: where they are kept, what a resume makes of them, and what is refused."""
+"""Texts that a model writes while it trains: their place, their state after a resume, and refused settings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def rows(run: Path, name: str = "samples.jsonl") -> list[dict]:
 
 
 def test_a_run_writes_samples_at_their_pace_and_at_the_end(pair: Path) -> None:
-    """On two ranks that share the model, where the last are those of `sagetrain generate`."""
+    """Two ranks share the model. The last samples are those of `sagetrain generate`."""
     found = rows(pair)
     assert [(row["step"], row["number"]) for row in found] == [(n, k) for n in (22, 34, STEPS) for k in (1, 2)]
     last = {row["prompt"]: row["text"] for row in found[-2:]}

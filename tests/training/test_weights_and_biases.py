@@ -1,4 +1,4 @@
-"""Weights & Biases, offline: the rows of metrics.jsonl, in one run there for each run folder."""
+"""Weights & Biases, offline: it has the rows of metrics.jsonl, in one run for each run folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ OFFLINE = WandbConfig(project="small models", mode="offline")
 
 
 def records(path: Path) -> list[Record]:
-    """Of a .wandb file: 7 bytes, then LevelDB's log format, blocks of 32 KiB with records in up to several parts."""
+    """Return the records of a .wandb file: 7 bytes, then LevelDB's log format, blocks of 32 KiB with records in one or
+    several parts."""
     data, at, found, whole = path.read_bytes(), 7, [], b""
     while at + 7 <= len(data):
         if (left := -at % 2**15) and left < 7:
@@ -33,21 +34,21 @@ def records(path: Path) -> list[Record]:
         _, size, kind = struct.unpack_from("<IHB", data, at)
         whole += data[at + 7 : at + 7 + size]
         at += 7 + size
-        if kind in (1, 4):  # a whole record, or its last part
+        if kind in (1, 4):  # The part is a whole record, or its last part.
             found.append(Record.FromString(whole))
             whole = b""
     return found
 
 
 def rows(record: list[Record]) -> list[dict[str, float]]:
-    """What was logged, without what wandb adds itself."""
+    """Return the logged rows, without the keys that wandb adds itself."""
     items = [{item.key or item.nested_key[0]: json.loads(item.value_json) for item in one.history.item}
              for one in record if one.HasField("history")]  # fmt: skip
     return [{key: value for key, value in row.items() if not key.startswith("_")} for row in items]
 
 
 def write(folder: Path, begin: int, end: int) -> list[Record]:
-    """Steps [begin, end) of a run, as one start of it writes them."""
+    """Write steps [begin, end) of a run, as one start of it does."""
     before = set(folder.glob("wandb/offline-*"))
     said: list[str] = []
     own, listeners, at = Reporter(True), Callbacks([WeightsAndBiases(OFFLINE)], []), begin - 1
@@ -58,7 +59,7 @@ def write(folder: Path, begin: int, end: int) -> list[Record]:
     for step in range(begin, end):
         own.write(TrainState(step=step, tokens=16 * step), {"train/loss": 1 / step, "perf/mfu": None})
     earlier = TrainState(step=begin, tokens=16 * begin)
-    own.write(earlier, {"perf/save_publish_seconds": 2.5})  # of its checkpoint
+    own.write(earlier, {"perf/save_publish_seconds": 2.5})  # The row belongs to the checkpoint.
     listeners.end(Position(end - 1, 16 * (end - 1)), True)
     own.close()
     (new,) = set(folder.glob("wandb/offline-*")) - before
@@ -66,10 +67,11 @@ def write(folder: Path, begin: int, end: int) -> list[Record]:
     return records(next(new.glob("*.wandb")))
 
 
-def test_a_resume_continues_the_same_run_with_the_rows_of_metrics_jsonl(tmp_path: Path) -> None:
+def test_a_resume_continues_the_run_with_the_same_rows(tmp_path: Path) -> None:
     folder = tmp_path / "325m"
     folder.mkdir()
-    first, second = write(folder, 1, 5), write(folder, 3, 7)  # killed after step 4, its checkpoint is of step 2
+    # The run was killed after step 4, and its checkpoint is of step 2.
+    first, second = write(folder, 1, 5), write(folder, 3, 7)
     (begun,), (resumed,) = ([one.run for one in record if one.HasField("run")] for record in (first, second))
     assert (begun.project, begun.display_name) == ("small models", "325m")
     assert begun.run_id == resumed.run_id == json.loads((folder / "wandb.json").read_text())["id"]

@@ -1,4 +1,4 @@
-"""What a run reports: rows, events and lines, at a terminal, in a log, and on a full disk."""
+"""The reports of a run: rows, events and lines, at a terminal, in a log, and on a full disk."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def events(folder: Path) -> list:
 
 
 def opened(folder: Path, step: int = 0, tensorboard: bool = True) -> tuple[reporter.Reporter, Callbacks]:
-    """A run's reporter, and what listens to it."""
+    """Return a run's reporter, and the callbacks that listen to it."""
     own, listeners = reporter.Reporter(True), Callbacks([TensorBoard()] if tensorboard else [], [])
     state = TrainState(step=step, tokens=100 * step)
     own.open(folder, state, 1000, LoggingConfig(), lambda span: 1.0, 16, torch.device("cpu"), listeners)
@@ -77,12 +77,13 @@ def test_rows_and_events_hold_the_same_with_the_time(tmp_path: Path) -> None:
     assert version.file_version == "brain.Event:2" and start.session_log.status == start.session_log.START
     assert [value.tag for value in second.summary.value] == ["train/loss", "valid/loss"]
     assert first.step == 1 and first.wall_time == pytest.approx(rows(tmp_path)[0]["wall_time"], abs=1)
-    (tmp_path / "metrics.jsonl").open("a").write('{"step": 2, "to')  # as a kill leaves it
+    (tmp_path / "metrics.jsonl").open("a").write('{"step": 2, "to')  # A kill leaves such a line.
     own, board = opened(tmp_path, 1)
     own.close()
     board.end(Position(1, 100), True)
     assert [row["step"] for row in rows(tmp_path)] == [1]
-    assert max(event.step for event in events(tmp_path) if event.HasField("session_log")) == 2  # hides those from there
+    # The event hides the events from there on.
+    assert max(event.step for event in events(tmp_path) if event.HasField("session_log")) == 2
 
 
 def test_events_of_steps_that_are_taken_again_are_dropped(tmp_path: Path) -> None:
@@ -102,7 +103,7 @@ def test_a_log_gets_one_line_a_step_and_no_carriage_return(tmp_path: Path, capsy
     writer.progress(12, 100_000, 5.12345, 1.2e-3, 10_000.0)
     writer.say("saved step-00000012")
     writer.progress(13, 36_200_000, 5.0, 0, 123.4)
-    writer.progress(14, 0, 5.0, 0, 1e-9)  # longer than a timedelta
+    writer.progress(14, 0, 5.0, 0, 1e-9)  # The time is longer than a timedelta can hold.
     writer.close()
     out, err = capsys.readouterr()
     assert out == ""
@@ -117,7 +118,7 @@ def test_a_log_gets_one_line_a_step_and_no_carriage_return(tmp_path: Path, capsy
 @pytest.mark.parametrize(("columns", "tokens", "total", "rate"), [
     (120, 500, 1000, 100.0), (80, 500, 1000, 100.0), (80, 499_999_999_999, 999_999_999_999, 12_345_678.9),
 ])  # fmt: skip
-def test_a_terminal_gets_a_bar_that_nothing_is_glued_to_and_no_number_is_cut_from(
+def test_a_terminal_gets_a_bar_with_whole_lines_and_numbers(
     tmp_path: Path, monkeypatch, columns: int, tokens: int, total: int, rate: float
 ) -> None:
     leader, follower = pty.openpty()
@@ -125,8 +126,8 @@ def test_a_terminal_gets_a_bar_that_nothing_is_glued_to_and_no_number_is_cut_fro
     with os.fdopen(follower, "w") as terminal, monkeypatch.context() as patched:
         patched.setattr("sys.stderr", terminal)
         writer = MetricsWriter(tmp_path, 0, 0, total)
-        writer._bar.start_t -= 3600 * 99  # the run has been going on for days
-        time.sleep(0.2)  # more than the bar's pause
+        writer._bar.start_t -= 3600 * 99  # The run has been going on for days.
+        time.sleep(0.2)  # The pause is longer than the bar's.
         writer.progress(1, tokens, 12.3456, 1e-3, rate)
         writer.say("saved step-00000001")
         writer.close()
@@ -139,7 +140,7 @@ def test_a_terminal_gets_a_bar_that_nothing_is_glued_to_and_no_number_is_cut_fro
     assert f"{100 * tokens / total:.0f}%" in shown
     assert re.search(r"\[99:00:00<\d\d:\d\d:\d\d, loss 12.3456, lr 1.00e-03, [\d.]+M? tok/s\]", shown)
     assert all(len(line) <= columns for line in re.split(r"[\r\n]", shown))
-    # What stands on each line in the end: a carriage return goes back to its beginning.
+    # Find what stands on each line in the end: a carriage return goes back to the beginning of its line.
     lines = [re.split("\r", line.rstrip("\r"))[-1].replace("\x1b[A", "") for line in shown.split("\n")]
     assert {"saved step-00000001", "error: what comes next"} <= set(lines)
 
@@ -153,7 +154,7 @@ def write_for_ever(own: reporter.Reporter) -> None:
         own.write(TrainState(step=step, tokens=step), {"train/loss": 1.0, "x" * 90: 2.0})
 
 
-def test_a_full_disk_names_the_file_and_leaves_whole_rows_and_events(small_disk: Path) -> None:
+def test_a_full_disk_names_the_file_and_leaves_whole_rows(small_disk: Path) -> None:
     for tensorboard in (False, True):
         folder = small_disk / str(tensorboard)
         folder.mkdir()
@@ -166,11 +167,11 @@ def test_a_full_disk_names_the_file_and_leaves_whole_rows_and_events(small_disk:
         assert raised.value.errno == errno.ENOSPC and str(raised.value.filename).startswith(str(folder))
         assert [row["step"] for row in rows(folder)] == list(range(1, len(rows(folder)) + 1))
         if tensorboard:
-            assert len(events(folder)) >= len(rows(folder))  # two that begin the file; none is cut short
+            assert len(events(folder)) >= len(rows(folder))  # Two events begin the file, and none is cut short.
         (small_disk / "filler").unlink()
 
 
-def test_a_run_whose_folder_is_removed_does_not_go_on_writing_to_nowhere(tmp_path: Path) -> None:
+def test_a_run_whose_folder_is_removed_stops_writing(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     writer = MetricsWriter(tmp_path / "run", 0, 0, 1000)
     writer.write(1, 1, {"train/loss": 1.0})
@@ -181,7 +182,7 @@ def test_a_run_whose_folder_is_removed_does_not_go_on_writing_to_nowhere(tmp_pat
     assert raised.value.filename == str(tmp_path / "run/metrics.jsonl")
 
 
-def test_files_beside_the_metrics_stay_as_they_were_on_a_full_disk(small_disk: Path) -> None:
+def test_files_beside_the_metrics_stay_on_a_full_disk(small_disk: Path) -> None:
     folder, cfg = RunFolder(small_disk), tiny.config(1)
     folder.describe(cfg, {"first": 1}, [])
     fill(small_disk)
@@ -212,7 +213,7 @@ def train_two_ranks(data: str, tokenizer: str, run_dir: str) -> None:
     cfg["training"].update(run_dir=run_dir, total_tokens=16 * tiny.SEQ)
     cfg["parallel"]["tensor_parallel_size"] = 2
     cfg["logging"].update(every_steps=2, layer_norms_every_steps=3)
-    cfg["checkpoint"]["every_tokens"] = 10**9  # a save has a row, too
+    cfg["checkpoint"]["every_tokens"] = 10**9  # A save would have a row, too.
     cfg["profile"] = {"from_step": 2, "steps": 1, "all_ranks": True}
     Trainer(build(RunConfig.model_validate(cfg))).train()
 
@@ -227,7 +228,7 @@ def test_a_card_without_a_known_peak_is_said(tmp_path: Path, monkeypatch, capsys
 
 
 def test_the_last_step_of_a_run_has_a_row_whatever_its_number(tmp_path: Path, monkeypatch) -> None:
-    """With what was measured since the row before."""
+    """The row has the measurements since the row before."""
     monkeypatch.setattr(reporter.dist, "get_world_size", lambda: 1)
     own, state, logging = reporter.Reporter(True), TrainState(), LoggingConfig(every_steps=2)
     own.open(tmp_path, state, 3 * 64 - 1, logging, lambda span: 1.0, 16, torch.device("cpu"), Callbacks([], []))
@@ -239,7 +240,7 @@ def test_the_last_step_of_a_run_has_a_row_whatever_its_number(tmp_path: Path, mo
     assert [(row["step"], row["train/loss"]) for row in rows(tmp_path)] == [(2, 2.0), (3, 3.0)]
 
 
-def test_mfu_counts_attention_inside_documents_and_beside_it_whole_sequences(corpus: Path, tmp_path: Path) -> None:
+def test_mfu_counts_attention_inside_documents(corpus: Path, tmp_path: Path) -> None:
     data, lengths = str(tmp_path / "short"), np.arange(1, 50) % 9 + 3
     writer = TokenFileWriter(data).begin(512)
     writer.add(np.arange(lengths.sum()), lengths)
@@ -252,7 +253,8 @@ def test_mfu_counts_attention_inside_documents_and_beside_it_whole_sequences(cor
     assert sorted(path.name for path in (tmp_path / "run/profile").iterdir()) == ["rank-0.json", "rank-1.json"]
     model, vocab = tiny.config(1).model, padded_vocab_size(512)
     inside = SampleStream([DataSource(path=data)], tiny.SEQ, 0).document_lengths(16)
-    for row, sequences in zip(steps, (inside[:8], inside[8:]), strict=True):  # two steps of four sequences each
+    # There are two steps of four sequences each.
+    for row, sequences in zip(steps, (inside[:8], inside[8:]), strict=True):
         span = sum(n * n for documents in sequences for n in documents) / (8 * tiny.SEQ)
         assert span < tiny.SEQ
         full = row["perf/tokens_per_second"] * flops_per_token(model, vocab, tiny.SEQ) / 2e12
@@ -261,8 +263,8 @@ def test_mfu_counts_attention_inside_documents_and_beside_it_whole_sequences(cor
         assert row["perf/mfu"] == pytest.approx(done, rel=1e-5)
 
 
-def test_rows_behind_the_checkpoint_go_and_so_does_what_is_no_row(tmp_path: Path) -> None:
-    """A killed run may leave half a line, a power failure any bytes."""
+def test_rows_behind_the_checkpoint_and_broken_rows_go(tmp_path: Path) -> None:
+    """A killed run may leave half a line, and a power failure any bytes."""
     path, row = tmp_path / "metrics.jsonl", b'{"step": 1, "tokens": 8}\n'
     path.write_bytes(row + b'17\n[1]\n{"tokens": 9}\n{"step": 2, "tokens": 16}\n\xff\xfe\x00{"step"')
     writers._drop_rows_after(path, 1)
@@ -279,4 +281,4 @@ def test_a_clock_that_is_stopped_twice_counts_no_second_twice(monkeypatch) -> No
         action()
     now[0] = 12.0
     clock.pause()
-    assert clock.take() == (20.0, 20.0)  # 5 seconds: up to 2, and from 9 on
+    assert clock.take() == (20.0, 20.0)  # The sum is 5 seconds: up to 2, and from 9 on.
