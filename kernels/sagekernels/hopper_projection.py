@@ -21,8 +21,8 @@ from .quantize import TILE, tiles_of
 
 ROWS = 16
 """Tokens of a program. The sums of so many tokens of a head lie together (hopper_backward._finish_dq_kernel)."""
-# Programs that share the heads of a token, warps of a program, and tiles whose loads are on their way. Not yet timed.
-SHARES, WARPS, STAGES = 2, 4, 2
+WARPS, STAGES = 4, 3
+"""Warps of a program, and heads whose loads are on their way."""
 
 
 @triton.jit
@@ -33,18 +33,18 @@ def _half_of_sums(SUMS, HALF: tl.constexpr):
 
 
 @triton.jit
-def _share_of_heads(
-    SUMS, X, GAIN, OUT, PARTIAL, inside, cos, sin, scale, sums_of_head, share, eps,
-    HEADS: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr, SHARES: tl.constexpr, STAGES: tl.constexpr,
+def _gradients_of_heads(
+    SUMS, X, GAIN, OUT, PARTIAL, inside, cos, sin, scale, sums_of_head, eps,
+    HEADS: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of every SHARES-th head of 16 tokens, and what they add to the gain's. Without sums the
-    gradients of what became of the heads stand where those of the heads are written."""
+    """Write the gradients of the heads of 16 tokens, and what they add to the gain's. Without sums, the gradients of
+    what became of the heads stand where those of the heads are written."""
     D: tl.constexpr = 2 * HALF
     SECOND: tl.constexpr = 16 * HALF if HALF < 64 else HALF * TILE  # where the second half of 16 tokens begins
     half = tl.arange(0, HALF)
     gain_a, gain_b = tl.load(GAIN + half).to(tl.float32)[None, :], tl.load(GAIN + HALF + half).to(tl.float32)[None, :]
     sum_a, sum_b = tl.zeros([16, HALF], tl.float32), tl.zeros([16, HALF], tl.float32)
-    for head in tl.range(share, HEADS, SHARES, num_stages=STAGES):
+    for head in tl.range(0, HEADS, num_stages=STAGES):
         out = OUT + head * D
         if SUMS is not None:
             sums = SUMS + head * sums_of_head
@@ -66,14 +66,12 @@ def _share_of_heads(
 @triton.jit
 def _projection_gradients_kernel(
     SUMS, OUT, Q, K, Q_GAIN, K_GAIN, COS, SIN, PARTIAL, scale, tokens, tiles, q_stride, k_stride, eps,
-    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr, SHARES: tl.constexpr,
-    STAGES: tl.constexpr,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A program takes 16 tokens of a sequence and one of SHARES shares of their heads."""
+    """A program takes all heads of 16 tokens of a sequence."""
     D: tl.constexpr = 2 * HALF
     groups = tl.cdiv(tokens, 16)
-    share, item = tl.program_id(0) % SHARES, tl.program_id(0) // SHARES
-    group, sequence = item % groups, (item // groups).to(tl.int64)
+    group, sequence = tl.program_id(0) % groups, (tl.program_id(0) // groups).to(tl.int64)
     row, half = group * 16 + tl.arange(0, 16), tl.arange(0, HALF)[None, :]
     inside = (row < tokens)[:, None] & (half >= 0)
     token = (sequence * tokens + row)[:, None]
@@ -83,13 +81,13 @@ def _projection_gradients_kernel(
     SUMS += (sequence * Q_HEADS * tiles + group // (TILE // 16)) * (TILE * D) + group % (TILE // 16) * (16 * 64)
     out = OUT + token * ((Q_HEADS + 2 * K_HEADS) * D) + half
     partial = PARTIAL + tl.program_id(0).to(tl.int64) * (2 * D)
-    _share_of_heads(
-        SUMS, Q + token * q_stride + half, Q_GAIN, out, partial, inside, cos, sin, scale, sums_of_head, share,
-        eps, Q_HEADS, HALF, TILE, SHARES, STAGES,
+    _gradients_of_heads(
+        SUMS, Q + token * q_stride + half, Q_GAIN, out, partial, inside, cos, sin, scale, sums_of_head, eps,
+        Q_HEADS, HALF, TILE, STAGES,
     )  # fmt: skip
-    _share_of_heads(
-        None, K + token * k_stride + half, K_GAIN, out + Q_HEADS * D, partial + D, inside, cos, sin, scale, 0, share,
-        eps, K_HEADS, HALF, TILE, SHARES, STAGES,
+    _gradients_of_heads(
+        None, K + token * k_stride + half, K_GAIN, out + Q_HEADS * D, partial + D, inside, cos, sin, scale, 0, eps,
+        K_HEADS, HALF, TILE, STAGES,
     )  # fmt: skip
 
 
@@ -99,12 +97,12 @@ def finish_projection(sums: Tensor, out: Tensor, scale: float, projection: Proje
     q, k, q_gain, k_gain, cos, sin, eps = projection
     q, k = with_rows(q, k)
     batch, tokens, _, head_dim = out.shape
-    programs = batch * triton.cdiv(tokens, ROWS) * SHARES
+    programs = batch * triton.cdiv(tokens, ROWS)
     partial = torch.empty(programs, 2 * head_dim, dtype=torch.float32, device=out.device)
     _projection_gradients_kernel[(programs,)](
         sums, out, q, k, q_gain.contiguous(), k_gain.contiguous(), cos.contiguous(), sin.contiguous(), partial, scale,
         tokens, tiles_of(tokens), q.stride(0), k.stride(0), eps, Q_HEADS=q.shape[1] // head_dim,
-        K_HEADS=k.shape[1] // head_dim, HALF=head_dim // 2, TILE=TILE, SHARES=SHARES, STAGES=STAGES, num_warps=WARPS,
+        K_HEADS=k.shape[1] // head_dim, HALF=head_dim // 2, TILE=TILE, STAGES=STAGES, num_warps=WARPS,
     )  # fmt: skip
     return sum_rows(partial, q_gain.new_empty(2, head_dim))
 

@@ -1,5 +1,7 @@
 """The Triton kernels around linear layers compile on a machine without a GPU, with the instructions of the hardware."""
 
+import re
+
 import pytest
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
@@ -98,6 +100,6 @@ def test_qk_norm_with_rotary_embedding_compiles(architecture, heads, head_dim, x
 def test_the_gradient_of_a_projection_compiles(heads, head_dim):
     """With the loads of the next head on their way, and no atomics."""
     constants = {"Q_HEADS": heads[0], "K_HEADS": heads[1], "HALF": head_dim // 2, "TILE": 64}
-    constants |= {"SHARES": hopper_projection.SHARES, "STAGES": hopper_projection.STAGES}
+    constants["STAGES"] = hopper_projection.STAGES
     ptx = ptx_of(hopper_projection._projection_gradients_kernel, 90, hopper_projection.WARPS, constants)
-    assert "cp.async" in ptx and "rsqrt.approx" in ptx and "atom" not in ptx and "red.global" not in ptx
+    assert "cp.async" in ptx and "rsqrt.approx" in ptx and not re.search(r"\b(atom|red)\.", ptx)

@@ -306,8 +306,8 @@ else:
         (2, 70, (3, 1), 64, torch.float16), (1, 33, (4, 2), 128, torch.float32), (3, 1, (1, 1), 128, torch.bfloat16),
     ])  # fmt: skip
     def test_the_gradient_of_a_projection_from_sums_of_dq(batch, tokens, heads, head_dim, dtype):
-        """Sums lie in tiles of 64 tokens, with zeros behind the last token. A share of the heads may be empty. dV is
-        there already, and the columns of q hold poison."""
+        """Sums lie in tiles of 64 tokens, with zeros behind the last token. dV is there already, and the columns of q
+        hold poison."""
         x, scale = random_qk(batch * tokens, heads, head_dim, 1.0, dtype), head_dim**-0.5
         x = x._replace(of_q=torch.randn(batch * tokens, heads[0], head_dim))
         tiles = -(-tokens // 64)
