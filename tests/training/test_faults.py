@@ -257,7 +257,7 @@ def test_sigterm_and_kill_9_while_a_save_is_in_flight(tmp_path, corpus, alone, s
     finish("sagetrain", config)  # The disk is as fast as ever again.
     assert re.findall(r"resumed from step-0*(\d+)", log_of(config)) == [str(stopped), "20"]
     waits = log_of(config).count("training waits for the checkpoint before this one (said once)")
-    assert 1 <= waits <= 3  # A start waits at most once.
+    assert 1 <= waits <= 3  # Each start writes the line at most once.
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     saves = {row["step"]: row for row in rows if "perf/save_stall_seconds" in row}
     assert saves.keys() >= {10, 20, 40}
