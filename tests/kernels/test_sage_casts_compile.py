@@ -1,12 +1,13 @@
 """The Triton kernels around linear layers compile on a machine without a GPU, with the instructions of the hardware."""
 
+import importlib
 import re
 
 import pytest
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from sagekernels import hopper_projection, qk_norm_rope, swiglu
+from sagekernels import hopper_projection
 from sagekernels.casts import (
     LARGEST_COLUMNS,
     LARGEST_ROWS,
@@ -16,6 +17,9 @@ from sagekernels.casts import (
     _largest_kernel,
     _round_both_kernel,
 )
+
+# The package has functions of these modules' names.
+qk_norm_rope, swiglu = (importlib.import_module(f"sagekernels.{name}") for name in ("qk_norm_rope", "swiglu"))
 
 POINTERS = {"OF_ROWS": "*i32", "OF_COLUMNS": "*i32", "CODES": "*i8", "TURNED": "*i32"}
 POINTERS |= dict.fromkeys(("SCALE", "TURNED_SCALE", "COS", "SIN", "PARTIAL", "SUMS"), "*fp32")

@@ -279,8 +279,9 @@ else:
 
     def test_gains_are_summed_over_all_programs(monkeypatch):
         """17 tokens, with few at a time: several tiles of partial sums, and a rest of one token, of one row."""
-        monkeypatch.setattr("sagekernels.qk_norm_rope.BACKWARD_TOKENS", 2)
-        monkeypatch.setattr("sagekernels.qk_norm_rope.SUM_ROWS", 4)
+        module = sys.modules["sagekernels.qk_norm_rope"]  # the package has a function of this name
+        monkeypatch.setattr(module, "BACKWARD_TOKENS", 2)
+        monkeypatch.setattr(module, "SUM_ROWS", 4)
         x = random_qk(17, (2, 1), 16, 1.0, torch.float32)
         gradients = qk_norm_rope_gradients_triton(*x)
         assert max(qk_norm_rope_errors(qk_norm_rope_triton(*x[3:]), gradients, x)) <= 1
