@@ -1,4 +1,4 @@
-"""The Hopper backward on a machine without a GPU: who does what, in what order dQ lies, and that it compiles."""
+"""The Hopper backward on a machine without a GPU: the division of work, the order in which dQ lies, and compilation."""
 
 import ctypes
 import functools
@@ -43,7 +43,7 @@ class Work(ctypes.Structure):
 
 @pytest.fixture(scope="module", params=hopper_backward.KEYS)
 def schedule(request, tmp_path_factory):
-    """backward_schedule.cuh of one head_dim for this machine's processor; keys of a block."""
+    """backward_schedule.cuh of one head_dim, compiled for this machine's processor, and the keys of a block."""
     compiler = shutil.which("c++")
     if compiler is None:
         pytest.skip("needs a C++ compiler")
@@ -71,8 +71,9 @@ def schedule(request, tmp_path_factory):
     ],
 )
 def test_schedule(schedule, n_q, n_k, causal, documents, heads, heads_at_once):
-    """Each block is taken once; every visible pair is in a tile that is taken and unmasked where no mask is applied;
-    the blocks that add to a tile of queries have turns 0, 1, 2, ..., the earlier ones in programs launched earlier."""
+    """Each block is taken once. Every visible pair is in a tile that is taken, and in an unmasked one where no mask
+    applies. The blocks that add to a tile of queries have turns 0, 1, 2, ..., and earlier turns are in programs
+    launched earlier."""
     schedule, keys = schedule
     bounds = Shape(n_q=n_q, documents=documents).bounds()
     pointers = [None, None] if bounds is None else [x.data_ptr() for x in bounds]
@@ -106,13 +107,13 @@ def test_schedule(schedule, n_q, n_k, causal, documents, heads, heads_at_once):
 
 
 def host_map(x, rows):
-    """Of hopper_backward._map."""
+    """Build the emulator's version of hopper_backward._map."""
     columns = min(x.shape[3], 128 // x.element_size())
     return tensor_map(x, (1, 1, rows, columns), columns * x.element_size())
 
 
 def prepared(q_scale, lse, delta, head_dim):
-    """What _prepare_queries_kernel makes of three [B, heads, N]: [B, heads, tiles, 256 or 192]."""
+    """Return the result of _prepare_queries_kernel for three [B, heads, N]: [B, heads, tiles, 256 or 192]."""
 
     def tiles(x, value=0.0):
         return torch.nn.functional.pad(x, (0, -x.shape[-1] % 64), value=value).unflatten(-1, (-1, 64))
@@ -207,7 +208,7 @@ def defines(head_dim, half):
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
-    """(head_dim, half) -> the kernel as hopper_emulator runs it, which can make MISTAKES."""
+    """(head_dim, half) -> the kernel in hopper_emulator, which can make MISTAKES."""
     folder = tmp_path_factory.mktemp("backward")
 
     def kernel(head_dim, half):
@@ -217,7 +218,7 @@ def kernels(tmp_path_factory):
 
 
 def emulated(kernels, shape, half=False, in_order=False, **options):
-    """dQ, dK and dV of the kernel and of the twin; the sums of dQ."""
+    """Return dQ, dK and dV of the kernel and of the twin, and the sums of dQ."""
     dtype = torch.float16 if half else torch.bfloat16
     batch, n_q, n_k, heads, kv_heads = shape.batch, shape.n_q, shape.n_k, shape.heads, shape.kv_heads
     q, k, v, do = random_inputs(shape, dtype=dtype)
@@ -244,7 +245,7 @@ def emulated(kernels, shape, half=False, in_order=False, **options):
         kv_heads, heads // kv_heads, n_q, n_k, tiles, batch * kv_heads, 1, int(shape.causal), **options,
     )  # fmt: skip
     assert not wrong, wrong
-    # the permutation of _finish_dq_kernel
+    # This is the permutation of _finish_dq_kernel.
     text = (nvrtc.HERE / "hopper_backward.py").read_text()
     assert "tl.reshape(x, [HEAD_DIM // 64, 4, 8, 8, 4, 2, 2]), (1, 5, 3, 0, 2, 4, 6)" in text
     dq = sums.view(batch, heads, tiles, parts, 4, 8, 8, 4, 2, 2).permute(0, 1, 2, 4, 8, 6, 3, 5, 7, 9)
@@ -274,7 +275,8 @@ def test_kernel(kernels, shape, half, in_order):
 
 @pytest.mark.parametrize("mistake", range(1, len(MISTAKES) + 1))
 def test_mistakes_are_found(kernels, right, mistake):
-    """By one of two inputs and seeds: a message, or other bits than without it; dQ in order has always the same."""
+    """One of two inputs and several seeds finds each mistake, by a message or by other bits than without it. dQ in
+    order always has the same bits."""
     assert wrong_results(functools.partial(mistaken, kernels), right, mistake)
 
 
@@ -295,7 +297,7 @@ def mistaken(kernels, case, **options):
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("half", [0, 1])
 def test_compiles(head_dim, half, tmp_path, monkeypatch):
-    """The struct in shared memory has the size that the launcher asks for (a static assertion), and there is room."""
+    """The struct in shared memory has the size that the launcher asks for (a static assertion), and it fits."""
     monkeypatch.setenv("SAGEKERNELS_CACHE", str(tmp_path))
     shared = hopper_backward._shared_bytes(head_dim)
     assert shared <= SHARED_MEMORY

@@ -1,4 +1,4 @@
-"""The Hopper forward on a machine without a GPU: hopper_forward.cu run by emulator, and compiled for sm_90a."""
+"""The Hopper forward on a machine without a GPU: the emulator runs hopper_forward.cu, and it compiles for sm_90a."""
 
 import ctypes
 import functools
@@ -77,7 +77,7 @@ def kernels(tmp_path_factory):
 def emulated(
     kernels, q, k, v, causal, *, grid=2, heads_per_group=2, bounds=None, smooth=True, scale=0.125, **options
 ):  # fmt: skip
-    """o, lse and Q's codes of the kernel with the twin's codes of K; the twin's o, lse and codes."""
+    """Return o, lse and Q's codes of the kernel, which gets the twin's codes of K, and the twin's o, lse and codes."""
     batch, n_q, heads, head_dim = q.shape
     n_k, kv_heads = k.shape[1:3]
     o_twin, saved = twin_forward(Call(q, k, v, bounds, causal, scale, smooth, False, "fine", None))
@@ -134,7 +134,8 @@ def test_documents(kernels, documents, causal):
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_scores_that_outgrow_the_old_maximum(kernels, head_dim):
-    """Keys get larger towards the first, which is visited last: by more than 2^127 from tile to tile."""
+    """Keys get larger towards the first one, which is visited last. Scores grow by more than 2^127 from tile to
+    tile."""
     q, k, v = inputs(0, [(1, 400, 1, head_dim)] * 3)
     q, k = q.abs() * 8, k.abs() * torch.linspace(16, -16, 400)[None, :, None, None].bfloat16()
     assert_close(*emulated(kernels, q, k, v, True, smooth=False, scale=0.25))
@@ -146,7 +147,7 @@ def test_non_finite_values_propagate_and_zeros_do_not(kernels):
 
 @pytest.mark.parametrize("mistake", range(1, len(MISTAKES) + 1))
 def test_mistakes_are_found(kernels, right, mistake):
-    """By one of two inputs and seeds: a message, or other bits than without it."""
+    """One of two inputs and several seeds finds each mistake, by a message or by other bits than without it."""
     assert wrong_results(functools.partial(mistaken, kernels), right, mistake)
 
 
@@ -160,8 +161,9 @@ def mistaken(kernels, case, **options):
         q, k, v = inputs(0, [(1, 800, heads, 64) for heads in (2, 1, 1)])
         bounds = Shape(n_q=800, documents=(129, 620, 51)).bounds()
         return emulated(kernels, q, k, v, True, bounds=bounds, **options)[:2]
-    q, k, v = inputs(1, [(1, 820, 2, 128), (1, 884, 1, 128), (1, 884, 1, 128)])  # offset 64: warpgroups skip tiles
-    k = k * torch.linspace(16, 1, 884)[None, :, None, None].bfloat16()  # outgrow the old maximum
+    # With an offset of 64, warpgroups skip tiles.
+    q, k, v = inputs(1, [(1, 820, 2, 128), (1, 884, 1, 128), (1, 884, 1, 128)])
+    k = k * torch.linspace(16, 1, 884)[None, :, None, None].bfloat16()  # The scores outgrow the old maximum.
     return emulated(kernels, q * 4, k, v, True, smooth=False, scale=0.25, **options)[:2]
 
 

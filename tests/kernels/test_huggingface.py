@@ -33,7 +33,7 @@ INPUTS = {
 
 
 def model_of(family: str, **changes: Any) -> nn.Module:
-    """A small model of a family, whose attention is far from uniform."""
+    """Build a small model of a family, whose attention is far from uniform."""
     sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16,
              "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "initializer_range": 0.15,
              "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
@@ -70,7 +70,7 @@ def test_masks_are_those_of_transformers(family: str) -> None:
         model.set_attn_implementation("eager")
         expected, wanted = logits_and_gradient(model, {**inputs, "use_cache": False})
         assert 0 < apart(logits, expected) < 0.03 and 0 < apart(grads, wanted) < 0.05, name
-        if name not in ("whole", "padded right"):  # causal attention does not look to the right
+        if name not in ("whole", "padded right"):  # Causal attention does not look to the right.
             keep = inputs.get("attention_mask", torch.ones_like(IDS)).bool()
             without, _ = logits_and_gradient(model, {})
             assert apart(without.view(*IDS.shape, -1)[keep], expected) > 0.1, name
@@ -158,7 +158,7 @@ def test_masks_that_are_no_intersection_are_refused() -> None:
             document_mask(3, 12, 12, **options)
 
 
-def test_it_generates_one_row_at_a_time_and_refuses_padding_there() -> None:
+def test_it_generates_single_rows_and_refuses_padding() -> None:
     model = model_of("Llama")
     options = {"max_new_tokens": 6, "do_sample": False}
     found = model.generate(IDS[:1], **options)
@@ -206,7 +206,7 @@ COLLATORS = {"padding": padded, "packing": DataCollatorWithFlattening(return_ten
 
 @pytest.mark.parametrize("collator", COLLATORS)
 def test_trainer_trains_as_with_eager_attention(tmp_path: Path, collator: str) -> None:
-    """With 8-bit linear layers as well."""
+    """The test includes 8-bit linear layers."""
     collate = COLLATORS[collator]
     eager = trained(tmp_path, collate, "eager", lambda model: None)
     sage = trained(tmp_path, collate, "sage", convert)

@@ -12,7 +12,7 @@ def factor(seed: int, rows: int, columns: int) -> Rounded:
 
 
 def test_the_operator_keeps_its_promises():
-    """Its schema, its empty results for torch.compile, with dims that change too."""
+    """The operator has its schema, and its empty results for torch.compile, with dims that change too."""
     a, b = factor(1, 37, 32), factor(2, 20, 32)
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(INT8_PRODUCT, (*a, *b, torch.bfloat16), test_utils=tests)
@@ -43,7 +43,7 @@ def test_what_it_does_not_take_it_refuses(change, error, says):
 @pytest.mark.parametrize("inner", [PIECE, PIECE + 16, 3 * PIECE - 16])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_no_sum_is_too_long_for_int32(inner: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
-    """The largest codes throughout, and some that cancel; every product that is asked for fits."""
+    """All codes are the largest ones, or some of them cancel. Every product that is asked for fits."""
     longest = []
 
     def product(a, a_scale, b, b_scale, dtype):

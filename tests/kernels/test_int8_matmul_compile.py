@@ -12,11 +12,11 @@ from triton.compiler import ASTSource, CompiledKernel, compile
 from sagekernels.int8_matmul import GROUP, TILES, ProductTile, _int8_product_kernel
 
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-SHARED_MEMORY = {80: 163, 89: 99, 100: 227}  # KiB a program may have
+SHARED_MEMORY = {80: 163, 89: 99, 100: 227}  # The unit is KiB that a program may have.
 
 
 def compiled(tile: ProductTile, architecture: int, out: str = "*bf16") -> CompiledKernel:
-    """As it is launched for sizes that are multiples of 16; ptxas takes it."""
+    """Compile the kernel as it is launched for sizes that are multiples of 16. ptxas takes it."""
     described = architecture == 90
     constants = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
     constants |= {"GROUP": GROUP, "A_ROWS": 1, "B_ROWS": 1, "DESCRIBED": described}
@@ -34,7 +34,7 @@ def compiled(tile: ProductTile, architecture: int, out: str = "*bf16") -> Compil
 
 
 def stack(made: CompiledKernel, folder: Path) -> int:
-    """Bytes a thread has in memory for what its registers do not hold."""
+    """Return the bytes that a thread has in memory for values that do not fit its registers."""
     (folder / "kernel.cubin").write_bytes(made.asm["cubin"])
     command = [TOOL, "-res-usage", folder / "kernel.cubin"]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -43,7 +43,7 @@ def stack(made: CompiledKernel, folder: Path) -> int:
 
 @pytest.mark.parametrize("out", ["*bf16", "*fp16", "*fp32"])
 def test_hopper_multiplies_by_warp_groups_without_spills(out, tmp_path):
-    """Operands come by the copy engine; two programs fit on a multiprocessor."""
+    """Operands come by the copy engine, and two programs fit on a multiprocessor."""
     made = compiled(TILES["sm_90"], 90, out)
     ptx = made.asm["ptx"]
     assert re.search(r"wgmma\.mma_async\S*\.s32\.s8\.s8", ptx)

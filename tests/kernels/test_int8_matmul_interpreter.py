@@ -1,6 +1,6 @@
-"""The Triton kernel of INT8 products on Triton's interpreter, against float64.
+"""The Triton kernel of INT8 products on Triton's interpreter agrees with float64.
 
-As in test_sage_interpreter.py this file starts itself in a process that interprets.
+This file starts itself in a process that interprets, as test_sage_interpreter.py does.
 """
 
 import os
@@ -28,7 +28,7 @@ else:
     every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 
     def factor(seed: int, rows: int, columns: int, per_row: bool, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Codes of all values that there are, and scales."""
+        """Return codes of all possible values, and scales."""
         draw = torch.Generator().manual_seed(seed)
         codes = torch.randint(-127, 128, (rows, columns), generator=draw, dtype=torch.int8)
         return codes, scale * (0.5 + torch.rand(rows if per_row else 1, 1, generator=draw))
@@ -36,8 +36,9 @@ else:
     def check(
         a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dtype, tile: ProductTile | None = None
     ) -> None:
-        """Within float32's roundings of the sum and of two scales, and the one to dtype, of what float64 gives: to
-        bfloat16 the interpreter cuts off, an eps where half of one is the most that a GPU is away."""
+        """Check that the result is within float32's roundings of the sum and of two scales, and the rounding to dtype,
+        of the float64 result. The interpreter truncates to bfloat16, which costs an eps. A GPU is off by half an eps at
+        most."""
         truth = product_twin(*a, *b, torch.float64)
         found = int8_product_triton(*a, *b, dtype, tile)
         assert found.dtype == dtype and found.shape == truth.shape
@@ -50,20 +51,20 @@ else:
         (1, 1, 16), (17, 64, 48), (64, 130, 144), (130, 17, 528), (257, 129, 64), (3, 300, 16),
     ])  # fmt: skip
     def test_every_size(rows, columns, inner, dtype):
-        """That fills tiles or not, whatever the results' memory held."""
+        """Sizes fill tiles or not. The results do not depend on what their memory held."""
         scale = 1e-3 if dtype == torch.float16 else 1.0
         for of_a, of_b in ((True, True), (False, True), (True, False), (False, False)):
-            torch.full((rows, columns), torch.nan, dtype=dtype)  # where the result may come to lie
+            torch.full((rows, columns), torch.nan, dtype=dtype)  # The result may come to lie in this memory.
             check(factor(1, rows, inner, of_a, scale), factor(2, columns, inner, of_b), dtype)
 
     @pytest.mark.parametrize("tile", [ProductTile(16, 32, 16, 1, 1), ProductTile(128, 128, 128, 4, 3)], ids=str)
     def test_more_tiles_than_a_group_has(tile):
-        """Each result once: of 11 by 3 tiles, the last group is smaller."""
+        """Each result is computed once. With 11 by 3 tiles the last group is smaller."""
         check(factor(1, 11 * 16 - 3, 80, True), factor(2, 70, 80, True), torch.float32, tile)
 
     @every_dtype
     def test_any_magnitude(dtype):
-        """The product of two scales may be less than any float, where that of all three is none."""
+        """The product of two scales may be less than any float, even if the product of all three factors is not."""
         scales = [(1e-30, 1e30), (1e30, 1e-30), (1e-10, 1e-10), (1e-38, 1.0)]
         for one, other in scales if dtype != torch.float16 else [(1e-30, 1e28), (1e-4, 1.0)]:
             check(factor(1, 33, 64, True, one), factor(2, 20, 64, True, other), dtype)
@@ -71,7 +72,7 @@ else:
         assert (int8_product_triton(*zeros, *factor(2, 4, 32, True), dtype) == 0).all()
 
     def test_sums_are_exact():
-        """Of the largest codes, all of one sign: 127^2 16,384 times is more than a float32 counts to."""
+        """All codes are the largest ones with one sign: 127^2 times 16,384 is more than float32 counts exactly."""
         a = torch.full((3, 16_384), 127, dtype=torch.int8)
         one = torch.ones(1, 1)
         found = int8_product_triton(a, one, -a, one, torch.float32)
@@ -89,7 +90,7 @@ else:
         assert found.isfinite().all()
 
     def test_strides_and_offsets_of_operands():
-        """Turned matrices, and codes that begin at no multiple of 16 bytes."""
+        """Operands are transposed matrices, and codes that do not begin at a multiple of 16 bytes."""
         a, scale = factor(1, 48, 40, True)
         other = factor(2, 20, 48, True)
         check((a.t(), scale[:40]), other, torch.float32)

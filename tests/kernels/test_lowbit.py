@@ -1,4 +1,5 @@
-"""Linear layers in 8 bits against float64: every product within what rounding its operands can do, at any magnitude."""
+"""Linear layers in 8 bits against float64: the error of every product is within the rounding of its operands, at any
+magnitude."""
 
 from __future__ import annotations
 
@@ -17,13 +18,13 @@ from sagetrain.parallel.topology import ParallelGroups, Topology
 
 IN, OUTS = 48, (64, 16, 32)
 FORMATS = {E4M3: (2**-4, 2**-9), E5M2: (2**-3, 2**-16)}
-"""Half a step of the mantissa over the value, and the least subnormal."""
+"""Half a step of the mantissa relative to the value, and the least subnormal number."""
 
 every_recipe = pytest.mark.parametrize("name", RECIPES, ids=" ".join)
 
 
 def _random(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Normal, with rows and columns of their own magnitudes, a row and a column of zeros."""
+    """Return normal numbers. Rows and columns have their own magnitudes, and one row and one column are zeros."""
     draw = torch.Generator().manual_seed(seed)
     x = torch.randn(*shape, generator=draw)
     x *= torch.exp2(4 * torch.randn(shape[0], 1, generator=draw)) * torch.exp2(torch.randn(shape[1], generator=draw))
@@ -36,8 +37,9 @@ def _largest(x: Tensor, per_row: bool) -> Tensor:
 
 
 def _rounding(x: Tensor, number: torch.dtype, per_row: bool) -> Tensor:
-    """The most by which rounding changes each element (float64). FP8: half a step of its mantissa, or, among the
-    subnormals, half the least of them, at a scale of less than 2 largest / limit. INT8: half of 127 equal steps."""
+    """Return the largest change of each element by rounding (float64). For FP8 it is half a step of the mantissa or,
+    among the subnormals, half the least of them, at a scale of less than 2 largest / limit. For INT8 it is half of 127
+    equal steps."""
     x = x.double()
     if number == INT8:
         return _largest(x, per_row) / 254 * (1 + 1e-6) + torch.zeros_like(x)
@@ -46,13 +48,14 @@ def _rounding(x: Tensor, number: torch.dtype, per_row: bool) -> Tensor:
 
 
 def _bound(a: Tensor, of_a: Tensor, b: Tensor, of_b: Tensor) -> Tensor:
-    """Of a b^T, where a and b are wrong by no more than of_a and of_b."""
+    """Return the largest error of a b^T if a and b are wrong by no more than of_a and of_b."""
     a, b = a.double().abs(), b.double().abs()
     return a @ of_b.t() + of_a @ b.t() + of_a @ of_b.t()
 
 
 def _assert_within(actual: Tensor, truth: Tensor, bound: Tensor) -> None:
-    """And the result's own rounding: to its dtype, from a sum in fp32 for those that are no twins."""
+    """Check that the error is within the bound plus the result's own rounding to its dtype. Results that are no twins
+    are rounded from a sum in fp32."""
     assert actual.isfinite().all()
     step = torch.finfo(actual.dtype).eps
     slack = step * (truth.abs() + bound) + torch.finfo(actual.dtype).tiny
@@ -74,15 +77,15 @@ def test_codes_are_close_at_any_magnitude(number: torch.dtype, per_row: bool, ma
     error = (codes.double() * scale - x).abs()
     assert (error <= _rounding(x, number, per_row)).all()
     limit = 127 if number == INT8 else torch.finfo(number).max
-    assert (_largest(codes.double(), per_row) >= limit / 2).all()  # the range is used
+    assert (_largest(codes.double(), per_row) >= limit / 2).all()  # The codes use the range.
     if number != INT8:
         mantissa, _ = torch.frexp(scale)
-        assert (mantissa == 0.5).all()  # a power of two
+        assert (mantissa == 0.5).all()  # The scale is a power of two.
 
 
 @pytest.mark.parametrize("number", [E4M3, E5M2, INT8], ids=str)
 def test_no_value_is_rounded_out_of_the_range(number: torch.dtype) -> None:
-    """Largest magnitudes all around those at which the scale changes, where dividing by them rounds."""
+    """The largest magnitudes lie around those at which the scale changes, where a division by them rounds."""
     limit = 127.0 if number == INT8 else torch.finfo(number).max
     at = torch.tensor([limit * 2.0**k for k in (-100, -3, 0, 5, 100 if number == INT8 else 90)])
     near = [at, at.nextafter(torch.tensor(0.0)), at.nextafter(torch.tensor(torch.inf))]
@@ -95,7 +98,7 @@ def test_no_value_is_rounded_out_of_the_range(number: torch.dtype) -> None:
 @pytest.mark.parametrize("number", [E4M3, E5M2, INT8], ids=str)
 @pytest.mark.parametrize("per_row", [True, False])
 def test_zeros_stay_zeros(number: torch.dtype, per_row: bool) -> None:
-    """And what is next to nothing becomes nothing worse."""
+    """Numbers close to zero become zero or stay close to it."""
     for value in (0.0, 1e-40, 1e-37):
         codes, scale = quantize(torch.full((4, 16), value, dtype=torch.bfloat16), number, per_row)
         assert ((codes.double() * scale - value).abs() <= min(value, 2**-126)).all()
@@ -105,7 +108,7 @@ def test_zeros_stay_zeros(number: torch.dtype, per_row: bool) -> None:
 @pytest.mark.parametrize("number", [E4M3, E5M2, INT8], ids=str)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_what_is_not_finite_is_not_hidden(number: torch.dtype, bad: float) -> None:
-    """It takes with it what shares its scale, and no more."""
+    """A value that is not finite spoils everything that shares its scale, and no more."""
     x = torch.ones(3, 16)
     x[1, 5] = bad
     b = quantize(torch.ones(2, 16), number, True)
@@ -119,7 +122,7 @@ def test_what_is_not_finite_is_not_hidden(number: torch.dtype, bad: float) -> No
 @pytest.mark.parametrize("number", [E4M3, E5M2, INT8], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_torchs_kernels_multiply_as_the_twin(number: torch.dtype, per_row: bool, dtype: torch.dtype) -> None:
-    """Those of the CPU here, which take the same layouts and scales; tests/gpu has those of a GPU."""
+    """The kernels are those of the CPU, which take the same layouts and scales. tests/gpu has those of a GPU."""
     other = E4M3 if number == E5M2 else number
     a, b = quantize(_random(1, 33, 64), number, per_row), quantize(_random(2, 48, 64), other, per_row)
     truth = product(a, b, torch.float64)
@@ -136,9 +139,9 @@ def _positive(x: Rounded) -> Rounded:
 
 @pytest.mark.parametrize("name", RECIPES, ids=" ".join)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_what_travels_is_rounded_as_the_layer_rounds_it(name: tuple[str, str], dtype: torch.dtype) -> None:
-    """FP8: a byte a column and 16 a row, and from it the layer makes the codes of x itself. What is multiplied in 16
-    bits, or with other grids along the tokens (INT8), travels whole."""
+def test_a_packed_activation_is_rounded_as_the_layer_rounds_it(name: tuple[str, str], dtype: torch.dtype) -> None:
+    """FP8 takes a byte a column and 16 a row, and the layer makes the codes of x itself from it. An x that is
+    multiplied in 16 bits, or has other grids along the tokens (INT8), travels whole."""
     matmul, x = RECIPES[name], torch.cat([_random(1, 40, 64) * scale for scale in (1e-30, 1.0, 1e30)]).to(dtype)
     packed = matmul.pack(x)
     if name in (("fp8", "tensorwise"), ("fp8", "rowwise")):
@@ -168,9 +171,10 @@ def test_what_travels_is_rounded_as_the_layer_rounds_it(name: tuple[str, str], d
         (("int8", "rowwise_bf16_wgrad"), [INT8, torch.bfloat16, INT8, INT8, INT8, torch.bfloat16], 0),
     ],
 )
-def test_recipes_are_what_they_are_called(name: tuple[str, str], formats: list, scales: int) -> None:
-    """docs/low-bit-linear.md: x, for the output and for the gradient of W; W, as it lies and turned; dY, for the
-    gradients of x and of W; a scale for each row (0: as many as rows) or one."""
+def test_recipes_are_as_documented(name: tuple[str, str], formats: list, scales: int) -> None:
+    """docs/low-bit-linear.md lists the formats: x for the output and for the gradient of W, W as it lies and
+    transposed, and dY for the gradients of x and of W. There is one scale for each row (0: as many as rows), or one for
+    all."""
     matmul = RECIPES[name]
     x, weight, grad = (_random(seed, 32, 16, dtype=torch.bfloat16) for seed in range(3))
     operand, saved = matmul.read(x)
@@ -185,7 +189,7 @@ def test_recipes_are_what_they_are_called(name: tuple[str, str], formats: list, 
 
 
 def _products(matmul: LowBit, x: Tensor, weights: list[Tensor], grads: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, gradient of x and of the weights, of several weights as one."""
+    """Return the output, the gradient of x, and the gradients of several weights as one."""
     x, weights = x.detach().requires_grad_(), [w.detach().requires_grad_() for w in weights]
     outputs = linear(x, weights, matmul)
     grad_x, *grad_weights = torch.autograd.grad(outputs, (x, *weights), grads)
@@ -213,7 +217,7 @@ def test_products_are_within_the_rounding_of_their_operands(
         assert actual.dtype == dtype
         truth = a[0].double() @ b[0].double().t()
         _assert_within(actual, truth, _bound(*a, *b))
-        # Eight bits, no more, no less: FP8 is wrong by some percent of the whole, INT8 by some per mille.
+        # The error shows that eight bits are used: FP8 is wrong by some percent of the whole, INT8 by some per mille.
         error = ((actual - truth).norm() / truth.norm()).item()
         assert 5e-4 < error < 0.1, error
 
@@ -227,7 +231,7 @@ def test_products_are_within_the_rounding_of_their_operands(
 
 @every_recipe
 def test_strides_do_not_matter(name: tuple[str, str]) -> None:
-    """Of x, of weights, of gradients; a sum's gradient has none."""
+    """x, weights and gradients have strides. The gradient of a sum has strides of 0."""
     matmul = RECIPES[name]
     x, weight, grad = _random(1, 21, IN), _random(2, 64, IN), torch.ones(())
     plain = _products(matmul, x, [weight], [grad.expand(21, 64).contiguous()])
@@ -251,7 +255,7 @@ def test_what_was_in_a_result_does_not_matter(name: tuple[str, str]) -> None:
 
 
 class Cast(TorchDispatchMode):
-    """Counts the casts in both orientations."""
+    """A counter of the casts in both orientations."""
 
     count = 0
 
@@ -276,7 +280,7 @@ def test_without_gradients_nothing_is_cast_for_them(name: tuple[str, str]) -> No
 @every_recipe
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_products_of_what_is_not_finite_are_not_finite(name: tuple[str, str], bad: float) -> None:
-    """So that a step that overflowed is seen by its loss or its gradient norm."""
+    """The loss or the gradient norm must show that a step overflowed."""
     matmul = RECIPES[name]
     x, weight, grad = _random(1, 21, IN), _random(2, 64, IN), _random(3, 21, 64)
     for operand in (x, weight, grad):
@@ -290,7 +294,8 @@ def test_products_of_what_is_not_finite_are_not_finite(name: tuple[str, str], ba
 
 @every_recipe
 def test_kept_weights_multiply_as_the_weights_themselves(name: tuple[str, str]) -> None:
-    """Bit for bit, eager and compiled, one graph for all layers and one for evaluation; written anew when asked to."""
+    """Results are equal bit for bit, eager and compiled, with one graph for all layers and one for evaluation. The kept
+    weights are written anew when asked to."""
     torch._dynamo.reset()
     groups, sizes = ParallelGroups.single(), {"a": 64, "c": 32}
     layers = torch.nn.ModuleList(
@@ -302,7 +307,8 @@ def test_kept_weights_multiply_as_the_weights_themselves(name: tuple[str, str]) 
     for seed in range(2):
         for i, layer in enumerate(layers):
             for j, weight in enumerate(layer.parameters()):
-                weight.data.copy_(_random(10 + 7 * seed + 3 * i + j, *weight.shape))  # no version counter moves
+                # This write moves no version counter.
+                weight.data.copy_(_random(10 + 7 * seed + 3 * i + j, *weight.shape))
         keep_weights(layers)
         for layer, fast in zip(layers, compiled, strict=True):
             assert [tuple(part.shape) for part in layer.kept if part.dtype != torch.float32] == [(96, IN), (IN, 96)]
@@ -319,7 +325,7 @@ def test_kept_weights_multiply_as_the_weights_themselves(name: tuple[str, str]) 
 
 @every_recipe
 def test_weights_that_are_kept_are_not_rounded_again(name: tuple[str, str]) -> None:
-    """Neither forward nor backward, in no micro-batch of a step: what the parameters hold is not read."""
+    """In every micro-batch of a step, forward and backward do not read the parameters."""
     layer = ColumnParallelLinear(
         IN, {"a": 64, "c": 32}, ParallelGroups.single(), matmul=RECIPES[name], dtype=torch.float32
     )
@@ -339,13 +345,13 @@ def test_weights_that_are_kept_are_not_rounded_again(name: tuple[str, str]) -> N
 
 
 class Whole(LowBit):
-    """Gathers the gradient as it is and rounds it then."""
+    """A recipe that gathers the gradient as it is and rounds it afterwards."""
 
     gradient_travels = False
 
 
 class Gathered(TorchDispatchMode):
-    """Bytes that all-gathers are given."""
+    """A counter of the bytes that all-gathers are given."""
 
     bytes = 0
 
@@ -356,15 +362,16 @@ class Gathered(TorchDispatchMode):
 
 
 def _even(seed: int, rows: int, columns: int) -> Tensor:
-    """Magnitudes of which e4m3 rounds none among its smallest, whichever scale it has."""
+    """Return magnitudes that e4m3 never rounds as subnormal numbers, whichever scale it has."""
     draw = torch.Generator().manual_seed(seed)
     x = torch.exp2(-6 * torch.rand(rows, columns, generator=draw) + torch.randn(rows, 1, generator=draw))
     return x * torch.randn(rows, columns, generator=draw).sign()
 
 
 def _gather_gradients(groups: ParallelGroups, recipe: str, dtype: torch.dtype, compiled: bool) -> tuple[list[int], int]:
-    """Of a row-parallel layer under sequence parallelism, as its recipe gathers dY and whole: elements of the gradients
-    of x and of the weight that differ, and the bytes that were gathered."""
+    """Compare a row-parallel layer under sequence parallelism that gathers dY by its recipe with one that gathers dY
+    whole. Return the number of elements that differ, of the gradients of x and of the weight, and the bytes that were
+    gathered."""
     own, results = RECIPES["fp8", recipe], []
     x, grad = _random(1, 40, 32).to(dtype), _even(2 + groups.tp_rank, 20, 64).to(dtype)
     for matmul in (Whole(**vars(own)), own):
@@ -396,8 +403,9 @@ def _gather_all_gradients() -> list[tuple[list[int], int]]:
     return [_gather_gradients(groups, *case) for case in CASES]
 
 
-def test_gradients_gathered_in_8_bits_are_those_rounded_behind_the_gather() -> None:
-    """Row-wise in e4m3: a byte a column and 16 a token. Another grid (e5m2) or a product in 16 bits wants all."""
+def test_gradients_gathered_in_8_bits_equal_later_rounding() -> None:
+    """Row-wise e4m3 takes a byte a column and 16 a token. Another grid (e5m2), or a product in 16 bits, needs the whole
+    gradient."""
     packed, whole = 20 * (64 + 16), 20 * 64 * 2
     for found in run_distributed(_gather_all_gradients, 2):
         assert found == [([0, 0], size) for size in (packed, packed, packed, whole, whole)]

@@ -17,7 +17,7 @@ from sagetrain.parallel.topology import ParallelGroups, Topology
 
 TOKENS, HIDDEN, INNER, VOCAB = 12, 8, 16, 24
 FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = 8, 16, 32
-"""Operands of each product are multiples of one over this."""
+"""The operands of each product are multiples of one over this."""
 
 
 def _rounded(steps: int, *operands: Tensor) -> list[Tensor]:
@@ -25,7 +25,7 @@ def _rounded(steps: int, *operands: Tensor) -> list[Tensor]:
 
 
 class Rounding(Matmul):
-    """What a recipe in fewer bits has to write: the same products of rounded operands."""
+    """An example of a recipe in fewer bits: the same products of rounded operands."""
 
     def read(self, x: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         return _rounded(FORWARD, x), _rounded(WEIGHT_GRADIENT, x)
@@ -54,7 +54,7 @@ class Rounding(Matmul):
 
 
 class Dense(torch.autograd.Function):
-    """y = x W^T on one rank, written out, with operands rounded as Rounding says."""
+    """Compute y = x W^T on one rank, written out, with operands rounded as Rounding does."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -82,7 +82,7 @@ def _close(actual: Tensor, expected: Tensor, rtol: float = 1e-12, atol: float = 
 
 
 def _layers(groups: ParallelGroups, sequence_parallel: bool, joined: bool) -> nn.ModuleDict:
-    """One of each kind, each with a value of its own."""
+    """Return one layer of each kind, each with a value of its own."""
     place = {"sequence_parallel": sequence_parallel, "dtype": torch.float64}
     column = ColumnParallelLinear(HIDDEN, {"a": INNER, "c": INNER}, groups, matmul=Rounding(joined), **place)
     row = RowParallelLinear(INNER, HIDDEN, groups, matmul=Rounding(joined), **place)
@@ -97,7 +97,7 @@ def _layers(groups: ParallelGroups, sequence_parallel: bool, joined: bool) -> nn
 
 
 def _check_layers(groups: ParallelGroups, sequence_parallel: bool, joined: bool) -> None:
-    """Column, product, row, against the same on one rank."""
+    """Compare a column-parallel layer, a product and a row-parallel layer with the same on one rank."""
     layers = _layers(groups, sequence_parallel, joined)
     tokens = shard(torch.arange(TOKENS), 0 if sequence_parallel else None, groups)
     x, g = _random(9, TOKENS, HIDDEN), _random(10, TOKENS, HIDDEN)
@@ -118,7 +118,7 @@ def _check_layers(groups: ParallelGroups, sequence_parallel: bool, joined: bool)
 
 
 def _check_head(groups: ParallelGroups, sequence_parallel: bool, labels: Tensor | None) -> None:
-    """Its loss, or its logits."""
+    """Compare the loss of the head, or its logits."""
     head = _layers(groups, sequence_parallel, False)["head"]
     tokens = shard(torch.arange(TOKENS), 0 if sequence_parallel else None, groups)
     x, weight = _random(9, TOKENS, HIDDEN), _leaf(3, VOCAB, HIDDEN)
@@ -129,7 +129,7 @@ def _check_head(groups: ParallelGroups, sequence_parallel: bool, labels: Tensor 
     logits = Dense.apply(x.requires_grad_(), weight)
     if labels is None:
         scale, close, truth = 1, {}, logits
-    else:  # divided by the tokens at the very end: what is rounded is softmax - one_hot; in fp32
+    else:  # The loss is divided by the tokens at the very end, so softmax - one_hot is what is rounded, in fp32.
         scale, close, truth = TOKENS, {"rtol": 1e-5, "atol": 1e-6}, F.cross_entropy(logits, labels, reduction="sum")
     truth.sum().backward()
     _close(out.double(), truth / scale, **close)
@@ -147,7 +147,7 @@ def _check_all(groups: ParallelGroups) -> None:
 
 
 class Layer(nn.Module):
-    """Columns, then rows; compiled like a block: one code for all, a value for each."""
+    """Column-parallel, then row-parallel weights, compiled like a block: one code for all layers, a value for each."""
 
     def __init__(self, groups: ParallelGroups, sequence_parallel: bool) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class Layer(nn.Module):
 
 
 def _check_compiled(groups: ParallelGroups, sequence_parallel: bool) -> None:
-    """One graph for training and one for evaluation, however many layers and values there are."""
+    """Check that there is one graph for training and one for evaluation, however many layers and values there are."""
     torch._dynamo.reset()
     network = nn.Sequential(*(Layer(groups, sequence_parallel) for _ in range(4)))
     x = 0.1 * _random(9, TOKENS, HIDDEN)
@@ -186,13 +186,14 @@ def test_every_layer_multiplies_as_its_value_says() -> None:
     _check_all(ParallelGroups.single())
 
 
-def test_every_layer_multiplies_as_its_value_says_under_tensor_parallelism() -> None:
+def test_two_tensor_parallel_ranks_multiply_as_their_values_say() -> None:
     run_distributed(_check_two_ranks, 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_are_those_of_autograd_bit_for_bit(dtype: torch.dtype) -> None:
-    """Apart, products of one input are added in the order in which autograd adds those of as many linear layers."""
+    """If products of one input are not joined, they are added in the order in which autograd adds those of separate
+    linear layers."""
     groups = ParallelGroups.single()
     layer = ColumnParallelLinear(HIDDEN, {"q": 16, "k": 8, "v": 8}, groups, dtype=dtype)
     with torch.no_grad():

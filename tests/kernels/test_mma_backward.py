@@ -1,4 +1,4 @@
-"""The backward by mma.sync on a machine without a GPU: mma_prepare.cu and mma_backward.cu run by the emulator."""
+"""The backward by mma.sync on a machine without a GPU: the emulator runs mma_prepare.cu and mma_backward.cu."""
 
 import functools
 import math
@@ -48,7 +48,7 @@ MISTAKES = [
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
-    """Name of a kernel and its macros -> the kernel; the backward can make MISTAKES."""
+    """The name of a kernel and its macros -> the kernel. The backward can make MISTAKES."""
     folder = tmp_path_factory.mktemp("backward")
 
     @functools.cache
@@ -102,7 +102,7 @@ def backward(kernels, do, v, o, saved, causal, bounds, stages, half_sums=False, 
 
 
 def results(kernels, shape, stages=1, dtype=torch.bfloat16, half_sums=False, inputs=None, **options):
-    """Gradients of the kernels, of the twin, and exact ones."""
+    """Return the gradients of the kernels, of the twin, and exact ones."""
     q, k, v, do = inputs or random_inputs(shape, sigma=1.5, k_mean=1.0, do_scale=1e-2, dtype=dtype)
     bounds = shape.bounds()
     call = call_of(shape, q, k, v, "fine")
@@ -138,7 +138,8 @@ def test_agrees_with_the_twin_and_with_float64(kernels, shape, stages, dtype, ha
 
 @pytest.mark.parametrize("half_sums", [False, True])
 def test_gradients_of_any_size_and_queries_of_zeros(kernels, half_sums):
-    """Sizes of dO and V differ by 2^40 from query to query and tile to tile; of some queries Q or dO is zero."""
+    """The magnitudes of dO and V differ by 2^40 from query to query and tile to tile. Some queries have Q or dO of
+    zero."""
     shape = Shape(1, 130, 130, 1, 1, 64)
     q, k, v, do = random_inputs(shape, seed=1)
     q[0, 5], q[0, 64:], do[0, 7] = 0, 0, 0
@@ -160,7 +161,7 @@ def test_slices_and_broadcast_gradients(kernels):
 
 @pytest.mark.parametrize("where", ["q", "k", "v", "do"])
 def test_non_finite_values_propagate(kernels, where):
-    """To all that depends on them, not to the other head."""
+    """They reach everything that depends on them, and not the other head."""
     shape = Shape(1, 150, 150, 2, 2, 64)
     inputs = random_inputs(shape)
     inputs[["q", "k", "v", "do"].index(where)][0, 70, 1, 3] = math.nan
@@ -186,7 +187,7 @@ def test_values_in_units_of_their_tiles(kernels):
 
 @pytest.mark.parametrize("mistake", range(1, len(MISTAKES) + 1))
 def test_mistakes_are_found(kernels, right, mistake):
-    """By one of two inputs and seeds: a message, or other bits than without it."""
+    """One of two inputs and several seeds finds each mistake, by a message or by other bits than without it."""
     assert wrong_results(functools.partial(mistaken, kernels), right, mistake, seeds=2)
 
 
@@ -211,7 +212,7 @@ def mistaken(kernels, case, **options):
     [((8, 0), 128, False), ((8, 6), 128, True), ((8, 9), 64, True), ((9, 0), 128, False), ((12, 0), 128, True)],
 )
 def test_compiles(capability, head_dim, half_sums, tmp_path, monkeypatch):
-    """For each GPU, with the products of the design, no division in the loop and few registers in memory."""
+    """The kernel for each GPU has the products of the design, no division in the loop, and few registers in memory."""
     assert capability in CAPABILITIES
     monkeypatch.setenv("SAGEKERNELS_CACHE", str(tmp_path))
     stages = 1 if half_sums else 2
@@ -220,7 +221,7 @@ def test_compiles(capability, head_dim, half_sums, tmp_path, monkeypatch):
     made = disassembled(nvrtc.compiled("mma_backward.cu", defines, architecture), tmp_path)
     assert defines["BLOCKS"] * (defines["SHARED_BYTES"] + 1024) <= (100 if stages == 1 else 164) * 1024
     assert made.registers <= 255
-    # 16 keys x 64 queries a warp: S, dV, dK and dQ in codes, dP in 16 bits
+    # A warp has 16 keys x 64 queries: S, dV, dK and dQ in codes, dP in 16 bits.
     assert made.loop["IMMA"] == 4 * head_dim // 4 and made.loop["HMMA"] == head_dim // 2
     assert made.loop["CALL"] == made.loop["I2F"] == 0
     assert made.loop["LDL"] + made.loop["STL"] <= 140

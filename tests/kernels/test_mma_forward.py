@@ -1,4 +1,5 @@
-"""The forward by mma.sync on a machine without a GPU: mma_forward.cu run by the emulator, and compiled for its GPUs."""
+"""The forward by mma.sync on a machine without a GPU: the emulator runs mma_forward.cu, and it compiles for its
+GPUs."""
 
 import functools
 import math
@@ -49,7 +50,8 @@ def kernels(tmp_path_factory):
 
 
 def tile_units(v):
-    """v [B, N, heads, D] in float16, each tile of 64 tokens of a head in units of a power of two; the units."""
+    """Return v [B, N, heads, D] in float16, each tile of 64 tokens of a head in units of a power of two, and the
+    units."""
     n = v.shape[1]
     tiles = torch.nn.functional.pad(v.float(), (0, 0, 0, 0, 0, -n % TILE)).unflatten(1, (-1, TILE))
     largest = tiles.abs().amax((2, 4))  # [B, tiles, heads]
@@ -59,7 +61,7 @@ def tile_units(v):
 
 
 def emulated(kernels, q, k, v, causal, *, bounds=None, smooth=True, scale=0.125, half_sums=False, **options):
-    """o, lse and Q's codes of the kernel with the twin's codes of K; the twin's o, lse and codes."""
+    """Return o, lse and Q's codes of the kernel, which gets the twin's codes of K, and the twin's o, lse and codes."""
     batch, n_q, heads, head_dim = q.shape
     n_k, kv_heads = k.shape[1:3]
     o_twin, saved = twin_forward(Call(q, k, v, bounds, causal, scale, smooth, False, "fine", None))
@@ -115,7 +117,8 @@ def test_documents(kernels, documents, causal):
 
 @pytest.mark.parametrize(("head_dim", "half_sums"), [(64, False), (128, True)])
 def test_scores_that_outgrow_the_old_maximum(kernels, head_dim, half_sums):
-    """Keys get larger towards the first, which is visited last: by more than 2^127 from tile to tile."""
+    """Keys get larger towards the first one, which is visited last. Scores grow by more than 2^127 from tile to
+    tile."""
     q, k, v = inputs(0, [(1, 300, 1, head_dim)] * 3)
     q, k = q.abs() * 8, k.abs() * torch.linspace(16, -16, 300)[None, :, None, None].bfloat16()
     assert_close(*emulated(kernels, q, k, v, True, smooth=False, scale=0.25, half_sums=half_sums))
@@ -123,7 +126,7 @@ def test_scores_that_outgrow_the_old_maximum(kernels, head_dim, half_sums):
 
 @pytest.mark.parametrize("half_sums", [False, True])
 def test_error_against_float64_is_the_twins(kernels, half_sums):
-    """With a mean of V three times its spread, too, and channels of V of very different size."""
+    """The inputs include a mean of V that is three times its spread, and channels of V of very different size."""
     q, k, v = inputs(3, [(1, 300, 1, 128)] * 3)
     v = ((v.float() + 3) * torch.logspace(-3, 3, 128)).bfloat16()
     o, _, o_twin, _ = emulated(kernels, q, k, v, True, scale=128**-0.5, half_sums=half_sums)
@@ -144,7 +147,7 @@ def test_non_finite_values_propagate_and_zeros_do_not(kernels):
 
 @pytest.mark.parametrize("mistake", range(1, len(MISTAKES) + 1))
 def test_mistakes_are_found(kernels, right, mistake):
-    """By one of two inputs and seeds: a message, or other bits than without it."""
+    """One of two inputs and several seeds finds each mistake, by a message or by other bits than without it."""
     assert wrong_results(functools.partial(mistaken, kernels), right, mistake, seeds=2)
 
 
@@ -159,7 +162,7 @@ def mistaken(kernels, case, **options):
         bounds = Shape(n_q=300, documents=(60, 210, 30)).bounds()
         return emulated(kernels, q, k, v, True, bounds=bounds, **options)[:2]
     q, k, v = inputs(1, [(1, 200, 4, 128), (1, 230, 2, 128), (1, 230, 2, 128)])
-    k = k * torch.linspace(16, 1, 230)[None, :, None, None].bfloat16()  # outgrow the old maximum
+    k = k * torch.linspace(16, 1, 230)[None, :, None, None].bfloat16()  # The scores outgrow the old maximum.
     return emulated(kernels, q * 4, k, v, True, smooth=False, scale=0.25, **options)[:2]
 
 
@@ -170,7 +173,8 @@ def mistaken(kernels, case, **options):
      ((12, 0), 128, True, True)],
 )  # fmt: skip
 def test_compiles(capability, head_dim, packed, half_sums, tmp_path, monkeypatch):
-    """For each GPU, with the products and registers of the design: no division in the loop, few registers in memory."""
+    """The kernel for each GPU has the products and registers of the design: no division in the loop, few registers in
+    memory."""
     assert capability in CAPABILITIES
     monkeypatch.setenv("SAGEKERNELS_CACHE", str(tmp_path))
     defines = forward_defines(head_dim, True, packed, False, half_sums)
@@ -178,7 +182,7 @@ def test_compiles(capability, head_dim, packed, half_sums, tmp_path, monkeypatch
     blocks = 2 if head_dim == 128 else 3
     assert blocks * (defines["SHARED_BYTES"] + 1024) <= 100 * 1024
     assert made.registers <= {2: 255, 3: 168}[blocks]
-    # 32 x 64 scores a warp: products of 16 x 8 x 32 codes and 16 x 8 x 16 values
+    # A warp has 32 x 64 scores: products of 16 x 8 x 32 codes and 16 x 8 x 16 values.
     assert made.loop["IMMA"] == 2 * 8 * head_dim // 32 and made.loop["HMMA"] == 2 * 4 * head_dim // 8
     assert made.loop["CALL"] == made.loop["I2F"] == 0
     assert made.loop["LDL"] + made.loop["STL"] <= 130

@@ -1,4 +1,5 @@
-"""Attention behind QK-norm and rotary embedding as one node: what its two functions compute, and who computes it."""
+"""Attention behind QK-norm and rotary embedding as one node: the results of its two functions, and the kernels that
+compute them."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ HEADS = (4, 2)
 
 
 def inputs(tokens: int, head_dim: int = 16, dtype: torch.dtype = torch.bfloat16) -> Inputs:
-    """q, k, v and the gains, which get gradients; the tables and eps."""
+    """Return q, k, v and the gains, which get gradients, and the tables and eps."""
     x = random_qk(tokens, HEADS, head_dim, 1.0, dtype)
     whole = torch.cat((x.q, x.k, torch.randn_like(x.k)), 1)
     parts = whole.split([HEADS[0] * head_dim, *[HEADS[1] * head_dim] * 2], 1)
@@ -34,7 +35,8 @@ def results(leaves: list[Tensor], o: Tensor) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("smooth_q", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_it_is_its_two_functions(recipe: str, smooth_q: bool) -> None:
-    """To the last bit: sequences, packed documents, in autocast. Gradients that one operator makes lie side by side."""
+    """The results are equal to the last bit for sequences, packed documents and in autocast. Gradients that one
+    operator makes lie side by side."""
     options = {"recipe": recipe, "smooth_q": smooth_q}
     documents = torch.tensor([0, 3, 3, 40, 66], dtype=torch.int32)
     for batch, more in ((3, {"smooth_k": False}), (1, {"cu_seqlens": documents, "causal": False, "scale": 0.3})):
@@ -50,7 +52,7 @@ def test_it_is_its_two_functions(recipe: str, smooth_q: bool) -> None:
 
 
 class Told:
-    """An observer that keeps what it is told."""
+    """An observer that keeps all that it is told."""
 
     def __init__(self) -> None:
         self.grads: list[Gradients] = []
@@ -77,7 +79,7 @@ def test_observers_are_told_the_gradients_of_q_k_and_v() -> None:
 @pytest.mark.parametrize(("capability", "recipe", "expected"), [
     ((9, 0), "scores", ["gradient of the projection"]), ((9, 0), "fine", ["triton"]), ((8, 9), "scores", ["triton"]),
 ])  # fmt: skip
-def test_a_backend_with_kernels_for_it_computes_the_gradient_of_the_projection(
+def test_a_backend_with_kernels_computes_the_gradient(
     capability: tuple[int, int], recipe: str, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran = []

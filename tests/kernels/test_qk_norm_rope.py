@@ -1,4 +1,4 @@
-"""QK-norm and rotary embedding in one pass each way: the twin against float64, and in a model beside two steps."""
+"""QK-norm and rotary embedding in one pass each way: the twin agrees with float64, and in a model with two steps."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_twin_is_within_one_rounding_of_float64(dtype: torch.dtype) -> None:
 
 
 def test_the_twin_is_the_derivative() -> None:
-    """Of which the float64 above has been told."""
+    """The derivative confirms the float64 formulas above."""
     x = random_qk(5, (3, 1), 8, 1.0, torch.float64)
     inputs = [each.detach().requires_grad_() for each in x[3:7]]
     results = qk_norm_rope_twin(*inputs, *x[7:])
@@ -59,14 +59,14 @@ def test_the_twin_is_the_derivative() -> None:
 def in_two_steps(
     q: Tensor, k: Tensor, v: Tensor, q_gain: Tensor, k_gain: Tensor, cos: Tensor, sin: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """RMSNorm, then the rotary embedding, as the model has them by themselves."""
+    """Apply RMSNorm, then the rotary embedding, as separate modules of the model do."""
     norm = RMSNorm(len(q_gain), eps, SINGLE, split_input=False, dtype=q.dtype)
     q, k, v = (x.unflatten(1, (-1, len(q_gain))) for x in (q, k, v))
     return apply_rotary(norm(q, q_gain), cos, sin), apply_rotary(norm(k, k_gain), cos, sin), v
 
 
 def test_it_is_the_norm_and_the_rotation_of_the_model() -> None:
-    """With its tables, of documents too."""
+    """The model's own tables are used, also those of documents."""
     x = random_qk(11, (4, 2), 16, 1.0, torch.float32)
     tables = rotary_tables(torch.tensor([*range(4), *range(7)]), 16, 10_000.0, None)
     y = torch.cat((x.q, x.k, 2 * x.k), 1).requires_grad_()
@@ -80,7 +80,7 @@ def test_it_is_the_norm_and_the_rotation_of_the_model() -> None:
 
 
 def test_between_the_steps_nothing_is_rounded() -> None:
-    """So in bf16 it is nearer to float64 than the two steps."""
+    """In bf16 the result is therefore nearer to float64 than the two steps are."""
     x = random_qk(64, (4, 2), 64, 1.0, torch.bfloat16)
     ours, _, _ = qk_norm_rope(x.q, x.k, x.k, *x[5:])
     theirs, _, _ = in_two_steps(x.q, x.k, x.k, *x[5:])
@@ -135,8 +135,8 @@ def test_what_it_does_not_take_it_refuses(change: dict[str, Tensor], error: type
 
 
 @pytest.mark.parametrize("matmul", [RECIPES["fp8", "rowwise"], Matmul(joined=True), Matmul()], ids=str)
-def test_what_is_joined_is_not_copied(matmul: Matmul) -> None:
-    """Neither behind the operator nor behind attention that normalizes itself."""
+def test_joined_gradients_are_not_copied(matmul: Matmul) -> None:
+    """This holds behind the operator, and behind attention that normalizes itself."""
     place = {"dtype": torch.bfloat16, "device": torch.device("cpu")}
     tables = rotary_tables(torch.arange(32), 16, 10_000.0, None)
     for function, operator in ((Sdpa(), "qk_norm_rope_gradients"), (Sage(), "normed_backward")):
@@ -154,13 +154,13 @@ def test_what_is_joined_is_not_copied(matmul: Matmul) -> None:
 
         calls = backward_calls(normed)
         assert calls.count(f"sagekernels.{operator}.default") == 1
-        assert calls.count("aten.cat.default") == (matmul == Matmul(joined=True))  # a 16-bit matmul joins its weights
+        assert calls.count("aten.cat.default") == (matmul == Matmul(joined=True))  # A 16-bit matmul joins its weights.
 
 
 def gradients(
     dtype: torch.dtype = torch.float32, compiled: bool = False, backend: str = "sdpa", **arguments: object
 ) -> list[Tensor]:
-    """Loss and gradients of a model in FP8, of packed documents."""
+    """Return the loss and gradients of a model in FP8 on packed documents."""
     place = {"device": torch.device("cpu"), "dtype": dtype}
     matmuls, _ = matmuls_of(LinearConfig(precision="fp8"), SHAPE, tensor_parallel_size=1, **place)
     backend = AttentionConfig(backend=backend, recipe="scores")
@@ -185,13 +185,13 @@ def eager() -> dict[str, list[Tensor]]:
 
 
 def test_a_model_is_that_of_two_steps(eager: dict[str, list[Tensor]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for sums in another order, and what FP8 makes of a number beside the middle of two codes."""
+    """Sums in another order differ, and FP8 may round a number beside the middle of two codes the other way."""
     monkeypatch.setattr(attention, "qk_norm_rope", in_two_steps)
     for found, expected in zip(eager["sdpa"], gradients(), strict=True):
         assert (found - expected).norm() <= 1e-3 * expected.norm()
 
 
-def test_attention_that_normalizes_itself_computes_the_same_bits(
+def test_self_normalizing_attention_computes_the_same_bits(
     eager: dict[str, list[Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Sage, "normalizes", False)
@@ -206,6 +206,6 @@ def test_attention_that_normalizes_itself_computes_the_same_bits(
 def test_a_model_computes_the_same_bits(
     checkpointing: str, compiled: bool, backend: str, eager: dict[str, list[Tensor]]
 ) -> None:
-    """Twice recomputed, compiled, both."""
+    """The model is recomputed in two ways, compiled, and both."""
     found = gradients(backend=backend, activation_checkpointing=checkpointing, compiled=compiled)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, eager[backend], strict=True))

@@ -1,4 +1,4 @@
-"""quantize_keys.cu on a machine without a GPU, against quantize.quantize_twin: run by the emulator."""
+"""quantize_keys.cu on a machine without a GPU agrees with quantize.quantize_twin: the emulator runs it."""
 
 import functools
 import math
@@ -33,7 +33,8 @@ def defines(head_dim, smooth, half, pairs=False):
 
 
 def quantized(kernels, k, smooth, processors, pairs=False, **options):
-    """Codes, scales and scales in order [heads, padded] of k [B, N, heads, D], whose strides are multiples of 8."""
+    """Return codes, scales and scales in order [heads, padded] of k [B, N, heads, D], whose strides are multiples of
+    8."""
     batch, n, heads, head_dim = k.shape
     padded = -(-n // 96) * 96
     chunks, per_chunk = chunks_of(padded, head_dim, processors)
@@ -65,7 +66,7 @@ def in_order(scale, padded):
 @pytest.mark.parametrize("smooth", [True, False])
 def test_agrees_with_the_twin(kernels, batch, n, heads, head_dim, processors, smooth, dtype):
     k = (torch.randn(batch, n, 3, heads, head_dim, generator=torch.Generator().manual_seed(n)) + 1).to(dtype)
-    k = k.unbind(2)[1]  # strided
+    k = k.unbind(2)[1]  # The keys are strided.
     k[0, n // 2, 0] = 0
     codes, scale, ordered = quantized(kernels, k, smooth, processors)
     twin = quantize_twin(k, mean=token_mean(k) if smooth else None)
@@ -90,7 +91,7 @@ def test_scales_with_what_takes_the_magic_constant_back(kernels):
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 @pytest.mark.parametrize("smooth", [True, False])
 def test_non_finite_values_propagate(kernels, bad, smooth):
-    """To the scale of their token; through the mean, to the tokens of their head."""
+    """They reach the scale of their token and, through the mean, the tokens of their head."""
     k = torch.randn(1, 600, 2, 128).bfloat16()
     k[0, 20, 1, 5] = bad
     codes, scale, _ = quantized(kernels, k, smooth, 6)
@@ -107,7 +108,7 @@ def test_more_chunks_than_fit_are_found(kernels):
 
 @pytest.mark.parametrize("mistake", range(1, len(MISTAKES) + 1))
 def test_mistakes_are_found(kernels, mistake):
-    """By a message or other bits than without it."""
+    """A message or other bits than without it show each mistake."""
     k = torch.randn(1, 700, 2, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
     right = quantized(kernels, k, True, 6)
     try:

@@ -1,4 +1,5 @@
-"""The claims about accuracy: the papers' tables reproduced by `paper`, beaten by `fine`; admission and choice."""
+"""The claims about accuracy: `paper` reproduces the papers' tables, and `fine` beats them. Admission and choice
+follow."""
 
 import json
 from functools import partial
@@ -11,7 +12,7 @@ from sagekernels import accuracy, attention_reference, sage_attention
 from sagekernels.admission import LIMITS, admit, choose, decided_once
 from sagekernels.testing import Shape
 
-SEED = int(torch.seed() % (1 << 30))  # fresh inputs each time
+SEED = int(torch.seed() % (1 << 30))  # The inputs are fresh each time.
 
 
 @pytest.mark.parametrize("sigma", [3, 5, 8, 10])
@@ -23,7 +24,8 @@ def test_paper_reproduces_table_1(sigma):
 
 @pytest.mark.parametrize("sigma", [1, 3, 5, 8, 10])
 def test_fine_is_never_worse_than_table_1(sigma):
-    heads = 40 if sigma == 1 else 8  # dV at sigma 1 (.0157 against .0159) is the closest cell: average more
+    # dV at sigma 1 (0.0157 against 0.0159) is the closest cell, so it is averaged over more heads.
+    heads = 40 if sigma == 1 else 8
     ours = accuracy.gaussian_errors(sigma, "fine", seed=SEED, heads=heads)
     assert all(got <= printed for got, printed in zip(ours, accuracy.TABLE_1[sigma], strict=True)), (SEED, ours)
 
@@ -64,7 +66,8 @@ def test_a_sink_costs_direct_fp4_probabilities_a_row(logit, two_level, direct):
 
 
 def test_fp4_beside_the_paper():
-    """Rows of smoothing near those in print, the mean of three inputs; the order of the rows."""
+    """The rows of smoothing come near those in print, as the mean of three inputs. The order of the rows is that in
+    print."""
     rows = {}
     for name in accuracy.FP4_TABLE:
         each = [accuracy.fp4_errors(*accuracy.fp4_inputs(seed), name) for seed in (0, 1, 2)]
@@ -147,8 +150,8 @@ def test_the_choice_is_made_once(tmp_path):
     assert "sage          not used: o off by" in said[-1]
 
 
-def test_a_choice_is_of_one_kind_of_device_and_one_version(monkeypatch, tmp_path):
-    """Of torch, Triton and the sources."""
+def test_a_choice_belongs_to_one_kind_of_device_and_version(monkeypatch, tmp_path):
+    """The version is that of torch, Triton and the sources."""
     sources, made = tmp_path / "sources", []
     sources.mkdir()
 

@@ -1,4 +1,4 @@
-"""sage_attention on the CPU: the twin against float64, its promises about scales, and what a caller can do wrong."""
+"""sage_attention on the CPU: the twin against float64, its promises about scales, and the mistakes of callers."""
 
 import math
 
@@ -25,7 +25,7 @@ SHAPES = [
 
 
 def direct_attention(q, k, v, causal, cu_seqlens=None):
-    """Softmax attention written out in float64 with an explicit mask, query head by query head."""
+    """Compute softmax attention in float64 with an explicit mask, query head by query head."""
     heads, group = q.shape[2], q.shape[2] // k.shape[2]
     i = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1]
     j = torch.arange(k.shape[1])[None]
@@ -54,7 +54,7 @@ def test_the_reference_in_chunks(monkeypatch):
     shape = Shape(1, 400, 400, 2, 1, 32)
     inputs = random_inputs(shape, dtype=torch.float64)
     whole = exact_results(*inputs)
-    monkeypatch.setattr("sagekernels.reference.CHUNK_SCORES", 1)  # one tile of queries at a time
+    monkeypatch.setattr("sagekernels.reference.CHUNK_SCORES", 1)  # One tile of queries is computed at a time.
     assert max(errors(exact_results(*inputs), whole).values()) < 1e-12
 
 
@@ -95,7 +95,7 @@ def test_document_bounds():
 
 
 def test_scores_in_16_bits_are_those_of_attention():
-    """Where Q and K are hard to quantize the recipe "gradients" keeps O exact, and its gradients follow."""
+    """Where Q and K are hard to quantize, the recipe "gradients" keeps O exact, and its gradients follow."""
     inputs = random_inputs(Shape(1, 256, 256, 4, 2, 64), sigma=3.0)
     exact = exact_results(*inputs)
     fine, ours = (errors(results_of(sage_attention, *inputs, recipe=r), exact) for r in ("fine", "gradients"))
@@ -104,7 +104,7 @@ def test_scores_in_16_bits_are_those_of_attention():
 
 
 def test_backward_reads_the_scores_of_the_forward():
-    """P of the backward sums to 1 in each row, as it only does with the scores that made the log-sum-exp."""
+    """P of the backward sums to 1 in each row, which is true only of the scores that made the log-sum-exp."""
     q, k, v, _ = random_inputs(Shape(1, 300, 300, 4, 2, 32, documents=(5, 0, 125, 170)), sigma=3.0, k_mean=5.0)
     for recipe in RECIPES:
         call = call_of(Shape(1, 300, 300, head_dim=32, documents=(5, 0, 125, 170)), q, k, v, recipe)
@@ -156,11 +156,12 @@ def test_zeros(recipe):
 @pytest.mark.parametrize("where", ["q", "k", "v", "do"])
 def test_non_finite_values_propagate(where, bad, recipe):
     inputs = random_inputs(Shape(1, 200, 200, 2, 2, 32))
-    inputs[0][0, 130, 1, 3] = 1.0  # an infinite key scores plus infinity, not minus: in 16 bits that has weight 0
+    # An infinite key must score plus infinity. In 16 bits minus infinity would have the weight 0 and hide the key.
+    inputs[0][0, 130, 1, 3] = 1.0
     inputs[["q", "k", "v", "do"].index(where)][0, 130, 1, 3] = bad
     got = results_of(sage_attention, *inputs, smooth_k=False, recipe=recipe)
     finite = {name: torch.isfinite(x).all(-1) for name, x in zip(got._fields, got, strict=True)}
-    assert all(x[:, :, 0].all() for x in finite.values())  # the other head
+    assert all(x[:, :, 0].all() for x in finite.values())  # The other head stays finite.
     assert not finite["dq"][0, 130, 1] and not finite["dk" if where != "do" else "dv"][0, :128, 1].any()
     if where != "do":
         assert not finite["o"][0, 130, 1]
@@ -221,7 +222,7 @@ def test_no_tokens():
     o.sum().backward()
     assert q.grad.shape == q.shape
     k, v = torch.randn(2, 2, 5, 2, 32).requires_grad_().unbind()
-    torch.use_deterministic_algorithms(True)  # fills torch.empty with NaN
+    torch.use_deterministic_algorithms(True)  # This setting fills torch.empty with NaN.
     try:
         grads = torch.autograd.grad(sage_attention(q, k, v).sum(), (q, k, v))
     finally:
@@ -255,7 +256,7 @@ def test_no_second_derivative():
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_autocast_casts_the_inputs_and_nothing_else(recipe):
-    """The twin's products of codes and of float32 numbers stay what they are, and so does FP4's attention."""
+    """The twin's products of codes and of float32 numbers are not cast, and FP4's attention is not either."""
     inputs = random_inputs(Shape(1, 70, 70, 2, 1, 32), sigma=2.0)
     expected = results_of(sage_attention, *inputs, recipe=recipe)
     q, k, v, do = (x.float() for x in inputs)

@@ -1,4 +1,5 @@
-"""The ordered list of backends: which one runs a call, in both directions, on every kind of GPU. No GPU is needed."""
+"""The ordered list of backends decides which one runs a call, in both directions, on every kind of GPU. No GPU is
+needed."""
 
 import re
 
@@ -77,7 +78,7 @@ def test_calls_without_a_cuda_kernel_are_portable(monkeypatch, runs, shape, dtyp
     (Shape(1, 70, 133, 4, 2, 128), {"causal": False}), (Shape(1, 70, 70, 2, 1, 64, documents=(30, 40)), {}),
 ])  # fmt: skip
 def test_both_passes_ask_the_same_backend(monkeypatch, runs, shape, options):
-    """The backward pass has neither q nor, without smooth_q, k; its answer follows from dO and V."""
+    """The backward pass has no q, and no k without smooth_q. Its answer follows from dO and V."""
     for dtype in (torch.bfloat16, torch.float16):
         run(monkeypatch, (9, 0), shape, dtype, cu_seqlens=shape.cu_seqlens(), **options)
     assert runs == ["hopper forward", "hopper backward"] * 2
@@ -98,7 +99,8 @@ def test_kernels_that_no_gpu_has_run_are_chosen_by_name_alone(monkeypatch, runs)
 
 
 def test_a_new_backend_is_one_line_in_the_list(monkeypatch, runs):
-    """It gets the calls of its GPU that it takes, and its recipe becomes the default there; nothing else changes."""
+    """The backend gets the calls of its GPU that it takes, and its recipe becomes the default there. Nothing else
+    changes."""
     blackwell = Backend(
         "blackwell",
         serves=lambda capability: capability[0] == 10,
@@ -149,7 +151,7 @@ def test_without_nvrtc_the_list_goes_on_after_one_warning(monkeypatch, runs):
         first, second = (run(monkeypatch, (9, 0)) for _ in range(2))
     assert len(warned) == 1 and runs == ["triton forward", "triton backward"] * 2
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    with pytest.raises(nvrtc.CompilationError):  # by name it is an error still
+    with pytest.raises(nvrtc.CompilationError):  # A backend by name still raises an error.
         run(monkeypatch, (9, 0), backend="hopper")
 
 
@@ -162,7 +164,7 @@ def test_an_error_of_a_kernel_is_an_error(monkeypatch, runs):
 
 
 def test_the_list_alone_imports_the_kernels_of_a_gpu():
-    """Nobody else asks for a GPU's kernels by name: a module of a backend is imported by the list and by its parts."""
+    """Only the list and the backend's own parts import a module of a backend."""
     folders = ("sagetrain", "benchmarks", "kernels/sagekernels")
     users = set()
     for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):

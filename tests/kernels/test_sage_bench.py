@@ -1,4 +1,4 @@
-"""The kernel benchmark: it counts right, and never times a function whose result is wrong."""
+"""The kernel benchmark counts right, and never times a function whose result is wrong."""
 
 import pytest
 import torch

@@ -17,7 +17,7 @@ def matrix(rows: int, columns: int) -> torch.Tensor:
 @pytest.mark.parametrize("per_row", [True, False])
 @pytest.mark.parametrize("rows", [48, 37])
 def test_both_are_the_casts_of_the_matrix_and_of_its_transpose(number, per_row, rows):
-    """With rows of zeros behind, as many as make the sum's length a multiple of 16."""
+    """Rows of zeros follow until the length of the sum is a multiple of 16."""
     x = matrix(rows, 20).bfloat16()
     for one in (x, x.t().contiguous().t()):
         rounded, turned = quantize_both(one, number, per_row)
@@ -33,7 +33,7 @@ def test_both_are_the_casts_of_the_matrix_and_of_its_transpose(number, per_row, 
 @every_number
 @pytest.mark.parametrize("per_row", [True, False])
 def test_the_operator_keeps_its_promises(number, per_row):
-    """Its schema, its empty results for torch.compile, with dims that change too."""
+    """The operator has its schema, and its empty results for torch.compile, with dims that change too."""
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(QUANTIZE_BOTH, (matrix(37, 20), number, per_row), test_utils=tests)
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""The portable Triton kernels compile for every family of GPUs, to the code they should, on a machine without one."""
+"""The portable Triton kernels compile for every family of GPUs, to the expected code, on a machine without a GPU."""
 
 import contextlib
 import re
@@ -18,8 +18,9 @@ from sagekernels.launch import TABLE, check_int8, family, launch_tiles
 KERNELS = {"forward": _forward_kernel, "dkdv": _dkdv_kernel, "dq": _dq_kernel}
 INT8 = ("Q8", "K8", "V8T", "Q8T", "K8T", "DO8T")
 SIXTEEN_BITS = ("V", "K", "O", "DO", "DK", "DV", "DQ")
-SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}  # KiB a program may have
-# Bytes of registers that a thread keeps in memory, of all three loops of a kernel together: what was found, and some.
+SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}  # The unit is KiB that a program may have.
+# A thread keeps up to so many bytes of registers in memory, over all three loops of a kernel: the measured value, and
+# some reserve.
 SPILLED = {"forward": 64, "dkdv": 560, "dq": 96}
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -39,7 +40,7 @@ def type_of(name: str, int8_scores: bool, half_sums: bool) -> str:
 
 
 def resources(cubin: bytes, folder: Path) -> tuple[int, int]:
-    """Registers of a thread, and bytes of its stack, where spilled ones are."""
+    """Return the registers of a thread, and the bytes of its stack, where spilled registers are."""
     (folder / "kernel.cubin").write_bytes(cubin)
     told = subprocess.run(
         [CUOBJDUMP, "-res-usage", folder / "kernel.cubin"], capture_output=True, text=True, check=True
@@ -97,15 +98,16 @@ def test_compiles(kernel, architecture, head_dim, int8_scores, half_sums, tmp_pa
     assert compiled.metadata.shared <= SHARED_MEMORY[architecture] * 1024
     registers, stack = resources(compiled.asm["cubin"], tmp_path)
     assert registers * tiles.num_warps * 32 <= 65536
-    if rows == "portable":  # portable tiles were chosen for that: warps share no row, so its maximum crosses none
-        assert stack <= SPILLED[kernel] or not int8_scores  # (recipe gradients: Q and K take twice the registers)
+    if rows == "portable":  # Portable tiles were chosen so that warps share no row, and no maximum crosses warps.
+        # With the recipe `gradients`, Q and K take twice the registers.
+        assert stack <= SPILLED[kernel] or not int8_scores
         layouts = set(re.findall(r"warpsPerCTA = \[(\d+), (\d+)\], instrShape", compiled.asm["ttgir"]))
         assert layouts == {(str(tiles.num_warps), "1")}
-    # INT8 matrix instructions are there, but where "gradients" has none in the forward.
+    # All kernels have INT8 matrix instructions, except the forward of "gradients".
     assert (".s8.s8" in ptx) == (int8_scores or kernel != "forward")
     sums = set(re.findall(r"mma\.\S*\.(f16|f32)\.f16\.f16", ptx))
     assert sums == ({"f16"} if half_sums else set())
-    if kernel != "forward":  # which divides once, at its end
+    if kernel != "forward":  # The forward divides once, at its end.
         assert not re.search(r"div\.\w+\.f32", ptx) and "rcp.approx" in ptx
 
 

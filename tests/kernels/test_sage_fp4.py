@@ -19,12 +19,13 @@ from sagekernels.fp4.quantize import (
 )
 from sagekernels.testing import Shape, cosine, random_inputs, rel_l2
 
-# All e4m3 numbers from 0 to 448, written out from the format: exponent bias 7, 3 bits of mantissa, no infinity.
+# These are all e4m3 numbers from 0 to 448, written out from the format: exponent bias 7, 3 bits of mantissa, no
+# infinity.
 E4M3 = [m * 2.0**-9 for m in range(8)] + [(8 + m) * 2.0 ** (e - 10) for e in range(1, 16) for m in range(8)][:-1]
 
 
 def nearest_even(x, numbers):
-    """Index of the nearest of `numbers` (rising, exact in float64), the even index of two that are as near."""
+    """Return the index of the nearest of `numbers` (rising, exact in float64). For a tie it is the even index."""
     table = torch.tensor(numbers, dtype=torch.float64)
     distance = (x.double()[:, None] - table).abs()
     near = distance == distance.amin(1, keepdim=True)
@@ -33,7 +34,7 @@ def nearest_even(x, numbers):
 
 
 def around(points):
-    """The points, and their neighbours in float32."""
+    """Return the points, and their neighbours in float32."""
     x = torch.tensor(points, dtype=torch.float32)
     return torch.cat((x, x.nextafter(torch.tensor(math.inf)), x.nextafter(torch.tensor(0.0))))
 
@@ -47,13 +48,13 @@ def test_e4m3_is_exact_at_every_number_midpoint_and_neighbour():
     assert round_e4m3(torch.tensor(math.nan)).isnan()
 
 
-def test_e4m3_agrees_with_the_cast_of_torch_on_a_million_numbers():
+def test_e4m3_agrees_with_torchs_cast_on_a_million_numbers():
     x = torch.rand(1 << 20).mul(40).sub(20).exp2().clamp(max=448)
     assert torch.equal(round_e4m3(x), x.to(torch.float8_e4m3fn).float())
 
 
 def test_every_float16_becomes_the_nearest_e2m1():
-    """All positive float16 against all e4m3 scales, with the quotient in float64, which orders them correctly."""
+    """All positive float16 are tried with all e4m3 scales. The quotient is in float64, which orders them correctly."""
     x = torch.arange(0x7C00, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
     middles = torch.tensor([(a + b) / 2 for a, b in itertools.pairwise(E2M1)], dtype=torch.float64)
     for s in E4M3[1:]:
@@ -77,12 +78,12 @@ def test_e8m0_scales():
 
 
 def test_a_group_by_hand():
-    x = torch.tensor([6.0, -3.0, 1.2, 0.3] + [0.0] * 12 + [13.0, 0.5, -1.0])  # the last group is short
+    x = torch.tensor([6.0, -3.0, 1.2, 0.3] + [0.0] * 12 + [13.0, 0.5, -1.0])  # The last group is short.
     ours = quantize_fp4(x)
-    assert ours.scale.tolist() == [1.0, 2.25]  # 13 / 6 = 2.1667 between 2.0 and 2.25
+    assert ours.scale.tolist() == [1.0, 2.25]  # 13 / 6 = 2.1667 lies between 2.0 and 2.25.
     assert ours.dequantized().tolist() == [6.0, -3.0, 1.0, 0.5] + [0.0] * 12 + [13.5, 0.0, -1.125]
     mx = quantize_fp4(x, format="mxfp4")
-    assert mx.scale.tolist() == [2.0]  # 13 / 2 saturates at 6
+    assert mx.scale.tolist() == [2.0]  # 13 / 2 saturates at 6.
     assert mx.dequantized().tolist() == [6.0, -3.0, 1.0, 0.0] + [0.0] * 12 + [12.0, 0.0, -1.0]
 
 
@@ -98,8 +99,8 @@ def test_groups_of_zeros_of_nan_and_of_infinity(format):
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_rounding_is_bounded(format):
-    """|x - phi(x)| is at most half the widest step, s, plus what saturation cuts: x / s is at most 6.4 (e4m3, whose
-    scale is at most 1/16 too small) or below 8 (e8m0)."""
+    """x - phi(x)| is at most half the widest step, s, plus the part that saturation cuts. x / s is at most 6.4 (e4m3,
+    whose scale is at most 1/16 too small) or below 8 (e8m0)."""
     torch.manual_seed(0)
     x = torch.randn(64, 160) * torch.randn(64, 1).exp()
     ours = quantize_fp4(x, format=format, unit=head_unit(x))
@@ -110,7 +111,7 @@ def test_rounding_is_bounded(format):
 
 @pytest.mark.parametrize("power", [-60, -12, 0, 12, 60])
 def test_a_unit_keeps_tiny_and_huge_heads(power):
-    """With its unit a head's rounding does not depend on its size; without, NVFP4 loses or cuts it."""
+    """With its unit, a head's rounding does not depend on its size. Without a unit, NVFP4 loses or cuts the head."""
     x = torch.randn(3, 50, 64)
     plain = quantize_fp4(x).dequantized()
     scaled = x * 2.0**power
@@ -148,7 +149,7 @@ SHAPES = [
 
 
 def by_hand(q, k, v, shape, scale):
-    """float64, one query at a time, from the codes: no online softmax, no chunks, no padding."""
+    """Compute attention in float64 from the codes, one query at a time: no online softmax, no chunks, no padding."""
     n_q, n_k, group = shape.n_q, shape.n_k, shape.heads // shape.kv_heads
     document = torch.zeros(n_k)
     if shape.documents:
@@ -180,7 +181,7 @@ def by_hand(q, k, v, shape, scale):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_attention_is_its_definition(shape):
-    """Equal but for codes of P at a midpoint, which float32 sums of the scores may push to either side."""
+    """The results are equal, except that float32 sums of the scores may push a P at a midpoint to either code."""
     q, k, v, _ = random_inputs(shape, k_mean=2.0, dtype=torch.float32, seed=1)
     ours = fp4_attention(q, k, v, causal=shape.causal, cu_seqlens=shape.cu_seqlens())
     expected = by_hand(q, k, v, shape, shape.head_dim**-0.5)
@@ -199,12 +200,12 @@ def test_attention_is_close_to_exact(shape, format, limit):
 
 
 def test_smoothing_cancels_exactly():
-    """Means that every key of a head and every query of a tile have in common change nothing but float32 rounding."""
+    """Means that all keys of a head or all queries of a tile share change nothing but float32 rounding."""
     q, k, v, _ = random_inputs(Shape(1, 128, 128, 2, 2, 64), dtype=torch.float32)
     exact = attention_reference(q.double(), (k + 30).double(), v.double())
     assert cosine(fp4_attention(q, k + 30, v), exact) > 0.97
     assert cosine(fp4_attention(q, k + 30, v, smooth_k=False), exact) < 0.9
-    k = k - k.mean(-1, keepdim=True)  # scores do not see the shift of Q, its codes do
+    k = k - k.mean(-1, keepdim=True)  # Scores do not see the shift of Q, but its codes do.
     shifted = attention_reference((q + 30).double(), k.double(), v.double())
     assert cosine(fp4_attention(q + 30, k, v), shifted) > 0.97
     assert cosine(fp4_attention(q + 30, k, v, smooth_q=False), shifted) < 0.9
@@ -222,7 +223,7 @@ def test_chunks_and_poison_do_not_change_it(monkeypatch):
     q, k, v, _ = random_inputs(Shape(1, 400, 431, 4, 2, 32))
     whole = fp4_attention(q, k, v)
     strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
-    torch.use_deterministic_algorithms(True)  # fills torch.empty with NaN
+    torch.use_deterministic_algorithms(True)  # This setting fills torch.empty with NaN.
     try:
         monkeypatch.setattr("sagekernels.reference.CHUNK_SCORES", 1)
         assert rel_l2(fp4_attention(*strided), whole) < 4e-3

@@ -1,4 +1,5 @@
-"""FP4's Triton kernels compile on a machine without a GPU: with native products where there are some, untimed."""
+"""FP4's Triton kernels compile on a machine without a GPU, with native products where a GPU has them. They are not
+timed."""
 
 import re
 
@@ -9,7 +10,7 @@ from triton.compiler import ASTSource, compile
 from sagekernels.fp4.kernels import _fp4_forward_kernel, _quantize_fp4_kernel
 
 BYTES = ("Q4", "Q_SCALE", "K4", "K_SCALE", "V4", "V_SCALE", "CODES", "SCALE")
-SHARED_MEMORY = {80: 163, 90: 227, 100: 227, 120: 99}  # KiB a program may have
+SHARED_MEMORY = {80: 163, 90: 227, 100: 227, 120: 99}  # The unit is KiB that a program may have.
 
 
 def type_of(name: str) -> str:
@@ -35,14 +36,14 @@ def compiled(function, architecture: int, constants: dict[str, object]):
 
 
 def products(ptx: str) -> set[str]:
-    """Kinds of matrix instructions."""
+    """Return the kinds of matrix instructions."""
     return set(re.findall(r"(mma\.sync|wgmma\.mma_async|tcgen05\.mma)\S*?\.(bf16\.bf16|kind::\w+)", ptx))
 
 
 @pytest.mark.parametrize(("architecture", "head_dim", "e8m0", "block_m", "expected"), [
     (80, 64, False, 64, ("mma.sync", "bf16.bf16")),
     (90, 128, False, 64, ("wgmma.mma_async", "bf16.bf16")),
-    (120, 256, True, 64, ("mma.sync", "bf16.bf16")),  # by a Triton that has no native ones there
+    (120, 256, True, 64, ("mma.sync", "bf16.bf16")),  # This Triton has no native products for this GPU.
     (100, 128, False, 128, ("tcgen05.mma", "kind::mxf4nvf4")),
     (100, 64, True, 128, ("tcgen05.mma", "kind::mxf4")),
     (120, 128, False, 64, ("mma.sync", "kind::mxf4nvf4")),
@@ -70,6 +71,6 @@ def test_attention_compiles(architecture, head_dim, e8m0, block_m, expected):
 
 @pytest.mark.parametrize("e8m0", [False, True])
 def test_the_quantizer_fuses_nothing(e8m0):
-    """A fused multiply-add in the rounding of a scale would change it."""
+    """A fused multiply-add in the rounding of a scale would change the scale."""
     made = compiled(_quantize_fp4_kernel, 90, {"TILE": 64, "GROUP": 32 if e8m0 else 16, "E8M0": e8m0})
     assert "fma" not in made.asm["ptx"] and "mul.rn.f32" in made.asm["ptx"]

@@ -1,6 +1,6 @@
 """FP4's Triton kernels in Triton's interpreter: quantizers equal the twin's bit for bit, attention up to float sums.
 
-As in test_sage_interpreter.py this file starts itself in a process that interprets.
+This file starts itself in a process that interprets, as test_sage_interpreter.py does.
 """
 
 import os
@@ -39,13 +39,13 @@ else:
 
     @pytest.fixture(autouse=True)
     def poisoned_memory():
-        torch.use_deterministic_algorithms(True)  # fills torch.empty with NaN and largest integers
+        torch.use_deterministic_algorithms(True)  # This setting fills torch.empty with NaN and largest integers.
         yield
         torch.use_deterministic_algorithms(False)
 
     def all_sizes() -> torch.Tensor:
-        """[2, 130, 90]: groups of every size that a group of a head can have beside the head's largest, some with
-        numbers at midpoints, some of zeros."""
+        """Return [2, 130, 90] with groups of every possible size relative to the head's largest one. Some groups have
+        numbers at midpoints, and some are zeros."""
         draw = torch.Generator().manual_seed(0)
         x = torch.randn(2, 130, 90, generator=draw)
         x *= torch.rand(2, 130, 90, generator=draw).mul(20).sub(20).exp2()
@@ -85,7 +85,7 @@ else:
 
     @pytest.mark.parametrize("shape", SHAPES, ids=str)
     def test_attention_is_the_twins(shape):
-        """But for codes of P at a midpoint, which the order of float sums may push to either side."""
+        """The results are equal, except that the order of float sums may push a P at a midpoint to either code."""
         check(shape)
 
     @pytest.mark.parametrize("options", [
@@ -96,11 +96,12 @@ else:
 
     @pytest.mark.parametrize("sizes", [(1e-3, 1e3, 1e-4), (1e-20, 1e20, 1e-30), (1e15, 1e-15, 1e25)])
     def test_tiny_and_huge_inputs(sizes):
-        check(Shape(1, 70, 70, 2, 1, 32), dtype=torch.bfloat16, sizes=sizes, limit=6e-3)  # written truncated here
+        # The interpreter truncates here when it writes.
+        check(Shape(1, 70, 70, 2, 1, 32), dtype=torch.bfloat16, sizes=sizes, limit=6e-3)
 
     @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2], SHAPES[5]], ids=str)
     def test_programs_of_two_tiles(shape, monkeypatch):
-        """As on data center Blackwell, each tile with its own mean of Q."""
+        """Data center Blackwell has such programs. Each tile has its own mean of Q."""
         monkeypatch.setattr("sagekernels.fp4.kernels.products", lambda device: (False, 128))
         check(shape)
 

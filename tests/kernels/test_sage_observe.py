@@ -1,4 +1,4 @@
-"""Calls of sage_attention as an observer hears of them, and the sums of a sample against float64 by hand."""
+"""An observer hears of calls of sage_attention, and the sums of a sample agree with float64 by hand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EVERYTHING = 1 << 40
 
 
 class Listener:
-    """Measures the sample of every call."""
+    """An observer that measures the sample of every call."""
 
     def __init__(self, sequences: int = 1, scores: int = EVERYTHING, turn: int = 0) -> None:
         self.how, self.kept, self.found = (sequences, scores, turn), [], []
@@ -31,19 +31,20 @@ class Listener:
 
 
 def visible(shape: Shape) -> Tensor:
-    """bool [N, N]: causal, and within one document."""
+    """Return which keys each query sees, bool [N, N]: causal, and within one document."""
     documents = torch.arange(len(shape.documents) or 1).repeat_interleave(torch.tensor(shape.documents or (shape.n_q,)))
     return (documents[:, None] == documents[None, :]).tril()
 
 
 def scores_of(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
-    """[H, N, N] of q [N, H, D] and k [N, H_kv, D]."""
+    """Return the scores [H, N, N] of q [N, H, D] and k [N, H_kv, D]."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     return (torch.einsum("nhd,mhd->hnm", q, k) * q.shape[-1] ** -0.5).masked_fill(~mask, -math.inf)
 
 
 def by_hand(shape: Shape, inputs: tuple, ours: tuple, recipe: str, smooth_q: bool) -> dict[str, tuple[Tensor, Tensor]]:
-    """Ours and exact of every tensor in float64, each product written out over the whole matrices."""
+    """Return our value and the exact one of every tensor in float64. Each product is written out over the whole
+    matrices."""
     mask, group = visible(shape), shape.heads // shape.kv_heads
     q, k, v, do = (x[0].double() for x in inputs)
     mean = tile_means(inputs[0]) if smooth_q else None
@@ -98,7 +99,8 @@ def test_the_sums_are_those_of_whole_matrices_in_float64(shape: Shape, recipe: s
 
 
 def test_zeros_and_scales_by_hand() -> None:
-    """fine: dQ gets dS times the scale of K, one scale per row of a tile; paper: one for the tile, for dK as well."""
+    """With `fine`, dQ gets dS times the scale of K, with one scale per row of a tile. With `paper` there is one scale
+    for the tile, for dK as well."""
     shape = Shape(n_q=128, n_k=128, heads=1, kv_heads=1)
     inputs = random_inputs(shape, sigma=2.0, seed=3)
     for recipe, size in (("fine", 1), ("gradients", 1), ("paper", TILE)):
@@ -139,12 +141,14 @@ def test_a_sample_of_pairs_takes_turns() -> None:
     turns = [Sample.of(q, k, 2, budget, turn).pairs for turn in range(8)]
     assert all(len(pairs) == 3 for pairs in turns)
     assert {pair for pairs in turns for pair in pairs} == set(whole.pairs)
-    assert Sample.of(q[:, :100], k[:, :100], 2, EVERYTHING, 0).length == 100  # 50 would cut a tile
+    # A sequence of 50 tokens would cut a tile.
+    assert Sample.of(q[:, :100], k[:, :100], 2, EVERYTHING, 0).length == 100
 
 
 @pytest.mark.parametrize("documents", [(), (300, 84, 256)])
 def test_the_last_rows_of_a_long_sequence_are_exact(documents: tuple[int, ...]) -> None:
-    """As much as fits: O, P, dS and dQ of the last rows, dK and dV of the last keys, as in the whole."""
+    """The sample takes as many rows as fit. O, P, dS and dQ of the last rows, and dK and dV of the last keys, equal
+    those of the whole sequence."""
     shape = Shape(n_q=640, n_k=640, heads=2, kv_heads=1, documents=documents)
     inputs = random_inputs(shape, sigma=2.0, seed=5)
     listener = Listener(scores=2 * 640 * 150)
@@ -180,14 +184,15 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_compiled_calls_are_heard_and_give_the_same() -> None:
-    """In the order of the calls, each backward pass with what its forward pass saved; no graph is made for it."""
+    """Calls come in order, and each backward pass has what its forward pass saved. No graph is made for the
+    observer."""
     inputs = random_inputs(Shape(n_q=64, n_k=64), dtype=torch.float32)
 
     def twice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return sage_attention(sage_attention(q, k, v, recipe="paper"), k, v)
 
     class Order:
-        """The addresses of what was saved, and the recipes."""
+        """An observer that keeps the addresses of what was saved, and the recipes."""
 
         def __init__(self) -> None:
             self.forwards, self.backwards = [], []
@@ -222,7 +227,7 @@ def test_pooled_numbers_of_nothing() -> None:
 
 
 def test_what_is_kept_is_a_copy() -> None:
-    """The model's own q and k may be overwritten before the backward pass."""
+    """The model may overwrite its own q and k before the backward pass."""
     shape = Shape(n_q=64, n_k=64)
     q, k, v, _ = random_inputs(shape)
     kept: Kept = keep(call_of(shape, q, k, v, "fine"), Sample.of(q, k, 1, EVERYTHING, 0))

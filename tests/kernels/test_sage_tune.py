@@ -1,4 +1,4 @@
-"""`python -m sagekernels.tune`: what it chooses, what it refuses, and where a choice is found again."""
+"""`python -m sagekernels.tune` chooses tiles, refuses others, and finds a choice again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SECONDS = {FIRST: 1.0, FASTER: 0.9, FASTEST: 0.8, TOO_LARGE: 0.1}
 
 @pytest.fixture
 def card(monkeypatch, tmp_path):
-    """A GPU by its name, nothing kept for it yet."""
+    """A GPU by its name, for which nothing is kept yet."""
     monkeypatch.setenv("SAGEKERNELS_CACHE", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA GeForce RTX 4090")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
@@ -31,7 +31,7 @@ def card(monkeypatch, tmp_path):
 
 
 def compared(monkeypatch, other_bits: set[Tiles] = frozenset(), later: set[Tiles] = frozenset()):
-    """tune.compare of kernels that take SECONDS, some of which give other bits, at once or only in small calls."""
+    """Run tune.compare on kernels that take SECONDS. Some of them give other bits, at once or only in small calls."""
     q = torch.empty(1, 1, 1, 128)
     timed, checked = (tune.Trial(call_of(Shape(), q, q, q, "fine"), None) for _ in range(2))
     active = []
@@ -91,7 +91,7 @@ def test_a_choice_is_kept_for_the_same_card_alone(card, monkeypatch):
     for function in (launch.tuned, launch.tuned_key):
         function.cache_clear()
     assert launch_tiles("dq", CARD, 128) == ours
-    tune.keep({}, [], CARD)  # beside the other card's
+    tune.keep({}, [], CARD)  # The entry lies beside the other card's.
     assert "4090" in launch.tuned_file().read_text()
 
 

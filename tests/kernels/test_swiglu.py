@@ -1,4 +1,4 @@
-"""SwiGLU whose gradients are halves of one matrix: the twin against float64, and in a model beside plain torch."""
+"""SwiGLU whose gradients are halves of one matrix: the twin agrees with float64, and in a model with plain torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_twin_is_within_one_rounding_of_float64(dtype: torch.dtype) -> None:
-    """At 1e-20 products are subnormal."""
+    """Products are subnormal at 1e-20."""
     magnitudes = (1.0, 1e-2, 20.0, 1e-3) if dtype == torch.float16 else (1.0, 1e-15, 1e15, 1e-20)
     for rows, columns, magnitude in zip((1, 37, 16, 37), (1, 129, 48, 129), magnitudes, strict=True):
         inputs = random_swiglu(rows, columns, magnitude, dtype)
@@ -37,7 +37,7 @@ def test_the_twin_is_within_one_rounding_of_float64(dtype: torch.dtype) -> None:
 
 
 def test_the_twin_is_the_derivative() -> None:
-    """Of which the float64 above has been told."""
+    """The derivative confirms the float64 formulas above."""
     gate, up, grad = (torch.randn(5, 7, dtype=torch.float64, requires_grad=True) for _ in range(3))
     expected = torch.autograd.grad(F.silu(gate) * up, (gate, up), grad)
     torch.testing.assert_close(swiglu_gradients_twin(grad, gate, up), torch.cat(expected, 1))
@@ -83,7 +83,7 @@ def test_what_it_does_not_take_it_refuses() -> None:
 
 
 def backward_graph(matmul: Matmul) -> list[str]:
-    """Of an MLP's backward pass."""
+    """Return the operations in an MLP's backward pass."""
     place = {"dtype": torch.bfloat16, "device": torch.device("cpu")}
     layer = mlp.MLP(SHAPE, SINGLE, matmuls={"gate_up": matmul, "down": matmul}, sequence_parallel=False, **place)
     for weight in layer.parameters():
@@ -95,13 +95,13 @@ def test_gradients_that_are_joined_are_not_copied() -> None:
     for matmul in (RECIPES["fp8", "rowwise"], RECIPES["int8", "rowwise_bf16_wgrad"], Matmul(joined=True)):
         calls = backward_graph(matmul)
         assert calls.count("sagekernels.swiglu_gradients.default") == 1
-        # A 16-bit matmul joins its weights, no more.
+        # A 16-bit matmul joins its weights, and the other recipes join nothing.
         assert calls.count("aten.cat.default") == (type(matmul) is Matmul)
     assert "sagekernels.swiglu_gradients.default" not in backward_graph(Matmul())
 
 
 def gradients(dtype: torch.dtype = torch.float32, compiled: bool = False, **arguments: object) -> list[Tensor]:
-    """Loss and gradients of a model in FP8."""
+    """Return the loss and gradients of a model in FP8."""
     place = {"device": torch.device("cpu"), "dtype": dtype}
     matmuls, _ = matmuls_of(LinearConfig(precision="fp8"), SHAPE, tensor_parallel_size=1, **place)
     attention = AttentionConfig(backend="sdpa")
@@ -118,7 +118,7 @@ def gradients(dtype: torch.dtype = torch.float32, compiled: bool = False, **argu
 
 @pytest.fixture
 def plain(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """As plain torch has them."""
+    """The loss and gradients with plain torch."""
     with monkeypatch.context() as patched:
         patched.setattr(mlp, "swiglu", lambda gate, up: F.silu(gate) * up)
         return gradients()
@@ -127,7 +127,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_model_computes_the_same_bits(checkpointing: str, compiled: bool, plain: list[Tensor]) -> None:
-    """In float32, where nothing is rounded on the way: twice recomputed, compiled, both."""
+    """In float32 nothing is rounded on the way. The model is recomputed in two ways, compiled, and both."""
     for found, expected in zip(
         gradients(activation_checkpointing=checkpointing, compiled=compiled), plain, strict=True
     ):
