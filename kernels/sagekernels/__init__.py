@@ -3,6 +3,7 @@ embedding, SwiGLU. See kernels/README.md."""
 
 from .autograd import document_bounds, sage_attention
 from .backends import default_recipe
+from .drop_in import flash_attn_func, flash_attn_varlen_func, scaled_dot_product_attention
 from .fp4 import fp4_attention
 from .linear8bit import Linear8bit, convert
 from .normed import normed_attention
@@ -16,9 +17,12 @@ __all__ = [
     "convert",
     "default_recipe",
     "document_bounds",
+    "flash_attn_func",
+    "flash_attn_varlen_func",
     "fp4_attention",
     "normed_attention",
     "qk_norm_rope",
     "sage_attention",
+    "scaled_dot_product_attention",
     "swiglu",
 ]

@@ -7,6 +7,7 @@ no difference. lowbit.py says what is rounded and how.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection
 
 import torch
@@ -91,8 +92,9 @@ def convert(
             needs 16 bits, usually lies outside.
         precision: see Linear8bit.
         recipe: see Linear8bit.
-        classes: the classes of layers that the filter is asked about. A derived class with a `forward` of its own loses
-            it, so it has to be named here.
+        classes: the classes of layers that the filter is asked about. A layer of a derived class keeps its other
+            methods and is still one of that class, but Linear8bit's `forward` takes the place of its own. So such a
+            class has to be named here.
 
     Returns:
         The model.
@@ -106,7 +108,7 @@ def convert(
         name: module
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
-        if type(module) in {*classes, Linear8bit} and wanted(module, name)
+        if (type(module) in classes or isinstance(module, Linear8bit)) and wanted(module, name)
     }
     if not layers:
         found = sum(isinstance(module, nn.Linear) for module in model.modules())
@@ -120,9 +122,17 @@ def convert(
         listed = "\n".join(problems)
         raise ValueError(f"convert: layers that cannot be multiplied in 8 bits; leave them out by a filter:\n{listed}")
     for layer in layers.values():
-        layer.__class__ = Linear8bit
+        layer.__class__ = _converted(type(layer))  # type: ignore[arg-type]  # a class can be hashed
         setattr(layer, "matmul", matmul)  # noqa: B010  (the checker still takes it for an nn.Linear)
     return model
+
+
+@functools.cache
+def _converted(kind: type) -> type:
+    """Return the class of a converted layer of a class."""
+    if kind is nn.Linear or issubclass(kind, Linear8bit):
+        return Linear8bit if kind is nn.Linear else kind
+    return type(f"{kind.__name__}8bit", (Linear8bit, kind), {"__module__": kind.__module__})
 
 
 def _in_blocks(model: nn.Module) -> Filter:

@@ -154,6 +154,10 @@ class OwnForward(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return 2 * super().forward(x)
 
+    def fill(self) -> None:
+        """Initialize the layer, as the trainer asks of its layers."""
+        nn.init.zeros_(self.weight)
+
 
 def test_convert_refuses_by_name_and_changes_nothing() -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 10), nn.Linear(24, 16), nn.Linear(16, 16).double())
@@ -168,7 +172,10 @@ def test_convert_refuses_by_name_and_changes_nothing() -> None:
     own = nn.Sequential(OwnForward(16, 16))
     with pytest.raises(ValueError, match="chose none that is of class Linear"):
         convert(own)
-    assert isinstance(convert(own, classes=[OwnForward])[0], Linear8bit)
+    layer = convert(convert(own, classes=[OwnForward]), precision="fp8")[0]
+    assert isinstance(layer, Linear8bit) and isinstance(layer, OwnForward) and "8bit" in repr(layer)
+    copy.deepcopy(layer).fill()
+    assert layer(torch.ones(2, 16)).abs().sum() > 0
     with pytest.raises(ValueError, match="Linear8bit: 20 to 16 features: 20 is not a multiple"):
         Linear8bit(20, 16)
     with pytest.raises(TypeError, match="float64"):

@@ -1,0 +1,159 @@
+"""INT8 attention under the signatures of torch and of flash-attn, to replace nothing but the call in a trainer.
+
+What sage_attention does not compute is refused, with its name. Options come by keyword, because the versions of
+flash-attn have them in different orders.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from .autograd import sage_attention
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Compute INT8 attention with the signature of torch.nn.functional.scaled_dot_product_attention.
+
+    Args:
+        query: [batch, heads, tokens, head_dim], bfloat16 or float16.
+        key: [batch, kv_heads, tokens, head_dim].
+        value: as key.
+        attn_mask: must be None.
+        dropout_p: must be 0.
+        is_causal: query i sees keys up to i. There have to be as many keys as queries.
+        scale: the factor on the scores. Default: head_dim ** -0.5.
+        enable_gqa: whether key and value may have fewer heads.
+
+    Returns:
+        [batch, heads, tokens, head_dim], a view of sage_attention's result.
+
+    Raises:
+        NotImplementedError: a mask, dropout, or causal attention to more keys than queries is asked for.
+        ValueError: shapes do not fit.
+    """
+    if attn_mask is not None:
+        _refuse("attn_mask", "documents are cu_seqlens of sagekernels.sage_attention")
+    if dropout_p:
+        _refuse(f"dropout_p {dropout_p}", "set it to 0")
+    if is_causal and query.shape[2] != key.shape[2]:
+        _refuse("is_causal with other keys than queries", "sagekernels.sage_attention aligns them to the end")
+    if query.shape[1] != key.shape[1] and not enable_gqa:
+        raise ValueError(f"{query.shape[1]} heads of query and {key.shape[1]} of key need enable_gqa=True")
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    return sage_attention(q, k, v, causal=is_causal, scale=scale).transpose(1, 2)
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    deterministic: bool = False,
+) -> Tensor:
+    """Compute INT8 attention with the signature of flash-attn's function of this name.
+
+    Args:
+        q: [batch, tokens, heads, head_dim], bfloat16 or float16.
+        k: [batch, keys, kv_heads, head_dim].
+        v: as k.
+        dropout_p: must be 0.
+        softmax_scale: the factor on the scores. Default: head_dim ** -0.5.
+        causal: query i sees keys up to i + keys - tokens.
+        window_size: must leave out no key. (n, 0) is causal.
+        softcap: must be 0.
+        deterministic: must be False where torch.use_deterministic_algorithms is not set, which decides.
+
+    Returns:
+        [batch, tokens, heads, head_dim].
+
+    Raises:
+        NotImplementedError: dropout, a window or a cap is asked for.
+    """
+    causal = _causal(causal, window_size, k.shape[1], dropout_p, softcap, deterministic)
+    return sage_attention(q, k, v, causal=causal, scale=softmax_scale)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    deterministic: bool = False,
+) -> Tensor:
+    """Compute INT8 attention inside packed documents, with the signature of flash-attn's function of this name.
+
+    Args:
+        q: [tokens, heads, head_dim], bfloat16 or float16.
+        k: [tokens, kv_heads, head_dim].
+        v: as k.
+        cu_seqlens_q: int32 [documents + 1], from 0 to tokens.
+        cu_seqlens_k: the same numbers.
+        max_seqlen_q: the most tokens of a document.
+        max_seqlen_k: as max_seqlen_q.
+        dropout_p: must be 0.
+        softmax_scale: the factor on the scores. Default: head_dim ** -0.5.
+        causal: a token sees those before it in its document, not those behind it.
+        window_size: must leave out no key. (n, 0) is causal.
+        softcap: must be 0.
+        deterministic: see flash_attn_func.
+
+    Returns:
+        [tokens, heads, head_dim].
+
+    Raises:
+        NotImplementedError: dropout, a window, a cap, or other keys than queries are asked for.
+    """
+    causal = _causal(causal, window_size, int(max_seqlen_k), dropout_p, softcap, deterministic)
+    if cu_seqlens_k.shape != cu_seqlens_q.shape or len(q) != len(k):
+        _refuse("documents of other keys than queries", "give one cu_seqlens")
+    if cu_seqlens_k is not cu_seqlens_q:
+        torch._assert_async((cu_seqlens_k == cu_seqlens_q).all(), "sagekernels: cu_seqlens_k is not cu_seqlens_q")
+    o = sage_attention(q[None], k[None], v[None], causal=causal, scale=softmax_scale, cu_seqlens=cu_seqlens_q)
+    return o[0]
+
+
+def _causal(
+    causal: bool, window: tuple[int, int], keys: int, dropout_p: float, softcap: float, deterministic: bool
+) -> bool:
+    """Return whether attention is causal, after refusing what sage_attention does not compute."""
+    left, right = window
+    if dropout_p:
+        _refuse(f"dropout_p {dropout_p}", "set it to 0")
+    if softcap:
+        _refuse(f"softcap {softcap}", "set it to 0")
+    if deterministic and not torch.are_deterministic_algorithms_enabled():
+        _refuse("deterministic=True by itself", "call torch.use_deterministic_algorithms(True)")
+    causal = causal or right == 0
+    if 0 <= left < keys - 1 or (not causal and 0 <= right < keys - 1):
+        _refuse(f"window_size {window} over {keys} keys", "let every layer see all of its tokens")
+    return causal
+
+
+def _refuse(what: str, fix: str) -> NoReturn:
+    raise NotImplementedError(f"sagekernels does not compute {what}; {fix}")
