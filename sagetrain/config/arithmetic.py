@@ -69,6 +69,14 @@ def own_reduction(cfg: RunConfig) -> bool:
     return resolved_zero_stage(cfg) == 1 and overlaps_reduction(cfg)
 
 
+def sharding_in_words(cfg: RunConfig, replicas: int) -> str:
+    """Return the ZeRO stage and the engine as text: `ZeRO 1`, `ZeRO 3 by FSDP2 over 8 of 64 replicas`."""
+    stage, shards = f"ZeRO {resolved_zero_stage(cfg)}", sharding_ranks(cfg, replicas)
+    if engine_of(cfg) == "deepspeed":
+        return stage
+    return f"{stage} by FSDP2" + (f" over {shards} of {replicas} replicas" if 1 < shards < replicas else "")
+
+
 def checkpoint_tokens(cfg: RunConfig) -> int:
     """Return the tokens between checkpoints: as configured, or else a tenth of the run."""
     return cfg.checkpoint.every_tokens or max(1, cfg.training.total_tokens // 10)

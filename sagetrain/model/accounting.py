@@ -9,7 +9,14 @@ from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
-from sagetrain.config.arithmetic import own_reduction, resolved_zero_stage, takes_probes
+from sagetrain.config.arithmetic import (
+    engine_of,
+    own_reduction,
+    resolved_zero_stage,
+    sharding_ranks,
+    takes_probes,
+    token_multiple,
+)
 from sagetrain.config.schema import SIXTEEN_BITS, AttentionConfig, ModelConfig, RunConfig
 from sagetrain.model.operations import (
     AttentionCost,
@@ -139,9 +146,8 @@ def save_host_bytes(cfg: RunConfig, world_size: int, vocab_size: int) -> int:
     tensor = cfg.parallel.tensor_parallel_size
     size = parameters_per_rank(cfg.model, cfg.attention, vocab_size, tensor)
     slice_bytes = 12 * size - 4 * muon_parameters(cfg) // tensor
-    # The first data-parallel rank writes everything.
-    unsharded = cfg.parallel.zero_stage == 0 and cfg.training.dtype == "fp32"
-    return slice_bytes if unsharded else -(-slice_bytes * tensor // world_size)
+    # Ranks that hold the same write it once: at stage 0 the first replica writes everything.
+    return -(-slice_bytes // sharding_ranks(cfg, world_size // tensor))
 
 
 def reduce_bucket_size(cfg: RunConfig, parameters: int) -> int:
@@ -207,7 +213,7 @@ def memory_per_rank(cfg: RunConfig, world_size: int, vocab_size: int) -> list[Me
     The items are everything that the rank always holds, and the largest of some moments. The moments are the loss over
     the last logits, the last block's backward, the reduction of gradients, a probe (stability.quant_noise), and the
     measurement of linear layers (stability.monitor). All items but the workspace follow the allocations of DeepSpeed
-    0.19 for our settings and the tensors that autograd saves for our blocks; the workspace is a guess.
+    0.19 for our settings, or of FSDP2, and the tensors that autograd saves for our blocks; the workspace is a guess.
 
     Not counted are CUDA's context, NCCL and the slots of parallel/copies.py (1 to 3 GB), and fragmentation of the
     allocator. Building the model takes less than a step: the weights, or at ZeRO 3 this rank's part of them and one
@@ -230,7 +236,7 @@ def _memory(cfg: RunConfig, world_size: int, vocab_size: int) -> list[MemoryItem
     ranks = world_size // cfg.parallel.tensor_parallel_size
     rank = rank_of(cfg)
     kept, running = _activations(cfg, rank)
-    bucket, copies, left = _reduction(cfg, size, ranks)
+    bucket, copies, left = _reduction(cfg, size, ranks, vocab_size)
     moments = [
         [kept, *_loss(cfg, rank, end_operations(cfg.model, vocab_size, rank))],
         [kept, *running, bucket],
@@ -262,14 +268,13 @@ def _saved(cfg: RunConfig, rank: Rank) -> int:
 def _model_state(cfg: RunConfig, size: int, ranks: int, vocab_size: int) -> list[MemoryItem]:
     """Estimate weights, gradients and optimizer state of a rank with `size` parameters, while it holds all
     activations."""
+    if engine_of(cfg) == "fsdp":
+        return _fsdp_state(cfg, size, ranks, vocab_size)
     zero, dtype, stage = cfg.deepspeed.get("zero_optimization", {}), cfg.training.dtype, resolved_zero_stage(cfg)
     share, element = -(-size // ranks), rank_of(cfg).element
-    layers = of_kind(MatmulCost, block_operations(cfg.model, cfg.attention, rank_of(cfg)))
-    eight = sum(layer.weights for layer in layers if layer.precision.forward == cfg.linear.precision)
-    low = 2 * eight * len(cfg.linear.low_bit_blocks(cfg.model.num_layers))
     moments, state = _moments(cfg, size)
-    codes = MemoryItem("8-bit weights", low, "codes of linear layers, as they are and transposed")
-    if stage == 0:
+    codes = _codes(cfg)
+    if stage == 0:  # DeepSpeed in fp32
         return [
             MemoryItem("weights", 4 * size, "fp32"),
             MemoryItem("gradients", 4 * size, "fp32"),
@@ -296,6 +301,45 @@ def _model_state(cfg: RunConfig, size: int, ranks: int, vocab_size: int) -> list
     return [MemoryItem("weights", element * size, dtype), held, optimizer, codes]
 
 
+def _codes(cfg: RunConfig) -> MemoryItem:
+    """Estimate the 8-bit weights that linear layers keep."""
+    layers = of_kind(MatmulCost, block_operations(cfg.model, cfg.attention, rank_of(cfg)))
+    eight = sum(layer.weights for layer in layers if layer.precision.forward == cfg.linear.precision)
+    low = 2 * eight * len(cfg.linear.low_bit_blocks(cfg.model.num_layers))
+    return MemoryItem("8-bit weights", low, "codes of linear layers, as they are and transposed")
+
+
+def fsdp_groups(cfg: RunConfig, size: int, vocab_size: int) -> tuple[int, int]:
+    """Return the parameters of a block and those outside of the blocks, which FSDP2 gathers and reduces as groups
+    (engines/fsdp.py), of a rank with `size` parameters. The gains of norms are few."""
+    ends = 1 if cfg.model.tie_embeddings else 2
+    outside = ends * vocab_size * cfg.model.hidden_size // cfg.parallel.tensor_parallel_size
+    return -(-(size - outside) // cfg.model.num_layers), outside
+
+
+def _fsdp_state(cfg: RunConfig, size: int, ranks: int, vocab_size: int) -> list[MemoryItem]:
+    """Estimate what _model_state does, for FSDP2 (engines/fsdp.py)."""
+    stage, shards, element = cfg.parallel.zero_stage, sharding_ranks(cfg, ranks), rank_of(cfg).element
+    share, (block, outside) = -(-size // shards), fsdp_groups(cfg, size, vocab_size)
+    moments, state = _moments(cfg, size)
+    optimizer = MemoryItem(
+        "optimizer", 4 * share + -(-state // shards), f"fp32 master copy and {moments}, 1/{shards} of them"
+    )
+    if stage == 3:
+        # A block computes while the next one is on its way to a buffer, and from there to its place.
+        gathered = MemoryItem("gathered weights", element * (outside + 3 * block), "of two blocks, and outside of them")
+        return [gathered, MemoryItem("gradients", 4 * share, f"fp32, 1/{shards} of them"), optimizer]
+    several = max(cfg.tokens_per_step.named_tokens.values()) > token_multiple(
+        cfg, ranks // cfg.parallel.context_parallel_size
+    )
+    if stage < 2 and several:
+        held = MemoryItem("gradients", 4 * size, "fp32, until they are reduced")
+    else:
+        held = MemoryItem("gradients", 4 * share, f"fp32, 1/{shards} of them")
+    weights = MemoryItem("weights", element * size, f"{cfg.training.dtype}, gathered")
+    return [weights, held, optimizer, _codes(cfg)]
+
+
 def _moments(cfg: RunConfig, size: int) -> tuple[str, int]:
     """Return the optimizer's state of a rank with `size` parameters before ZeRO: in words, and in bytes."""
     muon, moments = muon_parameters(cfg) // cfg.parallel.tensor_parallel_size, cfg.optimizer.moments
@@ -313,18 +357,27 @@ def _orthogonalizing(cfg: RunConfig) -> list[MemoryItem]:
     return [MemoryItem("orthogonalizing", total, "Muon's updates of a round of matrices in bf16")]
 
 
-def _reduction(cfg: RunConfig, size: int, ranks: int) -> tuple[MemoryItem, MemoryItem, float]:
+def _reduction(cfg: RunConfig, size: int, ranks: int, vocab_size: int) -> tuple[MemoryItem, MemoryItem, float]:
     """Estimate the gradients on their way to other ranks.
 
     The result is the bucket held during backward, the copies made of a full bucket, and the share of the activations
     that is left when the first bucket is full.
 
-    Stage 3 keeps its bucket for good (see _model_state). Stage 2 in bf16 flattens its bucket, then converts it to fp32
-    if gradients travel in fp32. A bucket that holds all gradients is reduced after backward, as at stages 0 and 1. For
-    such a bucket in bf16, only gradients that fit DeepSpeed's 5e8 elements are flattened into a copy, and gradients
-    that travel in bf16 are converted. Stage 1 beside backward reduces the fp32 sums in place.
+    Under DeepSpeed stage 3 keeps its bucket for good (see _model_state). Stage 2 in bf16 flattens its bucket, then
+    converts it to fp32 if gradients travel in fp32. A bucket that holds all gradients is reduced after backward, as at
+    stages 0 and 1. For such a bucket in bf16, only gradients that fit DeepSpeed's 5e8 elements are flattened into a
+    copy, and gradients that travel in bf16 are converted. Stage 1 beside backward reduces the fp32 sums in place.
+    FSDP2 reduces block by block, and what is outside of the blocks after backward.
     """
     stage, sixteen_bit = resolved_zero_stage(cfg), cfg.training.dtype == "bf16"
+    if engine_of(cfg) == "fsdp":
+        block, outside = fsdp_groups(cfg, size, vocab_size)
+        why = "fp32 gradients of two blocks on their way, and those that backward makes of one"
+        return (
+            MemoryItem("bucket", (8 + rank_of(cfg).element) * block, why),
+            MemoryItem("reduction", 4 * outside, "fp32 gradients outside of the blocks on their way"),
+            0.0,
+        )
     bucket = reduce_bucket_size(cfg, size)
     full, narrow = min(bucket, size), cfg.parallel.gradient_reduction == "bf16"
     if stage == 0:

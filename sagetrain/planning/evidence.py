@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from sagetrain.config.arithmetic import data_parallel_size, resolved_zero_stage
+from sagetrain.config.arithmetic import data_parallel_size, engine_of, resolved_zero_stage
 from sagetrain.config.schema import RunConfig
 from sagetrain.hardware import Hardware
 from sagetrain.planning.performance import StepPrediction
@@ -101,3 +101,5 @@ def _used(cfg: RunConfig, prediction: StepPrediction) -> Iterator[str]:
         yield "data parallelism"
         if (stage := resolved_zero_stage(cfg)) > 1:
             yield f"ZeRO {stage}"
+        if engine_of(cfg) == "fsdp":
+            yield "FSDP2"

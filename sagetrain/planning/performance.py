@@ -10,15 +10,17 @@ as our layers and DeepSpeed 0.19 with our settings call them. `CollectiveTime` s
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from sagetrain.config.arithmetic import (
     data_parallel_size,
+    engine_of,
     overlaps_reduction,
     own_reduction,
     resolved_zero_stage,
+    sharding_ranks,
     token_multiple,
 )
 from sagetrain.config.errors import ConfigError
@@ -29,6 +31,7 @@ from sagetrain.model.accounting import (
     PREFETCH_BUCKET,
     attention_calls,
     flops_per_token,
+    fsdp_groups,
     kept_for_backward,
     muon_parameters,
     muon_shapes,
@@ -76,6 +79,11 @@ _STATE_BYTES_BF16 = {1: (10, 44, 34), 2: (24, 0, 60), 3: (30, 0, 60)}
 # and the clipping of what it owns. In bf16 there is rounding (6), and the result comes back (6). A single replica
 # reduces nothing, so it does the same without the mean.
 _STATE_BYTES_BESIDE, _STATE_BYTES_BESIDE_BF16, _STATE_BYTES_ALONE = (10, 4, 54), (10, 10, 60), (10, 4, 46)
+# The bytes of FSDP2 (engines/fsdp.py), derived from torch 2.13. A gradient is added to its fp32 sum (10); sums are
+# copied for the reduction (8); gathered weights are copied into place (4). The owned part is rounded for the gather
+# (6), taken from the reduction (8), measured (4), clipped (8) and updated (28). At stages 2 and 3 gradients are reduced
+# in every micro-step (6) and added (12). At stage 3 weights are also gathered twice in each micro-step (20).
+_STATE_BYTES_FSDP = {0: (10, 12, 54), 1: (10, 12, 54), 2: (18, 4, 46), 3: (38, 0, 40)}
 _CONVERTED = {0: 0, 1: 0, 2: 6, 3: 6}
 """Bytes of a micro-step, by ZeRO stage, that write a bf16 gradient in fp32."""
 
@@ -266,10 +274,13 @@ class _Step:
 
     def __init__(self, cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware, span: float | None):
         self.cfg, self.hardware, layers = cfg, hardware, cfg.model.num_layers
+        self.vocab_size = vocab_size
         tensor_size = cfg.parallel.tensor_parallel_size
         self.replicas = world_size // tensor_size
         """Number of data-parallel and context-parallel ranks that ZeRO spreads over."""
-        self.zero_stage = resolved_zero_stage(cfg)
+        self.zero_stage, self.fsdp = resolved_zero_stage(cfg), engine_of(cfg) == "fsdp"
+        self.owners = sharding_ranks(cfg, self.replicas)
+        """Number of ranks that own the weights of a tensor-parallel slice between them."""
         self.parameters = parameters_per_rank(cfg.model, cfg.attention, vocab_size, tensor_size)
         self.embedding = vocab_size * cfg.model.hidden_size // tensor_size
         """Number of weights whose gradients backward computes last."""
@@ -335,13 +346,13 @@ class _Step:
 
     def _muon_exchange(self) -> list[CollectiveTime]:
         """Return the exchange of Muon's directions and updates, each in bf16, between the ranks that share matrices."""
-        ranks = self.rank.tensor * (self.replicas if self.zero_stage else 1)
+        ranks = self.rank.tensor * self.owners
         sent = 2 * muon_parameters(self.cfg) // ranks
         if ranks == 1 or not sent:
             return []
         rounds = -(-sent // (2 * MUON_ROUND))
-        axis = "data" if self.replicas > 1 and self.zero_stage else "tensor"
-        return [self._collective(axis, "matrices of Muon", "all-to-all", 2 * rounds, sent // rounds)]
+        axis, part = ("data", (self.owners, 1)) if self.owners > 1 else ("tensor", None)
+        return [self._collective(axis, "matrices of Muon", "all-to-all", 2 * rounds, sent // rounds, part)]
 
     def launch_seconds(self) -> float:
         """Return the host's seconds to launch all micro-steps."""
@@ -356,13 +367,17 @@ class _Step:
         return self.accumulation * (self.cfg.model.num_layers * block + casts)
 
     def optimizer_seconds(self) -> float:
-        """Return the seconds of DeepSpeed's passes over gradients, Adam, and new weights."""
-        per_micro, per_step, per_share = (_STATE_BYTES_BF16 if self.bf16_gradients else _STATE_BYTES)[self.zero_stage]
-        if own_reduction(self.cfg):
+        """Return the seconds of the engine's passes over gradients, Adam, and new weights."""
+        if self.fsdp:
+            bytes_of = _STATE_BYTES_FSDP[self.zero_stage]
+        elif own_reduction(self.cfg):
             several = _STATE_BYTES_BESIDE_BF16 if self.bf16_gradients else _STATE_BYTES_BESIDE
-            per_micro, per_step, per_share = _STATE_BYTES_ALONE if self.replicas == 1 else several
+            bytes_of = _STATE_BYTES_ALONE if self.replicas == 1 else several
+        else:
+            bytes_of = (_STATE_BYTES_BF16 if self.bf16_gradients else _STATE_BYTES)[self.zero_stage]
+        per_micro, per_step, per_share = bytes_of
         wide = 2 if self.rank.element == 4 and self.zero_stage else 1
-        touched = self.accumulation * per_micro + per_step + per_share / self.replicas
+        touched = self.accumulation * per_micro + per_step + per_share / self.owners
         converted = self.accumulation * _CONVERTED[self.zero_stage] if self.rank.element == 2 else 0
         hardware = self.hardware
         seconds = (wide * touched - converted) / hardware.memory_bandwidth + converted / hardware.conversion_bandwidth
@@ -383,7 +398,8 @@ class _Step:
 
     def overhead(self) -> float:
         """Return the seconds of fixed costs."""
-        blocks = self.cfg.model.num_layers * (self.zero_stage == 3 and not overlaps_reduction(self.cfg))
+        waits = self.zero_stage == 3 and not self.fsdp and not overlaps_reduction(self.cfg)
+        blocks = self.cfg.model.num_layers * waits
         micro_step = self.hardware.micro_step_seconds + blocks * self.hardware.zero3_block_seconds
         return self.accumulation * micro_step + self.hardware.step_seconds
 
@@ -434,11 +450,18 @@ class _Step:
         """Return the number of calls of a collective in a micro-step."""
         return self.cfg.model.num_layers * call.per_block + call.at_ends
 
-    def _collective(self, axis: str, purpose: str, kind: str, count: int, payload: int) -> CollectiveTime:
-        """Return `count` calls of a collective over the ranks of an axis, all of which the GPU waits for."""
+    def _collective(
+        self, axis: str, purpose: str, kind: str, count: int, payload: int, part: tuple[int, int] | None = None
+    ) -> CollectiveTime:
+        """Return `count` calls of a collective over the ranks of an axis, all of which the GPU waits for.
+
+        Args:
+            part: the number of ranks and the steps of the axis from one to the next, if only a part of the axis takes
+                part.
+        """
         rank, hardware = self.rank, self.hardware
-        size = {"tensor": rank.tensor, "context": rank.context, "data": self.replicas}[axis]
-        bandwidth, latency = hardware.link(1 if axis == "tensor" else rank.tensor, size)
+        size, apart = part or ({"tensor": rank.tensor, "context": rank.context, "data": self.replicas}[axis], 1)
+        bandwidth, latency = hardware.link(1 if axis == "tensor" else rank.tensor * apart, size)
         if rank.copies and axis == "tensor" and kind != "all-reduce":
             bandwidth, latency = hardware.copy_bandwidth, hardware.copy_latency
         wire = count * _WIRE[kind] * (size - 1) / size * payload
@@ -456,6 +479,8 @@ class _Step:
         """
         if self.replicas == 1:
             return []
+        if self.fsdp:
+            return list(self._fsdp(compute / self.accumulation))
         size, stage = self.parameters, self.zero_stage
         zero = self.cfg.deepspeed.get("zero_optimization", {})
         bucket = reduce_bucket_size(self.cfg, size)
@@ -485,6 +510,33 @@ class _Step:
         payload = element * gathered // gathers
         weights = self._collective("data", "weights", "all-gather", self.accumulation * gathers, payload)
         return [_beside(weights, compute), gradients]
+
+    def _fsdp(self, compute: float) -> Iterator[CollectiveTime]:
+        """Yield the collectives of FSDP2, as engines/fsdp.py has them, beside micro-steps of `compute` seconds.
+
+        Each block is a group, and what is outside of them is one more, which nothing hides. Weights are gathered beside
+        a forward pass, at ZeRO 3 beside every pass. Gradients are reduced beside backward passes, two thirds of a
+        micro-step: the last one's, at ZeRO 2 and 3 all of them. Copies of shards exchange sums once a step.
+        """
+        size, stage, layers, shards = self.parameters, self.zero_stage, self.cfg.model.num_layers, self.owners
+        alone = fsdp_groups(self.cfg, size, self.vocab_size)[1] / size
+        passes = self.accumulation if stage > 1 else 1
+
+        def groups(
+            purpose: str, kind: str, times: int, payload: int, part: tuple[int, int], beside: float
+        ) -> CollectiveTime:
+            count = times * (layers + 1)
+            calls = self._collective("data", purpose, kind, count, payload // (layers + 1), part)
+            return _beside(calls, times * beside, waited=alone * calls.seconds / count)
+
+        if shards > 1:
+            gathers, beside = (2 * self.accumulation, compute / 2) if stage == 3 else (1, compute / 3)
+            weights = self.rank.element * size
+            yield groups("weights", "all-gather", gathers, weights, (shards, 1), beside)
+            yield groups("gradients", "reduce-scatter", passes, 4 * size, (shards, 1), 2 * compute / 3)
+        if (copies := self.replicas // shards) > 1:
+            purpose = "gradients of copies" if shards > 1 else "gradients"
+            yield groups(purpose, "all-reduce", 1, 4 * size // shards, (copies, shards), 2 * compute / 3)
 
 
 def _beside(

@@ -14,6 +14,7 @@ from sagetrain.config.arithmetic import (
     last_part,
     layers_in_words,
     scheduled_rung,
+    sharding_in_words,
     token_multiple,
 )
 from sagetrain.config.earlier_run import read_measured
@@ -150,7 +151,8 @@ def _brief_table(plan: Plan) -> Table:
     rows = [("model", parameters + f" (vocabulary of {plan.vocab_size:,} assumed)" * plan.assumed_vocab_size)]
     if plan.memory:
         total = total_bytes(plan.memory)
-        rows.append(("layout", _ranks(plan.cfg, plan.world_size) + f", ZeRO {plan.cfg.parallel.zero_stage}"))
+        sharded = sharding_in_words(plan.cfg, plan.world_size // plan.cfg.parallel.tensor_parallel_size)
+        rows.append(("layout", f"{_ranks(plan.cfg, plan.world_size)}, {sharded}"))
         usable = _size(usable_memory(plan.hardware))
         rows.append(("memory", f"{_size(total)} per rank, of {usable} that {plan.hardware.name} leaves to a run"))
     if plan.chosen:
@@ -228,9 +230,10 @@ def _precision_table(cfg: RunConfig, precision: PrecisionConfig) -> Table:
 def _layout_table(cfg: RunConfig, world_size: int) -> Table:
     data, ranks = cfg.data, data_parallel_size(cfg, world_size)
     split = ", sequence parallel" if cfg.parallel.sequence_parallel else ""
+    sharded = sharding_in_words(cfg, world_size // cfg.parallel.tensor_parallel_size)
     return facts(f"Layout on {world_size} {'rank' if world_size == 1 else 'ranks'}", [
         ("ranks", _ranks(cfg, world_size) + split),
-        ("ZeRO", f"stage {cfg.parallel.zero_stage}, {cfg.training.dtype}"),
+        ("sharding", f"{sharded}, {cfg.training.dtype}"),
         (
             "micro-step",
             f"{data.micro_batch_size} sequence{'s' * (data.micro_batch_size > 1)} x {data.seq_length:,} tokens "

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from sagetrain import __version__
 from sagetrain.auto.settled import Reasons
-from sagetrain.config.arithmetic import engine_of, resolved_zero_stage, sharding_ranks
+from sagetrain.config.arithmetic import sharding_in_words
 from sagetrain.config.schema import RunConfig
 from sagetrain.engines.protocol import Engine
 from sagetrain.model.accounting import num_parameters
@@ -26,11 +26,7 @@ def start_line(cfg: RunConfig, engine: Engine, vocab_size: int, compiled: bool, 
         how = " by copies" if groups.tp_group.group_name in copies.connected else ""
         how += " in halves" if model.overlap else ""
     context = f" x context parallel {groups.cp_size}" if groups.cp_size > 1 else ""
-    sharded = f"ZeRO {resolved_zero_stage(cfg)}"
-    if engine_of(cfg) == "fsdp":
-        sharded += " by FSDP2"
-        if 1 < (shards := sharding_ranks(cfg, groups.num_replicas)) < groups.num_replicas:
-            sharded += f" over {shards} of {groups.num_replicas} replicas"
+    sharded = sharding_in_words(cfg, groups.num_replicas)
     lines = [
         f"sagetrain {__version__}: {size:,} parameters, {dist.get_world_size()} ranks (tensor parallel "
         f"{groups.tp_size}{how}{context} x data parallel {groups.dp_size}), {sharded}, "

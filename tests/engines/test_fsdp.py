@@ -21,6 +21,7 @@ from sagetrain.config import RunConfig
 from sagetrain.engines import fsdp
 from sagetrain.engines.build_engine import build_engine
 from sagetrain.engines.protocol import Engine, Observers
+from sagetrain.model.accounting import memory_per_rank
 from sagetrain.model.compile import compile_blocks
 from sagetrain.parallel import layers
 from sagetrain.parallel.topology import ParallelGroups
@@ -191,10 +192,17 @@ def test_a_step_left_out_leaves_every_bit_and_no_gradient() -> None:
 
 
 def collectives(stages: Sequence[int]) -> dict[int, dict[str, int]]:
-    """Count the gathers and reduce-scatters of a step of four micro-steps, by stage."""
+    """Count the gathers and reduce-scatters of a step of four micro-steps, by stage. What the engine holds is what
+    `plan` says of it."""
     found = {}
     for stage in stages:
-        engine = tiny.engine(config(stage), tiny.join(1))
+        cfg = config(stage, "bf16")
+        engine = tiny.engine(cfg, tiny.join(1))
+        planned = {item.name: item.bytes for item in memory_per_rank(cfg, 2, tiny.VOCAB)}
+        kept = sum(owned.read(kind).nbytes for owned in engine.owned() for kind in owned.kinds)
+        assert kept == planned["optimizer"]
+        assert stage == 3 or sum(weight.nbytes for weight in engine.gathered().values()) == planned["weights"]
+        engine.weights_changed()
         tiny.global_step(engine, 0)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
             tiny.global_step(engine, 1, sequences=8)
