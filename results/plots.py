@@ -118,10 +118,10 @@ def attention(figure: Figure) -> None:
 
 def which_attention(figure: Figure) -> None:
     rows, panel = tables("which-attention")[0], figure.subplots()
-    names = [f"{row['sequences']}, {row['linear layers']}" for row in rows]
+    names = [f"{row['sequences']}, {row['linear layers']} ({row['day']} Nov)" for row in rows]
     over = {f"over {peer}": [number(cell) if (cell := row[f"over `{peer}`"]) else None for row in rows]
             for peer in ("flash", "sdpa")}  # fmt: skip
-    paired(panel, names, over, "speed of a step with INT8 attention over the same step with 16-bit attention", 1)
+    paired(panel, names, over, "times the speed of the same step with 16-bit attention", 1)
     panel.axvline(1, color="black", linewidth=0.8)
 
 
