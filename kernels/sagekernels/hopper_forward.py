@@ -1,7 +1,7 @@
-"""Hopper forward of the recipes `fine` and `scores`: hopper_forward.cu and what launches it.
+"""Hopper forward of the recipes `fine` and `scores`: the launcher of hopper_forward.cu.
 
 Formulas and granularity are those of reference.twin_forward: INT8 Q K^T with one scale per token, P V in the 16 bits of
-V. K is quantized by quantize_keys.cu, Q by the kernel itself. The schedule, its limits and what was measured are in
+V. quantize_keys.cu quantizes K, and the kernel itself quantizes Q. The schedule, its limits and the measurements are in
 kernels/NOTES.md, section Forward.
 """
 
@@ -17,15 +17,16 @@ from .quantize_keys import quantize_keys
 
 ARCHITECTURE = "sm_90a"
 SOURCE = "hopper_forward.cu"
-# head dimension -> keys per tile, warpgroups of 64 queries, stages of the K and V pipeline
+# The table maps head dimension -> keys per tile, warpgroups of 64 queries, stages of the K and V pipeline.
 SCHEDULES = {64: (96, 3, 5), 128: (128, 2, 4)}
-PER_HEAD_CACHE = 24 << 20  # bytes of K and V of the heads that are worked on together: half of the L2 cache
+PER_HEAD_CACHE = 24 << 20  # The K and V of heads that are worked on together take so many bytes: half of the L2 cache.
 
 
 def defines_of(head_dim: int, causal: bool, packed: bool, half: bool) -> dict[str, int]:
     """Return the macros of hopper_forward.cu."""
     block_n, consumers, stages = SCHEDULES[head_dim]
-    queries = 64 * (head_dim * (2 if head_dim == 128 else 3) + 4) + 2 * 32 + 3 * 8  # Part, barriers
+    # The bytes are those of q, its codes, Part and the barriers.
+    queries = 64 * (head_dim * (2 if head_dim == 128 else 3) + 4) + 2 * 32 + 3 * 8
     keys = block_n * (head_dim * 3 + 4) + 3 * 8
     shared = -(-(consumers * queries + stages * keys) // 1024) * 1024
     return {

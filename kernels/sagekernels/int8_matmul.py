@@ -1,12 +1,12 @@
 """The product of two matrices of INT8 codes with their scales, in 16 bits or fp32 at once: the torch twin, then Triton.
 
-torch._int_mm leaves int32, which another kernel reads to scale it: 4 bytes an element written and read again. Here sums
-are scaled where they were made, in registers. Rows of both operands run along what is summed over, as Hopper's matrix
-instructions want them.
+torch._int_mm leaves int32, which another kernel reads to scale it: 4 bytes an element are written and read again. Here
+sums are scaled in the registers where they were made. Rows of both operands run along the dim that is summed over, as
+Hopper's matrix instructions want them.
 
-Triton waits for every INT8 product on Hopper before it issues the next one (only sums in fp32 overlap), so tensor cores
-idle for a moment after each step along K, unless another program on the multiprocessor has work: hence small tiles, of
-which two fit. NOTES.md has the other shapes that were timed.
+Triton waits for every INT8 product on Hopper before it issues the next one (only sums in fp32 overlap). Tensor cores
+idle for a moment after each step along K, unless another program on the multiprocessor has work. Tiles are therefore so
+small that two programs fit. NOTES.md lists the other shapes that were timed.
 """
 
 from typing import NamedTuple
@@ -22,11 +22,12 @@ from .launch import capability, check_int8, family, on_device_of
 from .operators import operator
 
 PIECE = 131072
-"""Products of codes that are summed in int32, which holds 133,144 of the largest; more are summed in pieces."""
+"""The number of products of codes that are summed in int32, which holds 133,144 of the largest. Longer sums are made in
+pieces."""
 
 
 class ProductTile(NamedTuple):
-    """One program computes BLOCK_M x BLOCK_N results, BLOCK_K products of each at a time."""
+    """The tile of one program, which computes BLOCK_M x BLOCK_N results, BLOCK_K products of each at a time."""
 
     block_m: int
     block_n: int
@@ -38,7 +39,8 @@ class ProductTile(NamedTuple):
 TILES = {"sm_90": ProductTile(128, 128, 128, 4, 3), "portable": ProductTile(128, 128, 64, 4, 3)}
 """The tile of each family of architectures (launch.family)."""
 GROUP = 8
-"""Tiles below each other that are computed before those to their right: they share what L2 holds of b."""
+"""The number of tiles below each other that are computed before those to their right. They share the part of b that L2
+holds."""
 
 
 def product_twin(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -48,7 +50,7 @@ def product_twin(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: 
 
 @triton.jit
 def _load_tile(X, row, at, rows, inner, ROWS: tl.constexpr, INNER: tl.constexpr, DESCRIBED: tl.constexpr):
-    """Codes [ROWS, INNER] from a row and a column on; 0 outside."""
+    """Load codes [ROWS, INNER] from a row and a column on, with 0 outside the matrix."""
     if DESCRIBED:
         return X.load([row, at])
     else:
@@ -64,8 +66,9 @@ def _int8_product_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """A and B: pointers, or (DESCRIBED) descriptors of what the copy engine fetches. A_ROWS, B_ROWS: 1 for a scale for
-    each row, 0 for one for all. Tiles are numbered down groups of GROUP of them, then to the right."""
+    """Compute one tile of results per program. A and B are pointers or, with DESCRIBED, descriptors of copies by the
+    copy engine. A_ROWS and B_ROWS are 1 for a scale for each row and 0 for one scale for all. Tiles are numbered down
+    groups of GROUP of them, then to the right."""
     across, down = tl.cdiv(columns, BLOCK_N), tl.cdiv(rows, BLOCK_M)
     tile = tl.program_id(0)
     first = tile // (GROUP * across) * GROUP
@@ -80,7 +83,7 @@ def _int8_product_kernel(
     row, column = top + tl.arange(0, BLOCK_M), left + tl.arange(0, BLOCK_N)
     of_a = tl.load(A_SCALE + row * A_ROWS, mask=row < rows, other=0.0)
     of_b = tl.load(B_SCALE + column * B_ROWS, mask=column < columns, other=0.0)
-    # One after the other: the product of two small scales may be less than any float, and this is not.
+    # The scales are applied one after the other, because the product of two small scales may be less than any float.
     scaled = total.to(tl.float32) * of_a[:, None] * of_b[None, :]
     out = OUT + row.to(tl.int64)[:, None] * columns + column[None, :]
     tl.store(out, scaled.to(OUT.dtype.element_ty), mask=(row < rows)[:, None] & (column < columns)[None, :])
@@ -106,7 +109,8 @@ def int8_product_triton(
     first, second = a, b
     if described:
         first, second = (
-            TensorDescriptor(x, x.shape, [inner, 1], [block, tile.block_k])  # a single row's own stride may be any
+            # The stride of a single row may be any number, so it is set here.
+            TensorDescriptor(x, x.shape, [inner, 1], [block, tile.block_k])
             for x, block in ((a, tile.block_m), (b, tile.block_n))
         )
     programs = triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, tile.block_n)
@@ -121,8 +125,8 @@ def int8_product_triton(
 
 
 def _aligned(codes: Tensor) -> Tensor:
-    """Return the codes, copied where needed: contiguous, from a multiple of 16 bytes on, so that all rows begin at
-    one."""
+    """Return the codes, copied if they are not contiguous or do not begin at a multiple of 16 bytes. All rows then
+    begin at one."""
     codes = codes.contiguous()
     return codes.clone() if codes.data_ptr() % MULTIPLE else codes
 
@@ -146,11 +150,11 @@ def int8_product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: 
         a_scale: fp32 [M, 1] or [1, 1]. NaN makes the results of its rows NaN.
         b: int8 [N, K].
         b_scale: fp32 [N, 1] or [1, 1].
-        dtype: of the result: torch.bfloat16, float16 or float32.
+        dtype: the dtype of the result: torch.bfloat16, float16 or float32.
 
-    Sums are exact, in int32 (beyond PIECE products: of each piece, and their scaled sums are added in fp32); they are
-    scaled in fp32, by a_scale first: where a sum times its a_scale is beyond fp32 (scales of 1e29 and more) the result
-    is infinite, whatever b_scale is.
+    Sums are exact, in int32. Beyond PIECE products each piece is exact, and the scaled sums of the pieces are added in
+    fp32. Sums are scaled in fp32, by a_scale first. Where a sum times its a_scale is beyond fp32 (scales of 1e29 and
+    more) the result is infinite, whatever b_scale is.
 
     Raises:
         TypeError: a dtype is none of these.
@@ -172,7 +176,7 @@ def int8_product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: 
         raise ValueError(f"int8_product sums over multiples of {MULTIPLE}, got K {a.shape[1]}")
     if a.shape[1] <= PIECE:
         return INT8_PRODUCT(a, a_scale, b, b_scale, dtype)
-    pieces = (  # one at a time: each is as large as the result
+    pieces = (  # Pieces are computed one at a time, because each is as large as the result.
         INT8_PRODUCT(ours, a_scale, theirs, b_scale, torch.float32)
         for ours, theirs in zip(a.split(PIECE, 1), b.split(PIECE, 1), strict=True)
     )

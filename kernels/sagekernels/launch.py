@@ -1,4 +1,4 @@
-"""How the portable kernels are launched: tile sizes by architecture and head dimension; and what a device is."""
+"""Choose how the portable kernels are launched, by architecture and head dimension, and find out what a device is."""
 
 import contextlib
 import functools
@@ -16,21 +16,22 @@ from .quantize import TILE
 
 
 class Tiles(NamedTuple):
-    """BLOCK_M queries by BLOCK_N keys per step, warps per program, depth of its software pipeline."""
+    """The tiles of a kernel: BLOCK_M queries by BLOCK_N keys per step, warps per program, depth of its software
+    pipeline."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
     max_registers: int | None = None
-    """Per thread: with fewer registers more programs fit on a multiprocessor, at the price of spills."""
+    """The registers of a thread. With fewer registers more programs fit on a multiprocessor, at the price of spills."""
 
 
-# kernel -> family of architectures -> {head dimension as held: tiles}. In the backward kernels the side that is looped
-# over is TILE: it is the span of one scale. "portable" fits the 99 KiB of shared memory of Ada and consumer Blackwell,
-# and its tiles have no fewer rows than columns where registers allow: else Triton gives a row to several warps, and row
-# maxima and operands go through shared memory. Timed on an H100 alone, there as code for 8.0 too (NOTES.md); `python -m
-# sagekernels.tune` times others.
+# The table maps kernel -> family of architectures -> {head dimension as held: tiles}. In the backward kernels the side
+# that is looped over is TILE, the span of one scale. "portable" fits the 99 KiB of shared memory of Ada and consumer
+# Blackwell. Its tiles have no fewer rows than columns where registers allow. Otherwise Triton gives a row to several
+# warps, and row maxima and operands go through shared memory. The tiles were timed on an H100 only, also as code for
+# 8.0 (NOTES.md). `python -m sagekernels.tune` times others.
 TABLE: dict[str, dict[str, dict[int, Tiles]]] = {
     "forward": {
         "sm_90": {
@@ -124,7 +125,7 @@ def launch_tiles(
     """
     rows = family(capability(device) if device.type == "cuda" else (8, 0))
     tiles = TABLE[kernel][rows][held_head_dim]
-    if exact:  # the forward's scores of 64 rows are for 4 warps: with 8 each row would be shared by two
+    if exact:  # The forward's scores of 64 rows are for 4 warps. With 8 warps, two would share each row.
         warps = min(tiles.num_warps, 4) if kernel == "forward" and held_head_dim <= 128 else tiles.num_warps
         tiles = tiles._replace(block_m=TILE, block_n=TILE, num_warps=warps)
     else:
@@ -135,13 +136,14 @@ def launch_tiles(
 
 
 def tuned_file() -> Path:
-    """Return where choices of `python -m sagekernels.tune` are kept."""
+    """Return the file that keeps the choices of `python -m sagekernels.tune`."""
     return Path(os.environ.get("SAGEKERNELS_CACHE", Path.home() / ".cache" / "sagekernels")) / "tiles.json"
 
 
 @functools.cache
 def tuned_key(device: torch.device) -> str:
-    """Name what a choice was made for. Another GPU, torch, Triton or source of the kernels has no choice yet."""
+    """Name the GPU, torch, Triton and sources of the kernels that a choice was made for. Any other combination has no
+    choice yet."""
     files = b"".join((Path(__file__).parent / f"{name}.py").read_bytes() for name in ("forward", "backward", "pieces"))
     software = f"torch {torch.__version__} triton {triton.__version__} {hashlib.sha256(files).hexdigest()[:12]}"
     return f"{torch.cuda.get_device_name(device)} | {software}"
@@ -149,7 +151,7 @@ def tuned_key(device: torch.device) -> str:
 
 @functools.cache
 def tuned(device: torch.device) -> dict[tuple[str, int], Tiles]:
-    """Read the tiles that stand in the place of TABLE's on this device, by kernel and head dimension as held."""
+    """Read the tiles that replace those of TABLE on this device, by kernel and head dimension as held."""
     path = tuned_file()
     if device.type != "cuda" or not path.exists():
         return {}
@@ -157,7 +159,7 @@ def tuned(device: torch.device) -> dict[tuple[str, int], Tiles]:
     return {(name.split()[0], int(name.split()[1])): Tiles(*tiles) for name, tiles in found.items()}
 
 
-@functools.cache  # torch takes a microsecond to look a property up
+@functools.cache  # torch takes a microsecond to look a property up.
 def capability(device: torch.device) -> tuple[int, int]:
     """Return the compute capability of a device with its index, as tensors have it; (0, 0) if it is no GPU."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)

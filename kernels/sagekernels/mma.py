@@ -1,9 +1,9 @@
 """CUDA kernels by mma.sync for GPUs of compute capability 8.0 to 12.0: recipe `fine`, forward of `scores` too.
 
-The formulas and the granularity are those of reference.py. Each kernel is compiled by NVRTC for the GPU it runs on and
-uses instructions of sm_80 alone. Where tensor cores sum in float16 faster than in float32 (GeForce), P V and dP are
-products of float16 with sums in float16 over a tile, of values in units of powers of two, which costs no accuracy.
-Their design and what was measured are in kernels/NOTES.md, section "CUDA kernels of sm_80".
+The formulas and the granularity are those of reference.py. NVRTC compiles each kernel for the GPU that it runs on. The
+kernels use only instructions of sm_80. Where tensor cores sum in float16 faster than in float32 (GeForce), P V and dP
+are float16 products with float16 sums over a tile. Their values are in units of powers of two, which costs no accuracy.
+The design and the measurements are in kernels/NOTES.md, section "CUDA kernels of sm_80".
 """
 
 import functools
@@ -21,10 +21,11 @@ from .quantize import TILE, Codes, tiles_of
 from .quantize_keys import quantize_keys
 
 CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (12, 0))
-"""Compute capabilities that the kernels are compiled for in the tests."""
+"""The compute capabilities that the tests compile the kernels for."""
 
-QUERIES = 128  # of a block of the forward, which walks over tiles of TILE keys
-KEYS = {64: 64, 128: 128}  # head dimension -> keys of a block of the backward, which walks over tiles of TILE queries
+QUERIES = 128  # A block of the forward owns so many queries and walks over tiles of TILE keys.
+# A block of the backward owns so many keys, by head dimension, and walks over tiles of TILE queries.
+KEYS = {64: 64, 128: 128}
 
 
 def forward_defines(head_dim: int, causal: bool, packed: bool, half: bool, half_sums: bool = False) -> dict[str, int]:
@@ -73,7 +74,7 @@ def _values(v: Tensor, tiles: int, architecture: str) -> tuple[Tensor, Tensor]:
 def mma_forward(call: Call, *, half_sums: bool | None = None) -> tuple[Tensor, Saved]:
     """Compute reference.twin_forward where MMA takes the call, up to the order of float32 sums.
 
-    half_sums: P V with sums in float16. None asks launch.half_sums.
+    half_sums: sum P V in float16. None asks launch.half_sums.
     """
     q, k, v, bounds = call.q, call.k, call.v, call.bounds
     batch, n_q, heads, head_dim = q.shape
@@ -105,7 +106,7 @@ def mma_forward(call: Call, *, half_sums: bool | None = None) -> tuple[Tensor, S
 def mma_backward(call: BackwardCall, *, half_sums: bool | None = None) -> Gradients:
     """Compute reference.twin_backward of `fine` where MMA takes the call, up to the order of float32 sums.
 
-    half_sums: dP with sums in float16. None asks launch.half_sums.
+    half_sums: sum dP in float16. None asks launch.half_sums.
     """
     do, v, saved, bounds, scale = call.do, call.v, call.saved, call.bounds, call.scale
     batch, n_q, heads, head_dim = do.shape
@@ -154,7 +155,7 @@ def mma_backward(call: BackwardCall, *, half_sums: bool | None = None) -> Gradie
 
 def backward(call: BackwardCall) -> Gradients:
     """Compute the gradients of `fine` by the kernel. Those of `scores`, and all under deterministic algorithms, are
-    left to the portable kernels: the kernel has five INT8 products, and adds dQ up in any order."""
+    left to the portable kernels, because the kernel has five INT8 products and adds dQ up in any order."""
     own = RECIPES[call.recipe].int8_gradients and not torch.are_deterministic_algorithms_enabled()
     return (mma_backward if own else triton_backward)(call)
 

@@ -1,4 +1,5 @@
-"""CUDA C++ kernels of this package, compiled at run time: NVRTC (it comes with torch's CUDA wheels), cached, launched.
+"""Compile, cache and launch the CUDA C++ kernels of this package at run time by NVRTC, which comes with torch's CUDA
+wheels.
 
     kernel = load("mma_forward.cu", "forward", {"HEAD_DIM": 128}, "sm_80")    # cached in the process and on disk
     kernel.launch((132, 1, 1), (384, 1, 1), shared_bytes, tensor_map(x, (64, 128)), y, 5, 0.5)
@@ -21,20 +22,20 @@ import torch
 from torch import Tensor
 
 HERE = Path(__file__).parent
-MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CUfunction_attribute
+MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # The number is a CUfunction_attribute.
 
-# CUtensorMapDataType; what a copy moves are bytes, but the fill outside of the tensor is a zero of the type
+# These are values of CUtensorMapDataType. A copy moves bytes, but the fill outside of the tensor is a zero of the type.
 MAP_TYPES = {torch.int8: 0, torch.uint8: 0, torch.int32: 3, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
 MAP_SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 L2_PROMOTION_256 = 3
 
 
 class CompilationError(RuntimeError):
-    """NVRTC was not found or does not compile a source file."""
+    """NVRTC was not found, or it does not compile a source file."""
 
 
 def _libraries() -> list[str]:
-    """List where libnvrtc may lie, torch's own major version of CUDA first."""
+    """List the paths where libnvrtc may lie, torch's own major version of CUDA first."""
     majors = sorted({"12", "13"}, key=lambda major: not (torch.version.cuda or "").startswith(major))
     nvidia = importlib.util.find_spec("nvidia")
     roots = [Path(root) for root in (nvidia.submodule_search_locations or [] if nvidia else [])]
@@ -52,7 +53,7 @@ def _nvrtc() -> ctypes.CDLL:
     tried = _libraries()
     for path in tried:
         try:
-            if os.sep in path:  # its other half, which NVRTC asks for by name alone
+            if os.sep in path:  # NVRTC asks for its other half by name alone, so that one is loaded first.
                 for builtins in Path(path).parent.glob("libnvrtc-builtins.so.*"):
                     ctypes.CDLL(str(builtins))
             return ctypes.CDLL(path)
@@ -138,14 +139,14 @@ def compiled(source_file: str, defines: Mapping[str, int | str], architecture: s
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
             file.write(binary)
-        os.replace(file.name, cached)  # other processes see all of it or nothing
+        os.replace(file.name, cached)  # Other processes see the whole file or nothing.
     except OSError:
-        pass  # nowhere to keep it: it is compiled again by the next process
+        pass  # The cache cannot be written, so the next process compiles again.
     return binary
 
 
 class TensorMap:
-    """A CUtensorMap has 128 bytes, aligned to 64."""
+    """The memory of a CUtensorMap: 128 bytes, aligned to 64."""
 
     def __init__(self) -> None:
         self._buffer = ctypes.create_string_buffer(192)
@@ -153,15 +154,16 @@ class TensorMap:
 
 
 def tensor_map(x: Tensor, box: Sequence[int], swizzle: int = 128) -> TensorMap:
-    """Describe x for copies of `box` elements (one extent per dimension of x, order of x) by the TMA unit.
+    """Describe x for copies of `box` elements by the TMA unit. `box` has one extent per dimension of x, in the order of
+    x.
 
-    The last dimension of x is contiguous, the other strides are multiples of 16 bytes, and so is the address. In the
-    kernel coordinates are given last dimension first; outside of x zeros are read and nothing is written.
+    The last dimension of x is contiguous. The other strides and the address are multiples of 16 bytes. The kernel gives
+    coordinates with the last dimension first. Outside of x zeros are read and nothing is written.
     """
     return _tensor_map(x.data_ptr(), x.shape, x.stride(), x.dtype, tuple(box), swizzle)
 
 
-@functools.lru_cache(4096)  # a step of training comes back to the same addresses: 8 maps per layer, a KiB each
+@functools.lru_cache(4096)  # A step of training comes back to the same addresses: 8 maps per layer, a KiB each.
 def _tensor_map(
     address: int, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, box: tuple[int, ...], swizzle: int
 ) -> TensorMap:
@@ -190,7 +192,7 @@ def mappable(x: Tensor) -> Tensor:
 
 
 class Kernel:
-    """One kernel of one compiled source is loaded on each GPU at its first launch there."""
+    """One kernel of one compiled source. It is loaded on each GPU at its first launch there."""
 
     def __init__(self, source_file: str, name: str, defines: Mapping[str, int | str], architecture: str) -> None:
         self.cubin, self.name = compiled(source_file, defines, architecture), name
@@ -199,7 +201,7 @@ class Kernel:
     def _function(self, device: int, shared_bytes: int) -> ctypes.c_void_p:
         context = ctypes.c_void_p()
         _call("cuCtxGetCurrent", ctypes.byref(context))
-        if not context:  # a thread of autograd that has called nothing of CUDA yet
+        if not context:  # A thread of autograd may not have called CUDA yet.
             _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
             _call("cuCtxSetCurrent", context)
         if device not in self.functions:
@@ -218,7 +220,7 @@ class Kernel:
         pointers = (ctypes.c_void_p * len(arguments))(*range(first, first + ctypes.sizeof(values), 8))
         for i, x in enumerate(arguments):
             if isinstance(x, int):
-                values[i] = x  # of a negative one the low half is the int32 too
+                values[i] = x  # The low half of a negative number is the int32 too.
             elif isinstance(x, TensorMap):
                 pointers[i] = x.address
             elif isinstance(x, float):

@@ -23,10 +23,10 @@ from .pieces import (
     power_of_two,
 )
 
-# Tokens that share a scale wherever "tile" is said: rows of P and dS along the keys, columns along the queries, and
-# Q, K, V and dO in the recipe `paper`. Larger tiles cost accuracy (dQ at sigma 1: .0173 with 64, .0205 with 128).
+# So many tokens share a scale wherever "tile" is said: rows of P and dS along the keys, columns along the queries, and
+# Q, K, V and dO in the recipe `paper`. Larger tiles cost accuracy (dQ at sigma 1: 0.0173 with 64, 0.0205 with 128).
 TILE = 64
-# Below this the reciprocal of a maximum leaves float32; such a group counts as zero.
+# Below this the reciprocal of a maximum leaves float32. Such a group counts as zero.
 SMALLEST = 2.0**-119
 
 
@@ -37,31 +37,34 @@ class Codes(NamedTuple):
     scale: Tensor
 
     def dequantized(self) -> Tensor:
-        """Float32 [B, heads, N, D]."""
+        """Return codes times scales, float32 [B, heads, N, D]."""
         return self.codes.float() * self.scale[..., None]
 
 
 def unrounded(x: Tensor) -> Codes:
-    """x [B, N, heads, D] where codes are expected: itself, in its dtype, with scales of 1."""
-    values = x.transpose(1, 2).clone(memory_format=torch.contiguous_format)  # never x itself: operators may not alias
+    """Return x [B, N, heads, D] as Codes without rounding: x itself, in its dtype, with scales of 1."""
+    # The clone is never x itself, because results of operators may not alias inputs.
+    values = x.transpose(1, 2).clone(memory_format=torch.contiguous_format)
     return Codes(values, torch.ones(values.shape[:3], dtype=torch.float32, device=x.device))
 
 
 def tiles_of(tokens: int) -> int:
-    """Number of tiles that cover so many tokens."""
+    """Return the number of tiles that cover so many tokens."""
     return -(-tokens // TILE)
 
 
 def token_mean(x: Tensor) -> Tensor:
-    """Mean over the tokens of a row, float32 [B, heads, 1, D] for x [B, N, heads, D]: K-smoothing (A, section 3).
+    """Return the mean over the tokens of a row, float32 [B, heads, 1, D] for x [B, N, heads, D]: K-smoothing (A,
+    section 3).
 
-    A packed row has one mean: softmax ignores a constant per row, so every choice is exact.
+    A packed row has one mean. Softmax ignores a constant per row, so every choice of the mean is exact.
     """
     return x.mean(1, dtype=torch.float32)[:, :, None]
 
 
 def tile_means(x: Tensor) -> Tensor:
-    """Mean of each tile of TILE tokens, float32 [B, heads, ceil(N / TILE), D] for x [B, N, heads, D]: Q-smoothing."""
+    """Return the mean of each tile of TILE tokens, float32 [B, heads, ceil(N / TILE), D] for x [B, N, heads, D]:
+    Q-smoothing."""
     n = x.shape[1]
     padded = torch.nn.functional.pad(x.float(), (0, 0, 0, 0, 0, -n % TILE)).unflatten(1, (-1, TILE))
     counts = torch.full((padded.shape[1],), TILE, device=x.device)
@@ -71,15 +74,17 @@ def tile_means(x: Tensor) -> Tensor:
 
 
 def scale_and_inverse(largest: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale and what to multiply by before rounding, from max|X| of a group. Zero and NaN give the inverse 0."""
+    """Return the scale, and the factor to multiply by before rounding, from max|X| of a group. Zero and NaN give the
+    factor 0."""
     inverse = torch.full_like(largest, 127.0) / largest  # `127.0 / largest` would round twice
     return largest / 127.0, torch.where(largest > SMALLEST, inverse, 0.0)
 
 
 def quantize_twin(x: Tensor, *, mean: Tensor | None = None, per_tile: bool = False) -> Codes:
-    """psi of x [B, N, heads, D] (any floating dtype and strides), minus `mean` [B, heads, 1 or tiles, D] when given.
+    """Compute psi of x [B, N, heads, D] (any floating dtype and strides), minus `mean` [B, heads, 1 or tiles, D] when
+    given.
 
-    One scale per token, or one per TILE tokens counted from the start of the row.
+    There is one scale per token, or one per TILE tokens counted from the start of the row.
     """
     values = x.transpose(1, 2).float().contiguous()
     n = values.shape[2]
@@ -101,7 +106,7 @@ def _quantize_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, PER_TILE: tl.constexpr,
     HAS_MEAN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One program quantizes one tile of tokens of one head."""
+    """Quantize one tile of tokens of one head per program."""
     tile = tl.program_id(0) % tiles
     bh = (tl.program_id(0) // tiles).to(tl.int64)
     x = load_tokens(
@@ -128,10 +133,10 @@ def _quantize_kernel(
 def quantize_triton(
     x: Tensor, *, mean: Tensor | None = None, per_tile: bool = False, rows: bool = True, columns: bool = False
 ) -> tuple[Codes, Tensor | None]:
-    """quantize_twin on a GPU; with `columns` also the codes transposed, int8 [B, heads, D, tokens padded to TILE],
-    tokens in pieces.in_operand_order.
+    """Compute quantize_twin on a GPU. With `columns` also return the codes transposed, int8 [B, heads, D, tokens padded
+    to TILE], with the tokens in pieces.in_operand_order.
 
-    INT8 matrix instructions want the contracted dimension contiguous, so the backward reads Q, K and dO that way too.
+    INT8 matrix instructions want the contracted dimension contiguous, so the backward reads Q, K and dO transposed too.
     `rows=False` leaves the plain codes out (an empty tensor).
     """
     batch, n, heads, head_dim = x.shape
@@ -167,7 +172,7 @@ def _transpose_kernel(
 
 
 def transpose_codes(codes: Tensor) -> Tensor:
-    """int8 [B, heads, N, D] -> [B, heads, D, N padded to TILE], zeros in the padding."""
+    """Transpose int8 [B, heads, N, D] to [B, heads, D, N padded to TILE], with zeros in the padding."""
     batch, heads, n, head_dim = codes.shape
     tiles = tiles_of(n)
     out = torch.empty((batch, heads, head_dim, tiles * TILE), dtype=torch.int8, device=codes.device)
@@ -189,7 +194,7 @@ def _dequantize_kernel(CODES, SCALE, OUT, total, HEAD_DIM: tl.constexpr, BLOCK_D
 
 
 def dequantize_triton(codes: Codes) -> Tensor:
-    """codes.dequantized() in bfloat16, [B, heads, N, D]."""
+    """Compute codes.dequantized() in bfloat16, [B, heads, N, D]."""
     batch, heads, n, head_dim = codes.codes.shape
     total = batch * heads * n
     out = torch.empty(codes.codes.shape, dtype=torch.bfloat16, device=codes.codes.device)
@@ -230,8 +235,8 @@ def _half_units_kernel(
 def in_half_units(v: Tensor) -> tuple[Tensor, Tensor]:
     """Multiply v [B, N, heads, D] by powers of two so that its products may be added up in float16 (pieces.V_BITS).
 
-    Returns float16 [B, N, heads, D], and the largest finite magnitude of each head of v, float32 [B, heads], which says
-    what the power of a head is (pieces.power_of_two).
+    Return float16 [B, N, heads, D], and the largest finite magnitude of each head of v, float32 [B, heads]. The
+    magnitude determines the power of a head (pieces.power_of_two).
     """
     batch, n, heads, head_dim = v.shape
     tiles = tiles_of(n)

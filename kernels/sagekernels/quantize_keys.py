@@ -1,4 +1,4 @@
-"""K of the CUDA forwards: quantize.quantize_twin in one pass over global memory (quantize_keys.cu)."""
+"""Quantize K for the CUDA forwards: quantize.quantize_twin in one pass over global memory (quantize_keys.cu)."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from .quantize import Codes
 
 
 def chunks_of(tokens: int, head_dim: int, processors: int) -> tuple[int, int]:
-    """Return how many chunks quantize_keys.cu makes of so many tokens of a head, and the tokens of a chunk.
+    """Return the number of chunks that quantize_keys.cu makes of so many tokens of a head, and the tokens of a chunk.
 
     A chunk waits for the others of its head, which must fit the GPU, two to a multiprocessor. They take a quarter of
     that, so that calls on four streams never wait for each other.
@@ -25,8 +25,8 @@ def quantize_keys(
     """Quantize k [B, N, heads, D] per token, less its mean over tokens if `smooth`.
 
     Returns:
-        The codes and scales; the scales as the forward reads them, [B * heads * padded], or with `pairs` twice as many;
-        and an int32 zero. Behind the codes there is memory for another tile of tokens.
+        The codes and scales; the scales in the order that the forward reads, [B * heads * padded], or with `pairs`
+        twice as many; and an int32 zero. The memory of the codes has room for another tile of tokens at its end.
     """
     batch, n, heads, head_dim = k.shape
     k = mappable(k)

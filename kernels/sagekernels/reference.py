@@ -1,8 +1,8 @@
 """Exact attention, and the INT8 twin of every kernel here: same rounding, same granularity, torch arithmetic.
 
-The twin is the specification. A kernel is right when it agrees with it up to the order of float32 sums, so everything
-that decides a code or a scale is written here once, in terms of *tiles* of `TILE` consecutive tokens counted from the
-start of the row. Papers: A = SageBwd (arXiv 2603.02170), B = SageAttention3 (arXiv 2505.11594).
+The twin is the specification. A kernel is right when it agrees with the twin up to the order of float32 sums.
+Everything that decides a code or a scale is therefore written here once, in terms of *tiles* of `TILE` consecutive
+tokens counted from the start of the row. Papers: A = SageBwd (arXiv 2603.02170), B = SageAttention3 (arXiv 2505.11594).
 
 Shapes: q, o, do [B, N_q, H, D]; k, v [B, N_k, H_kv, D]; codes int8 [B, heads, N, D]; scales, lse float32 [B, heads, N].
 """
@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from .call import RECIPES, BackwardCall, Call, Gradients, Saved
 from .quantize import TILE, quantize_twin, scale_and_inverse, tile_means, token_mean, unrounded
 
-# Scores held at once, over batch and heads: bounds the memory of everything in this file to O(N x tile).
+# So many scores are held at once, over batch and heads. This bounds the memory of everything in this file to O(N x
+# tile).
 CHUNK_SCORES = 1 << 23
 
 
@@ -87,11 +88,11 @@ def attention_reference(
     scale: float | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """Exact softmax attention in plain torch, differentiable by autograd: the judge of everything else.
+    """Compute exact softmax attention in plain torch, differentiable by autograd: the judge of everything else.
 
     q [B, N_q, H, D], k and v [B, N_k, H_kv, D] of any floating dtype; returns o [B, N_q, H, D] in q's dtype. Scores and
-    softmax are float32 for 16-bit inputs and of the inputs' precision otherwise (pass float64 to judge). Scores are
-    recomputed chunk by chunk in backward, so memory is linear in the sequence length.
+    softmax are float32 for 16-bit inputs, and have the inputs' precision otherwise (pass float64 to judge). The
+    backward pass recomputes scores chunk by chunk, so memory is linear in the sequence length.
     """
     n_q, n_k, h_kv = q.shape[1], k.shape[1], k.shape[2]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -124,7 +125,7 @@ def rounded_tiles(x: Tensor, axes: tuple[int, ...], steps: int = 1) -> Tensor:
     """Return psi(x) dequantized, for x [..., M, N] with M and N multiples of TILE: one scale per tile along `axes`.
 
     The axes are those of [..., M / TILE, TILE, N / TILE, TILE]: (-3,) is one scale per column of a tile, (-1,) per row.
-    Twice the `steps` are for what is never negative: its codes 0 .. 254 are stored shifted, as -127 .. 127.
+    Values that are never negative take twice the `steps`: their codes 0 .. 254 are stored shifted, as -127 .. 127.
     """
     codes, scale = tile_codes(x, axes, steps)
     return (codes * (scale / steps)).flatten(-2, -1).flatten(-3, -2)
@@ -152,7 +153,7 @@ class ScoresOfCodes:
         self.causal, self.scale, self.bounds = call.causal, call.scale, call.bounds
         self.q8, self.q_scale = _grouped(saved.q.codes, self.h_kv), _grouped(saved.q.scale, self.h_kv)
         self.k8, self.k_scale = saved.k.codes.unsqueeze(2), saved.k.scale.unsqueeze(2)
-        self.keys = None  # the keys themselves are read for the means of a smoothed Q alone
+        self.keys = None  # The keys themselves are read only for the means of a smoothed Q.
         if saved.q_mean is not None:
             keys = call.k.transpose(1, 2).float()
             self.keys = (keys if saved.k_mean is None else keys - saved.k_mean).unsqueeze(2)
@@ -177,8 +178,8 @@ class ScoresOfCodes:
 
 @without_autocast
 def twin_forward(call: Call) -> tuple[Tensor, Saved]:
-    """Compute the INT8 attention forward (A, Algorithm 1). Returns o [B, N_q, H, D] in q's dtype and what the backward
-    needs."""
+    """Compute the INT8 attention forward (A, Algorithm 1). Return o [B, N_q, H, D] in q's dtype, and the tensors that
+    the backward needs."""
     q, k, v, smooth_q, rules = call.q, call.k, call.v, call.smooth_q, RECIPES[call.recipe]
     k_mean = token_mean(k) if call.smooth_k else None
     q_mean = tile_means(q) if smooth_q else None
@@ -217,19 +218,19 @@ def twin_forward(call: Call) -> tuple[Tensor, Saved]:
 
 @without_autocast
 def twin_backward(call: BackwardCall) -> Gradients:
-    """Compute the INT8 attention backward (A, Algorithm 2). Returns dq, dk, dv in the dtype of v.
+    """Compute the INT8 attention backward (A, Algorithm 2). Return dq, dk, dv in the dtype of v.
 
-    Scales must be constant along the contracted dimension (the scope law), so per-token scales of Q, K and dO are
-    folded into the other operand before that is rounded:
+    Scales must be constant along the contracted dimension (the scope law). Per-token scales of Q, K and dO are
+    therefore folded into the other operand before that is rounded:
 
-        dV_j = sum_i psi_i(P_ij s_dO_i) dO8_i        psi_i: one scale per key j over a tile of queries; 255 codes
-        dK_j = sum_i psi_i(dS_ij s_Q_i) Q8_i         psi_i: one scale per key j over a tile of queries
-        dQ_i = sum_j psi_j(dS_ij s_K_j) K8_j         psi_j: one scale per query i over a tile of keys
+            dV_j = sum_i psi_i(P_ij s_dO_i) dO8_i        psi_i: one scale per key j over a tile of queries; 255 codes
+            dK_j = sum_i psi_i(dS_ij s_Q_i) Q8_i         psi_i: one scale per key j over a tile of queries
+            dQ_i = sum_j psi_j(dS_ij s_K_j) K8_j         psi_j: one scale per query i over a tile of keys
 
-    With `per_tile` s_dO, s_Q and s_K are constant on a tile and psi has one scale per tile: the papers' scheme.
-    Without `int8_scores` S is that of the 16 bits, and Q8 and K8, minus its mean, are made here.
-    Without `int8_gradients` the three products are P^T dO, dS^T Q and dS K of values rounded to 16 bits.
-    dP = dO V^T stays in 16 bits, delta = rowsum(dO o O). The mean taken from K is not added back (A section 6).
+    With `per_tile` s_dO, s_Q and s_K are constant on a tile and psi has one scale per tile: the papers' scheme. Without
+    `int8_scores` S is that of the 16 bits. Q8 and K8, minus its mean, are then made here. Without `int8_gradients` the
+    three products are P^T dO, dS^T Q and dS K of values rounded to 16 bits. dP = dO V^T stays in 16 bits, delta =
+    rowsum(dO o O). The mean that was taken from K is not added back (A section 6).
     """
     do, v, saved, rules = call.do, call.v, call.saved, RECIPES[call.recipe]
     h_kv, n_q, n_k = v.shape[2], do.shape[1], v.shape[1]

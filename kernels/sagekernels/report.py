@@ -1,7 +1,7 @@
-"""`python -m sagekernels.report`: one page about INT8 on this GPU, to be sent in an issue.
+"""Print one page about INT8 on this GPU, to be sent in an issue: `python -m sagekernels.report`.
 
-It says what the GPU is, what rates its products reach, and how INT8 attention stands beside 16-bit attention, errors
-first: what is wrong is not timed.
+The page says what the GPU is, which rates its products reach, and how INT8 attention compares with 16-bit attention,
+errors first: a wrong kernel is not timed.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def product_rates(device: torch.device) -> list[str]:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure the GPU and print the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384])
     arguments = parser.parse_args()

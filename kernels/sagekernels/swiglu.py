@@ -1,8 +1,9 @@
-"""silu(gate) * up whose gradients are computed in one pass and leave it side by side: the torch twin, then Triton.
+"""silu(gate) * up with gradients that one pass computes and leaves side by side: the torch twin, then Triton.
 
-Who multiplies both gradients as one matrix joins them first. torch.compile makes one kernel of that, which computes
-every element of the joined matrix by itself: it reads gate and the gradient twice, five matrices. Here three are read
-and two written. The result itself stays plain torch, for torch.compile to fuse with what comes before and after.
+A matmul that reads both gradients as one matrix would join them first. torch.compile makes one kernel of that, which
+computes every element of the joined matrix by itself. It reads gate and the gradient twice, five matrices in all. Here
+three matrices are read and two written. The result itself stays plain torch, so that torch.compile can fuse it with the
+operations before and after.
 """
 
 import torch
@@ -16,12 +17,13 @@ from .casts import DTYPES
 from .launch import on_device_of
 from .operators import operator
 
-# Rows and columns of a program.
+# A program takes so many rows and columns.
 ROWS, COLUMNS, WARPS = 8, 256, 4
 
 
 def swiglu_gradients_twin(grad: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-    """Gradients of gate, then of up, [rows, 2 columns], from that of silu(gate) * up: in float32, rounded once."""
+    """Return the gradients of gate and of up, [rows, 2 columns], from that of silu(gate) * up. They are computed in
+    float32 and rounded once."""
     wide = torch.promote_types(gate.dtype, torch.float32)
     of_result, gate32, up32 = grad.to(wide), gate.to(wide), up.to(wide)
     of_gate = torch.ops.aten.silu_backward(of_result * up32, gate32)
@@ -49,7 +51,7 @@ def _swiglu_gradients_kernel(
 
 
 def swiglu_gradients_triton(grad: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-    """swiglu_gradients_twin on a GPU, within its rounding."""
+    """Compute swiglu_gradients_twin on a GPU, within its rounding."""
     grad, gate, up = (x if x.stride(1) == 1 else x.contiguous() for x in (grad, gate, up))
     out = _swiglu_gradients_fake(grad, gate, up)
     rows, columns = gate.shape
@@ -82,23 +84,22 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, ...]:
         gate, up = ctx.saved_tensors
-        # Split with sizes: torch.compile knows that the pieces of this, joined again, are the whole.
+        # The split names the sizes, because torch.compile then knows that the pieces, joined again, are the whole.
         return SWIGLU_GRADIENTS(grad, gate, up).split([gate.shape[1]] * 2, 1)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) * up. The gradients are halves of one matrix, gate's then up's, for who reads them as one.
+    """Return silu(gate) * up. The gradients of gate and up are halves of one matrix, so that they can be read as one.
 
     Args:
-        gate: [rows, columns], bf16, fp16 or fp32, any strides. It is kept for the backward pass.
-        up: as gate.
+        gate, up: [rows, columns] each, bf16, fp16 or fp32, any strides. Both are kept for the backward pass.
 
     Returns:
         [rows, columns] in their dtype.
 
     Raises:
         TypeError: another dtype.
-        ValueError: no matrices of one shape and dtype.
+        ValueError: gate and up are no matrices of one shape and dtype.
     """
     if gate.dtype not in DTYPES:
         raise TypeError(f"swiglu takes bf16, fp16 or fp32, got {gate.dtype}")

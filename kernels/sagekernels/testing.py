@@ -10,8 +10,8 @@ from .reference import attention_reference, document_bounds
 
 
 class Shape(NamedTuple):
-    """The sizes of one attention problem. `documents` are the lengths of the documents packed in a row (batch 1), empty
-    for none."""
+    """The sizes of one attention problem. `documents` are the lengths of the documents packed in a row (batch 1). It is
+    empty for none."""
 
     batch: int = 1
     n_q: int = 256
@@ -40,7 +40,8 @@ class Shape(NamedTuple):
 
 
 def _rounding_errors(found: Tensor, exact: Tensor, float32: Tensor) -> float:
-    """How far `found` is from `exact` at most, over one rounding to its dtype and what float32 before it allows."""
+    """Return the largest error of `found`, in units of one rounding to its dtype plus the error that float32 before it
+    allows."""
     last_place = torch.finfo(found.dtype)
     rounding = exact.abs() * (last_place.eps / 2) + last_place.smallest_normal * last_place.eps
     return ((found.double() - exact).abs() / (rounding + float32)).amax().item()
@@ -49,8 +50,8 @@ def _rounding_errors(found: Tensor, exact: Tensor, float32: Tensor) -> float:
 def random_swiglu(
     rows: int, columns: int, magnitude: float, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradient of silu(gate) * up, gate and up, [rows, columns] each, the latter views of one matrix. Some gates are at
-    the ends of the sigmoid, +-80 and +-200, some up are 0."""
+    """Return the gradient of silu(gate) * up, gate and up, [rows, columns] each. gate and up are views of one matrix.
+    Some gates are at the ends of the sigmoid, ±80 and ±200, and some up are 0."""
     draw = torch.Generator(device).manual_seed(rows)
     grad, gate, up = (torch.randn(rows, columns, generator=draw, device=device) for _ in range(3))
     gate, up, grad = 3 * gate, magnitude * up, magnitude * grad
@@ -62,13 +63,13 @@ def random_swiglu(
 
 
 def swiglu_gradients_error(found: Tensor, grad: Tensor, gate: Tensor, up: Tensor) -> float:
-    """How far gradients of silu(gate) * up, gate's and up's side by side, are from float64's at most, over what one
-    rounding and float32 before it allow: 1 is the limit. NaN if any is."""
+    """Return the largest error of the gradients of gate and up, side by side, against float64. The unit is what one
+    rounding and float32 before it allow, so 1 is the limit. NaN if any is."""
     grad64, x, up64 = grad.double(), gate.double(), up.double()
     sigmoid = x.sigmoid()
     exact = torch.cat((grad64 * up64 * sigmoid * (1 + x * (1 - sigmoid)), grad64 * x * sigmoid), 1)
-    # Of float32: some last places of the terms, more of e^-x the larger x is, no sigmoid below 1e-37, and last places
-    # of 2^-149 where a product is subnormal, before 1 + x (1 - sigmoid) multiplies it.
+    # float32 errs by some last places of the terms, and of e^-x by more the larger x is. It has no sigmoid below 1e-37.
+    # Where a product is subnormal it errs by last places of 2^-149, before 1 + x (1 - sigmoid) multiplies it.
     steps = (4e-7 * sigmoid + 1e-37) * (1 + x.abs() * (1 - sigmoid))
     of_gate = ((grad64 * up64).abs() * steps + 2**-149) * (1 + x.abs())
     float32 = torch.cat((of_gate, (grad64 * x).abs() * steps + 2**-149), 1)
@@ -76,7 +77,8 @@ def swiglu_gradients_error(found: Tensor, grad: Tensor, gate: Tensor, up: Tensor
 
 
 class QKInputs(NamedTuple):
-    """What the gradients of QK-norm with rotary embedding are made of, in the operator's order; forward from q on."""
+    """The inputs of the gradients of QK-norm with rotary embedding, in the operator's order. Those of the forward begin
+    at q."""
 
     of_q: Tensor
     of_k: Tensor
@@ -98,8 +100,9 @@ def random_qk(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
 ) -> QKInputs:
-    """heads: of q, of k. q and k are views of one projection's output; tokens lie anywhere in a long context, and some
-    are of zeros, others near 1e-30."""
+    """Draw the inputs of QK-norm with rotary embedding. heads: the numbers of heads of q and of k. q and k are views of
+    one projection's output. Tokens lie anywhere in a long context; some of them are zeros, and others are near
+    1e-30."""
     draw = torch.Generator(device).manual_seed(tokens)
     query, key = (n * head_dim for n in heads)
 
@@ -119,8 +122,9 @@ def random_qk(
 
 
 def qk_norm_rope_errors(results: tuple[Tensor, Tensor], gradients: tuple[Tensor, Tensor], x: QKInputs) -> list[float]:
-    """How far what qk_norm_rope and its gradients make of `x` is from float64's at most, over what one rounding and
-    float32 before it allow: 1 is the limit. Of q, k, their gradients, the gains', and v's. NaN if any is."""
+    """Return the largest errors of qk_norm_rope and its gradients for `x`, against float64: those of q, k, their
+    gradients, the gains' gradients, and v's. The unit is what one rounding and float32 before it allow, so 1 is the
+    limit. NaN if any is."""
     sides = (x.q, x.of_q, x.q_gain, results[0]), (x.k, x.of_k, x.k_gain, results[1])
     query, key = x.q.shape[1], x.k.shape[1]
     *of_x, of_v = gradients[0].split([query, key, key], 1)
@@ -130,7 +134,7 @@ def qk_norm_rope_errors(results: tuple[Tensor, Tensor], gradients: tuple[Tensor,
         return torch.cat((a * cos - b * sine, b * cos + a * sine), -1)
 
     def terms(a: Tensor, b: Tensor) -> Tensor:
-        """What is added up in `turned`, as magnitudes: float32 errs by some last places of these."""
+        """Return the magnitudes that `turned` adds up. float32 errs by some last places of these."""
         cosine, sine = cos.abs(), sin.abs()
         return torch.cat((a.abs() * cosine + b.abs() * sine, b.abs() * cosine + a.abs() * sine), -1)
 

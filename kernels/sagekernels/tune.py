@@ -1,8 +1,8 @@
-"""`python -m sagekernels.tune`: times the tiles of the portable kernels on this GPU, and keeps the fastest.
+"""Time the tiles of the portable kernels on this GPU, and keep the fastest: `python -m sagekernels.tune`.
 
-A choice changes no bit of any result: tiles that would are not taken. It is kept in ~/.cache/sagekernels/tiles.json (or
-under $SAGEKERNELS_CACHE) with the table that says why, for this GPU, torch, Triton and these kernels; what runs later
-finds it there. Delete the file to go back to the tiles that come with the package.
+A choice changes no bit of any result: tiles that would are not taken. The choice is kept in
+~/.cache/sagekernels/tiles.json (or under $SAGEKERNELS_CACHE) with the table that says why, for this GPU, torch, Triton
+and these kernels. Later processes find it there. Delete the file to go back to the tiles that come with the package.
 """
 
 import argparse
@@ -27,10 +27,11 @@ from .pieces import block_d
 from .testing import Shape, call_of, random_inputs
 
 GAIN = 1.02
-"""So many times as fast tiles have to be to be taken instead of those before: less is noise."""
+"""Tiles replace the present ones only if they are so many times as fast. A smaller gain is noise."""
 ROUNDS = 3
-# By kernel and head dimension: rows that a program owns (queries; keys in dkdv), warps, stages. The side that is looped
-# over is 64 tokens in each, so that sums keep their order. A multiprocessor has registers for 8 warps of these kernels.
+# The values are, by kernel and head dimension: the rows that a program owns (queries; keys in dkdv), warps, stages. The
+# side that is looped over is 64 tokens in each, so that sums keep their order. A multiprocessor has registers for 8
+# warps of these kernels.
 OWNED = {
     "forward": {
         64: [(64, 4, 2), (64, 4, 3), (128, 4, 2), (128, 8, 2), (128, 8, 3)],
@@ -63,7 +64,7 @@ def candidates(kernel: str, head_dim: int) -> list[Tiles]:
 
 
 def trial_of(shape: Shape, recipe: str, device: torch.device) -> Trial:
-    """Run the portable forward on random inputs, for what its backward pass needs."""
+    """Run the portable forward on random inputs, to get the inputs of its backward pass."""
     q, k, v, do = random_inputs(shape, dtype=torch.bfloat16, device=device)
     call = call_of(shape, q, k, v, recipe)
     return Trial(call, call.backward(do, *triton_forward(call)))
@@ -82,7 +83,7 @@ def checks(head_dim: int, device: torch.device) -> list[Trial]:
 
 @contextlib.contextmanager
 def using(kernel: str, head_dim: int, device: torch.device, tiles: Tiles) -> Iterator[None]:
-    """Launch a kernel with these tiles."""
+    """Launch a kernel with these tiles inside the block."""
     place, key = tuned(device), (kernel, block_d(head_dim))
     before = place.get(key)
     place[key] = tiles
@@ -103,7 +104,7 @@ def results(kernel: str, trial: Trial) -> tuple[Tensor, ...]:
 
 
 def unlike(kernel: str, tiles: Tiles, trials: Sequence[Trial], expected: Sequence[tuple[Tensor, ...]]) -> str:
-    """Say why tiles may not stand for those which gave `expected`, or nothing."""
+    """Say why tiles may not replace those that gave `expected`, or return ""."""
     q = trials[0].forward.q
     with using(kernel, q.shape[3], q.device, tiles):
         try:
@@ -123,7 +124,7 @@ def compare(
 ) -> tuple[Tiles, dict[Tiles, float], dict[Tiles, str]]:
     """Return the fastest of `tiles`, the seconds of those that run, in alternation, and why others are not taken.
 
-    The first is what there is, and stays if no other is faster by GAIN and gives the same bits.
+    The first tiles are the present ones. They stay if no others are faster by GAIN and give the same bits.
     """
     q = timed.forward.q
     refused: dict[Tiles, str] = {}
@@ -157,7 +158,7 @@ def tune(
     device: torch.device,
     say: Callable[[str], None],
 ) -> dict[tuple[str, int], Tiles]:
-    """Return the choice for each kernel and head dimension; the table of each is said when it is known."""
+    """Return the choice for each kernel and head dimension. Each table is said as soon as it is known."""
     chosen = {}
     for head_dim in head_dims:
         timed, checked = trial_of(shape(head_dim), "fine", device), checks(head_dim, device)
@@ -192,7 +193,7 @@ def keep(chosen: dict[tuple[str, int], Tiles], lines: list[str], device: torch.d
 
 
 def main() -> None:
-    """Time, say and keep."""
+    """Time the tiles, say the tables, and keep the choice."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128], choices=[64, 128])
     parser.add_argument("--tokens", type=int, default=16384, help="of one call, in sequences of 4096 or less")
