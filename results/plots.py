@@ -196,6 +196,12 @@ def gradients(figure: Figure) -> None:
     bars(figure.subplots(), names, numbers(rows, "ratio"), "speed over ZeRO 1 in the same run", 1)
 
 
+def engines(figure: Figure) -> None:
+    rows = tables("engines")[0]
+    names = [f"{row['engine']}, ZeRO {row['ZeRO']}, {row['linear layers']}" for row in rows]
+    bars(figure.subplots(), names, numbers(rows, "tokens/s"), "tokens/s on two H100s")
+
+
 def halves(figure: Figure) -> None:
     rows = [row for row in tables("halves")[0] if row["halves"] != "not run"]
     names = [f"{row['model, layout']},\n{plain(row['linear layers, attention'])}" for row in rows]
@@ -324,6 +330,7 @@ PLOTS: dict[str, tuple[str, float, Callable[[Figure], None]]] = {
     "attention": ("attention.png", 3.6, attention),
     "bias": ("bias.png", 3.6, bias),
     "default": ("default.png", 2.8, default),
+    "engines": ("engines.png", 2.4, engines),
     "fp4": ("fp4.png", 3.2, fp4),
     "generation": ("generation.png", 2.4, generation),
     "gradients": ("gradients.png", 2.8, gradients),

@@ -34,7 +34,8 @@ def token_multiple(cfg: RunConfig, data_parallel_size: int) -> int:
 
 
 def engine_of(cfg: RunConfig) -> Literal["deepspeed", "fsdp"]:
-    """Return the engine that runs. `auto` is DeepSpeed until FSDP2 has passed its gate on two GPUs."""
+    """Return the engine that runs. `auto` is DeepSpeed until FSDP2 has been compared in FP8 and under tensor
+    parallelism (results/engines)."""
     return "deepspeed" if cfg.parallel.engine == "auto" else cfg.parallel.engine
 
 

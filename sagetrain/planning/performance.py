@@ -82,8 +82,8 @@ _STATE_BYTES_BESIDE, _STATE_BYTES_BESIDE_BF16, _STATE_BYTES_ALONE = (10, 4, 54),
 # The bytes of FSDP2 (engines/fsdp.py), derived from torch 2.13. A gradient is added to its fp32 sum (10); sums are
 # copied for the reduction (8); gathered weights are copied into place (4). The owned part is rounded for the gather
 # (6), taken from the reduction (8), measured (4), clipped (8) and updated (28). At stages 2 and 3 gradients are reduced
-# in every micro-step (6) and added (12). At stage 3 weights are also gathered twice in each micro-step (20).
-_STATE_BYTES_FSDP = {0: (10, 12, 54), 1: (10, 12, 54), 2: (18, 4, 46), 3: (38, 0, 40)}
+# in every micro-step (6) and added (6). At stage 3 weights are also gathered twice in each micro-step (14).
+_STATE_BYTES_FSDP = {0: (10, 12, 54), 1: (10, 12, 54), 2: (12, 4, 46), 3: (26, 0, 40)}
 _CONVERTED = {0: 0, 1: 0, 2: 6, 3: 6}
 """Bytes of a micro-step, by ZeRO stage, that write a bf16 gradient in fp32."""
 
@@ -378,7 +378,8 @@ class _Step:
         per_micro, per_step, per_share = bytes_of
         wide = 2 if self.rank.element == 4 and self.zero_stage else 1
         touched = self.accumulation * per_micro + per_step + per_share / self.owners
-        converted = self.accumulation * _CONVERTED[self.zero_stage] if self.rank.element == 2 else 0
+        wrote = self.rank.element == 2 and not self.fsdp
+        converted = self.accumulation * _CONVERTED[self.zero_stage] if wrote else 0
         hardware = self.hardware
         seconds = (wide * touched - converted) / hardware.memory_bandwidth + converted / hardware.conversion_bandwidth
         return seconds * self.parameters / hardware.compute_scale

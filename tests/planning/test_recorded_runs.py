@@ -221,6 +221,33 @@ def test_3b_on_two_h100s_is_met(linear, sequences, overlap, layout, tokens_per_s
     is_within_its_margin(cfg, ranks, 32_000, H100, tokens_per_second)
 
 
+@pytest.mark.parametrize(("linear", "layout", "engine", "tokens_per_second", "gib"), [
+    ("bf16", "dp2", "deepspeed", 46_489, 54.7),
+    ("bf16", "dp2", "fsdp", 47_372, 54.9),
+    ("bf16", "dp2-z3", "fsdp", 42_663, 45.0),
+    ("fp8", "dp2", "fsdp", 60_295, 59.5),
+    ("fp8", "dp2-z3", "fsdp", 51_694, 44.3),
+])  # fmt: skip
+def test_both_engines_on_two_h100s_are_met(linear, layout, engine, tokens_per_second, gib, monkeypatch):
+    """The runs are those of results/engines: 3B with 8K tokens and 8 micro-steps."""
+    monkeypatch.undo()
+    cfg = load_config(CONFIGS / "1b.yaml", [
+        "model={num_layers: 28, hidden_size: 3072, ffn_hidden_size: 8192, num_attention_heads: 24, "
+        "num_key_value_heads: 8, vocab_size: 32000}",
+        *layout_of(layout)[2][:-1],
+        "attention={backend: sdpa, qk_norm: none}",
+        f"linear.precision={linear}",
+        f"parallel.engine={engine}",
+        "data.seq_length=8192",
+        "data.micro_batch_size=1",
+        *WHOLE_SEQUENCES,
+        EVEN % (2 * 8 * 8192),
+    ])  # fmt: skip
+    is_within_its_margin(cfg, 2, 32_000, H100, tokens_per_second)
+    memory = sum(item.bytes for item in memory_per_rank(cfg, 2, 32_000)) / 2**30
+    assert memory == pytest.approx(gib, rel=0.02)
+
+
 def test_every_margin_is_that_of_some_recorded_run():
     """A run can use every name in MARGINS. The cards are those with rates of their own."""
     assert {*MARGINS} == {hardware.name for hardware in HARDWARE.values() if hardware.measured}
