@@ -1,0 +1,84 @@
+"""What other trainers take from sagekernels, on a GPU: Linear8bit as on the CPU, compiled and under autocast, and
+attention in transformers with padding and packed documents."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from sagekernels import convert, flash_attn_func, scaled_dot_product_attention
+from sagekernels.huggingface import register
+from sagekernels.lowbit import RECIPES
+
+CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(CAPABILITY < (8, 9), reason="needs an NVIDIA GPU with FP8 matmuls: make test-gpu"),
+]
+
+
+def apart(found: Tensor, expected: Tensor) -> float:
+    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def passes(layer: nn.Module, x: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    """Return the output of a layer, and the gradients of its input and parameters."""
+    x = x.clone().requires_grad_()
+    y = layer(x)
+    return y.detach(), *torch.autograd.grad(y, (x, *layer.parameters()), grad.to(y.dtype))
+
+
+@pytest.mark.parametrize(("precision", "recipe"), RECIPES)
+@pytest.mark.parametrize("masters", [torch.bfloat16, torch.float32], ids=str)
+def test_a_converted_layer_is_that_of_the_cpu(precision: str, recipe: str, masters: torch.dtype) -> None:
+    """Within the rounding of bfloat16, compiled and not, for a number of tokens that fills no tile."""
+    torch._dynamo.reset()  # ten kinds of one layer are more than torch.compile keeps
+    torch.manual_seed(0)
+    layer = convert(nn.Linear(512, 336, dtype=masters), lambda *_: True, precision=precision, recipe=recipe)
+    x, grad = torch.randn(3, 101, 512), torch.randn(3, 101, 336)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = passes(layer, x, grad)
+    there = copy.deepcopy(layer).cuda()
+    for module in (there, torch.compile(copy.deepcopy(there), fullgraph=True)):
+        with torch.autocast("cuda", torch.bfloat16):
+            found = passes(module, x.cuda(), grad.cuda())
+        assert all(apart(a.cpu(), b) < 0.01 for a, b in zip(found, expected, strict=True))
+
+
+def test_attention_has_the_signatures_of_others() -> None:
+    q, k, v = (torch.randn(2, heads, 300, 64, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2))
+    expected = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    found = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    by_rows = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=True)
+    assert apart(found, expected) < 0.02 and torch.equal(by_rows, found.transpose(1, 2))
+
+
+@pytest.mark.parametrize("name", ["whole", "padded left", "packed"])
+def test_transformers_with_sage_is_near_sdpa(name: str) -> None:
+    register()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=512, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=2, initializer_range=0.05,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).to("cuda", torch.bfloat16)
+    ids = torch.randint(1, 512, (3, 700), device="cuda")
+    mask = torch.ones_like(ids)
+    mask[1, :300] = 0
+    positions = torch.arange(700, device="cuda").expand(3, -1) % 233
+    given: dict[str, Any] = {"padded left": {"attention_mask": mask}, "packed": {"position_ids": positions}}.get(
+        name, {}
+    )
+    found = {}
+    for how in ("sage", "sdpa"):
+        model.set_attn_implementation(how)
+        model.zero_grad()
+        logits = model(input_ids=ids, use_cache=False, **given).logits[mask.bool() if name == "padded left" else ...]
+        logits.float().logsumexp(-1).mean().backward()
+        found[how] = logits.detach(), torch.cat([each.grad.flatten().float() for each in model.parameters()])
+    assert apart(found["sage"][0], found["sdpa"][0]) < 0.03 and apart(found["sage"][1], found["sdpa"][1]) < 0.06
