@@ -1,25 +1,25 @@
-// Which block of threads does what in a backward pass of one kernel: plain integer functions, which the host's C++
-// compiler takes as well (DEVICE). KEYS of a block are defined before.
+// The division of a backward pass among the blocks of threads of one kernel: plain integer functions, which the host's
+// C++ compiler takes as well (DEVICE). The file that includes this one defines KEYS, the keys of a block.
 
-constexpr int QUERIES = 64;  // of a step
+constexpr int QUERIES = 64;  // A step takes so many queries.
 
 struct Problem {
     int kv_heads, n_q, n_k, causal;
-    const int *starts, *ends;  // document of each token, or null
-    int heads, heads_at_once;  // heads of K in all batches; those that run at one time
+    const int *starts, *ends;  // The bounds of each token's document, or null.
+    int heads, heads_at_once;  // The heads of K in all batches, and those that run at one time.
 };
 
 struct Work {
-    int bh, block;        // head of K over all batches, block of keys
-    int first, last;      // tiles of queries that see the block
-    int clear, blurred;   // those of them that see all of it
+    int bh, block;        // The head of K over all batches, and the block of keys.
+    int first, last;      // The first and the last tile of queries that see the block.
+    int clear, blurred;   // The tiles among them that see all of it.
 };
 
 DEVICE int larger(int x, int y) { return x > y ? x : y; }
 DEVICE int smaller(int x, int y) { return x < y ? x : y; }
 DEVICE int up(int x, int y) { return (x + y - 1) / y; }
 
-// Heads in groups whose operands fit the L2 cache; within a group the blocks with the most queries come first.
+// Order heads in groups whose operands fit the L2 cache. Within a group the blocks with the most queries come first.
 DEVICE Work work_of(int program, const Problem& p) {
     const int per_group = up(p.n_k, KEYS) * p.heads_at_once, first_head = program / per_group * p.heads_at_once;
     const int in_group = smaller(p.heads_at_once, p.heads - first_head), rest = program % per_group;
@@ -30,11 +30,11 @@ DEVICE Work work_of(int program, const Problem& p) {
     w.clear = p.causal ? up(larger(key + KEYS - 1 - offset, 0), QUERIES) : 0;
     w.blurred = p.starts ? p.ends[key] / QUERIES : w.last;
     if (p.starts) w.clear = larger(w.clear, up(p.starts[last_key], QUERIES));
-    if (key + KEYS > p.n_k) w.clear = w.last;  // keys past the end must not add to dQ
+    if (key + KEYS > p.n_k) w.clear = w.last;  // Keys past the end must not add to dQ.
     return w;
 }
 
-// The key is seen by queries lower .. upper.
+// Return the range lower .. upper of the queries that see the key.
 DEVICE void seen_by(int key, const Problem& p, int& lower, int& upper) {
     lower = upper = 0;
     if (key >= p.n_k) return;
@@ -42,7 +42,7 @@ DEVICE void seen_by(int key, const Problem& p, int& lower, int& upper) {
     upper = p.ends ? p.ends[key] : p.n_q;
 }
 
-// How many blocks of keys add to a tile of queries before this one does.
+// Return how many blocks of keys add to a tile of queries before this one does.
 DEVICE int turn_of(int block, int tile, const Problem& p) {
     return block - (p.starts ? p.starts[tile * QUERIES] / KEYS : 0);
 }

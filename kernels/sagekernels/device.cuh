@@ -1,6 +1,7 @@
-// Instructions of every GPU from sm_80 on, as far as the kernels use them; the host's stand-ins are in tests/support/emulator.h.
+// Instructions of every GPU from sm_80 on, as far as the kernels use them. The host's stand-ins are in
+// tests/support/emulator.h.
 //
-// Macro: FP16 (1 where 16-bit values are float16, 0 where bfloat16).
+// Macro: FP16 (1 where 16-bit values are float16, 0 where they are bfloat16).
 #pragma once
 
 typedef unsigned int u32;
@@ -15,8 +16,9 @@ template <class T> DEVICE T &shared_memory() {
 
 // ---- Registers and memory
 
-template <class T> DEVICE void hold(T &x) { asm volatile("" : "+r"(x)); }  // in a register
-// Not hoisted, for where registers are short.
+// Keep x in a register.
+template <class T> DEVICE void hold(T &x) { asm volatile("" : "+r"(x)); }
+// The load is not hoisted. Use it where registers are short.
 DEVICE int thread_index() {
     int i;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i));
@@ -36,7 +38,8 @@ DEVICE void store_shared(u32 to, const float *x) {
     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
                  : "memory");
 }
-// Four matrices of 8 rows of 16 bytes, one lane's address each; a lane gets bytes 4 (lane % 4) of row lane / 4 of each.
+// Load four matrices of 8 rows of 16 bytes, with one lane's address for each row. A lane gets bytes 4 (lane % 4) of row
+// lane / 4 of each matrix.
 DEVICE void load_matrices(u32 *x, u32 from) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -51,7 +54,8 @@ DEVICE int load_relaxed(const int *from) {
 DEVICE void add_relaxed(int *to, int x) {
     asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
 }
-// What was written before the addition, by threads that met this one at a barrier too, is seen after the wait.
+// After the wait a thread sees everything that was written before the addition, also by threads that met the adding
+// thread at a barrier.
 DEVICE void add_release(int *to, int x) {
     asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
 }
@@ -75,13 +79,13 @@ DEVICE float logarithm2(float x) {
     asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-// The larger one of the low and of the high 16 bits, unsigned.
+// Return the larger one of the low and of the high 16 bits, unsigned.
 DEVICE u32 larger_halves(u32 x, u32 y) {
     u32 z;
     asm("max.u16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
     return z;
 }
-// Two floats to 16 bits, the first in the low half; and back.
+// Convert two floats to 16 bits, the first in the low half, and back.
 DEVICE u32 pack_bf16(float low, float high) {
     u32 y;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));

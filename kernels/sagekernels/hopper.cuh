@@ -1,4 +1,4 @@
-// Hopper's instructions, as far as the kernels use them; the host's stand-ins are in tests/support/hopper_emulator.h.
+// Hopper's instructions, as far as the kernels use them. The host's stand-ins are in tests/support/hopper_emulator.h.
 #include "device.cuh"
 
 struct alignas(64) TensorMap { u64 words[16]; };
@@ -33,7 +33,7 @@ DEVICE void copy_in(void *to, const void *from, u32 bytes, u64 &barrier) {
                      address(to)), "l"(from), "r"(bytes), "r"(address(&barrier))
                  : "memory");
 }
-// Boxes: coordinates begin with the contiguous dimension.
+// Copy boxes. Coordinates begin with the contiguous dimension.
 DEVICE void copy_in(void *to, const TensorMap &map, int x, int y, int z, u64 &barrier) {
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::
@@ -58,7 +58,7 @@ DEVICE void add_out(float *to, const float *from, u32 bytes) {
 }
 DEVICE void copies_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 DEVICE void copies_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-// Until all but the last LEFT groups of copies are complete.
+// Wait until all but the last LEFT groups of copies are complete.
 template <int LEFT> DEVICE void copies_wait() { asm volatile("cp.async.bulk.wait_group %0;" ::"n"(LEFT) : "memory"); }
 DEVICE void store_matrices(u32 to, const u32 *x) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x[0]), "r"(x[1]),
@@ -78,7 +78,7 @@ DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" :::
 template <int PENDING> DEVICE void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
-// The compiler does not know that a wait writes registers: arithmetic on them stays on its side of this line.
+// Keep arithmetic on registers on its side of this line. The compiler does not know that a wait writes registers.
 template <int N> DEVICE void pin(float (&x)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i])::"memory");
@@ -88,9 +88,9 @@ template <int N> DEVICE void pin(u32 (&x)[N]) {
     for (int i = 0; i < N; i++) asm volatile("" : "+r"(x[i])::"memory");
 }
 
-// Descriptor of an operand in shared memory. Rows of ROW_BYTES are swizzled over all of their bytes; groups of eight
-// rows follow one another. block_bytes: between blocks of 64 columns, for an operand whose rows are contracted, or
-// between blocks of 16 bytes, for rows of 16.
+// Describe an operand in shared memory. Rows of ROW_BYTES are swizzled over all of their bytes, and groups of eight
+// rows follow one another. block_bytes is the distance between blocks of 64 columns, for an operand whose rows are
+// contracted, or between blocks of 16 bytes, for rows of 16.
 template <int ROW_BYTES = 128> DEVICE u64 operand(const void *tile, u32 block_bytes = 16) {
     u64 mode = ROW_BYTES == 128 ? 1 : ROW_BYTES == 64 ? 2 : 0, group = 8 * ROW_BYTES >> 4, block = block_bytes >> 4;
     return mode << 62 | group << 32 | block << 16 | (address(tile) & 0x3FFFF) >> 4;
@@ -110,7 +110,7 @@ template <int ROW_BYTES = 128> DEVICE u64 operand(const void *tile, u32 block_by
 #define TYPES "f32.bf16.bf16"
 #endif
 
-// sum (+)= a b^T in INT8, 32 contracted: rows of b, and of a where it is in shared memory, are contiguous.
+// Compute sum (+)= a b^T in INT8, 32 contracted. Rows of b, and of a where it is in shared memory, are contiguous.
 DEVICE void multiply_codes(u32 (&sum)[48], const u32 *a, u64 b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %53, 0;\n"
@@ -130,20 +130,20 @@ DEVICE void multiply_codes(u32 (&sum)[32], u64 a, u64 b) {
                  : LIST32("+r", sum, 0)
                  : "l"(a), "l"(b));
 }
-// sum += a b^T in 16 bits, 16 contracted.
+// Compute sum += a b^T in 16 bits, 16 contracted.
 DEVICE void multiply_rows(float (&sum)[32], u64 a, u64 b) {
     asm volatile("wgmma.mma_async.sync.aligned.m64n64k16." TYPES " {" NAMES32 "}, %32, %33, 1, 1, 1, 0, 0;"
                  : LIST32("+f", sum, 0)
                  : "l"(a), "l"(b));
 }
-// sum = a b^T in TF32, 8 contracted, a in registers.
+// Compute sum = a b^T in TF32, 8 contracted, with a in registers.
 DEVICE void multiply_tf32(float (&sum)[32], const u32 *a, u64 b) {
     asm volatile(
         "wgmma.mma_async.sync.aligned.m64n64k8.f32.tf32.tf32 {" NAMES32 "}, {%32, %33, %34, %35}, %36, 0, 1, 1;"
         : LIST32("=f", sum, 0)
         : FOUR(a), "l"(b));
 }
-// sum += a b, a in registers.
+// Compute sum += a b, with a in registers.
 #define MULTIPLY(name, types)                                                                                         \
     DEVICE void name(float (&sum)[64], const u32 *a, u64 b) {                                                         \
         asm volatile(                                                                                                 \
@@ -159,13 +159,13 @@ DEVICE void multiply_tf32(float (&sum)[32], const u32 *a, u64 b) {
     }
 MULTIPLY(multiply, TYPES)
 MULTIPLY(multiply_bf16, "f32.bf16.bf16")
-// sum (+)= a^T b in bfloat16.
+// Compute sum (+)= a^T b in bfloat16.
 template <int ACCUMULATE> DEVICE void multiply_columns(float (&sum)[32], u64 a, u64 b) {
     asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" NAMES32 "}, %32, %33, %34, 1, 1, 1, 1;"
                  : LIST32("+f", sum, 0)
                  : "l"(a), "l"(b), "n"(ACCUMULATE));
 }
-// sum += a b^T by one warp: a 16 x 32 INT8, b 8 x 32, both in registers.
+// Compute sum += a b^T by one warp: a 16 x 32 INT8, b 8 x 32, both in registers.
 DEVICE void multiply_in_warp(u32 *sum, const u32 *a, u32 b0, u32 b1) {
     asm volatile(
         "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "

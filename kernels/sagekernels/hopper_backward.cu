@@ -1,13 +1,13 @@
-// Backward of the recipe `scores` on Hopper in one pass: dQ, dK and dV. See hopper_backward.py.
+// The backward of the recipe `scores` on Hopper in one pass: dQ, dK and dV. See hopper_backward.py.
 //
-// A CTA owns 64 keys of one key head for each of its consumer warpgroups and walks over tiles of 64 queries, from the
-// last to the first. Rows of a thread are keys, columns queries: S^T = K8 Q8^T and dP^T = V dO^T leave P^T and dS^T in
-// registers, where they are the A operands of dV += P^T dO and dK += dS^T Q. dS^T also goes to shared memory; one tile
-// later it is multiplied with K, which the warpgroups have widened to bfloat16 when they began, and a warp adds that dQ
-// to global memory. dQ is computed in parts of 64 columns, part j of the walk by warpgroup j % CONSUMERS: of two
-// warpgroups at head_dim 128 each has its columns, of three at head_dim 64 each has every third tile.
+// A CTA owns 64 keys of one key head for each of its consumer warpgroups. It walks over tiles of 64 queries, from the
+// last to the first. Rows of a thread are keys, columns are queries. S^T = K8 Q8^T and dP^T = V dO^T leave P^T and dS^T
+// in registers, where they are the A operands of dV += P^T dO and dK += dS^T Q. dS^T also goes to shared memory. One
+// tile later it is multiplied with K, which the warpgroups have widened to bfloat16 at their start, and a warp adds
+// that dQ to global memory. dQ is computed in parts of 64 columns. Warpgroup j % CONSUMERS computes part j of the walk:
+// of two warpgroups at head_dim 128 each has its columns, and of three at head_dim 64 each has every third tile.
 //
-// What one warpgroup has on the tensor cores in tile i, and what its warps do meanwhile:
+// The products of one warpgroup on the tensor cores in tile i, and the work of its warps meanwhile:
 //     head_dim 128                                            head_dim 64
 //     dP(i)         P = exp2(S scale - lse), to 16 bits                    P
 //     dV(i)         dS = P (dP - delta), to bfloat16          dP(i)
@@ -16,29 +16,33 @@
 //                   wait; vectors of the columns of i + 1                  wait; dQ(i-1) to shared memory
 //     S(i+1)        dQ(i-1) to shared memory                  S(i+1)       vectors of the columns of i + 1
 //     -delta(i+1), where dP is summed
-// Two warpgroups have 240 registers, three 160: those do without dP under the exponentials and dQ beside S. What a
-// warpgroup waits for there the two others hide. Nothing may be in flight where the loop closes: ptxas would wait after
-// every product. At head_dim 128 three sums of 64 x 64 beside dK and dV are too many registers: dQ and dP share theirs.
+// Two warpgroups have 240 registers each, three have 160. With three there is no dP under the exponentials and no dQ
+// beside S. The two other warpgroups hide the waits there. Nothing may be in flight where the loop closes, because
+// ptxas would then wait after every product. At head_dim 128 three sums of 64 x 64 beside dK and dV are too many
+// registers, so dQ and dP share theirs.
 //
 // Defines: HEAD_DIM (64, 128), FP16 (of v and dO, see hopper.cuh), SHARED_BYTES.
 
 #include "hopper.cuh"
 
-constexpr int CONSUMERS = HEAD_DIM == 128 ? 2 : 3;  // warpgroups of 64 keys
+constexpr int CONSUMERS = HEAD_DIM == 128 ? 2 : 3;  // The number of warpgroups of 64 keys.
 constexpr int KEYS = 64 * CONSUMERS;
 #include "backward_schedule.cuh"
 
 constexpr int D = HEAD_DIM, STAGES = D == 128 ? 2 : 3;
 constexpr int THREADS = 128 * (CONSUMERS + 1);
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 240, PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 24;
-// A CTA has what it started with; more would be waited for in vain.
+// A CTA has the registers that it started with. It would wait for more in vain.
 static_assert(128 * (PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS) <= 65536 / THREADS / 8 * 8 * THREADS);
-constexpr int BLOCKS_D = D / 64;         // a 16-bit tile is stored as so many blocks of 64 columns, 128 bytes a row
-constexpr int DQ_PART = QUERIES * 64;    // floats of dQ that a warpgroup computes at one time
-constexpr int ROUND = CONSUMERS / BLOCKS_D;  // it does so once in so many tiles
-constexpr bool AHEAD = CONSUMERS == 2;   // registers suffice for what is needed early: see above
-// Of a tile of queries: rows of -delta in two TF32 parts, scale of Q and lse, for a product that adds -delta to dP;
-// as that is slower beside three consumers, there vectors of scale, lse and -delta.
+// A 16-bit tile is stored as so many blocks of 64 columns, 128 bytes a row.
+constexpr int BLOCKS_D = D / 64;
+constexpr int DQ_PART = QUERIES * 64;    // A warpgroup computes so many floats of dQ at one time.
+constexpr int ROUND = CONSUMERS / BLOCKS_D;  // It does so once in so many tiles.
+// Registers suffice to compute early what is needed later (see above).
+constexpr bool AHEAD = CONSUMERS == 2;
+// The vectors of a tile of queries. With two consumers they are rows of -delta in two TF32 parts, the scale of Q and
+// lse, for a product that adds -delta to dP. That product is slower beside three consumers, which have vectors of
+// scale, lse and -delta.
 constexpr int VECTORS = (AHEAD ? 4 : 3) * QUERIES;
 
 struct alignas(1024) Shared {
@@ -54,7 +58,7 @@ struct alignas(1024) Shared {
 };
 static_assert(sizeof(Shared) == SHARED_BYTES);
 
-// Place of the i-th tile in a ring of buffers, and the parity of the phase in which its barrier is filled.
+// The place of the i-th tile in a ring of buffers, and the parity of the phase in which its barrier is filled.
 DEVICE int place(int i) { return i % STAGES; }
 DEVICE int parity(int i) { return i / STAGES & 1; }
 
@@ -69,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(
     Shared& sm = shared_memory<Shared>();
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
     int lane = threadIdx.x % 32;
-    hold(lane);  // or it is read from the slow register in every tile
+    hold(lane);  // Otherwise every tile would read the slow register.
 
     if (threadIdx.x == 0) {
         barrier_init(sm.keys_full, 1);
@@ -100,10 +104,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(
         fewer_registers<PRODUCER_REGISTERS>();
         if (lane != 0) return;
         int i = 0;
-        if (warp == 0) {  // codes of Q and vectors
+        if (warp == 0) {  // This warp fetches codes of Q and vectors.
             arrive_expect(sm.keys_full, KEYS * D * 3);
             copy_in(sm.k8, k8_map, 0, first_key, kv_head, batch, sm.keys_full);
-#pragma unroll 1  // the fetching warps are short of registers
+#pragma unroll 1  // The fetching warps are short of registers.
             for (int b = 0; b < BLOCKS_D; b++)
                 copy_in(sm.v + b * KEYS * 64, v_map, b * 64, first_key, kv_head, batch, sm.keys_full);
             for (int g = 0; g < group; g++) {
@@ -117,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(
                     copy_in(sm.vectors[place(i)], row + m * VECTORS, VECTORS * 4, bar);
                 }
             }
-        } else if (warp == 1) {  // dO and Q
+        } else if (warp == 1) {  // This warp fetches dO and Q.
             for (int g = 0; g < group; g++) {
                 int head = kv_head * group + g;
                 for (int m = last_tile - 1; m >= first_tile; m--, i++) {
@@ -130,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(
                         copy_in(sm.q[place(i)] + b * 4096, q_map, b * 64, m * QUERIES, head, batch, bar);
                 }
             }
-        } else if (warp - 2 < BLOCKS_D) {  // 64 columns of dQ to global memory
+        } else if (warp - 2 < BLOCKS_D) {  // These warps add 64 columns of dQ each to global memory.
             const int block = warp - 2;
             int part = -1;
             for (int g = 0; g < group; g++) {
@@ -158,7 +162,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(
     more_registers<CONSUMER_REGISTERS>();
     const int wg = warpgroup - 1;
 
-    // int -> float: accumulators begin at MAGIC's bits, the scale has 22 bits so that MAGIC times it is exact
+    // int becomes float because accumulators begin at MAGIC's bits. The scale has 22 bits, so that MAGIC times it is
+    // exact.
     const float MAGIC = 12582912.f;
     float ks[2];
 #pragma unroll
@@ -168,16 +173,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(
         ks[r] = __int_as_float(__float_as_int(ks[r]) & -4);
     }
 
-    // operands in shared memory, and where this thread writes
+    // These are the operands in shared memory, and the places where this thread writes.
     const u64 k8_op = operand<D == 128 ? 128 : 64>(sm.k8 + wg * 64 * D), v_op = operand(sm.v + wg * 64 * 64);
     const u64 k_op = operand(sm.k + wg / ROUND * KEYS * 64);
     u32 ds_row = address(sm.ds[0]) + (wg * 64 + warp * 16 + lane % 16) * 128 + ((lane / 16 ^ lane % 8) << 4);
     u32 columns = address(sm.vectors) + (AHEAD ? lane % 4 * 32 + 8 : lane % 4 * 16);
     u32 dq_at = address(sm.dq[wg]) + (warp * 8 * 32 + lane) * 16;
-    hold(ds_row), hold(columns), hold(dq_at);  // or they are computed again in every tile
+    hold(ds_row), hold(columns), hold(dq_at);  // Otherwise every tile would compute them again.
 
     float dk[D / 2], dv[D / 2], p[32], dp[32];
-    float q_scale[16], lse[16];  // of the columns
+    float q_scale[16], lse[16];  // The vectors of the columns.
     u32 s[32], p16[16], ds16[16], ones[4];
 #pragma unroll
     for (int i = 0; i < D / 2; i++) dk[i] = dv[i] = 0.f;
@@ -186,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(
         __syncwarp();
         if (lane == 0) arrive(bar);
     };
-    auto widen_k = [&] {  // to bfloat16, half of the columns: a row by each thread
+    auto widen_k = [&] {  // Widen half of the columns to bfloat16, a row by each thread.
         const int thread = wg * 128 + warp * 32 + lane, row = thread % KEYS, key = first_key + row;
         const float factor = key < n_k ? k_scale[bh_kv * n_k + key] : 0.f;
 #pragma unroll 1
@@ -196,7 +201,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(
             const float words[4] = {x.x, x.y, x.z, x.w};
             float y[16], packed[8];
 #pragma unroll
-            for (int j = 0; j < 16; j++) {  // code + 128 as the lowest byte of 2^23 + 128 + code
+            // code + 128 is the lowest byte of 2^23 + 128 + code.
+            for (int j = 0; j < 16; j++) {
                 u32 bytes = __float_as_int(words[j / 4]) ^ 0x80808080;
                 y[j] = (__uint_as_float(__byte_perm(bytes, 0x4B000000, 0x7650 + j % 4)) - 8388736.f) * factor;
             }
@@ -207,7 +213,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(
             store_shared(to + (column % 64 * 2 + 16 ^ row % 8 << 4), packed + 4);
         }
     };
-    auto mine = [&](int t) { return ROUND == 1 || t % ROUND == wg; };  // whether dQ of this tile is computed here
+    // Return whether this warpgroup computes dQ of the tile.
+    auto mine = [&](int t) { return ROUND == 1 || t % ROUND == wg; };
     auto issue_s = [&](int stage) {
 #pragma unroll
         for (int i = 0; i < 32; i++) s[i] = 0x4B400000;
@@ -218,11 +225,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(
         for (int i = 0; i < D / 32; i++) multiply_codes(s, k8_op + 2 * i, q_op + 2 * i);
         wgmma_commit();
     };
-    auto begin_dp = [&](int stage) {  // dP - delta: the sums begin at -delta
-        if (AHEAD) {  // ones times its parts, a product of another shape, hence with a fence
+    auto begin_dp = [&](int stage) {  // Compute dP - delta: the sums begin at -delta.
+        if (AHEAD) {  // Ones times the parts of -delta is a product of another shape, so it needs a fence.
             int same = lane;
-            hold(same);  // or the operand is held throughout
-            ones[0] = ones[1] = same % 4 < 2 ? 0x3F800000 : 0;  // rows 1 1 0 0 0 0 0 0 of A
+            hold(same);  // Otherwise the operand would be held throughout.
+            ones[0] = ones[1] = same % 4 < 2 ? 0x3F800000 : 0;  // Rows 1 1 0 0 0 0 0 0 of A.
             ones[2] = ones[3] = 0;
             wgmma_fence();
             multiply_tf32(dp, ones, operand<16>(sm.vectors[stage], 0));
@@ -318,7 +325,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(
         for (int i = 0; i < 4; i++) multiply_bf16(dk, ds16 + 4 * i, b + 128 * i);
         wgmma_commit();
     };
-    auto issue_dq = [&](float (&dq)[32], int t) {  // at -1 of nothing
+    auto issue_dq = [&](float (&dq)[32], int t) {  // The result of tile -1 is never used.
         wait(sm.ds_full[t & 1], t >> 1 & 1);
         u64 ds_op = operand(sm.ds[t & 1]);
         wgmma_fence();
@@ -327,7 +334,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(
         for (int i = 1; i < KEYS / 16; i++) multiply_columns<1>(dq, ds_op + 128 * i, k_op + 128 * i);
         wgmma_commit();
     };
-    auto send_dq = [&](float (&dq)[32], int t) {  // to shared memory; the next compute_ds says that it is there
+    // Send dQ to shared memory. The next compute_ds says that it is there.
+    auto send_dq = [&](float (&dq)[32], int t) {
         if (t < 0) return;
         if (lane == 0) arrive(sm.ds_free[t & 1]);
         wait(sm.dq_free[wg], t / ROUND & 1 ^ 1);
@@ -345,7 +353,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(
     const int tiles = (last_tile - first_tile) * group;
     int m = last_tile - 1;
     wait(sm.keys_full, 0);
-    widen_k();  // fenced and announced with the first dS
+    widen_k();  // The copy is fenced and announced with the first dS.
     if (tiles) wait(sm.codes_full[0], 0);
     load_columns(0);
     issue_s(0);
@@ -374,7 +382,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(
         issue_dv(now);
         wgmma_wait<1>();
         pin(dp);
-        signal(sm.codes_free[now]);  // not before: loads may be on their way until their values are used
+        // The signal comes no earlier, because loads may be on their way until their values are used.
+        signal(sm.codes_free[now]);
         compute_ds(t);
         issue_dk(now);
         if (AHEAD) {
@@ -412,7 +421,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(
     }
 
     const u32 out_row = (warp * 16 + lane % 16) * 128 + ((lane / 16 ^ lane % 8) << 4);
-    // dV leaves through this warpgroup's part of V, dK through its part of dQ
+    // dV leaves through this warpgroup's part of V, and dK through its part of dQ.
     auto send = [&](float (&x)[D / 2], float factor, u32 to, int block_bytes) {
 #pragma unroll
         for (int i = 0; i < D / 16; i++) {
@@ -425,7 +434,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(
         warpgroup_barrier(wg);
     };
     send(dv, 1.f, address(sm.v + wg * 64 * 64), KEYS * 128);
-    const int rounds = (tiles + ROUND - 1 - wg % ROUND) / ROUND;  // tiles that were `mine`
+    const int rounds = (tiles + ROUND - 1 - wg % ROUND) / ROUND;  // The number of tiles that were `mine`.
     if (rounds) wait(sm.dq_free[wg], rounds - 1 & 1);
     send(dk, scale, address(sm.dq[wg]), 64 * 128);
     if (warp == 0 && lane == 0) {
@@ -434,6 +443,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(
             copy_out(dk_map, b * 64, first_key + wg * 64, kv_head, batch, (char*)sm.dq[wg] + b * 64 * 128);
         }
         copies_commit();
-        copies_wait_read();  // the next block need not wait for what is written
+        copies_wait_read();  // The next block need not wait until the copies have been written.
     }
 }

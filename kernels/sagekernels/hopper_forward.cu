@@ -1,11 +1,11 @@
-// Hopper forward of the recipes `fine` and `scores`: INT8 Q K^T with one scale per token, P V in 16 bits.
+// The forward of the recipes `fine` and `scores` on Hopper: INT8 Q K^T with one scale per token, P V in 16 bits.
 //
-// A block of threads is persistent: one warp fetches (TMA), CONSUMERS warpgroups own 64 queries each, and for each of
-// them a warp quantizes the queries of its next block meanwhile. Keys are visited from the last to the first. A consumer
-// issues the scores of its next tile of keys and P V of this one, and runs the softmax of the next tile under P V, at a
-// block's end with the next block's first tile. The exponentials do not wait for the maximum of their tile: they are
-// relative to an old one, and taken once more in the rare case that something would overflow. Exponents are in log2
-// units.
+// A block of threads is persistent. One warp fetches (TMA), CONSUMERS warpgroups own 64 queries each, and for each of
+// them a warp quantizes the queries of its next block meanwhile. Keys are visited from the last to the first. A
+// consumer issues the scores of its next tile of keys and P V of this one, and runs the softmax of the next tile under
+// P V. At a block's end the next tile is the next block's first one. The exponentials do not wait for the maximum of
+// their tile: they are relative to an old maximum, and are computed again in the rare case that something would
+// overflow. Exponents are in log2 units.
 //
 // Macros: HEAD_DIM (64, 128), BLOCK_N (keys a tile), CONSUMERS, STAGES, CAUSAL, PACKED, FP16 (values are float16),
 // SHARED_BYTES.
@@ -16,29 +16,34 @@
 constexpr int BLOCK_M = 64 * CONSUMERS, D = HEAD_DIM, HALVES = D / 64;
 constexpr int THREADS = 128 * (CONSUMERS + 1);
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 232, PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 40;
-// A block has what it started with; more would be waited for in vain.
+// A block has the registers that it started with. It would wait for more in vain.
 static_assert(128 * (PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS) <= 65536 / THREADS / 8 * 8 * THREADS);
-static_assert(STAGES - 2 >= (BLOCK_M - 64 + BLOCK_N - 1) / BLOCK_N);  // see part
+static_assert(STAGES - 2 >= (BLOCK_M - 64 + BLOCK_N - 1) / BLOCK_N);  // See `part`.
 constexpr int Q_BYTES = 64 * D * 2, K_BYTES = BLOCK_N * D, V_BYTES = BLOCK_N * D * 2, SCALE_BYTES = BLOCK_N * 4;
-// Codes of queries: at 128 dimensions those of a row take the place of its first half.
+// At 128 dimensions the codes of a row take the place of its first half.
 constexpr int CODES_AT = D == 128 ? 0 : Q_BYTES, Q_ROOM = Q_BYTES + (D == 128 ? 0 : 64 * D);
-constexpr float LOWEST = -1e30f;  // finite, so that a row that has seen no key yet needs no special case
-constexpr float LIMIT = FP16 ? 0x1p15f : 0x1p64f;  // of a thread's probabilities of a tile relative to an old maximum
+// It is finite, so that a row that has seen no key yet needs no special case.
+constexpr float LOWEST = -1e30f;
+// The limit of a thread's probabilities of a tile relative to an old maximum.
+constexpr float LIMIT = FP16 ? 0x1p15f : 0x1p64f;
 constexpr float LN2 = 0.6931471805599453f;
 
 // A warpgroup's part of a block of queries, as the fetching warp works it out.
 struct alignas(16) Part {
-    int head, batch, row;  // first of 64 rows
-    int skipped, last, clear_to, clear_from, lo;  // key tiles: not looked at, then last .. lo, those between not masked
+    int head, batch, row;  // The first of 64 rows.
+    // Key tiles: those not looked at, then last .. lo, and those between that need no mask.
+    int skipped, last, clear_to, clear_from, lo;
 };
 
 struct Shared {
-    alignas(1024) unsigned char q[CONSUMERS][Q_ROOM];  // queries of the next block, and their codes
+    // The queries of the next block, and their codes.
+    alignas(1024) unsigned char q[CONSUMERS][Q_ROOM];
     alignas(1024) unsigned char k[STAGES][K_BYTES];
     alignas(1024) unsigned char v[STAGES][V_BYTES];
     alignas(16) float k_scale[STAGES][BLOCK_N];
-    float q_scale[CONSUMERS][64];  // log2 units of a score
-    Part part[2][CONSUMERS];  // comes with q; the other one is of the block before
+    float q_scale[CONSUMERS][64];  // The unit is the log2 unit of a score.
+    // One part comes with q, and the other one belongs to the block before.
+    Part part[2][CONSUMERS];
     u64 q_full[CONSUMERS], q_coded[CONSUMERS], q_free[CONSUMERS];
     u64 k_full[STAGES], v_full[STAGES], free[STAGES];
 };
@@ -47,7 +52,8 @@ static_assert(sizeof(Shared) == SHARED_BYTES);
 // ---- Arithmetic
 
 DEVICE int ceil_div(int a, int b) { return (a + b - 1) / b; }
-DEVICE int uniform(int x) { return __shfl_sync(~0u, x, 0); }  // as the compiler sees too
+// The compiler sees too that the value is uniform.
+DEVICE int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 template <class F> DEVICE float row_reduce(float x, F f) {
     x = f(x, __shfl_xor_sync(~0u, x, 1));
     return f(x, __shfl_xor_sync(~0u, x, 2));
@@ -56,14 +62,16 @@ template <class F> DEVICE float row_reduce(float x, F f) {
 // ---- What a block of queries sees
 
 struct Work {
-    int head, batch, kv_head, kv, block, lo, hi;  // kv = batch * kv_heads + kv_head; key tiles lo .. hi - 1
+    // kv = batch * kv_heads + kv_head; the key tiles are lo .. hi - 1.
+    int head, batch, kv_head, kv, block, lo, hi;
 };
 
 struct Problem {
-    const int *starts, *ends;  // PACKED: [n_q], first key of a token's document, one past the last
+    // PACKED: [n_q], the first key of a token's document, and one past its last key.
+    const int *starts, *ends;
     int heads, kv_heads, all_heads, n_q, n_k, m_blocks, heads_per_group;
 
-    // Groups of heads whose K and V fit the L2 cache, the longest blocks first in each.
+    // Groups of heads have K and V that fit the L2 cache. In each group the longest blocks come first.
     DEVICE Work decode(int tile) const {
         Work w;
         int group = tile / (m_blocks * heads_per_group), rest = tile - group * m_blocks * heads_per_group;
@@ -87,7 +95,8 @@ struct Problem {
     }
 
     DEVICE Part part(const Work &w, int wg) const {
-        int row = w.block * BLOCK_M + wg * 64, first, last, from = 0, end = n_k;  // seen whole: tiles from .. end
+        // The tiles from .. end are seen whole.
+        int row = w.block * BLOCK_M + wg * 64, first, last, from = 0, end = n_k;
         if (PACKED) {
             from = ceil_div(starts[least(row + 63, n_q - 1)], BLOCK_N);
             end = ends[least(row, n_q - 1)];
@@ -96,13 +105,14 @@ struct Problem {
             end = least(n_k, row + n_k - n_q + 1);
         }
         bounds(row + 63, first, last);
-        // With documents all are looked at: what is given back before the last P V is done may not fill the pipeline.
+        // With documents no tile is skipped. Tiles that are given back before the last P V is done may not fill the
+        // pipeline.
         last = PACKED ? w.hi - 1 : last / BLOCK_N;
         int clear_to = most(most(end / BLOCK_N, from), w.lo);
         return {w.head, w.batch, row, w.hi - 1 - last, last, clear_to, most(from, w.lo), w.lo};
     }
 
-    // Keys that one row sees: first .. last.
+    // One row sees the keys first .. last.
     DEVICE void bounds(int row, int &first, int &last) const {
         first = 0;
         last = CAUSAL ? least(row + n_k - n_q, n_k - 1) : n_k - 1;
@@ -114,7 +124,7 @@ struct Problem {
     }
 };
 
-// Place in the pipeline of tiles, and parity of the barriers there.
+// The place in the pipeline of tiles, and the parity of the barriers there.
 struct Ring {
     int stage;
     u32 parity;
@@ -148,13 +158,15 @@ DEVICE void produce(
     while (tile < tiles) {
         Work w = problem.decode(tile);
         tile = gridDim.x + atomicAdd(taken, 1);
-        // The next block's queries behind as many tiles of keys as there is room for: they have to be quantized in time.
+        // The next block's queries come behind as many tiles of keys as there is room for, because they have to be
+        // quantized in time.
         const int behind = most(w.hi - STAGES, w.lo);
 #pragma unroll 1
         for (int j = w.hi - 1; j >= w.lo; j--, at = at.next()) {
             int stage = at.stage;
-            // No barrier for K: of what was here the scores are done. A consumer gives back a tile behind the scores of
-            // its next one, and a block's queries, which fetch_queries waited for, behind the scores of its first.
+            // K needs no barrier, because the scores of the tile that was here are done. A consumer gives back a tile
+            // behind the scores of its next one. It gives back a block's queries, which fetch_queries waited for,
+            // behind the scores of its first tile.
             arrive_expect(shared.k_full[stage], K_BYTES + SCALE_BYTES);
             copy_in(shared.k[stage], k_map, 0, j * BLOCK_N, w.kv, shared.k_full[stage]);
             copy_in(shared.k_scale[stage], k_scale + (long long)w.kv * nk_padded + j * BLOCK_N, SCALE_BYTES,
@@ -181,11 +193,12 @@ DEVICE void quantize(
 #pragma unroll 1
         for (int row = lane; row < 64 && more; row += 32) {
             // 16-byte pieces, 8 values or 16 codes, lie as the copies of boxes swizzle them. Beside products a load
-            // takes 300 cycles and more, so several are on their way; unrolled, the compiler has one after the other.
+            // takes 300 cycles and more, so several are on their way. If the loop were unrolled, the compiler would
+            // wait for one after the other.
             u32 from = address(shared.q[wg]) + row * 128 ^ row % 8 << 4;
             u32 to = address(shared.q[wg]) + CODES_AT + row * D ^ (D == 128 ? row % 8 : row / 2 % 4) << 4;
             auto piece = [&](int i) { return load_shared((from ^ i % 8 << 4) + i / 8 * (Q_BYTES / HALVES)); };
-            u32 pair = 0;  // of the largest magnitudes
+            u32 pair = 0;  // A pair of the largest magnitudes.
 #pragma unroll 1
             for (int i = 0; i < D / 8; i += 4) {
                 float4 x[4] = {piece(i), piece(i + 1), piece(i + 2), piece(i + 3)};
@@ -203,7 +216,7 @@ DEVICE void quantize(
             float scale = __int_as_float(largest) / 127.0f, inverse = inverse_scale(largest);
             if (part.row + row < problem.n_q) scales[(long long)part.head * problem.n_q + part.row + row] = scale;
             scale *= factor;
-            shared.q_scale[wg][row] = scale == 0.0f ? 1.0f : scale;  // zero times a masked -inf would be NaN
+            shared.q_scale[wg][row] = scale == 0.0f ? 1.0f : scale;  // Zero times a masked -inf would be NaN.
 #pragma unroll 1
             for (int i = 0; i < D / 16; i++) {
                 const float words[8] = {next[0].x, next[0].y, next[0].z, next[0].w,
@@ -236,12 +249,12 @@ DEVICE void quantize(
 
 // ---- A consumer: 64 queries
 //
-// A thread owns rows lane / 4 and lane / 4 + 8 of its warp's 16; of every 8 keys, or dimensions of O, columns 2 c and
-// 2 c + 1 with c = lane % 4: x[4 i + 2 r + b] is row r, column 8 i + 2 c + b.
+// A thread owns rows lane / 4 and lane / 4 + 8 of its warp's 16. Of every 8 keys, or dimensions of O, it owns columns 2
+// c and 2 c + 1 with c = lane % 4: x[4 i + 2 r + b] is row r, column 8 i + 2 c + b.
 
-struct Rows {  // of a block that is done
+struct Rows {  // The rows of a block that is done.
     u32 *out;
-    int words, left;  // from row to row; rows from the first one on
+    int words, left;  // The distance from row to row, and the rows from the first one on.
     float inverse[2];
 };
 
@@ -249,16 +262,17 @@ struct Consumer {
     Shared &shared;
     const Problem &problem;
     int wg, c, row;
-    u32 q[D / 8];            // INT8 codes, operand A of Q K^T
-    float q_scale[2];        // log2 units of a score
-    u32 s[BLOCK_N / 2];      // INT32 scores, then floats
-    u32 p[BLOCK_N / 4];      // 16 bits, operand A of P V
+    u32 q[D / 8];            // INT8 codes, operand A of Q K^T.
+    float q_scale[2];        // The unit is log2 units of a score.
+    u32 s[BLOCK_N / 2];      // INT32 scores, then floats.
+    u32 p[BLOCK_N / 4];      // 16 bits, operand A of P V.
     float o[D / 2];
-    float m[2], l[2];        // reference of the exponentials, log2 units; this thread's part of the row sum
+    // The reference of the exponentials in log2 units, and this thread's part of the row sum.
+    float m[2], l[2];
     float4 k_scale[BLOCK_N / 16];
 
-    // Wait for the next block of queries and load its codes. Returns how many key tiles are to be skipped, -1 if there
-    // are no more blocks.
+    // Wait for the next block of queries and load its codes. Return how many key tiles are to be skipped, or -1 if
+    // there are no more blocks.
     DEVICE int start(u32 parity) {
         wait(shared.q_coded[wg], parity);
         const Part &part = shared.part[parity][wg];
@@ -305,7 +319,7 @@ struct Consumer {
         wgmma_commit();
     }
 
-    // Scores as floats, -inf where masked, without the scale of the query.
+    // Compute the scores as floats, -inf where masked, without the scale of the query.
     template <bool MASKED> DEVICE float scaled(int i, int e, const int *first, const int *last) {
         const float4 &four = k_scale[i / 2];
         float t = __int2float_rn(s[4 * i + e]) * (i % 2 ? (e % 2 ? four.w : four.z) : (e % 2 ? four.y : four.x));
@@ -318,7 +332,7 @@ struct Consumer {
         return t;
     }
 
-    // The keys that this thread's rows see, counted from its own first one of the tile.
+    // Return the keys that this thread's rows see, counted from its own first key of the tile.
     DEVICE void bounds(int key0, int *first, int *last) {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
@@ -327,7 +341,7 @@ struct Consumer {
         }
     }
 
-    // Probabilities relative to the maximum so far. O has to be multiplied by alpha.
+    // Compute probabilities relative to the maximum so far. O has to be multiplied by alpha.
     DEVICE void exact_softmax(int key0, float *alpha) {
         float top[2] = {LOWEST, LOWEST};
         int first[2], last[2];
@@ -354,8 +368,9 @@ struct Consumer {
         }
     }
 
-    // Probabilities relative to an old maximum, which is as good while nothing overflows, as their sum shows: otherwise
-    // they have to be computed again, and true is returned. Nothing waits for the maximum, and lanes do not meet.
+    // Compute probabilities relative to an old maximum, which is as good while nothing overflows. Their sum shows an
+    // overflow: the probabilities then have to be computed again, and true is returned. Nothing waits for the maximum,
+    // and lanes do not meet.
     template <bool MASKED> DEVICE bool softmax(int key0) {
         float sum[2] = {0.0f, 0.0f};
         int first[2], last[2];
@@ -375,10 +390,11 @@ struct Consumer {
         return again;
     }
 
-    // This warp's scores once more, by the instructions of one warp: rare.
+    // Compute this warp's scores once more, by the instructions of one warp. This is rare.
     DEVICE void scores_again(int stage) {
         const unsigned char *keys = shared.k[stage] + threadIdx.x % 32 / 4 * D;
-        constexpr int SWIZZLE = D / 16 - 1;  // which bits of the row move the 16-byte pieces of a row of D bytes
+        // These bits of the row move the 16-byte pieces of a row of D bytes.
+        constexpr int SWIZZLE = D / 16 - 1;
         int row = D == 128 ? threadIdx.x % 32 / 4 : threadIdx.x % 32 / 8;
 #pragma unroll
         for (int i = 0; i < BLOCK_N / 8; i++) {
@@ -403,8 +419,8 @@ struct Consumer {
         for (int i = 0; i < BLOCK_N / 4; i++) p[i] = pack(__int_as_float(s[2 * i]), __int_as_float(s[2 * i + 1]));
     }
 
-    // P V of the tile in `stage`, under it scores and softmax of the next one, whose first key is key0. EXACT where rows
-    // may have seen no key yet.
+    // Compute P V of the tile in `stage` and, under it, scores and softmax of the next tile, whose first key is key0.
+    // EXACT where rows may have seen no key yet.
     template <bool MASKED, bool EXACT> DEVICE void step(Ring &at, int key0) {
         Ring next = at.next();
         wait(shared.v_full[at.stage], at.parity);
@@ -430,7 +446,7 @@ struct Consumer {
         narrow();
     }
 
-    // Log-sum-exp of this thread's rows; where their O goes and what it is multiplied with.
+    // Write the log-sum-exp of this thread's rows. Return where their O goes and its factor.
     DEVICE Rows finish(const Part &part, u32 *out, float *lse) {
         int head = uniform(part.head), batch = uniform(part.batch);
         Rows rows;
@@ -447,7 +463,7 @@ struct Consumer {
         return rows;
     }
 
-    // Lanes exchange pairs of columns to store four.
+    // Lanes exchange pairs of columns, to store four at once.
     DEVICE void store(const Rows &rows) {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
@@ -463,7 +479,7 @@ struct Consumer {
         }
     }
 
-    // The first tile of a block of queries: nothing is known of it.
+    // Compute the first tile of a block of queries, for which no maximum is known.
     DEVICE void first_softmax(const Part &part) {
         float alpha[2];
         m[0] = m[1] = LOWEST;
@@ -478,10 +494,11 @@ struct Consumer {
     }
 };
 
-// q, v, o [B, N, heads, D] in 16 bits (maps: D, heads, N, B; boxes of 64 dimensions and of 64 queries or BLOCK_N keys);
-// K's codes [B * kv_heads, n_k, D], its scales [B * kv_heads, nk_padded] in the order of quantize_keys.cu. Written
-// are Q's codes [B, heads, n_q, D] (a map too), q_scales and lse [B * heads, n_q]. factor: scale of the scores times
-// log2 e. taken: zero; counts the blocks of queries that are taken beyond the first of each block of threads.
+// q, v and o are [B, N, heads, D] in 16 bits (maps: D, heads, N, B; boxes of 64 dimensions and of 64 queries or BLOCK_N
+// keys). K has codes [B * kv_heads, n_k, D], and scales [B * kv_heads, nk_padded] in the order of quantize_keys.cu. The
+// results are also Q's codes [B, heads, n_q, D] (a map too), and q_scales and lse [B * heads, n_q]. factor is the scale
+// of the scores times log2 e. taken is zero at the start; it counts the blocks of queries that are taken beyond the
+// first of each block of threads.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap codes_map, const float *k_scale,
@@ -513,8 +530,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(
     Consumer mine{shared, problem};
     mine.wg = __shfl_sync(~0u, threadIdx.x / 128 - 1, 0);
     mine.c = threadIdx.x % 4;
-    // One block of queries after the other: scores and softmax of the first tile of the next one as those of any tile,
-    // beside P V of the one before.
+    // One block of queries comes after the other. Scores and softmax of the first tile of the next block are computed
+    // like those of any tile, beside P V of the tile before.
     Ring at = mine.skip(Ring{0, 0}, mine.start(0));
     wait(shared.k_full[at.stage], at.parity);
     mine.issue_scores(at.stage);
@@ -540,11 +557,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(
             wait(shared.k_full[next.stage], next.parity);
         }
         wait(shared.v_full[at.stage], at.parity);
-        mine.issue_scores(next.stage);  // of anything, after the last block
+        mine.issue_scores(next.stage);  // After the last block, the scores are those of arbitrary codes.
         mine.issue_values(at.stage);
         wgmma_wait<1>();
         pin(mine.s);
-        // Queries are not given back before the product: an arrival may overtake loads whose values nobody has used.
+        // Queries are not given back before the product, because an arrival may overtake loads whose values nobody has
+        // used.
         if (threadIdx.x % 32 == 0 && skipped >= 0) arrive(shared.q_free[mine.wg]);
         mine.first_softmax(shared.part[now ^ 1][mine.wg]);
         wgmma_wait<0>();

@@ -1,17 +1,19 @@
-// Backward of the recipe `fine` in one pass by mma.sync: dQ, dK and dV. See mma.py; mma_prepare.cu makes what it reads.
+// The backward of the recipe `fine` in one pass by mma.sync: dQ, dK and dV. See mma.py. mma_prepare.cu makes the
+// inputs.
 //
-// A block owns 64 or 128 keys of one key head, 16 a warp, and walks over tiles of 64 queries, from the last to the first.
-// Rows of a warp are keys, columns queries:
+// A block owns 64 or 128 keys of one key head, 16 a warp. It walks over tiles of 64 queries, from the last to the
+// first. Rows of a warp are keys, columns are queries:
 //     S^T = K8 Q8^T -> P^T s_dO -> largest of each key, codes 0 .. 254 -> dV += P8^T dO8
 //     dP^T = V dO^T -> dS^T s_Q -> largest of each key, codes          -> dK += dS8^T Q8
 //                      dS^T s_Q s_K -> largest of each query over 64 keys (by all warps), codes -> dQ
-// Codes of P^T and dS^T are A operands as they stand: dO8 and Q8 are stored turned, in that order. Codes of dS for dQ are
-// turned by movmatrix, go through shared memory and meet the turned K8; dQ is added to global memory as the sums lie.
+// Codes of P^T and dS^T are A operands as they stand, because dO8 and Q8 are stored transposed in that order. Codes of
+// dS for dQ are transposed by movmatrix, go through shared memory and meet the transposed K8. dQ is added to global
+// memory in the order of the sums.
 //
-// Integers become floats for nothing: sums start at MAGIC's bits. dK and dV take sums with MAGIC in them; what that adds
-// to a row is known, and is taken back once in so many tiles.
+// Integers become floats without an instruction, because sums start at MAGIC's bits. dK and dV take sums with MAGIC in
+// them. The amount that this adds to a row is known, and is taken back once in TAKEN_BACK tiles.
 //
-// Macros: HEAD_DIM (64, 128), FP16 (of v, dO, dK and dV), HALF_SUMS (v and dO are float16 in units of powers of two, dP
+// Macros: HEAD_DIM (64, 128), FP16 (of v, dO, dK and dV), HALF_SUMS (v and dO are float16 in units of powers of two; dP
 // is summed in float16), STAGES (tiles of queries in shared memory, 1 or 2), BLOCKS (of threads on a multiprocessor),
 // SHARED_BYTES.
 
@@ -22,23 +24,27 @@
 constexpr int D = HEAD_DIM, KEYS = D;
 #include "backward_schedule.cuh"
 
-constexpr int WARPS = KEYS / 16, THREADS = 32 * WARPS, GROUPS = KEYS / 64;  // GROUPS: of keys that share scales of dS
-constexpr int ABREAST = 4;  // products that do not wait for each other
-constexpr int PART = HALF_SUMS ? 8 : 4;  // eights of queries of dP at one time
-constexpr int TAKEN_BACK = 8;  // tiles until MAGIC is: it costs an addition each time, and the last bits of sums
+// GROUPS is the number of groups of keys that share scales of dS.
+constexpr int WARPS = KEYS / 16, THREADS = 32 * WARPS, GROUPS = KEYS / 64;
+constexpr int ABREAST = 4;  // So many products do not wait for each other.
+constexpr int PART = HALF_SUMS ? 8 : 4;  // dP is computed for so many eights of queries at one time.
+// MAGIC is taken back after so many tiles. Each time costs an addition and the last bits of sums.
+constexpr int TAKEN_BACK = 8;
 
 struct Stage {
     signed char q8[QUERIES * D], q_turned[D * QUERIES];
     unsigned short dO[QUERIES * D];
     signed char do_turned[D * QUERIES];
-    float4 exponent[QUERIES / 2], gradient[QUERIES / 2];  // of two queries: the vectors of mma_prepare.cu
+    // The vectors of mma_prepare.cu, of two queries.
+    float4 exponent[QUERIES / 2], gradient[QUERIES / 2];
 };
 struct Shared {
     signed char k_turned[GROUPS][D * 64];
     unsigned short v[KEYS * D];
     signed char ds[QUERIES * KEYS];
     Stage stage[STAGES];
-    float largest[2][GROUPS][QUERIES];  // |dS s_Q s_K| of each query over 64 keys, in this tile and the one before
+    // The largest |dS s_Q s_K| of each query over 64 keys, in this tile and the one before.
+    float largest[2][GROUPS][QUERIES];
 };
 static_assert(sizeof(Shared) == SHARED_BYTES);
 
@@ -48,12 +54,12 @@ DEVICE u32 four_bytes(float a, float b, float c, float d) {
     return __byte_perm(__byte_perm(__float_as_int(a), __float_as_int(b), 0x0040),
                        __byte_perm(__float_as_int(c), __float_as_int(d), 0x0040), 0x5410);
 }
-// What a value is multiplied by so that the largest becomes `codes`.
+// Return the factor that turns the largest value into `codes`.
 DEVICE float inverse_of(float largest, float codes) { return largest > 0x1p-119f ? codes * reciprocal(largest) : 0.0f; }
 
-// q8 [B * heads, n_q, D], k8 [B * kv_heads, n_k, D] codes, the latter with k_scale; v [B, N_k, kv_heads, D] with strides
-// in elements; dk, dv [B, n_k, kv_heads, D]; k_turned with `k_tiles` tiles of 64 keys a head, a multiple of a block's;
-// v_units of them. The rest: mma_prepare.cu.
+// q8 [B * heads, n_q, D] and k8 [B * kv_heads, n_k, D] are codes, the latter with k_scale. v [B, N_k, kv_heads, D] has
+// strides in elements. dk and dv are [B, n_k, kv_heads, D]. k_turned has `k_tiles` tiles of 64 keys a head, a multiple
+// of a block's, and so has v_units. mma_prepare.cu describes the rest.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) backward(
     const signed char* q8, const signed char* q_turned, const unsigned short* dO, const signed char* do_turned,
     const float2* vectors, const signed char* k8, const float* k_scale, const signed char* k_turned,
@@ -68,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) backward(
     const Work work = work_of(blockIdx.x, problem);
     const int bh_kv = work.bh, first_key = work.block * KEYS, tiles = (work.last - work.first) * group;
 
-    // Of tile m of head bh; what is one piece in global memory is one in shared memory.
+    // Copy tile m of head bh. An array that is one piece in global memory is one in shared memory.
     auto load = [&](int bh, int m, int stage) {
         const u32 to = address(&sm.stage[stage]) + 16 * thread;
         const long long tile = (long long)bh * q_tiles + m, codes = tile * (QUERIES * D) + 16 * thread;
@@ -108,8 +114,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) backward(
     load(bh_kv * group, work.last - 1, 0);
     if (thread < GROUPS * QUERIES) store_shared_word(address(sm.largest) + 4 * thread, 0);
 
-    u32 k_codes[D / 32][4];  // A operand, rows g and g + 8
-    float ks[2], back[2];    // scale of 22 bits, so that MAGIC times it is exact; what takes MAGIC back
+    u32 k_codes[D / 32][4];  // The A operand, rows g and g + 8.
+    // The scale has 22 bits, so that MAGIC times it is exact. `back` takes MAGIC back.
+    float ks[2], back[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         const int key = first_key + 16 * warp + g + 8 * r;
@@ -125,8 +132,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) backward(
 #endif
 
     const u32 magic[4] = {opaque(MAGIC_BITS), opaque(MAGIC_BITS), opaque(MAGIC_BITS), opaque(MAGIC_BITS)};
-    float dk_sum[D / 8][4] = {}, dv_sum[D / 8][4] = {}, dk_magic[2] = {}, dv_magic[2] = {};  // MAGIC in the sums of a row
-    // A lane's address for load_matrices: B operands, rows lane % 8, 16 bytes lane / 8; A operands, rows lane % 16.
+    // dk_magic and dv_magic count MAGIC in the sums of a row.
+    float dk_sum[D / 8][4] = {}, dv_sum[D / 8][4] = {}, dk_magic[2] = {}, dv_magic[2] = {};
+    // A lane's address for load_matrices is row lane % 8 and 16 bytes lane / 8 for B operands, and row lane % 16 for A
+    // operands.
     const u32 stages = address(sm.stage), q_lane = opaque(stages + place<D>(lane % 8, lane / 8));
     const u32 do_lane = opaque(stages + QUERIES * D * 2 + place<2 * D>(lane % 8, lane / 8));
     const u32 turned_lane = opaque(stages + place<64>(lane % 8, lane / 8)), vectors_lane = opaque(stages + 16 * c);
@@ -193,7 +202,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) backward(
 #pragma unroll 1
     for (int t = 0; t < tiles; t++) {
         copies_wait<0>();
-        __syncthreads();  // the tile is there, and nobody reads dS of the one before or its maxima
+        __syncthreads();  // The tile is there, and no warp reads dS of the one before or its maxima.
         if (STAGES == 2 && t + 1 < tiles) load_next((t + 1) % 2);
         if (thread < GROUPS * QUERIES)
             store_shared_word(address(sm.largest[(t + 1) % 2]) + 4 * thread, 0);
@@ -296,7 +305,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) backward(
         const float inverse[2] = {inverse_of(largest[0], 127.0f), inverse_of(largest[1], 127.0f)};
         const float factor[2] = {largest[0] * (1.0f / 127.0f), largest[1] * (1.0f / 127.0f)};
         codes_of(a, inverse);
-        {  // the largest of each query over the warp's keys: lanes exchange halves of their 16 columns
+        {  // Find the largest of each query over the warp's keys. Lanes exchange halves of their 16 columns.
             float x[16];
 #pragma unroll
             for (int j = 0; j < 8; j++)
@@ -310,11 +319,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) backward(
             for (int half = 8; half > 1; half /= 2)
 #pragma unroll
                 for (int i = 0; i < half; i++) {
-                    const float low = x[i], high = x[half + i];  // values: a choice of two places would be in memory
+                    // These are values, because a choice between two places would be in memory.
+                    const float low = x[i], high = x[half + i];
                     const bool upper = lane & 2 * half;
                     x[i] = larger_or_nan(upper ? high : low, __shfl_xor_sync(~0u, upper ? low : high, 2 * half));
                 }
-            // the lane is left with columns 2c and 2c + 1 of eight j
+            // The lane is left with columns 2c and 2c + 1 of eight j.
             const int j = lane / 16 * 4 + lane / 8 % 2 * 2 + lane / 4 % 2;
             const u32 to = address(sm.largest[t % 2][warp / 4]) + 4 * (8 * j + 2 * c);
             max_shared(to, __float_as_int(x[0]));
@@ -323,7 +333,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) backward(
         add_product(dk_sum, dk_magic, Signed(), a, turned_lane + stage + QUERIES * D, factor);
         __syncthreads();  // maxima of all warps are there, and nobody reads the tile any more
         if (STAGES == 1 && t + 1 < tiles) load_next(0);
-        {  // A warp's 16 keys of dS are 16 bytes of each row. It keeps the inverses there until they are used.
+        {  // A warp's 16 keys of dS are 16 bytes of each row. The warp keeps the inverses there until they are used.
             const float2 two = load_shared_pair(address(sm.largest[t % 2][warp / 4]) + 8 * lane);
             store_shared_pair(address(sm.ds) + place<KEYS>(2 * lane, warp),
                               inverse_of(two.x, 127.0f), inverse_of(two.y, 127.0f));
@@ -344,7 +354,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) backward(
             }
         }
         __syncthreads();  // dS is there
-        {  // 32 queries and 32 columns of dQ a warp
+        {  // A warp computes 32 queries and 32 columns of dQ.
             const int rows = warp % 2 * 32;
             const u32 ds_from = address(sm.ds) + rows * KEYS + place<KEYS>(lane % 16, lane / 16);
             const u32 k_from = address(sm.k_turned) + warp / 2 * 32 * 64 + place<64>(lane % 8, lane / 8);

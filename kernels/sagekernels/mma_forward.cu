@@ -1,25 +1,26 @@
-// Forward of the recipes `fine` and `scores` by mma.sync: O, log-sum-exp, codes and scales of Q. See mma.py.
+// The forward of the recipes `fine` and `scores` by mma.sync: O, log-sum-exp, codes and scales of Q. See mma.py.
 //
-// A block of four warps owns 128 queries of one head, 32 a warp, and walks over tiles of 64 keys from the last to the
-// first, the next tile on its way. Q is quantized in registers, where its codes stay: they are the A operand of
-// S = Q8 K8^T. P, rounded to 16 bits, is the A operand of O += P V as it stands.
+// A block of four warps owns 128 queries of one head, 32 a warp. It walks over tiles of 64 keys from the last to the
+// first, with the next tile on its way. Q is quantized in registers, where its codes stay as the A operand of S = Q8
+// K8^T. P, rounded to 16 bits, is the A operand of O += P V as it stands.
 //
-// Exponentials are taken relative to an old maximum, so that nothing waits for the maximum of a tile. What rises too far
-// above it shows in the sum of the row; then, and where a mask applies, the scores are computed again and the tile's own
-// maximum counts. In the first tile the old maximum is minus infinity, so it always rises.
+// Exponentials are taken relative to an old maximum, so that nothing waits for the maximum of a tile. If scores rise
+// too far above it, the sum of the row shows that. Then, and where a mask applies, the scores are computed again
+// relative to the tile's own maximum. In the first tile the old maximum is minus infinity, so scores always rise too
+// far.
 //
 // Macros: HEAD_DIM (64, 128), CAUSAL, PACKED (documents), FP16 (of q, v and o), HALF_SUMS (v is float16 in units of a
-// power of two per tile, P V is summed in float16 over a tile and in float32 over tiles), SHARED_BYTES.
+// power of two per tile; P V is summed in float16 over a tile and in float32 over tiles), SHARED_BYTES.
 
 #include "mma.cuh"
 #include "codes.cuh"
 #include "mma_tiles.cuh"
 
 constexpr int D = HEAD_DIM, QUERIES = 128, KEYS = 64, WARPS = 4, THREADS = 32 * WARPS, STAGES = 2;
-constexpr int PART = 4;  // eights of columns whose float16 sums are held at one time
-constexpr int BLOCKS = D == 128 ? 2 : 3;  // of threads on a multiprocessor
-// What a lane's share of four rows' sums may be before the maximum is renewed: float16 ends at 2^16, and its sums of
-// P V, 64 keys of up to 16 in V's units, at the same.
+constexpr int PART = 4;  // So many eights of columns have their float16 sums held at one time.
+constexpr int BLOCKS = D == 128 ? 2 : 3;  // So many blocks of threads run on a multiprocessor.
+// If a lane's share of four rows' sums exceeds this, the maximum is renewed. float16 ends at 2^16, and so do its sums
+// of P V over 64 keys of up to 16 in V's units.
 constexpr float LIMIT = HALF_SUMS ? 0x1p6f : FP16 ? 0x1p14f : 0x1p64f;
 
 struct Shared {
@@ -29,10 +30,10 @@ struct Shared {
 };
 static_assert(sizeof(Shared) == SHARED_BYTES);
 
-// q [B, N_q, heads, D] and v [B, N_k, kv_heads, D] with strides in elements, multiples of 8; k8 [B * kv_heads, n_k, D]
-// codes, with memory for 63 more tokens; k_scale [B * kv_heads, padded]: scale of 22 bits and -MAGIC times it; starts,
-// ends: document of each token.
-// Written: q8 [B * heads, n_q, D], q_scale and lse [B * heads, n_q], o [B, n_q, heads, D].
+// q [B, N_q, heads, D] and v [B, N_k, kv_heads, D] have strides in elements, multiples of 8. k8 [B * kv_heads, n_k, D]
+// are codes, with memory for 63 more tokens. k_scale [B * kv_heads, padded] holds the scale of 22 bits and -MAGIC times
+// it. starts and ends are the bounds of each token's document. The results are q8 [B * heads, n_q, D], q_scale and lse
+// [B * heads, n_q], and o [B, n_q, heads, D].
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(
     const unsigned short* q, const signed char* k8, const float2* k_scale, const unsigned short* v, const float* v_units,
     const int* starts, const int* ends, signed char* q8, float* q_scale, unsigned short* o, float* lse,
@@ -45,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(
     const int batch = bh / heads, head = bh % heads, kv_head = head / group, bh_kv = batch * (heads / group) + kv_head;
     const int first_query = block * QUERIES, offset = n_k - n_q;
 
-    // tiles of keys that are seen, first .. last; of these clear .. blurred by all queries
+    // Tiles of keys first .. last are seen. All queries see the tiles clear .. blurred among them.
     int seen = n_k, clear_until = n_k, first = 0, clear = 0;
     if (CAUSAL) seen = least(n_k, first_query + QUERIES + offset), clear_until = least(n_k, first_query + offset + 1);
     if (PACKED) {
@@ -59,7 +60,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(
     k_scale += (long long)bh_kv * padded + 2 * thread;
     v += (long long)batch * v_batch + (long long)kv_head * v_head + thread % (D / 8) * 8;
     const int v_row = thread / (D / 8);
-    constexpr int V_ROWS = THREADS / (D / 8), K_ROWS = THREADS / (D / 16);  // that the threads copy at one time
+    // The threads copy so many rows at one time.
+    constexpr int V_ROWS = THREADS / (D / 8), K_ROWS = THREADS / (D / 16);
     const u32 k_to = address(sm.k8) + place<D>(thread / (D / 16), thread % (D / 16));
     const u32 v_to = address(sm.v) + place<2 * D>(v_row, thread % (D / 8)), scale_to = address(sm.k_scale) + 16 * thread;
     auto load = [&](int tile, int stage) {
@@ -71,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(
             for (int i = 0; i < KEYS / V_ROWS; i++, rows += V_ROWS * v_token)
                 copy_async(to + i * V_ROWS * 2 * D, rows);
         } else {
-#pragma unroll 1  // seldom taken, and no condition on every copy of the others
+#pragma unroll 1  // The branch is seldom taken, and unrolling would put a condition on every copy of the others.
             for (int i = 0; i < KEYS / V_ROWS; i++, rows += V_ROWS * v_token, to += V_ROWS * 2 * D)
                 copy_async(to, rows, key + i * V_ROWS + v_row < n_k);
         }
@@ -83,9 +85,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(
     };
     load(last - 1, 0);
 
-    // Rows of this thread: 16 i + 8 r + g of its warp, i and r below 2.
-    u32 a[2][D / 32][4];  // codes of Q
-    float factor[2][2];   // scale of the query, times that of the scores
+    // This thread's rows are 16 i + 8 r + g of its warp, with i and r below 2.
+    u32 a[2][D / 32][4];  // The codes of Q.
+    float factor[2][2];   // The scale of the query, times that of the scores.
 #pragma unroll
     for (int i = 0; i < 2; i++)
 #pragma unroll
@@ -116,18 +118,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(
             }
         }
 
-    float out[2][D / 8][4] = {}, top[2][2], sum[2][2] = {};  // sums of O; the old maximum; its share of the row's sum
+    // The sums of O, the old maximum, and this lane's share of the row's sum.
+    float out[2][D / 8][4] = {}, top[2][2], sum[2][2] = {};
 #pragma unroll
     for (int i = 0; i < 2; i++) top[i][0] = top[i][1] = -__int_as_float(0x7F800000);
     const u32 magic[4] = {MAGIC_BITS, MAGIC_BITS, MAGIC_BITS, MAGIC_BITS};
-    // A lane's address for load_matrices: rows lane % 8, 16 bytes lane / 8; turned, rows of both halves of 16.
+    // A lane's address for load_matrices is row lane % 8 and 16 bytes lane / 8. In transposed matrices it covers rows
+    // of both halves of 16.
     const u32 k_from = address(sm.k8) + place<D>(lane % 8, lane / 8);
     const u32 v_from = address(sm.v) + place<2 * D>(lane % 16, lane / 16), scales = address(sm.k_scale) + 16 * c;
 
 #pragma unroll 1
     for (int tile = last - 1, stage = 0; tile >= first; tile--, stage ^= 1) {
         copies_wait<0>();
-        __syncthreads();  // the tile is there, and nobody reads the one before
+        __syncthreads();  // The tile is there, and no warp reads the one before.
         if (tile > first) load(tile - 1, stage ^ 1);
         const bool masked = tile < clear || tile >= blurred;
         bool exact = masked;
@@ -230,7 +234,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(
 #if HALF_SUMS
         const float unit = v_units[bh_kv * (padded / KEYS) + tile];
 #pragma unroll
-        for (int part = 0; part < D / 8; part += PART) {  // of the columns: there are no registers for sums of all
+        // Columns are taken in parts, because there are no registers for the sums of all.
+        for (int part = 0; part < D / 8; part += PART) {
             u32 sums[2][PART][2] = {};
 #pragma unroll
             for (int k = 0; k < KEYS / 16; k++)

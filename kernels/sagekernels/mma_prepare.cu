@@ -1,14 +1,16 @@
-// What mma_backward.cu reads, and its sums of dQ in 16 bits. A block of threads takes 64 tokens of one head.
+// Prepare the inputs of mma_backward.cu, and write its sums of dQ in 16 bits. A block of threads takes 64 tokens of one
+// head.
 //
-// Macros: HEAD_DIM (64, 128), FP16 (of dO, O and dQ), HALF_SUMS (dO is handed on in float16, each row in units of a power
-// of two).
+// Macros: HEAD_DIM (64, 128), FP16 (of dO, O and dQ), HALF_SUMS (dO is handed on in float16, each row in units of a
+// power of two).
 
 #include "mma.cuh"
 #include "codes.cuh"
 #include "mma_tiles.cuh"
 
-constexpr int D = HEAD_DIM, TILE = 64, THREADS = 128, PITCH = D + 4;  // PITCH: of rows in shared memory
-constexpr int LANES = D / 8, ROWS = THREADS / LANES;                  // lanes that share a row, rows at one time
+constexpr int D = HEAD_DIM, TILE = 64, THREADS = 128, PITCH = D + 4;  // PITCH is that of rows in shared memory.
+// LANES share a row, and ROWS are taken at one time.
+constexpr int LANES = D / 8, ROWS = THREADS / LANES;
 
 struct Codes {
     signed char rows[TILE * PITCH];
@@ -18,7 +20,7 @@ DEVICE void keep(Codes& codes, int row, int column, uint2 eight) {
     u32* to = (u32*)(codes.rows + row * PITCH + column);
     to[0] = eight.x, to[1] = eight.y;
 }
-// Codes of a head, [tokens, D], from token `first` on; zeros behind the last.
+// Load the codes of a head, [tokens, D], from token `first` on, with zeros behind the last one.
 DEVICE void read_codes(Codes& codes, const signed char* head, int first, int tokens) {
     for (int i = threadIdx.x; i < TILE * LANES; i += THREADS) {
         const int row = i / LANES, column = i % LANES * 8;
@@ -26,7 +28,7 @@ DEVICE void read_codes(Codes& codes, const signed char* head, int first, int tok
         keep(codes, row, column, inside ? *(const uint2*)(head + (long long)(first + row) * D + column) : uint2{0, 0});
     }
 }
-// To D rows of 64 tokens, four dimensions of four tokens at a time.
+// Store them as D rows of 64 tokens, four dimensions of four tokens at a time.
 template <class ORDER> DEVICE void write_turned(const Codes& codes, signed char* to) {
     const int w = threadIdx.x % 16;
     for (int d = threadIdx.x / 16 * 4; d < D; d += THREADS / 16 * 4) {
@@ -47,10 +49,10 @@ DEVICE void unpack(const uint4& x, float* y) {
     unpack(x.x, y[0], y[1]), unpack(x.y, y[2], y[3]), unpack(x.z, y[4], y[5]), unpack(x.w, y[6], y[7]);
 }
 
-// dO [B, N_q, heads, D] with strides in elements, o contiguous, codes and scales of Q, lse [B * heads, n_q].
-// Written, tile by tile: Q and dO as turned codes, dO in 16 bits; 128 pairs of floats: of each query the scale of Q times
-// that of the scores and -(lse - log2 s_dO), then s_Q / s_dO and -delta times that (README.md, "The maths"); of each
-// query the unit of its sums of dQ; and zeros for those.
+// dO is [B, N_q, heads, D] with strides in elements. o, codes and scales of Q, and lse [B * heads, n_q] are contiguous.
+// The results are written tile by tile: Q and dO as transposed codes, dO in 16 bits, and 128 pairs of floats. A pair of
+// a query is the scale of Q times that of the scores and -(lse - log2 s_dO), then s_Q / s_dO and -delta times that
+// (README.md, "The maths"). Each query also gets the unit of its sums of dQ, and zeros for those sums.
 extern "C" __global__ void __launch_bounds__(THREADS) queries(
     const unsigned short* dO, const unsigned short* o, const signed char* q8, const float* q_scale, const float* lse,
     signed char* q_turned, unsigned short* do_rows, signed char* do_turned, float2* vectors, float* units, float4* sums,
@@ -63,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) queries(
     const long long at = (long long)bh * tiles + tile, first = (long long)bh * n_q + tile * TILE;
     read_codes(sm.q, q8 + (long long)bh * n_q * D, tile * TILE, n_q);
 
-    // A query of zeros has scale 0. Its dS must not vanish with it, nor outweigh that of other queries.
+    // A query of zeros has the scale 0. Its dS must neither vanish with it nor outweigh that of other queries.
     float largest_scale = 0.0f;
 #pragma unroll
     for (int i = 0; i < 2; i++)
@@ -95,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) queries(
         keep(sm.dO, row, 8 * column, uint2{four_codes(x, inverse), four_codes(x + 4, inverse)});
         float unit = 1.0f;
 #if HALF_SUMS
-        // 2^-n with 2^n above the largest magnitude: a float of the exponent alone
+        // 2^-n, where 2^n is above the largest magnitude, is a float that consists of the exponent alone.
         if (largest > 0 && largest < 0x7F000000) unit = __int_as_float(0x7E800000 - (largest & 0x7F800000));
         a = {pack_half(x[0] * unit, x[1] * unit), pack_half(x[2] * unit, x[3] * unit),
              pack_half(x[4] * unit, x[5] * unit), pack_half(x[6] * unit, x[7] * unit)};
@@ -117,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) queries(
     write_turned<AsColumns>(sm.dO, do_turned + at * (TILE * D));
 }
 
-// Codes of K, [heads, tokens, D], turned tile by tile.
+// Transpose the codes of K, [heads, tokens, D], tile by tile.
 extern "C" __global__ void __launch_bounds__(THREADS) keys(
     const signed char* k8, signed char* k_turned, int tokens, int tiles
 ) {
@@ -128,8 +130,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) keys(
     write_turned<AsRows>(codes, k_turned + (long long)blockIdx.x * (TILE * D));
 }
 
-// v [B, N_k, kv_heads, D] with strides in elements, in float16: each tile of a head in units of a power of two, in which
-// its largest magnitude lies between 8 and 16. Written: rows [B, N_k, kv_heads, D], units [B * kv_heads, tiles].
+// v is [B, N_k, kv_heads, D] with strides in elements. It is written in float16, each tile of a head in units of a
+// power of two that brings the tile's largest magnitude between 8 and 16. The results are rows [B, N_k, kv_heads, D]
+// and units [B * kv_heads, tiles].
 extern "C" __global__ void __launch_bounds__(THREADS) values(
     const unsigned short* v, uint4* rows, float* units, int kv_heads, int tokens, int tiles,
     int batch_stride, int token_stride, int head_stride
@@ -156,7 +159,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) values(
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < THREADS / 32; i++) largest = most(largest, sm.largest[i]);
-    constexpr int ONE = 0x3F800000, STEP = 0x00800000;  // 1.0, and from a power of two to the next, as bits
+    // These are 1.0, and the step from a power of two to the next, as bits.
+    constexpr int ONE = 0x3F800000, STEP = 0x00800000;
     const int unit = largest >= 0x7F800000 ? ONE : most(largest & 0x7F800000, 8 * STEP) - 3 * STEP;
     const float inverse = __int_as_float(2 * ONE - unit);
     if (threadIdx.x == 0) units[blockIdx.x] = __int_as_float(unit);
@@ -171,13 +175,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) values(
     }
 }
 
-// Sums of dQ as the warps of the backward leave them, each 32 queries x 32 columns, times their units: dQ in rows.
+// Write dQ in rows, from the sums as the warps of the backward leave them, each 32 queries x 32 columns, times their
+// units.
 extern "C" __global__ void __launch_bounds__(THREADS) narrow(
     const float* sums, const float* units, unsigned short* dq, int heads, int n_q, int tiles
 ) {
     const int tile = blockIdx.x % tiles, bh = blockIdx.x / tiles, batch = bh / heads, head = bh % heads;
     const int lane = threadIdx.x % 32;
-    for (int part = threadIdx.x / 32; part < D / 8; part += THREADS / 32) {  // 16 queries x 32 columns
+    for (int part = threadIdx.x / 32; part < D / 8; part += THREADS / 32) {  // A part has 16 queries x 32 columns.
         const int warp = part / 2, row = warp % 2 * 32 + part % 2 * 16 + lane / 4;
         const float* from = sums + (long long)blockIdx.x * (TILE * D) + part * 512 + lane;
 #pragma unroll

@@ -1,22 +1,22 @@
-// How the kernels by mma.sync lay tiles out, in shared memory and, where whole tiles are copied, in global memory too.
+// Layouts of tiles for the kernels by mma.sync: in shared memory and, where whole tiles are copied, in global memory
+// too.
 
-// Byte at which 16 bytes of a row stand: eight rows that are read at one time lie in different banks.
+// Return the byte at which 16 bytes of a row stand. Eight rows that are read at one time lie in different banks.
 template <int ROW_BYTES> DEVICE u32 place(u32 row, u32 chunk) {
     return row * ROW_BYTES + 16 * (ROW_BYTES == 64 ? chunk ^ (row >> 1 & 3) : chunk ^ (row & 7));
 }
 
-// Codes turned: D rows of 64 tokens, in the order in which the other operand comes out of a product. Word w of a row
-// holds four tokens, those with e from 0 to 3.
-// Sums of a product are rows g of it with columns 2c, 2c + 1 of each eight: four of them, of two eights, are a register
-// of the A operand of the next one.
+// Transposed codes have D rows of 64 tokens, in the order in which the other operand comes out of a product. Word w of
+// a row holds four tokens, those with e from 0 to 3. AsColumns: sums of a product are rows g of it with columns 2c and
+// 2c + 1 of each eight. Four of them, of two eights, are a register of the A operand of the next product.
 struct AsColumns {
     static DEVICE int token(int w, int e) { return w / 4 * 16 + e / 2 * 8 + w % 4 * 2 + e % 2; }
 };
-// Rows g and g + 8 of sums, as two bytes, turned by movmatrix.
+// AsRows: movmatrix transposes rows g and g + 8 of sums, as two bytes.
 struct AsRows {
     static DEVICE int token(int w, int e) { return w / 4 * 16 + e % 2 * 8 + w % 4 * 2 + e / 2; }
 };
 
-// The same value in a register that ptxas does not look through. It would compute an address from its parts, or move a
-// constant into place, at every use.
+// Return the same value in a register that ptxas does not look through. Otherwise ptxas would compute an address from
+// its parts, or move a constant into place, at every use.
 DEVICE u32 opaque(u32 x) { return __shfl_sync(~0u, x, threadIdx.x % 32); }

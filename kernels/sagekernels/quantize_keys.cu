@@ -1,19 +1,21 @@
-// K of the CUDA forwards, in one pass over global memory: INT8 codes and one scale per token, less the mean of K over
-// the tokens of its head (SMOOTH).
+// Quantize K for the CUDA forwards in one pass over global memory: INT8 codes and one scale per token, less the mean of
+// K over the tokens of its head (SMOOTH).
 //
-// A block of threads takes a chunk of one head, adds it up, waits for the sums of that head's other chunks and
-// quantizes what it holds in registers; of a chunk that is longer, the rest is read again. Chunks are handed out in
-// order, so all that a block waits for have begun, or begin as soon as blocks of earlier heads end, if `chunks` blocks
-// fit the GPU. Sums are added in a fixed order.
+// A block of threads takes a chunk of one head, adds it up, waits for the sums of that head's other chunks, and
+// quantizes the part that it holds in registers. The rest of a longer chunk is read again. Chunks are handed out in
+// order. If `chunks` blocks fit the GPU, all blocks that a block waits for have begun, or begin as soon as blocks of
+// earlier heads end. Sums are added in a fixed order.
 //
-// Macros: HEAD_DIM (64, 128), SMOOTH, FP16 (K is float16), PAIRS (`ordered` is mma_forward.cu's, not hopper_forward.cu's).
+// Macros: HEAD_DIM (64, 128), SMOOTH, FP16 (K is float16), PAIRS (`ordered` is for mma_forward.cu and not for
+// hopper_forward.cu).
 
 #include "device.cuh"
 #include "codes.cuh"
 
-constexpr int D = HEAD_DIM, THREADS = 512, LANES = D / 8;  // LANES threads of eight dimensions share a token
-constexpr int TOKENS = THREADS / LANES, ROUNDS = 8, HELD = TOKENS * ROUNDS;  // at once, times, of a block
-constexpr int GROUPS = THREADS * 4 / D;  // of threads that add chunks, four dimensions a thread
+constexpr int D = HEAD_DIM, THREADS = 512, LANES = D / 8;  // LANES threads of eight dimensions share a token.
+// The tokens that a block reads at once, the number of times, and the tokens that it holds.
+constexpr int TOKENS = THREADS / LANES, ROUNDS = 8, HELD = TOKENS * ROUNDS;
+constexpr int GROUPS = THREADS * 4 / D;  // The groups of threads that add chunks, four dimensions a thread.
 
 struct Shared {
     float part[GROUPS][D];
@@ -25,18 +27,19 @@ DEVICE void unpack(const uint4 &x, float *y) {
     unpack(x.x, y[0], y[1]), unpack(x.y, y[2], y[3]), unpack(x.z, y[4], y[5]), unpack(x.w, y[6], y[7]);
 }
 
-// The sum over `rows` of shared.part.
+// Return the sum over `rows` of shared.part.
 DEVICE float total(const Shared &shared, int rows) {
     float sum = 0.0f;
     for (int i = 0; i < rows; i++) sum += shared.part[i][threadIdx.x];
     return sum;
 }
 
-// k [B, tokens, heads, D], strides in units of eight values. Written are codes [B * heads, tokens, D], scales
-// [B * heads, tokens] and ordered [B * heads, padded]: the scales as the forward reads them, 0 in the padding; on Hopper
-// position 4 c + 2 b + a of every 16 from token 8 b + 2 c + a, with PAIRS 22 bits of each with what takes back the magic
-// constant times it, which is exact. per_chunk is a multiple of HELD tokens. sums
-// [B * heads, chunks, D] is scratch, counters [1 + B * heads] are zero: chunks handed out, and added up per head.
+// k is [B, tokens, heads, D], with strides in units of eight values. The results are codes [B * heads, tokens, D],
+// scales [B * heads, tokens] and ordered [B * heads, padded]: the scales in the order that the forward reads, 0 in the
+// padding. On Hopper position 4 c + 2 b + a of every 16 is for token 8 b + 2 c + a. With PAIRS there are 22 bits of
+// each scale, and the number that takes back the magic constant times the scale, which is exact. per_chunk is a
+// multiple of HELD tokens. sums [B * heads, chunks, D] is scratch. counters [1 + B * heads] are zero at the start: they
+// count the chunks handed out, and those added up per head.
 extern "C" __global__ void __launch_bounds__(THREADS, 2) quantize(
     const uint4 *k, signed char *codes, float *scales, float *ordered, float *sums, int *counters, int heads,
     int tokens, int padded, int chunks, int per_chunk, int stride_b, int stride_n, int stride_h) {
@@ -51,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) quantize(
     ordered += (long long)head * padded * (1 + PAIRS);
 
     uint4 x[ROUNDS];
-    int first = SMOOTH ? begin + (end - begin - 1) / HELD * HELD : begin;  // of the tokens that are held
+    int first = SMOOTH ? begin + (end - begin - 1) / HELD * HELD : begin;  // The first of the tokens that are held.
     auto load = [&] {
 #pragma unroll
         for (int i = 0; i < ROUNDS; i++) {
@@ -111,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) quantize(
 #pragma unroll
             for (int e = 0; e < 8; e++) largest[i] = most(largest[i], magnitude(y[e] - mean[e]));
         }
-        // Lanes exchange halves of their maxima: lane i keeps that of round i % 8, which it divides for all.
+        // Lanes exchange halves of their maxima. Lane i keeps the maximum of round i % 8, and divides it for all lanes.
 #pragma unroll
         for (int half = ROUNDS / 2; half > 0; half /= 2)
 #pragma unroll

@@ -223,9 +223,9 @@ def twin_backward(call: BackwardCall) -> Gradients:
     Scales must be constant along the contracted dimension (the scope law). Per-token scales of Q, K and dO are
     therefore folded into the other operand before that is rounded:
 
-            dV_j = sum_i psi_i(P_ij s_dO_i) dO8_i        psi_i: one scale per key j over a tile of queries; 255 codes
-            dK_j = sum_i psi_i(dS_ij s_Q_i) Q8_i         psi_i: one scale per key j over a tile of queries
-            dQ_i = sum_j psi_j(dS_ij s_K_j) K8_j         psi_j: one scale per query i over a tile of keys
+        dV_j = sum_i psi_i(P_ij s_dO_i) dO8_i        psi_i: one scale per key j over a tile of queries; 255 codes
+        dK_j = sum_i psi_i(dS_ij s_Q_i) Q8_i         psi_i: one scale per key j over a tile of queries
+        dQ_i = sum_j psi_j(dS_ij s_K_j) K8_j         psi_j: one scale per query i over a tile of keys
 
     With `per_tile` s_dO, s_Q and s_K are constant on a tile and psi has one scale per tile: the papers' scheme. Without
     `int8_scores` S is that of the 16 bits. Q8 and K8, minus its mean, are then made here. Without `int8_gradients` the

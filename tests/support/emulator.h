@@ -1,7 +1,8 @@
-// The functions of kernels/sagekernels/device.cuh on a CPU, and what runs kernels there: every thread is a fiber, turns
-// of warps are drawn at random. hopper_emulator.h and mma_emulator.h include it and say what is asynchronous.
+// The functions of kernels/sagekernels/device.cuh on a CPU, and the machine that runs kernels there. Every thread is a
+// fiber, and turns of warps are drawn at random. hopper_emulator.h and mma_emulator.h include this file and define what
+// is asynchronous.
 //
-// What a program must not do, and nobody going on, end the run with a message.
+// The run ends with a message if a program does something forbidden, or if no thread can go on.
 #include <setjmp.h>
 #include <ucontext.h>
 
@@ -31,7 +32,7 @@ struct uint4 { u32 x, y, z, w; };
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
 static Index threadIdx, blockIdx, gridDim;
-static int mutant;  // the planted mistake that is made, if any
+static int mutant;  // The planted mistake that is made, if any.
 
 template <class To, class From> static To bits(From x) { To y; memcpy(&y, &x, sizeof y); return y; }
 static float __int_as_float(u32 x) { return bits<float>(x); }
@@ -61,7 +62,7 @@ static u32 pack(float low, float high) { return to_16(low) | to_16(high) << 16; 
 static u32 pack_bf16(float low, float high) { return to_bf16(low) | to_bf16(high) << 16; }
 static void unpack(u32 x, float &low, float &high) { low = from_16(x & 0xFFFF), high = from_16(x >> 16); }
 
-// ---- Blocks of fibers: each has the state that the including header gives it
+// ---- Blocks of fibers, each with the state that the including header gives it
 
 struct Fiber : FiberState {
     ucontext_t context;
@@ -74,14 +75,16 @@ struct Fiber : FiberState {
 };
 struct Warp : WarpState {
     int arrived = 0, turn = 0;
-    long asleep = 0;  // until when
+    long asleep = 0;  // The time until which the fiber sleeps.
     const char *what = "";
     void *shown[32];
 };
 struct Meeting : MeetingState { int count = 0, turn = 0; };
-struct Event { long due; std::function<void()> act; bool outlives = false; };  // its block
+// An event ends with the block that issued it, unless `outlives` is set.
+struct Event { long due; std::function<void()> act; bool outlives = false; };
 struct Block : BlockState {
-    int index, threads, limit = 0;  // limit: bytes of shared memory that the kernel has
+    // limit: the bytes of shared memory that the kernel has.
+    int index, threads, limit = 0;
     alignas(1024) unsigned char memory[SHARED];
     std::vector<Fiber> fibers;
     std::vector<Warp> warps;
@@ -112,7 +115,7 @@ static void until(std::function<bool()> ready, std::string waits) {
     me->ready = std::move(ready), me->waits = std::move(waits);
     leave();
 }
-// What the including header adds: a thread comes to a barrier, passes it, reads or writes shared memory, ends.
+// The including header defines these: a thread comes to a barrier, passes it, reads or writes shared memory, ends.
 static void arriving(Meeting &), passing(Meeting &), reading(u32 from, int bytes), writing(u32 to, int bytes), ending();
 static void meet(int key, int size) {
     Meeting &m = block->meetings[key];
@@ -122,7 +125,7 @@ static void meet(int key, int size) {
     until([&m, turn] { return m.turn != turn; }, "bar.sync " + std::to_string(key));
     passing(m);
 }
-// All lanes bring something; the last one to come does it for all.
+// All lanes bring a value. The last one to come does the work for all.
 template <class T, class F> static void together(const char *what, T &mine, F act) {
     Warp &w = warp();
     int turn = w.turn;
@@ -172,7 +175,7 @@ template <class T> static T load(u32 from) {
 static float4 load_shared(u32 from) { return load<float4>(from); }
 static float2 load_shared_pair(u32 from) { return load<float2>(from); }
 static void store_shared(u32 to, const float *x) { store(to, x, 16); }
-// Eight rows of 16 bytes at one time, each from other banks, or from where another lane reads.
+// Check that eight rows of 16 bytes, read at one time, come from different banks, or from where another lane reads.
 template <class T> static void check_banks(T **all) {
     for (int i = 0; i < 32; i++)
         for (int j = i & ~7; j < i; j++)
@@ -190,7 +193,7 @@ static void load_matrices(u32 *x, u32 from) {
     });
     memcpy(x, mine.x, 16);
 }
-static int load_relaxed(const int *from) {  // the same again: spinning
+static int load_relaxed(const int *from) {  // A thread that loads the same value again is spinning.
     if (me->loaded == from) until([from, old = me->value] { return *from != old; }, "a turn in global memory");
     me->loaded = from;
     return me->value = *from;
@@ -228,7 +231,7 @@ static std::string stuck(const std::vector<std::unique_ptr<Block>> &blocks) {
     }
     return text;
 }
-// A message, or nothing if all blocks of threads came to their end. So many of them run at one time.
+// Return a message, or nothing if all blocks of threads came to their end. `resident` blocks run at one time.
 static void run(int grid, int threads, int resident) {
     resident = std::min(resident, grid);
     static std::vector<char> stacks;
@@ -255,10 +258,10 @@ static void run(int grid, int threads, int resident) {
         for (size_t i = 0; i < events.size();) {
             if (events[i].due > now) { i++; continue; }
             auto act = std::move(events[i].act);
-            events.erase(events.begin() + i);  // in order: products of a warp follow one another
+            events.erase(events.begin() + i);  // Events are in order: products of a warp follow one another.
             act();
         }
-        // a warp that can go on, beginning anywhere
+        // Choose a warp that can go on, beginning anywhere.
         bool moved = false;
         long awake = events.empty() ? 0 : std::min_element(events.begin(), events.end(), [](auto &a, auto &b) {
             return a.due < b.due; })->due;

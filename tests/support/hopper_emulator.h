@@ -1,7 +1,7 @@
-// The functions of kernels/sagekernels/hopper.cuh on a CPU, where what is asynchronous happens when it hurts.
+// The functions of kernels/sagekernels/hopper.cuh on a CPU. Everything asynchronous happens at the worst moment.
 //
 // Time is counted in turns of warps, which are drawn at random. Copies and products get a random time between their
-// issue and the wait that covers them: then they read, then they write. Until then the destination of a copy and the
+// issue and the wait that covers them: they read then, and write later. Until then the destination of a copy and the
 // registers of a product's sums hold poison. Layouts are those of the PTX manual: fragments, matrix descriptors,
 // swizzles.
 #include <cstdint>
@@ -11,37 +11,41 @@
 #include <utility>
 #include <vector>
 
-typedef std::vector<uint32_t> Clock;  // how far one has heard of each warp
+typedef std::vector<uint32_t> Clock;  // The time up to which one has heard of each warp.
 static void hear(Clock &mine, const Clock &other) {
     mine.resize(std::max(mine.size(), other.size()));
     for (size_t i = 0; i < other.size(); i++) mine[i] = std::max(mine[i], other[i]);
 }
 struct FiberState {
-    std::vector<uint32_t> written;  // units of shared memory, not fenced
-    std::deque<std::shared_ptr<int>> copies;  // groups: reads and writes to come, in the low and high half
+    std::vector<uint32_t> written;  // The units of shared memory that were written and not fenced.
+    // The groups of copies: reads and writes to come, in the low and high half.
+    std::deque<std::shared_ptr<int>> copies;
     std::shared_ptr<int> copying;
 };
 struct Product;
 struct WarpState {
-    long last = 0;  // time of its last product
+    long last = 0;  // The time of its last product.
     Clock clock = Clock(32);
     bool fenced = false;
     std::vector<std::shared_ptr<Product>> open;
     std::deque<std::vector<std::shared_ptr<Product>>> groups;
-    std::map<void *, std::pair<int, std::vector<uint32_t>>> sums;  // of products in flight, by the register of lane 0
+    // The sums of products in flight, by the register of lane 0.
+    std::map<void *, std::pair<int, std::vector<uint32_t>>> sums;
 };
 struct Barrier { int count, pending, bytes; uint32_t phase; bool fenced; Clock heard, complete; };
 struct MeetingState { Clock heard; };
-struct Write { int warp; uint32_t time; };  // by a thread: copies and products see it once it is fenced and heard of
+// A write by a thread. Copies and products see it once it is fenced and heard of.
+struct Write { int warp; uint32_t time; };
 constexpr int SHARED = 232448, UNIT = 16;
 struct BlockState {
-    int spare = 0;  // registers that were given back
+    int spare = 0;  // The registers that were given back.
     std::map<const void *, Barrier> barriers;
     std::vector<Write> writes = std::vector<Write>(SHARED / UNIT, {-1, 0});
 };
 #include "emulator.h"
 
-struct TensorMap { int64_t base, element, swizzle, size[4], stride[4], box[4]; };  // of hopper_emulator.tensor_map
+// The struct of emulator.tensor_map.
+struct TensorMap { int64_t base, element, swizzle, size[4], stride[4], box[4]; };
 constexpr u32 NEVER = ~0u, POISON = 0x7FC0BEEF;
 static void publish(Clock &to) { warp().clock[threadIdx.x / 32]++, hear(to, warp().clock); }
 static void arriving(Meeting &m) { publish(m.heard); }
@@ -75,7 +79,8 @@ static void fence_async() {
     }
     me->written.clear();
 }
-// Whether a copy or product that this warp issues may read or overwrite there: what was stored is fenced and heard of.
+// Return whether a copy or product that this warp issues may read or overwrite there: everything stored is fenced and
+// heard of.
 static bool visible(u32 from, u32 bytes) {
     if (from + bytes > SHARED) fail("outside of shared memory");
     for (u32 unit = from / UNIT; unit < (from + bytes + UNIT - 1) / UNIT; unit++) {
@@ -123,7 +128,7 @@ static void wait(u64 &at, u32 parity) {
 
 static u32 swizzled(u32 a, int span) { return span < 32 ? a : a ^ (a >> 7 & (span / 16 - 1)) << 4; }
 static u32 box_bytes(const TensorMap &m) { return m.box[0] * m.box[1] * m.box[2] * m.box[3] * m.element; }
-// f(address in shared memory, bytes, in global memory or null), for 16 bytes at a time
+// Call f(address in shared memory, bytes, in global memory or null) for 16 bytes at a time.
 template <class F> static void each_piece(const TensorMap &m, u32 shared, int x, int y, int z, int w, F f) {
     for (int d = 0; d < m.box[3]; d++) for (int c = 0; c < m.box[2]; c++) for (int b = 0; b < m.box[1]; b++) {
         bool inside = y + b < m.size[1] && z + c < m.size[2] && w + d < m.size[3] && x < m.size[0];
@@ -154,7 +159,7 @@ static void copy_in(void *to, const TensorMap &map, int x, int y, int z, int w, 
     });
 }
 static void copy_in(void *to, const TensorMap &map, int x, int y, int z, u64 &b) { copy_in(to, map, x, y, z, 0, b); }
-// Reads shared memory at one time, writes at another; `left` counts both down.
+// Read shared memory at one time, and write at another. `left` counts both down.
 static void send(const void *from, u32 bytes, std::function<void(const unsigned char *)> write) {
     if (!visible(address(from), bytes)) fail("a copy overtakes what was stored where it reads");
     if (!me->copying) me->copying = std::make_shared<int>(0);
@@ -166,7 +171,8 @@ static void send(const void *from, u32 bytes, std::function<void(const unsigned 
     }});
 }
 static void copy_out(const TensorMap &map, int x, int y, int z, int w, const void *from) {
-    send(from, box_bytes(map), [=, m = map, start = address(from)](const unsigned char *content) {  // outlives its block
+    // The event outlives its block.
+    send(from, box_bytes(map), [=, m = map, start = address(from)](const unsigned char *content) {
         each_piece(m, start, x, y, z, w, [=](u32 at, char *to) { if (to) memcpy(to, content + at - start, 16); });
     });
 }
@@ -186,18 +192,18 @@ template <int LEFT> static void copies_wait() { copies_done(~0, LEFT); }
 
 // ---- Products
 
-struct Factor {  // in shared memory if `registers` is null
+struct Factor {  // The factor is in shared memory if `registers` is null.
     u64 descriptor;
     const u32 *registers;
     u32 start() const { return (descriptor & 0x3FFF) << 4; }
     u32 leading() const { return (descriptor >> 16 & 0x3FFF) << 4; }
     u32 stride() const { return (descriptor >> 32 & 0x3FFF) << 4; }
     int span() const { return descriptor >> 62 == 1 ? 128 : descriptor >> 62 == 2 ? 64 : 16; }
-    u32 along(int row, int byte) const {  // rows contiguous, contracted along the row
+    u32 along(int row, int byte) const {  // Rows are contiguous, and the contracted dim runs along the row.
         u32 block = byte / span() * leading();
         return swizzled(start() + row / 8 * stride() + row % 8 * span() + block + byte % span(), span());
     }
-    u32 across(int k, int column) const {  // rows contracted
+    u32 across(int k, int column) const {  // The rows are contracted.
         return swizzled(start() + column / 64 * leading() + k / 8 * stride() + k % 8 * 128 + column % 64 * 2, 128);
     }
 };
@@ -207,8 +213,9 @@ struct Product {
     int n, more;
     u32 *sums;
     Factor a, b;
-    u32 *lanes[32];          // sums of each
-    const u32 *a_lanes[32];  // registers of each, where A is there
+    u32 *lanes[32];          // The registers of the sums, by lane.
+    // The registers of A by lane, where A is in registers.
+    const u32 *a_lanes[32];
     u32 a_values[32][4];
     bool seen = true, done = false;
     int depth() const { return kind == CODES ? 32 : kind == TF32 ? 8 : 16; }
@@ -219,11 +226,12 @@ template <class T> static void multiply_warp(const Product &p, int warp, T *sum,
     int depth = p.depth(), columns = p.n * 2;
     static T a[16][32], b[32][256];
     for (int r = 0; r < 16; r++) for (int k = 0; k < depth; k++) {
-        int row = warp % 4 * 16 + r, size = 32 / depth;  // bytes of an element
+        int row = warp % 4 * 16 + r, size = 32 / depth;  // The size is that of an element in bytes.
         if (!p.a.registers)
             a[r][k] = element(p, p.kind == COLUMNS ? p.a.across(k, row) : p.a.along(row, k * size));
         else {
-            int byte = k * size;  // of 32: lanes own 4 of each 16
+            // The byte is one of 32, of which lanes own 4 of each 16.
+            int byte = k * size;
             u32 word = p.a_values[r % 8 * 4 + byte % 16 / 4][byte / 16 * 2 + r / 8];
             a[r][k] = size == 1 ? (T)(int8_t)(word >> 8 * (byte % 4))
                     : size == 4 ? (T)tf32(word)
@@ -272,7 +280,7 @@ static void issue(Product mine) {
             for (int lane = 0; lane < 32; lane++) for (int i = 0; i < p->n; i++)
                 *element_of(sums, p->n, lane, i) = std::exchange(p->lanes[lane][i], POISON);
         }
-        // it yields poison if it may not read: an error only if somebody looks
+        // A product that may not read yields poison, which is an error only if somebody looks.
         for (int i = 0; i < p->depth(); i++) for (int c = 0; c < 64 && p->kind == COLUMNS; c += 8)
             p->seen &= visible(p->a.across(i, c), 16);
         for (int c = 0; c < 2 * p->n; c++) for (int i = 0; i < 32; i++)

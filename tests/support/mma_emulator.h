@@ -1,8 +1,9 @@
-// The functions of kernels/sagekernels/mma.cuh on a CPU, where copies are late and races are found.
+// The functions of kernels/sagekernels/mma.cuh on a CPU. Copies are late, and races are found.
 //
-// A copy poisons its destination when it is issued and brings its bytes at the wait that covers it. Every word of shared
-// memory knows who wrote and read it last; an access that no barrier, __syncwarp or program order puts behind them ends
-// the run. So do copies from outside of all arguments, words that nobody wrote, and bank conflicts of ldmatrix.
+// A copy poisons its destination when it is issued, and brings its bytes at the wait that covers it. Every word of
+// shared memory knows who wrote and read it last. The run ends at an access that no barrier, __syncwarp or program
+// order puts behind them. It also ends at copies from outside of all arguments, at words that nobody wrote, and at bank
+// conflicts of ldmatrix.
 #include <cstdint>
 #include <deque>
 #include <utility>
@@ -10,19 +11,21 @@
 
 struct Copy { uint32_t to; const void *from; bool wanted; };
 struct FiberState {
-    int barriers = 0, syncs = 0;  // passed
+    int barriers = 0, syncs = 0;  // The numbers of those passed.
     std::vector<Copy> open;
     std::deque<std::vector<Copy>> groups;
 };
 struct WarpState {};
 struct MeetingState {};
 constexpr int SHARED = 166912, MANY = -2;
-struct Access { int thread = -1, warp = -1, barrier = -1, sync = -1; };  // the last one, or all since a barrier
+// The last access, or all since a barrier.
+struct Access { int thread = -1, warp = -1, barrier = -1, sync = -1; };
 struct Word { Access written, read; bool atomic = false, coming = false; };
 struct BlockState { std::vector<Word> words; };
 #include "emulator.h"
 
-static std::vector<std::pair<const char *, const char *>> arrays;  // that the kernel may copy from
+// The kernel may copy from these arrays.
+static std::vector<std::pair<const char *, const char *>> arrays;
 extern "C" void may_copy_from(const char *first, int64_t bytes) {
     first ? arrays.push_back({first, first + bytes}) : arrays.clear();
 }
@@ -130,11 +133,13 @@ static void unpack_half(u32 x, float &low, float &high) { low = from_half(x & 0x
 constexpr float MAGIC = 12582912.f;
 constexpr u32 MAGIC_BITS = 0x4B400000;
 
-// a [16 x K] times b [K x 8] of one warp: `per` elements to a register, each turned into T by the two functions.
+// Multiply a [16 x K] by b [K x 8] of one warp. A register holds `per` elements, and the two functions turn each into
+// T.
 template <class T> struct Factors { T a[16][32], b[8][32], sum[16][8]; };
 template <class T, class M, class FA, class FB>
 static void multiply_warp(Factors<T> &f, M **all, int per, FA fa, FB fb) {
-    int size = 32 / per, k = 8 * per;  // bits of an element, of the contracted columns half
+    // The bits of an element, and half of the contracted columns.
+    int size = 32 / per, k = 8 * per;
     for (int lane = 0; lane < 32; lane++)
         for (int e = 0; e < per; e++)
             for (int h = 0; h < 2; h++) {
