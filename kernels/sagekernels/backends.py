@@ -24,10 +24,10 @@ TRITON = Backend(
 )
 TWIN = Backend("twin", lambda found: True, ANY_HEAD_DIM, lambda call: True, twin_forward, twin_backward)
 
-BACKENDS = (HOPPER, TRITON, TWIN)
-"""A call that names no backend goes to the first of these that serves its GPU and takes it."""
-# MMA is not in that list: its kernels have run in the CPU's emulator alone, never on a GPU.
-NAMED = {backend.name: backend for backend in (*reversed(BACKENDS), MMA)}
+BACKENDS = (HOPPER, MMA._replace(backward=triton_backward), TRITON, TWIN)
+"""A call that names no backend goes to the first of these that serves its GPU and takes it. Of MMA it gets the forward
+kernel alone: that one was timed (NOTES.md), the backward kernel was not."""
+NAMED = {backend.name: backend for backend in reversed(BACKENDS)} | {"mma": MMA}
 """The backends that a call may name. TRITON computes what a named one does not take."""
 
 _failed: set[str] = set()
@@ -75,7 +75,7 @@ def _run(call: Call | BackwardCall, run: Callable[[Backend], _Result]) -> _Resul
                 return run(backend)
             except CompilationError as failure:
                 _failed.add(backend.name)
-                message = f"sagekernels uses its slower portable kernels: {failure}"
+                message = f"sagekernels does without its {backend.name} kernels, slower ones take over: {failure}"
                 warnings.warn(message, RuntimeWarning, stacklevel=2)
     return run(last)
 

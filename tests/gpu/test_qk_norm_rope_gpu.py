@@ -17,6 +17,7 @@ from sagekernels.qk_norm_rope import (
 from sagekernels.testing import qk_norm_rope_errors, random_qk
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.model import attention
+from sagetrain.model.backends import Sage
 from sagetrain.model.compile import compile_blocks
 from sagetrain.model.rotary import apply_rotary
 from sagetrain.parallel.topology import ParallelGroups
@@ -124,6 +125,7 @@ def test_a_model_is_that_of_two_steps(backend: str, compiled: bool, monkeypatch:
     def results(way: object) -> tuple[dict[str, Tensor], list[str]]:
         torch._dynamo.reset()
         monkeypatch.setattr(attention, "qk_norm_rope", way)
+        monkeypatch.setattr(Sage, "normalizes", way is qk_norm_rope)
         place = {"groups": SINGLE, "dtype": torch.bfloat16, "device": torch.device("cuda")}
         model = tiny.transformer(SHAPE, AttentionConfig(backend=backend), vocab_size=1024, **place)
         if compiled:

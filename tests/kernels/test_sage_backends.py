@@ -48,12 +48,12 @@ def run(monkeypatch, capability, shape=SHAPE, dtype=torch.bfloat16, **options):
 
 
 @pytest.mark.parametrize(("capability", "expected"), [
-    ((0, 0), "twin"), ((8, 0), "triton"), ((8, 9), "triton"), ((9, 0), "hopper"), ((10, 0), "triton"),
-    ((12, 0), "triton"),
+    ((0, 0), "twin"), ((8, 0), "mma"), ((8, 7), "triton"), ((8, 9), "mma"), ((9, 0), "hopper"), ((10, 0), "triton"),
+    ((12, 0), "mma"),
 ])  # fmt: skip
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_call_goes_to_the_first_backend_that_takes_it(monkeypatch, runs, capability, expected, recipe):
-    if expected == "hopper" and recipe not in ("fine", "scores"):
+    if expected in ("hopper", "mma") and recipe not in ("fine", "scores"):
         expected = "triton"
     run(monkeypatch, capability, recipe=recipe)
     assert runs == [f"{expected} forward", f"{expected} backward"]
@@ -91,11 +91,16 @@ def test_a_backend_by_name_serves_its_own_gpus_alone(monkeypatch, runs):
     assert runs == ["triton forward", "triton backward"] * 4 + ["twin forward", "twin backward"]
 
 
-def test_kernels_that_no_gpu_has_run_are_chosen_by_name_alone(monkeypatch, runs):
-    assert MMA not in BACKENDS and [backend.name for backend in BACKENDS] == ["hopper", "triton", "twin"]
+def test_a_name_reaches_kernels_of_every_gpu_that_they_serve(monkeypatch, runs):
+    """On Hopper too, whose own kernels stand before them in the list."""
+    assert [backend.name for backend in BACKENDS] == ["hopper", "mma", "triton", "twin"]
     for capability in mma.CAPABILITIES:
         run(monkeypatch, capability, recipe="fine", backend="mma")
     assert runs == ["mma forward", "mma backward"] * len(mma.CAPABILITIES)
+
+
+def test_a_kernel_that_no_gpu_has_timed_is_reached_by_its_name_alone():
+    assert BACKENDS[1] == MMA._replace(backward=TRITON.backward) and NAMED["mma"] is MMA
 
 
 def test_a_new_backend_is_one_line_in_the_list(monkeypatch, runs):
@@ -140,16 +145,17 @@ def test_gradients_without_a_cuda_kernel(monkeypatch, module, backend, own, reci
     assert backend.takes(call) and backend.backward(call.backward(do, *twin_forward(call))) == expected
 
 
-def test_without_nvrtc_the_list_goes_on_after_one_warning(monkeypatch, runs):
+def test_without_nvrtc_the_list_goes_on_after_a_warning_each(monkeypatch, runs):
     monkeypatch.setattr(nvrtc, "_libraries", lambda: ["libnvrtc_that_nobody_has.so"])
-    broken = backends.BACKENDS[0]._replace(forward=lambda call: nvrtc._nvrtc.__wrapped__())
-    monkeypatch.setattr(backends, "BACKENDS", (broken, *backends.BACKENDS[1:]))
-    monkeypatch.setattr(backends, "NAMED", {**backends.NAMED, "hopper": broken})
+    *compiled, triton, twin = backends.BACKENDS
+    broken = [backend._replace(forward=lambda call: nvrtc._nvrtc.__wrapped__()) for backend in compiled]
+    monkeypatch.setattr(backends, "BACKENDS", (*broken, triton, twin))
+    monkeypatch.setattr(backends, "NAMED", backends.NAMED | {backend.name: backend for backend in broken})
     with pytest.raises(nvrtc.CompilationError, match="was not found"):
         run(monkeypatch, (9, 0), backend="hopper")
-    with pytest.warns(RuntimeWarning, match="slower portable kernels: NVRTC was not found") as warned:
+    with pytest.warns(RuntimeWarning, match="does without its .* kernels, slower ones take over: NVRTC was") as warned:
         first, second = (run(monkeypatch, (9, 0)) for _ in range(2))
-    assert len(warned) == 1 and runs == ["triton forward", "triton backward"] * 2
+    assert len(warned) == 2 and runs == ["triton forward", "triton backward"] * 2
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     with pytest.raises(nvrtc.CompilationError):  # A backend by name still raises an error.
         run(monkeypatch, (9, 0), backend="hopper")
