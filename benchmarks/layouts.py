@@ -122,6 +122,8 @@ class Layout:
     """MFU of documents, and MFU of whole sequences."""
     memory: float = 0.0
     losses: list[float] = field(default_factory=list)
+    """The losses of all steps, and their tokens/s in `rates`. Those of the warm-up come first."""
+    rates: list[float] = field(default_factory=list)
     seconds: float = 0.0
     """Time that the run took, start included."""
 
@@ -201,11 +203,13 @@ class Layout:
             return False
         self.kill()
         self.losses = [row["train/loss"] for row in found]
+        self.rates = [row["perf/tokens_per_second"] for row in found]
         self.error = self._wrong(found, cfg, vocab_size)
         if self.error:
             return True
         if len(found) < WARM_UP + steps:
-            self.error = f"{len(found)} steps in {limit:.0f} s" if late else _last_words(folder / "log.txt")
+            seen = f"{len(found)} of {WARM_UP + steps} steps in {limit:.0f} s"
+            self.error = seen if late else _last_words(folder / "log.txt")
             return True
         timed = found[WARM_UP : WARM_UP + steps]
         self.rate = statistics.median(row["perf/tokens_per_second"] for row in timed)

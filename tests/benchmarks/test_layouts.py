@@ -142,7 +142,7 @@ def test_a_layout_names_its_micro_batch_and_its_arithmetic(corpus: Path, tmp_pat
         ([6.3, math.nan, 6.2], [256, 256, 512], "wrong: the loss of step 2 is nan"),
         ([4.0, 6.3, 6.2], [256, 256, 512], "wrong: the first loss is 4.000, not near 6.238"),
         ([6.3, 6.3, 6.2], [256, 256, 256], "wrong: step 3 had 256 tokens, not 512"),
-        ([6.3, 6.3], [256, 256], "2 steps in 9 s"),
+        ([6.3, 6.3], [256, 256], "2 of 3 steps in 9 s"),
     ],
 )
 def test_wrong_and_late_runs_are_not_timed(losses, tokens, said, corpus: Path, tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_wrong_and_late_runs_are_not_timed(losses, tokens, said, corpus: Path, t
     layout.process, layout.started = subprocess.Popen(["sleep", "60"], start_new_session=True), time.monotonic() - 10
     assert layout.finished(cfg, 512, 1, 9)
     assert layout.process.returncode == -signal.SIGKILL
-    assert (layout.error, layout.rate) == (said, 0.0 if said else 7.0)
+    assert (layout.error, layout.rate, layout.rates) == (said, 0.0 if said else 7.0, [7.0] * len(losses))
 
 
 def test_sigterm_ends_the_runs_too(corpus: Path, tmp_path: Path) -> None:
