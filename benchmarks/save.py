@@ -159,6 +159,7 @@ def main() -> None:
     dist.broadcast_object_list(box, src=0, device=engine.device)
     saver = Saver(Path(box[0]), engine.groups, 1, None, timedelta(minutes=30))
     saver.reserve(engine.owned())
+    saver.pin()
     alone = [step() for _ in range(WARM_UP + 10)][WARM_UP:]
     try:
         figures = measure(saver, engine, dump_config(cfg), step, arguments.saves)

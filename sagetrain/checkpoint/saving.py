@@ -99,6 +99,7 @@ class Saver:
         if groups.topology.world_size > 1:
             self._mailbox = Mailbox(timeout)
         self._memory = torch.empty(0)
+        self._unpinned: threading.Thread | None = None
         self._thread: threading.Thread | None = None
         self._progress = 0
         self._failure: BaseException | None = None
@@ -122,24 +123,27 @@ class Saver:
     def reserve(self, shards: Iterable[OwnedRange]) -> None:
         """Allocate the host memory for saving `shards`: 4 bytes per value of each kind, 12 per parameter with AdamW.
 
-        With a GPU the memory is pinned. Pinning takes a second for a few GB, so it is done at the start and not while
-        training waits.
+        With a GPU the memory will be pinned, so its pages must be there. A thread writes to them while the model
+        compiles, because some systems hand out new memory at a few GB a second, for all ranks of a host together.
         """
-        self._host_memory(self._owned(shards))
+        owned = self._owned(shards)
+        self._memory = torch.empty(sum(len(shard.kinds) * (shard.stop - shard.start) for shard in owned))
+        if _on_gpu(owned):
+            self._unpinned = threading.Thread(target=self._memory.zero_, name="reserve", daemon=True)
+            self._unpinned.start()
 
-    def _host_memory(self, owned: list[OwnedRange]) -> torch.Tensor:
-        size = sum(len(shard.kinds) * (shard.stop - shard.start) for shard in owned)
-        if not self._memory.numel():
-            self._memory = torch.empty(size)
-            if _on_gpu(owned):
-                # The memory is registered, because torch's own pinned memory comes in powers of two: up to twice as
-                # much.
-                cuda: Any = torch.cuda.cudart()
-                address = self._memory.data_ptr()
-                torch.cuda.check_error(cuda.cudaHostRegister(address, self._memory.nbytes, 0))
-                weakref.finalize(self, cuda.cudaHostUnregister, address).atexit = False
-        assert self._memory.numel() == size, "what a rank owns does not change in a run"
-        return self._memory
+    def pin(self) -> None:
+        """Pin the reserved memory if it is for copies from a GPU, and wait for its pages before. Pinning takes a second
+        for a few GB, so it is done after the first step and not while a save holds training up."""
+        if self._unpinned is None:
+            return
+        self._unpinned.join()
+        self._unpinned = None
+        # The memory is registered, because torch's own pinned memory comes in powers of two: up to twice as much.
+        cuda: Any = torch.cuda.cudart()
+        address = self._memory.data_ptr()
+        torch.cuda.check_error(cuda.cudaHostRegister(address, self._memory.nbytes, 0))
+        weakref.finalize(self, cuda.cudaHostUnregister, address).atexit = False
 
     def start(self, state: RunState, config_text: str, shards: Iterable[OwnedRange], rng: dict[str, Any]) -> None:
         """Save the checkpoint of `state.step`, and return as soon as the state is copied; collective. A checkpoint that
@@ -193,7 +197,10 @@ class Saver:
 
     def _copy(self, owned: list[OwnedRange]) -> dict[str, dict[str, torch.Tensor]]:
         """Copy the state to host memory and return it by file and by the name in the file."""
-        memory, used = self._host_memory(owned), 0
+        if not self._memory.numel():
+            self.reserve(owned)
+        self.pin()
+        memory, used = self._memory, 0
         tensors: dict[str, dict[str, torch.Tensor]] = {}
         for shard in owned:
             size = shard.stop - shard.start
@@ -202,6 +209,7 @@ class Saver:
                 copy.copy_(shard.read(kind).detach(), non_blocking=True)
                 tensors.setdefault(file_name(kind, self._rank_name), {})[f"{shard.name}|{kind}"] = copy
                 used += size
+        assert used == memory.numel(), "what a rank owns does not change in a run"
         if _on_gpu(owned):
             # The copies run on training's own stream, behind the update that is saved. Training could queue its next
             # step behind them at once, but that would gain nothing, because the GPU begins that step when the copies

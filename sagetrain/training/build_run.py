@@ -7,11 +7,13 @@ other. Slow work comes last, when nothing can be refused any more.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -110,8 +112,10 @@ def _built(
     own_process: bool,
     hears: Callable[[str], None] | None,
 ) -> Run:
-    """Run the acts that follow the first one; collective."""
+    """Run the acts that follow the first one, and say how long each took; collective."""
+    seconds = {"": time.perf_counter()}
     met = meet(cfg, files, own_process, hears)
+    seconds["ranks met"] = time.perf_counter()
     if cfg.profile is not None:
         record_allocations(met.device)
     with memory_explained(cfg, files.vocab_size):
@@ -127,10 +131,16 @@ def _built(
             folder=files.folder,
             say=met.reporter.say,
         )
+    seconds["auto was settled"] = time.perf_counter()
     with memory_explained(settled.cfg, files.vocab_size):
         built = make_engine(settled, files, met)
+        seconds["the engine was built"] = time.perf_counter()
         resumed = resume(cfg, files, met, settled, built.engine)
-    return assemble(cfg, files, met, settled, built, resumed)
+    run = assemble(cfg, files, met, settled, built, resumed)
+    seconds["state and files were ready"] = time.perf_counter()
+    took = (f"{act} in {end - begin:.1f} s" for (_, begin), (act, end) in pairwise(seconds.items()))
+    met.reporter.say(f"start: {', '.join(took)}{'; the first step compiles' * compiles(cfg, met.device)}")
+    return run
 
 
 # -- 1. check files ----------------------------------------------------------------------------------------------------

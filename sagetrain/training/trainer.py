@@ -146,6 +146,8 @@ class Trainer:
             if state.step == first + 1:
                 gc.collect()
                 gc.freeze()
+                with self._reporter.off_the_clock():
+                    run.saver.pin()
             due = self._due(before, state.tokens)
             left = due if stopped else self._look(due)
             stopped = stopped or bool(left)

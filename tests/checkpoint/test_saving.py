@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import resource
 import threading
@@ -13,7 +14,7 @@ import torch
 import tiny
 from distributed import run_distributed
 from forked import PATIENCE
-from sagetrain.checkpoint import on_disk
+from sagetrain.checkpoint import on_disk, saving
 from sagetrain.checkpoint.ledger import Ledger
 from sagetrain.checkpoint.reading import Reader
 from sagetrain.checkpoint.saving import Saver
@@ -78,6 +79,30 @@ def test_what_is_saved_is_the_moment_of_the_call(tmp_path) -> None:
     for tp_size, stage, dtype in ((2, 0, "fp32"), (1, 1, "bf16"), (1, 3, "fp32")):
         root = str(tmp_path / f"{tp_size}{stage}{dtype}")
         assert run_distributed(train_beside_a_save, 2, root, tp_size, stage, dtype) == [[], []]
+
+
+def test_memory_for_a_gpus_state_is_pinned_once_and_when_its_pages_are_there(monkeypatch, tmp_path) -> None:
+    """A GPU that is simulated: pinning reads the memory, which reserve's thread has set to zero by then."""
+    pinned: list[tuple[int, int]] = []
+
+    class Cuda:
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+            assert not ctypes.string_at(address, size).strip(b"\0")
+            pinned.append((address, size))
+            return 0
+
+        def cudaHostUnregister(self, address: int) -> int:
+            return 0
+
+    monkeypatch.setattr(saving, "_on_gpu", bool)
+    monkeypatch.setattr(torch.cuda, "cudart", Cuda)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+    saver = tiny.saver(tmp_path, ParallelGroups.single())
+    saver.reserve([tiny.owned("w", {"weight": torch.ones(1_000_000), "exp_avg": torch.ones(1_000_000)})])
+    assert not pinned
+    for _ in range(2):
+        saver.pin()
+        assert pinned == [(saver._memory.data_ptr(), 8_000_000)]
 
 
 def save_plain(saver: Saver, step: int) -> None:

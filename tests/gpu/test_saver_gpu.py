@@ -22,6 +22,7 @@ def test_what_is_saved_is_the_moment_of_the_call(tmp_path) -> None:
     tensors = {kind: shard.read(kind) for kind in shard.kinds}
     saver = tiny.saver(tmp_path, ParallelGroups.single())
     saver.reserve([shard])
+    saver.pin()
     assert saver._memory.is_pinned()
     assert saver._memory.nbytes == 12 * SIZE
     memory = saver._memory.data_ptr()
