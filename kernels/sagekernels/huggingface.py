@@ -11,6 +11,7 @@ This module needs transformers 5, and nothing else in sagekernels does.
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -94,7 +95,7 @@ def attention(
         o = sage_attention(q, k, v, causal=causal, scale=scaling, cu_seqlens=cu_seqlens, recipe=recipe)
         return o, None
     if n_q != k.shape[1]:
-        raise _refused("padding or packed documents with a cache of keys", _GENERATE)
+        raise _refused("padding or documents where there are other keys than queries", _GENERATE)
     q, k, v = (x.flatten(0, 1).unsqueeze(0) for x in (q, k, v))
     o = sage_attention(q, k, v, causal=causal, scale=scaling, bounds=bounds, recipe=recipe)
     return o.squeeze(0).unflatten(0, (batch, n_q)), None
@@ -121,6 +122,7 @@ def document_mask(
     local_size: int | None = None,
     use_vmap: bool = False,
     device: torch.device | None = None,
+    config: Any = None,
     **_: Any,
 ) -> Tensor | None:
     """Return the bounds of documents of a batch, int32 [2, batch * tokens], from the description of transformers.
@@ -128,6 +130,9 @@ def document_mask(
     Args:
         mask_function: the mask without padding: causal or bidirectional, inside of packed documents if there are any.
         attention_mask: bool [batch, kv_length], False at padding.
+        local_size: the tokens of a sliding window or a chunk.
+        use_vmap: whether the mask was changed by a function of the model.
+        config: the configuration of the model.
 
     Returns:
         None where every token sees the whole row, or all of it up to itself.
@@ -150,11 +155,15 @@ def document_mask(
         if attention_mask.shape[-1] != kv_length:
             raise _refused("a mask shorter than the keys", _GENERATE)
         padded = _padding_starts(attention_mask)
+        crossed = any(getattr(config, name, False) for name in ("is_encoder_decoder", "add_cross_attention"))
+        if padded is not None and crossed and mask_function is not causal_mask_function:
+            # The mask may be of an encoder's tokens for the queries of a decoder, which are as many by chance.
+            raise _refused("padding of an encoder whose tokens a decoder attends to", "take batches of one length")
         starts = padded if starts is None else starts if padded is None else starts | padded
     if starts is None:
         return None
     if q_length != kv_length:
-        raise _refused("padding with a cache of keys", _GENERATE)
+        raise _refused("padding where there are other keys than queries (a cache, cross-attention)", _GENERATE)
     return bounds_of(starts)
 
 
@@ -199,20 +208,21 @@ def _found_bounds(position_ids: Tensor, batch: int) -> Tensor | None:
     return None if starts is None else bounds_of(starts)
 
 
-class _Last:
-    """The documents of the last position_ids. All layers of a model get the same tensor, and the host waits for it
-    once."""
+class _Last(threading.local):
+    """The documents of the last position_ids of a thread. All layers of a model get the same tensor, and the host waits
+    for it once. nn.DataParallel runs its replicas in threads."""
 
-    seen: tuple[weakref.ref[Tensor], int, int] | None = None
-    bounds: Tensor | None = None
+    found: tuple[weakref.ref[Tensor], tuple[int, int], Tensor | None] | None = None
+
+
+_LAST = _Last()
 
 
 def _remembered(position_ids: Tensor, batch: int) -> Tensor | None:
-    last = _Last.seen
-    if last is None or last[0]() is not position_ids or last[1:] != (position_ids._version, batch):
-        _Last.bounds = _found_bounds(position_ids, batch)
-        _Last.seen = weakref.ref(position_ids), position_ids._version, batch
-    return _Last.bounds
+    kind, last = (position_ids._version, batch), _LAST.found
+    if last is None or last[0]() is not position_ids or last[1] != kind:
+        last = _LAST.found = weakref.ref(position_ids), kind, _found_bounds(position_ids, batch)
+    return last[2]
 
 
 def _unless_empty(changes: Tensor) -> Tensor | None:

@@ -157,7 +157,8 @@ def _problem(layer: nn.Linear) -> tuple[type[Exception], str] | None:
     """Return the error that tells why a layer cannot be multiplied in 8 bits. None: it can."""
     if layer.weight.dtype not in DTYPES:
         return TypeError, f"the weight must be bfloat16, float16 or float32, got {layer.weight.dtype}"
-    if odd := [side for side in layer.weight.shape if side % MULTIPLE]:
+    # A weight that ZeRO 3 has cut up has no sides of its own.
+    if odd := [side for side in (layer.out_features, layer.in_features) if side % MULTIPLE]:
         sizes = f"{layer.in_features} to {layer.out_features} features"
         return ValueError, f"{sizes}: {' and '.join(map(str, odd))} is not a multiple of {MULTIPLE}"
     return None

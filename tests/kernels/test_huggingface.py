@@ -37,12 +37,13 @@ def model_of(family: str, **changes: Any) -> nn.Module:
     sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16,
              "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "initializer_range": 0.15,
              "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
-    if family in ("GPT2", "Bert", "T5"):
+    if family in ("GPT2", "Bert", "T5", "Bart"):
         del sizes["head_dim"], sizes["num_key_value_heads"]
     if family == "GPT2":
         sizes |= {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
     config = getattr(transformers, f"{family}Config")(**sizes | changes)
-    kind = {"Bert": transformers.AutoModelForMaskedLM, "T5": transformers.AutoModelForSeq2SeqLM}
+    kind = {"Bert": transformers.AutoModelForMaskedLM, "T5": transformers.AutoModelForSeq2SeqLM,
+            "Bart": transformers.AutoModelForSeq2SeqLM}  # fmt: skip
     torch.manual_seed(1)
     return kind.get(family, transformers.AutoModelForCausalLM).from_config(config, attn_implementation="sage").eval()
 
@@ -113,12 +114,15 @@ def test_position_ids_that_change_in_place_are_read_again() -> None:
     assert apart(whole, packed) > 0.05
 
 
-@pytest.mark.parametrize("name", ["padded left", "packed", "packed, with a cache"])
-def test_compile_traces_a_model_whole(name: str) -> None:
-    inputs = INPUTS[name]
-    model = convert(model_of("Llama", num_hidden_layers=1))
-    expected, wanted = logits_and_gradient(model, inputs)
-    logits, grads = logits_and_gradient(torch.compile(model, backend="aot_eager", fullgraph=True), inputs)
+@pytest.mark.parametrize(
+    ("name", "backend"), [("padded left", "aot_eager"), ("packed", "eager"), ("packed, with a cache", "eager")]
+)
+def test_compile_traces_a_model_whole(name: str, backend: str) -> None:
+    """Without a graph break. One of the kinds has 8-bit layers and goes through AOTAutograd, which takes longer."""
+    model = model_of("Llama", num_hidden_layers=1)
+    model = convert(model) if backend == "aot_eager" else model
+    expected, wanted = logits_and_gradient(model, INPUTS[name])
+    logits, grads = logits_and_gradient(torch.compile(model, backend=backend, fullgraph=True), INPUTS[name])
     assert apart(logits, expected) < 0.002 and apart(grads, wanted) < 0.01
 
 
@@ -136,6 +140,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "own mask": ("Llama", {}, {"attention_mask": torch.zeros(3, 1, 12, 12)}, r"a mask of your own \(4 dimensions\)"),
     "gap": ("Llama", {}, {"attention_mask": gap()}, "must lie together"),
     "weights": ("Llama", {}, {"output_attentions": True}, "output_attentions"),
+    "cross-attention": ("Bart", {"dropout": 0.0}, {"attention_mask": RIGHT, "labels": IDS},
+                        "padding of an encoder whose tokens a decoder attends to"),
     "position bias": ("T5", {"dropout_rate": 0.0, "d_model": 64, "d_kv": 16}, {"decoder_input_ids": IDS},
                       "position_bias"),
 }  # fmt: skip
@@ -165,9 +171,7 @@ def test_it_generates_single_rows_and_refuses_padding() -> None:
     model.set_attn_implementation("eager")
     assert torch.equal(found, model.generate(IDS[:1], **options))
     model.set_attn_implementation("sage")
-    with pytest.raises(
-        NotImplementedError, match=r'cache of keys; generate with model.set_attn_implementation\("sdpa"'
-    ):
+    with pytest.raises(NotImplementedError, match=r"keys than queries \(a cache, cross-attention\); generate with"):
         model.generate(IDS, attention_mask=LEFT, **options)
 
 
@@ -183,7 +187,7 @@ def trained(tmp_path: Path, collate: Callable, implementation: str, prepare: Cal
     model.set_attn_implementation(implementation)
     prepare(model)
     arguments = TrainingArguments(
-        output_dir=str(tmp_path), max_steps=12, per_device_train_batch_size=8, learning_rate=1e-2, logging_steps=1,
+        output_dir=str(tmp_path), max_steps=8, per_device_train_batch_size=8, learning_rate=1e-2, logging_steps=1,
         report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True, lr_scheduler_type="constant",
     )  # fmt: skip
     rows = [{"input_ids": text, "labels": text} for text in TEXTS]
@@ -210,6 +214,6 @@ def test_trainer_trains_as_with_eager_attention(tmp_path: Path, collator: str) -
     collate = COLLATORS[collator]
     eager = trained(tmp_path, collate, "eager", lambda model: None)
     sage = trained(tmp_path, collate, "sage", convert)
-    assert len(eager) == len(sage) == 12 and eager[-1] < 0.7 * eager[0]
+    assert len(eager) == len(sage) == 8 and eager[-1] < 0.8 * eager[0]
     assert sage != eager and max(abs(a - b) for a, b in zip(eager, sage, strict=True)) < 0.05
     assert sum(isinstance(layer, Linear8bit) for layer in convert(model_of("Llama")).modules()) == 14
