@@ -49,6 +49,11 @@ PEAK_FLOPS = {
 _SAME = re.compile(r"NVIDIA|GeForce|Blackwell|(Server|Workstation|Edition)|SXM\d?|AC|HBM\w*|\d+GB?", re.IGNORECASE)
 """Words that drivers add to the name of a card and that do not change its peak."""
 
+RESERVED_BYTES = 3 * 2**30
+"""Bytes of a GPU's memory for CUDA's context and NCCL's buffers, which the estimate leaves out."""
+USABLE_SHARE = 0.94
+"""Share of the remaining memory that a run may use. The allocator's fragmentation takes the rest."""
+
 
 def model_of(name: str) -> str:
     """Return the part of a driver's name for a card that determines its peak. "NVIDIA H100 80GB HBM3" is an H100.
@@ -306,6 +311,11 @@ HARDWARE = {
     "rtx5090": _card("RTX 5090", 32 * 2**30, 1.792e12, 128e9, 3.5, 1.9),
 }
 """The GPUs that `sagetrain plan --gpu` takes, by name."""
+
+
+def usable_bytes(memory: float) -> int:
+    """Return the largest number of bytes that the estimate for a rank may have on a GPU with this memory."""
+    return int((memory - RESERVED_BYTES) * USABLE_SHARE)
 
 
 def of_device(name: str) -> Hardware | None:

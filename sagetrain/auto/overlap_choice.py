@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from sagekernels.matmul import Matmul
 from sagetrain.checkpoint.state import SettledOverlap
-from sagetrain.config.schema import AttentionConfig, ModelConfig, RunConfig
+from sagetrain.config.schema import AttentionConfig, ModelConfig, Recomputation, RunConfig
 from sagetrain.model.accounting import overlaps, parts_of
 from sagetrain.model.compile import compile_blocks
 from sagetrain.model.selection import attention_functions
@@ -91,7 +91,7 @@ def time_overlap(
     groups: ParallelGroups,
     *,
     sequence_parallel: bool,
-    activation_checkpointing: Literal["none", "selective", "full"],
+    activation_checkpointing: Recomputation,
     compiled: bool,
     keeps_weights: bool,
     device: torch.device,

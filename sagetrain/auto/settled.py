@@ -22,11 +22,13 @@ from sagetrain.auto.calls import RankCalls
 from sagetrain.auto.kept import Kept
 from sagetrain.auto.linear_choice import choose_linear, settle_linear
 from sagetrain.auto.overlap_choice import settle_overlap, time_overlap
+from sagetrain.auto.recomputation_choice import least_recomputation, with_recomputation
 from sagetrain.cluster.run_folder import RunFolder
 from sagetrain.config.arithmetic import resolved_zero_stage
-from sagetrain.config.schema import AttentionConfig, LinearConfig, RunConfig
+from sagetrain.config.schema import AttentionConfig, LinearConfig, Recomputation, RunConfig
 from sagetrain.data.loader import SampleStream, batch_of
-from sagetrain.model.accounting import overlaps
+from sagetrain.hardware import usable_bytes
+from sagetrain.model.accounting import memory_per_rank, overlaps, total_bytes
 from sagetrain.model.selection import matmuls_of
 from sagetrain.parallel.topology import ParallelGroups
 
@@ -44,12 +46,14 @@ class Reasons:
 
 @dataclass(frozen=True)
 class Settled:
-    """A configuration with nothing left `auto` in attention, linear layers and overlap."""
+    """A configuration with nothing left `auto` in attention, linear layers, recomputation and overlap."""
 
     cfg: RunConfig
     matmuls: Sequence[Mapping[str, Matmul]]
     """The Matmul of each linear layer that does not multiply in training.dtype, keyed by the layer's name, for each
     block."""
+    recomputation: Recomputation
+    """The value of training.activation_checkpointing, which is in `cfg` as well."""
     reasons: Reasons
 
 
@@ -61,6 +65,7 @@ def settle(
     *,
     compiled: bool,
     layers_of_tp: int | None,
+    vocab_size: int,
     device: torch.device,
     dtype: torch.dtype,
     folder: RunFolder,
@@ -74,6 +79,7 @@ def settle(
         compiled: whether the run compiles its blocks.
         layers_of_tp: the tensor-parallel size whose layer sizes decide which linear layers are in 8 bits. None: the
             run's own.
+        vocab_size: the rows of the embedding, padded.
         folder: the run folder, which keeps the tables of times.
         say: receives the tables, and the reason where a choice that the run had cannot be kept, for example on other
             hardware.
@@ -114,15 +120,37 @@ def settle(
         linear, cfg.model, tensor_parallel_size=size, here=groups.tp_size, device=device, dtype=dtype
     )
     settled = cfg.model_copy(update={"attention": attention, "linear": linear})
+    again = _recomputation(settled, groups, vocab_size, device, say)
+    settled = with_recomputation(settled, again)
     overlap, why_overlap = settle_overlap(
         settled,
         before.overlap if before else None,
         device=device,
-        choose=partial(_halves_are_faster, settled, matmuls, stream, groups, compiled, device, dtype, say),
+        choose=partial(_halves_are_faster, settled, again, matmuls, stream, groups, compiled, device, dtype, say),
     )
     parallel = cfg.parallel.model_copy(update={"tensor_parallel_overlap": overlap})
     reasons = Reasons(why_attention, f"{why_linear}; {why}" if why else why_linear, why_overlap)
-    return Settled(settled.model_copy(update={"parallel": parallel}), matmuls, reasons)
+    return Settled(settled.model_copy(update={"parallel": parallel}), matmuls, again, reasons)
+
+
+def _recomputation(
+    cfg: RunConfig, groups: ParallelGroups, vocab_size: int, device: torch.device, say: Callable[[str], None]
+) -> Recomputation:
+    """Return training.activation_checkpointing. For `auto` it is the least that fits into the first rank's GPU."""
+    how = cfg.training.activation_checkpointing
+    if how != "auto":
+        return how
+    if device.type != "cuda":
+        return "none"
+    usable = usable_bytes(torch.cuda.get_device_properties(device).total_memory)
+
+    def fits(way: Recomputation) -> bool:
+        memory = memory_per_rank(with_recomputation(cfg, way), groups.topology.world_size, vocab_size)
+        return total_bytes(memory) <= usable
+
+    chosen = _by_main(lambda: least_recomputation(cfg.model.num_layers, fits), device)
+    say(f"training.activation_checkpointing: {chosen}, by estimate the least that fits into {usable / 2**30:.1f} GiB")
+    return chosen
 
 
 def _fastest_attention(
@@ -153,6 +181,7 @@ def _fastest_linear(
 
 def _halves_are_faster(
     settled: RunConfig,
+    again: Recomputation,
     matmuls: Sequence[Mapping[str, Matmul]],
     stream: SampleStream,
     groups: ParallelGroups,
@@ -172,7 +201,7 @@ def _halves_are_faster(
         matmuls,
         groups,
         sequence_parallel=settled.parallel.sequence_parallel,
-        activation_checkpointing=settled.training.activation_checkpointing,
+        activation_checkpointing=again,
         compiled=compiled,
         keeps_weights=resolved_zero_stage(settled) < 3,
         device=device,

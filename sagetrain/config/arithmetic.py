@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Literal
 
-from sagetrain.config.schema import LinearConfig, LrScheduleConfig, PrecisionConfig, RunConfig
+from sagetrain.config.schema import LinearConfig, LrScheduleConfig, PrecisionConfig, Recomputation, RunConfig
 
 VOCAB_MULTIPLE = 128
 
@@ -48,6 +48,12 @@ def resolved_zero_stage(cfg: RunConfig) -> int:
 def takes_probes(cfg: RunConfig) -> bool:
     """Whether micro-batches may be run apart from a step. The hooks of DeepSpeed's ZeRO 3 do not support that."""
     return engine_of(cfg) == "fsdp" or cfg.parallel.zero_stage < 3
+
+
+def recomputed_blocks(how: Recomputation | Literal["auto"], num_layers: int) -> int:
+    """Return how many blocks, from the first on, the backward pass recomputes as wholes
+    (training.activation_checkpointing)."""
+    return how if isinstance(how, int) else num_layers * (how == "full")
 
 
 def sharding_ranks(cfg: RunConfig, replicas: int) -> int:

@@ -47,6 +47,7 @@ from sagetrain.config.sections.training import (
     LoggingConfig,
     ParallelConfig,
     ProfileConfig,
+    Recomputation,
     TrainingConfig,
     WandbConfig,
 )
@@ -80,6 +81,7 @@ __all__ = [
     "QkGainConfig",
     "QuantNoiseConfig",
     "RampTokens",
+    "Recomputation",
     "RopeScaling",
     "RunConfig",
     "Section",

@@ -7,11 +7,12 @@ import functools
 from collections.abc import Iterable
 from dataclasses import replace
 from math import prod
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from sagetrain.config.arithmetic import (
     engine_of,
     own_reduction,
+    recomputed_blocks,
     resolved_zero_stage,
     sharding_ranks,
     takes_probes,
@@ -71,12 +72,38 @@ def rank_of(cfg: RunConfig, copies: bool = False, span: float | None = None) -> 
         dtype=cfg.training.dtype,
         linear=cfg.linear,
         fused=cfg.training.compile != "off",
-        recompute=cfg.training.activation_checkpointing,
+        recompute=_way(cfg),
         tensor=cfg.parallel.tensor_parallel_size,
         context=cfg.parallel.context_parallel_size,
         sequence_parallel=cfg.parallel.sequence_parallel,
         copies=copies,
     )
+
+
+def _way(cfg: RunConfig) -> Literal["none", "selective", "full"]:
+    """Return what the backward pass recomputes of the blocks that it recomputes. `auto` is decided before."""
+    how = cfg.training.activation_checkpointing
+    return "selective" if how == "selective" else "full" if _recomputed(cfg) else "none"
+
+
+def _recomputed(cfg: RunConfig) -> int:
+    return recomputed_blocks(cfg.training.activation_checkpointing, cfg.model.num_layers)
+
+
+def kinds_of_blocks(cfg: RunConfig, rank: Rank) -> list[tuple[int, Rank]]:
+    """Return the number of blocks of each kind, and the share of a micro-step that a rank runs in such a block. Blocks
+    differ in the precision of their linear layers, and in whether they are recomputed."""
+    layers = cfg.model.num_layers
+    low, again = cfg.linear.low_bit_blocks(layers), _recomputed(cfg) if rank.recompute == "full" else layers
+    counts: dict[Rank, int] = {}
+    for block in range(layers):
+        kind = replace(
+            rank,
+            linear=rank.linear if block in low else SIXTEEN_BITS,
+            recompute=rank.recompute if block < again else "none",
+        )
+        counts[kind] = counts.get(kind, 0) + 1
+    return [(count, kind) for kind, count in counts.items()]
 
 
 def num_parameters(model: ModelConfig, attention: AttentionConfig, vocab_size: int) -> int:
@@ -444,20 +471,21 @@ def _linear_errors(cfg: RunConfig, vocab_size: int) -> list[list[MemoryItem]]:
 def _activations(cfg: RunConfig, rank: Rank) -> tuple[MemoryItem, list[MemoryItem]]:
     """Estimate the activations that all blocks keep of a micro-batch until backward, and the further memory of the
     block whose backward pass runs."""
-    layers, low = cfg.model.num_layers, len(cfg.linear.low_bit_blocks(cfg.model.num_layers))
-    kinds = [kind for kind in ((low, rank), (layers - low, replace(rank, linear=SIXTEEN_BITS))) if kind[0]]
-    saved = sum(count * _saved(cfg, kind) for count, kind in kinds) / layers
+    kinds = kinds_of_blocks(cfg, rank)
     largest = max((kind for _, kind in kinds), key=lambda kind: _saved(cfg, replace(kind, recompute="none")))
     whole = _saved(cfg, replace(largest, recompute="none"))
     again = {"none": 0, "selective": whole - _saved(cfg, largest), "full": whole}[rank.recompute]
-    if rank.recompute == "full":
-        inputs = rank.tokens * rank.element * cfg.model.hidden_size // rank.shards
-        kept = MemoryItem("activations", layers * inputs, "input of every block")
-    else:
-        what = "fused by torch.compile" if rank.fused else "not compiled: fp32 intermediates are kept"
-        what = "results of matmuls and attention" if rank.recomputes else what
-        what = f"{saved:,.0f} bytes per token and block, {what}"
-        kept = MemoryItem("activations", int(layers * rank.tokens * saved), what)
+    kept_by = [(count, _saved(cfg, kind)) for count, kind in kinds if kind.recompute != "full"]
+    blocks, saved = sum(count for count, _ in kept_by), sum(count * bytes_ for count, bytes_ in kept_by)
+    inputs = (cfg.model.num_layers - blocks) * rank.element * cfg.model.hidden_size // rank.shards
+    what = []
+    if inputs:
+        what.append(f"input of {f'{cfg.model.num_layers - blocks} blocks' if blocks else 'every block'}")
+    if blocks:
+        how = "fused by torch.compile" if rank.fused else "not compiled: fp32 intermediates are kept"
+        how = "results of matmuls and attention" if rank.recompute == "selective" else how
+        what.append(f"{saved / blocks:,.0f} bytes per token and block, {how}")
+    kept = MemoryItem("activations", rank.tokens * (saved + inputs), "; ".join(what))
     return kept, [
         MemoryItem("recomputed", rank.tokens * again, "activations of one block"),
         MemoryItem("workspace", rank.tokens * whole, "gradients inside one block: about what it saved (a guess)"),

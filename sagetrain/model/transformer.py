@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from sagekernels.matmul import Matmul
-from sagetrain.config.schema import AttentionConfig, ModelConfig
+from sagetrain.config.arithmetic import recomputed_blocks
+from sagetrain.config.schema import AttentionConfig, ModelConfig, Recomputation
 from sagetrain.model import walks
 from sagetrain.model.accounting import attention_calls, parts_of
 from sagetrain.model.attention import Attention
@@ -63,8 +64,8 @@ class Transformer(nn.Module):
         groups: this rank's place in the layout.
         sequence_parallel: shard residual stream and norms along the sequence.
         overlap: under tensor parallelism, take the tokens in two halves.
-        activation_checkpointing: "full" recomputes every block in the backward pass. "selective" recomputes all of it
-            but matmuls and attention.
+        activation_checkpointing: "full" recomputes every block in the backward pass, and a number that many blocks.
+            "selective" recomputes all of every block but matmuls and attention.
         seed: the seed of the initial weights (initialization.py). None: parameters stay on the meta device, for the
             caller to replace.
         dtype: the dtype of parameters and residual stream.
@@ -88,7 +89,7 @@ class Transformer(nn.Module):
         matmuls: Sequence[Mapping[str, Matmul]] | None = None,
         sequence_parallel: bool = False,
         overlap: bool = True,
-        activation_checkpointing: Literal["none", "selective", "full"] = "none",
+        activation_checkpointing: Recomputation = "none",
         seed: int | None = 0,
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
@@ -100,7 +101,7 @@ class Transformer(nn.Module):
         self.groups = groups
         self.sequence_parallel = sequence_parallel
         self.overlap = overlap
-        self.activation_checkpointing = activation_checkpointing
+        self.activation_checkpointing: Recomputation = activation_checkpointing
         device = torch.device("cpu" if device is None else device)
         meta = torch.device("meta")  # memory comes with the values
         matmuls = [{}] * model.num_layers if matmuls is None else matmuls
@@ -213,11 +214,13 @@ class Transformer(nn.Module):
             Normalized halves. Their streams, with nothing to be added, are the input of a range behind this one.
         """
         norms = [*(cast(Block, block).attention_norm for block in self.blocks), self.final_norm]
+        alone = range(blocks.start, max(blocks.start, min(self._alone(), blocks.stop)))
+        if alone:
+            halves = [Half(x, None) for x in self._recomputed(alone, layouts, halves)]
+            blocks = range(alone.stop, blocks.stop)
         first_norm, last_norm = norms[blocks.start], norms[blocks.stop]
-        recompute = self.activation_checkpointing != "none" and torch.is_grad_enabled()
-        if recompute or self.whole_blocks:
-            streams = self._recomputed(blocks, layouts, halves, recompute)
-            return [self._normalized(Half(x, None), last_norm) for x in streams]
+        if not blocks:
+            return [self._normalized(half, last_norm) for half in halves]
         first, *others = halves
         halves = [self._normalized(first, first_norm), *others]  # the second half is one step behind
         for number in blocks:
@@ -229,15 +232,24 @@ class Transformer(nn.Module):
     def _normalized(self, half: Half, norm: RMSNorm) -> Half:
         return Half(*self.normalize(*half, norm, None, self.groups, self.sequence_parallel))
 
-    def _recomputed(
-        self, blocks: range, layouts: Sequence[TokenLayout], halves: Sequence[Half], recompute: bool
-    ) -> tuple[Tensor, ...]:
-        """Take residual streams through every block by itself, with activation checkpointing if `recompute` is set."""
+    @property
+    def recomputed_blocks(self) -> int:
+        """The number of blocks, from the first on, that the backward pass recomputes as wholes."""
+        return recomputed_blocks(self.activation_checkpointing, len(self.blocks))
+
+    def _alone(self) -> int:
+        """Return the number of blocks, from the first on, that tokens go through one by one."""
+        if self.whole_blocks or (self.activation_checkpointing == "selective" and torch.is_grad_enabled()):
+            return len(self.blocks)
+        return self.recomputed_blocks if torch.is_grad_enabled() else 0
+
+    def _recomputed(self, blocks: range, layouts: Sequence[TokenLayout], halves: Sequence[Half]) -> tuple[Tensor, ...]:
+        """Take residual streams through every block by itself, with activation checkpointing."""
         return walks.recomputed(
             [(number, self.blocks[number]) for number in blocks],
             layouts,
             tuple(x if y is None else x + finish_leave(y, self.groups, self.sequence_parallel) for x, y in halves),
-            again=recompute and self.activation_checkpointing == "full",
+            again=self.recomputed_blocks if torch.is_grad_enabled() else 0,
             # With two halves, a recomputed block starts a collective of the other half once more, and has to finish it
             # once more. The block is therefore recomputed to the end, as a compiled block is anyway. A block's ZeRO-3
             # hook, at the very end, would give the weights back too early. So would the hook of `down`, whose weights

@@ -20,7 +20,8 @@ staggered   Under tensor parallelism the tokens go in two halves, the second one
 
 recomputed  Every block goes by itself, from residual stream to residual stream, so that little is kept for the
             backward pass. The backward pass computes the whole block once more. With `selective` it computes only the
-            cheap part again, and the results of matmuls and of attention are kept.
+            cheap part again, and the results of matmuls and of attention are kept. The first blocks may go in this
+            way, and the others in one of the ways above.
 
 Whole and staggered walk one stretch at a time, from the `project` of a block to the `normalize` of the next one.
 torch.compile makes one graph of a stretch, and all blocks share the graph. The second half enters the stretch one stage
@@ -153,7 +154,7 @@ def recomputed(
     layouts: Sequence[TokenLayout],
     streams: tuple[Tensor, ...],
     *,
-    again: bool,
+    again: int,
     stop_early: bool,
     seen: Callable[[int, Tensor], None],
 ) -> tuple[Tensor, ...]:
@@ -162,14 +163,15 @@ def recomputed(
     Args:
         blocks: each block with its number.
         layouts: the layout of each half, or of all tokens.
-        again: compute the blocks once more in the backward pass. Otherwise only the parts that blocks recompute
-            themselves (`selective`) are computed twice.
+        again: compute blocks with a smaller number once more in the backward pass. In the others only the parts that
+            blocks recompute themselves (`selective`) are computed twice.
         stop_early: end the second pass with the last tensor that the backward pass needs.
         seen: called with each block's number and the first of its output streams.
     """
-    run = partial(checkpoint, use_reentrant=False) if again else nn.Module.__call__
+    twice: Callable[..., tuple[Tensor, ...]] = partial(checkpoint, use_reentrant=False)
     with set_checkpoint_early_stop(stop_early):
         for number, block in blocks:
+            run = twice if number < again else nn.Module.__call__
             streams = run(block, layouts, None, *streams)
             seen(number, streams[0])
     return streams

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from sagetrain.auto.recomputation_choice import fewest_blocks, with_recomputation
 from sagetrain.config.arithmetic import data_parallel_size, may_be_low_bit, resolved_zero_stage, token_multiple
 from sagetrain.config.errors import Finding
 from sagetrain.config.rules import fit
-from sagetrain.config.schema import LinearConfig, NoiseAwareTokens, RampTokens, RunConfig
-from sagetrain.hardware import Hardware
+from sagetrain.config.schema import LinearConfig, NoiseAwareTokens, RampTokens, Recomputation, RunConfig
+from sagetrain.hardware import Hardware, usable_bytes
 from sagetrain.model.accounting import MemoryItem, memory_per_rank, total_bytes
 from sagetrain.planning.performance import StepPrediction, predict, with_overlap
 
-RESERVED_BYTES = 3 * 2**30
-"""Bytes of a GPU's memory for CUDA's context and NCCL's buffers, which the estimate leaves out."""
-USABLE_SHARE = 0.94
-"""Share of the remaining memory that a run may use. The allocator's fragmentation takes the rest."""
 MORE_TOKENS = 1.1
 """Factor on the fewest tokens per step that run. The fewest may leave only micro-batches of one sequence, which are
 slow."""
@@ -35,7 +32,7 @@ class Layout:
     """Estimated bytes of a rank."""
 
     @property
-    def key(self) -> tuple[int, int, bool, int, str, int]:
+    def key(self) -> tuple[int, int, bool, int, str | int, int]:
         """The settings that distinguish layouts. Tokens per step are not among them."""
         parallel, training = self.cfg.parallel, self.cfg.training
         return (
@@ -50,7 +47,7 @@ class Layout:
 
 def usable_memory(hardware: Hardware) -> int:
     """Return the largest number of bytes that the estimate for a rank may have."""
-    return int((hardware.memory - RESERVED_BYTES) * USABLE_SHARE)
+    return usable_bytes(hardware.memory)
 
 
 def layout(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware, span: float | None = None) -> Layout:
@@ -84,6 +81,16 @@ def fastest_linear(cfg: RunConfig, vocab_size: int, hardware: Hardware, span: fl
     return max(choices, key=speed)
 
 
+def fits_with(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware) -> Callable[[Recomputation], bool]:
+    """Return a function that says whether the configuration fits into memory with some recomputation."""
+
+    def fits(how: Recomputation) -> bool:
+        memory = memory_per_rank(with_recomputation(cfg, how), world_size, vocab_size)
+        return total_bytes(memory) <= usable_memory(hardware)
+
+    return fits
+
+
 def memory_finding(memory: int, hardware: Hardware) -> Finding | None:
     """Return a finding if a rank is estimated to need more bytes than the GPU has, or None."""
     if memory <= (usable := usable_memory(hardware)):
@@ -94,8 +101,7 @@ def memory_finding(memory: int, hardware: Hardware) -> Finding | None:
         "parallel",
         f"{memory / 2**30:.1f} GiB per rank",
         f"more than the {usable / 2**30:.1f} GiB that {hardware.name} leaves to a run",
-        "use more tensor_parallel_size or zero_stage, a smaller micro_batch_size, activation_checkpointing selective "
-        "or full",
+        "use more tensor_parallel_size or zero_stage, a smaller micro_batch_size, or activation_checkpointing auto",
     )
 
 
@@ -214,8 +220,18 @@ def _decided(
 def _fitting(
     candidates: list[RunConfig], world_size: int, vocab_size: int, hardware: Hardware, span: float | None
 ) -> list[Layout]:
-    layouts = [layout(candidate, world_size, vocab_size, hardware, span) for candidate in candidates]
-    return [item for item in layouts if item.memory <= usable_memory(hardware)]
+    layouts = []
+    for candidate in candidates:
+        item = layout(candidate, world_size, vocab_size, hardware, span)
+        if item.memory > usable_memory(hardware):
+            continue
+        layouts.append(item)
+        if candidate.training.activation_checkpointing == "full":
+            blocks = fewest_blocks(candidate.model.num_layers, fits_with(candidate, world_size, vocab_size, hardware))
+            if 0 < blocks < candidate.model.num_layers:
+                way = with_recomputation(candidate, blocks)
+                layouts.append(layout(way, world_size, vocab_size, hardware, span))
+    return layouts
 
 
 def _raise(cfg: RunConfig, raised: RunConfig) -> float:

@@ -19,12 +19,13 @@ from sagetrain.config.arithmetic import (
     engine_of,
     overlaps_reduction,
     own_reduction,
+    recomputed_blocks,
     resolved_zero_stage,
     sharding_ranks,
     token_multiple,
 )
 from sagetrain.config.errors import ConfigError
-from sagetrain.config.schema import SIXTEEN_BITS, RunConfig
+from sagetrain.config.schema import RunConfig
 from sagetrain.hardware import Hardware
 from sagetrain.model.accounting import (
     MUON_ROUND,
@@ -33,6 +34,7 @@ from sagetrain.model.accounting import (
     flops_per_token,
     fsdp_groups,
     kept_for_backward,
+    kinds_of_blocks,
     muon_parameters,
     muon_shapes,
     one_owner,
@@ -296,13 +298,12 @@ class _Step:
         self.parts = parts_of(self.rank.tokens, tensor_size, self.overlap)
         self.in_halves = attention_calls(cfg.data.micro_batch_size, self.rank.tokens, tensor_size, self.overlap) > 1
         """True if each part has an attention of its own."""
-        wide, low = dataclasses.replace(self.rank, linear=SIXTEEN_BITS), len(cfg.linear.low_bit_blocks(layers))
         self.blocks = tuple(
-            (count, block_operations(cfg.model, cfg.attention, rank))
-            for count, rank in ((low, self.rank), (layers - low, wide))
-            if count
+            (count, block_operations(cfg.model, cfg.attention, rank)) for count, rank in kinds_of_blocks(cfg, self.rank)
         )
-        """The number of blocks of each kind with their operations: in 8 bits, where the run has any, and in 16 bits."""
+        """The number of blocks of each kind with their operations."""
+        self.again = recomputed_blocks(cfg.training.activation_checkpointing, layers) or layers
+        """The number of blocks that compute collectives again, where any block does."""
         self.ends = end_operations(cfg.model, vocab_size, self.rank)
         self.collectives = collectives(cfg.model, cfg.attention, self.rank, self.parts)
 
@@ -449,7 +450,8 @@ class _Step:
 
     def _calls(self, call: CollectiveCost) -> int:
         """Return the number of calls of a collective in a micro-step."""
-        return self.cfg.model.num_layers * call.per_block + call.at_ends
+        blocks = self.again if call.moment == "recomputed" else self.cfg.model.num_layers
+        return blocks * call.per_block + call.at_ends
 
     def _collective(
         self, axis: str, purpose: str, kind: str, count: int, payload: int, part: tuple[int, int] | None = None

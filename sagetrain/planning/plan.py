@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from sagetrain.auto.recomputation_choice import least_recomputation, with_recomputation
 from sagetrain.config.arithmetic import data_parallel_size, may_be_low_bit, padded_vocab_size, token_multiple
 from sagetrain.config.check import check
 from sagetrain.config.earlier_run import MeasuredRun
@@ -14,7 +15,7 @@ from sagetrain.config.errors import ConfigError, Finding
 from sagetrain.config.linear_sizes import AUTO_PRECISION
 from sagetrain.config.load import load_config
 from sagetrain.config.rules.findings import warning
-from sagetrain.config.schema import SIXTEEN_BITS, DataConfig, LinearConfig, RunConfig
+from sagetrain.config.schema import SIXTEEN_BITS, DataConfig, LinearConfig, Recomputation, RunConfig
 from sagetrain.config.tokens_per_step import ScheduleStage, stages
 from sagetrain.data.tokenizer import known_tokenizer
 from sagetrain.hardware import Hardware
@@ -23,6 +24,7 @@ from sagetrain.planning.layouts import (
     Layout,
     fastest_linear,
     fewest_gpus,
+    fits_with,
     layout,
     memory_finding,
     memory_of,
@@ -131,6 +133,11 @@ def make_plan(
     if cfg.linear.precision == "auto" and possible:
         cfg = cfg.model_copy(update={"linear": fastest_linear(cfg, padded, hardware, span)})
         findings = [*findings, *([_priced(cfg.linear)] if may_be_low_bit(asked) else [])]
+    if cfg.training.activation_checkpointing == "auto":
+        fits_in = fits_with(cfg, world_size, padded, hardware)
+        again = least_recomputation(cfg.model.num_layers, fits_in) if possible else "none"
+        cfg = with_recomputation(cfg, again)
+        findings = [*findings, _chosen_recomputation(again)]
     if cfg.linear.low_bit and cfg.linear.precision not in hardware.precisions:
         findings = [_no_arithmetic(cfg, hardware), *findings]
     elif measured_tokens_per_second and possible:
@@ -195,6 +202,17 @@ def document_span(data: DataConfig) -> float | None:
     except ConfigError:  # The findings name the file, or the run will.
         return None
     return sum(weight * span for weight, span in zip(weights, spans, strict=True)) / sum(weights)
+
+
+def _chosen_recomputation(how: Recomputation) -> Finding:
+    return Finding(
+        "recomputation",
+        "info",
+        "training.activation_checkpointing",
+        "auto",
+        f"is {how} here: the least that fits into the memory of this GPU by the estimate of this plan",
+        "name a value to have it on every GPU",
+    )
 
 
 def _priced(linear: LinearConfig) -> Finding:

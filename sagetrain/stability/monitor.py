@@ -100,8 +100,9 @@ class Monitor:
         own_tokens = num_sequences * length // groups.cp_size
         parts = attention_calls(num_sequences, own_tokens, groups.tp_size, model.overlap)
         order: list[int | None] = [layer for layer in self._quantized() for _ in range(parts)]
-        if model.activation_checkpointing == "full":  # The first forward pass keeps only residual streams.
-            order = [*[None] * len(order), *reversed(order)]
+        # The first forward pass keeps only residual streams of the blocks that are recomputed.
+        twice = [layer for layer in order if layer is not None and layer < model.recomputed_blocks]
+        order = [*[None] * len(twice), *order[len(twice) :], *reversed(twice)]
         how = (self._scores, turn, groups.metrics, groups.num_replicas)
         calls = _Calls(order, set(self.layers), num_sequences // parts, *how)
         with observed(calls):

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from counted import VOCAB, live_tensors, run_config, saved_bytes_per_token, transformer
 from distributed import run_distributed
 from sagekernels import lowbit
+from sagetrain.auto.recomputation_choice import least_recomputation
 from sagetrain.cluster.join import init_distributed
 from sagetrain.config import RunConfig
 from sagetrain.config.schema import AttentionConfig, ModelConfig
@@ -449,6 +450,30 @@ def test_checkpointing_keeps_block_inputs_and_one_block():
     memory = items(run_config(training={"activation_checkpointing": "full"}, data=batch, model={"num_layers": 50}), 1)
     assert memory["activations"] == 50 * tokens * 2 * 256
     assert memory["recomputed"] == tokens * block_activation_bytes(run_config())
+
+
+def test_some_blocks_recomputed_keep_their_inputs_and_the_others_everything():
+    batch, model = {"micro_batch_size": 64}, {"num_layers": 50}
+    kept = {
+        how: items(run_config(training={"activation_checkpointing": how}, data=batch, model=model), 1)["activations"]
+        for how in ("none", 0, 10, 50, "full")
+    }
+    assert kept[0] == kept["none"] and kept[50] == kept["full"]
+    assert kept[10] == pytest.approx(0.8 * kept["none"] + 0.2 * kept["full"])
+
+
+def test_auto_recomputes_as_little_as_fits():
+    """Selective where it costs less than the blocks that would be needed."""
+    memory = {"selective": 60, **{blocks: 100 - blocks + bool(blocks) for blocks in range(41)}}
+
+    def least(room: int) -> object:
+        return least_recomputation(40, lambda how: memory[how] <= room)
+
+    assert [least(room) for room in (100, 97, 96, 95, 61, 60, 59, 20)] == [
+        "none", 4, 5, "selective", "selective", "selective", "full", "full",
+    ]  # fmt: skip
+    memory["selective"] = 200
+    assert [least(room) for room in (90, 62, 61, 60)] == [11, 39, "full", "full"]
 
 
 def test_selective_checkpointing_lies_between_none_and_full():

@@ -149,7 +149,7 @@ def test_logits_are_those_of_the_loss() -> None:
 @pytest.mark.parametrize("backend", ["sdpa", "sage"])
 def test_activation_checkpointing_changes_nothing(backend: str, compiled: bool) -> None:
     found = {}
-    for mode in ("none", "selective", "full"):
+    for mode in ("none", "selective", "full", 1):
         model = _shake(_model(backend=backend, activation_checkpointing=mode))
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
@@ -157,8 +157,10 @@ def test_activation_checkpointing_changes_nothing(backend: str, compiled: bool) 
             compile_blocks(model, backend="aot_eager")
         found[mode] = [_gradients(model, *_batch(), **packing) for packing in ({}, PACKED)]
         assert not torch._dynamo.utils.counters["graph_break"]
+        # The blocks behind those that are recomputed begin with a graph of their own, whose gradient is added up apart.
+        near = 1e-6 if compiled and mode == 1 else 0.0
         for plain, recomputed in zip(found["none"], found[mode], strict=True):
-            _assert_same(recomputed, plain, 0.0)
+            _assert_same(recomputed, plain, near)
 
 
 class Counted(TorchDispatchMode):
@@ -206,13 +208,15 @@ def test_attention_and_matmuls_of_a_gpu_are_expensive() -> None:
 
 def test_activation_checkpointing_keeps_block_inputs_only() -> None:
     saved = {}
-    for mode in ("none", "full"):
+    for mode in ("none", 1, "full"):
         model, sizes = _model(activation_checkpointing=mode), []
         pack = lambda t: sizes.append(t.numel()) or t  # noqa: B023, E731
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             model(*_batch())
         saved[mode] = sum(sizes)
     assert saved["full"] < saved["none"] / 2
+    blocks = len(_model().blocks)
+    assert saved[1] == pytest.approx(saved["none"] - (saved["none"] - saved["full"]) / blocks, rel=0.02)
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "sage", "reference"])

@@ -117,6 +117,7 @@ LAYOUTS = {  # The values are: tensor and context parallel size, ranks, ZeRO sta
     "compiled, documents": (1, 1, 1, 1, True, True, {}),
     "ZeRO 2, data parallel, recomputed": (1, 1, 2, 2, False, False, {"training": {"activation_checkpointing": "full"}}),
     "in part recomputed": (1, 1, 1, 1, False, False, {"training": {"activation_checkpointing": "selective"}}),
+    "the first block recomputed": (1, 1, 1, 1, False, False, {"training": {"activation_checkpointing": 1}}),
     "in part recomputed, compiled": (
         *(2, 1, 2, 1, False, True),
         {"training": {"activation_checkpointing": "selective"}, "parallel": {"sequence_parallel": True}},

@@ -10,8 +10,17 @@ from sagetrain.config.schema import ModelConfig, RunConfig
 
 
 def findings(cfg: RunConfig) -> Iterator[Finding]:
-    """Check the arithmetic of heads, and the limits of each attention backend."""
+    """Check the arithmetic of heads and blocks, and the limits of each attention backend."""
     model, head_dim = cfg.model, cfg.model.head_dim
+    again = cfg.training.activation_checkpointing
+    if isinstance(again, int) and again > model.num_layers:
+        yield error(
+            "recomputed_blocks",
+            "training.activation_checkpointing",
+            again,
+            f"are more blocks than model.num_layers {model.num_layers}",
+            f"use a number up to {model.num_layers}, or full",
+        )
     if model.num_attention_heads % model.num_key_value_heads:
         yield error(
             "grouped_query_heads",

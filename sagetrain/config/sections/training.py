@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Union
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from sagetrain.config.sections.base import LocalPath, Name, Section
+
+Recomputation = Union[Literal["none", "selective", "full"], NonNegativeInt]
+"""What the backward pass recomputes: see TrainingConfig.activation_checkpointing."""
 
 
 class ParallelConfig(Section):
@@ -65,10 +68,11 @@ class TrainingConfig(Section):
     (`sagetrain compare --band`)."""
     dtype: Literal["bf16", "fp32"] = "bf16"
     """Arithmetic of the model; master weights and optimizer state are fp32 in either case."""
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    activation_checkpointing: Union[Recomputation, Literal["auto"]] = "none"
     """Activations that the backward pass recomputes instead of keeping them. full: every block as a whole.
     selective: norms, rotary embedding, SwiGLU and collectives, which are cheap; the outputs of matmuls and of
-    attention are kept."""
+    attention are kept. A number: that many blocks, from the first on, as wholes. auto: the least that fits into the
+    GPU's memory by the estimate of `sagetrain plan`; none without a GPU."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Compile the blocks with torch.compile; auto: on with a GPU. At ZeRO 3 the weights of a compiled block are
     gathered together."""

@@ -1,0 +1,38 @@
+"""Choose how much the backward pass recomputes: training.activation_checkpointing auto. No torch, because plans choose
+as well."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+
+from sagetrain.config.schema import Recomputation, RunConfig
+
+_SELECTIVE = 8
+"""`selective` takes about as long as one block in so many recomputed as a whole."""
+
+
+def with_recomputation(cfg: RunConfig, how: Recomputation) -> RunConfig:
+    """Return the configuration with this setting of training.activation_checkpointing."""
+    return cfg.model_copy(update={"training": cfg.training.model_copy(update={"activation_checkpointing": how})})
+
+
+def fewest_blocks(num_layers: int, fits: Callable[[Recomputation], bool]) -> int:
+    """Return the smallest number of blocks whose recomputation makes a run fit into memory, or num_layers if none
+    does."""
+    if fits(0):
+        return 0
+    # More blocks take less memory, but the first one takes room for a block's activations.
+    return 1 + bisect.bisect_left(range(1, num_layers), True, key=fits)
+
+
+def least_recomputation(num_layers: int, fits: Callable[[Recomputation], bool]) -> Recomputation:
+    """Return the setting that recomputes least among those that make a run fit into memory.
+
+    Args:
+        fits: whether the run fits with a setting, by the estimate of `sagetrain plan`.
+    """
+    blocks = fewest_blocks(num_layers, fits)
+    if _SELECTIVE * blocks > num_layers and fits("selective"):
+        return "selective"
+    return "none" if blocks == 0 else "full" if blocks == num_layers else blocks
