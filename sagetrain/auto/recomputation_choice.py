@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 from sagetrain.config.schema import Recomputation, RunConfig
 
-_SELECTIVE = 8
-"""`selective` takes about as long as one block in so many recomputed as a whole."""
+_SELECTIVE = 0.4
+"""`selective` takes about as long as this share of the blocks, recomputed as wholes: by `sagetrain plan`, for 1B with
+linear layers in INT8."""
 
 
 def with_recomputation(cfg: RunConfig, how: Recomputation) -> RunConfig:
@@ -33,6 +34,6 @@ def least_recomputation(num_layers: int, fits: Callable[[Recomputation], bool]) 
         fits: whether the run fits with a setting, by the estimate of `sagetrain plan`.
     """
     blocks = fewest_blocks(num_layers, fits)
-    if _SELECTIVE * blocks > num_layers and fits("selective"):
+    if blocks > _SELECTIVE * num_layers and fits("selective"):
         return "selective"
     return "none" if blocks == 0 else "full" if blocks == num_layers else blocks

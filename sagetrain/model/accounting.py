@@ -458,7 +458,8 @@ def _linear_errors(cfg: RunConfig, vocab_size: int) -> list[list[MemoryItem]]:
     """
     if not cfg.linear.low_bit or cfg.stability.monitor.every_steps is None or not takes_probes(cfg):
         return []
-    rank = replace(rank_of(cfg), fused=False, recompute="full", linear=SIXTEEN_BITS)
+    cfg = cfg.model_copy(update={"training": cfg.training.model_copy(update={"activation_checkpointing": "full"})})
+    rank = replace(rank_of(cfg), fused=False, linear=SIXTEEN_BITS)
     kept, running = _activations(cfg, rank)
     layers = of_kind(MatmulCost, block_operations(cfg.model, cfg.attention, rank))
     largest = max(4 * max(layer.weights, layer.tokens * layer.inputs) for layer in layers)

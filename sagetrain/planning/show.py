@@ -368,7 +368,7 @@ def _step_table(layout: Layout, name: str, plan: Plan) -> Table:
         ("CP exposed", prediction.exposed("context"), "all-to-alls around attention"),
         ("DP exposed", prediction.exposed("data"), "gradients and weights between data-parallel ranks, the same"),
         ("optimizer", prediction.optimizer, "DeepSpeed's passes over gradients, the update, new weights"),
-        ("orthogonalizing", prediction.orthogonalizing, "Muon's matmuls for the matrices that a rank owns"),
+        *_orthogonalizing(prediction),
         ("overhead", prediction.overhead, "fixed costs of micro-steps and steps"),
         ("launching", prediction.launching, "kernels wait for the host: a larger data.micro_batch_size helps"),
     )
@@ -389,6 +389,12 @@ def _step_table(layout: Layout, name: str, plan: Plan) -> Table:
         caption=". ".join([behind.explained(hardware.name), *([_EIGHT_BIT_MFU] if layout.cfg.linear.low_bit else [])]),
         total=True,
     )
+
+
+def _orthogonalizing(prediction: StepPrediction) -> list[tuple[str, float, str]]:
+    """Return the row of Muon's matmuls, where a run has them."""
+    row = "orthogonalizing", prediction.orthogonalizing, "Muon's matmuls for the matrices that a rank owns"
+    return [row] if prediction.orthogonalizing else []
 
 
 def _communication_table(prediction: StepPrediction, name: str) -> Table:

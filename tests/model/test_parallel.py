@@ -127,7 +127,7 @@ def _check_tensor_parallel(tp_size: int) -> None:
     if tp_size == 2:
         _check_model(groups, PACKED, tied=True, qk_norm="after_rope")
         _check_model(groups, {}, tied=False, sequence_parallel=True, qk_norm="none")
-        _check_model(groups, {}, tied=True, activation_checkpointing="full")
+        _check_model(groups, {}, tied=True, activation_checkpointing=1)
         _check_model(groups, PACKED, tied=True, overlap=False, normalizing=True)
         _check_model(groups, {}, tied=True, sequence_parallel=True, normalizing=True)
         _check_model(groups, PACKED, tied=False, overlap=False, sequence_parallel=True)
