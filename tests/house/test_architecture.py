@@ -84,7 +84,7 @@ MAY_IMPORT = {
     "checkpoint": {"checkpoint", "cluster", "model", "data", "parallel", "config"},
     "optim": {"optim", "model", "config"},
     "engines": {"engines", "optim", "stability", "checkpoint", "cluster", "model", "parallel", "data", "config"},
-    "auto": {"auto", "checkpoint", "cluster", "model", "parallel", "data", "config"},
+    "auto": {"auto", "checkpoint", "cluster", "model", "parallel", "data", "hardware", "config"},
     "training": {"training", *ENGINE_ROOM, "hardware", "__version__"},
     "inference": {"inference", "planning", "training", *ENGINE_ROOM},
     "interop": {"interop", "inference", "training", *ENGINE_ROOM},
