@@ -6,16 +6,11 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable
 
-from sagetrain.config.schema import Recomputation, RunConfig
+from sagetrain.config.schema import Recomputation
 
 _SELECTIVE = 0.4
 """`selective` takes about as long as this share of the blocks, recomputed as wholes: by `sagetrain plan`, for 1B with
 linear layers in INT8."""
-
-
-def with_recomputation(cfg: RunConfig, how: Recomputation) -> RunConfig:
-    """Return the configuration with this setting of training.activation_checkpointing."""
-    return cfg.model_copy(update={"training": cfg.training.model_copy(update={"activation_checkpointing": how})})
 
 
 def fewest_blocks(num_layers: int, fits: Callable[[Recomputation], bool]) -> int:

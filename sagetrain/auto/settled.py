@@ -22,13 +22,13 @@ from sagetrain.auto.calls import RankCalls
 from sagetrain.auto.kept import Kept
 from sagetrain.auto.linear_choice import choose_linear, settle_linear
 from sagetrain.auto.overlap_choice import settle_overlap, time_overlap
-from sagetrain.auto.recomputation_choice import least_recomputation, with_recomputation
+from sagetrain.auto.recomputation_choice import least_recomputation
 from sagetrain.cluster.run_folder import RunFolder
 from sagetrain.config.arithmetic import resolved_zero_stage
 from sagetrain.config.schema import AttentionConfig, LinearConfig, Recomputation, RunConfig
 from sagetrain.data.loader import SampleStream, batch_of
 from sagetrain.hardware import usable_bytes
-from sagetrain.model.accounting import memory_per_rank, overlaps, total_bytes
+from sagetrain.model.accounting import memory_per_rank, overlaps, total_bytes, with_recomputation
 from sagetrain.model.selection import matmuls_of
 from sagetrain.parallel.topology import ParallelGroups
 

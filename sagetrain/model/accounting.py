@@ -18,7 +18,7 @@ from sagetrain.config.arithmetic import (
     takes_probes,
     token_multiple,
 )
-from sagetrain.config.schema import SIXTEEN_BITS, AttentionConfig, ModelConfig, RunConfig
+from sagetrain.config.schema import SIXTEEN_BITS, AttentionConfig, ModelConfig, Recomputation, RunConfig
 from sagetrain.model.operations import (
     AttentionCost,
     Ends,
@@ -88,6 +88,11 @@ def _way(cfg: RunConfig) -> Literal["none", "selective", "full"]:
 
 def _recomputed(cfg: RunConfig) -> int:
     return recomputed_blocks(cfg.training.activation_checkpointing, cfg.model.num_layers)
+
+
+def with_recomputation(cfg: RunConfig, how: Recomputation) -> RunConfig:
+    """Return the configuration with this setting of training.activation_checkpointing."""
+    return cfg.model_copy(update={"training": cfg.training.model_copy(update={"activation_checkpointing": how})})
 
 
 def kinds_of_blocks(cfg: RunConfig, rank: Rank) -> list[tuple[int, Rank]]:
@@ -458,7 +463,7 @@ def _linear_errors(cfg: RunConfig, vocab_size: int) -> list[list[MemoryItem]]:
     """
     if not cfg.linear.low_bit or cfg.stability.monitor.every_steps is None or not takes_probes(cfg):
         return []
-    cfg = cfg.model_copy(update={"training": cfg.training.model_copy(update={"activation_checkpointing": "full"})})
+    cfg = with_recomputation(cfg, "full")
     rank = replace(rank_of(cfg), fused=False, linear=SIXTEEN_BITS)
     kept, running = _activations(cfg, rank)
     layers = of_kind(MatmulCost, block_operations(cfg.model, cfg.attention, rank))

@@ -7,13 +7,13 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from sagetrain.auto.recomputation_choice import fewest_blocks, with_recomputation
+from sagetrain.auto.recomputation_choice import fewest_blocks
 from sagetrain.config.arithmetic import data_parallel_size, may_be_low_bit, resolved_zero_stage, token_multiple
 from sagetrain.config.errors import Finding
 from sagetrain.config.rules import fit
 from sagetrain.config.schema import LinearConfig, NoiseAwareTokens, RampTokens, Recomputation, RunConfig
 from sagetrain.hardware import Hardware, usable_bytes
-from sagetrain.model.accounting import MemoryItem, memory_per_rank, total_bytes
+from sagetrain.model.accounting import MemoryItem, memory_per_rank, total_bytes, with_recomputation
 from sagetrain.planning.performance import StepPrediction, predict, with_overlap
 
 MORE_TOKENS = 1.1

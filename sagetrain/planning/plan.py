@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sagetrain.auto.recomputation_choice import least_recomputation, with_recomputation
+from sagetrain.auto.recomputation_choice import least_recomputation
 from sagetrain.config.arithmetic import data_parallel_size, may_be_low_bit, padded_vocab_size, token_multiple
 from sagetrain.config.check import check
 from sagetrain.config.earlier_run import MeasuredRun
@@ -19,7 +19,7 @@ from sagetrain.config.schema import SIXTEEN_BITS, DataConfig, LinearConfig, Reco
 from sagetrain.config.tokens_per_step import ScheduleStage, stages
 from sagetrain.data.tokenizer import known_tokenizer
 from sagetrain.hardware import Hardware
-from sagetrain.model.accounting import MemoryItem, total_bytes
+from sagetrain.model.accounting import MemoryItem, total_bytes, with_recomputation
 from sagetrain.planning.layouts import (
     Layout,
     fastest_linear,

@@ -121,7 +121,7 @@ def test_config_and_planning_need_no_torch():
     for path in below("sagetrain/config"):
         assert roots(imports(path)) <= STDLIB | light, name_of(path)
     model = ("model/operations", "model/accounting", "model/tensors")
-    names = ("hardware", *model, "data/tokenizer", "training/lr_schedule")
+    names = ("hardware", *model, "auto/recomputation_choice", "optim/owners", "data/tokenizer", "training/lr_schedule")
     for path in [*below("sagetrain/planning"), *(ROOT / f"sagetrain/{name}.py" for name in names)]:
         assert roots(imports(path)) <= STDLIB | {"sagetrain", "rich", "sentencepiece", "tokenizers"}, name_of(path)
 
