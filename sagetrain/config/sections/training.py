@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from sagetrain.config.sections.base import LocalPath, Name, Section
 
 Recomputation = Union[Literal["none", "selective", "full"], NonNegativeInt]
-"""What the backward pass recomputes: see TrainingConfig.activation_checkpointing."""
+"""The activations that the backward pass recomputes: see TrainingConfig.activation_checkpointing."""
 
 
 class ParallelConfig(Section):
