@@ -27,7 +27,7 @@ from sagetrain.engines.protocol import Owned
 from sagetrain.parallel.rng import rng_state
 from sagetrain.parallel.topology import ParallelGroups
 
-# world -> (tensor parallel, context parallel, ZeRO stage)
+# The map is: world size -> (tensor parallel, context parallel, ZeRO stage).
 LAYOUTS = {
     1: [(1, 1, 0), (1, 1, 2)],
     2: [(2, 1, 1), (1, 1, 3), (1, 1, 1), (2, 1, 3), (1, 2, 2)],
@@ -53,7 +53,7 @@ def full_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def train_and_save(root: str, layout: tuple[int, int, int], dtype: str) -> list[float]:
-    """Three steps, a checkpoint, three more: the losses of those."""
+    """Take three steps, save a checkpoint, and return the losses of three more steps."""
     *sizes, stage = layout
     engine = tiny.engine(tiny.config(stage, dtype), tiny.join(*sizes))
     for step in range(3):
@@ -63,7 +63,8 @@ def train_and_save(root: str, layout: tuple[int, int, int], dtype: str) -> list[
 
 
 def load_and_go_on(root: str, layouts: list[tuple[int, int, int]], dtype: str) -> dict[tuple, tuple[bool, list]]:
-    """Load at each layout; whether saving again gives the same tensors bit by bit, and the next three losses."""
+    """Load at each layout. Return whether saving again gives the same tensors bit by bit, and the losses of the next
+    three steps."""
     results = {}
     for *sizes, stage in layouts:
         engine = tiny.engine(tiny.config(stage, dtype), tiny.join(*sizes), seed=99)
@@ -97,11 +98,11 @@ def test_any_layout_continues_any_other(tmp_path, world, layout, dtype, targets)
                 tolerance = 1e-5 if dtype == "fp32" else 2e-2
                 assert losses == pytest.approx(reference, abs=tolerance), target
                 if dtype == "bf16" and target == (world, *layout):
-                    assert losses == reference  # the same layout continues bit by bit
+                    assert losses == reference  # The same layout continues bit by bit.
 
 
 def as_format_1(folder: Path) -> None:
-    """Make of a checkpoint what version 1 of the format would have written: a file a rank, and an object a piece."""
+    """Rewrite a checkpoint as version 1 of the format would have written it: a file a rank, and an object a piece."""
     path = folder / "manifest.json"
     manifest = json.loads(path.read_text())
     ranks = manifest.pop("ranks")
@@ -122,7 +123,7 @@ def as_format_1(folder: Path) -> None:
 
 
 def goes_on_from_format_1(root: str, layouts: list[tuple[int, int, int]]) -> list[bool]:
-    """Whether the next loss is the same to the last bit, from either form of one checkpoint."""
+    """Return whether the next loss is the same to the last bit, from either form of one checkpoint."""
     same = []
     for *sizes, stage in layouts:
         engine = tiny.engine(tiny.config(stage, "bf16"), tiny.join(*sizes))
@@ -146,7 +147,7 @@ def test_a_checkpoint_of_format_1_is_read_as_before(tmp_path) -> None:
 
 
 def values_read(root: str, layouts: list[tuple[int, int, int, str]]) -> dict[tuple, int]:
-    """How many values this rank reads to load a checkpoint of its own."""
+    """Return how many values this rank reads to load a checkpoint of its own."""
     found, read = {}, Reader._range
 
     def counting(self: Reader, name: str, kind: str, tp_rank: int, start: int, stop: int) -> torch.Tensor:
@@ -163,7 +164,7 @@ def values_read(root: str, layouts: list[tuple[int, int, int, str]]) -> dict[tup
     return found
 
 
-def test_the_ranks_together_read_a_checkpoint_once_however_many_replicas_there_are(tmp_path) -> None:
+def test_the_ranks_together_read_a_checkpoint_once(tmp_path) -> None:
     layouts = [(1, 1, 0, "fp32"), (1, 1, 1, "fp32"), (1, 1, 1, "bf16"), (1, 1, 2, "bf16"), (1, 1, 3, "bf16")]
     model = tiny.model(tiny.config(0), ParallelGroups.single())
     whole = len(KINDS) * sum(p.numel() for p in model.parameters())
@@ -173,8 +174,9 @@ def test_the_ranks_together_read_a_checkpoint_once_however_many_replicas_there_a
             assert sum(rank.get(layout, 0) for rank in ranks) == whole, (world, layout)
 
 
-def test_who_reads_weights_alone_looks_at_no_moments(tmp_path, monkeypatch) -> None:
-    """Nor at the state of random generators; and a checkpoint without them is one for that use."""
+def test_a_reader_of_weights_looks_at_no_moments(tmp_path, monkeypatch) -> None:
+    """The reader does not look at the state of random generators either. A checkpoint without moments serves this
+    use."""
     shard = flat_shard(40)
     save_shards(tmp_path, [shard])
     folder, looked = tmp_path / "step-00000001", []
@@ -196,7 +198,7 @@ def test_who_reads_weights_alone_looks_at_no_moments(tmp_path, monkeypatch) -> N
 
 
 def test_the_manifest_of_a_thousand_ranks_is_small(tmp_path) -> None:
-    """A model of 300 tensors at ZeRO 3 on 1,024 ranks and, with another end, at ZeRO 1."""
+    """The model has 300 tensors at ZeRO 3 on 1,024 ranks and, with another end, at ZeRO 1."""
     world, tensors, size = 1024, 300, 4096 * 4096
     every = [np.array([[rank * size // world, (rank + 1) * size // world]] * tensors) for rank in range(world)]
     begin = time.process_time()
@@ -210,7 +212,8 @@ def test_the_manifest_of_a_thousand_ranks_is_small(tmp_path) -> None:
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=6), min_size=1, max_size=3), st.integers(1, 9))
 def test_runs_are_the_pieces_that_were_written(lengths: list[list[int]], first: int) -> None:
-    """Of one tensor: for each tensor-parallel slice the lengths of consecutive pieces, of which some are empty."""
+    """The lists are the lengths of consecutive pieces of one tensor, for each tensor-parallel slice. Some pieces are
+    empty."""
     tp_ranks, ranges, expected = [], [], {}
     for tp_rank, own in enumerate(lengths):
         for start, stop in itertools.pairwise(itertools.accumulate(own, initial=first)):
@@ -228,7 +231,7 @@ def test_runs_are_the_pieces_that_were_written(lengths: list[list[int]], first: 
 
 
 def write_pieces(folder: Path, tensor: torch.Tensor, dim: int | None, tp_size: int) -> None:
-    """A checkpoint of one tensor, each tensor-parallel slice of it in three uneven pieces."""
+    """Write a checkpoint of one tensor. Each tensor-parallel slice of it is in three uneven pieces."""
     pieces = []
     for tp_rank in range(1 if dim is None else tp_size):
         flat = (tensor if dim is None else tensor.chunk(tp_size, dim)[tp_rank]).flatten()
@@ -268,7 +271,8 @@ def single_engine(stage: int = 0, **sections: dict):
 
 
 def damage_and_search(root: str, damage: str) -> tuple[str | None, list[str], list[str]]:
-    """Two checkpoints, the newer one damaged: what is found, what is passed over, what is said."""
+    """Write two checkpoints and damage the newer one. Return which one is found, which ones are passed over, and the
+    messages."""
     engine = single_engine()
     save_engine(root, engine, 1)
     newer = save_engine(root, engine, 2)
@@ -298,7 +302,7 @@ def damage_and_search(root: str, damage: str) -> tuple[str | None, list[str], li
         ("flipped bit", "does not match its SHA-256"),
         ("missing file", "is missing"),
         ("torn manifest", "manifest.json cannot be read"),
-        ("no manifest", "manifest.json cannot be read"),  # copied in part
+        ("no manifest", "manifest.json cannot be read"),  # The checkpoint was copied in part.
     ],
 )
 def test_damage_is_found_and_the_run_walks_back(tmp_path, damage: str, words: str) -> None:
@@ -316,7 +320,7 @@ def write_plain(root: Path, step: int, tokens: int) -> None:
 
 
 def flat_shard(size: int) -> Owned:
-    """A parameter that one rank has all of."""
+    """Return a parameter that one rank has all of."""
     return tiny.owned("weight", {kind: torch.rand(size) for kind in KINDS})
 
 
@@ -347,7 +351,7 @@ def test_all_damaged_is_an_error_and_none_is_a_fresh_start(tmp_path) -> None:
 
 
 def test_a_checkpoint_that_goes_while_it_is_read_is_not_damaged(tmp_path, monkeypatch) -> None:
-    """The run goes on, saves newer ones, and removes it."""
+    """The run goes on, saves newer checkpoints, and removes this one."""
     write_plain(tmp_path, 1, 10)
     sha256, said = on_disk.sha256, []
 
@@ -376,20 +380,20 @@ def test_a_manifest_that_lacks_something_is_damaged(tmp_path, lacks: str) -> Non
     assert found == tmp_path / on_disk.folder_name(2) and [folder.name[-1] for folder in damaged] == ["3"]
     assert "manifest.json lacks what every manifest has" in said[0]
     on_disk.prune(tmp_path, keep_last=1, keep_every_tokens=None)
-    assert len(on_disk.published(tmp_path)) == 3  # what cannot be read is left to people
+    assert len(on_disk.published(tmp_path)) == 3  # Checkpoints that cannot be read are left to people.
 
 
 def test_retention_keeps_the_newest_and_the_milestones(tmp_path) -> None:
     for step in range(1, 9):
         write_plain(tmp_path, step, tokens=step * 30)
     on_disk.prune(tmp_path, keep_last=2, keep_every_tokens=100)
-    # 120 is the first at or past 100, 210 the first at or past 200
+    # 120 is the first at or past 100, and 210 the first at or past 200.
     assert sorted(f.name for f in tmp_path.glob("step-*")) == [f"step-0000000{n}" for n in (4, 7, 8)]
     assert (tmp_path / "latest").read_text() == "step-00000008\n"
 
 
 def test_a_checkpoint_that_somebody_protects_stays(tmp_path) -> None:
-    """And stops nothing; root, too, keeps its hands off it."""
+    """The protected checkpoint stops nothing. Root does not remove it either."""
     for step in range(1, 5):
         write_plain(tmp_path, step, step)
     (tmp_path / "step-00000001").chmod(0o555)
@@ -417,7 +421,7 @@ def test_a_failed_save_leaves_what_was_there(tmp_path, monkeypatch) -> None:
         write_plain(tmp_path, 2, 20)
     assert on_disk.newest_whole(tmp_path, print)[0].name == "step-00000001"
     monkeypatch.undo()
-    write_plain(tmp_path, 2, 20)  # and the leftovers of the failure are in nobody's way
+    write_plain(tmp_path, 2, 20)  # The leftovers of the failure do not disturb this save.
     assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000001", "step-00000002"]
 
 
@@ -448,7 +452,7 @@ def test_an_unknown_format_is_refused(tmp_path) -> None:
 
 
 def test_a_run_does_not_go_back_past_a_newer_format(tmp_path) -> None:
-    """A checkpoint of a newer SageTrain is not damaged: the run is refused, and the checkpoint keeps its name."""
+    """A checkpoint of a newer SageTrain is not damaged. The run is refused, and the checkpoint keeps its name."""
     for step in (1, 2):
         write_plain(tmp_path, step, 10)
     path = tmp_path / "step-00000002" / "manifest.json"
@@ -459,7 +463,7 @@ def test_a_run_does_not_go_back_past_a_newer_format(tmp_path) -> None:
 
 
 class Malicious:
-    """Unpickling this creates a file."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -469,7 +473,7 @@ class Malicious:
 
 
 def test_a_checkpoint_runs_no_code(tmp_path) -> None:
-    """Even one whose manifest vouches for it."""
+    """This holds even if the checkpoint's manifest vouches for the file."""
     write_plain(tmp_path / "run", 1, 10)
     folder, ran = tmp_path / "run" / "step-00000001", tmp_path / "ran"
     (folder / "rng-00000.pt").write_bytes(pickle.dumps(Malicious(ran)))
@@ -486,5 +490,5 @@ def test_a_checkpoint_runs_no_code(tmp_path) -> None:
             reader.rng(rank)
     assert not ran.exists()
     with (folder / "rng-00000.pt").open("rb") as file:
-        pickle.load(file).close()  # what an unsafe reader would have done
+        pickle.load(file).close()  # An unsafe reader would have done this.
     assert ran.exists()

@@ -1,5 +1,5 @@
-"""Loading a checkpoint at any layout takes little memory beside the state itself: measured by the kernel, with a model
-large enough to show."""
+"""Loading a checkpoint at any layout takes little memory beside the state itself. The kernel measures it with a model
+that is large enough to show."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ MODEL = {"num_layers": 1, "hidden_size": 768, "ffn_hidden_size": 2048, "num_atte
 
 
 def engine_of(tp_size: int, stage: int, dtype: str):
-    tiny.VOCAB = 16_384  # two tensors with 12.6M values each: to read one whole, or keep it, would show
+    # There are two tensors with 12.6M values each, so the test would show if one were read whole or kept.
+    tiny.VOCAB = 16_384
     return tiny.engine(tiny.config(stage, dtype, model=MODEL), tiny.join(tp_size))
 
 
 def write(root: str, tp_size: int, stage: int) -> None:
-    """A checkpoint of step 1."""
+    """Write a checkpoint of step 1."""
     engine = engine_of(tp_size, stage, "fp32")
     saver = tiny.saver(Path(root), engine.groups)
     saver.start(tiny.run_state(1, 1), "{}", engine.owned(), rng_state())
@@ -34,14 +35,15 @@ def load_engine(root: str, engine: Engine) -> None:
 
 
 def load(root: str, layouts: list[tuple[int, int, str]]) -> dict[tuple, tuple[int, int]]:
-    """For each (tp, stage, dtype): bytes of this rank's state, and how many more than before were taken to load it."""
+    """Return, for each (tp, stage, dtype), the bytes of this rank's state, and the additional bytes that loading
+    took."""
     return_what_is_freed()
     sizes = {}
     for tp_size, stage, dtype in layouts:
         engine = engine_of(tp_size, stage, dtype)
         tensors = [tensor for shard in engine.owned() for tensor in map(shard.read, shard.kinds)]
         model = [p.ds_tensor if stage == 3 else p for p in engine.model.parameters()]
-        for tensor in tensors:  # all of it in memory before, so that what loading adds is loading's own
+        for tensor in tensors:  # The whole state is in memory before, so that only loading itself adds to it.
             tensor.data.fill_(1.0)
         state = sum(t.numel() * t.element_size() for t in (tensors if stage == 0 else [*tensors, *model]))
         sizes[root[-1], tp_size, stage, dtype] = (state, peak_of(partial(load_engine, root, engine)))
@@ -50,7 +52,8 @@ def load(root: str, layouts: list[tuple[int, int, str]]) -> dict[tuple, tuple[in
 
 
 def write_and_load(root: str) -> dict[tuple, tuple[int, int]]:
-    """On two ranks: a tensor-parallel source at ZeRO 1, and a data-parallel one at ZeRO 3."""
+    """Write two checkpoints on two ranks and load them: a tensor-parallel one at ZeRO 1, and a data-parallel one at
+    ZeRO 3."""
     write(f"{root}/a", 2, 1)
     write(f"{root}/b", 1, 3)
     return load(f"{root}/a", [(2, 1, "fp32"), (1, 3, "bf16")]) | load(f"{root}/b", [(2, 1, "bf16"), (1, 1, "fp32")])

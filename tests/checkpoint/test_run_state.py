@@ -1,4 +1,5 @@
-"""The state of a run in a checkpoint: what older checkpoints say is read, and what is written they could read."""
+"""The state of a run in a checkpoint: the states of older checkpoints are read, and older versions could read what is
+written."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ OF_A_RUN = {
     "guidance_overrides": ["lr_range"],
     "versions": {"sagetrain": "0.1", "torch": "2.11"},
 }
-"""A state as runs wrote it before it had a version."""
+"""The state as runs wrote it before it had a version."""
 OF_AN_IMPORT = {
     "step": 0,
     "tokens": 0,
@@ -68,7 +69,7 @@ OF_AN_IMPORT = {
     "imported": {"architecture": "LlamaForCausalLM", "tokens": {"eos_token_id": 2}},
     "text_prefix": [1],
 }
-"""A state as imports wrote it."""
+"""The state as imports wrote it."""
 
 
 def read(tree: dict[str, Any]) -> RunState:
@@ -76,14 +77,14 @@ def read(tree: dict[str, Any]) -> RunState:
 
 
 @pytest.mark.parametrize("before", [OF_A_RUN, OF_AN_IMPORT])
-def test_what_is_written_are_the_keys_that_were_always_there_and_a_version(before: dict[str, Any]) -> None:
+def test_the_written_keys_are_the_old_ones_and_a_version(before: dict[str, Any]) -> None:
     written = json.loads(json.dumps(read(before).to_json()))
     assert written == {"version": VERSION, **before}
     order = [key for key in written if key in before]
     assert order[:3] == ["step", "tokens", "sequences"] and read(written) == read(before)
 
 
-def test_what_a_run_knows_of_texts_is_its_own_before_what_it_began_with() -> None:
+def test_a_runs_own_texts_come_before_those_it_began_with() -> None:
     state, imported = read(OF_A_RUN), read(OF_AN_IMPORT)
     assert (state.texts.prefix, state.texts.end_tokens, state.positions.length) == ([1], [2, 7], 4096)
     assert state.texts.chat_template == {"default": "A", "tools": "B"}
@@ -117,8 +118,8 @@ def test_what_is_missing_newer_or_no_value_is_named(change: dict[str, Any], word
         read({**OF_A_RUN, **change})
 
 
-def test_a_checkpoint_of_a_newer_version_is_no_damaged_one(tmp_path: Path) -> None:
-    """It is not set aside, nor is an older one trained on in its place."""
+def test_a_checkpoint_of_a_newer_version_is_not_damaged(tmp_path: Path) -> None:
+    """It is not set aside, and the run does not go on from an older one."""
     for step, version in ((1, VERSION), (2, VERSION + 1)):
         folder = tmp_path / on_disk.folder_name(step)
         folder.mkdir()
@@ -132,10 +133,10 @@ def test_a_checkpoint_of_a_newer_version_is_no_damaged_one(tmp_path: Path) -> No
     with pytest.raises(CheckpointError, match="continue with the SageTrain that wrote it"):
         _ = Reader(folder).state
     on_disk.prune(tmp_path, keep_last=1, keep_every_tokens=None)
-    assert len(on_disk.published(tmp_path)) == 2  # what cannot be read is left to people
+    assert len(on_disk.published(tmp_path)) == 2  # Checkpoints that cannot be read are left to people.
 
 
-def test_the_state_that_is_written_does_not_change_while_training_goes_on() -> None:
+def test_the_written_state_does_not_change_during_training() -> None:
     state = tiny.run_state(1, 64, controllers={"spikes": {"losses": [1.0]}}, linear=SettledLinear("bf16", "rowwise"))
     tree = state.to_json()
     state.controllers["spikes"]["losses"].append(2.0)

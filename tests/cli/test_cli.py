@@ -1,4 +1,4 @@
-"""The command line itself: how it is started, what its options refuse, and errors in one line."""
+"""The command line itself: how it starts, which options it refuses, and errors in one line."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def command(*words: object) -> subprocess.CompletedProcess:
 
 @pytest.mark.parametrize("words", [
     ["-m", "sagetrain", "train", "--config", "none.yaml"],
-    ["-m", "sagetrain", "--local_rank=0", "train", "none.yaml"],  # as deepspeed --module calls it
-    ["launch/train.py", "--local_rank=0", "none.yaml", "optimizer.lr=1"],  # as the deepspeed launcher calls it
+    ["-m", "sagetrain", "--local_rank=0", "train", "none.yaml"],  # deepspeed --module calls it like this.
+    ["launch/train.py", "--local_rank=0", "none.yaml", "optimizer.lr=1"],  # The deepspeed launcher calls it like this.
 ])  # fmt: skip
 def test_the_package_and_the_launchers_script_can_be_run(words: list[str]) -> None:
     done = command(sys.executable, "-X", "importtime", *words)
     assert done.returncode == 2
     assert "error: none.yaml: cannot be read" in done.stderr
     assert " sagetrain.cli.main\n" in done.stderr
-    assert " torch\n" not in done.stderr  # a mistake is told at once
+    assert " torch\n" not in done.stderr  # A mistake is told before torch is imported.
 
 
 PROGRAM = """
@@ -75,7 +75,7 @@ finally:
 
 
 def test_commands_return_to_the_program_that_called_them(corpus: Path, tmp_path: Path) -> None:
-    """Training, too, again and again, with Ctrl-C; nothing of the process is left changed."""
+    """Training, too, returns again and again, also after Ctrl-C, and leaves nothing of the process changed."""
     config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run")
     (tmp_path / "program.py").write_text(PROGRAM)
     env, output, errors = {**os.environ, "OMP_NUM_THREADS": "1"}, tmp_path / "output", tmp_path / "errors"
@@ -104,7 +104,7 @@ def test_what_is_no_mistake_of_a_user_is_raised_to_the_program(monkeypatch, erro
 @pytest.mark.parametrize("imported", ["typer.models", "torch.types"])
 def test_ctrl_c_is_no_traceback_at_any_time(imported: str) -> None:
     program = [sys.executable, "-X", "importtime", "-m", "sagetrain", "generate", "none"]
-    # A suite that a shell started in the background hands on that SIGINT is ignored.
+    # A shell that starts the suite in the background hands on that SIGINT is ignored.
     heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     process = subprocess.Popen(program, stderr=subprocess.PIPE, text=True, preexec_fn=heard)
     for line in process.stderr:
@@ -123,7 +123,7 @@ def test_help_of_the_quickstart_starts_nothing() -> None:
 
 
 def run_main(capsys, *words: object) -> str:
-    """The command line in this process; what it prints."""
+    """Run the command line in this process and return what it prints."""
     assert main([*map(str, words)]) == 0
     return capsys.readouterr().out
 
@@ -140,7 +140,7 @@ def test_help_cuts_nothing_and_in_a_pipe_wraps_nothing(monkeypatch, capsys, name
     shown = [p for p in command.params if not getattr(p, "hidden", False)]
     said = [text for p in shown for text in p.opts if p.param_type_name == "option"]
     said += [word for line in command.help.splitlines() for word in line.split() if word.startswith("--")]
-    assert [text for text in said if not any(text in line for line in lines)] == []  # in one piece
+    assert [text for text in said if not any(text in line for line in lines)] == []  # Each text stays in one piece.
     said = [*command.help.split("\n\n"), *(p.help for p in shown if p.help)]
     if not name:
         said += [c.name + c.help.split("\n\n")[0] for c in group.commands.values()]
@@ -179,7 +179,7 @@ def test_a_configuration_is_named_with_or_without_config(monkeypatch, capsys, co
     assert done == [(Path("a.yaml"), overrides)]
 
 
-LONG = "data.valid=[" + 300 * "x" + "]"  # no name of a file
+LONG = "data.valid=[" + 300 * "x" + "]"  # This is no name of a file.
 
 
 @pytest.mark.parametrize("words", [(None, None), ("optimizer.lr=1", None), ("optimizer.lr=1", ["x=2"]), (LONG, None)])

@@ -44,7 +44,7 @@ def write(tmp_path: Path, text: str) -> Path:
 
 
 def problems(tmp_path: Path, old: str, new: str, *overrides: str) -> str:
-    """The error of GOOD with `old` replaced by `new`; the file's folder is cut from the message."""
+    """Return the error of GOOD with `old` replaced by `new`. The file's folder is cut from the message."""
     assert old in GOOD
     with pytest.raises(ConfigError, match=r"problems? in the configuration") as error:
         load_config(write(tmp_path, GOOD.replace(old, new, 1)), overrides)
@@ -86,7 +86,7 @@ def test_digits_that_python_does_not_take_for_a_number_are_text(tmp_path, text):
 
 
 def test_a_path_may_begin_at_the_home_folder(tmp_path, monkeypatch):
-    """In a file, and behind KEY=, no shell has made a folder of ~."""
+    """The shell replaces ~ neither in a file nor behind KEY=."""
     monkeypatch.setenv("HOME", "/home/me")
     config = load_config(write(tmp_path, GOOD.replace("path: b", "path: ~/b")), ["training.run_dir=~/runs/x"])
     assert (config.data.train[1].path, config.training.run_dir) == ("/home/me/b", "/home/me/runs/x")
@@ -247,8 +247,8 @@ def test_override_messages(tmp_path, override, expected):
     assert expected in problems(tmp_path, "", "", override) + "\n"
 
 
-def test_the_first_item_of_a_list_that_a_file_leaves_out_can_be_named(tmp_path):
-    """configs/minimal.yaml has no data.valid, and the other shipped ones have."""
+def test_the_first_item_of_a_missing_list_can_be_named(tmp_path):
+    """configs/minimal.yaml has no data.valid, and the other shipped configurations have one."""
     config = load_config(write(tmp_path, GOOD), ["data.valid.0.path=held_out", "data.valid.0.weight=2"])
     assert [(source.path, source.weight) for source in config.data.valid] == [("held_out", 2)]
     assert 'data.valid.0.pth = "held_out": unknown key; did you mean data.valid.0.path?' in problems(
@@ -261,7 +261,7 @@ def test_the_first_item_of_a_list_that_a_file_leaves_out_can_be_named(tmp_path):
 @pytest.mark.parametrize(
     "number", ["1e99999999999999999999", "1e-99999999999999999999", "1e1000000", "9" * 5000, "!!int x"]
 )
-def test_a_number_that_python_cannot_read_is_the_one_problem_of_its_key(tmp_path, number):
+def test_a_number_that_python_cannot_read_is_one_problem(tmp_path, number):
     rule = r": \"\S+ cannot be read as a number; numbers are written 262144, 262_144, 2\.1e6 or 3e-4"
     text = problems(tmp_path, "lr: 3e-4", f"lr: {number}")
     assert re.fullmatch(r"1 problem in .*\n  run\.yaml:18: optimizer\.lr" + rule, text)
@@ -311,7 +311,7 @@ words = st.text(min_size=1, max_size=12)
 awkward = st.sampled_from(
     ["on", "no", "1e5", "1_0", "null", "~", "true", "0x1", "2026-01-01", "1:30", ".5", "- a", "#", "é", "=", "<<"]
 )
-whole, real = st.integers(-(10**18), 10**18), st.floats(-3e38, 3e38)  # larger ones are no numbers of a run
+whole, real = st.integers(-(10**18), 10**18), st.floats(-3e38, 3e38)  # Larger numbers are no numbers of a run.
 trees = st.recursive(
     st.none() | st.booleans() | whole | real | words | awkward,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words | awkward, inner, max_size=3),
@@ -330,9 +330,7 @@ paths = st.sampled_from(
 @given(
     path=paths, value=trees, override=words | awkward | st.builds("{}={}".format, paths.map(".".join), words | awkward)
 )
-def test_whatever_stands_in_the_file_the_answer_is_a_configuration_or_a_list_of_problems(
-    tmp_path_factory, path, value, override
-):
+def test_every_file_gives_a_configuration_or_a_list_of_problems(tmp_path_factory, path, value, override):
     tree = yaml_nodes.parse(GOOD)[0]
     target = tree
     for part in path[:-1]:
@@ -398,9 +396,9 @@ def test_dump_and_load_give_the_same_configuration(tmp_path_factory, config):
     assert dump_config(again) == dump_config(config)
 
 
-def test_a_shipped_configuration_goes_by_its_name_from_any_folder(tmp_path, monkeypatch):
+def test_a_shipped_configuration_is_found_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "325m").mkdir()  # a folder is no configuration
+    (tmp_path / "325m").mkdir()  # A folder is no configuration.
     cfg = load_config("325m", ["data.train.0.path=mine"])
     assert (cfg.model.num_layers, cfg.data.train[0].path) == (20, "mine")
     assert locations("325m")["model.num_layers"].startswith(str(config_path("325m")))

@@ -54,7 +54,7 @@ def test_a_threshold_needs_what_it_reads():
 
 
 def test_a_threshold_on_numbers_that_never_come_is_found():
-    """Without the finding, no layer would ever move, and nothing would say so."""
+    """If such a threshold were not found, no layer would ever move, and nothing would say so."""
     gains, zeros = (threshold(metric=f"quant/*/{what}") for what in ("Q/gain_max", "dS/zero_share_dQ"))
     bare = {"attention": {**PAPER, "qk_norm": "none"}, "stability": {"precision": gains}}
     finding = only([f for f in fit(run_config(**bare), 1) if f.level == "error"])

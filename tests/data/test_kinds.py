@@ -470,8 +470,8 @@ def megabytes(path: str, model: str, out: str) -> float:
 
 
 def test_a_long_line_takes_a_few_times_its_bytes(tmp_path):
-    """Without pieces, the memory was 124 times the size of the line. With pieces, a line of 32 MB takes 6 times its
-    size."""
+    """The memory was 124 times the size of the line before lines were cut into pieces. Now a line of 32 MB takes 6
+    times its size."""
     huggingface(pre_tokenizers.ByteLevel(add_prefix_space=False), tmp_path / "t")
     path = write_jsonl(tmp_path / "a.jsonl", [" ".join(make_texts(300)) * 27])
     assert path.stat().st_size > 2_000_000

@@ -67,7 +67,7 @@ BAD_FILES = {
      ("a.tar", "a.tgz"), ("a.zip", "a/b.csv"), ("a.JSONL", "a.jsonl.GZ")],
 )  # fmt: skip
 def test_a_file_beside_its_packed_copy_is_not_read_twice(tmp_path, one, other):
-    """The same holds for a table beside itself in another format, and for an archive beside its files."""
+    """A table beside itself in another format, and an archive beside its files, are not read twice either."""
     with pytest.raises(ConfigError, match=f"{one} and {other} hold the same texts by their names.*--glob"):
         check_once([one, "b.jsonl", other])
     if one == "a.jsonl":

@@ -31,7 +31,8 @@ def plain_batch(*values: float, sources: tuple[int, ...] = (), weight: int | Non
 
 
 class Linear(nn.Module):
-    """loss = -sum(weight * tokens): the gradient is the tokens, so SGD at lr 1 adds their mean over the batch."""
+    """A model with loss = -sum(weight * tokens). The gradient is the tokens, so SGD at lr 1 adds their mean over the
+    batch."""
 
     def __init__(self, dtype: torch.dtype):
         super().__init__()
@@ -44,20 +45,22 @@ class Linear(nn.Module):
 
 
 def exact_sgd(stage: int, dtype_name: str) -> list[tuple[int, float, float]]:
-    """(accumulation, weight's change, the change that the global batch asks for) of each step of this rank."""
+    """Return (accumulation, the weight's change, the change that the global batch asks for) for each step of this
+    rank."""
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype_name]
     groups = tiny.join(1)
     tiny.SGD.use()
     engine = build_engine(tiny.config(stage, dtype_name, optimizer={"clip_grad": 0.0}), Linear(dtype), groups, 1)
     before, seen = 0.0, []
     for accumulation in ACCUMULATIONS:
-        # One micro-batch of 64 on rank 0 and 1/8 everywhere else: lost if anything is added up in bf16.
+        # One micro-batch has 64 on rank 0, and all others have 1/8, which would be lost if anything were added up in
+        # bf16.
         values = [[64.0 if (rank, i) == (0, 0) else 0.125 for i in range(accumulation)] for rank in (0, 1)]
         batches = [plain_batch(value * accumulation) for value in values[groups.dp_rank]]
         result = engine.step(batches, accumulation, 1.0)
         asked = sum(map(sum, values)) / 2
         assert result.applied
-        assert result.grad_norm == pytest.approx(2 * asked, rel=2**-8)  # four equal components
+        assert result.grad_norm == pytest.approx(2 * asked, rel=2**-8)  # There are four equal components.
         for shard in engine.owned():
             if len(shard.weight):
                 weight = shard.weight[0].item()
@@ -80,18 +83,19 @@ def test_every_step_moves_the_weights_exactly(stage: int, dtype: str) -> None:
     moves = [move for rank in run_distributed(exact_sgd, 2, stage, dtype) for move in rank]
     assert len(moves) >= len(ACCUMULATIONS)
     for accumulation, moved, asked in moves:
-        # a third is not a bf16 number: those steps are exact to its rounding, all others to the last bit
+        # A third is not a bf16 number. Steps with it are exact to bf16's rounding, all others to the last bit.
         exact = dtype == "fp32" or accumulation != 3
         assert moved == pytest.approx(asked, rel=1e-6 if exact else 2**-8)
 
 
 def losses_of(layouts: list[tuple[int, int, int, str]]) -> dict[tuple, list[tuple[float, float]]]:
-    """(loss, gradient norm) of 12 AdamW steps with clipping for each (tp_size, cp_size, stage, attention backend), then
-    the loss of an evaluation and that of one of its sources."""
+    """Return the (loss, gradient norm) pairs of 12 AdamW steps with clipping for each (tp_size, cp_size, stage,
+    attention backend). The last pair is the loss of an evaluation and that of one of its sources."""
     results = {}
     for tp_size, cp_size, stage, backend in layouts:
-        heads = {"num_attention_heads": 4 if backend == "sdpa" else 2}  # of 16 for sage, its least head_dim
-        # eps: with 1e-8, Adam takes a full step of lr on a gradient that is nothing but rounding.
+        # A head has 16 dims for sage, its least head_dim.
+        heads = {"num_attention_heads": 4 if backend == "sdpa" else 2}
+        # With an eps of 1e-8, Adam takes a full step of lr on a gradient that is nothing but rounding.
         optimizer = {"clip_grad": 0.5, "eps": 1e-6}
         cfg = tiny.config(stage, model=heads, attention={"backend": backend}, optimizer=optimizer)
         engine = tiny.engine(cfg, tiny.join(tp_size, cp_size))
@@ -110,7 +114,7 @@ WORLDS = {
 
 
 def by_layout(worlds: dict[int, list[tuple[int, int, int]]], backend: str) -> dict[str, torch.Tensor]:
-    """Losses and norms [13, 2] of every rank, by a text that names world, layout and rank."""
+    """Return losses and norms [13, 2] of every rank, by a text that names world, layout and rank."""
     rows = {}
     for world, layouts in worlds.items():
         ranks = run_distributed(losses_of, world, [(*layout, backend) for layout in layouts])
@@ -151,11 +155,11 @@ TOLD = {
 }
 """Every key of DeepSpeed that may be given, with a value that is not its default."""
 APART = "overlap_comm", "reduce_scatter"
-"""Those that hide others: they have a turn of their own, with the other value of overlap_comm."""
+"""The keys that hide others. They have a turn of their own, with the other value of overlap_comm."""
 
 
 def section(keys: dict[str, object]) -> dict:
-    """The `deepspeed` section that these keys make."""
+    """Return the `deepspeed` section of these keys."""
     tree: dict = {}
     for key, value in keys.items():
         *above, name = key.split(".")
@@ -167,21 +171,21 @@ def section(keys: dict[str, object]) -> dict:
 
 
 def told(stage: int, dtype: str) -> list[dict]:
-    """`deepspeed` sections: none, all keys but APART, and those."""
+    """Return three `deepspeed` sections: an empty one, one with all keys but APART, and one with those."""
     apart = {key: value for key, value in TOLD.items() if key.endswith(APART)}
     apart["zero_optimization.overlap_comm"] = dtype == "bf16" or stage > 1
     return [{}, section({key: value for key, value in TOLD.items() if key not in apart}), section(apart)]
 
 
 def losses_when_told(root: str, cases: list[tuple[int, str]]) -> dict[tuple, tuple[list, list, list]]:
-    """Losses of two steps, and of two more; and of those after a resume, in an engine of other weights."""
+    """Return the losses of two steps, of two more, and of these two after a resume in an engine of other weights."""
     found, groups = {}, tiny.join(1)
     for stage, dtype in cases:
         for number, keys in enumerate(told(stage, dtype)):
             cfg = tiny.config(stage, dtype, optimizer={"clip_grad": 0.5, "eps": 1e-6}, deepspeed=keys)
             assert [f for f in fit(cfg, 2, tiny.VOCAB) if f.key.startswith("deepspeed") and f.level == "error"] == []
             engine = tiny.engine(cfg, groups)
-            gc.freeze()  # memory_breakdown collects garbage before all that it says
+            gc.freeze()  # memory_breakdown collects garbage before each of its lines.
             first = [tiny.global_step(engine, step).loss for step in range(2)]
             folder = Path(root) / f"{stage}{dtype}{number}"
             saver = tiny.saver(folder, groups)
@@ -195,7 +199,7 @@ def losses_when_told(root: str, cases: list[tuple[int, str]]) -> dict[tuple, tup
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_the_keys_of_deepspeed_that_may_be_given_change_no_loss_and_no_checkpoint(tmp_path, stage: int) -> None:
+def test_allowed_deepspeed_keys_change_no_loss(tmp_path, stage: int) -> None:
     assert TOLD.keys() == PROVEN.keys()
     for rank in run_distributed(losses_when_told, 2, str(tmp_path), [(stage, "fp32"), (stage, "bf16")]):
         for (_, dtype, number), (first, later, resumed) in rank.items():
@@ -205,7 +209,7 @@ def test_the_keys_of_deepspeed_that_may_be_given_change_no_loss_and_no_checkpoin
 
 
 def what_the_start_says(cases: list[tuple[int, str, dict]]) -> list[str]:
-    """What an engine raises at its start."""
+    """Return the error of an engine at its start."""
     said, groups = [], tiny.join(1)
     for stage, dtype, zero in cases:
         with pytest.raises(ConfigError) as caught:
@@ -214,8 +218,9 @@ def what_the_start_says(cases: list[tuple[int, str, dict]]) -> list[str]:
     return said
 
 
-def test_weights_in_another_order_or_in_a_second_copy_end_at_the_start() -> None:
-    """On every rank, and by the parameter's name: two keys that do so, past the check of the configuration."""
+def test_reordered_or_copied_weights_are_an_error_at_the_start() -> None:
+    """Every rank raises the error, which names the parameter. Two keys lead to it that bypass the check of the
+    configuration."""
     cases = [
         (stage, dtype, {"round_robin_gradients": True}) for stage, dtype in ((1, "fp32"), (2, "fp32"), (2, "bf16"))
     ]
@@ -228,7 +233,8 @@ def test_weights_in_another_order_or_in_a_second_copy_end_at_the_start() -> None
 
 
 def after_a_change(stages: list[tuple[int, str]]) -> list[str]:
-    """What is said when one master of the last rank is another number; it is well once the model has that, too."""
+    """Return the message when one master of the last rank is another number. It is well once the model has that number,
+    too."""
     said, groups = [], tiny.join(1)
     for stage, dtype in stages:
         engine = tiny.engine(tiny.config(stage, dtype), groups)
@@ -247,7 +253,7 @@ def after_a_change(stages: list[tuple[int, str]]) -> list[str]:
     return said
 
 
-def test_a_master_that_is_not_its_parameter_is_named_on_every_rank() -> None:
+def test_a_master_unlike_its_parameter_is_named_on_every_rank() -> None:
     stages = [(0, "fp32"), (1, "fp32"), (1, "bf16"), (2, "bf16"), (3, "bf16")]
     first, second = run_distributed(after_a_change, 2, stages)
     assert first == second
@@ -255,12 +261,12 @@ def test_a_master_that_is_not_its_parameter_is_named_on_every_rank() -> None:
 
 
 def test_losses_do_not_depend_on_the_layout() -> None:
-    """Tensor, context and data parallelism in pairs, at ZeRO 0 to 3, in fp32, with clipping and a change of tokens
-    per step."""
+    """The layouts are pairs of tensor, context and data parallelism at ZeRO 0 to 3, in fp32, with clipping and a change
+    of tokens per step."""
     rows = by_layout(WORLDS, "sdpa")
     reference = next(iter(rows.values()))
-    assert reference[-1, 0] < reference[0, 0] - 0.5  # it learns
-    assert (reference[:, 1] > 0.5).any()  # and clipping is at work
+    assert reference[-1, 0] < reference[0, 0] - 0.5  # The model learns.
+    assert (reference[:, 1] > 0.5).any()  # Clipping is at work.
     for case, values in rows.items():
         loss, norm = (values - reference).abs().amax(0).tolist()
         assert loss < 1e-5, f"{case}: losses differ by {loss}"
@@ -268,8 +274,8 @@ def test_losses_do_not_depend_on_the_layout() -> None:
 
 
 def test_int8_attention_does_not_depend_on_the_layout() -> None:
-    """The same with sage, as far as it can hold: a rounding error of 1e-7 between layouts moves a code of INT8 by one
-    step now and then, and training magnifies that. The first steps agree to 1e-5, all of them to the noise of that."""
+    """A rounding error of 1e-7 between layouts moves an INT8 code by one step now and then, and training magnifies
+    that. The first steps therefore agree to 1e-5, and all of them to the noise of that."""
     rows = by_layout({1: [(1, 1, 0)], 2: [(2, 1, 1), (1, 1, 1), (1, 2, 1)], 4: [(2, 1, 1), (1, 2, 1)]}, "sage")
     reference = next(iter(rows.values()))
     assert reference[-1, 0] < reference[0, 0] - 0.5
@@ -282,11 +288,11 @@ def test_int8_attention_does_not_depend_on_the_layout() -> None:
 def compiled_losses(
     tp_size: int, stage: int, again: str, backend: str | None, cp_size: int = 1
 ) -> tuple[list[tuple[float, float]], int]:
-    """(loss, gradient norm) of 3 steps, and how many graphs were compiled."""
+    """Return the (loss, gradient norm) pairs of 3 steps, and the number of graphs that were compiled."""
     groups, sequence = tiny.join(tp_size, cp_size), tp_size > 1
-    # No weight but the norms' gains stays gathered from one use to the next.
+    # Only the norms' gains stay gathered from one use to the next.
     zero = {"stage3_param_persistence_threshold": 100, "stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 0}
-    # On one rank more blocks than torch compiles graphs for one function (8): all have to share one.
+    # One rank has more blocks than torch compiles graphs for one function (8), so all blocks have to share one.
     layers = {"num_layers": 3 if sequence else 10}
     cfg = tiny.config(
         stage, optimizer={"eps": 1e-6}, training={"activation_checkpointing": again}, model=layers
@@ -305,7 +311,7 @@ def compiled_losses(
         compile_blocks(model, backend, whole=stage == 3)
     engine = build_engine(cfg, model, groups, 1)
     results = [tiny.global_step(engine, step, sequences=4 // tp_size) for step in range(3)]
-    # What was gathered is given back: on a real model that is the point of ZeRO 3.
+    # Gathered weights are given back, which is the point of ZeRO 3 on a real model.
     assert stage < 3 or all(p.numel() == 0 for p in engine.model.parameters() if p.ds_numel > 100)
     return [(r.loss, r.grad_norm) for r in results], torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
@@ -315,7 +321,8 @@ def compiled_losses(
     [(2, 1, "full", 1), (4, 2, "none", 1), (4, 2, "full", 1), (2, 1, "none", 2), (2, 1, "selective", 1)],
 )
 def test_zero_3_runs_compiled_blocks(world, tp_size, again, cp_size):
-    """DeepSpeed's hooks cannot be compiled: weights are gathered before a block is entered, whose graph has none."""
+    """DeepSpeed's hooks cannot be compiled. Weights are gathered before a block is entered, and its graph has no
+    hooks."""
     plain, _ = run_distributed(compiled_losses, world, tp_size, 1, again, None, cp_size)[0]
     for compiled, graphs in run_distributed(compiled_losses, world, tp_size, 3, again, "aot_eager", cp_size):
         assert torch.allclose(torch.tensor(compiled), torch.tensor(plain), rtol=2e-5)

@@ -149,7 +149,7 @@ def bits(stages: Sequence[int]) -> list[tuple[int, str, bool]]:
 
 
 def test_bf16_weights_with_fp32_masters_equal_a_loop_by_hand() -> None:
-    """At ZeRO 2 and 3 each micro-step is reduced by itself, which adds the same numbers in another order."""
+    """Each micro-step is reduced by itself at ZeRO 2 and 3, which adds the same numbers in another order."""
     for rank in run_distributed(bits, 4, [0, 1]):
         assert [case for case in rank if not case[-1]] == []
 

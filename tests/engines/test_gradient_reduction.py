@@ -1,5 +1,5 @@
-"""How gradients are summed, over micro-batches and over ranks: which ways give the same losses to the last bit, when
-ranks exchange them, and that a run that continues gives its losses again."""
+"""Gradients are summed over micro-batches and over ranks in several ways. The tests hold which ways give the same
+losses to the last bit, when ranks exchange gradients, and that a continued run repeats its losses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sagetrain.parallel.rng import rng_state
 
 LATER = {"bf16": {"enabled": True, "immediate_grad_update": False}}
 OVERLAP, SYNC, OWNERS = {"overlap_comm": True}, {"overlap_comm": False}, {"use_multi_rank_bucket_allreduce": False}
-SMALL = {"reduce_bucket_size": 8000}  # of some 25,000 parameters
+SMALL = {"reduce_bucket_size": 8000}  # The model has some 25,000 parameters.
 WAYS = {
     "1": (1, "fp32", {}, {}),
     "1, added later": (1, "fp32", {}, LATER),
@@ -39,12 +39,13 @@ WAYS = {
     "3, overlapped": (3, "fp32", SMALL, {}),
     "3 in bf16": (3, "bf16", {**SMALL, **SYNC}, {}),
 }
-"""ZeRO stage, what gradients travel in, DeepSpeed's keys for ZeRO, and what replaces generated ones."""
+"""The ways: ZeRO stage, the dtype that gradients travel in, DeepSpeed's keys for ZeRO, and the keys that replace
+generated ones."""
 
 
 class Reductions(TorchDispatchMode):
-    """Counts the collectives that reduce gradients, of the ranks' own or of a group of one, and gradients in 16 bits
-    that are added to a sum in fp32 as they are."""
+    """A counter of the collectives that reduce gradients, of the ranks' own group or of a group of one, and of the
+    16-bit gradients that are added to an fp32 sum as they are."""
 
     count = added = 0
 
@@ -56,7 +57,7 @@ class Reductions(TorchDispatchMode):
 
 
 Step = tuple[float, float]
-"""Loss and gradient norm."""
+"""The loss and the gradient norm."""
 
 
 def engine_of(way: str) -> Engine:
@@ -69,20 +70,20 @@ def engine_of(way: str) -> Engine:
         engine = tiny.engine(cfg, tiny.join(1))
     finally:
         engine_module.deepspeed_config = generated
-    if replaced:  # and as DeepSpeed adds by itself
+    if replaced:  # DeepSpeed's own addition is used then.
         del engine._ds.optimizer._update_hp_grad
     return engine
 
 
 def steps(engine: Engine, first: int, last: int) -> list[Step]:
-    """Of 2 micro-batches a rank, then 4."""
+    """Take steps of 2 micro-batches a rank, then of 4."""
     results = [tiny.global_step(engine, step, sequences=4 if step < 2 else 8) for step in range(first, last)]
     return [(result.loss, result.grad_norm) for result in results]
 
 
 def of_all_ways() -> tuple[dict[str, list[Step]], dict[str, int], dict[str, int]]:
-    """Steps of each; how many gradients are held in bf16 after backward; how many collectives had begun when backward
-    came to the embedding's, the last one."""
+    """Return, for each way, its steps, the number of gradients held in bf16 after backward, and the number of
+    collectives that had begun when backward came to the embedding's gradient, the last one."""
     found, held, begun = {}, {}, {}
     for way, (stage, *_) in WAYS.items():
         engine = engine_of(way)
@@ -106,7 +107,7 @@ def of_all_ways() -> tuple[dict[str, list[Step]], dict[str, int], dict[str, int]
     return found, held, begun
 
 
-def test_losses_are_the_same_to_the_last_bit_where_the_arithmetic_is() -> None:
+def test_losses_are_equal_where_the_arithmetic_is() -> None:
     for found, held, begun in run_distributed(of_all_ways, 2):
         for way in ("1, added later", "2, overlapped", "2, to owners", "3, overlapped"):
             assert found[way] == found[way[0]], way
@@ -114,7 +115,7 @@ def test_losses_are_the_same_to_the_last_bit_where_the_arithmetic_is() -> None:
         assert all((count > 1) == (way[0] != "1" or "overlapped" in way) for way, count in begun.items()), begun
         for way in ("1 in bf16", "2 in bf16", "3 in bf16"):
             narrow, wide = torch.tensor(found[way]), torch.tensor(found[way[0]])
-            assert narrow[0, 0] == wide[0, 0] and not torch.equal(narrow, wide), way  # the first loss saw no gradient
+            assert narrow[0, 0] == wide[0, 0] and not torch.equal(narrow, wide), way  # The first loss saw no gradient.
             torch.testing.assert_close(narrow, wide, rtol=0.02, atol=0)
 
 
@@ -125,11 +126,12 @@ LAYOUTS = {
     "tensor and sequence parallel": (4, 2, 1, 2000, 0.5),
     "context parallel": (4, 1, 2, 2000, 0.5),
 }
-"""Ranks, tensor and context parallel size, elements of a bucket, clipping."""
+"""Ranks, tensor and context parallel size, elements of a bucket, and clipping."""
 
 
 def beside_and_after(layout: str) -> tuple[list[Step], list[Step], set[str]]:
-    """Steps of ZeRO 1 that reduces beside backward and after it; what the first called."""
+    """Return the steps of ZeRO 1 that reduces beside backward, those that reduce after it, and the collectives of the
+    former."""
     _, tensor, context, size, clip = LAYOUTS[layout]
     groups, found, called = tiny.join(tensor, context), [], set[str]()
     parallel = {"tensor_parallel_size": tensor, "context_parallel_size": context, "sequence_parallel": tensor > 1}
@@ -154,16 +156,17 @@ def test_zero_1_beside_backward_learns_as_behind_it(layout: str) -> None:
     ranks, *_, clip = LAYOUTS[layout]
     for beside, after, called in run_distributed(beside_and_after, ranks, layout):
         ours, theirs = torch.tensor(beside), torch.tensor(after)
-        if not clip:  # two gradients have one sum; the norm is added up in another order
+        if not clip:  # Two gradients have one sum. The norm is added up in another order.
             assert ours[:, 0].equal(theirs[:, 0])
         torch.testing.assert_close(ours[0], theirs[0], rtol=2e-6, atol=0)
-        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=0)  # sums in another order, weights in 16 bits
-        assert called == ({"all-reduce"} if "several" in layout else {"all-reduce", "reduce"})  # gains are few
+        # Sums are in another order, and weights are in 16 bits.
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=0)
+        assert called == ({"all-reduce"} if "several" in layout else {"all-reduce", "reduce"})  # The gains are few.
 
 
 def without_gradients() -> tuple[list[float], float]:
-    """The gradient norm of a step whose loss knows the embedding alone, and of one on two ranks of which one has no
-    gradient at all."""
+    """Return the gradient norms of two steps on two ranks: the loss of the first knows the embedding alone, and in the
+    second one rank has no gradient at all."""
     groups = tiny.join(1)
     cfg = tiny.config(1, "bf16", deepspeed={"zero_optimization": {"overlap_comm": True, "reduce_bucket_size": 500}})
     engine = tiny.engine(cfg, groups)
@@ -182,11 +185,11 @@ def without_gradients() -> tuple[list[float], float]:
 def test_parameters_without_a_gradient_hold_nothing_up_for_good() -> None:
     for (both, one), elements in run_distributed(without_gradients, 2):
         assert both == pytest.approx(elements**0.5)
-        assert one == pytest.approx(elements**0.5 / 2)  # the mean of ones and zeros
+        assert one == pytest.approx(elements**0.5 / 2)  # The norm is that of the mean of ones and zeros.
 
 
 def alone() -> list[tuple[list[Step], int]]:
-    """Of one replica, as it is and by DeepSpeed's way: steps, and how many buckets DeepSpeed has reduced."""
+    """Return steps of one replica, our way and DeepSpeed's, and the number of buckets that DeepSpeed has reduced."""
     found = []
     for beside in (True, False):
         told = {"zero_optimization": {"overlap_comm": beside}}
@@ -203,7 +206,8 @@ def test_one_replica_reduces_nothing() -> None:
 
 
 def renamed() -> list[str]:
-    """What the start of an engine says when DeepSpeed calls a replaced member by another name, or has none."""
+    """Return the errors at the start of an engine when DeepSpeed calls a replaced member by another name, or lacks
+    it."""
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
     from deepspeed.runtime.engine import DeepSpeedEngine
 
@@ -218,8 +222,8 @@ def renamed() -> list[str]:
     return said
 
 
-def test_a_version_that_renames_what_is_replaced_ends_at_the_start() -> None:
-    """No member of DeepSpeed is replaced that it does not use, which would leave gradients unreduced in silence."""
+def test_a_deepspeed_with_renamed_members_is_an_error() -> None:
+    """DeepSpeed must use every member that we replace. Otherwise gradients would stay unreduced in silence."""
     (said,) = run_distributed(renamed, 1)
     assert len(said) == len(REPLACED)
     for name, words in zip(REPLACED, said, strict=True):
@@ -228,7 +232,7 @@ def test_a_version_that_renames_what_is_replaced_ends_at_the_start() -> None:
 
 
 def without_a_call() -> None:
-    """A step of a DeepSpeed that takes it for the middle of an accumulation, as 0.18 does."""
+    """Take a step with a DeepSpeed that takes it for the middle of an accumulation, as version 0.18 does."""
     engine = tiny.engine(tiny.config(1), tiny.join(1))
     tiny.global_step(engine, 0)
     engine._ds.is_gradient_accumulation_boundary = lambda: False
@@ -241,7 +245,7 @@ def test_a_step_in_which_the_optimizer_is_not_called_is_no_step() -> None:
 
 
 def continued(root: str) -> dict[str, tuple[list[Step], list[Step]]]:
-    """Steps after a checkpoint, and those after it was loaded by an engine that had gone on."""
+    """Return the steps after a checkpoint, and those after an engine that had gone on loaded it."""
     found = {}
     for way in ("1, overlapped", "1 in bf16, overlapped", "2, overlapped", "3 in bf16"):
         engine, folder = engine_of(way), Path(root) / way
@@ -262,8 +266,9 @@ def test_a_run_that_continues_gives_the_same_losses(tmp_path: Path) -> None:
             assert before == after, way
 
 
-def test_buckets_of_zero_1_are_not_so_small_that_a_step_seems_to_hang():
-    """Each is a collective of its own. At ZeRO 2 and 3 no bucket cuts a weight, so that any size works."""
+def test_buckets_of_zero_1_have_a_least_size():
+    """Each bucket is a collective of its own, so with tiny buckets a step would seem to hang. No bucket cuts a weight
+    at ZeRO 2 and 3, where any size works."""
 
     def refused(size: int, stage: int) -> list:
         cfg = tiny.config(stage, "bf16", deepspeed={"zero_optimization": {"reduce_bucket_size": size}})

@@ -40,20 +40,20 @@ def matrices() -> list[TensorSpec]:
 
 
 def drawn(spec: TensorSpec, step: int) -> torch.Tensor:
-    """A gradient (or, at step -1, weights) that depends on no layout."""
+    """Return a gradient (or, at step -1, weights) that does not depend on the layout."""
     return torch.randn(spec.shape, generator=torch.Generator().manual_seed(zlib.crc32(f"{spec.name}{step}".encode())))
 
 
 def part_of(piece: TensorPiece, step: int) -> torch.Tensor:
-    """The values of `drawn` that a piece has."""
+    """Return the values of `drawn` that a piece has."""
     slice = drawn(piece.spec, step).chunk(piece.slices, piece.spec.dim)[piece.slice]
     return slice.flatten()[piece.start : piece.stop].clone()
 
 
 def muon_in_pieces(layouts: Sequence[tuple[int, int]], cfg: OptimizerConfig) -> list[dict[str, tuple] | None]:
-    """Weights after some steps, where the first `ranks` ranks hold the matrices at each (ranks, tensor parallel size).
-    Their pieces are ranges that cut rows, as ZeRO makes them; the last rank holds least. The last layout takes rounds
-    of one matrix a rank."""
+    """Return the weights after some steps, for each (ranks, tensor parallel size). The first `ranks` ranks hold the
+    matrices. Their pieces are ranges that cut rows, as ZeRO makes them, and the last rank holds least. The last layout
+    takes rounds of one matrix a rank."""
     found = []
     for number, (ranks, tp_size) in enumerate(layouts):
         if number == len(layouts) - 1:
@@ -79,7 +79,7 @@ def muon_in_pieces(layouts: Sequence[tuple[int, int]], cfg: OptimizerConfig) -> 
 
 
 def joined(ranks: Sequence[dict[str, tuple]]) -> dict[str, torch.Tensor]:
-    """The whole matrices that ranks hold pieces of."""
+    """Join the pieces that ranks hold to whole matrices."""
     whole = {}
     for spec in matrices():
         slices: dict[int, list] = {}
@@ -91,7 +91,7 @@ def joined(ranks: Sequence[dict[str, tuple]]) -> dict[str, torch.Tensor]:
     return whole
 
 
-def test_muon_has_the_same_bits_at_every_layout_and_is_that_of_torch() -> None:
+def test_muon_has_torchs_values_and_the_same_bits_everywhere() -> None:
     layouts = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (4, 2)]
     ranks = run_distributed(muon_in_pieces, 4, layouts, OptimizerConfig(lr=1e-2))
     ours, *others = [joined([part for part in parts if part]) for parts in zip(*ranks, strict=True)]
@@ -108,9 +108,9 @@ def test_muon_has_the_same_bits_at_every_layout_and_is_that_of_torch() -> None:
 
 
 def losses_of(root: str, cases: list[tuple[int, int, int, tuple, dict]]) -> list[tuple[tuple, list[float]]]:
-    """Losses and norms of six steps by (dtype, optimizer, moments), for each (tp, cp, stage, those, more keys of
-    `parallel`). A checkpoint is saved after three, from which a fresh engine repeats the rest; a refused step between
-    changes nothing."""
+    """Return the losses and norms of six steps by (dtype, optimizer, moments), for each (tp, cp, stage, those, more
+    keys of `parallel`). A checkpoint is saved after three steps, and a fresh engine repeats the rest from it. A refused
+    step between them changes nothing."""
     found = []
     for number, (tp_size, cp_size, stage, how, more) in enumerate(cases):
         cfg, joined = config(stage, *how, **more), tiny.join(tp_size, cp_size)
@@ -133,7 +133,7 @@ def losses_of(root: str, cases: list[tuple[int, int, int, tuple, dict]]) -> list
 
 
 def bits(engine: Engine) -> dict[tuple[str, str], bytes]:
-    """All weights and states that this rank keeps."""
+    """Return all weights and states that this rank keeps."""
     return {(kept.name, kind): kept.read(kind).numpy().tobytes() for kept in engine.owned() for kind in kept.kinds}
 
 
@@ -142,9 +142,9 @@ SMALL = ("bf16", "muon", "int8"), ("bf16", "muon", "bf16"), ("bf16", "adamw", "i
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_moments_in_8_bits_read_as_they_were_written_and_write_as_they_were_read(signed: bool) -> None:
+def test_moments_in_8_bits_are_read_and_written_alike(signed: bool) -> None:
     values = torch.randn(100_003, generator=torch.Generator().manual_seed(0)) * torch.logspace(-30, 0, 100_003)
-    values[5_000:6_000], values[7_000:7_300] = 0.0, 1e-40  # blocks of zeros, and of numbers below the normal ones
+    values[5_000:6_000], values[7_000:7_300] = 0.0, 1e-40  # There are blocks of zeros, and of subnormal numbers.
     values = values if signed else values.square()
     state = Int8(values, signed)
     assert state.read().eq(0).all()
@@ -158,8 +158,8 @@ def test_moments_in_8_bits_read_as_they_were_written_and_write_as_they_were_read
     assert torch.equal(state.read(STEP, 3 * STEP + 1), read[STEP : 3 * STEP + 1])
 
 
-def test_engines_learn_the_same_at_every_layout_and_resume_to_the_bit(tmp_path) -> None:
-    """Muon, and both optimizers with small moments."""
+def test_engines_learn_alike_at_every_layout_and_resume(tmp_path) -> None:
+    """The cases are Muon, and both optimizers with small moments. A resumed engine has the same bits."""
     full, half = MUON
     plain, fsdp, hybrid = {}, {"engine": "fsdp"}, {"engine": "fsdp", "shard_size": 2}
     worlds = {

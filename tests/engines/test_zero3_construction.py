@@ -1,4 +1,4 @@
-"""ZeRO 3 builds the model partitioned: no rank ever holds it whole, and its values are those of any other layout."""
+"""ZeRO 3 builds the model partitioned. No rank ever holds it whole, and its values are those of any other layout."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from sagetrain.model.accounting import memory_per_rank, num_parameters
 from sagetrain.parallel.layers import shard
 from sagetrain.parallel.topology import ParallelGroups
 
-MODEL = {"num_layers": 24, "hidden_size": 512, "ffn_hidden_size": 2048, "num_attention_heads": 8}  # 403 MB in fp32
+# The weights take 403 MB in fp32.
+MODEL = {"num_layers": 24, "hidden_size": 512, "ffn_hidden_size": 2048, "num_attention_heads": 8}
 
 
 def build() -> tuple[int, int, int]:
-    """Bytes: what this rank took at most to build the model, what it holds of it then, and plan's weights."""
+    """Return three numbers of bytes: the most that this rank took to build the model, what it holds of the model then,
+    and plan's weights."""
     return_what_is_freed()
     groups = tiny.join(1)
     cfg = tiny.config(3, model=MODEL)
-    tiny.model(tiny.config(3), groups)  # libraries, and what DeepSpeed makes once
+    tiny.model(tiny.config(3), groups)  # This loads libraries, and makes what DeepSpeed makes once.
     built = []
     peak = peak_of(lambda: built.append(tiny.model(cfg, groups)))
     held = sum(p.ds_tensor.untyped_storage().nbytes() for p in built[0].parameters())
@@ -33,12 +35,12 @@ def test_no_rank_ever_holds_the_whole_model() -> None:
         whole = 4 * num_parameters(cfg.model, cfg.attention, tiny.VOCAB)
         print(f"{whole / 2**20:.0f} MiB: {held / 2**20:.0f} held, at most {peak / 2**20:.0f} while it was built")
         assert held == pytest.approx(whole / 2, rel=0.01)
-        assert peak < 0.75 * whole  # half of it, and the few parameters that are drawn at a time
-        assert peak < estimated  # with those gathered in a step, the largest at least
+        assert peak < 0.75 * whole  # The rank holds half of the model, and a few parameters that are drawn at a time.
+        assert peak < estimated  # The estimate includes the weights gathered in a step, at least the largest one.
 
 
 def values(tp_size: int) -> bool:
-    """Whether every rank's part of the fp32 weights is that of the model which one process builds."""
+    """Return whether every rank's part of the fp32 weights is that of the model which one process builds."""
     groups = tiny.join(tp_size)
     equal = []
     for tie, dtype in ((True, "fp32"), (False, "bf16")):

@@ -1,4 +1,4 @@
-"""The Hopper backward on an H100 or H200, against the twin and against float64: `make test-gpu`."""
+"""The Hopper backward on an H100 or H200 agrees with the twin and with float64: `make test-gpu`."""
 
 from types import SimpleNamespace
 
@@ -34,13 +34,13 @@ NAMES = ("dq", "dk", "dv")
 
 @pytest.fixture(autouse=True)
 def poisoned_memory():
-    torch.use_deterministic_algorithms(True)  # fills torch.empty with NaN and largest integers
+    torch.use_deterministic_algorithms(True)  # This setting fills torch.empty with NaN and largest integers.
     yield
     torch.use_deterministic_algorithms(False)
 
 
 def backward_call(shape, q, k, v, do, *, smooth_k=True):
-    """The backward pass of a forward pass by the twin."""
+    """Return the call of the backward pass for a forward pass by the twin."""
     call = call_of(shape, q, k, v, "scores", smooth_k=smooth_k)
     return call.backward(do, *twin_forward(call))
 
@@ -83,7 +83,7 @@ def test_slices_and_broadcast_gradients():
         assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
 
 
-@pytest.mark.parametrize("token", [3, 170])  # the third stands where the last tile of the other batch ends
+@pytest.mark.parametrize("token", [3, 170])  # The third token stands where the last tile of the other batch ends.
 @pytest.mark.parametrize("where", ["q", "k", "v", "do"])
 def test_non_finite_values_propagate(where, token):
     shape = Shape(2, 300, 300, 2, 2, 128)
@@ -91,7 +91,8 @@ def test_non_finite_values_propagate(where, token):
     inputs[["q", "k", "v", "do"].index(where)][1, token, 1, 3] = float("nan")
     ours = hopper_backward(backward_call(shape, *inputs, smooth_k=False))
     finite = {name: torch.isfinite(x).all(-1) for name, x in zip(NAMES, ours, strict=True)}
-    assert all(x[0].all() and x[1, :, 0].all() for x in finite.values())  # the other batch, the other head
+    # The other batch and the other head stay finite.
+    assert all(x[0].all() and x[1, :, 0].all() for x in finite.values())
     assert not finite["dq"][1, token, 1] and not finite["dk" if where != "do" else "dv"][1, : token + 1, 1].any()
 
 
@@ -101,7 +102,8 @@ def test_non_finite_values_propagate(where, token):
     (1, 20, (3, 3), 64, ()), (2, 500, (32, 8), 64, ()),
 ])  # fmt: skip
 def test_the_gradient_of_a_projection(batch, tokens, heads, head_dim, documents, dtype):
-    """Behind QK-norm and rotary embedding, beside two steps and the twin; an observer is told dQ as it is alone."""
+    """The call is behind QK-norm and rotary embedding. It is compared with two steps and the twin, and an observer is
+    told dQ as it is without them."""
     x = random_qk(batch * tokens, heads, head_dim, 1.0, dtype, "cuda")
     v = torch.randn_like(x.k)
     bounds = Shape(1, tokens, tokens, documents=documents).bounds("cuda") if documents else None
@@ -112,7 +114,7 @@ def test_the_gradient_of_a_projection(batch, tokens, heads, head_dim, documents,
         o = normed_attention(*inputs, x.cos, x.sin, x.eps, batch=batch, bounds=bounds, recipe="scores", backend=backend)
         return torch.autograd.grad(o, inputs, do)
 
-    torch.full((2**26,), torch.nan, device="cuda")  # what is allocated next holds NaN
+    torch.full((2**26,), torch.nan, device="cuda")  # The next allocation holds NaN.
     ours, twin = gradients(leaves, "hopper"), gradients(leaves, "twin")
     q, k, of_v = qk_norm_rope(*leaves, x.cos, x.sin, x.eps)
     apart = sage_attention(*(y.unflatten(0, (batch, -1)) for y in (q, k, of_v)), bounds=bounds, recipe="scores")
@@ -129,7 +131,7 @@ def test_the_gradient_of_a_projection(batch, tokens, heads, head_dim, documents,
 
 
 def hopper_dq(leaves, x, batch, bounds, do):
-    """dQ of the attention alone."""
+    """Compute dQ of the attention alone."""
     with torch.no_grad():
         q, k, v = (y.unflatten(0, (batch, -1)) for y in qk_norm_rope(*leaves, x.cos, x.sin, x.eps))
     q.requires_grad_()

@@ -1,5 +1,5 @@
-"""What other trainers take from sagekernels, on a GPU: Linear8bit as on the CPU, compiled and under autocast, and
-attention in transformers with padding and packed documents."""
+"""The parts of sagekernels that other trainers use, on a GPU: Linear8bit computes as on the CPU, compiled and under
+autocast, and attention in transformers takes padding and packed documents."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ def passes(layer: nn.Module, x: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize(("precision", "recipe"), RECIPES)
 @pytest.mark.parametrize("masters", [torch.bfloat16, torch.float32], ids=str)
 def test_a_converted_layer_is_that_of_the_cpu(precision: str, recipe: str, masters: torch.dtype) -> None:
-    """Within the rounding of bfloat16, compiled and not, for a number of tokens that fills no tile."""
-    torch._dynamo.reset()  # ten kinds of one layer are more than torch.compile keeps
+    """The results agree within the rounding of bfloat16, compiled and not, for a number of tokens that fills no
+    tile."""
+    torch._dynamo.reset()  # The ten kinds of one layer are more than torch.compile keeps.
     torch.manual_seed(0)
     layer = convert(nn.Linear(512, 336, dtype=masters), lambda *_: True, precision=precision, recipe=recipe)
     x, grad = torch.randn(3, 101, 512), torch.randn(3, 101, 336)

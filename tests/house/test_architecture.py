@@ -35,7 +35,7 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def imports(path: Path, top_level_only: bool = False) -> set[str]:
-    """Dotted names of the modules that a file imports; relative imports are resolved."""
+    """Return the dotted names of the modules that a file imports. Relative imports are resolved."""
     package = {"kernels": lambda parts: parts[1:]}.get(path.relative_to(ROOT).parts[0], lambda parts: parts)
     parents = list(package(list(path.relative_to(ROOT).parts[:-1])))
     found = set()
@@ -65,7 +65,7 @@ def below(folder: str) -> list[Path]:
 
 
 def packages(names: set[str]) -> set[str]:
-    """Which of SageTrain's own packages (second part of the dotted name) are among the names."""
+    """Return SageTrain's own packages (the second part of the dotted name) among the names."""
     return {name.split(".")[1] for name in names if name.startswith("sagetrain.")}
 
 
@@ -102,7 +102,7 @@ def test_layers_import_downwards_only(package):
 
 
 def test_modules_import_each_other_in_no_circle():
-    """Inside a package, too, and for types alone."""
+    """This holds inside a package too, and for imports of types alone."""
     names = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in below("sagetrain")}
     modules = set(names.values())
     uses = {name: (imports(path) & modules) - {name} for path, name in names.items()}
@@ -132,9 +132,10 @@ def test_kernels_stand_alone():
         assert roots(imports(path)) <= STDLIB | {"torch", "triton", "numpy", "sagekernels"} | trainer, name_of(path)
 
 
-def test_kernels_are_imported_where_their_use_is_defined_chosen_and_measured():
-    """Attention's, QK-norm's and SwiGLU's by the model, the casts of linear layers by what travels. How a linear layer
-    multiplies is a value that many hand on."""
+def test_only_these_files_import_kernels():
+    """The model uses attention, QK-norm and SwiGLU, and collectives use the casts of linear layers. The choices of
+    `auto` and the measurements of errors use kernels as well. The Matmul of a linear layer is a value that many files
+    hand on."""
     values = ("sagekernels.matmul", "sagekernels.lowbit")
     users = {name_of(path) for path in SOURCES
              if "sagekernels" in roots({name for name in imports(path) if not name.startswith(values)})}  # fmt: skip
@@ -158,10 +159,11 @@ def test_the_command_line_loads_nothing_heavy():
     assert not used & {"torch", "deepspeed", "triton", "datasets", "numpy", "sagekernels"}
 
 
-def test_few_see_the_whole_configuration():
-    """Build, engine, controllers, what settles `auto`, the run folder that keeps it, preflight, which compares it
-    between hosts, and inputs, resume and init_from, which compare it with that of a checkpoint; everything else gets
-    its section. Tools that look at a run from outside (plan, eval) are not part of it."""
+def test_few_files_see_the_whole_configuration():
+    """These files are the build, the engine, controllers, the code that settles `auto`, and the run folder that keeps
+    the configuration. Preflight compares it between hosts. Inputs, resume and init_from compare it with that of a
+    checkpoint. Everything else gets its section. Tools that look at a run from outside (plan, eval) are not part of the
+    run."""
     whole = {name_of(path) for path in SOURCES if "sagetrain.config.schema.RunConfig" in imports(path)}
     inside = {path for path in whole if not path.startswith("sagetrain/config/")}
     assert inside <= {
@@ -201,7 +203,8 @@ def test_few_see_the_whole_configuration():
 
 
 def public_types(path: Path) -> list[str]:
-    """Classes, and what is assigned to a name in their spelling: aliases of types, enumerations."""
+    """Return the classes of a file, and the names that are assigned in their spelling: aliases of types,
+    enumerations."""
     classes = [node.name for node in tree_of(path).body if isinstance(node, ast.ClassDef)]
     assigned = [node.targets[0] for node in tree_of(path).body if isinstance(node, ast.Assign)]
     names = [target.id for target in assigned if isinstance(target, ast.Name)]
@@ -217,8 +220,8 @@ def test_a_public_type_has_one_meaning():
 
 
 def test_a_module_is_known_by_its_name():
-    """Rules mirror the sections of the configuration, and the command line has a file for each verb. What loads a
-    configuration and what loads a run keep the names that scripts of users know: config.load, inference.load."""
+    """Rules mirror the sections of the configuration, and the command line has a file for each verb. The modules that
+    load a configuration and a run keep the names that scripts of users know: config.load, inference.load."""
     mirrors = {"sagetrain/config/rules", "sagetrain/config/sections", "sagetrain/cli"}
     found = defaultdict(list)
     for path in below("sagetrain"):
@@ -236,8 +239,8 @@ def test_files_are_short():
 
 
 def test_public_functions_take_no_catch_all_keywords():
-    """The kernels' test helpers may: they hand all of them to the function under test, which knows its own. So may what
-    transformers calls: it refuses keywords that it does not know."""
+    """The kernels' test helpers may take them: they hand all of them to the function under test, which knows its own. A
+    function that transformers calls may as well, because it refuses keywords that it does not know."""
     called = "kernels/sagekernels/huggingface.py", "benchmarks/huggingface.py"
     found = [
         f"{name_of(path)}:{node.lineno} {node.name}"
@@ -295,7 +298,8 @@ def test_docstrings_are_no_fragments(room):
 
 
 def test_modules_do_nothing_when_imported():
-    """At module level: definitions, imports, constants, docstrings; an `if` only for typing or __main__."""
+    """A module has definitions, imports, constants and docstrings at its top level, and an `if` only for typing or
+    __main__."""
     allowed = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign, ast.Try, ast.For)
     found = []
     for path in below("sagetrain"):
@@ -330,7 +334,7 @@ def section_classes() -> list[type[schema.Section]]:
 
 
 def test_the_schema_has_every_section_there_is():
-    """Wherever it is defined: one place to import it from."""
+    """Sections may be defined anywhere, and schema is the one place to import them from."""
     defined = {
         node.name
         for path in below("sagetrain/config/sections")
@@ -346,7 +350,7 @@ def test_every_key_is_documented(section):
     assert section.__doc__
     for name, field in section.model_fields.items():
         is_tag = name == "schedule" and len(get_args(field.annotation)) == 1
-        is_section = len(slot_of(field).sections) == 1  # the section's own docstring says it
+        is_section = len(slot_of(field).sections) == 1  # The section's own docstring describes it.
         assert field.description or is_tag or is_section, f"{section.__name__}.{name} has no docstring below it"
 
 
@@ -360,7 +364,8 @@ def test_no_attribute_of_a_section_is_silently_not_a_key(section):
 
 
 def test_every_key_is_used():
-    """By name, somewhere outside the configuration: a key that nothing reads would be a promise not kept."""
+    """Some file outside the configuration reads the name of each key. A key that nothing reads would be a promise not
+    kept."""
     all_keys = reference.keys()
     attributes = {node.attr for path in SOURCES for node in ast.walk(tree_of(path)) if isinstance(node, ast.Attribute)}
     unused = [key.name for key in all_keys if key.name.rpartition(".")[2] not in attributes | {"schedule"}]

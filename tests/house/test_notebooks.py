@@ -23,7 +23,7 @@ def kinds(notebook: nbformat.NotebookNode) -> list[list[str]]:
 def test_a_notebook_runs_and_shows_what_it_did(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # see tests/conftest.py
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # The reason is in tests/conftest.py.
     shown = nbformat.read(path, as_version=4)
     notebook = nbformat.read(path, as_version=4)
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()

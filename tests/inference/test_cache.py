@@ -1,4 +1,4 @@
-"""With cached keys and values, logits are those of the whole context."""
+"""Logits with cached keys and values are those of the whole context."""
 
 from __future__ import annotations
 

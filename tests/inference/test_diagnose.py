@@ -50,14 +50,14 @@ def run(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     return folder
 
 
-def test_the_numbers_are_those_of_the_checkpoint_on_its_data(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """O, dQ, dK and dV of both layers, in float64, on the first two held-out sequences."""
+def test_the_numbers_are_those_of_the_checkpoint(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """O, dQ, dK and dV of both layers are computed in float64, on the first two held-out sequences."""
     loaded = load_run(run, print)
     found = diagnose(loaded, ["paper", "scores"], report=print)
     assert (found.step, found.sequences, found.seq_length) == (4, 2, 64)
     assert list(found.recipes) == ["paper", "scores"]
 
-    monkeypatch.setattr(Sage, "normalizes", False)  # so that q and k pass `attend` normalized
+    monkeypatch.setattr(Sage, "normalizes", False)  # q and k pass `attend` normalized then.
     again, seen = load_run(run, print), []
     data = again.cfg.data
     for block in again.model.blocks:
@@ -84,24 +84,24 @@ def test_the_numbers_are_those_of_the_checkpoint_on_its_data(run: Path, monkeypa
             assert layer[f"{name}/rel_l2"] == pytest.approx(rel_l2(x, truth), rel=1e-3)
             assert layer[f"{name}/cosine"] == pytest.approx(cosine(x, truth), rel=1e-4)
     for paper, scores in zip(*found.recipes.values(), strict=True):
-        assert paper["dV/rel_l2"] > 2 * scores["dV/rel_l2"] > 0  # of Q K^T alone
-        assert paper["S/largest"] == pytest.approx(scores["S/largest"], rel=2e-2)  # what is below differs
+        assert paper["dV/rel_l2"] > 2 * scores["dV/rel_l2"] > 0  # The error of scores comes from Q K^T alone.
+        assert paper["S/largest"] == pytest.approx(scores["S/largest"], rel=2e-2)  # The layers below differ.
         assert "dS/zero_share_dQ" in paper and "dS/zero_share_dQ" not in scores
     assert not any(p.grad is not None for p in loaded.model.parameters())
 
 
 def command(capsys, *words: object, code: int = 0) -> tuple[str, str]:
-    """The command line in this process; what it prints, and the errors."""
+    """Run the command line in this process and return its output and its errors."""
     assert main([*map(str, words)]) == code
     return capsys.readouterr()
 
 
-def test_the_command_prints_tables_and_writes_json_and_a_picture(run, tmp_path, capsys) -> None:
+def test_the_command_prints_tables_and_writes_files(run, tmp_path, capsys) -> None:
     places = tmp_path / "errors.json", tmp_path / "errors.png"
     recipes = ["--recipe", "paper", "--recipe", "gradients"]
     said, _ = command(capsys, "diagnose", run, *recipes, "--sequences", 3, "--json", places[0], "--plot", places[1])
     written = json.loads(places[0].read_text())
-    assert written["sequences"] == 4  # whole micro-batches
+    assert written["sequences"] == 4  # The command takes whole micro-batches.
     assert list(written["recipes"]) == ["paper", "gradients"]
     for recipe, layers in written["recipes"].items():
         assert f"Recipe {recipe}, step 4, 4 sequences of 64 tokens: cosine / relative L2 against float32" in said
@@ -118,7 +118,7 @@ def train_in_8_bits(corpus: str, run_dir: str) -> None:
     train(corpus, run_dir, linear={"precision": "fp8", "keep_last_fraction": 0.4}, checkpoint={"keep_last": 4})
 
 
-def test_of_linear_layers_the_command_says_once_what_they_were_measured_in(corpus, tmp_path, capsys) -> None:
+def test_the_command_says_how_linear_layers_were_measured(corpus, tmp_path, capsys) -> None:
     run_distributed(train_in_8_bits, 1, str(corpus), str(tmp_path / "run"))
     capsys.readouterr()
     last = " as in the part of the run that has it, which this step is not in"
@@ -130,8 +130,8 @@ def test_of_linear_layers_the_command_says_once_what_they_were_measured_in(corpu
         assert not warned
 
 
-def test_linear_layers_that_the_run_has_in_8_bits_are_measured(run: Path, monkeypatch) -> None:
-    """Those alone; INT8 attention is measured as without."""
+def test_linear_layers_in_8_bits_are_measured(run: Path, monkeypatch) -> None:
+    """Only these layers are measured. The numbers of INT8 attention are those without the measurement."""
     folder = next((run / "checkpoints").glob("step-*"))
     text = load_config(folder / "config.yaml")
     keys = {"keep_first_blocks": 1, "keep_layers_below": 64 * 64 + 1}
@@ -143,7 +143,7 @@ def test_linear_layers_that_the_run_has_in_8_bits_are_measured(run: Path, monkey
     loaded = load_run(run, said.append)
     assert said == ["linear layers, fp8 rowwise in training, are not in 8 bits here"]
     found = diagnose(loaded, ["fine"])
-    assert list(found.linear) == ["1.attention.qkv", "1.mlp.gate_up"]  # out and down have 64 * 64
+    assert list(found.linear) == ["1.attention.qkv", "1.mlp.gate_up"]  # out and down have 64 * 64 weights.
     for errors in found.linear.values():
         for x in ("Y", "dX", "dW"):
             assert 0.01 < errors[f"{x}/rel_l2"] < 0.06 and 0.998 < errors[f"{x}/cosine"] < 1
@@ -159,12 +159,12 @@ def test_linear_layers_that_the_run_has_in_8_bits_are_measured(run: Path, monkey
 
 @pytest.mark.parametrize("name", RECIPES, ids=" ".join)
 def test_errors_of_a_linear_layer_are_those_against_float64(name: tuple[str, str]) -> None:
-    """What is computed stays the same, and gradients that vanish are counted: here 30 of 32 in every second row."""
+    """The results stay the same, and gradients that vanish are counted: here 30 of 32 in every second row."""
     low, metrics = RECIPES[name], Metrics()
     draw = torch.Generator().manual_seed(1)
     x, dy = torch.randn(24, 48, generator=draw), torch.randn(24, 32, generator=draw)
     dy[::2, 2:] *= 2**-60
-    dy[1::2, 16:] = 0  # no gradients at all: none that vanish
+    dy[1::2, 16:] = 0  # These gradients are zero already, so none of them vanishes.
     weights = [torch.randn(16, 48, generator=draw, requires_grad=True) for _ in range(2)]
     ends = []
     for matmul in (low, Observed(low=low, tell=metrics.derive, tag="t")):
@@ -193,7 +193,7 @@ def test_the_default_is_fine_for_a_run_with_16_bit_attention(run: Path) -> None:
     assert list(diagnose(load_run(run, print), [], report=print).recipes) == ["fine"]
 
 
-def test_what_cannot_be_done_is_said_before_anything_is_computed(run, tmp_path, capsys) -> None:
+def test_impossible_requests_are_refused_before_computing(run, tmp_path, capsys) -> None:
     with pytest.raises(ConfigError, match="--recipe fast: there is no such recipe; there are fine, paper, scores"):
         diagnose(load_run(run, print), ["fast"])
     with pytest.raises(ConfigError, match=r"--json .*none/x.json: there is no folder .*none; make it first"):

@@ -1,5 +1,5 @@
-"""docs/in-your-trainer.md: its programs run in the trainers that are installed, and do in the others' place what those
-would call."""
+"""The programs of docs/in-your-trainer.md run in the trainers that are installed. Stand-ins of the other trainers call
+the same functions."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_torchtitan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nanochat(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its masters are in fp32 and its activations in bf16; a layer casts its weight."""
+    """nanochat has masters in fp32 and activations in bf16. A layer casts its weight."""
 
     class Linear(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

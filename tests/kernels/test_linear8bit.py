@@ -1,4 +1,5 @@
-"""sagekernels.Linear8bit and convert: their numbers, what they leave alone, what they refuse, and what wraps them."""
+"""sagekernels.Linear8bit and convert: their numbers, the parts that they leave alone, refusals, and modules that wrap
+them."""
 
 from __future__ import annotations
 
@@ -107,7 +108,7 @@ def test_without_gradients_nothing_else_comes_out() -> None:
     assert layer(x[0]).shape == (16,)
 
 
-def test_autocast_decides_the_dtype_and_masters_get_their_gradients() -> None:
+def test_autocast_decides_the_dtype_and_masters_get_gradients() -> None:
     layer, x = Linear8bit(32, 16), torch.randn(4, 32, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         y = layer(x)
@@ -117,7 +118,7 @@ def test_autocast_decides_the_dtype_and_masters_get_their_gradients() -> None:
     assert x.grad.dtype == layer.weight.grad.dtype == layer.bias.grad.dtype == torch.float32
 
 
-def test_convert_takes_the_blocks_and_leaves_parameters_names_and_hooks() -> None:
+def test_convert_takes_the_blocks_and_leaves_their_parameters() -> None:
     model = decoder()
     before, parameters = copy.deepcopy(model.state_dict()), list(model.parameters())
     layers, seen = dict(model.named_modules()), []
@@ -134,7 +135,7 @@ def test_convert_takes_the_blocks_and_leaves_parameters_names_and_hooks() -> Non
     expected, wanted = gradients(decoder(), TOKENS)
     assert 0 < error(logits, expected.double()) < 0.05
     assert all(error(found[name], wanted[name].double()) < 0.1 for name in wanted)
-    Decoder().load_state_dict(model.state_dict())  # and back into plain layers
+    Decoder().load_state_dict(model.state_dict())  # The weights also load into plain layers.
 
 
 def test_convert_asks_the_filter_and_may_be_called_again() -> None:
@@ -182,8 +183,8 @@ def test_convert_refuses_by_name_and_changes_nothing() -> None:
         Linear8bit(16, 16, dtype=torch.float64)
 
 
-def test_compile_traces_attention_norms_mlp_and_layers_whole() -> None:
-    """Without a graph break, with the same numbers."""
+def test_compile_traces_attention_norms_mlp_and_layers() -> None:
+    """There is no graph break, and the numbers are the same."""
     model = convert(decoder())
     expected, wanted = gradients(model, TOKENS)
     logits, found = gradients(torch.compile(model, backend="aot_eager", fullgraph=True), TOKENS)
@@ -193,7 +194,7 @@ def test_compile_traces_attention_norms_mlp_and_layers_whole() -> None:
 
 
 def test_fully_shard_takes_a_converted_model() -> None:
-    """As torchtitan and others shard: convert first."""
+    """torchtitan and others shard like this: the model is converted first."""
     expected, wanted = gradients(convert(decoder()), TOKENS)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -95,7 +95,7 @@ def test_document_bounds():
 
 
 def test_scores_in_16_bits_are_those_of_attention():
-    """Where Q and K are hard to quantize, the recipe "gradients" keeps O exact, and its gradients follow."""
+    """The recipe "gradients" keeps O exact where Q and K are hard to quantize, and its gradients follow."""
     inputs = random_inputs(Shape(1, 256, 256, 4, 2, 64), sigma=3.0)
     exact = exact_results(*inputs)
     fine, ours = (errors(results_of(sage_attention, *inputs, recipe=r), exact) for r in ("fine", "gradients"))

@@ -28,7 +28,7 @@ MATRICES = ("X", "GRAD", "GATE", "UP", "OUT", "Q", "K", "Q_GAIN", "K_GAIN", "Q_O
 
 
 def ptx_of(function, architecture: int, num_warps: int, constants: dict[str, object], x: str = "*bf16") -> str:
-    """As it is launched for sizes that are multiples of 16; ptxas takes it."""
+    """Compile a kernel as it is launched for sizes that are multiples of 16. ptxas takes it."""
     names = function.arg_names
     types = {**dict.fromkeys(MATRICES, x), **POINTERS, **NUMBERS, **dict.fromkeys(constants, "constexpr")}
     signature = {name: types.get(name, "i32") for name in names}
@@ -43,14 +43,14 @@ def ptx_of(function, architecture: int, num_warps: int, constants: dict[str, obj
 @pytest.mark.parametrize("per_row", [True, False])
 @pytest.mark.parametrize(("x", "instruction"), [("*bf16", "max.s16"), ("*fp32", "max.s32")])
 def test_the_largest_magnitudes_compile(architecture, per_row, x, instruction):
-    """Those of bfloat16 as 16 bits, which ptxas pairs."""
+    """bfloat16 is compared as 16 bits, which ptxas pairs."""
     tile = {"ROWS": LARGEST_ROWS, "COLUMNS": LARGEST_COLUMNS, "STEPS": LARGEST_STEPS, "STAGES": LARGEST_STAGES}
     constants = {**tile, "PER_ROW": per_row, "NARROW": x == "*bf16"}
     assert instruction in ptx_of(_largest_kernel, architecture, LARGEST_WARPS, constants, x)
 
 
 @pytest.mark.parametrize(("architecture", "number", "instruction"), [
-    (89, "e4m3", "st.global"),  # in several instructions
+    (89, "e4m3", "st.global"),  # The conversion takes several instructions.
     (90, "e4m3", "cvt.rn.satfinite.e4m3x2.f32"),
     (90, "e5m2", "cvt.rn.satfinite.e5m2x2.f32"),
     (100, "e4m3", "cvt.rn.satfinite.e4m3x2.f32"),
@@ -63,8 +63,8 @@ def test_rounding_compiles(architecture, number, instruction):
 
 @pytest.mark.parametrize("x", ["*bf16", "*fp32"])
 @pytest.mark.parametrize("per_row", [True, False])
-def test_codes_are_turned_as_words(per_row, x):
-    """Four rows at a time: shared memory is slow at single bytes."""
+def test_codes_are_transposed_as_words(per_row, x):
+    """Four rows are transposed at a time, because shared memory is slow at single bytes."""
     constants = {"ROWS": 128, "COLUMNS": 128, "PER_ROW": per_row, "NUMBER": "e4m3"}
     ptx = ptx_of(_round_both_kernel, 90, 8, constants, x)
     assert "ld.shared" in ptx
@@ -73,7 +73,7 @@ def test_codes_are_turned_as_words(per_row, x):
 
 @pytest.mark.parametrize("architecture", [80, 89, 90, 100])
 def test_gradients_of_swiglu_compile(architecture):
-    """With 16 bytes a thread in every load and store."""
+    """Every load and store has 16 bytes a thread."""
     constants = {"ROWS": swiglu.ROWS, "COLUMNS": swiglu.COLUMNS}
     ptx = ptx_of(swiglu._swiglu_gradients_kernel, architecture, swiglu.WARPS, constants)
     assert ptx.count("ex2.approx") == swiglu.ROWS * swiglu.COLUMNS // (32 * swiglu.WARPS)
@@ -86,7 +86,7 @@ def test_gradients_of_swiglu_compile(architecture):
     ((16, 4), 128, "*bf16"), ((32, 8), 64, "*bf16"), ((12, 1), 80, "*bf16"), ((16, 4), 128, "*fp32"),
 ])  # fmt: skip
 def test_qk_norm_with_rotary_embedding_compiles(architecture, heads, head_dim, x):
-    """16 bytes a thread in q's stores; no atomics."""
+    """q's stores have 16 bytes a thread, and there are no atomics."""
     query, key = (count * head_dim for count in heads)
     forward = qk_norm_rope._blocks(qk_norm_rope.FORWARD_ELEMENTS, query, key, head_dim)
     ptx = ptx_of(qk_norm_rope._qk_norm_rope_kernel, architecture, qk_norm_rope.FORWARD_WARPS, forward, x)
@@ -102,7 +102,7 @@ def test_qk_norm_with_rotary_embedding_compiles(architecture, heads, head_dim, x
 
 @pytest.mark.parametrize(("heads", "head_dim"), [((16, 4), 128), ((16, 16), 128), ((32, 8), 64)])
 def test_the_gradient_of_a_projection_compiles(heads, head_dim):
-    """With the loads of the next head on their way, and no atomics."""
+    """The loads of the next head are on their way, and there are no atomics."""
     constants = {"Q_HEADS": heads[0], "K_HEADS": heads[1], "HALF": head_dim // 2, "TILE": 64}
     constants["STAGES"] = hopper_projection.STAGES
     ptx = ptx_of(hopper_projection._projection_gradients_kernel, 90, hopper_projection.WARPS, constants)

@@ -111,7 +111,8 @@ def test_rounding_is_bounded(format):
 
 @pytest.mark.parametrize("power", [-60, -12, 0, 12, 60])
 def test_a_unit_keeps_tiny_and_huge_heads(power):
-    """With its unit, a head's rounding does not depend on its size. Without a unit, NVFP4 loses or cuts the head."""
+    """A head's rounding does not depend on its size if the head has its unit. NVFP4 without a unit loses or cuts the
+    head."""
     x = torch.randn(3, 50, 64)
     plain = quantize_fp4(x).dequantized()
     scaled = x * 2.0**power

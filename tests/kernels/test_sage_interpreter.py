@@ -1,7 +1,7 @@
 """The portable Triton kernels agree with the twin, tile for tile, in Triton's interpreter on the CPU.
 
-Triton reads TRITON_INTERPRET when its functions are decorated, so the cases run in a process of their own: this file is
-the test that starts it, and, inside it, the cases.
+Triton reads TRITON_INTERPRET when its functions are decorated, so the cases run in a process of their own. This file is
+the test that starts the process and, inside it, the cases.
 """
 
 import os
@@ -56,7 +56,8 @@ else:
         swiglu_gradients_error,
     )
 
-    # shape, recipe, smooth_q, dtype. float16 where agreement is to be tight: the interpreter truncates to bfloat16.
+    # The columns are shape, recipe, smooth_q and dtype. The dtype is float16 where agreement must be close, because the
+    # interpreter truncates to bfloat16.
     CASES = [
         (Shape(1, 128, 128, 1, 1, 64), "fine", False, torch.float16),
         (Shape(1, 130, 130, 2, 1, 32, causal=False), "fine", False, torch.float16),
@@ -78,7 +79,7 @@ else:
 
     @pytest.fixture(autouse=True)
     def poisoned_memory():
-        torch.use_deterministic_algorithms(True)  # fills torch.empty with NaN and largest integers
+        torch.use_deterministic_algorithms(True)  # This setting fills torch.empty with NaN and largest integers.
         yield
         torch.use_deterministic_algorithms(False)
 
@@ -95,7 +96,7 @@ else:
         torch.testing.assert_close(saved.q.scale, expected.q.scale)
         torch.testing.assert_close(saved.lse, expected.lse, atol=1e-4, rtol=1e-4)
         tolerance = 1e-3 if dtype == torch.float16 else 6e-3
-        if recipe == "scores":  # dS, Q and K in bfloat16, truncated
+        if recipe == "scores":  # dS, Q and K are in bfloat16, truncated.
             tolerance = 12e-3
         assert rel_l2(o, expected_o) < tolerance
         for name, a, b in zip(("dq", "dk", "dv"), grads, expected_grads, strict=True):
@@ -106,7 +107,7 @@ else:
         Shape(1, 140, 270, 1, 1, 128),
     ], ids=str)  # fmt: skip
     def test_tiles_of_sm_90_agree_with_the_twin(shape, monkeypatch):
-        """Programs of other sizes than TILE on the side that they own."""
+        """Programs have other sizes than TILE on the side that they own."""
         monkeypatch.setattr("sagekernels.launch.family", lambda capability: "sm_90")
         test_agrees_with_the_twin(shape, "fine", False, torch.float16)
 
@@ -116,7 +117,7 @@ else:
         (Shape(1, 65, 65, 1, 1, 128, causal=False), "scores", torch.float16),
     ], ids=str)  # fmt: skip
     def test_operands_in_units_of_float16_agree_with_the_twin(shape, recipe, dtype, monkeypatch):
-        """What GeForce cards get, whose products are added up in float16 (not here, where they are in float32)."""
+        """GeForce cards get these operands, whose products they add up in float16. The interpreter adds in float32."""
         for module in ("forward", "backward"):
             monkeypatch.setattr(f"sagekernels.{module}.half_sums", lambda device: True)
         test_agrees_with_the_twin(shape, recipe, False, dtype)
@@ -139,14 +140,15 @@ else:
 
     @pytest.mark.parametrize("per_tile", [False, True])
     def test_quantizers(per_tile):
-        x = torch.randn(2, 100, 3, 48).half().mT.contiguous().mT  # strided
+        x = torch.randn(2, 100, 3, 48).half().mT.contiguous().mT  # The input is strided.
         for mean in (None, token_mean(x), tile_means(x)):
             ours, columns = quantize_triton(x, mean=mean, per_tile=per_tile, columns=True)
             twin = quantize_twin(x, mean=mean, per_tile=per_tile)
             assert torch.equal(ours.codes, twin.codes)
             torch.testing.assert_close(ours.scale, twin.scale)
             rows = torch.nn.functional.pad(twin.codes, (0, 0, 0, 28)).mT
-            in_order = rows.unflatten(-1, (-1, 2, 4, 2)).transpose(-3, -2).flatten(-4)  # pieces.in_operand_order
+            # The order is that of pieces.in_operand_order.
+            in_order = rows.unflatten(-1, (-1, 2, 4, 2)).transpose(-3, -2).flatten(-4)
             assert torch.equal(columns, in_order)
             assert torch.equal(columns, transpose_codes(twin.codes))
 
@@ -164,7 +166,7 @@ else:
         assert torch.equal(document_bounds_triton(cu_seqlens, n), document_bounds(cu_seqlens, n))
 
     def same_bits(found, expected):
-        """Of codes and scales of both orientations. NaN is like NaN."""
+        """Check that codes and scales of both orientations have the same bits. NaN equals NaN."""
         for ours, twin in zip((*found[0], *found[1]), (*expected[0], *expected[1]), strict=True):
             assert ours.dtype == twin.dtype and ours.is_contiguous()
             if ours.dtype == torch.float32:
@@ -176,8 +178,8 @@ else:
     @pytest.mark.parametrize("per_row", [True, False])
     @pytest.mark.parametrize("number", NUMBERS, ids=str)
     def test_casts_in_both_orientations(number, per_row, dtype):
-        """Rows and columns of their own magnitudes, some of zeros; more than one program each way; strides. (Numbers
-        that are subnormal in bfloat16 the interpreter widens wrongly.)"""
+        """Rows and columns have their own magnitudes, and some are zeros. There is more than one program each way, and
+        there are strides. (The interpreter widens numbers that are subnormal in bfloat16 wrongly.)"""
         draw = torch.Generator().manual_seed(1)
         for rows, columns, magnitude in ((1, 1, 1.0), (16, 48, 1e30), (260, 130, 1.0), (37, 129, 1e-30)):
             spread = torch.exp2(6 * torch.randn(rows, 1, generator=draw) + 3 * torch.randn(columns, generator=draw))
@@ -191,7 +193,7 @@ else:
             same_bits(quantize_both_triton(strided, number, per_row), quantize_both_twin(strided, number, per_row))
 
     def test_offsets_reach_past_2_to_31(monkeypatch):
-        """Rows lie far apart, in memory that nobody touches and so takes no place."""
+        """Rows lie far apart, in memory that nobody touches and that therefore takes no space."""
         monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
         memory, step = torch.empty(2**31 + 2**10, dtype=torch.float16), 2**30 + 2**8
 
@@ -206,14 +208,14 @@ else:
         assert torch.equal(swiglu_gradients_triton(*apart), expected)
         x = random_qk(
             3, (2, 1), 16, 1.0, torch.float16
-        )  # (Gradients go by a loop, which the interpreter counts in int32.)
+        )  # Gradients go by a loop, which the interpreter counts in int32.
         apart = x._replace(q=far(x.q, 0), k=far(x.k, 64))
         assert all(map(torch.equal, qk_norm_rope_triton(*apart[3:]), qk_norm_rope_triton(*x[3:])))
 
     @pytest.mark.parametrize("number", [number for number in NUMBERS if number != INT8], ids=str)
     def test_casts_round_as_torch_does(number):
-        """Every value of a format, the middles between neighbours, and what lies beside them; largest magnitudes around
-        those at which the scale changes."""
+        """The values are all of a format, the middles between neighbours, and their neighbours. The largest magnitudes
+        lie around those at which the scale changes."""
         values = torch.arange(256, dtype=torch.uint8).view(number).float()
         values = values[values.isfinite()].unique()
         middles = (values[1:] + values[:-1]) / 2
@@ -228,7 +230,7 @@ else:
 
     @pytest.mark.parametrize("number", NUMBERS, ids=str)
     def test_casts_of_what_is_not_finite(number):
-        """Scales are the twin's; codes under a scale that is NaN may be any."""
+        """The scales are the twin's. Codes under a scale that is NaN may be any."""
         x = torch.randn(40, 50)
         x[3, 4], x[7, 9], x[8, 9] = torch.nan, torch.inf, -torch.inf
         for per_row in (True, False):
@@ -241,7 +243,8 @@ else:
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
     def test_gradients_of_swiglu(dtype):
-        """More than one program each way, sizes that fill no tile, strides. (The interpreter truncates to bfloat16.)"""
+        """There is more than one program each way, sizes fill no tile, and there are strides. (The interpreter
+        truncates to bfloat16.)"""
         for rows, columns, magnitude in ((1, 1, 1.0), (20, 300, 1e-2), (9, 257, 20.0), (37, 129, 1.0)):
             inputs = random_swiglu(rows, columns, magnitude, dtype)
             found = swiglu_gradients_triton(*inputs)
@@ -249,7 +252,7 @@ else:
             assert swiglu_gradients_error(found, *inputs) <= 1
         apart = [x.t().contiguous().t() for x in inputs]
         assert torch.equal(swiglu_gradients_triton(*apart), found)
-        everywhere = inputs[0][:1, :1].expand(rows, columns)  # as the gradient of a sum
+        everywhere = inputs[0][:1, :1].expand(rows, columns)  # The gradient of a sum looks like this.
         found = swiglu_gradients_triton(everywhere, *inputs[1:])
         assert torch.equal(found, swiglu_gradients_triton(everywhere.contiguous(), *inputs[1:]))
 
@@ -258,8 +261,8 @@ else:
         (1, (1, 1), 2, 1.0), (3, (20, 4), 128, 1e4), (17, (5, 1), 80, 1e-3),
     ])  # fmt: skip
     def test_qk_norm_and_rotary_embedding(tokens, heads, head_dim, magnitude, dtype):
-        """More heads than a program has in hand, programs with fewer tokens than others, halves that are no power of 2.
-        (The interpreter truncates to bfloat16: up to two roundings.)"""
+        """There are more heads than a program has in hand, programs with fewer tokens than others, and halves that are
+        no power of 2. (The interpreter truncates to bfloat16: up to two roundings.)"""
         x = random_qk(tokens, heads, head_dim, magnitude, dtype)
         y, gradients = qk_norm_rope_triton(*x[3:]), qk_norm_rope_gradients_triton(*x)
         assert all(part.is_contiguous() and part.dtype == dtype for part in (*y, *gradients))
@@ -273,13 +276,14 @@ else:
         assert all(map(torch.equal, qk_norm_rope_triton(*turned, *x[5:]), y))
         for inputs in ([*by_heads, *x[3:5]], [*x[:3], *turned]):
             assert all(map(torch.equal, qk_norm_rope_gradients_triton(*inputs, *x[5:]), gradients))
-        everywhere = x.of_q[:1, :1, :1].expand_as(x.of_q)  # as the gradient of a sum
+        everywhere = x.of_q[:1, :1, :1].expand_as(x.of_q)  # The gradient of a sum looks like this.
         gradients = qk_norm_rope_gradients_triton(everywhere, *x[1:])
         assert max(qk_norm_rope_errors(y, gradients, x._replace(of_q=everywhere))) <= 1
 
     def test_gains_are_summed_over_all_programs(monkeypatch):
-        """17 tokens, with few at a time: several tiles of partial sums, and a rest of one token, of one row."""
-        module = sys.modules["sagekernels.qk_norm_rope"]  # the package has a function of this name
+        """There are 17 tokens, with few at a time: several tiles of partial sums, and a rest of one token, of one
+        row."""
+        module = sys.modules["sagekernels.qk_norm_rope"]  # The package has a function of this name.
         monkeypatch.setattr(module, "BACKWARD_TOKENS", 2)
         monkeypatch.setattr(module, "SUM_ROWS", 4)
         x = random_qk(17, (2, 1), 16, 1.0, torch.float32)

@@ -99,8 +99,8 @@ def test_the_sums_are_those_of_whole_matrices_in_float64(shape: Shape, recipe: s
 
 
 def test_zeros_and_scales_by_hand() -> None:
-    """With `fine`, dQ gets dS times the scale of K, with one scale per row of a tile. With `paper` there is one scale
-    for the tile, for dK as well."""
+    """dQ under `fine` gets dS times the scale of K, with one scale per row of a tile. `paper` has one scale for the
+    tile, for dK as well."""
     shape = Shape(n_q=128, n_k=128, heads=1, kv_heads=1)
     inputs = random_inputs(shape, sigma=2.0, seed=3)
     for recipe, size in (("fine", 1), ("gradients", 1), ("paper", TILE)):

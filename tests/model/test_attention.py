@@ -294,7 +294,7 @@ def test_recipe_auto_is_the_faster_of_the_nearly_exact(
 
 
 def test_the_settings_that_are_left_to_be_chosen() -> None:
-    """Without a GPU there is nothing to choose."""
+    """Nothing is left to be chosen if there is no GPU."""
     for backend, recipe, device, is_open in (
         ("auto", "fine", GPU, True),
         ("sage", "auto", GPU, True),

@@ -117,7 +117,7 @@ def test_more_memory_allows_more_and_too_little_is_a_finding():
 
 
 def test_proposed_layouts_are_priced_as_a_run_would_decide(monkeypatch):
-    """With linear.precision auto, a rank may have sizes that 8 bits do not take. This keeps no layout out. Neither does
+    """A rank may have sizes that 8 bits do not take under linear.precision auto. This keeps no layout out. Neither does
     a size above which layers gain at the configured tensor_parallel_size."""
     odd = ["linear.precision=auto", "model.ffn_hidden_size=5640"]  # 5640 is 8 x 705.
     made = make_plan(CONFIGS / "1b.yaml", odd, 8, H200)

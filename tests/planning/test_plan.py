@@ -1,5 +1,5 @@
 # ruff: noqa: E501 - one case a line reads best
-"""The printed plan: numbers, findings, speed, and that it needs neither torch nor data. Every shipped configuration."""
+"""The printed plan: numbers, findings and speed, without torch or data. Every shipped configuration is planned."""
 
 import io
 import os
@@ -28,7 +28,7 @@ from sagetrain.planning.show import show_key_reference, show_plan
 from sagetrain.planning.tables import Table, console, print_table
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-# Each with a world size that it is made for, and its parameters with a vocabulary of 32,768 (2,048 for quickstart).
+# Each has a world size that it is made for, and its parameters with a vocabulary of 32,768 (2,048 for quickstart).
 SHIPPED = {
     "minimal": (1, None),
     "quickstart": (2, None),
@@ -40,7 +40,7 @@ SHIPPED = {
 
 
 def plan(path: Path, world_size: int, *overrides: str, brief: bool = False) -> tuple[int, str]:
-    """Number of errors, and the text with runs of spaces made one."""
+    """Return the number of errors, and the text with runs of spaces made one."""
     out = io.StringIO()
     errors = show_plan(path, overrides, world_size, Console(file=out, width=400), brief=brief)
     return errors, re.sub(r" +", " ", out.getvalue())
@@ -67,7 +67,7 @@ def test_shipped_configurations_load_fit_and_plan(name, tmp_path):
         assert sum(item.bytes for item in memory_per_rank(cfg, world_size, ASSUMED_VOCAB_SIZE)) < 80e9
 
 
-def test_the_minimal_configuration_gives_what_every_run_must_and_a_warm_up():
+def test_the_minimal_configuration_has_what_every_run_needs():
     tree = yaml.safe_load((CONFIGS / "minimal.yaml").read_text())
     given = {f"{section}.{key}" for section, keys in tree.items() for key in keys}
     must = {
@@ -92,7 +92,7 @@ def test_shipped_configurations_hold_every_key_with_a_comment(name):
         value = tree
         for part in parts:
             value = value[int(part) if isinstance(value, list) else part]
-            if value is None:  # an optional section, or the key itself
+            if value is None:  # The path names an optional section, or the key itself.
                 break
     bare = [line for line in text.splitlines() if re.match(r"  \w+: \S", line) and "#" not in line]
     assert [line.strip().split(":")[0] for line in bare if "tokens_per_step" not in line] == [
@@ -101,14 +101,15 @@ def test_shipped_configurations_hold_every_key_with_a_comment(name):
 
 
 @pytest.mark.parametrize("name", ["1b", "7b"])
-def test_large_shipped_configurations_are_never_slower_than_in_16_bits(name):
-    """Attention is what is fastest on the GPU at hand, 16-bit backends among it, and linear layers are not in INT8."""
+def test_large_shipped_configurations_are_never_slower(name):
+    """They are not slower than in 16 bits. Attention is the fastest one on the GPU at hand, 16-bit backends among them,
+    and linear layers are not in INT8."""
     cfg = load_config(CONFIGS / f"{name}.yaml")
     assert (cfg.attention.backend, cfg.attention.recipe) == ("auto", "auto")
     assert cfg.linear.precision in ("bf16", "auto")
 
 
-def test_documents_are_as_long_as_those_of_the_data_where_it_is_there(corpus):
+def test_documents_are_as_long_as_those_of_present_data(corpus):
     def planned(folder, *overrides: str):
         paths = (f"data.{name}.0.path={folder}/{name}" for name in ("train", "valid"))
         return make_plan(CONFIGS / "1b.yaml", [*paths, "model.vocab_size=512", *overrides], 8, H200)
@@ -125,8 +126,9 @@ def test_documents_are_as_long_as_those_of_the_data_where_it_is_there(corpus):
     assert there.chosen.prediction.attention != absent.chosen.prediction.attention
 
 
-def test_all_that_is_priced_is_priced_with_the_documents_of_the_data(corpus, monkeypatch):
-    """Layouts, the same in 16 bits, what auto stands for, and what a measured figure is held against."""
+def test_every_price_uses_the_documents_of_the_data(corpus, monkeypatch):
+    """Prices are those of layouts, of the same in 16 bits, of the choices of auto, and of the calibration by a measured
+    figure."""
     paths = [f"data.{name}.0.path={corpus}/{name}" for name in ("train", "valid")]
     span, told = TokenFile(corpus / "train").document_span(4096), {}
 
@@ -144,8 +146,9 @@ def test_all_that_is_priced_is_priced_with_the_documents_of_the_data(corpus, mon
     assert told["layout"] == [span, span]
 
 
-def test_documents_of_a_blend_are_as_long_as_those_of_its_sources_in_their_shares(monkeypatch, tmp_path):
-    """The largest file of a pattern stands for it; of many files some are opened, and their text stands for all."""
+def test_documents_of_a_blend_are_as_long_as_in_its_shares(monkeypatch, tmp_path):
+    """The largest file of a pattern stands for it. If there are many files, some are opened, and their text stands for
+    all."""
     for name, length, count in (("a-0", 8, 3), *((f"a-{i}", 4, 17) for i in range(1, 5)), ("b", 16, 5)):
         writer = TokenFileWriter(tmp_path / name).begin(100)
         writer.add(np.ones(length * count, np.int64), np.full(count, length))
@@ -313,7 +316,8 @@ def test_it_needs_no_torch_and_little_time():
     begin = os.times().children_user
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-    assert os.times().children_user - begin < 5  # half a second of an idle laptop, however busy this machine is
+    # It takes half a second of an idle laptop. User time does not depend on how busy the machine is.
+    assert os.times().children_user - begin < 5
 
 
 @pytest.mark.parametrize(
@@ -344,7 +348,7 @@ def test_it_needs_no_torch_and_little_time():
     ],
 )
 def test_the_command_and_its_exit_code(monkeypatch, arguments, code, shown):
-    monkeypatch.setenv("COLUMNS", "80")  # of the terminal, not of a pipe
+    monkeypatch.setenv("COLUMNS", "80")  # The width is that of the terminal, not of a pipe.
     monkeypatch.chdir(CONFIGS.parent)
     done = sagetrain("plan", *arguments)
     assert done.returncode == code, done.stdout + done.stderr
@@ -352,7 +356,7 @@ def test_the_command_and_its_exit_code(monkeypatch, arguments, code, shown):
 
 
 WIDTHS = (60, 80, 120)
-# Errors with long fixes and overrides to paste; a long ramp under tensor and context parallelism.
+# There are errors with long fixes and overrides to paste, and a long ramp under tensor and context parallelism.
 CASES = {
     "7b": (1024, []),
     "1b": (
@@ -366,23 +370,23 @@ CASES = {
 
 
 def printed(show, width: int | None) -> str:
-    """As on a terminal of this width, or piped."""
+    """Return the output as on a terminal of this width, or as piped."""
     out = io.StringIO()
     show(Console(file=out, width=width) if width else console(out))
     return out.getvalue()
 
 
 def words(text: str) -> set[str]:
-    """Without the punctuation that lists and tables have between cells."""
+    """Return the words of a text, without the punctuation that lists and tables have between cells."""
     return {word.strip(",:;()") for word in text.replace("─", " ").split()} - {""}
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("brief", [False, True])
 def test_no_word_is_cut_at_any_width(monkeypatch, name, brief):
-    """Keys, numbers, overrides: what is whole where there is no limit is whole everywhere, and lines fit."""
+    """Keys, numbers and overrides that are whole without a limit are whole at every width, and lines fit."""
     path, (world_size, overrides) = CONFIGS / f"{name}.yaml", CASES[name]
-    made = make_plan(path, overrides, world_size, H200)  # once for all widths
+    made = make_plan(path, overrides, world_size, H200)  # The plan is made once for all widths.
     monkeypatch.setattr("sagetrain.planning.show.make_plan", lambda *_: made)
 
     def show(console: Console) -> None:
@@ -418,7 +422,7 @@ def test_a_terminal_sets_the_width_and_a_pipe_none(monkeypatch):
         assert console(io.StringIO()).width > 1000
 
 
-def test_a_number_stays_with_its_unit_and_a_table_without_room_becomes_a_list():
+def test_numbers_keep_their_units_and_tables_become_lists():
     table = Table("Sizes", ("name", "size", "why"), [("a", "12.5 GiB", "of three words")], numbers=("size",))
     wide, narrow, list_ = (printed(lambda out: print_table(out, table), width) for width in (60, 21, 19))
     assert wide.splitlines()[1:] == ["name      size  why", "─" * 30, "a     12.5 GiB  of three words"]
@@ -445,7 +449,8 @@ def test_layouts_are_offered_where_there_are_some(world_size, offered):
 
 
 def test_linear_layers_in_8_bits_are_planned():
-    """With memory for their codes, as long as a rank has whole weights; and refused where the GPU has no such matmuls."""
+    """The plan has memory for their codes, as long as a rank has whole weights. It refuses them where the GPU has no
+    such matmuls."""
     eight = ("linear.precision=fp8", "linear.keep_first_blocks=2")
     errors, text = plan(CONFIGS / "1b.yaml", 8, *eight)
     assert errors == 0
@@ -475,8 +480,8 @@ def test_linear_layers_in_8_bits_are_planned():
         assert "fix: use bf16 or int8, or plan for another GPU (--gpu)" in out.getvalue()
 
 
-def test_what_a_run_decides_is_planned_as_it_is_predicted_to_be():
-    """Linear layers: in 8 bits where they are large enough and the GPU has such matmuls."""
+def test_the_choices_of_a_run_are_planned_as_predicted():
+    """Linear layers are in 8 bits where they are large enough and the GPU has such matmuls."""
     small = ("model.hidden_size=256", "model.ffn_hidden_size=512", "model.head_dim=16", "attention.backend=sdpa")
     for overrides, gpu, says in (
         ((), "h200", "int8, recipe rowwise,"),
@@ -492,7 +497,8 @@ def test_what_a_run_decides_is_planned_as_it_is_predicted_to_be():
         found = made.cfg.linear.model_dump(exclude_none=True)
         named = [*overrides, *(f"linear.{name}={value}" for name, value in found.items())]
         assert make_plan(CONFIGS / "1b.yaml", named, 8, HARDWARE[gpu]).chosen.prediction == made.chosen.prediction
-    for gpu, expected in (("h200", ("int8", 0)), ("b200", ("bf16", 0))):  # of equal speeds; on a B200 the host's
+    # All sizes gain alike on an H200. The host limits a B200.
+    for gpu, expected in (("h200", ("int8", 0)), ("b200", ("bf16", 0))):
         linear = make_plan(CONFIGS / "7b.yaml", ["linear.precision=auto"], 8, HARDWARE[gpu]).cfg.linear
         assert (linear.precision, linear.keep_layers_below) == expected
     errors, text = plan(CONFIGS / "1b.yaml", 8, "linear.precision=auto", "parallel.tensor_parallel_size=3")
@@ -506,8 +512,9 @@ def test_eight_bits_that_do_not_pay_are_a_finding():
     """A model whose matmuls are small has nothing to gain either way."""
     small = ("model.hidden_size=256", "model.ffn_hidden_size=512", "model.head_dim=16", "attention.backend=sdpa")
     for overrides, pays in (
-        (["linear.precision=int8", "linear.keep_first_blocks=19"], False),  # one block
-        (["linear.precision=auto", "linear.keep_first_blocks=19"], True),  # int8, which nobody has written
+        (["linear.precision=int8", "linear.keep_first_blocks=19"], False),  # One block is left.
+        # auto chooses int8, but nobody has written it.
+        (["linear.precision=auto", "linear.keep_first_blocks=19"], True),
         *(([f"linear.precision={name}", *more], not more) for name in ("fp8", "int8") for more in ((), small)),
     ):
         errors, text = plan(CONFIGS / "1b.yaml", 8, *overrides)
@@ -529,7 +536,7 @@ def test_a_precision_ladder_says_which_layers_run_what_and_when():
     assert "Speeds below are those of recipe fine in all layers, memory that of sdpa." in text
     _, without = plan(CONFIGS / "325m.yaml", 8, *overrides)
     kept, kept_without = (int(re.search(r"([\d,]+) bytes per token", x)[1].replace(",", "")) for x in (text, without))
-    assert kept - kept_without == 2 * 1024 - 4 * 2 * 16  # q and k in 16 bits, not as INT8 with scales
+    assert kept - kept_without == 2 * 1024 - 4 * 2 * 16  # q and k are kept in 16 bits, not as INT8 with scales.
 
 
 def test_brief_says_what_one_needs():
@@ -557,7 +564,7 @@ def test_brief_says_what_one_needs():
     ],
 )
 def test_why_no_layout_is_proposed(name, world_size, override, says):
-    """Errors that no layout mends, or memory."""
+    """The reason is errors that no layout mends, or memory."""
     errors, text = plan(CONFIGS / f"{name}.yaml", world_size, override, brief=True)
     assert errors
     assert f"fastest layout {says}\n" in text
@@ -573,7 +580,7 @@ def test_the_caption_of_attention_follows_the_documents(documents, said):
     assert ("packed documents" in text) == (documents == "true")
 
 
-def test_the_key_reference_names_every_key_and_is_read_in_a_pipe_too():
+def test_the_key_reference_names_every_key_in_a_pipe_too():
     text = printed(show_key_reference, None)
     page = markdown()
     for key in keys():

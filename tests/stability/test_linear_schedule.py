@@ -157,7 +157,7 @@ def graphs_of_rungs() -> list[int]:
 
 
 def test_every_rung_in_8_and_16_bits_is_compiled() -> None:
-    """By default torch ends a run that makes more than 8 graphs of one function. A block's graph depends on its own
+    """torch by default ends a run that makes more than 8 graphs of one function. A block's graph depends on its own
     layers and on the next block's, whose input it gathers. There are four kinds in 8 bits, and the last two graphs are
     those in 16 bits."""
     for graphs in run_distributed(graphs_of_rungs, 2):

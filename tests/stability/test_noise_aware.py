@@ -50,8 +50,8 @@ def test_a_decision_takes_effect_one_step_later_and_says_why() -> None:
 
 
 def test_more_tokens_are_taken_where_the_bias_leaves_room() -> None:
-    """At 1,024 tokens, 0.02 of the ratio 0.045 is bias. At 1,536 tokens the bias would be 0.03 and the ratio 0.055,
-    past half of the margin. With a bias of 0.01 the ratio would be 0.05."""
+    """The bias is 0.02 of the ratio 0.045 at 1,024 tokens. It would be 0.03 at 1,536 tokens and the ratio 0.055, past
+    half of the margin. A bias of 0.01 would lead to a ratio of 0.05."""
     assert ready({"0": (0.045, 0.02)}).take({"0": (0.045, 0.02)}) == []
     probe = {"0": (0.045, 0.01), "head": (0.02, 0.0)}
     (event,) = ready(probe).take(probe)

@@ -75,7 +75,7 @@ def test_a_stage_added_later_changes_no_earlier_learning_rate():
 
 
 def test_continuity_across_a_change_of_tokens_per_step():
-    """With rule none the change leaves no jump. With sqrt and linear the jump is exactly the rule's factor."""
+    """The change leaves no jump under rule none. The jump under sqrt and linear is exactly the rule's factor."""
     before, after, at, total = 1000, 4000, 500_000, 1_000_000
     for rule, jump in (("none", 1.0), ("sqrt", 2.0), ("linear", 4.0)):
         config = LrScheduleConfig(
