@@ -64,7 +64,7 @@ def test_sums_are_counted_by_their_type():
 
 
 @pytest.mark.skipif(not nvrtc.available(), reason="needs NVRTC, which comes with torch's CUDA wheels")
-def test_a_throttled_cuda_kernel_issues_each_product_as_often_as_a_geforce_card_would_wait(monkeypatch, tmp_path):
+def test_a_throttled_cuda_kernel_repeats_each_product(monkeypatch, tmp_path):
     monkeypatch.setenv("SAGEKERNELS_CACHE", str(tmp_path))
     sources = {
         "mma_forward.cu": mma.forward_defines(64, True, False, False, True),

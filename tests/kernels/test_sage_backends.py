@@ -99,7 +99,7 @@ def test_a_name_reaches_kernels_of_every_gpu_that_they_serve(monkeypatch, runs):
     assert runs == ["mma forward", "mma backward"] * len(mma.CAPABILITIES)
 
 
-def test_a_kernel_that_no_gpu_has_timed_is_reached_by_its_name_alone():
+def test_a_kernel_that_no_gpu_has_timed_runs_only_by_name():
     assert BACKENDS[1] == MMA._replace(backward=TRITON.backward) and NAMED["mma"] is MMA
 
 

@@ -102,8 +102,7 @@ def test_shipped_configurations_hold_every_key_with_a_comment(name):
 
 @pytest.mark.parametrize("name", ["1b", "7b"])
 def test_large_shipped_configurations_are_never_slower(name):
-    """They are not slower than in 16 bits. Attention is the fastest one on the GPU at hand, 16-bit backends among them,
-    and linear layers are not in INT8."""
+    """Attention is the fastest on the GPU at hand, in 16 bits or INT8, and linear layers are not in INT8 by name."""
     cfg = load_config(CONFIGS / f"{name}.yaml")
     assert (cfg.attention.backend, cfg.attention.recipe) == ("auto", "auto")
     assert cfg.linear.precision in ("bf16", "auto")
@@ -127,8 +126,7 @@ def test_documents_are_as_long_as_those_of_present_data(corpus):
 
 
 def test_every_price_uses_the_documents_of_the_data(corpus, monkeypatch):
-    """Prices are those of layouts, of the same in 16 bits, of the choices of auto, and of the calibration by a measured
-    figure."""
+    """The prices are those of layouts, their 16-bit versions, the choices of auto, and the calibration."""
     paths = [f"data.{name}.0.path={corpus}/{name}" for name in ("train", "valid")]
     span, told = TokenFile(corpus / "train").document_span(4096), {}
 
@@ -147,8 +145,7 @@ def test_every_price_uses_the_documents_of_the_data(corpus, monkeypatch):
 
 
 def test_documents_of_a_blend_are_as_long_as_in_its_shares(monkeypatch, tmp_path):
-    """The largest file of a pattern stands for it. If there are many files, some are opened, and their text stands for
-    all."""
+    """The largest file of a pattern stands for it. Of many files some are opened, whose text stands for all."""
     for name, length, count in (("a-0", 8, 3), *((f"a-{i}", 4, 17) for i in range(1, 5)), ("b", 16, 5)):
         writer = TokenFileWriter(tmp_path / name).begin(100)
         writer.add(np.ones(length * count, np.int64), np.full(count, length))
@@ -316,8 +313,7 @@ def test_it_needs_no_torch_and_little_time():
     begin = os.times().children_user
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-    # It takes half a second of an idle laptop. User time does not depend on how busy the machine is.
-    assert os.times().children_user - begin < 5
+    assert os.times().children_user - begin < 5  # User time hardly depends on how busy the machine is.
 
 
 @pytest.mark.parametrize(
@@ -449,8 +445,7 @@ def test_layouts_are_offered_where_there_are_some(world_size, offered):
 
 
 def test_linear_layers_in_8_bits_are_planned():
-    """The plan has memory for their codes, as long as a rank has whole weights. It refuses them where the GPU has no
-    such matmuls."""
+    """The plan has memory for codes where a rank has whole weights. A GPU without such matmuls is an error."""
     eight = ("linear.precision=fp8", "linear.keep_first_blocks=2")
     errors, text = plan(CONFIGS / "1b.yaml", 8, *eight)
     assert errors == 0
@@ -497,7 +492,7 @@ def test_the_choices_of_a_run_are_planned_as_predicted():
         found = made.cfg.linear.model_dump(exclude_none=True)
         named = [*overrides, *(f"linear.{name}={value}" for name, value in found.items())]
         assert make_plan(CONFIGS / "1b.yaml", named, 8, HARDWARE[gpu]).chosen.prediction == made.chosen.prediction
-    # All sizes gain alike on an H200. The host limits a B200.
+    # The host limits a B200, so all choices are equally fast there, and bf16 stays.
     for gpu, expected in (("h200", ("int8", 0)), ("b200", ("bf16", 0))):
         linear = make_plan(CONFIGS / "7b.yaml", ["linear.precision=auto"], 8, HARDWARE[gpu]).cfg.linear
         assert (linear.precision, linear.keep_layers_below) == expected
@@ -513,8 +508,7 @@ def test_eight_bits_that_do_not_pay_are_a_finding():
     small = ("model.hidden_size=256", "model.ffn_hidden_size=512", "model.head_dim=16", "attention.backend=sdpa")
     for overrides, pays in (
         (["linear.precision=int8", "linear.keep_first_blocks=19"], False),  # One block is left.
-        # auto chooses int8, but nobody has written it.
-        (["linear.precision=auto", "linear.keep_first_blocks=19"], True),
+        (["linear.precision=auto", "linear.keep_first_blocks=19"], True),  # Nobody has written the int8.
         *(([f"linear.precision={name}", *more], not more) for name in ("fp8", "int8") for more in ((), small)),
     ):
         errors, text = plan(CONFIGS / "1b.yaml", 8, *overrides)
