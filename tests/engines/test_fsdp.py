@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -18,9 +19,11 @@ from runs import check_same, finish, kill_all, log_of, reached, sagetrain, when,
 from sagetrain.checkpoint import on_disk, reading
 from sagetrain.checkpoint.reading import Reader
 from sagetrain.config import RunConfig
+from sagetrain.data.loader import Batch
 from sagetrain.engines import fsdp
 from sagetrain.engines.build_engine import build_engine
 from sagetrain.engines.protocol import Engine, Observers
+from sagetrain.inference.load import in_training
 from sagetrain.model.accounting import memory_per_rank
 from sagetrain.model.compile import compile_blocks
 from sagetrain.parallel import layers
@@ -30,7 +33,8 @@ from sagetrain.stability.noise_scale import GradientNoise
 from sagetrain.stability.quant_noise import QuantizationProbe
 from sagetrain.stability.spikes import Verdict
 
-HEADS = {"num_attention_heads": 4}
+# Four ranks get unequal shards of 34 rows, and one of them gets nothing of the 6 gains of QK-norm.
+UNEVEN = {"num_attention_heads": 4, "hidden_size": 34, "head_dim": 6}
 TIED = {"tie_embeddings": True}
 # With an eps of 1e-8, Adam takes a full step of lr on a gradient that is nothing but rounding.
 OPTIMIZER = {"clip_grad": 0.5, "eps": 1e-6}
@@ -39,7 +43,7 @@ SPREAD = {"sequence_parallel": True, "tensor_parallel_overlap": "on"}
 
 def config(stage: int, dtype: str = "fp32", parallel: dict | None = None, **sections: dict) -> RunConfig:
     parallel = {"engine": "fsdp", "zero_stage": stage, **(parallel or {})}
-    sections = {"optimizer": OPTIMIZER, **sections, "model": HEADS | sections.get("model", {})}
+    sections = {"optimizer": OPTIMIZER, **sections, "model": UNEVEN | sections.get("model", {})}
     return tiny.config(stage, dtype, parallel=parallel, **sections)
 
 
@@ -55,17 +59,13 @@ CASES: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
     "FSDP 4, ZeRO 0": ((1, 1), {"stage": 0}),
     "FSDP 4, ZeRO 1, tied": ((1, 1), {"stage": 1, "model": TIED}),
     "FSDP 4, ZeRO 3, recomputed": ((1, 1), {"stage": 3, "training": {"activation_checkpointing": "full"}}),
-    "hybrid 2 x 2, ZeRO 1": ((1, 1), {"stage": 1, "parallel": {"shard_size": 2}}),
     "hybrid 2 x 2, ZeRO 2": ((1, 1), {"stage": 2, "parallel": {"shard_size": 2}}),
-    "context 2 x FSDP 2, ZeRO 3": ((1, 2), {"stage": 3}),
-    "TP 2 x FSDP 2, ZeRO 2": ((2, 1), {"stage": 2}),
     "TP 2 x FSDP 2, halves, ZeRO 1": ((2, 1), {"stage": 1, "parallel": SPREAD}),
     "TP 2 x FSDP 2, halves, tied, ZeRO 3": ((2, 1), {"stage": 3, "parallel": SPREAD, "model": TIED}),
     "TP 2 x hybrid 2 x 1, ZeRO 0": ((2, 1), {"stage": 0}),
     "TP 2 x context 2, selective, ZeRO 3": (
         (2, 2), {"stage": 3, "training": {"activation_checkpointing": "selective"}},
     ),
-    "TP 4, ZeRO 1": ((4, 1), {"stage": 1, "parallel": SPREAD}),
 }  # fmt: skip
 
 
@@ -73,7 +73,7 @@ def steps_of(engine: Engine) -> list[tuple[float, float]]:
     """Return the losses and norms of steps of 4 and of 8 sequences, with an evaluation between them."""
     steps = [tiny.global_step(engine, step) for step in range(2)]
     held_out = tiny.evaluation(engine, ["web", "code"])
-    steps += [tiny.global_step(engine, step, sequences=8) for step in (2, 3)]
+    steps.append(tiny.global_step(engine, 2, sequences=8))
     numbers = [(result.loss, result.grad_norm) for result in steps]
     return [*numbers, (held_out["valid/loss"], held_out["valid/code/loss"])]
 
@@ -191,17 +191,27 @@ def test_a_step_left_out_leaves_every_bit_and_no_gradient() -> None:
 # -- collectives -------------------------------------------------------------------------------------------------------
 
 
+def generates_the_same(cfg: RunConfig, engine: Engine) -> bool:
+    """Whether the model that writes samples while training computes what the engine computes."""
+    tokens = torch.arange(tiny.SEQ)[None]
+    batch = Batch(tokens, tokens, None, None, None, sample_ids=[])
+    run = in_training(cfg, engine, cast(Any, SimpleNamespace(vocab_size=tiny.VOCAB)))
+    return torch.equal(run.model(tokens), engine.logits(batch))
+
+
 def collectives(stages: Sequence[int]) -> dict[int, dict[str, int]]:
     """Count the gathers and reduce-scatters of a step of four micro-steps, by stage. What the engine holds is what
     `plan` says of it."""
     found = {}
     for stage in stages:
-        cfg = config(stage, "bf16")
+        cfg = config(stage, "bf16", model={"hidden_size": 32, "head_dim": 8, "tie_embeddings": stage == 2})
         engine = tiny.engine(cfg, tiny.join(1))
         planned = {item.name: item.bytes for item in memory_per_rank(cfg, 2, tiny.VOCAB)}
         kept = sum(owned.read(kind).nbytes for owned in engine.owned() for kind in owned.kinds)
         assert kept == planned["optimizer"]
-        assert stage == 3 or sum(weight.nbytes for weight in engine.gathered().values()) == planned["weights"]
+        if stage < 3:
+            assert sum(weight.nbytes for weight in engine.gathered().values()) == planned["weights"]
+            assert generates_the_same(cfg, engine)
         engine.weights_changed()
         tiny.global_step(engine, 0)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
@@ -237,7 +247,7 @@ LAYOUTS = {
 
 def saved_and_continued(root: str, dtype: str) -> tuple[dict[str, list], dict[tuple[str, str], list]]:
     """Return the losses of two steps after a checkpoint was written, by layout, and the losses of the same steps after
-    it was read at another layout."""
+    it was read at the same layout and at the next one."""
     later, resumed, groups = {}, {}, {sizes: tiny.join(*sizes) for sizes, *_ in LAYOUTS.values()}
 
     def engine(name: str, seed: int) -> Engine:
@@ -252,8 +262,8 @@ def saved_and_continued(root: str, dtype: str) -> tuple[dict[str, list], dict[tu
         saver.start(tiny.run_state(2, 0), "", first.owned(), {})
         saver.wait()
         later[name] = [tiny.global_step(first, step).loss for step in (2, 3)]
-    for name in LAYOUTS:
-        for other in LAYOUTS if "fsdp" in name else [key for key in LAYOUTS if "fsdp" in key]:
+    for name, following in zip(LAYOUTS, [*list(LAYOUTS)[1:], *LAYOUTS], strict=False):
+        for other in (name, following) if "fsdp" in name else (following,):
             second = engine(other, 11)
             reading.load_engine(Reader(Path(root) / name / on_disk.folder_name(2)), second, 2)
             resumed[name, other] = [tiny.global_step(second, step).loss for step in (2, 3)]
@@ -331,30 +341,35 @@ def test_weights_in_8_bits_are_rounded_once_a_step() -> None:
         # At ZeRO 3 micro-steps are added up in another order.
         assert resharded == pytest.approx(anew, rel=2e-3)
         # Two blocks are made in four steps: the third step finds the weights that the evaluation has made.
-        assert made == 2 * 4
+        assert made == 2 * 3
 
 
-def graphs(stage: int, again: str) -> tuple[list, int]:
-    groups = tiny.join(2)
-    parallel = {"sequence_parallel": True, "tensor_parallel_overlap": "on"}
-    cfg = config(stage, parallel=parallel, model={"num_layers": 3}, training={"activation_checkpointing": again})
-    engine = compiled(cfg, groups) if stage else tiny.engine(cfg, groups)
-    numbers = [(r.loss, r.grad_norm) for r in (tiny.global_step(engine, step) for step in range(3))]
-    return numbers, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+def graphs(cases: Sequence[tuple[int, str]]) -> list[tuple[list, int]]:
+    """Return the numbers of three steps and the number of graphs, for each stage and way to recompute. At stage 0
+    nothing is compiled."""
+    found, groups, counters = [], tiny.join(2), torch._dynamo.utils.counters
+    for stage, again in cases:
+        torch._dynamo.reset()
+        counters.clear()
+        cfg = config(stage, parallel=SPREAD, training={"activation_checkpointing": again})
+        engine = compiled(cfg, groups) if stage else tiny.engine(cfg, groups)
+        numbers = [(r.loss, r.grad_norm) for r in (tiny.global_step(engine, step) for step in range(3))]
+        found.append((numbers, counters["stats"]["unique_graphs"]))
+    return found
 
 
 def test_compiled_blocks_share_a_graph() -> None:
-    plain, _ = run_distributed(graphs, 4, 0, "none")[0]
-    for stage, again in ((1, "none"), (3, "none"), (3, "selective")):
-        found, count = run_distributed(graphs, 4, stage, again)[0]
-        assert torch.allclose(torch.tensor(found), torch.tensor(plain), rtol=2e-5), (stage, again)
-        assert count <= 2, (stage, again)  # The norms outside of blocks have a graph of their own.
+    cases = [(0, "none"), (1, "none"), (3, "selective")]
+    (plain, _), *found = run_distributed(graphs, 4, cases)[0]
+    for case, (numbers, count) in zip(cases[1:], found, strict=True):
+        assert torch.allclose(torch.tensor(numbers), torch.tensor(plain), rtol=2e-5), case
+        assert count <= 2, case  # The norms outside of blocks have a graph of their own.
 
 
 # -- real runs ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_that_is_killed_twice_ends_with_the_same_bits(tmp_path, corpus) -> None:
+def test_a_run_that_is_killed_ends_with_the_same_bits(tmp_path, corpus) -> None:
     """The run has two ranks of the deepspeed launcher, ZeRO 3 in bf16. `sagetrain eval` scores the trained model."""
     sections = {
         "parallel": {"engine": "fsdp", "zero_stage": 3},
@@ -365,10 +380,9 @@ def test_a_run_that_is_killed_twice_ends_with_the_same_bits(tmp_path, corpus) ->
     whole = write_config(tmp_path / "whole.yaml", corpus, tmp_path / "whole", **sections)
     finish("deepspeed", whole)
     cut = write_config(tmp_path / "cut.yaml", corpus, tmp_path / "cut", **sections)
-    for step in (9, 27):
-        assert when("ranks", cut, reached(cut, step), kill_all) != 0
+    assert when("ranks", cut, reached(cut, 9), kill_all) != 0
     finish("ranks", cut)
-    assert log_of(cut).count("resumed from step-") >= 2
+    assert "resumed from step-" in log_of(cut)
     check_same(tmp_path / "cut", tmp_path / "whole")
     assert json.loads((tmp_path / "cut/fsdp.json").read_text())["reshard_after_forward"] is True
     rows = map(json.loads, (tmp_path / "whole/metrics.jsonl").read_text().splitlines())
