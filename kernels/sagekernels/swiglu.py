@@ -92,7 +92,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate) * up. The gradients of gate and up are halves of one matrix, so that they can be read as one.
 
     Args:
-        gate, up: [rows, columns] each, bf16, fp16 or fp32, any strides. Both are kept for the backward pass.
+        gate: [rows, columns], bf16, fp16 or fp32, any strides. It is kept for the backward pass, and so is `up`.
+        up: the same.
 
     Returns:
         [rows, columns] in their dtype.
