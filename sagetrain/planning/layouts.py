@@ -101,7 +101,8 @@ def memory_finding(memory: int, hardware: Hardware) -> Finding | None:
         "parallel",
         f"{memory / 2**30:.1f} GiB per rank",
         f"more than the {usable / 2**30:.1f} GiB that {hardware.name} leaves to a run",
-        "use more tensor_parallel_size or zero_stage, a smaller micro_batch_size, or activation_checkpointing auto",
+        "use more tensor_parallel_size or zero_stage, a smaller micro_batch_size, optimizer.moments int8, or "
+        "training.activation_checkpointing auto",
     )
 
 

@@ -158,7 +158,7 @@ def test_what_is_shipped_is_printed_as_it_is(capsys) -> None:
     for file in (ROOT / "configs").iterdir():
         assert run_main(capsys, "config", file.stem) == file.read_text()
     assert main(["config", "2b"]) == 2
-    assert "config 2b: nothing of that name is shipped; there are 1b, 325m, 7b, 8b, " in capsys.readouterr().err
+    assert "config 2b: nothing of that name is shipped; there are 1b, 24gb, 325m, 7b, 8b, " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["plan", "train"])
