@@ -1,8 +1,8 @@
-"""Decide whether an attention function may be trusted on this device, and which of those that may is the fastest.
+"""Decide which attention functions may be trusted on this device, and choose the fastest of them.
 
-A fast kernel that is silently wrong (a gradient that stays zero, a shape it was never run on) costs a training run. So
-nothing is chosen before it has computed the output and all gradients of the same kind of problem, on the same device,
-and they were compared with float64.
+A fast kernel that is silently wrong (a gradient that stays zero, a shape it was never run on) costs a training run. A
+function is therefore chosen only after it has computed the output and all gradients of the same kind of problem, on the
+same device, and they were compared with float64.
 """
 
 import hashlib
@@ -22,12 +22,13 @@ from torch import Tensor
 from .testing import Results, Shape, errors, exact_results, random_inputs, results_of
 
 SOURCES = Path(__file__).parent
-"""Of the kernels: what was decided with others is decided anew."""
+"""The folder of the kernels. A decision that was made with other sources is made anew."""
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """(q [B, N_q, H, D], k, v [B, N_k, H_kv, D], cu_seqlens or None) -> o [B, N_q, H, D]."""
 
-# rel-L2 against float64 for standard normal inputs: what the recipes reach, with a margin of a third or more.
+# The limits are rel-L2 against float64 for standard normal inputs: the values that the recipes reach, with a margin of
+# a third or more.
 LIMITS = {
     "fine": {"o": 0.016, "dq": 0.025, "dk": 0.025, "dv": 0.022},
     "gradients": {"o": 0.006, "dq": 0.025, "dk": 0.025, "dv": 0.022},
@@ -37,8 +38,8 @@ LIMITS = {
 
 
 GAIN = 1.01
-"""How many times as fast as 16 bits attention in 8 bits has to be to be chosen. Less is within the noise of clocks, and
-16 bits are exact."""
+"""Attention in 8 bits is chosen only if it is so many times as fast as 16 bits. A smaller gain is within the noise of
+clocks, and 16 bits are exact."""
 
 
 class Admission(NamedTuple):
@@ -59,9 +60,9 @@ def admit(
 ) -> Admission:
     """Run `attend` forward and backward on a small problem like `shape` and compare with float64.
 
-    Heads, head_dim, causality, packing and N_k > N_q are those of `shape`; the number of tokens is small and odd. It
-    passes when the output and every gradient are finite, non-zero in each head, and within `limits` (rel-L2). An
-    exception is a failure, with its message as the reason.
+    Heads, head_dim, causality, packing and N_k > N_q are those of `shape`; the number of tokens is small and odd. The
+    function passes when the output and every gradient are finite, non-zero in each head, and within `limits` (rel-L2).
+    An exception is a failure, with its message as the reason.
     """
     n = min(shape.n_q, 517)
     documents = (n // 3, 1, n - n // 3 - 1, 0) if shape.documents and n >= 3 else shape.documents and (n,)
@@ -92,14 +93,14 @@ def seconds_per_step(attend: Attend, shape: Shape, *, dtype: torch.dtype, device
 
 
 _CYCLES = 2e9
-"""Of a GPU's clock in a second, about; where it is slower, more time is slept than needed."""
+"""The cycles of a GPU's clock in a second, roughly. On a slower GPU the sleep is longer than needed."""
 
 
 def median_seconds(action: Callable[[], object], device: torch.device | str) -> float:
     """Return the median time of several calls; the first ones compile and warm up.
 
-    On a GPU: from its first kernel to its last. The GPU sleeps until the host has launched a call, as in a run whose
-    host is ahead; else small calls would be told apart by how many kernels they launch.
+    On a GPU the time is that from the first kernel to the last. The GPU sleeps until the host has launched a call, as
+    in a run whose host is ahead. Otherwise the number of launches would decide the times of small calls.
     """
     device, times = torch.device(device), []
     if device.type != "cuda":
@@ -118,7 +119,7 @@ def median_seconds(action: Callable[[], object], device: torch.device | str) -> 
             first.record()
             action()
             last.record()
-            launching = min(1.5 * (time.perf_counter() - start), 0.1)  # the first call compiles
+            launching = min(1.5 * (time.perf_counter() - start), 0.1)  # The first call compiles.
             torch.cuda.synchronize()
             times.append(first.elapsed_time(last) / 1e3)
     return statistics.median(times[3:])
@@ -135,8 +136,8 @@ def decided_once(
     say: Callable[[str], None],
 ) -> str:
     """Return the name that `decide` gives, with the lines of a table that says why. Both go to `say` and to the file
-    `cache`: who asks again with the same key, on the same kind of device, with the same torch, Triton and files in the
-    folders `sources`, gets the name that is there."""
+    `cache`. A later call with the same key, on the same kind of device, with the same torch, Triton and files in the
+    folders `sources`, gets the name from the file."""
     place = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu"
     paths = (path for folder in sources for path in sorted(folder.glob("*.*")))
     files = b"".join(path.read_bytes() for path in paths if path.is_file())
@@ -170,16 +171,16 @@ def choose(
     options: str = "",
     say: Callable[[str], None] = print,
 ) -> str:
-    """Return the name of the fastest candidate that is admitted, print a table, and keep both in the file `cache`. One
-    in 8 bits has to be GAIN times as fast as the fastest in 16 bits.
+    """Return the name of the fastest candidate that is admitted, print a table, and keep both in the file `cache`. A
+    candidate in 8 bits must be GAIN times as fast as the fastest in 16 bits.
 
     The choice is made once per device, software (this package's sources included), shape, documents, dtype, limits, set
-    of candidates and `options`: what else makes a candidate another one, such as its recipe. Raises RuntimeError, with
-    every candidate's reason, when none is admitted.
+    of candidates and `options`. `options` are further settings that distinguish candidates, such as the recipe. Raises
+    RuntimeError, with every candidate's reason, when none is admitted.
 
     Args:
-        limits: those of candidates by name. The others have LIMITS["fine"].
-        timed: what is timed in the place of a candidate, by name: its attention with what goes around it in a step.
+        limits: the limits of candidates by name. The others have LIMITS["fine"].
+        timed: the functions to time in place of candidates, by name: their attention and what surrounds it in a step.
         in_16_bits: the names of the candidates in 16 bits.
     """
     names, documents = " ".join(sorted(candidates)), hashlib.sha256(str(shape.documents).encode()).hexdigest()[:12]

@@ -1,9 +1,9 @@
 """sage_attention(): validation, and the custom operators that join forward and backward.
 
-The operators are registered with torch.library and have fake implementations, so torch.compile takes a call as one
-node of its graph, CUDA graphs capture it (nothing here synchronizes with the host) and activation checkpointing
-recomputes it. Results are the same bits from run to run, but for dQ of CUDA kernels that add it up in any order (recipe
-"scores" on an H100 or H200); under torch.use_deterministic_algorithms(True) dQ is too.
+The operators are registered with torch.library and have fake implementations. torch.compile therefore takes a call as
+one node of its graph, CUDA graphs capture it (nothing here synchronizes with the host), and activation checkpointing
+recomputes it. Results are the same bits from run to run, except dQ of CUDA kernels that add it up in any order (recipe
+"scores" on an H100 or H200). Under torch.use_deterministic_algorithms(True) dQ has the same bits too.
 """
 
 import torch
@@ -92,7 +92,7 @@ def document_bounds(cu_seqlens: Tensor, length: int) -> Tensor:
 
 
 def check_backend(q: Tensor, backend: str | None) -> None:
-    """Raise ValueError or TypeError on a backend that there is not, or that does not take the dtype."""
+    """Raise ValueError or TypeError if the backend does not exist, or does not take the dtype."""
     if backend is not None and backend not in NAMED:
         raise ValueError(f"backend {backend!r} is not one of {', '.join(NAMED)}")
     if q.dtype == torch.float32 and (q.is_cuda if backend is None else backend != "twin"):
@@ -161,7 +161,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, causal: bool, cu_seqlens: Tensor | No
         raise ValueError(f"{'cu_seqlens' if bounds is None else 'bounds'} must be on {q.device}, got {given.device}")
 
 
-# An optional tensor that a call does not use is empty: schemas have no lists (operators.py).
+# Schemas have no lists (operators.py), so an optional tensor that a call does not use is an empty tensor.
 Eight = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 Three = tuple[Tensor, Tensor, Tensor]
 
@@ -228,8 +228,8 @@ def _backward(
     recipe: str,
     backend: str | None,
 ) -> Three:
-    """Return dq, dk and dv, contiguous. `k` is read (and kept for it) when Q was smoothed, otherwise it is None."""
-    if do.numel() == 0:  # no query: keys and values, if there are any, get nothing
+    """Return dq, dk and dv, contiguous. `k` is kept and read when Q was smoothed. Otherwise it is None."""
+    if do.numel() == 0:  # Without a query, the gradients of keys and values are zeros.
         return tuple(grad.zero_() for grad in _backward_fake(do, k, v))
     saved = Saved(
         lse,
@@ -271,7 +271,7 @@ class _Attention(torch.autograd.Function):
             outputs = FORWARD(*inputs)
         call, (o, *saved) = Call(*inputs), outputs
         ctx.mark_non_differentiable(*saved)
-        ctx.set_materialize_grads(False)  # they would be zeros as large as `saved`
+        ctx.set_materialize_grads(False)  # Materialized gradients would be zeros as large as `saved`.
         ctx.save_for_backward(call.k if call.smooth_q else None, call.v, call.bounds, o, *saved)
         ctx.options = (call.causal, call.scale, call.recipe, call.backend)
         return outputs
@@ -288,7 +288,7 @@ class _Attention(torch.autograd.Function):
 def _differentiable_forward(*inputs) -> Eight:
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs[:3]):
         return _Attention.apply(*inputs)
-    with torch._C._AutoDispatchBelowAutograd():  # compiled code comes this way, its derivative is compiled too
+    with torch._C._AutoDispatchBelowAutograd():  # Compiled code comes this way, and its derivative is compiled too.
         return FORWARD(*inputs)
 
 

@@ -37,12 +37,12 @@ _Result = TypeVar("_Result")
 
 
 def forward(call: Call) -> tuple[Tensor, Saved]:
-    """Run the forward pass of a call: reference.twin_forward says what it computes."""
+    """Run the forward pass of a call, as reference.twin_forward specifies it."""
     return _run(call, lambda backend: backend.forward(call))
 
 
 def backward(call: BackwardCall) -> Gradients:
-    """Run the backward pass of a call: reference.twin_backward says what it computes."""
+    """Run the backward pass of a call, as reference.twin_backward specifies it."""
     return _run(call, lambda backend: backend.backward(call))
 
 

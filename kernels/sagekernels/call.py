@@ -1,4 +1,4 @@
-"""The vocabulary of every attention kernel: recipes, the two kinds of calls, what is kept in between, and backends.
+"""The vocabulary of every attention kernel: recipes, the two kinds of calls, the tensors kept in between, and backends.
 
 Shapes: q, o, do [B, N_q, H, D]; k, v [B, N_k, H_kv, D]; codes int8 [B, heads, N, D]; scales, lse float32 [B, heads, N].
 """
@@ -16,18 +16,21 @@ class Recipe(NamedTuple):
     """The choices that distinguish one quantization scheme from another; everything else is common to all of them."""
 
     per_tile: bool
-    """One scale per tile of TILE tokens for Q, K, dO, and one per TILE x TILE tile for backward P and dS (A, Algorithms
-    1 and 2). Otherwise one scale per token for Q, K and dO, per key and query tile (a column of the tile) for backward
-    P and for the dS of dK, and per query and key tile (a row of the tile) for the dS of dQ."""
+    """Whether scales are per tile: one per tile of TILE tokens for Q, K and dO, and one per TILE x TILE tile for
+    backward P and dS (A, Algorithms 1 and 2). Otherwise there is one scale per token for Q, K and dO, one per key and
+    query tile (a column of the tile) for backward P and for the dS of dK, and one per query and key tile (a row of the
+    tile) for the dS of dQ."""
     int8_scores: bool
-    """Q K^T in INT8, forward and backward. Otherwise in the 16 bits of Q and K, which are kept instead of their codes
-    and rounded in the backward for the products that take codes; smooth_q, which serves the scores, is not read."""
+    """Whether Q K^T is in INT8, forward and backward. Otherwise it is in the 16 bits of Q and K, which are kept instead
+    of their codes. The backward then rounds them for the products that take codes, and smooth_q, which serves the
+    scores, is not read."""
     int8_pv: bool
-    """Forward P V in INT8 (P per row and key tile, V per key tile). Otherwise in the 16 bits of V: O is then P V of the
-    unquantized P, which makes delta = rowsum(dO o O) consistent with the P and dP of the backward."""
+    """Whether the forward P V is in INT8 (P per row and key tile, V per key tile). Otherwise it is in the 16 bits of V.
+    O is then P V of the unquantized P, so that delta = rowsum(dO o O) is consistent with the P and dP of the
+    backward."""
     int8_gradients: bool
-    """dV, dK and dQ in INT8. Otherwise in 16 bits: P in those of V, dS and the dequantized Q and K in bfloat16 (float16
-    has no room for dS, of size 1e-7 in trained layers)."""
+    """Whether dV, dK and dQ are in INT8. Otherwise they are in 16 bits: P in those of V, dS and the dequantized Q and K
+    in bfloat16 (float16 has no room for dS, of size 1e-7 in trained layers)."""
 
     @property
     def scale_axes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -59,7 +62,7 @@ class BackwardCall(NamedTuple):
 
     do: Tensor
     k: Tensor | None
-    """The keys themselves, where Q was smoothed: its means meet them in 16 bits. Otherwise None."""
+    """The keys themselves if Q was smoothed, because its means meet them in 16 bits. Otherwise None."""
     v: Tensor
     o: Tensor
     saved: Saved

@@ -1,13 +1,14 @@
-"""Hopper backward of the recipe `scores`: a CUDA kernel (hopper_backward.cu), one that prepares, one that narrows dQ.
+"""The Hopper backward of the recipe `scores`: a CUDA kernel (hopper_backward.cu), a kernel that prepares its inputs,
+and one that narrows dQ.
 
-S is recomputed from the INT8 codes of Q and K, the other four products are 16-bit with float32 sums. On this chip the
-reductions, roundings and conversions that an INT8 P or dS costs take longer than the tensor time it saves; what was
-measured, `fine` included, is in kernels/NOTES.md, section Backward.
+S is recomputed from the INT8 codes of Q and K. The other four products are 16-bit with float32 sums. On this chip the
+reductions, roundings and conversions that an INT8 P or dS costs take longer than the tensor time it saves. The
+measurements, `fine` included, are in kernels/NOTES.md, section Backward.
 
-Of each query the kernel gets -delta, the scale of Q and lse. At head_dim 128 they are a row of 16 bytes, -delta as a
-sum of two TF32 numbers, which a product with ones adds to dP. At 64 they are vectors, stored so that a thread finds its
-values in 16-byte words: inside 16 tokens, position 4c + 2b + d (c < 4, b < 2, d < 2) holds token 8b + 2c + d. Sums of
-dQ lie as the accumulators do.
+For each query the kernel gets -delta, the scale of Q and lse. At head_dim 128 they are a row of 16 bytes, with -delta
+as a sum of two TF32 numbers, which a product with ones adds to dP. At 64 they are vectors, stored so that a thread
+finds its values in 16-byte words: inside 16 tokens, position 4c + 2b + d (c < 4, b < 2, d < 2) holds token 8b + 2c + d.
+Sums of dQ lie as the accumulators do.
 """
 
 import functools
@@ -24,10 +25,11 @@ from .launch import on_device_of
 from .pieces import LOG2E
 from .quantize import TILE, tiles_of
 
-KEYS = {64: 192, 128: 128}  # head dimension -> keys of a program, 64 for each of its consumer warpgroups
-FLOATS = {64: 3, 128: 4}  # head dimension -> values of each query, in vectors or a row: module docstring
-# Operands and sums of the heads that run at one time should stay in the L2 cache. In order of key blocks a causal block
-# starts late if many blocks of one head run at one time, which costs more than the cache saves.
+KEYS = {64: 192, 128: 128}  # A program has so many keys, by head dimension: 64 for each of its consumer warpgroups.
+# A query has so many values, by head dimension, in vectors or a row (see the module docstring).
+FLOATS = {64: 3, 128: 4}
+# Operands and sums of the heads that run at one time should stay in the L2 cache. Blocks run in order of keys, so a
+# causal block starts late if many blocks of one head run at one time. That costs more than the cache saves.
 L2_BYTES = 40 << 20
 L2_BYTES_IN_ORDER = 200 << 20
 
@@ -45,8 +47,8 @@ def _prepare_queries_kernel(
     stride_b, stride_n, stride_h, HEAD_DIM: tl.constexpr, TILE: tl.constexpr, LOG2E: tl.constexpr,
     FLOATS: tl.constexpr,
 ):  # fmt: skip
-    """Write Q in 16 bits as its codes say, for each query s_Q, lse (in log 2) and -delta = -rowsum(dO o O), and empty
-    sums of dQ."""
+    """Write Q in 16 bits, as its codes say, and empty sums of dQ. For each query write s_Q, lse (in log 2) and -delta =
+    -rowsum(dO o O)."""
     tile = tl.program_id(0) % tiles
     bh = (tl.program_id(0) // tiles).to(tl.int64)
     batch, head = bh // heads, bh % heads
@@ -70,9 +72,11 @@ def _prepare_queries_kernel(
         tl.store(vectors + TILE + tl.arange(0, TILE), lse)
         tl.store(vectors + 2 * TILE + tl.arange(0, TILE), delta)
     else:
-        lse = tl.where(tl.abs(lse) == float("inf"), 1e30, lse)  # still probabilities of zero; the product meets it too
+        # Probabilities are still zero. The product meets this number too, so it is finite.
+        lse = tl.where(tl.abs(lse) == float("inf"), 1e30, lse)
         upper = (delta.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
-        rows = tl.join(tl.join(upper, q_scale), tl.join(delta - upper, lse))  # upper, the rest, q_scale, lse
+        # A row is upper, the rest, q_scale and lse.
+        rows = tl.join(tl.join(upper, q_scale), tl.join(delta - upper, lse))
         tl.store(vectors + tl.arange(0, 4 * TILE), tl.reshape(rows, [4 * TILE]))
     sums = SUM + (bh * tiles + tile) * (TILE * HEAD_DIM) + tl.arange(0, TILE * HEAD_DIM)
     tl.store(sums, tl.zeros([TILE * HEAD_DIM], tl.float32))
@@ -83,7 +87,8 @@ def _prepare_queries_kernel(
 
 @triton.jit
 def _finish_dq_kernel(SUM, DQ, scale, heads, tokens, tiles, HEAD_DIM: tl.constexpr):
-    """Sums of dQ [heads, tiles, 64 columns, warp, 8 columns, lane / 4, lane % 4, 8 rows, 2 columns] -> dQ, in rows."""
+    """Narrow sums of dQ [heads, tiles, 64 columns, warp, 8 columns, lane / 4, lane % 4, 8 rows, 2 columns] to dQ, in
+    rows."""
     tile = tl.program_id(0) % tiles
     bh = (tl.program_id(0) // tiles).to(tl.int64)
     t = tile * 64 + tl.arange(0, 64)
@@ -110,7 +115,7 @@ def _shared_bytes(head_dim: int) -> int:
 
 
 def _equal_groups(items: int, largest: int) -> int:
-    """Return the size of the fewest equal groups: a small last group would leave multiprocessors idle behind its long
+    """Return the size of the fewest equal groups. A small last group would leave multiprocessors idle behind its long
     blocks."""
     groups = -(-items // largest)
     return -(-items // groups)
@@ -132,7 +137,8 @@ def hopper_sums(call: BackwardCall, dk: Tensor, dv: Tensor, *, deterministic: bo
     do, v = nvrtc.mappable(do), nvrtc.mappable(v)
     deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
     new = functools.partial(torch.empty, device=do.device)
-    # bfloat16 whatever the inputs are: float16 has no room for dS, and both operands of a product have one type.
+    # The dtype is bfloat16 for all inputs, because float16 has no room for dS, and both operands of a product have one
+    # type.
     q16 = new(saved.q.codes.shape, dtype=torch.bfloat16)
     vectors = new(batch * heads * q_tiles * TILE * FLOATS[head_dim], dtype=torch.float32)
     dq_sum = new(batch * heads * q_tiles * TILE * head_dim, dtype=torch.float32)

@@ -1,10 +1,10 @@
-"""The last kernel of the Hopper backward behind QK-norm and rotary embedding: from the sums of dQ, with dK, to the
-gradient of the projection that q, k and v came from.
+"""The last kernel of the Hopper backward behind QK-norm and rotary embedding. It makes the gradient of the projection
+that q, k and v came from, out of the sums of dQ and of dK.
 
-Apart, narrowing writes dQ in 16 bits and the gradient of QK-norm reads it, which moves 4 bytes an element more, and dV
-is copied to its place beside the others. Here hopper_backward.cu writes dK and dV where the gradient of the projection
-has its columns of k and v. One kernel then reads the sums of dQ and those dK, and writes the columns of q and k. dQ is
-not rounded in between.
+In two steps, narrowing writes dQ in 16 bits and the gradient of QK-norm reads it, which moves 4 bytes an element more,
+and dV is copied to its place beside the others. Here hopper_backward.cu writes dK and dV where the gradient of the
+projection has its columns of k and v. One kernel then reads the sums of dQ and those dK, and writes the columns of q
+and k. dQ is not rounded in between.
 """
 
 import torch

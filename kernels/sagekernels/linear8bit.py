@@ -58,7 +58,7 @@ class Linear8bit(nn.Linear):
         device = input.device.type
         x = input.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else input
         weight, bias = self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype)
-        if x.numel() == 0:  # nothing to scale by
+        if x.numel() == 0:  # There is nothing to scale by.
             return F.linear(x, weight, bias)
         (y,) = linear(x.reshape(-1, x.shape[-1]), [weight], self.matmul)
         y = y.view(*x.shape[:-1], self.out_features)

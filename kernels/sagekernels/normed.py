@@ -140,6 +140,7 @@ class _NormedAttention(torch.autograd.Function):
             do, _rows(v, batch, o.shape[-1]), o, lse, q_codes, q_scale, k_codes, k_scale, k_mean, bounds, *options,
             q, k, *rest, eps,
         )  # fmt: skip
-        # As in qk_norm_rope: torch.compile knows that the pieces of this, joined again, are the whole.
+        # The split names the sizes as in qk_norm_rope, because torch.compile then knows that the pieces, joined again,
+        # are the whole.
         of_q, of_k, of_v = of_qkv.split([q.shape[1], k.shape[1], k.shape[1]], 1)
         return of_q, of_k, of_v, *of_gains.unbind(), *(None,) * 10

@@ -1,18 +1,20 @@
-"""Measure what INT8 attention loses while it runs: calls of sage_attention beside float32, on a bounded sample of each.
+"""Measure the errors of INT8 attention while it runs: compare calls of sage_attention with float32, on a bounded sample
+of each.
 
-The operators (autograd.py) tell the observer of every call when it runs, in the order of the calls, under torch.compile
-too: that changes no graph and no result. The exact attention is computed from the same q, k, v and dO in float32, from
-which the INT8 results are a thousand times further away than it is from the truth. Of the quantized side
+The operators (autograd.py) tell the observer of every call when it runs, in the order of the calls, also under
+torch.compile. That changes no graph and no result. The exact attention is computed from the same q, k, v and dO in
+float32. The INT8 results are a thousand times further away from it than it is from the truth. The quantized side has
+two kinds of tensors:
 
     O, dQ, dK, dV     are what the kernels gave;
     P, delta, dP, dS  never leave the kernels. They are computed as the backward does it (reference.py): P from the
                       codes and the log-sum-exp that the forward saved, delta = rowsum(dO o O), dP = dO V^T of 16-bit
                       operands, dS = P o (dP - delta), before it is rounded.
 
-The sample of a call: some pairs of a sequence and a key/value head, with all its query heads, as many as have no more
-than so many scores together; other pairs at every turn. Where one pair alone has more, the last rows of its sequence,
-as many as fit (at least a tile). The last keys are seen by the last queries alone, so these rows of O, delta, P, dP, dS
-and dQ and these keys of dK and dV are all exact.
+The sample of a call consists of some pairs of a sequence and a key/value head, with all query heads of the pair. It has
+as many pairs as fit into a number of scores, and other pairs at every turn. If a single pair has more scores, the
+sample is the last rows of its sequence, as many as fit (at least a tile). Only the last queries see the last keys, so
+these rows of O, delta, P, dP, dS and dQ and these keys of dK and dV are all exact.
 """
 
 from __future__ import annotations
@@ -29,28 +31,28 @@ from .call import RECIPES, BackwardCall, Call, Gradients, Saved
 from .quantize import TILE, Codes, quantize_twin
 from .reference import ScoresOfCodes, _chunks, pad_to_tile, tile_codes, visible, without_autocast
 
-# Scores of a sample that are held at once; with all that is made of them about 250 MiB.
+# So many scores of a sample are held at once. With all tensors that are made of them they take about 250 MiB.
 _CHUNK_SCORES = 1 << 22
 
 
 class Observer(Protocol):
-    """An observer hears of calls. It has to copy a tensor that it wants to keep."""
+    """The interface of an observer, which hears of calls. It has to copy a tensor that it wants to keep."""
 
     def forward(self, call: Call, saved: Saved) -> None:
-        """A forward pass has run."""
+        """Hear that a forward pass has run."""
         ...
 
     def backward(self, call: BackwardCall, grads: Gradients) -> None:
-        """A backward pass has run, and gave the gradients of q, k and v."""
+        """Hear that a backward pass has run, and gave the gradients of q, k and v."""
         ...
 
 
-_observers: list[Observer] = []  # one, while `observed`
+_observers: list[Observer] = []  # There is one inside of `observed`.
 
 
 @contextmanager
 def observed(observer: Observer) -> Iterator[None]:
-    """Tell the observer of all calls in this process, in any thread: backward passes run in their own."""
+    """Tell the observer of all calls in this process, in any thread, because backward passes run in their own."""
     _observers.append(observer)
     try:
         yield
@@ -64,13 +66,13 @@ def listening() -> bool:
 
 
 def forward(call: Call, saved: Saved) -> None:
-    """Tell the observers that a forward pass has run; the operators call it."""
+    """Tell the observers that a forward pass has run. The operators call this function."""
     for observer in _observers:
         observer.forward(call, saved)
 
 
 def backward(call: BackwardCall, grads: Gradients) -> None:
-    """Tell the observers that a backward pass has run; the operators call it."""
+    """Tell the observers that a backward pass has run. The operators call this function."""
     for observer in _observers:
         observer.backward(call, grads)
 
@@ -79,19 +81,20 @@ class Sample(NamedTuple):
     """The part of a call of causal attention that is looked at."""
 
     pairs: list[tuple[int, int, int]]
-    """Row of the batch, sequence within the row, key/value head."""
+    """The row of the batch, the sequence within the row, and the key/value head of each pair."""
     kv_heads: int
     length: int
-    """Tokens of a sequence."""
+    """The number of tokens of a sequence."""
     first: int
-    """First token of the sequences that is looked at as a query and as a key with a gradient; a multiple of TILE."""
+    """The first token of the sequences that is looked at as a query and as a key with a gradient; a multiple of
+    TILE."""
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, sequences: int, scores: int, turn: int) -> Sample:
         """Choose the sample of a call with q [B, N, H, D] and k [B, N, H_kv, D], rows of so many sequences that no
         document spans. It has `scores` at most, unless a tile of queries has more."""
         (batch, tokens, heads, _), kv_heads = q.shape, k.shape[2]
-        if tokens % (sequences * TILE):  # tiles are counted along the row: one would lie in two sequences
+        if tokens % (sequences * TILE):  # Tiles are counted along the row, and one would lie in two sequences.
             sequences = 1
         length, group = tokens // sequences, heads // kv_heads
         pairs = [(b, s, m) for b in range(batch) for s in range(sequences) for m in range(kv_heads)]
@@ -138,7 +141,7 @@ class Kept(NamedTuple):
 
 @torch.no_grad()
 def keep(call: Call, sample: Sample) -> Kept:
-    """Copy the sample of a forward pass. Raises NotImplementedError where attention is not causal."""
+    """Copy the sample of a forward pass. Raise NotImplementedError where attention is not causal."""
     if not call.causal:
         raise NotImplementedError("only causal attention is observed")
     starts = None
@@ -155,12 +158,12 @@ class Measured(NamedTuple):
     squares: dict[str, Tensor]
     """||x - exact||^2, ||x||^2 and ||exact||^2 of O, delta, P, dP, dS, dQ, dK and dV."""
     zeros: dict[str, Tensor]
-    """Of the entries of dS that are not zero, how many INT8 rounds to zero on the way to dQ and to dK, and how many
-    there are. Empty where a recipe does not round dS to INT8."""
+    """Three counts of entries of dS: those that INT8 rounds to zero for dQ, those for dK, and all that are not zero
+    before. The dictionary is empty if a recipe does not round dS to INT8."""
     scales: dict[str, Tensor]
-    """Least and largest scale of the INT8 codes of Q, K, dO and dS; groups of zeros have none."""
+    """The least and the largest scale of the INT8 codes of Q, K, dO and dS. Groups of zeros have none."""
     largest_logit: Tensor
-    """Of q k^T * scale, exact."""
+    """The largest exact q k^T * scale."""
 
 
 @without_autocast
@@ -174,7 +177,7 @@ def measure(call: BackwardCall, grads: Gradients, kept: Kept) -> Measured:
     part = sample.take_saved(call.saved)
     codes = ScoresOfCodes(call._replace(k=kept.k.transpose(1, 2), bounds=None), part)
     q_scale, k_scale = part.q.scale, part.k.scale
-    if not rules.int8_scores:  # the backward pass makes codes of what the forward pass saved in 16 bits
+    if not rules.int8_scores:  # The backward pass makes codes of the 16 bits that the forward pass saved.
         q_scale = quantize_twin(kept.q.transpose(1, 2), per_tile=rules.per_tile).scale
         k_scale = quantize_twin(kept.k.transpose(1, 2), mean=part.k_mean, per_tile=rules.per_tile).scale
     _add_range(found.scales, "Q", q_scale)
@@ -201,7 +204,7 @@ def measure(call: BackwardCall, grads: Gradients, kept: Kept) -> Measured:
         _add(found.squares, "O", o[:, :, here], exact_o)
         _add(found.squares, "delta", delta[:, :, here], exact_delta)
         _add(found.squares, "P", p, exact_p)
-        _add(found.squares, "dP", dp, dp)  # of the same 16-bit operands in every recipe
+        _add(found.squares, "dP", dp, dp)  # dP has the same 16-bit operands in every recipe.
         _add(found.squares, "dS", ds, exact_ds)
         _add(found.squares, "dQ", dq[:, :, here], exact_ds @ k[:, :, :seen] * scale)
         if rules.int8_gradients:
@@ -227,7 +230,7 @@ def _add_range(scales: dict[str, Tensor], name: str, scale: Tensor) -> None:
 
 
 def _add_rounding(found: Measured, name: str, ds: Tensor, axes: tuple[int, ...]) -> None:
-    """Note what happens to dS, with the folded scale of its partner, on the way to a gradient."""
+    """Record the effect of rounding dS, with the folded scale of its partner, for a gradient."""
     padded = pad_to_tile(pad_to_tile(ds, -1), -2)
     codes, scale = tile_codes(padded, axes)
     total = torch.count_nonzero(padded)

@@ -1,7 +1,7 @@
 """Make operators of torch out of functions.
 
-They are registered by hand and have no list of tensors in their schemas: torch.library.custom_op and such lists cost
-the host more per call than all launches.
+They are registered by hand and have no list of tensors in their schemas, because torch.library.custom_op and such lists
+cost the host more per call than all launches.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ LIBRARY = torch.library.Library("sagekernels", "DEF")
 def operator(function: Callable, fake: Callable) -> torch._ops.OpOverload:
     """Register torch.ops.sagekernels.<name of the function>, with its types as the schema.
 
-    fake: makes of the same arguments empty results, for torch.compile.
+    fake: a function that makes empty results of the same arguments, for torch.compile.
     """
     name = function.__name__.strip("_")
     schema = torch.library.infer_schema(function, mutates_args=())

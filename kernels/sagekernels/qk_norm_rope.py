@@ -1,13 +1,13 @@
 """QK-norm, then the rotary embedding, of q and k in one pass each way: the torch twin, then Triton.
 
-torch.compile makes one kernel forward and three backward of this, of q and of k each. Here forward reads q and k once
-and writes what attention reads; backward reads them and the gradients once, and writes one matrix: the gradient of the
-projection that q, k and v came from, whole, with that of v copied into it. So who multiplies it as one matrix joins
-nothing, and the other three are views of it.
+torch.compile makes one kernel forward and three backward of this, for q and for k each. Here forward reads q and k once
+and writes the inputs of attention. Backward reads them and the gradients once and writes one matrix: the whole gradient
+of the projection that q, k and v came from, with that of v copied into it. A matmul that reads it as one matrix joins
+nothing, and the three gradients are views of it.
 
-All is computed in float32 and rounded once, to the result: between norm and rotation nothing is written, so the
-rounding that stands there in two steps of torch falls away, both ways. The gains' gradients are sums over tokens and
-heads: of each program in a fixed order, then of the programs' in a fixed order, so the same bits always.
+All is computed in float32 and rounded once, to the result. Nothing is written between norm and rotation, so the
+rounding that two steps of torch have there falls away, both ways. The gains' gradients are sums over tokens and heads.
+Each program adds in a fixed order, and the programs' sums are added in a fixed order, so the bits are always the same.
 
 With x = (a, b), the halves of a head, r = rsqrt(mean(x^2) + eps) and n = x r gain:
 
@@ -29,17 +29,17 @@ from .casts import DTYPES
 from .launch import on_device_of
 from .operators import operator
 
-# Elements of the halves of as many heads as that makes, which a program has in hand at a time, and its warps: 16 heads
-# of 128 forward and 4 backward, where a program takes so many tokens one after the other and leaves one partial sum of
-# the gains' gradients. As they stand here they are not yet timed (results/log/kernels.md has a trial).
+# A program has so many elements of the halves of heads in hand at a time, and so many warps. These are 16 heads of 128
+# forward and 4 backward. The backward program takes BACKWARD_TOKENS tokens one after the other and leaves one partial
+# sum of the gains' gradients. These values are not yet timed (results/log/kernels.md has a trial).
 FORWARD_ELEMENTS, FORWARD_WARPS = 1024, 4
 BACKWARD_ELEMENTS, BACKWARD_WARPS, BACKWARD_TOKENS = 256, 1, 16
-# Of the partial sums, which a program adds up: rows at a time, columns. Not yet timed.
+# A program adds so many rows of partial sums at a time, in so many columns. The values are not yet timed.
 SUM_ROWS, SUM_COLUMNS, SUM_WARPS = 1024, 8, 8
 
 
 def _in_float32(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """x [tokens, heads head_dim] by heads, 1 / rms of each, and the gain; float64 stays."""
+    """Return x [tokens, heads head_dim] by heads, 1 / rms of each head, and the gain, in float32. float64 stays."""
     wide = torch.promote_types(x.dtype, torch.float32)
     heads = x.to(wide).unflatten(-1, (-1, len(gain)))
     return heads, torch.rsqrt(heads.square().mean(-1, keepdim=True) + eps), gain.to(wide)
@@ -54,14 +54,14 @@ def _norm_rope_twin(x: Tensor, gain: Tensor, cos: Tensor, sin: Tensor, eps: floa
 def qk_norm_rope_twin(
     q: Tensor, k: Tensor, q_gain: Tensor, k_gain: Tensor, cos: Tensor, sin: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """q and k, normalized and rotated, [tokens, heads, head_dim] each: in float32, rounded once."""
+    """Compute q and k, normalized and rotated, [tokens, heads, head_dim] each, in float32, rounded once."""
     return _norm_rope_twin(q, q_gain, cos, sin, eps), _norm_rope_twin(k, k_gain, cos, sin, eps)
 
 
 def _norm_rope_gradients_twin(
     grad: Tensor, x: Tensor, gain: Tensor, cos: Tensor, sin: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Of x [tokens, heads head_dim], and of the gain."""
+    """Return the gradients of x [tokens, heads head_dim] and of the gain."""
     heads, r, wide_gain = _in_float32(x, gain, eps)
     a, b = grad.to(heads.dtype).chunk(2, -1)
     u, unit = torch.cat((a * cos + b * sin, b * cos - a * sin), -1), heads * r
@@ -74,7 +74,8 @@ def qk_norm_rope_gradients_twin(
     of_q: Tensor, of_k: Tensor, of_v: Tensor, q: Tensor, k: Tensor, q_gain: Tensor, k_gain: Tensor,
     cos: Tensor, sin: Tensor, eps: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k and v side by side, [tokens, (heads + 2 kv_heads) head_dim]; of the gains, [2, head_dim]."""
+    """Return the gradients of q, k and v side by side, [tokens, (heads + 2 kv_heads) head_dim], and of the gains, [2,
+    head_dim]."""
     x_q, gain_q = _norm_rope_gradients_twin(of_q, q, q_gain, cos, sin, eps)
     x_k, gain_k = _norm_rope_gradients_twin(of_k, k, k_gain, cos, sin, eps)
     return torch.cat((x_q, x_k, of_v.flatten(1)), 1), torch.stack((gain_q, gain_k))
@@ -82,7 +83,8 @@ def qk_norm_rope_gradients_twin(
 
 @triton.jit
 def _halves(BASE, head, half, HEADS: tl.constexpr, HALF: tl.constexpr, HEAD_STRIDE):
-    """Where the halves of some heads lie, and which of them there are. Heads may be all tokens apart: 64 bits."""
+    """Return the addresses of the halves of some heads, and which of the heads exist. The offsets have 64 bits, because
+    heads may be all tokens apart."""
     first = BASE + head[:, None].to(tl.int64) * HEAD_STRIDE + half[None, :]
     return first, first + HALF, (head < HEADS)[:, None] & (half < HALF)[None, :]
 
@@ -115,7 +117,7 @@ def _rotated_heads(
     X, GAIN, COS, SIN, OUT, token, stride, eps,
     HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Of one token, BLOCK_HEADS at a time."""
+    """Write the heads of one token, BLOCK_HEADS at a time."""
     half = tl.arange(0, BLOCK_HALF)
     there = half < HALF
     gain_a, gain_b = _load(GAIN + half, there)[None, :], _load(GAIN + HALF + half, there)[None, :]
@@ -138,7 +140,7 @@ def _qk_norm_rope_kernel(
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """A program takes all heads of a token."""
+    """Normalize and rotate all heads of one token per program."""
     token = tl.program_id(0).to(tl.int64)
     _rotated_heads(Q, Q_GAIN, COS, SIN, Q_OUT, token, q_stride, eps, Q_HEADS, HALF, BLOCK_HALF, BLOCK_Q)
     _rotated_heads(K, K_GAIN, COS, SIN, K_OUT, token, k_stride, eps, K_HEADS, HALF, BLOCK_HALF, BLOCK_K)
@@ -149,7 +151,7 @@ def _gradients_of_heads(
     GRAD, X, GAIN, COS, SIN, OUT, PARTIAL, start, tokens, grad_stride, grad_head_stride, stride, out_stride, eps,
     HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Of TOKENS tokens from `start` on, and in PARTIAL their sums for the gain."""
+    """Write the gradients of TOKENS tokens from `start` on, and into PARTIAL their sums for the gain."""
     half = tl.arange(0, BLOCK_HALF)
     there = half < HALF
     gain_a, gain_b = _load(GAIN + half, there)[None, :], _load(GAIN + HALF + half, there)[None, :]
@@ -197,7 +199,8 @@ def _qk_norm_rope_gradients_kernel(
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """A program takes all heads of TOKENS tokens, q's first: the tables come from the caches after that."""
+    """Compute the gradients of all heads of TOKENS tokens per program. q comes first, so the tables come from the
+    caches for k."""
     program = tl.program_id(0).to(tl.int64)
     start, out_stride = program * TOKENS, (Q_HEADS + 2 * K_HEADS) * 2 * HALF
     PARTIAL += program * (4 * HALF)
@@ -218,7 +221,7 @@ def _qk_norm_rope_gradients_kernel(
 
 @triton.jit
 def _sum_rows_kernel(X, OUT, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sums of COLUMNS columns of a contiguous float32 matrix, always in the same order."""
+    """Add COLUMNS columns of a contiguous float32 matrix up, always in the same order."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(0, rows, ROWS):
@@ -230,7 +233,7 @@ def _sum_rows_kernel(X, OUT, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.cons
 
 @functools.cache
 def _blocks(elements: int, query: int, key: int, head_dim: int) -> dict[str, int]:
-    """Constants of both kernels, of columns of q and of k; kept, for the host's sake."""
+    """Return the constants of both kernels for columns of q and of k. They are kept to save time on the host."""
     half = head_dim // 2
     block_half = triton.next_power_of_2(half)
     heads = {"Q": query // head_dim, "K": key // head_dim}
@@ -240,7 +243,7 @@ def _blocks(elements: int, query: int, key: int, head_dim: int) -> dict[str, int
 
 
 def with_rows(*tensors: Tensor) -> list[Tensor]:
-    """The same, with the last dim in one piece."""
+    """Return the tensors with the last dim in one piece."""
     return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
@@ -256,7 +259,7 @@ def sum_rows(x: Tensor, out: Tensor) -> Tensor:
 def qk_norm_rope_triton(
     q: Tensor, k: Tensor, q_gain: Tensor, k_gain: Tensor, cos: Tensor, sin: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """qk_norm_rope_twin on a GPU, within its rounding."""
+    """Compute qk_norm_rope_twin on a GPU, within its rounding."""
     q, k = with_rows(q, k)
     out = _qk_norm_rope_fake(q, k, q_gain, k_gain, cos, sin, eps)
     blocks = _blocks(FORWARD_ELEMENTS, q.shape[1], k.shape[1], len(q_gain))
@@ -272,7 +275,7 @@ def qk_norm_rope_gradients_triton(
     of_q: Tensor, of_k: Tensor, of_v: Tensor, q: Tensor, k: Tensor, q_gain: Tensor, k_gain: Tensor,
     cos: Tensor, sin: Tensor, eps: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """qk_norm_rope_gradients_twin on a GPU, within its rounding."""
+    """Compute qk_norm_rope_gradients_twin on a GPU, within its rounding."""
     of_q, of_k, of_v, q, k = with_rows(of_q, of_k, of_v, q, k)
     out, of_gains = _qk_norm_rope_gradients_fake(of_q, of_k, of_v, q, k, q_gain, k_gain, cos, sin, eps)
     programs, columns = triton.cdiv(len(q), BACKWARD_TOKENS), 2 * len(q_gain)
@@ -342,7 +345,7 @@ class _QKNormRope(torch.autograd.Function):
     def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, *rest = ctx.saved_tensors
         of_qkv, of_gains = QK_NORM_ROPE_GRADIENTS(*grads, q, k, *rest, ctx.eps)
-        # Split with sizes: torch.compile knows that the pieces of this, joined again, are the whole.
+        # The split names the sizes, because torch.compile then knows that the pieces, joined again, are the whole.
         of_q, of_k, of_v = of_qkv.split([q.shape[1], k.shape[1], k.shape[1]], 1)
         return of_q, of_k, of_v, *of_gains.unbind(), None, None, None
 
