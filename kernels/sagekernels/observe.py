@@ -158,8 +158,8 @@ class Measured(NamedTuple):
     squares: dict[str, Tensor]
     """||x - exact||^2, ||x||^2 and ||exact||^2 of O, delta, P, dP, dS, dQ, dK and dV."""
     zeros: dict[str, Tensor]
-    """Two counts for dQ and two for dK: the entries of dS that are not zero and that INT8 rounds to zero, and all entries
-    that are not zero. The dictionary is empty if a recipe does not round dS to INT8."""
+    """Two counts for dQ and two for dK: the non-zero entries of dS that INT8 rounds to zero, and all non-zero entries.
+    The dictionary is empty if a recipe does not round dS to INT8."""
     scales: dict[str, Tensor]
     """The least and the largest scale of the INT8 codes of Q, K, dO and dS. Groups of zeros have none."""
     largest_logit: Tensor

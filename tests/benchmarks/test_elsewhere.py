@@ -82,7 +82,7 @@ def test_a_throttled_cuda_kernel_repeats_each_product(monkeypatch, tmp_path):
 
 
 def test_every_package_computes_the_same_recipe():
-    """The one that other GPUs take, not that of the GPU at hand."""
+    """The recipe is that of other GPUs, not that of the GPU at hand."""
     package = SimpleNamespace(sage_attention=lambda *_, **how: how)
     for backend in ("triton", "mma"):
         how = elsewhere.Candidate("now", package, None, backend=backend).attend(None, None, None, None)

@@ -1,4 +1,4 @@
-"""benchmarks/layouts.py as a user starts it, on the cores of this machine."""
+"""benchmarks/layouts.py runs as a user starts it, on the cores of this machine."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def words(config: Path, layouts: str, steps: int, *overrides: str) -> list[str]:
 
 
 def start(folder: Path, *words: str) -> Command:
-    """The benchmark with these words, in this folder; its output goes to output.txt there."""
+    """Start the benchmark with these words in this folder. Its output goes to output.txt there."""
     env = {**os.environ, **ENVIRONMENT, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
     return Command(["python", *words], env, folder / "output.txt", folder)
 
 
 def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *what: object) -> str:
-    """What it says, in this process, when it starts nothing."""
+    """Return the message of the benchmark, run in this process, when it starts nothing."""
     monkeypatch.setattr(sys, "argv", words(*what))
     with pytest.raises(SystemExit) as left:
         runpy.run_path(sys.argv[0], run_name="__main__")
@@ -46,10 +46,10 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 
 
 def runs_left(folder: Path) -> list[psutil.Process]:
-    """The processes that write to the log of a run."""
+    """Return the processes that write to the log of a run."""
     found = []
     for process in psutil.process_iter():
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # The process has ended.
             if Path(os.readlink(f"/proc/{process.pid}/fd/1")).is_relative_to(folder / "out"):
                 found.append(process)
     return found
@@ -63,7 +63,7 @@ def test_table_of_two_layouts_on_random_tokens(corpus: Path, tmp_path: Path, mon
     assert code == 0, text
     rows = {line.split("│")[1].strip(): line.split("│") for line in text.splitlines() if line.startswith("│")}
     assert rows["tp1"][2].strip() == "1" and rows["tp1"][6].strip() == "1.000"
-    assert rows["tp1"][4].strip() == "-"  # speed is not predicted for a CPU
+    assert rows["tp1"][4].strip() == "-"  # Speed is not predicted for a CPU.
     assert rows["tp2-sp"][2].strip() == "2" and 0 < float(rows["tp2-sp"][6]) < 5
     assert not runs_left(tmp_path)
     assert not list(tmp_path.glob("out/*/checkpoints"))
@@ -73,18 +73,20 @@ def test_table_of_two_layouts_on_random_tokens(corpus: Path, tmp_path: Path, mon
         assert f"| {row['name']} | {row['gpus']} | {row['rate']:,.0f} |" in (tmp_path / "out/results.md").read_text()
         assert row["losses"][0] == pytest.approx(math.log(300), abs=0.2)
         steps = read_rows(tmp_path / "out" / row["name"] / "metrics.jsonl")
-        assert [step["train/tokens_per_step"] for step in steps[:3]] == [256, 256, 512]  # two micro-steps to warm up
+        assert [step["train/tokens_per_step"] for step in steps[:3]] == [256, 256, 512]  # Two micro-steps warm up.
     kept = (tmp_path / "out/tp2-sp/metrics.jsonl").read_bytes()
-    text = refusal(monkeypatch, capsys, config, "tp1-dp2,tp2-sp", 1)  # would give the first one's figures as its own
+    # The second layout would give the first one's figures as its own.
+    text = refusal(monkeypatch, capsys, config, "tp1-dp2,tp2-sp", 1)
     assert f"{tmp_path}/out/tp2-sp holds an earlier measurement; name another" in text and text.endswith("2")
     assert not (tmp_path / "out/tp1-dp2").exists() and (tmp_path / "out/tp2-sp/metrics.jsonl").read_bytes() == kept
 
 
-def test_relative_config_fresh_folder_and_exit_code_of_a_failure(corpus: Path, tmp_path: Path) -> None:
-    """From another folder, where paths are as the caller means them; the run reads its configuration, then fails."""
+def test_relative_config_fresh_folder_and_exit_code(corpus: Path, tmp_path: Path) -> None:
+    """The benchmark starts from another folder, where paths are as the caller means them. The run reads its
+    configuration, then fails."""
     write_config(tmp_path / "run.yaml", corpus, tmp_path / "unused")
     program = [str(ROOT / "benchmarks/layouts.py"), "--config", "run.yaml", "--layouts", "tp1"]
-    overrides = ["--steps", "100", "training.total_tokens=2048"]  # too few tokens for the steps
+    overrides = ["--steps", "100", "training.total_tokens=2048"]  # These are too few tokens for the steps.
     assert start(tmp_path, *program, *overrides).wait(PATIENCE) == 1, (tmp_path / "output.txt").read_text()
     (log,) = (tmp_path / "runs/layouts").glob("????????-??????/tp1/log.txt")
     assert "cannot be read" not in log.read_text()
@@ -177,7 +179,7 @@ def test_sigterm_ends_the_runs_too(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_runs_stay_on_the_gpus_that_are_left_to_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a host that is shared, GPU 0 of this process may be GPU 5 of the host."""
+    """GPU 0 of this process may be GPU 5 of a shared host."""
     benchmark = runpy.run_path(str(ROOT / "benchmarks/layouts.py"))
     launcher = tmp_path / "bin" / "deepspeed"
     launcher.parent.mkdir()

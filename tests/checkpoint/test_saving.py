@@ -1,4 +1,5 @@
-"""Saving beside training: the moment of the call is saved, one save at a time, and failures reach every rank."""
+"""A save runs beside training: it saves the state at the moment of the call, there is one save at a time, and every
+rank hears of failures."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from sagetrain.parallel.topology import ParallelGroups
 
 
 class Gate:
-    """Holds the saver's thread before it writes its files, until it is opened."""
+    """A gate that holds the saver's thread before it writes its files, until the gate is opened."""
 
     def __init__(self, saver: Saver):
         self.open, write = threading.Event(), saver._write
@@ -35,7 +36,7 @@ class Gate:
 
 
 def train_beside_a_save(root: str, tp_size: int, stage: int, dtype: str) -> list[str]:
-    """What differs between this rank's state when the save began and what is in the checkpoint."""
+    """Return the differences between this rank's state when the save began and the checkpoint."""
     cfg = tiny.config(stage, dtype, parallel={"tensor_parallel_size": tp_size})
     engine = tiny.engine(cfg, tiny.join(tp_size))
     saver = tiny.saver(Path(root), engine.groups)
@@ -51,7 +52,7 @@ def train_beside_a_save(root: str, tp_size: int, stage: int, dtype: str) -> list
     }
     saver.start(state, "{}", engine.owned(), rng_state())
     expected = RunState.from_json(state.to_json(), Path(root))
-    state.ledger.add(128, 8)  # training goes on
+    state.ledger.add(128, 8)  # Training goes on.
     for step in range(2, 5):
         torch.rand(1)
         tiny.global_step(engine, step)
@@ -81,8 +82,9 @@ def test_what_is_saved_is_the_moment_of_the_call(tmp_path) -> None:
         assert run_distributed(train_beside_a_save, 2, root, tp_size, stage, dtype) == [[], []]
 
 
-def test_memory_for_a_gpus_state_is_pinned_once_and_when_its_pages_are_there(monkeypatch, tmp_path) -> None:
-    """A GPU that is simulated: pinning reads the memory, which reserve's thread has set to zero by then."""
+def test_memory_for_a_gpus_state_is_pinned_after_its_pages(monkeypatch, tmp_path) -> None:
+    """The GPU is simulated. Pinning happens once and reads the memory, which reserve's thread has set to zero by
+    then."""
     pinned: list[tuple[int, int]] = []
 
     class Cuda:
@@ -124,12 +126,13 @@ def test_a_save_waits_for_the_one_before(tmp_path) -> None:
     first, second = saver.take_saved(), saver.take_saved()
     assert (first.step, second.step) == (1, 2)
     assert first.stall_seconds + 0.4 < first.publish_seconds
-    assert second.stall_seconds > opened[0] - begin  # training stood still for the first one as well
+    assert second.stall_seconds > opened[0] - begin  # Training stood still for the first save as well.
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001", "step-00000002"]
 
 
 def one_rank_cannot_write(root: str) -> tuple[bool, str, str]:
-    """Rank 1 may not write files above 40 kB: whether all know without waiting, and what the next two calls raise."""
+    """Let rank 1 write no files above 40 kB. Return whether all ranks know without waiting, and the errors of the next
+    two calls."""
     groups = tiny.join(1)
     saver, raised = tiny.saver(Path(root), groups), []
     save_plain(saver, 1)
@@ -160,7 +163,7 @@ def test_what_one_rank_cannot_write_stops_every_rank(tmp_path) -> None:
 
 
 def rank_0_stumbles(root: str) -> str:
-    """Over something that is no matter of the disk."""
+    """Let rank 0 stumble over an error that has nothing to do with the disk."""
     saver = tiny.saver(Path(root), tiny.join(1), seconds=60)
     saver._publish = lambda *_: {}["tensors"]
     save_plain(saver, 1)
@@ -177,7 +180,7 @@ def test_what_stops_rank_0_is_told_to_every_rank(tmp_path) -> None:
 
 
 def one_rank_does_not_write(root: str) -> str:
-    """Rank 1 never gets to the save."""
+    """Let rank 1 never get to the save."""
     groups = tiny.join(1)
     saver, begin = tiny.saver(Path(root), groups, seconds=2), time.monotonic()
     if groups.dp_rank == 0:
@@ -198,7 +201,8 @@ def test_nobody_waits_for_ever_for_a_silent_rank(tmp_path) -> None:
 
 
 def save_on_a_slow_disk(root: Path, seconds: float, stuck: bool) -> None:
-    """Every sync takes `seconds`, or the third one has no end; the watchdog's patience is two seconds."""
+    """Save with syncs that each take `seconds`, or with a third one that has no end. The watchdog's patience is two
+    seconds."""
     watchdog = Watchdog(root / "stacks", 0, 2.0)
     saver = Saver(root, ParallelGroups.single(), 2, None, tiny.timedelta(60), alive=lambda: watchdog.begin("saving"))
     sync, calls = saver._sync, []
@@ -214,7 +218,7 @@ def save_on_a_slow_disk(root: Path, seconds: float, stuck: bool) -> None:
         saver.wait()
 
 
-def test_the_watchdog_waits_for_a_slow_disk_and_not_for_a_dead_one(tmp_path) -> None:
+def test_the_watchdog_waits_for_a_slow_disk_not_for_a_dead_one(tmp_path) -> None:
     context, ends = multiprocessing.get_context("fork"), []
     for stuck in (False, True):
         process = context.Process(target=save_on_a_slow_disk, args=(tmp_path / str(stuck), 0.5, stuck))
@@ -222,7 +226,8 @@ def test_the_watchdog_waits_for_a_slow_disk_and_not_for_a_dead_one(tmp_path) -> 
         process.join(30)
         ends.append(process.exitcode)
     assert ends == [0, HANG_EXIT_CODE]
-    assert (tmp_path / "False/step-00000001/manifest.json").exists()  # it took longer than the watchdog's patience
+    # The save took longer than the watchdog's patience.
+    assert (tmp_path / "False/step-00000001/manifest.json").exists()
     stacks = (tmp_path / "True/stacks/rank-0.txt").read_text()
     assert "in saving: no progress" in stacks
     assert "in _publish" in stacks

@@ -1,4 +1,4 @@
-"""QK-norm and rotary embedding on a GPU: the kernels against float64, and in a compiled model beside two steps."""
+"""QK-norm and rotary embedding on a GPU: the kernels agree with float64, and a compiled model with two steps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 def _poison() -> None:
-    """What is allocated next holds NaN."""
+    """Fill memory with NaN, so that the next allocation holds NaN."""
     torch.full((2**26,), torch.nan, device="cuda")
 
 
@@ -47,7 +47,7 @@ def _poison() -> None:
 def test_they_are_within_one_rounding_of_float64(
     tokens: int, heads: tuple[int, int], head_dim: int, magnitude: float, dtype: torch.dtype
 ) -> None:
-    """Strides, whatever was in the memory of the results; and the same bits at every call."""
+    """Inputs have strides, and the memory of the results held other values before. Every call gives the same bits."""
     x = random_qk(tokens, heads, head_dim, magnitude, dtype, "cuda")
     by_heads = [part.transpose(0, 1).contiguous().transpose(0, 1) for part in x[:3]]
     turned = [part.t().contiguous().t() for part in x[3:5]]
@@ -71,7 +71,8 @@ def test_heads_that_are_not_finite_stay_so_alone() -> None:
 
 
 def test_offsets_beyond_32_bits() -> None:
-    """The last tokens of more than 2^31 elements are what they are by themselves; also of heads all tokens apart."""
+    """The last tokens of more than 2^31 elements have the values that they have by themselves. This includes heads that
+    are all tokens apart."""
     if torch.cuda.get_device_properties(0).total_memory < 60e9:
         pytest.skip("needs 60 GB")
     last = random_qk(64, (20, 1), 128, 1.0, torch.bfloat16, "cuda")
@@ -105,7 +106,7 @@ def test_offsets_beyond_32_bits() -> None:
 def _in_two_steps(
     q: Tensor, k: Tensor, v: Tensor, q_gain: Tensor, k_gain: Tensor, cos: Tensor, sin: Tensor, eps: float
 ) -> tuple[Tensor, ...]:
-    """RMSNorm, then the rotary embedding, each rounded."""
+    """Apply RMSNorm, then the rotary embedding, each rounded."""
 
     def normalized(x: Tensor, gain: Tensor) -> Tensor:
         wide = x.float()
@@ -118,8 +119,8 @@ def _in_two_steps(
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("backend", ["sdpa", "sage"])
 def test_a_model_is_that_of_two_steps(backend: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No further from it than roundings that fall the other way (3 % of a gradient with INT8's twin on a CPU);
-    without a break in its graph."""
+    """The model differs from two steps only by roundings that fall the other way (3 % of a gradient with INT8's twin on
+    a CPU), and its graph has no break."""
     tokens = torch.randint(0, 1024, (2, 513), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
 
     def results(way: object) -> tuple[dict[str, Tensor], list[str]]:
@@ -129,7 +130,7 @@ def test_a_model_is_that_of_two_steps(backend: str, compiled: bool, monkeypatch:
         place = {"groups": SINGLE, "dtype": torch.bfloat16, "device": torch.device("cuda")}
         model = tiny.transformer(SHAPE, AttentionConfig(backend=backend), vocab_size=1024, **place)
         if compiled:
-            compile_blocks(model)  # in one graph or not at all
+            compile_blocks(model)  # The model compiles in one graph or not at all.
         inputs = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
         model(*inputs).backward()
         model.zero_grad()

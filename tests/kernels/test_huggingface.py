@@ -118,7 +118,8 @@ def test_position_ids_that_change_in_place_are_read_again() -> None:
     ("name", "backend"), [("padded left", "aot_eager"), ("packed", "eager"), ("packed, with a cache", "eager")]
 )
 def test_compile_traces_a_model_whole(name: str, backend: str) -> None:
-    """Without a graph break. One of the kinds has 8-bit layers and goes through AOTAutograd, which takes longer."""
+    """torch.compile makes one graph. One of the kinds has 8-bit layers and goes through AOTAutograd, which takes
+    longer."""
     model = model_of("Llama", num_hidden_layers=1)
     model = convert(model) if backend == "aot_eager" else model
     expected, wanted = logits_and_gradient(model, INPUTS[name])

@@ -452,7 +452,7 @@ def test_checkpointing_keeps_block_inputs_and_one_block():
     assert memory["recomputed"] == tokens * block_activation_bytes(run_config())
 
 
-def test_some_blocks_recomputed_keep_their_inputs_and_the_others_everything():
+def test_recomputed_blocks_keep_inputs_and_others_everything():
     batch, model = {"micro_batch_size": 64}, {"num_layers": 50}
     kept = {
         how: items(run_config(training={"activation_checkpointing": how}, data=batch, model=model), 1)["activations"]
