@@ -61,7 +61,7 @@ def roots(names: set[str]) -> set[str]:
 
 
 def below(folder: str) -> list[Path]:
-    return [path for path in SOURCES if name_of(path).startswith(f"{folder}/")]
+    return [path for path in CODE if name_of(path).startswith(f"{folder}/")]
 
 
 def packages(names: set[str]) -> set[str]:
@@ -267,7 +267,7 @@ def test_public_functions_are_typed_and_classes_documented():
 
 
 # Rooms whose documentation is plain English: a docstring begins with a verb or with the noun that it describes.
-PLAIN = "sagetrain", "benchmarks", "launch"
+PLAIN = "sagetrain", "kernels", "benchmarks", "launch", "tests"
 FRAGMENTS = (
     *("And ", "As ", "At ", "But ", "By ", "Else ", "From ", "How ", "In the ", "Its ", "Likewise", "Of ", "Or "),
     *("That ", "The other", "The same", "Their ", "Those ", "To ", "What ", "When ", "Where ", "Which ", "Who "),
@@ -286,7 +286,7 @@ def documented(tree: ast.Module):
 
 @pytest.mark.parametrize("room", PLAIN)
 def test_docstrings_are_no_fragments(room):
-    """ "Whether ..." stands only where the answer is a bool."""
+    """A docstring that begins with "Whether" describes a bool."""
     found = []
     for path in below(room):
         for owner, node in documented(tree_of(path)):
@@ -295,6 +295,14 @@ def test_docstrings_are_no_fragments(room):
             if no_bool or node.value.value.startswith(FRAGMENTS):
                 found.append(f"{name_of(path)}:{node.lineno} {node.value.value[:60]}")
     assert found == []
+
+
+def test_names_of_tests_are_short():
+    """A name has fewer than 60 characters. The docstring has room for the sentence."""
+    names = [
+        node.name for path in below("tests") for node in ast.walk(tree_of(path)) if isinstance(node, ast.FunctionDef)
+    ]
+    assert [name for name in names if name.startswith("test_") and len(name) >= 60] == []
 
 
 def test_modules_do_nothing_when_imported():
