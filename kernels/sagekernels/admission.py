@@ -25,7 +25,7 @@ SOURCES = Path(__file__).parent
 """The folder of the kernels. A decision that was made with other sources is made anew."""
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
-"""(q [B, N_q, H, D], k, v [B, N_k, H_kv, D], cu_seqlens or None) -> o [B, N_q, H, D]."""
+"""An attention function: (q [B, N_q, H, D], k, v [B, N_k, H_kv, D], cu_seqlens or None) -> o [B, N_q, H, D]."""
 
 # The limits are rel-L2 against float64 for standard normal inputs: the values that the recipes reach, with a margin of
 # a third or more.

@@ -50,11 +50,12 @@ class Saved(NamedTuple):
     """The tensors that the forward keeps for the backward, beside v and o themselves. Without `int8_scores` the codes
     of q and k are q and k themselves, in their dtype and not smoothed, and the scales are 1."""
 
-    lse: Tensor  # float32 [B, H, N_q]: natural logarithm of the softmax denominator
-    q: Codes  # int8 [B, H, N_q, D] with float32 [B, H, N_q]
-    k: Codes  # int8 [B, H_kv, N_k, D] with float32 [B, H_kv, N_k]; K minus its mean when smoothed
-    q_mean: Tensor | None  # float32 [B, H, tiles, D], when Q is smoothed
-    k_mean: Tensor | None  # float32 [B, H_kv, 1, D], when K is smoothed, and Q too or the scores are not INT8
+    lse: Tensor  # The natural logarithm of the softmax denominator, float32 [B, H, N_q].
+    q: Codes  # INT8 [B, H, N_q, D] with float32 [B, H, N_q].
+    k: Codes  # INT8 [B, H_kv, N_k, D] with float32 [B, H_kv, N_k]; K minus its mean when smoothed.
+    q_mean: Tensor | None  # The value is float32 [B, H, tiles, D], when Q is smoothed.
+    # The value is float32 [B, H_kv, 1, D], when K is smoothed, and Q too or the scores are not INT8.
+    k_mean: Tensor | None
 
 
 class BackwardCall(NamedTuple):
@@ -112,7 +113,7 @@ class Call(NamedTuple):
 
 
 Gradients = tuple[Tensor, Tensor, Tensor]
-"""dq, dk and dv in the dtype of v."""
+"""The gradients dq, dk and dv in the dtype of v."""
 
 
 class Projection(NamedTuple):
@@ -142,9 +143,9 @@ class Backend(NamedTuple):
     takes: Callable[[Call | BackwardCall], bool]
     """Whether the kernels compute this call. Both passes of one call get the same answer."""
     forward: Callable[[Call], tuple[Tensor, Saved]]
-    """reference.twin_forward, with the same results up to the order of float32 sums."""
+    """The forward pass, with the results of reference.twin_forward up to the order of float32 sums."""
     backward: Callable[[BackwardCall], Gradients]
-    """reference.twin_backward, with the same results up to the order of float32 sums."""
+    """The backward pass, with the results of reference.twin_backward up to the order of float32 sums."""
     projection: Callable[[BackwardCall, Projection], ProjectionGradients] | None = None
     """The backward pass and then that of qk_norm_rope, where kernels do both in fewer passes over memory than
     qk_norm_rope.projection_gradients after `backward`. It tells observe.py of the gradients in between."""

@@ -40,7 +40,7 @@ def _gradients_of_heads(
     """Write the gradients of the heads of 16 tokens, and what they add to the gain's. Without sums, the gradients of
     what became of the heads stand where those of the heads are written."""
     D: tl.constexpr = 2 * HALF
-    SECOND: tl.constexpr = 16 * HALF if HALF < 64 else HALF * TILE  # where the second half of 16 tokens begins
+    SECOND: tl.constexpr = 16 * HALF if HALF < 64 else HALF * TILE  # The second half of 16 tokens begins here.
     half = tl.arange(0, HALF)
     gain_a, gain_b = tl.load(GAIN + half).to(tl.float32)[None, :], tl.load(GAIN + HALF + half).to(tl.float32)[None, :]
     sum_a, sum_b = tl.zeros([16, HALF], tl.float32), tl.zeros([16, HALF], tl.float32)

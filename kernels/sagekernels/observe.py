@@ -132,11 +132,11 @@ class Kept(NamedTuple):
 
     sample: Sample
     q: Tensor
-    """[pairs, H / H_kv, queries, D]."""
+    """The queries of the sample, [pairs, H / H_kv, queries, D]."""
     k: Tensor
-    """[pairs, 1, length, D]."""
+    """The keys of the sample, [pairs, 1, length, D]."""
     starts: Tensor | None
-    """int32 [pairs, 1, queries, 1]: the first token of each query's document in its sequence."""
+    """The first token of each query's document in its sequence, int32 [pairs, 1, queries, 1]."""
 
 
 @torch.no_grad()
@@ -156,7 +156,7 @@ class Measured(NamedTuple):
     """Sums over a sample, float64, to be added to those of other samples."""
 
     squares: dict[str, Tensor]
-    """||x - exact||^2, ||x||^2 and ||exact||^2 of O, delta, P, dP, dS, dQ, dK and dV."""
+    """The sums ||x - exact||^2, ||x||^2 and ||exact||^2 of O, delta, P, dP, dS, dQ, dK and dV."""
     zeros: dict[str, Tensor]
     """Two counts for dQ and two for dK: the non-zero entries of dS that INT8 rounds to zero, and all non-zero entries.
     The dictionary is empty if a recipe does not round dS to INT8."""

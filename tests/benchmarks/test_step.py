@@ -86,7 +86,7 @@ def test_unknown_names_are_told_before_anything_runs(option: list, said: str, pr
 
 
 def test_a_peer_that_learns_otherwise_is_not_timed(program: dict, capsys: pytest.CaptureFixture) -> None:
-    """This peer's first loss is right. It lacks the gradient through q, k and v, so later losses differ."""
+    """The peer lacks the gradient through q, k and v. Its first loss is right, and its later losses differ."""
     rotate = program["PeerBlock"]._rotate
     program["PeerBlock"]._rotate = staticmethod(lambda x, cos, sin: rotate(x, cos, sin).detach() + 0 * x)
     attend = F.scaled_dot_product_attention

@@ -473,7 +473,7 @@ class Malicious:
 
 
 def test_a_checkpoint_runs_no_code(tmp_path) -> None:
-    """This holds even if the checkpoint's manifest vouches for the file."""
+    """The checkpoint's manifest vouches for the file, and still no code runs."""
     write_plain(tmp_path / "run", 1, 10)
     folder, ran = tmp_path / "run" / "step-00000001", tmp_path / "ran"
     (folder / "rng-00000.pt").write_bytes(pickle.dumps(Malicious(ran)))

@@ -119,7 +119,7 @@ def test_what_is_missing_newer_or_no_value_is_named(change: dict[str, Any], word
 
 
 def test_a_checkpoint_of_a_newer_version_is_not_damaged(tmp_path: Path) -> None:
-    """It is not set aside, and the run does not go on from an older one."""
+    """The run does not set the newer checkpoint aside, and does not go on from an older one."""
     for step, version in ((1, VERSION), (2, VERSION + 1)):
         folder = tmp_path / on_disk.folder_name(step)
         folder.mkdir()

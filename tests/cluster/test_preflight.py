@@ -226,7 +226,7 @@ def test_gpus_without_a_rank_are_named() -> None:
 
 
 def test_a_rank_without_a_gpu_says_so_before_it_waits(monkeypatch) -> None:
-    """There are more ranks than GPUs, or Slurm gives each task one GPU, which the task sees as GPU 0."""
+    """A host has more ranks than GPUs, or Slurm gives each task one GPU, which the task sees as GPU 0."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_RANK", "2")

@@ -72,7 +72,7 @@ ASKS = "import os; from sagetrain.cluster import guard; print(guard._launchers()
 
 @pytest.mark.parametrize("told", ["TORCHELASTIC_RUN_ID", "LOCAL_SIZE", guard.LAUNCHER])
 def test_a_shell_with_the_word_deepspeed_is_no_launcher(tmp_path, told) -> None:
-    """Such a shell may end while the program that it started goes on."""
+    """A shell may end while the program that it started goes on."""
     outer, script = tmp_path / "outer.py", tmp_path / "my_deepspeed_run.sh"
     outer.write_text(f"import subprocess, sys; subprocess.run([sys.executable, '-c', {ASKS!r}])")
     script.write_text(f"{sys.executable} {outer}\ntrue\n")  # bash stays alive only if another command follows.

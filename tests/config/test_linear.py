@@ -134,8 +134,8 @@ FIXED = {**AWARE, "ceiling": 1024}
     (FIXED, 4096, 0.25, False), (FIXED, 4096, 0.24, True), (AWARE, 4096, 0.24, False), (AWARE, 2048, 0.24, True),
 ])  # fmt: skip
 def test_a_last_part_in_which_no_step_begins_has_no_effect(schedule, total: int, fraction: float, said: bool) -> None:
-    """This includes a run whose last step ends beyond its total tokens. For noise_aware it holds only if every possible
-    decision leads there."""
+    """The last part also has no effect if the run's last step ends beyond its total tokens. For noise_aware every
+    possible decision must lead there."""
     cfg = run_config(
         linear={"precision": "fp8", "keep_last_fraction": fraction},
         tokens_per_step=schedule,

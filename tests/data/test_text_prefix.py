@@ -224,7 +224,7 @@ def test_every_document_of_raw_text_follows_the_prefix(
 
 
 def test_windows_of_raw_text_score_no_prefix(loaded: TrainedRun, tmp_path: Path) -> None:
-    """This holds wherever windows begin, and for every piece in which a document goes on."""
+    """Windows may begin anywhere, and a document may go on in any piece."""
     text = tmp_path / "text.jsonl"
     text.write_text("".join(json.dumps({"text": each}) + "\n" for each in DOCUMENTS * 20))
     tokens = 20 * sum(len(loaded.tokenizer.encode(each)) + 1 for each in DOCUMENTS)

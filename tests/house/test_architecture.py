@@ -102,7 +102,7 @@ def test_layers_import_downwards_only(package):
 
 
 def test_modules_import_each_other_in_no_circle():
-    """This holds inside a package too, and for imports of types alone."""
+    """The rule holds inside a package too, and for imports of types alone."""
     names = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in below("sagetrain")}
     modules = set(names.values())
     uses = {name: (imports(path) & modules) - {name} for path, name in names.items()}
@@ -160,8 +160,8 @@ def test_the_command_line_loads_nothing_heavy():
 
 
 def test_few_files_see_the_whole_configuration():
-    """These files are the build, the engine, controllers, the code that settles `auto`, and the run folder that keeps
-    the configuration. Preflight compares it between hosts. Inputs, resume and init_from compare it with that of a
+    """The list has the build, the engine, controllers, the code that settles `auto`, and the run folder that keeps the
+    configuration. Preflight compares it between hosts. Inputs, resume and init_from compare it with that of a
     checkpoint. Everything else gets its section. Tools that look at a run from outside (plan, eval) are not part of the
     run."""
     whole = {name_of(path) for path in SOURCES if "sagetrain.config.schema.RunConfig" in imports(path)}

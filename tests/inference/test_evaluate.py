@@ -121,7 +121,7 @@ def test_losses_at_another_context_are_of_such_sequences(loaded: TrainedRun) -> 
 @pytest.mark.parametrize("size", [1, 4, 9])
 @pytest.mark.parametrize("eos_id", [EOS, -1])
 def test_windows_score_every_token_once(size: int, eos_id: int) -> None:
-    """This holds for every stride, every length of the text, and all pieces in which it comes."""
+    """The cases are all strides, several lengths of the text, and several sizes of the pieces in which it comes."""
     for stride in range(1, size + 1):
         for length in (1, 2, size, size + 1, size + 2, 3 * size + 1, 40):
             text = np.arange(100, 100 + length)

@@ -12,7 +12,7 @@ from triton.compiler import ASTSource, CompiledKernel, compile
 from sagekernels.int8_matmul import GROUP, TILES, ProductTile, _int8_product_kernel
 
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-SHARED_MEMORY = {80: 163, 89: 99, 100: 227}  # The unit is KiB that a program may have.
+SHARED_MEMORY = {80: 163, 89: 99, 100: 227}  # A program may have so many KiB of shared memory.
 
 
 def compiled(tile: ProductTile, architecture: int, out: str = "*bf16") -> CompiledKernel:

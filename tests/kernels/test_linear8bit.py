@@ -184,7 +184,7 @@ def test_convert_refuses_by_name_and_changes_nothing() -> None:
 
 
 def test_compile_traces_attention_norms_mlp_and_layers() -> None:
-    """There is no graph break, and the numbers are the same."""
+    """The compiled model has no graph break and computes the same numbers."""
     model = convert(decoder())
     expected, wanted = gradients(model, TOKENS)
     logits, found = gradients(torch.compile(model, backend="aot_eager", fullgraph=True), TOKENS)

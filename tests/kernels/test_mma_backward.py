@@ -161,7 +161,7 @@ def test_slices_and_broadcast_gradients(kernels):
 
 @pytest.mark.parametrize("where", ["q", "k", "v", "do"])
 def test_non_finite_values_propagate(kernels, where):
-    """They reach everything that depends on them, and not the other head."""
+    """A value that is not finite reaches everything that depends on it, and not the other head."""
     shape = Shape(1, 150, 150, 2, 2, 64)
     inputs = random_inputs(shape)
     inputs[["q", "k", "v", "do"].index(where)][0, 70, 1, 3] = math.nan

@@ -136,7 +136,7 @@ def test_what_it_does_not_take_it_refuses(change: dict[str, Tensor], error: type
 
 @pytest.mark.parametrize("matmul", [RECIPES["fp8", "rowwise"], Matmul(joined=True), Matmul()], ids=str)
 def test_joined_gradients_are_not_copied(matmul: Matmul) -> None:
-    """This holds behind the operator, and behind attention that normalizes itself."""
+    """Nothing is copied behind the operator, nor behind attention that normalizes itself."""
     place = {"dtype": torch.bfloat16, "device": torch.device("cpu")}
     tables = rotary_tables(torch.arange(32), 16, 10_000.0, None)
     for function, operator in ((Sdpa(), "qk_norm_rope_gradients"), (Sage(), "normed_backward")):

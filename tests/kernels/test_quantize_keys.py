@@ -91,7 +91,7 @@ def test_scales_with_what_takes_the_magic_constant_back(kernels):
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 @pytest.mark.parametrize("smooth", [True, False])
 def test_non_finite_values_propagate(kernels, bad, smooth):
-    """They reach the scale of their token and, through the mean, the tokens of their head."""
+    """A value that is not finite reaches the scale of its token and, through the mean, the tokens of its head."""
     k = torch.randn(1, 600, 2, 128).bfloat16()
     k[0, 20, 1, 5] = bad
     codes, scale, _ = quantized(kernels, k, smooth, 6)

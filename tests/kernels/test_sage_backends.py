@@ -92,7 +92,7 @@ def test_a_backend_by_name_serves_its_own_gpus_alone(monkeypatch, runs):
 
 
 def test_a_name_reaches_kernels_of_every_gpu_that_they_serve(monkeypatch, runs):
-    """This includes Hopper, whose own kernels stand before them in the list."""
+    """On Hopper, too, a name reaches such kernels, although Hopper's own ones stand before them in the list."""
     assert [backend.name for backend in BACKENDS] == ["hopper", "mma", "triton", "twin"]
     for capability in mma.CAPABILITIES:
         run(monkeypatch, capability, recipe="fine", backend="mma")

@@ -18,7 +18,7 @@ from sagekernels.launch import TABLE, check_int8, family, launch_tiles
 KERNELS = {"forward": _forward_kernel, "dkdv": _dkdv_kernel, "dq": _dq_kernel}
 INT8 = ("Q8", "K8", "V8T", "Q8T", "K8T", "DO8T")
 SIXTEEN_BITS = ("V", "K", "O", "DO", "DK", "DV", "DQ")
-SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}  # The unit is KiB that a program may have.
+SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}  # A program may have so many KiB of shared memory.
 # A thread keeps up to so many bytes of registers in memory, over all three loops of a kernel: the measured value, and
 # some reserve.
 SPILLED = {"forward": 64, "dkdv": 560, "dq": 96}

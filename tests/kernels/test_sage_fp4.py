@@ -99,8 +99,8 @@ def test_groups_of_zeros_of_nan_and_of_infinity(format):
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_rounding_is_bounded(format):
-    """x - phi(x)| is at most half the widest step, s, plus the part that saturation cuts. x / s is at most 6.4 (e4m3,
-    whose scale is at most 1/16 too small) or below 8 (e8m0)."""
+    """The error |x - phi(x)| is at most half the widest step, s, plus the part that saturation cuts. x / s is at most
+    6.4 (e4m3, whose scale is at most 1/16 too small) or below 8 (e8m0)."""
     torch.manual_seed(0)
     x = torch.randn(64, 160) * torch.randn(64, 1).exp()
     ours = quantize_fp4(x, format=format, unit=head_unit(x))

@@ -10,7 +10,7 @@ from triton.compiler import ASTSource, compile
 from sagekernels.fp4.kernels import _fp4_forward_kernel, _quantize_fp4_kernel
 
 BYTES = ("Q4", "Q_SCALE", "K4", "K_SCALE", "V4", "V_SCALE", "CODES", "SCALE")
-SHARED_MEMORY = {80: 163, 90: 227, 100: 227, 120: 99}  # The unit is KiB that a program may have.
+SHARED_MEMORY = {80: 163, 90: 227, 100: 227, 120: 99}  # A program may have so many KiB of shared memory.
 
 
 def type_of(name: str) -> str:

@@ -285,8 +285,8 @@ def losses_of(layouts: list[tuple[int, int, int]], linear: dict) -> dict[tuple, 
 
 
 def test_training_in_fp8_does_not_depend_on_the_layout() -> None:
-    """They do not depend on ZeRO's stage either. Weights are rounded once a step or, at stage 3, whenever they are
-    gathered."""
+    """The losses do not depend on ZeRO's stage either. Weights are rounded once a step or, at stage 3, whenever they
+    are gathered."""
     linear = {"precision": "fp8"}
     rows = {(1, 1, 0): run_distributed(losses_of, 1, [(1, 1, 0)], linear)[0][1, 1, 0]}
     layouts = [*((1, 1, stage) for stage in range(4)), (2, 1, 1), (1, 2, 2)]

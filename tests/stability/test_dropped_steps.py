@@ -110,14 +110,14 @@ def test_a_step_that_is_not_finite_is_dropped_once(corpus, tmp_path, capfd) -> N
 
 @pytest.mark.parametrize(("drop", "bad_sample", "policy"), [([4], -1, "stop"), ([], 12, "skip"), ([], 12, "stop")])
 def test_the_step_before_one_that_is_left_out_has_its_row(corpus, tmp_path, drop, bad_sample, policy) -> None:
-    """This holds for every logging.every_steps. The row is that of the last step taken, which led to the next one."""
+    """logging.every_steps does not matter. The row is that of the last step taken, which led to the next one."""
     (said,) = run_distributed(train, 1, str(corpus), str(tmp_path), 4, drop, bad_sample, 2, policy)
     assert ("loss nan" in said) == (policy == "stop" and bad_sample == 12)
     assert sorted(rows_of(tmp_path, "train/loss")) == [2, 3]
 
 
 def test_a_checkpoint_has_a_row_of_its_step(corpus, tmp_path) -> None:
-    """This holds for every logging.every_steps. Without the row, measurements since the last row would be lost with the
+    """logging.every_steps does not matter. Without the row, measurements since the last row would be lost with the
     run."""
     run_distributed(train, 1, str(corpus), str(tmp_path), 5, [], -1, 100)
     assert sorted(rows_of(tmp_path, "train/loss")) == [2, 4, 5]

@@ -114,8 +114,8 @@ WORLDS = {
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_squares_are_those_of_explicit_gradients(world: int) -> None:
-    """This holds at every layout. In fp32 the distance is fp32's rounding. In bf16 it is that of gradients with 8 bits,
-    each of which is off by up to 2^-9."""
+    """The squares agree at every layout. In fp32 the distance is fp32's rounding. In bf16 it is that of gradients with
+    8 bits, each of which is off by up to 2^-9."""
     exact = by_hand()
     assert exact["noise/0/small"] > 2 * exact["noise/0/mean"]  # There is noise to be seen.
     for rank in run_distributed(measured, world, WORLDS[world]):

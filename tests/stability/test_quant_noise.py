@@ -86,7 +86,7 @@ def test_a_probe_is_planned_with_kept_16_bit_weights() -> None:
 
 
 def test_a_known_bias_is_found_under_other_errors() -> None:
-    """b|^2 is 1. The other errors are 100 times that, and differ in every micro-batch."""
+    """The square |b|^2 is 1. The other errors are 100 times that, and differ in every micro-batch."""
     width, probes = 400, 400
     groups, model = ParallelGroups.single(), Numbers(width)
     probe = QuantizationProbe(model, Reference(), groups, CPU)
@@ -143,8 +143,8 @@ def test_under_a_mask_the_error_is_right_on_average(counts) -> None:
 
 
 def test_a_probe_with_fewer_counted_tokens_has_less_bias() -> None:
-    """b|^2 is 1, and the rest of one token's error is 1,000. A hundred probes have micro-batches that count 100 tokens.
-    Then comes one with 10, which leaves the estimate of |b|^2 as it is."""
+    """The square |b|^2 is 1, and the rest of one token's error is 1,000. A hundred probes have micro-batches that count
+    100 tokens. Then comes one with 10, which leaves the estimate of |b|^2 as it is."""
     noise = NoiseScale(200, 0.9)
     noise.after_step(Taken(1, 0, 800, {"noise/0/small": 2.0, "noise/0/mean": 1.0}))
     ratios = QuantNoise(200, noise, 0.9)
@@ -337,8 +337,8 @@ def measured(layouts: list[tuple[int, int, int]]) -> list[tuple[tuple, bool, dic
 
 
 def test_the_errors_are_the_same_at_every_layout() -> None:
-    """They agree to 2 %. Sums in another order change the last bit of an activation, and now and then a rounding to
-    INT8."""
+    """The errors agree to 2 %. Sums in another order change the last bit of an activation, and now and then a rounding
+    to INT8."""
     worlds = {1: [(1, 1, 0)], 2: [(1, 1, 1), (1, 1, 2), (2, 1, 0), (2, 1, 2), (1, 2, 1)]}
     rows = [
         row for world, layouts in worlds.items() for rank in run_distributed(measured, world, layouts) for row in rank
@@ -436,7 +436,7 @@ def test_the_ratio_is_the_error_over_the_noise_that_is_left() -> None:
         share = (0.81 * 0.2 + 0.9 * 0.2 - 1.5) / (0.81 + 0.9 + 1)
         assert taken.metrics["quant_noise/0/bias_ratio"] == pytest.approx(share * 0.2 / left)
         assert taken.metrics["quant_noise/0/ratio"] == pytest.approx(0.2 / 8 / left)  # A share below 0 counts as none.
-    # G|^2 is below 0, so there is only noise.
+    # The estimate |G|^2 is below 0, so there is only noise.
     noise.after_step(Taken(5, 0, 40, {"noise/0/small": 5000.0, "noise/0/mean": 2.0}))
     taken = Taken(5, 0, 80, dict(later.metrics))
     ratios.after_step(taken)
