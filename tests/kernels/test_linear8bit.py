@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.fsdp import fully_shard
 
 import sagekernels
@@ -44,10 +47,10 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, blocks: int = 2) -> None:
         super().__init__()
         self.embedding = nn.Embedding(48, 64)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
         self.head = nn.Linear(64, 48, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -59,9 +62,9 @@ class Decoder(nn.Module):
         return self.head(x)
 
 
-def decoder() -> Decoder:
+def decoder(blocks: int = 2) -> Decoder:
     torch.manual_seed(0)
-    return Decoder()
+    return Decoder(blocks)
 
 
 def gradients(model: nn.Module, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -185,12 +188,32 @@ def test_convert_refuses_by_name_and_changes_nothing() -> None:
 
 def test_compile_traces_attention_norms_mlp_and_layers() -> None:
     """The compiled model has no graph break and computes the same numbers."""
-    model = convert(decoder())
+    model = convert(decoder(blocks=1))
     expected, wanted = gradients(model, TOKENS)
     logits, found = gradients(torch.compile(model, backend="aot_eager", fullgraph=True), TOKENS)
     torch.testing.assert_close(logits, expected)
     for name, grad in wanted.items():
         torch.testing.assert_close(found[f"_orig_mod.{name}"], grad)
+
+
+def test_compiled_layers_round_an_input_that_they_share_once() -> None:
+    """The layers q, k and v of other trainers share their input. In the backward pass each gradient is rounded."""
+    layers = convert(nn.ModuleList(nn.Linear(32, 32) for _ in range(3)), lambda layer, name: True)
+    calls: dict[str, list[str]] = {"forward": [], "backward": []}
+
+    def noted(direction: str) -> Callable:
+        def inspect(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable:
+            calls[direction] += [str(node.target) for node in graph.graph.nodes]
+            return make_boxed_func(graph.forward)
+
+        return inspect
+
+    partition = {"partition_fn": min_cut_rematerialization_partition}
+    backend = aot_autograd(fw_compiler=noted("forward"), bw_compiler=noted("backward"), **partition)
+    call = torch.compile(lambda x: sum(layer(x) for layer in layers), backend=backend, fullgraph=True)
+    call(torch.randn(4, 8, 32, requires_grad=True)).sum().backward()
+    rounded = {direction: names.count("sagekernels.quantize_both.default") for direction, names in calls.items()}
+    assert rounded["forward"] == 1 and rounded["backward"] <= 3
 
 
 def test_fully_shard_takes_a_converted_model() -> None:
