@@ -264,11 +264,11 @@ class FsdpEngine(BaseEngine):
 
     def _weights_written(self) -> None:
         """Let every block renew its 8-bit weights in its next forward pass, once for all micro-batches of a step."""
-        self._stale = set(self.model.blocks) if self._keeps else set()
+        self._stale = list(self.model.blocks) if self._keeps else []
 
     def _keep_weights(self, block: nn.Module, inputs: Any) -> None:
         if block in self._stale:
-            self._stale.discard(block)
+            self._stale.remove(block)
             keep_weights(block)
 
     # -- a step --------------------------------------------------------------------------------------------------
@@ -280,9 +280,8 @@ class FsdpEngine(BaseEngine):
         self._set_mode(sync=False, last=False)
 
     def _probe(self, batches: Iterable[Batch], probes: Sequence[Probe], masked: bool) -> Iterable[Batch]:
-        # Probes change how layers multiply, so layers make their 8-bit weights of this step before. Gathers need one
-        # order on all ranks, which a set has not.
-        for block in [block for block in self.model.blocks if block in self._stale]:
+        # Probes change how layers multiply, so layers make their 8-bit weights of this step before.
+        for block in [*self._stale]:
             cast(FSDPModule, block).unshard()
             self._keep_weights(block, ())
         return super()._probe(batches, probes, masked)

@@ -340,7 +340,7 @@ def test_weights_in_8_bits_are_rounded_once_a_step() -> None:
         assert once == anew
         # At ZeRO 3 micro-steps are added up in another order.
         assert resharded == pytest.approx(anew, rel=2e-3)
-        # Two blocks are made in four steps: the third step finds the weights that the evaluation has made.
+        # Two blocks, three steps: the third step finds the weights that the evaluation has made.
         assert made == 2 * 3
 
 
