@@ -152,9 +152,9 @@ def bias_test(recipe: str, passes: tuple[int, ...], *, seed: int, n: int = 256) 
 
 
 def sink_inputs(logit: float, *, seed: int, n: int = 2048, head_dim: int = 128) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v of one head with 256 queries and an attention sink. All numbers are normal, and V has a mean of
-    0.3. The sink is a first key with V = 0, whose score is about `logit` for every query. O is the small rest of the
-    softmax."""
+    """Return q, k and v of one head with 256 queries and an attention sink. All numbers come from normal distributions,
+    and V has a mean of 0.3. The sink is a first key with V = 0, whose score is about `logit` for every query. O is the
+    small rest of the softmax."""
     g = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(1, tokens, 1, head_dim, generator=g) for tokens in (256, n, n))
     direction = torch.nn.functional.normalize(torch.randn(head_dim, generator=g), dim=0)
