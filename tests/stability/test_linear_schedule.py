@@ -49,12 +49,19 @@ def test_when_is_a_function_of_the_tokens_seen() -> None:
         assert throughout.phases == [throughout]
 
 
-def moving_steps(
-    tp_size: int, stage: int, backend: str | None, linear: dict
-) -> tuple[list[tuple[float, float]], list[int], list[str]]:
+Steps = tuple[list[tuple[float, float]], list[int], list[str]]
+
+
+def moving_runs(tp_size: int, stage: int, runs: list[tuple[str | None, dict]]) -> list[Steps]:
+    """Take the steps of several runs one after the other."""
+    groups = tiny.join(tp_size)
+    return [moving_steps(groups, stage, *run) for run in runs]
+
+
+def moving_steps(groups: ParallelGroups, stage: int, backend: str | None, linear: dict) -> Steps:
     """Return the (loss, gradient norm) pairs of five steps, the last two of them in 16 bits, the number of graphs after
     each step, and the messages."""
-    groups = tiny.join(tp_size)
+    tp_size = groups.tp_size
     parallel = {"sequence_parallel": tp_size > 1, "zero_stage": stage}
     shape = {"hidden_size": 64, "ffn_hidden_size": 96}
     cfg = tiny.config(stage, model=shape, parallel=parallel, linear={"precision": "fp8", **linear})
@@ -93,13 +100,12 @@ def layers_of(model: Transformer) -> list[torch.nn.Module]:
 
 @pytest.mark.parametrize(("world", "tp_size", "stage"), [(1, 1, 1), (2, 2, 1), (2, 1, 3)])
 def test_layers_move_at_any_layout(world: int, tp_size: int, stage: int) -> None:
-    def go(backend: str | None = None, **linear: object) -> tuple:
-        first, *others = run_distributed(moving_steps, world, tp_size, stage, backend, linear)
-        assert all(other == first for other in others)
-        return first
-
-    moved, _, said = go(keep_last_fraction=0.4)
-    eight, sixteen = (go(**linear)[0] for linear in ({}, {"precision": "bf16"}))
+    last = {"keep_last_fraction": 0.4}
+    kept = {"keep_first_fraction": 0.4}, {"keep_first_fraction": 0.2, "keep_last_fraction": 0.2}
+    runs = [*((None, linear) for linear in (last, {}, {"precision": "bf16"}, *kept)), ("aot_eager", last)]
+    first, *others = run_distributed(moving_runs, world, tp_size, stage, runs)
+    assert all(other == first for other in others)
+    (moved, _, said), (eight, *_), (sixteen, *_), *rest = first
     assert moved[:3] == eight[:3]  # The move comes after the third step.
     assert moved[3] != eight[3] and moved[3][0] == pytest.approx(eight[3][0], abs=2e-3)
     assert moved[3] != sixteen[3]
@@ -108,7 +114,7 @@ def test_layers_move_at_any_layout(world: int, tp_size: int, stage: int) -> None
         "linear layers from fp8 rowwise to 16 bits: linear.keep_last_fraction 0.4",
         "16 bits since 300 of 500 tokens",
     ]
-    began, _, said = go(keep_first_fraction=0.4)
+    (began, _, said), (between, _, told), (compiled, graphs, _) = rest
     assert began[:2] == sixteen[:2]
     assert began[2] != sixteen[2] and began[2][0] == pytest.approx(sixteen[2][0], abs=5e-3)
     assert said == [
@@ -116,15 +122,13 @@ def test_layers_move_at_any_layout(world: int, tp_size: int, stage: int) -> None
         "linear layers from 16 bits to fp8 rowwise: linear.keep_first_fraction 0.4",
         "fp8 since 200 of 500 tokens",
     ]
-    between, _, said = go(keep_first_fraction=0.2, keep_last_fraction=0.2)
     assert between[0] == sixteen[0] and between[1:] != sixteen[1:]
-    assert [line.rpartition(": ")[2] for line in said] == [
+    assert [line.rpartition(": ")[2] for line in told] == [
         "16 bits up to 100 of 500 tokens",
         "linear.keep_first_fraction 0.2",
         "linear.keep_last_fraction 0.2",
         "16 bits since 400 of 500 tokens",
     ]
-    compiled, graphs, _ = go("aot_eager", keep_last_fraction=0.4)
     assert torch.allclose(torch.tensor(compiled), torch.tensor(moved), rtol=2e-3)
     new = [after - before for before, after in pairwise(graphs)]
     assert new[0] == new[1] == new[3] == 0 and new[2] > 0, "compiled anew at the move, once"
