@@ -40,7 +40,7 @@ from sagetrain.model.tensors import TensorSpec
 from sagetrain.model.transformer import Transformer
 from sagetrain.optim.build import build_optimizer
 from sagetrain.optim.build import groups as groups_of
-from sagetrain.optim.pieces import Optimizer, State, TensorPiece
+from sagetrain.optim.pieces import Optimizer, State, TensorPiece, Weights
 from sagetrain.parallel.layers import keep_weights, materialize
 from sagetrain.parallel.topology import ParallelGroups
 
@@ -59,11 +59,12 @@ def partitioner(cfg: RunConfig, groups: ParallelGroups) -> Callable[[nn.Paramete
     takes them.
     """
     shards = sharding_ranks(cfg, groups.num_replicas)
+    kept = torch.float32 if cfg.optimizer.master == "fp32" else torch.bfloat16
 
     def partition(parameter: Any) -> None:
-        # The copy is made before the parameter gives its memory away. In fp32 `float` alone would be a view.
-        own = parameter.detach()[rows_of(len(parameter), shards, groups.replica_rank % shards)].float().clone()
-        materialize(parameter, torch.empty(parameter.shape, dtype=torch.float32, device="meta"))
+        # The copy is made before the parameter gives its memory away. In its own dtype `to` alone would be a view.
+        own = parameter.detach()[rows_of(len(parameter), shards, groups.replica_rank % shards)].to(kept).clone()
+        materialize(parameter, torch.empty(parameter.shape, dtype=kept, device="meta"))
         parameter.shard = own
 
     return partition
@@ -173,6 +174,7 @@ class FsdpEngine(BaseEngine):
         ranks, specs = self._holders(), self.model.specs
         self._optimizers: list[tuple[list[TensorPiece], Optimizer]] = []
         self._state: dict[str, Mapping[str, State]] = {}
+        self._weights: dict[str, Weights] = {}
         for group in groups_of(specs.values(), cfg):
             pieces = []
             for name in group.names:
@@ -182,6 +184,7 @@ class FsdpEngine(BaseEngine):
             optimizer = build_optimizer(cfg, group, pieces, ranks)
             self._optimizers.append((pieces, optimizer))
             self._state.update(zip(group.names, optimizer.state, strict=True))
+            self._weights.update(zip(group.names, optimizer.weights, strict=True))
 
     def _holders(self) -> dist.ProcessGroup | None:
         """Return the ranks that hold each tensor between them: the tensor-parallel slices of neighbours that shard;
@@ -230,6 +233,7 @@ class FsdpEngine(BaseEngine):
                     start + master.numel(),
                     weight=master.view(-1),
                     state=self._state[name],
+                    masters=self._weights[name],
                     twin=self.groups.replica_rank >= self._shards,
                 )
 
@@ -332,13 +336,13 @@ class FsdpEngine(BaseEngine):
         ]
         square = torch.zeros((), dtype=torch.float64, device=self.device)
         if counted:
-            square = torch.stack(torch._foreach_norm(counted)).double().square().sum()
+            square = torch.stack(torch._foreach_norm(counted, dtype=torch.float32)).double().square().sum()
         self.groups.metrics.derive("train/grad_norm", math.sqrt, square)
         allowed = decision.allows()
         norm = decision.metrics["train/grad_norm"]
         if not math.isfinite(norm):
             return False
-        decision.show(lambda: [(name, gradient.view(-1)) for name, gradient in gradients.items()])
+        decision.show(lambda: [(name, gradient.view(-1).float()) for name, gradient in gradients.items()])
         if not allowed:
             return False
         self._step_optimizers(gradients, min(1.0, self._largest_norm / (norm + 1e-6)))

@@ -18,7 +18,7 @@ from torch import Tensor
 from sagetrain.data.loader import Batch
 from sagetrain.model.tensors import TensorSpec
 from sagetrain.model.transformer import Transformer
-from sagetrain.optim.pieces import State
+from sagetrain.optim.pieces import State, Weights
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.controller import Event
 from sagetrain.stability.noise_scale import GradientNoise
@@ -129,12 +129,14 @@ class Owned:
     stop: int
     """The range is [start, stop). Both are equal on a rank that keeps nothing of this tensor."""
     weight: Tensor
-    """The fp32 master weights of the range."""
+    """The memory of the master weights of the range, fp32 or bf16 (optimizer.master)."""
     state: Mapping[str, State]
     """The optimizer's state of the range, by the names that checkpoints have for its kinds."""
     copies: tuple[Tensor, ...] = ()
     """This rank's other copies of the values, in the model's dtype. The model computes with these copies, and they may
     cover any range."""
+    masters: Weights | None = None
+    """The master weights where `weight` alone does not say them. None: `weight` does."""
     twin: bool = False
     """Whether another replica keeps the same range, and saves and loads it for this one."""
 
@@ -150,11 +152,15 @@ class Owned:
 
     def read(self, kind: str) -> Tensor:
         """Return the values of a kind, 1-D in fp32: the memory itself, or a copy if it is not fp32."""
-        return self.weight if kind == "weight" else self.state[kind].read()
+        if kind == "weight":
+            return self.masters.read() if self.masters else self.weight
+        return self.state[kind].read()
 
     def write(self, kind: str, values: Tensor, start: int = 0) -> None:
         """Set the values of a kind from position `start` of the range on: see optim/pieces.State."""
-        if kind == "weight":
+        if kind == "weight" and self.masters:
+            self.masters.write(values, start)
+        elif kind == "weight":
             self.weight[start : start + len(values)] = values
         else:
             self.state[kind].write(values, start)

@@ -354,20 +354,22 @@ def _fsdp_state(cfg: RunConfig, size: int, ranks: int, vocab_size: int) -> list[
     stage, shards, element = cfg.parallel.zero_stage, sharding_ranks(cfg, ranks), rank_of(cfg).element
     share, (block, outside) = -(-size // shards), fsdp_groups(cfg, size, vocab_size)
     moments, state = _moments(cfg, size)
-    optimizer = MemoryItem(
-        "optimizer", 4 * share + -(-state // shards), f"fp32 master copy and {moments}, 1/{shards} of them"
-    )
+    # With what rounding has left, masters in bf16 take as much as in fp32. Gradients have the dtype of the masters.
+    master = cfg.optimizer.master
+    taken, wide = 2 if master == "bf16_chance" else 4, 4 if master == "fp32" else 2
+    what = f"masters in {master} and {moments}, 1/{shards} of them"
+    optimizer = MemoryItem("optimizer", taken * share + -(-state // shards), what)
     if stage == 3:
         # A block computes while the next one is on its way to a buffer, and from there to its place.
         gathered = MemoryItem("gathered weights", element * (outside + 3 * block), "of two blocks, and outside of them")
-        return [gathered, MemoryItem("gradients", 4 * share, f"fp32, 1/{shards} of them"), optimizer]
+        return [gathered, MemoryItem("gradients", wide * share, f"1/{shards} of them"), optimizer]
     several = max(cfg.tokens_per_step.named_tokens.values()) > token_multiple(
         cfg, ranks // cfg.parallel.context_parallel_size
     )
     if stage < 2 and several:
         held = MemoryItem("gradients", 4 * size, "fp32, until they are reduced")
     else:
-        held = MemoryItem("gradients", 4 * share, f"fp32, 1/{shards} of them")
+        held = MemoryItem("gradients", wide * share, f"1/{shards} of them")
     weights = MemoryItem("weights", element * size, f"{cfg.training.dtype}, gathered")
     return [weights, held, optimizer, _codes(cfg)]
 

@@ -11,6 +11,7 @@ from torch.optim.adamw import adamw
 from sagetrain.config.schema import OptimizerConfig
 from sagetrain.optim.pieces import State, TensorPiece
 from sagetrain.optim.states import state_of
+from sagetrain.optim.weights import weights_of
 
 KINDS = "exp_avg", "exp_avg_sq"
 """The kinds of AdamW's state: the running averages of gradients and of their squares."""
@@ -22,39 +23,48 @@ class AdamW:
     """An optimizer (pieces.Optimizer) that works value by value, so that ranks need not exchange anything.
 
     Args:
+        seed: the seed of the run.
         lr_factor: the learning rate as a multiple of the schedule's.
     """
 
     def __init__(
-        self, pieces: Sequence[TensorPiece], cfg: OptimizerConfig, weight_decay: float, lr_factor: float = 1.0
+        self,
+        pieces: Sequence[TensorPiece],
+        cfg: OptimizerConfig,
+        seed: int,
+        weight_decay: float,
+        lr_factor: float = 1.0,
     ) -> None:
         self._cfg, self._weight_decay, self._lr_factor = cfg, weight_decay, lr_factor
-        self._weights = [piece.weight for piece in pieces]
+        self._sizes = [len(piece.weight) for piece in pieces]
+        self.weights = [weights_of(cfg.master, piece, seed) for piece in pieces]
         self.state: list[dict[str, State]] = [
             {
-                "exp_avg": state_of(cfg.moments, weight),
-                "exp_avg_sq": state_of(cfg.moments, weight, signed=False),
+                "exp_avg": state_of(cfg.moments, piece.weight),
+                "exp_avg_sq": state_of(cfg.moments, piece.weight, signed=False),
             }
-            for weight in self._weights
+            for piece in pieces
         ]
 
     @torch.no_grad()
     def step(self, gradients: Sequence[Tensor], lr: float, update: int) -> None:
         """Update weights and averages: see pieces.Optimizer."""
         for parts in self._parts():
-            weights = [self._weights[number][start:stop] for number, start, stop in parts]
+            weights = [self.weights[number].read(start, stop) for number, start, stop in parts]
             average, squares = ([self.state[n][kind].read(start, stop) for n, start, stop in parts] for kind in KINDS)
-            found = [gradients[number][start:stop] for number, start, stop in parts]
+            found = [gradients[number][start:stop].float() for number, start, stop in parts]
             self._update(weights, found, average, squares, lr * self._lr_factor, update)
+            for (number, start, _), weight in zip(parts, weights, strict=True):
+                self.weights[number].write(weight, start, update)
             for kind, values in zip(KINDS, (average, squares), strict=True):
                 for (number, start, _), value in zip(parts, values, strict=True):
                     self.state[number][kind].write(value, start)
 
     def _parts(self) -> Iterator[list[tuple[int, int, int]]]:
-        """Yield what is updated at once: a list of piece, begin and end. State in fp32 is updated in place and all at
-        once. Other state is read into fp32 for that, so there is a bound."""
-        sizes = [(number, len(weight)) for number, weight in enumerate(self._weights) if len(weight)]
-        if self._cfg.moments == "fp32":
+        """Yield what is updated at once: a list of piece, begin and end. Weights and state in fp32 are updated in place
+        and all at once. Others are read into fp32 for that, so there is a bound."""
+        sizes = [(number, size) for number, size in enumerate(self._sizes) if size]
+        if self._cfg.moments == self._cfg.master == "fp32":
             yield [(number, 0, size) for number, size in sizes]
             return
         parts, total = list[tuple[int, int, int]](), 0

@@ -63,5 +63,5 @@ def build_optimizer(
         ranks: the ranks that hold each tensor between them; None: this rank holds them whole.
     """
     if group.rule == "muon":
-        return muon.Muon(pieces, run.optimizer, ranks)
-    return adamw.AdamW(pieces, run.optimizer, group.weight_decay, group.lr_factor)
+        return muon.Muon(pieces, run.optimizer, run.training.seed, ranks)
+    return adamw.AdamW(pieces, run.optimizer, run.training.seed, group.weight_decay, group.lr_factor)

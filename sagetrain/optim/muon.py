@@ -21,6 +21,7 @@ from sagetrain.model.accounting import MUON_ROUND
 from sagetrain.optim.owners import owners
 from sagetrain.optim.pieces import TensorPiece
 from sagetrain.optim.states import state_of
+from sagetrain.optim.weights import weights_of
 
 KINDS = ("momentum",)
 """The kinds of Muon's state: the running average of gradients."""
@@ -57,13 +58,17 @@ class Muon:
 
     Args:
         pieces: the pieces of the same matrices, in the same order, on every rank of `group`.
+        seed: the seed of the run.
         group: the ranks that hold each matrix between them; None: this rank holds all of them.
     """
 
-    def __init__(self, pieces: Sequence[TensorPiece], cfg: OptimizerConfig, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, pieces: Sequence[TensorPiece], cfg: OptimizerConfig, seed: int, group: dist.ProcessGroup | None
+    ) -> None:
         self._pieces, self._cfg, self._weight_decay, self._group = pieces, cfg.muon, cfg.weight_decay, group
         ranks = 1 if group is None else dist.get_world_size(group)
         self._rank = 0 if group is None else dist.get_rank(group)
+        self.weights = [weights_of(cfg.master, piece, seed) for piece in pieces]
         self.state = [{kind: state_of(cfg.moments, piece.weight) for kind in KINDS} for piece in pieces]
         self._ranges = self._everybodys(ranks)
         owner = owners([piece.spec.shape for piece in pieces], ranks, cfg.muon.steps)
@@ -88,7 +93,7 @@ class Muon:
             sent = [sum(self._ranges[self._rank][n].size for n in owned) for owned in matrices]
             kept = [sum(each[n].size for n in mine) for each in self._ranges]
             updates = self._orthogonal(mine, self._exchanged(torch.cat(directions), sent, kept))
-            self._apply([n for owned in matrices for n in owned], self._exchanged(updates, kept, sent), lr)
+            self._apply([n for owned in matrices for n in owned], self._exchanged(updates, kept, sent), lr, update)
 
     def _direction(self, number: int, gradient: Tensor) -> Tensor:
         """Take a gradient into the momentum. Return the direction of the update, before it is orthogonalized, in
@@ -96,6 +101,7 @@ class Muon:
         if not len(gradient):
             return torch.empty(0, dtype=torch.bfloat16, device=gradient.device)
         state, cfg = self.state[number]["momentum"], self._cfg
+        gradient = gradient.float()
         momentum = state.read().lerp_(gradient, 1 - cfg.momentum)
         state.write(momentum)
         return (gradient.lerp(momentum, cfg.momentum) if cfg.nesterov else momentum).bfloat16()
@@ -128,14 +134,15 @@ class Muon:
                 result[place] = flat[of, start:stop]
         return result
 
-    def _apply(self, matrices: Sequence[int], updates: Tensor, lr: float) -> None:
+    def _apply(self, matrices: Sequence[int], updates: Tensor, lr: float, update: int) -> None:
         """Decay this rank's pieces, and add their updates."""
         sizes = [self._ranges[self._rank][number].size for number in matrices]
         for number, part in zip(matrices, updates.split(sizes), strict=True):
             if len(part):
-                weight = self._pieces[number].weight
+                weight = self.weights[number].read()
                 weight.mul_(1 - lr * self._weight_decay)
                 weight.add_(part, alpha=-lr * self._factor(*self._pieces[number].spec.shape))
+                self.weights[number].write(weight, 0, update)
 
     def _factor(self, rows: int, columns: int) -> float:
         """Return the factor of a matrix's learning rate (optimizer.muon.adjust_lr)."""

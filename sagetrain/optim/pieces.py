@@ -24,6 +24,19 @@ class State(Protocol):
         ...
 
 
+class Weights(Protocol):
+    """The master weights of one piece, in fp32 or in fewer bits."""
+
+    def read(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """Return the range [start, stop), 1-D in fp32: the memory itself, or a copy if the memory is not fp32."""
+        ...
+
+    def write(self, values: Tensor, start: int = 0, update: int = 0) -> None:
+        """Set the weights from position `start` on to `values`, 1-D in fp32, which update number `update` has made.
+        What was read is kept as it is."""
+        ...
+
+
 STEP = 4096
 """State is read and written at multiples of this many values, so that no block with a common scale is cut."""
 
@@ -41,7 +54,7 @@ class TensorPiece:
     start: int
     stop: int
     weight: Tensor
-    """The master weights of the range: 1-D, a view of the engine's memory."""
+    """The memory of the master weights of the range: 1-D, a view of what the engine keeps."""
 
 
 class Optimizer(Protocol):
@@ -53,11 +66,16 @@ class Optimizer(Protocol):
         build.kinds_of, on every rank."""
         ...
 
+    @property
+    def weights(self) -> Sequence[Weights]:
+        """The master weights of each piece."""
+        ...
+
     def step(self, gradients: Sequence[Tensor], lr: float, update: int) -> None:
         """Update weights and state in place; collective.
 
         Args:
-            gradients: the gradient of each piece, 1-D.
+            gradients: the gradient of each piece, 1-D in fp32 or bf16.
             lr: the learning rate of the schedule.
             update: the number of this update, from 1. The state has seen all earlier ones.
         """

@@ -20,17 +20,21 @@ from sagetrain.config.schema import OptimizerConfig
 from sagetrain.engines.protocol import Engine, Observers
 from sagetrain.model.tensors import TensorSpec, tensors
 from sagetrain.optim import muon
+from sagetrain.optim.adamw import AdamW
 from sagetrain.optim.muon import Muon
 from sagetrain.optim.pieces import STEP, TensorPiece
 from sagetrain.optim.states import Int8
+from sagetrain.optim.weights import ChanceWeights, KahanWeights
 from sagetrain.stability.spikes import Verdict
 
 MODEL = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
 STEPS = 3
 
 
-def config(stage: int, dtype: str, name: str, moments: str = "fp32", **parallel: object) -> RunConfig:
-    optimizer = {"name": name, "lr": 1e-2, "eps": 1e-6, "moments": moments}
+def config(
+    stage: int, dtype: str, name: str, moments: str = "fp32", master: str = "fp32", **parallel: object
+) -> RunConfig:
+    optimizer = {"name": name, "lr": 1e-2, "eps": 1e-6, "moments": moments, "master": master}
     return tiny.config(stage, dtype, model=MODEL, optimizer=optimizer, parallel={"zero_stage": stage, **parallel})
 
 
@@ -71,7 +75,7 @@ def muon_in_pieces(layouts: Sequence[tuple[int, int]], cfg: OptimizerConfig) -> 
 
             piece = TensorPiece(spec, slice, tp_size, edges[place], edges[place + 1], torch.empty(0))
             pieces.append(replace(piece, weight=part_of(piece, -1)))
-        optimizer = Muon(pieces, cfg, group if ranks > 1 else None)
+        optimizer = Muon(pieces, cfg, 0, group if ranks > 1 else None)
         for step in range(STEPS):
             optimizer.step([part_of(piece, step) for piece in pieces], 1e-2, step + 1)
         found.append({p.spec.name: (p.slice, p.start, p.weight) for p in pieces})
@@ -138,7 +142,76 @@ def bits(engine: Engine) -> dict[tuple[str, str], bytes]:
 
 
 MUON = ("fp32", "muon", "fp32"), ("bf16", "muon", "fp32")
+NARROW = ("bf16", "adamw", "int8", "bf16_chance"), ("bf16", "muon", "fp32", "bf16_kahan")
 SMALL = ("bf16", "muon", "int8"), ("bf16", "muon", "bf16"), ("bf16", "adamw", "int8"), ("fp32", "adamw", "bf16")
+
+
+def whole_and_pieces(dim: int) -> tuple[TensorPiece, list[tuple[TensorPiece, torch.Tensor]]]:
+    """A tensor as one piece, and as four: ranges of two slices. Each of those with the places that it holds."""
+    spec = TensorSpec("w", "w", (64, 96), "tensor", dim, "matrix", 0)
+    index, found = torch.arange(spec.size).view(spec.shape), []
+    for slice, part in enumerate(index.chunk(2, dim)):
+        flat = part.flatten()
+        for a, b in ((0, 1001), (1001, len(flat))):
+            found.append((TensorPiece(spec, slice, 2, a, b, torch.zeros(b - a, dtype=torch.bfloat16)), flat[a:b]))
+    return TensorPiece(spec, 0, 1, 0, spec.size, torch.zeros(spec.size, dtype=torch.bfloat16)), found
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_rounding_by_chance_is_the_same_in_pieces_and_right_on_average(dim: int) -> None:
+    values = torch.randn(64 * 96, generator=torch.Generator().manual_seed(0))
+    whole, pieces = whole_and_pieces(dim)
+    of_whole = ChanceWeights(whole, 7)
+    of_whole.write(values, 0, 3)
+    for piece, held in pieces:
+        part = ChanceWeights(piece, 7)
+        part.write(values[held], 0, 3)
+        assert torch.equal(part.read(), of_whole.read()[held])
+    seen = {3: of_whole.read()}
+    for update in range(400):
+        of_whole.write(values, 0, update)
+        seen[update] = of_whole.read()
+        of_whole.write(seen[update], 0, update)
+        assert torch.equal(of_whole.read(), seen[update])  # what bf16 holds is not rounded
+    step = values.abs() * 2**-7  # bf16 has 7 bits behind the first
+    assert all(((found - values).abs() <= step).all() for found in seen.values())
+    assert ((torch.stack([*seen.values()]).mean(0) - values) / step).abs().mean() < 0.03
+    other = ChanceWeights(whole, 8)
+    other.write(values, 0, 3)
+    assert (other.read() != seen[3]).float().mean() > 0.2  # another seed, and so for another update
+    assert (seen[4] != seen[3]).float().mean() > 0.2
+
+
+def test_masters_in_two_parts_hold_what_they_read() -> None:
+    values = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
+    values[:1000] = 1 + 2.0**-9 - 2.0 ** -torch.arange(10, 24).repeat(72)[:1000]  # just below the middle of two numbers
+    weights = KahanWeights(TensorPiece(tiny.spec(len(values)), 0, 1, 0, len(values), values.bfloat16()))
+    weights.write(values)
+    read, parts = weights.read(), (weights._values.clone(), weights._rest.clone())
+    assert ((read - values).abs() <= values.abs() * 2**-17).all()
+    weights.write(read)
+    assert torch.equal(weights._values, parts[0]) and torch.equal(weights._rest, parts[1])
+
+
+def far_from(master: str, target: torch.Tensor, moments: str = "fp32") -> float:
+    """How far AdamW ends from the optimum of a noisy square, with updates below half a step of bf16."""
+    cfg = OptimizerConfig(lr=2e-3, moments=moments, master=master)
+    start = (target + 1).bfloat16()
+    memory = start.float() if master == "fp32" else start
+    piece = TensorPiece(tiny.spec(len(target)), 0, 1, 0, len(target), memory)
+    optimizer = AdamW([piece], cfg, 5, 0.0)
+    for step in range(1, 1001):
+        noise = torch.randn(len(target), generator=torch.Generator().manual_seed(step)) * 0.5
+        optimizer.step([optimizer.weights[0].read() - target + noise], 2e-3 * (1 - step / 1001), step)
+    return (optimizer.weights[0].read() - target).square().mean().sqrt().item()
+
+
+def test_small_updates_are_not_lost_in_bf16() -> None:
+    target = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    exact = far_from("fp32", target)
+    assert exact < 0.3
+    for master, moments in (("bf16_chance", "fp32"), ("bf16_kahan", "fp32"), ("bf16_chance", "int8")):
+        assert far_from(master, target, moments) < 1.05 * exact, (master, moments)
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -163,7 +236,7 @@ def test_engines_learn_alike_at_every_layout_and_resume(tmp_path) -> None:
     full, half = MUON
     plain, fsdp, hybrid = {}, {"engine": "fsdp"}, {"engine": "fsdp", "shard_size": 2}
     worlds = {
-        1: [(1, 1, 0, full, plain), (1, 1, 1, half, plain), *((1, 1, 1, how, fsdp) for how in SMALL)],
+        1: [(1, 1, 0, full, plain), (1, 1, 1, half, plain), *((1, 1, 1, how, fsdp) for how in (*SMALL, *NARROW))],
         2: [
             *((1, 1, stage, full, plain) for stage in range(2)),
             *((1, 1, stage, half, plain) for stage in range(1, 4)),
@@ -173,6 +246,7 @@ def test_engines_learn_alike_at_every_layout_and_resume(tmp_path) -> None:
         4: [
             *((2, 1, stage, full, plain) for stage in (0, 3)),
             *((2, 1, stage, half, fsdp) for stage in range(4)),
+            *((tp_size, 1, 1, how, fsdp) for tp_size, how in zip((1, 2), NARROW, strict=True)),
             (2, 1, 1, half, plain),
             (1, 1, 1, half, hybrid),
         ],

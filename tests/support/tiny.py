@@ -25,6 +25,7 @@ from sagetrain.model.tensors import TensorSpec
 from sagetrain.model.transformer import Transformer
 from sagetrain.optim.pieces import TensorPiece
 from sagetrain.optim.states import Fp32
+from sagetrain.optim.weights import Fp32Weights
 from sagetrain.parallel.topology import ParallelGroups, Topology
 
 VOCAB, SEQ = 128, 16
@@ -101,6 +102,7 @@ class SGD:
 
     def __init__(self, pieces: Sequence[TensorPiece]) -> None:
         self._weights, self.state = [piece.weight for piece in pieces], [{} for _ in pieces]
+        self.weights = [Fp32Weights(piece) for piece in pieces]
 
     @classmethod
     def use(cls) -> None:

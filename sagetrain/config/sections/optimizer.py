@@ -51,6 +51,10 @@ class OptimizerConfig(Section):
     moments: Literal["fp32", "bf16", "int8"] = "fp32"
     """Memory of the moments. int8: 256 levels, with a scale for each 256 values, which takes a byte for each value.
     Checkpoints hold fp32 in any case, so the key may change at a resume."""
+    master: Literal["fp32", "bf16_chance", "bf16_kahan"] = "fp32"
+    """Memory of the master weights. bf16_chance: rounded up or down by chance, so that small updates add up on average;
+    the model computes with the masters. bf16_kahan: in bf16, with a second number for what rounding has left. Both need
+    parallel.engine fsdp."""
     muon: MuonConfig = MuonConfig()
 
     @property

@@ -67,7 +67,8 @@ class TrainingConfig(Section):
     that differ in this key alone show how far rounding drives equal runs apart, on deterministic machines too
     (`sagetrain compare --band`)."""
     dtype: Literal["bf16", "fp32"] = "bf16"
-    """Arithmetic of the model; master weights and optimizer state are fp32 in either case."""
+    """Arithmetic of the model. Master weights and moments are fp32 in either case, unless optimizer.master or
+    optimizer.moments says otherwise."""
     activation_checkpointing: Union[Recomputation, Literal["auto"]] = "none"
     """Activations that the backward pass recomputes instead of keeping them. full: every block as a whole.
     selective: norms, rotary embedding, SwiGLU and collectives, which are cheap; the outputs of matmuls and of

@@ -1,0 +1,126 @@
+"""The memory of master weights: in fp32, in bf16 rounded by chance, or in bf16 with what rounding left (Kahan).
+
+Rounding to the nearest number would lose every update that is smaller than half a step of bf16. Rounding by chance goes
+up with the probability of what is cut off, so that updates add up on average. Its bits depend on the seed, the update
+and the place in the whole tensor, and so they are the same at every layout.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from sagetrain.optim.pieces import TensorPiece, Weights
+
+Master = Literal["fp32", "bf16_chance", "bf16_kahan"]
+_LOW = 0xFFFFFFFF
+
+
+class Fp32Weights:
+    """Master weights in fp32, in the memory of the engine."""
+
+    def __init__(self, piece: TensorPiece) -> None:
+        self._values = piece.weight
+
+    def read(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """Return the memory itself."""
+        return self._values[start:stop]
+
+    def write(self, values: Tensor, start: int = 0, update: int = 0) -> None:
+        """Set the weights from position `start` on."""
+        memory = self._values[start : start + len(values)]
+        # An optimizer has changed the memory in place.
+        if memory.data_ptr() != values.data_ptr():
+            memory.copy_(values)
+
+
+class ChanceWeights:
+    """Master weights in bf16, in the memory of the engine. New values are rounded by chance.
+
+    Args:
+        seed: the seed of the run.
+    """
+
+    def __init__(self, piece: TensorPiece, seed: int) -> None:
+        self._piece, self._seed = piece, seed
+
+    def read(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """Return a copy in fp32."""
+        return self._piece.weight[start:stop].float()
+
+    def write(self, values: Tensor, start: int = 0, update: int = 0) -> None:
+        """Set the weights from position `start` on. Numbers of bf16 stay as they are."""
+        bits = chance(places(self._piece, start, len(values)), self._seed, update, self._piece.spec.name)
+        self._piece.weight[start : start + len(values)] = round_by_chance(values, bits)
+
+
+class KahanWeights:
+    """Master weights in bf16, in the memory of the engine, beside the part that rounding has left, in bf16 as well. The
+    sum of both is a number of fp32, which checkpoints hold."""
+
+    def __init__(self, piece: TensorPiece) -> None:
+        self._values, self._rest = piece.weight, torch.zeros_like(piece.weight, requires_grad=False)
+
+    def read(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """Return the sum of both parts, a copy in fp32."""
+        return self._values[start:stop].float().add_(self._rest[start:stop])
+
+    def write(self, values: Tensor, start: int = 0, update: int = 0) -> None:
+        """Set both parts from position `start` on."""
+        # What remains of a value may round to another sum. Splitting that sum again gives parts that stay as they are.
+        for _ in range(2):
+            rounded = values.bfloat16()
+            rest = (values - rounded).bfloat16()
+            values = rounded.float().add_(rest)
+        self._values[start : start + len(values)], self._rest[start : start + len(values)] = rounded, rest
+
+
+def weights_of(master: Master, piece: TensorPiece, seed: int) -> Weights:
+    """Return the master weights of a piece.
+
+    Args:
+        master: the setting optimizer.master. The memory of the piece has the dtype that it asks for.
+        seed: the seed of the run.
+    """
+    if master == "fp32":
+        return Fp32Weights(piece)
+    return ChanceWeights(piece, seed) if master == "bf16_chance" else KahanWeights(piece)
+
+
+def places(piece: TensorPiece, start: int, count: int) -> Tensor:
+    """Return where `count` values from position `start` of a piece lie in the whole tensor, flattened."""
+    inside = torch.arange(piece.start + start, piece.start + start + count, device=piece.weight.device)
+    if piece.slices == 1 or piece.spec.dim != 1:
+        return inside + piece.slice * (piece.spec.size // piece.slices)
+    columns = piece.spec.shape[1]
+    width = columns // piece.slices
+    return inside // width * columns + piece.slice * width + inside % width
+
+
+def chance(places: Tensor, seed: int, update: int, name: str) -> Tensor:
+    """Return 16 random bits for each place in the tensor of this name: an int64 tensor."""
+    key = _mixed(torch.tensor([seed & _LOW]))
+    for part in (seed >> 32, update, zlib.crc32(name.encode())):
+        key = _mixed(key ^ (part & _LOW))
+    return _mixed(_mixed(places & _LOW) ^ int(key)) >> 16
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """Return a hash of 32-bit numbers, each in an int64."""
+    for multiplier in (0x7FEB352D, 0x846CA68B):
+        x = x ^ (x >> 16)
+        # What passes 64 bits does not matter for the lower 32.
+        x = (x * multiplier) & _LOW
+    return x ^ (x >> 16)
+
+
+def round_by_chance(values: Tensor, bits: Tensor) -> Tensor:
+    """Round fp32 numbers to bf16, away from zero with the probability of the part that is cut off.
+
+    Args:
+        bits: 16 random bits for each number.
+    """
+    return ((values.view(torch.int32) + bits.to(torch.int32)) & ~0xFFFF).view(torch.float32).bfloat16()

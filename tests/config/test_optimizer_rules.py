@@ -1,0 +1,58 @@
+"""Rules for optimizers and for what the backward pass recomputes: each finding has key, value and fix."""
+
+from __future__ import annotations
+
+import pytest
+
+import tiny
+from sagetrain.config.rules import fit
+
+FSDP = {"engine": "fsdp"}
+CASES = [
+    ({"optimizer": {"muon": {"steps": 7}}}, "no_effect", "optimizer.muon.steps", "only muon uses it"),
+    (
+        {"optimizer": {"name": "muon", "muon": {"adamw_matrices": ["q", "k", "v", "out", "gate", "up", "down"]}}},
+        "muon_without_matrices", "optimizer.muon.adamw_matrices", "use optimizer.name: adamw",
+    ),
+    (
+        {"optimizer": {"name": "muon", "muon": {"adamw_lr": 0.03}}},
+        "large_lr", "optimizer.muon.adamw_lr", "use a smaller one",
+    ),
+    (
+        {"optimizer": {"name": "muon", "weight_decay": 50.0, "muon": {"adamw_lr": 0.1}}},
+        "decay_in_one_step", "optimizer.weight_decay", "use a smaller optimizer.muon.adamw_lr",
+    ),
+    (
+        {"optimizer": {"moments": "bf16", "betas": [0.9, 0.999]}},
+        "moments_stand_still", "optimizer.moments", "use fp32 or int8, or a second beta of at most 0.99609",
+    ),
+    ({"optimizer": {"master": "bf16_chance"}}, "bf16_masters_need_fsdp", "optimizer.master", "parallel.engine: fsdp"),
+    (
+        {"optimizer": {"master": "bf16_kahan"}, "parallel": FSDP, "training": {"dtype": "fp32"}},
+        "bf16_masters_in_fp32", "optimizer.master", "training.dtype bf16",
+    ),
+    (
+        {"optimizer": {"master": "bf16_kahan"}, "parallel": {**FSDP, "zero_stage": 3}},
+        "bf16_masters_bf16_gradients", "optimizer.master", "parallel.zero_stage 0 or 1",
+    ),
+    (
+        {"training": {"activation_checkpointing": 3}},
+        "recomputed_blocks", "training.activation_checkpointing", "up to 2",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("sections", "rule", "key", "fix"), CASES)
+def test_findings_of_optimizers(sections: dict, rule: str, key: str, fix: str) -> None:
+    found = {finding.rule: finding for finding in fit(tiny.config(1, "bf16", **sections), 1, tiny.VOCAB)}
+    assert found[rule].key == key and fix in f"{found[rule].message} {found[rule].fix}"
+
+
+@pytest.mark.parametrize("sections", [
+    {"optimizer": {"name": "muon", "muon": {"adamw_matrices": ["k", "v"], "adamw_lr": 1e-3}, "moments": "int8"}},
+    {"optimizer": {"master": "bf16_chance", "moments": "bf16"}, "parallel": FSDP},
+    {"training": {"activation_checkpointing": 2}}, {"training": {"activation_checkpointing": "auto"}},
+])  # fmt: skip
+def test_what_optimizers_can_do_has_no_finding(sections: dict) -> None:
+    ours = ("optimizer", "training.activation_checkpointing")
+    assert [f for f in fit(tiny.config(1, "bf16", **sections), 1, tiny.VOCAB) if f.key.startswith(ours)] == []
