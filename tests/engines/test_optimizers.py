@@ -194,7 +194,7 @@ def test_masters_in_two_parts_hold_what_they_read() -> None:
 
 
 def far_from(master: str, target: torch.Tensor, moments: str = "fp32") -> float:
-    """How far AdamW ends from the optimum of a noisy square, with updates below half a step of bf16."""
+    """Return how far AdamW ends from the optimum of a noisy square, with updates below half a step of bf16."""
     cfg = OptimizerConfig(lr=2e-3, moments=moments, master=master)
     start = (target + 1).bfloat16()
     memory = start.float() if master == "fp32" else start
