@@ -158,7 +158,7 @@ def whole_and_pieces(dim: int) -> tuple[TensorPiece, list[tuple[TensorPiece, tor
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_rounding_by_chance_is_the_same_in_pieces_and_right_on_average(dim: int) -> None:
+def test_rounding_by_chance_is_fair_and_the_same_in_pieces(dim: int) -> None:
     values = torch.randn(64 * 96, generator=torch.Generator().manual_seed(0))
     whole, pieces = whole_and_pieces(dim)
     of_whole = ChanceWeights(whole, 7)
