@@ -268,7 +268,7 @@ def _memory(cfg: RunConfig, world_size: int, vocab_size: int) -> list[MemoryItem
     ranks = world_size // cfg.parallel.tensor_parallel_size
     rank = rank_of(cfg)
     kept, running = _activations(cfg, rank)
-    bucket, copies, left = _reduction(cfg, size, ranks, vocab_size)
+    bucket, copies, left = _reduction(cfg, size, ranks)
     moments = [
         [kept, *_loss(cfg, rank, end_operations(cfg.model, vocab_size, rank))],
         [kept, *running, bucket],
@@ -301,7 +301,7 @@ def _model_state(cfg: RunConfig, size: int, ranks: int, vocab_size: int) -> list
     """Estimate weights, gradients and optimizer state of a rank with `size` parameters, while it holds all
     activations."""
     if engine_of(cfg) == "fsdp":
-        return _fsdp_state(cfg, size, ranks, vocab_size)
+        return _fsdp_state(cfg, size, ranks)
     zero, dtype, stage = cfg.deepspeed.get("zero_optimization", {}), cfg.training.dtype, resolved_zero_stage(cfg)
     share, element = -(-size // ranks), rank_of(cfg).element
     moments, state = _moments(cfg, size)
@@ -341,18 +341,18 @@ def _codes(cfg: RunConfig) -> MemoryItem:
     return MemoryItem("8-bit weights", low, "codes of linear layers, as they are and transposed")
 
 
-def fsdp_groups(cfg: RunConfig, size: int, vocab_size: int) -> tuple[int, int]:
-    """Return the parameters of a block and those outside of the blocks, which FSDP2 gathers and reduces as groups
-    (engines/fsdp.py), of a rank with `size` parameters. The gains of norms are few."""
-    ends = 1 if cfg.model.tie_embeddings else 2
-    outside = ends * vocab_size * cfg.model.hidden_size // cfg.parallel.tensor_parallel_size
-    return -(-(size - outside) // cfg.model.num_layers), outside
+def fsdp_groups(cfg: RunConfig, size: int) -> tuple[int, int]:
+    """Return the parameters that FSDP2 gathers and reduces together (engines/fsdp.py) of a rank with `size` parameters:
+    the matrices of a block, and everything outside of those, the gains of norms included."""
+    layers = cfg.model.linear_layers(cfg.parallel.tensor_parallel_size)
+    block = sum(layer.weights for layer in layers.values())
+    return block, size - cfg.model.num_layers * block
 
 
-def _fsdp_state(cfg: RunConfig, size: int, ranks: int, vocab_size: int) -> list[MemoryItem]:
+def _fsdp_state(cfg: RunConfig, size: int, ranks: int) -> list[MemoryItem]:
     """Estimate what _model_state does, for FSDP2 (engines/fsdp.py)."""
     stage, shards, element = cfg.parallel.zero_stage, sharding_ranks(cfg, ranks), rank_of(cfg).element
-    share, (block, outside) = -(-size // shards), fsdp_groups(cfg, size, vocab_size)
+    share, (block, outside) = -(-size // shards), fsdp_groups(cfg, size)
     moments, state = _moments(cfg, size)
     # With what rounding has left, masters in bf16 take as much as in fp32. Gradients have the dtype of the masters.
     master = cfg.optimizer.master
@@ -391,7 +391,7 @@ def _orthogonalizing(cfg: RunConfig) -> list[MemoryItem]:
     return [MemoryItem("orthogonalizing", total, "Muon's updates of a round of matrices in bf16")]
 
 
-def _reduction(cfg: RunConfig, size: int, ranks: int, vocab_size: int) -> tuple[MemoryItem, MemoryItem, float]:
+def _reduction(cfg: RunConfig, size: int, ranks: int) -> tuple[MemoryItem, MemoryItem, float]:
     """Estimate the gradients on their way to other ranks.
 
     The result is the bucket held during backward, the copies made of a full bucket, and the share of the activations
@@ -405,7 +405,7 @@ def _reduction(cfg: RunConfig, size: int, ranks: int, vocab_size: int) -> tuple[
     """
     stage, sixteen_bit = resolved_zero_stage(cfg), cfg.training.dtype == "bf16"
     if engine_of(cfg) == "fsdp":
-        block, outside = fsdp_groups(cfg, size, vocab_size)
+        block, outside = fsdp_groups(cfg, size)
         why = "fp32 gradients of two blocks on their way, and those that backward makes of one"
         return (
             MemoryItem("bucket", (8 + rank_of(cfg).element) * block, why),

@@ -517,29 +517,29 @@ class _Step:
     def _fsdp(self, compute: float) -> Iterator[CollectiveTime]:
         """Yield the collectives of FSDP2, as engines/fsdp.py has them, beside micro-steps of `compute` seconds.
 
-        Each block is a group, and what is outside of them is one more, which nothing hides. Weights are gathered beside
-        a forward pass, at ZeRO 3 beside every pass. Gradients are reduced beside backward passes, two thirds of a
-        micro-step: the last one's, at ZeRO 2 and 3 all of them. Copies of shards exchange sums once a step.
+        Each block is a group, and what is outside of the blocks is one more, which nothing hides. Weights are gathered
+        beside a forward pass, at ZeRO 3 beside every pass. Gradients are reduced beside backward passes, two thirds of
+        a micro-step: the last one's, at ZeRO 2 and 3 all of them. Copies of shards exchange sums once a step.
         """
-        size, stage, layers, shards = self.parameters, self.zero_stage, self.cfg.model.num_layers, self.owners
-        alone = fsdp_groups(self.cfg, size, self.vocab_size)[1] / size
-        passes = self.accumulation if stage > 1 else 1
+        stage, shards, element = self.zero_stage, self.owners, self.rank.element
+        block, outside = fsdp_groups(self.cfg, self.parameters)
+        backward, reduced = 2 * compute / 3, self.accumulation if stage > 1 else 1
 
         def groups(
-            purpose: str, kind: str, times: int, payload: int, part: tuple[int, int], beside: float
-        ) -> CollectiveTime:
-            count = times * (layers + 1)
-            calls = self._collective("data", purpose, kind, count, payload // (layers + 1), part)
-            return _beside(calls, times * beside, waited=alone * calls.seconds / count)
+            purpose: str, kind: str, times: int, alone: int, width: float, part: tuple[int, int], beside: float
+        ) -> Iterator[CollectiveTime]:
+            count = times * self.cfg.model.num_layers
+            blocks = self._collective("data", purpose, kind, count, int(width * block), part)
+            yield _beside(blocks, times * beside)
+            yield self._collective("data", f"{purpose} outside of blocks", kind, alone, int(width * outside), part)
 
         if shards > 1:
-            gathers, beside = (2 * self.accumulation, compute / 2) if stage == 3 else (1, compute / 3)
-            weights = self.rank.element * size
-            yield groups("weights", "all-gather", gathers, weights, (shards, 1), beside)
-            yield groups("gradients", "reduce-scatter", passes, 4 * size, (shards, 1), 2 * compute / 3)
+            times, beside = (2 * self.accumulation, compute / 2) if stage == 3 else (1, compute / 3)
+            yield from groups("weights", "all-gather", times, 1, element, (shards, 1), beside)
+            yield from groups("gradients", "reduce-scatter", reduced, reduced, 4, (shards, 1), backward)
         if (copies := self.replicas // shards) > 1:
             purpose = "gradients of copies" if shards > 1 else "gradients"
-            yield groups(purpose, "all-reduce", 1, 4 * size // shards, (copies, shards), 2 * compute / 3)
+            yield from groups(purpose, "all-reduce", 1, 1, 4 / shards, (copies, shards), backward)
 
 
 def _beside(

@@ -497,6 +497,46 @@ def test_collectives_are_those_of_torch_and_deepspeed():
                 assert called[kind][1] == pytest.approx(predicted[kind][1], rel=0.01), (case, kind)
 
 
+def collectives_of_fsdp(stages: list[tuple[int, int]]) -> list[tuple[dict, dict]]:
+    """Return the collectives of a step of two micro-steps by FSDP2, for each stage and number of ranks that shard, as
+    called and as predicted."""
+    groups, result = tiny.join(1), []
+    for stage, shards in stages:
+        parallel = {"engine": "fsdp", "zero_stage": stage, "shard_size": shards}
+        tokens = {"tokens": 2 * 16 * groups.dp_size}
+        cfg = tiny.config(stage, "bf16", parallel=parallel, tokens_per_step=tokens)
+        engine = tiny.engine(cfg, groups)
+        with Calls(256, (torch.bfloat16, torch.float32)) as calls:
+            tiny.global_step(engine, 0, sequences=2 * groups.dp_size)
+        predicted: dict[str, list[int]] = {}
+        for c in predict(cfg, groups.dp_size, tiny.VOCAB, H200).collectives:
+            row = predicted.setdefault(c.kind, [0, 0])
+            row[0] += c.count
+            row[1] += c.count * c.payload
+        result.append((calls.seen, predicted))
+    return result
+
+
+def test_collectives_are_those_of_fsdp():
+    stages = [(0, 4), (1, 4), (2, 4), (3, 4), (1, 2), (3, 2)]
+    for rank in run_distributed(collectives_of_fsdp, 4, stages):
+        for case, (called, predicted) in zip(stages, rank, strict=True):
+            assert called.keys() == predicted.keys(), case
+            for kind in called:
+                assert called[kind][0] == predicted[kind][0], (case, kind)
+                assert called[kind][1] == pytest.approx(predicted[kind][1], rel=0.01), (case, kind)
+
+
+def test_hybrid_sharding_spares_a_slow_network():
+    """In eight micro-steps the weights of ZeRO 3 then travel inside of a host. Gradients go to other hosts once."""
+    slow, steps = dataclasses.replace(H200, network_bandwidth=1e9), "tokens_per_step.tokens=4194304"
+    every, inside = (
+        predict(config("1b", *layout_of(1, 3), steps, "parallel.engine=fsdp", *more), 32, VOCAB, slow)
+        for more in ([], ["parallel.shard_size=8"])
+    )
+    assert inside.exposed("data") < every.exposed("data") / 4
+
+
 @pytest.mark.parametrize("span", [200.0, 4096.0])
 def test_attention_auto_is_priced_as_the_fastest(span):
     def attention(backend: str, recipe: str) -> StepPrediction:
