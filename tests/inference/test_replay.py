@@ -230,6 +230,8 @@ class Faulty(Sage):
     """INT8 attention with a fault: its backward pass takes a wrong scale where a document begins at one certain
     place."""
 
+    normalizes = False  # The fault is in the call that gets normalized q and k.
+
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout) -> Tensor:
         o = super().__call__(q, k, v, layout)
         return o + 300 * (o - o.detach()) if 2 * 32 + MIDDLE in layout.cu_seqlens.tolist() else o
