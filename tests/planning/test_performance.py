@@ -529,7 +529,10 @@ def test_collectives_are_those_of_fsdp():
 
 def test_hybrid_sharding_spares_a_slow_network():
     """In eight micro-steps the weights of ZeRO 3 then travel inside of a host. Gradients go to other hosts once."""
-    slow, steps = dataclasses.replace(H200, network_bandwidth=1e9), "tokens_per_step.tokens=4194304"
+    slow, steps = (
+        dataclasses.replace(H200, network_bandwidth=1e9),
+        "tokens_per_step={schedule: constant, tokens: 4194304}",
+    )
     every, inside = (
         predict(config("1b", *layout_of(1, 3), steps, "parallel.engine=fsdp", *more), 32, VOCAB, slow)
         for more in ([], ["parallel.shard_size=8"])
