@@ -273,7 +273,8 @@ def test_a_run_that_moved_to_16_bits_reports_no_loss_in_8(stage: int, corpus: Pa
         shutil.rmtree(tmp_path / "run/checkpoints/step-00000004")
     first, second = said
     assert "16 bits since" in second and "16 bits since" not in first
-    unmeasured, nothing = "in 8 bits is not measured at DeepSpeed's ZeRO 3", "or multiplies in 8 bits: nothing is measured"
+    unmeasured = "in 8 bits is not measured at DeepSpeed's ZeRO 3"
+    nothing = "or multiplies in 8 bits: nothing is measured"
     assert (unmeasured in first, nothing in first) == (stage == 3, stage == 3)
     assert unmeasured not in second and nothing in second
 
