@@ -13,10 +13,10 @@ from runs import ROOT
 NOTEBOOKS = sorted((ROOT / "docs/notebooks").glob("*.ipynb"))
 
 
-def kinds(notebook: nbformat.NotebookNode) -> list[list[str]]:
+def kinds(notebook: nbformat.NotebookNode) -> list[set[str]]:
     """Return the kinds of outputs of each cell of code. Warnings of libraries (stderr) are left out."""
     cells = [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
-    return [[out.output_type for out in outs if out.get("name") != "stderr"] for outs in cells]
+    return [{out.output_type for out in outs if out.get("name") != "stderr"} for outs in cells]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -27,7 +27,9 @@ def test_a_notebook_runs_and_shows_what_it_did(
     shown = nbformat.read(path, as_version=4)
     notebook = nbformat.read(path, as_version=4)
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    assert kinds(notebook) == kinds(shown)
+    # A library may print a line more on another machine.
+    assert all(there <= found for there, found in zip(kinds(shown), kinds(notebook), strict=True))
+    assert any(kinds(shown))
 
 
 def test_there_is_one_of_a_whole_run_and_one_of_an_import() -> None:
