@@ -387,7 +387,8 @@ def _orthogonalizing(cfg: RunConfig) -> list[MemoryItem]:
     if not shapes:
         return []
     largest = max(map(prod, shapes))
-    total = 4 * 2 * max(MUON_ROUND, largest) + 6 * 2 * largest
+    of_a_round = max(min(MUON_ROUND, muon_parameters(cfg)), largest)
+    total = 4 * 2 * of_a_round + 6 * 2 * largest
     return [MemoryItem("orthogonalizing", total, "Muon's updates of a round of matrices in bf16")]
 
 

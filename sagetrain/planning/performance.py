@@ -134,7 +134,7 @@ class StepPrediction:
     """Whether micro-batches go through the blocks in halves. `auto` is decided here."""
     elementwise: float
     optimizer: float
-    """DeepSpeed's passes over gradients, the update, and new weights."""
+    """The engine's passes over gradients, the update, and new weights."""
     orthogonalizing: float
     """Muon's matmuls, on the rank that has most to do."""
     overhead: float

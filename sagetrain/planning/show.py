@@ -367,7 +367,7 @@ def _step_table(layout: Layout, name: str, plan: Plan) -> Table:
         ("TP exposed", prediction.exposed("tensor"), "tensor-parallel communication that nothing hides"),
         ("CP exposed", prediction.exposed("context"), "all-to-alls around attention"),
         ("DP exposed", prediction.exposed("data"), "gradients and weights between data-parallel ranks, the same"),
-        ("optimizer", prediction.optimizer, "DeepSpeed's passes over gradients, the update, new weights"),
+        ("optimizer", prediction.optimizer, "passes over gradients, the update, new weights"),
         *_orthogonalizing(prediction),
         ("overhead", prediction.overhead, "fixed costs of micro-steps and steps"),
         ("launching", prediction.launching, "kernels wait for the host: a larger data.micro_batch_size helps"),

@@ -76,17 +76,23 @@ def check(
         )
     if not (cfg.checkpoint.new_optimizer or same_optimizer(reader, cfg)):
         raise ConfigError(
-            f"{reader.folder} has {_moments(reader)}, and optimizer.name {cfg.optimizer.name} of this run needs "
-            "others: take the section optimizer from its config.yaml, or set checkpoint.new_optimizer: true to begin "
-            "with new moments"
+            f"{reader.folder} has the moments of {_rules(_saved_optimizer(reader.folder))}, and "
+            f"{_rules(cfg.optimizer)} of this run needs others: take the section optimizer from its config.yaml, or "
+            "set checkpoint.new_optimizer: true to begin with new moments"
         )
     return reader
 
 
-def _moments(reader: Reader) -> str:
-    """Describe the optimizer's state in a checkpoint."""
-    saved = yaml.safe_load((reader.folder / "config.yaml").read_text())["optimizer"]
-    return f"the moments of optimizer.name {saved.get('name', 'adamw')}"
+def _rules(cfg: OptimizerConfig) -> str:
+    """Describe which moments an optimizer needs, by the keys that decide it."""
+    left = cfg.muon.adamw_matrices if cfg.name == "muon" else []
+    return f"optimizer.name {cfg.name}" + (f" with optimizer.muon.adamw_matrices [{', '.join(left)}]" if left else "")
+
+
+def _saved_optimizer(folder: Path) -> OptimizerConfig:
+    """Return the section optimizer of the run that wrote a checkpoint."""
+    saved = yaml.safe_load((folder / "config.yaml").read_text())
+    return OptimizerConfig.model_validate(_known(OptimizerConfig, saved["optimizer"]))
 
 
 def announce(cfg: RunConfig, linear: LinearConfig, reader: Reader, say: Callable[[str], None]) -> list[str]:
@@ -142,7 +148,7 @@ def learning_rate_jump(cfg: RunConfig, folder: Path, tokens: int, last: int) -> 
     if not last or tokens >= total:
         return None
     saved = yaml.safe_load((folder / "config.yaml").read_text())
-    peak = OptimizerConfig.model_validate(_known(OptimizerConfig, saved["optimizer"]))
+    peak = _saved_optimizer(folder)
     curve = LrScheduleConfig.model_validate(_known(LrScheduleConfig, saved["lr_schedule"]))
     was = saved["training"]["total_tokens"]
     before = learning_rate(peak, curve, tokens - last, last, was)

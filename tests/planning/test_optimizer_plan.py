@@ -40,6 +40,16 @@ def test_memory_follows_moments_and_masters() -> None:
     assert saved[0] - saved[1] == pytest.approx(4 * MATRICES / 8, abs=4)
 
 
+def test_a_small_model_has_no_whole_round_of_muon() -> None:
+    """A round of Muon holds no more matrices than the model has, and so a small model stays small."""
+    quickstart = CONFIG.with_name("quickstart.yaml")
+    adamw, muon = (
+        sum(item.bytes for item in memory_per_rank(load_config(quickstart, [f"optimizer.name={name}"]), 2, 2048))
+        for name in ("adamw", "muon")
+    )
+    assert muon < 1.1 * adamw
+
+
 def test_muon_takes_the_time_of_its_matmuls_shared_by_all_ranks() -> None:
     """44 TFLOP at 1B are 72 ms at the rate of large matmuls on an H100, and every owner has its share of them."""
     gpu, cfg = HARDWARE["h100"], load_config(CONFIG, ["optimizer.name=muon"])

@@ -41,6 +41,8 @@ def test_another_optimizer_than_the_checkpoints_needs_a_word(corpus: Path, tmp_p
     assert run(config, 1280, MUON, NEW) == run(config, 1536, MUON) == ""
     assert Reader(on_disk.newest(root)).state.optimizer_steps == 4
     assert run(config, 1792).count("has the moments of optimizer.name muon") == 1
+    told = "name muon, and optimizer.name muon with optimizer.muon.adamw_matrices [q] of this run needs others"
+    assert told in run(config, 1792, MUON, "optimizer.muon.adamw_matrices=[q]")
 
     start = [f"training.run_dir={tmp_path / 'next'}", f"training.init_from={tmp_path / 'run'}"]
     said = run(config, 512, *start, "training.init_moments=true")
