@@ -213,8 +213,8 @@ def train(
             has to be [{path: none}]. The same index has to give the same tokens on every rank and at every start. It
             is called in threads (data.num_workers).
         say: gets the lines that `sagetrain train` prints, on rank 0.
-        own_process: let signals stop the run with a checkpoint, and end the process if the run hangs, as `sagetrain
-            train` does.
+        own_process: let signals stop the run with a checkpoint, end the process if the run hangs, and tell the other
+            hosts if this one cannot take part, as `sagetrain train` does.
 
     Raises:
         ConfigError: the configuration, the files or the hosts do not allow the run.
@@ -229,6 +229,28 @@ def train(
     if wrong := [each for each in callbacks if not isinstance(each, Base)]:
         raise ConfigError(f"callbacks: {wrong[0]!r} is no sagetrain.Callback; derive its class from that, and make one")
     rank, world_size = launched()
+    try:
+        cfg, findings, lines = _accepted(config, texts, world_size, loss, tokens)
+        for line in lines if rank == 0 else ():
+            say(line)
+        return _train(cfg, findings, callbacks, loss, tokens, say, own_process)
+    except ConfigError as error:
+        if own_process and world_size > 1:
+            from sagetrain.cluster import preflight
+
+            preflight.stay_out(error)
+        raise
+
+
+def _accepted(
+    config: RunConfig | str | Path,
+    texts: list[str],
+    world_size: int,
+    loss: TokenLoss | None,
+    tokens: SampleFunction | None,
+) -> tuple[RunConfig, list[Finding], list[str]]:
+    """Return the configuration of a run that may begin, what was found in it, and the lines that say so. Raises
+    ConfigError."""
     path = None if isinstance(config, RunConfig) else config
     cfg = config if isinstance(config, RunConfig) else _load_config(config, texts)
     vocab_size, given = known_vocab_size(cfg.data), tokens is not None
@@ -241,9 +263,7 @@ def train(
 
         try_out(loss, cfg.model.vocab_size or vocab_size or 0)
         lines.append(f"loss: {name_of(loss)}")
-    for line in lines if rank == 0 else ():
-        say(line)
-    return _train(cfg, findings, callbacks, loss, tokens, say, own_process)
+    return cfg, findings, lines
 
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

@@ -18,6 +18,7 @@ import sagetrain
 from prepare_inputs import TEXTS, write_jsonl
 from runs import ROOT
 from sagetrain import api
+from sagetrain.cluster.rendezvous import free_port
 from sagetrain.config.errors import CheckpointError, ConfigError, TrainingError
 
 TOKENS = 2560
@@ -120,6 +121,38 @@ def test_a_callback_that_fails_ends_the_run_with_a_checkpoint(
     )
     assert api.train("quickstart", changes).step == 20
     assert "resumed" not in "".join(capfd.readouterr())
+
+
+TWO_HOSTS = """
+import os, sys
+import sagetrain
+from sagetrain.config.errors import ConfigError
+overrides = {**eval(sys.argv[1]), "optimizer.lr": -1.0 if os.environ["RANK"] == "1" else 1e-3}
+try:
+    sagetrain.train("quickstart", overrides, own_process=True)
+except ConfigError as error:
+    print(error)
+"""
+
+
+def test_a_host_that_refuses_tells_the_others(tmp_path: Path, corpus: Path) -> None:
+    """Two processes are hosts of one rank each. Without a word of the second one, the first would wait for minutes."""
+    given = {key: str(value) if isinstance(value, Path) else value for key, value in settings(corpus, tmp_path).items()}
+    hosts = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    hosts["MASTER_PORT"] = str(free_port())
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", TWO_HOSTS, repr(given)],
+            env={**os.environ, **hosts, "RANK": rank},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    first, second = (process.communicate(timeout=300)[0] for process in processes)
+    assert "optimizer.lr = -1.0" in second
+    assert re.search(r"some hosts cannot take part.*\n.*\(rank 1\): .*optimizer.lr = -1.0", first, re.DOTALL), first
 
 
 def counting(index: int) -> np.ndarray:
