@@ -27,6 +27,7 @@ from sagetrain.config.schema import AttentionConfig, ModelConfig, Recomputation,
 from sagetrain.model.accounting import overlaps, parts_of
 from sagetrain.model.compile import compile_blocks
 from sagetrain.model.selection import attention_functions
+from sagetrain.model.stages import whole
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.layers import materialize
 from sagetrain.parallel.topology import ParallelGroups
@@ -167,8 +168,8 @@ def _no_garbage_collection() -> Iterator[None]:
 def _seconds(model: Transformer, blocks: int, inputs: Mapping[str, Any], count: int, device: torch.device) -> float:
     """Return the seconds of one forward and backward pass over the first `blocks` blocks. `count` passes are launched
     in a row, so that the host runs ahead."""
-    every = model.blocks
-    model.blocks = every[:blocks]
+    every = model.chunks
+    model.chunks = (whole(blocks),)
     model(**inputs).backward()  # the first pass of this many blocks may allocate
     _synchronize(device)
     begin = time.perf_counter()
@@ -176,7 +177,7 @@ def _seconds(model: Transformer, blocks: int, inputs: Mapping[str, Any], count: 
         model(**inputs).backward()
         model.zero_grad(set_to_none=True)
     _synchronize(device)
-    model.blocks = every
+    model.chunks = every
     return (time.perf_counter() - begin) / count
 
 

@@ -159,7 +159,9 @@ class Saver:
         """
         begin = time.perf_counter()
         self.wait()
-        shards = [s for s in shards if not s.twin]
+        # A rank writes nothing if another replica has all of the same ranges.
+        every = list(shards)
+        shards = [] if all(s.twin for s in every) else every
         owned = self._owned(shards)
         tensors = self._copy(owned)
         shapes = {s.name: {"shape": list(s.spec.shape), "tp_dim": s.spec.dim, "kinds": list(s.kinds)} for s in shards}
@@ -219,7 +221,8 @@ class Saver:
 
     @property
     def _rank_name(self) -> str:
-        return f"tp{self._groups.tp_rank:03d}-dp{self._groups.replica_rank:03d}"
+        stage = f"pp{self._groups.pp_rank:02d}-" if self._groups.pp_size > 1 else ""
+        return f"{stage}tp{self._groups.tp_rank:03d}-dp{self._groups.replica_rank:03d}"
 
     # -- the thread ----------------------------------------------------------------------------------------------
 
@@ -237,7 +240,7 @@ class Saver:
         final = self._root / folder_name(snapshot.step)
         try:
             temporary = self._told(lambda: _fresh_folder(final), f"cannot create a folder for {final}")
-            place = self._groups.tp_rank, self._groups.replica_rank
+            place = self._groups.tp_rank, self._groups.pp_rank, self._groups.replica_rank
             entry: dict[str, Any] = {"place": place, "rank": self._rank_name, "ranges": snapshot.ranges}
             try:
                 entry["files"] = self._write(temporary, snapshot)
@@ -302,6 +305,7 @@ class Saver:
                 "tensor_parallel_size": self._groups.tp_size,
                 "context_parallel_size": self._groups.cp_size,
                 "data_parallel_size": self._groups.dp_size,
+                **({"pipeline_parallel_size": self._groups.pp_size} if self._groups.pp_size > 1 else {}),
             },
             "ranks": [entry["rank"] for entry in wrote],
             "tensors": {name: {**shape, "pieces": runs} for (name, shape), runs in named},

@@ -22,9 +22,20 @@ def padded_vocab_size(vocab_size: int) -> int:
 
 
 def data_parallel_size(cfg: RunConfig, world_size: int) -> int:
-    """Return the number of model replicas. Each replica is a group of tensor- and context-parallel ranks, and works on
-    sequences of its own."""
-    return world_size // (cfg.parallel.tensor_parallel_size * cfg.parallel.context_parallel_size)
+    """Return the number of model replicas with sequences of their own. Each of them is a group of tensor-, context- and
+    pipeline-parallel ranks."""
+    return replicas(cfg, world_size) // cfg.parallel.context_parallel_size
+
+
+def replicas(cfg: RunConfig, world_size: int) -> int:
+    """Return the number of ranks that hold the same part of the model before ZeRO: data- and context-parallel ranks."""
+    return world_size // (cfg.parallel.tensor_parallel_size * cfg.parallel.pipeline_parallel_size)
+
+
+def idle_share(stages: int, chunks: int, micro_batches: int) -> float:
+    """Return the share of a step in which a stage waits while the pipeline fills and drains."""
+    idle = (stages - 1) / (chunks * micro_batches)
+    return idle / (1 + idle)
 
 
 def token_multiple(cfg: RunConfig, data_parallel_size: int) -> int:
@@ -46,7 +57,10 @@ def resolved_zero_stage(cfg: RunConfig) -> int:
 
 
 def takes_probes(cfg: RunConfig) -> bool:
-    """Whether micro-batches may be run apart from a step. The hooks of DeepSpeed's ZeRO 3 do not support that."""
+    """Whether micro-batches may be run apart from a step. The hooks of DeepSpeed's ZeRO 3 do not support that, and the
+    stages of a pipeline have no way to do it yet."""
+    if cfg.parallel.pipeline_parallel_size > 1:
+        return False
     return engine_of(cfg) == "fsdp" or cfg.parallel.zero_stage < 3
 
 

@@ -19,6 +19,7 @@ stays gathered from its forward pass to the end of its backward pass. Each block
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,19 +31,23 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from sagetrain.config.arithmetic import sharding_ranks
+from sagetrain.config.arithmetic import sharding_ranks, takes_probes
 from sagetrain.config.schema import RunConfig
 from sagetrain.data.loader import Batch
-from sagetrain.engines.protocol import Owned, Probe, every
+from sagetrain.engines.protocol import Observers, Owned, Probe, every
 from sagetrain.engines.step import BaseEngine, Decision
 from sagetrain.model.block import Block
+from sagetrain.model.stages import Chunk
 from sagetrain.model.tensors import TensorSpec
 from sagetrain.model.transformer import Transformer
 from sagetrain.optim.build import build_optimizer
 from sagetrain.optim.build import groups as groups_of
 from sagetrain.optim.pieces import Optimizer, State, TensorPiece, Weights
 from sagetrain.parallel.layers import keep_weights, materialize
+from sagetrain.parallel.pipeline import Pipe
 from sagetrain.parallel.topology import ParallelGroups
+
+EMBEDDING = "embedding.weight"
 
 
 def rows_of(rows: int, shards: int, place: int) -> slice:
@@ -106,6 +111,60 @@ def _shard(model: Transformer, mesh: DeviceMesh, dtype: torch.dtype, reshard: bo
     del model.gains
 
 
+def _ends(cfg: RunConfig, model: Transformer, groups: ParallelGroups) -> tuple[dist.ProcessGroup | None, bool]:
+    """Return the first and the last stage of this rank's pipeline if they share a tied embedding, and whether this rank
+    has the copy of the last stage; collective. The group is None on other stages, and where nothing is shared."""
+    first, last = model.chunks[0].first, model.chunks[-1].last
+    if groups.pp_size == 1 or not cfg.model.tie_embeddings:
+        return None, False
+    ranks, inside = groups.topology.pipeline_ranks(groups.rank), not (first or last)
+    # torch names a group after the number of groups that a rank has made, so all ranks have to make as many.
+    made = groups.subgroup([groups.rank] if inside else [ranks[0], ranks[-1]], "tied embeddings")
+    return None if inside else made, last
+
+
+class _Flow:
+    """The micro-batches of one run through a pipeline.
+
+    Args:
+        batches: the micro-batches, which are taken when the first chunk of this stage needs them.
+        how: further arguments of the model.
+    """
+
+    def __init__(self, engine: FsdpEngine, batches: Iterable[Batch], **how: Any) -> None:
+        self._engine, self._rest, self._how = engine, iter(batches), how
+        self._seen: list[Batch] = []
+        self.chunks = {chunk.number: chunk for chunk in engine.model.chunks}
+        """The chunks of this stage, by their numbers in the model."""
+
+    def batch(self, micro: int) -> Batch:
+        """Return a micro-batch by its number."""
+        while len(self._seen) <= micro:
+            batch = next(self._rest, None)
+            if batch is None:
+                raise RuntimeError(f"the loader gave {len(self._seen)} micro-batches, and more are needed")
+            self._seen.append(batch)
+        return self._seen[micro]
+
+    def check_end(self) -> None:
+        """Take what is left of the micro-batches, so that they are counted."""
+        self._seen.extend(self._rest)
+
+    def inputs(self, micro: int) -> dict[str, Any]:
+        """Return the arguments of the model for a micro-batch."""
+        return self._engine.inputs(self.batch(micro))
+
+    def like(self, micro: int) -> list[Tensor]:
+        """Return tensors for the residual streams of a micro-batch."""
+        engine, tokens = self._engine, self.batch(micro).tokens.numel() // self._engine.groups.cp_size
+        dtype = engine.leaves()[next(iter(engine.model.specs))].dtype
+        return [torch.empty(shape, dtype=dtype, device=engine.device) for shape in engine.model.stream_shapes(tokens)]
+
+    def run(self, number: int, micro: int, streams: Sequence[Tensor]) -> Any:
+        """Run a micro-batch through a chunk: see Transformer.forward."""
+        return self._engine.model(**self.inputs(micro), **self._how, chunk=self.chunks[number], streams=tuple(streams))
+
+
 class FsdpEngine(BaseEngine):
     """An engine on torch's FSDP2, for any gradient accumulation at any ZeRO stage.
 
@@ -113,13 +172,11 @@ class FsdpEngine(BaseEngine):
         model: a model that was made with `partitioner`.
     """
 
-    takes_probes = True
-
     def __init__(self, cfg: RunConfig, model: Transformer, groups: ParallelGroups, micro_batches: int) -> None:
         own = {name: cast(Any, parameter).shard for name, parameter in model.named_parameters()}
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         device = next(iter(own.values())).device
-        self._stage, self._micro_batches = cfg.parallel.zero_stage, micro_batches
+        self._stage, self._micro_batches, self.takes_probes = cfg.parallel.zero_stage, micro_batches, takes_probes(cfg)
         self._shards = shards = sharding_ranks(cfg, groups.num_replicas)
         # Gradients are clipped as the optimizer reads them, so observers see them as they were.
         super().__init__(model, groups, device, clip=0.0, copies=groups.num_replicas // shards)
@@ -133,6 +190,8 @@ class FsdpEngine(BaseEngine):
         for module in self._modules if device.type == "cpu" else ():
             module.set_force_sum_reduction_for_comms(True)  # Gloo has no mean.
         self._root = cast(FSDPModule, model)
+        self._pipe = Pipe(groups, cfg.parallel.pipeline_chunks) if groups.pp_size > 1 else None
+        self._ends, self._is_copy = _ends(cfg, model, groups)
         model.to_empty(device=device)
         with torch.no_grad():
             for name, parameter in self._sharded().items():
@@ -140,8 +199,10 @@ class FsdpEngine(BaseEngine):
         # FSDP pads shards of unequal length here, so this comes before their memory is taken over.
         self._leaves = self._gathered_once()
         self._parameters = self._sharded()
-        self._masters = {name: p.to_local().detach() for name, p in self._parameters.items()}
-        self._starts = {
+        # Of tensors of other pipeline stages this rank keeps nothing.
+        self._masters = {name: torch.empty(0, device=device) for name in model.every_spec}
+        self._masters |= {name: p.to_local().detach() for name, p in self._parameters.items()}
+        self._starts = dict.fromkeys(model.every_spec, 0) | {
             name: rows_of(shape[0], shards, groups.replica_rank % shards).start * math.prod(shape[1:])
             for name, shape in shapes.items()
         }
@@ -171,25 +232,31 @@ class FsdpEngine(BaseEngine):
 
     def _begin_optimizers(self, cfg: RunConfig) -> None:
         """Make the optimizers of the masters, one for each group of tensors that are updated in the same way."""
-        ranks, specs = self._holders(), self.model.specs
+        ranks, specs = self._holders(), self.model.every_spec
         self._optimizers: list[tuple[list[TensorPiece], Optimizer]] = []
         self._state: dict[str, Mapping[str, State]] = {}
         self._weights: dict[str, Weights] = {}
         for group in groups_of(specs.values(), cfg):
-            pieces = []
+            pieces: dict[bool, list[TensorPiece]] = {True: [], False: []}
             for name in group.names:
                 weight, start, spec = self._masters[name].view(-1), self._starts[name], specs[name]
                 slices, place = (self.groups.tp_size, self.groups.tp_rank) if spec.cut else (1, 0)
-                pieces.append(TensorPiece(spec, place, slices, start, start + len(weight), weight))
-            optimizer = build_optimizer(cfg, group, pieces, ranks)
-            self._optimizers.append((pieces, optimizer))
-            self._state.update(zip(group.names, optimizer.state, strict=True))
-            self._weights.update(zip(group.names, optimizer.weights, strict=True))
+                piece = TensorPiece(spec, place, slices, start, start + len(weight), weight)
+                pieces[name in self.model.specs].append(piece)
+            # The tensors of other pipeline stages have an optimizer too, which says what kinds of state they have.
+            for here, some in pieces.items():
+                if not some:
+                    continue
+                optimizer = build_optimizer(cfg, group, some, ranks if here else None)
+                self._optimizers += [(some, optimizer)] if here else []
+                names = [piece.spec.name for piece in some]
+                self._state.update(zip(names, optimizer.state, strict=True))
+                self._weights.update(zip(names, optimizer.weights, strict=True))
 
     def _holders(self) -> dist.ProcessGroup | None:
         """Return the ranks that hold each tensor between them: the tensor-parallel slices of neighbours that shard;
         collective."""
-        if self._shards == self.groups.num_replicas:
+        if self._shards == self.groups.num_replicas and self.groups.pp_size == 1:
             return dist.group.WORLD if dist.get_world_size() > 1 else None
         if self._shards == 1:
             return self.groups.tp_group if self.groups.tp_size > 1 else None
@@ -224,7 +291,7 @@ class FsdpEngine(BaseEngine):
 
     def owned(self, chosen: Callable[[TensorSpec], bool] = every) -> Iterator[Owned]:
         """Iterate over the part of each tensor that this rank keeps: see engines/protocol.Engine."""
-        for name, spec in self.model.specs.items():
+        for name, spec in self.model.every_spec.items():
             if chosen(spec):
                 master, start = self._masters[name], self._starts[name]
                 yield Owned(
@@ -234,7 +301,7 @@ class FsdpEngine(BaseEngine):
                     weight=master.view(-1),
                     state=self._state[name],
                     masters=self._weights[name],
-                    twin=self.groups.replica_rank >= self._shards,
+                    twin=self.groups.replica_rank >= self._shards or (self._is_copy and name == EMBEDDING),
                 )
 
     def leaves(self) -> Mapping[str, Tensor]:
@@ -257,14 +324,21 @@ class FsdpEngine(BaseEngine):
     def state_changed(self, optimizer_steps: int | None = None) -> None:
         """Bring all copies of the weights in line with the masters: see engines/protocol.Engine."""
         if self._copies is not None:
-            for owned in self.owned():
-                for kind in owned.kinds:
-                    values = owned.read(kind)
-                    dist.broadcast(values, group=self._copies, group_src=0)
-                    owned.write(kind, values)
+            self._copy(self._copies, self.owned(lambda spec: spec.name in self.model.specs))
+        if self._ends is not None:
+            self._copy(self._ends, self.owned(lambda spec: spec.name == EMBEDDING))
         self.weights_changed()
         if optimizer_steps is not None:
             self.optimizer_steps = optimizer_steps
+
+    @staticmethod
+    def _copy(ranks: dist.ProcessGroup, every: Iterable[Owned]) -> None:
+        """Copy masters and optimizer state from the first of `ranks` to the others."""
+        for owned in every:
+            for kind in owned.kinds:
+                values = owned.read(kind)
+                dist.broadcast(values, group=ranks, group_src=0)
+                owned.write(kind, values)
 
     def _weights_written(self) -> None:
         """Let every block renew its 8-bit weights in its next forward pass, once for all micro-batches of a step."""
@@ -316,10 +390,70 @@ class FsdpEngine(BaseEngine):
             # The outermost group is needed from the begin of a pass to its end, so giving it back saves no memory.
             root.set_reshard_after_backward(False, recurse=False)
 
+    def _last_of_chunk(self, chunk: Chunk) -> None:
+        """Let the next backward pass, which is the last one through this chunk but not through the model's part here,
+        reduce the gradients of the chunk's blocks."""
+        for number in chunk.blocks:
+            block = cast(FSDPModule, self.model.blocks.get_submodule(str(number)))
+            block.set_requires_gradient_sync(True, recurse=False)
+            block.set_requires_all_reduce(True, recurse=False)
+            block.set_reshard_after_backward(True, recurse=False)
+        self._mode = None
+
     def backward(self, loss: Tensor, last: bool) -> None:
         """Add the gradient of a micro-batch's loss to the step's gradient: see BaseEngine."""
         self._set_mode(sync=last or self._stage > 1, last=last)
         (loss / self._micro_batches).backward()
+
+    # -- a pipeline ----------------------------------------------------------------------------------------------
+
+    def _run_micro_batches(
+        self, batches: Iterable[Batch], micro_batches: int, observers: Observers, masked: bool
+    ) -> Tensor:
+        if self._pipe is None:
+            return super()._run_micro_batches(batches, micro_batches, observers, masked)
+        flow = _Flow(self, batches)
+        total, left = torch.zeros((), device=self.device, dtype=torch.float64), micro_batches * len(flow.chunks)
+
+        def forward(number: int, micro: int, streams: Sequence[Tensor]) -> Sequence[Tensor]:
+            made = flow.run(number, micro, streams)
+            if not flow.chunks[number].last:
+                return cast(tuple[Tensor, ...], made)
+            total.add_(made.detach())
+            return [made / micro_batches]
+
+        def backward(number: int, micro: int, later: int, run: Callable[[], None]) -> None:
+            nonlocal left
+            left -= 1
+            self._set_mode(sync=not left or self._stage > 1, last=not left)
+            if left and not later:
+                self._last_of_chunk(flow.chunks[number])
+            with self._noise_of(flow.batch(micro), observers, masked and number == self.model.chunks[0].number):
+                run()
+
+        self._pipe.run(micro_batches, forward, flow.like, backward)
+        flow.check_end()
+        return total
+
+    def _token_losses(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, Tensor, Tensor]]:
+        if self._pipe is None:
+            yield from super()._token_losses(batches)
+            return
+        rest = iter(batches)
+        # More micro-batches at once would idle less, and a signal to stop would wait for longer.
+        while some := list(itertools.islice(rest, 4 * self._pipe.size)):
+            flow, found = _Flow(self, some, by_token=True), list[Tensor]()
+
+            def forward(number: int, micro: int, streams: Sequence[Tensor]) -> Sequence[Tensor]:
+                made = flow.run(number, micro, streams)  # noqa: B023
+                if not flow.chunks[number].last:  # noqa: B023
+                    return cast(tuple[Tensor, ...], made)
+                found.append(made)  # noqa: B023
+                return []
+
+            self._pipe.run(len(some), forward, flow.like)
+            for micro, losses in enumerate(found):
+                yield some[micro], flow.inputs(micro)["labels"], losses
 
     def _update(self, decision: Decision) -> bool:
         """Measure the norm of the gradients, ask the decision, and update the masters or leave them."""
@@ -328,10 +462,14 @@ class FsdpEngine(BaseEngine):
             if parameter.grad is not None and self._masters[name].numel():
                 gradients[name] = parameter.grad.to_local()
             parameter.grad = None
+        if self._ends is not None and EMBEDDING in gradients:
+            # The embedding's gradient has a part from the first stage and one from the last. Both get the sum.
+            dist.all_reduce(gradients[EMBEDDING], group=self._ends)
+        own = {name: gradient for name, gradient in gradients.items() if not (self._is_copy and name == EMBEDDING)}
         # The squares travel with the step's metrics. Each element of the model counts once.
         counted = [
             gradient
-            for name, gradient in gradients.items()
+            for name, gradient in own.items()
             if self.groups.replica_rank < self._shards and (self.model.specs[name].cut or self.groups.tp_rank == 0)
         ]
         square = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -342,7 +480,7 @@ class FsdpEngine(BaseEngine):
         norm = decision.metrics["train/grad_norm"]
         if not math.isfinite(norm):
             return False
-        decision.show(lambda: [(name, gradient.view(-1).float()) for name, gradient in gradients.items()])
+        decision.show(lambda: [(name, gradient.view(-1).float()) for name, gradient in own.items()])
         if not allowed:
             return False
         self._step_optimizers(gradients, min(1.0, self._largest_norm / (norm + 1e-6)))

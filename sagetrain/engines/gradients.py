@@ -32,7 +32,7 @@ class StepGradients:
         self, model: Transformer, groups: ParallelGroups, device: torch.device, clip: float, copies: int
     ) -> None:
         self._groups, self._device, self._clip, self._copies = groups, device, clip, copies
-        self._layers = LayerSquares(model.specs.values(), groups, device)
+        self._layers = LayerSquares(model.every_spec.values(), groups, device)
         self.begin(None)
 
     def begin(self, noise: GradientNoise | None) -> None:

@@ -11,7 +11,8 @@ import contextlib
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -156,7 +157,7 @@ class BaseEngine(ABC):
         first = list(itertools.islice(batches, max(probe.micro_batches for probe in probes)))
         own = [_counted(batch) for batch in first] if masked else None
         each = [replace(b, divisor=max(1, n)) for b, n in zip(first, own, strict=True)] if own else first
-        runs = [partial(self.model, **self._inputs(batch)) for batch in each]
+        runs = [partial(self.model, **self.inputs(batch)) for batch in each]
         for probe in probes:
             probe.measure(runs[: probe.micro_batches], own and own[: probe.micro_batches])
         return itertools.chain(first, batches)
@@ -165,31 +166,58 @@ class BaseEngine(ABC):
         self, batches: Iterable[Batch], micro_batches: int, observers: Observers, masked: bool
     ) -> list[int]:
         """Run forward and backward over all micro-batches. Return the ids of the samples that were in them."""
-        noise, watch, metrics = observers.noise, observers.watch, self.groups.metrics
+        metrics, seen, samples = self.groups.metrics, list[float](), list[int]()
         self.model.watch_blocks = self._note_activation if observers.layer_norms else None
-        total, count, samples = torch.zeros((), device=self.device, dtype=torch.float64), 0, list[int]()
-        for batch in batches:
-            with watch(*batch.tokens.shape) if watch and not count else contextlib.nullcontext():
-                loss = self.forward(batch)
-                with noise.micro_batch(_counted(batch) if masked else None) if noise else contextlib.nullcontext():
-                    self.backward(loss, last=count == micro_batches - 1)
-            total += loss.detach()
-            count += 1
-            samples += batch.sample_ids
-            metrics.mean("span", batch.span)
+        for layer in range(self.model.config.num_layers) if observers.layer_norms else ():
+            # In a pipeline every rank adds the names of all blocks.
+            self._add_activation(layer, 0.0, 0)
+
+        def noted() -> Iterator[Batch]:
+            for batch in batches:
+                seen.append(batch.span)
+                samples.extend(batch.sample_ids)
+                yield batch
+
+        total = self._run_micro_batches(noted(), micro_batches, observers, masked)
         self.model.watch_blocks = None
-        if count != micro_batches:
-            raise RuntimeError(f"the loader gave {count} micro-batches for a step of {micro_batches}")
-        # The mean is over the world: tensor-parallel ranks hold the same loss, and context-parallel ranks hold losses
-        # of equally many tokens.
-        metrics.mean("train/loss", total / micro_batches)
+        if len(seen) != micro_batches:
+            raise RuntimeError(f"the loader gave {len(seen)} micro-batches for a step of {micro_batches}")
+        for span in seen:
+            metrics.mean("span", span)
+        # The mean is over the ranks that have losses: tensor-parallel ranks hold the same loss, and context-parallel
+        # ranks hold losses of equally many tokens.
+        metrics.mean("train/loss", total / micro_batches, weight=float(self.model.chunks[-1].last))
         return samples
+
+    def _run_micro_batches(
+        self, batches: Iterable[Batch], micro_batches: int, observers: Observers, masked: bool
+    ) -> Tensor:
+        """Run forward and backward over all micro-batches. Return the sum of their losses, fp64. It is 0 on a pipeline
+        stage without the output projection."""
+        total = torch.zeros((), device=self.device, dtype=torch.float64)
+        for number, batch in enumerate(batches):
+            watch = observers.watch if number == 0 else None
+            with watch(*batch.tokens.shape) if watch else contextlib.nullcontext():
+                loss = self.forward(batch)
+                with self._noise_of(batch, observers, masked):
+                    self.backward(loss, last=number == micro_batches - 1)
+            total += loss.detach()
+        return total
+
+    def _noise_of(self, batch: Batch, observers: Observers, masked: bool) -> AbstractContextManager[None]:
+        """Return the context in which a micro-batch's backward pass runs."""
+        if observers.noise is None:
+            return contextlib.nullcontext()
+        return observers.noise.micro_batch(_counted(batch) if masked else None)
 
     def _note_activation(self, block: int, stream: Tensor) -> None:
         """Add the root mean square of a block's output, over all tokens of the step on all ranks, to the metrics."""
         square = torch.linalg.vector_norm(stream, dtype=torch.float32).double().square()
+        self._add_activation(block, square, stream.numel())
+
+    def _add_activation(self, block: int, square: Tensor | float, count: int) -> None:
         how = (f"norms/{block}/activation", lambda total, count: math.sqrt(total / count))
-        self.groups.metrics.derive(*how, square, stream.numel())
+        self.groups.metrics.derive(*how, square, count)
 
     def _result(self, decision: Decision, applied: bool, micro_batches: int, observers: Observers) -> StepResult:
         found, verdict = decision.metrics, decision.verdict
@@ -213,16 +241,16 @@ class BaseEngine(ABC):
     def forward(self, batch: Batch) -> Tensor:
         """Return the loss of one micro-batch, an fp32 scalar. Under context parallelism it is the loss of this rank's
         slice."""
-        return self._run(self._inputs(batch))
+        return self._run(self.inputs(batch))
 
-    def _inputs(self, batch: Batch) -> dict[str, Any]:
+    def inputs(self, batch: Batch) -> dict[str, Any]:
         return batch.inputs(self.device, self.groups.cp_rank, self.groups.cp_size)
 
     @torch.no_grad()
     def logits(self, batch: Batch) -> Tensor:
         """Return the logits of a micro-batch: see engines/protocol.Engine."""
         self._prepare_evaluation()
-        return self._run({**self._inputs(batch), "labels": None})
+        return self._run({**self.inputs(batch), "labels": None})
 
     @torch.no_grad()
     def evaluate(
@@ -234,17 +262,9 @@ class BaseEngine(ABC):
         metrics = Metrics()
         # Each row is the sum of losses and the number of tokens.
         totals = torch.zeros(1 + len(sources), 2, dtype=torch.float64, device=self.device)
-        several, asked = dist.get_world_size() > 1, collections.deque[Tensor]()
-        for batch in batches:
-            asked.append(torch.tensor(stop(), dtype=torch.int32, device=self.device if several else "cpu"))
-            if several:
-                dist.all_reduce(asked[-1], op=dist.ReduceOp.MAX)
-            if len(asked) > several and asked.popleft():
-                raise InterruptedError
-            inputs = self._inputs(batch)
-            losses = self._run({**inputs, "by_token": True})[: batch.weight].double()
-            counted = (inputs["labels"][: batch.weight] >= 0).sum(1, dtype=torch.float64)
-            sums = torch.stack([losses.sum(1), counted], 1)
+        for batch, labels, losses in self._token_losses(self._until(stop, batches)):
+            counted = (labels[: batch.weight] >= 0).sum(1, dtype=torch.float64)
+            sums = torch.stack([losses[: batch.weight].double().sum(1), counted], 1)
             totals[0] += sums.sum(0)
             if sources:
                 totals[1:].index_add_(
@@ -253,3 +273,21 @@ class BaseEngine(ABC):
         for name, parts in zip(["valid/loss", *(f"valid/{name}/loss" for name in sources)], totals, strict=True):
             metrics.derive(name, ratio, *parts)
         return metrics.reduce(self.device)
+
+    def _until(self, stop: Callable[[], bool], batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Yield batches until any rank is asked to stop: see engines/protocol.Engine.evaluate."""
+        several, asked = dist.get_world_size() > 1, collections.deque[Tensor]()
+        for batch in batches:
+            asked.append(torch.tensor(stop(), dtype=torch.int32, device=self.device if several else "cpu"))
+            if several:
+                dist.all_reduce(asked[-1], op=dist.ReduceOp.MAX)
+            if len(asked) > several and asked.popleft():
+                raise InterruptedError
+            yield batch
+
+    def _token_losses(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, Tensor, Tensor]]:
+        """Yield each batch with the labels and the losses of this rank's tokens. A pipeline stage without the output
+        projection yields nothing."""
+        for batch in batches:
+            inputs = self.inputs(batch)
+            yield batch, inputs["labels"], self._run({**inputs, "by_token": True})

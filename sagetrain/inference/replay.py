@@ -201,7 +201,13 @@ def _built(folder: Path, scratch: Path, fresh: bool, layers_of_tp: int) -> Run:
         # At stage 0 the norms of layers are known even if a gradient is not finite.
         stage = 0 if cfg.training.dtype == "fp32" else cfg.parallel.zero_stage
         one = {"tensor_parallel_size": 1, "context_parallel_size": 1, "sequence_parallel": False, "zero_stage": stage}
-        parallel = parallel.model_copy(update=one)
+        stages = {"pipeline_parallel_size": 1, "pipeline_chunks": 1, "pipeline_blocks": "auto"}
+        parallel = parallel.model_copy(update=one | stages)
+    elif parallel.pipeline_parallel_size > 1:
+        raise ConfigError(
+            f"{folder}: the run has a pipeline (parallel.pipeline_parallel_size {parallel.pipeline_parallel_size}), "
+            "whose steps are taken again in one process: run `sagetrain replay` without a launcher"
+        )
     spikes = cfg.stability.spikes.model_copy(update={"policy": "stop"})
     sections = {
         "parallel": parallel,

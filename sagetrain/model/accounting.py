@@ -13,6 +13,7 @@ from sagetrain.config.arithmetic import (
     engine_of,
     own_reduction,
     recomputed_blocks,
+    replicas,
     resolved_zero_stage,
     sharding_ranks,
     takes_probes,
@@ -29,6 +30,7 @@ from sagetrain.model.operations import (
     end_operations,
     of_kind,
 )
+from sagetrain.model.stages import held
 from sagetrain.model.tensors import tensors
 
 # DeepSpeed's defaults for deepspeed.zero_optimization, in elements. The first one also bounds the gradients that stage
@@ -177,9 +179,9 @@ def save_host_bytes(cfg: RunConfig, world_size: int, vocab_size: int) -> int:
     """Return the host memory, in bytes, from which a rank writes its share of a checkpoint."""
     tensor = cfg.parallel.tensor_parallel_size
     size = parameters_per_rank(cfg.model, cfg.attention, vocab_size, tensor)
-    slice_bytes = 12 * size - 4 * muon_parameters(cfg) // tensor
+    slice_bytes = (12 * size - 4 * muon_parameters(cfg) // tensor) // cfg.parallel.pipeline_parallel_size
     # Ranks that hold the same write it once: at stage 0 the first replica writes everything.
-    return -(-slice_bytes // sharding_ranks(cfg, world_size // tensor))
+    return -(-slice_bytes // sharding_ranks(cfg, replicas(cfg, world_size)))
 
 
 def reduce_bucket_size(cfg: RunConfig, parameters: int) -> int:
@@ -255,7 +257,8 @@ def memory_per_rank(cfg: RunConfig, world_size: int, vocab_size: int) -> list[Me
         vocab_size: the number of rows of the embedding, padded.
     """
     parts = [cfg.model_copy(update={"linear": linear}) for linear in cfg.linear.phases]
-    return max((_memory(part, world_size, vocab_size) for part in parts), key=total_bytes)
+    stages = range(cfg.parallel.pipeline_parallel_size)
+    return max((_memory(part, world_size, vocab_size, stage) for part in parts for stage in stages), key=total_bytes)
 
 
 def total_bytes(items: Iterable[MemoryItem]) -> int:
@@ -263,14 +266,17 @@ def total_bytes(items: Iterable[MemoryItem]) -> int:
     return sum(item.bytes for item in items)
 
 
-def _memory(cfg: RunConfig, world_size: int, vocab_size: int) -> list[MemoryItem]:
-    size = parameters_per_rank(cfg.model, cfg.attention, vocab_size, cfg.parallel.tensor_parallel_size)
-    ranks = world_size // cfg.parallel.tensor_parallel_size
+def _memory(cfg: RunConfig, world_size: int, vocab_size: int, stage: int) -> list[MemoryItem]:
+    part = held(cfg, world_size, vocab_size, stage)
+    cfg, size, ranks = part.cfg, part.parameters, replicas(cfg, world_size)
     rank = rank_of(cfg)
     kept, running = _activations(cfg, rank)
+    if cfg.parallel.pipeline_parallel_size > 1:
+        why = f"{kept.why}; of {part.kept:g} micro-batches at once, on pipeline stage {stage + 1}"
+        kept = MemoryItem(kept.name, int(part.kept * kept.bytes), why)
     bucket, copies, left = _reduction(cfg, size, ranks)
     moments = [
-        [kept, *_loss(cfg, rank, end_operations(cfg.model, vocab_size, rank))],
+        [kept, *(_loss(cfg, rank, end_operations(cfg.model, vocab_size, rank)) if part.last else ())],
         [kept, *running, bucket],
         [*(item._replace(bytes=int(left * item.bytes)) for item in (kept, *running)), bucket, copies],
         *_probe(cfg, size, ranks, vocab_size),

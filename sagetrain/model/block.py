@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -119,6 +119,10 @@ class Block(nn.Module):
 
         return stage
 
+    def end(self, x: Tensor, y: Tensor | Pending, part: Part) -> Half:
+        """Add y to x. This is the last stage of a pipeline stage, which sends the residual stream to the next one."""
+        return Half(x + finish_leave(y, self.groups, self.sequence_parallel), None)
+
     def project(self, x: Tensor, y: Tensor | Pending, part: Part) -> Half:
         return Half(x, self.attention.project(y, part.cos, part.sin, part.gains))
 
@@ -134,8 +138,11 @@ class Block(nn.Module):
     def down(self, x: Tensor, y: Tensor, part: Part) -> Half:
         return Half(x, self.mlp.down(y))
 
-    def forward(self, layouts: Sequence[TokenLayout], next_norm: RMSNorm | None, *halves: Any) -> tuple[Any, ...]:
-        """Take two halves, or the whole as one, through the stretch of stages that ends with next_norm.
+    def forward(
+        self, layouts: Sequence[TokenLayout], next_norm: RMSNorm | Literal["stream"] | None, *halves: Any
+    ) -> tuple[Any, ...]:
+        """Take two halves, or the whole as one, through the stretch of stages that ends with next_norm. With "stream"
+        the stretch ends with the complete residual stream, for another stage of the pipeline.
 
         Without next_norm they go through this block alone, and only complete residual streams come in and go out.
         Activation checkpointing then keeps little, and nothing that is still under way. ZeRO-3's hooks notice the
@@ -153,15 +160,18 @@ class Block(nn.Module):
             return walks.selective(self._walk, layouts, None, *halves)
         return self._walk(layouts, next_norm, *halves)
 
-    def _walk(self, layouts: Sequence[TokenLayout], next_norm: RMSNorm | None, *halves: Any) -> tuple[Any, ...]:
-        norms = self.attention_norm, self.attention.q_norm, self.attention.k_norm, self.mlp_norm, next_norm
+    def _walk(
+        self, layouts: Sequence[TokenLayout], next_norm: RMSNorm | Literal["stream"] | None, *halves: Any
+    ) -> tuple[Any, ...]:
+        norms = [self.attention_norm, self.attention.q_norm, self.attention.k_norm, self.mlp_norm]
+        norms += [next_norm] if isinstance(next_norm, RMSNorm) else []
         parts = walks.split(layouts, enter_gains(*norms, parts=len(halves)))
         before, attend, after = self.stages()
         if next_norm is None:
             stretch: Stretch = (walks.idle, *before), attend, (*after, walks.idle)
             halves = tuple(Half(x, None) for x in halves)
         else:
-            stretch = before, attend, (*after, self.normalize(next_norm))
+            stretch = before, attend, (*after, self.end if next_norm == "stream" else self.normalize(next_norm))
         if len(halves) == 1:
             halves = (walks.whole(stretch, *halves, *parts),)
         else:

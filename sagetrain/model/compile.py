@@ -64,4 +64,6 @@ def compile_blocks(
             block.compile(fullgraph=traceable, backend=backend, options=options)
     if not whole:
         model.normalize = torch.compile(normalize, fullgraph=True, backend=backend, options=options)
-    model.head.compiled = backend == "inductor"
+    model.compiled = backend == "inductor"
+    if model.chunks[-1].last:
+        model.head.compiled = model.compiled

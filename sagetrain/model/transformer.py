@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from sagetrain.model.head import Head
 from sagetrain.model.initialization import initialize
 from sagetrain.model.norm import RMSNorm, normalize
 from sagetrain.model.rotary import rotary_tables
+from sagetrain.model.stages import Chunk, whole
 from sagetrain.model.tensors import TensorSpec, tensors
 from sagetrain.model.walks import Half
 from sagetrain.parallel import copies
@@ -51,7 +52,11 @@ def changed(attributes: Mapping[tuple[Any, str], object]) -> Iterator[None]:
 
 
 class Transformer(nn.Module):
-    """The whole model: embedding, blocks, final norm and head.
+    """The whole model: embedding, blocks, final norm and head. On a pipeline stage it is the stage's part of them.
+
+    A stage's parameters have the names and the initial values that they have in the whole model. Stages but the first
+    have no `embedding`, and stages but the last have neither `final_norm` nor `head`. With tied embeddings, the last
+    stage has a copy of the embedding, which its head reads.
 
     Args:
         model: the shape of the model.
@@ -71,6 +76,9 @@ class Transformer(nn.Module):
         dtype: the dtype of parameters and residual stream.
         partition: called with every parameter as soon as it has its values, before the next one takes memory. Engines
             keep a part of it (engines/build_engine.partitioner).
+        loss: a user's loss in the place of the cross-entropy, or None.
+        chunks: the ranges of blocks that this stage of a pipeline has, in the order of the model. None: the whole model
+            is here. `functions` and `matmuls` are those of all layers in either case.
 
     Raises:
         ValueError: tensor_parallel_size does not divide a dimension, or together with context_parallel_size it does not
@@ -95,9 +103,12 @@ class Transformer(nn.Module):
         device: torch.device | None = None,
         partition: Callable[[nn.Parameter], None] | None = None,
         loss: TokenLoss | None = None,
+        chunks: Sequence[Chunk] | None = None,
     ) -> None:
         super().__init__()
         self.config = model
+        self.chunks = tuple(chunks or [whole(model.num_layers)])
+        first, last = self.chunks[0].first, self.chunks[-1].last
         self.groups = groups
         self.sequence_parallel = sequence_parallel
         self.overlap = overlap
@@ -109,34 +120,41 @@ class Transformer(nn.Module):
             assert groups.tp_group is not None
             # The connection comes before anything is compiled, because it decides which operators are called.
             copies.connect(groups.tp_group)
-        self.embedding = VocabParallelEmbedding(
+        embedding = VocabParallelEmbedding(
             vocab_size, model.hidden_size, groups, sequence_parallel=sequence_parallel, dtype=dtype, device=meta
         )
-        self.blocks = nn.ModuleList(
-            Block(
-                model,
-                attention.qk_norm,
-                function,
-                groups,
-                matmuls=own,
-                sequence_parallel=sequence_parallel,
-                selective=activation_checkpointing == "selective",
-                dtype=dtype,
-                device=meta,
+        if first or (last and model.tie_embeddings):
+            self.embedding = embedding
+        self.blocks = nn.ModuleList()
+        """The blocks that are here, by their numbers in the whole model."""
+        for layer, function, own in zip(range(model.num_layers), functions, matmuls, strict=True):
+            if any(layer in chunk.blocks for chunk in self.chunks):
+                block = Block(
+                    model,
+                    attention.qk_norm,
+                    function,
+                    groups,
+                    matmuls=own,
+                    sequence_parallel=sequence_parallel,
+                    selective=activation_checkpointing == "selective",
+                    dtype=dtype,
+                    device=meta,
+                )
+                self.blocks.add_module(str(layer), block)
+        if last:
+            self.final_norm = RMSNorm(
+                model.hidden_size, model.norm_eps, groups, split_input=sequence_parallel, dtype=dtype, device=meta
             )
-            for _, function, own in zip(range(model.num_layers), functions, matmuls, strict=True)
-        )
-        self.final_norm = RMSNorm(
-            model.hidden_size, model.norm_eps, groups, split_input=sequence_parallel, dtype=dtype, device=meta
-        )
-        head_weight = self.embedding.weight
-        if not model.tie_embeddings:
-            head_weight = nn.Parameter(torch.empty_like(head_weight))
-        self.head = Head(head_weight, groups, sequence_parallel=sequence_parallel, known=known, loss=loss)
-        listed = {spec.name: spec for spec in tensors(model, attention, vocab_size)}
-        self.specs: dict[str, TensorSpec] = {name: listed.pop(name) for name, _ in self.named_parameters()}
-        """The entry of every parameter in the list of tensors, in the order of the parameters."""
-        assert not listed, f"tensors without a parameter: {[*listed]}"
+            weight = embedding.weight
+            if not model.tie_embeddings:
+                weight = nn.Parameter(torch.empty_like(weight))
+            self.head = Head(weight, groups, sequence_parallel=sequence_parallel, known=known, loss=loss)
+        self.every_spec: dict[str, TensorSpec] = {spec.name: spec for spec in tensors(model, attention, vocab_size)}
+        """The entry of every tensor of the whole model in the list of tensors, by name."""
+        self.specs: dict[str, TensorSpec] = {name: self.every_spec[name] for name, _ in self.named_parameters()}
+        """The entry of every parameter that is here, in the order of the parameters."""
+        missing = self.every_spec.keys() - self.specs if first and last else ()
+        assert not missing, f"tensors without a parameter: {missing}"
         self.whole_blocks = False
         """If set, a block computes with its own parameters alone. Under DeepSpeed's ZeRO-3 a compiled block has to, and
         so has a block that is partly recomputed: a gather inside would be in that part, and differ from pass to
@@ -144,6 +162,8 @@ class Transformer(nn.Module):
         self.watch_blocks: Callable[[int, Tensor], None] | None = None
         """A function that is called with each block's number and its output [tokens, hidden] on this rank. In
         overlapped halves it gets the first half's output, whose sum is complete by then."""
+        self.compiled = False
+        """Whether compile.compile_blocks has compiled the blocks with inductor."""
         self.normalize = normalize
         """The function that runs the norms outside of blocks. compile.compile_blocks compiles it."""
         if seed is not None:
@@ -161,7 +181,9 @@ class Transformer(nn.Module):
         divisor: float | None = None,
         by_token: bool = False,
         last: bool = False,
-    ) -> Tensor:
+        chunk: Chunk | None = None,
+        streams: Sequence[Tensor] = (),
+    ) -> Any:
         """Return the mean loss over this rank's tokens, or the cross-entropy of each token, or their logits.
 
         Under context parallelism, this rank's tokens are a slice [B, S / cp] of every sequence
@@ -181,15 +203,24 @@ class Transformer(nn.Module):
                 negative.
             last: without labels, return the logits of the last token of each sequence alone. The logits of the other
                 tokens then take neither time nor memory. It needs whole sequences and a model without overlap.
+            chunk: one of `chunks`, through which the tokens go. None: the whole model.
+            streams: the residual streams that come to a chunk that is not the first one.
 
         Returns:
+            The residual streams behind `chunk`, a tuple of tensors, if it is not the last one. Otherwise an
             fp32 scalar, fp32 [B, S (/ cp)] by token, or logits [B, S (/ cp), vocab] in the model's dtype ([B, 1, vocab]
             for the last tokens). They are the same on all tensor-parallel ranks.
         """
+        chunk = chunk or self.chunks[0]
         parts = parts_of(tokens.numel(), self.groups.tp_size, self.overlap)
         layouts = self._layouts(tokens, positions, cu_seqlens, max_seqlen)
-        halves = [self._embed(part) for part in tokens.flatten().chunk(parts)]
-        walked = self.through(range(len(self.blocks)), layouts, halves)
+        if chunk.first:
+            halves = [self._embed(part) for part in tokens.flatten().chunk(parts)]
+        else:
+            halves = [Half(stream, None) for stream in streams]
+        walked = self.through(chunk.blocks, layouts, halves)
+        if not chunk.last:
+            return tuple(stream for stream, _ in walked)
         if labels is None:
             every = tokens.shape[1] if last else 1
             logits = torch.cat([self.head(y, None, every=every) for _, y in walked])
@@ -201,9 +232,16 @@ class Transformer(nn.Module):
         own = None if divisor is None else divisor / parts
         return torch.stack([self.head(y, part, own) for (_, y), part in pairs]).mean()
 
+    def stream_shapes(self, tokens: int) -> list[tuple[int, int]]:
+        """Return the shapes of the residual streams of a micro-batch of this many tokens on this rank."""
+        parts = parts_of(tokens, self.groups.tp_size, self.overlap)
+        rows = tokens // parts // (self.groups.tp_size if self.sequence_parallel else 1)
+        return [(rows, self.config.hidden_size)] * parts
+
     def through(self, blocks: range, layouts: Sequence[TokenLayout], halves: Sequence[Half]) -> Sequence[Half]:
         """Take the halves of a micro-batch, or the whole as one, through a range of blocks and the norm behind them.
-        That norm belongs to the next block, or is the final one.
+        That norm belongs to the next block, or is the final one. Behind the blocks of a chunk that is not the last one
+        there is no norm.
 
         Args:
             blocks: the numbers of the blocks.
@@ -213,40 +251,53 @@ class Transformer(nn.Module):
         Returns:
             Normalized halves. Their streams, with nothing to be added, are the input of a range behind this one.
         """
-        norms = [*(cast(Block, block).attention_norm for block in self.blocks), self.final_norm]
+        norms = {number: self._norm_of(number) for number in range(blocks.start, blocks.stop + 1)}
+        last_norm = norms[blocks.stop]
         alone = range(blocks.start, max(blocks.start, min(self._alone(), blocks.stop)))
         if alone:
             halves = [Half(x, None) for x in self._recomputed(alone, layouts, halves)]
             blocks = range(alone.stop, blocks.stop)
-        first_norm, last_norm = norms[blocks.start], norms[blocks.stop]
         if not blocks:
             return [self._normalized(half, last_norm) for half in halves]
         first, *others = halves
-        halves = [self._normalized(first, first_norm), *others]  # the second half is one step behind
+        halves = [self._normalized(first, norms[blocks.start]), *others]  # the second half is one step behind
         for number in blocks:
-            halves = self.blocks[number](layouts, norms[number + 1], *halves)
+            halves = self._block(number)(layouts, norms[number + 1], *halves)
             self._seen(number, halves[0].stream)
         first, *others = halves
         return [first, *(self._normalized(half, last_norm) for half in others)]
 
-    def _normalized(self, half: Half, norm: RMSNorm) -> Half:
+    def _block(self, number: int) -> Block:
+        return cast(Block, self.blocks.get_submodule(str(number)))
+
+    def _norm_of(self, number: int) -> RMSNorm | Literal["stream"]:
+        """Return the norm of the block with this number, or the final one. "stream": another stage has it."""
+        if any(number in chunk.blocks for chunk in self.chunks):
+            return self._block(number).attention_norm
+        last = self.chunks[-1]
+        return self.final_norm if last.last and number == last.blocks.stop else "stream"
+
+    def _normalized(self, half: Half, norm: RMSNorm | Literal["stream"]) -> Half:
+        if norm == "stream":
+            x, y = half
+            return half if y is None else Half(x + finish_leave(y, self.groups, self.sequence_parallel), None)
         return Half(*self.normalize(*half, norm, None, self.groups, self.sequence_parallel))
 
     @property
     def recomputed_blocks(self) -> int:
         """The number of blocks, from the first on, that the backward pass recomputes as wholes."""
-        return recomputed_blocks(self.activation_checkpointing, len(self.blocks))
+        return recomputed_blocks(self.activation_checkpointing, self.config.num_layers)
 
     def _alone(self) -> int:
         """Return the number of blocks, from the first on, that tokens go through one by one."""
         if self.whole_blocks or (self.activation_checkpointing == "selective" and torch.is_grad_enabled()):
-            return len(self.blocks)
+            return self.config.num_layers
         return self.recomputed_blocks if torch.is_grad_enabled() else 0
 
     def _recomputed(self, blocks: range, layouts: Sequence[TokenLayout], halves: Sequence[Half]) -> tuple[Tensor, ...]:
         """Take residual streams through every block by itself, with activation checkpointing."""
         return walks.recomputed(
-            [(number, self.blocks[number]) for number in blocks],
+            [(number, self._block(number)) for number in blocks],
             layouts,
             tuple(x if y is None else x + finish_leave(y, self.groups, self.sequence_parallel) for x, y in halves),
             again=self.recomputed_blocks if torch.is_grad_enabled() else 0,
@@ -340,7 +391,7 @@ class Transformer(nn.Module):
             own = cu_seqlens
             if cu_seqlens is not None:  # documents of other parts have length zero
                 own = (cu_seqlens - part * num_tokens).clamp(0, num_tokens)
-                if self.head.compiled:
+                if self.compiled:
                     # Without the mark, every number of documents would get a graph of its own.
                     torch._dynamo.maybe_mark_dynamic(own, 0)
             layouts.append(token_layout(wanted, num_sequences, num_tokens, cos, sin, own, max_seqlen))

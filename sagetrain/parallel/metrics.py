@@ -13,13 +13,10 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-_Key = TypeVar("_Key", tuple[str, int], tuple[str, float])
 
 # The collective reduces a multiple of this many numbers. Ranks that disagree by a few numbers then get an error, and
 # their numbers are not mixed up.
@@ -101,13 +98,13 @@ class Metrics:
         Raises:
             RuntimeError: the ranks have not added the same names.
         """
-        sums, maxima = _numbers_first(self._sums), _numbers_first(self._maxima)
+        sums, maxima = dict(sorted(self._sums.items())), dict(sorted(self._maxima.items()))
         number = int.from_bytes(hashlib.sha256(repr((list(sums), list(maxima))).encode()).digest()[:4], "big")
         total, *reduced = _reduced([float(number), *sums.values()], dist.ReduceOp.SUM, device)
         if total != number * (dist.get_world_size() if dist.is_initialized() else 1):
             raise RuntimeError(f"metrics: the ranks differ in what they have added; this one: {[*sums, *maxima]}")
-        parts: dict[str, list[float]] = {name: [] for name, _ in sorted(sums)}
-        for (name, _), value in sorted(zip(sums, reduced, strict=True)):
+        parts: dict[str, list[float]] = {name: [] for name, _ in sums}
+        for (name, _), value in zip(sums, reduced, strict=True):
             parts[name].append(value)
         result = {name: self._functions[name](*values) for name, values in parts.items()}
         if maxima:
@@ -137,19 +134,13 @@ def _float64(value: Tensor | float) -> Tensor | float:
     return value.detach().reshape(()).double() if isinstance(value, Tensor) else float(value)
 
 
-def _numbers_first(values: dict[_Key, Tensor | float]) -> dict[_Key, Tensor | float]:
-    """Put numbers before tensors, and sort both by key. The order then does not depend on the order of adding."""
-    return dict(sorted(values.items(), key=lambda item: (isinstance(item[1], Tensor), item[0])))
-
-
 def _reduced(values: list[Tensor | float], operation: dist.ReduceOp.RedOpType, device: torch.device) -> list[float]:
-    """Reduce the values, numbers before tensors, over all ranks. It waits for the device."""
-    numbers = [value for value in values if not isinstance(value, Tensor)]
-    tensors = [value for value in values if isinstance(value, Tensor)]
-    padding = [0.0] * (-len(values) % _PADDING)
-    packed = torch.tensor(padding + numbers, dtype=torch.float64, device=device)
-    if tensors:
-        packed = torch.cat([packed, torch.stack([value.to(device) for value in tensors])])
+    """Reduce the values over all ranks. It waits for the device."""
+    padded = [*values, *[0.0] * (-len(values) % _PADDING)]
+    # All numbers go to the device in one copy. What is a number on one rank may be a tensor on another.
+    numbers = [value for value in padded if not isinstance(value, Tensor)]
+    there = iter(torch.tensor(numbers, dtype=torch.float64, device=device).unbind())
+    packed = torch.stack([value.to(device) if isinstance(value, Tensor) else next(there) for value in padded])
     if dist.is_initialized():
         dist.all_reduce(packed, op=operation)
-    return packed[len(padding) :].tolist()
+    return packed[: len(values)].tolist()

@@ -1,8 +1,10 @@
 """The arithmetic of ranks as a value, the process groups made from it, and the methods that DeepSpeed asks of an `mpu`.
 
-There are three axes, the fastest first. Tensor-parallel ranks are neighbours that share one copy of the model.
+There are four axes, the fastest first. Tensor-parallel ranks are neighbours that share one copy of the model.
 Context-parallel copies share every sequence, each with a slice of its tokens. Data-parallel copies have sequences of
 their own. Copies of both kinds are replicas: gradients are averaged over all of them, and ZeRO shards over all of them.
+The stages of a pipeline have different blocks of the model. The ranks of one stage are consecutive, and each stage is
+laid out along the other axes as if it were the whole world.
 """
 
 from __future__ import annotations
@@ -49,28 +51,37 @@ class Topology:
     group.
 
     Raises:
-        ValueError: a size is below 1, or tensor_parallel_size x context_parallel_size does not divide the world size.
+        ValueError: a size is below 1, or the product of the other sizes does not divide the world size.
     """
 
     world_size: int
     tensor_parallel_size: int
     context_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         world, tp, cp = self.world_size, self.tensor_parallel_size, self.context_parallel_size
-        if min(world, tp, cp) < 1:
+        pp = self.pipeline_parallel_size
+        if min(world, tp, cp, pp) < 1:
             raise ValueError(
-                f"world_size ({world}), tensor_parallel_size ({tp}) and context_parallel_size ({cp}) must be >= 1"
+                f"world_size ({world}), tensor_parallel_size ({tp}), context_parallel_size ({cp}) and "
+                f"pipeline_parallel_size ({pp}) must be >= 1"
             )
-        if world % (tp * cp):
+        if world % (tp * cp * pp):
             raise ValueError(
                 f"world_size {world} is not a multiple of tensor_parallel_size {tp} x context_parallel_size {cp}"
+                + (f" x pipeline_parallel_size {pp}" if pp > 1 else "")
             )
+
+    @property
+    def stage_size(self) -> int:
+        """The number of ranks of one pipeline stage."""
+        return self.world_size // self.pipeline_parallel_size
 
     @property
     def num_replicas(self) -> int:
         """The number of copies of the model: data-parallel size x context-parallel size."""
-        return self.world_size // self.tensor_parallel_size
+        return self.stage_size // self.tensor_parallel_size
 
     @property
     def data_parallel_size(self) -> int:
@@ -84,7 +95,7 @@ class Topology:
         """
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside 0..{self.world_size - 1}")
-        replica, tp_rank = divmod(rank, self.tensor_parallel_size)
+        replica, tp_rank = divmod(rank % self.stage_size, self.tensor_parallel_size)
         return *divmod(replica, self.context_parallel_size), tp_rank
 
     def tp_ranks(self, rank: int) -> list[int]:
@@ -100,7 +111,12 @@ class Topology:
 
     def replica_ranks(self, rank: int) -> list[int]:
         """Return the global ranks that hold the same shard of the model as `rank`, in order."""
-        return list(range(self.coords(rank)[2], self.world_size, self.tensor_parallel_size))
+        first = rank - rank % self.stage_size
+        return list(range(first + self.coords(rank)[2], first + self.stage_size, self.tensor_parallel_size))
+
+    def pipeline_ranks(self, rank: int) -> list[int]:
+        """Return the global ranks with the same place as `rank` in every stage, in the order of the stages."""
+        return list(range(rank % self.stage_size, self.world_size, self.stage_size))
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,7 +170,16 @@ class ParallelGroups:
     def replica_rank(self) -> int:
         """The place among the ranks that hold the same shard of the model. ZeRO and the files of a checkpoint use
         it."""
-        return self.rank // self.tp_size
+        return self.rank % self.topology.stage_size // self.tp_size
+
+    @property
+    def pp_size(self) -> int:
+        return self.topology.pipeline_parallel_size
+
+    @property
+    def pp_rank(self) -> int:
+        """The number of this rank's pipeline stage."""
+        return self.rank // self.topology.stage_size
 
     @classmethod
     def single(cls) -> ParallelGroups:

@@ -96,6 +96,8 @@ def _used(cfg: RunConfig, prediction: StepPrediction) -> Iterator[str]:
         yield f"linear layers in {cfg.linear.precision}"
     if cfg.parallel.tensor_parallel_size > 1:
         yield "tensor parallelism"
+    if cfg.parallel.pipeline_parallel_size > 1:
+        yield "pipeline parallelism"
     if cfg.parallel.context_parallel_size > 1:
         yield "context parallelism"
     if data_parallel_size(cfg, prediction.world_size) > 1:

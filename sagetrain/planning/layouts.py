@@ -71,7 +71,8 @@ def fastest_linear(cfg: RunConfig, vocab_size: int, hardware: Hardware, span: fl
     layers = cfg.model.linear_layers(cfg.parallel.tensor_parallel_size).values()
     precisions = hardware.precisions if may_be_low_bit(cfg) else ("bf16",)
     choices = [each for each in cfg.linear.choices(layers) if each.precision in precisions]
-    ranks = cfg.parallel.tensor_parallel_size * cfg.parallel.context_parallel_size
+    parallel = cfg.parallel
+    ranks = parallel.tensor_parallel_size * parallel.context_parallel_size * parallel.pipeline_parallel_size
 
     def speed(linear: LinearConfig) -> float:
         one = cfg.model_copy(update={"linear": linear})
@@ -179,7 +180,7 @@ def _candidates(cfg: RunConfig, world_size: int) -> Iterator[RunConfig]:
     for split, context, stage, again, micro in itertools.product(
         splits, splits, stages, ("none", "selective", "full"), micro_batches
     ):
-        if world_size % (split * context):
+        if world_size % (split * context * cfg.parallel.pipeline_parallel_size):
             continue
         for sharded in (False, True)[: 1 + (split > 1)]:
             yield cfg.model_copy(

@@ -20,6 +20,7 @@ from sagetrain.config.arithmetic import (
     overlaps_reduction,
     own_reduction,
     recomputed_blocks,
+    replicas,
     resolved_zero_stage,
     sharding_ranks,
     token_multiple,
@@ -57,6 +58,7 @@ from sagetrain.model.operations import (
     end_operations,
     of_kind,
 )
+from sagetrain.model.stages import held
 from sagetrain.optim.owners import cost, owners
 
 # The forward pass has this share of the bytes that passes move, and this share of attention (2 matmuls of 7).
@@ -103,10 +105,10 @@ class CollectiveTime:
     """All calls of one kind in one step, as one rank sees them."""
 
     axis: str
-    """The axis: tensor, context, or data (ZeRO's data- and context-parallel ranks)."""
+    """The axis: tensor, context, data (ZeRO's data- and context-parallel ranks), or pipeline."""
     purpose: str
     kind: str
-    """The kind: all-reduce, all-gather, reduce-scatter, reduce or all-to-all."""
+    """The kind: all-reduce, all-gather, reduce-scatter, reduce, all-to-all or send."""
     count: int
     payload: int
     """Bytes of the whole tensor of one call that is added up, gathered, scattered, or (all-to-all) exchanged by one
@@ -141,6 +143,8 @@ class StepPrediction:
     """Fixed costs."""
     launching: float
     """Seconds by which the host takes longer to launch kernels than they run."""
+    idle: float
+    """Seconds that the slowest stage of a pipeline waits while the pipeline fills and drains. Not measured."""
     collectives: tuple[CollectiveTime, ...]
     flops_per_token: int
     """FLOPs with attention counted as it is computed, inside documents."""
@@ -156,7 +160,7 @@ class StepPrediction:
     def seconds(self) -> float:
         """Seconds of the whole step."""
         parts = self.matmul + self.attention + self.elementwise + self.optimizer + self.orthogonalizing
-        return parts + self.overhead + self.launching + sum(c.exposed for c in self.collectives)
+        return parts + self.overhead + self.launching + self.idle + sum(c.exposed for c in self.collectives)
 
     @property
     def tokens_per_second(self) -> float:
@@ -191,10 +195,14 @@ def predict(
     if cfg.parallel.tensor_parallel_overlap == "auto" and cfg.parallel.tensor_parallel_size > 1:
         ways = (with_overlap(cfg, how) for how in ("off", "on"))
         return max((predict(way, world_size, vocab_size, hardware, span) for way in ways), key=_speed)
-    step = _Step(cfg, world_size, vocab_size, hardware, span)
+    stages = range(cfg.parallel.pipeline_parallel_size)
+    steps = [_Step(cfg, world_size, vocab_size, hardware, span, stage) for stage in stages]
+    step = max(steps, key=lambda step: sum(step.compute())) if len(steps) > 1 else steps[0]
     matmul, attention, elementwise = (step.accumulation * part for part in step.compute())
     waiting, launching = step.communication(matmul, attention, elementwise), step.launch_seconds()
     launching -= matmul + attention + elementwise + sum(c.exposed for c in waiting)
+    inside = sum(c.exposed for c in waiting if c.axis in ("tensor", "context"))
+    working = matmul + attention + elementwise + inside + max(0.0, launching)
     return StepPrediction(
         world_size=world_size,
         tokens_per_step=step.accumulation * step.multiple,
@@ -208,6 +216,7 @@ def predict(
         orthogonalizing=step.orthogonalizing_seconds(),
         overhead=step.overhead(),
         launching=max(0.0, launching),
+        idle=step.idle * working,
         collectives=tuple(waiting),
         flops_per_token=flops_per_token(cfg.model, vocab_size, step.rank.span),
         flops_per_token_full_attention=flops_per_token(cfg.model, vocab_size, cfg.data.seq_length),
@@ -249,7 +258,8 @@ def calibrate(
     Raises:
         ConfigError: fixed costs, launching and communication alone take longer.
     """
-    gpus = cfg.parallel.tensor_parallel_size * cfg.parallel.context_parallel_size
+    parallel = cfg.parallel
+    gpus = parallel.tensor_parallel_size * parallel.context_parallel_size * parallel.pipeline_parallel_size
 
     def rate(exponent: float) -> float:
         scaled = dataclasses.replace(hardware, compute_scale=10**exponent)
@@ -272,18 +282,22 @@ def calibrate(
 
 
 class _Step:
-    """The priced step of one rank."""
+    """The priced step of one rank, on one stage of a pipeline."""
 
-    def __init__(self, cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware, span: float | None):
-        self.cfg, self.hardware, layers = cfg, hardware, cfg.model.num_layers
-        self.vocab_size = vocab_size
+    def __init__(
+        self, cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware, span: float | None, stage: int
+    ):
+        part = held(cfg, world_size, vocab_size, stage)
+        cfg = part.cfg
+        self.cfg, self.hardware, self.part, layers = cfg, hardware, part, cfg.model.num_layers
+        self.vocab_size, self.world_size = vocab_size, world_size
         tensor_size = cfg.parallel.tensor_parallel_size
-        self.replicas = world_size // tensor_size
+        self.replicas = replicas(cfg, world_size)
         """Number of data-parallel and context-parallel ranks that ZeRO spreads over."""
         self.zero_stage, self.fsdp = resolved_zero_stage(cfg), engine_of(cfg) == "fsdp"
         self.owners = sharding_ranks(cfg, self.replicas)
         """Number of ranks that own the weights of a tensor-parallel slice between them."""
-        self.parameters = parameters_per_rank(cfg.model, cfg.attention, vocab_size, tensor_size)
+        self.parameters = part.parameters
         self.embedding = vocab_size * cfg.model.hidden_size // tensor_size
         """Number of weights whose gradients backward computes last."""
         self.multiple = token_multiple(cfg, data_parallel_size(cfg, world_size))
@@ -310,7 +324,9 @@ class _Step:
     def compute(self) -> tuple[float, float, float]:
         """Return the seconds of a micro-step's matmuls, attention and data movement."""
         scale = 1 / self.hardware.compute_scale
-        parts = [(1, self._seconds(self.ends)), *((count, self._seconds(block)) for count, block in self.blocks)]
+        before, *behind = self.ends
+        ends = [before] * self.part.first + behind * self.part.last
+        parts = [(1, self._seconds(ends)), *((count, self._seconds(block)) for count, block in self.blocks)]
         matmul, attention, moving = (sum(count * part[i] for count, part in parts) for i in range(3))
         moving += self._copied() / self.hardware.memory_bandwidth
         return scale * matmul, scale * attention, scale * moving
@@ -343,7 +359,40 @@ class _Step:
         for call in self.collectives:
             alone = self._around_layers(call)
             result.append(alone if call.beside == "nothing" else _beside(alone, company[call.beside], *how))
-        return [*result, *self._data_parallel(matmul + attention + elementwise), *self._muon_exchange()]
+        return [
+            *result,
+            *self._data_parallel(matmul + attention + elementwise),
+            *self._muon_exchange(),
+            *self._between_stages(),
+        ]
+
+    @property
+    def idle(self) -> float:
+        """The time that a stage waits while a pipeline fills and drains, as a part of its own work."""
+        parallel = self.cfg.parallel
+        return (parallel.pipeline_parallel_size - 1) / (parallel.pipeline_chunks * self.accumulation)
+
+    def _between_stages(self) -> Iterator[CollectiveTime]:
+        """Yield the residual streams and their gradients that a stage of a pipeline sends. Those of the steady part are
+        on their way beside the work; those that fill and drain the pipeline are waited for. Not measured."""
+        parallel, rank = self.cfg.parallel, self.rank
+        stages = parallel.pipeline_parallel_size
+        if stages == 1:
+            return
+        payload = rank.tokens * rank.element * self.cfg.model.hidden_size // rank.shards
+        bandwidth, latency = self.hardware.link(self.world_size // stages, stages)
+        one = payload / bandwidth + self.parts * latency
+        count = 2 * self.accumulation * parallel.pipeline_chunks
+        yield CollectiveTime(
+            "pipeline",
+            "residual streams and their gradients, not measured",
+            "send",
+            count,
+            payload,
+            count * payload,
+            count * one,
+            exposed=min(count, 2 * (stages - 1)) * one,
+        )
 
     def _muon_exchange(self) -> list[CollectiveTime]:
         """Return the exchange of Muon's directions and updates, each in bf16, between the ranks that share matrices."""
@@ -451,7 +500,7 @@ class _Step:
     def _calls(self, call: CollectiveCost) -> int:
         """Return the number of calls of a collective in a micro-step."""
         blocks = self.again if call.moment == "recomputed" else self.cfg.model.num_layers
-        return blocks * call.per_block + call.at_ends
+        return blocks * call.per_block + (call.at_ends if self.part.first or self.part.last else 0)
 
     def _collective(
         self, axis: str, purpose: str, kind: str, count: int, payload: int, part: tuple[int, int] | None = None

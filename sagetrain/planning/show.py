@@ -11,8 +11,10 @@ from sagetrain.config.arithmetic import (
     checkpoint_tokens,
     data_parallel_size,
     decay_tokens,
+    idle_share,
     last_part,
     layers_in_words,
+    replicas,
     scheduled_rung,
     sharding_in_words,
     token_multiple,
@@ -33,6 +35,7 @@ from sagetrain.model.accounting import (
     save_host_bytes,
     total_bytes,
 )
+from sagetrain.model.stages import blocks_of_chunks
 from sagetrain.planning.evidence import evidence
 from sagetrain.planning.layouts import MORE_TOKENS, Layout, overrides_to, usable_memory
 from sagetrain.planning.performance import StepPrediction, sample_seconds
@@ -136,7 +139,7 @@ def _tables(plan: Plan) -> list[Table]:
     if plan.cfg.stability.precision:
         tables.append(_precision_table(plan.cfg, plan.cfg.stability.precision))
     if plan.memory:
-        tables += [_layout_table(plan.cfg, plan.world_size), _memory_table(plan.memory)]
+        tables += [_layout_table(plan.cfg, plan.world_size, plan.vocab_size), _memory_table(plan.memory)]
     if plan.chosen:
         tables += [_schedule_table(plan), _run_table(plan, plan.chosen.prediction)]
     if plan.priced:
@@ -151,7 +154,7 @@ def _brief_table(plan: Plan) -> Table:
     rows = [("model", parameters + f" (vocabulary of {plan.vocab_size:,} assumed)" * plan.assumed_vocab_size)]
     if plan.memory:
         total = total_bytes(plan.memory)
-        sharded = sharding_in_words(plan.cfg, plan.world_size // plan.cfg.parallel.tensor_parallel_size)
+        sharded = sharding_in_words(plan.cfg, replicas(plan.cfg, plan.world_size))
         rows.append(("layout", f"{_ranks(plan.cfg, plan.world_size)}, {sharded}"))
         usable = _size(usable_memory(plan.hardware))
         rows.append(("memory", f"{_size(total)} per rank, of {usable} that {plan.hardware.name} leaves to a run"))
@@ -227,10 +230,10 @@ def _precision_table(cfg: RunConfig, precision: PrecisionConfig) -> Table:
     return Table("Precision ladder", ("from tokens", "attention"), rows, numbers=("from tokens",), caption=caption)
 
 
-def _layout_table(cfg: RunConfig, world_size: int) -> Table:
+def _layout_table(cfg: RunConfig, world_size: int, vocab_size: int) -> Table:
     data, ranks = cfg.data, data_parallel_size(cfg, world_size)
     split = ", sequence parallel" if cfg.parallel.sequence_parallel else ""
-    sharded = sharding_in_words(cfg, world_size // cfg.parallel.tensor_parallel_size)
+    sharded = sharding_in_words(cfg, replicas(cfg, world_size))
     return facts(f"Layout on {world_size} {'rank' if world_size == 1 else 'ranks'}", [
         ("ranks", _ranks(cfg, world_size) + split),
         ("sharding", f"{sharded}, {cfg.training.dtype}"),
@@ -239,16 +242,31 @@ def _layout_table(cfg: RunConfig, world_size: int) -> Table:
             f"{data.micro_batch_size} sequence{'s' * (data.micro_batch_size > 1)} x {data.seq_length:,} tokens "
             f"x {ranks} = {token_multiple(cfg, ranks):,} tokens",
         ),
+        *([("pipeline", _stages(cfg, world_size, vocab_size))] if cfg.parallel.pipeline_parallel_size > 1 else []),
         *([("open files", f"up to {files:,} in rank 0, beside token files: the hard limit (ulimit -Hn) must allow it")]
           if (files := files_of_rank_0(world_size)) > _USUAL_FILES else []),
     ])  # fmt: skip
 
 
+def _stages(cfg: RunConfig, world_size: int, vocab_size: int) -> str:
+    """Return the chunks of a pipeline and its idle share at the smallest and the largest tokens per step."""
+    parallel, sizes = cfg.parallel, cfg.tokens_per_step.named_tokens.values()
+    multiple = token_multiple(cfg, data_parallel_size(cfg, world_size))
+    shares = [
+        idle_share(parallel.pipeline_parallel_size, parallel.pipeline_chunks, max(1, tokens // multiple))
+        for tokens in (min(sizes), max(sizes))
+    ]
+    idle = " to ".join(dict.fromkeys(f"{share:.1%}" for share in shares))
+    blocks = ", ".join(map(str, blocks_of_chunks(cfg, vocab_size)))
+    return f"blocks in chunks: {blocks}; stages idle {idle} of a step at least (not measured)"
+
+
 def _ranks(cfg: RunConfig, world_size: int) -> str:
     parallel = cfg.parallel
     context = f" x context parallel {parallel.context_parallel_size}" if parallel.context_parallel_size > 1 else ""
-    replicas = data_parallel_size(cfg, world_size)
-    return f"tensor parallel {parallel.tensor_parallel_size}{context} x data parallel {replicas}"
+    pipeline = f" x pipeline parallel {parallel.pipeline_parallel_size}" if parallel.pipeline_parallel_size > 1 else ""
+    copies = data_parallel_size(cfg, world_size)
+    return f"tensor parallel {parallel.tensor_parallel_size}{context}{pipeline} x data parallel {copies}"
 
 
 def _memory_table(items: list[MemoryItem]) -> Table:
@@ -370,6 +388,11 @@ def _step_table(layout: Layout, name: str, plan: Plan) -> Table:
         ("optimizer", prediction.optimizer, "passes over gradients, the update, new weights"),
         *_orthogonalizing(prediction),
         ("overhead", prediction.overhead, "fixed costs of micro-steps and steps"),
+        *(
+            [("pipeline", prediction.idle, "stages wait while the pipeline fills and drains: not measured")]
+            if prediction.idle
+            else []
+        ),
         ("launching", prediction.launching, "kernels wait for the host: a larger data.micro_batch_size helps"),
     )
     tokens = f"{prediction.tokens_per_step:,} tokens in {prediction.accumulation:,} micro-steps"

@@ -133,7 +133,7 @@ class LinearErrors:
 
     def __init__(self, model: Transformer, blocks: Container[int], leaves: Mapping[str, Tensor] | None = None) -> None:
         self._model, self._blocks = model, blocks
-        self._first = (leaves or dict(model.named_parameters()))["embedding.weight"]
+        self._first = next(iter((leaves or dict(model.named_parameters())).values()))
 
     @property
     def layers(self) -> dict[tuple[int, str], tuple[ColumnParallelLinear | RowParallelLinear, LowBit]]:

@@ -107,8 +107,9 @@ class GradientNoise:
     pass over the gradients of every micro-batch, and under context parallelism their all-reduce.
 
     Args:
-        leaves: the tensors that autograd gives gradients to, by name (Engine.leaves).
-        specs: the tensors of the model.
+        leaves: the tensors that autograd gives gradients to, by name (Engine.leaves). In a pipeline they are those of
+            this rank's stage.
+        specs: the tensors of the whole model.
     """
 
     def __init__(
@@ -118,10 +119,13 @@ class GradientNoise:
         groups: ParallelGroups,
         device: torch.device,
     ) -> None:
-        self._groups, self._parameters = groups, [leaves[spec.name] for spec in specs]
+        self._groups, self._parameters = (
+            groups,
+            {place: leaves[spec.name] for place, spec in enumerate(specs) if spec.name in leaves},
+        )
         self._squares = LayerSquares(specs, groups, device)
-        self._norms = torch.zeros(len(self._parameters), dtype=torch.float32, device=device)
-        self._small = torch.zeros(len(self._parameters), dtype=torch.float64, device=device)
+        self._norms = torch.zeros(len(specs), dtype=torch.float32, device=device)
+        self._small = torch.zeros(len(specs), dtype=torch.float64, device=device)
         self._mean = torch.zeros_like(self._small)
         self._counted: list[int] = []
 
@@ -133,8 +137,8 @@ class GradientNoise:
         self._counted += [] if counted is None else [counted]
         self._norms.zero_()
         hooks: list[Any] = []
-        for norm, parameter in zip(self._norms, self._parameters, strict=True):
-            hooks.append(parameter.register_hook(partial(self._note, norm)))
+        for place, parameter in self._parameters.items():
+            hooks.append(parameter.register_hook(partial(self._note, self._norms[place])))
         try:
             yield
         finally:
@@ -172,7 +176,7 @@ class GradientNoise:
         self._squares.add("noise/*/mean", self._mean, clipping**-2, copies)
         if self._counted:
             # These ranks have the same micro-batches.
-            same = self._groups.tp_size * cp_size
+            same = self._groups.tp_size * cp_size * self._groups.pp_size
             self._groups.metrics.sum("noise/counted", sum(self._counted), same)
             self._groups.metrics.sum("noise/counted_square", sum(count**2 for count in self._counted), same)
             self._counted.clear()

@@ -47,6 +47,7 @@ from sagetrain.model.accounting import overlaps
 from sagetrain.model.backends import AttentionFunction
 from sagetrain.model.compile import compile_blocks
 from sagetrain.model.selection import attention_functions, matmuls_of, resolve_backend
+from sagetrain.model.stages import chunks_of_stage
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.cross_entropy import TokenLoss
 from sagetrain.parallel.rng import seed_everything
@@ -217,7 +218,12 @@ def meet(
         # The timeout of collectives is twice that of the watchdog, which then ends a hanging run first and can say
         # more.
         device = init_distributed(2 * patience)
-        topology = Topology(dist.get_world_size(), parallel.tensor_parallel_size, parallel.context_parallel_size)
+        topology = Topology(
+            dist.get_world_size(),
+            parallel.tensor_parallel_size,
+            parallel.context_parallel_size,
+            parallel.pipeline_parallel_size,
+        )
         # Reading files may take a while. The ranks have met by now, so each host can report its progress.
         hashes = preflight.check_in(cfg, topology, device, partial(_hashes, files), hears or to_stderr)
         preflight.share(folder, hears or to_stderr)
@@ -272,6 +278,7 @@ def make_engine(settled: Settled, files: CheckedFiles, met: Meeting) -> Built:
         partition=partitioner(cfg, met.groups),
         matmuls=settled.matmuls,
         loss=files.loss,
+        chunks=chunks_of_stage(cfg, vocab_size, met.groups.pp_rank),
     )
     compiled = compiles(cfg, met.device)
     if compiled:
@@ -329,7 +336,9 @@ def assemble(
         needed=partial(failed_step.needed, folder.spikes),
     )
     saver.reserve(engine.owned())
-    controllers = Controllers(settled.cfg, engine, built.rungs, files.train, folder, saver, met.reporter, resumed.state)
+    controllers = Controllers(
+        settled.cfg, engine, built.rungs, files.train, folder, saver, met.reporter, resumed.state, files.loss
+    )
     loader_of = partial(
         Loader,
         dp_rank=groups.dp_rank,

@@ -21,7 +21,7 @@ def perturb(engine: Engine, channel: int) -> None:
     """
     if not channel:
         return
-    dtype, place = engine.leaves()[GAIN].dtype, channel - 1
+    dtype, place = next(iter(engine.leaves().values())).dtype, channel - 1
     for kept in engine.owned(lambda spec: spec.name == GAIN):
         if kept.start <= place < kept.stop:
             master = kept.weight[place - kept.start]

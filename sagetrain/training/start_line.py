@@ -10,6 +10,7 @@ from sagetrain.config.arithmetic import sharding_in_words
 from sagetrain.config.schema import RunConfig
 from sagetrain.engines.protocol import Engine
 from sagetrain.model.accounting import num_parameters
+from sagetrain.model.stages import blocks_of_chunks
 from sagetrain.parallel import copies
 
 
@@ -26,10 +27,14 @@ def start_line(cfg: RunConfig, engine: Engine, vocab_size: int, compiled: bool, 
         how = " by copies" if groups.tp_group.group_name in copies.connected else ""
         how += " in halves" if model.overlap else ""
     context = f" x context parallel {groups.cp_size}" if groups.cp_size > 1 else ""
+    pipeline = ""
+    if groups.pp_size > 1:
+        chunks = " and ".join(", ".join(map(str, blocks_of_chunks(cfg, vocab_size))).rsplit(", ", 1))
+        pipeline = f" x pipeline parallel {groups.pp_size} (blocks in chunks: {chunks})"
     sharded = sharding_in_words(cfg, groups.num_replicas)
     lines = [
         f"sagetrain {__version__}: {size:,} parameters, {dist.get_world_size()} ranks (tensor parallel "
-        f"{groups.tp_size}{how}{context} x data parallel {groups.dp_size}), {sharded}, "
+        f"{groups.tp_size}{how}{context}{pipeline} x data parallel {groups.dp_size}), {sharded}, "
         f"{cfg.training.dtype}, torch.compile {'on' if compiled else 'off'}",
         f"  attention {cfg.attention.backend} ({reasons.attention})",
         f"  linear layers {reasons.linear}",

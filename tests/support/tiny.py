@@ -21,6 +21,7 @@ from sagetrain.engines.protocol import Engine, Observers, Owned, StepResult
 from sagetrain.model.accounting import overlaps
 from sagetrain.model.backends import AttentionFunction
 from sagetrain.model.selection import attention_functions, matmuls_of
+from sagetrain.model.stages import chunks_of_stage
 from sagetrain.model.tensors import TensorSpec
 from sagetrain.model.transformer import Transformer
 from sagetrain.optim.pieces import TensorPiece
@@ -47,11 +48,11 @@ def config(stage: int, dtype: str = "fp32", **sections: dict) -> RunConfig:
     return RunConfig.model_validate(tree)
 
 
-def join(tp_size: int, cp_size: int = 1) -> ParallelGroups:
+def join(tp_size: int, cp_size: int = 1, pp_size: int = 1) -> ParallelGroups:
     """Join the process groups of this rank, through DeepSpeed as in a real run."""
     torch.set_num_threads(1)
     init_distributed(timeout_minutes=10)
-    return ParallelGroups.create(Topology(torch.distributed.get_world_size(), tp_size, cp_size))
+    return ParallelGroups.create(Topology(torch.distributed.get_world_size(), tp_size, cp_size, pp_size))
 
 
 def transformer(
@@ -76,6 +77,7 @@ def model(cfg: RunConfig, groups: ParallelGroups, seed: int = 3) -> Transformer:
     place["sequence_parallel"], place["overlap"] = cfg.parallel.sequence_parallel, overlaps(cfg)
     place["activation_checkpointing"] = cfg.training.activation_checkpointing
     how = {"tensor_parallel_size": groups.tp_size, "device": torch.device("cpu"), "dtype": dtype}
+    place["chunks"] = chunks_of_stage(cfg, VOCAB, groups.pp_rank)
     place["matmuls"], _ = matmuls_of(cfg.linear, cfg.model, **how)
     return transformer(cfg.model, cfg.attention, seed=seed, **place)
 

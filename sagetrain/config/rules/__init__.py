@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sagetrain.config.errors import Finding
-from sagetrain.config.rules import engine, layout, linear, model, optimizer, precision, schedule, stability
+from sagetrain.config.rules import engine, layout, linear, model, optimizer, pipeline, precision, schedule, stability
 from sagetrain.config.schema import RunConfig
 
 
@@ -19,6 +19,7 @@ def fit(cfg: RunConfig, world_size: int, vocab_size: int | None = None) -> list[
         *model.findings(cfg),
         *linear.findings(cfg),
         *layout.findings(cfg, world_size, vocab_size),
+        *pipeline.findings(cfg, world_size),
         *schedule.findings(cfg, world_size),
         *optimizer.findings(cfg),
         *engine.findings(cfg),

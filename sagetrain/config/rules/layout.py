@@ -29,6 +29,8 @@ def findings(cfg: RunConfig, world_size: int, vocab_size: int | None) -> Iterato
     """Check the sizes that the tensor- and context-parallel sizes have to divide. `vocab_size` is that of the
     tokenizer, when it is known."""
     tensor, context = cfg.parallel.tensor_parallel_size, cfg.parallel.context_parallel_size
+    pipeline = cfg.parallel.pipeline_parallel_size
+    stages = f" x pipeline_parallel_size {pipeline}" if pipeline > 1 else ""
     both = f"parallel.tensor_parallel_size {tensor}" + (f" x context_parallel_size {context}" if context > 1 else "")
     if world_size % tensor:
         yield error(
@@ -47,13 +49,22 @@ def findings(cfg: RunConfig, world_size: int, vocab_size: int | None) -> Iterato
             f"times tensor_parallel_size {tensor} does not divide the {world_size} ranks of this launch",
             f"use {divisors(gcd(world_size, *_heads(cfg)) // tensor)}, or start a multiple of {tensor * context} ranks",
         )
-    elif (replicas := world_size // tensor) % (size := cfg.parallel.shard_size or 1):
+    elif world_size % (tensor * context * pipeline):
+        yield error(
+            "world_size",
+            "parallel.pipeline_parallel_size",
+            pipeline,
+            f"times {both} does not divide the {world_size} ranks of this launch",
+            f"use {divisors(world_size // (tensor * context))}, or start a multiple of {tensor * context * pipeline} "
+            "ranks",
+        )
+    elif (replicas := world_size // (tensor * pipeline)) % (size := cfg.parallel.shard_size or 1):
         yield error(
             "shard_size",
             "parallel.shard_size",
             size,
             f"does not divide the {replicas} replicas of this launch ({world_size} ranks over "
-            f"tensor_parallel_size {tensor}): every replica is in one group that shards the model",
+            f"tensor_parallel_size {tensor}{stages}): every replica is in one group that shards the model",
             f"use {divisors(replicas)}, or null: all of them shard",
         )
     for name, by_context in (("num_attention_heads", True), ("num_key_value_heads", True), ("ffn_hidden_size", False)):

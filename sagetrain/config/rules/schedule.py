@@ -21,7 +21,9 @@ def findings(cfg: RunConfig, world_size: int) -> Iterator[Finding]:
 
 def _tokens_per_step(cfg: RunConfig, world_size: int) -> Iterator[Finding]:
     schedule, total = cfg.tokens_per_step, cfg.training.total_tokens
-    if world_size % (cfg.parallel.tensor_parallel_size * cfg.parallel.context_parallel_size) == 0:
+    parallel = cfg.parallel
+    apart = parallel.tensor_parallel_size, parallel.context_parallel_size, parallel.pipeline_parallel_size
+    if world_size % math.prod(apart) == 0:
         ranks = data_parallel_size(cfg, world_size)
         multiple, micro = token_multiple(cfg, ranks), cfg.data.micro_batch_size
         for key, tokens in schedule.named_tokens.items():

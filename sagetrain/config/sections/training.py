@@ -23,6 +23,16 @@ class ParallelConfig(Section):
     context_parallel_size: PositiveInt = 1
     """Ranks that share every sequence (Ulysses context parallelism), for long sequences. Each rank holds a slice of the
     tokens; in attention each rank holds whole sequences for a share of the heads."""
+    pipeline_parallel_size: PositiveInt = 1
+    """Number of pipeline stages. Each stage has some of the blocks, and micro-batches go from stage to stage, in the
+    order 1F1B. The first stage has the embedding, the last one the output projection. Needs engine fsdp and a
+    zero_stage of 0 to 2."""
+    pipeline_chunks: PositiveInt = 1
+    """Number of ranges of blocks that each pipeline stage has (interleaved 1F1B). With several chunks the stages idle
+    less and send more."""
+    pipeline_blocks: Literal["auto"] | list[PositiveInt] = "auto"
+    """Number of blocks in each chunk, from the first to the last: pipeline_parallel_size x pipeline_chunks numbers.
+    auto: equal work for all chunks, with the embedding and the output projection counted."""
     sequence_parallel: bool = False
     """Shard norms and residual stream along the sequence inside a tensor-parallel group."""
     tensor_parallel_overlap: Literal["auto", "on", "off"] = "auto"

@@ -1,0 +1,131 @@
+"""Rules for pipeline parallelism: what fits into stages, and what does not work in a pipeline yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from sagetrain.config.arithmetic import data_parallel_size, idle_share, token_multiple
+from sagetrain.config.errors import Finding
+from sagetrain.config.rules.findings import error, no_effect, warning
+from sagetrain.config.schema import RunConfig
+
+
+def findings(cfg: RunConfig, world_size: int) -> Iterator[Finding]:
+    """Find pipelines that the model or the engine does not have, and settings that a pipeline does not have."""
+    parallel = cfg.parallel
+    if parallel.pipeline_parallel_size == 1:
+        for name, default in (("pipeline_chunks", 1), ("pipeline_blocks", "auto")):
+            if getattr(parallel, name) != default:
+                yield no_effect(f"parallel.{name}", getattr(parallel, name), "parallel.pipeline_parallel_size 1")
+        return
+    yield from _engine(cfg)
+    yield from _blocks(cfg)
+    yield from _not_yet(cfg)
+    yield from _idle(cfg, world_size)
+
+
+def _engine(cfg: RunConfig) -> Iterator[Finding]:
+    parallel = cfg.parallel
+    if parallel.engine != "fsdp":
+        yield error(
+            "pipeline_of_engine",
+            "parallel.pipeline_parallel_size",
+            parallel.pipeline_parallel_size,
+            f"is for parallel.engine fsdp, and parallel.engine is {parallel.engine}, which runs DeepSpeed",
+            "set parallel.engine: fsdp, or pipeline_parallel_size: 1",
+        )
+    if parallel.zero_stage == 3:
+        yield error(
+            "pipeline_at_zero_3",
+            "parallel.zero_stage",
+            3,
+            "would gather the weights of a pipeline stage again for every micro-batch",
+            "use zero_stage 1 or 2: a stage has few weights already; or pipeline_parallel_size 1 with zero_stage 3",
+        )
+
+
+def _blocks(cfg: RunConfig) -> Iterator[Finding]:
+    parallel, layers = cfg.parallel, cfg.model.num_layers
+    stages, chunks = parallel.pipeline_parallel_size, parallel.pipeline_chunks
+    many = f"parallel.pipeline_parallel_size {stages}" + (f" x pipeline_chunks {chunks}" if chunks > 1 else "")
+    if parallel.pipeline_blocks == "auto":
+        if layers < stages * chunks:
+            key, value = ("pipeline_chunks", chunks) if layers >= stages else ("pipeline_parallel_size", stages)
+            yield error(
+                "pipeline_split",
+                f"parallel.{key}",
+                value,
+                f"leaves chunks without a block: {many} makes {stages * chunks} chunks of model.num_layers {layers}",
+                f"use at most {layers // stages if key == 'pipeline_chunks' else layers}",
+            )
+        return
+    blocks = parallel.pipeline_blocks
+    if len(blocks) != stages * chunks:
+        yield error(
+            "pipeline_split",
+            "parallel.pipeline_blocks",
+            blocks,
+            f"has {len(blocks)} numbers, and {many} makes {stages * chunks} chunks: each number is the blocks of a "
+            "chunk",
+            f"give {stages * chunks} numbers, or auto",
+        )
+    elif sum(blocks) != layers:
+        yield error(
+            "pipeline_split",
+            "parallel.pipeline_blocks",
+            blocks,
+            f"adds up to {sum(blocks)} blocks, and model.num_layers is {layers}",
+            f"give numbers that add up to {layers}, or auto",
+        )
+
+
+def _not_yet(cfg: RunConfig) -> Iterator[Finding]:
+    """Find what needs the whole model on a rank, or its gradients, and has no way to get them from other stages."""
+    stability, evaluation = cfg.stability, cfg.evaluation
+    noise, probe, monitor = stability.noise_scale.every_steps, stability.quant_noise.every_steps, stability.monitor
+    found: list[tuple[str, object, str, str]] = []
+    if cfg.model.tie_embeddings and noise is not None:
+        why = "needs the gradient of a tied embedding whole, and its parts are on the first and the last stage"
+        found.append(("stability.noise_scale.every_steps", noise, why, "set it to null"))
+    if probe is not None:
+        why = "computes gradients beside those of the step, which runs through all stages at once"
+        found.append(("stability.quant_noise.every_steps", probe, why, "set it to null"))
+    if isinstance(monitor.every_steps, int):
+        why = "follows a micro-batch through all layers, and a stage has some of them"
+        found.append(("stability.monitor.every_steps", monitor.every_steps, why, "set it to null"))
+    if stability.precision is not None:
+        why = "decides for all layers, and a stage has some of them"
+        found.append(("stability.precision", "...", why, "set it to null"))
+    if evaluation.tasks:
+        fix = "leave it out and take `sagetrain lm-eval` or `sagetrain eval` on a checkpoint, which need no pipeline"
+        found.append(("evaluation.tasks", evaluation.tasks, "needs logits on all ranks", fix))
+    if evaluation.samples_every_tokens is not None:
+        fix = "set it to null and take `sagetrain generate` on a checkpoint, which needs no pipeline"
+        why = "writes token by token, and the stages would wait for each other at every token"
+        found.append(("evaluation.samples_every_tokens", evaluation.samples_every_tokens, why, fix))
+    for key, value, why, fix in found:
+        message = f"{why}: this does not work with parallel.pipeline_parallel_size above 1 yet"
+        yield error("not_in_a_pipeline", key, value, message, f"{fix}, or pipeline_parallel_size: 1")
+    if monitor.every_steps == "auto" and (cfg.attention.may_be_int8 or cfg.linear.low_bit):
+        message = "measures nothing with parallel.pipeline_parallel_size above 1 yet: a stage has some of the layers"
+        yield Finding("monitor_in_a_pipeline", "info", "stability.monitor.every_steps", "auto", message)
+
+
+def _idle(cfg: RunConfig, world_size: int) -> Iterator[Finding]:
+    """Warn of steps with fewer micro-batches than stages."""
+    stages = cfg.parallel.pipeline_parallel_size
+    if world_size % (cfg.parallel.tensor_parallel_size * cfg.parallel.context_parallel_size * stages):
+        return
+    multiple = token_multiple(cfg, data_parallel_size(cfg, world_size))
+    key, tokens = min(cfg.tokens_per_step.named_tokens.items(), key=lambda item: item[1])
+    micro_batches = tokens // multiple
+    if 0 < micro_batches < stages:
+        idle = idle_share(stages, cfg.parallel.pipeline_chunks, micro_batches)
+        yield warning(
+            "pipeline_idle",
+            key,
+            tokens,
+            f"makes {micro_batches} micro-batch{'es' * (micro_batches > 1)} a step for {stages} pipeline stages, which "
+            f"then idle {idle:.0%} of the time",
+            f"use {stages * multiple:,} tokens or more, a smaller data.micro_batch_size, or fewer stages",
+        )

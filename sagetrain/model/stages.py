@@ -1,0 +1,130 @@
+"""The chunks of a model in a pipeline: which blocks each of them has. No torch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from sagetrain.config.arithmetic import data_parallel_size, token_multiple
+from sagetrain.config.schema import AttentionConfig, ModelConfig, RunConfig
+from sagetrain.model.operations import AttentionCost, MatmulCost, Rank, block_operations, end_operations, of_kind
+from sagetrain.model.tensors import tensors
+from sagetrain.parallel.orders import in_flight, orders
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A range of a model's blocks, and whether the chunk has the embedding and the output projection."""
+
+    number: int
+    blocks: range
+    first: bool
+    """Whether the chunk begins with the embedding."""
+    last: bool
+    """Whether the chunk ends with the final norm and the output projection."""
+
+
+def whole(num_layers: int) -> Chunk:
+    """Return the chunk that is a whole model."""
+    return Chunk(0, range(num_layers), first=True, last=True)
+
+
+def chunks(cfg: RunConfig, vocab_size: int) -> list[Chunk]:
+    """Return all chunks of a model, from its input to its output.
+
+    Args:
+        vocab_size: the rows of the embedding, padded.
+    """
+    bounds = [0, *accumulate(blocks_of_chunks(cfg, vocab_size))]
+    last = len(bounds) - 2
+    return [
+        Chunk(number, range(bounds[number], bounds[number + 1]), number == 0, number == last)
+        for number in range(last + 1)
+    ]
+
+
+def chunks_of_stage(cfg: RunConfig, vocab_size: int, stage: int) -> list[Chunk]:
+    """Return the chunks of one pipeline stage, in the order of the model."""
+    return chunks(cfg, vocab_size)[stage :: cfg.parallel.pipeline_parallel_size]
+
+
+def blocks_of_chunks(cfg: RunConfig, vocab_size: int) -> Sequence[int]:
+    """Return the number of blocks in each chunk. `auto` makes the largest number of FLOPs of a chunk as small as it can
+    be, with those of the output projection counted; a lookup in the embedding has none."""
+    parallel, layers = cfg.parallel, cfg.model.num_layers
+    if parallel.pipeline_parallel_size == 1:
+        return [layers]
+    if parallel.pipeline_blocks != "auto":
+        return parallel.pipeline_blocks
+    count = parallel.pipeline_parallel_size * parallel.pipeline_chunks
+    rank = Rank(tokens=cfg.data.micro_batch_size * cfg.data.seq_length, seq_length=cfg.data.seq_length)
+    operations = block_operations(cfg.model, cfg.attention, rank)
+    block = sum(matmul.flops for matmul in of_kind(MatmulCost, operations))
+    block += sum(int(attention.flops) for attention in of_kind(AttentionCost, operations))
+    found, costs = [1] * count, [block] * count
+    costs[-1] += end_operations(cfg.model, vocab_size, rank).head.flops
+    for _ in range(layers - count):
+        # Of equal chunks a late one is taken, because early stages keep more micro-batches.
+        least = min(range(count), key=lambda chunk: (costs[chunk], -chunk))
+        found[least] += 1
+        costs[least] += block
+    return found
+
+
+@dataclass(frozen=True)
+class Held:
+    """The part of a model on one pipeline stage. Without a pipeline it is the whole model."""
+
+    cfg: RunConfig
+    """The configuration with the number of blocks of the stage."""
+    parameters: int
+    """The parameters of a tensor-parallel rank."""
+    first: bool
+    """Whether the stage has the embedding."""
+    last: bool
+    """Whether the stage has the output projection and the loss."""
+    kept: float
+    """The number of micro-batches whose activations the stage keeps at once."""
+
+
+def held(cfg: RunConfig, world_size: int, vocab_size: int, stage: int) -> Held:
+    """Return the part of a model on a pipeline stage, and what the stage keeps at the largest number of tokens per
+    step."""
+    parallel, own = cfg.parallel, tuple(chunks_of_stage(cfg, vocab_size, stage))
+    first, last = own[0].first, own[-1].last
+    size = _parameters(cfg.model, cfg.attention, vocab_size, parallel.tensor_parallel_size, own)
+    if parallel.pipeline_parallel_size == 1:
+        return Held(cfg, size, first, last, 1.0)
+    blocks = sum(len(chunk.blocks) for chunk in own)
+    micros = max(cfg.tokens_per_step.named_tokens.values())
+    micros //= token_multiple(cfg, data_parallel_size(cfg, world_size))
+    # Of many micro-batches no more are kept than of a few rounds.
+    micros = min(max(1, micros), 4 * parallel.pipeline_parallel_size)
+    passes = in_flight(orders(parallel.pipeline_parallel_size, parallel.pipeline_chunks, micros)[stage])
+    again = cfg.training.activation_checkpointing
+    if isinstance(again, int):
+        again = sum(len(range(chunk.blocks.start, min(chunk.blocks.stop, again))) for chunk in own)
+    sections = {
+        "model": cfg.model.model_copy(update={"num_layers": blocks}),
+        "training": cfg.training.model_copy(update={"activation_checkpointing": again}),
+    }
+    return Held(cfg.model_copy(update=sections), size, first, last, passes / len(own))
+
+
+# Many layouts are proposed for one model, and each of them asks for these counts.
+@functools.lru_cache(maxsize=256)
+def _parameters(
+    model: ModelConfig, attention: AttentionConfig, vocab_size: int, tensor_parallel: int, own: tuple[Chunk, ...]
+) -> int:
+    """Count the parameters of a stage on one tensor-parallel rank. Matrices are cut, and gains are on every rank."""
+    first, last = own[0].first, own[-1].last
+    ends = {"embedding": first or (last and model.tie_embeddings), "head": last}
+    layers = {number for chunk in own for number in chunk.blocks}
+    here = (
+        spec
+        for spec in tensors(model, attention, vocab_size)
+        if (spec.layer in layers if isinstance(spec.layer, int) else ends[spec.layer])
+    )
+    return sum(spec.size // tensor_parallel if spec.cut else spec.size for spec in here)
