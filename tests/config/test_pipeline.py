@@ -9,6 +9,8 @@ from sagetrain.config.check import check
 
 PIPE = {"engine": "fsdp", "pipeline_parallel_size": 2}
 
+LADDER = {"rungs": ["sdpa"], "floors": [{"rung": "sdpa", "last_layers": 1}]}
+
 CASES = [
     ({"parallel": {"pipeline_parallel_size": 2}}, "pipeline_of_engine", "parallel.pipeline_parallel_size",
      "is for parallel.engine fsdp, and parallel.engine is auto", "set parallel.engine: fsdp"),
@@ -30,7 +32,7 @@ CASES = [
      "stability.quant_noise.every_steps", "runs through all stages at once", "set it to null"),
     ({"parallel": PIPE, "stability": {"monitor": {"every_steps": 10}}}, "not_in_a_pipeline",
      "stability.monitor.every_steps", "follows a micro-batch through all layers", "set it to null"),
-    ({"parallel": PIPE, "stability": {"precision": {"rungs": ["sdpa"], "floors": [{"rung": "sdpa", "last_layers": 1}]}}},
+    ({"parallel": PIPE, "stability": {"precision": LADDER}},
      "not_in_a_pipeline", "stability.precision", "decides for all layers", "set it to null"),
     ({"parallel": PIPE, "evaluation": {"samples_every_tokens": 1000}}, "not_in_a_pipeline",
      "evaluation.samples_every_tokens", "wait for each other at every token", "sagetrain generate"),
