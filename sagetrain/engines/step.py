@@ -186,7 +186,8 @@ class BaseEngine(ABC):
             metrics.mean("span", span)
         # The mean is over the ranks that have losses: tensor-parallel ranks hold the same loss, and context-parallel
         # ranks hold losses of equally many tokens.
-        metrics.mean("train/loss", total / micro_batches, weight=float(self.model.chunks[-1].last))
+        last_stage = self.groups.pp_rank == self.groups.pp_size - 1
+        metrics.mean("train/loss", total / micro_batches, weight=float(last_stage))
         return samples
 
     def _run_micro_batches(

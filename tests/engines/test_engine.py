@@ -37,7 +37,7 @@ class Linear(nn.Module):
     def __init__(self, dtype: torch.dtype):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(4, dtype=dtype))
-        self.specs = {"weight": tiny.spec(4)}
+        self.specs = self.every_spec = {"weight": tiny.spec(4)}
 
     def forward(self, tokens, labels, positions, cu_seqlens, max_seqlen, by_token=False):
         losses = -(self.weight * tokens.to(self.weight.dtype))
