@@ -37,7 +37,7 @@ from sagetrain.data.loader import Batch
 from sagetrain.engines.protocol import Observers, Owned, Probe, every
 from sagetrain.engines.step import BaseEngine, Decision
 from sagetrain.model.block import Block
-from sagetrain.model.stages import Chunk
+from sagetrain.model.stages import ModelChunk
 from sagetrain.model.tensors import TensorSpec
 from sagetrain.model.transformer import Transformer
 from sagetrain.optim.build import build_optimizer
@@ -390,7 +390,7 @@ class FsdpEngine(BaseEngine):
             # The outermost group is needed from the begin of a pass to its end, so giving it back saves no memory.
             root.set_reshard_after_backward(False, recurse=False)
 
-    def _last_of_chunk(self, chunk: Chunk) -> None:
+    def _last_of_chunk(self, chunk: ModelChunk) -> None:
         """Let the next backward pass, which is the last one through this chunk but not through the model's part here,
         reduce the gradients of the chunk's blocks."""
         for number in chunk.blocks:

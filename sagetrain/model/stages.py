@@ -15,7 +15,7 @@ from sagetrain.parallel.orders import in_flight, orders
 
 
 @dataclass(frozen=True)
-class Chunk:
+class ModelChunk:
     """A range of a model's blocks, and whether the chunk has the embedding and the output projection."""
 
     number: int
@@ -26,12 +26,12 @@ class Chunk:
     """Whether the chunk ends with the final norm and the output projection."""
 
 
-def whole(num_layers: int) -> Chunk:
+def whole(num_layers: int) -> ModelChunk:
     """Return the chunk that is a whole model."""
-    return Chunk(0, range(num_layers), first=True, last=True)
+    return ModelChunk(0, range(num_layers), first=True, last=True)
 
 
-def chunks(cfg: RunConfig, vocab_size: int) -> list[Chunk]:
+def chunks(cfg: RunConfig, vocab_size: int) -> list[ModelChunk]:
     """Return all chunks of a model, from its input to its output.
 
     Args:
@@ -40,12 +40,12 @@ def chunks(cfg: RunConfig, vocab_size: int) -> list[Chunk]:
     bounds = [0, *accumulate(blocks_of_chunks(cfg, vocab_size))]
     last = len(bounds) - 2
     return [
-        Chunk(number, range(bounds[number], bounds[number + 1]), number == 0, number == last)
+        ModelChunk(number, range(bounds[number], bounds[number + 1]), number == 0, number == last)
         for number in range(last + 1)
     ]
 
 
-def chunks_of_stage(cfg: RunConfig, vocab_size: int, stage: int) -> list[Chunk]:
+def chunks_of_stage(cfg: RunConfig, vocab_size: int, stage: int) -> list[ModelChunk]:
     """Return the chunks of one pipeline stage, in the order of the model."""
     return chunks(cfg, vocab_size)[stage :: cfg.parallel.pipeline_parallel_size]
 
@@ -116,7 +116,7 @@ def held(cfg: RunConfig, world_size: int, vocab_size: int, stage: int) -> Held:
 # Many layouts are proposed for one model, and each of them asks for these counts.
 @functools.lru_cache(maxsize=256)
 def _parameters(
-    model: ModelConfig, attention: AttentionConfig, vocab_size: int, tensor_parallel: int, own: tuple[Chunk, ...]
+    model: ModelConfig, attention: AttentionConfig, vocab_size: int, tensor_parallel: int, own: tuple[ModelChunk, ...]
 ) -> int:
     """Count the parameters of a stage on one tensor-parallel rank. Matrices are cut, and gains are on every rank."""
     first, last = own[0].first, own[-1].last

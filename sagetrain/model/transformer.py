@@ -25,7 +25,7 @@ from sagetrain.model.head import Head
 from sagetrain.model.initialization import initialize
 from sagetrain.model.norm import RMSNorm, normalize
 from sagetrain.model.rotary import rotary_tables
-from sagetrain.model.stages import Chunk, whole
+from sagetrain.model.stages import ModelChunk, whole
 from sagetrain.model.tensors import TensorSpec, tensors
 from sagetrain.model.walks import Half
 from sagetrain.parallel import copies
@@ -103,7 +103,7 @@ class Transformer(nn.Module):
         device: torch.device | None = None,
         partition: Callable[[nn.Parameter], None] | None = None,
         loss: TokenLoss | None = None,
-        chunks: Sequence[Chunk] | None = None,
+        chunks: Sequence[ModelChunk] | None = None,
     ) -> None:
         super().__init__()
         self.config = model
@@ -163,7 +163,7 @@ class Transformer(nn.Module):
         """A function that is called with each block's number and its output [tokens, hidden] on this rank. In
         overlapped halves it gets the first half's output, whose sum is complete by then."""
         self.compiled = False
-        """Whether compile.compile_blocks has compiled the blocks with inductor."""
+        """If set, compile.compile_blocks has compiled the blocks with inductor."""
         self.normalize = normalize
         """The function that runs the norms outside of blocks. compile.compile_blocks compiles it."""
         if seed is not None:
@@ -181,7 +181,7 @@ class Transformer(nn.Module):
         divisor: float | None = None,
         by_token: bool = False,
         last: bool = False,
-        chunk: Chunk | None = None,
+        chunk: ModelChunk | None = None,
         streams: Sequence[Tensor] = (),
     ) -> Any:
         """Return the mean loss over this rank's tokens, or the cross-entropy of each token, or their logits.

@@ -187,6 +187,7 @@ def test_few_files_see_the_whole_configuration():
         "sagetrain/cluster/preflight.py",
         "sagetrain/cluster/run_folder.py",
         "sagetrain/model/accounting.py",
+        "sagetrain/model/stages.py",
         "sagetrain/inference/load.py",
         "sagetrain/interop/importing.py",
         "sagetrain/comparing/question.py",
