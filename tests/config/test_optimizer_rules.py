@@ -48,6 +48,14 @@ def test_findings_of_optimizers(sections: dict, rule: str, key: str, fix: str) -
     assert found[rule].key == key and fix in f"{found[rule].message} {found[rule].fix}"
 
 
+@pytest.mark.parametrize("engine", ["fsdp", "deepspeed"])
+def test_masters_that_are_refused_are_not_warned_of(engine: str) -> None:
+    """A refused setting has no warning about the gradients that it would round."""
+    parallel, dtype = {"engine": engine, "zero_stage": 2}, "fp32" if engine == "fsdp" else "bf16"
+    cfg = tiny.config(1, dtype, optimizer={"master": "bf16_kahan"}, parallel=parallel)
+    assert [f.level for f in fit(cfg, 1, tiny.VOCAB) if f.key == "optimizer.master"] == ["error"]
+
+
 @pytest.mark.parametrize("sections", [
     {"optimizer": {"name": "muon", "muon": {"adamw_matrices": ["k", "v"], "adamw_lr": 1e-3}, "moments": "int8"}},
     {"optimizer": {"master": "bf16_chance", "moments": "bf16"}, "parallel": FSDP},

@@ -27,13 +27,14 @@ def _master(cfg: RunConfig) -> Iterator[Finding]:
     key, master = "optimizer.master", cfg.optimizer.master
     if master == "fp32":
         return
-    if engine_of(cfg) != "fsdp":
+    by_fsdp, sixteen_bit = engine_of(cfg) == "fsdp", cfg.training.dtype == "bf16"
+    if not by_fsdp:
         why = "needs master weights that the model computes with, and DeepSpeed keeps fp32 ones of its own"
         yield error("bf16_masters_need_fsdp", key, master, why, "set parallel.engine: fsdp, or use fp32")
-    if cfg.training.dtype != "bf16":
+    if not sixteen_bit:
         why = f"keeps the weights of a model in {cfg.training.dtype} in 16 bits"
         yield error("bf16_masters_in_fp32", key, master, why, "use fp32, or training.dtype bf16")
-    if cfg.parallel.zero_stage > 1:
+    if by_fsdp and sixteen_bit and cfg.parallel.zero_stage > 1:
         why = f"rounds the gradients of each micro-step to 16 bits as well, at ZeRO {cfg.parallel.zero_stage}"
         yield warning("bf16_masters_bf16_gradients", key, master, why, "use parallel.zero_stage 0 or 1 if they fit")
 
