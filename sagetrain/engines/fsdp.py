@@ -283,7 +283,7 @@ class FsdpEngine(BaseEngine):
             "zero_stage": self._stage,
             "shard_size": self._shards,
             "copies": self.groups.num_replicas // self._shards,
-            "param_dtype": str(self._leaves["embedding.weight"].dtype),
+            "param_dtype": str(next(iter(self._leaves.values())).dtype),
             "reduce_dtype": str(torch.float32),
             "reshard_after_forward": self._stage == 3,
             "gradient_sync": "every micro-step" if self._stage > 1 else "last micro-step",
