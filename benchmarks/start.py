@@ -54,6 +54,7 @@ from sagetrain.config.schema import RunConfig
 from sagetrain.engines.build_engine import partitioner
 from sagetrain.engines.protocol import Owned
 from sagetrain.model.tensors import tensors
+from sagetrain.optim.states import Fp32
 from sagetrain.parallel.rng import rng_state
 from sagetrain.parallel.topology import ParallelGroups, Topology
 
@@ -146,7 +147,7 @@ def every_parameter(cfg: RunConfig) -> list[Owned]:
     """Return a piece of each parameter, as every rank has one at ZeRO 3: its place, and a single number in place of its
     values."""
     rows, one = padded_vocab_size(cfg.model.vocab_size or 32_768), torch.zeros(1)
-    moments = dict.fromkeys(on_disk.KINDS[1:], one)
+    moments = {kind: Fp32(one) for kind in on_disk.KINDS[1:]}
     return [Owned(spec, 0, 1, one, moments) for spec in tensors(cfg.model, cfg.attention, rows)]
 
 
