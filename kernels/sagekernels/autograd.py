@@ -68,12 +68,7 @@ def sage_attention(
         NotImplementedError: the GPU has no INT8 products, or slow ones.
     """
     q, k, v = autocast(q, k, v)
-    recipe = default_recipe(q.device) if recipe is None else recipe
-    check_backend(q, backend)
-    if recipe not in RECIPES:
-        raise ValueError(f"recipe {recipe!r} is not one of {', '.join(RECIPES)}")
-    check(q, k, v, causal, cu_seqlens, bounds)
-    scale, bounds = scale_of(q, scale), bounds_of(q, cu_seqlens, bounds)
+    bounds, scale, recipe = settled(q, k, v, causal, scale, cu_seqlens, bounds, recipe, backend)
     smooth_q = smooth_q and RECIPES[recipe].int8_scores
     return FORWARD(*Call(q, k, v, bounds, causal, scale, smooth_k, smooth_q, recipe, backend))[0]
 
@@ -89,6 +84,28 @@ def document_bounds(cu_seqlens: Tensor, length: int) -> Tensor:
         if cu_seqlens[0] != 0 or cu_seqlens[-1] != length or (cu_seqlens.diff() < 0).any():
             raise ValueError(f"cu_seqlens must rise from 0 to {length}, got {cu_seqlens.tolist()}")
     return DOCUMENT_BOUNDS(cu_seqlens, length)
+
+
+def settled(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float | None,
+    cu_seqlens: Tensor | None,
+    bounds: Tensor | None,
+    recipe: str | None,
+    backend: str | None,
+) -> tuple[Tensor | None, float, str]:
+    """Check the arguments of sage_attention. Return the bounds of the documents, the factor on the scores and the
+    recipe, each with its default in the place of None."""
+    recipe = default_recipe(q.device) if recipe is None else recipe
+    check_backend(q, backend)
+    if recipe not in RECIPES:
+        raise ValueError(f"recipe {recipe!r} is not one of {', '.join(RECIPES)}")
+    check(q, k, v, causal, cu_seqlens, bounds)
+    scale = scale_of(q, scale)
+    return bounds_of(q, cu_seqlens, bounds), scale, recipe
 
 
 def check_backend(q: Tensor, backend: str | None) -> None:

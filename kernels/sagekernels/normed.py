@@ -9,9 +9,8 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from . import backends
-from .autograd import FORWARD, bounds_of, check, check_backend, sage_attention, scale_of
-from .backends import default_recipe
-from .call import RECIPES, BackwardCall, Projection, ProjectionGradients, Saved
+from .autograd import FORWARD, sage_attention, settled
+from .call import BackwardCall, Projection, ProjectionGradients, Saved
 from .operators import operator
 from .qk_norm_rope import QK_NORM_ROPE, check_projection, projection_gradients, qk_norm_rope
 from .quantize import Codes
@@ -57,13 +56,8 @@ def normed_attention(
     if smooth_q or torch.is_autocast_enabled(q.device.type):
         rows = (x.unflatten(0, (batch, -1)) for x in qk_norm_rope(q, k, v, q_gain, k_gain, cos, sin, eps))
         return sage_attention(*rows, scale=scale, smooth_q=smooth_q, recipe=recipe, **options)
-    recipe = default_recipe(q.device) if recipe is None else recipe
-    rows_q, rows_k, rows_v = (_rows(x, batch, len(q_gain)) for x in (q, k, v))
-    check_backend(q, backend)
-    if recipe not in RECIPES:
-        raise ValueError(f"recipe {recipe!r} is not one of {', '.join(RECIPES)}")
-    check(rows_q, rows_k, rows_v, causal, cu_seqlens, bounds)
-    scale, bounds = scale_of(rows_q, scale), bounds_of(rows_q, cu_seqlens, bounds)
+    sequences = (_rows(x, batch, len(q_gain)) for x in (q, k, v))
+    bounds, scale, recipe = settled(*sequences, causal, scale, cu_seqlens, bounds, recipe, backend)
     return _NormedAttention.apply(
         q, k, v, q_gain, k_gain, cos, sin, eps, batch, bounds, causal, scale, smooth_k, recipe, backend
     )
