@@ -222,12 +222,12 @@ def newest_whole(
         return [folder for folder in published(root) if wanted(step_of(folder)) and folder not in damaged]
 
     while folder := _broadcast(max(left(), default=None)):
-        if said := _broadcast(_newer_format(folder)):
-            raise CheckpointError(said)
         own = problems(folder, _rank(), _world_size(), contents=contents, moments=moments)
         wrong = [problem for found in _gather(own) for problem in found]
         if not wrong:
             return folder, damaged
+        if said := _broadcast(_newer_format(folder)):
+            raise CheckpointError(said)
         # If the folder is gone, the run that owns it continues and has removed it for newer ones.
         if _broadcast(folder.is_dir()):
             damaged.append(folder)
