@@ -5,13 +5,14 @@
     python3 benchmarks/layouts.py --config configs/8b.yaml --random-tokens --tokens-per-step 262144 --limit 120 \\
         --layouts tp2-dp2-sp-fp8-scores,titan-dp4-z3-fp8-tensorwise-selective attention.qk_norm=none
 
-A layout names its sizes: tp (tensor parallel), dp (data parallel), cp (context parallel), z (ZeRO stage, 1 by default),
-m (data.micro_batch_size) and sp (sequence parallel). A size that is left out is 1, or as configured. Under tensor
-parallelism a micro-batch goes in `halves` or `whole`, or else as parallel.tensor_parallel_overlap: auto decides.
-Backward recomputes with `selective` or `full`. Gradients travel in bf16 with g16, beside backward with overlap
-(ZeRO 2), not beside it with sync (ZeRO 1 and 3), and at ZeRO 2 by reduces to their owners with owners
-(docs/gradients.md): dp2,dp2-sync,dp2-g16,dp2-z2,dp2-z2-overlap,dp2-z2-owners,dp2-z3,dp2-z3-sync. With fsdp torch's
-FSDP2 is the engine: dp2-fsdp,dp2-z3-fsdp.
+A layout names its sizes: tp (tensor parallel), dp (data parallel), cp (context parallel), pp (pipeline stages), v
+(chunks of a stage), z (ZeRO stage, 1 by default), m (data.micro_batch_size) and sp (sequence parallel). A size that is
+left out is 1, or as configured. Under tensor parallelism a micro-batch goes in `halves` or `whole`, or else as
+parallel.tensor_parallel_overlap: auto decides. Backward recomputes with `selective` or `full`. Gradients travel in bf16
+with g16, beside backward with overlap (ZeRO 2), not beside it with sync (ZeRO 1 and 3), and at ZeRO 2 by reduces to
+their owners with owners (docs/gradients.md):
+dp2,dp2-sync,dp2-g16,dp2-z2,dp2-z2-overlap,dp2-z2-owners,dp2-z3,dp2-z3-sync. With fsdp torch's FSDP2 is the engine, and
+moments16 keeps the moments in bf16: dp2-fsdp,dp2-z3-fsdp,pp4-v2-fsdp-moments16.
 
 It also names its arithmetic, if that is not as configured: linear layers in `bf16`, `int8` or `fp8` (`tensorwise`),
 attention by `sdpa` or `scores`, and `noqk` for a model without QK-norm. `titan` is torchtitan's FSDP2 in place of
@@ -74,7 +75,13 @@ from titan import refusals
 ROOT = Path(__file__).resolve().parent.parent
 WHOLE_SEQUENCES = "data.document_attention=false", "data.document_positions=false"
 WARM_UP = 2  # These steps compile and fill caches.
-KEYS = {"tp": "tensor_parallel_size", "cp": "context_parallel_size", "z": "zero_stage"}
+KEYS = {
+    "tp": "tensor_parallel_size",
+    "cp": "context_parallel_size",
+    "pp": "pipeline_parallel_size",
+    "v": "pipeline_chunks",
+    "z": "zero_stage",
+}
 FLAGS = {
     "sp": "parallel.sequence_parallel=true",
     "selective": "training.activation_checkpointing=selective",
@@ -85,6 +92,7 @@ FLAGS = {
     "overlap": "deepspeed.zero_optimization.overlap_comm=true",
     "sync": "deepspeed.zero_optimization.overlap_comm=false",
     "fsdp": "parallel.engine=fsdp",
+    "moments16": "optimizer.moments=bf16",
     "owners": "deepspeed.zero_optimization.use_multi_rank_bucket_allreduce=false",
 }
 """The settings of the parts of a layout's name that are on or off."""
@@ -109,7 +117,7 @@ class Layout:
     """One row of the table, and the run that measures it."""
 
     name: str
-    sizes: dict[str, int] = field(default_factory=lambda: {"tp": 1, "dp": 1, "cp": 1, "z": 1})
+    sizes: dict[str, int] = field(default_factory=lambda: {"tp": 1, "dp": 1, "cp": 1, "pp": 1, "v": 1, "z": 1})
     flags: list[str] = field(default_factory=list)
     gpus: list[str] = field(default_factory=list)
     process: subprocess.Popen | None = None
@@ -132,19 +140,19 @@ class Layout:
         """Parse the name of a layout: `tp2-dp2-z3-sp`."""
         layout = cls(text)
         for part in text.split("-"):
-            match = re.fullmatch(r"(tp|dp|cp|z|m)(\d+)", part)
+            match = re.fullmatch(r"(tp|dp|cp|pp|v|z|m)(\d+)", part)
             if match:
                 layout.sizes[match[1]] = int(match[2])
             elif part in FLAGS or part in ARITHMETIC:
                 layout.flags.append(part)
             else:
-                names = f"tpN, dpN, cpN, zN, mN, {', '.join((*FLAGS, *ARITHMETIC))}"
+                names = f"tpN, dpN, cpN, ppN, vN, zN, mN, {', '.join((*FLAGS, *ARITHMETIC))}"
                 raise argparse.ArgumentTypeError(f"{text!r}: {part!r} is not one of {names}")
         return layout
 
     @property
     def world_size(self) -> int:
-        return self.sizes["tp"] * self.sizes["dp"] * self.sizes["cp"]
+        return math.prod(self.sizes[name] for name in ("tp", "dp", "cp", "pp"))
 
     @property
     def arithmetic(self) -> frozenset[str]:

@@ -122,6 +122,10 @@ def test_flags_of_a_layout_are_settings_of_its_run(corpus: Path, tmp_path: Path)
         assert layout.world_size == 2 and cfg.parallel.zero_stage == (2 if "z2" in name else 1)
         assert (cfg.parallel.sequence_parallel, cfg.parallel.gradient_reduction) == (sequence, reduction)
         assert cfg.deepspeed.get("zero_optimization", {}) == told
+    layout = benchmark["Layout"].parse("dp2-pp4-v2-fsdp-moments16")
+    cfg = load_config(config, layout.settings(load_config(config), tmp_path, 2))
+    assert layout.world_size == 8 and (cfg.parallel.engine, cfg.optimizer.moments) == ("fsdp", "bf16")
+    assert (cfg.parallel.pipeline_parallel_size, cfg.parallel.pipeline_chunks) == (4, 2)
 
 
 def test_a_layout_names_its_micro_batch_and_its_arithmetic(corpus: Path, tmp_path: Path) -> None:
