@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import itertools
 import json
 import pkgutil
 import re
@@ -32,6 +33,7 @@ import torch
 import triton
 from torch import Tensor
 from torch.nn.attention import SDPBackend
+from torch.nn.attention.varlen import varlen_attn
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import JITFunction
@@ -53,6 +55,8 @@ FA2_ON_GEFORCE = {"forward": 2 * 4096 / 0.92, "backward": 5 * 4096 / 0.91}
 MMA = re.compile(
     r"mma\.sync\.aligned\.\S*?\.(s32|f16|f32)\.\S+\s*\{([^}]*)\},\s*\{([^}]*)\},\s*\{([^}]*)\},\s*\{([^}]*)\};"
 )
+MASKS = ("full", "causal")
+"""The masks without documents, by whether attention is causal."""
 IDLE = 4
 """Number of sums that the added instructions write to, in turn. With fewer they would wait for each other."""
 
@@ -155,12 +159,17 @@ class Candidate(NamedTuple):
     half: bool = False
     backend: str = "triton"
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        """Compute causal attention with recipe `fine`, or FlashAttention-2 without a package."""
-        if self.package is None:
-            return bench._sdpa(SDPBackend.FLASH_ATTENTION, q, k, v, cu_seqlens, causal=True)
-        how = {"causal": True, "cu_seqlens": cu_seqlens, "recipe": "fine", "backend": self.backend}
-        return self.package.sage_attention(q, k, v, **how)
+    def attend(self, shape: Shape, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        """Compute attention with recipe `fine`, or FlashAttention-2 without a package. No document may be longer than
+        the longest one of `shape`."""
+        if self.package is not None:
+            how = {"causal": shape.causal, "cu_seqlens": cu_seqlens, "recipe": "fine", "backend": self.backend}
+            return self.package.sage_attention(q, k, v, **how)
+        if cu_seqlens is None:
+            return bench._sdpa(SDPBackend.FLASH_ATTENTION, q, k, v, None, shape.causal)
+        flat, longest = (x.flatten(0, 1) for x in (q, k, v)), max(shape.documents)
+        window = (-1, 0 if shape.causal else -1)
+        return varlen_attn(*flat, cu_seqlens, cu_seqlens, longest, longest, window_size=window).view(q.shape)
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -174,11 +183,10 @@ class Candidate(NamedTuple):
             stack.enter_context(self.way())
             yield
 
-    def admitted(self, head_dim: int) -> Admission:
-        """Compare the candidate with float64."""
+    def admitted(self, shape: Shape) -> Admission:
+        """Compare the candidate with float64 on a small problem of the same kind."""
         with self.active():
-            shape = Shape(1, 517, 517, 4, 4, head_dim)
-            return admit(self.attend, shape, dtype=torch.bfloat16, device="cuda", limits=LIMITS["fine"])
+            return admit(partial(self.attend, shape), shape, dtype=torch.bfloat16, device="cuda", limits=LIMITS["fine"])
 
 
 RATES = r"""
@@ -249,10 +257,17 @@ def gate(folder: Path) -> dict[str, float]:
     return times
 
 
+def shapes(mask: str, lengths: list[int], head_dim: int) -> list[Shape]:
+    """List problems of hidden size 2048 and about 32K tokens with this mask. Packed documents have lengths of their
+    own."""
+    listed = [shape for shape in bench.shapes(lengths, [head_dim]) if shape.kv_heads == shape.heads]
+    return [shape for shape in listed if mask == ("documents" if shape.documents else MASKS[shape.causal])]
+
+
 def time_shape(candidates: list[Candidate], shape: Shape, rounds: int) -> dict[str, dict[str, float]]:
     """Return the median milliseconds of forward and of backward, with candidates in turn, and the clock in MHz."""
     q, k, v, do = random_inputs(shape, dtype=torch.bfloat16, device="cuda")
-    leaves = [x.requires_grad_() for x in (q, k, v)]
+    leaves, cu_seqlens = [x.requires_grad_() for x in (q, k, v)], shape.cu_seqlens("cuda")
     samples: dict[str, dict[str, list[float]]] = {one.name: defaultdict(list) for one in candidates}
     for turn in range(rounds + 1):
         for one in candidates:
@@ -262,7 +277,7 @@ def time_shape(candidates: list[Candidate], shape: Shape, rounds: int) -> dict[s
                     torch.cuda.synchronize()
                     torch.cuda._sleep(6_000_000)  # The host gets ahead of the GPU meanwhile.
                     events[0].record()
-                    o = one.attend(*leaves, None)
+                    o = one.attend(shape, *leaves, cu_seqlens)
                     events[1].record()
                     torch.autograd.grad(o, leaves, do)
                     events[2].record()
@@ -278,7 +293,7 @@ def time_shape(candidates: list[Candidate], shape: Shape, rounds: int) -> dict[s
 def cycles(milliseconds: float, clock: float, shape: Shape) -> float:
     """Return the cycles of one multiprocessor for a tile of SCORES."""
     processors = torch.cuda.get_device_properties(0).multi_processor_count
-    scores = shape.batch * shape.heads * shape.n_q * shape.n_k / (2 if shape.causal else 1)
+    scores = bench.flops(shape) / (4 * shape.head_dim)
     return milliseconds * 1e3 * clock * processors / (scores / SCORES)
 
 
@@ -321,6 +336,7 @@ def main() -> None:
     parser.add_argument("--before", help="package with the kernels of another commit, renamed, to time beside these")
     parser.add_argument("--tiles", action="store_true", help="time other tiles too, as python -m sagekernels.tune does")
     parser.add_argument("--head-dims", type=int, nargs="+", default=[128, 64])
+    parser.add_argument("--masks", nargs="+", default=["causal"], choices=[*MASKS, "documents"])
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 8192, 16384, 32768, 65536])
     parser.add_argument("--throttle-at", type=int, nargs="*", default=[4096, 16384])
     parser.add_argument("--rounds", type=int, default=4)
@@ -333,8 +349,10 @@ def main() -> None:
         times = json.loads((arguments.out / "rates.json").read_text())["times"]
         name, _, head_dim = arguments.warm.rpartition(":")
         one = next(one for one in candidates(packages, times) if one.name == name)
-        time_shape([one], Shape(1, 512, 512, 2, 2, int(head_dim)), 1)
-        one.admitted(int(head_dim))
+        for mask in arguments.masks:
+            shape = shapes(mask, arguments.lengths, int(head_dim))[0]
+            time_shape([one], shape, 1)
+            one.admitted(shape)
         return
 
     everyone = candidates(packages, gate(arguments.out))
@@ -349,18 +367,18 @@ def main() -> None:
             tune.tune(arguments.head_dims, lambda d: Shape(4, 4096, 4096, 2048 // d, 2048 // d, d), device, print)
 
     kept: dict[str, Any] = {}
-    for head_dim in arguments.head_dims:
-        timed = []
+    for head_dim, mask in itertools.product(arguments.head_dims, arguments.masks):
+        timed, problems = [], shapes(mask, arguments.lengths, head_dim)
         for one in everyone:
-            verdict = one.admitted(head_dim)
+            verdict = one.admitted(problems[0])
             errors = " ".join(f"{name} {e:.4f}" for name, e in verdict.errors.items())
-            print(f"d {head_dim} {one.name:<22} {errors}" + ("" if verdict.passed else f" NOT TIMED: {verdict.reason}"))
+            failure = "" if verdict.passed else f" NOT TIMED: {verdict.reason}"
+            print(f"d {head_dim} {mask:<10}{one.name:<22} {errors}{failure}")
             timed += [one] if verdict.passed else []
-        for n in arguments.lengths:
-            heads = 2048 // head_dim
-            shape = Shape(max(1, bench.TOKENS // n), n, n, heads, heads, head_dim)
-            here = [one for one in timed if "throttled" not in one.name or n in arguments.throttle_at]
-            found = time_shape(here, shape, arguments.rounds if n <= 16384 else 2)
+        for shape in problems:
+            slow = mask == "documents" or shape.n_q in arguments.throttle_at
+            here = [one for one in timed if slow or "throttled" not in one.name]
+            found = time_shape(here, shape, arguments.rounds if shape.n_q <= 32768 else 2)
             kept[str(shape)] = found
             print(shape, *(row(name, figures, found["FA2"], shape) for name, figures in found.items()), sep="\n")
             sys.stdout.flush()

@@ -81,9 +81,12 @@ def test_a_throttled_cuda_kernel_repeats_each_product(monkeypatch, tmp_path):
     assert slow["mma_prepare.cu"] == plain["mma_prepare.cu"]
 
 
-def test_every_package_computes_the_same_recipe():
+@pytest.mark.parametrize("mask", ["causal", "full", "documents"])
+def test_every_package_computes_the_same_recipe(mask):
     """The recipe is that of other GPUs, not that of the GPU at hand."""
     package = SimpleNamespace(sage_attention=lambda *_, **how: how)
+    (shape,) = elsewhere.shapes(mask, [4096], 64)
+    assert (shape.causal, bool(shape.documents)) == (mask != "full", mask == "documents")
     for backend in ("triton", "mma"):
-        how = elsewhere.Candidate("now", package, None, backend=backend).attend(None, None, None, None)
-        assert how == {"causal": True, "cu_seqlens": None, "recipe": "fine", "backend": backend}
+        how = elsewhere.Candidate("now", package, None, backend=backend).attend(shape, None, None, None, "documents")
+        assert how == {"causal": shape.causal, "cu_seqlens": "documents", "recipe": "fine", "backend": backend}
