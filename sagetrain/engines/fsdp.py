@@ -44,7 +44,7 @@ from sagetrain.optim.build import build_optimizer
 from sagetrain.optim.build import groups as groups_of
 from sagetrain.optim.pieces import Optimizer, State, TensorPiece, Weights
 from sagetrain.parallel.layers import keep_weights, materialize
-from sagetrain.parallel.pipeline import Pipe
+from sagetrain.parallel.pipeline import Pass, Pipe
 from sagetrain.parallel.topology import ParallelGroups
 
 EMBEDDING = "embedding.weight"
@@ -422,14 +422,14 @@ class FsdpEngine(BaseEngine):
             total.add_(made.detach())
             return [made / micro_batches]
 
-        def backward(number: int, micro: int, later: int, run: Callable[[], None]) -> None:
+        def backward(number: int, micro: int, later: int, run: Pass) -> None:
             nonlocal left
             left -= 1
             self._set_mode(sync=not left or self._stage > 1, last=not left)
             if left and not later:
                 self._last_of_chunk(flow.chunks[number])
             with self._noise_of(flow.batch(micro), observers, masked and number == self.model.chunks[0].number):
-                run()
+                run.run()
 
         self._pipe.run(micro_batches, forward, flow.like, backward)
         flow.check_end()

@@ -9,8 +9,9 @@ micro-batches.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +25,40 @@ Streams = Sequence[Tensor]
 """The residual streams of a micro-batch: one, or those of its two halves."""
 
 
+class Pass:
+    """The backward pass of a micro-batch through a chunk, which is about to run.
+
+    Args:
+        inputs: the residual streams that came to the chunk.
+        made: what the forward pass made of them.
+        gradients: the gradients of `made`, from the next chunk. The last chunk has none, and `made` is a loss.
+    """
+
+    def __init__(self, inputs: list[Tensor], made: Streams, gradients: list[Tensor]) -> None:
+        self._inputs, self._made, self._gradients = inputs, made, gradients
+
+    def run(self) -> None:
+        """Run the pass, which adds to the gradients of all parameters."""
+        torch.autograd.backward(self._made, self._gradients or None)
+
+    def gradients_of(self, leaves: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+        """Run the pass, and return the gradients of these leaves alone. No parameter's own gradient changes. A leaf
+        that the chunk does not use has None."""
+        found = torch.autograd.grad(self._made, [*self._inputs, *leaves], self._gradients or None, allow_unused=True)
+        for tensor, gradient in zip(self._inputs, found, strict=False):
+            tensor.grad = gradient
+        return found[len(self._inputs) :]
+
+    def to_send(self) -> list[Tensor]:
+        """Return the gradients of the residual streams, after the pass."""
+        return [tensor.grad for tensor in self._inputs if tensor.grad is not None]
+
+
+Backward = Callable[[int, int, int, Pass], None]
+"""A function of a chunk, a micro-batch, the number of backward passes of this chunk that are still to come, and the
+pass, which the function runs."""
+
+
 class Pipe:
     """The stages of this rank's pipeline; collective.
 
@@ -35,42 +70,95 @@ class Pipe:
     """
 
     def __init__(self, groups: ParallelGroups, per_rank: int) -> None:
-        ranks = groups.topology.pipeline_ranks(groups.rank)
-        self.rank, self.size, self._last = groups.pp_rank, len(ranks), len(ranks) * per_rank - 1
+        self._ranks = groups.topology.pipeline_ranks(groups.rank)
+        self.rank, self.size, self._last = groups.pp_rank, len(self._ranks), len(self._ranks) * per_rank - 1
         self._per_rank, self._sent = per_rank, list[tuple[Any, Tensor]]()
+        self._awaited: deque[tuple[Action, list[Any]]] = deque()
         self._groups = {
-            (kind, wraps): groups.subgroup(ranks, f"pipeline, {kind}{', last stage to first' if wraps else ''}")
+            (kind, wraps): groups.subgroup(
+                self._ranks, f"pipeline, {kind}{', last stage to first' if wraps else ''}", messages=True
+            )
             for kind in ("forward", "backward")
             for wraps in (False, True)[: min(2, per_rank)]
         }
+        self._connect(groups)
+
+    def _connect(self, groups: ParallelGroups) -> None:
+        """Send one number over each edge in each direction. NCCL connects two ranks in their first message, for which
+        both of them wait. In a step one of the two would wait for the other's whole forward pass."""
+        device = groups.device
+        for (kind, wraps), group in self._groups.items():
+            edges = [(self.size - 1, 0)] if wraps else [(stage, stage + 1) for stage in range(self.size - 1)]
+            # Every second edge comes first, so that edges are connected at the same time.
+            for edge in sorted(edges, key=lambda edge: edge[0] % 2):
+                source, target = edge if kind == "forward" else edge[::-1]
+                number = torch.zeros(1, device=device)
+                if self.rank == source:
+                    dist.send(number, group=group, group_dst=target)
+                elif self.rank == target:
+                    dist.recv(number, group=group, group_src=source)
 
     def _group(self, kind: str, chunk: int, other: int) -> dist.ProcessGroup:
         return self._groups[kind, min(chunk, other) % self.size == self.size - 1]
 
-    def _receive(self, action: Action, like: Callable[[int], list[Tensor]]) -> tuple[list[Any], list[Tensor]]:
-        """Start to receive the input of an action from another stage. The first and the last chunk need none."""
+    def _receive(self, action: Action, like: Callable[[int], list[Tensor]]) -> list[Tensor]:
+        """Receive the input of an action from another stage. The first and the last chunk need none.
+
+        NCCL receives by a kernel that holds a part of the GPU until the message is there. A message that were asked for
+        one action ahead would hold that part during the whole action.
+        """
         kind, chunk, micro = action
-        source = chunk - 1 if kind == "forward" else chunk + 1
+        source = _source(action)
         if not 0 <= source <= self._last:
-            return [], []
+            return []
         group, tensors = self._group(kind, chunk, source), like(micro)
-        return [dist.irecv(tensor, group=group, group_src=source % self.size) for tensor in tensors], tensors
+        while self._awaited and all(work.is_completed() for work in self._awaited[0][1]):
+            self._awaited.popleft()
+        with self._said(action, source):
+            works: list[Any] = [dist.irecv(tensor, group=group, group_src=source % self.size) for tensor in tensors]
+            self._awaited.append((action, works))
+            for work in works:
+                work.wait()
+        return tensors
 
     def _send(self, action: Action, tensors: Streams) -> None:
         kind, chunk, _ = action
         target = chunk + 1 if kind == "forward" else chunk - 1
         group = self._group(kind, chunk, target)
         self._sent = [(work, tensor) for work, tensor in self._sent if not work.is_completed()]
-        for tensor in tensors:
-            whole = tensor.detach().contiguous()
-            self._sent.append((dist.isend(whole, group=group, group_dst=target % self.size), whole))
+        with self._said(action, target):
+            for tensor in tensors:
+                whole = tensor.detach().contiguous()
+                self._sent.append((dist.isend(whole, group=group, group_dst=target % self.size), whole))
+
+    @contextmanager
+    def _said(self, action: Action, other: int) -> Iterator[None]:
+        """Name the stages and the action in an error that comes from a message to or from the chunk `other`."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"pipeline {self._stage(self.rank)} has lost {self._stage(other % self.size)}, in {_words(action)}: "
+                f"{error}"
+            ) from error
+
+    def _stage(self, stage: int) -> str:
+        return f"stage {stage} (rank {self._ranks[stage]})"
+
+    def waits(self) -> str:
+        """Return a sentence about the oldest message that has not arrived, or "". Another thread may call it."""
+        for action, works in [*self._awaited]:
+            if not all(work.is_completed() for work in works):
+                source = self._stage(_source(action) % self.size)
+                return f"pipeline {self._stage(self.rank)} waits for {source}, for {_words(action)}"
+        return ""
 
     def run(
         self,
         micros: int,
         forward: Callable[[int, int, list[Tensor]], Streams],
         like: Callable[[int], list[Tensor]],
-        backward: Callable[[int, int, int, Callable[[], None]], None] | None = None,
+        backward: Backward | None = None,
     ) -> None:
         """Run micro-batches through the pipeline; collective.
 
@@ -80,21 +168,14 @@ class Pipe:
                 one). It returns the streams behind the chunk. For the last chunk it returns what the backward pass
                 begins with.
             like: returns empty tensors with the shapes of a micro-batch's streams on this rank.
-            backward: called with a chunk, a micro-batch, the number of backward passes of this chunk that are still to
-                come, and a function that runs the backward pass. None: there are only forward passes.
+            backward: called for every backward pass. None: there are only forward passes.
         """
         actions = orders(self.size, self._per_rank, micros, backward is not None)[self.rank]
         left = Counter(action.chunk for action in actions if action.kind == "backward")
         kept: dict[tuple[int, int], tuple[list[Tensor], Streams]] = {}
-        coming = self._receive(actions[0], like) if actions else ([], [])
-        for number, action in enumerate(actions):
+        for action in actions:
             kind, chunk, micro = action
-            works, received = coming
-            # The next message is on its way while this action runs.
-            if number + 1 < len(actions):
-                coming = self._receive(actions[number + 1], like)
-            for work in works:
-                work.wait()
+            received = self._receive(action, like)
             if kind == "forward":
                 inputs = [tensor.requires_grad_(backward is not None) for tensor in received]
                 made = forward(chunk, micro, inputs)
@@ -105,16 +186,21 @@ class Pipe:
                 del made
                 continue
             assert backward is not None, "an order without backward passes has none"
-            inputs, made = kept.pop((chunk, micro))
             left[chunk] -= 1
-            backward(chunk, micro, left[chunk], _backward_of(made, received))
-            del made
+            run = Pass(*kept.pop((chunk, micro)), received)
+            backward(chunk, micro, left[chunk], run)
             if chunk:
-                self._send(action, [tensor.grad for tensor in inputs if tensor.grad is not None])
+                self._send(action, run.to_send())
+            del run, received
         for work, _ in self._sent:
             work.wait()
         self._sent = []
 
 
-def _backward_of(made: Streams, gradients: list[Tensor]) -> Callable[[], None]:
-    return lambda: torch.autograd.backward(made, gradients or None)
+def _source(action: Action) -> int:
+    """Return the chunk whose result the action needs. It may be none of the model's."""
+    return action.chunk - 1 if action.kind == "forward" else action.chunk + 1
+
+
+def _words(action: Action) -> str:
+    return f"the {action.kind} pass of micro-batch {action.micro} through chunk {action.chunk}"

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from sagetrain.parallel.metrics import Metrics
@@ -214,12 +215,34 @@ class ParallelGroups:
             timeout=timeout,
         )
 
-    def subgroup(self, ranks: list[int], name: str) -> dist.ProcessGroup:
-        """Make a further group of these global ranks. Its members call it, all in the same order of groups."""
-        return _new_group(ranks, name, self.timeout)
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank's collectives."""
+        on_gpu = dist.is_initialized() and dist.get_backend() == "nccl"
+        return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+    def subgroup(self, ranks: list[int], name: str, messages: bool = False) -> dist.ProcessGroup:
+        """Make a further group of these global ranks. Its members call it, all in the same order of groups.
+
+        Args:
+            messages: the group is for messages between two ranks, beside other work.
+        """
+        return _new_group(ranks, name, self.timeout, _beside_other_work(self.timeout) if messages else None)
 
 
-def _new_group(ranks: list[int], name: str, timeout: timedelta | None) -> dist.ProcessGroup:
+def _beside_other_work(timeout: timedelta | None) -> Any:
+    """Return NCCL's options for messages, or None with gloo. A message begins as soon as it can, and takes few
+    multiprocessors from kernels that run meanwhile, also while it waits for the other rank."""
+    if dist.get_backend() != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.max_ctas = 8
+    if timeout is not None:
+        options._timeout = timeout
+    return options
+
+
+def _new_group(ranks: list[int], name: str, timeout: timedelta | None, options: Any = None) -> dist.ProcessGroup:
     """Make a process group of these global ranks.
 
     Only the members of a group take part, so that the work of a rank for its groups does not grow with their number.
@@ -229,6 +252,7 @@ def _new_group(ranks: list[int], name: str, timeout: timedelta | None) -> dist.P
         ranks,
         timeout=timeout,
         backend=_backend(),
+        pg_options=options,
         use_local_synchronization=True,
         group_desc=name,  # the watchdog names the rank and the group that hang
     )
