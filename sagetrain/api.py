@@ -366,7 +366,7 @@ class Model:
         """Return the natural logarithm of p(continuation | context) for each pair of a context and its continuation.
 
         Raises:
-            ConfigError: the run has no tokenizer, or a continuation is longer than data.seq_length.
+            ConfigError: the run has no tokenizer, or a continuation is longer than the model's context.
         """
         from sagetrain.inference.score import scorer_of
 

@@ -68,6 +68,13 @@ class Positions:
     length: int
     rope: dict[str, Any]
 
+    @classmethod
+    def reached(cls, identity: Identity, before: Positions | None) -> Positions:
+        """Return the positions of a run. A run on shorter sequences than the run that it began with, which reached
+        `before`, does not reduce the length, as long as it keeps the RoPE."""
+        length, rope = identity.seq_length, identity.rope
+        return cls(max(length, before.length) if before and before.rope == rope else length, rope)
+
 
 @dataclass(frozen=True)
 class InitFromRecord:
@@ -105,12 +112,19 @@ class Texts:
     """The tokens before a text that is scored or continued."""
     end_tokens: list[int]
     """The tokens that end a text, in addition to the tokenizer's own."""
+    context: int
+    """The number of tokens that a text may have at once."""
     chat_template: Any = None
     """The template of the chats that were learned last, or templates by name; None if there were no chats."""
 
     @classmethod
     def learned(
-        cls, prefix: list[int] | None, template: Any, generation: Mapping[str, Any], before: InitFromRecord | None
+        cls,
+        prefix: list[int] | None,
+        template: Any,
+        generation: Mapping[str, Any],
+        before: InitFromRecord | None,
+        identity: Identity,
     ) -> Texts:
         """Combine the conventions of a run's data with those that the weights had before.
 
@@ -119,6 +133,7 @@ class Texts:
             template: the chat template of the run's data, if there is one.
             generation: the generation settings of imported weights.
             before: the record of the checkpoint that the run began with, if there was one.
+            identity: the settings of the run.
         """
         ends = generation.get("eos_token_id")
         if prefix is None:
@@ -126,6 +141,7 @@ class Texts:
         return cls(
             prefix,
             [] if ends is None else [ends] if isinstance(ends, int) else [*ends],
+            Positions.reached(identity, before.positions if before else None).length,
             template or (before.chat_template if before else None),
         )
 
@@ -229,15 +245,12 @@ class RunState:
     @property
     def texts(self) -> Texts:
         """The conventions of texts that the weights have learned in this run and in earlier ones."""
-        return Texts.learned(self.text_prefix, self.chat_template, self.generation, self.init_from)
+        return Texts.learned(self.text_prefix, self.chat_template, self.generation, self.init_from, self.identity)
 
     @property
     def positions(self) -> Positions:
-        """The longest sequence that the model is made for. A run on shorter sequences than the run that it began with
-        does not reduce this length, as long as it keeps the RoPE."""
-        length, rope = self.identity.seq_length, self.identity.rope
-        before = self.init_from.positions if self.init_from else None
-        return Positions(max(length, before.length) if before and before.rope == rope else length, rope)
+        """The longest sequence that the model is made for, and its RoPE."""
+        return Positions.reached(self.identity, self.init_from.positions if self.init_from else None)
 
 
 def _validated(adapter: TypeAdapter[T], tree: Mapping[str, Any], where: str) -> T:

@@ -57,7 +57,12 @@ def evaluate(
     ] = None,
     context: Annotated[
         int | None,
-        typer.Option(min=1, show_default=False, help="Tokens of a sequence. Default: the run's data.seq_length."),
+        typer.Option(
+            min=1,
+            show_default=False,
+            help="Tokens of a sequence. Default: the run's data.seq_length; for prompts of --tasks, the longest that "
+            "the model was trained with.",
+        ),
     ] = None,
     attention: InferenceAttention = None,
     linear: InferencePrecision = None,

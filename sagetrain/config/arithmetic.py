@@ -56,6 +56,12 @@ def resolved_zero_stage(cfg: RunConfig) -> int:
     return 1 if changes_weights and cfg.parallel.zero_stage == 0 else cfg.parallel.zero_stage
 
 
+def shards_weights(cfg: RunConfig) -> bool:
+    """Whether a rank may hold only a part of its weights between passes: at ZeRO 3, except in groups of one rank."""
+    alone = engine_of(cfg) == "fsdp" and cfg.parallel.shard_size == 1
+    return cfg.parallel.zero_stage == 3 and not alone
+
+
 def takes_probes(cfg: RunConfig) -> bool:
     """Whether micro-batches may be run apart from a step. The hooks of DeepSpeed's ZeRO 3 do not support that, and the
     stages of a pipeline have no way to do it yet."""

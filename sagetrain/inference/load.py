@@ -177,7 +177,7 @@ def at_context(run: TrainedRun, context: int) -> TrainedRun:
     data = run.cfg.data
     rows = max(1, data.micro_batch_size * data.seq_length // context)
     update = {"seq_length": context, "micro_batch_size": rows}
-    return replace(run, cfg=run.cfg.model_copy(update={"data": data.model_copy(update=update)}))
+    return replace(run, cfg=run.cfg.model_copy(update={"data": data.model_copy(update=update)}), positions=context)
 
 
 def load_run(

@@ -22,15 +22,16 @@ Alive = Callable[[], None]
 
 
 def samples_while_training(
-    evaluation: EvaluationConfig, data: DataConfig, trained: Trained
+    evaluation: EvaluationConfig, data: DataConfig, context: int, trained: Trained
 ) -> Callable[[Engine, Texts, Alive], list[tuple[str, str]]]:
-    """Return the function that writes samples (Samples of training/trainer.py), for all ranks together.
+    """Return the function that writes samples (Samples of training/trainer.py), for all ranks together. `context` is
+    the number of tokens that a text of the run may have at once.
 
     Raises:
         ConfigError: there is no tokenizer, or a prompt is too long.
     """
     tokenizer, prompts = Tokenizer.load(find_tokenizer(data)), evaluation.samples_prompts
-    check_prompts(prompts, tokenizer, data.seq_length)
+    check_prompts(prompts, tokenizer, context)
     sampling = Sampling(evaluation.samples_tokens)
 
     def write(engine: Engine, texts: Texts, alive: Alive) -> list[tuple[str, str]]:
@@ -43,7 +44,7 @@ def samples_while_training(
 def while_training(engine: Engine, texts: Texts, tokenizer: Tokenizer, trained: Trained) -> TrainedRun:
     """Return the model in training as one that generates, with what its weights had learned of texts."""
     run = trained(engine, tokenizer)
-    return replace(run, text_prefix=texts.prefix, end_tokens=texts.end_tokens)
+    return replace(run, text_prefix=texts.prefix, end_tokens=texts.end_tokens, positions=texts.context)
 
 
 def completed(run: TrainedRun, alive: Alive, prompts: Sequence[str], sampling: Sampling) -> list[str]:

@@ -2,7 +2,7 @@
 length.
 
 A model in training is therefore called in the shape that it is compiled for, at any layout, and short texts cost
-little.
+little. Texts that are longer than data.seq_length are rare: only fine-tuning has a context beyond it.
 """
 
 from __future__ import annotations
@@ -35,42 +35,49 @@ class Scorer:
     groups: ParallelGroups
     device: torch.device
     seq_length: int
+    """The length of the sequences that texts are packed into. A longer text doubles it until the text has room."""
     micro_batch_size: int
     vocab_size: int
+    context: int
+    """The number of tokens that the model reads at once."""
 
     @torch.no_grad()
     def __call__(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
-        """Score the pairs. Of a text that is longer than the sequence, the beginning is left out.
+        """Score the pairs. If a text is longer than the context, the beginning of it is left out.
 
         Returns:
             For each pair log p(continuation | context), in nats, and whether every token of it was the most likely one.
 
         Raises:
-            ConfigError: a continuation is longer than the sequence.
+            ConfigError: a continuation is longer than the context.
         """
         for _, continuation in pairs:
-            if len(continuation) > self.seq_length:
+            if len(continuation) > self.context:
                 raise ConfigError(
                     f"a text of {len(continuation):,} tokens is to be scored at once, more than the context of "
-                    f"{self.seq_length:,} that the run was trained with (data.seq_length)"
+                    f"{self.context:,} that the model was trained with (its longest data.seq_length)"
                 )
-        texts = [[*context, *continuation][-self.seq_length - 1 :] for context, continuation in pairs]
+        texts = [[*context, *continuation][-self.context - 1 :] for context, continuation in pairs]
+        length = self.seq_length
+        while length < max(map(len, texts), default=0) - 1:
+            length *= 2
+        shape = max(1, self.micro_batch_size * self.seq_length // length), length
         # The second column counts the tokens that are not the most likely ones.
         found = torch.zeros(len(pairs), 2, dtype=torch.float64, device=self.device)
-        rows = list(_packed([len(text) - 1 for text in texts], self.seq_length))
-        turn = self.micro_batch_size * self.groups.dp_size
-        for first in range(0, len(rows), turn):
-            begin = first + self.groups.dp_rank * self.micro_batch_size
-            self._add(found, rows[begin : begin + self.micro_batch_size], texts, [len(pair[1]) for pair in pairs])
+        rows, scored = list(_packed([len(text) - 1 for text in texts], length)), [len(pair[1]) for pair in pairs]
+        for first in range(0, len(rows), shape[0] * self.groups.dp_size):
+            begin = first + self.groups.dp_rank * shape[0]
+            self._add(found, rows[begin : begin + shape[0]], shape, texts, scored)
         if self.groups.tp_rank:
             found.zero_()  # All ranks of its tensor-parallel group have found the same.
         if dist.is_initialized():
             dist.all_reduce(found)
         return [(total, not wrong) for total, wrong in found.tolist()]
 
-    def _add(self, found: Tensor, rows: list[list[int]], texts: list[list[int]], scored: list[int]) -> None:
-        """Score one micro-batch. The rows of texts may not fill it."""
-        shape = self.micro_batch_size, self.seq_length
+    def _add(
+        self, found: Tensor, rows: list[list[int]], shape: tuple[int, int], texts: list[list[int]], scored: list[int]
+    ) -> None:
+        """Score one micro-batch of this shape. The rows of texts may not fill it."""
         tokens = np.zeros((shape[0], shape[1] + 1), dtype=np.int64)
         labels, owners = np.zeros(shape, dtype=np.int64), np.full(shape, -1)
         begins: list[list[int]] = [[] for _ in range(shape[0])]
@@ -108,6 +115,7 @@ def scorer_of(run: TrainedRun, tokenizer: Tokenizer) -> Scorer:
         data.seq_length,
         data.micro_batch_size,
         min(run.vocab_size, tokenizer.vocab_size),
+        run.context,
     )
 
 

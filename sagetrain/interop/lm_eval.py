@@ -106,7 +106,7 @@ class Harness(TemplateLM):  # type: ignore[misc]
     def _end(self, prompt: str, max_tokens: int) -> str:
         """Return the end of a prompt that leaves room in the context for an answer. At least half of the context is for
         the prompt."""
-        tokens, size = self.tok_encode(prompt), self._score.seq_length
+        tokens, size = self.tok_encode(prompt), self._score.context
         room = size - min(max_tokens, size // 2)
         if len(tokens) <= room:
             return prompt
@@ -217,7 +217,8 @@ def tasks_while_training(
             return completed(while_training(engine, texts, tokenizer, trained), alive, prompts, sampling)
 
         groups = engine.groups
-        score = Scorer(forward, groups, engine.device, data.seq_length, data.micro_batch_size, tokenizer.vocab_size)
+        shape = data.seq_length, data.micro_batch_size
+        score = Scorer(forward, groups, engine.device, *shape, tokenizer.vocab_size, texts.context)
         # The harness has a progress bar for each task. One process shows it.
         with redirect_stderr(io.StringIO()) if groups.rank else nullcontext():
             results = tasks.measure(Harness(tokenizer, score, complete, texts.prefix))

@@ -7,6 +7,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from sagetrain.config.arithmetic import shards_weights
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import RunConfig
 
@@ -39,9 +40,10 @@ def looks_of(cfg: RunConfig) -> tuple[Tasks | None, Samples | None]:
         trained = partial(in_training, cfg)
     if evaluation.tasks:
         ask = load_harness("evaluation.tasks").tasks_while_training
-        tasks = ask(evaluation, data, trained if cfg.parallel.zero_stage < 3 else None)
+        tasks = ask(evaluation, data, None if shards_weights(cfg) else trained)
     if evaluation.samples_every_tokens:
         from sagetrain.inference.samples import samples_while_training
+        from sagetrain.training.inputs import context_of
 
-        samples = samples_while_training(evaluation, data, trained)
+        samples = samples_while_training(evaluation, data, context_of(cfg), trained)
     return tasks, samples

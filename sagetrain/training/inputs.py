@@ -8,6 +8,7 @@ that `plan` could have found.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,22 +74,43 @@ def findings(cfg: RunConfig, tokenizer: Tokenizer | None) -> Iterator[Finding]:
         yield from _refused("data.valid", [each.path for each in there["valid"]], lambda: _same_tokenizer(both))
     whole = len(there["train"]) == len(cfg.data.train) and not damaged
     if tokenizer and cfg.evaluation.samples_every_tokens:
-        prompts, size = cfg.evaluation.samples_prompts, cfg.data.seq_length
-        yield from _refused("evaluation.samples_prompts", prompts, lambda: check_prompts(prompts, tokenizer, size))
+        prompts, room = cfg.evaluation.samples_prompts, context_of(cfg)
+        yield from _refused("evaluation.samples_prompts", prompts, lambda: check_prompts(prompts, tokenizer, room))
     yield from _checkpoint(cfg, vocab_size, sha256, whole)
 
 
-def check_prompts(prompts: Sequence[str], tokenizer: Tokenizer, seq_length: int) -> None:
+def context_of(cfg: RunConfig) -> int:
+    """Return the number of tokens that a text of the run may have at once: data.seq_length, or more if it began with
+    weights that were trained on longer sequences."""
+    root, start = Path(cfg.training.run_dir) / "checkpoints", cfg.training.init_from
+    if start is None:
+        return cfg.data.seq_length
+    # These imports need torch.
+    from sagetrain.checkpoint import on_disk
+    from sagetrain.checkpoint.state import Positions
+    from sagetrain.config.errors import CheckpointError
+    from sagetrain.training import init_from
+
+    before = None
+    # A checkpoint that is damaged, or of the future, is an error elsewhere.
+    with suppress(CheckpointError):
+        if folder := on_disk.newest(root) or init_from.named(Path(start)):
+            before = on_disk.read_state(folder).positions
+    return Positions.reached(identity(cfg, None, None, None), before).length
+
+
+def check_prompts(prompts: Sequence[str], tokenizer: Tokenizer, context: int) -> None:
     """Check that each prompt of samples leaves at least half of the context for its continuation.
 
     Raises:
         ConfigError: a prompt is too long.
     """
     for number, prompt in enumerate(prompts):
-        if (size := len(tokenizer.encode(prompt))) > seq_length // 2:
+        if (size := len(tokenizer.encode(prompt))) > context // 2:
             raise ConfigError(
-                f"evaluation.samples_prompts.{number} has {size:,} tokens, more than half of data.seq_length "
-                f"{seq_length:,}: there would be little room for a text behind it; shorten it"
+                f"evaluation.samples_prompts.{number} has {size:,} tokens, more than half of the {context:,} that the "
+                "model is trained with (its longest data.seq_length): there would be little room for a text behind it; "
+                "shorten it"
             )
 
 

@@ -107,7 +107,8 @@ class Run:
         """The conventions of texts that the weights had learned when the run began, and those of its own data."""
         before = self.resumed.init_from
         prefix = self.files.text_prefix or (before.text_prefix if before else None) or []
-        return Texts.learned(prefix, self.files.chat_template, before.generation if before else {}, before)
+        generation = before.generation if before else {}
+        return Texts.learned(prefix, self.files.chat_template, generation, before, self.files.identity)
 
     def counted(self, sequences: int, size: int, ahead: int | None = None) -> int | None:
         """Return how many of the `size` tokens after the first `sequences` sequences count in the loss, on all ranks;

@@ -30,14 +30,16 @@ CASES = [
      "its parts are on the first and the last stage", "set it to null"),
     ({"parallel": PIPE, "stability": {"quant_noise": {"every_steps": 10}}}, "not_in_a_pipeline",
      "stability.quant_noise.every_steps", "runs through all stages at once", "set it to null"),
-    ({"parallel": PIPE, "stability": {"monitor": {"every_steps": 10}}}, "not_in_a_pipeline",
-     "stability.monitor.every_steps", "follows a micro-batch through all layers", "set it to null"),
+    ({"parallel": PIPE, "stability": {"monitor": {"every_steps": 10, "layers": [0]}}},
+     "not_in_a_pipeline", "stability.monitor.every_steps", "follows a micro-batch through all layers",
+     "set it to null (and leave out stability.monitor.layers)"),
     ({"parallel": PIPE, "stability": {"precision": LADDER}},
      "not_in_a_pipeline", "stability.precision", "decides for all layers", "set it to null"),
-    ({"parallel": PIPE, "evaluation": {"samples_every_tokens": 1000}}, "not_in_a_pipeline",
-     "evaluation.samples_every_tokens", "wait for each other at every token", "sagetrain generate"),
-    ({"parallel": PIPE, "evaluation": {"tasks": ["arc"]}}, "not_in_a_pipeline", "evaluation.tasks",
-     "needs logits on all ranks", "sagetrain lm-eval"),
+    ({"parallel": PIPE, "evaluation": {"samples_every_tokens": 1000, "samples_tokens": 8}}, "not_in_a_pipeline",
+     "evaluation.samples_every_tokens", "wait for each other at every token",
+     "null (and leave out evaluation.samples_tokens) and take `sagetrain generate`"),
+    ({"parallel": PIPE, "evaluation": {"tasks": ["arc"], "tasks_limit": 9}}, "not_in_a_pipeline", "evaluation.tasks",
+     "needs logits on all ranks", "leave it out (and leave out evaluation.tasks_limit) and take `sagetrain eval"),
 ]  # fmt: skip
 
 

@@ -234,8 +234,9 @@ def test_windows_of_raw_text_score_no_prefix(loaded: TrainedRun, tmp_path: Path)
 
 
 def test_a_run_has_the_prefix_that_its_model_learned(folder: Path, imported: Path, tmp_path: Path) -> None:
-    """The model learned the prefix before the run began, or from the run's data. Tasks during training use the prefix
-    too. A run that learned none has none, even with the same tokenizer."""
+    """The model learned the prefix before the run began, or from the run's data. Tasks and samples during training use
+    the prefix too. A run that learned none has none, even with the same tokenizer. Prompts may be as long as the
+    sequences that the model was trained with before this run of sequences of 32 tokens."""
     source = [str(path) for path in sorted((Path(sysconfig.get_paths()["stdlib"]) / "json").glob("*.py"))]
     how = {"valid_fraction": 0.3, "say": lambda text: None}
     prepare(source, tmp_path / "new/train", tokenizer=folder / "tokenizer.json", **how)
@@ -253,6 +254,7 @@ def test_a_run_has_the_prefix_that_its_model_learned(folder: Path, imported: Pat
     }
     (tmp_path / "read.yaml").write_text(json.dumps(task))
     tasks = HarnessTasks([str(tmp_path / "read.yaml")])
+    long = "def add(self, name):\n    return name\n" * 3
     model = yaml.safe_load((imported / "config.yaml").read_text())["model"]
     kinds = ("begun", "data", str(imported)), ("own", "data", None), ("learned", "new", None)
     for name, data, init_from in (*kinds, ("goes on", "data", str(tmp_path / "learned"))):
@@ -265,13 +267,22 @@ def test_a_run_has_the_prefix_that_its_model_learned(folder: Path, imported: Pat
             attention={"backend": "sdpa", "qk_norm": "none"},
             training={"total_tokens": 512, "init_from": init_from},
             lr_schedule={"warmup_tokens": 256},
-            evaluation={"num_sequences": 8, "tasks": [str(tmp_path / "read.yaml")]},
+            evaluation={
+                "num_sequences": 8,
+                "tasks": [str(tmp_path / "read.yaml")],
+                "samples_every_tokens": 512,
+                "samples_prompts": [long if name == "begun" else "x"],
+                "samples_tokens": 8,
+            },
         )
         finish("sagetrain", config)
         warned = f"of {init_from} do" if init_from else "do not begin"
         assert (warned in log_of(config)) == bool(init_from)
         run = load_run(tmp_path / name, print)
         assert [*run.text_prefix] == prefix
+        sample = json.loads((tmp_path / name / "samples.jsonl").read_text().splitlines()[-1])
+        (done,) = (found for found, _ in generate(run, [sample["prompt"]], Sampling(8)) if found.finish)
+        assert sample["text"] == done.text
         rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         said = next(row["eval/read/bits_per_byte"] for row in reversed(rows) if "eval/read/bits_per_byte" in row)
         bits = [

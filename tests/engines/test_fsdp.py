@@ -212,6 +212,9 @@ def collectives(stages: Sequence[int]) -> dict[int, dict[str, int]]:
         if stage < 3:
             assert sum(weight.nbytes for weight in engine.gathered().values()) == planned["weights"]
             assert generates_the_same(cfg, engine)
+        if stage == 3:
+            whole = config(stage, "bf16", parallel={"shard_size": 1})
+            assert generates_the_same(whole, tiny.engine(whole, tiny.join(1)))
         engine.weights_changed()
         tiny.global_step(engine, 0)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:

@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -250,22 +251,23 @@ def test_the_harness_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def scores_of(layouts: list[tuple[int, int, int]]) -> list[list[tuple[float, bool]]]:
-    """Return the scores of one model's answers to the same questions: first in float64 without a layout, then at each
-    (tp_size, cp_size, stage)."""
+    """Return the scores of one model's answers to the same questions, in a context of a sequence and in one of 40
+    tokens: first in float64 without a layout, then at each (tp_size, cp_size, stage)."""
     draw = torch.Generator().manual_seed(0)
     texts = [torch.randint(0, tiny.VOCAB, (size,), generator=draw).tolist() for size in (3, 30, 9, 2, 17, 5, 16, 4)]
     pairs = [(text[: len(text) // 3 + 1], text[len(text) // 3 + 1 :]) for text in texts]
     pairs = [(context, continuation[-tiny.SEQ :]) for context, continuation in pairs]
-    found = []
+    contexts, found = (tiny.SEQ, 40), []
     for tp_size, cp_size, stage in layouts:
         cfg = tiny.config(stage, model={"num_attention_heads": 4}, data={"micro_batch_size": 2})
         groups = tiny.join(tp_size, cp_size)
         engine = tiny.engine(cfg, groups)
-        found.append(Scorer(engine.logits, groups, engine.device, tiny.SEQ, 2, tiny.VOCAB)(pairs))
+        how = engine.logits, groups, engine.device, tiny.SEQ, 2, tiny.VOCAB
+        found.append([score for most in contexts for score in Scorer(*how, most)(pairs)])
     model = tiny.model(cfg.model_copy(update={"parallel": tiny.config(1).parallel}), ParallelGroups.single())
     expected = []
-    for context, continuation in pairs:
-        text = torch.tensor([*context, *continuation][-tiny.SEQ - 1 :])
+    for most, (context, continuation) in product(contexts, pairs):
+        text = torch.tensor([*context, *continuation][-most - 1 :])
         with torch.no_grad():
             likely = model(text[None, :-1])[0].double().log_softmax(-1)[-len(continuation) :]
         wanted = text[-len(continuation) :]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from checked_config import run_config
 from runs import STEPS, log_of, write_config
 from sagetrain.__main__ import main
 from sagetrain.config import ConfigError
@@ -61,7 +62,13 @@ EVERY = "evaluation.samples_every_tokens=1000"
 @pytest.mark.parametrize(
     ("overrides", "level", "said"),
     [
-        ([EVERY, "parallel.zero_stage=3"], "error", "(?s)evaluation.samples_every_tokens.*set parallel.zero_stage: 2"),
+        ([EVERY, "parallel.zero_stage=3"], "error", "samples_every_tokens: null and take `sagetrain generate`"),
+        (
+            [EVERY, "evaluation.samples_tokens=8", "evaluation.samples_prompts=[x]", "parallel.zero_stage=3"],
+            "error",
+            r"set parallel.zero_stage: 2, or evaluation.samples_every_tokens: null \(and leave out "
+            r"evaluation.samples_prompts, evaluation.samples_tokens\)",
+        ),
         ([EVERY, "model.vocab_size=512"], "error", "no tokenizer that makes text of tokens"),
         (["evaluation.samples_tokens=8"], "warning", "samples_tokens"),
         (["evaluation.samples_prompts=[x]"], "warning", "samples_prompts"),
@@ -81,6 +88,14 @@ def test_samples_that_nobody_can_write_or_asked_for(
     assert re.search(said, str(found))
     if level == "error":
         assert main(["train", str(config), *overrides]) == 2 and "samples_every_tokens" in capsys.readouterr().err
+
+
+def test_samples_are_written_where_no_weights_are_sharded() -> None:
+    for parallel, refused in (({"shard_size": 1}, False), ({"shard_size": 2}, True), ({}, True)):
+        given = {"engine": "fsdp", "zero_stage": 3, **parallel}
+        cfg = run_config(parallel=given, evaluation={"samples_every_tokens": 1000})
+        found = [each.rule for each in check(cfg, 4, files=False)]
+        assert ("samples_at_zero_3" in found) == refused, parallel
 
 
 def test_plan_says_what_samples_cost(corpus: Path, tmp_path: Path, capsys) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from sagetrain.config.arithmetic import data_parallel_size, idle_share, token_multiple
 from sagetrain.config.errors import Finding
-from sagetrain.config.rules.findings import error, no_effect, warning
+from sagetrain.config.rules.findings import also_without, error, no_effect, warning
 from sagetrain.config.schema import RunConfig
 
 
@@ -92,15 +92,18 @@ def _not_yet(cfg: RunConfig) -> Iterator[Finding]:
         found.append(("stability.quant_noise.every_steps", probe, why, "set it to null"))
     if isinstance(monitor.every_steps, int):
         why = "follows a micro-batch through all layers, and a stage has some of them"
-        found.append(("stability.monitor.every_steps", monitor.every_steps, why, "set it to null"))
+        fix = f"set it to null{also_without(monitor, 'stability.monitor', 'layers')}"
+        found.append(("stability.monitor.every_steps", monitor.every_steps, why, fix))
     if stability.precision is not None:
         why = "decides for all layers, and a stage has some of them"
         found.append(("stability.precision", "...", why, "set it to null"))
     if evaluation.tasks:
-        fix = "leave it out and take `sagetrain lm-eval` or `sagetrain eval` on a checkpoint, which need no pipeline"
+        idle = also_without(evaluation, "evaluation", "tasks_every_tokens", "tasks_limit")
+        fix = f"leave it out{idle} and take `sagetrain eval --tasks` on a checkpoint, which needs no pipeline"
         found.append(("evaluation.tasks", evaluation.tasks, "needs logits on all ranks", fix))
     if evaluation.samples_every_tokens is not None:
-        fix = "set it to null and take `sagetrain generate` on a checkpoint, which needs no pipeline"
+        idle = also_without(evaluation, "evaluation", "samples_prompts", "samples_tokens")
+        fix = f"set it to null{idle} and take `sagetrain generate` on a checkpoint, which needs no pipeline"
         why = "writes token by token, and the stages would wait for each other at every token"
         found.append(("evaluation.samples_every_tokens", evaluation.samples_every_tokens, why, fix))
     for key, value, why, fix in found:

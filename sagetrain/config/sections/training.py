@@ -106,14 +106,14 @@ class EvaluationConfig(Section):
     """Sequences of one evaluation, the same ones each time."""
     tasks: list[str] = []
     """Tasks of the lm-evaluation-harness (extra lm-eval), by name or as YAML files. The metrics are
-    eval/<task>/<metric>. Tasks that want generated text do not run at zero_stage 3."""
+    eval/<task>/<metric>. Tasks that want generated text do not run where weights are sharded (zero_stage 3)."""
     tasks_every_tokens: PositiveInt | None = None
     """Tokens between two evaluations of the tasks. Default: a tenth of training.total_tokens."""
     tasks_limit: PositiveInt | None = None
     """Documents of each task. Default: all."""
     samples_every_tokens: PositiveInt | None = None
     """Tokens between two samples, which are texts that the model writes while it trains. They go to samples.jsonl of
-    the run folder, TensorBoard and `sagetrain report`. Not at zero_stage 3. Default: none."""
+    the run folder, TensorBoard and `sagetrain report`. Not where weights are sharded (zero_stage 3). Default: none."""
     samples_prompts: Annotated[list[str], Field(min_length=1)] = [""]
     """Texts that samples continue; an empty one is the beginning of a document."""
     samples_tokens: PositiveInt = 64
