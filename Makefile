@@ -60,9 +60,10 @@ docs: $(DEV)  ## the guides, results and key reference as a site in site/
 	$(BIN)/mkdocs build -q --strict
 
 FAST ?=
-GPU_JOBS ?= $(if $(FAST),12)
-test-gpu:  ## kernel and trainer tests on an NVIDIA GPU, with the python on PATH; FAST=1: a first pass of a quarter of them
-	PYTHONPATH=.:kernels:tests/support python3 -m pytest -q --noconftest $(if $(GPU_JOBS),-n $(GPU_JOBS) --dist worksteal) $(if $(FAST),-p first_pass) -p gpu_seen tests/gpu
+GPU_JOBS ?= auto
+test-gpu:  ## kernel and trainer tests on all NVIDIA GPUs, with the python on PATH; FAST=1: a first pass of a third of them
+	@python3 -m compileall -q -j 0 sagetrain kernels tests  # once for all processes
+	PYTHONPATH=.:kernels:tests/support$${PYTHONPATH:+:$$PYTHONPATH} python3 -m pytest -q --noconftest -p side_by_side -p gpu_seen $(if $(GPU_JOBS),-n $(GPU_JOBS) --dist worksteal) $(if $(FAST),-p first_pass) tests/gpu
 
 bench:  ## attention benchmark on an NVIDIA GPU: checks every shape, then times it beside the peers
 	PYTHONPATH=.:kernels python3 -m sagekernels.bench

@@ -20,6 +20,7 @@ from sagetrain.data.token_file import TokenFileWriter
 GPUS = torch.cuda.device_count()
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.long,
     pytest.mark.skipif(GPUS < 2, reason=f"needs 2 NVIDIA GPUs, here are {GPUS}: make test-gpu"),
 ]
 SEQ, VOCAB, STEPS = 256, 512, 60

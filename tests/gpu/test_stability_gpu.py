@@ -31,6 +31,7 @@ from sagetrain.data.token_file import TokenFileWriter
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.long,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: make test-gpu"),
 ]
 SEQ, VOCAB, STEP = 256, 512, 8 * 256

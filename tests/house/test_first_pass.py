@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import first_pass
+import side_by_side
 from runs import ROOT
 from sagekernels.call import RECIPES
 from sagekernels.launch import TABLE
+from side_by_side import dealt, share_of
 
 
 class Collected:
@@ -41,11 +46,31 @@ def covered(items: list[pytest.Item]) -> set[tuple]:
     return {(item.nodeid.split("[")[0], aspect) for item in items for aspect in first_pass.aspects(item)}
 
 
-def test_a_third_of_the_cases_touches_everything(passes) -> None:
+def test_a_third_of_the_cases_touches_all_that_is_not_long(passes) -> None:
     whole, first = passes["whole"], passes["first"]
-    assert covered(first) == covered(whole)
-    assert {item.path for item in first} == set((ROOT / "tests/gpu").glob("test_*.py"))
-    assert len(first) < len(whole) / 3
+    assert {item.path for item in whole} == set((ROOT / "tests/gpu").glob("test_*.py"))
+    short = [item for item in whole if item.get_closest_marker("long") is None]
+    assert covered(first) == covered(short)
+    assert len(first) < len(whole) / 3 and len({item.path for item in whole}) - len({item.path for item in first}) <= 2
+
+
+def test_shares_begin_with_the_longest_tests() -> None:
+    """Two processes share five tests as worksteal does it, two and three. A short test waits behind each long one."""
+    items = [SimpleNamespace(nodeid=f"tests/gpu/test_x_gpu.py::test_{name}[case]") for name in "abcde"]
+    seconds = {"test_x_gpu.py::test_c": 60.0, "test_x_gpu.py::test_e": 30.0, "test_x_gpu.py::test_a": 0.1}
+    order = "".join(item.nodeid[-7] for item in dealt(items, seconds, 2))
+    assert order == "edcab"  # c 60, e 30, b and d unknown, a 0.1
+
+
+def test_processes_begin_at_a_gpu_each_and_see_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(side_by_side, "CORES", 64)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert side_by_side.pytest_xdist_auto_num_workers() == 48
+    visible = [share_of(worker, 48, ["4", "5", "6", "7"])["CUDA_VISIBLE_DEVICES"] for worker in range(48)]
+    assert visible[:5] == ["4,5,6,7", "5,6,7,4", "6,7,4,5", "7,4,5,6", "4,5,6,7"]
+    assert Counter(each[0] for each in visible) == dict.fromkeys("4567", 12)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert side_by_side.pytest_xdist_auto_num_workers() == 12
 
 
 def test_every_fixture_is_there_without_the_conftest(passes) -> None:

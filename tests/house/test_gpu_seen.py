@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from gpu_seen import Recorder, Seen
+from gpu_seen import OUTCOMES, Recorder, Seen
 from runs import ROOT
 
 RUN = {"card": "1 NVIDIA H100 80GB HBM3", "torch": "2.11.0", "date": "2026-11-26", "pass": "first pass"}
-GREEN, RED = {"passed": 2, "failed": 0, "skipped": 1}, {"passed": 1, "failed": 1, "skipped": 0}
-SKIPPED = {"passed": 0, "failed": 0, "skipped": 4}
+GREEN, RED, SKIPPED, STOPPED = (
+    dict(zip(OUTCOMES, counts, strict=True)) for counts in ((2, 0, 1, 0), (1, 1, 0, 0), (0, 0, 4, 0), (3, 0, 0, 1))
+)
 
 
 def git(folder: Path, *words: str) -> str:
@@ -40,10 +44,12 @@ def test_a_file_is_green_at_its_last_commit_without_a_failure(checkout: Path) ->
     assert seen.commit() == head
     assert list(seen.lines()) == ["never: a b c"]
     files = {f"test_{name}_gpu.py": counts for name, counts in (("a", GREEN), ("b", GREEN), ("c", SKIPPED))}
-    seen.write({"commit": head, **RUN}, files)
+    seen.write({"commit": head, **RUN}, files, {"test_a_gpu.py::test_it": 3.0})
     for message in ("second", "third"):
         git(checkout, "commit", "-q", "--allow-empty", "-m", message)
-    seen.write({"commit": git(checkout, "rev-parse", "HEAD"), **RUN}, files | {"test_b_gpu.py": RED})
+    now = {"commit": git(checkout, "rev-parse", "HEAD"), **RUN, "failures": ["test_b_gpu.py::test_it"]}
+    seen.write(now, files | {"test_b_gpu.py": RED}, {"test_b_gpu.py::test_it": 0.5})
+    assert seen.seconds() == {"test_a_gpu.py::test_it": 3.0, "test_b_gpu.py::test_it": 0.5}
     git(checkout, "commit", "-q", "--allow-empty", "-m", "fourth")
     last, card = git(checkout, "rev-parse", "--short=7", "HEAD~1"), "1 NVIDIA H100 80GB HBM3, 2026-11-26"
     expected = [
@@ -54,6 +60,11 @@ def test_a_file_is_green_at_its_last_commit_without_a_failure(checkout: Path) ->
     ]
     assert list(seen.lines()) == expected
     assert seen.commit() == git(checkout, "rev-parse", "HEAD")  # The record itself is no change.
+    seen.write(now, files | {"test_a_gpu.py": STOPPED, "test_b_gpu.py": RED}, {})
+    assert list(seen.lines()) == [*expected[:3], f"{expected[3]}, stopped before the end of test_a_gpu.py"]
+    seen.write(now, files | {"test_b_gpu.py": GREEN}, {}, whole=False)
+    assert list(seen.lines())[1] == expected[1]  # Some tests of a file do not make it green.
+    seen.write(now, files | {"test_b_gpu.py": RED}, {})
     (checkout / "test_a_gpu.py").write_text("")
     assert seen.commit() == git(checkout, "rev-parse", "HEAD") + " with changes"
 
@@ -74,6 +85,10 @@ def test_a_gpu_run_is_recorded_and_another_run_prints_it(checkout: Path, capsys:
         return pytest.main([*options, *map(str, words)], plugins=[Recorder(seen)])
 
     assert run("-n", "1", checkout) == 1
+    assert json.loads((checkout / "seen.json").read_text())["last"]["failures"] == ["test_b_gpu.py::test_it"]
+    assert run("-k", "test_it", checkout) == 1
+    assert json.loads((checkout / "seen.json").read_text())["last"]["pass"] == "some tests"
+    assert run(checkout) == 1
     last = json.loads((checkout / "seen.json").read_text())["last"]
     assert last["commit"] == git(checkout, "rev-parse", "HEAD") and last["pass"] == "whole suite"
     assert {name: counts["failed"] for name, counts in last["files"].items()} == {
@@ -81,13 +96,36 @@ def test_a_gpu_run_is_recorded_and_another_run_prints_it(checkout: Path, capsys:
     }  # fmt: skip
     assert run("-p", "first_pass", checkout) == 1
     assert json.loads((checkout / "seen.json").read_text())["last"]["pass"] == "first pass"
-    before = (checkout / "seen.json").read_bytes()
-    assert run(checkout, "--maxfail=1") == 1  # Not all tests were run, so nothing is recorded.
     capsys.readouterr()
+    before = (checkout / "seen.json").read_bytes()
     assert run(cpu) == 0
     printed = capsys.readouterr().out
     assert "GPU tests last seen green" in printed and "\nnever: b\nlast run, " in printed
     assert (checkout / "seen.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("processes", ["0", "1"])
+def test_a_run_that_is_killed_is_recorded_as_far_as_it_came(checkout: Path, processes: str) -> None:
+    (checkout / "test_b_gpu.py").write_text(
+        "import os, signal\ndef test_it():\n    pass\n"
+        f"def test_last():\n    os.kill(os.get{'p' * (processes == '1')}pid(), signal.SIGKILL)\n"
+    )
+    git(checkout, "commit", "-q", "-a", "-m", "second")
+    program = (
+        "import pytest\nfrom pathlib import Path\nfrom gpu_seen import Recorder, Seen\n"
+        f"pytest.main(['-n', '{processes}', '-p', 'no:cacheprovider', '-c', '/dev/null', '--rootdir', "
+        f"{str(checkout.parents[1])!r}, {str(checkout)!r}], plugins=[Recorder(Seen(Path({str(checkout)!r})))])"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "tests/support")}
+    run = subprocess.run([sys.executable, "-c", program], env=env, check=False, capture_output=True)
+    assert run.returncode == -signal.SIGKILL
+    seen = json.loads((checkout / "seen.json").read_text())
+    assert seen["last"]["files"] == {
+        "test_a_gpu.py": {"passed": 1, "failed": 0, "skipped": 0, "not run": 0},
+        "test_b_gpu.py": {"passed": 1, "failed": 0, "skipped": 0, "not run": 1},
+        "test_c_gpu.py": {"passed": 0, "failed": 0, "skipped": 0, "not run": 1},
+    }
+    assert list(seen["green"]) == ["test_a_gpu.py"]
 
 
 def test_the_record_of_this_checkout_names_files_that_are_there() -> None:

@@ -4,6 +4,7 @@ covered.
 If a test has a parameter `backend`, every value of the other parameters is covered for each backend, because each
 backend has kernels of its own. A Shape counts by the properties that choose a kernel or a branch in it. The choice of
 cases follows from the parameters alone: a new kernel, recipe or head_dim is in the first pass without being named here.
+Tests that are marked `long` take more than half a minute by their nature and are left to the whole suite.
 """
 
 from __future__ import annotations
@@ -17,8 +18,6 @@ from sagekernels.pieces import block_d
 from sagekernels.testing import Shape
 
 Aspect = tuple[str, str, str]
-LONGEST = "test_stability_gpu"
-"""The file whose single test takes as long as all others side by side. It begins first."""
 
 
 def aspects(item: pytest.Item) -> set[Aspect]:
@@ -62,7 +61,8 @@ def chosen(cases: Iterable[pytest.Item]) -> list[pytest.Item]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     by_test: dict[str, list[pytest.Item]] = {}
     for item in items:
-        by_test.setdefault(item.nodeid.split("[")[0], []).append(item)
+        if item.get_closest_marker("long") is None:
+            by_test.setdefault(item.nodeid.split("[")[0], []).append(item)
     keep = {id(case) for cases in by_test.values() for case in chosen(cases)}
     config.hook.pytest_deselected(items=[item for item in items if id(item) not in keep])
-    items[:] = sorted((item for item in items if id(item) in keep), key=lambda item: item.path.stem != LONGEST)
+    items[:] = [item for item in items if id(item) in keep]

@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,14 @@ import pytest
 import torch
 
 FOLDER = Path(__file__).parents[1] / "gpu"
-OUTCOMES = "passed", "failed", "skipped"
+OUTCOMES = "passed", "failed", "skipped", "not run"
 Files = Mapping[str, Mapping[str, int]]
 """The number of tests of each file that had each of OUTCOMES, keyed by file name."""
+
+
+def test_of(nodeid: str) -> str:
+    """Name the test that a case belongs to: its file's name and its own."""
+    return Path(nodeid.split("[")[0]).name
 
 
 class Seen:
@@ -31,13 +36,32 @@ class Seen:
     def __init__(self, folder: Path = FOLDER) -> None:
         self.folder, self._path = folder, folder / "seen.json"
 
-    def write(self, run: Mapping[str, Any], files: Files) -> None:
-        """Record a run (commit, card, torch, date, pass) as the last one, and as the last green one of each file that
-        was green."""
-        green = self._read().get("green", {})
-        green |= {name: run for name, counts in files.items() if counts["passed"] and not counts["failed"]}
-        last = {**run, "files": {name: dict(files[name]) for name in sorted(files)}}
-        self._path.write_text(json.dumps({"last": last, "green": dict(sorted(green.items()))}, indent=1) + "\n")
+    def write(self, run: Mapping[str, Any], files: Files, seconds: Mapping[str, float], whole: bool = True) -> None:
+        """Record a run (commit, card, torch, date, pass, failures) as the last one.
+
+        Args:
+            seconds: the seconds of the longest case of each test that was run. They replace what earlier runs needed.
+            whole: Whether the run has all tests of the files. Then it is the last green one of each file that was
+                green. A file is not green while tests of it wait to be run.
+        """
+        before = self._read()
+        green = {
+            name: {key: value for key, value in run.items() if key != "failures"}
+            for name, counts in files.items()
+            if whole and counts["passed"] and not (counts["failed"] or counts["not run"])
+        }
+        found = {
+            "last": {**run, "files": {name: dict(files[name]) for name in sorted(files)}},
+            "green": dict(sorted((before.get("green", {}) | green).items())),
+            "seconds": dict(sorted((before.get("seconds", {}) | dict(seconds)).items())),
+        }
+        partial = self._path.with_suffix(".partial")
+        partial.write_text(json.dumps(found, indent=1) + "\n")
+        os.replace(partial, self._path)  # A run that is killed while it writes leaves the record before.
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of the longest case of each test that was ever timed, keyed by test_of."""
+        return self._read().get("seconds", {})
 
     def lines(self) -> Iterator[str]:
         """Yield lines that say at which commit each file was last green, how long ago that is, and what failed in the
@@ -50,8 +74,12 @@ class Seen:
         for where, names in together.items():
             yield f"{where}: {' '.join(names)}"
         if last := seen.get("last"):
-            failed = [name for name, counts in last["files"].items() if counts["failed"]]
-            yield f"last run, {self._ago(last['commit'])}, {last['pass']}: failed in {' '.join(failed) or 'no file'}"
+            failed, waiting = (
+                " ".join(name for name, counts in last["files"].items() if counts[outcome]) or "no file"
+                for outcome in ("failed", "not run")
+            )
+            stopped = f", stopped before the end of {waiting}" if waiting != "no file" else ""
+            yield f"last run, {self._ago(last['commit'])}, {last['pass']}: failed in {failed}{stopped}"
 
     def commit(self) -> str:
         """The commit of this checkout. A file COMMIT names it for a copy without git."""
@@ -77,32 +105,75 @@ class Seen:
 
 
 class Recorder:
-    """Count the outcomes of the GPU tests, in the process that hears of all of them."""
+    """Count the outcomes of the GPU tests, in the process that hears of all of them.
+
+    The record is written after each test, so a run that is interrupted or killed leaves one too.
+    """
 
     def __init__(self, seen: Seen) -> None:
-        self._seen = seen
+        self._seen, self._run = seen, {}
+        self._config: pytest.Config
+        self._expected: set[str] = set()
+        self._waiting: set[str] = set()
+        self._failures: set[str] = set()
+        self._seconds: Counter[str] = Counter()
         self.files: dict[str, Counter[str]] = {}
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        path = Path(report.nodeid.split("::")[0])
-        if path.parent.name == self._seen.folder.name and (report.when == "call" or not report.passed):
-            counts = self.files.setdefault(path.name, Counter(dict.fromkeys(OUTCOMES, 0)))
-            counts[report.outcome] += 1
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        self._config = session.config
 
-    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        ended = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
-        # A run that was stopped has not run all files.
-        if self.files and ended and not (session.shouldfail or session.shouldstop):
-            first = session.config.pluginmanager.hasplugin("first_pass")
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._expect(item.nodeid for item in session.items)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
+        self._expect(ids)
+
+    def _expect(self, ids: Iterable[str]) -> None:
+        for nodeid in ids:
+            if self._is_ours(nodeid) and nodeid not in self._expected:
+                self._expected.add(nodeid)
+                self._waiting.add(nodeid)
+                self._counts(nodeid)["not run"] += 1
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if not self._is_ours(report.nodeid):
+            return
+        self._seconds[report.nodeid] += report.duration
+        if report.when == "call" or not report.passed:
+            counts = self._counts(report.nodeid)
+            counts[report.outcome] += 1
+            counts["not run"] -= report.nodeid in self._waiting
+            self._waiting.discard(report.nodeid)
+            if report.failed:
+                self._failures.add(report.nodeid.removeprefix(f"tests/{self._seen.folder.name}/"))
+        if report.when == "teardown":
+            self._write()
+
+    def _write(self) -> None:
+        options, args = self._config.option, self._config.args
+        some = bool(options.keyword or options.markexpr or any("::" in each for each in args))
+        first = self._config.pluginmanager.hasplugin("first_pass")
+        if not self._run:
             count = torch.cuda.device_count()
-            run = {
+            self._run = {
                 "commit": self._seen.commit(),
                 "card": f"{count} {torch.cuda.get_device_name(0)}" if count else "no GPU",
                 "torch": torch.__version__,
                 "date": date.today().isoformat(),
-                "pass": "first pass" if first else "whole suite",
+                "pass": "some tests" if some else "first pass" if first else "whole suite",
             }
-            self._seen.write(run, self.files)
+        seconds: dict[str, float] = {}
+        for nodeid, duration in self._seconds.items():
+            if nodeid not in self._waiting:
+                seconds[test_of(nodeid)] = max(round(duration, 1), seconds.get(test_of(nodeid), 0.0))
+        self._seen.write({**self._run, "failures": sorted(self._failures)}, self.files, seconds, whole=not some)
+
+    def _is_ours(self, nodeid: str) -> bool:
+        return Path(nodeid.split("::")[0]).parent.name == self._seen.folder.name
+
+    def _counts(self, nodeid: str) -> Counter[str]:
+        return self.files.setdefault(Path(nodeid.split("::")[0]).name, Counter(dict.fromkeys(OUTCOMES, 0)))
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if not self.files:

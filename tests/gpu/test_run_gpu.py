@@ -1,0 +1,80 @@
+"""A compiled run on a GPU learns, saves, and goes on from its checkpoint, under each engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+
+import sagetrain
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: make test-gpu"),
+]
+SEQ, VOCAB, STEP = 256, 512, 8 * 256
+
+
+@pytest.fixture(autouse=True)
+def _no_group_stays() -> Iterator[None]:
+    """Leave the world of one that a run makes."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            patch.delenv(name, raising=False)
+        yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def write_config(folder: Path, engine: str) -> Path:
+    tree = {
+        "model": {
+            "num_layers": 2,
+            "hidden_size": 128,
+            "ffn_hidden_size": 256,
+            "num_attention_heads": 2,
+            "vocab_size": VOCAB,
+        },
+        "attention": {"backend": "sage"},
+        "parallel": {"engine": engine},
+        "data": {"train": [{"path": "none"}], "seq_length": SEQ, "micro_batch_size": 4},
+        "tokens_per_step": {"schedule": "constant", "tokens": STEP},
+        "optimizer": {"lr": 3e-3},
+        "lr_schedule": {"shape": "constant"},
+        "training": {"run_dir": str(folder / "run"), "total_tokens": 20 * STEP, "dtype": "bf16", "compile": "on"},
+        "logging": {"every_steps": 1, "tensorboard": False},
+    }
+    path = folder / f"{engine}.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def random_walk(index: int) -> list[int]:
+    """Return a sequence that is easy to learn."""
+    return (np.cumsum(np.random.default_rng(index).integers(0, 3, size=SEQ + 1)) % VOCAB).tolist()
+
+
+class Losses(sagetrain.Callback):
+    def __init__(self) -> None:
+        self.of_steps: dict[int, float] = {}
+
+    def on_row(self, position: sagetrain.Position, values: Mapping[str, float]) -> None:
+        if "train/loss" in values:
+            self.of_steps[position.step] = values["train/loss"]
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
+def test_a_run_learns_saves_and_goes_on(engine: str, tmp_path: Path) -> None:
+    config, losses, said = write_config(tmp_path, engine), Losses(), []
+    assert sagetrain.train(config, tokens=random_walk, callbacks=[losses]).finished
+    longer = {"training.total_tokens": 24 * STEP}
+    assert sagetrain.train(config, longer, tokens=random_walk, callbacks=[losses], say=said.append).finished
+    assert any("resumed from step-" in line for line in said)
+    assert sorted(losses.of_steps) == list(range(1, 25))
+    first, *_, before, _, _, _, after = losses.of_steps.values()
+    assert before < first - 1 and after < before + 0.2
