@@ -57,6 +57,18 @@ DEVICE u32 four_bytes(float a, float b, float c, float d) {
 // Return the factor that turns the largest value into `codes`.
 DEVICE float inverse_of(float largest, float codes) { return largest > 0x1p-119f ? codes * reciprocal(largest) : 0.0f; }
 
+// Exchange half of 2 HALF values with the lane 2 HALF away, and keep the larger one of each pair. The loops over HALF are
+// a template, because NVRTC leaves them loops otherwise, with x in memory.
+template <int HALF> DEVICE void halve(float (&x)[16], int lane) {
+    const bool upper = lane & 2 * HALF;
+#pragma unroll
+    for (int i = 0; i < HALF; i++) {
+        // These are values, because a choice between two places would be in memory.
+        const float low = x[i], high = x[HALF + i];
+        x[i] = larger_or_nan(upper ? high : low, __shfl_xor_sync(~0u, upper ? low : high, 2 * HALF));
+    }
+}
+
 // q8 [B * heads, n_q, D] and k8 [B * kv_heads, n_k, D] are codes, the latter with k_scale. v [B, N_k, kv_heads, D] has
 // strides in elements. dk and dv are [B, n_k, kv_heads, D]. k_turned has `k_tiles` tiles of 64 keys a head, a multiple
 // of a block's, and so has v_units. mma_prepare.cu describes the rest.
@@ -194,7 +206,54 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) backward(
         with[0] = with[1] = 0.0f;
     };
 
+    // Add dS K of tile `at`, the one of turn t, to dQ. A warp computes 32 queries and 32 columns.
+    auto add_dq = [&](int at, int t) {
+        const int rows = warp % 2 * 32;
+        const u32 ds_from = address(sm.ds) + rows * KEYS + place<KEYS>(lane % 16, lane / 16);
+        const u32 k_from = address(sm.k_turned) + warp / 2 * 32 * 64 + place<64>(lane % 8, lane / 8);
+        float* to = dq + (long long)at * (QUERIES * D) + warp * 1024 + lane;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            float sum[4][4], unit_of[GROUPS][2];
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                float all = 0.0f;
+#pragma unroll
+                for (int k = 0; k < GROUPS; k++) {
+                    const u32 from = address(sm.largest[t % 2][k]) + 4 * (rows + 16 * i + 8 * r + g);
+                    all += unit_of[k][r] = load_shared_float(from) * (1.0f / 127.0f);
+                }
+#pragma unroll
+                for (int n = 0; n < 4; n++) sum[n][2 * r] = sum[n][2 * r + 1] = -MAGIC * all;
+            }
+#pragma unroll
+            for (int k = 0; k < GROUPS; k++) {
+                u32 d[2][4];
+#pragma unroll
+                for (int h = 0; h < 2; h++) load_matrices(d[h], (ds_from ^ (64 * k + 32 * h)) + 16 * i * KEYS);
+                u32 b[4][4], s[4][4];
+#pragma unroll
+                for (int n = 0; n < 4; n++) load_matrices(b[n], k_from + k * (64 * D) + 8 * 64 * n);
+#pragma unroll
+                for (int h = 0; h < 2; h++)
+#pragma unroll
+                    for (int n = 0; n < 4; n++)
+                        multiply_codes(s[n], d[h], b[n][2 * h], b[n][2 * h + 1], h ? s[n] : magic);
+#pragma unroll
+                for (int n = 0; n < 4; n++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++)
+                        sum[n][e] = __fmaf_rn(__uint_as_float(s[n][e]), unit_of[k][e / 2], sum[n][e]);
+            }
+#pragma unroll
+            for (int n = 0; n < 4; n++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) add_global(to + 512 * i + 128 * n + 32 * e, sum[n][e]);
+        }
+    };
+
     int bh = bh_kv * group, m = work.last - 1, next_bh = bh, next_m = m;
+    int before = 0;  // the tile of the turn before
     auto load_next = [&](int stage) {
         if (--next_m < work.first) next_m = work.last - 1, next_bh++;
         load(next_bh, next_m, stage);
@@ -202,10 +261,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) backward(
 #pragma unroll 1
     for (int t = 0; t < tiles; t++) {
         copies_wait<0>();
-        __syncthreads();  // The tile is there, and no warp reads dS of the one before or its maxima.
+        __syncthreads();  // The tile is there, and dS of the one before.
         if (STAGES == 2 && t + 1 < tiles) load_next((t + 1) % 2);
-        if (thread < GROUPS * QUERIES)
-            store_shared_word(address(sm.largest[(t + 1) % 2]) + 4 * thread, 0);
+        if (t) add_dq(before, t - 1);
         const u32 stage = STAGES == 2 ? t % 2 * (u32)sizeof(Stage) : 0;
         {
             u32 s[8][4];
@@ -315,15 +373,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) backward(
                     p[j][2 + e] *= ks[1];
                     x[2 * j + e] = larger_or_nan(fabsf(p[j][e]), fabsf(p[j][2 + e]));
                 }
-#pragma unroll
-            for (int half = 8; half > 1; half /= 2)
-#pragma unroll
-                for (int i = 0; i < half; i++) {
-                    // These are values, because a choice between two places would be in memory.
-                    const float low = x[i], high = x[half + i];
-                    const bool upper = lane & 2 * half;
-                    x[i] = larger_or_nan(upper ? high : low, __shfl_xor_sync(~0u, upper ? low : high, 2 * half));
-                }
+            halve<8>(x, lane), halve<4>(x, lane), halve<2>(x, lane);
             // The lane is left with columns 2c and 2c + 1 of eight j.
             const int j = lane / 16 * 4 + lane / 8 % 2 * 2 + lane / 4 % 2;
             const u32 to = address(sm.largest[t % 2][warp / 4]) + 4 * (8 * j + 2 * c);
@@ -331,8 +381,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) backward(
             max_shared(to + 4, __float_as_int(x[1]));
         }
         add_product(dk_sum, dk_magic, Signed(), a, turned_lane + stage + QUERIES * D, factor);
-        __syncthreads();  // maxima of all warps are there, and nobody reads the tile any more
+        __syncthreads();  // maxima are there, and nobody reads the tile or dS of the one before
         if (STAGES == 1 && t + 1 < tiles) load_next(0);
+        if (thread < GROUPS * QUERIES) store_shared_word(address(sm.largest[(t + 1) % 2]) + 4 * thread, 0);
         {  // A warp's 16 keys of dS are 16 bytes of each row. The warp keeps the inverses there until they are used.
             const float2 two = load_shared_pair(address(sm.largest[t % 2][warp / 4]) + 8 * lane);
             store_shared_pair(address(sm.ds) + place<KEYS>(2 * lane, warp),
@@ -353,54 +404,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) backward(
                                   turned(__byte_perm(even, odd, 0x5410)));
             }
         }
-        __syncthreads();  // dS is there
-        {  // A warp computes 32 queries and 32 columns of dQ.
-            const int rows = warp % 2 * 32;
-            const u32 ds_from = address(sm.ds) + rows * KEYS + place<KEYS>(lane % 16, lane / 16);
-            const u32 k_from = address(sm.k_turned) + warp / 2 * 32 * 64 + place<64>(lane % 8, lane / 8);
-            float* to = dq + ((long long)bh * q_tiles + m) * (QUERIES * D) + warp * 1024 + lane;
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                float sum[4][4], unit_of[GROUPS][2];
-#pragma unroll
-                for (int r = 0; r < 2; r++) {
-                    float all = 0.0f;
-#pragma unroll
-                    for (int k = 0; k < GROUPS; k++) {
-                        const u32 at = address(sm.largest[t % 2][k]) + 4 * (rows + 16 * i + 8 * r + g);
-                        all += unit_of[k][r] = load_shared_float(at) * (1.0f / 127.0f);
-                    }
-#pragma unroll
-                    for (int n = 0; n < 4; n++) sum[n][2 * r] = sum[n][2 * r + 1] = -MAGIC * all;
-                }
-#pragma unroll
-                for (int k = 0; k < GROUPS; k++) {
-                    u32 d[2][4];
-#pragma unroll
-                    for (int h = 0; h < 2; h++) load_matrices(d[h], (ds_from ^ (64 * k + 32 * h)) + 16 * i * KEYS);
-                    u32 b[4][4], s[4][4];
-#pragma unroll
-                    for (int n = 0; n < 4; n++) load_matrices(b[n], k_from + k * (64 * D) + 8 * 64 * n);
-#pragma unroll
-                    for (int h = 0; h < 2; h++)
-#pragma unroll
-                        for (int n = 0; n < 4; n++)
-                            multiply_codes(s[n], d[h], b[n][2 * h], b[n][2 * h + 1], h ? s[n] : magic);
-#pragma unroll
-                    for (int n = 0; n < 4; n++)
-#pragma unroll
-                        for (int e = 0; e < 4; e++)
-                            sum[n][e] = __fmaf_rn(__uint_as_float(s[n][e]), unit_of[k][e / 2], sum[n][e]);
-                }
-#pragma unroll
-                for (int n = 0; n < 4; n++)
-#pragma unroll
-                    for (int e = 0; e < 4; e++) add_global(to + 512 * i + 128 * n + 32 * e, sum[n][e]);
-            }
-        }
         if (t % TAKEN_BACK == TAKEN_BACK - 1) take_back(dk_sum, dk_magic), take_back(dv_sum, dv_magic);
+        before = bh * q_tiles + m;
         if (--m < work.first) m = work.last - 1, bh++;
     }
+    __syncthreads();  // dS of the last tile is there
+    if (tiles) add_dq(before, tiles - 1);
     take_back(dk_sum, dk_magic), take_back(dv_sum, dv_magic);
 #pragma unroll
     for (int r = 0; r < 2; r++) {

@@ -19,8 +19,8 @@ MISTAKES = [
     {"copies_wait<0>();\n        __syncthreads();": "copies_wait<0>();"},
     {"load_next((t + 1) % 2);": "load_next(t % 2);"},
     {"STAGES == 1 && t + 1 < tiles": "false", "STAGES == 2 && t + 1 < tiles": "t + 1 < tiles"},
-    {"__syncthreads();  // maxima of all warps are there, and nobody reads the tile any more": "__syncwarp();"},
-    {"__syncthreads();  // dS is there": "__syncwarp();"},
+    {"__syncthreads();  // maxima are there, and nobody reads the tile or dS of the one before": "__syncwarp();"},
+    {"__syncthreads();  // dS of the last tile is there": "__syncwarp();"},
     {"__syncwarp();  // the inverses are there": ""},
     {"__syncwarp();  // they are read": ""},
     {"store_shared_word(address(sm.largest[(t + 1) % 2]) + 4 * thread, 0);": ";"},
@@ -224,6 +224,6 @@ def test_compiles(capability, head_dim, half_sums, tmp_path, monkeypatch):
     # A warp has 16 keys x 64 queries: S, dV, dK and dQ in codes, dP in 16 bits.
     assert made.loop["IMMA"] == 4 * head_dim // 4 and made.loop["HMMA"] == head_dim // 2
     assert made.loop["CALL"] == made.loop["I2F"] == 0
-    assert made.loop["LDL"] + made.loop["STL"] <= 140
+    assert made.loop["LDL"] + made.loop["STL"] <= 95 and made.loop["BAR"] == 2
     prepare = {"HEAD_DIM": head_dim, "FP16": 0, "HALF_SUMS": int(half_sums)}
     assert nvrtc.compiled("mma_prepare.cu", prepare, architecture)[:4] == b"\x7fELF"
