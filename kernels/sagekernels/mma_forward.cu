@@ -6,8 +6,7 @@
 //
 // Exponentials are taken relative to an old maximum, so that nothing waits for the maximum of a tile. If scores rise
 // too far above it, the sum of the row shows that. Then, and where a mask applies, the scores are computed again
-// relative to the tile's own maximum. In the first tile the old maximum is minus infinity, so scores always rise too
-// far.
+// relative to the tile's own maximum. In the first tile there is no old maximum.
 //
 // Macros: HEAD_DIM (64, 128), CAUSAL, PACKED (documents), FP16 (of q, v and o), HALF_SUMS (v is float16 in units of a
 // power of two per tile; P V is summed in float16 over a tile and in float32 over tiles), SHARED_BYTES.
@@ -41,20 +40,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(
     int q_batch, int q_token, int q_head, int v_batch, int v_token, int v_head
 ) {
     Shared& sm = shared_memory<Shared>();
-    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, g = lane / 4, c = lane % 4;
+    const int thread = threadIdx.x, lane = thread % 32, warp = __shfl_sync(~0u, thread / 32, 0), g = lane / 4, c = lane % 4;
     const int bh = blockIdx.x / blocks, rest = blockIdx.x % blocks, block = CAUSAL ? blocks - 1 - rest : rest;
     const int batch = bh / heads, head = bh % heads, kv_head = head / group, bh_kv = batch * (heads / group) + kv_head;
     const int first_query = block * QUERIES, offset = n_k - n_q;
 
-    // Tiles of keys first .. last are seen. All queries see the tiles clear .. blurred among them.
-    int seen = n_k, clear_until = n_k, first = 0, clear = 0;
-    if (CAUSAL) seen = least(n_k, first_query + QUERIES + offset), clear_until = least(n_k, first_query + offset + 1);
-    if (PACKED) {
-        const int last_query = least(first_query + QUERIES, n_q) - 1;
-        first = starts[first_query] / KEYS, clear = (starts[last_query] + KEYS - 1) / KEYS;
-        seen = least(seen, ends[last_query]), clear_until = least(clear_until, ends[first_query]);
-    }
-    const int last = (seen + KEYS - 1) / KEYS, blurred = most(clear, clear_until / KEYS);
+    // Queries from one to another see tiles first .. last of keys. All of them see the tiles clear .. blurred among
+    // these. The block walks over the tiles of its queries, and a warp skips those that none of its own sees.
+    struct Tiles { int first, last, clear, blurred; };
+    auto tiles_of = [&](int from, int to) {
+        from = least(from, n_q - 1), to = least(to, n_q - 1);
+        int start = 0, seen = n_k, clear_until = n_k, clear = 0;
+        if (CAUSAL) seen = least(n_k, to + 1 + offset), clear_until = least(n_k, from + 1 + offset);
+        if (PACKED) {
+            start = starts[from], clear = (starts[to] + KEYS - 1) / KEYS;
+            seen = least(seen, ends[to]), clear_until = least(clear_until, ends[from]);
+        }
+        return Tiles{start / KEYS, (seen + KEYS - 1) / KEYS, clear, most(clear, clear_until / KEYS)};
+    };
+    const Tiles all = tiles_of(first_query, first_query + QUERIES - 1);
+    const Tiles own = tiles_of(first_query + 32 * warp, first_query + 32 * warp + 31);
 
     k8 += (long long)bh_kv * n_k * D + 16 * thread;
     k_scale += (long long)bh_kv * padded + 2 * thread;
@@ -83,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(
         if (thread < KEYS / 2) copy_async(scale_to + stage * (KEYS * 8), k_scale + key);
         copies_commit();
     };
-    load(last - 1, 0);
+    load(all.last - 1, 0);
 
     // This thread's rows are 16 i + 8 r + g of its warp, with i and r below 2.
     u32 a[2][D / 32][4];  // The codes of Q.
@@ -129,12 +134,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(
     const u32 v_from = address(sm.v) + place<2 * D>(lane % 16, lane / 16), scales = address(sm.k_scale) + 16 * c;
 
 #pragma unroll 1
-    for (int tile = last - 1, stage = 0; tile >= first; tile--, stage ^= 1) {
+    for (int tile = all.last - 1, stage = 0; tile >= all.first; tile--, stage ^= 1) {
         copies_wait<0>();
         __syncthreads();  // The tile is there, and no warp reads the one before.
-        if (tile > first) load(tile - 1, stage ^ 1);
-        const bool masked = tile < clear || tile >= blurred;
-        bool exact = masked;
+        if (tile > all.first) load(tile - 1, stage ^ 1);
+        if (tile >= own.last || tile < own.first) continue;
+        const bool masked = tile < own.clear || tile >= own.blurred;
+        bool exact = masked || tile == own.last - 1;
         u32 s[2][KEYS / 8][4], p16[2][KEYS / 16][4];
         float p[2][KEYS / 8][4];
         auto narrow = [&](int i, int j, const float* x) {

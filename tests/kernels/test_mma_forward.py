@@ -26,8 +26,11 @@ MISTAKES = [
     {"key + i * V_ROWS + v_row < n_k": "true"},
     {"at >= low && at < high": "at >= low && at <= high"},
     {"at >= low && at < high": "at > low && at < high"},
-    {"tile < clear || tile >= blurred": "tile < clear || tile > blurred"},
-    {"tile < clear || tile >= blurred": "tile + 1 < clear || tile >= blurred"},
+    {"tile < own.clear || tile >= own.blurred": "tile < own.clear || tile > own.blurred"},
+    {"tile < own.clear || tile >= own.blurred": "tile + 1 < own.clear || tile >= own.blurred"},
+    {"tile >= own.last || tile < own.first": "tile >= own.last - 1 || tile < own.first"},
+    {"tile >= own.last || tile < own.first": "tile >= own.last || tile <= own.first"},
+    {"tiles_of(first_query + 32 * warp, first_query + 32 * warp + 31)": "tiles_of(first_query, first_query + 31)"},
     {"sum[i][r] *= shrink;": ";"},
     {"out[i][n][2 * r] *= shrink, out[i][n][2 * r + 1] *= shrink;": ";"},
     {"!(row[0][0] + row[0][1] + row[1][0] + row[1][1] <= LIMIT)": "false"},
@@ -38,7 +41,7 @@ MISTAKES = [
     {"place<2 * D>(lane % 16, lane / 16)": "lane % 16 * 2 * D + lane / 16 * 16"},
     {"CAUSAL ? blocks - 1 - rest : rest": "0"},
     {"head / group": "0"},
-    {"least(seen, ends[last_query])": "least(seen, ends[first_query])"},
+    {"least(seen, ends[to])": "least(seen, ends[from])"},
 ]  # fmt: skip
 
 
