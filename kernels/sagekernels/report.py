@@ -5,7 +5,9 @@ errors first: a wrong kernel is not timed.
 """
 
 import argparse
+from collections.abc import Iterable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -37,6 +39,24 @@ def product_rates(device: torch.device) -> list[str]:
     return lines
 
 
+def page(device: torch.device, card: Any, lengths: Iterable[int]) -> Iterator[str]:
+    """Yield the lines of the page as they are known. `card` has the properties that torch.cuda gives for a GPU."""
+    yield f"{card.name}, compute capability {card.major}.{card.minor}, {card.total_memory / 2**30:.0f} GiB"
+    yield f"torch {torch.__version__}, Triton {triton.__version__}, sums in float16: {half_sums(device)}"
+    yield f"tiles tuned: {tuned(device) or 'no (python -m sagekernels.tune)'}"
+    yield from product_rates(device)
+    yield "attention: forward, backward, both: milliseconds, then TFLOP/s; ratio to the fastest 16-bit one"
+    for shape in shapes(lengths, [64, 128]):
+        if not shape.causal or shape.documents or shape.kv_heads != shape.heads:
+            continue
+        functions = candidates(shape.causal)
+        verdict = admit(functions["sage fine"][0], shape, dtype=torch.bfloat16, device=device, limits=LIMITS["fine"])
+        figures = (f"{name} {e:.4f}" for name, e in verdict.errors.items())
+        yield " ".join(filter(None, ("errors of fine:", *figures, verdict.reason)))
+        timer = partial(time_attention, shape=shape, dtype=torch.bfloat16, repeats=10)
+        yield from measure(shape, functions, timer, dtype=torch.bfloat16, device=device)
+
+
 def main() -> None:
     """Measure the GPU and print the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -45,20 +65,8 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.exit(2, "the report needs an NVIDIA GPU\n")
     device = torch.device("cuda", torch.cuda.current_device())
-    card = torch.cuda.get_device_properties(device)
-    print(f"{card.name}, compute capability {card.major}.{card.minor}, {card.total_memory / 2**30:.0f} GiB")
-    print(f"torch {torch.__version__}, Triton {triton.__version__}, sums in float16: {half_sums(device)}")
-    print(f"tiles tuned: {tuned(device) or 'no (python -m sagekernels.tune)'}")
-    print(*product_rates(device), sep="\n")
-    print("attention: forward, backward, both: milliseconds, then TFLOP/s; ratio to the fastest 16-bit one")
-    for shape in shapes(arguments.lengths, [64, 128]):
-        if not shape.causal or shape.documents or shape.kv_heads != shape.heads:
-            continue
-        functions = candidates(shape.causal)
-        verdict = admit(functions["sage fine"][0], shape, dtype=torch.bfloat16, device=device, limits=LIMITS["fine"])
-        print("errors of fine:", " ".join(f"{name} {e:.4f}" for name, e in verdict.errors.items()), verdict.reason)
-        timer = partial(time_attention, shape=shape, dtype=torch.bfloat16, repeats=10)
-        print(*measure(shape, functions, timer, dtype=torch.bfloat16, device=device), sep="\n", flush=True)
+    for line in page(device, torch.cuda.get_device_properties(device), arguments.lengths):
+        print(line, flush=True)
 
 
 if __name__ == "__main__":

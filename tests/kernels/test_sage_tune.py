@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -130,3 +131,38 @@ def test_rates_of_products_are_reported_or_why_not(monkeypatch):
 
     monkeypatch.setattr(report, "int8_product", refused)
     assert report.product_rates(torch.device("cpu"))[1].endswith("INT8 product: compute capability 10.3")
+
+
+def test_the_report_is_one_page_with_errors_and_ratios(monkeypatch):
+    """The page of the machine's CPU: attention by the twin, and what does not run there is named with the reason."""
+    monkeypatch.setattr(report, "SIDE", 32)
+    monkeypatch.setattr(report, "time_attention", lambda attend, **_: bench.Times(1.0, 3.0))
+    card = SimpleNamespace(name="A card", major=8, minor=9, total_memory=24 << 30)
+    lines = list(report.page(torch.device("cpu"), card, [64]))
+    assert lines[0] == "A card, compute capability 8.9, 24 GiB"
+    assert lines[2] == "tiles tuned: no (python -m sagekernels.tune)"
+    errors = [line for line in lines if line.startswith("errors of fine: o 0.0")]
+    assert len(errors) == 2 and all(name in line for line in errors for name in ("dq", "dk", "dv"))
+    timed = [line.split() for line in lines if " ms " in line]
+    assert {"fine", "scores", "(torch)"} <= {row[1] for row in timed}
+    assert sum("x1.00 forward  x1.00 both" in line for line in lines) >= 4
+    assert any("not timed" in line for line in lines if line.strip().startswith("cuDNN"))
+
+
+def test_tune_keeps_its_choice_with_the_table(card, monkeypatch, capsys):
+    chosen = Tiles(64, 64, 4, 2)
+
+    def tuned(head_dims, shape, device, say):
+        say(f"dq, head_dim {head_dims[0]}: {shape(head_dims[0])}")
+        return {("dq", head_dims[0]): chosen}
+
+    monkeypatch.setattr(tune, "tune", tuned)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(sys, "argv", ["tune", "--head-dims", "128", "--tokens", "2048"])
+    tune.main()
+    said = capsys.readouterr().out
+    assert "4090" in said and "dq, head_dim 128: B1 N2048 H16/16 D128 causal" in said and "kept in" in said
+    launch.tuned.cache_clear()
+    assert launch_tiles("dq", CARD, 128) == chosen
+    assert "dq, head_dim 128" in launch.tuned_file().read_text()
