@@ -95,6 +95,8 @@ class Hardware:
     precisions: dict[str, float]
     """Speed of matmuls and attention by the precision of a matmul (model/operations.py), divided by the speed in 16
     bits. The GPU cannot compute in a precision that is missing."""
+    peaks: dict[str, float]
+    """Peak of matmuls by precision on the datasheet, divided by `peak_flops`."""
     matmul_half_size: float
     """Smallest dimension at which a matmul runs at half of matmul_flops."""
     attention: dict[str, AttentionRate]
@@ -178,6 +180,7 @@ H200 = Hardware(
     # (TransformerEngine, H200 NVL, hidden 4096) and 1.66 (torchao, 16640 x 5120 x 8192). For INT8, the same step takes
     # 46 ms longer than in FP8: 1,042 to 558.
     precisions={"bf16": 1.0, "fp32": 0.5, "fp8": 2.1, "int8": 1.9},
+    peaks={"bf16": 1.0, "fp32": 0.5, "fp8": 2.0, "int8": 2.0},
     matmul_half_size=220,
     attention={
         # FlashAttention-4 and `scores` are level inside our step: 1B on an H100, 2026-11-26, 0.996 to 1.008 at 4K and
@@ -284,6 +287,7 @@ def _card(key: str, memory: float, bandwidth: float, pcie: float, int8: float, f
         matmul_flops=0.9 * peak,
         attention=backends,
         precisions=precisions,
+        peaks={**H200.peaks, "int8": 4.0 if int8 > 2 else 2.0},
         copy_bandwidth=0.0,
         matmul_half_size=120,
     )

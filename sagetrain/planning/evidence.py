@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from sagetrain.config.arithmetic import data_parallel_size, engine_of, resolved_zero_stage
 from sagetrain.config.schema import RunConfig
 from sagetrain.hardware import Hardware
-from sagetrain.planning.performance import StepPrediction
+from sagetrain.planning.prediction import StepPrediction
 
 MARGINS: Mapping[str, Mapping[str, float]] = {
     "NVIDIA H200": {

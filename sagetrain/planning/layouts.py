@@ -14,7 +14,8 @@ from sagetrain.config.rules import fit
 from sagetrain.config.schema import LinearConfig, NoiseAwareTokens, RampTokens, Recomputation, RunConfig
 from sagetrain.hardware import Hardware, usable_bytes
 from sagetrain.model.accounting import MemoryItem, memory_per_rank, total_bytes, with_recomputation
-from sagetrain.planning.performance import StepPrediction, predict, with_overlap
+from sagetrain.planning.performance import predict, with_overlap
+from sagetrain.planning.prediction import StepPrediction
 
 MORE_TOKENS = 1.1
 """Factor on the fewest tokens per step that run. The fewest may leave only micro-batches of one sequence, which are

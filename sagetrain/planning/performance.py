@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Literal
 
 from sagetrain.config.arithmetic import (
@@ -60,6 +59,7 @@ from sagetrain.model.operations import (
 )
 from sagetrain.model.stages import held
 from sagetrain.optim.owners import cost, owners
+from sagetrain.planning.prediction import CollectiveTime, StepPrediction
 
 # The forward pass has this share of the bytes that passes move, and this share of attention (2 matmuls of 7).
 _PASS_FORWARD, _ATTENTION_FORWARD = 0.4, 2 / 7
@@ -98,85 +98,6 @@ beside kernels of about 290, which then take 313 (results/tensor-parallel). Copi
 Hardware.copy_latency."""
 
 _WIRE = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "reduce": 1, "all-to-all": 1}
-
-
-@dataclass(frozen=True)
-class CollectiveTime:
-    """All calls of one kind in one step, as one rank sees them."""
-
-    axis: str
-    """The axis: tensor, context, data (ZeRO's data- and context-parallel ranks), or pipeline."""
-    purpose: str
-    kind: str
-    """The kind: all-reduce, all-gather, reduce-scatter, reduce, all-to-all or send."""
-    count: int
-    payload: int
-    """Bytes of the whole tensor of one call that is added up, gathered, scattered, or (all-to-all) exchanged by one
-    rank."""
-    wire_bytes: float
-    """Bytes that the rank sends in all calls. A ring moves (n - 1) / n of the payload, an all-reduce twice that."""
-    seconds: float
-    """Seconds of all calls."""
-    exposed: float
-    """Seconds of these that the GPU waits."""
-
-
-@dataclass(frozen=True)
-class StepPrediction:
-    """Seconds of one optimizer step on the slowest rank, part by part."""
-
-    world_size: int
-    tokens_per_step: int
-    accumulation: int
-    matmul: float
-    attention: float
-    attention_backend: str
-    """The attention function, as Hardware.attention names it."""
-    overlap: bool
-    """Whether micro-batches go through the blocks in halves. `auto` is decided here."""
-    elementwise: float
-    optimizer: float
-    """The engine's passes over gradients, the update, and new weights."""
-    orthogonalizing: float
-    """Muon's matmuls, on the rank that has most to do."""
-    overhead: float
-    """Fixed costs."""
-    launching: float
-    """Seconds by which the host takes longer to launch kernels than they run."""
-    idle: float
-    """Seconds that the slowest stage of a pipeline waits while the pipeline fills and drains. Not measured."""
-    collectives: tuple[CollectiveTime, ...]
-    flops_per_token: int
-    """FLOPs with attention counted as it is computed, inside documents."""
-    flops_per_token_full_attention: int
-    """FLOPs with attention counted over whole sequences, which is the usual convention."""
-    peak_flops: float
-
-    def exposed(self, axis: str) -> float:
-        """Return the seconds of communication on an axis that nothing hides."""
-        return sum(c.exposed for c in self.collectives if c.axis == axis)
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of the whole step."""
-        parts = self.matmul + self.attention + self.elementwise + self.optimizer + self.orthogonalizing
-        return parts + self.overhead + self.launching + self.idle + sum(c.exposed for c in self.collectives)
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens per second of all ranks."""
-        return self.tokens_per_step / self.seconds
-
-    @property
-    def mfu(self) -> float:
-        """Model FLOPs utilization: the share of the 16-bit peak that the computed FLOPs take. Recomputation does not
-        count."""
-        return self.tokens_per_second / self.world_size * self.flops_per_token / self.peak_flops
-
-    @property
-    def mfu_full_attention(self) -> float:
-        """Model FLOPs utilization by the usual convention, with attention over whole sequences."""
-        return self.mfu * self.flops_per_token_full_attention / self.flops_per_token
 
 
 def predict(
@@ -221,7 +142,14 @@ def predict(
         flops_per_token=flops_per_token(cfg.model, vocab_size, step.rank.span),
         flops_per_token_full_attention=flops_per_token(cfg.model, vocab_size, cfg.data.seq_length),
         peak_flops=hardware.peak_flops,
+        peak_of_precisions=hardware.peak_flops * _mean_peak(steps),
     )
+
+
+def _mean_peak(steps: list[_Step]) -> float:
+    """Return the peak for the mix of precisions of all stages, divided by the peak in 16 bits."""
+    computed = [part for step in steps for part in step.precisions()]
+    return sum(flops for flops, _ in computed) / sum(flops / peak for flops, peak in computed)
 
 
 def sample_seconds(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware) -> float:
@@ -330,6 +258,17 @@ class _Step:
         matmul, attention, moving = (sum(count * part[i] for count, part in parts) for i in range(3))
         moving += self._copied() / self.hardware.memory_bandwidth
         return scale * matmul, scale * attention, scale * moving
+
+    def precisions(self) -> Iterator[tuple[float, float]]:
+        """Yield the FLOPs of products of a micro-step, without recomputed ones, and the peak of their precision,
+        divided by the peak in 16 bits."""
+        peaks, (before, *behind) = self.hardware.peaks, self.ends
+        ends = [before] * self.part.first + behind * self.part.last
+        for count, operations in ((1, ends), *self.blocks):
+            for matmul in of_kind(MatmulCost, operations):
+                yield from ((count * matmul.flops, peaks[precision]) for precision in matmul.precision)
+            for attention in of_kind(AttentionCost, operations):
+                yield 6 * count * attention.flops, peaks[attention.precision]
 
     def _copied(self) -> float:
         """Return the bytes of a micro-step that collectives by copies move inside the GPU, and that kernels beside them

@@ -38,15 +38,15 @@ from sagetrain.model.accounting import (
 from sagetrain.model.stages import blocks_of_chunks
 from sagetrain.planning.evidence import evidence
 from sagetrain.planning.layouts import MORE_TOKENS, Layout, overrides_to, usable_memory
-from sagetrain.planning.performance import StepPrediction, sample_seconds
+from sagetrain.planning.performance import sample_seconds
 from sagetrain.planning.plan import Plan, make_plan
+from sagetrain.planning.prediction import StepPrediction
 from sagetrain.planning.tables import Table, facts, print_line, print_table, print_text
 from sagetrain.training.lr_schedule import learning_rate
 
 _LEVEL_STYLE = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 # A ramp has as many stages as it has accumulations. This many rows show its course.
 _MAX_ROWS = 12
-_EIGHT_BIT_MFU = "MFU counts 8-bit products against the 16-bit peak, so it can pass what 16 bits reach"
 _PAGE = 100
 """Width in columns of text that is read line by line."""
 # A process may usually open this many files.
@@ -398,9 +398,7 @@ def _step_table(layout: Layout, name: str, plan: Plan) -> Table:
     tokens = f"{prediction.tokens_per_step:,} tokens in {prediction.accumulation:,} micro-steps"
     per_gpu = f"{prediction.tokens_per_second / prediction.world_size:,.0f} per GPU"
     behind = evidence(layout.cfg, prediction, hardware)
-    rate = f"{behind.mark}{prediction.tokens_per_second:,.0f} tokens/s, {per_gpu}, MFU {prediction.mfu:.3f} of the "
-    rate += "16-bit peak"
-    rate += f" (MFU of whole sequences {prediction.mfu_full_attention:.3f})" if documents else ""
+    rate = f"{behind.mark}{prediction.tokens_per_second:,.0f} tokens/s, {per_gpu}, {_mfu(layout)}"
     return Table(
         title,
         ("part", "time", "share", "what"),
@@ -409,9 +407,20 @@ def _step_table(layout: Layout, name: str, plan: Plan) -> Table:
             ("total", _milliseconds(prediction.seconds), "", f"{tokens}: {rate}"),
         ],
         numbers=("time", "share"),
-        caption=". ".join([behind.explained(hardware.name), *([_EIGHT_BIT_MFU] if layout.cfg.linear.low_bit else [])]),
+        caption=behind.explained(hardware.name),
         total=True,
     )
+
+
+def _mfu(layout: Layout) -> str:
+    """Return the MFU in words, and the figures of perf/mfu and perf/mfu_full_attention where those differ."""
+    prediction, others = layout.prediction, []
+    if layout.cfg.linear.low_bit:
+        others.append(f"perf/mfu, by the 16-bit peak: {prediction.mfu_16_bit:.3f}")
+    if layout.cfg.data.document_attention:
+        others.append(f"perf/mfu_full_attention: {prediction.mfu_full_attention:.3f}")
+    peak = f"the peaks in {layout.cfg.linear.precision} and 16 bits" if layout.cfg.linear.low_bit else "the 16-bit peak"
+    return f"MFU {prediction.mfu:.3f} of {peak}" + (f" ({'; '.join(others)})" if others else "")
 
 
 def _orthogonalizing(prediction: StepPrediction) -> list[tuple[str, float, str]]:

@@ -39,6 +39,14 @@ CASES = [
         {"training": {"activation_checkpointing": 3}},
         "recomputed_blocks", "training.activation_checkpointing", "up to 2",
     ),
+    (
+        {"optimizer": {"name": "muon", "muon": {"adamw_matrices": ["q", "k", "q"]}}},
+        "named_twice", "optimizer.muon.adamw_matrices", "names q 2 times",
+    ),
+    ({"stability": {"monitor": {"layers": [0, -2]}}}, "named_twice", "stability.monitor.layers", "names 0 2 times"),
+    ({"training": {"drop_steps": [3, 4, 3]}}, "named_twice", "training.drop_steps", "names 3 2 times"),
+    ({"evaluation": {"tasks": ["piqa", "piqa"]}}, "named_twice", "evaluation.tasks", "name it once"),
+    ({"guidance": {"override": ["x", "x"]}}, "named_twice", "guidance.override", "names x 2 times"),
 ]  # fmt: skip
 
 

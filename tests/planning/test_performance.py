@@ -19,7 +19,8 @@ from sagetrain.model import operations
 from sagetrain.model.accounting import flops_per_token, overlaps, parameters_per_rank
 from sagetrain.model.operations import Precision, Rank, document_share
 from sagetrain.model.selection import matmuls_of
-from sagetrain.planning.performance import OVERLAP, StepPrediction, calibrate, predict
+from sagetrain.planning.performance import OVERLAP, calibrate, predict
+from sagetrain.planning.prediction import StepPrediction
 from sagetrain.training.writers import peak_flops
 
 # The numbers are round: one matmul rate for every shape, no fixed time, and nothing that is slow to start.
@@ -302,8 +303,12 @@ def test_linear_layers_in_8_bits_are_priced_in_their_blocks():
         assert low.matmul - head == pytest.approx((before.matmul - head) * share)
         assert low.attention == before.attention
         assert low.elementwise > before.elementwise
-        # MFU is relative to the 16-bit peak.
-        assert low.mfu == pytest.approx(before.mfu * before.seconds / low.seconds)
+        # perf/mfu is relative to the 16-bit peak, the plan's MFU to the peaks of what is computed.
+        assert low.mfu_16_bit == pytest.approx(before.mfu * before.seconds / low.seconds)
+        matmul, done = flops_per_token(cfg.model, VOCAB, 0), low.flops_per_token
+        in_8_bits = (flops_per_token(cfg.model, 0, 0)) * 2 * (1 - share)
+        assert matmul < done
+        assert low.mfu == pytest.approx(low.mfu_16_bit * (done - in_8_bits / 2) / done)
     # All layers but `out` are in 8 bits. `out` is one of 13 parts of 1024 x 1024.
     low = step(fp8, "linear.keep_layers_below=2500000")
     assert low.matmul - head == pytest.approx((before.matmul - head) * (1 - 12 / 13 / 2))

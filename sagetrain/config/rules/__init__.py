@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from sagetrain.config.errors import Finding
-from sagetrain.config.rules import engine, layout, linear, model, optimizer, pipeline, precision, schedule, stability
+from sagetrain.config.rules import (
+    engine,
+    layout,
+    linear,
+    model,
+    optimizer,
+    pipeline,
+    precision,
+    repeated,
+    schedule,
+    stability,
+)
 from sagetrain.config.schema import RunConfig
 
 
@@ -25,4 +36,5 @@ def fit(cfg: RunConfig, world_size: int, vocab_size: int | None = None) -> list[
         *engine.findings(cfg),
         *stability.findings(cfg),
         *precision.findings(cfg),
+        *repeated.findings(cfg),
     ]
