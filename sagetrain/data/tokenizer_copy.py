@@ -73,14 +73,14 @@ def completed(model: bytes, file: Path) -> tuple[bytes, list[str]]:
     Raises:
         ConfigError: the other files contradict the tokenizer.
     """
-    if is_json(model):
-        tree: dict[str, Any] = json.loads(model)
-        return (model, []) if TOKENIZER_CONFIG in tree else _with_json(tree, file)
-    return (model, []) if split(model)[1] else _with_sentencepiece(model, file)
-
-
-def _with_json(tree: dict[str, Any], file: Path) -> tuple[bytes, list[str]]:
+    tree: dict[str, Any] | None = json.loads(model) if is_json(model) else None
+    if TOKENIZER_CONFIG in tree if tree is not None else split(model)[1]:
+        return model, []
     beside = read_beside(file.parent)
+    return _with_sentencepiece(model, beside, file) if tree is None else _with_json(tree, beside, file)
+
+
+def _with_json(tree: dict[str, Any], beside: Beside, file: Path) -> tuple[bytes, list[str]]:
     notes = [*beside.notes, *_prefix_space(tree, beside, file)]
     try:
         added = {entry["id"]: _added(entry) for entry in tree.get("added_tokens") or []}
@@ -131,8 +131,7 @@ def _added(entry: Mapping[str, Any]) -> AddedToken:
     return AddedToken(**{key: value for key, value in entry.items() if key != "id"})
 
 
-def _with_sentencepiece(model: bytes, file: Path) -> tuple[bytes, list[str]]:
-    beside = read_beside(file.parent)
+def _with_sentencepiece(model: bytes, beside: Beside, file: Path) -> tuple[bytes, list[str]]:
     notes = list(beside.notes)
     stated = _additions(beside, ())
     if stated:
