@@ -155,6 +155,7 @@ def plan(
     gpu: str | None = None,
     gpus_per_host: int = 8,
     network_gbps: float = 400.0,
+    host_memory_gib: float | None = None,
 ) -> Plan:
     """Predict a run: memory, speed, schedule, better layouts, and every finding. This needs no GPU.
 
@@ -165,6 +166,7 @@ def plan(
         gpu: a key of sagetrain.hardware.HARDWARE. Default: this host's GPU, or h200.
         gpus_per_host: the number of GPUs of a host.
         network_gbps: the bandwidth of the network for each GPU, in Gbit/s.
+        host_memory_gib: the memory of a host in GiB, for parallel.offload. Default: an assumption for the GPU.
 
     Raises:
         ConfigError: the configuration cannot be read, or the GPU is not known.
@@ -172,7 +174,8 @@ def plan(
     if gpu is not None and gpu not in HARDWARE:
         raise ConfigError(f"gpu {gpu!r} is not known: give one of {', '.join(HARDWARE)}")
     kind, _ = planned_gpu(gpu)
-    return make_plan(config, _texts(overrides), world_size, cluster_of(kind, gpus_per_host, network_gbps))
+    hardware = cluster_of(kind, gpus_per_host, network_gbps, host_memory_gib)
+    return make_plan(config, _texts(overrides), world_size, hardware)
 
 
 @dataclass(frozen=True)

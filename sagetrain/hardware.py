@@ -143,10 +143,22 @@ class Hardware:
     network_efficiency: float = 0.85
     """Share of that bandwidth that NCCL attains (assumed)."""
     gpus_per_host: int = 8
+    host_memory: float = 0.0
+    """Bytes of a host's memory. 0: not known; host_memory_per_gpu is assumed."""
+    host_memory_per_gpu: float = 256 * 2**30
+    """Bytes of a host's memory for each of its GPUs (assumed)."""
+    host_copy_bandwidth: float = 50e9
+    """Rate of copies between a GPU and pinned memory of its host, in one direction: PCIe 5 (assumed)."""
+    host_update_bandwidth: float = 40e9
+    """Rate at which the cores of one GPU's share read and write the host's memory in an update (assumed)."""
     int8_attention: str = ""
     """The reason why the rates of `sage` are less reliable here than others, and what to use instead."""
     compute_scale: float = 1.0
     """Factor that divides the time of everything that runs on the GPU. It comes from --measured-tokens-per-second."""
+
+    def memory_of_host(self, ranks: int) -> float:
+        """Return the bytes of memory of a host on which this many ranks run."""
+        return self.host_memory or ranks * self.host_memory_per_gpu
 
     def matmul_rate(self, precision: str, *dims: int) -> float:
         """Return the FLOP/s of a matmul with these dimensions."""
@@ -285,6 +297,8 @@ def _card(key: str, memory: float, bandwidth: float, pcie: float, int8: float, f
     return replace(
         card,
         matmul_flops=0.9 * peak,
+        host_memory_per_gpu=64 * 2**30,
+        host_copy_bandwidth=50e9 if pcie > 64e9 else 22e9,
         attention=backends,
         precisions=precisions,
         peaks={**H200.peaks, "int8": 4.0 if int8 > 2 else 2.0},
@@ -300,6 +314,7 @@ HARDWARE = {
     "a100": replace(
         _scaled("NVIDIA A100 SXM 80 GB", "A100", 80 * 2**30, 2.039e12, 600e9),
         precisions={name: speed for name, speed in H200.precisions.items() if name != "fp8"},
+        host_copy_bandwidth=22e9,
         int8_attention="its rate is that of Hopper's kernels, and other kernels run here: use attention.backend auto, "
         "which times them",
     ),
@@ -348,14 +363,20 @@ def gpu_here() -> str | None:
     return next(iter(listed.splitlines()), None)
 
 
-def cluster_of(gpu: str, gpus_per_host: int, network_gbps: float) -> Hardware:
+def cluster_of(gpu: str, gpus_per_host: int, network_gbps: float, host_memory_gib: float | None = None) -> Hardware:
     """Return the rates of a GPU in a cluster whose network gives each GPU `network_gbps` Gbit/s.
 
     Args:
         gpu: a key in HARDWARE.
         gpus_per_host: the GPUs that share NVLink.
+        host_memory_gib: the memory of a host in GiB. None: it is not known.
     """
-    return replace(HARDWARE[gpu], gpus_per_host=gpus_per_host, network_bandwidth=network_gbps * 1e9 / 8)
+    return replace(
+        HARDWARE[gpu],
+        gpus_per_host=gpus_per_host,
+        network_bandwidth=network_gbps * 1e9 / 8,
+        host_memory=(host_memory_gib or 0.0) * 2**30,
+    )
 
 
 def planned_gpu(asked: str | None) -> tuple[str, str]:

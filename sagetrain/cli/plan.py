@@ -39,6 +39,15 @@ def plan(
         int, typer.Option(min=1, help="GPUs that share NVLink. Hosts are connected by the network.")
     ] = 8,
     network_gbps: Annotated[float, typer.Option(min=1, help="Network bandwidth of one GPU, in Gbit/s.")] = 400,
+    host_memory: Annotated[
+        float | None,
+        typer.Option(
+            min=1,
+            metavar="GIB",
+            show_default=False,
+            help="Memory of a host in GiB, for parallel.offload. Default: an assumption for the GPU.",
+        ),
+    ] = None,
     measured_tokens_per_second: Annotated[
         float | None,
         typer.Option(
@@ -77,7 +86,7 @@ def plan(
         return
     path, changes = _named("plan", config, config_option, overrides)
     kind, assumed = planned_gpu(gpu.value if gpu else None)
-    hardware = cluster_of(kind, gpus_per_host, network_gbps)
+    hardware = cluster_of(kind, gpus_per_host, network_gbps, host_memory)
     if assumed:
         print_text(console(), assumed)
     if show_plan(path, changes, world_size, console(), hardware, measured_tokens_per_second, brief, measured):

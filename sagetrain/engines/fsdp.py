@@ -15,6 +15,8 @@ the gradients of micro-steps, and of ranks, in fp32.
 stays gathered from its forward pass to the end of its backward pass. Each block is a group of its own.
 - The optimizer works on plain local tensors and never sees a DTensor.
 - A shard is whole rows of a tensor-parallel slice, and so one range of the flattened slice, as checkpoints need it.
+- With parallel.offload the shards, their gradients and the moments are in the host's memory, and the CPU makes the
+update. Gathers copy shards to the GPU. At ZeRO 1 each shard travels once a step, and so does each gradient.
 """
 
 from __future__ import annotations
@@ -23,13 +25,19 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
 from sagetrain.config.arithmetic import sharding_ranks, takes_probes
 from sagetrain.config.schema import RunConfig
@@ -56,21 +64,29 @@ def rows_of(rows: int, shards: int, place: int) -> slice:
     return slice(min(place * most, rows), min((place + 1) * most, rows))
 
 
+class _Shard(NamedTuple):
+    """This rank's rows of a parameter until the engine takes them, and the device that the model computes on."""
+
+    rows: Tensor
+    device: torch.device
+
+
 def partitioner(cfg: RunConfig, groups: ParallelGroups) -> Callable[[nn.Parameter], None]:
     """Return the function that reduces a parameter, which has just got its values, to this rank's shard.
 
     The function is for Transformer(partition=...), and with it no rank ever holds the whole model in fp32. The
-    parameter goes back to the meta device, in fp32. Its attribute `shard` has the rows of this rank until the engine
-    takes them.
+    parameter goes back to the meta device, in fp32. Its attribute `shard` is a `_Shard`.
     """
     shards = sharding_ranks(cfg, groups.num_replicas)
     kept = torch.float32 if cfg.optimizer.master == "fp32" else torch.bfloat16
+    offloaded = cfg.parallel.offload != "none"
 
     def partition(parameter: Any) -> None:
         # The copy is made before the parameter gives its memory away. In its own dtype `to` alone would be a view.
-        own = parameter.detach()[rows_of(len(parameter), shards, groups.replica_rank % shards)].to(kept).clone()
+        device, rows = parameter.device, rows_of(len(parameter), shards, groups.replica_rank % shards)
+        own = parameter.detach()[rows].to("cpu" if offloaded else device, kept, copy=True)
         materialize(parameter, torch.empty(parameter.shape, dtype=kept, device="meta"))
-        parameter.shard = own
+        parameter.shard = _Shard(own, device)
 
     return partition
 
@@ -94,11 +110,13 @@ def _mesh(groups: ParallelGroups, shards: int, device: torch.device) -> tuple[De
     return DeviceMesh.from_group([copies, shard], device.type, mesh=grid, mesh_dim_names=names), copies
 
 
-def _shard(model: Transformer, mesh: DeviceMesh, dtype: torch.dtype, reshard: bool) -> None:
+def _shard(model: Transformer, mesh: DeviceMesh, dtype: torch.dtype, reshard: bool, offloaded: bool) -> None:
     """Apply fully_shard to a model: a group of parameters for each block, and one for everything else and the gains."""
     how: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False),
+        # Copies from and to pinned memory run beside kernels.
+        "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offloaded else OffloadPolicy(),
     }
     blocks = [cast(Block, block) for block in model.blocks]
     norms = [norm for block in blocks for norm in block.norms]
@@ -173,9 +191,10 @@ class FsdpEngine(BaseEngine):
     """
 
     def __init__(self, cfg: RunConfig, model: Transformer, groups: ParallelGroups, micro_batches: int) -> None:
-        own = {name: cast(Any, parameter).shard for name, parameter in model.named_parameters()}
+        own: dict[str, _Shard] = {name: cast(Any, p).shard for name, p in model.named_parameters()}
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        device = next(iter(own.values())).device
+        device, self._offload = next(iter(own.values())).device, cfg.parallel.offload
+        home = torch.device("cpu") if self._offload != "none" else device
         self._stage, self._micro_batches, self.takes_probes = cfg.parallel.zero_stage, micro_batches, takes_probes(cfg)
         self._shards = shards = sharding_ranks(cfg, groups.num_replicas)
         # Gradients are clipped as the optimizer reads them, so observers see them as they were.
@@ -185,22 +204,22 @@ class FsdpEngine(BaseEngine):
         # Blocks return views of what they compute, and FSDP warns that nothing may change these in place. Nothing does.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
         mesh, self._copies = _mesh(groups, shards, device)
-        _shard(model, mesh, dtype, reshard=self._stage == 3)
+        _shard(model, mesh, dtype, reshard=self._stage == 3, offloaded=self._offload != "none")
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for module in self._modules if device.type == "cpu" else ():
             module.set_force_sum_reduction_for_comms(True)  # Gloo has no mean.
         self._root = cast(FSDPModule, model)
         self._pipe = Pipe(groups, cfg.parallel.pipeline_chunks) if groups.pp_size > 1 else None
         self._ends, self._is_copy = _ends(cfg, model, groups)
-        model.to_empty(device=device)
+        model.to_empty(device=home)
         with torch.no_grad():
             for name, parameter in self._sharded().items():
-                parameter.to_local().copy_(own.pop(name))
-        # FSDP pads shards of unequal length here, so this comes before their memory is taken over.
+                parameter.to_local().copy_(own.pop(name).rows)
+        # FSDP pads shards of unequal length here, and pins them, so this comes before their memory is taken over.
         self._leaves = self._gathered_once()
         self._parameters = self._sharded()
         # Of tensors of other pipeline stages this rank keeps nothing.
-        self._masters = {name: torch.empty(0, device=device) for name in model.every_spec}
+        self._masters = {name: torch.empty(0, device=home) for name in model.every_spec}
         self._masters |= {name: p.to_local().detach() for name, p in self._parameters.items()}
         self._starts = dict.fromkeys(model.every_spec, 0) | {
             name: rows_of(shape[0], shards, groups.replica_rank % shards).start * math.prod(shape[1:])
@@ -287,6 +306,7 @@ class FsdpEngine(BaseEngine):
             "reduce_dtype": str(torch.float32),
             "reshard_after_forward": self._stage == 3,
             "gradient_sync": "every micro-step" if self._stage > 1 else "last micro-step",
+            "offload": self._offload,
         }
 
     def owned(self, chosen: Callable[[TensorSpec], bool] = every) -> Iterator[Owned]:
@@ -331,12 +351,11 @@ class FsdpEngine(BaseEngine):
         if optimizer_steps is not None:
             self.optimizer_steps = optimizer_steps
 
-    @staticmethod
-    def _copy(ranks: dist.ProcessGroup, every: Iterable[Owned]) -> None:
+    def _copy(self, ranks: dist.ProcessGroup, every: Iterable[Owned]) -> None:
         """Copy masters and optimizer state from the first of `ranks` to the others."""
         for owned in every:
             for kind in owned.kinds:
-                values = owned.read(kind)
+                values = owned.read(kind).to(self.device)
                 dist.broadcast(values, group=ranks, group_src=0)
                 owned.write(kind, values)
 
@@ -474,7 +493,8 @@ class FsdpEngine(BaseEngine):
         ]
         square = torch.zeros((), dtype=torch.float64, device=self.device)
         if counted:
-            square = torch.stack(torch._foreach_norm(counted, dtype=torch.float32)).double().square().sum()
+            norms = torch.stack(torch._foreach_norm(counted, dtype=torch.float32))
+            square = norms.to(self.device).double().square().sum()
         self.groups.metrics.derive("train/grad_norm", math.sqrt, square)
         allowed = decision.allows()
         norm = decision.metrics["train/grad_norm"]

@@ -365,6 +365,9 @@ def _fsdp_state(cfg: RunConfig, size: int, ranks: int) -> list[MemoryItem]:
     taken, wide = 2 if master == "bf16_chance" else 4, 4 if master == "fp32" else 2
     what = f"masters in {master} and {moments}, 1/{shards} of them"
     optimizer = MemoryItem("optimizer", taken * share + -(-state // shards), what)
+    if cfg.parallel.offload != "none":
+        what = "fp32 shards of two blocks and outside of them, on their way from the host's memory"
+        optimizer, wide = MemoryItem("offload", 4 * (outside + 2 * block) // shards, what), 0
     if stage == 3:
         # A block computes while the next one is on its way to a buffer, and from there to its place.
         gathered = MemoryItem("gathered weights", element * (outside + 3 * block), "of two blocks, and outside of them")

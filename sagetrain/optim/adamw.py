@@ -25,6 +25,7 @@ class AdamW:
     Args:
         seed: the seed of the run.
         lr_factor: the learning rate as a multiple of the schedule's.
+        offloaded: the CPU updates what a GPU computes with, by one fused kernel on all of its cores.
     """
 
     def __init__(
@@ -34,8 +35,9 @@ class AdamW:
         seed: int,
         weight_decay: float,
         lr_factor: float = 1.0,
+        offloaded: bool = False,
     ) -> None:
-        self._cfg, self._weight_decay, self._lr_factor = cfg, weight_decay, lr_factor
+        self._cfg, self._weight_decay, self._lr_factor, self._offloaded = cfg, weight_decay, lr_factor, offloaded
         self._sizes = [len(piece.weight) for piece in pieces]
         self.weights = [weights_of(cfg.master, piece, seed) for piece in pieces]
         self.state: list[dict[str, State]] = [
@@ -90,7 +92,7 @@ class AdamW:
         """Call torch's AdamW: one fused kernel for all of them on a GPU."""
         if not weights:
             return
-        fused = weights[0].is_cuda
+        fused = weights[0].is_cuda or self._offloaded
         # torch counts the updates itself, in one tensor for each weight.
         before = torch.full((len(weights),), update - 1.0, device=weights[0].device if fused else "cpu")
         adamw(

@@ -64,4 +64,5 @@ def build_optimizer(
     """
     if group.rule == "muon":
         return muon.Muon(pieces, run.optimizer, run.training.seed, ranks)
-    return adamw.AdamW(pieces, run.optimizer, run.training.seed, group.weight_decay, group.lr_factor)
+    offloaded = run.parallel.offload != "none"
+    return adamw.AdamW(pieces, run.optimizer, run.training.seed, group.weight_decay, group.lr_factor, offloaded)

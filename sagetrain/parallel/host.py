@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
+from pathlib import Path
 
 _MOST_THREADS = 16
 
@@ -29,6 +31,21 @@ def cores_of_rank() -> int:
         return int(of_task)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // (ranks_of_host() or 1))
+
+
+def memory_of_host() -> int | None:
+    """Return the bytes of memory that processes on this host may still take: what Linux calls available, or the limit
+    of the control group if that is less. None: the system does not say."""
+    found = []
+    for file, pattern, unit in (
+        ("/proc/meminfo", r"MemAvailable:\s+(\d+) kB", 1024),
+        ("/sys/fs/cgroup/memory.max", r"(\d+)", 1),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", r"(\d+)", 1),
+    ):
+        with suppress(OSError):
+            if match := re.search(pattern, Path(file).read_text()):
+                found.append(unit * int(match[1]))
+    return min(found, default=None)
 
 
 def use_cores() -> str:

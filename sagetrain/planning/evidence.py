@@ -92,6 +92,8 @@ def evidence(cfg: RunConfig, prediction: StepPrediction, hardware: Hardware) -> 
 def _used(cfg: RunConfig, prediction: StepPrediction) -> Iterator[str]:
     """Yield those features of a run that have rates of their own, by the names in MARGINS."""
     yield prediction.attention_backend
+    if cfg.parallel.offload != "none":
+        yield "state in the host's memory"
     if cfg.linear.low_bit:
         yield f"linear layers in {cfg.linear.precision}"
     if cfg.parallel.tensor_parallel_size > 1:

@@ -14,6 +14,7 @@ from sagetrain.config.rules import fit
 from sagetrain.config.schema import LinearConfig, NoiseAwareTokens, RampTokens, Recomputation, RunConfig
 from sagetrain.hardware import Hardware, usable_bytes
 from sagetrain.model.accounting import MemoryItem, memory_per_rank, total_bytes, with_recomputation
+from sagetrain.model.host_memory import host_memory_finding
 from sagetrain.planning.performance import predict, with_overlap
 from sagetrain.planning.prediction import StepPrediction
 
@@ -103,9 +104,17 @@ def memory_finding(memory: int, hardware: Hardware) -> Finding | None:
         "parallel",
         f"{memory / 2**30:.1f} GiB per rank",
         f"more than the {usable / 2**30:.1f} GiB that {hardware.name} leaves to a run",
-        "use more tensor_parallel_size or zero_stage, a smaller micro_batch_size, optimizer.moments int8, or "
-        "training.activation_checkpointing auto",
+        "use more tensor_parallel_size or zero_stage, a smaller micro_batch_size, optimizer.moments int8, "
+        "training.activation_checkpointing auto, or parallel.offload",
     )
+
+
+def host_finding(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware) -> Finding | None:
+    """Return a finding if parallel.offload is estimated to need more memory than a host has, or None."""
+    ranks = min(world_size, hardware.gpus_per_host)
+    memory = hardware.memory_of_host(ranks)
+    whose = "a host" if hardware.host_memory else f"a host (assumed: {memory / ranks / 2**30:.0f} GiB a GPU)"
+    return host_memory_finding(cfg, world_size, vocab_size, ranks, memory, whose)
 
 
 def fewest_gpus(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware) -> int | None:
@@ -226,7 +235,7 @@ def _fitting(
     layouts = []
     for candidate in candidates:
         item = layout(candidate, world_size, vocab_size, hardware, span)
-        if item.memory > usable_memory(hardware):
+        if item.memory > usable_memory(hardware) or host_finding(candidate, world_size, vocab_size, hardware):
             continue
         layouts.append(item)
         if candidate.training.activation_checkpointing == "full":

@@ -24,7 +24,6 @@ from sagetrain.config.arithmetic import (
     sharding_ranks,
     token_multiple,
 )
-from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import RunConfig
 from sagetrain.hardware import Hardware
 from sagetrain.model.accounting import (
@@ -59,6 +58,7 @@ from sagetrain.model.operations import (
 )
 from sagetrain.model.stages import held
 from sagetrain.optim.owners import cost, owners
+from sagetrain.planning.offload import UPDATED_ON_GPU, offload_seconds
 from sagetrain.planning.prediction import CollectiveTime, StepPrediction
 
 # The forward pass has this share of the bytes that passes move, and this share of attention (2 matmuls of 7).
@@ -135,6 +135,7 @@ def predict(
         elementwise=elementwise,
         optimizer=step.optimizer_seconds(),
         orthogonalizing=step.orthogonalizing_seconds(),
+        offload=step.offload_seconds(matmul + attention + elementwise),
         overhead=step.overhead(),
         launching=max(0.0, launching),
         idle=step.idle * working,
@@ -175,38 +176,6 @@ def with_overlap(cfg: RunConfig, how: Literal["off", "on"]) -> RunConfig:
 
 def _speed(prediction: StepPrediction) -> float:
     return prediction.tokens_per_second
-
-
-def calibrate(
-    cfg: RunConfig, vocab_size: int, hardware: Hardware, tokens_per_second: float, span: float | None = None
-) -> Hardware:
-    """Return `hardware` with everything that runs on the GPU scaled, so that one data-parallel rank reaches
-    `tokens_per_second`.
-
-    Raises:
-        ConfigError: fixed costs, launching and communication alone take longer.
-    """
-    parallel = cfg.parallel
-    gpus = parallel.tensor_parallel_size * parallel.context_parallel_size * parallel.pipeline_parallel_size
-
-    def rate(exponent: float) -> float:
-        scaled = dataclasses.replace(hardware, compute_scale=10**exponent)
-        return predict(cfg, gpus, vocab_size, scaled, span).tokens_per_second
-
-    # The time that hosts and links take depends on the scale too, so the scale is searched for. A faster GPU hides less
-    # of its communication and may even be slower overall, so the lowest scale that reaches the figure is meant.
-    exponents = [n / 4 for n in range(-36, 13)]
-    high = next((n for n in exponents if rate(n) >= tokens_per_second), None)
-    if high is None:
-        raise ConfigError(
-            f"--measured-tokens-per-second {tokens_per_second:,.0f}: fixed costs and links alone allow "
-            f"{max(map(rate, exponents)):,.0f}; give the figure of {gpus} GPU(s)"
-        )
-    low = high - 1 / 4
-    while high - low > 1e-9:
-        middle = (low + high) / 2
-        low, high = (low, middle) if rate(middle) >= tokens_per_second else (middle, high)
-    return dataclasses.replace(hardware, compute_scale=10**high)
 
 
 class _Step:
@@ -365,6 +334,7 @@ class _Step:
         else:
             bytes_of = (_STATE_BYTES_BF16 if self.bf16_gradients else _STATE_BYTES)[self.zero_stage]
         per_micro, per_step, per_share = bytes_of
+        per_share -= UPDATED_ON_GPU if self.cfg.parallel.offload != "none" else 0
         wide = 2 if self.rank.element == 4 and self.zero_stage else 1
         touched = self.accumulation * per_micro + per_step + per_share / self.owners
         wrote = self.rank.element == 2 and not self.fsdp
@@ -372,6 +342,11 @@ class _Step:
         hardware = self.hardware
         seconds = (wide * touched - converted) / hardware.memory_bandwidth + converted / hardware.conversion_bandwidth
         return seconds * self.parameters / hardware.compute_scale
+
+    def offload_seconds(self, compute: float) -> float:
+        """Return the seconds of a step in which the GPU, which computes for `compute` of them, waits for the host."""
+        share, micro_steps = self.parameters / self.owners, self.accumulation
+        return offload_seconds(self.cfg, share, micro_steps, compute / micro_steps, self.hardware)
 
     def orthogonalizing_seconds(self) -> float:
         """Return the seconds of Muon's matmuls on the rank that owns most of them. At ZeRO 0 every replica does them

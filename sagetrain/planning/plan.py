@@ -20,17 +20,20 @@ from sagetrain.config.tokens_per_step import ScheduleStage, stages
 from sagetrain.data.tokenizer import known_tokenizer
 from sagetrain.hardware import Hardware
 from sagetrain.model.accounting import MemoryItem, total_bytes, with_recomputation
+from sagetrain.model.host_memory import host_memory_per_rank
+from sagetrain.planning.calibration import calibrate
 from sagetrain.planning.layouts import (
     Layout,
     fastest_linear,
     fewest_gpus,
     fits_with,
+    host_finding,
     layout,
     memory_finding,
     memory_of,
     propose,
 )
-from sagetrain.planning.performance import calibrate, predict
+from sagetrain.planning.performance import predict
 from sagetrain.training import inputs
 
 ASSUMED_VOCAB_SIZE = 32_768
@@ -71,6 +74,8 @@ class Plan:
     findings: list[Finding]
     memory: list[MemoryItem]
     """Memory of one rank. Empty without a valid layout."""
+    host_memory: list[MemoryItem]
+    """Memory of its host that one rank takes with parallel.offload. Empty without it."""
     schedule: list[ScheduleStage]
     """Schedule of tokens per step. Empty if the layout or the schedule is not valid."""
     chosen: Layout | None
@@ -144,12 +149,15 @@ def make_plan(
         hardware = calibrate(cfg, padded, hardware, measured_tokens_per_second, span)
     refused = {finding.rule for finding in findings if finding.level == "error"}
     memory: list[MemoryItem] = []
+    host_memory: list[MemoryItem] = []
     schedule: list[ScheduleStage] = []
     chosen = None
     if not refused & _NO_LAYOUT:
         memory = memory_of(cfg, predict(cfg, world_size, padded, hardware, span), padded)
         too_large = memory_finding(total_bytes(memory), hardware)
-        findings = [*([too_large] if too_large else []), *findings]
+        host_memory = host_memory_per_rank(cfg, world_size, padded)
+        no_room = host_finding(cfg, world_size, padded, hardware)
+        findings = [*filter(None, (too_large, no_room)), *findings]
         if not refused & _NO_SCHEDULE:
             multiple = token_multiple(cfg, data_parallel_size(cfg, world_size))
             schedule = stages(cfg.tokens_per_step, cfg.training.total_tokens, multiple)
@@ -176,6 +184,7 @@ def make_plan(
         assumed_vocab_size=not (cfg.model.vocab_size or known),
         findings=findings,
         memory=memory,
+        host_memory=host_memory,
         schedule=schedule,
         chosen=chosen,
         proposed=proposed,

@@ -44,6 +44,8 @@ class StepPrediction:
     """The engine's passes over gradients, the update, and new weights."""
     orthogonalizing: float
     """Muon's matmuls, on the rank that has most to do."""
+    offload: float
+    """Seconds that the GPU waits for copies to and from the host's memory, and for the update there. Not measured."""
     overhead: float
     """Fixed costs."""
     launching: float
@@ -67,7 +69,7 @@ class StepPrediction:
     @property
     def seconds(self) -> float:
         """Seconds of the whole step."""
-        parts = self.matmul + self.attention + self.elementwise + self.optimizer + self.orthogonalizing
+        parts = self.matmul + self.attention + self.elementwise + self.optimizer + self.orthogonalizing + self.offload
         return parts + self.overhead + self.launching + self.idle + sum(c.exposed for c in self.collectives)
 
     @property

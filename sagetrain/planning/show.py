@@ -140,6 +140,8 @@ def _tables(plan: Plan) -> list[Table]:
         tables.append(_precision_table(plan.cfg, plan.cfg.stability.precision))
     if plan.memory:
         tables += [_layout_table(plan.cfg, plan.world_size, plan.vocab_size), _memory_table(plan.memory)]
+    if plan.host_memory:
+        tables.append(_memory_table(plan.host_memory, "Host memory per rank, estimated", "not measured"))
     if plan.chosen:
         tables += [_schedule_table(plan), _run_table(plan, plan.chosen.prediction)]
     if plan.priced:
@@ -269,14 +271,18 @@ def _ranks(cfg: RunConfig, world_size: int) -> str:
     return f"tensor parallel {parallel.tensor_parallel_size}{context}{pipeline} x data parallel {copies}"
 
 
-def _memory_table(items: list[MemoryItem]) -> Table:
+def _memory_table(
+    items: list[MemoryItem],
+    title: str = "Memory per rank at its fullest moment, estimated",
+    but: str = "without CUDA's context, NCCL and fragmentation",
+) -> Table:
     total = _size(total_bytes(items))
     return Table(
-        "Memory per rank at its fullest moment, estimated",
+        title,
         ("part", "size", "what"),
         [
             *((item.name, _size(item.bytes), item.why) for item in items),
-            ("total", total, "without CUDA's context, NCCL and fragmentation"),
+            ("total", total, but),
         ],
         numbers=("size",),
         total=True,
@@ -387,6 +393,11 @@ def _step_table(layout: Layout, name: str, plan: Plan) -> Table:
         ("DP exposed", prediction.exposed("data"), "gradients and weights between data-parallel ranks, the same"),
         ("optimizer", prediction.optimizer, "passes over gradients, the update, new weights"),
         *_orthogonalizing(prediction),
+        *(
+            [("offload", prediction.offload, "copies that nothing hides, and the update on the CPU: not measured")]
+            if prediction.offload
+            else []
+        ),
         ("overhead", prediction.overhead, "fixed costs of micro-steps and steps"),
         *(
             [("pipeline", prediction.idle, "stages wait while the pipeline fills and drains: not measured")]

@@ -24,7 +24,9 @@ class GainCap:
     @torch.no_grad()
     def before_update(self) -> None:
         """Add qk_gain/capped_share, the share of the gains that are at the cap, to the step's metrics."""
-        every = torch.cat([torch.zeros(0, device=self._device), *(master for master, _ in self._gains())])
+        every = torch.cat(
+            [torch.zeros(0, device=self._device), *(master.to(self._device) for master, _ in self._gains())]
+        )
         at_cap = (every.abs() >= self._cap).sum()
         self._groups.metrics.derive("qk_gain/capped_share", operator.truediv, at_cap, len(every))
 

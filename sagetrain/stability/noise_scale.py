@@ -160,7 +160,8 @@ class GradientNoise:
         replicas."""
         names, parts = zip(*gradients, strict=True)
         places = torch.tensor([self._squares.place[name] for name in names], device=self._mean.device)
-        self._mean.index_add_(0, places, torch.stack(torch._foreach_norm(list(parts))).double().square())
+        norms = torch.stack(torch._foreach_norm(list(parts))).to(self._mean.device)
+        self._mean.index_add_(0, places, norms.double().square())
 
     def finish(self, accumulation: int, clipping: Tensor | float, copies: int) -> None:
         """Add the results to the metrics after the step.

@@ -7,6 +7,7 @@ other. Slow work comes last, when nothing can be refused any more.
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -46,10 +47,12 @@ from sagetrain.engines.protocol import Engine
 from sagetrain.model.accounting import overlaps
 from sagetrain.model.backends import AttentionFunction
 from sagetrain.model.compile import compile_blocks
+from sagetrain.model.host_memory import host_memory_finding
 from sagetrain.model.selection import attention_functions, matmuls_of, resolve_backend
 from sagetrain.model.stages import chunks_of_stage
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.cross_entropy import TokenLoss
+from sagetrain.parallel.host import memory_of_host, ranks_of_host
 from sagetrain.parallel.rng import seed_everything
 from sagetrain.parallel.topology import ParallelGroups, Topology
 from sagetrain.stability.precision import rungs_of
@@ -179,6 +182,7 @@ def check_files(cfg: RunConfig, tokens: SampleFunction | None = None, loss: Toke
         matmuls_of(cfg.linear, cfg.model, tensor_parallel_size=size, device=kind, dtype=dtype)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    check_host_memory(cfg, padded_vocab_size(vocab_size))
     return CheckedFiles(
         folder=folder,
         tokenizer=tokenizer,
@@ -191,6 +195,24 @@ def check_files(cfg: RunConfig, tokens: SampleFunction | None = None, loss: Toke
         dtype=dtype,
         loss=loss,
     )
+
+
+def check_host_memory(cfg: RunConfig, vocab_size: int) -> None:
+    """Check that this host has the memory that its ranks take with parallel.offload.
+
+    Args:
+        vocab_size: the rows of the embedding, padded.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    world_size, memory = int(os.environ.get("WORLD_SIZE", "1")), memory_of_host()
+    if cfg.parallel.offload == "none" or memory is None:
+        return
+    host = socket.gethostname()
+    found = host_memory_finding(cfg, world_size, vocab_size, ranks_of_host() or world_size, memory, f"host {host}")
+    if found is not None:
+        raise ConfigError(str(found))
 
 
 # -- 2. meet -----------------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from sagetrain.engines.protocol import Engine, Observers
 from sagetrain.inference.load import in_training
 from sagetrain.model.accounting import memory_per_rank
 from sagetrain.model.compile import compile_blocks
+from sagetrain.model.host_memory import host_memory_per_rank
 from sagetrain.parallel import layers
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.linear_errors import LinearErrors
@@ -65,6 +66,13 @@ CASES: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
     "TP 2 x hybrid 2 x 1, ZeRO 0": ((2, 1), {"stage": 0}),
     "TP 2 x context 2, selective, ZeRO 3": (
         (2, 2), {"stage": 3, "training": {"activation_checkpointing": "selective"}},
+    ),
+    "optimizer in host memory, ZeRO 1": ((1, 1), {"stage": 1, "parallel": {"offload": "optimizer"}}),
+    "hybrid, optimizer in host memory, ZeRO 2": (
+        (1, 1), {"stage": 2, "parallel": {"shard_size": 2, "offload": "optimizer"}},
+    ),
+    "TP 2, all in host memory, tied, ZeRO 3": (
+        (2, 1), {"stage": 3, "parallel": {"offload": "all"}, "model": TIED},
     ),
 }  # fmt: skip
 
@@ -158,12 +166,12 @@ def state_of(engine: Engine) -> list[torch.Tensor]:
     return [tensor.clone() for owned in engine.owned() for tensor in map(owned.read, owned.kinds)]
 
 
-def refused(stages: Sequence[int]) -> list[tuple[bool, bool, bool]]:
-    """Return three answers for each stage: whether a refused step leaves every bit, whether a step with a gradient that
-    is not finite does, and whether later steps are those of a run without these steps."""
+def refused(cases: Sequence[tuple[int, dict]]) -> list[tuple[bool, bool, bool]]:
+    """Return three answers for each stage and section: whether a refused step leaves every bit, whether a step with a
+    gradient that is not finite does, and whether later steps are those of a run without these steps."""
     groups, found = tiny.join(1), []
-    for stage in stages:
-        cfg = config(stage, "bf16", {"shard_size": 2} if stage == 2 else None)
+    for stage, parallel in cases:
+        cfg = config(stage, "bf16", parallel)
         engine, other = tiny.engine(cfg, groups), tiny.engine(cfg, groups)
         for each in (engine, other):
             tiny.global_step(each, 0)
@@ -184,8 +192,9 @@ def refused(stages: Sequence[int]) -> list[tuple[bool, bool, bool]]:
 
 
 def test_a_step_left_out_leaves_every_bit_and_no_gradient() -> None:
-    for rank in run_distributed(refused, 4, [0, 1, 2, 3]):
-        assert rank == [(True, True, True)] * 4
+    cases = [(0, {}), (1, {"offload": "optimizer"}), (2, {"shard_size": 2}), (3, {}), (3, {"offload": "all"})]
+    for rank in run_distributed(refused, 4, cases):
+        assert rank == [(True, True, True)] * len(cases)
 
 
 # -- collectives -------------------------------------------------------------------------------------------------------
@@ -199,16 +208,22 @@ def generates_the_same(cfg: RunConfig, engine: Engine) -> bool:
     return torch.equal(run.model(tokens), engine.logits(batch))
 
 
-def collectives(stages: Sequence[int]) -> dict[int, dict[str, int]]:
-    """Count the gathers and reduce-scatters of a step of four micro-steps, by stage. What the engine holds is what
-    `plan` says of it."""
+def collectives(cases: Sequence[tuple[int, str]]) -> dict[tuple[int, str], dict[str, int]]:
+    """Count the gathers and reduce-scatters of a step of four micro-steps, by stage and parallel.offload. What the
+    engine holds is what `plan` says of it."""
     found = {}
-    for stage in stages:
-        cfg = config(stage, "bf16", model={"hidden_size": 32, "head_dim": 8, "tie_embeddings": stage == 2})
+    for stage, offload in cases:
+        shape = {"hidden_size": 32, "head_dim": 8, "tie_embeddings": stage == 2}
+        cfg = config(stage, "bf16", {"offload": offload}, model=shape)
         engine = tiny.engine(cfg, tiny.join(1))
         planned = {item.name: item.bytes for item in memory_per_rank(cfg, 2, tiny.VOCAB)}
+        of_host = {item.name: item.bytes for item in host_memory_per_rank(cfg, 2, tiny.VOCAB)}
         kept = sum(owned.read(kind).nbytes for owned in engine.owned() for kind in owned.kinds)
-        assert kept == planned["optimizer"]
+        if offload == "none":
+            assert kept == planned["optimizer"] and not of_host
+        else:
+            assert kept == of_host["moments"] * 3 / 2 == of_host["checkpoint"]
+            assert kept / 3 <= of_host["masters"] < 2 * kept / 3
         if stage < 3:
             assert sum(weight.nbytes for weight in engine.gathered().values()) == planned["weights"]
             assert generates_the_same(cfg, engine)
@@ -220,7 +235,7 @@ def collectives(stages: Sequence[int]) -> dict[int, dict[str, int]]:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
             tiny.global_step(engine, 1, sequences=8)
         names = [event.name for event in profiler.events()]
-        found[stage] = {
+        found[stage, offload] = {
             kind: sum(f"FSDP::{kind} " in f"{name} " for name in names)
             for kind in ("all_gather", "post_backward_reduce")
         }
@@ -229,11 +244,11 @@ def collectives(stages: Sequence[int]) -> dict[int, dict[str, int]]:
 
 def test_zero_1_gathers_and_reduces_once_a_step() -> None:
     """The groups are two blocks and the rest. At ZeRO 3 the rest stays gathered until the end of the step."""
-    found = run_distributed(collectives, 2, [1, 2, 3])[0]
-    assert found[1] == {"all_gather": 3, "post_backward_reduce": 3}
-    assert found[2] == {"all_gather": 3, "post_backward_reduce": 12}
-    assert found[3]["post_backward_reduce"] == 12
-    assert found[3]["all_gather"] > 12
+    found = run_distributed(collectives, 2, [(1, "none"), (1, "optimizer"), (2, "none"), (3, "all")])[0]
+    assert found[1, "none"] == found[1, "optimizer"] == {"all_gather": 3, "post_backward_reduce": 3}
+    assert found[2, "none"] == {"all_gather": 3, "post_backward_reduce": 12}
+    assert found[3, "all"]["post_backward_reduce"] == 12
+    assert found[3, "all"]["all_gather"] > 12
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
@@ -245,6 +260,7 @@ LAYOUTS = {
     "fsdp TP 2, 0": ((2, 1), 0, {}),
     "fsdp hybrid, 3": ((1, 1), 3, {"shard_size": 2}),
     "fsdp context, 2": ((1, 2), 2, {}),
+    "fsdp in host memory, 1": ((1, 1), 1, {"offload": "optimizer"}),
 }
 
 
@@ -373,9 +389,10 @@ def test_compiled_blocks_share_a_graph() -> None:
 
 
 def test_a_run_that_is_killed_ends_with_the_same_bits(tmp_path, corpus) -> None:
-    """The run has two ranks of the deepspeed launcher, ZeRO 3 in bf16. `sagetrain eval` scores the trained model."""
+    """The run has two ranks of the deepspeed launcher, ZeRO 3 in bf16 with everything in host memory. `sagetrain eval`
+    scores the trained model."""
     sections = {
-        "parallel": {"engine": "fsdp", "zero_stage": 3},
+        "parallel": {"engine": "fsdp", "zero_stage": 3, "offload": "all"},
         "training": {"dtype": "bf16"},
         "checkpoint": {"every_tokens": 256},
         "evaluation": {"every_tokens": 5120},
@@ -387,7 +404,8 @@ def test_a_run_that_is_killed_ends_with_the_same_bits(tmp_path, corpus) -> None:
     finish("ranks", cut)
     assert "resumed from step-" in log_of(cut)
     check_same(tmp_path / "cut", tmp_path / "whole")
-    assert json.loads((tmp_path / "cut/fsdp.json").read_text())["reshard_after_forward"] is True
+    settings = json.loads((tmp_path / "cut/fsdp.json").read_text())
+    assert settings["reshard_after_forward"] is True and settings["offload"] == "all"
     rows = map(json.loads, (tmp_path / "whole/metrics.jsonl").read_text().splitlines())
     *_, last = (row["valid/loss"] for row in rows if "valid/loss" in row)
     scored = json.loads(sagetrain("eval", tmp_path / "whole", "--attention", "sdpa", "--json").stdout)

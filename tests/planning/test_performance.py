@@ -19,7 +19,8 @@ from sagetrain.model import operations
 from sagetrain.model.accounting import flops_per_token, overlaps, parameters_per_rank
 from sagetrain.model.operations import Precision, Rank, document_share
 from sagetrain.model.selection import matmuls_of
-from sagetrain.planning.performance import OVERLAP, calibrate, predict
+from sagetrain.planning.calibration import calibrate
+from sagetrain.planning.performance import OVERLAP, predict
 from sagetrain.planning.prediction import StepPrediction
 from sagetrain.training.writers import peak_flops
 

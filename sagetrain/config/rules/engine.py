@@ -47,7 +47,7 @@ _GENERATED = {
 }
 # DeepSpeed keys that are known to do harm or nothing: the harm, and what helps instead.
 _OFFLOAD = "moves the optimizer state to where checkpoints do not find it"
-_SAVE_MEMORY = "remove it; raise parallel.zero_stage or tensor_parallel_size to save memory"
+_SAVE_MEMORY = "remove it; use parallel.offload with parallel.engine fsdp, or raise parallel.zero_stage"
 _QUANTIZED = "rounds what the losses of a run depend on, and no run of ours has tried how much"
 _OTHERS_NUMBERS = "writes numbers that are in metrics.jsonl and TensorBoard already", "remove it; see logging"
 _HARMFUL = {
@@ -210,7 +210,16 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
     never tested, or have a wrong value."""
     if engine_of(cfg) == "fsdp":
         yield from _fsdp(cfg)
+        yield from _offload(cfg)
         return
+    if cfg.parallel.offload != "none":
+        yield error(
+            "offload_of_deepspeed",
+            "parallel.offload",
+            cfg.parallel.offload,
+            f"is for parallel.engine fsdp, and parallel.engine is {cfg.parallel.engine}, which runs DeepSpeed",
+            "set parallel.engine: fsdp, or offload: none",
+        )
     if cfg.parallel.shard_size is not None:
         yield error(
             "shard_size_of_deepspeed",
@@ -255,6 +264,44 @@ def _fsdp(cfg: RunConfig) -> Iterator[Finding]:
     if cfg.parallel.shard_size is not None and cfg.parallel.zero_stage == 0:
         why = "zero_stage 0, where every rank has all weights"
         yield no_effect("parallel.shard_size", cfg.parallel.shard_size, why)
+
+
+def _offload(cfg: RunConfig) -> Iterator[Finding]:
+    """Find settings that do not go with state in the host's memory."""
+    parallel, optimizer, offload = cfg.parallel, cfg.optimizer, cfg.parallel.offload
+    if offload == "none":
+        return
+    stage = parallel.zero_stage
+    if offload == "all" and stage < 3:
+        why, fix = f"at zero_stage {stage} weights stay on the GPU between passes", "use zero_stage 3, or optimizer"
+        yield error("offload_at_zero_stage", "parallel.offload", offload, why, f"{fix} with zero_stage 1")
+    elif offload == "optimizer" and stage == 3:
+        why, fix = "at zero_stage 3 the shards of weights are the master weights", "use all, or zero_stage 1 or 2"
+        yield error("offload_at_zero_stage", "parallel.offload", offload, why, fix)
+    elif stage == 0:
+        why = "at zero_stage 0 every rank would keep the whole state in host memory"
+        yield error("offload_at_zero_stage", "parallel.offload", offload, why, "use zero_stage 1")
+    found: list[tuple[str, object, str, str]] = []
+    if optimizer.name != "adamw":
+        found.append(
+            ("optimizer.name", optimizer.name, "multiplies matrices, for which a CPU is too slow", "use adamw")
+        )
+    for name in ("moments", "master"):
+        if (value := getattr(optimizer, name)) != "fp32":
+            why = "saves memory of the host, where rounding is slow, and none of the GPU's"
+            found.append((f"optimizer.{name}", value, why, "use fp32"))
+    if parallel.pipeline_parallel_size > 1:
+        size = parallel.pipeline_parallel_size
+        why = "leaves few weights to a rank, and was never tried with state in host memory"
+        found.append(("parallel.pipeline_parallel_size", size, why, "use 1"))
+    for key, value, why, fix in found:
+        yield error(
+            "not_offloaded",
+            key,
+            value,
+            f"{why}: it does not go with parallel.offload {offload}",
+            f"{fix}, or offload: none",
+        )
 
 
 def _names(above: str) -> list[str]:

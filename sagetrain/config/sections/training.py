@@ -50,6 +50,11 @@ class ParallelConfig(Section):
     """Number of neighbouring data- and context-parallel ranks that shard the model between them at zero_stage 1 to 3
     (hybrid sharding). The other ranks hold copies of these shards, and only gradients travel between copies: the GPUs
     of a host, for instance, where links between hosts are slow. Needs engine fsdp. Default: all of them shard."""
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """State that a rank keeps in the host's memory, so that it takes none of the GPU's. optimizer: master weights,
+    gradients that are reduced, and moments; the CPU makes the update. It needs zero_stage 1 or 2. all: the weights as
+    well, which every pass copies to the GPU, block by block. It needs zero_stage 3. Both need engine fsdp, AdamW, and
+    about 30 bytes of host memory for each parameter that a rank owns; `sagetrain plan` says how much."""
     gradient_reduction: Literal["fp32", "bf16"] = "fp32"
     """Precision in which gradients travel between data- and context-parallel ranks and are summed over them. bf16 takes
     half the bytes; every sum over ranks is rounded to 8 bits of mantissa, so losses differ. Sums over the micro-batches

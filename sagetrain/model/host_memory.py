@@ -1,0 +1,75 @@
+"""The memory of a host that a rank takes with parallel.offload. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+
+from sagetrain.config.arithmetic import replicas, sharding_ranks
+from sagetrain.config.errors import Finding
+from sagetrain.config.rules.findings import error
+from sagetrain.config.schema import RunConfig
+from sagetrain.model.accounting import MemoryItem, save_host_bytes, total_bytes
+from sagetrain.model.tensors import tensors
+
+_PROCESS = 4 * 2**30
+_USABLE = 0.95
+"""The share of a host's memory that its ranks may take. The system has the rest."""
+
+
+def host_memory_per_rank(cfg: RunConfig, world_size: int, vocab_size: int) -> list[MemoryItem]:
+    """Estimate the bytes of host memory that one rank takes, item by item. The list is empty if nothing is offloaded.
+
+    torch's pinned memory comes in powers of two. Masters and reduced gradients are pinned, tensor by tensor.
+
+    Args:
+        vocab_size: the number of rows of the embedding, padded.
+    """
+    if cfg.parallel.offload == "none":
+        return []
+    shards = sharding_ranks(cfg, replicas(cfg, world_size))
+    sizes = list(_sizes(cfg, vocab_size, shards))
+    pinned = sum(1 << (4 * size - 1).bit_length() for size in sizes)
+    one = f"1/{shards} of them" if shards > 1 else "all of them"
+    return [
+        MemoryItem("masters", pinned, f"fp32, {one}, pinned: each tensor takes a power of two"),
+        MemoryItem("gradients", pinned, f"fp32, {one}, pinned in the same way"),
+        MemoryItem("moments", 8 * sum(sizes), f"two Adam moments in fp32, {one}"),
+        MemoryItem(
+            "checkpoint", save_host_bytes(cfg, world_size, vocab_size), "the copy that is written in background"
+        ),
+        MemoryItem("process", _PROCESS, "torch, CUDA and NCCL (a guess)"),
+    ]
+
+
+def _sizes(cfg: RunConfig, vocab_size: int, shards: int) -> Iterator[int]:
+    """Yield the number of values that a rank has of each tensor: whole rows of a tensor-parallel slice."""
+    for spec in tensors(cfg.model, cfg.attention, vocab_size):
+        shape = list(spec.shape)
+        if spec.dim is not None:
+            shape[spec.dim] //= cfg.parallel.tensor_parallel_size
+        yield -(-shape[0] // shards) * prod(shape[1:])
+
+
+def host_memory_finding(
+    cfg: RunConfig, world_size: int, vocab_size: int, ranks: int, memory: float, whose: str
+) -> Finding | None:
+    """Return a finding if the ranks of a host are estimated to need more memory than the host has, or None.
+
+    Args:
+        ranks: the number of ranks on the host.
+        memory: the bytes of memory that the host has for them.
+        whose: the host in words.
+    """
+    need, usable = ranks * total_bytes(host_memory_per_rank(cfg, world_size, vocab_size)), _USABLE * memory
+    if need <= usable:
+        return None
+    return error(
+        "host_memory",
+        "parallel.offload",
+        cfg.parallel.offload,
+        f"takes {need / 2**30:.1f} GiB of host memory for {ranks} rank{'s' * (ranks > 1)}, more than the "
+        f"{usable / 2**30:.1f} GiB that {whose} leaves to them",
+        "use more hosts, which divide the state, or more memory in each (--host-memory of `sagetrain plan`), or "
+        "offload: none with optimizer.moments int8",
+    )

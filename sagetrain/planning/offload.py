@@ -1,0 +1,37 @@
+"""Predict the time that parallel.offload adds to a step: copies between a GPU and the memory of its host, and the
+update on the CPU. No run has measured these figures."""
+
+from __future__ import annotations
+
+from sagetrain.config.schema import RunConfig
+from sagetrain.hardware import Hardware
+
+# Bytes of host memory that the CPU reads and writes for each parameter that the rank owns. Norm (4), clipping (8) and
+# AdamW (28) come once a step. A gradient that is added to an earlier one is read, and the sum read and written.
+_UPDATE, _ADD = 40, 12
+UPDATED_ON_GPU = 40
+"""Bytes for each parameter that the rank owns, which a GPU then no longer moves: norm, clipping and AdamW."""
+
+
+def offload_seconds(cfg: RunConfig, share: float, micro_steps: int, compute: float, hardware: Hardware) -> float:
+    """Return the seconds of a step in which the GPU waits for the host.
+
+    Shards travel in fp32. At ZeRO 1 and 2 they come once a step, beside the first forward pass; at ZeRO 3 they come
+    beside every pass. Gradients leave the GPU beside the backward pass that reduces them. At ZeRO 2 and 3 the backward
+    passes after the first one wait for the copy, because the CPU adds to what is there.
+
+    Args:
+        share: the number of parameters that the rank owns.
+        micro_steps: the number of micro-steps of a step.
+        compute: the seconds that the GPU computes in a micro-step, a third of them forward.
+    """
+    if cfg.parallel.offload == "none":
+        return 0.0
+    stage, copy = cfg.parallel.zero_stage, 4 * share / hardware.host_copy_bandwidth
+    forward, backward = compute / 3, 2 * compute / 3
+    waits = max(0.0, copy - forward) * (micro_steps if stage == 3 else 1) + max(0.0, copy - backward)
+    if stage > 1:
+        waits += (micro_steps - 1) * (copy + _ADD * share / hardware.host_update_bandwidth)
+    if stage == 3:
+        waits += micro_steps * max(0.0, copy - backward)
+    return waits + _UPDATE * share / hardware.host_update_bandwidth

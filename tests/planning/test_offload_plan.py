@@ -1,0 +1,127 @@
+"""`plan` says what parallel.offload takes of GPU and host, what it costs in time, and what does not go with it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from checked_config import only, run_config
+from planned import CONFIGS, VOCAB, config
+from sagetrain.config.errors import ConfigError
+from sagetrain.config.rules import fit
+from sagetrain.hardware import HARDWARE, cluster_of
+from sagetrain.model.accounting import memory_per_rank, parameters_per_rank
+from sagetrain.model.host_memory import host_memory_per_rank
+from sagetrain.planning.evidence import evidence
+from sagetrain.planning.performance import predict
+from sagetrain.planning.plan import Plan, make_plan
+from sagetrain.training import build_run
+
+H100 = HARDWARE["h100"]
+OPTIMIZER = "parallel.engine=fsdp", "parallel.offload=optimizer"
+ALL = "parallel.engine=fsdp", "parallel.offload=all", "parallel.zero_stage=3"
+
+
+def plan(*overrides: str, gpu: str = "h100", host: float | None = None, world_size: int = 2) -> Plan:
+    how = ["attention.backend=sdpa", "data.document_attention=false", "data.document_positions=false", *overrides]
+    return make_plan(CONFIGS / "1b.yaml", how, world_size, cluster_of(gpu, 8, 400, host))
+
+
+@pytest.mark.parametrize(
+    ("sections", "key", "message", "fix"),
+    [
+        ({"parallel": {"offload": "optimizer"}}, "parallel.offload", "runs DeepSpeed", "set parallel.engine: fsdp"),
+        (
+            {"parallel": {"zero_stage": 3}},
+            "parallel.offload",
+            "are the master weights",
+            "use all, or zero_stage 1 or 2",
+        ),
+        ({"parallel": {"zero_stage": 0}}, "parallel.offload", "every rank would keep", "use zero_stage 1"),
+        (
+            {"parallel": {"offload": "all"}},
+            "parallel.offload",
+            "weights stay on the GPU",
+            "use zero_stage 3, or optimizer",
+        ),
+        ({"optimizer": {"name": "muon"}}, "optimizer.name", "too slow", "use adamw, or offload: none"),
+        ({"optimizer": {"moments": "int8"}}, "optimizer.moments", "none of the GPU's", "use fp32, or offload: none"),
+        (
+            {"optimizer": {"master": "bf16_kahan"}},
+            "optimizer.master",
+            "none of the GPU's",
+            "use fp32, or offload: none",
+        ),
+        ({"parallel": {"pipeline_parallel_size": 2}}, "parallel.pipeline_parallel_size", "never tried", "use 1, or"),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused(sections, key, message, fix):
+    engine = {} if "offload" in sections.get("parallel", {}) and message == "runs DeepSpeed" else {"engine": "fsdp"}
+    parallel = {"offload": "optimizer", **engine, **sections.get("parallel", {})}
+    found = fit(run_config(**{**sections, "parallel": parallel}), 2)
+    finding = only(
+        [each for each in found if each.rule in ("offload_of_deepspeed", "offload_at_zero_stage", "not_offloaded")]
+    )
+    assert (finding.level, finding.key) == ("error", key)
+    assert message in finding.message and fix in finding.fix
+
+
+def test_the_gpu_has_the_rest_and_the_host_has_the_state():
+    here, away, every = (config("1b", "parallel.engine=fsdp", *more) for more in ([], OPTIMIZER, ALL))
+    on_gpu = [{item.name: item.bytes for item in memory_per_rank(cfg, 2, VOCAB)} for cfg in (here, away, every)]
+    values = parameters_per_rank(here.model, here.attention, VOCAB, 1) // 2
+    assert on_gpu[0]["optimizer"] == pytest.approx(12 * values, rel=1e-3)
+    for memory in on_gpu[1:]:
+        assert "optimizer" not in memory and memory["offload"] < 12 * values / 10
+    assert on_gpu[1]["weights"] == on_gpu[0]["weights"] and "gradients" not in on_gpu[2]
+    host = {item.name: item.bytes for item in host_memory_per_rank(away, 2, VOCAB)}
+    assert host["moments"] == pytest.approx(8 * values, rel=1e-3)
+    assert host["checkpoint"] == pytest.approx(12 * values, rel=1e-3)
+    # Pinned memory comes in powers of two.
+    assert 4 * values < host["masters"] == host["gradients"] < 8 * values
+    assert host_memory_per_rank(here, 2, VOCAB) == []
+
+
+def test_the_time_is_not_measured_and_shrinks_with_steps():
+    def step(tokens: int, *more: str):
+        cfg = config("1b", f"tokens_per_step={{schedule: constant, tokens: {tokens}}}", *more)
+        return cfg, predict(cfg, 2, VOCAB, H100)
+
+    (_, plain), (cfg, few), (_, many) = step(2**17), step(2**17, *OPTIMIZER), step(2**20, *OPTIMIZER)
+    assert few.seconds > plain.seconds and few.offload > 0 == plain.offload
+    assert many.offload / many.seconds < few.offload / few.seconds / 4
+    assert step(2**17, *ALL)[1].offload > few.offload  # Gradients are added up on the CPU there.
+    assert "state in the host's memory" in evidence(cfg, few, H100).missing
+    slow = dataclasses.replace(H100, host_copy_bandwidth=5e9)
+    assert predict(cfg, 2, VOCAB, slow).offload > few.offload
+
+
+def test_a_host_without_room_is_refused():
+    for host, refused in ((16, True), (64, False), (None, False)):
+        found = plan(*OPTIMIZER, host=host)
+        rules = [finding for finding in found.findings if finding.rule == "host_memory"]
+        assert bool(rules) is refused, host
+    assert found.host_memory and not plan().host_memory
+    finding = only([each for each in plan(*OPTIMIZER, host=16).findings if each.rule == "host_memory"])
+    assert (
+        finding.key == "parallel.offload"
+        and "for 2 ranks, more than the 15.2 GiB that a host leaves" in finding.message
+    )
+    assert "--host-memory" in finding.fix
+    eight = only(
+        [each for each in plan(*OPTIMIZER, gpu="rtx4090", world_size=8, host=64).findings if each.rule == "host_memory"]
+    )
+    assert "for 8 ranks" in eight.message
+    assumed = plan("model.num_layers=200", *ALL, gpu="rtx4090").findings
+    assert any("a host (assumed: 64 GiB a GPU)" in each.message for each in assumed)
+
+
+def test_a_start_on_a_host_without_room_is_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(build_run, "memory_of_host", lambda: 2**33)
+    build_run.check_host_memory(config("1b"), VOCAB)
+    with pytest.raises(
+        ConfigError, match=r"takes .* GiB of host memory for 2 ranks, more than the 7\.6 GiB that host "
+    ):
+        build_run.check_host_memory(config("1b", *OPTIMIZER), VOCAB)
