@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from sagetrain.auto.recomputation_choice import fewest_blocks
@@ -22,6 +22,14 @@ MORE_TOKENS = 1.1
 """Factor on the fewest tokens per step that run. The fewest may leave only micro-batches of one sequence, which are
 slow."""
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+_SMALLER_STATES: tuple[Mapping[str, Mapping[str, str]], ...] = (
+    {"optimizer": {"moments": "int8"}},
+    {"optimizer": {"moments": "int8"}, "parallel": {"engine": "fsdp"}},
+    {"optimizer": {"moments": "int8", "master": "bf16_kahan"}, "parallel": {"engine": "fsdp"}},
+    {"optimizer": {"moments": "int8", "master": "bf16_chance"}, "parallel": {"engine": "fsdp"}},
+)
+"""The settings that take less memory for the optimizer's state. The first one works with both engines and leaves the
+master weights as they are."""
 
 
 @dataclass(frozen=True)
@@ -117,11 +125,14 @@ def host_finding(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Har
     return host_memory_finding(cfg, world_size, vocab_size, ranks, memory, whose)
 
 
-def fewest_gpus(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware) -> int | None:
-    """Return the smallest number of GPUs on which some layout fits into memory. Only `world_size` times a power of two,
-    up to 1,024 times, is tried."""
+def fewest_gpus(
+    cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware, smaller_states: bool = False
+) -> int | None:
+    """Return the smallest number of GPUs on which some layout fits into memory, with the optimizer's state as
+    configured or smaller. Only `world_size` times a power of two, up to 1,024 times, is tried."""
+    way = propose_smaller_states if smaller_states else propose
     counts = (world_size * 2**power for power in range(11))
-    return next((count for count in counts if propose(cfg, count, vocab_size, hardware)), None)
+    return next((count for count in counts if way(cfg, count, vocab_size, hardware)), None)
 
 
 def propose(
@@ -162,6 +173,27 @@ def propose(
     return list(best.values())[:5]
 
 
+def propose_smaller_states(
+    cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware, span: float | None = None
+) -> list[Layout]:
+    """Return the fastest layouts that fit with a smaller optimizer state than the configured one, in order.
+
+    If moments in 8 bits suffice, the layouts are those that `propose` returns with them. Otherwise there is one layout
+    for each other way to make the state smaller. The arguments are those of `propose`.
+    """
+    first, *others = (_with_state(cfg, state) for state in _SMALLER_STATES)
+    if found := propose(first, world_size, vocab_size, hardware, span):
+        return found
+    fastest = [propose(each, world_size, vocab_size, hardware, span) for each in others]
+    return sorted((each[0] for each in fastest if each), key=lambda item: -item.prediction.tokens_per_second)
+
+
+def _with_state(cfg: RunConfig, state: Mapping[str, Mapping[str, str]]) -> RunConfig:
+    """Return the configuration with other values of some keys, by section."""
+    sections = {name: getattr(cfg, name).model_copy(update=values) for name, values in state.items()}
+    return cfg.model_copy(update=sections)
+
+
 def overrides_to(cfg: RunConfig, chosen: RunConfig) -> list[str]:
     """Return the overrides that turn `cfg` into `chosen`."""
     pairs = {}
@@ -169,7 +201,10 @@ def overrides_to(cfg: RunConfig, chosen: RunConfig) -> list[str]:
         ("parallel", "tensor_parallel_size"),
         ("parallel", "context_parallel_size"),
         ("parallel", "sequence_parallel"),
+        ("parallel", "engine"),
         ("parallel", "zero_stage"),
+        ("optimizer", "moments"),
+        ("optimizer", "master"),
         ("training", "activation_checkpointing"),
         ("data", "micro_batch_size"),
     ):

@@ -32,6 +32,7 @@ from sagetrain.planning.layouts import (
     memory_finding,
     memory_of,
     propose,
+    propose_smaller_states,
 )
 from sagetrain.planning.performance import predict
 from sagetrain.training import inputs
@@ -82,6 +83,9 @@ class Plan:
     """The configured layout. It is there if `schedule` is."""
     proposed: list[Layout] | None
     """The fastest layouts; empty if none fits. None if another layout would not correct the errors."""
+    from_gpus: tuple[int | None, int | None] = (None, None)
+    """Numbers of GPUs from which on a layout fits: with the optimizer as configured, and with a smaller state. None: no
+    number does, or the proposed layouts answer the question."""
 
     @property
     def errors(self) -> int:
@@ -167,9 +171,14 @@ def make_plan(
                 gain = _gain(cfg, chosen, layout(wide, world_size, padded, hardware, span))
                 findings = [*findings, *([gain] if gain else [])]
     proposed = None if refused & _NO_MODEL else propose(asked, world_size, padded, hardware, span)
+    fits = smaller = None
+    if proposed is not None and not proposed:
+        fits = fewest_gpus(asked, world_size, padded, hardware)
+        proposed = propose_smaller_states(asked, world_size, padded, hardware, span)
+        smaller = None if proposed else fewest_gpus(asked, world_size, padded, hardware, smaller_states=True)
     if proposed:
         findings = [_with_way_out(finding) for finding in findings]
-    elif proposed is not None and (fits := fewest_gpus(asked, world_size, padded, hardware)):
+    elif fits:
         findings = [_with_more_gpus(finding, world_size, fits, hardware) for finding in findings]
     findings = [*findings, *_uncertain(cfg, chosen, hardware)]
     if chosen and (faster := _faster_attention(cfg, chosen, world_size, padded, hardware, span)):
@@ -188,6 +197,7 @@ def make_plan(
         schedule=schedule,
         chosen=chosen,
         proposed=proposed,
+        from_gpus=(fits, smaller),
     )
 
 
