@@ -4,6 +4,7 @@ model/operations.py. Nothing here needs torch, so that planning runs anywhere.""
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from math import prod
@@ -103,13 +104,13 @@ def kinds_of_blocks(cfg: RunConfig, rank: Rank) -> list[tuple[int, Rank]]:
     layers = cfg.model.num_layers
     low, again = cfg.linear.low_bit_blocks(layers), _recomputed(cfg) if rank.recompute == "full" else layers
     counts: dict[Rank, int] = {}
-    for block in range(layers):
+    for (is_low, recomputes), count in Counter((block in low, block < again) for block in range(layers)).items():
         kind = replace(
             rank,
-            linear=rank.linear if block in low else SIXTEEN_BITS,
-            recompute=rank.recompute if block < again else "none",
+            linear=rank.linear if is_low else SIXTEEN_BITS,
+            recompute=rank.recompute if recomputes else "none",
         )
-        counts[kind] = counts.get(kind, 0) + 1
+        counts[kind] = counts.get(kind, 0) + count
     return [(count, kind) for kind, count in counts.items()]
 
 

@@ -269,6 +269,11 @@ def _fitting(
 ) -> list[Layout]:
     layouts = []
     for candidate in candidates:
+        # Under tensor parallelism the prediction decides about halves, on which the memory depends. Elsewhere the time
+        # of what does not fit need not be predicted.
+        alone = candidate.parallel.tensor_parallel_size == 1
+        if alone and total_bytes(memory_per_rank(candidate, world_size, vocab_size)) > usable_memory(hardware):
+            continue
         item = layout(candidate, world_size, vocab_size, hardware, span)
         if item.memory > usable_memory(hardware) or host_finding(candidate, world_size, vocab_size, hardware):
             continue
