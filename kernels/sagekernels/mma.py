@@ -39,7 +39,7 @@ def forward_defines(head_dim: int, causal: bool, packed: bool, half: bool, half_
 def backward_defines(head_dim: int, half: bool, half_sums: bool, stages: int) -> dict[str, int]:
     """Return the macros of mma_backward.cu. A GPU with 99 KiB of shared memory a block holds one stage."""
     keys = KEYS[head_dim]
-    shared = 3 * keys * head_dim + TILE * keys + stages * TILE * (5 * head_dim + 16) + 8 * keys
+    shared = (2 + stages) * keys * head_dim + TILE * keys + stages * TILE * (5 * head_dim + 16) + 8 * keys + 16
     return {
         "HEAD_DIM": head_dim, "FP16": int(half), "HALF_SUMS": int(half_sums), "STAGES": stages,
         "BLOCKS": 1 if head_dim == 128 else 2, "SHARED_BYTES": shared,
@@ -120,18 +120,17 @@ def mma_backward(call: BackwardCall, *, half_sums: bool | None = None) -> Gradie
         half_sums = launch.half_sums(do.device) if half_sums is None else half_sums
         new = functools.partial(torch.empty, device=do.device)
         rows = batch * heads * q_tiles * TILE
-        q_turned, do_turned = new((2, rows * head_dim), dtype=torch.int8)
+        queries = new(rows * (5 * head_dim + 16), dtype=torch.uint8)
         k_turned = new(batch * kv_heads * k_tiles * TILE * head_dim, dtype=torch.int8)
-        do_rows = new(rows * head_dim, dtype=torch.float16 if half_sums else v.dtype)
-        vectors, units, sums = (new(n, dtype=torch.float32) for n in (4 * rows, rows, rows * head_dim))
+        units, sums = (new(n, dtype=torch.float32) for n in (rows, rows * head_dim))
         dq, dk, dv = new(do.shape, dtype=v.dtype), new(v.shape, dtype=v.dtype), new(v.shape, dtype=v.dtype)
         half = v.dtype == torch.float16
         prepare = {"HEAD_DIM": head_dim, "FP16": int(half), "HALF_SUMS": int(half_sums)}
         codes_bytes = TILE * (head_dim + 4)
         load("mma_prepare.cu", "queries", prepare, architecture).launch(
             (batch * heads * q_tiles,), (128,), 2 * codes_bytes,
-            do, call.o, *saved.q, saved.lse, q_turned, do_rows, do_turned, vectors, units, sums, scale,
-            scale * LOG2E.value, heads, n_q, q_tiles, *do.stride()[:3],
+            do, call.o, *saved.q, saved.lse, queries, units, sums, scale, scale * LOG2E.value,
+            heads, n_q, q_tiles, *do.stride()[:3],
         )  # fmt: skip
         load("mma_prepare.cu", "keys", prepare, architecture).launch(
             (batch * kv_heads * k_tiles,), (128,), codes_bytes, saved.k.codes, k_turned, n_k, k_tiles
@@ -143,8 +142,7 @@ def mma_backward(call: BackwardCall, *, half_sums: bool | None = None) -> Gradie
         defines = backward_defines(head_dim, half, half_sums, stages_of(do.device))
         load("mma_backward.cu", "backward", defines, architecture).launch(
             (blocks * batch * kv_heads,), (2 * keys,), defines["SHARED_BYTES"],
-            saved.q.codes, q_turned, do_rows, do_turned, vectors, *saved.k, k_turned, values, value_units, starts, ends,
-            sums, dk, dv, scale, kv_heads, heads // kv_heads, n_q, n_k, q_tiles, k_tiles, batch * kv_heads,
+            queries, *saved.k, k_turned, values, value_units, starts, ends, sums, dk, dv, scale, kv_heads, heads // kv_heads, n_q, n_k, q_tiles, k_tiles, batch * kv_heads,
             heads_at_once, int(call.causal), *values.stride()[:3],
         )  # fmt: skip
         load("mma_prepare.cu", "narrow", prepare, architecture).launch(

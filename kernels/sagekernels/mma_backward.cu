@@ -27,24 +27,22 @@ constexpr int D = HEAD_DIM, KEYS = D;
 // GROUPS is the number of groups of keys that share scales of dS.
 constexpr int WARPS = KEYS / 16, THREADS = 32 * WARPS, GROUPS = KEYS / 64;
 constexpr int ABREAST = 4;  // So many products do not wait for each other.
-constexpr int PART = HALF_SUMS ? 8 : 4;  // dP is computed for so many eights of queries at one time.
+constexpr int PART = 8;  // dP is computed for so many eights of queries at one time.
 // MAGIC is taken back after so many tiles. Each time costs an addition and the last bits of sums.
 constexpr int TAKEN_BACK = 8;
 
-struct Stage {
-    signed char q8[QUERIES * D], q_turned[D * QUERIES];
-    unsigned short dO[QUERIES * D];
-    signed char do_turned[D * QUERIES];
-    // The vectors of mma_prepare.cu, of two queries.
-    float4 exponent[QUERIES / 2], gradient[QUERIES / 2];
-};
+using Stage = QueryTile<D>;
 struct Shared {
     signed char k_turned[GROUPS][D * 64];
     unsigned short v[KEYS * D];
     signed char ds[QUERIES * KEYS];
+#if STAGES == 2
+    signed char k8[KEYS * D];
+#endif
     Stage stage[STAGES];
     // The largest |dS s_Q s_K| of each query over 64 keys, in this tile and the one before.
     float largest[2][GROUPS][QUERIES];
+    u32 magic[4];  // MAGIC_BITS
 };
 static_assert(sizeof(Shared) == SHARED_BYTES);
 
@@ -69,12 +67,11 @@ template <int HALF> DEVICE void halve(float (&x)[16], int lane) {
     }
 }
 
-// q8 [B * heads, n_q, D] and k8 [B * kv_heads, n_k, D] are codes, the latter with k_scale. v [B, N_k, kv_heads, D] has
-// strides in elements. dk and dv are [B, n_k, kv_heads, D]. k_turned has `k_tiles` tiles of 64 keys a head, a multiple
-// of a block's, and so has v_units. mma_prepare.cu describes the rest.
+// queries [B * heads, q_tiles] are as mma_prepare.cu writes them. k8 [B * kv_heads, n_k, D] are codes with k_scale. v [B,
+// N_k, kv_heads, D] has strides in elements. dk and dv are [B, n_k, kv_heads, D]. k_turned has `k_tiles` tiles of 64
+// keys a head, a multiple of a block's, and so has v_units. mma_prepare.cu describes the rest.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) backward(
-    const signed char* q8, const signed char* q_turned, const unsigned short* dO, const signed char* do_turned,
-    const float2* vectors, const signed char* k8, const float* k_scale, const signed char* k_turned,
+    const Stage* queries, const signed char* k8, const float* k_scale, const signed char* k_turned,
     const unsigned short* v, const float* v_units, const int* starts, const int* ends,
     float* dq, unsigned short* dk, unsigned short* dv, float scale,
     int kv_heads, int group, int n_q, int n_k, int q_tiles, int k_tiles, int heads, int heads_at_once, int causal,
@@ -86,31 +83,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) backward(
     const Work work = work_of(blockIdx.x, problem);
     const int bh_kv = work.bh, first_key = work.block * KEYS, tiles = (work.last - work.first) * group;
 
-    // Copy tile m of head bh. An array that is one piece in global memory is one in shared memory.
-    auto load = [&](int bh, int m, int stage) {
+    auto load = [&](int tile, int stage) {
         const u32 to = address(&sm.stage[stage]) + 16 * thread;
-        const long long tile = (long long)bh * q_tiles + m, codes = tile * (QUERIES * D) + 16 * thread;
+        const char* from = (const char*)(queries + tile) + 16 * thread;
+        constexpr int STEP = 16 * THREADS, WHOLE = sizeof(Stage) / STEP * STEP;
 #pragma unroll
-        for (int i = 0; i < QUERIES * D; i += 16 * THREADS) {
-            copy_async(to + QUERIES * D + i, q_turned + codes + i);
-            copy_async(to + QUERIES * D * 4 + i, do_turned + codes + i);
-        }
-#pragma unroll
-        for (int i = 0; i < QUERIES * D * 2; i += 16 * THREADS)
-            copy_async(to + QUERIES * D * 2 + i, (const char*)(dO + tile * (QUERIES * D)) + 16 * thread + i);
-        if (thread < 16 * QUERIES / 16) copy_async(to + QUERIES * D * 5, (const char*)(vectors + tile * (2 * QUERIES)) + 16 * thread);
-        constexpr int ROWS = 16 * THREADS / D;
-        const int row = thread / (D / 16);
-        u32 rows_to = address(&sm.stage[stage]) + place<D>(row, thread % (D / 16));
-        const signed char* from = q8 + ((long long)bh * n_q + m * QUERIES) * D + 16 * thread;
-        if ((m + 1) * QUERIES <= n_q) {
-#pragma unroll
-            for (int i = 0; i < QUERIES; i += ROWS) copy_async(rows_to + i * D, from + i * D);
-        } else {
-#pragma unroll 1
-            for (int i = 0; i < QUERIES; i += ROWS)
-                copy_async(rows_to + i * D, from + i * D, m * QUERIES + i + row < n_q);
-        }
+        for (int i = 0; i < WHOLE; i += STEP) copy_async(to + i, from + i);
+        if (16 * thread < sizeof(Stage) - WHOLE) copy_async(to + WHOLE, from + WHOLE);
         copies_commit();
     };
 
@@ -123,10 +102,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) backward(
     for (int i = thread; i < KEYS * D / 16; i += THREADS)
         copy_async(address(sm.k_turned) + 16 * i,
                    k_turned + ((long long)bh_kv * k_tiles + first_key / 64) * (64 * D) + 16 * i);
-    load(bh_kv * group, work.last - 1, 0);
+    // A tile of queries is number `tile` of all heads, and number m of its own.
+    int m = work.last - 1, tile = bh_kv * group * q_tiles + m, before = 0;
     if (thread < GROUPS * QUERIES) store_shared_word(address(sm.largest) + 4 * thread, 0);
+    if (thread < 4) store_shared_word(address(sm.magic) + 4 * thread, MAGIC_BITS);
 
-    u32 k_codes[D / 32][4];  // The A operand, rows g and g + 8.
+    // The A operand, rows g and g + 8. With memory for it, it is loaded at each use, and its registers are free between.
+    u32 k_codes[D / 32][4];
+#if STAGES == 2
+    for (int i = thread; i < KEYS * D / 16; i += THREADS) {
+        const int row = i / (D / 16), column = i % (D / 16), key = first_key + row;
+        copy_async(address(sm.k8) + place<D>(row, column), k8 + ((long long)bh_kv * n_k + key) * D + 16 * column, n_k > key);
+    }
+    const u32 k_lane = opaque(address(sm.k8) + 16 * warp * D + place<D>(lane % 16, lane / 16));
+#endif
+    load(tile, 0);
+
     // The scale has 22 bits, so that MAGIC times it is exact. `back` takes MAGIC back.
     float ks[2], back[2];
 #pragma unroll
@@ -135,15 +126,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) backward(
         const bool inside = key < n_k;
         ks[r] = inside ? __int_as_float(__float_as_int(k_scale[(long long)bh_kv * n_k + key]) & -4) : 0.0f;
         back[r] = -MAGIC * ks[r];
+#if STAGES == 1
         const signed char* from = k8 + ((long long)bh_kv * n_k + key) * D + 4 * c;
 #pragma unroll
         for (int k = 0; k < D / 16; k++) k_codes[k / 2][k % 2 * 2 + r] = inside ? *(const u32*)(from + 16 * k) : 0;
+#endif
     }
 #if HALF_SUMS
     const float unit = v_units[(long long)bh_kv * k_tiles + first_key / 64 + warp / 4];
 #endif
 
-    const u32 magic[4] = {opaque(MAGIC_BITS), opaque(MAGIC_BITS), opaque(MAGIC_BITS), opaque(MAGIC_BITS)};
+    // Sums of codes start at these. They are loaded at each use, because ptxas would copy them before each product.
+    auto load_magic = [&](u32 (&magic)[4]) {
+        const float4 four = load_shared(address(sm.magic));
+        magic[0] = __float_as_int(four.x), magic[1] = __float_as_int(four.y);
+        magic[2] = __float_as_int(four.z), magic[3] = __float_as_int(four.w);
+    };
     // dk_magic and dv_magic count MAGIC in the sums of a row.
     float dk_sum[D / 8][4] = {}, dv_sum[D / 8][4] = {}, dk_magic[2] = {}, dv_magic[2] = {};
     // A lane's address for load_matrices is row lane % 8 and 16 bytes lane / 8 for B operands, and row lane % 16 for A
@@ -179,6 +177,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) backward(
     };
     auto add_product = [&](float (&sum)[D / 8][4], float (&with)[2], auto is_unsigned, const u32 (&a)[2][4], u32 from,
                            const float (&factor)[2]) {
+        u32 magic[4];
+        load_magic(magic);
 #pragma unroll
         for (int n = 0; n < D / 8; n += ABREAST) {
             u32 b[ABREAST][4], s[ABREAST][4];
@@ -211,6 +211,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) backward(
         const int rows = warp % 2 * 32;
         const u32 ds_from = address(sm.ds) + rows * KEYS + place<KEYS>(lane % 16, lane / 16);
         const u32 k_from = address(sm.k_turned) + warp / 2 * 32 * 64 + place<64>(lane % 8, lane / 8);
+        u32 magic[4];
+        load_magic(magic);
         float* to = dq + (long long)at * (QUERIES * D) + warp * 1024 + lane;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
@@ -252,21 +254,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) backward(
         }
     };
 
-    int bh = bh_kv * group, m = work.last - 1, next_bh = bh, next_m = m;
-    int before = 0;  // the tile of the turn before
-    auto load_next = [&](int stage) {
-        if (--next_m < work.first) next_m = work.last - 1, next_bh++;
-        load(next_bh, next_m, stage);
-    };
+    // The tile of the next turn is the one in front, or the last one of the next head.
+    auto next = [&] { return m > work.first ? tile - 1 : tile - m + q_tiles + work.last - 1; };
 #pragma unroll 1
     for (int t = 0; t < tiles; t++) {
         copies_wait<0>();
         __syncthreads();  // The tile is there, and dS of the one before.
-        if (STAGES == 2 && t + 1 < tiles) load_next((t + 1) % 2);
+        if (STAGES == 2 && t + 1 < tiles) load(next(), (t + 1) % 2);
         if (t) add_dq(before, t - 1);
         const u32 stage = STAGES == 2 ? t % 2 * (u32)sizeof(Stage) : 0;
         {
-            u32 s[8][4];
+            u32 s[8][4], magic[4];
+            load_magic(magic);
+#if STAGES == 2
+#pragma unroll
+            for (int k = 0; k < D / 32; k++) load_matrices(k_codes[k], k_lane ^ 32 * k);
+#endif
 #pragma unroll
             for (int j = 0; j < 8; j += ABREAST)
 #pragma unroll
@@ -382,7 +385,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) backward(
         }
         add_product(dk_sum, dk_magic, Signed(), a, turned_lane + stage + QUERIES * D, factor);
         __syncthreads();  // maxima are there, and nobody reads the tile or dS of the one before
-        if (STAGES == 1 && t + 1 < tiles) load_next(0);
+        if (STAGES == 1 && t + 1 < tiles) load(next(), 0);
         if (thread < GROUPS * QUERIES) store_shared_word(address(sm.largest[(t + 1) % 2]) + 4 * thread, 0);
         {  // A warp's 16 keys of dS are 16 bytes of each row. The warp keeps the inverses there until they are used.
             const float2 two = load_shared_pair(address(sm.largest[t % 2][warp / 4]) + 8 * lane);
@@ -405,8 +408,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) backward(
             }
         }
         if (t % TAKEN_BACK == TAKEN_BACK - 1) take_back(dk_sum, dk_magic), take_back(dv_sum, dv_magic);
-        before = bh * q_tiles + m;
-        if (--m < work.first) m = work.last - 1, bh++;
+        before = tile, tile = next();
+        m = m > work.first ? m - 1 : work.last - 1;
     }
     __syncthreads();  // dS of the last tile is there
     if (tiles) add_dq(before, tiles - 1);

@@ -20,12 +20,15 @@ DEVICE void keep(Codes& codes, int row, int column, uint2 eight) {
     u32* to = (u32*)(codes.rows + row * PITCH + column);
     to[0] = eight.x, to[1] = eight.y;
 }
-// Load the codes of a head, [tokens, D], from token `first` on, with zeros behind the last one.
-DEVICE void read_codes(Codes& codes, const signed char* head, int first, int tokens) {
+// Load the codes of a head, [tokens, D], from token `first` on, with zeros behind the last one. Write them as rows of a
+// tile to `to` as well, unless it is null.
+DEVICE void read_codes(Codes& codes, const signed char* head, int first, int tokens, signed char* to = nullptr) {
     for (int i = threadIdx.x; i < TILE * LANES; i += THREADS) {
         const int row = i / LANES, column = i % LANES * 8;
         const bool inside = first + row < tokens;
-        keep(codes, row, column, inside ? *(const uint2*)(head + (long long)(first + row) * D + column) : uint2{0, 0});
+        const uint2 eight = inside ? *(const uint2*)(head + (long long)(first + row) * D + column) : uint2{0, 0};
+        keep(codes, row, column, eight);
+        if (to) *(uint2*)(to + place<D>(row, column / 16) + column % 16) = eight;
     }
 }
 // Store them as D rows of 64 tokens, four dimensions of four tokens at a time.
@@ -50,20 +53,20 @@ DEVICE void unpack(const uint4& x, float* y) {
 }
 
 // dO is [B, N_q, heads, D] with strides in elements. o, codes and scales of Q, and lse [B * heads, n_q] are contiguous.
-// The results are written tile by tile: Q and dO as transposed codes, dO in 16 bits, and 128 pairs of floats. A pair of
-// a query is the scale of Q times that of the scores and -(lse - log2 s_dO), then s_Q / s_dO and -delta times that
+// The results are `results`, tile by tile. A pair of a query is the scale of Q times that of the scores and -(lse - log2 s_dO), then s_Q / s_dO and -delta times that
 // (README.md, "The maths"). Each query also gets the unit of its sums of dQ, and zeros for those sums.
 extern "C" __global__ void __launch_bounds__(THREADS) queries(
     const unsigned short* dO, const unsigned short* o, const signed char* q8, const float* q_scale, const float* lse,
-    signed char* q_turned, unsigned short* do_rows, signed char* do_turned, float2* vectors, float* units, float4* sums,
-    float scale, float scale_log2, int heads, int n_q, int tiles, int batch_stride, int token_stride, int head_stride
+    QueryTile<D>* results, float* units, float4* sums, float scale, float scale_log2,
+    int heads, int n_q, int tiles, int batch_stride, int token_stride, int head_stride
 ) {
     struct Shared { Codes q, dO; };
     Shared& sm = shared_memory<Shared>();
     const int tile = blockIdx.x % tiles, bh = blockIdx.x / tiles, batch = bh / heads, head = bh % heads;
     const int lane = threadIdx.x % 32, column = threadIdx.x % LANES;
     const long long at = (long long)bh * tiles + tile, first = (long long)bh * n_q + tile * TILE;
-    read_codes(sm.q, q8 + (long long)bh * n_q * D, tile * TILE, n_q);
+    QueryTile<D>& result = results[at];
+    read_codes(sm.q, q8 + (long long)bh * n_q * D, tile * TILE, n_q, result.q8);
 
     // A query of zeros has the scale 0. Its dS must neither vanish with it nor outweigh that of other queries.
     float largest_scale = 0.0f;
@@ -102,21 +105,21 @@ extern "C" __global__ void __launch_bounds__(THREADS) queries(
         a = {pack_half(x[0] * unit, x[1] * unit), pack_half(x[2] * unit, x[3] * unit),
              pack_half(x[4] * unit, x[5] * unit), pack_half(x[6] * unit, x[7] * unit)};
 #endif
-        *(uint4*)((char*)do_rows + at * (TILE * D * 2) + place<2 * D>(row, column)) = a;
+        *(uint4*)((char*)result.dO + place<2 * D>(row, column)) = a;
         if (column == 0) {
             const float own = inside ? q_scale[first + row] : 0.0f, q_unit = own == 0.0f ? stand_in : own;
             const float factor = do_scale == 0.0f ? 0.0f : q_unit / do_scale;
             const float shift = inside ? lse[first + row] * 1.4426950408889634f - logarithm2(do_scale)
                                        : __int_as_float(0x7F800000);
-            vectors[at * (2 * TILE) + row] = float2{own * scale_log2, -shift};
-            vectors[at * (2 * TILE) + TILE + row] = float2{factor / unit, -delta * factor};
+            ((float2*)result.exponent)[row] = float2{own * scale_log2, -shift};
+            ((float2*)result.gradient)[row] = float2{factor / unit, -delta * factor};
             units[at * TILE + row] = scale / q_unit;
         }
     }
     for (int i = threadIdx.x; i < TILE * D / 4; i += THREADS) sums[at * (TILE * D / 4) + i] = float4{0, 0, 0, 0};
     __syncthreads();
-    write_turned<AsColumns>(sm.q, q_turned + at * (TILE * D));
-    write_turned<AsColumns>(sm.dO, do_turned + at * (TILE * D));
+    write_turned<AsColumns>(sm.q, result.q_turned);
+    write_turned<AsColumns>(sm.dO, result.do_turned);
 }
 
 // Transpose the codes of K, [heads, tokens, D], tile by tile.

@@ -17,6 +17,15 @@ struct AsRows {
     static DEVICE int token(int w, int e) { return w / 4 * 16 + e % 2 * 8 + w % 4 * 2 + e / 2; }
 };
 
+// 64 queries as mma_prepare.cu writes them and mma_backward.cu copies them, in one piece: codes of Q and dO in 16 bits
+// as rows, both as transposed codes in the order AsColumns, and pairs of floats (see mma_prepare.cu) of two queries.
+template <int D> struct QueryTile {
+    signed char q8[64 * D], q_turned[D * 64];
+    unsigned short dO[64 * D];
+    signed char do_turned[D * 64];
+    float4 exponent[32], gradient[32];
+};
+
 // Return the same value in a register that ptxas does not look through. Otherwise ptxas would compute an address from
 // its parts, or move a constant into place, at every use.
 DEVICE u32 opaque(u32 x) { return __shfl_sync(~0u, x, threadIdx.x % 32); }

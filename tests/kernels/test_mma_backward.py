@@ -17,7 +17,7 @@ NAMES = ("dq", "dk", "dv")
 MISTAKES = [
     {"copies_wait<0>();\n        __syncthreads();": "__syncthreads();"},
     {"copies_wait<0>();\n        __syncthreads();": "copies_wait<0>();"},
-    {"load_next((t + 1) % 2);": "load_next(t % 2);"},
+    {"load(next(), (t + 1) % 2);": "load(next(), t % 2);"},
     {"STAGES == 1 && t + 1 < tiles": "false", "STAGES == 2 && t + 1 < tiles": "t + 1 < tiles"},
     {"__syncthreads();  // maxima are there, and nobody reads the tile or dS of the one before": "__syncwarp();"},
     {"__syncthreads();  // dS of the last tile is there": "__syncwarp();"},
@@ -26,7 +26,7 @@ MISTAKES = [
     {"store_shared_word(address(sm.largest[(t + 1) % 2]) + 4 * thread, 0);": ";"},
     {"store_shared_word(address(sm.largest[(t + 1) % 2]) + 4 * thread, 0);":
      "store_shared_word(address(sm.largest[t % 2 ]) + 4 * thread, 0);"},
-    {"m * QUERIES + i + row < n_q": "true"},
+    {"16 * thread < sizeof(Stage) - WHOLE": "false"},
     {"first_key + row < n_k": "true"},
     {"m < work.clear || m >= work.blurred": "m < work.clear || m > work.blurred"},
     {"m < work.clear || m >= work.blurred": "m + 1 < work.clear || m >= work.blurred"},
@@ -37,8 +37,9 @@ MISTAKES = [
     {"t % TAKEN_BACK == TAKEN_BACK - 1": "t % TAKEN_BACK > 0"},
     {"lane / 16 * 4 + lane / 8 % 2 * 2 + lane / 4 % 2": "lane / 16 * 4 + lane / 4 % 2 * 2 + lane / 8 % 2"},
     {"__fmaf_rn(p[j][2], of[j].x, MAGIC)": "__fmaf_rn(p[j][2], of[j].y, MAGIC)"},
-    {"m = work.last - 1, bh++;": "m = work.last - 1;"},
-    {"next_m = work.last - 1, next_bh++;": "next_m = work.last - 1;"},
+    {"tile - m + q_tiles + work.last - 1": "tile - m + work.last - 1"},
+    {"m > work.first ? m - 1 : work.last - 1": "m > work.first ? m - 1 : work.last"},
+    {"n_k > key": "true"},
     {"p[j][2 + e] *= ks[1];": "p[j][2 + e] *= ks[0];"},
     {"place<KEYS>(g, warp) + 8 * j * KEYS + 4 * c": "place<KEYS>(g, warp) + 8 * j * KEYS + 4 * (c ^ 1)"},
     {"-MAGIC * all": "-MAGIC * unit_of[0][r]"},
@@ -70,10 +71,9 @@ def backward(kernels, do, v, o, saved, causal, bounds, stages, half_sums=False, 
     blocks = -(-n_k // keys)
     k_tiles = blocks * (keys // 64)
     rows = batch * heads * q_tiles * 64
-    q_turned, do_turned = torch.full((2, rows * head_dim), 99, dtype=torch.int8)
+    queries = torch.full((rows * (5 * head_dim + 16),), 99, dtype=torch.uint8)
     k_turned = torch.full((batch * kv_heads * k_tiles * 64 * head_dim,), 99, dtype=torch.int8)
-    do_rows = torch.full((rows * head_dim,), math.nan, dtype=torch.float16 if half_sums else v.dtype)
-    vectors, units, sums = (torch.full((n,), math.nan) for n in (4 * rows, rows, rows * head_dim))
+    units, sums = (torch.full((n,), math.nan) for n in (rows, rows * head_dim))
     dq, dk, dv = (torch.full(x.shape, math.nan, dtype=v.dtype) for x in (do, v, v))
     values, v_units = v, None
     if half_sums:
@@ -84,15 +84,15 @@ def backward(kernels, do, v, o, saved, causal, bounds, stages, half_sums=False, 
     q_codes, k_codes = saved.q.codes.contiguous(), saved.k.codes.contiguous()
     defines = (head_dim, half, half_sums)
     calls = [
-        ("queries", defines, batch * heads * q_tiles, 128, do, o, q_codes, saved.q.scale, saved.lse, q_turned, do_rows,
-         do_turned, vectors, units, sums, scale, scale * math.log2(math.e), heads, n_q, q_tiles, *do.stride()[:3]),
+        ("queries", defines, batch * heads * q_tiles, 128, do, o, q_codes, saved.q.scale, saved.lse, queries, units,
+         sums, scale, scale * math.log2(math.e), heads, n_q, q_tiles, *do.stride()[:3]),
         ("keys", defines, batch * kv_heads * k_tiles, 128, k_codes, k_turned, n_k, k_tiles),
         ("values", defines, batch * kv_heads * k_tiles * half_sums, 128, v, values, v_units, kv_heads, n_k, k_tiles,
          *v.stride()[:3]),
-        ("backward", (head_dim, half, half_sums, stages), blocks * batch * kv_heads, 2 * keys, q_codes, q_turned,
-         do_rows, do_turned, vectors, k_codes, saved.k.scale, k_turned, values, v_units,
-         *((None, None) if bounds is None else bounds), sums, dk, dv, scale, kv_heads, heads // kv_heads, n_q, n_k,
-         q_tiles, k_tiles, batch * kv_heads, 1, int(causal), *values.stride()[:3]),
+        ("backward", (head_dim, half, half_sums, stages), blocks * batch * kv_heads, 2 * keys, queries, k_codes,
+         saved.k.scale, k_turned, values, v_units, *((None, None) if bounds is None else bounds), sums, dk, dv, scale,
+         kv_heads, heads // kv_heads, n_q, n_k, q_tiles, k_tiles, batch * kv_heads, 1, int(causal),
+         *values.stride()[:3]),
         ("narrow", defines, batch * heads * q_tiles, 128, sums, units, dq, heads, n_q, q_tiles),
     ]  # fmt: skip
     for name, macros, grid, threads, *arguments in calls:
