@@ -24,10 +24,9 @@ TRITON = Backend(
 )
 TWIN = Backend("twin", lambda found: True, ANY_HEAD_DIM, lambda call: True, twin_forward, twin_backward)
 
-BACKENDS = (HOPPER, MMA._replace(backward=triton_backward), TRITON, TWIN)
-"""A call that names no backend goes to the first of these that serves its GPU and takes it. Of MMA it gets the forward
-kernel alone: that one was timed (NOTES.md), the backward kernel was not."""
-NAMED = {backend.name: backend for backend in reversed(BACKENDS)} | {"mma": MMA}
+BACKENDS = (HOPPER, MMA, TRITON, TWIN)
+"""A call that names no backend goes to the first of these that serves its GPU and takes it."""
+NAMED = {backend.name: backend for backend in reversed(BACKENDS)}
 """The backends that a call may name. TRITON computes what a named one does not take."""
 
 _failed: set[str] = set()

@@ -142,8 +142,9 @@ def mma_backward(call: BackwardCall, *, half_sums: bool | None = None) -> Gradie
         defines = backward_defines(head_dim, half, half_sums, stages_of(do.device))
         load("mma_backward.cu", "backward", defines, architecture).launch(
             (blocks * batch * kv_heads,), (2 * keys,), defines["SHARED_BYTES"],
-            queries, *saved.k, k_turned, values, value_units, starts, ends, sums, dk, dv, scale, kv_heads, heads // kv_heads, n_q, n_k, q_tiles, k_tiles, batch * kv_heads,
-            heads_at_once, int(call.causal), *values.stride()[:3],
+            queries, *saved.k, k_turned, values, value_units, starts, ends, sums, dk, dv, scale,
+            kv_heads, heads // kv_heads, n_q, n_k, q_tiles, k_tiles, batch * kv_heads, heads_at_once,
+            int(call.causal), *values.stride()[:3],
         )  # fmt: skip
         load("mma_prepare.cu", "narrow", prepare, architecture).launch(
             (batch * heads * q_tiles,), (128,), 0, sums, units, dq, heads, n_q, q_tiles

@@ -145,7 +145,7 @@ def matmuls_of(
                 raise ValueError(f"linear.precision int8: {error}") from error
         how = "torch's kernels"
         if linear.precision == "fp8" and half_sums(torch.device(device)):
-            how += "; this GPU adds FP8 products up at half rate: use linear.precision int8 or auto, nearly twice as fast"
+            how += "; this GPU adds FP8 products up at half rate: use linear.precision int8, twice as fast, or auto"
     blocks = f"{len(low)} of {model.num_layers} blocks" if len(low) < model.num_layers else "all blocks"
     layers, others = model.linear_layers(tensor_parallel_size), model.linear_layers(here or tensor_parallel_size)
     taken = [layer for layer, sizes in layers.items() if linear.takes(sizes) and not others[layer].odd]

@@ -99,10 +99,6 @@ def test_a_name_reaches_kernels_of_every_gpu_that_they_serve(monkeypatch, runs):
     assert runs == ["mma forward", "mma backward"] * len(mma.CAPABILITIES)
 
 
-def test_a_kernel_that_no_gpu_has_timed_runs_only_by_name():
-    assert BACKENDS[1] == MMA._replace(backward=TRITON.backward) and NAMED["mma"] is MMA
-
-
 def test_a_new_backend_is_one_line_in_the_list(monkeypatch, runs):
     """The backend gets the calls of its GPU that it takes, and its recipe becomes the default there. Nothing else
     changes."""

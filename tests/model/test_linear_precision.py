@@ -178,7 +178,7 @@ def test_a_gpu_that_cannot_is_an_error(monkeypatch, capability, precision, dtype
         monkeypatch.setattr("sagetrain.model.selection.half_sums", lambda device: capability == (8, 9))
         matmuls, how = matmuls_of(LinearConfig(precision=precision), SHAPE, **where)
         assert len(matmuls) == SHAPE.num_layers
-        assert ("half rate: use linear.precision int8 or auto" in how) == (capability == (8, 9))
+        assert ("half rate: use linear.precision int8, twice as fast, or auto" in how) == (capability == (8, 9))
     else:
         with pytest.raises(ValueError, match=says):
             matmuls_of(LinearConfig(precision=precision), SHAPE, **where)
