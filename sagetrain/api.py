@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Literal
 import yaml
 
 from sagetrain.cluster.launcher import launched
+from sagetrain.config.arguments import checked
 from sagetrain.config.check import accept
 from sagetrain.config.errors import CheckpointError, ConfigError, Finding, TrainingError
 from sagetrain.config.load import load_config as _load_config
@@ -102,6 +103,14 @@ def _texts(overrides: ConfigChanges) -> list[str]:
     return [f"{key}={_yaml(value)}" for key, value in overrides.items()]
 
 
+def _changes(config: object, overrides: ConfigChanges) -> list[str]:
+    """Return overrides as `_texts` does. Raises ConfigError if there are some for a RunConfig."""
+    texts = _texts(overrides)
+    if isinstance(config, RunConfig) and texts:
+        raise ConfigError(f"overrides {texts}: a RunConfig has its values; give overrides to load_config")
+    return texts
+
+
 class _Dumper(yaml.SafeDumper):
     """A YAML dumper that writes paths as text."""
 
@@ -119,6 +128,7 @@ def _yaml(value: object) -> str:
     return text.removesuffix("\n").removesuffix("\n...")
 
 
+@checked
 def load_config(path: str | Path, overrides: ConfigChanges = ()) -> RunConfig:
     """Read the configuration of a run from a YAML file, or a shipped one by its name, such as "325m".
 
@@ -132,6 +142,7 @@ def load_config(path: str | Path, overrides: ConfigChanges = ()) -> RunConfig:
     return _load_config(path, _texts(overrides))
 
 
+@checked
 def prepare(request: Request, say: Callable[[str], None] = _silent) -> Prepared:
     """Turn text into token files, and train a tokenizer if the request asks for one.
 
@@ -147,8 +158,9 @@ def prepare(request: Request, say: Callable[[str], None] = _silent) -> Prepared:
     return _prepare(request, say)
 
 
+@checked
 def plan(
-    config: str | Path,
+    config: RunConfig | str | Path,
     overrides: ConfigChanges = (),
     *,
     world_size: int | None = None,
@@ -160,8 +172,8 @@ def plan(
     """Predict a run: memory, speed, schedule, better layouts, and every finding. This needs no GPU.
 
     Args:
-        config: a YAML file, or the name of a shipped configuration.
-        overrides: values that replace those of the file.
+        config: the result of load_config, a YAML file, or the name of a shipped configuration.
+        overrides: values that replace those of the file. They are not allowed together with a RunConfig.
         world_size: the number of ranks. Default: parallel.world_size, or 1.
         gpu: a key of sagetrain.hardware.HARDWARE. Default: this host's GPU, or h200.
         gpus_per_host: the number of GPUs of a host.
@@ -175,7 +187,7 @@ def plan(
         raise ConfigError(f"gpu {gpu!r} is not known: give one of {', '.join(HARDWARE)}")
     kind, _ = planned_gpu(gpu)
     hardware = cluster_of(kind, gpus_per_host, network_gbps, host_memory_gib)
-    return make_plan(config, _texts(overrides), world_size, hardware)
+    return make_plan(config, _changes(config, overrides), world_size, hardware)
 
 
 @dataclass(frozen=True)
@@ -183,14 +195,18 @@ class TrainingResult:
     """The result of a call of `train`."""
 
     run_dir: Path
+    """The run folder."""
     step: int
+    """The number of optimizer steps that the run has taken."""
     tokens: int
+    """The number of tokens that the run has seen."""
     finished: bool
     """Whether the run has reached training.total_tokens. The next call continues a run that was stopped."""
     metrics: Mapping[str, float]
     """The newest value of each number that was measured, by its name in metrics.jsonl: train/loss, valid/loss, ..."""
 
 
+@checked
 def train(
     config: RunConfig | str | Path,
     overrides: ConfigChanges = (),
@@ -226,9 +242,7 @@ def train(
     """
     from sagetrain.training.callbacks import Callback as Base
 
-    texts = _texts(overrides)
-    if isinstance(config, RunConfig) and texts:
-        raise ConfigError(f"overrides {texts}: a RunConfig has its values; give overrides to load_config")
+    texts = _changes(config, overrides)
     if wrong := [each for each in callbacks if not isinstance(each, Base)]:
         raise ConfigError(f"callbacks: {wrong[0]!r} is no sagetrain.Callback; derive its class from that, and make one")
     rank, world_size = launched()
@@ -325,6 +339,10 @@ class Model:
     """The loaded run. It has the torch module (`run.model`), the tokenizer, the configuration, and the step."""
     run_dir: Path
 
+    def __repr__(self) -> str:
+        return f"Model({self.run_dir}, step {self.run.step}, {self.run.tokens:,} tokens)"
+
+    @checked
     def generate(
         self,
         prompts: str | Sequence[str],
@@ -365,6 +383,7 @@ class Model:
             template = settled_template(self.run.chat_template or "", self.run.tokenizer)
         return finished(self.run, given, sampling, batch_size, template)
 
+    @checked
     def score(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
         """Return the natural logarithm of p(continuation | context) for each pair of a context and its continuation.
 
@@ -381,9 +400,10 @@ class Model:
         tokens = [([*run.text_prefix, *encode(context)] if context else begin, encode(text)) for context, text in pairs]
         return [found for found, _ in scorer(tokens)]
 
+    @checked
     def evaluate(
         self,
-        texts: Sequence[str | Path] = (),
+        texts: str | Path | Sequence[str | Path] = (),
         *,
         num_sequences: int | None = None,
         stride: int | None = None,
@@ -393,11 +413,13 @@ class Model:
         """Measure loss (nats per token), perplexity and bits per byte for each source.
 
         Args:
-            texts: token files without suffix, or text files that `prepare` can read. Default: the run's data.valid.
+            texts: a token file without suffix, a text file that `prepare` can read, or several. Default: the run's
+                data.valid.
             num_sequences: the number of sequences of data.valid. Default: evaluation.num_sequences of the run.
             stride: score all of the data in windows whose begins are this many tokens apart. Default with texts: half a
                 window.
             text_key: the field or column that holds the text.
+            say: gets messages for people.
 
         Raises:
             ConfigError: the options contradict each other, or the data cannot be read.
@@ -410,9 +432,11 @@ class Model:
         run = with_data(self.run, self.run_dir, None, say)
         if texts or stride:
             step = stride or default_stride(run.cfg.data.seq_length)
-            return evaluate_texts(run, [str(text) for text in texts], step, text_key=text_key, report=say)
+            each = [texts] if isinstance(texts, str | os.PathLike) else texts
+            return evaluate_texts(run, [str(text) for text in each], step, text_key=text_key, report=say)
         return evaluate(run, num_sequences or run.cfg.evaluation.num_sequences, say)
 
+    @checked
     def export(
         self,
         folder: str | Path,
@@ -436,6 +460,7 @@ class Model:
         return export(self.run_dir, Path(folder), step=self.run.step or None, dtype=dtype, report=say)
 
 
+@checked
 def load_run(
     run_dir: str | Path,
     step: int | None = None,
@@ -452,6 +477,7 @@ def load_run(
         step: the step of the checkpoint. Default: the newest undamaged one.
         attention: the attention backend of all layers. Default: the backend that the run was trained with.
         linear: the precision of the linear layers in the blocks. Default: 16 bits.
+        say: gets messages for people.
 
     Raises:
         CheckpointError: there is no undamaged checkpoint, or the tokenizer file is not the run's.
@@ -463,6 +489,7 @@ def load_run(
     return Model(load(path, say, step, attention=attention, linear=linear), path)
 
 
+@checked
 def import_folder(folder: str | Path, run_dir: str | Path, *, say: Callable[[str], None] = _silent) -> Imported:
     """Turn a Hugging Face folder of a Llama, Mistral or Qwen3 model into a run folder, to start from with
     training.init_from, and to load with load_run.
@@ -481,6 +508,7 @@ def import_folder(folder: str | Path, run_dir: str | Path, *, say: Callable[[str
     return read(Path(folder), Path(run_dir), report=say)
 
 
+@checked
 def compare(
     configs: Sequence[str | Path],
     *,

@@ -16,7 +16,9 @@ class Counts:
     """The counts of one token file."""
 
     documents: int = 0
+    """Documents that were written."""
     tokens: int = 0
+    """Tokens that were written, with those that end documents."""
     bytes: int = 0
     """UTF-8 bytes of text."""
     empty_documents: int = 0

@@ -51,10 +51,13 @@ class Prepared:
     valid: Path | None
     """The path of the held-out token file, if one was asked for."""
     tokenizer: Path
+    """The file of the tokenizer, beside the token file."""
     counts: dict[str, Counts]
     """The counts of the token files, by "train" and "valid"."""
     vocab_size: int
+    """The number of tokens of the tokenizer."""
     seconds: float
+    """The time that the call took."""
     already_there: bool
     """Whether an earlier call with the same inputs had written everything, so that nothing was done."""
 
@@ -123,7 +126,7 @@ def prepare(request: Request, hears: Callable[[str], None] | None = None) -> Pre
         if not overwrite:
             there.check_tokenizer(made_from)
         notes = [] if overwrite else there.check_parts(made_from)
-        there.check_held_out(list(request.sources), made_from)
+        there.check_held_out(request.source_texts, made_from)
 
         for note in [*(given.notes if given else ()), *corpus.notes, *notes]:
             say(note)
@@ -151,7 +154,7 @@ def prepare(request: Request, hears: Callable[[str], None] | None = None) -> Pre
                 there.check_siblings(encoder.tokenizer)
                 for note in set() if overwrite else set(there.check_parts(made_from)) - set(notes):
                     say(note)
-                call.publish(there.folder / file_name, request.sources)
+                call.publish(there.folder / file_name, request.source_texts)
         finally:
             if journal.exists:
                 say(f"{there.train}: unfinished; the same command goes on with it")

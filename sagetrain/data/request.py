@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sagetrain.config.arguments import check_types
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import TOKENIZER_NAME, tokenizer_in
 
@@ -23,10 +24,10 @@ _MAX_VOCAB_SIZE, _MAX_WORKERS = 1_000_000, 1024
 class TextRequest:
     """The text that is read, and how it is read."""
 
-    sources: Sequence[str]
-    """Files (.jsonl or .ndjson, .json, .csv, .tsv, .parquet, text; .gz, .bz2, .xz and .zst too), folders, archives
-    (.tar, .tar.gz and the like, .zip), Hugging Face datasets (hub name, or a folder written by save_to_disk), or
-    "python-stdlib". They are read in this order."""
+    sources: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+    """One source or several: files (.jsonl or .ndjson, .json, .csv, .tsv, .parquet, text; .gz, .bz2, .xz and .zst too),
+    folders, archives (.tar, .tar.gz and the like, .zip), Hugging Face datasets (hub name, or a folder written by
+    save_to_disk), or "python-stdlib". They are read in this order."""
     _: KW_ONLY
     text_key: str = "text"
     """Field or column that holds the text."""
@@ -42,6 +43,16 @@ class TextRequest:
     """Split of a Hugging Face dataset."""
     skip_bad_lines: bool = False
     """Leave out and count lines and rows that hold no text, instead of stopping at the first."""
+
+    def __post_init__(self) -> None:
+        """Check the types of all settings. Raises ConfigError if one is wrong."""
+        check_types("Request", {each.name: str(each.type) for each in fields(self)}, vars(self), globals())
+
+    @property
+    def source_texts(self) -> list[str]:
+        """The sources as texts."""
+        given = [self.sources] if isinstance(self.sources, str | os.PathLike) else self.sources
+        return [os.fspath(each) for each in given]
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ class Corpus:
             ConfigError: a source does not exist or is empty, is something else than its name says, or is plain text
                 where fields are wanted.
         """
-        if not texts.sources:
+        if not texts.source_texts:
             raise ConfigError("no source of text given")
         self.texts, split_on = texts, texts.split_on
         self._fields, optional = (records.fields, records.optional_fields) if records else ((), ())
@@ -85,7 +85,7 @@ class Corpus:
         self._looked_at = self._texts = 0
         self._text_files: list[Path] = []
         self._paths: list[Path] = []
-        for source in texts.sources:
+        for source in texts.source_texts:
             self.inputs += self._resolve(source)
         check_once(map(os.path.abspath, self._paths))
         self.all_inputs = self.inputs

@@ -30,9 +30,11 @@ class Evaluation:
     """The evaluation of one source, or of several together. All sums are in float64."""
 
     name: str
+    """The source: its path, or the part of the path in which sources differ."""
     nats: float = 0.0
     """Sum of the losses of all tokens, including those that end documents."""
     tokens: int = 0
+    """Number of tokens that were scored."""
     bytes: int | None = 0
     """Bytes of the text in UTF-8. None: there is no tokenizer and so no text, or not all of it counts in the loss."""
     unigram_nats: float | None = None
@@ -50,14 +52,17 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
+        """The exponential of the loss."""
         return math.exp(self.loss)
 
     @property
     def bits_per_byte(self) -> float | None:
+        """The losses in bits over the bytes of the text. None if the bytes are not known."""
         return self.nats / math.log(2) / self.bytes if self.bytes else None
 
     @property
     def unigram_loss(self) -> float | None:
+        """The loss of a model without context, in nats per token. None if the training data is not here."""
         return None if self.unigram_nats is None else self.unigram_nats / self.tokens
 
 

@@ -53,7 +53,9 @@ class Completion:
     number: int
     """Number of the prompt, counted from 0."""
     prompt: str
+    """The prompt as it was given."""
     prompt_tokens: int
+    """Number of tokens of the prompt, with those that the model expects before a text."""
     tokens: list[int] = field(default_factory=list)
     """Generated tokens, without the token that ended the text."""
     text: str = ""

@@ -37,13 +37,19 @@ class Exported:
     """The result of `export`."""
 
     architecture: str
+    """The class of transformers that loads the folder."""
     step: int
+    """The step of the checkpoint."""
     tensors: int
+    """Number of tensors."""
     bytes: int
+    """Bytes of all tensors."""
     shards: int
+    """Number of files that hold the tensors."""
     positions: int
     """The value of max_position_embeddings."""
     eos_token_id: int | list[int] | None
+    """The tokens at which a text ends."""
 
 
 def export(

@@ -49,10 +49,15 @@ class Imported:
     """The result of `import_folder`."""
 
     architecture: str
+    """The class of transformers that the folder names."""
     tensors: int
+    """Number of tensors."""
     parameters: int
+    """Number of parameters, without padding of the vocabulary."""
     seq_length: int
+    """The longest sequence that the model was made for."""
     tokenizer: str | None
+    """The name of the tokenizer's file in the run folder; None: the folder has none."""
 
 
 def import_folder(

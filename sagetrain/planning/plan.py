@@ -87,6 +87,12 @@ class Plan:
     """Numbers of GPUs from which on a layout fits: with the optimizer as configured, and with a smaller state. None: no
     number does, or the proposed layouts answer the question."""
 
+    def __repr__(self) -> str:
+        speed = f", {self.chosen.prediction.tokens_per_second:,.0f} tokens/s predicted" if self.chosen else ""
+        memory = f", {total_bytes(self.memory) / 2**30:.2f} GiB per rank" if self.memory else ""
+        found = f"{self.errors} errors and {len(self.findings) - self.errors} other findings"
+        return f"Plan({self.path} on {self.world_size} x {self.hardware.name}: {found}{memory}{speed})"
+
     @property
     def errors(self) -> int:
         """The number of findings that would stop the run."""
@@ -101,7 +107,7 @@ class Plan:
 
 
 def make_plan(
-    path: str | Path,
+    config: RunConfig | str | Path,
     overrides: Sequence[str],
     world_size: int | None,
     hardware: Hardware,
@@ -111,7 +117,7 @@ def make_plan(
     """Make the plan of a run.
 
     Args:
-        path: the configuration file.
+        config: the configuration, or its file.
         overrides: overrides of its keys.
         world_size: number of ranks. None: that of the configuration, or 1.
         hardware: the GPU.
@@ -122,7 +128,8 @@ def make_plan(
     Raises:
         ConfigError: the file cannot be loaded, or no GPU could reach the measured speed.
     """
-    cfg = asked = load_config(path, overrides)
+    path = None if isinstance(config, RunConfig) else config
+    cfg = asked = config if isinstance(config, RunConfig) else load_config(config, overrides)
     world_size = world_size or cfg.parallel.world_size or 1
     tokenizer = known_tokenizer(cfg.data)
     known = tokenizer.vocab_size if tokenizer else None
@@ -184,7 +191,7 @@ def make_plan(
     if chosen and (faster := _faster_attention(cfg, chosen, world_size, padded, hardware, span)):
         findings = [*findings, faster]
     return Plan(
-        path=path,
+        path=path or "configuration",
         cfg=cfg,
         world_size=world_size,
         hardware=hardware,

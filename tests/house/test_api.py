@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -236,12 +237,38 @@ def test_a_model_generates_scores_evaluates_and_is_exported(trained: tuple[Path,
     assert model.export(trained[0].parent / "hf").architecture == "Qwen3ForCausalLM"
 
 
+MISTAKES: dict[str, Callable[[api.Model], object]] = {
+    'prepare: request is "texts", and must be Request': lambda model: api.prepare("texts"),
+    'Request: vocab_size is "1000", and must be int': lambda model: api.Request(["a"], output="b", vocab_size="1000"),
+    "Request: sources is 3, and must be str": lambda model: api.Request(3, output="b"),
+    "load_config: path is null, and must be str": lambda model: api.load_config(None),
+    "plan: world_size is true, and must be int": lambda model: api.plan("quickstart", world_size=True),
+    "train: config is 7, and must be RunConfig": lambda model: api.train(7),
+    "train: say is true, and must be Callable": lambda model: api.train("quickstart", say=True),
+    "load_run: run_dir is a Model, and must be str": lambda model: api.load_run(model),
+    'generate: max_tokens is "3", and must be int': lambda model: model.generate("a", max_tokens="3"),
+    "score: pairs is a list, and must be Sequence": lambda model: model.score(["import ", "os"]),
+    'compare: configs is "quickstart", and must be Sequence': lambda model: api.compare("quickstart"),
+    'export: dtype is "fp32", and must be Literal': lambda model: model.export("x", dtype="fp32"),
+}
+
+
+@pytest.mark.parametrize("message", MISTAKES)
+def test_an_argument_of_another_type_is_named(trained: tuple[Path, api.TrainingResult, Notes], message: str) -> None:
+    model = api.load_run(trained[0])
+    assert re.fullmatch(rf"Model\({trained[0]}, step \d+, [\d,]+ tokens\)", repr(model))
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
+        MISTAKES[message](model)
+
+
 def test_texts_are_prepared_planned_for_and_refused(tmp_path: Path, capfd) -> None:
-    request = api.Request([str(write_jsonl(tmp_path / "a.jsonl", TEXTS))], output=tmp_path / "train", vocab_size=350)
+    request = api.Request(write_jsonl(tmp_path / "a.jsonl", TEXTS), output=tmp_path / "train", vocab_size=350)
     assert api.prepare(request).vocab_size == 350
     path = {"data.train": [{"path": tmp_path / "train"}], "data.valid": [], "training.run_dir": tmp_path / "run"}
     plan = api.plan("325m", path, world_size=8, gpu="h100")
     assert plan.chosen.prediction.world_size == 8
+    assert api.plan(api.load_config("325m", path), world_size=8, gpu="h100").chosen == plan.chosen
+    assert re.fullmatch(r"Plan\(325m on 8 x NVIDIA H100.*: 0 errors and .* tokens/s predicted\)", repr(plan))
     for call, said in (
         (lambda: api.load_config("325m", {"optimizer.lrr": 1}), r"optimizer\.lrr = 1: unknown key; did you mean"),
         (lambda: api.load_config("325m", "optimizer.lr=1"), r"overrides 'optimizer\.lr=1': give a mapping"),

@@ -1,0 +1,87 @@
+"""Check the types of arguments of the library's functions. A mistake is then a ConfigError that names the argument."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import wraps
+from numbers import Integral, Real
+from typing import ParamSpec, TypeVar
+
+from sagetrain.config.errors import ConfigError, shown
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_TYPES: dict[str, type] = {
+    "str": str,
+    "Path": os.PathLike,
+    "PathLike": os.PathLike,
+    "int": Integral,
+    "float": Real,
+    "Mapping": Mapping,
+}
+
+
+def checked(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a function raise ConfigError if an argument is not of the type of its annotation."""
+    signature = inspect.signature(function)
+    parameters = signature.parameters.items()
+    annotations = {name: each.annotation for name, each in parameters if isinstance(each.annotation, str)}
+    module: Mapping[str, object] = getattr(function, "__globals__", {})
+
+    @wraps(function)
+    def _call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with suppress(TypeError):  # Python says it better if an argument is missing or unknown.
+            check_types(function.__name__, annotations, signature.bind(*args, **kwargs).arguments, module)
+        return function(*args, **kwargs)
+
+    return _call
+
+
+def check_types(
+    what: str, annotations: Mapping[str, str], values: Mapping[str, object], module: Mapping[str, object]
+) -> None:
+    """Check values beside annotations as they stand in the code, both by name.
+
+    Args:
+        what: the beginning of the message.
+        annotations: the annotations. Types that neither this module nor `module` knows are not checked.
+        values: the values.
+        module: the names of the module with the annotations.
+
+    Raises:
+        ConfigError: a value has another type.
+    """
+    for name, value in values.items():
+        wanted = annotations.get(name)
+        if wanted and not _fits(value, ast.parse(wanted, mode="eval").body, module):
+            given = shown(value) if isinstance(value, str | Real | None) else f"a {type(value).__name__}"
+            raise ConfigError(f"{what}: {name} is {given}, and must be {wanted}")
+
+
+def _fits(value: object, wanted: ast.expr, module: Mapping[str, object]) -> bool:
+    """Whether a value is of an annotation's type."""
+    if isinstance(wanted, ast.BinOp):
+        return _fits(value, wanted.left, module) or _fits(value, wanted.right, module)
+    if isinstance(wanted, ast.Constant):
+        return value is wanted.value
+    name, inner = (wanted.value, wanted.slice) if isinstance(wanted, ast.Subscript) else (wanted, None)
+    kind = ast.unparse(name).rpartition(".")[2]
+    parts = inner.elts if isinstance(inner, ast.Tuple) else [inner] if inner else []
+    if kind == "Callable":
+        return callable(value)
+    if kind == "Literal":
+        return any(_fits(value, each, module) or value == ast.literal_eval(each) for each in parts)
+    if kind in ("Sequence", "tuple"):
+        if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+            return False
+        if kind == "Sequence":
+            return all(_fits(each, parts[0], module) for each in value)
+        return len(value) == len(parts) and all(map(_fits, value, parts, [module] * len(parts)))
+    if kind == "bool" or isinstance(value, bool):
+        return isinstance(value, bool) and kind in ("bool", "object")
+    known = _TYPES.get(kind, module.get(kind))
+    return not isinstance(known, type) or isinstance(value, known)
