@@ -50,10 +50,7 @@ def keep_weights(model: nn.Module) -> None:
     for ZeRO 3, where weights come and go.
     """
     for layer in linear_layers(model):
-        made = layer.matmul.keep(list(layer.parameters(recurse=False)))
-        layer.kept = layer.kept or made
-        for old, new in zip(layer.kept, made, strict=True):
-            old.copy_(new)
+        layer.kept = layer.matmul.keep(list(layer.parameters(recurse=False)))
 
 
 class ColumnParallelLinear(nn.Module):
