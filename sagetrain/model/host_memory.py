@@ -13,7 +13,7 @@ from sagetrain.model.accounting import MemoryItem, save_host_bytes, total_bytes
 from sagetrain.model.tensors import tensors
 
 _PROCESS = 4 * 2**30
-_USABLE = 0.95
+HOST_SHARE = 0.95
 """The share of a host's memory that its ranks may take. The system has the rest."""
 
 
@@ -61,7 +61,7 @@ def host_memory_finding(
         memory: the bytes of memory that the host has for them.
         whose: the host in words.
     """
-    need, usable = ranks * total_bytes(host_memory_per_rank(cfg, world_size, vocab_size)), _USABLE * memory
+    need, usable = ranks * total_bytes(host_memory_per_rank(cfg, world_size, vocab_size)), HOST_SHARE * memory
     if need <= usable:
         return None
     return error(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -14,7 +16,7 @@ from sagetrain.config.rules import fit
 from sagetrain.config.schema import LinearConfig, NoiseAwareTokens, RampTokens, Recomputation, RunConfig
 from sagetrain.hardware import Hardware, usable_bytes
 from sagetrain.model.accounting import MemoryItem, memory_per_rank, total_bytes, with_recomputation
-from sagetrain.model.host_memory import host_memory_finding
+from sagetrain.model.host_memory import HOST_SHARE, host_memory_finding, host_memory_per_rank
 from sagetrain.planning.performance import predict, with_overlap
 from sagetrain.planning.prediction import StepPrediction
 
@@ -22,14 +24,17 @@ MORE_TOKENS = 1.1
 """Factor on the fewest tokens per step that run. The fewest may leave only micro-batches of one sequence, which are
 slow."""
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+_WIDE = {"moments": "fp32", "master": "fp32"}
 _SMALLER_STATES: tuple[Mapping[str, Mapping[str, str]], ...] = (
     {"optimizer": {"moments": "int8"}},
     {"optimizer": {"moments": "int8"}, "parallel": {"engine": "fsdp"}},
     {"optimizer": {"moments": "int8", "master": "bf16_kahan"}, "parallel": {"engine": "fsdp"}},
     {"optimizer": {"moments": "int8", "master": "bf16_chance"}, "parallel": {"engine": "fsdp"}},
+    {"optimizer": _WIDE, "parallel": {"engine": "fsdp", "offload": "optimizer"}},
+    {"optimizer": _WIDE, "parallel": {"engine": "fsdp", "offload": "all"}},
 )
-"""The settings that take less memory for the optimizer's state. The first one works with both engines and leaves the
-master weights as they are."""
+"""The settings that take less of a GPU's memory for the optimizer's state. The first one works with both engines and
+leaves the master weights as they are."""
 
 
 @dataclass(frozen=True)
@@ -188,6 +193,17 @@ def propose_smaller_states(
     return sorted((each[0] for each in fastest if each), key=lambda item: -item.prediction.tokens_per_second)
 
 
+def host_memory_to_offload(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware) -> int | None:
+    """Return the GiB of memory that a host needs for parallel.offload to make a layout fit. Return None if no memory
+    does, or if the host has as much."""
+    endless, ranks = dataclasses.replace(hardware, host_memory=math.inf), min(world_size, hardware.gpus_per_host)
+    states = [_with_state(cfg, state) for state in _SMALLER_STATES if "offload" in state.get("parallel", {})]
+    found = [item for state in states for item in propose(state, world_size, vocab_size, endless) or []]
+    needs = [float(ranks) * total_bytes(host_memory_per_rank(item.cfg, world_size, vocab_size)) for item in found]
+    need = min(needs, default=0.0) / HOST_SHARE
+    return math.ceil(need / 2**30) if need > hardware.memory_of_host(ranks) else None
+
+
 def _with_state(cfg: RunConfig, state: Mapping[str, Mapping[str, str]]) -> RunConfig:
     """Return the configuration with other values of some keys, by section."""
     sections = {name: getattr(cfg, name).model_copy(update=values) for name, values in state.items()}
@@ -203,6 +219,7 @@ def overrides_to(cfg: RunConfig, chosen: RunConfig) -> list[str]:
         ("parallel", "sequence_parallel"),
         ("parallel", "engine"),
         ("parallel", "zero_stage"),
+        ("parallel", "offload"),
         ("optimizer", "moments"),
         ("optimizer", "master"),
         ("training", "activation_checkpointing"),

@@ -28,6 +28,7 @@ from sagetrain.planning.layouts import (
     fewest_gpus,
     fits_with,
     host_finding,
+    host_memory_to_offload,
     layout,
     memory_finding,
     memory_of,
@@ -86,6 +87,8 @@ class Plan:
     from_gpus: tuple[int | None, int | None] = (None, None)
     """Numbers of GPUs from which on a layout fits: with the optimizer as configured, and with a smaller state. None: no
     number does, or the proposed layouts answer the question."""
+    host_memory_to_offload: int | None = None
+    """GiB of a host's memory with which parallel.offload makes a layout fit, if that is more than the host has."""
 
     def __repr__(self) -> str:
         speed = f", {self.chosen.prediction.tokens_per_second:,.0f} tokens/s predicted" if self.chosen else ""
@@ -178,11 +181,13 @@ def make_plan(
                 gain = _gain(cfg, chosen, layout(wide, world_size, padded, hardware, span))
                 findings = [*findings, *([gain] if gain else [])]
     proposed = None if refused & _NO_MODEL else propose(asked, world_size, padded, hardware, span)
-    fits = smaller = None
+    fits = smaller = host = None
     if proposed is not None and not proposed:
         fits = fewest_gpus(asked, world_size, padded, hardware)
         proposed = propose_smaller_states(asked, world_size, padded, hardware, span)
         smaller = None if proposed else fewest_gpus(asked, world_size, padded, hardware, smaller_states=True)
+        if not any(item.cfg.parallel.offload != "none" for item in proposed):
+            host = host_memory_to_offload(asked, world_size, padded, hardware)
     if proposed:
         findings = [_with_way_out(finding) for finding in findings]
     elif fits:
@@ -205,6 +210,7 @@ def make_plan(
         chosen=chosen,
         proposed=proposed,
         from_gpus=(fits, smaller),
+        host_memory_to_offload=host,
     )
 
 

@@ -486,12 +486,15 @@ def _proposal_table(plan: Plan, proposed: list[Layout]) -> Table:
 def _from_gpus(plan: Plan, proposed: list[Layout]) -> list[str]:
     """Return sentences about the memory that the proposed layouts change, or that none has."""
     said, (fits, smaller) = [], plan.from_gpus
-    if proposed and proposed[0].cfg.optimizer != plan.cfg.optimizer:
-        said.append("None fits with the optimizer as configured: these keep its state in less memory.")
+    if fits and proposed:
+        said.append("None fits with the optimizer as configured: these keep its state in less memory, or elsewhere.")
     if smaller and smaller != fits:
         said.append(
             f"With the optimizer's state in less memory it fits from {smaller} GPUs on (--world-size {smaller})."
         )
+    if plan.host_memory_to_offload:
+        need = plan.host_memory_to_offload
+        said.append(f"With parallel.offload it fits where a host has {need} GiB (--host-memory {need}).")
     return said + ([f"With the optimizer as configured it fits from {fits} GPUs on."] if fits else [])
 
 

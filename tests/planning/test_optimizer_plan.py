@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from sagetrain.config.load import load_config
-from sagetrain.hardware import HARDWARE
-from sagetrain.model.accounting import memory_per_rank, muon_parameters, save_host_bytes, total_bytes
+from sagetrain.hardware import HARDWARE, Hardware, cluster_of
+from sagetrain.model.accounting import memory_per_rank, muon_parameters, num_parameters, save_host_bytes, total_bytes
 from sagetrain.planning.layouts import overrides_to, usable_memory
 from sagetrain.planning.performance import predict
 from sagetrain.planning.plan import make_plan
@@ -19,6 +20,7 @@ from sagetrain.planning.show import show_plan
 CONFIG, VOCAB = Path(__file__).parents[2] / "configs/1b.yaml", 32_768
 PARAMETERS, MATRICES = 1_036_082_176, 901_775_360
 FSDP = "parallel.engine=fsdp"
+CHANCE, KAHAN = ({FSDP, "optimizer.moments=int8", f"optimizer.master=bf16_{way}"} for way in ("chance", "kahan"))
 
 
 def optimizer_bytes(*overrides: str) -> int:
@@ -72,46 +74,65 @@ def test_muon_takes_the_time_of_its_matmuls_shared_by_all_ranks() -> None:
     assert predict(unsharded, 2, VOCAB, gpu).orthogonalizing == pytest.approx(alone.orthogonalizing)
 
 
-def proposals(name: str, gpu: str, *overrides: str, ranks: int = 1) -> list[list[str]]:
+def proposals(name: str, gpu: Hardware, *overrides: str) -> list[list[str]]:
     """Return the settings to paste for the layouts that `plan` proposes."""
-    made = make_plan(CONFIG.with_name(f"{name}.yaml"), overrides, ranks, HARDWARE[gpu])
+    made = make_plan(CONFIG.with_name(f"{name}.yaml"), overrides, 1, gpu)
     return [overrides_to(made.cfg, item.cfg) for item in made.proposed or []]
 
 
-def fits(name: str, gpu: str, *overrides: str, ranks: int = 1) -> bool:
+def fits(name: str, gpu: Hardware, *overrides: str) -> bool:
     """Whether a configuration with these overrides fits, without an error of its own."""
-    made = make_plan(CONFIG.with_name(f"{name}.yaml"), overrides, ranks, HARDWARE[gpu])
-    return not made.errors and total_bytes(made.memory) <= usable_memory(HARDWARE[gpu])
+    made = make_plan(CONFIG.with_name(f"{name}.yaml"), overrides, 1, gpu)
+    return not made.errors and total_bytes(made.memory) <= usable_memory(gpu)
 
 
-@pytest.mark.parametrize(("name", "gpu", "ranks", "states"), [
-    ("1b", "h100", 1, [set()] * 5),
-    ("1b", "rtx4090", 1, [{"optimizer.moments=int8"}] * 5),
-    ("8b", "h200", 1, [{"optimizer.moments=int8"}] * 5),
-    ("8b", "h100", 1, [
-        {"parallel.engine=fsdp", "optimizer.moments=int8", "optimizer.master=bf16_chance"},
-        {"parallel.engine=fsdp", "optimizer.moments=int8", "optimizer.master=bf16_kahan"},
-    ]),
-    ("8b", "l40s", 2, [
-        {"parallel.engine=fsdp", "optimizer.moments=int8", "optimizer.master=bf16_chance"},
-        {"parallel.engine=fsdp", "optimizer.moments=int8", "optimizer.master=bf16_kahan"},
-    ]),
+@pytest.mark.parametrize(("name", "gpu", "states"), [
+    ("1b", "h100", [set()] * 5),
+    ("1b", "rtx4090", [{"optimizer.moments=int8"}] * 5),
+    ("8b", "h100", [CHANCE, KAHAN, {FSDP, "parallel.offload=optimizer"}, {FSDP, "parallel.offload=all"}]),
 ])  # fmt: skip
-def test_plan_proposes_smaller_states_where_nothing_fits(name: str, gpu: str, ranks: int, states: list[set]) -> None:
+def test_plan_proposes_smaller_states_where_nothing_fits(name: str, gpu: str, states: list[set]) -> None:
     """Moments in 8 bits come first, and masters in 16 bits only where these do not suffice. What is proposed fits when
     it is pasted."""
-    keys = "optimizer.", "parallel.engine"
-    proposed = proposals(name, gpu, ranks=ranks)
+    keys = "optimizer.", "parallel.engine", "parallel.offload"
+    card = HARDWARE[gpu]
+    proposed = proposals(name, card)
     assert [{text for text in each if text.startswith(keys)} for each in proposed] == states
-    assert not fits(name, gpu, "parallel.tensor_parallel_size=1", ranks=ranks) or states[0] == set()
-    assert all(fits(name, gpu, *each, ranks=ranks) for each in proposed)
+    assert not fits(name, card, "parallel.tensor_parallel_size=1") or states[0] == set()
+    assert all(fits(name, card, *each) for each in proposed)
 
 
 def test_a_plan_says_from_how_many_gpus_on_it_fits() -> None:
-    """A run that fits nowhere has the number of GPUs with the optimizer as configured, and with a smaller state."""
+    """A run that fits nowhere has the number of GPUs with the optimizer as configured, and with a smaller state, and
+    the memory of a host that takes the state."""
     printed = io.StringIO()
     show_plan(CONFIG.with_name("8b.yaml"), [], 1, Console(file=printed, width=400), HARDWARE["l40s"])
-    assert "in less memory it fits from 2 GPUs on (--world-size 2). With the optimizer as" in printed.getvalue()
-    assert "as configured it fits from 4 GPUs on." in printed.getvalue()
+    text = printed.getvalue()
+    assert "in less memory it fits from 2 GPUs on (--world-size 2). With parallel.offload it fits where a host" in text
+    assert "With the optimizer as configured it fits from 4 GPUs on." in text
+    need = float(re.search(r"\(--host-memory (\d+)\)", text)[1])
+    assert proposals("8b", cluster_of("l40s", 8, 400, need)) and not proposals(
+        "8b", cluster_of("l40s", 8, 400, need - 2)
+    )
     # A section for DeepSpeed excludes the other engine, and with it masters in 16 bits.
-    assert proposals("8b", "h100", "deepspeed.wall_clock_breakdown=true") == []
+    assert proposals("8b", HARDWARE["h100"], "deepspeed.wall_clock_breakdown=true") == []
+
+
+def test_guide_says_what_fits_on_one_gpu() -> None:
+    """The rows of docs/optimizers.md have what `plan` proposes first, and its speed."""
+    guide = CONFIG.parents[1] / "docs/optimizers.md"
+    rows = re.findall(
+        r"^\| (\d+B), \d+ GB \| `sagetrain plan (.+?)` \| `(.+?)` \| ([\d,]+) \|$", guide.read_text(), re.M
+    )
+    assert [name for name, *_ in rows] == ["1B", "3B", "8B", "8B"]
+    for size, command, settings, speed in rows:
+        words = command.split()
+        options = {words[i]: words[i + 1] for i in range(1, len(words)) if words[i].startswith("--")}
+        overrides = [word for word in words if "=" in word]
+        memory = float(options.get("--host-memory", 0)) or None
+        gpu = cluster_of(options["--gpu"], 8, 400, memory)
+        made = make_plan(CONFIG.with_name(f"{words[0]}.yaml"), overrides, 1, gpu)
+        assert 0.9 < num_parameters(made.cfg.model, made.cfg.attention, made.vocab_size) / 1e9 / int(size[:-1]) < 1.1
+        assert overrides_to(made.cfg, made.proposed[0].cfg) == settings.split()
+        assert made.proposed[0].prediction.tokens_per_second == pytest.approx(float(speed.replace(",", "")), rel=0.02)
+        assert fits(words[0], gpu, *overrides, *settings.split())
