@@ -63,10 +63,7 @@ def shards_weights(cfg: RunConfig) -> bool:
 
 
 def takes_probes(cfg: RunConfig) -> bool:
-    """Whether micro-batches may be run apart from a step. The hooks of DeepSpeed's ZeRO 3 do not support that, and the
-    stages of a pipeline have no way to do it yet."""
-    if cfg.parallel.pipeline_parallel_size > 1:
-        return False
+    """Whether micro-batches may be run apart from a step. The hooks of DeepSpeed's ZeRO 3 do not support that."""
     return engine_of(cfg) == "fsdp" or cfg.parallel.zero_stage < 3
 
 

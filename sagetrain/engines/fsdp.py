@@ -25,6 +25,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -42,11 +43,12 @@ from torch.distributed.fsdp import (
 from sagetrain.config.arithmetic import sharding_ranks, takes_probes
 from sagetrain.config.schema import RunConfig
 from sagetrain.data.loader import Batch
-from sagetrain.engines.protocol import Observers, Owned, Probe, every
+from sagetrain.engines.protocol import Observers, Owned, Probe, Watched, every
 from sagetrain.engines.step import BaseEngine, Decision
 from sagetrain.model.block import Block
+from sagetrain.model.staged import Staged
 from sagetrain.model.stages import ModelChunk
-from sagetrain.model.tensors import TensorSpec
+from sagetrain.model.tensors import EMBEDDING, TensorSpec
 from sagetrain.model.transformer import Transformer
 from sagetrain.optim.build import build_optimizer
 from sagetrain.optim.build import groups as groups_of
@@ -54,8 +56,6 @@ from sagetrain.optim.pieces import Optimizer, State, TensorPiece, Weights
 from sagetrain.parallel.layers import keep_weights, materialize
 from sagetrain.parallel.pipeline import Pass, Pipe
 from sagetrain.parallel.topology import ParallelGroups
-
-EMBEDDING = "embedding.weight"
 
 
 def rows_of(rows: int, shards: int, place: int) -> slice:
@@ -135,18 +135,6 @@ def _shard(model: Transformer, mesh: DeviceMesh, dtype: torch.dtype, reshard: bo
             block.set_modules_to_forward_prefetch([following])
 
 
-def _ends(cfg: RunConfig, model: Transformer, groups: ParallelGroups) -> tuple[dist.ProcessGroup | None, bool]:
-    """Return the first and the last stage of this rank's pipeline if they share a tied embedding, and whether this rank
-    has the copy of the last stage; collective. The group is None on other stages, and where nothing is shared."""
-    first, last = model.chunks[0].first, model.chunks[-1].last
-    if groups.pp_size == 1 or not cfg.model.tie_embeddings:
-        return None, False
-    ranks, inside = groups.topology.pipeline_ranks(groups.rank), not (first or last)
-    # torch names a group after the number of groups that a rank has made, so all ranks have to make as many.
-    made = groups.subgroup([groups.rank] if inside else [ranks[0], ranks[-1]], "tied embeddings")
-    return None if inside else made, last
-
-
 class _Flow:
     """The micro-batches of one run through a pipeline.
 
@@ -216,7 +204,9 @@ class FsdpEngine(BaseEngine):
             module.set_force_sum_reduction_for_comms(True)  # Gloo has no mean.
         self._root = cast(FSDPModule, model)
         self._pipe = Pipe(groups, cfg.parallel.pipeline_chunks) if groups.pp_size > 1 else None
-        self._ends, self._is_copy = _ends(cfg, model, groups)
+        self._ends = groups.ends_group if cfg.model.tie_embeddings else None
+        # The last stage has a copy of a tied embedding.
+        self._is_copy = self._ends is not None and groups.pp_rank > 0
         model.to_empty(device=home)
         with torch.no_grad():
             for name, parameter in self._sharded().items():
@@ -437,11 +427,17 @@ class FsdpEngine(BaseEngine):
     ) -> Tensor:
         if self._pipe is None:
             return super()._run_micro_batches(batches, micro_batches, observers, masked)
-        flow = _Flow(self, batches)
+        flow, watched = _Flow(self, batches), list[Watched]()
         total, left = torch.zeros((), device=self.device, dtype=torch.float64), micro_batches * len(flow.chunks)
 
+        def watching(number: int, micro: int, backward: bool) -> AbstractContextManager[None]:
+            if len(watched) == micro:
+                watched.append(self._watched(micro, flow.batch(micro), observers))
+            return watched[micro].passing(flow.chunks[number].blocks, backward)
+
         def forward(number: int, micro: int, streams: Sequence[Tensor]) -> Sequence[Tensor]:
-            made = flow.run(number, micro, streams)
+            with watching(number, micro, backward=False):
+                made = flow.run(number, micro, streams)
             if not flow.chunks[number].last:
                 return cast(tuple[Tensor, ...], made)
             total.add_(made.detach())
@@ -453,12 +449,42 @@ class FsdpEngine(BaseEngine):
             self._set_mode(sync=not left or self._stage > 1, last=not left)
             if left and not later:
                 self._last_of_chunk(flow.chunks[number])
-            with self._noise_of(flow.batch(micro), observers, masked and number == self.model.chunks[0].number):
+            masked_here = masked and number == self.model.chunks[0].number
+            with watching(number, micro, backward=True), self._noise_of(flow.batch(micro), observers, masked_here):
                 run.run()
 
         self._pipe.run(micro_batches, forward, flow.like, backward)
+        for each in watched:
+            each.end()
         flow.check_end()
         return total
+
+    def gradients(self, batch: Batch, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Run a micro-batch apart from a step: see BaseEngine."""
+        if self._pipe is None:
+            return super().gradients(batch, leaves)
+        flow, found = _Flow(self, [batch]), dict[int, Tensor]()
+
+        def forward(number: int, micro: int, streams: Sequence[Tensor]) -> Sequence[Tensor]:
+            made = flow.run(number, micro, streams)
+            return [made] if flow.chunks[number].last else cast(tuple[Tensor, ...], made)
+
+        def backward(number: int, micro: int, later: int, run: Pass) -> None:
+            for place, gradient in enumerate(run.gradients_of(leaves)):
+                # Each leaf belongs to one of the stage's chunks.
+                if gradient is not None:
+                    found[place] = gradient
+
+        self._pipe.run(1, forward, flow.like, backward)
+        return [found[place] if place in found else torch.zeros_like(leaf) for place, leaf in enumerate(leaves)]
+
+    def as_whole(self, model: Transformer) -> Callable[..., Tensor]:
+        """Return a function that calls the model: see engines/protocol.Engine."""
+        return Staged(model, self._pipe, next(iter(self._leaves.values())).dtype) if self._pipe else model
+
+    def waits(self) -> str:
+        """Return what this rank waits for: see engines/protocol.Engine."""
+        return self._pipe.waits() if self._pipe else ""
 
     def _token_losses(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, Tensor, Tensor]]:
         if self._pipe is None:

@@ -17,16 +17,30 @@ from torch import Tensor
 
 from sagetrain.data.loader import Batch
 from sagetrain.model.tensors import TensorSpec
-from sagetrain.model.transformer import Transformer
+from sagetrain.model.transformer import Gradients, Transformer
 from sagetrain.optim.pieces import State, Weights
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.controller import Event
 from sagetrain.stability.noise_scale import GradientNoise
 from sagetrain.stability.spikes import Verdict
 
-Watch = Callable[[int, int], AbstractContextManager[None]]
-"""A function that takes the number of sequences of a micro-batch and their length in tokens. It returns the context
-manager in which the micro-batch's forward and backward pass run."""
+
+class Watched(Protocol):
+    """An observer of the passes of one micro-batch."""
+
+    def passing(self, blocks: range, backward: bool) -> AbstractContextManager[None]:
+        """Return the context in which a forward or backward pass through these blocks runs. In a pipeline, passes of
+        other micro-batches come between those of this one."""
+        ...
+
+    def end(self) -> None:
+        """Conclude after the last pass."""
+        ...
+
+
+Watch = Callable[[int, int], Watched]
+"""A function that takes the number of sequences of a micro-batch and their length in tokens, and returns the observer
+of the micro-batch."""
 
 
 class Probe(Protocol):
@@ -38,13 +52,12 @@ class Probe(Protocol):
         has fewer."""
         ...
 
-    def measure(self, runs: Sequence[Callable[[], Tensor]], counted: Sequence[int] | None = None) -> None:
-        """Measure micro-batches. The probe may run each forward pass as often as it likes, but must not accumulate
-        gradients.
+    def measure(self, runs: Sequence[Gradients], counted: Sequence[int] | None = None) -> None:
+        """Measure micro-batches. The probe may run each of them as often as it likes; collective.
 
         Args:
-            runs: one function for each micro-batch, which runs its forward pass and returns the loss: the mean over its
-                counted tokens, a scalar.
+            runs: one function for each micro-batch, which returns the gradients of its loss, the mean over its counted
+                tokens.
             counted: the number of counted tokens in each micro-batch; None: all tokens count.
         """
         ...
@@ -76,7 +89,7 @@ class Observers:
     probes: Sequence[Probe] = ()
     """The probes, which are called first and one after the other if Engine.takes_probes is true."""
     watch: Watch | None = None
-    """The context of the first micro-batch's forward and backward pass."""
+    """The observer of the first micro-batch's passes."""
     layer_norms: bool = False
     """Whether norms/<layer>/gradient and norms/<layer>/activation are measured."""
     updates: Sequence[UpdateObserver] = ()
@@ -252,6 +265,15 @@ class Engine(Protocol):
             InterruptedError: on every rank, if any rank was asked to stop. With several ranks the error comes one batch
                 later, because no rank waits for the batch that has just begun.
         """
+        ...
+
+    def as_whole(self, model: Transformer) -> Callable[..., Tensor]:
+        """Return a function that calls a model that is spread over the ranks like the engine's own, and returns its
+        logits on all of them. Not collective; the function is."""
+        ...
+
+    def waits(self) -> str:
+        """Return what this rank waits for, in words, or "". Another thread may call it. Not collective."""
         ...
 
     def logits(self, batch: Batch) -> Tensor:

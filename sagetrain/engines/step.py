@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import itertools
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -24,9 +23,9 @@ from torch import Tensor
 from sagetrain.checkpoint.ledger import fold
 from sagetrain.data.loader import Batch
 from sagetrain.engines.gradients import Parts, StepGradients
-from sagetrain.engines.protocol import NOBODY, Observers, Probe, StepResult, never
-from sagetrain.model.transformer import Transformer
-from sagetrain.parallel.metrics import Metrics, ratio
+from sagetrain.engines.protocol import NOBODY, Observers, Probe, StepResult, Watched, never
+from sagetrain.model.transformer import Transformer, gradients
+from sagetrain.parallel.metrics import Metrics, ratio, root_mean_square
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.spikes import Verdict
 
@@ -40,8 +39,10 @@ class Decision:
     """The decision on one step: whether its update is made. It is made once and is the same on all ranks, as soon as an
     engine knows the gradient norm."""
 
-    def __init__(self, observers: Observers, metrics: Metrics, gradients: StepGradients, device: torch.device) -> None:
-        self._observers, self._metrics, self._gradients, self._device = observers, metrics, gradients, device
+    def __init__(
+        self, observers: Observers, groups: ParallelGroups, gradients: StepGradients, device: torch.device
+    ) -> None:
+        self._observers, self._groups, self._gradients, self._device = observers, groups, gradients, device
         self.metrics: dict[str, float] = {}
         """The step's numbers over all ranks. The dict is filled when the decision is made."""
         self.verdict: Verdict | None = None
@@ -56,8 +57,10 @@ class Decision:
         """
         if self.verdict is None:
             if norm is not None:
-                self._metrics.mean("train/grad_norm", norm)
-            self.metrics = self._metrics.reduce(self._device)
+                self._groups.metrics.mean("train/grad_norm", norm)
+            # Pipeline stages measure their own layers.
+            differ = self._observers.probes or self._observers.watch
+            self.metrics = self._groups.metrics.reduce(self._device, self._groups.pp_group if differ else None)
             self.verdict = self._observers.judge(self.metrics)
         return self.verdict.apply
 
@@ -66,6 +69,16 @@ class Decision:
         once, when the decision is made."""
         assert self.verdict is not None, "gradients are shown when the step is judged"
         self._gradients.show(parts, by_layer=self.verdict.event is not None or self._observers.layer_norms)
+
+
+class _Unwatched:
+    """The observer of a micro-batch that nobody watches."""
+
+    def passing(self, blocks: range, backward: bool) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def end(self) -> None:
+        pass
 
 
 class BaseEngine(ABC):
@@ -143,7 +156,7 @@ class BaseEngine(ABC):
         metrics.sum("folds", fold(samples, self.groups.dp_rank))
 
         self._gradients.begin(observers.noise)
-        decision = Decision(observers, metrics, self._gradients, self.device)
+        decision = Decision(observers, self.groups, self._gradients, self.device)
         applied = self._update(decision)
         self.optimizer_steps += applied
         for observer in observers.updates if applied else ():
@@ -157,10 +170,14 @@ class BaseEngine(ABC):
         first = list(itertools.islice(batches, max(probe.micro_batches for probe in probes)))
         own = [_counted(batch) for batch in first] if masked else None
         each = [replace(b, divisor=max(1, n)) for b, n in zip(first, own, strict=True)] if own else first
-        runs = [partial(self.model, **self.inputs(batch)) for batch in each]
+        runs = [partial(self.gradients, batch) for batch in each]
         for probe in probes:
             probe.measure(runs[: probe.micro_batches], own and own[: probe.micro_batches])
         return itertools.chain(first, batches)
+
+    def gradients(self, batch: Batch, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Run a micro-batch apart from a step: see model/transformer.Gradients."""
+        return gradients(partial(self.model, **self.inputs(batch)), leaves)
 
     def _accumulate(
         self, batches: Iterable[Batch], micro_batches: int, observers: Observers, masked: bool
@@ -197,13 +214,18 @@ class BaseEngine(ABC):
         stage without the output projection."""
         total = torch.zeros((), device=self.device, dtype=torch.float64)
         for number, batch in enumerate(batches):
-            watch = observers.watch if number == 0 else None
-            with watch(*batch.tokens.shape) if watch else contextlib.nullcontext():
+            watched, blocks = self._watched(number, batch, observers), self.model.chunks[0].blocks
+            with watched.passing(blocks, backward=False):
                 loss = self.forward(batch)
-                with self._noise_of(batch, observers, masked):
-                    self.backward(loss, last=number == micro_batches - 1)
+            with watched.passing(blocks, backward=True), self._noise_of(batch, observers, masked):
+                self.backward(loss, last=number == micro_batches - 1)
+            watched.end()
             total += loss.detach()
         return total
+
+    def _watched(self, number: int, batch: Batch, observers: Observers) -> Watched:
+        """Return the observer of a micro-batch's passes. The first one may have one."""
+        return observers.watch(*batch.tokens.shape) if observers.watch and number == 0 else _Unwatched()
 
     def _noise_of(self, batch: Batch, observers: Observers, masked: bool) -> AbstractContextManager[None]:
         """Return the context in which a micro-batch's backward pass runs."""
@@ -217,8 +239,7 @@ class BaseEngine(ABC):
         self._add_activation(block, square, stream.numel())
 
     def _add_activation(self, block: int, square: Tensor | float, count: int) -> None:
-        how = (f"norms/{block}/activation", lambda total, count: math.sqrt(total / count))
-        self.groups.metrics.derive(*how, square, count)
+        self.groups.metrics.derive(f"norms/{block}/activation", root_mean_square, square, count)
 
     def _result(self, decision: Decision, applied: bool, micro_batches: int, observers: Observers) -> StepResult:
         found, verdict = decision.metrics, decision.verdict
@@ -251,7 +272,15 @@ class BaseEngine(ABC):
     def logits(self, batch: Batch) -> Tensor:
         """Return the logits of a micro-batch: see engines/protocol.Engine."""
         self._prepare_evaluation()
-        return self._run({**self.inputs(batch), "labels": None})
+        return self.as_whole(self.model)(**{**self.inputs(batch), "labels": None})
+
+    def as_whole(self, model: Transformer) -> Callable[..., Tensor]:
+        """Return a function that calls the model: see engines/protocol.Engine."""
+        return model
+
+    def waits(self) -> str:
+        """Return what this rank waits for: see engines/protocol.Engine."""
+        return ""
 
     @torch.no_grad()
     def evaluate(

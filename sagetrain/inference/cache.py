@@ -96,10 +96,14 @@ class CachedModel:
 
     Rows have different lengths. The logits of a row are what they would be without the others, up to the order of float
     sums. The model itself is not changed.
+
+    Args:
+        call: calls the model where it is spread over the stages of a pipeline. None: it is called itself.
     """
 
-    def __init__(self, model: Transformer, rows: int, capacity: int) -> None:
-        self._model, self._capacity = model, capacity
+    def __init__(self, model: Transformer, rows: int, capacity: int, call: Callable[..., Tensor] | None = None) -> None:
+        self._model, self._capacity, self._called = model, capacity, call or model
+        self._weight = next(model.parameters())
         self._call = _Call()
         places = _whole_stretches(capacity)
         self._functions = [Cached(layer.function, rows, places, self._call) for layer in self._layers()]
@@ -109,7 +113,7 @@ class CachedModel:
         # rows' lengths.
         few = any(each.whole.takes_few_queries for each in self._functions)
         alone = model.groups.topology.world_size == 1 and not few
-        self.records = alone and model.head.weight.is_cuda
+        self.records = alone and self._weight.is_cuda
         """True if steps of one shape are recorded at the second one. It becomes False if a recording gives another
         result."""
         self._shape = 0, 0
@@ -127,7 +131,7 @@ class CachedModel:
         self._check(len(tokens))
         self.lengths[row : row + 1] = [len(tokens)]
         self._call.row, self._call.lengths = row, []
-        read = torch.tensor([list(tokens)], device=self._model.head.weight.device)
+        read = torch.tensor([list(tokens)], device=self._weight.device)
         return self._run(read, torch.arange(len(tokens), device=read.device)[None])[0, -1]
 
     def __call__(self, tokens: Sequence[int]) -> Tensor:
@@ -140,7 +144,7 @@ class CachedModel:
             ValueError: a row is full.
         """
         self._check(max(self.lengths) + 1)
-        new = torch.tensor([list(tokens), self.lengths], device=self._model.head.weight.device)
+        new = torch.tensor([list(tokens), self.lengths], device=self._weight.device)
         self._call.lengths = self.lengths = [length + 1 for length in self.lengths]
         shape = len(tokens), _whole_stretches(max(self.lengths))
         if shape != self._shape or not self.records:
@@ -158,7 +162,7 @@ class CachedModel:
         host decides nothing by these values."""
         tokens, held = new
         past = torch.arange(places, device=new.device) > held[:, None]
-        hidden = torch.zeros(past.shape, dtype=self._model.head.weight.dtype, device=new.device)
+        hidden = torch.zeros(past.shape, dtype=self._weight.dtype, device=new.device)
         self._call.seen = hidden.masked_fill(past, -torch.inf)[:, None, None]
         self._call.slots = torch.arange(len(held), device=new.device), held
         return self._run(tokens[:, None], held[:, None])[:, 0]
@@ -182,7 +186,7 @@ class CachedModel:
         try:
             for layer, function in zip(layers, self._functions, strict=True):
                 layer.function = function
-            logits: Tensor = self._model(tokens, positions=positions, last=True)
+            logits: Tensor = self._called(tokens, positions=positions, last=True)
         finally:
             for layer, before in zip(layers, own, strict=True):
                 layer.function = before

@@ -36,6 +36,7 @@ from sagetrain.inference.load import TrainedRun
 from sagetrain.inference.located import check_there
 from sagetrain.model.backends import FIXED_RECIPE, AttentionFunction, Sage, attention_function
 from sagetrain.model.selection import matmuls_of, resolve_backend
+from sagetrain.model.transformer import gradients
 from sagetrain.planning.tables import Table
 from sagetrain.stability.linear_errors import LinearErrors
 from sagetrain.stability.monitor import Monitor
@@ -153,7 +154,7 @@ def _linear_errors(
     errors = LinearErrors(model, range(len(model.blocks)))
     looked_at = errors.layers
     for batch in batches if looked_at else ():
-        errors.measure([partial(model, **batch.inputs(run.device))])
+        errors.measure([partial(gradients, partial(model, **batch.inputs(run.device)))])
     model.use_16_bits()
     numbers = model.groups.metrics.reduce(run.device)
     return {

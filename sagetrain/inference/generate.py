@@ -115,7 +115,7 @@ def generate(
     known = min(run.vocab_size, tokenizer.vocab_size)
     waiting, growing = deque(_begin(run, prompts, tokenizer, sampling, template)), list[_Text]()
     longest = max((len(text.tokens) for text in waiting), default=0)
-    model = CachedModel(run.model, batch_size, min(context, longest + sampling.max_tokens))
+    model = CachedModel(run.model, batch_size, min(context, longest + sampling.max_tokens), run.call)
 
     def grow(texts: Sequence[_Text], logits: Tensor) -> Iterator[tuple[Completion, str]]:
         tokens = choose(logits[:, :known].float(), sampling, [text.generator for text in texts])

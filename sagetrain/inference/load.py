@@ -23,6 +23,7 @@ from sagetrain.inference.located import located
 from sagetrain.inference.ranks import Ranks
 from sagetrain.model.backends import AttentionFunction
 from sagetrain.model.selection import attention_functions, matmuls_of, resolve_backend
+from sagetrain.model.tensors import EMBEDDING
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.metrics import Metrics
 from sagetrain.parallel.topology import Topology
@@ -51,6 +52,8 @@ class TrainedRun:
     """Hashes of the data by name, as the checkpoint records them."""
     positions: int = 0
     """The longest sequence that the weights were trained with, in any run (checkpoint/state.py). 0: not known."""
+    call: Callable[..., torch.Tensor] | None = None
+    """Calls `model` where it is spread over the stages of a pipeline. None: `model` is called itself."""
 
     @property
     def context(self) -> int:
@@ -134,25 +137,28 @@ def _no_run(path: Path) -> str:
 
 def in_training(cfg: RunConfig, engine: Engine, tokenizer: Tokenizer) -> TrainedRun:
     """Return a model in training as one that generates. It has the same weights, which are not copied, and is complete
-    on each group of tensor-parallel ranks. This is impossible at ZeRO 3, where no rank has whole weights."""
+    on each group of tensor-parallel ranks, or on those of all stages of a pipeline. This is impossible at ZeRO 3, where
+    no rank has whole weights."""
     model, weights = engine.model, {name: weight.detach() for name, weight in engine.gathered().items()}
-    topology = Topology(model.groups.topology.world_size, model.groups.tp_size)
+    topology = Topology(model.groups.topology.world_size, model.groups.tp_size, 1, model.groups.pp_size)
     groups = replace(model.groups, topology=topology, cp_group=None, metrics=Metrics())
-    weight = weights["embedding.weight"]
-    weights.setdefault("head.weight", weight)
+    weight = next(iter(weights.values()))
+    if model.chunks[-1].last and cfg.model.tie_embeddings:
+        weights["head.weight"] = weights[EMBEDDING]
     own = Transformer(
         cfg.model,
         cfg.attention,
-        functions=model.functions,
-        vocab_size=weight.shape[0] * groups.tp_size,
-        known=model.head.known,
+        functions=[model.functions[0] if other is None else other.function for other in model.every_attention],
+        vocab_size=model.every_spec[EMBEDDING].shape[0],
+        known=model.known,
         groups=groups,
         overlap=False,
         seed=None,
         dtype=weight.dtype,
+        chunks=model.chunks,
     )
     own.load_state_dict(weights, assign=True)
-    return TrainedRun(cfg, own.eval(), tokenizer, tokenizer.vocab_size, 0, 0, weight.device)
+    return TrainedRun(cfg, own.eval(), tokenizer, tokenizer.vocab_size, 0, 0, weight.device, call=engine.as_whole(own))
 
 
 def with_data(run: TrainedRun, run_dir: Path, root: Path | None, report: Callable[[str], None]) -> TrainedRun:
@@ -264,7 +270,7 @@ def load_run(
         trained_in = f"{cfg.linear.precision} {cfg.linear.recipe}"
         report(f"linear layers, {trained_in} in training, are not in 8 bits here")
     if precision and rungs:
-        ladder = Ladder(precision, rungs, model.attention_layers, cfg.training.total_tokens, run.tokens)
+        ladder = Ladder(precision, rungs, model.every_attention, cfg.training.total_tokens, run.tokens)
         ladder.restore(run.reader.state.controllers[ladder.name])
         report(f"attention as at step {run.step}: {ladder.summary()}")
     return TrainedRun(

@@ -68,8 +68,8 @@ class Scorer:
         for first in range(0, len(rows), shape[0] * self.groups.dp_size):
             begin = first + self.groups.dp_rank * shape[0]
             self._add(found, rows[begin : begin + shape[0]], shape, texts, scored)
-        if self.groups.tp_rank:
-            found.zero_()  # All ranks of its tensor-parallel group have found the same.
+        if self.groups.tp_rank or self.groups.pp_rank:
+            found.zero_()  # The first rank of the model's tensor-parallel group and pipeline has found the same.
         if dist.is_initialized():
             dist.all_reduce(found)
         return [(total, not wrong) for total, wrong in found.tolist()]

@@ -272,7 +272,11 @@ class Sdpa(AttentionFunction):
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout) -> Tensor:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        mask, gqa = layout.mask, q.shape[1] != k.shape[1]
+        # torch.compile may take the numbers of heads as unknown, if a model with others was compiled before. A branch
+        # makes a constant of the comparison, which has to be a bool.
+        mask, gqa = layout.mask, False
+        if q.shape[1] != k.shape[1]:
+            gqa = True
         with sdpa_kernel(_SDPA_PRIORITY, set_priority=True):
             o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=gqa)
         return o.transpose(1, 2)

@@ -13,6 +13,9 @@ from typing import Literal
 
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 
+EMBEDDING = "embedding.weight"
+"""The name of the embedding, which is the output projection too if they are tied."""
+
 
 @dataclass(frozen=True)
 class TensorSpec:
@@ -66,7 +69,7 @@ def tensors(model: ModelConfig, attention: AttentionConfig, vocab_size: int) -> 
     layers = model.linear_layers(1)
     qkv, out, gate_up, down = (layers[name] for name in ("qkv", "out", "gate_up", "down"))
     table = vocab_size, hidden
-    yield TensorSpec("embedding.weight", "model.embed_tokens.weight", table, "tensor", 0, "embedding", "embedding")
+    yield TensorSpec(EMBEDDING, "model.embed_tokens.weight", table, "tensor", 0, "embedding", "embedding")
     for layer in range(model.num_layers):
         yield norm(layer, "attention_norm", "input_layernorm")
         for name, outputs in qkv.outputs.items():

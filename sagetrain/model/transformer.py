@@ -34,6 +34,15 @@ from sagetrain.parallel.cross_entropy import TokenLoss
 from sagetrain.parallel.layers import VocabParallelEmbedding, keep_weights
 from sagetrain.parallel.topology import ParallelGroups
 
+Gradients = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+"""A function that runs a micro-batch forward and backward, and returns the gradients of its loss with respect to the
+leaves that it is given. Nothing else gets a gradient."""
+
+
+def gradients(loss: Callable[[], Tensor], leaves: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the gradients of a loss. With the first argument bound it is a `Gradients`."""
+    return torch.autograd.grad(loss(), leaves)
+
 
 @contextmanager
 def changed(attributes: Mapping[tuple[Any, str], object]) -> Iterator[None]:
@@ -109,7 +118,7 @@ class Transformer(nn.Module):
         self.config = model
         self.chunks = tuple(chunks or [whole(model.num_layers)])
         first, last = self.chunks[0].first, self.chunks[-1].last
-        self.groups = groups
+        self.groups, self.known = groups, known
         self.sequence_parallel = sequence_parallel
         self.overlap = overlap
         self.activation_checkpointing: Recomputation = activation_checkpointing
@@ -320,6 +329,17 @@ class Transformer(nn.Module):
         like = y if self.groups.tp_size == 1 else y[1]
         # The zeros want a gradient, like every other residual stream, so that one graph serves all blocks.
         return Half(torch.zeros_like(like).requires_grad_(torch.is_grad_enabled()), y)
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of the blocks that are here."""
+        return [int(name) for name, _ in self.blocks.named_children()]
+
+    @property
+    def every_attention(self) -> list[Attention | None]:
+        """The attention layers of the whole model. None: another pipeline stage has the layer."""
+        own = dict(zip(self.numbers, self.attention_layers, strict=True))
+        return [own.get(number) for number in range(self.config.num_layers)]
 
     @property
     def attention_layers(self) -> list[Attention]:

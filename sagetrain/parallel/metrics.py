@@ -13,6 +13,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -92,12 +93,19 @@ class Metrics:
         larger: Callable[..., Tensor | float] = torch.maximum if isinstance(value, Tensor) else max
         self._maxima[name, sign] = value if before is None else larger(before, value)
 
-    def reduce(self, device: torch.device) -> dict[str, float]:
+    def reduce(self, device: torch.device, stages: dist.ProcessGroup | None = None) -> dict[str, float]:
         """Return all metrics over all ranks, keyed by name and equal on every rank, and forget them. All ranks call it.
+
+        Args:
+            device: the device of the collective.
+            stages: the stages of a pipeline if they may have added different names, those of their own layers for
+                example. A stage that has not added a name counts for nothing in it.
 
         Raises:
             RuntimeError: the ranks have not added the same names.
         """
+        if stages is not None:
+            self._add_names_of(stages)
         sums, maxima = dict(sorted(self._sums.items())), dict(sorted(self._maxima.items()))
         number = int.from_bytes(hashlib.sha256(repr((list(sums), list(maxima))).encode()).digest()[:4], "big")
         total, *reduced = _reduced([float(number), *sums.values()], dist.ReduceOp.SUM, device)
@@ -112,6 +120,24 @@ class Metrics:
             result.update((name, sign * value) for (name, sign), value in zip(maxima, largest, strict=True))
         self.clear()
         return dict(sorted(result.items()))
+
+    def _add_names_of(self, stages: dist.ProcessGroup) -> None:
+        # A function without a name cannot be sent. Its metric is then missing here, which `reduce` refuses.
+        named = {name: function for name, function in self._functions.items() if "<" not in function.__qualname__}
+        every: list[Any] = [None] * dist.get_world_size(stages)
+        dist.all_gather_object(every, (list(self._sums), list(self._maxima), named), group=stages)
+        for sums, maxima, functions in every:
+            self._functions = functions | self._functions
+            for key in sums:
+                if key[0] in self._functions:
+                    self._sums.setdefault(key, 0.0)
+            for key in maxima:
+                self._maxima.setdefault(key, -math.inf)
+
+
+def root_mean_square(squares: float, count: float) -> float:
+    """Return the root of a mean of squares. It is a function for `derive`."""
+    return math.sqrt(squares / count)
 
 
 def total_over_ranks(count: int, copies: int, device: torch.device) -> int:

@@ -132,6 +132,10 @@ class ParallelGroups:
     tp_group: dist.ProcessGroup | None = None
     cp_group: dist.ProcessGroup | None = None
     replica_group: dist.ProcessGroup | None = None
+    pp_group: dist.ProcessGroup | None = None
+    """The ranks with the same place in every pipeline stage, in the order of the stages. None without a pipeline."""
+    ends_group: dist.ProcessGroup | None = None
+    """The ranks of `pp_group` in the first and the last stage. None in other stages, and without a pipeline."""
     metrics: Metrics = field(default_factory=Metrics)
     """The metrics to which everything in a training step adds."""
     timeout: timedelta | None = None
@@ -203,7 +207,11 @@ class ParallelGroups:
         if dist.distributed_c10d._get_default_group().bound_device_id is not None:
             # NCCL would split each group off the world's communicator, which waits for every rank of the world.
             raise ValueError("the world's process group was made with a device_id: make it without one")
-        rank = dist.get_rank()
+        rank, pipelined = dist.get_rank(), topology.pipeline_parallel_size > 1
+        stages = topology.pipeline_ranks(rank)
+        # torch names a group after the number of groups that a rank has made, so all ranks make as many.
+        ends = [stages[0], stages[-1]] if rank in (stages[0], stages[-1]) else [rank]
+        ends_group = _new_group(ends, "ends of a pipeline", timeout) if pipelined else None
         return cls(
             topology,
             rank,
@@ -212,8 +220,18 @@ class ParallelGroups:
             if topology.context_parallel_size > 1
             else None,
             replica_group=_new_group(topology.replica_ranks(rank), "replicas", timeout),
+            pp_group=_new_group(stages, "pipeline stages", timeout) if pipelined else None,
+            ends_group=ends_group if len(ends) > 1 else None,
             timeout=timeout,
         )
+
+    def on_any_stage(self, flag: bool) -> bool:
+        """Return whether the flag is set on any stage of this rank's pipeline; collective over the stages."""
+        if self.pp_group is None:
+            return flag
+        flags = torch.tensor(flag, dtype=torch.int32, device=self.device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.pp_group)
+        return bool(flags)
 
     @property
     def device(self) -> torch.device:

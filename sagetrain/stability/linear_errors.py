@@ -32,7 +32,7 @@ from torch import Tensor
 from sagekernels.lowbit import LowBit
 from sagekernels.matmul import Matmul
 from sagekernels.observe import pooled_cosine, pooled_rel_l2
-from sagetrain.model.transformer import Transformer, changed
+from sagetrain.model.transformer import Gradients, Transformer, changed
 from sagetrain.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from sagetrain.parallel.metrics import share
 from sagetrain.stability.controller import Event, Taken
@@ -140,7 +140,7 @@ class LinearErrors:
         """The layers in 8 bits at present, by the number of the block and the path inside of it."""
         return {
             (number, path): (layer, layer.matmul)
-            for number, block in enumerate(self._model.blocks)
+            for number, block in zip(self._model.numbers, self._model.blocks, strict=True)
             if number in self._blocks
             for path, layer in block.named_modules()
             if isinstance(layer, ColumnParallelLinear | RowParallelLinear) and isinstance(layer.matmul, LowBit)
@@ -151,15 +151,15 @@ class LinearErrors:
         """Return the beginning of the names of a layer's metrics, up to the tensor."""
         return f"quant/{number}/{path.rpartition('.')[2]}"
 
-    def measure(self, runs: Sequence[Callable[[], Tensor]], counted: Sequence[int] | None = None) -> None:
+    def measure(self, runs: Sequence[Gradients], counted: Sequence[int] | None = None) -> None:
         """Measure the errors in micro-batches. Collective. It leaves no gradient behind, and does nothing if no layer
         is in 8 bits.
 
         Args:
-            runs: forward passes of micro-batches to their losses.
+            runs: the micro-batches, as functions that return gradients.
             counted: tokens of each that count in the loss, as for any probe. Relative errors do not need them.
         """
-        if not self.layers:
+        if not self._model.groups.on_any_stage(bool(self.layers)):
             return
         metrics, found = self._model.groups.metrics, []
         eager = torch.compiler.set_stance("force_eager")
@@ -167,7 +167,7 @@ class LinearErrors:
             for run in runs:
                 # The gradient of the first layer is asked for, so the backward pass goes through all layers and leaves
                 # no gradient in any parameter.
-                torch.autograd.grad(run(), self._first)
+                run([self._first])
         for entry in found:
             metrics.derive(*entry)
 

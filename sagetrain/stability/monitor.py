@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -65,28 +65,29 @@ class Monitor:
         self, config: MonitorConfig, model: Transformer, gains: OwnedGains, scores: int = SAMPLE_SCORES
     ) -> None:
         self.every = EVERY_STEPS if config.every_steps == "auto" else config.every_steps
-        count = len(model.blocks)
+        count = model.config.num_layers
         self.chosen = set(range(count)) if config.layers == "all" else {layer % count for layer in config.layers}
         self._model, self._gains, self._scores = model, gains, scores
 
     @property
     def layers(self) -> list[int]:
-        """The chosen layers that quantize something now."""
+        """The chosen layers of this pipeline stage that quantize something now."""
         return [layer for layer in self._quantized() if layer in self.chosen]
 
-    def watch(self, step: int) -> Callable[[int, int], AbstractContextManager[None]] | None:
-        """Return the context manager for a micro-batch of step number `step`. Return None if nothing is measured at
-        that step."""
-        if self.every is None or step % self.every or not self.layers:
+    def watch(self, step: int) -> Callable[[int, int], WatchedAttention] | None:
+        """Return what watches a micro-batch of step number `step`, of so many sequences of so many tokens. Return None
+        if nothing is measured at that step. In a pipeline all stages take part, whatever their own layers do."""
+        if self.every is None or step % self.every or not (self.layers or self._model.groups.pp_size > 1):
             return None
-        return partial(self.micro_batch, step // self.every)
+        return partial(self._watched, step // self.every)
 
     def _quantized(self) -> list[int]:
-        return [layer for layer, function in enumerate(self._model.functions) if function.quantized]
+        pairs = zip(self._model.numbers, self._model.functions, strict=True)
+        return [layer for layer, function in pairs if function.quantized]
 
     @contextmanager
     def micro_batch(self, turn: int, num_sequences: int, length: int) -> Iterator[None]:
-        """Measure the forward and backward pass inside of this context.
+        """Measure the forward and backward pass through the whole model inside of this context.
 
         Args:
             turn: number of the measurement; another one takes another sample.
@@ -96,19 +97,28 @@ class Monitor:
         Raises:
             RuntimeError: the calls of attention were not those of one forward and one backward pass.
         """
+        watched, blocks = self._watched(turn, num_sequences, length), range(self._model.config.num_layers)
+        watched.expect(blocks, backward=False)
+        with watched.passing(blocks, backward=True):
+            yield
+        watched.end()
+
+    def _watched(self, turn: int, num_sequences: int, length: int) -> WatchedAttention:
         model, groups = self._model, self._model.groups
         own_tokens = num_sequences * length // groups.cp_size
         parts = attention_calls(num_sequences, own_tokens, groups.tp_size, model.overlap)
-        order: list[int | None] = [layer for layer in self._quantized() for _ in range(parts)]
-        # The first forward pass keeps only residual streams of the blocks that are recomputed.
-        twice = [layer for layer in order if layer is not None and layer < model.recomputed_blocks]
-        order = [*[None] * len(twice), *order[len(twice) :], *reversed(twice)]
-        how = (self._scores, turn, groups.metrics, groups.num_replicas)
-        calls = _Calls(order, set(self.layers), num_sequences // parts, *how)
-        with observed(calls):
-            yield
-        calls.check()
-        self._add_gains(groups.metrics)
+        return WatchedAttention(
+            self._quantized(),
+            set(self.layers),
+            model.recomputed_blocks,
+            parts,
+            num_sequences // parts,
+            self._scores,
+            turn,
+            groups.metrics,
+            groups.num_replicas,
+            conclude=partial(self._add_gains, groups.metrics),
+        )
 
     def _add_gains(self, metrics: Metrics) -> None:
         tags = {
@@ -123,12 +133,17 @@ class Monitor:
 
 
 @dataclass
-class _Calls:
-    """The observer of the attention calls in one micro-batch."""
+class WatchedAttention:
+    """The observer of the attention calls in one micro-batch (engines/protocol.Watched)."""
 
-    order: list[int | None]
-    """Layers of the forward passes to come. None stands for a pass of which nothing is kept."""
+    quantized: list[int]
+    """The layers that quantize something, which report their calls."""
     layers: set[int]
+    """The layers that are measured."""
+    recomputed: int
+    """The number of blocks, from the first on, whose forward pass runs once more in the backward pass."""
+    parts: int
+    """Number of calls of a layer in one pass."""
     sequences: int
     """Number of sequences in one call."""
     scores: int
@@ -136,10 +151,31 @@ class _Calls:
     metrics: Metrics
     replicas: int
     """Number of replicas that gradients are averaged over later."""
+    conclude: Callable[[], None]
+    """Adds what is measured beside the calls."""
+    order: list[int | None] = field(default_factory=list)
+    """Layers of the forward passes so far and of those that are expected. None stands for a pass of which nothing is
+    kept."""
     forwards: int = 0
     kept: dict[int, tuple[int, Kept]] = field(default_factory=dict)
     """Layer and sample of a forward pass, by the address of what it saved for its backward pass."""
     measured: int = 0
+
+    def expect(self, blocks: range, backward: bool) -> None:
+        """Expect the calls of a pass through these blocks."""
+        order = [layer for layer in self.quantized if layer in blocks for _ in range(self.parts)]
+        # The first forward pass keeps only residual streams of the blocks that are recomputed.
+        if backward:
+            self.order += [layer for layer in reversed(order) if layer < self.recomputed]
+        else:
+            self.order += [None if layer < self.recomputed else layer for layer in order]
+
+    @contextmanager
+    def passing(self, blocks: range, backward: bool) -> Iterator[None]:
+        """Measure a pass through these blocks inside of this context."""
+        self.expect(blocks, backward)
+        with observed(self):
+            yield
 
     def forward(self, call: Call, saved: Saved) -> None:
         layer = self.order[self.forwards] if self.forwards < len(self.order) else None
@@ -166,8 +202,12 @@ class _Calls:
             metrics.max(f"{tag}/{name}/scale_max", largest * part)
         metrics.max(f"{tag}/S/largest", sums.largest_logit)
 
-    def check(self) -> None:
-        """Check that every call came, and that every layer was measured. Raises RuntimeError if not."""
+    def end(self) -> None:
+        """Check that every call came, and that every layer was measured.
+
+        Raises:
+            RuntimeError: the calls of attention were not those of one forward and one backward pass.
+        """
         expected = sum(layer in self.layers for layer in self.order)
         if (self.forwards, self.measured) != (len(self.order), expected):
             raise RuntimeError(
@@ -175,3 +215,4 @@ class _Calls:
                 f"backward passes in a micro-batch, not {len(self.order)} and {expected}; "
                 "stability.monitor.every_steps null turns the monitor off"
             )
+        self.conclude()

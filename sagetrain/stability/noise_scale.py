@@ -34,7 +34,8 @@ of the step as tokens_per_step has them, including those that do not count: tr(S
 Layers are "0", "1", ... for the blocks, "embedding" (if tied, with its gradient as output projection), "head" (output
 projection and final norm) and "all". Every parameter counts once, whatever the layout. Shards are added over
 tensor-parallel ranks, and copies are divided by their number. Under context parallelism the gradient of a micro-batch
-is spread over ranks, so these ranks add gradients instead of norms.
+is spread over ranks, so these ranks add gradients instead of norms. In a pipeline, a tied embedding has a gradient on
+the last stage and one on the first. The last stage sends its own to the first one, which adds both.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sagetrain.config.earlier_run import ALL
-from sagetrain.model.tensors import TensorSpec
+from sagetrain.model.tensors import EMBEDDING, TensorSpec
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.controller import Event, Taken
 from sagetrain.stability.spikes import METRIC as SPIKE
@@ -128,6 +129,8 @@ class GradientNoise:
         self._small = torch.zeros(len(specs), dtype=torch.float64, device=device)
         self._mean = torch.zeros_like(self._small)
         self._counted: list[int] = []
+        ends = groups.ends_group if "head.weight" not in self._squares.place else None
+        self._tied = _TiedGradient(ends, groups.pp_rank > 0, self._squares.place[EMBEDDING]) if ends else None
 
     @contextmanager
     def micro_batch(self, counted: int | None = None) -> Iterator[None]:
@@ -138,7 +141,7 @@ class GradientNoise:
         self._norms.zero_()
         hooks: list[Any] = []
         for place, parameter in self._parameters.items():
-            hooks.append(parameter.register_hook(partial(self._note, self._norms[place])))
+            hooks.append(parameter.register_hook(partial(self._note, place)))
         try:
             yield
         finally:
@@ -146,14 +149,19 @@ class GradientNoise:
                 hook.remove()
         self._small += self._norms.double().square()
 
-    def _note(self, norm: Tensor, gradient: Tensor) -> None:
+    def _note(self, place: int, gradient: Tensor) -> None:
         gradient = gradient.detach()
+        if self._tied and place == self._tied.place:
+            whole = self._tied.whole(gradient)
+            if whole is None:
+                return
+            gradient = whole
         if self._groups.cp_group is not None:
             # This is a copy, or DeepSpeed's own tensor.
             gradient = gradient.float()
             gradient = gradient.clone() if gradient.dtype == torch.float32 else gradient
             dist.all_reduce(gradient, group=self._groups.cp_group)
-        torch.linalg.vector_norm(gradient, dtype=torch.float32, out=norm)
+        torch.linalg.vector_norm(gradient, dtype=torch.float32, out=self._norms[place])
 
     def of_step(self, gradients: Iterable[tuple[str, Tensor]]) -> None:
         """Add parts of the step's mean gradient, each with the name of its parameter. No part may be on two
@@ -171,6 +179,8 @@ class GradientNoise:
             clipping: factor that the step's gradients had been multiplied by.
             copies: number of replicas that gave the same to `of_step`.
         """
+        if self._tied:
+            self._tied.finish()
         cp_size, micro_batches = self._groups.cp_size, accumulation * self._groups.dp_size
         factor = (accumulation / cp_size) ** 2 / micro_batches
         self._squares.add("noise/*/small", self._small, factor, cp_size)
@@ -183,6 +193,38 @@ class GradientNoise:
             self._counted.clear()
         self._small.zero_()
         self._mean.zero_()
+
+
+class _TiedGradient:
+    """The gradient of a tied embedding, of which the last stage of a pipeline has a part and the first one the rest.
+
+    Args:
+        ends: the first and the last stage.
+        sends: this is the last stage.
+        place: the place of the embedding among the parameters.
+    """
+
+    def __init__(self, ends: dist.ProcessGroup, sends: bool, place: int) -> None:
+        self._ends, self._sends, self.place = ends, sends, place
+        self._sent: list[tuple[Any, Tensor]] = []
+
+    def whole(self, own: Tensor) -> Tensor | None:
+        """Return the sum of both parts of a micro-batch's gradient. Return None on the last stage, whose backward pass
+        comes first. Both stages take the micro-batches in the same order."""
+        if self._sends:
+            part = own.clone()
+            self._sent = [(work, sent) for work, sent in self._sent if not work.is_completed()]
+            self._sent.append((dist.isend(part, group=self._ends, group_dst=0), part))
+            return None
+        other = torch.empty_like(own)
+        dist.recv(other, group=self._ends, group_src=1)
+        return own.float() + other
+
+    def finish(self) -> None:
+        """Wait for the messages of the step."""
+        for work, _ in self._sent:
+            work.wait()
+        self._sent.clear()
 
 
 class NoiseScale:

@@ -69,7 +69,7 @@ class Ladder:
     Args:
         precision: the settings that move layers.
         functions: the result of rungs_of.
-        layers: the attention of every block, in the order of the model.
+        layers: the attention of every block, in the order of the model. None: another pipeline stage has the block.
         total_tokens: tokens of the run, for what is scheduled in its last part.
         tokens: tokens seen so far.
     """
@@ -80,7 +80,7 @@ class Ladder:
         self,
         precision: PrecisionConfig,
         functions: Mapping[str, AttentionFunction],
-        layers: Sequence[Attention],
+        layers: Sequence[Attention | None],
         total_tokens: int,
         tokens: int,
     ) -> None:
@@ -95,6 +95,11 @@ class Ladder:
     def rungs(self) -> list[str]:
         """The present rung of every layer."""
         return [self._names[self._rung(place)] for place in self._places]
+
+    @property
+    def functions(self) -> list[AttentionFunction]:
+        """The present attention function of every layer."""
+        return [self._functions[rung] for rung in self.rungs]
 
     def summary(self) -> str:
         """Return the layers of each rung in words, the lowest rung first."""
@@ -169,7 +174,7 @@ class Ladder:
             for layer, measured in enumerate(self._measured)
         ]
         for layer, rung in zip(self._layers, self.rungs, strict=True):
-            if layer.function != self._functions[rung]:
+            if layer is not None and layer.function != self._functions[rung]:
                 layer.function = self._functions[rung]
 
     def state(self) -> dict[str, Any]:

@@ -54,7 +54,7 @@ How to read the numbers:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,7 +63,8 @@ from torch import Tensor
 
 from sagetrain.config.earlier_run import ALL
 from sagetrain.model.backends import AttentionFunction
-from sagetrain.model.transformer import Transformer
+from sagetrain.model.tensors import EMBEDDING
+from sagetrain.model.transformer import Gradients, Transformer
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.controller import Event, Taken
 from sagetrain.stability.noise_scale import LayerSquares, NoiseScale, averaged
@@ -95,7 +96,11 @@ class QuantizationProbe:
         self._model, self._reference, self._groups, self._device = model, reference, groups, device
         leaves = leaves or dict(model.named_parameters())
         self._leaves = [leaves[name] for name in model.specs]
-        self._squares = LayerSquares(model.specs.values(), groups, device)
+        self._squares = LayerSquares(model.every_spec.values(), groups, device)
+        self._places = torch.tensor([self._squares.place[name] for name in model.specs], device=device)
+        # A tied embedding has a gradient on the first and on the last stage of a pipeline. The first one counts the
+        # sum.
+        self._tied = list(model.specs).index(EMBEDDING) if groups.ends_group and model.config.tie_embeddings else None
 
     @property
     def micro_batches(self) -> int:
@@ -103,20 +108,20 @@ class QuantizationProbe:
         together."""
         return 2 if self._groups.dp_size == 1 else 1
 
-    def measure(self, runs: Sequence[Callable[[], Tensor]], counted: Sequence[int] | None = None) -> None:
+    def measure(self, runs: Sequence[Gradients], counted: Sequence[int] | None = None) -> None:
         """Measure before a step begins. If only one micro-batch is given, there is an error but no bias. Nothing is
         done if no layer quantizes anything.
 
         Args:
-            runs: the forward passes of different micro-batches to their losses, as many on every rank. A loss is the
-                mean over the counted tokens.
+            runs: different micro-batches as functions that return gradients, as many on every rank. Their losses are
+                means over the counted tokens.
             counted: tokens of each that count in the loss; None: no loss mask.
         """
         groups = self._groups
-        if not self._model.quantized:
+        if not groups.on_any_stage(self._model.quantized):
             return
         sums: list[Tensor] = []
-        squares = torch.zeros(len(self._squares.place), dtype=torch.float64, device=self._device)
+        squares = torch.zeros(len(self._leaves), dtype=torch.float64, device=self._device)
         for run in runs:
             rounded = self._gradients(run)
             with self._model.exact(self._reference):
@@ -126,6 +131,9 @@ class QuantizationProbe:
                 # This is this rank's part of the micro-batch's gradient, times cp_size.
                 if groups.cp_group is not None:
                     dist.all_reduce(error, group=groups.cp_group)
+                if i == self._tied:
+                    dist.all_reduce(error, group=groups.ends_group)
+                    error *= groups.pp_rank == 0
                 squares[i] += error.dot(error)
                 if len(sums) > i:
                     sums[i] += error
@@ -137,7 +145,7 @@ class QuantizationProbe:
             if not count:
                 return
             groups.metrics.mean("quant_noise/counted", tokens)
-        self._squares.add("quant_noise/*/error_square", squares, 1 / (cp_size**2 * count), cp_size)
+        self._add("quant_noise/*/error_square", squares, 1 / (cp_size**2 * count))
         if count > 1:
             if groups.dp_size > 1:
                 for total in sums:  # Under context parallelism this is also over ranks with the same sum.
@@ -145,7 +153,12 @@ class QuantizationProbe:
             of_sum = torch.stack([total.dot(total) for total in sums]).double()
             share = 1 if groups.dp_size == 1 else groups.dp_size * cp_size**2
             factor = 1 / (cp_size**2 * count * (count - 1))
-            self._squares.add("quant_noise/*/bias_square", of_sum / share - squares, factor, cp_size)
+            self._add("quant_noise/*/bias_square", of_sum / share - squares, factor)
+
+    def _add(self, what: str, squares: Tensor, factor: float) -> None:
+        """Add sums of squares of this rank's parameters to the metrics. Those of other stages are 0 here."""
+        every = squares.new_zeros(len(self._squares.place)).index_copy(0, self._places, squares)
+        self._squares.add(what, every, factor, self._groups.cp_size)
 
     def _known(self, counted: Sequence[int]) -> tuple[int, float]:
         """Return how many of all ranks' micro-batches have tokens that count, and the harmonic mean of their
@@ -159,11 +172,11 @@ class QuantizationProbe:
         count, inverse = (sums / ranks).tolist()
         return round(count), count / inverse if count else 0.0
 
-    def _gradients(self, run: Callable[[], Tensor]) -> tuple[Tensor, ...]:
+    def _gradients(self, run: Gradients) -> Sequence[Tensor]:
         # Gradients that are asked for go to nobody else: neither into .grad nor to the engine's hooks.
         eager = torch.compiler.set_stance("force_eager")
         with eager, self._groups.metrics.aside():
-            return torch.autograd.grad(run(), self._leaves)
+            return run(self._leaves)
 
 
 class QuantNoise:

@@ -73,10 +73,8 @@ class Controllers:
         self._folder, self._saver, self._reporter = folder, saver, reporter
         model = engine.model
         groups, device, stability, schedule = engine.groups, engine.device, cfg.stability, cfg.tokens_per_step
-        # Attention's error in a pipeline is not measured yet (config/rules/pipeline.py).
-        off = {"every_steps": None} if groups.pp_size > 1 else {}
-        monitor = stability.monitor.model_copy(update=off)
-        self._monitor = Monitor(monitor, model, lambda: ((kept.name, kept.weight) for kept in engine.owned()))
+        gains = lambda: ((kept.name, kept.weight) for kept in engine.owned())  # noqa: E731
+        self._monitor = Monitor(stability.monitor, model, gains)
         leaves = engine.leaves()
         self._linear = LinearErrors(model, self._monitor.chosen, leaves)
         self._noise = GradientNoise(leaves, model.every_spec.values(), groups, device)
@@ -95,7 +93,7 @@ class Controllers:
         self._movers: dict[str, Ladder | LinearSchedule | NoiseAware] = {}
         tokens = cfg.training.total_tokens, state.tokens
         if stability.precision:
-            self._movers["stability.precision"] = Ladder(stability.precision, rungs, model.attention_layers, *tokens)
+            self._movers["stability.precision"] = Ladder(stability.precision, rungs, model.every_attention, *tokens)
         if len(cfg.linear.phases) > 1:
             self._movers["linear.precision"] = LinearSchedule(cfg.linear, model, engine.weights_changed, *tokens)
         if isinstance(schedule, NoiseAwareTokens):
@@ -115,7 +113,9 @@ class Controllers:
             linear = {}
         # The user asked for a measurement, but `auto` or a mover has chosen layers in which there is nothing to
         # measure.
-        if isinstance(settings.every_steps, int) and not (self._monitor.layers or linear):
+        if not isinstance(settings.every_steps, int):
+            return
+        if not self._engine.groups.on_any_stage(bool(self._monitor.layers or linear)):
             said = f"no layer looked at quantizes attention ({self._cfg.attention.backend}) or multiplies in 8 bits"
             self._reporter.say(f"stability.monitor: {said}: nothing is measured")
 
@@ -226,10 +226,16 @@ class Controllers:
         self._reporter.say(f"step {step}: {folder} has what `sagetrain replay` needs to take it again")
 
     def _attention(self) -> list[str]:
-        """Return a description of each layer's attention function. In a pipeline all layers have the same one."""
-        model = self._engine.model
-        functions = model.functions if self._engine.groups.pp_size == 1 else model.functions[:1]
-        return [failed_step.describe(function) for function in functions] * (model.config.num_layers // len(functions))
+        """Return a description of each layer's attention function."""
+        model, ladder = self._engine.model, self._movers.get("stability.precision")
+        if isinstance(ladder, Ladder):
+            functions = ladder.functions
+        elif self._engine.groups.pp_size == 1:
+            functions = model.functions
+        else:
+            # Without a ladder all layers have the same function, also those of other stages.
+            functions = model.functions[:1] * model.config.num_layers
+        return [failed_step.describe(function) for function in functions]
 
     def leave_out(self, state: TrainState, size: int, result: StepResult, go_back: GoBack) -> TrainState:
         """Apply the policy to the step after `state`, whose update was not made. Return the position of the run after

@@ -9,8 +9,6 @@ from sagetrain.config.check import check
 
 PIPE = {"engine": "fsdp", "pipeline_parallel_size": 2}
 
-LADDER = {"rungs": ["sdpa"], "floors": [{"rung": "sdpa", "last_layers": 1}]}
-
 CASES = [
     ({"parallel": {"pipeline_parallel_size": 2}}, "pipeline_of_engine", "parallel.pipeline_parallel_size",
      "is for parallel.engine fsdp, and parallel.engine is auto", "set parallel.engine: fsdp"),
@@ -26,21 +24,28 @@ CASES = [
      "has 3 numbers", "give 2 numbers, or auto"),
     ({"parallel": {**PIPE, "pipeline_blocks": [1, 9]}, "model": {"num_layers": 4}}, "pipeline_split",
      "parallel.pipeline_blocks", "adds up to 10 blocks", "add up to 4"),
-    ({"parallel": PIPE, "model": {"tie_embeddings": True}}, "not_in_a_pipeline", "stability.noise_scale.every_steps",
-     "its parts are on the first and the last stage", "set it to null"),
-    ({"parallel": PIPE, "stability": {"quant_noise": {"every_steps": 10}}}, "not_in_a_pipeline",
-     "stability.quant_noise.every_steps", "runs through all stages at once", "set it to null"),
-    ({"parallel": PIPE, "stability": {"monitor": {"every_steps": 10, "layers": [0]}}},
-     "not_in_a_pipeline", "stability.monitor.every_steps", "follows a micro-batch through all layers",
-     "set it to null (and leave out stability.monitor.layers)"),
-    ({"parallel": PIPE, "stability": {"precision": LADDER}},
-     "not_in_a_pipeline", "stability.precision", "decides for all layers", "set it to null"),
-    ({"parallel": PIPE, "evaluation": {"samples_every_tokens": 1000, "samples_tokens": 8}}, "not_in_a_pipeline",
-     "evaluation.samples_every_tokens", "wait for each other at every token",
-     "null (and leave out evaluation.samples_tokens) and take `sagetrain generate`"),
-    ({"parallel": PIPE, "evaluation": {"tasks": ["arc"], "tasks_limit": 9}}, "not_in_a_pipeline", "evaluation.tasks",
-     "needs logits on all ranks", "leave it out (and leave out evaluation.tasks_limit) and take `sagetrain eval"),
 ]  # fmt: skip
+
+
+WATCHED = {
+    "model": {"num_layers": 4, "tie_embeddings": True},
+    "attention": {"backend": "sage"},
+    "stability": {
+        "quant_noise": {"every_steps": 10},
+        "noise_scale": {"every_steps": 10},
+        "monitor": {"every_steps": 10},
+        "precision": {"rungs": ["sdpa"], "floors": [{"rung": "sdpa", "last_layers": 1}]},
+        "qk_gain": {"cap": 3.0},
+        "spikes": {"policy": "rewind"},
+    },
+    "evaluation": {"samples_every_tokens": 1000, "tasks": ["arc"]},
+}
+
+
+def test_what_watches_a_run_is_not_refused() -> None:
+    found = [{str(f) for f in check(run_config(parallel=parallel, **WATCHED), 2, files=False) if f.level == "error"}
+             for parallel in (PIPE, {"engine": "fsdp"})]  # fmt: skip
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(("sections", "rule", "key", "says", "fix"), CASES)

@@ -15,7 +15,7 @@ from sagekernels.lowbit import RECIPES, product
 from sagetrain.config.schema import SIXTEEN_BITS, AttentionConfig, LinearConfig, ModelConfig
 from sagetrain.model.compile import compile_blocks
 from sagetrain.model.selection import matmuls_of
-from sagetrain.model.transformer import Transformer
+from sagetrain.model.transformer import Transformer, gradients
 from sagetrain.parallel.layers import ColumnParallelLinear, keep_weights
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.linear_errors import LinearErrors
@@ -210,7 +210,7 @@ def test_a_compiled_model_in_8_bits_is_close_to_16_bits(name: tuple[str, str]) -
         assert _error(gradient, true_gradient) < 0.2
     tokens = torch.arange(2 * 512, device="cuda").view(2, 512)
     SINGLE.metrics.clear()
-    LinearErrors(model, range(SHAPE.num_layers)).measure([partial(model, tokens, tokens)])
+    LinearErrors(model, range(SHAPE.num_layers)).measure([partial(gradients, partial(model, tokens, tokens))])
     found = SINGLE.metrics.reduce(tokens.device)
     errors = [value for key, value in found.items() if key.endswith("rel_l2")]
     assert len(errors) == SHAPE.num_layers * 4 * 3 and all(0 < error < 0.1 for error in errors)

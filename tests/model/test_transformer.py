@@ -387,3 +387,12 @@ def test_rotary_is_exact_far_out_and_relative() -> None:
     torch.testing.assert_close((rotated[1] * rotated[2]).sum(-1), (near[0] * near[1]).sum(-1), rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="even head_dim, not 5"):
         rotary_tables(positions, 5, 10000.0, None)
+
+
+def test_attention_is_compiled_for_one_model_after_another() -> None:
+    """A program may train a second model, whose numbers of heads are unknown to torch.compile."""
+    layout = token_layout({None}, 1, 16, torch.empty(16, 1, 8), torch.empty(16, 1, 8), None, None)
+    compiled = torch.compile(lambda *qkv: Sdpa()(*qkv, layout), backend="aot_eager", fullgraph=True)
+    for heads, shared in ((4, 2), (6, 3), (8, 8), (10, 5)):
+        q, k, v = (torch.randn(1, 16, number, 16) for number in (heads, shared, shared))
+        assert torch.equal(compiled(q, k, v), Sdpa()(q, k, v, layout))

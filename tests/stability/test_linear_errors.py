@@ -24,7 +24,7 @@ from sagetrain.engines.protocol import Engine, Observers
 from sagetrain.model.accounting import memory_per_rank
 from sagetrain.model.block import Block
 from sagetrain.model.compile import compile_blocks
-from sagetrain.model.transformer import Transformer
+from sagetrain.model.transformer import Transformer, gradients
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability import linear_errors, monitor
 from sagetrain.stability.controller import Taken
@@ -186,7 +186,7 @@ def test_only_chosen_blocks_in_8_bits_are_measured(monkeypatch) -> None:
         model = tiny.model(cfg, groups)
         groups.metrics.clear()
         groups.metrics.sum("before", 1.0)
-        LinearErrors(model, [1]).measure([partial(passing, model)])
+        LinearErrors(model, [1]).measure([partial(gradients, partial(passing, model))])
         assert all(parameter.grad is None for parameter in model.parameters())
         return groups.metrics.reduce(torch.device("cpu"))
 

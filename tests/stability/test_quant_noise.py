@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
@@ -23,7 +23,7 @@ from sagetrain.engines.protocol import Engine, Observers
 from sagetrain.model.accounting import memory_per_rank
 from sagetrain.model.backends import AttentionFunction, Reference, Sage, attention_function
 from sagetrain.model.compile import compile_blocks
-from sagetrain.model.transformer import Transformer
+from sagetrain.model.transformer import Gradients, Transformer, gradients
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.controller import Taken
 from sagetrain.stability.noise_scale import NoiseScale
@@ -40,7 +40,7 @@ class Numbers(torch.nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(width, dtype=torch.float64))
-        self.specs = {"weight": tiny.spec(width)}
+        self.specs = self.every_spec = {"weight": tiny.spec(width)}
         self.quantized = True
 
     @contextmanager
@@ -51,6 +51,11 @@ class Numbers(torch.nn.Module):
 
     def run(self, x: Tensor) -> Tensor:
         return self.weight @ (x if self.quantized else torch.zeros_like(x))
+
+
+def passes(losses: Sequence[Callable[[], Tensor]]) -> list[Gradients]:
+    """Return what a probe runs of these losses."""
+    return [partial(gradients, loss) for loss in losses]
 
 
 @pytest.mark.parametrize(("micro_batches", "ranks"), [(2, 1), (1, 2)])
@@ -64,7 +69,7 @@ def test_the_memory_of_a_probe_is_as_planned(micro_batches: int, ranks: int) -> 
     model, tokens = tiny.transformer(cfg.model, cfg.attention, **place), torch.zeros(1, 16, dtype=torch.long)
     probe = QuantizationProbe(model, attention_function("sdpa", cfg.attention, CPU), groups, CPU)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as run:
-        probe.measure([partial(model, tokens, tokens)] * micro_batches)
+        probe.measure(passes([partial(model, tokens, tokens)] * micro_batches))
     events = [e for e in run.profiler.kineto_results.events() if e.name() == "[memory]"]
     changes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
     items = memory_per_rank(cfg, ranks, tiny.VOCAB)
@@ -97,7 +102,7 @@ def test_a_known_bias_is_found_under_other_errors() -> None:
         found = []
         for _ in range(probes):
             errors = bias + 0.5 * torch.randn(2, width, dtype=torch.float64, generator=draw)
-            probe.measure([partial(model.run, error) for error in errors])
+            probe.measure(passes([partial(model.run, error) for error in errors]))
             found.append(groups.metrics.reduce(CPU))
             assert found[-1]["quant_noise/head/bias_square"] == pytest.approx((errors[0] @ errors[1]).item(), abs=1e-3)
         errors, biases = (
@@ -122,7 +127,7 @@ def test_under_a_mask_the_error_is_right_on_average(counts) -> None:
         left = list(drawn)
         each = [tokens[[left.pop() for _ in range(count)]].mean(0) if count else nothing for count in counts]
         errors.append(sum(error * count / total for error, count in zip(each, counts, strict=True)))
-        probe.measure([partial(model.run, error) for error in each], counts)
+        probe.measure(passes([partial(model.run, error) for error in each]), counts)
         size = 4 * len(counts)
         found.append(Taken(2, 0, size, {**groups.metrics.reduce(CPU), "train/counted_share": total / size}))
         QuantNoise(4, noise, 0.9).after_step(found[-1])
@@ -159,9 +164,9 @@ def test_a_probe_with_fewer_counted_tokens_has_less_bias() -> None:
 def test_one_counted_micro_batch_gives_no_bias_and_none_nothing() -> None:
     groups, model = ParallelGroups.single(), Numbers(2)
     probe, one = QuantizationProbe(model, Reference(), groups, CPU), torch.ones(2, dtype=torch.float64)
-    probe.measure([partial(model.run, one), partial(model.run, 0 * one)], (3, 0))
+    probe.measure(passes([partial(model.run, one), partial(model.run, 0 * one)]), (3, 0))
     assert groups.metrics.reduce(CPU) == {"quant_noise/head/error_square": 2.0, "quant_noise/counted": 3.0}
-    probe.measure([partial(model.run, 0 * one)] * 2, (0, 0))
+    probe.measure(passes([partial(model.run, 0 * one)] * 2), (0, 0))
     assert groups.metrics.reduce(CPU) == {}
 
 
@@ -188,7 +193,7 @@ def probed(functions: list[AttentionFunction], count: int = 2) -> dict[str, floa
 
     groups.metrics.sum("before", 1.0)
     runs = [partial(adding, run) for run in runs_of(model, count)]
-    QuantizationProbe(model, Reference(), groups, CPU).measure(runs)
+    QuantizationProbe(model, Reference(), groups, CPU).measure(passes(runs))
     found = groups.metrics.reduce(CPU)
     assert found.pop("before") == 1 and "of the model" not in found
     assert model.functions == functions
@@ -218,7 +223,7 @@ def test_error_and_bias_are_those_of_explicit_gradients(count: int) -> None:
 def test_an_error_that_every_micro_batch_repeats_is_all_bias() -> None:
     model = network(2)
     model.functions = [Sage("paper")] * 2
-    QuantizationProbe(model, Reference(), model.groups, CPU).measure(runs_of(model, 1) * 3)
+    QuantizationProbe(model, Reference(), model.groups, CPU).measure(passes(runs_of(model, 1) * 3))
     found = model.groups.metrics.reduce(CPU)
     for layer in ("0", "1", "embedding", "head"):
         error, bias = (found[f"quant_noise/{layer}/{what}_square"] for what in ("error", "bias"))
@@ -251,7 +256,7 @@ def test_the_rounding_of_linear_layers_is_in_the_error(attention: str) -> None:
     model, exact = (tiny.model(each, ParallelGroups.single()) for each in (cfg, low_bit("sdpa", precision="bf16")))
     assert model.quantized and any(model.matmuls[0].values()) and not model.matmuls[1]
     before = model.matmuls, model.functions
-    QuantizationProbe(model, exact.functions[0], model.groups, CPU).measure(runs_of(model, 2))
+    QuantizationProbe(model, exact.functions[0], model.groups, CPU).measure(passes(runs_of(model, 2)))
     found = model.groups.metrics.reduce(CPU)
     assert (model.matmuls, model.functions) == before
     rounded, plain = (

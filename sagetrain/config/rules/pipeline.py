@@ -1,4 +1,4 @@
-"""Rules for pipeline parallelism: what fits into stages, and what does not work in a pipeline yet."""
+"""Rules for pipeline parallelism: what fits into stages, and how much the stages idle."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from sagetrain.config.arithmetic import data_parallel_size, idle_share, token_multiple
 from sagetrain.config.errors import Finding
-from sagetrain.config.rules.findings import also_without, error, no_effect, warning
+from sagetrain.config.rules.findings import error, no_effect, warning
 from sagetrain.config.schema import RunConfig
 
 
@@ -20,7 +20,6 @@ def findings(cfg: RunConfig, world_size: int) -> Iterator[Finding]:
         return
     yield from _engine(cfg)
     yield from _blocks(cfg)
-    yield from _not_yet(cfg)
     yield from _idle(cfg, world_size)
 
 
@@ -77,41 +76,6 @@ def _blocks(cfg: RunConfig) -> Iterator[Finding]:
             f"adds up to {sum(blocks)} blocks, and model.num_layers is {layers}",
             f"give numbers that add up to {layers}, or auto",
         )
-
-
-def _not_yet(cfg: RunConfig) -> Iterator[Finding]:
-    """Find what needs the whole model on a rank, or its gradients, and has no way to get them from other stages."""
-    stability, evaluation = cfg.stability, cfg.evaluation
-    noise, probe, monitor = stability.noise_scale.every_steps, stability.quant_noise.every_steps, stability.monitor
-    found: list[tuple[str, object, str, str]] = []
-    if cfg.model.tie_embeddings and noise is not None:
-        why = "needs the gradient of a tied embedding whole, and its parts are on the first and the last stage"
-        found.append(("stability.noise_scale.every_steps", noise, why, "set it to null"))
-    if probe is not None:
-        why = "computes gradients beside those of the step, which runs through all stages at once"
-        found.append(("stability.quant_noise.every_steps", probe, why, "set it to null"))
-    if isinstance(monitor.every_steps, int):
-        why = "follows a micro-batch through all layers, and a stage has some of them"
-        fix = f"set it to null{also_without(monitor, 'stability.monitor', 'layers')}"
-        found.append(("stability.monitor.every_steps", monitor.every_steps, why, fix))
-    if stability.precision is not None:
-        why = "decides for all layers, and a stage has some of them"
-        found.append(("stability.precision", "...", why, "set it to null"))
-    if evaluation.tasks:
-        idle = also_without(evaluation, "evaluation", "tasks_every_tokens", "tasks_limit")
-        fix = f"leave it out{idle} and take `sagetrain eval --tasks` on a checkpoint, which needs no pipeline"
-        found.append(("evaluation.tasks", evaluation.tasks, "needs logits on all ranks", fix))
-    if evaluation.samples_every_tokens is not None:
-        idle = also_without(evaluation, "evaluation", "samples_prompts", "samples_tokens")
-        fix = f"set it to null{idle} and take `sagetrain generate` on a checkpoint, which needs no pipeline"
-        why = "writes token by token, and the stages would wait for each other at every token"
-        found.append(("evaluation.samples_every_tokens", evaluation.samples_every_tokens, why, fix))
-    for key, value, why, fix in found:
-        message = f"{why}: this does not work with parallel.pipeline_parallel_size above 1 yet"
-        yield error("not_in_a_pipeline", key, value, message, f"{fix}, or pipeline_parallel_size: 1")
-    if monitor.every_steps == "auto" and (cfg.attention.may_be_int8 or cfg.linear.low_bit):
-        message = "measures nothing with parallel.pipeline_parallel_size above 1 yet: a stage has some of the layers"
-        yield Finding("monitor_in_a_pipeline", "info", "stability.monitor.every_steps", "auto", message)
 
 
 def _idle(cfg: RunConfig, world_size: int) -> Iterator[Finding]:

@@ -25,7 +25,7 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
 def _monitor(cfg: RunConfig) -> Iterator[Finding]:
     monitor, layers, backend = cfg.stability.monitor, cfg.model.num_layers, cfg.attention.backend
     linear = "" if may_be_low_bit(cfg) else "linear layers neither"
-    if not takes_probes(cfg) and cfg.parallel.pipeline_parallel_size == 1:
+    if not takes_probes(cfg):
         linear = linear or "linear layers are not looked at with parallel.zero_stage 3 of engine deepspeed"
     if isinstance(monitor.every_steps, int) and not cfg.attention.may_be_int8 and linear:
         yield error(
@@ -77,7 +77,7 @@ def _quant_noise(cfg: RunConfig) -> Iterator[Finding]:
             "relates the error of quantization to the noise of the gradients, which is not measured",
             "set stability.noise_scale.every_steps, to 10 for instance",
         )
-    if not takes_probes(cfg) and cfg.parallel.pipeline_parallel_size == 1:
+    if not takes_probes(cfg):
         yield error(
             "probe_at_zero_3",
             key,
