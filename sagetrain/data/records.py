@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from itertools import pairwise
@@ -48,6 +48,10 @@ UNWRITTEN = "the chat template does not read these keys, so that what records ho
 NULLS = (
     "tool calls hold null, which is kept as the JSON has it; a table that was written as JSON has null where a call "
     "has no such argument, so give the table itself (.parquet):"
+)
+QUOTED = (
+    "the chat template writes the arguments of tool calls as a quoted text, because the records hold them as JSON "
+    "text, and servers such as vLLM hand it an object; give objects (json.loads of the text):"
 )
 OTHERS_COUNT = "messages of others than the assistant say that they count, but answers alone do:"
 ENDLESS = (
@@ -174,6 +178,8 @@ class Chats:
         unread |= {key for key, value in more.items() if value and key not in variables(template)}
         for key in unread:
             notes[UNWRITTEN, key] += 1
+        if any(json.dumps(text, ensure_ascii=False) in whole for text in _arguments_as_text(messages)):
+            notes[QUOTED, ""] += 1
         parts = [(text, counts) for text, counts in parts if text]
         if not any(counts and text.strip() for text, counts in parts):
             raise ValueError("the chat template leaves nothing of what the assistant says")
@@ -424,6 +430,16 @@ def _what(value: Any) -> str:
     if re.match(r"[\[{\s]*'", value):
         return "text that is no JSON (Python's notation, as pandas writes lists into a .csv? use json.dumps)"
     return "text that is no JSON"
+
+
+def _arguments_as_text(messages: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield the arguments of tool calls that are JSON text of an object, as OpenAI's format has them."""
+    for message in messages:
+        for call in message.get("tool_calls", []):
+            function = call.get("function", call) if isinstance(call, dict) else None
+            text = function.get("arguments") if isinstance(function, dict) else None
+            if isinstance(text, str) and isinstance(_parsed(text), dict):
+                yield text
 
 
 def _holds_null(value: Any) -> bool:

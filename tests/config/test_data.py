@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from checked_config import run_config
 from sagetrain.config import ConfigError, RunConfig, load_config
 from sagetrain.config.rules.data import findings
 from sagetrain.config.schema import TrainingConfig
@@ -184,3 +185,13 @@ def test_a_file_that_two_sources_name_is_said(parts):
     found = [finding for finding in findings(cfg, required=False) if finding.rule == "source_twice"]
     assert [(each.level, each.key) for each in found] == [("warning", "data.train.1.path")]
     assert "web-00003-of-00003, as data.train.0 does" in found[0].message
+
+
+def test_a_folder_in_the_place_of_a_file_gets_its_own_fix(tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "config.json"):
+        (tmp_path / name).write_text("{}")
+    cfg = run_config(data={"tokenizer": str(tmp_path)}, training={"init_from": str(tmp_path)})
+    found = {finding.key: finding for finding in findings(cfg, required=True)}
+    tokenizer, start = found["data.tokenizer"], found["training.init_from"]
+    assert (tokenizer.message, tokenizer.fix) == ("is a folder, not a file", f"name {tmp_path}/tokenizer.json")
+    assert start.fix == f"read it first, `sagetrain import {tmp_path} RUN`, and name RUN"

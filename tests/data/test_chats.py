@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -391,6 +392,17 @@ def test_what_is_left_out_of_records_is_said(folder: Path, tmp_path: Path) -> No
     assert unread == "not read of the records: id (1 record)"
     whole = "{% for m in messages %}{% generation %}{{ m | tojson }}<|eot|>{% endgeneration %}{% endfor %}"
     assert said_of(folder, tmp_path / "c", [{"messages": [{**ASK, "name": "Ann"}, ANSWER]}], whole) == []
+
+
+def test_arguments_that_a_template_quotes_are_said(folder: Path, tmp_path: Path) -> None:
+    """OpenAI's format has arguments as JSON text. Some templates write that text as it is, others quote it."""
+    chats = [
+        {"messages": [ASK, call("weather", arguments)]} for arguments in ('{"city": "Rome"}', {"city": "Rome"}, "Rome")
+    ]
+    (said,) = said_of(folder, tmp_path / "a", chats)
+    assert re.search(r"arguments of tool calls as a quoted text, .* give objects .*: \(1 record\)", said)
+    as_it_is = TEMPLATE.replace("c.function.arguments | tojson", "c.function.arguments")
+    assert as_it_is != TEMPLATE and said_of(folder, tmp_path / "b", chats[:1], as_it_is) == []
 
 
 def test_columns_that_nobody_reads_are_said(folder: Path, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ _WRITTEN = (
     *("attention.json", "linear.json", TOKENIZER_NAME, TOKENIZER_JSON),
 )
 """The files that a run writes beside its folders (docs/run-folder.md)."""
+_TOKENIZERS = (TOKENIZER_JSON, TOKENIZER_NAME)
 TEXT_PREFIX = "text_prefix"
 """The key of a checkpoint's state for the tokens that the model learned before every text."""
 ORDER = "order of samples (hash of token files, weights, seq_length and seed)"
@@ -191,6 +192,9 @@ def _files(cfg: RunConfig, required: bool, names: Iterable[str]) -> Iterator[Fin
             "give model.vocab_size instead"
         )
         message = "no such file" if cfg.data.tokenizer else f"no {cfg.data.tokenizer_path}"
+        if cfg.data.tokenizer and Path(cfg.data.tokenizer).is_dir():
+            found = [str(file) for name in _TOKENIZERS if (file := Path(cfg.data.tokenizer, name)).is_file()]
+            message, fix = "is a folder, not a file", f"name {found[0]}" if found else fix
         yield _missing(required, "data.tokenizer", cfg.data.tokenizer, message, fix)
 
 
@@ -281,8 +285,11 @@ def _start(cfg: RunConfig, required: bool) -> Iterator[Finding]:
             "leave it out to go on, or choose another training.run_dir for a new run",
         )
     elif not any(run_dir.glob("checkpoints/step-*")) and not _manifests(start):
-        fix = "name the folder of a run, one of its checkpoints/step-N, or what `sagetrain import` wrote"
-        yield _missing(required, "training.init_from", start, "no checkpoint there", fix)
+        fix, message = "name the folder of a run, one of its checkpoints/step-N, or what `sagetrain import` wrote", ""
+        if Path(start, "config.json").is_file():
+            message = ", and a config.json as in Hugging Face folders"
+            fix = f"read it first, `sagetrain import {start} RUN`, and name RUN"
+        yield _missing(required, "training.init_from", start, f"no checkpoint there{message}", fix)
 
 
 def _manifests(start: str) -> list[Path]:
