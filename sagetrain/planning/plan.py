@@ -84,17 +84,8 @@ class Plan:
     """The configured layout. It is there if `schedule` is."""
     proposed: list[Layout] | None
     """The fastest layouts; empty if none fits. None if another layout would not correct the errors."""
-    from_gpus: tuple[int | None, int | None] = (None, None)
-    """Numbers of GPUs from which on a layout fits: with the optimizer as configured, and with a smaller state. None: no
-    number does, or the proposed layouts answer the question."""
-    host_memory_to_offload: int | None = None
-    """GiB of a host's memory with which parallel.offload makes a layout fit, if that is more than the host has."""
-
-    def __repr__(self) -> str:
-        speed = f", {self.chosen.prediction.tokens_per_second:,.0f} tokens/s predicted" if self.chosen else ""
-        memory = f", {total_bytes(self.memory) / 2**30:.2f} GiB per rank" if self.memory else ""
-        found = f"{self.errors} errors and {len(self.findings) - self.errors} other findings"
-        return f"Plan({self.path} on {self.world_size} x {self.hardware.name}: {found}{memory}{speed})"
+    larger: tuple[str, ...] = ()
+    """Sentences that say what would fit where no layout does with the optimizer as configured."""
 
     @property
     def errors(self) -> int:
@@ -181,13 +172,11 @@ def make_plan(
                 gain = _gain(cfg, chosen, layout(wide, world_size, padded, hardware, span))
                 findings = [*findings, *([gain] if gain else [])]
     proposed = None if refused & _NO_MODEL else propose(asked, world_size, padded, hardware, span)
-    fits = smaller = host = None
+    fits, larger = None, tuple[str, ...]()
     if proposed is not None and not proposed:
         fits = fewest_gpus(asked, world_size, padded, hardware)
         proposed = propose_smaller_states(asked, world_size, padded, hardware, span)
-        smaller = None if proposed else fewest_gpus(asked, world_size, padded, hardware, smaller_states=True)
-        if not any(item.cfg.parallel.offload != "none" for item in proposed):
-            host = host_memory_to_offload(asked, world_size, padded, hardware)
+        larger = tuple(_larger(asked, world_size, padded, hardware, proposed, fits))
     if proposed:
         findings = [_with_way_out(finding) for finding in findings]
     elif fits:
@@ -209,9 +198,23 @@ def make_plan(
         schedule=schedule,
         chosen=chosen,
         proposed=proposed,
-        from_gpus=(fits, smaller),
-        host_memory_to_offload=host,
+        larger=larger,
     )
+
+
+def _larger(
+    cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware, proposed: list[Layout], fits: int | None
+) -> Iterator[str]:
+    """Yield sentences that say what would fit where no layout does with the optimizer as configured. `proposed` are
+    layouts with a smaller state, and from `fits` GPUs on the configured optimizer fits."""
+    if proposed:
+        yield "None fits with the optimizer as configured: these keep its state in less memory, or elsewhere."
+    elif (count := fewest_gpus(cfg, world_size, vocab_size, hardware, smaller_states=True)) and count != fits:
+        yield f"With the optimizer's state in less memory it fits from {count} GPUs on (--world-size {count})."
+    if need := host_memory_to_offload(cfg, world_size, vocab_size, hardware):
+        yield f"With parallel.offload it fits where a host has {need} GiB (--host-memory {need})."
+    if fits:
+        yield f"With the optimizer as configured it fits from {fits} GPUs on."
 
 
 def document_span(data: DataConfig) -> float | None:

@@ -474,28 +474,13 @@ def _proposal_table(plan: Plan, proposed: list[Layout]) -> Table:
             "No layout divides tokens_per_step over these ranks and fits: these raise it, to at most "
             f"{MORE_TOKENS:g} times the fewest that would do."
         )
-    captions += _from_gpus(plan, proposed)
+    captions += plan.larger
     if any(item.memory > usable for _, item in named):
         captions.append("(!): more than the GPU has.")
     if unmeasured:
         captions.append(f"~: no recorded run on {plan.hardware.name} has {', '.join(unmeasured)}.")
     title = f"Layouts proposed for {plan.hardware.name}, fastest first"
     return Table(title, ("layout", *numbers), rows, numbers=numbers, caption=" ".join(captions))
-
-
-def _from_gpus(plan: Plan, proposed: list[Layout]) -> list[str]:
-    """Return sentences about the memory that the proposed layouts change, or that none has."""
-    said, (fits, smaller) = [], plan.from_gpus
-    if fits and proposed:
-        said.append("None fits with the optimizer as configured: these keep its state in less memory, or elsewhere.")
-    if smaller and smaller != fits:
-        said.append(
-            f"With the optimizer's state in less memory it fits from {smaller} GPUs on (--world-size {smaller})."
-        )
-    if plan.host_memory_to_offload:
-        need = plan.host_memory_to_offload
-        said.append(f"With parallel.offload it fits where a host has {need} GiB (--host-memory {need}).")
-    return said + ([f"With the optimizer as configured it fits from {fits} GPUs on."] if fits else [])
 
 
 def _length(stages: list[ScheduleStage]) -> tuple[int, int]:
