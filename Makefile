@@ -60,10 +60,10 @@ docs: $(DEV)  ## the guides, results and key reference as a site in site/
 	$(BIN)/mkdocs build -q --strict
 
 FAST ?=
-GPU_JOBS ?= auto
+GPU_JOBS ?=
 test-gpu:  ## kernel and trainer tests on all NVIDIA GPUs, with the python on PATH; FAST=1: a first pass of a third of them
-	@python3 -m compileall -q -j 0 sagetrain kernels tests  # once for all processes
-	PYTHONPATH=.:kernels:tests/support$${PYTHONPATH:+:$$PYTHONPATH} python3 -m pytest -q --noconftest -p side_by_side -p gpu_seen $(if $(GPU_JOBS),-n $(GPU_JOBS) --dist worksteal) $(if $(FAST),-p first_pass) tests/gpu
+	@python3 -m compileall -q -j 0 sagetrain kernels tests
+	PYTHONPATH=.:kernels:tests/support$${PYTHONPATH:+:$$PYTHONPATH} python3 tests/support/side_by_side.py $(if $(GPU_JOBS),--processes $(GPU_JOBS)) -q --noconftest $(if $(FAST),-p first_pass) tests/gpu
 
 bench:  ## attention benchmark on an NVIDIA GPU: checks every shape, then times it beside the peers
 	PYTHONPATH=.:kernels python3 -m sagekernels.bench

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import subprocess
+import sys
 from collections import Counter
-from types import SimpleNamespace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +18,6 @@ import side_by_side
 from runs import ROOT
 from sagekernels.call import RECIPES
 from sagekernels.launch import TABLE
-from side_by_side import dealt, share_of
 
 
 class Collected:
@@ -54,23 +58,48 @@ def test_a_third_of_the_cases_touches_all_that_is_not_long(passes) -> None:
     assert len(first) < len(whole) / 3 and len({item.path for item in whole}) - len({item.path for item in first}) <= 2
 
 
-def test_shares_begin_with_the_longest_tests() -> None:
-    """Two processes share five tests as worksteal does it, two and three. A short test waits behind each long one."""
-    items = [SimpleNamespace(nodeid=f"tests/gpu/test_x_gpu.py::test_{name}[case]") for name in "abcde"]
-    seconds = {"test_x_gpu.py::test_c": 60.0, "test_x_gpu.py::test_e": 30.0, "test_x_gpu.py::test_a": 0.1}
-    order = "".join(item.nodeid[-7] for item in dealt(items, seconds, 2))
-    assert order == "edcab"  # c 60, e 30, b and d unknown, a 0.1
+def test_the_longest_tests_begin_first() -> None:
+    nodeids = [f"tests/gpu/test_x_gpu.py::test_{name}[case]" for name in "abcd"]
+    seconds = {"test_x_gpu.py::test_c": 60.0, "test_x_gpu.py::test_d": 30.0, "test_x_gpu.py::test_a": 0.1}
+    assert side_by_side.longest_first(nodeids, seconds) == [2, 3, 1, 0]  # No one has timed b.
 
 
 def test_processes_begin_at_a_gpu_each_and_see_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(side_by_side, "CORES", 64)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert side_by_side.pytest_xdist_auto_num_workers() == 48
-    visible = [share_of(worker, 48, ["4", "5", "6", "7"])["CUDA_VISIBLE_DEVICES"] for worker in range(48)]
+    assert [side_by_side.number_of_processes(gpus) for gpus in (4, 1, 0)] == [32, 12, 1]
+    visible = [side_by_side.share_of(n, 32, ["4", "5", "6", "7"])["CUDA_VISIBLE_DEVICES"] for n in range(32)]
     assert visible[:5] == ["4,5,6,7", "5,6,7,4", "6,7,4,5", "7,4,5,6", "4,5,6,7"]
-    assert Counter(each[0] for each in visible) == dict.fromkeys("4567", 12)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert side_by_side.pytest_xdist_auto_num_workers() == 12
+    assert Counter(each[0] for each in visible) == dict.fromkeys("4567", 8)
+
+
+CASES = """
+import os, signal, pytest
+@pytest.fixture(scope="module")
+def made():
+    yield os.getpid()
+@pytest.mark.parametrize("number", range(4))
+def test_it(number, made):
+    assert number != 2 and made == os.getpid()
+def test_killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_processes_share_the_tests_and_one_may_die(tmp_path: Path) -> None:
+    for name in ("gpu", "support"):
+        (tmp_path / "tests" / name).mkdir(parents=True)
+    for name in ("side_by_side", "gpu_seen"):
+        shutil.copy(ROOT / f"tests/support/{name}.py", tmp_path / "tests/support")
+    (tmp_path / "tests/gpu/test_x_gpu.py").write_text(CASES)
+    start = "import side_by_side as s, sys; s.IMPORTED = []; sys.exit(s.main(sys.argv[1:]))"
+    words = [sys.executable, "-c", start, "--processes", "2", "-q", "--noconftest", "--rootdir", ".", "tests/gpu"]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path / "tests/support")}
+    run = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert run.returncode == 1, run.stdout
+    assert "2 failed, 3 passed" in run.stdout and "the process has died" in run.stdout
+    last = json.loads((tmp_path / "tests/gpu/seen.json").read_text())["last"]
+    assert last["failures"] == ["test_x_gpu.py::test_it[2]", "test_x_gpu.py::test_killed"]
+    assert last["files"] == {"test_x_gpu.py": {"passed": 3, "failed": 2, "skipped": 0, "not run": 0}}
 
 
 def test_every_fixture_is_there_without_the_conftest(passes) -> None:

@@ -104,6 +104,16 @@ class Seen:
         return json.loads(self._path.read_text()) if self._path.exists() else {}
 
 
+def card() -> str:
+    """Return the number and the name of the GPUs. This process does not begin to use one for that."""
+    words = "nvidia-smi", "--query-gpu=name", "--format=csv,noheader"
+    try:
+        names = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return "no GPU"
+    return f"{torch.cuda.device_count()} {names[0]}"
+
+
 class Recorder:
     """Count the outcomes of the GPU tests, in the process that hears of all of them.
 
@@ -113,7 +123,6 @@ class Recorder:
     def __init__(self, seen: Seen) -> None:
         self._seen, self._run = seen, {}
         self._config: pytest.Config
-        self._expected: set[str] = set()
         self._waiting: set[str] = set()
         self._failures: set[str] = set()
         self._seconds: Counter[str] = Counter()
@@ -123,16 +132,12 @@ class Recorder:
         self._config = session.config
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self._expect(item.nodeid for item in session.items)
+        self.expect(item.nodeid for item in session.items)
 
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
-        self._expect(ids)
-
-    def _expect(self, ids: Iterable[str]) -> None:
+    def expect(self, ids: Iterable[str]) -> None:
+        """Hear which tests are to be run."""
         for nodeid in ids:
-            if self._is_ours(nodeid) and nodeid not in self._expected:
-                self._expected.add(nodeid)
+            if self._is_ours(nodeid):
                 self._waiting.add(nodeid)
                 self._counts(nodeid)["not run"] += 1
 
@@ -147,7 +152,7 @@ class Recorder:
             self._waiting.discard(report.nodeid)
             if report.failed:
                 self._failures.add(report.nodeid.removeprefix(f"tests/{self._seen.folder.name}/"))
-        if report.when == "teardown":
+        if report.when == "teardown" or report.failed:  # A process that has died reports no teardown.
             self._write()
 
     def _write(self) -> None:
@@ -155,10 +160,9 @@ class Recorder:
         some = bool(options.keyword or options.markexpr or any("::" in each for each in args))
         first = self._config.pluginmanager.hasplugin("first_pass")
         if not self._run:
-            count = torch.cuda.device_count()
             self._run = {
                 "commit": self._seen.commit(),
-                "card": f"{count} {torch.cuda.get_device_name(0)}" if count else "no GPU",
+                "card": card(),
                 "torch": torch.__version__,
                 "date": date.today().isoformat(),
                 "pass": "some tests" if some else "first pass" if first else "whole suite",
@@ -183,5 +187,5 @@ class Recorder:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):  # All workers report to the process that started them.
+    if not hasattr(config, "workerinput"):  # xdist's workers report to the process that started them.
         config.pluginmanager.register(Recorder(Seen()))
