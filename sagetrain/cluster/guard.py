@@ -82,6 +82,8 @@ class Watchdog:
         self._tick = min(max(timeout / 20, 0.1), 5.0)
         self._name = f"rank {rank}"
         self._idle, self._doing, self._old = 0.0, "start", False
+        self.waits: Callable[[], str] = lambda: ""
+        """A function that says in words what this rank waits for, or returns "". It is called when the run has hung."""
         # The launcher may have ended by now.
         given = os.environ.get(LAUNCHER)
         self._launchers = (int(given),) if given else _launchers()
@@ -130,7 +132,8 @@ class Watchdog:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with self._path.open("w") as file:
-                file.write(f"{self._name}, in {self._doing}: {why}\n\n")
+                doing = self._in_words()
+                file.write(f"{self._name}, in {doing}: {why}\n\n")
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
                 # This ends the process even if the flight recorder blocks and holds the GIL.
@@ -138,12 +141,21 @@ class Watchdog:
                 waits = self._record_collectives()
                 file.write(f"\n{waits}\n")
                 file.flush()
-                _tell(f"{self._name}: error: in {self._doing}: {why}; {waits}; stacks in {self._path}")
+                _tell(f"{self._name}: error: in {doing}: {why}; {waits}; stacks in {self._path}")
                 # The launcher ends all ranks when the first one exits, so this rank gives the others time to write
                 # their files.
                 self._over.wait(3 * self._tick)
         finally:
             os._exit(HANG_EXIT_CODE)
+
+    def _in_words(self) -> str:
+        """Return what this rank does, and what it waits for if that is known."""
+        try:
+            waits = self.waits()
+        # The process has to end, whatever is wrong with it.
+        except Exception as error:  # noqa: BLE001
+            waits = f"what this rank waits for is not known ({error})"
+        return f"{self._doing}, where {waits}" if waits else self._doing
 
     def _record_collectives(self) -> str:
         """Write the content of the flight recorder to a file and return a sentence about the collectives under way.

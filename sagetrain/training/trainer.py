@@ -73,6 +73,7 @@ class Trainer:
         self.run, self.cfg, self.engine, self.state = run, run.cfg, run.engine, run.resumed.state
         self._findings, self._tasks, self._samples = findings, tasks, samples
         self._reporter, self._say, self._watchdog = run.met.reporter, run.met.reporter.say, run.met.watchdog
+        self._watchdog.waits = self.engine.waits
         self._callbacks = Callbacks(self._listeners(), callbacks)
         self._saved_step, self._waited = self.state.step, False
 

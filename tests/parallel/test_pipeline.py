@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import stat
+import time
 from collections import defaultdict
+from collections.abc import Callable
 from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import tiny
+from distributed import run_distributed
+from forked import PATIENCE
+from sagetrain.cluster import guard
+from sagetrain.cluster.guard import Watchdog
 from sagetrain.parallel.orders import Action, in_flight, orders
 
 LAYOUTS = [(ranks, per_rank) for ranks, per_rank in product(range(2, 9), (1, 2)) if ranks * per_rank <= 12] + [(3, 3)]
@@ -78,3 +90,59 @@ def test_messages_arrive_in_the_order_in_which_they_are_awaited(ranks: int, per_
                     wraps = min(chunk, chunk - step) % ranks == ranks - 1
                     awaited[(rank - step) % ranks, rank, kind, wraps].append((chunk, micro))
         assert sent == awaited
+
+
+# -- stages that hang or die -------------------------------------------------------------------------------------------
+
+
+def wait_for(ready: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not ready():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def a_stage_hangs_and_dies(root: str) -> None:
+    """Let the last of three stages hang until the watchdog of the first one has said so. Then the stage loses its
+    connections, as one that dies does."""
+    groups, folder = tiny.join(1, 1, 3), Path(root)
+    layout = {"engine": "fsdp", "pipeline_parallel_size": 3}
+    engine = tiny.engine(tiny.config(1, model={"num_layers": 3}, parallel=layout), groups)
+    # The process goes on after the watchdog has ended it.
+    guard.os = SimpleNamespace(**{**vars(os), "_exit": lambda code: None})
+    watchdog = Watchdog(folder / "stacks", groups.rank, timeout=1.0, watches=groups.rank == 0)
+    watchdog.waits, passes = engine.waits, []
+
+    def hang(*_: object) -> None:
+        passes.append(1)
+        if len(passes) == 2:
+            wait_for((folder / "stacks/rank-0.collectives.json").exists)
+            for name in os.listdir("/proc/self/fd"):
+                if stat.S_ISSOCK(os.stat(f"/proc/self/fd/{name}").st_mode):
+                    connection = socket.socket(fileno=os.dup(int(name)))
+                    if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        connection.shutdown(socket.SHUT_RDWR)
+            wait_for((folder / "lost-1").exists)
+            raise RuntimeError("this stage is gone")
+
+    if groups.rank == 2:
+        next(iter(engine.model.blocks)).register_forward_pre_hook(hang)
+    try:
+        with watchdog:
+            watchdog.begin("step 7")
+            tiny.global_step(engine, 0)
+    except RuntimeError as error:
+        (folder / f"lost-{groups.rank}").write_text(str(error))
+        raise
+
+
+def test_a_stage_that_hangs_or_dies_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="raised"):
+        run_distributed(a_stage_hangs_and_dies, 3, str(tmp_path))
+    said = (tmp_path / "stacks/rank-0.txt").read_text()
+    assert said.startswith(
+        "rank 0, in step 7, where pipeline stage 0 (rank 0) waits for stage 1 (rank 1), for the backward pass of "
+        "micro-batch 1 through chunk 0: no progress for"
+    )
+    lost = (tmp_path / "lost-1").read_text()
+    assert lost.startswith("pipeline stage 1 (rank 1) has lost stage 2 (rank 2), in the backward pass of micro-batch 1")
