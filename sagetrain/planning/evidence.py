@@ -70,6 +70,11 @@ class Evidence:
         return f"recorded runs of this kind on {card} were within {self.margin:.0%} of the prediction"
 
 
+def engines_compared(hardware: Hardware) -> bool:
+    """Whether runs by both engines were recorded on this card."""
+    return "FSDP2" in MARGINS.get(hardware.name, {})
+
+
 def evidence(cfg: RunConfig, prediction: StepPrediction, hardware: Hardware) -> Evidence:
     """Return the evidence for the prediction of a configuration on this hardware."""
     if hardware.compute_scale != 1:

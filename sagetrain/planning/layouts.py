@@ -6,17 +6,24 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from sagetrain.auto.recomputation_choice import fewest_blocks
-from sagetrain.config.arithmetic import data_parallel_size, may_be_low_bit, resolved_zero_stage, token_multiple
+from sagetrain.config.arithmetic import (
+    data_parallel_size,
+    engine_of,
+    may_be_low_bit,
+    resolved_zero_stage,
+    token_multiple,
+)
 from sagetrain.config.errors import Finding
 from sagetrain.config.rules import fit
 from sagetrain.config.schema import LinearConfig, NoiseAwareTokens, RampTokens, Recomputation, RunConfig
 from sagetrain.hardware import Hardware, usable_bytes
 from sagetrain.model.accounting import MemoryItem, memory_per_rank, total_bytes, with_recomputation
 from sagetrain.model.host_memory import HOST_SHARE, host_memory_finding, host_memory_per_rank
+from sagetrain.planning.evidence import engines_compared
 from sagetrain.planning.performance import predict, with_overlap
 from sagetrain.planning.prediction import StepPrediction
 
@@ -47,7 +54,7 @@ class Layout:
     """Estimated bytes of a rank."""
 
     @property
-    def key(self) -> tuple[int, int, bool, int, str | int, int]:
+    def key(self) -> tuple[int, int, bool, int, str | int, int, str]:
         """The settings that distinguish layouts. Tokens per step are not among them."""
         parallel, training = self.cfg.parallel, self.cfg.training
         return (
@@ -57,6 +64,7 @@ class Layout:
             resolved_zero_stage(self.cfg),
             training.activation_checkpointing,
             self.cfg.data.micro_batch_size,
+            engine_of(self.cfg),
         )
 
 
@@ -122,6 +130,18 @@ def memory_finding(memory: int, hardware: Hardware) -> Finding | None:
     )
 
 
+def by_other_engine(
+    cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware, span: float | None = None
+) -> Layout | None:
+    """Return the same layout by the other engine, or None where config/rules refuses it or no recorded runs on this
+    card compare the engines."""
+    if not engines_compared(hardware):
+        return None
+    engine = "deepspeed" if engine_of(cfg) == "fsdp" else "fsdp"
+    other = cfg.model_copy(update={"parallel": cfg.parallel.model_copy(update={"engine": engine})})
+    return layout(other, world_size, vocab_size, hardware, span) if _allowed(other, world_size, vocab_size) else None
+
+
 def host_finding(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware) -> Finding | None:
     """Return a finding if parallel.offload is estimated to need more memory than a host has, or None."""
     ranks = min(world_size, hardware.gpus_per_host)
@@ -146,9 +166,9 @@ def propose(
     """Return the five fastest layouts for `world_size` ranks that fit into memory and raise no error in config/rules,
     in order.
 
-    Each differs from the others in more than the micro-batch. If tokens_per_step allows none, they are raised, to at
-    most MORE_TOKENS times the fewest that do. The precision of linear.precision auto is chosen for each
-    tensor_parallel_size, as a run does.
+    Each differs from the others in more than the micro-batch and the engine: the faster engine is proposed. If
+    tokens_per_step allows none, they are raised, to at most MORE_TOKENS times the fewest that do. The precision of
+    linear.precision auto is chosen for each tensor_parallel_size, as a run does.
 
     Args:
         cfg: the configuration.
@@ -160,11 +180,13 @@ def propose(
     Returns:
         The layouts; an empty list if none fits. None means that config/rules has an error whatever the layout.
     """
-    allowed = [candidate for candidate in _candidates(cfg, world_size) if _allowed(candidate, world_size, vocab_size)]
+    allowed = [
+        candidate for candidate in _candidates(cfg, world_size, hardware) if _allowed(candidate, world_size, vocab_size)
+    ]
     allowed = _decided(cfg, allowed, vocab_size, hardware, span)
     found = _fitting(allowed, world_size, vocab_size, hardware, span)
     if not found:
-        raised = [_with_enough_tokens(candidate, world_size) for candidate in _candidates(cfg, world_size)]
+        raised = [_with_enough_tokens(candidate, world_size) for candidate in _candidates(cfg, world_size, hardware)]
         raised = [candidate for candidate in raised if _allowed(candidate, world_size, vocab_size)]
         if not (allowed or raised):
             return None
@@ -174,7 +196,7 @@ def propose(
         found = [item for item in found if _raise(cfg, item.cfg) <= MORE_TOKENS * least]
     best: dict[tuple[int | str, ...], Layout] = {}
     for item in sorted(found, key=lambda item: -item.prediction.tokens_per_second):
-        best.setdefault(item.key[:-1], item)
+        best.setdefault(item.key[:-2], item)
     return list(best.values())[:5]
 
 
@@ -233,14 +255,14 @@ def overrides_to(cfg: RunConfig, chosen: RunConfig) -> list[str]:
     return [f"{key}={value}" for key, value in pairs.items()]
 
 
-def _candidates(cfg: RunConfig, world_size: int) -> Iterator[RunConfig]:
+def _candidates(cfg: RunConfig, world_size: int, hardware: Hardware) -> Iterator[RunConfig]:
     """Yield every combination worth considering. config/rules says which of them can run."""
     heads = cfg.model.num_key_value_heads
     splits = [size for size in range(1, heads + 1) if heads % size == 0 and world_size % size == 0]
     stages = (1, 2, 3) if cfg.training.dtype == "bf16" else (0, 1, 2, 3)
     micro_batches = sorted({*_MICRO_BATCHES, cfg.data.micro_batch_size})
-    for split, context, stage, again, micro in itertools.product(
-        splits, splits, stages, ("none", "selective", "full"), micro_batches
+    for split, context, (stage, engine), again, micro in itertools.product(
+        splits, splits, _sharded(cfg, stages, hardware), ("none", "selective", "full"), micro_batches
     ):
         if world_size % (split * context * cfg.parallel.pipeline_parallel_size):
             continue
@@ -253,12 +275,28 @@ def _candidates(cfg: RunConfig, world_size: int) -> Iterator[RunConfig]:
                             "context_parallel_size": context,
                             "sequence_parallel": sharded,
                             "zero_stage": stage,
+                            "engine": engine,
                         }
                     ),
                     "training": cfg.training.model_copy(update={"activation_checkpointing": again}),
                     "data": cfg.data.model_copy(update={"micro_batch_size": micro}),
                 }
             )
+
+
+def _sharded(cfg: RunConfig, stages: Sequence[int], hardware: Hardware) -> Iterator[tuple[int, str]]:
+    """Yield the ZeRO stages, each with the engines that are priced: the configured one, and FSDP2 at stage 3 as well if
+    runs of both were recorded on this card. At lower stages the engines are so near that no prediction could tell them
+    apart."""
+    for stage in stages:
+        yield stage, cfg.parallel.engine
+        parallel = cfg.parallel.model_copy(update={"zero_stage": stage})
+        if (
+            stage == 3
+            and engines_compared(hardware)
+            and engine_of(cfg.model_copy(update={"parallel": parallel})) == "deepspeed"
+        ):
+            yield stage, "fsdp"
 
 
 def _allowed(cfg: RunConfig, world_size: int, vocab_size: int) -> bool:

@@ -24,6 +24,7 @@ from sagetrain.model.host_memory import host_memory_per_rank
 from sagetrain.planning.calibration import calibrate
 from sagetrain.planning.layouts import (
     Layout,
+    by_other_engine,
     fastest_linear,
     fewest_gpus,
     fits_with,
@@ -184,6 +185,8 @@ def make_plan(
     findings = [*findings, *_uncertain(cfg, chosen, hardware)]
     if chosen and (faster := _faster_attention(cfg, chosen, world_size, padded, hardware, span)):
         findings = [*findings, faster]
+    if chosen and (faster := _faster_engine(chosen, by_other_engine(cfg, world_size, padded, hardware, span))):
+        findings = [*findings, faster]
     return Plan(
         path=path or "configuration",
         cfg=cfg,
@@ -328,6 +331,22 @@ def _faster_attention(
         f"{chosen.prediction.tokens_per_second:,.0f} as configured",
         f"use attention.backend auto with recipe auto, which times them, or backend {backend}"
         + (f" with recipe {recipe}" if recipe else ""),
+    )
+
+
+def _faster_engine(chosen: Layout, other: Layout | None) -> Finding | None:
+    """Return a finding if the same layout is predicted to be faster by the other engine."""
+    ours, theirs = (each.prediction.tokens_per_second if each else 0.0 for each in (chosen, other))
+    if other is None or theirs < _FASTER * ours:
+        return None
+    engine = other.cfg.parallel.engine
+    return Finding(
+        "faster_engine",
+        "info",
+        "parallel.engine",
+        chosen.cfg.parallel.engine,
+        f"{engine} is predicted to be faster here: {theirs:,.0f} tokens/s, {ours:,.0f} as configured",
+        f"set parallel.engine: {engine}",
     )
 
 

@@ -454,7 +454,7 @@ def _communication_table(prediction: StepPrediction, name: str) -> Table:
 
 def _proposal_table(plan: Plan, proposed: list[Layout]) -> Table:
     """Return a table of the best layouts, with the configured one among them or below."""
-    numbers = ("TP", "CP", "SP", "ZeRO", "recompute", "micro batch", "tokens/s", "MFU", "memory")
+    numbers = ("TP", "CP", "SP", "ZeRO", "recompute", "micro batch", "engine", "tokens/s", "MFU", "memory")
     named = [(str(place), item) for place, item in enumerate(proposed, 1)]
     if plan.chosen and plan.chosen.key not in [item.key for item in proposed]:
         named.append(("now", plan.chosen))

@@ -11,11 +11,12 @@ from rich.console import Console
 
 from sagetrain import hardware
 from sagetrain.config import load_config
+from sagetrain.config.arithmetic import engine_of
 from sagetrain.config.schema import AttentionConfig
 from sagetrain.hardware import HARDWARE
 from sagetrain.model.accounting import num_parameters
 from sagetrain.planning.evidence import evidence
-from sagetrain.planning.plan import ASSUMED_VOCAB_SIZE, make_plan
+from sagetrain.planning.plan import ASSUMED_VOCAB_SIZE, Plan, make_plan
 from sagetrain.planning.show import show_plan
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -36,6 +37,28 @@ def test_a_faster_backend_than_the_named_one_is_a_finding():
     assert finding.level == "info" and finding.fix.endswith("or backend sage with recipe scores")
     assert not found("attention.backend=sage", "attention.recipe=scores") and not found("attention.backend=flash")
     assert not found()
+
+
+def test_the_faster_engine_is_proposed():
+    """Recorded runs of both engines differ at ZeRO 3, where FSDP2 is the faster one."""
+
+    def made(*overrides: str) -> Plan:
+        how = ["attention.backend=sdpa", "data.document_attention=false", "data.document_positions=false"]
+        return make_plan(CONFIGS / "1b.yaml", [*how, *overrides], 4, HARDWARE["h100"])
+
+    def found(*overrides: str) -> list:
+        return [finding for finding in made(*overrides).findings if finding.rule == "faster_engine"]
+
+    (finding,) = found("parallel.zero_stage=3", "parallel.engine=deepspeed")
+    assert (finding.level, finding.key) == ("info", "parallel.engine") and finding.fix == "set parallel.engine: fsdp"
+    assert not found("parallel.zero_stage=3", "parallel.engine=fsdp")
+    for engine in ("deepspeed", "fsdp"):
+        assert not found("parallel.zero_stage=1", f"parallel.engine={engine}")
+    of_deepspeed = "parallel.zero_stage=3", "parallel.gradient_reduction=bf16"
+    assert not found(*of_deepspeed)
+    engines = [{engine_of(item.cfg) for item in made(*how).proposed if item.cfg.parallel.zero_stage == 3}
+               for how in ((), of_deepspeed)]  # fmt: skip
+    assert engines == [{"fsdp"}, {"deepspeed"}]
 
 
 def test_figures_say_what_they_rest_on():
