@@ -28,7 +28,7 @@ from sagetrain.optim.weights import ChanceWeights, KahanWeights
 from sagetrain.stability.spikes import Verdict
 
 MODEL = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-STEPS = 3
+STEPS = 2
 
 
 def config(
@@ -112,25 +112,25 @@ def test_muon_has_torchs_values_and_the_same_bits_everywhere() -> None:
 
 
 def losses_of(root: str, cases: list[tuple[int, int, int, tuple, dict]]) -> list[tuple[tuple, list[float]]]:
-    """Return the losses and norms of six steps by (dtype, optimizer, moments), for each (tp, cp, stage, those, more
-    keys of `parallel`). A checkpoint is saved after three steps, and a fresh engine repeats the rest from it. A refused
-    step between them changes nothing."""
+    """Return the losses and norms of four steps by (dtype, optimizer, moments), for each (tp, cp, stage, those, more
+    keys of `parallel`). A checkpoint is saved after two steps, and a fresh engine repeats the rest from it, which has
+    the same samples as the first two. A refused step between them changes nothing."""
     found = []
     for number, (tp_size, cp_size, stage, how, more) in enumerate(cases):
         cfg, joined = config(stage, *how, **more), tiny.join(tp_size, cp_size)
         engine = tiny.engine(cfg, joined)
-        first = [tiny.global_step(engine, step) for step in range(3)]
+        first = [tiny.global_step(engine, step) for step in range(2)]
         folder = Path(root) / f"{dist.get_world_size()}-{number}"
         saver = tiny.saver(folder, joined)
-        saver.start(tiny.run_state(3, 0), "", engine.owned(), {})
+        saver.start(tiny.run_state(2, 0), "", engine.owned(), {})
         saver.wait()
         before = bits(engine)
         refused = tiny.global_step(engine, 9, observers=Observers(judge=lambda metrics: Verdict(apply=False)))
         assert not refused.applied and bits(engine) == before
-        later = [tiny.global_step(engine, step) for step in range(3, 6)]
+        later = [tiny.global_step(engine, step) for step in range(2)]
         again = tiny.engine(cfg, joined, seed=11)
-        reading.load_engine(Reader(folder / on_disk.folder_name(3)), again, 3)
-        repeated = [tiny.global_step(again, step).loss for step in range(3, 6)]
+        reading.load_engine(Reader(folder / on_disk.folder_name(2)), again, 2)
+        repeated = [tiny.global_step(again, step).loss for step in range(2)]
         assert repeated == [result.loss for result in later] and bits(again) == bits(engine), (tp_size, stage, how)
         found.append((how, [x for r in (*first, *later) for x in (r.loss, r.grad_norm)]))
     return found
@@ -238,14 +238,15 @@ def test_engines_learn_alike_at_every_layout_and_resume(tmp_path) -> None:
     worlds = {
         1: [(1, 1, 0, full, plain), (1, 1, 1, half, plain), *((1, 1, 1, how, fsdp) for how in (*SMALL, *NARROW))],
         2: [
-            *((1, 1, stage, full, plain) for stage in range(2)),
+            (1, 1, 0, full, plain),
             *((1, 1, stage, half, plain) for stage in range(1, 4)),
             *((1, 1, stage, how, plain) for stage, how in enumerate(SMALL)),
+            *((1, 1, stage, half, fsdp) for stage in (0, 2)),
             (1, 2, 1, full, fsdp),
         ],
         4: [
-            *((2, 1, stage, full, plain) for stage in (0, 3)),
-            *((2, 1, stage, half, fsdp) for stage in range(4)),
+            (2, 1, 3, full, plain),
+            *((2, 1, stage, half, fsdp) for stage in (1, 3)),
             *((tp_size, 1, 1, how, fsdp) for tp_size, how in zip((1, 2), NARROW, strict=True)),
             (2, 1, 1, half, plain),
             (1, 1, 1, half, hybrid),
@@ -258,5 +259,5 @@ def test_engines_learn_alike_at_every_layout_and_resume(tmp_path) -> None:
                 rows.setdefault(how, []).append(numbers)
     for how, numbers in rows.items():
         of_all, near = torch.tensor(numbers), 2e-3 if how == full else 3e-2
-        assert of_all[0, -2] < of_all[0, 0] - 0.2
+        assert of_all[0, 4] < of_all[0, 0] - 0.4  # The third step has the samples of the first one.
         assert (of_all - of_all[0]).abs().amax() < near, how
