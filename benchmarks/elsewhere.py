@@ -136,7 +136,7 @@ def throttling(times: dict[str, float]) -> Iterator[None]:
     with (
         mock.patch.object(nvrtc, "compiled", compiled),
         mock.patch("sagekernels.mma.architecture_of", return_value="compute_80"),
-        mock.patch("sagekernels.mma.stages_of", return_value=1),
+        mock.patch("sagekernels.mma.shared_memory_of", return_value=100 << 10),
     ):
         yield
 

@@ -36,13 +36,13 @@ def forward_defines(head_dim: int, causal: bool, packed: bool, half: bool, half_
     }  # fmt: skip
 
 
-def backward_defines(head_dim: int, half: bool, half_sums: bool, stages: int) -> dict[str, int]:
-    """Return the macros of mma_backward.cu. A GPU with 99 KiB of shared memory a block holds one stage."""
+def backward_defines(head_dim: int, half: bool, half_sums: bool, stages: int, blocks: int) -> dict[str, int]:
+    """Return the macros of mma_backward.cu."""
     keys = KEYS[head_dim]
     shared = (2 + stages) * keys * head_dim + TILE * keys + stages * TILE * (5 * head_dim + 16) + 8 * keys + 16
     return {
         "HEAD_DIM": head_dim, "FP16": int(half), "HALF_SUMS": int(half_sums), "STAGES": stages,
-        "BLOCKS": 1 if head_dim == 128 else 2, "SHARED_BYTES": shared,
+        "BLOCKS": blocks, "SHARED_BYTES": shared,
     }  # fmt: skip
 
 
@@ -53,9 +53,20 @@ def architecture_of(device: torch.device) -> str:
 
 
 @functools.cache
-def stages_of(device: torch.device) -> int:
-    """Return how many tiles of queries the backward keeps in shared memory."""
-    return 2 if torch.cuda.get_device_properties(device).shared_memory_per_block_optin > 150 << 10 else 1
+def shared_memory_of(device: torch.device) -> int:
+    """Return the bytes of shared memory of a multiprocessor. A block takes 1 KiB beside its own."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+
+
+def schedule(head_dim: int, memory: int) -> tuple[int, int]:
+    """Return how many tiles of queries a block of the backward keeps in shared memory, and how many blocks run on a
+    multiprocessor with so much of it. At head_dim 128 the registers are for one."""
+    choices = [(2, 1), (1, 1)] if head_dim == 128 else [(2, 3), (1, 3), (1, 2)]
+
+    def takes(choice: tuple[int, int]) -> int:
+        return choice[1] * (backward_defines(head_dim, False, False, *choice)["SHARED_BYTES"] + 1024)
+
+    return next((choice for choice in choices if takes(choice) <= memory), choices[-1])
 
 
 def _values(v: Tensor, tiles: int, architecture: str) -> tuple[Tensor, Tensor]:
@@ -139,7 +150,7 @@ def mma_backward(call: BackwardCall, *, half_sums: bool | None = None) -> Gradie
         starts, ends = (None, None) if bounds is None else bounds.unbind()
         cache = torch.cuda.get_device_properties(do.device).L2_cache_size
         heads_at_once = max(1, cache * 3 // 4 // (n_q * heads // kv_heads * head_dim * 9))
-        defines = backward_defines(head_dim, half, half_sums, stages_of(do.device))
+        defines = backward_defines(head_dim, half, half_sums, *schedule(head_dim, shared_memory_of(do.device)))
         load("mma_backward.cu", "backward", defines, architecture).launch(
             (blocks * batch * kv_heads,), (2 * keys,), defines["SHARED_BYTES"],
             queries, *saved.k, k_turned, values, value_units, starts, ends, sums, dk, dv, scale,

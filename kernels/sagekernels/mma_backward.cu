@@ -260,8 +260,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) backward(
     for (int t = 0; t < tiles; t++) {
         copies_wait<0>();
         __syncthreads();  // The tile is there, and dS of the one before.
-        if (STAGES == 2 && t + 1 < tiles) load(next(), (t + 1) % 2);
-        if (t) add_dq(before, t - 1);
+        // Half of the warps add dQ at the end of a turn, so that the units of a multiprocessor have different work.
+        if (t && warp < WARPS / 2) add_dq(before, t - 1);
         const u32 stage = STAGES == 2 ? t % 2 * (u32)sizeof(Stage) : 0;
         {
             u32 s[8][4], magic[4];
@@ -295,6 +295,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) backward(
                 }
             }
         }
+        if (STAGES == 2 && t + 1 < tiles) load(next(), (t + 1) % 2);
         if (m < work.clear || m >= work.blurred) {
             const int at = thread_index();
 #pragma unroll
@@ -384,6 +385,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) backward(
             max_shared(to + 4, __float_as_int(x[1]));
         }
         add_product(dk_sum, dk_magic, Signed(), a, turned_lane + stage + QUERIES * D, factor);
+        if (t && warp >= WARPS / 2) add_dq(before, t - 1);
         __syncthreads();  // maxima are there, and nobody reads the tile or dS of the one before
         if (STAGES == 1 && t + 1 < tiles) load(next(), 0);
         if (thread < GROUPS * QUERIES) store_shared_word(address(sm.largest[(t + 1) % 2]) + 4 * thread, 0);

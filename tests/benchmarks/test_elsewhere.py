@@ -73,7 +73,7 @@ def test_a_throttled_cuda_kernel_repeats_each_product(monkeypatch, tmp_path):
     plain = {name: nvrtc.compiled(name, defines, "compute_80").decode() for name, defines in sources.items()}
     with elsewhere.throttling({"s32": 2.5, "f16": 2.0, "f32": 4.5}):
         slow = {name: nvrtc.compiled(name, defines, "compute_80").decode() for name, defines in sources.items()}
-        assert mma.stages_of(torch.device("cuda", 0)) == 1
+        assert mma.schedule(128, mma.shared_memory_of(torch.device("cuda", 0))) == (1, 1)
     counted, expected = (
         Counter(found[1] for found in elsewhere.MMA.finditer(texts["mma_forward.cu"])) for texts in (slow, plain)
     )
