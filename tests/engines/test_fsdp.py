@@ -50,7 +50,8 @@ def config(stage: int, dtype: str = "fp32", parallel: dict | None = None, **sect
 
 def compiled(cfg: RunConfig, groups: ParallelGroups) -> Engine:
     model = tiny.model(cfg, groups)
-    compile_blocks(model, "aot_eager", hooks=True)
+    again = groups.tp_size > 1 and cfg.training.activation_checkpointing != "none"
+    (compile_blocks if again else tiny.compile_first_rank)(model, "aot_eager", hooks=True)
     return build_engine(cfg, model, groups, 1)
 
 

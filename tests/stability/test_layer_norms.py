@@ -14,7 +14,6 @@ from distributed import run_distributed
 from sagetrain.data.loader import Batch
 from sagetrain.engines.build_engine import build_engine
 from sagetrain.engines.protocol import Observers
-from sagetrain.model.compile import compile_blocks
 from sagetrain.parallel.topology import ParallelGroups
 
 Layout = tuple[int, int, int, str, str, str]
@@ -50,7 +49,7 @@ def measured(layouts: list[Layout]) -> list[tuple[dict[str, float], list[float],
             model = tiny.model(cfg, groups)
             model.activation_checkpointing, model.overlap = again, overlap == "on"
             if backend:
-                compile_blocks(model, backend, whole=stage == 3)
+                tiny.compile_first_rank(model, backend, whole=stage == 3)
             engine = build_engine(cfg, model, groups, 1)
             batches = [
                 Batch(row[None, :-1], row[None, 1:], positions=None, cu_seqlens=None, max_seqlen=None, sample_ids=[])

@@ -20,7 +20,6 @@ from sagetrain.engines.build_engine import build_engine
 from sagetrain.inference.load import load_run
 from sagetrain.inference.ranks import Ranks
 from sagetrain.model.backends import Sage, Sdpa
-from sagetrain.model.compile import compile_blocks
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.topology import ParallelGroups, Topology
 from sagetrain.stability.controller import Taken
@@ -67,7 +66,7 @@ def moving_steps(groups: ParallelGroups, stage: int, backend: str | None, linear
     cfg = tiny.config(stage, model=shape, parallel=parallel, linear={"precision": "fp8", **linear})
     model = tiny.model(cfg, groups)
     if backend:
-        compile_blocks(model, backend, whole=stage == 3)
+        tiny.compile_first_rank(model, backend, whole=stage == 3)
     engine = build_engine(cfg, model, groups, 1)
     first, last = cfg.linear.keep_first_fraction or 0, cfg.linear.keep_last_fraction or 0
     now = lambda tokens: LinearSchedule(cfg.linear, model, engine.weights_changed, 500, tokens)  # noqa: E731
@@ -104,7 +103,9 @@ def test_layers_move_at_any_layout(world: int, tp_size: int, stage: int) -> None
     kept = {"keep_first_fraction": 0.4}, {"keep_first_fraction": 0.2, "keep_last_fraction": 0.2}
     runs = [*((None, linear) for linear in (last, {}, {"precision": "bf16"}, *kept)), ("aot_eager", last)]
     first, *others = run_distributed(moving_runs, world, tp_size, stage, runs)
-    assert all(other == first for other in others)
+    for other in others:  # The first rank alone compiles.
+        assert [(steps, said) for steps, _, said in other[:-1]] == [(steps, said) for steps, _, said in first[:-1]]
+        assert torch.allclose(torch.tensor(other[-1][0]), torch.tensor(first[-1][0]), rtol=1e-4)
     (moved, _, said), (eight, *_), (sixteen, *_), *rest = first
     assert moved[:3] == eight[:3]  # The move comes after the third step.
     assert moved[3] != eight[3] and moved[3][0] == pytest.approx(eight[3][0], abs=2e-3)
@@ -144,7 +145,7 @@ def graphs_of_rungs() -> list[int]:
     model = tiny.model(cfg, groups)
     model.functions = LADDER[:1] * 4
     torch._dynamo.reset()
-    compile_blocks(model, "eager", later=LADDER)
+    tiny.compile_first_rank(model, "eager", later=LADDER)
     tokens, graphs = torch.arange(2 * tiny.SEQ).view(2, tiny.SEQ) % tiny.VOCAB, []
     for _ in range(2):
         for function in LADDER:
@@ -164,9 +165,8 @@ def test_every_rung_in_8_and_16_bits_is_compiled() -> None:
     """torch by default ends a run that makes more than 8 graphs of one function. A block's graph depends on its own
     layers and on the next block's, whose input it gathers. There are four kinds in 8 bits, and the last two graphs are
     those in 16 bits."""
-    for graphs in run_distributed(graphs_of_rungs, 2):
-        made = [after - before for before, after in pairwise(graphs)]
-        assert made == [8, 0, 0]
+    graphs = run_distributed(graphs_of_rungs, 2)[0]
+    assert [after - before for before, after in pairwise(graphs)] == [8, 0, 0]
 
 
 def test_what_was_in_16_bits_is_as_it_was_built() -> None:

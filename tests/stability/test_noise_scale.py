@@ -17,7 +17,6 @@ from distributed import run_distributed
 from sagetrain.data.loader import MASKED, Batch
 from sagetrain.engines.build_engine import build_engine, partitioner
 from sagetrain.engines.protocol import Observers
-from sagetrain.model.compile import compile_blocks
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.controller import Taken
@@ -81,7 +80,7 @@ def measured(layouts: list[tuple[int, int, int, str, str, bool]]) -> list[tuple[
             partition=partitioner(cfg, groups),
         )
         if backend:
-            compile_blocks(model, backend, whole=stage == 3)
+            tiny.compile_first_rank(model, backend, whole=stage == 3)
         engine = build_engine(cfg, model, groups, 1)
         noise = GradientNoise(engine.leaves(), engine.model.specs.values(), groups, engine.device)
         batches = [

@@ -22,7 +22,6 @@ from sagetrain.engines.build_engine import build_engine
 from sagetrain.engines.protocol import Engine, Observers
 from sagetrain.model.accounting import memory_per_rank
 from sagetrain.model.backends import AttentionFunction, Reference, Sage, attention_function
-from sagetrain.model.compile import compile_blocks
 from sagetrain.model.transformer import Gradients, Transformer, gradients
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.controller import Taken
@@ -372,7 +371,7 @@ def run_of(layout: tuple[int, int, int, str, str, str], probes: bool) -> tuple[l
         dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[dtype],
     )
     if backend:
-        compile_blocks(model, backend)
+        tiny.compile_first_rank(model, backend)
     engine = build_engine(cfg, model, groups, 1)
     numbers = []
     for step in range(4):

@@ -20,6 +20,7 @@ from sagetrain.engines.build_engine import build_engine, partitioner
 from sagetrain.engines.protocol import Engine, Observers, Owned, StepResult
 from sagetrain.model.accounting import overlaps
 from sagetrain.model.backends import AttentionFunction
+from sagetrain.model.compile import compile_blocks
 from sagetrain.model.selection import attention_functions, matmuls_of
 from sagetrain.model.stages import chunks_of_stage
 from sagetrain.model.tensors import TensorSpec
@@ -85,6 +86,21 @@ def model(cfg: RunConfig, groups: ParallelGroups, seed: int = 3) -> Transformer:
 def engine(cfg: RunConfig, groups: ParallelGroups, seed: int = 3) -> Engine:
     """Build an Engine over a fresh Transformer."""
     return build_engine(cfg, model(cfg, groups, seed), groups, 1)
+
+
+def compile_first_rank(model: Transformer, backend: str = "aot_eager", whole: bool = False, **how: Any) -> bool:
+    """Compile the blocks on the first rank of the world alone, and return whether this is that rank.
+
+    The other ranks call the same collectives from Python, so the compiled code is still part of the world's numbers.
+    Ranks of a test share a CPU, and torch.compile is most of the time of a test that compiles on all of them. Where
+    tensor parallel blocks are recomputed, all ranks have to compile: Python stops a recomputation early, before the
+    last collectives, and a graph does not.
+    """
+    first = torch.distributed.get_rank() == 0
+    if first:
+        compile_blocks(model, backend, whole=whole, **how)
+    model.whole_blocks = whole
+    return first
 
 
 def global_step(engine: Engine, step: int, sequences: int = 4, observers: Observers | None = None) -> StepResult:
