@@ -21,6 +21,8 @@ from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.inference.load import TrainedRun
 from sagetrain.parallel.topology import ParallelGroups
 
+_ROW, _PASS = 2048, 8192
+"""The largest number of tokens in a sequence and in a pass of a checkpoint's model, if no text is longer."""
 Pair = tuple[Sequence[int], Sequence[int]]
 """The tokens of a context, and the tokens of what follows it."""
 
@@ -108,12 +110,15 @@ class Scorer:
 def scorer_of(run: TrainedRun, tokenizer: Tokenizer) -> Scorer:
     """Return the scorer of a checkpoint's model in this process. Only tokens of `tokenizer` are scored."""
     data = run.cfg.data
+    # An imported model may have sequences of 131,072 tokens, whose logits would take tens of GB.
+    length = min(data.seq_length, _ROW)
+    rows = min(data.micro_batch_size * data.seq_length, _PASS) // length
     return Scorer(
         lambda batch: run.model(**{**batch.inputs(run.device), "labels": None}),
         run.model.groups,
         run.device,
-        data.seq_length,
-        data.micro_batch_size,
+        length,
+        rows,
         min(run.vocab_size, tokenizer.vocab_size),
         run.context,
     )

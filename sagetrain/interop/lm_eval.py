@@ -47,6 +47,7 @@ class Harness(TemplateLM):  # type: ignore[misc]
         tokenizer: Tokenizer,
         score: Scorer,
         complete: Callable[[Sequence[str], Sampling], list[str]],
+        window: int,
         prefix: Sequence[int] = (),
     ) -> None:
         """Build the model for the harness.
@@ -55,10 +56,12 @@ class Harness(TemplateLM):  # type: ignore[misc]
             tokenizer: the model's tokenizer.
             score: computes log-likelihoods.
             complete: returns what follows each of some prompts.
+            window: the number of tokens of the windows in which whole texts are scored.
             prefix: tokens that the model expects before a text.
         """
         super().__init__()
         self._tokenizer, self._score, self._complete, self._prefix = tokenizer, score, complete, prefix
+        self._window = window
         # A text without context is scored after these tokens. In a token file, an eos precedes every document.
         self._start = [*prefix] or [tokenizer.eos_id]
 
@@ -83,7 +86,7 @@ class Harness(TemplateLM):  # type: ignore[misc]
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
         texts = [self._tokenizer.encode(request.args[0]) for request in requests]
         windows = [
-            [make_disjoint_window(pair) for pair in get_rolling_token_windows(text, -1, self._score.seq_length, 1)]
+            [make_disjoint_window(pair) for pair in get_rolling_token_windows(text, -1, self._window, 1)]
             for text in texts
         ]
         for pairs in windows:
@@ -221,7 +224,7 @@ def tasks_while_training(
         score = Scorer(forward, groups, engine.device, *shape, tokenizer.vocab_size, texts.context)
         # The harness has a progress bar for each task. One process shows it.
         with redirect_stderr(io.StringIO()) if groups.rank else nullcontext():
-            results = tasks.measure(Harness(tokenizer, score, complete, texts.prefix))
+            results = tasks.measure(Harness(tokenizer, score, complete, data.seq_length, texts.prefix))
         return {f"{task}/{name}": value for task, values in results.items() for name, value in values.items()}
 
     return ask
@@ -238,4 +241,5 @@ def harness_of(run: TrainedRun) -> Harness:
     def complete(prompts: Sequence[str], sampling: Sampling) -> list[str]:
         return [completion.text for completion in finished(run, prompts, sampling, 8)]
 
-    return Harness(run.tokenizer, scorer_of(run, run.tokenizer), complete, run.text_prefix)
+    score, window = scorer_of(run, run.tokenizer), run.cfg.data.seq_length
+    return Harness(run.tokenizer, score, complete, window, run.text_prefix)

@@ -21,9 +21,9 @@ from runs import finish, sagetrain, write_config
 from sagetrain.config import ConfigError
 from sagetrain.config.schema import EvaluationConfig
 from sagetrain.inference.generate import Sampling, generate
-from sagetrain.inference.load import TrainedRun, in_training, load_run
+from sagetrain.inference.load import TrainedRun, at_context, in_training, load_run
 from sagetrain.inference.samples import completed
-from sagetrain.inference.score import Scorer
+from sagetrain.inference.score import Scorer, scorer_of
 from sagetrain.interop import lm_eval, looks
 from sagetrain.interop.lm_eval import HarnessTasks, harness_of
 from sagetrain.parallel.topology import ParallelGroups
@@ -187,6 +187,15 @@ def test_white_space_alone_is_no_context(loaded: TrainedRun) -> None:
     """The harness makes it part of the answer, whose first token counts too."""
     (blank,), (none,) = (harness_of(loaded).loglikelihood([asked(*pair)]) for pair in (("\n", "im"), ("", "\nim")))
     assert blank == none
+
+
+def test_a_long_context_costs_short_texts_nothing(loaded: TrainedRun) -> None:
+    """An imported model may have sequences of 131,072 tokens."""
+    short, long = (scorer_of(run, loaded.tokenizer) for run in (loaded, at_context(loaded, 131_072)))
+    assert (long.seq_length, long.micro_batch_size, long.context) == (2048, 4, 131_072)
+    pairs = [(loaded.tokenizer.encode("def get(self, "), loaded.tokenizer.encode("name):\n"))]
+    ((found, _),), ((expected, _),) = long(pairs), short(pairs)
+    assert found == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_end_of_a_prompt_fits_where_it_cuts_a_character(loaded: TrainedRun) -> None:
