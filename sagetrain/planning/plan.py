@@ -88,6 +88,12 @@ class Plan:
     larger: tuple[str, ...] = ()
     """Sentences that say what would fit where no layout does with the optimizer as configured."""
 
+    def __repr__(self) -> str:
+        speed = f", {self.chosen.prediction.tokens_per_second:,.0f} tokens/s predicted" if self.chosen else ""
+        memory = f", {total_bytes(self.memory) / 2**30:.2f} GiB per rank" if self.memory else ""
+        found = f"{self.errors} errors and {len(self.findings) - self.errors} other findings"
+        return f"Plan({self.path} on {self.world_size} x {self.hardware.name}: {found}{memory}{speed})"
+
     @property
     def errors(self) -> int:
         """The number of findings that would stop the run."""
