@@ -203,7 +203,8 @@ class TrainingResult:
     finished: bool
     """Whether the run has reached training.total_tokens. The next call continues a run that was stopped."""
     metrics: Mapping[str, float]
-    """The newest value of each number that was measured, by its name in metrics.jsonl: train/loss, valid/loss, ..."""
+    """The newest value of each number that this call has measured, by its name in metrics.jsonl: train/loss,
+    valid/loss, ... Empty if the run had reached its end before."""
 
 
 @checked
