@@ -325,6 +325,14 @@ def bias(figure: Figure) -> None:
     panel.legend(fontsize=7)
 
 
+def small_card(figure: Figure) -> None:
+    rows, panel = tables("small-card")[0], figure.subplots()
+    columns = ("plan", "allocated", "reserved", "with CUDA's context")
+    paired(panel, [plain(row["linear layers"]) for row in rows], {c: numbers(rows, c) for c in columns}, "GiB")
+    panel.axvline(22, color="black", linewidth=0.8)
+    panel.set_xlim(0, 32)
+
+
 PLOTS: dict[str, tuple[str, float, Callable[[Figure], None]]] = {
     "attention-elsewhere": ("both.png", 3.6, attention_elsewhere),
     "attention": ("attention.png", 3.6, attention),
@@ -342,6 +350,7 @@ PLOTS: dict[str, tuple[str, float, Callable[[Figure], None]]] = {
     "one-h100": ("one-h100.png", 2.6, one_h100),
     "plan": ("plan.png", 3.6, plan),
     "sequence-parallel": ("sequence-parallel.png", 3.0, sequence_parallel),
+    "small-card": ("memory.png", 2.4, small_card),
     "start": ("start.png", 3.0, start),
     "saving": ("saving.png", 1.6, saving),
     "step": ("step.png", 3.6, step),

@@ -116,8 +116,8 @@ class Hardware:
     part_launch_seconds: float
     """Host time to launch the kernels of one block's forward and backward pass, compiled. It is spent again for each
     half."""
-    low_bit_launch_seconds: float
-    """Host time that casts and products in 8 bits add to part_launch_seconds."""
+    low_bit_launch_seconds: dict[str, float]
+    """Host time that casts and products in 8 bits add to part_launch_seconds, by linear.precision."""
     eager_launch_seconds: float
     """Host time in place of part_launch_seconds where torch.compile does not fuse the kernels."""
     collective_launch_seconds: float
@@ -229,7 +229,9 @@ H200 = Hardware(
     part_launch_seconds=2.8e-3,
     # With 3B in FP8 at TP 2 in halves on two H100s, 2026-11-26, 33,130 tokens/s are 17.7 ms of host time per block,
     # while the GPU was busy for 10.3 (7,700 kernels and copies per micro-step).
-    low_bit_launch_seconds=3.4e-3,
+    # In INT8, 1B with micro-batches of one sequence of 4,096 tokens takes 118 ms a micro-step on one H100, 2026-11-27
+    # (results/small-card): 5.9 ms per block, of which 16-bit layers take 4.0.
+    low_bit_launch_seconds={"fp8": 3.4e-3, "int8": 1.9e-3},
     collective_launch_seconds=200e-6,
     copy_launch_seconds=250e-6,
     # This was not measured. It is a floor that matters for small micro-batches alone.

@@ -320,7 +320,7 @@ class _Step:
         # The rates were fitted to the calls of one forward and one backward pass, without the gains.
         calls = sum(c.per_block for c in self.collectives if c.what in (INTO, OUT) and c.moment != "recomputed")
         low = len(self.cfg.linear.low_bit_blocks(self.cfg.model.num_layers))
-        casts = low * self.parts * hardware.low_bit_launch_seconds
+        casts = low * self.parts * hardware.low_bit_launch_seconds.get(self.cfg.linear.precision, 0.0)
         block = hardware.block_launch_seconds + self.parts * part + calls * call
         return self.accumulation * (self.cfg.model.num_layers * block + casts)
 

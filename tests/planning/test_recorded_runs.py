@@ -248,6 +248,24 @@ def test_both_engines_on_two_h100s_are_met(linear, layout, engine, tokens_per_se
     assert memory == pytest.approx(gib, rel=0.02)
 
 
+@pytest.mark.parametrize(("linear", "tokens_per_second", "gib"), [("int8", 34_500, 18.42), ("bf16", 45_946, 17.33)])
+def test_1b_for_24_gb_on_an_h100_is_met(linear, tokens_per_second, gib, monkeypatch):
+    """The runs are those of results/small-card: micro-batches of one sequence, which leave a GPU waiting for its
+    host."""
+    monkeypatch.undo()
+    cfg = load_config(CONFIGS / "24gb.yaml", [
+        "attention.backend=sage",
+        SCORES,
+        f"linear.precision={linear}",
+        "training.activation_checkpointing=none",
+        "model.vocab_size=32000",
+        *WHOLE_SEQUENCES,
+        EVEN % 131_072,
+    ])  # fmt: skip
+    is_within_its_margin(cfg, 1, 32_000, H100, tokens_per_second)
+    assert sum(item.bytes for item in memory_per_rank(cfg, 1, 32_000)) / 2**30 == pytest.approx(gib, rel=0.015)
+
+
 def test_every_margin_is_that_of_some_recorded_run():
     """A run can use every name in MARGINS. The cards are those with rates of their own."""
     assert {*MARGINS} == {hardware.name for hardware in HARDWARE.values() if hardware.measured}
