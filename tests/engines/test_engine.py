@@ -89,7 +89,7 @@ def test_every_step_moves_the_weights_exactly(stage: int, dtype: str) -> None:
 
 
 def losses_of(layouts: list[tuple[int, int, int, str]]) -> dict[tuple, list[tuple[float, float]]]:
-    """Return the (loss, gradient norm) pairs of 12 AdamW steps with clipping for each (tp_size, cp_size, stage,
+    """Return the (loss, gradient norm) pairs of 6 AdamW steps with clipping for each (tp_size, cp_size, stage,
     attention backend). The last pair is the loss of an evaluation and that of one of its sources."""
     results = {}
     for tp_size, cp_size, stage, backend in layouts:
@@ -99,7 +99,7 @@ def losses_of(layouts: list[tuple[int, int, int, str]]) -> dict[tuple, list[tupl
         optimizer = {"clip_grad": 0.5, "eps": 1e-6}
         cfg = tiny.config(stage, model=heads, attention={"backend": backend}, optimizer=optimizer)
         engine = tiny.engine(cfg, tiny.join(tp_size, cp_size))
-        steps = [tiny.global_step(engine, step, sequences=4 if step < 10 else 8) for step in range(12)]
+        steps = [tiny.global_step(engine, step, sequences=4 if step < 4 else 8) for step in range(6)]
         numbers = [(result.loss, result.grad_norm) for result in steps]
         held_out = tiny.evaluation(engine, ["web", "code"])
         results[tp_size, cp_size, stage, backend] = [*numbers, (held_out["valid/loss"], held_out["valid/code/loss"])]
@@ -114,7 +114,7 @@ WORLDS = {
 
 
 def by_layout(worlds: dict[int, list[tuple[int, int, int]]], backend: str) -> dict[str, torch.Tensor]:
-    """Return losses and norms [13, 2] of every rank, by a text that names world, layout and rank."""
+    """Return losses and norms [7, 2] of every rank, by a text that names world, layout and rank."""
     rows = {}
     for world, layouts in worlds.items():
         ranks = run_distributed(losses_of, world, [(*layout, backend) for layout in layouts])
@@ -265,7 +265,7 @@ def test_losses_do_not_depend_on_the_layout() -> None:
     of tokens per step."""
     rows = by_layout(WORLDS, "sdpa")
     reference = next(iter(rows.values()))
-    assert reference[-1, 0] < reference[0, 0] - 0.5  # The model learns.
+    assert reference[-1, 0] < reference[0, 0] - 0.25  # The model learns.
     assert (reference[:, 1] > 0.5).any()  # Clipping is at work.
     for case, values in rows.items():
         loss, norm = (values - reference).abs().amax(0).tolist()
@@ -278,7 +278,7 @@ def test_int8_attention_does_not_depend_on_the_layout() -> None:
     that. The first steps therefore agree to 1e-5, and all of them to the noise of that."""
     rows = by_layout({1: [(1, 1, 0)], 2: [(2, 1, 1), (1, 1, 1), (1, 2, 1)], 4: [(2, 1, 1), (1, 2, 1)]}, "sage")
     reference = next(iter(rows.values()))
-    assert reference[-1, 0] < reference[0, 0] - 0.5
+    assert reference[-1, 0] < reference[0, 0] - 0.25
     for case, values in rows.items():
         difference = (values - reference)[:, 0].abs()
         assert difference[:2].max() < 1e-5, f"{case}: {difference}"

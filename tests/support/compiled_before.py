@@ -1,12 +1,17 @@
 """Compile a block and forget it. torch takes half a second to get ready for its first one; forked processes have that
-done."""
+done. The same goes for what DeepSpeed learns of the host by starting `numactl` at every reduction of ZeRO 3."""
+
+import functools
 
 import torch
+from deepspeed.utils import numa
 
 import tiny
 from sagetrain.model.compile import compile_blocks
 from sagetrain.parallel.topology import ParallelGroups
 
+numa.get_numa_cores = functools.cache(numa.get_numa_cores)
+numa.get_numa_cores()
 threads = torch.get_num_threads()
 torch.set_num_threads(1)  # A forked process would lack the other threads.
 cfg = tiny.config(1)
