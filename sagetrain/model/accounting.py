@@ -31,7 +31,7 @@ from sagetrain.model.operations import (
     end_operations,
     of_kind,
 )
-from sagetrain.model.stages import held
+from sagetrain.model.stages import different_stages, held
 from sagetrain.model.tensors import tensors
 
 # DeepSpeed's defaults for deepspeed.zero_optimization, in elements. The first one also bounds the gradients that stage
@@ -258,7 +258,7 @@ def memory_per_rank(cfg: RunConfig, world_size: int, vocab_size: int) -> list[Me
         vocab_size: the number of rows of the embedding, padded.
     """
     parts = [cfg.model_copy(update={"linear": linear}) for linear in cfg.linear.phases]
-    stages = range(cfg.parallel.pipeline_parallel_size)
+    stages = different_stages(cfg, vocab_size)
     return max((_memory(part, world_size, vocab_size, stage) for part in parts for stage in stages), key=total_bytes)
 
 

@@ -63,14 +63,20 @@ def blocks_of_chunks(cfg: RunConfig, vocab_size: int) -> Sequence[int]:
     operations = block_operations(cfg.model, cfg.attention, rank)
     block = sum(matmul.flops for matmul in of_kind(MatmulCost, operations))
     block += sum(int(attention.flops) for attention in of_kind(AttentionCost, operations))
+    return _even_blocks(layers, count, block, end_operations(cfg.model, vocab_size, rank).head.flops)
+
+
+@functools.lru_cache(maxsize=256)
+def _even_blocks(layers: int, count: int, block: int, head: int) -> Sequence[int]:
+    """Return the blocks of each chunk whose largest cost is smallest. The last chunk has the cost of the head too."""
     found, costs = [1] * count, [block] * count
-    costs[-1] += end_operations(cfg.model, vocab_size, rank).head.flops
+    costs[-1] += head
     for _ in range(layers - count):
         # Of equal chunks a late one is taken, because early stages keep more micro-batches.
         least = min(range(count), key=lambda chunk: (costs[chunk], -chunk))
         found[least] += 1
         costs[least] += block
-    return found
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -89,6 +95,30 @@ class Held:
     """The number of micro-batches whose activations the stage keeps at once."""
 
 
+def different_stages(cfg: RunConfig, vocab_size: int) -> list[int]:
+    """Return the pipeline stages that differ in what they have. Of equal stages it is the first one, which keeps the
+    most micro-batches."""
+    again, found = cfg.training.activation_checkpointing, dict[tuple[object, ...], int]()
+    stages = cfg.parallel.pipeline_parallel_size
+    every = chunks(cfg, vocab_size)
+    for stage in range(stages):
+        own = every[stage::stages]
+        recomputed = _recomputed(again, own) if isinstance(again, int) else 0
+        found.setdefault((sum(len(c.blocks) for c in own), recomputed, own[0].first, own[-1].last), stage)
+    return [*found.values()]
+
+
+def _recomputed(again: int, own: Sequence[ModelChunk]) -> int:
+    """Return how many blocks of these chunks are recomputed, if the first `again` blocks of the model are."""
+    return sum(len(range(chunk.blocks.start, min(chunk.blocks.stop, again))) for chunk in own)
+
+
+@functools.lru_cache(maxsize=1024)
+def _in_flight(stages: int, per_stage: int, micros: int) -> list[int]:
+    """Return the largest number of forward passes that each stage keeps at once."""
+    return [in_flight(order) for order in orders(stages, per_stage, micros)]
+
+
 def held(cfg: RunConfig, world_size: int, vocab_size: int, stage: int) -> Held:
     """Return the part of a model on a pipeline stage, and what the stage keeps at the largest number of tokens per
     step."""
@@ -102,10 +132,10 @@ def held(cfg: RunConfig, world_size: int, vocab_size: int, stage: int) -> Held:
     micros //= token_multiple(cfg, data_parallel_size(cfg, world_size))
     # Of many micro-batches no more are kept than of a few rounds.
     micros = min(max(1, micros), 4 * parallel.pipeline_parallel_size)
-    passes = in_flight(orders(parallel.pipeline_parallel_size, parallel.pipeline_chunks, micros)[stage])
+    passes = _in_flight(parallel.pipeline_parallel_size, parallel.pipeline_chunks, micros)[stage]
     again = cfg.training.activation_checkpointing
     if isinstance(again, int):
-        again = sum(len(range(chunk.blocks.start, min(chunk.blocks.stop, again))) for chunk in own)
+        again = _recomputed(again, own)
     sections = {
         "model": cfg.model.model_copy(update={"num_layers": blocks}),
         "training": cfg.training.model_copy(update={"activation_checkpointing": again}),

@@ -13,6 +13,7 @@ from sagetrain.auto.recomputation_choice import fewest_blocks
 from sagetrain.config.arithmetic import (
     data_parallel_size,
     engine_of,
+    idle_share,
     may_be_low_bit,
     resolved_zero_stage,
     token_multiple,
@@ -31,6 +32,10 @@ MORE_TOKENS = 1.1
 """Factor on the fewest tokens per step that run. The fewest may leave only micro-batches of one sequence, which are
 slow."""
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+_PIPELINE_MICRO_BATCH = 2
+"""The largest micro-batch of a pipeline that is considered. Fewer micro-batches let the stages idle for longer."""
+_MOST_IDLE = 0.25
+"""The largest idle share of a pipeline that is considered."""
 _WIDE = {"moments": "fp32", "master": "fp32"}
 _SMALLER_STATES: tuple[Mapping[str, Mapping[str, str]], ...] = (
     {"optimizer": {"moments": "int8"}},
@@ -54,12 +59,14 @@ class Layout:
     """Estimated bytes of a rank."""
 
     @property
-    def key(self) -> tuple[int, int, bool, int, str | int, int, str]:
+    def key(self) -> tuple[int, int, int, int, bool, int, str | int, int, str]:
         """The settings that distinguish layouts. Tokens per step are not among them."""
         parallel, training = self.cfg.parallel, self.cfg.training
         return (
             parallel.tensor_parallel_size,
             parallel.context_parallel_size,
+            parallel.pipeline_parallel_size,
+            parallel.pipeline_chunks,
             parallel.tensor_parallel_size > 1 and parallel.sequence_parallel,
             resolved_zero_stage(self.cfg),
             training.activation_checkpointing,
@@ -180,13 +187,13 @@ def propose(
     Returns:
         The layouts; an empty list if none fits. None means that config/rules has an error whatever the layout.
     """
-    allowed = [
-        candidate for candidate in _candidates(cfg, world_size, hardware) if _allowed(candidate, world_size, vocab_size)
-    ]
+    pipelines = _pipelines(cfg, world_size, vocab_size, hardware)
+    every = [*_candidates(cfg, world_size, pipelines, hardware)]
+    allowed = [candidate for candidate in every if _allowed(candidate, world_size, vocab_size)]
     allowed = _decided(cfg, allowed, vocab_size, hardware, span)
     found = _fitting(allowed, world_size, vocab_size, hardware, span)
     if not found:
-        raised = [_with_enough_tokens(candidate, world_size) for candidate in _candidates(cfg, world_size, hardware)]
+        raised = [_with_enough_tokens(candidate, world_size) for candidate in every]
         raised = [candidate for candidate in raised if _allowed(candidate, world_size, vocab_size)]
         if not (allowed or raised):
             return None
@@ -238,6 +245,9 @@ def overrides_to(cfg: RunConfig, chosen: RunConfig) -> list[str]:
     for section, name in (
         ("parallel", "tensor_parallel_size"),
         ("parallel", "context_parallel_size"),
+        ("parallel", "pipeline_parallel_size"),
+        ("parallel", "pipeline_chunks"),
+        ("parallel", "pipeline_blocks"),
         ("parallel", "sequence_parallel"),
         ("parallel", "engine"),
         ("parallel", "zero_stage"),
@@ -255,29 +265,38 @@ def overrides_to(cfg: RunConfig, chosen: RunConfig) -> list[str]:
     return [f"{key}={value}" for key, value in pairs.items()]
 
 
-def _candidates(cfg: RunConfig, world_size: int, hardware: Hardware) -> Iterator[RunConfig]:
-    """Yield every combination worth considering. config/rules says which of them can run."""
-    heads = cfg.model.num_key_value_heads
+def _candidates(
+    cfg: RunConfig, world_size: int, pipelines: Sequence[tuple[int, int]], hardware: Hardware
+) -> Iterator[RunConfig]:
+    """Yield every combination worth considering. config/rules says which of them can run. `pipelines` are the numbers
+    of stages and of their chunks."""
+    heads, own = cfg.model.num_key_value_heads, cfg.parallel
     splits = [size for size in range(1, heads + 1) if heads % size == 0 and world_size % size == 0]
-    stages = (1, 2, 3) if cfg.training.dtype == "bf16" else (0, 1, 2, 3)
     micro_batches = sorted({*_MICRO_BATCHES, cfg.data.micro_batch_size})
-    for split, context, (stage, engine), again, micro in itertools.product(
-        splits, splits, _sharded(cfg, stages, hardware), ("none", "selective", "full"), micro_batches
+    every = [*_sharded(cfg, (1, 2, 3) if cfg.training.dtype == "bf16" else (0, 1, 2, 3), hardware)]
+    for (pipeline, chunks), split, context, again, micro in itertools.product(
+        pipelines, splits, splits, ("none", "selective", "full"), micro_batches
     ):
-        if world_size % (split * context * cfg.parallel.pipeline_parallel_size):
+        update: dict[str, object] = {"pipeline_parallel_size": pipeline, "pipeline_chunks": chunks}
+        # A stage has few weights, so that sharding gradients as well, or sequences, saves little.
+        ways = every if pipeline == 1 else [(1, "fsdp")]
+        if pipeline > 1 and pipeline != own.pipeline_parallel_size:
+            if context > own.context_parallel_size or micro > _PIPELINE_MICRO_BATCH:
+                continue
+            multiple = micro * cfg.data.seq_length * max(1, world_size // (split * context * pipeline))
+            micro_batches_of_step = max(1, max(cfg.tokens_per_step.named_tokens.values()) // multiple)
+            if idle_share(pipeline, chunks, micro_batches_of_step) > _MOST_IDLE:
+                continue
+        if (pipeline, chunks) != (own.pipeline_parallel_size, own.pipeline_chunks):
+            update["pipeline_blocks"] = "auto"
+        if world_size % (split * context * pipeline):
             continue
-        for sharded in (False, True)[: 1 + (split > 1)]:
+        update |= {"tensor_parallel_size": split, "context_parallel_size": context}
+        for (stage, engine), sharded in itertools.product(ways, (False, True)[: 1 + (split > 1)]):
+            how = {**update, "sequence_parallel": sharded, "zero_stage": stage, "engine": engine}
             yield cfg.model_copy(
                 update={
-                    "parallel": cfg.parallel.model_copy(
-                        update={
-                            "tensor_parallel_size": split,
-                            "context_parallel_size": context,
-                            "sequence_parallel": sharded,
-                            "zero_stage": stage,
-                            "engine": engine,
-                        }
-                    ),
+                    "parallel": own.model_copy(update=how),
                     "training": cfg.training.model_copy(update={"activation_checkpointing": again}),
                     "data": cfg.data.model_copy(update={"micro_batch_size": micro}),
                 }
@@ -297,6 +316,27 @@ def _sharded(cfg: RunConfig, stages: Sequence[int], hardware: Hardware) -> Itera
             and engine_of(cfg.model_copy(update={"parallel": parallel})) == "deepspeed"
         ):
             yield stage, "fsdp"
+
+
+def _pipelines(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware) -> list[tuple[int, int]]:
+    """Return the stages and chunks of pipelines that are worth considering; (1, 1) is none.
+
+    A model that fits on one GPU, with only its optimizer's state sharded, is not cut. DeepSpeed has no pipelines.
+    """
+    own, layers = cfg.parallel, cfg.model.num_layers
+    (uncut,) = (each for each in _candidates(cfg, 1, [(1, 1)], hardware) if _is_plain(each))
+    fits = total_bytes(memory_per_rank(uncut, world_size, vocab_size)) <= usable_memory(hardware)
+    found = [(1, 1)]
+    if own.engine != "deepspeed" and own.offload == "none" and not fits:
+        sizes = [2**power for power in range(1, 5) if world_size % 2**power == 0]
+        found += [(size, chunks) for size in sizes for chunks in (1, 2) if size * chunks <= layers]
+    return list(dict.fromkeys([*found, (own.pipeline_parallel_size, own.pipeline_chunks)]))
+
+
+def _is_plain(cfg: RunConfig) -> bool:
+    """Whether micro-batches are of one sequence, nothing is recomputed, and ZeRO 1 shards over all ranks."""
+    way = cfg.data.micro_batch_size, cfg.training.activation_checkpointing, cfg.parallel.zero_stage
+    return way == (1, "none", 1)
 
 
 def _allowed(cfg: RunConfig, world_size: int, vocab_size: int) -> bool:
@@ -324,10 +364,12 @@ def _fitting(
 ) -> list[Layout]:
     layouts = []
     for candidate in candidates:
-        # Under tensor parallelism the prediction decides about halves, on which the memory depends. Elsewhere the time
-        # of what does not fit need not be predicted.
-        alone = candidate.parallel.tensor_parallel_size == 1
-        if alone and total_bytes(memory_per_rank(candidate, world_size, vocab_size)) > usable_memory(hardware):
+        # The time of what does not fit need not be predicted. Under tensor parallelism the prediction decides about
+        # halves, on which the memory depends.
+        ways = [with_overlap(candidate, "off")]
+        ways += [with_overlap(candidate, "on")] if candidate.parallel.tensor_parallel_size > 1 else []
+        least = min(total_bytes(memory_per_rank(way, world_size, vocab_size)) for way in ways)
+        if least > usable_memory(hardware):
             continue
         item = layout(candidate, world_size, vocab_size, hardware, span)
         if item.memory > usable_memory(hardware) or host_finding(candidate, world_size, vocab_size, hardware):

@@ -56,7 +56,7 @@ from sagetrain.model.operations import (
     end_operations,
     of_kind,
 )
-from sagetrain.model.stages import held
+from sagetrain.model.stages import different_stages, held
 from sagetrain.optim.owners import cost, owners
 from sagetrain.planning.offload import UPDATED_ON_GPU, offload_seconds
 from sagetrain.planning.prediction import CollectiveTime, StepPrediction
@@ -116,7 +116,7 @@ def predict(
     if cfg.parallel.tensor_parallel_overlap == "auto" and cfg.parallel.tensor_parallel_size > 1:
         ways = (with_overlap(cfg, how) for how in ("off", "on"))
         return max((predict(way, world_size, vocab_size, hardware, span) for way in ways), key=_speed)
-    stages = range(cfg.parallel.pipeline_parallel_size)
+    stages = different_stages(cfg, vocab_size)
     steps = [_Step(cfg, world_size, vocab_size, hardware, span, stage) for stage in stages]
     step = max(steps, key=lambda step: sum(step.compute())) if len(steps) > 1 else steps[0]
     matmul, attention, elementwise = (step.accumulation * part for part in step.compute())
@@ -160,7 +160,8 @@ def sample_seconds(cfg: RunConfig, world_size: int, vocab_size: int, hardware: H
     CUDA graph where it can, and then takes a third of the time.
     """
     asked, tp_size = cfg.evaluation, cfg.parallel.tensor_parallel_size
-    texts = -(-len(asked.samples_prompts) // (world_size // tp_size))
+    # The stages of a pipeline work one after the other, so a token takes as long as on one of them with all blocks.
+    texts = -(-len(asked.samples_prompts) // (world_size // (tp_size * cfg.parallel.pipeline_parallel_size)))
     weights = parameters_per_rank(cfg.model, cfg.attention, vocab_size, tp_size)
     element = 2 if cfg.training.dtype == "bf16" else 4
     block = _TOKEN_BLOCK_SECONDS + (2 * hardware.collective_launch_seconds if tp_size > 1 else 0)
@@ -281,8 +282,8 @@ class _Step:
         return (parallel.pipeline_parallel_size - 1) / (parallel.pipeline_chunks * self.accumulation)
 
     def _between_stages(self) -> Iterator[CollectiveTime]:
-        """Yield the residual streams and their gradients that a stage of a pipeline sends. Those of the steady part are
-        on their way beside the work; those that fill and drain the pipeline are waited for. Not measured."""
+        """Yield the residual streams and their gradients that a stage of a pipeline receives. A stage asks for a
+        message when it needs it, and waits until it is there."""
         parallel, rank = self.cfg.parallel, self.rank
         stages = parallel.pipeline_parallel_size
         if stages == 1:
@@ -293,13 +294,13 @@ class _Step:
         count = 2 * self.accumulation * parallel.pipeline_chunks
         yield CollectiveTime(
             "pipeline",
-            "residual streams and their gradients, not measured",
+            "residual streams and their gradients",
             "send",
             count,
             payload,
             count * payload,
             count * one,
-            exposed=min(count, 2 * (stages - 1)) * one,
+            exposed=count * one,
         )
 
     def _muon_exchange(self) -> list[CollectiveTime]:

@@ -51,7 +51,7 @@ class StepPrediction:
     launching: float
     """Seconds by which the host takes longer to launch kernels than they run."""
     idle: float
-    """Seconds that the slowest stage of a pipeline waits while the pipeline fills and drains. Not measured."""
+    """Seconds that the slowest stage of a pipeline waits while the pipeline fills and drains."""
     collectives: tuple[CollectiveTime, ...]
     flops_per_token: int
     """FLOPs with attention counted as it is computed, inside documents."""

@@ -260,7 +260,7 @@ def _stages(cfg: RunConfig, world_size: int, vocab_size: int) -> str:
     ]
     idle = " to ".join(dict.fromkeys(f"{share:.1%}" for share in shares))
     blocks = ", ".join(map(str, blocks_of_chunks(cfg, vocab_size)))
-    return f"blocks in chunks: {blocks}; stages idle {idle} of a step at least (not measured)"
+    return f"blocks in chunks: {blocks}; stages idle {idle} of a step at least"
 
 
 def _ranks(cfg: RunConfig, world_size: int) -> str:
@@ -400,7 +400,7 @@ def _step_table(layout: Layout, name: str, plan: Plan) -> Table:
         ),
         ("overhead", prediction.overhead, "fixed costs of micro-steps and steps"),
         *(
-            [("pipeline", prediction.idle, "stages wait while the pipeline fills and drains: not measured")]
+            [("pipeline", prediction.idle, "stages wait while the pipeline fills and drains")]
             if prediction.idle
             else []
         ),
@@ -454,19 +454,21 @@ def _communication_table(prediction: StepPrediction, name: str) -> Table:
 
 def _proposal_table(plan: Plan, proposed: list[Layout]) -> Table:
     """Return a table of the best layouts, with the configured one among them or below."""
-    numbers = ("TP", "CP", "SP", "ZeRO", "recompute", "micro batch", "engine", "tokens/s", "MFU", "memory")
+    numbers = ("TP", "CP", "PP", "SP", "ZeRO", "recompute", "micro batch", "engine", "tokens/s", "MFU", "memory")
     named = [(str(place), item) for place, item in enumerate(proposed, 1)]
     if plan.chosen and plan.chosen.key not in [item.key for item in proposed]:
         named.append(("now", plan.chosen))
     usable, rows, captions = usable_memory(plan.hardware), [], []
     unmeasured: dict[str, None] = {}
     for place, item in named:
-        split, context, sharded, *rest = item.key
+        split, context, pipeline, chunks, sharded, *rest = item.key
+        stages = f"{pipeline}x{chunks}" if chunks > 1 else f"{pipeline}"
         behind = evidence(item.cfg, item.prediction, plan.hardware)
         unmeasured |= dict.fromkeys(behind.missing)
         speed = f"{behind.mark}{item.prediction.tokens_per_second:,.0f}", f"{item.prediction.mfu:.3f}"
         memory = _size(item.memory) + (" (!)" if item.memory > usable else "")
-        rows.append((place, f"{split}", f"{context}", "yes" if sharded else "no", *map(str, rest), *speed, memory))
+        sharding = "yes" if sharded else "no", *map(str, rest)
+        rows.append((place, f"{split}", f"{context}", stages, *sharding, *speed, memory))
     if not proposed:
         rows.append(("none", *["-"] * len(numbers)))
     elif proposed[0].cfg.tokens_per_step != plan.cfg.tokens_per_step:
@@ -475,6 +477,8 @@ def _proposal_table(plan: Plan, proposed: list[Layout]) -> Table:
             f"{MORE_TOKENS:g} times the fewest that would do."
         )
     captions += plan.larger
+    if any(item.cfg.parallel.pipeline_chunks > 1 for _, item in named):
+        captions.append("PP 4x2: 4 stages of 2 chunks each.")
     if any(item.memory > usable for _, item in named):
         captions.append("(!): more than the GPU has.")
     if unmeasured:

@@ -222,9 +222,9 @@ def test_step_time_communication_and_layouts():
         "tensor forward: out of the layers all-reduce 328 64.0 MiB ",
         "data gradients reduce 16 123.5 MiB 1.69 GiB ",
         "Layouts proposed for NVIDIA H200, fastest first",
-        " 1 1 no 2 none 16 ",
+        " 1 1 1 no 2 none 16 ",
         ": parallel.tensor_parallel_size=1 parallel.zero_stage=2 data.micro_batch_size=16\n",
-        "now 2 1 no 1 none 4 ",
+        "now 2 1 1 no 1 none 4 ",
     ):
         assert line in text, line
     _, text = plan(CONFIGS / "7b.yaml", 1024)

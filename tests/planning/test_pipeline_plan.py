@@ -1,0 +1,111 @@
+"""A plan prices a pipeline: idle time, memory by what is in flight, transfers. It proposes pipelines where they win."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sagetrain.config import load_config
+from sagetrain.config.arithmetic import engine_of, idle_share, padded_vocab_size
+from sagetrain.config.schema import RunConfig
+from sagetrain.hardware import HARDWARE
+from sagetrain.model.accounting import _activations, _memory, memory_per_rank, rank_of, total_bytes
+from sagetrain.model.stages import blocks_of_chunks, different_stages, held
+from sagetrain.parallel.orders import in_flight, orders
+from sagetrain.planning import performance
+from sagetrain.planning.evidence import MARGINS, evidence
+from sagetrain.planning.layouts import layout, overrides_to, propose
+from sagetrain.planning.performance import predict
+
+CONFIGS, H100 = Path(__file__).parents[2] / "configs", HARDWARE["h100"]
+VOCAB = padded_vocab_size(128_256)
+LLAMA_70B = [
+    "model.num_layers=80", "model.hidden_size=8192", "model.ffn_hidden_size=28672", "model.num_attention_heads=64",
+    "model.num_key_value_heads=8", "tokens_per_step={schedule: constant, tokens: 4194304}",
+]  # fmt: skip
+
+
+def config(stages: int, chunks: int, micros: int, *more: str) -> RunConfig:
+    """8B on `stages` GPUs without data parallelism, with so many micro-batches of 8,192 tokens."""
+    return load_config(CONFIGS / "8b.yaml", [
+        "parallel.engine=fsdp", "parallel.tensor_parallel_size=1", f"parallel.pipeline_parallel_size={stages}",
+        f"parallel.pipeline_chunks={chunks}", "parallel.sequence_parallel=false", "data.micro_batch_size=1",
+        f"tokens_per_step={{schedule: constant, tokens: {8192 * micros}}}", *more,
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize(("stages", "chunks", "micros"), [(2, 1, 8), (4, 1, 32), (4, 2, 8), (8, 1, 5)])
+def test_figures_are_those_of_the_order(stages: int, chunks: int, micros: int) -> None:
+    unwatched = "stability.monitor.every_steps=null"
+    cfg = config(stages, chunks, micros, unwatched)
+    prediction, order = predict(cfg, stages, VOCAB, H100), orders(stages, chunks, micros)
+    (sends,) = (each for each in prediction.collectives if each.axis == "pipeline")
+    # A stage in the middle receives an input and a gradient for each micro-batch and chunk.
+    assert sends.count == len(order[1]) and sends.payload == 8192 * 4096 * 2
+    assert sends.exposed == sends.seconds > 0
+    working = prediction.matmul + prediction.attention + prediction.elementwise + prediction.launching
+    assert prediction.idle == pytest.approx(working * (stages - 1) / (chunks * micros))
+    assert prediction.idle / (prediction.idle + working) == pytest.approx(idle_share(stages, chunks, micros))
+    for stage in range(stages):
+        part = held(cfg, stages, VOCAB, stage)
+        assert part.kept == in_flight(order[stage]) / chunks
+        kept = next(item for item in _memory(cfg, stages, VOCAB, stage) if item.name == "activations")
+        one, _ = _activations(part.cfg, rank_of(part.cfg))
+        assert kept.bytes == pytest.approx(part.kept * one.bytes, rel=1e-6)
+
+
+@pytest.mark.parametrize("more", [[], ["training.activation_checkpointing=11"], ["parallel.pipeline_chunks=2"]])
+def test_stages_that_are_left_out_are_no_larger_and_no_slower(more: list[str]) -> None:
+    cfg = config(8, 1, 16, *more)
+    every = max(total_bytes(_memory(cfg, 8, VOCAB, stage)) for stage in range(8))
+    assert total_bytes(memory_per_rank(cfg, 8, VOCAB)) == every and len(different_stages(cfg, VOCAB)) < 7
+    slowest = max(sum(performance._Step(cfg, 8, VOCAB, H100, None, stage).compute()) for stage in range(8))
+    prediction = predict(cfg, 8, VOCAB, H100)
+    assert prediction.matmul + prediction.attention + prediction.elementwise == pytest.approx(16 * slowest)
+
+
+def test_the_recorded_run_is_within_the_margin() -> None:
+    """8B in FP8 on four H100s of one host, 2026-11-27, commit 51225c8, benchmarks/layouts.py
+    dp1-pp4-fsdp-moments16-noqk-fp8-scores: 50,472 tokens/s and 65.0 GiB on the fullest rank."""
+    cfg = config(4, 1, 32, "optimizer.moments=bf16", "attention.qk_norm=none", "linear.precision=fp8",
+                 "attention.backend=sage", "attention.recipe=scores", "data.document_attention=false",
+                 "data.document_positions=false")  # fmt: skip
+    assert [*blocks_of_chunks(cfg, VOCAB)] == [8, 9, 9, 6]
+    prediction = predict(cfg, 4, VOCAB, H100)
+    margin = MARGINS[H100.name]["pipeline parallelism"]
+    assert abs(prediction.tokens_per_second / 50_472 - 1) < margin
+    assert total_bytes(memory_per_rank(cfg, 4, VOCAB)) / 2**30 == pytest.approx(65.0, rel=0.04)
+    assert not evidence(cfg, prediction, H100).missing
+
+
+def test_pipelines_are_proposed_where_they_win() -> None:
+    """8B and 70B do not fit uncut, and are proposed as pipelines. What fits, and what has DeepSpeed, is not cut."""
+    eight = load_config(CONFIGS / "8b.yaml")
+    best, *_ = propose(eight, 8, VOCAB, H100)
+    pasted = load_config(CONFIGS / "8b.yaml", overrides_to(eight, best.cfg))
+    assert pasted.parallel.pipeline_parallel_size == best.cfg.parallel.pipeline_parallel_size > 1
+    again = pasted.model_copy(update={"linear": best.cfg.linear})
+    assert layout(again, 8, VOCAB, H100).prediction == best.prediction
+    named = load_config(CONFIGS / "8b.yaml", ["parallel.engine=deepspeed"])
+    uncut = propose(named, 8, VOCAB, H100)
+    assert {item.cfg.parallel.pipeline_parallel_size for item in uncut} == {1}
+    assert best.prediction.tokens_per_second > uncut[0].prediction.tokens_per_second
+    small = propose(load_config(CONFIGS / "1b.yaml"), 8, padded_vocab_size(32_000), H100)
+    assert {item.cfg.parallel.pipeline_parallel_size for item in small} == {1}
+
+
+def test_70b_on_512_gpus_is_a_pipeline() -> None:
+    """On the usual network the pipeline is a little ahead of ZeRO 3, and on a quarter of it far ahead."""
+    rates = {}
+    for network in (1.0, 0.25):
+        hardware = replace(H100, network_bandwidth=network * H100.network_bandwidth)
+        for engine in ("fsdp", "deepspeed"):
+            cfg = load_config(CONFIGS / "8b.yaml", [*LLAMA_70B, f"parallel.engine={engine}"])
+            for item in propose(cfg, 512, VOCAB, hardware):
+                parallel = item.cfg.parallel
+                way = engine_of(item.cfg) if parallel.pipeline_parallel_size == 1 else "pipeline"
+                assert parallel.tensor_parallel_size <= 8
+                rates.setdefault((network, way), item.prediction.tokens_per_second)
+    assert 1 < rates[1.0, "pipeline"] / rates[1.0, "fsdp"] < 1.1 < rates[0.25, "pipeline"] / rates[0.25, "fsdp"]
