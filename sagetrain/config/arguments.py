@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import inspect
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import fields
 from functools import wraps
 from numbers import Integral, Real
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from sagetrain.config.errors import ConfigError, shown
 
@@ -39,6 +41,13 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
         return function(*args, **kwargs)
 
     return _call
+
+
+def check_fields(value: Any) -> None:
+    """Check the fields of a dataclass beside their annotations. Raises ConfigError if one has another type."""
+    kind = type(value)
+    annotations = {each.name: str(each.type) for each in fields(value)}
+    check_types(kind.__name__, annotations, vars(value), vars(sys.modules[kind.__module__]))
 
 
 def check_types(

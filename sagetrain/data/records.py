@@ -21,6 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
+from sagetrain.config.arguments import check_fields
 from sagetrain.config.errors import ConfigError
 from sagetrain.data.chat_template import (
     CountedText,
@@ -75,6 +76,11 @@ class Pairs:
     optional_fields: ClassVar[tuple[str, ...]] = ()
     """Fields that are read where a record has them."""
 
+    def __post_init__(self) -> None:
+        """Check the types of all settings, and the length. Raises ConfigError if one is wrong."""
+        check_fields(self)
+        _checked_length(self.seq_length)
+
     @property
     def fields(self) -> tuple[str, ...]:
         """The fields that every record has."""
@@ -120,6 +126,16 @@ class Chats:
     tools_field: str = TOOLS
     """The field with the tools that a chat may call, a list of JSON schemas."""
     templated: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        """Check the types of all settings, the length, and the template. Raises ConfigError if one is wrong."""
+        check_fields(self)
+        _checked_length(self.seq_length)
+        if self.template and "{" not in self.template:
+            raise ConfigError(
+                f"Chats: template {self.template[:80]!r} is no Jinja template: give its text, not its file "
+                "(Path(FILE).read_text())"
+            )
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -257,6 +273,15 @@ def _by_prefixes(whole: str, counted: list[bool | None], render: Callable[..., s
 Records = Pairs | Chats
 
 
+def _checked_length(seq_length: int | None) -> int:
+    if seq_length is None or seq_length < 2:
+        given = "is missing" if seq_length is None else f"{seq_length} is below 2"
+        raise ConfigError(
+            f"--seq-length {given}: records are put into sequences whole, so it has to be known; give data.seq_length"
+        )
+    return seq_length
+
+
 def records_of(
     prompt_field: str | None,
     completion_field: str | None,
@@ -283,14 +308,10 @@ def records_of(
                 "--seq-length is for records (--prompt-field, --chat-field): plain text is cut while training"
             )
         return None
-    if seq_length is None or seq_length < 2:
-        given = "is missing" if seq_length is None else f"{seq_length} is below 2"
-        raise ConfigError(
-            f"--seq-length {given}: records are put into sequences whole, so it has to be known; give data.seq_length"
-        )
+    length = _checked_length(seq_length)
     if prompt_field and completion_field:
-        return Pairs(prompt_field, completion_field, seq_length)
-    return Chats(chat_field or "", seq_length, read_template(chat_template), tools_field=tools_field or TOOLS)
+        return Pairs(prompt_field, completion_field, length)
+    return Chats(chat_field or "", length, read_template(chat_template), tools_field=tools_field or TOOLS)
 
 
 def settled(records: Records, tokenizer: Tokenizer) -> Records:

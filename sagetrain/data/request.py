@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sagetrain.config.arguments import check_types
+from sagetrain.config.arguments import check_fields
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import TOKENIZER_NAME, tokenizer_in
 
@@ -46,7 +46,7 @@ class TextRequest:
 
     def __post_init__(self) -> None:
         """Check the types of all settings. Raises ConfigError if one is wrong."""
-        check_types("Request", {each.name: str(each.type) for each in fields(self)}, vars(self), globals())
+        check_fields(self)
 
     @property
     def source_texts(self) -> list[str]:
