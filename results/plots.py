@@ -87,17 +87,15 @@ def paired(
 
 def attention_elsewhere(figure: Figure) -> None:
     rows = tables("attention-elsewhere")[0]
-    (what, *lengths), panel = rows[0], figure.subplots()
+    (what, *cells), panel = rows[0], figure.subplots()
     for row in rows:
-        points = [(number(length), number(row[length])) for length in lengths if row.get(length)]
+        points = [(place, number(row[cell])) for place, cell in enumerate(cells) if row.get(cell)]
         panel.plot(*zip(*points, strict=True), marker="o", markersize=3, label=plain(row[what]))
     panel.axhline(1, color="black", linewidth=0.8)
-    panel.set_xscale("log", base=2)
-    panel.set_xticks([number(length) for length in lengths], lengths)
-    panel.set_xlabel("tokens of a sequence")
+    panel.set_xticks(range(len(cells)), cells)
     panel.set_ylabel("speed over FlashAttention-2")
-    panel.set_ylim(0, 1.3)
-    panel.legend(fontsize=7, loc="lower left", ncols=2)
+    panel.set_ylim(0, 3.4)
+    panel.legend(fontsize=6, loc="upper left", ncols=2)
 
 
 def attention(figure: Figure) -> None:
