@@ -2,9 +2,10 @@
 
     python3 docs/pictures.py
 
-Which products are in INT8, who is in which group, what a rank holds, how gradients travel, and the names of files are
-read from the code. tests/house/test_pictures.py holds that the files in docs/pictures are what this script draws. A
-picture is at most 480 units wide, so that it can be read on a phone, and follows the reader's light or dark colours.
+Which products are in INT8, who is in which group, what a rank holds, how gradients travel, the order of a pipeline, and
+the names of files are read from the code. tests/house/test_pictures.py holds that the files in docs/pictures are what
+this script draws. A picture is at most 480 units wide, so that it can be read on a phone, and follows the reader's
+light or dark colours.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from svg import WIDTH, Picture, width_of
 from sagekernels.lowbit import RECIPES
 from sagetrain.checkpoint.on_disk import KINDS, file_name, folder_name
 from sagetrain.config import load_config
+from sagetrain.config.arithmetic import idle_share
 from sagetrain.config.schema import AttentionConfig, LinearConfig, RunConfig
 from sagetrain.hardware import HARDWARE
 from sagetrain.model.accounting import memory_per_rank
 from sagetrain.model.backends import Product, Sage
 from sagetrain.model.operations import INTO, OUT, Rank, collectives
+from sagetrain.parallel.orders import Action, orders
 from sagetrain.parallel.topology import Topology
 from sagetrain.planning.performance import StepPrediction, predict
 
@@ -383,6 +386,56 @@ def timeline() -> Picture:
     return picture
 
 
+# -- a pipeline --------------------------------------------------------------------------------------------------------
+
+STAGES, MICRO_BATCHES = 4, 8
+
+
+def _played(order: list[list[Action]], chunks: int) -> dict[Action, tuple[float, float]]:
+    """Return the begin and the end of every action of an order. A backward pass takes twice as long as a forward
+    pass, and messages take no time."""
+    played, last = dict[Action, tuple[float, float]](), STAGES * chunks - 1
+    free, left = [0.0] * len(order), [list(actions) for actions in order]
+    while any(left):
+        for stage, actions in enumerate(left):
+            kind, chunk, micro = actions[0] if actions else ("", 0, 0)
+            before = Action("forward", chunk - 1, micro) if kind == "forward" else Action("backward", chunk + 1, micro)
+            if not actions or (0 <= before.chunk <= last and before not in played):
+                continue
+            begin = max(free[stage], played[before][1] if before in played else 0.0)
+            free[stage] = begin + (1 if kind == "forward" else 2) / chunks
+            played[actions.pop(0)] = begin, free[stage]
+    return played
+
+
+def pipeline() -> Picture:
+    """Draw when each stage of a pipeline does what, from the order that a run has."""
+    picture, y = Picture(f"The order of {STAGES} pipeline stages with {MICRO_BATCHES} micro-batches"), 8.0
+    left, long = 66.0, 3 * (MICRO_BATCHES + STAGES - 1)
+    scale = (WIDTH - left - 10) / long
+    for chunks in (1, 2):
+        share = idle_share(STAGES, chunks, MICRO_BATCHES)
+        name = "1F1B, one chunk a stage" if chunks == 1 else "interleaved, two chunks a stage"
+        picture.text(14, y + 18, f"{name}: idle {share:.0%}", 14, bold=True)
+        y += 30
+        played = _played(orders(STAGES, chunks, MICRO_BATCHES), chunks)
+        for stage in range(STAGES):
+            picture.text(14, y + 15, f"stage {stage}", 12.5, kind="faint")
+            for (kind, chunk, micro), (begin, end) in played.items():
+                if chunk % STAGES == stage:
+                    colour = ("a", "d")[chunk // STAGES] if kind == "forward" else ("b", "c")[chunk // STAGES]
+                    x, wide = left + scale * begin, scale * (end - begin) - 1
+                    if wide > 9:
+                        picture.box(x, y, wide, 21, f"{micro + 1}", colour, size=8)
+                    else:
+                        picture.rectangle(x, y, wide, 21, colour)
+            y += 24
+        y += 6
+    picture.legend(y + 10, [("a", "forward"), ("b", "backward"), ("d", "and of chunk 2"), ("c", "and of chunk 2")])
+    picture.text(14, y + 34, "numbers: micro-batches; a backward pass takes twice as long", 12.5, kind="faint")
+    return picture
+
+
 # -- a checkpoint ------------------------------------------------------------------------------------------------------
 
 
@@ -488,7 +541,7 @@ def gains() -> Picture:
 
 PICTURES: dict[str, Callable[[], Picture]] = {
     "run": run, "attention": attention, "linear": linear, "layout": layout, "sequence": sequence, "zero": zero,
-    "timeline": timeline, "checkpoint": checkpoint, "gains": gains,
+    "timeline": timeline, "pipeline": pipeline, "checkpoint": checkpoint, "gains": gains,
 }  # fmt: skip
 """Draws each file of docs/pictures, by its name."""
 

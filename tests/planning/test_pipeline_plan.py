@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from sagetrain.model.stages import blocks_of_chunks, different_stages, held
 from sagetrain.parallel.orders import in_flight, orders
 from sagetrain.planning import performance
 from sagetrain.planning.evidence import MARGINS, evidence
-from sagetrain.planning.layouts import layout, overrides_to, propose
+from sagetrain.planning.layouts import fastest_linear, layout, overrides_to, propose, usable_memory
 from sagetrain.planning.performance import predict
 
 CONFIGS, H100 = Path(__file__).parents[2] / "configs", HARDWARE["h100"]
@@ -109,3 +110,21 @@ def test_70b_on_512_gpus_is_a_pipeline() -> None:
                 assert parallel.tensor_parallel_size <= 8
                 rates.setdefault((network, way), item.prediction.tokens_per_second)
     assert 1 < rates[1.0, "pipeline"] / rates[1.0, "fsdp"] < 1.1 < rates[0.25, "pipeline"] / rates[0.25, "fsdp"]
+
+
+def test_the_tables_of_the_cluster_guide_are_what_is_planned() -> None:
+    """Each row has overrides, tokens/s (70B: also at 100 Gbit/s), GiB and the idle share."""
+    text = (CONFIGS.parent / "docs/cluster.md").read_text()
+    slow = replace(H100, network_bandwidth=100e9 / 8)
+    for title, ranks, base, networks in (("8B on 8", 8, [], [H100]), ("70B on 512", 512, LLAMA_70B, [H100, slow])):
+        table = text[text.index(f"**{title} H100s**") :].split("\n\n")[1]
+        rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+        assert len(rows) == 3
+        for overrides, *figures in rows:
+            cfg = load_config(CONFIGS / "8b.yaml", [*base, *re.findall(r"[\w.]+=\w+", overrides)])
+            cfg = cfg.model_copy(update={"linear": fastest_linear(cfg, VOCAB, H100, None)})
+            found = [layout(cfg, ranks, VOCAB, hardware) for hardware in networks]
+            idle = found[0].prediction.idle / found[0].prediction.seconds
+            planned = [f"{item.prediction.tokens_per_second:,.0f}" for item in found]
+            assert figures == [*planned, f"{found[0].memory / 2**30:.1f}", f"{idle:.0%}".replace("%", " %")]
+            assert found[0].memory <= usable_memory(H100)
