@@ -291,7 +291,7 @@ def _card(key: str, memory: float, bandwidth: float, pcie: float, int8: float, f
     # FlashAttention-2 nears the peak where sums in fp32 limit it (others' reports of a 4090), and 0.6 of it elsewhere.
     # The gains of `sage` are from results/attention-elsewhere, which timed code for 8.0 on an H100, as it is and
     # throttled, with the memory bandwidth of a 4090 by arithmetic.
-    share, narrow, wide = (0.9, 1.75, 1.9) if int8 > 2 else (0.6, 1.1, 1.1)
+    share, narrow, wide = (0.9, 1.9, 2.0) if int8 > 2 else (0.6, 1.2, 1.2)
     flash = AttentionRate(0.9 * share * peak, share * peak, 1000)
     sage = AttentionRate(narrow * flash.narrow, wide * flash.wide, 2700)
     backends = dict.fromkeys(("flash", "sdpa", "sdpa over documents"), flash) | {"sage": sage, "sage scores": flash}

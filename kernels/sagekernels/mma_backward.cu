@@ -260,7 +260,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) backward(
     for (int t = 0; t < tiles; t++) {
         copies_wait<0>();
         __syncthreads();  // The tile is there, and dS of the one before.
-        // Half of the warps add dQ at the end of a turn, so that the units of a multiprocessor have different work.
+        // Half of the warps add dQ later in the turn, so that the units of a multiprocessor have different work.
         if (t && warp < WARPS / 2) add_dq(before, t - 1);
         const u32 stage = STAGES == 2 ? t % 2 * (u32)sizeof(Stage) : 0;
         {
@@ -319,6 +319,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) backward(
             codes_of(a, inverse);
             add_product(dv_sum, dv_magic, Unsigned(), a, turned_lane + stage + QUERIES * D * 4, factor);
         }
+        // This branch also keeps ptxas from mixing dV with dP, for which it would hold registers in memory.
+        if (t && warp >= WARPS / 2) add_dq(before, t - 1);
 #pragma unroll
         for (int z = 0; z < 8; z += PART) {
 #if HALF_SUMS
@@ -385,7 +387,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) backward(
             max_shared(to + 4, __float_as_int(x[1]));
         }
         add_product(dk_sum, dk_magic, Signed(), a, turned_lane + stage + QUERIES * D, factor);
-        if (t && warp >= WARPS / 2) add_dq(before, t - 1);
         __syncthreads();  // maxima are there, and nobody reads the tile or dS of the one before
         if (STAGES == 1 && t + 1 < tiles) load(next(), 0);
         if (thread < GROUPS * QUERIES) store_shared_word(address(sm.largest[(t + 1) % 2]) + 4 * thread, 0);
