@@ -150,5 +150,6 @@ def test_collectives_are_those_of_nccl(gpus: int) -> None:
     run_distributed(_check_against_nccl, gpus)
 
 
+@pytest.mark.long
 def test_a_model_is_that_of_nccl() -> None:
     run_distributed(_check_model, 2)

@@ -143,7 +143,8 @@ class Parent:
                 else:
                     if kind == "collected":
                         self._collected(session, value)
-                    self._next(session, pipe)
+                    if not self._next(session, pipe):
+                        pipes.discard(pipe)  # Nobody waits for what a process still has to take down.
         if not self._tests:
             raise pytest.UsageError("no process came as far as collecting tests")
         return True
@@ -159,7 +160,8 @@ class Parent:
         elif tests != self._tests:
             raise pytest.UsageError("two processes have collected other tests; set PYTHONHASHSEED")
 
-    def _next(self, session: pytest.Session, pipe: Any) -> None:
+    def _next(self, session: pytest.Session, pipe: Any) -> bool:
+        """Give a process its next test, and return whether there is one."""
         self._running.pop(pipe, None)
         place = self._left.popleft() if self._left else None
         pipe.send(place)
@@ -167,6 +169,7 @@ class Parent:
             self._running[pipe] = place
             nodeid, location = self._tests[place]
             session.config.hook.pytest_runtest_logstart(nodeid=nodeid, location=location)
+        return place is not None
 
     def _died(self, session: pytest.Session, pipe: Any) -> None:
         place = self._running.pop(pipe, None)
