@@ -101,7 +101,8 @@ def layers_of(model: Transformer) -> list[torch.nn.Module]:
 def test_layers_move_at_any_layout(world: int, tp_size: int, stage: int) -> None:
     last = {"keep_last_fraction": 0.4}
     kept = {"keep_first_fraction": 0.4}, {"keep_first_fraction": 0.2, "keep_last_fraction": 0.2}
-    runs = [*((None, linear) for linear in (last, {}, {"precision": "bf16"}, *kept)), ("aot_eager", last)]
+    backend = "aot_eager" if stage == 3 else "eager"  # Both make the same graphs.
+    runs = [*((None, linear) for linear in (last, {}, {"precision": "bf16"}, *kept)), (backend, last)]
     first, *others = run_distributed(moving_runs, world, tp_size, stage, runs)
     for other in others:  # The first rank alone compiles.
         assert [(steps, said) for steps, _, said in other[:-1]] == [(steps, said) for steps, _, said in first[:-1]]
