@@ -40,7 +40,7 @@ MARGINS: Mapping[str, Mapping[str, float]] = {
         "ZeRO 3": 0.15,
         "FSDP2": 0.1,
         "tensor parallelism": 0.1,
-        "pipeline parallelism": 0.1,
+        "pipeline parallelism": 0.05,
     },
 }
 """The largest error of a prediction, as a share of the speed that was reached. The keys are Hardware.name and the names

@@ -97,6 +97,11 @@ multiprocessors that a matmul counted on, and both slow down: for TP 4, 1B, H200
 beside kernels of about 290, which then take 313 (results/tensor-parallel). Copies save everything but
 Hardware.copy_latency."""
 
+_MESSAGE_BANDWIDTH = 15e9
+"""Bytes per second of a message between pipeline stages, as it delays a step. NCCL's link carries more. The figure has
+also the time in which stages wait for each other, and the multiprocessors that a waiting message takes from kernels.
+With it, seven rows of 3B and 8B on two and four H100s (2026-11-27, results/log/layouts.md) are met within 3 %."""
+
 _WIRE = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "reduce": 1, "all-to-all": 1}
 
 
@@ -290,7 +295,7 @@ class _Step:
             return
         payload = rank.tokens * rank.element * self.cfg.model.hidden_size // rank.shards
         bandwidth, latency = self.hardware.link(self.world_size // stages, stages)
-        one = payload / bandwidth + self.parts * latency
+        one = payload / min(bandwidth, _MESSAGE_BANDWIDTH) + self.parts * latency
         count = 2 * self.accumulation * parallel.pipeline_chunks
         yield CollectiveTime(
             "pipeline",

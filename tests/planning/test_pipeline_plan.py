@@ -13,7 +13,7 @@ from sagetrain.config.arithmetic import engine_of, idle_share, padded_vocab_size
 from sagetrain.config.schema import RunConfig
 from sagetrain.hardware import HARDWARE
 from sagetrain.model.accounting import _activations, _memory, memory_per_rank, rank_of, total_bytes
-from sagetrain.model.stages import blocks_of_chunks, different_stages, held
+from sagetrain.model.stages import different_stages, held
 from sagetrain.parallel.orders import in_flight, orders
 from sagetrain.planning import performance
 from sagetrain.planning.evidence import MARGINS, evidence
@@ -67,18 +67,31 @@ def test_stages_that_are_left_out_are_no_larger_and_no_slower(more: list[str]) -
     assert prediction.matmul + prediction.attention + prediction.elementwise == pytest.approx(16 * slowest)
 
 
-def test_the_recorded_run_is_within_the_margin() -> None:
-    """8B in FP8 on four H100s of one host, 2026-11-27, commit 51225c8, benchmarks/layouts.py
-    dp1-pp4-fsdp-moments16-noqk-fp8-scores: 50,472 tokens/s and 65.0 GiB on the fullest rank."""
-    cfg = config(4, 1, 32, "optimizer.moments=bf16", "attention.qk_norm=none", "linear.precision=fp8",
-                 "attention.backend=sage", "attention.recipe=scores", "data.document_attention=false",
-                 "data.document_positions=false")  # fmt: skip
-    assert [*blocks_of_chunks(cfg, VOCAB)] == [8, 9, 9, 6]
-    prediction = predict(cfg, 4, VOCAB, H100)
-    margin = MARGINS[H100.name]["pipeline parallelism"]
-    assert abs(prediction.tokens_per_second / 50_472 - 1) < margin
-    assert total_bytes(memory_per_rank(cfg, 4, VOCAB)) / 2**30 == pytest.approx(65.0, rel=0.04)
+EIGHT = ["attention.qk_norm=none", "linear.precision=fp8", "attention.backend=sage", "attention.recipe=scores",
+         "data.document_attention=false", "data.document_positions=false"]  # fmt: skip
+THREE = ["model={num_layers: 28, hidden_size: 3072, ffn_hidden_size: 8192, num_attention_heads: 24, "
+         "num_key_value_heads: 8, head_dim: 128, vocab_size: 32768}", "stability.monitor.every_steps=null",
+         "attention={backend: sdpa, qk_norm: none}", *EIGHT[4:]]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "stages", "chunks", "micros", "more", "rate", "gib"), [
+    ("8B", 4, 1, 32, ["optimizer.moments=bf16"], 50_472, 65.0),
+    ("8B", 4, 2, 32, ["optimizer.moments=int8"], 49_273, None),
+    ("3B", 2, 1, 8, ["linear.precision=bf16"], 40_648, 45.1),
+    ("3B", 2, 1, 16, ["linear.precision=bf16"], 43_556, 45.1),
+    ("3B", 2, 2, 8, ["linear.precision=bf16"], 41_609, 50.3),
+    ("3B", 2, 2, 16, ["linear.precision=bf16"], 42_796, 50.3),
+    ("3B", 2, 1, 8, ["linear.precision=fp8"], 50_297, 47.2),
+])  # fmt: skip
+def test_recorded_runs_are_within_the_margin(model, stages, chunks, micros, more, rate, gib) -> None:
+    """The rows are those of results/log/layouts.md: H100s of one host, 2026-11-27, tokens/s and the fullest GPU."""
+    cfg = config(stages, chunks, micros, *(EIGHT if model == "8B" else THREE), *more)
+    vocab = VOCAB if model == "8B" else 32_768
+    prediction = predict(cfg, stages, vocab, H100)
+    assert abs(prediction.tokens_per_second / rate - 1) < MARGINS[H100.name]["pipeline parallelism"]
     assert not evidence(cfg, prediction, H100).missing
+    if gib:
+        assert total_bytes(memory_per_rank(cfg, stages, vocab)) / 2**30 == pytest.approx(gib, rel=0.06)
 
 
 def test_pipelines_are_proposed_where_they_win() -> None:
