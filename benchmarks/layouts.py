@@ -11,9 +11,10 @@ left out is 1, or as configured. Under tensor parallelism a micro-batch goes in 
 parallel.tensor_parallel_overlap: auto decides. Backward recomputes with `selective` or `full`. Gradients travel in bf16
 with g16, beside backward with overlap (ZeRO 2), not beside it with sync (ZeRO 1 and 3), and at ZeRO 2 by reduces to
 their owners with owners (docs/gradients.md):
-dp2,dp2-sync,dp2-g16,dp2-z2,dp2-z2-overlap,dp2-z2-owners,dp2-z3,dp2-z3-sync. With fsdp torch's FSDP2 is the engine, and
-moments16 keeps the moments in bf16: dp2-fsdp,dp2-z3-fsdp,pp4-v2-fsdp-moments16. With offload and
-alloffload it keeps the optimizer's state, or everything, in the host's memory: dp2-offload,dp2-z3-alloffload.
+dp2,dp2-sync,dp2-g16,dp2-z2,dp2-z2-overlap,dp2-z2-owners,dp2-z3,dp2-z3-sync. The engine is torch's FSDP2 with fsdp,
+DeepSpeed with deepspeed, or else as configured; moments16 keeps the moments in bf16: dp2-fsdp,dp2-z3-deepspeed,
+pp4-v2-fsdp-moments16. With offload and alloffload FSDP2 keeps the optimizer's state, or everything, in the host's
+memory: dp2-offload,dp2-z3-alloffload.
 
 It also names its arithmetic, if that is not as configured: linear layers in `bf16`, `int8` or `fp8` (`tensorwise`),
 attention by `sdpa` or `scores`, and `noqk` for a model without QK-norm. `titan` is torchtitan's FSDP2 in place of
@@ -93,6 +94,7 @@ FLAGS = {
     "overlap": "deepspeed.zero_optimization.overlap_comm=true",
     "sync": "deepspeed.zero_optimization.overlap_comm=false",
     "fsdp": "parallel.engine=fsdp",
+    "deepspeed": "parallel.engine=deepspeed",
     "moments16": "optimizer.moments=bf16",
     "offload": "parallel.engine=fsdp parallel.offload=optimizer",
     "alloffload": "parallel.engine=fsdp parallel.offload=all",
