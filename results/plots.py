@@ -331,6 +331,17 @@ def small_card(figure: Figure) -> None:
     panel.set_xlim(0, 32)
 
 
+def muon(figure: Figure) -> None:
+    rows, panel = tables("muon")[0], figure.subplots()
+    names, update = [plain(row["optimizer"]) for row in rows], numbers(rows, "update")
+    rest = [step - part for step, part in zip(numbers(rows, "step"), update, strict=True)]
+    panel.barh(names, rest, label="micro-steps and the rest")
+    panel.barh(names, update, left=rest, label="update")
+    panel.invert_yaxis()
+    panel.set_xlabel("ms of a step of 131,072 tokens, 1B on one H100")
+    panel.legend(fontsize=7, loc="lower left")
+
+
 PLOTS: dict[str, tuple[str, float, Callable[[Figure], None]]] = {
     "attention-elsewhere": ("both.png", 3.6, attention_elsewhere),
     "attention": ("attention.png", 3.6, attention),
@@ -345,6 +356,7 @@ PLOTS: dict[str, tuple[str, float, Callable[[Figure], None]]] = {
     "linear-layers": ("linear-layers.png", 3.6, linear_layers),
     "loading": ("loading.png", 2.4, loading),
     "loss-325m": ("loss.png", 3.6, loss),
+    "muon": ("step.png", 2.0, muon),
     "one-h100": ("one-h100.png", 2.6, one_h100),
     "plan": ("plan.png", 3.6, plan),
     "sequence-parallel": ("sequence-parallel.png", 3.0, sequence_parallel),

@@ -91,6 +91,11 @@ _STATE_BYTES_FSDP = {0: (10, 12, 54), 1: (10, 12, 54), 2: (12, 4, 46), 3: (26, 0
 _CONVERTED = {0: 0, 1: 0, 2: 6, 3: 6}
 """Bytes of a micro-step, by ZeRO stage, that write a bf16 gradient in fp32."""
 
+# Muon's update of a matrix moves this many bytes for each parameter beyond AdamW's: momentum, direction, exchange, and
+# the products of Newton-Schulz steps. For 1B on an H100, 2026-11-27, it took 118 ms more than AdamW's, of which the
+# matmuls are 60 (results/muon).
+_MUON_BYTES = 140
+
 OVERLAP = 0.2
 """Share of the shorter of a collective and the matmuls beside it that is saved when both run at once. NCCL takes
 multiprocessors that a matmul counted on, and both slow down: for TP 4, 1B, H200, collectives of 128 ms alone take 195
@@ -243,7 +248,8 @@ class _Step:
             for matmul in of_kind(MatmulCost, operations):
                 yield from ((count * matmul.flops, peaks[precision]) for precision in matmul.precision)
             for attention in of_kind(AttentionCost, operations):
-                yield 6 * count * attention.flops, peaks[attention.precision]
+                eight_bit = self.attention_backend().startswith("sage")
+                yield 6 * count * attention.flops, peaks["int8" if eight_bit else attention.precision]
 
     def _copied(self) -> float:
         """Return the bytes of a micro-step that collectives by copies move inside the GPU, and that kernels beside them
@@ -355,8 +361,8 @@ class _Step:
         return offload_seconds(self.cfg, share, micro_steps, compute / micro_steps, self.hardware)
 
     def orthogonalizing_seconds(self) -> float:
-        """Return the seconds of Muon's matmuls on the rank that owns most of them. At ZeRO 0 every replica does them
-        all."""
+        """Return the seconds that Muon's update takes beyond AdamW's, on the rank that has most to do. At ZeRO 0 every
+        replica updates all matrices."""
         cfg, shapes = self.cfg, muon_shapes(self.cfg)
         if not shapes:
             return 0.0
@@ -365,6 +371,7 @@ class _Step:
         for shape, owner in zip(shapes, owners(shapes, ranks, steps), strict=True):
             short, long = sorted(shape)
             loads[owner] += cost(shape, steps) / self.hardware.matmul_rate("bf16", short, short, long)
+            loads[owner] += _MUON_BYTES * short * long / self.hardware.memory_bandwidth
         return max(loads) / self.hardware.compute_scale
 
     def overhead(self) -> float:

@@ -43,7 +43,7 @@ class StepPrediction:
     optimizer: float
     """The engine's passes over gradients, the update, and new weights."""
     orthogonalizing: float
-    """Muon's matmuls, on the rank that has most to do."""
+    """The time of Muon's update beyond AdamW's, on the rank that has most to do."""
     offload: float
     """Seconds that the GPU waits for copies to and from the host's memory, and for the update there. Not measured."""
     overhead: float
@@ -79,8 +79,8 @@ class StepPrediction:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization: the share of the GPU's peak that the computed FLOPs take. Products in 8 bits count
-        against the peak in 8 bits, so the share is below 1. Recomputation does not count."""
+        """Model FLOPs utilization: the share of the GPU's peak that the computed FLOPs take. Products in 8 bits, and
+        INT8 attention, count against the peak in 8 bits, so the share is below 1. Recomputation does not count."""
         return self.tokens_per_second / self.world_size * self.flops_per_token / self.peak_of_precisions
 
     @property

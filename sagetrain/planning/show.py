@@ -426,17 +426,18 @@ def _step_table(layout: Layout, name: str, plan: Plan) -> Table:
 def _mfu(layout: Layout) -> str:
     """Return the MFU in words, and the figures of perf/mfu and perf/mfu_full_attention where those differ."""
     prediction, others = layout.prediction, []
-    if layout.cfg.linear.low_bit:
+    mixed = prediction.peak_of_precisions != prediction.peak_flops
+    if mixed:
         others.append(f"perf/mfu, by the 16-bit peak: {prediction.mfu_16_bit:.3f}")
     if layout.cfg.data.document_attention:
         others.append(f"perf/mfu_full_attention: {prediction.mfu_full_attention:.3f}")
-    peak = f"the peaks in {layout.cfg.linear.precision} and 16 bits" if layout.cfg.linear.low_bit else "the 16-bit peak"
+    peak = "the peaks of its precisions" if mixed else "the 16-bit peak"
     return f"MFU {prediction.mfu:.3f} of {peak}" + (f" ({'; '.join(others)})" if others else "")
 
 
 def _orthogonalizing(prediction: StepPrediction) -> list[tuple[str, float, str]]:
-    """Return the row of Muon's matmuls, where a run has them."""
-    row = "orthogonalizing", prediction.orthogonalizing, "Muon's matmuls for the matrices that a rank owns"
+    """Return the row of Muon's update, where a run has it."""
+    row = "orthogonalizing", prediction.orthogonalizing, "Muon's matmuls and passes for the matrices that a rank owns"
     return [row] if prediction.orthogonalizing else []
 
 

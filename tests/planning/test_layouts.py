@@ -53,7 +53,9 @@ def test_no_prediction_passes_the_peaks_of_its_gpu(gpu):
         attention = ["attention.backend=auto", f"linear.precision={precision}", "data.document_attention=false"]
         best = predict(config("7b", *layout_of(1), *attention), 1, VOCAB, card)
         assert 0.2 < best.mfu < 1 and best.mfu_16_bit < card.peaks[precision]
-    assert all(max(rate.narrow, rate.wide) < card.peak_flops for rate in card.attention.values())
+    for name, rate in card.attention.items():
+        peak = card.peak_flops * (card.peaks["int8"] if name.startswith("sage") else 1)
+        assert max(rate.narrow, rate.wide) < peak, name
 
 
 def test_1024_ranks_of_7b_stay_in_the_host():

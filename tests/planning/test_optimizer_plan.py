@@ -58,10 +58,10 @@ def test_a_small_model_has_no_whole_round_of_muon() -> None:
 
 
 def test_muon_takes_the_time_of_its_matmuls_shared_by_all_ranks() -> None:
-    """44 TFLOP at 1B are 72 ms at the rate of large matmuls on an H100, and every owner has its share of them."""
+    """The update of 1B took 118 ms more than AdamW's on an H100, and every owner has its share of that."""
     gpu, cfg = HARDWARE["h100"], load_config(CONFIG, ["optimizer.name=muon"])
     alone, two, eight = (predict(cfg, ranks, VOCAB, gpu) for ranks in (1, 2, 8))
-    assert 0.05 < alone.orthogonalizing < 0.12
+    assert alone.orthogonalizing == pytest.approx(0.118, rel=0.03)
     assert alone.orthogonalizing / two.orthogonalizing == pytest.approx(2, rel=0.05)
     assert alone.orthogonalizing / eight.orthogonalizing == pytest.approx(8, rel=0.1)
     assert alone.seconds == pytest.approx(

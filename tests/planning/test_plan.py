@@ -450,7 +450,7 @@ def test_linear_layers_in_8_bits_are_planned():
     errors, text = plan(CONFIGS / "1b.yaml", 8, *eight)
     assert errors == 0
     assert "linear layers fp8, recipe rowwise, in 18 of 20 blocks: qkv, out, gate_up, down" in text
-    assert re.search(r"MFU 0\.\d+ of the peaks in fp8 and 16 bits \(perf/mfu, by the 16-bit peak: 0\.\d+; perf", text)
+    assert re.search(r"MFU 0\.\d+ of the peaks of its precisions \(perf/mfu, by the 16-bit peak: 0\.\d+; perf", text)
     assert "in 16 bits in the last" not in text
     _, text = plan(CONFIGS / "1b.yaml", 8, *eight, "linear.keep_last_fraction=0.1")
     assert "down; all in 16 bits in the last 10 %, which the speeds below leave out" in text
