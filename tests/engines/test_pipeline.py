@@ -44,7 +44,6 @@ CASES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "PP 2 x FSDP 2, ZeRO 1, tied": ((1, 1, 2), {"stage": 1, "model": TIED}),
     "PP 2 x FSDP 2, ZeRO 2, recomputed": ((1, 1, 2), {"stage": 2, "training": {"activation_checkpointing": "full"}}),
     "PP 2 x hybrid 1 x 2": ((1, 1, 2), {"stage": 1, "parallel": {"shard_size": 1}}),
-    "PP 2 x FSDP 2, interleaved": ((1, 1, 2), {"stage": 1, "parallel": {"pipeline_chunks": 2}}),
     "PP 2 x FSDP 2, interleaved, tied, ZeRO 2": (
         (1, 1, 2), {"stage": 2, "model": TIED, "parallel": {"pipeline_chunks": 2, "pipeline_blocks": [2, 1, 1, 1]}},
     ),
@@ -100,6 +99,17 @@ def steps_of(engine: Engine) -> list[dict[str, float]]:
 # INT8 attention and linear layers, whose errors are measured in every step.
 WIDE = {"num_attention_heads": 2}
 MEASURED = {"attention": {"backend": "sage", "recipe": "paper"}, "linear": {"precision": "int8", "recipe": "rowwise"}}
+# Runs that are compared with the same run in one process, where the others have one run in common.
+OTHERS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
+    "PP 2 x FSDP 2, interleaved, Muon": (
+        (1, 1, 2),
+        {
+            "stage": 1,
+            "optimizer": {**OPTIMIZER, "name": "muon", "moments": "bf16"},
+            "parallel": {"pipeline_chunks": 2},
+        },
+    ),
+}
 WATCHED: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "PP 4, recomputed": (
         (1, 1, 4), {**MEASURED, "stage": 1, "model": WIDE, "training": {"activation_checkpointing": 2}},
@@ -128,7 +138,7 @@ def watched_step(engine: Engine) -> list[dict[str, float]]:
 def losses_of(cases: Sequence[str]) -> dict[str, list[dict[str, float]]]:
     found, groups = {}, {}
     for name in cases:
-        sizes, how = (CASES | WATCHED)[name]
+        sizes, how = (CASES | OTHERS | WATCHED)[name]
         if dist.get_world_size() == 1:
             how = {**how, "parallel": {}, "stage": 0}
             sizes = 1, 1, 1
@@ -143,9 +153,9 @@ def losses_of(cases: Sequence[str]) -> dict[str, list[dict[str, float]]]:
 def worlds(tmp_path_factory) -> tuple[dict, list[dict], tuple, Path]:
     """Return the numbers of one process by case, those of each rank of a pipeline, and what `saved_and_continued`
     returns with its folder. All pipelines run in the same four processes."""
-    names, root = [*CASES, *WATCHED], tmp_path_factory.mktemp("pipelines")
+    names, root = [*CASES, *OTHERS, *WATCHED], tmp_path_factory.mktemp("pipelines")
     with ThreadPoolExecutor() as pool:
-        one = pool.submit(run_distributed, losses_of, 1, [names[0], names[2], *WATCHED])
+        one = pool.submit(run_distributed, losses_of, 1, [names[0], names[2], *OTHERS, *WATCHED])
         ranks = run_distributed(all_pipelines, 4, names, str(root))
         return one.result()[0], [numbers for numbers, _ in ranks], ranks[0][1], root
 
@@ -154,10 +164,10 @@ def all_pipelines(names: Sequence[str], root: str) -> tuple[dict[str, list[dict[
     return losses_of(names), saved_and_continued(root)
 
 
-@pytest.mark.parametrize("name", [*CASES, *WATCHED])
+@pytest.mark.parametrize("name", [*CASES, *OTHERS, *WATCHED])
 def test_numbers_do_not_depend_on_the_layout(worlds, name: str) -> None:
     expected, every, *_ = worlds
-    there = expected[name if name in WATCHED else list(CASES)[2 if "tied" in name else 0]]
+    there = expected[name if name in expected else list(CASES)[2 if "tied" in name else 0]]
     for rank in every:
         for row, wanted in zip(rank[name], there, strict=True):
             assert row.keys() == wanted.keys()
@@ -329,12 +339,13 @@ def test_everything_that_watches_a_run_works_in_a_pipeline(tmp_path, corpus) -> 
 
 
 def test_a_run_whose_stages_are_killed_ends_with_the_same_bits(tmp_path, corpus) -> None:
-    """The run has two pipeline stages of the deepspeed launcher. Its checkpoint is scored, continued as text and
-    exported without a pipeline."""
+    """The run has two pipeline stages of the deepspeed launcher, Muon, and masters and moments in bf16. Without a
+    pipeline, its checkpoint is scored, asked a task, continued as text and exported."""
     sections = {
         "model": {"num_layers": 3},
         "parallel": {"engine": "fsdp", "pipeline_parallel_size": 2},
         "training": {"dtype": "bf16"},
+        "optimizer": {"name": "muon", "moments": "bf16", "master": "bf16_kahan"},
         "checkpoint": {"every_tokens": 2560},
         "evaluation": {"every_tokens": 5120},
         "logging": {"layer_norms_every_steps": 10},
@@ -351,5 +362,9 @@ def test_a_run_whose_stages_are_killed_ends_with_the_same_bits(tmp_path, corpus)
     *_, last = (row["valid/loss"] for row in rows if "valid/loss" in row)
     scored = json.loads(sagetrain("eval", tmp_path / "whole", "--attention", "sdpa", "--json").stdout)
     assert scored["all"]["loss"] == pytest.approx(last, rel=2e-3)
+    choose, _ = tasks_in(tmp_path)
+    asked = json.loads(sagetrain("eval", tmp_path / "whole", "--tasks", choose, "--json").stdout)
+    assert 0 <= asked["tasks"]["choose"]["acc"] <= 1
+    assert sagetrain("generate", tmp_path / "whole", "def ", "--max-tokens", 4).stdout.startswith("def ")
     assert any("norms/2/gradient" in row and "noise/0/variance" in row for row in rows)
     assert sagetrain("export", tmp_path / "whole", tmp_path / "hf").returncode == 0
