@@ -22,7 +22,16 @@ from sagetrain.model.operations import block_operations
 # The slowest files come first. Files are dealt out to processes whole, and the suite would wait for a slow file that
 # begins last.
 SLOW = (
-    *("test_engine", "test_fsdp", "test_accounting", "test_linear_schedule", "test_linear_precision", "test_plan"),
+    *(
+        "test_engine",
+        "test_pipeline",
+        "test_fsdp",
+        "test_optimizers",
+        "test_hosts",
+        "test_notebooks",
+        "test_accounting",
+    ),
+    *("test_linear_schedule", "test_linear_precision", "test_plan"),
     *("test_precision_runs", "test_sage_interpreter", "test_sage_compile", "test_faults", "test_zero3_memory"),
     *("test_noise_scale", "test_mma_backward", "test_hopper_backward", "test_hopper_forward", "test_parallel"),
     *("test_spikes", "test_report", "test_transformer", "test_guides", "test_resume", "test_compare"),
