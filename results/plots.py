@@ -172,6 +172,11 @@ def layouts(figure: Figure) -> None:
     bars(figure.subplots(), names, numbers(rows, "scaling"), "speed of a GPU over that of one GPU alone", 1)
 
 
+def eight_billion(figure: Figure) -> None:
+    rows = tables("8b")[0]
+    bars(figure.subplots(), [row["layout"] for row in rows], numbers(rows, "of a GPU"), "tokens/s of a GPU")
+
+
 def plan(figure: Figure) -> None:
     """Draw predicted over measured of every row in the log."""
     speed, memory = figure.subplots(1, 2)
@@ -353,6 +358,7 @@ PLOTS: dict[str, tuple[str, float, Callable[[Figure], None]]] = {
     "gradients": ("gradients.png", 2.8, gradients),
     "halves": ("halves.png", 3.4, halves),
     "layouts": ("layouts.png", 3.0, layouts),
+    "8b": ("8b.png", 1.6, eight_billion),
     "linear-layers": ("linear-layers.png", 3.6, linear_layers),
     "loading": ("loading.png", 2.4, loading),
     "loss-325m": ("loss.png", 3.6, loss),
