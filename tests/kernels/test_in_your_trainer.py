@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -67,36 +69,75 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, **modules: dict[str, Any]) -> None
         setattr(sys.modules[".".join(parts[:-1])], parts[-1], module)
 
 
+def documents(*lengths: int) -> SimpleNamespace:
+    """Return packed documents as torchtitan describes them."""
+    ends = torch.tensor([0, *lengths]).cumsum(0).int()
+    return SimpleNamespace(cu_seq_q=ends, cu_seq_k=ends, max_q=max(lengths), max_k=max(lengths))
+
+
 def test_torchtitan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wrapper of attention gets [batch, heads, tokens, head_dim]. Methods of the layers stay."""
+    """Attention gets [batch, tokens, heads, head_dim] and documents over the whole batch. Methods of layers stay."""
 
     class Linear(nn.Linear):
         def init_states(self) -> str:
             return "torchtitan's"
 
-    class ColumnParallel(Linear):
-        pass
-
-    class Wrapper(nn.Module):
-        def forward(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, enable_gqa: bool = False,
-                    is_causal: bool = True) -> Tensor:  # fmt: skip
-            return F.scaled_dot_product_attention(q, k, v, scale=scale, is_causal=is_causal, enable_gqa=enable_gqa)
+    class Varlen(nn.Module):
+        window_size = -1, 0
 
     stand_in(
         monkeypatch,
-        torchtitan__models__common__attention={"ScaledDotProductAttentionWrapper": Wrapper},
+        torchtitan__models__common__attention={"VarlenAttention": Varlen},
         torchtitan__models__common__linear={"Linear": Linear},
     )
-    inputs = torch.randn(2, 4, 24, 16), *torch.randn(2, 2, 2, 24, 16)
-    expected = Wrapper()(*inputs, enable_gqa=True)
     known = run("torchtitan")
-    found = Wrapper()(*inputs, enable_gqa=True)
+    q, (k, v) = torch.randn(2, 24, 4, 16), torch.randn(2, 2, 24, 2, 16)
+    found = Varlen()(q, k, v, attention_masks=documents(10, 14, 24), enable_gqa=True)
+    parts = [(0, 0, 10), (0, 10, 24), (1, 0, 24)]
+    expected = torch.empty_like(found)
+    for row, start, end in parts:
+        one = (x[row, start:end].transpose(0, 1) for x in (q, k, v))
+        expected[row, start:end] = F.scaled_dot_product_attention(*one, is_causal=True, enable_gqa=True).transpose(0, 1)
     assert 0 < (found - expected).norm() / expected.norm() < 0.03
-    layers = nn.ModuleDict({"0": nn.ModuleDict({"w1": Linear(32, 16), "w2": ColumnParallel(32, 16)})})
-    model = nn.ModuleDict({"layers": layers})
-    known["Sage8bit"]().convert(model)
-    assert isinstance(layers["0"]["w1"], Linear8bit) and layers["0"]["w1"].init_states() == "torchtitan's"
-    assert type(layers["0"]["w2"]) is ColumnParallel
+    Varlen.window_size = 8, 0
+    with pytest.raises(NotImplementedError, match="no sliding window"):
+        Varlen()(q, k, v, attention_masks=documents(48))
+    model = nn.ModuleDict(
+        {"layers": nn.ModuleDict({"0": nn.ModuleDict({"w1": Linear(32, 16)})}), "lm_head": Linear(32, 48)}
+    )
+
+    @dataclass
+    class Spec:
+        parallelize_fn: Callable[..., Any]
+
+    spec = known["in_8_bits"](Spec(lambda model, **others: (model, others)))
+    assert spec.parallelize_fn(model, dump_folder="x") == (model, {"dump_folder": "x"})
+    layer = model["layers"]["0"]["w1"]
+    assert isinstance(layer, Linear8bit) and layer.init_states() == "torchtitan's" and type(model["lm_head"]) is Linear
+
+
+def test_torchtitan_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchtitan's debug model is built as torchtitan builds it, on no device first, and trains a step."""
+    attention = pytest.importorskip(
+        "torchtitan.models.common.attention",
+        reason="torchtitan 0.3.0 is not installed: it needs datasets < 4.8, and SageTrain reads with datasets 5",
+    )
+    from torchtitan.models.llama3 import model_registry
+
+    monkeypatch.setattr(attention.VarlenAttention, "forward", attention.VarlenAttention.forward)
+    known = run("torchtitan")
+    spec = replace(model_registry("debugmodel", attn_backend="varlen"), parallelize_fn=lambda model, **others: model)
+    with torch.device("meta"):
+        model = known["in_8_bits"](spec).parallelize_fn(spec.model.build())
+    torch.manual_seed(0)
+    model.to_empty(device="cpu")
+    model.init_states(buffer_device=torch.device("cpu"))
+    layers = [name for name, layer in model.named_modules() if isinstance(layer, Linear8bit)]
+    assert layers and all(name.startswith("layers.") for name in layers)
+    ids, positions = torch.randint(0, 2048, (2, 64)), torch.arange(64).expand(2, -1) % 40
+    logits = model(ids, positions=positions, attention_masks=model.get_attention_masks(positions=positions))
+    F.cross_entropy(logits.flatten(0, 1), ids.flatten()).backward()
+    assert logits.isfinite().all() and all(each.grad is not None for each in model.parameters())
 
 
 def test_nanochat(monkeypatch: pytest.MonkeyPatch) -> None:
