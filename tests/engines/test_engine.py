@@ -21,6 +21,7 @@ from sagetrain.config.rules.engine import PROVEN
 from sagetrain.data.loader import Batch
 from sagetrain.engines.build_engine import build_engine, partitioner
 from sagetrain.model.compile import compile_blocks
+from sagetrain.model.stages import whole
 
 ACCUMULATIONS = [1, 4, 3, 4, 8, 4, 1, 2]
 
@@ -38,6 +39,7 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(4, dtype=dtype))
         self.specs = self.every_spec = {"weight": tiny.spec(4)}
+        self.chunks = (whole(0),)
 
     def forward(self, tokens, labels, positions, cu_seqlens, max_seqlen, by_token=False):
         losses = -(self.weight * tokens.to(self.weight.dtype))
