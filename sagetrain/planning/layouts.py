@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,6 +35,8 @@ _PIPELINE_MICRO_BATCH = 2
 """The largest micro-batch of a pipeline that is considered. Fewer micro-batches let the stages idle for longer."""
 _MOST_IDLE = 0.25
 """The largest idle share of a pipeline that is considered."""
+_UNSHARDED = {"zero_stage": 1, "offload": "none"}
+"""The settings of one replica, for what does not depend on the others."""
 _WIDE = {"moments": "fp32", "master": "fp32"}
 _SMALLER_STATES: tuple[Mapping[str, Mapping[str, str]], ...] = (
     {"optimizer": {"moments": "int8"}},
@@ -95,17 +96,19 @@ def memory_of(cfg: RunConfig, prediction: StepPrediction, vocab_size: int) -> li
 
 def fastest_linear(cfg: RunConfig, vocab_size: int, hardware: Hardware, span: float | None) -> LinearConfig:
     """Return the settings that linear.precision auto is predicted to choose, without data parallelism: bf16, or int8
-    for layers from a size on. A precision that is named stays."""
+    for layers from a size on. A precision that is named stays. The run times its layers alone, so that sharding and
+    recomputation have no part in the choice."""
     if cfg.linear.precision != "auto":
         return cfg.linear
     layers = cfg.model.linear_layers(cfg.parallel.tensor_parallel_size).values()
     precisions = hardware.precisions if may_be_low_bit(cfg) else ("bf16",)
     choices = [each for each in cfg.linear.choices(layers) if each.precision in precisions]
-    parallel = cfg.parallel
+    parallel = cfg.parallel.model_copy(update=_UNSHARDED)
+    alone = with_recomputation(cfg.model_copy(update={"parallel": parallel}), "none")
     ranks = parallel.tensor_parallel_size * parallel.context_parallel_size * parallel.pipeline_parallel_size
 
     def speed(linear: LinearConfig) -> float:
-        one = cfg.model_copy(update={"linear": linear})
+        one = alone.model_copy(update={"linear": linear})
         return float(f"{predict(one, ranks, vocab_size, hardware, span).tokens_per_second:.6g}")
 
     # Of equally fast choices the first is taken: 16 bits, then the most layers.
@@ -175,7 +178,7 @@ def propose(
 
     Each differs from the others in more than the micro-batch and the engine: the faster engine is proposed. If
     tokens_per_step allows none, they are raised, to at most MORE_TOKENS times the fewest that do. The precision of
-    linear.precision auto is chosen for each tensor_parallel_size, as a run does.
+    linear.precision auto is chosen for the ranks and the micro-batch of each layout.
 
     Args:
         cfg: the configuration.
@@ -190,14 +193,12 @@ def propose(
     pipelines = _pipelines(cfg, world_size, vocab_size, hardware)
     every = [*_candidates(cfg, world_size, pipelines, hardware)]
     allowed = [candidate for candidate in every if _allowed(candidate, world_size, vocab_size)]
-    allowed = _decided(cfg, allowed, vocab_size, hardware, span)
     found = _fitting(allowed, world_size, vocab_size, hardware, span)
     if not found:
         raised = [_with_enough_tokens(candidate, world_size) for candidate in every]
         raised = [candidate for candidate in raised if _allowed(candidate, world_size, vocab_size)]
         if not (allowed or raised):
             return None
-        raised = _decided(cfg, raised, vocab_size, hardware, span)
         found = _fitting(raised, world_size, vocab_size, hardware, span)
         least = min((_raise(cfg, item.cfg) for item in found), default=0)
         found = [item for item in found if _raise(cfg, item.cfg) <= MORE_TOKENS * least]
@@ -345,25 +346,23 @@ def _allowed(cfg: RunConfig, world_size: int, vocab_size: int) -> bool:
     return not any(finding.level == "error" for finding in fit(cfg, world_size, tokenizer))
 
 
-def _decided(
-    cfg: RunConfig, candidates: list[RunConfig], vocab_size: int, hardware: Hardware, span: float | None
-) -> list[RunConfig]:
-    """Return the candidates with the precision of linear layers chosen."""
-
-    @functools.cache
-    def linear(tensor_parallel_size: int) -> LinearConfig:
-        parallel = cfg.parallel.model_copy(update={"tensor_parallel_size": tensor_parallel_size})
-        return fastest_linear(cfg.model_copy(update={"parallel": parallel}), vocab_size, hardware, span)
-
-    update = [{"linear": linear(candidate.parallel.tensor_parallel_size)} for candidate in candidates]
-    return [candidate.model_copy(update=own) for candidate, own in zip(candidates, update, strict=True)]
-
-
 def _fitting(
     candidates: list[RunConfig], world_size: int, vocab_size: int, hardware: Hardware, span: float | None
 ) -> list[Layout]:
+    """Return the layouts of the candidates that fit into memory. Each has the precision of linear layers that a run of
+    it is predicted to choose, so that `plan` says the same of a proposal that is pasted into a configuration."""
+    chosen: dict[tuple[int, ...], LinearConfig] = {}
+
+    def decided(candidate: RunConfig) -> RunConfig:
+        how = candidate.parallel
+        ranks = how.tensor_parallel_size, how.context_parallel_size, how.pipeline_parallel_size
+        key = (*ranks, candidate.data.micro_batch_size)
+        if key not in chosen:
+            chosen[key] = fastest_linear(candidate, vocab_size, hardware, span)
+        return candidate.model_copy(update={"linear": chosen[key]})
+
     layouts = []
-    for candidate in candidates:
+    for candidate in map(decided, candidates):
         # The time of what does not fit need not be predicted. Under tensor parallelism the prediction decides about
         # halves, on which the memory depends.
         ways = [with_overlap(candidate, "off")]

@@ -22,7 +22,7 @@ from sagetrain.planning.plan import ASSUMED_VOCAB_SIZE, make_plan
 
 @pytest.mark.parametrize(("name", "world_size", "gpu"), [
     ("325m", 1, "h200"), ("325m", 6, "h100"), ("1b", 8, "h100"), ("7b", 4, "h200"), ("7b", 64, "a100"),
-    ("7b", 1024, "h200"),
+    ("7b", 1024, "h200"), ("24gb", 1, "h100"),
 ])  # fmt: skip
 def test_proposals_fit_are_ranked_and_come_from_their_overrides(name, world_size, gpu):
     cfg, hardware = config(name), HARDWARE[gpu]
@@ -34,7 +34,8 @@ def test_proposals_fit_are_ranked_and_come_from_their_overrides(name, world_size
     for item in proposed:
         again = config(name, *overrides_to(cfg, item.cfg))
         assert again.linear == cfg.linear  # The precision stays auto, which is decided for each layout.
-        again = again.model_copy(update={"linear": item.cfg.linear})
+        again = again.model_copy(update={"linear": fastest_linear(again, VOCAB, hardware, None)})
+        assert again.linear == item.cfg.linear
         assert layout(again, world_size, VOCAB, hardware) == dataclasses.replace(item, cfg=again)
         assert not [f for f in fit(again, world_size, VOCAB) if f.level == "error"]
         assert item.memory <= usable_memory(hardware) < hardware.memory
@@ -140,21 +141,24 @@ def test_proposed_layouts_are_priced_as_a_run_would_decide(monkeypatch):
     assert made.proposed[0].cfg.linear.low_bit
     named = make_plan(CONFIGS / "1b.yaml", ["linear.precision=fp8", odd[1]], 8, H200)
     assert named.errors and not named.proposed  # With a named precision this is an error.
-    auto, sizes = load_config(CONFIGS / "1b.yaml", ["linear.precision=auto"]), []
+    auto, asked = load_config(CONFIGS / "1b.yaml", ["linear.precision=auto"]), []
     # The less of a layer is in 8 bits, the faster it is here. Gate and up are one layer.
     with monkeypatch.context() as patched:
         patched.setattr(layouts, "predict", lambda cfg, *_: Namespace(tokens_per_second=cfg.linear.keep_layers_below))
         assert fastest_linear(auto, ASSUMED_VOCAB_SIZE, H200, None).keep_layers_below == 2 * 5632 * 2048
 
     def decide(cfg, *_):
-        sizes.append(size := cfg.parallel.tensor_parallel_size)
-        return cfg.linear.model_copy(update={"precision": "fp8", "keep_layers_below": 20_000_000 // size})
+        asked.append((cfg.parallel.tensor_parallel_size, cfg.parallel.context_parallel_size, cfg.data.micro_batch_size))
+        return cfg.linear.model_copy(update={"precision": "fp8", "keep_layers_below": least(cfg)})
+
+    def least(cfg):
+        return 20_000_000 // cfg.parallel.tensor_parallel_size + cfg.data.micro_batch_size
 
     monkeypatch.setattr(layouts, "fastest_linear", decide)
     found = propose(auto, 4, ASSUMED_VOCAB_SIZE, H200)
-    assert sorted(sizes) == [1, 2, 4]
+    assert len(set(asked)) == len(asked) > 3
     for item in found:
-        assert item.cfg.linear.keep_layers_below == 20_000_000 // item.cfg.parallel.tensor_parallel_size
+        assert item.cfg.linear.keep_layers_below == least(item.cfg)
 
 
 def test_layouts_for_a_noise_aware_schedule_keep_its_multiple():
