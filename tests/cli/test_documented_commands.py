@@ -44,8 +44,9 @@ def test_command(document: Path, words: list[str], monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(ROOT)
     if words[:2] == ["sagetrain", "plan"]:
         log = tmp_path / "log"
-        code = Command(words, os.environ, log, ROOT).wait(PATIENCE)
-        assert code == 0, log.read_text()
+        code, said = Command(words, os.environ, log, ROOT).wait(PATIENCE), log.read_text()
+        # A guide also shows what is proposed where nothing fits as configured.
+        assert code == 0 or (code == 2 and "None fits with the optimizer as configured" in said), said
     else:
         CHECKS[words[0]](words[1:])
 

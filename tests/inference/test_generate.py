@@ -7,9 +7,9 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -159,7 +159,10 @@ def scripted(tokenizer: Tokenizer, tokens: list[int]) -> TrainedRun:
 
     class Scripted:
         blocks = ()
-        head, groups = SimpleNamespace(weight=torch.empty(0)), ParallelGroups.single()
+        groups = ParallelGroups.single()
+
+        def parameters(self) -> Iterator[torch.Tensor]:
+            return iter([torch.empty(0)])
 
         def __call__(self, context: torch.Tensor, positions: torch.Tensor, last: bool) -> torch.Tensor:
             logits = torch.zeros(1, 1, 512)

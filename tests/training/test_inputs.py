@@ -233,6 +233,7 @@ ALONE = {"__init__", "_open_mask", "read_provenance", "_check_records", "check_t
 """The functions of data/ that a trainer calls before ranks meet. Later refusals are in test_resume.py."""
 EXCUSED = {
     ("build_run", "check_files"): "attention and linear layers that this host's GPU cannot do: rules know the rest",
+    ("build_run", "check_host_memory"): "the memory of a host: plan takes it from --host-memory",
     ("masters", "check"): "what DeepSpeed keeps in memory",
     ("reduction", "check"): "what DeepSpeed of another version has no more",
     ("join", "init_distributed"): "the GPUs of a host",
