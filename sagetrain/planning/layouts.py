@@ -368,10 +368,10 @@ def _fitting(
         ways = [with_overlap(candidate, "off")]
         ways += [with_overlap(candidate, "on")] if candidate.parallel.tensor_parallel_size > 1 else []
         least = min(total_bytes(memory_per_rank(way, world_size, vocab_size)) for way in ways)
-        if least > usable_memory(hardware):
+        if least > usable_memory(hardware) or host_finding(candidate, world_size, vocab_size, hardware):
             continue
         item = layout(candidate, world_size, vocab_size, hardware, span)
-        if item.memory > usable_memory(hardware) or host_finding(candidate, world_size, vocab_size, hardware):
+        if item.memory > usable_memory(hardware):
             continue
         layouts.append(item)
         if candidate.training.activation_checkpointing == "full":

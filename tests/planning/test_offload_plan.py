@@ -14,6 +14,7 @@ from sagetrain.hardware import HARDWARE, cluster_of
 from sagetrain.model.accounting import memory_per_rank, parameters_per_rank
 from sagetrain.model.host_memory import host_memory_per_rank
 from sagetrain.planning.evidence import evidence
+from sagetrain.planning.layouts import host_finding
 from sagetrain.planning.performance import predict
 from sagetrain.planning.plan import Plan, make_plan
 from sagetrain.training import build_run
@@ -98,23 +99,16 @@ def test_the_time_is_not_measured_and_shrinks_with_steps():
 
 
 def test_a_host_without_room_is_refused():
-    for host, refused in ((16, True), (64, False), (None, False)):
-        found = plan(*OPTIMIZER, host=host)
-        rules = [finding for finding in found.findings if finding.rule == "host_memory"]
-        assert bool(rules) is refused, host
-    assert found.host_memory and not plan().host_memory
-    finding = only([each for each in plan(*OPTIMIZER, host=16).findings if each.rule == "host_memory"])
-    assert (
-        finding.key == "parallel.offload"
-        and "for 2 ranks, more than the 15.2 GiB that a host leaves" in finding.message
-    )
-    assert "--host-memory" in finding.fix
-    eight = only(
-        [each for each in plan(*OPTIMIZER, gpu="rtx4090", world_size=8, host=64).findings if each.rule == "host_memory"]
-    )
-    assert "for 8 ranks" in eight.message
-    assumed = plan("model.num_layers=200", *ALL, gpu="rtx4090").findings
-    assert any("a host (assumed: 64 GiB a GPU)" in each.message for each in assumed)
+    plans = {host: plan(*OPTIMIZER, host=host) for host in (16, 64, None)}
+    found = {host: [each for each in made.findings if each.rule == "host_memory"] for host, made in plans.items()}
+    assert found[64] == found[None] == [] and plans[None].host_memory and not plan().host_memory
+    finding = only(found[16])
+    assert finding.key == "parallel.offload" and "--host-memory" in finding.fix
+    assert "for 2 ranks, more than the 15.2 GiB that a host leaves" in finding.message
+    many = host_finding(config("1b", *OPTIMIZER), 8, VOCAB, cluster_of("rtx4090", 8, 400, 64))
+    assert many and "for 8 ranks" in many.message
+    assumed = host_finding(config("1b", "model.num_layers=200", *ALL), 2, VOCAB, cluster_of("rtx4090", 8, 400, None))
+    assert assumed and "a host (assumed: 64 GiB a GPU)" in assumed.message
 
 
 def test_a_start_on_a_host_without_room_is_refused(monkeypatch):
