@@ -356,7 +356,7 @@ def _fitting(
     def decided(candidate: RunConfig) -> RunConfig:
         how = candidate.parallel
         ranks = how.tensor_parallel_size, how.context_parallel_size, how.pipeline_parallel_size
-        key = (*ranks, candidate.data.micro_batch_size)
+        key = (*ranks, how.sequence_parallel, candidate.data.micro_batch_size)
         if key not in chosen:
             chosen[key] = fastest_linear(candidate, vocab_size, hardware, span)
         return candidate.model_copy(update={"linear": chosen[key]})

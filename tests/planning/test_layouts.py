@@ -22,7 +22,7 @@ from sagetrain.planning.plan import ASSUMED_VOCAB_SIZE, make_plan
 
 @pytest.mark.parametrize(("name", "world_size", "gpu"), [
     ("325m", 1, "h200"), ("325m", 6, "h100"), ("1b", 8, "h100"), ("7b", 4, "h200"), ("7b", 64, "a100"),
-    ("7b", 1024, "h200"), ("24gb", 1, "h100"),
+    ("7b", 1024, "h200"), ("24gb", 1, "h100"), ("7b", 512, "rtxpro6000"),
 ])  # fmt: skip
 def test_proposals_fit_are_ranked_and_come_from_their_overrides(name, world_size, gpu):
     cfg, hardware = config(name), HARDWARE[gpu]
@@ -148,7 +148,9 @@ def test_proposed_layouts_are_priced_as_a_run_would_decide(monkeypatch):
         assert fastest_linear(auto, ASSUMED_VOCAB_SIZE, H200, None).keep_layers_below == 2 * 5632 * 2048
 
     def decide(cfg, *_):
-        asked.append((cfg.parallel.tensor_parallel_size, cfg.parallel.context_parallel_size, cfg.data.micro_batch_size))
+        how = cfg.parallel
+        ranks = how.tensor_parallel_size, how.context_parallel_size, how.sequence_parallel
+        asked.append((*ranks, cfg.data.micro_batch_size))
         return cfg.linear.model_copy(update={"precision": "fp8", "keep_layers_below": least(cfg)})
 
     def least(cfg):
