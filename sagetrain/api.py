@@ -8,6 +8,7 @@ raises ConfigError with the text of the command. A checkpoint that cannot be use
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -181,10 +182,15 @@ def plan(
         host_memory_gib: the memory of a host in GiB, for parallel.offload. Default: an assumption for the GPU.
 
     Raises:
-        ConfigError: the configuration cannot be read, or the GPU is not known.
+        ConfigError: the configuration cannot be read, the GPU is not known, or a number is below 1 or not finite.
     """
     if gpu is not None and gpu not in HARDWARE:
         raise ConfigError(f"gpu {gpu!r} is not known: give one of {', '.join(HARDWARE)}")
+    sizes = {"world_size": world_size, "gpus_per_host": gpus_per_host}
+    rates = {"network_gbps": network_gbps, "host_memory_gib": host_memory_gib}
+    for name, value in {**sizes, **rates}.items():
+        if value is not None and not 1 <= value < math.inf:
+            raise ConfigError(f"plan: {name} is {value}, and must be a number from 1 on")
     kind, _ = planned_gpu(gpu)
     hardware = cluster_of(kind, gpus_per_host, network_gbps, host_memory_gib)
     return make_plan(config, _changes(config, overrides), world_size, hardware)

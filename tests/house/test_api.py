@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
@@ -244,6 +245,8 @@ MISTAKES: dict[str, Callable[[api.Model], object]] = {
     'Chats: seq_length is "128", and must be int': lambda model: api.Chats("messages", "128"),
     "--seq-length 1 is below 2": lambda model: api.Pairs("prompt", "completion", 1),
     "Chats: template 'chat.jinja' is no Jinja template: give its text": lambda model: api.Chats("m", 64, "chat.jinja"),
+    "plan: gpus_per_host is 0, and must be a number from 1 on": lambda model: api.plan("1b", gpus_per_host=0),
+    "plan: network_gbps is nan, and must be a number": lambda model: api.plan("1b", network_gbps=math.nan),
     "load_config: path is null, and must be str": lambda model: api.load_config(None),
     "plan: world_size is true, and must be int": lambda model: api.plan("quickstart", world_size=True),
     "train: config is 7, and must be RunConfig": lambda model: api.train(7),

@@ -10,9 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from sagetrain.config.arithmetic import shards_weights
 from sagetrain.config.errors import Finding
-from sagetrain.config.rules.findings import also_without, error, no_effect, warning
+from sagetrain.config.rules.findings import error, no_effect, samples_off, warning
 from sagetrain.config.schema import TOKENIZER_JSON, TOKENIZER_NAME, DataConfig, EvaluationConfig, RunConfig
 
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})")
@@ -113,29 +112,18 @@ def _twice(cfg: RunConfig) -> Iterator[Finding]:
 def _samples(cfg: RunConfig) -> Iterator[Finding]:
     """Find samples of text that cannot be written, or whose settings have no effect."""
     asked, default = cfg.evaluation, EvaluationConfig()
-    off = (
-        f"evaluation.samples_every_tokens: null{also_without(asked, 'evaluation', 'samples_prompts', 'samples_tokens')}"
-    )
     if asked.samples_every_tokens is None:
         for key in ("samples_prompts", "samples_tokens"):
             if (value := getattr(asked, key)) != getattr(default, key):
                 yield no_effect(f"evaluation.{key}", value, "no evaluation.samples_every_tokens")
         return
-    if shards_weights(cfg):
-        yield error(
-            "samples_at_zero_3",
-            "evaluation.samples_every_tokens",
-            asked.samples_every_tokens,
-            "text takes a pass over all weights for every token, and parallel.zero_stage 3 would gather them each time",
-            f"set parallel.zero_stage: 2, or {off} and take `sagetrain generate`",
-        )
     if cfg.data.tokenizer is None and cfg.model.vocab_size is not None and not Path(cfg.data.tokenizer_path).is_file():
         yield error(
             "samples_without_tokenizer",
             "evaluation.samples_every_tokens",
             asked.samples_every_tokens,
             f"there is no tokenizer that makes text of tokens: no {cfg.data.tokenizer_path}",
-            f"name it in data.tokenizer, or set {off}",
+            f"name it in data.tokenizer, or set {samples_off(asked)}",
         )
 
 

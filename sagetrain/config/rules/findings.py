@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sagetrain.config.errors import Finding
-from sagetrain.config.sections.base import Section
+from sagetrain.config.schema import EvaluationConfig
 
 
 def error(rule: str, key: str, value: object, message: str, fix: str) -> Finding:
@@ -21,12 +21,13 @@ def no_effect(key: str, value: object, why: str) -> Finding:
     return warning("no_effect", key, value, f"has no effect with {why}", "remove it, or change what it goes with")
 
 
-def also_without(section: Section, path: str, *names: str) -> str:
-    """Return an addition to a fix that switches a part of a section off: the keys of that part, which would have no
-    effect then. The text is empty if they have their defaults."""
-    fields = type(section).model_fields
-    idle = [f"{path}.{name}" for name in names if getattr(section, name) != fields[name].get_default()]
-    return f" (and leave out {', '.join(idle)})" if idle else ""
+def samples_off(asked: EvaluationConfig) -> str:
+    """Return the setting that switches samples off, as a fix says it, with the keys that would have no effect then."""
+    default = EvaluationConfig()
+    names = ("samples_prompts", "samples_tokens")
+    idle = [f"evaluation.{name}" for name in names if getattr(asked, name) != getattr(default, name)]
+    also = f" (and leave out {', '.join(idle)})" if idle else ""
+    return f"evaluation.samples_every_tokens: null{also}"
 
 
 def divisors(number: int) -> str:

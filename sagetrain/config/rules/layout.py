@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import gcd
 
-from sagetrain.config.arithmetic import VOCAB_MULTIPLE, padded_vocab_size
+from sagetrain.config.arithmetic import VOCAB_MULTIPLE, padded_vocab_size, shards_weights
 from sagetrain.config.errors import Finding
-from sagetrain.config.rules.findings import divisors, error, neighbours, no_effect
+from sagetrain.config.rules.findings import divisors, error, neighbours, no_effect, samples_off
 from sagetrain.config.schema import RunConfig
 
 
@@ -26,8 +26,16 @@ def launch(cfg: RunConfig, world_size: int) -> Iterator[Finding]:
 
 
 def findings(cfg: RunConfig, world_size: int, vocab_size: int | None) -> Iterator[Finding]:
-    """Check the sizes that the tensor- and context-parallel sizes have to divide. `vocab_size` is that of the
-    tokenizer, when it is known."""
+    """Check the sizes that the tensor- and context-parallel sizes have to divide, and what sharded weights exclude.
+    `vocab_size` is that of the tokenizer, when it is known."""
+    if shards_weights(cfg) and cfg.evaluation.samples_every_tokens is not None:
+        yield error(
+            "samples_at_zero_3",
+            "evaluation.samples_every_tokens",
+            cfg.evaluation.samples_every_tokens,
+            "text takes a pass over all weights for every token, and parallel.zero_stage 3 would gather them each time",
+            f"set parallel.zero_stage: 2, or {samples_off(cfg.evaluation)} and take `sagetrain generate`",
+        )
     tensor, context = cfg.parallel.tensor_parallel_size, cfg.parallel.context_parallel_size
     pipeline = cfg.parallel.pipeline_parallel_size
     stages = f" x pipeline_parallel_size {pipeline}" if pipeline > 1 else ""
