@@ -186,9 +186,13 @@ def plan(
     """
     if gpu is not None and gpu not in HARDWARE:
         raise ConfigError(f"gpu {gpu!r} is not known: give one of {', '.join(HARDWARE)}")
-    sizes = {"world_size": world_size, "gpus_per_host": gpus_per_host}
-    rates = {"network_gbps": network_gbps, "host_memory_gib": host_memory_gib}
-    for name, value in {**sizes, **rates}.items():
+    numbers: dict[str, float | None] = {
+        "world_size": world_size,
+        "gpus_per_host": gpus_per_host,
+        "network_gbps": network_gbps,
+        "host_memory_gib": host_memory_gib,
+    }
+    for name, value in numbers.items():
         if value is not None and not 1 <= value < math.inf:
             raise ConfigError(f"plan: {name} is {value}, and must be a number from 1 on")
     kind, _ = planned_gpu(gpu)

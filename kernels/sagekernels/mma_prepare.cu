@@ -53,8 +53,9 @@ DEVICE void unpack(const uint4& x, float* y) {
 }
 
 // dO is [B, N_q, heads, D] with strides in elements. o, codes and scales of Q, and lse [B * heads, n_q] are contiguous.
-// The results are `results`, tile by tile. A pair of a query is the scale of Q times that of the scores and -(lse - log2 s_dO), then s_Q / s_dO and -delta times that
-// (README.md, "The maths"). Each query also gets the unit of its sums of dQ, and zeros for those sums.
+// The results are `results`, tile by tile. A pair of a query is the scale of Q times that of the scores and
+// -(lse - log2 s_dO), then s_Q / s_dO and -delta times that (README.md, "The maths"). Each query also gets the unit of
+// its sums of dQ, and zeros for those sums.
 extern "C" __global__ void __launch_bounds__(THREADS) queries(
     const unsigned short* dO, const unsigned short* o, const signed char* q8, const float* q_scale, const float* lse,
     QueryTile<D>* results, float* units, float4* sums, float scale, float scale_log2,

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 import sagetrain
-from sagetrain.data.token_file import TokenFileWriter, token_path
 from sagetrain.training.callbacks import Position, RunStart
 
 VOCAB = 32_000
@@ -95,14 +94,9 @@ def main() -> None:
     asked = parser.parse_intermixed_args()
     folder, warm_up = Path(tempfile.mkdtemp()), asked.tokens // 4
     total = 2 * warm_up + (len(PHASES) - 1) * asked.tokens
-    writer = TokenFileWriter(folder / "random").begin(VOCAB)
-    writer.add(np.random.default_rng(0).integers(VOCAB, size=total + asked.tokens), np.array([total + asked.tokens]))
-    writer.finish()
-    writer.publish({})
-    token_path(folder / "random", ".json").unlink()
     sizes = f"[{{from_tokens: 0, tokens: {warm_up}}}, {{from_tokens: {2 * warm_up}, tokens: {asked.tokens}}}]"
     settings = [
-        f"data.train=[{{path: {folder}/random}}]",
+        "data.train=[{path: none}]",
         "data.valid=[]",
         "data.document_attention=false",
         "data.document_positions=false",
@@ -120,7 +114,13 @@ def main() -> None:
         "logging={tensorboard: false}",
         *asked.overrides,
     ]
-    sagetrain.train("1b", settings, callbacks=[Watch(warm_up, asked.tokens)], say=print)
+    cfg = sagetrain.load_config("1b", settings)
+    length = cfg.data.seq_length + 1
+
+    def tokens(index: int) -> np.ndarray:
+        return np.random.default_rng(index).integers(VOCAB, size=length)
+
+    sagetrain.train(cfg, callbacks=[Watch(warm_up, asked.tokens)], tokens=tokens, say=print)
 
 
 if __name__ == "__main__":

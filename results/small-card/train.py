@@ -9,13 +9,11 @@ import argparse
 import math
 import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 
 import numpy as np
 import torch
 
 import sagetrain
-from sagetrain.data.token_file import TokenFileWriter, token_path
 from sagetrain.training.callbacks import Position
 
 VOCAB, GIB = 32_000, 2**30
@@ -43,15 +41,6 @@ class Memory(sagetrain.Callback):
         )
 
 
-def random_tokens(path: Path, tokens: int) -> None:
-    """Write a token file of random tokens, one document, without a tokenizer."""
-    writer = TokenFileWriter(path).begin(VOCAB)
-    writer.add(np.random.default_rng(0).integers(VOCAB, size=tokens), np.array([tokens]))
-    writer.finish()
-    writer.publish({})
-    token_path(path, ".json").unlink()
-
-
 def main() -> None:
     """Train and check the losses. torch raises an error when the limit is passed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -66,9 +55,8 @@ def main() -> None:
         free = torch.cuda.mem_get_info()[0]
     watch, total = Memory(free), asked.steps * asked.tokens
     with tempfile.TemporaryDirectory() as folder:
-        random_tokens(Path(folder) / "random", total + asked.tokens)
         settings = [
-            f"data.train=[{{path: {folder}/random}}]",
+            "data.train=[{path: none}]",
             "data.valid=[]",
             "data.document_attention=false",
             "data.document_positions=false",
@@ -82,7 +70,13 @@ def main() -> None:
             "logging={tensorboard: false}",
             *asked.overrides,
         ]
-        sagetrain.train("24gb", settings, callbacks=[watch], say=print)
+        cfg = sagetrain.load_config("24gb", settings)
+        length = cfg.data.seq_length + 1
+
+        def tokens(index: int) -> np.ndarray:
+            return np.random.default_rng(index).integers(VOCAB, size=length)
+
+        sagetrain.train(cfg, callbacks=[watch], tokens=tokens, say=print)
     if not all(abs(loss - math.log(VOCAB)) < 1.5 for loss in watch.losses):
         raise SystemExit(f"wrong losses: {watch.losses}")
 

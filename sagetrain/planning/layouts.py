@@ -37,6 +37,16 @@ _MOST_IDLE = 0.25
 """The largest idle share of a pipeline that is considered."""
 _UNSHARDED = {"zero_stage": 1, "offload": "none"}
 """The settings of one replica, for what does not depend on the others."""
+_UNCUT = {
+    "tensor_parallel_size": 1,
+    "context_parallel_size": 1,
+    "pipeline_parallel_size": 1,
+    "pipeline_chunks": 1,
+    "pipeline_blocks": "auto",
+    "sequence_parallel": False,
+    "zero_stage": 1,
+}
+"""The layout of a model that is not cut, with its optimizer's state sharded."""
 _WIDE = {"moments": "fp32", "master": "fp32"}
 _SMALLER_STATES: tuple[Mapping[str, Mapping[str, str]], ...] = (
     {"optimizer": {"moments": "int8"}},
@@ -103,8 +113,7 @@ def fastest_linear(cfg: RunConfig, vocab_size: int, hardware: Hardware, span: fl
     layers = cfg.model.linear_layers(cfg.parallel.tensor_parallel_size).values()
     precisions = hardware.precisions if may_be_low_bit(cfg) else ("bf16",)
     choices = [each for each in cfg.linear.choices(layers) if each.precision in precisions]
-    parallel = cfg.parallel.model_copy(update=_UNSHARDED)
-    alone = with_recomputation(cfg.model_copy(update={"parallel": parallel}), "none")
+    alone, parallel = with_recomputation(_changed(cfg, {"parallel": _UNSHARDED}), "none"), cfg.parallel
     ranks = parallel.tensor_parallel_size * parallel.context_parallel_size * parallel.pipeline_parallel_size
 
     def speed(linear: LinearConfig) -> float:
@@ -148,7 +157,7 @@ def by_other_engine(
     if not engines_compared(hardware):
         return None
     engine = "deepspeed" if engine_of(cfg) == "fsdp" else "fsdp"
-    other = cfg.model_copy(update={"parallel": cfg.parallel.model_copy(update={"engine": engine})})
+    other = _changed(cfg, {"parallel": {"engine": engine}})
     return layout(other, world_size, vocab_size, hardware, span) if _allowed(other, world_size, vocab_size) else None
 
 
@@ -164,9 +173,10 @@ def fewest_gpus(
     cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware, smaller_states: bool = False
 ) -> int | None:
     """Return the smallest number of GPUs on which some layout fits into memory, with the optimizer's state as
-    configured or smaller. Only `world_size` times a power of two, up to 1,024 times, is tried."""
+    configured or smaller, if none does on `world_size`. Only `world_size` times a power of two, up to 1,024 times, is
+    tried."""
     way = propose_smaller_states if smaller_states else propose
-    counts = (world_size * 2**power for power in range(11))
+    counts = (world_size * 2**power for power in range(1, 11))
     return next((count for count in counts if way(cfg, count, vocab_size, hardware)), None)
 
 
@@ -216,7 +226,7 @@ def propose_smaller_states(
     If moments in 8 bits suffice, the layouts are those that `propose` returns with them. Otherwise there is one layout
     for each other way to make the state smaller. The arguments are those of `propose`.
     """
-    first, *others = (_with_state(cfg, state) for state in _SMALLER_STATES)
+    first, *others = (_changed(cfg, state) for state in _SMALLER_STATES)
     if found := propose(first, world_size, vocab_size, hardware, span):
         return found
     fastest = [propose(each, world_size, vocab_size, hardware, span) for each in others]
@@ -227,17 +237,17 @@ def host_memory_to_offload(cfg: RunConfig, world_size: int, vocab_size: int, har
     """Return the GiB of memory that a host needs for parallel.offload to make a layout fit. Return None if no memory
     does, or if the host has as much."""
     endless, ranks = dataclasses.replace(hardware, host_memory=math.inf), min(world_size, hardware.gpus_per_host)
-    states = [_with_state(cfg, state) for state in _SMALLER_STATES if "offload" in state.get("parallel", {})]
+    states = [_changed(cfg, state) for state in _SMALLER_STATES if "offload" in state.get("parallel", {})]
     found = [item for state in states for item in propose(state, world_size, vocab_size, endless) or []]
     needs = [float(ranks) * total_bytes(host_memory_per_rank(item.cfg, world_size, vocab_size)) for item in found]
     need = min(needs, default=0.0) / HOST_SHARE
     return math.ceil(need / 2**30) if need > hardware.memory_of_host(ranks) else None
 
 
-def _with_state(cfg: RunConfig, state: Mapping[str, Mapping[str, str]]) -> RunConfig:
+def _changed(cfg: RunConfig, sections: Mapping[str, Mapping[str, object]]) -> RunConfig:
     """Return the configuration with other values of some keys, by section."""
-    sections = {name: getattr(cfg, name).model_copy(update=values) for name, values in state.items()}
-    return cfg.model_copy(update=sections)
+    update = {name: getattr(cfg, name).model_copy(update=values) for name, values in sections.items()}
+    return cfg.model_copy(update=update)
 
 
 def overrides_to(cfg: RunConfig, chosen: RunConfig) -> list[str]:
@@ -275,8 +285,9 @@ def _candidates(
     splits = [size for size in range(1, heads + 1) if heads % size == 0 and world_size % size == 0]
     micro_batches = sorted({*_MICRO_BATCHES, cfg.data.micro_batch_size})
     every = [*_sharded(cfg, (1, 2, 3) if cfg.training.dtype == "bf16" else (0, 1, 2, 3), hardware)]
+    recomputed: tuple[Recomputation, ...] = ("none", "selective", "full")
     for (pipeline, chunks), split, context, again, micro in itertools.product(
-        pipelines, splits, splits, ("none", "selective", "full"), micro_batches
+        pipelines, splits, splits, recomputed, micro_batches
     ):
         update: dict[str, object] = {"pipeline_parallel_size": pipeline, "pipeline_chunks": chunks}
         # A stage has few weights, so that sharding gradients as well, or sequences, saves little.
@@ -295,13 +306,13 @@ def _candidates(
         update |= {"tensor_parallel_size": split, "context_parallel_size": context}
         for (stage, engine), sharded in itertools.product(ways, (False, True)[: 1 + (split > 1)]):
             how = {**update, "sequence_parallel": sharded, "zero_stage": stage, "engine": engine}
-            yield cfg.model_copy(
-                update={
-                    "parallel": own.model_copy(update=how),
-                    "training": cfg.training.model_copy(update={"activation_checkpointing": again}),
-                    "data": cfg.data.model_copy(update={"micro_batch_size": micro}),
-                }
-            )
+            yield _way(cfg, how, again, micro)
+
+
+def _way(cfg: RunConfig, parallel: Mapping[str, object], again: Recomputation, micro: int) -> RunConfig:
+    """Return the configuration with this layout, this recomputation and micro-batches of `micro` sequences."""
+    training, data = {"activation_checkpointing": again}, {"micro_batch_size": micro}
+    return _changed(cfg, {"parallel": parallel, "training": training, "data": data})
 
 
 def _sharded(cfg: RunConfig, stages: Sequence[int], hardware: Hardware) -> Iterator[tuple[int, str]]:
@@ -310,12 +321,8 @@ def _sharded(cfg: RunConfig, stages: Sequence[int], hardware: Hardware) -> Itera
     apart."""
     for stage in stages:
         yield stage, cfg.parallel.engine
-        parallel = cfg.parallel.model_copy(update={"zero_stage": stage})
-        if (
-            stage == 3
-            and engines_compared(hardware)
-            and engine_of(cfg.model_copy(update={"parallel": parallel})) == "deepspeed"
-        ):
+        at_stage = _changed(cfg, {"parallel": {"zero_stage": stage}})
+        if stage == 3 and engines_compared(hardware) and engine_of(at_stage) == "deepspeed":
             yield stage, "fsdp"
 
 
@@ -325,19 +332,12 @@ def _pipelines(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardw
     A model that fits on one GPU, with only its optimizer's state sharded, is not cut. DeepSpeed has no pipelines.
     """
     own, layers = cfg.parallel, cfg.model.num_layers
-    (uncut,) = (each for each in _candidates(cfg, 1, [(1, 1)], hardware) if _is_plain(each))
-    fits = total_bytes(memory_per_rank(uncut, world_size, vocab_size)) <= usable_memory(hardware)
+    uncut = total_bytes(memory_per_rank(_way(cfg, _UNCUT, "none", 1), world_size, vocab_size))
     found = [(1, 1)]
-    if own.engine != "deepspeed" and own.offload == "none" and not fits:
+    if own.engine != "deepspeed" and own.offload == "none" and uncut > usable_memory(hardware):
         sizes = [2**power for power in range(1, 5) if world_size % 2**power == 0]
         found += [(size, chunks) for size in sizes for chunks in (1, 2) if size * chunks <= layers]
     return list(dict.fromkeys([*found, (own.pipeline_parallel_size, own.pipeline_chunks)]))
-
-
-def _is_plain(cfg: RunConfig) -> bool:
-    """Whether micro-batches are of one sequence, nothing is recomputed, and ZeRO 1 shards over all ranks."""
-    way = cfg.data.micro_batch_size, cfg.training.activation_checkpointing, cfg.parallel.zero_stage
-    return way == (1, "none", 1)
 
 
 def _allowed(cfg: RunConfig, world_size: int, vocab_size: int) -> bool:

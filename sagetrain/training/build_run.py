@@ -206,10 +206,9 @@ def check_host_memory(cfg: RunConfig, vocab_size: int) -> None:
     Raises:
         ConfigError: it has not.
     """
-    world_size, memory = int(os.environ.get("WORLD_SIZE", "1")), memory_of_host()
-    if cfg.parallel.offload == "none" or memory is None:
+    if cfg.parallel.offload == "none" or (memory := memory_of_host()) is None:
         return
-    host = socket.gethostname()
+    world_size, host = int(os.environ.get("WORLD_SIZE", "1")), socket.gethostname()
     found = host_memory_finding(cfg, world_size, vocab_size, ranks_of_host() or world_size, memory, f"host {host}")
     if found is not None:
         raise ConfigError(str(found))
