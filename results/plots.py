@@ -174,7 +174,8 @@ def layouts(figure: Figure) -> None:
 
 def eight_billion(figure: Figure) -> None:
     rows = tables("8b")[0]
-    bars(figure.subplots(), [row["layout"] for row in rows], numbers(rows, "of a GPU"), "tokens/s of a GPU")
+    names = [f"{row['layout']}, {row['linear layers']}, call {row['call']}" for row in rows]
+    bars(figure.subplots(), names, numbers(rows, "of a GPU"), "tokens/s of a GPU")
 
 
 def plan(figure: Figure) -> None:
@@ -201,7 +202,7 @@ def gradients(figure: Figure) -> None:
 
 def engines(figure: Figure) -> None:
     rows = tables("engines")[0]
-    names = [f"{row['engine']}, ZeRO {row['ZeRO']}, {row['linear layers']}" for row in rows]
+    names = [f"{row['engine']}, ZeRO {row['ZeRO']}, {row['linear layers']}, {row['commit']}" for row in rows]
     bars(figure.subplots(), names, numbers(rows, "tokens/s"), "tokens/s on two H100s")
 
 
@@ -352,13 +353,13 @@ PLOTS: dict[str, tuple[str, float, Callable[[Figure], None]]] = {
     "attention": ("attention.png", 3.6, attention),
     "bias": ("bias.png", 3.6, bias),
     "default": ("default.png", 2.8, default),
-    "engines": ("engines.png", 2.4, engines),
+    "engines": ("engines.png", 4.0, engines),
     "fp4": ("fp4.png", 3.2, fp4),
     "generation": ("generation.png", 2.4, generation),
     "gradients": ("gradients.png", 2.8, gradients),
     "halves": ("halves.png", 3.4, halves),
     "layouts": ("layouts.png", 3.0, layouts),
-    "8b": ("8b.png", 1.6, eight_billion),
+    "8b": ("8b.png", 2.4, eight_billion),
     "linear-layers": ("linear-layers.png", 3.6, linear_layers),
     "loading": ("loading.png", 2.4, loading),
     "loss-325m": ("loss.png", 3.6, loss),
