@@ -3,7 +3,7 @@
 #
 #   sagetrain prepare TEXT -o data/docs8k/train --vocab-size 8192 --valid-fraction 0.02
 #   results/muon/rows.sh rates                                  # the learning rates to give to the others
-#   ADAMW=2e-3 MUON=2e-3 results/muon/rows.sh seeds halves states
+#   ADAMW=5e-4 MUON=4e-3 results/muon/rows.sh seeds halves states
 #
 # A row that was stopped goes on where it was. RUNS is the number of runs at a time on each GPU (3), STEPS the number of
 # steps of 65,536 tokens (400), TIME_LIMIT the seconds after which a row saves its runs and stops. Four H100s are
@@ -15,8 +15,8 @@ step=65536
 steps=${STEPS:-400}
 total=$((step * steps))
 half=$((total / 2 / step * step))
-adamw="optimizer.lr=${ADAMW:-2e-3}"
-muon="optimizer.name=muon optimizer.lr=${MUON:-2e-3}"
+adamw="optimizer.lr=${ADAMW:-5e-4}"
+muon="optimizer.name=muon optimizer.lr=${MUON:-4e-3}"
 int8="linear.precision=int8 attention.backend=sage attention.recipe=scores"
 
 # row NAME ARGUMENTS_OF_COMPARE...: every run is on FSDP2, which masters in 16 bits need.
