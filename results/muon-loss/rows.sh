@@ -2,8 +2,8 @@
 # Muon, and small states of the optimizer, beside AdamW at 43M on the GPUs that CUDA_VISIBLE_DEVICES shows:
 #
 #   sagetrain prepare TEXT -o data/docs8k/train --vocab-size 8192 --valid-fraction 0.02
-#   results/muon/rows.sh rates                                  # the learning rates to give to the others
-#   ADAMW=5e-4 MUON=4e-3 results/muon/rows.sh seeds halves states
+#   results/muon-loss/rows.sh rates                                  # the learning rates to give to the others
+#   ADAMW=5e-4 MUON=4e-3 results/muon-loss/rows.sh seeds halves states
 #
 # A row that was stopped goes on where it was. RUNS is the number of runs at a time on each GPU (3), STEPS the number of
 # steps of 65,536 tokens (400), TIME_LIMIT the seconds after which a row saves its runs and stops. Four H100s are
@@ -24,7 +24,7 @@ row() {
   local name=$1
   shift
   sagetrain compare results/rounding-band/43m.yaml --per-gpu "${RUNS:-3}" ${TIME_LIMIT:+--time-limit "$TIME_LIMIT"} \
-    -o "results/muon/$name" --margin 0.005 'data.train=[{path: data/docs8k/train}]' 'data.valid=[{path: data/docs8k/valid}]' \
+    -o "results/muon-loss/$name" --margin 0.005 'data.train=[{path: data/docs8k/train}]' 'data.valid=[{path: data/docs8k/valid}]' \
     linear.precision=bf16 attention.backend=sdpa parallel.engine=fsdp training.total_tokens=$total \
     "tokens_per_step={schedule: constant, tokens: $step}" \
     "lr_schedule={shape: cosine, min_lr: 0.0, warmup_tokens: $((total / 12 / step * step))}" \
