@@ -97,9 +97,14 @@ def describe(config: Mapping[str, Any], where: str, report: Report) -> Described
         )
     for key, value in _WITHOUT.items():
         if config.get(key) not in (value, None):
-            raise ConfigError(f"{where}: {key} {config[key]}: SageTrain computes these models with {value} alone")
+            raise ConfigError(f"{where}: {key} {config[key]!r}: SageTrain computes these models with {value!r} alone")
     if dropout := config.get("attention_dropout"):
         report(f"{where}: attention_dropout {dropout}: SageTrain drops nothing when this model is trained on")
+    if code := config.get("auto_map"):
+        report(
+            f"{where}: auto_map names code of its own ({code}), which is not run: the model is read as {name}, as by "
+            "transformers without trust_remote_code"
+        )
     if missing := [key for key in _REQUIRED if key not in config]:
         raise ConfigError(
             f"{where}: has no {' and no '.join(missing)}; copy the folder again from where it was published"
@@ -137,7 +142,7 @@ def describe(config: Mapping[str, Any], where: str, report: Report) -> Described
     # attention.
     windowed = name == "MistralForCausalLM" and not said.get("layer_types")
     length = _length(said, where, report, windowed)
-    return Described(name, model, attention, said["vocab_size"], length)
+    return Described(name, model, attention, _whole(said, "vocab_size", where), length)
 
 
 def _architecture(config: Mapping[str, Any], where: str) -> str:

@@ -21,6 +21,7 @@ from sagetrain.config.errors import ConfigError
 from sagetrain.config.load import dump_config
 from sagetrain.config.schema import NO_DATA, TOKENIZER_JSON, TOKENIZER_NAME, ModelConfig, RunConfig
 from sagetrain.data.tokenizer import Tokenizer
+from sagetrain.interop.causes import GATHER, no_folder, no_model, other_names
 from sagetrain.interop.describe import Described, Report, describe
 from sagetrain.interop.exporting import SPECIAL_IDS, cut, published
 from sagetrain.interop.weight_files import WeightFiles, read_json
@@ -81,12 +82,11 @@ def import_folder(
         CheckpointError: the run folder cannot be written.
     """
     if not folder.is_dir():
-        raise ConfigError(
-            f"{folder}: no such folder; a model of the Hugging Face hub comes into one by "
-            "`hf download NAME --local-dir DIR`"
-        )
+        raise ConfigError(no_folder(folder))
     if (folder / "checkpoints").is_dir():
         raise ConfigError(f"{folder} is a run of SageTrain, which training.init_from takes as it is")
+    if not (folder / "config.json").is_file():
+        raise ConfigError(no_model(folder))
     where = str(folder / "config.json")
     config = read_json(Path(where))
     described = describe(config, where, report)
@@ -168,24 +168,26 @@ def _matched(
         f"{where} says num_hidden_layers {model.num_layers}, the files of weights hold {max(layers, default=0)} layers"
     )
     cause = f"{says}: set it to what the model has, or " if max(layers, default=0) != model.num_layers else ""
-    others = sorted(there - set(wanted))
-    if missing := [name for name in wanted if name not in there]:
+    others, missing = sorted(there - set(wanted)), [name for name in wanted if name not in there]
+    if missing in ([_EMBEDDING], [_HEAD]) and not others:
+        raise ConfigError(
+            f"{where} says tie_word_embeddings false, and of the two matrices that the model then has {missing[0]} is "
+            f"missing{files.elsewhere(missing[0])}: set it to true if "
+            f"{_HEAD if missing == [_EMBEDDING] else _EMBEDDING} is both, or copy the folder again"
+        )
+    why = other_names(missing, others)
+    if missing:
         lacks = f"{described.architecture} has {len(wanted)} tensors; {len(missing)} of them are missing in the folder"
-        wrapped = next((each for each in others if each.endswith(f".{missing[0]}")), None)
-        if wrapped and len(missing) == len(wanted):
-            raise ConfigError(
-                f"{lacks}, which has them with {wrapped.removesuffix(missing[0])!r} before their names, as of a model "
-                "inside of another or of a wrapper (torch.compile, DataParallel): save that model by itself"
-            )
         instead = f"; {len(others)} that it does not have are there, first: {others[0]}" if others else ""
         raise ConfigError(
-            f"{lacks}, first: {missing[0]}{files.elsewhere(missing[0])}{instead}; {cause}copy the folder again"
+            f"{lacks}, first: {missing[0]}{files.elsewhere(missing[0])}{instead}; "
+            f"{why or f'{cause}copy the folder again'}"
         )
     if others:
         biased = f" ({where} says attention_bias and mlp_bias false)" if others[0].endswith(".bias") else ""
         raise ConfigError(
             f"{len(others)} tensors in the folder are none of {described.architecture}'s, first: {others[0]}{biased}; "
-            f"what they do would be lost, so this model cannot be read{f' ({says})' if cause else ''}"
+            f"{why or 'what they do would be lost, so this model cannot be read'}{f' ({says})' if cause else ''}"
         )
     for name, spec in wanted.items():
         if files.shape(name) != spec.shape:
@@ -208,17 +210,9 @@ def _with_its_head(files: WeightFiles, model: ModelConfig, where: str, report: R
                 "the model is read with this head of its own, tie_embeddings: false, as transformers does"
             )
             return model.model_copy(update={"tie_embeddings": False})
-    elif _HEAD in files or _EMBEDDING in files:
-        stored, lacking = (_HEAD, _EMBEDDING) if _HEAD in files else (_EMBEDDING, _HEAD)
-        if not model.tie_embeddings:
-            raise ConfigError(
-                f"{where} says tie_word_embeddings false, and of the two matrices that the model then has {lacking} is "
-                f"missing{files.elsewhere(lacking)}: set it to true if {stored} is both, or copy "
-                "the folder again"
-            )
-        if stored == _HEAD:
-            report(f"{where}: {_EMBEDDING} is stored as {_HEAD} alone, and tied: read as transformers does")
-            files.rename(_EMBEDDING, _HEAD)
+    elif _HEAD in files and model.tie_embeddings:
+        report(f"{where}: {_EMBEDDING} is stored as {_HEAD} alone, and tied: read as transformers does")
+        files.rename(_EMBEDDING, _HEAD)
     return model
 
 
@@ -226,6 +220,8 @@ def _other_shape(
     name: str, found: tuple[int, ...], said: tuple[int, ...], where: str, tokenizer: Tokenizer | None
 ) -> str:
     """Return the message for a tensor that has another shape than config.json gives it."""
+    if 0 in found or len(found) != len(said):
+        return f"{name} has the shape {found}, {where} says {said}: it is empty or not whole, {GATHER}"
     if name in (_HEAD, _EMBEDDING) and found[1:] == said[1:]:
         tokens = f", the tokenizer has {tokenizer.vocab_size} tokens" if tokenizer else ""
         return (
@@ -314,10 +310,14 @@ def _generation(
                 "in transformers"
             )
         if beyond := [each for each in own or theirs if not 0 <= each < vocab_size]:
-            report(f"{folder}: {key} {beyond[0]} is no token of the model (vocab_size {vocab_size}): it never comes")
+            # transformers would not load an export with such a pad_token_id.
+            settings[key], left = (None, " and is left out") if key == "pad_token_id" else (settings[key], "")
+            report(
+                f"{folder}: {key} {beyond[0]} is no token of the model (vocab_size {vocab_size}): it never comes{left}"
+            )
     if settings["pad_token_id"] is None:
         del settings["pad_token_id"]
-    ends = _ids(settings["eos_token_id"], "")
+    ends = _ids(settings["eos_token_id"], "eos_token_id")
     if ends and tokenizer and tokenizer.eos_id not in ends:
         report(
             f"{folder}: the tokenizer's end-of-text token is {tokenizer.eos_id}, eos_token_id says "
@@ -327,9 +327,10 @@ def _generation(
 
 
 def _ids(value: Any, where: str) -> list[int]:
-    ids = [] if value is None else value if isinstance(value, list) else [value]
+    several = where.endswith("eos_token_id")
+    ids = [] if value is None else value if isinstance(value, list) and several else [value]
     if any(type(each) is not int for each in ids):
-        raise ConfigError(f"{where} {value!r} is no token id and no list of them; copy it again")
+        raise ConfigError(f"{where} {value!r} is no token id{' and no list of them' if several else ''}; copy it again")
     return ids
 
 

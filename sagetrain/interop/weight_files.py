@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from sagetrain.config.errors import ConfigError
 from sagetrain.data.kinds import refuse_pointer
+from sagetrain.interop.causes import MERGE, no_weights
 from sagetrain.interop.huggingface import INDEX, WEIGHTS
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -83,17 +84,14 @@ class WeightFiles:
         folder = self._folder
         if (adapter := folder / "adapter_config.json").exists():
             raise ConfigError(
-                f"{adapter}: transformers takes this folder for an adapter of another model; merge the two "
-                "(peft's merge_and_unload, then save_pretrained), or delete the file if they are merged"
+                f"{adapter}: transformers takes this folder for an adapter of another model; {MERGE}, or delete the "
+                "file if they are merged"
             )
         entry = named or next((each for each in (WEIGHTS, INDEX) if (folder / each).is_file()), None)
         if entry is None or not (folder / _inside(entry, f"{folder / 'config.json'}: transformers_weights")).is_file():
-            others = sorted(each.name for each in folder.glob("*.safetensors"))
-            hint = f" (there is {others[0]}: rename it if it is the model's)" if len(others) == 1 else ""
-            if not hint and [*folder.glob("*.bin")]:
-                hint = " (pytorch_model.bin could run code; save it anew with transformers' save_pretrained)"
-            what = f"has no {named}, which config.json names" if named else f"has neither {WEIGHTS} nor {INDEX}"
-            raise ConfigError(f"{folder}: {what}{hint}")
+            if named:
+                raise ConfigError(f"{folder}: has no {named}, which config.json names; {_AGAIN}")
+            raise ConfigError(no_weights(folder, WEIGHTS, INDEX))
         if named is None and entry == WEIGHTS and (folder / INDEX).is_file():
             assigned = self._weight_map(INDEX)
             if {*assigned.values()} != {WEIGHTS}:

@@ -222,6 +222,8 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"num_hidden_layers": 3}, r"9 of them .* first: model\.layers\.2\..*num_hidden_layers 3, .* hold 2 layers: set"),
     ({"num_hidden_layers": 1}, r"9 tensors .* first: model\.layers\.1\..*num_hidden_layers 1, .* hold 2 layers"),
     ({"intermediate_size": 64}, r"mlp.gate_proj.weight has the shape \(48, 32\), .*\(64, 32\) by intermediate_size"),
+    ({"vocab_size": None}, "vocab_size None is no whole number above 0"),
+    ({"bos_token_id": [1]}, r"config.json: bos_token_id \[1\] is no token id; copy"),
     ({"eos_token_id": "</s>"}, "config.json: eos_token_id '</s>' is no token id and no list of them"),
     ({"transformers_weights": "../other/model.safetensors"}, "transformers_weights .*no file of this folder"),
     ({"transformers_weights": "other.safetensors"}, "has no other.safetensors, which config.json names"),
@@ -305,9 +307,14 @@ def test_ends_of_config_json_and_generation_config_json(
 
 
 def test_ends_of_config_json_alone(copy: Callable[..., Folder], tmp_path: Path) -> None:
-    folder = copy().config(eos_token_id=[7, 400])
+    folder = copy().config(eos_token_id=[7, 400], pad_token_id=352, auto_map={"AutoModel": "own.Model"})
     (folder.path / "generation_config.json").unlink()
-    assert "eos_token_id 400 is no token of the model (vocab_size 352)" in folder.as_transformers()
+    import_folder(folder.path, folder.run, report=folder.said.append)
+    said = "\n".join(folder.said)
+    assert "eos_token_id 400 is no token of the model (vocab_size 352): it never comes" in said
+    # transformers does not load a folder with a pad_token_id beyond the rows.
+    assert "pad_token_id 352 is no token of the model (vocab_size 352): it never comes and is left out" in said
+    assert "auto_map names code of its own" in said
     export(folder.run, tmp_path / "out")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.eos_token_id == [7, 400]
 
@@ -389,13 +396,44 @@ def test_a_pointer_in_place_of_a_file(copy: Callable[..., Folder]) -> None:
     folder.refused(r"config.json is a pointer of Git LFS, not the file: run `git lfs pull`")
 
 
-@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "language_model."])
-def test_tensors_of_a_model_inside_of_another(copy: Callable[..., Folder], prefix: str) -> None:
-    def wrap(tensors: dict[str, torch.Tensor]) -> None:
-        for name in list(tensors):
-            tensors[prefix + name] = tensors.pop(name)
+def renamed(old: str, new: str) -> Callable[[dict[str, torch.Tensor]], None]:
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [each for each in tensors if old in each]:
+            tensors[name.replace(old, new, 1)] = tensors.pop(name)
 
-    copy().tensors(wrap).refused(f"21 of them are missing .* which has them with '{prefix}' before their names")
+    return rename
+
+
+def quantized(*parts: str) -> Callable[[dict[str, torch.Tensor]], None]:
+    return lambda tensors: tensors.update(
+        {f"model.layers.0.mlp.up_proj.{part}": torch.zeros(2, dtype=torch.int32) for part in parts}
+    )
+
+
+WHOLE_MODEL = "save the whole model .*zero_to_fp32.py"
+NAMES: list[tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = [
+    (renamed("", "_orig_mod."), r"21 of them are missing .* there as _orig_mod\..* with '_orig_mod\.' in its name"),
+    (renamed("", "language_model."), r"with 'language_model\.' in its name, as in a model inside of another"),
+    # The head has the name that it should have, so only the embedding is missing of the two.
+    (renamed("model.", "model.language_model."), r"20 of them are missing .* with 'language_model\.' in its name"),
+    (renamed("layers.1.", "layers.1._checkpoint_wrapped_module."), "9 of them .* with '_checkpoint_wrapped_module"),
+    (renamed("q_proj.", "q_proj.base_layer."), "of an adapter beside the model; merge the two"),
+    (lambda tensors: tensors.update({"model.layers.0.mlp.up_proj.lora_A.default.weight": torch.ones(2)}),
+     "1 tensors in the folder are none of .* of an adapter beside the model"),
+    (quantized("qweight", "qzeros", "scales"), "3 tensors .* none of .*its weights are quantized, which are not read"),
+    (quantized("weight_scale_inv"), "1 tensors .* its weights are quantized"),
+    (lambda tensors: (quantized("qweight", "g_idx")(tensors), tensors.pop("model.layers.0.mlp.up_proj.weight")),
+     "1 of them are missing .* its weights are quantized, .* published in 16 bits"),
+    (lambda tensors: tensors.update({EMBEDDING: torch.empty(0)}), rf"embed_tokens.weight .* \(0,\), .* {WHOLE_MODEL}"),
+    (lambda tensors: tensors.update({HEAD: tensors[HEAD].flatten()}), rf"\(11264,\), .* \(352, 32\).* {WHOLE_MODEL}"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "message"), NAMES, ids=range(len(NAMES)))
+def test_names_and_shapes_that_show_what_a_folder_is(
+    copy: Callable[..., Folder], change: Callable[[dict[str, torch.Tensor]], Any], message: str
+) -> None:
+    copy().tensors(change).refused(message)
 
 
 def test_tensors_that_are_there_in_place_of_others(copy: Callable[..., Folder]) -> None:
@@ -405,6 +443,38 @@ def test_tensors_that_are_there_in_place_of_others(copy: Callable[..., Folder]) 
         tensors[name.replace("q_proj", "qkv_proj")] = tensors.pop(name)
 
     copy().tensors(other).refused(rf"first: {name}; 1 that it does not have are there, first: .*\.qkv_proj\.weight")
+
+
+FOLDERS: list[tuple[dict[str, str | None], str]] = [
+    ({"adapter_config.json": "{}"}, r"holds an adapter of another model alone \(adapter_config.json\): merge the two"),
+    ({"params.json": "{}", "consolidated.00.pth": ""}, "but params.json: .* as Meta or Mistral publish them"),
+    ({"model-Q4_K_M.gguf": "GGUF"}, "but GGUF files, which are not read"),
+    ({"checkpoint-9/config.json": "{}", "checkpoint-10/config.json": "{}"}, "; name .*/checkpoint-10, or another"),
+    ({"snapshots/0/config.json": "{}", "refs/main": "0"}, "no config.json; name .*/in/snapshots/0$"),
+    ({}, "no config.json; name a Hugging Face folder that has it"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("files", "message"), FOLDERS, ids=[", ".join(files) for files, _ in FOLDERS])
+def test_folders_and_files_that_are_no_model(copy: Callable[..., Folder], files: dict[str, str], message: str) -> None:
+    folder = copy()
+    (folder.path / "config.json").unlink()
+    for name, text in files.items():
+        (folder.path / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder.path / name).write_text(text)
+    folder.refused(message)
+    # A file is no folder, whatever it holds.
+    file = folder.path / next(iter(files), WHOLE)
+    folder.path = file
+    folder.refused("GGUF files are not read" if file.suffix == ".gguf" else "is a file; name the Hugging Face folder")
+
+
+def test_weights_whose_index_or_target_is_missing(copy: Callable[..., Folder]) -> None:
+    folder = copy("shards")
+    (folder.path / INDEX).unlink()
+    folder.refused(rf"has neither {WHOLE} nor .*, but 5 other files, first: model-00001-of-.*; copy the index")
+    (folder.path / WHOLE).symlink_to("blobs/0")
+    folder.refused("is a link to a file that does not exist")
 
 
 def test_weights_under_a_name_of_their_own(copy: Callable[..., Folder]) -> None:
