@@ -43,6 +43,7 @@ from torch.distributed.fsdp import (
 from sagetrain.config.arithmetic import sharding_ranks, takes_probes
 from sagetrain.config.schema import RunConfig
 from sagetrain.data.loader import Batch
+from sagetrain.engines.host_sums import HostSums
 from sagetrain.engines.protocol import Observers, Owned, Probe, Watched, every
 from sagetrain.engines.step import BaseEngine, Decision
 from sagetrain.model.block import Block
@@ -110,6 +111,16 @@ def _mesh(groups: ParallelGroups, shards: int, device: torch.device) -> tuple[De
     return DeviceMesh.from_group([copies, shard], device.type, mesh=grid, mesh_dim_names=names), copies
 
 
+def _ends(groups: ParallelGroups) -> dist.ProcessGroup | None:
+    """Return the group of this rank's pipeline in the first and the last stage, which both have a tied embedding, or
+    None in other stages; collective."""
+    stages = groups.topology.pipeline_ranks(groups.rank)
+    ends = [stages[0], stages[-1]]
+    # torch names a group after the number of groups that a rank has made, so all ranks make as many.
+    group = groups.subgroup(ends if groups.rank in ends else [groups.rank], "ends of a pipeline")
+    return group if groups.rank in ends else None
+
+
 def _shard(model: Transformer, mesh: DeviceMesh, dtype: torch.dtype, reshard: bool, offloaded: bool) -> None:
     """Apply fully_shard to a model: a group of parameters for each block, and one for everything else and the gains."""
     how: dict[str, Any] = {
@@ -133,6 +144,15 @@ def _shard(model: Transformer, mesh: DeviceMesh, dtype: torch.dtype, reshard: bo
             # Where the host launches hardly faster than the GPU computes, as in 8 bits, a gather would otherwise be
             # issued when its block is already waited for.
             block.set_modules_to_forward_prefetch([following])
+
+
+def _norms(gradients: Sequence[Tensor]) -> Tensor:
+    """Return fp32 norms of parts of the gradients, which cover them."""
+    if gradients[0].is_cuda:
+        return torch.stack(torch._foreach_norm(gradients, dtype=torch.float32))
+    # A CPU computes one norm by one core, however long the vector is, and norms of rows by all of them.
+    rows = (gradient.float().view(len(gradient), -1) for gradient in gradients)
+    return torch.cat([torch.linalg.vector_norm(part, dim=1) for part in rows])
 
 
 class _Flow:
@@ -204,7 +224,7 @@ class FsdpEngine(BaseEngine):
             module.set_force_sum_reduction_for_comms(True)  # Gloo has no mean.
         self._root = cast(FSDPModule, model)
         self._pipe = Pipe(groups, cfg.parallel.pipeline_chunks) if groups.pp_size > 1 else None
-        self._ends = groups.ends_group if cfg.model.tie_embeddings else None
+        self._ends = _ends(groups) if self._pipe and cfg.model.tie_embeddings else None
         # The last stage has a copy of a tied embedding.
         self._is_copy = self._ends is not None and groups.pp_rank > 0
         model.to_empty(device=home)
@@ -228,6 +248,8 @@ class FsdpEngine(BaseEngine):
             block.register_forward_pre_hook(self._keep_weights)
         self._weights_written()
         self._mode: tuple[bool, bool] | None = None
+        # Gradients come to the host in every micro-step.
+        self._sums = HostSums() if self._offload != "none" and self._stage > 1 else None
 
     def _sharded(self) -> dict[str, Any]:
         """Return the sharded parameters, which are DTensors, by name. The model has them while nothing is gathered."""
@@ -418,7 +440,20 @@ class FsdpEngine(BaseEngine):
     def backward(self, loss: Tensor, last: bool) -> None:
         """Add the gradient of a micro-batch's loss to the step's gradient: see BaseEngine."""
         self._set_mode(sync=last or self._stage > 1, last=last)
+        if self._sums:
+            self._sums.wait()
         (loss / self._micro_batches).backward()
+        if self._sums:
+            self._sums.add(self._reduced())
+
+    def _reduced(self) -> dict[str, Tensor]:
+        """Take this rank's part of the gradients that FSDP has reduced, by name."""
+        found = {}
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None and self._masters[name].numel():
+                found[name] = parameter.grad.to_local()
+            parameter.grad = None
+        return found
 
     # -- a pipeline ----------------------------------------------------------------------------------------------
 
@@ -508,11 +543,7 @@ class FsdpEngine(BaseEngine):
 
     def _update(self, decision: Decision) -> bool:
         """Measure the norm of the gradients, ask the decision, and update the masters or leave them."""
-        gradients = {}
-        for name, parameter in self._parameters.items():
-            if parameter.grad is not None and self._masters[name].numel():
-                gradients[name] = parameter.grad.to_local()
-            parameter.grad = None
+        gradients = self._sums.take() if self._sums else self._reduced()
         if self._ends is not None and EMBEDDING in gradients:
             # The embedding's gradient has a part from the first stage and one from the last. Both get the sum.
             dist.all_reduce(gradients[EMBEDDING], group=self._ends)
@@ -525,8 +556,7 @@ class FsdpEngine(BaseEngine):
         ]
         square = torch.zeros((), dtype=torch.float64, device=self.device)
         if counted:
-            norms = torch.stack(torch._foreach_norm(counted, dtype=torch.float32))
-            square = norms.to(self.device).double().square().sum()
+            square = _norms(counted).to(self.device).double().square().sum()
         self.groups.metrics.derive("train/grad_norm", math.sqrt, square)
         allowed = decision.allows()
         norm = decision.metrics["train/grad_norm"]

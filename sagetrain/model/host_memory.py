@@ -30,10 +30,12 @@ def host_memory_per_rank(cfg: RunConfig, world_size: int, vocab_size: int) -> li
     shards = sharding_ranks(cfg, replicas(cfg, world_size))
     sizes = list(_sizes(cfg, vocab_size, shards))
     pinned = sum(1 << (4 * size - 1).bit_length() for size in sizes)
+    # Where gradients come in every micro-step, those of one are added while those of the next arrive.
+    sets = 2 if cfg.parallel.zero_stage > 1 else 1
     one = f"1/{shards} of them" if shards > 1 else "all of them"
     return [
         MemoryItem("masters", pinned, f"fp32, {one}, pinned: each tensor takes a power of two"),
-        MemoryItem("gradients", pinned, f"fp32, {one}, pinned in the same way"),
+        MemoryItem("gradients", sets * pinned, f"fp32, {one}, pinned in the same way" + ", twice" * (sets > 1)),
         MemoryItem("moments", 8 * sum(sizes), f"two Adam moments in fp32, {one}"),
         MemoryItem(
             "checkpoint", save_host_bytes(cfg, world_size, vocab_size), "the copy that is written in background"

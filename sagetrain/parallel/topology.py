@@ -134,8 +134,6 @@ class ParallelGroups:
     replica_group: dist.ProcessGroup | None = None
     pp_group: dist.ProcessGroup | None = None
     """The ranks with the same place in every pipeline stage, in the order of the stages. None without a pipeline."""
-    ends_group: dist.ProcessGroup | None = None
-    """The ranks of `pp_group` in the first and the last stage. None in other stages, and without a pipeline."""
     metrics: Metrics = field(default_factory=Metrics)
     """The metrics to which everything in a training step adds."""
     timeout: timedelta | None = None
@@ -209,9 +207,6 @@ class ParallelGroups:
             raise ValueError("the world's process group was made with a device_id: make it without one")
         rank, pipelined = dist.get_rank(), topology.pipeline_parallel_size > 1
         stages = topology.pipeline_ranks(rank)
-        # torch names a group after the number of groups that a rank has made, so all ranks make as many.
-        ends = [stages[0], stages[-1]] if rank in (stages[0], stages[-1]) else [rank]
-        ends_group = _new_group(ends, "ends of a pipeline", timeout) if pipelined else None
         return cls(
             topology,
             rank,
@@ -221,7 +216,6 @@ class ParallelGroups:
             else None,
             replica_group=_new_group(topology.replica_ranks(rank), "replicas", timeout),
             pp_group=_new_group(stages, "pipeline stages", timeout) if pipelined else None,
-            ends_group=ends_group if len(ends) > 1 else None,
             timeout=timeout,
         )
 

@@ -17,8 +17,8 @@ def offload_seconds(cfg: RunConfig, share: float, micro_steps: int, compute: flo
     """Return the seconds of a step in which the GPU waits for the host.
 
     Shards travel in fp32. At ZeRO 1 and 2 they come once a step, beside the first forward pass; at ZeRO 3 they come
-    beside every pass. Gradients leave the GPU beside the backward pass that reduces them. At ZeRO 2 and 3 the backward
-    passes after the first one wait for the copy, because the CPU adds to what is there.
+    beside every pass. Gradients leave the GPU beside the backward pass that reduces them: the last one at ZeRO 1, every
+    one at ZeRO 2 and 3. The CPU then adds them to the sums of the step beside the next forward pass.
 
     Args:
         share: the number of parameters that the rank owns.
@@ -28,10 +28,11 @@ def offload_seconds(cfg: RunConfig, share: float, micro_steps: int, compute: flo
     if cfg.parallel.offload == "none":
         return 0.0
     stage, copy = cfg.parallel.zero_stage, 4 * share / hardware.host_copy_bandwidth
-    forward, backward = compute / 3, 2 * compute / 3
-    waits = max(0.0, copy - forward) * (micro_steps if stage == 3 else 1) + max(0.0, copy - backward)
-    if stage > 1:
-        waits += (micro_steps - 1) * (copy + _ADD * share / hardware.host_update_bandwidth)
-    if stage == 3:
-        waits += micro_steps * max(0.0, copy - backward)
+    forward, backward, add = compute / 3, 2 * compute / 3, _ADD * share / hardware.host_update_bandwidth
+    waits = max(0.0, copy - forward) * (micro_steps if stage == 3 else 1)
+    # Both directions of the link work at the same time.
+    waits += max(0.0, copy - backward) * (micro_steps if stage > 1 else 1)
+    if stage > 1 and micro_steps > 1:
+        passed = max(copy, forward) if stage == 3 else forward
+        waits += (micro_steps - 2) * max(0.0, add - passed) + add
     return waits + _UPDATE * share / hardware.host_update_bandwidth

@@ -209,9 +209,20 @@ def generates_the_same(cfg: RunConfig, engine: Engine) -> bool:
     return torch.equal(run.model(tokens), engine.logits(batch))
 
 
+def noted(engine: fsdp.FsdpEngine, held: list[int]) -> None:
+    """Let the engine note before each backward pass how many gradients FSDP would add to."""
+    backward = engine.backward
+
+    def noting(loss: torch.Tensor, last: bool) -> None:
+        held.append(sum(parameter.grad is not None for parameter in engine._parameters.values()))
+        backward(loss, last)
+
+    engine.backward = noting
+
+
 def collectives(cases: Sequence[tuple[int, str]]) -> dict[tuple[int, str], dict[str, int]]:
-    """Count the gathers and reduce-scatters of a step of four micro-steps, by stage and parallel.offload. What the
-    engine holds is what `plan` says of it."""
+    """Count the gathers and reduce-scatters of a step of four micro-steps, by stage and parallel.offload, and the
+    gradients that FSDP holds at the begin of later backward passes. What the engine holds is what `plan` says of it."""
     found = {}
     for stage, offload in cases:
         shape = {"hidden_size": 32, "head_dim": 8, "tie_embeddings": stage == 2}
@@ -233,20 +244,23 @@ def collectives(cases: Sequence[tuple[int, str]]) -> dict[tuple[int, str], dict[
             assert generates_the_same(whole, tiny.engine(whole, tiny.join(1)))
         engine.weights_changed()
         tiny.global_step(engine, 0)
+        noted(engine, held := [])
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
             tiny.global_step(engine, 1, sequences=8)
         names = [event.name for event in profiler.events()]
         found[stage, offload] = {
             kind: sum(f"FSDP::{kind} " in f"{name} " for name in names)
             for kind in ("all_gather", "post_backward_reduce")
-        }
+        } | {"held": max(held)}
     return found
 
 
 def test_zero_1_gathers_and_reduces_once_a_step() -> None:
-    """The groups are two blocks and the rest. At ZeRO 3 the rest stays gathered until the end of the step."""
+    """The groups are two blocks and the rest. At ZeRO 3 the rest stays gathered until the end of the step. FSDP holds
+    no gradient in the host's memory, where it would wait for every copy and every sum."""
     found = run_distributed(collectives, 2, [(1, "none"), (1, "optimizer"), (2, "none"), (3, "all")])[0]
-    assert found[1, "none"] == found[1, "optimizer"] == {"all_gather": 3, "post_backward_reduce": 3}
+    assert found[1, "none"] == found[1, "optimizer"] == {"all_gather": 3, "post_backward_reduce": 3, "held": 0}
+    assert found[2, "none"].pop("held") > 0 == found[3, "all"]["held"]
     assert found[2, "none"] == {"all_gather": 3, "post_backward_reduce": 12}
     assert found[3, "all"]["post_backward_reduce"] == 12
     assert found[3, "all"]["all_gather"] > 12

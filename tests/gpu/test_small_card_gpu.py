@@ -24,7 +24,16 @@ INT8 = "linear.precision=int8", "attention.backend=sage", "attention.recipe=scor
 
 def test_1b_trains_on_a_card_of_24_gb() -> None:
     """torch raises an error in the process if it needs more than the limit. INT8 layers take more than 16-bit ones."""
-    how = ["--gib", str(LIMIT - CONTEXT), "--steps", str(STEPS), "--tokens", "65536", *INT8]
+    how = [
+        "--gib",
+        str(LIMIT - CONTEXT),
+        "--steps",
+        str(STEPS),
+        "--tokens",
+        "65536",
+        "checkpoint.every_tokens=131072",
+        *INT8,
+    ]
     run = subprocess.run(
         [sys.executable, "results/small-card/train.py", *how], cwd=ROOT, capture_output=True, text=True, check=False
     )
