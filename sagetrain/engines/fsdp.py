@@ -111,16 +111,6 @@ def _mesh(groups: ParallelGroups, shards: int, device: torch.device) -> tuple[De
     return DeviceMesh.from_group([copies, shard], device.type, mesh=grid, mesh_dim_names=names), copies
 
 
-def _ends(groups: ParallelGroups) -> dist.ProcessGroup | None:
-    """Return the group of this rank's pipeline in the first and the last stage, which both have a tied embedding, or
-    None in other stages; collective."""
-    stages = groups.topology.pipeline_ranks(groups.rank)
-    ends = [stages[0], stages[-1]]
-    # torch names a group after the number of groups that a rank has made, so all ranks make as many.
-    group = groups.subgroup(ends if groups.rank in ends else [groups.rank], "ends of a pipeline")
-    return group if groups.rank in ends else None
-
-
 def _shard(model: Transformer, mesh: DeviceMesh, dtype: torch.dtype, reshard: bool, offloaded: bool) -> None:
     """Apply fully_shard to a model: a group of parameters for each block, and one for everything else and the gains."""
     how: dict[str, Any] = {
@@ -146,7 +136,7 @@ def _shard(model: Transformer, mesh: DeviceMesh, dtype: torch.dtype, reshard: bo
             block.set_modules_to_forward_prefetch([following])
 
 
-def _norms(gradients: Sequence[Tensor]) -> Tensor:
+def _norms(gradients: list[Tensor]) -> Tensor:
     """Return fp32 norms of parts of the gradients, which cover them."""
     if gradients[0].is_cuda:
         return torch.stack(torch._foreach_norm(gradients, dtype=torch.float32))
@@ -224,7 +214,7 @@ class FsdpEngine(BaseEngine):
             module.set_force_sum_reduction_for_comms(True)  # Gloo has no mean.
         self._root = cast(FSDPModule, model)
         self._pipe = Pipe(groups, cfg.parallel.pipeline_chunks) if groups.pp_size > 1 else None
-        self._ends = _ends(groups) if self._pipe and cfg.model.tie_embeddings else None
+        self._ends = groups.ends_group if cfg.model.tie_embeddings else None
         # The last stage has a copy of a tied embedding.
         self._is_copy = self._ends is not None and groups.pp_rank > 0
         model.to_empty(device=home)

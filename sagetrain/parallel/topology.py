@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -232,6 +233,18 @@ class ParallelGroups:
         """The device of this rank's collectives."""
         on_gpu = dist.is_initialized() and dist.get_backend() == "nccl"
         return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+    @cached_property
+    def ends_group(self) -> dist.ProcessGroup | None:
+        """The ranks of a pipeline in the first and the last stage, which both have a tied embedding. None in other
+        stages, and without a pipeline. The first read makes the group, and all ranks of the pipeline take part."""
+        if self.pp_group is None:
+            return None
+        stages = self.topology.pipeline_ranks(self.rank)
+        ends = [stages[0], stages[-1]]
+        # torch names a group after the number of groups that a rank has made, so all ranks make as many.
+        group = self.subgroup(ends if self.rank in ends else [self.rank], "ends of a pipeline")
+        return group if self.rank in ends else None
 
     def subgroup(self, ranks: list[int], name: str, messages: bool = False) -> dist.ProcessGroup:
         """Make a further group of these global ranks. Its members call it, all in the same order of groups.

@@ -136,7 +136,7 @@ def watched_step(engine: Engine) -> list[dict[str, float]]:
 
 
 def losses_of(cases: Sequence[str]) -> dict[str, list[dict[str, float]]]:
-    found, groups = {}, {}
+    found, groups, tied = {}, {}, set()
     for name in cases:
         sizes, how = (CASES | OTHERS | WATCHED)[name]
         if dist.get_world_size() == 1:
@@ -145,7 +145,10 @@ def losses_of(cases: Sequence[str]) -> dict[str, list[dict[str, float]]]:
         groups[sizes] = groups.get(sizes) or tiny.join(*sizes)
         parallel = {**how.get("parallel", {}), "pipeline_parallel_size": sizes[2]}
         engine = tiny.engine(config(**{**how, "parallel": parallel}), groups[sizes])
+        tied |= {sizes} if "model" in how else set()
         found[name] = watched_step(engine) if name in WATCHED else steps_of(engine)
+        # Untied embeddings need no group of the first and the last stage.
+        assert ("ends_group" in vars(engine.groups)) <= (sizes in tied), name
     return found
 
 
