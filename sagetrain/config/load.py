@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 
 from sagetrain.config import yaml_nodes
 from sagetrain.config.errors import ConfigError, shown
+from sagetrain.config.other_names import key_meant, value_meant
 from sagetrain.config.reference import describe, keys, locate, outline, tag_of, tags_of
 from sagetrain.config.schema import RunConfig, Section
 from sagetrain.config.yaml_nodes import KeyPath
@@ -39,8 +40,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     try:
         config = RunConfig.model_validate(source.tree)
     except ValidationError as error:
-        for detail in error.errors(include_url=False):
-            source.explain(detail)
+        details = error.errors(include_url=False)
+        places = [locate(detail["loc"])[0] for detail in details]
+        for detail, place in zip(details, places, strict=True):
+            # Each member of a union has its say. The one that names an item knows more than those that name the list.
+            if not any(len(other) > len(place) and other[: len(place)] == place for other in places):
+                source.explain(detail)
     source.raise_problems()
     return config
 
@@ -204,11 +209,13 @@ def _must_be(slot_text: str, value: Any, choices: Sequence[Any]) -> str:
     hint = ""
     if value == "fp4":
         hint = "; FP4 attention is for inference alone: sagetrain eval --attention fp4, generate --attention fp4"
+    elif meant := value_meant(value, choices):
+        hint = f"; did you mean {meant}?"
     elif isinstance(value, str):
         near = difflib.get_close_matches(value, [choice for choice in choices if isinstance(choice, str)], 1)
         if near:
             hint = f"; did you mean {near[0]}?"
-        elif "number" in slot_text:
+        elif "number" in slot_text and any(map(str.isdigit, value)):
             hint = "; numbers are written 262144, 262_144, 2.1e6 or 3e-4, without units or quotes"
         elif slot_text == "true or false" and value.lower() in _SWITCHES:
             hint = f"; did you mean {_SWITCHES[value.lower()]}?"
@@ -227,6 +234,8 @@ def _hint_for_unknown(path: KeyPath, section: type[Section]) -> str:
     known = {key.name: key for key in keys()}
     if _dotted(path) in known:  # The key is known, but belongs to another member of the union.
         return f" for schedule: {tag_of(section)}; it belongs to {known[_dotted(path)].doc.partition(')')[0][1:]}"
+    if meant := key_meant(name, _dotted(path[:-1])):
+        return f"; {meant}"
     near = difflib.get_close_matches(name, section.model_fields, 1, cutoff=0.75)
     if near:
         return f"; did you mean {_dotted((*path[:-1], near[0]))}?"

@@ -56,7 +56,10 @@ class Slot(NamedTuple):
     @property
     def item(self) -> Slot | None:
         """The slot of the items of a list or tuple. None for anything else."""
-        return Slot(get_args(self.annotation)[0]) if get_origin(self.annotation) in (list, tuple) else None
+        origin, args = get_origin(self.annotation), get_args(self.annotation)
+        if origin is Annotated:
+            return Slot(args[0]).item
+        return Slot(args[0]) if origin in (list, tuple) else None
 
     @property
     def choices(self) -> tuple[Any, ...]:
@@ -101,7 +104,11 @@ def locate(location: KeyPath) -> tuple[KeyPath, type[Section] | None, Slot]:
             slot = Slot(members[part])
             continue
         if not members and slot.item is None and get_origin(slot.annotation) in (Union, types.UnionType):
-            break  # The rest of the location names a member of a union of plain values.
+            # The rest of the location names a member of a union of plain values, and the item if that is a list.
+            lists = [Slot(arg) for arg in get_args(slot.annotation) if Slot(arg).item]
+            if lists and isinstance(location[-1], int):
+                return (*path, location[-1]), None, lists[0].item or Slot(Any)
+            break
         path = (*path, part)
         section = next(iter(members.values()), None)
         if section is None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sagetrain.config import ConfigError, RunConfig, dump_config, load_config, yaml_nodes
+from sagetrain.config import ConfigError, RunConfig, dump_config, load_config, other_names, yaml_nodes
 from sagetrain.config.load import config_path, locations
 from sagetrain.config.reference import keys
 
@@ -228,14 +228,12 @@ def test_messages(tmp_path, old, new, expected):
         ("data.seq_length.x=1", "data.seq_length = 1024: is a single value: nothing can be set inside it"),
         ("optimzer.lr=1", "override optimzer.lr=1: optimzer = {\"lr\": 1}: unknown key; did you mean optimizer?"),
         ("xyzzy=1", "override xyzzy=1: xyzzy = 1: unknown key; the configuration takes {model, attention, "),
-        ("optimizer.learning_rate=1", "unknown key; optimizer takes {name, lr, betas, eps, weight_decay, clip_grad, moments, master, muon}\n"),
+        ("optimizer.xyzzy=1", "unknown key; optimizer takes {name, lr, betas, eps, weight_decay, clip_grad, moments, master, muon}\n"),
         ("data.train.0.files=1", "unknown key; data.train.0 takes {path, weight}\n"),
         ("tokens_per_step={schedule: constant, x: 3}", "unknown key; tokens_per_step takes {schedule: constant, tokens}\n"),
-        ("training.batch_size=8", "unknown key; did you mean data.micro_batch_size? training takes {run_dir, "),
-        ("training.max_steps=100", "unknown key; training takes {run_dir, total_tokens, "),
-        ("training.total_steps=100", "unknown key; did you mean training.total_tokens?\n"),
+        ("training.micro_batch_size=8", "unknown key; did you mean data.micro_batch_size? training takes {run_dir, "),
         ("data.micro_batchsize=8", "unknown key; did you mean data.micro_batch_size?\n"),
-        ("lr_schedule.warmup_steps=8", "unknown key; did you mean lr_schedule.warmup_tokens?\n"),
+        ("lr_schedule.warmup_token=8", "unknown key; did you mean lr_schedule.warmup_tokens?\n"),
         ("optimizer.lr=[1", "override optimizer.lr=[1: not valid YAML"),
         ("optimizer.lr=fast", 'override optimizer.lr=fast: optimizer.lr = "fast": must be a number above 0'),
         ("tokens_per_step={schedule: constant, tokns: 3}", "did you mean tokens_per_step.tokens?"),
@@ -245,6 +243,47 @@ def test_messages(tmp_path, old, new, expected):
 )  # fmt: skip
 def test_override_messages(tmp_path, override, expected):
     assert expected in problems(tmp_path, "", "", override) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("optimizer.learning_rate=1", "unknown key; the key here is optimizer.lr\n"),
+        ("training.max_steps=100", "the key here is training.total_tokens, in tokens: steps times tokens_per_step\n"),
+        ("training.batch_size=8", "the key here is tokens_per_step.tokens (of a step of all ranks), beside data.micro_"),
+        ("parallel.data_parallel_size=2", "there is nothing to set here: it follows from the ranks of the launch"),
+        ("parallel.virtual_pipeline_model_parallel_size=2", "the key here is parallel.pipeline_chunks (ranges of"),
+        ("parallel.expert_parallel_size=2", "there is nothing to set here: there are no experts (MoE)\n"),
+        ("parallel.Reshard-After-Forward=true", "the key here is parallel.zero_stage (3 shards weights"),
+        ("optimizer.type=lion", "the key here is optimizer.name\n"),
+        ("lr_schedule.type=cosine", "the key here is lr_schedule.shape\n"),
+        ("model.rope_scaling.typ=yarn", "did you mean model.rope_scaling.type?\n"),
+        ("activation_checkpoint={mode: full}", "the key here is training.activation_checkpointing\n"),
+        ("parallel.engine=FSDP2", "must be one of auto, deepspeed, fsdp; did you mean fsdp?\n"),
+        ("parallel.offload=cpu", "must be one of none, optimizer, all; did you mean optimizer?\n"),
+        ("parallel.shard_size=auto", "must be a whole number above 0 or null\n"),
+        ("attention.backend=eager", "did you mean reference?\n"),
+        ("attention.backend=flash_attention_2", "did you mean flash?\n"),
+        ("linear.precision=FP8", "must be one of bf16, fp8, int8, auto; did you mean fp8?\n"),
+        ("training.dtype=float32", "did you mean fp32?\n"),
+        ("training.activation_checkpointing=true", "or a whole number of at least 0 or auto; did you mean full?\n"),
+        ("training.activation_checkpointing=-1", "must be one of none, selective, full or a whole number of at least 0"),
+        ("optimizer.name=adamw_8bit", "did you mean adamw, with optimizer.moments int8?\n"),
+        ("parallel.pipeline_blocks=[4, 0]", "1 problem in the configuration run.yaml:\n  override parallel.pipeline_blocks=[4, 0]: parallel.pipeline_blocks.1 = 0: must be a whole number above 0\n"),
+        ("parallel.pipeline_blocks=4", "parallel.pipeline_blocks = 4: must be auto or a list whose items are each a whole"),
+        ("stability.monitor.layers=[0, x]", '.layers.1 = "x": must be a whole number\n'),
+    ],
+)  # fmt: skip
+def test_names_and_values_of_other_libraries(tmp_path, override, expected):
+    """An error names the key or the value that is meant, and one mistake is one problem."""
+    assert expected in problems(tmp_path, "", "", override) + "\n"
+
+
+def test_names_of_other_libraries_lead_to_keys_that_there_are():
+    known = {key.name for key in keys()} | {key.name.partition(".")[0] for key in keys()}
+    for other, ours in other_names._KEYS.items():
+        name = ours.split(" ")[0].strip(",:")
+        assert name == "none" or name in known, (other, ours)
 
 
 def test_the_first_item_of_a_missing_list_can_be_named(tmp_path):
