@@ -119,7 +119,7 @@ class Message(dict[str, Any]):
     def unread(self) -> set[str]:
         """The keys that hold something and that no template has read."""
         read = self._read | set(_REASONING if self._read.intersection(_REASONING) else ())
-        return {key for key in self._own - read if super(Message, self).__getitem__(key)}
+        return {key for key in self._own - read if super(Message, self).__getitem__(key) not in ("", [], {})}
 
     def __getitem__(self, key: str) -> Any:
         self._read.add(key)

@@ -12,9 +12,8 @@ error.
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from itertools import pairwise
@@ -33,13 +32,22 @@ from sagetrain.data.chat_template import (
     variables,
 )
 from sagetrain.data.chunk import no_such_key
+from sagetrain.data.messages import (
+    OTHERS_COUNT,
+    arguments_as_text,
+    counted_messages,
+    holds_nothing,
+    holds_nul,
+    holds_null,
+    messages_of,
+    parsed,
+    parsed_list,
+    what,
+)
 from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.data.tokenizer_copy import named_templates
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
 TOOLS, _DOCUMENTS, _MORE = "tools", "documents", "chat_template_kwargs"
-_SWITCHES = ("weight", "train", "loss")
-"""Keys under which a message says whether it counts: those of OpenAI and Mistral, of axolotl, and of ms-swift."""
 
 Notes = Counter[tuple[str, str]]
 """The number of records that each note is about. A note is a sentence, and the name of a key if the note is about a
@@ -47,14 +55,13 @@ key."""
 UNREAD = "not read of the records:"
 UNWRITTEN = "the chat template does not read these keys, so that what records hold there is left out:"
 NULLS = (
-    "tool calls hold null, which is kept as the JSON has it; a table that was written as JSON has null where a call "
-    "has no such argument, so give the table itself (.parquet):"
+    "tool calls or tools hold null, which is kept as the JSON has it; a table that was written as JSON has null where "
+    "a call has no such argument, and a tool no such key, so give the table itself (.parquet):"
 )
 QUOTED = (
     "the chat template writes the arguments of tool calls as a quoted text, because the records hold them as JSON "
     "text, and servers such as vLLM hand it an object; give objects (json.loads of the text):"
 )
-OTHERS_COUNT = "messages of others than the assistant say that they count, but answers alone do:"
 ENDLESS = (
     "answers that count end with no control token, as in templates whose turns end where the next role begins, so that "
     "nothing teaches the model to stop. Write the token that is to end an answer, such as {{ eos_token }}, behind it "
@@ -106,7 +113,8 @@ class Pairs:
         prompt, completion = (_value(record, name) for name in self.fields)
         for name, text in ((self.prompt_field, prompt), (self.completion_field, completion)):
             if not isinstance(text, str):
-                raise ValueError(f"{name!r} holds {type(text).__name__}, not text")
+                chat = "; messages of a chat are one list, which --chat-field names" if isinstance(text, list) else ""
+                raise ValueError(f"{name!r} holds {type(text).__name__}, not text{chat}")
         if not completion.strip():
             raise ValueError(f"{self.completion_field!r} is empty: nothing in this record would count in the loss")
         return [(prompt, False), (completion, True)]
@@ -173,11 +181,12 @@ class Chats:
             ValueError: says what is wrong with the record.
         """
         _note_unread(record, (*self.fields, *self.optional_fields), notes)
-        messages = _messages(_value(record, self.field))
+        messages = messages_of(_value(record, self.field))
         more = self._more(record)
         template = self.tool_template if self.tool_template and more.get(TOOLS) is not None else self.template
-        counted = _counted(messages, notes)
-        if _holds_null([message.get("tool_calls", []) for message in messages]):
+        counted, others_count = counted_messages(messages)
+        notes[OTHERS_COUNT, ""] += others_count
+        if holds_null([more.get(TOOLS, []), *(message.get("tool_calls", []) for message in messages)]):
             notes[NULLS, ""] += 1
         given = [Message(each) for each in messages]
 
@@ -194,7 +203,7 @@ class Chats:
         unread |= {key for key, value in more.items() if value and key not in variables(template)}
         for key in unread:
             notes[UNWRITTEN, key] += 1
-        if any(json.dumps(text, ensure_ascii=False) in whole for text in _arguments_as_text(messages)):
+        if any(json.dumps(text, ensure_ascii=False) in whole for text in arguments_as_text(messages)):
             notes[QUOTED, ""] += 1
         parts = [(text, counts) for text, counts in parts if text]
         if not any(counts and text.strip() for text, counts in parts):
@@ -205,17 +214,17 @@ class Chats:
         """Return what a template is given beside the messages: tools, documents, and variables of its own."""
         found = {}
         for name, key in ((TOOLS, self.tools_field), (_DOCUMENTS, _DOCUMENTS)):
-            value = _list(record.get(key))
-            if _holds_nothing(value):
+            value = parsed_list(record.get(key))
+            if holds_nothing(value):
                 continue
             if not (isinstance(value, list) and all(isinstance(each, dict) for each in value)):
-                raise ValueError(f"{key!r} holds {_what(value)}; a chat's {name} are a list of JSON objects")
+                raise ValueError(f"{key!r} holds {what(value)}; a chat's {name} are a list of JSON objects")
             found[name] = value
-        own = _parsed(record.get(_MORE))
-        own = {} if _holds_nothing(own) else own
+        own = parsed(record.get(_MORE))
+        own = {} if holds_nothing(own) else own
         if not isinstance(own, dict):
-            raise ValueError(f"{_MORE!r} holds {_what(own)}; variables of a chat template are a JSON object")
-        if _holds_nul([found, own]):
+            raise ValueError(f"{_MORE!r} holds {what(own)}; variables of a chat template are a JSON object")
+        if holds_nul([found, own]):
             raise ValueError(f"{TOOLS}, {_DOCUMENTS} or {_MORE} hold a NUL character")
         return own | found
 
@@ -331,145 +340,6 @@ def _value(record: Mapping[str, Any], name: str) -> Any:
     return record[name]
 
 
-# -- messages ----------------------------------------------------------------------------------------------------------
-
-
-def _messages(value: Any) -> list[dict[str, Any]]:
-    """Return the messages of a chat, checked. A message, or the list of them, may be JSON text, as tables hold it. Keys
-    without a value are left out, as in transformers."""
-    value = _list(value)
-    if not isinstance(value, list) or not value or not all(isinstance(each, dict) for each in value):
-        raise ValueError(f'a chat is a list of messages, {{"role": ..., "content": ...}}, not {_what(value)}')
-    messages = [{key: each for key, each in message.items() if each is not None} for message in value]
-    for number, message in enumerate(messages, 1):
-        role, content = message.get("role"), message.get("content")
-        if role not in ROLES:
-            raise ValueError(
-                f"message {number} has the role {role!r}, which is none of {', '.join(ROLES)}{_meant(message)}"
-            )
-        if isinstance(content, list):
-            message["content"] = content = _only_text(content, number)
-        if "tool_calls" in message:
-            message["tool_calls"] = _list(message["tool_calls"])
-            if _holds_nothing(message["tool_calls"]):
-                del message["tool_calls"]
-        if _holds_nul(message):
-            raise ValueError(f"message {number} holds a NUL character")
-        if content is None and role == "assistant" and message.get("tool_calls"):
-            continue
-        if not isinstance(content, str):
-            fix = "; write it as JSON text (json.dumps)" if isinstance(content, dict) else ""
-            raise ValueError(f"message {number}: content holds {type(content).__name__}, not text{fix}")
-        if role == "assistant" and not content.strip() and not message.get("tool_calls"):
-            raise ValueError(f"message {number}, of the assistant, is empty: nothing of it would count in the loss")
-    if all(message["role"] != "assistant" for message in messages):
-        raise ValueError("no message of the assistant: nothing in this record would count in the loss")
-    return messages
-
-
-def _meant(message: Mapping[str, Any]) -> str:
-    """Say how a message with another role, or with none, is written here."""
-    if {"from", "value"} <= message.keys():
-        return "; its keys are ShareGPT's: rename from and value to role and content, human to user, gpt to assistant"
-    own = {"human": "user", "gpt": "assistant", "model": "assistant", "ipython": "tool", "function": "tool"}
-    role = message.get("role")
-    return f"; {role} is {own[role]} here" if isinstance(role, str) and role in own else ""
-
-
-def _only_text(parts: list[Any], number: int) -> str:
-    """The text of a content that is written in parts. ValueError if it is not one text."""
-    kinds = {str(part.get("type", "text")) if isinstance(part, dict) else type(part).__name__ for part in parts}
-    if others := sorted(kinds - {"text", "str"}):
-        raise ValueError(f"message {number}: content holds list with parts that are no text ({', '.join(others)})")
-    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
-    if len(texts) != 1 or not isinstance(texts[0], str):
-        raise ValueError(
-            f"message {number}: content holds list of {len(texts)} parts, which templates put together in different "
-            "ways: make one text of them"
-        )
-    return texts[0]
-
-
-def _counted(messages: list[dict[str, Any]], notes: Notes) -> list[bool | None]:
-    """Return whether each message of the assistant counts, and None for messages of others. A message counts unless one
-    of its keys says otherwise. These keys are removed from the messages."""
-    found: list[bool | None] = []
-    others = False
-    for number, message in enumerate(messages, 1):
-        said = {key: message.pop(key) for key in _SWITCHES if key in message}
-        for key, value in said.items():
-            if not isinstance(value, (bool, int, float)) or value not in (0, 1):
-                raise ValueError(
-                    f"message {number}: {key} is {value!r}, neither 0 nor 1 (false, true): a message counts in the "
-                    "loss or it does not"
-                )
-        if len(set(map(bool, said.values()))) > 1:
-            raise ValueError(f"message {number}: {' and '.join(said)} contradict each other; leave one of them")
-        counts = all(said.values())
-        found.append(counts if message["role"] == "assistant" else None)
-        if said and counts and message["role"] != "assistant":
-            others = True
-    notes[OTHERS_COUNT, ""] += others
-    if not any(found):
-        raise ValueError(
-            f"no message of the assistant counts ({', '.join(_SWITCHES)}): nothing in this record would count in the "
-            "loss"
-        )
-    return found
-
-
 def _note_unread(record: Mapping[str, Any], read: Iterable[str], notes: Notes) -> None:
     for key in record.keys() - set(read):
         notes[UNREAD, key] += 1
-
-
-def _list(value: Any) -> Any:
-    """Return a list, parsed if it is JSON text, with each of its items parsed if that is JSON text."""
-    value = _parsed(value)
-    return [_parsed(each) for each in value] if isinstance(value, list) else value
-
-
-def _parsed(value: Any) -> Any:
-    """Return a list or an object, parsed if it is JSON text. Return anything else as it is."""
-    if not isinstance(value, str):
-        return value
-    try:
-        found = json.loads(value)
-    except (ValueError, RecursionError):
-        return value
-    return found if isinstance(found, (list, dict)) else value
-
-
-def _holds_nothing(value: Any) -> bool:
-    """Return whether a field is empty. Tables write an empty field as null, as an empty list or text, or as JSON."""
-    return value is None or value in ([], {}) or (isinstance(value, str) and value.strip() in ("", "null"))
-
-
-def _what(value: Any) -> str:
-    if not isinstance(value, str):
-        return type(value).__name__
-    if re.match(r"[\[{\s]*'", value):
-        return "text that is no JSON (Python's notation, as pandas writes lists into a .csv? use json.dumps)"
-    return "text that is no JSON"
-
-
-def _arguments_as_text(messages: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield the arguments of tool calls that are JSON text of an object, as OpenAI's format has them."""
-    for message in messages:
-        for call in message.get("tool_calls", []):
-            function = call.get("function", call) if isinstance(call, dict) else None
-            text = function.get("arguments") if isinstance(function, dict) else None
-            if isinstance(text, str) and isinstance(_parsed(text), dict):
-                yield text
-
-
-def _holds_null(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(map(_holds_null, value.values()))
-    return any(map(_holds_null, value)) if isinstance(value, list) else value is None
-
-
-def _holds_nul(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(map(_holds_nul, value.values()))
-    return any(map(_holds_nul, value)) if isinstance(value, list) else isinstance(value, str) and "\0" in value

@@ -257,15 +257,26 @@ def test_an_empty_cell_of_a_table_is_none(nothing: object) -> None:
         ({"messages": [ASK, {"role": "tool", "content": {"t": 3}}, ANSWER]}, "2: content holds dict, .*JSON text"),
         ({"tools": "weather"}, "'tools' holds text that is no JSON; a chat's tools are a list of JSON objects"),
         ({"tools": {"weather": {}}}, "'tools' holds dict; a chat's tools are a list"),
-        ({"tools": ["weather"]}, "'tools' holds list; a chat's tools are a list of JSON objects"),
-        ({"documents": "[1]"}, "'documents' holds list"),
+        ({"tools": ["weather"]}, "'tools' holds list whose item 1 is str; a chat's tools are a list of JSON objects"),
+        ({"documents": "[1]"}, "'documents' holds list whose item 1 is int; a chat's documents"),
+        ({"messages": []}, "a chat is a list of messages, .*, not list without items"),
+        ({"messages": [ASK, None, ANSWER]}, "not list whose item 2 is NoneType"),
+        ({"messages": [["go", "Yes."]]}, "not list whose item 1 is list"),
+        ({"messages": {"role": ["user"], "content": ["go"]}}, r"not dict of lists \(as the datasets library"),
+        ({"messages": [{**ASK, "role": "User"}, ANSWER]}, "the role 'User', .*; User is user here"),
+        ({"messages": [{"role": "user", "value": "go"}, ANSWER]}, "NoneType, not text; its other keys are: value"),
+        ({"messages": [ASK, {"role": "assistant", "refusal": "No."}]}, "not text; its other keys are: refusal"),
+        ({"messages": [ASK, {**ANSWER, "content": "", "function_call": {"name": "a"}}]},
+         "message 2 holds function_call, .* write it as tool_calls"),
+        ({"messages": [ASK, {**ANSWER, "tool_calls": {"name": "a"}}]}, "message 2: tool_calls holds dict; "),
+        ({"messages": [ASK, {**ANSWER, "tool_calls": [None]}]}, "tool_calls holds list whose item 1 is NoneType"),
         ({"chat_template_kwargs": "x"}, "'chat_template_kwargs' holds text that is no JSON; variables"),
         ({"documents": [{"text": "a\0"}]}, "hold a NUL character"),
         ({"messages": [ASK, call("a", "\0")]}, "message 2 holds a NUL"),
         ({"messages": str([ASK, ANSWER])}, r"not text that is no JSON \(Python's notation, .* json\.dumps"),
         ({"messages": "go"}, "a chat is a list of messages, .*, not text that is no JSON"),
     ],
-)
+)  # fmt: skip
 def test_what_a_template_cannot_be_given_is_named(more: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         shown({"messages": [ASK, ANSWER], **more})
@@ -312,7 +323,14 @@ SAID: dict[str, tuple[dict, bool]] = {
     "train false": ({"train": False}, False),
     "train true": ({"train": True}, True),
     "loss false": ({"loss": False}, False),
+    "training false": ({"training": False}, False),
+    "trainable false": ({"trainable": False}, False),
+    "loss_weight 0": ({"loss_weight": 0}, False),
+    "loss_scale 0.0": ({"loss_scale": 0.0}, False),
+    "masked true": ({"masked": True}, False),
+    "masked false": ({"masked": False}, True),
     "both": ({"train": False, "weight": 0}, False),
+    "both ways": ({"train": False, "masked": True}, False),
 }
 
 
@@ -334,12 +352,21 @@ def test_a_message_says_whether_it_counts(name: str, template: str) -> None:
         ({"weight": 2}, "message 2: weight is 2, neither 0 nor 1"),
         ({"train": "no"}, "message 2: train is 'no', neither 0 nor 1"),
         ({"train": True, "weight": 0}, "message 2: weight and train contradict each other"),
-        ({"weight": 0}, r"no message of the assistant counts \(weight, train, loss\)"),
+        ({"train": True, "masked": True}, "message 2: train and masked contradict each other"),
+        ({"content": " "}, "message 2, of the assistant, is empty: nothing of it would count"),
+        ({"weight": 0}, r"no message of the assistant counts \(weight, train, training, trainable, loss, "),
     ],
 )
 def test_weights_that_mean_nothing(said: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         shown({"messages": [ASK, {**ANSWER, **said}]})
+
+
+def test_an_answer_that_does_not_count_may_be_empty() -> None:
+    chat = [ASK, {**ANSWER, "content": "", "weight": 0}, ASK, ANSWER]
+    assert shown({"messages": chat}).startswith(
+        "<|user|>go<|eot|><|assistant|><|eot|><|user|>go<|eot|><|assistant|>«Yes."
+    )
 
 
 def test_answers_that_do_not_count_may_change_later() -> None:
@@ -377,6 +404,7 @@ def test_what_is_left_out_of_records_is_said(folder: Path, tmp_path: Path) -> No
     chats = [
         {"messages": [{**ASK, "name": "Ann", "weight": 1}, ANSWER], "id": 1, "source": "web"},
         {"messages": [ASK, call("weather", {"city": None})], "id": 2, "tools": TOOLS},
+        {"messages": [{**ASK, "is_error": False, "name": ""}, ANSWER], "tools": [{"name": "a", "strict": None}]},
     ]
     assert said_of(folder, tmp_path / "a", chats[:1] + [{"messages": [ASK, ANSWER], "id": 3}]) == [
         "messages of others than the assistant say that they count, but answers alone do: (1 record)",
@@ -386,10 +414,13 @@ def test_what_is_left_out_of_records_is_said(folder: Path, tmp_path: Path) -> No
     ]
     plain = "{% for m in messages %}<|{{ m.role }}|>{{ m.content or '-' }}<|eot|>{% endfor %}"
     plain += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    unread, unwritten, nulls = said_of(folder, tmp_path / "b", chats[1:], plain)
-    assert nulls.startswith("tool calls hold null, which is kept as the JSON has it")
+    unread, unwritten, nulls = said_of(folder, tmp_path / "b", chats[1:2], plain)
+    assert nulls.startswith("tool calls or tools hold null, which is kept as the JSON has it")
     assert unwritten.endswith("is left out: tool_calls of messages (1 record), tools (1 record)")
     assert unread == "not read of the records: id (1 record)"
+    unwritten, nulls = said_of(folder, tmp_path / "d", chats[2:])
+    assert nulls.startswith("tool calls or tools hold null")
+    assert unwritten.endswith("is left out: is_error of messages (1 record)")  # An empty name is none.
     whole = "{% for m in messages %}{% generation %}{{ m | tojson }}<|eot|>{% endgeneration %}{% endfor %}"
     assert said_of(folder, tmp_path / "c", [{"messages": [{**ASK, "name": "Ann"}, ANSWER]}], whole) == []
 
