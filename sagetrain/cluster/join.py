@@ -19,13 +19,24 @@ from sagetrain.parallel import copies
 _ARRIVAL_MINUTES = 10
 
 
-def _without_gpu() -> bool:
-    """Whether this process has no GPU. In that case DeepSpeed is told to use the CPU before it looks for a GPU
-    itself."""
-    if torch.cuda.is_available():
-        return False
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    return True
+def _has_gpu() -> bool:
+    """Return whether this process has a GPU. Without one, DeepSpeed is told to use the CPU before it looks for a GPU
+    itself.
+
+    Raises:
+        ConfigError: the environment tells DeepSpeed to use another device.
+    """
+    has = torch.cuda.is_available()
+    used = "cuda" if has else "cpu"
+    if (told := os.environ.get("DS_ACCELERATOR", used)) != used:
+        seen = "has a GPU" if has else "sees no GPU of NVIDIA"
+        raise ConfigError(
+            f"DS_ACCELERATOR={told} in the environment: DeepSpeed would use that device, and this process {seen}, so "
+            f"that it trains on {used}. Unset DS_ACCELERATOR"
+        )
+    if not has:
+        os.environ["DS_ACCELERATOR"] = used
+    return has
 
 
 def init_distributed(timeout_minutes: float) -> torch.device:
@@ -40,7 +51,7 @@ def init_distributed(timeout_minutes: float) -> torch.device:
     """
     for key, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         os.environ.setdefault(key, value)
-    on_gpu = not _without_gpu()
+    on_gpu = _has_gpu()
     import deepspeed
     import deepspeed.ops
 

@@ -15,6 +15,8 @@ from sagetrain.config.errors import ConfigError
 
 _TOGETHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """The variables that every launcher sets together."""
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+"""torchrun sets this variable to True if its agent hosts the store at MASTER_ADDR:MASTER_PORT."""
 _ALONE = {
     "LOCAL_WORLD_SIZE": "1",
     "LOCAL_SIZE": "1",
@@ -22,10 +24,18 @@ _ALONE = {
     "SLURM_STEP_NUM_TASKS": "1",
     "SLURM_STEP_TASKS_PER_NODE": "1",
     "OMPI_COMM_WORLD_SIZE": "1",
+    "OMPI_COMM_WORLD_RANK": "0",
     "PMI_SIZE": "1",
+    "PMI_RANK": "0",
+    "PMIX_RANK": "0",
+    "MV2_COMM_WORLD_SIZE": "1",
+    "FLUX_JOB_SIZE": "1",
+    "JSM_NAMESPACE_SIZE": "1",
+    "NODE_RANK": "0",
+    "GROUP_RANK": "0",
 }
-"""The variables with which torchrun, deepspeed, srun and mpirun count tasks, and the value of each for a single
-task."""
+"""The variables with which launchers count tasks or hosts, and the value of each for a single task: torchrun,
+deepspeed, srun, the kinds of mpirun, flux, jsrun, and services that start one task on each host."""
 
 
 def launched() -> tuple[int, int]:
@@ -39,8 +49,11 @@ def launched() -> tuple[int, int]:
     size, number = world_size or 1, rank or 0
     if world_size == 0:
         raise _left_over(["WORLD_SIZE"], "a run has at least one rank")
-    if size > 1 and (lacking := [name for name in _TOGETHER if not os.environ.get(name)]):
+    lacking = [name for name in _TOGETHER if not os.environ.get(name)]
+    if size > 1 and lacking:
         raise _left_over(_TOGETHER, f"{size} ranks cannot meet without {' and '.join(lacking)}")
+    if by_agent() and lacking:
+        raise _left_over([AGENT_STORE, *_TOGETHER], f"torchrun, which sets it, sets {' and '.join(lacking)}, too")
     # Kubernetes sets this variable to a URL if a service is called master.
     port = os.environ.get("MASTER_PORT", "")
     if port and not (re.fullmatch(r"[0-9]{1,5}", port) and (0 if size == 1 else 1) <= int(port) <= 65535):
@@ -87,6 +100,16 @@ def unknown_launcher() -> str:
             f"{_settings(['MASTER_ADDR'])} in the environment has no effect on one process. {_unset(['MASTER_ADDR'])}"
         )
     return ""
+
+
+def by_agent() -> bool:
+    """Whether the environment says that torchrun's agent hosts the store."""
+    return os.environ.get(AGENT_STORE) == "True"
+
+
+def agent_left_over() -> str:
+    """Say what to do if torchrun's agent does not host the store, as the environment says."""
+    return f"{AGENT_STORE}=True says that torchrun listens there. {_unset([AGENT_STORE, *_TOGETHER])}"
 
 
 def _number(name: str) -> int | None:

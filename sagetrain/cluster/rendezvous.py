@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 
+from sagetrain.cluster.launcher import agent_left_over, by_agent
 from sagetrain.config.errors import ConfigError
 from sagetrain.data.open_files import allow_connections
 
@@ -95,7 +96,7 @@ def meet(minutes: float) -> Store:
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # With torchrun its agent hosts the store. With other launchers rank 0 hosts it.
-    opens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    opens = rank == 0 and not by_agent()
     if world_size == 1 and opens:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ.get("MASTER_PORT") or "0")
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -195,6 +196,9 @@ def _reach(address: str, port: int, rank: int, minutes: float, own: bool) -> Non
             limit, quiet = 60 * minutes, _QUIET_SECONDS
             problem = f"rank {rank} on {here} does not reach rank 0 at {address}:{port} ({error.strerror or error})"
             fix = "Look for errors of that host above, and for a firewall between the hosts"
+            # torchrun's agent listens before it starts ranks, so hardly anybody listens later.
+            if by_agent() and isinstance(error, ConnectionRefusedError):
+                limit, quiet, fix = min(_NAME_SECONDS, limit), 0.0, agent_left_over()
             # This process itself is the listener.
             if own:
                 limit = min(_NAME_SECONDS, limit)

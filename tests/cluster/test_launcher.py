@@ -27,6 +27,7 @@ def environment(text: str) -> dict[str, str]:
         ("RANK=2 WORLD_SIZE=4 LOCAL_RANK=0 LOCAL_WORLD_SIZE= SLURM_PROCID=2 SLURM_STEP_NUM_TASKS=4 MASTER_ADDR=a "
          "MASTER_PORT=1", (2, 4)),
         ("SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1 SLURM_STEP_TASKS_PER_NODE=1 SLURM_NTASKS=8", (0, 1)),  # srun --pty bash
+        ("PMI_RANK=0 PMI_SIZE=1 PMIX_RANK=0 NODE_RANK=0 TORCHELASTIC_USE_AGENT_STORE=False", (0, 1)),
         ("SLURM_PROCID=3 SLURM_STEP_NUM_TASKS=8 RANK=0 WORLD_SIZE=1", (0, 1)),  # Each task starts a run of its own.
     ],
 )  # fmt: skip
@@ -53,6 +54,11 @@ def test_a_launcher_tells_rank_and_world_size(monkeypatch, given, expected) -> N
         ("LOCAL_WORLD_SIZE=8", "LOCAL_WORLD_SIZE=8 in the environment: this would be one of several tasks"),
         ("SLURM_PROCID=2 SLURM_STEP_NUM_TASKS=8 SLURM_STEP_TASKS_PER_NODE=8",
          "SLURM_PROCID=2, SLURM_STEP_NUM_TASKS=8, .*config slurm.*unset SLURM_PROCID SLURM_STEP_NUM_TASKS"),
+        ("PMIX_RANK=1", "PMIX_RANK=1 in the environment: this would be one of several tasks"),
+        ("PMI_RANK=0 PMI_SIZE=4 NODE_RANK=1", "PMI_SIZE=4, NODE_RANK=1 in the environment: .*unset PMI_SIZE NODE_RANK"),
+        ("MV2_COMM_WORLD_SIZE=2 FLUX_JOB_SIZE=2", "MV2_COMM_WORLD_SIZE=2, FLUX_JOB_SIZE=2 in .*: this would be one"),
+        ("TORCHELASTIC_USE_AGENT_STORE=True WORLD_SIZE=1",
+         "USE_AGENT_STORE=True, WORLD_SIZE=1 .*: torchrun, .* sets RANK and MASTER_ADDR and MASTER_PORT, too"),
         ("OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_RANK=0", "OMPI_COMM_WORLD_SIZE=4 in .*export RANK, WORLD_SIZE"),
     ],
 )  # fmt: skip

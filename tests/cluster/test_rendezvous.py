@@ -16,11 +16,14 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed import DistStoreError, TCPStore
 
 from forked import PATIENCE, Command
 from runs import BIN, free_port, write_config
 from sagetrain.cluster import rendezvous
+from sagetrain.cluster.join import init_distributed
+from sagetrain.config import ConfigError
 
 
 def as_rank(monkeypatch, rank: int, world_size: int, port: int, address: str = "127.0.0.1") -> None:
@@ -82,6 +85,27 @@ def test_an_unknown_address_is_said_at_once_and_soon_given_up(monkeypatch, capfd
             rendezvous.meet(10)
         (line,) = capfd.readouterr().err.splitlines()
         assert line.endswith("; trying for 1 s")
+
+
+def test_an_agent_that_is_gone_is_said_at_once(monkeypatch, capfd) -> None:
+    """The shell of a former torchrun tells a process that an agent listens."""
+    monkeypatch.setattr(rendezvous, "_NAME_SECONDS", 0.2)
+    as_rank(monkeypatch, 0, 1, free_port())
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    with pytest.raises(
+        rendezvous.RanksMissing, match=r"AGENT_STORE=True says that torchrun listens .* unset TORCHELAST"
+    ):
+        rendezvous.meet(10)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "does not reach rank 0" in line and line.endswith("; trying for 0.2 s")
+
+
+@pytest.mark.parametrize(("has", "told"), [(False, "cuda"), (False, "xpu"), (True, "cpu"), (True, "hpu")])
+def test_a_device_that_deepspeed_is_told_must_be_the_run_s(monkeypatch, has: bool, told: str) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has)
+    monkeypatch.setenv("DS_ACCELERATOR", told)
+    with pytest.raises(ConfigError, match=f"DS_ACCELERATOR={told} in the environment: .* Unset DS_ACCELERATOR"):
+        init_distributed(1)
 
 
 def test_rank_0_that_runs_elsewhere_than_master_addr_says_so(monkeypatch) -> None:
@@ -171,6 +195,8 @@ def test_a_world_of_one_listens_at_its_port_from_the_beginning(tmp_path) -> None
     code = """
 import errno, os, socket
 from sagetrain.cluster import rendezvous
+from sagetrain.cluster.join import init_distributed
+from sagetrain.config import ConfigError
 from sagetrain.cluster.join import init_distributed
 place = rendezvous.meet
 def seen(minutes):
