@@ -404,9 +404,10 @@ def test_compiled_blocks_share_a_graph() -> None:
 
 
 def test_a_run_that_is_killed_ends_with_the_same_bits(tmp_path, corpus) -> None:
-    """The run has two ranks of the deepspeed launcher, ZeRO 3 in bf16 with everything in host memory. `sagetrain eval`
-    scores the trained model."""
+    """The run has two ranks of the deepspeed launcher, ZeRO 3 in bf16 with everything in host memory, and two or four
+    micro-steps. `sagetrain eval` scores the trained model."""
     sections = {
+        "data": {"micro_batch_size": 2},
         "parallel": {"engine": "fsdp", "zero_stage": 3, "offload": "all"},
         "training": {"dtype": "bf16"},
         "checkpoint": {"every_tokens": 256},

@@ -342,13 +342,13 @@ def test_everything_that_watches_a_run_works_in_a_pipeline(tmp_path, corpus) -> 
 
 
 def test_a_run_whose_stages_are_killed_ends_with_the_same_bits(tmp_path, corpus) -> None:
-    """The run has two pipeline stages of the deepspeed launcher, Muon, and masters and moments in bf16. Without a
-    pipeline, its checkpoint is scored, asked a task, continued as text and exported."""
+    """The run has two pipeline stages of the deepspeed launcher, Muon, masters in bf16 and moments in 8 bits. Without
+    a pipeline, its checkpoint is scored, asked a task, continued as text and exported."""
     sections = {
         "model": {"num_layers": 3},
         "parallel": {"engine": "fsdp", "pipeline_parallel_size": 2},
         "training": {"dtype": "bf16"},
-        "optimizer": {"name": "muon", "moments": "bf16", "master": "bf16_kahan"},
+        "optimizer": {"name": "muon", "moments": "int8", "master": "bf16_kahan"},
         "checkpoint": {"every_tokens": 2560},
         "evaluation": {"every_tokens": 5120},
         "logging": {"layer_norms_every_steps": 10},
