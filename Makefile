@@ -61,7 +61,7 @@ docs: $(DEV)  ## the guides, results and key reference as a site in site/
 
 FAST ?=
 GPU_JOBS ?=
-test-gpu:  ## kernel and trainer tests on all NVIDIA GPUs, with the python on PATH; FAST=1: a first pass of a third of them
+test-gpu:  ## kernel and trainer tests on all NVIDIA GPUs, with the python on PATH; FAST=1: a first pass of a quarter of them
 	@python3 -m compileall -q -j 0 sagetrain kernels tests
 	PYTHONPATH=.:kernels:tests/support$${PYTHONPATH:+:$$PYTHONPATH} python3 tests/support/side_by_side.py $(if $(GPU_JOBS),--processes $(GPU_JOBS)) -q --noconftest $(if $(FAST),-p first_pass) tests/gpu
 

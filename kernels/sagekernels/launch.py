@@ -5,7 +5,10 @@ import functools
 import hashlib
 import json
 import os
+from collections.abc import Mapping
+from contextvars import ContextVar
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -129,10 +132,14 @@ def launch_tiles(
         warps = min(tiles.num_warps, 4) if kernel == "forward" and held_head_dim <= 128 else tiles.num_warps
         tiles = tiles._replace(block_m=TILE, block_n=TILE, num_warps=warps)
     else:
-        tiles = tuned(device).get((kernel, held_head_dim), tiles)
+        tiles = tried.get().get((kernel, held_head_dim)) or tuned(device).get((kernel, held_head_dim), tiles)
     if wide and kernel != "forward" and held_head_dim >= 128 and rows == "portable":
         tiles = tiles._replace(num_stages=1)
     return tiles
+
+
+tried: ContextVar[Mapping[tuple[str, int], Tiles]] = ContextVar("tried", default=MappingProxyType({}))
+"""The tiles that a thread of tune.py tries, by kernel and head dimension as held."""
 
 
 def tuned_file() -> Path:

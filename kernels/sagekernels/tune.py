@@ -12,6 +12,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from .admission import median_seconds
 from .backward import triton_backward
 from .call import BackwardCall, Call
 from .forward import triton_forward
-from .launch import Tiles, launch_tiles, tuned, tuned_file, tuned_key
+from .launch import Tiles, launch_tiles, tried, tuned_file, tuned_key
 from .pieces import block_d
 from .testing import Shape, call_of, random_inputs
 
@@ -57,10 +58,12 @@ class Trial(NamedTuple):
 
 def candidates(kernel: str, head_dim: int) -> list[Tiles]:
     """List the tiles to be timed."""
-    return [
-        Tiles(64, owned, warps, stages) if kernel == "dkdv" else Tiles(owned, 64, warps, stages)
-        for owned, warps, stages in OWNED[kernel][head_dim]
-    ]
+    return [tiles_of(kernel, *owned) for owned in OWNED[kernel][head_dim]]
+
+
+def tiles_of(kernel: str, rows: int, warps: int, stages: int) -> Tiles:
+    """Return the tiles of a program that owns so many rows."""
+    return Tiles(64, rows, warps, stages) if kernel == "dkdv" else Tiles(rows, 64, warps, stages)
 
 
 def trial_of(shape: Shape, recipe: str, device: torch.device) -> Trial:
@@ -78,21 +81,18 @@ def checks(head_dim: int, device: torch.device) -> list[Trial]:
         ("scores", Shape(1, 517, 700, 4, 2, head_dim)),
         ("gradients", Shape(2, 300, 300, 2, 2, head_dim, causal=False)),
     )
-    return [trial_of(shape, recipe, device) for recipe, shape in kinds]
+    with ThreadPoolExecutor() as threads:
+        return list(threads.map(lambda kind: trial_of(kind[1], kind[0], device), kinds))
 
 
 @contextlib.contextmanager
-def using(kernel: str, head_dim: int, device: torch.device, tiles: Tiles) -> Iterator[None]:
-    """Launch a kernel with these tiles inside the block."""
-    place, key = tuned(device), (kernel, block_d(head_dim))
-    before = place.get(key)
-    place[key] = tiles
+def using(kernel: str, head_dim: int, tiles: Tiles) -> Iterator[None]:
+    """Launch a kernel with these tiles inside the block, in this thread alone."""
+    before = tried.set({(kernel, block_d(head_dim)): tiles})
     try:
         yield
     finally:
-        del place[key]
-        if before is not None:
-            place[key] = before
+        tried.reset(before)
 
 
 def results(kernel: str, trial: Trial) -> tuple[Tensor, ...]:
@@ -103,14 +103,25 @@ def results(kernel: str, trial: Trial) -> tuple[Tensor, ...]:
     return triton_backward(trial.backward)
 
 
+def all_results(kernel: str, tiles: Tiles, trials: Iterable[Trial]) -> list[tuple[Tensor, ...]]:
+    """Compute the results of several calls with these tiles. Each call has a thread, because Triton compiles a kernel
+    of its own for each of them, and that takes seconds and needs the interpreter's lock for a small part of the time.
+    """
+
+    def one(trial: Trial) -> tuple[Tensor, ...]:
+        with using(kernel, trial.forward.q.shape[3], tiles):
+            return results(kernel, trial)
+
+    with ThreadPoolExecutor() as threads:
+        return list(threads.map(one, trials))
+
+
 def unlike(kernel: str, tiles: Tiles, trials: Sequence[Trial], expected: Sequence[tuple[Tensor, ...]]) -> str:
     """Say why tiles may not replace those that gave `expected`, or return ""."""
-    q = trials[0].forward.q
-    with using(kernel, q.shape[3], q.device, tiles):
-        try:
-            found = [results(kernel, trial) for trial in trials]
-        except triton.runtime.errors.OutOfResources as error:
-            return str(error).splitlines()[0]
+    try:
+        found = all_results(kernel, tiles, trials)
+    except triton.runtime.errors.OutOfResources as error:
+        return str(error).splitlines()[0]
     pairs = (pair for ours, theirs in zip(found, expected, strict=True) for pair in zip(ours, theirs, strict=True))
     return "" if all(torch.equal(a, b) for a, b in pairs) else "changes bits of results"
 
@@ -126,20 +137,15 @@ def compare(
 
     The first tiles are the present ones. They stay if no others are faster by GAIN and give the same bits.
     """
-    q = timed.forward.q
-    refused: dict[Tiles, str] = {}
-    with using(kernel, q.shape[3], q.device, tiles[0]):
-        expected = [results(kernel, trial) for trial in (timed, *checked)]
-    times: dict[Tiles, list[float]] = {}
-    for one in tiles:
-        reason = unlike(kernel, one, [timed], expected[:1])
-        if reason:
-            refused[one] = reason
-        else:
-            times[one] = []
+    head_dim = timed.forward.q.shape[3]
+    expected = all_results(kernel, tiles[0], (timed, *checked))
+    with ThreadPoolExecutor() as threads:  # All are compiled at once.
+        reasons = list(threads.map(lambda one: unlike(kernel, one, [timed], expected[:1]), tiles))
+    refused = {one: reason for one, reason in zip(tiles, reasons, strict=True) if reason}
+    times: dict[Tiles, list[float]] = {one: [] for one in tiles if one not in refused}
     for _ in range(ROUNDS):
         for one, so_far in times.items():
-            with using(kernel, q.shape[3], q.device, one):
+            with using(kernel, head_dim, one):
                 so_far.append(seconds(lambda: results(kernel, timed)))
     medians = {one: statistics.median(so_far) for one, so_far in times.items()}
     for one in sorted(medians, key=medians.__getitem__):

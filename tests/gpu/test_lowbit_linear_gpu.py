@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 import tiny
+from sagekernels.admission import median_seconds
 from sagekernels.casts import E4M3, E5M2, INT8, Rounded, quantize, quantize_both, quantize_both_twin
 from sagekernels.lowbit import RECIPES, product
+from sagetrain.auto.linear_choice import time_layers
+from sagetrain.config.linear_sizes import LinearSizes
 from sagetrain.config.schema import SIXTEEN_BITS, AttentionConfig, LinearConfig, ModelConfig
 from sagetrain.model.compile import compile_blocks
 from sagetrain.model.selection import matmuls_of
@@ -216,3 +219,20 @@ def test_a_compiled_model_in_8_bits_is_close_to_16_bits(name: tuple[str, str]) -
     assert len(errors) == SHAPE.num_layers * 4 * 3 and all(0 < error < 0.1 for error in errors)
     model(tokens, tokens).backward()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+
+
+def test_auto_times_a_compiled_layer() -> None:
+    """`linear.precision: auto` finds both arithmetics right and times them."""
+    times, refused = time_layers(
+        {"qkv": LinearSizes(512, SIZES)},
+        ["int8 rowwise"],
+        tokens=1024,
+        joined=False,
+        kept=True,
+        compiled=True,
+        device=torch.device("cuda"),
+        dtype=torch.bfloat16,
+        seconds=partial(median_seconds, device="cuda"),
+    )
+    assert not refused
+    assert set(times["qkv"]) == {"bf16", "int8 rowwise"} and all(0 < x < 1 for x in times["qkv"].values())

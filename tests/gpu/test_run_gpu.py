@@ -41,6 +41,7 @@ def write_config(folder: Path, engine: str) -> Path:
             "vocab_size": VOCAB,
         },
         "attention": {"backend": "sage"},
+        "linear": {"precision": "bf16"},  # `auto` would compile and time every layer first.
         "parallel": {"engine": engine},
         "data": {"train": [{"path": "none"}], "seq_length": SEQ, "micro_batch_size": 4},
         "tokens_per_step": {"schedule": "constant", "tokens": STEP},

@@ -4,6 +4,7 @@ Every case is judged twice. The twin shows that the kernel computes the specific
 specification is attention. Uninitialized memory is poisoned, so an element that no kernel writes cannot pass.
 """
 
+import itertools
 import time
 
 import pytest
@@ -11,7 +12,9 @@ import torch
 
 from sagekernels import backends, nvrtc, sage_attention, tune
 from sagekernels.admission import median_seconds
-from sagekernels.testing import Shape, errors, exact_results, random_inputs, results_of
+from sagekernels.call import RECIPES
+from sagekernels.launch import launch_tiles
+from sagekernels.testing import Shape, call_of, errors, exact_results, random_inputs, results_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (8, 0)
@@ -38,6 +41,24 @@ SHAPES = [
 ]
 
 
+SMOOTHED = [(torch.bfloat16, False), (torch.float16, False), (torch.bfloat16, True)]
+"""The dtypes, and whether Q is smoothed. Smoothing in float16 would add compile time and no code path."""
+
+
+def takes(backend, shape, dtype, smooth_q, recipe):
+    """Return whether a backend has kernels for a call. Triton computes what the others do not take."""
+    one, heads = backends.NAMED[backend], ((shape.heads, shape.n_q), *[(shape.kv_heads, shape.n_k)] * 2)
+    q, k, v = (torch.empty(shape.batch, n, h, shape.head_dim, dtype=dtype, device="meta") for h, n in heads)
+    return shape.head_dim in one.head_dims and one.takes(call_of(shape, q, k, v, recipe, smooth_q=smooth_q))
+
+
+CASES = [
+    pytest.param(*case, id=f"{shape}-{str(dtype)[6:]}{'-smooth_q' * smooth_q}-{recipe}-{backend}")
+    for backend, recipe, (dtype, smooth_q), shape in itertools.product(BACKENDS, RECIPES, SMOOTHED, SHAPES)
+    if takes(*(case := (backend, shape, dtype, smooth_q, recipe)))
+]
+
+
 @pytest.fixture(autouse=True)
 def poisoned_memory():
     torch.use_deterministic_algorithms(True)  # This setting fills torch.empty with NaN and largest integers.
@@ -45,15 +66,8 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("recipe", ["fine", "paper", "gradients", "scores"])
-@pytest.mark.parametrize(  # Both together would add compile time and no code path.
-    ("dtype", "smooth_q"),
-    [(torch.bfloat16, False), (torch.float16, False), (torch.bfloat16, True)],
-    ids=["bf16", "fp16", "bf16-smooth_q"],
-)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_agrees_with_the_twin_and_with_float64(shape, dtype, recipe, smooth_q, backend):
+@pytest.mark.parametrize(("backend", "shape", "dtype", "smooth_q", "recipe"), CASES)
+def test_agrees_with_the_twin_and_with_float64(backend, shape, dtype, smooth_q, recipe):
     inputs = random_inputs(shape, sigma=1.5, k_mean=1.0, do_scale=1e-2, dtype=dtype, device="cuda")
     options = {"causal": shape.causal, "cu_seqlens": shape.cu_seqlens("cuda")}
     exact = exact_results(*inputs, **options)
@@ -70,6 +84,13 @@ def test_agrees_with_the_twin_and_with_float64(shape, dtype, recipe, smooth_q, b
             continue
         assert between[name] < (0.012 if name in ("dq", "dk") else 0.006), (name, between)
         assert judged[name] < 1.1 * expected[name] + 2e-3, (name, judged, expected)
+
+
+def test_triton_computes_what_others_do_not_take():
+    inputs = random_inputs(Shape(), device="cuda")
+    ours, *others = (results_of(sage_attention, *inputs, recipe="paper", backend=backend) for backend in BACKENDS)
+    assert BACKENDS[0] == "triton"
+    assert all(torch.equal(a, b) for other in others for a, b in zip(other, ours, strict=True))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -126,13 +147,21 @@ def test_same_bits_from_run_to_run(backend):
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("kernel", tune.OWNED)
-def test_tiles_that_are_tuned_change_no_bit(kernel, head_dim):
-    calls = tune.checks(head_dim, torch.device("cuda", torch.cuda.current_device()))
-    expected = [tune.results(kernel, call) for call in calls]
-    reasons = [tune.unlike(kernel, tiles, calls, expected) for tiles in tune.candidates(kernel, head_dim)]
-    assert all(not reason or "out of resource" in reason for reason in reasons), reasons
+@pytest.mark.parametrize(
+    ("kernel", "head_dim", "rows", "warps", "stages"),
+    [
+        (kernel, d, *owned)
+        for kernel, of_head_dim in tune.OWNED.items()
+        for d in of_head_dim
+        for owned in of_head_dim[d]
+    ],
+)
+def test_tiles_that_are_tuned_change_no_bit(kernel, head_dim, rows, warps, stages):
+    device = torch.device("cuda", torch.cuda.current_device())
+    calls = tune.checks(head_dim, device)
+    expected = tune.all_results(kernel, launch_tiles(kernel, device, head_dim), calls)
+    reason = tune.unlike(kernel, tune.tiles_of(kernel, rows, warps, stages), calls, expected)
+    assert not reason or "out of resource" in reason
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -30,8 +30,8 @@ from gpu_seen import Recorder, Seen, test_of
 PER_GPU = 12
 """The largest number of processes on one GPU. Tests with the largest tensors (20 GiB) may meet."""
 CORES = len(os.sched_getaffinity(0))
-UNKNOWN = 5.0
-"""The seconds that a test is taken to need before it was ever timed."""
+UNKNOWN = float("inf")
+"""The seconds that a test is taken to need before it was ever timed. If it is long, it has begun in time."""
 IMPORTED = [
     "torch._inductor.compile_fx",
     "torch.distributed.fsdp",
