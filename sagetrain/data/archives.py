@@ -86,7 +86,7 @@ def _each(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
 
 def _is_meant(name: str) -> bool:
     parts = PurePosixPath(name).parts
-    return not any(part.startswith(".") or part == "__MACOSX" for part in parts)
+    return not any((part.startswith(".") and part != "..") or part == "__MACOSX" for part in parts)
 
 
 @contextmanager

@@ -11,13 +11,13 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from sagetrain.config.errors import ConfigError
-from sagetrain.data.kinds import compression
+from sagetrain.data.kinds import HEAD, compression, named_otherwise
 
 _BLOCK = 1 << 18
 DAMAGED = (EOFError, zlib.error, lzma.LZMAError, tarfile.TarError, zipfile.BadZipFile, OSError)
@@ -57,7 +57,13 @@ def opened(content: Content, start: int = 0) -> Iterator[tuple[IO[bytes], Callab
                 raw.seek(start)
             yield _decompressed(content.name, raw), lambda: content.read(raw)
     except DAMAGED as error:
-        raise ConfigError(f"cannot read {content.name}: {error}") from error
+        raise ConfigError(f"cannot read {content.name}: {error}{_named_otherwise(content)}") from error
+
+
+def _named_otherwise(content: Content) -> str:
+    with suppress(*DAMAGED), content.raw() as raw:
+        return named_otherwise(content.name, raw.read(HEAD))
+    return ""
 
 
 def blocks(content: Content, start: int = 0) -> Iterator[tuple[bytes, int]]:
@@ -96,7 +102,7 @@ def _decompressed(name: str, raw: IO[bytes]) -> Any:
         case ".xz":
             return lzma.LZMAFile(raw)
         case ".zst":
-            return io.BufferedReader(_Zstandard(name, raw), _BLOCK)
+            return io.BufferedReader(_Zstandard(raw), _BLOCK)
         case _:
             return raw
 
@@ -104,8 +110,8 @@ def _decompressed(name: str, raw: IO[bytes]) -> Any:
 class _Zstandard(io.RawIOBase):
     """A file of all zstd frames of a file, one after the other. The last frame has to be complete."""
 
-    def __init__(self, name: str, raw: IO[bytes]) -> None:
-        self._blocks, self._rest = _zstd_blocks(name, raw), b""
+    def __init__(self, raw: IO[bytes]) -> None:
+        self._blocks, self._rest = _zstd_blocks(raw), b""
 
     def readable(self) -> bool:
         return True
@@ -121,7 +127,7 @@ class _Zstandard(io.RawIOBase):
         return size
 
 
-def _zstd_blocks(name: str, raw: IO[bytes]) -> Iterator[bytes]:
+def _zstd_blocks(raw: IO[bytes]) -> Iterator[bytes]:
     import zstandard
 
     decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
@@ -132,11 +138,11 @@ def _zstd_blocks(name: str, raw: IO[bytes]) -> Iterator[bytes]:
             try:
                 yield frame.decompress(data)
             except zstandard.ZstdError as error:
-                raise ConfigError(f"cannot read {name}: {error}") from error
+                raise OSError(str(error)) from error
             data = frame.unused_data if frame.eof else b""
             frame = None if frame.eof else frame
     if frame is not None:
-        raise ConfigError(f"cannot read {name}: it ends in the middle of a zstd frame (cut short?)")
+        raise EOFError("it ends in the middle of a zstd frame (cut short?)")
 
 
 def lines(blocks: Iterable[tuple[bytes, int]]) -> Iterator[tuple[bytes, int, int]]:

@@ -123,7 +123,7 @@ class Chunk:
         if record is None:
             return None
         if not isinstance(record, str):
-            raise self.error(number, f"{text_key!r} holds {type(record).__name__}, not text")
+            raise self.error(number, f"{text_key!r} holds {type(record).__name__}, not text{_columns(record)}")
         try:
             record.encode()
         except UnicodeEncodeError as error:
@@ -140,7 +140,12 @@ class Chunk:
         try:
             return record.decode("utf-8")
         except UnicodeDecodeError as error:
-            hint = "; if it is no text file, choose the files with --glob" if self.unit == "file" else ""
+            hint = "; convert the file: iconv -f WINDOWS-1252 -t UTF-8, or from what it is written in"
+            hint = (
+                "; if it is no text file, choose the files with --glob; else" + hint[1:]
+                if self.unit == "file"
+                else hint
+            )
             raise self.error(number, f"not UTF-8 (byte {record[error.start]:#04x}){hint}") from error
 
     def _text_of(self, line: str, number: int, text_key: str) -> Any:
@@ -154,6 +159,8 @@ class Chunk:
             value = json.loads(line)
         except (ValueError, RecursionError) as error:
             hint = _hint(line, error) if number == 1 and self.unit == "line" else ""
+            if "\0" in line:
+                hint = " (it holds bytes of zero: was writing it cut off by a crash?)"
             raise self.error(number, f"not valid JSON: {error}{hint}") from error
         if not isinstance(value, dict):
             array = isinstance(value, list) and self.unit == "line" and number == 1
@@ -170,6 +177,13 @@ def _hint(line: str, error: ValueError | RecursionError) -> str:
     if getattr(error, "pos", 0) >= len(line.rstrip()):
         return " (one object over several lines? write each on one line: jq -c . FILE)"
     return " (written by Python's print? quotation marks of JSON are double: use json.dumps)" if "'" in line[:2] else ""
+
+
+def _columns(value: Any) -> str:
+    """Say what a field is that has texts by the numbers of their rows."""
+    if isinstance(value, dict) and value and all(map(str.isdigit, value)):
+        return " (columns, as pandas writes them? use to_json(orient='records', lines=True))"
+    return ""
 
 
 def _lists_in(value: Mapping[str, Any]) -> str:

@@ -93,12 +93,18 @@ def read(content: Content, wanted: Wanted, place: Place, start: int = 0, stop: i
 
 
 def _text_blocks(content: Content, start: int = 0) -> Iterator[tuple[bytes, int]]:
-    """Yield the blocks of a file whose first bytes are text. Raises ConfigError if they are not."""
-    first = start == 0
+    """Yield the blocks of a file whose first bytes are text. Raises ConfigError if they are not, or if text or a table
+    holds bytes of zero. Lines that hold some can be left out."""
+    first, zeros_allowed = start == 0, kind_of(content.name) in (Kind.LINES, Kind.JSON)
     for block, consumed in blocks(content, start):
         if first:
             check_head(content.name, block[:HEAD])
             first = False
+        if not zeros_allowed and b"\0" in block:
+            raise ConfigError(
+                f"{content.name}: holds bytes of zero behind its beginning, as no text does (was writing it cut off by "
+                "a crash?): take them out (tr -d '\\000'), or leave it out with --glob"
+            )
         yield block, consumed
 
 

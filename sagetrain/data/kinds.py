@@ -15,7 +15,9 @@ _POINTER = b"version https://git-lfs"
 HEAD = 1 << 12
 """Number of bytes that are looked at."""
 _SHORT = {".tgz": ".tar.gz", ".tbz": ".tar.bz2", ".tbz2": ".tar.bz2", ".txz": ".tar.xz", ".tzst": ".tar.zst"}
-_COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+_MAGIC = {".gz": b"\x1f\x8b", ".bz2": b"BZh", ".xz": b"\xfd7zXZ\0", ".zst": b"\x28\xb5\x2f\xfd"}
+"""The first bytes of compressed files, by the suffix of their names."""
+_COMPRESSED = tuple(_MAGIC)
 
 
 class Kind(Enum):
@@ -155,6 +157,18 @@ def _in_full(name: str | os.PathLike[str]) -> str:
     return path + _SHORT.get(suffix, suffix)
 
 
+def named_otherwise(name: str, head: bytes) -> str:
+    """Say that the first bytes of a file, as they are on disk, contradict the compression in its name. Return "" if
+    they do not."""
+    own = compression(name)
+    found = next((suffix for suffix, begin in _MAGIC.items() if head.startswith(begin)), "")
+    if found == own or not head:
+        return ""
+    if found:
+        return f"; its first bytes are those of a {found} file: rename it to end in {found}"
+    return f"; its first bytes are not those of a {own} file: rename it to end without {own}, or copy it again"
+
+
 def check_head(name: str, head: bytes) -> None:
     """Check the first decompressed bytes of a file that is read as lines, JSON, a table or plain text.
 
@@ -172,6 +186,10 @@ def check_head(name: str, head: bytes) -> None:
         return
     for begin, (what, fix) in _BINARY.items():
         if re.match(begin, head, re.DOTALL):
+            # The head is that of the unpacked content, which has no name of its own.
+            if (packed := compression(name)) and fix.startswith("rename"):
+                what = f"{what} when it is unpacked"
+                fix = f"rename it so that it ends in .tar{packed}" if "tar" in what else "unpack it"
             raise ConfigError(f"{name}: is {what}; {fix}")
     if b"\0" in head and kind_of(name) is not Kind.LINES:  # A line of zeros may be left out with --skip-bad-lines.
         raise ConfigError(f"{name}: holds bytes of zero, as no text does; {_UNPACK}")

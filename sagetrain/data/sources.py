@@ -159,7 +159,7 @@ class Corpus:
         if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source) and not is_file_name(source):
             identity = [source, config_name, split]
             return [self._dataset(source, lambda: _load_from_hub(source, config_name, split), identity)]
-        raise ConfigError(f"{source}: no such file or folder, and not the name of a Hugging Face dataset")
+        raise ConfigError(f"{source}: {_not_found(source)}")
 
     def _check_separator(self, given: str, separator: bytes) -> None:
         """Check that there is plain text with the separator in it. Archives are not searched.
@@ -202,7 +202,9 @@ class Corpus:
             key=lambda path: path.relative_to(folder).as_posix(),
         )
         if not found:
-            raise ConfigError(f"{folder}: no files{f' that match {glob!r}' if glob else ''}")
+            raise ConfigError(f"{folder}: no files{f' that match {glob!r}' if glob else ''}{_links(folder, there)}")
+        if links := _links(folder, there):
+            self.notes.append(f"{folder}{links}")
         if glob:
             return found
         chosen = self._chosen(folder, {str(path): path.stat().st_size for path in found})
@@ -314,6 +316,33 @@ class Corpus:
             return Input(part, read, None, identity)
 
         return Input(name, lambda place: _read_dataset(name, load(), place, wanted), None, identity, share=share)
+
+
+def _links(folder: Path, there: list[Path]) -> str:
+    """Name the links in a folder that lead to no file."""
+    links = sorted(str(path.relative_to(folder)) for path in there if path.is_symlink() and not path.is_file())
+    if not links:
+        return ""
+    more = f" and {len(links) - 1} others are" if links[1:] else " is"
+    return (
+        f": the link {links[0]}{more} not followed, which is done to files alone: name the folder that it leads to as "
+        "a source, too, or mend it if it leads nowhere"
+    )
+
+
+def _not_found(source: str) -> str:
+    """Say why a source is none."""
+    if "://" in source:
+        return (
+            "is an address, and files are read from this machine alone; download it first (curl -LO, hf download, "
+            "aws s3 cp), or give the name of a Hugging Face dataset"
+        )
+    if Path(source).exists():
+        return "is neither a file nor a folder; write its content to a file"
+    what = "no such file or folder, and not the name of a Hugging Face dataset"
+    if re.search(r"[*?\[]", source):
+        return f"{what}; a pattern is expanded by the shell, without quotation marks, or give its folder and --glob"
+    return f"{what}; ~ is expanded by the shell alone, so write the path in full" if source.startswith("~") else what
 
 
 def _separator(text: str) -> bytes:

@@ -160,6 +160,23 @@ def test_archives_are_folders(tmp_path, model, expected):
             quiet([path], tmp_path / "none", tokenizer=model, glob="*.csv")
 
 
+def test_files_above_and_behind_links(tmp_path, model):
+    """An archive may name files above the folder that it was packed in. Nothing is unpacked there."""
+    path = write(tmp_path, "a.tar", tar({"../b/a.txt": b"A", "/b.txt": b"B"}))
+    quiet([path], tmp_path / "x", tokenizer=model)
+    assert len(documents(tmp_path / "x")) == 2
+    folder, said = tmp_path / "in", []
+    (folder / "sub").mkdir(parents=True)
+    (folder / "a.txt").symlink_to(write(tmp_path, "real.txt", b"A"))
+    (folder / "up").symlink_to(folder)
+    (folder / "gone.txt").symlink_to("nowhere")
+    prepare([str(folder)], tmp_path / "y", tokenizer=model, say=said.append)
+    assert len(documents(tmp_path / "y")) == 1
+    assert f"{folder}: the link gone.txt and 1 others are not followed" in said[0]
+    with pytest.raises(ConfigError, match=r"no files that match 'g\*': the link gone\.txt is not followed"):
+        quiet([str(folder)], tmp_path / "z", tokenizer=model, glob="g*")
+
+
 def test_a_folder_gives_what_is_most_of_it(tmp_path, model, expected):
     """A table among texts is not read as text, and a note beside a table is no document."""
     folder, said = tmp_path / "in", []
@@ -300,10 +317,10 @@ REFUSED = {
     "a.jsonl": (zstandard.compress(LINES), "is compressed with Zstandard; rename"),
     "b.jsonl": (bz2.compress(LINES), "is compressed with bzip2; rename"),
     "b.csv": (lzma.compress(LINES), "is compressed with xz; rename"),
-    "b.jsonl.gz": (gzip.compress(gzip.compress(LINES)), "is compressed with gzip; rename"),
+    "b.jsonl.gz": (gzip.compress(gzip.compress(LINES)), "compressed with gzip when it is unpacked; unpack it"),
     "c.txt": (parquet(), r"is Parquet; rename it so that it ends in \.parquet"),
     "c.jsonl": (tar({"a.jsonl": LINES}), r"is a tar archive; rename it so that it ends in \.tar"),
-    "c.gz": (tar({"a.jsonl": LINES}, gzip.compress), r"is a tar archive; rename"),
+    "c.gz": (tar({"a.jsonl": LINES}, gzip.compress), r"is a tar archive .*; rename it so that it ends in \.tar\.gz"),
     "d.docx": (OFFICE, r"is a ZIP archive \(Office documents"),
     "e.7z": (b"7z\xbc\xaf\x27\x1c\0\4", "is a 7-Zip archive; unpack it"),
     "e.rar": (b"Rar!\x1a\x07\1\0", "is a RAR archive; unpack it"),
@@ -328,6 +345,10 @@ REFUSED = {
     "i.ndjson": ('{"text": "a"}\n'.encode("utf-16-be"), "is UTF-16, not UTF-8; convert it: iconv -f UTF-16BE"),
     "i.log": ("some text".encode("utf-32"), "is UTF-32, not UTF-8"),
     "i.lzma": (lzma.compress(b"text" * 99, format=lzma.FORMAT_ALONE), "is compressed with LZMA; unpack it"),
+    "j.txt": (b"text" * 2000 + bytes(500), "holds bytes of zero behind its beginning, .*cut off by a crash"),
+    "j.tsv": (b"text\n" + b"x\n" * 4000 + b"\0\n", "holds bytes of zero behind its beginning"),
+    "j.jsonl": (LINES + bytes(500), r"line \d+: not valid JSON: .* \(it holds bytes of zero: was writing it cut off"),
+    "j.json": (b'{"text": {"0": "a", "1": "b"}}', "'text' holds dict, not text .*orient='records', lines=True"),
     "i.bin": (bytes(range(40)), "holds bytes of zero, as no text does"),
     "j.warc.gz": (gzip.compress(b"WARC/1.0\r\nWARC-Type: response\r\n"), r"is a web archive \(WARC, WET or WAT\)"),
     "j.wet": (b"WARC/1.0\r\nWARC-Type: conversion\r\n", "extract the texts of its records"),
@@ -354,6 +375,10 @@ REFUSED = {
     "e.tar.gz": (tar({"a.txt": b"x" * 9000}, gzip.compress)[:-20], r"cannot read .*e\.tar\.gz: Compressed file ended"),
     "f.tar": (tar({"a.txt": b"x" * 9000})[:4000], r"cannot read .*f\.tar: unexpected end of data"),
     "g.tar": (tar({"a.txt": PDF}), r"g\.tar/a\.txt: is a PDF document"),
+    "g.tar.gz": (tar({"a.txt": b"x"}), r"cannot read .*; its first bytes are not those of a \.gz file: rename it"),
+    "h.tar": (tar({"a.txt": b"x"}, gzip.compress), r"cannot read .*; .* of a \.gz file: rename it to end in \.gz"),
+    "h.jsonl.gz": (zstandard.compress(LINES), r"cannot read .*; .* those of a \.zst file: rename it to end in \.zst"),
+    "h.jsonl.zst": (LINES, r"cannot read .*h\.jsonl\.zst: .*; .* are not those of a \.zst file: rename it"),
     "h.zip": (zipped({}), "no files in it"),
     "i.tar": (tar({"a.txt": b"x"})[:1024] + tar({"a.txt": b"y"}), r"i\.tar: a\.txt is in it twice, .* unpack it"),
     "j.parquet.gz": (gzip.compress(parquet()), r"Parquet is not read out of \.gz; unpack it"),
