@@ -9,8 +9,10 @@ stage  a rank keeps for good     weights are gathered         gradients are redu
 2      its shards                once a step                  in every micro-step
 3      its shards                in every pass                in every micro-step
 
-- The sharded parameters are the fp32 masters. The model computes with gathered copies in training.dtype. FSDP sums
-the gradients of micro-steps, and of ranks, in fp32.
+- The sharded parameters are the fp32 masters. The model computes with gathered copies in training.dtype. The
+gradients of micro-steps, and of ranks, are summed in fp32.
+- At ZeRO 0 and 1 the micro-steps between the first one, which gathers, and the last one, which reduces, need nothing
+of FSDP. They call the model without its hooks, whose time on the host is a quarter of a micro-step's.
 - A block normalizes for the next block, so the gains of all norms belong to the outermost group of parameters, which
 stays gathered from its forward pass to the end of its backward pass. Each block is a group of its own.
 - The optimizer works on plain local tensors and never sees a DTensor.
@@ -44,6 +46,7 @@ from sagetrain.config.arithmetic import sharding_ranks, takes_probes
 from sagetrain.config.schema import RunConfig
 from sagetrain.data.loader import Batch
 from sagetrain.engines.host_sums import HostSums
+from sagetrain.engines.leaf_sums import LeafSums
 from sagetrain.engines.protocol import Observers, Owned, Probe, Watched, every
 from sagetrain.engines.step import BaseEngine, Decision
 from sagetrain.model.block import Block
@@ -199,7 +202,8 @@ class FsdpEngine(BaseEngine):
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         device, self._offload = next(iter(own.values())).device, cfg.parallel.offload
         home = torch.device("cpu") if self._offload != "none" else device
-        self._stage, self._micro_batches, self.takes_probes = cfg.parallel.zero_stage, micro_batches, takes_probes(cfg)
+        self._stage, self.takes_probes = cfg.parallel.zero_stage, takes_probes(cfg)
+        self._micro_batches, self._done = micro_batches, micro_batches
         self._shards = shards = sharding_ranks(cfg, groups.num_replicas)
         # Gradients are clipped as the optimizer reads them, so observers see them as they were.
         super().__init__(model, groups, device, clip=0.0, copies=groups.num_replicas // shards)
@@ -224,6 +228,9 @@ class FsdpEngine(BaseEngine):
         # FSDP pads shards of unequal length here, and pins them, so this comes before their memory is taken over.
         self._leaves = self._gathered_once()
         self._parameters = self._sharded()
+        # Micro-batches of a pipeline are under way at once, so there all passes go through FSDP's hooks.
+        self._bare = self._stage < 2 and self._pipe is None
+        self._leaf_sums = LeafSums(self._leaves) if self._bare and dtype != torch.float32 else None
         # Of tensors of other pipeline stages this rank keeps nothing.
         self._masters = {name: torch.empty(0, device=home) for name in model.every_spec}
         self._masters |= {name: p.to_local().detach() for name, p in self._parameters.items()}
@@ -379,7 +386,7 @@ class FsdpEngine(BaseEngine):
     # -- a step --------------------------------------------------------------------------------------------------
 
     def _prepare(self, micro_batches: int, lr: float) -> None:
-        self._micro_batches, self._lr = micro_batches, lr
+        self._micro_batches, self._done, self._lr = micro_batches, 0, lr
         self.model.train()
         # Probes come first, whose gradients are for nobody else.
         self._set_mode(sync=False, last=False)
@@ -395,7 +402,9 @@ class FsdpEngine(BaseEngine):
         self.model.eval()
 
     def _run(self, inputs: Mapping[str, Any]) -> Tensor:
-        result: Tensor = self.model(**inputs)
+        # In the middle of a step weights stay gathered and sums stay here.
+        self.model.without_hooks = self._bare and 0 < self._done < self._micro_batches - 1
+        result: Tensor = (self.model.forward if self.model.without_hooks else self.model)(**inputs)
         return result
 
     def _set_mode(self, sync: bool, last: bool) -> None:
@@ -408,6 +417,8 @@ class FsdpEngine(BaseEngine):
         if (sync, last) == self._mode:
             return
         self._mode, root = (sync, last), self._root
+        if self._leaf_sums:
+            self._leaf_sums.last = last
         root.set_requires_gradient_sync(sync)
         # Between the copies of shards, sums travel once a step.
         root.set_requires_all_reduce(last)
@@ -433,6 +444,7 @@ class FsdpEngine(BaseEngine):
         if self._sums:
             self._sums.wait()
         (loss / self._micro_batches).backward()
+        self._done += 1
         if self._sums:
             self._sums.add(self._reduced())
 

@@ -171,6 +171,8 @@ class Transformer(nn.Module):
         self.watch_blocks: Callable[[int, Tensor], None] | None = None
         """A function that is called with each block's number and its output [tokens, hidden] on this rank. In
         overlapped halves it gets the first half's output, whose sum is complete by then."""
+        self.without_hooks = False
+        """If set, blocks are called without their hooks."""
         self.compiled = False
         """If set, compile.compile_blocks has compiled the blocks with inductor."""
         self.normalize = normalize
@@ -271,7 +273,8 @@ class Transformer(nn.Module):
         first, *others = halves
         halves = [self._normalized(first, norms[blocks.start]), *others]  # the second half is one step behind
         for number in blocks:
-            halves = self._block(number)(layouts, norms[number + 1], *halves)
+            block = self._block(number)
+            halves = (block.forward if self.without_hooks else block)(layouts, norms[number + 1], *halves)
             self._seen(number, halves[0].stream)
         first, *others = halves
         return [first, *(self._normalized(half, last_norm) for half in others)]
@@ -306,7 +309,7 @@ class Transformer(nn.Module):
     def _recomputed(self, blocks: range, layouts: Sequence[TokenLayout], halves: Sequence[Half]) -> tuple[Tensor, ...]:
         """Take residual streams through every block by itself, with activation checkpointing."""
         return walks.recomputed(
-            [(number, self._block(number)) for number in blocks],
+            [(n, self._block(n).forward if self.without_hooks else self._block(n)) for n in blocks],
             layouts,
             tuple(x if y is None else x + finish_leave(y, self.groups, self.sequence_parallel) for x, y in halves),
             again=self.recomputed_blocks if torch.is_grad_enabled() else 0,

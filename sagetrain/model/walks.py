@@ -36,7 +36,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -150,7 +150,7 @@ def selective(block: Callable[..., tuple[Tensor, ...]], *inputs: Any) -> tuple[T
 
 
 def recomputed(
-    blocks: Iterable[tuple[int, nn.Module]],
+    blocks: Iterable[tuple[int, Callable[..., tuple[Tensor, ...]]]],
     layouts: Sequence[TokenLayout],
     streams: tuple[Tensor, ...],
     *,
@@ -171,7 +171,7 @@ def recomputed(
     twice: Callable[..., tuple[Tensor, ...]] = partial(checkpoint, use_reentrant=False)
     with set_checkpoint_early_stop(stop_early):
         for number, block in blocks:
-            run = twice if number < again else nn.Module.__call__
-            streams = run(block, layouts, None, *streams)
+            run = partial(twice, block) if number < again else block
+            streams = run(layouts, None, *streams)
             seen(number, streams[0])
     return streams

@@ -126,7 +126,7 @@ def by_hand(cfg: RunConfig, groups: ParallelGroups, steps: int) -> dict[str, tor
     optimizer = torch.optim.AdamW(parts, lr=1e-2, betas=cfg.optimizer.betas, eps=cfg.optimizer.eps, foreach=False)
     for step in range(steps):
         sums = {name: torch.zeros_like(p) for name, p in masters.items()}
-        tokens = torch.randint(0, tiny.VOCAB, (4, tiny.SEQ + 1), generator=torch.Generator().manual_seed(step))
+        tokens = torch.randint(0, tiny.VOCAB, (8, tiny.SEQ + 1), generator=torch.Generator().manual_seed(step))
         own = tokens[groups.dp_rank :: groups.dp_size]
         for row in own:
             (model(row[None, :-1], row[None, 1:]) / len(own)).backward()
@@ -150,7 +150,7 @@ def bits(stages: Sequence[int]) -> list[tuple[int, str, bool]]:
         cfg = config(stage, "bf16", {"sequence_parallel": True}, optimizer={"clip_grad": 0.0})
         engine, expected = tiny.engine(cfg, groups), by_hand(cfg, groups, 2)
         for step in range(2):
-            tiny.global_step(engine, step)
+            tiny.global_step(engine, step, sequences=8)  # four micro-steps
         for owned in engine.owned():
             same = torch.equal(owned.weight, expected[owned.name].detach().view(-1)[owned.start : owned.stop])
             found.append((stage, owned.name, same))
@@ -221,8 +221,9 @@ def noted(engine: fsdp.FsdpEngine, held: list[int]) -> None:
 
 
 def collectives(cases: Sequence[tuple[int, str]]) -> dict[tuple[int, str], dict[str, int]]:
-    """Count the gathers and reduce-scatters of a step of four micro-steps, by stage and parallel.offload, and the
-    gradients that FSDP holds at the begin of later backward passes. What the engine holds is what `plan` says of it."""
+    """Count the gathers, the reduce-scatters and the forward passes with hooks of a step of four micro-steps, by stage
+    and parallel.offload, and the gradients that FSDP holds at the begin of later backward passes. What the engine holds
+    is what `plan` says of it."""
     found = {}
     for stage, offload in cases:
         shape = {"hidden_size": 32, "head_dim": 8, "tie_embeddings": stage == 2}
@@ -250,19 +251,21 @@ def collectives(cases: Sequence[tuple[int, str]]) -> dict[tuple[int, str], dict[
         names = [event.name for event in profiler.events()]
         found[stage, offload] = {
             kind: sum(f"FSDP::{kind} " in f"{name} " for name in names)
-            for kind in ("all_gather", "post_backward_reduce")
+            for kind in ("all_gather", "post_backward_reduce", "pre_forward")
         } | {"held": max(held)}
     return found
 
 
 def test_zero_1_gathers_and_reduces_once_a_step() -> None:
-    """The groups are two blocks and the rest. At ZeRO 3 the rest stays gathered until the end of the step. FSDP holds
-    no gradient in the host's memory, where it would wait for every copy and every sum."""
+    """The groups are two blocks and the rest. At ZeRO 3 the rest stays gathered to the end of the step. At ZeRO 1 the
+    two micro-steps in the middle have none of FSDP's hooks. FSDP holds no gradient in the host's memory, where it
+    would wait for every copy and every sum."""
     found = run_distributed(collectives, 2, [(1, "none"), (1, "optimizer"), (2, "none"), (3, "all")])[0]
-    assert found[1, "none"] == found[1, "optimizer"] == {"all_gather": 3, "post_backward_reduce": 3, "held": 0}
+    once = {"all_gather": 3, "post_backward_reduce": 3, "pre_forward": 6, "held": 0}
+    assert found[1, "none"] == found[1, "optimizer"] == once
     assert found[2, "none"].pop("held") > 0 == found[3, "all"]["held"]
-    assert found[2, "none"] == {"all_gather": 3, "post_backward_reduce": 12}
-    assert found[3, "all"]["post_backward_reduce"] == 12
+    assert found[2, "none"] == {"all_gather": 3, "post_backward_reduce": 12, "pre_forward": 12}
+    assert found[3, "all"]["post_backward_reduce"] == found[3, "all"]["pre_forward"] == 12
     assert found[3, "all"]["all_gather"] > 12
 
 
@@ -338,7 +341,7 @@ def observed(layouts: Sequence[tuple[int, int, str, str]]) -> list[dict[str, flo
             layer_norms=True,
         )
         tiny.global_step(engine, 0)
-        measured = tiny.global_step(engine, 1, observers=observers)
+        measured = tiny.global_step(engine, 1, sequences=6, observers=observers)
         again = tiny.global_step(engine, 2)
         found.append(
             measured.metrics | {f"layer {k}": v for k, v in measured.layer_norms.items()} | {"next": again.loss}
@@ -387,7 +390,7 @@ def graphs(cases: Sequence[tuple[int, str]]) -> list[tuple[list, int]]:
         counters.clear()
         cfg = config(stage, parallel=SPREAD, training={"activation_checkpointing": again})
         engine = compiled(cfg, groups) if stage else tiny.engine(cfg, groups)
-        numbers = [(r.loss, r.grad_norm) for r in (tiny.global_step(engine, step) for step in range(3))]
+        numbers = [(r.loss, r.grad_norm) for r in (tiny.global_step(engine, step, 6) for step in range(3))]
         found.append((numbers, counters["stats"]["unique_graphs"]))
     return found
 
