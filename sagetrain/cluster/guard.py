@@ -73,11 +73,12 @@ class Watchdog:
     already ended when the watchdog was made is ignored.
 
     Args:
+        ranks: the number of ranks of the run. If some of them write no stacks, the first one that does names them.
         watches: False in a program that continues after the run. Such a process is never ended.
     """
 
-    def __init__(self, folder: Path, rank: int, timeout: float, watches: bool = True) -> None:
-        self._watches = watches
+    def __init__(self, folder: Path, rank: int, timeout: float, ranks: int = 1, watches: bool = True) -> None:
+        self._watches, self._ranks = watches, ranks
         self._folder, self._path, self._timeout = folder, folder / f"rank-{rank}.txt", timeout
         self._tick = min(max(timeout / 20, 0.1), 5.0)
         self._name = f"rank {rank}"
@@ -145,8 +146,24 @@ class Watchdog:
                 # The launcher ends all ranks when the first one exits, so this rank gives the others time to write
                 # their files.
                 self._over.wait(3 * self._tick)
+                if silent := self._silent():
+                    _tell(silent)
+                    file.write(f"{silent}\n")
         finally:
             os._exit(HANG_EXIT_CODE)
+
+    def _silent(self) -> str:
+        """Name the ranks that wrote no stacks, on the first rank that did; "" if there are none. A rank that merely
+        waits in a collective does write, because its watchdog has a thread of its own."""
+        missing = [rank for rank in range(self._ranks) if not (self._folder / f"rank-{rank}.txt").exists()]
+        first = next((rank for rank in range(self._ranks) if rank not in missing), None)
+        if not missing or self._name != f"rank {first}":
+            return ""
+        named = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+        return (
+            f"error: no stacks of rank {named}: a process that writes none is stopped or gone, or cannot write there; "
+            "look at its host first"
+        )
 
     def _in_words(self) -> str:
         """Return what this rank does, and what it waits for if that is known."""

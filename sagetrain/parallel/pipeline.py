@@ -72,7 +72,8 @@ class Pipe:
     def __init__(self, groups: ParallelGroups, per_rank: int) -> None:
         self._ranks = groups.topology.pipeline_ranks(groups.rank)
         self.rank, self.size, self._last = groups.pp_rank, len(self._ranks), len(self._ranks) * per_rank - 1
-        self._per_rank, self._sent = per_rank, list[tuple[Any, Tensor]]()
+        self._per_rank, self._sent = per_rank, list[tuple[Action, int, Any, Tensor]]()
+        self._untaken = ""
         self._awaited: deque[tuple[Action, list[Any]]] = deque()
         self._groups = {
             (kind, wraps): groups.subgroup(
@@ -125,11 +126,12 @@ class Pipe:
         kind, chunk, _ = action
         target = chunk + 1 if kind == "forward" else chunk - 1
         group = self._group(kind, chunk, target)
-        self._sent = [(work, tensor) for work, tensor in self._sent if not work.is_completed()]
+        self._sent = [message for message in self._sent if not message[2].is_completed()]
         with self._said(action, target):
             for tensor in tensors:
                 whole = tensor.detach().contiguous()
-                self._sent.append((dist.isend(whole, group=group, group_dst=target % self.size), whole))
+                work = dist.isend(whole, group=group, group_dst=target % self.size)
+                self._sent.append((action, target, work, whole))
 
     @contextmanager
     def _said(self, action: Action, other: int) -> Iterator[None]:
@@ -151,7 +153,7 @@ class Pipe:
             if not all(work.is_completed() for work in works):
                 source = self._stage(_source(action) % self.size)
                 return f"pipeline {self._stage(self.rank)} waits for {source}, for {_words(action)}"
-        return ""
+        return self._untaken
 
     def run(
         self,
@@ -192,9 +194,12 @@ class Pipe:
             if chunk:
                 self._send(action, run.to_send())
             del run, received
-        for work, _ in self._sent:
-            work.wait()
-        self._sent = []
+        for action, target, work, _ in self._sent:
+            taker = self._stage(target % self.size)
+            self._untaken = f"pipeline {self._stage(self.rank)} waits for {taker} to take {_words(action)}"
+            with self._said(action, target):
+                work.wait()
+        self._sent, self._untaken = [], ""
 
 
 def _source(action: Action) -> int:

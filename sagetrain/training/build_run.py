@@ -234,7 +234,8 @@ def meet(
     preflight.use_interface(cfg.training.network_interface)
     stop, folder, parallel = StopSignal(own_process), files.folder, cfg.parallel
     patience, rank = cfg.training.timeout_minutes, int(os.environ.get("RANK", "0"))
-    watchdog = Watchdog(folder.stacks, rank, 60 * patience, own_process)
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    watchdog = Watchdog(folder.stacks, rank, 60 * patience, ranks, own_process)
     with ended_by_signals() if own_process else nullcontext():
         # The timeout of collectives is twice that of the watchdog, which then ends a hanging run first and can say
         # more.

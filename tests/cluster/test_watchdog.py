@@ -4,6 +4,7 @@ ends."""
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -11,6 +12,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -88,6 +90,22 @@ def test_a_recorder_that_does_not_answer_keeps_no_process_alive(tmp_path: Path, 
     assert process.exitcode == code
     text = (tmp_path / "stacks/rank-0.txt").read_text()
     assert "in start: no progress" in text and "in hang" in text and words in text
+
+
+@pytest.mark.parametrize(("wrote", "named"), [([2], "0, 1, 3"), ([3], ""), ([0, 1, 3], "")])
+def test_ranks_that_write_no_stacks_are_named_once(tmp_path: Path, monkeypatch, wrote, named) -> None:
+    """A stopped process says nothing, so the first rank that hangs because of it names it."""
+    monkeypatch.setattr(guard, "os", SimpleNamespace(**{**vars(os), "_exit": lambda code: None}))
+    for rank in wrote:
+        (tmp_path / f"rank-{rank}.txt").touch()
+    watchdog = Watchdog(tmp_path, 2, timeout=0.2, ranks=4)
+    watchdog._tick, watchdog._record_collectives, text = 0.0, lambda: "waits", tmp_path / "rank-2.txt"
+    if wrote == [3]:
+        (tmp_path / "rank-1.txt").touch()
+    watchdog._end("no progress")
+    faulthandler.cancel_dump_traceback_later()
+    last = text.read_text().splitlines()[-1]
+    assert last == "waits" if not named else last.startswith(f"error: no stacks of rank {named}: a process")
 
 
 def test_a_run_whose_comparison_was_killed_is_asked_to_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

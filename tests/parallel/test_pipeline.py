@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import tiny
 from distributed import run_distributed
@@ -20,6 +22,7 @@ from forked import PATIENCE
 from sagetrain.cluster import guard
 from sagetrain.cluster.guard import Watchdog
 from sagetrain.parallel.orders import Action, in_flight, orders
+from sagetrain.parallel.pipeline import Pipe
 
 LAYOUTS = [(ranks, per_rank) for ranks, per_rank in product(range(2, 9), (1, 2)) if ranks * per_rank <= 12] + [(3, 3)]
 
@@ -102,6 +105,15 @@ def wait_for(ready: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+def lose_connections() -> None:
+    """Lose all connections of this process, as one that dies does."""
+    for name in os.listdir("/proc/self/fd"):
+        if stat.S_ISSOCK(os.stat(f"/proc/self/fd/{name}").st_mode):
+            connection = socket.socket(fileno=os.dup(int(name)))
+            if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                connection.shutdown(socket.SHUT_RDWR)
+
+
 def a_stage_hangs_and_dies(root: str) -> None:
     """Let the last of three stages hang until the watchdog of the first one has said so. Then the stage loses its
     connections, as one that dies does."""
@@ -117,11 +129,7 @@ def a_stage_hangs_and_dies(root: str) -> None:
         passes.append(1)
         if len(passes) == 2:
             wait_for((folder / "stacks/rank-0.collectives.json").exists)
-            for name in os.listdir("/proc/self/fd"):
-                if stat.S_ISSOCK(os.stat(f"/proc/self/fd/{name}").st_mode):
-                    connection = socket.socket(fileno=os.dup(int(name)))
-                    if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                        connection.shutdown(socket.SHUT_RDWR)
+            lose_connections()
             wait_for((folder / "lost-1").exists)
             raise RuntimeError("this stage is gone")
 
@@ -134,6 +142,37 @@ def a_stage_hangs_and_dies(root: str) -> None:
     except RuntimeError as error:
         (folder / f"lost-{groups.rank}").write_text(str(error))
         raise
+
+
+def a_stage_takes_nothing(root: str) -> None:
+    """Run forward passes alone, as an evaluation does. The last stage takes no message until the first one has said
+    what it waits for. Then the last stage is gone."""
+    groups, folder = tiny.join(1, 1, 2), Path(root)
+    pipe, said = Pipe(groups, 1), folder / "waits"
+    if groups.rank == 1:
+        wait_for(said.exists)
+        lose_connections()
+        wait_for((folder / "lost").exists)
+        raise RuntimeError("this stage is gone")
+
+    def look() -> None:
+        wait_for(pipe.waits)
+        said.write_text(pipe.waits())
+
+    threading.Thread(target=look, daemon=True).start()
+    try:
+        pipe.run(2, lambda chunk, micro, inputs: [torch.zeros(1 << 22)], lambda micro: [])
+    except RuntimeError as error:
+        (folder / "lost").write_text(str(error))
+        raise
+
+
+def test_a_stage_that_takes_nothing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError):
+        run_distributed(a_stage_takes_nothing, 2, str(tmp_path))
+    words = "stage 1 (rank 1) to take the forward pass of micro-batch 0 through chunk 0"
+    assert (tmp_path / "waits").read_text() == f"pipeline stage 0 (rank 0) waits for {words}"
+    assert (tmp_path / "lost").read_text().startswith("pipeline stage 0 (rank 0) has lost stage 1 (rank 1), in the")
 
 
 def test_a_stage_that_hangs_or_dies_is_named(tmp_path: Path) -> None:
