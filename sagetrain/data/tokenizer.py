@@ -25,11 +25,21 @@ from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import TOKENIZER_JSON, DataConfig, tokenizer_in
 from sagetrain.config.schema import TOKENIZER_NAME as TOKENIZER_NAME
 from sagetrain.data.kinds import refuse_pointer
-from sagetrain.data.tokenizer_copy import TOKENIZER_CONFIG, completed, is_json, kept_templates, sha256_of, split
+from sagetrain.data.tokenizer_copy import (
+    CONVERT,
+    TOKENIZER_CONFIG,
+    completed,
+    is_json,
+    kept_templates,
+    sha256_of,
+    split,
+)
 
 # SentencePiece writes a space as this character inside its pieces, and would decode the character as a space.
 _SPACE_MARK = "\u2581"
 _MAX_SENTENCE_BYTES = 1 << 14
+OTHER_FILES = ("vocab.json", "tekken.json", "spiece.model", "sentencepiece.bpe.model")
+"""Files of tokenizers from which transformers can write a tokenizer.json."""
 _STAND_INS = range(0xE000, 0xF900)
 """Characters for private use. One of them stands for the space mark. All have three bytes, as the mark has."""
 
@@ -78,7 +88,7 @@ class Tokenizer:
         try:
             model, notes = completed(Path(path).read_bytes(), Path(path))
         except IsADirectoryError as error:
-            raise ConfigError(f"tokenizer {path}: is a folder; name {tokenizer_in(Path(path))}") from error
+            raise ConfigError(f"tokenizer {path}: is a folder; {_in_folder(Path(path))}") from error
         except OSError as error:
             raise ConfigError(f"tokenizer {path}: {error.strerror}; `sagetrain prepare` can train one") from error
         except ConfigError:
@@ -86,13 +96,11 @@ class Tokenizer:
         except json.JSONDecodeError as error:
             raise ConfigError(f"tokenizer {path} is not valid JSON ({error}); copy it again") from error
         except ValueError as error:
-            refuse_pointer(path)
-            raise ConfigError(f"tokenizer {path} is not {error}") from error
+            raise _no_tokenizer(path, error) from error
         try:
             tokenizer = cls(model)
         except ValueError as error:
-            refuse_pointer(path)
-            raise ConfigError(f"tokenizer {path} is not {error}") from error
+            raise _no_tokenizer(path, error) from error
         tokenizer.notes = notes
         if tokenizer.eos_id < 0:
             fix = '; name it in a tokenizer_config.json beside it, as in {"eos_token": "<|endoftext|>"}'
@@ -133,6 +141,23 @@ class Tokenizer:
         """Return the text of token ids. Control tokens become nothing, and byte tokens that are not UTF-8 become
         U+FFFD."""
         return self._codec.decode(ids)
+
+
+def _no_tokenizer(path: str | os.PathLike[str], error: ValueError) -> ConfigError:
+    refuse_pointer(path)
+    if re.match(rb"[A-Za-z0-9+/]+=* \d+\s", Path(path).read_bytes()[:1024]):
+        return ConfigError(
+            f"tokenizer {path} is a file of tiktoken, which has no special tokens and no rule that cuts a text; name "
+            f"the tokenizer.json of the model's folder on the Hugging Face hub ({CONVERT} writes one, too)"
+        )
+    return ConfigError(f"tokenizer {path} is not {error}")
+
+
+def _in_folder(folder: Path) -> str:
+    there = [name for name in (TOKENIZER_JSON, TOKENIZER_NAME, *OTHER_FILES) if (folder / name).is_file()]
+    if there and there[0] in OTHER_FILES:
+        return f"it has {there[0]} and no {TOKENIZER_JSON}, which {CONVERT} writes"
+    return f"name {tokenizer_in(folder)}"
 
 
 Spans = list[tuple[int, int]]

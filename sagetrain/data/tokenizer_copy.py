@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from codecs import BOM_UTF8
 from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from sagetrain.data.tokenizer_config import CONFIG, Beside, Stated, read_beside
 
 TOKENIZER_CONFIG = "tokenizer_config"
 """The key of our copies of tokenizer.json that holds what lay beside it: special tokens and chat templates."""
+CONVERT = "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+"""The call of transformers that writes a tokenizer.json from other files of a tokenizer."""
 _FIELD = b"\xc2\x0c"
 """The beginning of field 200, of bytes. SentencePiece's format leaves the fields from 200 on to others."""
 _ADD_BOS = _FIELD + b"\x0dadd_bos_token"
@@ -35,8 +38,8 @@ _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # These are SentencePiece's types of
 
 
 def is_json(model: bytes) -> bool:
-    """Whether a file is a tokenizer.json, and not a SentencePiece model."""
-    return model.lstrip()[:1] == b"{"
+    """Whether a file is a tokenizer.json, and not a SentencePiece model. It may begin with a byte order mark."""
+    return model.removeprefix(BOM_UTF8).lstrip()[:1] == b"{"
 
 
 def sha256_of(model: bytes) -> str:
@@ -82,6 +85,11 @@ def completed(model: bytes, file: Path) -> tuple[bytes, list[str]]:
 
 def _with_json(tree: dict[str, Any], beside: Beside, file: Path) -> tuple[bytes, list[str]]:
     notes = [*beside.notes, *_prefix_space(tree, beside, file)]
+    if "model" not in tree:
+        raise ValueError(
+            "a tokenizer.json of the tokenizers package: it has no key model, as vocab.json, tekken.json and "
+            f"tokenizer_config.json have none; {CONVERT} writes a tokenizer.json"
+        )
     try:
         added = {entry["id"]: _added(entry) for entry in tree.get("added_tokens") or []}
         vocabulary = tree["model"]["vocab"]
@@ -117,6 +125,8 @@ def _prefix_space(tree: dict[str, Any], beside: Beside, file: Path) -> list[str]
     parts += [each for part in parts for key in ("pretokenizers", "normalizers") for each in part.get(key) or []]
     says = f"{file.parent / CONFIG} says add_prefix_space {str(asked).lower()}"
     other = [part for part in parts if part.get("type") == "ByteLevel" and part.get("add_prefix_space", True) != asked]
+    if of_class in _LLAMA:  # With these classes, transformers leaves a tokenizer of bytes as it is.
+        other = []
     for part in other:
         part["add_prefix_space"] = asked
     if other:
@@ -163,7 +173,7 @@ def _with_pieces(model: bytes, beside: Beside, stated: list[Stated], file: Path)
             raise ConfigError(
                 f"{each.source}: {text!r} takes the spaces around it, or whole words alone (lstrip, rstrip, "
                 f"single_word), which a SentencePiece model cannot hold: convert {file.name} with transformers "
-                "(AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)) and name its tokenizer.json"
+                f"({CONVERT}) and name its tokenizer.json"
             )
         place = each.number if each.number is not None else len(proto.pieces)
         if text in numbers:

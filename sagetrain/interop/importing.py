@@ -20,7 +20,8 @@ from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.load import dump_config
 from sagetrain.config.schema import NO_DATA, TOKENIZER_JSON, TOKENIZER_NAME, ModelConfig, RunConfig
-from sagetrain.data.tokenizer import Tokenizer
+from sagetrain.data.tokenizer import OTHER_FILES, Tokenizer
+from sagetrain.data.tokenizer_copy import CONVERT
 from sagetrain.interop.causes import GATHER, no_folder, no_model, other_names
 from sagetrain.interop.describe import Described, Report, describe
 from sagetrain.interop.exporting import SPECIAL_IDS, cut, published
@@ -272,7 +273,10 @@ def _tokenizer(folder: Path, report: Report) -> Tokenizer | None:
     unless tokenizer.json has what only it can hold: a chat template, or tokens that are put before a text."""
     there = [folder / name for name in (TOKENIZER_JSON, TOKENIZER_NAME) if (folder / name).is_file()]
     if not there:
-        report(f"{folder}: has no {TOKENIZER_JSON} and no {TOKENIZER_NAME}: text cannot be tokenized for this model")
+        other = next((f" ({CONVERT} writes one from {name})" for name in OTHER_FILES if (folder / name).is_file()), "")
+        report(
+            f"{folder}: has no {TOKENIZER_JSON}{other} and no {TOKENIZER_NAME}: text cannot be tokenized for this model"
+        )
         return None
     tokenizer = Tokenizer.load(there[0])
     if len(there) == 2:

@@ -110,7 +110,7 @@ def test_tokens_are_those_of_transformers(plain: str, name: str, tmp_path: Path)
     assert (exported.eos_token_id, exported.bos_token_id) == (theirs.eos_token_id, theirs.bos_token_id)
 
 
-@pytest.mark.parametrize("of_class", ["GPT2TokenizerFast", "PreTrainedTokenizerFast"])
+@pytest.mark.parametrize("of_class", ["GPT2TokenizerFast", "PreTrainedTokenizerFast", "LlamaTokenizerFast"])
 def test_a_space_before_texts_is_put_where_transformers_puts_it(plain: str, of_class: str, tmp_path: Path) -> None:
     config = {"add_prefix_space": True, "tokenizer_class": of_class, "bos_token": "<|end|>", "unk_token": "<|end|>"}
     file = write(tmp_path / "theirs", plain, config=config)
@@ -185,6 +185,34 @@ def test_contradictions_are_named(plain: str, name: str, tmp_path: Path) -> None
     files, message = CONTRADICTIONS[name]
     with pytest.raises(ConfigError, match=message):
         Tokenizer.load(write(tmp_path, plain, **files))
+
+
+OTHER_FORMATS: dict[str, tuple[str, bytes, str]] = {
+    "tiktoken": (
+        "tokenizer.model",
+        b"IQ== 0\nIg== 1\nIGFuZA== 2\n",
+        "is a file of tiktoken, .* name the tokenizer.json",
+    ),
+    "vocabulary": ("vocab.json", b'{"a": 0}', r"has no key model, as vocab.json.*; AutoTokenizer.from_pretrained\(FOL"),
+    "Mistral's": ("tekken.json", b'{"config": {}, "vocab": []}', "is not a tokenizer.json .* it has no key model"),
+    "folder": (".", b"", "is a folder; it has vocab.json and no tokenizer.json, which AutoTokenizer.* writes"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_FORMATS)
+def test_files_of_other_formats_are_named(name: str, tmp_path: Path) -> None:
+    file, content, message = OTHER_FORMATS[name]
+    for path, text in ((tmp_path / file, content), (tmp_path / "vocab.json", b'{"a": 0}')):
+        if path != tmp_path:
+            path.write_bytes(text)
+    with pytest.raises(ConfigError, match=message):
+        Tokenizer.load(tmp_path / file)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_tokenizer(plain: str, tmp_path: Path) -> None:
+    file = write(tmp_path, plain)
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    assert Tokenizer.load(file).encode("Hi") == Tokenizer.load(write(tmp_path / "b", plain)).encode("Hi")
 
 
 # -- SentencePiece -----------------------------------------------------------------------------------------------------
