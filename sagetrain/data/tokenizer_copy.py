@@ -147,6 +147,13 @@ def _with_sentencepiece(model: bytes, beside: Beside, file: Path) -> tuple[bytes
     if stated:
         model, said = _with_pieces(model, beside, stated, file)
         notes += said
+    # transformers 5 takes a missing legacy for false.
+    if beside.templates and not beside.config.get("legacy") and _parsed(model).normalizer_spec.add_dummy_prefix:
+        notes.append(
+            f"{file} puts a space before a text also behind a control token, as transformers does if {CONFIG} says "
+            f"legacy true; it does not, so that transformers has other tokens there in chats: {CONVERT} writes a "
+            "tokenizer.json with these; name that"
+        )
     bos = beside.config.get("add_bos_token", beside.config.get("tokenizer_class") in _LLAMA)
     config = ({"add_bos_token": True} if bos else {}) | _config(beside, ())
     if config:
@@ -155,9 +162,7 @@ def _with_sentencepiece(model: bytes, beside: Beside, file: Path) -> tuple[bytes
     return model, notes
 
 
-def _with_pieces(model: bytes, beside: Beside, stated: list[Stated], file: Path) -> tuple[bytes, list[str]]:
-    """Add the tokens that other files state to a SentencePiece model. Special tokens become control pieces, and others
-    are found in any text. The model's bos and eos become those that the files name."""
+def _parsed(model: bytes) -> Any:
     from sentencepiece import sentencepiece_model_pb2
 
     proto = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
@@ -165,6 +170,13 @@ def _with_pieces(model: bytes, beside: Beside, stated: list[Stated], file: Path)
         proto.ParseFromString(model)
     except Exception as error:
         raise ValueError("a SentencePiece model file, nor a tokenizer.json") from error
+    return proto
+
+
+def _with_pieces(model: bytes, beside: Beside, stated: list[Stated], file: Path) -> tuple[bytes, list[str]]:
+    """Add the tokens that other files state to a SentencePiece model. Special tokens become control pieces, and others
+    are found in any text. The model's bos and eos become those that the files name."""
+    proto = _parsed(model)
     numbers = {piece.piece: number for number, piece in enumerate(proto.pieces)}
     known, notes, changed = set(numbers), [], False
     for each in stated:

@@ -258,6 +258,17 @@ def test_a_sentencepiece_model_gets_tokens_and_templates(pieces: Tokenizer, tmp_
     assert exported.apply_chat_template(talk, tokenize=False) == theirs.apply_chat_template(talk, tokenize=False)
 
 
+@pytest.mark.parametrize("legacy", [True, False])
+def test_a_space_behind_control_tokens_is_said(legacy: bool, tmp_path: Path) -> None:
+    """transformers asks the key legacy, which SentencePiece does not know."""
+    config = {"tokenizer_class": "LlamaTokenizer", "legacy": legacy, "chat_template": "{{ messages }}"}
+    file = beside_pieces(tmp_path, published_tokenizer(), config)
+    ours, theirs = Tokenizer.load(file), AutoTokenizer.from_pretrained(tmp_path)
+    found = ours.encode_parts([("</s>the model", False)], control=True)[0]
+    same = found == theirs.encode("</s>the model", add_special_tokens=False)
+    assert same == legacy == (not any("before a text also behind a control token" in note for note in ours.notes))
+
+
 def test_a_template_and_a_bos_do_not_change_the_identity(pieces: Tokenizer, tmp_path: Path) -> None:
     """Data that was prepared with the bare SentencePiece model still fits."""
     file = beside_pieces(tmp_path, pieces, {"chat_template": "{{ messages }}", "add_bos_token": True})
