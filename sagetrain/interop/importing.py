@@ -273,9 +273,9 @@ def _tokenizer(folder: Path, report: Report) -> Tokenizer | None:
     unless tokenizer.json has what only it can hold: a chat template, or tokens that are put before a text."""
     there = [folder / name for name in (TOKENIZER_JSON, TOKENIZER_NAME) if (folder / name).is_file()]
     if not there:
-        other = next((f" ({CONVERT} writes one from {name})" for name in OTHER_FILES if (folder / name).is_file()), "")
+        found = next((f" ({CONVERT} writes one from {name})" for name in OTHER_FILES if (folder / name).is_file()), "")
         report(
-            f"{folder}: has no {TOKENIZER_JSON}{other} and no {TOKENIZER_NAME}: text cannot be tokenized for this model"
+            f"{folder}: has no {TOKENIZER_JSON}{found} and no {TOKENIZER_NAME}: text cannot be tokenized for this model"
         )
         return None
     tokenizer = Tokenizer.load(there[0])
