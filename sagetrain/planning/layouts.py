@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from sagetrain.auto.recomputation_choice import fewest_blocks
@@ -175,9 +175,20 @@ def fewest_gpus(
     """Return the smallest number of GPUs on which some layout fits into memory, with the optimizer's state as
     configured or smaller, if none does on `world_size`. Only `world_size` times a power of two, up to 1,024 times, is
     tried."""
-    way = propose_smaller_states if smaller_states else propose
+    states = [_changed(cfg, state) for state in _SMALLER_STATES] if smaller_states else [cfg]
     counts = (world_size * 2**power for power in range(1, 11))
-    return next((count for count in counts if way(cfg, count, vocab_size, hardware)), None)
+    return next((n for n in counts if any(_fits_on(state, n, vocab_size, hardware) for state in states)), None)
+
+
+def _fits_on(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware) -> bool:
+    """Return whether `propose` has a layout. The first that fits is enough."""
+    every = _every(cfg, world_size, vocab_size, hardware)
+    allowed = (candidate for candidate in every if _allowed(candidate, world_size, vocab_size))
+    raised = _raised(every, world_size, vocab_size)
+    found = itertools.chain.from_iterable(
+        _fitting(each, world_size, vocab_size, hardware) for each in (allowed, raised)
+    )
+    return next(found, None) is not None
 
 
 def propose(
@@ -200,16 +211,16 @@ def propose(
     Returns:
         The layouts; an empty list if none fits. None means that config/rules has an error whatever the layout.
     """
-    pipelines = _pipelines(cfg, world_size, vocab_size, hardware)
-    every = [*_candidates(cfg, world_size, pipelines, hardware)]
+    every = _every(cfg, world_size, vocab_size, hardware)
     allowed = [candidate for candidate in every if _allowed(candidate, world_size, vocab_size)]
-    found = _fitting(allowed, world_size, vocab_size, hardware, span)
+    with_room = _with_room(allowed, world_size, vocab_size, hardware)
+    found = [*_fitting(with_room, world_size, vocab_size, hardware, span)]
     if not found:
-        raised = [_with_enough_tokens(candidate, world_size) for candidate in every]
-        raised = [candidate for candidate in raised if _allowed(candidate, world_size, vocab_size)]
+        raised = [*_raised(every, world_size, vocab_size)]
         if not (allowed or raised):
             return None
-        found = _fitting(raised, world_size, vocab_size, hardware, span)
+        with_room = _with_room(raised, world_size, vocab_size, hardware)
+        found = [*_fitting(with_room, world_size, vocab_size, hardware, span)]
         least = min((_raise(cfg, item.cfg) for item in found), default=0)
         found = [item for item in found if _raise(cfg, item.cfg) <= MORE_TOKENS * least]
     best: dict[tuple[int | str, ...], Layout] = {}
@@ -276,11 +287,15 @@ def overrides_to(cfg: RunConfig, chosen: RunConfig) -> list[str]:
     return [f"{key}={value}" for key, value in pairs.items()]
 
 
+def _every(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware) -> list[RunConfig]:
+    """Return every combination worth considering. config/rules says which of them can run."""
+    return [*_candidates(cfg, world_size, _pipelines(cfg, world_size, vocab_size, hardware), hardware)]
+
+
 def _candidates(
     cfg: RunConfig, world_size: int, pipelines: Sequence[tuple[int, int]], hardware: Hardware
 ) -> Iterator[RunConfig]:
-    """Yield every combination worth considering. config/rules says which of them can run. `pipelines` are the numbers
-    of stages and of their chunks."""
+    """Yield every combination of `pipelines`, the numbers of stages and of their chunks, with the other settings."""
     heads, own = cfg.model.num_key_value_heads, cfg.parallel
     splits = [size for size in range(1, heads + 1) if heads % size == 0 and world_size % size == 0]
     micro_batches = sorted({*_MICRO_BATCHES, cfg.data.micro_batch_size})
@@ -346,40 +361,63 @@ def _allowed(cfg: RunConfig, world_size: int, vocab_size: int) -> bool:
     return not any(finding.level == "error" for finding in fit(cfg, world_size, tokenizer))
 
 
+def _raised(candidates: Iterable[RunConfig], world_size: int, vocab_size: int) -> Iterator[RunConfig]:
+    """Yield the candidates whose tokens_per_step config/rules refuses, with as many tokens as they need."""
+    for candidate in candidates:
+        raised = _with_enough_tokens(candidate, world_size)
+        if raised.tokens_per_step != candidate.tokens_per_step and _allowed(raised, world_size, vocab_size):
+            yield raised
+
+
+def _ranks(cfg: RunConfig) -> tuple[int, int, int]:
+    """Return the sizes that make up a replica's number of ranks."""
+    return (
+        cfg.parallel.tensor_parallel_size,
+        cfg.parallel.context_parallel_size,
+        cfg.parallel.pipeline_parallel_size,
+    )
+
+
+def _with_room(
+    candidates: Iterable[RunConfig], world_size: int, vocab_size: int, hardware: Hardware
+) -> Iterator[RunConfig]:
+    """Yield the candidates whose offloaded state fits into the memory of the hosts."""
+    rooms: dict[tuple[int, ...], bool] = {}
+    for candidate in candidates:
+        share = *_ranks(candidate), candidate.parallel.zero_stage
+        if share not in rooms:
+            rooms[share] = host_finding(candidate, world_size, vocab_size, hardware) is None
+        if rooms[share]:
+            yield candidate
+
+
 def _fitting(
-    candidates: list[RunConfig], world_size: int, vocab_size: int, hardware: Hardware, span: float | None
-) -> list[Layout]:
-    """Return the layouts of the candidates that fit into memory. Each has the precision of linear layers that a run of
+    candidates: Iterable[RunConfig], world_size: int, vocab_size: int, hardware: Hardware, span: float | None = None
+) -> Iterator[Layout]:
+    """Yield the layouts of the candidates that fit into memory. Each has the precision of linear layers that a run of
     it is predicted to choose, so that `plan` says the same of a proposal that is pasted into a configuration."""
+    usable = usable_memory(hardware)
     chosen: dict[tuple[int, ...], LinearConfig] = {}
-
-    def decided(candidate: RunConfig) -> RunConfig:
-        how = candidate.parallel
-        ranks = how.tensor_parallel_size, how.context_parallel_size, how.pipeline_parallel_size
-        key = (*ranks, how.sequence_parallel, candidate.data.micro_batch_size)
-        if key not in chosen:
-            chosen[key] = fastest_linear(candidate, vocab_size, hardware, span)
-        return candidate.model_copy(update={"linear": chosen[key]})
-
-    layouts = []
-    for candidate in map(decided, candidates):
+    for candidate in candidates:
+        call = *_ranks(candidate), candidate.parallel.sequence_parallel, candidate.data.micro_batch_size
+        if call not in chosen:
+            chosen[call] = fastest_linear(candidate, vocab_size, hardware, span)
+        candidate = candidate.model_copy(update={"linear": chosen[call]})
         # The time of what does not fit need not be predicted. Under tensor parallelism the prediction decides about
         # halves, on which the memory depends.
         ways = [with_overlap(candidate, "off")]
         ways += [with_overlap(candidate, "on")] if candidate.parallel.tensor_parallel_size > 1 else []
-        least = min(total_bytes(memory_per_rank(way, world_size, vocab_size)) for way in ways)
-        if least > usable_memory(hardware) or host_finding(candidate, world_size, vocab_size, hardware):
+        if all(total_bytes(memory_per_rank(way, world_size, vocab_size)) > usable for way in ways):
             continue
         item = layout(candidate, world_size, vocab_size, hardware, span)
-        if item.memory > usable_memory(hardware):
+        if item.memory > usable:
             continue
-        layouts.append(item)
+        yield item
         if candidate.training.activation_checkpointing == "full":
             blocks = fewest_blocks(candidate.model.num_layers, fits_with(candidate, world_size, vocab_size, hardware))
             if 0 < blocks < candidate.model.num_layers:
                 way = with_recomputation(candidate, blocks)
-                layouts.append(layout(way, world_size, vocab_size, hardware, span))
-    return layouts
+                yield layout(way, world_size, vocab_size, hardware, span)
 
 
 def _raise(cfg: RunConfig, raised: RunConfig) -> float:
@@ -394,11 +432,12 @@ def _with_enough_tokens(cfg: RunConfig, world_size: int) -> RunConfig:
     multiple = token_multiple(cfg, data_parallel_size(cfg, world_size))
     if isinstance(cfg.tokens_per_step, RampTokens | NoiseAwareTokens) and cfg.tokens_per_step.multiple:
         multiple *= -(-cfg.tokens_per_step.multiple // multiple)
-    tree = cfg.model_dump()
-    for key, tokens in cfg.tokens_per_step.named_tokens.items():
-        *parents, last = key.split(".")
+    schedule = cfg.tokens_per_step
+    tree = schedule.model_dump()
+    for key, tokens in schedule.named_tokens.items():
+        _, *parents, last = key.split(".")
         place = tree
         for name in parents:
             place = place[int(name) if isinstance(place, list) else name]
         place[last] = -(-tokens // multiple) * multiple
-    return RunConfig.model_validate(tree)
+    return cfg.model_copy(update={"tokens_per_step": type(schedule).model_validate(tree)})

@@ -13,6 +13,7 @@ from sagetrain.config.rules import fit
 from sagetrain.hardware import HARDWARE, cluster_of
 from sagetrain.model.accounting import memory_per_rank, parameters_per_rank
 from sagetrain.model.host_memory import host_memory_per_rank
+from sagetrain.planning import layouts
 from sagetrain.planning.evidence import evidence
 from sagetrain.planning.layouts import host_finding
 from sagetrain.planning.performance import predict
@@ -98,8 +99,13 @@ def test_the_time_is_not_measured_and_shrinks_with_steps():
     assert predict(cfg, 2, VOCAB, slow).offload > few.offload
 
 
-def test_a_host_without_room_is_refused():
-    plans = {host: plan(*OPTIMIZER, host=host) for host in (16, 64, None)}
+def test_a_host_without_room_is_refused(monkeypatch):
+    """A host's memory rules out whole kinds of layouts at once. None of them is looked at alone."""
+    looked_at, fit = [], layouts.fit
+    monkeypatch.setattr(layouts, "fit", lambda *how: (looked_at.append(how), fit(*how))[1])
+    plans = {16: plan(*OPTIMIZER, host=16)}
+    assert len(looked_at) < 5000  # The search goes through 110,000, for up to 2,048 GPUs.
+    plans |= {host: plan(*OPTIMIZER, host=host) for host in (64, None)}
     found = {host: [each for each in made.findings if each.rule == "host_memory"] for host, made in plans.items()}
     assert found[64] == found[None] == [] and plans[None].host_memory and not plan().host_memory
     finding = only(found[16])
