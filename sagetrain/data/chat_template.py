@@ -173,6 +173,8 @@ def rendered(
         return _compiled(template).render({"tools": None, "documents": None, **special_tokens, **(more or {}), **given})
     except RecursionError as error:
         raise ValueError("the chat template never ends: a macro of it calls itself again and again") from error
+    except MemoryError as error:
+        raise ValueError("the chat template makes a text for which there is not enough memory") from error
     except (
         jinja2.TemplateError,
         ArithmeticError,

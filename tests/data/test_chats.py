@@ -295,6 +295,8 @@ RECURSIVE = "{% macro more(n) %}{{ more(n + 1) }}{% endmacro %}"
 
 
 def test_a_template_that_never_ends_is_an_error(folder: Path) -> None:
+    with pytest.raises(ValueError, match="makes a text for which there is not enough memory"):
+        shown({"messages": [ASK, ANSWER]}, "{{ 'a' * 10 ** 15 }}")
     with pytest.raises(ValueError, match="the chat template never ends: a macro of it calls itself"):
         rendered(RECURSIVE + "{{ more(0) }}", [ASK], {}, False)
     with pytest.raises(ValueError, match="the chat template never ends"):

@@ -18,6 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Mistr
 from prepare_inputs import published_tokenizer
 from runs import sagetrain
 from sagetrain.config import ConfigError
+from sagetrain.config.load import load_config
+from sagetrain.config.rules.model import rope_scaling
 from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.inference.evaluate import evaluate_texts
 from sagetrain.inference.generate import Sampling, generate
@@ -102,6 +104,8 @@ def test_logits_are_equal_and_tensors_go_back_bit_for_bit(name: str, tmp_path: P
     done = import_folder(folder, tmp_path / "run", report=said.append)
     assert done.parameters == sum(tensor.numel() for tensor in weights(folder).values())
     assert len(said) == 1 and "has no tokenizer.json" in said[0]
+    # A run that takes this file would be told of keys that its user did not write.
+    assert [*rope_scaling(load_config(tmp_path / "run/config.yaml").model)] == []
     check_logits(folder, tmp_path / "run")
     export(tmp_path / "run", tmp_path / "out")
     check_same(folder, tmp_path / "out")

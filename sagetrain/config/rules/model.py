@@ -103,5 +103,6 @@ def rope_scaling(model: ModelConfig) -> Iterator[Finding]:
         )
     for other, keys in {**bounds, "yarn": (*bounds["yarn"], "attention_factor")}.items():
         for key in keys if other != scaling.type else ():
-            if key in scaling.model_fields_set and getattr(scaling, key) is not None:
+            # A configuration that a command wrote has all keys.
+            if getattr(scaling, key) != type(scaling).model_fields[key].default:
                 yield no_effect(f"model.rope_scaling.{key}", getattr(scaling, key), f"type {scaling.type}")
