@@ -61,9 +61,8 @@ def config_path(name: str | Path) -> Path:
         return path
     there = {file: path for file, path in shipped().items() if path.suffix == ".yaml"}
     if path.name not in there:
-        raise ConfigError(
-            f"{name}: no such file, and no shipped configuration of that name; there are {', '.join(there)}"
-        )
+        what = "is a folder" if path.is_dir() else "no such file"
+        raise ConfigError(f"{name}: {what}, and no shipped configuration of that name; there are {', '.join(there)}")
     return there[path.name]
 
 

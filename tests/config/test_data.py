@@ -160,6 +160,7 @@ def test_a_folder_with_files_of_somebody_else_is_no_run_dir(tmp_path, parts, req
         return [f for f in findings(RunConfig.model_validate(tree), required) if f.rule == "run_dir"]
 
     (folder / "notes.txt").touch()
+    (folder / "checkpoints").mkdir()  # Other projects have such a folder, too.
     assert found() == []
     for name in ("tokenizer.model", "config.yaml"):
         (folder / name).touch()
@@ -169,7 +170,7 @@ def test_a_folder_with_files_of_somebody_else_is_no_run_dir(tmp_path, parts, req
     (folder / ".lock").touch()  # A run was here and left its lock.
     assert found() == []
     (folder / ".lock").unlink()
-    (folder / "checkpoints").mkdir()  # A run was copied to here without its lock.
+    (folder / "checkpoints/step-00000010").mkdir()  # A run was copied to here without its lock.
     assert found() == []
 
 

@@ -447,5 +447,8 @@ def test_a_shipped_configuration_is_found_from_any_folder(tmp_path, monkeypatch)
         ConfigError, match=r"325: no such file, .* there are 1b, 24gb, 325m, 7b, 8b, minimal, quickstart"
     ):
         load_config("325")
+    (tmp_path / "configs").mkdir()
+    with pytest.raises(ConfigError, match=r"configs: is a folder, and no shipped configuration"):
+        load_config("configs")
     with pytest.raises(ConfigError, match=r"325m.yaml: cannot be read"):
         load_config("325m.yaml")

@@ -18,9 +18,10 @@ _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})")
 """The names of the files that `sagetrain prepare --shard` writes."""
 _WRITTEN = (
     *("config.yaml", "deepspeed.json", "fsdp.json", "findings.json", "metrics.jsonl", "events.jsonl", "stability.json"),
-    *("attention.json", "linear.json", TOKENIZER_NAME, TOKENIZER_JSON),
+    *("attention.json", "linear.json", "samples.jsonl", "init_from.json", "stacks"),
+    *(TOKENIZER_NAME, TOKENIZER_JSON),
 )
-"""The files that a run writes beside its folders (docs/run-folder.md)."""
+"""The files that a run writes beside its folders (docs/run-folder.md), and a folder that it empties."""
 _TOKENIZERS = (TOKENIZER_JSON, TOKENIZER_NAME)
 TEXT_PREFIX = "text_prefix"
 """The key of a checkpoint's state for the tokens that the model learned before every text."""
@@ -214,7 +215,8 @@ def _run_dir(cfg: RunConfig, required: bool) -> Iterator[Finding]:
             "choose another folder, or let this user write there (chmod)",
         )
     theirs = [name for name in _WRITTEN if (folder / name).exists()]
-    if theirs and not any((folder / name).exists() for name in (".lock", "checkpoints")):
+    # Folders named checkpoints are common in other projects.
+    if theirs and not any(any(folder.glob(name)) for name in (".lock", "checkpoints/step-*")):
         yield Finding(
             "run_dir",
             "error" if required else "warning",
