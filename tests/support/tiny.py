@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo.guards
 
 from sagetrain.checkpoint.saving import Saver
 from sagetrain.checkpoint.state import Identity, RunState
@@ -31,6 +32,10 @@ from sagetrain.optim.weights import Fp32Weights
 from sagetrain.parallel.topology import ParallelGroups, Topology
 
 VOCAB, SEQ = 128, 16
+
+# torch times the guards of each graph for its logs, and empties the caches of the processor before: a tenth of the time
+# in which a small block is compiled.
+torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 
 
 def config(stage: int, dtype: str = "fp32", **sections: dict) -> RunConfig:
