@@ -45,7 +45,7 @@ _BUCKET_BESIDE, _OWN = 50_000_000, 8_000_000
 _CHUNK_LOGITS = 2**28
 _MOMENT_BYTES = {"fp32": 4, "bf16": 2, "int8": 1 + 4 / 256}
 """Bytes of a moment of one parameter, by optimizer.moments. In 8 bits 256 values share a scale (optim/states.py)."""
-MUON_ROUND = 2**25
+MUON_ROUND = 2**26
 """The number of values of the matrices that Muon orthogonalizes between two exchanges on a rank (optim/muon.py)."""
 # Two halves gain from this many FLOPs of a block's matmuls on. Below, a host launches slower than a GPU computes
 # (results/tensor-parallel).
@@ -392,14 +392,14 @@ def _moments(cfg: RunConfig, size: int) -> tuple[str, int]:
 
 
 def _orthogonalizing(cfg: RunConfig) -> list[MemoryItem]:
-    """Estimate the update by Muon: directions and updates, sent and received, of a round, and the matrices between."""
+    """Estimate the update by Muon: the directions of a round of matrices, and what Newton-Schulz steps hold."""
     shapes = muon_shapes(cfg)
     if not shapes:
         return []
-    largest = max(map(prod, shapes))
-    of_a_round = max(min(MUON_ROUND, muon_parameters(cfg)), largest)
-    total = 4 * 2 * of_a_round + 6 * 2 * largest
-    return [MemoryItem("orthogonalizing", total, "Muon's updates of a round of matrices in bf16")]
+    of_a_round = max(min(MUON_ROUND, muon_parameters(cfg)), *map(prod, shapes))
+    # Received directions, matrices before and after a step, two squares of their shorter side, and on several ranks
+    # matrices whose slices were joined.
+    return [MemoryItem("orthogonalizing", 6 * 2 * of_a_round, "Muon's updates of a round of matrices in bf16")]
 
 
 def _reduction(cfg: RunConfig, size: int, ranks: int) -> tuple[MemoryItem, MemoryItem, float]:

@@ -8,6 +8,7 @@ matrices. Owners share the work: every rank has about as many operations to do.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sagekernels.muon import add_update, direction, orthogonalize
 from sagetrain.config.schema import OptimizerConfig
 from sagetrain.model.accounting import MUON_ROUND
 from sagetrain.optim.owners import owners
@@ -25,20 +27,6 @@ from sagetrain.optim.weights import weights_of
 
 KINDS = ("momentum",)
 """The kinds of Muon's state: the running average of gradients."""
-_QUINTIC = 3.4445, -4.7750, 2.0315
-_EPS = 1e-7
-
-
-def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
-    """Return nearly U V^T of the singular value decomposition U S V^T of a bf16 matrix, by Newton-Schulz steps."""
-    a, b, c = _QUINTIC
-    tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.T if tall else matrix
-    x = x / x.norm().clamp(min=_EPS)
-    for _ in range(steps):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if tall else x
 
 
 class _Range(NamedTuple):
@@ -88,23 +76,25 @@ class Muon:
     def step(self, gradients: Sequence[Tensor], lr: float, update: int) -> None:
         """Update weights and momentum: see pieces.Optimizer."""
         for matrices in self._rounds:
-            mine = matrices[self._rank]
-            directions = [self._direction(n, gradients[n]) for owned in matrices for n in owned]
+            mine, every = matrices[self._rank], list(itertools.chain.from_iterable(matrices))
             sent = [sum(self._ranges[self._rank][n].size for n in owned) for owned in matrices]
             kept = [sum(each[n].size for n in mine) for each in self._ranges]
-            updates = self._orthogonal(mine, self._exchanged(torch.cat(directions), sent, kept))
-            self._apply([n for owned in matrices for n in owned], self._exchanged(updates, kept, sent), lr, update)
+            updates = self._orthogonal(mine, self._exchanged(self._directions(every, gradients), sent, kept))
+            self._apply(every, self._exchanged(updates, kept, sent), lr, update)
+            del updates
 
-    def _direction(self, number: int, gradient: Tensor) -> Tensor:
-        """Take a gradient into the momentum. Return the direction of the update, before it is orthogonalized, in
-        bf16."""
-        if not len(gradient):
-            return torch.empty(0, dtype=torch.bfloat16, device=gradient.device)
-        state, cfg = self.state[number]["momentum"], self._cfg
-        gradient = gradient.float()
-        momentum = state.read().lerp_(gradient, 1 - cfg.momentum)
-        state.write(momentum)
-        return (gradient.lerp(momentum, cfg.momentum) if cfg.nesterov else momentum).bfloat16()
+    def _directions(self, matrices: Sequence[int], gradients: Sequence[Tensor]) -> Tensor:
+        """Take gradients into the momentum. Return the directions of the updates, before they are orthogonalized, one
+        after the other in bf16."""
+        sizes = [self._ranges[self._rank][number].size for number in matrices]
+        found = torch.empty(sum(sizes), dtype=torch.bfloat16, device=self._pieces[0].weight.device)
+        for number, place in zip(matrices, found.split(sizes), strict=True):
+            if len(place):
+                state = self.state[number]["momentum"]
+                momentum = state.read()
+                direction(momentum, gradients[number], place, self._cfg.momentum, self._cfg.nesterov)
+                state.write(momentum)
+        return found
 
     def _exchanged(self, values: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Send consecutive parts of `values`, of the lengths `sent`, to the ranks. Return the parts that they sent, of
@@ -117,22 +107,22 @@ class Muon:
 
     def _orthogonal(self, mine: Sequence[int], parts: Tensor) -> Tensor:
         """Return the orthogonalized parts of this rank's matrices, in the order in which they came: by rank, then by
-        matrix."""
-        result, first = torch.empty_like(parts), 0
-        places: dict[int, list[tuple[_Range, slice]]] = {number: [] for number in mine}
-        for ranges in self._ranges:
-            for number in mine:
-                places[number].append((ranges[number], slice(first, first + ranges[number].size)))
-                first += ranges[number].size
-        for number, found in places.items():
-            piece = self._pieces[number]
-            flat = parts.new_empty(piece.slices, piece.spec.size // piece.slices)
-            for (of, start, stop), place in found:
-                flat[of, start:stop] = parts[place]
-            flat = _slices(orthogonalize(_whole(flat, piece), self._cfg.steps), piece)
-            for (of, start, stop), place in found:
-                result[place] = flat[of, start:stop]
-        return result
+        matrix. The matrices have one shape. `parts` is overwritten."""
+        if not mine:
+            return parts
+        piece = self._pieces[mine[0]]
+        if self._group is None:
+            return orthogonalize(parts.view(len(mine), *piece.spec.shape), self._cfg.steps).reshape(-1)
+        flat = parts.new_empty(len(mine), piece.slices, piece.spec.size // piece.slices)
+        places = [
+            flat[place, of, start:stop]
+            for ranges in self._ranges
+            for place, (of, start, stop) in enumerate(ranges[number] for number in mine)
+        ]
+        for place, part in zip(places, parts.split([len(place) for place in places]), strict=True):
+            place.copy_(part)
+        flat.copy_(_slices(orthogonalize(_whole(flat, piece), self._cfg.steps), piece))
+        return torch.cat(places)
 
     def _apply(self, matrices: Sequence[int], updates: Tensor, lr: float, update: int) -> None:
         """Decay this rank's pieces, and add their updates."""
@@ -140,8 +130,8 @@ class Muon:
         for number, part in zip(matrices, updates.split(sizes), strict=True):
             if len(part):
                 weight = self.weights[number].read()
-                weight.mul_(1 - lr * self._weight_decay)
-                weight.add_(part, alpha=-lr * self._factor(*self._pieces[number].spec.shape))
+                scale = -lr * self._factor(*self._pieces[number].spec.shape)
+                add_update(weight, part, 1 - lr * self._weight_decay, scale)
                 self.weights[number].write(weight, 0, update)
 
     def _factor(self, rows: int, columns: int) -> float:
@@ -152,29 +142,33 @@ class Muon:
 
 
 def _whole(slices: Tensor, piece: TensorPiece) -> Tensor:
-    """Return the matrix whose flattened slices are the rows of `slices`."""
+    """Return the matrices, [batch, rows, columns], whose flattened slices are given: [batch, slices, values]."""
     rows, columns = piece.spec.shape
     if piece.spec.dim != 1 or piece.slices == 1:
-        return slices.view(rows, columns)
-    return slices.view(piece.slices, rows, -1).transpose(0, 1).reshape(rows, columns)
+        return slices.view(-1, rows, columns)
+    return slices.view(len(slices), piece.slices, rows, -1).transpose(1, 2).reshape(-1, rows, columns)
 
 
 def _slices(whole: Tensor, piece: TensorPiece) -> Tensor:
-    """Return the flattened slices of a matrix, which is what `_whole` made of them."""
+    """Return the flattened slices of matrices, which is what `_whole` made of them."""
     rows = piece.spec.shape[0]
     if piece.spec.dim != 1 or piece.slices == 1:
-        return whole.reshape(piece.slices, -1)
-    return whole.reshape(rows, piece.slices, -1).transpose(0, 1).reshape(piece.slices, -1)
+        return whole.reshape(len(whole), piece.slices, -1)
+    return whole.reshape(len(whole), rows, piece.slices, -1).transpose(1, 2).reshape(len(whole), piece.slices, -1)
 
 
 def _rounds(owned: Sequence[Sequence[int]], pieces: Sequence[TensorPiece]) -> list[list[list[int]]]:
-    """Cut the matrices of each owner into rounds of about MUON_ROUND values. Every owner has a list in every round."""
+    """Cut the matrices of each owner into rounds of about MUON_ROUND values of one shape. Every owner has a list in
+    every round."""
     cut: list[list[list[int]]] = []
     for matrices in owned:
-        rounds: list[list[int]] = [[]]
-        for number in matrices:
-            if rounds[-1] and sum(pieces[n].spec.size for n in rounds[-1]) + pieces[number].spec.size > MUON_ROUND:
-                rounds.append([])
-            rounds[-1].append(number)
+        rounds: list[list[int]] = []
+        # The largest matrices come first on every owner, so that owners work at the same time.
+        for number in sorted(matrices, key=lambda n: (-pieces[n].spec.size, pieces[n].spec.shape, n)):
+            spec, before = pieces[number].spec, [pieces[n].spec for n in rounds[-1]] if rounds else []
+            if before and before[0].shape == spec.shape and (len(before) + 1) * spec.size <= MUON_ROUND:
+                rounds[-1].append(number)
+            else:
+                rounds.append([number])
         cut.append(rounds)
     return [[rounds[i] if i < len(rounds) else [] for rounds in cut] for i in range(max(map(len, cut)))]

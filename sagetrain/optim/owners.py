@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 
 def cost(shape: tuple[int, ...], steps: int) -> int:
-    """Return the floating point operations of orthogonalizing a matrix by Newton-Schulz steps."""
+    """Return the floating point operations of orthogonalizing a matrix by Newton-Schulz steps. Half of X X^T and of its
+    square is computed (sagekernels/muon.py)."""
     short, long = sorted(shape)
-    return steps * (4 * short * short * long + 2 * short**3)
+    return steps * (3 * short * short * long + short**3)
 
 
 def owners(shapes: Sequence[tuple[int, ...]], ranks: int, steps: int) -> list[int]:

@@ -92,9 +92,9 @@ _CONVERTED = {0: 0, 1: 0, 2: 6, 3: 6}
 """Bytes of a micro-step, by ZeRO stage, that write a bf16 gradient in fp32."""
 
 # Muon's update of a matrix moves this many bytes for each parameter beyond AdamW's: momentum, direction, exchange, and
-# the products of Newton-Schulz steps. For 1B on an H100, 2026-11-27, it took 118 ms more than AdamW's, of which the
-# matmuls are 60 (results/muon).
-_MUON_BYTES = 140
+# the products of Newton-Schulz steps. The figure also has what these products lose beside large matmuls. For 1B on an
+# H100, 2026-11-27, the update took 81 ms more than AdamW's (results/muon).
+_MUON_BYTES = 94
 
 OVERLAP = 0.2
 """Share of the shorter of a collective and the matmuls beside it that is saved when both run at once. NCCL takes
@@ -320,7 +320,7 @@ class _Step:
         sent = 2 * muon_parameters(self.cfg) // ranks
         if ranks == 1 or not sent:
             return []
-        rounds = -(-sent // (2 * MUON_ROUND))
+        rounds = max(len(set(muon_shapes(self.cfg))), -(-sent // (2 * MUON_ROUND)))
         axis, part = ("data", (self.owners, 1)) if self.owners > 1 else ("tensor", None)
         return [self._collective(axis, "matrices of Muon", "all-to-all", 2 * rounds, sent // rounds, part)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 import tiny
 from distributed import run_distributed
+from sagekernels.muon import orthogonalize
 from sagetrain.checkpoint import on_disk, reading
 from sagetrain.checkpoint.reading import Reader
 from sagetrain.config import RunConfig
@@ -109,6 +111,21 @@ def test_muon_has_torchs_values_and_the_same_bits_everywhere() -> None:
         theirs.step()
     for name, weight in named.items():
         torch.testing.assert_close(ours[name], weight.detach(), rtol=0, atol=1e-6)
+
+
+def test_matrices_of_one_shape_are_orthogonalized_together(monkeypatch) -> None:
+    """A round has one shape, and as many matrices as fit. Owners have shapes of the same size in the same round."""
+    specs, batches = matrices(), list[tuple[int, ...]]()
+    pieces = [TensorPiece(spec, 0, 1, 0, spec.size, drawn(spec, -1).flatten()) for spec in specs]
+    monkeypatch.setattr(
+        muon, "orthogonalize", lambda x, steps: batches.append(tuple(x.shape)) or orthogonalize(x, steps)
+    )
+    for most, expected in ((2**25, [(4, 48, 32), (2, 32, 48), (4, 32, 32), (4, 16, 32)]), (3 * 48 * 32, None)):
+        monkeypatch.setattr(muon, "MUON_ROUND", most)
+        batches.clear()
+        Muon(pieces, OptimizerConfig(lr=1e-2), 0, None).step([drawn(spec, 0).flatten() for spec in specs], 1e-2, 1)
+        assert sum(batch[0] for batch in batches) == len(specs)
+        assert sorted(batches) == sorted(expected) if expected else all(math.prod(batch) <= most for batch in batches)
 
 
 def losses_of(root: str, cases: list[tuple[int, int, int, tuple, dict]]) -> list[tuple[tuple, list[float]]]:

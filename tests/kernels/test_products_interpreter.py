@@ -1,4 +1,4 @@
-"""The Triton kernel of INT8 products on Triton's interpreter agrees with float64.
+"""The Triton kernels of INT8 products and of Muon on Triton's interpreter agree with float64 and with their twins.
 
 This file starts itself in a process that interprets, as test_sage_interpreter.py does.
 """
@@ -16,13 +16,14 @@ INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
 if not INSIDE:
 
     @pytest.mark.timeout(600)
-    def test_int8_products_in_the_interpreter():
+    def test_products_in_the_interpreter():
         command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", __file__]
         environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
 
 else:
+    from sagekernels import muon
     from sagekernels.int8_matmul import ProductTile, int8_product_triton, product_twin
 
     every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -99,3 +100,41 @@ else:
         loose.copy_(factor(3, 21, 48, True)[0])
         check((loose, torch.ones(21, 1)), (other[0], other[1].expand(20, 2)[:, 1:]), torch.float32)
         check((loose[:0], torch.ones(1, 1)), other, torch.float32)
+
+    @pytest.mark.parametrize("shape", [(3, 70, 130), (2, 130, 70), (1, 64, 64)])
+    def test_muon_orthogonalizes_a_batch(shape):
+        """Matrices are wide, tall and square, and fill tiles or not. A matrix has the same bits in every batch."""
+        draw = torch.Generator().manual_seed(0)
+        x = torch.randn(shape, generator=draw).bfloat16()
+        found, twin = muon.orthogonalize_triton(x.clone(), 2), torch.stack([muon.orthogonalize_twin(m, 2) for m in x])
+        assert found.is_contiguous() and (found - twin).norm() < 0.01 * twin.norm()
+        assert torch.equal(muon.orthogonalize_triton(x[-1:].clone(), 2)[0], found[-1])
+
+    def test_half_of_a_symmetric_product_is_computed():
+        """Both halves are stored. What lies beyond the matrix is not touched."""
+        x = torch.randn(2, 150, 40, generator=torch.Generator().manual_seed(0)).bfloat16()
+        memory = torch.full((2, 160, 160), 7.0, dtype=torch.bfloat16)
+        half, whole = memory[:, :150, :150], torch.empty(2, 150, 150, dtype=torch.bfloat16)
+        for addend, beta in ((None, 1.0), (torch.full_like(memory, 2.0)[:, :150, :150], -3.0)):
+            muon.product(x, x, half, addend, 2.0, beta, symmetric=True)
+            muon.product(x, x, whole, None if addend is None else torch.full_like(whole, 2.0), 2.0, beta)
+            assert torch.equal(half, whole)
+            truth = 2 * x.double() @ x.double().mT + (0 if addend is None else -6)
+            assert ((half.double() - truth).abs() <= 2**-7 * truth.abs() + 1e-4).all()
+        assert (memory[:, 150:] == 7).all() and (memory[:, :, 150:] == 7).all()
+
+    @pytest.mark.parametrize("nesterov", [True, False])
+    def test_muons_passes_are_those_of_their_twins(nesterov):
+        draw = torch.Generator().manual_seed(0)
+        momentum, gradient, weight = (torch.randn(5000, generator=draw) for _ in range(3))
+        for values in (gradient, gradient.bfloat16()):
+            ours, theirs = (
+                (momentum.clone(), torch.empty(5000, dtype=torch.bfloat16), weight.clone()) for _ in range(2)
+            )
+            muon.direction_triton(ours[0], values, ours[1], 0.95, nesterov)
+            muon.direction_twin(theirs[0], values, theirs[1], 0.95, nesterov)
+            muon.add_update_triton(ours[2], theirs[1], 0.999, -0.01)
+            muon.add_update_twin(theirs[2], theirs[1], 0.999, -0.01)
+            torch.testing.assert_close(ours[0], theirs[0], rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(ours[1], theirs[1], rtol=2**-7, atol=1e-6)
+            torch.testing.assert_close(ours[2], theirs[2], rtol=1e-6, atol=1e-6)
