@@ -65,6 +65,19 @@ _WITHOUT = {
 }
 
 
+# These keys say nothing about what a model computes, or are read by interop/importing.py.
+_HARMLESS = {
+    "_attn_implementation", "_attn_implementation_autoset", "_flash_attn_2_enabled", "_name_or_path",
+    "add_cross_attention", "architectures", "attention_dropout", "auto_map", "bos_token_id",
+    "chunk_size_feed_forward", "cross_attention_hidden_size", "dtype", "eos_token_id", "id2label", "is_decoder",
+    "is_encoder_decoder", "label2id", "max_position_embeddings", "max_window_layers", "model_type",
+    "output_attentions", "output_hidden_states", "pad_token_id", "pretraining_tp", "problem_type",
+    "quantization_config", "return_dict", "return_dict_in_generate", "torch_dtype", "torchscript",
+    "transformers_version", "transformers_weights", "use_bfloat16", "use_cache", "use_return_dict", "layer_types",
+    "original_max_position_embeddings", "rope_parameters", "rope_scaling", "rope_theta", "sliding_window",
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Described:
     """A model as its config.json describes it."""
@@ -100,6 +113,12 @@ def describe(config: Mapping[str, Any], where: str, report: Report) -> Described
             raise ConfigError(f"{where}: {key} {config[key]!r}: SageTrain computes these models with {value!r} alone")
     if dropout := config.get("attention_dropout"):
         report(f"{where}: attention_dropout {dropout}: SageTrain drops nothing when this model is trained on")
+    known = {*_HARMLESS, *_THEIRS.values(), *_WITHOUT}
+    if unread := {key: value for key, value in config.items() if value is not None and key not in known}:
+        report(
+            f"{where}: not read, as {name} of transformers does not: "
+            f"{', '.join(f'{key} {value!r}'[:80] for key, value in unread.items())}"
+        )
     if code := config.get("auto_map"):
         report(
             f"{where}: auto_map names code of its own ({code}), which is not run: the model is read as {name}, as by "
@@ -154,7 +173,11 @@ def _architecture(config: Mapping[str, Any], where: str) -> str:
         return by_type[model_type]
     name = names[0] if len(names) == 1 else None
     if name not in ARCHITECTURES:
-        raise ConfigError(f"{where}: architectures {names}: not one of {', '.join(ARCHITECTURES)}, which can be read")
+        of_type = by_type.get(str(model_type))
+        fix = f"; if it is the model of model_type {model_type!r}, set them to [{of_type!r}]" if of_type else ""
+        raise ConfigError(
+            f"{where}: architectures {names}: not one of {', '.join(ARCHITECTURES)}, which can be read{fix}"
+        )
     if model_type not in (None, ARCHITECTURES[name].model_type):
         raise ConfigError(
             f"{where}: architectures {name} contradicts model_type {model_type!r}, by which transformers goes: set "

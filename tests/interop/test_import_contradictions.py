@@ -213,6 +213,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"rope_parameters": [1]}, r"rope_parameters \[1\] holds no keys"),
     ({"model_type": "qwen3"}, "architectures LlamaForCausalLM contradicts model_type 'qwen3'"),
     ({"architectures": ["LlamaForCausalLM", "Qwen3ForCausalLM"]}, "architectures .*'Qwen3ForCausalLM'.: not one of"),
+    ({"architectures": ["LLaMAForCausalLM"]}, r"is the model of model_type 'llama', set them to \['LlamaForC"),
     ({"layer_types": ["full_attention"]}, "layer_types names 1 layers, num_hidden_layers says 2"),
     ({"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of num_key_value_heads 3"),
     ({"head_dim": None, "num_attention_heads": 5}, "no head_dim, and hidden_size 32 is no multiple of num_attent.*5"),
@@ -258,6 +259,15 @@ def test_defaults_are_those_of_transformers(name: str) -> None:
         other = type(theirs)(hidden_size=64, num_attention_heads=2)
         derived = {"num_key_value_heads": 2, "head_dim": 32} | known
         assert getattr(other, key) == derived[key]
+
+
+def test_keys_that_no_reader_of_the_class_knows_are_said(copy: Callable[..., Folder]) -> None:
+    """Other classes scale by such keys. A config.json that transformers wrote has none of them."""
+    folder = copy()
+    assert "not read, as" not in folder.as_transformers()
+    shutil.rmtree(folder.run)
+    said = folder.config(logits_scaling=8.0, rope_interleaved=True, sep_token_id=None).as_transformers()
+    assert "not read, as LlamaForCausalLM of transformers does not: logits_scaling 8.0, rope_interleaved True" in said
 
 
 @pytest.mark.parametrize(("name", "keys"), [("qwen", ("head_dim",)), ("mistral", ("num_key_value_heads",))])
