@@ -8,7 +8,6 @@ raises ConfigError with the text of the command. A checkpoint that cannot be use
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 import yaml
 
 from sagetrain.cluster.launcher import launched
-from sagetrain.config.arguments import checked
+from sagetrain.config.arguments import check_least, checked
 from sagetrain.config.check import accept
 from sagetrain.config.errors import CheckpointError, ConfigError, Finding, TrainingError
 from sagetrain.config.load import load_config as _load_config
@@ -186,15 +185,8 @@ def plan(
     """
     if gpu is not None and gpu not in HARDWARE:
         raise ConfigError(f"gpu {gpu!r} is not known: give one of {', '.join(HARDWARE)}")
-    numbers: dict[str, float | None] = {
-        "world_size": world_size,
-        "gpus_per_host": gpus_per_host,
-        "network_gbps": network_gbps,
-        "host_memory_gib": host_memory_gib,
-    }
-    for name, value in numbers.items():
-        if value is not None and not 1 <= value < math.inf:
-            raise ConfigError(f"plan: {name} is {value}, and must be a number from 1 on")
+    check_least("plan", 1, {"world_size": world_size, "gpus_per_host": gpus_per_host})
+    check_least("plan", 1, {"network_gbps": network_gbps, "host_memory_gib": host_memory_gib})
     kind, _ = planned_gpu(gpu)
     hardware = cluster_of(kind, gpus_per_host, network_gbps, host_memory_gib)
     return make_plan(config, _changes(config, overrides), world_size, hardware)
@@ -387,6 +379,8 @@ class Model:
         from sagetrain.data.chat_template import settled_template
         from sagetrain.inference.generate import Sampling, finished
 
+        check_least("generate", 1, {"max_tokens": max_tokens, "batch_size": batch_size})
+        check_least("generate", 0, {"top_k": top_k})
         given = [prompts] if isinstance(prompts, str) else list(prompts)
         sampling = Sampling(max_tokens, temperature, top_k, top_p, tuple(stop), seed)
         template = None
@@ -438,6 +432,7 @@ class Model:
         from sagetrain.inference.evaluate import default_stride, evaluate, evaluate_texts
         from sagetrain.inference.load import with_data
 
+        check_least("evaluate", 1, {"num_sequences": num_sequences, "stride": stride})
         if num_sequences is not None and (texts or stride):
             raise ConfigError("num_sequences chooses among those of data.valid; with texts or stride all are taken")
         run = with_data(self.run, self.run_dir, None, say)
@@ -555,6 +550,9 @@ def compare(
     """
     from sagetrain.comparing import command
     from sagetrain.comparing.question import asked
+
+    check_least("compare", 1, {"seeds": seeds, "runs_per_gpu": runs_per_gpu})
+    check_least("compare", 0, {"band": band, "margin": margin})
 
     def settings(named: Mapping[str, ConfigChanges] | None) -> list[str]:
         import shlex

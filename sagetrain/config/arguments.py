@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -69,6 +70,17 @@ def check_types(
         if wanted and not _fits(value, ast.parse(wanted, mode="eval").body, module):
             given = shown(value) if isinstance(value, str | Real | None) else f"a {type(value).__name__}"
             raise ConfigError(f"{what}: {name} is {given}, and must be {wanted}")
+
+
+def check_least(what: str, least: float, numbers: Mapping[str, float | None]) -> None:
+    """Check that numbers, by the names of their arguments, are finite and not below `least`. None is no number.
+
+    Raises:
+        ConfigError: a number is below, infinite or NaN.
+    """
+    for name, value in numbers.items():
+        if value is not None and not least <= value < math.inf:
+            raise ConfigError(f"{what}: {name} is {value}, and must be a number from {least:g} on")
 
 
 def _fits(value: object, wanted: ast.expr, module: Mapping[str, object]) -> bool:

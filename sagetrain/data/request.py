@@ -105,6 +105,10 @@ class Request(TextRequest):
                 f"--vocab-size {vocab_size} is above {_MAX_VOCAB_SIZE}, larger than any vocabulary in use: give a "
                 "smaller one, e.g. 32000"
             )
+        if self.tokenizer_sample < 1:
+            raise ConfigError(
+                f"--tokenizer-sample {self.tokenizer_sample} is below 1, and counts characters of the text"
+            )
         if self.tokenizer and vocab_size:
             raise ConfigError("give either --tokenizer or --vocab-size to train one, not both")
         if not self.tokenizer and not vocab_size and not tokenizer_in(output.parent).is_file():

@@ -253,6 +253,16 @@ MISTAKES: dict[str, Callable[[api.Model], object]] = {
     "train: say is true, and must be Callable": lambda model: api.train("quickstart", say=True),
     "load_run: run_dir is a Model, and must be str": lambda model: api.load_run(model),
     'generate: max_tokens is "3", and must be int': lambda model: model.generate("a", max_tokens="3"),
+    "generate: max_tokens is 0, and must be a number from 1 on": lambda model: model.generate("a", max_tokens=0),
+    "generate: top_k is -1, and must be a number from 0 on": lambda model: model.generate("a", top_k=-1),
+    "evaluate: num_sequences is 0, and must be a number": lambda model: model.evaluate(num_sequences=0),
+    "compare: seeds is 0, and must be a number from 1": lambda model: api.compare(
+        ["325m"], variants={"a": {}}, seeds=0
+    ),
+    "compare: margin is nan, and must be": lambda model: api.compare(["325m"], variants={"a": {}}, margin=math.nan),
+    "--tokenizer-sample 0 is below 1": lambda model: api.prepare(
+        api.Request(["a"], output="b", vocab_size=1000, tokenizer_sample=0)
+    ),
     "score: pairs is a list, and must be Sequence": lambda model: model.score(["import ", "os"]),
     'compare: configs is "quickstart", and must be Sequence': lambda model: api.compare("quickstart"),
     'export: dtype is "fp32", and must be Literal': lambda model: model.export("x", dtype="fp32"),
