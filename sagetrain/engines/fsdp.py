@@ -45,6 +45,7 @@ from torch.distributed.fsdp import (
 from sagetrain.config.arithmetic import sharding_ranks, takes_probes
 from sagetrain.config.schema import RunConfig
 from sagetrain.data.loader import Batch
+from sagetrain.engines.gather import gather_by_copies
 from sagetrain.engines.host_sums import HostSums
 from sagetrain.engines.leaf_sums import LeafSums
 from sagetrain.engines.protocol import Observers, Owned, Probe, Watched, every
@@ -216,6 +217,11 @@ class FsdpEngine(BaseEngine):
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for module in self._modules if device.type == "cpu" else ():
             module.set_force_sum_reduction_for_comms(True)  # Gloo has no mean.
+        self._gathers = f"by {dist.get_backend()}"
+        if self._stage == 3 and shards > 1 and device.type == "cuda":
+            # The outermost group is gathered once a step, and would need the largest slots.
+            refusal = gather_by_copies(self._modules[1:], mesh.get_group("shard"))
+            self._gathers = f"{self._gathers}: {refusal}" if refusal else "by copy engines"
         self._root = cast(FSDPModule, model)
         self._pipe = Pipe(groups, cfg.parallel.pipeline_chunks) if groups.pp_size > 1 else None
         self._ends = groups.ends_group if cfg.model.tie_embeddings else None
@@ -320,6 +326,7 @@ class FsdpEngine(BaseEngine):
             "param_dtype": str(next(iter(self._leaves.values())).dtype),
             "reduce_dtype": str(torch.float32),
             "reshard_after_forward": self._stage == 3,
+            "gathers": self._gathers,
             "gradient_sync": "every micro-step" if self._stage > 1 else "last micro-step",
             "offload": self._offload,
         }

@@ -371,7 +371,9 @@ def _fsdp_state(cfg: RunConfig, size: int, ranks: int) -> list[MemoryItem]:
         optimizer, wide = MemoryItem("offload", 4 * (outside + 2 * block) // shards, what), 0
     if stage == 3:
         # A block computes while the next one is on its way to a buffer, and from there to its place.
-        gathered = MemoryItem("gathered weights", element * (outside + 3 * block), "of two blocks, and outside of them")
+        # Copy engines gather out of three slots (parallel/copies.py), each with a block's shard.
+        buffers = 3 * block + 3 * block // shards
+        gathered = MemoryItem("gathered weights", element * (outside + buffers), "of two blocks, and outside of them")
         return [gathered, MemoryItem("gradients", wide * share, f"1/{shards} of them"), optimizer]
     several = max(cfg.tokens_per_step.named_tokens.values()) > token_multiple(
         cfg, ranks // cfg.parallel.context_parallel_size

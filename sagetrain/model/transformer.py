@@ -6,6 +6,7 @@ attention works on single tokens, and shards along the sequence are contiguous i
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, cast
@@ -128,7 +129,9 @@ class Transformer(nn.Module):
         if sequence_parallel and groups.tp_size > 1 and device.type == "cuda":
             assert groups.tp_group is not None
             # The connection comes before anything is compiled, because it decides which operators are called.
-            copies.connect(groups.tp_group)
+            if refusal := copies.connect(groups.tp_group):
+                how = "tensor-parallel collectives go through NCCL, which slows the matmuls beside them"
+                warnings.warn(f"{how}: {refusal}", stacklevel=2)
         embedding = VocabParallelEmbedding(
             vocab_size, model.hidden_size, groups, sequence_parallel=sequence_parallel, dtype=dtype, device=meta
         )

@@ -23,7 +23,6 @@ import ctypes
 import os
 import socket
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -108,14 +107,24 @@ class Copies:
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Start to gather the ranks' x along dim 0. x is contiguous."""
-        nbytes, memory = x.nbytes, self._memory
-        slot = self._take(nbytes * self.size)
+        # A slot for the sum of as much is as large.
+        slot = self._take(x.nbytes * self.size)
         result = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
-        source, target, place = x.data_ptr(), result.data_ptr(), slot * self._slot_bytes
-        steps = [(self._addresses[self.rank] + place, source, nbytes), None]
+        return self._under_way(result, _Work(self._memory, self._gather(slot, x, result), x))
+
+    def gather_into(self, result: Tensor, x: Tensor) -> None:
+        """Gather the ranks' x into result, and let the caller's stream wait for it. Both are contiguous. x may be this
+        rank's part of result."""
+        self._memory.wait(self._gather(self._take(x.nbytes), x, result))
+
+    def _gather(self, slot: int, x: Tensor, result: Tensor) -> SentEvent:
+        nbytes, source, place = x.nbytes, x.data_ptr(), slot * self._slot_bytes
+        target = result.data_ptr()
+        own = target + self.rank * nbytes
+        steps: list[tuple[int, int, int] | None] = [(self._addresses[self.rank] + place, source, nbytes), None]
         steps += [(target + other * nbytes, self._addresses[other] + place, nbytes) for other in self._others]
-        steps.append((target + self.rank * nbytes, source, nbytes))
-        return self._under_way(result, _Work(memory, memory.send(steps), x))
+        steps += [(own, source, nbytes)] if own != source else []
+        return self._memory.send(steps)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """Start to sum x over the group and keep this rank's part along dim 0. x is contiguous.
@@ -306,7 +315,7 @@ _refused: dict[str, str] = {}
 def connect(group: ProcessGroup) -> str:
     """Let the gathers and scatters of a group go by copy engines, between the current devices, if they can.
 
-    All ranks call it and decide alike. Every rank warns once if the group stays with NCCL.
+    All ranks call it and decide alike.
 
     Returns:
         The reason why the group stays with NCCL, or an empty string.
@@ -317,11 +326,6 @@ def connect(group: ProcessGroup) -> str:
         for step in (_check, _connect, _try):
             _refused[name] = _on_all_ranks(group, step, group, copies)
             if _refused[name]:
-                warnings.warn(
-                    f"tensor-parallel collectives go through NCCL, which slows the matmuls beside them: "
-                    f"{_refused[name]}",
-                    stacklevel=2,
-                )
                 break
         else:
             connected[name] = copies[0]
