@@ -83,6 +83,22 @@ def _check_against_nccl() -> None:
         compare()
     assert torch._C._distributed_c10d._get_work_registry_size() == 0
     _check_runs_are_equal(group)
+    _check_in_place(group)
+
+
+def _check_in_place(group: dist.ProcessGroup) -> None:
+    """Gather into results that have this rank's part already, as FSDP does, on another stream than the default one."""
+    by_copies, stream = copies.connected[group.group_name], torch.cuda.Stream()
+    for repetition in range(3 * SLOTS):
+        own = _random(1000 * group.rank() + repetition, 2048 + repetition).bfloat16()
+        expected = finish(OPS.all_gather_into_tensor(own, group.size(), group.group_name))
+        result = torch.full_like(expected, float("nan"))
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            part = result.chunk(group.size())[group.rank()].copy_(own)
+            by_copies.gather_into(result, part)
+        torch.cuda.current_stream().wait_stream(stream)
+        assert torch.equal(result, expected)
 
 
 def _check_runs_are_equal(group: dist.ProcessGroup) -> None:
