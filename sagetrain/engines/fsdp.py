@@ -12,7 +12,8 @@ stage  a rank keeps for good     weights are gathered         gradients are redu
 - The sharded parameters are the fp32 masters. The model computes with gathered copies in training.dtype. The
 gradients of micro-steps, and of ranks, are summed in fp32.
 - At ZeRO 0 and 1 the micro-steps between the first one, which gathers, and the last one, which reduces, need nothing
-of FSDP. They call the model without its hooks, whose time on the host is a quarter of a micro-step's.
+of FSDP. They call the model without its hooks, whose time on the host is a quarter of a micro-step's. A single replica
+has nothing to reduce, and FSDP would copy each sum twice. There the optimizer reads the sums themselves.
 - A block normalizes for the next block, so the gains of all norms belong to the outermost group of parameters, which
 stays gathered from its forward pass to the end of its backward pass. Each block is a group of its own.
 - The optimizer works on plain local tensors and never sees a DTensor.
@@ -218,8 +219,8 @@ class FsdpEngine(BaseEngine):
         for module in self._modules if device.type == "cpu" else ():
             module.set_force_sum_reduction_for_comms(True)  # Gloo has no mean.
         self._gathers = f"by {dist.get_backend()}"
-        if self._stage == 3 and shards > 1 and device.type == "cuda":
-            # The outermost group is gathered once a step, and would need the largest slots.
+        if shards > 1 and device.type == "cuda":
+            # The outermost group is always gathered once a step, and would need the largest slots.
             refusal = gather_by_copies(self._modules[1:], mesh.get_group("shard"))
             self._gathers = f"{self._gathers}: {refusal}" if refusal else "by copy engines"
         self._root = cast(FSDPModule, model)
@@ -236,7 +237,8 @@ class FsdpEngine(BaseEngine):
         self._parameters = self._sharded()
         # Micro-batches of a pipeline are under way at once, so there all passes go through FSDP's hooks.
         self._bare = self._stage < 2 and self._pipe is None
-        self._leaf_sums = LeafSums(self._leaves) if self._bare and dtype != torch.float32 else None
+        self._leaf_sums = LeafSums(self._leaves) if self._bare else None
+        self._alone = self._bare and groups.num_replicas == 1 and self._offload == "none"
         # Of tensors of other pipeline stages this rank keeps nothing.
         self._masters = {name: torch.empty(0, device=home) for name in model.every_spec}
         self._masters |= {name: p.to_local().detach() for name, p in self._parameters.items()}
@@ -410,7 +412,7 @@ class FsdpEngine(BaseEngine):
 
     def _run(self, inputs: Mapping[str, Any]) -> Tensor:
         # In the middle of a step weights stay gathered and sums stay here.
-        self.model.without_hooks = self._bare and 0 < self._done < self._micro_batches - 1
+        self.model.without_hooks = self._bare and 0 < self._done < self._micro_batches - (not self._alone)
         result: Tensor = (self.model.forward if self.model.without_hooks else self.model)(**inputs)
         return result
 
@@ -425,11 +427,12 @@ class FsdpEngine(BaseEngine):
             return
         self._mode, root = (sync, last), self._root
         if self._leaf_sums:
-            self._leaf_sums.last = last
+            self._leaf_sums.last = sync
         root.set_requires_gradient_sync(sync)
         # Between the copies of shards, sums travel once a step.
         root.set_requires_all_reduce(last)
-        root.set_is_last_backward(last)
+        # After its last pass FSDP forgets the order of passes. For a single replica that is the only pass with hooks.
+        root.set_is_last_backward(last or self._alone)
         root.set_reshard_after_backward(last or self._stage == 3)
         if not last:
             # The outermost group is needed from the begin of a pass to its end, so giving it back saves no memory.
@@ -447,7 +450,7 @@ class FsdpEngine(BaseEngine):
 
     def backward(self, loss: Tensor, last: bool) -> None:
         """Add the gradient of a micro-batch's loss to the step's gradient: see BaseEngine."""
-        self._set_mode(sync=last or self._stage > 1, last=last)
+        self._set_mode(sync=(last or self._stage > 1) and not self._alone, last=last and not self._alone)
         if self._sums:
             self._sums.wait()
         (loss / self._micro_batches).backward()
@@ -456,7 +459,12 @@ class FsdpEngine(BaseEngine):
             self._sums.add(self._reduced())
 
     def _reduced(self) -> dict[str, Tensor]:
-        """Take this rank's part of the gradients that FSDP has reduced, by name."""
+        """Take this rank's part of the reduced gradients, by name."""
+        if self._alone and self._leaf_sums:
+            for module in self._modules:
+                module.reshard()
+            sums = self._leaf_sums.take()
+            return {name: sums[name].to(master.dtype) for name, master in self._masters.items() if name in sums}
         found = {}
         for name, parameter in self._parameters.items():
             if parameter.grad is not None and self._masters[name].numel():

@@ -1,4 +1,4 @@
-"""The fp32 sums of 16-bit gradients over the micro-steps of a step, kept by hooks of the tensors that autograd gives
+"""The fp32 sums of gradients over the micro-steps of a step, kept by hooks of the tensors that autograd gives
 gradients to. FSDP keeps such sums as well, but only in passes that go through the hooks of its modules."""
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from torch import Tensor
 
 class LeafSums:
     """The sums of one engine. A gradient enters its sum, and is freed, as soon as autograd has made it. The first one
-    becomes the sum. The last one leaves the sum in its place, in `.grad`, for the engine to reduce.
+    becomes the sum. The last one leaves the sum in its place, in `.grad`, for FSDP to reduce, or the engine takes the
+    sums.
 
     Args:
         leaves: the tensors that autograd gives gradients to, by name.
@@ -20,10 +21,15 @@ class LeafSums:
 
     def __init__(self, leaves: Mapping[str, Tensor]) -> None:
         self.last: bool = False
-        """Whether the gradients to come are the last ones of the step."""
+        """Whether the gradients to come are the last ones before FSDP reduces the sums."""
         self._sums: dict[str, Tensor] = {}
         for name, leaf in leaves.items():
             leaf.register_post_accumulate_grad_hook(partial(self._add, name))
+
+    def take(self) -> dict[str, Tensor]:
+        """Return all sums by name, and begin anew."""
+        sums, self._sums = self._sums, {}
+        return sums
 
     def _add(self, name: str, leaf: Tensor) -> None:
         gradient, total = leaf.grad, self._sums.pop(name, None)

@@ -369,12 +369,12 @@ def _fsdp_state(cfg: RunConfig, size: int, ranks: int) -> list[MemoryItem]:
     if cfg.parallel.offload != "none":
         what = "fp32 shards of two blocks and outside of them, on their way from the host's memory"
         optimizer, wide = MemoryItem("offload", 4 * (outside + 2 * block) // shards, what), 0
+    # Inside a host copy engines gather a block out of three slots (parallel/copies.py).
+    slots = [MemoryItem("gather slots", 3 * element * block // shards, "of three blocks' shards")] if shards > 1 else []
     if stage == 3:
         # A block computes while the next one is on its way to a buffer, and from there to its place.
-        # Copy engines gather out of three slots (parallel/copies.py), each with a block's shard.
-        buffers = 3 * block + 3 * block // shards
-        gathered = MemoryItem("gathered weights", element * (outside + buffers), "of two blocks, and outside of them")
-        return [gathered, MemoryItem("gradients", wide * share, f"1/{shards} of them"), optimizer]
+        gathered = MemoryItem("gathered weights", element * (outside + 3 * block), "of two blocks, and outside of them")
+        return [gathered, MemoryItem("gradients", wide * share, f"1/{shards} of them"), optimizer, *slots]
     several = max(cfg.tokens_per_step.named_tokens.values()) > token_multiple(
         cfg, ranks // cfg.parallel.context_parallel_size
     )
@@ -383,7 +383,7 @@ def _fsdp_state(cfg: RunConfig, size: int, ranks: int) -> list[MemoryItem]:
     else:
         held = MemoryItem("gradients", wide * share, f"1/{shards} of them")
     weights = MemoryItem("weights", element * size, f"{cfg.training.dtype}, gathered")
-    return [weights, held, optimizer, _codes(cfg)]
+    return [weights, held, optimizer, _codes(cfg), *slots]
 
 
 def _moments(cfg: RunConfig, size: int) -> tuple[str, int]:
