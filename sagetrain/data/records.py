@@ -49,6 +49,11 @@ from sagetrain.data.tokenizer_copy import named_templates
 
 TOOLS, _DOCUMENTS, _MORE = "tools", "documents", "chat_template_kwargs"
 
+_MARK = (
+    "put {% generation %} and {% endgeneration %} around what the assistant says in a copy of the template, and name "
+    "it with --chat-template"
+)
+
 Notes = Counter[tuple[str, str]]
 """The number of records that each note is about. A note is a sentence, and the name of a key if the note is about a
 key."""
@@ -264,15 +269,21 @@ def _by_prefixes(whole: str, counted: list[bool | None], render: Callable[..., s
                 raise
             raise ValueError(
                 f"message 1 is the assistant's, and the chat template writes no chat without messages ({error}): give "
-                "the message the weight 0, or put {% generation %} and {% endgeneration %} around what the "
-                "assistant says in a copy of the template, and name it with --chat-template"
+                f"the message the weight 0, or {_MARK}"
             ) from error
         after = render(number + 1)
+        if before.startswith(done) and whole.startswith(after) and not after.startswith(before):
+            same = [one == other for one, other in zip(before, after, strict=False)]
+            cut = [*same, False].index(False)
+            raise ValueError(
+                f"the chat template begins an answer with {before[cut:][:40]!r} (add_generation_prompt), and writes "
+                f"{after[cut:][:40]!r} there in message {number + 1}, so that nobody can tell where the assistant "
+                f"begins: {_MARK}"
+            )
         if not (before.startswith(done) and after.startswith(before) and whole.startswith(after)):
             raise ValueError(
                 f"the chat template writes the text up to the end of message {number + 1} differently when the chat "
-                "goes on, so that nobody can tell what the assistant says: put {% generation %} and "
-                "{% endgeneration %} around that in a copy of the template, and name it with --chat-template"
+                f"goes on, so that nobody can tell what the assistant says: {_MARK}"
             )
         parts += [(before[len(done) :], False), (after[len(before) :], True)]
         done = after

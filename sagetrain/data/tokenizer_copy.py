@@ -119,10 +119,12 @@ def _prefix_space(tree: dict[str, Any], beside: Beside, file: Path) -> list[str]
     with tokenizers of bytes. Return sentences about this, and about a space that the pipeline adds and transformers
     leaves out."""
     asked, of_class = beside.config.get("add_prefix_space"), beside.config.get("tokenizer_class")
-    if not isinstance(asked, bool) or of_class in (None, *_GENERIC):
-        return []
     parts = [tree.get("pre_tokenizer") or {}, tree.get("normalizer") or {}]
     parts += [each for part in parts for key in ("pretokenizers", "normalizers") for each in part.get(key) or []]
+    if of_class in _LLAMA and asked is not False and any(part.get("type") == "Prepend" for part in parts):
+        return _space_in_chats(beside, file)
+    if not isinstance(asked, bool) or of_class in (None, *_GENERIC):
+        return []
     says = f"{file.parent / CONFIG} says add_prefix_space {str(asked).lower()}"
     other = [part for part in parts if part.get("type") == "ByteLevel" and part.get("add_prefix_space", True) != asked]
     if of_class in _LLAMA:  # With these classes, transformers leaves a tokenizer of bytes as it is.
@@ -137,6 +139,18 @@ def _prefix_space(tree: dict[str, Any], beside: Beside, file: Path) -> list[str]
     return []
 
 
+def _space_in_chats(beside: Beside, file: Path) -> list[str]:
+    """Say that a tokenizer that puts a space before every text does so behind control tokens, too. transformers 5 does
+    not, unless the key legacy is true."""
+    if not beside.templates or beside.config.get("legacy"):
+        return []
+    return [
+        f"{file} puts a space before a text also behind a control token, as transformers does if {CONFIG} says legacy "
+        f"true; transformers 5 does not here, so that it has other tokens there in chats: {CONVERT} writes a "
+        "tokenizer.json with these; name that"
+    ]
+
+
 def _added(entry: Mapping[str, Any]) -> AddedToken:
     return AddedToken(**{key: value for key, value in entry.items() if key != "id"})
 
@@ -147,13 +161,8 @@ def _with_sentencepiece(model: bytes, beside: Beside, file: Path) -> tuple[bytes
     if stated:
         model, said = _with_pieces(model, beside, stated, file)
         notes += said
-    # transformers 5 takes a missing legacy for false.
-    if beside.templates and not beside.config.get("legacy") and _parsed(model).normalizer_spec.add_dummy_prefix:
-        notes.append(
-            f"{file} puts a space before a text also behind a control token, as transformers does if {CONFIG} says "
-            f"legacy true; it does not, so that transformers has other tokens there in chats: {CONVERT} writes a "
-            "tokenizer.json with these; name that"
-        )
+    if _parsed(model).normalizer_spec.add_dummy_prefix:
+        notes += _space_in_chats(beside, file)
     bos = beside.config.get("add_bos_token", beside.config.get("tokenizer_class") in _LLAMA)
     config = ({"add_bos_token": True} if bos else {}) | _config(beside, ())
     if config:

@@ -371,6 +371,15 @@ def test_an_answer_that_does_not_count_may_be_empty() -> None:
     )
 
 
+def test_an_answer_that_begins_otherwise_than_it_is_asked_for() -> None:
+    """Templates of reasoning models ask with <think>, and leave out the reasoning of answers."""
+    template = TEMPLATE.replace("<|assistant|>{% endif %}", "<|assistant|><think>{% endif %}")
+    with pytest.raises(
+        ValueError, match=r"begins an answer with '<think>' .*, and writes 'Yes\..* in message 2, .* put"
+    ):
+        shown({"messages": [ASK, ANSWER]}, template)
+
+
 def test_answers_that_do_not_count_may_change_later() -> None:
     """Templates that drop earlier reasoning write such answers in another way later. With generation blocks the number
     of blocks must stay."""
