@@ -19,6 +19,10 @@ CASES = [
         "large_lr", "optimizer.muon.adamw_lr", "use a smaller one",
     ),
     (
+        {"optimizer": {"name": "muon", "lr": 0.02, "muon": {"adjust_lr": "original"}}},
+        "large_lr", "optimizer.lr", "or set optimizer.muon.adamw_lr for what AdamW updates",
+    ),
+    (
         {"optimizer": {"name": "muon", "weight_decay": 50.0, "muon": {"adamw_lr": 0.1}}},
         "decay_in_one_step", "optimizer.weight_decay", "use a smaller optimizer.muon.adamw_lr",
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -22,7 +23,10 @@ from documented import split
 from forked import PATIENCE, Command
 from runs import ROOT
 from sagekernels.lowbit import RECIPES
-from sagetrain import api
+from sagetrain import api, config
+from sagetrain.config import yaml_nodes
+from sagetrain.config.check import check
+from sagetrain.config.load import flat
 from sagetrain.config.reference import keys
 from sagetrain.config.schema import LinearConfig
 
@@ -62,6 +66,21 @@ def test_commands_of_a_guide_run_one_after_the_other(guide: Path, tmp_path: Path
             log.unlink(missing_ok=True)
             assert words[0] == "sagetrain", words
             assert Command(words, env, log, tmp_path).wait(PATIENCE) == 0, f"{' '.join(words)}\n{log.read_text()}"
+
+
+YAML = [(path, block) for path in GUIDES for language, block in blocks(path) if language == "yaml"]
+
+
+@pytest.mark.parametrize(("guide", "block"), YAML, ids=[f"{path.stem}-{n}" for n, (path, _) in enumerate(YAML)])
+def test_settings_of_a_guide_are_those_of_a_run_without_errors(guide: Path, block: str) -> None:
+    sections, _, problems = yaml_nodes.parse(block)
+    assert problems == []
+    whole = {
+        key: sections.pop(key) for key in [*sections] if key == "tokens_per_step"
+    }  # Another schedule has other keys.
+    overrides = [f"{key}={json.dumps(value)}" for key, value in {**whole, **flat(sections)}.items()]
+    findings = check(config.load_config("325m", overrides), 8, path="325m", overrides=overrides, files=False)
+    assert [str(finding) for finding in findings if finding.level == "error"] == []
 
 
 @pytest.mark.parametrize("guide", ["stability", "gradients", "tokens-per-step", "low-bit-linear", "int8-attention"])

@@ -177,6 +177,10 @@ def _step_size(cfg: RunConfig) -> Iterator[Finding]:
     """Find learning rates whose exponent lacks its minus sign, and weight decay that removes whole weights in one
     step."""
     adamw, std = cfg.optimizer.adamw_lr, cfg.model.init_std
+    fix = "use a smaller one, such as 3e-4"
+    if cfg.optimizer.name == "muon" and cfg.optimizer.muon.adamw_lr is None:
+        # With adjust_lr original, Muon's own learning rate may well be as large.
+        fix += ", or set optimizer.muon.adamw_lr for what AdamW updates: embedding, output projection and norms"
     if adamw >= std:
         yield warning(
             "large_lr",
@@ -184,7 +188,7 @@ def _step_size(cfg: RunConfig) -> Iterator[Finding]:
             adamw,
             f"one step of AdamW may change each weight by that much; they begin with a standard deviation of "
             f"model.init_std {std}",
-            "use a smaller one, such as 3e-4",
+            fix,
         )
     decays = {
         "optimizer.weight_decay": cfg.optimizer.weight_decay,
