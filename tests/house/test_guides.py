@@ -68,7 +68,20 @@ def test_commands_of_a_guide_run_one_after_the_other(guide: Path, tmp_path: Path
             assert Command(words, env, log, tmp_path).wait(PATIENCE) == 0, f"{' '.join(words)}\n{log.read_text()}"
 
 
-YAML = [(path, block) for path in GUIDES for language, block in blocks(path) if language == "yaml"]
+def alternatives(block: str) -> list[str]:
+    """Return the settings of a block one by one if the block shows several for the same key, or else the block."""
+    parts = re.split(r"^(?=\w)", block, flags=re.M)
+    keys_of_parts = [part.partition(":")[0] for part in parts]
+    return [block] if len({*keys_of_parts}) == len(parts) else [part for part in parts if part]
+
+
+YAML = [
+    (path, each)
+    for path in GUIDES
+    for language, block in blocks(path)
+    if language == "yaml"
+    for each in alternatives(block)
+]
 
 
 @pytest.mark.parametrize(("guide", "block"), YAML, ids=[f"{path.stem}-{n}" for n, (path, _) in enumerate(YAML)])
