@@ -14,6 +14,8 @@ from typing import IO
 from sagetrain.config.errors import ConfigError
 from sagetrain.data.blocks import DAMAGED, Content, on_disk, opened
 
+_REST = 1 << 16
+
 
 def names_in(path: Path) -> dict[str, int]:
     """Return the files of an archive with their sizes in bytes, in their order in the archive. Hidden files and those
@@ -26,11 +28,23 @@ def names_in(path: Path) -> dict[str, int]:
         if not path.name.lower().endswith(".zip"):
             return _once(path, ((member.name, member.size) for member in _tar(path) if _is_meant(member.name)))
         with zipfile.ZipFile(path) as file:
+            _refuse_joined(path, file)
             members = [each for each in file.infolist() if not each.is_dir() and _is_meant(each.filename)]
     locked = next((each.filename for each in members if each.flag_bits & 1), None)
     if locked:
         raise ConfigError(f"{path}: {locked} is encrypted: unpack the archive")
     return _once(path, ((each.filename, each.file_size) for each in members))
+
+
+def _refuse_joined(path: Path, file: zipfile.ZipFile) -> None:
+    """Refuse two archives in one file, of which zipfile reads the last. Raises ConfigError if the file is so. A program
+    may stand before an archive, which then unpacks itself."""
+    with open(path, "rb") as raw:
+        joined = raw.read(4) == b"PK\3\4" and min((each.header_offset for each in file.infolist()), default=0) > 0
+    if joined:
+        raise ConfigError(
+            f"{path}: another archive stands before this one (joined by cat?): unpack both (7z x, unzip -FF)"
+        )
 
 
 def _once(path: Path, members: Iterable[tuple[str, int]]) -> dict[str, int]:
@@ -82,6 +96,10 @@ def _each(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
             yield member
         # tarfile would remember every member that it has seen.
         tar.members.clear()  # type: ignore[attr-defined]
+    # Zeros fill the last record. tarfile stops at them, and would leave out an archive that follows.
+    while rest := tar.fileobj.read(_REST):  # type: ignore[union-attr]
+        if rest.strip(b"\0"):
+            raise tarfile.ReadError("something follows the end of the archive (archives joined by cat?): unpack it")
 
 
 def _is_meant(name: str) -> bool:

@@ -183,7 +183,8 @@ def _columns(value: Any) -> str:
     """Say what a field is that has texts by the numbers of their rows."""
     if isinstance(value, dict) and value and all(map(str.isdigit, value)):
         return " (columns, as pandas writes them? use to_json(orient='records', lines=True))"
-    return ""
+    texts = isinstance(value, list) and value and all(isinstance(each, str) for each in value)
+    return "; make a record of each of its texts, or one text of them" if texts else ""
 
 
 def _lists_in(value: Mapping[str, Any]) -> str:

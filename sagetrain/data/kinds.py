@@ -57,6 +57,10 @@ _BINARY = {
     ),
     rb"(?s:.{257})ustar": ("a tar archive", "rename it so that it ends in .tar"),
     rb"PAR1": ("Parquet", "rename it so that it ends in .parquet"),
+    rb"\xff{4}..\0\0": (
+        "a stream of Arrow tables, as the datasets library saves them",
+        "name the folder that save_to_disk wrote, with its dataset_info.json",
+    ),
     rb"ARROW1": ("an Arrow file", "write it as Parquet"),
     rb"ORC": ("an ORC table", "write it as Parquet"),
     rb"Obj\x01": ("an Avro table", "write it as Parquet"),
