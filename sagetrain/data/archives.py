@@ -97,7 +97,7 @@ def _each(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
         # tarfile would remember every member that it has seen.
         tar.members.clear()  # type: ignore[attr-defined]
     # Zeros fill the last record. tarfile stops at them, and would leave out an archive that follows.
-    while rest := tar.fileobj.read(_REST):  # type: ignore[union-attr]
+    while rest := tar.fileobj.read(_REST):
         if rest.strip(b"\0"):
             raise tarfile.ReadError("something follows the end of the archive (archives joined by cat?): unpack it")
 
