@@ -162,8 +162,7 @@ def _matched(
     """
     model = _with_its_head(files, described.model, where, report)
     wanted = {each.theirs: each for each in tensors(model, described.attention, described.vocab_size)}
-    there = {name for name in files if not name.endswith("rotary_emb.inv_freq")}
-    there -= {_HEAD} if model.tie_embeddings else set()
+    there = {*files} - ({_HEAD} if model.tie_embeddings else set())
     layers = {int(match[1]) + 1 for name in there if (match := re.match(r"model\.layers\.(\d+)\.", name))}
     says = (
         f"{where} says num_hidden_layers {model.num_layers}, the files of weights hold {max(layers, default=0)} layers"

@@ -6,7 +6,9 @@ name for it. Equal copies are one tensor. Copies that differ are an error that n
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
@@ -21,6 +23,8 @@ from sagetrain.interop.causes import MERGE, no_weights
 from sagetrain.interop.huggingface import INDEX, WEIGHTS
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+# These are computed from config.json. Early folders hold them, or have them in the index alone.
+_COMPUTED = re.compile(r".*\brotary_emb\.(original_)?(inv_freq|(cos|sin)_cached)")
 # This many rows of a tensor are compared at a time.
 _ROWS = 1024
 _AGAIN = "copy the folder again from where it was published"
@@ -52,7 +56,7 @@ class WeightFiles:
         there: dict[str, list[str]] = {}
         for file in files:
             with self._open(file) as opened:
-                for name in opened.keys():  # noqa: SIM118 - it is no dict
+                for name in itertools.filterfalse(_COMPUTED.fullmatch, opened.keys()):
                     stored = opened.get_slice(name)
                     there.setdefault(name, []).append(file)
                     self._headers[name, file] = tuple(stored.get_shape()), stored.get_dtype()
@@ -110,7 +114,11 @@ class WeightFiles:
         assigned = read_json(where).get("weight_map")
         if not isinstance(assigned, dict) or not assigned:
             raise ConfigError(f"{where}: weight_map names no file; {_AGAIN}")
-        return {name: _inside(file, f"{where}: weight_map: {name}") for name, file in assigned.items()}
+        return {
+            name: _inside(file, f"{where}: weight_map: {name}")
+            for name, file in assigned.items()
+            if not _COMPUTED.fullmatch(name)
+        }
 
     def _report_others(self, read: set[str], report: Callable[[str], None]) -> None:
         others = [each.name for kind in ("*.safetensors", "pytorch_model*.bin") for each in self._folder.glob(kind)]

@@ -360,6 +360,17 @@ def test_an_index_that_names_too_little(copy: Callable[..., Folder]) -> None:
     folder.refused(rf"{EMBEDDING} is missing \({first} has it\): set it to true if")
 
 
+def test_frequencies_of_early_folders_are_passed_over(copy: Callable[..., Folder]) -> None:
+    """They are computed from config.json. Some folders have them in the index alone."""
+    folder = copy("shards")
+    index, first, _ = sharded(folder)
+    frequencies = {f"model.layers.0.self_attn.rotary_emb.{name}": torch.ones(8) for name in ("inv_freq", "cos_cached")}
+    folder.tensors(lambda tensors: tensors.update(frequencies), first)
+    frequencies["model.layers.1.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    folder.config(file=INDEX, weight_map=index | dict.fromkeys(frequencies, first))
+    assert "not read" not in folder.as_transformers()
+
+
 def test_an_index_that_contradicts_its_files(copy: Callable[..., Folder]) -> None:
     folder = copy("shards")
     index, first, last = sharded(folder)
