@@ -32,7 +32,7 @@ install: $(STAMP)  ## create .venv with the tested versions
 quickstart: $(STAMP)  ## train, stop, resume and evaluate a small model on this machine (about 2 minutes, no GPU needed)
 	$(BIN)/python launch/quickstart.py
 
-JOBS ?= 2
+JOBS ?= 3  # On two cores: the third process works while tests of the others wait for ranks, signals and deadlines.
 test: $(DEV)  ## the whole test suite, CPU only; JOBS=0: all in one process
 	@$(BIN)/python -m compileall -q sagetrain kernels launch benchmarks tests  # once: PYTHONDONTWRITEBYTECODE may be set
 	$(BIN)/python -m pytest -q --ignore=tests/gpu --durations=20 --maxfail=5 -n $(JOBS) --dist loadfile --no-loadscope-reorder -p gpu_seen

@@ -174,8 +174,8 @@ else:
             else:
                 assert torch.equal(ours.view(torch.uint8), twin.view(torch.uint8))
 
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-    @pytest.mark.parametrize("per_row", [True, False])
+    # The dtype of what is read and the span of a scale do not meet in the kernel.
+    @pytest.mark.parametrize(("per_row", "dtype"), [(True, torch.bfloat16), (False, torch.float32)], ids=str)
     @pytest.mark.parametrize("number", NUMBERS, ids=str)
     def test_casts_in_both_orientations(number, per_row, dtype):
         """Rows and columns have their own magnitudes, and some are zeros. There is more than one program each way, and

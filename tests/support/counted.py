@@ -80,7 +80,7 @@ def saved_bytes_per_token(cfg: RunConfig, compiled: bool, groups: ParallelGroups
     tokens = torch.zeros(cfg.data.micro_batch_size, cfg.data.seq_length // groups.cp_size, dtype=torch.long)
     layouts = network._layouts(tokens, None, None, None)
     network._layouts = lambda *_: layouts
-    if compiled:
+    if cfg.training.compile == "on":  # A rank that compiles nothing calls the collectives as well.
         network(tokens)
     selective = cfg.training.activation_checkpointing == "selective"
     watched = network.blocks[1] = Watched(network.blocks[1], selective and not compiled)
