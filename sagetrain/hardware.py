@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 # These are dense 16-bit tensor-core peaks in FLOP/s from the vendors' datasheets, keyed by the result of `model_of` for
 # the driver's name. A card that comes in several forms is its SXM form if no form is named. A card that is missing here
@@ -153,6 +153,8 @@ class Hardware:
     """Rate at which the cores of one GPU's share read and write the host's memory in an update (assumed)."""
     int8_attention: str = ""
     """The reason why the rates of `sage` are less reliable here than others, and what to use instead."""
+    ceilings: dict[str, float] = field(default_factory=dict)
+    """Rate that matmuls of a precision do not exceed, however large they are. Empty where no run showed one."""
     compute_scale: float = 1.0
     """Factor that divides the time of everything that runs on the GPU. It comes from --measured-tokens-per-second."""
 
@@ -163,7 +165,8 @@ class Hardware:
     def matmul_rate(self, precision: str, *dims: int) -> float:
         """Return the FLOP/s of a matmul with these dimensions."""
         smallest = min(dims)
-        return self.matmul_flops * self.precisions[precision] * smallest / (smallest + self.matmul_half_size)
+        rate = self.matmul_flops * self.precisions[precision] * smallest / (smallest + self.matmul_half_size)
+        return min(rate, self.ceilings.get(precision, rate))
 
     def link(self, stride: int, size: int) -> tuple[float, float]:
         """Return the bus bandwidth and the latency of a collective over `size` ranks that are `stride` apart.
@@ -312,7 +315,11 @@ def _card(key: str, memory: float, bandwidth: float, pcie: float, int8: float, f
 HARDWARE = {
     "h200": H200,
     # One GPU was measured (tests/planning/test_recorded_runs.py). The links are the H200's, as on the datasheets.
-    "h100": replace(_scaled("NVIDIA H100 SXM", "H100", 81_559 * 2**20, 3.35e12, 900e9), measured=True),
+    # INT8's ceiling is what FP8 and INT8 rows of one call leave for its products, with FP8's at their rate: 1,255 to
+    # 1,344 TFLOP/s in 1B, 3B and 8 layers of 4096 (results/log/step.md, layouts.md). It does not grow with the size.
+    "h100": replace(
+        _scaled("NVIDIA H100 SXM", "H100", 81_559 * 2**20, 3.35e12, 900e9), measured=True, ceilings={"int8": 1.29e15}
+    ),
     "a100": replace(
         _scaled("NVIDIA A100 SXM 80 GB", "A100", 80 * 2**30, 2.039e12, 600e9),
         precisions={name: speed for name, speed in H200.precisions.items() if name != "fp8"},

@@ -26,6 +26,7 @@ MARGINS: Mapping[str, Mapping[str, float]] = {
         "ZeRO 2": 0.1,
         "ZeRO 3": 0.15,
         "tensor parallelism": 0.15,
+        "halves without sequence parallelism": 0.15,
         "context parallelism": 0.1,
     },
     "NVIDIA H100 SXM": {
@@ -40,6 +41,7 @@ MARGINS: Mapping[str, Mapping[str, float]] = {
         "ZeRO 3": 0.15,
         "FSDP2": 0.1,
         "tensor parallelism": 0.1,
+        "halves without sequence parallelism": 0.2,
         "pipeline parallelism": 0.05,
     },
 }
@@ -104,6 +106,8 @@ def _used(cfg: RunConfig, prediction: StepPrediction) -> Iterator[str]:
         yield f"linear layers in {cfg.linear.precision}"
     if cfg.parallel.tensor_parallel_size > 1:
         yield "tensor parallelism"
+        if prediction.overlap and not cfg.parallel.sequence_parallel:
+            yield "halves without sequence parallelism"
     if cfg.parallel.pipeline_parallel_size > 1:
         yield "pipeline parallelism"
     if cfg.parallel.context_parallel_size > 1:
