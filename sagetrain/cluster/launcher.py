@@ -79,11 +79,13 @@ def unknown_launcher() -> str:
 
     An unknown launcher sets the same variables that a finished job leaves behind, so this is not an error.
     """
-    room = os.environ.get("SLURM_NTASKS", "1")
-    if room not in ("", "1") and not {"RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS"} & os.environ.keys():
+    rooms = [name for name in ("SLURM_NTASKS", "SLURM_NNODES") if os.environ.get(name, "") not in ("", "1")]
+    if rooms and not {"RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS"} & os.environ.keys():
+        # Slurm counts tasks only if the job asks for a number of them.
+        room = os.environ[rooms[0]] if rooms[0] == "SLURM_NTASKS" else f"ranks on {os.environ[rooms[0]]} hosts"
         return (
-            f"{_settings(['SLURM_NTASKS'])} in the environment, and this run has one rank: if it is to have {room}, "
-            "start it with srun, as the script of `sagetrain config slurm` does"
+            f"{_settings(rooms[:1])} in the environment, and this run has one rank: if it is to have {room}, start it "
+            "with srun, as the script of `sagetrain config slurm` does"
         )
     size, rank = os.environ.get("WORLD_SIZE", "1"), os.environ.get("RANK", "0")
     tasks = (os.environ.get(name) for name in ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"))

@@ -80,6 +80,10 @@ def test_what_another_job_left_behind_is_named(monkeypatch, given, message) -> N
         ("SLURM_NTASKS=4 SLURM_PROCID=0",  # The script of sbatch runs without srun.
          "SLURM_NTASKS=4 in the environment, and this run has one rank: if it is to have 4, start it with srun, as the "
          "script of `sagetrain config slurm` does"),
+        ("SLURM_NNODES=4 SLURM_NTASKS= SLURM_JOB_ID=1",
+         "SLURM_NNODES=4 in the environment, and this run has one rank: if it is to have ranks on 4 hosts, start it "
+         "with srun, as the script of `sagetrain config slurm` does"),
+        ("SLURM_NNODES=1 SLURM_JOB_ID=1", ""),
         ("RANK=1 WORLD_SIZE=8 MASTER_ADDR=a MASTER_PORT=1",
          "RANK=1, WORLD_SIZE=8, MASTER_ADDR=a, MASTER_PORT=1 in the environment: this process waits for 7 others, "
          "although none of torchrun, deepspeed, srun and mpirun started it. If another job left this behind: unset "
