@@ -107,7 +107,7 @@ class Muon:
 
     def _orthogonal(self, mine: Sequence[int], parts: Tensor) -> Tensor:
         """Return the orthogonalized parts of this rank's matrices, in the order in which they came: by rank, then by
-        matrix. The matrices have one shape. `parts` is overwritten."""
+        matrix. The matrices have one shape, and are cut along the same side. `parts` is overwritten."""
         if not mine:
             return parts
         piece = self._pieces[mine[0]]
@@ -160,13 +160,19 @@ def _slices(whole: Tensor, piece: TensorPiece) -> Tensor:
 def _rounds(owned: Sequence[Sequence[int]], pieces: Sequence[TensorPiece]) -> list[list[list[int]]]:
     """Cut the matrices of each owner into rounds of about MUON_ROUND values of one shape. Every owner has a list in
     every round."""
+
+    def kind(number: int) -> tuple[tuple[int, ...], int]:
+        # Slices of rows and slices of columns are put together in another way: q and out may have the same shape.
+        piece = pieces[number]
+        return piece.spec.shape, (piece.spec.dim or 0) if piece.slices > 1 else 0
+
     cut: list[list[list[int]]] = []
     for matrices in owned:
         rounds: list[list[int]] = []
         # The largest matrices come first on every owner, so that owners work at the same time.
-        for number in sorted(matrices, key=lambda n: (-pieces[n].spec.size, pieces[n].spec.shape, n)):
-            spec, before = pieces[number].spec, [pieces[n].spec for n in rounds[-1]] if rounds else []
-            if before and before[0].shape == spec.shape and (len(before) + 1) * spec.size <= MUON_ROUND:
+        for number in sorted(matrices, key=lambda n: (-pieces[n].spec.size, kind(n), n)):
+            size, before = pieces[number].spec.size, rounds[-1] if rounds else []
+            if before and kind(before[0]) == kind(number) and (len(before) + 1) * size <= MUON_ROUND:
                 rounds[-1].append(number)
             else:
                 rounds.append([number])
