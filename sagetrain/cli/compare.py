@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +11,7 @@ import typer
 from sagetrain.cli.exits import Errors as _Errors
 from sagetrain.cli.exits import leave as _exit
 from sagetrain.cli.exits import warn as _warn
+from sagetrain.cli.options import finite
 
 
 def compare(
@@ -86,13 +86,17 @@ def compare(
         float | None,
         typer.Option(
             min=1,
+            callback=finite,
             metavar="SECONDS",
             show_default=False,
             help="Seconds after which all runs save and stop, as on SIGTERM.",
         ),
     ] = None,
     margin: Annotated[
-        float, typer.Option(help="Gap in nats per token that does not matter. A smaller gap is called level.")
+        float,
+        typer.Option(
+            min=0.0, callback=finite, help="Gap in nats per token that does not matter. A smaller gap is called level."
+        ),
     ] = 0.01,
     title: Annotated[str, typer.Option(help="First line of the page. Default: the question.", show_default=False)] = "",
     report_only: Annotated[
@@ -117,10 +121,6 @@ def compare(
         from sagetrain.config.errors import TRAINING_EXIT_CODE, ConfigError
         from sagetrain.config.load import is_assignment
 
-        if not 0 <= margin < math.inf:
-            raise ConfigError(
-                f"--margin {margin:g}: must be a finite gap of 0 or more, in nats per token; use 0.01, for instance"
-            )
         overrides = [] if report_only else [word for word in words if is_assignment(word)]
         named = [word for word in words if word not in overrides]
         failed = 0

@@ -10,7 +10,7 @@ import typer
 
 from sagetrain.cli.exits import Errors as _Errors
 from sagetrain.cli.exits import warn as _warn
-from sagetrain.cli.options import Checkpoint, RunDir
+from sagetrain.cli.options import Checkpoint, RunDir, finite
 
 
 class ExportDtype(enum.Enum):
@@ -26,7 +26,9 @@ def export(
         ExportDtype | None,
         typer.Option(show_default=False, help="Dtype of the weights. Default: the one the run computed in."),
     ] = None,
-    shard_gb: Annotated[float, typer.Option(min=0.001, help="Largest size of a file of weights, in GB.")] = 4.0,
+    shard_gb: Annotated[
+        float, typer.Option(min=0.001, callback=finite, help="Largest size of a file of weights, in GB.")
+    ] = 4.0,
     checkpoint: Checkpoint = None,
 ) -> None:
     """Write a run's newest checkpoint as a Hugging Face folder, which transformers loads as Llama or Qwen3.

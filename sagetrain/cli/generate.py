@@ -13,7 +13,7 @@ import typer
 from sagetrain.cli.exits import Errors as _Errors
 from sagetrain.cli.exits import leave_together as _leave_together
 from sagetrain.cli.exits import warn as _warn
-from sagetrain.cli.options import Checkpoint, InferenceAttention, RunDir
+from sagetrain.cli.options import Checkpoint, InferenceAttention, RunDir, finite
 from sagetrain.config.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -43,13 +43,14 @@ def generate(
     ] = False,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each prompt.")] = 100,
     temperature: Annotated[
-        float, typer.Option(min=0.0, help="0 takes the likeliest token each time; else at least 1e-6.")
+        float, typer.Option(min=0.0, callback=finite, help="0 takes the likeliest token each time; else at least 1e-6.")
     ] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="Sample from the k likeliest tokens; 0: from all.")] = 50,
     top_p: Annotated[
         float,
         typer.Option(
-            help="Sample only from the fewest of these that together have this probability, above 0 and up to 1."
+            callback=finite,
+            help="Sample only from the fewest of these that together have this probability, above 0 and up to 1.",
         ),
     ] = 1.0,
     stop: Annotated[

@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import enum
+import math
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+
+def finite(value: float | None) -> float | None:
+    """Return the value of an option. Limits such as `min` let NaN pass, and infinity.
+
+    Raises:
+        typer.BadParameter: the value is not finite.
+    """
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is not a finite number.")
+    return value
+
 
 Config = Annotated[
     str | None,

@@ -10,7 +10,7 @@ import typer
 
 from sagetrain.cli.configuration import named as _named
 from sagetrain.cli.exits import leave as _exit
-from sagetrain.cli.options import Config, ConfigOption, Overrides
+from sagetrain.cli.options import Config, ConfigOption, Overrides, finite
 from sagetrain.hardware import HARDWARE, cluster_of, planned_gpu
 
 Gpu = enum.Enum("Gpu", {name: name for name in HARDWARE})  # type: ignore[misc]
@@ -38,11 +38,14 @@ def plan(
     gpus_per_host: Annotated[
         int, typer.Option(min=1, help="GPUs that share NVLink. Hosts are connected by the network.")
     ] = 8,
-    network_gbps: Annotated[float, typer.Option(min=1, help="Network bandwidth of one GPU, in Gbit/s.")] = 400,
+    network_gbps: Annotated[
+        float, typer.Option(min=1, callback=finite, help="Network bandwidth of one GPU, in Gbit/s.")
+    ] = 400,
     host_memory: Annotated[
         float | None,
         typer.Option(
             min=1,
+            callback=finite,
             metavar="GIB",
             show_default=False,
             help="Memory of a host in GiB, for parallel.offload. Default: an assumption for the GPU.",
@@ -52,6 +55,7 @@ def plan(
         float | None,
         typer.Option(
             min=1,
+            callback=finite,
             show_default=False,
             help="Speed that this configuration reached on one GPU (tensor or context parallel: on one group of GPUs). "
             "The prediction is scaled to it.",

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from sagetrain.cli.exits import Errors as _Errors
+from sagetrain.cli.options import finite
 
 
 def prepare(
@@ -71,7 +72,10 @@ def prepare(
     dataset_config: Annotated[str | None, typer.Option(help="Configuration of a Hugging Face dataset.")] = None,
     dataset_split: Annotated[str, typer.Option(help="Split of a Hugging Face dataset.")] = "train",
     valid_fraction: Annotated[
-        float, typer.Option(min=0.0, max=0.5, help="Share of the documents that goes to `valid` beside the output.")
+        float,
+        typer.Option(
+            min=0.0, max=0.5, callback=finite, help="Share of the documents that goes to `valid` beside the output."
+        ),
     ] = 0.0,
     workers: Annotated[int, typer.Option(min=1, help="Processes that turn text into tokens.")] = os.cpu_count() or 1,
     overwrite: Annotated[

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 import typer
@@ -254,3 +255,20 @@ def test_a_run_dir_that_cannot_be_used_is_one_line(corpus: Path, tmp_path: Path,
     assert done.returncode == 2
     assert "error: " in done.stderr and "training.run_dir" in done.stderr and said.format(tmp_path) in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_no_number_of_an_option_is_infinite_or_nan(capsys) -> None:
+    """Limits such as `min` let NaN pass, and infinity. A new option of a command is tried here as well."""
+    options = {
+        (verb, f"--{name.replace('_', '-')}")
+        for verb, function in cli.VERBS.items()
+        for name, kind in get_type_hints(function).items()
+        if kind is float or float in get_args(kind)
+    }
+    assert {("plan", "--network-gbps"), ("plan", "--host-memory"), ("prepare", "--valid-fraction")} < options
+    for verb, option in sorted(options):
+        for value in ("nan", "inf", "-inf", "-1"):
+            output = ["--output=out"] if verb == "prepare" else []
+            assert main([verb, "configs/1b.yaml", *output, f"{option}={value}"]) == 2
+            assert option in capsys.readouterr().err
+    assert main(["plan", "configs/1b.yaml", "--network-gbps", "0"]) == 2

@@ -17,7 +17,6 @@ from matplotlib.image import imread
 
 from forked import Command
 from runs import sagetrain, write_config
-from sagetrain.__main__ import main
 from sagetrain.cluster.run_folder import lock
 from sagetrain.comparing import results, run_records, runner
 from sagetrain.comparing.analysis import curves, tables
@@ -358,14 +357,6 @@ def test_the_command_makes_a_page_of_folders(base: Path, tmp_path: Path) -> None
     assert len((output / "losses.jsonl").read_text().splitlines()) == 9
     done = sagetrain("compare", base, "--variant", "other: data.seq_length=16")
     assert done.returncode == 2 and "error: these runs cannot be compared; nothing was started" in done.stderr
-
-
-@pytest.mark.parametrize("margin", ["nan", "inf", "-0.1"])
-def test_a_margin_that_is_none_is_one_line(margin: str, tmp_path, capsys) -> None:
-    """Every gap would be within an infinite margin, and none within one that is no number."""
-    assert main(["compare", "--report-only", str(tmp_path), f"--margin={margin}"]) == 2
-    said = f"error: --margin {margin}: must be a finite gap of 0 or more, in nats per token; use 0.01, for instance\n"
-    assert capsys.readouterr().err == said
 
 
 def test_folders_without_rows_become_rows_by_a_name_for_each(base: Path, tmp_path: Path) -> None:
