@@ -40,7 +40,7 @@ def gather_by_copies(modules: Iterable[Any], group: dist.ProcessGroup) -> str:
     modules = list(modules)
     if not all(hasattr(module, "set_custom_all_gather") for module in modules):
         return f"torch {torch.__version__} takes no other all-gather"
-    if refusal := copies.connect(group):
+    if refusal := copies.connect(group, slots=2):
         return refusal
     gather = _CopiedGather(copies.connected[group.group_name])
     for module in modules:

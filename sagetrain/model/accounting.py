@@ -369,8 +369,8 @@ def _fsdp_state(cfg: RunConfig, size: int, ranks: int) -> list[MemoryItem]:
     if cfg.parallel.offload != "none":
         what = "fp32 shards of two blocks and outside of them, on their way from the host's memory"
         optimizer, wide = MemoryItem("offload", 4 * (outside + 2 * block) // shards, what), 0
-    # Inside a host copy engines gather a block out of three slots (parallel/copies.py).
-    slots = [MemoryItem("gather slots", 3 * element * block // shards, "of three blocks' shards")] if shards > 1 else []
+    # Inside a host copy engines gather a block out of two slots (parallel/copies.py).
+    slots = [MemoryItem("gather slots", 2 * element * block // shards, "of two blocks' shards")] if shards > 1 else []
     if stage == 3:
         # A block computes while the next one is on its way to a buffer, and from there to its place.
         gathered = MemoryItem("gathered weights", element * (outside + 3 * block), "of two blocks, and outside of them")

@@ -25,6 +25,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -96,10 +97,10 @@ class _Work(dist.Work):
 
 
 class Copies:
-    """The collectives of one group over a Memory."""
+    """The collectives of one group over a Memory with this number of slots. Gathers alone need two."""
 
-    def __init__(self, rank: int, size: int, memory: Memory) -> None:
-        self.rank, self.size, self._memory = rank, size, memory
+    def __init__(self, rank: int, size: int, memory: Memory, slots: int = SLOTS) -> None:
+        self.rank, self.size, self._memory, self._slots = rank, size, memory, slots
         # The order differs between ranks, so that no two ranks copy from or to the same rank at once.
         self._others = [(rank + step) % size for step in range(1, size)]
         self._slot_bytes = self._count = 0
@@ -148,7 +149,7 @@ class Copies:
         before the new content comes."""
         if nbytes > self._slot_bytes:
             self._grow(nbytes)
-        slot, self._count = self._count % SLOTS, self._count + 1
+        slot, self._count = self._count % self._slots, self._count + 1
         self._read(slot)
         return slot
 
@@ -159,16 +160,16 @@ class Copies:
             work.wait()
 
     def _grow(self, nbytes: int) -> None:
-        for slot in range(SLOTS):
+        for slot in range(self._slots):
             self._read(slot)
         self._slot_bytes = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         # Other ranks may still copy out of the old buffer. Their mappings keep it alive.
-        self._clear(self._memory.allocate(SLOTS * self._slot_bytes))
+        self._clear(self._memory.allocate(self._slots * self._slot_bytes))
 
     def _clear(self, buffers: list[Tensor]) -> None:
         self._buffers, self._addresses = buffers, [buffer.data_ptr() for buffer in buffers]
         self._views: dict[tuple[int, torch.Size, torch.dtype], tuple[Tensor, ...]] = {}
-        self._unread: list[_Work | None] = [None] * SLOTS
+        self._unread: list[_Work | None] = [None] * self._slots
 
     def _parts(self, slot: int, x: Tensor) -> tuple[Tensor, ...]:
         """Return the ranks' parts in this rank's slot, one tensor [size, dim 0 / size, ...], or two tensors for two
@@ -312,8 +313,9 @@ connected: dict[str, Copies] = {}
 _refused: dict[str, str] = {}
 
 
-def connect(group: ProcessGroup) -> str:
-    """Let the gathers and scatters of a group go by copy engines, between the current devices, if they can.
+def connect(group: ProcessGroup, slots: int = SLOTS) -> str:
+    """Let the gathers and scatters of a group go by copy engines, between the current devices, if they can, with this
+    number of slots.
 
     All ranks call it and decide alike.
 
@@ -323,7 +325,7 @@ def connect(group: ProcessGroup) -> str:
     name = group.group_name
     if name not in connected and name not in _refused:
         copies: list[Copies] = []
-        for step in (_check, _connect, _try):
+        for step in (_check, partial(_connect, slots), _try):
             _refused[name] = _on_all_ranks(group, step, group, copies)
             if _refused[name]:
                 break
@@ -375,9 +377,9 @@ def _check(group: ProcessGroup, copies: list[Copies]) -> None:
         raise RuntimeError(f"torch's symmetric memory is set to {backend}, not CUDA")
 
 
-def _connect(group: ProcessGroup, copies: list[Copies]) -> None:
+def _connect(slots: int, group: ProcessGroup, copies: list[Copies]) -> None:
     memory = DeviceMemory(group)
-    copies.append(Copies(group.rank(), group.size(), memory))
+    copies.append(Copies(group.rank(), group.size(), memory, slots))
     copies[0]._grow(_ALIGNMENT * group.size())
     if memory._symmetric.multicast_ptr:
         raise RuntimeError("symmetric memory came with multicast, which was switched off")

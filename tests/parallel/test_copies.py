@@ -174,7 +174,7 @@ def _check_engine() -> None:
     cfg = tiny.config(3, "bf16", parallel={"engine": "fsdp"}, model={"hidden_size": 34, "head_dim": 6})
     groups = tiny.join(1)
     name, memory = groups.replica_group.group_name, ThreadMemory(groups.rank, 4)
-    connected[name], copies._refused[name] = Copies(groups.rank, 4, memory), ""
+    connected[name], copies._refused[name] = Copies(groups.rank, 4, memory, slots=2), ""
     by_copies, plain = tiny.engine(cfg, groups), tiny.engine(cfg, groups)
     assert gather_by_copies(by_copies._modules[1:], groups.replica_group) == ""
     for step in range(3):
