@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from sagetrain.auto.recomputation_choice import fewest_blocks
 from sagetrain.config.arithmetic import (
@@ -405,14 +406,17 @@ def _fitting(
         candidate = candidate.model_copy(update={"linear": chosen[call]})
         # The time of what does not fit need not be predicted. Under tensor parallelism the prediction decides about
         # halves, on which the memory depends.
-        ways = [with_overlap(candidate, "off")]
-        ways += [with_overlap(candidate, "on")] if candidate.parallel.tensor_parallel_size > 1 else []
-        if all(total_bytes(memory_per_rank(way, world_size, vocab_size)) > usable for way in ways):
+        ways: tuple[Literal["off", "on"], ...] = (
+            ("off", "on") if candidate.parallel.tensor_parallel_size > 1 else ("off",)
+        )
+        needs = [total_bytes(memory_per_rank(with_overlap(candidate, way), world_size, vocab_size)) for way in ways]
+        if min(needs) > usable:
             continue
-        item = layout(candidate, world_size, vocab_size, hardware, span)
-        if item.memory > usable:
+        prediction = predict(candidate, world_size, vocab_size, hardware, span)
+        need = needs[-1 if prediction.overlap else 0]
+        if need > usable:
             continue
-        yield item
+        yield Layout(candidate, prediction, need)
         if candidate.training.activation_checkpointing == "full":
             blocks = fewest_blocks(candidate.model.num_layers, fits_with(candidate, world_size, vocab_size, hardware))
             if 0 < blocks < candidate.model.num_layers:

@@ -20,10 +20,9 @@ MODEL = {"num_layers": 4, "hidden_size": 192, "ffn_hidden_size": 768, "num_atten
 ZERO = {"stage3_param_persistence_threshold": 1000, "stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 0}
 CASES = [
     ("bf16", "rowwise", "aot_eager", "none"),
+    ("fp8", "tensorwise", "aot_eager", "full"),
     ("fp8", "rowwise", None, "none"),
-    ("fp8", "rowwise", "aot_eager", "none"),
-    ("fp8", "tensorwise", "aot_eager", "selective"),
-    ("fp8", "rowwise", "aot_eager", "full"),
+    ("fp8", "rowwise", "aot_eager", "selective"),
 ]
 
 
@@ -71,5 +70,5 @@ def test_no_weight_lives_from_forward_to_backward() -> None:
         print(case, held)
         # Codes of the blocks' weights alone would be half of the weights. Activations are a tenth here at most.
         assert held < 0.2, f"{case}: {held:.2f} of the weights"
-    (_, eager), (_, compiled), *_, (_, again) = found[1:]
-    assert eager == pytest.approx(compiled, abs=1e-6) == pytest.approx(again, abs=1e-6)
+    (_, eager), (_, compiled) = found[2:]
+    assert eager == pytest.approx(compiled, abs=1e-6)
