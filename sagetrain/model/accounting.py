@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from math import prod
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from sagetrain.config.arithmetic import (
     engine_of,
@@ -20,7 +20,14 @@ from sagetrain.config.arithmetic import (
     takes_probes,
     token_multiple,
 )
-from sagetrain.config.schema import SIXTEEN_BITS, AttentionConfig, ModelConfig, Recomputation, RunConfig
+from sagetrain.config.schema import (
+    SIXTEEN_BITS,
+    AttentionConfig,
+    ModelConfig,
+    MuonConfig,
+    Recomputation,
+    RunConfig,
+)
 from sagetrain.model.operations import (
     AttentionCost,
     Ends,
@@ -162,12 +169,20 @@ def muon_parameters(cfg: RunConfig) -> int:
     return sum(prod(shape) for shape in muon_shapes(cfg))
 
 
-def muon_shapes(cfg: RunConfig) -> list[tuple[int, ...]]:
+def muon_shapes(cfg: RunConfig) -> tuple[tuple[int, ...], ...]:
     """Return the whole shapes of the matrices that Muon updates."""
     if cfg.optimizer.name != "muon":
-        return []
-    listed = tensors(cfg.model, cfg.attention, 1)
-    return [spec.shape for spec in listed if cfg.optimizer.is_muon(spec.kind, spec.name)]
+        return ()
+    return _muon_shapes(cfg.model, cfg.attention, tuple(cfg.optimizer.muon.adamw_matrices))
+
+
+# Layouts of a model share them, and a search for layouts asks ten thousand times.
+@functools.lru_cache(maxsize=64)
+def _muon_shapes(
+    model: ModelConfig, attention: AttentionConfig, adamw_matrices: tuple[Any, ...]
+) -> tuple[tuple[int, ...], ...]:
+    muon = MuonConfig(adamw_matrices=[*adamw_matrices])
+    return tuple(spec.shape for spec in tensors(model, attention, 1) if muon.takes(spec.kind, spec.name))
 
 
 def checkpoint_bytes(cfg: RunConfig, vocab_size: int) -> int:

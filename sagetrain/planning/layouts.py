@@ -34,6 +34,8 @@ slow."""
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 _PIPELINE_MICRO_BATCH = 2
 """The largest micro-batch of a pipeline that is considered. Fewer micro-batches let the stages idle for longer."""
+_PIPELINE_CONTEXT = 2
+"""The most ranks that share a sequence in a pipeline that is considered, unless the configuration has more."""
 _MOST_IDLE = 0.25
 """The largest idle share of a pipeline that is considered."""
 _UNSHARDED = {"zero_stage": 1, "offload": "none"}
@@ -308,8 +310,10 @@ def _candidates(
         update: dict[str, object] = {"pipeline_parallel_size": pipeline, "pipeline_chunks": chunks}
         # A stage has few weights, so that sharding gradients as well, or sequences, saves little.
         ways = every if pipeline == 1 else [(1, "fsdp")]
+        if pipeline > 1 and context > max(own.context_parallel_size, _PIPELINE_CONTEXT):
+            continue
         if pipeline > 1 and pipeline != own.pipeline_parallel_size:
-            if context > own.context_parallel_size or micro > _PIPELINE_MICRO_BATCH:
+            if micro > _PIPELINE_MICRO_BATCH:
                 continue
             multiple = micro * cfg.data.seq_length * max(1, world_size // (split * context * pipeline))
             micro_batches_of_step = max(1, max(cfg.tokens_per_step.named_tokens.values()) // multiple)
@@ -332,13 +336,15 @@ def _way(cfg: RunConfig, parallel: Mapping[str, object], again: Recomputation, m
 
 
 def _sharded(cfg: RunConfig, stages: Sequence[int], hardware: Hardware) -> Iterator[tuple[int, str]]:
-    """Yield the ZeRO stages, each with the engines that are priced: the configured one, and FSDP2 at stage 3 as well if
-    runs of both were recorded on this card. At lower stages the engines are so near that no prediction could tell them
-    apart."""
+    """Yield the ZeRO stages, each with the engines that are priced: the configured one, and FSDP2 as well where a
+    setting asks for what it alone has, or at stage 3 if runs of both were recorded on this card. At lower stages the
+    engines are so near that no prediction could tell them apart."""
+    parallel = cfg.parallel
+    only_fsdp = cfg.optimizer.master != "fp32" or parallel.offload != "none" or parallel.shard_size is not None
     for stage in stages:
-        yield stage, cfg.parallel.engine
+        yield stage, parallel.engine
         at_stage = _changed(cfg, {"parallel": {"zero_stage": stage}})
-        if stage == 3 and engines_compared(hardware) and engine_of(at_stage) == "deepspeed":
+        if engine_of(at_stage) == "deepspeed" and (only_fsdp or (stage == 3 and engines_compared(hardware))):
             yield stage, "fsdp"
 
 

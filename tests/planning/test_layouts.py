@@ -11,17 +11,26 @@ import pytest
 from planned import CONFIGS, NOISE_AWARE, VOCAB, config, layout_of
 from sagetrain.config import load_config
 from sagetrain.config.arithmetic import data_parallel_size, token_multiple
+from sagetrain.config.check import check
 from sagetrain.config.rules import fit
 from sagetrain.hardware import H200, HARDWARE
 from sagetrain.model.accounting import overlaps, total_bytes
 from sagetrain.planning import layouts
-from sagetrain.planning.layouts import fastest_linear, layout, memory_finding, overrides_to, propose, usable_memory
+from sagetrain.planning.layouts import (
+    fastest_linear,
+    host_finding,
+    layout,
+    memory_finding,
+    overrides_to,
+    propose,
+    usable_memory,
+)
 from sagetrain.planning.performance import predict, with_overlap
 from sagetrain.planning.plan import ASSUMED_VOCAB_SIZE, make_plan
 
 
 @pytest.mark.parametrize(("name", "world_size", "gpu"), [
-    ("325m", 1, "h200"), ("325m", 6, "h100"), ("1b", 8, "h100"), ("7b", 4, "h200"), ("7b", 64, "a100"),
+    ("325m", 1, "h200"), ("325m", 6, "h100"), ("1b", 8, "h100"), ("7b", 4, "h200"),
     ("7b", 1024, "h200"), ("24gb", 1, "h100"), ("7b", 512, "rtxpro6000"),
 ])  # fmt: skip
 def test_proposals_fit_are_ranked_and_come_from_their_overrides(name, world_size, gpu):
@@ -181,3 +190,46 @@ def test_a_vocabulary_with_more_padding_keeps_no_layout_out():
     padded = make_plan(CONFIGS / "325m.yaml", ["model.vocab_size=50304"], 8, H200)
     assert given.proposed and not given.errors
     assert [item.prediction for item in given.proposed] == [item.prediction for item in padded.proposed]
+
+
+WIDE = ("model={num_layers: 80, hidden_size: 8192, ffn_hidden_size: 28672, num_attention_heads: 64, "
+        "num_key_value_heads: 8, vocab_size: 128256}")  # fmt: skip
+THREE = ("model={num_layers: 28, hidden_size: 3072, ffn_hidden_size: 8192, num_attention_heads: 24, "
+         "num_key_value_heads: 8, vocab_size: 32000}")  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "ranks", "gpu", "overrides"), [
+    ("1b", 1, "rtx4090", ["optimizer.moments=int8"]),
+    ("1b", 2, "l40s", ["parallel.engine=fsdp", "parallel.offload=optimizer", "training.activation_checkpointing=auto"]),
+    ("1b", 4, "h200", ["optimizer.name=muon", "linear.precision=fp8"]),
+    ("1b", 8, "h100", ["optimizer.master=bf16_chance", "training.activation_checkpointing=7"]),
+    ("1b", 64, "rtx4090", [THREE, "parallel.engine=deepspeed", "parallel.tensor_parallel_overlap=off"]),
+    ("1b", 4, "h100", [THREE, "parallel.pipeline_parallel_size=2", "parallel.engine=deepspeed"]),
+    ("8b", 1, "h200", ["parallel.offload=all"]),
+    ("8b", 4, "l40s", ["optimizer.master=bf16_kahan", "optimizer.moments=int8", "attention.backend=sage"]),
+    ("8b", 8, "a100", ["parallel.engine=fsdp", "optimizer.moments=bf16"]),
+    ("8b", 64, "h200", [WIDE, "optimizer.moments=int8", "tokens_per_step={schedule: constant, tokens: 4194304}"]),
+])  # fmt: skip
+def test_every_proposal_holds_when_it_is_pasted(name, ranks, gpu, overrides):
+    """A proposal that is pasted into the configuration runs, fits, and is priced the same. None is slower than the
+    configuration as it is, and the first one finds no better one."""
+    hardware, file = HARDWARE[gpu], CONFIGS / f"{name}.yaml"
+    plan = make_plan(file, overrides, ranks, hardware)
+    assert plan.proposed
+    rates = [item.prediction.tokens_per_second for item in plan.proposed]
+    assert rates == sorted(rates, reverse=True)
+    if plan.chosen and not plan.errors:
+        assert plan.chosen.prediction.tokens_per_second <= rates[0] * (1 + 1e-9)
+    first = None
+    for item in plan.proposed:
+        changes = [*overrides, *overrides_to(load_config(file, overrides), item.cfg)]
+        cfg = load_config(file, changes)
+        assert not [f for f in check(cfg, ranks, files=False) if f.level == "error"], changes
+        cfg = cfg.model_copy(update={"linear": fastest_linear(cfg, plan.vocab_size, hardware, None)})
+        pasted = layout(cfg, ranks, plan.vocab_size, hardware)
+        assert (pasted.prediction, pasted.memory) == (item.prediction, item.memory), changes
+        assert pasted.memory <= usable_memory(hardware)
+        assert host_finding(cfg, ranks, plan.vocab_size, hardware) is None
+        first = first or cfg
+    best, *_ = propose(first, ranks, plan.vocab_size, hardware)
+    assert best.prediction.tokens_per_second == pytest.approx(rates[0], rel=1e-9)

@@ -28,6 +28,10 @@ class MuonConfig(Section):
     """Peak learning rate of all tensors that AdamW updates. Default: optimizer.lr. Schedule and warm-up are those of
     optimizer.lr, scaled."""
 
+    def takes(self, kind: str, name: str) -> bool:
+        """Whether Muon updates a tensor of this kind and name (model/tensors.TensorSpec), if it is the optimizer."""
+        return kind == "matrix" and not {*self.adamw_matrices} & {*name.split(".")}
+
 
 class OptimizerConfig(Section):
     """The optimizer: AdamW, or Muon with AdamW for what is no matrix of a block."""
@@ -64,4 +68,4 @@ class OptimizerConfig(Section):
 
     def is_muon(self, kind: str, name: str) -> bool:
         """Whether Muon updates a tensor of this kind and name (model/tensors.TensorSpec)."""
-        return self.name == "muon" and kind == "matrix" and not {*self.muon.adamw_matrices} & {*name.split(".")}
+        return self.name == "muon" and self.muon.takes(kind, name)
