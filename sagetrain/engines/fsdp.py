@@ -414,6 +414,8 @@ class FsdpEngine(BaseEngine):
         # In the middle of a step weights stay gathered and sums stay here.
         self.model.without_hooks = self._bare and 0 < self._done < self._micro_batches - (not self._alone)
         result: Tensor = (self.model.forward if self.model.without_hooks else self.model)(**inputs)
+        # Whoever calls the model itself, as probes do, may find its weights sharded.
+        self.model.without_hooks = False
         return result
 
     def _set_mode(self, sync: bool, last: bool) -> None:
