@@ -42,8 +42,8 @@ class ParallelConfig(Section):
     engine: Literal["auto", "deepspeed", "fsdp"] = "auto"
     """The library that shards weights, gradients and optimizer state: DeepSpeed's ZeRO, or torch's FSDP2
     (`fully_shard`). Any launcher starts both, and a checkpoint of one continues in the other. auto: deepspeed.
-    On two H100s both are level in bf16 and in FP8; with tensor parallelism fsdp is 1 % slower in bf16
-    (results/engines)."""
+    On two H100s fsdp is 1.39 times as fast with tensor parallelism in FP8, level in bf16, and 1 to 3 % slower at
+    zero_stage 1 in FP8 (results/engines)."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
     """ZeRO stage over data- and context-parallel ranks. Under deepspeed bf16 runs 0 as 1: DeepSpeed's bf16 stage 0 is
     wrong."""
