@@ -11,8 +11,9 @@ from torch import Tensor
 class HostSums:
     """Add up the gradients of micro-steps in a thread, while the GPU runs the next forward pass.
 
-    FSDP would add them itself. Its copies from the GPU then go to fresh, pageable memory, the GPU waits for each copy
-    and for each sum, and a micro-step took 6 s instead of 1 (3B on two H100s, 2026-11-27).
+    FSDP would add them itself. Its copies from the GPU then go to fresh, pageable memory, and the backward pass waits
+    for each copy and each sum. A micro-step that added took 6 s (3B on two H100s, 2026-11-27). This class has not run
+    on a GPU yet.
     """
 
     def __init__(self) -> None:
