@@ -206,6 +206,12 @@ def engines(figure: Figure) -> None:
     bars(figure.subplots(), names, numbers(rows, "tokens/s"), "tokens/s on two H100s")
 
 
+def offload(figure: Figure) -> None:
+    rows = tables("offload")[0]
+    names = [f"{row['`offload`']}, ZeRO {row['ZeRO']}, {row['commit']}" for row in rows]
+    bars(figure.subplots(), names, numbers(rows, "tokens/s"), "tokens/s on two H100s")
+
+
 def halves(figure: Figure) -> None:
     rows = [row for row in tables("halves")[0] if row["halves"] != "not run"]
     names = [f"{row['model, layout']},\n{plain(row['linear layers, attention'])}" for row in rows]
@@ -364,6 +370,7 @@ PLOTS: dict[str, tuple[str, float, Callable[[Figure], None]]] = {
     "loading": ("loading.png", 2.4, loading),
     "loss-325m": ("loss.png", 3.6, loss),
     "muon": ("step.png", 2.0, muon),
+    "offload": ("offload.png", 2.4, offload),
     "one-h100": ("one-h100.png", 2.6, one_h100),
     "plan": ("plan.png", 3.6, plan),
     "sequence-parallel": ("sequence-parallel.png", 3.0, sequence_parallel),
