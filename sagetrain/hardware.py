@@ -318,7 +318,10 @@ HARDWARE = {
     # INT8's ceiling is what FP8 and INT8 rows of one call leave for its products, with FP8's at their rate: 1,255 to
     # 1,344 TFLOP/s in 1B, 3B and 8 layers of 4096 (results/log/step.md, layouts.md). It does not grow with the size.
     "h100": replace(
-        _scaled("NVIDIA H100 SXM", "H100", 81_559 * 2**20, 3.35e12, 900e9), measured=True, ceilings={"int8": 1.29e15}
+        _scaled("NVIDIA H100 SXM", "H100", 81_559 * 2**20, 3.35e12, 900e9),
+        measured=True,
+        ceilings={"int8": 1.29e15},
+        host_update_bandwidth=80e9,
     ),
     "a100": replace(
         _scaled("NVIDIA A100 SXM 80 GB", "A100", 80 * 2**30, 2.039e12, 600e9),

@@ -12,8 +12,8 @@ class HostSums:
     """Add up the gradients of micro-steps in a thread, while the GPU runs the next forward pass.
 
     FSDP would add them itself. Its copies from the GPU then go to fresh, pageable memory, and the backward pass waits
-    for each copy and each sum. A micro-step that added took 6 s (3B on two H100s, 2026-11-27). This class has not run
-    on a GPU yet.
+    for each copy and each sum. 3B on two H100s had 2,848 tokens/s with that and has 26,937 with this class
+    (results/offload).
     """
 
     def __init__(self) -> None:

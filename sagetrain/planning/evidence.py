@@ -43,6 +43,7 @@ MARGINS: Mapping[str, Mapping[str, float]] = {
         "tensor parallelism": 0.1,
         "halves without sequence parallelism": 0.2,
         "pipeline parallelism": 0.05,
+        "all in the host's memory": 0.1,
     },
 }
 """The largest error of a prediction, as a share of the speed that was reached. The keys are Hardware.name and the names
@@ -101,7 +102,7 @@ def _used(cfg: RunConfig, prediction: StepPrediction) -> Iterator[str]:
     """Yield those features of a run that have rates of their own, by the names in MARGINS."""
     yield prediction.attention_backend
     if cfg.parallel.offload != "none":
-        yield "state in the host's memory"
+        yield "all in the host's memory" if cfg.parallel.offload == "all" else "state in the host's memory"
     if cfg.linear.low_bit:
         yield f"linear layers in {cfg.linear.precision}"
     if cfg.parallel.tensor_parallel_size > 1:

@@ -1,5 +1,6 @@
 """Predict the time that parallel.offload adds to a step: copies between a GPU and the memory of its host, and the
-update on the CPU. No run has measured these figures."""
+update on the CPU. One run stands behind these figures: everything in the memory of a host with two H100s
+(results/offload)."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class StepPrediction:
     orthogonalizing: float
     """The time of Muon's update beyond AdamW's, on the rank that has most to do."""
     offload: float
-    """Seconds that the GPU waits for copies to and from the host's memory, and for the update there. Not measured."""
+    """Seconds that the GPU waits for copies to and from the host's memory, and for the update there."""
     overhead: float
     """Fixed costs."""
     launching: float

@@ -394,7 +394,7 @@ def _step_table(layout: Layout, name: str, plan: Plan) -> Table:
         ("optimizer", prediction.optimizer, "passes over gradients, the update, new weights"),
         *_orthogonalizing(prediction),
         *(
-            [("offload", prediction.offload, "copies that nothing hides, and the update on the CPU: not measured")]
+            [("offload", prediction.offload, "copies that nothing hides, and the update on the CPU")]
             if prediction.offload
             else []
         ),

@@ -342,6 +342,24 @@ def test_halves_in_int8_on_two_h100s_are_met(layout, tokens_per_second, margin, 
     assert sum(item.bytes for item in memory_per_rank(cfg, 2, 4096)) / 2**30 == pytest.approx(gib, rel=0.02)
 
 
+def test_everything_in_the_hosts_memory_is_met(monkeypatch):
+    """The run is that of results/offload: 3B as above, 16 threads a rank on the CPU."""
+    monkeypatch.undo()
+    cfg = load_config(CONFIGS / "1b.yaml", [
+        "model={num_layers: 28, hidden_size: 3072, ffn_hidden_size: 8192, num_attention_heads: 24, "
+        "num_key_value_heads: 8, vocab_size: 32000}",
+        "attention={backend: sdpa, qk_norm: none}",
+        "linear.precision=bf16",
+        "parallel={engine: fsdp, offload: all, zero_stage: 3}",
+        "data.seq_length=8192",
+        "data.micro_batch_size=1",
+        *WHOLE_SEQUENCES,
+        EVEN % (2 * 8 * 8192),
+    ])  # fmt: skip
+    is_within_its_margin(cfg, 2, 32_000, H100, 26_937)
+    assert sum(item.bytes for item in memory_per_rank(cfg, 2, 32_000)) / 2**30 == pytest.approx(22.3, rel=0.03)
+
+
 @pytest.mark.parametrize(("linear", "tokens_per_second", "gib"), [("int8", 34_500, 18.42), ("bf16", 45_946, 17.33)])
 def test_1b_for_24_gb_on_an_h100_is_met(linear, tokens_per_second, gib, monkeypatch):
     """The runs are those of results/small-card: micro-batches of one sequence, which leave a GPU waiting for its
