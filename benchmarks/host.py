@@ -5,7 +5,7 @@
 
 Without a GPU this process is rank 0 of two, alone. Its collectives meet nobody and copy only its own part. The model is
 so small that computing costs little (attention is an addition), and most of the time is Python: torch.compile's guards
-and wrappers, calls of operators, autograd and DeepSpeed (ZeRO 1). With GPUs there are as many ranks as torchrun starts.
+and wrappers, calls of operators, autograd, the engine (ZeRO 1). With GPUs there are as many ranks as torchrun starts.
 Then `host` is the time that the calls take to return if the GPU had nothing to do before, and `step` is the time of a
 micro-step if micro-steps follow each other.
 
@@ -30,9 +30,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sagetrain.cluster.join import init_distributed
+from sagetrain.config.arithmetic import engine_of
 from sagetrain.config.load import load_config
 from sagetrain.data.loader import Batch
-from sagetrain.engines.build_engine import build_engine
+from sagetrain.engines.build_engine import build_engine, partitioner
 from sagetrain.model.backends import AttentionFunction, TokenLayout
 from sagetrain.model.compile import compile_blocks
 from sagetrain.model.selection import attention_functions, matmuls_of
@@ -135,12 +136,13 @@ def main(words: Sequence[str] | None = None) -> None:
         overlap=not arguments.whole,
         functions=[Added()] * cfg.model.num_layers if tiny else attention_functions(cfg.attention, cfg.model, **place),
         matmuls=matmuls,
+        partition=partitioner(cfg, groups),
         **place,
     )
-    compile_blocks(model, arguments.compile)
-    # No micro-step is at the end of a step, so none reduces gradients.
+    compile_blocks(model, arguments.compile, hooks=engine_of(cfg) == "fsdp")
     engine = build_engine(cfg, model, groups, 2)
-    engine.model.train()
+    # All micro-steps are in one step and none is at its end, so none reduces gradients.
+    engine._prepare(WARM_UP + 2 * arguments.steps + 1, 0.0)
 
     def synchronize() -> None:
         if device.type == "cuda":

@@ -118,6 +118,8 @@ class Hardware:
     half."""
     low_bit_launch_seconds: dict[str, float]
     """Host time that casts and products in 8 bits add to part_launch_seconds, by linear.precision."""
+    hooks_block_seconds: float
+    """The share of an engine's hooks in a block's host time, which micro-steps without hooks do not take."""
     eager_launch_seconds: float
     """Host time in place of part_launch_seconds where torch.compile does not fuse the kernels."""
     collective_launch_seconds: float
@@ -231,10 +233,14 @@ H200 = Hardware(
     block_launch_seconds=1.2e-3,
     part_launch_seconds=2.8e-3,
     # With 3B in FP8 at TP 2 in halves on two H100s, 2026-11-26, 33,130 tokens/s are 17.7 ms of host time per block,
-    # while the GPU was busy for 10.3 (7,700 kernels and copies per micro-step).
+    # while the GPU was busy for 10.3 (7,700 kernels and copies per micro-step). Whole, 31,201 and 34,171 tokens/s by
+    # DeepSpeed are 9.4 and 8.6 ms.
     # In INT8, 1B with micro-batches of one sequence of 4,096 tokens takes 118 ms a micro-step on one H100, 2026-11-27
     # (results/small-card): 5.9 ms per block, of which 16-bit layers take 4.0.
-    low_bit_launch_seconds={"fp8": 3.4e-3, "int8": 1.9e-3},
+    low_bit_launch_seconds={"fp8": 2.9e-3, "int8": 1.9e-3},
+    # With 3B in FP8 at TP 2 whole, 16 micro-steps, two H100s, 2026-11-27, the same commit takes 8.71 ms per block and
+    # micro-step with hooks in all of them (33,579 tokens/s), and 6.14 with hooks in two (47,649).
+    hooks_block_seconds=2.9e-3,
     collective_launch_seconds=200e-6,
     copy_launch_seconds=250e-6,
     # This was not measured. It is a floor that matters for small micro-batches alone.

@@ -237,6 +237,7 @@ EXCUSED = {
     ("masters", "check"): "what DeepSpeed keeps in memory",
     ("reduction", "check"): "what DeepSpeed of another version has no more",
     ("join", "init_distributed"): "the GPUs of a host",
+    ("join", "_has_gpu"): "the environment of a host",
     ("preflight", "use_interface"): "the network interfaces of a host",
     ("preflight", "share"): "hosts that share no folder",
     ("preflight", "_exchange"): "hosts that differ",
