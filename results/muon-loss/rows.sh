@@ -34,10 +34,11 @@ row() {
 # One seed decides the learning rate of each optimizer.
 rates() {
   local variants=() name lr
-  for name in adamw muon; do
-    for lr in 5e-4 1e-3 2e-3 4e-3; do
-      [ "$name-$lr" = adamw-5e-4 ] || variants+=(--variant "$name-$lr: optimizer.name=$name optimizer.lr=$lr")
-    done
+  for lr in 2.5e-4 3.5e-4 1e-3 2e-3 4e-3; do
+    variants+=(--variant "adamw-$lr: optimizer.lr=$lr")
+  done
+  for lr in 5e-4 1e-3 2e-3 4e-3 8e-3 1.6e-2; do
+    variants+=(--variant "muon-$lr: optimizer.name=muon optimizer.lr=$lr")
   done
   row rates --baseline adamw-5e-4 --seeds 1 optimizer.lr=5e-4 "${variants[@]}"
 }
