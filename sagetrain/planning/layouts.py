@@ -38,8 +38,8 @@ _PIPELINE_CONTEXT = 2
 """The most ranks that share a sequence in a pipeline that is considered, unless the configuration has more."""
 _MOST_IDLE = 0.25
 """The largest idle share of a pipeline that is considered."""
-_UNSHARDED = {"zero_stage": 1, "offload": "none"}
-"""The settings of one replica, for what does not depend on the others."""
+_UNSHARDED = {"zero_stage": 1, "offload": "none", "engine": "deepspeed"}
+"""The settings of one replica by one engine, for what does not depend on the others."""
 _UNCUT = {
     "tensor_parallel_size": 1,
     "context_parallel_size": 1,
