@@ -109,7 +109,7 @@ def main() -> None:
         "attention.backend=sdpa",
         "parallel.engine=fsdp",
         "stability.noise_scale.every_steps=null",
-        "checkpoint={}",
+        f"checkpoint.every_tokens={total}",
         "evaluation={}",
         "logging={tensorboard: false}",
         *asked.overrides,
