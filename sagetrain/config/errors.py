@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import unicodedata
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -53,3 +54,10 @@ def shown(value: Any) -> str:
     """Return a value as it would stand in YAML, shortened to 80 characters."""
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def beyond_ascii(text: str) -> str:
+    """Return the names of the characters of a text that are not ASCII, such as `MINUS SIGN (U+2212)`, or "". Copied
+    numbers and indentation may hold such characters in place of those that they look like."""
+    others = dict.fromkeys(each for each in text if not each.isascii())
+    return ", ".join(f"{unicodedata.name(each, 'a character')} (U+{ord(each):04X})" for each in others)

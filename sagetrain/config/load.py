@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from sagetrain.config import yaml_nodes
-from sagetrain.config.errors import ConfigError, shown
+from sagetrain.config.errors import ConfigError, beyond_ascii, shown
 from sagetrain.config.other_names import key_meant, value_meant
 from sagetrain.config.reference import describe, keys, locate, outline, tag_of, tags_of
 from sagetrain.config.schema import RunConfig, Section
@@ -139,6 +139,8 @@ class _Source:
                 self._report((*path, "schedule"), _must_be(takes, value["schedule"], tags), value["schedule"])
             else:
                 self._report((*path, "schedule"), f"missing; it takes {takes}")
+        elif kind == "value_error":
+            self._report(path, str(detail["ctx"]["error"]), value)
         else:
             if kind == "missing":  # An item is missing in a list of fixed length.
                 path, _, slot = locate(detail["loc"][:-1])
@@ -210,6 +212,8 @@ def _must_be(slot_text: str, value: Any, choices: Sequence[Any]) -> str:
         hint = "; FP4 attention is for inference alone: sagetrain eval --attention fp4, generate --attention fp4"
     elif meant := value_meant(value, choices):
         hint = f"; did you mean {meant}?"
+    elif isinstance(value, str) and "text" not in slot_text and (others := beyond_ascii(value)):
+        hint = f"; it has {others}: type it anew"
     elif isinstance(value, str):
         near = difflib.get_close_matches(value, [choice for choice in choices if isinstance(choice, str)], 1)
         if near:

@@ -155,6 +155,7 @@ _VALUES: dict[str, str] = {
     }.items()
     for other in others.split()
 }
+_SWITCHES = {"on": True, "yes": True, "off": False, "no": False}
 _SWITCHED = {True: ("on", "full", "before_rope"), False: ("off", "none")}
 
 
@@ -175,8 +176,9 @@ def key_meant(name: str, section: str) -> str | None:
 
 def value_meant(value: Any, choices: Sequence[Any]) -> str | None:
     """Return the choice, and what goes with it, that a switch or another library's word stands for."""
-    if isinstance(value, bool):
-        return next((word for word in _SWITCHED[value] if word in choices), None)
+    switch = value if isinstance(value, bool) else _SWITCHES.get(value) if isinstance(value, str) else None
+    if switch is not None and (word := next((word for word in _SWITCHED[switch] if word in choices), None)):
+        return word
     if not isinstance(value, str):
         return None
     word = value.lower()

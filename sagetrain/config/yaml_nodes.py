@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from sagetrain.config.errors import shown
+from sagetrain.config.errors import beyond_ascii, shown
 
 KeyPath = tuple[str | int, ...]
 """The place of a value: keys, and indices of lists."""
 
 _LARGEST_WHOLE, _LARGEST = 10**18, 3e38  # The latter is about the largest float32.
 _WAYS_OUT = {
-    r"'\t'": "indent with spaces, not tabs",
+    r"'\t'": "write spaces in place of tabs",
     "mapping values are not": "a key ends with a colon and a space; this line or the one above it lacks one, or is "
     "indented too far",
     "expected <block end>": "indent it like the keys above it of the same section",
@@ -98,7 +98,12 @@ def parse(text: str) -> tuple[Any, dict[KeyPath, int], list[YamlProblem]]:
         way_out = "".join(f"; {fix}" for said, fix in _WAYS_OUT.items() if said in reason)
         # For a character that YAML does not allow, the error has a position but no line.
         line = mark.line + 1 if mark else text.count("\n", 0, getattr(error, "position", 0)) + 1
+        near = "".join(text.split("\n")[max(0, line - 2) : line])
+        if others := beyond_ascii("".join(each for each in near if not each.isalpha())):
+            way_out += f"; this line or the one above it has {others}: type it anew if it stands for a space or a sign"
         return None, {}, [YamlProblem(f"not valid YAML: {reason}{way_out}", line)]
+    except RecursionError:
+        return None, {}, [YamlProblem("not valid YAML: brackets or lists stand in one another too deep", 1)]
     return value, lines, problems
 
 

@@ -193,7 +193,7 @@ def test_every_problem_is_reported_at_once_with_its_place(tmp_path):
         ("num_layers: 4", "[1, 2]: 4", "run.yaml:2: model: a key must be a word"),
         ("num_layers: 4", "<<: {num_layers: 4}", "run.yaml:2: model.<<: merge keys are not taken here: write the keys out"),
         ("num_layers: 4", "num_layers: [4", "not valid YAML"),
-        ("num_layers: 4", "num_layers:\t4\n\t- x", "run.yaml:2: not valid YAML: found character '\\t' that cannot start any token; indent with spaces, not tabs"),
+        ("num_layers: 4", "num_layers:\t4\n\t- x", "run.yaml:2: not valid YAML: found character '\\t' that cannot start any token; write spaces in place of tabs"),
         ("  num_layers: 4", "   num_layers: 4", "run.yaml:3: not valid YAML: expected <block end>, but found '<block mapping start>'; indent"),
         ("  num_layers: 4", "  num_layers:4", "run.yaml:3: not valid YAML: mapping values are not allowed here; a key ends with a colon and a space"),
         ("hidden_size: 256", "hidden_size: 256.0", "model.hidden_size = 256.0: must be a whole number above 0; written without a point: 256"),
@@ -209,6 +209,12 @@ def test_every_problem_is_reported_at_once_with_its_place(tmp_path):
         ("num_layers: 4", "num_layers: 4\n  rope_theta: 0.5", "model.rope_theta = 0.5: must be a number above 1"),
         ("run_dir: runs/x", "run_dir: ''", 'training.run_dir = "": must be text that is not empty'),
         ("- path: b", "- path: ''", 'data.train.1.path = "": must be text that is not empty'),
+        ("lr: 3e-4", "lr: 3e\u22124", "must be a number above 0; it has MINUS SIGN (U+2212): type it anew\n"),
+        ("num_layers: 4", "num_layers: 4\u00a0", "must be a whole number above 0; it has NO-BREAK SPACE (U+00A0): type it anew\n"),
+        ("num_layers: 4", "num_layers:\u00a04  # \u00fc", "this line or the one above it has NO-BREAK SPACE (U+00A0): type it anew"),
+        ("num_layers: 4", "num_layers: " + "[" * 3000, "run.yaml:1: not valid YAML: brackets or lists stand in one another too deep"),
+        ("run_dir: runs/x", "run_dir: >\n    runs/x", 'training.run_dir = "runs/x\\n": holds \'\\n\': write the path in one line'),
+        ("run_dir: runs/x", f"run_dir: runs/{'x' * 256}", "has a name of more than 255 bytes, which file systems do not take"),
         ("num_layers: 4", "num_layers: *nowhere", "run.yaml:2: not valid YAML: found undefined alias"),
     ],
 )  # fmt: skip
@@ -267,6 +273,7 @@ def test_override_messages(tmp_path, override, expected):
         ("linear.precision=FP8", "must be one of bf16, fp8, int8, auto; did you mean fp8?\n"),
         ("training.dtype=float32", "did you mean fp32?\n"),
         ("training.activation_checkpointing=true", "or a whole number of at least 0 or auto; did you mean full?\n"),
+        ("training.activation_checkpointing=on", "or a whole number of at least 0 or auto; did you mean full?\n"),
         ("training.activation_checkpointing=-1", "must be one of none, selective, full or a whole number of at least 0"),
         ("optimizer.name=adamw_8bit", "did you mean adamw, with optimizer.moments int8?\n"),
         ("parallel.pipeline_blocks=[4, 0]", "1 problem in the configuration run.yaml:\n  override parallel.pipeline_blocks=[4, 0]: parallel.pipeline_blocks.1 = 0: must be a whole number above 0\n"),
@@ -347,6 +354,7 @@ def test_locations_name_line_or_override(tmp_path):
 
 
 words = st.text(min_size=1, max_size=12)
+names = st.text(st.characters(exclude_characters="\n\r\0"), min_size=1, max_size=12)
 awkward = st.sampled_from(
     ["on", "no", "1e5", "1_0", "null", "~", "true", "0x1", "2026-01-01", "1:30", ".5", "- a", "#", "é", "=", "<<"]
 )
@@ -407,7 +415,7 @@ def configs(draw) -> RunConfig:
             }
             | {"hidden_size": draw(counts)},
             "data": {
-                "train": [{"path": draw(words | awkward), "weight": draw(rates)}],
+                "train": [{"path": draw(names | awkward), "weight": draw(rates)}],
                 "seq_length": draw(counts),
                 "micro_batch_size": draw(counts),
                 "document_attention": draw(st.booleans()),
@@ -415,7 +423,7 @@ def configs(draw) -> RunConfig:
             "tokens_per_step": schedule,
             "optimizer": {"lr": draw(rates), "betas": (draw(st.floats(0, 0.999)), 0.95)},
             "training": {
-                "run_dir": draw(words | awkward),
+                "run_dir": draw(names | awkward),
                 "total_tokens": draw(counts),
                 "compile": draw(st.sampled_from(["on", "off"])),
             },

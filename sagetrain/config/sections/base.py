@@ -18,6 +18,18 @@ class Section(BaseModel):
 
 
 Name = Annotated[str, Field(min_length=1)]
-LocalPath = Annotated[Name, AfterValidator(os.path.expanduser)]
-"""The path of a file or folder. "~" is replaced by the home folder here, because no shell has done so."""
+
+
+def _path(text: str) -> str:
+    """Return a path with the home folder in place of "~", because no shell has replaced it. Raises ValueError for
+    what no file system takes as a path, or only by mistake."""
+    if lines := {"\n", "\r", "\0"} & {*text}:
+        raise ValueError(f"holds {', '.join(map(repr, sorted(lines)))}: write the path in one line, without | or >")
+    if any(len(os.fsencode(part)) > 255 for part in text.split("/")):
+        raise ValueError("has a name of more than 255 bytes, which file systems do not take: shorten it")
+    return os.path.expanduser(text)
+
+
+LocalPath = Annotated[Name, AfterValidator(_path)]
+"""The path of a file or folder."""
 Fraction = Annotated[float, Field(ge=0, lt=1)]
