@@ -99,7 +99,7 @@ def _each(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
         # tarfile would remember every member that it has seen.
         tar.members.clear()  # type: ignore[attr-defined]
     # tarfile takes the end of the file for the end of the archive.
-    if tar.fileobj.tell() == tar.offset:  # type: ignore[attr-defined]
+    if tar.fileobj.tell() == tar.offset:
         raise tarfile.ReadError(
             "the blocks of zeros that end an archive are missing (cut short, or not closed by its writer?): unpack it"
         )

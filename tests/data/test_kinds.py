@@ -400,7 +400,7 @@ REFUSED = {
     "i.tar": (tar({"a.txt": b"x"})[:1024] + tar({"a.txt": b"y"}), r"i\.tar: a\.txt is in it twice, .* unpack it"),
     "j.parquet.gz": (gzip.compress(parquet()), r"Parquet is not read out of \.gz; unpack it"),
     "k.parquet": (latin_parquet(), "rows 1 to 1: not UTF-8: "),
-    "k.tar": (tar({"a.txt": b"x", "b.txt": b"y"})[:1536], r"k\.tar: the blocks of zeros that end an archive are missing"),
+    "k.tar": (tar({"a.txt": b"x", "b.txt": b"y"})[:1536], "the blocks of zeros that end an archive are missing"),
     "l.tar": (tar({"./a.txt": b"x", "a.txt": b"y"}), r"l\.tar: a\.txt is in it twice"),
     "x.txt.bz2": (bz2.compress(b"text" * 99)[:-9], r"cannot read .*x\.txt\.bz2: .* middle of a \.bz2 stream"),
     "y.txt.bz2": (bz2.compress(b"text") + b"more", r"y\.txt\.bz2: what follows 1 complete stream: Invalid data stream"),
