@@ -67,6 +67,13 @@ def takes_probes(cfg: RunConfig) -> bool:
     return engine_of(cfg) == "fsdp" or cfg.parallel.zero_stage < 3
 
 
+def rests_hooks(cfg: RunConfig) -> bool:
+    """Whether FSDP2's hooks run in the first and the last micro-step of a step alone: at ZeRO 0 and 1, where weights
+    stay gathered and gradients are summed on each rank. Micro-batches of a pipeline are under way at once, so there all
+    passes go through the hooks."""
+    return engine_of(cfg) == "fsdp" and cfg.parallel.zero_stage < 2 and cfg.parallel.pipeline_parallel_size == 1
+
+
 def recomputed_blocks(how: Recomputation | Literal["auto"], num_layers: int) -> int:
     """Return how many blocks, from the first on, the backward pass recomputes as wholes
     (training.activation_checkpointing)."""

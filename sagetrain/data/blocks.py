@@ -97,18 +97,21 @@ def _decompressed(name: str, raw: IO[bytes]) -> Any:
     match compression(name):
         case ".gz":
             return gzip.GzipFile(fileobj=raw)
-        case ".bz2" | ".xz" | ".zst":
-            return io.BufferedReader(_Decompressed(raw, compression(name)), _BLOCK)
+        case ".bz2":
+            return bz2.BZ2File(raw)
+        case ".xz":
+            return lzma.LZMAFile(raw)
+        case ".zst":
+            return io.BufferedReader(_Zstandard(raw), _BLOCK)
         case _:
             return raw
 
 
-class _Decompressed(io.RawIOBase):
-    """A file of all compressed streams of a file, one after the other, with zeros between them. The last stream has to
-    be complete. Python's own readers of .bz2 and .xz end in silence before what they cannot read."""
+class _Zstandard(io.RawIOBase):
+    """A file of all zstd frames of a file, one after the other. The last frame has to be complete."""
 
-    def __init__(self, raw: IO[bytes], suffix: str) -> None:
-        self._blocks, self._rest = _streams(raw, suffix), b""
+    def __init__(self, raw: IO[bytes]) -> None:
+        self._blocks, self._rest = _zstd_blocks(raw), b""
 
     def readable(self) -> bool:
         return True
@@ -124,34 +127,22 @@ class _Decompressed(io.RawIOBase):
         return size
 
 
-def _streams(raw: IO[bytes], suffix: str) -> Iterator[bytes]:
+def _zstd_blocks(raw: IO[bytes]) -> Iterator[bytes]:
     import zstandard
 
-    def begin() -> Any:
-        match suffix:
-            case ".bz2":
-                return bz2.BZ2Decompressor()
-            case ".xz":
-                return lzma.LZMADecompressor()
-            case _:
-                return zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
-
-    limit = () if suffix == ".zst" else (_BLOCK,)  # The zstandard library has no limit of what it returns.
-    stream, complete = None, 0
+    decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
+    frame = None
     while data := raw.read(_BLOCK):
-        while data := data if stream else data.lstrip(b"\0"):
-            stream = stream or begin()
+        while data:
+            frame = frame or decompressor.decompressobj()
             try:
-                yield stream.decompress(data, *limit)
-                while limit and not (stream.eof or stream.needs_input):
-                    yield stream.decompress(b"", *limit)
-            except (OSError, lzma.LZMAError, zstandard.ZstdError) as error:
-                where = f"what follows {complete} complete stream{'s' * (complete > 1)}: " if complete else ""
-                raise OSError(f"{where}{error}") from error
-            data = stream.unused_data if stream.eof else b""
-            complete, stream = (complete + 1, None) if stream.eof else (complete, stream)
-    if stream is not None:
-        raise EOFError(f"it ends in the middle of a {suffix} stream (cut short?)")
+                yield frame.decompress(data)
+            except zstandard.ZstdError as error:
+                raise OSError(str(error)) from error
+            data = frame.unused_data if frame.eof else b""
+            frame = None if frame.eof else frame
+    if frame is not None:
+        raise EOFError("it ends in the middle of a zstd frame (cut short?)")
 
 
 def lines(blocks: Iterable[tuple[bytes, int]]) -> Iterator[tuple[bytes, int, int]]:

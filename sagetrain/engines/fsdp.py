@@ -43,7 +43,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from sagetrain.config.arithmetic import sharding_ranks, takes_probes
+from sagetrain.config.arithmetic import rests_hooks, sharding_ranks, takes_probes
 from sagetrain.config.schema import RunConfig
 from sagetrain.data.loader import Batch
 from sagetrain.engines.gather import gather_by_copies
@@ -235,8 +235,7 @@ class FsdpEngine(BaseEngine):
         # FSDP pads shards of unequal length here, and pins them, so this comes before their memory is taken over.
         self._leaves = self._gathered_once()
         self._parameters = self._sharded()
-        # Micro-batches of a pipeline are under way at once, so there all passes go through FSDP's hooks.
-        self._bare = self._stage < 2 and self._pipe is None
+        self._bare = rests_hooks(cfg)
         self._leaf_sums = LeafSums(self._leaves) if self._bare else None
         self._alone = self._bare and groups.num_replicas == 1 and self._offload == "none"
         # Of tensors of other pipeline stages this rank keeps nothing.

@@ -21,6 +21,7 @@ from sagetrain.config.arithmetic import (
     recomputed_blocks,
     replicas,
     resolved_zero_stage,
+    rests_hooks,
     sharding_ranks,
     token_multiple,
 )
@@ -334,9 +335,7 @@ class _Step:
         low = len(self.cfg.linear.low_bit_blocks(self.cfg.model.num_layers))
         casts = low * self.parts * hardware.low_bit_launch_seconds.get(self.cfg.linear.precision, 0.0)
         block = hardware.block_launch_seconds + self.parts * part + calls * call
-        # At ZeRO 0 and 1 FSDP2's hooks run in the first and the last micro-step alone (engines/fsdp.py).
-        without = self.fsdp and self.zero_stage < 2 and self.cfg.parallel.pipeline_parallel_size == 1
-        hooks = without * max(0, self.accumulation - 2) * hardware.hooks_block_seconds
+        hooks = rests_hooks(self.cfg) * max(0, self.accumulation - 2) * hardware.hooks_block_seconds
         return self.accumulation * (self.cfg.model.num_layers * block + casts) - self.cfg.model.num_layers * hooks
 
     def optimizer_seconds(self) -> float:
