@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
-import stat
 import threading
 import time
 from collections import defaultdict
@@ -108,10 +108,18 @@ def wait_for(ready: Callable[[], bool]) -> None:
 def lose_connections() -> None:
     """Lose all connections of this process, as one that dies does."""
     for name in os.listdir("/proc/self/fd"):
-        if stat.S_ISSOCK(os.stat(f"/proc/self/fd/{name}").st_mode):
-            connection = socket.socket(fileno=os.dup(int(name)))
+        # The list names the descriptor that read it, which is closed by now. The other end of a connection may have
+        # closed it, because the first ones are lost already.
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
             if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 connection.shutdown(socket.SHUT_RDWR)
+
+
+def say(path: Path, text: str) -> None:
+    """Write a file that is whole as soon as it is there: ranks wait for it, and the first one that raises ends all."""
+    part = path.with_suffix(".part")
+    part.write_text(text)
+    part.rename(path)
 
 
 def a_stage_hangs_and_dies(root: str) -> None:
@@ -140,33 +148,39 @@ def a_stage_hangs_and_dies(root: str) -> None:
             watchdog.begin("step 7")
             tiny.global_step(engine, 0)
     except RuntimeError as error:
-        (folder / f"lost-{groups.rank}").write_text(str(error))
+        say(folder / f"lost-{groups.rank}", str(error))
         raise
 
 
 def a_stage_takes_nothing(root: str) -> None:
-    """Run forward passes alone, as an evaluation does. The last stage takes no message, and is gone when the first one
-    has said what it waits for."""
+    """Run forward passes alone, as an evaluation does. The last stage takes no message until the first one has said
+    what it waits for. Then the last stage is gone."""
     groups, folder = tiny.join(1, 1, 2), Path(root)
     pipe, said = Pipe(groups, 1), folder / "waits"
     if groups.rank == 1:
         wait_for(said.exists)
+        lose_connections()
+        wait_for((folder / "lost").exists)
         raise RuntimeError("this stage is gone")
 
     def look() -> None:
         wait_for(pipe.waits)
-        (folder / "part").write_text(pipe.waits())
-        (folder / "part").rename(said)
+        say(said, pipe.waits())
 
     threading.Thread(target=look, daemon=True).start()
-    pipe.run(2, lambda chunk, micro, inputs: [torch.zeros(1 << 22)], lambda micro: [])
+    try:
+        pipe.run(2, lambda chunk, micro, inputs: [torch.zeros(1 << 22)], lambda micro: [])
+    except RuntimeError as error:
+        say(folder / "lost", str(error))
+        raise
 
 
 def test_a_stage_that_takes_nothing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match="raised"):
         run_distributed(a_stage_takes_nothing, 2, str(tmp_path))
     words = "stage 1 (rank 1) to take the forward pass of micro-batch 0 through chunk 0"
     assert (tmp_path / "waits").read_text() == f"pipeline stage 0 (rank 0) waits for {words}"
+    assert (tmp_path / "lost").read_text().startswith("pipeline stage 0 (rank 0) has lost stage 1 (rank 1), in the")
 
 
 def test_a_stage_that_hangs_or_dies_is_named(tmp_path: Path) -> None:
