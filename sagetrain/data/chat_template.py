@@ -169,8 +169,9 @@ def rendered(
         ValueError: the template refuses the chat.
     """
     given = {"messages": messages, "add_generation_prompt": prompt}
+    known = {"strftime_now": Clock(), **(more or {})}
     try:
-        return _compiled(template).render({"tools": None, "documents": None, **special_tokens, **(more or {}), **given})
+        return _compiled(template).render({"tools": None, "documents": None, **special_tokens, **known, **given})
     except RecursionError as error:
         raise ValueError("the chat template never ends: a macro of it calls itself again and again") from error
     except MemoryError as error:
@@ -198,7 +199,7 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
-    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
+    environment.globals |= {"raise_exception": _refuse}
     return environment
 
 
@@ -232,6 +233,14 @@ def _refuse(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def _now(form: str) -> str:
-    """Return the current date, for a template."""
-    return datetime.now().strftime(form)
+class Clock:
+    """The function strftime_now of a template. The time stands still, so that a chat has one time in all its turns."""
+
+    def __init__(self) -> None:
+        self.was_read = False
+        self._now = datetime.now()
+
+    def __call__(self, form: str) -> str:
+        """Return the date in this form."""
+        self.was_read = True
+        return self._now.strftime(form)

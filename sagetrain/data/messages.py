@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_SWITCHES = ("weight", "train", "training", "trainable", "loss", "loss_weight", "loss_scale")
+_SWITCHES = ("weight", "train", "training", "trainable", "loss", "loss_weight", "loss_scale", "loss_mask")
 """Keys under which a message says that it counts (1, true) or not (0, false). OpenAI and Mistral write weight, axolotl
 train or training, ms-swift loss or loss_scale."""
 _INVERTED = "masked"

@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 from sagetrain.config.arguments import check_fields
 from sagetrain.config.errors import ConfigError
 from sagetrain.data.chat_template import (
+    Clock,
     CountedText,
     Message,
     generated,
@@ -66,6 +67,11 @@ NULLS = (
 QUOTED = (
     "the chat template writes the arguments of tool calls as a quoted text, because the records hold them as JSON "
     "text, and servers such as vLLM hand it an object; give objects (json.loads of the text):"
+)
+DATED = (
+    "the chat template writes the date of the day on which it is used (strftime_now), so that these records hold the "
+    "day of this call, and another call or part writes another one; give the records the date that the template takes "
+    "({\"chat_template_kwargs\": {\"date_string\": ...}} for Llama 3), or write one into a copy of the template:"
 )
 ENDLESS = (
     "answers that count end with no control token, as in templates whose turns end where the next role begins, so that "
@@ -194,11 +200,13 @@ class Chats:
         if holds_null([more.get(TOOLS, []), *(message.get("tool_calls", []) for message in messages)]):
             notes[NULLS, ""] += 1
         given = [Message(each) for each in messages]
+        clock = Clock()
 
         def render(count: int, prompt: bool = False) -> str:
-            return rendered(template, given[:count], special_tokens, prompt, more)
+            return rendered(template, given[:count], special_tokens, prompt, {"strftime_now": clock, **more})
 
         whole = render(len(messages))
+        notes[DATED, ""] += clock.was_read
         parts = generated(whole)
         if len(parts) > 1:
             parts = _by_blocks(parts, counted, render)

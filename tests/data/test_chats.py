@@ -329,6 +329,7 @@ SAID: dict[str, tuple[dict, bool]] = {
     "trainable false": ({"trainable": False}, False),
     "loss_weight 0": ({"loss_weight": 0}, False),
     "loss_scale 0.0": ({"loss_scale": 0.0}, False),
+    "loss_mask 0": ({"loss_mask": 0}, False),
     "masked true": ({"masked": True}, False),
     "masked false": ({"masked": False}, True),
     "both": ({"train": False, "weight": 0}, False),
@@ -445,6 +446,21 @@ def test_arguments_that_a_template_quotes_are_said(folder: Path, tmp_path: Path)
     assert re.search(r"arguments of tool calls as a quoted text, .* give objects .*: \(1 record\)", said)
     as_it_is = TEMPLATE.replace("c.function.arguments | tojson", "c.function.arguments")
     assert as_it_is != TEMPLATE and said_of(folder, tmp_path / "b", chats[:1], as_it_is) == []
+
+
+def test_a_date_that_a_template_writes_is_said(folder: Path, tmp_path: Path, theirs) -> None:
+    """Llama 3.1 and 3.2 write the current date unless date_string is given. One chat has one date."""
+    template = "{% if not date_string %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}{{ date_string }}"
+    template += TEMPLATE
+    record = {"messages": [ASK, ANSWER]}
+    notes = Notes()
+    expected = theirs.apply_chat_template(record["messages"], chat_template=template, tokenize=False)
+    assert shown(record, template, notes).replace("«", "").replace("»", "") == expected
+    assert [note.partition(" on which")[0] for note, _ in +notes] == ["the chat template writes the date of the day"]
+    fixed = {**record, "chat_template_kwargs": {"date_string": "26 Jul 2024"}}
+    assert shown(fixed, template, notes := Notes()).startswith("26 Jul 2024<|user|>") and not +notes
+    by_microseconds = template.replace("%d %b %Y", "%f")
+    assert "«Yes.<|eot|>»" in shown(record, by_microseconds)
 
 
 def test_columns_that_nobody_reads_are_said(folder: Path, tmp_path: Path) -> None:
