@@ -71,7 +71,7 @@ QUOTED = (
 DATED = (
     "the chat template writes the date of the day on which it is used (strftime_now), so that these records hold the "
     "day of this call, and another call or part writes another one; give the records the date that the template takes "
-    "({\"chat_template_kwargs\": {\"date_string\": ...}} for Llama 3), or write one into a copy of the template:"
+    '({"chat_template_kwargs": {"date_string": ...}} for Llama 3), or write one into a copy of the template:'
 )
 ENDLESS = (
     "answers that count end with no control token, as in templates whose turns end where the next role begins, so that "
