@@ -34,6 +34,13 @@ _BEGIN = b'{"beside_sentencepiece": '
 _LLAMA = ("LlamaTokenizer", "LlamaTokenizerFast")
 # With these classes, transformers leaves tokenizer.json as it is.
 _GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
+# With these classes, transformers 5 puts together its own steps of this kind before the merges of a tokenizer.json.
+_REBUILT = {
+    "GPT2Tokenizer": {"ByteLevel"},
+    "GPTNeoXTokenizer": {"ByteLevel"},
+    "Qwen2Tokenizer": {"NFC", "Split", "ByteLevel"},
+    "CohereTokenizer": {"NFC", "Digits", "ByteLevel"},
+}
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # These are SentencePiece's types of pieces.
 
 
@@ -84,7 +91,7 @@ def completed(model: bytes, file: Path) -> tuple[bytes, list[str]]:
 
 
 def _with_json(tree: dict[str, Any], beside: Beside, file: Path) -> tuple[bytes, list[str]]:
-    notes = [*beside.notes, *_prefix_space(tree, beside, file)]
+    notes = [*beside.notes, *_prefix_space(tree, beside, file), *_other_steps(tree, beside, file)]
     if "model" not in tree:
         raise ValueError(
             "a tokenizer.json of the tokenizers package: it has no key model, as vocab.json, tekken.json and "
@@ -97,6 +104,12 @@ def _with_json(tree: dict[str, Any], beside: Beside, file: Path) -> tuple[bytes,
             vocabulary = {piece: number for number, (piece, _) in enumerate(vocabulary)}
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"a tokenizer.json of the tokenizers package ({error!r})") from error
+    if tree["model"].get("dropout"):
+        notes.append(
+            f"{file} leaves out merges by chance (model.dropout {tree['model']['dropout']}): all merges are taken "
+            "here, so that a text has the same tokens at every call"
+        )
+        tree["model"]["dropout"] = None
     numbers = vocabulary | {each.content: number for number, each in added.items()}
     if missing := [each for each in _additions(beside, added.values()) if each.token.content]:
         try:
@@ -119,8 +132,7 @@ def _prefix_space(tree: dict[str, Any], beside: Beside, file: Path) -> list[str]
     with tokenizers of bytes. Return sentences about this, and about a space that the pipeline adds and transformers
     leaves out."""
     asked, of_class = beside.config.get("add_prefix_space"), beside.config.get("tokenizer_class")
-    parts = [tree.get("pre_tokenizer") or {}, tree.get("normalizer") or {}]
-    parts += [each for part in parts for key in ("pretokenizers", "normalizers") for each in part.get(key) or []]
+    parts = _steps(tree)
     if of_class in _LLAMA and asked is not False and any(part.get("type") == "Prepend" for part in parts):
         return _space_in_chats(beside, file)
     if not isinstance(asked, bool) or of_class in (None, *_GENERIC):
@@ -137,6 +149,27 @@ def _prefix_space(tree: dict[str, Any], beside: Beside, file: Path) -> list[str]
     if puts and not asked:
         return [f"{says}, {file.name} puts a space before a text: the latter is taken; transformers does the former"]
     return []
+
+
+def _steps(tree: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what a pipeline does with a text before its model, step by step."""
+    parts = [tree.get("normalizer") or {}, tree.get("pre_tokenizer") or {}]
+    return [each for part in parts for each in part.get("normalizers") or part.get("pretokenizers") or [part] if each]
+
+
+def _other_steps(tree: dict[str, Any], beside: Beside, file: Path) -> list[str]:
+    """Say that transformers 5 cuts a text in another way than tokenizer.json, by the class of the tokenizer. SmolLM2 is
+    published like this: its digits are tokens of their own, and GPT-2's are not."""
+    of_class = str(beside.config.get("tokenizer_class"))
+    theirs = _REBUILT.get(of_class.removesuffix("Fast"))
+    ours = {str(part.get("type")) for part in _steps(tree)}
+    if theirs is None or ours == theirs:
+        return []
+    return [
+        f"{file.parent / CONFIG} names the tokenizer_class {of_class}, with which transformers 5 cuts a text by "
+        f"{', '.join(sorted(theirs))} for most models, and {file.name} by {', '.join(sorted(ours)) or 'nothing'}: the "
+        "latter is taken, as versions up to 4 did; the class PreTrainedTokenizerFast makes transformers 5 do so, too"
+    ]
 
 
 def _space_in_chats(beside: Beside, file: Path) -> list[str]:

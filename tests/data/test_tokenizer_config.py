@@ -123,6 +123,40 @@ def test_a_space_before_texts_is_put_where_transformers_puts_it(plain: str, of_c
     assert exported.encode("Hi there") == ours.encode("Hi there") == Tokenizer.load(file).encode("Hi there")
 
 
+def merging(plain: str, **model: object) -> str:
+    """Return a tokenizer.json in which each digit is cut from the others before its one merge, 1 and 2, is tried."""
+    tree = json.loads(plain)
+    tree["model"] |= {"vocab": tree["model"]["vocab"] | {"12": 257}, "merges": [["1", "2"]], **model}
+    tree["pre_tokenizer"] = {
+        "type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, tree["pre_tokenizer"]]
+    }  # fmt: skip
+    return json.dumps(tree)
+
+
+@pytest.mark.parametrize(
+    "of_class", ["GPT2Tokenizer", "GPT2TokenizerFast", "Qwen2Tokenizer", "PreTrainedTokenizerFast"]
+)
+def test_classes_that_cut_a_text_otherwise_are_said(plain: str, of_class: str, tmp_path: Path) -> None:
+    """SmolLM2 is published with digits of their own and the class of GPT-2."""
+    config = {"tokenizer_class": of_class, "bos_token": "<|end|>", "unk_token": "<|end|>", "pad_token": "<|end|>"}
+    file = write(tmp_path / "theirs", merging(plain), config=config)
+    theirs, ours = AutoTokenizer.from_pretrained(file.parent), Tokenizer.load(file)
+    same = ours.encode("a12") == theirs.encode("a12", add_special_tokens=False)
+    assert len(ours.encode("a12")) == 3 and same == (of_class in ("Qwen2Tokenizer", "PreTrainedTokenizerFast"))
+    assert [f"tokenizer_class {of_class}, with which transformers 5 cuts" in note for note in ours.notes] == [True] * (
+        of_class != "PreTrainedTokenizerFast"
+    )
+    for name, content in tokenizer_files(ours, 128).items():
+        (file.parent / name).write_bytes(content)
+    assert AutoTokenizer.from_pretrained(file.parent).encode("a12") == ours.encode("a12")
+
+
+def test_merges_are_not_left_out_by_chance(plain: str, tmp_path: Path) -> None:
+    file = write(tmp_path, merging(plain, dropout=1.0).replace("true}, {", "false}, {"))
+    (said,) = (ours := Tokenizer.load(file)).notes
+    assert "leaves out merges by chance (model.dropout 1.0)" in said and ours.encode("12") == [257]
+
+
 def test_a_space_that_only_the_pipeline_adds_is_said(tmp_path: Path) -> None:
     tree = json.loads(tokenizer_files(published_tokenizer(), 128)["tokenizer.json"])
     tree["normalizer"] = {"type": "Prepend", "prepend": "\u2581"}
