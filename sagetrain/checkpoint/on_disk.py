@@ -122,12 +122,6 @@ def remove(folder: Path) -> None:
     shutil.rmtree(doomed)
 
 
-def lacks_space(said: str) -> bool:
-    """Whether the text of an error speaks of a full disk. safetensors gives no error number, and an error from another
-    rank arrives as text."""
-    return any(os.strerror(full) in said for full in (errno.ENOSPC, errno.EDQUOT))
-
-
 # -- finding and checking ------------------------------------------------------------------------------------------
 
 

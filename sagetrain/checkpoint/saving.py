@@ -32,11 +32,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from sagetrain.checkpoint.on_disk import file_name, folder_name, format_of, lacks_space, prune, remove, sha256
+from sagetrain.checkpoint.on_disk import file_name, folder_name, format_of, prune, remove, sha256
 from sagetrain.checkpoint.state import RunState
 from sagetrain.checkpoint.stateful import OwnedRange
 from sagetrain.cluster.mailbox import Mailbox
-from sagetrain.config.errors import CheckpointError
+from sagetrain.config.errors import CheckpointError, way_to_room
 from sagetrain.parallel.topology import ParallelGroups
 
 T = TypeVar("T")
@@ -340,8 +340,8 @@ class Saver:
             # Whatever the error is, the other ranks wait for an answer.
             except Exception as error:  # noqa: BLE001
                 box[1], cause = f"{what}: {error}", error
-                if lacks_space(box[1]):
-                    box[1] += "; free some space and run the same command again"
+                if way := way_to_room(box[1]):
+                    box[1] += f"; {way} and run the same command again"
         if self._mailbox:
             box = self._mailbox.tell(box)
         if box[1]:

@@ -26,7 +26,7 @@ from typing import NoReturn
 
 import typer
 
-from sagetrain.config.errors import TRAINING_EXIT_CODE, CheckpointError, ConfigError, TrainingError
+from sagetrain.config.errors import TRAINING_EXIT_CODE, CheckpointError, ConfigError, TrainingError, way_to_room
 
 console_script = False
 """True if this process runs one command and nothing after it. __main__.program sets it."""
@@ -64,7 +64,7 @@ class Errors:
             # Errors of this project name their file. Others come from a library, or from printing.
             folder = self.run_dir or self.output
             where = error.filename or (f"{folder} or standard output" if folder else "standard output")
-            said = f"{where}: {error.strerror}; free some space and run the same command again"
+            said = f"{where}: {error.strerror}; {way_to_room(str(error.strerror))} and run the same command again"
         if _is_out_of_memory(error):
             said = (
                 f"{said.splitlines()[0]} Take less at a time (generate: --batch-size; eval: --context), or spread "
@@ -97,7 +97,7 @@ def _is_unusable(run_dir: Path, error: OSError) -> bool:
 def _exit_code(error: BaseException) -> int | None:
     if isinstance(error, ConfigError):
         return 2
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    if isinstance(error, OSError) and error.errno and way_to_room(os.strerror(error.errno)):
         return 3
     if isinstance(error, CheckpointError):
         return 3

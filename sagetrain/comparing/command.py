@@ -70,7 +70,8 @@ def places(output: Path, run_dirs: Path | None, per_gpu: int) -> Places:
     """Find the GPUs of this machine that CUDA_VISIBLE_DEVICES allows, or else its cores."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    gpus = tuple(named or map(str, range(count))) if count else ()
+    # CUDA hides all GPUs from the first name on that it does not know.
+    gpus = tuple(named[:count] or map(str, range(count)))
     name, memory = _gpu() if gpus else ("", 0)
     devices = f"{len(gpus)} x {name}" if gpus else f"CPU ({platform.machine()}, {os.cpu_count()} cores)"
     return Places(output, run_dirs or output / "runs", gpus, per_gpu, f"{devices}, {per_gpu} runs at a time"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import unicodedata
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -54,6 +56,19 @@ def shown(value: Any) -> str:
     """Return a value as it would stand in YAML, shortened to 80 characters."""
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+_ROOM = {
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some space of your quota (quota -s), or have it raised,",
+    errno.EFBIG: "allow larger files (ulimit -f unlimited; a file on FAT32 ends at 4 GiB)",
+}
+
+
+def way_to_room(said: str) -> str:
+    """Return the way to make room for a file, or "" if the text of an error does not say that there is none. Errors of
+    safetensors have no number, and errors of another rank arrive as text."""
+    return next((way for number, way in _ROOM.items() if os.strerror(number) in said), "")
 
 
 def beyond_ascii(text: str) -> str:

@@ -17,9 +17,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from sagetrain.checkpoint.on_disk import lacks_space
 from sagetrain.checkpoint.reading import Reader
-from sagetrain.config.errors import CheckpointError, ConfigError
+from sagetrain.config.errors import CheckpointError, ConfigError, way_to_room
 from sagetrain.data.token_file import check_writable
 from sagetrain.inference.generate import ending_tokens
 from sagetrain.inference.load import OpenRun, open_run
@@ -199,7 +198,8 @@ def published(folder: Path) -> Iterator[Path]:
         os.rename(temporary, folder)
     except (OSError, SafetensorError) as error:
         said = getattr(error, "strerror", None) or str(error)
-        fix = "free some space there or choose another folder" if lacks_space(said) else "choose another folder"
+        way = way_to_room(said)
+        fix = f"{way} there or choose another folder" if way else "choose another folder"
         raise CheckpointError(f"cannot write {folder}: {said}; {fix}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -46,7 +46,8 @@ def check(
         A reader of the checkpoint.
 
     Raises:
-        ConfigError: the checkpoint was written by another run, or checkpoint.resume is never.
+        ConfigError: the checkpoint was written by another run, or has seen more tokens than this one is to see, or
+            checkpoint.resume is never.
     """
     if cfg.checkpoint.resume == "never":
         raise ConfigError(
@@ -79,6 +80,13 @@ def check(
             f"{reader.folder} has the moments of {_rules(_saved_optimizer(reader.folder))}, and "
             f"{_rules(cfg.optimizer)} of this run needs others: take the section optimizer from its config.yaml, or "
             "set checkpoint.new_optimizer: true to begin with new moments"
+        )
+    # Whole steps may end after training.total_tokens, so only the tokens before the last step tell a finished run.
+    if state.tokens - last_step(state, cfg) >= cfg.training.total_tokens:
+        raise ConfigError(
+            f"training.total_tokens {cfg.training.total_tokens:,}: the run in {cfg.training.run_dir} has already seen "
+            f"{state.tokens:,} tokens ({folder.name}): nothing would be trained. Name more tokens to go on, or choose "
+            "another training.run_dir for a shorter run (training.init_from can begin it with a checkpoint of this one)"
         )
     return reader
 

@@ -21,7 +21,7 @@ def start_line(cfg: RunConfig, engine: Engine, vocab_size: int, compiled: bool, 
         vocab_size: the padded size of the vocabulary.
         reasons: the reasons for the choices of attention, linear layers and halves of micro-batches.
     """
-    groups, model = engine.groups, engine.model
+    groups, model, ranks = engine.groups, engine.model, dist.get_world_size()
     size, how = num_parameters(cfg.model, cfg.attention, vocab_size), ""
     if groups.tp_group is not None and groups.tp_size > 1:
         how = " by copies" if groups.tp_group.group_name in copies.connected else ""
@@ -33,7 +33,7 @@ def start_line(cfg: RunConfig, engine: Engine, vocab_size: int, compiled: bool, 
         pipeline = f" x pipeline parallel {groups.pp_size} (blocks in chunks: {chunks})"
     sharded = sharding_in_words(cfg, groups.num_replicas)
     lines = [
-        f"sagetrain {__version__}: {size:,} parameters, {dist.get_world_size()} ranks (tensor parallel "
+        f"sagetrain {__version__}: {size:,} parameters, {ranks} rank{'s' * (ranks > 1)} (tensor parallel "
         f"{groups.tp_size}{how}{context}{pipeline} x data parallel {groups.dp_size}), {sharded}, "
         f"{cfg.training.dtype}, torch.compile {'on' if compiled else 'off'}",
         f"  attention {cfg.attention.backend} ({reasons.attention})",

@@ -183,9 +183,9 @@ class RowFile:
     def write(self, record: bytes) -> None:
         before = self._file.seek(0, os.SEEK_END)
         try:
-            # The part of a record that fits on the disk is written without an error.
-            if self._file.write(record) < len(record):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            # The part of a record for which there is room is written without an error. The rest says why it has none.
+            while record:
+                record = record[self._file.write(record) :]
             if not os.fstat(self._file.fileno()).st_nlink:
                 raise FileNotFoundError(errno.ENOENT, "removed while the run was writing to it")
         except OSError as error:

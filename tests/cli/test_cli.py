@@ -191,7 +191,7 @@ def test_a_configuration_that_is_not_named(words) -> None:
 
 @pytest.mark.parametrize(("number", "code", "said"), [
     (errno.EROFS, 2, "page.html cannot be written: Read-only file system; choose another place for it"),
-    (errno.EFBIG, 3, "page.html: File too large; free some space"),
+    (errno.EDQUOT, 3, "page.html: Disk quota exceeded; free some space of your quota (quota -s), or have it raised,"),
 ])  # fmt: skip
 def test_a_page_that_cannot_be_written_is_one_line(monkeypatch, capsys, tmp_path, number, code, said) -> None:
     def fail(*args: object) -> None:

@@ -167,6 +167,8 @@ def test_the_machine_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     where = command.places(tmp_path, None, 4)
     assert (where.gpus, where.devices) == (("2", "7"), "2 x NVIDIA H200, 4 runs at a time on each")
     assert where.memory == 143771 * 2**20
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,-1,3")
+    assert command.places(tmp_path, None, 4).gpus == ("0", "1")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert command.places(tmp_path, None, 4).gpus == ("0", "1")
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")  # The driver does not answer.

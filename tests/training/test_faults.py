@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -42,9 +43,11 @@ from sagetrain.checkpoint import on_disk
 from sagetrain.checkpoint.ledger import Ledger, check_consumed, fold
 from sagetrain.checkpoint.on_disk import KINDS
 from sagetrain.checkpoint.reading import Reader
+from sagetrain.cli import exits
 from sagetrain.config.errors import CheckpointError, TrainingError
 from sagetrain.data.loader import Batch
 from sagetrain.parallel.topology import ParallelGroups
+from sagetrain.training.writers import RowFile
 
 # -- the ledger ------------------------------------------------------------------------------------------------------
 
@@ -339,6 +342,25 @@ def test_kill_9_at_20_moments_while_saving(tmp_path) -> None:
     assert sorted(f.name for f in tmp_path.iterdir()) == [
         "latest", *(on_disk.folder_name(n) for n in (newest, newest + 1))
     ]  # fmt: skip
+
+
+def test_a_limit_on_files_is_named_with_the_way_to_raise_it(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    """The kernel refuses to let a file grow past `ulimit -f`, in a checkpoint and in a file that grows by rows."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    way = "allow larger files (ulimit -f unlimited; a file on FAT32 ends at 4 GiB) and run the same command again"
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, before[1]))
+    try:
+        with pytest.raises(CheckpointError) as of_checkpoint:
+            train_and_save(tmp_path, 1, 1)
+        for _ in range(49):
+            RowFile(tmp_path / "rows").write(b"x" * 101)
+        with pytest.raises(SystemExit) as ended, exits.Errors():
+            RowFile(tmp_path / "rows").write(b"x" * 101)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "cannot write" in str(of_checkpoint.value) and str(of_checkpoint.value).endswith(f"; {way}")
+    assert (ended.value.code, capfd.readouterr().err) == (3, f"error: {tmp_path}/rows: File too large; {way}\n")
+    assert (tmp_path / "rows").stat().st_size == 4949
 
 
 def test_a_full_disk_ends_the_run_which_continues_with_space(tmp_path, corpus, alone, small_disk) -> None:

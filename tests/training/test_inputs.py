@@ -169,6 +169,10 @@ def resumed_with_another_seed(world: World) -> None:
     world.resume("training.seed=7")
 
 
+def resumed_for_fewer_tokens(world: World) -> None:
+    world.resume("training.total_tokens=14848")
+
+
 def resumed_on_other_data(world: World) -> None:
     world.resume(f"data.train.0.path={world.data}/valid")
 
@@ -222,6 +226,7 @@ REFUSED = {
     a_run_in_an_imported_folder: ("init_from", "check", "holds an imported model"),
     never_resumed: ("resume", "check", "checkpoint.resume is never"),
     resumed_with_another_seed: ("resume", "check", "training.seed: checkpoint 0, this run 7"),
+    resumed_for_fewer_tokens: ("resume", "check", "total_tokens 14,848: the run in .* has already seen 15,360 tokens"),
     resumed_on_other_data: ("resume", "check", "data.train: checkpoint .*train, this run .*valid"),
     resumed_with_none_whole: ("on_disk", "newest_whole", "checkpoints is whole"),
     a_prompt_without_room: ("inputs", "check_prompts", r"samples_prompts\.1 has .* tokens, more than half of the 32 "),
@@ -281,6 +286,8 @@ def test_what_fits_has_no_error_and_a_run_that_goes_on_is_said(world: World) -> 
     world.resume()
     assert planned(world, "error") == ""
     assert "holds step-00000040: the run is finished there" in planned(world, "info")
+    world.resume("training.total_tokens=14849")  # The last step would be the same.
+    assert planned(world, "error") == ""
     world.resume("training.total_tokens=20000", "optimizer.lr=1e-3")
     assert planned(world, "error") == ""
     said = planned(world, "info")
