@@ -227,7 +227,8 @@ def gpu(device: torch.device, model: ModelConfig, parallel: ParallelConfig, wher
     rank."""
     if device.type != "cuda":
         fix = "install an NVIDIA driver, and torch with CUDA, to train at speed"
-        checks = [Check("GPU", where, "look", f"none; {torch.get_num_threads()} threads", fix)]
+        threads = torch.get_num_threads()
+        checks = [Check("GPU", where, "look", f"none; {threads} thread{'s' * (threads > 1)}", fix)]
     else:
         free, total = torch.cuda.mem_get_info(device)
         major, minor = torch.cuda.get_device_capability(device)

@@ -157,7 +157,7 @@ def _show_losses(run: TrainedRun, parts: list[Evaluation], stride: int | None, a
         typer.echo(json.dumps({"step": run.step, "window": size, "stride": stride, **values}, indent=1))
         return
     apart = f"windows of {size:,} tokens, {stride} apart"
-    how = apart if stride else f"{every.sequences:,} sequences of {size:,} tokens"
+    how = apart if stride else f"{every.sequences:,} sequence{'s' * (every.sequences > 1)} of {size:,} tokens"
     title = f"step {run.step}, {run.tokens:,} tokens seen; {how}"
     print_table(console(), _table(title, [*parts, every] if len(parts) > 1 else parts, len(parts) > 1))
 

@@ -49,5 +49,5 @@ def _subject(path: Path) -> str:
     comment = " ".join(line[2:] for line in takewhile(lambda line: line.startswith("# "), lines))
     return (
         re.split(r"[.:](?: |$)", comment)[0]
-        or "variables that the deepspeed launcher hands to all hosts (hostfile says how)"
+        or "Variables that the deepspeed launcher hands to all hosts (hostfile says how)"
     )

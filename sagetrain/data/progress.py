@@ -14,6 +14,15 @@ from sagetrain.data.encode import Encoded
 from sagetrain.data.sources import Corpus
 
 
+class _Lines(io.StringIO):
+    """Standard error without a terminal. The bar comes there as lines, because a log keeps all that it was."""
+
+    def write(self, text: str) -> int:
+        if line := text.strip():
+            print(line, file=sys.stderr, flush=True)
+        return len(text)
+
+
 class Progress:
     """A bar that shows the bytes read, the time left and tokens per second. If the size is unknown, it shows tokens
     alone."""
@@ -21,15 +30,18 @@ class Progress:
     def __init__(self, corpus: Corpus, place: Place, done: int, shown: bool = True) -> None:
         """Start the bar. `done` is the position of an earlier call's bar at `place`. A bar that is not `shown` counts,
         too."""
+        terminal = sys.stderr.isatty()
         self._bar = tqdm(
             total=corpus.size,
             initial=done,
             unit=" tokens" if corpus.size is None else "B",
             unit_scale=True,
             desc="tokenizing",
-            mininterval=0.2 if sys.stderr.isatty() else 10.0,
-            dynamic_ncols=True,
-            file=sys.stderr if shown else io.StringIO(),
+            mininterval=0.2 if terminal else 10.0,
+            delay=0.0 if terminal else 10.0,
+            ncols=None if terminal else 80,
+            dynamic_ncols=terminal,
+            file=(sys.stderr if terminal else _Lines()) if shown else io.StringIO(),
         )
         self._input = corpus.inputs[place.input].name
         self._consumed = done - sum(each.size or 0 for each in corpus.inputs[: place.input])
@@ -61,6 +73,6 @@ class Progress:
         if encoded.input != self._input:
             self._input, self._consumed = encoded.input, 0
         rate = self._tokens / (time.monotonic() - self._begin + 1e-9)
-        self._bar.set_postfix_str(f"{rate / 1e6:,.2f}M tokens/s", refresh=False)
+        self._bar.set_postfix_str(f"{tqdm.format_sizeof(rate)} tokens/s", refresh=False)
         self._bar.update(encoded.consumed - self._consumed)
         self._consumed = encoded.consumed

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import DataSource
-from sagetrain.data.loader import MASKED, Batch, Loader, SampleStream, batch_of
+from sagetrain.data.loader import MASKED, Batch, Loader, SampleStream, batch_of, source_names
 from sagetrain.inference.load import TrainedRun
 from sagetrain.inference.located import check_there
 from sagetrain.inference.windows import Raw, decoded_bytes, text_of, windows
@@ -149,16 +149,16 @@ def evaluate_texts(
         )
     if not paths:
         check_there("valid", data.valid)
-    paths = paths or [source.path for source in data.valid]
-    if not paths:
+    held_out = [source.path for source in data.valid]
+    if not paths and not held_out:
         raise ConfigError("data.valid is empty: the run has no held-out data to evaluate on; name some with --data")
-    texts = [text_of(path, run.tokenizer, run.vocab_size, text_key, run.text_prefix) for path in paths]
+    texts = [text_of(path, run.tokenizer, run.vocab_size, text_key, run.text_prefix) for path in paths or held_out]
     nats, found = _training_nats(run, report), []
-    for text in texts:
-        part = _begin(run, text.name, nats)
+    for name, text in zip(paths or source_names(held_out), texts, strict=True):
+        part = _begin(run, name, nats)
         begun = run.text_prefix and isinstance(text, Raw)
         every = windows(text, size, stride, run.tokenizer.eos_id if run.tokenizer and not begun else -1)
-        with tqdm(desc=text.name, unit=" tokens", unit_scale=True, disable=None, leave=False) as progress:
+        with tqdm(desc=name, unit=" tokens", unit_scale=True, disable=None, leave=False) as progress:
             for _, alike in groupby(every, lambda window: len(window[0].tokens)):
                 while some := list(islice(alike, data.micro_batch_size)):
                     samples = [sample for sample, _ in some]

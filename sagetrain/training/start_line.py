@@ -31,7 +31,7 @@ def start_line(cfg: RunConfig, engine: Engine, vocab_size: int, compiled: bool, 
     if groups.pp_size > 1:
         chunks = " and ".join(", ".join(map(str, blocks_of_chunks(cfg, vocab_size))).rsplit(", ", 1))
         pipeline = f" x pipeline parallel {groups.pp_size} (blocks in chunks: {chunks})"
-    sharded = sharding_in_words(cfg, groups.num_replicas)
+    ranks, sharded = dist.get_world_size(), sharding_in_words(cfg, groups.num_replicas)
     lines = [
         f"sagetrain {__version__}: {size:,} parameters, {ranks} rank{'s' * (ranks > 1)} (tensor parallel "
         f"{groups.tp_size}{how}{context}{pipeline} x data parallel {groups.dp_size}), {sharded}, "

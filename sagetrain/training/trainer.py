@@ -197,7 +197,7 @@ class Trainer:
             self._say(f"training.total_tokens {asked:,}: whole steps end at {end:,} tokens")
         wanted = cfg.evaluation.num_sequences
         if valid and (held := valid.eval_size(wanted)) < wanted:
-            self._say(f"evaluation.num_sequences {wanted:,}: data.valid holds {held:,}; each evaluation takes so many")
+            self._say(f"evaluation.num_sequences {wanted:,}: data.valid holds {held:,}; evaluations take all of them")
         late = {step for step in cfg.training.drop_steps if step <= self.state.step} - set(self.state.ledger.dropped)
         if late:
             steps = ", ".join(map(str, sorted(late)))

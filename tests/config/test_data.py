@@ -7,7 +7,7 @@ import pytest
 
 from checked_config import run_config
 from sagetrain.config import ConfigError, RunConfig, load_config
-from sagetrain.config.rules.data import findings
+from sagetrain.config.rules.data import findings, repeats
 from sagetrain.config.schema import TrainingConfig
 
 QUICKSTART = Path(__file__).parents[2] / "configs/quickstart.yaml"
@@ -196,3 +196,17 @@ def test_a_folder_in_the_place_of_a_file_gets_its_own_fix(tmp_path: Path) -> Non
     tokenizer, start = found["data.tokenizer"], found["training.init_from"]
     assert (tokenizer.message, tokenizer.fix) == ("is a folder, not a file", f"name {tmp_path}/tokenizer.json")
     assert start.fix == f"read it first, `sagetrain import {tmp_path} RUN`, and name RUN"
+
+
+@pytest.mark.parametrize(
+    ("total", "level", "passes"), [(100, None, ""), (104, None, ""), (300, "info", "3.0"), (500, "warning", "5.0")]
+)
+def test_passes_over_the_data_are_told(tmp_path, total: int, level: str | None, passes: str):
+    index = b"MMIDIDX\x00\x00" + (1).to_bytes(8, "little") + bytes([8])
+    for name, tokens in (("few", 25), ("many", 10**6)):
+        (tmp_path / f"{name}.bin").write_bytes(bytes(2 * tokens))
+        (tmp_path / f"{name}.idx").write_bytes(index)
+    data = {"train": [{"path": f"{tmp_path}/few", "weight": 1}, {"path": f"{tmp_path}/many", "weight": 3}]}
+    found = list(repeats(run_config(data=data, training={"total_tokens": total})))
+    assert [(f.level, f.key) for f in found] == ([(level, "data.train.0.path")] if level else [])
+    assert not level or f"holds 25 tokens, which training.total_tokens passes over {passes} times" in found[0].message

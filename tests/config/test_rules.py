@@ -12,7 +12,6 @@ from sagetrain.config.arithmetic import padded_vocab_size, token_multiple
 from sagetrain.config.check import check
 from sagetrain.config.load import load_config
 from sagetrain.config.rules import fit
-from sagetrain.config.rules.data import repeats
 from sagetrain.config.rules.engine import PROVEN
 from sagetrain.engines.deepspeed import deepspeed_config
 
@@ -221,6 +220,10 @@ CASES = [
     (
         {"lr_schedule": {"warmup_tokens": 10**8}}, 1,
         "warmup_before_end", "error", "lr_schedule.warmup_tokens", "is not less than training.total_tokens 100000000", "shorten",
+    ),
+    (
+        {"lr_schedule": {"warmup_tokens": 90_000_000}}, 1,
+        "warmup_of_most", "warning", "lr_schedule.warmup_tokens", "takes 90% of the run", "for example lr_schedule.warmup_tokens: 2500000",
     ),
     (
         {"lr_schedule": {"shape": "wsd", "decay_tokens": 99_500_000}}, 1,
@@ -582,17 +585,3 @@ def test_a_default_is_placed_at_its_nearest_parent(tmp_path):
     )
     findings = check(load_config(path), 1, path=path, files=False)
     assert {f.rule: f.where for f in findings}["no_warmup"] == str(path)
-
-
-@pytest.mark.parametrize(
-    ("total", "level", "passes"), [(100, None, ""), (104, None, ""), (300, "info", "3.0"), (500, "warning", "5.0")]
-)
-def test_passes_over_the_data_are_told(tmp_path, total: int, level: str | None, passes: str):
-    index = b"MMIDIDX\x00\x00" + (1).to_bytes(8, "little") + bytes([8])
-    for name, tokens in (("few", 25), ("many", 10**6)):
-        (tmp_path / f"{name}.bin").write_bytes(bytes(2 * tokens))
-        (tmp_path / f"{name}.idx").write_bytes(index)
-    data = {"train": [{"path": f"{tmp_path}/few", "weight": 1}, {"path": f"{tmp_path}/many", "weight": 3}]}
-    found = list(repeats(run_config(data=data, training={"total_tokens": total})))
-    assert [(f.level, f.key) for f in found] == ([(level, "data.train.0.path")] if level else [])
-    assert not level or f"holds 25 tokens, which training.total_tokens passes over {passes} times" in found[0].message

@@ -1,21 +1,26 @@
 """`prepare` writes the same files with any number of workers, and nothing half-done looks done."""
 
 import hashlib
+import itertools
 import os
 import random
+import re
 import resource
 import signal
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from prepare_inputs import TEXTS, documents, make_texts, prepare, quiet, write_jsonl
 from sagetrain.config import ConfigError
 from sagetrain.data import token_file
+from sagetrain.data.chunk import Place
 from sagetrain.data.files import CHUNK_BYTES
+from sagetrain.data.progress import Progress
 from sagetrain.data.request import TextRequest
 from sagetrain.data.sources import Corpus
 from sagetrain.data.tokenizer import train_tokenizer
@@ -182,6 +187,22 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path, model):
     _, small, large = map(int, subprocess.run(run, capture_output=True, text=True, check=True).stdout.split())
     assert large - small < 10_000  # The unit is KiB. The corpora differ by 25 MB.
     assert (tmp_path / "large.bin").stat().st_size == 15 * (tmp_path / "small.bin").stat().st_size
+
+
+def test_progress_in_a_log_is_whole_lines(tmp_path, capsys, monkeypatch):
+    """A bar that is drawn over itself would be one line of a log, and a short call has no time to report."""
+    clock = itertools.count(step=3)
+    corpus = SimpleNamespace(size=500, inputs=[SimpleNamespace(name="a", size=500)])
+
+    def shown() -> str:
+        with Progress(corpus, Place(), 0) as progress:
+            for each in range(1, 6):
+                progress.update(SimpleNamespace(parts={}, input="a", consumed=100 * each))
+        return capsys.readouterr().err
+
+    assert shown() == ""
+    monkeypatch.setattr("tqdm.std.time", lambda: float(next(clock)))
+    assert re.fullmatch(r"(tokenizing: .+\n){2,}", shown())
 
 
 def test_one_document_is_one_document(tmp_path, model):

@@ -164,6 +164,10 @@ def test_losses_of_windows_are_those_of_a_naive_reference(loaded: TrainedRun, te
     assert found.nats == pytest.approx(naive(loaded, tokens, begins, stride), rel=1e-6)
 
 
+def test_sources_have_their_names_in_windows_too(loaded: TrainedRun) -> None:
+    assert [part.name for part in evaluate_texts(loaded)] == [part.name for part in evaluate(loaded, 8)]
+
+
 def test_text_is_the_same_in_every_form(loaded: TrainedRun, texts: Path) -> None:
     paths = [str(texts / name) for name in ("held.jsonl", "held.jsonl.zst", "prepared/held")]
     forms = evaluate_texts(loaded, paths, text_key="body")

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Mistr
 from prepare_inputs import published_tokenizer
 from runs import sagetrain
 from sagetrain.config import ConfigError
+from sagetrain.config.check import check
 from sagetrain.config.load import load_config
 from sagetrain.config.rules.model import rope_scaling
 from sagetrain.data.tokenizer import Tokenizer
@@ -220,6 +221,16 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path, model: Path) ->
     shutil.copyfile(model, folder / "tokenizer.model")
     with pytest.raises(ConfigError, match=r"its tokenizer has 350 tokens, .* says vocab_size 300"):
         import_folder(folder, tmp_path / "run")
+
+
+def test_the_configuration_of_an_import_lacks_data_alone(llama: Path, tmp_path: Path) -> None:
+    """A key that the user has not set is not warned about."""
+    import_folder(llama, tmp_path / "run")
+    changes = [f"training.init_from={tmp_path}/run", f"training.run_dir={tmp_path}/new"]
+    (lacking,) = check(load_config(tmp_path / "run/config.yaml", changes), 1)
+    assert str(lacking).startswith(
+        'data.train.0.path = "none": stands for no data, as in the configuration of an import'
+    )
 
 
 def test_folders_that_are_not_whole(llama: Path, tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_a_step_that_is_not_finite_is_dropped_once(corpus, tmp_path, capfd) -> N
     out = capfd.readouterr().out
     assert "resumed from step-00000004" in out and "training.drop_steps: 2 came before this checkpoint" in out
     # The message comes once, in one evaluation or several.
-    assert out.count("data.valid holds 3; each evaluation takes so many") == 1
+    assert out.count("data.valid holds 3; evaluations take all of them") == 1
     state = read_state(newest(run / "checkpoints"))
     assert (state.step, state.optimizer_steps, state.ledger.dropped) == (6, 5, [3])
     assert go(undisturbed, 2, 5.9, [3], 9) == "finished: True"

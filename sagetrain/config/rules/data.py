@@ -12,7 +12,7 @@ from typing import Any
 
 from sagetrain.config.errors import Finding
 from sagetrain.config.rules.findings import error, no_effect, samples_off, warning
-from sagetrain.config.schema import TOKENIZER_JSON, TOKENIZER_NAME, DataConfig, EvaluationConfig, RunConfig
+from sagetrain.config.schema import NO_DATA, TOKENIZER_JSON, TOKENIZER_NAME, DataConfig, EvaluationConfig, RunConfig
 
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})")
 """The names of the files that `sagetrain prepare --shard` writes."""
@@ -130,8 +130,14 @@ def _samples(cfg: RunConfig) -> Iterator[Finding]:
 
 def _files(cfg: RunConfig, required: bool, names: Iterable[str]) -> Iterator[Finding]:
     """Find token files and tokenizers that do not exist. They are errors if they are required, else warnings."""
-    sources = []
+    names, sources = tuple(names), []
+    imported = cfg.data.missing and "train" in names
     for name in names:
+        if imported and name == "train":
+            fix = "name token files that `sagetrain prepare` wrote with the tokenizer of the model"
+            message = "stands for no data, as in the configuration of an imported model"
+            yield _missing(required, "data.train.0.path", NO_DATA, message, fix)
+            continue
         for i, source in enumerate(getattr(cfg.data, name)):
             key, files = f"data.{name}.{i}.path", source.files
             sources += [(key, prefix) for prefix in files]
@@ -139,6 +145,8 @@ def _files(cfg: RunConfig, required: bool, names: Iterable[str]) -> Iterator[Fin
                 fix = "see that `sagetrain prepare` has written them; the pattern goes without .bin and .idx"
                 yield _missing(required, key, source.path, "no token file of this pattern", fix)
             yield from _parts(key, source.path, files)
+    if imported and cfg.data.tokenizer is None:  # The tokenizer is looked for beside the data.
+        return
     has_tokenizer = Path(cfg.data.tokenizer_path).is_file()
     # Of the tokenizer of token files from elsewhere, training needs to know the vocabulary size alone.
     elsewhere = not has_tokenizer and cfg.data.tokenizer is None and cfg.model.vocab_size is not None

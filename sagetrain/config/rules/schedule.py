@@ -141,6 +141,14 @@ def _lr_schedule(cfg: RunConfig) -> Iterator[Finding]:
             f"with a warm-up of {schedule.warmup_tokens} {it} is more than training.total_tokens {total}",
             f"use at most {total - schedule.warmup_tokens}, or shorten the warm-up",
         )
+    elif schedule.warmup_tokens > total // 2:
+        yield warning(
+            "warmup_of_most",
+            "lr_schedule.warmup_tokens",
+            schedule.warmup_tokens,
+            f"takes {schedule.warmup_tokens / total:.0%} of the run: the learning rate reaches optimizer.lr only then",
+            f"for example lr_schedule.warmup_tokens: {max(1, total // 40)}",
+        )
     if schedule.min_lr > cfg.optimizer.lr:
         yield error(
             "min_lr",

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from sagetrain.config.arithmetic import may_be_low_bit, takes_probes
 from sagetrain.config.errors import Finding
 from sagetrain.config.rules.findings import error, neighbours, no_effect, warning
-from sagetrain.config.schema import NoiseAwareTokens, RunConfig
+from sagetrain.config.schema import NoiseAwareTokens, NoiseScaleConfig, RunConfig
 
 
 def findings(cfg: RunConfig) -> Iterator[Finding]:
@@ -51,9 +51,12 @@ def _monitor(cfg: RunConfig) -> Iterator[Finding]:
 
 
 def _noise_scale(cfg: RunConfig) -> Iterator[Finding]:
-    noise, micro_batch = cfg.stability.noise_scale, cfg.data.micro_batch_size * cfg.data.seq_length
-    asked = noise.every_steps if "every_steps" in noise.model_fields_set else None
-    if asked and max(cfg.tokens_per_step.named_tokens.values()) <= micro_batch:
+    asked, micro_batch = cfg.stability.noise_scale.every_steps, cfg.data.micro_batch_size * cfg.data.seq_length
+    if (
+        asked
+        and asked != NoiseScaleConfig().every_steps
+        and max(cfg.tokens_per_step.named_tokens.values()) <= micro_batch
+    ):
         why = f"steps of one micro-batch of {micro_batch} tokens: there is nothing to compare it with"
         yield no_effect("stability.noise_scale.every_steps", asked, why)
 
