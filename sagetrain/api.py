@@ -3,7 +3,8 @@ module when one of them is used.
 
 The functions do what the commands of the same names do, and return values where a command prints text. Nothing here
 ends the process, prints, or catches signals. Messages for people go to `say`, if it is given. A mistake of the caller
-raises ConfigError with the text of the command. A checkpoint that cannot be used raises CheckpointError.
+raises ConfigError with the text of the command, which names arguments in the place of options. A checkpoint that cannot
+be used raises CheckpointError.
 """
 
 from __future__ import annotations

@@ -6,10 +6,11 @@ import ast
 import inspect
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from functools import wraps
 from numbers import Integral, Real
 from typing import Any, ParamSpec, TypeVar
@@ -28,8 +29,22 @@ _TYPES: dict[str, type] = {
 }
 
 
+_ARGUMENTS = {
+    "chat_field": "field",
+    "chat_template": "template",
+    "data": "texts",
+    "host_memory": "host_memory_gib",
+    "prompt": "prompts",
+    "row": "rows",
+    "variant": "variants",
+    "workers": "num_workers",
+}
+"""The names of arguments, by options of the command that have other names."""
+
+
 def checked(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function raise ConfigError if an argument is not of the type of its annotation."""
+    """Let a function raise ConfigError if an argument is not of the type of its annotation. Errors from inside of it
+    name its arguments, and the fields of dataclasses that it is given, where the command has options."""
     signature = inspect.signature(function)
     parameters = signature.parameters.items()
     annotations = {name: each.annotation for name, each in parameters if isinstance(each.annotation, str)}
@@ -39,9 +54,28 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
     def _call(*args: P.args, **kwargs: P.kwargs) -> R:
         with suppress(TypeError):  # Python says it better if an argument is missing or unknown.
             check_types(function.__name__, annotations, signature.bind(*args, **kwargs).arguments, module)
-        return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except ConfigError as error:
+            every = {name: each.default for name, each in parameters} | signature.bind(*args, **kwargs).arguments
+            given = _settings({name: value for name, value in every.items() if name != "self"})
+            error.args = (re.sub(r"(?<![\w-])--([a-z-]+)", lambda option: _argument(option, given), str(error)),)
+            raise
 
     return _call
+
+
+def _settings(arguments: Mapping[str, object]) -> dict[str, object]:
+    """Return arguments by name, together with the fields of dataclasses among them."""
+    inner = [_settings(vars(each)) for each in arguments.values() if is_dataclass(each) and not isinstance(each, type)]
+    return {name: value for each in (*inner, arguments) for name, value in each.items()}
+
+
+def _argument(option: re.Match[str], settings: Mapping[str, object]) -> str:
+    """Return the argument that an option of the command stands for, or the option if there is no such argument."""
+    name = option[1].replace("-", "_")
+    found = next((each for each in (name, _ARGUMENTS.get(name)) if each in settings), None)
+    return f"{found}=True" if found and isinstance(settings[found], bool) else found or option[0]
 
 
 def check_fields(value: Any) -> None:

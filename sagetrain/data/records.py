@@ -97,7 +97,7 @@ class Pairs:
     def __post_init__(self) -> None:
         """Check the types of all settings, and the length. Raises ConfigError if one is wrong."""
         check_fields(self)
-        _checked_length(self.seq_length)
+        _checked_length("seq_length", self.seq_length)
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -149,7 +149,7 @@ class Chats:
     def __post_init__(self) -> None:
         """Check the types of all settings, the length, and the template. Raises ConfigError if one is wrong."""
         check_fields(self)
-        _checked_length(self.seq_length)
+        _checked_length("seq_length", self.seq_length)
         if self.template and "{" not in self.template:
             raise ConfigError(
                 f"Chats: template {self.template[:80]!r} is no Jinja template: give its text, not its file "
@@ -301,11 +301,11 @@ def _by_prefixes(whole: str, counted: list[bool | None], render: Callable[..., s
 Records = Pairs | Chats
 
 
-def _checked_length(seq_length: int | None) -> int:
+def _checked_length(name: str, seq_length: int | None) -> int:
     if seq_length is None or seq_length < 2:
         given = "is missing" if seq_length is None else f"{seq_length} is below 2"
         raise ConfigError(
-            f"--seq-length {given}: records are put into sequences whole, so it has to be known; give data.seq_length"
+            f"{name} {given}: records are put into sequences whole, so it has to be known; give data.seq_length"
         )
     return seq_length
 
@@ -336,7 +336,7 @@ def records_of(
                 "--seq-length is for records (--prompt-field, --chat-field): plain text is cut while training"
             )
         return None
-    length = _checked_length(seq_length)
+    length = _checked_length("--seq-length", seq_length)
     if prompt_field and completion_field:
         return Pairs(prompt_field, completion_field, length)
     return Chats(chat_field or "", length, read_template(chat_template), tools_field=tools_field or TOOLS)

@@ -243,7 +243,7 @@ MISTAKES: dict[str, Callable[[api.Model], object]] = {
     'Request: vocab_size is "1000", and must be int': lambda model: api.Request(["a"], output="b", vocab_size="1000"),
     "Request: sources is 3, and must be str": lambda model: api.Request(3, output="b"),
     'Chats: seq_length is "128", and must be int': lambda model: api.Chats("messages", "128"),
-    "--seq-length 1 is below 2": lambda model: api.Pairs("prompt", "completion", 1),
+    "seq_length 1 is below 2": lambda model: api.Pairs("prompt", "completion", 1),
     "Chats: template 'chat.jinja' is no Jinja template: give its text": lambda model: api.Chats("m", 64, "chat.jinja"),
     "plan: gpus_per_host is 0, and must be a number from 1 on": lambda model: api.plan("1b", gpus_per_host=0),
     "plan: network_gbps is nan, and must be a number": lambda model: api.plan("1b", network_gbps=math.nan),
@@ -260,7 +260,16 @@ MISTAKES: dict[str, Callable[[api.Model], object]] = {
         ["325m"], variants={"a": {}}, seeds=0
     ),
     "compare: margin is nan, and must be": lambda model: api.compare(["325m"], variants={"a": {}}, margin=math.nan),
-    "--tokenizer-sample 0 is below 1": lambda model: api.prepare(
+    "temperature 1e-09: neither 0 nor at least": lambda model: model.generate("a", temperature=1e-9),
+    "top_p 1.5: not above 0": lambda model: model.generate("a", top_p=1.5),
+    "variants ': ': is written 'NAME: KEY=VALUE'": lambda model: api.compare(["quickstart"], variants={"": {}}),
+    "num_workers 0 is not from 1 to": lambda model: api.prepare(
+        api.Request(["a"], output="b", vocab_size=1000, num_workers=0)
+    ),
+    "give either tokenizer or vocab_size to train one": lambda model: api.prepare(
+        api.Request(["a"], output="b", vocab_size=1000, tokenizer="t.model")
+    ),
+    "tokenizer_sample 0 is below 1": lambda model: api.prepare(
         api.Request(["a"], output="b", vocab_size=1000, tokenizer_sample=0)
     ),
     "score: pairs is a list, and must be Sequence": lambda model: model.score(["import ", "os"]),
