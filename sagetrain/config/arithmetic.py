@@ -68,8 +68,8 @@ def takes_probes(cfg: RunConfig) -> bool:
 
 
 def rests_hooks(cfg: RunConfig) -> bool:
-    """Whether FSDP2's hooks run in the first and the last micro-step of a step alone: at ZeRO 0 and 1, where weights
-    stay gathered and gradients are summed on each rank. Micro-batches of a pipeline are under way at once, so there all
+    """Whether FSDP2's hooks run in the last micro-step of a step alone: at ZeRO 0 and 1, where the engine keeps whole
+    weights and gradients are summed on each rank. Micro-batches of a pipeline are under way at once, so there all
     passes go through the hooks."""
     return engine_of(cfg) == "fsdp" and cfg.parallel.zero_stage < 2 and cfg.parallel.pipeline_parallel_size == 1
 

@@ -5,15 +5,15 @@ alone. The stages of ZeRO are settings of one mechanism:
 
 stage  a rank keeps for good     weights are gathered         gradients are reduced
 0      everything                never                        once a step, by an all-reduce
-1      its shards                once a step                  once a step, by a reduce-scatter
+1      its shards                behind each update           once a step, by a reduce-scatter
 2      its shards                once a step                  in every micro-step
 3      its shards                in every pass                in every micro-step
 
 - The sharded parameters are the fp32 masters. The model computes with gathered copies in training.dtype. The
 gradients of micro-steps, and of ranks, are summed in fp32.
-- At ZeRO 0 and 1 the micro-steps between the first one, which gathers, and the last one, which reduces, need nothing
-of FSDP. They call the model without its hooks, whose time on the host is a quarter of a micro-step's. A single replica
-has nothing to reduce, and FSDP would copy each sum twice. There the optimizer reads the sums themselves.
+- At ZeRO 0 and 1 the engine keeps the gathered copies and renews them itself. Only the last micro-step, which reduces,
+needs FSDP. The others call the model without its hooks, whose time on the host is a quarter of a micro-step's. A single
+replica has nothing to reduce, and FSDP would copy each sum twice. There the optimizer reads the sums themselves.
 - A block normalizes for the next block, so the gains of all norms belong to the outermost group of parameters, which
 stays gathered from its forward pass to the end of its backward pass. Each block is a group of its own.
 - The optimizer works on plain local tensors and never sees a DTensor.
@@ -51,6 +51,7 @@ from sagetrain.engines.host_sums import HostSums
 from sagetrain.engines.leaf_sums import LeafSums
 from sagetrain.engines.protocol import Observers, Owned, Probe, Watched, every
 from sagetrain.engines.step import BaseEngine, Decision
+from sagetrain.engines.whole_weights import WholeWeights
 from sagetrain.model.block import Block
 from sagetrain.model.staged import Staged
 from sagetrain.model.stages import ModelChunk
@@ -218,10 +219,11 @@ class FsdpEngine(BaseEngine):
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for module in self._modules if device.type == "cpu" else ():
             module.set_force_sum_reduction_for_comms(True)  # Gloo has no mean.
+        neighbours = mesh.get_group("shard") if shards > 1 else None
         self._gathers = f"by {dist.get_backend()}"
-        if shards > 1 and device.type == "cuda":
+        if neighbours and device.type == "cuda":
             # The outermost group is always gathered once a step, and would need the largest slots.
-            refusal = gather_by_copies(self._modules[1:], mesh.get_group("shard"))
+            refusal = gather_by_copies(self._modules[1:], neighbours)
             self._gathers = f"{self._gathers}: {refusal}" if refusal else "by copy engines"
         self._root = cast(FSDPModule, model)
         self._pipe = Pipe(groups, cfg.parallel.pipeline_chunks) if groups.pp_size > 1 else None
@@ -229,13 +231,15 @@ class FsdpEngine(BaseEngine):
         # The last stage has a copy of a tied embedding.
         self._is_copy = self._ends is not None and groups.pp_rank > 0
         model.to_empty(device=home)
+        self._parameters: dict[str, Any] = dict(model.named_parameters())
         with torch.no_grad():
-            for name, parameter in self._sharded().items():
+            for name, parameter in self._parameters.items():
                 parameter.to_local().copy_(own.pop(name).rows)
         # FSDP pads shards of unequal length here, and pins them, so this comes before their memory is taken over.
-        self._leaves = self._gathered_once()
-        self._parameters = self._sharded()
         self._bare = rests_hooks(cfg)
+        gathered = self._gathered_once()
+        leaves = {name: leaf for group in gathered for name, leaf in group.items()}
+        self._leaves = {name: leaves[name] for name in model.specs}
         self._leaf_sums = LeafSums(self._leaves) if self._bare else None
         self._alone = self._bare and groups.num_replicas == 1 and self._offload == "none"
         # Of tensors of other pipeline stages this rank keeps nothing.
@@ -246,28 +250,27 @@ class FsdpEngine(BaseEngine):
             for name, shape in shapes.items()
         }
         self._begin_optimizers(cfg)
+        self._whole = WholeWeights(gathered, self._masters, neighbours) if self._bare else None
         self._keeps = self._stage < 3 and cfg.linear.low_bit
-        for block in model.blocks if self._keeps else ():
+        for module in self._modules:
             # FSDP's own hook comes first and has gathered the weights.
-            block.register_forward_pre_hook(self._keep_weights)
+            module.register_forward_pre_hook(lambda module, inputs: self._enter(module))
         self._weights_written()
         self._mode: tuple[bool, bool] | None = None
         # Gradients come to the host in every micro-step.
         self._sums = HostSums() if self._offload != "none" and self._stage > 1 else None
 
-    def _sharded(self) -> dict[str, Any]:
-        """Return the sharded parameters, which are DTensors, by name. The model has them while nothing is gathered."""
-        return dict(self.model.named_parameters())
-
-    def _gathered_once(self) -> dict[str, Tensor]:
+    def _gathered_once(self) -> list[dict[str, Tensor]]:
         """Gather the weights of one group of parameters after the other, and return the tensors that the model computes
-        with, by name. FSDP makes these tensors once, and only their memory comes and goes."""
-        found: dict[str, Tensor] = {}
+        with, by name, for each group. FSDP makes these tensors once, and only their memory comes and goes."""
+        found: list[dict[str, Tensor]] = []
         for module in self._modules:
             module.unshard()
-            found.update((name, p) for name, p in self.model.named_parameters() if not hasattr(p, "to_local"))
-            module.reshard()
-        return {name: found[name] for name in self.model.specs}
+            every, seen = self.model.named_parameters(), {name for group in found for name in group}
+            found.append({name: p for name, p in every if not hasattr(p, "to_local") and name not in seen})
+            if not self._bare:
+                module.reshard()
+        return found
 
     # -- the optimizer -------------------------------------------------------------------------------------------
 
@@ -355,11 +358,12 @@ class FsdpEngine(BaseEngine):
         """Return the whole weights of this tensor-parallel rank: see engines/protocol.Engine."""
         for module in self._modules:
             module.unshard()
+            self._enter(module)
         return self._leaves
 
     def weights_changed(self) -> None:
         """Renew what depends on the masters, which have changed: the next pass gathers them again."""
-        for module in self._modules:
+        for module in self._modules if not self._whole else ():
             module.reshard()
         self._weights_written()
 
@@ -383,13 +387,20 @@ class FsdpEngine(BaseEngine):
                 owned.write(kind, values)
 
     def _weights_written(self) -> None:
-        """Let every block renew its 8-bit weights in its next forward pass, once for all micro-batches of a step."""
-        self._stale = list(self.model.blocks) if self._keeps else []
+        """Begin to renew the whole weights, and let every block renew its 8-bit weights in its next forward pass, once
+        for all micro-batches of a step."""
+        if self._whole:
+            self._whole.renew()
+        self._stale = set[nn.Module](self._modules if self._whole or self._keeps else ())
 
-    def _keep_weights(self, block: nn.Module, inputs: Any) -> None:
-        if block in self._stale:
-            self._stale.remove(block)
-            keep_weights(block)
+    def _enter(self, module: nn.Module) -> None:
+        """Make the weights of a module ready for its forward pass."""
+        if module in self._stale:
+            self._stale.remove(module)
+            if self._whole:
+                self._whole.wait(self._modules.index(cast(Any, module)))
+            if self._keeps and module is not self.model:
+                keep_weights(module)
 
     # -- a step --------------------------------------------------------------------------------------------------
 
@@ -401,21 +412,24 @@ class FsdpEngine(BaseEngine):
 
     def _probe(self, batches: Iterable[Batch], probes: Sequence[Probe], masked: bool) -> Iterable[Batch]:
         # Probes change how layers multiply, so layers make their 8-bit weights of this step before.
-        for block in [*self._stale]:
-            cast(FSDPModule, block).unshard()
-            self._keep_weights(block, ())
+        for module in self._modules:
+            module.unshard()
+            self._enter(module)
         return super()._probe(batches, probes, masked)
 
     def _prepare_evaluation(self) -> None:
         self.model.eval()
 
     def _run(self, inputs: Mapping[str, Any]) -> Tensor:
-        # In the middle of a step weights stay gathered and sums stay here.
-        self.model.without_hooks = self._bare and 0 < self._done < self._micro_batches - (not self._alone)
-        result: Tensor = (self.model.forward if self.model.without_hooks else self.model)(**inputs)
-        # Whoever calls the model itself, as probes do, may find its weights sharded.
-        self.model.without_hooks = False
-        return result
+        if not self._bare or (self._done == self._micro_batches - 1 and not self._alone):
+            return cast(Tensor, self.model(**inputs))
+        # The sums stay here.
+        self._enter(self.model)
+        self.model.without_hooks = self._enter
+        try:
+            return cast(Tensor, self.model.forward(**inputs))
+        finally:
+            self.model.without_hooks = None
 
     def _set_mode(self, sync: bool, last: bool) -> None:
         """Say how the next backward pass ends.
@@ -432,9 +446,9 @@ class FsdpEngine(BaseEngine):
         root.set_requires_gradient_sync(sync)
         # Between the copies of shards, sums travel once a step.
         root.set_requires_all_reduce(last)
-        # After its last pass FSDP forgets the order of passes. For a single replica that is the only pass with hooks.
-        root.set_is_last_backward(last or self._alone)
-        root.set_reshard_after_backward(last or self._stage == 3)
+        # After its last pass FSDP forgets the order of passes.
+        root.set_is_last_backward(last or self._bare)
+        root.set_reshard_after_backward(not self._bare and (last or self._stage == 3))
         if not last:
             # The outermost group is needed from the begin of a pass to its end, so giving it back saves no memory.
             root.set_reshard_after_backward(False, recurse=False)
@@ -462,8 +476,6 @@ class FsdpEngine(BaseEngine):
     def _reduced(self) -> dict[str, Tensor]:
         """Take this rank's part of the reduced gradients, by name."""
         if self._alone and self._leaf_sums:
-            for module in self._modules:
-                module.reshard()
             sums = self._leaf_sums.take()
             return {name: sums[name].to(master.dtype) for name, master in self._masters.items() if name in sums}
         found = {}

@@ -174,8 +174,8 @@ class Transformer(nn.Module):
         self.watch_blocks: Callable[[int, Tensor], None] | None = None
         """A function that is called with each block's number and its output [tokens, hidden] on this rank. In
         overlapped halves it gets the first half's output, whose sum is complete by then."""
-        self.without_hooks = False
-        """If set, blocks are called without their hooks."""
+        self.without_hooks: Callable[[nn.Module], None] | None = None
+        """If set, blocks are called without their hooks, each after a call of this function with it."""
         self.compiled = False
         """If set, compile.compile_blocks has compiled the blocks with inductor."""
         self.normalize = normalize
@@ -276,14 +276,25 @@ class Transformer(nn.Module):
         first, *others = halves
         halves = [self._normalized(first, norms[blocks.start]), *others]  # the second half is one step behind
         for number in blocks:
-            block = self._block(number)
-            halves = (block.forward if self.without_hooks else block)(layouts, norms[number + 1], *halves)
+            halves = self._call_of(number)(layouts, norms[number + 1], *halves)
             self._seen(number, halves[0].stream)
         first, *others = halves
         return [first, *(self._normalized(half, last_norm) for half in others)]
 
     def _block(self, number: int) -> Block:
         return cast(Block, self.blocks.get_submodule(str(number)))
+
+    def _call_of(self, number: int) -> Callable[..., Any]:
+        """Return the function that takes streams through a block."""
+        block, enter = self._block(number), self.without_hooks
+        if enter is None:
+            return block
+
+        def directly(*inputs: Any) -> Any:
+            enter(block)
+            return block.forward(*inputs)
+
+        return directly
 
     def _norm_of(self, number: int) -> RMSNorm | Literal["stream"]:
         """Return the norm of the block with this number, or the final one. "stream": another stage has it."""
@@ -312,7 +323,7 @@ class Transformer(nn.Module):
     def _recomputed(self, blocks: range, layouts: Sequence[TokenLayout], halves: Sequence[Half]) -> tuple[Tensor, ...]:
         """Take residual streams through every block by itself, with activation checkpointing."""
         return walks.recomputed(
-            [(n, self._block(n).forward if self.without_hooks else self._block(n)) for n in blocks],
+            [(number, self._call_of(number)) for number in blocks],
             layouts,
             tuple(x if y is None else x + finish_leave(y, self.groups, self.sequence_parallel) for x, y in halves),
             again=self.recomputed_blocks if torch.is_grad_enabled() else 0,

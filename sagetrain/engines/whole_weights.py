@@ -1,0 +1,105 @@
+"""The weights that an engine on FSDP2 keeps whole at ZeRO 0 and 1, and renews in place once a step.
+
+FSDP's hooks would gather them in the forward pass of the first micro-step. The GPU has nothing else to do then, because
+the update waits for the gradients' norm, and it waits for the host, which needs 2 ms a block for these hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sagetrain.parallel.copies import connected
+
+
+class _Group(NamedTuple):
+    """The tensors that are gathered together."""
+
+    leaves: list[Tensor]
+    """The whole weights."""
+    masters: list[Tensor]
+    """This rank's rows of them."""
+    sizes: list[int]
+    """The most elements that a rank has of each. The last ranks may have less, or nothing."""
+    ready: torch.cuda.Event | None
+    """It marks the end of a renewal on a GPU."""
+
+
+class WholeWeights:
+    """The whole weights of a tensor-parallel rank, each in a tensor whose memory stays.
+
+    Args:
+        groups: the whole weights by name, in groups that are gathered together, in the order of a forward pass.
+        masters: this rank's rows of each weight, by name. They may be in the host's memory.
+        ranks: the ranks that have the shards between them. None: each master is whole.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Mapping[str, Tensor]],
+        masters: Mapping[str, Tensor],
+        ranks: dist.ProcessGroup | None,
+    ) -> None:
+        self._ranks, self._copies = ranks, connected.get(ranks.group_name) if ranks else None
+        self._shards, self._rank = (ranks.size(), ranks.rank()) if ranks else (1, 0)
+        first = next(iter(groups[0].values()))
+        self._device, self._dtype = first.device, first.dtype
+        self._stream = torch.cuda.Stream(self._device) if first.is_cuda else None
+        self._groups = [
+            _Group(
+                list(group.values()),
+                [masters[name].view(-1) for name in group],
+                [-(-len(leaf) // self._shards) * leaf[0].numel() for leaf in group.values()],
+                torch.cuda.Event() if self._stream else None,
+            )
+            for group in groups
+        ]
+
+    @torch.no_grad()
+    def renew(self) -> None:
+        """Start to write the masters of all ranks into the weights, behind all that the current stream has to do;
+        collective."""
+        if self._stream is None:
+            for number in range(len(self._groups)):
+                self._renew(number)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for number, group in enumerate(self._groups):
+                self._renew(number)
+                assert group.ready is not None
+                group.ready.record()
+
+    def wait(self, number: int) -> None:
+        """Let the current stream wait for the weights of the group with this number."""
+        if ready := self._groups[number].ready:
+            ready.wait()
+
+    def _renew(self, number: int) -> None:
+        leaves, masters, sizes, _ = self._groups[number]
+        masters = [master.to(self._device, non_blocking=True) for master in masters]
+        if self._ranks is None:
+            torch._foreach_copy_([leaf.view(-1) for leaf in leaves], masters)
+            return
+        whole = torch.empty(self._shards, sum(sizes), dtype=self._dtype, device=self._device)
+        own = whole[self._rank]
+        parts = [part[: len(master)] for part, master in zip(own.split(sizes), masters, strict=True)]
+        torch._foreach_copy_(parts, masters)
+        if self._copies and number:  # The first group has the largest parts, and would need the largest slots.
+            self._copies.gather_into(whole, own)
+        else:
+            dist.all_gather_into_tensor(whole.view(-1), own, group=self._ranks)
+        # A part that the number of ranks does not divide is longer than its weight.
+        even = [self._shards * size == leaf.numel() for leaf, size in zip(leaves, sizes, strict=True)]
+        targets = [
+            leaf.view(self._shards, size) if fits else whole.new_empty(self._shards, size)
+            for leaf, size, fits in zip(leaves, sizes, even, strict=True)
+        ]
+        torch.split_with_sizes_copy(whole, sizes, dim=1, out=targets)
+        for leaf, target, fits in zip(leaves, targets, even, strict=True):
+            if not fits:
+                leaf.view(-1).copy_(target.view(-1)[: leaf.numel()])
