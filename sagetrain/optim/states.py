@@ -57,11 +57,12 @@ class Int8:
     """State in 8 bits: each value is one of 256 levels times the largest magnitude of its block.
 
     Args:
-        signed: whether values may be negative. If not, there are twice as many levels above zero.
+        signed: whether values may be negative. If not, there are twice as many levels above zero, and no other number
+            is rounded to zero.
     """
 
     def __init__(self, like: Tensor, signed: bool) -> None:
-        self._levels = levels(signed).to(like.device)
+        self._levels, self._signed = levels(signed).to(like.device), signed
         zero = int(torch.searchsorted(self._levels, 0.0))
         self._codes = torch.full_like(like, zero, dtype=torch.uint8, requires_grad=False)
         self._largest = torch.zeros(-(-len(like) // BLOCK), device=like.device)
@@ -81,8 +82,12 @@ class Int8:
         largest = torch.where(largest < torch.finfo(torch.float32).tiny, 0.0, largest)
         scaled = torch.where(largest[:, None] > 0, blocks / largest[:, None], 0.0)
         middle = (self._levels[1:] + self._levels[:-1]) / 2
-        codes = torch.bucketize(scaled, middle, out_int32=True).view(-1)[: len(values)]
-        self._codes[start : start + len(values)] = codes.to(torch.uint8)
+        codes = torch.bucketize(scaled, middle, out_int32=True)
+        if not self._signed:
+            # A mean of squares that became zero, beside a mean of gradients that did not, would make an update of many
+            # learning rates. The smallest level makes the update too small instead.
+            codes.clamp_(min=(scaled > 0).int())
+        self._codes[start : start + len(values)] = codes.view(-1)[: len(values)].to(torch.uint8)
         self._largest[start // BLOCK : start // BLOCK + len(largest)] = largest
 
 

@@ -249,6 +249,22 @@ def test_moments_in_8_bits_are_read_and_written_alike(signed: bool) -> None:
     assert torch.equal(state.read(STEP, 3 * STEP + 1), read[STEP : 3 * STEP + 1])
 
 
+def test_small_gradients_beside_large_ones_move_weights_little() -> None:
+    """Gradients of one block have seven decades. A mean of squares that were rounded to zero would divide by eps."""
+    optimizers = []
+    for moments in ("fp32", "int8"):
+        piece = TensorPiece(tiny.spec(2048), 0, 1, 0, 2048, torch.zeros(2048))
+        optimizers.append(AdamW([piece], OptimizerConfig(lr=1e-3, moments=moments), 0, 0.0))
+    draw, largest = torch.Generator().manual_seed(1), [0.0, 0.0]
+    for step in range(1, 100):
+        gradient = torch.randn(8, 256, generator=draw) * torch.logspace(-2, -9, 256)
+        for number, optimizer in enumerate(optimizers):
+            before = optimizer.weights[0].read().clone()
+            optimizer.step([gradient.flatten()], 1e-3, step)
+            largest[number] = max(largest[number], (optimizer.weights[0].read() - before).abs().max().item())
+    assert largest[1] < 2 * largest[0]
+
+
 def test_engines_learn_alike_at_every_layout_and_resume(tmp_path) -> None:
     """The cases are Muon, and both optimizers with small moments. A resumed engine has the same bits."""
     full, half = MUON
