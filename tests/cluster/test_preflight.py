@@ -206,14 +206,38 @@ def test_a_variable_that_reached_one_host_only_is_a_warning() -> None:
 
 def test_an_interface_is_set_for_both_libraries_or_refused(monkeypatch) -> None:
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-        monkeypatch.setenv(name, "before")
+        monkeypatch.setenv(name, "lo,lo")
     preflight.use_interface(None)
-    assert os.environ["NCCL_SOCKET_IFNAME"] == "before"
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "lo,lo"
     preflight.use_interface("lo")
     assert os.environ["NCCL_SOCKET_IFNAME"] == "=lo"
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
     with pytest.raises(ConfigError, match=f"ib7: {socket.gethostname()} has no such interface, it has .*lo"):
         preflight.use_interface("ib7")
+
+
+@pytest.mark.parametrize(
+    ("gloo", "nccl", "gpu", "lacks"),
+    [
+        ("ib7", "", False, "GLOO_SOCKET_IFNAME=ib7"),
+        ("lo,ib7", "", True, "GLOO_SOCKET_IFNAME=lo,ib7"),
+        ("", "ib7", False, None),
+        ("", "ib7,eth99", True, "NCCL_SOCKET_IFNAME=ib7,eth99"),
+        ("", "=l", True, "NCCL_SOCKET_IFNAME==l"),
+        ("lo", "l:7000,ib7", True, None),
+        ("", "^docker,lo", True, None),
+        ("", "=ib7,lo", True, None),
+    ],
+)
+def test_interfaces_that_another_host_had_are_named(monkeypatch, gloo, nccl, gpu, lacks) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", gloo)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", nccl)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    if lacks is None:
+        preflight.use_interface(None)
+        return
+    with pytest.raises(ConfigError, match=f"^{re.escape(lacks)} in the environment: .* it has .*lo.*unset"):
+        preflight.use_interface(None)
 
 
 def test_gpus_without_a_rank_are_named() -> None:
