@@ -15,7 +15,9 @@ from sagetrain.config.arithmetic import (
     engine_of,
     idle_share,
     may_be_low_bit,
+    replicas,
     resolved_zero_stage,
+    sharding_ranks,
     token_multiple,
 )
 from sagetrain.config.errors import Finding
@@ -137,7 +139,7 @@ def fits_with(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardwa
     return fits
 
 
-def memory_finding(memory: int, hardware: Hardware) -> Finding | None:
+def memory_finding(memory: int, world_size: int, hardware: Hardware) -> Finding | None:
     """Return a finding if a rank is estimated to need more bytes than the GPU has, or None."""
     if memory <= (usable := usable_memory(hardware)):
         return None
@@ -147,7 +149,8 @@ def memory_finding(memory: int, hardware: Hardware) -> Finding | None:
         "parallel",
         f"{memory / 2**30:.1f} GiB per rank",
         f"more than the {usable / 2**30:.1f} GiB that {hardware.name} leaves to a run",
-        "use more tensor_parallel_size or zero_stage, a smaller micro_batch_size, optimizer.moments int8, "
+        f"use {'more tensor_parallel_size or zero_stage, ' * (world_size > 1)}a smaller micro_batch_size, "
+        "optimizer.moments int8, "
         "training.activation_checkpointing auto, or parallel.offload",
     )
 
@@ -227,9 +230,20 @@ def propose(
         least = min((_raise(cfg, item.cfg) for item in found), default=0)
         found = [item for item in found if _raise(cfg, item.cfg) <= MORE_TOKENS * least]
     best: dict[tuple[int | str, ...], Layout] = {}
-    for item in sorted(found, key=lambda item: -item.prediction.tokens_per_second):
+    for item in sorted(_worth_sharding(found), key=lambda item: -item.prediction.tokens_per_second):
         best.setdefault(item.key[:-2], item)
     return list(best.values())[:5]
+
+
+def _worth_sharding(found: Sequence[Layout]) -> Iterator[Layout]:
+    """Yield the layouts but those at ZeRO 2 and 3 that share their state with no other rank. Where nothing of these
+    sizes fits at lower stages, they stay: at ZeRO 3 weights in bf16 come and go."""
+    whole = {_ranks(item.cfg) for item in found if resolved_zero_stage(item.cfg) < 2}
+    for item in found:
+        shards = sharding_ranks(item.cfg, replicas(item.cfg, item.prediction.world_size))
+        alone = shards == 1 and item.cfg.parallel.offload == "none"
+        if not (alone and resolved_zero_stage(item.cfg) > 1 and _ranks(item.cfg) in whole):
+            yield item
 
 
 def propose_smaller_states(

@@ -166,7 +166,7 @@ def make_plan(
     chosen = None
     if not refused & _NO_LAYOUT:
         memory = memory_of(cfg, predict(cfg, world_size, padded, hardware, span), padded)
-        too_large = memory_finding(total_bytes(memory), hardware)
+        too_large = memory_finding(total_bytes(memory), world_size, hardware)
         host_memory = host_memory_per_rank(cfg, world_size, padded)
         no_room = host_finding(cfg, world_size, padded, hardware)
         findings = [*filter(None, (too_large, no_room)), *findings]

@@ -10,7 +10,7 @@ import pytest
 
 from planned import CONFIGS, NOISE_AWARE, VOCAB, config, layout_of
 from sagetrain.config import load_config
-from sagetrain.config.arithmetic import data_parallel_size, token_multiple
+from sagetrain.config.arithmetic import data_parallel_size, replicas, resolved_zero_stage, token_multiple
 from sagetrain.config.check import check
 from sagetrain.config.rules import fit
 from sagetrain.hardware import H200, HARDWARE
@@ -49,6 +49,8 @@ def test_proposals_fit_are_ranked_and_come_from_their_overrides(name, world_size
         assert not [f for f in fit(again, world_size, VOCAB) if f.level == "error"]
         assert item.memory <= usable_memory(hardware) < hardware.memory
         assert 0.02 < item.prediction.mfu < 0.7
+        # ZeRO 2 and 3 share nothing where a model has one replica.
+        assert resolved_zero_stage(item.cfg) == 1 or replicas(item.cfg, world_size) > 1
 
 
 @pytest.mark.parametrize("gpu", HARDWARE)
@@ -132,8 +134,8 @@ def test_memory_is_that_of_the_predicted_way():
 def test_more_memory_allows_more_and_too_little_is_a_finding():
     cfg = config("7b", *layout_of(1))
     memory = layout(cfg, 4, VOCAB, H200).memory
-    assert memory_finding(memory, H200) is None
-    finding = memory_finding(memory, HARDWARE["h100"])
+    assert memory_finding(memory, 2, H200) is None
+    finding = memory_finding(memory, 2, HARDWARE["h100"])
     assert (finding.rule, finding.level) == ("gpu_memory", "error")
     assert "NVIDIA H100 SXM leaves to a run" in str(finding)
     assert propose(cfg, 1, VOCAB, HARDWARE["a100"]) == []

@@ -439,7 +439,7 @@ def test_what_is_piped_has_no_limit_and_findings_come_first():
 def test_layouts_are_offered_where_there_are_some(gpu, world_size, offered):
     made = make_plan(CONFIGS / "7b.yaml", ["parallel.tensor_parallel_size=1"], world_size, HARDWARE[gpu])
     (finding,) = (finding for finding in made.findings if finding.rule == "gpu_memory")
-    assert "use more tensor_parallel_size" in finding.fix and bool(made.proposed) == offered
+    assert bool(made.proposed) == offered and ("more tensor_parallel_size" in finding.fix) == (world_size > 1)
     assert ("proposed below" in finding.fix) == offered
     assert finding.fix.startswith("no layout of 1 GPU fits: from 8 NVIDIA RTX 4090") != offered
 
