@@ -10,6 +10,7 @@ from pathlib import Path
 _AGAIN = "copy the folder again"
 # Last parts of the names of tensors that quantized weights have beside them or are stored as.
 _QUANTIZED = re.compile(r"(\w*_)?(scales?|scale_inv|qweight|qzeros|g_idx|biases|packed|absmax|quant_map|SCB)")
+_FUSED = re.compile(r"\b(qkv_proj|gate_up_proj|query_key_value|c_attn|Wqkv|W_pack|linear_qkv)\b")
 MERGE = "merge the two (peft's merge_and_unload, then save_pretrained)"
 GATHER = (
     "as trainers store the part of one rank (DeepSpeed's ZeRO 3, FSDP): save the whole model "
@@ -80,12 +81,27 @@ def other_names(missing: Sequence[str], others: Sequence[str]) -> str:
         return "its weights are quantized, which are not read; take the folder in which it is published in 16 bits"
     if any(re.search(r"\.(lora_\w+|base_layer)\.", each) for each in others):
         return f"they are of an adapter beside the model; {MERGE}"
+    if missing and (fused := next((each for each in others if _FUSED.search(each)), None)):
+        return (
+            f"{fused} holds several matrices in one, as in other classes of models: take the folder of this class, or "
+            "convert it with the tool that wrote it"
+        )
+    if "lm_head.weight" in missing and "score.weight" in others:
+        return (
+            "score.weight is the head of a classifier or of a reward model, which predicts no tokens: take the folder "
+            "of the language model that it was made of"
+        )
     for other in others if missing else ():
         if part := _inserted(missing[0].split("."), other.split(".")):
             return (
                 f"it is there as {other}, with {part!r} in its name, as in a model inside of another or in a wrapper "
                 "(torch.compile, DataParallel, FSDP): save that model by itself"
             )
+    if len(missing) > 1 and len(missing) == len(others):
+        return (
+            "the same number of tensors is there under other names, as other libraries have them: convert the folder "
+            "to transformers with the tool of the library that wrote it"
+        )
     return ""
 
 

@@ -222,8 +222,9 @@ def _length(said: Mapping[str, Any], where: str, report: Report, windowed: bool)
 
 def _whole(said: Mapping[str, Any], key: str, where: str) -> int:
     value = said[key]
-    if type(value) is not int or value < 1:
-        raise ConfigError(f"{where}: {key} {value!r} is no whole number above 0; copy the folder again")
+    if type(value) is not int or not 1 <= value < 10**18:
+        what = "no whole number above 0" if type(value) is not int or value < 1 else "larger than any number of a run"
+        raise ConfigError(f"{where}: {key} {value!r} is {what}; copy the folder again")
     return value
 
 

@@ -218,6 +218,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of num_key_value_heads 3"),
     ({"head_dim": None, "num_attention_heads": 5}, "no head_dim, and hidden_size 32 is no multiple of num_attent.*5"),
     ({"max_position_embeddings": "256"}, "max_position_embeddings '256' is no whole number"),
+    ({"max_position_embeddings": 10**30}, "max_position_embeddings 1000.* is larger than any number of a run"),
     ({"rms_norm_eps": None}, "rms_norm_eps None: "),
     ({"tie_word_embeddings": "false"}, "tie_word_embeddings 'false': "),
     ({"num_hidden_layers": 3}, r"9 of them .* first: model\.layers\.2\..*num_hidden_layers 3, .* hold 2 layers: set"),
@@ -445,6 +446,9 @@ NAMES: list[tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = [
     (quantized("weight_scale_inv"), "1 tensors .* its weights are quantized"),
     (lambda tensors: (quantized("qweight", "g_idx")(tensors), tensors.pop("model.layers.0.mlp.up_proj.weight")),
      "1 of them are missing .* its weights are quantized, .* published in 16 bits"),
+    (renamed("q_proj", "qkv_proj"), r"layers\.0\.self_attn\.qkv_proj\.weight holds several matrices in one"),
+    (renamed("lm_head", "score"), "score.weight is the head of a classifier or of a reward model"),
+    (renamed("model.layers", "blk"), "18 of them are missing .* the same number of tensors is there under other names"),
     (lambda tensors: tensors.update({EMBEDDING: torch.empty(0)}), rf"embed_tokens.weight .* \(0,\), .* {WHOLE_MODEL}"),
     (lambda tensors: tensors.update({HEAD: tensors[HEAD].flatten()}), rf"\(11264,\), .* \(352, 32\).* {WHOLE_MODEL}"),
 ]  # fmt: skip
@@ -455,15 +459,6 @@ def test_names_and_shapes_that_show_what_a_folder_is(
     copy: Callable[..., Folder], change: Callable[[dict[str, torch.Tensor]], Any], message: str
 ) -> None:
     copy().tensors(change).refused(message)
-
-
-def test_tensors_that_are_there_in_place_of_others(copy: Callable[..., Folder]) -> None:
-    name = "model.layers.0.self_attn.q_proj.weight"
-
-    def other(tensors: dict[str, torch.Tensor]) -> None:
-        tensors[name.replace("q_proj", "qkv_proj")] = tensors.pop(name)
-
-    copy().tensors(other).refused(rf"first: {name}; 1 that it does not have are there, first: .*\.qkv_proj\.weight")
 
 
 FOLDERS: list[tuple[dict[str, str | None], str]] = [
