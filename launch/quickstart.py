@@ -1,8 +1,8 @@
 """`make quickstart`: the whole life of a run on this machine, each step as the command you would type yourself.
 
 The text is one that every machine with Python has: the standard library's own sources and docstrings. It becomes token
-files. Two processes (tensor parallel) train on them through the deepspeed launcher with INT8 attention, are stopped in
-the middle with SIGTERM, and continue. Then the model is evaluated and writes a few tokens, and a page shows the run.
+files. Two processes share one model (tensor parallel) and train on them with INT8 attention. They are stopped in the
+middle with SIGTERM, and continue. Then the model is evaluated and writes a few tokens, and a page shows the run.
 Everything runs on the CPU, even if there is a GPU.
 """
 
@@ -30,7 +30,8 @@ RUN_DIR, DATA_DIR = Path("runs/quickstart"), Path("runs/quickstart-data")
 CONFIG = "configs/quickstart.yaml"
 PAGE = RUN_DIR / "report.html"
 PREPARE = f"sagetrain prepare python-stdlib --output {DATA_DIR}/train --vocab-size 2048 --valid-fraction 0.02"
-TRAIN = f"deepspeed --num_accelerators 2 --module sagetrain train {CONFIG}"
+LAYOUT = "parallel.tensor_parallel_size=2 parallel.sequence_parallel=true"
+TRAIN = f"deepspeed --num_accelerators 2 --module sagetrain train {CONFIG} {LAYOUT}"
 NEXT = {
     f'sagetrain generate {RUN_DIR} "import " --max-tokens 60': "what the model makes of other beginnings",
     f"tensorboard --logdir {RUN_DIR}": "the same curves while a run goes on",
@@ -151,7 +152,7 @@ def main() -> None:
         sys.exit(f"{RUN_DIR} holds an earlier quickstart; remove it to start again: rm -r {RUN_DIR}")
     if not (ROOT / DATA_DIR / "train.idx").exists():
         run(PREPARE)
-    run(f"sagetrain plan {CONFIG} --world-size 2")
+    run(f"sagetrain plan {CONFIG} --world-size 2 {LAYOUT}")
     train_and_stop_in_the_middle(total)
     run(TRAIN)
     console.print(loss_table())

@@ -18,7 +18,7 @@ def named(command: str, first: str | None, option: Path | None, others: list[str
     from sagetrain.config.load import is_assignment
 
     if not words or is_assignment(words[0]):
-        raise ConfigError(f"name a configuration: sagetrain {command} configs/quickstart.yaml")
+        raise ConfigError(f"name a configuration: sagetrain {command} my.yaml; `sagetrain config` lists shipped ones")
     return Path(words[0]), words[1:]
 
 

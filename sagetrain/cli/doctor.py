@@ -24,15 +24,15 @@ def doctor(
     """Say what this machine has and lacks for training, and what to do about it.
 
     \b
-    sagetrain doctor configs/7b.yaml
+    sagetrain doctor 7b
 
     Under a launcher it checks all hosts, their GPUs, and the links between them:
 
     \b
-    torchrun --nproc-per-node 8 -m sagetrain doctor configs/7b.yaml
+    torchrun --nproc-per-node 8 -m sagetrain doctor 7b
 
     \b
-    deepspeed --hostfile hostfile --module sagetrain doctor configs/7b.yaml
+    deepspeed --hostfile hostfile --module sagetrain doctor 7b
 
     With a configuration, it tries attention and 8-bit matmuls at the shapes of a rank, and the disk of
     training.run_dir.

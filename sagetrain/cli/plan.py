@@ -80,7 +80,7 @@ def plan(
     """Show what a run will be, on any laptop: parameters, memory, schedules, step time, better layouts, every finding.
 
     \b
-    sagetrain plan configs/7b.yaml --world-size 64 parallel.tensor_parallel_size=8
+    sagetrain plan 7b --world-size 64 parallel.tensor_parallel_size=8
     """
     from sagetrain.planning.show import show_key_reference, show_plan
     from sagetrain.planning.tables import console, print_text

@@ -30,13 +30,13 @@ def train(
     """Train, or continue, the run that a YAML file describes.
 
     \b
-    sagetrain train configs/quickstart.yaml training.run_dir=runs/mine optimizer.lr=3e-4
+    sagetrain train quickstart training.run_dir=runs/mine optimizer.lr=3e-4
 
     \b
-    torchrun --nproc-per-node 8 -m sagetrain train configs/7b.yaml parallel.world_size=8
+    torchrun --nproc-per-node 8 -m sagetrain train 7b parallel.world_size=8
 
     \b
-    deepspeed --hostfile hostfile --module sagetrain train configs/7b.yaml parallel.world_size=16
+    deepspeed --hostfile hostfile --module sagetrain train 7b parallel.world_size=16
 
     If training.run_dir holds a checkpoint, the run continues from it.
     SIGTERM, SIGUSR1 and Ctrl-C save a checkpoint and exit; the same command continues.

@@ -35,8 +35,6 @@ def settings(corpus: Path, run_dir: Path, **changes: Any) -> dict[str, Any]:
         "data.seq_length": 32,
         "data.micro_batch_size": 4,
         "tokens_per_step": {"schedule": "constant", "tokens": 256},
-        "parallel.tensor_parallel_size": 1,
-        "parallel.sequence_parallel": False,
         "lr_schedule.warmup_tokens": 256,
         "training.run_dir": run_dir,
         "training.total_tokens": TOKENS,

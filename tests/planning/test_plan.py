@@ -31,7 +31,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 # Each has a world size that it is made for, and its parameters with a vocabulary of 32,768 (2,048 for quickstart).
 SHIPPED = {
     "minimal": (1, None),
-    "quickstart": (2, None),
+    "quickstart": (1, None),
     "325m": (8, 306_228_736),
     "1b": (8, 1_036_082_176),
     "24gb": (1, 1_036_082_176),
