@@ -98,20 +98,26 @@ def _decompressed(name: str, raw: IO[bytes]) -> Any:
         case ".gz":
             return gzip.GzipFile(fileobj=raw)
         case ".bz2":
-            return bz2.BZ2File(raw)
+            return io.BufferedReader(_Streams(raw, bz2.BZ2Decompressor), _BLOCK)
         case ".xz":
-            return lzma.LZMAFile(raw)
+            return io.BufferedReader(_Streams(raw, lzma.LZMADecompressor), _BLOCK)
         case ".zst":
-            return io.BufferedReader(_Zstandard(raw), _BLOCK)
+            return io.BufferedReader(_Streams(raw, _ZstdFrame), _BLOCK)
         case _:
             return raw
 
 
-class _Zstandard(io.RawIOBase):
-    """A file of all zstd frames of a file, one after the other. The last frame has to be complete."""
+class _Streams(io.RawIOBase):
+    """A file of all compressed streams of a file, one after the other. The last one has to be complete. Bytes of zero
+    may stand between and after streams, as xz and tapes pad. Python's own readers of bzip2 and xz end without a word
+    where no other stream begins, and leave out what comes after padding.
 
-    def __init__(self, raw: IO[bytes]) -> None:
-        self._blocks, self._rest = _zstd_blocks(raw), b""
+    Args:
+        begin: makes the decompressor of a stream.
+    """
+
+    def __init__(self, raw: IO[bytes], begin: Callable[[], Any]) -> None:
+        self._blocks, self._rest = _blocks_of_streams(raw, begin), b""
 
     def readable(self) -> bool:
         return True
@@ -127,22 +133,40 @@ class _Zstandard(io.RawIOBase):
         return size
 
 
-def _zstd_blocks(raw: IO[bytes]) -> Iterator[bytes]:
-    import zstandard
-
-    decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
-    frame = None
+def _blocks_of_streams(raw: IO[bytes], begin: Callable[[], Any]) -> Iterator[bytes]:
+    stream = begin()
     while data := raw.read(_BLOCK):
-        while data:
-            frame = frame or decompressor.decompressobj()
-            try:
-                yield frame.decompress(data)
-            except zstandard.ZstdError as error:
-                raise OSError(str(error)) from error
-            data = frame.unused_data if frame.eof else b""
-            frame = None if frame.eof else frame
-    if frame is not None:
-        raise EOFError("it ends in the middle of a zstd frame (cut short?)")
+        while data := data if stream else data.lstrip(b"\0"):
+            stream = stream or begin()
+            yield stream.decompress(data, _BLOCK)
+            while not (stream.eof or stream.needs_input):
+                yield stream.decompress(b"", _BLOCK)
+            data, stream = (stream.unused_data, None) if stream.eof else (b"", stream)
+    if stream:
+        raise EOFError("Compressed file ended before the end-of-stream marker was reached (cut short?)")
+
+
+class _ZstdFrame:
+    """A zstd frame, with the interface of bz2.BZ2Decompressor."""
+
+    needs_input = True
+
+    def __init__(self) -> None:
+        import zstandard
+
+        self._frame = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._frame, name)
+
+    def decompress(self, data: bytes, _most: int) -> bytes:
+        """Return what the data holds, however much that is."""
+        import zstandard
+
+        try:
+            return self._frame.decompress(data)
+        except zstandard.ZstdError as error:
+            raise OSError(str(error)) from error
 
 
 def lines(blocks: Iterable[tuple[bytes, int]]) -> Iterator[tuple[bytes, int, int]]:

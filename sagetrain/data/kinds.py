@@ -95,6 +95,12 @@ _MARKED_UP = {
 }
 
 
+_NOTEBOOK = (
+    "is a Jupyter notebook, whose cells stand in JSON among outputs and pictures; convert it (jupyter nbconvert --to "
+    "markdown, or --to script), or leave it out with --glob"
+)
+
+
 def refuse_pointer(path: str | os.PathLike[str]) -> None:
     """Raise ConfigError if a file is what git leaves in the place of a large one that was not fetched."""
     with suppress(OSError), open(path, "rb") as file:
@@ -183,6 +189,8 @@ def check_head(name: str, head: bytes) -> None:
     Raises:
         ConfigError: the bytes show that the file is something else. The message says what to do.
     """
+    if _in_full(name).removesuffix(compression(name)).endswith(".ipynb"):
+        raise ConfigError(f"{name}: {_NOTEBOOK}")
     for begin, (what, fix) in _MARKED_UP.items():
         if re.match(begin, head):
             raise ConfigError(f"{name}: is {what}; {fix}")

@@ -27,6 +27,7 @@ from prepare_inputs import TEXTS, documents, make_texts, prepare, published_toke
 from process_memory import peak_of, return_what_is_freed
 from sagetrain.config import ConfigError
 from sagetrain.data import files, long_texts
+from sagetrain.data.blocks import Content, blocks
 from sagetrain.data.records import Pairs
 from sagetrain.data.request import TextRequest
 from sagetrain.data.sources import Corpus
@@ -345,6 +346,8 @@ REFUSED = {
     "i.ndjson": ('{"text": "a"}\n'.encode("utf-16-be"), "is UTF-16, not UTF-8; convert it: iconv -f UTF-16BE"),
     "i.log": ("some text".encode("utf-32"), "is UTF-32, not UTF-8"),
     "i.lzma": (lzma.compress(b"text" * 99, format=lzma.FORMAT_ALONE), "is compressed with LZMA; unpack it"),
+    "n.ipynb": (b'{"cells": [], "nbformat": 4}', "is a Jupyter notebook, .*nbconvert --to markdown"),
+    "N.IPYNB.gz": (gzip.compress(b'{\n "metadata": {'), "is a Jupyter notebook, "),
     "j.txt": (b"text" * 2000 + bytes(500), "holds bytes of zero behind its beginning, .*cut off by a crash"),
     "j.tsv": (b"text\n" + b"x\n" * 4000 + b"\0\n", "holds bytes of zero behind its beginning"),
     "j.jsonl": (LINES + bytes(500), r"line \d+: not valid JSON: .* \(it holds bytes of zero: was writing it cut off"),
@@ -388,8 +391,21 @@ REFUSED = {
     "j.parquet.gz": (gzip.compress(parquet()), r"Parquet is not read out of \.gz; unpack it"),
     "k.parquet": (latin_parquet(), "rows 1 to 1: not UTF-8: "),
     "x.txt.bz2": (bz2.compress(b"text" * 99)[:-9], r"cannot read .*x\.txt\.bz2: Compressed file ended"),
+    "x.jsonl.zst": (b"", r"cannot read .*x\.jsonl\.zst: Compressed file ended"),
+    "y.txt.xz": (lzma.compress(b"text") + b"and more", r"cannot read .*y\.txt\.xz: "),
+    "y.txt.bz2": (bz2.compress(b"text") + b"and more", r"cannot read .*y\.txt\.bz2: "),
     "x.txt.xz": (b"no", r"cannot read .*x\.txt\.xz: "),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])
+def test_streams_of_a_file_may_be_padded_with_zeros(suffix: str) -> None:
+    """A text is larger than a block, and so is the padding."""
+    one, other = lines(TEXTS) * 40, lines(TEXTS[::-1])
+    for zeros in (0, 4, 1 << 19):
+        packed = PACK[suffix](one) + bytes(zeros) + PACK[suffix](other) + bytes(zeros)
+        content = Content(f"a.jsonl{suffix}", lambda packed=packed: io.BytesIO(packed))
+        assert b"".join(block for block, _ in blocks(content)) == one + other
 
 
 @pytest.mark.parametrize("name", REFUSED)
