@@ -188,9 +188,11 @@ class _Flow:
         dtype = engine.leaves()[next(iter(engine.model.specs))].dtype
         return [torch.empty(shape, dtype=dtype, device=engine.device) for shape in engine.model.stream_shapes(tokens)]
 
-    def run(self, number: int, micro: int, streams: Sequence[Tensor]) -> Any:
-        """Run a micro-batch through a chunk: see Transformer.forward."""
-        return self._engine.model(**self.inputs(micro), **self._how, chunk=self.chunks[number], streams=tuple(streams))
+    def run(self, number: int, micro: int, streams: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Run a micro-batch through a chunk. Return the residual streams behind the chunk, or the model's output."""
+        chunk = self.chunks[number]
+        made = self._engine.model(**self.inputs(micro), **self._how, chunk=chunk, streams=tuple(streams))
+        return [made] if chunk.last else made
 
 
 class FsdpEngine(BaseEngine):
@@ -311,7 +313,8 @@ class FsdpEngine(BaseEngine):
     @torch.no_grad()
     def _step_optimizers(self, gradients: Mapping[str, Tensor], factor: float) -> None:
         """Update the masters by the gradients times a factor."""
-        if factor != 1:
+        # Of many ranks, some may keep nothing.
+        if factor != 1 and gradients:
             torch._foreach_mul_(list(gradients.values()), factor)
         for pieces, optimizer in self._optimizers:
             # A rank that keeps nothing of a tensor has no gradient of it.
@@ -444,8 +447,10 @@ class FsdpEngine(BaseEngine):
         if self._leaf_sums:
             self._leaf_sums.last = sync
         root.set_requires_gradient_sync(sync)
-        # Between the copies of shards, sums travel once a step.
+        # Between the copies of shards, sums travel once a step. FSDP holds back a group's sums as one vector, and each
+        # chunk gives gradients to other tensors of the outermost group, whose sums therefore travel after every pass.
         root.set_requires_all_reduce(last)
+        root.set_requires_all_reduce(last or len(self.model.chunks) > 1, recurse=False)
         # After its last pass FSDP forgets the order of passes.
         root.set_is_last_backward(last or self._bare)
         root.set_reshard_after_backward(not self._bare and (last or self._stage == 3))
@@ -503,10 +508,10 @@ class FsdpEngine(BaseEngine):
         def forward(number: int, micro: int, streams: Sequence[Tensor]) -> Sequence[Tensor]:
             with watching(number, micro, backward=False):
                 made = flow.run(number, micro, streams)
-            if not flow.chunks[number].last:
-                return cast(tuple[Tensor, ...], made)
-            total.add_(made.detach())
-            return [made / micro_batches]
+            if flow.chunks[number].last:
+                total.add_(made[0].detach())
+                return [made[0] / micro_batches]
+            return made
 
         def backward(number: int, micro: int, later: int, run: Pass) -> None:
             nonlocal left
@@ -530,17 +535,13 @@ class FsdpEngine(BaseEngine):
             return super().gradients(batch, leaves)
         flow, found = _Flow(self, [batch]), dict[int, Tensor]()
 
-        def forward(number: int, micro: int, streams: Sequence[Tensor]) -> Sequence[Tensor]:
-            made = flow.run(number, micro, streams)
-            return [made] if flow.chunks[number].last else cast(tuple[Tensor, ...], made)
-
         def backward(number: int, micro: int, later: int, run: Pass) -> None:
             for place, gradient in enumerate(run.gradients_of(leaves)):
                 # Each leaf belongs to one of the stage's chunks.
                 if gradient is not None:
                     found[place] = gradient
 
-        self._pipe.run(1, forward, flow.like, backward)
+        self._pipe.run(1, flow.run, flow.like, backward)
         return [found[place] if place in found else torch.zeros_like(leaf) for place, leaf in enumerate(leaves)]
 
     def as_whole(self, model: Transformer) -> Callable[..., Tensor]:
@@ -562,10 +563,10 @@ class FsdpEngine(BaseEngine):
 
             def forward(number: int, micro: int, streams: Sequence[Tensor]) -> Sequence[Tensor]:
                 made = flow.run(number, micro, streams)  # noqa: B023
-                if not flow.chunks[number].last:  # noqa: B023
-                    return cast(tuple[Tensor, ...], made)
-                found.append(made)  # noqa: B023
-                return []
+                if flow.chunks[number].last:  # noqa: B023
+                    found.extend(made)  # noqa: B023
+                    return []
+                return made
 
             self._pipe.run(len(some), forward, flow.like)
             for micro, losses in enumerate(found):

@@ -43,7 +43,9 @@ CASES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "PP 2 x FSDP 2, ZeRO 0": ((1, 1, 2), {"stage": 0}),
     "PP 2 x FSDP 2, ZeRO 1, tied": ((1, 1, 2), {"stage": 1, "model": TIED}),
     "PP 2 x FSDP 2, ZeRO 2, recomputed": ((1, 1, 2), {"stage": 2, "training": {"activation_checkpointing": "full"}}),
-    "PP 2 x hybrid 1 x 2": ((1, 1, 2), {"stage": 1, "parallel": {"shard_size": 1}}),
+    "PP 2 x hybrid 1 x 2, interleaved, ZeRO 2": (
+        (1, 1, 2), {"stage": 2, "parallel": {"shard_size": 1, "pipeline_chunks": 2}},
+    ),
     "PP 2 x FSDP 2, interleaved, tied, ZeRO 2": (
         (1, 1, 2), {"stage": 2, "model": TIED, "parallel": {"pipeline_chunks": 2, "pipeline_blocks": [2, 1, 1, 1]}},
     ),
