@@ -193,6 +193,12 @@ def _lists_in(value: Mapping[str, Any]) -> str:
     return next((f". If its records are those under {key!r}: jq -c '.[\"{key}\"][]' FILE" for key in lists), "")
 
 
+_KEYS_SHOWN = 40
+"""The number of keys that the message for a missing key names."""
+
+
 def no_such_key(key: str, keys: Iterable[str], option: str = "--text-key") -> str:
     """Return the message for a missing key, which the command-line option `option` names."""
-    return f"no key {key!r}; the keys are: {', '.join(keys) or 'none'}. Choose one with {option}"
+    there = [each if each == each.strip() and each.isprintable() else repr(each) for each in keys]
+    more = f" and {len(there) - _KEYS_SHOWN:,} more" if len(there) > _KEYS_SHOWN else ""
+    return f"no key {key!r}; the keys are: {', '.join(there[:_KEYS_SHOWN]) or 'none'}{more}. Choose one with {option}"

@@ -346,11 +346,13 @@ def _not_found(source: str) -> str:
 
 
 def _separator(text: str) -> bytes:
-    """Return the bytes of --split-on, in which \\n, \\r and \\t stand for characters that cannot be typed."""
+    """Return the bytes of --split-on, in which \\n, \\r, \\t, \\f and \\xHH stand for characters that cannot be
+    typed."""
     if not text:
         raise ConfigError("--split-on is empty: give what stands between documents, such as '<|endoftext|>'")
-    meant = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\"}
-    return re.sub(r"\\([nrt\\])", lambda found: meant[found[1]], text).encode()
+    meant = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "\\": "\\"}
+    code = r"\\(?:([nrtf\\])|x([0-7][0-9a-fA-F]))"
+    return re.sub(code, lambda found: meant[found[1]] if found[1] else chr(int(found[2], 16)), text).encode()
 
 
 def _part(inputs: list[Input], number: int, count: int) -> list[Input]:

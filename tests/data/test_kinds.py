@@ -250,6 +250,12 @@ def joined(corpus: Corpus) -> list[str]:
     return found
 
 
+@pytest.mark.parametrize("code", ["\\f", "\\x0c", "\f"])
+def test_a_separator_that_cannot_be_typed(tmp_path, code):
+    path = write(tmp_path, "a.txt", b"one\x0ctwo\\x0c\x0cthree")
+    assert joined(Corpus(TextRequest([path], split_on=code))) == ["one", "two\\x0c", "three"]
+
+
 def test_a_separator_that_may_overlap_itself_divides_no_file(tmp_path):
     path = write(tmp_path, "a.txt", b"one\n\n\ntwo\n\n\n\nthree" * 40)
     assert Corpus(TextRequest([path], split_on="\\n\\n")).inputs[0].part is None
