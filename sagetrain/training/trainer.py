@@ -76,6 +76,8 @@ class Trainer:
         self._watchdog.waits = self.engine.waits
         self._callbacks = Callbacks(self._listeners(), callbacks)
         self._saved_step, self._waited = self.state.step, False
+        # Writing the YAML takes as long as a small training step, and training stands still at each save.
+        self._config_text = dump_config(self.cfg)
 
     def _listeners(self) -> list[Callback]:
         """Return the callbacks that the configuration asks for."""
@@ -305,7 +307,7 @@ class Trainer:
         record = run.record(state)
         # The checkpoint before is published by then.
         run.controllers.forget(self._saved_step)
-        run.saver.start(record, dump_config(self.cfg), self.engine.owned(), rng_state())
+        run.saver.start(record, self._config_text, self.engine.owned(), rng_state())
         self._saved_step = state.step
         run.controllers.tell(state)
         self._callbacks.tell("on_save", lambda callback: callback.on_save(self.position))

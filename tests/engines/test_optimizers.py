@@ -130,9 +130,9 @@ def test_matrices_of_one_shape_are_orthogonalized_together(monkeypatch) -> None:
 
 
 def losses_of(root: str, cases: list[tuple[int, int, int, tuple, dict]]) -> list[tuple[tuple, list[float]]]:
-    """Return the losses and norms of four steps by (dtype, optimizer, moments), for each (tp, cp, stage, those, more
-    keys of `parallel`). A checkpoint is saved after two steps, and a fresh engine repeats the rest from it, which has
-    the same samples as the first two. A refused step between them changes nothing."""
+    """Return the losses and norms of three steps by (dtype, optimizer, moments), for each (tp, cp, stage, those, more
+    keys of `parallel`). A checkpoint is saved after two steps, and a fresh engine repeats the third from it, which has
+    the same samples as the first one. A refused step before it changes nothing."""
     found = []
     for number, (tp_size, cp_size, stage, how, more) in enumerate(cases):
         cfg, joined = config(stage, *how, **more), tiny.join(tp_size, cp_size)
@@ -145,12 +145,11 @@ def losses_of(root: str, cases: list[tuple[int, int, int, tuple, dict]]) -> list
         before = bits(engine)
         refused = tiny.global_step(engine, 9, observers=Observers(judge=lambda metrics: Verdict(apply=False)))
         assert not refused.applied and bits(engine) == before
-        later = [tiny.global_step(engine, step) for step in range(2)]
+        later = tiny.global_step(engine, 0)
         again = tiny.engine(cfg, joined, seed=11)
         reading.load_engine(Reader(folder / on_disk.folder_name(2)), again, 2)
-        repeated = [tiny.global_step(again, step).loss for step in range(2)]
-        assert repeated == [result.loss for result in later] and bits(again) == bits(engine), (tp_size, stage, how)
-        found.append((how, [x for r in (*first, *later) for x in (r.loss, r.grad_norm)]))
+        assert tiny.global_step(again, 0).loss == later.loss and bits(again) == bits(engine), (tp_size, stage, how)
+        found.append((how, [x for r in (*first, later) for x in (r.loss, r.grad_norm)]))
     return found
 
 

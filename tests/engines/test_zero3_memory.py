@@ -53,7 +53,7 @@ def between_passes(cases: list[tuple[str, str, str | None, str]]) -> list[tuple[
             tiny.compile_first_rank(model, backend, whole=True)
         engine = build_engine(cfg, model, groups, 1)
         for step in range(2):  # DeepSpeed learns the order of its modules, and torch compiles.
-            tiny.global_step(engine, step)
+            tiny.global_step(engine, step, sequences=2)
         gc.collect()
         before = resident()
         loss = engine.forward(batch)

@@ -71,7 +71,7 @@ WORLDS: dict[int, list[Layout]] = {
         (1, 1, 3, "none", "", "off"),
         (1, 2, 1, "none", "", "off"),
         (2, 1, 0, "selective", "", "off"),
-        (2, 1, 1, "none", "aot_eager", "off"),
+        (2, 1, 1, "none", "eager", "off"),
     ],
 }
 

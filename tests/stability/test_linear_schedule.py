@@ -73,7 +73,7 @@ def moving_steps(groups: ParallelGroups, stage: int, backend: str | None, linear
     schedules = [now(0)] if first or last else []
     found, graphs, said = [], [], [schedule.summary() for schedule in schedules]
     for step in range(1, 6):
-        result = tiny.global_step(engine, step, sequences=4 // tp_size)
+        result = tiny.global_step(engine, step, sequences=2 // tp_size)
         found.append((result.loss, result.grad_norm))
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
         for schedule in schedules:

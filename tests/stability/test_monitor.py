@@ -54,7 +54,8 @@ def built(cfg: RunConfig, groups: ParallelGroups, compiled: bool = False) -> tup
             if parameter.numel():  # At ZeRO 3 partitioned parameters stay as they are.
                 parameter.copy_(torch.linspace(1, 2 + i, parameter.numel()))
     if compiled:
-        compile_blocks(model, "aot_eager", whole=cfg.parallel.zero_stage == 3)
+        again = groups.tp_size > 1 and cfg.training.activation_checkpointing != "none"
+        (compile_blocks if again else tiny.compile_first_rank)(model, "aot_eager")
     engine = build_engine(cfg, model, groups, 1)
     return engine, monitor_of(cfg, engine)
 
@@ -144,7 +145,7 @@ def zero_3(compiled: bool) -> tuple[dict[str, float], dict[str, float]]:
         cfg = config(stage)
         model = tiny.model(cfg, groups)
         if compiled:
-            compile_blocks(model, "aot_eager", whole=stage == 3)
+            tiny.compile_first_rank(model, "aot_eager", whole=stage == 3)
         engine = build_engine(cfg, model, groups, 1)
         found.append(step(engine, batch(groups, False), monitor_of(cfg, engine)))
     return found[0], found[1]

@@ -70,7 +70,8 @@ def moving_losses(
 )
 def test_a_rung_costs_one_graph_with_its_first_layer(world, tp_size, stage, again) -> None:
     plain, _ = run_distributed(moving_losses, world, tp_size, stage, again, None)[0]
-    ranks = run_distributed(moving_losses, world, tp_size, stage, again, "aot_eager")
+    backend = "aot_eager" if stage == 3 else "eager"  # Both make the same graphs.
+    ranks = run_distributed(moving_losses, world, tp_size, stage, again, backend)
     for compiled, _ in ranks:
         assert torch.allclose(torch.tensor(compiled[:2]), torch.tensor(plain[:2]), rtol=1e-3)
         found = [loss for loss, _ in compiled]

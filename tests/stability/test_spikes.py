@@ -166,8 +166,7 @@ def left_out(layouts: list[tuple[int, int, str, str]]) -> list[list]:
         sections = {"optimizer": {"clip_grad": 0.5}, "linear": {"precision": precision}}
         cfg, groups = tiny.config(stage, dtype, **sections), tiny.join(tp_size)
         ours, theirs = tiny.engine(cfg, groups), tiny.engine(cfg, groups)
-        for number in range(2):
-            take_step(ours, number), take_step(theirs, number)
+        take_step(ours, 0), take_step(theirs, 0)
         before, wrong = tensors(ours), Event("spike", "test")
         refused = [step(ours, 2, Verdict(False, wrong), factor) for factor in (1.0, 1e3, math.nan, math.inf)]
         assert all(not result.applied and result.event is wrong for result in refused)
