@@ -48,6 +48,7 @@ from sagetrain.config.schema import RunConfig
 from sagetrain.data.loader import Batch
 from sagetrain.engines.gather import gather_by_copies
 from sagetrain.engines.host_sums import HostSums
+from sagetrain.engines.kept_weights import KeptWeights
 from sagetrain.engines.leaf_sums import LeafSums
 from sagetrain.engines.protocol import Observers, Owned, Probe, Watched, every
 from sagetrain.engines.step import BaseEngine, Decision
@@ -60,7 +61,7 @@ from sagetrain.model.transformer import Transformer
 from sagetrain.optim.build import build_optimizer
 from sagetrain.optim.build import groups as groups_of
 from sagetrain.optim.pieces import Optimizer, State, TensorPiece, Weights
-from sagetrain.parallel.layers import keep_weights, materialize
+from sagetrain.parallel.layers import materialize
 from sagetrain.parallel.pipeline import Pass, Pipe
 from sagetrain.parallel.topology import ParallelGroups
 
@@ -221,8 +222,7 @@ class FsdpEngine(BaseEngine):
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for module in self._modules if device.type == "cpu" else ():
             module.set_force_sum_reduction_for_comms(True)  # Gloo has no mean.
-        neighbours = mesh.get_group("shard") if shards > 1 else None
-        self._gathers = f"by {dist.get_backend()}"
+        neighbours, self._gathers = mesh.get_group("shard") if shards > 1 else None, f"by {dist.get_backend()}"
         if neighbours and device.type == "cuda":
             # The outermost group is always gathered once a step, and would need the largest slots.
             refusal = gather_by_copies(self._modules[1:], neighbours)
@@ -253,7 +253,9 @@ class FsdpEngine(BaseEngine):
         }
         self._begin_optimizers(cfg)
         self._whole = WholeWeights(gathered, self._masters, neighbours) if self._bare else None
-        self._keeps = self._stage < 3 and cfg.linear.low_bit
+        self._kept = (
+            KeptWeights(self._bare and device.type == "cuda") if self._stage < 3 and cfg.linear.low_bit else None
+        )
         for module in self._modules:
             # FSDP's own hook comes first and has gathered the weights.
             module.register_forward_pre_hook(lambda module, inputs: self._enter(module))
@@ -394,7 +396,7 @@ class FsdpEngine(BaseEngine):
         for all micro-batches of a step."""
         if self._whole:
             self._whole.renew()
-        self._stale = set[nn.Module](self._modules if self._whole or self._keeps else ())
+        self._stale = set[nn.Module](self._modules)
 
     def _enter(self, module: nn.Module) -> None:
         """Make the weights of a module ready for its forward pass."""
@@ -402,8 +404,8 @@ class FsdpEngine(BaseEngine):
             self._stale.remove(module)
             if self._whole:
                 self._whole.wait(self._modules.index(cast(Any, module)))
-            if self._keeps and module is not self.model:
-                keep_weights(module)
+            if self._kept and module is not self.model:
+                self._kept.renew(module)
 
     # -- a step --------------------------------------------------------------------------------------------------
 
@@ -426,13 +428,11 @@ class FsdpEngine(BaseEngine):
     def _run(self, inputs: Mapping[str, Any]) -> Tensor:
         if not self._bare or (self._done == self._micro_batches - 1 and not self._alone):
             return cast(Tensor, self.model(**inputs))
-        # The sums stay here.
         self._enter(self.model)
         self.model.without_hooks = self._enter
-        try:
-            return cast(Tensor, self.model.forward(**inputs))
-        finally:
-            self.model.without_hooks = None
+        result: Tensor = self.model.forward(**inputs)
+        self.model.without_hooks = None
+        return result
 
     def _set_mode(self, sync: bool, last: bool) -> None:
         """Say how the next backward pass ends.

@@ -21,7 +21,7 @@ from sagetrain.checkpoint.reading import Reader
 from sagetrain.config import RunConfig
 from sagetrain.config.arithmetic import rests_hooks
 from sagetrain.data.loader import Batch
-from sagetrain.engines import fsdp
+from sagetrain.engines import fsdp, kept_weights
 from sagetrain.engines.build_engine import build_engine
 from sagetrain.engines.protocol import Engine, Observers
 from sagetrain.inference.load import in_training
@@ -376,7 +376,7 @@ def kept(tp_size: int) -> list[list[float]]:
     for stage, keep in ((1, layers.keep_weights), (1, lambda block: None), (3, layers.keep_weights)):
         cfg = config(stage, "bf16", {"sequence_parallel": True}, model=SHAPE, linear=EIGHT)
         engine = tiny.engine(cfg, groups)
-        with patch.object(fsdp, "keep_weights", lambda block, keep=keep: made.append(keep(block))):
+        with patch.object(kept_weights, "keep_weights", lambda block, keep=keep: made.append(keep(block))):
             found.append([loss for loss, _ in steps_of(engine)])
         found[0].extend([len(made)] if len(found) == 1 else [])
     return found
