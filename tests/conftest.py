@@ -49,7 +49,20 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(10_000, 10, 10)
         gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
+    """Freeze what a file leaves behind, mostly late imports. Garbage collections would look at it for an eighth of the
+    time of later files."""
+    try:
+        return (yield)
+    finally:
+        if nextitem is None or nextitem.path != item.path:
+            gc.collect()
+            gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -313,6 +313,9 @@ def test_the_guide_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     page = (ROOT / "docs/python.md").read_text()
     known: dict[str, Any] = {}
+    page = page.replace(
+        "changes = {\n", 'changes = {"model.num_layers": 1, "model.hidden_size": 64, "model.head_dim": 32,\n'
+    )
     for block in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S):
         code = block.replace('total_tokens": 20_000', 'total_tokens": 4096').replace("40_000", "8192")
         exec(code, known)

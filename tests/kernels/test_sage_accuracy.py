@@ -15,24 +15,22 @@ from sagekernels.testing import Shape
 SEED = int(torch.seed() % (1 << 30))  # The inputs are fresh each time.
 
 
-@pytest.mark.parametrize("sigma", [3, 5, 8, 10])
-def test_paper_reproduces_table_1(sigma):
-    ours = accuracy.gaussian_errors(sigma, "paper", seed=SEED, heads=8)
-    for got, printed in zip(ours, accuracy.TABLE_1[sigma], strict=True):
-        assert abs(got / printed - 1) < 0.2, (SEED, ours)
+DQ_OF_FINE = {1: 0.0184, 2: 0.028, 3: 0.055}
+"""The largest error that dQ of `fine` may have, by sigma."""
 
 
-@pytest.mark.parametrize("sigma", [1, 3, 5, 8, 10])
-def test_fine_is_never_worse_than_table_1(sigma):
+@pytest.mark.parametrize("sigma", [1, 2, 3, 5, 8, 10])
+def test_paper_reproduces_table_1_and_fine_is_never_worse(sigma):
     # dV at sigma 1 (0.0157 against 0.0159) is the closest cell, so it is averaged over more heads.
     heads = 40 if sigma == 1 else 8
-    ours = accuracy.gaussian_errors(sigma, "fine", seed=SEED, heads=heads)
-    assert all(got <= printed for got, printed in zip(ours, accuracy.TABLE_1[sigma], strict=True)), (SEED, ours)
-
-
-@pytest.mark.parametrize(("sigma", "limit"), [(1, 0.0184), (2, 0.028), (3, 0.055)])
-def test_dq_of_fine(sigma, limit):
-    assert accuracy.gaussian_errors(sigma, "fine", seed=SEED, heads=8)[1] <= limit, SEED
+    fine = accuracy.gaussian_errors(sigma, "fine", seed=SEED, heads=heads)
+    assert fine[1] <= DQ_OF_FINE.get(sigma, 1), (SEED, fine)
+    if sigma in accuracy.TABLE_1:
+        printed = accuracy.TABLE_1[sigma]
+        assert all(got <= limit for got, limit in zip(fine, printed, strict=True)), (SEED, fine)
+    if sigma >= 3:
+        paper = accuracy.gaussian_errors(sigma, "paper", seed=SEED, heads=heads)
+        assert all(abs(got / limit - 1) < 0.2 for got, limit in zip(paper, printed, strict=True)), (SEED, paper)
 
 
 def test_inputs_like_a_trained_layer():
