@@ -7,11 +7,9 @@ run, leaves the step out, or sends the run back to a checkpoint. Every rank does
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
-
-from torch import Tensor
 
 from sagetrain.checkpoint.ledger import TrainState, left_out
 from sagetrain.checkpoint.saving import Saver
@@ -318,9 +316,7 @@ def updates_of(cfg: RunConfig, engine: Engine) -> Sequence[UpdateObserver]:
     if cfg.stability.qk_gain.cap is None:
         return ()
 
-    def gains() -> Iterator[tuple[Tensor, Sequence[Tensor]]]:
-        return ((kept.weight, kept.copies) for kept in engine.owned(lambda spec: spec.kind == "qk_gain"))
-
+    gains = partial(engine.owned, lambda spec: spec.kind == "qk_gain")
     return [GainCap(cfg.stability.qk_gain.cap, gains, engine.groups, engine.device)]
 
 

@@ -13,10 +13,14 @@ from distributed import run_distributed
 from sagetrain.checkpoint import on_disk, reading
 from sagetrain.checkpoint.reading import Reader
 from sagetrain.config import RunConfig
-from sagetrain.engines.protocol import Engine, Observers, StepResult
+from sagetrain.engines.protocol import Engine, Observers, Owned, StepResult
 from sagetrain.model.tensors import TensorSpec, tensors
 from sagetrain.optim.build import groups
+from sagetrain.optim.pieces import TensorPiece
+from sagetrain.optim.weights import ChanceWeights, KahanWeights
 from sagetrain.parallel.rng import rng_state
+from sagetrain.parallel.topology import ParallelGroups
+from sagetrain.stability.gain_cap import GainCap
 from sagetrain.stability.spikes import Verdict
 from sagetrain.training.controllers import updates_of
 
@@ -61,6 +65,27 @@ def steps_of(tp_size: int, stage: int, dtype: str, qk_gain: dict) -> dict[str, A
             copy = parameters[shard.name].data.view(-1)[shard.start : shard.stop]
             seen["rounded"] &= torch.equal(shard.weight.to(copy.dtype), copy)
     return seen
+
+
+def test_masters_in_bf16_are_clipped_whole() -> None:
+    """Masters in two parts hold the cap to the last bit of both, and read the same after a resume. Masters in one part
+    hold its rounding, which counts as capped."""
+    groups, cpu = ParallelGroups.single(), torch.device("cpu")
+    for cap, kahan in ((2.0, True), (1.9, True), (1.9, False)):
+        values = torch.tensor([3.0, -2.0, 0.5, 2.003])
+        piece = TensorPiece(tiny.spec(4), 0, 1, 0, 4, values.bfloat16())
+        masters = KahanWeights(piece) if kahan else ChanceWeights(piece, 0)
+        masters.write(values)
+        gain = Owned(piece.spec, 0, 4, piece.weight, {}, masters=masters)
+        observer = GainCap(cap, lambda gain=gain: [gain], groups, cpu)
+        observer.after_update()
+        most = torch.tensor(cap).bfloat16().float()
+        assert gain.read("weight").tolist() == [most, -most, 0.5, most]
+        model = gain.weight.clone()
+        gain.write("weight", gain.read("weight"))
+        assert torch.equal(gain.weight, model)
+        observer.before_update()
+        assert groups.metrics.reduce(cpu)["qk_gain/capped_share"] == 0.75
 
 
 @pytest.mark.parametrize(
