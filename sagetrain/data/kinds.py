@@ -196,6 +196,8 @@ def check_head(name: str, head: bytes) -> None:
             raise ConfigError(f"{name}: is {what}; {fix}")
     if _is_text(head):
         return
+    if name.endswith(".bin") and os.path.isfile(f"{name.removesuffix('.bin')}.idx"):
+        raise ConfigError(f"{name}: is a token file; name it without .bin, in data.train[].path or in eval --data")
     for begin, (what, fix) in _BINARY.items():
         if re.match(begin, head, re.DOTALL):
             # The head is that of the unpacked content, which has no name of its own.

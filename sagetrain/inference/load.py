@@ -131,6 +131,8 @@ def _no_run(path: Path) -> str:
             f"{path} is a checkpoint without its run: put it into RUN/checkpoints under the name that it had there "
             "(step-...), the run's tokenizer into RUN, and name RUN"
         )
+    if (path / "config.json").is_file():
+        return f"{path} is a Hugging Face folder: read it first, `sagetrain import {path} RUN`, and name RUN"
     what = f"{path} has no checkpoint" if path.is_dir() else f"there is no folder {path}"
     return f"{f'{path} is a file' if path.is_file() else what}; name the folder of a run (training.run_dir)"
 

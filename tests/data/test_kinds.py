@@ -423,6 +423,12 @@ def test_what_is_no_text_is_named_whatever_its_name(tmp_path, model, name):
     assert name in str(raised.value) and not list(tmp_path.glob("x.bin*"))
 
 
+def test_the_tokens_of_a_token_file_are_named(tmp_path, model):
+    quiet([write(tmp_path, "a.txt", b"a text")], tmp_path / "x", tokenizer=model)
+    with pytest.raises(ConfigError, match=r"x\.bin: is a token file; name it without \.bin"):
+        quiet([str(tmp_path / "x.bin")], tmp_path / "y", tokenizer=model)
+
+
 def test_it_is_named_before_anything_is_prepared(tmp_path, model, monkeypatch):
     monkeypatch.setattr("sagetrain.data.prepare.encode", lambda *args: pytest.fail("has begun"))
     (tmp_path / "in").mkdir()

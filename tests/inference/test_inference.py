@@ -48,7 +48,10 @@ def test_any_checkpoint_can_be_named(run: Path, tmp_path: Path) -> None:
     elsewhere = sagetrain("generate", run / "none", "def")
     assert elsewhere.returncode == 3 and f"error: there is no folder {run}/none; name the folder" in elsewhere.stderr
     shutil.copytree(run / "checkpoints/step-00000005", tmp_path / "kept")
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf/config.json").write_text("{}")
     for path, message in (
+        (tmp_path / "hf", "hf is a Hugging Face folder: read it first, `sagetrain import .*hf RUN`, and name RUN"),
         (tmp_path / "kept", "kept is a checkpoint without its run: put it into RUN/checkpoints"),
         (run / "checkpoints/step-00000005", f"step-00000005 is a checkpoint: name {run} with --checkpoint 5$"),
         (run / "config.yaml", r"config\.yaml is a file; name the folder of a run"),
