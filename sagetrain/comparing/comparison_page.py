@@ -44,7 +44,7 @@ def _head(results: Results, title: str) -> Iterator[str]:
     spent = f" ({gpu_minutes:,.0f} GPU minutes)" if gpu_minutes else ""
     versions = ", ".join(dict.fromkeys(call.versions for call in results.calls))
     yield f"{first if first == last else f'{first} to {last}'}, {devices}{spent}, {versions}."
-    yield f"{results.parameters / 1e6:,.1f}M parameters, {_passes(results)}."
+    yield f"{_count(results.parameters)} parameters, {_passes(results)}."
     yield ", ".join(f"{key} {settings[key]}" for key in _SHOWN if settings.get(key) is not None) + "."
     yield ""
     yield f"- baseline `{results.baseline}`: {_meant(results, results.question.variants[0])}"
@@ -93,6 +93,10 @@ def _parting(results: Results) -> Iterator[str]:
             yield ""
 
 
+def _count(count: int) -> str:
+    return f"{count / 1e6:,.1f}M" if count >= 10**6 else f"{count:,}"
+
+
 def _passes(results: Results) -> str:
     if not results.data_tokens:
         return "tokens of data.train unknown"
@@ -100,8 +104,8 @@ def _passes(results: Results) -> str:
     for row in results.rows:
         total = results.settings[f"{row.name}/{results.baseline}"]["training.total_tokens"]
         of = f" at {row.name}" if row.name else ""
-        rows.append(f"{total / 1e6:,.1f}M tokens{of} ({total / results.data_tokens:.1f} passes)")
-    return f"{results.data_tokens / 1e6:,.1f}M tokens of text; " + ", ".join(dict.fromkeys(rows))
+        rows.append(f"{_count(total)} tokens{of} ({total / results.data_tokens:.1f} passes)")
+    return f"{_count(results.data_tokens)} tokens of text; " + ", ".join(dict.fromkeys(rows))
 
 
 def _body(results: Results, tables: Sequence[Comparison], margin: float, plot: str) -> Iterator[str]:

@@ -82,13 +82,14 @@ class Difference:
     def __str__(self) -> str:
         if self.gap is None:
             return "no pair"
+        gap = f"{round(self.gap, 4) + 0.0:+.4f}"  # The sum makes -0.0 to 0.0.
         if self.uncertainty is None:
-            return f"not decided: one pair ({self.gap:+.4f}) has no uncertainty"
+            return f"not decided: one pair ({gap}) has no uncertainty"
         size = f"{abs(self.gap):.4f} ± {self.uncertainty:.4f}"
         if self.call == "level":
-            return f"level within {self.margin:g} ({self.gap:+.4f} ± {self.uncertainty:.4f})"
+            return f"level within {self.margin:g} ({gap} ± {self.uncertainty:.4f})"
         if self.call == "undecided":
-            return f"not decided ({self.gap:+.4f}): could have seen no less than {self.seen:.4f}"
+            return f"not decided ({gap}): could have seen no less than {self.seen:.4f}"
         return f"{self.call} by {size}"
 
 

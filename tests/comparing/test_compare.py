@@ -336,7 +336,7 @@ def test_several_calls_become_one_page(base: Path, tmp_path: Path, monkeypatch: 
         "(60 GPU minutes)",
         "## 16K",
         "## 1M",
-        "(5.0 passes)",
+        "50,000 tokens at 1M (5.0 passes)",
     ):
         assert part in page, part
     assert "tokens per step are 0.25 of it" in page

@@ -47,6 +47,7 @@ def test_four_pairs_that_spread_by_4e_3_can_show_6e_3() -> None:
     ([0.020, 0.022, 0.024], 0.03, None, "level", "level within 0.03 (+0.0220 ± 0.0050)"),
     ([0.020, 0.022, 0.024], 0.01, 0.03, "undecided", "not decided (+0.0220): could have seen no less than 0.0300"),
     ([0.01, -0.02, 0.05], 0.01, 0.001, "undecided", "not decided (+0.0133): could have seen no less than 0.0872"),
+    ([-2e-5, 0.0, 0.0], 0.01, None, "level", "level within 0.01 (+0.0000 ± 0.0000)"),
     ([0.02], 0.1, None, "undecided", "not decided: one pair (+0.0200) has no uncertainty"),
     ([], 0.1, None, "undecided", "no pair"),
 ])  # fmt: skip

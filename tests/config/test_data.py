@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 
 from checked_config import run_config
+from runs import ROOT
 from sagetrain.config import ConfigError, RunConfig, load_config
-from sagetrain.config.rules.data import findings, repeats
+from sagetrain.config.rules.data import WRITTEN, findings, repeats
 from sagetrain.config.schema import TrainingConfig
 
-QUICKSTART = Path(__file__).parents[2] / "configs/quickstart.yaml"
+QUICKSTART = ROOT / "configs/quickstart.yaml"
 TREE = {
     "model": {"num_layers": 2, "hidden_size": 256, "ffn_hidden_size": 768, "num_attention_heads": 4},
     "data": {"seq_length": 1024, "micro_batch_size": 2},
@@ -167,6 +168,8 @@ def test_a_folder_with_files_of_somebody_else_is_no_run_dir(tmp_path, parts, req
     (finding,) = found()
     assert (finding.level, finding.key) == (level, "training.run_dir")
     assert "holds config.yaml and tokenizer.model, which no run of SageTrain wrote there" in finding.message
+    pages = (ROOT / "docs/run-folder.md").read_text()
+    assert [name for name in WRITTEN if f"`{name}`" not in pages and f"`{name}/`" not in pages] == []
     (folder / ".lock").touch()  # A run was here and left its lock.
     assert found() == []
     (folder / ".lock").unlink()

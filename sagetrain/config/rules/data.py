@@ -16,9 +16,9 @@ from sagetrain.config.schema import NO_DATA, TOKENIZER_JSON, TOKENIZER_NAME, Dat
 
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})")
 """The names of the files that `sagetrain prepare --shard` writes."""
-_WRITTEN = (
+WRITTEN = (
     *("config.yaml", "deepspeed.json", "fsdp.json", "findings.json", "metrics.jsonl", "events.jsonl", "stability.json"),
-    *("attention.json", "linear.json", "samples.jsonl", "init_from.json", "stacks"),
+    *("attention.json", "linear.json", "samples.jsonl", "init_from.json", "wandb.json", "stacks"),
     *(TOKENIZER_NAME, TOKENIZER_JSON),
 )
 """The files that a run writes beside its folders (docs/run-folder.md), and a folder that it empties."""
@@ -222,7 +222,7 @@ def _run_dir(cfg: RunConfig, required: bool) -> Iterator[Finding]:
             f"{there} is no folder that can be written to",
             "choose another folder, or let this user write there (chmod)",
         )
-    theirs = [name for name in _WRITTEN if (folder / name).exists()]
+    theirs = [name for name in WRITTEN if (folder / name).exists()]
     # Folders named checkpoints are common in other projects.
     if theirs and not any(any(folder.glob(name)) for name in (".lock", "checkpoints/step-*")):
         yield Finding(
