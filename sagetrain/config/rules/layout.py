@@ -36,10 +36,21 @@ def findings(cfg: RunConfig, world_size: int, vocab_size: int | None) -> Iterato
             "text takes a pass over all weights for every token, and parallel.zero_stage 3 would gather them each time",
             f"set parallel.zero_stage: 2, or {samples_off(cfg.evaluation)} and take `sagetrain generate`",
         )
+    yield from _ranks(cfg, world_size)
+    yield from _slices(cfg)
+    yield from _vocabulary(cfg, vocab_size)
+    tensor = cfg.parallel.tensor_parallel_size
+    if cfg.parallel.sequence_parallel and tensor == 1:
+        yield no_effect("parallel.sequence_parallel", True, "tensor_parallel_size 1")
+    if cfg.parallel.tensor_parallel_overlap == "on" and tensor == 1:
+        yield no_effect("parallel.tensor_parallel_overlap", "on", "tensor_parallel_size 1")
+
+
+def _ranks(cfg: RunConfig, world_size: int) -> Iterator[Finding]:
+    """Check that the sizes of all axes divide the ranks."""
     tensor, context = cfg.parallel.tensor_parallel_size, cfg.parallel.context_parallel_size
-    pipeline = cfg.parallel.pipeline_parallel_size
+    pipeline, both = cfg.parallel.pipeline_parallel_size, _tensor_and_context(cfg)
     stages = f" x pipeline_parallel_size {pipeline}" if pipeline > 1 else ""
-    both = f"parallel.tensor_parallel_size {tensor}" + (f" x context_parallel_size {context}" if context > 1 else "")
     if world_size % tensor:
         yield error(
             "world_size",
@@ -75,6 +86,12 @@ def findings(cfg: RunConfig, world_size: int, vocab_size: int | None) -> Iterato
             f"tensor_parallel_size {tensor}{stages}): every replica is in one group that shards the model",
             f"use {divisors(replicas)}, or null: all of them shard",
         )
+
+
+def _slices(cfg: RunConfig) -> Iterator[Finding]:
+    """Check that every rank gets an equal share of heads, of columns and of each sequence."""
+    tensor, context = cfg.parallel.tensor_parallel_size, cfg.parallel.context_parallel_size
+    both = _tensor_and_context(cfg)
     for name, by_context in (("num_attention_heads", True), ("num_key_value_heads", True), ("ffn_hidden_size", False)):
         value = getattr(cfg.model, name)
         if value % tensor:
@@ -106,7 +123,11 @@ def findings(cfg: RunConfig, world_size: int, vocab_size: int | None) -> Iterato
             f"is not a multiple of {over}: every rank holds an equal slice",
             f"use {neighbours(length, slices)}, or change the parallel section",
         )
-    known = cfg.model.vocab_size
+
+
+def _vocabulary(cfg: RunConfig, vocab_size: int | None) -> Iterator[Finding]:
+    """Check that the vocabulary has every token, and is cut into equal slices."""
+    tensor, known = cfg.parallel.tensor_parallel_size, cfg.model.vocab_size
     if vocab_size and known and known < vocab_size:
         yield error(
             "vocab_size",
@@ -124,10 +145,12 @@ def findings(cfg: RunConfig, world_size: int, vocab_size: int | None) -> Iterato
             f"does not divide the padded vocabulary {padded_vocab_size(vocab_size)}",
             f"use a divisor of {VOCAB_MULTIPLE}, which always does",
         )
-    if cfg.parallel.sequence_parallel and tensor == 1:
-        yield no_effect("parallel.sequence_parallel", True, "tensor_parallel_size 1")
-    if cfg.parallel.tensor_parallel_overlap == "on" and tensor == 1:
-        yield no_effect("parallel.tensor_parallel_overlap", "on", "tensor_parallel_size 1")
+
+
+def _tensor_and_context(cfg: RunConfig) -> str:
+    context = cfg.parallel.context_parallel_size
+    words = f"parallel.tensor_parallel_size {cfg.parallel.tensor_parallel_size}"
+    return words + (f" x context_parallel_size {context}" if context > 1 else "")
 
 
 def _shared(cfg: RunConfig) -> tuple[int, ...]:
