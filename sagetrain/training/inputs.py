@@ -20,7 +20,7 @@ from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.model.tensors import tensors
 
 if TYPE_CHECKING:
-    from sagetrain.checkpoint.state import Identity
+    from sagetrain.checkpoint.state import Identity, Positions
     from sagetrain.data.loader import SampleStream
 
 _READ_TOKENS = 1 << 24
@@ -179,9 +179,24 @@ def _checkpoint(cfg: RunConfig, vocab_size: int | None, sha256: str | None, whol
             folder = on_disk.whole(Path(str(start)), lambda said: None, contents=False, moments=moments)
             reader = reading.Reader(folder)
             reading.check_shapes(reader, _shapes(cfg, reader.state.identity.vocab_size))
+            yield from _new_positions(cfg.data.seq_length, reader.state.positions, ours)
     # A ValueError comes from a model section that is impossible.
     except (CheckpointError, ValueError) as said:
         yield error("refused_by_train", key, value, str(said), "")
+
+
+def _new_positions(seq_length: int, before: Positions, ours: Identity) -> Iterator[Finding]:
+    """Yield a warning if sequences are longer than those that the weights were trained on, with the same RoPE."""
+    if 0 < before.length < seq_length and before.rope == ours.rope:
+        yield warning(
+            "new_positions",
+            "data.seq_length",
+            seq_length,
+            f"the model of training.init_from was made for sequences of {before.length:,} tokens, and RoPE rotates "
+            "later positions by angles that its weights have never met: its loss begins higher there",
+            f"use data.seq_length {before.length}, or give a longer phase a RoPE that is slower (a larger "
+            "model.rope_theta, or model.rope_scaling) and many tokens",
+        )
 
 
 def _resume(
