@@ -166,7 +166,12 @@ def _counts(model: ModelConfig, attention: AttentionConfig, vocab_size: int) -> 
 
 def muon_parameters(cfg: RunConfig) -> int:
     """Return the number of parameters that Muon updates, on all tensor-parallel ranks together."""
-    return sum(prod(shape) for shape in muon_shapes(cfg))
+    return _elements(muon_shapes(cfg))
+
+
+@functools.lru_cache(maxsize=64)
+def _elements(shapes: tuple[tuple[int, ...], ...]) -> int:
+    return sum(map(prod, shapes))
 
 
 def muon_shapes(cfg: RunConfig) -> tuple[tuple[int, ...], ...]:

@@ -118,7 +118,9 @@ def fastest_linear(cfg: RunConfig, vocab_size: int, hardware: Hardware, span: fl
     layers = cfg.model.linear_layers(cfg.parallel.tensor_parallel_size).values()
     precisions = hardware.precisions if may_be_low_bit(cfg) else ("bf16",)
     choices = [each for each in cfg.linear.choices(layers) if each.precision in precisions]
-    alone, parallel = with_recomputation(_changed(cfg, {"parallel": _UNSHARDED}), "none"), cfg.parallel
+    # The optimizer takes the same time with each choice.
+    alone = _changed(cfg, {"parallel": _UNSHARDED, "optimizer": {"name": "adamw", **_WIDE}})
+    alone, parallel = with_recomputation(alone, "none"), cfg.parallel
     ranks = parallel.tensor_parallel_size * parallel.context_parallel_size * parallel.pipeline_parallel_size
 
     def speed(linear: LinearConfig) -> float:
@@ -183,16 +185,20 @@ def fewest_gpus(
     tried."""
     states = [_changed(cfg, state) for state in _SMALLER_STATES] if smaller_states else [cfg]
     counts = (world_size * 2**power for power in range(1, 11))
-    return next((n for n in counts if any(_fits_on(state, n, vocab_size, hardware) for state in states)), None)
+    chosen: dict[tuple[int, ...], LinearConfig] = {}
+    return next((n for n in counts if any(_fits_on(state, n, vocab_size, hardware, chosen) for state in states)), None)
 
 
-def _fits_on(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware) -> bool:
-    """Return whether `propose` has a layout. The first that fits is enough."""
+def _fits_on(
+    cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware, chosen: dict[tuple[int, ...], LinearConfig]
+) -> bool:
+    """Return whether `propose` has a layout. The first that fits is enough. The precisions in `chosen` hang neither on
+    the optimizer nor on the number of replicas."""
     every = _every(cfg, world_size, vocab_size, hardware)
     allowed = (candidate for candidate in every if _allowed(candidate, world_size, vocab_size))
     raised = _raised(every, world_size, vocab_size)
     found = itertools.chain.from_iterable(
-        _fitting(each, world_size, vocab_size, hardware) for each in (allowed, raised)
+        _fitting(each, world_size, vocab_size, hardware, None, chosen) for each in (allowed, raised)
     )
     return next(found, None) is not None
 
@@ -413,12 +419,16 @@ def _with_room(
 
 
 def _fitting(
-    candidates: Iterable[RunConfig], world_size: int, vocab_size: int, hardware: Hardware, span: float | None = None
+    candidates: Iterable[RunConfig],
+    world_size: int,
+    vocab_size: int,
+    hardware: Hardware,
+    span: float | None = None,
+    chosen: dict[tuple[int, ...], LinearConfig] | None = None,
 ) -> Iterator[Layout]:
     """Yield the layouts of the candidates that fit into memory. Each has the precision of linear layers that a run of
     it is predicted to choose, so that `plan` says the same of a proposal that is pasted into a configuration."""
-    usable = usable_memory(hardware)
-    chosen: dict[tuple[int, ...], LinearConfig] = {}
+    usable, chosen = usable_memory(hardware), {} if chosen is None else chosen
     for candidate in candidates:
         call = *_ranks(candidate), candidate.parallel.sequence_parallel, candidate.data.micro_batch_size
         if call not in chosen:

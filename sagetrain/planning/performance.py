@@ -10,6 +10,7 @@ as our layers and DeepSpeed 0.19 with our settings call them. `CollectiveTime` s
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
@@ -91,6 +92,8 @@ _STATE_BYTES_BESIDE, _STATE_BYTES_BESIDE_BF16, _STATE_BYTES_ALONE = (10, 4, 54),
 _STATE_BYTES_FSDP = {0: (10, 12, 54), 1: (10, 12, 54), 2: (12, 4, 46), 3: (26, 0, 40)}
 _CONVERTED = {0: 0, 1: 0, 2: 6, 3: 6}
 """Bytes of a micro-step, by ZeRO stage, that write a bf16 gradient in fp32."""
+_owners = functools.lru_cache(maxsize=256)(owners)
+"""The owners of Muon's matrices. A search for layouts deals the same matrices out thousands of times."""
 
 # Muon's update of a matrix moves this many bytes for each parameter beyond AdamW's: momentum, direction, exchange, and
 # the products of Newton-Schulz steps. The figure also has what these products lose beside large matmuls. For 1B on an
@@ -369,12 +372,16 @@ class _Step:
         if not shapes:
             return 0.0
         ranks, steps = self.rank.tensor * (self.replicas if self.zero_stage else 1), cfg.optimizer.muon.steps
+        seconds = {shape: self._orthogonalizing_one(shape, steps) for shape in set(shapes)}
         loads = [0.0] * ranks
-        for shape, owner in zip(shapes, owners(shapes, ranks, steps), strict=True):
-            short, long = sorted(shape)
-            loads[owner] += cost(shape, steps) / self.hardware.matmul_rate("bf16", short, short, long)
-            loads[owner] += _MUON_BYTES * short * long / self.hardware.memory_bandwidth
+        for shape, owner in zip(shapes, _owners(shapes, ranks, steps), strict=True):
+            loads[owner] += seconds[shape]
         return max(loads) / self.hardware.compute_scale
+
+    def _orthogonalizing_one(self, shape: tuple[int, ...], steps: int) -> float:
+        short, long = sorted(shape)
+        products = cost(shape, steps) / self.hardware.matmul_rate("bf16", short, short, long)
+        return products + _MUON_BYTES * short * long / self.hardware.memory_bandwidth
 
     def overhead(self) -> float:
         """Return the seconds of fixed costs."""

@@ -18,6 +18,7 @@ from sagetrain.model.accounting import overlaps, total_bytes
 from sagetrain.planning import layouts
 from sagetrain.planning.layouts import (
     fastest_linear,
+    fewest_gpus,
     host_finding,
     layout,
     memory_finding,
@@ -142,6 +143,23 @@ def test_more_memory_allows_more_and_too_little_is_a_finding():
     small, large = (propose(cfg, 4, VOCAB, HARDWARE[gpu])[0] for gpu in ("h100", "h200"))
     assert small.memory < large.memory
     assert math.isfinite(small.prediction.seconds)
+
+
+def test_a_search_over_gpus_chooses_each_precision_once(monkeypatch):
+    """The choice hangs neither on the optimizer nor on the number of replicas."""
+    asked = []
+
+    def choose(cfg, *rest, original=layouts.fastest_linear):
+        asked.append(cfg)
+        return original(cfg, *rest)
+
+    monkeypatch.setattr(layouts, "fastest_linear", choose)
+    cfg = config("7b", "optimizer.name=muon")
+    assert fewest_gpus(cfg, 1, VOCAB, HARDWARE["rtx4090"], smaller_states=True) > 2
+    keys = [(each.parallel.tensor_parallel_size, each.parallel.context_parallel_size,
+             each.parallel.pipeline_parallel_size, each.parallel.sequence_parallel, each.data.micro_batch_size)
+            for each in asked]  # fmt: skip
+    assert 0 < len(keys) == len(set(keys))
 
 
 def test_proposed_layouts_are_priced_as_a_run_would_decide(monkeypatch):
