@@ -173,8 +173,8 @@ def _names(host: str) -> Check:
         socket.getnameinfo((f"::ffff:{socket.gethostbyname(host)}", 0), 0)
     seconds = time.perf_counter() - begin
     if seconds < 0.5:
-        return Check("names", host, "ok", f"that of an address takes {1e3 * seconds:.0f} ms")
-    found = f"that of an address takes {seconds:.1f} s, and the store where ranks meet asks for it at each connection"
+        return Check("names", host, "ok", f"the name of an address is found in {1e3 * seconds:.0f} ms")
+    found = f"the name of an address is found in {seconds:.1f} s; the store where ranks meet asks at each connection"
     fix = "a name server that answers, or RES_OPTIONS='timeout:1 attempts:1' in what starts the ranks"
     return Check("names", host, "look", found, fix)
 
@@ -213,9 +213,10 @@ def clocks(ahead: dict[int, float]) -> list[Check]:
     if not ahead:
         return []
     rank = max(ahead, key=lambda rank: abs(ahead[rank]))
-    found = f"rank {rank} is {ahead[rank]:+.3f} s from rank 0"
+    side = "ahead" if ahead[rank] > 0 else "behind"
+    found = f"that of rank {rank} is furthest from rank 0's: {abs(ahead[rank]):.3f} s {side}"
     if abs(ahead[rank]) < 1:
-        return [Check("clocks", "all hosts", "ok", f"at most {found}")]
+        return [Check("clocks", "all hosts", "ok", found)]
     return [Check("clocks", "all hosts", "look", found, "synchronize the hosts (NTP): times in logs do not compare")]
 
 

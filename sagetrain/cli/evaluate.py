@@ -159,7 +159,8 @@ def _show_losses(run: TrainedRun, parts: list[Evaluation], stride: int | None, a
     apart = f"windows of {size:,} tokens, {stride} apart"
     how = apart if stride else f"{every.sequences:,} sequence{'s' * (every.sequences > 1)} of {size:,} tokens"
     title = f"step {run.step}, {run.tokens:,} tokens seen; {how}"
-    print_table(console(), _table(title, [*parts, every] if len(parts) > 1 else parts, len(parts) > 1))
+    why = "not all tokens count in the loss" if run.tokenizer else "the run has no tokenizer"
+    print_table(console(), _table(title, [*parts, every] if len(parts) > 1 else parts, len(parts) > 1, why))
 
 
 def _values(part: Evaluation) -> dict[str, Any]:
@@ -175,7 +176,7 @@ def _values(part: Evaluation) -> dict[str, Any]:
     }
 
 
-def _table(title: str, parts: list[Evaluation], total: bool) -> Table:
+def _table(title: str, parts: list[Evaluation], total: bool, without_bytes: str) -> Table:
     from sagetrain.planning.tables import Table
 
     columns = "source", "tokens", "loss", "perplexity", "bits per byte", "unigram loss"
@@ -190,11 +191,7 @@ def _table(title: str, parts: list[Evaluation], total: bool) -> Table:
         ]
         for part in parts
     ]
-    counted = (
-        f"bytes counted {parts[-1].counted}"
-        if parts[-1].bytes
-        else "no bytes: the run has no tokenizer, or not all tokens count"
-    )
+    counted = f"bytes counted {parts[-1].counted}" if parts[-1].bytes else f"no bytes: {without_bytes}"
     caption = (
         f"losses in nats per token; {counted}; unigram: by the tokens' frequencies in the training data, the best "
         "without context"

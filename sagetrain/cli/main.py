@@ -73,7 +73,7 @@ def sagetrain(
         int, typer.Option("--local_rank", "--local-rank", hidden=True, help="Given by `deepspeed --module sagetrain`.")
     ] = 0,
 ) -> None:
-    """Pretrain Llama-like models with trainable INT8 attention (SageBwd).
+    """Pretrain Llama-like models in low precision: INT8 or FP8 linear layers, trainable INT8 attention (SageBwd).
 
     Typical order: prepare text into token files, take a configuration (config), plan the run on a laptop, train it (on
     a cluster: deepspeed --module sagetrain train CONFIG), then eval and generate.

@@ -134,7 +134,11 @@ def test_clocks_that_differ() -> None:
     assert clocks({}) == []
     assert clocks({1: 0.01, 2: -0.02})[0].verdict == "ok"
     (check,) = clocks({1: 0.01, 2: -75.0})
-    assert check.verdict == "look" and "rank 2 is -75.000 s" in check.found and "NTP" in check.fix
+    assert (
+        check.verdict == "look"
+        and "rank 2 is furthest from rank 0's: 75.000 s behind" in check.found
+        and "NTP" in check.fix
+    )
 
 
 def test_a_folder_that_cannot_be_written_is_bad(tmp_path: Path) -> None:

@@ -14,11 +14,12 @@ import zstandard
 
 from prepare_inputs import TEXTS, prepare
 from runs import finish, sagetrain, write_config
+from sagetrain.cli.evaluate import _show_losses
 from sagetrain.config import ConfigError
 from sagetrain.config.schema import NO_DATA, DataSource
 from sagetrain.data.loader import Loader, SampleStream
 from sagetrain.data.token_file import TokenFile, token_path
-from sagetrain.inference.evaluate import evaluate, evaluate_texts, together
+from sagetrain.inference.evaluate import Evaluation, evaluate, evaluate_texts, together
 from sagetrain.inference.load import TrainedRun, at_context, load_run
 from sagetrain.inference.windows import windows
 
@@ -162,6 +163,14 @@ def test_losses_of_windows_are_those_of_a_naive_reference(loaded: TrainedRun, te
     (found,) = evaluate_texts(loaded, [str(texts / "prepared/held")], stride)
     assert found.tokens == file.num_tokens > 100
     assert found.nats == pytest.approx(naive(loaded, tokens, begins, stride), rel=1e-6)
+
+
+def test_a_table_without_bytes_says_why(loaded: TrainedRun, capsys: pytest.CaptureFixture[str]) -> None:
+    masked = [Evaluation("chats", nats=2.0, tokens=1, bytes=None, sequences=1)]
+    for run, why in ((loaded, "not all tokens count"), (replace(loaded, tokenizer=None), "the run has no tokenizer")):
+        _show_losses(run, masked, None, as_json=False)
+        said = " ".join(capsys.readouterr().out.split())
+        assert f"no bytes: {why}" in said and "; 1 sequence of 32 tokens" in said
 
 
 def test_sources_have_their_names_in_windows_too(loaded: TrainedRun) -> None:
