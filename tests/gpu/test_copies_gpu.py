@@ -11,6 +11,8 @@ from torch import Tensor
 import tiny
 from distributed import run_distributed
 from sagetrain.config.schema import AttentionConfig, ModelConfig
+from sagetrain.engines.fsdp import rows_of
+from sagetrain.engines.whole_weights import WholeWeights
 from sagetrain.model.compile import compile_blocks
 from sagetrain.parallel import copies
 from sagetrain.parallel.collectives import finish, start_all_gather, start_reduce_scatter
@@ -23,6 +25,8 @@ pytestmark = [
     pytest.mark.skipif(GPUS < 2, reason=f"needs 2 NVIDIA GPUs, here are {GPUS}: make test-gpu"),
 ]
 OPS = torch.ops._c10d_functional
+ROWS = {"even": 8, "uneven": 5, "one": 1, "gain": 12}
+"""Rows that ranks share evenly, unevenly, and so that the last rank has none."""
 
 
 def _join() -> ParallelGroups:
@@ -84,6 +88,7 @@ def _check_against_nccl() -> None:
     assert torch._C._distributed_c10d._get_work_registry_size() == 0
     _check_runs_are_equal(group)
     _check_in_place(group)
+    _check_whole_weights(group, torch.device("cuda"))
 
 
 def _check_in_place(group: dist.ProcessGroup) -> None:
@@ -99,6 +104,28 @@ def _check_in_place(group: dist.ProcessGroup) -> None:
             by_copies.gather_into(result, part)
         torch.cuda.current_stream().wait_stream(stream)
         assert torch.equal(result, expected)
+
+
+def _check_whole_weights(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Renew weights three times, and wait for each group where it is used."""
+    shards, place = group.size(), group.rank()
+    shapes = {name: (rows, 7) if name != "gain" else (rows,) for name, rows in ROWS.items()}
+    leaves = {name: torch.full(shape, float("nan"), device=device).bfloat16() for name, shape in shapes.items()}
+    masters = {name: torch.empty(shape, device=device)[rows_of(shape[0], shards, place)].clone()
+               for name, shape in shapes.items()}  # fmt: skip
+    groups = [{name: leaves[name] for name in names} for names in (("gain", "even"), ("uneven", "one"))]
+    whole, addresses = WholeWeights(groups, masters, group), [leaf.data_ptr() for leaf in leaves.values()]
+    for turn in range(3):
+        draw = torch.Generator().manual_seed(turn)
+        truth = {name: torch.randn(shape, generator=draw).to(device) for name, shape in shapes.items()}
+        for name, master in masters.items():
+            master.copy_(truth[name][rows_of(len(truth[name]), shards, place)])
+        whole.renew()
+        for number, some in enumerate(groups):
+            whole.wait(number)
+            for name, leaf in some.items():
+                assert torch.equal(leaf, truth[name].bfloat16()), (turn, name)
+    assert [leaf.data_ptr() for leaf in leaves.values()] == addresses
 
 
 def _check_runs_are_equal(group: dist.ProcessGroup) -> None:
