@@ -20,6 +20,7 @@ import tiny
 from distributed import run_distributed
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.engines.gather import gather_by_copies
+from sagetrain.model.backends import Sdpa
 from sagetrain.parallel import copies
 from sagetrain.parallel.collectives import finish, start_all_gather, start_reduce_scatter
 from sagetrain.parallel.copies import SLOTS, Copies, connected
@@ -212,3 +213,13 @@ def _check_agreement() -> list[str]:
 def test_ranks_agree_on_a_refusal() -> None:
     for reasons in run_distributed(_check_agreement, 2):
         assert reasons == ["rank 1: GPU 1 cannot reach GPU 0"] * 2
+
+
+def test_a_model_whose_ranks_cannot_copy_warns_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model without values needs no GPU. Every rank has the refusal, so every rank warns."""
+    monkeypatch.setattr(copies, "connect", lambda group: "rank 1: GPU 1 cannot reach GPU 0")
+    groups = ParallelGroups(Topology(2, 2), 0, tp_group="the two")
+    how = {"vocab_size": 128, "groups": groups, "sequence_parallel": True, "seed": None, "device": "cuda"}
+    said = "collectives go through NCCL, which slows the matmuls beside them: rank 1: GPU 1 cannot reach GPU 0$"
+    with pytest.warns(UserWarning, match=said):
+        tiny.transformer(SHAPE, AttentionConfig(backend="sdpa"), functions=[Sdpa()] * 2, **how)
