@@ -25,7 +25,7 @@ from sagetrain.stability.spikes import Verdict
 from sagetrain.training.controllers import updates_of
 
 CAP = 1.02  # The cap is no bf16 number.
-STEPS = 6
+STEPS = 4
 
 
 def capped(stage: int, dtype: str, **qk_gain: Any) -> RunConfig:

@@ -28,8 +28,9 @@ def bad(tmp_path_factory, corpus) -> Path:
 
 
 def config(folder: Path, corpus: Path, policy: str, name: str = "run", **keys: object) -> Path:
-    """Write a run of 40 steps with a checkpoint about every 5 steps. `keys` belong to training or to
+    """Write a run of 30 steps with a checkpoint about every 5 steps. `keys` belong to training or to
     stability.spikes."""
+    keys = {"total_tokens": 20 * 256 + 10 * 512, **keys}
     spikes = {"window": 16, "grace_steps": 6, "policy": policy}
     spikes |= {key: keys.pop(key) for key in ("max_events",) if key in keys}
     sections = {"stability": {"spikes": spikes}, "checkpoint": {"every_tokens": 1280, "keep_last": 4}}
@@ -50,7 +51,7 @@ def state_of(run_dir: Path) -> RunState:
     folder = on_disk.newest(run_dir / "checkpoints")
     state = on_disk.read_state(folder)
     Ledger.verified(state.ledger, state.identity.order, state.step, state.sequences, folder)
-    assert state.sequences == 20 * 8 + 20 * 16
+    assert state.sequences == 20 * 8 + 10 * 16
     return state
 
 
@@ -71,7 +72,7 @@ def test_a_spike_is_reported_and_what_policy_stop_trains_on(tmp_path, bad) -> No
     assert "step 15: attention of layers 0, 1 from paper to sdpa: a spike" in log_of(run)
     assert "step 15: gradient norm" in log_of(run)
     assert state_of(tmp_path / "run").ledger.dropped == []
-    assert sorted(rows_of(tmp_path / "run")) == list(range(1, 41))
+    assert sorted(rows_of(tmp_path / "run")) == list(range(1, 31))
 
 
 def test_a_skipped_step_stays_dropped_after_a_kill(tmp_path, bad) -> None:
@@ -79,7 +80,7 @@ def test_a_skipped_step_stays_dropped_after_a_kill(tmp_path, bad) -> None:
     finish("sagetrain", config(tmp_path, bad, "stop", "dropped", drop_steps=[15, 18]))
     undisturbed, dropped = tmp_path / "undisturbed", tmp_path / "dropped"
     state = state_of(undisturbed)
-    assert (state.ledger.dropped, state.optimizer_steps) == ([15, 18], 38)
+    assert (state.ledger.dropped, state.optimizer_steps) == ([15, 18], 28)
     assert state_of(dropped).ledger == state.ledger
     assert rows_of(undisturbed) == rows_of(dropped)
     events = events_of(undisturbed)
@@ -110,7 +111,7 @@ def test_a_rewind_gives_up_steps_and_a_second_one_more(tmp_path, bad) -> None:
     # The save comes at once, though none was due.
     assert "saved step-00000018" in log_of(tmp_path / "undisturbed.yaml")
     state = state_of(undisturbed)
-    assert (state.ledger.dropped, state.optimizer_steps) == (list(range(6, 19)), 27)
+    assert (state.ledger.dropped, state.optimizer_steps) == (list(range(6, 19)), 17)
     assert state_of(tmp_path / "dropped").ledger == state.ledger
     ours, theirs = rows_of(undisturbed), rows_of(tmp_path / "dropped")
     assert {step: ours[step] for step in theirs} == theirs  # The losses are as if the steps had never been taken.
