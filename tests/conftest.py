@@ -17,6 +17,7 @@ from forked import Command
 from prepare_inputs import TEXTS, prepare
 from runs import finish, write_config
 from sagetrain.data.tokenizer import Tokenizer, train_tokenizer
+from sagetrain.model.accounting import flops_per_token
 from sagetrain.model.operations import block_operations
 
 # The slowest files come first. Files are dealt out to processes whole, and the suite would wait for a slow file that
@@ -126,9 +127,11 @@ def tokenizer(model: Path) -> Tokenizer:
 @pytest.fixture
 def other_operations() -> Iterator[None]:
     """Forget the listed operations before and after a test that changes what a block computes."""
-    block_operations.cache_clear()
+    for listed in (block_operations, flops_per_token):
+        listed.cache_clear()
     yield
-    block_operations.cache_clear()
+    for listed in (block_operations, flops_per_token):
+        listed.cache_clear()
 
 
 @pytest.fixture

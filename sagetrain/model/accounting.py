@@ -133,6 +133,8 @@ def parameters_per_rank(model: ModelConfig, attention: AttentionConfig, vocab_si
     return cut // tensor_parallel + whole
 
 
+# A prediction asks twice, and most predictions are for one model.
+@functools.lru_cache(maxsize=64)
 def flops_per_token(model: ModelConfig, vocab_size: int, span: float) -> int:
     """Return the floating point operations of forward and backward for one token.
 
@@ -318,9 +320,9 @@ def block_activation_bytes(cfg: RunConfig) -> int:
 
 
 def _saved(cfg: RunConfig, rank: Rank) -> int:
-    # On a precision ladder every block may reach the last rung, where q and k are kept in 16 bits.
-    highest = {"backend": cfg.stability.precision.rungs[-1]} if cfg.stability.precision else {}
-    attention = cfg.attention.model_copy(update=highest)
+    attention = cfg.attention
+    if cfg.stability.precision:  # Every block may reach the last rung of the ladder, where q and k are kept in 16 bits.
+        attention = attention.model_copy(update={"backend": cfg.stability.precision.rungs[-1]})
     return sum(part.saved // part.shards for part in block_operations(cfg.model, attention, rank))
 
 
@@ -512,11 +514,14 @@ def _linear_errors(cfg: RunConfig, vocab_size: int) -> list[list[MemoryItem]]:
 def _activations(cfg: RunConfig, rank: Rank) -> tuple[MemoryItem, list[MemoryItem]]:
     """Estimate the activations that all blocks keep of a micro-batch until backward, and the further memory of the
     block whose backward pass runs."""
-    kinds = kinds_of_blocks(cfg, rank)
-    largest = max((kind for _, kind in kinds), key=lambda kind: _saved(cfg, replace(kind, recompute="none")))
-    whole = _saved(cfg, replace(largest, recompute="none"))
-    again = {"none": 0, "selective": whole - _saved(cfg, largest), "full": whole}[rank.recompute]
-    kept_by = [(count, _saved(cfg, kind)) for count, kind in kinds if kind.recompute != "full"]
+    kinds = [(count, kind, _saved(cfg, kind)) for count, kind in kinds_of_blocks(cfg, rank)]
+    wholes = [
+        kept if kind.recompute == "none" else _saved(cfg, replace(kind, recompute="none")) for _, kind, kept in kinds
+    ]
+    whole = max(wholes)
+    of_largest = kinds[wholes.index(whole)][2]
+    again = {"none": 0, "selective": whole - of_largest, "full": whole}[rank.recompute]
+    kept_by = [(count, kept) for count, kind, kept in kinds if kind.recompute != "full"]
     blocks, saved = sum(count for count, _ in kept_by), sum(count * bytes_ for count, bytes_ in kept_by)
     inputs = (cfg.model.num_layers - blocks) * rank.element * cfg.model.hidden_size // rank.shards
     what = []

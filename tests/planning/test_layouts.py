@@ -228,7 +228,7 @@ THREE = ("model={num_layers: 28, hidden_size: 3072, ffn_hidden_size: 8192, num_a
     ("8b", 1, "h200", ["parallel.offload=all"]),
     ("8b", 4, "l40s", ["optimizer.master=bf16_kahan", "optimizer.moments=int8", "attention.backend=sage"]),
     ("8b", 8, "a100", ["parallel.engine=fsdp", "optimizer.moments=bf16"]),
-    ("8b", 64, "h200", [WIDE, "optimizer.moments=int8", "tokens_per_step={schedule: constant, tokens: 4194304}"]),
+    ("8b", 16, "h200", [WIDE, "optimizer.moments=int8", "tokens_per_step={schedule: constant, tokens: 4194304}"]),
 ])  # fmt: skip
 def test_every_proposal_holds_when_it_is_pasted(name, ranks, gpu, overrides):
     """A proposal that is pasted into the configuration runs, fits, and is priced the same. None is slower than the
