@@ -18,6 +18,9 @@ from sagetrain.config.errors import ConfigError
 
 CONFIG, SPECIAL_TOKENS, ADDED_TOKENS = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_OF_CLASS = {"GPT2Tokenizer": ("bos_token", "eos_token", "unk_token"),
+             "Qwen2Tokenizer": ("eos_token", "unk_token", "pad_token")}  # fmt: skip
+"""The special tokens that are <|endoftext|> in classes of transformers, where no file says otherwise."""
 # The latter key was used until version 5 of transformers.
 _EXTRA = ("extra_special_tokens", "additional_special_tokens")
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
@@ -117,6 +120,11 @@ def _read_named(found: Beside, folder: Path, mapped: dict[str, Any], has_decoder
                     f"{taken.source} is {taken.token.content!r}, {stated.source} is {stated.token.content!r}: the "
                     "former is taken, as transformers does"
                 )
+    of_class = str(found.config.get("tokenizer_class"))
+    for name in _OF_CLASS.get(of_class.removesuffix("Fast"), ()):
+        if name not in found.config and name not in mapped:
+            token = AddedToken("<|endoftext|>", special=True, normalized=False)
+            found.named.setdefault(name, Stated(token, f"{folder / CONFIG} (tokenizer_class {of_class})"))
     order = {name: number for number, name in enumerate(_NAMES)}
     found.named = dict(sorted(found.named.items(), key=lambda item: order.get(item[0], len(order))))
 

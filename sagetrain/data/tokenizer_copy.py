@@ -260,8 +260,11 @@ def _with_pieces(model: bytes, beside: Beside, stated: list[Stated], file: Path)
 
 def _additions(beside: Beside, there: Iterable[AddedToken]) -> list[Stated]:
     """Return the tokens that transformers adds to those of a tokenizer file, in its order. First come tokens with ids
-    that are missing there, or that are found differently in a text, then special tokens that are missing there."""
+    that are missing there, or that are found differently in a text, then special tokens that are missing there, or that
+    are no special tokens there."""
+    there = [*there]
     same, texts = {repr(each) for each in there}, {each.content for each in there}
+    ordinary = {each.content for each in there if not each.special}
     missing = [
         each
         for each in beside.numbered
@@ -271,7 +274,7 @@ def _additions(beside: Beside, there: Iterable[AddedToken]) -> list[Stated]:
     unread = {each.source for each in beside.unread}
     names = [each for each in beside.named.values() if each.source not in unread]
     # A token that is stated several times is added as often. The last one says how it is found.
-    missing += [each for each in [*names, *beside.more] if each.token.content not in texts]
+    missing += [each for each in [*names, *beside.more] if each.token.content not in texts - ordinary]
     named = {each.token.content for each in names}
     return [_special(each) if each.token.content in named else each for each in missing]
 

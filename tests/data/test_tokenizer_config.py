@@ -79,6 +79,11 @@ CASES: dict[str, dict[str, dict]] = {
         "mapped": {"eos_token": END},
         "added": {END: 257, START: 258},
     },
+    "GPT-2's own": {"config": {"tokenizer_class": "GPT2Tokenizer"}},
+    "Qwen2's own": {"config": {"tokenizer_class": "Qwen2TokenizerFast", "unk_token": None}},
+    "a name of an ordinary token": {"config": {"tokenizer_class": "Qwen2Tokenizer", "pad_token": "<|end|>"}},
+    "an own name of an ordinary token": {"config": {"tool_token": "<|end|>", "eos_token": END}},
+    "an ordinary token among others": {"config": {"additional_special_tokens": ["<|end|>"], "eos_token": END}},
     "the decoder alone of all": {"config": {"added_tokens_decoder": BOTH}, "added": {"<tool>": 259}},
 }
 
@@ -86,6 +91,7 @@ CASES: dict[str, dict[str, dict]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_are_those_of_transformers(plain: str, name: str, tmp_path: Path) -> None:
     """The tokenizer is loaded from the folder, from our copy of the file alone, and from an export."""
+    plain = plain.replace('"special": true', '"special": false') if "ordinary" in name else plain
     file = write(tmp_path / "theirs", plain, **CASES[name])
     theirs, ours = AutoTokenizer.from_pretrained(file.parent), Tokenizer.load(file)
     expected = theirs.encode(TEXT, add_special_tokens=False)
