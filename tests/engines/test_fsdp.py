@@ -422,12 +422,13 @@ def test_a_run_that_is_killed_ends_with_the_same_bits(tmp_path, corpus) -> None:
         "data": {"micro_batch_size": 2},
         "parallel": {"engine": "fsdp", "zero_stage": 3, "offload": "all"},
         "training": {"dtype": "bf16"},
-        "checkpoint": {"every_tokens": 256},
         "evaluation": {"every_tokens": 5120},
     }
     whole = write_config(tmp_path / "whole.yaml", corpus, tmp_path / "whole", **sections)
     finish("deepspeed", whole)
-    cut = write_config(tmp_path / "cut.yaml", corpus, tmp_path / "cut", **sections)
+    # With a save after every step, one is being written when the kill comes.
+    every_step = {"every_tokens": 256}
+    cut = write_config(tmp_path / "cut.yaml", corpus, tmp_path / "cut", **sections, checkpoint=every_step)
     assert when("ranks", cut, reached(cut, 9), kill_all) != 0
     finish("ranks", cut)
     assert "resumed from step-" in log_of(cut)
