@@ -74,6 +74,7 @@ def export(
         ConfigError: transformers has no class for the model, or there is something in the folder.
         CheckpointError: there is no checkpoint, or the folder cannot be written.
     """
+    check_free(folder)
     run = open_run(run_dir, report, step)
     reader, cfg = run.reader, run.cfg
     own = cfg.data.seq_length
@@ -173,18 +174,21 @@ def cut(dtypes: Mapping[TensorSpec, torch.dtype], most: int) -> Iterator[list[Te
     yield part
 
 
+def check_free(folder: Path) -> None:
+    """Check that `folder` can be made. Raises ConfigError if something is there, or nothing may be written there."""
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        raise ConfigError(f"{folder} exists and is not empty: choose another folder, or delete it")
+    check_writable(folder)
+
+
 @contextmanager
 def published(folder: Path) -> Iterator[Path]:
     """Yield a new folder beside `folder` to write in. At the end it is synced and renamed to `folder`, or removed if
     that fails.
 
     Raises:
-        ConfigError: there is something at `folder` already, or nothing may be written there.
         CheckpointError: the folder cannot be written.
     """
-    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
-        raise ConfigError(f"{folder} exists and is not empty: choose another folder, or delete it")
-    check_writable(folder)
     temporary = folder.absolute().with_name(f".writing-{folder.name}-{uuid.uuid4().hex[:8]}")
     try:
         temporary.mkdir(parents=True)

@@ -24,7 +24,7 @@ from sagetrain.data.tokenizer import OTHER_FILES, Tokenizer
 from sagetrain.data.tokenizer_copy import CONVERT
 from sagetrain.interop.causes import GATHER, no_folder, no_model, other_names
 from sagetrain.interop.describe import Described, Report, describe
-from sagetrain.interop.exporting import SPECIAL_IDS, cut, published
+from sagetrain.interop.exporting import SPECIAL_IDS, check_free, cut, published
 from sagetrain.interop.weight_files import WeightFiles, read_json
 from sagetrain.model.tensors import TensorSpec, tensors
 
@@ -88,6 +88,7 @@ def import_folder(
         raise ConfigError(f"{folder} is a run of SageTrain, which training.init_from takes as it is")
     if not (folder / "config.json").is_file():
         raise ConfigError(no_model(folder))
+    check_free(run_dir)
     where = str(folder / "config.json")
     config = read_json(Path(where))
     described = describe(config, where, report)
