@@ -244,6 +244,7 @@ EXCUSED = {
     ("join", "init_distributed"): "the GPUs of a host",
     ("join", "_has_gpu"): "the environment of a host",
     ("preflight", "use_interface"): "the network interfaces of a host",
+    ("preflight", "_check_named_interfaces"): "the network interfaces of a host, and its environment",
     ("preflight", "share"): "hosts that share no folder",
     ("preflight", "_exchange"): "hosts that differ",
     ("rendezvous", "meet"): "ranks that do not come",
