@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 import sagetrain
+from forked import PATIENCE, Command
 from prepare_inputs import TEXTS, write_jsonl
 from runs import ROOT
 from sagetrain import api
@@ -140,17 +141,16 @@ def test_a_host_that_refuses_tells_the_others(tmp_path: Path, corpus: Path) -> N
     given = {key: str(value) if isinstance(value, Path) else value for key, value in settings(corpus, tmp_path).items()}
     hosts = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     hosts["MASTER_PORT"] = str(free_port())
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", TWO_HOSTS, repr(given)],
-            env={**os.environ, **hosts, "RANK": rank},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        for rank in "01"
+    (tmp_path / "host.py").write_text(TWO_HOSTS)
+    words = ["python", str(tmp_path / "host.py"), repr(given)]
+    said = [tmp_path / f"said by {rank}" for rank in "01"]
+    started = [
+        Command(words, {**os.environ, **hosts, "RANK": str(rank)}, log, tmp_path, tmp_path / f"errors of {rank}")
+        for rank, log in enumerate(said)
     ]
-    first, second = (process.communicate(timeout=300)[0] for process in processes)
+    for process in started:
+        process.wait(PATIENCE)
+    first, second = (log.read_text() for log in said)
     assert "optimizer.lr = -1.0" in second
     assert re.search(r"some hosts cannot take part.*\n.*\(rank 1\): .*optimizer.lr = -1.0", first, re.DOTALL), first
 
