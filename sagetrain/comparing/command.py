@@ -32,6 +32,7 @@ from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.errors import TRAINING_EXIT_CODE, ConfigError
 from sagetrain.config.load import flat, is_assignment, load_config
 from sagetrain.config.schema import DataConfig, ModelConfig
+from sagetrain.data.counts import many
 from sagetrain.data.token_file import TokenFile, write_atomic
 from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
 from sagetrain.model.accounting import memory_per_rank, num_parameters, total_bytes
@@ -74,7 +75,7 @@ def places(output: Path, run_dirs: Path | None, per_gpu: int) -> Places:
     gpus = tuple(named[:count] or map(str, range(count)))
     name, memory = _gpu() if gpus else ("", 0)
     devices = f"{len(gpus)} x {name}" if gpus else f"CPU ({platform.machine()}, {os.cpu_count()} cores)"
-    return Places(output, run_dirs or output / "runs", gpus, per_gpu, f"{devices}, {per_gpu} runs at a time"
+    return Places(output, run_dirs or output / "runs", gpus, per_gpu, f"{devices}, {many(per_gpu, 'run')} at a time"
                   + (" on each" if gpus else ""), memory)  # fmt: skip
 
 
@@ -302,7 +303,9 @@ class _Progress:
     def __call__(self, running: Sequence[Job]) -> None:
         if self._stop.why and running and not self._told:
             self._told = True
-            self._say(f"{self._stop.why}: {len(running)} runs save and stop; a second signal ends them at once")
+            self._say(
+                f"{self._stop.why}: {many(len(running), 'run')} to save and stop; a second signal ends them at once"
+            )
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + _SAY_SECONDS

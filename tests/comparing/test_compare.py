@@ -218,7 +218,7 @@ def test_stopped_by_a_signal_the_same_command_continues(base: Path, tmp_path: Pa
         first = compare(question, where, said.append, command="x", start=interrupted)
     assert [run.status for run in first.runs.values()] == [STOPPED, STOPPED], said
     assert len(seen) == 2 and "stopped by SIGTERM; the same command continues" in said
-    assert "SIGTERM: 2 runs save and stop; a second signal ends them at once" in said
+    assert "SIGTERM: 2 runs to save and stop; a second signal ends them at once" in said
     second, _ = go(question, tmp_path)
     assert [run.status for run in second.runs.values()] == [FINISHED, FINISHED]
     assert "resumed from step-" in (tmp_path / "runs/base/seed-0.log").read_text()

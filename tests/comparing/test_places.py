@@ -174,3 +174,4 @@ def test_the_machine_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")  # The driver does not answer.
     where = command.places(tmp_path, None, 4)
     assert (where.devices, where.memory) == ("2 x GPU, 4 runs at a time on each", 0)
+    assert command.places(tmp_path, None, 1).devices == "2 x GPU, 1 run at a time on each"
