@@ -178,7 +178,7 @@ def test_a_program_brings_its_tokens_and_its_loss(tmp_path: Path, corpus: Path) 
     for given, message in (
         ({"tokens": counting}, rf"loss: checkpoint '{__name__}\.smoothed', this run None"),
         ({"tokens": lambda index: counting(index + 1), "loss": smoothed}, r"data\.train: none has changed since"),
-        ({"loss": smoothed}, r"data\.train\.0\.path = \"none\": no none\.bin"),
+        ({"loss": smoothed}, r"data\.train\.0\.path = \"none\": stands for no data"),
     ):
         with pytest.raises(ConfigError, match=message):
             api.train("quickstart", changes, **given)
