@@ -18,9 +18,9 @@ def partitioner(cfg: RunConfig, groups: ParallelGroups) -> Callable[[nn.Paramete
     """Return the function with which the engine partitions a parameter that has just got its values, for
     Transformer(partition=...). None: the engine takes whole parameters. Calling the function is collective."""
     if engine_of(cfg) == "fsdp":
-        from sagetrain.engines import fsdp  # torch.distributed.fsdp takes half a second
+        from sagetrain.engines import sharding  # torch.distributed.fsdp takes half a second
 
-        return fsdp.partitioner(cfg, groups)
+        return sharding.partitioner(cfg, groups)
     return deepspeed.partitioner(cfg, groups)
 
 

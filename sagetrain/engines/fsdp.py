@@ -1,7 +1,7 @@
 """The engine that shards weights, gradients and optimizer state with torch's FSDP2 (`fully_shard`).
 
-This module is the one place that uses FSDP's names, which differ between torch 2.8 and 2.14. It uses public calls
-alone. The stages of ZeRO are settings of one mechanism:
+This module and sharding.py are the places that use FSDP's names, which differ between torch 2.8 and 2.14. They use
+public calls alone. The stages of ZeRO are settings of one mechanism:
 
 stage  a rank keeps for good     weights are gathered         gradients are reduced
 0      everything                never                        once a step, by an all-reduce
@@ -29,19 +29,12 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import FSDPModule
 
 from sagetrain.config.arithmetic import rests_hooks, sharding_ranks, takes_probes
 from sagetrain.config.schema import RunConfig
@@ -51,9 +44,9 @@ from sagetrain.engines.host_sums import HostSums
 from sagetrain.engines.kept_weights import KeptWeights
 from sagetrain.engines.leaf_sums import LeafSums
 from sagetrain.engines.protocol import Observers, Owned, Probe, Watched, every
+from sagetrain.engines.sharding import Shard, mesh_of, rows_of, shard_model
 from sagetrain.engines.step import BaseEngine, Decision
 from sagetrain.engines.whole_weights import WholeWeights
-from sagetrain.model.block import Block
 from sagetrain.model.staged import Staged
 from sagetrain.model.stages import ModelChunk
 from sagetrain.model.tensors import EMBEDDING, TensorSpec
@@ -61,86 +54,8 @@ from sagetrain.model.transformer import Transformer
 from sagetrain.optim.build import build_optimizer
 from sagetrain.optim.build import groups as groups_of
 from sagetrain.optim.pieces import Optimizer, State, TensorPiece, Weights
-from sagetrain.parallel.layers import materialize
 from sagetrain.parallel.pipeline import Pass, Pipe
 from sagetrain.parallel.topology import ParallelGroups
-
-
-def rows_of(rows: int, shards: int, place: int) -> slice:
-    """Return the rows of a tensor that the shard at `place` of `shards` has, as torch.chunk deals them out."""
-    most = -(-rows // shards)
-    return slice(min(place * most, rows), min((place + 1) * most, rows))
-
-
-class _Shard(NamedTuple):
-    """This rank's rows of a parameter until the engine takes them, and the device that the model computes on."""
-
-    rows: Tensor
-    device: torch.device
-
-
-def partitioner(cfg: RunConfig, groups: ParallelGroups) -> Callable[[nn.Parameter], None]:
-    """Return the function that reduces a parameter, which has just got its values, to this rank's shard.
-
-    The function is for Transformer(partition=...), and with it no rank ever holds the whole model in fp32. The
-    parameter goes back to the meta device, in fp32. Its attribute `shard` is a `_Shard`.
-    """
-    shards = sharding_ranks(cfg, groups.num_replicas)
-    kept = torch.float32 if cfg.optimizer.master == "fp32" else torch.bfloat16
-    offloaded = cfg.parallel.offload != "none"
-
-    def partition(parameter: Any) -> None:
-        # The copy is made before the parameter gives its memory away. In its own dtype `to` alone would be a view.
-        device, rows = parameter.device, rows_of(len(parameter), shards, groups.replica_rank % shards)
-        own = parameter.detach()[rows].to("cpu" if offloaded else device, kept, copy=True)
-        materialize(parameter, torch.empty(parameter.shape, dtype=kept, device="meta"))
-        parameter.shard = _Shard(own, device)
-
-    return partition
-
-
-def _mesh(groups: ParallelGroups, shards: int, device: torch.device) -> tuple[DeviceMesh, dist.ProcessGroup | None]:
-    """Return the mesh of the ranks that have the same tensor-parallel slice, and the group of the ranks that have
-    copies of this rank's shards, or None; collective.
-
-    Args:
-        shards: the number of neighbours that shard the slice between them.
-    """
-    whole = groups.replica_group
-    assert whole is not None, "an engine runs in a process group"
-    if shards == groups.num_replicas:
-        return DeviceMesh.from_group(whole, device.type, mesh_dim_names=("shard",)), None
-    grid = torch.tensor(groups.topology.replica_ranks(groups.rank), dtype=torch.int).view(-1, shards)
-    row, column = divmod(groups.replica_rank, shards)
-    shard = groups.subgroup(grid[row].tolist(), "shards")
-    copies = whole if shards == 1 else groups.subgroup(grid[:, column].tolist(), "copies of shards")
-    names = "copy", "shard"
-    return DeviceMesh.from_group([copies, shard], device.type, mesh=grid, mesh_dim_names=names), copies
-
-
-def _shard(model: Transformer, mesh: DeviceMesh, dtype: torch.dtype, reshard: bool, offloaded: bool) -> None:
-    """Apply fully_shard to a model: a group of parameters for each block, and one for everything else and the gains."""
-    how: dict[str, Any] = {
-        "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False),
-        # Copies from and to pinned memory run beside kernels.
-        "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offloaded else OffloadPolicy(),
-    }
-    blocks = [cast(Block, block) for block in model.blocks]
-    norms = [norm for block in blocks for norm in block.norms]
-    gains = {norm.gain for norm in norms}
-    for block in blocks:
-        fully_shard(block, ignored_params=gains, reshard_after_forward=reshard, **how)
-    # fully_shard looks for parameters outside of the blocks, and finds the gains here.
-    model.gains = nn.ModuleList(norms)
-    fully_shard(model, reshard_after_forward=False, **how)
-    del model.gains
-    for chunk in model.chunks:
-        own = [cast(Any, model.blocks.get_submodule(str(number))) for number in chunk.blocks]
-        for block, following in itertools.pairwise(own):
-            # Where the host launches hardly faster than the GPU computes, as in 8 bits, a gather would otherwise be
-            # issued when its block is already waited for.
-            block.set_modules_to_forward_prefetch([following])
 
 
 def _norms(gradients: list[Tensor]) -> Tensor:
@@ -204,7 +119,7 @@ class FsdpEngine(BaseEngine):
     """
 
     def __init__(self, cfg: RunConfig, model: Transformer, groups: ParallelGroups, micro_batches: int) -> None:
-        own: dict[str, _Shard] = {name: cast(Any, p).shard for name, p in model.named_parameters()}
+        own: dict[str, Shard] = {name: cast(Any, p).shard for name, p in model.named_parameters()}
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         device, self._offload = next(iter(own.values())).device, cfg.parallel.offload
         home = torch.device("cpu") if self._offload != "none" else device
@@ -217,8 +132,8 @@ class FsdpEngine(BaseEngine):
         dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[cfg.training.dtype]
         # Blocks return views of what they compute, and FSDP warns that nothing may change these in place. Nothing does.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
-        mesh, self._copies = _mesh(groups, shards, device)
-        _shard(model, mesh, dtype, reshard=self._stage == 3, offloaded=self._offload != "none")
+        mesh, self._copies = mesh_of(groups, shards, device)
+        shard_model(model, mesh, dtype, reshard=self._stage == 3, offloaded=self._offload != "none")
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for module in self._modules if device.type == "cpu" else ():
             module.set_force_sum_reduction_for_comms(True)  # Gloo has no mean.

@@ -11,7 +11,7 @@ from torch import Tensor
 import tiny
 from distributed import run_distributed
 from sagetrain.config.schema import AttentionConfig, ModelConfig
-from sagetrain.engines.fsdp import rows_of
+from sagetrain.engines.sharding import rows_of
 from sagetrain.engines.whole_weights import WholeWeights
 from sagetrain.model.compile import compile_blocks
 from sagetrain.parallel import copies

@@ -174,6 +174,7 @@ def test_few_files_see_the_whole_configuration():
         "sagetrain/optim/build.py",
         "sagetrain/engines/deepspeed.py",
         "sagetrain/engines/fsdp.py",
+        "sagetrain/engines/sharding.py",
         "sagetrain/training/controllers.py",
         "sagetrain/auto/settled.py",
         "sagetrain/auto/overlap_choice.py",
