@@ -90,7 +90,7 @@ class _Flow:
             self._seen.append(batch)
         return self._seen[micro]
 
-    def check_end(self) -> None:
+    def take_rest(self) -> None:
         """Take what is left of the micro-batches, so that they are counted."""
         self._seen.extend(self._rest)
 
@@ -101,8 +101,8 @@ class _Flow:
     def like(self, micro: int) -> list[Tensor]:
         """Return tensors for the residual streams of a micro-batch."""
         engine, tokens = self._engine, self.batch(micro).tokens.numel() // self._engine.groups.cp_size
-        dtype = engine.leaves()[next(iter(engine.model.specs))].dtype
-        return [torch.empty(shape, dtype=dtype, device=engine.device) for shape in engine.model.stream_shapes(tokens)]
+        place: dict[str, Any] = {"dtype": engine.dtype, "device": engine.device}
+        return [torch.empty(shape, **place) for shape in engine.model.stream_shapes(tokens)]
 
     def run(self, number: int, micro: int, streams: Sequence[Tensor]) -> Sequence[Tensor]:
         """Run a micro-batch through a chunk. Return the residual streams behind the chunk, or the model's output."""
@@ -129,11 +129,11 @@ class FsdpEngine(BaseEngine):
         # Gradients are clipped as the optimizer reads them, so observers see them as they were.
         super().__init__(model, groups, device, clip=0.0, copies=groups.num_replicas // shards)
         self._largest_norm = cfg.optimizer.clip_grad or math.inf
-        dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[cfg.training.dtype]
+        self.dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[cfg.training.dtype]
         # Blocks return views of what they compute, and FSDP warns that nothing may change these in place. Nothing does.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
         mesh, self._copies = mesh_of(groups, shards, device)
-        shard_model(model, mesh, dtype, reshard=self._stage == 3, offloaded=self._offload != "none")
+        shard_model(model, mesh, self.dtype, reshard=self._stage == 3, offloaded=self._offload != "none")
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for module in self._modules if device.type == "cpu" else ():
             module.set_force_sum_reduction_for_comms(True)  # Gloo has no mean.
@@ -247,7 +247,7 @@ class FsdpEngine(BaseEngine):
             "zero_stage": self._stage,
             "shard_size": self._shards,
             "copies": self.groups.num_replicas // self._shards,
-            "param_dtype": str(next(iter(self._leaves.values())).dtype),
+            "param_dtype": str(self.dtype),
             "reduce_dtype": str(torch.float32),
             "reshard_after_forward": self._stage == 3,
             "gathers": self._gathers,
@@ -441,7 +441,7 @@ class FsdpEngine(BaseEngine):
         self._pipe.run(micro_batches, forward, flow.like, backward)
         for each in watched:
             each.end()
-        flow.check_end()
+        flow.take_rest()
         return total
 
     def gradients(self, batch: Batch, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -461,7 +461,7 @@ class FsdpEngine(BaseEngine):
 
     def as_whole(self, model: Transformer) -> Callable[..., Tensor]:
         """Return a function that calls the model: see engines/protocol.Engine."""
-        return Staged(model, self._pipe, next(iter(self._leaves.values())).dtype) if self._pipe else model
+        return Staged(model, self._pipe, self.dtype) if self._pipe else model
 
     def waits(self) -> str:
         """Return what this rank waits for: see engines/protocol.Engine."""
