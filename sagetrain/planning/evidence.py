@@ -44,6 +44,7 @@ MARGINS: Mapping[str, Mapping[str, float]] = {
         "halves without sequence parallelism": 0.2,
         "pipeline parallelism": 0.05,
         "all in the host's memory": 0.1,
+        "state in the host's memory": 0.1,
     },
 }
 """The largest error of a prediction, as a share of the speed that was reached. The keys are Hardware.name and the names

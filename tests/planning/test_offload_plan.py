@@ -85,7 +85,7 @@ def test_the_gpu_has_the_rest_and_the_host_has_the_state():
     assert host_memory_per_rank(here, 2, VOCAB) == []
 
 
-def test_the_time_is_not_measured_and_shrinks_with_steps():
+def test_the_share_of_the_host_shrinks_with_steps():
     def step(tokens: int, *more: str):
         cfg = config("1b", f"tokens_per_step={{schedule: constant, tokens: {tokens}}}", *more)
         return cfg, predict(cfg, 2, VOCAB, H100)
@@ -94,7 +94,8 @@ def test_the_time_is_not_measured_and_shrinks_with_steps():
     assert few.seconds > plain.seconds and few.offload > 0 == plain.offload
     assert many.offload / many.seconds < few.offload / few.seconds / 4
     assert step(2**17, *ALL)[1].offload > few.offload  # Gradients are added up on the CPU there.
-    assert "state in the host's memory" in evidence(cfg, few, H100).missing
+    assert evidence(cfg, few, H100).margin == 0.1
+    assert "state in the host's memory" in evidence(cfg, few, HARDWARE["h200"]).missing
     slow = dataclasses.replace(H100, host_copy_bandwidth=5e9)
     assert predict(cfg, 2, VOCAB, slow).offload > few.offload
 

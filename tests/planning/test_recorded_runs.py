@@ -260,6 +260,11 @@ def test_3b_on_two_h100s_is_met(linear, sequences, overlap, layout, tokens_per_s
     ("fp8", "tp2-sp", "deepspeed", 31_201, 38.9),
     ("fp8", "tp2-sp", "deepspeed", 34_171, 38.9),
     ("fp8", "tp2-sp", "fsdp", 47_649, 38.9),
+    ("bf16", "dp2", "deepspeed", 47_033, 54.7),
+    ("bf16", "dp2", "fsdp", 47_113, 54.7),
+    ("fp8", "dp2", "deepspeed", 60_555, 59.3),
+    ("fp8", "dp2", "fsdp", 60_195, 59.3),
+    ("fp8", "dp2", "fsdp", 59_833, 59.3),
 ])  # fmt: skip
 def test_both_engines_on_two_h100s_are_met(linear, layout, engine, tokens_per_second, gib, monkeypatch):
     """The runs are those of results/engines: 3B with 8K tokens and 8 micro-steps."""
@@ -321,6 +326,24 @@ def test_8b_on_four_h100s_is_met(linear, tokens_per_second, gib, monkeypatch):
     assert sum(item.bytes for item in memory_per_rank(cfg, 4, 128_256)) / 2**30 == pytest.approx(gib, rel=0.01)
 
 
+def test_8b_by_zero_3_on_four_h100s_is_met(monkeypatch):
+    """The run is that of results/8b in FP8 by FSDP2. A rank had 70.5 GiB, 4.7 % more than plan says."""
+    monkeypatch.undo()
+    cfg = load_config(CONFIGS / "8b.yaml", [
+        *layout_of("dp4-z3")[2][:-1],
+        "parallel.pipeline_parallel_size=1",
+        "parallel.engine=fsdp",
+        "attention={backend: sage, recipe: scores, qk_norm: none}",
+        "linear={precision: fp8, recipe: rowwise}",
+        "data.micro_batch_size=1",
+        "training.activation_checkpointing=none",
+        *WHOLE_SEQUENCES,
+        EVEN % 262_144,
+    ])  # fmt: skip
+    is_within_its_margin(cfg, 4, 128_256, H100, 49_406)
+    assert sum(item.bytes for item in memory_per_rank(cfg, 4, 128_256)) / 2**30 == pytest.approx(70.5, rel=0.05)
+
+
 @pytest.mark.parametrize(("layout", "tokens_per_second", "margin", "gib"), [
     ("tp2", 57_961, 0.2, 32.2), ("tp2-sp", 44_832, 0.1, 31.4),
 ])  # fmt: skip
@@ -343,22 +366,25 @@ def test_halves_in_int8_on_two_h100s_are_met(layout, tokens_per_second, margin, 
     assert sum(item.bytes for item in memory_per_rank(cfg, 2, 4096)) / 2**30 == pytest.approx(gib, rel=0.02)
 
 
-def test_everything_in_the_hosts_memory_is_met(monkeypatch):
-    """The run is that of results/offload: 3B as above, 16 threads a rank on the CPU."""
+@pytest.mark.parametrize(("offload", "stage", "tokens_per_second", "gib"), [
+    ("all", 3, 26_937, 22.3), ("optimizer", 1, 34_787, 37.9),
+])  # fmt: skip
+def test_state_in_the_hosts_memory_is_met(offload, stage, tokens_per_second, gib, monkeypatch):
+    """The runs are those of results/offload: 3B as above, 16 threads a rank on the CPU."""
     monkeypatch.undo()
     cfg = load_config(CONFIGS / "1b.yaml", [
         "model={num_layers: 28, hidden_size: 3072, ffn_hidden_size: 8192, num_attention_heads: 24, "
         "num_key_value_heads: 8, vocab_size: 32000}",
         "attention={backend: sdpa, qk_norm: none}",
         "linear.precision=bf16",
-        "parallel={engine: fsdp, offload: all, zero_stage: 3}",
+        f"parallel={{engine: fsdp, offload: {offload}, zero_stage: {stage}}}",
         "data.seq_length=8192",
         "data.micro_batch_size=1",
         *WHOLE_SEQUENCES,
         EVEN % (2 * 8 * 8192),
     ])  # fmt: skip
-    is_within_its_margin(cfg, 2, 32_000, H100, 26_937)
-    assert sum(item.bytes for item in memory_per_rank(cfg, 2, 32_000)) / 2**30 == pytest.approx(22.3, rel=0.03)
+    is_within_its_margin(cfg, 2, 32_000, H100, tokens_per_second)
+    assert sum(item.bytes for item in memory_per_rank(cfg, 2, 32_000)) / 2**30 == pytest.approx(gib, rel=0.03)
 
 
 @pytest.mark.parametrize(("linear", "tokens_per_second", "gib"), [("int8", 34_500, 18.42), ("bf16", 45_946, 17.33)])
