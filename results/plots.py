@@ -354,6 +354,18 @@ def muon(figure: Figure) -> None:
     panel.legend(fontsize=7, loc="lower left")
 
 
+def muon_int8(figure: Figure) -> None:
+    rows, panel = tables("muon-int8")[0], figure.subplots()
+    for name in ("gap under AdamW", "gap under Muon"):
+        cells = [(row["tokens, millions"].split(" to "), row[name]) for row in rows if "±" in row[name]]
+        tokens = [(float(first) + float(last)) / 2 for (first, last), _ in cells]
+        gaps, widths = zip(*(interval(cell) for _, cell in cells), strict=True)
+        panel.errorbar(tokens, gaps, widths, marker="o", markersize=3, capsize=3, label=name.removeprefix("gap "))
+    panel.axhline(0, color="black", linewidth=0.8)
+    panel.set(xlabel="tokens seen, millions", ylabel="INT8 less 16 bits, nats")
+    panel.legend(fontsize=8)
+
+
 PLOTS: dict[str, tuple[str, float, Callable[[Figure], None]]] = {
     "attention-elsewhere": ("both.png", 3.6, attention_elsewhere),
     "attention": ("attention.png", 3.6, attention),
@@ -370,6 +382,7 @@ PLOTS: dict[str, tuple[str, float, Callable[[Figure], None]]] = {
     "loading": ("loading.png", 2.4, loading),
     "loss-325m": ("loss.png", 3.6, loss),
     "muon": ("step.png", 2.0, muon),
+    "muon-int8": ("muon-int8.png", 3.0, muon_int8),
     "offload": ("offload.png", 2.4, offload),
     "one-h100": ("one-h100.png", 2.6, one_h100),
     "plan": ("plan.png", 3.6, plan),
