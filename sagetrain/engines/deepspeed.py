@@ -145,7 +145,8 @@ class DeepSpeedEngine(BaseEngine):
         named, rules = dict(model.named_parameters()), groups_of(model.specs.values(), cfg)
         self._optimizer = Handed([[named[name] for name in rule.names] for rule in rules])
         self._lr, build = 0.0, partial(build_optimizer, cfg)
-        if self._stage == 3 and getattr(model, "activation_checkpointing", "none") == "selective":
+        if self._stage == 3 and getattr(model, "activation_checkpointing", "none") != "none":
+            # A recomputed block that normalizes for the next one may find that block's gain given back.
             model.whole_blocks = True
         if self._stage == 3 and getattr(model, "whole_blocks", False):
             # Then ZeRO 3 has hooks only before and after a whole block.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -58,3 +60,16 @@ def values(tp_size: int) -> bool:
 @pytest.mark.parametrize(("world", "tp_size"), [(2, 1), (4, 2)])
 def test_initial_values_do_not_depend_on_the_layout(world: int, tp_size: int) -> None:
     assert all(run_distributed(values, world, tp_size))
+
+
+def losses_after_loading() -> list[float]:
+    """Return the losses of two steps in recomputed halves, after the weights were set as a resume sets them."""
+    again, spread = {"activation_checkpointing": "full"}, {"tensor_parallel_size": 2, "sequence_parallel": True}
+    engine = tiny.engine(tiny.config(3, parallel={"zero_stage": 3, **spread}, training=again), tiny.join(2))
+    engine.state_changed(0)
+    return [tiny.global_step(engine, step).loss for step in range(2)]
+
+
+def test_recomputed_halves_go_on_from_a_checkpoint() -> None:
+    """Blocks that normalize for the next one found its gain given back, where no block is compiled."""
+    assert all(math.isfinite(loss) for rank in run_distributed(losses_after_loading, 2) for loss in rank)
