@@ -158,7 +158,10 @@ def test_what_one_rank_cannot_write_stops_every_rank(tmp_path) -> None:
     assert first == second
     known, *raised = first
     assert known
-    assert raised == [f"cannot write {tmp_path / 'step-00000002'}: rank 1: [Errno 27] File too large"] * 2
+    said = (
+        f"cannot write {tmp_path / 'step-00000002'}: rank 1: [Errno 27] File too large; allow larger files (ulimit -f"
+    )
+    assert len(raised) == 2 and all(text.startswith(said) for text in raised)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001"]
 
 
