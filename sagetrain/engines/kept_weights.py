@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+from typing import NamedTuple
 
-from sagetrain.parallel.layers import keep_weights
+import torch
+from torch import Tensor, nn
+
+from sagekernels.matmul import Matmul
+from sagetrain.parallel.layers import keep_weights, linear_layers
+
+
+class _Renewal(NamedTuple):
+    """The renewal of a block's tensors, for as long as its layers multiply in the same way."""
+
+    matmuls: list[Matmul]
+    kept: list[tuple[Tensor, ...]]
+    """The tensors of each layer, into which the graph writes."""
+    graph: torch.cuda.CUDAGraph
 
 
 class KeptWeights:
@@ -21,17 +33,25 @@ class KeptWeights:
     def __init__(self, in_place: bool) -> None:
         self._pool = torch.cuda.graph_pool_handle() if in_place else None
         self._stream = torch.cuda.Stream() if in_place else None
-        self._graphs: dict[nn.Module, torch.cuda.CUDAGraph] = {}
+        self._renewals: dict[nn.Module, _Renewal] = {}
 
     def renew(self, block: nn.Module) -> None:
         """Make the tensors of a block from its weights as they are now."""
         if self._stream is None:
             keep_weights(block)
             return
-        if block not in self._graphs:
+        layers = list(linear_layers(block))
+        renewal, matmuls = self._renewals.pop(block, None), [layer.matmul for layer in layers]
+        if renewal is None or renewal.matmuls != matmuls:
             keep_weights(block)  # Triton compiles its kernels here, which it cannot while a graph is captured.
-            self._graphs[block] = self._captured(block, self._stream)
-        self._graphs[block].replay()
+            if not any(layer.kept for layer in layers):
+                return
+            graph = self._captured(block, self._stream)
+            renewal = _Renewal(matmuls, [layer.kept for layer in layers], graph)
+        self._renewals[block] = renewal
+        for layer, kept in zip(layers, renewal.kept, strict=True):
+            layer.kept = kept  # A layer that has multiplied in another way for a while has none.
+        renewal.graph.replay()
 
     def _captured(self, block: nn.Module, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
