@@ -338,7 +338,9 @@ class _Step:
         low = len(self.cfg.linear.low_bit_blocks(self.cfg.model.num_layers))
         casts = low * self.parts * hardware.low_bit_launch_seconds.get(self.cfg.linear.precision, 0.0)
         block = hardware.block_launch_seconds + self.parts * part + calls * call
-        hooks = rests_hooks(self.cfg) * (self.accumulation - 1) * hardware.hooks_block_seconds
+        # A single replica has no last micro-step that reduces.
+        passes = self.accumulation - (self.replicas > 1)
+        hooks = rests_hooks(self.cfg) * passes * hardware.hooks_block_seconds
         return self.accumulation * (self.cfg.model.num_layers * block + casts) - self.cfg.model.num_layers * hooks
 
     def optimizer_seconds(self) -> float:
