@@ -68,10 +68,16 @@ def takes_probes(cfg: RunConfig) -> bool:
 
 
 def rests_hooks(cfg: RunConfig) -> bool:
-    """Whether FSDP2's hooks run in the last micro-step of a step alone: at ZeRO 0 and 1, where the engine keeps whole
-    weights and gradients are summed on each rank. Micro-batches of a pipeline are under way at once, so there all
-    passes go through the hooks."""
+    """Return whether FSDP2's hooks run in no micro-step of a step but the last one. At ZeRO 0 and 1 the engine keeps
+    whole weights, and gradients are summed on each rank. Micro-batches of a pipeline are under way at once, so there
+    all passes go through the hooks."""
     return engine_of(cfg) == "fsdp" and cfg.parallel.zero_stage < 2 and cfg.parallel.pipeline_parallel_size == 1
+
+
+def needs_no_hooks(cfg: RunConfig, replicas: int) -> bool:
+    """Return whether FSDP2's hooks run in no micro-step at all. A single replica has nothing to reduce, unless its
+    gradients go to the host's memory."""
+    return rests_hooks(cfg) and replicas == 1 and cfg.parallel.offload == "none"
 
 
 def recomputed_blocks(how: Recomputation | Literal["auto"], num_layers: int) -> int:

@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from sagetrain.config.arithmetic import rests_hooks, sharding_ranks, takes_probes
+from sagetrain.config.arithmetic import needs_no_hooks, rests_hooks, sharding_ranks, takes_probes
 from sagetrain.config.schema import RunConfig
 from sagetrain.data.loader import Batch
 from sagetrain.engines.gather import gather_by_copies
@@ -158,7 +158,7 @@ class FsdpEngine(BaseEngine):
         leaves = {name: leaf for group in gathered for name, leaf in group.items()}
         self._leaves = {name: leaves[name] for name in model.specs}
         self._leaf_sums = LeafSums(self._leaves) if self._bare else None
-        self._alone = self._bare and groups.num_replicas == 1 and self._offload == "none"
+        self._alone = needs_no_hooks(cfg, groups.num_replicas)
         # Of tensors of other pipeline stages this rank keeps nothing.
         self._masters = {name: torch.empty(0, device=home) for name in model.every_spec}
         self._masters |= {name: p.to_local().detach() for name, p in self._parameters.items()}
@@ -230,7 +230,7 @@ class FsdpEngine(BaseEngine):
     @torch.no_grad()
     def _step_optimizers(self, gradients: Mapping[str, Tensor], factor: float) -> None:
         """Update the masters by the gradients times a factor."""
-        # Of many ranks, some may keep nothing.
+        # A rank among many may keep nothing, and torch takes no empty list.
         if factor != 1 and gradients:
             torch._foreach_mul_(list(gradients.values()), factor)
         for pieces, optimizer in self._optimizers:
@@ -311,16 +311,17 @@ class FsdpEngine(BaseEngine):
         for all micro-batches of a step."""
         if self._whole:
             self._whole.renew()
-        self._stale = set[nn.Module](self._modules)
+        self._stale: dict[nn.Module, int] = {module: number for number, module in enumerate(self._modules)}
 
     def _enter(self, module: nn.Module) -> None:
         """Make the weights of a module ready for its forward pass."""
-        if module in self._stale:
-            self._stale.remove(module)
-            if self._whole:
-                self._whole.wait(self._modules.index(cast(Any, module)))
-            if self._kept and module is not self.model:
-                self._kept.renew(module)
+        number = self._stale.pop(module, None)
+        if number is None:
+            return
+        if self._whole:
+            self._whole.wait(number)
+        if self._kept and module is not self.model:
+            self._kept.renew(module)
 
     # -- a step --------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from typing import Literal
 from sagetrain.config.arithmetic import (
     data_parallel_size,
     engine_of,
+    needs_no_hooks,
     overlaps_reduction,
     own_reduction,
     recomputed_blocks,
@@ -338,8 +339,7 @@ class _Step:
         low = len(self.cfg.linear.low_bit_blocks(self.cfg.model.num_layers))
         casts = low * self.parts * hardware.low_bit_launch_seconds.get(self.cfg.linear.precision, 0.0)
         block = hardware.block_launch_seconds + self.parts * part + calls * call
-        # A single replica has no last micro-step that reduces.
-        passes = self.accumulation - (self.replicas > 1)
+        passes = self.accumulation - (not needs_no_hooks(self.cfg, self.replicas))
         hooks = rests_hooks(self.cfg) * passes * hardware.hooks_block_seconds
         return self.accumulation * (self.cfg.model.num_layers * block + casts) - self.cfg.model.num_layers * hooks
 

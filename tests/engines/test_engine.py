@@ -19,7 +19,7 @@ from sagetrain.config import ConfigError
 from sagetrain.config.rules import fit
 from sagetrain.config.rules.engine import PROVEN
 from sagetrain.data.loader import Batch
-from sagetrain.engines.build_engine import build_engine, partitioner
+from sagetrain.engines.build_engine import build_engine
 from sagetrain.model.compile import compile_blocks
 from sagetrain.model.stages import whole
 
@@ -303,16 +303,7 @@ def compiled_losses(tp_size: int, cases: list[tuple[int, str, int]]) -> list[tup
         sections = {"training": {"activation_checkpointing": again}, "model": {"num_layers": 3}}
         cfg = tiny.config(stage, optimizer={"eps": 1e-6}, **sections)
         cfg = cfg.model_copy(update={"deepspeed": {"zero_optimization": zero}})
-        model = tiny.transformer(
-            cfg.model,
-            cfg.attention,
-            vocab_size=tiny.VOCAB,
-            groups=groups,
-            seed=3,
-            activation_checkpointing=again,
-            sequence_parallel=sequence,
-            partition=partitioner(cfg, groups),
-        )
+        model = tiny.model(cfg, groups, sequence_parallel=sequence, overlap=True)
         if stage == 3:
             compiles = compile_blocks if again == "full" and sequence else tiny.compile_first_rank
             compiles(model, "aot_eager", whole=True)

@@ -15,7 +15,7 @@ import torch
 import tiny
 from distributed import run_distributed
 from sagetrain.data.loader import MASKED, Batch
-from sagetrain.engines.build_engine import build_engine, partitioner
+from sagetrain.engines.build_engine import build_engine
 from sagetrain.engines.protocol import Observers
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.topology import ParallelGroups
@@ -67,18 +67,8 @@ def measured(layouts: list[tuple[int, int, int, str, str, bool]]) -> list[tuple[
         tp_size, cp_size, stage, dtype, backend, sequence = layout
         torch._dynamo.reset()
         cfg, groups = config(stage, dtype), tiny.join(tp_size, cp_size)
-        model = tiny.transformer(
-            cfg.model,
-            cfg.attention,
-            vocab_size=tiny.VOCAB,
-            groups=groups,
-            seed=3,
-            sequence_parallel=sequence,
-            overlap=not backend,
-            activation_checkpointing="full" if sequence else "none",
-            dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[dtype],
-            partition=partitioner(cfg, groups),
-        )
+        again = "full" if sequence else "none"
+        model = tiny.model(cfg, groups, sequence_parallel=sequence, overlap=not backend, activation_checkpointing=again)
         if backend:
             tiny.compile_first_rank(model, backend, whole=stage == 3)
         engine = build_engine(cfg, model, groups, 1)

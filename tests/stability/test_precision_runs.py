@@ -15,7 +15,7 @@ from distributed import run_distributed
 from sagetrain.checkpoint.on_disk import newest, read_state
 from sagetrain.config import RunConfig
 from sagetrain.config.schema import PrecisionConfig
-from sagetrain.engines.build_engine import build_engine, partitioner
+from sagetrain.engines.build_engine import build_engine
 from sagetrain.model.backends import Sage, Sdpa
 from sagetrain.model.compile import compile_blocks
 from sagetrain.parallel.topology import ParallelGroups
@@ -37,18 +37,9 @@ def moving_losses(
     cfg = tiny.config(
         stage, optimizer={"eps": 1e-6}, training={"activation_checkpointing": again}, model={"num_layers": 4}
     )
-    model = tiny.transformer(
-        cfg.model,
-        cfg.attention,
-        vocab_size=tiny.VOCAB,
-        groups=groups,
-        seed=3,
-        activation_checkpointing=again,
-        sequence_parallel=tp_size > 1,
-        overlap=backend is None,  # test_model_parallel.py compiles halves, which take twice as long.
-        partition=partitioner(cfg, groups),
-        functions=[FUNCTIONS["paper"]] * 4,
-    )
+    functions = [FUNCTIONS["paper"]] * 4
+    # test_model_parallel.py compiles halves, which take twice as long.
+    model = tiny.model(cfg, groups, sequence_parallel=tp_size > 1, overlap=backend is None, functions=functions)
     if backend:
         tiny.compile_first_rank(model, backend, whole=stage == 3, later=FUNCTIONS.values())
     engine = build_engine(cfg, model, groups, 1)

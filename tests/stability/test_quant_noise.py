@@ -361,15 +361,7 @@ def run_of(layout: tuple[int, int, int, str, str, str], probes: bool) -> tuple[l
     after them."""
     tp_size, cp_size, stage, dtype, backend, recompute = layout
     groups, cfg = tiny.join(tp_size, cp_size), config(stage, dtype)
-    model = tiny.transformer(
-        cfg.model,
-        cfg.attention,
-        vocab_size=tiny.VOCAB,
-        groups=groups,
-        seed=3,
-        activation_checkpointing=recompute,
-        dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[dtype],
-    )
+    model = tiny.model(cfg, groups, activation_checkpointing=recompute, overlap=True, partition=None)
     if backend:
         tiny.compile_first_rank(model, backend)
     engine = build_engine(cfg, model, groups, 1)

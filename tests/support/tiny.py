@@ -76,8 +76,8 @@ def transformer(
     return Transformer(model, attention, functions=functions, **place, **how)
 
 
-def model(cfg: RunConfig, groups: ParallelGroups, seed: int = 3) -> Transformer:
-    """Build a fresh Transformer. At ZeRO 3 it is partitioned."""
+def model(cfg: RunConfig, groups: ParallelGroups, seed: int = 3, **others: Any) -> Transformer:
+    """Build a fresh Transformer. At ZeRO 3 it is partitioned. Other arguments replace those of the configuration."""
     dtype = torch.bfloat16 if cfg.training.dtype == "bf16" else torch.float32
     place = {"vocab_size": VOCAB, "groups": groups, "dtype": dtype, "partition": partitioner(cfg, groups)}
     place["sequence_parallel"], place["overlap"] = cfg.parallel.sequence_parallel, overlaps(cfg)
@@ -85,7 +85,7 @@ def model(cfg: RunConfig, groups: ParallelGroups, seed: int = 3) -> Transformer:
     how = {"tensor_parallel_size": groups.tp_size, "device": torch.device("cpu"), "dtype": dtype}
     place["chunks"] = chunks_of_stage(cfg, VOCAB, groups.pp_rank)
     place["matmuls"], _ = matmuls_of(cfg.linear, cfg.model, **how)
-    return transformer(cfg.model, cfg.attention, seed=seed, **place)
+    return transformer(cfg.model, cfg.attention, seed=seed, **{**place, **others})
 
 
 def engine(cfg: RunConfig, groups: ParallelGroups, seed: int = 3) -> Engine:
