@@ -9,6 +9,7 @@ be used raises CheckpointError.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -254,7 +255,10 @@ def train(
         cfg, findings, lines = _accepted(config, texts, world_size, loss, tokens)
         for line in lines if rank == 0 else ():
             say(line)
-        return _train(cfg, findings, callbacks, loss, tokens, say, own_process)
+        gc.collect()  # The traceback of an error has kept the run of an earlier call until now.
+        result = _train(cfg, findings, callbacks, loss, tokens, say, own_process)
+        gc.collect()  # The parts of a run refer to each other, and the caller may need their memory.
+        return result
     except ConfigError as error:
         if own_process and world_size > 1:
             from sagetrain.cluster import preflight

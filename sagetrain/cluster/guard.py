@@ -78,7 +78,9 @@ class Watchdog:
     """
 
     def __init__(self, folder: Path, rank: int, timeout: float, ranks: int = 1, watches: bool = True) -> None:
-        self._watches, self._ranks = watches, ranks
+        self.watches: bool = watches
+        """Whether the process belongs to the run, and ends with it."""
+        self._ranks = ranks
         self._folder, self._path, self._timeout = folder, folder / f"rank-{rank}.txt", timeout
         self._tick = min(max(timeout / 20, 0.1), 5.0)
         self._name = f"rank {rank}"
@@ -98,7 +100,7 @@ class Watchdog:
     def __enter__(self) -> Watchdog:
         # A network file system may show the folder of an earlier run for a while after it was removed.
         self._old = self._folder.exists()
-        if self._watches:
+        if self.watches:
             self._thread.start()
         return self
 

@@ -148,7 +148,9 @@ class Trainer:
             # The objects that compiling left are no garbage, and looking through them takes 0.3 s in each collection.
             if state.step == first + 1:
                 gc.collect()
-                gc.freeze()
+                # In a program that continues, the run would be frozen as well, and never give its memory back.
+                if self._watchdog.watches:
+                    gc.freeze()
                 with self._reporter.off_the_clock():
                     run.saver.pin()
             due = self._due(before, state.tokens)

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ def settings(corpus: Path, run_dir: Path, **changes: Any) -> dict[str, Any]:
         "data.micro_batch_size": 4,
         "tokens_per_step": {"schedule": "constant", "tokens": 256},
         "lr_schedule.warmup_tokens": 256,
+        "parallel.engine": "fsdp",  # What DeepSpeed remembers of an engine is never freed.
         "training.run_dir": run_dir,
         "training.total_tokens": TOKENS,
         "training.dtype": "fp32",
@@ -54,6 +56,7 @@ class Notes(api.Callback):
 
     def on_start(self, start: Any) -> None:
         self.seen.append(("start", start.position.step, start.main))
+        self.engine = weakref.ref(start.engine)
 
     def on_step(self, position: Any, result: Any) -> None:
         self.seen.append(("step", position.step, position.tokens, result.applied))
@@ -105,6 +108,7 @@ def test_training_returns_values_and_calls_every_hook(trained: tuple[Path, api.T
     assert [each for each in notes.seen if each[0] == "save"] == [("save", 5), ("save", 10)]
     assert ("row", 10) in notes.seen
     assert notes.seen[0] == ("start", 0, True) and notes.seen[-1] == ("end", 10, True)
+    assert notes.engine() is None  # The memory of the run is free again.
 
 
 def test_a_callback_that_fails_ends_the_run_with_a_checkpoint(
@@ -120,7 +124,9 @@ def test_a_callback_that_fails_ends_the_run_with_a_checkpoint(
     assert (
         broken.after == 0 and ("event", "resume") in notes.seen and any("resumed from step-" in text for text in said)
     )
+    del e
     assert api.train("quickstart", changes).step == 20
+    assert notes.engine() is None
     assert "resumed" not in "".join(capfd.readouterr())
 
 
