@@ -116,10 +116,9 @@ def attention(figure: Figure) -> None:
 
 def which_attention(figure: Figure) -> None:
     rows, panel = tables("which-attention")[0], figure.subplots()
-    names = [f"{row['sequences']}, {row['linear layers']} ({row['day']} Nov)" for row in rows]
-    over = {f"over {peer}": [number(cell) if (cell := row[f"over `{peer}`"]) else None for row in rows]
-            for peer in ("flash", "sdpa")}  # fmt: skip
-    paired(panel, names, over, "times the speed of the same step with 16-bit attention", 1)
+    names = [f"{row['sequences']}, {row['linear layers']} ({row['card']})" for row in rows]
+    paired(panel, names, {"scores": numbers(rows, "ratio")}, "times the speed of the same step with FlashAttention-4", 1)
+    panel.get_legend().remove()
     panel.axvline(1, color="black", linewidth=0.8)
 
 
@@ -393,7 +392,7 @@ PLOTS: dict[str, tuple[str, float, Callable[[Figure], None]]] = {
     "step": ("step.png", 3.6, step),
     "tensor-parallel": ("time.png", 3.6, tensor_parallel),
     "tokens-per-step": ("by-size.png", 3.6, tokens_per_step),
-    "which-attention": ("which-attention.png", 3.4, which_attention),
+    "which-attention": ("which-attention.png", 4.4, which_attention),
 }
 """Each page's file, its height in inches, and the function that draws it."""
 

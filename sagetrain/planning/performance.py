@@ -337,7 +337,8 @@ class _Step:
         # The rates were fitted to the calls of one forward and one backward pass, without the gains.
         calls = sum(c.per_block for c in self.collectives if c.what in (INTO, OUT) and c.moment != "recomputed")
         low = len(self.cfg.linear.low_bit_blocks(self.cfg.model.num_layers))
-        casts = low * self.parts * hardware.low_bit_launch_seconds.get(self.cfg.linear.precision, 0.0)
+        ranks = max(0, self.rank.tensor - 2) * hardware.low_bit_rank_seconds
+        casts = low * self.parts * (hardware.low_bit_launch_seconds.get(self.cfg.linear.precision, 0.0) + ranks)
         block = hardware.block_launch_seconds + self.parts * part + calls * call
         passes = self.accumulation - (not needs_no_hooks(self.cfg, self.replicas))
         hooks = rests_hooks(self.cfg) * passes * hardware.hooks_block_seconds

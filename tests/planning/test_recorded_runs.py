@@ -265,6 +265,10 @@ def test_3b_on_two_h100s_is_met(linear, sequences, overlap, layout, tokens_per_s
     ("fp8", "dp2", "deepspeed", 60_555, 59.3),
     ("fp8", "dp2", "fsdp", 60_195, 59.3),
     ("fp8", "dp2", "fsdp", 59_833, 59.3),
+    ("fp8", "dp2", "deepspeed", 59_859, 59.3),
+    ("fp8", "dp2", "fsdp", 60_455, 59.3),
+    ("fp8", "dp2", "deepspeed", 60_469, 59.3),
+    ("fp8", "dp2", "fsdp", 60_595, 59.3),
 ])  # fmt: skip
 def test_both_engines_on_two_h100s_are_met(linear, layout, engine, tokens_per_second, gib, monkeypatch):
     """The runs are those of results/engines: 3B with 8K tokens and 8 micro-steps."""
@@ -301,47 +305,53 @@ def meets_3b(linear, layout, engine, tokens_per_second, gib, *more, memory_withi
     assert memory == pytest.approx(gib, rel=memory_within)
 
 
-@pytest.mark.parametrize(("linear", "tokens_per_second", "gib"), [
-    ("bf16", 38_110, 66.3), ("int8", 41_774, 70.2), ("fp8", 49_296, 70.2),
+@pytest.mark.parametrize(("layout", "engine", "linear", "card", "tokens_per_second", "gib"), [
+    ("tp2-dp2-sp", "deepspeed", "bf16", "h100", 38_110, 66.3),
+    ("tp2-dp2-sp", "deepspeed", "int8", "h100", 41_774, 70.2),
+    ("tp2-dp2-sp", "deepspeed", "fp8", "h100", 49_296, 70.2),
+    ("tp4-sp", "deepspeed", "fp8", "h100", 24_936, 47.9),
+    ("tp4-sp", "fsdp", "fp8", "h100", 29_127, 48.0),
+    ("tp4-sp-m2", "fsdp", "fp8", "h100", 43_929, 57.4),
+    ("dp4-z3", "fsdp", "fp8", "h100", 49_406, 70.5),
+    ("dp4-z3-qk", "fsdp", "fp8", "h100", 49_770, 70.5),
 ])  # fmt: skip
-def test_8b_on_four_h100s_is_met(linear, tokens_per_second, gib, monkeypatch):
-    """The runs are those of results/8b: tensor and sequence parallel 2 x data parallel 2, micro-batches whole. Those by
-    four stages are in test_pipeline_plan.py."""
+def test_8b_on_four_gpus_is_met(layout, engine, linear, card, tokens_per_second, gib, monkeypatch):
+    """The runs are those of results/8b, micro-batches whole. A rank had 4.7 % more memory than plan says at ZeRO 3.
+    Runs by four stages are in test_pipeline_plan.py."""
     monkeypatch.undo()
+    sequences, norm = (2 if "-m2" in layout else 1), ("before_rope" if "-qk" in layout else "none")
     cfg = load_config(CONFIGS / "8b.yaml", [
-        *layout_of("tp2-dp2-sp")[2][:-1],
+        *layout_of(layout.removesuffix("-m2").removesuffix("-qk"))[2][:-1],
         WHOLE,
-        "parallel.pipeline_parallel_size=1",
-        "parallel.engine=deepspeed",
-        f"attention={{backend: {'sdpa' if linear == 'bf16' else 'sage'}, recipe: scores, qk_norm: none}}",
+        f"parallel.engine={engine}",
+        f"attention={{backend: {'sdpa' if linear == 'bf16' else 'sage'}, recipe: scores, qk_norm: {norm}}}",
         f"linear={{precision: {linear}, recipe: rowwise}}",
-        "data.micro_batch_size=1",
+        f"data.micro_batch_size={sequences}",
         "training.activation_checkpointing=none",
         *WHOLE_SEQUENCES,
         EVEN % 262_144,
     ])  # fmt: skip
-    prediction = predict(cfg, 4, 128_256, H100)
-    assert evidence(cfg, prediction, H100).margin == 0.1
-    is_within_its_margin(cfg, 4, 128_256, H100, tokens_per_second)
-    assert sum(item.bytes for item in memory_per_rank(cfg, 4, 128_256)) / 2**30 == pytest.approx(gib, rel=0.01)
+    prediction = predict(cfg, 4, 128_256, HARDWARE[card])
+    assert evidence(cfg, prediction, HARDWARE[card]).margin == (0.15 if "z3" in layout else 0.1)
+    is_within_its_margin(cfg, 4, 128_256, HARDWARE[card], tokens_per_second)
+    within = 0.05 if "z3" in layout else 0.01
+    assert sum(item.bytes for item in memory_per_rank(cfg, 4, 128_256)) / 2**30 == pytest.approx(gib, rel=within)
 
 
-def test_8b_by_zero_3_on_four_h100s_is_met(monkeypatch):
-    """The run is that of results/8b in FP8 by FSDP2. A rank had 70.5 GiB, 4.7 % more than plan says."""
+@pytest.mark.parametrize(("card", "ranks", "tokens_per_second"), [
+    ("h100", 2, 185_160), ("h100", 4, 370_612),
+])  # fmt: skip
+def test_1b_by_replicas_in_fp8_is_met(card, ranks, tokens_per_second, monkeypatch):
+    """The runs are those of results/8b: 1B on FSDP2 with four micro-steps of 32,768 tokens."""
     monkeypatch.undo()
-    cfg = load_config(CONFIGS / "8b.yaml", [
-        *layout_of("dp4-z3")[2][:-1],
-        "parallel.pipeline_parallel_size=1",
+    cfg = load_config(CONFIGS / "1b.yaml", [
         "parallel.engine=fsdp",
-        "attention={backend: sage, recipe: scores, qk_norm: none}",
+        "attention={backend: sage, recipe: scores}",
         "linear={precision: fp8, recipe: rowwise}",
-        "data.micro_batch_size=1",
-        "training.activation_checkpointing=none",
         *WHOLE_SEQUENCES,
-        EVEN % 262_144,
+        EVEN % (ranks * 131_072),
     ])  # fmt: skip
-    is_within_its_margin(cfg, 4, 128_256, H100, 49_406)
-    assert sum(item.bytes for item in memory_per_rank(cfg, 4, 128_256)) / 2**30 == pytest.approx(70.5, rel=0.05)
+    is_within_its_margin(cfg, ranks, VOCAB, HARDWARE[card], tokens_per_second)
 
 
 @pytest.mark.parametrize(("layout", "tokens_per_second", "margin", "gib"), [
@@ -367,7 +377,7 @@ def test_halves_in_int8_on_two_h100s_are_met(layout, tokens_per_second, margin, 
 
 
 @pytest.mark.parametrize(("offload", "stage", "tokens_per_second", "gib"), [
-    ("all", 3, 26_937, 22.3), ("optimizer", 1, 34_787, 37.9),
+    ("all", 3, 26_937, 22.3), ("optimizer", 1, 34_787, 37.9), ("optimizer", 2, 31_761, 27.4),
 ])  # fmt: skip
 def test_state_in_the_hosts_memory_is_met(offload, stage, tokens_per_second, gib, monkeypatch):
     """The runs are those of results/offload: 3B as above, 16 threads a rank on the CPU."""
