@@ -173,7 +173,7 @@ def layouts(figure: Figure) -> None:
 
 def eight_billion(figure: Figure) -> None:
     rows = tables("8b")[0]
-    names = [f"{row['layout']}, {row['linear layers']}, call {row['call']}" for row in rows]
+    names = [f"{row['layout']}, {row['linear layers']}" for row in rows]
     bars(figure.subplots(), names, numbers(rows, "of a GPU"), "tokens/s of a GPU")
 
 
@@ -376,7 +376,7 @@ PLOTS: dict[str, tuple[str, float, Callable[[Figure], None]]] = {
     "gradients": ("gradients.png", 2.8, gradients),
     "halves": ("halves.png", 3.4, halves),
     "layouts": ("layouts.png", 3.0, layouts),
-    "8b": ("8b.png", 2.4, eight_billion),
+    "8b": ("8b.png", 3.4, eight_billion),
     "linear-layers": ("linear-layers.png", 3.6, linear_layers),
     "loading": ("loading.png", 2.4, loading),
     "loss-325m": ("loss.png", 3.6, loss),
