@@ -57,7 +57,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from sagetrain.cluster.rendezvous import free_port
+from sagetrain.cluster.launcher import free_port
 from sagetrain.config.arithmetic import padded_vocab_size, token_multiple
 from sagetrain.config.check import check
 from sagetrain.config.errors import ConfigError

@@ -44,7 +44,7 @@ from sagetrain.checkpoint import on_disk
 from sagetrain.checkpoint.ledger import Ledger, check_consumed, expected_fold
 from sagetrain.checkpoint.saving import Saver
 from sagetrain.checkpoint.state import Identity, RunState
-from sagetrain.cluster import preflight, rendezvous
+from sagetrain.cluster import launcher, preflight, rendezvous
 from sagetrain.cluster.join import init_distributed
 from sagetrain.cluster.run_folder import RunFolder
 from sagetrain.config.arithmetic import padded_vocab_size
@@ -223,7 +223,7 @@ def simulate(world_size: int, tp_size: int, cp_size: int, cfg: RunConfig, patien
         partitioner(cfg, ParallelGroups.single())  # This imports DeepSpeed once for all ranks.
     # torch's store asks for the name of each host that connects, which takes seconds without a name server.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
-    port, parameters, processes = rendezvous.free_port(), every_parameter(cfg), set()
+    port, parameters, processes = launcher.free_port(), every_parameter(cfg), set()
     with tempfile.TemporaryDirectory() as scratch:
         cfg = cfg.model_copy(update={"training": cfg.training.model_copy(update={"run_dir": f"{scratch}/run"})})
         said, began = Path(scratch) / "ranks.jsonl", time.monotonic()

@@ -117,7 +117,8 @@ def attention(figure: Figure) -> None:
 def which_attention(figure: Figure) -> None:
     rows, panel = tables("which-attention")[0], figure.subplots()
     names = [f"{row['sequences']}, {row['linear layers']} ({row['card']})" for row in rows]
-    paired(panel, names, {"scores": numbers(rows, "ratio")}, "times the speed of the same step with FlashAttention-4", 1)
+    what = "times the speed of the same step with FlashAttention-4"
+    paired(panel, names, {"scores": numbers(rows, "ratio")}, what, 1)
     panel.get_legend().remove()
     panel.axvline(1, color="black", linewidth=0.8)
 

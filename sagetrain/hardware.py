@@ -240,9 +240,9 @@ H200 = Hardware(
     # In INT8, 1B with micro-batches of one sequence of 4,096 tokens takes 118 ms a micro-step on one H100, 2026-11-27
     # (results/small-card): 5.9 ms per block, of which 16-bit layers take 4.0.
     low_bit_launch_seconds={"fp8": 2.9e-3, "int8": 1.9e-3},
-    # With 8B in FP8 at TP 4 whole, 32 micro-steps, on two hosts of four H100s, 2026-11-27, blocks and micro-steps take 9.9
-    # ms by DeepSpeed (24,936 tokens/s) and 8.4 by FSDP2 (29,127), so 1.0 and 2.3 ms more than at TP 2. What it
-    # is made of was not measured; ranks wait for the slowest host in each collective.
+    # With 8B in FP8 at TP 4 whole, 32 micro-steps, on two hosts of four H100s, 2026-11-27, a block's micro-step takes
+    # 9.9 ms by DeepSpeed (24,936 tokens/s) and 8.4 by FSDP2 (29,127): 1.0 and 2.3 ms more than at TP 2. What it is made
+    # of was not measured. Ranks wait for the slowest host in each collective.
     low_bit_rank_seconds=0.95e-3,
     # With 3B in FP8 at TP 2 whole, 16 micro-steps, two H100s, 2026-11-27, the same commit takes 8.71 ms per block and
     # micro-step with hooks in all of them (33,579 tokens/s), and 6.14 with hooks in two (47,649).

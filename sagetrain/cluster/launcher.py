@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import socket
 from collections.abc import Iterable
+from contextlib import suppress
 
 from sagetrain.config.errors import ConfigError
 
@@ -132,3 +134,14 @@ def _settings(names: Iterable[str]) -> str:
 def _unset(names: Iterable[str]) -> str:
     there = " ".join(name for name in names if name in os.environ)
     return f"If another job left this behind: unset {there}"
+
+
+def free_port() -> int:
+    """Return a free port below 32768. The system gives ports from there on to whoever asks for any, so another process
+    could get such a port before the one that it is meant for."""
+    while True:
+        port = 10_000 + secrets.randbelow(10_000)
+        # If binding fails, somebody else listens on this port.
+        with suppress(OSError), socket.socket() as s:
+            s.bind(("", port))
+            return port

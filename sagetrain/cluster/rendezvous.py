@@ -40,13 +40,6 @@ class RanksMissing(ConfigError):
     """Not all ranks of a run came. The message says which ranks did."""
 
 
-def free_port() -> int:
-    """Return a port of this host that nobody listens on at the moment."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
     """Let SIGTERM, SIGUSR1 and Ctrl-C end the process at once, with exit code 128 + signal, while the block waits for

@@ -22,7 +22,7 @@ from forked import PATIENCE, Command
 from prepare_inputs import TEXTS, write_jsonl
 from runs import ROOT
 from sagetrain import api
-from sagetrain.cluster.rendezvous import free_port
+from sagetrain.cluster.launcher import free_port
 from sagetrain.config.errors import CheckpointError, ConfigError, TrainingError
 
 TOKENS = 2560

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +18,7 @@ import yaml
 from safetensors.torch import load_file
 
 from forked import COMMANDS, PATIENCE, Command
+from sagetrain.cluster.launcher import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
@@ -55,17 +54,6 @@ def write_config(path: Path, corpus: Path, run_dir: Path, tp_size: int = 1, **se
         tree[name] = {**tree.get(name, {}), **section}
     path.write_text(yaml.safe_dump(tree))
     return path
-
-
-def free_port() -> int:
-    """Return a free port below 32768. The system gives ports from there on to whoever asks for any, so another test
-    could get such a port before the process that it is meant for."""
-    while True:
-        port = 10_000 + secrets.randbelow(10_000)
-        # If binding fails, somebody else listens on this port.
-        with contextlib.suppress(OSError), socket.socket() as s:
-            s.bind(("", port))
-            return port
 
 
 def command(launcher: str) -> list[str]:
