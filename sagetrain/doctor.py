@@ -34,6 +34,7 @@ from sagetrain.auto import linear_choice
 from sagetrain.auto.attention_choice import admissions
 from sagetrain.cluster import preflight
 from sagetrain.cluster.join import init_distributed
+from sagetrain.config.errors import many
 from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig, ParallelConfig
 from sagetrain.data.open_files import files_of_rank_0, ranks_allowed
 from sagetrain.hardware import of_device
@@ -229,7 +230,7 @@ def gpu(device: torch.device, model: ModelConfig, parallel: ParallelConfig, wher
     if device.type != "cuda":
         fix = "install an NVIDIA driver, and torch with CUDA, to train at speed"
         threads = torch.get_num_threads()
-        checks = [Check("GPU", where, "look", f"none; {threads} thread{'s' * (threads > 1)}", fix)]
+        checks = [Check("GPU", where, "look", f"none; {many(threads, 'thread')}", fix)]
     else:
         free, total = torch.cuda.mem_get_info(device)
         major, minor = torch.cuda.get_device_capability(device)

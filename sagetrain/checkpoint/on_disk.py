@@ -228,7 +228,7 @@ def newest_whole(
             report(f"checkpoint {folder.name} is damaged and passed over: {'; '.join(wrong)}")
     if damaged:
         raise CheckpointError(
-            f"{root}: none of its {len(damaged)} checkpoints is whole; restore one of them, or choose another "
+            f"{root}: no checkpoint is whole ({len(damaged)} damaged); restore one, or choose another "
             "training.run_dir to start from the beginning"
         )
     return None, damaged

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from sagetrain.checkpoint.on_disk import KINDS, file_name, read_manifest
 from sagetrain.checkpoint.state import RunState
 from sagetrain.checkpoint.stateful import Stateful
-from sagetrain.config.errors import CheckpointError
+from sagetrain.config.errors import CheckpointError, many
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.layers import materialize
 from sagetrain.parallel.topology import ParallelGroups
@@ -157,8 +157,8 @@ def check_shapes(reader: Reader, shapes: dict[str, tuple[int, ...]]) -> None:
              if theirs.get(n) != shapes.get(n)]  # fmt: skip
     if wrong:
         raise CheckpointError(
-            f"{reader.folder} holds another model; {len(wrong)} tensors differ, first: {'; '.join(wrong[:3])}. "
-            "Use the model section it was trained with, or another training.run_dir"
+            f"{reader.folder} holds another model, different in {many(len(wrong), 'tensor')}, first: "
+            f"{'; '.join(wrong[:3])}. Use the model section it was trained with, or another training.run_dir"
         )
 
 

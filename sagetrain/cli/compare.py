@@ -12,6 +12,7 @@ from sagetrain.cli.exits import Errors as _Errors
 from sagetrain.cli.exits import leave as _exit
 from sagetrain.cli.exits import warn as _warn
 from sagetrain.cli.options import finite
+from sagetrain.config.errors import many
 
 
 def compare(
@@ -154,5 +155,5 @@ def compare(
         if found.runs or report_only:  # There are no runs if the command was stopped before any began.
             comparing.report(found, output, margin, title, _warn)
         if failed:
-            _warn(f"error: {failed} runs failed; the same command tries them again")
+            _warn(f"error: {many(failed, 'run')} failed; the same command tries them again")
             _exit(TRAINING_EXIT_CODE)

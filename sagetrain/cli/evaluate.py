@@ -10,7 +10,7 @@ import typer
 from sagetrain.cli.exits import Errors as _Errors
 from sagetrain.cli.exits import warn as _warn
 from sagetrain.cli.options import Checkpoint, DataRoot, InferenceAttention, InferencePrecision, RunDir
-from sagetrain.config.errors import ConfigError
+from sagetrain.config.errors import ConfigError, many
 
 if TYPE_CHECKING:
     from sagetrain.inference.evaluate import Evaluation
@@ -157,7 +157,7 @@ def _show_losses(run: TrainedRun, parts: list[Evaluation], stride: int | None, a
         typer.echo(json.dumps({"step": run.step, "window": size, "stride": stride, **values}, indent=1))
         return
     apart = f"windows of {size:,} tokens, {stride} apart"
-    how = apart if stride else f"{every.sequences:,} sequence{'s' * (every.sequences > 1)} of {size:,} tokens"
+    how = apart if stride else f"{many(every.sequences, 'sequence')} of {size:,} tokens"
     title = f"step {run.step}, {run.tokens:,} tokens seen; {how}"
     why = "not all tokens count in the loss" if run.tokenizer else "the run has no tokenizer"
     print_table(console(), _table(title, [*parts, every] if len(parts) > 1 else parts, len(parts) > 1, why))

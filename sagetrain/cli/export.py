@@ -11,6 +11,7 @@ import typer
 from sagetrain.cli.exits import Errors as _Errors
 from sagetrain.cli.exits import warn as _warn
 from sagetrain.cli.options import Checkpoint, RunDir, finite
+from sagetrain.config.errors import many
 
 
 class ExportDtype(enum.Enum):
@@ -43,6 +44,6 @@ def export(
         done = write(run_dir, folder, step=checkpoint, dtype=name, shard_bytes=int(shard_gb * 1e9), report=_warn)
     typer.echo(
         f"{folder}: {done.architecture} of step {done.step}, {done.tensors} tensors, {done.bytes:,} bytes in "
-        f"{done.shards} file{'s' * (done.shards > 1)}, max_position_embeddings {done.positions}, eos_token_id "
+        f"{many(done.shards, 'file')}, max_position_embeddings {done.positions}, eos_token_id "
         f"{done.eos_token_id}"
     )

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from sagetrain.cli.exits import Errors as _Errors
+from sagetrain.config.errors import many
 
 
 def report(
@@ -28,4 +29,4 @@ def report(
         from sagetrain.report.page import write_report
 
         size = write_report(run_dirs, output)
-    typer.echo(f"{output}: {len(run_dirs)} run{'s' * (len(run_dirs) > 1)}, {size / 1e6:.1f} MB; open it in a browser")
+    typer.echo(f"{output}: {many(len(run_dirs), 'run')}, {size / 1e6:.1f} MB; open it in a browser")

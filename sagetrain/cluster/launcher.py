@@ -13,7 +13,7 @@ import socket
 from collections.abc import Iterable
 from contextlib import suppress
 
-from sagetrain.config.errors import ConfigError
+from sagetrain.config.errors import ConfigError, many
 
 _TOGETHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """The variables that every launcher sets together."""
@@ -95,8 +95,8 @@ def unknown_launcher() -> str:
         return ""
     if size != "1":
         return (
-            f"{_settings(_TOGETHER)} in the environment: this process waits for {int(size) - 1} others, although none "
-            f"of torchrun, deepspeed, srun and mpirun started it. {_unset(_TOGETHER)}"
+            f"{_settings(_TOGETHER)} in the environment: this process waits for {many(int(size) - 1, 'other')}, "
+            f"although none of torchrun, deepspeed, srun and mpirun started it. {_unset(_TOGETHER)}"
         )
     address = os.environ.get("MASTER_ADDR", "")
     if address not in ("", "localhost", "127.0.0.1", "::1", socket.gethostname()):

@@ -33,7 +33,7 @@ import sagetrain
 from sagetrain.cluster.join import init_distributed
 from sagetrain.cluster.rendezvous import RanksMissing, by_host, ended_by_signals, ranges, where
 from sagetrain.cluster.run_folder import RunFolder
-from sagetrain.config.errors import CheckpointError, ConfigError
+from sagetrain.config.errors import CheckpointError, ConfigError, many
 from sagetrain.config.schema import RunConfig, TrainingConfig
 from sagetrain.parallel.host import ranks_of_host
 from sagetrain.parallel.topology import Topology
@@ -314,12 +314,12 @@ def differing_allocation(world_size: int) -> list[str]:
     names = ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES", "SLURM_GPUS_ON_NODE")
     told = {name: os.environ[name] for name in names if name in os.environ}
     tasks, hosts, gpus = (int(text) if (text := told.get(name, "")).isdigit() else 0 for name in names)
-    lent = {tasks: f"{tasks} tasks", hosts * gpus: f"{hosts} hosts with {gpus} GPUs each"}
+    lent = {tasks: many(tasks, "task"), hosts * gpus: f"{many(hosts, 'host')} with {many(gpus, 'GPU')} each"}
     lent.pop(0, None)
     if not lent or world_size in lent:
         return []
     return [
-        f"warning: this run has {world_size} rank{'s' * (world_size > 1)}, Slurm's allocation has "
+        f"warning: this run has {many(world_size, 'rank')}, Slurm's allocation has "
         f"{', '.join(lent.values())}. If that is not meant, start one rank a task, as `sagetrain config slurm` does; "
         "parallel.world_size makes a wrong number an error. If another job left "
         f"{', '.join(f'{name}={text}' for name, text in told.items())} behind: unset {' '.join(told)}"

@@ -29,10 +29,9 @@ from sagetrain.comparing.question import BRANCH, OWN, Job, Question, differences
 from sagetrain.comparing.results import Call, Results
 from sagetrain.comparing.run_records import DIVERGED, FAILED, FINISHED, STOPPED, Record
 from sagetrain.config.arithmetic import padded_vocab_size
-from sagetrain.config.errors import TRAINING_EXIT_CODE, ConfigError
+from sagetrain.config.errors import TRAINING_EXIT_CODE, ConfigError, many
 from sagetrain.config.load import flat, is_assignment, load_config
 from sagetrain.config.schema import DataConfig, ModelConfig
-from sagetrain.data.counts import many
 from sagetrain.data.token_file import TokenFile, write_atomic
 from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
 from sagetrain.model.accounting import memory_per_rank, num_parameters, total_bytes
@@ -160,7 +159,7 @@ def _compared(
     branches = Branches(question, where.run_dirs)
     branches.check(missing, [job for job, run in found.runs.items() if run.status == FINISHED])
     found.save(where.output)
-    say(f"{len(jobs)} runs, {len(missing)} to go, {where.devices}: {where.output}")
+    say(f"{many(len(jobs), 'run')}, {len(missing)} to go, {where.devices}: {where.output}")
     for text in _too_large(question, missing, where):
         say(text)
 

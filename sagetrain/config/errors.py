@@ -7,6 +7,7 @@ import json
 import os
 import unicodedata
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 TRAINING_EXIT_CODE = 4
@@ -71,8 +72,19 @@ def way_to_room(said: str) -> str:
     return next((way for number, way in _ROOM.items() if os.strerror(number) in said), "")
 
 
+def no_run(path: Path) -> str:
+    """Return the message about a path that has no checkpoint of a run."""
+    what = f"{path} has no checkpoint" if path.is_dir() else f"there is no folder {path}"
+    return f"{f'{path} is a file' if path.is_file() else what}; name the folder of a run (training.run_dir)"
+
+
 def beyond_ascii(text: str) -> str:
     """Return the names of the characters of a text that are not ASCII, such as `MINUS SIGN (U+2212)`, or "". Copied
     numbers and indentation may hold such characters in place of those that they look like."""
     others = dict.fromkeys(each for each in text if not each.isascii())
     return ", ".join(f"{unicodedata.name(each, 'a character')} (U+{ord(each):04X})" for each in others)
+
+
+def many(number: int, what: str) -> str:
+    """Return a number with its noun: 1 token, 2 tokens."""
+    return f"{number:,} {what}{'s' * (number != 1)}"

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from sagetrain.config.errors import many
 from sagetrain.data.encode import Encoded
 from sagetrain.data.records import Notes, Records
 
@@ -117,8 +118,3 @@ class Tally:
     def _too_long(self, records: Records) -> str:
         left_out = many(self.counts["train"].too_long_records, "record")
         return f"{left_out} in which nothing of the first {records.seq_length:,} tokens (--seq-length) counts"
-
-
-def many(number: int, what: str) -> str:
-    """Return a number with its noun: 1 token, 2 tokens."""
-    return f"{number:,} {what}{'s' * (number != 1)}"

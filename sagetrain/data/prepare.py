@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from sagetrain.config.errors import ConfigError
+from sagetrain.config.errors import ConfigError, many
 from sagetrain.config.rules.data import CHAT_TEMPLATE
 from sagetrain.config.schema import TOKENIZER_JSON, TOKENIZER_NAME, tokenizer_in
 from sagetrain.data.chunk import Place
-from sagetrain.data.counts import Counts, Tally, many
+from sagetrain.data.counts import Counts, Tally
 from sagetrain.data.destination import Destination
 from sagetrain.data.encode import Encoder, encode
 from sagetrain.data.journal import Journal, Unfinished

@@ -20,7 +20,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from sagetrain.config.errors import ConfigError
+from sagetrain.config.errors import ConfigError, many
 from sagetrain.data import files
 from sagetrain.data.archives import matches, members, names_in
 from sagetrain.data.blocks import head, on_disk
@@ -431,12 +431,12 @@ def _check_parts(name: str, dataset: Any, number: int, count: int) -> None:
     import datasets
 
     if isinstance(dataset, datasets.Dataset):
-        there, why, otherwise = dataset.num_rows, f"{name} has {dataset.num_rows} rows", ""
+        there, why, otherwise = dataset.num_rows, f"{name} has {many(dataset.num_rows, 'row')}", ""
     else:
         there, otherwise = dataset.num_shards, ", or give its files as sources (`hf download` fetches them)"
-        why = f"{name} is a stream of {there} file{'s' * (there != 1)}, and a file is read whole"
+        why = f"{name} is a stream of {many(there, 'file')}, and a file is read whole"
     if there < count:
-        raise ConfigError(f"--shard {number}/{count}: {why}: use at most {there} part{'s' * (there != 1)}{otherwise}")
+        raise ConfigError(f"--shard {number}/{count}: {why}: use at most {many(there, 'part')}{otherwise}")
 
 
 def _read_dataset(name: str, dataset: Any, place: Place, wanted: Wanted) -> Iterator[Chunk]:

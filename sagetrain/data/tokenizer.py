@@ -21,7 +21,7 @@ from typing import Protocol
 import sentencepiece
 import tokenizers
 
-from sagetrain.config.errors import ConfigError
+from sagetrain.config.errors import ConfigError, many
 from sagetrain.config.schema import TOKENIZER_JSON, DataConfig, tokenizer_in
 from sagetrain.config.schema import TOKENIZER_NAME as TOKENIZER_NAME
 from sagetrain.data.kinds import refuse_pointer
@@ -393,7 +393,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
         elif most := re.search(r"too high.*<= (\d+)", reason):
             reason = f"--vocab-size {most[1]} or less, or more text"
         raise ConfigError(
-            f"a tokenizer of {vocab_size:,} tokens cannot be trained on this sample ({counter.lines:,} lines, "
+            f"a tokenizer of {vocab_size:,} tokens cannot be trained on this sample ({many(counter.lines, 'line')}, "
             f"{counter.characters:,} characters): {reason}"
         ) from error
     return model.getvalue()

@@ -28,7 +28,7 @@ import torch
 
 from sagekernels.matmul import Matmul
 from sagetrain.config.arithmetic import low_bit_linear
-from sagetrain.config.errors import ConfigError
+from sagetrain.config.errors import ConfigError, many
 from sagetrain.config.schema import AttentionConfig, MonitorConfig
 from sagetrain.data.loader import Batch, Loader, SampleStream
 from sagetrain.data.token_file import check_writable
@@ -113,7 +113,8 @@ def diagnose(
     asked = -(-(num_sequences or size) // size) * size
     count = loader.eval_size(asked) // size * size
     if count < (num_sequences or 1):
-        report(f"{num_sequences} sequences were asked for, and the data has {count} in whole micro-batches of {size}")
+        asked_for = many(num_sequences or 1, "sequence")
+        report(f"asked for {asked_for}, and the data has {count} in whole micro-batches of {size}")
     errors = _linear_errors(run, linear, loader.eval_batches(count))
     model.requires_grad_(False)
     found: dict[str, list[dict[str, float]]] = {}
@@ -195,7 +196,7 @@ def _linear_table(diagnosis: Diagnosis) -> Table:
 
 
 def _tables(diagnosis: Diagnosis, recipe: str, layers: list[dict[str, float]]) -> list[Table]:
-    what = f"{diagnosis.sequences} sequences of {diagnosis.seq_length:,} tokens"
+    what = f"{many(diagnosis.sequences, 'sequence')} of {diagnosis.seq_length:,} tokens"
     whose = "Each layer on its rung" if recipe == LADDER else f"Recipe {recipe}"
     title = f"{whose}, step {diagnosis.step}, {what}: cosine / relative L2 against float32"
     names = [f"{layer} ({own})" if recipe == LADDER else str(layer) for layer, own in enumerate(diagnosis.attention)]

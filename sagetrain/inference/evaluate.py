@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from sagetrain.config.errors import ConfigError
+from sagetrain.config.errors import ConfigError, many
 from sagetrain.config.schema import DataSource
 from sagetrain.data.loader import MASKED, Batch, Loader, SampleStream, batch_of, source_names
 from sagetrain.inference.load import TrainedRun
@@ -113,7 +113,8 @@ def evaluate(
                 part.bytes += decoded_bytes(run.tokenizer, whole) - decoded_bytes(run.tokenizer, begin)
     found = [part for part in found if part.tokens]
     if not found:
-        raise ConfigError(f"no token of {num_sequences:,} sequences of data.valid counts in the loss: ask for more")
+        asked = many(num_sequences, "sequence")
+        raise ConfigError(f"no token of {asked} of data.valid counts in the loss: ask for more")
     return found
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from sagetrain.checkpoint.on_disk import FORMAT, folder_name, sha256
 from sagetrain.checkpoint.state import Identity, ImportRecord, RunState
 from sagetrain.config.arithmetic import padded_vocab_size
-from sagetrain.config.errors import ConfigError
+from sagetrain.config.errors import ConfigError, many
 from sagetrain.config.load import dump_config
 from sagetrain.config.schema import NO_DATA, TOKENIZER_JSON, TOKENIZER_NAME, ModelConfig, RunConfig
 from sagetrain.data.tokenizer import OTHER_FILES, Tokenizer
@@ -178,7 +178,7 @@ def _matched(
         )
     why = other_names(missing, others)
     if missing:
-        lacks = f"{described.architecture} has {len(wanted)} tensors; {len(missing)} of them are missing in the folder"
+        lacks = f"{described.architecture} has {len(wanted)} tensors, and the folder lacks {len(missing)} of them"
         instead = f"; {len(others)} that it does not have are there, first: {others[0]}" if others else ""
         raise ConfigError(
             f"{lacks}, first: {missing[0]}{files.elsewhere(missing[0])}{instead}; "
@@ -187,7 +187,8 @@ def _matched(
     if others:
         biased = f" ({where} says attention_bias and mlp_bias false)" if others[0].endswith(".bias") else ""
         raise ConfigError(
-            f"{len(others)} tensors in the folder are none of {described.architecture}'s, first: {others[0]}{biased}; "
+            f"the folder holds {many(len(others), 'tensor')} that {described.architecture} does not have, first: "
+            f"{others[0]}{biased}; "
             f"{why or 'what they do would be lost, so this model cannot be read'}{f' ({says})' if cause else ''}"
         )
     for name, spec in wanted.items():
@@ -257,7 +258,7 @@ def _say_dtype(config: Mapping[str, Any], dtypes: Mapping[TensorSpec, torch.dtyp
     if said not in (None, "auto") and others:
         stored = ", ".join(sorted({str(dtype).removeprefix("torch.") for dtype in others}))
         report(
-            f"{where} says dtype {said}, {len(others)} of {len(dtypes)} tensors are stored in {stored}: they are "
+            f"{where} says dtype {said}, and tensors are stored in {stored} ({len(others)} of {len(dtypes)}): they are "
             "kept as stored; transformers would round them"
         )
 

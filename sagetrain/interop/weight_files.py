@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from sagetrain.config.errors import ConfigError
+from sagetrain.config.errors import ConfigError, many
 from sagetrain.data.kinds import refuse_pointer
 from sagetrain.interop.causes import MERGE, no_weights
 from sagetrain.interop.huggingface import INDEX, WEIGHTS
@@ -51,7 +51,8 @@ class WeightFiles:
         index, assigned, files = self._entry(named)
         if missing := [file for file in files if not (folder / file).is_file()]:
             raise ConfigError(
-                f"{folder}: {len(missing)} of {len(files)} files of weights are missing, first: {missing[0]}; {_AGAIN}"
+                f"{folder}: files of weights are missing ({len(missing)} of {len(files)}), first: {missing[0]}; "
+                f"{_AGAIN}"
             )
         there: dict[str, list[str]] = {}
         for file in files:
@@ -77,8 +78,8 @@ class WeightFiles:
                 )
         if assigned and (unnamed := [name for name in there if name not in assigned]):
             report(
-                f"{folder}: {len(unnamed)} tensors that {INDEX} does not name are read, as transformers does, first: "
-                f"{unnamed[0]}"
+                f"{folder}: {many(len(unnamed), 'tensor')} that {INDEX} does not name, which transformers reads too, "
+                f"first: {unnamed[0]}"
             )
         self._report_others({*files, index}, report)
 

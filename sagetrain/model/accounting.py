@@ -20,6 +20,7 @@ from sagetrain.config.arithmetic import (
     takes_probes,
     token_multiple,
 )
+from sagetrain.config.errors import many
 from sagetrain.config.schema import (
     SIXTEEN_BITS,
     AttentionConfig,
@@ -526,7 +527,7 @@ def _activations(cfg: RunConfig, rank: Rank) -> tuple[MemoryItem, list[MemoryIte
     inputs = (cfg.model.num_layers - blocks) * rank.element * cfg.model.hidden_size // rank.shards
     what = []
     if inputs:
-        what.append(f"input of {f'{cfg.model.num_layers - blocks} blocks' if blocks else 'every block'}")
+        what.append(f"input of {many(cfg.model.num_layers - blocks, 'block') if blocks else 'every block'}")
     if blocks:
         how = "fused by torch.compile" if rank.fused else "not compiled: fp32 intermediates are kept"
         how = "results of matmuls and attention" if rank.recompute == "selective" else how

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from math import prod
 
 from sagetrain.config.arithmetic import replicas, sharding_ranks
-from sagetrain.config.errors import Finding
+from sagetrain.config.errors import Finding, many
 from sagetrain.config.rules.findings import error
 from sagetrain.config.schema import RunConfig
 from sagetrain.model.accounting import MemoryItem, save_host_bytes, total_bytes
@@ -70,7 +70,7 @@ def host_memory_finding(
         "host_memory",
         "parallel.offload",
         cfg.parallel.offload,
-        f"takes {need / 2**30:.1f} GiB of host memory for {ranks} rank{'s' * (ranks > 1)}, more than the "
+        f"takes {need / 2**30:.1f} GiB of host memory for {many(ranks, 'rank')}, more than the "
         f"{usable / 2**30:.1f} GiB that {whose} leaves to them",
         "use more hosts, which divide the state, or more memory in each (--host-memory of `sagetrain plan`), or "
         "offload: none with optimizer.moments int8",

@@ -11,7 +11,7 @@ from sagetrain.auto.recomputation_choice import least_recomputation
 from sagetrain.config.arithmetic import data_parallel_size, may_be_low_bit, padded_vocab_size, token_multiple
 from sagetrain.config.check import check
 from sagetrain.config.earlier_run import MeasuredRun
-from sagetrain.config.errors import ConfigError, Finding
+from sagetrain.config.errors import ConfigError, Finding, many
 from sagetrain.config.linear_sizes import AUTO_PRECISION
 from sagetrain.config.load import load_config
 from sagetrain.config.rules.findings import warning
@@ -219,11 +219,11 @@ def _larger(
     if proposed:
         yield "None fits with the optimizer as configured: these keep its state in less memory, or elsewhere."
     elif (count := fewest_gpus(cfg, world_size, vocab_size, hardware, smaller_states=True)) and count != fits:
-        yield f"With the optimizer's state in less memory it fits from {count} GPUs on (--world-size {count})."
+        yield f"With the optimizer's state in less memory it fits from {many(count, 'GPU')} on (--world-size {count})."
     if need := host_memory_to_offload(cfg, world_size, vocab_size, hardware):
         yield f"With parallel.offload it fits where a host has {need} GiB (--host-memory {need})."
     if fits:
-        yield f"With the optimizer as configured it fits from {fits} GPUs on."
+        yield f"With the optimizer as configured it fits from {many(fits, 'GPU')} on."
 
 
 def document_span(data: DataConfig) -> float | None:
@@ -360,7 +360,7 @@ def _with_more_gpus(finding: Finding, world_size: int, fits: int, hardware: Hard
     """Return a finding about memory that also says from how many GPUs on the run fits."""
     if finding.rule != "gpu_memory":
         return finding
-    ranks = f"no layout of {world_size} GPU{'s' * (world_size > 1)} fits"
+    ranks = f"no layout of {many(world_size, 'GPU')} fits"
     return replace(
         finding, fix=f"{ranks}: from {fits} {hardware.name} on one does (--world-size {fits}); or {finding.fix}"
     )

@@ -20,7 +20,7 @@ from sagetrain.config.arithmetic import (
     token_multiple,
 )
 from sagetrain.config.earlier_run import read_measured
-from sagetrain.config.errors import ConfigError, Finding
+from sagetrain.config.errors import ConfigError, Finding, many
 from sagetrain.config.reference import keys
 from sagetrain.config.schema import NoiseAwareTokens, PrecisionConfig, RunConfig
 from sagetrain.config.tokens_per_step import ScheduleStage
@@ -325,12 +325,13 @@ def _run_table(plan: Plan, prediction: StepPrediction) -> Table:
     cfg, (steps, trained) = plan.cfg, _length(plan.schedule)
     flops = prediction.flops_per_token * trained
     tenth = max(1, cfg.training.total_tokens // 10)
-    evaluation = f"every {cfg.evaluation.every_tokens or tenth:,} tokens on {cfg.evaluation.num_sequences} sequences"
+    sequences = many(cfg.evaluation.num_sequences, "sequence")
+    evaluation = f"every {cfg.evaluation.every_tokens or tenth:,} tokens on {sequences}"
     tasks = f"{', '.join(cfg.evaluation.tasks)}, every {cfg.evaluation.tasks_every_tokens or tenth:,} tokens"
     memory = _size(save_host_bytes(cfg, plan.world_size, plan.vocab_size))
     on_disk = _size(checkpoint_bytes(cfg, plan.vocab_size))
     return facts("Run", [
-        ("length", f"{steps:,} steps, {trained:,} tokens ({trained // cfg.data.seq_length:,} sequences)"),
+        ("length", f"{many(steps, 'step')}, {trained:,} tokens ({many(trained // cfg.data.seq_length, 'sequence')})"),
         (
             "arithmetic",
             f"{flops:.3g} FLOPs; {_duration(trained, prediction)} at the predicted "
@@ -361,7 +362,7 @@ def _lr_text(cfg: RunConfig, stages: list[ScheduleStage]) -> str:
     if schedule.warmup_tokens:
         left = [(schedule.warmup_tokens - row.from_tokens, row) for row in stages]
         steps = sum(min(row.steps, -(-tokens // row.tokens_per_step)) for tokens, row in left if tokens > 0)
-        parts.append(f"warm-up over {schedule.warmup_tokens:,} tokens ({steps:,} steps)")
+        parts.append(f"warm-up over {schedule.warmup_tokens:,} tokens ({many(steps, 'step')})")
     if schedule.shape == "wsd":
         parts.append(f"decay from token {total - decay_tokens(schedule, total):,}")
     if schedule.shape != "constant":

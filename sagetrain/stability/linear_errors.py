@@ -32,6 +32,7 @@ from torch import Tensor
 from sagekernels.lowbit import LowBit
 from sagekernels.matmul import Matmul
 from sagekernels.observe import pooled_cosine, pooled_rel_l2
+from sagetrain.config.errors import many
 from sagetrain.model.transformer import Gradients, Transformer, changed
 from sagetrain.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from sagetrain.parallel.metrics import share
@@ -201,7 +202,7 @@ class Vanishing:
             return []
         self._said.update(found)
         worst = max(found, key=lambda layer: found[layer])
-        others = f", and more than {MUCH:.0%} of {len(found) - 1} others" if len(found) > 1 else ""
+        others = f", and more than {MUCH:.0%} of {many(len(found) - 1, 'other')}" if len(found) > 1 else ""
         text = (
             f"gradients vanish in 8 bits: of the output's gradient {found[worst]:.1%} of the entries of linear layer "
             f"{worst}{others}; linear.recipe rowwise_bf16_wgrad keeps them for dW, linear.keep_first_blocks and "

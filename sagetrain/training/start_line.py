@@ -7,6 +7,7 @@ import torch.distributed as dist
 from sagetrain import __version__
 from sagetrain.auto.settled import Reasons
 from sagetrain.config.arithmetic import sharding_in_words
+from sagetrain.config.errors import many
 from sagetrain.config.schema import RunConfig
 from sagetrain.engines.protocol import Engine
 from sagetrain.model.accounting import num_parameters
@@ -33,7 +34,7 @@ def start_line(cfg: RunConfig, engine: Engine, vocab_size: int, compiled: bool, 
         pipeline = f" x pipeline parallel {groups.pp_size} (blocks in chunks: {chunks})"
     ranks, sharded = dist.get_world_size(), sharding_in_words(cfg, groups.num_replicas)
     lines = [
-        f"sagetrain {__version__}: {size:,} parameters, {ranks} rank{'s' * (ranks > 1)} (tensor parallel "
+        f"sagetrain {__version__}: {size:,} parameters, {many(ranks, 'rank')} (tensor parallel "
         f"{groups.tp_size}{how}{context}{pipeline} x data parallel {groups.dp_size}), {sharded}, "
         f"{cfg.training.dtype}, torch.compile {'on' if compiled else 'off'}",
         f"  attention {cfg.attention.backend} ({reasons.attention})",

@@ -22,7 +22,7 @@ from sagetrain.checkpoint.ledger import TrainState, check_consumed
 from sagetrain.checkpoint.reading import Reader
 from sagetrain.checkpoint.state import Texts
 from sagetrain.config.arithmetic import checkpoint_tokens, padded_vocab_size
-from sagetrain.config.errors import CheckpointError, Finding, TrainingError
+from sagetrain.config.errors import CheckpointError, Finding, TrainingError, many
 from sagetrain.config.load import dump_config
 from sagetrain.config.schema import NoiseAwareTokens
 from sagetrain.config.tokens_per_step import stages
@@ -187,7 +187,7 @@ class Trainer:
         self._callbacks.tell("on_start", lambda callback: callback.on_start(start))
         if self.state.step:
             ranks, changed = dist.get_world_size(), run.resumed.changed
-            text = f"resumed at {self.state.tokens:,} tokens with {ranks} rank{'s' * (ranks > 1)}"
+            text = f"resumed at {self.state.tokens:,} tokens with {many(ranks, 'rank')}"
             text += f"; changed: {'; '.join(changed)}" if changed else ""
             event = Event("resume", text, {"ranks": ranks, "changed": changed})
             self._reporter.event(self.state, event, say=False)

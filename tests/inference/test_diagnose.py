@@ -209,7 +209,7 @@ def test_fewer_sequences_than_asked_for(run: Path, monkeypatch) -> None:
     said: list[str] = []
     found = diagnose(load_run(run, print), ["scores"], 50, report=said.append)
     assert found.sequences == 4
-    assert said == ["50 sequences were asked for, and the data has 4 in whole micro-batches of 2"]
+    assert said == ["asked for 50 sequences, and the data has 4 in whole micro-batches of 2"]
 
 
 def test_less_data_than_a_micro_batch_is_measured_once(run: Path, monkeypatch) -> None:
@@ -219,7 +219,7 @@ def test_less_data_than_a_micro_batch_is_measured_once(run: Path, monkeypatch) -
     loaded.cfg = loaded.cfg.model_copy(update={"data": data})
     said: list[str] = []
     assert diagnose(loaded, ["scores"], 5, report=said.append).sequences == 3
-    assert said == ["5 sequences were asked for, and the data has 3 in whole micro-batches of 3"]
+    assert said == ["asked for 5 sequences, and the data has 3 in whole micro-batches of 3"]
 
 
 def test_int8_attention_that_cannot_run_here(run: Path) -> None:

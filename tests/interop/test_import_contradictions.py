@@ -221,7 +221,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"max_position_embeddings": 10**30}, "max_position_embeddings 1000.* is larger than any number of a run"),
     ({"rms_norm_eps": None}, "rms_norm_eps None: "),
     ({"tie_word_embeddings": "false"}, "tie_word_embeddings 'false': "),
-    ({"num_hidden_layers": 3}, r"9 of them .* first: model\.layers\.2\..*num_hidden_layers 3, .* hold 2 layers: set"),
+    ({"num_hidden_layers": 3}, r"9 of them, first: model\.layers\.2\..*num_hidden_layers 3, .* hold 2 layers: set"),
     ({"num_hidden_layers": 1}, r"9 tensors .* first: model\.layers\.1\..*num_hidden_layers 1, .* hold 2 layers"),
     ({"intermediate_size": 64}, r"mlp.gate_proj.weight has the shape \(48, 32\), .*\(64, 32\) by intermediate_size"),
     ({"vocab_size": None}, "vocab_size None is no whole number above 0"),
@@ -283,7 +283,7 @@ def test_dtypes_of_config_json_and_files(copy: Callable[..., Folder], tmp_path: 
     folder = copy().config(dtype="bfloat16", torch_dtype="float32", attention_dropout=0.1)
     assert "attention_dropout 0.1: SageTrain drops nothing" in folder.as_transformers()
     shutil.rmtree(folder.run)
-    assert "says dtype bfloat16, 21 of 21 tensors are stored in float32" in folder.as_transformers()
+    assert "says dtype bfloat16, and tensors are stored in float32 (21 of 21)" in folder.as_transformers()
     export(folder.run, tmp_path / "out")
     assert {each.dtype for each in load_file(tmp_path / "out" / WHOLE).values()} == {torch.float32}
 
@@ -355,7 +355,7 @@ def test_an_index_that_names_too_little(copy: Callable[..., Folder]) -> None:
     index, first, _ = sharded(folder)
     norm = "model.layers.0.input_layernorm.weight"  # The tensor is in a file with others.
     folder.config(file=INDEX, weight_map={name: file for name, file in index.items() if name != norm})
-    assert f"1 tensors that {INDEX} does not name are read, as transformers does" in folder.as_transformers()
+    assert f"1 tensor that {INDEX} does not name, which transformers reads too" in folder.as_transformers()
     shutil.rmtree(folder.run)
     folder.config(file=INDEX, weight_map={name: file for name, file in index.items() if name != EMBEDDING})
     folder.refused(rf"{EMBEDDING} is missing \({first} has it\): set it to true if")
@@ -434,21 +434,21 @@ def quantized(*parts: str) -> Callable[[dict[str, torch.Tensor]], None]:
 
 WHOLE_MODEL = "save the whole model .*zero_to_fp32.py"
 NAMES: list[tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = [
-    (renamed("", "_orig_mod."), r"21 of them are missing .* there as _orig_mod\..* with '_orig_mod\.' in its name"),
+    (renamed("", "_orig_mod."), r"lacks 21 of them, .* there as _orig_mod\..* with '_orig_mod\.' in its name"),
     (renamed("", "language_model."), r"with 'language_model\.' in its name, as in a model inside of another"),
     # The head has the name that it should have, so only the embedding is missing of the two.
-    (renamed("model.", "model.language_model."), r"20 of them are missing .* with 'language_model\.' in its name"),
-    (renamed("layers.1.", "layers.1._checkpoint_wrapped_module."), "9 of them .* with '_checkpoint_wrapped_module"),
+    (renamed("model.", "model.language_model."), r"lacks 20 of them, .* with 'language_model\.' in its name"),
+    (renamed("layers.1.", "layers.1._checkpoint_wrapped_module."), "9 of them, .* with '_checkpoint_wrapped_module"),
     (renamed("q_proj.", "q_proj.base_layer."), "of an adapter beside the model; merge the two"),
     (lambda tensors: tensors.update({"model.layers.0.mlp.up_proj.lora_A.default.weight": torch.ones(2)}),
-     "1 tensors in the folder are none of .* of an adapter beside the model"),
-    (quantized("qweight", "qzeros", "scales"), "3 tensors .* none of .*its weights are quantized, which are not read"),
-    (quantized("weight_scale_inv"), "1 tensors .* its weights are quantized"),
+     "the folder holds 1 tensor that .* does not have, first.* of an adapter beside the model"),
+    (quantized("qweight", "qzeros", "scales"), "3 tensors that .* its weights are quantized, which are not read"),
+    (quantized("weight_scale_inv"), "1 tensor that .* its weights are quantized"),
     (lambda tensors: (quantized("qweight", "g_idx")(tensors), tensors.pop("model.layers.0.mlp.up_proj.weight")),
-     "1 of them are missing .* its weights are quantized, .* published in 16 bits"),
+     "lacks 1 of them, .* its weights are quantized, .* published in 16 bits"),
     (renamed("q_proj", "qkv_proj"), r"layers\.0\.self_attn\.qkv_proj\.weight holds several matrices in one"),
     (renamed("lm_head", "score"), "score.weight is the head of a classifier or of a reward model"),
-    (renamed("model.layers", "blk"), "18 of them are missing .* the same number of tensors is there under other names"),
+    (renamed("model.layers", "blk"), "lacks 18 of them, .* the same number of tensors is there under other names"),
     (lambda tensors: tensors.update({EMBEDDING: torch.empty(0)}), rf"embed_tokens.weight .* \(0,\), .* {WHOLE_MODEL}"),
     (lambda tensors: tensors.update({HEAD: tensors[HEAD].flatten()}), rf"\(11264,\), .* \(352, 32\).* {WHOLE_MODEL}"),
 ]  # fmt: skip

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from math import gcd
 
 from sagetrain.config.arithmetic import VOCAB_MULTIPLE, padded_vocab_size, shards_weights
-from sagetrain.config.errors import Finding
+from sagetrain.config.errors import Finding, many
 from sagetrain.config.rules.findings import divisors, error, neighbours, no_effect, samples_off
 from sagetrain.config.schema import RunConfig
 
@@ -19,7 +19,7 @@ def launch(cfg: RunConfig, world_size: int) -> Iterator[Finding]:
             "ranks_of_launch",
             "parallel.world_size",
             wanted,
-            f"this launch has {world_size} rank{'s' * (world_size > 1)}",
+            f"this launch has {many(world_size, 'rank')}",
             "look for a hostfile that is not there or lacks hosts (deepspeed goes on without it), or for a smaller "
             f"allocation; set it to {world_size} if so many are meant, or to null for any number",
         )
@@ -56,7 +56,7 @@ def _ranks(cfg: RunConfig, world_size: int) -> Iterator[Finding]:
             "world_size",
             "parallel.tensor_parallel_size",
             tensor,
-            f"does not divide the {world_size} ranks of this launch",
+            f"does not divide the {many(world_size, 'rank')} of this launch",
             f"use {divisors(gcd(world_size, *_shared(cfg)))}, or start a multiple of {tensor} ranks "
             f"(torchrun --nproc-per-node {tensor} -m sagetrain train; for plan --world-size)",
         )
@@ -65,7 +65,7 @@ def _ranks(cfg: RunConfig, world_size: int) -> Iterator[Finding]:
             "world_size",
             "parallel.context_parallel_size",
             context,
-            f"times tensor_parallel_size {tensor} does not divide the {world_size} ranks of this launch",
+            f"times tensor_parallel_size {tensor} does not divide the {many(world_size, 'rank')} of this launch",
             f"use {divisors(gcd(world_size, *_heads(cfg)) // tensor)}, or start a multiple of {tensor * context} ranks",
         )
     elif world_size % (tensor * context * pipeline):
@@ -73,7 +73,7 @@ def _ranks(cfg: RunConfig, world_size: int) -> Iterator[Finding]:
             "world_size",
             "parallel.pipeline_parallel_size",
             pipeline,
-            f"times {both} does not divide the {world_size} ranks of this launch",
+            f"times {both} does not divide the {many(world_size, 'rank')} of this launch",
             f"use {divisors(world_size // (tensor * context))}, or start a multiple of {tensor * context * pipeline} "
             "ranks",
         )
@@ -82,7 +82,7 @@ def _ranks(cfg: RunConfig, world_size: int) -> Iterator[Finding]:
             "shard_size",
             "parallel.shard_size",
             size,
-            f"does not divide the {replicas} replicas of this launch ({world_size} ranks over "
+            f"does not divide the {many(replicas, 'replica')} of this launch ({many(world_size, 'rank')} over "
             f"tensor_parallel_size {tensor}{stages}): every replica is in one group that shards the model",
             f"use {divisors(replicas)}, or null: all of them shard",
         )
