@@ -6,8 +6,6 @@ import io
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, redirect_stderr
-from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
 from lm_eval.api.instance import Instance
@@ -15,7 +13,6 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.defaults import DEFAULT_OTHER_SEED
 from lm_eval.evaluator import evaluate
 from lm_eval.models.utils import normalize_gen_kwargs
-from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 
@@ -29,6 +26,7 @@ from sagetrain.inference.generate import Sampling, finished
 from sagetrain.inference.load import TrainedRun
 from sagetrain.inference.samples import Alive, Trained, completed, while_training
 from sagetrain.inference.score import Scorer, scorer_of
+from sagetrain.training.inputs import task_manager
 
 TaskResults = dict[str, dict[str, float]]
 """Numbers by task and metric: acc, acc_stderr. If the harness filters answers, the filter's name follows:
@@ -143,17 +141,7 @@ class HarnessTasks:
         Raises:
             ConfigError: a name does not exist, or a task cannot be loaded.
         """
-        files = [name for name in names if Path(name).is_file()]
-        # Listing the tasks of the harness takes seconds.
-        manager = TaskManager(include_defaults=len(files) < len(names))
-        for name in names:
-            if name not in files and name not in manager.task_index:
-                near = get_close_matches(name, manager.all_tasks, 3)
-                hint = f"did you mean {', '.join(near)}? " if near else ""
-                raise ConfigError(
-                    f"task {name}: lm_eval has none of this name, and there is no such file; {hint}`lm-eval ls tasks` "
-                    "lists them"
-                )
+        manager = task_manager(names)
         try:
             self._loaded = manager.load(list(names))
         except Exception as error:  # Tasks, and the libraries that fetch their data, may raise anything.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,8 @@ from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.model.tensors import tensors
 
 if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
+
     from sagetrain.checkpoint.state import Identity, Positions
     from sagetrain.data.loader import SampleStream
 
@@ -76,7 +79,36 @@ def findings(cfg: RunConfig, tokenizer: Tokenizer | None) -> Iterator[Finding]:
     if tokenizer and cfg.evaluation.samples_every_tokens:
         prompts, room = cfg.evaluation.samples_prompts, context_of(cfg)
         yield from _refused("evaluation.samples_prompts", prompts, lambda: check_prompts(prompts, tokenizer, room))
+    if tasks := cfg.evaluation.tasks:
+        with suppress(ImportError):  # A plan may be made without the harness.
+            yield from _refused("evaluation.tasks", tasks, lambda: task_manager(tasks))
     yield from _checkpoint(cfg, vocab_size, sha256, whole)
+
+
+def task_manager(names: Sequence[str]) -> TaskManager:
+    """Return what loads tasks of the lm-evaluation-harness.
+
+    Args:
+        names: names of tasks, or paths of YAML files.
+
+    Raises:
+        ConfigError: the harness has no task of a name, and there is no such file.
+        ImportError: the harness is not installed.
+    """
+    from lm_eval.tasks import TaskManager
+
+    files = [name for name in names if Path(name).is_file()]
+    # Listing the tasks of the harness takes seconds.
+    manager = TaskManager(include_defaults=len(files) < len(names))
+    for name in names:
+        if name not in files and name not in manager.task_index:
+            near = get_close_matches(name, manager.all_tasks, 3)
+            hint = f"did you mean {', '.join(near)}? " if near else ""
+            raise ConfigError(
+                f"task {name}: lm_eval has none of this name, and there is no such file; {hint}`lm-eval ls tasks` "
+                "lists them"
+            )
+    return manager
 
 
 def context_of(cfg: RunConfig) -> int:

@@ -27,6 +27,7 @@ from sagetrain.inference.score import Scorer, scorer_of
 from sagetrain.interop import lm_eval, looks
 from sagetrain.interop.lm_eval import HarnessTasks, harness_of
 from sagetrain.parallel.topology import ParallelGroups
+from sagetrain.training import inputs
 
 QUESTIONS = [
     {"context": "def get(self, ", "choices": ["name):\n", "!!!!", "zzzz zz"], "gold": 0},
@@ -157,7 +158,8 @@ def test_a_group_has_its_own_score(loaded: TrainedRun, tasks: dict[str, Path], m
         (folder / f"{name}.yaml").write_text(json.dumps(tree))
     again = json.loads(tasks["choose"].read_text()) | {"task": "again"}
     (folder / "again.yaml").write_text(json.dumps(again))
-    monkeypatch.setattr(lm_eval, "TaskManager", lambda include_defaults: TaskManager(None, folder, False))
+    own = TaskManager(None, folder, False)
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda include_defaults: own)
     for asks in (["both"], ["all"], ["both", "read"]):
         found = HarnessTasks(asks).measure(harness_of(loaded))
         assert found["both"]["acc"] == found["choose"]["acc"] == found["again"]["acc"]
@@ -230,11 +232,15 @@ def test_what_cannot_be_asked_is_said(
     with pytest.raises(ConfigError, match=r"tasks .*broken\.yaml cannot be loaded: .*none\.jsonl"):
         HarnessTasks([str(broken)])
     # The harness's own 14,000 tasks would take seconds to list.
-    monkeypatch.setattr(lm_eval, "TaskManager", lambda include_defaults: TaskManager(None, tasks["read"].parent, False))
+    own = TaskManager(None, tasks["read"].parent, False)
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda include_defaults: own)
     with pytest.raises(
         ConfigError, match=r"task chose: lm_eval has none of this name.* did you mean choose\? `lm-eval"
     ):
         HarnessTasks(["read", "chose"])
+    cfg = tiny.config(1, evaluation={"tasks": ["read", "chose"]})
+    (found,) = [each for each in inputs.findings(cfg, None) if each.key == "evaluation.tasks"]
+    assert found.level == "error" and "did you mean choose?" in str(found)
 
 
 def test_the_command_prints_a_table_or_json(pair: Path, tasks: dict[str, Path]) -> None:
