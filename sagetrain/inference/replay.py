@@ -214,6 +214,7 @@ def _built(folder: Path, scratch: Path, fresh: bool, layers_of_tp: int) -> Run:
         "training": cfg.training.model_copy(update={"run_dir": str(scratch)}),
         "checkpoint": cfg.checkpoint.model_copy(update={"resume": "auto"}),
         "stability": cfg.stability.model_copy(update={"spikes": spikes}),
+        "logging": cfg.logging.model_copy(update={"wandb": None}),
     }
     return build(cfg.model_copy(update=sections), layers_of_tp=layers_of_tp)
 

@@ -65,6 +65,7 @@ from sagetrain.training.reporter import Reporter
 from sagetrain.training.resume import announce, check, restore
 from sagetrain.training.run import CheckedFiles, Meeting, Resumed, Run
 from sagetrain.training.start_line import start_line
+from sagetrain.training.weights_and_biases import check_login
 
 
 @dataclass(frozen=True)
@@ -183,6 +184,8 @@ def check_files(cfg: RunConfig, tokens: SampleFunction | None = None, loss: Toke
     except ValueError as error:
         raise ConfigError(str(error)) from error
     check_host_memory(cfg, padded_vocab_size(vocab_size))
+    if cfg.logging.wandb and os.environ.get("RANK", "0") == "0":
+        check_login(cfg.logging.wandb)
     return CheckedFiles(
         folder=folder,
         tokenizer=tokenizer,

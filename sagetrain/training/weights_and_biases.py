@@ -54,11 +54,8 @@ class WeightsAndBiases(Callback):
                 # Only SageTrain writes to stderr.
                 settings=wandb.Settings(console="off", silent=True),
             )
-        except wandb.Error as error:
-            raise ConfigError(
-                f"logging.wandb: {error}; log in with `wandb login` or WANDB_API_KEY, or set "
-                "logging.wandb.mode=offline and upload later"
-            ) from error
+        except (wandb.Error, ValueError) as error:
+            raise ConfigError(_refused(str(error))) from error
         self._run.define_metric("*", step_metric="step")
         folder = self._run.settings.sync_dir
         where = f"wandb sync {folder} uploads it" if settings.mode == "offline" else self._run.url
@@ -77,3 +74,30 @@ class WeightsAndBiases(Callback):
 
         self._run.finish()
         wandb.teardown()
+
+
+def check_login(settings: WandbConfig) -> None:
+    """Check that Weights & Biases knows a login here, without a network and without a question at the terminal.
+
+    Raises:
+        ConfigError: there is none, or an environment variable of Weights & Biases has a value that it refuses.
+    """
+    import wandb
+
+    try:
+        wandb.setup(wandb.Settings(silent=True, mode=settings.mode))
+        known = settings.mode == "offline" or wandb.login(prompt=False, verify=False)
+    except TypeError:  # Earlier releases of wandb have no `prompt` and always ask. on_start finds what is wrong.
+        return
+    except (wandb.Error, ValueError) as error:
+        raise ConfigError(_refused(str(error))) from error
+    if not known:
+        raise ConfigError(_refused("there is no login here"))
+
+
+def _refused(said: str) -> str:
+    """Return the message for what Weights & Biases has refused."""
+    return (
+        f"logging.wandb: {' '.join(said.split()).rstrip('.')}; log in with `wandb login` or WANDB_API_KEY, or set "
+        "logging.wandb.mode=offline and upload later"
+    )

@@ -16,9 +16,10 @@ from sagetrain.config.check import check
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.rules import logging
 from sagetrain.config.schema import WandbConfig
+from sagetrain.training.build_run import build
 from sagetrain.training.callbacks import Callbacks, Position, RunStart
 from sagetrain.training.reporter import Reporter
-from sagetrain.training.weights_and_biases import WeightsAndBiases
+from sagetrain.training.weights_and_biases import WeightsAndBiases, check_login
 
 OFFLINE = WandbConfig(project="small models", mode="offline")
 
@@ -91,8 +92,22 @@ def test_what_wandb_refuses_is_said_with_what_to_do(tmp_path: Path, monkeypatch)
 
     monkeypatch.setattr(wandb, "init", refuse)
     start = RunStart(tiny.config(1), tmp_path, Position(0, 0), None, True, print, lambda: None)
-    with pytest.raises(ConfigError, match=r"No API key configured\.; log in .* logging.wandb.mode=offline"):
+    with pytest.raises(ConfigError, match=r"No API key configured; log in .* logging.wandb.mode=offline"):
         WeightsAndBiases(OFFLINE).on_start(start)
+
+
+def test_a_login_is_looked_for_before_ranks_meet(corpus: Path, tmp_path: Path, monkeypatch) -> None:
+    """A run without a login ends before its engine is built, and so does one with a key that wandb refuses."""
+    for name in ("HOME", "NETRC", "WANDB_DIR", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    data = {"train": [{"path": f"{corpus}/train"}]}
+    cfg = tiny.config(1, data=data, training={"run_dir": str(tmp_path / "run")}, logging={"wandb": {"project": "own"}})
+    with pytest.raises(ConfigError, match=r"logging\.wandb: there is no login here; log in with `wandb login`"):
+        build(cfg)
+    monkeypatch.setenv("WANDB_API_KEY", "short")
+    with pytest.raises(ConfigError, match=r"logging\.wandb: WANDB_API_KEY invalid: .*mode=offline"):
+        check_login(cfg.logging.wandb)
 
 
 def test_a_missing_package_is_an_error_before_anything_starts(monkeypatch) -> None:
