@@ -9,12 +9,18 @@ from sagetrain.cli.exits import warn as _warn
 from sagetrain.config.errors import ConfigError, Finding
 
 
-def named(command: str, first: str | None, option: Path | None, others: list[str] | None) -> tuple[Path, list[str]]:
+def named(
+    command: str, first: str | None, options: list[Path] | None, others: list[str] | None
+) -> tuple[Path, list[str]]:
     """Return the configuration and the overrides from `CONFIG [KEY=VALUE]...` or from `--config CONFIG [KEY=VALUE]...`.
-    Raises ConfigError if no configuration is named."""
+    Raises ConfigError if no configuration is named, or several by --config."""
     words = [*([first] if first is not None else []), *(others or [])]
-    if option is not None:
-        return option, words
+    if options:
+        if options[1:]:
+            raise ConfigError(
+                f"--config {' and '.join(map(str, options))}: name one configuration; overrides are KEY=VALUE"
+            )
+        return options[0], words
     from sagetrain.config.load import is_assignment
 
     if not words or is_assignment(words[0]):

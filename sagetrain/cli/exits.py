@@ -19,6 +19,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,7 +47,7 @@ class Errors:
     def __enter__(self) -> Errors:
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, KeyboardInterrupt) and console_script:  # The command that was interrupted has cleaned up.
             leave(130)
         if self.run_dir and isinstance(error, OSError) and _is_unusable(self.run_dir, error):
@@ -57,6 +58,7 @@ class Errors:
         if self.output and isinstance(error, OSError) and _is_unusable(self.output, error):
             error = ConfigError(f"{self.output} cannot be written: {error.strerror}; choose another place for it")
         error = forbidden(error) if isinstance(error, PermissionError) else error
+        error = _not_imported(error) if isinstance(error, Exception) and _exit_code(error) is None else error
         if error is None or (code := _exit_code(error)) is None:
             return
         said = str(error)
@@ -83,6 +85,19 @@ def forbidden(error: PermissionError) -> ConfigError | PermissionError:
     if not error.filename:
         return error
     return ConfigError(f"{error.filename}: {error.strerror}; let this user have it (chmod), or name another path")
+
+
+def _not_imported(error: Exception) -> Exception:
+    """Return the error as a message for people if torch raised it while it was imported, and somebody has set
+    variables that torch reads. An installation that is broken raises ImportError or OSError."""
+    begin, ours = ("TORCH", "PYTORCH"), ("TORCHELASTIC_", "TORCH_CPP_LOG_LEVEL")
+    variables = sorted(name for name in os.environ if name.startswith(begin) and not name.startswith(ours))
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "<module>"]
+    from_torch = frames and frames[-1].f_globals.get("__name__", "").partition(".")[0] == "torch"
+    if not variables or not from_torch or isinstance(error, ImportError | OSError):
+        return error
+    why, given = str(error).strip().partition("\n")[0].rstrip("."), [f"{each}={os.environ[each]}" for each in variables]
+    return ConfigError(f"torch cannot be imported: {why}; correct or unset what is wrong of {', '.join(given)}")
 
 
 def _is_unusable(run_dir: Path, error: OSError) -> bool:

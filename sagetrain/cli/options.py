@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import enum
 import math
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from sagetrain.config.errors import CheckpointError, no_run
 
 
 def finite(value: float | None) -> float | None:
@@ -21,6 +24,17 @@ def finite(value: float | None) -> float | None:
     return value
 
 
+def _folder(path: Path) -> Path:
+    """Return the folder of a run. A path that is no folder is an error here, which comes seconds before torch.
+
+    Raises:
+        CheckpointError: the path is no folder. One rank of a launcher says so.
+    """
+    if not path.is_dir() and os.environ.get("RANK", "0") == "0":
+        raise CheckpointError(no_run(path))
+    return path
+
+
 Config = Annotated[
     str | None,
     typer.Argument(
@@ -29,7 +43,9 @@ Config = Annotated[
         show_default=False,
     ),
 ]
-ConfigOption = Annotated[Path | None, typer.Option("--config", "-c", help="The run's YAML file, as an option.")]
+ConfigOption = Annotated[
+    list[Path] | None, typer.Option("--config", "-c", metavar="CONFIG", help="The run's YAML file, as an option.")
+]
 DataRoot = Annotated[
     Path | None,
     typer.Option(
@@ -42,7 +58,7 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Overrides of the YAML, e.g. optimizer.lr=3e-4", show_default=False),
 ]
-RunDir = Annotated[Path, typer.Argument(help="Folder of a run (its training.run_dir).")]
+RunDir = Annotated[Path, typer.Argument(help="Folder of a run (its training.run_dir).", callback=_folder)]
 Checkpoint = Annotated[
     int | None,
     typer.Option(

@@ -12,7 +12,7 @@ from sagetrain.auto.kept import Kept, kept_attention, kept_linear
 from sagetrain.checkpoint import on_disk, reading
 from sagetrain.checkpoint.reading import Reader
 from sagetrain.config.arithmetic import low_bit_linear, padded_vocab_size
-from sagetrain.config.errors import CheckpointError, ConfigError
+from sagetrain.config.errors import CheckpointError, ConfigError, no_run
 from sagetrain.config.load import load_config
 from sagetrain.config.rules.data import CHAT_TEMPLATE
 from sagetrain.config.schema import LinearConfig, RunConfig, tokenizer_in
@@ -133,8 +133,7 @@ def _no_run(path: Path) -> str:
         )
     if (path / "config.json").is_file():
         return f"{path} is a Hugging Face folder: read it first, `sagetrain import {path} RUN`, and name RUN"
-    what = f"{path} has no checkpoint" if path.is_dir() else f"there is no folder {path}"
-    return f"{f'{path} is a file' if path.is_file() else what}; name the folder of a run (training.run_dir)"
+    return no_run(path)
 
 
 def in_training(cfg: RunConfig, engine: Engine, tokenizer: Tokenizer) -> TrainedRun:

@@ -22,6 +22,7 @@ from sagetrain import __version__
 from sagetrain.__main__ import main
 from sagetrain.cli import configuration
 from sagetrain.cli import main as cli
+from sagetrain.cli.exits import Errors
 from sagetrain.config import ConfigError
 
 
@@ -104,7 +105,7 @@ def test_what_is_no_mistake_of_a_user_is_raised_to_the_program(monkeypatch, erro
 
 @pytest.mark.parametrize("imported", ["typer.models", "torch.types"])
 def test_ctrl_c_is_no_traceback_at_any_time(imported: str) -> None:
-    program = [sys.executable, "-X", "importtime", "-m", "sagetrain", "generate", "none"]
+    program = [sys.executable, "-X", "importtime", "-m", "sagetrain", "generate", str(ROOT)]
     # A shell that starts the suite in the background hands on that SIGINT is ignored.
     heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     process = subprocess.Popen(program, stderr=subprocess.PIPE, text=True, preexec_fn=heard)
@@ -180,6 +181,26 @@ def test_a_configuration_is_named_with_or_without_config(monkeypatch, capsys, co
     assert done == [(Path("a.yaml"), overrides)]
 
 
+@pytest.mark.parametrize("words", [["eval"], ["generate", "def"], ["export", "folder"], ["diagnose"]])
+def test_a_path_without_a_run_is_refused_before_torch(monkeypatch, capsys, tmp_path, words) -> None:
+    for name in ("sagetrain.inference.load", "sagetrain.interop.exporting", "sagetrain.parallel.host"):
+        monkeypatch.setitem(sys.modules, name, None)  # An import fails then.
+    assert main([words[0], str(tmp_path / "none"), *words[1:]]) == 3
+    assert f"error: there is no folder {tmp_path}/none; name the folder of a run" in capsys.readouterr().err
+
+
+def test_a_variable_that_torch_refuses_is_one_line(monkeypatch, capsys) -> None:
+    for name in [name for name in os.environ if "TORCH" in name]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("TORCH_LOGS", "bad")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    for name, ends in (("torch._logging", SystemExit), ("sagetrain.cli", ValueError)):
+        with pytest.raises(ends), Errors():
+            exec("raise ValueError('no such log.\\nThere are: all')", {"__name__": name})
+    said = "error: torch cannot be imported: no such log; correct or unset what is wrong of TORCH_LOGS=bad\n"
+    assert capsys.readouterr().err == said
+
+
 LONG = "data.valid=[" + 300 * "x" + "]"  # This is no name of a file.
 
 
@@ -187,6 +208,8 @@ LONG = "data.valid=[" + 300 * "x" + "]"  # This is no name of a file.
 def test_a_configuration_that_is_not_named(words) -> None:
     with pytest.raises(ConfigError, match=r"name a configuration: sagetrain train my\.yaml"):
         configuration.named("train", words[0], None, words[1])
+    with pytest.raises(ConfigError, match=r"--config a\.yaml and b\.yaml: name one configuration"):
+        configuration.named("train", words[0], [Path("a.yaml"), Path("b.yaml")], words[1])
 
 
 @pytest.mark.parametrize(("number", "code", "said"), [
