@@ -9,7 +9,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import wraps
 from numbers import Integral, Real
@@ -43,8 +42,9 @@ _ARGUMENTS = {
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function raise ConfigError if an argument is not of the type of its annotation. Errors from inside of it
-    name its arguments, and the fields of dataclasses that it is given, where the command has options."""
+    """Let a function raise ConfigError if an argument is not of the type of its annotation. Its errors, and the lines
+    that it passes to `say`, name its arguments and the fields of dataclasses among them where the command has options.
+    """
     signature = inspect.signature(function)
     parameters = signature.parameters.items()
     annotations = {name: each.annotation for name, each in parameters if isinstance(each.annotation, str)}
@@ -52,14 +52,24 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def _call(*args: P.args, **kwargs: P.kwargs) -> R:
-        with suppress(TypeError):  # Python says it better if an argument is missing or unknown.
-            check_types(function.__name__, annotations, signature.bind(*args, **kwargs).arguments, module)
         try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError:  # Python says it better if an argument is missing or unknown.
             return function(*args, **kwargs)
+        check_types(function.__name__, annotations, bound.arguments, module)
+        every = {name: each.default for name, each in parameters} | bound.arguments
+        given = _settings({name: value for name, value in every.items() if name != "self"})
+
+        def in_python(text: str) -> str:
+            # A command line in backticks stays.
+            return re.sub(r"`[^`]*`|(?<![\w-])--([a-z-]+)", lambda found: _argument(found, given), text)
+
+        if say := bound.arguments.get("say"):
+            bound.arguments["say"] = lambda text: say(in_python(text))
+        try:
+            return function(*bound.args, **bound.kwargs)
         except ConfigError as error:
-            every = {name: each.default for name, each in parameters} | signature.bind(*args, **kwargs).arguments
-            given = _settings({name: value for name, value in every.items() if name != "self"})
-            error.args = (re.sub(r"(?<![\w-])--([a-z-]+)", lambda option: _argument(option, given), str(error)),)
+            error.args = (in_python(str(error)),)
             raise
 
     return _call
@@ -72,8 +82,8 @@ def _settings(arguments: Mapping[str, object]) -> dict[str, object]:
 
 
 def _argument(option: re.Match[str], settings: Mapping[str, object]) -> str:
-    """Return the argument that an option of the command stands for, or the option if there is no such argument."""
-    name = option[1].replace("-", "_")
+    """Return the argument that an option of the command stands for, or the text itself if there is no such argument."""
+    name = (option[1] or "").replace("-", "_")
     found = next((each for each in (name, _ARGUMENTS.get(name)) if each in settings), None)
     return f"{found}=True" if found and isinstance(settings[found], bool) else found or option[0]
 

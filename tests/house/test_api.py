@@ -291,8 +291,13 @@ def test_an_argument_of_another_type_is_named(trained: tuple[Path, api.TrainingR
 
 
 def test_texts_are_prepared_planned_for_and_refused(tmp_path: Path, capfd) -> None:
-    request = api.Request(write_jsonl(tmp_path / "a.jsonl", TEXTS), output=tmp_path / "train", vocab_size=350)
-    assert api.prepare(request).vocab_size == 350
+    (texts := tmp_path / "texts").mkdir()
+    write_jsonl(texts / "a.jsonl", TEXTS)
+    (texts / "b.txt").write_text("left out")
+    said = []
+    request = api.Request(texts, output=tmp_path / "train", vocab_size=350)
+    assert api.prepare(request, say=said.append).vocab_size == 350
+    assert any("leaving out 1 other; glob chooses differently" in line for line in said)
     path = {"data.train": [{"path": tmp_path / "train"}], "data.valid": [], "training.run_dir": tmp_path / "run"}
     plan = api.plan("325m", path, world_size=8, gpu="h100")
     assert plan.chosen.prediction.world_size == 8
