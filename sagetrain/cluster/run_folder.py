@@ -133,10 +133,13 @@ class RunFolder:
         self._token.unlink(missing_ok=True)
 
     def describe(self, cfg: RunConfig, settings: Mapping[str, Any], findings: Sequence[Finding]) -> None:
-        """Write the resolved configuration, the settings of its engine and the findings as read-only files."""
+        """Write the resolved configuration, the settings of its engine and the findings as read-only files. Another
+        engine that the run had before leaves no file."""
+        engine = engine_of(cfg)
+        (self.path / f"{'fsdp' if engine == 'deepspeed' else 'deepspeed'}.json").unlink(missing_ok=True)
         for name, text in {
             "config.yaml": dump_config(cfg),
-            f"{engine_of(cfg)}.json": json.dumps(settings, indent=2) + "\n",
+            f"{engine}.json": json.dumps(settings, indent=2) + "\n",
             "findings.json": json.dumps([asdict(finding) for finding in findings], indent=2) + "\n",
         }.items():
             write_atomic(self.path / name, text.encode())

@@ -192,6 +192,8 @@ def test_files_beside_the_metrics_stay_on_a_full_disk(small_disk: Path) -> None:
     (small_disk / "filler").unlink()
     assert json.loads((small_disk / "deepspeed.json").read_text()) == {"first": 1}
     assert sorted(path.name for path in small_disk.iterdir()) == ["config.yaml", "deepspeed.json", "findings.json"]
+    folder.describe(tiny.config(1, parallel={"engine": "fsdp"}), {"third": 3}, [])
+    assert sorted(path.name for path in small_disk.iterdir()) == ["config.yaml", "findings.json", "fsdp.json"]
 
 
 @pytest.mark.parametrize(("number", "path", "code", "said"), [
