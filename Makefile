@@ -35,7 +35,7 @@ quickstart: $(STAMP)  ## train, stop, resume and evaluate a small model on this 
 JOBS ?= 3  # On two cores: the third process works while tests of the others wait for ranks, signals and deadlines.
 test: $(DEV)  ## the whole test suite, CPU only; JOBS=0: all in one process
 	@$(BIN)/python -m compileall -q sagetrain kernels launch benchmarks tests  # once: PYTHONDONTWRITEBYTECODE may be set
-	$(BIN)/python -m pytest -q --ignore=tests/gpu --durations=20 --maxfail=5 -n $(JOBS) --dist loadfile --no-loadscope-reorder -p gpu_seen
+	$(BIN)/python -m pytest -q --ignore=tests/gpu --durations=20 --maxfail=5 --workers $(JOBS) -p workers -p gpu_seen
 
 coverage: $(DEV)  ## the test suite (twice as slow) with a coverage figure of what its own process runs, not ranks
 	$(BIN)/python -m pytest -q --ignore=tests/gpu --cov=sagetrain --cov-report=term:skip-covered

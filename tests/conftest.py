@@ -40,9 +40,6 @@ SLOW = (
 )
 
 torch.set_num_threads(1)  # On a busy machine two threads wait for each other and reach a sixth of the speed of one.
-# A process that is woken up waits for the running one to pause. A rank that interrupted the sender of a message would
-# find its connection locked, and gloo would ask for the lock again and again: half of the time of a collective.
-os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import torch
 
 import first_pass
 import side_by_side
+from forked import PATIENCE, Command
 from runs import ROOT
 from sagekernels.backends import HOPPER, MMA, TRITON
 from sagekernels.call import RECIPES
@@ -95,15 +94,43 @@ def test_processes_share_the_tests_and_one_may_die(tmp_path: Path) -> None:
     for name in ("side_by_side", "gpu_seen"):
         shutil.copy(ROOT / f"tests/support/{name}.py", tmp_path / "tests/support")
     (tmp_path / "tests/gpu/test_x_gpu.py").write_text(CASES)
-    start = "import side_by_side as s, sys; s.IMPORTED = []; sys.exit(s.main(sys.argv[1:]))"
-    words = [sys.executable, "-c", start, "--processes", "2", "-q", "--noconftest", "--rootdir", ".", "tests/gpu"]
-    env = {**os.environ, "PYTHONPATH": str(tmp_path / "tests/support")}
-    run = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
-    assert run.returncode == 1, run.stdout
-    assert "2 failed, 3 passed" in run.stdout and "the process has died" in run.stdout
+    start = f"import sys; sys.path.insert(0, {str(tmp_path / 'tests/support')!r})"
+    start += "\nimport side_by_side as s; s.IMPORTED = []; sys.exit(s.main(sys.argv[1:]))"
+    (tmp_path / "start.py").write_text(start)
+    words = ["start.py", "--processes", "2", "-q", "--noconftest", "--rootdir", ".", "tests/gpu"]
+    command = Command(["python", *words], os.environ, tmp_path / "log", tmp_path)
+    assert command.wait(PATIENCE) == 1, (tmp_path / "log").read_text()
+    said = (tmp_path / "log").read_text()
+    assert "2 failed, 3 passed" in said and "the process has died" in said
     last = json.loads((tmp_path / "tests/gpu/seen.json").read_text())["last"]
     assert last["failures"] == ["test_x_gpu.py::test_it[2]", "test_x_gpu.py::test_killed"]
     assert last["files"] == {"test_x_gpu.py": {"passed": 3, "failed": 2, "skipped": 0, "not run": 0}}
+
+
+SESSION = """
+@pytest.fixture(scope="session", autouse=True)
+def folder(tmp_path_factory):
+    yield tmp_path_factory.getbasetemp()
+    open(f"{os.environ['ENDED']}/{os.getpid()}", "w").close()
+def test_last(folder, capsys):
+    print("said")
+    assert folder.name.startswith("worker-") and capsys.readouterr().out == "said\\n"
+"""
+
+
+def test_workers_take_files_and_one_may_die(tmp_path: Path) -> None:
+    """The tests of a file share a process, but for those behind one that has killed it. Fixtures of the session end."""
+    for name in "xy":
+        (tmp_path / f"test_{name}.py").write_text(CASES + SESSION)
+    (tmp_path / "ended").mkdir()
+    (tmp_path / "start.py").write_text("import sys, pytest\nsys.exit(pytest.main(sys.argv[1:]))")
+    words = ["start.py", "-p", "workers", "--workers", "2", "-q", "--noconftest", "test_x.py", "test_y.py"]
+    env = {**os.environ, "ENDED": str(tmp_path / "ended")}
+    command = Command(["python", *words], env, tmp_path / "log", tmp_path)
+    assert command.wait(PATIENCE) == 1, (tmp_path / "log").read_text()
+    said = (tmp_path / "log").read_text()
+    assert "4 failed, 8 passed" in said and "the process has died: exit code -9" in said
+    assert len(list((tmp_path / "ended").iterdir())) == 2  # Two were killed, and two took their places.
 
 
 def test_every_fixture_is_there_without_the_conftest(passes) -> None:

@@ -9,12 +9,13 @@ import multiprocessing
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from multiprocessing import connection, forkserver
+from multiprocessing import connection, forkserver, resource_tracker
 from pathlib import Path
 from unittest.mock import patch
 
@@ -61,6 +62,30 @@ def context() -> multiprocessing.context.BaseContext:
     with patch.dict(os.environ, PYTHONPATH=str(Path(__file__).parent)):
         forkserver.ensure_running()
     return context
+
+
+def serve() -> None:
+    """Import everything here and fork the server from this process, which saves the server its own imports. The
+    processes that are forked from this one later have the same server."""
+    gc.disable()  # What is imported stays.
+    for name in IMPORTED:
+        import_module(name)
+    gc.enable()
+    resource_tracker.ensure_running()
+    server, address = forkserver._forkserver, connection.arbitrary_address("AF_UNIX")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+        receiver, sender = os.pipe()
+        if not os.fork():
+            try:
+                os.close(sender)  # The server ends when nobody holds this end of the pipe any longer.
+                forkserver.main(listener.fileno(), receiver, [])
+            finally:
+                os._exit(0)
+        os.close(receiver)
+    server._forkserver_address, server._forkserver_alive_fd = address, sender
+    server.ensure_running = forkserver.ensure_running = lambda: None
 
 
 class Command:
@@ -125,6 +150,10 @@ class Command:
 def enter(env: Mapping[str, str], log: str, errors: str) -> None:
     """Take over the environment and the output files in a forked process. The parent of the fork knows neither."""
     gc.freeze()  # Frozen imports are skipped by every garbage collection, which would take half a second each.
+    # A process that is woken up waits for the running one to pause. A rank that interrupted the sender of a message
+    # would find its connection locked, and gloo would ask for the lock again and again: half of the time of a
+    # collective.
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     _take(env)
     for number, stream, path in ((1, sys.stdout, log), (2, sys.stderr, errors)):
         stream.flush()

@@ -187,5 +187,4 @@ class Recorder:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):  # xdist's workers report to the process that started them.
-        config.pluginmanager.register(Recorder(Seen()))
+    config.pluginmanager.register(Recorder(Seen()))
