@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.rules.model import rope_scaling
 from sagetrain.config.schema import AttentionConfig, ModelConfig
-from sagetrain.interop.huggingface import OF_SCALING
+from sagetrain.interop.huggingface import OF_SCALING, SETTINGS
 
 Report = Callable[[str], None]
 
@@ -62,6 +62,8 @@ _WITHOUT = {
     "mlp_bias": False,
     "use_sliding_window": False,
     "partial_rotary_factor": 1.0,
+    "is_causal": True,
+    "per_layer_config": {},
 }
 
 
@@ -108,12 +110,17 @@ def describe(config: Mapping[str, Any], where: str, report: Report) -> Described
             f"{where}: quantization_config: weights that are quantized are not read; take the folder in which the "
             "model is published in 16 bits"
         )
+    if others := [name for name in config.get("configuration_files") or [] if name != "config.json"]:
+        raise ConfigError(
+            f"{where}: configuration_files names {', '.join(map(str, others))}, and transformers takes one of these by "
+            "its own version: rename the file that is meant to config.json, and delete configuration_files"
+        )
     for key, value in _WITHOUT.items():
         if config.get(key) not in (value, None):
             raise ConfigError(f"{where}: {key} {config[key]!r}: SageTrain computes these models with {value!r} alone")
     if dropout := config.get("attention_dropout"):
         report(f"{where}: attention_dropout {dropout}: SageTrain drops nothing when this model is trained on")
-    known = {*_HARMLESS, *_THEIRS.values(), *_WITHOUT}
+    known = {*_HARMLESS, *_THEIRS.values(), *_WITHOUT, *SETTINGS}
     if unread := {key: value for key, value in config.items() if value is not None and key not in known}:
         report(
             f"{where}: not read, as {name} of transformers does not: "

@@ -15,6 +15,15 @@ from sagetrain.config.schema import AttentionConfig, ModelConfig, RopeScaling
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
+SETTINGS = {
+    "bad_words_ids", "begin_suppress_tokens", "diversity_penalty", "do_sample", "early_stopping",
+    "encoder_no_repeat_ngram_size", "epsilon_cutoff", "eta_cutoff", "exponential_decay_length_penalty",
+    "forced_bos_token_id", "forced_eos_token_id", "length_penalty", "max_length", "max_new_tokens", "min_length",
+    "min_new_tokens", "min_p", "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences",
+    "penalty_alpha", "remove_invalid_values", "renormalize_logits", "repetition_penalty", "sequence_bias",
+    "stop_strings", "suppress_tokens", "temperature", "top_k", "top_p", "typical_p",
+}  # fmt: skip
+"""The keys of generation_config.json that transformers reads from config.json if a folder does not have that file."""
 OF_SCALING = {
     "llama3": ("low_freq_factor", "high_freq_factor"),
     "yarn": ("beta_slow", "beta_fast", "attention_factor"),
@@ -22,15 +31,18 @@ OF_SCALING = {
 
 
 def config_json(model: ModelConfig, attention: AttentionConfig, vocab_size: int, seq_length: int) -> dict[str, Any]:
-    """Return the config.json of a model, without its dtype and tokens. The class is Llama, or Qwen3 if q and k are
-    normalized.
+    """Return the config.json of a model, without its dtype and tokens. The class is Qwen3 if q and k are normalized,
+    and otherwise Llama, or Mistral if hidden_size is no multiple of the number of heads, which Llama refuses.
 
     Raises:
         ConfigError: Hugging Face has no class for the model.
     """
     match attention.qk_norm:
+        case "none" if model.hidden_size % model.num_attention_heads:
+            architecture: dict[str, Any] = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+            architecture |= {"sliding_window": None}
         case "none":
-            architecture: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+            architecture = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
             architecture |= {"mlp_bias": False}
         case "before_rope":
             architecture = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}

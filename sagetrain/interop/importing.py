@@ -25,6 +25,7 @@ from sagetrain.data.tokenizer_copy import CONVERT
 from sagetrain.interop.causes import GATHER, no_folder, no_model, other_names
 from sagetrain.interop.describe import Described, Report, describe
 from sagetrain.interop.exporting import SPECIAL_IDS, check_free, cut, published
+from sagetrain.interop.huggingface import SETTINGS
 from sagetrain.interop.weight_files import WeightFiles, read_json
 from sagetrain.model.tensors import TensorSpec, tensors
 
@@ -300,11 +301,17 @@ def _tokenizer(folder: Path, report: Report) -> Tokenizer | None:
 def _generation(
     folder: Path, config: Mapping[str, Any], tokenizer: Tokenizer | None, vocab_size: int, report: Report
 ) -> dict[str, Any]:
-    """Read generation_config.json, with the special token ids of config.json where it has none. The ids say where a
-    text ends, and all settings are exported again."""
+    """Read generation_config.json, with the special token ids of config.json where it has none. Without the file, all
+    settings are those of config.json, as in transformers. The ids say where a text ends, and all settings are exported
+    again."""
     file = folder / "generation_config.json"
     said = read_json(file) if file.is_file() else {}
     settings = {key: value for key, value in said.items() if key not in _NO_SETTINGS}
+    in_config = {key: value for key, value in config.items() if key in SETTINGS and value is not None}
+    if not file.is_file():
+        settings = in_config
+    elif others := [key for key, value in in_config.items() if said.get(key) != value]:
+        report(f"{folder}: config.json says {', '.join(others)}, which is not read beside {file.name}")
     for key in SPECIAL_IDS:
         theirs, own = (_ids(tree.get(key), f"{folder / name}: {key}") for tree, name in
                        ((config, "config.json"), (said, file.name)))  # fmt: skip

@@ -51,8 +51,9 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "llama": save(root / "llama", LlamaConfig(**SIZES)),
         "shards": save(root / "shards", LlamaConfig(**SIZES), shard="40KB"),
         "qwen": save(root / "qwen", Qwen3Config(**SIZES | {"head_dim": 128, "num_key_value_heads": 4})),
+        # hidden_size is no multiple of the number of heads, which transformers takes with this class alone.
         "mistral": save(
-            root / "mistral", MistralConfig(**SIZES | {"num_attention_heads": 8, "num_key_value_heads": 8})
+            root / "mistral", MistralConfig(**SIZES | {"num_attention_heads": 24, "num_key_value_heads": 8})
         ),
     }
 
@@ -225,6 +226,9 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"num_hidden_layers": 1}, r"9 tensors .* first: model\.layers\.1\..*num_hidden_layers 1, .* hold 2 layers"),
     ({"intermediate_size": 64}, r"mlp.gate_proj.weight has the shape \(48, 32\), .*\(64, 32\) by intermediate_size"),
     ({"vocab_size": None}, "vocab_size None is no whole number above 0"),
+    ({"is_causal": False}, "is_causal False: SageTrain computes these models with True alone"),
+    ({"per_layer_config": {"1": {"rms_norm_eps": 0.5}}}, "per_layer_config .* SageTrain computes these models with {}"),
+    ({"configuration_files": ["config.json", "config.4.0.0.json"]}, "configuration_files names config.4.0.0.json, "),
     ({"bos_token_id": [1]}, r"config.json: bos_token_id \[1\] is no token id; copy"),
     ({"eos_token_id": "</s>"}, "config.json: eos_token_id '</s>' is no token id and no list of them"),
     ({"transformers_weights": "../other/model.safetensors"}, "transformers_weights .*no file of this folder"),
@@ -237,10 +241,12 @@ def test_a_config_json_that_contradicts_itself(copy: Callable[..., Folder], keys
     copy().config(**keys).refused(message)
 
 
-def test_layer_types_make_another_class_of_a_mistral(copy: Callable[..., Folder]) -> None:
+def test_layer_types_make_another_class_of_a_mistral(copy: Callable[..., Folder], tmp_path: Path) -> None:
     folder = copy("mistral").config(layer_types=["full_attention", "sliding_attention"], sliding_window=64)
     folder.refused("layer_types .* SageTrain computes full_attention alone")
     assert "attention reaches" not in folder.config(layer_types=["full_attention"] * 2).as_transformers()
+    assert export(folder.run, tmp_path / "out").architecture == "MistralForCausalLM"
+    assert "attention reaches" not in Folder(tmp_path / "out", tmp_path / "second").as_transformers()
 
 
 def test_biases_that_config_json_denies(copy: Callable[..., Folder]) -> None:
@@ -301,11 +307,12 @@ def test_weights_that_are_not_finite_are_refused(copy: Callable[..., Folder], va
 def test_ends_of_config_json_and_generation_config_json(
     copy: Callable[..., Folder], model: Path, tmp_path: Path
 ) -> None:
-    folder = copy().config(eos_token_id=7, bos_token_id=1, pad_token_id=9)
+    folder = copy().config(eos_token_id=7, bos_token_id=1, pad_token_id=9, temperature=0.9)
     settings = {"eos_token_id": [5, 6], "temperature": 0.6, "do_sample": True, "transformers_version": "5"}
     folder.config(file="generation_config.json", drop=("pad_token_id",), **settings)
     shutil.copyfile(model, folder.path / "tokenizer.model")
     said = folder.as_transformers()
+    assert "config.json says temperature, which is not read beside generation_config.json" in said
     assert "config.json says eos_token_id 7, generation_config.json says [5, 6]: the latter counts" in said
     assert "the tokenizer's end-of-text token is 2, eos_token_id says [5, 6]: a text ends with each" in said
     done = export(folder.run, tmp_path / "out")
@@ -318,16 +325,18 @@ def test_ends_of_config_json_and_generation_config_json(
 
 
 def test_ends_of_config_json_alone(copy: Callable[..., Folder], tmp_path: Path) -> None:
-    folder = copy().config(eos_token_id=[7, 400], pad_token_id=352, auto_map={"AutoModel": "own.Model"})
+    keys = {"eos_token_id": [7, 400], "pad_token_id": 352, "temperature": 0.5, "do_sample": True}
+    folder = copy().config(**keys, auto_map={"AutoModel": "own.Model"})
     (folder.path / "generation_config.json").unlink()
     import_folder(folder.path, folder.run, report=folder.said.append)
     said = "\n".join(folder.said)
     assert "eos_token_id 400 is no token of the model (vocab_size 352): it never comes" in said
     # transformers does not load a folder with a pad_token_id beyond the rows.
     assert "pad_token_id 352 is no token of the model (vocab_size 352): it never comes and is left out" in said
-    assert "auto_map names code of its own" in said
+    assert "auto_map names code of its own" in said and "temperature" not in said
     export(folder.run, tmp_path / "out")
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.eos_token_id == [7, 400]
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config
+    assert (theirs.eos_token_id, theirs.temperature, theirs.do_sample) == ([7, 400], 0.5, True)
 
 
 # -- files of weights --------------------------------------------------------------------------------------------------
