@@ -18,13 +18,27 @@ from sagetrain.config.errors import ConfigError
 
 CONFIG, SPECIAL_TOKENS, ADDED_TOKENS = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_OF_CLASS = {"GPT2Tokenizer": ("bos_token", "eos_token", "unk_token"),
-             "Qwen2Tokenizer": ("eos_token", "unk_token", "pad_token")}  # fmt: skip
-"""The special tokens that are <|endoftext|> in classes of transformers, where no file says otherwise."""
+_END = "<|endoftext|>"
+_OF_CLASS = {
+    "GPT2Tokenizer": {"bos_token": _END, "eos_token": _END, "unk_token": _END},
+    "GPTNeoXTokenizer": {"bos_token": _END, "eos_token": _END, "unk_token": _END, "pad_token": "<|padding|>"},
+    "Qwen2Tokenizer": {"eos_token": _END, "unk_token": _END, "pad_token": _END},
+}
+"""The special tokens that classes of transformers have where no file says otherwise."""
+OF_LLAMA = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+"""The special tokens of LlamaTokenizer, which count if the tokenizer has tokens with these texts."""
+_OF_MODEL = {
+    "gpt2": "GPT2Tokenizer",
+    "gpt_neox": "GPTNeoXTokenizer",
+    "cohere": "CohereTokenizer",
+    **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), "Qwen2Tokenizer"),
+}
+"""The classes of tokenizers that transformers takes by the model_type of config.json, where no file names a class."""
 # The latter key was used until version 5 of transformers.
 _EXTRA = ("extra_special_tokens", "additional_special_tokens")
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 _DECODER, _TEMPLATE = "added_tokens_decoder", "chat_template"
+_VERSIONS = "fast_tokenizer_files"
 
 
 @dataclass(frozen=True)
@@ -44,6 +58,12 @@ class Beside:
 
     config: dict[str, Any] = field(default_factory=dict)
     """The content of tokenizer_config.json."""
+    of_class: str = ""
+    """The class of the tokenizer, without Fast at its end. It is empty if no file says it."""
+    class_said: str = ""
+    """The file and the key that say the class, and the class as it stands there."""
+    as_it_is: bool = False
+    """Whether transformers takes a tokenizer.json as it is, whatever the class, because of the model's type."""
     numbered: list[Stated] = field(default_factory=list)
     """Tokens with ids, in the order of the ids."""
     legacy: bool = False
@@ -67,7 +87,12 @@ def read_beside(folder: Path) -> Beside:
         ConfigError: a file is not valid; the message names file, key and rule.
     """
     config, mapped, added = (_object(folder / name) for name in (CONFIG, SPECIAL_TOKENS, ADDED_TOKENS))
-    found = Beside(config)
+    if others := [name for name in config.get(_VERSIONS) or [] if name != "tokenizer.json"]:
+        raise ConfigError(
+            f"{folder / CONFIG}: {_VERSIONS} names {', '.join(map(str, others))}, and transformers takes one of these "
+            f"by its own version: rename the file that is meant to tokenizer.json, and delete {_VERSIONS}"
+        )
+    found = Beside(config, *_class(folder, config))
     has_decoder = config.get(_DECODER) is not None
     _read_named(found, folder, mapped, has_decoder)
     found.more = _extra(folder / CONFIG, config, _EXTRA)
@@ -106,8 +131,9 @@ def _read_named(found: Beside, folder: Path, mapped: dict[str, Any], has_decoder
     trees = [(folder / CONFIG, found.config), (folder / SPECIAL_TOKENS, mapped)]
     for file, tree in trees if has_decoder else reversed(trees):
         given = {key: value for key, value in tree.items() if key in _NAMES or _own_name(key, value)}
-        if isinstance(extra := tree.get("extra_special_tokens"), dict):
-            given |= extra
+        for key in ("extra_special_tokens", "model_specific_special_tokens"):
+            if isinstance(extra := tree.get(key), dict):
+                given |= extra
         for name, value in given.items():
             if value is None or value == "":
                 continue
@@ -120,13 +146,31 @@ def _read_named(found: Beside, folder: Path, mapped: dict[str, Any], has_decoder
                     f"{taken.source} is {taken.token.content!r}, {stated.source} is {stated.token.content!r}: the "
                     "former is taken, as transformers does"
                 )
-    of_class = str(found.config.get("tokenizer_class"))
-    for name in _OF_CLASS.get(of_class.removesuffix("Fast"), ()):
+    for name, text in _OF_CLASS.get(found.of_class, {}).items():
         if name not in found.config and name not in mapped:
-            token = AddedToken("<|endoftext|>", special=True, normalized=False)
-            found.named.setdefault(name, Stated(token, f"{folder / CONFIG} (tokenizer_class {of_class})"))
+            token = AddedToken(text, special=True, normalized=False)
+            found.named.setdefault(name, Stated(token, found.class_said))
     order = {name: number for number, name in enumerate(_NAMES)}
     found.named = dict(sorted(found.named.items(), key=lambda item: order.get(item[0], len(order))))
+
+
+def _class(folder: Path, config: dict[str, Any]) -> tuple[str, str, bool]:
+    """Return the class of the tokenizer and what says it, from the first place that transformers looks at, and whether
+    it takes a tokenizer.json as it is."""
+    try:
+        model = _object(folder / "config.json")
+    except ConfigError:  # It may belong to something else.
+        model = {}
+    as_it_is = model.get("model_type") == "mistral"
+    for file, tree in ((CONFIG, config), ("config.json", model)):
+        if named := tree.get("tokenizer_class"):
+            return str(named).removesuffix("Fast"), f"{folder / file} (tokenizer_class {named})", as_it_is
+    by_model = _OF_MODEL.get(str(model.get("model_type")), "")
+    return (
+        by_model,
+        f"{folder / 'config.json'} (tokenizer_class {by_model} by model_type {model.get('model_type')})",
+        as_it_is,
+    )
 
 
 def _own_name(key: str, value: Any) -> bool:

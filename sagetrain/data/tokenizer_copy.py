@@ -19,7 +19,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from sagetrain.config.errors import ConfigError
-from sagetrain.data.tokenizer_config import CONFIG, Beside, Stated, read_beside
+from sagetrain.data.tokenizer_config import CONFIG, OF_LLAMA, Beside, Stated, read_beside
 
 TOKENIZER_CONFIG = "tokenizer_config"
 """The key of our copies of tokenizer.json that holds what lay beside it: special tokens and chat templates."""
@@ -31,16 +31,20 @@ _ADD_BOS = _FIELD + b"\x0dadd_bos_token"
 """The end of copies by earlier versions that put bos before a text. Later versions say so in JSON."""
 _BEGIN = b'{"beside_sentencepiece": '
 # These classes add bos by their documentation, although transformers 5 does not.
-_LLAMA = ("LlamaTokenizer", "LlamaTokenizerFast")
+_LLAMA = "LlamaTokenizer"
 # With these classes, transformers leaves tokenizer.json as it is.
-_GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
+_GENERIC = ("", "PreTrainedTokenizer", "TokenizersBackend")
 # With these classes, transformers 5 puts together its own steps of this kind before the merges of a tokenizer.json.
 _REBUILT = {
     "GPT2Tokenizer": {"ByteLevel"},
-    "GPTNeoXTokenizer": {"ByteLevel"},
+    "GPTNeoXTokenizer": {"NFC", "ByteLevel"},
     "Qwen2Tokenizer": {"NFC", "Split", "ByteLevel"},
     "CohereTokenizer": {"NFC", "Digits", "ByteLevel"},
+    _LLAMA: {"Metaspace"},
 }
+_AS_BEFORE = (
+    "the latter is taken, as versions up to 4 did; the class PreTrainedTokenizerFast makes transformers 5 do so, too"
+)
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # These are SentencePiece's types of pieces.
 
 
@@ -91,6 +95,8 @@ def completed(model: bytes, file: Path) -> tuple[bytes, list[str]]:
 
 
 def _with_json(tree: dict[str, Any], beside: Beside, file: Path) -> tuple[bytes, list[str]]:
+    if beside.as_it_is:
+        beside.of_class = ""
     notes = [*beside.notes, *_prefix_space(tree, beside, file), *_other_steps(tree, beside, file)]
     if "model" not in tree:
         raise ValueError(
@@ -111,6 +117,11 @@ def _with_json(tree: dict[str, Any], beside: Beside, file: Path) -> tuple[bytes,
         )
         tree["model"]["dropout"] = None
     numbers = vocabulary | {each.content: number for number, each in added.items()}
+    if beside.of_class == _LLAMA and "ByteLevel" not in _kinds(_steps(tree)):
+        for name, text in OF_LLAMA.items():
+            if text in numbers and name not in beside.config:
+                token = AddedToken(text, special=True, normalized=False)
+                beside.named.setdefault(name, Stated(token, beside.class_said))
     if missing := [each for each in _additions(beside, added.values()) if each.token.content]:
         try:
             pipeline = tokenizers.Tokenizer.from_str(json.dumps(tree))
@@ -131,21 +142,27 @@ def _prefix_space(tree: dict[str, Any], beside: Beside, file: Path) -> list[str]
     """Let the pipeline put a space before a text if tokenizer_config.json says so and transformers does it, which is
     with tokenizers of bytes. Return sentences about this, and about a space that the pipeline adds and transformers
     leaves out."""
-    asked, of_class = beside.config.get("add_prefix_space"), beside.config.get("tokenizer_class")
+    asked, of_class = beside.config.get("add_prefix_space"), beside.of_class
     parts = _steps(tree)
-    if of_class in _LLAMA and asked is not False and any(part.get("type") == "Prepend" for part in parts):
+    before_all = any(part.get("type") == "Prepend" or part.get("prepend_scheme") == "always" for part in parts)
+    puts = before_all or any(part.get("prepend_scheme") == "first" for part in parts)
+    if of_class == _LLAMA and asked is not False and before_all:
         return _space_in_chats(beside, file)
-    if not isinstance(asked, bool) or of_class in (None, *_GENERIC):
+    if of_class == _LLAMA and asked is not False and not puts and "ByteLevel" not in _kinds(parts):
+        return [
+            f"{beside.class_said}: with this class transformers 5 puts a space before a text, and {file.name} does "
+            f"not: {_AS_BEFORE}"
+        ]
+    if not isinstance(asked, bool) or of_class in _GENERIC:
         return []
     says = f"{file.parent / CONFIG} says add_prefix_space {str(asked).lower()}"
     other = [part for part in parts if part.get("type") == "ByteLevel" and part.get("add_prefix_space", True) != asked]
-    if of_class in _LLAMA:  # With these classes, transformers leaves a tokenizer of bytes as it is.
+    if of_class == _LLAMA:  # With this class, transformers leaves a tokenizer of bytes as it is.
         other = []
     for part in other:
         part["add_prefix_space"] = asked
     if other:
         return [f"{says}, {file.name} the contrary: the former is taken, as transformers does"]
-    puts = any(part.get("type") == "Prepend" or part.get("prepend_scheme") in ("first", "always") for part in parts)
     if puts and not asked:
         return [f"{says}, {file.name} puts a space before a text: the latter is taken; transformers does the former"]
     return []
@@ -160,16 +177,19 @@ def _steps(tree: dict[str, Any]) -> list[dict[str, Any]]:
 def _other_steps(tree: dict[str, Any], beside: Beside, file: Path) -> list[str]:
     """Say that transformers 5 cuts a text in another way than tokenizer.json, by the class of the tokenizer. SmolLM2 is
     published like this: its digits are tokens of their own, and GPT-2's are not."""
-    of_class = str(beside.config.get("tokenizer_class"))
-    theirs = _REBUILT.get(of_class.removesuffix("Fast"))
-    ours = {str(part.get("type")) for part in _steps(tree)}
+    theirs, ours = _REBUILT.get(beside.of_class), _kinds(_steps(tree))
     if theirs is None or ours == theirs:
         return []
+    if beside.of_class == _LLAMA and ("ByteLevel" in ours or ours <= {"Metaspace", "Prepend", "Replace"}):
+        return []  # transformers leaves a tokenizer of bytes as it is, and _prefix_space speaks of spaces.
     return [
-        f"{file.parent / CONFIG} names the tokenizer_class {of_class}, with which transformers 5 cuts a text by "
-        f"{', '.join(sorted(theirs))} for most models, and {file.name} by {', '.join(sorted(ours)) or 'nothing'}: the "
-        "latter is taken, as versions up to 4 did; the class PreTrainedTokenizerFast makes transformers 5 do so, too"
+        f"{beside.class_said}: with this class transformers 5 cuts a text by {', '.join(sorted(theirs))} for most "
+        f"models, and {file.name} by {', '.join(sorted(ours)) or 'nothing'}: {_AS_BEFORE}"
     ]
+
+
+def _kinds(parts: Iterable[dict[str, Any]]) -> set[str]:
+    return {str(part.get("type")) for part in parts}
 
 
 def _space_in_chats(beside: Beside, file: Path) -> list[str]:
@@ -196,7 +216,7 @@ def _with_sentencepiece(model: bytes, beside: Beside, file: Path) -> tuple[bytes
         notes += said
     if _parsed(model).normalizer_spec.add_dummy_prefix:
         notes += _space_in_chats(beside, file)
-    bos = beside.config.get("add_bos_token", beside.config.get("tokenizer_class") in _LLAMA)
+    bos = beside.config.get("add_bos_token", beside.of_class == _LLAMA)
     config = ({"add_bos_token": True} if bos else {}) | _config(beside, ())
     if config:
         content = _BEGIN + json.dumps(config, ensure_ascii=False).encode() + b"}"

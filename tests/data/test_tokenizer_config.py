@@ -16,6 +16,7 @@ from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.interop.tokenizer_files import tokenizer_files
 
 FILES = {"config": "tokenizer_config.json", "mapped": "special_tokens_map.json", "added": "added_tokens.json"}
+FILES["model"] = "config.json"
 TEXT = "<|im_start|>user\nHi  <|im_end|>  there, <think> it's <tool>\n <|end|><|im_end|> x<think>"
 
 
@@ -79,6 +80,10 @@ CASES: dict[str, dict[str, dict]] = {
         "mapped": {"eos_token": END},
         "added": {END: 257, START: 258},
     },
+    "a model's own names by version 5": {"config": {"model_specific_special_tokens": {"think_token": "<think>"}}},
+    "the class by the model": {"model": {"model_type": "qwen3"}},
+    "the class by the model's key": {"model": {"model_type": "llama", "tokenizer_class": "GPT2Tokenizer"}},
+    "GPT-NeoX's own": {"config": {"tokenizer_class": "GPTNeoXTokenizerFast"}},
     "GPT-2's own": {"config": {"tokenizer_class": "GPT2Tokenizer"}},
     "Qwen2's own": {"config": {"tokenizer_class": "Qwen2TokenizerFast", "unk_token": None}},
     "a name of an ordinary token": {"config": {"tokenizer_class": "Qwen2Tokenizer", "pad_token": "<|end|>"}},
@@ -149,12 +154,31 @@ def test_classes_that_cut_a_text_otherwise_are_said(plain: str, of_class: str, t
     theirs, ours = AutoTokenizer.from_pretrained(file.parent), Tokenizer.load(file)
     same = ours.encode("a12") == theirs.encode("a12", add_special_tokens=False)
     assert len(ours.encode("a12")) == 3 and same == (of_class in ("Qwen2Tokenizer", "PreTrainedTokenizerFast"))
-    assert [f"tokenizer_class {of_class}, with which transformers 5 cuts" in note for note in ours.notes] == [True] * (
-        of_class != "PreTrainedTokenizerFast"
-    )
+    assert [f"(tokenizer_class {of_class}): with this class transformers 5 cuts" in note for note in ours.notes] == [
+        True
+    ] * (of_class != "PreTrainedTokenizerFast")
     for name, content in tokenizer_files(ours, 128).items():
         (file.parent / name).write_bytes(content)
     assert AutoTokenizer.from_pretrained(file.parent).encode("a12") == ours.encode("a12")
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral"])
+@pytest.mark.parametrize("step", [None, {"type": "Digits", "individual_digits": True}])
+def test_what_the_class_of_llama_does_is_said(plain: str, step: dict | None, model_type: str, tmp_path: Path) -> None:
+    """transformers 5 puts the class's own steps in the place of the file's, except with models of Mistral's type. The
+    class's special tokens are those that no file names."""
+    tree = json.loads(plain) | {"pre_tokenizer": step, "decoder": None}
+    tree["model"]["vocab"] |= {"\u2581": 257, "<s>": 258, "12": 259}
+    tree["model"]["merges"] = [["1", "2"]]
+    config = {"tokenizer_class": "LlamaTokenizerFast", "unk_token": "<|end|>"}
+    file = write(tmp_path, json.dumps(tree), config=config, model={"model_type": model_type})
+    theirs, ours = AutoTokenizer.from_pretrained(tmp_path), Tokenizer.load(file)
+    same = ours.encode("12") == theirs.encode("12", add_special_tokens=False)
+    assert ours.bos_id == (258 if theirs.bos_token_id is not None else -1)
+    assert same == (model_type == "mistral") == (theirs.bos_token_id is None)
+    said = [note for note in ours.notes if "json (tokenizer_class LlamaTokenizerFast): with this class" in note]
+    kinds = [] if same else ["puts a space before a text"] + (["cuts a text by Metaspace"] if step else [])
+    assert [kind in note for kind, note in zip(kinds, said, strict=True)] == [True] * len(kinds)
 
 
 def test_merges_are_not_left_out_by_chance(plain: str, tmp_path: Path) -> None:
@@ -216,6 +240,10 @@ CONTRADICTIONS: dict[str, tuple[dict[str, dict], str]] = {
     "no list": ({"config": {"additional_special_tokens": "x"}}, "additional_special_tokens holds str, not a list"),
     "no ids": ({"config": {"added_tokens_decoder": [START]}}, r"\(added_tokens_decoder\) holds list, not tokens by"),
     "no id": ({"added": {START: "first"}}, "'<.im_start.>': the id 'first' is no number"),
+    "versions": (
+        {"config": {"fast_tokenizer_files": ["tokenizer.4.0.0.json", "tokenizer.json"]}},
+        "fast_tokenizer_files names tokenizer.4.0.0.json, .* rename",
+    ),
     "no template": ({"config": {"chat_template": 7}}, "tokenizer_config.json: chat_template is no Jinja template"),
 }
 
