@@ -25,6 +25,8 @@ class _Group(NamedTuple):
     """This rank's rows of them."""
     sizes: list[int]
     """The most elements that a rank has of each. The last ranks may have less, or nothing."""
+    even: list[bool]
+    """Whether the number of ranks divides each. The parts of the others are longer than their weights."""
     ready: torch.cuda.Event | None
     """It marks the end of a renewal on a GPU."""
 
@@ -54,6 +56,7 @@ class WholeWeights:
                 list(group.values()),
                 [masters[name].view(-1) for name in group],
                 [-(-len(leaf) // self._shards) * leaf[0].numel() for leaf in group.values()],
+                [len(leaf) % self._shards == 0 for leaf in group.values()],
                 torch.cuda.Event() if self._stream else None,
             )
             for group in groups
@@ -80,7 +83,7 @@ class WholeWeights:
             ready.wait()
 
     def _renew(self, number: int) -> None:
-        leaves, masters, sizes, _ = self._groups[number]
+        leaves, masters, sizes, even, _ = self._groups[number]
         masters = [master.to(self._device, non_blocking=True) for master in masters]
         if self._ranks is None:
             torch._foreach_copy_([leaf.view(-1) for leaf in leaves], masters)
@@ -93,8 +96,6 @@ class WholeWeights:
             self._copies.gather_into(whole, own)
         else:
             dist.all_gather_into_tensor(whole.view(-1), own, group=self._ranks)
-        # A part that the number of ranks does not divide is longer than its weight.
-        even = [self._shards * size == leaf.numel() for leaf, size in zip(leaves, sizes, strict=True)]
         targets = [
             leaf.view(self._shards, size) if fits else whole.new_empty(self._shards, size)
             for leaf, size, fits in zip(leaves, sizes, even, strict=True)

@@ -17,6 +17,8 @@ from sagetrain.optim.pieces import TensorPiece, Weights
 
 Master = Literal["fp32", "bf16_chance", "bf16_kahan"]
 _LOW = 0xFFFFFFFF
+_AT_ONCE = 2**23
+"""The largest number of values that are rounded by chance at once."""
 
 
 class Fp32Weights:
@@ -53,8 +55,11 @@ class ChanceWeights:
 
     def write(self, values: Tensor, start: int = 0, update: int = 0) -> None:
         """Set the weights from position `start` on. Numbers of bf16 stay as they are."""
-        bits = chance(places(self._piece, start, len(values)), self._seed, update, self._piece.spec.name)
-        self._piece.weight[start : start + len(values)] = round_by_chance(values, bits)
+        # The random bits take 8 bytes a value, and Muon writes whole matrices.
+        for part in values.split(_AT_ONCE):
+            bits = chance(places(self._piece, start, len(part)), self._seed, update, self._piece.spec.name)
+            self._piece.weight[start : start + len(part)] = round_by_chance(part, bits)
+            start += len(part)
 
 
 class KahanWeights:

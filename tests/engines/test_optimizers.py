@@ -21,12 +21,12 @@ from sagetrain.config import RunConfig
 from sagetrain.config.schema import OptimizerConfig
 from sagetrain.engines.protocol import Engine, Observers
 from sagetrain.model.tensors import TensorSpec, tensors
-from sagetrain.optim import muon
+from sagetrain.optim import muon, weights
 from sagetrain.optim.adamw import AdamW
 from sagetrain.optim.muon import Muon
 from sagetrain.optim.pieces import STEP, TensorPiece
 from sagetrain.optim.states import Int8
-from sagetrain.optim.weights import ChanceWeights, KahanWeights
+from sagetrain.optim.weights import ChanceWeights, KahanWeights, chance
 from sagetrain.stability.spikes import Verdict
 
 MODEL = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -175,11 +175,16 @@ def whole_and_pieces(dim: int) -> tuple[TensorPiece, list[tuple[TensorPiece, tor
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_rounding_by_chance_is_fair_and_the_same_in_pieces(dim: int) -> None:
+def test_rounding_by_chance_is_fair_and_the_same_in_pieces(dim: int, monkeypatch) -> None:
+    """Random bits are made for a bounded number of values at once."""
     values = torch.randn(64 * 96, generator=torch.Generator().manual_seed(0))
     whole, pieces = whole_and_pieces(dim)
-    of_whole = ChanceWeights(whole, 7)
-    of_whole.write(values, 0, 3)
+    of_whole, at_once = ChanceWeights(whole, 7), list[int]()
+    with monkeypatch.context() as patched:
+        patched.setattr(weights, "_AT_ONCE", 1000)
+        patched.setattr(weights, "chance", lambda places, *key: at_once.append(len(places)) or chance(places, *key))
+        of_whole.write(values, 0, 3)
+    assert at_once == [1000] * 6 + [144]
     for piece, held in pieces:
         part = ChanceWeights(piece, 7)
         part.write(values[held], 0, 3)
