@@ -332,8 +332,9 @@ class FsdpEngine(BaseEngine):
         self._set_mode(sync=False, last=False)
 
     def _probe(self, batches: Iterable[Batch], probes: Sequence[Probe], masked: bool) -> Iterable[Batch]:
-        # Probes change how layers multiply, so layers make their 8-bit weights of this step before.
-        for module in self._modules:
+        # Probes change how layers multiply, so layers make their 8-bit weights of this step before. At ZeRO 3 they make
+        # none, and gathered blocks would stay.
+        for module in self._modules if self._stage < 3 else ():
             module.unshard()
             self._enter(module)
         return super()._probe(batches, probes, masked)

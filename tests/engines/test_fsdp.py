@@ -331,6 +331,19 @@ EIGHT = {"precision": "fp8", "recipe": "rowwise"}
 SHAPE = {"hidden_size": 64, "ffn_hidden_size": 96, "head_dim": 16, "num_key_value_heads": 4}
 
 
+class Gathered:
+    """A probe that notes how many tensors of blocks have memory before the first pass of a step."""
+
+    micro_batches = 1
+
+    def __init__(self, engine: Engine) -> None:
+        self._blocks = [leaf for name, leaf in engine.leaves().items() if name.startswith("blocks.")]
+        self.found = 0
+
+    def measure(self, runs: Sequence[Any], counted: Sequence[int] | None = None) -> None:
+        self.found = sum(leaf.untyped_storage().nbytes() > 0 for leaf in self._blocks if leaf.dim() > 1)
+
+
 def observed(layouts: Sequence[tuple[int, int, str, str]]) -> list[dict[str, float]]:
     """Return the metrics of noise, both probes and layer norms for a second step, at each (tp_size, stage, engine,
     backend)."""
@@ -340,9 +353,11 @@ def observed(layouts: Sequence[tuple[int, int, str, str]]) -> list[dict[str, flo
         cfg = config(stage, parallel={"engine": engine_name}, model=SHAPE, linear=EIGHT, tokens_per_step={"tokens": 64})
         engine = compiled(cfg, groups) if backend else tiny.engine(cfg, groups)
         model, leaves, device = engine.model, engine.leaves(), engine.device
+        gathered = Gathered(engine)
         observers = Observers(
             noise=GradientNoise(leaves, model.specs.values(), groups, device),
             probes=[
+                gathered,
                 LinearErrors(model, range(2), leaves),
                 QuantizationProbe(model, model.functions[0], groups, device, leaves),
             ],
@@ -350,6 +365,8 @@ def observed(layouts: Sequence[tuple[int, int, str, str]]) -> list[dict[str, flo
         )
         tiny.global_step(engine, 0)
         measured = tiny.global_step(engine, 1, sequences=6, observers=observers)
+        # At ZeRO 3 of several ranks, memory does not hold all blocks at once.
+        assert (gathered.found == 0) == (engine_name == "fsdp" and stage == 3), (stage, gathered.found)
         again = tiny.global_step(engine, 2)
         found.append(
             measured.metrics | {f"layer {k}": v for k, v in measured.layer_norms.items()} | {"next": again.loss}
