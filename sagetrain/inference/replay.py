@@ -199,8 +199,14 @@ def _built(folder: Path, scratch: Path, fresh: bool, layers_of_tp: int) -> Run:
     parallel = cfg.parallel.model_copy(update={"world_size": None})
     if os.environ.get("WORLD_SIZE", "1") == "1":
         # At stage 0 the norms of layers are known even if a gradient is not finite.
-        stage = 0 if cfg.training.dtype == "fp32" else cfg.parallel.zero_stage
-        one = {"tensor_parallel_size": 1, "context_parallel_size": 1, "sequence_parallel": False, "zero_stage": stage}
+        stage = 0 if cfg.training.dtype == "fp32" and parallel.offload == "none" else parallel.zero_stage
+        one = {
+            "tensor_parallel_size": 1,
+            "context_parallel_size": 1,
+            "sequence_parallel": False,
+            "zero_stage": stage,
+            "shard_size": None,
+        }
         stages = {"pipeline_parallel_size": 1, "pipeline_chunks": 1, "pipeline_blocks": "auto"}
         parallel = parallel.model_copy(update=one | stages)
     elif parallel.pipeline_parallel_size > 1:

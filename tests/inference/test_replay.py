@@ -24,10 +24,12 @@ from sagetrain.checkpoint import on_disk
 from sagetrain.checkpoint.ledger import Ledger, TrainState
 from sagetrain.config.errors import CheckpointError, ConfigError, TrainingError
 from sagetrain.config.load import load_config
+from sagetrain.config.rules import fit
 from sagetrain.config.schema import DataSource
 from sagetrain.data.loader import Batch, SampleStream
 from sagetrain.engines.protocol import StepResult
 from sagetrain.engines.step import BaseEngine
+from sagetrain.inference import replay as module
 from sagetrain.inference.replay import _go_there, _start, replay
 from sagetrain.model import selection
 from sagetrain.model.backends import Sage, TokenLayout
@@ -172,6 +174,16 @@ def test_a_damaged_checkpoint_is_passed_over(bad, tmp_path) -> None:
     torn = next((tmp_path / "step-00000009").glob("*.safetensors"))
     torn.write_bytes(bytes(torn.stat().st_size))
     assert _start(tmp_path, content) == tmp_path / "step-00000008"
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_one_process_keeps_no_setting_of_many_ranks(tmp_path, corpus, monkeypatch, dtype: str) -> None:
+    sharded = {"engine": "fsdp", "zero_stage": 2, "shard_size": 3, "offload": "optimizer"}
+    parallel = {"tensor_parallel_size": 2, "sequence_parallel": True, "context_parallel_size": 2, **sharded}
+    config(tmp_path, corpus, training={"dtype": dtype}, parallel=parallel).rename(tmp_path / "config.yaml")
+    monkeypatch.setattr(module, "build", lambda cfg, layers_of_tp: cfg)
+    cfg = module._built(tmp_path, tmp_path / "scratch", True, 2)
+    assert [finding for finding in fit(cfg, 1, 512) if finding.level == "error"] == []
 
 
 def test_one_process_has_the_same_layers_in_8_bits_as_ranks(tmp_path, corpus) -> None:
