@@ -257,8 +257,10 @@ class _SentencePiece:
                 # The offsets count bytes. This list has the number of characters that begin before each byte.
                 characters = [*accumulate((byte & 0xC0 != 0x80 for byte in part.encode()), initial=begin)]
                 found += self._spelled((piece.id for piece in pieces), part)
-                # Pieces without a length are bytes of the next character, or a space before the text.
-                spans += [(characters[p.begin], max(characters[p.begin] + 1, characters[p.end])) for p in pieces]
+                # Pieces without a length are bytes of the next character, or a space before or behind the text.
+                last = characters[-1] - (1 if part else 0)
+                starts = (min(characters[p.begin], last) for p in pieces)
+                spans += [(at, max(at + 1, characters[p.end])) for at, p in zip(starts, pieces, strict=True)]
             begin += len(part)
         return found, spans
 
