@@ -276,6 +276,10 @@ class _HuggingFace:
         tree = json.loads(model)
         config = tree.pop(TOKENIZER_CONFIG, {})
         try:
+            # Spans would lose the spaces and newlines at their ends, so that tokens of these would count nowhere.
+            post = tree.get("post_processor") or {}
+            for step in post.get("processors") or [post]:
+                step |= {"trim_offsets": False} if "trim_offsets" in step else {}
             self._pipeline = tokenizers.Tokenizer.from_str(json.dumps(tree))
         except Exception as error:
             raise ValueError(f"a tokenizer.json of the tokenizers package ({error})") from error

@@ -91,6 +91,7 @@ PREFIXES = {
     "BERT": (processors.BertProcessing(("<|end|>", 1), ("<|begin|>", 0)), [0]),
     "behind alone": (placed("$A <|end|>"), []),
     "Qwen": (BYTES, []),
+    "GPT-NeoX": (processors.ByteLevel(trim_offsets=True), []),
     "none": (None, []),
 }
 
@@ -100,7 +101,11 @@ def test_a_prefix_is_what_stands_before_a_text(folder: Path, name: str) -> None:
     tree = json.loads((folder / "tokenizer.json").read_bytes())
     post, expected = PREFIXES[name]
     tree["post_processor"] = post and json.loads(post.__getstate__())
-    assert Tokenizer(json.dumps(tree).encode()).prefix == expected
+    ours = Tokenizer(json.dumps(tree).encode())
+    assert ours.prefix == expected
+    # GPT-NeoX takes spaces and newlines from the ends of spans. They count with their part all the same.
+    ids, counts = ours.encode_parts([("def a():", False), ("\n    pass\n", True)])
+    assert ours.decode([token for token, each in zip(ids, counts, strict=True) if each]) == "\n    pass\n"
 
 
 @pytest.mark.parametrize("says", [True, False])
