@@ -20,7 +20,6 @@ from sagetrain.config.rules import fit
 from sagetrain.config.rules.engine import PROVEN
 from sagetrain.data.loader import Batch
 from sagetrain.engines.build_engine import build_engine
-from sagetrain.model.compile import compile_blocks
 from sagetrain.model.stages import whole
 
 ACCUMULATIONS = [1, 4, 3, 4, 8, 4, 1, 2]
@@ -305,8 +304,7 @@ def compiled_losses(tp_size: int, cases: list[tuple[int, str, int]]) -> list[tup
         cfg = cfg.model_copy(update={"deepspeed": {"zero_optimization": zero}})
         model = tiny.model(cfg, groups, sequence_parallel=sequence, overlap=True)
         if stage == 3:
-            compiles = compile_blocks if again == "full" and sequence else tiny.compile_first_rank
-            compiles(model, "aot_eager", whole=True)
+            tiny.compile_first_rank(model, whole=True, ranks=tp_size if again == "full" else 1)
         engine = build_engine(cfg, model, groups, 1)
         results = [tiny.global_step(engine, step, sequences=4 // tp_size) for step in range(3)]
         # Gathered weights are given back, which is the point of ZeRO 3 on a real model.

@@ -26,7 +26,6 @@ from sagetrain.engines.build_engine import build_engine
 from sagetrain.engines.protocol import Engine, Observers
 from sagetrain.inference.load import in_training
 from sagetrain.model.accounting import memory_per_rank
-from sagetrain.model.compile import compile_blocks
 from sagetrain.model.host_memory import host_memory_per_rank
 from sagetrain.parallel import layers
 from sagetrain.parallel.topology import ParallelGroups
@@ -51,8 +50,8 @@ def config(stage: int, dtype: str = "fp32", parallel: dict | None = None, **sect
 
 def compiled(cfg: RunConfig, groups: ParallelGroups) -> Engine:
     model = tiny.model(cfg, groups)
-    again = groups.tp_size > 1 and cfg.training.activation_checkpointing != "none"
-    (compile_blocks if again else tiny.compile_first_rank)(model, "aot_eager", hooks=True)
+    again = cfg.training.activation_checkpointing != "none"
+    tiny.compile_first_rank(model, ranks=groups.tp_size if again else 1, hooks=True)
     return build_engine(cfg, model, groups, 1)
 
 

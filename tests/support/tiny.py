@@ -93,15 +93,17 @@ def engine(cfg: RunConfig, groups: ParallelGroups, seed: int = 3) -> Engine:
     return build_engine(cfg, model(cfg, groups, seed), groups, 1)
 
 
-def compile_first_rank(model: Transformer, backend: str = "aot_eager", whole: bool = False, **how: Any) -> bool:
-    """Compile the blocks on the first rank of the world alone, and return whether this is that rank.
+def compile_first_rank(
+    model: Transformer, backend: str = "aot_eager", whole: bool = False, ranks: int = 1, **how: Any
+) -> bool:
+    """Compile the blocks on the first rank of the world alone, or on so many ranks; return whether this is one of them.
 
     The other ranks call the same collectives from Python, so the compiled code is still part of the world's numbers.
     Ranks of a test share a CPU, and torch.compile is most of the time of a test that compiles on all of them. Where
-    tensor parallel blocks are recomputed, all ranks have to compile: Python stops a recomputation early, before the
-    last collectives, and a graph does not.
+    tensor parallel blocks are recomputed, the ranks of a tensor parallel group have to compile alike: Python stops a
+    recomputation early, before the last collectives, and a graph does not.
     """
-    first = torch.distributed.get_rank() == 0
+    first = torch.distributed.get_rank() < ranks
     if first:
         compile_blocks(model, backend, whole=whole, **how)
     model.whole_blocks = whole
