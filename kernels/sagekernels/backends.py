@@ -79,11 +79,15 @@ def _run(call: Call | BackwardCall, run: Callable[[Backend], _Result]) -> _Resul
     return run(last)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch.compile would look into a cache
 def default_recipe(device: torch.device) -> str:
     """Return the recipe that sage_attention takes on a device when none is named: the fastest that is level with 16-bit
     attention in loss, and `fine` where none was measured to be."""
     return next(backend for backend in BACKENDS if backend.serves(capability(device))).fastest or "fine"
+
+
+# The function must be a constant to torch.compile, which would look into a cache. This mark is all that
+# torch.compiler.assume_constant_result sets, but that function imports the compiler, for a second.
+default_recipe._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def serving(found: tuple[int, int], head_dim: int) -> Backend:

@@ -3,24 +3,17 @@
 This file starts itself in a process that interprets, as test_sage_interpreter.py does.
 """
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import Tensor
 
-INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
+from interpreted import INSIDE, run_interpreted
 
 if not INSIDE:
 
     @pytest.mark.timeout(600)
     def test_products_in_the_interpreter():
-        command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", __file__]
-        environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+        run_interpreted(__file__)
 
 else:
     from sagekernels import muon

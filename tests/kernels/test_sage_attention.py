@@ -287,6 +287,7 @@ def test_the_operators_keep_torchs_rules():
         torch.library.opcheck(torch.ops.sagekernels.forward, arguments)
 
 
+@pytest.mark.filterwarnings("error::UserWarning")  # torch.compile warns when it looks into a cache.
 @pytest.mark.parametrize("documents", [(), (30, 40), (1, 9, 60)])
 def test_compiles_into_one_graph(documents):
     shape = Shape(1, 70, 70, 2, 1, 32, documents=documents)

@@ -1,26 +1,21 @@
 """The portable Triton kernels agree with the twin, tile for tile, in Triton's interpreter on the CPU.
 
-Triton reads TRITON_INTERPRET when its functions are decorated, so the cases run in a process of their own. This file is
-the test that starts the process and, inside it, the cases.
+The cases run in a process of their own (tests/support/interpreted.py). This file is the test that starts the process
+and, inside it, the cases.
 """
 
-import os
-import subprocess
 import sys
 
 import pytest
 import torch
 
-INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
+from interpreted import INSIDE, run_interpreted
 
 if not INSIDE:
 
     @pytest.mark.timeout(600)
     def test_kernels_in_the_interpreter():
-        command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", __file__]
-        environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+        run_interpreted(__file__)
 
 else:
     from sagekernels.backward import triton_backward
@@ -56,6 +51,8 @@ else:
         swiglu_gradients_error,
     )
 
+    COMPILER_IMPORTED = "torch._dynamo" in sys.modules
+
     # The columns are shape, recipe, smooth_q and dtype. The dtype is float16 where agreement must be close, because the
     # interpreter truncates to bfloat16.
     CASES = [
@@ -76,6 +73,10 @@ else:
         (Shape(1, 65, 65, 1, 1, 192), "fine", False, torch.bfloat16),
         (Shape(1, 1, 65, 7, 1, 32), "fine", False, torch.bfloat16),
     ]
+
+    def test_kernels_are_imported_without_the_compiler():
+        """The compiler would double the time of the import."""
+        assert not COMPILER_IMPORTED
 
     @pytest.fixture(autouse=True)
     def poisoned_memory():
