@@ -58,7 +58,9 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Overrides of the YAML, e.g. optimizer.lr=3e-4", show_default=False),
 ]
-RunDir = Annotated[Path, typer.Argument(help="Folder of a run (its training.run_dir).", callback=_folder)]
+RunDir = Annotated[
+    Path, typer.Argument(metavar="RUN", help="Folder of a run (its training.run_dir).", callback=_folder)
+]
 Checkpoint = Annotated[
     int | None,
     typer.Option(

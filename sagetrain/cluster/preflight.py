@@ -137,7 +137,11 @@ def check_in(
             files = read(say)
         except ConfigError as error:
             _exchange(_unable(error), hears)
-    return _exchange(_row(cfg, topology, device, files), hears)
+    found = _exchange(_row(cfg, topology, device, files), hears)
+    if device.type == "cpu" and cfg.training.dtype == "bf16" and dist.get_rank() == 0:
+        hears("warning: torch sees no GPU: the run trains on the CPU, which is for small models; `sagetrain doctor` "
+              "says what is missing")  # fmt: skip
+    return found
 
 
 def share(folder: RunFolder, hears: Callable[[str], None] = to_stderr) -> None:

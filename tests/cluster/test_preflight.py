@@ -130,9 +130,10 @@ def test_files_are_told_by_the_first_rank_of_each_host() -> None:
     assert preflight.disagreements(agreeing)[0] == "tokenizer: 0123 on node0 (rank 0); 45 on node1 (rank 2)"
 
 
-def check_in_on_two_hosts(damaged: int | None, local_ranks: list[int]) -> tuple[dict | str, list[int]]:
-    """Return the result of check_in on this rank, or its error, and the files that it was asked to read."""
-    rank, asked = dist.get_rank(), []
+def check_in_on_two_hosts(damaged: int | None, local_ranks: list[int]) -> tuple[dict | str, list[int], int]:
+    """Return the result of check_in on this rank, or its error, the files that it was asked to read, and how often it
+    warned that there is no GPU."""
+    rank, asked, heard = dist.get_rank(), [], []
     os.environ["LOCAL_RANK"] = str(local_ranks[rank])
 
     def read(say) -> dict[str, str]:
@@ -143,9 +144,11 @@ def check_in_on_two_hosts(damaged: int | None, local_ranks: list[int]) -> tuple[
         return {"data.train": "abcdef"}
 
     try:
-        return preflight.check_in(tiny.config(1), Topology(2, 1, 1), torch.device("cpu"), read), asked
+        cfg, topology = tiny.config(1, "bf16"), Topology(2, 1, 1)
+        found = preflight.check_in(cfg, topology, torch.device("cpu"), read, heard.append)
+        return found, asked, sum("torch sees no GPU: the run trains on the CPU" in line for line in heard)
     except ConfigError as error:
-        return str(error), asked
+        return str(error), asked, 0
 
 
 def test_every_host_checks_its_own_files_and_all_hear_of_damage() -> None:
@@ -153,7 +156,7 @@ def test_every_host_checks_its_own_files_and_all_hear_of_damage() -> None:
     assert first == second
     assert re.search(r"some hosts cannot take part .*\n  on .* \(rank 1\): token file x: damaged", first)
     agreed = {"data.train": "abcdef"}
-    assert run_distributed(check_in_on_two_hosts, 2, None, [0, 1]) == [(agreed, [0]), (agreed, [])]
+    assert run_distributed(check_in_on_two_hosts, 2, None, [0, 1]) == [(agreed, [0], 1), (agreed, [], 0)]
 
 
 def test_ranks_wait_for_the_checker_of_files_while_it_reports() -> None:
