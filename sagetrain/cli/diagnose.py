@@ -10,7 +10,7 @@ import typer
 
 from sagetrain.cli.exits import Errors as _Errors
 from sagetrain.cli.exits import warn as _warn
-from sagetrain.cli.options import Checkpoint, DataRoot, RunDir
+from sagetrain.cli.options import Checkpoint, DataRoot, RunDir, check_folder
 
 
 def diagnose(
@@ -43,6 +43,7 @@ def diagnose(
     sagetrain diagnose runs/325m --recipe paper --recipe fine --plot errors.png
     """
     with _Errors(run_dir=run_dir):
+        check_folder(run_dir)
         from sagetrain.data.token_file import write_atomic
         from sagetrain.inference import diagnose as diagnosis
         from sagetrain.inference.load import load_run, with_data

@@ -9,7 +9,7 @@ import typer
 
 from sagetrain.cli.exits import Errors as _Errors
 from sagetrain.cli.exits import warn as _warn
-from sagetrain.cli.options import Checkpoint, DataRoot, InferenceAttention, InferencePrecision, RunDir
+from sagetrain.cli.options import Checkpoint, DataRoot, InferenceAttention, InferencePrecision, RunDir, check_folder
 from sagetrain.config.errors import ConfigError, many
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ def evaluate(
     sagetrain eval runs/325m --tasks arc_easy,hellaswag --limit 200
     """
     with _Errors(run_dir=run_dir):
+        check_folder(run_dir)
         whole = bool(data or stride)
         if whole and num_sequences:
             raise ConfigError(

@@ -10,7 +10,7 @@ import typer
 
 from sagetrain.cli.exits import Errors as _Errors
 from sagetrain.cli.exits import warn as _warn
-from sagetrain.cli.options import Checkpoint, RunDir, finite
+from sagetrain.cli.options import Checkpoint, RunDir, check_folder, finite
 from sagetrain.config.errors import many
 
 
@@ -38,6 +38,7 @@ def export(
     sagetrain export runs/325m 325m-hf --dtype bfloat16
     """
     with _Errors(run_dir=run_dir):
+        check_folder(run_dir)
         from sagetrain.interop.exporting import export as write
 
         name: Any = dtype.value if dtype else None

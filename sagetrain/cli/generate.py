@@ -13,7 +13,7 @@ import typer
 from sagetrain.cli.exits import Errors as _Errors
 from sagetrain.cli.exits import leave_together as _leave_together
 from sagetrain.cli.exits import warn as _warn
-from sagetrain.cli.options import Checkpoint, InferenceAttention, RunDir, finite
+from sagetrain.cli.options import Checkpoint, InferenceAttention, RunDir, check_folder, finite
 from sagetrain.config.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -94,6 +94,7 @@ def generate(
 
         rank, world_size = launched()
         errors.rank = rank
+        check_folder(run_dir)
         use_cores()
         from sagetrain.data.chat_template import read_template, settled_template
         from sagetrain.inference.generate import Sampling

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import math
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -24,15 +23,14 @@ def finite(value: float | None) -> float | None:
     return value
 
 
-def _folder(path: Path) -> Path:
-    """Return the folder of a run. A path that is no folder is an error here, which comes seconds before torch.
+def check_folder(run_dir: Path) -> None:
+    """Check that the path of a run is a folder, which takes no import of torch.
 
     Raises:
-        CheckpointError: the path is no folder. One rank of a launcher says so.
+        CheckpointError: it is not.
     """
-    if not path.is_dir() and os.environ.get("RANK", "0") == "0":
-        raise CheckpointError(no_run(path))
-    return path
+    if not run_dir.is_dir():
+        raise CheckpointError(no_run(run_dir))
 
 
 Config = Annotated[
@@ -58,9 +56,7 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Overrides of the YAML, e.g. optimizer.lr=3e-4", show_default=False),
 ]
-RunDir = Annotated[
-    Path, typer.Argument(metavar="RUN", help="Folder of a run (its training.run_dir).", callback=_folder)
-]
+RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run (its training.run_dir).")]
 Checkpoint = Annotated[
     int | None,
     typer.Option(

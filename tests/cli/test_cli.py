@@ -183,7 +183,7 @@ def test_a_configuration_is_named_with_or_without_config(monkeypatch, capsys, co
 
 @pytest.mark.parametrize("words", [["eval"], ["generate", "def"], ["export", "folder"], ["diagnose"]])
 def test_a_path_without_a_run_is_refused_before_torch(monkeypatch, capsys, tmp_path, words) -> None:
-    for name in ("sagetrain.inference.load", "sagetrain.interop.exporting", "sagetrain.parallel.host"):
+    for name in ("sagetrain.inference.load", "sagetrain.interop.exporting", "sagetrain.data.chat_template"):
         monkeypatch.setitem(sys.modules, name, None)  # An import fails then.
     assert main([words[0], str(tmp_path / "none"), *words[1:]]) == 3
     assert f"error: there is no folder {tmp_path}/none; name the folder of a run" in capsys.readouterr().err
