@@ -50,11 +50,13 @@ def _refuse_joined(path: Path, file: zipfile.ZipFile) -> None:
 def _once(path: Path, members: Iterable[tuple[str, int]]) -> dict[str, int]:
     """The sizes of members by name. ConfigError if a name is there twice, as when an archive was appended to."""
     sizes: dict[str, int] = {}
+    paths: set[PurePosixPath] = set()
     for name, size in members:
-        if name in sizes:
+        if PurePosixPath(name) in paths:
             raise ConfigError(
                 f"{path}: {name} is in it twice, and unpacking it leaves the last one: unpack it, and name the folder"
             )
+        paths.add(PurePosixPath(name))
         sizes[name] = size
     return sizes
 
@@ -96,6 +98,11 @@ def _each(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
             yield member
         # tarfile would remember every member that it has seen.
         tar.members.clear()  # type: ignore[attr-defined]
+    # tarfile takes the end of the file for the end of the archive.
+    if tar.fileobj.tell() == tar.offset:
+        raise tarfile.ReadError(
+            "the blocks of zeros that end an archive are missing (cut short, or not closed by its writer?): unpack it"
+        )
     # Zeros fill the last record. tarfile stops at them, and would leave out an archive that follows.
     while rest := tar.fileobj.read(_REST):
         if rest.strip(b"\0"):

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b, sha256
 from importlib import import_module
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from sagetrain.config.errors import ConfigError, many
@@ -33,6 +33,8 @@ from sagetrain.data.request import TextRequest
 STDLIB = "python-stdlib"
 _HELD_OUT = re.compile(r"(^|[-_./])(test|valid|validation|dev|eval)([-_./]|$)", re.IGNORECASE)
 """Finds the names of splits that nobody trains on."""
+_METADATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json"}
+"""Files beside the data of a Hugging Face dataset, which the datasets library does not read either."""
 _LOOKED_AT = 10_000
 """Number of files whose first bytes are checked before anything is prepared. The others are checked when they are
 read."""
@@ -85,6 +87,7 @@ class Corpus:
         self._looked_at = self._texts = 0
         self._text_files: list[Path] = []
         self._paths: list[Path] = []
+        self._by_inode: dict[tuple[int, int], Path] = {}
         for source in texts.source_texts:
             self.inputs += self._resolve(source)
         check_once(map(os.path.abspath, self._paths))
@@ -222,6 +225,7 @@ class Corpus:
         plain text or tables and archives, whichever are more bytes. `notes` gets a sentence about what is left out."""
         kinds = {name: kind_of(name) for name in sizes}
         structured = {name for name, kind in kinds.items() if kind in (Kind.LINES, Kind.JSON, Kind.PARQUET)}
+        structured = {name for name in structured if PurePath(name).name not in _METADATA} or structured
         texts = {name for name, kind in kinds.items() if kind is Kind.TEXT}
         others = kinds.keys() - structured - texts
         more = sum(sizes[name] for name in others) >= sum(sizes[name] for name in texts)
@@ -236,12 +240,23 @@ class Corpus:
             )
         return chosen
 
-    def _file(self, path: Path) -> Input:
+    def _once(self, path: Path) -> os.stat_result:
+        """Return the status of a file. Raises ConfigError if it is read already under another name."""
         self._paths.append(path)
+        stat = path.stat()
+        other = self._by_inode.setdefault((stat.st_dev, stat.st_ino), path) if stat.st_ino and stat.st_size else path
+        if os.path.abspath(other) != os.path.abspath(path):
+            raise ConfigError(
+                f"{other} and {path} are one file, by a link: its texts would be there twice; choose one with --glob, "
+                "or take the other away"
+            )
+        return stat
+
+    def _file(self, path: Path) -> Input:
+        stat = self._once(path)
         kind, wanted, content = kind_of(path), self._wanted, on_disk(path)
         if wanted.fields and kind is Kind.TEXT:
             raise self._no_fields(path)
-        stat = path.stat()
         if stat.st_size < HEAD:
             refuse_pointer(path)
         identity = [os.path.abspath(path), stat.st_size, stat.st_mtime_ns]
@@ -272,7 +287,7 @@ class Corpus:
 
     def _archive(self, path: Path, glob: str | None = None) -> Input:
         """Build one input from all chosen files of an archive."""
-        self._paths.append(path)
+        stat = self._once(path)
         refuse_pointer(path)
         sizes = names_in(path)
         if glob:
@@ -301,7 +316,6 @@ class Corpus:
                     yield chunk
                 before += last
 
-        stat = path.stat()
         names = sha256("\n".join(sorted(chosen)).encode()).hexdigest()
         identity = [os.path.abspath(path), stat.st_size, stat.st_mtime_ns, names]
         return Input(str(path), chunks, stat.st_size, identity, one_document)

@@ -176,6 +176,17 @@ def test_files_above_and_behind_links(tmp_path, model):
     assert f"{folder}: the link gone.txt and 1 others are not followed" in said[0]
     with pytest.raises(ConfigError, match=r"no files that match 'g\*': the link gone\.txt is not followed"):
         quiet([str(folder)], tmp_path / "z", tokenizer=model, glob="g*")
+    (folder / "newest.txt").symlink_to("a.txt")
+    with pytest.raises(ConfigError, match=r"a\.txt and .*newest\.txt are one file, by a link"):
+        quiet([str(folder)], tmp_path / "z", tokenizer=model)
+
+
+def test_descriptions_of_a_dataset_are_not_its_data(tmp_path, model, expected):
+    """The datasets library does not read them either."""
+    for name, content in (("a.jsonl", lines(TEXTS)), ("dataset_infos.json", b"{}"), ("config.json", b'{"a": 1}')):
+        write(tmp_path, name, content)
+    quiet([str(tmp_path)], tmp_path / "x", tokenizer=model)
+    assert documents(tmp_path / "x") == expected
 
 
 def test_a_folder_gives_what_is_most_of_it(tmp_path, model, expected):
@@ -396,6 +407,8 @@ REFUSED = {
     "i.tar": (tar({"a.txt": b"x"})[:1024] + tar({"a.txt": b"y"}), r"i\.tar: a\.txt is in it twice, .* unpack it"),
     "j.parquet.gz": (gzip.compress(parquet()), r"Parquet is not read out of \.gz; unpack it"),
     "k.parquet": (latin_parquet(), "rows 1 to 1: not UTF-8: "),
+    "k.tar": (tar({"a.txt": b"x", "b.txt": b"y"})[:1536], "the blocks of zeros that end an archive are missing"),
+    "l.tar": (tar({"./a.txt": b"x", "a.txt": b"y"}), r"l\.tar: a\.txt is in it twice"),
     "x.txt.bz2": (bz2.compress(b"text" * 99)[:-9], r"cannot read .*x\.txt\.bz2: Compressed file ended"),
     "x.jsonl.zst": (b"", r"cannot read .*x\.jsonl\.zst: Compressed file ended"),
     "y.txt.xz": (lzma.compress(b"text") + b"and more", r"cannot read .*y\.txt\.xz: "),
