@@ -276,7 +276,7 @@ class _HuggingFace:
         tree = json.loads(model)
         config = tree.pop(TOKENIZER_CONFIG, {})
         try:
-            # Spans would lose the spaces and newlines at their ends, so that tokens of these would count nowhere.
+            # Spans would lose the spaces at their ends, so that the last spaces of a part would count nowhere.
             post = tree.get("post_processor") or {}
             for step in post.get("processors") or [post]:
                 step |= {"trim_offsets": False} if "trim_offsets" in step else {}
