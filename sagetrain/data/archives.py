@@ -15,6 +15,7 @@ from sagetrain.config.errors import ConfigError
 from sagetrain.data.blocks import DAMAGED, Content, on_disk, opened
 
 _REST = 1 << 16
+_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)
 
 
 def names_in(path: Path) -> dict[str, int]:
@@ -22,7 +23,7 @@ def names_in(path: Path) -> dict[str, int]:
     that macOS adds are left out. A compressed .tar is read as a whole.
 
     Raises:
-        ConfigError: the archive cannot be read, or holds an encrypted file.
+        ConfigError: the archive cannot be read, or holds a file that is encrypted or compressed in another way.
     """
     with _readable(path):
         if not path.name.lower().endswith(".zip"):
@@ -33,6 +34,10 @@ def names_in(path: Path) -> dict[str, int]:
     locked = next((each.filename for each in members if each.flag_bits & 1), None)
     if locked:
         raise ConfigError(f"{path}: {locked} is encrypted: unpack the archive")
+    for each in members:
+        if each.compress_type not in _METHODS:
+            method = zipfile.compressor_names.get(each.compress_type, f"method {each.compress_type}")
+            raise ConfigError(f"{path}: {each.filename} is compressed by {method}, which is not read: unpack it (7z x)")
     return _once(path, ((each.filename, each.file_size) for each in members))
 
 
@@ -118,8 +123,7 @@ def _is_meant(name: str) -> bool:
 def _readable(path: Path) -> Iterator[None]:
     try:
         yield
-    # zipfile raises NotImplementedError for a compression that it does not know.
-    except (NotImplementedError, *DAMAGED) as error:
+    except DAMAGED as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
 
 

@@ -353,6 +353,8 @@ def _not_found(source: str) -> str:
         )
     if Path(source).exists():
         return "is neither a file nor a folder; write its content to a file"
+    if Path(source).is_symlink():
+        return f"is a link to {Path(source).readlink()}, which leads to nothing; mend the link, or name the file itself"
     what = "no such file or folder, and not the name of a Hugging Face dataset"
     if re.search(r"[*?\[]", source):
         return f"{what}; a pattern is expanded by the shell, without quotation marks, or give its folder and --glob"

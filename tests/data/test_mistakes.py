@@ -186,6 +186,7 @@ def test_an_error_in_a_worker_arrives_whole(tmp_path, model):
         (["none/*.jsonl"], {}, "no such .* a pattern is expanded by the shell, .*, or give its folder and --glob"),
         (["~/none.txt"], {}, "no such .* ~ is expanded by the shell alone"),
         (["s3://none/a.jsonl"], {}, "is an address, and files are read from this machine alone; download it first"),
+        (["link.txt"], {}, r"link\.txt: is a link to nowhere, which leads to nothing; mend"),
         (["/dev/null"], {}, "is neither a file nor a folder"),
         (["."], {"glob": "*.nothing"}, r"no files that match '\*\.nothing'"),
         (["."], {"glob": "/a*"}, "--glob '/a.': .*; write it relative to the folder"),
@@ -216,6 +217,7 @@ def test_wrong_arguments(tmp_path, monkeypatch, model, sources, options, message
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("some text")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "link.txt").symlink_to("nowhere")
     arguments = {"tokenizer": model, "output": "out/train", **options}
     if arguments.get("vocab_size") and "tokenizer" not in options:
         arguments["tokenizer"] = model
