@@ -19,6 +19,8 @@ _TOGETHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """The variables that every launcher sets together."""
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 """torchrun sets this variable to True if its agent hosts the store at MASTER_ADDR:MASTER_PORT."""
+_OF_HOST = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "SLURM_NODEID", "SLURM_CPUS_PER_TASK")
+"""The variables that parallel/host.py reads as numbers."""
 _ALONE = {
     "LOCAL_WORLD_SIZE": "1",
     "LOCAL_SIZE": "1",
@@ -48,6 +50,9 @@ def launched() -> tuple[int, int]:
             would wait for others that nobody started, or each rank would start a run of its own.
     """
     rank, world_size, local_rank = (_number(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    for name in _OF_HOST:
+        if os.environ.get(name):
+            _number(name)
     size, number = world_size or 1, rank or 0
     if world_size == 0:
         raise _left_over(["WORLD_SIZE"], "a run has at least one rank")
