@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -96,7 +97,17 @@ def _encoded(text: str, tokenizer: Tokenizer) -> list[int]:
 def generated(text: str) -> list[CountedText]:
     """Split a rendered text into pieces. Each comes with True if it was inside of {% generation %}."""
     pieces = re.split(f"({_BEGIN}|{_END})", text)
-    return [(piece, mark == _BEGIN) for mark, piece in zip(["", *pieces[1::2]], pieces[::2], strict=True)]
+    depths = accumulate((1 if mark == _BEGIN else -1 for mark in pieces[1::2]), initial=0)
+    return [(piece, depth > 0) for depth, piece in zip(depths, pieces[::2], strict=True)]
+
+
+@functools.cache
+def reads_its_blocks(template: str) -> bool:
+    """Return whether a template may read what a {% generation %} block writes: where the block stands in a macro, or in
+    a block that sets a variable or is filtered. The marks of the block may change what is made of it there."""
+    kinds = (nodes.AssignBlock, nodes.FilterBlock, nodes.Macro, nodes.CallBlock)
+    outer = _environment().parse(template).find_all(kinds)
+    return any(data.data == _BEGIN for node in outer for data in node.find_all(nodes.TemplateData))
 
 
 @functools.cache
@@ -155,6 +166,7 @@ def rendered(
     special_tokens: Mapping[str, str],
     prompt: bool,
     more: Mapping[str, Any] | None = None,
+    marked: bool = True,
 ) -> str:
     """Render a chat as text.
 
@@ -164,6 +176,7 @@ def rendered(
         special_tokens: texts of control tokens by name, such as "eos_token".
         prompt: also write the beginning of the assistant's next turn.
         more: tools, documents and whatever else the template knows, by name.
+        marked: write the marks that `generated` reads around {% generation %} blocks.
 
     Raises:
         ValueError: the template refuses the chat.
@@ -171,7 +184,9 @@ def rendered(
     given = {"messages": messages, "add_generation_prompt": prompt}
     known = {"strftime_now": Clock(), **(more or {})}
     try:
-        return _compiled(template).render({"tools": None, "documents": None, **special_tokens, **known, **given})
+        return _compiled(template, marked).render(
+            {"tools": None, "documents": None, **special_tokens, **known, **given}
+        )
     except RecursionError as error:
         raise ValueError("the chat template never ends: a macro of it calls itself again and again") from error
     except MemoryError as error:
@@ -189,15 +204,14 @@ def rendered(
 
 
 @functools.cache
-def _compiled(template: str) -> jinja2.Template:
-    return _environment().from_string(template)
+def _compiled(template: str, marked: bool = True) -> jinja2.Template:
+    return _environment(marked).from_string(template)
 
 
 @functools.cache
-def _environment() -> jinja2.Environment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
+def _environment(marked: bool = True) -> jinja2.Environment:
+    block = _Generation if marked else _UnmarkedGeneration
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[block, loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals |= {"raise_exception": _refuse}
     return environment
@@ -215,6 +229,14 @@ class _Generation(Extension):
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         begin, end = (nodes.Output([nodes.TemplateData(mark)]) for mark in (_BEGIN, _END))
         return [begin, nodes.Scope(body).set_lineno(line), end]
+
+
+class _UnmarkedGeneration(_Generation):
+    """The same block, rendered without marks."""
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """Return the nodes in place of the block."""
+        return super().parse(parser)[1:-1]
 
 
 def _to_json(

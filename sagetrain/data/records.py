@@ -28,6 +28,7 @@ from sagetrain.data.chat_template import (
     Message,
     generated,
     read_template,
+    reads_its_blocks,
     rendered,
     settled_template,
     variables,
@@ -202,12 +203,18 @@ class Chats:
         given = [Message(each) for each in messages]
         clock = Clock()
 
-        def render(count: int, prompt: bool = False) -> str:
-            return rendered(template, given[:count], special_tokens, prompt, {"strftime_now": clock, **more})
+        def render(count: int, prompt: bool = False, marked: bool = True) -> str:
+            known = {"strftime_now": clock, **more}
+            return rendered(template, given[:count], special_tokens, prompt, known, marked)
 
         whole = render(len(messages))
         notes[DATED, ""] += clock.was_read
         parts = generated(whole)
+        if reads_its_blocks(template) and "".join(text for text, _ in parts) != render(len(messages), marked=False):
+            raise ValueError(
+                "the chat template changes what a {% generation %} block wrote (by a filter or a comparison), so that "
+                "nobody can tell what of it is left: put {% generation %} around the text as it is written at last"
+            )
         if len(parts) > 1:
             parts = _by_blocks(parts, counted, render)
         else:

@@ -42,7 +42,7 @@ def test_a_launcher_tells_rank_and_world_size(monkeypatch, given, expected) -> N
         ("WORLD_SIZE=8", "WORLD_SIZE=8 in .*: 8 ranks cannot meet without RANK and MASTER_ADDR and MASTER_PORT"),
         ("WORLD_SIZE=8 RANK=0 MASTER_ADDR=a MASTER_PORT=", "cannot meet without MASTER_PORT.*unset RANK WORLD_SIZE"),
         ("WORLD_SIZE=0", "WORLD_SIZE=0 in the environment: a run has at least one rank"),
-        ("RANK=0 WORLD_SIZE=1 LOCAL_WORLD_SIZE=2(x4)", r"LOCAL_WORLD_SIZE=2\(x4\) in .*: it must be a number.*unset LOCAL"),
+        ("RANK=0 WORLD_SIZE=1 LOCAL_WORLD_SIZE=2(x4)", r"LOCAL_WORLD_SIZE=2\(x4\) in .*: it must be a number"),
         ("SLURM_PROCID=0 SLURM_CPUS_PER_TASK=all", "SLURM_CPUS_PER_TASK=all in the environment: it must be a number"),
         ("WORLD_SIZE=eight", "WORLD_SIZE=eight in the environment: it must be a number.*unset WORLD_SIZE"),
         ("MASTER_PORT=70000", "MASTER_PORT=70000 in the environment: it must be a port, .*unset MASTER_PORT$"),

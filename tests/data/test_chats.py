@@ -291,6 +291,19 @@ def test_what_is_set_in_a_block_is_not_known_behind_it(theirs) -> None:
     assert shown({"messages": [ASK, ANSWER]}, template).replace("«", "").replace("»", "") == expected == "goyxYes.yx"
 
 
+def test_blocks_in_blocks_and_in_variables() -> None:
+    """The marks of a block must not change what the template makes of its text."""
+    block = "{% generation %}{{ m.content }}{% endgeneration %}"
+    chat = {"messages": [ASK, ANSWER]}
+    nested = f"{{% generation %}}({block})<|eot|>{{% endgeneration %}}"
+    assert shown(chat, f"{{% for m in messages[1:] %}}go{nested}{{% endfor %}}") == "go«(Yes.)<|eot|>»"
+    kept = "{% for m in messages[1:] %}go{% set a %}" + block + "{% endset %}"
+    assert shown(chat, kept + "{{ a }}{% endfor %}") == "go«Yes.»"
+    for changed in ("{{ a }}{{ a | length }}", "{{ a if a != 'Yes.' else '' }}", "{{ a[:2] }}"):
+        with pytest.raises(ValueError, match=r"changes what a \{% generation %\} block wrote .*: put"):
+            shown(chat, f"{kept}{changed}{{% endfor %}}")
+
+
 RECURSIVE = "{% macro more(n) %}{{ more(n + 1) }}{% endmacro %}"
 
 
