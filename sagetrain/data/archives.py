@@ -16,6 +16,7 @@ from sagetrain.data.blocks import DAMAGED, Content, on_disk, opened
 
 _REST = 1 << 16
 _METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)
+_OTHER_METHODS = {9: "Deflate64", 93: "Zstandard", 95: "xz", 98: "PPMd"}
 
 
 def names_in(path: Path) -> dict[str, int]:
@@ -36,7 +37,7 @@ def names_in(path: Path) -> dict[str, int]:
         raise ConfigError(f"{path}: {locked} is encrypted: unpack the archive")
     for each in members:
         if each.compress_type not in _METHODS:
-            method = zipfile.compressor_names.get(each.compress_type, f"method {each.compress_type}")
+            method = _OTHER_METHODS.get(each.compress_type, f"method {each.compress_type}")
             raise ConfigError(f"{path}: {each.filename} is compressed by {method}, which is not read: unpack it (7z x)")
     return _once(path, ((each.filename, each.file_size) for each in members))
 

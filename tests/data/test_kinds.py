@@ -397,7 +397,7 @@ REFUSED = {
     "a.tar": (tar({"b.tar.gz": tar({}, gzip.compress)}), "b.tar.gz is an archive, which is not read out of an archive"),
     "b.zip": (zipped({"b.parquet": parquet()}), "b.parquet is Parquet, which is not read out of an archive: unpack it"),
     "c.zip": (encrypted(), "a.txt is encrypted"),
-    "c64.zip": (deflate64(), r"c64\.zip: a\.txt is compressed by deflate64, which is not read: unpack it"),
+    "c64.zip": (deflate64(), r"c64\.zip: a\.txt is compressed by Deflate64, which is not read: unpack it"),
     "d.zip": (b"PK\x03\x04 no", r"cannot read .*d\.zip: File is not a zip file"),
     "d.tar": (b"no archive" * 100, r"cannot read .*d\.tar: "),
     "e.tar.gz": (tar({"a.txt": b"x" * 9000}, gzip.compress)[:-20], r"cannot read .*e\.tar\.gz: Compressed file ended"),
