@@ -232,7 +232,7 @@ class _Generation(Extension):
 
 
 class _UnmarkedGeneration(_Generation):
-    """The same block, rendered without marks."""
+    """The block, rendered without the marks."""
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         """Return the nodes in place of the block."""
