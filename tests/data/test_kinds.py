@@ -321,7 +321,7 @@ def encrypted() -> bytes:
 
 
 def deflate64() -> bytes:
-    """As Windows packs files above 2 GB."""
+    """Build an archive whose file is packed as Windows packs files above 2 GB."""
     data = bytearray(zipped({"a.txt": b"x"}))
     data[data.rindex(b"PK\x01\x02") + 10] = 9
     return bytes(data)
