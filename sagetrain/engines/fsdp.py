@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from sagetrain.config.arithmetic import needs_no_hooks, rests_hooks, sharding_ranks, takes_probes
+from sagetrain.config.errors import TrainingError
 from sagetrain.config.schema import RunConfig
 from sagetrain.data.loader import Batch
 from sagetrain.engines.gather import gather_by_copies
@@ -492,6 +493,12 @@ class FsdpEngine(BaseEngine):
     def _update(self, decision: Decision) -> bool:
         """Measure the norm of the gradients, ask the decision, and update the masters or leave them."""
         gradients = self._sums.take() if self._sums else self._reduced()
+        lacking = [name for name in self._parameters if self._masters[name].numel() and name not in gradients]
+        if lacking:
+            raise TrainingError(
+                f"{lacking[0]} has no gradient in this step (tensors without one: {len(lacking)}): the loss of every "
+                "micro-batch has to depend on all tensors of the model, and none may be frozen (requires_grad)"
+            )
         if self._ends is not None and EMBEDDING in gradients:
             # The embedding's gradient has a part from the first stage and one from the last. Both get the sum.
             dist.all_reduce(gradients[EMBEDDING], group=self._ends)

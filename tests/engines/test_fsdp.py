@@ -20,6 +20,7 @@ from sagetrain.checkpoint import on_disk, reading
 from sagetrain.checkpoint.reading import Reader
 from sagetrain.config import RunConfig
 from sagetrain.config.arithmetic import rests_hooks
+from sagetrain.config.errors import TrainingError
 from sagetrain.data.loader import Batch
 from sagetrain.engines import fsdp, kept_weights
 from sagetrain.engines.build_engine import build_engine
@@ -194,6 +195,9 @@ def refused(cases: Sequence[tuple[int, dict]]) -> list[tuple[bool, bool, bool]]:
         skipped = all(map(torch.equal, before, state_of(engine)))
         again = [tiny.global_step(each, 2).loss for each in (engine, other)]
         found.append((left, skipped, again[0] == again[1]))
+        dict(engine.model.named_parameters())["final_norm.gain"].requires_grad_(False)
+        with pytest.raises(TrainingError, match=r"^final_norm\.gain has no gradient in this step .* the loss of"):
+            tiny.global_step(engine, 3)
     return found
 
 
