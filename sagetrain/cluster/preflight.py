@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 import sagetrain
 from sagetrain.cluster.join import init_distributed
@@ -126,7 +126,7 @@ def check_in(
         ConfigError: on every rank, if hosts disagree in versions, configuration or files, or if a host cannot take
             part.
     """
-    store, files = dist.distributed_c10d._get_default_store(), {}
+    store, files = _store_of("check in"), {}
     if os.environ["LOCAL_RANK"] == "0":
 
         def say(text: str) -> None:
@@ -136,12 +136,19 @@ def check_in(
         try:
             files = read(say)
         except ConfigError as error:
-            _exchange(_unable(error), hears)
-    found = _exchange(_row(cfg, topology, device, files), hears)
+            _exchange(store, _unable(error), hears)
+    found = _exchange(store, _row(cfg, topology, device, files), hears)
     if device.type == "cpu" and cfg.training.dtype == "bf16" and dist.get_rank() == 0:
         hears("warning: torch sees no GPU: the run trains on the CPU, which is for small models; `sagetrain doctor` "
               "says what is missing")  # fmt: skip
     return found
+
+
+def _store_of(meeting: str) -> Store:
+    """Open the part of the process group's store that is for the next meeting of this name. A program may train one run
+    after the other, and what ranks said about the run before is still in the store."""
+    store = dist.distributed_c10d._get_default_store()
+    return PrefixStore(f"{meeting} {store.add(f'{meeting}, rank {dist.get_rank()}', 1)}", store)
 
 
 def share(folder: RunFolder, hears: Callable[[str], None] = to_stderr) -> None:
@@ -156,7 +163,7 @@ def share(folder: RunFolder, hears: Callable[[str], None] = to_stderr) -> None:
         OSError: on rank 0, if the folder cannot be made.
         ConfigError: on every rank, if hosts do not share the folder; on the other ranks, if rank 0 raises an error.
     """
-    store, rank, world_size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+    store, rank, world_size = _store_of("share"), dist.get_rank(), dist.get_world_size()
     others = [f"folder/read/{other}" for other in range(1, world_size)]
     if rank == 0:
         token = secrets.token_hex(8)
@@ -221,7 +228,7 @@ def stay_out(problem: Exception) -> None:
         return
     with ended_by_signals():
         init_distributed(TrainingConfig.model_fields["timeout_minutes"].default)
-        _exchange(_unable(problem), to_stderr)
+        _exchange(_store_of("check in"), _unable(problem), to_stderr)
 
 
 def _unable(problem: Exception) -> Row:
@@ -229,13 +236,13 @@ def _unable(problem: Exception) -> Row:
     return {"host": socket.gethostname(), "rank": dist.get_rank(), "problem": str(problem)}
 
 
-def _exchange(row: Row, hears: Callable[[str], None]) -> dict[str, str]:
+def _exchange(store: Store, row: Row, hears: Callable[[str], None]) -> dict[str, str]:
     """Collect the reports on rank 0, print them, and return the hashes of the files on every rank.
 
     Raises:
         ConfigError: on every rank, if the run cannot start.
     """
-    store, rank, world_size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     store.set(f"preflight/{rank}", json.dumps(row))
     if rank == 0:
         rows = [json.loads(_when_there(store, f"preflight/{other}")) for other in range(world_size)]

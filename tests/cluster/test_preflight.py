@@ -130,11 +130,16 @@ def test_files_are_told_by_the_first_rank_of_each_host() -> None:
     assert preflight.disagreements(agreeing)[0] == "tokenizer: 0123 on node0 (rank 0); 45 on node1 (rank 2)"
 
 
-def check_in_on_two_hosts(damaged: int | None, local_ranks: list[int]) -> tuple[dict | str, list[int], int]:
-    """Return the result of check_in on this rank, or its error, the files that it was asked to read, and how often it
-    warned that there is no GPU."""
+def check_in_on_two_hosts(damaged: list[int | None], local_ranks: list[int]) -> list[tuple[dict | str, list[int], int]]:
+    """Check in for one run after the other, each with the rank whose file is damaged. Return, for each run, the result
+    of check_in on this rank, or its error, the ranks that were asked to read, and how often this rank warned that there
+    is no GPU."""
+    os.environ["LOCAL_RANK"] = str(local_ranks[dist.get_rank()])
+    return [check_in(each) for each in damaged]
+
+
+def check_in(damaged: int | None) -> tuple[dict | str, list[int], int]:
     rank, asked, heard = dist.get_rank(), [], []
-    os.environ["LOCAL_RANK"] = str(local_ranks[rank])
 
     def read(say) -> dict[str, str]:
         asked.append(rank)
@@ -152,11 +157,11 @@ def check_in_on_two_hosts(damaged: int | None, local_ranks: list[int]) -> tuple[
 
 
 def test_every_host_checks_its_own_files_and_all_hear_of_damage() -> None:
-    (first, *_), (second, *_) = run_distributed(check_in_on_two_hosts, 2, 1, [0, 0])
-    assert first == second
-    assert re.search(r"some hosts cannot take part .*\n  on .* \(rank 1\): token file x: damaged", first)
     agreed = {"data.train": "abcdef"}
-    assert run_distributed(check_in_on_two_hosts, 2, None, [0, 1]) == [(agreed, [0], 1), (agreed, [], 0)]
+    (one, (first, *_)), (two, (second, *_)) = run_distributed(check_in_on_two_hosts, 2, [None, 1], [0, 0])
+    assert (one, two) == ((agreed, [0], 1), (agreed, [1], 0)) and first == second
+    assert re.search(r"some hosts cannot take part .*\n  on .* \(rank 1\): token file x: damaged", first)
+    assert run_distributed(check_in_on_two_hosts, 2, [None], [0, 1]) == [[(agreed, [0], 1)], [(agreed, [], 0)]]
 
 
 def test_ranks_wait_for_the_checker_of_files_while_it_reports() -> None:
