@@ -137,6 +137,10 @@ class Tokenizer:
         """Whether a token is a control token, as bos and eos are."""
         return self._codec.is_control(token)
 
+    def spelling(self, token: int) -> str:
+        """Return a token as its file has it, with a space where the file has SentencePiece's mark for one."""
+        return self._codec.piece(token).replace(_SPACE_MARK, " ")
+
     def decode(self, ids: list[int]) -> str:
         """Return the text of token ids. Control tokens become nothing, and byte tokens that are not UTF-8 become
         U+FFFD."""
@@ -177,6 +181,8 @@ class _Codec(Protocol):
     def spans(self, text: str, control: bool) -> tuple[list[int], Spans]: ...
 
     def is_control(self, token: int) -> bool: ...
+
+    def piece(self, token: int) -> str: ...
 
     def decode(self, ids: list[int]) -> str: ...
 
@@ -267,6 +273,9 @@ class _SentencePiece:
     def is_control(self, token: int) -> bool:
         return bool(self._processor.is_control(token))
 
+    def piece(self, token: int) -> str:
+        return str(self._processor.id_to_piece(token))
+
     def decode(self, ids: list[int]) -> str:
         return str(self._processor.decode(ids))
 
@@ -315,6 +324,9 @@ class _HuggingFace:
 
     def is_control(self, token: int) -> bool:
         return token in self._control
+
+    def piece(self, token: int) -> str:
+        return self._pipeline.id_to_token(token) or ""
 
     def decode(self, ids: list[int]) -> str:
         return self._pipeline.decode(ids, skip_special_tokens=True)

@@ -271,8 +271,8 @@ def _padded(spec: TensorSpec) -> tuple[int, ...]:
 
 
 def _tokenizer(folder: Path, report: Report) -> Tokenizer | None:
-    """Return the folder's tokenizer. The SentencePiece model is taken if it has as many tokens as tokenizer.json,
-    unless tokenizer.json has what only it can hold: a chat template, or tokens that are put before a text."""
+    """Return the folder's tokenizer. The SentencePiece model is taken if it has the tokens of tokenizer.json, unless
+    tokenizer.json has what only it can hold: a chat template, or tokens that are put before a text."""
     there = [folder / name for name in (TOKENIZER_JSON, TOKENIZER_NAME) if (folder / name).is_file()]
     if not there:
         found = next((f" ({CONVERT} writes one from {name})" for name in OTHER_FILES if (folder / name).is_file()), "")
@@ -287,6 +287,9 @@ def _tokenizer(folder: Path, report: Report) -> Tokenizer | None:
             if other.vocab_size == tokenizer.vocab_size:
                 more = ["a chat template"] if tokenizer.chat_template else []
                 more += ["a post_processor"] if json.loads(tokenizer.model).get("post_processor") else []
+                each = range(tokenizer.vocab_size)
+                if other_token := next((at for at in each if tokenizer.spelling(at) != other.spelling(at)), None):
+                    more += [f"the token {tokenizer.spelling(other_token)!r} ({other_token})"]
                 if more:
                     report(f"{folder}: {TOKENIZER_JSON} is taken, which has {' and '.join(more)}, not {TOKENIZER_NAME}")
                 else:
