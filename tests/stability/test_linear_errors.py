@@ -217,7 +217,7 @@ def test_a_layer_whose_gradients_vanish_is_named_once() -> None:
     assert said.startswith(
         "gradients vanish in 8 bits: of the output's gradient 61.3% of the entries of linear layer 1/out,"
     )
-    assert "more than 10% of 1 others" in said and "linear.recipe rowwise_bf16_wgrad" in said
+    assert "more than 10% of 1 other; " in said and "linear.recipe rowwise_bf16_wgrad" in said
     assert after(**{"0_down": 0.9, "1_out": 0.9}) == []
     again = Vanishing()
     again.restore(json.loads(json.dumps(controller.state())))
