@@ -200,8 +200,8 @@ LAYOUTS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
 
 
 def saved_and_continued(root: str) -> tuple[dict[str, list], dict[tuple[str, str], list], bool]:
-    """Return the losses of a step after a checkpoint was written, by layout, and those of the same step after it was
-    read at another layout; and whether a refused step between them left every bit as it was."""
+    """Return what `tiny.going_on` does after a checkpoint was written, by layout, and after it was read at another
+    layout; and whether a refused step between them left every bit as it was."""
     later, resumed, groups = {}, {}, {sizes: tiny.join(*sizes) for sizes, _ in LAYOUTS.values()}
     refused = Observers(judge=lambda metrics: Verdict(False, Event("spike", "refused")))
     unchanged = True
@@ -221,12 +221,12 @@ def saved_and_continued(root: str) -> tuple[dict[str, list], dict[tuple[str, str
         tiny.global_step(first, 4, observers=refused)
         after = [kept.read(kind) for kept in first.owned() for kind in kept.kinds]
         unchanged &= all(map(torch.equal, before, after))
-        later[name] = [tiny.global_step(first, 1).loss, tiny.global_step(first, 2).loss]
+        later[name] = tiny.going_on(first)
     for name in LAYOUTS:
         for other in dict.fromkeys([name, "PP 1"]) if name != "PP 1" else LAYOUTS:
             second = engine(other, 11)
             reading.load_engine(Reader(Path(root) / name / on_disk.folder_name(1)), second, 1)
-            resumed[name, other] = [tiny.global_step(second, 1).loss, tiny.global_step(second, 2).loss]
+            resumed[name, other] = tiny.going_on(second)
     return later, resumed, unchanged
 
 
