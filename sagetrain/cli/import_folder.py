@@ -9,6 +9,8 @@ import typer
 
 from sagetrain.cli.exits import Errors as _Errors
 from sagetrain.cli.exits import warn as _warn
+from sagetrain.config.errors import ConfigError
+from sagetrain.interop.causes import no_folder
 
 
 def import_folder(
@@ -21,6 +23,8 @@ def import_folder(
     sagetrain import Qwen3-0.6B runs/qwen3
     """
     with _Errors(run_dir=run_dir):
+        if not folder.is_dir():
+            raise ConfigError(no_folder(folder))
         from sagetrain.interop.importing import import_folder as read
 
         done = read(folder, run_dir, report=_warn)

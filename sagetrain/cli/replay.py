@@ -11,6 +11,7 @@ import typer
 
 from sagetrain.cli.exits import Errors as _Errors
 from sagetrain.cli.exits import leave_together as _leave_together
+from sagetrain.config.errors import ConfigError
 
 Backend = enum.Enum("Backend", {name: name for name in ("sdpa", "sage", "flash", "reference")})  # type: ignore[misc]
 
@@ -46,6 +47,8 @@ def replay(
         from sagetrain.parallel.host import use_cores
 
         errors.rank, _ = launched()
+        if not bundle.is_dir():
+            raise ConfigError(f"there is no folder {bundle}; name one such as RUN/spikes/step-00000015")
         use_cores()
         from sagetrain.inference.replay import replay as take_again
         from sagetrain.inference.replay import table, to_json

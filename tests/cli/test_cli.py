@@ -181,12 +181,20 @@ def test_a_configuration_is_named_with_or_without_config(monkeypatch, capsys, co
     assert done == [(Path("a.yaml"), overrides)]
 
 
-@pytest.mark.parametrize("words", [["eval"], ["generate", "def"], ["export", "folder"], ["diagnose"]])
-def test_a_path_without_a_run_is_refused_before_torch(monkeypatch, capsys, tmp_path, words) -> None:
-    for name in ("sagetrain.inference.load", "sagetrain.interop.exporting", "sagetrain.data.chat_template"):
-        monkeypatch.setitem(sys.modules, name, None)  # An import fails then.
-    assert main([words[0], str(tmp_path / "none"), *words[1:]]) == 3
-    assert f"error: there is no folder {tmp_path}/none; name the folder of a run" in capsys.readouterr().err
+@pytest.mark.parametrize(("words", "code", "said"), [
+    (["eval", "none"], 3, "there is no folder none; name the folder of a run"),
+    (["generate", "none", "def"], 3, "there is no folder none; name the folder of a run"),
+    (["export", "none", "folder"], 3, "there is no folder none; name the folder of a run"),
+    (["diagnose", "none"], 3, "there is no folder none; name the folder of a run"),
+    (["replay", "none"], 2, "there is no folder none; name one such as RUN/spikes/step-00000015"),
+    (["import", "none", "run"], 2, "none: no such folder; a model of the Hugging Face hub"),
+])  # fmt: skip
+def test_a_path_without_a_run_is_refused_before_torch(monkeypatch, capsys, tmp_path, words, code, said) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("inference.load", "inference.replay", "interop.exporting", "interop.importing", "data.chat_template"):
+        monkeypatch.setitem(sys.modules, f"sagetrain.{name}", None)  # An import fails then.
+    assert main(words) == code
+    assert f"error: {said}" in capsys.readouterr().err
 
 
 def test_a_variable_that_torch_refuses_is_one_line(monkeypatch, capsys) -> None:
