@@ -337,7 +337,7 @@ def _links(folder: Path, there: list[Path]) -> str:
     links = sorted(str(path.relative_to(folder)) for path in there if path.is_symlink() and not path.is_file())
     if not links:
         return ""
-    more = f" and {len(links) - 1} others are" if links[1:] else " is"
+    more = f" and {many(len(links) - 1, 'other')} are" if links[1:] else " is"
     return (
         f": the link {links[0]}{more} not followed, which is done to files alone: name the folder that it leads to as "
         "a source, too, or mend it if it leads nowhere"

@@ -173,7 +173,7 @@ def test_files_above_and_behind_links(tmp_path, model):
     (folder / "gone.txt").symlink_to("nowhere")
     prepare([str(folder)], tmp_path / "y", tokenizer=model, say=said.append)
     assert len(documents(tmp_path / "y")) == 1
-    assert f"{folder}: the link gone.txt and 1 others are not followed" in said[0]
+    assert f"{folder}: the link gone.txt and 1 other are not followed" in said[0]
     with pytest.raises(ConfigError, match=r"no files that match 'g\*': the link gone\.txt is not followed"):
         quiet([str(folder)], tmp_path / "z", tokenizer=model, glob="g*")
     (folder / "newest.txt").symlink_to("a.txt")
