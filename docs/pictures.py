@@ -27,7 +27,7 @@ from sagetrain.model.backends import Product, Sage
 from sagetrain.model.operations import INTO, OUT, Rank, collectives
 from sagetrain.parallel.orders import Action, orders
 from sagetrain.parallel.topology import Topology
-from sagetrain.planning.performance import StepPrediction, predict
+from sagetrain.planning.performance import predict
 
 HERE = Path(__file__).parent
 FOLDER = HERE / "pictures"
@@ -249,12 +249,10 @@ def layout() -> Picture:
 def _gib(cfg: RunConfig, ranks: int) -> dict[str, float]:
     """Return what a rank holds of weights, gradients and optimizer all the time, GiB."""
     items = memory_per_rank(cfg, ranks, 32768)
-    names = {"weights": "weights", "gathered weights": "weights", "gradients": "gradients", "bucket": "gradients",
-             "optimizer": "optimizer"}  # fmt: skip
     held = dict.fromkeys(("weights", "gradients", "optimizer"), 0.0)
     for item in items:
-        if item.name in names:
-            held[names[item.name]] += item.bytes / 2**30
+        if (name := item.name.removeprefix("gathered ")) in held:
+            held[name] += item.bytes / 2**30
     return held
 
 
@@ -327,29 +325,22 @@ def sequence() -> Picture:
 
 # -- a step's timeline -------------------------------------------------------------------------------------------------
 
-FORWARD, BACKWARD, UPDATE, GATHER, WAIT = 20, 40, 46, 24, 22
+FORWARD, BACKWARD, UPDATE, GATHER = 20, 40, 46, 24
 STEPS = (
-    ("ZeRO 1: once a step, beside the last backward", 1, True),
-    ("ZeRO 1 with overlap_comm: false", 1, False),
-    ("ZeRO 2: in every micro-batch", 2, None),
-    ("ZeRO 3: weights are gathered, too", 3, None),
+    ("ZeRO 1: once a step, beside the last backward", 1),
+    ("ZeRO 2: in every micro-batch", 2),
+    ("ZeRO 3: weights are gathered, too", 3),
 )
-
-
-def _predicted(stage: int, overlap: bool | None) -> StepPrediction:
-    cfg = _zero("1b", stage)
-    given = {} if overlap is None else {"zero_optimization": {"overlap_comm": overlap}}
-    return predict(cfg.model_copy(update={"deepspeed": given}), 8, 32768, HARDWARE["h200"])
 
 
 def timeline() -> Picture:
     """Draw when gradients travel in a step of several micro-batches, at each ZeRO stage (schematic, not to scale)."""
-    predicted = [_predicted(stage, overlap) for _, stage, overlap in STEPS]
+    predicted = [predict(_zero("1b", stage), 8, 32768, HARDWARE["h200"]) for _, stage in STEPS]
     count = predicted[0].accumulation
     picture = Picture(f"A step of {count} micro-batches: when gradients travel at ZeRO 1, 2 and 3")
     picture.text(14, 26, f"one step of {count} micro-batches (not to scale)", 14, bold=True)
     y = 44.0
-    for (name, stage, overlap), step in zip(STEPS, predicted, strict=True):
+    for (name, stage), step in zip(STEPS, predicted, strict=True):
         picture.text(14, y + 12, name, 13.5)
         below, x = y + 50, 14.0
         for micro in range(count):
@@ -359,26 +350,19 @@ def timeline() -> Picture:
             if stage == 3:
                 for at in range(0, FORWARD + BACKWARD - 5, 10):
                     picture.rectangle(x + at, below, 8, 9, "d", round_=1)
+            if stage > 1 or last:
                 for at in range(8, BACKWARD + 6, 10):
-                    picture.rectangle(x + FORWARD + at, below + 12, 8, 9, "b", round_=1)
+                    picture.rectangle(x + FORWARD + at, below + (12 if stage == 3 else 0), 8, 9, "b", round_=1)
             x += FORWARD + BACKWARD
-            if stage == 1 and overlap and last:
-                for at in range(-32, 8, 10):
-                    picture.rectangle(x + at, below, 8, 9, "b", round_=1)
-                x += 8
-            elif stage == 2 or (stage == 1 and last):
-                picture.rectangle(x, below, WAIT - 2, 9, "b", round_=1)
-                x += WAIT
-            elif stage == 3 and last:
-                x += 6
+        x += 6
         picture.box(x + 2, y + 20, UPDATE, 26, "update", "c", size=12)
         x += UPDATE + 4
         if stage < 3:
             picture.rectangle(x, below, GATHER, 9, "d", round_=1)
         y = below + (24 if stage == 3 else 12)
-        calls = {call.purpose: call for call in step.collectives}
-        gradients = calls["gradients"]
-        said = f"gradients: {gradients.count} × {gradients.kind}, {gradients.wire_bytes / 2**30:.1f} GiB sent by a rank"
+        calls = [call for call in step.collectives if call.purpose.startswith("gradients")]
+        count_of, sent = sum(call.count for call in calls), sum(call.wire_bytes for call in calls) / 2**30
+        said = f"gradients: {count_of} × {calls[0].kind}, {sent:.1f} GiB sent by a rank"
         picture.text(14, y + 12, said, 12.5, kind="faint")
         y += 30
     picture.legend(y + 10, [("a", "forward, backward"), ("b", "gradients"), ("d", "weights"), ("c", "update")])

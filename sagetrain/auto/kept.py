@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
 from sagetrain.checkpoint import on_disk
 from sagetrain.checkpoint.state import RunState, SettledAttention, SettledLinear, SettledOverlap
-from sagetrain.config.schema import AttentionConfig, LinearConfig
+from sagetrain.config.arithmetic import engine_of
+from sagetrain.config.errors import Finding
+from sagetrain.config.rules import fit
+from sagetrain.config.schema import AttentionConfig, LinearConfig, RunConfig
 
 
 @dataclass(frozen=True)
@@ -18,6 +21,7 @@ class Kept:
     """The choices of a run. A choice that its checkpoint does not record is the one that its configuration asks for: an
     import decides nothing."""
 
+    engine: Literal["deepspeed", "fsdp"]
     attention: SettledAttention
     linear: SettledLinear
     overlap: SettledOverlap | None
@@ -33,15 +37,40 @@ class Kept:
     def of(cls, state: RunState, asked: dict[str, dict[str, Any]]) -> Kept:
         """Put together the choices of a state, and the configuration that its run was asked for."""
         attention, linear = {**_ATTENTION, **asked.get("attention", {})}, {**_LINEAR, **asked.get("linear", {})}
+        parallel = asked.get("parallel", {})
+        named = parallel.get("engine", "auto")
         return cls(
+            # Before checkpoints recorded the engine, `auto` was DeepSpeed.
+            state.engine or ("fsdp" if named == "fsdp" else "deepspeed"),
             state.attention or SettledAttention(attention["backend"], attention["recipe"]),
             state.linear or SettledLinear(linear["precision"], linear["recipe"], linear["keep_layers_below"]),
             state.overlap,
-            asked.get("parallel", {}).get("tensor_parallel_size", 1),
+            parallel.get("tensor_parallel_size", 1),
         )
 
 
 _ATTENTION, _LINEAR = AttentionConfig().model_dump(), LinearConfig().model_dump()
+
+
+def kept_engine(asked: RunConfig, before: Kept) -> tuple[RunConfig, Finding | None]:
+    """Return the configuration with engine `auto` as the run had it, and a finding where that is not what `auto` is in
+    a new run. The engines add gradients up in different orders, so that only the same engine goes on to the last bit.
+    If the run has been given a setting since that its engine does not have, the other engine goes on."""
+    key, parallel, usual = "parallel.engine", asked.parallel, engine_of(asked)
+    if parallel.engine != "auto" or before.engine == usual:
+        return asked, None
+    kept = asked.model_copy(update={"parallel": parallel.model_copy(update={"engine": before.engine})})
+    ranks = parallel.tensor_parallel_size * parallel.context_parallel_size * parallel.pipeline_parallel_size
+    # Errors of both engines are found elsewhere.
+    common = {finding.rule for finding in fit(asked, ranks) if finding.level == "error"}
+    for finding in fit(kept, ranks):
+        if finding.level == "error" and finding.rule not in common:
+            why = f"is {usual} from here on: {before.engine}, the run's engine so far, has no {finding.key}"
+            fix = f"set {key}: {usual} to say so, or take {finding.key} back"
+            return asked, Finding("engine_changed", "info", key, "auto", f"{why} {finding.value}", fix)
+    why = f"is {before.engine} here, as the run had it when it began; in a new run it is {usual}"
+    fix = f"set {key}: {usual} to go on by {usual} from the same checkpoint; losses then differ by rounding"
+    return kept, Finding("engine_kept", "info", key, "auto", why, fix)
 
 
 def kept_attention(asked: AttentionConfig, before: SettledAttention) -> AttentionConfig:

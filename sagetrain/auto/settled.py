@@ -1,7 +1,7 @@
-"""Settle what `auto` of attention, linear layers and overlap stands for in a run.
+"""Settle what `auto` of the engine, attention, linear layers and overlap stands for in a run.
 
-Each choice is timed once, when the run begins, and kept when it continues. Layers of one model must not differ between
-ranks: where one rank times, all ranks take its choice.
+Each choice is made when the run begins, most of them by times, and kept when it continues. Layers of one model must not
+differ between ranks: where one rank times, all ranks take its choice.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from sagekernels.matmul import Matmul
 from sagetrain.auto.attention_choice import choose_attention, settle_attention
 from sagetrain.auto.calls import RankCalls
-from sagetrain.auto.kept import Kept
+from sagetrain.auto.kept import Kept, kept_engine
 from sagetrain.auto.linear_choice import choose_linear, settle_linear
 from sagetrain.auto.overlap_choice import settle_overlap, time_overlap
 from sagetrain.auto.recomputation_choice import least_recomputation
@@ -46,7 +46,8 @@ class Reasons:
 
 @dataclass(frozen=True)
 class Settled:
-    """A configuration with nothing left `auto` in attention, linear layers, recomputation and overlap."""
+    """A configuration with nothing left `auto` in attention, linear layers, recomputation and overlap. The engine is
+    `auto` where it is the one that engine_of returns."""
 
     cfg: RunConfig
     matmuls: Sequence[Mapping[str, Matmul]]
@@ -87,6 +88,10 @@ def settle(
     Raises:
         ValueError: a backend or a precision cannot run here, see resolve_backend and matmuls_of.
     """
+    if before:
+        cfg, found = kept_engine(cfg, before)
+        if found:
+            say(str(found))
     calls = RankCalls(
         tensor_parallel_size=groups.tp_size,
         context_parallel_size=groups.cp_size,

@@ -23,7 +23,7 @@ VERSION = 1
 """The version of the state that this code writes. Checkpoints without a version are read as version 1."""
 _OF_RUNS = (
     *("ledger", "controllers", "optimizer_steps", "init_from", "chat_template", "attention", "linear", "overlap"),
-    *("files", "guidance_overrides", "versions"),
+    *("engine", "files", "guidance_overrides", "versions"),
 )
 """The keys that an imported model does not have, because no run has trained it."""
 
@@ -201,6 +201,8 @@ class RunState:
     """The template of the chats in the training data, or templates by name as in tokenizer_config.json."""
     identity: Identity
     imported: ImportRecord | None = None
+    engine: Literal["deepspeed", "fsdp"] | None = None
+    """The engine that wrote the checkpoint; None: it was written before `auto` was fsdp, or no run has written it."""
     attention: SettledAttention | None = None
     linear: SettledLinear | None = None
     overlap: SettledOverlap | None = None

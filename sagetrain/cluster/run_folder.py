@@ -18,7 +18,6 @@ from typing import IO, Any
 
 import yaml
 
-from sagetrain.config.arithmetic import engine_of
 from sagetrain.config.earlier_run import CRITICAL, STABILITY_NAME
 from sagetrain.config.errors import CheckpointError, Finding
 from sagetrain.config.load import dump_config, flat
@@ -132,10 +131,9 @@ class RunFolder:
         """Remove the token after every host has found it."""
         self._token.unlink(missing_ok=True)
 
-    def describe(self, cfg: RunConfig, settings: Mapping[str, Any], findings: Sequence[Finding]) -> None:
+    def describe(self, cfg: RunConfig, engine: str, settings: Mapping[str, Any], findings: Sequence[Finding]) -> None:
         """Write the resolved configuration, the settings of its engine and the findings as read-only files. Another
         engine that the run had before leaves no file."""
-        engine = engine_of(cfg)
         (self.path / f"{'fsdp' if engine == 'deepspeed' else 'deepspeed'}.json").unlink(missing_ok=True)
         for name, text in {
             "config.yaml": dump_config(cfg),

@@ -44,10 +44,19 @@ def token_multiple(cfg: RunConfig, data_parallel_size: int) -> int:
     return cfg.data.micro_batch_size * cfg.data.seq_length * data_parallel_size
 
 
+def only_deepspeed(cfg: RunConfig) -> str | None:
+    """Return the key that asks for what DeepSpeed has and FSDP2 has not, or None."""
+    if cfg.deepspeed:
+        return "deepspeed"
+    return "parallel.gradient_reduction" if cfg.parallel.gradient_reduction == "bf16" else None
+
+
 def engine_of(cfg: RunConfig) -> Literal["deepspeed", "fsdp"]:
-    """Return the engine that runs. `auto` is DeepSpeed, because FSDP2 is 1 to 3 % slower at ZeRO 1 in FP8
-    (results/engines)."""
-    return "deepspeed" if cfg.parallel.engine == "auto" else cfg.parallel.engine
+    """Return the engine that runs. `auto` is torch's FSDP2, except where a key asks for what only DeepSpeed has. A run
+    that continues keeps the engine that it had (auto/kept.py)."""
+    if cfg.parallel.engine != "auto":
+        return cfg.parallel.engine
+    return "deepspeed" if only_deepspeed(cfg) else "fsdp"
 
 
 def resolved_zero_stage(cfg: RunConfig) -> int:
@@ -107,10 +116,10 @@ def own_reduction(cfg: RunConfig) -> bool:
 
 
 def sharding_in_words(cfg: RunConfig, replicas: int) -> str:
-    """Return the ZeRO stage and the engine as text: `ZeRO 1`, `ZeRO 3 by FSDP2 over 8 of 64 replicas`."""
+    """Return the ZeRO stage and the engine as text: `ZeRO 1 by DeepSpeed`, `ZeRO 3 by FSDP2 over 8 of 64 replicas`."""
     stage, shards = f"ZeRO {resolved_zero_stage(cfg)}", sharding_ranks(cfg, replicas)
     if engine_of(cfg) == "deepspeed":
-        return stage
+        return f"{stage} by DeepSpeed"
     return f"{stage} by FSDP2" + (f" over {shards} of {replicas} replicas" if 1 < shards < replicas else "")
 
 

@@ -515,10 +515,8 @@ class FsdpEngine(BaseEngine):
         self.groups.metrics.derive("train/grad_norm", math.sqrt, square)
         allowed = decision.allows()
         norm = decision.metrics["train/grad_norm"]
-        if not math.isfinite(norm):
-            return False
         decision.show(lambda: [(name, gradient.view(-1).float()) for name, gradient in own.items()])
-        if not allowed:
+        if not (allowed and math.isfinite(norm)):
             return False
         self._step_optimizers(gradients, min(1.0, self._largest_norm / (norm + 1e-6)))
         return True

@@ -40,7 +40,7 @@ _PIPELINE_CONTEXT = 2
 """The most ranks that share a sequence in a pipeline that is considered, unless the configuration has more."""
 _MOST_IDLE = 0.25
 """The largest idle share of a pipeline that is considered."""
-_UNSHARDED = {"zero_stage": 1, "offload": "none", "engine": "deepspeed"}
+_UNSHARDED = {"zero_stage": 1, "offload": "none", "engine": "fsdp"}
 """The settings of one replica by one engine, for what does not depend on the others."""
 _UNCUT = {
     "tensor_parallel_size": 1,
@@ -183,7 +183,7 @@ def fewest_gpus(
     """Return the smallest number of GPUs on which some layout fits into memory, with the optimizer's state as
     configured or smaller, if none does on `world_size`. Only `world_size` times a power of two, up to 1,024 times, is
     tried."""
-    states = [_changed(cfg, state) for state in _SMALLER_STATES] if smaller_states else [cfg]
+    states = _smaller_states(cfg) if smaller_states else [cfg]
     counts = (world_size * 2**power for power in range(1, 11))
     chosen: dict[tuple[int, ...], LinearConfig] = {}
     return next((n for n in counts if any(_fits_on(state, n, vocab_size, hardware, chosen) for state in states)), None)
@@ -243,12 +243,13 @@ def propose(
 
 def _worth_sharding(found: Sequence[Layout]) -> Iterator[Layout]:
     """Yield the layouts but those at ZeRO 2 and 3 that share their state with no other rank. Where nothing of these
-    sizes fits at lower stages, they stay: at ZeRO 3 weights in bf16 come and go."""
+    sizes fits at lower stages with moments in 8 bits, they stay: at ZeRO 3 weights in bf16 come and go."""
     whole = {_ranks(item.cfg) for item in found if resolved_zero_stage(item.cfg) < 2}
     for item in found:
         shards = sharding_ranks(item.cfg, replicas(item.cfg, item.prediction.world_size))
-        alone = shards == 1 and item.cfg.parallel.offload == "none"
-        if not (alone and resolved_zero_stage(item.cfg) > 1 and _ranks(item.cfg) in whole):
+        alone = shards == 1 and item.cfg.parallel.offload == "none" and resolved_zero_stage(item.cfg) > 1
+        # Moments in 8 bits are the faster way to make room.
+        if not alone or (_ranks(item.cfg) not in whole and item.cfg.optimizer.moments == "int8"):
             yield item
 
 
@@ -260,7 +261,7 @@ def propose_smaller_states(
     If moments in 8 bits suffice, the layouts are those that `propose` returns with them. Otherwise there is one layout
     for each other way to make the state smaller. The arguments are those of `propose`.
     """
-    first, *others = (_changed(cfg, state) for state in _SMALLER_STATES)
+    first, *others = _smaller_states(cfg)
     if found := propose(first, world_size, vocab_size, hardware, span):
         return found
     fastest = [propose(each, world_size, vocab_size, hardware, span) for each in others]
@@ -271,7 +272,7 @@ def host_memory_to_offload(cfg: RunConfig, world_size: int, vocab_size: int, har
     """Return the GiB of memory that a host needs for parallel.offload to make a layout fit. Return None if no memory
     does, or if the host has as much."""
     endless, ranks = dataclasses.replace(hardware, host_memory=math.inf), min(world_size, hardware.gpus_per_host)
-    states = [_changed(cfg, state) for state in _SMALLER_STATES if "offload" in state.get("parallel", {})]
+    states = [state for state in _smaller_states(cfg) if state.parallel.offload != "none"]
     found = [item for state in states for item in propose(state, world_size, vocab_size, endless) or []]
     needs = [float(ranks) * total_bytes(host_memory_per_rank(item.cfg, world_size, vocab_size)) for item in found]
     need = min(needs, default=0.0) / HOST_SHARE
@@ -284,9 +285,18 @@ def _changed(cfg: RunConfig, sections: Mapping[str, Mapping[str, object]]) -> Ru
     return cfg.model_copy(update=update)
 
 
+def _smaller_states(cfg: RunConfig) -> list[RunConfig]:
+    """Return the configuration with each of _SMALLER_STATES. By FSDP2 the second of them is the first."""
+    same = engine_of(cfg) == "fsdp"
+    return [_changed(cfg, state) for place, state in enumerate(_SMALLER_STATES) if not (same and place == 1)]
+
+
 def overrides_to(cfg: RunConfig, chosen: RunConfig) -> list[str]:
     """Return the overrides that turn `cfg` into `chosen`."""
     pairs = {}
+    # An engine that `auto` comes to need not be named.
+    if engine_of(_changed(chosen, {"parallel": {"engine": cfg.parallel.engine}})) == engine_of(chosen):
+        chosen = _changed(chosen, {"parallel": {"engine": cfg.parallel.engine}})
     for section, name in (
         ("parallel", "tensor_parallel_size"),
         ("parallel", "context_parallel_size"),

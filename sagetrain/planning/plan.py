@@ -130,7 +130,8 @@ def make_plan(
         ConfigError: the file cannot be loaded, or no GPU could reach the measured speed.
     """
     path = None if isinstance(config, RunConfig) else config
-    cfg = asked = config if isinstance(config, RunConfig) else load_config(config, overrides)
+    cfg, kept = inputs.as_continued(config if isinstance(config, RunConfig) else load_config(config, overrides))
+    asked = cfg
     world_size = world_size or cfg.parallel.world_size or 1
     tokenizer = known_tokenizer(cfg.data)
     known = tokenizer.vocab_size if tokenizer else None
@@ -146,6 +147,7 @@ def make_plan(
         measured=measured,
         others=inputs.findings(cfg, tokenizer),
     )
+    findings = [*findings, *([kept] if kept else [])]
     possible = not _NO_LAYOUT & {f.rule for f in findings if f.level == "error"}
     if cfg.linear.precision == "auto" and possible:
         cfg = cfg.model_copy(update={"linear": fastest_linear(cfg, padded, hardware, span)})

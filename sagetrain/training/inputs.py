@@ -111,6 +111,24 @@ def task_manager(names: Sequence[str]) -> TaskManager:
     return manager
 
 
+def as_continued(cfg: RunConfig) -> tuple[RunConfig, Finding | None]:
+    """Return the configuration with the engine of the run that it continues, and a finding where `auto` would be
+    another one in a new run."""
+    root = Path(cfg.training.run_dir) / "checkpoints"
+    if cfg.parallel.engine != "auto" or not any(root.glob("step-*/manifest.json")):
+        return cfg, None
+    # These imports need torch.
+    from sagetrain.auto.kept import Kept, kept_engine
+    from sagetrain.checkpoint import on_disk
+    from sagetrain.config.errors import CheckpointError
+
+    # A checkpoint that is damaged, or of the future, is an error elsewhere.
+    with suppress(CheckpointError):
+        if folder := on_disk.newest(root):
+            return kept_engine(cfg, Kept.by(folder))
+    return cfg, None
+
+
 def context_of(cfg: RunConfig) -> int:
     """Return the number of tokens that a text of the run may have at once: data.seq_length, or more if it began with
     weights that were trained on longer sequences."""

@@ -17,7 +17,7 @@ from sagetrain.checkpoint.saving import Saver
 from sagetrain.checkpoint.state import Identity, InitFromRecord, RunState, SettledAttention, SettledLinear, Texts
 from sagetrain.cluster.guard import StopSignal, Watchdog
 from sagetrain.cluster.run_folder import RunFolder
-from sagetrain.config.arithmetic import token_multiple
+from sagetrain.config.arithmetic import engine_of, token_multiple
 from sagetrain.config.schema import RunConfig
 from sagetrain.data.loader import Loader, SampleStream
 from sagetrain.data.tokenizer import Tokenizer
@@ -135,6 +135,7 @@ class Run:
             text_prefix=self.texts.prefix,
             chat_template=self.files.chat_template,
             identity=self.files.identity,
+            engine=engine_of(self.settled.cfg),
             attention=SettledAttention(attention.backend, attention.recipe),
             linear=SettledLinear(linear.precision, linear.recipe, linear.keep_layers_below),
             overlap=overlap_choice.record(self.settled.cfg),

@@ -21,7 +21,7 @@ from sagetrain.checkpoint import on_disk
 from sagetrain.checkpoint.ledger import TrainState, check_consumed
 from sagetrain.checkpoint.reading import Reader
 from sagetrain.checkpoint.state import Texts
-from sagetrain.config.arithmetic import checkpoint_tokens, padded_vocab_size
+from sagetrain.config.arithmetic import checkpoint_tokens, engine_of, padded_vocab_size
 from sagetrain.config.errors import CheckpointError, Finding, TrainingError, many
 from sagetrain.config.load import dump_config
 from sagetrain.config.schema import NoiseAwareTokens
@@ -170,7 +170,8 @@ class Trainer:
         """Begin to report, and describe the run in the run folder."""
         run, cfg = self.run, self.cfg
         if run.met.main:
-            run.files.folder.describe(cfg, self.engine.settings, self._findings)
+            engine = engine_of(run.settled.cfg)
+            run.files.folder.describe(cfg, engine, self.engine.settings, self._findings)
         self._reporter.open(
             run.files.folder.path,
             self.state,

@@ -16,10 +16,10 @@ from sagetrain.parallel.rng import rng_state
 MODEL = {"num_layers": 1, "hidden_size": 768, "ffn_hidden_size": 2048, "num_attention_heads": 12}
 
 
-def engine_of(tp_size: int, stage: int, dtype: str):
+def engine_of(tp_size: int, stage: int, dtype: str, name: str = "fsdp"):
     # There are two tensors with 12.6M values each, so the test would show if one were read whole or kept.
     tiny.VOCAB = 16_384
-    return tiny.engine(tiny.config(stage, dtype, model=MODEL), tiny.join(tp_size))
+    return tiny.engine(tiny.config(stage, dtype, model=MODEL, parallel={"engine": name}), tiny.join(tp_size))
 
 
 def write(root: str, tp_size: int, stage: int) -> None:
@@ -34,19 +34,19 @@ def load_engine(root: str, engine: Engine) -> None:
     reading.load_engine(reading.Reader(Path(root) / on_disk.folder_name(1)), engine, 1)
 
 
-def load(root: str, layouts: list[tuple[int, int, str]]) -> dict[tuple, tuple[int, int]]:
-    """Return, for each (tp, stage, dtype), the bytes of this rank's state, and the additional bytes that loading
-    took."""
+def load(root: str, layouts: list[tuple[int, int, str, str]]) -> dict[tuple, tuple[int, int]]:
+    """Return, for each (tp, stage, dtype, engine), the bytes of this rank's state, and the additional bytes that
+    loading took."""
     return_what_is_freed()
     sizes = {}
-    for tp_size, stage, dtype in layouts:
-        engine = engine_of(tp_size, stage, dtype)
+    for tp_size, stage, dtype, name in layouts:
+        engine = engine_of(tp_size, stage, dtype, name)
         tensors = [tensor for shard in engine.owned() for tensor in map(shard.read, shard.kinds)]
-        model = [p.ds_tensor if stage == 3 else p for p in engine.model.parameters()]
+        model = [p.ds_tensor for p in engine.model.parameters()] if stage == 3 else [*engine.leaves().values()]
         for tensor in tensors:  # The whole state is in memory before, so that only loading itself adds to it.
             tensor.data.fill_(1.0)
-        state = sum(t.numel() * t.element_size() for t in (tensors if stage == 0 else [*tensors, *model]))
-        sizes[root[-1], tp_size, stage, dtype] = (state, peak_of(partial(load_engine, root, engine)))
+        state = sum(t.numel() * t.element_size() for t in [*tensors, *model])
+        sizes[root[-1], tp_size, stage, dtype, name] = (state, peak_of(partial(load_engine, root, engine)))
         del engine, tensors, model
     return sizes
 
@@ -56,12 +56,13 @@ def write_and_load(root: str) -> dict[tuple, tuple[int, int]]:
     ZeRO 3."""
     write(f"{root}/a", 2, 1)
     write(f"{root}/b", 1, 3)
-    return load(f"{root}/a", [(2, 1, "fp32"), (1, 3, "bf16")]) | load(f"{root}/b", [(2, 1, "bf16"), (1, 1, "fp32")])
+    tensor = load(f"{root}/a", [(2, 1, "fp32", "fsdp"), (1, 3, "bf16", "deepspeed")])
+    return tensor | load(f"{root}/b", [(2, 1, "bf16", "deepspeed"), (1, 1, "fp32", "deepspeed")])
 
 
 def test_loading_takes_at_most_1_3_times_the_state(tmp_path) -> None:
     ranks = run_distributed(write_and_load, 2, str(tmp_path))
-    ranks += run_distributed(load, 1, f"{tmp_path}/a", [(1, 0, "fp32")])
+    ranks += run_distributed(load, 1, f"{tmp_path}/a", [(1, 0, "fp32", "fsdp")])
     for sizes in ranks:
         for layout, (state, more) in sizes.items():
             print(f"{layout}: state {state / 2**20:.0f} MiB, loaded in {1 + more / state:.3f} times that")

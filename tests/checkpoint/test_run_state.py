@@ -47,6 +47,7 @@ OF_A_RUN = {
         "tokenizer (SHA-256)": None,
         ORDER: "77aa",
     },
+    "engine": "fsdp",
     "attention": {"backend": "sage", "recipe": "fine"},
     "linear": {"precision": "int8", "recipe": "rowwise", "keep_layers_below": 8192},
     "overlap": {"choice": "off", "layout": {"tensor_parallel_size": 2}},
@@ -93,7 +94,8 @@ def test_a_runs_own_texts_come_before_those_it_began_with() -> None:
 
 def test_a_state_of_before_some_keys_is_read() -> None:
     """Checkpoints of format 1 say nothing of controllers, overlap and the weights that a run began with."""
-    later = {"controllers", "init_from", "chat_template", "text_prefix", "attention", "linear", "overlap", "files"}
+    later = {"controllers", "init_from", "chat_template", "text_prefix", "engine", "attention", "linear"}
+    later |= {"overlap", "files"}
     state = read({key: value for key, value in OF_A_RUN.items() if key not in later})
     assert (state.step, state.controllers, state.init_from, state.overlap, state.files) == (3, {}, None, None, {})
     assert (state.texts.prefix, state.texts.end_tokens, state.positions.length) == ([], [], 16)

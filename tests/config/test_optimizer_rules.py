@@ -30,7 +30,10 @@ CASES = [
         {"optimizer": {"moments": "bf16", "betas": [0.9, 0.999]}},
         "moments_stand_still", "optimizer.moments", "use fp32 or int8, or a second beta of at most 0.99609",
     ),
-    ({"optimizer": {"master": "bf16_chance"}}, "bf16_masters_need_fsdp", "optimizer.master", "parallel.engine: fsdp"),
+    (
+        {"optimizer": {"master": "bf16_chance"}, "parallel": {"engine": "deepspeed"}},
+        "bf16_masters_need_fsdp", "optimizer.master", "parallel.engine: fsdp",
+    ),
     (
         {"optimizer": {"master": "bf16_kahan"}, "parallel": FSDP, "training": {"dtype": "fp32"}},
         "bf16_masters_in_fp32", "optimizer.master", "training.dtype bf16",

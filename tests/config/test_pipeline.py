@@ -10,8 +10,8 @@ from sagetrain.config.check import check
 PIPE = {"engine": "fsdp", "pipeline_parallel_size": 2}
 
 CASES = [
-    ({"parallel": {"pipeline_parallel_size": 2}}, "pipeline_of_engine", "parallel.pipeline_parallel_size",
-     "is for parallel.engine fsdp, and parallel.engine is auto", "set parallel.engine: fsdp"),
+    ({"parallel": {**PIPE, "engine": "deepspeed"}}, "pipeline_of_engine", "parallel.pipeline_parallel_size",
+     "is for parallel.engine fsdp, and parallel.engine is deepspeed", "set parallel.engine: fsdp"),
     ({"parallel": {**PIPE, "zero_stage": 3}}, "pipeline_at_zero_3", "parallel.zero_stage", "for every micro-batch",
      "use zero_stage 1 or 2"),
     ({"parallel": {**PIPE, "pipeline_parallel_size": 3}}, "world_size", "parallel.pipeline_parallel_size",

@@ -258,7 +258,7 @@ CASES = [
         "deepspeed_overlap", "warning", "deepspeed.zero_optimization.overlap_comm", "waits for the GPU before each reduce", "use one of the two",
     ),
     (
-        {"parallel": {"zero_stage": 0}}, 1,
+        {"parallel": {"engine": "deepspeed", "zero_stage": 0}}, 1,
         "zero_0_in_bf16", "info", "parallel.zero_stage", "0: runs as stage 1", "",
     ),
     (
@@ -270,8 +270,16 @@ CASES = [
         "gradient_reduction_of_fsdp", "error", "parallel.gradient_reduction", "one precision for both sums", "use fp32, or",
     ),
     (
-        {"parallel": {"shard_size": 2}}, 4,
+        {"parallel": {"engine": "deepspeed", "shard_size": 2}}, 4,
         "shard_size_of_deepspeed", "error", "parallel.shard_size", "2: is for parallel.engine fsdp", "set parallel.engine: fsdp",
+    ),
+    (
+        {"parallel": {"shard_size": 2, "gradient_reduction": "bf16"}}, 4,
+        "shard_size_of_deepspeed", "error", "parallel.shard_size", "auto is deepspeed with parallel.gradient_reduction", "leave parallel.gradient_reduction out",
+    ),
+    (
+        {"parallel": {"offload": "optimizer"}, "deepspeed": {"wall_clock_breakdown": True}}, 1,
+        "offload_of_deepspeed", "error", "parallel.offload", "auto is deepspeed with the section deepspeed, which only", "leave the section deepspeed out, or set offload: none",
     ),
     (
         {"parallel": {"engine": "fsdp", "shard_size": 3, "tensor_parallel_size": 2}}, 8,

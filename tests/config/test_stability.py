@@ -30,7 +30,7 @@ CASES = [
         "probe_without_noise", "error", "stability.quant_noise.every_steps", "noise of the gradients, which is not measured", "noise_scale.every_steps, to 10",
     ),
     (
-        {"stability": {"quant_noise": {"every_steps": 50}}, "parallel": {"zero_stage": 3}}, 2,
+        {"stability": {"quant_noise": {"every_steps": 50}}, "parallel": {"engine": "deepspeed", "zero_stage": 3}}, 2,
         "probe_at_zero_3", "error", "stability.quant_noise.every_steps", "hooks of parallel.zero_stage 3", "parallel.zero_stage 2",
     ),
     (

@@ -31,7 +31,8 @@ def steps() -> dict[str, Any]:
     refuse = Observers(judge=lambda metrics: Verdict(apply=False))
     for stage, dtype in CASES:
         try:
-            engine = tiny.engine(tiny.config(stage, dtype, optimizer={"clip_grad": 0.5}), groups)
+            by_deepspeed = {"parallel": {"engine": "deepspeed"}, "optimizer": {"clip_grad": 0.5}}
+            engine = tiny.engine(tiny.config(stage, dtype, **by_deepspeed), groups)
             taken = [tiny.global_step(engine, n, observers=refuse if n == 1 else None) for n in range(3)]
             kept = [tensor.numpy().tobytes() for own in engine.owned() for tensor in map(own.read, own.kinds)]
             numbers = {

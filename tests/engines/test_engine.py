@@ -22,6 +22,7 @@ from sagetrain.data.loader import Batch
 from sagetrain.engines.build_engine import build_engine
 from sagetrain.model.stages import whole
 
+BY_DEEPSPEED = {"engine": "deepspeed"}
 ACCUMULATIONS = [1, 4, 3, 4, 8, 4, 1, 2]
 
 
@@ -51,7 +52,8 @@ def exact_sgd(stage: int, dtype_name: str) -> list[tuple[int, float, float]]:
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype_name]
     groups = tiny.join(1)
     tiny.SGD.use()
-    engine = build_engine(tiny.config(stage, dtype_name, optimizer={"clip_grad": 0.0}), Linear(dtype), groups, 1)
+    cfg = tiny.config(stage, dtype_name, optimizer={"clip_grad": 0.0}, parallel=BY_DEEPSPEED)
+    engine = build_engine(cfg, Linear(dtype), groups, 1)
     before, seen = 0.0, []
     for accumulation in ACCUMULATIONS:
         # One micro-batch has 64 on rank 0, and all others have 1/8, which would be lost if anything were added up in
@@ -99,7 +101,8 @@ def losses_of(layouts: list[tuple[int, int, int, str]]) -> dict[tuple, list[tupl
         heads = {"num_attention_heads": 4 if backend == "sdpa" else 2}
         # With an eps of 1e-8, Adam takes a full step of lr on a gradient that is nothing but rounding.
         optimizer = {"clip_grad": 0.5, "eps": 1e-6}
-        cfg = tiny.config(stage, model=heads, attention={"backend": backend}, optimizer=optimizer)
+        attention = {"backend": backend}
+        cfg = tiny.config(stage, model=heads, attention=attention, optimizer=optimizer, parallel=BY_DEEPSPEED)
         engine = tiny.engine(cfg, tiny.join(tp_size, cp_size))
         steps = [tiny.global_step(engine, step % 2, sequences=4 if step < 3 else 8) for step in range(4)]
         numbers = [(result.loss, result.grad_norm) for result in steps]
@@ -185,7 +188,8 @@ def losses_when_told(root: str, cases: list[tuple[int, str]]) -> dict[tuple, tup
     found, groups = {}, tiny.join(1)
     for stage, dtype in cases:
         for number, keys in enumerate(told(stage, dtype)):
-            cfg = tiny.config(stage, dtype, optimizer={"clip_grad": 0.5, "eps": 1e-6}, deepspeed=keys)
+            optimizer = {"clip_grad": 0.5, "eps": 1e-6}
+            cfg = tiny.config(stage, dtype, optimizer=optimizer, deepspeed=keys, parallel=BY_DEEPSPEED)
             assert [f for f in fit(cfg, 2, tiny.VOCAB) if f.key.startswith("deepspeed") and f.level == "error"] == []
             engine = tiny.engine(cfg, groups)
             gc.freeze()  # memory_breakdown collects garbage before each of its lines.
@@ -241,7 +245,7 @@ def after_a_change(stages: list[tuple[int, str]]) -> list[str]:
     too."""
     said, groups = [], tiny.join(1)
     for stage, dtype in stages:
-        engine = tiny.engine(tiny.config(stage, dtype), groups)
+        engine = tiny.engine(tiny.config(stage, dtype, parallel=BY_DEEPSPEED), groups)
         owned = [shard for shard in engine.owned() if len(shard.weight)]
         if groups.rank == 1:
             owned[-1].weight.data[-1] += 1

@@ -52,7 +52,7 @@ def config(stage: int, dtype: str = "fp32", parallel: dict | None = None, **sect
 def compiled(cfg: RunConfig, groups: ParallelGroups) -> Engine:
     model = tiny.model(cfg, groups)
     again = cfg.training.activation_checkpointing != "none"
-    tiny.compile_first_rank(model, ranks=groups.tp_size if again else 1, hooks=True)
+    tiny.compile_first_rank(model, ranks=groups.tp_size if again else 1)
     return build_engine(cfg, model, groups, 1)
 
 

@@ -22,6 +22,7 @@ from sagetrain.engines.protocol import Engine
 from sagetrain.engines.reduction import REPLACED, check
 from sagetrain.parallel.rng import rng_state
 
+BY_DEEPSPEED = {"engine": "deepspeed"}
 LATER = {"bf16": {"enabled": True, "immediate_grad_update": False}}
 OVERLAP, SYNC, OWNERS = {"overlap_comm": True}, {"overlap_comm": False}, {"use_multi_rank_bucket_allreduce": False}
 SMALL = {"reduce_bucket_size": 8000}  # The model has some 25,000 parameters.
@@ -211,7 +212,7 @@ def renamed() -> list[str]:
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    cfg, groups, said = tiny.config(1, "bf16"), tiny.join(1), []
+    cfg, groups, said = tiny.config(1, "bf16", parallel=BY_DEEPSPEED), tiny.join(1), []
     engine, classes = tiny.engine(cfg, groups), {"optimizer": BF16_Optimizer, "engine": DeepSpeedEngine}
     for owner, method in REPLACED.values():
         with pytest.MonkeyPatch.context() as patch:
@@ -233,7 +234,7 @@ def test_a_deepspeed_with_renamed_members_is_an_error() -> None:
 
 def without_a_call() -> None:
     """Take a step with a DeepSpeed that takes it for the middle of an accumulation, as version 0.18 does."""
-    engine = tiny.engine(tiny.config(1), tiny.join(1))
+    engine = tiny.engine(tiny.config(1, parallel=BY_DEEPSPEED), tiny.join(1))
     tiny.global_step(engine, 0)
     engine._ds.is_gradient_accumulation_boundary = lambda: False
     with pytest.raises(RuntimeError, match=f"DeepSpeed {version('deepspeed')} has not called the optimizer"):

@@ -1,4 +1,5 @@
-"""ZeRO 3 builds the model partitioned. No rank ever holds it whole, and its values are those of any other layout."""
+"""DeepSpeed's ZeRO 3 builds the model partitioned. No rank ever holds the whole model, and its values are those of any
+other layout."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from sagetrain.parallel.layers import shard
 from sagetrain.parallel.topology import ParallelGroups
 
 # The weights take 403 MB in fp32.
+BY_DEEPSPEED = {"engine": "deepspeed"}
 MODEL = {"num_layers": 24, "hidden_size": 512, "ffn_hidden_size": 2048, "num_attention_heads": 8}
 
 
@@ -23,8 +25,9 @@ def build() -> tuple[int, int, int]:
     and plan's weights."""
     return_what_is_freed()
     groups = tiny.join(1)
-    cfg = tiny.config(3, model=MODEL)
-    tiny.model(tiny.config(3), groups)  # This loads libraries, and makes what DeepSpeed makes once.
+    cfg = tiny.config(3, model=MODEL, parallel=BY_DEEPSPEED)
+    # This loads libraries, and makes what DeepSpeed makes once.
+    tiny.model(tiny.config(3, parallel=BY_DEEPSPEED), groups)
     built = []
     peak = peak_of(lambda: built.append(tiny.model(cfg, groups)))
     held = sum(p.ds_tensor.untyped_storage().nbytes() for p in built[0].parameters())
@@ -33,7 +36,7 @@ def build() -> tuple[int, int, int]:
 
 def test_no_rank_ever_holds_the_whole_model() -> None:
     for peak, held, estimated in run_distributed(build, 2):
-        cfg = tiny.config(3, model=MODEL)
+        cfg = tiny.config(3, model=MODEL, parallel=BY_DEEPSPEED)
         whole = 4 * num_parameters(cfg.model, cfg.attention, tiny.VOCAB)
         print(f"{whole / 2**20:.0f} MiB: {held / 2**20:.0f} held, at most {peak / 2**20:.0f} while it was built")
         assert held == pytest.approx(whole / 2, rel=0.01)
@@ -46,7 +49,7 @@ def values(tp_size: int) -> bool:
     groups = tiny.join(tp_size)
     equal = []
     for tie, dtype in ((True, "fp32"), (False, "bf16")):
-        cfg = tiny.config(3, dtype, model={"tie_embeddings": tie})
+        cfg = tiny.config(3, dtype, model={"tie_embeddings": tie}, parallel=BY_DEEPSPEED)
         engine = tiny.engine(cfg, groups)
         single, kind = ParallelGroups.single(), torch.bfloat16 if dtype == "bf16" else torch.float32
         whole = tiny.transformer(cfg.model, cfg.attention, vocab_size=tiny.VOCAB, groups=single, seed=3, dtype=kind)
@@ -65,7 +68,7 @@ def test_initial_values_do_not_depend_on_the_layout(world: int, tp_size: int) ->
 def losses_after_loading() -> list[float]:
     """Return the losses of two steps in recomputed halves, after the weights were set as a resume sets them."""
     again, spread = {"activation_checkpointing": "full"}, {"tensor_parallel_size": 2, "sequence_parallel": True}
-    engine = tiny.engine(tiny.config(3, parallel={"zero_stage": 3, **spread}, training=again), tiny.join(2))
+    engine = tiny.engine(tiny.config(3, parallel={**BY_DEEPSPEED, **spread}, training=again), tiny.join(2))
     engine.state_changed(0)
     return [tiny.global_step(engine, step).loss for step in range(2)]
 

@@ -325,8 +325,10 @@ def texts_of(layouts: list[tuple[int, int, int]]) -> list[list[list[str]]]:
         engine = tiny.engine(cfg, tiny.join(tp_size, cp_size))
         completed(in_training(cfg, engine, letters), lambda: None, PROMPTS[:1], HOW[0])
         with torch.no_grad():
-            for parameter in engine.model.parameters():
-                parameter.mul_(1.5)
+            for own in engine.owned():
+                for values in (own.weight, *own.copies):
+                    values.mul_(1.5)
+        engine.weights_changed()
         run = in_training(cfg, engine, letters)
         found.append([completed(run, lambda: signs.append(1), PROMPTS, how) for how in HOW])
     model = tiny.model(cfg, ParallelGroups.single())

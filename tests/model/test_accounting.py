@@ -302,7 +302,7 @@ def items(cfg: RunConfig, world_size: int, vocab_size: int = VOCAB) -> dict[str,
     ],
 )
 def test_model_state_by_zero_stage_on_four_ranks(dtype, stage, weights, gradients, optimizer):
-    cfg = run_config(parallel={"zero_stage": stage}, training={"dtype": dtype})
+    cfg = run_config(parallel={"engine": "deepspeed", "zero_stage": stage}, training={"dtype": dtype})
     size, memory = num_parameters(cfg.model, cfg.attention, VOCAB), items(cfg, 4)
     assert (memory["weights"], memory["gradients"], memory["optimizer"]) == pytest.approx(
         (weights * size, gradients * size, optimizer * size), rel=1e-4

@@ -331,7 +331,8 @@ def check_kept(engine: Engine, when: str) -> None:
 
 
 def keep_through_a_run(root: str, stage: int, dtype: str) -> None:
-    engine = tiny.engine(tiny.config(stage, dtype, linear={"precision": "fp8"}), tiny.join(1))
+    by_deepspeed = {"parallel": {"engine": "deepspeed"}}
+    engine = tiny.engine(tiny.config(stage, dtype, linear={"precision": "fp8"}, **by_deepspeed), tiny.join(1))
     check_kept(engine, "at first")
     tiny.global_step(engine, 0)
     check_kept(engine, "after a step")

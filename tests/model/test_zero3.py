@@ -104,9 +104,9 @@ def test_zero3_trains_like_plain_torch() -> None:
 
 def _between_evaluations() -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
-    groups = tiny.join(1)
+    groups, by_deepspeed = tiny.join(1), {"engine": "deepspeed"}
     for how in ("none", "selective", "full"):
-        engine = tiny.engine(tiny.config(3, training={"activation_checkpointing": how}), groups)
+        engine = tiny.engine(tiny.config(3, training={"activation_checkpointing": how}, parallel=by_deepspeed), groups)
         found[how] = []
         for step in range(3):
             found[how].append(tiny.global_step(engine, step).loss)

@@ -33,7 +33,7 @@ def plan(*overrides: str, gpu: str = "h100", host: float | None = None, world_si
 @pytest.mark.parametrize(
     ("sections", "key", "message", "fix"),
     [
-        ({"parallel": {"offload": "optimizer"}}, "parallel.offload", "runs DeepSpeed", "set parallel.engine: fsdp"),
+        ({"parallel": {"engine": "deepspeed"}}, "parallel.offload", "engine is deepspeed", "set parallel.engine: fsdp"),
         (
             {"parallel": {"zero_stage": 3}},
             "parallel.offload",
@@ -59,8 +59,7 @@ def plan(*overrides: str, gpu: str = "h100", host: float | None = None, world_si
     ],
 )
 def test_what_does_not_go_with_it_is_refused(sections, key, message, fix):
-    engine = {} if "offload" in sections.get("parallel", {}) and message == "runs DeepSpeed" else {"engine": "fsdp"}
-    parallel = {"offload": "optimizer", **engine, **sections.get("parallel", {})}
+    parallel = {"offload": "optimizer", **sections.get("parallel", {})}
     found = fit(run_config(**{**sections, "parallel": parallel}), 2)
     finding = only(
         [each for each in found if each.rule in ("offload_of_deepspeed", "offload_at_zero_stage", "not_offloaded")]

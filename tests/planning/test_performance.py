@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import planned
 import tiny
 from distributed import run_distributed
-from planned import VOCAB, config, layout_of
-from sagetrain.config import ConfigError
+from planned import VOCAB, layout_of
+from sagetrain.config import ConfigError, RunConfig
 from sagetrain.engines.build_engine import build_engine
 from sagetrain.hardware import H200, HARDWARE, AttentionRate, Hardware, of_device
 from sagetrain.model import operations
@@ -48,6 +49,11 @@ SIMPLE = dataclasses.replace(
     network_bandwidth=1e10,
     network_efficiency=1,
 )
+
+
+def config(name: str = "325m", *overrides: str) -> RunConfig:
+    """Return a configuration that DeepSpeed runs, unless the overrides say otherwise. Its bytes are counted by hand."""
+    return planned.config(name, "parallel.engine=deepspeed", *overrides)
 
 
 def parts(prediction: StepPrediction) -> tuple[float, float, float]:

@@ -230,6 +230,7 @@ def test_3b_on_two_h100s_is_met(linear, sequences, overlap, layout, tokens_per_s
         "model={num_layers: 28, hidden_size: 3072, ffn_hidden_size: 8192, num_attention_heads: 24, "
         "num_key_value_heads: 8, vocab_size: 32000}",
         *sizes[:-1],
+        "parallel.engine=deepspeed",
         f"parallel.tensor_parallel_overlap={overlap}",
         f"attention={{backend: {'sdpa' if linear == 'bf16' else 'sage'}, recipe: scores, qk_norm: none}}",
         f"linear.precision={linear}",
@@ -365,6 +366,7 @@ def test_halves_in_int8_on_two_h100s_are_met(layout, tokens_per_second, margin, 
     cfg = load_config(CONFIGS / "7b.yaml", [
         "model.num_layers=12",
         *layout_of(layout)[2][:-1],
+        "parallel.engine=deepspeed",
         HALVES,
         "attention={backend: sage, recipe: scores}",
         "linear={precision: int8, recipe: rowwise}",
@@ -403,6 +405,7 @@ def test_1b_for_24_gb_on_an_h100_is_met(linear, tokens_per_second, gib, monkeypa
     host."""
     monkeypatch.undo()
     cfg = load_config(CONFIGS / "24gb.yaml", [
+        "parallel.engine=deepspeed",
         "attention.backend=sage",
         SCORES,
         f"linear.precision={linear}",
@@ -531,6 +534,7 @@ def test_speeds_of_other_shapes_are_met(shape, seq_length, backend, documents, t
     cfg = load_config(CONFIGS / "325m.yaml", [
         *model,
         *FINE,
+        "parallel.engine=deepspeed",
         f"attention.backend={backend}",
         f"data.document_attention={str(documents).lower()}",
         f"data.seq_length={seq_length}",
@@ -543,7 +547,7 @@ def test_speeds_of_other_shapes_are_met(shape, seq_length, backend, documents, t
 @pytest.mark.parametrize(("backend", "gib"), [("sage", 30.2), ("sdpa", 31.4)])
 def test_memory_of_the_papers_model_is_met(backend, gib):
     """The measured value is torch's own count, so it lacks the memory that the estimate leaves out."""
-    cfg = load_config(CONFIGS / "325m.yaml", [f"attention.backend={backend}"])
+    cfg = load_config(CONFIGS / "325m.yaml", [f"attention.backend={backend}", "parallel.engine=deepspeed"])
     assert memory_then(cfg, 1) == pytest.approx(gib, rel=0.05)
 
 

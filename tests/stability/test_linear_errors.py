@@ -23,7 +23,6 @@ from sagetrain.engines.build_engine import build_engine
 from sagetrain.engines.protocol import Engine, Observers
 from sagetrain.model.accounting import memory_per_rank
 from sagetrain.model.block import Block
-from sagetrain.model.compile import compile_blocks
 from sagetrain.model.transformer import Transformer, gradients
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability import linear_errors, monitor
@@ -40,6 +39,9 @@ NUMBERS = {
     *(f"{x}/{metric}" for x in ("Y", "dX", "dW") for metric in ("rel_l2", "cosine")),
     *("dY/zero_share_dX", "dY/zero_share_dW"),
 }
+
+
+BY_DEEPSPEED = {"engine": "deepspeed"}
 
 
 def config(stage: int = 0, precision: str = "fp8", recipe: str = "rowwise", **sections: dict) -> RunConfig:
@@ -59,12 +61,12 @@ def batch(groups: ParallelGroups) -> Batch:
 def built(cfg: RunConfig, groups: ParallelGroups, compiled: bool = False) -> Engine:
     model = tiny.model(cfg, groups)
     if compiled:
-        compile_blocks(model, "aot_eager")
+        tiny.compile_first_rank(model, "aot_eager", ranks=groups.topology.world_size)
     return build_engine(cfg, model, groups, 1)
 
 
 def step(engine: Engine, watched: bool = True, **observers: Any) -> dict[str, float]:
-    probes = [LinearErrors(engine.model, range(2))] if watched else []
+    probes = [LinearErrors(engine.model, range(2), engine.leaves())] if watched else []
     return engine.step([batch(engine.groups)], 1, 1e-2, Observers(probes=probes, **observers)).metrics
 
 
@@ -121,7 +123,7 @@ def test_the_same_numbers_at_every_layout(layout, one_rank) -> None:
 def by_hand(recipe: tuple[str, str]) -> list[tuple[float, float]]:
     """Return the numbers of Y of the first layer, whose input is known, and the float64 values."""
     groups = tiny.join(1)
-    engine = built(config(0, *recipe), groups)
+    engine = built(config(0, *recipe, parallel=BY_DEEPSPEED), groups)
     block, low = engine.model.blocks[0], RECIPES[recipe]
     with torch.no_grad():
         x = block.attention_norm(engine.model.embedding(batch(groups).tokens.flatten()))
@@ -226,7 +228,8 @@ def test_a_layer_whose_gradients_vanish_is_named_once() -> None:
 
 
 def train(corpus: str, run_dir: str, stage: int, precision: str, every: int | str) -> None:
-    cfg = tiny.config(stage, model=SHAPE, linear={"precision": precision}).model_dump()
+    parallel = BY_DEEPSPEED if stage == 3 else {}
+    cfg = tiny.config(stage, model=SHAPE, linear={"precision": precision}, parallel=parallel).model_dump()
     cfg["data"].update(train=[{"path": f"{corpus}/train"}], micro_batch_size=2)
     cfg["training"].update(run_dir=run_dir, total_tokens=16 * tiny.SEQ)
     cfg["stability"]["monitor"].update(every_steps=every, layers=[-1])
@@ -258,6 +261,7 @@ def test_a_run_writes_what_it_measured_and_what_vanishes(
 def train_to_16_bits(corpus: str, run_dir: str, stage: int) -> None:
     linear = {"precision": "fp8", "keep_last_fraction": 0.5}
     cfg = tiny.config(stage, model=SHAPE, linear=linear, stability={"monitor": {"every_steps": 2}}).model_dump()
+    cfg["parallel"].update(BY_DEEPSPEED if stage == 3 else {})
     cfg["data"].update(train=[{"path": f"{corpus}/train"}])
     cfg["training"].update(run_dir=run_dir, total_tokens=16 * tiny.SEQ)
     Trainer(build(RunConfig.model_validate(cfg))).train()
@@ -287,7 +291,7 @@ def test_a_monitor_has_an_effect_with_linear_layers_in_8_bits() -> None:
     cases = {(1, "fp8"): "", (1, "int8"): "", (1, "auto"): neither, (1, "bf16"): neither, (3, "bf16"): neither}
     for (stage, precision), why in {**cases, (3, "fp8"): "not looked at with parallel.zero_stage 3"}.items():
         monitor = {"stability": {"monitor": {"every_steps": 10}}}
-        cfg = tiny.config(stage, model=SHAPE, linear={"precision": precision}, **monitor)
+        cfg = tiny.config(stage, model=SHAPE, linear={"precision": precision}, parallel=BY_DEEPSPEED, **monitor)
         found = [f for f in check(cfg, 1, files=False) if f.key.startswith("stability.monitor")]
         assert [f.rule for f in found] == ["monitor_of_nothing"] * bool(why)
         assert all(why in f.message for f in found)

@@ -21,7 +21,6 @@ from sagetrain.data.loader import Batch
 from sagetrain.engines.build_engine import build_engine
 from sagetrain.engines.protocol import Engine, Observers
 from sagetrain.model.backends import Sage, Sdpa
-from sagetrain.model.compile import compile_blocks
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.monitor import Monitor
 from sagetrain.training.build_run import build
@@ -49,14 +48,13 @@ def batch(groups: ParallelGroups, documents: bool) -> Batch:
 
 def built(cfg: RunConfig, groups: ParallelGroups, compiled: bool = False) -> tuple[Engine, Monitor]:
     model = tiny.model(cfg, groups)
-    with torch.no_grad():
-        for i, parameter in enumerate(p for name, p in model.named_parameters() if name.endswith("k_norm.gain")):
-            if parameter.numel():  # At ZeRO 3 partitioned parameters stay as they are.
-                parameter.copy_(torch.linspace(1, 2 + i, parameter.numel()))
     if compiled:
         again = groups.tp_size > 1 and cfg.training.activation_checkpointing != "none"
-        (compile_blocks if again else tiny.compile_first_rank)(model, "aot_eager")
+        tiny.compile_first_rank(model, "aot_eager", ranks=groups.tp_size if again else 1)
     engine = build_engine(cfg, model, groups, 1)
+    for i, own in enumerate(own for own in engine.owned() if own.name.endswith("k_norm.gain")):
+        own.write("weight", torch.linspace(1, 2 + i, own.spec.size)[own.start : own.stop])
+    engine.state_changed()
     return engine, monitor_of(cfg, engine)
 
 

@@ -47,7 +47,7 @@ def masters_of(engine: Engine) -> list[torch.Tensor]:
 
 def copies_of(engine: Engine) -> list[torch.Tensor]:
     """Return whole gains as the model computes with them. At ZeRO 3 they stay gathered, being small."""
-    return [p.data.clone() for name, p in engine.model.named_parameters() if is_qk_gain(engine.model.specs[name])]
+    return [gain.detach().clone() for name, gain in engine.gathered().items() if is_qk_gain(engine.model.specs[name])]
 
 
 def steps_of(tp_size: int, stage: int, dtype: str, qk_gain: dict) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def steps_of(tp_size: int, stage: int, dtype: str, qk_gain: dict) -> dict[str, A
         seen["losses"].append(result.loss)
         seen["masters"].append(masters_of(engine))
         seen["copies"].append(copies_of(engine))
-        parameters = dict(engine.model.named_parameters())
+        parameters = engine.gathered()
         for shard in engine.owned(is_qk_gain):  # The model's values are the masters', rounded.
             copy = parameters[shard.name].data.view(-1)[shard.start : shard.stop]
             seen["rounded"] &= torch.equal(shard.weight.to(copy.dtype), copy)

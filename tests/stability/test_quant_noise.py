@@ -317,7 +317,7 @@ def batches(groups: ParallelGroups, step: int = 0, sequences: int = 4) -> list[B
 
 
 def probe_of(engine: Engine) -> QuantizationProbe:
-    return QuantizationProbe(engine.model, Reference(), engine.groups, engine.device)
+    return QuantizationProbe(engine.model, Reference(), engine.groups, engine.device, engine.leaves())
 
 
 def measured(layouts: list[tuple[int, int, int]]) -> list[tuple[tuple, bool, dict[str, float]]]:
@@ -361,7 +361,7 @@ def run_of(layout: tuple[int, int, int, str, str, str], probes: bool) -> tuple[l
     after them."""
     tp_size, cp_size, stage, dtype, backend, recompute = layout
     groups, cfg = tiny.join(tp_size, cp_size), config(stage, dtype)
-    model = tiny.model(cfg, groups, activation_checkpointing=recompute, overlap=True, partition=None)
+    model = tiny.model(cfg, groups, activation_checkpointing=recompute, overlap=True)
     if backend:
         tiny.compile_first_rank(model, backend)
     engine = build_engine(cfg, model, groups, 1)

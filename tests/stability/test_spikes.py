@@ -134,6 +134,7 @@ def test_settings_that_cannot_work_are_named(spikes, keep_last, level, words) ->
 def tensors(engine) -> dict[str, torch.Tensor]:
     """Return everything that an update changes: masters, moments, the weights that the model computes with, also in 8
     bits, and Adam's step counts."""
+    engine.gathered()  # FSDP2 renews 8-bit weights when it enters a block.
     found = {f"{s.name}|{k}": s.read(k).clone() for s in engine.owned() for k in s.kinds}
     found |= {f"{s.name}|{i}": t.clone() for s in engine.owned() for i, t in enumerate(s.copies) if len(t)}
     found["updates"] = torch.tensor(engine.optimizer_steps)

@@ -16,7 +16,7 @@ from sagetrain.cluster.join import init_distributed
 from sagetrain.config import RunConfig
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.data.loader import Batch
-from sagetrain.engines import deepspeed
+from sagetrain.engines import deepspeed, fsdp
 from sagetrain.engines.build_engine import build_engine, partitioner
 from sagetrain.engines.protocol import Engine, Observers, Owned, StepResult
 from sagetrain.model.accounting import overlaps
@@ -77,9 +77,11 @@ def transformer(
 
 
 def model(cfg: RunConfig, groups: ParallelGroups, seed: int = 3, **others: Any) -> Transformer:
-    """Build a fresh Transformer. At ZeRO 3 it is partitioned. Other arguments replace those of the configuration."""
+    """Build a fresh Transformer, partitioned as the engine wants it, or whole where there is no process group and so no
+    engine. Other arguments replace those of the configuration."""
     dtype = torch.bfloat16 if cfg.training.dtype == "bf16" else torch.float32
-    place = {"vocab_size": VOCAB, "groups": groups, "dtype": dtype, "partition": partitioner(cfg, groups)}
+    place = {"vocab_size": VOCAB, "groups": groups, "dtype": dtype}
+    place["partition"] = partitioner(cfg, groups) if groups.replica_group is not None else None
     place["sequence_parallel"], place["overlap"] = cfg.parallel.sequence_parallel, overlaps(cfg)
     place["activation_checkpointing"] = cfg.training.activation_checkpointing
     how = {"tensor_parallel_size": groups.tp_size, "device": torch.device("cpu"), "dtype": dtype}
@@ -101,12 +103,13 @@ def compile_first_rank(
     The other ranks call the same collectives from Python, so the compiled code is still part of the world's numbers.
     Ranks of a test share a CPU, and torch.compile is most of the time of a test that compiles on all of them. Where
     tensor parallel blocks are recomputed, the ranks of a tensor parallel group have to compile alike: Python stops a
-    recomputation early, before the last collectives, and a graph does not.
+    recomputation early, before the last collectives, and a graph does not. `whole` is for DeepSpeed's ZeRO 3. FSDP2,
+    which has taken the parameters of the model away, needs hooks instead.
     """
-    first = torch.distributed.get_rank() < ranks
+    first, sharded = torch.distributed.get_rank() < ranks, hasattr(next(model.parameters()), "shard")
     if first:
-        compile_blocks(model, backend, whole=whole, **how)
-    model.whole_blocks = whole
+        compile_blocks(model, backend, whole=whole and not sharded, hooks=sharded, **how)
+    model.whole_blocks = whole and not sharded
     return first
 
 
@@ -132,7 +135,7 @@ class SGD:
     @classmethod
     def use(cls) -> None:
         """Have every engine of this process use it."""
-        deepspeed.build_optimizer = lambda run, group, pieces, ranks: cls(pieces)
+        deepspeed.build_optimizer = fsdp.build_optimizer = lambda run, group, pieces, ranks: cls(pieces)
 
     def step(self, gradients: Sequence[torch.Tensor], lr: float, update: int) -> None:
         for weight, gradient in zip(self._weights, gradients, strict=True):

@@ -89,8 +89,9 @@ def ways_out(corpus: str, run_dir: str) -> str:
     building.make_engine = full
     torch.cuda.memory._dump_snapshot = lambda path: None
     data, training = {"train": [{"path": f"{corpus}/train"}]}, {"run_dir": run_dir}
+    by_deepspeed = {"parallel": {"engine": "deepspeed"}, "training": {**training, "dtype": "bf16"}}
     with pytest.raises(TrainingError) as raised:
-        building.build(tiny.config(0, "bf16", data=data, training={**training, "dtype": "bf16"}))
+        building.build(tiny.config(0, "bf16", data=data, **by_deepspeed))
     return str(raised.value)
 
 

@@ -16,8 +16,11 @@ from sagetrain.checkpoint.reading import Reader
 from sagetrain.parallel.rng import rng_state
 from sagetrain.training.perturb import GAIN, perturb
 
-# The values are the (tensor parallel, context parallel, ZeRO stage) of two ranks.
-LAYOUTS = {"fp32": [(1, 1, 0), (1, 2, 1), (2, 1, 3)], "bf16": [(2, 1, 1), (1, 1, 2), (1, 1, 3)]}
+LAYOUTS = {
+    "fp32": [(1, 1, 0, "fsdp"), (1, 2, 1, "deepspeed"), (2, 1, 3, "fsdp")],
+    "bf16": [(2, 1, 1, "fsdp"), (1, 1, 2, "deepspeed"), (1, 1, 3, "fsdp")],
+}
+"""The values are the tensor parallel and context parallel size, the ZeRO stage and the engine of two ranks."""
 
 
 def saved(root: Path, engine, step: int) -> dict[str, dict[str, torch.Tensor]]:
@@ -33,8 +36,8 @@ def saved(root: Path, engine, step: int) -> dict[str, dict[str, torch.Tensor]]:
 def perturb_everywhere(root: str, dtype: str) -> dict:
     """Return, for every layout, the changes in a checkpoint, the gains before and after, and the gains that compute."""
     found = {}
-    for *sizes, stage in LAYOUTS[dtype]:
-        engine = tiny.engine(tiny.config(stage, dtype), tiny.join(*sizes))
+    for *sizes, stage, name in LAYOUTS[dtype]:
+        engine = tiny.engine(tiny.config(stage, dtype, parallel={"engine": name}), tiny.join(*sizes))
         for step in range(2):
             tiny.global_step(engine, step)
         place = Path(root) / f"{sizes}-{stage}"
@@ -43,7 +46,7 @@ def perturb_everywhere(root: str, dtype: str) -> dict:
         none = saved(place, engine, 2)
         perturb(engine, 3)
         after = saved(place, engine, 3)
-        computing = engine.model.blocks[0].attention_norm.gain.detach().clone()
+        computing = engine.gathered()[GAIN].detach().clone()
         alike = all(torch.equal(none[kind][name], value) for kind in KINDS for name, value in before[kind].items())
         differing = [(k, name) for k in KINDS for name, value in before[k].items() if not after[k][name].equal(value)]
         gains = before["weight"][GAIN], after["weight"][GAIN]

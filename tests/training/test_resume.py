@@ -25,6 +25,9 @@ from runs import at_step, check_same, finish, free_port, kill_all, log_of, start
 from sagetrain.cli.exits import Errors
 from sagetrain.cluster.guard import StopSignal
 from sagetrain.config import ConfigError, RunConfig
+from sagetrain.config.arithmetic import engine_of
+from sagetrain.hardware import H200
+from sagetrain.planning.plan import make_plan
 from sagetrain.training.build_run import build
 from sagetrain.training.trainer import Trainer
 
@@ -57,16 +60,18 @@ def test_a_signal_saves_and_the_run_continues_bitwise(tmp_path, corpus, referenc
     check_same(tmp_path / "run", reference[1])
 
 
-def alone(corpus: str, run_dir: str, stop: bool) -> tuple[bool, int]:
+def alone(
+    corpus: str, run_dir: str, stop: bool, engine: str = "auto", said: list[str] | None = None
+) -> tuple[bool, int]:
     """Take six steps of four micro-batches, or send a signal in the middle of the third step. Return whether the run
-    finished, and its last step."""
-    cfg = tiny.config(1).model_dump()
+    finished, and its last step. `said` gets what it says to people."""
+    cfg = tiny.config(1, parallel={"engine": engine}).model_dump()
     cfg["data"].update(train=[{"path": f"{corpus}/train"}])
     cfg["training"].update(run_dir=run_dir, total_tokens=6 * 4 * tiny.SEQ)
     cfg["logging"].update(every_steps=4, tensorboard=False)
     cfg["checkpoint"]["every_tokens"] = 10**9  # A save would have a row, too.
     cfg["stability"]["noise_scale"]["every_steps"] = 3
-    trainer = Trainer(build(RunConfig.model_validate(cfg)))
+    trainer = Trainer(build(RunConfig.model_validate(cfg), hears=None if said is None else said.append))
     step_batches = trainer.run.loader.step_batches
 
     def signalled(*step: int):
@@ -94,6 +99,37 @@ def test_a_rank_alone_stops_between_micro_batches(tmp_path, corpus) -> None:
     assert run_distributed(alone, 1, str(corpus), str(cut), False) == [(True, 6)]
     ends = [load_file(next((folder / "checkpoints/step-00000006").glob("*.safetensors"))) for folder in (whole, cut)]
     assert ends[0].keys() == ends[1].keys() and all(ends[0][name].equal(ends[1][name]) for name in ends[0])
+
+
+def of_the_former_default(corpus: str, whole: str, cut: str) -> tuple[list[tuple[bool, int]], list[str]]:
+    """Train by DeepSpeed without a stop, and with one, after which the checkpoint forgets its engine, as checkpoints
+    had none when `auto` was DeepSpeed. Continue it by `auto`. Return how the runs ended, and what was said last."""
+    ends, said = [alone(corpus, whole, False, "deepspeed"), alone(corpus, cut, True, "deepspeed")], list[str]()
+    folder = Path(cut) / "checkpoints/step-00000002"
+    manifest = folder / "manifest.json"
+    tree = json.loads(manifest.read_text())
+    assert tree["state"].pop("engine") == "deepspeed"
+    manifest.write_text(json.dumps(tree))
+    plan = make_plan(folder / "config.yaml", ["parallel.engine=auto"], 1, H200)
+    assert [(f.rule, f.level) for f in plan.findings if f.key == "parallel.engine"] == [("engine_kept", "info")]
+    assert engine_of(plan.cfg) == "deepspeed"
+    return [*ends, alone(corpus, cut, False, said=said)], said
+
+
+def test_a_run_of_the_former_default_keeps_its_engine(tmp_path, corpus) -> None:
+    """`auto` was DeepSpeed until it became FSDP2. A run of that time goes on by DeepSpeed, to the last bit."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    ((ends, said),) = run_distributed(of_the_former_default, 1, str(corpus), str(whole), str(cut))
+    assert ends == [(True, 6), (False, 2), (True, 6)]
+    text = "\n".join(said)
+    assert "is deepspeed here, as the run had it when it began; in a new run it is fsdp" in text
+    assert (
+        "set parallel.engine: fsdp to go on by fsdp from the same checkpoint" in text and "ZeRO 1 by DeepSpeed" in text
+    )
+    folders = [folder / "checkpoints/step-00000006" for folder in (whole, cut)]
+    same, again = (load_file(next(folder.glob("*.safetensors"))) for folder in folders)
+    assert same.keys() == again.keys() and all(same[name].equal(again[name]) for name in same)
+    assert json.loads((folders[1] / "manifest.json").read_text())["state"]["engine"] == "deepspeed"
 
 
 def evaluated(corpus: str, folders: list[str], signalled_at: list[int]) -> list[tuple[bool, int, list[int]]]:
@@ -199,8 +235,8 @@ def test_a_run_over_slices_equals_one_over_whole_sequences(tmp_path, corpus) -> 
 def test_run_folder_holds_what_was_run(reference) -> None:
     run_dir = reference[1]
     names = {path.name for path in run_dir.iterdir()}
-    assert {"config.yaml", "deepspeed.json", "findings.json", "metrics.jsonl", "tensorboard", "checkpoints"} <= names
-    assert json.loads((run_dir / "deepspeed.json").read_text())["managed_gradient_accumulation"] is False
+    assert {"config.yaml", "fsdp.json", "findings.json", "metrics.jsonl", "tensorboard", "checkpoints"} <= names
+    assert json.loads((run_dir / "fsdp.json").read_text())["gradient_sync"] == "last micro-step"
     assert yaml.safe_load((run_dir / "config.yaml").read_text())["checkpoint"]["keep_last"] == 2
     assert len(list((run_dir / "checkpoints").glob("step-*"))) == 2
     assert list((run_dir / "tensorboard").glob("events*"))

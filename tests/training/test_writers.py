@@ -184,16 +184,16 @@ def test_a_run_whose_folder_is_removed_stops_writing(tmp_path: Path) -> None:
 
 def test_files_beside_the_metrics_stay_on_a_full_disk(small_disk: Path) -> None:
     folder, cfg = RunFolder(small_disk), tiny.config(1)
-    folder.describe(cfg, {"first": 1}, [])
+    folder.describe(cfg, "fsdp", {"first": 1}, [])
     fill(small_disk)
     with pytest.raises(OSError, match="No space left") as raised:
-        folder.describe(cfg, {"second": 2}, [])
+        folder.describe(cfg, "fsdp", {"second": 2}, [])
     assert raised.value.filename == str(small_disk / "config.yaml")
     (small_disk / "filler").unlink()
-    assert json.loads((small_disk / "deepspeed.json").read_text()) == {"first": 1}
-    assert sorted(path.name for path in small_disk.iterdir()) == ["config.yaml", "deepspeed.json", "findings.json"]
-    folder.describe(tiny.config(1, parallel={"engine": "fsdp"}), {"third": 3}, [])
+    assert json.loads((small_disk / "fsdp.json").read_text()) == {"first": 1}
     assert sorted(path.name for path in small_disk.iterdir()) == ["config.yaml", "findings.json", "fsdp.json"]
+    folder.describe(cfg, "deepspeed", {"third": 3}, [])
+    assert sorted(path.name for path in small_disk.iterdir()) == ["config.yaml", "deepspeed.json", "findings.json"]
 
 
 @pytest.mark.parametrize(("number", "path", "code", "said"), [

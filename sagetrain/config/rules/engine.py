@@ -11,7 +11,7 @@ from typing import Any
 
 from sagetrain.config.arithmetic import engine_of, own_reduction, resolved_zero_stage
 from sagetrain.config.errors import Finding
-from sagetrain.config.rules.findings import error, no_effect, warning
+from sagetrain.config.rules.findings import by_deepspeed, error, no_effect, warning
 from sagetrain.config.schema import RunConfig
 
 # DeepSpeed keys that SageTrain writes itself, and the key of SageTrain to use instead.
@@ -212,21 +212,22 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
         yield from _fsdp(cfg)
         yield from _offload(cfg)
         return
+    why, fix = by_deepspeed(cfg)
     if cfg.parallel.offload != "none":
         yield error(
             "offload_of_deepspeed",
             "parallel.offload",
             cfg.parallel.offload,
-            f"is for parallel.engine fsdp, and parallel.engine is {cfg.parallel.engine}, which runs DeepSpeed",
-            "set parallel.engine: fsdp, or offload: none",
+            f"is for parallel.engine fsdp, and {why}",
+            f"{fix}, or set offload: none",
         )
     if cfg.parallel.shard_size is not None:
         yield error(
             "shard_size_of_deepspeed",
             "parallel.shard_size",
             cfg.parallel.shard_size,
-            f"is for parallel.engine fsdp: with engine {cfg.parallel.engine} DeepSpeed shards over all replicas",
-            "remove it, or set parallel.engine: fsdp",
+            f"is for parallel.engine fsdp, and {why}: DeepSpeed shards over all replicas",
+            f"remove it, or {fix}",
         )
     if cfg.training.dtype == "bf16" and cfg.parallel.zero_stage == 0:
         yield Finding(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from sagetrain.config.arithmetic import engine_of
 from sagetrain.config.errors import Finding
-from sagetrain.config.rules.findings import error, no_effect, warning
+from sagetrain.config.rules.findings import by_deepspeed, error, no_effect, warning
 from sagetrain.config.schema import OptimizerConfig, RunConfig
 
 MATRICES = "q", "k", "v", "out", "gate", "up", "down"
@@ -29,8 +29,9 @@ def _master(cfg: RunConfig) -> Iterator[Finding]:
         return
     by_fsdp, sixteen_bit = engine_of(cfg) == "fsdp", cfg.training.dtype == "bf16"
     if not by_fsdp:
-        why = "needs master weights that the model computes with, and DeepSpeed keeps fp32 ones of its own"
-        yield error("bf16_masters_need_fsdp", key, master, why, "set parallel.engine: fsdp, or use fp32")
+        said, fix = by_deepspeed(cfg)
+        why = f"is for parallel.engine fsdp, and {said}: DeepSpeed keeps fp32 masters of its own"
+        yield error("bf16_masters_need_fsdp", key, master, why, f"{fix}, or use fp32")
     if not sixteen_bit:
         why = f"keeps the weights of a model in {cfg.training.dtype} in 16 bits"
         yield error("bf16_masters_in_fp32", key, master, why, "use fp32, or training.dtype bf16")

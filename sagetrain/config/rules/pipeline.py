@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sagetrain.config.arithmetic import data_parallel_size, idle_share, token_multiple
+from sagetrain.config.arithmetic import data_parallel_size, engine_of, idle_share, token_multiple
 from sagetrain.config.errors import Finding
-from sagetrain.config.rules.findings import error, no_effect, warning
+from sagetrain.config.rules.findings import by_deepspeed, error, no_effect, warning
 from sagetrain.config.schema import RunConfig
 
 
@@ -25,13 +25,14 @@ def findings(cfg: RunConfig, world_size: int) -> Iterator[Finding]:
 
 def _engine(cfg: RunConfig) -> Iterator[Finding]:
     parallel = cfg.parallel
-    if parallel.engine != "fsdp":
+    if engine_of(cfg) != "fsdp":
+        why, fix = by_deepspeed(cfg)
         yield error(
             "pipeline_of_engine",
             "parallel.pipeline_parallel_size",
             parallel.pipeline_parallel_size,
-            f"is for parallel.engine fsdp, and parallel.engine is {parallel.engine}, which runs DeepSpeed",
-            "set parallel.engine: fsdp, or pipeline_parallel_size: 1",
+            f"is for parallel.engine fsdp, and {why}",
+            f"{fix}, or set pipeline_parallel_size: 1",
         )
     if parallel.zero_stage == 3:
         yield error(

@@ -57,8 +57,8 @@ class OptimizerConfig(Section):
     Checkpoints hold fp32 in any case, so the key may change at a resume."""
     master: Literal["fp32", "bf16_chance", "bf16_kahan"] = "fp32"
     """Memory of the master weights. bf16_chance: rounded up or down by chance, so that small updates add up on average;
-    the model computes with the masters. bf16_kahan: in bf16, with a second number for what rounding has left. Both need
-    parallel.engine fsdp."""
+    the model computes with the masters. bf16_kahan: in bf16, with a second number for what rounding has left. Neither
+    goes with parallel.engine deepspeed."""
     muon: MuonConfig = MuonConfig()
 
     @property

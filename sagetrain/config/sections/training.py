@@ -25,8 +25,8 @@ class ParallelConfig(Section):
     tokens; in attention each rank holds whole sequences for a share of the heads."""
     pipeline_parallel_size: PositiveInt = 1
     """Number of pipeline stages. Each stage has some of the blocks, and micro-batches go from stage to stage, in the
-    order 1F1B. The first stage has the embedding, the last one the output projection. Needs engine fsdp and a
-    zero_stage of 0 to 2."""
+    order 1F1B. The first stage has the embedding, the last one the output projection. Needs a zero_stage of 0 to 2, and
+    not engine deepspeed."""
     pipeline_chunks: PositiveInt = 1
     """Number of ranges of blocks that each pipeline stage has (interleaved 1F1B). With several chunks the stages idle
     less and send more."""
@@ -41,25 +41,26 @@ class ParallelConfig(Section):
     blocks of this model on these GPUs, timed when the run begins and kept when the run continues in the same layout."""
     engine: Literal["auto", "deepspeed", "fsdp"] = "auto"
     """The library that shards weights, gradients and optimizer state: DeepSpeed's ZeRO, or torch's FSDP2
-    (`fully_shard`). Any launcher starts both, and a checkpoint of one continues in the other. auto: deepspeed.
-    On two H100s fsdp is 1.39 times as fast with tensor parallelism in FP8, level in bf16, and 1 to 3 % slower at
-    zero_stage 1 in FP8 (results/engines)."""
+    (`fully_shard`). Any launcher starts both, and a checkpoint of one continues in the other. auto: fsdp, or deepspeed
+    where the section `deepspeed` has keys or gradient_reduction is bf16, which only DeepSpeed has. A run that continues
+    keeps the engine that `auto` was when it began."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
     """ZeRO stage over data- and context-parallel ranks. Under deepspeed bf16 runs 0 as 1: DeepSpeed's bf16 stage 0 is
     wrong."""
     shard_size: PositiveInt | None = None
     """Number of neighbouring data- and context-parallel ranks that shard the model between them at zero_stage 1 to 3
     (hybrid sharding). The other ranks hold copies of these shards, and only gradients travel between copies: the GPUs
-    of a host, for instance, where links between hosts are slow. Needs engine fsdp. Default: all of them shard."""
+    of a host, for instance, where links between hosts are slow. Not with engine deepspeed. Default: all shard."""
     offload: Literal["none", "optimizer", "all"] = "none"
     """State that a rank keeps in the host's memory, so that it takes none of the GPU's. optimizer: master weights,
     gradients that are reduced, and moments; the CPU makes the update. It needs zero_stage 1 or 2. all: the weights as
-    well, which every pass copies to the GPU, block by block. It needs zero_stage 3. Both need engine fsdp, AdamW, and
-    about 30 bytes of host memory for each parameter that a rank owns; `sagetrain plan` says how much."""
+    well, which every pass copies to the GPU, block by block. It needs zero_stage 3. Both need AdamW, about
+    30 bytes of host memory for each parameter that a rank owns (`sagetrain plan` says how much), and not engine
+    deepspeed."""
     gradient_reduction: Literal["fp32", "bf16"] = "fp32"
     """Precision in which gradients travel between data- and context-parallel ranks and are summed over them. bf16 takes
     half the bytes; every sum over ranks is rounded to 8 bits of mantissa, so losses differ. Sums over the micro-batches
-    of a rank are in fp32 either way. bf16 needs training.dtype bf16."""
+    of a rank are in fp32 either way. bf16 needs training.dtype bf16, and makes engine auto deepspeed."""
 
 
 class TrainingConfig(Section):
