@@ -25,6 +25,7 @@ MARGINS: Mapping[str, Mapping[str, float]] = {
         "data parallelism": 0.1,
         "ZeRO 2": 0.1,
         "ZeRO 3": 0.15,
+        "FSDP2": 0.1,
         "tensor parallelism": 0.15,
         "halves without sequence parallelism": 0.15,
         "context parallelism": 0.1,

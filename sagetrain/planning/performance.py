@@ -107,6 +107,9 @@ multiprocessors that a matmul counted on, and both slow down: for TP 4, 1B, H200
 beside kernels of about 290, which then take 313 (results/tensor-parallel). Copies save everything but
 Hardware.copy_latency."""
 
+_LAUNCHED = 4
+"""The ranks of tensor parallelism of the largest group whose host time was measured. More are taken to need no more."""
+
 _MESSAGE_BANDWIDTH = 15e9
 """Bytes per second of a message between pipeline stages, as it delays a step. NCCL's link carries more. The figure has
 also the time in which stages wait for each other, and the multiprocessors that a waiting message takes from kernels.
@@ -337,7 +340,7 @@ class _Step:
         # The rates were fitted to the calls of one forward and one backward pass, without the gains.
         calls = sum(c.per_block for c in self.collectives if c.what in (INTO, OUT) and c.moment != "recomputed")
         low = len(self.cfg.linear.low_bit_blocks(self.cfg.model.num_layers))
-        ranks = max(0, self.rank.tensor - 2) * hardware.low_bit_rank_seconds
+        ranks = max(0, min(self.rank.tensor, _LAUNCHED) - 2) * hardware.low_bit_rank_seconds
         casts = low * self.parts * (hardware.low_bit_launch_seconds.get(self.cfg.linear.precision, 0.0) + ranks)
         block = hardware.block_launch_seconds + self.parts * part + calls * call
         passes = self.accumulation - (not needs_no_hooks(self.cfg, self.replicas))
