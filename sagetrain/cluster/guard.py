@@ -79,7 +79,7 @@ class Watchdog:
 
     def __init__(self, folder: Path, rank: int, timeout: float, ranks: int = 1, watches: bool = True) -> None:
         self.watches: bool = watches
-        """Whether the process belongs to the run, and ends with it."""
+        """This is true if the process belongs to the run and ends with it, and false if a program continues."""
         self._ranks = ranks
         self._folder, self._path, self._timeout = folder, folder / f"rank-{rank}.txt", timeout
         self._tick = min(max(timeout / 20, 0.1), 5.0)

@@ -8,6 +8,7 @@ from sagetrain.comparing.analysis import LOSSES, Comparison, Line
 from sagetrain.comparing.question import BRANCH, Setting, differences
 from sagetrain.comparing.results import Results
 from sagetrain.comparing.run_records import DIVERGED, FAILED, STOPPED
+from sagetrain.config.errors import many
 
 _SHOWN = (
     "model.num_layers",
@@ -170,7 +171,7 @@ def _bands(table: Comparison) -> str:
         if seeds is not None:
             parts.append(f"seed band of the {kind} loss {seeds:.4f}")
         if rounding is not None:
-            parts.append(f"rounding band {rounding:.4f} ({table.again} pair{'s' * (table.again > 1)})")
+            parts.append(f"rounding band {rounding:.4f} ({many(table.again, 'pair')})")
     return f"{', '.join(parts)}.".capitalize() if parts else "No band was measured: one seed, no run again."
 
 

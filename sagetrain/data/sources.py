@@ -233,10 +233,10 @@ class Corpus:
         if structured:
             what, chosen = "JSON and Parquet", structured
         if len(chosen) < len(sizes):
-            count, left = len(chosen), len(sizes) - len(chosen)
+            left = len(sizes) - len(chosen)
             self.notes.append(
-                f"{where}: reading the {count} {what} file{'s' * (count > 1)}, leaving out {left} "
-                f"other{'s' * (left > 1)}; --glob chooses differently"
+                f"{where}: reading the {many(len(chosen), f'{what} file')}, leaving out {many(left, 'other')}; "
+                "--glob chooses differently"
             )
         return chosen
 

@@ -63,11 +63,12 @@ class Beside:
     class_said: str = ""
     """The file and the key that say the class, and the class as it stands there."""
     as_it_is: bool = False
-    """Whether transformers takes a tokenizer.json as it is, whatever the class, because of the model's type."""
+    """This is true if transformers takes the folder's tokenizer.json as it is, whatever the class of the tokenizer,
+    because of the model_type of config.json."""
     numbered: list[Stated] = field(default_factory=list)
     """Tokens with ids, in the order of the ids."""
     legacy: bool = False
-    """Whether the ids are from added_tokens.json, which does not say how tokens are found in a text."""
+    """This is true if the ids are from added_tokens.json, which does not say how tokens are found in a text."""
     named: dict[str, Stated] = field(default_factory=dict)
     """Special tokens by name: "eos_token"."""
     more: list[Stated] = field(default_factory=list)

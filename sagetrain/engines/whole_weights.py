@@ -26,7 +26,8 @@ class _Group(NamedTuple):
     sizes: list[int]
     """The most elements that a rank has of each. The last ranks may have less, or nothing."""
     even: list[bool]
-    """Whether the number of ranks divides each. The parts of the others are longer than their weights."""
+    """For each weight, true if the number of ranks divides its rows. The parts of other weights are longer than the
+    weights."""
     ready: torch.cuda.Event | None
     """It marks the end of a renewal on a GPU."""
 

@@ -236,12 +236,12 @@ def _layout_table(cfg: RunConfig, world_size: int, vocab_size: int) -> Table:
     data, ranks = cfg.data, data_parallel_size(cfg, world_size)
     split = ", sequence parallel" if cfg.parallel.sequence_parallel else ""
     sharded = sharding_in_words(cfg, replicas(cfg, world_size))
-    return facts(f"Layout on {world_size} {'rank' if world_size == 1 else 'ranks'}", [
+    return facts(f"Layout on {many(world_size, 'rank')}", [
         ("ranks", _ranks(cfg, world_size) + split),
         ("sharding", f"{sharded}, {cfg.training.dtype}"),
         (
             "micro-step",
-            f"{data.micro_batch_size} sequence{'s' * (data.micro_batch_size > 1)} x {data.seq_length:,} tokens "
+            f"{many(data.micro_batch_size, 'sequence')} x {data.seq_length:,} tokens "
             f"x {ranks} = {token_multiple(cfg, ranks):,} tokens",
         ),
         *([("pipeline", _stages(cfg, world_size, vocab_size))] if cfg.parallel.pipeline_parallel_size > 1 else []),
