@@ -102,17 +102,9 @@ def sharding_ranks(cfg: RunConfig, replicas: int) -> int:
 
 
 def overlaps_reduction(cfg: RunConfig) -> bool:
-    """Return deepspeed.zero_optimization.overlap_comm: whether gradients are reduced beside the backward pass. The
-    default is true at ZeRO 1 in bf16, where engines/reduction.py does it instead of DeepSpeed, and at ZeRO 3
-    (docs/gradients.md)."""
-    stage = resolved_zero_stage(cfg)
-    default = stage == 3 or (stage == 1 and cfg.training.dtype == "bf16")
-    return bool(cfg.deepspeed.get("zero_optimization", {}).get("overlap_comm", default))
-
-
-def own_reduction(cfg: RunConfig) -> bool:
-    """Whether engines/reduction.py reduces gradients in place of DeepSpeed, beside a step's last backward pass."""
-    return resolved_zero_stage(cfg) == 1 and overlaps_reduction(cfg)
+    """Return deepspeed.zero_optimization.overlap_comm: whether DeepSpeed reduces gradients beside the backward pass.
+    The default is true at ZeRO 3 (docs/gradients.md)."""
+    return bool(cfg.deepspeed.get("zero_optimization", {}).get("overlap_comm", resolved_zero_stage(cfg) == 3))
 
 
 def sharding_in_words(cfg: RunConfig, replicas: int) -> str:

@@ -1,9 +1,8 @@
 """The engine that keeps and updates weights with DeepSpeed's ZeRO, and DeepSpeed's generated configuration.
 
 The optimizer that is handed to DeepSpeed is ours. When DeepSpeed calls the optimizer, the optimizer asks whether the
-step is to be made, so nothing of DeepSpeed is replaced in this module. reduction.py replaces members at ZeRO 1 in bf16,
-and masters.py knows where DeepSpeed keeps weights and moments. The only private member of DeepSpeed that this module
-reads is `_global_grad_norm`.
+step is to be made, so nothing of DeepSpeed is replaced. masters.py knows where DeepSpeed keeps weights and moments. The
+only private member of DeepSpeed that this module reads is `_global_grad_norm`.
 
 DeepSpeed is imported inside functions, so that planning and checking a run do not pay for the import. The workarounds
 here were measured on DeepSpeed 0.19:
@@ -28,11 +27,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sagetrain.config.arithmetic import overlaps_reduction, own_reduction, resolved_zero_stage
+from sagetrain.config.arithmetic import overlaps_reduction, resolved_zero_stage
 from sagetrain.config.schema import RunConfig
 from sagetrain.engines.masters import Masters
 from sagetrain.engines.protocol import Owned, every
-from sagetrain.engines.reduction import Reduction
 from sagetrain.engines.step import BaseEngine, Decision
 from sagetrain.model.accounting import reduce_bucket_size
 from sagetrain.model.tensors import TensorSpec
@@ -56,9 +54,8 @@ def deepspeed_config(cfg: RunConfig, num_replicas: int, accumulation: int, param
     """
     stage = resolved_zero_stage(cfg)
     zero = {"stage": stage, **cfg.deepspeed.get("zero_optimization", {})}
-    overlap = overlaps_reduction(cfg) and not own_reduction(cfg)
     # Both values are those of the YAML if it sets them.
-    zero.update(reduce_bucket_size=reduce_bucket_size(cfg, parameters), overlap_comm=overlap)
+    zero.update(reduce_bucket_size=reduce_bucket_size(cfg, parameters), overlap_comm=overlaps_reduction(cfg))
     # Stage 0 does not report the norm, so DeepSpeedEngine._clip_stage0 clips there.
     generated = {
         "train_batch_size": cfg.data.micro_batch_size * accumulation * num_replicas,
@@ -163,16 +160,6 @@ class DeepSpeedEngine(BaseEngine):
             )
         copies = 1 if self._stage else groups.num_replicas
         super().__init__(model, groups, torch.device(self._ds.device), cfg.optimizer.clip_grad, copies)
-        self._reduction: Reduction | None = None
-        if self._stage == 1 and cfg.training.dtype == "bf16":
-            self._reduction = Reduction(
-                self._ds,
-                model,
-                groups,
-                beside=own_reduction(cfg),
-                size=reduce_bucket_size(cfg, parameters),
-                dtype=torch.bfloat16 if cfg.parallel.gradient_reduction == "bf16" else torch.float32,
-            )
         # DeepSpeed writes weights without autograd's version counters noticing, so each writer calls _weights_written.
         self._keeps = self._stage < 3 and cfg.linear.low_bit
         self._weights_written()
@@ -240,8 +227,6 @@ class DeepSpeedEngine(BaseEngine):
 
     def backward(self, loss: Tensor, last: bool) -> None:
         """Add the gradient of a micro-batch's loss to the step's gradient: see BaseEngine."""
-        if self._reduction and last:
-            self._reduction.begin()
         self._ds.backward(loss)
 
     def _update(self, decision: Decision) -> bool:

@@ -12,7 +12,6 @@ from typing import Any, Literal, NamedTuple
 
 from sagetrain.config.arithmetic import (
     engine_of,
-    own_reduction,
     recomputed_blocks,
     replicas,
     resolved_zero_stage,
@@ -47,8 +46,6 @@ from sagetrain.model.tensors import tensors
 _REDUCE_BUCKET = 500_000_000
 PREFETCH_BUCKET = 50_000_000
 _REUSE_DISTANCE = 1_000_000_000
-# These are the bucket and the share of our own reduction (engines/reduction.py), in elements.
-_BUCKET_BESIDE, _OWN = 50_000_000, 8_000_000
 # This many logits exist at once, see parallel/cross_entropy.py.
 _CHUNK_LOGITS = 2**28
 _MOMENT_BYTES = {"fp32": 4, "bf16": 2, "int8": 1 + 4 / 256}
@@ -212,27 +209,12 @@ def reduce_bucket_size(cfg: RunConfig, parameters: int) -> int:
     """Return deepspeed.zero_optimization.reduce_bucket_size, in elements.
 
     The YAML's value is taken if there is one. Otherwise it is DeepSpeed's default, but no more than the parameters of
-    the rank, since stages 2 and 3 allocate the whole bucket. Stage 1 beside backward takes smaller buckets, because the
-    last one is still under way when the backward pass is over.
+    the rank, since stages 2 and 3 allocate the whole bucket.
     """
     given = cfg.deepspeed.get("zero_optimization", {}).get("reduce_bucket_size")
     if given is not None:
         return int(given)
-    return min(_BUCKET_BESIDE if own_reduction(cfg) else _REDUCE_BUCKET, parameters)
-
-
-def one_owner(share: int, bucket: int) -> bool:
-    """Whether ZeRO 1 beside backward (engines/reduction.py) reduces each bucket to one owner. Otherwise it all-reduces
-    buckets of several owners.
-
-    A reduce goes through all n ranks, which takes n times about 3 us, and there are n of them. The bytes that they save
-    against an all-reduce take n times the time of a share. At 50 GB/s a 1B model breaks even at shares of 6M
-    elements (not measured).
-
-    Args:
-        share: the number of elements that a rank owns.
-    """
-    return share >= min(bucket, _OWN)
+    return min(_REDUCE_BUCKET, parameters)
 
 
 def kept_for_backward(cfg: RunConfig, parameters: int) -> int:
@@ -436,8 +418,8 @@ def _reduction(cfg: RunConfig, size: int, ranks: int) -> tuple[MemoryItem, Memor
     Under DeepSpeed stage 3 keeps its bucket for good (see _model_state). Stage 2 in bf16 flattens its bucket, then
     converts it to fp32 if gradients travel in fp32. A bucket that holds all gradients is reduced after backward, as at
     stages 0 and 1. For such a bucket in bf16, only gradients that fit DeepSpeed's 5e8 elements are flattened into a
-    copy, and gradients that travel in bf16 are converted. Stage 1 beside backward reduces the fp32 sums in place.
-    FSDP2 reduces block by block, and what is outside of the blocks after backward.
+    copy, and gradients that travel in bf16 are converted. FSDP2 reduces block by block, and what is outside of the
+    blocks after backward.
     """
     stage, sixteen_bit = resolved_zero_stage(cfg), cfg.training.dtype == "bf16"
     if engine_of(cfg) == "fsdp":
@@ -452,9 +434,6 @@ def _reduction(cfg: RunConfig, size: int, ranks: int) -> tuple[MemoryItem, Memor
     full, narrow = min(bucket, size), cfg.parallel.gradient_reduction == "bf16"
     if stage == 0:
         held, copied = 0, 4 * min(size, _REDUCE_BUCKET)
-    elif own_reduction(cfg):
-        rounded = narrow and ranks > 1  # two buckets are under way while the next one fills
-        held, copied = 2 * rounded * min(3 * bucket, size), 0
     elif stage == 1:
         flat = 2 * narrow * size + (4 * size if size <= _REDUCE_BUCKET else 0)
         held, copied = (0, flat) if sixteen_bit else (4 * bucket, 0)

@@ -19,7 +19,6 @@ from sagetrain.config.arithmetic import (
     engine_of,
     needs_no_hooks,
     overlaps_reduction,
-    own_reduction,
     recomputed_blocks,
     replicas,
     resolved_zero_stage,
@@ -39,7 +38,6 @@ from sagetrain.model.accounting import (
     kinds_of_blocks,
     muon_parameters,
     muon_shapes,
-    one_owner,
     overlaps,
     parameters_per_rank,
     parts_of,
@@ -73,25 +71,21 @@ _TOKEN_BLOCK_SECONDS = 0.85e-3
 
 # Bytes moved by ZeRO stage: per parameter of the rank in a micro-step, per parameter of the rank in a step, and per
 # parameter that the rank updates in a step. They were derived from the code of DeepSpeed 0.19 in bf16.
-#   1 (BF16_Optimizer): adds every gradient to the fp32 sum (10; engines/reduction.py), as soon as backward has made it.
+#   1 (BF16_Optimizer): as soon as backward has made a gradient, converts it to fp32 (6) and adds it to its sum (12).
 #     Step: flattening and scaling (20), norm (4), clipping (8), zeroing (4) of all; Adam (28) and new bf16 weights (6).
 #   2: bucket copy, flatten, divide, convert to fp32 (18), add to the owned part (12, counted in full).
 #     Step on the owned part alone: norm, flatten, clip, Adam, new weights.
 #   3: fp32 bucket (6), interleaving (8), division (8), add (12); gathered weights are copied into place (6).
 #   0 (fp32): gradients accumulate in place (12). Step: flatten, scale and copy back (24), norm, clipping, Adam.
-_STATE_BYTES = {0: (12, 64, 0), 1: (10, 36, 34), 2: (30, 0, 60), 3: (40, 0, 60)}
+_STATE_BYTES = {0: (12, 64, 0), 1: (18, 36, 34), 2: (30, 0, 60), 3: (40, 0, 60)}
 # With gradients that travel in bf16, stage 1 converts once a step, stage 2 converts nothing, and stage 3 moves less.
-_STATE_BYTES_BF16 = {1: (10, 44, 34), 2: (24, 0, 60), 3: (30, 0, 60)}
-# With stage 1 beside backward (engines/reduction.py), all gradients are zeroed; the rank takes the mean (8), the norm
-# and the clipping of what it owns. In bf16 there is rounding (6), and the result comes back (6). A single replica
-# reduces nothing, so it does the same without the mean.
-_STATE_BYTES_BESIDE, _STATE_BYTES_BESIDE_BF16, _STATE_BYTES_ALONE = (10, 4, 54), (10, 10, 60), (10, 4, 46)
+_STATE_BYTES_BF16 = {1: (18, 44, 34), 2: (24, 0, 60), 3: (30, 0, 60)}
 # The bytes of FSDP2 (engines/fsdp.py), derived from torch 2.13. A gradient is added to its fp32 sum (10); sums are
 # copied for the reduction (8); gathered weights are copied into place (4). The owned part is rounded for the gather
 # (6), taken from the reduction (8), measured (4), clipped (8) and updated (28). At stages 2 and 3 gradients are reduced
 # in every micro-step (6) and added (6). At stage 3 weights are also gathered twice in each micro-step (14).
 _STATE_BYTES_FSDP = {0: (10, 12, 54), 1: (10, 12, 54), 2: (12, 4, 46), 3: (26, 0, 40)}
-_CONVERTED = {0: 0, 1: 0, 2: 6, 3: 6}
+_CONVERTED = {0: 0, 1: 6, 2: 6, 3: 6}
 """Bytes of a micro-step, by ZeRO stage, that write a bf16 gradient in fp32."""
 _owners = functools.lru_cache(maxsize=256)(owners)
 """The owners of Muon's matrices. A search for layouts deals the same matrices out thousands of times."""
@@ -214,8 +208,6 @@ class _Step:
         self.owners = sharding_ranks(cfg, self.replicas)
         """Number of ranks that own the weights of a tensor-parallel slice between them."""
         self.parameters = part.parameters
-        self.embedding = vocab_size * cfg.model.hidden_size // tensor_size
-        """Number of weights whose gradients backward computes last."""
         self.multiple = token_multiple(cfg, data_parallel_size(cfg, world_size))
         self.accumulation = max(1, max(cfg.tokens_per_step.named_tokens.values()) // self.multiple)
         inside = 1 < tensor_size <= hardware.gpus_per_host
@@ -351,9 +343,6 @@ class _Step:
         """Return the seconds of the engine's passes over gradients, Adam, and new weights."""
         if self.fsdp:
             bytes_of = _STATE_BYTES_FSDP[self.zero_stage]
-        elif own_reduction(self.cfg):
-            several = _STATE_BYTES_BESIDE_BF16 if self.bf16_gradients else _STATE_BYTES_BESIDE
-            bytes_of = _STATE_BYTES_ALONE if self.replicas == 1 else several
         else:
             bytes_of = (_STATE_BYTES_BF16 if self.bf16_gradients else _STATE_BYTES)[self.zero_stage]
         per_micro, per_step, per_share = bytes_of
@@ -465,11 +454,9 @@ class _Step:
     def _data_parallel(self, compute: float) -> list[CollectiveTime]:
         """Return the collectives of ZeRO, as engines/deepspeed.py has them.
 
-        Stage 1 reduces gradients in buckets of its own (reduction.py; the bucket of the gains is not counted). The last
-        backward pass of a step hides all buckets but the last one. Without overlap_comm, and at stages 0 and 2,
-        gradients are all-reduced: at stage 2 in every micro-step, and without use_multi_rank_bucket_allreduce by a
-        reduce to each owner. ZeRO 3 gathers weights ahead of time, beside `compute`; with overlap_comm the backward
-        pass, two thirds of it, hides the gradients.
+        At stages 0 to 2 gradients are all-reduced: at 0 and 1 once a step, behind the last backward pass; at 2 in every
+        micro-step, and without use_multi_rank_bucket_allreduce by a reduce to each owner. ZeRO 3 gathers weights ahead
+        of time, beside `compute`; with overlap_comm the backward pass, two thirds of it, hides the gradients.
         """
         if self.replicas == 1:
             return []
@@ -478,20 +465,14 @@ class _Step:
         size, stage = self.parameters, self.zero_stage
         zero = self.cfg.deepspeed.get("zero_optimization", {})
         bucket = reduce_bucket_size(self.cfg, size)
-        beside, own = overlaps_reduction(self.cfg), own_reduction(self.cfg)
-        buckets = -(-size // bucket) if stage > 1 or beside else 1
+        buckets = -(-size // bucket) if stage > 1 else 1
         kind = "reduce-scatter" if stage == 3 else "all-reduce"
         if stage == 2 and zero.get("use_multi_rank_bucket_allreduce") is False:
             kind, buckets = "reduce", buckets + self.replicas - 1  # A part that has two owners is cut.
-        elif own and one_owner(share := size // self.replicas, bucket):
-            kind, buckets = "reduce", self.replicas * -(-share // bucket)
         wide = 2 if self.bf16_gradients else 4
         calls = self.accumulation * buckets if stage > 1 else buckets
         gradients = self._collective("data", "gradients", kind, calls, wide * size // buckets)
-        if own:
-            waited = min(1.0, max(bucket, self.embedding) / size) * gradients.seconds / calls
-            gradients = _beside(gradients, 2 * compute / 3 / self.accumulation, waited=waited)
-        elif beside and kind != "reduce":
+        if stage > 1 and overlaps_reduction(self.cfg) and kind != "reduce":
             gradients = _beside(gradients, 2 * compute / 3)
         if stage == 0:
             return [gradients]
@@ -533,10 +514,7 @@ class _Step:
             yield from groups(purpose, "all-reduce", 1, 1, 4 / shards, (copies, shards), backward)
 
 
-def _beside(
-    collective: CollectiveTime, compute: float, overlap: float = OVERLAP, waited: float = 0.0
-) -> CollectiveTime:
-    """Return the collective while `compute` seconds of kernels run beside it. The kernels wait for `waited` seconds of
-    every call."""
-    hidden = overlap * min(collective.seconds - waited * collective.count, compute)
+def _beside(collective: CollectiveTime, compute: float, overlap: float = OVERLAP) -> CollectiveTime:
+    """Return the collective while `compute` seconds of kernels run beside it."""
+    hidden = overlap * min(collective.seconds, compute)
     return dataclasses.replace(collective, exposed=collective.seconds - hidden)

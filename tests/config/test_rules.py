@@ -251,7 +251,7 @@ CASES = [
     ),
     (
         {"deepspeed": {"zero_optimization": {"overlap_comm": True}}, "training": {"dtype": "fp32"}}, 1,
-        "deepspeed_overlap", "error", "deepspeed.zero_optimization.overlap_comm", "is for ZeRO 2 and 3, and for 1 in bf16", "parallel.zero_stage 2 or 3",
+        "deepspeed_overlap", "error", "deepspeed.zero_optimization.overlap_comm", "is for ZeRO 2 and 3: at 0 and 1", "parallel.zero_stage 2 or 3",
     ),
     (
         {"deepspeed": {"zero_optimization": {"overlap_comm": True, "use_multi_rank_bucket_allreduce": False}}, "parallel": {"zero_stage": 2}}, 1,

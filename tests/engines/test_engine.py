@@ -178,7 +178,7 @@ def section(keys: dict[str, object]) -> dict:
 def told(stage: int, dtype: str) -> list[dict]:
     """Return three `deepspeed` sections: an empty one, one with all keys but APART, and one with those."""
     apart = {key: value for key, value in TOLD.items() if key.endswith(APART)}
-    apart["zero_optimization.overlap_comm"] = dtype == "bf16" or stage > 1
+    apart["zero_optimization.overlap_comm"] = stage > 1
     return [{}, section({key: value for key, value in TOLD.items() if key not in apart}), section(apart)]
 
 

@@ -458,7 +458,6 @@ LAYOUTS = [
     *((1, 1, False, "auto", stage, {}) for stage in (1, 2, 3)),
     *((1, 1, False, "auto", stage, {}, "bf16") for stage in (1, 2, 3)),
     *((1, 1, False, "auto", stage, {}, "fp32", {"overlap_comm": stage == 2}) for stage in (1, 2, 3)),
-    *((1, 1, False, "auto", 1, {}, "fp32", {"reduce_bucket_size": size}) for size in (8000, 40_000)),
     (1, 1, False, "auto", 2, {}, "fp32", {"use_multi_rank_bucket_allreduce": False}),
 ]
 """The layouts: tensor and context parallel size, sequence parallel, overlap, ZeRO stage, linear layers, the dtype that

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sagetrain.config.arithmetic import engine_of, own_reduction, resolved_zero_stage
+from sagetrain.config.arithmetic import engine_of, resolved_zero_stage
 from sagetrain.config.errors import Finding
 from sagetrain.config.rules.findings import by_deepspeed, error, no_effect, warning
 from sagetrain.config.schema import RunConfig
@@ -164,13 +164,13 @@ def _reduction(cfg: RunConfig, zero: dict[str, Any]) -> Iterator[Finding]:
             "use fp32, or training.dtype bf16",
         )
     key, overlap = "deepspeed.zero_optimization.overlap_comm", zero.get("overlap_comm", False)
-    if overlap and resolved_zero_stage(cfg) < 2 and cfg.training.dtype != "bf16":
+    if overlap and resolved_zero_stage(cfg) < 2:
         yield error(
             "deepspeed_overlap",
             key,
             overlap,
-            f"is for ZeRO 2 and 3, and for 1 in bf16: in {cfg.training.dtype} nothing is reduced during backward",
-            "remove it, or use parallel.zero_stage 2 or 3",
+            "is for ZeRO 2 and 3: at 0 and 1 DeepSpeed reduces nothing during backward",
+            "remove it and use parallel.engine fsdp, which does at ZeRO 0 and 1, or parallel.zero_stage 2 or 3",
         )
     elif overlap and resolved_zero_stage(cfg) == 2 and zero.get("use_multi_rank_bucket_allreduce") is False:
         yield warning(
@@ -179,29 +179,6 @@ def _reduction(cfg: RunConfig, zero: dict[str, Any]) -> Iterator[Finding]:
             overlap,
             "hides nothing with use_multi_rank_bucket_allreduce false: DeepSpeed waits for the GPU before each reduce",
             "use one of the two",
-        )
-
-
-_MOST_BUCKETS = 1 << 14
-"""The largest number of collectives in a step. A host launches each in 20 to 60 us, so that together they take up to a
-second. With gloo each takes 1 to 7 ms."""
-
-
-def _buckets(cfg: RunConfig, size: Any) -> Iterator[Finding]:
-    """Find buckets that are so small that a step would seem to hang. The engine's own reduction at ZeRO 1 cuts weights
-    anywhere. DeepSpeed's reduction at ZeRO 2 and 3 sends a weight that is larger than a bucket as a whole."""
-    if size is None or not PROVEN["zero_optimization.reduce_bucket_size"].allow(size) or not own_reduction(cfg):
-        return
-    layers = cfg.model.linear_layers(cfg.parallel.tensor_parallel_size)
-    weights = cfg.model.num_layers * sum(layer.weights for layer in layers.values())
-    if weights > _MOST_BUCKETS * size:
-        yield error(
-            "deepspeed_bucket",
-            "deepspeed.zero_optimization.reduce_bucket_size",
-            size,
-            f"cuts the gradients of the {weights:,} weights that a rank has in its blocks into {weights // size:,} "
-            f"collectives a step, of which each takes its time however small it is; at most {_MOST_BUCKETS:,} may be",
-            f"use {-(-weights // _MOST_BUCKETS):,} or more, or leave it out for the default",
         )
 
 
@@ -240,7 +217,6 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
     zero = cfg.deepspeed.get("zero_optimization", {})
     zero = zero if isinstance(zero, dict) else {}
     yield from _reduction(cfg, zero)
-    yield from _buckets(cfg, zero.get("reduce_bucket_size"))
     yield from _keys("", cfg.deepspeed)
 
 
