@@ -71,7 +71,7 @@ _TOKEN_BLOCK_SECONDS = 0.85e-3
 
 # Bytes moved by ZeRO stage: per parameter of the rank in a micro-step, per parameter of the rank in a step, and per
 # parameter that the rank updates in a step. They were derived from the code of DeepSpeed 0.19 in bf16.
-#   1 (BF16_Optimizer): as soon as backward has made a gradient, converts it to fp32 (6) and adds it to its sum (12).
+#   1 (BF16_Optimizer): as soon as backward has made a gradient, writes it in fp32 (6) and adds that to its sum (12).
 #     Step: flattening and scaling (20), norm (4), clipping (8), zeroing (4) of all; Adam (28) and new bf16 weights (6).
 #   2: bucket copy, flatten, divide, convert to fp32 (18), add to the owned part (12, counted in full).
 #     Step on the owned part alone: norm, flatten, clip, Adam, new weights.
@@ -85,7 +85,7 @@ _STATE_BYTES_BF16 = {1: (18, 44, 34), 2: (24, 0, 60), 3: (30, 0, 60)}
 # (6), taken from the reduction (8), measured (4), clipped (8) and updated (28). At stages 2 and 3 gradients are reduced
 # in every micro-step (6) and added (6). At stage 3 weights are also gathered twice in each micro-step (14).
 _STATE_BYTES_FSDP = {0: (10, 12, 54), 1: (10, 12, 54), 2: (12, 4, 46), 3: (26, 0, 40)}
-_CONVERTED = {0: 0, 1: 6, 2: 6, 3: 6}
+_CONVERTED = {0: 0, 1: 0, 2: 6, 3: 6}
 """Bytes of a micro-step, by ZeRO stage, that write a bf16 gradient in fp32."""
 _owners = functools.lru_cache(maxsize=256)(owners)
 """The owners of Muon's matrices. A search for layouts deals the same matrices out thousands of times."""
@@ -514,7 +514,10 @@ class _Step:
             yield from groups(purpose, "all-reduce", 1, 1, 4 / shards, (copies, shards), backward)
 
 
-def _beside(collective: CollectiveTime, compute: float, overlap: float = OVERLAP) -> CollectiveTime:
-    """Return the collective while `compute` seconds of kernels run beside it."""
-    hidden = overlap * min(collective.seconds, compute)
+def _beside(
+    collective: CollectiveTime, compute: float, overlap: float = OVERLAP, waited: float = 0.0
+) -> CollectiveTime:
+    """Return the collective while `compute` seconds of kernels run beside it. The kernels wait for `waited` seconds of
+    every call."""
+    hidden = overlap * min(collective.seconds - waited * collective.count, compute)
     return dataclasses.replace(collective, exposed=collective.seconds - hidden)
