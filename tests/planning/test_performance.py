@@ -76,9 +76,9 @@ def test_one_gpu_by_hand():
     moved = 20 * (19 * 1024 + (5 * 2 + 2) * 1024 + 8 * 3072) + 14.5 * 1024 + 3 * VOCAB
     assert step.elementwise == pytest.approx(tokens * 2 * moved / 1e12)
     size = parameters_per_rank(cfg.model, cfg.attention, VOCAB, 1)
-    assert step.optimizer == pytest.approx((8 * 10 + 4 + 46) * size / 1e12)
+    assert step.optimizer == pytest.approx((8 * 18 + 36 + 34) * size / 1e12)
     several = predict(config("325m", *layout_of(1)), 4, VOCAB, SIMPLE)
-    assert several.optimizer == pytest.approx((several.accumulation * 10 + 4 + 54 / 4) * size / 1e12)
+    assert several.optimizer == pytest.approx((several.accumulation * 18 + 36 + 34 / 4) * size / 1e12)
     slow = dataclasses.replace(SIMPLE, conversion_bandwidth=1e11)
     fast, slow = (predict(config("325m", *layout_of(1, 2)), 1, VOCAB, card).optimizer for card in (SIMPLE, slow))
     assert slow - fast == pytest.approx(8 * 6 * size * (1e-11 - 1e-12))  # 2 bytes are read and 4 written.
@@ -145,8 +145,8 @@ def test_a_micro_batch_without_halves_waits_for_most_sums():
 
 
 @pytest.mark.parametrize(("dtype", "stage", "per_step", "per_micro_step"), [
-    ("bf16", 0, 4 + 2, 0),  # This case runs as stage 1.
-    ("bf16", 1, 4 + 2, 0),
+    ("bf16", 0, 8 + 2, 0),  # This case runs as stage 1.
+    ("bf16", 1, 8 + 2, 0),
     ("bf16", 2, 2, 8),
     ("bf16", 3, 0, 4 + 2),  # So small a model is gathered once.
     ("fp32", 0, 8, 0),
@@ -162,12 +162,6 @@ def test_bytes_of_zero_by_stage(dtype, stage, per_step, per_micro_step):
     if dtype == "fp32":  # The rules report a dtype that may not travel in bf16 as an error, but the plan goes on.
         cfg = config("325m", *layout_of(1, stage), "training.dtype=fp32", "parallel.gradient_reduction=bf16")
         assert predict(cfg, 4, VOCAB, SIMPLE) == step
-    if dtype == "bf16" and stage < 2:  # All buckets but the last one travel beside the last backward pass.
-        gradients, weights = step.collectives
-        beside = 1 - 50e6 / size
-        assert gradients.kind == "reduce" and gradients.count == 8 and weights.exposed == weights.seconds
-        assert gradients.exposed == pytest.approx((1 - OVERLAP * beside) * gradients.seconds)
-        return
     waited = sum(c.seconds for c in step.collectives) * (1 - OVERLAP if stage == 3 else 1)
     assert step.exposed("data") == pytest.approx(waited)
     if stage == 3:  # Gradients travel beside backward only with overlap_comm, the default of this stage.
@@ -199,7 +193,7 @@ def test_context_parallelism_by_hand():
     assert entering.wire_bytes == 8 * 32 * entering.payload * 3 / 4
     gradients = next(c for c in step.collectives if c.purpose == "gradients")
     size = parameters_per_rank(cfg.model, cfg.attention, VOCAB, 2)
-    assert gradients.wire_bytes == pytest.approx(7 / 8 * 4 * size)  # ZeRO spreads over context-parallel ranks too.
+    assert gradients.wire_bytes == pytest.approx(2 * 7 / 8 * 4 * size)  # ZeRO spreads over context-parallel ranks too.
 
 
 def test_recomputing_adds_one_forward():
