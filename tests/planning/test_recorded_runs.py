@@ -340,17 +340,17 @@ def test_1b_by_replicas_in_fp8_is_met(card, ranks, tokens_per_second, monkeypatc
 
 
 @pytest.mark.parametrize(("layout", "tokens_per_second", "margin", "gib"), [
-    ("tp2", 57_961, 0.2, 32.2), ("tp2-sp", 44_832, 0.1, 31.4),
+    ("tp2", 41_564, 0.2, 32.2), ("tp2-sp", 38_444, 0.1, 31.3),
 ])  # fmt: skip
 def test_halves_in_int8_on_two_h100s_are_met(layout, tokens_per_second, margin, gib, monkeypatch):
-    """The runs are 12 layers of 7B's width at commit 0d1cc86, whose `auto` took halves, with
-    a vocabulary of 4,096. Collectives are NCCL's without
-    sequence parallelism, and plan has the host's time for them too long."""
+    """The runs are 12 layers of 7B's width by FSDP2 at commit a5d6f92, with a vocabulary of 4,096. The host is the
+    limit. Plan has the memory of a reduction, which one replica does not have."""
     monkeypatch.undo()
     cfg = load_config(CONFIGS / "7b.yaml", [
         "model.num_layers=12",
         *layout_of(layout)[2][:-1],
-        "parallel.engine=deepspeed",
+        "parallel.engine=fsdp",
+        *WHOLE_SEQUENCES,
         HALVES,
         "attention={backend: sage, recipe: scores}",
         "linear={precision: int8, recipe: rowwise}",
@@ -359,7 +359,7 @@ def test_halves_in_int8_on_two_h100s_are_met(layout, tokens_per_second, margin, 
     ])  # fmt: skip
     assert evidence(cfg, predict(cfg, 2, 4096, H100), H100).margin == margin
     is_within_its_margin(cfg, 2, 4096, H100, tokens_per_second)
-    assert sum(item.bytes for item in memory_per_rank(cfg, 2, 4096)) / 2**30 == pytest.approx(gib, rel=0.02)
+    assert sum(item.bytes for item in memory_per_rank(cfg, 2, 4096)) / 2**30 == pytest.approx(gib, rel=0.04)
 
 
 @pytest.mark.parametrize(("offload", "stage", "tokens_per_second", "gib"), [
