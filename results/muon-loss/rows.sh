@@ -65,16 +65,17 @@ states() {
     --variant 'master-kahan: optimizer.master=bf16_kahan'
 }
 
-# One seed decides the rates of a larger model.
+# The rates of a larger model.
 large() {
   local variants=() lr
-  for lr in 5e-4 1e-3; do
+  for lr in 6e-5 2.5e-4 5e-4; do
     variants+=(--variant "adamw-$lr: optimizer.lr=$lr")
   done
-  for lr in 1e-3 2e-3 4e-3; do
+  for lr in 2e-3 4e-3 8e-3; do
     variants+=(--variant "muon-$lr: optimizer.name=muon optimizer.lr=$lr")
   done
-  MODEL=configs/325m.yaml row large --baseline adamw-2.5e-4 --seeds 1 training.seed=1 optimizer.lr=2.5e-4 "${variants[@]}"
+  MODEL=configs/325m.yaml row large --baseline adamw-1.25e-4 --seeds "${SEEDS:-3}" training.seed=1 optimizer.lr=1.25e-4 \
+    "${variants[@]}" --variant "muon-int8: $muon $int8"
 }
 
 for name in "$@"; do
