@@ -111,8 +111,9 @@ def test_pipelines_are_proposed_where_they_win() -> None:
     assert {item.cfg.parallel.pipeline_parallel_size for item in small} == {1}
 
 
-def test_70b_on_512_gpus_is_a_pipeline() -> None:
-    """On the usual network the pipeline is level with ZeRO 3, and on a quarter of it far ahead."""
+def test_70b_on_512_gpus_is_a_pipeline_on_a_slow_network() -> None:
+    """On the usual network five layouts at ZeRO 3 are ahead of every pipeline. On a quarter of it the pipeline is far
+    ahead."""
     rates = {}
     for network in (1.0, 0.25):
         hardware = replace(H100, network_bandwidth=network * H100.network_bandwidth)
@@ -123,7 +124,8 @@ def test_70b_on_512_gpus_is_a_pipeline() -> None:
                 way = engine_of(item.cfg) if parallel.pipeline_parallel_size == 1 else "pipeline"
                 assert parallel.tensor_parallel_size <= 8
                 rates.setdefault((network, way), item.prediction.tokens_per_second)
-    assert 0.99 < rates[1.0, "pipeline"] / rates[1.0, "fsdp"] < 1.1 < rates[0.25, "pipeline"] / rates[0.25, "fsdp"]
+    assert (1.0, "pipeline") not in rates
+    assert rates[0.25, "pipeline"] / rates[0.25, "fsdp"] > 1.1
 
 
 def test_the_tables_of_the_cluster_guide_are_what_is_planned() -> None:
