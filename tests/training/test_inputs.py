@@ -240,7 +240,6 @@ EXCUSED = {
     ("build_run", "check_files"): "attention and linear layers that this host's GPU cannot do: rules know the rest",
     ("build_run", "check_host_memory"): "the memory of a host: plan takes it from --host-memory",
     ("masters", "check"): "what DeepSpeed keeps in memory",
-    ("reduction", "check"): "what DeepSpeed of another version has no more",
     ("join", "init_distributed"): "the GPUs of a host",
     ("join", "_has_gpu"): "the environment of a host",
     ("preflight", "use_interface"): "the network interfaces of a host",
@@ -340,7 +339,7 @@ def test_plan_finds_what_train_refuses(world: World, monkeypatch: pytest.MonkeyP
 def test_every_refusal_before_the_first_step_is_found() -> None:
     names = {
         "training": "build_run trainer weights_and_biases init_from resume inputs",
-        "engines": "deepspeed masters reduction",
+        "engines": "deepspeed masters",
         "cluster": "join preflight rendezvous run_folder",
         "checkpoint": "on_disk reading ledger state",
     }
