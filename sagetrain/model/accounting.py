@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from sagetrain.config.arithmetic import (
     engine_of,
+    needs_no_hooks,
     recomputed_blocks,
     replicas,
     resolved_zero_stage,
@@ -419,9 +420,12 @@ def _reduction(cfg: RunConfig, size: int, ranks: int) -> tuple[MemoryItem, Memor
     converts it to fp32 if gradients travel in fp32. A bucket that holds all gradients is reduced after backward, as at
     stages 0 and 1. For such a bucket in bf16, only gradients that fit DeepSpeed's 5e8 elements are flattened into a
     copy, and gradients that travel in bf16 are converted. FSDP2 reduces block by block, and what is outside of the
-    blocks after backward.
+    blocks after backward. Without its hooks nothing is reduced, and each gradient is added to its sum and freed.
     """
     stage, sixteen_bit = resolved_zero_stage(cfg), cfg.training.dtype == "bf16"
+    if needs_no_hooks(cfg, ranks):
+        none = MemoryItem("reduction", 0, "a single replica")
+        return none, none, 0.0
     if engine_of(cfg) == "fsdp":
         block, outside = fsdp_groups(cfg, size)
         why = "fp32 gradients of two blocks on their way, and those that backward makes of one"

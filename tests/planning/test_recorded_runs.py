@@ -218,8 +218,8 @@ def test_wide_layers_on_an_h100_are_met():
     ("bf16", 1, "auto", "dp2-z3", 37_759),
 ])  # fmt: skip
 def test_3b_on_two_h100s_is_met(linear, sequences, overlap, layout, tokens_per_second, monkeypatch):
-    """The runs have 8K tokens without documents and 8 micro-steps, at commits dd04b14 and f315f7c, 2026-11-26. `auto`
-    is the faster choice."""
+    """The runs have 8K tokens without documents and 8 micro-steps, at commits dd04b14 and f315f7c, 2026-11-26, when a
+    reduction of our own ran in DeepSpeed at ZeRO 1. `auto` is the faster choice."""
     monkeypatch.undo()
     ranks, replicas, sizes = layout_of(layout)
     cfg = load_config(CONFIGS / "1b.yaml", [
@@ -244,15 +244,23 @@ def test_3b_on_two_h100s_is_met(linear, sequences, overlap, layout, tokens_per_s
     ("int8", "dp2", "deepspeed", 54_610, 59.3),
     ("bf16", "tp2-sp", "deepspeed", 40_417, 37.2),
     ("fp8", "tp2-sp", "deepspeed", 32_877, 38.9),
-    ("bf16", "dp2", "fsdp", 47_113, 54.7),
     ("bf16", "dp2", "fsdp", 46_911, 54.7),
+    ("fp8", "dp2", "fsdp", 60_794, 59.3),
+    ("bf16", "dp2", "fsdp", 47_372, 54.9),
+    ("bf16", "dp2", "fsdp", 47_041, 54.7),
+    ("fp8", "dp2", "fsdp", 60_145, 59.3),
+    ("bf16", "dp2-z3", "fsdp", 42_663, 45.0),
+    ("bf16", "dp2-z3", "fsdp", 42_411, 44.8),
+    ("fp8", "dp2", "fsdp", 60_295, 59.5),
+    ("fp8", "dp2-z3", "fsdp", 51_694, 44.3),
     ("bf16", "dp2", "fsdp", 46_500, 54.7),
     ("fp8", "dp2", "fsdp", 57_666, 59.3),
-    ("fp8", "dp2", "fsdp", 60_455, 59.3),
-    ("fp8", "dp2", "fsdp", 60_794, 59.3),
     ("bf16", "dp2-z3", "fsdp", 42_158, 44.8),
-    ("bf16", "dp2-z3", "fsdp", 42_663, 45.0),
-    ("fp8", "dp2-z3", "fsdp", 51_694, 44.3),
+    ("bf16", "dp2", "fsdp", 47_113, 54.7),
+    ("fp8", "dp2", "fsdp", 60_195, 59.3),
+    ("fp8", "dp2", "fsdp", 59_833, 59.3),
+    ("fp8", "dp2", "fsdp", 60_455, 59.3),
+    ("fp8", "dp2", "fsdp", 60_595, 59.3),
     ("bf16", "tp2-sp", "fsdp", 40_719, 37.3),
     ("fp8", "tp2-sp", "fsdp", 47_649, 38.9),
 ])  # fmt: skip
@@ -293,7 +301,11 @@ def meets_3b(linear, layout, engine, tokens_per_second, gib, *more, memory_withi
 
 @pytest.mark.parametrize(("layout", "engine", "linear", "card", "tokens_per_second", "gib"), [
     ("tp2-dp2-sp", "deepspeed", "fp8", "h100", 47_515, 70.2),
-    ("tp2-dp2-sp", "fsdp", "fp8", "h100", 49_083, 70.2),
+    ("tp2-dp2-sp", "deepspeed", "bf16", "h100", 38_110, 66.3),
+    ("tp2-dp2-sp", "deepspeed", "int8", "h100", 41_774, 70.2),
+    ("tp2-dp2-sp", "fsdp", "fp8", "h100", 45_611, 70.2),
+    ("tp2-dp2-sp", "fsdp", "fp8", "h100", 45_679, 70.2),
+    ("tp2-dp2-sp", "fsdp", "fp8", "h100", 47_896, 70.2),
     ("tp4-sp", "fsdp", "fp8", "h100", 29_127, 48.0),
     ("tp4-sp-m2", "fsdp", "fp8", "h100", 43_929, 57.4),
     ("dp4-z3", "fsdp", "fp8", "h100", 49_406, 70.5),
@@ -301,8 +313,9 @@ def meets_3b(linear, layout, engine, tokens_per_second, gib, *more, memory_withi
     ("dp4", "fsdp", "fp8", "h200", 61_420, 114.6),
 ])  # fmt: skip
 def test_8b_on_four_gpus_is_met(layout, engine, linear, card, tokens_per_second, gib, monkeypatch):
-    """The runs are those of results/8b, micro-batches whole. A rank had 4.7 % more memory than plan says at ZeRO 3.
-    Runs by four stages are in test_pipeline_plan.py."""
+    """The runs are those of results/8b and its log, micro-batches whole. A rank had 4.7 % more memory than plan says at
+    ZeRO 3. In DeepSpeed's runs in bf16 and INT8 a reduction of our own ran beside the backward pass. Runs by four
+    stages are in test_pipeline_plan.py."""
     monkeypatch.undo()
     sequences, norm = (2 if "-m2" in layout else 1), ("before_rope" if "-qk" in layout else "none")
     cfg = load_config(CONFIGS / "8b.yaml", [
@@ -344,7 +357,7 @@ def test_1b_by_replicas_in_fp8_is_met(card, ranks, tokens_per_second, monkeypatc
 ])  # fmt: skip
 def test_halves_in_int8_on_two_h100s_are_met(layout, tokens_per_second, margin, gib, monkeypatch):
     """The runs are 12 layers of 7B's width by FSDP2 at commit a5d6f92, with a vocabulary of 4,096. The host is the
-    limit. Plan has the memory of a reduction, which one replica does not have."""
+    limit."""
     monkeypatch.undo()
     cfg = load_config(CONFIGS / "7b.yaml", [
         "model.num_layers=12",
@@ -359,7 +372,7 @@ def test_halves_in_int8_on_two_h100s_are_met(layout, tokens_per_second, margin, 
     ])  # fmt: skip
     assert evidence(cfg, predict(cfg, 2, 4096, H100), H100).margin == margin
     is_within_its_margin(cfg, 2, 4096, H100, tokens_per_second)
-    assert sum(item.bytes for item in memory_per_rank(cfg, 2, 4096)) / 2**30 == pytest.approx(gib, rel=0.04)
+    assert sum(item.bytes for item in memory_per_rank(cfg, 2, 4096)) / 2**30 == pytest.approx(gib, rel=0.02)
 
 
 @pytest.mark.parametrize(("offload", "stage", "tokens_per_second", "gib"), [
