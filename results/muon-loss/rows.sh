@@ -5,7 +5,7 @@
 #   results/muon-loss/rows.sh rates                                  # the learning rates to give to the others
 #   ADAMW=5e-4 MUON=4e-3 results/muon-loss/rows.sh seeds halves states
 #
-#   STEPS=200 results/muon-loss/rows.sh large                        # rates at 325M
+#   STEPS=200 results/muon-loss/rows.sh large                        # 325M; SEEDS=1 for the rates alone
 #
 # A row that was stopped goes on where it was. RUNS is the number of runs at a time on each GPU (3), STEPS the number of
 # steps of 65,536 tokens (400), SEED the first seed (1) and SEEDS their number (3), TIME_LIMIT the seconds after which a
@@ -65,7 +65,7 @@ states() {
     --variant 'master-kahan: optimizer.master=bf16_kahan'
 }
 
-# The rates of a larger model.
+# A larger model: the rates, and INT8 under Muon.
 large() {
   local variants=() lr
   for lr in 6e-5 2.5e-4 5e-4; do
