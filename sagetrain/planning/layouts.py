@@ -40,8 +40,16 @@ _PIPELINE_CONTEXT = 2
 """The most ranks that share a sequence in a pipeline that is considered, unless the configuration has more."""
 _MOST_IDLE = 0.25
 """The largest idle share of a pipeline that is considered."""
-_UNSHARDED = {"zero_stage": 1, "offload": "none", "engine": "fsdp"}
-"""The settings of one replica by one engine, for what does not depend on the others."""
+_ALONE = {
+    "zero_stage": 1,
+    "offload": "none",
+    "engine": "fsdp",
+    "pipeline_parallel_size": 1,
+    "pipeline_chunks": 1,
+    "pipeline_blocks": "auto",
+    "tensor_parallel_overlap": "off",
+}
+"""The settings of layers that are timed alone, whole and by one engine."""
 _UNCUT = {
     "tensor_parallel_size": 1,
     "context_parallel_size": 1,
@@ -111,17 +119,17 @@ def memory_of(cfg: RunConfig, prediction: StepPrediction, vocab_size: int) -> li
 
 def fastest_linear(cfg: RunConfig, vocab_size: int, hardware: Hardware, span: float | None) -> LinearConfig:
     """Return the settings that linear.precision auto is predicted to choose, without data parallelism: bf16, or int8
-    for layers from a size on. A precision that is named stays. The run times its layers alone, so that sharding and
-    recomputation have no part in the choice."""
+    for layers from a size on. A precision that is named stays. The run times its layers alone, so that sharding,
+    pipelines, halves and recomputation have no part in the choice."""
     if cfg.linear.precision != "auto":
         return cfg.linear
     layers = cfg.model.linear_layers(cfg.parallel.tensor_parallel_size).values()
     precisions = hardware.precisions if may_be_low_bit(cfg) else ("bf16",)
     choices = [each for each in cfg.linear.choices(layers) if each.precision in precisions]
     # The optimizer takes the same time with each choice.
-    alone = _changed(cfg, {"parallel": _UNSHARDED, "optimizer": {"name": "adamw", **_WIDE}})
+    alone = _changed(cfg, {"parallel": _ALONE, "optimizer": {"name": "adamw", **_WIDE}})
     alone, parallel = with_recomputation(alone, "none"), cfg.parallel
-    ranks = parallel.tensor_parallel_size * parallel.context_parallel_size * parallel.pipeline_parallel_size
+    ranks = parallel.tensor_parallel_size * parallel.context_parallel_size
 
     def speed(linear: LinearConfig) -> float:
         one = alone.model_copy(update={"linear": linear})
@@ -209,9 +217,9 @@ def propose(
     """Return the five fastest layouts for `world_size` ranks that fit into memory and raise no error in config/rules,
     in order.
 
-    Each differs from the others in more than the micro-batch and the engine: the faster engine is proposed. If
-    tokens_per_step allows none, they are raised, to at most MORE_TOKENS times the fewest that do. The precision of
-    linear.precision auto is chosen for the ranks and the micro-batch of each layout.
+    Each differs from the others in more than the micro-batch and the engine: the faster engine is proposed. None
+    recomputes what fits into memory. If tokens_per_step allows none, they are raised, to at most MORE_TOKENS times the
+    fewest that do. The precision of linear.precision auto is chosen for the ranks and the micro-batch of each layout.
 
     Args:
         cfg: the configuration.
@@ -328,15 +336,13 @@ def _every(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware)
 def _candidates(
     cfg: RunConfig, world_size: int, pipelines: Sequence[tuple[int, int]], hardware: Hardware
 ) -> Iterator[RunConfig]:
-    """Yield every combination of `pipelines`, the numbers of stages and of their chunks, with the other settings."""
+    """Yield every combination of `pipelines`, the numbers of stages and of their chunks, with the other settings.
+    Nothing is recomputed in them: `_fitting` decides about that."""
     heads, own = cfg.model.num_key_value_heads, cfg.parallel
     splits = [size for size in range(1, heads + 1) if heads % size == 0 and world_size % size == 0]
     micro_batches = sorted({*_MICRO_BATCHES, cfg.data.micro_batch_size})
     every = [*_sharded(cfg, (1, 2, 3) if cfg.training.dtype == "bf16" else (0, 1, 2, 3), hardware)]
-    recomputed: tuple[Recomputation, ...] = ("none", "selective", "full")
-    for (pipeline, chunks), split, context, again, micro in itertools.product(
-        pipelines, splits, splits, recomputed, micro_batches
-    ):
+    for (pipeline, chunks), split, context, micro in itertools.product(pipelines, splits, splits, micro_batches):
         update: dict[str, object] = {"pipeline_parallel_size": pipeline, "pipeline_chunks": chunks}
         # A stage has few weights, so that sharding gradients as well, or sequences, saves little.
         ways = every if pipeline == 1 else [(1, "fsdp")]
@@ -356,12 +362,12 @@ def _candidates(
         update |= {"tensor_parallel_size": split, "context_parallel_size": context}
         for (stage, engine), sharded in itertools.product(ways, (False, True)[: 1 + (split > 1)]):
             how = {**update, "sequence_parallel": sharded, "zero_stage": stage, "engine": engine}
-            yield _way(cfg, how, again, micro)
+            yield _way(cfg, how, micro)
 
 
-def _way(cfg: RunConfig, parallel: Mapping[str, object], again: Recomputation, micro: int) -> RunConfig:
-    """Return the configuration with this layout, this recomputation and micro-batches of `micro` sequences."""
-    training, data = {"activation_checkpointing": again}, {"micro_batch_size": micro}
+def _way(cfg: RunConfig, parallel: Mapping[str, object], micro: int) -> RunConfig:
+    """Return the configuration with this layout, no recomputation and micro-batches of `micro` sequences."""
+    training, data = {"activation_checkpointing": "none"}, {"micro_batch_size": micro}
     return _changed(cfg, {"parallel": parallel, "training": training, "data": data})
 
 
@@ -384,7 +390,7 @@ def _pipelines(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardw
     A model that fits on one GPU, with only its optimizer's state sharded, is not cut. DeepSpeed has no pipelines.
     """
     own, layers = cfg.parallel, cfg.model.num_layers
-    uncut = total_bytes(memory_per_rank(_way(cfg, _UNCUT, "none", 1), world_size, vocab_size))
+    uncut = total_bytes(memory_per_rank(_way(cfg, _UNCUT, 1), world_size, vocab_size))
     found = [(1, 1)]
     if own.engine != "deepspeed" and own.offload == "none" and uncut > usable_memory(hardware):
         sizes = [2**power for power in range(1, 5) if world_size % 2**power == 0]
@@ -436,32 +442,42 @@ def _fitting(
     span: float | None = None,
     chosen: dict[tuple[int, ...], LinearConfig] | None = None,
 ) -> Iterator[Layout]:
-    """Yield the layouts of the candidates that fit into memory. Each has the precision of linear layers that a run of
-    it is predicted to choose, so that `plan` says the same of a proposal that is pasted into a configuration."""
+    """Yield the layouts of the candidates that fit into memory. Each recomputes no more than it has to, and has the
+    precision of linear layers that a run of it is predicted to choose, so that `plan` says the same of a proposal that
+    is pasted into a configuration."""
     usable, chosen = usable_memory(hardware), {} if chosen is None else chosen
     for candidate in candidates:
-        call = *_ranks(candidate), candidate.parallel.sequence_parallel, candidate.data.micro_batch_size
+        parallel, micro = candidate.parallel, candidate.data.micro_batch_size
+        call = parallel.tensor_parallel_size, parallel.context_parallel_size, parallel.sequence_parallel, micro
         if call not in chosen:
             chosen[call] = fastest_linear(candidate, vocab_size, hardware, span)
         candidate = candidate.model_copy(update={"linear": chosen[call]})
-        # The time of what does not fit need not be predicted. Under tensor parallelism the prediction decides about
-        # halves, on which the memory depends.
-        ways: tuple[Literal["off", "on"], ...] = (
-            ("off", "on") if candidate.parallel.tensor_parallel_size > 1 else ("off",)
-        )
-        needs = [total_bytes(memory_per_rank(with_overlap(candidate, way), world_size, vocab_size)) for way in ways]
-        if min(needs) > usable:
-            continue
-        prediction = predict(candidate, world_size, vocab_size, hardware, span)
-        need = needs[-1 if prediction.overlap else 0]
-        if need > usable:
-            continue
-        yield Layout(candidate, prediction, need)
-        if candidate.training.activation_checkpointing == "full":
-            blocks = fewest_blocks(candidate.model.num_layers, fits_with(candidate, world_size, vocab_size, hardware))
-            if 0 < blocks < candidate.model.num_layers:
-                way = with_recomputation(candidate, blocks)
-                yield layout(way, world_size, vocab_size, hardware, span)
+        for way in _recomputing(candidate, world_size, vocab_size, hardware, span):
+            found = layout(way, world_size, vocab_size, hardware, span)
+            if found.memory <= usable:
+                yield found
+
+
+def _recomputing(
+    cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware, span: float | None
+) -> Iterator[RunConfig]:
+    """Yield a configuration, in which nothing is recomputed, with what the backward pass has to recompute for it to fit
+    into memory: nothing, or the fewest blocks and `selective`. Nothing is yielded if all of that is too little."""
+    way = cfg
+    if cfg.parallel.tensor_parallel_size > 1:
+        # The memory depends on halves, about which the prediction decides. What no way fits need not be predicted.
+        ways = [with_overlap(cfg, how) for how in ("off", "on")]
+        if not any(fits_with(each, world_size, vocab_size, hardware)("full") for each in ways):
+            return
+        way = ways[predict(cfg, world_size, vocab_size, hardware, span).overlap]
+    fits, layers = fits_with(way, world_size, vocab_size, hardware), cfg.model.num_layers
+    if fits("none"):
+        yield cfg
+    elif fits("full"):
+        blocks = fewest_blocks(layers, fits)
+        yield with_recomputation(cfg, blocks if blocks < layers else "full")
+        if fits("selective"):
+            yield with_recomputation(cfg, "selective")
 
 
 def _raise(cfg: RunConfig, raised: RunConfig) -> float:
