@@ -32,10 +32,12 @@ install: $(STAMP)  ## create .venv with the tested versions
 quickstart: $(STAMP)  ## train, stop, resume and evaluate a small model on this machine (about 2 minutes, no GPU needed)
 	$(BIN)/python launch/quickstart.py
 
+# pytest rewrites packages that have a plugin wherever they are imported. Nothing here needs the plugin of hypothesis.
+PLUGINS := --disable-plugin-autoload -p pytest_timeout -p workers -p gpu_seen
 JOBS ?= 3  # On two cores: the third process works while tests of the others wait for ranks, signals and deadlines.
 test: $(DEV)  ## the whole test suite, CPU only; JOBS=0: all in one process
 	@$(BIN)/python -m compileall -q sagetrain kernels launch benchmarks tests  # once: PYTHONDONTWRITEBYTECODE may be set
-	$(BIN)/python -m pytest -q --ignore=tests/gpu --durations=20 --maxfail=5 --workers $(JOBS) -p workers -p gpu_seen
+	$(BIN)/python -m pytest -q --ignore=tests/gpu --durations=20 --maxfail=5 --workers $(JOBS) $(PLUGINS)
 
 coverage: $(DEV)  ## the test suite (twice as slow) with a coverage figure of what its own process runs, not ranks
 	$(BIN)/python -m pytest -q --ignore=tests/gpu --cov=sagetrain --cov-report=term:skip-covered

@@ -1,7 +1,7 @@
 """A pytest plugin (-p workers --workers N): processes that are forked from this one run the tests, a file at a time.
 
 What tests import and the collection take a quarter of a minute. They are done once, before the forks. Ranks and
-commands are forked from a server that has its imports from this process, too.
+commands are forked from a server that has its imports, test modules included, from this process too.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ import forked
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Start the server before output is captured."""
-    forked.serve()
     parser.addoption("--workers", type=int, default=3, help="the number of processes; 0: this one runs the tests")
 
 
@@ -97,9 +95,13 @@ class Child:
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
     """Deal out the tests, and tell the other plugins how they fare."""
     option, hook = session.config.option, session.config.hook
-    if not option.workers or option.collectonly or session.testsfailed:
+    if option.collectonly or session.testsfailed:
         return None  # pytest's own loop is called.
     session.config._tmp_path_factory.getbasetemp()  # All processes have theirs in it.
+    with session.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        forked.serve()
+    if not option.workers:
+        return None
     places = enumerate(item.path for item in session.items)
     together = ([place for place, _ in group] for _, group in groupby(places, key=lambda each: each[1]))
     files = deque(range(group[0], group[-1] + 1) for group in together)
