@@ -444,40 +444,53 @@ def _fitting(
 ) -> Iterator[Layout]:
     """Yield the layouts of the candidates that fit into memory. Each recomputes no more than it has to, and has the
     precision of linear layers that a run of it is predicted to choose, so that `plan` says the same of a proposal that
-    is pasted into a configuration."""
-    usable, chosen = usable_memory(hardware), {} if chosen is None else chosen
+    is pasted into a configuration.
+
+    Where sequences fit as they are, they are not split over more ranks: that only adds communication.
+    """
+    chosen = {} if chosen is None else chosen
+    splits: dict[tuple[object, ...], int] = {}
     for candidate in candidates:
         parallel, micro = candidate.parallel, candidate.data.micro_batch_size
-        call = parallel.tensor_parallel_size, parallel.context_parallel_size, parallel.sequence_parallel, micro
+        split, context, *rest = parallel.tensor_parallel_size, parallel.context_parallel_size, parallel.sequence_parallel
+        others = parallel.pipeline_parallel_size, parallel.pipeline_chunks, parallel.zero_stage, parallel.engine
+        alike = split, *rest, *others, *candidate.tokens_per_step.named_tokens.values()
+        if splits.get(alike, context) < context:
+            continue
+        call = split, context, *rest, micro
         if call not in chosen:
             chosen[call] = fastest_linear(candidate, vocab_size, hardware, span)
         candidate = candidate.model_copy(update={"linear": chosen[call]})
-        for way in _recomputing(candidate, world_size, vocab_size, hardware, span):
-            found = layout(way, world_size, vocab_size, hardware, span)
-            if found.memory <= usable:
-                yield found
+        for found in _recomputing(candidate, world_size, vocab_size, hardware, span):
+            if found.cfg.training.activation_checkpointing == "none":
+                splits.setdefault(alike, context)
+            yield found
 
 
 def _recomputing(
     cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware, span: float | None
-) -> Iterator[RunConfig]:
-    """Yield a configuration, in which nothing is recomputed, with what the backward pass has to recompute for it to fit
+) -> Iterator[Layout]:
+    """Yield a configuration, in which nothing is recomputed, with what its backward pass has to recompute for it to fit
     into memory: nothing, or the fewest blocks and `selective`. Nothing is yielded if all of that is too little."""
-    way = cfg
+    way, prediction, usable = cfg, None, usable_memory(hardware)
     if cfg.parallel.tensor_parallel_size > 1:
         # The memory depends on halves, about which the prediction decides. What no way fits need not be predicted.
         ways = [with_overlap(cfg, how) for how in ("off", "on")]
         if not any(fits_with(each, world_size, vocab_size, hardware)("full") for each in ways):
             return
-        way = ways[predict(cfg, world_size, vocab_size, hardware, span).overlap]
+        prediction = predict(cfg, world_size, vocab_size, hardware, span)
+        way = ways[prediction.overlap]
+    need = total_bytes(memory_per_rank(way, world_size, vocab_size))
+    if need <= usable:
+        yield Layout(cfg, prediction or predict(cfg, world_size, vocab_size, hardware, span), need)
+        return
     fits, layers = fits_with(way, world_size, vocab_size, hardware), cfg.model.num_layers
-    if fits("none"):
-        yield cfg
-    elif fits("full"):
+    if fits("full"):
         blocks = fewest_blocks(layers, fits)
-        yield with_recomputation(cfg, blocks if blocks < layers else "full")
-        if fits("selective"):
-            yield with_recomputation(cfg, "selective")
+        for again in (blocks if blocks < layers else "full", "selective"):
+            found = layout(with_recomputation(cfg, again), world_size, vocab_size, hardware, span)
+            if found.memory <= usable:
+                yield found
 
 
 def _raise(cfg: RunConfig, raised: RunConfig) -> float:
