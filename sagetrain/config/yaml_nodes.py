@@ -15,6 +15,11 @@ from typing import Any, NamedTuple
 
 import yaml
 
+try:
+    from yaml import CSafeLoader as _Events
+except ImportError:  # PyYAML was built without libyaml.
+    from yaml import SafeLoader as _Events  # type: ignore[assignment]
+
 from sagetrain.config.errors import beyond_ascii, shown
 
 KeyPath = tuple[str | int, ...]
@@ -44,7 +49,19 @@ _RESOLVERS = [
 
 
 class _Loader(yaml.SafeLoader):
+    """The loader whose messages say most."""
+
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+
+
+class _FastLoader(yaml.composer.Composer, _Events):
+    """A loader that is several times as fast. libyaml's own composer would crash where brackets are nested too deep."""
+
+    yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+
+    def __init__(self, stream: str) -> None:
+        _Events.__init__(self, stream)
+        yaml.composer.Composer.__init__(self)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -90,7 +107,10 @@ def parse(text: str) -> tuple[Any, dict[KeyPath, int], list[YamlProblem]]:
     lines: dict[KeyPath, int] = {}
     problems: list[YamlProblem] = []
     try:
-        node = yaml.compose(text, Loader=_Loader)
+        try:
+            node = yaml.compose(text, Loader=_FastLoader)
+        except yaml.YAMLError:
+            node = yaml.compose(text, Loader=_Loader)
         value = None if node is None else _value(node, (), lines, problems, frozenset())
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
@@ -132,7 +152,7 @@ def _value(
             here = (*path, key)
             if not isinstance(key_node, yaml.ScalarNode):
                 problems.append(YamlProblem("a key must be a word", key_line, path))
-            elif key == "<<" and key_node.style is None:
+            elif key == "<<" and not key_node.style:
                 problems.append(YamlProblem("merge keys are not taken here: write the keys out", key_line, here))
             elif key in result:
                 problems.append(YamlProblem(f"given twice: first on line {lines[here]}", key_line, here))

@@ -7,7 +7,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from sagetrain.auto.recomputation_choice import fewest_blocks
 from sagetrain.config.arithmetic import (
@@ -452,12 +451,12 @@ def _fitting(
     splits: dict[tuple[object, ...], int] = {}
     for candidate in candidates:
         parallel, micro = candidate.parallel, candidate.data.micro_batch_size
-        split, context, *rest = parallel.tensor_parallel_size, parallel.context_parallel_size, parallel.sequence_parallel
+        context, cut = parallel.context_parallel_size, (parallel.tensor_parallel_size, parallel.sequence_parallel)
         others = parallel.pipeline_parallel_size, parallel.pipeline_chunks, parallel.zero_stage, parallel.engine
-        alike = split, *rest, *others, *candidate.tokens_per_step.named_tokens.values()
+        alike = *cut, *others, *candidate.tokens_per_step.named_tokens.values()
         if splits.get(alike, context) < context:
             continue
-        call = split, context, *rest, micro
+        call = *cut, context, micro
         if call not in chosen:
             chosen[call] = fastest_linear(candidate, vocab_size, hardware, span)
         candidate = candidate.model_copy(update={"linear": chosen[call]})
