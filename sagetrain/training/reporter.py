@@ -20,7 +20,14 @@ from sagetrain.config.schema import LoggingConfig
 from sagetrain.engines.protocol import StepResult
 from sagetrain.stability.controller import Event
 from sagetrain.training.callbacks import Callback, Callbacks, Position
-from sagetrain.training.writers import MetricsWriter, Throughput, memory_gib, peak_flops
+from sagetrain.training.writers import MetricsWriter, Throughput, memory_gib, memory_retries, peak_flops
+
+FULL = (
+    "the GPU is full: PyTorch gave back the memory that it kept for later and tried again, which slows steps down "
+    "(perf/memory_retries). PYTORCH_ALLOC_CONF=expandable_segments:True keeps less, and so do a smaller "
+    "data.micro_batch_size and training.activation_checkpointing"
+)
+"""A run says this where its GPU is full."""
 
 
 class Reporter:
@@ -52,6 +59,8 @@ class Reporter:
         self._logging, self._device, self._total, self._callbacks = logging, device, total_tokens, callbacks
         self._flops, self._full = flops_per_token, flops_per_token(seq_length)
         self._clock = Throughput()
+        self._retries: int | None = None
+        self._told_full = False
         self._latest: dict[str, float] = {}
         self._held: Callable[[MetricsWriter], None] | None = None
         if self._main:
@@ -127,10 +136,24 @@ class Reporter:
             "perf/mfu": flops / peak if peak else None,
             "perf/mfu_full_attention": rate * self._full / peak if peak else None,
             "perf/memory_gib": memory_gib(self._device),
+            "perf/memory_retries": self._take_retries(step),
         }
         self._row(writer, step, tokens, {**self._latest, **derived})
         self._latest.clear()
         writer.progress(step, tokens, result.loss, lr, rate)
+
+    def _take_retries(self, step: int) -> int | None:
+        """Return memory_retries since the row before. Their first row past the first of all is said: steps that compile
+        and choose kernels take more memory."""
+        now = memory_retries(self._device)
+        if now is None:
+            return None
+        new = now - (self._retries or 0)
+        if new and self._retries is not None and not self._told_full:
+            self._told_full = True
+            self.say(f"step {step}: {FULL}")
+        self._retries = now
+        return new
 
     @contextmanager
     def off_the_clock(self) -> Iterator[None]:

@@ -37,6 +37,12 @@ def memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
+def memory_retries(device: torch.device) -> int | None:
+    """Return how often PyTorch has found a GPU full, given back the memory that it kept for later, and tried again.
+    None on a CPU."""
+    return torch.cuda.memory_stats(device).get("num_alloc_retries", 0) if device.type == "cuda" else None
+
+
 _BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 """The progress bar. Its longest line fits 80 columns, with four left for the bar itself."""
 

@@ -15,6 +15,7 @@ from sagetrain.cluster.guard import collectives_under_way, flight_record
 from sagetrain.config.errors import TrainingError
 from sagetrain.parallel.metrics import Metrics
 from sagetrain.training.out_of_memory import ENTRIES, explained, record_allocations
+from sagetrain.training.writers import memory_retries
 
 pytestmark = [
     pytest.mark.gpu,
@@ -52,6 +53,21 @@ def test_a_collective_of_nccl_that_is_not_finished_is_named() -> None:
     assert [entry["profiling_name"] for entry in json.loads(record)["entries"]].count("nccl:all_reduce") == 2
     assert "waits in nccl:all_reduce number " in collectives_under_way(record)
     assert "over Float [3, 5]" in collectives_under_way(record)
+
+
+def test_a_full_gpu_is_counted() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.cuda.empty_cache()
+    room, size = 512 * 2**20, torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(device) + room) / size)
+    try:
+        before = memory_retries(device)
+        torch.empty(room // 2, dtype=torch.uint8, device=device)  # Nobody holds it, and PyTorch keeps its memory.
+        assert memory_retries(device) == before
+        torch.empty(room * 3 // 4, dtype=torch.uint8, device=device)
+        assert memory_retries(device) == before + 1
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def run_out_of_memory(folder: Path, held: list[torch.Tensor]) -> None:

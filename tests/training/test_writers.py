@@ -242,6 +242,21 @@ def test_the_last_step_of_a_run_has_a_row_whatever_its_number(tmp_path: Path, mo
     assert [(row["step"], row["train/loss"]) for row in rows(tmp_path)] == [(2, 2.0), (3, 3.0)]
 
 
+def test_a_full_gpu_is_said_once_and_not_of_the_first_row(tmp_path: Path, monkeypatch, capsys) -> None:
+    """The counts of tests/gpu/test_reporting_gpu.py are a GPU's own."""
+    counts = iter([2, 2, 5, 6])
+    monkeypatch.setattr(reporter, "memory_retries", lambda device: next(counts))
+    monkeypatch.setattr(reporter.dist, "get_world_size", lambda: 1)
+    own, state = opened(tmp_path, tensorboard=False)[0], TrainState()
+    for _ in range(4):
+        state.advance(64, 16)
+        own.step(state, StepResult({"train/loss": 1.0}, True, False, 0, 1.0), 64, 1e-3)
+    own.close()
+    assert [row["perf/memory_retries"] for row in rows(tmp_path)] == [2, 0, 3, 1]
+    said = "".join(capsys.readouterr())
+    assert said.count("the GPU is full") == 1 and "step 3: the GPU is full: PyTorch gave back the memory" in said
+
+
 def test_mfu_counts_attention_inside_documents(corpus: Path, tmp_path: Path) -> None:
     data, lengths = str(tmp_path / "short"), np.arange(1, 50) % 9 + 3
     writer = TokenFileWriter(data).begin(512)
