@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
-from itertools import pairwise
+from itertools import chain, islice, pairwise
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -223,7 +223,9 @@ def encode(chunks: Iterable[Chunk], encoder: Encoder, num_workers: int) -> Itera
 
     The processes are connected by pipes. A ProcessPoolExecutor may wait for ever when one of its processes is killed.
     """
-    if num_workers == 1:
+    begin = list(islice(chunks := iter(chunks), 2))
+    chunks = chain(begin, chunks)
+    if num_workers == 1 or len(begin) < 2:  # A chunk takes less time than a process to start.
         yield from map(encoder, chunks)
         return
     workers: list[_Worker] = []
