@@ -89,12 +89,15 @@ def forbidden(error: PermissionError) -> ConfigError | PermissionError:
 
 def _not_imported(error: Exception) -> Exception:
     """Return the error as a message for people if torch raised it while it was imported, and somebody has set
-    variables that torch reads. An installation that is broken raises ImportError or OSError."""
+    variables that torch reads. An installation that is broken raises ImportError, or OSError about a file that no
+    variable names."""
     begin, ours = ("TORCH", "PYTORCH"), ("TORCHELASTIC_", "TORCH_CPP_LOG_LEVEL")
     variables = sorted(name for name in os.environ if name.startswith(begin) and not name.startswith(ours))
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "<module>"]
     from_torch = frames and frames[-1].f_globals.get("__name__", "").partition(".")[0] == "torch"
-    if not variables or not from_torch or isinstance(error, ImportError | OSError):
+    folders = tuple(filter(None, map(os.environ.get, variables)))
+    installed = isinstance(error, OSError) and not str(error.filename).startswith(folders)
+    if not variables or not from_torch or isinstance(error, ImportError) or installed:
         return error
     why, given = str(error).strip().partition("\n")[0].rstrip("."), [f"{each}={os.environ[each]}" for each in variables]
     return ConfigError(f"torch cannot be imported: {why}; correct or unset what is wrong of {', '.join(given)}")

@@ -207,6 +207,11 @@ def test_a_variable_that_torch_refuses_is_one_line(monkeypatch, capsys) -> None:
             exec("raise ValueError('no such log.\\nThere are: all')", {"__name__": name})
     said = "error: torch cannot be imported: no such log; correct or unset what is wrong of TORCH_LOGS=bad\n"
     assert capsys.readouterr().err == said
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/gone")
+    for file, ends in (("/gone/x", SystemExit), ("/torch/lib", OSError)):  # The other is of the installation.
+        with pytest.raises(ends), Errors():
+            exec(f"raise OSError(30, 'Read-only file system', '{file}')", {"__name__": "torch._dynamo.package"})
+    assert "Read-only file system: '/gone/x'; correct or unset what is wrong of TORCHI" in capsys.readouterr().err
 
 
 LONG = "data.valid=[" + 300 * "x" + "]"  # This is no name of a file.

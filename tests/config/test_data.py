@@ -177,6 +177,36 @@ def test_a_folder_with_files_of_somebody_else_is_no_run_dir(tmp_path, parts, req
     assert found() == []
 
 
+def test_the_place_of_what_a_run_writes_is_free(tmp_path, parts, monkeypatch):
+    tree = TREE | {"data": {**TREE["data"], "train": [{"path": parts}]}}
+    tree["training"] = {"run_dir": str(tmp_path / "run"), "total_tokens": 1000}
+
+    def errors() -> list[str]:
+        found = findings(RunConfig.model_validate(tree), required=False)
+        return [f"{each.key}: {each.message}" for each in found if each.level == "error"]
+
+    (tmp_path / "run").symlink_to(tmp_path / "gone")  # mkdir would fail.
+    assert errors() == [f"training.run_dir: {tmp_path}/run is no folder that can be written to"]
+    (tmp_path / "run").unlink()
+    for name in (".lock", "metrics.jsonl", "stacks"):
+        (tmp_path / "run" / name).mkdir(parents=True)
+    for name in ("checkpoints", "tensorboard"):
+        (tmp_path / "run" / name).touch()
+    assert errors() == [
+        f"training.run_dir: {tmp_path}/run/{name} is a {found}, and a run writes a {wanted} of that name"
+        for name, found, wanted in (
+            (".lock", "folder", "file"),
+            ("checkpoints", "file", "folder"),
+            ("metrics.jsonl", "folder", "file"),
+            ("tensorboard", "file", "folder"),
+        )
+    ]
+    tree["training"]["run_dir"] = str(tmp_path / "new")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "run/checkpoints/inductor"))
+    assert errors() == [f"TORCHINDUCTOR_CACHE_DIR: {tmp_path}/run/checkpoints is no folder that can be written to"]
+
+
 def test_variables_in_paths_are_named():
     found = [each for each in findings(config({"path": "$DATA/x"}, {"path": "price$"}), required=False)
              if each.rule == "path_not_expanded"]  # fmt: skip

@@ -215,6 +215,7 @@ def test_every_problem_is_reported_at_once_with_its_place(tmp_path):
         ("num_layers: 4", "num_layers: " + "[" * 3000, "run.yaml:1: not valid YAML: brackets or lists stand in one another too deep"),
         ("run_dir: runs/x", "run_dir: >\n    runs/x", 'training.run_dir = "runs/x\\n": holds \'\\n\': write the path in one line'),
         ("run_dir: runs/x", f"run_dir: runs/{'x' * 256}", "has a name of more than 255 bytes, which file systems do not take"),
+        ("run_dir: runs/x", f"run_dir: {'runs/' * 801}", "has more than 4,000 bytes, which is no path: shorten it"),
         ("num_layers: 4", "num_layers: *nowhere", "run.yaml:2: not valid YAML: found undefined alias"),
     ],
 )  # fmt: skip

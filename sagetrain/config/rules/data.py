@@ -22,6 +22,10 @@ WRITTEN = (
     *(TOKENIZER_NAME, TOKENIZER_JSON),
 )
 """The files that a run writes beside its folders (docs/run-folder.md), and a folder that it empties."""
+_FOLDERS = "checkpoints", "profile", "spikes", "stacks", "tensorboard", "wandb"
+"""The folders that a run writes in its own."""
+_CACHES = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
+"""The environment variables that name folders in which torch.compile and Triton keep what they have compiled."""
 _TOKENIZERS = (TOKENIZER_JSON, TOKENIZER_NAME)
 TEXT_PREFIX = "text_prefix"
 """The key of a checkpoint's state for the tokens that the model learned before every text."""
@@ -40,6 +44,7 @@ def findings(cfg: RunConfig, required: bool, tokens_given: bool = False) -> Iter
     yield from _files(cfg, required, ("valid",) if tokens_given else ("train", "valid"))
     yield from _start(cfg, required)
     yield from _run_dir(cfg, required)
+    yield from _caches(required)
     yield from _weights(cfg)
     records = prepared(cfg.data)
     yield from _prefixes(cfg, records)
@@ -210,17 +215,18 @@ def _run_dir(cfg: RunConfig, required: bool) -> Iterator[Finding]:
     """Find a run folder that cannot be made or written to, and one that holds files of something else that the run
     would replace."""
     folder = Path(cfg.training.run_dir)
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    usable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
-    # If the file system has no part of the path, the plan is for another machine.
-    if not usable and (required or there != Path(there.anchor)):
-        yield Finding(
+    yield from _unwritable(
+        "run_dir", "training.run_dir", cfg.training.run_dir, required, "let this user write there (chmod)"
+    )
+    odd = [(folder / name, "file", "folder") for name in _FOLDERS if (folder / name).is_file()]
+    odd += [(folder / name, "folder", "file") for name in {*WRITTEN, ".lock"} - {*_FOLDERS} if (folder / name).is_dir()]
+    for path, found, wanted in sorted(odd):
+        yield error(
             "run_dir",
-            "error" if required or not there.is_dir() else "warning",
             "training.run_dir",
             cfg.training.run_dir,
-            f"{there} is no folder that can be written to",
-            "choose another folder, or let this user write there (chmod)",
+            f"{path} is a {found}, and a run writes a {wanted} of that name",
+            "choose a folder of its own for the run, or move that away",
         )
     theirs = [name for name in WRITTEN if (folder / name).exists()]
     # Folders named checkpoints are common in other projects.
@@ -233,6 +239,31 @@ def _run_dir(cfg: RunConfig, required: bool) -> Iterator[Finding]:
             f"holds {' and '.join(theirs)}, which no run of SageTrain wrote there: the run's own would replace them",
             "choose a folder of its own for the run",
         )
+
+
+def _unwritable(rule: str, key: str, value: str, required: bool, fix: str) -> Iterator[Finding]:
+    """Find a folder that cannot be made or written to."""
+    folder = Path(value).absolute()
+    # A link that leads nowhere is in the way of a folder.
+    there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    usable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    # If the file system has no part of the path, the plan is for another machine.
+    if not usable and (required or there != Path(there.anchor)):
+        yield Finding(
+            rule,
+            "error" if required or not there.is_dir() else "warning",
+            key,
+            value,
+            f"{there} is no folder that can be written to",
+            f"choose another folder, or {fix}",
+        )
+
+
+def _caches(required: bool) -> Iterator[Finding]:
+    """Find a folder for compiled code that cannot be made or written to. The first step would end with a traceback."""
+    for name in _CACHES:
+        if folder := os.environ.get(name):
+            yield from _unwritable("cache_dir", name, folder, required, f"unset {name}")
 
 
 def _parts(key: str, path: str, files: list[str]) -> Iterator[Finding]:

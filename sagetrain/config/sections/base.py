@@ -17,6 +17,8 @@ class Section(BaseModel):
     )
 
 
+_LONGEST = 4000
+"""The bytes of the longest path. Linux takes 4,095, and a run adds the names of its files."""
 Name = Annotated[str, Field(min_length=1)]
 
 
@@ -27,7 +29,9 @@ def _path(text: str) -> str:
         raise ValueError(f"holds {', '.join(map(repr, sorted(lines)))}: write the path in one line, without | or >")
     if any(len(os.fsencode(part)) > 255 for part in text.split("/")):
         raise ValueError("has a name of more than 255 bytes, which file systems do not take: shorten it")
-    return os.path.expanduser(text)
+    if len(os.fsencode(path := os.path.expanduser(text))) > _LONGEST:
+        raise ValueError(f"has more than {_LONGEST:,} bytes, which is no path: shorten it")
+    return path
 
 
 LocalPath = Annotated[Name, AfterValidator(_path)]
