@@ -120,15 +120,16 @@ def assert_close(ours, twin, exact):
         assert rel_l2(x, judge) < 1.05 * rel_l2(y, judge) + 1e-3, name
 
 
+# Each pair of head_dim, stages and half_sums is in some case. Each triple would be a library to compile.
 @pytest.mark.parametrize(
     ("shape", "stages", "dtype", "half_sums"),
     [
         (Shape(1, 200, 333, 2, 1, 128, True), 2, torch.bfloat16, False),
         (Shape(1, 200, 200, 2, 2, 128, False), 1, torch.bfloat16, True),
-        (Shape(1, 210, 210, 2, 1, 128, True, (100, 0, 1, 63, 46)), 1, torch.float16, False),
+        (Shape(1, 210, 210, 2, 1, 128, True, (100, 0, 1, 63, 46)), 2, torch.float16, False),
         (Shape(1, 1, 129, 2, 1, 64), 1, torch.bfloat16, False),
         (Shape(1, 210, 210, 1, 1, 64, False, (100, 0, 1, 63, 46)), 1, torch.bfloat16, False),
-        (Shape(1, 330, 330, 2, 1, 64, True), 1, torch.bfloat16, True),
+        (Shape(1, 330, 330, 2, 1, 64, True), 2, torch.bfloat16, True),
         (Shape(2, 100, 40, 2, 2, 64, False), 2, torch.float16, True),
     ],
     ids=str,
@@ -146,7 +147,7 @@ def test_gradients_of_any_size_and_queries_of_zeros(kernels, half_sums):
     q[0, 5], q[0, 64:], do[0, 7] = 0, 0, 0
     do[0, 10:20] *= 2.0**-40
     v[0, 64:] *= 2.0**-40
-    ours, twin, exact = results(kernels, shape, half_sums=half_sums, inputs=(q, k, v, do))
+    ours, twin, exact = results(kernels, shape, 1 + half_sums, half_sums=half_sums, inputs=(q, k, v, do))
     assert_close(ours, twin, exact)
     for rows in (slice(5, 6), slice(64, 130), slice(10, 20)):
         assert rel_l2(ours[0][:, rows], exact.dq[:, rows]) < 0.03
@@ -215,7 +216,6 @@ def mistaken(kernels, case, **options):
         ((8, 0), 64, False, 164, (1, 3)),
         ((8, 6), 128, True, 100, (1, 1)),
         ((8, 9), 64, True, 100, (1, 2)),
-        ((9, 0), 128, False, 228, (2, 1)),
         ((9, 0), 64, False, 228, (2, 3)),
         ((12, 0), 128, True, 100, (1, 1)),
     ],

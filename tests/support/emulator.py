@@ -28,6 +28,10 @@ extern "C" const char *launch_%s(int grid, int threads, int resident, int seed, 
     return failure.c_str();
 }
 """
+FLAGS = ("CAUSAL", "PACKED", "FP16", "SMOOTH")
+"""Macros that kernels use in expressions alone. They are variables of the emulator, so one library serves all their
+values."""
+OF_FLAGS = re.compile(rf"constexpr (\w+) (\w+) = (.*\b(?:{'|'.join(FLAGS)})\b.*);")
 COMPILER = ["g++", "-std=c++17", "-O1", "-fPIC", "-w"]
 
 
@@ -82,6 +86,9 @@ class Emulated:
                 statement = right.split("//")[0].rstrip().endswith(";")
                 choice = "if (mutant == %d) { %s\n} else { %s\n}" if statement else "(mutant == %d ? %s : %s)"
                 text = text.replace(right, choice % (i, wrong, right))
+        text = OF_FLAGS.sub(r"#define \2 (\1)(\3)", text)
+        self._flags = {key: value for key, value in defines.items() if key in FLAGS}
+        defines = {key: value for key, value in defines.items() if key not in FLAGS}
         program = folder / ("_".join([source, *map(str, defines.values()), str(len(mistakes))]) + ".cpp")
         library = program.with_suffix(".so")
         if not library.exists():  # The library holds all kernels of the source file.
@@ -98,6 +105,8 @@ class Emulated:
 
     def __call__(self, grid: int, threads: int, *arguments, seed: int = 0, resident: int = 2, mistake: int = 0) -> str:
         """Launch the kernel. Return a message about what went wrong, or an empty string."""
+        for key, value in self._flags.items():
+            ctypes.c_int.in_dll(self._library, key).value = value
         values, pointers = [], (ctypes.c_void_p * len(arguments))()
         if hasattr(self._library, "may_copy_from"):
             for address, bytes in [
