@@ -6,7 +6,7 @@ This file starts itself in a process that interprets, as test_sage_interpreter.p
 import pytest
 import torch
 
-from interpreted import INSIDE, run_interpreted
+from interpreted import INSIDE, poisoned_memory, run_interpreted  # noqa: F401
 
 if not INSIDE:
 
@@ -29,12 +29,6 @@ else:
         Shape(1, 200, 200, 2, 1, 32, documents=(5, 0, 70, 1, 124, 0)),
         Shape(1, 133, 133, 1, 1, 24, causal=False, documents=(40, 93)),
     ]
-
-    @pytest.fixture(autouse=True)
-    def poisoned_memory():
-        torch.use_deterministic_algorithms(True)  # This setting fills torch.empty with NaN and largest integers.
-        yield
-        torch.use_deterministic_algorithms(False)
 
     def all_sizes() -> torch.Tensor:
         """Return [2, 130, 90] with groups of every possible size relative to the head's largest one. Some groups have

@@ -8,8 +8,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+import pytest
+import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -19,10 +21,20 @@ INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
 
 def run_interpreted(file: str) -> None:
     """Run the tests of a file in a process that interprets."""
-    command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", file]
+    # Plugins would take as long to import as torch.
+    options = ["-q", "--noconftest", "--disable-plugin-autoload", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *options, file]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """Fill torch.empty with NaN and largest integers. torch's own function for it imports the compiler."""
+    torch._C._set_deterministic_algorithms(True, warn_only=False)
+    yield
+    torch._C._set_deterministic_algorithms(False, warn_only=False)
 
 
 def _patch_once(patch: Callable) -> Callable:
@@ -41,5 +53,19 @@ def _patch_once(patch: Callable) -> Callable:
     return wrapper
 
 
+def _remembering(numpy_dtype: Callable) -> Callable:
+    """Remember numpy's name of each type. Triton builds a table of all types whenever it asks for one."""
+    found: dict[str, object] = {}
+
+    def wrapper(kind: tl.dtype) -> object:
+        scalar = kind.scalar  # A block has the type of its elements.
+        if scalar.name not in found:
+            found[scalar.name] = numpy_dtype(scalar)
+        return found[scalar.name]
+
+    return wrapper
+
+
 if INSIDE:
     interpreter._patch_lang = _patch_once(interpreter._patch_lang)
+    interpreter._get_np_dtype = _remembering(interpreter._get_np_dtype)
