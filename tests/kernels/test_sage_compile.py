@@ -18,7 +18,7 @@ from sagekernels.launch import TABLE, check_int8, family, launch_tiles
 KERNELS = {"forward": _forward_kernel, "dkdv": _dkdv_kernel, "dq": _dq_kernel}
 INT8 = ("Q8", "K8", "V8T", "Q8T", "K8T", "DO8T")
 SIXTEEN_BITS = ("V", "K", "O", "DO", "DK", "DV", "DQ")
-SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}  # A program may have so many KiB of shared memory.
+SHARED_MEMORY = {"portable": 99, "sm_90": 227}  # A program may have so many KiB of shared memory.
 # A thread keeps up to so many bytes of registers in memory, over all three loops of a kernel: the measured value, and
 # some reserve.
 SPILLED = {"forward": 64, "dkdv": 560, "dq": 96}
@@ -49,13 +49,13 @@ def resources(cubin: bytes, folder: Path) -> tuple[int, int]:
     return int(registers), int(stack)
 
 
+# Triton makes the same code for 8.0, 8.6 and 8.9. All portable tiles fit the GPU with the least shared memory.
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(
     ("architecture", "head_dim", "int8_scores", "half_sums"),
     [
         (80, 128, True, False),
-        (86, 64, True, True),
-        (89, 128, True, True),
+        (89, 64, True, True),
         (90, 64, True, False),
         (90, 128, False, False),
         (120, 128, False, True),
@@ -95,7 +95,7 @@ def test_compiles(kernel, architecture, head_dim, int8_scores, half_sums, tmp_pa
         options={"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "maxnreg": tiles.max_registers},
     )
     ptx = compiled.asm["ptx"]
-    assert compiled.metadata.shared <= SHARED_MEMORY[architecture] * 1024
+    assert compiled.metadata.shared <= SHARED_MEMORY[rows] * 1024
     registers, stack = resources(compiled.asm["cubin"], tmp_path)
     assert registers * tiles.num_warps * 32 <= 65536
     if rows == "portable":  # Portable tiles were chosen so that warps share no row, and no maximum crosses warps.
