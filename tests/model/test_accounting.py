@@ -265,7 +265,7 @@ def parallel_cases() -> list[RunConfig]:
             parallel={"tensor_parallel_size": 2, "sequence_parallel": sharded},
             attention={"backend": "sage"},
             training={"compile": compile_, "activation_checkpointing": again},
-            data={"micro_batch_size": 8},  # Gains are small beside so many tokens.
+            data={"micro_batch_size": 4},  # Gains are small beside so many tokens.
         )
         for sharded, compile_, again in itertools.product((False, True), ("off", "on"), ("none", "selective"))
     ]
@@ -382,7 +382,10 @@ def measured_peak() -> dict[tuple[int, str], tuple[int, int]]:
         model = transformer(cfg.model, cfg.attention, groups=groups, dtype=torch.bfloat16)
         engine = build_engine(cfg, model, groups, 2)
         engine._optimizer.param_groups[0]["fused"] = True  # The fused optimizer of a GPU has no temporary tensors.
-        peaks = []
+        memory = items(cfg, ranks)
+        # gloo gathers by a copy.
+        gathered = sum(memory[name] for name in ("weights", "weights", "gradients", "optimizer"))
+        estimated, peaks = max(sum(memory.values()), gathered), []
         for _ in range(5):
             held = sum(t.untyped_storage().nbytes() for address, t in live_tensors().items() if address not in before)
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as run:
@@ -390,10 +393,12 @@ def measured_peak() -> dict[tuple[int, str], tuple[int, int]]:
             events = [e for e in run.profiler.kineto_results.events() if e.name() == "[memory]"]
             changes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
             peaks.append(held + max(itertools.accumulate(changes)))
-        memory = items(cfg, ranks)
-        # gloo gathers by a copy.
-        gathered = sum(memory[name] for name in ("weights", "weights", "gradients", "optimizer"))
-        estimated = max(sum(memory.values()), gathered)
+            # A thread of gloo may be late and hold a tensor too long; then the next step is looked at. Ranks agree on
+            # that.
+            late = torch.tensor(float(len(peaks) == 1 or peaks[-1] > 1.04 * estimated))
+            all_reduce(late, torch.distributed.ReduceOp.MAX)
+            if not late:
+                break
         result[stage, reduction] = (min(peaks[1:]), estimated)  # The first step allocates tensors that stay.
     return result
 

@@ -68,8 +68,17 @@ def step(engine: Engine, data: Batch, monitor: Monitor | None) -> dict[str, floa
     return engine.step([data], 1, 1e-2, Observers(watch=watch)).metrics
 
 
-def numbers(tp: int, cp: int, stage: int, documents: bool, compiled: bool, sections: dict) -> dict[str, float]:
-    """Return the numbers of the monitor in a first step, at a layout, and the loss."""
+Place = tuple[int, int, int, bool, bool, dict]
+"""Tensor and context parallel size, ZeRO stage, documents, compiled, sections."""
+
+
+def numbers(places: list[Place]) -> list[dict[str, float]]:
+    """Return the numbers of the monitor in a first step, and the loss, at each layout of a world."""
+    return [numbers_at(*place) for place in places]
+
+
+def numbers_at(tp: int, cp: int, stage: int, documents: bool, compiled: bool, sections: dict) -> dict[str, float]:
+    torch._dynamo.reset()
     groups = tiny.join(tp, cp)
     cfg = config(stage, **sections)
     engine, monitor = built(cfg, groups, compiled)
@@ -77,14 +86,11 @@ def numbers(tp: int, cp: int, stage: int, documents: bool, compiled: bool, secti
     return {name: x for name, x in found.items() if name.startswith("quant/") or name == "train/loss"}
 
 
-def alone(documents: bool = False, recipe: str = "paper") -> dict[str, float]:
-    return run_distributed(numbers, 1, 1, 1, 0, documents, False, {"recipe": recipe})[0]
-
-
 @pytest.fixture(scope="module")
 def one_rank() -> dict[bool, dict[str, float]]:
     """Return the numbers of one rank, keyed by whether there are documents."""
-    return {documents: alone(documents) for documents in (False, True)}
+    (found,) = run_distributed(numbers, 1, [(1, 1, 0, documents, False, {}) for documents in (False, True)])
+    return dict(zip((False, True), found, strict=True))
 
 
 def test_the_names_and_their_ranges(one_rank) -> None:
@@ -128,12 +134,22 @@ LAYOUTS = {  # The values are: tensor and context parallel size, ranks, ZeRO sta
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_the_same_numbers_at_every_layout(layout, one_rank) -> None:
-    tp, cp, world, stage, documents, compiled, sections = layout
-    ranks = run_distributed(numbers, world, tp, cp, stage, documents, compiled, sections)
-    assert all(found == ranks[0] for found in ranks)
-    assert ranks[0] == pytest.approx(one_rank[documents], rel=2e-3)
+@pytest.fixture(scope="module")
+def many_ranks() -> dict[str, list[dict[str, float]]]:
+    """Return the numbers of every rank, keyed by layout. All layouts of as many ranks share a world."""
+    found: dict[str, list[dict[str, float]]] = {}
+    for world in (1, 2):
+        places = {name: (tp, cp, *how) for name, (tp, cp, ranks, *how) in LAYOUTS.items() if ranks == world}
+        ranks = run_distributed(numbers, world, [*places.values()])
+        found |= {name: list(each) for name, each in zip(places, zip(*ranks, strict=True), strict=True)}
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_same_numbers_at_every_layout(layout, one_rank, many_ranks) -> None:
+    first, *others = many_ranks[layout]
+    assert all(found == first for found in others)
+    assert first == pytest.approx(one_rank[LAYOUTS[layout][4]], rel=2e-3)
 
 
 def zero_3(compiled: bool) -> tuple[dict[str, float], dict[str, float]]:

@@ -273,14 +273,13 @@ def test_the_rounding_of_linear_layers_is_in_the_error(attention: str) -> None:
 
 
 def with_8_bits(tp_size: int) -> list[tuple]:
-    """Return the losses and norms of steps with probes at every second step, and of steps without, and the numbers of
-    the probes."""
+    """Return the losses and norms of three steps with a probe in the second one, and of three without."""
     groups, found = tiny.join(tp_size), []
     for probes in (True, False):
         engine = tiny.engine(low_bit("sdpa", tp_size), groups)
         probe = QuantizationProbe(engine.model, engine.model.functions[0], groups, engine.device)
         steps = []
-        for step in range(4):
+        for step in range(3):
             own = batches(groups, step)
             due = [probe] if probes and step % 2 else []
             result = engine.step(own, len(own), 1e-2, Observers(probes=due))
@@ -357,7 +356,7 @@ def test_the_errors_are_the_same_at_every_layout() -> None:
 
 
 def run_of(layout: tuple[int, int, int, str, str, str], probes: bool) -> tuple[list, list[Tensor]]:
-    """Return the losses and norms of four steps of (tp, cp, stage, dtype, compile backend, recompute), and the weights
+    """Return the losses and norms of three steps of (tp, cp, stage, dtype, compile backend, recompute), and the weights
     after them."""
     tp_size, cp_size, stage, dtype, backend, recompute = layout
     groups, cfg = tiny.join(tp_size, cp_size), config(stage, dtype)
@@ -366,7 +365,7 @@ def run_of(layout: tuple[int, int, int, str, str, str], probes: bool) -> tuple[l
         tiny.compile_first_rank(model, backend)
     engine = build_engine(cfg, model, groups, 1)
     numbers = []
-    for step in range(4):
+    for step in range(3):
         own = batches(groups, step)
         probe = probe_of(engine) if probes and step % 2 else None
         result = engine.step(own, len(own), 1e-2, Observers(probes=[probe] if probe else []))
