@@ -333,9 +333,9 @@ class _Step:
         calls = sum(c.per_block for c in self.collectives if c.what in (INTO, OUT) and c.moment != "recomputed")
         low = len(self.cfg.linear.low_bit_blocks(self.cfg.model.num_layers))
         ranks = max(0, min(self.rank.tensor, _LAUNCHED) - 2) * hardware.low_bit_rank_seconds
-        # INT8's figure is of whole micro-batches. 12 layers of 7B at TP 2 in halves, two H100s, 2026-11-28, take 16.4
-        # ms per block, and 17.8 with sequence parallelism: as FP8 does.
-        precision = "fp8" if self.parts > 1 and self.cfg.linear.low_bit else self.cfg.linear.precision
+        # INT8's figure is of one GPU. Under tensor parallelism it takes the host at least as long as FP8 (12 layers of
+        # 7B, 2026-11-28, results/log/layouts.md).
+        precision = "fp8" if self.rank.tensor > 1 and self.cfg.linear.low_bit else self.cfg.linear.precision
         casts = low * self.parts * (hardware.low_bit_launch_seconds.get(precision, 0.0) + ranks)
         block = hardware.block_launch_seconds + self.parts * part + calls * call
         passes = self.accumulation - (not needs_no_hooks(self.cfg, self.replicas))
