@@ -26,7 +26,7 @@ from sagetrain.inference.generate import Sampling, finished
 from sagetrain.inference.load import TrainedRun
 from sagetrain.inference.samples import Alive, Trained, completed, while_training
 from sagetrain.inference.score import Scorer, scorer_of
-from sagetrain.training.inputs import task_manager
+from sagetrain.training.inputs import refuse_generating, task_manager
 
 TaskResults = dict[str, dict[str, float]]
 """Numbers by task and metric: acc, acc_stderr. If the harness filters answers, the filter's name follows:
@@ -190,12 +190,8 @@ def tasks_while_training(
         ConfigError: HarnessTasks refuses the tasks, a task wants generated text at ZeRO 3, or there is no tokenizer.
     """
     tasks = HarnessTasks(evaluation.tasks, evaluation.tasks_limit)
-    if tasks.generating and trained is None:
-        raise ConfigError(
-            f"evaluation.tasks: {', '.join(tasks.generating)}: generated text takes a pass over all weights for every "
-            "token, and parallel.zero_stage 3 would gather them each time: leave such tasks to `sagetrain eval RUN "
-            "--tasks`, or set parallel.zero_stage: 2"
-        )
+    if trained is None:
+        refuse_generating(tasks.generating)
     tokenizer = Tokenizer.load(find_tokenizer(data))
 
     def ask(engine: Engine, texts: Texts, alive: Alive) -> dict[str, float]:

@@ -7,13 +7,13 @@ that `plan` could have found.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from sagetrain.config.arithmetic import padded_vocab_size
+from sagetrain.config.arithmetic import padded_vocab_size, shards_weights
 from sagetrain.config.errors import ConfigError, Finding
 from sagetrain.config.rules.findings import error, warning
 from sagetrain.config.schema import DataSource, RunConfig
@@ -81,7 +81,7 @@ def findings(cfg: RunConfig, tokenizer: Tokenizer | None) -> Iterator[Finding]:
         yield from _refused("evaluation.samples_prompts", prompts, lambda: check_prompts(prompts, tokenizer, room))
     if tasks := cfg.evaluation.tasks:
         with suppress(ImportError):  # A plan may be made without the harness.
-            yield from _refused("evaluation.tasks", tasks, lambda: task_manager(tasks))
+            yield from _refused("evaluation.tasks", tasks, lambda: _tasks(tasks, shards_weights(cfg)))
     yield from _checkpoint(cfg, vocab_size, sha256, whole)
 
 
@@ -109,6 +109,47 @@ def task_manager(names: Sequence[str]) -> TaskManager:
                 "lists them"
             )
     return manager
+
+
+def _tasks(names: Sequence[str], sharded: bool) -> None:
+    """Check what is known of tasks without their data: names, files, and whether sharded weights can answer them."""
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    index = task_manager(names).task_index
+
+    def kinds(task: str | Mapping[str, Any], kind: str | None = None) -> Iterator[tuple[str, str]]:
+        """Yield the name of each task of a task, a group or a tag, and what the task wants of the model. `kind` is what
+        the group says of its tasks."""
+        own: Mapping[str, Any] = {"task": task} if isinstance(task, str) else task
+        name, kind = str(own.get("group", own["task"])), own.get("output_type", kind)
+        if entry := index.get(name):
+            own = entry.cfg or {"task": sorted(entry.tags)}
+        elif isinstance(task, str):
+            own = load_yaml(task, resolve_func=False)
+        kind = kind or own.get("output_type")
+        if isinstance(own["task"], list):
+            for part in own["task"]:
+                yield from kinds(part, kind)
+        else:
+            # Of a class, only its data says what it wants.
+            yield own["task"], kind or ("" if "class" in own else "generate_until")
+
+    try:
+        found = [name for task in names for name, kind in kinds(task) if kind == "generate_until"]
+    except Exception as error:  # A file may hold anything.
+        raise ConfigError(f"tasks {', '.join(names)} cannot be loaded: {error}") from error
+    if sharded:
+        refuse_generating(found)
+
+
+def refuse_generating(tasks: Sequence[str]) -> None:
+    """Refuse tasks that want generated text where weights are sharded. Raises ConfigError if there are any."""
+    if tasks:
+        raise ConfigError(
+            f"evaluation.tasks: {', '.join(tasks)}: generated text takes a pass over all weights for every token, and "
+            "parallel.zero_stage 3 would gather them each time: leave such tasks to `sagetrain eval RUN --tasks`, or "
+            "set parallel.zero_stage: 2"
+        )
 
 
 def as_continued(cfg: RunConfig) -> tuple[RunConfig, Finding | None]:

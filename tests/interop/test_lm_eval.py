@@ -386,3 +386,15 @@ def test_tasks_that_training_cannot_ask_are_refused_before_it(tasks: dict[str, P
         evaluation = EvaluationConfig(tasks=[str(tasks[name])])
         with pytest.raises(ConfigError, match=message):
             lm_eval.tasks_while_training(evaluation, data, None)
+    together, inline = tasks["write"].with_name("together.yaml"), {"task": "again", **TASKS["write"]}
+    together.write_text(json.dumps({"group": "together", "task": [inline, {"task": "scored", **TASKS["read"]}]}))
+    # plan has not loaded the tasks' data.
+    tasks["write"].with_suffix(".jsonl").unlink()
+    asked = [str(each) for each in (together, tasks["read"], tasks["write"])]
+    for stage, said in ((2, []), (3, ["evaluation.tasks: again, write: generated text takes a pass over all weights"])):
+        cfg = tiny.config(1, parallel={"zero_stage": stage}, evaluation={"tasks": asked})
+        found = [each for each in inputs.findings(cfg, None) if each.key == "evaluation.tasks"]
+        assert [each.message.partition(" for every")[0] for each in found] == said
+    together.write_text("task: [")
+    (broken,) = [each for each in inputs.findings(cfg, None) if each.key == "evaluation.tasks"]
+    assert "together.yaml" in broken.message and "cannot be loaded: while parsing" in broken.message

@@ -252,6 +252,8 @@ EXCUSED = {
     ("rendezvous", "_gather"): "ranks that do not come",
     ("run_folder", "claim"): "another run that has the folder at that moment",
     ("inputs", "task_manager"): "plan finds it (test_lm_eval.py), but listing the harness's tasks takes seconds",
+    ("inputs", "_tasks"): "likewise",
+    ("inputs", "refuse_generating"): "likewise",
     ("weights_and_biases", "on_start"): "a login",
     ("weights_and_biases", "check_login"): "a login of the host that trains",
     ("rendezvous", "_make_room"): "the open files that a host allows",
