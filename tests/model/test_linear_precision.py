@@ -294,7 +294,7 @@ def test_training_in_fp8_does_not_depend_on_the_layout() -> None:
     are gathered."""
     linear = {"precision": "fp8"}
     rows = {(1, 1, 0): run_distributed(losses_of, 1, [(1, 1, 0)], linear)[0][1, 1, 0]}
-    layouts = [*((1, 1, stage) for stage in range(4)), (2, 1, 1), (1, 2, 2)]
+    layouts = [*((1, 1, stage) for stage in (0, 2, 3)), (2, 1, 1), (1, 2, 2)]
     for rank, found in enumerate(run_distributed(losses_of, 2, layouts, linear)):
         rows |= {(rank, *layout): losses for layout, losses in found.items()}
     (_, reference), *others = rows.items()
