@@ -145,8 +145,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{folder}: manifest.json cannot be read ({error})") from error
     if found not in _READ:
         raise CheckpointError(_other_format(folder, found))
-    state = manifest.get("state")
-    if not (manifest.keys() >= _PARTS and manifest["files"] and isinstance(state, dict) and state.keys() >= _POSITION):
+    there = all(isinstance(manifest.get(name), dict) for name in _PARTS)
+    if not (there and manifest["files"] and manifest["state"].keys() >= _POSITION):
         raise CheckpointError(f"{folder}: manifest.json lacks what every manifest has")
     return manifest
 

@@ -156,16 +156,17 @@ def as_continued(cfg: RunConfig) -> tuple[RunConfig, Finding | None]:
     """Return the configuration with the engine of the run that it continues, and a finding where `auto` would be
     another one in a new run."""
     root = Path(cfg.training.run_dir) / "checkpoints"
-    if cfg.parallel.engine != "auto" or not any(root.glob("step-*/manifest.json")):
+    if cfg.parallel.engine != "auto" or not any(root.glob("step-*")):
         return cfg, None
     # These imports need torch.
     from sagetrain.auto.kept import Kept, kept_engine
     from sagetrain.checkpoint import on_disk
     from sagetrain.config.errors import CheckpointError
 
-    # A checkpoint that is damaged, or of the future, is an error elsewhere.
+    # That no checkpoint is whole, or the newest one is of the future, is an error elsewhere.
     with suppress(CheckpointError):
-        if folder := on_disk.newest(root):
+        folder, _ = on_disk.newest_whole(root, lambda said: None, contents=False)
+        if folder:
             return kept_engine(cfg, Kept.by(folder))
     return cfg, None
 
@@ -246,7 +247,7 @@ def _checkpoint(cfg: RunConfig, vocab_size: int | None, sha256: str | None, whol
     """Yield findings about the checkpoint that a run would continue from or begin with. `whole` says that data.train
     exists."""
     root, start = Path(cfg.training.run_dir) / "checkpoints", cfg.training.init_from
-    goes_on = any(root.glob("step-*/manifest.json"))
+    goes_on = any(root.glob("step-*"))
     begins = start is not None and any(Path(start).glob(name) for name in ("manifest.json", "checkpoints/step-*/*"))
     if not (goes_on or begins):
         return

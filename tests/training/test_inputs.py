@@ -91,6 +91,14 @@ def broken_record(world: World) -> None:
     (world.data / "valid.json").write_text("{")
 
 
+def record_that_is_a_list(world: World) -> None:
+    (world.data / "train.json").write_text("[]")
+
+
+def record_of_other_types(world: World) -> None:
+    world.record("train", request="none", seq_length="32")
+
+
 def lost_mask(world: World) -> None:
     world.record("train", mask_sha256="0" * 64)
 
@@ -183,6 +191,12 @@ def resumed_with_none_whole(world: World) -> None:
     world.resume()
 
 
+def resumed_without_a_manifest(world: World) -> None:
+    for file in world.run.glob("checkpoints/*/manifest.json"):
+        file.unlink()
+    world.resume()
+
+
 def resumed_with_a_forged_ledger(world: World) -> None:
     world.manifest(lambda tree: tree["state"]["ledger"].update(head="0" * 64))
     world.resume()
@@ -211,6 +225,8 @@ REFUSED = {
     foreign_tokens: ("token_file", "validate", "token 0 is outside of the vocabulary of 512"),
     foreign_tokens_in_a_large_file: ("token_files", "check_vocabulary", "holds token 600, outside of the vocabulary"),
     broken_record: ("token_file", "read_provenance", "valid.json is not valid JSON"),
+    record_that_is_a_list: ("token_file", "read_provenance", "train.json holds list, not keys"),
+    record_of_other_types: ("token_file", "read_provenance", "train.json: seq_length holds str, not int"),
     records_of_another_length: ("token_files", "_check_records", "sequences of 24 tokens .* would cut its records"),
     records_that_see_one_another: ("token_files", "_check_records", "holds records, .* data.document_attention: true"),
     another_tokenizer: ("token_files", "check_tokenizers", "valid was prepared with another tokenizer than data"),
@@ -229,6 +245,7 @@ REFUSED = {
     resumed_for_fewer_tokens: ("resume", "check", "total_tokens 14,848: the run in .* has already seen 15,360 tokens"),
     resumed_on_other_data: ("resume", "check", "data.train: checkpoint .*train, this run .*valid"),
     resumed_with_none_whole: ("on_disk", "newest_whole", "no checkpoint is whole"),
+    resumed_without_a_manifest: ("on_disk", "newest_whole", "no checkpoint is whole"),
     a_prompt_without_room: ("inputs", "check_prompts", r"samples_prompts\.1 has .* tokens, more than half of the 32 "),
     resumed_with_a_newer_state: ("state", "from_json", "has version 99, this SageTrain reads versions up to 1"),
     resumed_with_a_state_that_lacks_a_value: ("state", "_validated", r"manifest.json: state\.sequences: missing"),
@@ -302,7 +319,7 @@ def test_what_fits_has_no_error_and_a_run_that_goes_on_is_said(world: World) -> 
     assert "goes on there, at 15,360 of 20,000 tokens; changed since: " in said
     assert "optimizer.lr: 0.003 -> 0.001; " in said and "training.total_tokens: 15360 -> 20000" in said
     assert "the learning rate goes from 2.36e-06 in the checkpoint's last step to" in planned(world, "warning")
-    os.truncate(next(world.newest.glob("shard-*")), 100)
+    (world.newest / "config.yaml").unlink()
     assert "step-00000040 is damaged and passed over: " in planned(world, "warning")
     before = sorted(world.run.glob("checkpoints/step-*"))[-2].name
     assert f"holds {before}: the run goes on there" in planned(world, "info")
@@ -312,6 +329,9 @@ def test_an_error_of_the_files_has_its_configuration_key(world: World) -> None:
     another_tokenizer(world)
     line = 1 + world.config.read_text().splitlines().index("  valid:")
     assert f"{world.config}:{line}: data.valid = " in planned(world, "error")
+    file = token_path(world.data / "train", ".idx")
+    file.write_bytes(file.read_bytes()[:-16] + b"\x7f" * 8 + file.read_bytes()[-8:])
+    assert "train: the document index is not in order" in planned(world, "error")
 
 
 @pytest.mark.parametrize("spoil", REFUSED, ids=lambda spoil: spoil.__name__)

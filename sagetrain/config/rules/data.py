@@ -333,15 +333,21 @@ def prepared(data: DataConfig) -> dict[str, dict[str, Any]]:
     return {path: _read(Path(f"{path}.json")) for source in data.train for path in source.files}
 
 
+def _request(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what `sagetrain prepare` was asked for. A record that is damaged is an error elsewhere."""
+    request = record.get("request")
+    return request if isinstance(request, dict) else {}
+
+
 def _of_chats(record: Mapping[str, Any]) -> bool:
-    return "template_sha256" in record.get("request", {}).get("records", {})
+    return "template_sha256" in (_request(record).get("records") or ())
 
 
 def text_prefixes(records: Mapping[str, Mapping[str, Any]]) -> dict[str, list[int]]:
     """Return the tokens that `sagetrain prepare` put before each document, by path of the token file. Files from
     elsewhere are left out, and so are chats, because their template writes those tokens."""
     return {
-        path: record.get("request", {}).get("prefix", [])
+        path: _request(record).get("prefix", [])
         for path, record in records.items()
         if "tokenizer_sha256" in record and not _of_chats(record)
     }
