@@ -27,12 +27,25 @@ from sagetrain.engines.protocol import Owned
 from sagetrain.parallel.rng import rng_state
 from sagetrain.parallel.topology import ParallelGroups
 
-# The map is: world size -> (tensor parallel, context parallel, ZeRO stage).
-LAYOUTS = {
-    1: [(1, 1, 0), (1, 1, 2)],
-    2: [(2, 1, 1), (1, 1, 3), (1, 1, 1), (2, 1, 3), (1, 2, 2)],
-    4: [(2, 1, 2), (2, 1, 3), (1, 2, 3)],
-}
+# The ranks, layout and dtype that save, and the layouts that go on by the number of their ranks. A layout is (tensor
+# parallel, context parallel, ZeRO stage).
+Layout = tuple[int, int, int]
+CASES: list[tuple[int, Layout, str, dict[int, list[Layout]]]] = [
+    (
+        2,
+        (1, 1, 1),
+        "fp32",
+        {
+            1: [(1, 1, 0), (1, 1, 2)],
+            2: [(2, 1, 1), (1, 1, 3), (1, 1, 1), (2, 1, 3), (1, 2, 2)],
+            4: [(2, 1, 2), (2, 1, 3), (1, 2, 3)],
+        },
+    ),
+    (4, (2, 1, 2), "fp32", {1: [(1, 1, 1)], 2: [(2, 1, 3), (1, 2, 1)]}),
+    (2, (2, 1, 3), "fp32", {1: [(1, 1, 0)], 2: [(1, 1, 1)]}),
+    (2, (1, 2, 3), "fp32", {2: [(2, 1, 1)]}),
+    (2, (2, 1, 1), "bf16", {2: [(2, 1, 1), (1, 1, 1), (1, 1, 3), (1, 2, 1)]}),
+]
 
 
 def save_engine(root: str, engine, step: int, tokens: int = 0) -> Path:
@@ -52,7 +65,7 @@ def full_tensors(folder: Path) -> dict[str, torch.Tensor]:
     }
 
 
-def train_and_save(root: str, layout: tuple[int, int, int], dtype: str) -> list[float]:
+def train_and_save(root: str, layout: Layout, dtype: str) -> list[float]:
     """Take two steps, save a checkpoint, and return the losses of two more steps."""
     *sizes, stage = layout
     engine = tiny.engine(tiny.config(stage, dtype), tiny.join(*sizes))
@@ -62,7 +75,7 @@ def train_and_save(root: str, layout: tuple[int, int, int], dtype: str) -> list[
     return [tiny.global_step(engine, step).loss for step in (2, 3)]
 
 
-def load_and_go_on(root: str, layouts: list[tuple[int, int, int]], dtype: str) -> dict[tuple, tuple[bool, list]]:
+def load_and_go_on(root: str, layouts: list[Layout], dtype: str) -> dict[tuple, tuple[bool, list]]:
     """Load at each layout. Return whether saving again gives the same tensors bit by bit, by the first rank, and the
     losses of the next two steps."""
     results, folder, world = {}, Path(root) / on_disk.folder_name(2), torch.distributed.get_world_size()
@@ -77,27 +90,43 @@ def load_and_go_on(root: str, layouts: list[tuple[int, int, int]], dtype: str) -
     return results
 
 
-@pytest.mark.parametrize(
-    ("world", "layout", "dtype", "targets"),
-    [
-        (2, (1, 1, 1), "fp32", LAYOUTS),
-        (4, (2, 1, 2), "fp32", {1: [(1, 1, 1)], 2: [(2, 1, 3), (1, 2, 1)]}),
-        (2, (2, 1, 3), "fp32", {1: [(1, 1, 0)], 2: [(1, 1, 1)]}),
-        (2, (1, 2, 3), "fp32", {2: [(2, 1, 1)]}),
-        (2, (2, 1, 1), "bf16", {2: [(2, 1, 1), (1, 1, 1), (1, 1, 3), (1, 2, 1)]}),
-    ],
-)
-def test_any_layout_continues_any_other(tmp_path, world, layout, dtype, targets) -> None:
-    reference = run_distributed(train_and_save, world, str(tmp_path), layout, dtype)[0]
-    assert not [name for name in os.listdir(tmp_path) if name.startswith(".writing")]
-    for target_world, layouts in targets.items():
-        for rank in run_distributed(load_and_go_on, target_world, str(tmp_path), layouts, dtype):
-            for target, (same, losses) in rank.items():
-                assert same, f"{target}: saving what was loaded gives other tensors"
-                tolerance = 1e-5 if dtype == "fp32" else 2e-2
-                assert losses == pytest.approx(reference, abs=tolerance), target
-                if dtype == "bf16" and target == (world, *layout):
-                    assert losses == reference  # The same layout continues bit by bit.
+def world_of(root: str, saves: bool, loads: bool) -> tuple[dict[int, list[float]], dict[int, dict]]:
+    """Save every case of this number of ranks, and load those that are there, by the number of the case."""
+    ranks, losses, found = torch.distributed.get_world_size(), {}, {}
+    for number, (world, layout, dtype, targets) in enumerate(CASES):
+        folder = f"{root}/{number}"
+        if saves and world == ranks:
+            losses[number] = train_and_save(folder, layout, dtype)
+        elif loads and ranks in targets:
+            found[number] = load_and_go_on(folder, targets[ranks], dtype)
+    return losses, found
+
+
+@pytest.fixture(scope="module")
+def gone_on(tmp_path_factory) -> tuple[Path, dict[int, list[float]], dict[int, list[dict]]]:
+    """Return, by the number of the case, the losses of the run that saved and what each rank of the others found. Few
+    worlds do all of it: those of four ranks load what two have saved, and save what one and two load."""
+    root, losses, found = tmp_path_factory.mktemp("layouts"), {}, {}
+    for world, saves, loads in ((2, True, False), (4, True, True), (1, False, True), (2, False, True)):
+        for rank, (saved, loaded) in enumerate(run_distributed(world_of, world, str(root), saves, loads)):
+            losses |= saved if rank == 0 else {}
+            for number, results in loaded.items():
+                found.setdefault(number, []).append(results)
+    return root, losses, found
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: "{}-{}-{}".format(*CASES[number][:3]))
+def test_any_layout_continues_any_other(gone_on, number: int) -> None:
+    root, losses, found = gone_on
+    world, layout, dtype, targets = CASES[number]
+    assert not [name for name in os.listdir(root / str(number)) if name.startswith(".writing")]
+    assert len(found[number]) == sum(targets)
+    for rank in found[number]:
+        for target, (same, later) in rank.items():
+            assert same, f"{target}: saving what was loaded gives other tensors"
+            assert later == pytest.approx(losses[number], abs=1e-5 if dtype == "fp32" else 2e-2), target
+            if dtype == "bf16" and target == (world, *layout):
+                assert later == losses[number]  # The same layout continues bit by bit.
 
 
 def as_format_1(folder: Path) -> None:
@@ -167,9 +196,9 @@ def test_the_ranks_together_read_a_checkpoint_once(tmp_path) -> None:
     layouts = [(1, 1, 0, "fp32"), (1, 1, 1, "fp32"), (1, 1, 1, "bf16"), (1, 1, 2, "bf16"), (1, 1, 3, "bf16")]
     model = tiny.model(tiny.config(0), ParallelGroups.single())
     whole = len(KINDS) * sum(p.numel() for p in model.parameters())
-    for world, more in ((2, [(1, 2, 1, "bf16")]), (4, [])):
-        ranks = run_distributed(values_read, world, str(tmp_path / str(world)), layouts + more)
-        for layout in layouts + more:
+    for world, cases in ((2, [*layouts, (1, 2, 1, "bf16")]), (4, [layouts[0], layouts[2], layouts[4]])):
+        ranks = run_distributed(values_read, world, str(tmp_path / str(world)), cases)
+        for layout in cases:
             assert sum(rank.get(layout, 0) for rank in ranks) == whole, (world, layout)
 
 
