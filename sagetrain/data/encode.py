@@ -8,12 +8,13 @@ import os
 import queue
 import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
-from itertools import chain, islice, pairwise
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -27,6 +28,8 @@ from sagetrain.data.token_file import token_dtype
 from sagetrain.data.tokenizer import Tokenizer
 
 _HASHED_BYTES = 1 << 16
+ALONE_SECONDS = 0.5
+"""About the time in which a worker starts. A corpus that takes less is encoded without workers."""
 
 
 @dataclass
@@ -218,15 +221,17 @@ def _runs(counted: Sequence[bool]) -> list[tuple[int, int]]:
 
 
 def encode(chunks: Iterable[Chunk], encoder: Encoder, num_workers: int) -> Iterator[Encoded]:
-    """Yield the encoded chunks in their order. Chunk n goes to worker n mod num_workers, and each worker is at most two
-    chunks ahead.
+    """Yield the encoded chunks in their order. This process encodes the first ones. Then chunk n goes to worker
+    n mod num_workers, and each worker is at most two chunks ahead.
 
     The processes are connected by pipes. A ProcessPoolExecutor may wait for ever when one of its processes is killed.
     """
-    begin = list(islice(chunks := iter(chunks), 2))
-    chunks = chain(begin, chunks)
-    if num_workers == 1 or len(begin) < 2:  # A chunk takes less time than a process to start.
-        yield from map(encoder, chunks)
+    chunks, begin = iter(chunks), time.process_time()
+    for chunk in chunks:
+        yield encoder(chunk)
+        if num_workers > 1 and time.process_time() - begin > ALONE_SECONDS:
+            break
+    else:
         return
     workers: list[_Worker] = []
     try:

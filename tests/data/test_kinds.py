@@ -429,8 +429,9 @@ REFUSED = {
 def test_streams_of_a_file_may_be_padded_with_zeros(suffix: str) -> None:
     """A text is larger than a block, and so is the padding."""
     one, other = lines(TEXTS) * 40, lines(TEXTS[::-1])
+    streams = [PACK[suffix](stream) for stream in (one, other)]
     for zeros in (0, 4, 1 << 19):
-        packed = PACK[suffix](one) + bytes(zeros) + PACK[suffix](other) + bytes(zeros)
+        packed = b"".join(stream + bytes(zeros) for stream in streams)
         content = Content(f"a.jsonl{suffix}", lambda packed=packed: io.BytesIO(packed))
         assert b"".join(block for block, _ in blocks(content)) == one + other
 

@@ -93,12 +93,12 @@ def test_another_file_is_other_content(tmp_path: Path, few_samples: list[int]) -
 
 
 def test_little_data_is_read_wholly(tmp_path: Path) -> None:
-    """A change of one token among 20 million is noticed, wherever it lies."""
-    paths = [tmp_path / f"{number}" for number in range(5)]
+    """A change of one token among 12 million is noticed, wherever it lies."""
+    paths = [tmp_path / f"{number}" for number in range(3)]
     for number, path in enumerate(paths):
         write(path, number, 4_000_000)
     before = opened(tmp_path).content()
-    for path, token in zip(paths, (1_234_567, 2_048, 3_999_000, 64, 2_000_001), strict=True):
+    for path, token in zip(paths, (2_048, 3_999_000, 2_000_001), strict=True):
         with token_path(path, ".bin").open("r+b") as file:
             for value in (b"\x07\x00", b"\x00\x00"):
                 file.seek(2 * token)

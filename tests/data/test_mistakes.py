@@ -16,6 +16,7 @@ import zstandard
 
 from prepare_inputs import documents, make_texts, prepare, quiet, write_jsonl
 from sagetrain.config import ConfigError
+from sagetrain.data import encode
 from sagetrain.data.files import CHUNK_BYTES
 from sagetrain.data.kinds import check_once
 from sagetrain.data.request import TextRequest
@@ -169,7 +170,8 @@ def test_text_that_only_looks_like_json_is_text(tmp_path, model, tokenizer, text
     assert documents(tmp_path / "x") == [[*tokenizer.encode(text), tokenizer.eos_id]]
 
 
-def test_an_error_in_a_worker_arrives_whole(tmp_path, model):
+def test_an_error_in_a_worker_arrives_whole(tmp_path, model, monkeypatch):
+    monkeypatch.setattr(encode, "ALONE_SECONDS", 0.0)
     path = tmp_path / "a.jsonl"
     path.write_bytes(lines(*[GOOD] * 9000, b'{"body": 1}', *[GOOD] * 9000))
     with pytest.raises(ConfigError, match=r"a\.jsonl, line 9,001: no key 'text'; the keys are: body"):
@@ -227,7 +229,8 @@ def test_wrong_arguments(tmp_path, monkeypatch, model, sources, options, message
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_bad_lines_are_left_out_and_counted_when_asked(tmp_path, model, workers):
+def test_bad_lines_are_left_out_and_counted_when_asked(tmp_path, model, monkeypatch, workers):
+    monkeypatch.setattr(encode, "ALONE_SECONDS", 0.0)
     rows = [name for name, (_, message) in BAD_FILES.items() if "line" in message]
     expected = 0
     for name in rows:

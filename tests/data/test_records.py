@@ -20,7 +20,7 @@ from prepare_inputs import TEXTS, documents, prepare, published_tokenizer, quiet
 from sagetrain.config import ConfigError
 from sagetrain.config.rules.data import prepared, text_prefixes
 from sagetrain.config.schema import DataConfig
-from sagetrain.data import files, journal
+from sagetrain.data import encode, files, journal
 from sagetrain.data.chat_template import answer_ends
 from sagetrain.data.records import Chats, Notes, Pairs, records_of
 from sagetrain.data.token_file import TokenFile, TokenFileWriter
@@ -182,6 +182,7 @@ def test_short_records_fill_the_sequences(tmp_path: Path, folder: Path) -> None:
 
 
 def test_the_same_records_from_every_kind_of_input(tmp_path: Path, folder: Path, monkeypatch) -> None:
+    monkeypatch.setattr(encode, "ALONE_SECONDS", 0.0)
     monkeypatch.setattr(files, "CHUNK_RECORDS", 512)
     talks = [[{"role": "user", "content": f"what {n}"}, {"role": "assistant", "content": "it " * (n % 9 + 1)}]
              for n in range(700)]  # fmt: skip

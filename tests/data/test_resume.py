@@ -277,12 +277,12 @@ def killed_at(side: str) -> Callable[[TokenFileWriter, dict], None]:
 
 
 def test_a_real_kill(tmp_path, model):
-    path = write_jsonl(tmp_path / "a.jsonl", make_texts(4000) * 10)
+    path = write_jsonl(tmp_path / "a.jsonl", make_texts(4000) * 5)
     quiet([str(path)], tmp_path / "whole/train", tokenizer=model)
     (tmp_path / "run.py").write_text(
-        "import sys; from sagetrain.data import journal; from sagetrain.data.prepare import prepare\n"
+        "import sys; from sagetrain.data import encode, journal; from sagetrain.data.prepare import prepare\n"
         "from sagetrain.data.request import Request\n"
-        "journal.SECONDS = 0.0\n"
+        "encode.ALONE_SECONDS = journal.SECONDS = 0.0\n"
         "if __name__ == '__main__':\n"
         "    prepare(Request([sys.argv[1]], output=sys.argv[2], tokenizer=sys.argv[3], num_workers=2))"
     )
@@ -291,7 +291,9 @@ def test_a_real_kill(tmp_path, model):
         [sys.executable, tmp_path / "run.py", path, out, model], start_new_session=True, stderr=subprocess.DEVNULL
     )
     deadline = time.monotonic() + PATIENCE
-    while not (out.parent / "train.json.partial").exists() and time.monotonic() < deadline:
+    # There are the process itself, two workers, and what Python starts beside those.
+    while len(processes_of_session(process.pid)) < 4 or not (out.parent / "train.json.partial").exists():
+        assert time.monotonic() < deadline
         assert process.poll() is None
         time.sleep(0.005)
     with pytest.raises(ConfigError, match="another process is writing"):

@@ -17,6 +17,7 @@ import zstandard
 
 from prepare_inputs import TEXTS, documents, make_texts, prepare, quiet, write_jsonl
 from sagetrain.config import ConfigError
+from sagetrain.data import encode
 from sagetrain.data.files import CHUNK_BYTES
 from sagetrain.data.request import TextRequest
 from sagetrain.data.sources import Corpus
@@ -201,7 +202,8 @@ def test_glob_and_order_of_sources(tmp_path, model, tokenizer):
 
 
 @pytest.mark.parametrize("newlines", [True, False])
-def test_a_large_text_file_is_one_document(tmp_path, model, tokenizer, newlines):
+def test_a_large_text_file_is_one_document(tmp_path, model, tokenizer, monkeypatch, newlines):
+    monkeypatch.setattr(encode, "ALONE_SECONDS", 0.0)
     text = "\n".join(make_texts(9000)) if newlines else "é" * (CHUNK_BYTES + 12345)
     assert len(text.encode()) > 2 * CHUNK_BYTES
     (tmp_path / "book.txt").write_bytes(text.encode())
