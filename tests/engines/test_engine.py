@@ -21,6 +21,7 @@ from sagetrain.config.rules.engine import PROVEN
 from sagetrain.data.loader import Batch
 from sagetrain.engines.build_engine import build_engine
 from sagetrain.model.stages import whole
+from sagetrain.parallel.topology import ParallelGroups
 
 BY_DEEPSPEED = {"engine": "deepspeed"}
 ACCUMULATIONS = [1, 4, 3, 4, 8, 4, 1, 2]
@@ -46,12 +47,19 @@ class Linear(nn.Module):
         return losses if by_token else losses.sum()
 
 
-def exact_sgd(stage: int, dtype_name: str) -> list[tuple[int, float, float]]:
-    """Return (accumulation, the weight's change, the change that the global batch asks for) for each step of this
-    rank."""
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype_name]
+STAGES = [(stage, dtype) for stage in range(4) for dtype in ("fp32", "bf16")]
+
+
+def exact_sgd() -> dict[tuple[int, str], list[tuple[int, float, float]]]:
+    """Return (accumulation, the weight's change, the change that the global batch asks for) for each step of this rank,
+    by stage and dtype."""
     groups = tiny.join(1)
     tiny.SGD.use()
+    return {(stage, dtype): moves_of(groups, stage, dtype) for stage, dtype in STAGES}
+
+
+def moves_of(groups: ParallelGroups, stage: int, dtype_name: str) -> list[tuple[int, float, float]]:
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype_name]
     cfg = tiny.config(stage, dtype_name, optimizer={"clip_grad": 0.0}, parallel=BY_DEEPSPEED)
     engine = build_engine(cfg, Linear(dtype), groups, 1)
     before, seen = 0.0, []
@@ -80,10 +88,14 @@ def exact_sgd(stage: int, dtype_name: str) -> list[tuple[int, float, float]]:
     return seen
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_every_step_moves_the_weights_exactly(stage: int, dtype: str) -> None:
-    moves = [move for rank in run_distributed(exact_sgd, 2, stage, dtype) for move in rank]
+@pytest.fixture(scope="module")
+def every_rank() -> list[dict]:
+    return run_distributed(exact_sgd, 2)
+
+
+@pytest.mark.parametrize(("stage", "dtype"), STAGES)
+def test_every_step_moves_the_weights_exactly(every_rank, stage: int, dtype: str) -> None:
+    moves = [move for rank in every_rank for move in rank[stage, dtype]]
     assert len(moves) >= len(ACCUMULATIONS)
     for accumulation, moved, asked in moves:
         # A third is not a bf16 number. Steps with it are exact to bf16's rounding, all others to the last bit.
@@ -92,9 +104,9 @@ def test_every_step_moves_the_weights_exactly(stage: int, dtype: str) -> None:
 
 
 def losses_of(layouts: list[tuple[int, int, int, str]]) -> dict[tuple, list[tuple[float, float]]]:
-    """Return the (loss, gradient norm) pairs of 4 AdamW steps with clipping for each (tp_size, cp_size, stage,
-    attention backend), the last two on the sequences of the first two. The last pair is the loss of an evaluation and
-    that of one of its sources."""
+    """Return the (loss, gradient norm) pairs of 3 AdamW steps with clipping for each (tp_size, cp_size, stage,
+    attention backend), the last one with more sequences. The last pair is the loss of an evaluation and that of one of
+    its sources."""
     results = {}
     for tp_size, cp_size, stage, backend in layouts:
         # A head has 16 dims for sage, its least head_dim.
@@ -104,7 +116,7 @@ def losses_of(layouts: list[tuple[int, int, int, str]]) -> dict[tuple, list[tupl
         attention = {"backend": backend}
         cfg = tiny.config(stage, model=heads, attention=attention, optimizer=optimizer, parallel=BY_DEEPSPEED)
         engine = tiny.engine(cfg, tiny.join(tp_size, cp_size))
-        steps = [tiny.global_step(engine, step % 2, sequences=4 if step < 3 else 8) for step in range(4)]
+        steps = [tiny.global_step(engine, step, sequences=sequences) for step, sequences in enumerate((4, 4, 8))]
         numbers = [(result.loss, result.grad_norm) for result in steps]
         held_out = tiny.evaluation(engine, ["web", "code"])
         results[tp_size, cp_size, stage, backend] = [*numbers, (held_out["valid/loss"], held_out["valid/code/loss"])]
@@ -113,20 +125,23 @@ def losses_of(layouts: list[tuple[int, int, int, str]]) -> dict[tuple, list[tupl
 
 WORLDS = {
     1: [(1, 1, 0), (1, 1, 1)],
-    2: [*((1, 1, stage) for stage in range(4)), (2, 1, 0), (1, 2, 0), (1, 2, 1)],
+    2: [*((1, 1, stage) for stage in range(4)), (1, 2, 0)],
     4: [*((2, 1, stage) for stage in range(4)), (2, 2, 2), (1, 2, 1), (1, 2, 3), (1, 4, 1)],
 }
+IN_8_BITS = {1: [(1, 1, 0)], 2: [(2, 1, 1), (1, 1, 1), (1, 2, 1)], 4: [(2, 1, 1), (1, 2, 1)]}
 
 
-def by_layout(worlds: dict[int, list[tuple[int, int, int]]], backend: str) -> dict[str, torch.Tensor]:
-    """Return losses and norms [5, 2] of every rank, by a text that names world, layout and rank."""
-    rows = {}
-    for world, layouts in worlds.items():
-        ranks = run_distributed(losses_of, world, [(*layout, backend) for layout in layouts])
-        for rank, results in enumerate(ranks):
-            rows.update(
-                {f"world {world}, (tp, cp, stage) {k[:3]}, rank {rank}": torch.tensor(v) for k, v in results.items()}
-            )
+@pytest.fixture(scope="module")
+def by_layout() -> dict[str, dict[str, torch.Tensor]]:
+    """Return losses and norms [4, 2] of every rank, by attention backend, and by a text that names world, layout and
+    rank."""
+    rows: dict[str, dict[str, torch.Tensor]] = {"sdpa": {}, "sage": {}}
+    for world, layouts in WORLDS.items():
+        cases = [*((*layout, "sdpa") for layout in layouts), *((*layout, "sage") for layout in IN_8_BITS[world])]
+        for rank, results in enumerate(run_distributed(losses_of, world, cases)):
+            for (*layout, backend), numbers in results.items():
+                where = f"world {world}, (tp, cp, stage) {layout}, rank {rank}"
+                rows[backend][where] = torch.tensor(numbers)
     return rows
 
 
@@ -268,10 +283,10 @@ def test_a_master_unlike_its_parameter_is_named_on_every_rank() -> None:
     assert first[0] == "" and all(re.fullmatch(r"[\w.]+", name) for name in first[1:])
 
 
-def test_losses_do_not_depend_on_the_layout() -> None:
+def test_losses_do_not_depend_on_the_layout(by_layout) -> None:
     """The layouts are pairs of tensor, context and data parallelism at ZeRO 0 to 3, in fp32, with clipping and a change
     of tokens per step."""
-    rows = by_layout(WORLDS, "sdpa")
+    rows = by_layout["sdpa"]
     reference = next(iter(rows.values()))
     assert reference[-1, 0] < reference[0, 0] - 0.25  # The model learns.
     assert (reference[:, 1] > 0.5).any()  # Clipping is at work.
@@ -281,10 +296,10 @@ def test_losses_do_not_depend_on_the_layout() -> None:
         assert norm < 1e-4, f"{case}: gradient norms differ by {norm}"
 
 
-def test_int8_attention_does_not_depend_on_the_layout() -> None:
+def test_int8_attention_does_not_depend_on_the_layout(by_layout) -> None:
     """A rounding error of 1e-7 between layouts moves an INT8 code by one step now and then, and training magnifies
     that. The first steps therefore agree to 1e-5, and all of them to the noise of that."""
-    rows = by_layout({1: [(1, 1, 0)], 2: [(2, 1, 1), (1, 1, 1), (1, 2, 1)], 4: [(2, 1, 1), (1, 2, 1)]}, "sage")
+    rows = by_layout["sage"]
     reference = next(iter(rows.values()))
     assert reference[-1, 0] < reference[0, 0] - 0.25
     for case, values in rows.items():
@@ -294,7 +309,7 @@ def test_int8_attention_does_not_depend_on_the_layout() -> None:
 
 
 def compiled_losses(tp_size: int, cases: list[tuple[int, str, int]]) -> list[tuple[list[tuple[float, float]], int]]:
-    """Return the (loss, gradient norm) pairs of 3 steps, and the number of graphs that were compiled, for each (stage,
+    """Return the (loss, gradient norm) pairs of 2 steps, and the number of graphs that were compiled, for each (stage,
     recomputation, context parallel size). ZeRO 3 is compiled."""
     # Only the norms' gains stay gathered from one use to the next.
     zero = {"stage3_param_persistence_threshold": 100, "stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 0}
@@ -310,7 +325,7 @@ def compiled_losses(tp_size: int, cases: list[tuple[int, str, int]]) -> list[tup
         if stage == 3:
             tiny.compile_first_rank(model, whole=True, ranks=tp_size if again == "full" else 1)
         engine = build_engine(cfg, model, groups, 1)
-        results = [tiny.global_step(engine, step, sequences=4 // tp_size) for step in range(3)]
+        results = [tiny.global_step(engine, step, sequences=4 // tp_size) for step in range(2)]
         # Gathered weights are given back, which is the point of ZeRO 3 on a real model.
         assert stage < 3 or all(p.numel() == 0 for p in engine.model.parameters() if p.ds_numel > 100)
         found.append(([(r.loss, r.grad_norm) for r in results], counters["stats"]["unique_graphs"]))

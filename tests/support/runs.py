@@ -25,11 +25,14 @@ BIN = Path(sys.executable).parent
 STEPS = 40
 
 
-def write_config(path: Path, corpus: Path, run_dir: Path, tp_size: int = 1, **sections: dict) -> Path:
-    """Write the configuration of a run of 40 steps, with a ramp of tokens per step and a checkpoint about every 10
+def write_config(
+    path: Path, corpus: Path, run_dir: Path, tp_size: int = 1, steps: int = STEPS, **sections: dict
+) -> Path:
+    """Write the configuration of a run of so many steps, with a ramp of tokens per step and a checkpoint about every 10
     steps."""
-    # A sequence has 32 tokens: 20 steps of 8 sequences, then 20 steps of 16.
-    tokens = 20 * 256 + 20 * 512
+    # A sequence has 32 tokens: one half of the steps has 8 sequences each, the other half 16.
+    ramp = steps // 2 * 256
+    tokens = ramp + steps // 2 * 512
     tree = {
         "model": {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 2},
         "attention": {"backend": "sage"},
@@ -42,7 +45,7 @@ def write_config(path: Path, corpus: Path, run_dir: Path, tp_size: int = 1, **se
         },
         "tokens_per_step": {
             "schedule": "stages",
-            "stages": [{"from_tokens": 0, "tokens": 256}, {"from_tokens": 20 * 256, "tokens": 512}],
+            "stages": [{"from_tokens": 0, "tokens": 256}, {"from_tokens": ramp, "tokens": 512}],
         },
         "optimizer": {"lr": 3e-3},
         "lr_schedule": {"warmup_tokens": 1024},
@@ -161,9 +164,9 @@ def kill_all(process: Command) -> None:
     psutil.wait_procs(children, timeout=PATIENCE)  # The ranks hold the run's folder until they have ended.
 
 
-def final_tensors(run_dir: Path) -> dict:
+def final_tensors(run_dir: Path, steps: int) -> dict:
     folder = run_dir / "checkpoints" / (run_dir / "checkpoints" / "latest").read_text().strip()
-    assert folder.name == f"step-{STEPS:08d}"
+    assert folder.name == f"step-{steps:08d}"
     return {f"{file.name}|{k}": v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()}
 
 
@@ -173,9 +176,9 @@ def training_rows(run_dir: Path) -> list[dict]:
             for row in rows if "train/loss" in row]  # fmt: skip
 
 
-def check_same(run_dir: Path, reference: Path) -> None:
-    ours, theirs = final_tensors(run_dir), final_tensors(reference)
+def check_same(run_dir: Path, reference: Path, steps: int = STEPS) -> None:
+    ours, theirs = final_tensors(run_dir, steps), final_tensors(reference, steps)
     assert ours.keys() == theirs.keys()
     assert [key for key in ours if not ours[key].equal(theirs[key])] == []
     assert training_rows(run_dir) == training_rows(reference)
-    assert [row["step"] for row in training_rows(run_dir)] == list(range(1, STEPS + 1))
+    assert [row["step"] for row in training_rows(run_dir)] == list(range(1, steps + 1))
