@@ -192,8 +192,8 @@ def test_records_of_unknown_runs_are_not_written_over(done: Path, base: Path, tm
 
 
 def test_stopped_by_a_signal_the_same_command_continues(base: Path, tmp_path: Path) -> None:
-    # The runs are so long that none is over when the signal comes, however busy the machine is.
-    longer = [*SHORT, "training.total_tokens=51200", "data.micro_batch_size=8"]
+    # The runs are so long that none is over between two looks at it, however busy the machine is.
+    longer = [*SHORT, "training.total_tokens=25600", "data.micro_batch_size=8"]
     question = ask(base, ["other: optimizer.weight_decay=0.0"], longer, seeds=1, band=0)
     seen: list[Command] = []
 
@@ -202,12 +202,17 @@ def test_stopped_by_a_signal_the_same_command_continues(base: Path, tmp_path: Pa
         return seen[-1]
 
     class Once(runner.Stop):
-        """A source of one SIGTERM to this process, sent as soon as both runs have taken a few steps."""
+        """A source of one SIGTERM to this process, sent as soon as both runs have taken a few steps. The first one to
+        do so waits for the other."""
 
         def __bool__(self) -> bool:
             runs = [tmp_path / "runs" / name / "seed-0" / "metrics.jsonl" for name in ("base", "other")]
-            if not self.why and all(path.exists() and '"step": 3,' in path.read_text() for path in runs):
-                os.kill(os.getpid(), signal.SIGTERM)
+            ready = [path.exists() and '"step": 3,' in path.read_text() for path in runs]
+            if not self.why and seen:
+                for run, waits in zip(seen, ready, strict=False):
+                    run.send_signal(signal.SIGSTOP if waits and not all(ready) else signal.SIGCONT)
+                if all(ready):
+                    os.kill(os.getpid(), signal.SIGTERM)
             return super().__bool__()
 
     where = Places(tmp_path, tmp_path / "runs", (), 2, "CPU")
@@ -222,7 +227,7 @@ def test_stopped_by_a_signal_the_same_command_continues(base: Path, tmp_path: Pa
     assert [run.status for run in second.runs.values()] == [FINISHED, FINISHED]
     assert "resumed from step-" in (tmp_path / "runs/base/seed-0.log").read_text()
     tokens = [at for at, _ in losses(tmp_path, "base/seed-0")]
-    assert tokens == sorted(set(tokens)) and tokens[-1] == 51200
+    assert tokens == sorted(set(tokens)) and tokens[-1] == 25600
 
 
 def test_the_time_limit_stops_like_a_signal(base: Path, tmp_path: Path) -> None:
