@@ -118,3 +118,8 @@ def test_a_missing_package_is_an_error_before_anything_starts(monkeypatch) -> No
     assert found.level == "error" and "pip install 'sagetrain[wandb]'" in str(found)
     assert not [finding for finding in check(cfg, 1, files=False) if finding.rule == "wandb_installed"]
     assert not list(logging.findings(tiny.config(1), required=True))
+    for project in ("team/models", 129 * "a"):  # wandb refuses them when a run begins.
+        (found,) = logging.findings(tiny.config(1, logging={"wandb": {"project": project}}), required=False)
+        assert (found.rule, found.level) == ("wandb_project", "error") and "up to 128 characters, none of /" in str(
+            found
+        )

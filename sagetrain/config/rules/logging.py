@@ -1,4 +1,4 @@
-"""Rules for the optional packages that track and evaluate a run."""
+"""Rules for the optional packages that track and evaluate a run, and for names that they take."""
 
 from __future__ import annotations
 
@@ -9,10 +9,22 @@ from sagetrain.config.errors import Finding
 from sagetrain.config.rules.findings import error
 from sagetrain.config.schema import RunConfig
 
+_FORBIDDEN, _LONGEST = "/\\#?%:", 128
+"""The characters that the name of a project at Weights & Biases may not have, and its longest length."""
+
 
 def findings(cfg: RunConfig, required: bool) -> Iterator[Finding]:
-    """Find packages that are not installed. `required` is true to train here; a plan may be made without the
-    packages."""
+    """Find packages that are not installed, and names that Weights & Biases refuses. `required` is true to train here;
+    a plan may be made without the packages."""
+    project = cfg.logging.wandb.project if cfg.logging.wandb else ""
+    if len(project) > _LONGEST or {*project} & {*_FORBIDDEN}:
+        yield error(
+            "wandb_project",
+            "logging.wandb.project",
+            project,
+            f"is no name at Weights & Biases, which takes up to {_LONGEST} characters, none of {' '.join(_FORBIDDEN)}",
+            "choose another name; a team goes into logging.wandb.entity",
+        )
     if required and cfg.logging.wandb and find_spec("wandb") is None:
         yield error(
             "wandb_installed",
