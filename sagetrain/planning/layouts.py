@@ -293,9 +293,12 @@ def _changed(cfg: RunConfig, sections: Mapping[str, Mapping[str, object]]) -> Ru
 
 
 def _smaller_states(cfg: RunConfig) -> list[RunConfig]:
-    """Return the configuration with each of _SMALLER_STATES. By FSDP2 the second of them is the first."""
-    same = engine_of(cfg) == "fsdp"
-    return [_changed(cfg, state) for place, state in enumerate(_SMALLER_STATES) if not (same and place == 1)]
+    """Return the configuration with each of _SMALLER_STATES, and once where several come to the same."""
+    found: dict[tuple[object, ...], RunConfig] = {}
+    for changed in (_changed(cfg, state) for state in _SMALLER_STATES):
+        optimizer = changed.optimizer.moments, changed.optimizer.master
+        found.setdefault((*optimizer, engine_of(changed), changed.parallel.offload), changed)
+    return [*found.values()]
 
 
 def overrides_to(cfg: RunConfig, chosen: RunConfig) -> list[str]:
