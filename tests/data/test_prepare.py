@@ -39,11 +39,11 @@ def test_the_files_do_not_depend_on_the_workers(tmp_path, monkeypatch):
     assert path.stat().st_size > 4 * CHUNK_BYTES
     names = ["train.bin", "train.idx", "valid.bin", "valid.idx", "tokenizer.model", "train.json", "valid.json"]
     found = []
-    for workers in (1, 2, 3):
+    for workers in (1, 3):
         folder = tmp_path / str(workers)
         quiet([str(path)], folder / "train", vocab_size=350, valid_fraction=0.1, num_workers=workers)
         found.append(digest(folder, *names))
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1]
 
 
 def test_split_goes_by_the_document(tmp_path, model, tokenizer):
