@@ -206,7 +206,7 @@ def test_ranks_whose_launcher_is_killed_save_and_leave(tmp_path, corpus, pair) -
 
 
 def test_sigterm_at_the_first_step_and_beside_other_work(tmp_path, corpus, alone) -> None:
-    config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", evaluation={"num_sequences": 200})
+    config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", evaluation={"num_sequences": 100})
     folder = tmp_path / "run/checkpoints"
 
     def saving() -> bool:
