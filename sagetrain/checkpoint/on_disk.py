@@ -180,6 +180,8 @@ def problems(
                 found.append(f"{path} has {size} bytes instead of {expected['bytes']}")
             elif contents and sha256(path) != expected["sha256"]:
                 found.append(f"{path} does not match its SHA-256")
+            elif not os.access(path, os.R_OK):
+                found.append(f"{path} cannot be read (Permission denied)")
         except FileNotFoundError:
             found.append(f"{path} is missing")
         except OSError as error:

@@ -193,13 +193,9 @@ def test_the_place_of_what_a_run_writes_is_free(tmp_path, parts, monkeypatch):
     for name in ("checkpoints", "tensorboard"):
         (tmp_path / "run" / name).touch()
     assert errors() == [
-        f"training.run_dir: {tmp_path}/run/{name} is a {found}, and a run writes a {wanted} of that name"
-        for name, found, wanted in (
-            (".lock", "folder", "file"),
-            ("checkpoints", "file", "folder"),
-            ("metrics.jsonl", "folder", "file"),
-            ("tensorboard", "file", "folder"),
-        )
+        f"training.run_dir: {tmp_path}/run/{name} is no {kind} that can be written to"
+        for kind, names in (("folder", ("checkpoints", "tensorboard")), ("file", (".lock", "metrics.jsonl")))
+        for name in names
     ]
     tree["training"]["run_dir"] = str(tmp_path / "new")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))

@@ -300,7 +300,7 @@ def planned(world: World, level: str) -> str:
     return "\n".join(str(each) for each in found if each.level == level)
 
 
-def test_what_fits_has_no_error_and_a_run_that_goes_on_is_said(world: World) -> None:
+def test_what_fits_has_no_error_and_a_run_that_goes_on_is_said(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     assert planned(world, "error") == ""
     world.begin()
     assert planned(world, "error") == "" and "new_positions" not in planned(world, "warning")
@@ -323,6 +323,9 @@ def test_what_fits_has_no_error_and_a_run_that_goes_on_is_said(world: World) -> 
     assert "step-00000040 is damaged and passed over: " in planned(world, "warning")
     before = sorted(world.run.glob("checkpoints/step-*"))[-2].name
     assert f"holds {before}: the run goes on there" in planned(world, "info")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # Root may read everything.
+    assert "no checkpoint is whole" in planned(world, "error")
+    assert "checkpoints is no folder that can be written to" in planned(world, "warning")
 
 
 def test_an_error_of_the_files_has_its_configuration_key(world: World) -> None:

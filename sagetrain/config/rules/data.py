@@ -22,8 +22,6 @@ WRITTEN = (
     *(TOKENIZER_NAME, TOKENIZER_JSON),
 )
 """The files that a run writes beside its folders (docs/run-folder.md), and a folder that it empties."""
-_FOLDERS = "checkpoints", "profile", "spikes", "stacks", "tensorboard", "wandb"
-"""The folders that a run writes in its own."""
 _CACHES = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 """The environment variables that name folders in which torch.compile and Triton keep what they have compiled."""
 _TOKENIZERS = (TOKENIZER_JSON, TOKENIZER_NAME)
@@ -214,20 +212,17 @@ def _meant(path: Path) -> str:
 def _run_dir(cfg: RunConfig, required: bool) -> Iterator[Finding]:
     """Find a run folder that cannot be made or written to, and one that holds files of something else that the run
     would replace."""
-    folder = Path(cfg.training.run_dir)
-    yield from _unwritable(
-        "run_dir", "training.run_dir", cfg.training.run_dir, required, "let this user write there (chmod)"
-    )
-    odd = [(folder / name, "file", "folder") for name in _FOLDERS if (folder / name).is_file()]
-    odd += [(folder / name, "folder", "file") for name in {*WRITTEN, ".lock"} - {*_FOLDERS} if (folder / name).is_dir()]
-    for path, found, wanted in sorted(odd):
-        yield error(
-            "run_dir",
-            "training.run_dir",
-            cfg.training.run_dir,
-            f"{path} is a {found}, and a run writes a {wanted} of that name",
-            "choose a folder of its own for the run, or move that away",
-        )
+    run_dir, fix = cfg.training.run_dir, "let this user write there (chmod)"
+    folder, logging = Path(run_dir), cfg.logging
+    folders: dict[str, object] = {"checkpoints": True, "spikes": True, "stacks": True}
+    folders |= {"profile": cfg.profile, "tensorboard": logging.tensorboard, "wandb": logging.wandb}
+    inside = [folder / name for name, used in folders.items() if used and os.path.lexists(folder / name)]
+    for path in (folder, *inside):
+        yield from _unwritable("run_dir", "training.run_dir", run_dir, path, required, fix)
+    for path in (folder / name for name in (".lock", *WRITTEN) if name not in folders):
+        if path.is_dir() or (path.name == ".lock" and path.exists() and not os.access(path, os.W_OK)):
+            why = f"{path} is no file that can be written to"
+            yield error("run_dir", "training.run_dir", run_dir, why, "move it away, or choose another folder")
     theirs = [name for name in WRITTEN if (folder / name).exists()]
     # Folders named checkpoints are common in other projects.
     if theirs and not any(any(folder.glob(name)) for name in (".lock", "checkpoints/step-*")):
@@ -241,9 +236,9 @@ def _run_dir(cfg: RunConfig, required: bool) -> Iterator[Finding]:
         )
 
 
-def _unwritable(rule: str, key: str, value: str, required: bool, fix: str) -> Iterator[Finding]:
-    """Find a folder that cannot be made or written to."""
-    folder = Path(value).absolute()
+def _unwritable(rule: str, key: str, value: str, folder: Path, required: bool, fix: str) -> Iterator[Finding]:
+    """Find a folder that cannot be made or written to, by the key that names it or a folder above it."""
+    folder = folder.absolute()
     # A link that leads nowhere is in the way of a folder.
     there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     usable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
@@ -263,7 +258,7 @@ def _caches(required: bool) -> Iterator[Finding]:
     """Find a folder for compiled code that cannot be made or written to. The first step would end with a traceback."""
     for name in _CACHES:
         if folder := os.environ.get(name):
-            yield from _unwritable("cache_dir", name, folder, required, f"unset {name}")
+            yield from _unwritable("cache_dir", name, folder, Path(folder), required, f"unset {name}")
 
 
 def _parts(key: str, path: str, files: list[str]) -> Iterator[Finding]:
