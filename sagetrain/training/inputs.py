@@ -217,6 +217,9 @@ def _refused(key: str, value: object, check: Callable[[], object]) -> Iterator[F
         check()
     except ConfigError as said:
         yield error("refused_by_train", key, value, str(said), "")
+    except PermissionError as denied:
+        message = f"{denied.filename}: {denied.strerror}"
+        yield error("refused_by_train", key, value, message, "let this user read it (chmod), or name another path")
 
 
 def _open(cfg: RunConfig, sources: Sequence[DataSource], vocab_size: int | None, sha256: str | None) -> None:

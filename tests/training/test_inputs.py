@@ -328,13 +328,19 @@ def test_what_fits_has_no_error_and_a_run_that_goes_on_is_said(world: World, mon
     assert "checkpoints is no folder that can be written to" in planned(world, "warning")
 
 
-def test_an_error_of_the_files_has_its_configuration_key(world: World) -> None:
+def test_an_error_of_the_files_has_its_configuration_key(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     another_tokenizer(world)
     line = 1 + world.config.read_text().splitlines().index("  valid:")
     assert f"{world.config}:{line}: data.valid = " in planned(world, "error")
     file = token_path(world.data / "train", ".idx")
     file.write_bytes(file.read_bytes()[:-16] + b"\x7f" * 8 + file.read_bytes()[-8:])
     assert "train: the document index is not in order" in planned(world, "error")
+
+    def denied(file: object, path: str) -> None:
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr("sagetrain.data.token_file.TokenFile.__init__", denied)  # Root may read everything.
+    assert f"{world.data}/train: Permission denied" in planned(world, "error")
 
 
 @pytest.mark.parametrize("spoil", REFUSED, ids=lambda spoil: spoil.__name__)
