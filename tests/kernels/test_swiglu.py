@@ -124,10 +124,12 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         return gradients()
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("checkpointing", "compiled"), [("none", False), ("selective", False), ("full", False), ("selective", True)]
+)
 def test_a_model_computes_the_same_bits(checkpointing: str, compiled: bool, plain: list[Tensor]) -> None:
-    """In float32 nothing is rounded on the way. The model is recomputed in two ways, compiled, and both."""
+    """In float32 nothing is rounded on the way. The model is recomputed in two ways, compiled, and both.
+    test_qk_norm_rope.py compiles the same layers with all ways of recomputation."""
     for found, expected in zip(
         gradients(activation_checkpointing=checkpointing, compiled=compiled), plain, strict=True
     ):
