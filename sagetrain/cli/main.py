@@ -80,6 +80,12 @@ def sagetrain(
     """
 
 
+_COMMAND = typer.main.get_group(app)
+for each in _COMMAND.commands.values():
+    # The whole sentence is set here, because the list of commands would cut it.
+    each.short_help = (each.help or "").partition("\n\n")[0]
+
+
 def run(words: Sequence[str]) -> int:
     """Run a command, given as the words after `sagetrain`, and return its exit code.
 
@@ -93,15 +99,11 @@ def run(words: Sequence[str]) -> int:
             key, _, value = option[2:].partition("=")
             _warn(f"error: {option}: keys of the YAML go without dashes: {key}={value or after or 'VALUE'}")
             return 2
-    command = typer.main.get_group(app)
-    for each in command.commands.values():
-        # The whole sentence is set here, because the list of commands would cut it.
-        each.short_help = (each.help or "").partition("\n\n")[0]
     width, code = shutil.get_terminal_size((10_000, 24)).columns, 0
     try:
         # Commands that know a rank or a folder use their own Errors inside. This one is for --help on a full disk.
         with _Errors():
-            command(list(words), prog_name="sagetrain", obj=tuple(words), terminal_width=width)
+            _COMMAND(list(words), prog_name="sagetrain", obj=tuple(words), terminal_width=width)
     except SystemExit as ended:
         code = int(ended.code or 0)
     if code == 130:  # This is the parser's code for an interrupt.
