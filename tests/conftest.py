@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import json
 import os
@@ -22,22 +23,13 @@ from sagetrain.model.operations import block_operations
 
 # The slowest files come first. Files are dealt out to processes whole, and the suite would wait for a slow file that
 # begins last.
-SLOW = (
-    *(
-        "test_engine",
-        "test_pipeline",
-        "test_fsdp",
-        "test_optimizers",
-        "test_hosts",
-        "test_notebooks",
-        "test_accounting",
-    ),
-    *("test_linear_schedule", "test_linear_precision", "test_plan"),
-    *("test_precision_runs", "test_sage_interpreter", "test_sage_compile", "test_faults", "test_zero3_memory"),
-    *("test_noise_scale", "test_mma_backward", "test_hopper_backward", "test_hopper_forward", "test_parallel"),
-    *("test_spikes", "test_report", "test_transformer", "test_guides", "test_resume", "test_compare"),
-    *("test_quant_noise", "test_checkpoint", "test_context_parallel", "test_mma_forward", "test_spike_policies"),
-)
+SLOW = """
+engine pipeline fsdp optimizers hosts faults resume sage_compile plan linear_precision accounting transformer
+guides linear_schedule compare hopper_backward precision_runs mma_backward sage_interpreter hopper_forward
+parallel checkpoint report replay kinds layouts sage_casts_compile spike_policies monitor sage_fp4_compile
+copies linear_errors start mma_forward packaging sources quant_noise noise_runs lm_eval saving first_pass
+init_from sage_accuracy sage_fp4_interpreter notebooks noise_scale spikes
+"""
 
 torch.set_num_threads(1)  # On a busy machine two threads wait for each other and reach a sixth of the speed of one.
 
@@ -70,7 +62,8 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Order the files. The order inside a file does not change."""
-    items.sort(key=lambda item: SLOW.index(item.path.stem) if item.path.stem in SLOW else len(SLOW))
+    slow = [f"test_{name}" for name in SLOW.split()]
+    items.sort(key=lambda item: slow.index(item.path.stem) if item.path.stem in slow else len(slow))
 
 
 @pytest.fixture(autouse=True)
@@ -106,10 +99,15 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     """The run folder of the undisturbed run of two ranks, tensor parallel, which writes samples. Other runs must end as
-    it does."""
-    folder = tmp_path_factory.mktemp("pair")
-    evaluation = {"samples_every_tokens": 6000, "samples_prompts": ["def ", ""], "samples_tokens": 8}
-    finish("ranks", write_config(folder / "run.yaml", corpus, folder / "run", tp_size=2, evaluation=evaluation))
+    it does. The processes of workers.py have one run in common, which no test may change."""
+    root = tmp_path_factory.getbasetemp()
+    folder = (root.parent if root.name.startswith("worker-") else root) / "pair"
+    with open(f"{folder}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            folder.mkdir()
+            evaluation = {"samples_every_tokens": 6000, "samples_prompts": ["def ", ""], "samples_tokens": 8}
+            finish("ranks", write_config(folder / "run.yaml", corpus, folder / "run", tp_size=2, evaluation=evaluation))
     return folder / "run"
 
 

@@ -479,7 +479,7 @@ def real_collectives() -> list[tuple[dict, dict]]:
         engine = build_engine(cfg, tiny.transformer(cfg.model, cfg.attention, **place), groups, 2)
         # DeepSpeed reduces gradients over a group of one as well. Only activations travel in bf16 or 8 bits.
         dtypes = (torch.bfloat16, torch.uint8) if tensor > 1 else (torch.bfloat16, torch.float32)
-        for _ in range(2):  # ZeRO-3 learns the order of its modules in the first step.
+        for _ in range(1 + (stage == 3)):  # ZeRO-3 learns the order of its modules in the first step.
             with Calls(256, dtypes) as calls:
                 tiny.global_step(engine, 0, sequences=2 * groups.dp_size)
         predicted: dict[str, list[int]] = {}
