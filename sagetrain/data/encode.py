@@ -29,7 +29,7 @@ from sagetrain.data.tokenizer import Tokenizer
 
 _HASHED_BYTES = 1 << 16
 ALONE_SECONDS = 0.5
-"""About the time in which a worker starts. A corpus that takes less is encoded without workers."""
+"""A worker takes about so many seconds to start. A corpus that takes fewer is encoded without workers."""
 
 
 @dataclass

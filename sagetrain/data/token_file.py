@@ -491,7 +491,7 @@ def _ranges(size: int, length: int) -> Iterator[tuple[int, int]]:
     return ((start, min(start + length, size)) for start in range(0, size, length))
 
 
-# The values of a record that are read, without those that are only copied.
+# These values of a record are read. Others are only copied.
 _TYPES = {"seq_length": int, "vocab_size": int, "request": dict, "tokenizer_sha256": str, "sha256": str}
 _RECORD = "prepare the token file again, or, if it is from elsewhere, move that away"
 

@@ -472,8 +472,12 @@ def _fitting(
 def _recomputing(
     cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware, span: float | None
 ) -> Iterator[Layout]:
-    """Yield a configuration, in which nothing is recomputed, with what its backward pass has to recompute for it to fit
-    into memory: nothing, or the fewest blocks and `selective`. Nothing is yielded if all of that is too little."""
+    """Yield the layouts of a configuration with what its backward pass has to recompute for it to fit into memory:
+    nothing, or the fewest blocks and `selective`. No layout is yielded if all of that is too little.
+
+    Args:
+        cfg: the configuration, in which nothing is recomputed.
+    """
     way, prediction, usable = cfg, None, usable_memory(hardware)
     if cfg.parallel.tensor_parallel_size > 1:
         # The memory depends on halves, about which the prediction decides. What no way fits need not be predicted.

@@ -131,7 +131,7 @@ def _tasks(names: Sequence[str], sharded: bool) -> None:
             for part in own["task"]:
                 yield from kinds(part, kind)
         else:
-            # Of a class, only its data says what it wants.
+            # A task that is a Python class says what it wants only once its data is loaded.
             yield own["task"], kind or ("" if "class" in own else "generate_until")
 
     try:

@@ -471,7 +471,7 @@ def test_of_two_records_of_a_run_the_finished_one_counts() -> None:
 
 def test_a_long_name_of_the_baseline_is_whole_in_the_plot(base: Path, tmp_path: Path) -> None:
     plot_gaps(curves(made(ask(base), 0.02, [0, 1])), "a_baseline_with_a_long_name" * 3, tmp_path / "gap.png")
-    from matplotlib.image import imread  # Forked kernels of Jupyter choose the backend themselves.
+    from matplotlib.image import imread  # Kernels forked from here would have its backend.
 
     picture = imread(tmp_path / "gap.png")
     assert all((edge == 1).all() for edge in (picture[0], picture[-1], picture[:, 0], picture[:, -1])), "white"

@@ -39,7 +39,7 @@ def test_adding_a_metric_does_not_wait_for_the_gpu() -> None:
 
 
 def recorded(record: str) -> list[str]:
-    """Name the collectives of a flight record: those that this process has called for earlier tests, too."""
+    """Name the collectives of a flight record. They include what earlier tests have called in this process."""
     return [entry["profiling_name"] for entry in json.loads(record).get("entries", [])]
 
 

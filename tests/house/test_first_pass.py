@@ -95,7 +95,7 @@ def test_processes_share_the_tests_and_one_may_die(tmp_path: Path) -> None:
         shutil.copy(ROOT / f"tests/support/{name}.py", tmp_path / "tests/support")
     (tmp_path / "tests/gpu/test_x_gpu.py").write_text(CASES)
     start = f"import sys; sys.path.insert(0, {str(tmp_path / 'tests/support')!r})"
-    start += "\nfor name in ('side_by_side', 'gpu_seen'): sys.modules.pop(name, 0)"  # Those of this checkout.
+    start += "\nfor name in ('side_by_side', 'gpu_seen'): sys.modules.pop(name, 0)"  # The server has this checkout's.
     start += "\nimport side_by_side as s; s.IMPORTED = []; sys.exit(s.main(sys.argv[1:]))"
     (tmp_path / "start.py").write_text(start)
     words = ["start.py", "--processes", "2", "-q", "--noconftest", "--rootdir", ".", "tests/gpu"]

@@ -24,7 +24,7 @@ def kinds(notebook: nbformat.NotebookNode) -> list[set[str]]:
 
 
 SHORTER = {"40_960": "20_480", "10_240": "5_120", "61_440": "15_360", "30_720": "7_680"}
-"""The tokens that are trained on and evaluated after: as shown, and in the test."""
+"""The tokens of a run and of its evaluations have these values as shown, and those values in the test."""
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

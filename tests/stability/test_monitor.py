@@ -69,7 +69,7 @@ def step(engine: Engine, data: Batch, monitor: Monitor | None) -> dict[str, floa
 
 
 Place = tuple[int, int, int, bool, bool, dict]
-"""Tensor and context parallel size, ZeRO stage, documents, compiled, sections."""
+"""A layout is its tensor and context parallel size, ZeRO stage, documents, whether it is compiled, and sections."""
 
 
 def numbers(places: list[Place]) -> list[dict[str, float]]:

@@ -243,7 +243,7 @@ def test_the_last_step_of_a_run_has_a_row_whatever_its_number(tmp_path: Path, mo
 
 
 def test_a_full_gpu_is_said_once_and_not_of_the_first_row(tmp_path: Path, monkeypatch, capsys) -> None:
-    """The counts of tests/gpu/test_reporting_gpu.py are a GPU's own."""
+    """The counts are made up here. tests/gpu/test_reporting_gpu.py takes a GPU's own."""
     counts = iter([2, 2, 5, 6])
     monkeypatch.setattr(reporter, "memory_retries", lambda device: next(counts))
     monkeypatch.setattr(reporter.dist, "get_world_size", lambda: 1)
