@@ -99,7 +99,7 @@ def _widened(bits, NARROW: tl.constexpr):
 
 @triton.jit
 def _largest_kernel(
-    X, OF_ROWS, OF_COLUMNS, rows, columns, stride, across,
+    X, LARGEST, rows, columns, stride, across,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, PER_ROW: tl.constexpr,
     NARROW: tl.constexpr,
 ):  # fmt: skip
@@ -118,14 +118,14 @@ def _largest_kernel(
         bits = x.to(tl.int16, bitcast=True) & 0x7FFF if NARROW else _magnitude_bits(x.to(tl.float32))
         of_columns = tl.maximum(of_columns, bits)
         if PER_ROW:
-            tl.atomic_max(OF_ROWS + row, _widened(tl.max(bits, 1), NARROW), mask=row < rows, sem="relaxed")
+            tl.atomic_max(LARGEST + row, _widened(tl.max(bits, 1), NARROW), mask=row < rows, sem="relaxed")
     largest = _widened(tl.max(of_columns, 0), NARROW)
     if PER_ROW:
-        tl.atomic_max(OF_COLUMNS + column, largest, mask=column < columns, sem="relaxed")
+        tl.atomic_max(LARGEST + rows + column, largest, mask=column < columns, sem="relaxed")
     else:
         largest = tl.max(largest, 0)
-        tl.atomic_max(OF_ROWS, largest, sem="relaxed")
-        tl.atomic_max(OF_COLUMNS, largest, sem="relaxed")
+        tl.atomic_max(LARGEST, largest, sem="relaxed")
+        tl.atomic_max(LARGEST + rows, largest, sem="relaxed")
 
 
 @triton.jit
@@ -184,18 +184,18 @@ def _rows_of(down, PART: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _store_rows(
-    x, row, column, right, turned_scale, OF_ROWS, CODES, SCALE, rows, columns,
+    x, row, column, right, turned_scale, LARGEST, CODES, SCALE, rows, columns,
     PART: tl.constexpr, PER_ROW: tl.constexpr, NUMBER: tl.constexpr,
 ):  # fmt: skip
     """Round a part of a tile, float32, along rows and write it. Return the part rounded along columns, as its byte of a
     word."""
     if PER_ROW:
-        scale, inverse = _scale_of(tl.load(OF_ROWS + row, mask=row < rows, other=0), NUMBER)
+        scale, inverse = _scale_of(tl.load(LARGEST + row, mask=row < rows, other=0), NUMBER)
         codes = _codes_of(x * scale[:, None], NUMBER)
         turned = _codes_of(x * turned_scale[None, :], NUMBER)
         tl.store(SCALE + row, inverse, mask=(row < rows) & (right == 0))
     else:
-        scale, _ = _scale_of(tl.load(OF_ROWS), NUMBER)
+        scale, _ = _scale_of(tl.load(LARGEST), NUMBER)
         codes = _codes_of(x * scale, NUMBER)
         turned = _codes_of(x * turned_scale, NUMBER)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
@@ -205,11 +205,12 @@ def _store_rows(
 
 @triton.jit
 def _round_both_kernel(
-    X, OF_ROWS, OF_COLUMNS, CODES, SCALE, TURNED, TURNED_SCALE, rows, columns, padded, stride, across,
+    X, LARGEST, CODES, SCALE, TURNED, TURNED_SCALE, rows, columns, padded, stride, across,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PER_ROW: tl.constexpr, NUMBER: tl.constexpr,
 ):  # fmt: skip
     """Round one tile per program. The tile is read once, and written along rows and along columns, there in words of
     four codes."""
+    CODES, TURNED = CODES.to(tl.pointer_type(tl.int8), bitcast=True), TURNED.to(tl.pointer_type(tl.int32), bitcast=True)
     right, down = tl.program_id(0) % across, tl.program_id(0) // across
     column = right * COLUMNS + tl.arange(0, COLUMNS)
     row0, row1 = _rows_of(down, 0, ROWS), _rows_of(down, 1, ROWS)
@@ -220,24 +221,24 @@ def _round_both_kernel(
     x3 = _load_tile(X, row3, column, rows, columns, stride)
     if PER_ROW:
         within = column < columns
-        largest = tl.load(OF_COLUMNS + column, mask=within, other=0)
+        largest = tl.load(LARGEST + rows + column, mask=within, other=0)
         turned_scale, inverse = _scale_of(largest, NUMBER)
         tl.store(TURNED_SCALE + column, inverse, mask=within & (down == 0))
     else:
         # The same number is read a second time. Codes that are used both ways crash ptxas 12.8 (and became zeros as
         # bytes).
-        turned_scale, inverse = _scale_of(tl.load(OF_COLUMNS), NUMBER)
+        turned_scale, inverse = _scale_of(tl.load(LARGEST + rows), NUMBER)
         tl.store(SCALE, inverse, mask=tl.program_id(0) == 0)
         tl.store(TURNED_SCALE, inverse, mask=tl.program_id(0) == 0)
-    words = _store_rows(x0, row0, column, right, turned_scale, OF_ROWS, CODES, SCALE, rows, columns, 0, PER_ROW, NUMBER)
+    words = _store_rows(x0, row0, column, right, turned_scale, LARGEST, CODES, SCALE, rows, columns, 0, PER_ROW, NUMBER)
     words |= _store_rows(
-        x1, row1, column, right, turned_scale, OF_ROWS, CODES, SCALE, rows, columns, 1, PER_ROW, NUMBER
+        x1, row1, column, right, turned_scale, LARGEST, CODES, SCALE, rows, columns, 1, PER_ROW, NUMBER
     )
     words |= _store_rows(
-        x2, row2, column, right, turned_scale, OF_ROWS, CODES, SCALE, rows, columns, 2, PER_ROW, NUMBER
+        x2, row2, column, right, turned_scale, LARGEST, CODES, SCALE, rows, columns, 2, PER_ROW, NUMBER
     )
     words |= _store_rows(
-        x3, row3, column, right, turned_scale, OF_ROWS, CODES, SCALE, rows, columns, 3, PER_ROW, NUMBER
+        x3, row3, column, right, turned_scale, LARGEST, CODES, SCALE, rows, columns, 3, PER_ROW, NUMBER
     )
     word, many = down * (ROWS // 4) + tl.arange(0, ROWS // 4), padded // 4
     inside = (column < columns)[:, None] & (word < many)[None, :]
@@ -256,18 +257,17 @@ def quantize_both_triton(x: Tensor, number: torch.dtype, per_row: bool) -> tuple
         x = x.contiguous()
     (rows, columns), ((codes, scale), (turned, turned_scale)) = x.shape, _empty(x, number, per_row)
     largest = torch.zeros(rows + columns, dtype=torch.int32, device=x.device)
-    of_rows, of_columns = largest[:rows], largest[rows:]
     padded = turned.shape[1]
     with on_device_of(x):
         across, down = _pieces(columns, LARGEST_COLUMNS), _pieces(rows, LARGEST_ROWS * LARGEST_STEPS)
         _largest_kernel[(across * down,)](
-            x, of_rows, of_columns, rows, columns, x.stride(0), across,
+            x, largest, rows, columns, x.stride(0), across,
             ROWS=LARGEST_ROWS, COLUMNS=LARGEST_COLUMNS, STEPS=LARGEST_STEPS, STAGES=LARGEST_STAGES, PER_ROW=per_row,
             NARROW=x.dtype == torch.bfloat16, num_warps=LARGEST_WARPS,
         )  # fmt: skip
         across, down = _pieces(columns, ROUND_COLUMNS), _pieces(padded, ROUND_ROWS)
         _round_both_kernel[(across * down,)](
-            x, of_rows, of_columns, codes.view(torch.int8), scale, turned.view(torch.int32), turned_scale,
+            x, largest, codes, scale, turned, turned_scale,
             rows, columns, padded, x.stride(0), across,
             ROWS=ROUND_ROWS, COLUMNS=ROUND_COLUMNS, PER_ROW=per_row, NUMBER=NAMES[number], num_warps=ROUND_WARPS,
         )  # fmt: skip

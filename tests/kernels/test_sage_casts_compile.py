@@ -21,16 +21,17 @@ from sagekernels.casts import (
 # The package has functions of these modules' names.
 qk_norm_rope, swiglu = (importlib.import_module(f"sagekernels.{name}") for name in ("qk_norm_rope", "swiglu"))
 
-POINTERS = {"OF_ROWS": "*i32", "OF_COLUMNS": "*i32", "CODES": "*i8", "TURNED": "*i32"}
-POINTERS |= dict.fromkeys(("SCALE", "TURNED_SCALE", "COS", "SIN", "PARTIAL", "SUMS"), "*fp32")
+POINTERS = {"LARGEST": "*i32", **dict.fromkeys(("SCALE", "TURNED_SCALE", "COS", "SIN", "PARTIAL", "SUMS"), "*fp32")}
 NUMBERS = {"eps": "fp32", "scale": "fp32"}
 MATRICES = ("X", "GRAD", "GATE", "UP", "OUT", "Q", "K", "Q_GAIN", "K_GAIN", "Q_OUT", "K_OUT", "OF_Q", "OF_K", "OF_V")
+CODES = {"int8": "*i8", "e4m3": "*fp8e4nv", "e5m2": "*fp8e5"}
 
 
 def ptx_of(function, architecture: int, num_warps: int, constants: dict[str, object], x: str = "*bf16") -> str:
     """Compile a kernel as it is launched for sizes that are multiples of 16. ptxas takes it."""
     names = function.arg_names
-    types = {**dict.fromkeys(MATRICES, x), **POINTERS, **NUMBERS, **dict.fromkeys(constants, "constexpr")}
+    codes = dict.fromkeys(("CODES", "TURNED"), CODES[constants.get("NUMBER", "int8")])
+    types = {**dict.fromkeys(MATRICES, x), **POINTERS, **codes, **NUMBERS, **dict.fromkeys(constants, "constexpr")}
     signature = {name: types.get(name, "i32") for name in names}
     fixed = {(names.index(name),): value for name, value in constants.items()}
     even = [name for name in names if name not in (*constants, *NUMBERS, "across")]
