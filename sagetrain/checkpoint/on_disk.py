@@ -39,22 +39,77 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 import torch.distributed as dist
+from pydantic import Field, PositiveInt, TypeAdapter
 
-from sagetrain.checkpoint.state import RunState
+from sagetrain.checkpoint.state import RunState, validated
 from sagetrain.config.errors import CheckpointError
 
 FORMAT = 2
 _OTHER_KINDS, _READ = 3, (1, 2, 3)
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
 """The kinds of values that AdamW has of a tensor."""
-# These keys are in every manifest and in every state.
-_PARTS, _POSITION = {"state", "layout", "tensors", "files"}, {"step", "tokens"}
 # Only a run that continues reads the files whose names begin like this.
 _OF_RUNS = ("moments-", "rng-")
+
+
+# -- what every manifest has ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Position:
+    """The keys that the state of every run has, and of every import."""
+
+    step: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class _Layout:
+    tensor_parallel_size: PositiveInt
+    context_parallel_size: PositiveInt = 1
+    data_parallel_size: PositiveInt = 1
+    pipeline_parallel_size: PositiveInt = 1
+
+
+@dataclass(frozen=True)
+class _Piece:
+    file: str
+    tp_rank: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    shape: list[int]
+    tp_dim: int | None
+    pieces: list[tuple[int, int, int, int, int] | _Piece]
+    kinds: tuple[str, ...] = KINDS
+
+
+@dataclass(frozen=True)
+class _File:
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class _Manifest:
+    state: _Position
+    layout: _Layout
+    tensors: dict[str, _Tensor]
+    files: Annotated[dict[str, _File], Field(min_length=1)]
+    ranks: list[str] = field(default_factory=list)
+
+
+_MANIFEST = TypeAdapter(_Manifest)
+
+# -- names ---------------------------------------------------------------------------------------------------------
 
 
 def folder_name(step: int) -> str:
@@ -136,8 +191,8 @@ def newest(root: Path) -> Path | None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of one checkpoint. Raises CheckpointError if the manifest is unreadable or of another
-    format."""
+    """Return the manifest of one checkpoint. Raises CheckpointError if the manifest is unreadable, of another format or
+    not as SageTrain writes it."""
     try:
         manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
         found = manifest["format"]
@@ -145,9 +200,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{folder}: manifest.json cannot be read ({error})") from error
     if found not in _READ:
         raise CheckpointError(_other_format(folder, found))
-    there = all(isinstance(manifest.get(name), dict) for name in _PARTS)
-    if not (there and manifest["files"] and manifest["state"].keys() >= _POSITION):
-        raise CheckpointError(f"{folder}: manifest.json lacks what every manifest has")
+    validated(_MANIFEST, manifest, f"{folder}: manifest.json: ")
     return manifest
 
 

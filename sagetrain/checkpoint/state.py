@@ -19,6 +19,7 @@ from sagetrain.config.errors import CheckpointError
 from sagetrain.config.rules.data import ORDER
 
 T = TypeVar("T")
+_NAMED = 8  # An error names this many wrong keys.
 VERSION = 1
 """The version of the state that this code writes. Checkpoints without a version are read as version 1."""
 _OF_RUNS = (
@@ -96,7 +97,7 @@ class InitFromRecord:
     @classmethod
     def from_json(cls, tree: Mapping[str, Any], where: Path) -> InitFromRecord:
         """Read a record of the file `where`. Raises CheckpointError if values are missing or of the wrong type."""
-        return _validated(_RECORD, tree, f"{where}: ")
+        return validated(_RECORD, tree, f"{where}: ")
 
     def to_json(self) -> dict[str, Any]:
         """Return the record by its names in init_from.json."""
@@ -225,7 +226,7 @@ class RunState:
                 f"up to {VERSION}: continue with the SageTrain that wrote it"
             )
         known = {key: value for key, value in tree.items() if value is not None}
-        state = _validated(_STATE, known, f"{folder}: manifest.json: state.")
+        state = validated(_STATE, known, f"{folder}: manifest.json: state.")
         if state.imported is None and "optimizer_steps" not in known:
             raise CheckpointError(f"{folder}: manifest.json: state.optimizer_steps: missing; restore that checkpoint")
         return state
@@ -255,15 +256,18 @@ class RunState:
         return Positions.reached(self.identity, self.init_from.positions if self.init_from else None)
 
 
-def _validated(adapter: TypeAdapter[T], tree: Mapping[str, Any], where: str) -> T:
-    """Read JSON as a dataclass. Raises CheckpointError that names every key that is wrong."""
+def validated(adapter: TypeAdapter[T], tree: Mapping[str, Any], where: str) -> T:
+    """Read JSON as a dataclass. Raises CheckpointError that names the keys that are wrong, the first eight of them."""
     try:
         return adapter.validate_python(tree)
     except ValidationError as error:
+        every = error.errors()
         wrong = [
             f"{'.'.join(map(str, each['loc']))}: {'missing' if each['type'] == 'missing' else each['msg']}"
-            for each in error.errors()
+            for each in every[:_NAMED]
         ]
+        if more := len(every) - len(wrong):
+            wrong.append(f"and {more} more")
         raise CheckpointError(f"{where}{'; '.join(wrong)}; restore that checkpoint, or use another one") from error
 
 

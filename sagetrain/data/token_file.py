@@ -355,9 +355,12 @@ class TokenFile:
     def document_starts(self, start: int, stop: int) -> list[int]:
         """Return the positions p with start < p < stop at which a document begins, found by binary search."""
         documents = range(self.num_documents)
-        first = bisect_right(documents, start, key=self.document_start)
-        last = bisect_left(documents, stop, lo=first, key=self.document_start)
-        begins = np.unique(self._offsets[self._documents[first:last]] // self.dtype.itemsize)
+        try:
+            first = bisect_right(documents, start, key=self.document_start)
+            last = bisect_left(documents, stop, lo=first, key=self.document_start)
+            begins = np.unique(self._offsets[self._documents[first:last]] // self.dtype.itemsize)
+        except IndexError as error:
+            raise self._damaged("a document begins behind the last sequence") from error
         found: list[int] = begins.tolist()
         return found
 

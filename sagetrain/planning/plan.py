@@ -245,7 +245,7 @@ def document_span(data: DataConfig) -> float | None:
             spans.append(largest.document_span(data.seq_length))
             text = sum(file.num_tokens for file in files) / len(files) * len(paths)
             weights.append(text if source.weight == "proportional" else source.weight)
-    except (ConfigError, IndexError, PermissionError):  # The findings name the file, or the run will.
+    except (ConfigError, PermissionError):  # The findings name the file, or the run will.
         return None
     return sum(weight * span for weight, span in zip(weights, spans, strict=True)) / sum(weights)
 

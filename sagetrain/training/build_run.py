@@ -184,8 +184,9 @@ def check_files(cfg: RunConfig, tokens: SampleFunction | None = None, loss: Toke
     except ValueError as error:
         raise ConfigError(str(error)) from error
     check_host_memory(cfg, padded_vocab_size(vocab_size))
+    inputs.check_disk(cfg, padded_vocab_size(vocab_size))
     if cfg.logging.wandb and os.environ.get("RANK", "0") == "0":
-        check_login(cfg.logging.wandb)
+        check_login(cfg.logging.wandb, folder.path)
     return CheckedFiles(
         folder=folder,
         tokenizer=tokenizer,

@@ -7,6 +7,7 @@ that `plan` could have found.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
@@ -18,6 +19,7 @@ from sagetrain.config.errors import ConfigError, Finding
 from sagetrain.config.rules.findings import error, warning
 from sagetrain.config.schema import DataSource, RunConfig
 from sagetrain.data.tokenizer import Tokenizer
+from sagetrain.model.accounting import checkpoint_bytes
 from sagetrain.model.tensors import tensors
 
 if TYPE_CHECKING:
@@ -82,6 +84,10 @@ def findings(cfg: RunConfig, tokenizer: Tokenizer | None) -> Iterator[Finding]:
     if tasks := cfg.evaluation.tasks:
         with suppress(ImportError):  # A plan may be made without the harness.
             yield from _refused("evaluation.tasks", tasks, lambda: _tasks(tasks, shards_weights(cfg)))
+    # Without the folder, the plan is for another machine.
+    if vocab_size and Path(cfg.training.run_dir).is_dir():
+        padded = padded_vocab_size(vocab_size)
+        yield from _refused("training.run_dir", cfg.training.run_dir, lambda: check_disk(cfg, padded))
     yield from _checkpoint(cfg, vocab_size, sha256, whole)
 
 
@@ -113,6 +119,7 @@ def task_manager(names: Sequence[str]) -> TaskManager:
 
 def _tasks(names: Sequence[str], sharded: bool) -> None:
     """Check what is known of tasks without their data: names, files, and whether sharded weights can answer them."""
+    from lm_eval.api.task import ALL_OUTPUT_TYPES
     from lm_eval.tasks._yaml_loader import load_yaml
 
     index = task_manager(names).task_index
@@ -135,11 +142,14 @@ def _tasks(names: Sequence[str], sharded: bool) -> None:
             yield own["task"], kind or ("" if "class" in own else "generate_until")
 
     try:
-        found = [name for task in names for name, kind in kinds(task) if kind == "generate_until"]
+        found = [each for task in names for each in kinds(task)]
     except Exception as error:  # A file may hold anything.
         raise ConfigError(f"tasks {', '.join(names)} cannot be loaded: {error}") from error
+    for name, kind in found:
+        if kind and kind not in ALL_OUTPUT_TYPES:
+            raise ConfigError(f"task {name}: output_type is {kind}; it must be one of {', '.join(ALL_OUTPUT_TYPES)}")
     if sharded:
-        refuse_generating(found)
+        refuse_generating([name for name, kind in found if kind == "generate_until"])
 
 
 def refuse_generating(tasks: Sequence[str]) -> None:
@@ -204,6 +214,26 @@ def check_prompts(prompts: Sequence[str], tokenizer: Tokenizer, context: int) ->
                 "model is trained with (its longest data.seq_length): there would be little room for a text behind it; "
                 "shorten it"
             )
+
+
+def check_disk(cfg: RunConfig, vocab_size: int) -> None:
+    """Check that the disk of the run folder has room for a checkpoint. An older one makes room only once the next one
+    is there.
+
+    Args:
+        vocab_size: the rows of the embedding, padded.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    folder, size = Path(cfg.training.run_dir).absolute(), checkpoint_bytes(cfg, vocab_size)
+    disk = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists()))
+    # Some network file systems do not say how large they are.
+    if disk.total and disk.free < size:
+        raise ConfigError(
+            f"training.run_dir {cfg.training.run_dir}: a checkpoint takes {size / 2**30:,.1f} GiB, and the disk there "
+            f"has {disk.free / 2**30:,.1f} GiB free; make room, or choose a folder on another disk"
+        )
 
 
 def is_there(source: DataSource) -> bool:

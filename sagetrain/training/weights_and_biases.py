@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from sagetrain.config.errors import ConfigError
@@ -40,14 +41,14 @@ class WeightsAndBiases(Callback):
         path = run_dir / ID_NAME
         if not path.exists():
             write_atomic(path, (json.dumps({"id": secrets.token_hex(4)}) + "\n").encode())
-        name = settings.name or run_dir.absolute().name
+        name, known = settings.name or run_dir.absolute().name, _run_id(path)
         try:
             self._run = wandb.init(
                 project=settings.project,
                 entity=settings.entity,
                 name=name,
                 mode=settings.mode,
-                id=json.loads(path.read_text())["id"],
+                id=known,
                 resume="allow",
                 dir=str(run_dir),
                 config=start.cfg.model_dump(mode="json"),
@@ -76,14 +77,31 @@ class WeightsAndBiases(Callback):
         wandb.teardown()
 
 
-def check_login(settings: WandbConfig) -> None:
+def _run_id(path: Path) -> str:
+    """Return the id of the run at Weights & Biases. Raises ConfigError if the file does not have it."""
+    try:
+        known = json.loads(path.read_text())["id"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        known = error
+    if not isinstance(known, str):
+        raise ConfigError(
+            f"{path}: has no id of a run at Weights & Biases ({known!r}); restore the file, or delete it to begin a "
+            "new run there"
+        )
+    return known
+
+
+def check_login(settings: WandbConfig, run_dir: Path) -> None:
     """Check that Weights & Biases knows a login here, without a network and without a question at the terminal.
 
     Raises:
-        ConfigError: there is none, or an environment variable of Weights & Biases has a value that it refuses.
+        ConfigError: there is none, an environment variable of Weights & Biases has a value that it refuses, or the file
+            in the run folder does not have the id of the run.
     """
     import wandb
 
+    if (path := run_dir / ID_NAME).exists():
+        _run_id(path)
     try:
         wandb.setup(wandb.Settings(silent=True, mode=settings.mode))
         known = settings.mode == "offline" or wandb.login(prompt=False, verify=False)

@@ -8,6 +8,8 @@ import json
 import os
 import pickle
 import time
+from collections.abc import Sequence
+from functools import reduce
 from pathlib import Path
 
 import numpy as np
@@ -270,7 +272,7 @@ def write_pieces(folder: Path, tensor: torch.Tensor, dim: int | None, tp_size: i
     manifest = {
         "format": on_disk.FORMAT,
         "state": {"step": 0, "tokens": 0, "identity": {}},
-        "files": {"all": {}},
+        "files": {"all": {"bytes": 0, "sha256": ""}},
         "layout": {"tensor_parallel_size": tp_size},
         "tensors": {"w": {"shape": list(tensor.shape), "tp_dim": dim, "pieces": pieces}},
     }
@@ -340,10 +342,10 @@ def test_damage_is_found_and_the_run_walks_back(tmp_path, damage: str, words: st
     assert words in said[0]
 
 
-def write_plain(root: Path, step: int, tokens: int) -> None:
+def write_plain(root: Path, step: int, tokens: int, shards: Sequence[Owned] = ()) -> None:
     state = tiny.run_state(step, tokens)
     writer = tiny.saver(root, ParallelGroups.single())
-    writer.start(state, "{}", (), {})
+    writer.start(state, "{}", shards, {})
     writer.wait()
 
 
@@ -394,19 +396,23 @@ def test_a_checkpoint_that_goes_while_it_is_read_is_not_damaged(tmp_path, monkey
     assert (found, damaged, said) == (tmp_path / "step-00000002", [], [])
 
 
-@pytest.mark.parametrize("lacks", ["state", "layout", "tensors", "files", "step"])
-def test_a_manifest_that_lacks_something_is_damaged(tmp_path, lacks: str) -> None:
+@pytest.mark.parametrize("path", [
+    *(["state"], ["layout"], ["tensors"], ["files"], ["state", "step"], ["layout", "tensor_parallel_size"]),
+    *(["tensors", "weight", "pieces"], ["files", "config.yaml", "sha256"]),
+], ids=".".join)  # fmt: skip
+def test_a_manifest_that_lacks_something_is_damaged(tmp_path, path: list[str]) -> None:
     for step in (1, 2, 3):
-        write_plain(tmp_path, step, 10 * step)
+        write_plain(tmp_path, step, 10 * step, [flat_shard(4)])
     for step in (1, 3):
-        path = tmp_path / on_disk.folder_name(step) / "manifest.json"
-        manifest = json.loads(path.read_text())
-        del (manifest["state"] if lacks == "step" else manifest)[lacks]
-        path.write_text(json.dumps(manifest))
+        file = tmp_path / on_disk.folder_name(step) / "manifest.json"
+        manifest = json.loads(file.read_text())
+        *sections, key = path
+        del reduce(dict.__getitem__, sections, manifest)[key]
+        file.write_text(json.dumps(manifest))
     said: list[str] = []
     found, damaged = on_disk.newest_whole(tmp_path, said.append)
     assert found == tmp_path / on_disk.folder_name(2) and [folder.name[-1] for folder in damaged] == ["3"]
-    assert "manifest.json lacks what every manifest has" in said[0]
+    assert f"manifest.json: {'.'.join(path)}: missing" in said[0]
     on_disk.prune(tmp_path, keep_last=1, keep_every_tokens=None)
     assert len(on_disk.published(tmp_path)) == 3  # Checkpoints that cannot be read are left to people.
 

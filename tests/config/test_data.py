@@ -197,6 +197,9 @@ def test_the_place_of_what_a_run_writes_is_free(tmp_path, parts, monkeypatch):
         for kind, names in (("folder", ("checkpoints", "tensorboard")), ("file", (".lock", "metrics.jsonl")))
         for name in names
     ]
+    tree["training"]["run_dir"] = str(tmp_path / "other")
+    (tmp_path / "other/checkpoints/latest").mkdir(parents=True)
+    assert errors() == [f"training.run_dir: {tmp_path}/other/checkpoints/latest is no file that can be written to"]
     tree["training"]["run_dir"] = str(tmp_path / "new")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "run/checkpoints/inductor"))

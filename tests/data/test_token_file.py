@@ -274,6 +274,12 @@ def test_validate_finds_a_wrong_index(path, position, value, message):
         TokenFile(path).validate()
 
 
+def test_a_document_behind_the_last_sequence_is_noticed(path):
+    damage(path, ".idx", flip(34 + 48 + 8 + 2, 1))
+    with pytest.raises(ConfigError, match="a document begins behind the last sequence; the file is damaged"):
+        TokenFile(path).document_starts(0, 4)
+
+
 def test_deep_validation_reads_the_tokens(path):
     damage(path, ".bin", flip(4, 8))  # The bit turns a token into another one of the vocabulary.
     TokenFile(path).validate()

@@ -395,6 +395,9 @@ def test_tasks_that_training_cannot_ask_are_refused_before_it(tasks: dict[str, P
         cfg = tiny.config(1, parallel={"zero_stage": stage}, evaluation={"tasks": asked})
         found = [each for each in inputs.findings(cfg, None) if each.key == "evaluation.tasks"]
         assert [each.message.partition(" for every")[0] for each in found] == said
+    together.write_text(json.dumps(inline | {"output_type": "words"}))
+    (broken,) = [each for each in inputs.findings(cfg, None) if each.key == "evaluation.tasks"]
+    assert "task again: output_type is words; it must be one of loglikelihood, " in broken.message
     together.write_text("task: [")
     (broken,) = [each for each in inputs.findings(cfg, None) if each.key == "evaluation.tasks"]
     assert "together.yaml" in broken.message and "cannot be loaded: while parsing" in broken.message

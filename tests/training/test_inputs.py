@@ -216,6 +216,11 @@ def a_prompt_without_room(world: World) -> None:
     world.overrides += ["evaluation.samples_every_tokens=1", f"evaluation.samples_prompts=[short, {20 * 'long '}]"]
 
 
+def a_run_folder_without_room(world: World) -> None:
+    (world.config.parent / "new").mkdir()
+    world.overrides.append(f"model.ffn_hidden_size={1 << 44}")
+
+
 # The keys name the problem. The values are the place where it is raised (file, function), and the message.
 REFUSED = {
     cut_index: ("token_file", "__init__", "the .idx has .* bytes where its header says"),
@@ -247,12 +252,13 @@ REFUSED = {
     resumed_with_none_whole: ("on_disk", "newest_whole", "no checkpoint is whole"),
     resumed_without_a_manifest: ("on_disk", "newest_whole", "no checkpoint is whole"),
     a_prompt_without_room: ("inputs", "check_prompts", r"samples_prompts\.1 has .* tokens, more than half of the 32 "),
+    a_run_folder_without_room: ("inputs", "check_disk", "a checkpoint takes .* the disk there has .* free"),
     resumed_with_a_newer_state: ("state", "from_json", "has version 99, this SageTrain reads versions up to 1"),
-    resumed_with_a_state_that_lacks_a_value: ("state", "_validated", r"manifest.json: state\.sequences: missing"),
+    resumed_with_a_state_that_lacks_a_value: ("state", "validated", r"manifest.json: state\.sequences: missing"),
     resumed_with_a_forged_ledger: ("ledger", "verified", "ends in 000000000000, its steps give"),
 }  # fmt: skip
-ALONE = {"__init__", "_open_mask", "read_provenance", "_check_records", "check_tokenizers"}
-"""The functions of data/ that a trainer calls before ranks meet. Later refusals are in test_resume.py."""
+ALONE = {"check_disk", "__init__", "_open_mask", "read_provenance", "_check_records", "check_tokenizers"}
+"""The functions that a trainer calls before ranks meet. Later refusals are in test_resume.py."""
 EXCUSED = {
     ("build_run", "check_files"): "attention and linear layers that this host's GPU cannot do: rules know the rest",
     ("build_run", "check_host_memory"): "the memory of a host: plan takes it from --host-memory",
@@ -273,8 +279,10 @@ EXCUSED = {
     ("inputs", "refuse_generating"): "likewise",
     ("weights_and_biases", "on_start"): "a login",
     ("weights_and_biases", "check_login"): "a login of the host that trains",
+    ("weights_and_biases", "_run_id"): "the run at Weights & Biases",
     ("rendezvous", "_make_room"): "the open files that a host allows",
     ("token_file", "_read"): "a file that is cut while it is read",
+    ("token_file", "document_starts"): "a place in the middle of a large index, read with its sequence",
     ("token_file", "counted"): "a byte in the middle of a large mask, read with its sequence",
     ("tokenizer", "load"): "plan loads the tokenizer itself, and ends with the same message",
     ("on_disk", "read_manifest"): "its callers pass it on",

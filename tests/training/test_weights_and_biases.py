@@ -107,7 +107,14 @@ def test_a_login_is_looked_for_before_ranks_meet(corpus: Path, tmp_path: Path, m
         build(cfg)
     monkeypatch.setenv("WANDB_API_KEY", "short")
     with pytest.raises(ConfigError, match=r"logging\.wandb: WANDB_API_KEY invalid: .*mode=offline"):
-        check_login(cfg.logging.wandb)
+        check_login(cfg.logging.wandb, tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"id": 7}'])
+def test_a_damaged_id_is_an_error_before_ranks_meet(tmp_path: Path, text: str) -> None:
+    (tmp_path / "wandb.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"wandb\.json: has no id of a run at Weights & Biases .*; restore the file"):
+        check_login(OFFLINE, tmp_path)
 
 
 def test_a_missing_package_is_an_error_before_anything_starts(monkeypatch) -> None:

@@ -219,7 +219,7 @@ def _run_dir(cfg: RunConfig, required: bool) -> Iterator[Finding]:
     inside = [folder / name for name, used in folders.items() if used and os.path.lexists(folder / name)]
     for path in (folder, *inside):
         yield from _unwritable("run_dir", "training.run_dir", run_dir, path, required, fix)
-    for path in (folder / name for name in (".lock", *WRITTEN) if name not in folders):
+    for path in (folder / name for name in (".lock", "checkpoints/latest", *WRITTEN) if name not in folders):
         if path.is_dir() or (path.name == ".lock" and path.exists() and not os.access(path, os.W_OK)):
             why = f"{path} is no file that can be written to"
             yield error("run_dir", "training.run_dir", run_dir, why, "move it away, or choose another folder")
