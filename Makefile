@@ -34,7 +34,7 @@ quickstart: $(STAMP)  ## train, stop, resume and evaluate a small model on this 
 
 # pytest rewrites packages that have a plugin wherever they are imported. Nothing here needs the plugin of hypothesis.
 PLUGINS := --disable-plugin-autoload -p pytest_timeout -p workers -p gpu_seen
-JOBS ?= 3  # On two cores: the third process works while tests of the others wait for ranks, signals and deadlines.
+JOBS ?= 4  # On two cores: two more processes work while tests of the others wait for ranks, signals and deadlines.
 test: $(DEV)  ## the whole test suite, CPU only; JOBS=0: all in one process
 	@$(BIN)/python -m compileall -q sagetrain kernels launch benchmarks tests  # once: PYTHONDONTWRITEBYTECODE may be set
 	$(BIN)/python -m pytest -q --ignore=tests/gpu --durations=20 --maxfail=5 --workers $(JOBS) $(PLUGINS)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -23,13 +23,20 @@ from sagetrain.parallel.metrics import Metrics
 _IN_ORDER = "gloo_in_order"
 
 
+@cache
+def _devices(interfaces: str) -> list[Any]:
+    """Return gloo's devices of these network interfaces. All groups of the process share them, because each device has
+    a thread that wakes up 100 times a second."""
+    gloo: Any = dist.ProcessGroupGloo
+    named = [gloo.create_device(interface=name) for name in interfaces.split(",") if name]
+    return named or [gloo.create_default_device()]
+
+
 def _gloo_in_order(store: Any, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
     gloo: Any = dist.ProcessGroupGloo
-    options, interfaces = gloo._Options(), os.environ.get("GLOO_SOCKET_IFNAME", "")
+    options = gloo._Options()
     options._threads, options._timeout = 1, timeout
-    options._devices = [gloo.create_device(interface=name) for name in interfaces.split(",") if name] or [
-        gloo.create_default_device()
-    ]
+    options._devices = _devices(os.environ.get("GLOO_SOCKET_IFNAME", ""))
     group: dist.ProcessGroupGloo = gloo(store, rank, size, options)
     return group
 

@@ -91,19 +91,20 @@ KINDS = {
     "newlines.csv": table(TEXTS, lineterminator="\n").rstrip(b"\n"),
     "table.tsv": table(TEXTS, delimiter="\t"),
     "TABLE.TSV.GZ": gzip.compress(table(TEXTS, delimiter="\t")),
-    **{f"numbered.tar{suffix}": tar(NUMBERED, pack) for suffix, pack in PACK.items()},
-    **{f"short{short}": tar(NUMBERED, PACK[suffix]) for short, suffix in
+    **{f"numbered.tar{suffix}": partial(tar, NUMBERED, pack) for suffix, pack in PACK.items()},
+    **{f"short{short}": partial(tar, NUMBERED, PACK[suffix]) for short, suffix in
        ((".tgz", ".gz"), (".tbz2", ".bz2"), (".TXZ", ".xz"), (".tzst", ".zst"))},
-    "numbered.zip": zipped(NUMBERED),
-    "stored.ZIP": zipped(NUMBERED, zipfile.ZIP_STORED),
-    "lzma.zip": zipped(NUMBERED, zipfile.ZIP_LZMA),
+    "numbered.zip": partial(zipped, NUMBERED),
+    "stored.ZIP": partial(zipped, NUMBERED, zipfile.ZIP_STORED),
+    "lzma.zip": partial(zipped, NUMBERED, zipfile.ZIP_LZMA),
     **{f"split.txt{suffix}": pack(SPLIT) for suffix, pack in PACK.items()},
     "split.tar": tar({"a.txt": SEPARATOR.join(TEXTS[:100]).encode(), "b.md": SEPARATOR.join(TEXTS[100:]).encode()}),
 }  # fmt: skip
 
 
-def write(folder: Path, name: str, content: bytes) -> str:
-    (folder / name).write_bytes(content)
+def write(folder: Path, name: str, content: bytes | Callable[[], bytes]) -> str:
+    """Write a file, and make its content first if that takes time, which collecting the tests would wait for."""
+    (folder / name).write_bytes(content() if callable(content) else content)
     return str(folder / name)
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import nbformat
 import pytest
-from jupyter_client.manager import AsyncKernelManager
-from nbclient import NotebookClient
 
 from runs import ROOT
 from stand_in import stand_in
+
+if TYPE_CHECKING:
+    import nbformat
 
 NOTEBOOKS = sorted((ROOT / "docs/notebooks").glob("*.ipynb"))
 
@@ -31,6 +32,11 @@ SHORTER = {"40_960": "20_480", "10_240": "5_120", "61_440": "15_360", "30_720": 
 def test_a_notebook_runs_and_shows_what_it_did(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    # Collecting the tests would wait for these imports.
+    import nbformat
+    from jupyter_client.manager import AsyncKernelManager
+    from nbclient import NotebookClient
+
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # The reason is in tests/conftest.py.
     shown = nbformat.read(path, as_version=4)
     notebook = nbformat.read(path, as_version=4)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import struct
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from wandb.proto.wandb_internal_pb2 import Record
 
 import tiny
 from sagetrain.checkpoint.ledger import TrainState
@@ -21,12 +21,17 @@ from sagetrain.training.callbacks import Callbacks, Position, RunStart
 from sagetrain.training.reporter import Reporter
 from sagetrain.training.weights_and_biases import WeightsAndBiases, check_login
 
+if TYPE_CHECKING:  # Collecting the tests would wait half a second for it.
+    from wandb.proto.wandb_internal_pb2 import Record
+
 OFFLINE = WandbConfig(project="small models", mode="offline")
 
 
 def records(path: Path) -> list[Record]:
     """Return the records of a .wandb file: 7 bytes, then LevelDB's log format, blocks of 32 KiB with records in one or
     several parts."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
     data, at, found, whole = path.read_bytes(), 7, [], b""
     while at + 7 <= len(data):
         if (left := -at % 2**15) and left < 7:
