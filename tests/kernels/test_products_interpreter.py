@@ -1,21 +1,15 @@
 """The Triton kernels of INT8 products and of Muon on Triton's interpreter agree with float64 and with their twins.
 
-This file starts itself in a process that interprets, as test_sage_interpreter.py does.
+test_sage_interpreter.py starts the process that interprets.
 """
 
 import pytest
 import torch
 from torch import Tensor
 
-from interpreted import INSIDE, run_interpreted
+from interpreted import INSIDE
 
-if not INSIDE:
-
-    @pytest.mark.timeout(600)
-    def test_products_in_the_interpreter():
-        run_interpreted(__file__)
-
-else:
+if INSIDE:
     from sagekernels import muon
     from sagekernels.int8_matmul import ProductTile, int8_product_triton, product_twin
 

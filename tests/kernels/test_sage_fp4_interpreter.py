@@ -1,20 +1,14 @@
 """FP4's Triton kernels in Triton's interpreter: quantizers equal the twin's bit for bit, attention up to float sums.
 
-This file starts itself in a process that interprets, as test_sage_interpreter.py does.
+test_sage_interpreter.py starts the process that interprets.
 """
 
 import pytest
 import torch
 
-from interpreted import INSIDE, poisoned_memory, run_interpreted  # noqa: F401
+from interpreted import INSIDE, poisoned_memory  # noqa: F401
 
-if not INSIDE:
-
-    @pytest.mark.timeout(600)
-    def test_fp4_kernels_in_the_interpreter():
-        run_interpreted(__file__)
-
-else:
+if INSIDE:
     from sagekernels import fp4_attention
     from sagekernels.fp4.kernels import decoded, quantize_fp4_triton
     from sagekernels.fp4.quantize import FORMATS, head_unit, quantize_fp4

@@ -1,10 +1,11 @@
 """The portable Triton kernels agree with the twin, tile for tile, in Triton's interpreter on the CPU.
 
 The cases run in a process of their own (tests/support/interpreted.py). This file is the test that starts the process
-and, inside it, the cases.
+with all files of such cases and, inside it, some of the cases.
 """
 
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ if not INSIDE:
 
     @pytest.mark.timeout(600)
     def test_kernels_in_the_interpreter():
-        run_interpreted(__file__)
+        run_interpreted(sorted(Path(__file__).parent.glob("test_*_interpreter.py")))
 
 else:
     from sagekernels.backward import triton_backward

@@ -1,6 +1,6 @@
-"""Run a file of tests on Triton's interpreter.
+"""Run files of tests on Triton's interpreter.
 
-Triton reads TRITON_INTERPRET when its functions are decorated, so the cases of a file run in a process of their own.
+Triton reads TRITON_INTERPRET when its functions are decorated, so the cases run in a process of their own.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,11 +20,11 @@ INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
 """True in the process that interprets."""
 
 
-def run_interpreted(file: str) -> None:
-    """Run the tests of a file in a process that interprets."""
+def run_interpreted(files: Iterable[Path]) -> None:
+    """Run the tests of files in a process that interprets."""
     # Plugins would take as long to import as torch.
     options = ["-q", "--noconftest", "--disable-plugin-autoload", "-p", "no:cacheprovider"]
-    command = [sys.executable, "-m", "pytest", *options, file]
+    command = [sys.executable, "-m", "pytest", *options, *map(str, files)]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
