@@ -36,7 +36,7 @@ quickstart: $(STAMP)  ## train, stop, resume and evaluate a small model on this 
 PLUGINS := --disable-plugin-autoload -p pytest_timeout -p workers -p gpu_seen
 JOBS ?= 4  # On two cores: two more processes work while tests of the others wait for ranks, signals and deadlines.
 test: $(DEV)  ## the whole test suite, CPU only; JOBS=0: all in one process
-	@$(BIN)/python -m compileall -q sagetrain kernels launch benchmarks tests  # once: PYTHONDONTWRITEBYTECODE may be set
+	@$(BIN)/python -m compileall -q -j 0 sagetrain kernels launch benchmarks tests  # once: PYTHONDONTWRITEBYTECODE may be set
 	$(BIN)/python -m pytest -q --ignore=tests/gpu --durations=20 --maxfail=5 --workers $(JOBS) $(PLUGINS)
 
 coverage: $(DEV)  ## the test suite (twice as slow) with a coverage figure of what its own process runs, not ranks
