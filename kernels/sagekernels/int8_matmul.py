@@ -9,6 +9,7 @@ idle for a moment after each step along K, unless another program on the multipr
 small that two programs fit. NOTES.md lists the other shapes that were timed.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -96,14 +97,11 @@ def int8_product_triton(
     decides it."""
     a, b = (_aligned(x) for x in (a, b))
     a_scale, b_scale = a_scale.contiguous(), b_scale.contiguous()
-    out = _int8_product_fake(a, a_scale, b, b_scale, dtype)
-    (rows, inner), columns = a.shape, len(b)
-    if not out.numel():
+    (rows, inner), (columns, _) = a.shape, b.shape
+    out = torch.empty(rows, columns, dtype=dtype, device=a.device)
+    if not (rows and columns):
         return out
-    rows_of = "portable"
-    if a.is_cuda:
-        check_int8(capability(a.device), by_tensor_memory=True)
-        rows_of = family(capability(a.device))
+    rows_of = _rows_of(a.device) if a.is_cuda else "portable"
     described = rows_of == "sm_90"
     tile = tile or TILES[rows_of]
     first, second = a, b
@@ -113,15 +111,22 @@ def int8_product_triton(
             TensorDescriptor(x, x.shape, [inner, 1], [block, tile.block_k])
             for x, block in ((a, tile.block_m), (b, tile.block_n))
         )
-    programs = triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, tile.block_n)
+    programs = -(-rows // tile.block_m) * -(-columns // tile.block_n)  # triton.cdiv costs 2 microseconds.
     with on_device_of(a):
         _int8_product_kernel[(programs,)](
             first, a_scale, second, b_scale, out, rows, columns, inner,
             BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP=GROUP,
-            A_ROWS=int(len(a_scale) > 1), B_ROWS=int(len(b_scale) > 1), DESCRIBED=described,
+            A_ROWS=int(a_scale.shape[0] > 1), B_ROWS=int(b_scale.shape[0] > 1), DESCRIBED=described,
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
     return out
+
+
+@functools.cache
+def _rows_of(device: torch.device) -> str:
+    """Return the row of TILES for a device. Raises where its INT8 products are slow or do not exist."""
+    check_int8(capability(device), by_tensor_memory=True)
+    return family(capability(device))
 
 
 def _aligned(codes: Tensor) -> Tensor:
