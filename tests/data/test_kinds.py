@@ -516,9 +516,9 @@ TOKENIZERS = {
     ),
 }
 LONG = {
-    "text": "\n".join(make_texts(150)),
-    "lines of spaces": "\n\n   \n".join(make_texts(100)).replace(" ", "   "),
-    "one line": " ".join(make_texts(150)).replace("\n", " "),
+    "text": "\n".join(make_texts(80)),
+    "lines of spaces": "\n\n   \n".join(make_texts(60)).replace(" ", "   "),
+    "one line": " ".join(make_texts(80)).replace("\n", " "),
     "no spaces": "".join("".join(make_texts(12)).split()),
     "code": "x=[]\n\n\ndef f(a):\n\treturn a+1\n" * 300,
     "one letter": "a" * 2500,
