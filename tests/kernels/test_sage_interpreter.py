@@ -5,7 +5,6 @@ with all files of such cases and, inside it, some of the cases.
 """
 
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ if not INSIDE:
 
     @pytest.mark.timeout(600)
     def test_kernels_in_the_interpreter():
-        run_interpreted(sorted(Path(__file__).parent.glob("test_*_interpreter.py")))
+        run_interpreted()
 
 else:
     from sagekernels.backward import triton_backward

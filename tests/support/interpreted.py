@@ -6,10 +6,14 @@ Triton reads TRITON_INTERPRET when its functions are decorated, so the cases run
 from __future__ import annotations
 
 import os
+import select
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
 
 import pytest
 import torch
@@ -20,14 +24,41 @@ INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
 """True in the process that interprets."""
 
 
-def run_interpreted(files: Iterable[Path]) -> None:
-    """Run the tests of files in a process that interprets."""
+FILES = sorted((Path(__file__).parents[1] / "kernels").glob("test_*_interpreter.py"))
+_started: list[tuple[int, subprocess.Popen, IO[bytes]]] = []
+"""The one who started the process, the process and its output. It is empty until then. Forks inherit it."""
+
+
+def start() -> None:
+    """Start the process that interprets. The whole suite does so before it collects its tests, which leaves all but one
+    CPU idle."""
     # Plugins would take as long to import as torch.
     options = ["-q", "--noconftest", "--disable-plugin-autoload", "-p", "no:cacheprovider"]
-    command = [sys.executable, "-m", "pytest", *options, *map(str, files)]
+    command = ["sh", "-c", '"$@"; echo "exit code $?"', "sh", sys.executable, "-m", "pytest", *options]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    output = tempfile.TemporaryFile()  # noqa: SIM115 - it stays open until it is read
+    how = {"env": environment, "stdout": output, "stderr": subprocess.STDOUT, "start_new_session": True}
+    _started.append((os.getpid(), subprocess.Popen([*command, *map(str, FILES)], **how), output))
+
+
+def run_interpreted() -> None:
+    """Run the tests of FILES in a process that interprets, or wait for it if a parent of this process has started
+    it."""
+    if not _started:
+        start()
+    _, process, output = _started[0]
+    ended = select.poll()  # Only the process that started it could wait for it in the usual way.
+    ended.register(os.pidfd_open(process.pid))
+    ended.poll()
+    said = os.pread(output.fileno(), 10_000_000, 0).decode()
+    assert said.endswith("exit code 0\n"), said[-7000:]
+
+
+def stop() -> None:
+    """End the process if this one has started it and it has not ended."""
+    for starter, process, _ in _started:
+        if starter == os.getpid() and process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 @pytest.fixture(autouse=True)

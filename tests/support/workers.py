@@ -19,10 +19,21 @@ import pytest
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # A process that had looked for a GPU could not be forked.
 
 import forked
+import interpreted
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--workers", type=int, default=3, help="the number of processes; 0: this one runs the tests")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    whole = config.args_source is config.ArgsSource.TESTPATHS
+    if whole and config.option.workers and not config.option.collectonly:
+        interpreted.start()
+
+
+def pytest_unconfigure() -> None:
+    interpreted.stop()
 
 
 class Worker:
