@@ -25,7 +25,7 @@ from sagetrain.model.operations import block_operations
 # begins last.
 SLOW = """
 engine pipeline fsdp optimizers hosts faults resume sage_compile plan linear_precision accounting transformer
-guides linear_schedule compare hopper_backward precision_runs mma_backward sage_interpreter hopper_forward
+guides linear_schedule compare hopper_backward precision_runs mma_backward hopper_forward
 parallel checkpoint report replay kinds layouts sage_casts_compile spike_policies monitor sage_fp4_compile
 copies linear_errors start mma_forward packaging sources quant_noise noise_runs lm_eval saving first_pass
 init_from sage_accuracy notebooks noise_scale spikes

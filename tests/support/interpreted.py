@@ -22,8 +22,6 @@ from triton.runtime import interpreter
 
 INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
 """True in the process that interprets."""
-
-
 FILES = sorted((Path(__file__).parents[1] / "kernels").glob("test_*_interpreter.py"))
 _started: list[tuple[int, subprocess.Popen, IO[bytes]]] = []
 """The one who started the process, the process and its output. It is empty until then. Forks inherit it."""
