@@ -231,8 +231,8 @@ def check_disk(cfg: RunConfig, vocab_size: int) -> None:
     # Some network file systems do not say how large they are.
     if disk.total and disk.free < size:
         raise ConfigError(
-            f"training.run_dir {cfg.training.run_dir}: a checkpoint takes {size / 2**30:,.1f} GiB, and the disk there "
-            f"has {disk.free / 2**30:,.1f} GiB free; make room, or choose a folder on another disk"
+            f"training.run_dir {cfg.training.run_dir}: a checkpoint takes {size / 1e6:,.1f} MB, and the disk there "
+            f"has {disk.free / 1e6:,.1f} MB free; make room, or choose a folder on another disk"
         )
 
 

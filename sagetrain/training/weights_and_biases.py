@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import WandbConfig
 from sagetrain.data.token_file import write_atomic
@@ -107,6 +109,9 @@ def check_login(settings: WandbConfig, run_dir: Path) -> None:
         known = settings.mode == "offline" or wandb.login(prompt=False, verify=False)
     except TypeError:  # Earlier releases of wandb have no `prompt` and always ask. on_start finds what is wrong.
         return
+    except ValidationError as error:
+        wrong = [f"WANDB_{str(each['loc'][0]).upper()} = {each['input']!r}: {each['msg']}" for each in error.errors()]
+        raise ConfigError(f"logging.wandb: {'; '.join(wrong)}; unset that variable") from error
     except (wandb.Error, ValueError) as error:
         raise ConfigError(_refused(str(error))) from error
     if not known:

@@ -103,6 +103,8 @@ def test_what_wandb_refuses_is_said_with_what_to_do(tmp_path: Path, monkeypatch)
 
 def test_a_login_is_looked_for_before_ranks_meet(corpus: Path, tmp_path: Path, monkeypatch) -> None:
     """A run without a login ends before its engine is built, and so does one with a key that wandb refuses."""
+    import wandb
+
     for name in ("HOME", "NETRC", "WANDB_DIR", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR"):
         monkeypatch.setenv(name, str(tmp_path / name))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
@@ -112,6 +114,11 @@ def test_a_login_is_looked_for_before_ranks_meet(corpus: Path, tmp_path: Path, m
         build(cfg)
     monkeypatch.setenv("WANDB_API_KEY", "short")
     with pytest.raises(ConfigError, match=r"logging\.wandb: WANDB_API_KEY invalid: .*mode=offline"):
+        check_login(cfg.logging.wandb, tmp_path)
+    monkeypatch.delenv("WANDB_API_KEY")
+    monkeypatch.setenv("WANDB_MODE", "sideways")
+    wandb.teardown()  # Variables are read once.
+    with pytest.raises(ConfigError, match=r"logging\.wandb: WANDB_MODE = 'sideways': .*; unset that variable"):
         check_login(cfg.logging.wandb, tmp_path)
 
 
