@@ -210,6 +210,7 @@ def _round_both_kernel(
 ):  # fmt: skip
     """Round one tile per program. The tile is read once, and written along rows and along columns, there in words of
     four codes."""
+    # The host gives codes in their format, since a view of a tensor costs it microseconds.
     CODES, TURNED = CODES.to(tl.pointer_type(tl.int8), bitcast=True), TURNED.to(tl.pointer_type(tl.int32), bitcast=True)
     right, down = tl.program_id(0) % across, tl.program_id(0) // across
     column = right * COLUMNS + tl.arange(0, COLUMNS)
