@@ -6,11 +6,12 @@ Triton reads TRITON_INTERPRET when its functions are decorated, so the cases run
 from __future__ import annotations
 
 import os
-import select
+import re
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
@@ -44,11 +45,10 @@ def run_interpreted() -> None:
     it."""
     if not _started:
         start()
-    _, process, output = _started[0]
-    ended = select.poll()  # Only the process that started it could wait for it in the usual way.
-    ended.register(os.pidfd_open(process.pid))
-    ended.poll()
-    said = os.pread(output.fileno(), 10_000_000, 0).decode()
+    *_, output = _started[0]
+    # Only the process that started it could wait for it in the usual way.
+    while not re.search(r"exit code \d+\n$", said := os.pread(output.fileno(), 10_000_000, 0).decode()):
+        time.sleep(0.2)
     assert said.endswith("exit code 0\n"), said[-7000:]
 
 
