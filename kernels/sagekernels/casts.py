@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import on_device_of
+from .launch import ceil_div, on_device_of
 from .operators import operator
 from .pieces import INTERPRETED, MAGIC
 
@@ -246,11 +246,6 @@ def _round_both_kernel(
     tl.store(TURNED + column.to(tl.int64)[:, None] * many + word[None, :], tl.trans(words), mask=inside)
 
 
-def _pieces(length: int, of: int) -> int:
-    """Return the rounded-up quotient. triton.cdiv does the same but costs 2 microseconds of Python."""
-    return -(-length // of)
-
-
 def quantize_both_triton(x: Tensor, number: torch.dtype, per_row: bool) -> tuple[Rounded, Rounded]:
     """Compute quantize_both_twin on a GPU, bit for bit. Where a value is not finite, the scale is NaN and the codes are
     arbitrary."""
@@ -260,13 +255,13 @@ def quantize_both_triton(x: Tensor, number: torch.dtype, per_row: bool) -> tuple
     largest = torch.zeros(rows + columns, dtype=torch.int32, device=x.device)
     padded = turned.shape[1]
     with on_device_of(x):
-        across, down = _pieces(columns, LARGEST_COLUMNS), _pieces(rows, LARGEST_ROWS * LARGEST_STEPS)
+        across, down = ceil_div(columns, LARGEST_COLUMNS), ceil_div(rows, LARGEST_ROWS * LARGEST_STEPS)
         _largest_kernel[(across * down,)](
             x, largest, rows, columns, x.stride(0), across,
             ROWS=LARGEST_ROWS, COLUMNS=LARGEST_COLUMNS, STEPS=LARGEST_STEPS, STAGES=LARGEST_STAGES, PER_ROW=per_row,
             NARROW=x.dtype == torch.bfloat16, num_warps=LARGEST_WARPS,
         )  # fmt: skip
-        across, down = _pieces(columns, ROUND_COLUMNS), _pieces(padded, ROUND_ROWS)
+        across, down = ceil_div(columns, ROUND_COLUMNS), ceil_div(padded, ROUND_ROWS)
         _round_both_kernel[(across * down,)](
             x, largest, codes, scale, turned, turned_scale,
             rows, columns, padded, x.stride(0), across,

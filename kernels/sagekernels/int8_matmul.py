@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .casts import DTYPES, INT8, MULTIPLE
-from .launch import capability, check_int8, family, on_device_of
+from .launch import capability, ceil_div, check_int8, family, on_device_of
 from .operators import operator
 
 PIECE = 131072
@@ -111,7 +111,7 @@ def int8_product_triton(
             TensorDescriptor(x, x.shape, [inner, 1], [block, tile.block_k])
             for x, block in ((a, tile.block_m), (b, tile.block_n))
         )
-    programs = -(-rows // tile.block_m) * -(-columns // tile.block_n)  # triton.cdiv costs 2 microseconds.
+    programs = ceil_div(rows, tile.block_m) * ceil_div(columns, tile.block_n)
     with on_device_of(a):
         _int8_product_kernel[(programs,)](
             first, a_scale, second, b_scale, out, rows, columns, inner,

@@ -190,3 +190,8 @@ def multiprocessors(device: torch.device) -> int:
 def on_device_of(x: Tensor) -> contextlib.AbstractContextManager:
     """Make x's GPU the current one, where Triton launches."""
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+
+
+def ceil_div(length: int, size: int) -> int:
+    """Return how many tiles of a size cover a length. triton.cdiv does the same but costs 2 microseconds of Python."""
+    return -(-length // size)

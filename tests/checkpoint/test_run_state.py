@@ -128,8 +128,8 @@ def test_a_checkpoint_of_a_newer_version_is_not_damaged(tmp_path: Path) -> None:
         (folder / "config.yaml").write_text("")
         files = {"config.yaml": {"bytes": 0, "sha256": on_disk.sha256(folder / "config.yaml")}}
         state = {**tiny.run_state(step, 4 * tiny.SEQ).to_json(), "version": version}
-        manifest = {"format": on_disk.FORMAT, "state": state, "layout": {"tensor_parallel_size": 1}, "tensors": {}}
-        manifest["files"] = files
+        rest = {"layout": {"tensor_parallel_size": 1}, "tensors": {}, "files": files}
+        manifest = {"format": on_disk.FORMAT, "state": state, **rest}
         (folder / "manifest.json").write_text(json.dumps(manifest))
     found, damaged = on_disk.newest_whole(tmp_path, print)
     assert found == folder and damaged == []
