@@ -84,8 +84,8 @@ _KEYS: dict[str, str] = {
         "optimizer.muon.momentum (AdamW's is optimizer.betas)": "optimizer.momentum muon_momentum",
         "optimizer.muon.steps": "ns_steps backend_steps num_ns_steps muon_num_ns_steps newton_schulz_steps",
         "optimizer.muon.adjust_lr": "adjust_lr_fn muon_scale_mode scale_mode",
-        "optimizer.lr, and optimizer.muon.adamw_lr for the tensors that AdamW updates": "muon_lr muon.lr embed_lr "
-        "embedding_lr matrix_lr adam_lr",
+        "optimizer.lr, and optimizer.lr_of for embedding, head, matrix or gain": "muon_lr muon.lr embed_lr "
+        "embedding_lr matrix_lr adam_lr adamw_lr",
         "optimizer.moments": "moments_dtype moment_dtype state_dtype exp_avg_dtype exp_avg_sq_dtype use_8bit "
         "optim_bits optimizer_state_dtype",
         "optimizer.master": "master_weights master_dtype main_params_dtype stochastic_rounding kahan "

@@ -9,7 +9,8 @@ from typing import Literal
 import torch.distributed as dist
 
 from sagetrain.config.schema import RunConfig
-from sagetrain.model.tensors import TensorSpec
+from sagetrain.config.sections.optimizer import LearningRates
+from sagetrain.model.tensors import EMBEDDING, TensorSpec
 from sagetrain.optim import adamw, muon
 from sagetrain.optim.pieces import Optimizer, TensorPiece
 
@@ -42,15 +43,22 @@ def kinds_of(spec: TensorSpec, run: RunConfig) -> tuple[str, ...]:
 def groups(specs: Iterable[TensorSpec], run: RunConfig) -> list[Group]:
     """Split the tensors of a model into groups. Matrices and embeddings decay, gains do not; those of QK-norm do if
     stability.qk_gain.decay asks for it."""
-    cfg, named = run.optimizer, dict[tuple[Rule, float], list[str]]()
+    cfg, named = run.optimizer, dict[tuple[Rule, float, float], list[str]]()
     for spec in specs:
         qk_decay = run.stability.qk_gain.decay if spec.kind == "qk_gain" else 0.0
         decay = qk_decay if spec.is_gain else cfg.weight_decay
-        named.setdefault((rule_of(spec, run), decay), []).append(spec.name)
-    return [
-        Group(rule, decay, cfg.adamw_lr / cfg.lr if rule == "adamw" else 1.0, tuple(found))
-        for (rule, decay), found in named.items()
-    ]
+        factor = (_own_lr(spec, cfg.lr_of) or cfg.lr) / cfg.lr
+        named.setdefault((rule_of(spec, run), decay, factor), []).append(spec.name)
+    return [Group(*how, tuple(found)) for how, found in named.items()]
+
+
+def _own_lr(spec: TensorSpec, lr_of: LearningRates) -> float | None:
+    """Return the peak learning rate that optimizer.lr_of has for a tensor."""
+    if spec.is_gain:
+        return lr_of.gain
+    if spec.kind == "matrix":
+        return lr_of.matrix
+    return lr_of.embedding if spec.name == EMBEDDING else lr_of.head
 
 
 def build_optimizer(
@@ -63,6 +71,6 @@ def build_optimizer(
         ranks: the ranks that hold each tensor between them; None: this rank holds them whole.
     """
     if group.rule == "muon":
-        return muon.Muon(pieces, run.optimizer, run.training.seed, ranks)
+        return muon.Muon(pieces, run.optimizer, run.training.seed, ranks, group.lr_factor)
     offloaded = run.parallel.offload != "none"
     return adamw.AdamW(pieces, run.optimizer, run.training.seed, group.weight_decay, group.lr_factor, offloaded)

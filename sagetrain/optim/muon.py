@@ -48,12 +48,19 @@ class Muon:
         pieces: the pieces of the same matrices, in the same order, on every rank of `group`.
         seed: the seed of the run.
         group: the ranks that hold each matrix between them; None: this rank holds all of them.
+        lr_factor: the learning rate as a multiple of the schedule's.
     """
 
     def __init__(
-        self, pieces: Sequence[TensorPiece], cfg: OptimizerConfig, seed: int, group: dist.ProcessGroup | None
+        self,
+        pieces: Sequence[TensorPiece],
+        cfg: OptimizerConfig,
+        seed: int,
+        group: dist.ProcessGroup | None,
+        lr_factor: float = 1.0,
     ) -> None:
         self._pieces, self._cfg, self._weight_decay, self._group = pieces, cfg.muon, cfg.weight_decay, group
+        self._lr_factor = lr_factor
         ranks = 1 if group is None else dist.get_world_size(group)
         self._rank = 0 if group is None else dist.get_rank(group)
         self.weights = [weights_of(cfg.master, piece, seed) for piece in pieces]
@@ -80,7 +87,7 @@ class Muon:
             sent = [sum(self._ranges[self._rank][n].size for n in owned) for owned in matrices]
             kept = [sum(each[n].size for n in mine) for each in self._ranges]
             updates = self._orthogonal(mine, self._exchanged(self._directions(every, gradients), sent, kept))
-            self._apply(every, self._exchanged(updates, kept, sent), lr, update)
+            self._apply(every, self._exchanged(updates, kept, sent), lr * self._lr_factor, update)
             del updates
 
     def _directions(self, matrices: Sequence[int], gradients: Sequence[Tensor]) -> Tensor:

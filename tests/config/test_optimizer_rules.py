@@ -15,16 +15,16 @@ CASES = [
         "muon_without_matrices", "optimizer.muon.adamw_matrices", "use optimizer.name: adamw",
     ),
     (
-        {"optimizer": {"name": "muon", "muon": {"adamw_lr": 0.03}}},
-        "large_lr", "optimizer.muon.adamw_lr", "use a smaller one",
+        {"optimizer": {"name": "muon", "lr_of": {"head": 0.03}}},
+        "large_lr", "optimizer.lr_of.head", "use a smaller one",
     ),
     (
         {"optimizer": {"name": "muon", "lr": 0.02, "muon": {"adjust_lr": "original"}}},
-        "large_lr", "optimizer.lr", "or set optimizer.muon.adamw_lr for what AdamW updates",
+        "large_lr", "optimizer.lr", "or set optimizer.lr_of for what AdamW updates",
     ),
     (
-        {"optimizer": {"name": "muon", "weight_decay": 50.0, "muon": {"adamw_lr": 0.1}}},
-        "decay_in_one_step", "optimizer.weight_decay", "use a smaller optimizer.muon.adamw_lr",
+        {"optimizer": {"name": "muon", "weight_decay": 50.0, "lr_of": {"embedding": 0.1}}},
+        "decay_in_one_step", "optimizer.weight_decay", "use a smaller optimizer.lr_of.embedding",
     ),
     (
         {"optimizer": {"moments": "bf16", "betas": [0.9, 0.999]}},
@@ -72,7 +72,7 @@ def test_masters_that_are_refused_are_not_warned_of(engine: str) -> None:
 
 
 @pytest.mark.parametrize("sections", [
-    {"optimizer": {"name": "muon", "muon": {"adamw_matrices": ["k", "v"], "adamw_lr": 1e-3}, "moments": "int8"}},
+    {"optimizer": {"name": "muon", "muon": {"adamw_matrices": ["k", "v"]}, "lr_of": {"gain": 1e-3}, "moments": "int8"}},
     {"optimizer": {"master": "bf16_chance", "moments": "bf16"}, "parallel": FSDP},
     {"training": {"activation_checkpointing": 2}}, {"training": {"activation_checkpointing": "auto"}},
 ])  # fmt: skip

@@ -23,6 +23,7 @@ from sagetrain.engines.protocol import Engine, Observers
 from sagetrain.model.tensors import TensorSpec, tensors
 from sagetrain.optim import muon, weights
 from sagetrain.optim.adamw import AdamW
+from sagetrain.optim.build import build_optimizer, groups
 from sagetrain.optim.muon import Muon
 from sagetrain.optim.pieces import STEP, TensorPiece
 from sagetrain.optim.states import Int8
@@ -127,6 +128,31 @@ def test_matrices_of_one_shape_are_orthogonalized_together(monkeypatch) -> None:
         Muon(pieces, OptimizerConfig(lr=1e-2), 0, None).step([drawn(spec, 0).flatten() for spec in specs], 1e-2, 1)
         assert sum(batch[0] for batch in batches) == len(specs)
         assert sorted(batches) == sorted(expected) if expected else all(math.prod(batch) <= most for batch in batches)
+
+
+def updated(name: str, lr: float, lr_of: dict[str, float]) -> dict[str, torch.Tensor]:
+    """Return all tensors of a model after one update by an optimizer whose schedule is at its peak."""
+    cfg = tiny.config(
+        1, model=MODEL, optimizer={"name": name, "lr": lr, "lr_of": lr_of, "muon": {"adamw_matrices": ["k"]}}
+    )
+    specs = {spec.name: spec for spec in tensors(cfg.model, cfg.attention, tiny.VOCAB)}
+    weights = {name: drawn(spec, -1).flatten() for name, spec in specs.items()}
+    for group in groups(specs.values(), cfg):
+        pieces = [TensorPiece(specs[name], 0, 1, 0, specs[name].size, weights[name]) for name in group.names]
+        build_optimizer(cfg, group, pieces, None).step([drawn(specs[name], 0).flatten() for name in group.names], lr, 1)
+    return weights
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_each_kind_of_tensor_has_its_learning_rate(name: str) -> None:
+    """A tensor moves as it would if its rate were optimizer.lr. Rates are powers of two, so that bits are equal."""
+    rates = {"embedding": 2**-5, "head": 2**-6, "matrix": 2**-7, "gain": 2**-8}
+    alone = {kind: updated(name, rate, {}) for kind, rate in rates.items()}
+    kinds = {"embedding.weight": "embedding", "head.weight": "head"}
+    for tensor, found in updated(name, 2**-10, rates).items():
+        kind = kinds.get(tensor, "gain" if "norm" in tensor else "matrix")
+        assert torch.equal(found, alone[kind][tensor]), tensor
+        assert not any(torch.equal(found, other[tensor]) for k, other in alone.items() if k != kind), tensor
 
 
 def losses_of(root: str, cases: list[tuple[int, int, int, tuple, dict]]) -> list[tuple[tuple, list[float]]]:

@@ -184,28 +184,31 @@ def _batch_rule(cfg: RunConfig) -> Iterator[Finding]:
 def _step_size(cfg: RunConfig) -> Iterator[Finding]:
     """Find learning rates whose exponent lacks its minus sign, and weight decay that removes whole weights in one
     step."""
-    adamw, std = cfg.optimizer.adamw_lr, cfg.model.init_std
-    fix = "use a smaller one, such as 3e-4"
-    if cfg.optimizer.name == "muon" and cfg.optimizer.muon.adamw_lr is None:
-        # With adjust_lr original, Muon's own learning rate may well be as large.
-        fix += ", or set optimizer.muon.adamw_lr for what AdamW updates: embedding, output projection and norms"
-    if adamw >= std:
+    optimizer, std = cfg.optimizer, cfg.model.init_std
+    rates = optimizer.peak_lrs()
+    only_muon = {"matrix"} if optimizer.name == "muon" and not optimizer.muon.adamw_matrices else set()
+    by_adamw = {rate for kind, rate in rates.items() if kind not in only_muon}
+    for key, lr in sorted(by_adamw):
+        if lr < std:
+            continue
+        fix = "use a smaller one, such as 3e-4"
+        if only_muon and key == "optimizer.lr":
+            # With adjust_lr original, Muon's own learning rate may well be as large.
+            fix += ", or set optimizer.lr_of for what AdamW updates: {embedding: 3e-4, head: 3e-4, gain: 3e-4}"
         yield warning(
             "large_lr",
-            "optimizer.muon.adamw_lr" if adamw != cfg.optimizer.lr else "optimizer.lr",
-            adamw,
+            key,
+            lr,
             f"one step of AdamW may change each weight by that much; they begin with a standard deviation of "
             f"model.init_std {std}",
             fix,
         )
-    decays = {
-        "optimizer.weight_decay": cfg.optimizer.weight_decay,
-        "stability.qk_gain.decay": cfg.stability.qk_gain.decay,
-    }
-    lr_key, lr = "optimizer.lr", cfg.optimizer.lr
-    if adamw > lr:
-        lr_key, lr = "optimizer.muon.adamw_lr", adamw
-    for key, decay in decays.items():
+    decays = [
+        ("optimizer.weight_decay", optimizer.weight_decay, ("embedding", "head", "matrix")),
+        ("stability.qk_gain.decay", cfg.stability.qk_gain.decay, ("gain",)),
+    ]
+    for key, decay, kinds in decays:
+        lr_key, lr = max((rates[kind] for kind in kinds), key=lambda rate: rate[1])
         if decay * lr >= 1:
             yield error(
                 "decay_in_one_step",

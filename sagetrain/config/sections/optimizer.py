@@ -24,13 +24,24 @@ class MuonConfig(Section):
     updates are as large as AdamW's and its learning rate and weight decay carry over. original: sqrt(max(1, m / n))."""
     adamw_matrices: list[Literal["q", "k", "v", "out", "gate", "up", "down"]] = []
     """Matrices of every block that AdamW updates as well."""
-    adamw_lr: PositiveFloat | None = None
-    """Peak learning rate of all tensors that AdamW updates. Default: optimizer.lr. Schedule and warm-up are those of
-    optimizer.lr, scaled."""
 
     def takes(self, kind: str, name: str) -> bool:
         """Whether Muon updates a tensor of this kind and name (model/tensors.TensorSpec), if it is the optimizer."""
         return kind == "matrix" and not {*self.adamw_matrices} & {*name.split(".")}
+
+
+class LearningRates(Section):
+    """Peak learning rates of some kinds of tensors. Default of each: optimizer.lr. Schedule and warm-up are those of
+    optimizer.lr, scaled."""
+
+    embedding: PositiveFloat | None = None
+    """Input embedding. With model.tie_embeddings this tensor is the output projection as well."""
+    head: PositiveFloat | None = None
+    """Output projection."""
+    matrix: PositiveFloat | None = None
+    """Matrices of the blocks."""
+    gain: PositiveFloat | None = None
+    """Gains of all norms, those of QK-norm included."""
 
 
 class OptimizerConfig(Section):
@@ -41,6 +52,7 @@ class OptimizerConfig(Section):
     layout alike."""
     lr: PositiveFloat
     """Peak learning rate."""
+    lr_of: LearningRates = LearningRates()
     betas: Annotated[tuple[Fraction, Fraction], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)] = (
         0.9,
         0.95,
@@ -61,10 +73,10 @@ class OptimizerConfig(Section):
     goes with parallel.engine deepspeed."""
     muon: MuonConfig = MuonConfig()
 
-    @property
-    def adamw_lr(self) -> float:
-        """The peak learning rate of what AdamW updates."""
-        return (self.muon.adamw_lr if self.name == "muon" else None) or self.lr
+    def peak_lrs(self) -> dict[str, tuple[str, float]]:
+        """Return the key that says the peak learning rate of each kind of tensor, and the rate."""
+        own = self.lr_of.model_dump().items()
+        return {kind: (f"optimizer.lr_of.{kind}", lr) if lr else ("optimizer.lr", self.lr) for kind, lr in own}
 
     def is_muon(self, kind: str, name: str) -> bool:
         """Whether Muon updates a tensor of this kind and name (model/tensors.TensorSpec)."""
