@@ -230,7 +230,7 @@ class FsdpEngine(BaseEngine):
 
     @torch.no_grad()
     def _step_optimizers(self, gradients: Mapping[str, Tensor], factor: float) -> None:
-        """Update the masters by the gradients times a factor."""
+        """Update the masters by the gradients times a factor. The decision has waited for the GPU, which reads them."""
         # A rank among many may keep nothing, and torch takes no empty list.
         if factor != 1 and gradients:
             torch._foreach_mul_(list(gradients.values()), factor)
@@ -369,8 +369,8 @@ class FsdpEngine(BaseEngine):
         # chunk gives gradients to other tensors of the outermost group, whose sums therefore travel after every pass.
         root.set_requires_all_reduce(last)
         root.set_requires_all_reduce(last or len(self.model.chunks) > 1, recurse=False)
-        # After its last pass FSDP forgets the order of passes.
-        root.set_is_last_backward(last or self._bare)
+        # After its last pass FSDP forgets the order of passes, and waits for its copies to the host. HostSums reads them.
+        root.set_is_last_backward(last or self._bare or self._sums is not None)
         root.set_reshard_after_backward(not self._bare and (last or self._stage == 3))
         if not last:
             # The outermost group is needed from the begin of a pass to its end, so giving it back saves no memory.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import late_copies
 import tiny
 from distributed import run_distributed
 from runs import check_same, finish, kill_all, log_of, reached, sagetrain, when, write_config
@@ -205,6 +207,28 @@ def test_a_step_left_out_leaves_every_bit_and_no_gradient() -> None:
     cases = [(0, {}), (1, {"offload": "optimizer"}), (2, {"shard_size": 2}), (3, {}), (3, {"offload": "all"})]
     for rank in run_distributed(refused, 4, cases):
         assert rank == [(True, True, True)] * len(cases)
+
+
+# -- state in the host's memory ----------------------------------------------------------------------------------------
+
+
+def numbers(cases: Sequence[tuple[int, dict]], late: bool) -> list[list[tuple[float, float]]]:
+    """Return losses and norms of steps of one, two and four micro-steps for each stage and section, with copies to the
+    host that are made at once or when somebody waits for them."""
+    groups, found = tiny.join(1), []
+    for stage, parallel in cases:
+        engine = tiny.engine(config(stage, parallel=parallel), groups)
+        with late_copies.played(engine) if late else nullcontext():
+            steps = [tiny.global_step(engine, step, sequences) for step, sequences in enumerate((2, 4, 8))]
+        found.append([(result.loss, result.grad_norm) for result in steps])
+    return found
+
+
+def test_gradients_are_read_when_they_are_on_the_host() -> None:
+    optimizer = {"offload": "optimizer"}
+    cases = [(1, optimizer), (2, optimizer), (2, {"shard_size": 1, **optimizer}), (3, {"offload": "all"})]
+    at_once, late = (run_distributed(numbers, 2, cases, late)[0] for late in (False, True))
+    assert late == at_once
 
 
 # -- collectives -------------------------------------------------------------------------------------------------------
