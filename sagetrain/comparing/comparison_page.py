@@ -17,6 +17,7 @@ _SHOWN = (
     "training.total_tokens",
     "optimizer.lr",
     "lr_schedule.shape",
+    "lr_schedule.warmup",
     "lr_schedule.warmup_tokens",
     "lr_schedule.decay_tokens",
     "lr_schedule.min_lr",

@@ -125,6 +125,11 @@ def decay_tokens(lr_schedule: LrScheduleConfig, total_tokens: int) -> int:
     return lr_schedule.decay_tokens or max(1, total_tokens // 10)
 
 
+def warmup_tokens(lr_schedule: LrScheduleConfig, total_tokens: int) -> int:
+    """Return the tokens of the warm-up: as configured, or else the configured share of the run."""
+    return lr_schedule.warmup_tokens or round(lr_schedule.warmup * total_tokens)
+
+
 def last_part(fraction: float, total_tokens: int) -> int:
     """Return the tokens seen at which the last `fraction` of the run begins."""
     return round(total_tokens * (1 - fraction))

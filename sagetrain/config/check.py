@@ -9,7 +9,7 @@ from pathlib import Path
 from sagetrain.config.earlier_run import MeasuredRun
 from sagetrain.config.errors import ConfigError, Finding
 from sagetrain.config.guidance import guidance
-from sagetrain.config.load import locations
+from sagetrain.config.load import fallen_away, locations
 from sagetrain.config.rules import data, fit, layout, linear, logging
 from sagetrain.config.schema import RunConfig
 
@@ -54,6 +54,7 @@ def check(
     if path is not None:
         places = locations(path, overrides)
         findings = [dataclasses.replace(finding, where=_place(finding.key, places, path)) for finding in findings]
+        findings += fallen_away(path, overrides)
     return sorted(findings, key=lambda finding: _ORDER[finding.level])
 
 

@@ -12,7 +12,7 @@ import difflib
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
-from sagetrain.config.arithmetic import may_be_low_bit
+from sagetrain.config.arithmetic import may_be_low_bit, warmup_tokens
 from sagetrain.config.earlier_run import ALL, MeasuredRun, critical_in_words, critical_tokens, margin_of
 from sagetrain.config.errors import Finding
 from sagetrain.config.schema import RunConfig
@@ -128,14 +128,14 @@ def _findings(cfg: RunConfig) -> Iterator[Finding]:
             "set attention.smooth_q: false",
             f"{_SAGEBWD}, section 5; {_SMOOTHING}",
         )
-    if cfg.lr_schedule.warmup_tokens == 0:
+    if warmup_tokens(cfg.lr_schedule, cfg.training.total_tokens) == 0:
         yield Finding(
             "no_warmup",
             "warning",
-            "lr_schedule.warmup_tokens",
-            0,
+            "lr_schedule.warmup",
+            cfg.lr_schedule.warmup,
             "every published INT8 pretraining warmed the learning rate up, over about 2.5 % of the run",
-            f"for example lr_schedule.warmup_tokens: {max(1, cfg.training.total_tokens // 40)}",
+            "for example lr_schedule.warmup: 0.025",
             f"{_SAGEBWD}, section 5: 1k of 37.5k steps at 2.1M tokens, 7.5k of 300k at 260K",
         )
     if cfg.optimizer.lr > 1e-3:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, permutations
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,17 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from sagetrain.config import yaml_nodes
-from sagetrain.config.errors import ConfigError, beyond_ascii, shown
+from sagetrain.config.errors import ConfigError, Finding, beyond_ascii, shown
 from sagetrain.config.other_names import key_meant, value_meant
-from sagetrain.config.reference import describe, keys, locate, outline, tag_of, tags_of
+from sagetrain.config.reference import describe, keys, locate, outline, slot_of, tag_of, tags_of
 from sagetrain.config.schema import RunConfig, Section
 from sagetrain.config.yaml_nodes import KeyPath
 
-_ABSENT = object()
+_ABSENT, _FIX = object(), "\n      fix: "
 _SWITCHES = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 """Boolean words of older YAML, and the words to write instead."""
+_EITHER_OR = {"lr_schedule": ("warmup", "warmup_tokens")}
+"""Two keys of a section that say the same in different units. An override of one takes the place of the other."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -87,6 +89,11 @@ def locations(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, str]
     return {_dotted(key): source.where(key) for key in [*source.lines, *source.origins] if key}
 
 
+def fallen_away(path: str | Path, overrides: Sequence[str] = ()) -> list[Finding]:
+    """Return a finding for each override that excludes values of the file, which the run therefore does not have."""
+    return _Source(path, overrides).fallen_away
+
+
 class _Source:
     """The values of a file with overrides applied, the place where each was given, and the problems found in them."""
 
@@ -95,6 +102,7 @@ class _Source:
         self.file = str(path)
         self.origins: dict[KeyPath, str] = {}
         self.problems: list[str] = []
+        self.fallen_away: list[Finding] = []
         try:
             text = Path(path).read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
@@ -111,6 +119,7 @@ class _Source:
             self.raise_problems()
         for override in overrides:
             self._override(override)
+        self._fall_away()
 
     def where(self, path: KeyPath) -> str:
         """Return the override or `file:line` that gave a key. If the key is absent, its nearest parent counts."""
@@ -183,6 +192,30 @@ class _Source:
             self.origins[path] = text
             self.unusable |= {(*path, *problem.path) for problem in problems}
 
+    def _fall_away(self) -> None:
+        """Leave out the values of the file that an override excludes: keys of another schedule, and the other one of
+        two keys that say the same."""
+        for name, field in RunConfig.model_fields.items():
+            members, given = slot_of(field).sections, self.tree.get(name)
+            if not isinstance(given, dict):
+                continue
+            for one, other in permutations(_EITHER_OR.get(name, ()), 2):
+                if (name, one) in self.origins:
+                    self._leave_out(name, one, {other})
+            chosen = [member for member in members[1:] and members if tag_of(member) == given.get("schedule")]
+            if chosen and (name, "schedule") in self.origins:
+                others = {key for member in members for key in member.model_fields} - chosen[0].model_fields.keys()
+                self._leave_out(name, "schedule", others)
+
+    def _leave_out(self, section: str, by: str, excluded: set[str]) -> None:
+        """Leave out those of the excluded keys that the file gave, because of the override of the key `by`."""
+        given = self.tree[section]
+        gone = {key: given.pop(key) for key in [*given] if key in excluded and (section, key) in self.lines}
+        if said := ", ".join(f"{key} {value}" for key, value in gone.items() if value):
+            why = f"in the place of {said} of {self.file}"
+            where = self.where((section, by))
+            self.fallen_away.append(Finding("falls_away", "info", f"{section}.{by}", given[by], why, where=where))
+
     def _child(self, target: Any, part: str, path: KeyPath, text: str) -> str | int | None:
         """Return the key of `part` inside `target`, and create it where needed. Return None, and report a problem,
         where there can be no such key."""
@@ -231,12 +264,16 @@ def _hint_for_unknown(path: KeyPath, section: type[Section]) -> str:
     """Return a hint about where an unknown key was probably meant to go. The same section is searched first, then all
     others. The cutoffs keep names apart that share only a word: max_steps and drop_steps are 0.7 alike, misspelt names
     more than 0.8."""
-    name = str(path[-1])
+    name, section_name = str(path[-1]), _dotted(path[:-1])
     if "." in name:
         return "; dots are for overrides: in the file, each section is a line of its own"
     known = {key.name: key for key in keys()}
-    if _dotted(path) in known:  # The key is known, but belongs to another member of the union.
-        return f" for schedule: {tag_of(section)}; it belongs to {known[_dotted(path)].doc.partition(')')[0][1:]}"
+    if _dotted(path) in known:  # The key is known, but belongs to other members of the union.
+        owners = [key.doc.partition(")")[0][1:] for key in keys() if key.name == _dotted(path)]
+        return (
+            f" for schedule: {tag_of(section)}; it belongs to {' and '.join(owners)}"
+            f"{_FIX}leave it out, or set {section_name}.schedule: {owners[0]}"
+        )
     if meant := key_meant(name, _dotted(path[:-1])):
         return f"; {meant}"
     near = difflib.get_close_matches(name, section.model_fields, 1, cutoff=0.75)
@@ -246,7 +283,8 @@ def _hint_for_unknown(path: KeyPath, section: type[Section]) -> str:
     near = difflib.get_close_matches(name, last_parts, 1, cutoff=0.8)
     near = near or [part for part in last_parts if part.endswith(f"_{name}")]
     elsewhere = f" did you mean {last_parts[near[0]]}?" if len(near) == 1 else ""
-    return f";{elsewhere} {_dotted(path[:-1]) or 'the configuration'} takes {outline(section)}"
+    fix = "" if elsewhere else f"{_FIX}write one of these keys, or leave it out"
+    return f";{elsewhere} {section_name or 'the configuration'} takes {outline(section)}{fix}"
 
 
 def _dotted(path: KeyPath) -> str:

@@ -94,8 +94,8 @@ _KEYS: dict[str, str] = {
         "none: the updates are written for our layouts already": "fused foreach implementation",
         "lr_schedule": "lr_scheduler lr_decay_style optimizer.schedule scheduler lr_scheduler_type",
         "lr_schedule.shape": "lr_schedule.type lr_schedule.name lr_schedule.schedule decay_type",
-        "lr_schedule.warmup_tokens, in tokens": "warmup warmup_steps warmup_ratio warmup_iters lr_warmup_iters "
-        "lr_warmup_fraction lr_warmup_samples",
+        "lr_schedule.warmup, a share of the run": "warmup warmup_ratio lr_warmup_fraction",
+        "lr_schedule.warmup_tokens, in tokens": "warmup_steps warmup_iters lr_warmup_iters lr_warmup_samples",
         "lr_schedule.decay_tokens, in tokens, with shape wsd": "decay_steps decay_ratio lr_wsd_decay_iters",
         "lr_schedule.min_lr": "min_lr_factor min_lr_ratio end_lr",
         _STEPS: "steps max_steps train_iters num_steps total_steps max_iters train_steps train_samples",

@@ -18,6 +18,7 @@ from sagetrain.config.arithmetic import (
     scheduled_rung,
     sharding_in_words,
     token_multiple,
+    warmup_tokens,
 )
 from sagetrain.config.earlier_run import read_measured
 from sagetrain.config.errors import ConfigError, Finding, many
@@ -359,10 +360,10 @@ def _samples_text(plan: Plan) -> str:
 def _lr_text(cfg: RunConfig, stages: list[ScheduleStage]) -> str:
     schedule, total = cfg.lr_schedule, cfg.training.total_tokens
     parts = [f"{schedule.shape}, peak {cfg.optimizer.lr:g}"]
-    if schedule.warmup_tokens:
-        left = [(schedule.warmup_tokens - row.from_tokens, row) for row in stages]
+    if warmup := warmup_tokens(schedule, total):
+        left = [(warmup - row.from_tokens, row) for row in stages]
         steps = sum(min(row.steps, -(-tokens // row.tokens_per_step)) for tokens, row in left if tokens > 0)
-        parts.append(f"warm-up over {schedule.warmup_tokens:,} tokens ({many(steps, 'step')})")
+        parts.append(f"warm-up over {warmup:,} tokens ({many(steps, 'step')})")
     if schedule.shape == "wsd":
         parts.append(f"decay from token {total - decay_tokens(schedule, total):,}")
     if schedule.shape != "constant":

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 
-from sagetrain.config.arithmetic import decay_tokens
+from sagetrain.config.arithmetic import decay_tokens, warmup_tokens
 from sagetrain.config.schema import LrScheduleConfig, OptimizerConfig
 
 _BATCH_RULE_POWER = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
@@ -36,15 +36,16 @@ def learning_rate(
 
 
 def curve(peak: float, lr_schedule: LrScheduleConfig, tokens: float, total_tokens: int) -> float:
-    """Return the value of the curve at `tokens`: 0 at 0, `peak` at warmup_tokens, min_lr at total_tokens and beyond.
+    """Return the value of the curve at `tokens`: 0 at 0, `peak` after the warm-up, min_lr at total_tokens and beyond.
 
     The curve is continuous. `constant` stays at `peak`. `wsd` stays at `peak` until decay_tokens before the end.
     """
-    if tokens < lr_schedule.warmup_tokens:
-        return peak * tokens / lr_schedule.warmup_tokens
+    warmup = warmup_tokens(lr_schedule, total_tokens)
+    if tokens < warmup:
+        return peak * tokens / warmup
     if lr_schedule.shape == "constant":
         return peak
-    start = lr_schedule.warmup_tokens
+    start = warmup
     if lr_schedule.shape == "wsd":
         start = total_tokens - decay_tokens(lr_schedule, total_tokens)
     progress = min(1.0, max(0.0, (tokens - start) / max(1, total_tokens - start)))

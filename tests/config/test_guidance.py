@@ -108,7 +108,7 @@ def test_without_qk_norm_the_error_says_it_all():
             {"lr_schedule": {"warmup_tokens": 0}},
             "no_warmup",
             "warning",
-            "lr_schedule.warmup_tokens",
+            "lr_schedule.warmup",
             "2.5 % of the run",
         ),
         ({"optimizer": {"lr": 2e-3}}, "lr_above_published", "info", "optimizer.lr", "3e-5, and 1e-3"),

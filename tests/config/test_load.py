@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sagetrain.config import ConfigError, RunConfig, dump_config, load_config, other_names, yaml_nodes
+from sagetrain.config.check import check
 from sagetrain.config.load import config_path, locations
 from sagetrain.config.reference import keys
 
@@ -221,6 +222,23 @@ def test_every_problem_is_reported_at_once_with_its_place(tmp_path):
 )  # fmt: skip
 def test_messages(tmp_path, old, new, expected):
     assert expected in problems(tmp_path, old, new) + "\n"
+
+
+def test_a_schedule_is_changed_by_its_key(tmp_path):
+    """Keys of the file that belong to another schedule fall away and are named, and so does the other way to say how
+    long the warm-up is. What the overrides themselves contradict stays an error."""
+    path = write(tmp_path, GOOD + "lr_schedule:\n  warmup: 0.02\n")
+    changes = ["tokens_per_step.tokens=65536", "tokens_per_step.schedule=constant", "lr_schedule.warmup_tokens=8"]
+    config = load_config(path, changes)
+    assert config.tokens_per_step.model_dump() == {"schedule": "constant", "tokens": 65536}
+    assert (config.lr_schedule.warmup, config.lr_schedule.warmup_tokens) == (0, 8)
+    said = [str(found) for found in check(config, 1, path=path, overrides=changes) if found.rule == "falls_away"]
+    assert len(said) == 2
+    assert 'constant": in the place of start 16384, end 65536, ramp_tokens 2100000 of ' in said[0]
+    assert "warmup_tokens = 8: in the place of warmup 0.02 of" in said[1]
+    contradiction = problems(tmp_path, "", "", *changes, "tokens_per_step.end=3")
+    assert "unknown key for schedule: constant; it belongs to ramp\n      fix: leave it out, or set" in contradiction
+    assert problems(tmp_path, "", "", "tokens_per_step.schedule=constant").count("tokens_per_step.tokens: missing") == 1
 
 
 @pytest.mark.parametrize(

@@ -223,7 +223,11 @@ CASES = [
     ),
     (
         {"lr_schedule": {"warmup_tokens": 90_000_000}}, 1,
-        "warmup_of_most", "warning", "lr_schedule.warmup_tokens", "takes 90% of the run", "for example lr_schedule.warmup_tokens: 2500000",
+        "warmup_of_most", "warning", "lr_schedule.warmup_tokens", "takes 90% of the run", "for example lr_schedule.warmup: 0.025",
+    ),
+    (
+        {"lr_schedule": {"warmup": 0.01}}, 1,
+        "one_warmup", "error", "lr_schedule.warmup_tokens", "1000000: is a second warm-up beside lr_schedule.warmup 0.01", "keep one",
     ),
     (
         {"lr_schedule": {"shape": "wsd", "decay_tokens": 99_500_000}}, 1,

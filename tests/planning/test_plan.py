@@ -77,7 +77,7 @@ def test_the_minimal_configuration_has_what_every_run_needs():
         for key, field in section.annotation.model_fields.items()
         if field.is_required()
     }
-    assert given == must | {"tokens_per_step.schedule", "tokens_per_step.tokens", "lr_schedule.warmup_tokens"}
+    assert given == must | {"tokens_per_step.schedule", "tokens_per_step.tokens", "lr_schedule.warmup"}
 
 
 @pytest.mark.parametrize("name", sorted({*SHIPPED} - {"minimal"}))

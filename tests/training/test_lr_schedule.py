@@ -34,6 +34,14 @@ def test_closed_form(shape, points):
     config = LrScheduleConfig(shape=shape, warmup_tokens=100, min_lr=0.5, decay_tokens=200 if shape == "wsd" else None)
     for tokens, expected in points.items():
         assert curve(2.0, config, tokens, TOTAL) == pytest.approx(expected, abs=1e-12), tokens
+    share = config.model_copy(update={"warmup": 0.1, "warmup_tokens": 0})
+    for tokens in range(0, TOTAL + 1, 10):
+        assert curve(2.0, share, tokens, TOTAL) == curve(2.0, config, tokens, TOTAL)
+
+
+def test_a_shorter_run_has_a_shorter_warm_up():
+    config = LrScheduleConfig(warmup=0.1)
+    assert [curve(2.0, config, total // 20, total) for total in (TOTAL, TOTAL // 10)] == [1.0, 1.0]
 
 
 def test_wsd_decays_over_the_last_tenth_by_default():

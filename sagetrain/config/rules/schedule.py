@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from sagetrain.config.arithmetic import data_parallel_size, decay_tokens, token_multiple
+from sagetrain.config.arithmetic import data_parallel_size, decay_tokens, token_multiple, warmup_tokens
 from sagetrain.config.errors import Finding
 from sagetrain.config.rules.findings import error, neighbours, no_effect, warning
 from sagetrain.config.schema import RampTokens, RunConfig, StagedTokens
@@ -123,31 +123,41 @@ def _ramp(cfg: RunConfig, ramp: RampTokens) -> Iterator[Finding]:
 
 def _lr_schedule(cfg: RunConfig) -> Iterator[Finding]:
     schedule, total = cfg.lr_schedule, cfg.training.total_tokens
-    decay = decay_tokens(schedule, total)
-    if schedule.warmup_tokens >= total:
+    decay, warmup = decay_tokens(schedule, total), warmup_tokens(schedule, total)
+    key = "lr_schedule.warmup_tokens" if schedule.warmup_tokens else "lr_schedule.warmup"
+    given = schedule.warmup_tokens or schedule.warmup
+    if schedule.warmup_tokens and schedule.warmup:
+        yield error(
+            "one_warmup",
+            key,
+            given,
+            f"is a second warm-up beside lr_schedule.warmup {schedule.warmup}",
+            "keep one of the two, and set the other to 0",
+        )
+    elif warmup >= total:
         yield error(
             "warmup_before_end",
-            "lr_schedule.warmup_tokens",
-            schedule.warmup_tokens,
+            key,
+            given,
             f"is not less than training.total_tokens {total}: the peak would never be reached",
-            "shorten the warm-up or train longer",
+            "shorten the warm-up (lr_schedule.warmup: 0.01 is a hundredth of any run), or train longer",
         )
-    elif schedule.shape == "wsd" and schedule.warmup_tokens + decay > total:
+    elif schedule.shape == "wsd" and warmup + decay > total:
         it = "it" if schedule.decay_tokens else f"the default of {decay}"
         yield error(
             "decay_after_warmup",
             "lr_schedule.decay_tokens",
             schedule.decay_tokens,
-            f"with a warm-up of {schedule.warmup_tokens} {it} is more than training.total_tokens {total}",
-            f"use at most {total - schedule.warmup_tokens}, or shorten the warm-up",
+            f"with a warm-up of {warmup} {it} is more than training.total_tokens {total}",
+            f"use at most {total - warmup}, or shorten the warm-up",
         )
-    elif schedule.warmup_tokens > total // 2:
+    elif warmup > total // 2:
         yield warning(
             "warmup_of_most",
-            "lr_schedule.warmup_tokens",
-            schedule.warmup_tokens,
-            f"takes {schedule.warmup_tokens / total:.0%} of the run: the learning rate reaches optimizer.lr only then",
-            f"for example lr_schedule.warmup_tokens: {max(1, total // 40)}",
+            key,
+            given,
+            f"takes {warmup / total:.0%} of the run: the learning rate reaches optimizer.lr only then",
+            "for example lr_schedule.warmup: 0.025",
         )
     if schedule.min_lr > cfg.optimizer.lr:
         yield error(

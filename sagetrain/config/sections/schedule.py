@@ -117,8 +117,11 @@ class LrScheduleConfig(Section):
 
     shape: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
     """Decay after the warm-up: cosine or linear over the run, wsd (stable, then linear decay at the end), constant."""
+    warmup: Fraction = 0.0
+    """Linear warm-up from 0, as a share of training.total_tokens: 0.01 is a hundredth of the run. A run with another
+    total_tokens then has a warm-up of another length."""
     warmup_tokens: NonNegativeInt = 0
-    """Tokens of linear warm-up from 0."""
+    """Linear warm-up from 0 in tokens, instead of warmup."""
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at the end of the run."""
     decay_tokens: PositiveInt | None = None
