@@ -350,15 +350,15 @@ def idle_gpus(rows: list[Row]) -> list[str]:
 
 def table(rows: list[Row]) -> list[str]:
     """Return the lines of the start-up table: one line for each host, then the values that all hosts share."""
-    cells: list[tuple[str, ...]] = []
-    cells.append(("host", "ranks", "data parallel", "context parallel", "tensor parallel", "devices"))
+    axes = {"pp": "pipeline parallel", "dp": "data parallel", "cp": "context parallel", "tp": "tensor parallel"}
+    cells: list[tuple[str, ...]] = [("host", "ranks", *axes.values(), "devices")]
     for host, members in by_host(rows).items():
         devices = dict.fromkeys(row["device"] for row in members)
         counts = (sum(row["device"] == device for row in members) for device in devices)
         cells.append(
             (
                 host,
-                *(ranges(row[axis] for row in members) for axis in ("rank", "dp", "cp", "tp")),
+                *(ranges(row[axis] for row in members) for axis in ("rank", *axes)),
                 ", ".join(f"{count} x {device}" for count, device in zip(counts, devices, strict=True)),
             )
         )
@@ -376,7 +376,6 @@ def table(rows: list[Row]) -> list[str]:
 
 def _row(cfg: RunConfig, topology: Topology, device: torch.device, files: dict[str, str]) -> Row:
     rank = dist.get_rank()
-    dp, cp, tp = topology.coords(rank)
     tree = {
         f"{section}.{key}": value
         for section, values in cfg.model_dump(mode="json").items()
@@ -386,9 +385,8 @@ def _row(cfg: RunConfig, topology: Topology, device: torch.device, files: dict[s
         "host": socket.gethostname(),
         "problem": "",
         "rank": rank,
-        "dp": dp,
-        "cp": cp,
-        "tp": tp,
+        "pp": rank // topology.stage_size,
+        **dict(zip(("dp", "cp", "tp"), topology.coords(rank), strict=True)),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "devices": _told_apart(cfg, device),
         "gpus": torch.cuda.device_count(),

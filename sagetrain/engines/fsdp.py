@@ -384,6 +384,9 @@ class FsdpEngine(BaseEngine):
             block.set_requires_gradient_sync(True, recurse=False)
             block.set_requires_all_reduce(True, recurse=False)
             block.set_reshard_after_backward(True, recurse=False)
+        if self._micro_batches == 1:
+            # FSDP reduces no group of sums in fp32, from other chunks, beside new gradients in training.dtype.
+            self._root.set_requires_gradient_sync(True, recurse=False)
         self._mode = None
 
     def backward(self, loss: Tensor, last: bool) -> None:

@@ -7,6 +7,7 @@ micro-batches.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Literal, NamedTuple
@@ -22,37 +23,39 @@ class Action(NamedTuple):
     """The number of the micro-batch, from 0."""
 
 
-def orders(ranks: int, per_rank: int, micros: int, backward: bool = True) -> list[list[Action]]:
-    """Return the actions of every stage, in the order in which the stage does them.
+# A run has few numbers of micro-batches at a time, and takes many steps with each.
+@functools.lru_cache(maxsize=8)
+def order_of(stage: int, stages: int, per_stage: int, micros: int, backward: bool = True) -> tuple[Action, ...]:
+    """Return the actions of one stage, in the order in which the stage does them.
 
     Micro-batches go through the chunks in rounds. A round has as many micro-batches as there are stages, or a few more
     if the rounds would not come out even.
 
     Args:
-        ranks: the number of stages.
-        per_rank: the number of chunks on each stage.
+        per_stage: the number of chunks on each stage.
         micros: the number of micro-batches.
         backward: whether backward passes follow the forward passes.
     """
-    rounds = max(1, micros // ranks)
+    rounds = max(1, micros // stages)
     bounds = [micros * number // rounds for number in range(rounds + 1)]
     batches = [range(low, high) for low, high in pairwise(bounds)]
-    found = []
-    for rank in range(ranks):
-        own = range(rank, ranks * per_rank, ranks)
-        forward = [Action("forward", chunk, micro) for some in batches for chunk in own for micro in some]
-        if not backward:
-            found.append(forward)
-            continue
-        back = [Action("backward", chunk, micro) for some in batches for chunk in reversed(own) for micro in some]
-        # The warm-up ends when the first gradient can be there.
-        ahead = ranks - rank - 1
-        if per_rank > 1:
-            ahead = 2 * ahead + (per_rank - 1) * len(max(batches, key=len))
-        ahead = min(ahead, len(forward))
-        steady = [action for pair in zip(forward[ahead:], back, strict=False) for action in pair]
-        found.append([*forward[:ahead], *steady, *back[len(forward) - ahead :]])
-    return found
+    own = range(stage, stages * per_stage, stages)
+    forward = tuple(Action("forward", chunk, micro) for some in batches for chunk in own for micro in some)
+    if not backward:
+        return forward
+    back = [Action("backward", chunk, micro) for some in batches for chunk in reversed(own) for micro in some]
+    # The warm-up ends when the first gradient can be there.
+    ahead = stages - stage - 1
+    if per_stage > 1:
+        ahead = 2 * ahead + (per_stage - 1) * len(max(batches, key=len))
+    ahead = min(ahead, len(forward))
+    steady = [action for pair in zip(forward[ahead:], back, strict=False) for action in pair]
+    return *forward[:ahead], *steady, *back[len(forward) - ahead :]
+
+
+def orders(stages: int, per_stage: int, micros: int, backward: bool = True) -> list[tuple[Action, ...]]:
+    """Return the actions of every stage: see `order_of`."""
+    return [order_of(stage, stages, per_stage, micros, backward) for stage in range(stages)]
 
 
 def in_flight(order: Sequence[Action]) -> int:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sagetrain.parallel.orders import Action, orders
+from sagetrain.parallel.orders import Action, order_of
 from sagetrain.parallel.topology import ParallelGroups
 
 Streams = Sequence[Tensor]
@@ -172,7 +172,7 @@ class Pipe:
             like: returns empty tensors with the shapes of a micro-batch's streams on this rank.
             backward: called for every backward pass. None: there are only forward passes.
         """
-        actions = orders(self.size, self._per_rank, micros, backward is not None)[self.rank]
+        actions = order_of(self.rank, self.size, self._per_rank, micros, backward is not None)
         left = Counter(action.chunk for action in actions if action.kind == "backward")
         kept: dict[tuple[int, int], tuple[list[Tensor], Streams]] = {}
         for action in actions:

@@ -245,12 +245,20 @@ class ParallelGroups:
     def ends_group(self) -> dist.ProcessGroup | None:
         """The ranks of a pipeline in the first and the last stage, which both have a tied embedding. None in other
         stages, and without a pipeline. The first read makes the group, and all ranks of the pipeline take part."""
+        return self._ends("ends of a pipeline")
+
+    @cached_property
+    def ends_messages(self) -> dist.ProcessGroup | None:
+        """Another group of the ranks of `ends_group`, for messages from one to the other."""
+        return self._ends("messages between the ends of a pipeline", messages=True)
+
+    def _ends(self, name: str, messages: bool = False) -> dist.ProcessGroup | None:
         if self.pp_group is None:
             return None
         stages = self.topology.pipeline_ranks(self.rank)
         ends = [stages[0], stages[-1]]
         # torch names a group after the number of groups that a rank has made, so all ranks make as many.
-        group = self.subgroup(ends if self.rank in ends else [self.rank], "ends of a pipeline")
+        group = self.subgroup(ends if self.rank in ends else [self.rank], name, messages)
         return group if self.rank in ends else None
 
     def subgroup(self, ranks: list[int], name: str, messages: bool = False) -> dist.ProcessGroup:

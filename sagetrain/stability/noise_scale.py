@@ -129,8 +129,8 @@ class GradientNoise:
         self._small = torch.zeros(len(specs), dtype=torch.float64, device=device)
         self._mean = torch.zeros_like(self._small)
         self._counted: list[int] = []
-        ends = groups.ends_group if "head.weight" not in self._squares.place else None
-        self._tied = _TiedGradient(ends, groups.pp_rank > 0, self._squares.place[EMBEDDING]) if ends else None
+        ends, place = groups.ends_messages if "head.weight" not in self._squares.place else None, self._squares.place
+        self._tied = _TiedGradient(ends, groups.pp_rank > 0, place[EMBEDDING], device) if ends else None
 
     @contextmanager
     def micro_batch(self, counted: int | None = None) -> Iterator[None]:
@@ -196,7 +196,8 @@ class GradientNoise:
 
 
 class _TiedGradient:
-    """The gradient of a tied embedding, of which the last stage of a pipeline has a part and the first one the rest.
+    """The gradient of a tied embedding, of which the last stage of a pipeline has a part and the first one the rest;
+    collective.
 
     Args:
         ends: the first and the last stage.
@@ -204,9 +205,16 @@ class _TiedGradient:
         place: the place of the embedding among the parameters.
     """
 
-    def __init__(self, ends: dist.ProcessGroup, sends: bool, place: int) -> None:
+    def __init__(self, ends: dist.ProcessGroup, sends: bool, place: int, device: torch.device) -> None:
         self._ends, self._sends, self.place = ends, sends, place
         self._sent: list[tuple[Any, Tensor]] = []
+        # NCCL connects two ranks in their first message, for which both wait. In a step the last stage would wait for a
+        # backward pass of the first one, which waits for the last one's.
+        number = torch.zeros(1, device=device)
+        if sends:
+            dist.send(number, group=ends, group_dst=0)
+        else:
+            dist.recv(number, group=ends, group_src=1)
 
     def whole(self, own: Tensor) -> Tensor | None:
         """Return the sum of both parts of a micro-batch's gradient. Return None on the last stage, whose backward pass

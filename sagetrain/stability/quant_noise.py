@@ -100,7 +100,7 @@ class QuantizationProbe:
         self._places = torch.tensor([self._squares.place[name] for name in model.specs], device=device)
         # A tied embedding has a gradient on the first and on the last stage of a pipeline. The first one counts the
         # sum.
-        self._tied = list(model.specs).index(EMBEDDING) if groups.ends_group and model.config.tie_embeddings else None
+        self._tied = list(model.specs).index(EMBEDDING) if model.config.tie_embeddings and groups.ends_group else None
 
     @property
     def micro_batches(self) -> int:

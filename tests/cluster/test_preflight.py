@@ -23,13 +23,14 @@ from sagetrain.parallel.topology import Topology
 
 
 def rows(hosts: int = 2, per_host: int = 2) -> list[preflight.Row]:
-    """Return the rows of ranks that agree, tensor parallel inside a host."""
+    """Return the rows of ranks that agree, tensor parallel inside a host. Each host is a pipeline stage."""
     return [
         {
             "host": f"node{rank // per_host}",
             "problem": "",
             "rank": rank,
-            "dp": rank // per_host,
+            "pp": rank // per_host,
+            "dp": 0,
             "cp": 0,
             "tp": rank % per_host,
             "device": "NVIDIA H200",
@@ -51,8 +52,10 @@ def test_a_line_a_host_and_one_for_all() -> None:
         row["files"] = {"tokenizer": "0123"} | {f"data.train.{n} (samples)": 12 * "a" for n in range(8)}
     *head, versions, hashes, more, _, end = preflight.table(mixed)
     assert [line.split("  ")[0] for line in head] == ["host", "node0", "node1"]
-    assert head[1].endswith("0..1             2 x NVIDIA H200")
-    assert head[2].endswith("1 x NVIDIA H200, 1 x NVIDIA H100")
+    cells = [re.split("  +", line) for line in head]
+    assert cells[0][2:6] == ["pipeline parallel", "data parallel", "context parallel", "tensor parallel"]
+    assert cells[1] == ["node0", "0..1", "0", "0", "0", "0..1", "2 x NVIDIA H200"]
+    assert cells[2] == ["node1", "2..3", "1", "0", "0", "0..1", "1 x NVIDIA H200, 1 x NVIDIA H100"]
     assert versions == "versions: sagetrain 1 (sources ab), torch 2.9.0"
     assert hashes.startswith("hashes: configuration ") and max(map(len, (hashes, more, end))) <= 100
     assert preflight.disagreements(mixed) == [] == preflight.differing_environment(mixed)

@@ -21,8 +21,10 @@ from distributed import run_distributed
 from forked import PATIENCE
 from sagetrain.cluster import guard
 from sagetrain.cluster.guard import Watchdog
+from sagetrain.parallel import orders as orders_module
 from sagetrain.parallel.orders import Action, in_flight, orders
 from sagetrain.parallel.pipeline import Pipe
+from sagetrain.parallel.topology import Topology
 
 LAYOUTS = [(ranks, per_rank) for ranks, per_rank in product(range(2, 9), (1, 2)) if ranks * per_rank <= 12] + [(3, 3)]
 
@@ -93,6 +95,19 @@ def test_messages_arrive_in_the_order_in_which_they_are_awaited(ranks: int, per_
                     wraps = min(chunk, chunk - step) % ranks == ranks - 1
                     awaited[(rank - step) % ranks, rank, kind, wraps].append((chunk, micro))
         assert sent == awaited
+
+
+def test_a_stage_makes_its_own_order_once(monkeypatch) -> None:
+    """The actions of all stages would be made at every step: a twentieth of a second at 16 stages."""
+    made, place = [], {"topology": Topology(4, 1, 1, 4), "rank": 1, "pp_rank": 1}
+    monkeypatch.setattr(orders_module, "Action", lambda *action: made.append(action) or Action(*action))
+    monkeypatch.setattr(Pipe, "_connect", lambda *_: None)
+    monkeypatch.setattr(Pipe, "_receive", lambda *_: [])
+    monkeypatch.setattr(Pipe, "_send", lambda *_: None)
+    pipe = Pipe(SimpleNamespace(**place, subgroup=lambda *_, **__: None), 2)
+    for _ in range(3):
+        pipe.run(37, lambda *_: [], lambda _: [], lambda *_: None)
+    assert len(made) == 2 * 2 * 37
 
 
 # -- stages that hang or die -------------------------------------------------------------------------------------------
