@@ -213,9 +213,9 @@ class Saver:
                 used += size
         assert used == memory.numel(), "what a rank owns does not change in a run"
         if _on_gpu(owned):
-            # The copies run on training's own stream, behind the update that is saved, and the thread reads what has been
-            # copied. Training could queue its next step behind them at once, but that would gain nothing, because the
-            # GPU begins that step when the copies are done.
+            # The copies run on training's own stream, behind the update that is saved, and the thread reads them.
+            # Training could queue its next step behind them at once, but that would gain nothing, because the GPU
+            # begins that step when the copies are done.
             torch.cuda.current_stream().synchronize()
         return tensors
 

@@ -99,8 +99,8 @@ class Batch:
         def there(x: torch.Tensor | None) -> torch.Tensor | None:
             if x is None or torch.device(device).type == "cpu":
                 return x
-            # A copy waits for all pending work of the GPU unless it is from pinned memory. torch keeps that memory until it
-            # is copied.
+            # A copy waits for all pending work of the GPU unless it is from pinned memory. torch keeps the memory until
+            # the copy is made.
             return x.pin_memory().to(device, non_blocking=True)
 
         def own(x: torch.Tensor | None) -> torch.Tensor | None:

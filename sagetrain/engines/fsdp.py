@@ -369,7 +369,7 @@ class FsdpEngine(BaseEngine):
         # chunk gives gradients to other tensors of the outermost group, whose sums therefore travel after every pass.
         root.set_requires_all_reduce(last)
         root.set_requires_all_reduce(last or len(self.model.chunks) > 1, recurse=False)
-        # After its last pass FSDP forgets the order of passes, and waits for its copies to the host. HostSums reads them.
+        # After its last pass FSDP forgets the order of passes, and waits for its copies to the host, as HostSums needs.
         root.set_is_last_backward(last or self._bare or self._sums is not None)
         root.set_reshard_after_backward(not self._bare and (last or self._stage == 3))
         if not last:

@@ -85,8 +85,8 @@ class WholeWeights:
 
     def _renew(self, number: int) -> None:
         leaves, masters, sizes, even, _ = self._groups[number]
-        # Masters in the host's memory are still read when this returns. The host writes them in the next update, when it
-        # has gradients that the GPU computed from these weights.
+        # Masters in the host's memory are still read when this returns. The host writes them in the next update, when
+        # it has gradients that the GPU computed from these weights.
         masters = [master.to(self._device, non_blocking=True) for master in masters]
         if self._ranks is None:
             torch._foreach_copy_([leaf.view(-1) for leaf in leaves], masters)
