@@ -58,8 +58,9 @@ def context() -> multiprocessing.context.BaseContext:
     survive a fork."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([] if torch.cuda.is_available() else IMPORTED)
-    # The fork server would not find this folder otherwise.
-    with patch.dict(os.environ, PYTHONPATH=str(Path(__file__).parent)):
+    # The fork server would not find this folder otherwise. A checkout that PYTHONPATH names goes before an installed one.
+    folders = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(folders)):
         forkserver.ensure_running()
     return context
 
