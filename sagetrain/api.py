@@ -30,8 +30,9 @@ from sagetrain.data.prepare import prepare as _prepare
 from sagetrain.data.records import Chats, Pairs
 from sagetrain.data.request import Request
 from sagetrain.data.tokenizer import known_vocab_size
-from sagetrain.hardware import HARDWARE, cluster_of, planned_gpu
-from sagetrain.planning.plan import Plan, make_plan
+from sagetrain.hardware import cluster_of, planned_gpu
+from sagetrain.planning.plan import make_plan
+from sagetrain.planning.result import Plan
 
 # These modules import torch.
 if TYPE_CHECKING:
@@ -177,7 +178,7 @@ def plan(
         config: the result of load_config, a YAML file, or the name of a shipped configuration.
         overrides: values that replace those of the file. They are not allowed together with a RunConfig.
         world_size: the number of ranks. Default: parallel.world_size, or 1.
-        gpu: a key of sagetrain.hardware.HARDWARE. Default: this host's GPU, or h200.
+        gpu: a key of sagetrain.hardware.HARDWARE, or a part of one ("4090"). Default: this host's GPU, or h200.
         gpus_per_host: the number of GPUs of a host.
         network_gbps: the bandwidth of the network for each GPU, in Gbit/s.
         host_memory_gib: the memory of a host in GiB, for parallel.offload. Default: an assumption for the GPU.
@@ -185,8 +186,6 @@ def plan(
     Raises:
         ConfigError: the configuration cannot be read, the GPU is not known, or a number is below 1 or not finite.
     """
-    if gpu is not None and gpu not in HARDWARE:
-        raise ConfigError(f"gpu {gpu!r} is not known: give one of {', '.join(HARDWARE)}")
     check_least("plan", 1, {"world_size": world_size, "gpus_per_host": gpus_per_host})
     check_least("plan", 1, {"network_gbps": network_gbps, "host_memory_gib": host_memory_gib})
     kind, _ = planned_gpu(gpu)

@@ -8,10 +8,13 @@ estimates until someone measures them.
 
 from __future__ import annotations
 
+import difflib
 import re
 import shutil
 import subprocess
 from dataclasses import dataclass, field, replace
+
+from sagetrain.config.errors import ConfigError
 
 # These are dense 16-bit tensor-core peaks in FLOP/s from the vendors' datasheets, keyed by the result of `model_of` for
 # the driver's name. A card that comes in several forms is its SXM form if no form is named. A card that is missing here
@@ -374,6 +377,21 @@ def _key(model: str) -> str:
     return model.lower().replace(" ", "")
 
 
+def known_gpu(text: str) -> str:
+    """Return the key in HARDWARE that a text names, whole or by a part of it ("4090", "NVIDIA H100 80GB HBM3").
+
+    Raises:
+        ConfigError: it names none, or several.
+    """
+    key = _key(model_of(text))
+    found = [key] if key in HARDWARE else [name for name in HARDWARE if key and key in name]
+    if len(found) == 1:
+        return found[0]
+    near = found or difflib.get_close_matches(key, HARDWARE)
+    meant = f"did you mean {' or '.join(near)}? Known are" if near else "give one of"
+    raise ConfigError(f"gpu {text!r} is not known: {meant} {', '.join(HARDWARE)}")
+
+
 def gpu_here() -> str | None:
     """Return the name that the driver gives this host's first GPU, or None if there is no NVIDIA GPU or driver."""
     tool = shutil.which("nvidia-smi")
@@ -407,10 +425,10 @@ def planned_gpu(asked: str | None) -> tuple[str, str]:
     """Return the key in HARDWARE of the GPU to predict for, and a sentence for the reader if it was not named.
 
     Args:
-        asked: a key in HARDWARE. None: take this host's GPU, or the nearest known one, or an H200.
+        asked: a name that known_gpu knows. None: take this host's GPU, or the nearest known one, or an H200.
     """
     if asked:
-        return asked, ""
+        return known_gpu(asked), ""
     found = gpu_here()
     known = found and of_device(found)
     key = _key(model_of(found or ""))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from pathlib import Path
 from typing import Annotated
 
@@ -12,8 +11,6 @@ from sagetrain.cli.configuration import named as _named
 from sagetrain.cli.exits import leave as _exit
 from sagetrain.cli.options import Config, ConfigOption, Overrides, finite
 from sagetrain.hardware import HARDWARE, cluster_of, planned_gpu
-
-Gpu = enum.Enum("Gpu", {name: name for name in HARDWARE})  # type: ignore[misc]
 
 
 def plan(
@@ -27,12 +24,13 @@ def plan(
         ),
     ] = None,
     gpu: Annotated[
-        Gpu | None,
+        str | None,
         typer.Option(
-            case_sensitive=False,
             show_default=False,
-            help="GPU to predict memory and step time for. Default: this host's GPU, or h200. Rates of h200 and "
-            "h100 are measured; the others are scaled by data sheets.",
+            metavar="NAME",
+            autocompletion=lambda: [*HARDWARE],
+            help=f"GPU to predict memory and step time for, or a part of its name: {', '.join(HARDWARE)}. Default: "
+            "this host's GPU, or h200. Rates of h200 and h100 are measured; the others are scaled by data sheets.",
         ),
     ] = None,
     gpus_per_host: Annotated[
@@ -74,7 +72,7 @@ def plan(
     ] = False,
     show_keys: Annotated[
         bool,
-        typer.Option("--keys", help="List the keys of the YAML instead; --keys optimizer lists those of a section."),
+        typer.Option("--keys", help="List the keys of the YAML instead; --keys lr lists those with lr in their name."),
     ] = False,
 ) -> None:
     """Show what a run will be, on any laptop: parameters, memory, schedules, step time, better layouts, every finding.
@@ -83,15 +81,16 @@ def plan(
     sagetrain plan 7b --world-size 64 parallel.tensor_parallel_size=8
     """
     from sagetrain.planning.show import show_key_reference, show_plan
-    from sagetrain.planning.tables import console, print_text
+    from sagetrain.planning.tables import PAGE, console, print_text
 
     if show_keys:
         show_key_reference(console(), config or "")
         return
     path, changes = _named("plan", config, config_option, overrides)
-    kind, assumed = planned_gpu(gpu.value if gpu else None)
+    page = console(most=PAGE)
+    kind, assumed = planned_gpu(gpu)
     hardware = cluster_of(kind, gpus_per_host, network_gbps, host_memory)
     if assumed:
-        print_text(console(), assumed)
-    if show_plan(path, changes, world_size, console(), hardware, measured_tokens_per_second, brief, measured):
+        print_text(page, assumed)
+    if show_plan(path, changes, world_size, page, hardware, measured_tokens_per_second, brief, measured):
         _exit(2)

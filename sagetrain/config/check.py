@@ -51,6 +51,11 @@ def check(
         *logging.findings(cfg, required=files),
         *others,
     ]
+    return placed(findings, path, overrides)
+
+
+def placed(findings: Iterable[Finding], path: str | Path | None, overrides: Sequence[str]) -> list[Finding]:
+    """Return findings with the places where their keys were given, errors first. Without a path they get no places."""
     if path is not None:
         places = locations(path, overrides)
         findings = [dataclasses.replace(finding, where=_place(finding.key, places, path)) for finding in findings]

@@ -72,8 +72,13 @@ class Evidence:
     def explained(self, card: str) -> str:
         """Return one line for a reader of the figure. `card` is the name of the GPU."""
         if self.missing:
-            return f"~: no recorded run on {card} stands behind this: {', '.join(self.missing)}"
+            return unrecorded(card, self.missing)
         return f"recorded runs of this kind on {card} were within {self.margin:.0%} of the prediction"
+
+
+def unrecorded(card: str, missing: tuple[str, ...]) -> str:
+    """Return one line about the mark of figures that no run stands behind. `missing` are the reasons."""
+    return f"~: no recorded run on {card} stands behind this: {', '.join(missing)}"
 
 
 def engines_compared(hardware: Hardware) -> bool:

@@ -10,21 +10,20 @@ from dataclasses import dataclass
 
 from sagetrain.auto.recomputation_choice import fewest_blocks
 from sagetrain.config.arithmetic import (
-    data_parallel_size,
     engine_of,
     idle_share,
     may_be_low_bit,
     replicas,
     resolved_zero_stage,
     sharding_ranks,
-    token_multiple,
 )
 from sagetrain.config.errors import Finding
 from sagetrain.config.rules import fit
-from sagetrain.config.schema import LinearConfig, NoiseAwareTokens, RampTokens, Recomputation, RunConfig
+from sagetrain.config.schema import LinearConfig, Recomputation, RunConfig
 from sagetrain.hardware import Hardware, usable_bytes
 from sagetrain.model.accounting import MemoryItem, memory_per_rank, total_bytes, with_recomputation
 from sagetrain.model.host_memory import HOST_SHARE, host_memory_finding, host_memory_per_rank
+from sagetrain.planning.changes import changed, raise_of, way, with_enough_tokens
 from sagetrain.planning.evidence import engines_compared
 from sagetrain.planning.performance import predict, with_overlap
 from sagetrain.planning.prediction import StepPrediction
@@ -126,7 +125,7 @@ def fastest_linear(cfg: RunConfig, vocab_size: int, hardware: Hardware, span: fl
     precisions = hardware.precisions if may_be_low_bit(cfg) else ("bf16",)
     choices = [each for each in cfg.linear.choices(layers) if each.precision in precisions]
     # The optimizer takes the same time with each choice.
-    alone = _changed(cfg, {"parallel": _ALONE, "optimizer": {"name": "adamw", **_WIDE}})
+    alone = changed(cfg, {"parallel": _ALONE, "optimizer": {"name": "adamw", **_WIDE}})
     alone, parallel = with_recomputation(alone, "none"), cfg.parallel
     ranks = parallel.tensor_parallel_size * parallel.context_parallel_size
 
@@ -148,20 +147,10 @@ def fits_with(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardwa
     return fits
 
 
-def memory_finding(memory: int, world_size: int, hardware: Hardware) -> Finding | None:
-    """Return a finding if a rank is estimated to need more bytes than the GPU has, or None."""
-    if memory <= (usable := usable_memory(hardware)):
-        return None
-    return Finding(
-        "gpu_memory",
-        "error",
-        "parallel",
-        f"{memory / 2**30:.1f} GiB per rank",
-        f"more than the {usable / 2**30:.1f} GiB that {hardware.name} leaves to a run",
-        f"use {'more tensor_parallel_size or zero_stage, ' * (world_size > 1)}a smaller micro_batch_size, "
-        "optimizer.moments int8, "
-        "training.activation_checkpointing auto, or parallel.offload",
-    )
+def can_run(item: Layout, world_size: int, vocab_size: int, hardware: Hardware) -> bool:
+    """Return whether a layout fits into memory, of the GPU and of the host, without an error in config/rules."""
+    room = item.memory <= usable_memory(hardware) and not host_finding(item.cfg, world_size, vocab_size, hardware)
+    return room and _allowed(item.cfg, world_size, vocab_size)
 
 
 def by_other_engine(
@@ -172,7 +161,7 @@ def by_other_engine(
     if not engines_compared(hardware):
         return None
     engine = "deepspeed" if engine_of(cfg) == "fsdp" else "fsdp"
-    other = _changed(cfg, {"parallel": {"engine": engine}})
+    other = changed(cfg, {"parallel": {"engine": engine}})
     return layout(other, world_size, vocab_size, hardware, span) if _allowed(other, world_size, vocab_size) else None
 
 
@@ -240,8 +229,8 @@ def propose(
             return None
         with_room = _with_room(raised, world_size, vocab_size, hardware)
         found = [*_fitting(with_room, world_size, vocab_size, hardware, span)]
-        least = min((_raise(cfg, item.cfg) for item in found), default=0)
-        found = [item for item in found if _raise(cfg, item.cfg) <= MORE_TOKENS * least]
+        least = min((raise_of(cfg, item.cfg) for item in found), default=0)
+        found = [item for item in found if raise_of(cfg, item.cfg) <= MORE_TOKENS * least]
     best: dict[tuple[int | str, ...], Layout] = {}
     for item in sorted(_worth_sharding(found), key=lambda item: -item.prediction.tokens_per_second):
         best.setdefault(item.key[:-2], item)
@@ -275,6 +264,27 @@ def propose_smaller_states(
     return sorted((each[0] for each in fastest if each), key=lambda item: -item.prediction.tokens_per_second)
 
 
+def with_longer_micro_batches(
+    cfg: RunConfig, item: Layout, vocab_size: int, hardware: Hardware, span: float | None, gain: float
+) -> Layout | None:
+    """Return a layout with longer micro-batches, and with the tokens per step that they need, that is at least `gain`
+    times as fast: the one with the fewest tokens. None if none of up to eight times the length is, or fits.
+
+    Args:
+        cfg: the configuration as given, with linear.precision auto where it is.
+        item: one of its layouts.
+    """
+    world_size, micro = item.prediction.world_size, item.cfg.data.micro_batch_size
+    anew = with_recomputation(item.cfg.model_copy(update={"linear": cfg.linear}), "none")
+    for factor in (2, 4, 8):
+        longer = with_enough_tokens(changed(anew, {"data": {"micro_batch_size": factor * micro}}), world_size)
+        if _allowed(longer, world_size, vocab_size):
+            for found in _fitting([longer], world_size, vocab_size, hardware, span):
+                if found.prediction.tokens_per_second >= gain * item.prediction.tokens_per_second:
+                    return found
+    return None
+
+
 def host_memory_to_offload(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware) -> int | None:
     """Return the GiB of memory that a host needs for parallel.offload to make a layout fit. Return None if no memory
     does, or if the host has as much."""
@@ -286,48 +296,13 @@ def host_memory_to_offload(cfg: RunConfig, world_size: int, vocab_size: int, har
     return math.ceil(need / 2**30) if need > hardware.memory_of_host(ranks) else None
 
 
-def _changed(cfg: RunConfig, sections: Mapping[str, Mapping[str, object]]) -> RunConfig:
-    """Return the configuration with other values of some keys, by section."""
-    update = {name: getattr(cfg, name).model_copy(update=values) for name, values in sections.items()}
-    return cfg.model_copy(update=update)
-
-
 def _smaller_states(cfg: RunConfig) -> list[RunConfig]:
     """Return the configuration with each of _SMALLER_STATES, and once where several come to the same."""
     found: dict[tuple[object, ...], RunConfig] = {}
-    for changed in (_changed(cfg, state) for state in _SMALLER_STATES):
-        optimizer = changed.optimizer.moments, changed.optimizer.master
-        found.setdefault((*optimizer, engine_of(changed), changed.parallel.offload), changed)
+    for smaller in (changed(cfg, state) for state in _SMALLER_STATES):
+        optimizer = smaller.optimizer.moments, smaller.optimizer.master
+        found.setdefault((*optimizer, engine_of(smaller), smaller.parallel.offload), smaller)
     return [*found.values()]
-
-
-def overrides_to(cfg: RunConfig, chosen: RunConfig) -> list[str]:
-    """Return the overrides that turn `cfg` into `chosen`."""
-    pairs = {}
-    # An engine that `auto` comes to need not be named.
-    if engine_of(_changed(chosen, {"parallel": {"engine": cfg.parallel.engine}})) == engine_of(chosen):
-        chosen = _changed(chosen, {"parallel": {"engine": cfg.parallel.engine}})
-    for section, name in (
-        ("parallel", "tensor_parallel_size"),
-        ("parallel", "context_parallel_size"),
-        ("parallel", "pipeline_parallel_size"),
-        ("parallel", "pipeline_chunks"),
-        ("parallel", "pipeline_blocks"),
-        ("parallel", "sequence_parallel"),
-        ("parallel", "engine"),
-        ("parallel", "zero_stage"),
-        ("parallel", "offload"),
-        ("optimizer", "moments"),
-        ("optimizer", "master"),
-        ("training", "activation_checkpointing"),
-        ("data", "micro_batch_size"),
-    ):
-        old, new = (getattr(getattr(c, section), name) for c in (cfg, chosen))
-        if old != new:
-            pairs[f"{section}.{name}"] = str(new).lower()
-    old, new = cfg.tokens_per_step.named_tokens, chosen.tokens_per_step.named_tokens
-    pairs.update({key: str(value) for key, value in new.items() if value != old[key]})
-    return [f"{key}={value}" for key, value in pairs.items()]
 
 
 def _every(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware) -> list[RunConfig]:
@@ -364,13 +339,7 @@ def _candidates(
         update |= {"tensor_parallel_size": split, "context_parallel_size": context}
         for (stage, engine), sharded in itertools.product(ways, (False, True)[: 1 + (split > 1)]):
             how = {**update, "sequence_parallel": sharded, "zero_stage": stage, "engine": engine}
-            yield _way(cfg, how, micro)
-
-
-def _way(cfg: RunConfig, parallel: Mapping[str, object], micro: int) -> RunConfig:
-    """Return the configuration with this layout, no recomputation and micro-batches of `micro` sequences."""
-    training, data = {"activation_checkpointing": "none"}, {"micro_batch_size": micro}
-    return _changed(cfg, {"parallel": parallel, "training": training, "data": data})
+            yield way(cfg, how, micro)
 
 
 def _sharded(cfg: RunConfig, stages: Sequence[int], hardware: Hardware) -> Iterator[tuple[int, str]]:
@@ -381,7 +350,7 @@ def _sharded(cfg: RunConfig, stages: Sequence[int], hardware: Hardware) -> Itera
     only_fsdp = cfg.optimizer.master != "fp32" or parallel.offload != "none" or parallel.shard_size is not None
     for stage in stages:
         yield stage, parallel.engine
-        at_stage = _changed(cfg, {"parallel": {"zero_stage": stage}})
+        at_stage = changed(cfg, {"parallel": {"zero_stage": stage}})
         if engine_of(at_stage) == "deepspeed" and (only_fsdp or (stage == 3 and engines_compared(hardware))):
             yield stage, "fsdp"
 
@@ -392,7 +361,7 @@ def _pipelines(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardw
     A model that fits on one GPU, with only its optimizer's state sharded, is not cut. DeepSpeed has no pipelines.
     """
     own, layers = cfg.parallel, cfg.model.num_layers
-    uncut = total_bytes(memory_per_rank(_way(cfg, _UNCUT, 1), world_size, vocab_size))
+    uncut = total_bytes(memory_per_rank(way(cfg, _UNCUT, 1), world_size, vocab_size))
     found = [(1, 1)]
     if own.engine != "deepspeed" and own.offload == "none" and uncut > usable_memory(hardware):
         sizes = [2**power for power in range(1, 5) if world_size % 2**power == 0]
@@ -409,7 +378,7 @@ def _allowed(cfg: RunConfig, world_size: int, vocab_size: int) -> bool:
 def _raised(candidates: Iterable[RunConfig], world_size: int, vocab_size: int) -> Iterator[RunConfig]:
     """Yield the candidates whose tokens_per_step config/rules refuses, with as many tokens as they need."""
     for candidate in candidates:
-        raised = _with_enough_tokens(candidate, world_size)
+        raised = with_enough_tokens(candidate, world_size)
         if raised.tokens_per_step != candidate.tokens_per_step and _allowed(raised, world_size, vocab_size):
             yield raised
 
@@ -497,26 +466,3 @@ def _recomputing(
             found = layout(with_recomputation(cfg, again), world_size, vocab_size, hardware, span)
             if found.memory <= usable:
                 yield found
-
-
-def _raise(cfg: RunConfig, raised: RunConfig) -> float:
-    """Return the largest factor between the tokens per step of two configurations."""
-    old, new = (each.tokens_per_step.named_tokens for each in (cfg, raised))
-    return max(new[key] / tokens for key, tokens in old.items())
-
-
-def _with_enough_tokens(cfg: RunConfig, world_size: int) -> RunConfig:
-    """Return the configuration with every value of tokens_per_step rounded up to whole micro-steps, and to its
-    `multiple` where it has one."""
-    multiple = token_multiple(cfg, data_parallel_size(cfg, world_size))
-    if isinstance(cfg.tokens_per_step, RampTokens | NoiseAwareTokens) and cfg.tokens_per_step.multiple:
-        multiple *= -(-cfg.tokens_per_step.multiple // multiple)
-    schedule = cfg.tokens_per_step
-    tree = schedule.model_dump()
-    for key, tokens in schedule.named_tokens.items():
-        _, *parents, last = key.split(".")
-        place = tree
-        for name in parents:
-            place = place[int(name) if isinstance(place, list) else name]
-        place[last] = -(-tokens // multiple) * multiple
-    return cfg.model_copy(update={"tokens_per_step": type(schedule).model_validate(tree)})

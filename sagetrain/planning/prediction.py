@@ -67,9 +67,14 @@ class StepPrediction:
         return sum(c.exposed for c in self.collectives if c.axis == axis)
 
     @property
+    def computing(self) -> float:
+        """Seconds of the kernels of all micro-steps."""
+        return self.matmul + self.attention + self.elementwise
+
+    @property
     def seconds(self) -> float:
         """Seconds of the whole step."""
-        parts = self.matmul + self.attention + self.elementwise + self.optimizer + self.orthogonalizing + self.offload
+        parts = self.computing + self.optimizer + self.orthogonalizing + self.offload
         return parts + self.overhead + self.launching + self.idle + sum(c.exposed for c in self.collectives)
 
     @property

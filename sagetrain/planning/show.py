@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -37,21 +38,22 @@ from sagetrain.model.accounting import (
     total_bytes,
 )
 from sagetrain.model.stages import blocks_of_chunks
-from sagetrain.planning.evidence import evidence
-from sagetrain.planning.layouts import MORE_TOKENS, Layout, overrides_to, usable_memory
+from sagetrain.planning.changes import overrides_to
+from sagetrain.planning.layouts import usable_memory
 from sagetrain.planning.performance import sample_seconds
-from sagetrain.planning.plan import Plan, make_plan
+from sagetrain.planning.plan import make_plan
 from sagetrain.planning.prediction import StepPrediction
-from sagetrain.planning.tables import Table, facts, print_line, print_table, print_text
+from sagetrain.planning.result import Plan
+from sagetrain.planning.speed_tables import communication_table, proposal_table, step_table
+from sagetrain.planning.tables import PAGE, Table, facts, print_command, print_line, print_table, print_text, size
 from sagetrain.training.lr_schedule import learning_rate
 
 _LEVEL_STYLE = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 # A ramp has as many stages as it has accumulations. This many rows show its course.
 _MAX_ROWS = 12
-_PAGE = 100
-"""Width in columns of text that is read line by line."""
 # A process may usually open this many files.
 _USUAL_FILES = 1024
+_MEMORY = "Memory per rank at its fullest moment"
 _AFTER_ERRORS = "none until the errors above are mended"
 
 
@@ -86,6 +88,9 @@ def show_plan(
     earlier = read_measured(measured) if measured else None
     plan = make_plan(path, overrides, world_size, hardware, measured_tokens_per_second, earlier)
     _print_findings(console, plan.findings)
+    if plan.shown and plan.shown is not plan.chosen:
+        words = " ".join(overrides_to(plan.configured, plan.cfg))
+        print_text(console, f"The configuration does not run as it is: all figures below are of layout 1, {words}")
     for table in [_brief_table(plan)] if brief else _tables(plan):
         console.print()
         print_table(console, table)
@@ -95,18 +100,22 @@ def show_plan(
     return plan.errors
 
 
-def show_key_reference(console: Console, begin: str = "") -> None:
-    """Print the keys of the YAML that begin with `begin`: the values that they take, their defaults and meanings.
+def show_key_reference(console: Console, part: str = "") -> None:
+    """Print the keys of the YAML that have `part` in their names, those that begin with it first: the values that they
+    take, their defaults and meanings.
 
     Raises:
         ConfigError: there is no such key.
     """
-    found = [key for key in keys() if key.name.startswith(begin)]
+    found = sorted((key for key in keys() if part in key.name), key=lambda key: not key.name.startswith(part))
     if not found:
+        names = {key.name.rpartition(".")[2]: key.name for key in keys()}
+        near = [names[name] for name in difflib.get_close_matches(part.rpartition(".")[2], names)]
         sections = ", ".join(dict.fromkeys(key.name.partition(".")[0] for key in keys()))
-        raise ConfigError(f"--keys {begin}: no key begins so; the sections are {sections}")
+        meant = f"did you mean {' or '.join(near)}? The" if near else "the"
+        raise ConfigError(f"--keys {part}: no key has this in its name; {meant} sections are {sections}")
     # The width is limited in a pipe too, because a meaning is a sentence or two that is read line by line.
-    page = min(console.width, _PAGE)
+    page = min(console.width, PAGE)
     for key in found:
         print_text(console, f"{key.name}  ({key.when_left_out})", "bold", "    ", page)
         for text in (key.takes, key.doc):
@@ -130,9 +139,9 @@ def _print_proposals(console: Console, plan: Plan) -> None:
     if plan.proposed is None:
         print_line(console, f"Layouts proposed: {_AFTER_ERRORS}", "bold")
         return
-    print_table(console, _proposal_table(plan, plan.proposed))
+    print_table(console, proposal_table(plan, plan.proposed))
     for place, item in enumerate(plan.proposed, 1):
-        print_line(console, f"{place}: {' '.join(overrides_to(plan.cfg, item.cfg)) or 'as configured'}")
+        print_command(console, f"{place}:", overrides_to(plan.configured, item.cfg) or ["as configured"])
 
 
 def _tables(plan: Plan) -> list[Table]:
@@ -140,14 +149,12 @@ def _tables(plan: Plan) -> list[Table]:
     if plan.cfg.stability.precision:
         tables.append(_precision_table(plan.cfg, plan.cfg.stability.precision))
     if plan.memory:
-        tables += [_layout_table(plan.cfg, plan.world_size, plan.vocab_size), _memory_table(plan.memory)]
+        tables += [_layout_table(plan), _memory_table(plan.memory, f"{_MEMORY}, estimated: {plan.name}")]
     if plan.host_memory:
         tables.append(_memory_table(plan.host_memory, "Host memory per rank, estimated", "not measured"))
-    if plan.chosen:
-        tables += [_schedule_table(plan), _run_table(plan, plan.chosen.prediction)]
-    if plan.priced:
-        layout, name = plan.priced
-        tables += [_step_table(layout, name, plan), _communication_table(layout.prediction, name)]
+    if plan.shown:
+        tables += [_schedule_table(plan), _run_table(plan, plan.shown.prediction)]
+        tables += [step_table(plan, plan.shown), communication_table(plan.shown.prediction, plan.name)]
     return tables
 
 
@@ -158,10 +165,11 @@ def _brief_table(plan: Plan) -> Table:
     if plan.memory:
         total = total_bytes(plan.memory)
         sharded = sharding_in_words(plan.cfg, replicas(plan.cfg, plan.world_size))
-        rows.append(("layout", f"{_ranks(plan.cfg, plan.world_size)}, {sharded}"))
-        usable = _size(usable_memory(plan.hardware))
-        rows.append(("memory", f"{_size(total)} per rank, of {usable} that {plan.hardware.name} leaves to a run"))
-    if plan.chosen:
+        instead = "" if plan.name == "as configured" else f"{plan.name}: "
+        rows.append(("layout", f"{instead}{_ranks(plan.cfg, plan.world_size)}, {sharded}"))
+        usable = size(usable_memory(plan.hardware))
+        rows.append(("memory", f"{size(total)} per rank, of {usable} that {plan.hardware.name} leaves to a run"))
+    if plan.shown:
         steps, trained = _length(plan.schedule)
         schedule, sizes = plan.cfg.tokens_per_step, {row.tokens_per_step for row in plan.schedule}
         decided = isinstance(schedule, NoiseAwareTokens)
@@ -170,10 +178,10 @@ def _brief_table(plan: Plan) -> Table:
         per_step = " to ".join(f"{tokens:,}" for tokens in sorted({min(sizes), max(sizes)}))
         count = f"steps of {per_step} tokens, decided while training" if decided else f"{steps:,} of {per_step} tokens"
         rows.append(("steps", f"{count}, {trained:,} in all"))
-        rows.append(("speed", _speed(plan.chosen.prediction) + f": {_duration(trained, plan.chosen.prediction)}"))
+        rows.append(("speed", _speed(plan.shown.prediction) + f": {_duration(trained, plan.shown.prediction)}"))
     if plan.proposed:
         best = plan.proposed[0]
-        words = " ".join(overrides_to(plan.cfg, best.cfg))
+        words = " ".join(overrides_to(plan.configured, best.cfg))
         rows.append(("fastest layout", f"{_speed(best.prediction)}: {words}" if words else "as configured"))
     else:
         fits = f"none fits {plan.world_size} x {plan.hardware.name}"
@@ -208,7 +216,7 @@ def _model_table(plan: Plan) -> Table:
             f"{model.num_attention_heads} heads and {model.num_key_value_heads} key/value heads of {model.head_dim}",
         ),
         ("attention", f"{backend}, QK-norm {attention.qk_norm}, {smoothing}"),
-        *([("linear layers", low_bit)] if low else []),
+        ("linear layers", low_bit if low else plan.cfg.training.dtype),
         ("FLOPs per token", f"{done / 1e9:.2f} G, forward and backward; attention is {share:.0%} of it{whole}"),
     ])  # fmt: skip
 
@@ -233,11 +241,12 @@ def _precision_table(cfg: RunConfig, precision: PrecisionConfig) -> Table:
     return Table("Precision ladder", ("from tokens", "attention"), rows, numbers=("from tokens",), caption=caption)
 
 
-def _layout_table(cfg: RunConfig, world_size: int, vocab_size: int) -> Table:
+def _layout_table(plan: Plan) -> Table:
+    cfg, world_size = plan.cfg, plan.world_size
     data, ranks = cfg.data, data_parallel_size(cfg, world_size)
     split = ", sequence parallel" if cfg.parallel.sequence_parallel else ""
     sharded = sharding_in_words(cfg, replicas(cfg, world_size))
-    return facts(f"Layout on {many(world_size, 'rank')}", [
+    return facts(f"{'Layout' if plan.shown is plan.chosen else 'Layout 1'} on {many(world_size, 'rank')}", [
         ("ranks", _ranks(cfg, world_size) + split),
         ("sharding", f"{sharded}, {cfg.training.dtype}"),
         (
@@ -245,7 +254,7 @@ def _layout_table(cfg: RunConfig, world_size: int, vocab_size: int) -> Table:
             f"{many(data.micro_batch_size, 'sequence')} x {data.seq_length:,} tokens "
             f"x {ranks} = {token_multiple(cfg, ranks):,} tokens",
         ),
-        *([("pipeline", _stages(cfg, world_size, vocab_size))] if cfg.parallel.pipeline_parallel_size > 1 else []),
+        *([("pipeline", _stages(cfg, world_size, plan.vocab_size))] if cfg.parallel.pipeline_parallel_size > 1 else []),
         *([("open files", f"up to {files:,} in rank 0, beside token files: the hard limit (ulimit -Hn) must allow it")]
           if (files := files_of_rank_0(world_size)) > _USUAL_FILES else []),
     ])  # fmt: skip
@@ -273,16 +282,14 @@ def _ranks(cfg: RunConfig, world_size: int) -> str:
 
 
 def _memory_table(
-    items: list[MemoryItem],
-    title: str = "Memory per rank at its fullest moment, estimated",
-    but: str = "without CUDA's context, NCCL and fragmentation",
+    items: list[MemoryItem], title: str, but: str = "without CUDA's context, NCCL and fragmentation"
 ) -> Table:
-    total = _size(total_bytes(items))
+    total = size(total_bytes(items))
     return Table(
         title,
         ("part", "size", "what"),
         [
-            *((item.name, _size(item.bytes), item.why) for item in items),
+            *((item.name, size(item.bytes), item.why) for item in items),
             ("total", total, but),
         ],
         numbers=("size",),
@@ -329,8 +336,8 @@ def _run_table(plan: Plan, prediction: StepPrediction) -> Table:
     sequences = many(cfg.evaluation.num_sequences, "sequence")
     evaluation = f"every {cfg.evaluation.every_tokens or tenth:,} tokens on {sequences}"
     tasks = f"{', '.join(cfg.evaluation.tasks)}, every {cfg.evaluation.tasks_every_tokens or tenth:,} tokens"
-    memory = _size(save_host_bytes(cfg, plan.world_size, plan.vocab_size))
-    on_disk = _size(checkpoint_bytes(cfg, plan.vocab_size))
+    memory = size(save_host_bytes(cfg, plan.world_size, plan.vocab_size))
+    on_disk = size(checkpoint_bytes(cfg, plan.vocab_size))
     return facts("Run", [
         ("length", f"{many(steps, 'step')}, {trained:,} tokens ({many(trained // cfg.data.seq_length, 'sequence')})"),
         (
@@ -374,122 +381,6 @@ def _lr_text(cfg: RunConfig, stages: list[ScheduleStage]) -> str:
     return ", ".join(parts)
 
 
-def _step_table(layout: Layout, name: str, plan: Plan) -> Table:
-    prediction, documents, hardware = layout.prediction, layout.cfg.data.document_attention, plan.hardware
-    hosts = -(-prediction.world_size // hardware.gpus_per_host)
-    title = f"Step time, predicted: {name} on {prediction.world_size} x {hardware.name}"
-    title += (f" in {hosts} hosts" if hosts > 1 else "") + ("" if hardware.measured else ", scaled from the H200's")
-    title += ", calibrated" if hardware.compute_scale != 1 else ""
-    lengths = "the lengths of English text" if plan.span is None else "the lengths in data.train"
-    spans = f"packed documents, of {lengths}" if documents else "whole sequences"
-    parts = (
-        ("compute", prediction.matmul, "matmuls of the blocks and of the head"),
-        ("attention", prediction.attention, f"{prediction.attention_backend}, forward and backward; {spans}"),
-        (
-            "elementwise",
-            prediction.elementwise,
-            "norms, rotary embedding, SwiGLU, residual stream, softmax of the loss",
-        ),
-        ("TP exposed", prediction.exposed("tensor"), "tensor-parallel communication that nothing hides"),
-        ("CP exposed", prediction.exposed("context"), "all-to-alls around attention"),
-        ("DP exposed", prediction.exposed("data"), "gradients and weights between data-parallel ranks, the same"),
-        ("optimizer", prediction.optimizer, "passes over gradients, the update, new weights"),
-        *_orthogonalizing(prediction),
-        *(
-            [("offload", prediction.offload, "copies that nothing hides, and the update on the CPU")]
-            if prediction.offload
-            else []
-        ),
-        ("overhead", prediction.overhead, "fixed costs of micro-steps and steps"),
-        *(
-            [("pipeline", prediction.idle, "stages wait while the pipeline fills and drains")]
-            if prediction.idle
-            else []
-        ),
-        ("launching", prediction.launching, "kernels wait for the host: a larger data.micro_batch_size helps"),
-    )
-    tokens = f"{prediction.tokens_per_step:,} tokens in {prediction.accumulation:,} micro-steps"
-    per_gpu = f"{prediction.tokens_per_second / prediction.world_size:,.0f} per GPU"
-    behind = evidence(layout.cfg, prediction, hardware)
-    rate = f"{behind.mark}{prediction.tokens_per_second:,.0f} tokens/s, {per_gpu}, {_mfu(layout)}"
-    return Table(
-        title,
-        ("part", "time", "share", "what"),
-        [
-            *((name, _milliseconds(part), f"{part / prediction.seconds:.0%}", what) for name, part, what in parts),
-            ("total", _milliseconds(prediction.seconds), "", f"{tokens}: {rate}"),
-        ],
-        numbers=("time", "share"),
-        caption=behind.explained(hardware.name),
-        total=True,
-    )
-
-
-def _mfu(layout: Layout) -> str:
-    """Return the MFU in words, and the figures of perf/mfu and perf/mfu_full_attention where those differ."""
-    prediction, others = layout.prediction, []
-    mixed = prediction.peak_of_precisions != prediction.peak_flops
-    if mixed:
-        others.append(f"perf/mfu, by the 16-bit peak: {prediction.mfu_16_bit:.3f}")
-    if layout.cfg.data.document_attention:
-        others.append(f"perf/mfu_full_attention: {prediction.mfu_full_attention:.3f}")
-    peak = "the peaks of its precisions" if mixed else "the 16-bit peak"
-    return f"MFU {prediction.mfu:.3f} of {peak}" + (f" ({'; '.join(others)})" if others else "")
-
-
-def _orthogonalizing(prediction: StepPrediction) -> list[tuple[str, float, str]]:
-    """Return the row of Muon's update, where a run has it."""
-    row = "orthogonalizing", prediction.orthogonalizing, "Muon's matmuls and passes for the matrices that a rank owns"
-    return [row] if prediction.orthogonalizing else []
-
-
-def _communication_table(prediction: StepPrediction, name: str) -> Table:
-    numbers = ("calls", "payload of one", "sent in all", "time", "hidden", "exposed")
-    rows = []
-    for c in prediction.collectives:
-        times = (_milliseconds(seconds) for seconds in (c.seconds, c.seconds - c.exposed, c.exposed))
-        rows.append((c.axis, c.purpose, c.kind, f"{c.count:,}", _size(c.payload), _size(c.wire_bytes), *times))
-    if not rows:
-        return facts(f"Communication per step and rank: {name}", [("none", "one rank")])
-    columns = ("axis", "what", "collective", *numbers)
-    return Table(f"Communication per step and rank: {name}", columns, rows, numbers=numbers)
-
-
-def _proposal_table(plan: Plan, proposed: list[Layout]) -> Table:
-    """Return a table of the best layouts, with the configured one among them or below."""
-    numbers = ("TP", "CP", "PP", "SP", "ZeRO", "recompute", "micro batch", "engine", "tokens/s", "MFU", "memory")
-    named = [(str(place), item) for place, item in enumerate(proposed, 1)]
-    if plan.chosen and plan.chosen.key not in [item.key for item in proposed]:
-        named.append(("now", plan.chosen))
-    usable, rows, captions = usable_memory(plan.hardware), [], []
-    unmeasured: dict[str, None] = {}
-    for place, item in named:
-        split, context, pipeline, chunks, sharded, *rest = item.key
-        stages = f"{pipeline}x{chunks}" if chunks > 1 else f"{pipeline}"
-        behind = evidence(item.cfg, item.prediction, plan.hardware)
-        unmeasured |= dict.fromkeys(behind.missing)
-        speed = f"{behind.mark}{item.prediction.tokens_per_second:,.0f}", f"{item.prediction.mfu:.3f}"
-        memory = _size(item.memory) + (" (!)" if item.memory > usable else "")
-        sharding = "yes" if sharded else "no", *map(str, rest)
-        rows.append((place, f"{split}", f"{context}", stages, *sharding, *speed, memory))
-    if not proposed:
-        rows.append(("none", *["-"] * len(numbers)))
-    elif proposed[0].cfg.tokens_per_step != plan.cfg.tokens_per_step:
-        captions.append(
-            "No layout divides tokens_per_step over these ranks and fits: these raise it, to at most "
-            f"{MORE_TOKENS:g} times the fewest that would do."
-        )
-    captions += plan.larger
-    if any(item.cfg.parallel.pipeline_chunks > 1 for _, item in named):
-        captions.append("PP 4x2: 4 stages of 2 chunks each.")
-    if any(item.memory > usable for _, item in named):
-        captions.append("(!): more than the GPU has.")
-    if unmeasured:
-        captions.append(f"~: no recorded run on {plan.hardware.name} has {', '.join(unmeasured)}.")
-    title = f"Layouts proposed for {plan.hardware.name}, fastest first"
-    return Table(title, ("layout", *numbers), rows, numbers=numbers, caption=" ".join(captions))
-
-
 def _length(stages: list[ScheduleStage]) -> tuple[int, int]:
     """Return the number of steps and of tokens of the run."""
     last = stages[-1]
@@ -504,18 +395,8 @@ def _speed(prediction: StepPrediction) -> str:
     return f"{prediction.tokens_per_second:,.0f} tokens/s predicted, MFU {prediction.mfu:.3f}"
 
 
-def _size(size: float) -> str:
-    if size < 2**20:
-        return f"{size / 2**10:.1f} KiB"
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
-
-
 def _gpu_hours(tokens: int, prediction: StepPrediction) -> str:
     return f"{tokens / prediction.tokens_per_second * prediction.world_size / 3600:,.0f}"
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:,.1f} ms"
 
 
 def _duration(tokens: int, prediction: StepPrediction) -> str:

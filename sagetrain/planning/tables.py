@@ -1,5 +1,4 @@
-"""Tables for terminals of any width. Words are never cut. A table that does not fit becomes a list, and output to a
-file or a pipe has no limit."""
+"""Tables for terminals of any width. Words are never cut, and a table that does not fit becomes a list."""
 
 from __future__ import annotations
 
@@ -13,6 +12,8 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
+PAGE = 100
+"""Width in columns of a page that is read line by line."""
 _NO_LIMIT = 10_000
 
 
@@ -36,10 +37,10 @@ def facts(title: str, rows: Sequence[tuple[str, str]]) -> Table:
     return Table(title, ("", ""), rows)
 
 
-def console(file: IO[str] | None = None) -> Console:
-    """Return a console as wide as the terminal, or without limit if there is no terminal."""
+def console(file: IO[str] | None = None, most: int = _NO_LIMIT) -> Console:
+    """Return a console as wide as the terminal, but no wider than `most`; as wide as that if there is no terminal."""
     result = Console(file=file)
-    return result if result.is_terminal else Console(file=file, width=_NO_LIMIT)
+    return result if result.is_terminal and result.width <= most else Console(file=file, width=most)
 
 
 def print_text(console: Console, text: str, style: str = "", indent: str = "", width: int | None = None) -> None:
@@ -57,6 +58,19 @@ def print_text(console: Console, text: str, style: str = "", indent: str = "", w
 def print_line(console: Console, line: str, style: str = "") -> None:
     """Print a line without breaking it, so that it can be pasted from a terminal of any width."""
     console.print(Text(line, style), soft_wrap=True)
+
+
+def print_command(console: Console, name: str, words: Sequence[str]) -> None:
+    """Print words of a command line after a name. A line that goes on ends in a backslash, so that all of them can be
+    pasted into a shell together."""
+    text = f"{name} {' '.join(words)}"
+    wrapper = textwrap.TextWrapper(
+        console.width - 2, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+    )
+    lines = [text] if len(text) <= console.width else wrapper.wrap(text)
+    for line in lines[:-1]:
+        print_line(console, f"{line} \\")
+    print_line(console, lines[-1])
 
 
 def print_table(console: Console, table: Table) -> None:
@@ -116,3 +130,15 @@ def _widths(table: Table, available: int) -> list[int] | None:
 
 def _longest_word(text: str) -> int:
     return max(map(len, text.split()), default=0)
+
+
+def size(count: float) -> str:
+    """Return a number of bytes in words."""
+    if count < 2**20:
+        return f"{count / 2**10:.1f} KiB"
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
+def milliseconds(seconds: float) -> str:
+    """Return a time in words."""
+    return f"{1e3 * seconds:,.1f} ms"

@@ -308,7 +308,7 @@ def test_texts_are_prepared_planned_for_and_refused(tmp_path: Path, capfd) -> No
         (lambda: api.load_config("325m", {"optimizer.lrr": 1}), r"optimizer\.lrr = 1: unknown key; did you mean"),
         (lambda: api.load_config("325m", "optimizer.lr=1"), r"overrides 'optimizer\.lr=1': give a mapping"),
         (lambda: api.load_config("325m", {"optimizer.lr": {1, 2}.__iter__}), "is no value of a configuration"),
-        (lambda: api.plan("325m", gpu="h1000"), "gpu 'h1000' is not known: give one of "),
+        (lambda: api.plan("325m", gpu="h1000"), "gpu 'h1000' is not known: did you mean h100"),
         (lambda: api.train("325m", callbacks=[Notes]), r"is no sagetrain\.Callback"),
         (lambda: api.train(api.load_config("325m"), {"optimizer.lr": 1}), "a RunConfig has its values"),
         (lambda: api.train("325m", {"training.run_dir": tmp_path / "none"}), r"data\.train\.0\.path"),

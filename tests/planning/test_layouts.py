@@ -16,13 +16,12 @@ from sagetrain.config.rules import fit
 from sagetrain.hardware import H200, HARDWARE
 from sagetrain.model.accounting import overlaps, total_bytes
 from sagetrain.planning import layouts
+from sagetrain.planning.changes import overrides_to
 from sagetrain.planning.layouts import (
     fastest_linear,
     fewest_gpus,
     host_finding,
     layout,
-    memory_finding,
-    overrides_to,
     propose,
     usable_memory,
 )
@@ -134,11 +133,11 @@ def test_memory_is_that_of_the_predicted_way():
 
 def test_more_memory_allows_more_and_too_little_is_a_finding():
     cfg = config("7b", *layout_of(1))
-    memory = layout(cfg, 4, VOCAB, H200).memory
-    assert memory_finding(memory, 2, H200) is None
-    finding = memory_finding(memory, 2, HARDWARE["h100"])
-    assert (finding.rule, finding.level) == ("gpu_memory", "error")
-    assert "NVIDIA H100 SXM leaves to a run" in str(finding)
+    made = {gpu: make_plan(CONFIGS / "7b.yaml", layout_of(1), 4, HARDWARE[gpu]) for gpu in ("h200", "h100")}
+    found = {gpu: [f for f in plan.findings if f.rule == "gpu_memory"] for gpu, plan in made.items()}
+    assert not found["h200"]
+    (finding,) = found["h100"]
+    assert finding.level == "error" and "NVIDIA H100 SXM leaves to a run" in str(finding)
     assert propose(cfg, 1, VOCAB, HARDWARE["a100"]) == []
     small, large = (propose(cfg, 4, VOCAB, HARDWARE[gpu])[0] for gpu in ("h100", "h200"))
     assert small.memory < large.memory

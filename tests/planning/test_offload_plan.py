@@ -17,7 +17,8 @@ from sagetrain.planning import layouts
 from sagetrain.planning.evidence import evidence
 from sagetrain.planning.layouts import host_finding
 from sagetrain.planning.performance import predict
-from sagetrain.planning.plan import Plan, make_plan
+from sagetrain.planning.plan import make_plan
+from sagetrain.planning.result import Plan
 from sagetrain.training import build_run
 
 H100 = HARDWARE["h100"]

@@ -16,8 +16,9 @@ from sagetrain.model.accounting import _activations, _memory, memory_per_rank, r
 from sagetrain.model.stages import different_stages, held
 from sagetrain.parallel.orders import in_flight, orders
 from sagetrain.planning import performance
+from sagetrain.planning.changes import overrides_to
 from sagetrain.planning.evidence import MARGINS, evidence
-from sagetrain.planning.layouts import fastest_linear, layout, overrides_to, propose, usable_memory
+from sagetrain.planning.layouts import fastest_linear, layout, propose, usable_memory
 from sagetrain.planning.performance import predict
 
 CONFIGS, H100 = Path(__file__).parents[2] / "configs", HARDWARE["h100"]

@@ -16,7 +16,8 @@ from sagetrain.config.schema import AttentionConfig
 from sagetrain.hardware import HARDWARE
 from sagetrain.model.accounting import num_parameters
 from sagetrain.planning.evidence import evidence
-from sagetrain.planning.plan import ASSUMED_VOCAB_SIZE, Plan, make_plan
+from sagetrain.planning.plan import ASSUMED_VOCAB_SIZE, make_plan
+from sagetrain.planning.result import Plan
 from sagetrain.planning.show import show_plan
 
 CONFIGS = Path(__file__).parents[2] / "configs"

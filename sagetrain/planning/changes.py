@@ -1,0 +1,72 @@
+"""Changes that turn one configuration into another, and the overrides that say them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from sagetrain.config.arithmetic import data_parallel_size, engine_of, token_multiple
+from sagetrain.config.schema import NoiseAwareTokens, RampTokens, RunConfig
+
+
+def changed(cfg: RunConfig, sections: Mapping[str, Mapping[str, object]]) -> RunConfig:
+    """Return the configuration with other values of some keys, by section."""
+    update = {name: getattr(cfg, name).model_copy(update=values) for name, values in sections.items()}
+    return cfg.model_copy(update=update)
+
+
+def way(cfg: RunConfig, parallel: Mapping[str, object], micro: int) -> RunConfig:
+    """Return the configuration with this layout, no recomputation and micro-batches of `micro` sequences."""
+    training, data = {"activation_checkpointing": "none"}, {"micro_batch_size": micro}
+    return changed(cfg, {"parallel": parallel, "training": training, "data": data})
+
+
+def with_enough_tokens(cfg: RunConfig, world_size: int) -> RunConfig:
+    """Return the configuration with every value of tokens_per_step rounded up to whole micro-steps, and to its
+    `multiple` where it has one."""
+    multiple = token_multiple(cfg, data_parallel_size(cfg, world_size))
+    if isinstance(cfg.tokens_per_step, RampTokens | NoiseAwareTokens) and cfg.tokens_per_step.multiple:
+        multiple *= -(-cfg.tokens_per_step.multiple // multiple)
+    schedule = cfg.tokens_per_step
+    tree = schedule.model_dump()
+    for key, tokens in schedule.named_tokens.items():
+        _, *parents, last = key.split(".")
+        place = tree
+        for name in parents:
+            place = place[int(name) if isinstance(place, list) else name]
+        place[last] = -(-tokens // multiple) * multiple
+    return cfg.model_copy(update={"tokens_per_step": type(schedule).model_validate(tree)})
+
+
+def raise_of(cfg: RunConfig, raised: RunConfig) -> float:
+    """Return the largest factor between the tokens per step of two configurations."""
+    old, new = (each.tokens_per_step.named_tokens for each in (cfg, raised))
+    return max(new[key] / tokens for key, tokens in old.items())
+
+
+def overrides_to(cfg: RunConfig, chosen: RunConfig) -> list[str]:
+    """Return the overrides that turn `cfg` into `chosen`."""
+    pairs = {}
+    # An engine that `auto` comes to need not be named.
+    if engine_of(changed(chosen, {"parallel": {"engine": cfg.parallel.engine}})) == engine_of(chosen):
+        chosen = changed(chosen, {"parallel": {"engine": cfg.parallel.engine}})
+    for section, name in (
+        ("parallel", "tensor_parallel_size"),
+        ("parallel", "context_parallel_size"),
+        ("parallel", "pipeline_parallel_size"),
+        ("parallel", "pipeline_chunks"),
+        ("parallel", "pipeline_blocks"),
+        ("parallel", "sequence_parallel"),
+        ("parallel", "engine"),
+        ("parallel", "zero_stage"),
+        ("parallel", "offload"),
+        ("optimizer", "moments"),
+        ("optimizer", "master"),
+        ("training", "activation_checkpointing"),
+        ("data", "micro_batch_size"),
+    ):
+        old, new = (getattr(getattr(c, section), name) for c in (cfg, chosen))
+        if old != new:
+            pairs[f"{section}.{name}"] = str(new).lower()
+    old, new = cfg.tokens_per_step.named_tokens, chosen.tokens_per_step.named_tokens
+    pairs.update({key: str(value) for key, value in new.items() if value != old[key]})
+    return [f"{key}={value}" for key, value in pairs.items()]

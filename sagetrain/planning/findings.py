@@ -1,0 +1,272 @@
+"""The findings of `sagetrain plan` about its own figures. Those of every start come from config/check.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from sagetrain.config.arithmetic import may_be_low_bit, replicas
+from sagetrain.config.errors import Finding, many
+from sagetrain.config.linear_sizes import AUTO_PRECISION
+from sagetrain.config.rules.findings import error, warning
+from sagetrain.config.schema import SIXTEEN_BITS, RunConfig
+from sagetrain.hardware import Hardware
+from sagetrain.model.accounting import total_bytes
+from sagetrain.planning.changes import overrides_to
+from sagetrain.planning.layouts import (
+    Layout,
+    by_other_engine,
+    host_finding,
+    memory_of,
+    usable_memory,
+    with_longer_micro_batches,
+)
+from sagetrain.planning.performance import predict
+from sagetrain.planning.prediction import StepPrediction
+from sagetrain.planning.result import Plan
+
+_FASTER = 1.03
+"""Two predictions that differ by less may be in the wrong order."""
+_OF_LAYOUT = {
+    "world_size",
+    "whole_micro_steps",
+    "ramp_multiple",
+    "noise_aware_floor",
+    "gpu_memory",
+    "host_memory",
+}
+"""Rules that another layout may satisfy."""
+_OF_TOKENS = {"activations", "recomputed", "workspace", "logits", "loss"}
+"""The parts of a rank's memory that grow with the micro-batch."""
+
+
+def of_plan(plan: Plan) -> Iterator[Finding]:
+    """Yield what the figures of a plan say about its settings. All of it is about the layout that the plan shows."""
+    for find in (_precision, _recomputation, _gain, _of_design, _attention, _engine, _short_micro_steps):
+        if plan.shown:
+            yield from find(plan, plan.shown)
+
+
+def precision_of_gpu(cfg: RunConfig, hardware: Hardware) -> Finding | None:
+    """Return a finding for linear layers in a precision that the GPU does not have, or None."""
+    precision = cfg.linear.precision
+    if not cfg.linear.low_bit or precision in hardware.precisions:
+        return None
+    others = [name for name in ("bf16", "int8") if name in hardware.precisions]
+    return error(
+        "linear_precision_of_gpu",
+        "linear.precision",
+        precision,
+        f"{hardware.name} has no {precision} matmuls",
+        f"use {' or '.join(others)}, or plan for another GPU (--gpu)",
+    )
+
+
+def out_of_room(plan: Plan, own: Layout) -> Iterator[Finding]:
+    """Find that the configured layout `own` needs more memory than the GPU or its host has."""
+    cfg, usable = own.cfg, usable_memory(plan.hardware)
+    if own.memory > usable:
+        items = memory_of(cfg, own.prediction, plan.vocab_size)
+        largest = max(items, key=lambda item: item.bytes)
+        state = total_bytes(item for item in items if item.name not in _OF_TOKENS)
+        ways = ["more parallel.tensor_parallel_size or zero_stage"] if plan.world_size > 1 else []
+        ways += ["a smaller data.micro_batch_size"] if cfg.data.micro_batch_size > 1 else []
+        ways += ["optimizer.moments int8"] if cfg.optimizer.moments != "int8" else []
+        auto = plan.asked.training.activation_checkpointing == "auto"
+        ways += [] if auto else ["training.activation_checkpointing auto"]
+        ways += ["parallel.offload"] if cfg.parallel.offload == "none" else []
+        fix = f"use {', '.join(ways)}"
+        if plan.fewest and not plan.proposed:
+            fix = (
+                f"no layout of {many(plan.world_size, 'GPU')} fits: from {plan.fewest} {plan.hardware.name} on one "
+                f"does (--world-size {plan.fewest}); or {fix}"
+            )
+        yield error(
+            "gpu_memory",
+            *_largest_setting(cfg, plan.world_size, state, usable),
+            f"a rank is estimated to take {own.memory / 2**30:.1f} GiB, {largest.bytes / 2**30:.1f} of them for "
+            f"{largest.name}: more than the {usable / 2**30:.1f} GiB that {plan.hardware.name} leaves to a run",
+            fix,
+        )
+    if no_room := host_finding(cfg, plan.world_size, plan.vocab_size, plan.hardware):
+        yield no_room
+
+
+def _largest_setting(cfg: RunConfig, world_size: int, state: int, usable: int) -> tuple[str, object]:
+    """Return the key and the value of the setting that decides about the memory. `state` is what does not grow with the
+    micro-batch."""
+    if state <= usable:
+        return "data.micro_batch_size", cfg.data.micro_batch_size
+    if replicas(cfg, world_size) > 1 and cfg.parallel.zero_stage < 3:
+        return "parallel.zero_stage", cfg.parallel.zero_stage
+    return "parallel.tensor_parallel_size", cfg.parallel.tensor_parallel_size
+
+
+def with_way_out(finding: Finding, plan: Plan) -> Finding:
+    """Return a finding whose fix also offers the proposed layouts, if there are some and another layout can correct
+    it."""
+    if finding.level != "error" or finding.rule not in _OF_LAYOUT or not plan.proposed:
+        return finding
+    return replace(finding, fix=f"{finding.fix}, or take one of the layouts proposed below")
+
+
+def _in_8_bits(plan: Plan, item: Layout) -> StepPrediction | None:
+    """Return the prediction with linear layers in 8 bits for a layout where linear.precision auto comes to 16, or
+    None."""
+    asked = plan.asked.linear
+    if asked.precision != "auto" or item.cfg.linear.low_bit or AUTO_PRECISION not in plan.hardware.precisions:
+        return None
+    low = item.cfg.model_copy(update={"linear": asked.model_copy(update={"precision": AUTO_PRECISION})})
+    return predict(low, plan.world_size, plan.vocab_size, plan.hardware, plan.span) if may_be_low_bit(low) else None
+
+
+def _precision(plan: Plan, shown: Layout) -> Iterator[Finding]:
+    """Say which precision the figures are for where the run decides, and why it is 16 bits where it is."""
+    linear, why = shown.cfg.linear, ""
+    if plan.asked.linear.precision != "auto" or not may_be_low_bit(plan.asked):
+        return
+    fix = f"what {AUTO_PRECISION} costs in loss is in docs/low-bit-linear.md; bf16 leaves all layers in 16 bits"
+    size = f" for layers of {linear.keep_layers_below:,} weights and more" if linear.keep_layers_below else ""
+    what = f"{linear.precision}, recipe {linear.recipe}{size}" if linear.low_bit else "bf16"
+    if low := _in_8_bits(plan, shown):
+        wide, steps = shown.prediction, low.accumulation
+        saved, waits = (wide.computing - low.computing) / steps, (low.launching - wide.launching) / steps
+        why, fix = f": {AUTO_PRECISION} saves less in matmuls of these sizes than its casts take", ""
+        if waits > 0:
+            why = (
+                f": in {AUTO_PRECISION} a micro-step of {_micro_step(shown)} would compute {1e3 * saved:.1f} ms less, "
+                f"and wait {1e3 * waits:.1f} ms longer for the host to launch its kernels"
+            )
+            fix = "make micro-steps longer: data.micro_batch_size, data.seq_length, and the tokens_per_step they need"
+    where = "as configured" if shown is plan.chosen else f"in {plan.name}"
+    says = f"is priced as {what}, the faster of bf16 and {AUTO_PRECISION} {where}{why}; the run times it"
+    yield Finding("linear_precision_auto", "info", "linear.precision", "auto", says, fix)
+
+
+def _recomputation(plan: Plan, shown: Layout) -> Iterator[Finding]:
+    if plan.asked.training.activation_checkpointing == "auto":
+        where = "here" if shown is plan.chosen else f"in {plan.name}"
+        yield Finding(
+            "recomputation",
+            "info",
+            "training.activation_checkpointing",
+            "auto",
+            f"is {shown.cfg.training.activation_checkpointing} {where}: the least that fits into the memory of this "
+            "GPU by the estimate of this plan",
+            "name a value to have it on every GPU",
+        )
+
+
+def _gain(plan: Plan, shown: Layout) -> Iterator[Finding]:
+    """Find that the casts of linear layers take longer than their matmuls save."""
+    linear = plan.asked.linear
+    if not linear.low_bit:
+        return
+    wide = shown.cfg.model_copy(update={"linear": SIXTEEN_BITS})
+    wide_speed = predict(wide, plan.world_size, plan.vocab_size, plan.hardware, plan.span).tokens_per_second
+    if (speed := shown.prediction.tokens_per_second) <= 1.01 * wide_speed:
+        yield warning(
+            "linear_precision_gain",
+            "linear.precision",
+            linear.precision,
+            f"is not predicted to be faster with recipe {linear.recipe}: {speed:,.0f} tokens/s {plan.name}, with bf16 "
+            f"{wide_speed:,.0f}",
+            "use linear.precision bf16, another linear.recipe, or larger micro-batches where the host is the limit",
+        )
+
+
+def _of_design(plan: Plan, shown: Layout) -> Iterator[Finding]:
+    """Find what is slow on this GPU because of its design, and rates that belong to another GPU's kernels."""
+    hardware = plan.hardware
+    fp8, int8 = (hardware.precisions.get(name, 0.0) for name in ("fp8", "int8"))
+    if shown.cfg.linear.precision == "fp8" and int8 > 1.5 * fp8 > 0:
+        yield warning(
+            "linear_fp8_half_rate",
+            "linear.precision",
+            "fp8",
+            f"{hardware.name} adds FP8 products up at half rate: INT8 products are {int8 / fp8:.1f} times as fast",
+            "use linear.precision int8 or auto",
+        )
+    backend = shown.prediction.attention_backend
+    if backend.startswith("sage") and hardware.int8_attention:
+        why, _, fix = hardware.int8_attention.partition(": ")
+        yield warning(
+            "int8_attention_rate",
+            "attention.backend",
+            plan.asked.attention.backend,
+            f"INT8 attention ({backend}) on {hardware.name}: {why}",
+            fix,
+        )
+
+
+def _attention(plan: Plan, shown: Layout) -> Iterator[Finding]:
+    """Find that another attention backend or recipe is predicted to be faster than the one that is named."""
+    cfg, ours = shown.cfg, shown.prediction
+    if (cfg.attention.backend, cfg.attention.recipe) == ("auto", "auto"):
+        return
+    attention = cfg.attention.model_copy(update={"backend": "auto", "recipe": "auto"})
+    auto = cfg.model_copy(update={"attention": attention})
+    best = predict(auto, plan.world_size, plan.vocab_size, plan.hardware, plan.span)
+    if best.tokens_per_second >= _FASTER * ours.tokens_per_second:
+        backend, _, recipe = best.attention_backend.partition(" ")
+        yield Finding(
+            "faster_attention",
+            "info",
+            "attention.backend",
+            cfg.attention.backend,
+            f"{best.attention_backend} is predicted to be faster here: {best.tokens_per_second:,.0f} tokens/s, with "
+            f"{ours.attention_backend} {ours.tokens_per_second:,.0f} {plan.name}",
+            f"use attention.backend auto with recipe auto, which times them, or backend {backend}"
+            + (f" with recipe {recipe}" if recipe else ""),
+        )
+
+
+def _engine(plan: Plan, shown: Layout) -> Iterator[Finding]:
+    """Find that the same layout is predicted to be faster by the other engine."""
+    ours = shown.prediction.tokens_per_second
+    other = by_other_engine(shown.cfg, plan.world_size, plan.vocab_size, plan.hardware, plan.span)
+    if other and (theirs := other.prediction.tokens_per_second) >= _FASTER * ours:
+        engine = other.cfg.parallel.engine
+        yield Finding(
+            "faster_engine",
+            "info",
+            "parallel.engine",
+            shown.cfg.parallel.engine,
+            f"{engine} is predicted to be faster here: {theirs:,.0f} tokens/s, {ours:,.0f} {plan.name}",
+            f"set parallel.engine: {engine}",
+        )
+
+
+def _short_micro_steps(plan: Plan, shown: Layout) -> Iterator[Finding]:
+    """Find that even the fastest layout waits for the host to launch kernels, and that more tokens per step, which make
+    its micro-steps longer, would make it faster."""
+    best = plan.proposed[0] if plan.proposed else shown
+    low = _in_8_bits(plan, best)
+    if not (best.prediction.launching or (low and low.launching)):
+        return
+    longer = with_longer_micro_batches(plan.asked, best, plan.vocab_size, plan.hardware, plan.span, _FASTER)
+    before = best.cfg.tokens_per_step.named_tokens
+    if longer is None or longer.cfg.tokens_per_step.named_tokens == before:
+        return
+    asked, after = plan.asked.tokens_per_step.named_tokens, longer.cfg.tokens_per_step.named_tokens
+    key = next(key for key in asked if after[key] != before[key])
+    name = "in layout 1" if plan.proposed else plan.name
+    why, waiting = f"the host to launch {AUTO_PRECISION}'s kernels in time", best.prediction.launching
+    if waiting:
+        why = f"the host: launching kernels is {waiting / best.prediction.seconds:.0%} of the step"
+    yield Finding(
+        "short_micro_steps",
+        "info",
+        key,
+        asked[key],
+        f"leaves micro-steps of {_micro_step(best)} {name}, too short for {why}",
+        f"{' '.join(overrides_to(plan.configured, longer.cfg))} is predicted at "
+        f"{longer.prediction.tokens_per_second:,.0f} tokens/s with linear layers in {longer.cfg.linear.precision}, "
+        f"instead of {best.prediction.tokens_per_second:,.0f} in {best.cfg.linear.precision}; what more tokens per "
+        "step do to the loss is in docs/tokens-per-step.md",
+    )
+
+
+def _micro_step(item: Layout) -> str:
+    data = item.cfg.data
+    return f"{many(data.micro_batch_size, 'sequence')} x {data.seq_length:,} tokens"
