@@ -109,11 +109,11 @@ def show_key_reference(console: Console, part: str = "") -> None:
     """
     found = sorted((key for key in keys() if part in key.name), key=lambda key: not key.name.startswith(part))
     if not found:
-        names = {key.name.rpartition(".")[2]: key.name for key in keys()}
+        sections = dict.fromkeys(key.name.partition(".")[0] for key in keys())
+        names = {key.name.rpartition(".")[2]: key.name for key in keys()} | {name: name for name in sections}
         near = [names[name] for name in difflib.get_close_matches(part.rpartition(".")[2], names)]
-        sections = ", ".join(dict.fromkeys(key.name.partition(".")[0] for key in keys()))
         meant = f"did you mean {' or '.join(near)}? The" if near else "the"
-        raise ConfigError(f"--keys {part}: no key has this in its name; {meant} sections are {sections}")
+        raise ConfigError(f"--keys {part}: no key has this in its name; {meant} sections are {', '.join(sections)}")
     # The width is limited in a pipe too, because a meaning is a sentence or two that is read line by line.
     page = min(console.width, PAGE)
     for key in found:
