@@ -31,8 +31,7 @@ def import_folder(
     typer.echo(
         f"{run_dir}: {done.architecture}, {done.parameters:,} parameters in {done.tensors} tensors, tokenizer "
         f"{done.tokenizer or 'none'}, sequences of up to {done.seq_length:,} tokens\n"
-        f"start from it with training.init_from={run_dir} and the model and attention sections of its config.yaml. Or "
-        "take that file, which describes one step of one sequence, and set training.run_dir, data.train, "
-        "data.micro_batch_size, training.total_tokens, tokens_per_step.tokens and optimizer.lr yourself. "
-        "attention.backend is sdpa there; sage is INT8"
+        f"start from it: sagetrain config finetune --model {run_dir} --data PREPARED > ft.yaml writes a complete "
+        f"configuration. In one of yours, set training.init_from: {run_dir}, and take the sections model and attention "
+        "of its config.yaml (attention.backend is sdpa there; sage is INT8)"
     )

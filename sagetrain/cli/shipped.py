@@ -10,7 +10,10 @@ from typing import Annotated
 import typer
 
 from sagetrain.cli.exits import Errors as _Errors
+from sagetrain.cli.exits import warn as _warn
 from sagetrain.config.errors import ConfigError
+
+_FINETUNE = "Fine-tunes a run or a Hugging Face folder (--model) on prepared records or text (--data)"
 
 
 def print_shipped(
@@ -20,27 +23,53 @@ def print_shipped(
             metavar="NAME", show_default=False, help="One of the names that the command lists without NAME."
         ),
     ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", show_default=False, help="For finetune: a run, or a Hugging Face folder."),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH", show_default=False, help="For finetune: token files, without suffix, or their folder."
+        ),
+    ] = None,
 ) -> None:
-    """Print a configuration that comes with SageTrain, to change and train, or a template for a launcher.
+    """Print a configuration that comes with SageTrain, to change and train, or a template for a launcher. `finetune`
+    prints the complete configuration that fine-tunes a model.
 
     \b
     sagetrain config 1b > my.yaml
 
     \b
     sagetrain config slurm > slurm.sbatch
+
+    \b
+    sagetrain config finetune --model Qwen3-0.6B --data data/chats > ft.yaml
     """
     with _Errors():
         from sagetrain.config.load import shipped
 
         files = shipped()
-        if name is None:
+        if name == "finetune":
+            if model is None or data is None:
+                raise ConfigError(
+                    "config finetune: name the model to begin with (--model DIR) and the data (--data PATH)"
+                )
+            from sagetrain.interop.finetuning import finetuning
+
+            typer.echo(finetuning(model, data, _warn), nl=False)
+        elif model or data:
+            raise ConfigError(f"config {name or ''}: --model and --data are for `sagetrain config finetune`")
+        elif name is None:
             from sagetrain.planning.tables import console, facts, print_table
 
-            print_table(console(), facts("sagetrain config NAME", [(x, _subject(y)) for x, y in files.items()]))
+            rows = [*((x, _subject(y)) for x, y in files.items()), ("finetune", _FINETUNE)]
+            print_table(console(), facts("sagetrain config NAME", rows))
         elif name in files:
             typer.echo(files[name].read_text(), nl=False)
         else:
-            raise ConfigError(f"config {name}: nothing of that name is shipped; there are {', '.join(files)}")
+            known = ", ".join([*files, "finetune"])
+            raise ConfigError(f"config {name}: nothing of that name is shipped; there are {known}")
 
 
 def _subject(path: Path) -> str:

@@ -107,7 +107,7 @@ def test_the_wheel_alone_has_what_its_help_names(tmp_path: Path) -> None:
     names = {file.name for file in (ROOT / "configs").iterdir()}
     assert names == {file.name for file in (packages / "sagetrain/configs").iterdir()}
     listed = [line.split()[0] for line in said("sagetrain", "config").splitlines()[1:]]
-    assert sorted(listed) == sorted(name.partition(".")[0] for name in names)
+    assert sorted(listed) == sorted(["finetune", *(name.partition(".")[0] for name in names)])
     assert said("sagetrain", "config", "325m") == (ROOT / "configs/325m.yaml").read_text()
     assert "parameters" in said("sagetrain", "plan", "325m", "--brief", "data.valid=[]")
     place = said("python", "-c", "import sagetrain, sagekernels; print(sagetrain.__file__, sagekernels.__file__)")

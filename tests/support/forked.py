@@ -58,7 +58,7 @@ def context() -> multiprocessing.context.BaseContext:
     survive a fork."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([] if torch.cuda.is_available() else IMPORTED)
-    # The fork server would not find this folder otherwise. A checkout that PYTHONPATH names goes before an installed one.
+    # The fork server would not find this folder otherwise. A checkout in PYTHONPATH goes before an installed one.
     folders = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(folders)):
         forkserver.ensure_running()
