@@ -106,13 +106,17 @@ class Batch:
         def own(x: torch.Tensor | None) -> torch.Tensor | None:
             return None if x is None else there(x.narrow(1, cp_rank * length, length))
 
-        return {
+        made = {
             "tokens": own(self.tokens),
             "labels": own(self.labels),
             "positions": own(self.positions),
             "cu_seqlens": there(self.cu_seqlens),
             "max_seqlen": self.max_seqlen,
-        } | ({} if self.divisor is None else {"divisor": self.divisor / cp_size})
+        }
+        if self.divisor is not None:
+            # A number would be a part of the program of a micro-step, and the program stays the same if this changes.
+            made["divisor"] = there(torch.tensor(self.divisor / cp_size, dtype=torch.float32))
+        return made
 
 
 def batch_of(

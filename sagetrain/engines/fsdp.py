@@ -158,8 +158,10 @@ class FsdpEngine(BaseEngine):
         gathered = self._gathered_once()
         leaves = {name: leaf for group in gathered for name, leaf in group.items()}
         self._leaves = {name: leaves[name] for name in model.specs}
-        self._leaf_sums = LeafSums(self._leaves) if self._bare else None
         self._alone = needs_no_hooks(cfg, groups.num_replicas)
+        self._leaf_sums = LeafSums(self._leaves, stay=self._alone) if self._bare else None
+        # A number would be a part of the program of a micro-step, and the program stays the same if this changes.
+        self._share = torch.ones((), device=device)
         # Of tensors of other pipeline stages this rank keeps nothing.
         self._masters = {name: torch.empty(0, device=home) for name in model.every_spec}
         self._masters |= {name: p.to_local().detach() for name, p in self._parameters.items()}
@@ -328,6 +330,9 @@ class FsdpEngine(BaseEngine):
 
     def _prepare(self, micro_batches: int, lr: float) -> None:
         self._micro_batches, self._done, self._lr = micro_batches, 0, lr
+        self._share.fill_(1 / micro_batches)
+        if self._leaf_sums:
+            self._leaf_sums.begin(needed=self._alone or micro_batches > 1)
         self.model.train()
         # Probes come first, whose gradients are for nobody else.
         self._set_mode(sync=False, last=False)
@@ -394,7 +399,7 @@ class FsdpEngine(BaseEngine):
         self._set_mode(sync=(last or self._stage > 1) and not self._alone, last=last and not self._alone)
         if self._sums:
             self._sums.wait()
-        (loss / self._micro_batches).backward()
+        (loss * self._share).backward()
         self._done += 1
         if self._sums:
             self._sums.add(self._reduced())
@@ -402,7 +407,7 @@ class FsdpEngine(BaseEngine):
     def _reduced(self) -> dict[str, Tensor]:
         """Take this rank's part of the reduced gradients, by name."""
         if self._alone and self._leaf_sums:
-            sums = self._leaf_sums.take()
+            sums = self._leaf_sums.sums()
             return {name: sums[name].to(master.dtype) for name, master in self._masters.items() if name in sums}
         found = {}
         for name, parameter in self._parameters.items():
@@ -431,7 +436,7 @@ class FsdpEngine(BaseEngine):
                 made = flow.run(number, micro, streams)
             if flow.chunks[number].last:
                 total.add_(made[0].detach())
-                return [made[0] / micro_batches]
+                return [made[0] * self._share]
             return made
 
         def backward(number: int, micro: int, later: int, run: Pass) -> None:

@@ -11,34 +11,53 @@ from torch import Tensor
 
 
 class LeafSums:
-    """The sums of one engine. A gradient enters its sum, and is freed, as soon as autograd has made it. The first one
-    becomes the sum. The last one leaves the sum in its place, in `.grad`, for FSDP to reduce, or the engine takes the
-    sums.
+    """The sums of one engine. A gradient enters its sum, and is freed, as soon as autograd has made it. The last one
+    leaves the sum in its place, in `.grad`, for FSDP to reduce, or the engine reads the sums.
 
     Args:
         leaves: the tensors that autograd gives gradients to, by name.
+        stay: keep each sum in the same memory for good. Otherwise FSDP frees the sums that it reduces.
     """
 
-    def __init__(self, leaves: Mapping[str, Tensor]) -> None:
+    def __init__(self, leaves: Mapping[str, Tensor], stay: bool) -> None:
         self.last: bool = False
         """Whether the gradients to come are the last ones before FSDP reduces the sums."""
+        self.given: set[str] = set()
+        """The names of the tensors that have had a gradient in this step."""
+        self._leaves, self._stay = leaves, stay
         self._sums: dict[str, Tensor] = {}
+        self._needed = False
         for name, leaf in leaves.items():
             leaf.register_post_accumulate_grad_hook(partial(self._add, name))
 
-    def take(self) -> dict[str, Tensor]:
-        """Return all sums by name, and begin anew."""
-        sums, self._sums = self._sums, {}
-        return sums
+    def begin(self, needed: bool) -> None:
+        """Begin the sums of a step. Without a need for sums, gradients are left where autograd puts them: those of the
+        only micro-step of a step, which FSDP reduces."""
+        self.given.clear()
+        self._needed = needed
+        if not needed:
+            return
+        if self._sums:
+            torch._foreach_zero_(list(self._sums.values()))
+        for name in self._leaves.keys() - self._sums.keys():
+            self._sums[name] = torch.zeros_like(self._leaves[name], dtype=torch.float32)
+
+    def sums(self) -> dict[str, Tensor]:
+        """Return the step's sums by name. The next step writes into the same memory."""
+        return {name: total for name, total in self._sums.items() if name in self.given}
 
     def _add(self, name: str, leaf: Tensor) -> None:
-        gradient, total = leaf.grad, self._sums.pop(name, None)
+        if not self._needed:
+            return
+        gradient, total = leaf.grad, self._sums[name]
         assert gradient is not None
-        if total is not None:
-            total.add_(gradient)
+        # Every micro-step is the same program, the first one as well.
+        total.add_(gradient)
+        self.given.add(name)
         if not self.last:
-            self._sums[name] = gradient.to(torch.float32) if total is None else total
             leaf.grad = None
-        elif total is not None:
-            # A gradient with another dtype than its tensor can be handed over in no other way.
-            gradient.data = total
+            return
+        # A gradient with another dtype than its tensor can be handed over in no other way.
+        gradient.data = total
+        if not self._stay:
+            del self._sums[name]

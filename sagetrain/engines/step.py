@@ -221,6 +221,8 @@ class BaseEngine(ABC):
                 self.backward(loss, last=number == micro_batches - 1)
             watched.end()
             total += loss.detach()
+            # The loss would keep its graph, and autograd would use the graph's nodes of weights again in the next pass.
+            del loss
         return total
 
     def _watched(self, number: int, batch: Batch, observers: Observers) -> Watched:

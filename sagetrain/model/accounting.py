@@ -384,7 +384,9 @@ def _fsdp_state(cfg: RunConfig, size: int, ranks: int) -> list[MemoryItem]:
     several = max(cfg.tokens_per_step.named_tokens.values()) > token_multiple(
         cfg, ranks // cfg.parallel.context_parallel_size
     )
-    if stage < 2 and several:
+    if needs_no_hooks(cfg, ranks):
+        held = MemoryItem("gradients", 4 * size, "fp32, kept for good")
+    elif stage < 2 and several:
         held = MemoryItem("gradients", 4 * size, "fp32, until they are reduced")
     else:
         held = MemoryItem("gradients", wide * share, f"1/{shards} of them")

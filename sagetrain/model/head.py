@@ -41,7 +41,7 @@ class Head(nn.Module):
         self,
         x: Tensor | Pending,
         labels_T: Tensor | None,
-        divisor: float | None = None,
+        divisor: Tensor | float | None = None,
         by_token: bool = False,
         every: int = 1,
     ) -> Tensor:

@@ -192,7 +192,7 @@ class Transformer(nn.Module):
         positions: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
-        divisor: float | None = None,
+        divisor: Tensor | float | None = None,
         by_token: bool = False,
         last: bool = False,
         chunk: ModelChunk | None = None,

@@ -168,7 +168,8 @@ def recomputed(
         stop_early: end the second pass with the last tensor that the backward pass needs.
         seen: called with each block's number and the first of its output streams.
     """
-    twice: Callable[..., tuple[Tensor, ...]] = partial(checkpoint, use_reentrant=False)
+    # Blocks draw no random numbers.
+    twice: Callable[..., tuple[Tensor, ...]] = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     with set_checkpoint_early_stop(stop_early):
         for number, block in blocks:
             run = partial(twice, block) if number < again else block

@@ -44,7 +44,7 @@ def linear_cross_entropy(
     matmul: Matmul | None = None,
     chunk: int | None = None,
     compiled: bool = False,
-    divisor: float | None = None,
+    divisor: Tensor | float | None = None,
     known: int | None = None,
     loss: TokenLoss | None = None,
 ) -> Tensor:
@@ -161,7 +161,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         judge: _Judge,
         matmul: Matmul,
         chunk: int,
-        divisor: float | None,
+        divisor: Tensor | float | None,
     ) -> Tensor:
         hidden_needs_grad, weight_needs_grad = ctx.needs_input_grad[:2]
         total = hidden.new_zeros((), dtype=torch.float32)
