@@ -42,6 +42,7 @@ from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWor
 
 from sagetrain.checkpoint import on_disk
 from sagetrain.checkpoint.ledger import Ledger, check_consumed, expected_fold
+from sagetrain.checkpoint.manifest import KINDS
 from sagetrain.checkpoint.saving import Saver
 from sagetrain.checkpoint.state import Identity, RunState
 from sagetrain.cluster import launcher, preflight, rendezvous
@@ -147,7 +148,7 @@ def every_parameter(cfg: RunConfig) -> list[Owned]:
     """Return a piece of each parameter, as every rank has one at ZeRO 3: its place, and a single number in place of its
     values."""
     rows, one = padded_vocab_size(cfg.model.vocab_size or 32_768), torch.zeros(1)
-    moments = {kind: Fp32(one) for kind in on_disk.KINDS[1:]}
+    moments = {kind: Fp32(one) for kind in KINDS[1:]}
     return [Owned(spec, 0, 1, one, moments) for spec in tensors(cfg.model, cfg.attention, rows)]
 
 

@@ -17,7 +17,8 @@ from typing import get_args
 from svg import WIDTH, Picture, width_of
 
 from sagekernels.lowbit import RECIPES
-from sagetrain.checkpoint.on_disk import KINDS, file_name, folder_name
+from sagetrain.checkpoint.manifest import KINDS, file_name
+from sagetrain.checkpoint.on_disk import folder_name
 from sagetrain.config import load_config
 from sagetrain.config.arithmetic import idle_share
 from sagetrain.config.schema import AttentionConfig, LinearConfig, RunConfig

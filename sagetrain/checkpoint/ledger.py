@@ -62,6 +62,11 @@ class Ledger:
         """The number of steps so far, dropped ones included."""
         return sum(times for _, _, times in self.segments)
 
+    @property
+    def samples(self) -> int:
+        """The number of samples so far."""
+        return sum(count * times for _, count, times in self.segments)
+
     def samples_of_steps(self) -> list[int]:
         """Return the number of samples of each step."""
         return [count for _, count, times in self.segments for _ in range(times)]

@@ -11,19 +11,6 @@ without code that loading would run.
         rng-00000.pt                     random-number state of one rank (loaded with weights_only)
       latest                             name of the newest folder (for people; loading looks at the folders themselves)
 
-A piece is the range [start, stop) of the flattened tensor-parallel slice (tp_rank of tp_size along tp_dim) of a
-parameter. `dp` in a file's name counts replicas, context-parallel ones included. Consecutive ranks mostly hold
-consecutive pieces of one length, so the manifest lists runs of pieces: [tp_rank, rank, count, start, length]. This
-keeps its size below ranks times tensors. `rank` is the index in "ranks" of the rank that wrote the first piece. Each
-further piece belongs to the next rank and begins where the piece before ends.
-
-A piece may also be an object {file, tp_rank, start, stop}. Its file holds every kind of tensor that the piece has.
-Format 1 had only such pieces, with weights and moments in one file, and can still be read. `sagetrain import` writes
-such pieces with weights alone, in the dtype of the imported folder.
-
-"kinds" of a tensor says which kinds of values its pieces have. Without it these are KINDS. Format 3 is format 2 where
-some tensor has other kinds, so that versions which know AdamW alone refuse it.
-
 A checkpoint is written (saving.py) into a folder with a temporary name and synced to disk. The folder is renamed once
 its manifest is in it. A folder without a manifest, or with files that do not match the manifest, is damaged and never
 loaded. A copy that was interrupted is one cause. To read weights alone, only the files of weights are checked.
@@ -34,80 +21,22 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import torch.distributed as dist
-from pydantic import Field, PositiveInt, TypeAdapter
 
-from sagetrain.checkpoint.state import RunState, validated
+from sagetrain.checkpoint.manifest import MANIFEST, read_manifest, written_by_newer
+from sagetrain.checkpoint.state import RunState
 from sagetrain.config.errors import CheckpointError
 
-FORMAT = 2
-_OTHER_KINDS, _READ = 3, (1, 2, 3)
-KINDS = ("weight", "exp_avg", "exp_avg_sq")
-"""The kinds of values that AdamW has of a tensor."""
 # Only a run that continues reads the files whose names begin like this.
 _OF_RUNS = ("moments-", "rng-")
 
-
-# -- what every manifest has ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Position:
-    """The keys that the state of every run has, and of every import."""
-
-    step: int
-    tokens: int
-
-
-@dataclass(frozen=True)
-class _Layout:
-    tensor_parallel_size: PositiveInt
-    context_parallel_size: PositiveInt = 1
-    data_parallel_size: PositiveInt = 1
-    pipeline_parallel_size: PositiveInt = 1
-
-
-@dataclass(frozen=True)
-class _Piece:
-    file: str
-    tp_rank: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class _Tensor:
-    shape: list[int]
-    tp_dim: int | None
-    pieces: list[tuple[int, int, int, int, int] | _Piece]
-    kinds: tuple[str, ...] = KINDS
-
-
-@dataclass(frozen=True)
-class _File:
-    bytes: int
-    sha256: str
-
-
-@dataclass(frozen=True)
-class _Manifest:
-    state: _Position
-    layout: _Layout
-    tensors: dict[str, _Tensor]
-    files: Annotated[dict[str, _File], Field(min_length=1)]
-    ranks: list[str] = field(default_factory=list)
-
-
-_MANIFEST = TypeAdapter(_Manifest)
 
 # -- names ---------------------------------------------------------------------------------------------------------
 
@@ -115,17 +44,6 @@ _MANIFEST = TypeAdapter(_Manifest)
 def folder_name(step: int) -> str:
     """Return the name of the folder of one step."""
     return f"step-{step:08d}"
-
-
-def file_name(kind: str, rank: str) -> str:
-    """Return the name of the file that holds one kind of tensor of a rank. `rank` is the rank's name in "ranks" of the
-    manifest."""
-    return f"{'shard' if kind == 'weight' else 'moments'}-{rank}.safetensors"
-
-
-def format_of(kinds: Iterable[Sequence[str]]) -> int:
-    """Return the format of a checkpoint whose tensors have these kinds of values."""
-    return FORMAT if all(tuple(each) == KINDS for each in kinds) else _OTHER_KINDS
 
 
 def step_of(folder: Path) -> int:
@@ -190,20 +108,6 @@ def newest(root: Path) -> Path | None:
     return max(published(root), default=None)
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of one checkpoint. Raises CheckpointError if the manifest is unreadable, of another format or
-    not as SageTrain writes it."""
-    try:
-        manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
-        found = manifest["format"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{folder}: manifest.json cannot be read ({error})") from error
-    if found not in _READ:
-        raise CheckpointError(_other_format(folder, found))
-    validated(_MANIFEST, manifest, f"{folder}: manifest.json: ")
-    return manifest
-
-
 def read_state(folder: Path) -> RunState:
     """Return the state of the run that wrote a checkpoint. Raises the CheckpointErrors of read_manifest and
     RunState.from_json."""
@@ -221,10 +125,11 @@ def problems(
         moments: also check the files that only a run that continues reads.
     """
     try:
-        files = read_manifest(folder)["files"]
+        manifest = read_manifest(folder)
+        RunState.from_json(manifest["state"], folder)
     except CheckpointError as error:
         return [str(error)]
-    found = []
+    found, files = [], manifest["files"]
     names = sorted(name for name in files if moments or not name.startswith(_OF_RUNS))
     for name in names[rank::world_size]:
         path, expected = folder / name, files[name]
@@ -262,8 +167,8 @@ def newest_whole(
         The checkpoint, or None without any, and the damaged ones that were passed over.
 
     Raises:
-        CheckpointError: there are checkpoints of wanted steps, but none is undamaged; or the newest one is of a format
-            that this version does not read. An older one is not taken then, because the run would go back.
+        CheckpointError: there are checkpoints of wanted steps, but none is undamaged; or the newest one was
+            written by a newer SageTrain. An older one is not taken then, because the run would go back.
     """
     damaged: list[Path] = []
 
@@ -275,7 +180,7 @@ def newest_whole(
         wrong = [problem for found in _gather(own) for problem in found]
         if not wrong:
             return folder, damaged
-        if said := _broadcast(_newer_format(folder)):
+        if said := _broadcast(written_by_newer(folder)):
             raise CheckpointError(said)
         # If the folder is gone, the run that owns it continues and has removed it for newer ones.
         if _broadcast(folder.is_dir()):
@@ -287,23 +192,6 @@ def newest_whole(
             "training.run_dir to start from the beginning"
         )
     return None, damaged
-
-
-def _other_format(folder: Path, found: object) -> str:
-    return (
-        f"{folder}: written in format {found}, this SageTrain reads formats {_READ[0]} to {_READ[-1]}; "
-        "use the SageTrain that wrote it, or a newer one"
-    )
-
-
-def _newer_format(folder: Path) -> str:
-    """Return the message for a checkpoint whose format came after this version, which makes it no damaged one; an empty
-    text for every other checkpoint."""
-    try:
-        found = json.loads((folder / "manifest.json").read_text())["format"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""  # `problems` says what is wrong with it.
-    return _other_format(folder, found) if isinstance(found, int) and found > max(_READ) else ""
 
 
 def whole_at(root: Path, step: int, *, moments: bool = True) -> Path:
@@ -325,7 +213,7 @@ def whole(path: Path, report: Callable[[str], None], *, contents: bool = True, m
     Raises:
         CheckpointError: there is no undamaged checkpoint.
     """
-    if not (path / "manifest.json").is_file():
+    if not (path / MANIFEST).is_file():
         folder, _ = newest_whole(path / "checkpoints", report, contents=contents, moments=moments)
         if folder is None:
             raise CheckpointError(f"{path} has no checkpoint")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from sagetrain.checkpoint.on_disk import KINDS, file_name, read_manifest
+from sagetrain.checkpoint.manifest import KINDS, file_name, read_manifest
 from sagetrain.checkpoint.state import RunState
 from sagetrain.checkpoint.stateful import Stateful
 from sagetrain.config.errors import CheckpointError, many

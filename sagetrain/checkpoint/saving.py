@@ -12,7 +12,6 @@ folder.
 from __future__ import annotations
 
 import io
-import json
 import os
 import shutil
 import threading
@@ -32,7 +31,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from sagetrain.checkpoint.on_disk import file_name, folder_name, format_of, prune, remove, sha256
+from sagetrain.checkpoint.manifest import MANIFEST, file_name, format_of, write_manifest
+from sagetrain.checkpoint.on_disk import folder_name, prune, remove, sha256
 from sagetrain.checkpoint.state import RunState
 from sagetrain.checkpoint.stateful import OwnedRange
 from sagetrain.cluster.mailbox import Mailbox
@@ -311,8 +311,8 @@ class Saver:
             "tensors": {name: {**shape, "pieces": runs} for (name, shape), runs in named},
             "files": {**files, "config.yaml": self._durable(temporary / "config.yaml")},
         }
-        (temporary / "manifest.json").write_text(json.dumps(manifest))
-        self._sync(temporary / "manifest.json")
+        write_manifest(temporary, manifest)
+        self._sync(temporary / MANIFEST)
         self._sync(temporary)
         # This folder has no manifest, because a damaged checkpoint was set aside before the run reached this step
         # again.

@@ -217,19 +217,41 @@ class RunState:
         """Read the state of the checkpoint in `folder`.
 
         Raises:
-            CheckpointError: a newer SageTrain wrote the state, or values are missing or of the wrong type.
+            CheckpointError: a newer SageTrain wrote the state, values are missing or of the wrong type, or contradict
+                one another.
         """
-        version = tree.get("version", VERSION)
-        if not isinstance(version, int) or version > VERSION:
-            raise CheckpointError(
-                f"{folder}: the training state in manifest.json has version {version}, this SageTrain reads versions "
-                f"up to {VERSION}: continue with the SageTrain that wrote it"
-            )
+        if newer := newer_state(tree, folder):
+            raise CheckpointError(newer)
         known = {key: value for key, value in tree.items() if value is not None}
         state = validated(_STATE, known, f"{folder}: manifest.json: state.")
         if state.imported is None and "optimizer_steps" not in known:
             raise CheckpointError(f"{folder}: manifest.json: state.optimizer_steps: missing; restore that checkpoint")
+        if wrong := state._contradiction():
+            raise CheckpointError(
+                f"{folder}: manifest.json: state.{wrong}; restore that checkpoint, or use another one"
+            )
         return state
+
+    def _contradiction(self) -> str:
+        """Return how the numbers of steps, samples and tokens contradict one another; an empty text if they agree."""
+        length = self.identity.seq_length
+        if length and self.tokens != self.sequences * length:
+            return f"tokens: {self.tokens:,} are not {self.sequences:,} sequences of {length:,} tokens"
+        if self.ledger is None:
+            return ""
+        steps, samples = self.ledger.steps, self.ledger.samples
+        if (steps, samples) != (self.step, self.sequences):
+            return (
+                f"ledger: has {steps:,} steps over {samples:,} samples, the training state says {self.step:,} steps "
+                f"over {self.sequences:,}"
+            )
+        before = self.init_from.optimizer_steps if self.init_from else 0
+        if self.identity.init_from and not self.init_from:  # The earliest checkpoints do not say what a run began with.
+            before = self.optimizer_steps
+        updates = before + steps - len(self.ledger.dropped)
+        if not 0 <= self.optimizer_steps <= updates:
+            return f"optimizer_steps: {self.optimizer_steps:,}, where the ledger has {updates:,} updates at most"
+        return ""
 
     def to_json(self) -> dict[str, Any]:
         """Return the state in the manifest's form. Its containers are new, so training does not change them."""
@@ -254,6 +276,17 @@ class RunState:
     def positions(self) -> Positions:
         """The longest sequence that the model is made for, and its RoPE."""
         return Positions.reached(self.identity, self.init_from.positions if self.init_from else None)
+
+
+def newer_state(tree: Mapping[str, Any], folder: Path) -> str:
+    """Return the message for a state that came after this version; an empty text for every other state."""
+    version = tree.get("version", VERSION)
+    if isinstance(version, int) and version <= VERSION:
+        return ""
+    return (
+        f"{folder}: the training state in manifest.json has version {version}, this SageTrain reads versions up to "
+        f"{VERSION}: continue with the SageTrain that wrote it"
+    )
 
 
 def validated(adapter: TypeAdapter[T], tree: Mapping[str, Any], where: str) -> T:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from sagetrain.checkpoint.on_disk import FORMAT, folder_name, sha256
+from sagetrain.checkpoint.manifest import FORMAT, write_manifest
+from sagetrain.checkpoint.on_disk import folder_name, sha256
 from sagetrain.checkpoint.state import Identity, ImportRecord, RunState
 from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.errors import ConfigError, many
@@ -142,7 +143,7 @@ def import_folder(
         }
         layout = {"tensor_parallel_size": 1, "context_parallel_size": 1, "data_parallel_size": 1}
         manifest = {"format": FORMAT, "state": state.to_json(), "layout": layout, "tensors": index, "files": sums}
-        (checkpoint / "manifest.json").write_text(json.dumps(manifest, indent=1))
+        write_manifest(checkpoint, manifest)
         (checkpoint.parent / "latest").write_text(checkpoint.name + "\n")
     return Imported(
         described.architecture,

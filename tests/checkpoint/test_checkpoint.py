@@ -7,9 +7,10 @@ import itertools
 import json
 import os
 import pickle
+import re
 import time
-from collections.abc import Sequence
-from functools import reduce
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +22,9 @@ from safetensors.torch import load_file, save_file
 
 import tiny
 from distributed import run_distributed
+from manifests import rewrite
 from sagetrain.checkpoint import on_disk, reading, saving
-from sagetrain.checkpoint.on_disk import KINDS
+from sagetrain.checkpoint.manifest import FORMAT, KINDS, MANIFEST, file_name, write_manifest, written_by_newer
 from sagetrain.checkpoint.reading import Reader
 from sagetrain.config.errors import CheckpointError
 from sagetrain.engines.protocol import Owned
@@ -133,11 +135,13 @@ def test_any_layout_continues_any_other(gone_on, number: int) -> None:
 
 def as_format_1(folder: Path) -> None:
     """Rewrite a checkpoint as version 1 of the format would have written it: a file a rank, and an object a piece."""
-    path = folder / "manifest.json"
-    manifest = json.loads(path.read_text())
+    rewrite(folder, partial(to_format_1, folder))
+
+
+def to_format_1(folder: Path, manifest: dict) -> None:
     ranks = manifest.pop("ranks")
     for rank in ranks:
-        both = [folder / on_disk.file_name(kind, rank) for kind in ("weight", "exp_avg")]
+        both = [folder / file_name(kind, rank) for kind in ("weight", "exp_avg")]
         save_file({name: value for file in both for name, value in load_file(file).items()}, both[0])
         both[1].unlink()
         del manifest["files"][both[1].name]
@@ -145,11 +149,11 @@ def as_format_1(folder: Path) -> None:
         manifest["files"][both[0].name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     for entry in manifest["tensors"].values():
         entry["pieces"] = [
-            {"file": on_disk.file_name("weight", ranks[rank + i]), "tp_rank": tp_rank,
+            {"file": file_name("weight", ranks[rank + i]), "tp_rank": tp_rank,
              "start": start + i * length, "stop": start + (i + 1) * length}
             for tp_rank, rank, count, start, length in entry["pieces"] for i in range(count)
         ]  # fmt: skip
-    path.write_text(json.dumps({**manifest, "format": 1}))
+    manifest["format"] = 1
 
 
 def goes_on_from_format_1(root: str, layouts: list[tuple[int, int, int]]) -> list[bool]:
@@ -270,13 +274,13 @@ def write_pieces(folder: Path, tensor: torch.Tensor, dim: int | None, tp_size: i
             save_file({"w|weight": flat[start:stop].clone()}, folder / file)
             pieces.append({"file": file, "tp_rank": tp_rank, "start": start, "stop": stop})
     manifest = {
-        "format": on_disk.FORMAT,
+        "format": FORMAT,
         "state": {"step": 0, "tokens": 0, "identity": {}},
-        "files": {"all": {"bytes": 0, "sha256": ""}},
+        "files": {piece["file"]: {"bytes": 0, "sha256": ""} for piece in pieces},
         "layout": {"tensor_parallel_size": tp_size},
         "tensors": {"w": {"shape": list(tensor.shape), "tp_dim": dim, "pieces": pieces}},
     }
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    write_manifest(folder, manifest)
 
 
 @pytest.mark.parametrize("source", [1, 2, 4])
@@ -342,8 +346,8 @@ def test_damage_is_found_and_the_run_walks_back(tmp_path, damage: str, words: st
     assert words in said[0]
 
 
-def write_plain(root: Path, step: int, tokens: int, shards: Sequence[Owned] = ()) -> None:
-    state = tiny.run_state(step, tokens)
+def write_plain(root: Path, step: int, sequences: int, shards: Sequence[Owned] = ()) -> None:
+    state = tiny.run_state(step, sequences * tiny.SEQ)
     writer = tiny.saver(root, ParallelGroups.single())
     writer.start(state, "{}", shards, {})
     writer.wait()
@@ -356,7 +360,7 @@ def flat_shard(size: int) -> Owned:
 
 def save_shards(root: Path, shards: list[Owned]) -> None:
     writer = tiny.saver(root, ParallelGroups.single())
-    writer.start(tiny.run_state(1, 1), "{}", shards, {})
+    writer.start(tiny.run_state(1, tiny.SEQ), "{}", shards, {})
     writer.wait()
 
 
@@ -404,11 +408,8 @@ def test_a_manifest_that_lacks_something_is_damaged(tmp_path, path: list[str]) -
     for step in (1, 2, 3):
         write_plain(tmp_path, step, 10 * step, [flat_shard(4)])
     for step in (1, 3):
-        file = tmp_path / on_disk.folder_name(step) / "manifest.json"
-        manifest = json.loads(file.read_text())
         *sections, key = path
-        del reduce(dict.__getitem__, sections, manifest)[key]
-        file.write_text(json.dumps(manifest))
+        rewrite(tmp_path / on_disk.folder_name(step), lambda tree: reduce(dict.__getitem__, sections, tree).pop(key))  # noqa: B023
     said: list[str] = []
     found, damaged = on_disk.newest_whole(tmp_path, said.append)
     assert found == tmp_path / on_disk.folder_name(2) and [folder.name[-1] for folder in damaged] == ["3"]
@@ -417,11 +418,74 @@ def test_a_manifest_that_lacks_something_is_damaged(tmp_path, path: list[str]) -
     assert len(on_disk.published(tmp_path)) == 3  # Checkpoints that cannot be read are left to people.
 
 
+def test_every_flipped_bit_of_a_manifest_is_seen(tmp_path) -> None:
+    """The first bits of the key of the hash are among them, without which it would look like an older manifest."""
+    write_plain(tmp_path, 1, 10, [flat_shard(4)])
+    folder = tmp_path / on_disk.folder_name(1)
+    content = (folder / MANIFEST).read_bytes()
+    passed = []
+    for bit in range(8 * len(content)):
+        changed = bytearray(content)
+        changed[bit // 8] ^= 1 << bit % 8
+        (folder / MANIFEST).write_bytes(changed)
+        if not on_disk.problems(folder, contents=False) or written_by_newer(folder):
+            passed.append(bytes(changed))
+    assert not passed
+
+
+def test_a_manifest_of_before_the_hash_is_read(tmp_path) -> None:
+    write_plain(tmp_path, 1, 10, [flat_shard(4)])
+    path = tmp_path / on_disk.folder_name(1) / MANIFEST
+    path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != "sha256"}))
+    assert on_disk.newest_whole(tmp_path, print) == (path.parent, [])
+
+
+CONTRADICTIONS: dict[str, tuple[Callable[[dict], object], str]] = {
+    "a shard that is not listed": (
+        lambda tree: tree["files"].pop("shard-tp000-dp000.safetensors"),
+        r"files: lacks shard-tp000-dp000\.safetensors, which has pieces of weight",
+    ),
+    "moments that are not listed": (
+        lambda tree: tree["files"].pop("moments-tp000-dp000.safetensors"),
+        r"files: lacks moments-tp000-dp000\.safetensors",
+    ),
+    "no ranks": (lambda tree: tree.update(ranks=[]), "its pieces are on ranks 0 to 0 of 0"),
+    "a file elsewhere": (
+        lambda tree: tree["files"].update({"../rng": tree["files"]["config.yaml"]}),
+        r"'\.\./rng' is not the name of a file in the folder",
+    ),
+    "a negative place": (
+        lambda tree: tree["tensors"]["weight"].update(pieces=[[0, 0, 1, -4, 8]]),
+        "greater than or eq",
+    ),
+    "a large count": (lambda tree: tree["tensors"]["weight"].update(pieces=[[0, 0, 10**12, 0, 4]]), "each value once"),
+    "a gap": (lambda tree: tree["tensors"]["weight"].update(pieces=[[0, 0, 1, 0, 3]]), "each value once"),
+    "an overlap": (lambda tree: tree["tensors"]["weight"].update(pieces=[[0, 0, 1, 0, 4]] * 2), "each value once"),
+    "another slice": (lambda tree: tree["tensors"]["weight"].update(pieces=[[1, 0, 1, 0, 4]]), "each value once"),
+    "a large shape": (lambda tree: tree["tensors"]["weight"].update(shape=[10**9, 10**9]), "each value once"),
+    "another dimension": (lambda tree: tree["tensors"]["weight"].update(tp_dim=1), r"dimension 1 of shape \[4\]"),
+    "other tokens": (lambda tree: tree["state"].update(tokens=1), r"state\.tokens: 1 are not 10 sequences"),
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_parts_of_a_manifest_that_disagree_are_damage(tmp_path, name: str) -> None:
+    """An older whole checkpoint is taken, whether the manifest has a hash or was written before there was one."""
+    for step in (1, 2):
+        write_plain(tmp_path, step, 10, [flat_shard(4)])
+    change, words = CONTRADICTIONS[name]
+    rewrite(tmp_path / on_disk.folder_name(2), change)
+    said: list[str] = []
+    found, _ = on_disk.newest_whole(tmp_path, said.append)
+    assert found == tmp_path / on_disk.folder_name(1)
+    assert re.search(rf"manifest\.json: .*{words}", said[0])
+
+
 def test_retention_keeps_the_newest_and_the_milestones(tmp_path) -> None:
     for step in range(1, 9):
-        write_plain(tmp_path, step, tokens=step * 30)
-    on_disk.prune(tmp_path, keep_last=2, keep_every_tokens=100)
-    # 120 is the first at or past 100, and 210 the first at or past 200.
+        write_plain(tmp_path, step, sequences=step * 30)
+    on_disk.prune(tmp_path, keep_last=2, keep_every_tokens=100 * tiny.SEQ)
+    # 120 sequences are the first at or past 100, and 210 the first at or past 200.
     assert sorted(f.name for f in tmp_path.glob("step-*")) == [f"step-0000000{n}" for n in (4, 7, 8)]
     assert (tmp_path / "latest").read_text() == "step-00000008\n"
 
@@ -479,21 +543,19 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path) -> None:
 
 def test_an_unknown_format_is_refused(tmp_path) -> None:
     write_plain(tmp_path, 1, 10)
-    path = tmp_path / "step-00000001" / "manifest.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
+    rewrite(folder := tmp_path / "step-00000001", lambda tree: tree.update(format=99))
     with pytest.raises(CheckpointError, match="format 99, this SageTrain reads formats 1 to 3"):
-        Reader(path.parent)
+        Reader(folder)
 
 
 def test_a_run_does_not_go_back_past_a_newer_format(tmp_path) -> None:
     """A checkpoint of a newer SageTrain is not damaged. The run is refused, and the checkpoint keeps its name."""
     for step in (1, 2):
         write_plain(tmp_path, step, 10)
-    path = tmp_path / "step-00000002" / "manifest.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
+    rewrite(folder := tmp_path / "step-00000002", lambda tree: tree.update(format=99))
     with pytest.raises(CheckpointError, match=r"step-00000002: written in format 99.*a newer one"):
         on_disk.newest_whole(tmp_path, print)
-    assert path.exists()
+    assert folder.exists()
 
 
 class Malicious:
@@ -512,11 +574,11 @@ def test_a_checkpoint_runs_no_code(tmp_path) -> None:
     folder, ran = tmp_path / "run" / "step-00000001", tmp_path / "ran"
     (folder / "rng-00000.pt").write_bytes(pickle.dumps(Malicious(ran)))
     torch.save({"torch": Malicious(ran)}, folder / "rng-00001.pt")
-    manifest = json.loads((folder / "manifest.json").read_text())
+    files = {}
     for name in ("rng-00000.pt", "rng-00001.pt"):
         content = (folder / name).read_bytes()
-        manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+        files[name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    rewrite(folder, lambda tree: tree["files"].update(files))
     assert on_disk.newest_whole(tmp_path / "run", print)[0] == folder
     reader = Reader(folder)
     for rank in (0, 1):

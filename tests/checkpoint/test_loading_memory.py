@@ -26,7 +26,7 @@ def write(root: str, tp_size: int, stage: int) -> None:
     """Write a checkpoint of step 1."""
     engine = engine_of(tp_size, stage, "fp32")
     saver = tiny.saver(Path(root), engine.groups)
-    saver.start(tiny.run_state(1, 1), "{}", engine.owned(), rng_state())
+    saver.start(tiny.run_state(1, tiny.SEQ), "{}", engine.owned(), rng_state())
     saver.wait()
 
 

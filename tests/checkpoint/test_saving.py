@@ -43,7 +43,7 @@ def train_beside_a_save(root: str, tp_size: int, stage: int, dtype: str) -> list
     for step in range(2):
         tiny.global_step(engine, step)
     gate, wrong = Gate(saver), []
-    random, state = torch.get_rng_state(), tiny.run_state(2, 128, ledger=Ledger("head", [[0, 8, 2]]))
+    random, state = torch.get_rng_state(), tiny.run_state(2, 256, ledger=Ledger("head", [[0, 8, 2]]))
     then = {
         (shard.name, kind): (shard.start, shard.stop, shard.read(kind).clone())
         for shard in engine.owned()
@@ -108,7 +108,7 @@ def test_memory_for_a_gpus_state_is_pinned_after_its_pages(monkeypatch, tmp_path
 
 
 def save_plain(saver: Saver, step: int) -> None:
-    saver.start(tiny.run_state(step, step), "{}", (), {"noise": torch.full((20_000,), step)})
+    saver.start(tiny.run_state(step, step * tiny.SEQ), "{}", (), {"noise": torch.full((20_000,), step)})
 
 
 def test_a_save_waits_for_the_one_before(tmp_path) -> None:

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import tiny
-from sagetrain.checkpoint.on_disk import KINDS, folder_name
+from sagetrain.checkpoint.manifest import KINDS
+from sagetrain.checkpoint.on_disk import folder_name
 from sagetrain.checkpoint.reading import Reader
 from sagetrain.parallel.topology import ParallelGroups
 
@@ -30,7 +31,7 @@ def test_what_is_saved_is_the_moment_of_the_call(tmp_path) -> None:
         torch.cuda._sleep(100_000_000)  # The update of the step has not run yet when the save is called.
         for value, tensor in enumerate(tensors.values()):
             tensor.fill_(step + 10 * value)
-        saver.start(tiny.run_state(step, step), "{}", [shard], {})
+        saver.start(tiny.run_state(step, step * tiny.SEQ), "{}", [shard], {})
         for tensor in tensors.values():
             tensor.fill_(-1.0)
         saver.wait()

@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 
 from probed import changes, run_with_room
 from sagetrain.checkpoint import on_disk
+from sagetrain.checkpoint.manifest import read_manifest
 from sagetrain.config.schema import DataSource, NoiseAwareTokens
 from sagetrain.data.loader import SampleStream
 from sagetrain.data.token_file import TokenFileWriter
@@ -191,7 +192,7 @@ def test_runs_are_watched_and_steered(tmp_path: Path) -> None:
 
 
 def state_of(run: Path) -> dict:
-    return on_disk.read_manifest(on_disk.newest(run / "checkpoints"))["state"]
+    return read_manifest(on_disk.newest(run / "checkpoints"))["state"]
 
 
 def check_skip(run: Path) -> None:

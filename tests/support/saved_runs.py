@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import tiny
 from distributed import run_distributed
-from sagetrain.checkpoint.on_disk import KINDS
+from sagetrain.checkpoint.manifest import KINDS
 from sagetrain.checkpoint.state import Identity
 from sagetrain.config import RunConfig
 from sagetrain.config.arithmetic import padded_vocab_size
@@ -71,7 +71,8 @@ def save_runs(runs: list[tuple[str, RunConfig, int]], tokenizer: Path) -> None:
             seq_length=cfg.data.seq_length,
             tokenizer_sha256=loaded.sha256,
         )
-        state = tiny.run_state(3, 192, optimizer_steps=3, identity=identity)
+        sequences = 192 // cfg.data.seq_length
+        state = tiny.run_state(3, 192, sequences=sequences, optimizer_steps=3, identity=identity)
         writer.start(state, dump_config(cfg), shards, rng_state())
         writer.wait()
         shutil.copyfile(tokenizer, Path(folder) / "tokenizer.model")

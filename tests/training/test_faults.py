@@ -25,6 +25,7 @@ import torch
 import tiny
 from distributed import run_distributed
 from forked import PATIENCE, Command
+from manifests import rewrite
 from runs import (
     check_same,
     finish,
@@ -39,7 +40,7 @@ from runs import (
 )
 from sagetrain.checkpoint import on_disk
 from sagetrain.checkpoint.ledger import Ledger, check_consumed, fold
-from sagetrain.checkpoint.on_disk import KINDS
+from sagetrain.checkpoint.manifest import KINDS
 from sagetrain.checkpoint.reading import Reader
 from sagetrain.cli import exits
 from sagetrain.config.errors import CheckpointError, TrainingError
@@ -302,7 +303,7 @@ def train_and_save(root: Path, first: int, steps: int) -> None:
     for step in range(first, first + steps):
         for tensor in map(shard.read, shard.kinds):
             tensor.fill_(step)
-        state = tiny.run_state(step, step * 10)
+        state = tiny.run_state(step, step * tiny.SEQ)
         saver.start(state, f"step: {step}\n" * 1000, [shard], {"noise": torch.full((1000,), step)})
         for tensor in map(shard.read, shard.kinds):  # The values are half way to the next step.
             tensor.add_(0.5)
@@ -422,10 +423,9 @@ def test_damaged_shards_are_walked_past_and_set_aside(tmp_path, corpus, alone) -
 
 def test_a_forged_ledger_is_refused(tmp_path, corpus, alone) -> None:
     shutil.copytree(alone, tmp_path / "run")
-    manifest = sorted((tmp_path / "run/checkpoints").glob("step-*"))[-1] / "manifest.json"
-    content = json.loads(manifest.read_text())
-    content["state"]["sequences"] += 16  # The next step would be left out.
-    manifest.write_text(json.dumps(content))
+    for folder in (tmp_path / "run/checkpoints").glob("step-*"):
+        # The next step would be left out.
+        rewrite(folder, lambda tree: tree["state"].update(sequences=496, tokens=496 * 32))
     config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run")
     assert start("sagetrain", config).wait(PATIENCE) == 3
     assert "has 40 steps over 480 samples, the training state says 40 steps over 496" in log_of(config)

@@ -13,7 +13,8 @@ import torch
 import tiny
 from distributed import run_distributed
 from runs import finish, log_of, sagetrain
-from sagetrain.checkpoint.on_disk import KINDS, folder_name
+from sagetrain.checkpoint.manifest import KINDS
+from sagetrain.checkpoint.on_disk import folder_name
 from sagetrain.checkpoint.reading import Reader
 from sagetrain.config import ConfigError
 from sagetrain.data.tokenizer import train_tokenizer

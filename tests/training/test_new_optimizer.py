@@ -8,6 +8,7 @@ from pathlib import Path
 
 from runs import sagetrain, write_config
 from sagetrain.checkpoint import on_disk
+from sagetrain.checkpoint.manifest import KINDS
 from sagetrain.checkpoint.reading import Reader
 
 MUON, NEW = "optimizer.name=muon", "checkpoint.new_optimizer=true"
@@ -33,7 +34,7 @@ def test_another_optimizer_than_the_checkpoints_needs_a_word(corpus: Path, tmp_p
     assert run(config, 1024, MUON, NEW) == ""
     reader = Reader(on_disk.newest(root))
     matrix, gain = "blocks.0.attention.qkv.q", "blocks.0.attention_norm.gain"
-    assert (reader.kinds(matrix), reader.kinds(gain)) == (("weight", "momentum"), on_disk.KINDS)
+    assert (reader.kinds(matrix), reader.kinds(gain)) == (("weight", "momentum"), KINDS)
     assert (reader.state.step, reader.state.optimizer_steps, reader.manifest["format"]) == (4, 2, 3)
     assert reader.local(matrix, "momentum", 0, 1).abs().max() > 0
 

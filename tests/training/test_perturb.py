@@ -11,7 +11,8 @@ import torch
 import tiny
 from distributed import run_distributed
 from runs import finish, log_of, training_rows, write_config
-from sagetrain.checkpoint.on_disk import KINDS, folder_name
+from sagetrain.checkpoint.manifest import KINDS
+from sagetrain.checkpoint.on_disk import folder_name
 from sagetrain.checkpoint.reading import Reader
 from sagetrain.parallel.rng import rng_state
 from sagetrain.training.perturb import GAIN, perturb

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 import tiny
 from distributed import run_distributed
 from forked import PATIENCE
+from manifests import rewrite
 from runs import at_step, check_same, finish, free_port, kill_all, log_of, start, write_config
 from sagetrain.cli.exits import Errors
 from sagetrain.cluster.guard import StopSignal
@@ -106,10 +107,9 @@ def of_the_former_default(corpus: str, whole: str, cut: str) -> tuple[list[tuple
     had none when `auto` was DeepSpeed. Continue it by `auto`. Return how the runs ended, and what was said last."""
     ends, said = [alone(corpus, whole, False, "deepspeed"), alone(corpus, cut, True, "deepspeed")], list[str]()
     folder = Path(cut) / "checkpoints/step-00000002"
-    manifest = folder / "manifest.json"
-    tree = json.loads(manifest.read_text())
-    assert tree["state"].pop("engine") == "deepspeed"
-    manifest.write_text(json.dumps(tree))
+    engines: list[str] = []
+    rewrite(folder, lambda tree: engines.append(tree["state"].pop("engine")))
+    assert engines == ["deepspeed"]
     plan = make_plan(folder / "config.yaml", ["parallel.engine=auto"], 1, H200)
     assert ("engine_kept", "info", "parallel.engine") in [(f.rule, f.level, f.key) for f in plan.findings]
     assert engine_of(plan.cfg) == "deepspeed"
@@ -295,10 +295,8 @@ def test_a_resume_on_other_data_is_refused(tmp_path, corpus, reference) -> None:
     assert start("sagetrain", config).wait(PATIENCE) == 2
     assert f"this run {corpus}/train (weight 3.0), {corpus}/valid. {RUN_DIR}" in log_of(config)
 
-    for manifest in run.glob("checkpoints/*/manifest.json"):
-        tree = json.loads(manifest.read_text())
-        tree["state"]["files"]["data.train (checksums in .json)"] = "0" * 64
-        manifest.write_text(json.dumps(tree))
+    for folder in run.glob("checkpoints/step-*"):
+        rewrite(folder, lambda tree: tree["state"]["files"].update({"data.train (checksums in .json)": "0" * 64}))
     config = write_config(tmp_path / "again.yaml", corpus, run)
     assert start("sagetrain", config).wait(PATIENCE) == 2
     assert f"{corpus}/train has changed since: data.train (checksums in .json): checkpoint 000" in log_of(config)
