@@ -9,6 +9,8 @@
   const DASHES = ["solid", "dash", "dot", "dashdot"];
   const FEW = 40;
 
+  // Plotly takes tags and entities in a text for what they stand for.
+  const plain = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;");
   const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
   // An exponential mean that begins with the first value. A share `kept` of it is what came before.
@@ -29,7 +31,7 @@
     const smooth = !exact && kept > 0 && x.length > FEW;
     const line = {
       x, y, type: "scatter", mode: x.length <= FEW ? "lines+markers" : "lines",
-      name: several ? `${data.runs[one.run]} ${one.metric}` : one.metric, legendgroup: one.metric,
+      name: plain(several ? `${data.runs[one.run]} ${one.metric}` : one.metric), legendgroup: one.metric,
       showlegend: false,
       line: { color: COLORS[(several ? one.run : one.rank) % COLORS.length], width: 1.6, dash: DASHES[one.rank % DASHES.length] },
       marker: { size: 5 },
@@ -50,7 +52,7 @@
       x: shown.map(([tokens]) => tokens), y: shown.map(() => 0.02), yaxis: "y2", type: "scatter", mode: "markers",
       showlegend: false,
       marker: { symbol: "triangle-up", size: 10, color: COLORS[run % COLORS.length] },
-      text: shown.map(([, kind, text]) => `${kind}: ${text}`), hovertemplate: "%{text}<extra></extra>",
+      text: shown.map(([, kind, text]) => plain(`${kind}: ${text}`)), hovertemplate: "%{text}<extra></extra>",
     }];
   }
 
@@ -58,7 +60,7 @@
   function dashes(chart) {
     const metrics = [...new Map(chart.traces.map((one) => [one.rank, one.metric]))];
     return metrics.length < 2 ? [] : metrics.map(([rank, metric]) => ({
-      x: [null], y: [null], type: "scatter", mode: "lines", name: metric, legendgroup: metric,
+      x: [null], y: [null], type: "scatter", mode: "lines", name: plain(metric), legendgroup: metric,
       line: {
         color: data.runs.length > 1 ? color("--faint") : COLORS[rank % COLORS.length], width: 1.6,
         dash: DASHES[rank % DASHES.length],
@@ -77,8 +79,8 @@
 
   function layout(chart, width) {
     const axis = { gridcolor: color("--line"), zeroline: false, linecolor: color("--line"), automargin: true };
-    const named = (text) => ({ text, font: { size: 11, color: color("--faint") }, standoff: 6 });
-    const title = wrapped(chart.title, width);
+    const named = (text) => ({ text: plain(text), font: { size: 11, color: color("--faint") }, standoff: 6 });
+    const title = wrapped(chart.title, width).map(plain);
     const largest = Math.max(...chart.traces.flatMap((one) => one.curve[1]));
     return {
       title: { text: title.join("<br>"), font: { size: 14 }, x: 0.02, xanchor: "left", y: 0.97, yanchor: "top" },

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
@@ -112,15 +113,13 @@ def render(runs: Sequence[RunRecord]) -> str:
         "samples": _samples(runs),
         "events": _events(runs),
         "smoothing": f"{SMOOTHING:g}",
-        # The text "</script>" within a name would end the element.
-        "data": json.dumps(data).replace("</", "<\\/"),
+        # A text such as "</script>" or "<!--" within a name would change where the element ends.
+        "data": json.dumps(data).replace("<", "\\u003c"),
         "script": (folder / "page.js").read_text(),
         "plotly": get_plotlyjs(),
     }
-    page = (folder / "page.html").read_text()
-    for name, text in parts.items():
-        page = page.replace(f"{{{{{name}}}}}", text)
-    return page
+    # In one pass: a text that is put in may hold {{data}} itself.
+    return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], (folder / "page.html").read_text())
 
 
 def _charts(runs: Sequence[RunRecord]) -> list[tuple[Chart, bool]]:

@@ -1,5 +1,6 @@
 """The page of `sagetrain report`, also in a real browser where this machine has one."""
 
+import html
 import json
 import math
 import re
@@ -130,6 +131,24 @@ def test_the_page_needs_no_network_and_trusts_no_name(runs: list[Path]) -> None:
     assert "upon a &lt;b&gt;time&lt;/b&gt;,\n  there was</td>" in outside
 
 
+@pytest.mark.parametrize("text", ["{{data}} {{plotly}} {{title}}", "<!-- <script></script> \u2028\u2029", "{{{{x}}}}"])
+def test_texts_of_a_run_stay_texts(tmp_path: Path, text: str) -> None:
+    """They are not taken for places of the template, and do not end the element that they are in."""
+    pages = []
+    for number, each in enumerate(("plain", text)):
+        (folder := tmp_path / str(number) / "run").mkdir(parents=True)
+        writer = MetricsWriter(folder, 0, 0, 1000)
+        writer.write(1, 1000, {"train/loss": 3.0})
+        writer.sample(1, 1000, 1, each, each)
+        writer.event(1, 1000, Event(each, each, {}))
+        writer.close()
+        pages.append(render(read_runs([folder])))
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', pages[1], re.DOTALL)[1]
+    assert json.loads(data)["events"] == [[[1000, text, text]]] and not {*data} & {*"<\u2028\u2029"}
+    shown, as_data = (html.escape(text), json.dumps(text)[1:-1].replace("<", r"\u003c"))
+    assert pages[0].replace("<td>plain</td>", f"<td>{shown}</td>").replace('"plain"', f'"{as_data}"') == pages[1]
+
+
 def test_a_run_says_how_many_parameters_it_has(pair: Path) -> None:
     (run,) = read_runs([pair])
     shapes = json.loads((max(pair.glob("checkpoints/step-*")) / "manifest.json").read_text())["tensors"]
@@ -157,7 +176,7 @@ def test_a_folder_without_metrics_is_an_error_that_names_it(tmp_path: Path, foun
 def test_a_configuration_that_is_cut_off_is_a_named_error(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tokens": 8, "train/loss": 1.0}\n')
     (tmp_path / "config.yaml").write_text("model: [")
-    with pytest.raises(ConfigError, match=f"{tmp_path}/config.yaml: cannot be read"):
+    with pytest.raises(ConfigError, match=f"{tmp_path}/config.yaml:1: cannot be read: not valid YAML"):
         write_report([tmp_path], tmp_path / "report.html")
     (tmp_path / "config.yaml").unlink()
     refused = sagetrain("report", tmp_path, "-o", tmp_path)
