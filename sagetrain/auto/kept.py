@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from sagetrain.checkpoint import on_disk
 from sagetrain.checkpoint.state import RunState, SettledAttention, SettledLinear, SettledOverlap
 from sagetrain.config.arithmetic import engine_of
 from sagetrain.config.errors import Finding
+from sagetrain.config.load import saved_config
 from sagetrain.config.rules import fit
 from sagetrain.config.schema import AttentionConfig, LinearConfig, RunConfig
 
@@ -31,7 +30,7 @@ class Kept:
     @classmethod
     def by(cls, folder: Path) -> Kept:
         """Read the choices of the run that wrote the checkpoint in `folder`."""
-        return cls.of(on_disk.read_state(folder), yaml.safe_load((folder / "config.yaml").read_text()))
+        return cls.of(on_disk.read_state(folder), saved_config(folder / "config.yaml"))
 
     @classmethod
     def of(cls, state: RunState, asked: dict[str, dict[str, Any]]) -> Kept:

@@ -16,8 +16,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
-import yaml
-
 from sagetrain.config.earlier_run import CRITICAL, STABILITY_NAME
 from sagetrain.config.errors import CheckpointError, Finding
 from sagetrain.config.load import dump_config, flat
@@ -168,9 +166,9 @@ class RunFolder:
         write_atomic(self.path / STABILITY_NAME, (json.dumps(tree, indent=1) + "\n").encode())
 
 
-def changed_settings(old_text: str, new_text: str) -> list[str]:
-    """Return a line `key: old -> new` for each setting that differs between two dumped configurations."""
-    old, new = flat(yaml.safe_load(old_text)), flat(yaml.safe_load(new_text))
+def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return a line `key: old -> new` for each setting that differs between two configurations."""
+    old, new = flat(before), flat(now)
     return [
         f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in sorted({*old, *new}) if old.get(key) != new.get(key)
     ]

@@ -82,6 +82,29 @@ def dump_config(config: RunConfig) -> str:
     return yaml_nodes.dump(config.model_dump(mode="json"))
 
 
+def saved_config(path: Path) -> dict[str, Any]:
+    """Return the configuration in a file that a run has written, as plain values. Its keys may be those of another
+    version.
+
+    Raises:
+        ConfigError: the file cannot be read, or was changed to something that no run writes.
+    """
+    tree, _, problems = yaml_nodes.parse(_text_of(path))
+    if problems or not isinstance(tree, dict | None):
+        line, what = (problems[0].line, problems[0].message) if problems else (1, "it holds no sections")
+        raise ConfigError(f"{path}:{line}: cannot be read: {what}; restore the file as the run wrote it")
+    return tree or {}
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: cannot be read: {error}; save it as UTF-8") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
 def locations(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, str]:
     """Return the place where each dotted key was given: `file:line`, or the override. Findings that are made after
     loading need it."""
@@ -103,13 +126,7 @@ class _Source:
         self.origins: dict[KeyPath, str] = {}
         self.problems: list[str] = []
         self.fallen_away: list[Finding] = []
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{self.file}: cannot be read: {error}; save it as UTF-8") from error
-        except OSError as error:
-            raise ConfigError(f"{self.file}: cannot be read: {error.strerror or error}") from error
-        self.tree, self.lines, problems = yaml_nodes.parse(text)
+        self.tree, self.lines, problems = yaml_nodes.parse(_text_of(path))
         self.unusable = {problem.path for problem in problems}
         for problem in problems:
             self._report(problem.path, problem.message, where=f"{self.file}:{problem.line}")

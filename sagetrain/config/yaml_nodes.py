@@ -2,7 +2,8 @@
 
 Scalars follow YAML 1.2: only true and false are booleans (`compile: on` is the word "on"), 010 is ten, dates and 1:30
 are text. Beyond YAML 1.2, 3e-4 and 1_000_000 are numbers, and a whole number may be written 2.1e6. Nothing but plain
-values is ever constructed: no tags, no merge keys, no code.
+values is ever constructed: no tags, no merge keys, no aliases (some lines of which can stand for a billion values), no
+code.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ _WAYS_OUT = {
     "another document": "a file is one run: no --- inside of it",
 }
 """Fixes for common syntax errors, by a part of PyYAML's message."""
+_ALIAS = "alias"
 _DIGITS = "[0-9](?:_?[0-9])*"  # Digits as Python's int takes them: 2024_ and 1__0 are text.
 _RESOLVERS = [
     ("tag:yaml.org,2002:null", r"~|null|Null|NULL|", "~nN"),
@@ -48,20 +50,30 @@ _RESOLVERS = [
 ]
 
 
-class _Loader(yaml.SafeLoader):
+class _Composer(yaml.composer.Composer):
+    """A composer that leaves aliases as they are, so that values are no more than the text."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if not self.check_event(yaml.AliasEvent):  # type: ignore[no-untyped-call]
+            return super().compose_node(parent, index)
+        event = self.get_event()  # type: ignore[no-untyped-call]
+        return yaml.ScalarNode(_ALIAS, event.anchor, event.start_mark, event.end_mark)
+
+
+class _Loader(_Composer, yaml.SafeLoader):
     """The loader whose messages say most."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
 
 
-class _FastLoader(yaml.composer.Composer, _Events):
+class _FastLoader(_Composer, _Events):
     """A loader that is several times as fast. libyaml's own composer would crash where brackets are nested too deep."""
 
     yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
     def __init__(self, stream: str) -> None:
         _Events.__init__(self, stream)
-        yaml.composer.Composer.__init__(self)
+        _Composer.__init__(self)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -111,7 +123,7 @@ def parse(text: str) -> tuple[Any, dict[KeyPath, int], list[YamlProblem]]:
             node = yaml.compose(text, Loader=_FastLoader)
         except yaml.YAMLError:
             node = yaml.compose(text, Loader=_Loader)
-        value = None if node is None else _value(node, (), lines, problems, frozenset())
+        value = None if node is None else _value(node, (), lines, problems)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         reason = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
@@ -132,25 +144,23 @@ def dump(value: Any) -> str:
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=120, default_flow_style=False)
 
 
-def _value(
-    node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], problems: list[YamlProblem], parents: frozenset[int]
-) -> Any:
+def _value(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], problems: list[YamlProblem]) -> Any:
     """Return the plain value of a node, and record the line of every path inside it."""
     line = node.start_mark.line + 1
     lines.setdefault(path, line)
     kind = node.tag.removeprefix("tag:yaml.org,2002:")
-    if id(node) in parents:
-        problems.append(YamlProblem("an alias that contains itself", line, path))
+    if kind == _ALIAS:
+        rule = f"the alias *{node.value} is not taken here: write out what it stands for, or quote it if it is text"
+        problems.append(YamlProblem(rule, line, path))
         return None
-    inside = parents | {id(node)}
     if kind == "seq" and isinstance(node, yaml.SequenceNode):
-        return [_value(child, (*path, i), lines, problems, inside) for i, child in enumerate(node.value)]
+        return [_value(child, (*path, i), lines, problems) for i, child in enumerate(node.value)]
     if kind == "map" and isinstance(node, yaml.MappingNode):
         result: dict[str, Any] = {}
         for key_node, value_node in node.value:
             key_line, key = key_node.start_mark.line + 1, key_node.value
             here = (*path, key)
-            if not isinstance(key_node, yaml.ScalarNode):
+            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag == _ALIAS:
                 problems.append(YamlProblem("a key must be a word", key_line, path))
             elif key == "<<" and not key_node.style:
                 problems.append(YamlProblem("merge keys are not taken here: write the keys out", key_line, here))
@@ -158,7 +168,7 @@ def _value(
                 problems.append(YamlProblem(f"given twice: first on line {lines[here]}", key_line, here))
             else:
                 lines[here] = key_line
-                result[key] = _value(value_node, here, lines, problems, inside)
+                result[key] = _value(value_node, here, lines, problems)
         return result
     if isinstance(node, yaml.ScalarNode) and kind in _SCALARS:
         try:

@@ -12,12 +12,10 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-import yaml
-
 from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.earlier_run import CRITICAL, STABILITY_NAME, critical_in_words
 from sagetrain.config.errors import ConfigError
-from sagetrain.config.load import flat, load_config
+from sagetrain.config.load import flat, load_config, saved_config
 from sagetrain.config.schema import tokenizer_in
 from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.model.accounting import num_parameters
@@ -123,10 +121,7 @@ def _read(folder: Path, name: str) -> RunRecord:
         why = "it holds no metrics yet" if path.exists() else "there is no metrics.jsonl in it"
         raise ConfigError(f"{folder} is no run to report on: {why}; give the training.run_dir of a run that has begun")
     config = folder / "config.yaml"
-    try:
-        settings = flat(yaml.safe_load(config.read_text())) if config.exists() else {}
-    except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{config}: cannot be read ({error}); restore or remove it") from error
+    settings = flat(saved_config(config)) if config.exists() else {}
     settings.pop("training.run_dir", None)
     curves: dict[str, dict[int, float]] = {}
     for row in rows:

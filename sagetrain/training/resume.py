@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import yaml
 
 from sagetrain.checkpoint import reading
 from sagetrain.checkpoint.ledger import Ledger, TrainState
@@ -16,7 +15,7 @@ from sagetrain.checkpoint.reading import Reader
 from sagetrain.checkpoint.state import Identity, RunState
 from sagetrain.cluster.run_folder import changed_settings
 from sagetrain.config.errors import ConfigError
-from sagetrain.config.load import dump_config, flat
+from sagetrain.config.load import flat, saved_config
 from sagetrain.config.rules.data import ORDER
 from sagetrain.config.schema import DataSource, LinearConfig, LrScheduleConfig, OptimizerConfig, RunConfig, Section
 from sagetrain.config.tokens_per_step import change_at_resume, tokens_per_step
@@ -62,7 +61,7 @@ def check(
     changed = {key: f"{key}: checkpoint {theirs.get(key)!r}, this run {ours.get(key)!r}" for key in different}
     order, data = changed.pop(ORDER, ""), verify.changed(state.files, files)
     if data or (order and not changed.keys() & {"data.seq_length", "training.seed"}):
-        saved = yaml.safe_load((reader.folder / "config.yaml").read_text())["data"]["train"]
+        saved = saved_config(reader.folder / "config.yaml")["data"]["train"]
         before, now = (_shown(DataSource.model_validate(each) for each in sources) for sources in (saved, train))
         why = f"checkpoint {before}, this run {now}"
         if before == now:
@@ -99,7 +98,7 @@ def _rules(cfg: OptimizerConfig) -> str:
 
 def _saved_optimizer(folder: Path) -> OptimizerConfig:
     """Return the section optimizer of the run that wrote a checkpoint."""
-    saved = yaml.safe_load((folder / "config.yaml").read_text())
+    saved = saved_config(folder / "config.yaml")
     return OptimizerConfig.model_validate(_known(OptimizerConfig, saved["optimizer"]))
 
 
@@ -132,7 +131,7 @@ def announce(cfg: RunConfig, linear: LinearConfig, reader: Reader, say: Callable
 
 def changed(cfg: RunConfig, folder: Path) -> list[str]:
     """Return lines `key: old -> new` for the settings that differ from those that a checkpoint was written with."""
-    return changed_settings((folder / "config.yaml").read_text(), dump_config(cfg))
+    return changed_settings(saved_config(folder / "config.yaml"), cfg.model_dump(mode="json"))
 
 
 def last_step(state: RunState, cfg: RunConfig) -> int:
@@ -155,7 +154,7 @@ def learning_rate_jump(cfg: RunConfig, folder: Path, tokens: int, last: int) -> 
     total = cfg.training.total_tokens
     if not last or tokens >= total:
         return None
-    saved = yaml.safe_load((folder / "config.yaml").read_text())
+    saved = saved_config(folder / "config.yaml")
     peak = _saved_optimizer(folder)
     curve = LrScheduleConfig.model_validate(_known(LrScheduleConfig, saved["lr_schedule"]))
     was = saved["training"]["total_tokens"]
@@ -202,6 +201,6 @@ def restore(reader: Reader, engine: Engine, order: str, cfg: RunConfig) -> Train
     if rng is not None:
         set_rng_state(rng)
     if perturbed:
-        before = yaml.safe_load((reader.folder / "config.yaml").read_text())["training"]
+        before = saved_config(reader.folder / "config.yaml")["training"]
         perturb(engine, perturbed if perturbed != before.get("perturb") else 0)
     return TrainState(state.step, state.tokens, state.sequences, ledger, state.controllers)

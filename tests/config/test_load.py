@@ -2,6 +2,7 @@
 """Loading a configuration: values, overrides, and every message a user can get."""
 
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from sagetrain.config import ConfigError, RunConfig, dump_config, load_config, other_names, yaml_nodes
 from sagetrain.config.check import check
-from sagetrain.config.load import config_path, locations
+from sagetrain.config.load import config_path, locations, saved_config
 from sagetrain.config.reference import keys
 
 GOOD = """\
@@ -190,7 +191,7 @@ def test_every_problem_is_reported_at_once_with_its_place(tmp_path):
         ("schedule: ramp", "schedule: [1]", "tokens_per_step.schedule = [1]: must be one of constant, ramp, stages"),
         ("optimizer:", "data:", "run.yaml:17: data: given twice: first on line 6"),
         ("num_layers: 4", "num_layers: !!python/name:os.system", "run.yaml:2: model.num_layers: the tag 'python/name:os.system' is not taken"),
-        ("num_layers: 4", "num_layers: &a [*a]", "an alias that contains itself"),
+        ("num_layers: 4", "num_layers: &a [*a]", "run.yaml:2: model.num_layers.0: the alias *a is not taken here: write out what it"),
         ("num_layers: 4", "[1, 2]: 4", "run.yaml:2: model: a key must be a word"),
         ("num_layers: 4", "<<: {num_layers: 4}", "run.yaml:2: model.<<: merge keys are not taken here: write the keys out"),
         ("num_layers: 4", "num_layers: [4", "not valid YAML"),
@@ -217,7 +218,7 @@ def test_every_problem_is_reported_at_once_with_its_place(tmp_path):
         ("run_dir: runs/x", "run_dir: >\n    runs/x", 'training.run_dir = "runs/x\\n": holds \'\\n\': write the path in one line'),
         ("run_dir: runs/x", f"run_dir: runs/{'x' * 256}", "has a name of more than 255 bytes, which file systems do not take"),
         ("run_dir: runs/x", f"run_dir: {'runs/' * 801}", "has more than 4,000 bytes, which is no path: shorten it"),
-        ("num_layers: 4", "num_layers: *nowhere", "run.yaml:2: not valid YAML: found undefined alias"),
+        ("num_layers: 4", "num_layers: *nowhere", "run.yaml:2: model.num_layers: the alias *nowhere is not taken here"),
     ],
 )  # fmt: skip
 def test_messages(tmp_path, old, new, expected):
@@ -239,6 +240,18 @@ def test_a_schedule_is_changed_by_its_key(tmp_path):
     contradiction = problems(tmp_path, "", "", *changes, "tokens_per_step.end=3")
     assert "unknown key for schedule: constant; it belongs to ramp\n      fix: leave it out, or set" in contradiction
     assert problems(tmp_path, "", "", "tokens_per_step.schedule=constant").count("tokens_per_step.tokens: missing") == 1
+
+
+def test_aliases_of_aliases_do_not_grow(tmp_path):
+    """Ten lines stand for 9^10 values, also in the configuration that lies in a checkpoint."""
+    lines = [
+        "a: &a [x, x]",
+        *(f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]" for before, name in pairwise("abcdefghij")),
+    ]
+    (tmp_path / "run.yaml").write_text("\n".join(lines))
+    for read in (load_config, saved_config):
+        with pytest.raises(ConfigError, match=r"run\.yaml:2: .*the alias \*a is not taken here"):
+            read(tmp_path / "run.yaml")
 
 
 @pytest.mark.parametrize(
