@@ -189,7 +189,7 @@ def plan(
     check_least("plan", 1, {"world_size": world_size, "gpus_per_host": gpus_per_host})
     check_least("plan", 1, {"network_gbps": network_gbps, "host_memory_gib": host_memory_gib})
     kind, _ = planned_gpu(gpu)
-    hardware = cluster_of(kind, gpus_per_host, network_gbps, host_memory_gib)
+    hardware = cluster_of(kind, gpus_per_host, network_gbps, host_memory_gib, named=gpu is not None)
     return make_plan(config, _changes(config, overrides), world_size, hardware)
 
 

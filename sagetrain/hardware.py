@@ -150,6 +150,9 @@ class Hardware:
     network_efficiency: float = 0.85
     """Share of that bandwidth that NCCL attains (assumed)."""
     gpus_per_host: int = 8
+    named: bool = False
+    """Whether somebody has named this GPU for a run, so that settings which no GPU takes are errors. False: the run may
+    be one without a GPU."""
     host_memory: float = 0.0
     """Bytes of a host's memory. 0: not known; host_memory_per_gpu is assumed."""
     host_memory_per_gpu: float = 256 * 2**30
@@ -405,19 +408,23 @@ def gpu_here() -> str | None:
     return next(iter(listed.splitlines()), None)
 
 
-def cluster_of(gpu: str, gpus_per_host: int, network_gbps: float, host_memory_gib: float | None = None) -> Hardware:
+def cluster_of(
+    gpu: str, gpus_per_host: int, network_gbps: float, host_memory_gib: float | None = None, named: bool = False
+) -> Hardware:
     """Return the rates of a GPU in a cluster whose network gives each GPU `network_gbps` Gbit/s.
 
     Args:
         gpu: a key in HARDWARE.
         gpus_per_host: the GPUs that share NVLink.
         host_memory_gib: the memory of a host in GiB. None: it is not known.
+        named: whether somebody has named this GPU for a run.
     """
     return replace(
         HARDWARE[gpu],
         gpus_per_host=gpus_per_host,
         network_bandwidth=network_gbps * 1e9 / 8,
         host_memory=(host_memory_gib or 0.0) * 2**30,
+        named=named,
     )
 
 

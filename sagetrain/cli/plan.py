@@ -89,7 +89,7 @@ def plan(
     path, changes = _named("plan", config, config_option, overrides)
     page = console(most=PAGE)
     kind, assumed = planned_gpu(gpu)
-    hardware = cluster_of(kind, gpus_per_host, network_gbps, host_memory)
+    hardware = cluster_of(kind, gpus_per_host, network_gbps, host_memory, named=gpu is not None)
     if assumed:
         print_text(page, assumed)
     if show_plan(path, changes, world_size, page, hardware, measured_tokens_per_second, brief, measured):

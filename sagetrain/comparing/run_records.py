@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -31,7 +32,8 @@ class Record:
     seed: int
     again: bool
     status: str
-    """finished; diverged (a step that went wrong ended it); failed (something else did); stopped (not ended yet)."""
+    """finished; diverged (a step that went wrong ended it, or its last loss is not finite); failed (something else did);
+    stopped (not ended yet)."""
     tokens: int = 0
     total_tokens: int = 0
     tokens_per_step: int = 0
@@ -55,6 +57,12 @@ class Record:
     bias_to_gradient: float | None = None
     """Bias that quantization puts into the gradient, divided by the gradient, both squared: the mean over the run's
     probes."""
+
+    def __post_init__(self) -> None:
+        ends = [loss for loss in (self.train_end, self.valid_end) if loss is not None]
+        # Such a run may come to its end, where spikes are skipped, for example, or an evaluation overflows.
+        if self.status == FINISHED and not all(map(math.isfinite, ends)):
+            object.__setattr__(self, "status", DIVERGED)
 
     @property
     def job(self) -> Job:
@@ -87,10 +95,10 @@ def read_run(job: Job, run_dir: Path, total_tokens: int, evaluated: bool, every_
             rates.append(row["perf/tokens_per_second"])
         if "valid/loss" in row:
             valid.append([tokens, row["valid/loss"]])
-        if _NOISE_SCALE in row and tokens >= total_tokens / 2:
-            scales.append(row[_NOISE_SCALE])
-        if _BIAS in row:
-            biases.append(row[_BIAS])
+        if tokens >= total_tokens / 2 and math.isfinite(scale := row.get(_NOISE_SCALE, math.nan)):
+            scales.append(scale)
+        if math.isfinite(bias := row.get(_BIAS, math.nan)):
+            biases.append(bias)
     done = tokens >= total_tokens and (not evaluated or (bool(valid) and valid[-1][0] >= total_tokens))
     return Record(
         job.row,

@@ -162,8 +162,9 @@ def gap_curve(
     curve: Sequence[tuple[int, float]], baseline: Sequence[tuple[int, float]], points: int = 60
 ) -> list[tuple[int, float]]:
     """Return the difference of two curves over tokens, as means over at most `points` equal pieces of the baseline's
-    curve."""
-    differences = [(tokens, value - loss) for tokens, loss in baseline if (value := at(curve, tokens)) is not None]
+    curve. Places where it is not finite are left out."""
+    there = [(tokens, value - loss) for tokens, loss in baseline if (value := at(curve, tokens)) is not None]
+    differences = [(tokens, difference) for tokens, difference in there if math.isfinite(difference)]
     size = -(-len(differences) // points) or 1
     pieces = [differences[start : start + size] for start in range(0, len(differences), size)]
     return [(piece[-1][0], statistics.fmean(value for _, value in piece)) for piece in pieces]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from sagetrain.config.arithmetic import may_be_low_bit, replicas
@@ -36,6 +36,8 @@ _OF_LAYOUT = {
     "host_memory",
 }
 """Rules that another layout may satisfy."""
+_WITHOUT_GPU = {"sage_in_fp32", "low_bit_linear_in_fp32"}
+"""Rules for what runs without a GPU alone."""
 _OF_TOKENS = {"activations", "recomputed", "workspace", "logits", "loss"}
 """The parts of a rank's memory that grow with the micro-batch."""
 
@@ -60,6 +62,14 @@ def precision_of_gpu(cfg: RunConfig, hardware: Hardware) -> Finding | None:
         f"{hardware.name} has no {precision} matmuls",
         f"use {' or '.join(others)}, or plan for another GPU (--gpu)",
     )
+
+
+def on_gpu(findings: Sequence[Finding], hardware: Hardware) -> list[Finding]:
+    """Return the findings, errors first, with what runs without a GPU alone as errors if somebody has named a GPU:
+    `train` refuses it there."""
+    refused = _WITHOUT_GPU if hardware.named else ()
+    found = [replace(each, level="error") if each.rule in refused else each for each in findings]
+    return sorted(found, key=lambda each: each.level != "error")
 
 
 def out_of_room(plan: Plan, own: Layout) -> Iterator[Finding]:

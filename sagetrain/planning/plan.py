@@ -19,7 +19,7 @@ from sagetrain.data.tokenizer import known_tokenizer
 from sagetrain.hardware import Hardware
 from sagetrain.model.accounting import with_recomputation
 from sagetrain.planning.calibration import calibrate
-from sagetrain.planning.findings import of_plan, out_of_room, precision_of_gpu, with_way_out
+from sagetrain.planning.findings import of_plan, on_gpu, out_of_room, precision_of_gpu, with_way_out
 from sagetrain.planning.layouts import (
     Layout,
     can_run,
@@ -83,7 +83,7 @@ def make_plan(
     vocab = padded_vocab_size(asked.model.vocab_size or known or ASSUMED_VOCAB_SIZE)
     span = document_span(asked.data)
     others = *inputs.findings(asked, tokenizer), *filter(None, (kept, precision_of_gpu(asked, hardware)))
-    findings = check(asked, ranks, vocab_size=known, files=False, measured=measured, others=others)
+    findings = on_gpu(check(asked, ranks, vocab_size=known, files=False, measured=measured, others=others), hardware)
     refused = {finding.rule for finding in findings if finding.level == "error"}
     possible = not refused & _NO_LAYOUT
     configured = _settled(asked, ranks, vocab, hardware, span, possible)

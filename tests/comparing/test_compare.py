@@ -19,7 +19,7 @@ from runs import sagetrain, write_config
 from sagetrain.cluster.run_folder import lock
 from sagetrain.comparing import results, run_records, runner
 from sagetrain.comparing.analysis import curves, tables
-from sagetrain.comparing.command import Places, compare, read_folders, report
+from sagetrain.comparing.command import TABLES, Places, compare, read_folders, report
 from sagetrain.comparing.comparison_page import page
 from sagetrain.comparing.plot import plot_gaps
 from sagetrain.comparing.question import Job, Question, asked
@@ -458,6 +458,32 @@ def test_a_run_is_finished_behind_its_last_evaluation(tmp_path: Path) -> None:
         run = run_records.read_run(Job("", "base", 0), tmp_path, 100, evaluated=True)
         assert (run.status, run.valid_end, run.noise_scale) == (status, 3.5, 750)
         assert run_records.read_run(Job("", "base", 0), tmp_path, 100, evaluated=False).status == FINISHED
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_run_that_ends_on_no_number_diverged(base: Path, tmp_path: Path, loss: float) -> None:
+    """The curve of such a run has places that are no number, too. The other seeds are compared as before."""
+    found = made(ask(base), 0.02, [0, 1, 2])
+    for job, losses in ((Job("", "paper", 1), {"valid_end": loss}), (Job("", "base", 2), {"train_end": loss})):
+        run = found.runs[job]
+        train = [[tokens, loss if tokens > 30_000 else value] for tokens, value in run.train]
+        found.runs[job] = replace(run, train=train, **losses)
+    (table,) = report(results.together([("", found)]), tmp_path, 0.01, "", print)
+    assert (table.baseline.finished, table.baseline.diverged) == (2, (2,))
+    (line,) = table.lines
+    assert line.verdict("validation").startswith("diverged in 1 of 3; not decided: one pair (+0.0200)")
+    assert json.loads((tmp_path / TABLES).read_text(), parse_constant=pytest.fail)
+
+
+def test_numbers_of_a_run_that_are_not_finite_are_no_rates(tmp_path: Path) -> None:
+    row = {"train/loss": 3.0, "train/tokens_per_step": 10, "perf/tokens_per_second": 9.0}
+    rows = [
+        {"step": n, "tokens": 10 * n, **row, "noise/all/scale_tokens": scale, "quant_noise/all/bias_to_gradient": scale}
+        for n, scale in enumerate((math.inf, math.nan, 7.0), 1)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = run_records.read_run(Job("", "base", 0), tmp_path, 30, evaluated=False)
+    assert (run.status, run.noise_scale, run.bias_to_gradient) == (FINISHED, 7, 7.0)
 
 
 def test_of_two_records_of_a_run_the_finished_one_counts() -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from sagetrain import hardware
+from sagetrain import api, hardware
 from sagetrain.config import load_config
 from sagetrain.config.arithmetic import engine_of
 from sagetrain.config.schema import AttentionConfig
-from sagetrain.hardware import HARDWARE
+from sagetrain.hardware import HARDWARE, cluster_of
 from sagetrain.model.accounting import num_parameters
 from sagetrain.planning.evidence import evidence
 from sagetrain.planning.plan import ASSUMED_VOCAB_SIZE, make_plan
@@ -108,3 +108,14 @@ def test_arithmetic_and_rates_that_a_gpu_does_not_have_are_said() -> None:
         missing = evidence(plan.cfg, plan.chosen.prediction, HARDWARE[gpu]).missing
         assert ("INT8 attention by the rate of Hopper's kernels" in missing) == ("int8_attention_rate" in expected)
     assert "mma.sync" in found[0].message and found[0].fix.startswith("use attention.backend flash or sdpa")
+
+
+@pytest.mark.parametrize("key", ["attention.backend=sage", "linear.precision=int8", "linear.precision=fp8"])
+def test_what_no_gpu_takes_is_an_error_for_a_named_gpu(key: str) -> None:
+    """The torch twins run in fp32 without a GPU, so a plan that names none has no error."""
+    overrides = ["attention.backend=sdpa", "linear.precision=bf16", "training.dtype=fp32", "model.vocab_size=512", key]
+    for named in (False, True):
+        plan = make_plan(CONFIGS / "minimal.yaml", overrides, 1, cluster_of("h200", 8, 400, named=named))
+        errors = {each.key for each in plan.findings if each.level == "error"}
+        assert plan.errors == named and errors == ({"training.dtype"} if named else set())
+    assert api.plan(CONFIGS / "minimal.yaml", overrides, gpu="h200").errors == 1
