@@ -32,8 +32,8 @@ class Record:
     seed: int
     again: bool
     status: str
-    """finished; diverged (a step that went wrong ended it, or its last loss is not finite); failed (something else did);
-    stopped (not ended yet)."""
+    """finished; diverged (a step that went wrong ended it, or its last loss is not finite); failed (something
+    else did); stopped (not ended yet)."""
     tokens: int = 0
     total_tokens: int = 0
     tokens_per_step: int = 0
