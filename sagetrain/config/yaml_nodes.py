@@ -53,10 +53,14 @@ _RESOLVERS = [
 class _Composer(yaml.composer.Composer):
     """A composer that leaves aliases as they are, so that values are no more than the text."""
 
+    check_event: Any
+    get_event: Any
+
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        if not self.check_event(yaml.AliasEvent):  # type: ignore[no-untyped-call]
+        """Compose the next node."""
+        if not self.check_event(yaml.AliasEvent):
             return super().compose_node(parent, index)
-        event = self.get_event()  # type: ignore[no-untyped-call]
+        event = self.get_event()
         return yaml.ScalarNode(_ALIAS, event.anchor, event.start_mark, event.end_mark)
 
 
