@@ -6,14 +6,15 @@ import itertools
 import math
 import pickle
 from collections.abc import Iterator
+from contextlib import closing
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from sagetrain.checkpoint.manifest import KINDS, file_name, read_manifest
+from sagetrain.checkpoint.piece_files import PieceFiles
 from sagetrain.checkpoint.state import RunState
 from sagetrain.checkpoint.stateful import Stateful
 from sagetrain.config.errors import CheckpointError, many
@@ -26,14 +27,21 @@ _BLOCK = 2**20
 
 
 class Reader:
-    """A reader of any slice of any tensor of a checkpoint, whatever layout wrote it. It reads what is asked for and
-    keeps nothing. Files are mapped into memory only while they are read, because pages that stay mapped would count as
-    this process's memory."""
+    """A reader of any slice of any tensor of a checkpoint, whatever layout wrote it. It reads what is asked for, and
+    keeps files open until `close`."""
 
     def __init__(self, folder: Path):
         self.folder, self.manifest = folder, read_manifest(folder)
         self.tensors: dict[str, dict[str, Any]] = self.manifest["tensors"]
         self.world_size = math.prod(self.manifest["layout"].values())
+
+    @cached_property
+    def _files(self) -> PieceFiles:
+        return PieceFiles(self.folder)
+
+    def close(self) -> None:
+        """Close the files that were read. They are opened again when they are needed."""
+        self._files.close()
 
     @cached_property
     def state(self) -> RunState:
@@ -90,13 +98,10 @@ class Reader:
         """Return range [start, stop) of the flattened slice `tp_rank` as it is on disk."""
         out, filled = torch.empty(stop - start), 0
         for file, begin, low, high in self._pieces(name, kind, tp_rank, start, stop):
-            path = self.folder / file
             try:
-                with safe_open(path, framework="pt") as opened:
-                    stored = opened.get_slice(f"{name}|{kind}")
-                    out[low - start : high - start] = stored[low - begin : high - begin]
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(f"{path} cannot be read ({error})") from error
+                self._files.read(file, f"{name}|{kind}", low - begin, out[low - start : high - start])
+            except (OSError, ValueError) as error:
+                raise CheckpointError(f"{self.folder / file} cannot be read ({error})") from error
             filled += high - low
         if filled != stop - start:
             raise CheckpointError(f"{self.folder}: {name} has {filled} of the {stop - start} values asked for")
@@ -174,12 +179,13 @@ def load_engine(reader: Reader, engine: Stateful, optimizer_steps: int, *, momen
     every = list(engine.owned())
     where = (engine.groups.tp_rank, engine.groups.tp_size)
     check_shapes(reader, {kept.name: kept.spec.shape for kept in every})
-    for kept in every:
-        for kind, low in itertools.product(kept.kinds, range(kept.start, 0 if kept.twin else kept.stop, _BLOCK)):
-            high = min(low + _BLOCK, kept.stop)
-            known = moments or kind == "weight"
-            values = reader.local(kept.name, kind, *where, low, high) if known else torch.zeros(high - low)
-            kept.write(kind, values, low - kept.start)
+    with closing(reader):
+        for kept in every:
+            for kind, low in itertools.product(kept.kinds, range(kept.start, 0 if kept.twin else kept.stop, _BLOCK)):
+                high = min(low + _BLOCK, kept.stop)
+                known = moments or kind == "weight"
+                values = reader.local(kept.name, kind, *where, low, high) if known else torch.zeros(high - low)
+                kept.write(kind, values, low - kept.start)
     engine.state_changed(optimizer_steps)
 
 
@@ -188,7 +194,8 @@ def load_weights(reader: Reader, model: Transformer, groups: ParallelGroups, dev
     """Load the weights of a checkpoint into a model whose parameters are on the meta device, for evaluation and
     generation."""
     check_shapes(reader, {name: spec.shape for name, spec in model.specs.items()})
-    for name, parameter in model.named_parameters():
-        values = torch.empty_like(parameter, device=device)
-        reader.fill(values.view(-1), name, "weight", groups.tp_rank, groups.tp_size)
-        materialize(parameter, values)
+    with closing(reader):
+        for name, parameter in model.named_parameters():
+            values = torch.empty_like(parameter, device=device)
+            reader.fill(values.view(-1), name, "weight", groups.tp_rank, groups.tp_size)
+            materialize(parameter, values)

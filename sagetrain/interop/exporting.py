@@ -8,7 +8,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -111,7 +111,7 @@ def export(
     if len(shards) > 1:
         where = {spec.theirs: file for file, part in shards.items() for spec in part}
         files[INDEX] = _json({"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))})
-    with published(folder) as temporary:
+    with published(folder) as temporary, closing(reader):
         for name, content in files.items():
             (temporary / name).write_bytes(content)
         for file, part in shards.items():
