@@ -354,6 +354,18 @@ def muon(figure: Figure) -> None:
     panel.legend(fontsize=7, loc="lower left")
 
 
+def muon_loss(figure: Figure) -> None:
+    rows, panel = [row for row in tables("muon-loss")[0] if row["seeds"] == "1"], figure.subplots()
+    names = [row["tuned"].replace(", warm-up", ",\nwarm-up") for row in rows]
+    paired(
+        panel,
+        names,
+        {side: numbers(rows, held) for side, held in (("AdamW", "held out"), ("Muon", "held out 2"))},
+        "held-out loss",
+    )
+    panel.set_xlim(3, 4.4)
+
+
 def muon_int8(figure: Figure) -> None:
     rows, panel = tables("muon-int8")[0], figure.subplots()
     for name in ("gap under AdamW", "gap under Muon"):
@@ -382,6 +394,7 @@ PLOTS: dict[str, tuple[str, float, Callable[[Figure], None]]] = {
     "loading": ("loading.png", 2.4, loading),
     "loss-325m": ("loss.png", 3.6, loss),
     "muon": ("step.png", 2.0, muon),
+    "muon-loss": ("tuned.png", 2.6, muon_loss),
     "muon-int8": ("muon-int8.png", 3.0, muon_int8),
     "offload": ("offload.png", 2.4, offload),
     "one-h100": ("one-h100.png", 2.6, one_h100),

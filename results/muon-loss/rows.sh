@@ -78,6 +78,79 @@ large() {
     "${variants[@]}" --variant "muon-int8: $muon $int8"
 }
 
+# grid OPTIMIZER WARMUP EMBEDDING RATES...: adds to `variants`. A warm-up is in steps, an embedding of 0 has the rate of the others.
+grid() {
+  local name=$1 warmup=$2 embedding=$3 lr
+  shift 3
+  for lr in "$@"; do
+    variants+=(--variant "$name-$lr-w$warmup-e$embedding: $(keys "$name" "$lr" "$warmup" "$embedding")")
+  done
+}
+
+# keys OPTIMIZER RATE WARMUP EMBEDDING: what `grid` sets.
+keys() {
+  local embedding=$4
+  [ "$embedding" != 0 ] || embedding=null
+  echo "optimizer.name=$1 optimizer.lr=$2 lr_schedule.warmup_tokens=$(($3 * step)) optimizer.lr_of.embedding=$embedding"
+}
+
+# Both optimizers tuned in rate, warm-up and the embedding's own rate, one seed.
+tuned() {
+  local variants=()
+  grid adamw 100 0 1e-3 2e-3 3e-3
+  grid adamw 200 0 2e-3 4e-3
+  grid adamw 100 4e-3 5e-4 1e-3
+  grid adamw 100 8e-3 1e-3 2e-3
+  grid adamw 200 8e-3 2e-3 4e-3
+  grid muon 32 0 4e-3
+  grid muon 100 0 2e-3 4e-3 8e-3
+  grid muon 200 0 4e-3 8e-3
+  grid muon 100 1e-3 4e-3 8e-3
+  grid muon 100 8e-3 4e-3 8e-3
+  grid muon 100 1.6e-2 4e-3
+  row tuned --baseline adamw-1e-3-w32-e0 --seeds 1 optimizer.lr=1e-3 "${variants[@]}"
+}
+
+# The best of `tuned` lay at edges: longer warm-ups and larger rates of the embedding.
+further() {
+  local variants=()
+  grid adamw 200 1.6e-2 1e-3 2e-3
+  grid adamw 200 3.2e-2 1e-3 2e-3
+  grid adamw 300 8e-3 2e-3 4e-3
+  grid adamw 300 1.6e-2 2e-3 4e-3
+  grid muon 200 1.6e-2 4e-3 8e-3
+  grid muon 200 8e-3 1.6e-2
+  grid muon 300 0 8e-3 1.6e-2
+  grid muon 300 1.6e-2 8e-3
+  grid muon 300 8e-3 1.6e-2
+  # shellcheck disable=SC2046
+  row further --baseline adamw-2e-3-w200-e8e-3 --seeds 1 $(keys adamw 2e-3 200 8e-3) "${variants[@]}"
+}
+
+# The best of `tuned` and `further` by held-out loss, with three other seeds.
+best() {
+  local adamw muon
+  adamw=$(best_of adamw) muon=$(best_of muon)
+  # shellcheck disable=SC2086
+  row best --baseline adamw --seeds "${SEEDS:-3}" training.seed=1 $adamw --variant "muon: $muon" \
+    ${INT8:+--variant} ${INT8:+"adamw-int8: $int8"} ${INT8:+--variant} ${INT8:+"muon-int8: $muon $int8"}
+}
+
+# best_of OPTIMIZER: the keys of its best run, whose name says them.
+best_of() {
+  local name
+  name=$(python3 - "$1" <<'PYTHON'
+import json, sys
+
+runs = [json.loads(line) for row in ("tuned", "further") for line in open(f"results/muon-loss/{row}/losses.jsonl")]
+ended = {run["variant"]: run["valid_end"] for run in runs if run["valid_end"] and run["variant"].startswith(sys.argv[1])}
+print(min(ended, key=ended.get))
+PYTHON
+)
+  [[ $name =~ ^(.*)-(.*e-[0-9])-w(.*)-e(.*)$ ]]
+  keys "${BASH_REMATCH[@]:1:4}"
+}
+
 for name in "$@"; do
   "$name"
 done
