@@ -11,12 +11,14 @@ from torch import Tensor
 
 from . import backends, observe, reference
 from .backends import NAMED, default_recipe
-from .call import RECIPES, BackwardCall, Call, Saved
+from .call import RECIPES, BackendName, BackwardCall, Call, RecipeName, Saved
 from .forward import document_bounds_triton
-from .operators import LIBRARY, operator
+from .operators import LIBRARY, autocast_dtype, operator
 from .quantize import Codes, tiles_of
+from .refusals import differentiated_once, one_of, refuse_transforms
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_NAMED = "sage_attention", "attention_reference"
 
 
 def sage_attention(
@@ -30,8 +32,8 @@ def sage_attention(
     smooth_q: bool = False,
     cu_seqlens: Tensor | None = None,
     bounds: Tensor | None = None,
-    recipe: str | None = None,
-    backend: str | None = None,
+    recipe: RecipeName | None = None,
+    backend: BackendName | None = None,
 ) -> Tensor:
     """Compute softmax attention with INT8 matrix products in forward and backward (SageBwd, arXiv 2603.02170).
 
@@ -65,8 +67,10 @@ def sage_attention(
     Raises:
         TypeError: dtypes that are not supported; the message says which are.
         ValueError: shapes, names or documents that do not fit.
-        NotImplementedError: the GPU has no INT8 products, or slow ones.
+        NotImplementedError: the GPU has no INT8 products, or slow ones; a second derivative, or a transform of
+            torch.func.
     """
+    refuse_transforms(*_NAMED)
     q, k, v = autocast(q, k, v)
     bounds, scale, recipe = settled(q, k, v, causal, scale, cu_seqlens, bounds, recipe, backend)
     smooth_q = smooth_q and RECIPES[recipe].int8_scores
@@ -102,7 +106,7 @@ def settled(
     recipe = default_recipe(q.device) if recipe is None else recipe
     check_backend(q, backend)
     if recipe not in RECIPES:
-        raise ValueError(f"recipe {recipe!r} is not one of {', '.join(RECIPES)}")
+        raise one_of("recipe", recipe, RECIPES)
     check(q, k, v, causal, cu_seqlens, bounds)
     scale = scale_of(q, scale)
     return bounds_of(q, cu_seqlens, bounds), scale, recipe
@@ -111,7 +115,7 @@ def settled(
 def check_backend(q: Tensor, backend: str | None) -> None:
     """Raise ValueError or TypeError if the backend does not exist, or does not take the dtype."""
     if backend is not None and backend not in NAMED:
-        raise ValueError(f"backend {backend!r} is not one of {', '.join(NAMED)}")
+        raise one_of("backend", backend, NAMED)
     if q.dtype == torch.float32 and (q.is_cuda if backend is None else backend != "twin"):
         name = backend or "GPU"
         raise TypeError(f"the {name} backend takes bfloat16 or float16, got float32 (backend='twin' takes it)")
@@ -119,10 +123,8 @@ def check_backend(q: Tensor, backend: str | None) -> None:
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Cast the inputs to the dtype of autocast, where it is enabled."""
-    if not torch.is_autocast_enabled(q.device.type):
-        return q, k, v
-    dtype = torch.get_autocast_dtype(q.device.type)
-    return q.to(dtype), k.to(dtype), v.to(dtype)
+    dtype = autocast_dtype(q)
+    return (q, k, v) if dtype is None else (q.to(dtype), k.to(dtype), v.to(dtype))
 
 
 def scale_of(q: Tensor, scale: float | None) -> float:
@@ -294,6 +296,7 @@ class _Attention(torch.autograd.Function):
         return outputs
 
     @staticmethod
+    @differentiated_once(*_NAMED)
     def backward(ctx, do, *_):
         if do is None:
             return (None,) * 10
@@ -309,11 +312,4 @@ def _differentiable_forward(*inputs) -> Eight:
         return FORWARD(*inputs)
 
 
-def _no_second_derivative(ctx, *grads: Tensor) -> tuple:
-    raise NotImplementedError(
-        "sage_attention has no second derivative; use attention_reference where gradients of gradients are needed"
-    )
-
-
 LIBRARY.impl("forward", _differentiable_forward, "Autograd")
-torch.library.register_autograd("sagekernels::backward", _no_second_derivative, lib=LIBRARY)

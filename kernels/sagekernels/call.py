@@ -4,12 +4,17 @@ Shapes: q, o, do [B, N_q, H, D]; k, v [B, N_k, H_kv, D]; codes int8 [B, heads, N
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .quantize import Codes
+
+RecipeName = Literal["paper", "fine", "gradients", "scores"]
+"""A key of RECIPES."""
+BackendName = Literal["twin", "triton", "mma", "hopper"]
+"""A key of backends.NAMED."""
 
 
 class Recipe(NamedTuple):

@@ -22,6 +22,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import and_masks, bidirectional_mask_function, causal_mask_function
 
 from .autograd import sage_attention
+from .call import RECIPES, RecipeName
+from .refusals import one_of
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
 """A mask as transformers describes it: (batch, head, query, key) -> whether the query sees the key."""
@@ -32,13 +34,18 @@ IGNORED = frozenset({"position_ids", "use_cache", "cache_position", "max_length_
 documents that are read from position_ids and cu_seq_lens_q."""
 
 
-def register(name: str = "sage", *, recipe: str | None = None) -> None:
+def register(name: str = "sage", *, recipe: RecipeName | None = None) -> None:
     """Make attn_implementation=name known to transformers, in from_pretrained, from_config and set_attn_implementation.
 
     Args:
         name: the name of the implementation.
         recipe: the recipe of sage_attention. None: the default of the device.
+
+    Raises:
+        ValueError: there is no such recipe.
     """
+    if recipe is not None and recipe not in RECIPES:
+        raise one_of("register: recipe", recipe, RECIPES)
     AttentionInterface.register(name, functools.partial(attention, recipe=recipe))
     AttentionMaskInterface.register(name, document_mask)
 
@@ -56,7 +63,7 @@ def attention(
     is_causal: bool | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
-    recipe: str | None = None,
+    recipe: RecipeName | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attend as transformers asks it of an implementation: query [B, H, N_q, D], key and value [B, H_kv, N_k, D].

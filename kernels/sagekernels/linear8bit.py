@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection
+from typing import Any, Literal, SupportsIndex
 
 import torch
 import torch.nn.functional as F
@@ -17,13 +18,20 @@ from torch import Tensor, nn
 from .casts import DTYPES, MULTIPLE
 from .lowbit import RECIPES, LowBit
 from .matmul import linear
+from .operators import autocast_dtype
+from .refusals import one_of, refuse_transforms
+
+Precision = Literal["int8", "fp8"]
+Recipe = Literal["rowwise", "rowwise_bf16_wgrad", "tensorwise"]
 
 
 class Linear8bit(nn.Linear):
     """A linear layer whose output and gradients are products of 8-bit numbers.
 
     The layer multiplies in the dtype of its input, or in that of autocast: results and sums have it, and operands are
-    rounded to 8 bits from it. It takes any number of tokens. Both numbers of features have to be multiples of 16.
+    rounded to 8 bits from it. A weight in 16 bits takes an input of its own dtype alone, as nn.Linear does, and one in
+    32 bits is read in the dtype of the input. The layer takes any number of tokens. Both numbers of features have to be
+    multiples of 16. Gradients have no derivative themselves.
 
     Args:
         precision: "int8" or "fp8". FP8 needs compute capability 8.9 or newer.
@@ -32,10 +40,12 @@ class Linear8bit(nn.Linear):
 
     Raises:
         ValueError: the recipe is unknown, or a number of features is no multiple of 16.
-        TypeError: the dtype is not bfloat16, float16 or float32.
+        TypeError: the dtype is not bfloat16, float16 or float32. Calls raise it as well, for that of the input.
     """
 
     matmul: LowBit
+    path: str = ""
+    """The name of the layer in the model that `convert` was given, for errors."""
 
     def __init__(
         self,
@@ -45,24 +55,35 @@ class Linear8bit(nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        precision: str = "int8",
-        recipe: str = "rowwise",
+        precision: Precision = "int8",
+        recipe: Recipe = "rowwise",
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.matmul = _matmul(precision, recipe)
+        self.matmul = _matmul("Linear8bit", precision, recipe)
         if problem := _problem(self):
             raise problem[0](f"Linear8bit: {problem[1]}")
 
     def forward(self, input: Tensor) -> Tensor:
         """Return input W^T + bias, [..., in_features] -> [..., out_features]."""
-        device = input.device.type
-        x = input.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else input
+        refuse_transforms("Linear8bit", "nn.Linear")
+        cast = autocast_dtype(input)
+        if input.dtype not in DTYPES or (cast is None and self.weight.dtype not in (input.dtype, torch.float32)):
+            raise TypeError(self._refused(input.dtype))
+        x = input if cast is None else input.to(cast)
         weight, bias = self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype)
         if x.numel() == 0:  # There is nothing to scale by.
             return F.linear(x, weight, bias)
         (y,) = linear(x.reshape(-1, x.shape[-1]), [weight], self.matmul)
         y = y.view(*x.shape[:-1], self.out_features)
         return y if bias is None else y + bias
+
+    def _refused(self, dtype: torch.dtype) -> str:
+        """Return the error about an input's dtype."""
+        layer, own = self.path or "Linear8bit", self.weight.dtype
+        layer += f" ({self.in_features} to {self.out_features} features)"
+        if dtype not in DTYPES:
+            return f"{layer}: the input must be bfloat16, float16 or float32, got {dtype}"
+        return f"{layer}: the weight is {own}, and so must the input be, got {dtype}; cast one of them, or use autocast"
 
     def extra_repr(self) -> str:
         """Return the sizes and the recipe, for print(model)."""
@@ -77,8 +98,8 @@ def convert(
     model: nn.Module,
     filter: Filter | None = None,
     *,
-    precision: str = "int8",
-    recipe: str = "rowwise",
+    precision: Precision = "int8",
+    recipe: Recipe = "rowwise",
     classes: Collection[type[nn.Linear]] = (nn.Linear,),
 ) -> nn.Module:
     """Turn linear layers of a model into Linear8bit, in place.
@@ -103,7 +124,7 @@ def convert(
         ValueError: the recipe is unknown, the filter chooses no layer, or layers cannot be multiplied in 8 bits. Every
             such layer is named, and none is converted.
     """
-    matmul, wanted = _matmul(precision, recipe), filter or _in_blocks(model)
+    matmul, wanted = _matmul("convert", precision, recipe), filter or _in_blocks(model)
     layers = {
         name: module
         for name, module in model.named_modules()
@@ -121,9 +142,9 @@ def convert(
     if problems:
         listed = "\n".join(problems)
         raise ValueError(f"convert: layers that cannot be multiplied in 8 bits; leave them out by a filter:\n{listed}")
-    for layer in layers.values():
+    for name, layer in layers.items():
         layer.__class__ = _converted(type(layer))  # type: ignore[arg-type]  # a class can be hashed
-        setattr(layer, "matmul", matmul)  # noqa: B010  (the checker still takes it for an nn.Linear)
+        vars(layer).update(matmul=matmul, path=name)
     return model
 
 
@@ -132,7 +153,21 @@ def _converted(kind: type) -> type:
     """Return the class of a converted layer of a class."""
     if kind is nn.Linear or issubclass(kind, Linear8bit):
         return Linear8bit if kind is nn.Linear else kind
-    return type(f"{kind.__name__}8bit", (Linear8bit, kind), {"__module__": kind.__module__})
+
+    def reduce(layer: nn.Module, protocol: SupportsIndex) -> Any:
+        """Pickle a layer by the class that it had, because nobody can import this one."""
+        reduced: Any = kind.__reduce_ex__(layer, protocol)
+        make, (known, *given), *rest = reduced
+        return (_remade, (make, kind, *given), *rest) if known is made else (make, (known, *given), *rest)
+
+    members = {"__module__": kind.__module__, "__reduce_ex__": reduce}
+    made = type(f"{kind.__name__}8bit", (Linear8bit, kind), members)
+    return made
+
+
+def _remade(make: Callable[..., Any], kind: type, *given: Any) -> Any:
+    """Make the layer that was pickled, without its state."""
+    return make(_converted(kind), *given)
 
 
 def _in_blocks(model: nn.Module) -> Filter:
@@ -142,10 +177,12 @@ def _in_blocks(model: nn.Module) -> Filter:
     return lambda module, name: module in inside
 
 
-def _matmul(precision: str, recipe: str) -> LowBit:
+def _matmul(what: str, precision: str, recipe: str) -> LowBit:
     if (precision, recipe) not in RECIPES:
-        known = ", ".join(" ".join(names) for names in RECIPES)
-        raise ValueError(f"precision {precision!r} with recipe {recipe!r} is not one of {known}")
+        recipes = [each for known, each in RECIPES if known == precision]
+        if not recipes:
+            raise one_of(f"{what}: precision", precision, dict.fromkeys(known for known, _ in RECIPES))
+        raise one_of(f"{what}: with precision {precision!r}, recipe", recipe, recipes)
     return RECIPES[precision, recipe]
 
 

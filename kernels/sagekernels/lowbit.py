@@ -77,6 +77,7 @@ class LowBit(Matmul):
     """
 
     joined: bool = True
+    differentiable = False
     number: torch.dtype = E4M3
     gradient: torch.dtype = E4M3
     per_row: bool = True

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+from .refusals import differentiated_once
 
 Collective = Callable[[Tensor, ProcessGroup], Tensor] | None
 """A function that starts a collective over the group. None: there is nothing to start."""
@@ -43,6 +45,8 @@ class Matmul:
     """
 
     joined: bool = False
+    differentiable: ClassVar[bool] = True
+    """Whether torch can differentiate the gradients once more. It cannot where values are rounded to codes."""
 
     def keep(self, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the tensors that the products read in place of the weights, as long as the weights do not change. This
@@ -155,7 +159,8 @@ def linear(
     """
     given, result = x if isinstance(x, tuple) else (x, None)
     plan = _Plan(matmul, back, group, len(weights), torch.is_grad_enabled())
-    y: tuple[Tensor, ...] = _Linear.apply(plan, given, result, *weights, *kept)  # type: ignore[no-untyped-call]
+    node = _Linear if matmul.differentiable else _RoundedLinear
+    y: tuple[Tensor, ...] = node.apply(plan, given, result, *weights, *kept)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -195,3 +200,9 @@ class _Linear(torch.autograd.Function):
         if back is not None:
             grad_x = back(grad_x, group)
         return None, grad_x, None, *matmul.weight_gradients(prepared, saved, weights), *(None,) * len(kept)
+
+
+class _RoundedLinear(_Linear):
+    """The node of a Matmul that rounds."""
+
+    backward = staticmethod(differentiated_once("a linear layer in 8 bits (Linear8bit)", "nn.Linear")(_Linear.backward))

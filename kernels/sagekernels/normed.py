@@ -10,10 +10,11 @@ from torch.autograd.function import FunctionCtx
 
 from . import backends
 from .autograd import FORWARD, sage_attention, settled
-from .call import BackwardCall, Projection, ProjectionGradients, Saved
-from .operators import operator
+from .call import BackendName, BackwardCall, Projection, ProjectionGradients, RecipeName, Saved
+from .operators import autocast_dtype, operator
 from .qk_norm_rope import QK_NORM_ROPE, check_projection, projection_gradients, qk_norm_rope
 from .quantize import Codes
+from .refusals import differentiated_once, refuse_transforms
 
 
 def normed_attention(
@@ -33,8 +34,8 @@ def normed_attention(
     smooth_q: bool = False,
     cu_seqlens: Tensor | None = None,
     bounds: Tensor | None = None,
-    recipe: str | None = None,
-    backend: str | None = None,
+    recipe: RecipeName | None = None,
+    backend: BackendName | None = None,
 ) -> Tensor:
     """Compute sage_attention of what qk_norm_rope makes of q, k and v.
 
@@ -48,12 +49,13 @@ def normed_attention(
     Raises:
         TypeError, ValueError or NotImplementedError: see qk_norm_rope and sage_attention.
     """
+    refuse_transforms(*_NAMED)
     check_projection(q, k, v, q_gain, k_gain, cos, sin)
     if q.shape[0] % batch:
         raise ValueError(f"{q.shape[0]} tokens are not {batch} sequences of one length")
     options = {"causal": causal, "smooth_k": smooth_k, "cu_seqlens": cu_seqlens, "bounds": bounds, "backend": backend}
     # The means of Q meet K itself in the backward pass, and autocast may change the dtype between the two.
-    if smooth_q or torch.is_autocast_enabled(q.device.type):
+    if smooth_q or autocast_dtype(q) is not None:
         rows = (x.unflatten(0, (batch, -1)) for x in qk_norm_rope(q, k, v, q_gain, k_gain, cos, sin, eps))
         return sage_attention(*rows, scale=scale, smooth_q=smooth_q, recipe=recipe, **options)
     sequences = (_rows(x, batch, len(q_gain)) for x in (q, k, v))
@@ -109,6 +111,9 @@ def _normed_backward_fake(do: Tensor, v: Tensor, *arguments) -> ProjectionGradie
 NORMED_BACKWARD = operator(_normed_backward, _normed_backward_fake)
 
 
+_NAMED = "normed_attention", "F.rms_norm, the rotation in torch and attention_reference"
+
+
 class _NormedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -127,6 +132,7 @@ class _NormedAttention(torch.autograd.Function):
         return o
 
     @staticmethod
+    @differentiated_once(*_NAMED)
     def backward(ctx: FunctionCtx, do: Tensor) -> tuple[Tensor | None, ...]:
         v, o, lse, q_codes, q_scale, k_codes, k_scale, k_mean, bounds, q, k, *rest = ctx.saved_tensors
         batch, *options, eps = ctx.options

@@ -7,6 +7,7 @@ cost the host more per call than all launches.
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 LIBRARY = torch.library.Library("sagekernels", "DEF")
 
@@ -22,3 +23,10 @@ def operator(function: Callable, fake: Callable) -> torch._ops.OpOverload:
     LIBRARY.impl(name, torch._disable_dynamo(function), "CompositeExplicitAutograd")
     torch.library.register_fake(f"sagekernels::{name}", fake, lib=LIBRARY)
     return getattr(torch.ops.sagekernels, name).default
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Return the dtype that autocast has for the device of a tensor. None: it is not enabled, or the device, such as
+    meta, has none."""
+    kind = x.device.type
+    return None if x.is_meta or not torch.is_autocast_enabled(kind) else torch.get_autocast_dtype(kind)

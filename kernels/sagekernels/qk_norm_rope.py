@@ -28,6 +28,7 @@ from .call import Gradients, Projection, ProjectionGradients
 from .casts import DTYPES
 from .launch import on_device_of
 from .operators import operator
+from .refusals import differentiated_once, refuse_transforms
 
 # A program has so many elements of the halves of heads in hand at a time, and so many warps. These are 16 heads of 128
 # forward and 4 backward. The backward program takes BACKWARD_TOKENS tokens one after the other and leaves one partial
@@ -331,6 +332,9 @@ QK_NORM_ROPE = operator(_qk_norm_rope, _qk_norm_rope_fake)
 QK_NORM_ROPE_GRADIENTS = operator(_qk_norm_rope_gradients, _qk_norm_rope_gradients_fake)
 
 
+_NAMED = "qk_norm_rope", "F.rms_norm and the rotation in torch"
+
+
 class _QKNormRope(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -342,6 +346,7 @@ class _QKNormRope(torch.autograd.Function):
         return *QK_NORM_ROPE(q, k, q_gain, k_gain, cos, sin, eps), v.unflatten(-1, (-1, len(q_gain)))
 
     @staticmethod
+    @differentiated_once(*_NAMED)
     def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, *rest = ctx.saved_tensors
         of_qkv, of_gains = QK_NORM_ROPE_GRADIENTS(*grads, q, k, *rest, ctx.eps)
@@ -374,7 +379,9 @@ def qk_norm_rope(
     Raises:
         TypeError: another dtype.
         ValueError: shapes or dtypes that do not fit together, or an odd head_dim.
+        NotImplementedError: a second derivative, or a transform of torch.func.
     """
+    refuse_transforms(*_NAMED)
     check_projection(q, k, v, q_gain, k_gain, cos, sin)
     rotated_q, rotated_k, heads_of_v = _QKNormRope.apply(q, k, v, q_gain, k_gain, cos, sin, eps)
     return rotated_q, rotated_k, heads_of_v

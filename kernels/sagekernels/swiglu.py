@@ -16,6 +16,7 @@ from torch.autograd.function import FunctionCtx
 from .casts import DTYPES
 from .launch import on_device_of
 from .operators import operator
+from .refusals import differentiated_once, refuse_transforms
 
 # A program takes so many rows and columns.
 ROWS, COLUMNS, WARPS = 8, 256, 4
@@ -75,6 +76,9 @@ def _swiglu_gradients_fake(grad: Tensor, gate: Tensor, up: Tensor) -> Tensor:
 SWIGLU_GRADIENTS = operator(_swiglu_gradients, _swiglu_gradients_fake)
 
 
+_NAMED = "swiglu", "F.silu(gate) * up"
+
+
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, gate: Tensor, up: Tensor) -> Tensor:
@@ -82,6 +86,7 @@ class _SwiGLU(torch.autograd.Function):
         return F.silu(gate) * up
 
     @staticmethod
+    @differentiated_once(*_NAMED)
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, ...]:
         gate, up = ctx.saved_tensors
         # The split names the sizes, because torch.compile then knows that the pieces, joined again, are the whole.
@@ -101,7 +106,9 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     Raises:
         TypeError: another dtype.
         ValueError: gate and up are no matrices of one shape and dtype.
+        NotImplementedError: a second derivative, or a transform of torch.func.
     """
+    refuse_transforms(*_NAMED)
     if gate.dtype not in DTYPES:
         raise TypeError(f"swiglu takes bf16, fp16 or fp32, got {gate.dtype}")
     if gate.dim() != 2 or gate.shape != up.shape or gate.dtype != up.dtype:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sagekernels import attention_reference, document_bounds, fp4_attention, normed_attention, sage_attention
-from sagekernels.call import RECIPES
+from sagekernels.call import RECIPES, RecipeName
 from sagetrain.config.schema import AttentionConfig
 
 Documents = Literal["cu_seqlens", "bounds", "mask"]
@@ -129,7 +129,7 @@ class AttentionFunction:
         raise NotImplementedError
 
 
-FIXED_RECIPE = "fine"
+FIXED_RECIPE: RecipeName = "fine"
 """The recipe that `auto` becomes where nothing is timed: without a GPU, and in a model that belongs to no run."""
 
 
@@ -168,7 +168,7 @@ class Sage(AttentionFunction):
     name = "sage"
     documents = "bounds"
     normalizes = True
-    recipe: str = "fine"
+    recipe: RecipeName = "fine"
     smooth_k: bool = True
     smooth_q: bool = False
 

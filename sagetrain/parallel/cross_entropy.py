@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from sagekernels.matmul import Matmul
+from sagekernels.refusals import differentiated_once
 from sagetrain.parallel.collectives import gather_from_region, reduce_from_region
 from sagetrain.parallel.layers import local_ids
 from sagetrain.parallel.topology import ParallelGroups
@@ -187,7 +187,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once("linear_cross_entropy", "F.cross_entropy of the logits")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden_grad, weight_grad = ctx.saved_tensors
         scale = grad / ctx.divisor

@@ -135,8 +135,8 @@ def test_kernels_stand_alone():
 def test_only_these_files_import_kernels():
     """The model uses attention, QK-norm and SwiGLU, collectives the casts of linear layers, and Muon its own. The
     choices of `auto` and the measurements of errors use kernels as well. The Matmul of a linear layer is a value that
-    many files hand on."""
-    values = ("sagekernels.matmul", "sagekernels.lowbit")
+    many files hand on, and refusals are no kernels."""
+    values = ("sagekernels.matmul", "sagekernels.lowbit", "sagekernels.refusals")
     users = {name_of(path) for path in SOURCES
              if "sagekernels" in roots({name for name in imports(path) if not name.startswith(values)})}  # fmt: skip
     users -= {name_of(path) for path in below("kernels/sagekernels")}

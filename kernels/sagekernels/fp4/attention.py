@@ -6,6 +6,8 @@
 A tile is TILE (64) queries or keys, as everywhere in this package. The paper's kernel has tiles of 128.
 """
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,7 @@ from ..autograd import autocast, bounds_of, check, scale_of
 from ..call import Call
 from ..quantize import TILE, tile_means, token_mean
 from ..reference import _chunks, _grouped, pad_to_tile, visible, without_autocast
+from ..refusals import one_of, refuse_transforms
 from .kernels import triton_fp4_attention
 from .quantize import FORMATS, head_unit, quantize_fp4, quantize_probabilities
 
@@ -29,8 +32,8 @@ def fp4_attention(
     two_level: bool = True,
     cu_seqlens: Tensor | None = None,
     bounds: Tensor | None = None,
-    format: str = "nvfp4",
-    backend: str | None = None,
+    format: Literal["nvfp4", "mxfp4"] = "nvfp4",
+    backend: Literal["twin", "triton"] | None = None,
 ) -> Tensor:
     """Compute softmax attention with both matrix products in FP4, forward only: SageAttention3 for inference.
 
@@ -49,21 +52,26 @@ def fp4_attention(
     depends on up to 15 later tokens; the exact result does not. Raises TypeError and ValueError, and
     NotImplementedError where gradients are wanted.
     """
+    refuse_transforms("fp4_attention", "attention_reference")
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         raise NotImplementedError(
             "fp4_attention is forward only and an input requires a gradient: call it under torch.no_grad(), "
             "or train with sage_attention"
         )
     if format not in FORMATS:
-        raise ValueError(f"format {format!r} is not one of {', '.join(FORMATS)}")
+        raise one_of("format", format, FORMATS)
+    if backend not in (None, "twin", "triton"):
+        raise one_of("backend", backend, ("twin", "triton"))
     q, k, v = autocast(q, k, v)
     check(q, k, v, causal, cu_seqlens, bounds)
     scale, bounds = scale_of(q, scale), bounds_of(q, cu_seqlens, bounds)
     if q.numel() == 0:
         return torch.empty_like(q, memory_format=torch.contiguous_format)
     fits = two_level and q.dtype != torch.float32
-    if backend not in (None, "twin", "triton") or (backend == "triton" and not fits):
-        raise ValueError(f"backend {backend!r}: it is twin, or triton for bfloat16 or float16 and two-level P")
+    if backend == "triton" and not fits:
+        raise ValueError(
+            "backend 'triton' takes bfloat16 or float16 and two-level P; leave out backend, or name 'twin'"
+        )
     chosen = backend or ("triton" if q.is_cuda and fits else "twin")
     call = Call(q, k, v, bounds, causal, scale, smooth_k, smooth_q, format, chosen)
     return triton_fp4_attention(call) if chosen == "triton" else twin_fp4_attention(call, two_level)
