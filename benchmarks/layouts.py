@@ -25,7 +25,8 @@ side. Nothing is saved: a run is killed when it has enough steps. It is not time
 other tokens, or if the first loss is not near the logarithm of the vocabulary's size. Scaling is tokens/s per GPU
 against the first layout of the same arithmetic. MFU is perf/mfu, which counts attention inside documents, and MFU of
 whole sequences is perf/mfu_full_attention. results.json and results.md hold all rows, with predictions, from the start
-on. Exit code 1: a layout failed.
+on, and the loss and gradient norm of the last step: with the same data-parallel size and arithmetic they differ by
+rounding alone. Exit code 1: a layout failed.
 """
 
 from __future__ import annotations
@@ -134,7 +135,9 @@ class Layout:
     """MFU of documents, and MFU of whole sequences."""
     memory: float = 0.0
     losses: list[float] = field(default_factory=list)
-    """The losses of all steps, and their tokens/s in `rates`. Those of the warm-up come first."""
+    """The losses of all steps. Their gradient norms are in `norms`, and their tokens/s in `rates`. Those of the warm-up
+    come first."""
+    norms: list[float | None] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
     seconds: float = 0.0
     """Time that the run took, start included."""
@@ -215,6 +218,7 @@ class Layout:
             return False
         self.kill()
         self.losses = [row["train/loss"] for row in found]
+        self.norms = [row.get("train/grad_norm") for row in found]
         self.rates = [row["perf/tokens_per_second"] for row in found]
         self.error = self._wrong(found, cfg, vocab_size)
         if self.error:
@@ -371,6 +375,12 @@ def cells(layout: Layout, layouts: list[Layout]) -> list[str]:
     ]
 
 
+def last_step(layout: Layout) -> list[str]:
+    """Return the loss and the gradient norm of a layout's last step, as text."""
+    every = [*layout.losses[-1:], *layout.norms[-1:]]
+    return [f"{number:.5g}" if number is not None else "" for number in every]
+
+
 def table(layouts: list[Layout], title: str) -> Table:
     """Build the table of results."""
     shown = Table(title=title, title_justify="left")
@@ -391,9 +401,10 @@ def write_results(folder: Path, layouts: list[Layout], settings: dict[str, list[
             each.name: getattr(layout, each.name) for each in dataclasses.fields(layout) if each.name not in hidden
         }
         made.append({**shown, "gpus": layout.world_size, "settings": settings[layout.name]})
-    head = {"title": title, "command": sys.argv, "date": f"{datetime.now():%Y-%m-%d %H:%M}", "torch": torch.__version__}
-    (folder / "results.json").write_text(json.dumps({**head, "layouts": made}, indent=1) + "\n")
-    lines = [COLUMNS, ["---"] * len(COLUMNS), *(cells(layout, layouts) for layout in layouts)]
+    run = {"title": title, "command": sys.argv, "date": f"{datetime.now():%Y-%m-%d %H:%M}", "torch": torch.__version__}
+    (folder / "results.json").write_text(json.dumps({**run, "layouts": made}, indent=1) + "\n")
+    head = [*COLUMNS, "loss", "gradient norm"]
+    lines = [head, ["---"] * len(head), *([*cells(layout, layouts), *last_step(layout)] for layout in layouts)]
     (folder / "results.md").write_text(title + "\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -70,7 +71,9 @@ def test_table_of_two_layouts_on_random_tokens(corpus: Path, tmp_path: Path, mon
     written = json.loads((tmp_path / "out/results.json").read_text())["layouts"]
     assert [(row["name"], row["gpus"], row["error"]) for row in written] == [("tp1", 1, ""), ("tp2-sp", 2, "")]
     for row in written:
-        assert f"| {row['name']} | {row['gpus']} | {row['rate']:,.0f} |" in (tmp_path / "out/results.md").read_text()
+        (line,) = re.findall(rf"^\| {row['name']} \| .*", (tmp_path / "out/results.md").read_text(), re.M)
+        assert line.startswith(f"| {row['name']} | {row['gpus']} | {row['rate']:,.0f} |")
+        assert line.endswith(f" | {row['losses'][-1]:.5g} | {row['norms'][-1]:.5g} |")
         assert row["losses"][0] == pytest.approx(math.log(300), abs=0.2)
         steps = read_rows(tmp_path / "out" / row["name"] / "metrics.jsonl")
         assert [step["train/tokens_per_step"] for step in steps[:3]] == [256, 256, 512]  # Two micro-steps warm up.

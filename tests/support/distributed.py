@@ -23,8 +23,10 @@ import torch.distributed as dist
 import forked
 
 
-def run_distributed(function: Callable, world_size: int, *args: Any, timeout: float = forked.PATIENCE) -> list[Any]:
-    """Call function(*args) in `world_size` fresh processes with torch.distributed (gloo) up; return what each returned.
+def run_distributed(
+    function: Callable, world_size: int, *args: Any, timeout: float = forked.PATIENCE, backend: str = "gloo"
+) -> list[Any]:
+    """Call function(*args) in `world_size` fresh processes with torch.distributed up; return what each returned.
 
     The function is found by the file and name it was defined under, so it must be at the top level of a module.
     RANK, WORLD_SIZE, LOCAL_RANK and MASTER_* are set as a launcher would set them. What the ranks print is printed.
@@ -42,9 +44,8 @@ def run_distributed(function: Callable, world_size: int, *args: Any, timeout: fl
             receiver, sender = context.Pipe(duplex=False)
             address = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1"}
             env = {**os.environ, **{key: str(value) for key, value in address.items()}, "MASTER_PORT": "0"}
-            process = context.Process(
-                target=_child, args=(env, log.name, cpus, store.port, timeout, source, args, sender), daemon=True
-            )
+            what = env, log.name, cpus, store.port, timeout, backend, source, args, sender
+            process = context.Process(target=_child, args=what, daemon=True)
             process.start()
             sender.close()
             pipes.append(receiver)
@@ -95,7 +96,9 @@ def _collect(pipes: list, processes: list, deadline: float) -> list[Any]:
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _child(env: dict, log: str, cpus: set, port: int, timeout: float, source: tuple, args: tuple, sender: Any) -> None:
+def _child(
+    env: dict, log: str, cpus: set, port: int, timeout: float, backend: str, source: tuple, args: tuple, sender: Any
+) -> None:
     forked.enter(env, log, log)
     os.sched_setaffinity(0, cpus)
     try:
@@ -103,7 +106,7 @@ def _child(env: dict, log: str, cpus: set, port: int, timeout: float, source: tu
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         rank, world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
         dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
+            backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
         )
         buffer = io.BytesIO()
         torch.save(_load(*source)(*args), buffer)

@@ -1,0 +1,55 @@
+"""Every two options of the engines that go together take the plain layout's steps on GPUs, and the same bits twice,
+while the GPUs are busy before copies and collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import engine_options
+from distributed import run_distributed
+from sagetrain.cluster.join import end_distributed
+
+GPUS = torch.cuda.device_count()
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: make test-gpu"),
+]
+PARTS = {1: 3, 2: 2, 4: 1}
+"""The parts of the rows for a world of so many GPUs. Each starts a world of its own, so that they run side by side.
+Four GPUs take every value once, because two take every pair."""
+
+
+@pytest.fixture
+def _alone() -> Iterator[None]:
+    """Let this process be a world of one, and leave that world."""
+    threads = torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            patch.delenv(name, raising=False)
+        yield
+    torch.set_num_threads(threads)
+    if dist.is_initialized():
+        end_distributed()
+
+
+def rows(gpus: int, part: int) -> list[engine_options.Row]:
+    return engine_options.Table(gpus, pairs=gpus < 4).rows[part :: PARTS[gpus]]
+
+
+@pytest.mark.usefixtures("_alone")
+@pytest.mark.parametrize("part", range(PARTS[1]))
+def test_a_gpu_takes_the_plain_steps(part: int) -> None:
+    engine_options.check(engine_options.take(rows(1, part)))
+
+
+@pytest.mark.parametrize("world", [f"{gpus} GPUs, part {part}" for gpus in (2, 4) for part in range(PARTS[gpus])])
+def test_gpus_take_the_plain_steps(world: str) -> None:
+    gpus, part = int(world[0]), int(world[-1])
+    if gpus > GPUS:
+        pytest.skip(f"needs {gpus} GPUs, here are {GPUS}")
+    for taken in run_distributed(engine_options.take, gpus, rows(gpus, part), backend="nccl"):
+        engine_options.check(taken)
