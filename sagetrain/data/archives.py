@@ -76,8 +76,12 @@ def members(path: Path, chosen: set[str]) -> Iterator[Content]:
         with open(path, "rb") as raw, zipfile.ZipFile(raw) as file:
             for each in file.infolist():
                 if each.filename in chosen:
-                    stop = each.header_offset + each.compress_size
-                    yield Content(f"{path}/{each.filename}", partial(file.open, each), lambda _, stop=stop: stop)  # type: ignore[misc]
+                    yield Content(f"{path}/{each.filename}", partial(file.open, each), partial(_place_in_zip, each))
+
+
+def _place_in_zip(member: zipfile.ZipInfo, raw: IO[bytes]) -> int:
+    """Return the bytes of an archive up to where a member has been read. A few of them may hold hundreds of MB."""
+    return member.header_offset + member.compress_size * raw.tell() // max(member.file_size, 1)
 
 
 def _tar_contents(path: Path, chosen: set[str]) -> Iterator[Content]:

@@ -20,6 +20,8 @@ from sagetrain.config.errors import ConfigError
 from sagetrain.data.kinds import HEAD, compression, named_otherwise
 
 _BLOCK = 1 << 18
+_LEAST, _MOST = 1 << 6, 1 << 12
+"""The fewest and the most bytes that a zstd frame is given at once."""
 DAMAGED = (EOFError, zlib.error, lzma.LZMAError, tarfile.TarError, zipfile.BadZipFile, OSError)
 """The exceptions that damaged or truncated files raise. gzip.BadGzipFile is an OSError."""
 
@@ -117,7 +119,7 @@ class _Streams(io.RawIOBase):
     """
 
     def __init__(self, raw: IO[bytes], begin: Callable[[], Any]) -> None:
-        self._blocks, self._rest = _blocks_of_streams(raw, begin), b""
+        self._blocks, self._rest = _blocks_of_streams(raw, begin), memoryview(b"")
 
     def readable(self) -> bool:
         return True
@@ -127,7 +129,7 @@ class _Streams(io.RawIOBase):
             block = next(self._blocks, None)
             if block is None:
                 return 0
-            self._rest = block
+            self._rest = memoryview(block)  # What is left of a large block is not copied.
         size = min(len(buffer), len(self._rest))
         buffer[:size], self._rest = self._rest[:size], self._rest[size:]
         return size
@@ -147,26 +149,43 @@ def _blocks_of_streams(raw: IO[bytes], begin: Callable[[], Any]) -> Iterator[byt
 
 
 class _ZstdFrame:
-    """A zstd frame, with the interface of bz2.BZ2Decompressor."""
-
-    needs_input = True
+    """A zstd frame, with the interface of bz2.BZ2Decompressor. zstandard decompresses whatever it is given, and a few
+    bytes may be 128 KiB of one letter. So the frame is given as much as it made about a block of before."""
 
     def __init__(self) -> None:
         import zstandard
 
         self._frame = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+        self._size, self._left = _LEAST, memoryview(b"")
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._frame, name)
+    @property
+    def eof(self) -> bool:
+        """Whether the frame has ended."""
+        return bool(self._frame.eof)
 
-    def decompress(self, data: bytes, _most: int) -> bytes:
-        """Return what the data holds, however much that is."""
+    @property
+    def needs_input(self) -> bool:
+        """Whether everything that was given is decompressed."""
+        return not self._left
+
+    @property
+    def unused_data(self) -> bytes:
+        """The bytes behind the end of the frame."""
+        return bytes(self._frame.unused_data) + bytes(self._left)
+
+    def decompress(self, data: bytes, most: int) -> bytes:
+        """Return what the next part of the data holds, about `most` bytes. The rest of the data is kept for the next
+        call, which has none."""
         import zstandard
 
+        self._left = memoryview(data) if data else self._left
+        part, self._left = self._left[: self._size], self._left[self._size :]
         try:
-            return self._frame.decompress(data)
+            block: bytes = self._frame.decompress(part)
         except zstandard.ZstdError as error:
             raise OSError(str(error)) from error
+        self._size = max(_LEAST, self._size // 4) if len(block) > 2 * most else min(2 * self._size, _MOST)
+        return block
 
 
 def lines(blocks: Iterable[tuple[bytes, int]]) -> Iterator[tuple[bytes, int, int]]:

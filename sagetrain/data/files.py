@@ -403,7 +403,9 @@ def _may_be_cut_json(text: bytearray) -> bool:
     """Whether a text that goes on may begin with a line of JSON that is not complete yet."""
     begin = text[:HEAD].lstrip()
     skipped = min(len(text), HEAD) - len(begin)
-    return not begin or (begin.startswith(b"{") and text.find(b"\n", skipped) < 0 and len(text) < _FIRST_LINE)
+    if not begin:  # A text that begins with more white space than that is no line of JSON.
+        return len(text) < HEAD
+    return begin.startswith(b"{") and text.find(b"\n", skipped) < 0 and len(text) < _FIRST_LINE
 
 
 def _refuse_json(name: str, text: bytearray) -> None:
