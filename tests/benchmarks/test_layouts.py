@@ -182,7 +182,9 @@ def test_sigterm_ends_the_runs_too(corpus: Path, tmp_path: Path) -> None:
     assert runs_left(tmp_path)
     process.terminate()
     assert process.wait(PATIENCE)
-    assert not runs_left(tmp_path)
+    while runs_left(tmp_path):  # A process that was killed is listed until the system has taken it down.
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_runs_stay_on_the_gpus_that_are_left_to_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ import json
 import os
 import pickle
 import re
-import time
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from pathlib import Path
@@ -235,10 +234,8 @@ def test_the_manifest_of_a_thousand_ranks_is_small(tmp_path) -> None:
     """The model has 300 tensors at ZeRO 3 on 1,024 ranks and, with another end, at ZeRO 1."""
     world, tensors, size = 1024, 300, 4096 * 4096
     every = [np.array([[rank * size // world, (rank + 1) * size // world]] * tensors) for rank in range(world)]
-    begin = time.process_time()
     pieces = list(saving._runs([0] * world, every))
     text = json.dumps(pieces)
-    assert time.process_time() - begin < 1
     assert len(text) < 40 * tensors
     assert pieces == [[[0, 0, world, 0, size // world]]] * tensors
 

@@ -9,6 +9,7 @@ import resource
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -31,8 +32,13 @@ class Gate:
     """A gate that holds the saver's thread before it writes its files, until the gate is opened."""
 
     def __init__(self, saver: Saver):
-        self.open, write = threading.Event(), saver._write
-        saver._write = lambda *args: self.open.wait(30) and write(*args)
+        self.open, self.reached, write = threading.Event(), threading.Event(), saver._write
+
+        def held(*args: object) -> object:
+            self.reached.set()
+            return self.open.wait(PATIENCE) and write(*args)
+
+        saver._write = held
 
 
 def train_beside_a_save(root: str, tp_size: int, stage: int, dtype: str) -> list[str]:
@@ -62,7 +68,7 @@ def train_beside_a_save(root: str, tp_size: int, stage: int, dtype: str) -> list
         wrong.append("training did not go on beside the save")
     gate.open.set()
     saver.wait()
-    if (saved := saver.take_saved()) is None or saved.publish_seconds < saved.stall_seconds or saver.take_saved():
+    if (saved := saver.take_saved()) is None or not saved.publish_seconds > 0 or saver.take_saved():
         wrong.append(f"reported {saved}")
     reader = Reader(Path(root) / on_disk.folder_name(2))
     if reader.state != expected or not reader.rng(torch.distributed.get_rank())["torch"].equal(random):
@@ -111,22 +117,29 @@ def save_plain(saver: Saver, step: int) -> None:
     saver.start(tiny.run_state(step, step * tiny.SEQ), "{}", (), {"noise": torch.full((20_000,), step)})
 
 
-def test_a_save_waits_for_the_one_before(tmp_path) -> None:
-    saver = tiny.saver(tmp_path, ParallelGroups.single())
-    gate = Gate(saver)
+def test_a_save_waits_for_the_one_before(tmp_path, monkeypatch) -> None:
+    """The clock stands still but for a hundred seconds in which the second save waits for the first."""
+    saver, now = tiny.saver(tmp_path, ParallelGroups.single()), [0.0]
+    monkeypatch.setattr(saving, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    gate, wait = Gate(saver), saver.wait
+
+    def late() -> None:
+        now[0] += 100
+        gate.open.set()
+        wait()
+
     save_plain(saver, 1)
-    assert saver.busy
-    opened: list[float] = []
-    threading.Timer(0.5, lambda: (opened.append(time.monotonic()), gate.open.set())).start()
-    begin = time.monotonic()
+    assert saver.busy and gate.reached.wait(PATIENCE)
+    monkeypatch.setattr(saver, "wait", late)
     save_plain(saver, 2)
+    monkeypatch.undo()
     assert (tmp_path / "step-00000001/manifest.json").exists()
     assert len(list(tmp_path.glob(".writing-*"))) <= 1
     saver.wait()
     first, second = saver.take_saved(), saver.take_saved()
     assert (first.step, second.step) == (1, 2)
-    assert first.stall_seconds + 0.4 < first.publish_seconds
-    assert second.stall_seconds > opened[0] - begin  # Training stood still for the first save as well.
+    assert (first.stall_seconds, first.publish_seconds) == (0, 100)
+    assert second.stall_seconds == 100  # Training stood still for the first save as well.
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001", "step-00000002"]
 
 
@@ -185,13 +198,12 @@ def test_what_stops_rank_0_is_told_to_every_rank(tmp_path) -> None:
 def one_rank_does_not_write(root: str) -> str:
     """Let rank 1 never get to the save."""
     groups = tiny.join(1)
-    saver, begin = tiny.saver(Path(root), groups, seconds=2), time.monotonic()
+    saver = tiny.saver(Path(root), groups, seconds=2)
     if groups.dp_rank == 0:
         save_plain(saver, 1)
         try:
             saver.wait()
         except CheckpointError as error:
-            assert time.monotonic() - begin < 20
             return str(error)
     return ""
 
@@ -203,33 +215,40 @@ def test_nobody_waits_for_ever_for_a_silent_rank(tmp_path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def save_on_a_slow_disk(root: Path, seconds: float, stuck: bool) -> None:
-    """Save with syncs that each take `seconds`, or with a third one that has no end. The watchdog's patience is two
-    seconds."""
-    watchdog = Watchdog(root / "stacks", 0, 2.0)
+def save_on_a_slow_disk(root: Path, stuck: bool) -> None:
+    """Save with syncs each of which takes three quarters of the watchdog's patience, by the watchdog's own count of the
+    seconds; or with a third one that has no end."""
+    patience = 2.0 if stuck else 20 * PATIENCE
+    watchdog = Watchdog(root / "stacks", 0, patience)
     saver = Saver(root, ParallelGroups.single(), 2, None, tiny.timedelta(60), alive=lambda: watchdog.begin("saving"))
     sync, calls = saver._sync, []
 
     def slow(path: Path) -> None:
         calls.append(path)
-        time.sleep(60 if stuck and len(calls) == 3 else seconds)
+        if not stuck:
+            deadline = time.monotonic() + PATIENCE
+            while watchdog._idle > patience / 2 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            watchdog._idle += 0.75 * patience
+        elif len(calls) == 3:
+            time.sleep(PATIENCE)
         sync(path)
 
     saver._sync = slow
     with watchdog:
         save_plain(saver, 1)
         saver.wait()
+    assert watchdog._idle < patience and len(calls) > 3
 
 
 def test_the_watchdog_waits_for_a_slow_disk_not_for_a_dead_one(tmp_path) -> None:
     context, ends = multiprocessing.get_context("fork"), []
     for stuck in (False, True):
-        process = context.Process(target=save_on_a_slow_disk, args=(tmp_path / str(stuck), 0.5, stuck))
+        process = context.Process(target=save_on_a_slow_disk, args=(tmp_path / str(stuck), stuck))
         process.start()
-        process.join(30)
+        process.join(PATIENCE)
         ends.append(process.exitcode)
     assert ends == [0, HANG_EXIT_CODE]
-    # The save took longer than the watchdog's patience.
     assert (tmp_path / "False/step-00000001/manifest.json").exists()
     stacks = (tmp_path / "True/stacks/rank-0.txt").read_text()
     assert "in saving: no progress" in stacks

@@ -6,9 +6,8 @@ import copy
 import os
 import re
 import socket
-import time
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -168,22 +167,21 @@ def test_every_host_checks_its_own_files_and_all_hear_of_damage() -> None:
 
 
 def test_ranks_wait_for_the_checker_of_files_while_it_reports() -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    patience = timedelta(seconds=1)
-    with ThreadPoolExecutor(1) as other:
+    """The checker gives a sign of life within the patience six times, and then the verdict."""
+    store, left = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), iter(range(6))
+    patience = timedelta(milliseconds=10)
 
-        def reads() -> None:
-            for _ in range(6):
-                time.sleep(0.4)
-                store.add("preflight/alive", 1)
+    def wait(keys: list[str], _: timedelta) -> None:
+        if next(left, None) is None:
             store.set("verdict", "fine")
+        store.add("preflight/alive", 1)
+        store.wait(keys, patience)
 
-        reading = other.submit(reads)
-        waiter = TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
-        assert preflight._when_there(waiter, "verdict", patience) == b"fine"
-        reading.result()
+    reporting = SimpleNamespace(add=store.add, get=store.get, wait=wait)
+    assert preflight._when_there(reporting, "verdict") == b"fine"
+    assert store.add("preflight/alive", 0) == 7
     with pytest.raises(DistStoreError):
-        preflight._when_there(waiter, "never", patience)
+        preflight._when_there(store, "never", patience)
 
 
 def test_a_host_that_cannot_take_part_is_named() -> None:

@@ -32,13 +32,13 @@ def one_rank_stays_away(folder: str) -> None:
         watchdog.begin("step 7")
         if groups.rank == 0:
             dist.all_reduce(torch.ones(3, 5), group=groups.tp_group)
-        time.sleep(60)
+        time.sleep(PATIENCE)
 
 
 def test_the_stacks_name_the_collective(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=f"died with exit code {HANG_EXIT_CODE}"):
         run_distributed(one_rank_stays_away, 2, str(tmp_path))
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE
     waits = tmp_path / "rank-0.txt"
     while not (waits.exists() and "waits in" in waits.read_text()) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -56,17 +56,17 @@ def test_nothing_under_way() -> None:
 def hang(folder: Path, recorder) -> None:
     guard.flight_record, guard._RECORD_SECONDS = recorder, 0.5
     with Watchdog(folder, 0, timeout=0.2):
-        threading.Event().wait(120)
+        threading.Event().wait(PATIENCE)
 
 
 def blocks() -> bytes:
-    time.sleep(120)
+    time.sleep(PATIENCE)
     return b""
 
 
 def blocks_everything() -> bytes:
     """Sleep without releasing the interpreter, as a call into C++ may."""
-    ctypes.PyDLL(None).sleep(120)
+    ctypes.PyDLL(None).sleep(int(PATIENCE))
     return b""
 
 
@@ -86,7 +86,7 @@ def fails() -> bytes:
 def test_a_recorder_that_does_not_answer_keeps_no_process_alive(tmp_path: Path, recorder, code, words) -> None:
     process = multiprocessing.get_context("fork").Process(target=hang, args=(tmp_path / "stacks", recorder))
     process.start()
-    process.join(60)
+    process.join(PATIENCE)
     assert process.exitcode == code
     text = (tmp_path / "stacks/rank-0.txt").read_text()
     assert "in start: no progress" in text and "in hang" in text and words in text
@@ -119,7 +119,7 @@ def test_a_run_whose_comparison_was_killed_is_asked_to_stop(tmp_path: Path, monk
         watchdog = Watchdog(tmp_path / "stacks", 0, 60.0)
         watchdog._tick = 0.01
         with watchdog:
-            assert asked.wait(10.0 if wanted else 0.2) == wanted
+            assert asked.wait(PATIENCE if wanted else 0.2) == wanted
     assert told == [(os.getpid(), signal.SIGTERM)]
 
 

@@ -13,6 +13,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch.distributed as dist
 import yaml
@@ -20,9 +21,9 @@ from safetensors.torch import load_file
 
 import tiny
 from distributed import run_distributed
-from forked import PATIENCE
+from forked import PATIENCE, Command
 from manifests import rewrite
-from runs import at_step, check_same, finish, free_port, kill_all, log_of, start, write_config
+from runs import at_step, check_same, finish, free_port, kill_all, log_of, ranks_of, start, write_config
 from sagetrain.cli.exits import Errors
 from sagetrain.cluster.guard import StopSignal
 from sagetrain.config import ConfigError, RunConfig
@@ -182,12 +183,16 @@ def test_an_interrupted_evaluation_is_made_when_continued(tmp_path, corpus, rank
 def test_sigterm_to_a_whole_job_saves(tmp_path, corpus, reference) -> None:
     """Slurm sends the signal to the launcher and the ranks. The launcher alone would not pass it on."""
     config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", tp_size=2)
-    at_step("deepspeed", config, 13, lambda process: os.killpg(process.pid, signal.SIGTERM))
-    deadline = time.monotonic() + PATIENCE  # The launcher passes the signal on and leaves before its ranks do.
-    while "stopped by SIG" not in config.with_suffix(".log").read_text():
-        assert time.monotonic() < deadline, config.with_suffix(".log").read_text()[-3000:]
-        time.sleep(0.1)
-    time.sleep(1)
+    ranks: list[psutil.Process] = []
+
+    def signal_all(launcher: Command) -> None:
+        ranks.extend(ranks_of(launcher))
+        os.killpg(launcher.pid, signal.SIGTERM)
+
+    at_step("deepspeed", config, 13, signal_all)
+    # The launcher passes the signal on and leaves before its ranks do.
+    assert ranks and psutil.wait_procs(ranks, timeout=PATIENCE)[1] == []
+    assert "stopped by SIG" in log_of(config)
     finish("ranks", config)  # Another launcher continues the run.
     check_same(tmp_path / "run", reference[2])
 
