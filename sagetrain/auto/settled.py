@@ -196,6 +196,10 @@ def _halves_are_faster(
     say: Callable[[str], None],
 ) -> bool:
     """Time micro-batches whole and in halves, with attention and linear layers settled. All ranks call it."""
+    say(
+        "parallel.tensor_parallel_overlap auto: blocks are made whole and in halves, and timed"
+        f"{'; each way is compiled first' * compiled}. `on` or `off` skips this"
+    )
     data = settled.data
     samples = [stream.sample(index) for index in range(data.micro_batch_size)]
     batch = batch_of(samples, data.document_attention, data.document_positions)

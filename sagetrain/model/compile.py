@@ -37,6 +37,8 @@ def compile_blocks(
     hooks: bool = False,
     whole: bool = False,
     later: Iterable[AttentionFunction] = (),
+    blocks_alone: bool = False,
+    dynamic: bool | None = None,
 ) -> None:
     """Compile every block of a model, the norms outside of the blocks, and the loss kernels.
 
@@ -47,6 +49,9 @@ def compile_blocks(
         whole: do the same, and let blocks run alone (`whole_blocks`), with a final norm that is not compiled. Under
             DeepSpeed's ZeRO-3 the hooks gather nothing but the weights of their own module.
         later: functions that layers may get while training.
+        blocks_alone: compile nothing outside of the blocks.
+        dynamic: False: a graph is for the sizes that it was made for. None: from the second size of an input on, torch
+            makes a graph for any size, which differs from those of single sizes.
     """
     options: dict[str, Any] | None = None
     if backend == "inductor":
@@ -57,11 +62,14 @@ def compile_blocks(
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _GRAPHS)
     traceable = all(function.traceable for function in (*later, *model.functions))
     model.whole_blocks = whole
+    how: dict[str, Any] = {"fullgraph": traceable, "backend": backend, "options": options, "dynamic": dynamic}
     for block in model.blocks:
         if hooks or whole:
-            block.forward = torch.compile(block.forward, fullgraph=traceable, backend=backend, options=options)
+            block.forward = torch.compile(block.forward, **how)
         else:
-            block.compile(fullgraph=traceable, backend=backend, options=options)
+            block.compile(**how)
+    if blocks_alone:
+        return
     if not whole:
         model.normalize = torch.compile(normalize, fullgraph=True, backend=backend, options=options)
     model.compiled = backend == "inductor"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +15,7 @@ from sagetrain.auto import overlap_choice
 from sagetrain.auto.overlap_choice import record, settle_overlap, time_overlap
 from sagetrain.config import RunConfig
 from sagetrain.data.loader import Batch
+from sagetrain.model.compile import compile_blocks
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
@@ -72,3 +76,48 @@ def test_both_ways_are_timed_on_all_ranks_the_slowest_counts() -> None:
     for timed, seconds in run_distributed(times_of_a_rank, 2, 4):
         assert {*timed} == {(on, 4, 4, True) for on in (False, True)}
         assert seconds == {"off": 27.0, "on": 28.0}
+
+
+def graphs_of_a_rank() -> list[list[tuple[str, list[str]]]]:
+    """Return the graphs that the first rank makes for the choice, and then by a model that computes whole and one that
+    computes in halves: each the code of its operators, and the sizes of its inputs."""
+    groups, cfg, made = tiny.join(2), config(), list[tuple[str, list[str]]]()
+
+    def note(graph: torch.fx.GraphModule, inputs: list) -> Callable:
+        operators = [f"{node.target}" for node in graph.graph.nodes if node.op.startswith("call")]
+        made.append(
+            (" ".join(operators), [f"{list(x.shape)}" if isinstance(x, torch.Tensor) else f"{x}" for x in inputs])
+        )
+        return graph.forward
+
+    first = groups.rank == 0  # The other one calls the same collectives from Python.
+    how, found = {"sequence_parallel": True, "activation_checkpointing": "none"}, []
+    overlap_choice.compile_blocks = compiled = partial(compile_blocks, backend=note)
+    overlap_choice._WINDOWS, overlap_choice._MICRO_STEPS = 1, 1
+    batch = {
+        "tokens": torch.zeros(2, tiny.SEQ, dtype=torch.int64),
+        "labels": torch.zeros(2, tiny.SEQ, dtype=torch.int64),
+    }
+    place = {"keeps_weights": True, "device": CPU, "dtype": torch.bfloat16}
+    time_overlap(cfg.model, cfg.attention, batch, [{}] * 2, groups, compiled=first, **how, **place)
+    found.append(made.copy())
+    for overlap in (False, True):
+        made.clear()
+        torch._dynamo.reset() if overlap else None  # A run has one of the two.
+        model = tiny.model(cfg, groups, partition=None, overlap=overlap, **how)
+        if first:
+            compiled(model)
+        model.head.compiled = False
+        model(**batch).backward()
+        found.append(made.copy())
+    return found
+
+
+def test_the_choice_makes_the_graphs_that_the_run_needs() -> None:
+    """Two graphs are compiled for the choice, of the sizes that they are timed with. The run's graph of the chosen way
+    is then the same, which inductor's cache knows."""
+    (choice, *runs), _ = run_distributed(graphs_of_a_rank, 2)
+    assert len(choice) == 2
+    for timed, run in zip(choice, runs, strict=True):
+        assert timed in run
+        assert not any("s" in size for size in timed[1])

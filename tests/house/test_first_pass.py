@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -73,6 +75,22 @@ def test_processes_begin_at_a_gpu_each_and_see_all(monkeypatch: pytest.MonkeyPat
     visible = [side_by_side.share_of(n, 32, ["4", "5", "6", "7"])["CUDA_VISIBLE_DEVICES"] for n in range(32)]
     assert visible[:5] == ["4,5,6,7", "5,6,7,4", "6,7,4,5", "7,4,5,6", "4,5,6,7"]
     assert Counter(each[0] for each in visible) == dict.fromkeys("4567", 8)
+
+
+def test_libraries_are_imported_as_if_torchao_were_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchao uses a GPU when it is imported, and transformers imports it where it is installed."""
+    (tmp_path / "torchao").mkdir()
+    (tmp_path / "torchao/__init__.py").write_text("")
+    looks = "from transformers.utils.import_utils import _is_package_available\nsees = _is_package_available('torchao')"
+    (tmp_path / "looks_for_torchao.py").write_text(looks)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(side_by_side, "IMPORTED", ["looks_for_torchao", "is_not_installed"])
+    side_by_side.import_libraries()
+    assert not sys.modules.pop("looks_for_torchao").sees[0]
+    assert importlib.util.find_spec("torchao").origin == str(tmp_path / "torchao/__init__.py")
+    monkeypatch.setattr(side_by_side, "uses_gpu", lambda: True)
+    with pytest.raises(SystemExit, match=r"name that package in HIDDEN, or .* make test-gpu GPU_JOBS=1"):
+        side_by_side.import_libraries()
 
 
 CASES = """
