@@ -132,9 +132,13 @@ def versions(host: str) -> list[Check]:
 def extras(host: str) -> Check:
     """Return which of the optional packages are installed."""
     lacking = [name for name, (module, _) in EXTRAS.items() if find_spec(module) is None]
-    found = [f"{name} lacks, for {EXTRAS[name][1]}" if name in lacking else f"{name} is here" for name in EXTRAS]
+    found = [
+        f"{name} {f'not installed (for {EXTRAS[name][1]})' if name in lacking else 'installed'}" for name in EXTRAS
+    ]
     wanted = "all" if len(lacking) == len(EXTRAS) else ",".join(lacking)
-    return Check("extras", host, "ok", "; ".join(found), f"pip install 'sagetrain[{wanted}]'" if lacking else "")
+    return Check(
+        "extras", host, "ok", f"optional: {', '.join(found)}", f"pip install 'sagetrain[{wanted}]'" if lacking else ""
+    )
 
 
 def disagreements(checks: Iterable[Check]) -> list[Check]:
@@ -157,10 +161,10 @@ def host_limits(host: str, world_size: int) -> list[Check]:
                        "in a container: --shm-size=8g, or --ipc=host")  # fmt: skip
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
     ranks, needed = ranks_allowed(files), files_of_rank_0(world_size)
-    found = f"hard limit {files:,}, as rank 0 of up to {ranks:,} ranks needs beside token files; the soft one is raised"
+    found = f"hard limit {files:,}: enough for {ranks:,} ranks, token files not counted; the soft limit is raised to it"
     limit = Check("open files", host, "ok", "no limit" if files == resource.RLIM_INFINITY else found)
     if files != resource.RLIM_INFINITY and files < needed:
-        found = f"hard limit {files:,}; rank 0 of {world_size:,} ranks needs {needed:,}"
+        found = f"hard limit {files:,}; rank 0 of {world_size:,} ranks needs {needed:,}, and more for token files"
         fix = (
             "a higher hard limit: /etc/security/limits.conf, LimitNOFILE= of a service, --ulimit nofile= of a container"
         )

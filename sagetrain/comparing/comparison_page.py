@@ -154,7 +154,7 @@ def _cells(line: Line, kinds: Sequence[str], biased: bool) -> Iterator[str]:
         if kind in line.verdicts:
             verdict = line.verdicts[kind]
             yield line.verdict(kind)
-            yield _number(verdict.seen)
+            yield verdict.power
         else:
             yield "baseline" + (f"; diverged in {len(line.diverged)}" if line.diverged else "")
             yield ""

@@ -38,6 +38,8 @@ _FREE = ("data.num_workers", "data.micro_batch_size", "evaluation.every_tokens")
 """Keys inside of SHARED that may differ, because they change none of that."""
 OWN = ("training.seed", "training.run_dir", "training.perturb", "checkpoint.keep_every_tokens")
 """Keys that are set for each run here, or may be."""
+RECIPE = "fine"
+"""What attention.recipe auto stands for in all runs of a comparison. Each would time it for itself otherwise."""
 BRANCH = "--branch"
 """The key of Question.settings for the tokens at which pairs part."""
 
@@ -122,10 +124,13 @@ class Question:
 
     def _given(self, job: Job) -> list[str]:
         """Return the configuration file and the overrides that were asked for, without the run's own seed, folder and
-        rounding."""
+        rounding, and with RECIPE in place of attention.recipe auto."""
         variant = next(variant for variant in self.variants if variant.name == job.variant)
         row = next(row for row in self.rows if row.name == job.row)
-        return [variant.config, *self.overrides, *row.overrides, *variant.overrides]
+        words = [*self.overrides, *row.overrides, *variant.overrides]
+        attention = load_config(variant.config, words).attention
+        settled = [f"attention.recipe={RECIPE}"] * ((attention.backend, attention.recipe) == ("sage", "auto"))
+        return [variant.config, *words, *settled]
 
     def config(self, job: Job) -> RunConfig:
         """Return the whole configuration of a run, as it was asked for."""
@@ -305,7 +310,6 @@ def _timed(cfg: RunConfig) -> Iterator[str]:
     """Yield a message for each setting that every run would decide for itself, by timing."""
     for key, value, name in (
         ("attention.backend", cfg.attention.backend, "sdpa"),
-        ("attention.recipe", cfg.attention.recipe if cfg.attention.backend == "sage" else "", "fine"),
         ("linear.precision", cfg.linear.precision if may_be_low_bit(cfg) else "", "bf16"),
     ):
         if value == "auto":

@@ -79,6 +79,19 @@ class Difference:
         """The smallest gap that would have been called."""
         return None if self.uncertainty is None else max(self.uncertainty, self.band or 0.0)
 
+    @property
+    def power(self) -> str:
+        """The smallest gap that would have been called, in words. Two pairs may agree by chance, so that it is small;
+        a rounding band bounds it."""
+        if self.seen is None:
+            return ""
+        size = "< 0.0001" if self.seen < 5e-5 else f"{self.seen:.4f}"
+        return (
+            f"{size} (2 pairs alone, which may agree by chance)"
+            if len(self.differences) == 2 and not self.band
+            else size
+        )
+
     def __str__(self) -> str:
         if self.gap is None:
             return "no pair"
@@ -89,7 +102,7 @@ class Difference:
         if self.call == "level":
             return f"level within {self.margin:g} ({gap} ± {self.uncertainty:.4f})"
         if self.call == "undecided":
-            return f"not decided ({gap}): could have seen no less than {self.seen:.4f}"
+            return f"not decided ({gap}): could have seen no less than {self.power}"
         return f"{self.call} by {size}"
 
 

@@ -255,7 +255,7 @@ def _layout_table(plan: Plan) -> Table:
             f"x {ranks} = {token_multiple(cfg, ranks):,} tokens",
         ),
         *([("pipeline", _stages(cfg, world_size, plan.vocab_size))] if cfg.parallel.pipeline_parallel_size > 1 else []),
-        *([("open files", f"up to {files:,} in rank 0, beside token files: the hard limit (ulimit -Hn) must allow it")]
+        *([("open files", f"up to {files:,} in rank 0 and more for token files; the hard limit (ulimit -Hn) counts")]
           if (files := files_of_rank_0(world_size)) > _USUAL_FILES else []),
     ])  # fmt: skip
 

@@ -58,9 +58,10 @@
 
   // Colors are named once, above all charts. A chart of several metrics says which dashes are which.
   function dashes(chart) {
-    const metrics = [...new Map(chart.traces.map((one) => [one.rank, one.metric]))];
-    return metrics.length < 2 ? [] : metrics.map(([rank, metric]) => ({
-      x: [null], y: [null], type: "scatter", mode: "lines", name: plain(metric), legendgroup: metric,
+    const metrics = [...new Map(chart.traces.map((one) => [one.rank, one]))];
+    return metrics.length < 2 ? [] : metrics.map(([rank, { metric, meaning }]) => ({
+      x: [null], y: [null], type: "scatter", mode: "lines", legendgroup: metric,
+      name: plain(meaning ? `${metric}: ${meaning}` : metric),
       line: {
         color: data.runs.length > 1 ? color("--faint") : COLORS[rank % COLORS.length], width: 1.6,
         dash: DASHES[rank % DASHES.length],
@@ -123,7 +124,7 @@
   smoothing.textContent = slider.value;
   slider.addEventListener("input", () => { smoothing.textContent = slider.value; });
   slider.addEventListener("change", drawAgain);
-  document.querySelectorAll("#legend li").forEach((item, run) => {
+  document.querySelectorAll("#legend li:not(.event)").forEach((item, run) => {
     item.style.setProperty("--run", COLORS[run % COLORS.length]);
   });
   const others = data.charts.filter((chart) => !chart.first);

@@ -59,6 +59,15 @@ CHARTS = (
     Chart("dY of linear layers that rounds to zero", _of_linear_layers("dY/zero_share_dX"), "share, worst layer"),
 )
 """The charts that come first. Every other metric has a chart of its own in the last section of the page."""
+MEANINGS = {
+    "noise/all/scale_tokens": "gradient noise scale",
+    "quant_noise/*/ratio": "worst layer",
+    "quant_noise/all/ratio": "whole model",
+    "quant_noise/*/bias_ratio": "bias alone, worst layer",
+    "quant_noise/*/bias_to_gradient": "worst layer",
+    "quant_noise/all/bias_to_gradient": "whole model",
+}
+"""Meanings of metrics whose names do not say them, for the legends of charts."""
 UNITS = (
     ("/loss", "nats per token"),
     ("_seconds", "seconds"),
@@ -107,7 +116,7 @@ def render(runs: Sequence[RunRecord]) -> str:
         "title": html.escape(", ".join(run.name for run in runs)),
         "version": __version__,
         "summary": _summary(runs),
-        "legend": "".join(f"<li>{html.escape(run.name)}</li>" for run in runs) if len(runs) > 1 else "",
+        "legend": _legend(runs),
         "difference": "What differs" if len(runs) > 1 else "Settings",
         "settings": _settings(runs),
         "samples": _samples(runs),
@@ -122,6 +131,13 @@ def render(runs: Sequence[RunRecord]) -> str:
     return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], (folder / "page.html").read_text())
 
 
+def _legend(runs: Sequence[RunRecord]) -> str:
+    """Return the items of the legend above all charts: the runs, where there are several, and the mark of events."""
+    names = [f"<li>{html.escape(run.name)}</li>" for run in runs] if len(runs) > 1 else []
+    marked = any(event.get("kind") != "save" for run in runs for event in run.events)
+    return "".join([*names, '<li class="event">an event: the table below says which</li>' * marked])
+
+
 def _charts(runs: Sequence[RunRecord]) -> list[tuple[Chart, bool]]:
     """Return the charts that have data, each with True if it is one of the first."""
     there = {metric for run in runs for metric in run.curves}
@@ -133,7 +149,8 @@ def _charts(runs: Sequence[RunRecord]) -> list[tuple[Chart, bool]]:
 def _chart(entry: tuple[Chart, bool], runs: Sequence[RunRecord]) -> dict[str, Any]:
     chart, is_first = entry
     traces = [
-        {"run": i, "metric": metric, "rank": rank, "curve": run.curves[metric], "means": run.means.get(metric)}
+        {"run": i, "metric": metric, "meaning": MEANINGS.get(metric, ""), "rank": rank}
+        | {"curve": run.curves[metric], "means": run.means.get(metric)}
         for rank, metric in enumerate(chart.metrics)
         for i, run in enumerate(runs)
         if metric in run.curves
@@ -155,8 +172,9 @@ def _unit(metric: str) -> str:
 
 def _summary(runs: Sequence[RunRecord]) -> str:
     labels = list(dict.fromkeys(label for run in runs for label in run.summary))
-    rows = [[run.name, *(run.summary.get(label, "") for label in labels)] for run in runs]
-    return _table(["run", *labels], rows)
+    # A column for each run, of which there are fewer than labels, fits the screen of a phone.
+    rows = [[label, *(run.summary.get(label, "") for run in runs)] for label in labels]
+    return _table(["", *(run.name for run in runs)], rows)
 
 
 def _settings(runs: Sequence[RunRecord]) -> str:

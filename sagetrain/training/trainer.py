@@ -215,8 +215,12 @@ class Trainer:
         if run.met.main:
             run.controllers.say_critical()
             why = f"stopped by {run.met.stop.name or 'a signal to another rank'}" if stopped else "finished"
-            self._say(f"{why} at step {state.step}, {state.tokens:,} of {total:,} tokens"
-                      + ("" if finished else "; run the same command to continue"))  # fmt: skip
+            where = f"{why} at step {state.step}, {state.tokens:,}"
+            if finished:
+                over = "" if state.tokens == total else f": whole steps for training.total_tokens {total:,}"
+                self._say(f"{where} tokens{over}")
+            else:
+                self._say(f"{where} of {total:,} tokens; run the same command to continue")
         run.loader.close()
         if run.valid:
             run.valid.close()

@@ -127,7 +127,7 @@ def test_extras_that_lack_are_listed_with_what_asks_for_them(monkeypatch, lackin
     monkeypatch.setattr(doctor, "find_spec", lambda module: None if module in lacking else module)
     check = doctor.extras("here")
     for name, (module, what) in doctor.EXTRAS.items():
-        assert (f"{name} lacks, for {what}" in check.found) == (module in lacking)
+        assert (f"{name} not installed (for {what})" in check.found) == (module in lacking)
     assert check.verdict == "ok" and check.fix == (f"pip install 'sagetrain[{wanted}]'" if wanted else "")
 
 
@@ -186,7 +186,7 @@ def test_limits_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """The hard limit of open files counts for the ranks of this host, because a run raises the soft limit."""
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (1024, 4096))
     enough, short = (host_limits("here", ranks)[1] for ranks in (1_000, 2_000))
-    assert enough.verdict == "ok" and "up to 1,194 ranks" in enough.found
+    assert enough.verdict == "ok" and "enough for 1,194 ranks" in enough.found
     assert short.verdict == "bad" and "rank 0 of 2,000 ranks needs 6,512" in short.found and "limits.conf" in short.fix
 
 

@@ -126,13 +126,22 @@ def test_files_are_variants_and_differ_like_them(base: Path, tmp_path: Path, cor
 
 
 @pytest.mark.parametrize(("override", "key"), [
-    ("attention.recipe=auto", "attention.recipe"), ("attention={backend: auto, recipe: fine}", "attention.backend"),
+    ("attention={backend: auto, recipe: fine}", "attention.backend"),
     ("linear.precision=auto training.dtype=bf16", "linear.precision"),
 ])  # fmt: skip
 def test_what_a_run_would_time_for_itself_has_to_be_named(base: Path, override: str, key: str) -> None:
     question(base, variants=["other: attention.backend=sdpa attention.recipe=auto"]).check()
     with pytest.raises(ConfigError, match=f"other: {key} auto is timed when a run begins"):
         question(base, variants=[f"other: {override}"]).check()
+
+
+def test_all_runs_have_the_same_recipe_where_auto_would_time_it(base: Path) -> None:
+    """auto is the default, so that a variant need not name a recipe."""
+    asking = question(base, variants=["int8: attention.backend=sage attention.recipe=auto"])
+    asking.check()
+    job = next(job for job in asking.jobs() if job.variant == "int8")
+    assert asking.config(job).attention.recipe == "fine" and "attention.recipe=fine" in asking.command(job, "run")
+    assert asking.settings()["/int8"]["attention.recipe"] == "fine"
 
 
 def test_a_variant_that_could_not_start_stops_the_comparison(base: Path) -> None:

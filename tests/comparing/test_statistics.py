@@ -48,12 +48,21 @@ def test_four_pairs_that_spread_by_4e_3_can_show_6e_3() -> None:
     ([0.020, 0.022, 0.024], 0.01, 0.03, "undecided", "not decided (+0.0220): could have seen no less than 0.0300"),
     ([0.01, -0.02, 0.05], 0.01, 0.001, "undecided", "not decided (+0.0133): could have seen no less than 0.0872"),
     ([-2e-5, 0.0, 0.0], 0.01, None, "level", "level within 0.01 (+0.0000 ± 0.0000)"),
+    ([0.02, 0.02], 0.01, 0.03, "undecided", "not decided (+0.0200): could have seen no less than 0.0300"),
+    ([0.02, -0.02], 0.01, None, "undecided",
+     "not decided (+0.0000): could have seen no less than 0.2541 (2 pairs alone, which may agree by chance)"),
     ([0.02], 0.1, None, "undecided", "not decided: one pair (+0.0200) has no uncertainty"),
     ([], 0.1, None, "undecided", "no pair"),
 ])  # fmt: skip
 def test_verdicts(differences: list[float], margin: float, band: float | None, call: str, text: str) -> None:
     verdict = judge(differences, margin, band)
     assert (verdict.call, str(verdict)) == (call, text)
+
+
+def test_two_pairs_that_agree_by_chance_claim_no_perfect_sight() -> None:
+    assert judge([0.02, 0.020001], 0.01).power == "< 0.0001 (2 pairs alone, which may agree by chance)"
+    assert judge([0.02, 0.020001, 0.02], 0.01).power == "< 0.0001"
+    assert judge([0.02, 0.020001], 0.01, 0.003).power == "0.0030"
 
 
 def test_the_rounding_band_is_about_zero_not_about_the_mean() -> None:

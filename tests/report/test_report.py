@@ -183,6 +183,18 @@ def test_a_configuration_that_is_cut_off_is_a_named_error(tmp_path: Path) -> Non
     assert refused.returncode == 2 and f"error: {tmp_path} cannot be written: Is a directory" in refused.stderr
 
 
+def test_marks_and_metrics_are_explained_and_the_summary_has_a_column_for_each_run(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path, 0, 0, 10)
+    writer.write(1, 1, {"train/loss": 1.0, "train/tokens_per_step": 1, "noise/all/scale_tokens": 2.0})
+    writer.close()
+    assert 'class="event"' not in render(read_runs([tmp_path]))
+    (tmp_path / "events.jsonl").write_text(json.dumps({"step": 1, "tokens": 1, "kind": "spike", "text": "high"}) + "\n")
+    page = render(read_runs([tmp_path]))
+    assert '<ul id="legend"><li class="event">an event: the table below says which</li></ul>' in page
+    assert '"metric": "noise/all/scale_tokens", "meaning": "gradient noise scale"' in page
+    assert f"<th></th><th>{tmp_path.name}</th>" in page and "<tr><td>tokens</td><td>1</td></tr>" in page
+
+
 def test_one_run_named_twice_is_an_error(runs: list[Path]) -> None:
     with pytest.raises(ConfigError, match="the same run is named twice"):
         read_runs([runs[0], runs[0]])

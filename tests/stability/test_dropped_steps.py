@@ -91,9 +91,9 @@ def test_a_step_that_is_not_finite_is_dropped_once(corpus, tmp_path, capfd) -> N
     state = read_state(newest(run / "checkpoints"))
     assert (state.step, state.optimizer_steps, state.ledger.dropped) == (6, 5, [3])
     assert go(undisturbed, 2, 5.9, [3], 9) == "finished: True"
-    assert (
-        f"training.total_tokens {int(5.9 * STEP):,}: whole steps end at {6 * STEP:,} tokens" in capfd.readouterr().out
-    )
+    out, asked = capfd.readouterr().out, f"training.total_tokens {int(5.9 * STEP):,}"
+    assert f"{asked}: whole steps end at {6 * STEP:,} tokens" in out
+    assert f"finished at step 6, {6 * STEP:,} tokens: whole steps for {asked}\n" in out
     assert rows_of(run, "train/loss") == rows_of(undisturbed, "train/loss")
     assert sorted(rows_of(run, "train/loss")) == [1, 2, 4, 5, 6]
     assert rows_of(run, "train/dropped_tokens") == {3: STEP}
