@@ -39,7 +39,7 @@ _FREE = ("data.num_workers", "data.micro_batch_size", "evaluation.every_tokens")
 OWN = ("training.seed", "training.run_dir", "training.perturb", "checkpoint.keep_every_tokens")
 """Keys that are set for each run here, or may be."""
 RECIPE = "fine"
-"""What attention.recipe auto stands for in all runs of a comparison. Each would time it for itself otherwise."""
+"""The recipe of all runs of a comparison where attention.recipe is auto. Each run would time it otherwise."""
 BRANCH = "--branch"
 """The key of Question.settings for the tokens at which pairs part."""
 

@@ -183,7 +183,8 @@ def test_a_configuration_that_is_cut_off_is_a_named_error(tmp_path: Path) -> Non
     assert refused.returncode == 2 and f"error: {tmp_path} cannot be written: Is a directory" in refused.stderr
 
 
-def test_marks_and_metrics_are_explained_and_the_summary_has_a_column_for_each_run(tmp_path: Path) -> None:
+def test_legends_explain_marks_and_metrics(tmp_path: Path) -> None:
+    """The summary has a column for each run, and so fits a phone."""
     writer = MetricsWriter(tmp_path, 0, 0, 10)
     writer.write(1, 1, {"train/loss": 1.0, "train/tokens_per_step": 1, "noise/all/scale_tokens": 2.0})
     writer.close()
