@@ -19,7 +19,7 @@ from sagetrain.config.sections.data import (
     tokenizer_in,
 )
 from sagetrain.config.sections.model import SIXTEEN_BITS, AttentionConfig, LinearConfig, ModelConfig, RopeScaling
-from sagetrain.config.sections.optimizer import MuonConfig, OptimizerConfig
+from sagetrain.config.sections.optimizer import LearningRates, MuonConfig, OptimizerConfig
 from sagetrain.config.sections.schedule import (
     ConstantTokens,
     LrScheduleConfig,
@@ -64,6 +64,7 @@ __all__ = [
     "DataSource",
     "EvaluationConfig",
     "GuidanceConfig",
+    "LearningRates",
     "LinearConfig",
     "LoggingConfig",
     "LrScheduleConfig",
