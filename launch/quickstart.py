@@ -31,9 +31,10 @@ CONFIG = "configs/quickstart.yaml"
 PAGE = RUN_DIR / "report.html"
 PREPARE = f"sagetrain prepare python-stdlib --output {DATA_DIR}/train --vocab-size 2048 --valid-fraction 0.02"
 LAYOUT = "parallel.tensor_parallel_size=2 parallel.sequence_parallel=true"
-TRAIN = f"deepspeed --num_accelerators 2 --module sagetrain train {CONFIG} {LAYOUT}"
+TRAIN = f"torchrun --nproc-per-node 2 -m sagetrain train {CONFIG} {LAYOUT}"
 NEXT = {
     f'sagetrain generate {RUN_DIR} "import " --max-tokens 60': "what the model makes of other beginnings",
+    f"sagetrain plan {CONFIG} --brief": "what a run would be on a GPU: memory, speed, and what does not fit together",
     f"tensorboard --logdir {RUN_DIR}": "the same curves while a run goes on",
     "sagetrain doctor": "what this machine has and lacks for training",
     "sagetrain config 325m > my.yaml": "a model for a GPU; docs/first-run.md goes through a run on text of your own",
@@ -152,7 +153,6 @@ def main() -> None:
         sys.exit(f"{RUN_DIR} holds an earlier quickstart; remove it to start again: rm -r {RUN_DIR}")
     if not (ROOT / DATA_DIR / "train.idx").exists():
         run(PREPARE)
-    run(f"sagetrain plan {CONFIG} --world-size 2 {LAYOUT}")
     train_and_stop_in_the_middle(total)
     run(TRAIN)
     console.print(loss_table())

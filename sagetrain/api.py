@@ -22,7 +22,7 @@ import yaml
 from sagetrain.cluster.launcher import launched
 from sagetrain.config.arguments import check_least, checked
 from sagetrain.config.check import accept
-from sagetrain.config.errors import CheckpointError, ConfigError, Finding, TrainingError
+from sagetrain.config.errors import CheckpointError, ConfigError, Finding, TrainingError, at_start
 from sagetrain.config.load import load_config as _load_config
 from sagetrain.config.schema import RunConfig
 from sagetrain.data.prepare import Prepared
@@ -281,7 +281,7 @@ def _accepted(
     if given and not callable(tokens):
         raise ConfigError(f"tokens: {tokens!r} cannot be called; give a function of the index of a sequence")
     findings = accept(cfg, world_size, vocab_size=vocab_size, path=path, overrides=texts, tokens_given=given)
-    lines = [f"{finding.level}: {finding}" for finding in findings]
+    lines = at_start(findings)
     if loss is not None:
         from sagetrain.training.loss import name_of, try_out
 

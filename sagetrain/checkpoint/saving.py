@@ -341,7 +341,7 @@ class Saver:
             except Exception as error:  # noqa: BLE001
                 box[1], cause = f"{what}: {error}", error
                 if way := way_to_room(box[1]):
-                    box[1] += f"; {way} and run the same command again"
+                    box[1] += f"; {way} and start the run again"
         if self._mailbox:
             box = self._mailbox.tell(box)
         if box[1]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sagetrain.cli.exits import warn as _warn
-from sagetrain.config.errors import ConfigError, Finding
+from sagetrain.config.errors import ConfigError, Finding, at_start
 
 
 def named(
@@ -38,6 +38,6 @@ def checked(config: Path, overrides: list[str], world_size: int, show: bool) -> 
     cfg = load_config(config, overrides)
     findings = accept(cfg, world_size, vocab_size=known_vocab_size(cfg.data), path=config, overrides=overrides)
     if show:
-        for finding in findings:
-            _warn(f"{finding.level}: {finding}")
+        for line in at_start(findings):
+            _warn(line)
     return cfg, findings

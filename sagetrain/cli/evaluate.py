@@ -177,6 +177,16 @@ def _values(part: Evaluation) -> dict[str, Any]:
     }
 
 
+def _beside_unigram(part: Evaluation) -> str:
+    """Say beside which number a loss is read."""
+    without = "the unigram loss, the best without context, by the tokens' frequencies in the training data"
+    if part.unigram_loss is None:
+        return f"a loss is read beside {without}, which is not known here"
+    gap = part.unigram_loss - part.loss
+    means = "context helps the model" if gap > 0 else "the model does not use context yet: train longer"
+    return f"{part.name} is {abs(gap):.4f} {'below' if gap > 0 else 'above'} {without}: {means}"
+
+
 def _table(title: str, parts: list[Evaluation], total: bool, without_bytes: str) -> Table:
     from sagetrain.planning.tables import Table
 
@@ -193,8 +203,5 @@ def _table(title: str, parts: list[Evaluation], total: bool, without_bytes: str)
         for part in parts
     ]
     counted = f"bytes counted {parts[-1].counted}" if parts[-1].bytes else f"no bytes: {without_bytes}"
-    caption = (
-        f"losses in nats per token; {counted}; unigram: by the tokens' frequencies in the training data, the best "
-        "without context"
-    )
+    caption = f"losses in nats per token; {counted}; {_beside_unigram(parts[-1])}"
     return Table(title, columns, rows, columns[1:], caption, total)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable, Sequence
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
@@ -47,7 +47,6 @@ VERBS: dict[str, Callable[..., None]] = {
 """The verbs, in the order of --help."""
 
 app = typer.Typer(
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     # rich's tables cut option names if the terminal is narrow.
@@ -80,7 +79,8 @@ def sagetrain(
     """
 
 
-_COMMAND = typer.main.get_group(app)
+# get_group would leave out --install-completion.
+_COMMAND = cast(typer.core.TyperGroup, typer.main.get_command(app))
 for each in _COMMAND.commands.values():
     # The whole sentence is set here, because the list of commands would cut it.
     each.short_help = (each.help or "").partition("\n\n")[0]

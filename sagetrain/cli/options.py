@@ -33,9 +33,26 @@ def check_folder(run_dir: Path) -> None:
         raise CheckpointError(no_run(run_dir))
 
 
+def _shipped(incomplete: str) -> list[str]:
+    """Return the names of shipped configurations and the YAML files here, for completion by tab."""
+    from sagetrain.config.load import shipped
+
+    here = [str(path) for path in Path().glob(f"{incomplete}*.yaml")] if "*" not in incomplete else []
+    names = [name for name, path in shipped().items() if path.suffix == ".yaml"]
+    return [name for name in [*names, *here] if name.startswith(incomplete)]
+
+
+def _keys(incomplete: str) -> list[str]:
+    """Return the keys of the YAML that begin so, each with its equals sign, for completion by tab."""
+    from sagetrain.config.reference import keys
+
+    return [f"{key.name}=" for key in keys() if key.name.startswith(incomplete)]
+
+
 Config = Annotated[
     str | None,
     typer.Argument(
+        autocompletion=_shipped,
         metavar="CONFIG",
         help="The run's YAML file, or the name of a shipped one (325m); its paths begin in the current folder.",
         show_default=False,
@@ -54,7 +71,12 @@ DataRoot = Annotated[
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Overrides of the YAML, e.g. optimizer.lr=3e-4", show_default=False),
+    typer.Argument(
+        autocompletion=_keys,
+        metavar="[KEY=VALUE]...",
+        help="Overrides of the YAML, e.g. optimizer.lr=3e-4",
+        show_default=False,
+    ),
 ]
 RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run (its training.run_dir).")]
 Checkpoint = Annotated[

@@ -16,11 +16,21 @@ from sagetrain.config.errors import ConfigError
 _FINETUNE = "Fine-tunes a run or a Hugging Face folder (--model) on prepared records or text (--data)"
 
 
+def _names(incomplete: str) -> list[str]:
+    """Return the names that begin so, for completion by tab."""
+    from sagetrain.config.load import shipped
+
+    return [name for name in [*shipped(), "finetune"] if name.startswith(incomplete)]
+
+
 def print_shipped(
     name: Annotated[
         str | None,
         typer.Argument(
-            metavar="NAME", show_default=False, help="One of the names that the command lists without NAME."
+            autocompletion=_names,
+            metavar="NAME",
+            show_default=False,
+            help="One of the names that the command lists without NAME.",
         ),
     ] = None,
     model: Annotated[

@@ -55,6 +55,7 @@ LOCAL_KEYS = ("training.network_interface",)
 """The settings that describe a host and may differ between hosts."""
 
 Row = dict[str, Any]
+_Say = Callable[[str], None]
 
 
 def to_stderr(text: str) -> None:
@@ -109,15 +110,16 @@ def check_in(
     cfg: RunConfig,
     topology: Topology,
     device: torch.device,
-    read: Callable[[Callable[[str], None]], dict[str, str]],
-    hears: Callable[[str], None] = to_stderr,
+    read: Callable[[_Say], dict[str, str]],
+    hears: _Say = to_stderr,
+    keeps: _Say | None = None,
 ) -> dict[str, str]:
     """Report this rank, wait for the reports of all ranks, and let rank 0 decide whether the run can start; collective.
 
     Args:
         read: checks the files of this host and returns their hashes by name. The first rank of each host calls it with
             a function that reports progress. The other ranks wait as long as progress is reported.
-        hears: gets the lines for people.
+        hears: gets the lines for people. `keeps` gets the table of hosts, versions and hashes, if it is given.
 
     Returns:
         The hashes, which are the same on all hosts.
@@ -137,10 +139,9 @@ def check_in(
             files = read(say)
         except ConfigError as error:
             _exchange(store, _unable(error), hears)
-    found = _exchange(store, _row(cfg, topology, device, files), hears)
+    found = _exchange(store, _row(cfg, topology, device, files), hears, keeps)
     if device.type == "cpu" and cfg.training.dtype == "bf16" and dist.get_rank() == 0:
-        hears("warning: torch sees no GPU: the run trains on the CPU, which is for small models; `sagetrain doctor` "
-              "says what is missing")  # fmt: skip
+        hears("warning: no GPU is seen: the run trains on the CPU, for small models; `sagetrain doctor` says more")
     return found
 
 
@@ -151,7 +152,7 @@ def _store_of(meeting: str) -> Store:
     return PrefixStore(f"{meeting} {store.add(f'{meeting}, rank {dist.get_rank()}', 1)}", store)
 
 
-def share(folder: RunFolder, hears: Callable[[str], None] = to_stderr) -> None:
+def share(folder: RunFolder, hears: _Say = to_stderr) -> None:
     """Let rank 0 make and lock the run folder, and let the first rank of each host check that it sees the same folder;
     collective.
 
@@ -194,7 +195,7 @@ def share(folder: RunFolder, hears: Callable[[str], None] = to_stderr) -> None:
 
 
 def _unshared(folder: RunFolder, rows: list[Row]) -> str:
-    """Say which hosts do not see rank 0's folder. The text is empty if all of them see it."""
+    """_Say which hosts do not see rank 0's folder. The text is empty if all of them see it."""
     reasons = sorted({row["why"] for row in rows} - {""})
     if not reasons:
         return ""
@@ -236,7 +237,7 @@ def _unable(problem: Exception) -> Row:
     return {"host": socket.gethostname(), "rank": dist.get_rank(), "problem": str(problem)}
 
 
-def _exchange(store: Store, row: Row, hears: Callable[[str], None]) -> dict[str, str]:
+def _exchange(store: Store, row: Row, hears: _Say, keeps: _Say | None = None) -> dict[str, str]:
     """Collect the reports on rank 0, print them, and return the hashes of the files on every rank.
 
     Raises:
@@ -249,9 +250,9 @@ def _exchange(store: Store, row: Row, hears: Callable[[str], None]) -> dict[str,
         problem = _verdict(rows)
         store.set("preflight/verdict", json.dumps([problem, rows[0].get("files")]))
         if not any(row["problem"] for row in rows):
-            warnings = [*differing_environment(rows), *differing_allocation(world_size), *idle_gpus(rows)]
-            lines = [*table(rows), *warnings]
-            hears("\n".join(lines))
+            (keeps or hears)("\n".join(table(rows)))
+            for line in (*differing_environment(rows), *differing_allocation(world_size), *idle_gpus(rows)):
+                hears(line)
     problem, files = _told(store)
     if problem:
         store.set(f"preflight/read/{rank}", "")
@@ -283,7 +284,7 @@ def _when_there(store: Store, key: str, patience: timedelta = timedelta(minutes=
 
 
 def _verdict(rows: list[Row]) -> str:
-    """Say why the run cannot start. The text is empty if it can."""
+    """_Say why the run cannot start. The text is empty if it can."""
     problems = dict.fromkeys(row["problem"] for row in rows)
     if list(problems) == [""]:
         lines = disagreements(rows)

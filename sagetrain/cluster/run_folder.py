@@ -53,6 +53,7 @@ class RunFolder:
     def __init__(self, path: Path):
         self.path = path
         self.checkpoints = path / "checkpoints"
+        self.log = path / "log.txt"
         self.spikes = path / "spikes"
         """The folder of the bundles of steps that went wrong."""
         self.stacks = path / "stacks"

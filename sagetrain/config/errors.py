@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import unicodedata
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -51,6 +52,20 @@ class Finding:
         lines = [f"{place}{self.key} = {shown(self.value)}: {self.message} [{self.rule}]"]
         lines += [f"    {name}: {text}" for name, text in (("fix", self.fix), ("source", self.source)) if text]
         return "\n".join(lines)
+
+
+def at_start(findings: Sequence[Finding]) -> list[str]:
+    """Return the lines that say the findings of a run that starts, one for each level. A lone warning is said whole,
+    and others by their rules."""
+    lines = []
+    for level in ("warning", "info"):
+        found = [each for each in findings if each.level == level]
+        named = ", ".join(f"{each.key} [{each.rule}]" for each in found)
+        if len(found) == 1 and level == "warning":
+            lines.append(f"warning: {'; '.join(line.strip() for line in str(found[0]).splitlines()[:2])}")
+        elif found:
+            lines.append(f"{many(len(found), level)}: {named}: `sagetrain plan` and the log have the texts")
+    return lines
 
 
 def shown(value: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from enum import Enum
 from pathlib import PurePath
@@ -130,31 +130,21 @@ def stem(name: str | os.PathLike[str]) -> str:
     return path if suffix.lower() in _BY_SUFFIX else path + suffix
 
 
-def check_once(names: Iterable[str], where: str = "") -> None:
-    """Check that no two files hold the same texts by their names: files of one stem, and files in a folder that an
-    archive fills."""
+def alike(names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield pairs of files that may hold the same texts, by their names: files of one stem, and an archive with a file
+    in the folder that it fills. Their texts say whether they do."""
     found: dict[str, str] = {}
     archives: dict[str, str] = {}
     for name in names:
         key = stem(name)
-        other = found.setdefault(key, name)
-        if other is not name:
-            raise _twice(where + other, where + name)
+        if (other := found.setdefault(key, name)) is not name:
+            yield other, name
         if kind_of(name) is Kind.ARCHIVE:
             archives[key] = name
     for name in found.values() if archives else ():
         for parent in PurePath(name).parents:
-            if other_archive := archives.get(str(parent)):
-                raise _twice(where + other_archive, where + name)
-
-
-def _twice(one: str, other: str) -> ConfigError:
-    if one == other:
-        return ConfigError(f"{one} is named twice: its texts would be there twice; name it once")
-    return ConfigError(
-        f"{one} and {other} hold the same texts by their names, which would be there twice: choose one with --glob, or "
-        "take the other away (rename it if it holds other texts)"
-    )
+            if archive := archives.get(str(parent)):
+                yield archive, name
 
 
 def is_file_name(name: str) -> bool:

@@ -25,7 +25,7 @@ from sagetrain.data.counts import Counts, Tally
 from sagetrain.data.destination import Destination
 from sagetrain.data.encode import Encoder, encode
 from sagetrain.data.journal import Journal, Unfinished
-from sagetrain.data.progress import Progress
+from sagetrain.data.progress import Progress, in_notebook
 from sagetrain.data.records import Chats, Notes, settled
 from sagetrain.data.request import Request
 from sagetrain.data.sources import Corpus
@@ -149,7 +149,7 @@ def prepare(request: Request, hears: Callable[[str], None] | None = None) -> Pre
             where = corpus.inputs[unfinished.place.input].name
             say(f"{there.train}: going on after {many(call.tally.tokens, 'token')}, in {where}")
         try:
-            call.write(request.num_workers, shown=hears is None)
+            call.write(request.num_workers, shown=hears is None or in_notebook())
             with alone_in(there.folder):  # By now other calls may have written there, or are about to.
                 there.check_siblings(encoder.tokenizer)
                 for note in set() if overwrite else set(there.check_parts(made_from)) - set(notes):
@@ -157,7 +157,7 @@ def prepare(request: Request, hears: Callable[[str], None] | None = None) -> Pre
                 call.publish(there.folder / file_name, request.source_texts)
         finally:
             if journal.exists:
-                say(f"{there.train}: unfinished; the same command goes on with it")
+                say(f"{there.train}: unfinished; the same call or command goes on with it")
     if there.division:
         number, count = there.division
         say(f"part {number} of {count}; train on all of them by data.train path: {there.named}-*")

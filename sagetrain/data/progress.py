@@ -1,4 +1,4 @@
-"""The progress of `sagetrain prepare`: a bar on a terminal, a line every ten seconds elsewhere."""
+"""The progress of `sagetrain prepare`: a bar on a terminal and in a notebook, a line every ten seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -12,6 +12,12 @@ from tqdm import tqdm
 from sagetrain.data.chunk import Place
 from sagetrain.data.encode import Encoded
 from sagetrain.data.sources import Corpus
+
+
+def in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook, whose cells show a bar."""
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and type(ipython.get_ipython()).__name__ == "ZMQInteractiveShell"
 
 
 class _Lines(io.StringIO):
@@ -30,7 +36,7 @@ class Progress:
     def __init__(self, corpus: Corpus, place: Place, done: int, shown: bool = True) -> None:
         """Start the bar. `done` is the position of an earlier call's bar at `place`. A bar that is not `shown` counts,
         too."""
-        terminal = sys.stderr.isatty()
+        terminal = sys.stderr.isatty() or in_notebook()
         self._bar = tqdm(
             total=corpus.size,
             initial=done,

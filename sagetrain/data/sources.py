@@ -15,6 +15,7 @@ import sysconfig
 import tokenize
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b, sha256
 from importlib import import_module
 from pathlib import Path, PurePath
@@ -26,8 +27,9 @@ from sagetrain.data.archives import matches, members, names_in
 from sagetrain.data.blocks import head, on_disk
 from sagetrain.data.chunk import Chunk, Place
 from sagetrain.data.files import Wanted, check_columns, contains, is_array, read, read_parquet, rows_of
-from sagetrain.data.kinds import HEAD, Kind, check_head, check_once, compression, is_file_name, kind_of, refuse_pointer
+from sagetrain.data.kinds import HEAD, Kind, check_head, compression, is_file_name, kind_of, refuse_pointer
 from sagetrain.data.records import Records
+from sagetrain.data.repeats import LONG, long_documents, refuse_copies
 from sagetrain.data.request import TextRequest
 
 STDLIB = "python-stdlib"
@@ -82,6 +84,7 @@ class Corpus:
         self._fields, optional = (records.fields, records.optional_fields) if records else ((), ())
         separator = _separator(split_on) if split_on is not None else b""
         self._wanted = Wanted(self._fields or (texts.text_key,), optional, bool(self._fields), separator)
+        self._refuse_copies = partial(refuse_copies, texts.text_key, bool(self._fields))
         self.notes: list[str] = []
         self.inputs: list[Input] = []
         self._looked_at = self._texts = 0
@@ -90,7 +93,11 @@ class Corpus:
         self._by_inode: dict[tuple[int, int], Path] = {}
         for source in texts.source_texts:
             self.inputs += self._resolve(source)
-        check_once(map(os.path.abspath, self._paths))
+        if self._paths:
+            inputs = {each.identity[0]: each for each in self.inputs}
+            self._refuse_copies(map(os.path.abspath, self._paths), lambda path: inputs[path].read(Place()))
+        long = [each.name for each in self.inputs if each.one_document and (each.size or 0) > LONG]
+        self.notes += long_documents(long)
         self.all_inputs = self.inputs
         if split_on is not None:
             self._check_separator(split_on, separator)
@@ -295,7 +302,8 @@ class Corpus:
         if not sizes:
             raise ConfigError(f"{path}: no files in it{f' that match {glob!r}' if glob else ''}")
         chosen = {*sizes} if glob else self._chosen(path, sizes)
-        check_once(sorted(chosen), f"{path}: ")
+        of_member = lambda name: (c for each in members(path, {name}) for c in read(each, self._wanted, Place()))  # noqa: E731
+        self._refuse_copies(sorted(chosen), of_member, f"{path}: ")
         kinds = {name: kind_of(name) for name in chosen}
         for name, kind in kinds.items():
             if kind in (Kind.ARCHIVE, Kind.PARQUET):

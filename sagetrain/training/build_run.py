@@ -64,8 +64,10 @@ from sagetrain.training.perturb import perturb
 from sagetrain.training.reporter import Reporter
 from sagetrain.training.resume import announce, check, restore
 from sagetrain.training.run import CheckedFiles, Meeting, Resumed, Run
-from sagetrain.training.start_line import start_line
+from sagetrain.training.start_line import start_lines
 from sagetrain.training.weights_and_biases import check_login
+
+_READY = "state and files were ready"
 
 
 @dataclass(frozen=True)
@@ -143,9 +145,11 @@ def _built(
         seconds["the engine was built"] = time.perf_counter()
         resumed = resume(cfg, files, met, settled, built.engine)
     run = assemble(cfg, files, met, settled, built, resumed)
-    seconds["state and files were ready"] = time.perf_counter()
+    seconds[_READY] = time.perf_counter()
     took = (f"{act} in {end - begin:.1f} s" for (_, begin), (act, end) in pairwise(seconds.items()))
-    met.reporter.say(f"start: {', '.join(took)}{'; the first step compiles' * compiles(cfg, met.device)}")
+    met.reporter.keep(f"start: {', '.join(took)}")
+    compiled = "; the first step compiles" * compiles(cfg, met.device)
+    met.reporter.say(f"started in {seconds[_READY] - seconds['']:.1f} s, log in {files.folder.log}{compiled}")
     return run
 
 
@@ -251,10 +255,12 @@ def meet(
             parallel.pipeline_parallel_size,
         )
         # Reading files may take a while. The ranks have met by now, so each host can report its progress.
-        hashes = preflight.check_in(cfg, topology, device, partial(_hashes, files), hears or to_stderr)
-        preflight.share(folder, hears or to_stderr)
+        reporter = Reporter(rank == 0, hears)
+        tells = reporter.say if rank == 0 else hears or to_stderr
+        hashes = preflight.check_in(cfg, topology, device, partial(_hashes, files), tells, reporter.keep)
+        preflight.share(folder, tells)
+        reporter.log_to(folder.log)
     groups = ParallelGroups.create(topology, timedelta(minutes=2 * patience))
-    reporter = Reporter(groups.rank == 0, hears)
     if groups.rank == 0:
         watchdog.forget()
     seed_everything(cfg.training.seed, f"rank {groups.rank}")
@@ -313,7 +319,10 @@ def make_engine(settled: Settled, files: CheckedFiles, met: Meeting) -> Built:
         compile_blocks(model, hooks=sharded, whole=whole, later=rungs.values())
     micro_steps = tokens_per_step(cfg.tokens_per_step, 0) // token_multiple(cfg, met.groups.dp_size)
     engine = build_engine(cfg, model, met.groups, micro_steps)
-    met.reporter.say(start_line(cfg, engine, vocab_size, compiled, settled.reasons))
+    said = start_lines(cfg, engine, vocab_size, compiled, settled.reasons)
+    met.reporter.say("\n".join(said[:3]))
+    for line in said[3:]:
+        met.reporter.keep(line)
     if resolved_zero_stage(cfg) != cfg.parallel.zero_stage:
         met.reporter.say("parallel.zero_stage 0 runs as 1: DeepSpeed's bf16 at stage 0 changes the weights at start-up")
     return Built(engine, rungs)

@@ -20,7 +20,7 @@ from sagetrain.config.schema import LoggingConfig
 from sagetrain.engines.protocol import StepResult
 from sagetrain.stability.controller import Event
 from sagetrain.training.callbacks import Callback, Callbacks, Position
-from sagetrain.training.writers import MetricsWriter, Throughput, memory_gib, memory_retries, peak_flops
+from sagetrain.training.writers import MetricsWriter, RunLog, Throughput, memory_gib, memory_retries, peak_flops
 
 FULL = (
     "the GPU is full: PyTorch gave back the memory that it kept for later and tried again, which slows steps down "
@@ -35,9 +35,18 @@ class Reporter:
 
     def __init__(self, main: bool, hears: Callable[[str], None] | None = None) -> None:
         """Make a reporter, which reports only on rank 0 (`main`). Lines go to `hears`. None: lines go to stderr, with a
-        progress bar on a terminal."""
-        self._main, self._hears = main, hears
+        progress bar on a terminal. A notebook has the bar in either case."""
+        self._main, self._hears, self._log = main, hears, RunLog()
         self._writer: MetricsWriter | None = None
+
+    def log_to(self, path: Path) -> None:
+        """Begin the log of the run, which has all lines from the first one on."""
+        if self._main:
+            self._log.open(path)
+
+    def keep(self, text: str) -> None:
+        """Write a line to the log alone."""
+        self._log.write(text)
 
     def open(
         self,
@@ -69,7 +78,8 @@ class Reporter:
                 self.say(f"MFU is not reported: the peak of {torch.cuda.get_device_name(device)} is not known")
 
     def say(self, text: str) -> None:
-        """Print a line for people."""
+        """Print a line for people, and write it to the log."""
+        self._log.write(text)
         if self._writer:
             self._writer.say(text)
         elif self._main:
@@ -101,7 +111,7 @@ class Reporter:
         if self._writer:
             self._writer.event(state.step, state.tokens, event)
             if say:
-                self._writer.say(f"step {state.step}: {event.text}")
+                self.say(f"step {state.step}: {event.text}")
 
     def step(self, state: TrainState, result: StepResult, size: int, lr: float) -> None:
         """Record all numbers of a step of `size` tokens that has brought the run to `state`, and the numbers of the

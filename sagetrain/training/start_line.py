@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 
 from sagetrain import __version__
@@ -15,8 +16,9 @@ from sagetrain.model.stages import blocks_of_chunks
 from sagetrain.parallel import copies
 
 
-def start_line(cfg: RunConfig, engine: Engine, vocab_size: int, compiled: bool, reasons: Reasons) -> str:
-    """Return the text that says what runs and where, with a line for each choice.
+def start_lines(cfg: RunConfig, engine: Engine, vocab_size: int, compiled: bool, reasons: Reasons) -> list[str]:
+    """Return the lines that say what runs and where: the run, its attention and its linear layers, and under tensor
+    parallelism the reason for halves of micro-batches.
 
     Args:
         vocab_size: the padded size of the vocabulary.
@@ -33,8 +35,10 @@ def start_line(cfg: RunConfig, engine: Engine, vocab_size: int, compiled: bool, 
         chunks = " and ".join(", ".join(map(str, blocks_of_chunks(cfg, vocab_size))).rsplit(", ", 1))
         pipeline = f" x pipeline parallel {groups.pp_size} (blocks in chunks: {chunks})"
     ranks, sharded = dist.get_world_size(), sharding_in_words(cfg, groups.num_replicas)
+    device = engine.device
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type}"
     lines = [
-        f"sagetrain {__version__}: {size:,} parameters, {many(ranks, 'rank')} (tensor parallel "
+        f"sagetrain {__version__}: {size:,} parameters, {many(ranks, 'rank')} on {where} (tensor parallel "
         f"{groups.tp_size}{how}{context}{pipeline} x data parallel {groups.dp_size}), {sharded}, "
         f"{cfg.training.dtype}, torch.compile {'on' if compiled else 'off'}",
         f"  attention {cfg.attention.backend} ({reasons.attention})",
@@ -42,4 +46,4 @@ def start_line(cfg: RunConfig, engine: Engine, vocab_size: int, compiled: bool, 
     ]
     if groups.tp_size > 1 and reasons.overlap:
         lines.append(f"  tensor_parallel_overlap {'on' if model.overlap else 'off'} ({reasons.overlap})")
-    return "\n".join(lines)
+    return lines

@@ -111,8 +111,8 @@ class Trainer:
                 with contextlib.suppress(OSError):
                     run.controllers.tell(self.state)
                 newest = on_disk.newest(run.files.folder.checkpoints)
-                where = f"continues from {newest.name}" if newest else "starts anew: no checkpoint was written yet"
-                raise TrainingError(f"{error}. The same command {where}") from error.__cause__
+                where = f"continues from {newest.name}" if newest else "begins anew: no checkpoint was written yet"
+                raise TrainingError(f"{error}. Started again, the run {where}") from error.__cause__
             finally:
                 try:
                     with contextlib.suppress(OSError):
@@ -170,6 +170,8 @@ class Trainer:
         """Begin to report, and describe the run in the run folder."""
         run, cfg = self.run, self.cfg
         if run.met.main:
+            for finding in self._findings:
+                self._reporter.keep(f"{finding.level}: {finding}")
             engine = engine_of(run.settled.cfg)
             run.files.folder.describe(cfg, engine, self.engine.settings, self._findings)
         self._reporter.open(
@@ -194,15 +196,16 @@ class Trainer:
             self._reporter.event(self.state, event, say=False)
 
     def _announce(self) -> None:
-        """Print where whole steps and the existing data differ from what the settings ask for."""
+        """Say where whole steps and the existing data differ from what the settings ask for."""
         cfg, asked, valid = self.cfg, self.cfg.training.total_tokens, self.run.valid
         last = stages(cfg.tokens_per_step, asked, self.run.micro_step)[-1]
         end = last.from_tokens + last.steps * last.tokens_per_step
         if self.state.step == 0 and end != asked and not isinstance(cfg.tokens_per_step, NoiseAwareTokens):
-            self._say(f"training.total_tokens {asked:,}: whole steps end at {end:,} tokens")
+            self._reporter.keep(f"training.total_tokens {asked:,}: whole steps end at {end:,} tokens")
         wanted = cfg.evaluation.num_sequences
         if valid and (held := valid.eval_size(wanted)) < wanted:
-            self._say(f"evaluation.num_sequences {wanted:,}: data.valid holds {held:,}; evaluations take all of them")
+            less = f"data.valid holds {held:,}; evaluations take all of them"
+            self._reporter.keep(f"evaluation.num_sequences {wanted:,}: {less}")
         late = {step for step in cfg.training.drop_steps if step <= self.state.step} - set(self.state.ledger.dropped)
         if late:
             steps = ", ".join(map(str, sorted(late)))
@@ -220,7 +223,7 @@ class Trainer:
                 over = "" if state.tokens == total else f": whole steps for training.total_tokens {total:,}"
                 self._say(f"{where} tokens{over}")
             else:
-                self._say(f"{where} of {total:,} tokens; run the same command to continue")
+                self._say(f"{where} of {total:,} tokens; started again, the run continues")
         run.loader.close()
         if run.valid:
             run.valid.close()

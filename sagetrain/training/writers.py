@@ -11,13 +11,15 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
+from sagetrain import __version__
 from sagetrain.cluster.preflight import to_stderr
+from sagetrain.data.progress import in_notebook
 from sagetrain.data.token_file import write_atomic
 from sagetrain.hardware import PEAK_FLOPS, model_of
 from sagetrain.stability.controller import Event
@@ -85,6 +87,7 @@ class MetricsWriter:
     When it is opened, it removes the rows past `step` that a killed run left behind, so that a resumed run has each
     step once. If a row cannot be written, an OSError names the file, and no part of the row is left in the file. Lines
     for people go to `hears`. None: lines go to stderr, with a progress bar on a terminal.
+    A notebook has the bar in either case.
     """
 
     def __init__(
@@ -103,7 +106,7 @@ class MetricsWriter:
         self._samples: RowFile | None = None
         self._total, self._hears = total_tokens, hears
         self._bar = None
-        if hears is None and sys.stderr.isatty():
+        if (hears is None and sys.stderr.isatty()) or in_notebook():
             self._bar = tqdm(
                 total=total_tokens,
                 initial=min(tokens, total_tokens),
@@ -146,7 +149,8 @@ class MetricsWriter:
         if self._bar is None:
             (self._hears or to_stderr)(text)
         else:
-            self._bar.write(text, file=sys.stderr)
+            with self._bar.external_write_mode(file=sys.stderr):
+                (self._hears or to_stderr)(text)
 
     def close(self) -> None:
         """End the line of the progress bar, so that the next message begins a new line, and close every file."""
@@ -176,6 +180,29 @@ def names_at(run_dir: Path, step: int) -> set[str]:
     path, mark = run_dir / "metrics.jsonl", f'"step": {step},'
     lines = path.read_text().splitlines() if path.exists() else []
     return {name for line in lines if mark in line for name in json.loads(line)}
+
+
+class RunLog:
+    """The file log.txt of a run: what the run says beside its steps, and what its start leaves out. Lines wait until
+    the run has its folder. A line that cannot be written is left out: metrics.jsonl says that a disk is full."""
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._waiting: list[str] = []
+
+    def open(self, path: Path) -> None:
+        """Write the lines that wait, and from now on each line at once."""
+        begun = f"---- {datetime.now():%Y-%m-%d %H:%M:%S}, sagetrain {__version__}"
+        self._path, waiting = path, self._waiting
+        self.write("\n".join([begun, *waiting]))
+
+    def write(self, text: str) -> None:
+        """Write a line, or several in one text."""
+        if self._path is None:
+            self._waiting.append(text)
+            return
+        with suppress(OSError), self._path.open("a", encoding="utf-8") as file:
+            file.write(f"{text}\n")
 
 
 class RowFile:

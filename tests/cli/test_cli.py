@@ -93,6 +93,33 @@ def test_commands_return_to_the_program_that_called_them(corpus: Path, tmp_path:
     assert "stopped by SIGINT at step" in said and f"finished at step {STEPS}," in said
 
 
+def test_a_start_takes_six_lines_and_its_log_the_rest(corpus: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", training={"total_tokens": 2048})
+    ended = sagetrain("train", config, "attention.smooth_k=false", "optimizer.lr=2e-3")
+    lines = ended.stderr.splitlines()
+    start = lines[: next(number for number, line in enumerate(lines) if line.startswith("step 1 |"))]
+    assert ended.returncode == 0 and len(start) <= 6, ended.stderr
+    log, has = (
+        (tmp_path / "run/log.txt").read_text(),
+        ("versions: sagetrain", "hashes: configuration", "    fix: ", "start: "),
+    )
+    assert all(text in log and text not in ended.stderr for text in has)
+    assert "finished at step" in log and "step 1 |" not in log
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [("sagetrain conf", "config"), ("sagetrain plan 32", "325m"), ("sagetrain config fine", "finetune"),
+     ("sagetrain train 325m lr_schedule.min", "lr_schedule.min_lr=")],
+)  # fmt: skip
+def test_tab_completes_commands_configurations_and_keys(monkeypatch, capsys, words: str, expected: str) -> None:
+    monkeypatch.setenv("_SAGETRAIN_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
+    main([])
+    assert capsys.readouterr().out.split() == [expected]
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_what_is_no_mistake_of_a_user_is_raised_to_the_program(monkeypatch, error: type[BaseException]) -> None:
     def fail(*_: object) -> None:

@@ -153,7 +153,7 @@ def check_in(damaged: int | None) -> tuple[dict | str, list[int], int]:
     try:
         cfg, topology = tiny.config(1, "bf16"), Topology(2, 1, 1)
         found = preflight.check_in(cfg, topology, torch.device("cpu"), read, heard.append)
-        return found, asked, sum("torch sees no GPU: the run trains on the CPU" in line for line in heard)
+        return found, asked, sum("no GPU is seen: the run trains on the CPU" in line for line in heard)
     except ConfigError as error:
         return str(error), asked, 0
 

@@ -18,7 +18,7 @@ from prepare_inputs import documents, make_texts, prepare, quiet, write_jsonl
 from sagetrain.config import ConfigError
 from sagetrain.data import encode
 from sagetrain.data.files import CHUNK_BYTES
-from sagetrain.data.kinds import check_once
+from sagetrain.data.kinds import alike
 from sagetrain.data.request import TextRequest
 from sagetrain.data.sources import Corpus
 
@@ -70,17 +70,19 @@ BAD_FILES = {
      ("a.tar", "a.tgz"), ("a.zip", "a/b.csv"), ("a.JSONL", "a.jsonl.GZ")],
 )  # fmt: skip
 def test_a_file_beside_its_packed_copy_is_not_read_twice(tmp_path, one, other):
-    """A table beside itself in another format, and an archive beside its files, are not read twice either."""
-    with pytest.raises(ConfigError, match=f"{one} and {other} hold the same texts by their names.*--glob"):
-        check_once([one, "b.jsonl", other])
+    """A table beside itself in another format, and an archive beside its files, are not read twice either. Other texts
+    under such names are read."""
+    assert [*alike([one, "b.jsonl", other])] == [(one, other)]
     if one == "a.jsonl":
         (tmp_path / one).write_bytes(GOOD)
         (tmp_path / other).write_bytes(gzip.compress(GOOD))
         with tarfile.open(tmp_path.with_suffix(".tar"), "w") as tar:
             tar.add(tmp_path, "")
         for sources in ([tmp_path], [tmp_path / one, tmp_path / other], [tmp_path.with_suffix(".tar")]):
-            with pytest.raises(ConfigError, match=r"a\.jsonl and .*a\.jsonl\.gz hold the same texts"):
+            with pytest.raises(ConfigError, match=r"a\.jsonl and .*a\.jsonl\.gz begin with the same texts, .*--glob"):
                 Corpus(TextRequest([*map(str, sources)]))
+        (tmp_path / other).write_bytes(gzip.compress(b'{"text": "else"}'))
+        assert len(Corpus(TextRequest([str(tmp_path)])).inputs) == 2
         with pytest.raises(ConfigError, match="is named twice"):
             Corpus(TextRequest([str(tmp_path), str(tmp_path / one)], glob="*.jsonl"))
 
@@ -102,9 +104,15 @@ def test_splits_that_nobody_trains_on_are_said(tmp_path):
 
 
 def test_files_of_other_names_are_all_read():
-    check_once(
-        ["a.jsonl", "b/a.jsonl", "a.c", "a.h", "a.md", "a.md.txt", "d.tar", "dd/c.csv", "a.2.jsonl", "a.1.jsonl.gz"]
-    )
+    names = ["a.jsonl", "b/a.jsonl", "a.c", "a.h", "a.md", "a.md.txt", "d.tar", "dd/c.csv", "a.2.jsonl", "a.1.jsonl.gz"]
+    assert not [*alike(names)]
+
+
+def test_long_text_that_becomes_one_document_is_said(tmp_path):
+    (tmp_path / "long.txt").write_text("a line\n" * 150_000)
+    (note,) = Corpus(TextRequest([str(tmp_path / "long.txt")])).notes
+    assert "long.txt: plain text of more than 1 MB that becomes one document; --split-on" in note
+    assert not Corpus(TextRequest([str(tmp_path / "long.txt")], split_on="\\n")).notes
 
 
 @pytest.mark.parametrize("name", BAD_FILES)

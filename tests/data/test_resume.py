@@ -207,7 +207,7 @@ def test_a_bad_line_late_costs_nothing(tmp_path, model, small_pieces):
     said = []
     with pytest.raises(ConfigError, match="line 301: not valid JSON"):
         prepare([str(path)], tmp_path / "out/train", tokenizer=model, say=said.append)
-    assert said[-1] == f"{tmp_path}/out/train: unfinished; the same command goes on with it"
+    assert said[-1] == f"{tmp_path}/out/train: unfinished; the same call or command goes on with it"
     result = prepare([str(path)], tmp_path / "out/train", tokenizer=model, skip_bad_lines=True, say=said.append)
     assert any("going on after" in line for line in said)
     assert (result.counts["train"].documents, result.counts["train"].bad_lines) == (300, 1)

@@ -118,7 +118,7 @@ def test_a_callback_that_fails_ends_the_run_with_a_checkpoint(
     changes = settings(corpus, trained[0], **{"training.total_tokens": 2 * TOKENS})
     broken, notes, said = Broken(), Notes(), []
     with pytest.raises(
-        TrainingError, match=r"the callback Broken failed in on_step: KeyError: 'mine'\. The same "
+        TrainingError, match=r"the callback Broken failed in on_step: KeyError: 'mine'\. Started again"
     ) as e:
         api.train("quickstart", changes, callbacks=[notes, broken], say=said.append)
     assert "continues from step-00000013" in str(e.value) and isinstance(e.value.__cause__, Exception)

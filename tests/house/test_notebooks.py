@@ -50,6 +50,8 @@ def test_a_notebook_runs_and_shows_what_it_did(
     pairs = zip(kinds(shown), kinds(notebook), strict=True)
     assert not [(cell, there, found) for cell, (there, found) in enumerate(pairs) if not there <= found]
     assert any(kinds(shown))
+    # Notebooks that run in one folder do not break each other.
+    assert {each.name for each in tmp_path.iterdir() if each.is_dir()} <= {path.stem}
 
 
 def test_there_is_one_of_a_whole_run_and_one_of_an_import() -> None:

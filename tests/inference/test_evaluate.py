@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import zstandard
 
 from prepare_inputs import TEXTS, prepare
 from runs import finish, sagetrain, write_config
-from sagetrain.cli.evaluate import _show_losses
+from sagetrain.cli.evaluate import _beside_unigram, _show_losses
 from sagetrain.config import ConfigError
 from sagetrain.config.schema import NO_DATA, DataSource
 from sagetrain.data.loader import Loader, SampleStream
@@ -228,3 +229,12 @@ def test_what_cannot_be_evaluated_is_said(loaded: TrainedRun, tmp_path: Path) ->
     ):
         with pytest.raises(ConfigError, match=message):
             evaluate_texts(run, paths, stride)
+
+
+@pytest.mark.parametrize(
+    ("nats", "unigram", "expected"),
+    [(4.5, 5.0, "web is 0.5000 below the unigram loss"), (5.37, 5.14, "web is 0.2300 above .*: train longer"),
+     (5.0, None, "which is not known here")],
+)  # fmt: skip
+def test_a_loss_is_said_beside_that_without_context(nats: float, unigram: float | None, expected: str) -> None:
+    assert re.search(expected, _beside_unigram(Evaluation("web", nats, 1, 4, unigram)))

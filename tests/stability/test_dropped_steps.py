@@ -75,10 +75,10 @@ def test_a_step_that_is_not_finite_is_dropped_once(corpus, tmp_path, capfd) -> N
 
     said = go(tmp_path / "new", 1, 4, [], 2)
     assert "step 1 (sequences 0 to 3): loss nan" in said
-    assert said.endswith("The same command starts anew: no checkpoint was written yet")
+    assert said.endswith("Started again, the run begins anew: no checkpoint was written yet")
     said = go(run, 2, 4, [], 9)
     assert "step 3 (sequences 8 to 11): loss nan" in said and "training.drop_steps=[3]" in said
-    assert said.endswith("The same command continues from step-00000002")
+    assert said.endswith("Started again, the run continues from step-00000002")
     assert "sdpa" not in said  # The run uses sdpa already.
     capfd.readouterr()
     assert go(run, 2, 4, [3], 9) == "finished: True"
@@ -86,14 +86,14 @@ def test_a_step_that_is_not_finite_is_dropped_once(corpus, tmp_path, capfd) -> N
     assert go(run, 2, 6, [2], 9) == "finished: True"  # The record stands, whatever the setting says now.
     out = capfd.readouterr().out
     assert "resumed from step-00000004" in out and "training.drop_steps: 2 came before this checkpoint" in out
-    # The message comes once, in one evaluation or several.
-    assert out.count("data.valid holds 3; evaluations take all of them") == 1
+    # The log says it once, in one evaluation or several.
+    assert (run / "log.txt").read_text().count("data.valid holds 3; evaluations take all of them") == 1
     state = read_state(newest(run / "checkpoints"))
     assert (state.step, state.optimizer_steps, state.ledger.dropped) == (6, 5, [3])
     assert go(undisturbed, 2, 5.9, [3], 9) == "finished: True"
-    out, asked = capfd.readouterr().out, f"training.total_tokens {int(5.9 * STEP):,}"
-    assert f"{asked}: whole steps end at {6 * STEP:,} tokens" in out
-    assert f"finished at step 6, {6 * STEP:,} tokens: whole steps for {asked}\n" in out
+    asked = f"training.total_tokens {int(5.9 * STEP):,}"
+    assert f"finished at step 6, {6 * STEP:,} tokens: whole steps for {asked}\n" in capfd.readouterr().out
+    assert f"{asked}: whole steps end at {6 * STEP:,} tokens" in (undisturbed / "log.txt").read_text()
     assert rows_of(run, "train/loss") == rows_of(undisturbed, "train/loss")
     assert sorted(rows_of(run, "train/loss")) == [1, 2, 4, 5, 6]
     assert rows_of(run, "train/dropped_tokens") == {3: STEP}

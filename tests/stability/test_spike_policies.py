@@ -181,4 +181,4 @@ def test_a_rewind_without_a_checkpoint_to_go_back_to_says_so(tmp_path, corpus) -
     text = run.read_text().replace("every_tokens: 1280", "every_tokens: 2560")
     run.write_text(text)
     assert start("sagetrain", run).wait(PATIENCE) == 4
-    assert "finds no checkpoint to go back to" in log_of(run) and "starts anew" in log_of(run)
+    assert "finds no checkpoint to go back to" in log_of(run) and "begins anew" in log_of(run)

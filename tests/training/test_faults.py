@@ -345,7 +345,7 @@ def test_kill_9_at_20_moments_while_saving(tmp_path) -> None:
 def test_a_limit_on_files_is_named_with_the_way_to_raise_it(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     """The kernel refuses to let a file grow past `ulimit -f`, in a checkpoint and in a file that grows by rows."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    way = "allow larger files (ulimit -f unlimited; a file on FAT32 ends at 4 GiB) and run the same command again"
+    way = "allow larger files (ulimit -f unlimited; a file on FAT32 ends at 4 GiB) and"
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, before[1]))
     try:
         with pytest.raises(CheckpointError) as of_checkpoint:
@@ -356,8 +356,9 @@ def test_a_limit_on_files_is_named_with_the_way_to_raise_it(tmp_path: Path, capf
             RowFile(tmp_path / "rows").write(b"x" * 101)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert "cannot write" in str(of_checkpoint.value) and str(of_checkpoint.value).endswith(f"; {way}")
-    assert (ended.value.code, capfd.readouterr().err) == (3, f"error: {tmp_path}/rows: File too large; {way}\n")
+    said, again = str(of_checkpoint.value), f"{way} run the same command again"
+    assert "cannot write" in said and said.endswith(f"; {way} start the run again")
+    assert (ended.value.code, capfd.readouterr().err) == (3, f"error: {tmp_path}/rows: File too large; {again}\n")
     assert (tmp_path / "rows").stat().st_size == 4949
 
 
@@ -371,7 +372,7 @@ def test_a_full_disk_ends_the_run_which_continues_with_space(tmp_path, corpus, a
 
     assert when("sagetrain", config, reached(config, 12), fill) == 3, log_of(config)[-3000:]
     assert "cannot write" in log_of(config) and "No space left on device" in log_of(config)
-    assert "; free some space and run the same command again\n" in log_of(config)
+    assert "; free some space and start the run again\n" in log_of(config)
     names = [folder.name for folder in (small_disk / "run/checkpoints").iterdir()]
     assert sorted(names) == ["latest", "step-00000010"]
     (small_disk / "filler").unlink()

@@ -220,6 +220,16 @@ def train_two_ranks(data: str, tokenizer: str, run_dir: str) -> None:
     Trainer(build(RunConfig.model_validate(cfg))).train()
 
 
+def test_a_notebook_has_a_bar_beside_the_lines_that_are_heard(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(writers, "in_notebook", lambda: True)
+    heard: list[str] = []
+    own = writers.MetricsWriter(tmp_path, 0, 0, 64, heard.append)
+    own.progress(1, 64, 2.5, 1e-3, 10.0)
+    own.say("a line")
+    own.close()
+    assert heard == ["a line"] and "100%" in capsys.readouterr().err
+
+
 def test_a_card_without_a_known_peak_is_said(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H1000")
     own = reporter.Reporter(True)
