@@ -4,8 +4,9 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, cast
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -28,6 +29,8 @@ def program() -> NoReturn:
         from sagetrain.cli import exits
         from sagetrain.cli.main import run
 
+        # Names of files are bytes, and go out as they came in.
+        cast(TextIOWrapper, sys.stdout).reconfigure(errors="surrogateescape")
         exits.console_script = True
         sys.exit(run(sys.argv[1:]))
     except KeyboardInterrupt:  # This catches Ctrl-C during imports. Elsewhere exits.Errors does.

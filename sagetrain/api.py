@@ -399,15 +399,14 @@ class Model:
         Raises:
             ConfigError: the run has no tokenizer, or a continuation is longer than the model's context.
         """
-        from sagetrain.inference.score import scorer_of
+        from sagetrain.inference.score import encoded_pair, scorer_of
 
         run = self.run
         if run.tokenizer is None:
             raise ConfigError(f"{self.run_dir} has no tokenizer: put the one that made its data into the folder")
-        scorer, encode = scorer_of(run, run.tokenizer), run.tokenizer.encode
-        begin = [*run.text_prefix] or [run.tokenizer.eos_id]
-        tokens = [([*run.text_prefix, *encode(context)] if context else begin, encode(text)) for context, text in pairs]
-        return [found for found, _ in scorer(tokens)]
+        begin, encoded = [*run.text_prefix], [encoded_pair(run.tokenizer, *pair) for pair in pairs]
+        tokens = [([*begin, *context] or [run.tokenizer.eos_id], text) for context, text in encoded]
+        return [found for found, _ in scorer_of(run, run.tokenizer)(tokens)]
 
     @checked
     def evaluate(

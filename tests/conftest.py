@@ -17,7 +17,8 @@ import torch
 from forked import Command
 from prepare_inputs import TEXTS, prepare
 from runs import finish, write_config
-from sagetrain.data.tokenizer import Tokenizer, train_tokenizer
+from sagetrain.data.tokenizer import Tokenizer
+from sagetrain.data.tokenizer_training import train_tokenizer
 from sagetrain.model.accounting import flops_per_token
 from sagetrain.model.operations import block_operations
 

@@ -30,7 +30,7 @@ from typing import Annotated, Any
 from pydantic import Field, NonNegativeInt, PositiveInt, TypeAdapter
 
 from sagetrain.checkpoint.state import newer_state, validated
-from sagetrain.config.errors import CheckpointError
+from sagetrain.config.errors import CheckpointError, pointer_at
 
 MANIFEST = "manifest.json"
 FORMAT = 2
@@ -156,7 +156,7 @@ def _parsed(folder: Path) -> dict[str, Any]:
         manifest: dict[str, Any] = json.loads(text)
         _ = manifest["format"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{folder}: {MANIFEST} cannot be read ({error})") from error
+        raise CheckpointError(pointer_at(path) or f"{folder}: {MANIFEST} cannot be read ({error})") from error
     # Earlier versions wrote these keys alone, so another one may be what is left of the hash's key.
     known = {"format", *(each.name for each in fields(_Manifest))}
     if _HASH in manifest or not manifest.keys() <= known:

@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from sagetrain.checkpoint.manifest import MANIFEST, read_manifest, written_by_newer
 from sagetrain.checkpoint.state import RunState
-from sagetrain.config.errors import CheckpointError
+from sagetrain.config.errors import CheckpointError, pointer_at
 
 # Only a run that continues reads the files whose names begin like this.
 _OF_RUNS = ("moments-", "rng-")
@@ -135,7 +135,7 @@ def problems(
         path, expected = folder / name, files[name]
         try:
             if (size := path.stat().st_size) != expected["bytes"]:
-                found.append(f"{path} has {size} bytes instead of {expected['bytes']}")
+                found.append(pointer_at(path) or f"{path} has {size} bytes instead of {expected['bytes']}")
             elif contents and sha256(path) != expected["sha256"]:
                 found.append(f"{path} does not match its SHA-256")
             elif not os.access(path, os.R_OK):

@@ -97,6 +97,7 @@ def generate(
         check_folder(run_dir)
         use_cores()
         from sagetrain.data.chat_template import read_template, settled_template
+        from sagetrain.data.records import INSIDE, LEAVE_OUT
         from sagetrain.inference.generate import Sampling
         from sagetrain.inference.generate import generate as completions
         from sagetrain.inference.load import load_run
@@ -123,6 +124,9 @@ def generate(
         )
         if template is not None and run.tokenizer:
             template = settled_template(template or run.chat_template or "", run.tokenizer)
+        elif tokenizer := run.tokenizer:
+            for text in filter(tokenizer.ends_inside, given if ranks.main else ()):
+                _warn(f"the prompt {text[-40:]!r}: {INSIDE}; {LEAVE_OUT}")
         while interactive and (line := ranks.tell(_next_line)) is not None:
             try:
                 _show(completions(run, [line], sampling, 1, template), 1, as_json, ranks.main, answers=chat)

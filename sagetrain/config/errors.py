@@ -7,6 +7,7 @@ import json
 import os
 import unicodedata
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -74,6 +75,31 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
+_POINTER = "version https://git-lfs"
+
+
+def pointer(name: object, begin: bytes | str) -> str:
+    """Return the message for a file whose content begins so if it is what git leaves in the place of a large file that
+    was not fetched, or "" if it is not."""
+    begin = begin if isinstance(begin, str) else begin[: len(_POINTER)].decode(errors="replace")
+    if not begin.startswith(_POINTER):
+        return ""
+    return f"{name} is a pointer of Git LFS, not the file: run `git lfs pull` in the folder"
+
+
+def pointer_at(path: str | os.PathLike[str]) -> str:
+    """Return the message of `pointer` for a file, or "" also for a file that cannot be read."""
+    with suppress(OSError), open(path, "rb") as file:
+        return pointer(os.fspath(path), file.read(len(_POINTER)))
+    return ""
+
+
+def refuse_pointer(path: str | os.PathLike[str]) -> None:
+    """Raise ConfigError if a file is a pointer of Git LFS."""
+    if said := pointer_at(path):
+        raise ConfigError(said)
+
+
 _ROOM = {
     errno.ENOSPC: "free some space",
     errno.EDQUOT: "free some space of your quota (quota -s), or have it raised,",
@@ -98,6 +124,16 @@ def beyond_ascii(text: str) -> str:
     numbers and indentation may hold such characters in place of those that they look like."""
     others = dict.fromkeys(each for each in text if not each.isascii())
     return ", ".join(f"{unicodedata.name(each, 'a character')} (U+{ord(each):04X})" for each in others)
+
+
+def is_utf8(text: str) -> bool:
+    """Whether a text can be written as UTF-8. Names of files that are not UTF-8 arrive with halves of surrogate
+    pairs."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def many(number: int, what: str) -> str:

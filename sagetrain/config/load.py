@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise, permutations
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from sagetrain.config import yaml_nodes
-from sagetrain.config.errors import ConfigError, Finding, beyond_ascii, shown
+from sagetrain.config.errors import ConfigError, Finding, beyond_ascii, is_utf8, refuse_pointer, shown
 from sagetrain.config.other_names import key_meant, value_meant
 from sagetrain.config.reference import describe, keys, locate, outline, slot_of, tag_of, tags_of
 from sagetrain.config.schema import RunConfig, Section
@@ -126,6 +126,7 @@ class _Source:
         self.origins: dict[KeyPath, str] = {}
         self.problems: list[str] = []
         self.fallen_away: list[Finding] = []
+        refuse_pointer(path)
         self.tree, self.lines, problems = yaml_nodes.parse(_text_of(path))
         self.unusable = {problem.path for problem in problems}
         for problem in problems:
@@ -136,6 +137,11 @@ class _Source:
             self.raise_problems()
         for override in overrides:
             self._override(override)
+        foreign = [(key, value) for key, value in _texts(self.tree) if not is_utf8(value)]
+        for key, value in foreign:
+            self._report(key, "is not UTF-8, as a configuration is: rename it (mv, convmv)", ascii(value)[1:-1])
+        if foreign:
+            self.raise_problems()
         self._fall_away()
 
     def where(self, path: KeyPath) -> str:
@@ -187,7 +193,7 @@ class _Source:
                 (), "must be dotted.key=value in one word, for example optimizer.lr=3e-4", where=f"override {text}"
             )
             return
-        value, _, problems = yaml_nodes.parse(value_text)
+        value, _, problems = yaml_nodes.parse(value_text) if is_utf8(value_text) else (value_text, {}, [])
         for problem in problems:
             self._report((), problem.message, where=f"override {text}")
         target = self.tree
@@ -253,6 +259,15 @@ class _Source:
         problem = ": ".join(part for part in (where or self.where(path), key, rule) if part)
         if problem not in self.problems:  # Each member of a union reports the same problem.
             self.problems.append(problem)
+
+
+def _texts(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
+    """Yield the texts in a tree of keys and lists, with their paths."""
+    if isinstance(value, str):
+        yield path, value
+    elif isinstance(value, dict | list):
+        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _texts(each, (*path, key))
 
 
 def _must_be(slot_text: str, value: Any, choices: Sequence[Any]) -> str:

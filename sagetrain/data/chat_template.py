@@ -18,7 +18,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from sagetrain.config.errors import ConfigError
+from sagetrain.config.errors import ConfigError, refuse_pointer
 from sagetrain.data.tokenizer import Tokenizer
 
 # No record may hold a NUL character, so these marks cannot occur in one.
@@ -33,6 +33,8 @@ the message has."""
 def read_template(file: Path | None) -> str:
     """Return the text of the --chat-template file, or "" without one. Raises ConfigError if the file cannot be read."""
     try:
+        if file:
+            refuse_pointer(file)
         return file.read_text(encoding="utf-8") if file else ""
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--chat-template {file} cannot be read: {error}") from error
@@ -91,7 +93,7 @@ def answer_ends(template: str, tokenizer: Tokenizer) -> list[int]:
 
 
 def _encoded(text: str, tokenizer: Tokenizer) -> list[int]:
-    return tokenizer.encode_parts([("".join(piece for piece, _ in generated(text)), False)], control=True)[0]
+    return tokenizer.encode("".join(piece for piece, _ in generated(text)))
 
 
 def generated(text: str) -> list[CountedText]:

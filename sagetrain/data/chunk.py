@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, TypeVar
 
 from sagetrain.config.errors import ConfigError
@@ -150,13 +151,14 @@ class Chunk:
 
     def _text_of(self, line: str, number: int, text_key: str) -> Any:
         value = self._object(line, number)
-        if text_key not in value:
-            raise self.error(number, no_such_key(text_key, value) + _lists_in(value))
-        return value[text_key]
+        try:
+            return value_at(value, text_key)
+        except KeyError as error:
+            raise self.error(number, no_such_key(text_key, value) + _lists_in(value)) from error
 
     def _object(self, line: str, number: int) -> dict[str, Any]:
         try:
-            value = json.loads(line)
+            value = loads(line)
         except (ValueError, RecursionError) as error:
             hint = _hint(line, error) if number == 1 and self.unit == "line" else ""
             if "\0" in line:
@@ -191,6 +193,36 @@ def _lists_in(value: Mapping[str, Any]) -> str:
     """Say where a file's one object has its records, if it seems to have them."""
     lists = (key for key, each in value.items() if isinstance(each, list) and each and isinstance(each[0], dict))
     return next((f". If its records are those under {key!r}: jq -c '.[\"{key}\"][]' FILE" for key in lists), "")
+
+
+def loads(text: str) -> Any:
+    """Parse JSON. A number of more digits than Python makes an int of is a Decimal; nobody may read it."""
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        if isinstance(error, json.JSONDecodeError):
+            raise
+        return json.loads(text, parse_int=Decimal)
+
+
+def root_of(key: str, names: Container[str]) -> str | None:
+    """Return the name of the field that holds a key: the key itself, or a for a.b. Return None if there is none."""
+    parents = (key[:place] for place, letter in enumerate(key) if letter == ".")
+    return key if key in names else next((each for each in parents if each in names), None)
+
+
+def value_at(record: Mapping[str, Any], key: str) -> Any:
+    """Return the field of a record with this name, or for a.b the field b of the object in field a. Raises KeyError if
+    there is none."""
+    root = root_of(key, record)
+    if root is None:
+        raise KeyError(key)
+    inner = record[root]
+    if root == key or inner is None:
+        return inner
+    if not isinstance(inner, Mapping):
+        raise KeyError(key)
+    return value_at(inner, key[len(root) + 1 :])
 
 
 _KEYS_SHOWN = 40

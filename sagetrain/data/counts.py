@@ -9,7 +9,7 @@ from typing import Any
 
 from sagetrain.config.errors import many
 from sagetrain.data.encode import Encoded
-from sagetrain.data.records import Notes, Records
+from sagetrain.data.records import FORGED, WRITTEN, Notes, Records
 
 
 @dataclass
@@ -97,7 +97,8 @@ class Tally:
         first."""
         about: dict[str, list[str]] = {}
         for (sentence, key), count in sorted(self.notes.items(), key=lambda item: (item[0][0], -item[1], item[0][1])):
-            about.setdefault(sentence, []).append(f"{key} ({many(count, 'record')})".lstrip())
+            what = "time" if sentence in (WRITTEN, FORGED) else "record"
+            about.setdefault(sentence, []).append(f"{key} ({many(count, what)})".lstrip())
         for sentence, keys in about.items():
             rest = f" and {len(keys) - 12} more" if len(keys) > 12 else ""
             yield f"{sentence} {', '.join(keys[:12])}{rest}"

@@ -23,7 +23,8 @@ import numpy as np
 from sagetrain.config.errors import ConfigError
 from sagetrain.data.chunk import Chunk, Place
 from sagetrain.data.long_texts import pieces
-from sagetrain.data.records import ENDLESS, UNREAD, Notes, Records
+from sagetrain.data.messages import texts_in
+from sagetrain.data.records import APART, ENDLESS, FORGED, UNREAD, WRITTEN, Notes, Records
 from sagetrain.data.token_file import token_dtype
 from sagetrain.data.tokenizer import Tokenizer
 
@@ -105,6 +106,8 @@ class Encoder:
         self.records = records
         self.prefix = prefix
         self._dtype = token_dtype(self.tokenizer.vocab_size)
+        self._is_control = np.zeros(self.tokenizer.vocab_size, bool)
+        self._is_control[[*self.tokenizer.control_tokens]] = True
 
     def __reduce__(self) -> tuple[Any, ...]:
         how = self.valid_fraction, self.skip_bad_lines, self.records, self.prefix
@@ -115,7 +118,7 @@ class Encoder:
             return self._encode_records(chunk, self.records)
         tokens: dict[str, list[np.ndarray]] = {"train": [], "valid": []}
         num_bytes = {"train": 0, "valid": 0}
-        empty, bad = 0, []
+        empty, bad, around, notes = 0, [], Counter[int](), Notes()
         texts = list(chunk.texts(self.text_key, self.skip_bad_lines))
         for number, text in enumerate(texts, 1):
             if text is None:
@@ -125,9 +128,11 @@ class Encoder:
                 bad.append(text)
                 continue
             begins, ends = number > 1 or not chunk.continues, number < len(texts) or not chunk.unfinished
-            document = [np.array(self.prefix if begins else [], self._dtype)]
+            before, behind = self.prefix if begins else [], [self.tokenizer.eos_id] if ends else []
+            document = [np.array(before, self._dtype)]
             document += (np.array(ids, self._dtype) for ids in pieces(self.tokenizer, text))
-            document.append(np.array([self.tokenizer.eos_id] if ends else [], self._dtype))
+            document.append(np.array(behind, self._dtype))
+            around.update([*before, *behind])
             data = text.encode()
             side = self._side(chunk.split_key or data[:_HASHED_BYTES])
             tokens[side].append(np.concatenate(document))
@@ -138,7 +143,18 @@ class Encoder:
             if every
         }
         first_bad = str(bad[0]) if bad else None
-        return Encoded(parts, empty, len(bad), first_bad, chunk.continues, chunk.input, chunk.consumed, chunk.after)
+        for part in parts.values():
+            self._note_written(part.tokens, around, notes)
+        place = chunk.continues, chunk.input, chunk.consumed, chunk.after
+        return Encoded(parts, empty, len(bad), first_bad, *place, notes=notes)
+
+    def _note_written(self, tokens: np.ndarray, around: Counter[int], notes: Notes) -> None:
+        """Count the control tokens that are written in texts. `around` are those that stand around the texts; what is
+        counted is taken out of them."""
+        found = Counter(tokens[self._is_control[tokens]].tolist())
+        for token, count in (found - around).items():
+            notes[WRITTEN, repr(self.tokenizer.spelling(token))] += count
+        around.subtract(found & around)
 
     def _encode_records(self, chunk: Chunk, records: Records) -> Encoded:
         """Pack the records of each side into sequences of seq_length. Records stay whole unless one alone is longer."""
@@ -162,12 +178,17 @@ class Encoder:
 
     def _encode_record(self, records: Records, notes: Notes, record: dict[str, Any]) -> _Record:
         parts = records.parts(record, self.tokenizer.special_tokens, notes)
-        ids, counted = self.tokenizer.encode_parts(parts, records.templated)
-        if not records.templated:
+        ids, counted, apart = self.tokenizer.encode_parts(parts)
+        notes[APART, ""] += bool(apart)
+        if records.templated:
+            held = [record.get(name) for name in (*records.fields, *records.optional_fields)]
+            forged = (each for text in texts_in(held) for each in self.tokenizer.control_texts_in(text))
+            notes.update((FORGED, repr(each)) for each in forged)
+            notes[ENDLESS, ""] += not all(self._ends(ids[start:stop]) for start, stop in _runs(counted))
+        else:
+            self._note_written(np.array(ids, self._dtype), Counter(), notes)
             ids = [*self.prefix, *ids, self.tokenizer.eos_id]
             counted = [*(False for _ in self.prefix), *counted, True]
-        elif not all(self._ends(ids[start:stop]) for start, stop in _runs(counted)):
-            notes[ENDLESS, ""] += 1
         counted[0] = False  # The token before it belongs to another record.
         text = "".join(text for text, _ in parts).encode()
         return _Record(np.array(ids, self._dtype), np.array(counted, bool), text)

@@ -7,14 +7,14 @@ import csv
 import json
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from sagetrain.config.errors import ConfigError
 from sagetrain.data.blocks import Content, blocks, lines
-from sagetrain.data.chunk import Broken, Chunk, Place, no_such_key
+from sagetrain.data.chunk import Broken, Chunk, Place, no_such_key, root_of
 from sagetrain.data.kinds import DELIMITERS, HEAD, Kind, check_head, compression, kind_of
 
 CHUNK_BYTES = 1 << 19
@@ -39,6 +39,8 @@ class Wanted:
     """Whether records are dicts of fields instead of texts."""
     separator: bytes = b""
     """The bytes between the documents of a plain text file. Empty: the file is one document."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """The options of the command line that name the fields. Others are named by --text-key."""
 
     @property
     def divisible(self) -> bool:
@@ -48,15 +50,16 @@ class Wanted:
         return bool(cut) and not any(cut[:size] == cut[-size:] for size in range(1, len(cut)))
 
 
-def check_columns(origin: object, names: Sequence[str], wanted: Wanted) -> None:
-    """Check that the columns to read are among the names of a table's columns, each once.
+def check_columns(origin: object, names: Sequence[str], wanted: Wanted, nested: bool = True) -> None:
+    """Check that the columns to read are among the names of a table's columns, each once. `nested`: the column a may
+    hold the field a.b.
 
     Raises:
         ConfigError: a column is missing, or several columns have the name of one that is read.
     """
-    option = "--prompt-field, --completion-field or --chat-field" if wanted.fields else "--text-key"
     for column in wanted.columns:
-        if column not in names:
+        if not (root_of(column, names) if nested else column in names):
+            option = wanted.options.get(column, "--text-key")
             raise ConfigError(f"{origin}: {no_such_key(column, names, option)}")
     for column in (*wanted.columns, *wanted.optional):
         if names.count(column) > 1:
@@ -184,7 +187,7 @@ class _Array:
     def __init__(self, name: str, given: Iterator[tuple[bytes, int]]) -> None:
         self.number = self.consumed = 0
         self._name, self._given = name, given
-        self._decoder, self._characters = json.JSONDecoder(), codecs.getincrementaldecoder("utf-8")()
+        self._decoder, self._characters = json.JSONDecoder(parse_int=float), codecs.getincrementaldecoder("utf-8")()
         self._text, self._place, self._ended = "", 0, False
 
     def __iter__(self) -> Iterator[str]:
@@ -267,7 +270,7 @@ def _read_table(content: Content, wanted: Wanted) -> Iterator[Chunk]:
     if names is None:
         return
     try:
-        check_columns(content.name, names, wanted)
+        check_columns(content.name, names, wanted, nested=False)
     except ConfigError as error:
         other = next((each for each in ";\t|," if each in names[0]), None) if len(names) == 1 else None
         hint = f"; it seems to be separated by {other!r}, and not by {delimiter!r}" if other else ""
@@ -311,56 +314,6 @@ def _rows_of(name: str, reader: Any) -> Iterator[list[str]]:
         if "new-line character" in str(error):
             fix = "write the ends of lines as \\n: tr '\\r' '\\n'"
         raise ConfigError(f"{name}, line {reader.line_num:,}: {error}; {fix}") from error
-
-
-def read_parquet(path: Path, wanted: Wanted) -> Iterator[Chunk]:
-    """Yield chunks of a Parquet file. Rows are the texts of one column, or with `fields` dicts of the wanted and the
-    optional columns.
-
-    Raises:
-        ConfigError: the file cannot be read, or lacks a column.
-    """
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            check_columns(path, names, wanted)
-            columns = [name for name in (*wanted.columns, *wanted.optional) if name in names]
-            size, rows = path.stat().st_size, max(file.metadata.num_rows, 1)
-            number = 1
-            for batch in file.iter_batches(batch_size=512, columns=columns):
-                done = size * (number - 1 + len(batch)) // rows
-                yield rows_of(str(path), batch, number, columns, wanted.fields, names, done)
-                number += len(batch)
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
-
-
-def rows_of(
-    origin: str, table: Any, number: int, columns: Sequence[str], fields: bool, names: Sequence[str], consumed: int = 0
-) -> Chunk:
-    """Build a chunk from the rows of an Arrow table.
-
-    Args:
-        origin: file or dataset, for messages.
-        table: an Arrow table or record batch.
-        number: number of its first row.
-        columns: the columns to read.
-        fields: whether rows become dicts of fields instead of texts.
-        names: all columns of the whole table.
-        consumed: bytes of the input that have been read.
-    """
-    from sagetrain.data.arrow_tables import records_in, values_in
-
-    try:
-        records = records_in(table, columns) if fields else values_in(table, columns[0])
-    except ValueError as error:
-        what = "not UTF-8" if isinstance(error, UnicodeDecodeError) else "a column of JSON holds what is none"
-        raise ConfigError(f"{origin}, rows {number:,} to {number + len(table) - 1:,}: {what}: {error}") from error
-    unread = tuple(name for name in names if name not in columns)
-    return Chunk(origin, "row", number, records, consumed, unread=unread)
 
 
 # -- plain text --------------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ _WORDS = {
     "inputs_sha256": "the inputs (a file was added, left out or changed since)",
     "records": "what it takes of the records (an older version left out tools, documents and weights)",
     "tokenizer": "the tokenizer",
+    "control_tokens": "how it reads control tokens in a text (an older version of prepare read their characters)",
     "prefix": "what the tokenizer puts before a text (an older version of prepare did not)",
 }
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from enum import Enum
 from pathlib import PurePath
 
-from sagetrain.config.errors import ConfigError
+from sagetrain.config.errors import ConfigError, pointer
 
-_POINTER = b"version https://git-lfs"
 HEAD = 1 << 12
 """Number of bytes that are looked at."""
 _SHORT = {".tgz": ".tar.gz", ".tbz": ".tar.bz2", ".tbz2": ".tar.bz2", ".txz": ".tar.xz", ".tzst": ".tar.zst"}
@@ -101,13 +99,6 @@ _NOTEBOOK = (
 )
 
 
-def refuse_pointer(path: str | os.PathLike[str]) -> None:
-    """Raise ConfigError if a file is what git leaves in the place of a large one that was not fetched."""
-    with suppress(OSError), open(path, "rb") as file:
-        if file.read(len(_POINTER)) == _POINTER:
-            raise ConfigError(f"{path} is a pointer of Git LFS, not the file: run `git lfs pull` in the folder")
-
-
 def compression(name: str | os.PathLike[str]) -> str:
     """Return the compression of a file by its name: .gz, .bz2, .xz, .zst, or ""."""
     suffix = os.path.splitext(_in_full(name))[1]
@@ -179,6 +170,8 @@ def check_head(name: str, head: bytes) -> None:
     Raises:
         ConfigError: the bytes show that the file is something else. The message says what to do.
     """
+    if said := pointer(name, head):
+        raise ConfigError(said)
     if _in_full(name).removesuffix(compression(name)).endswith(".ipynb"):
         raise ConfigError(f"{name}: {_NOTEBOOK}")
     for begin, (what, fix) in _MARKED_UP.items():

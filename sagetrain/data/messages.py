@@ -173,6 +173,15 @@ def arguments_as_text(messages: list[dict[str, Any]]) -> Iterator[str]:
                 yield text
 
 
+def texts_in(value: Any) -> Iterator[str]:
+    """Yield the texts that a value holds somewhere, apart from the keys of objects."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from texts_in(each)
+
+
 def holds_null(value: Any) -> bool:
     """Whether a value is null or holds one somewhere."""
     if isinstance(value, dict):
@@ -182,6 +191,4 @@ def holds_null(value: Any) -> bool:
 
 def holds_nul(value: Any) -> bool:
     """Whether a value holds a text with a NUL character somewhere."""
-    if isinstance(value, dict):
-        return any(map(holds_nul, value.values()))
-    return any(map(holds_nul, value)) if isinstance(value, list) else isinstance(value, str) and "\0" in value
+    return any("\0" in text for text in texts_in(value))

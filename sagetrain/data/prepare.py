@@ -38,8 +38,9 @@ from sagetrain.data.token_file import (
     write_atomic,
     writing,
 )
-from sagetrain.data.tokenizer import Tokenizer, train_tokenizer
+from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.data.tokenizer_copy import says_more
+from sagetrain.data.tokenizer_training import train_tokenizer
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,7 @@ def prepare(request: Request, hears: Callable[[str], None] | None = None) -> Pre
         | ({"split_on": request.split_on} if request.split_on is not None else {})
         | ({"text_key": None, "records": records.request} if records else {})
         | ({"prefix": prefix} if prefix else {})
+        | ({} if records and records.templated else {"control_tokens": True})
     )
     with _claimed(there.outputs) as writers:
         journal = Journal(there.train)

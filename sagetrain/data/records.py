@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from sagetrain.config.arguments import check_fields
-from sagetrain.config.errors import ConfigError
+from sagetrain.config.errors import ConfigError, pointer
 from sagetrain.data.chat_template import (
     Clock,
     CountedText,
@@ -33,7 +33,7 @@ from sagetrain.data.chat_template import (
     settled_template,
     variables,
 )
-from sagetrain.data.chunk import no_such_key
+from sagetrain.data.chunk import no_such_key, root_of, value_at
 from sagetrain.data.messages import (
     OTHERS_COUNT,
     arguments_as_text,
@@ -60,6 +60,24 @@ Notes = Counter[tuple[str, str]]
 """The number of records that each note is about. A note is a sentence, and the name of a key if the note is about a
 key."""
 UNREAD = "not read of the records:"
+WRITTEN = (
+    "control tokens that are written in a text are these tokens, as in transformers (their characters, if "
+    'tokenizer_config.json beside the tokenizer says "split_special_tokens": true):'
+)
+FORGED = (
+    "control tokens that are written in messages, tools or documents are these tokens, as in transformers, so that a "
+    "text may end its turn or begin another one; take them out of the records unless they are meant:"
+)
+APART = (
+    "answers that would share a token with the end of their prompt, such as a space, are encoded apart from it, "
+    "because a model is asked with the prompt alone. Prompts that end before the space, and answers that begin with "
+    "it, have the tokens of any text:"
+)
+INSIDE = (
+    "it ends in white space that the tokenizer joins to the word behind it, and few texts that a model has learned "
+    "from have tokens that end there"
+)
+LEAVE_OUT = "leave the white space out, unless the model was trained on prompts that end so"
 UNWRITTEN = "the chat template does not read these keys, so that what records hold there is left out:"
 NULLS = (
     "tool calls or tools hold null, which is kept as the JSON has it; a table that was written as JSON has null where "
@@ -101,6 +119,11 @@ class Pairs:
         _checked_length("seq_length", self.seq_length)
 
     @property
+    def options(self) -> dict[str, str]:
+        """The options of the command line that name the fields that every record has."""
+        return {self.prompt_field: "--prompt-field", self.completion_field: "--completion-field"}
+
+    @property
     def fields(self) -> tuple[str, ...]:
         """The fields that every record has."""
         return self.prompt_field, self.completion_field
@@ -122,7 +145,8 @@ class Pairs:
             ValueError: says what is wrong with the record.
         """
         _note_unread(record, self.fields, notes)
-        prompt, completion = (_value(record, name) for name in self.fields)
+        prompt = _value(record, self.prompt_field, "--prompt-field")
+        completion = _value(record, self.completion_field, "--completion-field")
         for name, text in ((self.prompt_field, prompt), (self.completion_field, completion)):
             if not isinstance(text, str):
                 chat = "; messages of a chat are one list, which --chat-field names" if isinstance(text, list) else ""
@@ -151,11 +175,18 @@ class Chats:
         """Check the types of all settings, the length, and the template. Raises ConfigError if one is wrong."""
         check_fields(self)
         _checked_length("seq_length", self.seq_length)
+        if said := pointer("Chats: the file of template", self.template):
+            raise ConfigError(said)
         if self.template and "{" not in self.template:
             raise ConfigError(
                 f"Chats: template {self.template[:80]!r} is no Jinja template: give its text, not its file "
                 "(Path(FILE).read_text())"
             )
+
+    @property
+    def options(self) -> dict[str, str]:
+        """The option of the command line that names the field that every record has."""
+        return {self.field: "--chat-field"}
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -193,7 +224,7 @@ class Chats:
             ValueError: says what is wrong with the record.
         """
         _note_unread(record, (*self.fields, *self.optional_fields), notes)
-        messages = messages_of(_value(record, self.field))
+        messages = messages_of(_value(record, self.field, "--chat-field"))
         more = self._more(record)
         template = self.tool_template if self.tool_template and more.get(TOOLS) is not None else self.template
         counted, others_count = counted_messages(messages)
@@ -360,12 +391,13 @@ def settled(records: Records, tokenizer: Tokenizer) -> Records:
     return replace(records, template=settled_template(records.template, tokenizer), tool_template=tool_template)
 
 
-def _value(record: Mapping[str, Any], name: str) -> Any:
-    if name not in record:
-        raise ValueError(no_such_key(name, record, "--prompt-field, --completion-field or --chat-field"))
-    return record[name]
+def _value(record: Mapping[str, Any], name: str, option: str) -> Any:
+    try:
+        return value_at(record, name)
+    except KeyError as error:
+        raise ValueError(no_such_key(name, record, option)) from error
 
 
 def _note_unread(record: Mapping[str, Any], read: Iterable[str], notes: Notes) -> None:
-    for key in record.keys() - set(read):
+    for key in record.keys() - {root_of(each, record) for each in read}:
         notes[UNREAD, key] += 1

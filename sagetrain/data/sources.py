@@ -21,13 +21,15 @@ from importlib import import_module
 from pathlib import Path, PurePath
 from typing import Any
 
-from sagetrain.config.errors import ConfigError, many
+from sagetrain.config.errors import ConfigError, many, refuse_pointer
 from sagetrain.data import files
 from sagetrain.data.archives import matches, members, names_in
 from sagetrain.data.blocks import head, on_disk
 from sagetrain.data.chunk import Chunk, Place
-from sagetrain.data.files import Wanted, check_columns, contains, is_array, read, read_parquet, rows_of
-from sagetrain.data.kinds import HEAD, Kind, check_head, compression, is_file_name, kind_of, refuse_pointer
+from sagetrain.data.datasets_library import check_parts, load_from_hub, load_saved, read_dataset
+from sagetrain.data.files import Wanted, contains, is_array, read
+from sagetrain.data.kinds import HEAD, Kind, check_head, compression, is_file_name, kind_of
+from sagetrain.data.parquet import read_parquet
 from sagetrain.data.records import Records
 from sagetrain.data.repeats import LONG, long_documents, refuse_copies
 from sagetrain.data.request import TextRequest
@@ -83,7 +85,8 @@ class Corpus:
         self.texts, split_on = texts, texts.split_on
         self._fields, optional = (records.fields, records.optional_fields) if records else ((), ())
         separator = _separator(split_on) if split_on is not None else b""
-        self._wanted = Wanted(self._fields or (texts.text_key,), optional, bool(self._fields), separator)
+        options = records.options if records else {}
+        self._wanted = Wanted(self._fields or (texts.text_key,), optional, bool(self._fields), separator, options)
         self._refuse_copies = partial(refuse_copies, texts.text_key, bool(self._fields))
         self.notes: list[str] = []
         self.inputs: list[Input] = []
@@ -139,7 +142,7 @@ class Corpus:
         """
         share = max(max_characters // len(self.all_inputs), files.CHUNK_BYTES)
         left = max_characters
-        for each in sorted(self.all_inputs, key=lambda each: blake2b(each.name.encode()).digest()):
+        for each in sorted(self.all_inputs, key=lambda each: blake2b(os.fsencode(each.name)).digest()):
             from_this = 0
             for chunk in each.read(Place()):
                 for text in chunk.texts(self.texts.text_key, self.texts.skip_bad_lines):
@@ -162,13 +165,13 @@ class Corpus:
         if path.is_file():
             return [self._archive(path, glob) if kind_of(path) is Kind.ARCHIVE else self._file(path)]
         if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
-            return [self._dataset(source, lambda: _load_saved(source, split), [os.path.abspath(source), split])]
+            return [self._dataset(source, lambda: load_saved(source, split), [os.path.abspath(source), split])]
         if path.is_dir():
             found = self._files(path, glob)
             return [self._archive(each) if kind_of(each) is Kind.ARCHIVE else self._file(each) for each in found]
         if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source) and not is_file_name(source):
             identity = [source, config_name, split]
-            return [self._dataset(source, lambda: _load_from_hub(source, config_name, split), identity)]
+            return [self._dataset(source, lambda: load_from_hub(source, config_name, split), identity)]
         raise ConfigError(f"{source}: {_not_found(source)}")
 
     def _check_separator(self, given: str, separator: bytes) -> None:
@@ -324,7 +327,7 @@ class Corpus:
                     yield chunk
                 before += last
 
-        names = sha256("\n".join(sorted(chosen)).encode()).hexdigest()
+        names = sha256(os.fsencode("\n".join(sorted(chosen)))).hexdigest()
         identity = [os.path.abspath(path), stat.st_size, stat.st_mtime_ns, names]
         return Input(str(path), chunks, stat.st_size, identity, one_document)
 
@@ -332,12 +335,12 @@ class Corpus:
         wanted = self._wanted
 
         def share(number: int, count: int) -> Input:
-            _check_parts(name, load(), number, count)
+            check_parts(name, load(), number, count)
             part = f"{name} (part {number} of {count})"
-            read = lambda place: _read_dataset(part, load().shard(count, number - 1), place, wanted)  # noqa: E731
+            read = lambda place: read_dataset(part, load().shard(count, number - 1), place, wanted)  # noqa: E731
             return Input(part, read, None, identity)
 
-        return Input(name, lambda place: _read_dataset(name, load(), place, wanted), None, identity, share=share)
+        return Input(name, lambda place: read_dataset(name, load(), place, wanted), None, identity, share=share)
 
 
 def _links(folder: Path, there: list[Path]) -> str:
@@ -403,81 +406,6 @@ def _part(inputs: list[Input], number: int, count: int) -> list[Input]:
             "parts, or more and smaller files"
         )
     return found
-
-
-# -- Hugging Face datasets ---------------------------------------------------------------------------------------------
-
-
-def _load_from_hub(name: str, config_name: str | None, split: str) -> Any:
-    """Load a dataset of the hub as a stream. The datasets library (4 and later) runs no code of a dataset."""
-    import datasets
-    import huggingface_hub
-
-    # The hub is asked once. datasets would retry for half a minute and print each failure.
-    if not datasets.config.HF_HUB_OFFLINE:
-        try:
-            there = huggingface_hub.HfApi().repo_exists(name, repo_type="dataset")
-        except Exception as error:  # The HTTP library of huggingface_hub may raise anything.
-            raise ConfigError(
-                f"{name}: no such file or folder here, and the Hugging Face hub cannot be asked for a dataset of this "
-                f"name: {error}. Mend the path or the network; HF_HUB_OFFLINE=1 reads what was downloaded before"
-            ) from error
-        if not there:
-            raise ConfigError(
-                f"{name}: no such file or folder here, and the Hugging Face hub has no dataset of this name (or it is "
-                "private: log in with `hf auth login`)"
-            )
-    try:
-        return datasets.load_dataset(name, config_name, split=split, streaming=True)
-    except (ValueError, RuntimeError, OSError) as error:  # DatasetNotFoundError and a missing network are OSErrors.
-        raise ConfigError(
-            f"{name}: no such file or folder here, and the Hugging Face dataset cannot be read: {error}"
-        ) from error
-
-
-def _load_saved(path: str, split: str) -> Any:
-    """Load a dataset that Dataset.save_to_disk or DatasetDict.save_to_disk wrote."""
-    import datasets
-
-    try:
-        loaded = datasets.load_from_disk(path)
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{path}: cannot read the saved dataset: {error}") from error
-    if isinstance(loaded, datasets.DatasetDict):
-        if split not in loaded:
-            raise ConfigError(f"{path}: no split {split!r}; the splits are: {', '.join(loaded)}")
-        loaded = loaded[split]
-    return loaded
-
-
-def _check_parts(name: str, dataset: Any, number: int, count: int) -> None:
-    """Check that the dataset can be divided into so many parts. Raises ConfigError if it cannot."""
-    import datasets
-
-    if isinstance(dataset, datasets.Dataset):
-        there, why, otherwise = dataset.num_rows, f"{name} has {many(dataset.num_rows, 'row')}", ""
-    else:
-        there, otherwise = dataset.num_shards, ", or give its files as sources (`hf download` fetches them)"
-        why = f"{name} is a stream of {many(there, 'file')}, and a file is read whole"
-    if there < count:
-        raise ConfigError(f"--shard {number}/{count}: {why}: use at most {many(there, 'part')}{otherwise}")
-
-
-def _read_dataset(name: str, dataset: Any, place: Place, wanted: Wanted) -> Iterator[Chunk]:
-    """Yield chunks of a dataset, as read_parquet does for a file."""
-    # None means that the stream does not know its columns yet.
-    names = dataset.column_names
-    columns, optional = wanted.columns, wanted.optional
-    known = [*columns, *(each for each in optional if each in (names or ()))]
-    if names is not None and set(known) <= set(names):
-        dataset = dataset.select_columns(known)  # Other columns may be costly to decode.
-    number = place.records + 1
-    for table in dataset.with_format("arrow").skip(place.records).iter(batch_size=512):
-        there = names or table.schema.names
-        check_columns(name, there, wanted)
-        taken = [*columns, *optional] if names is None else known
-        yield rows_of(name, table, number, taken, wanted.fields, there)
-        number += len(table)
 
 
 # -- the standard library ----------------------------------------------------------------------------------------------

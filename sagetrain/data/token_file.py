@@ -28,7 +28,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from sagetrain.config.errors import ConfigError
+from sagetrain.config.errors import ConfigError, pointer_at
+from sagetrain.data.provenance import read_provenance as read_provenance
 
 _MAGIC = b"MMIDIDX\x00\x00"
 # The fields are magic, version, id type, sequences, and entries of the document index.
@@ -477,7 +478,10 @@ class TokenFile:
             yield start, self.tokens(start, min(start + _BLOCK, self.num_tokens))
 
     def _damaged(self, what: str) -> ConfigError:
-        return ConfigError(f"token file {self.path}: {what}; the file is damaged or incomplete: prepare it again")
+        what = f"token file {self.path}: {what}; the file is damaged or incomplete: prepare it again"
+        return ConfigError(
+            "".join(pointer_at(token_path(self.path, each)) for each in (".idx", ".bin", ".mask")) or what
+        )
 
 
 def _spread(size: int, count: int) -> list[tuple[int, int]]:
@@ -492,31 +496,6 @@ def _spread(size: int, count: int) -> list[tuple[int, int]]:
 def _ranges(size: int, length: int) -> Iterator[tuple[int, int]]:
     """Yield consecutive ranges of `length` elements that cover `size`. The last one may be shorter."""
     return ((start, min(start + length, size)) for start in range(0, size, length))
-
-
-# These values of a record are read. Others are only copied.
-_TYPES = {"seq_length": int, "vocab_size": int, "request": dict, "tokenizer_sha256": str, "sha256": str}
-_RECORD = "prepare the token file again, or, if it is from elsewhere, move that away"
-
-
-def read_provenance(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the content of NAME.json, or an empty dict if there is none. Raises ConfigError if it is no JSON object,
-    or if a value is of another type than `sagetrain prepare` writes."""
-    file = token_path(path, ".json")
-    try:
-        record: dict[str, Any] = json.loads(file.read_text())
-    except FileNotFoundError:
-        return {}
-    except IsADirectoryError as error:
-        raise ConfigError(f"{file} is a folder; {_RECORD}") from error
-    except ValueError as error:
-        raise ConfigError(f"{file} is not valid JSON ({error}); prepare the token file again") from error
-    if not isinstance(record, dict):
-        raise ConfigError(f"{file} holds {type(record).__name__}, not keys; {_RECORD}")
-    for name, kind in _TYPES.items():
-        if not isinstance(value := record.get(name), (kind, type(None))):
-            raise ConfigError(f"{file}: {name} holds {type(value).__name__}, not {kind.__name__}; {_RECORD}")
-    return record
 
 
 def write_atomic(path: Path, data: bytes) -> None:

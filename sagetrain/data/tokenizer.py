@@ -1,32 +1,30 @@
-"""Tokenizers: SentencePiece models and Hugging Face's tokenizer.json behind one interface, and the training of
-SentencePiece models.
+"""Tokenizers: SentencePiece models and Hugging Face's tokenizer.json behind one interface.
 
-Tokenizers that are trained here give back exactly the text that was encoded: no normalization, no added or removed
-spaces, newlines and tabs kept, and characters outside the vocabulary spelled as UTF-8 byte tokens.
+The text of a control token, such as </s> or <|im_end|>, is that token wherever it is written, as in transformers.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
 import string
-from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
-from itertools import accumulate
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import sentencepiece
 import tokenizers
 
-from sagetrain.config.errors import ConfigError, many
+from sagetrain.config.errors import ConfigError, refuse_pointer
 from sagetrain.config.schema import TOKENIZER_JSON, DataConfig, tokenizer_in
 from sagetrain.config.schema import TOKENIZER_NAME as TOKENIZER_NAME
-from sagetrain.data.kinds import refuse_pointer
 from sagetrain.data.tokenizer_copy import (
     CONVERT,
+    SPLIT_SPECIAL,
     TOKENIZER_CONFIG,
     completed,
     is_json,
@@ -37,16 +35,33 @@ from sagetrain.data.tokenizer_copy import (
 
 # SentencePiece writes a space as this character inside its pieces, and would decode the character as a space.
 _SPACE_MARK = "\u2581"
-_MAX_SENTENCE_BYTES = 1 << 14
 OTHER_FILES = ("vocab.json", "tekken.json", "spiece.model", "sentencepiece.bpe.model")
 """Files of tokenizers from which transformers can write a tokenizer.json."""
+_AROUND = 8
+"""Number of characters on both sides of a place in a text that decide whether white space there is joined."""
+_BEFORE = ("", "\n", "|", "a", "1")
+"""Texts behind which another one is encoded, the first whose tokens end with it."""
 _STAND_INS = range(0xE000, 0xF900)
 """Characters for private use. One of them stands for the space mark. All have three bytes, as the mark has."""
 
 
+Spans = list[tuple[int, int]]
+"""For each token in a text, its first character and the one after its last."""
+
+
+class EncodedParts(NamedTuple):
+    """The tokens of several texts end to end."""
+
+    ids: list[int]
+    counted: list[bool]
+    """For each token, whether one of its characters is in a marked part."""
+    apart: int
+    """The number of marked parts that were encoded apart, because the text before them would have other tokens."""
+
+
 class Tokenizer:
-    """A tokenizer, built from the bytes of its file. Control tokens (bos, eos) never come out of text; `sagetrain
-    prepare` appends eos."""
+    """A tokenizer, built from the bytes of its file. It puts no bos or eos around a text; `sagetrain prepare` appends
+    eos."""
 
     def __init__(self, model: bytes):
         """Build the tokenizer from the bytes of a SentencePiece model or of a tokenizer.json.
@@ -70,6 +85,8 @@ class Tokenizer:
         """Jinja templates of chats by name: "default", and "tool_use" for chats with tools."""
         self.notes: list[str] = []
         """Sentences about what files beside the tokenizer add to it, and where they contradict each other."""
+        encode = self._codec.encode
+        self._differs = lru_cache(1 << 12)(lambda a, b: encode(a + b)[: len(alone := encode(a))] != alone)
 
     @property
     def chat_template(self) -> str | None:
@@ -111,27 +128,75 @@ class Tokenizer:
         return tokenizer
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of `text`, without bos or eos. Raises ValueError if the text holds half of a surrogate
-        pair."""
+        """Return the token ids of `text`, without bos or eos around it. Raises ValueError if the text holds half of a
+        surrogate pair."""
         return self._codec.encode(_valid(text))
 
-    def encode_parts(self, parts: Sequence[tuple[str, bool]], control: bool = False) -> tuple[list[int], list[bool]]:
-        """Encode the texts of the parts end to end.
+    def encode_parts(self, parts: Sequence[tuple[str, bool]]) -> EncodedParts:
+        """Encode texts end to end. What stands before a marked part has the tokens that it has alone, as when a model
+        is asked to go on from there.
 
         Args:
             parts: texts, each with a mark.
-            control: whether the text of a control token is that token, as a chat template means it.
-
-        Returns:
-            The token ids, and for each token whether one of its characters is in a part whose mark is True.
 
         Raises:
             ValueError: a text holds half of a surrogate pair.
         """
-        ids, spans = self._codec.spans(_valid("".join(text for text, _ in parts)), control)
+        text = _valid("".join(text for text, _ in parts))
         stops = list(accumulate(len(text) for text, _ in parts))
-        marked = [(stop - len(text), stop) for stop, (text, mark) in zip(stops, parts, strict=True) if mark]
-        return ids, [any(begin < stop and start < end for start, stop in marked) for begin, end in spans]
+        marked = [(stop - len(text), stop) for stop, (text, mark) in zip(stops, parts, strict=True) if mark and text]
+        cuts = [start for start, _ in marked if text[:start][-1:].isspace() and self._is_cut_by(text, start)]
+        ids, spans = self._spans(text, cuts)
+        if inside := [start for start, _ in marked if _first(spans, start) < bisect_left(spans, (start, 0))]:
+            cuts = sorted({*cuts, *inside})
+            ids, spans = self._spans(text, cuts)
+        counted = [False] * len(ids)
+        for start, stop in marked:
+            tokens = slice(_first(spans, start), bisect_left(spans, (stop, 0)))
+            counted[tokens] = [True] * len(counted[tokens])
+        return EncodedParts(ids, counted, len(cuts))
+
+    def ends_inside(self, text: str) -> bool:
+        """Whether a text ends in white space that is joined to a word behind it."""
+        return text[-1:].isspace() and self._is_cut_by(f"{text}a", len(text))
+
+    def _is_cut_by(self, text: str, place: int) -> bool:
+        """Whether white space before a place has other tokens alone than before what follows it."""
+        return self._differs(text[max(0, place - _AROUND) : place], text[place : place + _AROUND])
+
+    def _spans(self, text: str, cuts: Sequence[int]) -> tuple[list[int], Spans]:
+        """Encode the parts of a text between cuts, each without what follows it."""
+        ids, spans = self._codec.spans(text[: cuts[0]] if cuts else text)
+        for start, stop in pairwise([*cuts, len(text)]):
+            found, theirs = self._following(text[start:stop])
+            ids, spans = ids + found, spans + [(start + begin, start + end) for begin, end in theirs]
+        return ids, spans
+
+    def _following(self, text: str) -> tuple[list[int], Spans]:
+        """Encode a text that follows another one, without a space that the tokenizer puts before a text."""
+        for before in _BEFORE[self._adds_space :]:
+            ids, spans = self._codec.spans(before + text)
+            first = bisect_left(spans, (len(before), 0))
+            if all(end <= len(before) for _, end in spans[:first]):
+                return ids[first:], [(begin - len(before), end - len(before)) for begin, end in spans[first:]]
+        raise ValueError(f"this tokenizer has no tokens for {text[:40]!r} apart from the text before it")
+
+    @cached_property
+    def _adds_space(self) -> bool:
+        return self._codec.encode("\na") != self._codec.encode("\n") + self._codec.encode("a")
+
+    @cached_property
+    def control_tokens(self) -> frozenset[int]:
+        """The ids of the control tokens."""
+        return frozenset(filter(self._codec.is_control, range(self.vocab_size)))
+
+    @cached_property
+    def _control_texts(self) -> re.Pattern[str] | None:
+        return _any_of(map(self._codec.piece, self.control_tokens))
+
+    def control_texts_in(self, text: str) -> list[str]:
+        """Return the texts of control tokens that stand in a text."""
+        return self._control_texts.findall(text) if self._control_texts else []
 
     def is_control(self, token: int) -> bool:
         """Whether a token is a control token, as bos and eos are."""
@@ -164,10 +229,6 @@ def _in_folder(folder: Path) -> str:
     return f"name {tokenizer_in(folder)}"
 
 
-Spans = list[tuple[int, int]]
-"""For each token in a text, its first character and the one after its last."""
-
-
 class _Codec(Protocol):
     vocab_size: int
     bos_id: int
@@ -178,7 +239,7 @@ class _Codec(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
 
-    def spans(self, text: str, control: bool) -> tuple[list[int], Spans]: ...
+    def spans(self, text: str) -> tuple[list[int], Spans]: ...
 
     def is_control(self, token: int) -> bool: ...
 
@@ -205,8 +266,17 @@ class _SentencePiece:
         self.special_tokens.pop("add_bos_token", None)
         self.prefix = [self.bos_id] if config.get("add_bos_token") and self.bos_id >= 0 else []
         self.chat_templates = kept_templates(config)
+        self._as_characters = bool(config.get(SPLIT_SPECIAL))
 
     def encode(self, text: str) -> list[int]:
+        if not self._written or not self._written.search(text):
+            return self._plain(text)
+        ids: list[int] = []
+        for part in self._written.split(text):
+            ids += [self._control[part]] if part in self._control else self._plain(part)
+        return ids
+
+    def _plain(self, text: str) -> list[int]:
         return self._spelled(self._processor.encode(self._without_marks(text)), text)
 
     @cached_property
@@ -243,19 +313,23 @@ class _SentencePiece:
 
     @cached_property
     def _control(self) -> dict[str, int]:
-        """Ids of control tokens by their texts, the longest first."""
-        ids = filter(self._processor.is_control, range(self.vocab_size))
-        texts = {self._processor.id_to_piece(each): each for each in ids}
-        return dict(sorted(texts.items(), key=lambda item: -len(item[0])))
+        """Ids of control tokens by their texts. The text of the unknown token is that token, too."""
+        if self._as_characters:
+            return {}
+        ids = filter(lambda each: self.is_control(each) or self._processor.is_unknown(each), range(self.vocab_size))
+        return {self.piece(each): each for each in ids}
 
-    def spans(self, text: str, control: bool) -> tuple[list[int], Spans]:
+    @cached_property
+    def _written(self) -> re.Pattern[str] | None:
+        return _any_of(self._control)
+
+    def spans(self, text: str) -> tuple[list[int], Spans]:
         from sentencepiece.sentencepiece_pb2 import SentencePieceText  # type: ignore[attr-defined]
 
-        whole = self._control if control else {}
         found, spans, begin = [], [], 0
-        for part in re.split(f"({'|'.join(map(re.escape, whole))})", text) if whole else [text]:
-            if part in whole:
-                found.append(whole[part])
+        for part in self._written.split(text) if self._written else [text]:
+            if part in self._control:
+                found.append(self._control[part])
                 spans.append((begin, begin + len(part)))
             else:
                 encoded = self._processor.encode(self._without_marks(part), out_type="serialized_proto")
@@ -294,7 +368,7 @@ class _HuggingFace:
             raise ValueError(f"a tokenizer.json of the tokenizers package ({error})") from error
         self._pipeline.no_truncation()
         self._pipeline.no_padding()
-        self._pipeline.encode_special_tokens = True  # In a text, </s> is four characters.
+        self._pipeline.encode_special_tokens = bool(config.get(SPLIT_SPECIAL))
         self.vocab_size: int = max(self._pipeline.get_vocab().values()) + 1
         self.bos_id, self.eos_id = (self._id(config.get(name)) for name in ("bos_token", "eos_token"))
         # In the encoding of an empty text, tokens before and behind it cannot be told apart.
@@ -314,12 +388,8 @@ class _HuggingFace:
     def encode(self, text: str) -> list[int]:
         return self._pipeline.encode(text, add_special_tokens=False).ids
 
-    def spans(self, text: str, control: bool) -> tuple[list[int], Spans]:
-        self._pipeline.encode_special_tokens = not control
-        try:
-            encoding = self._pipeline.encode(text, add_special_tokens=False)
-        finally:
-            self._pipeline.encode_special_tokens = True
+    def spans(self, text: str) -> tuple[list[int], Spans]:
+        encoding = self._pipeline.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
     def is_control(self, token: int) -> bool:
@@ -330,6 +400,17 @@ class _HuggingFace:
 
     def decode(self, ids: list[int]) -> str:
         return self._pipeline.decode(ids, skip_special_tokens=True)
+
+
+def _first(spans: Spans, start: int) -> int:
+    """Return the first token that holds a character from `start` on."""
+    return bisect_right(spans, start, key=lambda span: span[1])
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str] | None:
+    """Return a pattern that finds any of these texts, the longest first. Return None if there are none."""
+    found = sorted(filter(None, texts), key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, found))})") if found else None
 
 
 def _valid(text: str) -> str:
@@ -365,86 +446,3 @@ def known_vocab_size(data: DataConfig) -> int | None:
     """Return the vocabulary size of the run's tokenizer. Return None if the file does not exist yet."""
     tokenizer = known_tokenizer(data)
     return tokenizer.vocab_size if tokenizer else None
-
-
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
-    """Train a byte-pair encoding with byte fallback and single digits on `texts`. The result depends on the texts
-    alone.
-
-    Args:
-        texts: texts to train on.
-        vocab_size: number of tokens.
-
-    Returns:
-        The bytes of the model file.
-
-    Raises:
-        ConfigError: the texts are too few, or too diverse, for `vocab_size`.
-    """
-    counter = _Counter(texts)
-    model = io.BytesIO()
-    try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(counter),
-            model_writer=model,
-            vocab_size=vocab_size,
-            model_type="bpe",
-            byte_fallback=True,
-            split_digits=True,
-            normalization_rule_name="identity",
-            remove_extra_whitespaces=False,
-            add_dummy_prefix=False,
-            allow_whitespace_only_pieces=True,
-            character_coverage=0.9998,
-            max_sentence_length=_MAX_SENTENCE_BYTES,
-            num_threads=1,  # The number of threads is recorded in the file, and more are not faster.
-            minloglevel=2,
-        )
-    except RuntimeError as error:
-        if counter.error is not None:
-            raise counter.error from None
-        if counter.lines == 0:
-            raise ConfigError("no text to train the tokenizer on") from error
-        reason = str(error).rsplit("] ", 1)[-1].strip()
-        if least := re.search(r"required_chars\. \d+ vs (\d+)", reason):
-            reason = f"--vocab-size {least[1]} or more"
-        elif most := re.search(r"too high.*<= (\d+)", reason):
-            reason = f"--vocab-size {most[1]} or less, or more text"
-        raise ConfigError(
-            f"a tokenizer of {vocab_size:,} tokens cannot be trained on this sample ({many(counter.lines, 'line')}, "
-            f"{counter.characters:,} characters): {reason}"
-        ) from error
-    return model.getvalue()
-
-
-class _Counter:
-    """An iterator over the lines of the texts, cut to what SentencePiece accepts. It counts the lines.
-
-    No line holds a newline, so no piece does: a newline is always a byte token, and a text may be encoded in parts that
-    end with one.
-    """
-
-    def __init__(self, texts: Iterable[str]):
-        self._texts = texts
-        self.lines = 0
-        self.characters = 0
-        self.error: BaseException | None = None
-        """The exception that the texts raised (a bad line, Ctrl-C). SentencePiece turns it into a RuntimeError."""
-
-    def __iter__(self) -> Iterator[str]:
-        try:
-            yield from self._lines()
-        except (Exception, KeyboardInterrupt) as error:
-            self.error = error
-            raise
-
-    def _lines(self) -> Iterator[str]:
-        width = _MAX_SENTENCE_BYTES // 4  # A character is at most 4 bytes.
-        for text in self._texts:
-            for line in text.split("\n"):
-                for start in range(0, len(line), width):
-                    part = line[start : start + width].replace("\0", "")
-                    if part:
-                        self.lines += 1
-                        self.characters += len(part)
-                        yield part

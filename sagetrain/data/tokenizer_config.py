@@ -14,7 +14,7 @@ from typing import Any
 
 from tokenizers import AddedToken
 
-from sagetrain.config.errors import ConfigError
+from sagetrain.config.errors import ConfigError, refuse_pointer
 
 CONFIG, SPECIAL_TOKENS, ADDED_TOKENS = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -158,6 +158,7 @@ def _read_named(found: Beside, folder: Path, mapped: dict[str, Any], has_decoder
 def _class(folder: Path, config: dict[str, Any]) -> tuple[str, str, bool]:
     """Return the class of the tokenizer and what says it, from the first place that transformers looks at, and whether
     it takes a tokenizer.json as it is."""
+    refuse_pointer(folder / "config.json")
     try:
         model = _object(folder / "config.json")
     except ConfigError:  # It may belong to something else.
@@ -248,6 +249,7 @@ def _named_templates(value: Any, file: Path) -> dict[str, str]:
 
 def _object(file: Path) -> dict[str, Any]:
     """Return the keys of a JSON file, or an empty dict if the file does not exist."""
+    refuse_pointer(file)
     if not file.is_file():
         return {}
     try:
@@ -260,6 +262,7 @@ def _object(file: Path) -> dict[str, Any]:
 
 
 def _text(file: Path) -> str:
+    refuse_pointer(file)
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

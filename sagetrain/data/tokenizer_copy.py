@@ -23,6 +23,8 @@ from sagetrain.data.tokenizer_config import CONFIG, OF_LLAMA, Beside, Stated, re
 
 TOKENIZER_CONFIG = "tokenizer_config"
 """The key of our copies of tokenizer.json that holds what lay beside it: special tokens and chat templates."""
+SPLIT_SPECIAL = "split_special_tokens"
+"""The key of tokenizer_config.json with which transformers reads control tokens in a text as their characters."""
 CONVERT = "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
 """The call of transformers that writes a tokenizer.json from other files of a tokenizer."""
 _FIELD = b"\xc2\x0c"
@@ -359,6 +361,7 @@ def _config(beside: Beside, names: Iterable[str]) -> dict[str, Any]:
     config: dict[str, Any] = {
         name: beside.named[name].token.content for name in dict.fromkeys([*names, *used]) if name in beside.named
     }
+    config |= {SPLIT_SPECIAL: True} if beside.config.get(SPLIT_SPECIAL) is True else {}
     return config | ({"chat_template": named_templates(templates)} if templates else {})
 
 

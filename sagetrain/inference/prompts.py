@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sagetrain.config.errors import ConfigError
+from sagetrain.config.errors import ConfigError, refuse_pointer
+from sagetrain.data.chunk import loads
 
 JSON_LINES = (".jsonl", ".ndjson")
 
@@ -46,6 +47,7 @@ def _word(word: str) -> str:
 
 
 def _text_of(file: Path, option: str) -> str:
+    refuse_pointer(file)
     try:
         return file.read_bytes().decode("utf-8-sig")
     except OSError as error:
@@ -78,7 +80,7 @@ def _is_record(line: str) -> bool:
 
 def _prompt_in(line: str, where: str) -> str:
     try:
-        record: Any = json.loads(line)
+        record: Any = loads(line)
     except ValueError as error:
         raise ConfigError(f'{where}: not JSON ({error}); a record is {{"prompt": "some text"}}') from error
     prompt = record.get("prompt") if isinstance(record, dict) else None

@@ -107,6 +107,13 @@ class Scorer:
                 found.index_add_(0, torch.from_numpy(row_owners[places]).to(self.device), numbers)
 
 
+def encoded_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Pair:
+    """Return the tokens of a context, as it has them alone, and those of what follows it."""
+    ids, follows, _ = tokenizer.encode_parts([(context, False), (continuation, True)])
+    size = [*follows, True].index(True)
+    return ids[:size], ids[size:]
+
+
 def scorer_of(run: TrainedRun, tokenizer: Tokenizer) -> Scorer:
     """Return the scorer of a checkpoint's model in this process. Only tokens of `tokenizer` are scored."""
     data = run.cfg.data

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, redirect_stderr
 from typing import Any
@@ -25,7 +26,7 @@ from sagetrain.engines.protocol import Engine
 from sagetrain.inference.generate import Sampling, finished
 from sagetrain.inference.load import TrainedRun
 from sagetrain.inference.samples import Alive, Trained, completed, while_training
-from sagetrain.inference.score import Scorer, scorer_of
+from sagetrain.inference.score import Scorer, encoded_pair, scorer_of
 from sagetrain.training.inputs import refuse_generating, task_manager
 
 TaskResults = dict[str, dict[str, float]]
@@ -71,6 +72,12 @@ class Harness(TemplateLM):  # type: ignore[misc]
     def tok_encode(self, string: str, add_special_tokens: bool | None = None) -> list[int]:
         return [*(() if add_special_tokens is False else self._prefix), *self._tokenizer.encode(string)]
 
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Encode a context and its continuation. White space between them belongs to the latter, as in the harness."""
+        before = context.rstrip()
+        pair = encoded_pair(self._tokenizer, before, context[len(before) :] + continuation)
+        return [*self._prefix, *pair[0]], [*pair[1]]
+
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
         return found
@@ -107,14 +114,10 @@ class Harness(TemplateLM):  # type: ignore[misc]
     def _end(self, prompt: str, max_tokens: int) -> str:
         """Return the end of a prompt that leaves room in the context for an answer. At least half of the context is for
         the prompt."""
-        tokens, size = self.tok_encode(prompt), self._score.context
+        size = self._score.context
         room = size - min(max_tokens, size // 2)
-        if len(tokens) <= room:
-            return prompt
-        end = self._tokenizer.decode(tokens[len(self._prefix) - room :])
-        while len(self.tok_encode(end)) > room:  # The first character may have been cut in two.
-            end = end[1:]
-        return end
+        starts = range(len(prompt))
+        return prompt[bisect_left(starts, True, key=lambda start: len(self.tok_encode(prompt[start:])) <= room) :]
 
 
 def _sampling(wanted: dict[str, Any]) -> Sampling:

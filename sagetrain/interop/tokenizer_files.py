@@ -139,7 +139,6 @@ def _check(pipeline: Pipeline, tokenizer: Tokenizer, model: Any) -> None:
         text = "".join(texts)
         return pipeline.encode(text, add_special_tokens=False).ids != tokenizer.encode(text)
 
-    pipeline.encode_special_tokens = True
     pieces = ["", " ", "\n", _SPACE_MARK, *(piece.piece.replace(_SPACE_MARK, " ") for piece in model.pieces)]
     for between in ("", " ", "  "):
         for start in range(0, len(pieces), 32):
@@ -154,7 +153,6 @@ def _check(pipeline: Pipeline, tokenizer: Tokenizer, model: Any) -> None:
                         f"its SentencePiece model gives {''.join(texts)!r} other ids than tokenizer.json would"
                     )
                 texts = shorter
-    pipeline.encode_special_tokens = False
 
 
 def _never_found(piece: Any) -> bool:

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from sagetrain.config.errors import ConfigError, many
-from sagetrain.data.kinds import refuse_pointer
+from sagetrain.config.errors import ConfigError, many, refuse_pointer
 from sagetrain.interop.causes import MERGE, no_weights
 from sagetrain.interop.huggingface import INDEX, WEIGHTS
 

@@ -81,6 +81,11 @@ def findings(cfg: RunConfig, tokenizer: Tokenizer | None) -> Iterator[Finding]:
     if tokenizer and cfg.evaluation.samples_every_tokens:
         prompts, room = cfg.evaluation.samples_prompts, context_of(cfg)
         yield from _refused("evaluation.samples_prompts", prompts, lambda: check_prompts(prompts, tokenizer, room))
+        from sagetrain.data.records import INSIDE, LEAVE_OUT  # This import loads jinja2.
+
+        for number, prompt in enumerate(prompts):
+            if tokenizer.ends_inside(prompt):
+                yield warning("prompt", f"evaluation.samples_prompts.{number}", prompt, INSIDE, LEAVE_OUT)
     if tasks := cfg.evaluation.tasks:
         with suppress(ImportError):  # A plan may be made without the harness.
             yield from _refused("evaluation.tasks", tasks, lambda: _tasks(tasks, shards_weights(cfg)))

@@ -31,7 +31,8 @@ from sagetrain.data.blocks import Content, blocks
 from sagetrain.data.records import Pairs
 from sagetrain.data.request import TextRequest
 from sagetrain.data.sources import Corpus
-from sagetrain.data.tokenizer import Tokenizer, train_tokenizer
+from sagetrain.data.tokenizer import Tokenizer
+from sagetrain.data.tokenizer_training import train_tokenizer
 
 PACK = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstandard.compress}
 SEPARATOR = "<|endoftext|>\n"

@@ -23,7 +23,7 @@ from sagetrain.data.files import CHUNK_BYTES
 from sagetrain.data.progress import Progress
 from sagetrain.data.request import TextRequest
 from sagetrain.data.sources import Corpus
-from sagetrain.data.tokenizer import train_tokenizer
+from sagetrain.data.tokenizer_training import train_tokenizer
 
 
 def digest(folder: Path, *names: str) -> dict[str, str]:

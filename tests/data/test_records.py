@@ -250,9 +250,9 @@ def test_generation_tags_count_as_in_transformers(tmp_path: Path, folder: Path) 
     assert "".join(text for text, _ in ours) == rendered
     assert [text for text, counts in ours if counts] == ["two <|im_end|>?<|im_end|>", "four<|im_end|>"]
     encoded = theirs.apply_chat_template(TALK, **given)
-    found = Tokenizer.load(folder / "tokenizer.json").encode_parts(ours, control=True)
-    assert found == (list(encoded["input_ids"]), [bool(each) for each in encoded["assistant_masks"]])
-    assert sum(found[1]) == 3
+    found = Tokenizer.load(folder / "tokenizer.json").encode_parts(ours)
+    assert found == (list(encoded["input_ids"]), [bool(each) for each in encoded["assistant_masks"]], 0)
+    assert sum(found.counted) == 3
 
 
 def test_json_in_a_template_is_spelled_as_in_transformers(folder: Path) -> None:
@@ -315,17 +315,20 @@ def test_what_ends_an_answer_is_the_control_token_behind_it(folder: Path, name: 
 
 @pytest.mark.parametrize("kind", ["trained", "published"])
 def test_marks_of_a_sentencepiece_model(tokenizer: Tokenizer, kind: str) -> None:
-    """The tokens are those of the whole text. A token counts if any of its characters does."""
+    """The tokens are those of the whole text if they begin with those of the prompt. A token counts if any of its
+    characters does."""
     ours = tokenizer if kind == "trained" else published_tokenizer()
-    for text in [*TEXTS[:40], "a \u2581 東京🙂 </s>"]:
+    for text in [*TEXTS[:40], "a \u2581 東京🙂 "]:
         for cut in (0, 1, len(text) // 2, len(text)):
-            found, marks = ours.encode_parts([(text[:cut], False), (text[cut:], True)])
-            assert found == ours.encode(text)
+            found, marks, apart = ours.encode_parts([(text[:cut], False), (text[cut:], True)])
+            asked = ours.encode(text[:cut])
+            assert found[: len(asked)] == asked and ours.decode(found) == text
+            assert apart == (found != ours.encode(text)) == (ours.encode(text)[: len(asked)] != asked)
             assert marks == sorted(marks)
             marked = ours.decode([token for token, mark in zip(found, marks, strict=True) if mark])
             # One of the two tokenizers adds spaces of its own.
             assert marked.replace(" ", "").endswith(text[cut:].replace(" ", ""))
-    found, marks = ours.encode_parts([("no</s>", False), ("</s>", True)], control=True)
+    found, marks, _ = ours.encode_parts([("no</s>", False), ("</s>", True)])
     assert found[-2:] == [ours.eos_id] * 2 and marks[-2:] == [False, True] and not any(marks[:-1])
 
 

@@ -103,11 +103,11 @@ def test_tokens_are_those_of_transformers(plain: str, name: str, tmp_path: Path)
     special = {number for number, token in theirs.added_tokens_decoder.items() if token.special}
 
     def check(found: Tokenizer) -> None:
-        assert found.encode_parts([(TEXT, False)], control=True)[0] == expected
+        assert found.encode(TEXT) == expected
         assert (found.vocab_size, found.eos_id) == (len(theirs), theirs.eos_token_id)
         assert found.bos_id == (-1 if theirs.bos_token_id is None else theirs.bos_token_id)
         assert {token for token in range(found.vocab_size) if found.is_control(token)} == special
-        assert found.decode(found.encode(TEXT)) in (TEXT, theirs.decode(found.encode(TEXT)))
+        assert found.decode(expected) == theirs.decode(expected, skip_special_tokens=True)
 
     check(ours)
     copy = tmp_path / "copy/tokenizer.json"
@@ -312,11 +312,11 @@ def test_a_sentencepiece_model_gets_tokens_and_templates(pieces: Tokenizer, tmp_
     copy.parent.mkdir()
     copy.write_bytes(ours.model)
     for each in (ours, Tokenizer.load(copy)):
-        assert each.encode_parts([(text, False)], control=True)[0] == theirs.encode(text, add_special_tokens=False)
+        assert each.encode(text) == theirs.encode(text, add_special_tokens=False)
         assert (each.vocab_size, each.eos_id, each.bos_id) == (403, 401, pieces.bos_id)
         assert each.is_control(400) and each.is_control(401) and not each.is_control(402)
         assert each.chat_template == template and each.special_tokens["pad_token"] == "<unk>"
-        assert each.decode(each.encode(text)) == text
+        assert each.decode(each.encode(text)) == "the model\n <think>of 12<think>"
     assert [END in note for note in ours.notes] == [True, True] and "eos_token" in ours.notes[1]
     for written, content in tokenizer_files(ours, 128).items():
         (copy.parent / written).write_bytes(content)
@@ -341,7 +341,7 @@ def test_a_space_behind_control_tokens_is_said(name: str, legacy: bool, tmp_path
         file.write_text(json.dumps(tree | {"normalizer": {"type": "Sequence", "normalizers": steps}}))
         theirs = AutoTokenizer.from_pretrained(tmp_path)
     ours = Tokenizer.load(file)
-    found = ours.encode_parts([("</s>the model", False)], control=True)[0]
+    found = ours.encode("</s>the model")
     same = found == theirs.encode("</s>the model", add_special_tokens=False)
     assert same == legacy == (not any("before a text also behind a control token" in note for note in ours.notes))
 
@@ -368,9 +368,7 @@ def test_a_free_place_of_a_sentencepiece_model_gets_its_token(tmp_path: Path) ->
     number = next(each for each in range(401) if pieces._codec._processor.id_to_piece(each) == "<unused0>")
     file = beside_pieces(tmp_path, pieces, {"added_tokens_decoder": {str(number): stated(END)}})
     ours, theirs = Tokenizer.load(file), AutoTokenizer.from_pretrained(tmp_path)
-    assert (
-        ours.encode_parts([(END, False)], control=True)[0] == theirs.encode(END, add_special_tokens=False) == [number]
-    )
+    assert ours.encode(END) == theirs.encode(END, add_special_tokens=False) == [number]
     assert f"names token {number} '<|im_end|>', in the place of '<unused0>'" in ours.notes[0]
 
 

@@ -191,8 +191,8 @@ def test_the_tokenizer_gives_the_same_ids(runs: Path, model: Path, tmp_path: Pat
         assert theirs(text).input_ids == ours.encode(text), repr(text)
         assert theirs.decode(theirs(text).input_ids) == text
     special = "</s> and <s> <unk><0x0A>"
-    assert theirs(special, split_special_tokens=True).input_ids == ours.encode(special)
-    assert theirs(special).input_ids[0] == ours.eos_id
+    assert theirs(special).input_ids == ours.encode(special)
+    assert ours.encode(special)[0] == ours.eos_id
 
 
 NO_SPACE = {"add_dummy_prefix": False}
@@ -220,9 +220,8 @@ def test_published_tokenizers_give_the_same_ids(name: str) -> None:
     parts = [*"abcdeo  \n\té日🎉,1", "  ", "the", "\u2581", " ##a<|x|>b", "x ", "\u2581\u2581", "</s>"]
     for _ in range(600):
         text = "".join(draw.choices(parts, k=draw.randrange(30)))
-        found = ours.encode_parts([(text, False)], control=True)[0]
-        assert theirs.encode(text, add_special_tokens=False).ids == found, repr(text)
-        if "no bytes" not in name:
+        assert theirs.encode(text, add_special_tokens=False).ids == ours.encode(text), repr(text)
+        if "no bytes" not in name and "</s>" not in text:
             assert ours.decode(ours.encode(text)) == text
 
 
@@ -238,7 +237,7 @@ def test_the_same_tokens_count_in_both_forms(model: Path, tmp_path: Path, name: 
         (tmp_path / file).write_bytes(content)
     theirs = Tokenizer.load(tmp_path / "tokenizer.json")
     if name == "ours":
-        ids, counts = ours.encode_parts([("say it", False), ("🎉!", True), ("end", False)])
+        ids, counts, _ = ours.encode_parts([("say it", False), ("🎉!", True), ("end", False)])
         assert "🎉" in ours.decode([token for token, each in zip(ids, counts, strict=True) if each])
     draw = random.Random(0)
     for _ in range(300):
@@ -261,7 +260,7 @@ REFUSED: dict[str, tuple[Callable[[], Tokenizer], str]] = {
     "suffix": (lambda: published_tokenizer(treat_whitespace_as_suffix=True), "treat_whitespace_as_suffix"),
     "symbols": (lambda: published_tokenizer(user_defined_symbols=["<|x|>"]), "user-defined symbols, and puts a space"),
     "a space": (lambda: published_tokenizer(user_defined_symbols=[" "], **NO_SPACE), "a symbol that is a single space"),
-    "a control character": (lambda: published_tokenizer(control_symbols=["@"]), "gives '@' other ids than tokenizer"),
+    "a control token": (lambda: published_tokenizer(control_symbols=["<a b>"]), "gives '<a b>' other ids than tokeni"),
     "equal scores": (lambda: with_piece("ofand", 0.0, 1), "gives 'ofand' and '.*' the same score"),
     "switched off": (lambda: with_piece("ofand", 0.0, 5), "pieces that are switched off, such as 'ofand'"),
 }

@@ -19,7 +19,8 @@ from manifests import rewrite
 from runs import ROOT, write_config
 from sagetrain.config import ConfigError, load_config
 from sagetrain.data.token_file import TokenFileWriter, token_path
-from sagetrain.data.tokenizer import Tokenizer, known_tokenizer, train_tokenizer
+from sagetrain.data.tokenizer import Tokenizer, known_tokenizer
+from sagetrain.data.tokenizer_training import train_tokenizer
 from sagetrain.hardware import H200
 from sagetrain.planning.plan import make_plan
 from sagetrain.training import inputs

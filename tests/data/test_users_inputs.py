@@ -1,0 +1,258 @@
+"""Kinds of inputs that users had: control tokens in texts, prompts that end inside of a token, pointers of Git LFS."""
+
+import io
+import json
+import os
+import tarfile
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Pipeline
+from transformers import AutoTokenizer
+
+from prepare_inputs import prepare, published_tokenizer, quiet, write_jsonl
+from sagetrain.config import ConfigError, load_config
+from sagetrain.data.chat_template import chat_prompt, read_template
+from sagetrain.data.records import APART, FORGED, WRITTEN, Chats, Pairs
+from sagetrain.data.token_file import TokenFile
+from sagetrain.data.tokenizer import Tokenizer
+from sagetrain.inference.prompts import read_prompts
+
+CONTROL = ["<|end|>", "<|user|>", "<|bot|>"]
+TURNS = (
+    "{% for m in messages %}<|{{ 'user' if m.role == 'user' else 'bot' }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|bot|>{% endif %}"
+)
+
+
+def write_tokenizer(folder: Path, cuts: bool = True, **config: object) -> Path:
+    """Write a tokenizer of bytes, of words behind a space and of two newlines. `cuts`: it cuts as GPT-2's does."""
+    vocab = {each: number for number, each in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    merges = [("\u0120", "P"), ("\u0120P", "a"), ("\u010a", "\u010a"), (".", "m")]
+    pipeline = Pipeline(models.BPE(vocab | {"".join(pair): 256 + n for n, pair in enumerate(merges)}, merges))
+    pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=cuts)
+    pipeline.decoder = decoders.ByteLevel()
+    pipeline.add_special_tokens([AddedToken(each, special=True, normalized=False) for each in CONTROL])
+    folder.mkdir(parents=True, exist_ok=True)
+    pipeline.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"} | config))
+    return folder / "tokenizer.json"
+
+
+def tokens_of(path: Path) -> list[int]:
+    file = TokenFile(path)
+    return file.tokens(0, file.num_tokens).tolist()
+
+
+def said_by(source: Path, output: Path, **options: object) -> list[str]:
+    said: list[str] = []
+    prepare([str(source)], output, say=said.append, **options)
+    return said
+
+
+# -- control tokens ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["text", "pairs"])
+@pytest.mark.parametrize("config", [{}, {"additional_special_tokens": ["<tool>"]}, {"split_special_tokens": True}])
+def test_control_tokens_in_a_text_are_read_as_in_transformers(tmp_path: Path, kind: str, config: dict) -> None:
+    """Those that stand in tokenizer_config.json alone are found, too."""
+    file = write_tokenizer(tmp_path / "t", **config)
+    prompt, answer = "<|user|>q<tool><|user|> x<|bot|>", "a<|end|>"
+    record = {"text": prompt + answer} if kind == "text" else {"p": prompt, "c": answer}
+    (tmp_path / "a.jsonl").write_text(json.dumps(record))
+    records = None if kind == "text" else Pairs("p", "c", 64)
+    said = said_by(tmp_path / "a.jsonl", tmp_path / "o/x", tokenizer=file, records=records)
+    expected = AutoTokenizer.from_pretrained(file.parent).encode(prompt + answer, add_special_tokens=False)
+    assert tokens_of(tmp_path / "o/x")[: len(expected)] == expected
+    if "split_special_tokens" in config:
+        assert not any(line.startswith(WRITTEN) for line in said)
+        return
+    counts = {"'<|user|>' (2 times)", "'<|bot|>' (1 time)", "'<|end|>' (1 time)"}
+    counts |= {"'<tool>' (1 time)"} if config else set()
+    (found,) = (line.removeprefix(WRITTEN).strip() for line in said if line.startswith(WRITTEN))
+    assert set(found.split(", ")) == counts
+
+
+def test_control_tokens_of_a_sentencepiece_model_are_found(tmp_path: Path) -> None:
+    ours = published_tokenizer(add_dummy_prefix=False)
+    assert ours.encode("of</s>the<unk>") == [*ours.encode("of"), ours.eos_id, *ours.encode("the"), 0]
+
+
+def test_a_message_that_forges_a_turn_is_said(tmp_path: Path) -> None:
+    talk = [{"role": "user", "content": "hi<|bot|>yes"}, {"role": "assistant", "content": "no"}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"m": talk}))
+    file = write_tokenizer(tmp_path / "t", chat_template=TURNS)
+    said = said_by(tmp_path / "a.jsonl", tmp_path / "o/x", tokenizer=file, records=Chats("m", 64))
+    assert f"{FORGED} '<|bot|>' (1 time)" in said
+
+
+# -- where a prompt ends -----------------------------------------------------------------------------------------------
+
+PROMPTS = {
+    "a space": ("Answer: ", "Pa"),
+    "a stop": ("a.", "memory"),
+    "newlines": ("a\n", "\nPa"),
+    "newlines that a word cuts": ("a\n\n", "Pa"),
+}
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+@pytest.mark.parametrize("kind", ["pairs", "chats", "generation"])
+def test_an_answer_follows_the_tokens_that_are_asked(tmp_path: Path, name: str, kind: str) -> None:
+    prompt, answer = PROMPTS[name]
+    answers = "{{ m.content }}<|end|>"
+    answers = f"{{% generation %}}{answers}{{% endgeneration %}}" if kind == "generation" else answers
+    asks = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}"
+    template = f"{asks}{answers}{{% endif %}}{{% endfor %}}"
+    file = write_tokenizer(tmp_path / "t", "cuts" in name or "space" in name, chat_template=template)
+    ours = Tokenizer.load(file)
+    talk = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"p": prompt, "c": answer, "m": talk}))
+    records = Pairs("p", "c", 32) if kind == "pairs" else Chats("m", 32)
+    said = said_by(tmp_path / "a.jsonl", tmp_path / "o/x", tokenizer=file, records=records)
+    asked = ours.encode(prompt) if kind == "pairs" else chat_prompt(template, ours, prompt)
+    found = tokens_of(tmp_path / "o/x")
+    assert found[: len(asked)] == asked and ours.decode(found) == prompt + answer
+    assert f"{APART} (1 record)" in said and ours.encode(prompt + answer)[: len(asked)] != asked
+    assert TokenFile(tmp_path / "o/x").counted(0, 32).tolist()[: len(asked) + 1] == [False] * len(asked) + [True]
+
+
+def test_a_prompt_that_ends_in_a_joined_space_is_known(tmp_path: Path) -> None:
+    ours = Tokenizer.load(write_tokenizer(tmp_path))
+    assert [ours.ends_inside(each) for each in ("a", "", "a\n", "a\n\n", "<|bot|>")] == [False] * 3 + [True, False]
+
+
+# -- pointers of Git LFS -----------------------------------------------------------------------------------------------
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n"
+NAMED = "is a pointer of Git LFS, not the file: run `git lfs pull`"
+
+
+@pytest.mark.parametrize(
+    "name", ["chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json", "config.json", "given.jinja"]
+)
+def test_a_pointer_beside_a_tokenizer_is_named(tmp_path: Path, name: str) -> None:
+    file = write_tokenizer(tmp_path, chat_template=TURNS)
+    (tmp_path / name).write_text(POINTER)
+    with pytest.raises(ConfigError, match=f"{name} {NAMED}"):
+        read_template(tmp_path / name) if "given" in name else Tokenizer.load(file)
+
+
+def in_an_archive(folder: Path) -> None:
+    with tarfile.open(folder / "a.tar", "w") as tar:
+        info = tarfile.TarInfo("given.jsonl")
+        info.size = len(POINTER)
+        tar.addfile(info, io.BytesIO(POINTER.encode()))
+    quiet([str(folder / "a.tar")], folder / "o/x", tokenizer=write_tokenizer(folder / "t"))
+
+
+def in_a_saved_dataset(folder: Path) -> None:
+    (folder / "dataset_info.json").write_text("{}")
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "given.arrow"}], "_split": None}))
+    (folder / "given.arrow").write_text(POINTER)
+    quiet([str(folder)], folder / "o/x", tokenizer=write_tokenizer(folder / "t"))
+
+
+def in_a_token_file(folder: Path) -> None:
+    source = write_jsonl(folder / "a.jsonl", ["text"])
+    quiet([str(source)], folder / "given", tokenizer=write_tokenizer(folder / "t"))
+    (folder / "given.bin").write_text(POINTER)
+    TokenFile(folder / "given")
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        in_an_archive,
+        in_a_saved_dataset,
+        in_a_token_file,
+        lambda folder: (folder / "given.yaml").write_text(POINTER) and load_config(folder / "given.yaml"),
+        lambda folder: (folder / "given").write_text(POINTER) and read_prompts(file=folder / "given"),
+    ],
+)
+def test_a_pointer_in_place_of_a_file_is_named_where_it_is_read(tmp_path: Path, read: object) -> None:
+    with pytest.raises(ConfigError, match=rf"given[.\w]* {NAMED}"):
+        read(tmp_path)
+
+
+# -- names that are not UTF-8 ------------------------------------------------------------------------------------------
+
+LATIN = os.fsdecode(b"caf\xe9")
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "member of a .tar", "parquet", "output"])
+def test_names_that_are_not_utf_8_are_read(tmp_path: Path, kind: str) -> None:
+    texts = [f"document {number} of a small corpus, alpha beta gamma" for number in range(60)]
+    source = tmp_path / f"{LATIN}.jsonl"
+    write_jsonl(source, texts)
+    if kind == "folder":
+        source.rename((tmp_path / LATIN).with_name(f"{LATIN}.d"))
+        source = tmp_path / "in"
+        (source / LATIN).mkdir(parents=True)
+        write_jsonl(source / LATIN / f"{LATIN}.jsonl", texts)
+    if kind == "member of a .tar":
+        with tarfile.open(tmp_path / "a.tar", "w", encoding="latin-1", format=tarfile.GNU_FORMAT) as tar:
+            tar.add(source, "caf\xe9.jsonl")
+        source = tmp_path / "a.tar"
+    if kind == "parquet":
+        source = tmp_path / f"{LATIN}.parquet"
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet")
+        (tmp_path / "a.parquet").rename(source)
+    output = tmp_path / (LATIN if kind == "output" else "o") / "x"
+    for overwrite in (False, True):
+        said_by(source, output, vocab_size=300, overwrite=overwrite)
+    assert TokenFile(output).num_documents == 60
+
+
+def test_a_configuration_says_that_its_texts_are_utf_8(tmp_path: Path) -> None:
+    for key in ("training.run_dir", "data.train.0.path", "data.tokenizer"):
+        with pytest.raises(ConfigError, match=rf"{key}.*is not UTF-8.*rename it"):
+            load_config("minimal", [f"{key}={tmp_path}/{LATIN}"])
+
+
+# -- fields ------------------------------------------------------------------------------------------------------------
+
+HUGE = "9" * 5000
+
+
+@pytest.mark.parametrize("form", ["jsonl", "json", "parquet"])
+@pytest.mark.parametrize("kind", ["text", "pairs", "chats"])
+def test_fields_in_fields_and_what_nobody_reads(tmp_path: Path, form: str, kind: str) -> None:
+    """`data.text` is the field text of the object data. Numbers without end, NaN and halves of characters harm nothing
+    where nobody reads them."""
+    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    record = {"data": {"text": "hello", "p": "q", "c": "a", "m": talk}, "other": 1}
+    if form == "parquet":
+        # Columns of binary hold JSON in the files of some tools.
+        record["data"]["m"] = json.dumps(talk).encode()
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record]), tmp_path / "a.parquet")
+    else:
+        line = json.dumps(record)[:-1] + f', "x": {HUGE}, "y": NaN, "z": "\\ud800", "x": [-{HUGE}, 1]}}'
+        (tmp_path / f"a.{form}").write_text(f"[{line}]" if form == "json" else line)
+    records = {"text": None, "pairs": Pairs("data.p", "data.c", 32), "chats": Chats("data.m", 32)}[kind]
+    file = write_tokenizer(tmp_path / "t", chat_template=TURNS)
+    said_by(tmp_path / f"a.{form}", tmp_path / "o/x", tokenizer=file, records=records, text_key="data.text")
+    decoded = Tokenizer.load(file).decode(tokens_of(tmp_path / "o/x"))
+    assert decoded == {"text": "hello", "pairs": "qa", "chats": "qa"}[kind]
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+@pytest.mark.parametrize(
+    ("records", "option"),
+    [
+        (Pairs("p", "d.x", 32), "--completion-field"),
+        (Pairs("q", "c", 32), "--prompt-field"),
+        (Chats("m", 32), "--chat-field"),
+    ],
+)
+def test_a_missing_field_is_named_by_its_option(tmp_path: Path, form: str, records: object, option: str) -> None:
+    record = {"p": "a", "c": "b"}
+    (tmp_path / "a.jsonl").write_text(json.dumps(record))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record]), tmp_path / "a.parquet")
+    file = write_tokenizer(tmp_path / "t", chat_template=TURNS)
+    with pytest.raises(ConfigError, match=rf"no key '[qmd.x]+'; the keys are: p, c\. Choose one with {option}(;|$)"):
+        quiet([str(tmp_path / f"a.{form}")], tmp_path / "o/x", tokenizer=file, records=records)
