@@ -97,6 +97,7 @@ def saved_config(path: Path) -> dict[str, Any]:
 
 
 def _text_of(path: Path) -> str:
+    refuse_pointer(path)
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -126,7 +127,6 @@ class _Source:
         self.origins: dict[KeyPath, str] = {}
         self.problems: list[str] = []
         self.fallen_away: list[Finding] = []
-        refuse_pointer(path)
         self.tree, self.lines, problems = yaml_nodes.parse(_text_of(path))
         self.unusable = {problem.path for problem in problems}
         for problem in problems:

@@ -74,9 +74,9 @@ def read_dataset(name: str, dataset: Any, place: Place, wanted: Wanted) -> Itera
     names = dataset.column_names
     columns, optional = wanted.columns, wanted.optional
     known = [*columns, *(each for each in optional if each in (names or ()))]
-    roots = {root_of(each, names or ()) for each in known}
-    if names is not None and None not in roots:
-        dataset = dataset.select_columns(sorted(roots))  # Other columns may be costly to decode.
+    roots = [root for each in known if (root := root_of(each, names or ()))]
+    if names is not None and len(roots) == len(known):
+        dataset = dataset.select_columns([*dict.fromkeys(roots)])  # Other columns may be costly to decode.
     number = place.records + 1
     for table in dataset.with_format("arrow").skip(place.records).iter(batch_size=512):
         there = names or table.schema.names
