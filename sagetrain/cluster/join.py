@@ -11,6 +11,7 @@ import warnings
 import torch
 import torch.distributed as dist
 
+from sagekernels.graphs import forget as forget_recordings
 from sagetrain.cluster import rendezvous
 from sagetrain.config.errors import ConfigError
 from sagetrain.parallel import copies
@@ -94,6 +95,7 @@ def end_distributed() -> None:
     them."""
     from deepspeed.comm import destroy_process_group
 
+    forget_recordings()
     # A later run in this process uses the same names of groups.
     copies.forget()
     destroy_process_group()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from sagetrain.config.schema import LinearConfig, LrScheduleConfig, PrecisionConfig, Recomputation, RunConfig
 
@@ -87,6 +87,39 @@ def needs_no_hooks(cfg: RunConfig, replicas: int) -> bool:
     """Return whether FSDP2's hooks run in no micro-step at all. A single replica has nothing to reduce, unless its
     gradients go to the host's memory."""
     return rests_hooks(cfg) and replicas == 1 and cfg.parallel.offload == "none"
+
+
+class Refusal(NamedTuple):
+    """The reason why a setting does not go with another one, and what to do."""
+
+    key: str
+    value: object
+    why: str
+    fix: str
+
+
+def not_recorded(cfg: RunConfig) -> Refusal | None:
+    """Return what keeps micro-steps from being CUDA graphs (training.cuda_graphs); None: nothing does."""
+    parallel, stage = cfg.parallel, cfg.parallel.zero_stage
+    if engine_of(cfg) == "deepspeed":
+        return Refusal("parallel.engine", "deepspeed", "hooks of DeepSpeed run in every micro-step", "use fsdp")
+    if stage > 1:
+        return Refusal("parallel.zero_stage", stage, "hooks of FSDP2 run in every micro-step", "use 0 or 1")
+    if parallel.offload != "none":
+        return Refusal("parallel.offload", parallel.offload, "gradients leave the GPU", "use none")
+    for name, why in (
+        ("pipeline_parallel_size", "micro-batches are under way at once"),
+        ("tensor_parallel_size", "the collectives of a micro-step count on from each other"),
+        ("context_parallel_size", "the collectives of a micro-step were never recorded"),
+    ):
+        if (size := getattr(parallel, name)) > 1:
+            return Refusal(f"parallel.{name}", size, why, "use 1")
+    return None
+
+
+def recorded(cfg: RunConfig) -> bool:
+    """Return whether micro-steps become CUDA graphs on a GPU, if they fit into its memory."""
+    return cfg.training.cuda_graphs != "off" and not_recorded(cfg) is None
 
 
 def recomputed_blocks(how: Recomputation | Literal["auto"], num_layers: int) -> int:

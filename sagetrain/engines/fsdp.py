@@ -36,22 +36,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from sagetrain.config.arithmetic import needs_no_hooks, rests_hooks, sharding_ranks, takes_probes
+from sagetrain.config.arithmetic import needs_no_hooks, not_recorded, rests_hooks, sharding_ranks, takes_probes
 from sagetrain.config.errors import TrainingError
 from sagetrain.config.schema import RunConfig
 from sagetrain.data.loader import Batch
+from sagetrain.engines.flow import Flow
 from sagetrain.engines.gather import gather_by_copies
 from sagetrain.engines.host_sums import HostSums
 from sagetrain.engines.kept_weights import KeptWeights
 from sagetrain.engines.leaf_sums import LeafSums
 from sagetrain.engines.protocol import Observers, Owned, Probe, Watched, every
+from sagetrain.engines.replayed import Replayed, recorder_of
 from sagetrain.engines.sharding import Shard, mesh_of, rows_of, shard_model
 from sagetrain.engines.step import BaseEngine, Decision
 from sagetrain.engines.whole_weights import WholeWeights
 from sagetrain.model.staged import Staged
 from sagetrain.model.stages import ModelChunk
 from sagetrain.model.tensors import EMBEDDING, TensorSpec
-from sagetrain.model.transformer import Transformer
+from sagetrain.model.transformer import Transformer, changed
 from sagetrain.optim.build import build_optimizer
 from sagetrain.optim.build import groups as groups_of
 from sagetrain.optim.pieces import Optimizer, State, TensorPiece, Weights
@@ -68,50 +70,6 @@ def _norms(gradients: list[Tensor]) -> Tensor:
     return torch.cat([torch.linalg.vector_norm(part, dim=1) for part in rows])
 
 
-class _Flow:
-    """The micro-batches of one run through a pipeline.
-
-    Args:
-        batches: the micro-batches, which are taken when the first chunk of this stage needs them.
-        how: further arguments of the model.
-    """
-
-    def __init__(self, engine: FsdpEngine, batches: Iterable[Batch], **how: Any) -> None:
-        self._engine, self._rest, self._how = engine, iter(batches), how
-        self._seen: list[Batch] = []
-        self.chunks = {chunk.number: chunk for chunk in engine.model.chunks}
-        """The chunks of this stage, by their numbers in the model."""
-
-    def batch(self, micro: int) -> Batch:
-        """Return a micro-batch by its number."""
-        while len(self._seen) <= micro:
-            batch = next(self._rest, None)
-            if batch is None:
-                raise RuntimeError(f"the loader gave {len(self._seen)} micro-batches, and more are needed")
-            self._seen.append(batch)
-        return self._seen[micro]
-
-    def take_rest(self) -> None:
-        """Take what is left of the micro-batches, so that they are counted."""
-        self._seen.extend(self._rest)
-
-    def inputs(self, micro: int) -> dict[str, Any]:
-        """Return the arguments of the model for a micro-batch."""
-        return self._engine.inputs(self.batch(micro))
-
-    def like(self, micro: int) -> list[Tensor]:
-        """Return tensors for the residual streams of a micro-batch."""
-        engine, tokens = self._engine, self.batch(micro).tokens.numel() // self._engine.groups.cp_size
-        place: dict[str, Any] = {"dtype": engine.dtype, "device": engine.device}
-        return [torch.empty(shape, **place) for shape in engine.model.stream_shapes(tokens)]
-
-    def run(self, number: int, micro: int, streams: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Run a micro-batch through a chunk. Return the residual streams behind the chunk, or the model's output."""
-        chunk = self.chunks[number]
-        made = self._engine.model(**self.inputs(micro), **self._how, chunk=chunk, streams=tuple(streams))
-        return [made] if chunk.last else made
-
-
 class FsdpEngine(BaseEngine):
     """An engine on torch's FSDP2, for any gradient accumulation at any ZeRO stage.
 
@@ -125,9 +83,10 @@ class FsdpEngine(BaseEngine):
         device, self._offload = next(iter(own.values())).device, cfg.parallel.offload
         home = torch.device("cpu") if self._offload != "none" else device
         self._stage, self.takes_probes = cfg.parallel.zero_stage, takes_probes(cfg)
-        self._micro_batches, self._done = micro_batches, micro_batches
         self._shards = shards = sharding_ranks(cfg, groups.num_replicas)
         # Gradients are clipped as the optimizer reads them, so observers see them as they were.
+        # This comes first, because recordings are made on another stream than the default one.
+        record, self._by_host = recorder_of(cfg.training.cuda_graphs, not_recorded(cfg), model, device)
         super().__init__(model, groups, device, clip=0.0, copies=groups.num_replicas // shards)
         self._largest_norm = cfg.optimizer.clip_grad or math.inf
         self.dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[cfg.training.dtype]
@@ -179,6 +138,14 @@ class FsdpEngine(BaseEngine):
             module.register_forward_pre_hook(lambda module, inputs: self._enter(module))
         self._weights_written()
         self._mode: tuple[bool, bool] | None = None
+        self._hooked = False
+        """If set, the next passes go through FSDP's hooks, although the engine keeps whole weights."""
+        self._replayed = None
+        if record and self._leaf_sums:
+            # The sums of a replay stay beside the shards that are reduced from them.
+            reduced = 0 if self._alone else sum(4 * master.numel() for master in self._masters.values())
+            how = model, self._leaf_sums, self._leaves, groups, device
+            self._replayed = Replayed(record, self._pass, *how, beside=reduced)
         # Gradients come to the host in every micro-step.
         self._sums = HostSums() if self._offload != "none" and self._stage > 1 else None
 
@@ -256,6 +223,7 @@ class FsdpEngine(BaseEngine):
             "gathers": self._gathers,
             "gradient_sync": "every micro-step" if self._stage > 1 else "last micro-step",
             "offload": self._offload,
+            "micro_steps": f"launched by the host: {self._by_host}" if self._by_host else "as CUDA graphs",
         }
 
     def owned(self, chosen: Callable[[TensorSpec], bool] = every) -> Iterator[Owned]:
@@ -329,7 +297,7 @@ class FsdpEngine(BaseEngine):
     # -- a step --------------------------------------------------------------------------------------------------
 
     def _prepare(self, micro_batches: int, lr: float) -> None:
-        self._micro_batches, self._done, self._lr = micro_batches, 0, lr
+        self._micro_batches, self._lr = micro_batches, lr
         self._share.fill_(1 / micro_batches)
         if self._leaf_sums:
             self._leaf_sums.begin(needed=self._alone or micro_batches > 1)
@@ -349,13 +317,27 @@ class FsdpEngine(BaseEngine):
         self.model.eval()
 
     def _run(self, inputs: Mapping[str, Any]) -> Tensor:
-        if not self._bare or (self._done == self._micro_batches - 1 and not self._alone):
+        if self._hooked or not self._bare:
             return cast(Tensor, self.model(**inputs))
         self._enter(self.model)
-        self.model.without_hooks = self._enter
-        result: Tensor = self.model.forward(**inputs)
-        self.model.without_hooks = None
+        with changed({(self.model, "without_hooks"): self._enter}):
+            result: Tensor = self.model.forward(**inputs)
         return result
+
+    def _micro_step(self, number: int, batch: Batch, last: bool, observers: Observers) -> None:
+        self._hooked = self._bare and last and not self._alone
+        seen = observers.layer_norms or (observers.watch and number == 0)
+        if self._replayed and self._replayed.ready and not self._hooked and not seen:
+            self._replayed.run(batch.inputs(torch.device("cpu")), observers.noise)
+        else:
+            super()._micro_step(number, batch, last, observers)
+        self._hooked = False
+
+    def _pass(self, inputs: Mapping[str, Any]) -> None:
+        """Run forward and backward over a micro-batch that is not the last one, and add its loss to the sum."""
+        loss = self._run(inputs)
+        self.backward(loss, last=False)
+        self._total += loss.detach()
 
     def _set_mode(self, sync: bool, last: bool) -> None:
         """Say how the next backward pass ends.
@@ -400,7 +382,6 @@ class FsdpEngine(BaseEngine):
         if self._sums:
             self._sums.wait()
         (loss * self._share).backward()
-        self._done += 1
         if self._sums:
             self._sums.add(self._reduced())
 
@@ -422,8 +403,12 @@ class FsdpEngine(BaseEngine):
         self, batches: Iterable[Batch], micro_batches: int, observers: Observers, masked: bool
     ) -> Tensor:
         if self._pipe is None:
+            if self._replayed:
+                for module in list(self._stale):
+                    self._enter(module)
+                self._replayed.begin()
             return super()._run_micro_batches(batches, micro_batches, observers, masked)
-        flow, watched = _Flow(self, batches), list[Watched]()
+        flow, watched = Flow(self, self.dtype, batches), list[Watched]()
         total, left = torch.zeros((), device=self.device, dtype=torch.float64), micro_batches * len(flow.chunks)
 
         def watching(number: int, micro: int, backward: bool) -> AbstractContextManager[None]:
@@ -445,8 +430,9 @@ class FsdpEngine(BaseEngine):
             self._set_mode(sync=not left or self._stage > 1, last=not left)
             if left and not later:
                 self._last_of_chunk(flow.chunks[number])
-            masked_here = masked and number == self.model.chunks[0].number
-            with watching(number, micro, backward=True), self._noise_of(flow.batch(micro), observers, masked_here):
+            if masked and number == self.model.chunks[0].number:
+                self._count(flow.batch(micro), observers)
+            with watching(number, micro, backward=True), self._noise_of(observers):
                 run.run()
 
         self._pipe.run(micro_batches, forward, flow.like, backward)
@@ -459,7 +445,7 @@ class FsdpEngine(BaseEngine):
         """Run a micro-batch apart from a step: see BaseEngine."""
         if self._pipe is None:
             return super().gradients(batch, leaves)
-        flow, found = _Flow(self, [batch]), dict[int, Tensor]()
+        flow, found = Flow(self, self.dtype, [batch]), dict[int, Tensor]()
 
         def backward(number: int, micro: int, later: int, run: Pass) -> None:
             for place, gradient in enumerate(run.gradients_of(leaves)):
@@ -485,7 +471,7 @@ class FsdpEngine(BaseEngine):
         rest = iter(batches)
         # More micro-batches at once would idle less, and a signal to stop would wait for longer.
         while some := list(itertools.islice(rest, 4 * self._pipe.size)):
-            flow, found = _Flow(self, some, by_token=True), list[Tensor]()
+            flow, found = Flow(self, self.dtype, some, by_token=True), list[Tensor]()
 
             def forward(number: int, micro: int, streams: Sequence[Tensor]) -> Sequence[Tensor]:
                 made = flow.run(number, micro, streams)  # noqa: B023

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from sagekernels.graphs import Pool, Recording
 from sagekernels.matmul import Matmul
 from sagetrain.parallel.layers import keep_weights, linear_layers
 
@@ -16,8 +18,8 @@ class _Renewal(NamedTuple):
 
     matmuls: list[Matmul]
     kept: list[tuple[Tensor, ...]]
-    """The tensors of each layer, into which the graph writes."""
-    graph: torch.cuda.CUDAGraph
+    """The tensors of each layer, which stay in the same memory."""
+    graph: Recording | None
 
 
 class KeptWeights:
@@ -31,36 +33,34 @@ class KeptWeights:
     """
 
     def __init__(self, in_place: bool) -> None:
-        self._pool = torch.cuda.graph_pool_handle() if in_place else None
+        self._pool = Pool() if in_place else None
         self._stream = torch.cuda.Stream() if in_place else None
         self._renewals: dict[nn.Module, _Renewal] = {}
 
     def renew(self, block: nn.Module) -> None:
         """Make the tensors of a block from its weights as they are now."""
-        if self._stream is None:
-            keep_weights(block)
-            return
         layers = list(linear_layers(block))
         renewal, matmuls = self._renewals.pop(block, None), [layer.matmul for layer in layers]
         if renewal is None or renewal.matmuls != matmuls:
             keep_weights(block)  # Triton compiles its kernels here, which it cannot while a graph is captured.
             if not any(layer.kept for layer in layers):
                 return
-            graph = self._captured(block, self._stream)
+            graph = self._captured(block)
             renewal = _Renewal(matmuls, [layer.kept for layer in layers], graph)
+        elif renewal.graph is None:
+            keep_weights(block)
+            for layer, kept in zip(layers, renewal.kept, strict=True):
+                for old, new in zip(kept, layer.kept, strict=True):
+                    old.copy_(new)
         self._renewals[block] = renewal
         for layer, kept in zip(layers, renewal.kept, strict=True):
             layer.kept = kept  # A layer that has multiplied in another way for a while has none.
-        renewal.graph.replay()
+        if renewal.graph is not None:
+            renewal.graph.replay()
 
-    def _captured(self, block: nn.Module, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            # Threads of loaders and of NCCL may go on meanwhile.
-            graph.capture_begin(self._pool, capture_error_mode="thread_local")
-            try:
-                keep_weights(block)
-            finally:
-                graph.capture_end()
-        return graph
+    def _captured(self, block: nn.Module) -> Recording | None:
+        if self._pool is None or self._stream is None:
+            return None
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            return self._pool.record(partial(keep_weights, block))

@@ -16,15 +16,17 @@ class LeafSums:
 
     Args:
         leaves: the tensors that autograd gives gradients to, by name.
-        stay: keep each sum in the same memory for good. Otherwise FSDP frees the sums that it reduces.
+        stay: see the attribute.
     """
 
     def __init__(self, leaves: Mapping[str, Tensor], stay: bool) -> None:
+        self.stay = stay
+        """If set, sums stay in the same memory for good. Otherwise FSDP frees the sums that it reduces."""
         self.last: bool = False
         """Whether the gradients to come are the last ones before FSDP reduces the sums."""
         self.given: set[str] = set()
         """The names of the tensors that have had a gradient in this step."""
-        self._leaves, self._stay = leaves, stay
+        self._leaves = leaves
         self._sums: dict[str, Tensor] = {}
         self._needed = False
         for name, leaf in leaves.items():
@@ -39,8 +41,9 @@ class LeafSums:
             return
         if self._sums:
             torch._foreach_zero_(list(self._sums.values()))
-        for name in self._leaves.keys() - self._sums.keys():
-            self._sums[name] = torch.zeros_like(self._leaves[name], dtype=torch.float32)
+        for name, leaf in self._leaves.items():
+            if name not in self._sums:
+                self._sums[name] = torch.zeros_like(leaf, dtype=torch.float32)
 
     def sums(self) -> dict[str, Tensor]:
         """Return the step's sums by name. The next step writes into the same memory."""
@@ -59,5 +62,5 @@ class LeafSums:
             return
         # A gradient with another dtype than its tensor can be handed over in no other way.
         gradient.data = total
-        if not self._stay:
+        if not self.stay:
             del self._sums[name]

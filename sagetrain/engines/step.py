@@ -97,6 +97,8 @@ class BaseEngine(ABC):
     ) -> None:
         self.model, self.groups, self.device, self._clip = model, groups, device, clip
         self.optimizer_steps = 0
+        self._total = torch.zeros((), device=device, dtype=torch.float64)
+        """The sum of the losses of a step's micro-batches. It stays in the same memory."""
         self._gradients = StepGradients(model, groups, device, clip, copies)
 
     # -- what each engine does its own way -----------------------------------------------------------------------
@@ -212,28 +214,35 @@ class BaseEngine(ABC):
     ) -> Tensor:
         """Run forward and backward over all micro-batches. Return the sum of their losses, fp64. It is 0 on a pipeline
         stage without the output projection."""
-        total = torch.zeros((), device=self.device, dtype=torch.float64)
+        self._total.zero_()
         for number, batch in enumerate(batches):
-            watched, blocks = self._watched(number, batch, observers), self.model.chunks[0].blocks
-            with watched.passing(blocks, backward=False):
-                loss = self.forward(batch)
-            with watched.passing(blocks, backward=True), self._noise_of(batch, observers, masked):
-                self.backward(loss, last=number == micro_batches - 1)
-            watched.end()
-            total += loss.detach()
-            # The loss would keep its graph, and autograd would use the graph's nodes of weights again in the next pass.
-            del loss
-        return total
+            if masked:
+                self._count(batch, observers)
+            self._micro_step(number, batch, number == micro_batches - 1, observers)
+        return self._total
+
+    def _micro_step(self, number: int, batch: Batch, last: bool, observers: Observers) -> None:
+        """Run forward and backward over one micro-batch, and add its loss to the sum."""
+        watched, blocks = self._watched(number, batch, observers), self.model.chunks[0].blocks
+        with watched.passing(blocks, backward=False):
+            loss = self.forward(batch)
+        with watched.passing(blocks, backward=True), self._noise_of(observers):
+            self.backward(loss, last)
+        watched.end()
+        self._total += loss.detach()
 
     def _watched(self, number: int, batch: Batch, observers: Observers) -> Watched:
         """Return the observer of a micro-batch's passes. The first one may have one."""
         return observers.watch(*batch.tokens.shape) if observers.watch and number == 0 else _Unwatched()
 
-    def _noise_of(self, batch: Batch, observers: Observers, masked: bool) -> AbstractContextManager[None]:
+    def _count(self, batch: Batch, observers: Observers) -> None:
+        """Note how many tokens of a micro-batch count in the loss, where noise is measured under a loss mask."""
+        if observers.noise:
+            observers.noise.count(_counted(batch))
+
+    def _noise_of(self, observers: Observers) -> AbstractContextManager[None]:
         """Return the context in which a micro-batch's backward pass runs."""
-        if observers.noise is None:
-            return contextlib.nullcontext()
-        return observers.noise.micro_batch(_counted(batch) if masked else None)
+        return observers.noise.micro_batch() if observers.noise else contextlib.nullcontext()
 
     def _note_activation(self, block: int, stream: Tensor) -> None:
         """Add the root mean square of a block's output, over all tokens of the step on all ranks, to the metrics."""

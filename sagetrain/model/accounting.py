@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 from sagetrain.config.arithmetic import (
     engine_of,
     needs_no_hooks,
+    not_recorded,
     recomputed_blocks,
     replicas,
     resolved_zero_stage,
@@ -290,8 +291,17 @@ def _memory(cfg: RunConfig, world_size: int, vocab_size: int, stage: int) -> lis
         *_linear_errors(cfg, vocab_size),
         _orthogonalizing(cfg),
     ]
-    largest = max(moments, key=total_bytes)
+    largest = [*max(moments, key=total_bytes), *_recordings(cfg, size, ranks, moments[:2])]
     return [item for item in (*_model_state(cfg, size, ranks, vocab_size), *largest) if item.bytes]
+
+
+def _recordings(cfg: RunConfig, size: int, ranks: int, passes: Iterable[list[MemoryItem]]) -> list[MemoryItem]:
+    """Estimate what recorded micro-steps keep for themselves. With `auto` they are made only if that is there."""
+    if cfg.training.cuda_graphs != "on" or not_recorded(cfg):
+        return []
+    reduced = 0 if needs_no_hooks(cfg, ranks) else 4 * size // sharding_ranks(cfg, ranks)
+    why = "activations of micro-steps as CUDA graphs, beside those of passes by the host, and reduced gradients"
+    return [MemoryItem("recordings", max(map(total_bytes, passes)) + reduced, why)]
 
 
 def block_activation_bytes(cfg: RunConfig) -> int:

@@ -45,6 +45,11 @@ class Metrics:
         self._functions.clear()
         self._maxima.clear()
 
+    def added(self) -> list[tuple[Any, int]]:
+        """Return what was added since the last reduction, in a form that differs if anything is added."""
+        every = (self._sums, self._functions, self._maxima)
+        return [(name, id(value)) for values in every for name, value in values.items()]
+
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Forget everything that is added inside, by passes of the model that belong to no step."""

@@ -20,6 +20,7 @@ from sagetrain.config.arithmetic import (
     needs_no_hooks,
     overlaps_reduction,
     recomputed_blocks,
+    recorded,
     replicas,
     resolved_zero_stage,
     rests_hooks,
@@ -101,6 +102,7 @@ multiprocessors that a matmul counted on, and both slow down: for TP 4, 1B, H200
 beside kernels of about 290, which then take 313 (results/tensor-parallel). Copies save everything but
 Hardware.copy_latency."""
 
+_REPLAY_SECONDS = 0.3e-3  # The host prepares a micro-batch and launches one CUDA graph.
 _LAUNCHED = 4
 """The ranks of tensor parallelism of the largest group whose host time was measured. More are taken to need no more."""
 
@@ -338,9 +340,11 @@ class _Step:
         precision = "fp8" if self.rank.tensor > 1 and self.cfg.linear.low_bit else self.cfg.linear.precision
         casts = low * self.parts * (hardware.low_bit_launch_seconds.get(precision, 0.0) + ranks)
         block = hardware.block_launch_seconds + self.parts * part + calls * call
-        passes = self.accumulation - (not needs_no_hooks(self.cfg, self.replicas))
-        hooks = rests_hooks(self.cfg) * passes * hardware.hooks_block_seconds
-        return self.accumulation * (self.cfg.model.num_layers * block + casts) - self.cfg.model.num_layers * hooks
+        hooked = 0 if needs_no_hooks(self.cfg, self.replicas) else 1
+        launched = hooked if recorded(self.cfg) else self.accumulation
+        hooks = rests_hooks(self.cfg) * (launched - hooked) * hardware.hooks_block_seconds
+        replays = (self.accumulation - launched) * _REPLAY_SECONDS
+        return launched * (self.cfg.model.num_layers * block + casts) - self.cfg.model.num_layers * hooks + replays
 
     def optimizer_seconds(self) -> float:
         """Return the seconds of the engine's passes over gradients, Adam, and new weights."""

@@ -132,12 +132,15 @@ class GradientNoise:
         ends, place = groups.ends_messages if "head.weight" not in self._squares.place else None, self._squares.place
         self._tied = _TiedGradient(ends, groups.pp_rank > 0, place[EMBEDDING], device) if ends else None
 
+    def count(self, counted: int) -> None:
+        """Note the number of tokens of a micro-batch that count in the loss. Call it for every micro-batch under a loss
+        mask."""
+        self._counted.append(counted)
+
     @contextmanager
-    def micro_batch(self, counted: int | None = None) -> Iterator[None]:
+    def micro_batch(self) -> Iterator[None]:
         """Measure the backward pass of a micro-batch inside of this context. Hooks see the gradient of all uses of a
-        parameter together, before it is added to the gradients of other micro-batches. `counted` is the number of its
-        tokens that count in the loss; None: no loss mask."""
-        self._counted += [] if counted is None else [counted]
+        parameter together, before it is added to the gradients of other micro-batches."""
         self._norms.zero_()
         hooks: list[Any] = []
         for place, parameter in self._parameters.items():

@@ -18,7 +18,7 @@ from sagetrain.parallel import copies
 
 def start_lines(cfg: RunConfig, engine: Engine, vocab_size: int, compiled: bool, reasons: Reasons) -> list[str]:
     """Return the lines that say what runs and where: the run, its attention and its linear layers, and under tensor
-    parallelism the reason for halves of micro-batches.
+    parallelism the reason for halves of micro-batches. On a GPU the last line says who launches micro-steps.
 
     Args:
         vocab_size: the padded size of the vocabulary.
@@ -46,4 +46,7 @@ def start_lines(cfg: RunConfig, engine: Engine, vocab_size: int, compiled: bool,
     ]
     if groups.tp_size > 1 and reasons.overlap:
         lines.append(f"  tensor_parallel_overlap {'on' if model.overlap else 'off'} ({reasons.overlap})")
+    if device.type == "cuda":
+        by_deepspeed = "launched by the host: parallel.engine deepspeed"
+        lines.append(f"  micro-steps {engine.settings.get('micro_steps', by_deepspeed)}")
     return lines

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 
 import tiny
 from distributed import run_distributed
 from fake_graph import FakeGraph, differences
 from sagekernels.autograd import DOCUMENT_BOUNDS
+from sagetrain.config.arithmetic import recorded
+from sagetrain.config.rules.engine import findings
 from sagetrain.data.loader import Batch, Sample, batch_of
+from sagetrain.engines import replayed
 from sagetrain.engines.fsdp import FsdpEngine
+from sagetrain.engines.protocol import Observers
 from sagetrain.model import backends
+from sagetrain.stability.noise_scale import GradientNoise
+from sagetrain.stability.spikes import Verdict
 
 LENGTH = tiny.SEQ
+WIDE = {"hidden_size": 64, "ffn_hidden_size": 128}
+SAGE = {"backend": "sage", "recipe": "scores"}
 
 
 def micro_batches(kind: str, step: int, count: int, rank: int = 0) -> Iterator[Batch]:
@@ -32,14 +43,14 @@ def micro_batches(kind: str, step: int, count: int, rank: int = 0) -> Iterator[B
             yield batch_of([sample], document_attention=True, document_positions=True)
 
 
-def recorded(engine: FsdpEngine, kind: str, step: int, count: int, divisor: float | None) -> FakeGraph:
+def recording_of(engine: FsdpEngine, kind: str, step: int, count: int, divisor: float | None) -> FakeGraph:
     """Record a micro-step of a step of `count` micro-batches, behind one that is not recorded."""
     engine._prepare(count, 1e-2)
     batch = next(micro_batches(kind, step, count))
     batch.divisor = divisor if kind == "mask" else None
     inputs = engine.inputs(batch)
-    engine.backward(engine._run(inputs), last=False)
-    return FakeGraph.of(lambda: engine.backward(engine._run(inputs), last=False))
+    engine._pass(inputs)
+    return FakeGraph.of(lambda: engine._pass(inputs))
 
 
 def numbers(kinds: list[str]) -> list[str]:
@@ -47,11 +58,9 @@ def numbers(kinds: list[str]) -> list[str]:
     groups, found = tiny.join(1), []
     for kind in kinds:
         for stage, linear in ((0, "bf16"), (1, "int8")):
-            cfg = tiny.config(
-                stage, "bf16", linear={"precision": linear}, model={"hidden_size": 64, "ffn_hidden_size": 128}
-            )
+            cfg = tiny.config(stage, "bf16", linear={"precision": linear}, model=WIDE)
             engine: Any = tiny.engine(cfg, groups)
-            one, *others = (recorded(engine, kind, *how) for how in ((0, 6, 9.0), (1, 6, 9.0), (0, 8, 11.0)))
+            one, *others = (recording_of(engine, kind, *how) for how in ((0, 6, 9.0), (1, 6, 9.0), (0, 8, 11.0)))
             found += [f"{kind}, {linear}: {line}" for other in others for line in differences(one, other)]
             found += [f"{kind}, {linear}: a constant at {line}" for line in one.constants]
     return found
@@ -60,3 +69,197 @@ def numbers(kinds: list[str]) -> list[str]:
 def test_a_micro_step_holds_no_number_that_changes() -> None:
     """Micro-batches, their number in a step, documents and counted tokens are tensors, so one recording serves all."""
     assert run_distributed(numbers, 1, ["plain", "documents", "mask"])[0] == []
+
+
+# -- replays -----------------------------------------------------------------------------------------------------------
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "16 bits": ("plain", {}),
+    "INT8 layers": ("documents", {"linear": {"precision": "int8"}, "model": WIDE}),
+    "sage": ("plain", {"attention": SAGE}),
+    "sage, documents": ("documents", {"attention": SAGE}),
+    "sdpa, documents, recomputed": ("documents", {"training": {"activation_checkpointing": "full"}}),
+    "selective": ("plain", {"training": {"activation_checkpointing": "selective"}}),
+    "loss mask, tied": ("mask", {"model": {"tie_embeddings": True}}),
+    "fp32": ("mask", {"training": {"dtype": "fp32"}}),
+}
+
+
+class Counted:
+    """The recordings and the replays of a test."""
+
+    def __init__(self) -> None:
+        self.recorded = self.replayed = 0
+
+    def record(self, function: Any) -> Any:
+        graph, outer = FakeGraph.of(function), self
+        self.recorded += 1
+
+        class Recording:
+            def replay(self) -> None:
+                outer.replayed += 1
+                graph.replay()
+
+        return Recording()
+
+
+def step_of(engine: Any, kind: str, step: int, count: int = 6, observers: Observers | None = None) -> tuple[Any, ...]:
+    """Take a step. Return its numbers."""
+    groups = engine.groups
+    batches = list(micro_batches(kind, step, count, groups.dp_rank))
+    counted = None
+    if kind == "mask":
+        total = torch.tensor(float(sum(int((batch.labels >= 0).sum()) for batch in batches)))
+        dist.all_reduce(total)
+        counted = int(total)
+    result = engine.step(batches, count, 1e-2, observers or Observers(), counted)
+    noise = {name: value for name, value in result.metrics.items() if name.startswith(("noise", "norms"))}
+    return result.loss, result.grad_norm, result.span, noise
+
+
+def weights_of(engine: Any) -> torch.Tensor:
+    return torch.cat([owned.read("weight").flatten() for owned in engine.owned()])
+
+
+def engines(stage: int, counted: Counted, groups: Any, **sections: Any) -> Iterator[Any]:
+    """Yield an engine whose micro-steps the host launches, and one that replays them."""
+    replayed.recorder = lambda device: counted.record
+    for how in ("off", "on"):
+        training = {**sections.get("training", {}), "cuda_graphs": how}
+        dtype = training.pop("dtype", "bf16")
+        yield tiny.engine(tiny.config(stage, dtype, **{**sections, "training": training}), groups)
+
+
+def run_cases(stage: int, names: list[str]) -> dict[str, Any]:
+    """Take three steps by the host, and by replays. Return what differs, and how many recordings and replays there
+    were."""
+    backends.document_bounds = DOCUMENT_BOUNDS  # The check of values is for CPUs alone.
+    groups, found = tiny.join(1), {}
+    for name in names:
+        (kind, sections), counted = CASES[name], Counted()
+        both = []
+        for engine in engines(stage, counted, groups, **sections):
+            steps = [step_of(engine, kind, step) for step in range(3)]
+            both.append((steps, weights_of(engine)))
+        (steps, weights), (others, again) = both
+        same = steps == others and torch.equal(weights, again)
+        found[name] = same or (steps, others), counted.recorded, counted.replayed
+    return found
+
+
+def test_replays_take_the_steps_of_the_host_bit_for_bit() -> None:
+    """The second step records, as the first one allocates. A single replica replays every micro-step from then on."""
+    for stage in (0, 1):
+        for found in run_distributed(run_cases, 1, stage, list(CASES)):
+            assert found == dict.fromkeys(CASES, (True, 1, 12))
+
+
+def test_replicas_reduce_by_the_host() -> None:
+    for stage in (0, 1):
+        for found in run_distributed(run_cases, 2, stage, ["INT8 layers", "loss mask, tied"]):
+            assert set(found.values()) == {(True, 1, 10)}
+
+
+def changes() -> list[str]:
+    """Compare both ways while what is computed changes between steps. Return the changes after which they differ."""
+    groups, counted, found = tiny.join(1), Counted(), []
+    host, other = engines(1, counted, groups, linear={"precision": "int8"}, model=WIDE)
+    every = host, other
+    noise = {each: GradientNoise(each.leaves(), each.model.every_spec.values(), groups, each.device) for each in every}
+    for each in every:
+        step_of(each, "plain", 0)
+    int8 = other.model.matmuls
+
+    def check(change: str, *, new: int, replays: int, kind: str = "plain", step: int = 1, **how: Any) -> None:
+        before = counted.recorded, counted.replayed
+        noises = how.pop("noises", False)
+        numbers = [
+            step_of(each, kind, step, observers=Observers(noise=noise[each], **how) if noises else Observers(**how))
+            if change != "fewer"
+            else step_of(each, kind, step, 3)
+            for each in every
+        ]
+        same = numbers[0] == numbers[1] and torch.equal(*map(weights_of, every))
+        made = counted.recorded - before[0], counted.replayed - before[1]
+        if not same or made != (new, replays):
+            found.append(f"{change}: {same}, {made} {numbers}")
+
+    def switch(matmuls: Any) -> None:
+        for each in every:
+            each.model.matmuls = matmuls
+            each.weights_changed()
+
+    check("first", new=1, replays=6)
+    check("fewer", new=0, replays=3)
+    check("noise", new=1, replays=4, noises=True)
+    check("noise again", new=0, replays=6, noises=True, step=2)
+    check("refused", new=0, replays=6, judge=lambda metrics: Verdict(apply=False))
+    check("norms", new=0, replays=0, layer_norms=True)
+    switch([{}, {}])
+    check("16 bits", new=1, replays=4)
+    switch(int8)
+    check("8 bits again", new=1, replays=4)  # Its 8-bit weights are elsewhere now.
+    check("documents", new=1, replays=4, kind="documents")
+    check("whole sequences again", new=0, replays=6)
+    held_out = [tiny.evaluation(each, ["web"]) for each in every]
+    found += [f"evaluation: {held_out}"] * (held_out[0] != held_out[1])
+    for each in every:
+        each.state_changed()
+    check("resumed", new=0, replays=6)
+    handles = [each.model.blocks[0].mlp.register_forward_hook(lambda *_: None) for each in every]
+    check("hooks of modules", new=0, replays=0)
+    for handle in handles:
+        handle.remove()
+    torch.use_deterministic_algorithms(True)
+    check("deterministic", new=1, replays=4)
+    torch.use_deterministic_algorithms(False)
+    return found
+
+
+def test_what_is_computed_may_change_between_replays() -> None:
+    assert run_distributed(changes, 1)[0] == []
+
+
+def reading() -> tuple[bool, list[str], str]:
+    """Record a micro-step in which the host reads a value."""
+    groups, counted = tiny.join(1), Counted()
+    host, other = engines(1, counted, groups)
+    forward, answers = type(other.model.head).forward, []
+
+    def reads(head: Any, *args: Any, **how: Any) -> torch.Tensor:
+        loss = forward(head, *args, **how)
+        answers.append(float(loss.detach()))
+        return loss
+
+    type(other.model.head).forward = reads
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        numbers = [[step_of(each, "plain", step) for step in range(3)] for each in (host, other)]
+    same = numbers[0] == numbers[1] and torch.equal(weights_of(host), weights_of(other))
+    return same, [str(w.message) for w in said if "micro-step" in str(w.message)], other._replayed.refusal
+
+
+def test_what_cannot_be_recorded_goes_on_by_the_host() -> None:
+    same, said, refusal = run_distributed(reading, 1)[0]
+    assert same
+    assert len(said) == 1 and said[0].startswith("the host launches each micro-step from now on: HostRead: ")
+    assert refusal in said[0]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "why", "fix"),
+    [
+        ("zero_stage", 2, "hooks of FSDP2 run in every micro-step", "use 0 or 1"),
+        ("engine", "deepspeed", "hooks of DeepSpeed run in every micro-step", "use fsdp"),
+        ("offload", "optimizer", "gradients leave the GPU", "use none"),
+        ("tensor_parallel_size", 2, "the collectives of a micro-step count on from each other", "use 1"),
+        ("context_parallel_size", 2, "the collectives of a micro-step were never recorded", "use 1"),
+        ("pipeline_parallel_size", 2, "micro-batches are under way at once", "use 1"),
+    ],
+)
+def test_settings_that_keep_micro_steps_by_the_host(key: str, value: Any, why: str, fix: str) -> None:
+    cfg = tiny.config(1, "bf16", parallel={key: value}, training={"cuda_graphs": "on"})
+    (finding,) = (found for found in findings(cfg) if found.key == "training.cuda_graphs")
+    assert finding.message == f"micro-steps cannot be CUDA graphs: parallel.{key} is {value}, where {why}"
+    assert finding.fix == f"{fix}, or set cuda_graphs: auto"
+    assert not recorded(cfg)

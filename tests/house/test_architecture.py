@@ -134,15 +134,24 @@ def test_kernels_stand_alone():
 
 def test_only_these_files_import_kernels():
     """The model uses attention, QK-norm and SwiGLU, collectives the casts of linear layers, and Muon its own. The
-    choices of `auto` and the measurements of errors use kernels as well. The Matmul of a linear layer is a value that
-    many files hand on, and refusals are no kernels."""
-    values = ("sagekernels.matmul", "sagekernels.lowbit", "sagekernels.refusals")
+    choices of `auto` and the measurements of errors use kernels as well, and what records micro-steps sees whether they
+    are observed. The Matmul of a linear layer is a value that many files hand on, and so are recordings. Refusals are
+    no kernels."""
+    values = ("sagekernels.matmul", "sagekernels.lowbit", "sagekernels.refusals", "sagekernels.graphs")
     users = {name_of(path) for path in SOURCES
              if "sagekernels" in roots({name for name in imports(path) if not name.startswith(values)})}  # fmt: skip
     users -= {name_of(path) for path in below("kernels/sagekernels")}
     attention = ("model/backends", "model/selection", "stability/monitor", "stability/linear_errors")
     choices = ("auto/attention_choice", "auto/linear_choice")
-    names = (*attention, *choices, "model/attention", "model/mlp", "parallel/collectives", "optim/muon")
+    names = (
+        *attention,
+        *choices,
+        "engines/replayed",
+        "model/attention",
+        "model/mlp",
+        "parallel/collectives",
+        "optim/muon",
+    )
     benchmarks = {f"benchmarks/{name}.py" for name in ("elsewhere", "huggingface", "linear")}
     assert users == {f"sagetrain/{name}.py" for name in names} | benchmarks
 

@@ -217,6 +217,7 @@ def test_step_time_communication_and_layouts():
         16,
         "parallel.tensor_parallel_size=2",
         "tokens_per_step={schedule: constant, tokens: 1048576}",
+        "training.cuda_graphs=off",
     )
     for line in (
         "Step time, predicted: as configured on 16 x NVIDIA H200 in 2 hosts",
@@ -419,7 +420,7 @@ def test_the_choices_of_a_run_are_planned_as_predicted():
         assert make_plan(CONFIGS / "1b.yaml", named, 8, HARDWARE[gpu]).chosen.prediction == made.chosen.prediction
     # The host limits a B200 with little to do, so all choices are equally fast there, and bf16 stays.
     for name, gpu, micro_batch, expected in (("7b", "h200", 2, "int8"), ("1b", "b200", 1, "bf16")):
-        asked = ["linear.precision=auto", f"data.micro_batch_size={micro_batch}"]
+        asked = ["linear.precision=auto", f"data.micro_batch_size={micro_batch}", "training.cuda_graphs=off"]
         assert make_plan(CONFIGS / f"{name}.yaml", asked, 8, HARDWARE[gpu]).cfg.linear.precision == expected
     errors, text = plan(CONFIGS / "1b.yaml", 8, "linear.precision=auto", "parallel.tensor_parallel_size=3")
     assert errors and "the faster of bf16 and int8 in layout 1; the run times it [linear_precision_auto]" in text

@@ -153,7 +153,8 @@ def estimated(gradients: list[torch.Tensor], counts: Sequence[int], scale: Noise
     groups, model, n = ParallelGroups.single(), Known(len(gradients[0])), len(counts)
     noise = GradientNoise(dict(model.named_parameters()), model.specs.values(), groups, torch.device("cpu"))
     for gradient, count in zip(gradients, counts, strict=True):
-        with noise.micro_batch(count):
+        noise.count(count)
+        with noise.micro_batch():
             (model(gradient) * count / sum(counts)).backward()
     noise.of_step([("weight", model.weight.grad)])
     noise.finish(n, clipping=1.0, copies=1)

@@ -7,6 +7,7 @@ What a real capture would do wrong in silence, or end with an opaque error, is a
 - A tensor from outside whose memory is gone or has moved raises Stale at the replay, with its shape and first reader.
 - Memory of the recording that is read before it is written holds NaN, or the integer -1.
 - Python that has an effect has none in a replay, so the caller's numbers are wrong.
+- What the function does while it is recorded is undone, as a capture runs nothing.
 - `differences` finds the numbers that two recordings hold.
 
 Collectives of gloo are recorded as operators.
@@ -55,6 +56,7 @@ class _Place:
             known = graph.outside.get(self.key)
             if known is None or known[0].expired():
                 graph.outside[self.key] = StorageWeakRef(storage), storage.data_ptr(), storage.nbytes()
+                graph._before[self.key] = storage.clone()
             self.outside = graph.outside[self.key]
 
     def tensor(self) -> Tensor:
@@ -89,14 +91,22 @@ class FakeGraph(TorchDispatchMode):
         self.program: list[_Call] = []
         self.pool: dict[int, UntypedStorage] = {}
         self.outside: dict[int, tuple[StorageWeakRef, int, int]] = {}
+        self._before: dict[int, UntypedStorage] = {}
         self.constants: list[str] = []
         """The lines that make tensors of the host's numbers, which a replay would not make again."""
 
     @classmethod
     def of(cls, function: Callable[[], None]) -> FakeGraph:
-        """Record a function, and run it."""
-        with cls() as graph:
-            function()
+        """Record a function. The tensors from outside have the values from before behind it."""
+        graph = cls()
+        try:
+            with graph:
+                function()
+        finally:
+            for key, values in graph._before.items():
+                reference, _, _ = graph.outside[key]
+                if not reference.expired():
+                    UntypedStorage._new_with_weak_ptr(reference.cdata).copy_(values)
         return graph
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

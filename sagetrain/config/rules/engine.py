@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sagetrain.config.arithmetic import engine_of, resolved_zero_stage
+from sagetrain.config.arithmetic import engine_of, not_recorded, resolved_zero_stage
 from sagetrain.config.errors import Finding
 from sagetrain.config.rules.findings import by_deepspeed, error, no_effect, warning
 from sagetrain.config.schema import RunConfig
@@ -185,6 +185,10 @@ def _reduction(cfg: RunConfig, zero: dict[str, Any]) -> Iterator[Finding]:
 def findings(cfg: RunConfig) -> Iterator[Finding]:
     """Find keys that another engine has, and keys of the `deepspeed` section that contradict SageTrain's keys, were
     never tested, or have a wrong value."""
+    refusal = not_recorded(cfg) if cfg.training.cuda_graphs == "on" else None
+    if refusal:
+        why = f"micro-steps cannot be CUDA graphs: {refusal.key} is {refusal.value}, where {refusal.why}"
+        yield error("cuda_graphs_off", "training.cuda_graphs", "on", why, f"{refusal.fix}, or set cuda_graphs: auto")
     if engine_of(cfg) == "fsdp":
         yield from _fsdp(cfg)
         yield from _offload(cfg)

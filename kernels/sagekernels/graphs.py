@@ -1,0 +1,100 @@
+"""CUDA graphs: what a function launches is recorded once, and replayed without the host's work for each launch."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import torch
+
+
+class Recording(Protocol):
+    """The launches of a function, on memory that stays where it was."""
+
+    def replay(self) -> None:
+        """Launch all of it once more on the current stream."""
+        ...
+
+
+Record = Callable[[Callable[[], None]], Recording]
+"""A function that records what another function launches. Nothing of it runs meanwhile."""
+
+
+class Pool:
+    """The memory of recordings. Their replays must come one after the other, and may leave results only in tensors from
+    outside of the recordings."""
+
+    def __init__(self) -> None:
+        self._handle = torch.cuda.graph_pool_handle()
+        _pools.add(self)
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+        # An invalid capture may still be known to the allocator, so its object is never freed.
+        self._failed: list[torch.cuda.CUDAGraph] = []
+
+    def record(self, function: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Record what a function launches on the current stream, which is not the default stream.
+
+        The function has run before on this stream: kernels are compiled and workspaces allocated then, which is not
+        possible while a graph is captured.
+
+        Raises:
+            Exception: the function's own, or CUDA's if the function does what cannot be captured.
+        """
+        graph = torch.cuda.CUDAGraph()
+        with _no_collection():
+            # Threads of loaders and of NCCL may go on meanwhile.
+            graph.capture_begin(self._handle, capture_error_mode="thread_local")
+            try:
+                function()
+            except BaseException:
+                self._failed.append(graph)
+                with contextlib.suppress(RuntimeError):  # The first error says more.
+                    graph.capture_end()
+                raise
+            try:
+                graph.capture_end()
+            except RuntimeError:
+                self._failed.append(graph)
+                raise
+        self._graphs.add(graph)
+        return graph
+
+    def forget(self) -> None:
+        """Drop all recordings. They cannot be replayed any more."""
+        for graph in list(self._graphs):
+            graph.reset()
+
+
+_pools: weakref.WeakSet[Pool] = weakref.WeakSet()
+
+
+def forget() -> None:
+    """Drop all recordings. Groups of processes cannot end before: NCCL keeps what recordings may use."""
+    for pool in list(_pools):
+        pool.forget()
+
+
+def leave_default_stream() -> None:
+    """Let the calling thread launch on a stream of its own from now on, if it launches on the default stream. The
+    default stream cannot be captured."""
+    if torch.cuda.current_stream() != torch.cuda.default_stream():
+        return
+    torch.cuda.synchronize()
+    # The caching allocator keeps free memory for the stream that had it.
+    torch.cuda.empty_cache()
+    torch.cuda.set_stream(torch.cuda.Stream())
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep the garbage collector from freeing CUDA's events and graphs, which would make a capture invalid."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()

@@ -1,0 +1,215 @@
+"""Micro-steps as CUDA graphs: forward and backward of a micro-batch are recorded once, and replayed for others."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules import module as hooks_of_all
+
+from sagekernels import observe
+from sagekernels.graphs import Pool, Record, Recording, leave_default_stream
+from sagetrain.config.arithmetic import Refusal
+from sagetrain.engines.leaf_sums import LeafSums
+from sagetrain.engines.static_inputs import StaticInputs, shapes_of
+from sagetrain.model.block import Block
+from sagetrain.model.transformer import Transformer
+from sagetrain.parallel.topology import ParallelGroups
+from sagetrain.stability.noise_scale import GradientNoise
+
+# A micro-step runs twice by the host before it is recorded: kernels are compiled, tuned and loaded then.
+_PASSES = 2
+_KEPT = 8  # This is the number of recordings that are kept.
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def recorder(device: torch.device) -> Record | None:
+    """Return the function that records on a device, and leave the default stream for good. None: the device has no
+    graphs."""
+    if device.type != "cuda":
+        return None
+    leave_default_stream()
+    return Pool().record
+
+
+def recorder_of(
+    how: str, refusal: Refusal | None, model: Transformer, device: torch.device
+) -> tuple[Record | None, str]:
+    """Return the function that records micro-steps, or None and the reason why the host launches each of them.
+
+    Args:
+        how: training.cuda_graphs.
+        refusal: the setting that keeps micro-steps from being recorded.
+    """
+    if how == "off":
+        return None, "training.cuda_graphs off"
+    if refusal:
+        return None, f"{refusal.key} {refusal.value}, where {refusal.why}"
+    if how == "auto" and model.head.loss is not None:
+        return None, "a loss of your own may change from one micro-step to the next"
+    record = recorder(device)
+    return record, "" if record else "no GPU"
+
+
+class _Program:
+    """The launches of micro-steps that differ in their micro-batch alone."""
+
+    def __init__(self, key: Any, noise: GradientNoise | None, inputs: StaticInputs) -> None:
+        self.key, self.noise, self.inputs = key, noise, inputs
+        self.passes = 0
+        self.recording: Recording | None = None
+        self.given: frozenset[str] = frozenset()
+        """The names of the leaves that get a gradient."""
+
+
+class Replayed:
+    """The micro-steps of an engine, recorded as soon as one like them has run by the host.
+
+    Args:
+        record: the function that records (`recorder`).
+        run: runs forward and backward of a micro-batch with these arguments of the model, and adds up the loss.
+        sums: the sums of the gradients, which stay in the same memory as soon as there are recordings.
+        leaves: the tensors that autograd gives gradients to.
+        groups: the groups of the collectives. Their metrics must not change in a recording.
+        beside: the bytes that sums need which stay, beyond those that do not.
+    """
+
+    def __init__(
+        self,
+        record: Record,
+        run: Callable[[Mapping[str, Any]], None],
+        model: Transformer,
+        sums: LeafSums,
+        leaves: Mapping[str, Tensor],
+        groups: ParallelGroups,
+        device: torch.device,
+        *,
+        beside: int,
+    ) -> None:
+        self._record, self._run, self._model, self._sums, self._leaves = record, run, model, sums, leaves
+        self._metrics, self._device, self._beside = groups.metrics, device, beside
+        self._programs: list[_Program] = []
+        self._stayed = sums.stay
+        self._steps = 0
+        self._state: Any = None
+        self.refusal = ""
+        """The reason why nothing is recorded any more."""
+
+    def begin(self) -> None:
+        """Begin a step. The weights, and what is derived from them, are where the micro-steps will find them."""
+        self._steps += 1
+        self._state = None if self.refusal else self._state_of_the_step()
+
+    @property
+    def ready(self) -> bool:
+        """Whether micro-steps can be run here in this step."""
+        return self._state is not None
+
+    def run(self, inputs: Mapping[str, Any], noise: GradientNoise | None) -> None:
+        """Run a micro-step.
+
+        Args:
+            inputs: the arguments of the model, with tensors in CPU memory.
+            noise: the measurement that looks at the gradients.
+        """
+        program = self._program_of(inputs, noise)
+        program.inputs.write(inputs)
+        # The first step allocates what later steps keep.
+        if program.recording is None and program.passes >= _PASSES and self._steps > 1 and not self.refusal:
+            self._record_program(program)
+        if program.recording is not None:
+            program.recording.replay()
+            self._sums.given |= program.given
+        else:
+            self._launch(program)
+            program.passes += 1
+
+    def _launch(self, program: _Program) -> None:
+        with program.noise.micro_batch() if program.noise else contextlib.nullcontext():
+            self._run(program.inputs.arguments)
+
+    def _program_of(self, inputs: Mapping[str, Any], noise: GradientNoise | None) -> _Program:
+        """Return the program of a micro-step, and make it if it is new."""
+        inputs = dict(inputs)
+        if inputs["cu_seqlens"] is not None:
+            # The number of bounds is a power of two, and the longest document may be as long as a sequence.
+            inputs["max_seqlen"] = inputs["tokens"].shape[1]
+        key = self._state, noise, shapes_of(inputs)
+        for place, program in enumerate(self._programs):
+            if program.key == key:
+                self._programs.append(self._programs.pop(place))
+                return program
+        del self._programs[: max(0, len(self._programs) - _KEPT + 1)]
+        self._programs.append(_Program(key, noise, StaticInputs(inputs, self._device)))
+        return self._programs[-1]
+
+    def _record_program(self, program: _Program) -> None:
+        """Record a program, or refuse to record anything from now on."""
+        given, added = set(self._sums.given), self._metrics.added()
+        self._sums.given.clear()
+        try:
+            self.refusal = _lacks_memory(self._device, 0 if self._sums.stay else self._beside)
+            if not self.refusal:
+                program.recording = self._record(lambda: self._launch(program))
+                program.given = frozenset(self._sums.given)
+                if self._metrics.added() != added:
+                    self.refusal = "a micro-step adds to the metrics"
+        except Exception as error:  # noqa: BLE001 - Whatever it is, micro-steps run without recordings as well.
+            self.refusal = f"{type(error).__name__}: {error}".partition("\n")[0]
+        self._sums.given, self._sums.stay = given, self._stayed or not self.refusal
+        if self.refusal:
+            # What a micro-step left when it was interrupted was never computed.
+            for leaf in self._leaves.values():
+                leaf.grad = None
+            program.recording = self._state = None
+            self._programs.clear()
+            warnings.warn(f"the host launches each micro-step from now on: {self.refusal}", stacklevel=2)
+
+    def _state_of_the_step(self) -> Any:
+        """Return all that decides what micro-steps launch, and where, beside their micro-batches. None: something looks
+        at them that would see nothing of a replay."""
+        model, leaves = self._model, self._leaves.values()
+        modules = [module for module in model.modules() if not isinstance(module, FSDPModule)]
+        if (
+            observe.listening()
+            or torch._C._autograd._profiler_enabled()
+            or torch.is_anomaly_enabled()
+            or any(getattr(module, hooks) for module in modules for hooks in _HOOKS)
+            or any(getattr(hooks_of_all, f"_global{hooks}") for hooks in _HOOKS)
+            or any(leaf._backward_hooks for leaf in leaves)
+        ):
+            return None
+        blocks = cast(Iterable[Block], model.blocks)
+        layers = [layer for block in blocks for layer in block.linear_layers.values()]
+        held = [*leaves, *(tensor for layer in layers for tensor in layer.kept)]
+        return (
+            [layer.matmul for layer in layers],
+            model.functions,
+            model.activation_checkpointing,
+            [leaf.requires_grad for leaf in leaves],
+            [tensor.data_ptr() for tensor in held],
+            torch.are_deterministic_algorithms_enabled(),
+            torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+            torch.get_float32_matmul_precision(),
+            torch.is_autocast_enabled(self._device.type),
+        )
+
+
+def _lacks_memory(device: torch.device, beside: int) -> str:
+    """Return "", or that recordings do not fit into a GPU's memory. Recordings keep the memory of a micro-step for
+    themselves, and others need as much for passes that are not recorded, or for the update."""
+    if device.type != "cuda":
+        return ""
+    kept = torch.cuda.memory_allocated(device)
+    needed = 2 * (torch.cuda.max_memory_allocated(device) - kept) + beside
+    # A capture cannot free what the caching allocator keeps.
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - kept
+    if free >= needed:
+        return ""
+    return f"recordings need {needed / 2**30:.1f} GiB for micro-steps, and {free / 2**30:.1f} GiB are free"

@@ -1,0 +1,96 @@
+"""Micro-steps that CUDA graphs replay have the bits of those that the host launches."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tiny
+from distributed import run_distributed
+from sagetrain.cluster.join import init_distributed
+from sagetrain.data.loader import Sample, batch_of
+from sagetrain.engines.build_engine import build_engine
+from sagetrain.engines.protocol import Observers
+from sagetrain.model.compile import compile_blocks
+from sagetrain.model.selection import matmuls_of
+from sagetrain.parallel.topology import ParallelGroups, Topology
+from sagetrain.stability.noise_scale import GradientNoise
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: make test-gpu"),
+]
+LENGTH, VOCAB = 512, 512
+SHAPE = {"num_layers": 2, "hidden_size": 512, "ffn_hidden_size": 1024, "num_attention_heads": 4, "vocab_size": VOCAB}
+CASES = {
+    "bf16, sdpa": ("bf16", {"backend": "sdpa"}, "none"),
+    "INT8, scores": ("int8", {"backend": "sage", "recipe": "scores"}, "none"),
+    "FP8, fine, recomputed": ("fp8", {"backend": "sage", "recipe": "fine"}, "full"),
+}
+
+
+def _steps(
+    case: str, compiled: bool, graphs: str, groups: ParallelGroups, device: torch.device
+) -> tuple[list[Any], torch.Tensor, Any]:
+    """Take four steps of four masked micro-batches with documents, the last one with its noise measured."""
+    linear, attention, again = CASES[case]
+    training = {"cuda_graphs": graphs, "activation_checkpointing": again}
+    sections = {"linear": {"precision": linear}, "attention": attention, "model": SHAPE, "data": {"seq_length": LENGTH}}
+    cfg = tiny.config(1, "bf16", training=training, tokens_per_step={"tokens": 8 * LENGTH}, **sections)
+    matmuls, _ = matmuls_of(cfg.linear, cfg.model, tensor_parallel_size=1, device=device, dtype=torch.bfloat16)
+    model = tiny.model(cfg, groups, device=device, vocab_size=VOCAB, matmuls=matmuls)
+    if compiled:
+        compile_blocks(model, hooks=True)
+    engine: Any = build_engine(cfg, model, groups, 4)
+    noise = GradientNoise(engine.leaves(), model.every_spec.values(), groups, device)
+    numbers = []
+    for step in range(4):
+        draw, batches = torch.Generator().manual_seed(10 * step + groups.dp_rank), []
+        for _ in range(4):
+            tokens = torch.randint(0, VOCAB, (LENGTH + 1,), generator=draw).numpy()
+            starts = sorted({int(place) for place in torch.randint(1, LENGTH, (3 + 10 * step,), generator=draw)})
+            counted = torch.rand(LENGTH, generator=draw).numpy() < 0.7
+            batches.append(batch_of([Sample(tokens, starts, 0, counted)], True, True))
+        result = engine.step(batches, 4, 1e-3, Observers(noise=noise if step == 3 else None), 4000)
+        shown = {name: value for name, value in result.metrics.items() if name.startswith(("train", "noise"))}
+        numbers.append(shown)
+    return numbers, torch.cat([owned.read("weight").flatten().cpu() for owned in engine.owned()]), engine._replayed
+
+
+def _bits(cases: list[str], compiled: bool) -> dict[str, bool | str]:
+    torch.use_deterministic_algorithms(True)
+    rank, ranks, store = dist.get_rank(), dist.get_world_size(), dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()  # It is of gloo.
+    dist.init_process_group("nccl", store=dist.PrefixStore("nccl", store), rank=rank, world_size=ranks)
+    device = init_distributed(timeout_minutes=5)
+    groups, found = ParallelGroups.create(Topology(ranks, 1, 1, 1)), {}
+    for case in cases:
+        (steps, weights, _), (others, again, replayed) = (
+            _steps(case, compiled, how, groups, device) for how in ("off", "on")
+        )
+        recorded = sum(program.recording is not None for program in replayed._programs)
+        found[case] = replayed.refusal or (steps == others and torch.equal(weights, again) and recorded > 0)
+    return found
+
+
+def _check(ranks: int, cases: list[str], compiled: bool) -> None:
+    with patch.dict(os.environ, CUBLAS_WORKSPACE_CONFIG=":4096:8"):
+        for found in run_distributed(_bits, ranks, cases, compiled):
+            assert found == dict.fromkeys(cases, True)
+
+
+def test_replays_have_the_bits_of_the_host() -> None:
+    _check(1, ["bf16, sdpa"], compiled=False)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_replays_of_compiled_blocks_have_them_too(ranks: int) -> None:
+    if ranks > torch.cuda.device_count():
+        pytest.skip(f"needs {ranks} GPUs")
+    _check(ranks, list(CASES), compiled=True)
