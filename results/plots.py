@@ -166,6 +166,12 @@ def generation(figure: Figure) -> None:
     bars(figure.subplots(), names, values, "tokens/s for so many prompts, 325M on one H200")
 
 
+def trainer(figure: Figure) -> None:
+    rows = tables("trainer")[0]
+    names, values = [row["attention + linear layers"] for row in rows], numbers(rows, "tokens/s")
+    bars(figure.subplots(), names, values, "tokens/s of transformers' Trainer, 1.1B on one H100", values[0])
+
+
 def layouts(figure: Figure) -> None:
     rows = [row for row in tables("layouts")[0] if row["scaling"]]
     names = [f"{row['model']}, {row['GPUs']} GPUs: {row['layout']}" for row in rows]
@@ -406,6 +412,7 @@ PLOTS: dict[str, tuple[str, float, Callable[[Figure], None]]] = {
     "step": ("step.png", 3.6, step),
     "tensor-parallel": ("time.png", 3.6, tensor_parallel),
     "tokens-per-step": ("by-size.png", 3.6, tokens_per_step),
+    "trainer": ("trainer.png", 2.4, trainer),
     "which-attention": ("which-attention.png", 4.4, which_attention),
 }
 """Each page's file, its height in inches, and the function that draws it."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 import saved_runs
 from prepare_inputs import TEXTS
@@ -16,11 +16,11 @@ from sagetrain.inference.cache import CachedModel
 from sagetrain.inference.generate import Sampling, generate
 from sagetrain.inference.load import TrainedRun, load_run
 from sagetrain.inference.ranks import Ranks
+from sagetrain.interop.exporting import export
 from sagetrain.parallel.topology import ParallelGroups
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
-ROOT = Path(__file__).parent.parent.parent
 PROMPTS = ["a", "the quick brown fox", "", "b c d e f", "the quick"]
 
 
@@ -74,12 +74,17 @@ def test_a_recorded_step_is_the_step(runs: Path) -> None:
         assert torch.equal(recorded(new), plain(new))
 
 
-def test_transformers_goes_on_alike(runs: Path) -> None:
-    spec = importlib.util.spec_from_file_location("benchmark_generate", ROOT / "benchmarks/generate.py")
-    benchmark = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(benchmark)
-    run, model = benchmark.load(runs / "fp32", "sdpa")
-    benchmark.check(run, model, benchmark.prompts_of(run, 3, 8), 7)
+def test_transformers_goes_on_alike(runs: Path, tmp_path: Path) -> None:
+    run = load_run(runs / "fp32", print, attention="sdpa")
+    run.tokenizer.eos_id, run.end_tokens = -1, ()
+    export(runs / "fp32", tmp_path / "exported", dtype="float32", report=print)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32)
+    model.to(run.device).eval()
+    model.generation_config.eos_token_id = None
+    for prompt in ("a", "the quick", "b c d e f"):
+        ids = torch.tensor([[*run.text_prefix, *run.tokenizer.encode(prompt)]], device=run.device)
+        theirs = model.generate(ids, do_sample=False, max_new_tokens=7, pad_token_id=0)[0, ids.shape[1] :].tolist()
+        assert tokens_of(run, [prompt], Sampling(7, temperature=0), 1) == [theirs]
 
 
 @torch.no_grad()

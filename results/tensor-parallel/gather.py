@@ -1,12 +1,14 @@
 """Time an all-gather beside a matmul in three ways: NCCL's kernels, NCCL's copy engines, and parallel/copies.py.
 
-    torchrun --nproc-per-node 2 benchmarks/gather.py
+    torchrun --nproc-per-node 2 results/tensor-parallel/gather.py
 
 The cost of a gather for a layer is the time by which the matmuls beside it take longer. `adds` is the time of both at
 once minus the time of the matmuls alone. Each is a median over rounds in which all ways take turns. `kernels` is the
 number of kernels that a gather launches. NCCL uses copy engines (2.28 and later) if its communicator may use no
 multiprocessor (zero-CTA policy) and the result lies in memory that is registered with it. Every result is checked
 first.
+
+This script is frozen. It runs with the library as it was at commit 6c48af22.
 """
 
 from __future__ import annotations

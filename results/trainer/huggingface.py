@@ -1,12 +1,14 @@
 """Time transformers' Trainer with INT8 attention and 8-bit linear layers beside its own attention, in one run.
 
-    python benchmarks/huggingface.py
-    python benchmarks/huggingface.py --cases sdpa,sage,sage+int8 --layers 24 --hidden 1024 --seconds 300
+    python results/trainer/huggingface.py
+    python results/trainer/huggingface.py --cases sdpa,sage,sage+int8 --layers 24 --hidden 1024 --seconds 300
 
 A Llama with random weights in bfloat16 learns random tokens. First sage is compared with sdpa, in logits and gradients,
 with padding and with packed documents: if they differ by more than INT8's error, nothing is timed. A case is an
 attn_implementation, with the precision of convert() behind a plus sign. Decoder layers are compiled one by one. A
 figure is the mean over the steps after the first four. Cases that would begin too late for --seconds are not run.
+
+This script is frozen. It runs with the library as it was at commit 6c48af22.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
 """Time a pipeline beside one GPU that trains its share of the blocks, and beside other layouts.
 
-    torchrun --nproc-per-node 2 benchmarks/pipeline.py          (or 4)
+    torchrun --nproc-per-node 2 results/layouts/pipeline.py          (or 4)
 
 It says how much of a step the stages idle, beside the bound (stages - 1) / (chunks x micro-batches + stages - 1). The
 model is 3B with sequences of 8,192 random tokens. Before anything is timed, losses and gradient norms of a small model
 are compared with those of ZeRO 1. Rows that do not fit into --seconds are left out, the last ones first.
+
+This script is frozen. It runs with the library as it was at commit 6c48af22.
 """
 
 from __future__ import annotations

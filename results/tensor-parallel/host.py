@@ -1,7 +1,7 @@
 """Time what the host needs for a micro-step under tensor and sequence parallelism: forward and backward, ms.
 
-    python3 benchmarks/host.py
-    torchrun --nproc-per-node 2 benchmarks/host.py --shape 1b
+    python3 results/tensor-parallel/host.py
+    torchrun --nproc-per-node 2 results/tensor-parallel/host.py --shape 1b
 
 Without a GPU this process is rank 0 of two, alone. Its collectives meet nobody and copy only its own part. The model is
 so small that computing costs little (attention is an addition), and most of the time is Python: torch.compile's guards
@@ -12,6 +12,8 @@ micro-step if micro-steps follow each other.
 Micro-batches have packed documents, whose ends differ, and go in halves unless --whole. The losses are printed to the
 last bit, because a change may not change them. Settings of torch.compile come from the environment, for example
 TORCHINDUCTOR_CPP_WRAPPER=1.
+
+This script is frozen. It runs with the library as it was at commit 6c48af22.
 """
 
 from __future__ import annotations
@@ -23,7 +25,6 @@ import os
 import statistics
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -41,7 +42,6 @@ from sagetrain.model.transformer import Transformer
 from sagetrain.parallel import copies
 from sagetrain.parallel.topology import ParallelGroups, Topology
 
-ROOT = Path(__file__).resolve().parent.parent
 # This is a number of micro-steps.
 WARM_UP = 4
 TINY = (
@@ -123,7 +123,7 @@ def main(words: Sequence[str] | None = None) -> None:
     tiny = arguments.shape == "tiny"
     own = ["parallel.sequence_parallel=true", f"parallel.tensor_parallel_size={groups.tp_size}"]
     settings = [*(TINY if tiny else ()), *own, *arguments.overrides]
-    cfg = load_config(str(ROOT / f"configs/{'1b' if tiny else arguments.shape}.yaml"), settings)
+    cfg = load_config("1b" if tiny else arguments.shape, settings)
     vocab_size = VOCAB if tiny else 32000
     place = {"dtype": torch.bfloat16, "device": device}
     matmuls, _ = matmuls_of(cfg.linear, cfg.model, tensor_parallel_size=groups.tp_size, **place)

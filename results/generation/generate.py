@@ -1,13 +1,15 @@
 """Time `sagetrain generate` beside transformers' generate on the same weights, in one run.
 
-    python benchmarks/generate.py runs/quickstart
-    python benchmarks/generate.py runs/325m --batch-sizes 1 8 32 --prompt-tokens 512 --json generate.json
+    python results/generation/generate.py runs/quickstart
+    python results/generation/generate.py runs/325m --batch-sizes 1 8 32 --prompt-tokens 512 --json generate.json
 
 The run is exported, and transformers loads the export. Both continue the same prompts, of different lengths, with the
 most likely tokens. Each prompt gets the same number of tokens, whatever ends a document. The cache of keys and values
 is on, and reading the prompts counts. The first pass is in float32: if the tokens differ, and not by a tie, nothing is
 timed. The second is in the dtype that the run computes in here (bfloat16 on a GPU). Both take turns; a figure is the
 median over rounds.
+
+This script is frozen. It runs with the library as it was at commit 6c48af22.
 """
 
 from __future__ import annotations

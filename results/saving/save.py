@@ -1,13 +1,15 @@
 """Time how long training stands still for a checkpoint: one that is waited for, and one that is written in the
 background.
 
-    python3 benchmarks/save.py --config configs/1b.yaml --folder /scratch attention.backend=sdpa
-    torchrun --nproc-per-node 4 benchmarks/save.py --config configs/1b.yaml --folder /shared/scratch
+    python3 results/saving/save.py --config configs/1b.yaml --folder /scratch attention.backend=sdpa
+    torchrun --nproc-per-node 4 results/saving/save.py --config configs/1b.yaml --folder /shared/scratch
 
 It trains the configured model on random tokens, one micro-batch per step, and saves it both ways several times. It
 needs no data. The figures are medians over the saves, on rank 0. While a checkpoint is written in the background, steps
 go on: their time beside a save is printed too. The folder needs room for two checkpoints of 12 bytes per parameter.
 They are removed at the end.
+
+This script is frozen. It runs with the library as it was at commit 6c48af22.
 """
 
 from __future__ import annotations
@@ -123,14 +125,15 @@ def everywhere(mine: bool, device: torch.device) -> bool:
     return some.item() > 0
 
 
-def report(engine: Engine, alone: list[float], waited: list[float], background: list[Saved], beside: list) -> None:
+def report(
+    engine: Engine, stage: object, alone: list[float], waited: list[float], background: list[Saved], beside: list
+) -> None:
     """Print the medians."""
     stall = statistics.median(saved.stall_seconds for saved in background)
     later = statistics.median(saved.publish_seconds for saved in background)
     wait = statistics.median(waited)
     size = sum(12 * (shard.stop - shard.start) for shard in engine.owned()) / 2**30
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    stage = engine.settings["zero_optimization"]["stage"]
     print(f"{name}, {dist.get_world_size()} ranks, ZeRO {stage}; rank 0 writes {size:.2f} GiB")
     print(f"saved and waited for   training stands still for {wait:8.3f} s")
     print(f"in the background      training stands still for {stall:8.3f} s, published {later:.1f} s later")
@@ -167,7 +170,7 @@ def main() -> None:
         if dist.get_rank() == 0:
             shutil.rmtree(box[0])
     if dist.get_rank() == 0:
-        report(engine, alone, *figures)
+        report(engine, cfg.parallel.zero_stage, alone, *figures)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,6 +1,6 @@
 """Time the start of a run on hundreds of ranks, simulated on one machine. Everything but the model takes part.
 
-    python3 benchmarks/start.py --ranks 64 256 1024
+    python3 results/start/start.py --ranks 64 256 1024
 
 Each rank is a thread with the environment that a launcher would give it. By its name it is on a host of eight ranks; a
 process has 64 of them. It runs training's own code. The ranks meet over TCP, report who they are, find the shared run
@@ -12,6 +12,8 @@ For each part, the seconds from the start of the first rank until the last one w
 share the cores of this machine, while on a cluster eight ranks have the cores of a host, so what each rank computes for
 itself is overstated. `requests` are the requests to the key-value stores, and `groups` the calls of new_group, of all
 ranks together.
+
+This script is frozen. It runs with the library as it was at commit 6c48af22.
 """
 
 from __future__ import annotations
@@ -193,7 +195,8 @@ def start(
         identity=Identity(model=cfg.model.model_dump(), qk_norm=cfg.attention.qk_norm, vocab_size=1),
     )
     at = groups.replica_rank
-    own = [replace(piece, start=at, stop=at + 1) for piece in parameters]
+    cut = {"shape": (groups.num_replicas,), "cut": None, "dim": None}
+    own = [replace(piece, spec=replace(piece.spec, **cut), start=at, stop=at + 1) for piece in parameters]
     saver.start(state, dump_config(cfg), own, rng_state())
     saver.wait()
     tick("checkpoint saved")

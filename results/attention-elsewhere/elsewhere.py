@@ -6,7 +6,9 @@ simulates a GeForce card: each tensor-core instruction is followed by idle ones,
 as on an RTX 4090. Results stay correct. Each way is compared with float64 before it is timed. A way that is wrong is
 named and not timed.
 
-    python benchmarks/elsewhere.py --out FOLDER [--before PACKAGE] [--tiles]
+    python results/attention-elsewhere/elsewhere.py --out FOLDER [--before PACKAGE] [--tiles]
+
+This script is frozen. It runs with the library as it was at commit 6c48af22.
 """
 
 from __future__ import annotations
