@@ -110,6 +110,8 @@ def _with_json(tree: dict[str, Any], beside: Beside, file: Path) -> tuple[bytes,
         vocabulary = tree["model"]["vocab"]
         if isinstance(vocabulary, list):  # This is a list of pieces with scores, in the order of ids.
             vocabulary = {piece: number for number, (piece, _) in enumerate(vocabulary)}
+        last = max(vocabulary.values()) + len({each.content for each in added.values()} - vocabulary.keys())
+        special = [each for each in _special_ids(tree) if each[2] > last]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"a tokenizer.json of the tokenizers package ({error!r})") from error
     if tree["model"].get("dropout"):
@@ -134,7 +136,14 @@ def _with_json(tree: dict[str, Any], beside: Beside, file: Path) -> tuple[bytes,
         tree["added_tokens"] = json.loads(pipeline.to_str())["added_tokens"]
         numbers = pipeline.get_vocab(with_added_tokens=True)
         notes += _said(missing, known, numbers, file)
+        last = max(numbers.values())
     _check_numbers(beside, numbers, file)
+    for key, text, number in special:
+        if number > last:
+            raise ConfigError(
+                f"{file}: {key} gives {text!r} the id {number}, but ids end at {last}: write the id that the token has "
+                "in the vocabulary, or copy the file again from where it was published"
+            )
     notes += _left_out(beside, numbers)
     tree[TOKENIZER_CONFIG] = _config(beside, ("bos_token", "eos_token", "unk_token", "pad_token"))
     return json.dumps(tree, ensure_ascii=False).encode(), notes
@@ -321,6 +330,17 @@ def _check_numbers(beside: Beside, numbers: Mapping[str, int], file: Path) -> No
                 "belong to different tokenizers, or one of them was edited; copy both again from where they were "
                 "published"
             )
+
+
+def _special_ids(tree: Mapping[str, Any]) -> Iterable[tuple[str, str, int]]:
+    """Yield the ids that a tokenizer.json gives its special tokens: the key, the token's text, and the id."""
+    for each in tree.get("added_tokens") or []:
+        yield "added_tokens", each["content"], each["id"]
+    post = tree.get("post_processor") or {}
+    for step in post.get("processors") or [post]:
+        for each in step.get("special_tokens", {}).values():
+            yield from (("post_processor", each["id"], number) for number in each["ids"])
+        yield from (("post_processor", *step[key]) for key in ("sep", "cls") if key in step)
 
 
 def _said(missing: Iterable[Stated], known: Container[str], numbers: Mapping[str, int], file: Path) -> list[str]:

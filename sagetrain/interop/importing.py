@@ -326,12 +326,16 @@ def _generation(
                 f"{folder}: config.json says {key} {config[key]}, {file.name} says {said[key]}: the latter counts, as "
                 "in transformers"
             )
-        if beyond := [each for each in own or theirs if not 0 <= each < vocab_size]:
-            # transformers would not load an export with such a pad_token_id.
-            settings[key], left = (None, " and is left out") if key == "pad_token_id" else (settings[key], "")
-            report(
-                f"{folder}: {key} {beyond[0]} is no token of the model (vocab_size {vocab_size}): it never comes{left}"
-            )
+        for beyond in (each for each in own or theirs if not 0 <= each < vocab_size):
+            what = f"{folder / (file.name if own else 'config.json')}: {key} {beyond} is no token of the model"
+            if key != "pad_token_id":
+                raise ConfigError(
+                    f"{what}, whose ids are 0 to {vocab_size - 1} (vocab_size {vocab_size} of config.json): write the "
+                    f"id of the token that {'ends' if key == 'eos_token_id' else 'begins'} a text, or null if none does"
+                )
+            # transformers would not load an export with such an id.
+            settings[key] = None
+            report(f"{what} (vocab_size {vocab_size}): it never comes and is left out")
     if settings["pad_token_id"] is None:
         del settings["pad_token_id"]
     ends = _ids(settings["eos_token_id"], "eos_token_id")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -228,3 +229,30 @@ def test_token_files_from_elsewhere_need_a_vocabulary_size(corpus: Path, tmp_pat
     (tmp_path / "run/tokenizer.model").write_bytes((corpus / "tokenizer.model").read_bytes())
     assert command(capsys, "generate", tmp_path / "run", "def ")[1].startswith("def ")
     assert load_run(tmp_path / "run", print).vocab_size == 512
+
+
+def _in_added_tokens(tree: dict) -> None:
+    tree["added_tokens"][1]["id"] = 90_000
+
+
+def _in_a_template(tree: dict) -> None:
+    tree["post_processor"]["special_tokens"]["<|begin|>"]["ids"] = [90_000]
+
+
+def _in_steps(tree: dict) -> None:
+    roberta = {"type": "RobertaProcessing", "sep": ["<|end|>", 1], "cls": ["<|begin|>", 90_000]}
+    roberta |= {"trim_offsets": True, "add_prefix_space": False}
+    tree["post_processor"] = {"type": "Sequence", "processors": [roberta]}
+
+
+@pytest.mark.parametrize("edit", [_in_added_tokens, _in_a_template, _in_steps])
+def test_ids_beyond_the_vocabulary_are_refused(folder: Path, tmp_path: Path, edit: Callable[[dict], None]) -> None:
+    tree = json.loads((folder / "tokenizer.json").read_text())
+    edit(tree)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
+    (tmp_path / "tokenizer_config.json").write_bytes((folder / "tokenizer_config.json").read_bytes())
+    said = (
+        r"json: (added_tokens|post_processor) gives '<\|(begin|end)\|>' the id 90000, but ids end at 599: write the id"
+    )
+    with pytest.raises(ConfigError, match=said):
+        Tokenizer.load(tmp_path / "tokenizer.json")

@@ -327,18 +327,27 @@ def test_ends_of_config_json_and_generation_config_json(
 
 
 def test_ends_of_config_json_alone(copy: Callable[..., Folder], tmp_path: Path) -> None:
-    keys = {"eos_token_id": [7, 400], "pad_token_id": 352, "temperature": 0.5, "do_sample": True}
+    keys = {"eos_token_id": [7, 300], "pad_token_id": 352, "temperature": 0.5, "do_sample": True}
     folder = copy().config(**keys, auto_map={"AutoModel": "own.Model"})
     (folder.path / "generation_config.json").unlink()
     import_folder(folder.path, folder.run, report=folder.said.append)
     said = "\n".join(folder.said)
-    assert "eos_token_id 400 is no token of the model (vocab_size 352): it never comes" in said
     # transformers does not load a folder with a pad_token_id beyond the rows.
     assert "pad_token_id 352 is no token of the model (vocab_size 352): it never comes and is left out" in said
     assert "auto_map names code of its own" in said and "temperature" not in said
     export(folder.run, tmp_path / "out")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config
-    assert (theirs.eos_token_id, theirs.temperature, theirs.do_sample) == ([7, 400], 0.5, True)
+    assert (theirs.eos_token_id, theirs.temperature, theirs.do_sample) == ([7, 300], 0.5, True)
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize(("key", "value"), [("eos_token_id", [7, 400]), ("eos_token_id", -1), ("bos_token_id", 352)])
+def test_ends_that_are_no_tokens_are_refused(copy: Callable[..., Folder], file: str, key: str, value: object) -> None:
+    folder = copy()
+    (folder.path / "generation_config.json").unlink()
+    folder.config(file=file, **{key: value})
+    number = value[-1] if isinstance(value, list) else value
+    folder.refused(rf"/{file}: {key} {number} is no token of the model, whose ids are 0 to 351 .*write the id of the")
 
 
 # -- files of weights --------------------------------------------------------------------------------------------------
