@@ -7,6 +7,7 @@
 # are added to a finished row), SEED the first of them (1), BAND the number of them for which 16 bits leave a parting once
 # more, a rounding apart (2), RUNS the number of runs at a time on each GPU (3), TIME_LIMIT the seconds after which a row
 # saves its runs and stops.
+# Rows with a ladder or with capped gains (paper-end16, paper-edges, paper-measured, *-capped) need commit 75f1db79 or an earlier one.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 

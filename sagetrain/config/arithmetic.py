@@ -6,11 +6,9 @@ tokens per step = micro_batch_size x seq_length x data-parallel ranks x accumula
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from itertools import groupby
 from typing import Literal, NamedTuple
 
-from sagetrain.config.schema import LinearConfig, LrScheduleConfig, PrecisionConfig, Recomputation, RunConfig
+from sagetrain.config.schema import LinearConfig, LrScheduleConfig, Recomputation, RunConfig
 
 VOCAB_MULTIPLE = 128
 
@@ -186,22 +184,3 @@ def low_bit_part(linear: LinearConfig, total_tokens: int) -> tuple[int, float]:
     # The first step belongs to any first part, however short the part is.
     begin = 0 if first is None else max(1, round(total_tokens * first))
     return begin, math.inf if last is None else last_part(last, total_tokens)
-
-
-def scheduled_rung(precision: PrecisionConfig, layer: int, num_layers: int, tokens: int, total_tokens: int) -> int:
-    """Return the lowest rung that a layer may be on in a step that begins when `tokens` have been seen. Rung 0 is
-    attention.recipe, and the rungs of precision.rungs follow."""
-    found = [0]
-    for floor in precision.floors:
-        everywhere = not (floor.first_layers or floor.last_layers)
-        here = everywhere or layer < floor.first_layers or layer >= num_layers - floor.last_layers
-        if here and tokens >= last_part(floor.last_fraction or 1, total_tokens):
-            found.append(precision.rungs.index(floor.rung) + 1)
-    return max(found)
-
-
-def layers_in_words(layers: Sequence[int]) -> str:
-    """Return rising layer numbers as text: `layer 3`, `layers 0, 5 to 11`."""
-    runs = [[layer for _, layer in run] for _, run in groupby(enumerate(layers), lambda pair: pair[1] - pair[0])]
-    words = ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
-    return f"layer{'s' if len(layers) > 1 else ''} {words}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise, permutations
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from sagetrain.config import yaml_nodes
+from sagetrain.config import former_keys, yaml_nodes
 from sagetrain.config.errors import ConfigError, Finding, beyond_ascii, is_utf8, refuse_pointer, shown
 from sagetrain.config.other_names import key_meant, value_meant
 from sagetrain.config.reference import describe, keys, locate, outline, slot_of, tag_of, tags_of
@@ -26,7 +26,9 @@ _EITHER_OR = {"lr_schedule": ("warmup", "warmup_tokens")}
 """Two keys of a section that say the same in different units. An override of one takes the place of the other."""
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), passed_over: Callable[[str], None] | None = None
+) -> RunConfig:
     """Read a run's configuration.
 
     Args:
@@ -34,11 +36,18 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         overrides: `dotted.key=value` texts. Values are read as YAML. Items of lists are named by index
             (`data.train.0.path=corpus`). A whole section may be given at once (`tokens_per_step={schedule: constant,
             tokens: 262144}`).
+        passed_over: for the config.yaml of a run, which an earlier version may have written: gets a message for each
+            setting that there is no longer, which then counts for nothing. None: such a setting is a problem.
 
     Raises:
         ConfigError: lists every problem with place, key, value, rule and fix.
     """
     source = _Source(path, overrides)
+    for key, value in source.former:
+        if passed_over:
+            passed_over(f"{source.file}: {_dotted(key.path)} = {shown(value)} counts for nothing now: {key.why}")
+        else:
+            source.report(key.path, f"is no longer there: {key.why}{_FIX}{key.fix}", value)
     try:
         config = RunConfig.model_validate(source.tree)
     except ValidationError as error:
@@ -130,19 +139,20 @@ class _Source:
         self.tree, self.lines, problems = yaml_nodes.parse(_text_of(path))
         self.unusable = {problem.path for problem in problems}
         for problem in problems:
-            self._report(problem.path, problem.message, where=f"{self.file}:{problem.line}")
+            self.report(problem.path, problem.message, where=f"{self.file}:{problem.line}")
         if not isinstance(self.tree, dict):
             if not problems:
-                self._report((), "no configuration: sections such as `model:` are expected at the top level")
+                self.report((), "no configuration: sections such as `model:` are expected at the top level")
             self.raise_problems()
         for override in overrides:
             self._override(override)
         foreign = [(key, value) for key, value in _texts(self.tree) if not is_utf8(value)]
         for key, value in foreign:
-            self._report(key, "is not UTF-8, as a configuration is: rename it (mv, convmv)", ascii(value)[1:-1])
+            self.report(key, "is not UTF-8, as a configuration is: rename it (mv, convmv)", ascii(value)[1:-1])
         if foreign:
             self.raise_problems()
         self._fall_away()
+        self.former = former_keys.take_out(self.tree)
 
     def where(self, path: KeyPath) -> str:
         """Return the override or `file:line` that gave a key. If the key is absent, its nearest parent counts."""
@@ -160,23 +170,23 @@ class _Source:
         if kind == "default_factory_not_called" or (value is None and path in self.unusable):
             return  # This follows from a problem that is reported itself.
         if kind == "extra_forbidden" and section is not None:
-            self._report(path, f"unknown key{_hint_for_unknown(path, section)}", value)
+            self.report(path, f"unknown key{_hint_for_unknown(path, section)}", value)
         elif kind == "missing" and section is not None:
             doc = section.model_fields[str(path[-1])].description
-            self._report(path, f"missing; it takes {describe(slot)}" + (f": {' '.join(doc.split())}" if doc else ""))
+            self.report(path, f"missing; it takes {describe(slot)}" + (f": {' '.join(doc.split())}" if doc else ""))
         elif kind in ("union_tag_not_found", "union_tag_invalid"):
             tags = tags_of(slot.sections)
             takes = f"one of {', '.join(tags)}"
             if "schedule" in value:
-                self._report((*path, "schedule"), _must_be(takes, value["schedule"], tags), value["schedule"])
+                self.report((*path, "schedule"), _must_be(takes, value["schedule"], tags), value["schedule"])
             else:
-                self._report((*path, "schedule"), f"missing; it takes {takes}")
+                self.report((*path, "schedule"), f"missing; it takes {takes}")
         elif kind == "value_error":
-            self._report(path, str(detail["ctx"]["error"]), value)
+            self.report(path, str(detail["ctx"]["error"]), value)
         else:
             if kind == "missing":  # An item is missing in a list of fixed length.
                 path, _, slot = locate(detail["loc"][:-1])
-            self._report(path, _must_be(describe(slot), value, slot.choices), value)
+            self.report(path, _must_be(describe(slot), value, slot.choices), value)
 
     def raise_problems(self) -> None:
         """Raise ConfigError with all problems found so far, if there are any."""
@@ -189,13 +199,13 @@ class _Source:
         name, equals, value_text = text.partition("=")
         parts = name.strip().split(".")
         if not equals or "" in parts:
-            self._report(
+            self.report(
                 (), "must be dotted.key=value in one word, for example optimizer.lr=3e-4", where=f"override {text}"
             )
             return
         value, _, problems = yaml_nodes.parse(value_text) if is_utf8(value_text) else (value_text, {}, [])
         for problem in problems:
-            self._report((), problem.message, where=f"override {text}")
+            self.report((), problem.message, where=f"override {text}")
         target = self.tree
         path: KeyPath = ()
         for part, within in pairwise(parts):
@@ -251,10 +261,10 @@ class _Source:
             rule = f"is a list of {len(target)}, counted from 0: there is no item {part!r}"
         else:
             rule = "is a single value: nothing can be set inside it"
-        self._report(path, rule, target, where=f"override {text}")
+        self.report(path, rule, target, where=f"override {text}")
         return None
 
-    def _report(self, path: KeyPath, rule: str, value: Any = _ABSENT, where: str = "") -> None:
+    def report(self, path: KeyPath, rule: str, value: Any = _ABSENT, where: str = "") -> None:
         key = _dotted(path) + ("" if value is _ABSENT else f" = {shown(value)}")
         problem = ": ".join(part for part in (where or self.where(path), key, rule) if part)
         if problem not in self.problems:  # Each member of a union reports the same problem.

@@ -63,19 +63,6 @@ class Probe(Protocol):
         ...
 
 
-class UpdateObserver(Protocol):
-    """An observer of the weights before and after they are updated."""
-
-    def before_update(self) -> None:
-        """Look at the weights after the last backward pass. Numbers that are added to the metrics here belong to this
-        step."""
-        ...
-
-    def after_update(self) -> None:
-        """Look at the weights after an update. The observer may change them in all copies of this rank."""
-        ...
-
-
 def _accept(metrics: Mapping[str, float]) -> Verdict:
     return Verdict()
 
@@ -92,8 +79,6 @@ class Observers:
     """The observer of the first micro-batch's passes."""
     layer_norms: bool = False
     """Whether norms/<layer>/gradient and norms/<layer>/activation are measured."""
-    updates: Sequence[UpdateObserver] = ()
-    """The observers that look at the weights before the step is judged, and after an update that was made."""
     judge: Callable[[Mapping[str, float]], Verdict] = _accept
     """The judge of the update. It is called once on every rank, with the step's numbers except those of `noise`."""
 

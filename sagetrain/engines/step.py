@@ -152,8 +152,6 @@ class BaseEngine(ABC):
             divisor = max(counted, 1) / (micro_batches * self.groups.dp_size)
             batches = (replace(batch, divisor=divisor) for batch in batches)
         samples = self._accumulate(batches, micro_batches, observers, masked=counted is not None)
-        for observer in observers.updates:
-            observer.before_update()
         metrics.sum("stop", stop())
         metrics.sum("folds", fold(samples, self.groups.dp_rank))
 
@@ -161,8 +159,6 @@ class BaseEngine(ABC):
         decision = Decision(observers, self.groups, self._gradients, self.device)
         applied = self._update(decision)
         self.optimizer_steps += applied
-        for observer in observers.updates if applied else ():
-            observer.after_update()
         self._weights_written()
         return self._result(decision, applied, micro_batches, observers)
 

@@ -4,9 +4,7 @@
 The checkpoint's weights run forward and backward on the run's own data with the attention of a recipe, observed as in
 training (stability/monitor.py): cosine and relative L2 of O, delta, P, dP, dS, dQ, dK and dV against float32, from the
 same Q, K, V and dO. So the error of a recipe can also be measured on checkpoints that were trained with 16-bit
-attention. All layers run with the recipe, and higher layers read what the layers below them computed with it. Without a
-recipe, the layers of a run with a precision ladder run on the rungs that they were on. Those in 16 bits have no errors
-to show.
+attention. All layers run with the recipe, and higher layers read what the layers below them computed with it.
 
 Linear layers that the run multiplies in 8 bits are measured too, as in training, in a pass of their own with the
 attention that the run was trained with (stability/linear_errors.py). This includes layers that the checkpoint has in 16
@@ -44,8 +42,6 @@ from sagetrain.training.failed_step import describe
 
 TENSORS = ("delta", "P", "dP", "dS", "O", "dQ", "dK", "dV")
 RECIPES = tuple(name for name in get_args(AttentionConfig.model_fields["recipe"].annotation) if name != "auto")
-LADDER = "ladder"
-"""The name that stands for a recipe where every layer is on its rung."""
 _SCORES = 1 << 28
 
 
@@ -60,7 +56,7 @@ class Diagnosis:
     attention: list[str]
     """The attention of every layer of the checkpoint: "sage fine", "sdpa"."""
     recipes: dict[str, list[dict[str, float]]]
-    """The monitor's numbers by recipe (or LADDER) and layer, as "<tensor>/<metric>". A layer in 16 bits has none."""
+    """The monitor's numbers by recipe and layer, as "<tensor>/<metric>". A layer in 16 bits has none."""
     linear: dict[str, dict[str, float]]
     """The numbers of each linear layer in 8 bits, by its name: "0.attention.qkv"."""
     linear_precision: str
@@ -119,9 +115,8 @@ def diagnose(
     model.requires_grad_(False)
     found: dict[str, list[dict[str, float]]] = {}
     for recipe in recipes:
-        if recipe != LADDER:
-            function = attention_function("sage", attention.model_copy(update={"recipe": recipe}), run.device)
-            model.functions = [function] * len(trained)
+        function = attention_function("sage", attention.model_copy(update={"recipe": recipe}), run.device)
+        model.functions = [function] * len(trained)
         monitor = Monitor(MonitorConfig(every_steps=1), model, model.named_parameters, _SCORES)
         for turn, batch in enumerate(loader.eval_batches(count)):
             with torch.enable_grad(), monitor.micro_batch(turn, *batch.tokens.shape):
@@ -166,11 +161,8 @@ def _linear_errors(
 
 
 def _own(functions: Sequence[AttentionFunction]) -> str:
-    quantized = [function for function in functions if function.quantized]
-    if not quantized:
-        return FIXED_RECIPE
-    first = functions[0]
-    return first.recipe if isinstance(first, Sage) and all(function == first for function in functions) else LADDER
+    """Return the recipe that the layers were trained with, or else the one that never changes."""
+    return next((function.recipe for function in functions if isinstance(function, Sage)), FIXED_RECIPE)
 
 
 def tables(diagnosis: Diagnosis) -> list[Table]:
@@ -197,16 +189,14 @@ def _linear_table(diagnosis: Diagnosis) -> Table:
 
 def _tables(diagnosis: Diagnosis, recipe: str, layers: list[dict[str, float]]) -> list[Table]:
     what = f"{many(diagnosis.sequences, 'sequence')} of {diagnosis.seq_length:,} tokens"
-    whose = "Each layer on its rung" if recipe == LADDER else f"Recipe {recipe}"
-    title = f"{whose}, step {diagnosis.step}, {what}: cosine / relative L2 against float32"
-    names = [f"{layer} ({own})" if recipe == LADDER else str(layer) for layer, own in enumerate(diagnosis.attention)]
+    title = f"Recipe {recipe}, step {diagnosis.step}, {what}: cosine / relative L2 against float32"
     worst = max(range(len(layers)), key=lambda layer: layers[layer].get("dS/rel_l2", 0.0))
     said = f"largest relative L2 of dS: layer {worst}, {layers[worst]['dS/rel_l2']:.4f}"
     errors = [
-        [name, *(_cell(found, [f"{x}/cosine", f"{x}/rel_l2"], "{:.4f} / {:.4f}") for x in TENSORS)]
-        for name, found in zip(names, layers, strict=True)
+        [str(layer), *(_cell(found, [f"{x}/cosine", f"{x}/rel_l2"], "{:.4f} / {:.4f}") for x in TENSORS)]
+        for layer, found in enumerate(layers)
     ]
-    others = [[name, *_others(found)] for name, found in zip(names, layers, strict=True)]
+    others = [[str(layer), *_others(found)] for layer, found in enumerate(layers)]
     legend = "gains of QK-norm: mean (largest); dS to 0: what INT8 rounds to zero of it; scales: those of INT8 codes"
     return [
         Table(title, ("layer", *TENSORS), errors, ("layer", *TENSORS), caption=said),

@@ -21,13 +21,11 @@ from sagetrain.data.tokenizer_copy import kept_templates
 from sagetrain.engines.protocol import Engine
 from sagetrain.inference.located import located
 from sagetrain.inference.ranks import Ranks
-from sagetrain.model.backends import AttentionFunction
 from sagetrain.model.selection import attention_functions, matmuls_of, resolve_backend
 from sagetrain.model.tensors import EMBEDDING
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.metrics import Metrics
 from sagetrain.parallel.topology import Topology
-from sagetrain.stability.precision import Ladder, rungs_of
 
 
 @dataclass
@@ -106,7 +104,7 @@ def open_run(run_dir: Path, report: Callable[[str], None], step: int | None = No
         raise CheckpointError(_no_run(run_dir))
     reader = Reader(folder)
     state = reader.state
-    cfg = load_config(folder / "config.yaml")
+    cfg = load_config(folder / "config.yaml", passed_over=report)
     trained_with = state.identity.tokenizer_sha256
     file = tokenizer_in(run_dir)  # Training has kept the tokenizer there.
     if trained_with and not file.is_file():
@@ -196,11 +194,11 @@ def load_run(
     linear: str | None = None,
     ranks: Ranks | None = None,
 ) -> TrainedRun:
-    """Load the checkpoint of `open_run` as a model, with each layer on the rung of the precision ladder that it was on.
+    """Load the checkpoint of `open_run` as a model.
 
     Args:
         run_dir: folder of the run.
-        report: gets messages about what was skipped, about the rungs, and about what runs differently here.
+        report: gets messages about what was skipped, and about what runs differently here.
         step: step of the checkpoint; None: the newest complete one.
         attention: a backend (model/backends.py) for all layers, in place of what the run was trained with.
         linear: a precision (linear.precision) for the linear layers of the blocks; in 8 bits by the run's recipe if it
@@ -219,12 +217,9 @@ def load_run(
     trained = kept_attention(cfg.attention, before.attention)
     cfg = cfg.model_copy(update={"linear": kept_linear(cfg.linear, before.linear)})
     dtype = torch.bfloat16 if device.type == "cuda" and cfg.training.dtype == "bf16" else torch.float32
-    precision = cfg.stability.precision if attention is None else None
-    rungs: dict[str, AttentionFunction] = {}
     try:
         asked = trained if attention is None else trained.model_copy(update={"backend": attention})
         backend, _ = resolve_backend(asked, cfg.model, device=device, dtype=dtype)
-        rungs = rungs_of(precision, trained, cfg.model, device=device, dtype=dtype)
     except ValueError as error:
         if attention is not None:
             raise ConfigError(f"--attention {attention}: {error}") from error
@@ -270,10 +265,6 @@ def load_run(
     if low_bit_linear(cfg.linear, run.tokens, cfg.training.total_tokens) and linear is None:
         trained_in = f"{cfg.linear.precision} {cfg.linear.recipe}"
         report(f"linear layers, {trained_in} in training, are not in 8 bits here")
-    if precision and rungs:
-        ladder = Ladder(precision, rungs, model.every_attention, cfg.training.total_tokens, run.tokens)
-        ladder.restore(run.reader.state.controllers[ladder.name])
-        report(f"attention as at step {run.step}: {ladder.summary()}")
     return TrainedRun(
         cfg,
         model,

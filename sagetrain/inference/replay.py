@@ -264,7 +264,7 @@ def _step(run: Run, tokens: int, judge: Callable[[Mapping[str, float]], Verdict]
     cfg, state = run.cfg, run.resumed.state
     lr = learning_rate(cfg.optimizer, cfg.lr_schedule, state.tokens, tokens, cfg.training.total_tokens)
     batches = run.loader.step_batches(state.sequences, tokens)
-    observers = Observers(updates=run.controllers.updates, judge=judge)
+    observers = Observers(judge=judge)
     return run.engine.step(batches, tokens // run.micro_step, lr, observers, run.counted(state.sequences, tokens))
 
 

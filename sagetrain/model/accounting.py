@@ -314,10 +314,7 @@ def block_activation_bytes(cfg: RunConfig) -> int:
 
 
 def _saved(cfg: RunConfig, rank: Rank) -> int:
-    attention = cfg.attention
-    if cfg.stability.precision:  # Every block may reach the last rung of the ladder, where q and k are kept in 16 bits.
-        attention = attention.model_copy(update={"backend": cfg.stability.precision.rungs[-1]})
-    return sum(part.saved // part.shards for part in block_operations(cfg.model, attention, rank))
+    return sum(part.saved // part.shards for part in block_operations(cfg.model, cfg.attention, rank))
 
 
 def _model_state(cfg: RunConfig, size: int, ranks: int, vocab_size: int) -> list[MemoryItem]:

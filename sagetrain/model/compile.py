@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from sagetrain.model.backends import AttentionFunction
 from sagetrain.model.norm import normalize
 from sagetrain.model.transformer import Transformer
 
@@ -36,7 +34,6 @@ def compile_blocks(
     *,
     hooks: bool = False,
     whole: bool = False,
-    later: Iterable[AttentionFunction] = (),
     blocks_alone: bool = False,
     dynamic: bool | None = None,
 ) -> None:
@@ -48,7 +45,6 @@ def compile_blocks(
         hooks: leave the hooks of modules outside of the graphs, because they gather the weights of a block.
         whole: do the same, and let blocks run alone (`whole_blocks`), with a final norm that is not compiled. Under
             DeepSpeed's ZeRO-3 the hooks gather nothing but the weights of their own module.
-        later: functions that layers may get while training.
         blocks_alone: compile nothing outside of the blocks.
         dynamic: False: a graph is for the sizes that it was made for. None: from the second size of an input on, torch
             makes a graph for any size, which differs from those of single sizes.
@@ -56,11 +52,11 @@ def compile_blocks(
     options: dict[str, Any] | None = None
     if backend == "inductor":
         options = {**({} if whole else UNCHECKED), **(ORDERED if model.groups.tp_size > 1 else {})}
-    # By default torch makes 8 graphs, then ends the run. Several causes multiply: rungs of a ladder, linear layers in 8
-    # and 16 bits, the form that the next block's norm gathers, documents and their largest lengths, and calls with and
-    # without gradients.
+    # By default torch makes 8 graphs, then ends the run. Several causes multiply: linear layers in 8 and 16 bits,
+    # the form that the next block's norm gathers, documents and their largest lengths, and calls with and without
+    # gradients.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _GRAPHS)
-    traceable = all(function.traceable for function in (*later, *model.functions))
+    traceable = all(function.traceable for function in model.functions)
     model.whole_blocks = whole
     how: dict[str, Any] = {"fullgraph": traceable, "backend": backend, "options": options, "dynamic": dynamic}
     for block in model.blocks:

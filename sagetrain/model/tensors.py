@@ -31,7 +31,7 @@ class TensorSpec:
     """The ranks that hold different slices. None: each rank holds the whole tensor."""
     dim: int | None
     """The dim along which the tensor is cut."""
-    kind: Literal["matrix", "embedding", "gain", "qk_gain"]
+    kind: Literal["matrix", "embedding", "gain"]
     """The role of the tensor in initialization and in the optimizer. embedding: input embedding and output
     projection."""
     layer: int | Literal["embedding", "head"]
@@ -47,7 +47,7 @@ class TensorSpec:
     @property
     def is_gain(self) -> bool:
         """Whether this is the gain of a norm: it begins as 1, and does not decay."""
-        return self.kind in ("gain", "qk_gain")
+        return self.kind == "gain"
 
 
 def tensors(model: ModelConfig, attention: AttentionConfig, vocab_size: int) -> Iterator[TensorSpec]:
@@ -64,7 +64,7 @@ def tensors(model: ModelConfig, attention: AttentionConfig, vocab_size: int) -> 
 
     def qk_norm(layer: int, name: str) -> TensorSpec:
         ours = f"blocks.{layer}.attention.{name}.gain", f"model.layers.{layer}.self_attn.{name}.weight"
-        return TensorSpec(*ours, (model.head_dim,), None, None, "qk_gain", layer)
+        return TensorSpec(*ours, (model.head_dim,), None, None, "gain", layer)
 
     layers = model.linear_layers(1)
     qkv, out, gate_up, down = (layers[name] for name in ("qkv", "out", "gate_up", "down"))

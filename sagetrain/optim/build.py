@@ -8,8 +8,7 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from sagetrain.config.schema import RunConfig
-from sagetrain.config.sections.optimizer import LearningRates
+from sagetrain.config.schema import LearningRates, RunConfig
 from sagetrain.model.tensors import EMBEDDING, TensorSpec
 from sagetrain.optim import adamw, muon
 from sagetrain.optim.pieces import Optimizer, TensorPiece
@@ -41,12 +40,10 @@ def kinds_of(spec: TensorSpec, run: RunConfig) -> tuple[str, ...]:
 
 
 def groups(specs: Iterable[TensorSpec], run: RunConfig) -> list[Group]:
-    """Split the tensors of a model into groups. Matrices and embeddings decay, gains do not; those of QK-norm do if
-    stability.qk_gain.decay asks for it."""
+    """Split the tensors of a model into groups. Matrices and embeddings decay, gains do not."""
     cfg, named = run.optimizer, dict[tuple[Rule, float, float], list[str]]()
     for spec in specs:
-        qk_decay = run.stability.qk_gain.decay if spec.kind == "qk_gain" else 0.0
-        decay = qk_decay if spec.is_gain else cfg.weight_decay
+        decay = 0.0 if spec.is_gain else cfg.weight_decay
         factor = (_own_lr(spec, cfg.lr_of) or cfg.lr) / cfg.lr
         named.setdefault((rule_of(spec, run), decay, factor), []).append(spec.name)
     return [Group(*how, tuple(found)) for how, found in named.items()]

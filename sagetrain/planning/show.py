@@ -13,10 +13,7 @@ from sagetrain.config.arithmetic import (
     data_parallel_size,
     decay_tokens,
     idle_share,
-    last_part,
-    layers_in_words,
     replicas,
-    scheduled_rung,
     sharding_in_words,
     token_multiple,
     warmup_tokens,
@@ -24,7 +21,7 @@ from sagetrain.config.arithmetic import (
 from sagetrain.config.earlier_run import read_measured
 from sagetrain.config.errors import ConfigError, Finding, many
 from sagetrain.config.reference import keys
-from sagetrain.config.schema import NoiseAwareTokens, PrecisionConfig, RunConfig
+from sagetrain.config.schema import NoiseAwareTokens, RunConfig
 from sagetrain.config.tokens_per_step import ScheduleStage
 from sagetrain.data.open_files import files_of_rank_0
 from sagetrain.hardware import H200, Hardware
@@ -146,8 +143,6 @@ def _print_proposals(console: Console, plan: Plan) -> None:
 
 def _tables(plan: Plan) -> list[Table]:
     tables = [_model_table(plan)]
-    if plan.cfg.stability.precision:
-        tables.append(_precision_table(plan.cfg, plan.cfg.stability.precision))
     if plan.memory:
         tables += [_layout_table(plan), _memory_table(plan.memory, f"{_MEMORY}, estimated: {plan.name}")]
     if plan.host_memory:
@@ -219,26 +214,6 @@ def _model_table(plan: Plan) -> Table:
         ("linear layers", low_bit if low else plan.cfg.training.dtype),
         ("FLOPs per token", f"{done / 1e9:.2f} G, forward and backward; attention is {share:.0%} of it{whole}"),
     ])  # fmt: skip
-
-
-def _precision_table(cfg: RunConfig, precision: PrecisionConfig) -> Table:
-    """Return a table of each layer's lowest precision, by the tokens seen from which on it holds."""
-    layers, total = cfg.model.num_layers, cfg.training.total_tokens
-    starts = {0, *(last_part(floor.last_fraction, total) for floor in precision.floors if floor.last_fraction)}
-    names = [cfg.attention.recipe, *precision.rungs]
-    rows = []
-    for tokens in sorted(starts):
-        rungs = [scheduled_rung(precision, layer, layers, tokens, total) for layer in range(layers)]
-        at = [(name, [layer for layer in range(layers) if rungs[layer] == i]) for i, name in enumerate(names)]
-        rows.append((f"{tokens:,}", "; ".join(f"{name} in {layers_in_words(held)}" for name, held in at if held)))
-    movers = []
-    if precision.threshold:
-        movers.append(f"a layer by {precision.threshold.metric} above {precision.threshold.above:g}")
-    if precision.spike_tokens:
-        movers.append(f"all for {precision.spike_tokens:,} tokens after a spike")
-    more = f"Further up goes {', and '.join(movers)}. " if movers else ""
-    caption = f"{more}Speeds below are those of recipe {names[0]} in all layers, memory that of {names[-1]}."
-    return Table("Precision ladder", ("from tokens", "attention"), rows, numbers=("from tokens",), caption=caption)
 
 
 def _layout_table(plan: Plan) -> Table:

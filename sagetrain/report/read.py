@@ -178,7 +178,7 @@ def _parameters(folder: Path) -> dict[str, str]:
     """Return the number of the model's parameters, if this version can read the run's configuration and knows its
     vocabulary."""
     with suppress(ConfigError):
-        cfg = load_config(folder / "config.yaml")
+        cfg = load_config(folder / "config.yaml", passed_over=lambda said: None)
         file = tokenizer_in(folder)
         size = cfg.model.vocab_size or (Tokenizer.load(file).vocab_size if file.is_file() else None)
         if size:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
@@ -45,7 +44,6 @@ from sagetrain.data.tokenizer import tokenizer_of
 from sagetrain.engines.build_engine import build_engine, partitioner
 from sagetrain.engines.protocol import Engine
 from sagetrain.model.accounting import overlaps
-from sagetrain.model.backends import AttentionFunction
 from sagetrain.model.compile import compile_blocks
 from sagetrain.model.host_memory import host_memory_finding
 from sagetrain.model.selection import attention_functions, matmuls_of, resolve_backend
@@ -55,7 +53,6 @@ from sagetrain.parallel.cross_entropy import TokenLoss
 from sagetrain.parallel.host import memory_of_host, ranks_of_host
 from sagetrain.parallel.rng import seed_everything
 from sagetrain.parallel.topology import ParallelGroups, Topology
-from sagetrain.stability.precision import rungs_of
 from sagetrain.training import failed_step, init_from, inputs
 from sagetrain.training.controllers import Controllers
 from sagetrain.training.loss import name_of
@@ -68,14 +65,6 @@ from sagetrain.training.start_line import start_lines
 from sagetrain.training.weights_and_biases import check_login
 
 _READY = "state and files were ready"
-
-
-@dataclass(frozen=True)
-class Built:
-    """The engine of a run, and the attention functions of the precision ladder by name."""
-
-    engine: Engine
-    rungs: Mapping[str, AttentionFunction]
 
 
 def build(
@@ -141,10 +130,10 @@ def _built(
         )
     seconds["auto was settled"] = time.perf_counter()
     with memory_explained(settled.cfg, files.vocab_size):
-        built = make_engine(settled, files, met)
+        engine = make_engine(settled, files, met)
         seconds["the engine was built"] = time.perf_counter()
-        resumed = resume(cfg, files, met, settled, built.engine)
-    run = assemble(cfg, files, met, settled, built, resumed)
+        resumed = resume(cfg, files, met, settled, engine)
+    run = assemble(cfg, files, met, settled, engine, resumed)
     seconds[_READY] = time.perf_counter()
     took = (f"{act} in {end - begin:.1f} s" for (_, begin), (act, end) in pairwise(seconds.items()))
     met.reporter.keep(f"start: {', '.join(took)}")
@@ -182,7 +171,6 @@ def check_files(cfg: RunConfig, tokens: SampleFunction | None = None, loss: Toke
     kind = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         resolve_backend(cfg.attention, cfg.model, device=kind, dtype=dtype)
-        rungs_of(cfg.stability.precision, cfg.attention, cfg.model, device=kind, dtype=dtype)
         size = cfg.parallel.tensor_parallel_size
         matmuls_of(cfg.linear, cfg.model, tensor_parallel_size=size, device=kind, dtype=dtype)
     except ValueError as error:
@@ -290,10 +278,9 @@ def compiles(cfg: RunConfig, device: torch.device) -> bool:
     return {"auto": device.type == "cuda", "on": True, "off": False}[cfg.training.compile]
 
 
-def make_engine(settled: Settled, files: CheckedFiles, met: Meeting) -> Built:
+def make_engine(settled: Settled, files: CheckedFiles, met: Meeting) -> Engine:
     """Make the model and its engine, and print what runs; collective."""
     cfg, vocab_size = settled.cfg, padded_vocab_size(files.vocab_size)
-    rungs = rungs_of(cfg.stability.precision, cfg.attention, cfg.model, device=met.device, dtype=files.dtype)
     model = Transformer(
         cfg.model,
         cfg.attention,
@@ -316,7 +303,7 @@ def make_engine(settled: Settled, files: CheckedFiles, met: Meeting) -> Built:
     if compiled:
         sharded = engine_of(cfg) == "fsdp"
         whole = resolved_zero_stage(cfg) == 3 and not sharded
-        compile_blocks(model, hooks=sharded, whole=whole, later=rungs.values())
+        compile_blocks(model, hooks=sharded, whole=whole)
     micro_steps = tokens_per_step(cfg.tokens_per_step, 0) // token_multiple(cfg, met.groups.dp_size)
     engine = build_engine(cfg, model, met.groups, micro_steps)
     said = start_lines(cfg, engine, vocab_size, compiled, settled.reasons)
@@ -325,7 +312,7 @@ def make_engine(settled: Settled, files: CheckedFiles, met: Meeting) -> Built:
         met.reporter.keep(line)
     if resolved_zero_stage(cfg) != cfg.parallel.zero_stage:
         met.reporter.say("parallel.zero_stage 0 runs as 1: DeepSpeed's bf16 at stage 0 changes the weights at start-up")
-    return Built(engine, rungs)
+    return engine
 
 
 # -- 5. resume ---------------------------------------------------------------------------------------------------------
@@ -354,10 +341,10 @@ def resume(cfg: RunConfig, files: CheckedFiles, met: Meeting, settled: Settled, 
 
 
 def assemble(
-    cfg: RunConfig, files: CheckedFiles, met: Meeting, settled: Settled, built: Built, resumed: Resumed
+    cfg: RunConfig, files: CheckedFiles, met: Meeting, settled: Settled, engine: Engine, resumed: Resumed
 ) -> Run:
     """Make the run from the results of the acts, and add its saver, its controllers and its loader; collective."""
-    folder, groups, engine = files.folder, met.groups, built.engine
+    folder, groups = files.folder, met.groups
     # The tokenizer is copied, because `sagetrain generate` needs nothing but the run folder.
     if met.main and files.tokenizer:
         write_atomic(folder.path / files.tokenizer.file_name, files.tokenizer.model)
@@ -371,9 +358,7 @@ def assemble(
         needed=partial(failed_step.needed, folder.spikes),
     )
     saver.reserve(engine.owned())
-    controllers = Controllers(
-        settled.cfg, engine, built.rungs, files.train, folder, saver, met.reporter, resumed.state, files.loss
-    )
+    controllers = Controllers(settled.cfg, engine, files.train, folder, saver, met.reporter, resumed.state, files.loss)
     loader_of = partial(
         Loader,
         dp_rank=groups.dp_rank,

@@ -7,7 +7,7 @@ run, leaves the step out, or sends the run back to a checkpoint. Every rank does
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -20,18 +20,16 @@ from sagetrain.config.load import dump_config
 from sagetrain.config.schema import NoiseAwareTokens, RunConfig
 from sagetrain.config.tokens_per_step import tokens_per_step
 from sagetrain.data.loader import SampleStream
-from sagetrain.engines.protocol import Engine, Observers, StepResult, UpdateObserver
-from sagetrain.model.backends import AttentionFunction, attention_function
+from sagetrain.engines.protocol import Engine, Observers, StepResult
+from sagetrain.model.backends import attention_function
 from sagetrain.parallel.cross_entropy import TokenLoss
 from sagetrain.stability.controller import Controller, Event, Taken
-from sagetrain.stability.gain_cap import GainCap
 from sagetrain.stability.linear_errors import MICRO_BATCHES, LinearErrors, Vanishing
 from sagetrain.stability.linear_schedule import LinearSchedule
 from sagetrain.stability.measured import Measured
 from sagetrain.stability.monitor import Monitor
 from sagetrain.stability.noise_aware import NoiseAware
 from sagetrain.stability.noise_scale import GradientNoise, NoiseScale
-from sagetrain.stability.precision import Ladder
 from sagetrain.stability.quant_noise import QuantizationProbe, QuantNoise
 from sagetrain.stability.spikes import METRIC, Spikes
 from sagetrain.training import failed_step
@@ -48,7 +46,6 @@ class Controllers:
 
     Args:
         cfg: the configuration, with `auto` settled for attention and linear layers.
-        rungs: the attention functions of the precision ladder by name; empty without a ladder.
         stream: the stream that says which samples a bundle names.
         state: the position of the run. Its `controllers` are the result of `state` when the checkpoint was written, and
             {} in a new run.
@@ -59,7 +56,6 @@ class Controllers:
         self,
         cfg: RunConfig,
         engine: Engine,
-        rungs: Mapping[str, AttentionFunction],
         stream: SampleStream,
         folder: RunFolder,
         saver: Saver,
@@ -78,7 +74,6 @@ class Controllers:
         self._noise = GradientNoise(leaves, model.every_spec.values(), groups, device)
         exact = attention_function("sdpa", cfg.attention, device)
         self._probe = QuantizationProbe(model, exact, groups, device, leaves)
-        self.updates = updates_of(cfg, engine)
         self.spikes, self._event_step = Spikes(stability.spikes), 0
         # These are the steps since the newest checkpoint, for bundles.
         self._trail: list[dict[str, Any]] = []
@@ -88,10 +83,8 @@ class Controllers:
         # The controllers are in the order in which they read a step's numbers and add to them.
         self.controllers: list[Controller] = [self.spikes, noise, QuantNoise(micro_batch, noise, decay), Vanishing()]
         self._aware, self._measured = None, Measured()
-        self._movers: dict[str, Ladder | LinearSchedule | NoiseAware] = {}
+        self._movers: dict[str, LinearSchedule | NoiseAware] = {}
         tokens = cfg.training.total_tokens, state.tokens
-        if stability.precision:
-            self._movers["stability.precision"] = Ladder(stability.precision, rungs, model.every_attention, *tokens)
         if len(cfg.linear.phases) > 1:
             self._movers["linear.precision"] = LinearSchedule(cfg.linear, model, engine.weights_changed, *tokens)
         if isinstance(schedule, NoiseAwareTokens):
@@ -175,7 +168,6 @@ class Controllers:
             probes=[probe for probe, every in probed if _due(every, step)],
             watch=self._monitor.watch(step),
             layer_norms=_due(self._cfg.logging.layer_norms_every_steps, step),
-            updates=self.updates,
             judge=partial(self.spikes.judge, tokens=size),
         )
 
@@ -225,15 +217,9 @@ class Controllers:
 
     def _attention(self) -> list[str]:
         """Return a description of each layer's attention function."""
-        model, ladder = self._engine.model, self._movers.get("stability.precision")
-        if isinstance(ladder, Ladder):
-            functions = ladder.functions
-        elif self._engine.groups.pp_size == 1:
-            functions = model.functions
-        else:
-            # Without a ladder all layers have the same function, also those of other stages.
-            functions = model.functions[:1] * model.config.num_layers
-        return [failed_step.describe(function) for function in functions]
+        model = self._engine.model
+        # All layers have the same function, also those of other pipeline stages.
+        return [failed_step.describe(function) for function in model.functions[:1] * model.config.num_layers]
 
     def leave_out(self, state: TrainState, size: int, result: StepResult, go_back: GoBack) -> TrainState:
         """Apply the policy to the step after `state`, whose update was not made. Return the position of the run after
@@ -308,16 +294,6 @@ class Controllers:
             f"step {state.step}: dropped ({why}): sequences {first:,} to {state.sequences - 1:,} are passed over "
             "without an update"
         )
-
-
-def updates_of(cfg: RunConfig, engine: Engine) -> Sequence[UpdateObserver]:
-    """Return the observers of every update of a run: the cap on the gains of QK-norm, if it is set. Observers may
-    change the weights."""
-    if cfg.stability.qk_gain.cap is None:
-        return ()
-
-    gains = partial(engine.owned, lambda spec: spec.kind == "qk_gain")
-    return [GainCap(cfg.stability.qk_gain.cap, gains, engine.groups, engine.device)]
 
 
 def _due(every: int | None, step: int) -> bool:

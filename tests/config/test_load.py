@@ -492,3 +492,27 @@ def test_a_shipped_configuration_is_found_from_any_folder(tmp_path, monkeypatch)
         load_config("configs")
     with pytest.raises(ConfigError, match=r"325m.yaml: cannot be read"):
         load_config("325m.yaml")
+
+
+@pytest.mark.parametrize(
+    ("override", "idle", "fix"),
+    [
+        (
+            "stability.precision={rungs: [sdpa], spike_tokens: 1000}",
+            "stability.precision=null",
+            "write attention.recipe: scores",
+        ),
+        ("stability.qk_gain.cap=1.25", "stability.qk_gain={cap: null, decay: 0.0}", "leave it out"),
+        ("optimizer.muon.adamw_lr=0.002", "optimizer.muon.adamw_lr=null", "write optimizer.lr_of: {embedding"),
+    ],
+)
+def test_a_key_of_an_earlier_version_says_what_to_write(tmp_path, override, idle, fix) -> None:
+    """Runs of earlier versions have every key in their config.yaml, and are read."""
+    file, heard = tmp_path / "a.yaml", list[str]()
+    file.write_text(GOOD)
+    plain = load_config(file)
+    with pytest.raises(ConfigError, match=r"is no longer there: .*\n      fix: " + re.escape(fix)):
+        load_config(file, [override])
+    assert load_config(file, [idle]) == plain
+    assert load_config(file, [override], passed_over=heard.append) == plain
+    assert "counts for nothing now" in heard[0] and len(heard) == 1

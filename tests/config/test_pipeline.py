@@ -34,8 +34,6 @@ WATCHED = {
         "quant_noise": {"every_steps": 10},
         "noise_scale": {"every_steps": 10},
         "monitor": {"every_steps": 10},
-        "precision": {"rungs": ["sdpa"], "floors": [{"rung": "sdpa", "last_layers": 1}]},
-        "qk_gain": {"cap": 3.0},
         "spikes": {"policy": "rewind"},
     },
     "evaluation": {"samples_every_tokens": 1000, "tasks": ["arc"]},

@@ -158,10 +158,6 @@ CASES = [
         "decay_in_one_step", "error", "optimizer.weight_decay", "1000.0: times optimizer.lr 0.001 is 1 or more", "smaller optimizer.lr (3e-4, say), or a decay far below 1000",
     ),
     (
-        {"stability": {"qk_gain": {"decay": 1e9}}}, 1,
-        "decay_in_one_step", "error", "stability.qk_gain.decay", "times optimizer.lr 0.001 is 1 or more", "smaller optimizer.lr (3e-4, say), or a decay far below 1000",
-    ),
-    (
         {"tokens_per_step": ramp(8192, 65000, 10**6)}, 4,
         "whole_micro_steps", "error", "tokens_per_step.end", "65000: is not a multiple", "use 57344 or 65536",
     ),

@@ -85,18 +85,6 @@ CASES = [
         {**AWARE, "lr_schedule": {"batch_rule": "sqrt"}}, 1,
         "batch_rule_reference", "error", "lr_schedule.reference_tokens_per_step", "needs it", "65536 if optimizer.lr is meant for the first steps",
     ),
-    (
-        {"attention": {"qk_norm": "none"}, "stability": {"qk_gain": {"cap": 2.0}}}, 1,
-        "qk_gain_without_qk_norm", "error", "stability.qk_gain.cap", "there are no gains", "before_rope or after_rope",
-    ),
-    (
-        {"attention": {"qk_norm": "none"}, "stability": {"qk_gain": {"decay": 0.1}}}, 1,
-        "qk_gain_without_qk_norm", "error", "stability.qk_gain.decay", "there are no gains", "before_rope or after_rope",
-    ),
-    (
-        {"stability": {"qk_gain": {"cap": 0.5}}}, 1,
-        "qk_gain_cap_below_1", "warning", "stability.qk_gain.cap", "gains begin at 1", "1 or more",
-    ),
 ]  # fmt: skip
 
 

@@ -136,7 +136,7 @@ def test_linear_layers_in_8_bits_are_measured(run: Path, monkeypatch) -> None:
     text = load_config(folder / "config.yaml")
     keys = {"keep_first_blocks": 1, "keep_layers_below": 64 * 64 + 1}
     auto = text.model_copy(update={"linear": text.linear.model_copy(update={"precision": "auto", **keys})})
-    monkeypatch.setattr(load, "load_config", lambda path: auto)
+    monkeypatch.setattr(load, "load_config", lambda path, passed_over: auto)
     fp8 = replace(Kept.by(folder), linear=SettledLinear("fp8", "rowwise"))
     monkeypatch.setattr(Kept, "by", lambda folder: fp8)
     said: list[str] = []

@@ -331,30 +331,3 @@ def test_linear_layers_in_8_bits_are_told_from_the_data(tmp_path, corpus) -> Non
     assert "hardware: it does not come back" in shown.stdout
     shown = sagetrain("replay", folder, "--linear", "fp8")
     assert shown.returncode == 2 and "'recorded', 'bf16'" in shown.stderr
-
-
-def test_layers_are_replayed_on_the_rungs_that_they_had(tmp_path, corpus) -> None:
-    """A measurement moved some layers. A replay measures nothing on its way: it takes each step with the attention that
-    its bundle names, and linear layers keep their 8 bits."""
-    stability = {
-        "spikes": SPIKES,
-        "monitor": {"every_steps": 12},
-        "precision": {"rungs": ["gradients", "sdpa"], "threshold": {"metric": "quant/*/dS/rel_l2", "above": 1e-9}},
-    }
-    linear = {"precision": "fp8", "keep_last_blocks": 1}
-    short = {"attention": {"backend": "sage", "recipe": "fine"}, "training": {"total_tokens": 15 * 256}}
-    path = config(tmp_path, spoiled(corpus, tmp_path / "corpus", SAMPLES), **short, stability=stability, linear=linear)
-    assert run_distributed(ladder_run, 1, str(path)) == [True]
-    (folder,) = (tmp_path / "run/spikes").iterdir()
-    content = failed_step.read(folder)
-    assert content["attention"] == ["sage gradients"] * 2
-    changes = {row["step"]: row["attention"] for row in content["steps_between"] if "attention" in row}
-    assert changes == {11: ["sage fine"] * 2, 13: ["sage gradients"] * 2}
-    (found,) = run_distributed(replayed, 1, str(folder), False)
-    assert found["attention"] == {"recorded": "sage gradients", "again": "sage gradients", "asked": "sdpa"}
-    assert found["numbers"]["again"]["loss"] == pytest.approx(found["numbers"]["recorded"]["loss"], rel=1e-6)
-    assert found["drift"] < 1e-6
-
-
-def ladder_run(path: str) -> bool:
-    return Trainer(build(load_config(path))).train()

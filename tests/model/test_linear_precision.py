@@ -387,10 +387,10 @@ class Fresh:
 
 
 def train_through_all_that_writes_weights(corpus: str, root: str) -> None:
-    """Run everything that writes weights: steps, evaluations, probes, a cap on gains, skipped steps, going back,
+    """Run everything that writes weights: steps, evaluations, probes, skipped steps, going back,
     dropped steps, a resume at another layout, and another run's weights."""
     fresh = Fresh()
-    stability = {"qk_gain": {"cap": 1.01}, "quant_noise": {"every_steps": 4}, "monitor": {"every_steps": 4}}
+    stability = {"quant_noise": {"every_steps": 4}, "monitor": {"every_steps": 4}}
     constant = "tokens_per_step={schedule: constant, tokens: 256}"
     for name, policy, tp_size, steps, keys in (
         ("first", "skip", 1, 16, {}),

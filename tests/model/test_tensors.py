@@ -40,7 +40,6 @@ def test_the_list_is_the_modules(model: str, qk_norm: str) -> None:
             spec = listed[name]
             assert shard(torch.empty(spec.shape, device="meta"), spec.dim, groups).shape == parameter.shape, name
             assert (spec.cut is None) == (spec.dim is None) == spec.is_gain == (parameter.ndim == 1), name
-            assert (spec.kind == "qk_gain") == (".q_norm." in name or ".k_norm." in name), name
             assert spec.into_stream == name.endswith(("attention.out.weight", "mlp.down.weight")), name
             assert not vars(parameter), f"{name}: what hangs on a parameter is lost when an engine makes it anew"
 

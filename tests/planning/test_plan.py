@@ -443,22 +443,6 @@ def test_eight_bits_that_do_not_pay_are_a_finding():
     assert "is not predicted to be faster with recipe rowwise:" in text
 
 
-def test_a_precision_ladder_says_which_layers_run_what_and_when():
-    ladder = (
-        "{rungs: [gradients, sdpa], floors: [{rung: gradients, first_layers: 1, last_layers: 2}, "
-        "{rung: sdpa, last_fraction: 0.25}], spike_tokens: 1000000}"
-    )
-    overrides = ("attention.recipe=fine", "training.total_tokens=8_000_000_000")
-    _, text = plan(CONFIGS / "325m.yaml", 8, *overrides, f"stability.precision={ladder}")
-    assert "0 fine in layers 1 to 17; gradients in layers 0, 18, 19\n" in text
-    assert "6,000,000,000 sdpa in layers 0 to 19\n" in text
-    assert "Further up goes all for 1,000,000 tokens after a spike." in text
-    assert "Speeds below are those of recipe fine in all layers, memory that of sdpa." in text
-    _, without = plan(CONFIGS / "325m.yaml", 8, *overrides)
-    kept, kept_without = (int(re.search(r"([\d,]+) bytes per token", x)[1].replace(",", "")) for x in (text, without))
-    assert kept - kept_without == 2 * 1024 - 4 * 2 * 16  # q and k are kept in 16 bits, not as INT8 with scales.
-
-
 def test_brief_says_what_one_needs():
     errors, text = plan(CONFIGS / "1b.yaml", 8, brief=True)
     assert errors == 0

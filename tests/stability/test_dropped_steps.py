@@ -124,17 +124,16 @@ def test_a_checkpoint_has_a_row_of_its_step(corpus, tmp_path) -> None:
 
 
 def functions_of_steps(corpus: str, run_dir: str) -> dict[int, str]:
-    """Return the attention of each step of a ladder whose second half is in 16 bits and whose second step is
-    dropped."""
-    cfg = tiny.config(1, attention={"backend": "sage", "recipe": "fine"}).model_dump()
+    """Return the precision of each step's linear layers in a run whose second half is in 16 bits and whose second step
+    is dropped."""
+    cfg = tiny.config(1, linear={"precision": "int8", "keep_last_fraction": 0.5}).model_dump()
     cfg["data"].update(train=[{"path": f"{corpus}/train"}])
     cfg["training"].update(run_dir=run_dir, total_tokens=4 * STEP, drop_steps=[2])
-    cfg["stability"]["precision"] = {"rungs": ["sdpa"], "floors": [{"rung": "sdpa", "last_fraction": 0.5}]}
     trainer = Trainer(build(RunConfig.model_validate(cfg)))
     step, found = trainer.engine.step, {}
 
     def watched(*arguments, **options):
-        found[trainer.state.step + 1] = trainer.engine.model.blocks[0].attention.function.name
+        found[trainer.state.step + 1] = type(trainer.engine.model.blocks[0].attention.qkv.matmul).__name__
         return step(*arguments, **options)
 
     trainer.engine.step = watched
@@ -145,4 +144,4 @@ def functions_of_steps(corpus: str, run_dir: str) -> dict[int, str]:
 def test_controllers_hear_of_a_dropped_step(corpus, tmp_path) -> None:
     """Otherwise a schedule by tokens would come a step late."""
     found = run_distributed(functions_of_steps, 1, str(corpus), str(tmp_path / "run"))[0]
-    assert found == {1: "sage", 3: "sdpa", 4: "sdpa"}
+    assert found == {1: "LowBit", 3: "Matmul", 4: "Matmul"}

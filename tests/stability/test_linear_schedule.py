@@ -90,7 +90,7 @@ def moving_steps(groups: ParallelGroups, stage: int, backend: str | None, linear
 
 
 NAMES = ("qkv", "out", "gate_up", "down")
-LADDER = (Sage("paper"), Sdpa())
+ATTENTION = Sage("paper"), Sdpa()
 
 
 def layers_of(model: Transformer) -> list[torch.nn.Module]:
@@ -136,20 +136,20 @@ def test_layers_move_at_any_layout(world: int, tp_size: int, stage: int) -> None
     assert new[0] == new[1] == new[3] == 0 and new[2] > 0, "compiled anew at the move, once"
 
 
-def graphs_of_rungs() -> list[int]:
-    """Return the number of graphs after each rung, trained and evaluated. Linear layers are in 8 bits in all blocks but
-    the first and the last, and then in 16 bits everywhere."""
+def graphs_of_functions() -> list[int]:
+    """Return the number of graphs after each attention function, trained and evaluated. Linear layers are in 8 bits in
+    all blocks but the first and the last, and then in 16 bits everywhere."""
     groups = tiny.join(2)
     shape = {"num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 96}
     linear = {"precision": "fp8", "keep_first_blocks": 1, "keep_last_blocks": 1}
     cfg = tiny.config(1, model=shape, parallel={"sequence_parallel": True}, linear=linear)
     model = tiny.model(cfg, groups, partition=None)
-    model.functions = LADDER[:1] * 4
+    model.functions = ATTENTION[:1] * 4
     torch._dynamo.reset()
-    tiny.compile_first_rank(model, "eager", later=LADDER)
+    tiny.compile_first_rank(model, "eager")
     tokens, graphs = torch.arange(2 * tiny.SEQ).view(2, tiny.SEQ) % tiny.VOCAB, []
     for _ in range(2):
-        for function in LADDER:
+        for function in ATTENTION:
             model.functions = [function] * 4
             model.keep_weights()
             with torch.no_grad():
@@ -162,11 +162,11 @@ def graphs_of_rungs() -> list[int]:
     return graphs
 
 
-def test_every_rung_in_8_and_16_bits_is_compiled() -> None:
+def test_every_function_in_8_and_16_bits_is_compiled() -> None:
     """torch by default ends a run that makes more than 8 graphs of one function. A block's graph depends on its own
     layers and on the next block's, whose input it gathers. There are four kinds in 8 bits, and the last two graphs are
     those in 16 bits."""
-    graphs = run_distributed(graphs_of_rungs, 2)[0]
+    graphs = run_distributed(graphs_of_functions, 2)[0]
     assert [after - before for before, after in pairwise(graphs)] == [8, 0, 0]
 
 

@@ -40,6 +40,7 @@ class Numbers(torch.nn.Module):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(width, dtype=torch.float64))
         self.specs = self.every_spec = {"weight": tiny.spec(width)}
+        self.config = tiny.config(1).model
         self.quantized = True
 
     @contextmanager

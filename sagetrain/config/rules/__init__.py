@@ -10,7 +10,6 @@ from sagetrain.config.rules import (
     model,
     optimizer,
     pipeline,
-    precision,
     repeated,
     schedule,
     stability,
@@ -35,6 +34,5 @@ def fit(cfg: RunConfig, world_size: int, vocab_size: int | None = None) -> list[
         *optimizer.findings(cfg),
         *engine.findings(cfg),
         *stability.findings(cfg),
-        *precision.findings(cfg),
         *repeated.findings(cfg),
     ]

@@ -213,17 +213,12 @@ def _step_size(cfg: RunConfig) -> Iterator[Finding]:
             f"model.init_std {std}",
             fix,
         )
-    decays = [
-        ("optimizer.weight_decay", optimizer.weight_decay, ("embedding", "head", "matrix")),
-        ("stability.qk_gain.decay", cfg.stability.qk_gain.decay, ("gain",)),
-    ]
-    for key, decay, kinds in decays:
-        lr_key, lr = max((rates[kind] for kind in kinds), key=lambda rate: rate[1])
-        if decay * lr >= 1:
-            yield error(
-                "decay_in_one_step",
-                key,
-                decay,
-                f"times {lr_key} {lr} is 1 or more: one step would take all of a weight away",
-                f"use a smaller {lr_key} (3e-4, say), or a decay far below {1 / lr:g}",
-            )
+    lr_key, lr = max((rates[kind] for kind in ("embedding", "head", "matrix")), key=lambda rate: rate[1])
+    if optimizer.weight_decay * lr >= 1:
+        yield error(
+            "decay_in_one_step",
+            "optimizer.weight_decay",
+            optimizer.weight_decay,
+            f"times {lr_key} {lr} is 1 or more: one step would take all of a weight away",
+            f"use a smaller {lr_key} (3e-4, say), or a decay far below {1 / lr:g}",
+        )

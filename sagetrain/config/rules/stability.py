@@ -19,7 +19,6 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
     if isinstance(cfg.tokens_per_step, NoiseAwareTokens):
         yield from _noise_aware(cfg, cfg.tokens_per_step)
     yield from _spikes(cfg)
-    yield from _qk_gain(cfg)
 
 
 def _monitor(cfg: RunConfig) -> Iterator[Finding]:
@@ -184,25 +183,4 @@ def _noise_aware(cfg: RunConfig, schedule: NoiseAwareTokens) -> Iterator[Finding
             f"is no more than one micro-batch of {micro_batch} tokens: one data-parallel replica with accumulation 1, "
             "whose gradient says nothing about its noise",
             f"use {2 * micro_batch} or more, or a smaller data.micro_batch_size",
-        )
-
-
-def _qk_gain(cfg: RunConfig) -> Iterator[Finding]:
-    gain = cfg.stability.qk_gain
-    for name, value in (("cap", gain.cap), ("decay", gain.decay)):
-        if value and cfg.attention.qk_norm == "none":
-            yield error(
-                "qk_gain_without_qk_norm",
-                f"stability.qk_gain.{name}",
-                value,
-                "attention.qk_norm is none: there are no gains",
-                "set attention.qk_norm: before_rope or after_rope, or remove it",
-            )
-    if gain.cap and gain.cap < 1 and cfg.attention.qk_norm != "none":
-        yield warning(
-            "qk_gain_cap_below_1",
-            "stability.qk_gain.cap",
-            gain.cap,
-            "gains begin at 1: the first step sets them all to the cap",
-            "use 1 or more; full precision's gains reached about 2 in our runs, those of recipe paper 3",
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from sagetrain.config.sections.base import Fraction, Section
 
@@ -60,63 +60,6 @@ class MonitorConfig(Section):
     """The layers that are measured, counted from 0; negative numbers count from the end."""
 
 
-Rung = Literal["fine", "scores", "gradients", "sdpa", "flash", "reference"]
-
-
-class PrecisionFloor(Section):
-    """A lowest rung for some layers, for some or all of the run."""
-
-    rung: Rung
-    """The rung, one of stability.precision.rungs."""
-    first_layers: NonNegativeInt = 0
-    """Number of layers at the input that it holds for."""
-    last_layers: NonNegativeInt = 0
-    """Number of layers at the output that it holds for. Both 0: all layers."""
-    last_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
-    """The floor holds only in this last part of training.total_tokens. Default: throughout."""
-
-
-class PrecisionThreshold(Section):
-    """A number measured for each layer that moves the layer up and down the ladder."""
-
-    metric: str = "quant/*/dS/rel_l2"
-    """Name of the metric, with * for the number of the layer: quant/*/TENSOR/METRIC or quant_noise/*/METRIC."""
-    above: PositiveFloat
-    """A layer whose number is above this goes up by one rung."""
-    below: PositiveFloat | None = None
-    """A layer whose number is below this goes down by one rung, but not below its scheduled rung. In 16 bits the number
-    is 0, so such a layer is tried lower after each cool-down. Default: no layer goes down."""
-    cooldown_tokens: NonNegativeInt = 0
-    """Tokens after a move of a layer in which no number moves the layer again."""
-
-
-class PrecisionConfig(Section):
-    """The precision ladder. Layers get an attention that quantizes less, by schedule, by measurement or after a spike.
-    Needs attention.backend sage and a named recipe, which is the lowest rung."""
-
-    rungs: Annotated[list[Rung], Field(min_length=1)]
-    """The rungs above attention.recipe, each with less INT8 than the one before: recipes, and a 16-bit backend at the
-    end. For example fine, gradients, sdpa above recipe paper."""
-    floors: list[PrecisionFloor] = []
-    """The schedule: a pure function of the tokens seen and the layer. Where several floors apply, the highest counts.
-    """
-    threshold: PrecisionThreshold | None = None
-    """Threshold of a measured number. Default: no measurement moves a layer."""
-    spike_tokens: PositiveInt | None = None
-    """For this many tokens after a spike, or after a step that was not finite and was left out, all layers are one rung
-    higher. Default: spikes move nothing."""
-
-
-class QkGainConfig(Section):
-    """The learned gains of QK-norm. The SageBwd paper suspects their growth behind its gap at 2.1M tokens per step."""
-
-    cap: PositiveFloat | None = None
-    """Largest magnitude of a gain. After each step the fp32 weights are clipped to it. Gains begin at 1. Default: none.
-    """
-    decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay of these gains, as optimizer.weight_decay is for matrices."""
-
-
 class StabilityConfig(Section):
     """Measurements of training stability, and the reactions to them."""
 
@@ -124,6 +67,3 @@ class StabilityConfig(Section):
     noise_scale: NoiseScaleConfig = NoiseScaleConfig()
     quant_noise: QuantNoiseConfig = QuantNoiseConfig()
     spikes: SpikesConfig = SpikesConfig()
-    qk_gain: QkGainConfig = QkGainConfig()
-    precision: PrecisionConfig | None = None
-    """The precision ladder. Default: every layer has the attention of `attention` throughout."""
