@@ -48,7 +48,7 @@ EXAMPLE = ModelConfig(
 
 EXTRAS = {
     "lm-eval": ("lm_eval", "evaluation.tasks, eval --tasks"),
-    "transformers": ("transformers", "benchmarks/generate.py"),
+    "transformers": ("transformers", "results/generation/generate.py"),
     "wandb": ("wandb", "logging.wandb"),
 }
 """For each extra of setup.cfg, the module that it brings, and the keys and options that need it."""

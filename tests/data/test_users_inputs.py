@@ -59,7 +59,7 @@ def said_by(source: Path, output: Path, **options: object) -> list[str]:
 @pytest.mark.parametrize("kind", ["text", "pairs"])
 @pytest.mark.parametrize("config", [{}, {"additional_special_tokens": ["<tool>"]}, {"split_special_tokens": True}])
 def test_control_tokens_in_a_text_are_read_as_in_transformers(tmp_path: Path, kind: str, config: dict) -> None:
-    """Those that stand in tokenizer_config.json alone are found, too."""
+    """Tokens that stand in tokenizer_config.json alone are found, too."""
     file = write_tokenizer(tmp_path / "t", **config)
     prompt, answer = "<|user|>q<tool><|user|> x<|bot|>", "a<|end|>"
     record = {"text": prompt + answer} if kind == "text" else {"p": prompt, "c": answer}

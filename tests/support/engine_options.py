@@ -155,7 +155,7 @@ class Taken(NamedTuple):
     plain: list[float]
     """The losses and gradient norms of the plain layout's steps, and the loss of an evaluation between them."""
     found: list[float]
-    """Those of the row."""
+    """The losses and gradient norms of the row's steps, and the loss of its evaluation."""
     again: bool
     """Whether the row has the same bits once more: numbers, masters and state."""
 
