@@ -149,7 +149,7 @@ class Table:
 
 
 class Taken(NamedTuple):
-    """What the steps of a row have come to."""
+    """The result of the steps of a row."""
 
     row: Row
     plain: list[float]
