@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal
 import yaml
 
 from sagetrain.cluster.launcher import launched
-from sagetrain.config.arguments import check_least, checked
+from sagetrain.config.arguments import LoadedAttention, LoadedPrecision, check_least, checked
 from sagetrain.config.check import accept
 from sagetrain.config.errors import CheckpointError, ConfigError, Finding, TrainingError, at_start
 from sagetrain.config.load import load_config as _load_config
@@ -207,7 +207,7 @@ class TrainingResult:
     """Whether the run has reached training.total_tokens. The next call continues a run that was stopped."""
     metrics: Mapping[str, float]
     """The newest value of each number that this call has measured, by its name in metrics.jsonl: train/loss,
-    valid/loss, ... Empty if the run had reached its end before."""
+    valid/loss, ... They are the same on every rank. Empty if the run had reached its end before."""
 
 
 @checked
@@ -237,13 +237,16 @@ def train(
             is called in threads (data.num_workers).
         say: gets the lines that `sagetrain train` prints, on rank 0.
         own_process: let signals stop the run with a checkpoint, end the process if the run hangs, and tell the other
-            hosts if this one cannot take part, as `sagetrain train` does.
+            hosts if this one cannot take part, as `sagetrain train` does. Without it SIGTERM, as Slurm sends it, ends
+            the script at once, and the next call continues from the newest checkpoint.
 
     Raises:
         ConfigError: the configuration, the files or the hosts do not allow the run.
         CheckpointError: a checkpoint cannot be read or written.
-        TrainingError: training cannot continue, or a callback has failed. The newest checkpoint is undamaged.
+        TrainingError: training cannot continue, or a callback or the loss has failed on some rank, which every rank's
+            error names. The newest checkpoint is undamaged.
     """
+    from sagetrain.cluster.guard import alone
     from sagetrain.training.callbacks import Callback as Base
 
     texts = _changes(config, overrides)
@@ -255,7 +258,8 @@ def train(
         for line in lines if rank == 0 else ():
             say(line)
         gc.collect()  # The traceback of an error has kept the run of an earlier call until now.
-        result = _train(cfg, findings, callbacks, loss, tokens, say, own_process)
+        with alone(own_process):
+            result = _train(cfg, findings, callbacks, loss, tokens, say, own_process)
         gc.collect()  # The parts of a run refer to each other, and the caller may need their memory.
         return result
     except ConfigError as error:
@@ -308,17 +312,8 @@ def _train(
     from sagetrain.cluster.join import end_distributed
     from sagetrain.interop.looks import looks_of
     from sagetrain.training.build_run import build
-    from sagetrain.training.callbacks import Callback
+    from sagetrain.training.callbacks import Latest
     from sagetrain.training.trainer import Trainer
-
-    class Latest(Callback):
-        """A callback that keeps the newest value of each number."""
-
-        def __init__(self) -> None:
-            self.values: dict[str, float] = {}
-
-        def on_row(self, position: Position, values: Mapping[str, float]) -> None:
-            self.values.update(values)
 
     latest, joined = Latest(), dist.is_initialized()
     variables = {name: os.environ.get(name) for name in _VARIABLES}
@@ -327,6 +322,7 @@ def _train(
         run = build(cfg, own_process=own_process, hears=say, tokens=tokens, loss=loss)
         trainer = Trainer(run, findings, *looks, [*callbacks, latest])
         finished = trainer.train()
+        metrics = latest.everywhere()
     finally:
         # The process group has this process as its only member.
         if not joined and dist.is_initialized() and dist.get_world_size() == 1:
@@ -335,7 +331,7 @@ def _train(
                 if value is None:
                     os.environ.pop(name, None)
     position = trainer.position
-    return TrainingResult(Path(cfg.training.run_dir), position.step, position.tokens, finished, latest.values)
+    return TrainingResult(Path(cfg.training.run_dir), position.step, position.tokens, finished, metrics)
 
 
 @dataclass(frozen=True)
@@ -474,8 +470,8 @@ def load_run(
     run_dir: str | Path,
     step: int | None = None,
     *,
-    attention: str | None = None,
-    linear: str | None = None,
+    attention: LoadedAttention | None = None,
+    linear: LoadedPrecision | None = None,
     say: Callable[[str], None] = _silent,
 ) -> Model:
     """Load the newest undamaged checkpoint of a run, or the checkpoint of a step, as a model on this process's GPU or
@@ -484,13 +480,14 @@ def load_run(
     Args:
         run_dir: the run's training.run_dir.
         step: the step of the checkpoint. Default: the newest undamaged one.
-        attention: the attention backend of all layers. Default: the backend that the run was trained with.
-        linear: the precision of the linear layers in the blocks. Default: 16 bits.
+        attention: the attention backend of all layers: sdpa, sage, flash, reference or fp4. Default: the backend that
+            the run was trained with.
+        linear: the precision of the linear layers in the blocks: bf16, fp8 or int8. Default: 16 bits.
         say: gets messages for people.
 
     Raises:
         CheckpointError: there is no undamaged checkpoint, or the tokenizer file is not the run's.
-        ConfigError: `attention` or `linear` cannot run here.
+        ConfigError: there is no such `attention` or `linear`, or it cannot run here.
     """
     from sagetrain.inference.load import load_run as load
 

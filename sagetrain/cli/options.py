@@ -5,10 +5,11 @@ from __future__ import annotations
 import enum
 import math
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 
+from sagetrain.config import arguments
 from sagetrain.config.errors import CheckpointError, no_run
 
 
@@ -89,12 +90,12 @@ Checkpoint = Annotated[
         help="Step of the checkpoint to use. Default: the newest.",
     ),
 ]
-AttentionName = enum.Enum("AttentionName", {name: name for name in ("sdpa", "sage", "flash", "reference", "fp4")})  # type: ignore[misc]
+AttentionName = enum.Enum("AttentionName", {name: name for name in get_args(arguments.LoadedAttention)})  # type: ignore[misc]
 InferenceAttention = Annotated[
     AttentionName | None,
     typer.Option("--attention", show_default=False, help="Compute with this attention. Default: the run's own."),
 ]
-PrecisionName = enum.Enum("PrecisionName", {name: name for name in ("bf16", "fp8", "int8")})  # type: ignore[misc]
+PrecisionName = enum.Enum("PrecisionName", {name: name for name in get_args(arguments.LoadedPrecision)})  # type: ignore[misc]
 InferencePrecision = Annotated[
     PrecisionName | None,
     typer.Option(

@@ -10,11 +10,13 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
+
+from sagetrain.config.errors import ConfigError
 
 HANG_EXIT_CODE = 5
 LAUNCHER = "SAGETRAIN_LAUNCHER"
@@ -23,6 +25,36 @@ LAUNCHER = "SAGETRAIN_LAUNCHER"
 _RECORD_SECONDS = 10.0
 
 T = TypeVar("T")
+
+
+_TRAINING = threading.Lock()
+"""This is held while a run trains in this process."""
+
+
+@contextmanager
+def alone(own_process: bool) -> Iterator[None]:
+    """Be the only run of this process, whose process group, environment variables and signals it uses.
+
+    Args:
+        own_process: whether the run is to catch signals.
+
+    Raises:
+        ConfigError: another run trains, or this thread cannot catch signals.
+    """
+    if own_process and threading.current_thread() is not threading.main_thread():
+        raise ConfigError(
+            "own_process=True catches signals, which Python allows in the main thread alone: call train there, or "
+            "leave own_process out and let the program save by a callback (RunStart.stop)"
+        )
+    if not _TRAINING.acquire(blocking=False):
+        raise ConfigError(
+            "another call of train is under way in this process, in a thread or around a callback, and a process "
+            "trains one run at a time: call train again when that has returned, or in a process of its own"
+        )
+    try:
+        yield
+    finally:
+        _TRAINING.release()
 
 
 class StopSignal:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import inspect
 import math
 import os
@@ -12,9 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import wraps
 from numbers import Integral, Real
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar, get_args, get_origin
 
 from sagetrain.config.errors import ConfigError, shown
+
+LoadedAttention = Literal["sdpa", "sage", "flash", "reference", "fp4"]
+"""An attention backend of a model that was loaded."""
+LoadedPrecision = Literal["bf16", "fp8", "int8"]
+"""A precision of the linear layers of a model that was loaded."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -111,9 +117,9 @@ def check_types(
     """
     for name, value in values.items():
         wanted = annotations.get(name)
-        if wanted and not _fits(value, ast.parse(wanted, mode="eval").body, module):
+        if wanted and not _fits(value, (parsed := ast.parse(wanted, mode="eval").body), module):
             given = shown(value) if isinstance(value, str | Real | None) else f"a {type(value).__name__}"
-            raise ConfigError(f"{what}: {name} is {given}, and must be {wanted}")
+            raise ConfigError(f"{what}: {name} is {given}, and must be {_in_words(value, parsed, wanted, module)}")
 
 
 def check_least(what: str, least: float, numbers: Mapping[str, float | None]) -> None:
@@ -127,8 +133,31 @@ def check_least(what: str, least: float, numbers: Mapping[str, float | None]) ->
             raise ConfigError(f"{what}: {name} is {value}, and must be a number from {least:g} on")
 
 
+def _choices(wanted: ast.expr, module: Mapping[str, object]) -> tuple[Any, ...]:
+    """Return the values of a Literal, which may have a name in `module`. Other annotations have none."""
+    if isinstance(wanted, ast.BinOp):
+        return _choices(wanted.left, module) + _choices(wanted.right, module)
+    if isinstance(wanted, ast.Subscript) and ast.unparse(wanted.value) == "Literal":
+        values = ast.literal_eval(wanted.slice)
+        return values if isinstance(values, tuple) else (values,)
+    known = module.get(wanted.id) if isinstance(wanted, ast.Name) else None
+    return get_args(known) if get_origin(known) is Literal else ()
+
+
+def _in_words(value: object, wanted: ast.expr, text: str, module: Mapping[str, object]) -> str:
+    """Return what an argument must be. Of a closed set, the words name every value, and the one that was meant."""
+    choices = _choices(wanted, module)
+    if not choices:
+        return text
+    near = difflib.get_close_matches(str(value).lower(), choices, 1)
+    optional = " or None" * text.endswith("| None")
+    return f"one of {', '.join(map(shown, choices))}{optional}" + (f"; did you mean {shown(near[0])}?" if near else "")
+
+
 def _fits(value: object, wanted: ast.expr, module: Mapping[str, object]) -> bool:
     """Whether a value is of an annotation's type."""
+    if choices := _choices(wanted, module):
+        return value in choices or (value is None and ast.unparse(wanted).endswith("| None"))
     if isinstance(wanted, ast.BinOp):
         return _fits(value, wanted.left, module) or _fits(value, wanted.right, module)
     if isinstance(wanted, ast.Constant):
@@ -138,8 +167,6 @@ def _fits(value: object, wanted: ast.expr, module: Mapping[str, object]) -> bool
     parts = inner.elts if isinstance(inner, ast.Tuple) else [inner] if inner else []
     if kind == "Callable":
         return callable(value)
-    if kind == "Literal":
-        return any(_fits(value, each, module) or value == ast.literal_eval(each) for each in parts)
     if kind in ("Sequence", "tuple"):
         if not isinstance(value, Sequence) or isinstance(value, str | bytes):
             return False

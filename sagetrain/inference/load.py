@@ -11,6 +11,7 @@ import torch
 from sagetrain.auto.kept import Kept, kept_attention, kept_linear
 from sagetrain.checkpoint import on_disk, reading
 from sagetrain.checkpoint.reading import Reader
+from sagetrain.config.arguments import LoadedAttention, LoadedPrecision
 from sagetrain.config.arithmetic import low_bit_linear, padded_vocab_size
 from sagetrain.config.errors import CheckpointError, ConfigError, no_run
 from sagetrain.config.load import load_config
@@ -190,8 +191,8 @@ def load_run(
     report: Callable[[str], None],
     step: int | None = None,
     *,
-    attention: str | None = None,
-    linear: str | None = None,
+    attention: LoadedAttention | None = None,
+    linear: LoadedPrecision | None = None,
     ranks: Ranks | None = None,
 ) -> TrainedRun:
     """Load the checkpoint of `open_run` as a model.
@@ -281,7 +282,7 @@ def load_run(
     )
 
 
-def _multiply(trained: LinearConfig, precision: str) -> LinearConfig:
+def _multiply(trained: LinearConfig, precision: LoadedPrecision) -> LinearConfig:
     """Return the settings of linear layers in a precision. In 8 bits they are the same layers as in training."""
     recipe = trained.recipe if precision == trained.precision else "rowwise"
     return trained.model_copy(update={"precision": precision, "recipe": recipe})

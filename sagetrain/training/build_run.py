@@ -55,7 +55,8 @@ from sagetrain.parallel.rng import seed_everything
 from sagetrain.parallel.topology import ParallelGroups, Topology
 from sagetrain.training import failed_step, init_from, inputs
 from sagetrain.training.controllers import Controllers
-from sagetrain.training.loss import name_of
+from sagetrain.training.failures import Failures
+from sagetrain.training.loss import GuardedLoss, name_of
 from sagetrain.training.out_of_memory import memory_explained, record_allocations
 from sagetrain.training.perturb import perturb
 from sagetrain.training.reporter import Reporter
@@ -179,6 +180,7 @@ def check_files(cfg: RunConfig, tokens: SampleFunction | None = None, loss: Toke
     inputs.check_disk(cfg, padded_vocab_size(vocab_size))
     if cfg.logging.wandb and os.environ.get("RANK", "0") == "0":
         check_login(cfg.logging.wandb, folder.path)
+    failures = Failures()
     return CheckedFiles(
         folder=folder,
         tokenizer=tokenizer,
@@ -189,7 +191,8 @@ def check_files(cfg: RunConfig, tokens: SampleFunction | None = None, loss: Toke
         chat_template=next(filter(None, chat_templates(records).values()), None),
         identity=identity,
         dtype=dtype,
-        loss=loss,
+        loss=loss and GuardedLoss(loss, failures),
+        failures=failures,
     )
 
 

@@ -1,8 +1,9 @@
 """Callbacks: hooks that a run calls when something happens. TensorBoard, Weights & Biases and the profiler are
 callbacks, too.
 
-A user's callbacks are given to `sagetrain.train`. If one raises an error, the run ends: the other ranks learn of the
-error at the end of a step, a checkpoint is saved, and the error names the callback and its hook.
+A user's callbacks are given to `sagetrain.train`. If one raises an error on any rank, the run ends on all: the other
+ranks learn of the error at the end of a step, a checkpoint is saved, and the error names the rank, the callback and its
+hook.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sagetrain.config.errors import TrainingError
+import torch.distributed as dist
+
 from sagetrain.config.schema import RunConfig
 from sagetrain.engines.protocol import Engine, StepResult
 from sagetrain.stability.controller import Event
+from sagetrain.training.failures import Failures
 
 
 @dataclass(frozen=True)
@@ -87,23 +90,39 @@ class Callback:
         training.total_tokens."""
 
 
+class Latest(Callback):
+    """A callback that keeps the newest value of each number."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, float] = {}
+
+    def on_row(self, position: Position, values: Mapping[str, float]) -> None:
+        """Keep the numbers of a row."""
+        self._values.update(values)
+
+    def everywhere(self) -> dict[str, float]:
+        """Return the numbers, which rank 0 has, on every rank; collective."""
+        box = [self._values]
+        if dist.get_world_size() > 1:
+            dist.broadcast_object_list(box, 0)
+        return box[0]
+
+
 class Callbacks:
     """The callbacks of one run on this rank.
 
     Args:
         own: SageTrain's callbacks. Their errors (a full disk, say) are errors of the run itself.
         users: the user's callbacks.
+        failures: keeps the errors of the user's callbacks. After an error the run is to stop.
     """
 
-    def __init__(self, own: Sequence[Callback], users: Sequence[Callback]) -> None:
-        self._own, self._users = own, users
-        self.failure: str | None = None
-        """The text of the first error of a user's callback; None: there was none. After an error the run is to stop."""
-        self._cause: Exception | None = None
+    def __init__(self, own: Sequence[Callback], users: Sequence[Callback], failures: Failures | None = None) -> None:
+        self._own, self._users, self._failures = own, users, failures or Failures()
 
     def tell(self, hook: str, call: Callable[[Callback], None]) -> None:
-        """Call a hook of every callback. After the first error of a user's callback, which is kept for `check`, no
-        callback of the user is called again.
+        """Call a hook of every callback. After the first error of a user's function, which is kept, no callback of the
+        user is called again.
 
         Args:
             hook: the name of the hook, for the error.
@@ -114,20 +133,13 @@ class Callbacks:
         self._tell_users(hook, call)
 
     def _tell_users(self, hook: str, call: Callable[[Callback], None]) -> None:
-        for callback in self._users if self.failure is None else ():
+        for callback in self._users if self._failures.text is None else ():
             try:
                 call(callback)
             # Whatever the error is, a checkpoint is saved first.
             except Exception as error:  # noqa: BLE001
-                name = type(callback).__name__
-                self.failure = f"the callback {name} failed in {hook}: {type(error).__name__}: {error}"
-                self._cause = error
+                self._failures.keep(f"the callback {type(callback).__name__} failed in {hook}", error)
                 return
-
-    def check(self) -> None:
-        """Raise TrainingError if a user's callback has failed."""
-        if self.failure is not None:
-            raise TrainingError(self.failure) from self._cause
 
     def end(self, position: Position, finished: bool) -> None:
         """Call on_end of every callback, even if one of SageTrain's raises an error."""

@@ -8,6 +8,7 @@ from torch import Tensor
 from sagetrain.config.errors import ConfigError
 from sagetrain.data.loader import MASKED
 from sagetrain.parallel.cross_entropy import TokenLoss
+from sagetrain.training.failures import Failures
 
 _TOKENS = 4
 
@@ -16,6 +17,40 @@ def name_of(loss: TokenLoss) -> str:
     """Return the name by which checkpoints know a loss, such as "mine.label_smoothing"."""
     named = loss if hasattr(loss, "__qualname__") else type(loss)
     return f"{named.__module__}.{named.__qualname__}"
+
+
+class GuardedLoss:
+    """A user's loss that raises no error inside of a step, where other ranks would wait for this one.
+
+    After an error, which is kept, the losses are NaN and so is their gradient. No rank makes the update then.
+    """
+
+    def __init__(self, loss: TokenLoss, failures: Failures) -> None:
+        self._loss, self._failures, self._failed = loss, failures, False
+        named = loss if hasattr(loss, "__qualname__") else type(loss)
+        self.__module__, self.__qualname__ = named.__module__, named.__qualname__
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+        if not self._failed:
+            try:
+                losses = self._loss(logits, labels)
+                _check_shape(losses, len(labels))
+                return losses
+            except torch.OutOfMemoryError:  # This says more as it is.
+                raise
+            # Whatever the error is, the other ranks have to learn of it.
+            except Exception as error:  # noqa: BLE001
+                self._failed = True
+                self._failures.keep(f"the loss {name_of(self)} failed", error)
+        return logits.sum(-1) * torch.nan
+
+
+def _check_shape(losses: object, tokens: int) -> None:
+    """Raise ValueError if a user's loss returned something else than the loss of each token."""
+    if not isinstance(losses, Tensor) or losses.shape != (tokens,):
+        shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+        wanted = f"return the loss of each token: a tensor [{tokens}] for {tokens} tokens"
+        raise ValueError(f"returned {shape}; {wanted}, without a mean")
 
 
 def try_out(loss: object, vocab_size: int) -> None:
@@ -35,8 +70,9 @@ def try_out(loss: object, vocab_size: int) -> None:
     # Whatever the error is, the message says whose it is.
     except Exception as error:
         raise ConfigError(f"loss: {name} failed on a trial: {type(error).__name__}: {error}") from error
-    if not isinstance(losses, Tensor) or losses.shape != (_TOKENS,):
-        shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
-        raise ConfigError(f"loss: {name} returned {shape}; {wanted}, without a mean")
+    try:
+        _check_shape(losses, _TOKENS)
+    except ValueError as error:
+        raise ConfigError(f"loss: {name} {error}") from None
     if not losses.requires_grad or not losses[:-1].isfinite().all():
         raise ConfigError(f"loss: {name} returned {losses.tolist()}; {wanted}, finite and with a gradient for logits")

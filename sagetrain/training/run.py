@@ -3,7 +3,7 @@ checkpoint."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from sagetrain.parallel.cross_entropy import TokenLoss
 from sagetrain.parallel.metrics import total_over_ranks
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.training.controllers import Controllers
+from sagetrain.training.failures import Failures
 from sagetrain.training.reporter import Reporter
 
 
@@ -45,7 +46,9 @@ class CheckedFiles:
     identity: Identity
     dtype: torch.dtype
     loss: TokenLoss | None = None
-    """The user's loss. None: the cross-entropy."""
+    """The user's loss, guarded. None: the cross-entropy."""
+    failures: Failures = field(default_factory=Failures)
+    """The errors of the user's functions."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from sagetrain.config.load import dump_config
 from sagetrain.config.schema import NoiseAwareTokens
 from sagetrain.config.tokens_per_step import stages
 from sagetrain.data.loader import Batch
-from sagetrain.engines.protocol import Engine
+from sagetrain.engines.protocol import Engine, StepResult
 from sagetrain.model.accounting import flops_per_token
 from sagetrain.parallel.rng import rng_state
 from sagetrain.stability.controller import Event
@@ -74,7 +74,8 @@ class Trainer:
         self._findings, self._tasks, self._samples = findings, tasks, samples
         self._reporter, self._say, self._watchdog = run.met.reporter, run.met.reporter.say, run.met.watchdog
         self._watchdog.waits = self.engine.waits
-        self._callbacks = Callbacks(self._listeners(), callbacks)
+        self._failures = run.files.failures
+        self._callbacks = Callbacks(self._listeners(), callbacks, self._failures)
         self._saved_step, self._waited = self.state.step, False
         # Writing the YAML takes as long as a small training step, and training stands still at each save.
         self._config_text = dump_config(self.cfg)
@@ -96,14 +97,14 @@ class Trainer:
         """Train to the end, or until a signal. A signal saves a checkpoint. Return whether the run is finished.
 
         Raises:
-            TrainingError: training cannot continue, or a user's callback has failed.
+            TrainingError: training cannot continue, or a user's callback or loss has failed on some rank.
             CheckpointError: a checkpoint cannot be written.
         """
         run, finished = self.run, False
         with self._watchdog, memory_explained(run.settled.cfg, run.files.vocab_size):
             try:
                 finished = self._loop()
-                self._callbacks.check()
+                self._failures.check()
             # The error is raised on every rank, and an earlier checkpoint may still be on its way to disk.
             except TrainingError as error:
                 with contextlib.suppress(CheckpointError):
@@ -122,7 +123,7 @@ class Trainer:
                     self._reporter.close()
                     run.files.folder.release()
         # A callback's on_end may have failed.
-        self._callbacks.check()
+        self._failures.check()
         return finished
 
     def _loop(self) -> bool:
@@ -217,7 +218,8 @@ class Trainer:
         self._reporter.saved(run.saver)
         if run.met.main:
             run.controllers.say_critical()
-            why = f"stopped by {run.met.stop.name or 'a signal to another rank'}" if stopped else "finished"
+            asked = run.met.stop.name or ("an error" if self._failures.text else "another rank")
+            why = f"stopped by {asked}" if stopped else "finished"
             where = f"{why} at step {state.step}, {state.tokens:,}"
             if finished:
                 over = "" if state.tokens == total else f": whole steps for training.total_tokens {total:,}"
@@ -246,6 +248,8 @@ class Trainer:
         except InterruptedError:
             self._reporter.row()
             return True
+        if self._loss_failed(result):
+            return True
         if counted is not None:
             result.metrics["train/counted_share"] = counted / size
             if not counted:
@@ -269,6 +273,15 @@ class Trainer:
             self._reporter.event(state, event)
         return result.stop
 
+    def _loss_failed(self, result: StepResult) -> bool:
+        """Return whether the user's loss has failed in this step on some rank. Its update was not made, and the run
+        ends as if it had not begun; collective where a loss may have failed."""
+        if self.run.files.loss is None or result.applied or not result.stop:
+            return False
+        failed = torch.tensor(self._failures.text is not None, dtype=torch.int32, device=self.engine.device)
+        dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+        return bool(failed)
+
     def _micro_batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the micro-batches of a step, each with a sign of life. On a single rank a signal leaves the step at
         once, as if it had not begun, because a step may be long. Several ranks learn of a signal together, at the end
@@ -281,7 +294,7 @@ class Trainer:
 
     def _stopping(self) -> bool:
         # After a failed save, no later save could succeed either. The run stops, and self.save raises the reason.
-        return bool(self.run.met.stop.name or self.run.saver.failed or self._callbacks.failure)
+        return bool(self.run.met.stop.name or self.run.saver.failed or self._failures.text)
 
     def _go_back(self, wanted: Callable[[int], bool]) -> TrainState | None:
         """Load the newest undamaged checkpoint of a wanted step and return its state; None if there is none."""

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -16,9 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 import sagetrain
+from distributed import run_distributed
 from forked import PATIENCE, Command
 from prepare_inputs import TEXTS, write_jsonl
 from runs import ROOT
@@ -162,6 +165,74 @@ def test_a_host_that_refuses_tells_the_others(tmp_path: Path, corpus: Path) -> N
     assert re.search(r"some hosts cannot take part.*\n.*\(rank 1\): .*optimizer.lr = -1.0", first, re.DOTALL), first
 
 
+class FailsOn1(api.Callback):
+    """A callback that fails on rank 1, in a hook."""
+
+    def __init__(self, hook: str) -> None:
+        if dist.get_rank() == 1:
+            setattr(self, hook, self.fail)
+
+    def fail(self, *told: Any) -> None:
+        raise KeyError("mine")
+
+
+def fails_late_on_1(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return a cross-entropy, and after a few calls on rank 1 the mean of it."""
+    counted[0] += 1
+    reduction = "mean" if dist.is_initialized() and dist.get_rank() == 1 and counted[0] > 3 else "none"
+    return F.cross_entropy(logits, labels, reduction=reduction)
+
+
+counted = [0]
+
+
+def rank_of_two(changes: dict[str, Any], folder: Path) -> list[Any]:
+    """Return what each call of train gives or raises on this rank."""
+    os.environ["MASTER_PORT"] = "29500"  # The ranks have met. This is only read.
+    found: list[Any] = []
+    cases: dict[str, dict[str, Any]] = {hook: {"callbacks": [FailsOn1(hook)]} for hook in ("on_step", "on_end")}
+    for name, given in {"plain": {}, **cases, "loss": {"loss": fails_late_on_1}}.items():
+        try:
+            run = api.train("quickstart", {**changes, "training.run_dir": folder / name}, **given)
+            found.append((run.finished, dict(run.metrics)))
+        except TrainingError as error:
+            found.append(str(error))
+    return found
+
+
+def test_ranks_have_the_same_metrics_and_the_same_errors(tmp_path: Path, corpus: Path) -> None:
+    """A function that fails on one rank is an error on all. The step in which a loss failed is not made."""
+    changes = settings(corpus, tmp_path, **{"parallel.zero_stage": 1, "training.total_tokens": 1280})
+    first, second = run_distributed(rank_of_two, 2, changes, tmp_path)
+    assert first == second
+    plain, step, end, loss = first
+    assert plain[0] and {"train/loss", "valid/loss", "perf/tokens_per_second"} <= plain[1].keys()
+    assert re.match(r"rank 1: the callback FailsOn1 failed in on_step: KeyError: 'mine'\. .* from step-00000002$", step)
+    assert re.match(r"rank 1: the callback FailsOn1 failed in on_end: KeyError: 'mine'", end)
+    said = r"rank 1: the loss \S+fails_late_on_1 failed: ValueError: returned \(\); return .* from step-00000002$"
+    assert re.match(said, loss), loss
+
+
+def test_a_process_trains_one_run_at_a_time(tmp_path: Path, corpus: Path) -> None:
+    """It catches signals in its main thread alone."""
+    changes, said = settings(corpus, tmp_path / "run", **{"training.total_tokens": 512}), []
+
+    class Trains(api.Callback):
+        def on_step(self, position: Any, result: Any) -> None:
+            for given in ({}, {"own_process": True}):
+                thread = threading.Thread(target=self.train, args=(given,))
+                thread.start()
+                thread.join()
+
+        def train(self, given: dict[str, Any]) -> None:
+            with pytest.raises(ConfigError) as error:
+                api.train("quickstart", changes, **given)
+            said.append(str(error.value))
+
+    assert api.train("quickstart", changes, callbacks=[Trains()]).finished
+    assert "another call of train is under way" in said[0] and "own_process=True catches signals" in said[1]
+
+
 def counting(index: int) -> np.ndarray:
     """Return the 33 tokens of a sequence that counts up from a start of its own."""
     return (np.random.default_rng(index).integers(40) + np.arange(33)) % 40
@@ -279,7 +350,16 @@ MISTAKES: dict[str, Callable[[api.Model], object]] = {
     ),
     "score: pairs is a list, and must be Sequence": lambda model: model.score(["import ", "os"]),
     'compare: configs is "quickstart", and must be Sequence': lambda model: api.compare("quickstart"),
-    'export: dtype is "fp32", and must be Literal': lambda model: model.export("x", dtype="fp32"),
+    'load_run: linear is "FP8", and must be one of "bf16", "fp8", "int8" or None; did you mean "fp8"?': (
+        lambda model: api.load_run(model.run_dir, linear="FP8")
+    ),
+    'load_run: linear is "auto", and must be one of "bf16"': lambda model: api.load_run(model.run_dir, linear="auto"),
+    'load_run: attention is "xx", and must be one of "sdpa", "sage", "flash", "reference", "fp4" or None': (
+        lambda model: api.load_run(model.run_dir, attention="xx")
+    ),
+    'export: dtype is "fp32", and must be one of "float32", "bfloat16", "float16" or None': lambda model: model.export(
+        "x", dtype="fp32"
+    ),
 }
 
 
