@@ -243,8 +243,8 @@ def train(
     Raises:
         ConfigError: the configuration, the files or the hosts do not allow the run.
         CheckpointError: a checkpoint cannot be read or written.
-        TrainingError: training cannot continue, or a callback or the loss has failed on some rank, which every rank's
-            error names. The newest checkpoint is undamaged.
+        TrainingError: training cannot continue, or a callback, the loss or `tokens` has failed on some rank, which
+            every rank's error names. The newest checkpoint is undamaged.
     """
     from sagetrain.cluster.guard import alone
     from sagetrain.training.callbacks import Callback as Base

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -35,7 +37,10 @@ class GuardedLoss:
             try:
                 losses = self._loss(logits, labels)
                 _check_shape(losses, len(labels))
-                return losses
+                # The loss's backward pass may fail as well, and only here can that be kept.
+                (gradient,) = torch.autograd.grad(losses, logits, (labels >= 0).to(losses.dtype))
+                known: Tensor = _Known.apply(logits, losses.detach(), gradient)  # type: ignore[no-untyped-call]
+                return known
             except torch.OutOfMemoryError:  # This says more as it is.
                 raise
             # Whatever the error is, the other ranks have to learn of it.
@@ -43,6 +48,19 @@ class GuardedLoss:
                 self._failed = True
                 self._failures.keep(f"the loss {name_of(self)} failed", error)
         return logits.sum(-1) * torch.nan
+
+
+class _Known(torch.autograd.Function):
+    """The losses of tokens with a gradient that is known. Tokens that do not count have none."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, losses: Tensor, gradient: Tensor) -> Tensor:
+        ctx.gradient = gradient
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.gradient, None, None
 
 
 def _check_shape(losses: object, tokens: int) -> None:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -26,7 +27,7 @@ from sagetrain.config.errors import CheckpointError, Finding, TrainingError, man
 from sagetrain.config.load import dump_config
 from sagetrain.config.schema import NoiseAwareTokens
 from sagetrain.config.tokens_per_step import stages
-from sagetrain.data.loader import Batch
+from sagetrain.data.loader import Batch, Sample, batch_of
 from sagetrain.engines.protocol import Engine, StepResult
 from sagetrain.model.accounting import flops_per_token
 from sagetrain.parallel.rng import rng_state
@@ -97,13 +98,21 @@ class Trainer:
         """Train to the end, or until a signal. A signal saves a checkpoint. Return whether the run is finished.
 
         Raises:
-            TrainingError: training cannot continue, or a user's callback or loss has failed on some rank.
+            TrainingError: training cannot continue, or a user's function has failed on some rank.
             CheckpointError: a checkpoint cannot be written.
         """
         run, finished = self.run, False
-        with self._watchdog, memory_explained(run.settled.cfg, run.files.vocab_size):
+        explained = memory_explained(run.settled.cfg, run.files.vocab_size)
+        with self._watchdog, explained, contextlib.ExitStack() as last, contextlib.ExitStack() as broken:
+            last.callback(run.files.folder.release)
+            broken.callback(self._end, finished)
             try:
-                finished = self._loop()
+                stopped, finished = self._loop()
+                broken.pop_all()
+                # From here on a rank may fail alone, on a full disk for instance, and the others learn of it.
+                with self._failures.kept("the end of the run failed"), contextlib.ExitStack() as end:
+                    end.callback(self._end, finished)
+                    self._finish(stopped, finished)
                 self._failures.check()
             # The error is raised on every rank, and an earlier checkpoint may still be on its way to disk.
             except TrainingError as error:
@@ -114,19 +123,19 @@ class Trainer:
                 newest = on_disk.newest(run.files.folder.checkpoints)
                 where = f"continues from {newest.name}" if newest else "begins anew: no checkpoint was written yet"
                 raise TrainingError(f"{error}. Started again, the run {where}") from error.__cause__
-            finally:
-                try:
-                    with contextlib.suppress(OSError):
-                        self._reporter.row()
-                    self._callbacks.end(self.position, finished)
-                finally:
-                    self._reporter.close()
-                    run.files.folder.release()
-        # A callback's on_end may have failed.
-        self._failures.check()
         return finished
 
-    def _loop(self) -> bool:
+    def _end(self, finished: bool) -> None:
+        """Write the last row, call on_end of every callback and close the files."""
+        try:
+            with contextlib.suppress(OSError):
+                self._reporter.row()
+            self._callbacks.end(self.position, finished)
+        finally:
+            self._reporter.close()
+
+    def _loop(self) -> tuple[bool, bool]:
+        """Make all steps and measurements. Return whether the run was stopped, and whether it is finished."""
         run, cfg, total = self.run, self.cfg, self.cfg.training.total_tokens
         every_save = checkpoint_tokens(cfg)
         self._open()
@@ -164,8 +173,8 @@ class Trainer:
         finished = self.state.tokens >= total and not left
         if finished and self._saved_step != self.state.step:
             self.save()
-        self._finish(stopped, finished)
-        return finished
+        run.saver.wait()
+        return stopped, finished
 
     def _open(self) -> None:
         """Begin to report, and describe the run in the run folder."""
@@ -214,7 +223,6 @@ class Trainer:
 
     def _finish(self, stopped: bool, finished: bool) -> None:
         run, state, total = self.run, self.state, self.cfg.training.total_tokens
-        run.saver.wait()
         self._reporter.saved(run.saver)
         if run.met.main:
             run.controllers.say_critical()
@@ -238,26 +246,32 @@ class Trainer:
         self._watchdog.begin(f"step {state.step + 1}")
         lr = learning_rate(cfg.optimizer, cfg.lr_schedule, state.tokens, size, cfg.training.total_tokens)
         ahead = run.controllers.tokens_ahead(state.tokens + size)
-        batches = self._micro_batches(run.loader.step_batches(state.sequences, size, ahead))
+        number = size // run.micro_step
+        batches = self._micro_batches(run.loader.step_batches(state.sequences, size, ahead), number)
         observers = run.controllers.observers(state.step + 1, size)
         counted = run.counted(state.sequences, size, ahead)
         try:
             self._callbacks.tell("on_step_begin", lambda callback: callback.on_step_begin(state.step + 1))
-            result = self.engine.step(batches, size // run.micro_step, lr, observers, counted, self._stopping)
+            result = self.engine.step(batches, number, lr, observers, counted, self._stopping)
         # This comes from _micro_batches.
         except InterruptedError:
             self._reporter.row()
             return True
         if self._loss_failed(result):
             return True
+        samples, layout = size // cfg.data.seq_length, (self.engine.groups.dp_size, dist.get_world_size())
+        try:
+            check_consumed(result.folds, state.sequences, samples, cfg.data.micro_batch_size, *layout)
+        # The error is raised on every rank. The user's tokens may have failed on some of them.
+        except TrainingError:
+            self._failures.check()
+            raise
         if counted is not None:
             result.metrics["train/counted_share"] = counted / size
             if not counted:
                 self._say(f"step {state.step + 1}: no token of it counts in the loss, which is 0, as its gradient is")
         taken = Position(state.step + 1, state.tokens + size)
         self._callbacks.tell("on_step", lambda callback: callback.on_step(taken, result))
-        samples, layout = size // cfg.data.seq_length, (self.engine.groups.dp_size, dist.get_world_size())
-        check_consumed(result.folds, state.sequences, samples, cfg.data.micro_batch_size, *layout)
         if result.event:
             run.controllers.keep_bundle(state, size, lr, result)
         if not result.applied:
@@ -282,15 +296,23 @@ class Trainer:
         dist.all_reduce(failed, op=dist.ReduceOp.MAX)
         return bool(failed)
 
-    def _micro_batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+    def _micro_batches(self, batches: Iterable[Batch], number: int) -> Iterator[Batch]:
         """Yield the micro-batches of a step, each with a sign of life. On a single rank a signal leaves the step at
         once, as if it had not begun, because a step may be long. Several ranks learn of a signal together, at the end
-        of the step."""
-        stop = self.run.met.stop
-        for batch in self._watchdog.over(batches):
-            if stop.name and dist.get_world_size() == 1:
-                raise InterruptedError(stop.name)
-            yield batch
+        of the step. There they also learn that the user's tokens have failed on one of them, which goes on to that
+        place with empty micro-batches: these have no sample ids, so check_consumed refuses the step."""
+        stop, data, left = self.run.met.stop, self.cfg.data, number
+        try:
+            for batch in self._watchdog.over(batches):
+                if stop.name and dist.get_world_size() == 1:
+                    raise InterruptedError(stop.name)
+                left -= 1
+                yield batch
+        except TrainingError as error:
+            self._failures.keep("", error)
+            empty = Sample(np.zeros(data.seq_length + 1, np.int64), [])
+            for _ in range(left):
+                yield batch_of([empty] * data.micro_batch_size, data.document_attention, data.document_positions)
 
     def _stopping(self) -> bool:
         # After a failed save, no later save could succeed either. The run stops, and self.save raises the reason.

@@ -183,6 +183,40 @@ def fails_late_on_1(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits, labels, reduction=reduction)
 
 
+class Brittle(torch.autograd.Function):
+    """The identity, whose backward pass fails on rank 1 from the fourth call on."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
+        counted[0] += 1
+        ctx.fails = dist.is_initialized() and dist.get_rank() == 1 and counted[0] > 3
+        return logits.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        if ctx.fails:
+            raise KeyError("mine")
+        return grad
+
+
+def fails_backward_on_1(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return a cross-entropy whose backward pass fails late on rank 1."""
+    return F.cross_entropy(Brittle.apply(logits), labels, reduction="none")
+
+
+def fails_in_25_on_1(index: int) -> np.ndarray:
+    """Return tokens, but not for one sequence of step 4."""
+    if dist.is_initialized() and dist.get_rank() == 1 and 24 <= index < 32:
+        raise KeyError("mine")
+    return counting(index)
+
+
+def full_disk(text: str) -> None:
+    """Fail where rank 0 alone says its last line."""
+    if text.startswith("finished"):
+        raise OSError(28, "No space left on device")
+
+
 counted = [0]
 
 
@@ -191,11 +225,14 @@ def rank_of_two(changes: dict[str, Any], folder: Path) -> list[Any]:
     os.environ["MASTER_PORT"] = "29500"  # The ranks have met. This is only read.
     found: list[Any] = []
     cases: dict[str, dict[str, Any]] = {hook: {"callbacks": [FailsOn1(hook)]} for hook in ("on_step", "on_end")}
-    for name, given in {"plain": {}, **cases, "loss": {"loss": fails_late_on_1}}.items():
+    cases |= {"loss": {"loss": fails_late_on_1}, "backward": {"loss": fails_backward_on_1}}
+    cases |= {"tokens": {"tokens": fails_in_25_on_1}, "full": {"say": full_disk}}
+    for name, given in {"plain": {}, **cases}.items():
+        counted[0], own = 0, OWN if "tokens" in given else {}
         try:
-            run = api.train("quickstart", {**changes, "training.run_dir": folder / name}, **given)
+            run = api.train("quickstart", {**changes, **own, "training.run_dir": folder / name}, **given)
             found.append((run.finished, dict(run.metrics)))
-        except TrainingError as error:
+        except (TrainingError, OSError) as error:
             found.append(str(error))
     return found
 
@@ -204,13 +241,19 @@ def test_ranks_have_the_same_metrics_and_the_same_errors(tmp_path: Path, corpus:
     """A function that fails on one rank is an error on all. The step in which a loss failed is not made."""
     changes = settings(corpus, tmp_path, **{"parallel.zero_stage": 1, "training.total_tokens": 1280})
     first, second = run_distributed(rank_of_two, 2, changes, tmp_path)
-    assert first == second
-    plain, step, end, loss = first
+    assert first[:-1] == second[:-1]
+    plain, step, end, loss, backward, tokens, full = first
     assert plain[0] and {"train/loss", "valid/loss", "perf/tokens_per_second"} <= plain[1].keys()
     assert re.match(r"rank 1: the callback FailsOn1 failed in on_step: KeyError: 'mine'\. .* from step-00000002$", step)
     assert re.match(r"rank 1: the callback FailsOn1 failed in on_end: KeyError: 'mine'", end)
     said = r"rank 1: the loss \S+fails_late_on_1 failed: ValueError: returned \(\); return .* from step-00000002$"
     assert re.match(said, loss), loss
+    said = r"rank 1: the loss \S+fails_backward_on_1 failed: KeyError: 'mine'\. .* from step-00000002$"
+    assert re.match(said, backward), backward
+    said = r"rank 1: tokens: fails_in_25_on_1\(\d+\) failed: KeyError: 'mine'\. .* begins anew: "
+    assert re.match(said, tokens), tokens
+    assert full == "[Errno 28] No space left on device"
+    assert second[-1].startswith("rank 0: the end of the run failed: OSError: [Errno 28] No space"), second[-1]
 
 
 def test_a_process_trains_one_run_at_a_time(tmp_path: Path, corpus: Path) -> None:
