@@ -360,6 +360,13 @@ def muon(figure: Figure) -> None:
     panel.legend(fontsize=7, loc="lower left")
 
 
+def graphs(figure: Figure) -> None:
+    rows, panel = tables("graphs")[0], figure.subplots()
+    names = [f"{row['micro-step']}, {row['linear layers, attention']}" for row in rows]
+    columns = {"by the host": "by the host, tokens/s", "replayed": "replayed, tokens/s"}
+    paired(panel, names, {label: numbers(rows, column) for label, column in columns.items()}, "tokens/s of one H200")
+
+
 def muon_loss(figure: Figure) -> None:
     rows, panel = [row for row in tables("muon-loss")[0] if row["seeds"] == "1"], figure.subplots()
     names = [row["tuned"].replace(", warm-up", ",\nwarm-up") for row in rows]
@@ -393,6 +400,7 @@ PLOTS: dict[str, tuple[str, float, Callable[[Figure], None]]] = {
     "fp4": ("fp4.png", 3.2, fp4),
     "generation": ("generation.png", 2.4, generation),
     "gradients": ("gradients.png", 2.8, gradients),
+    "graphs": ("graphs.png", 3.6, graphs),
     "halves": ("halves.png", 3.4, halves),
     "layouts": ("layouts.png", 3.0, layouts),
     "8b": ("8b.png", 3.4, eight_billion),
