@@ -23,6 +23,10 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def program() -> NoReturn:
     """Run the console script, which owns its process. From here on Ctrl-C ends it with code 130 and no traceback."""
+    if not sys.flags.utf8_mode and sys.getfilesystemencoding() != "utf-8":
+        # In such a locale (LC_ALL=C beside PYTHONUTF8=0) every letter beyond ASCII would be half of a surrogate pair.
+        os.environ["PYTHONUTF8"] = "1"  # Ranks and workers inherit it.
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     try:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, _interrupted)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -378,6 +379,7 @@ class Model:
         """
         from sagetrain.data.chat_template import settled_template
         from sagetrain.inference.generate import Sampling, finished
+        from sagetrain.inference.prompts import joined_ends
 
         check_least("generate", 1, {"max_tokens": max_tokens, "batch_size": batch_size})
         check_least("generate", 0, {"top_k": top_k})
@@ -386,6 +388,9 @@ class Model:
         template = None
         if chat and self.run.tokenizer:
             template = settled_template(self.run.chat_template or "", self.run.tokenizer)
+        elif self.run.tokenizer:
+            for said in joined_ends(given, self.run.tokenizer):
+                warnings.warn(said, stacklevel=3)
         return finished(self.run, given, sampling, batch_size, template)
 
     @checked

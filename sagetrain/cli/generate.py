@@ -97,11 +97,10 @@ def generate(
         check_folder(run_dir)
         use_cores()
         from sagetrain.data.chat_template import read_template, settled_template
-        from sagetrain.data.records import INSIDE, LEAVE_OUT
         from sagetrain.inference.generate import Sampling
         from sagetrain.inference.generate import generate as completions
         from sagetrain.inference.load import load_run
-        from sagetrain.inference.prompts import read_prompts
+        from sagetrain.inference.prompts import joined_ends, read_prompts
         from sagetrain.inference.ranks import Ranks
 
         sampling = Sampling(max_tokens, temperature, top_k, top_p, tuple(stop or ()), seed)
@@ -125,9 +124,11 @@ def generate(
         if template is not None and run.tokenizer:
             template = settled_template(template or run.chat_template or "", run.tokenizer)
         elif tokenizer := run.tokenizer:
-            for text in filter(tokenizer.ends_inside, given if ranks.main else ()):
-                _warn(f"the prompt {text[-40:]!r}: {INSIDE}; {LEAVE_OUT}")
+            for text in joined_ends(given if ranks.main else (), tokenizer):
+                _warn(text)
         while interactive and (line := ranks.tell(_next_line)) is not None:
+            for text in joined_ends([line], run.tokenizer) if ranks.main and run.tokenizer and not chat else ():
+                _warn(text)
             try:
                 _show(completions(run, [line], sampling, 1, template), 1, as_json, ranks.main, answers=chat)
             except ConfigError as error:  # The prompt may be too long, and the next one may be shorter.

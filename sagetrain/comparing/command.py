@@ -329,7 +329,7 @@ def report(found: Results, output: Path, margin: float, title: str, say: Say) ->
     found.save(output)
     lines = tables(found, margin)
     write_atomic(output / TABLES, (json.dumps(to_json(lines), indent=1) + "\n").encode())
-    write_atomic(output / PAGE, page(found, lines, margin, title, PLOT).encode())
+    write_atomic(output / PAGE, page(found, lines, margin, title, PLOT).encode(errors="backslashreplace"))
     plot_gaps(curves(found), found.baseline, output / PLOT)
     for table in lines:
         for line in table.lines:

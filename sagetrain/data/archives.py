@@ -128,6 +128,10 @@ def _is_meant(name: str) -> bool:
 def _readable(path: Path) -> Iterator[None]:
     try:
         yield
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path}: a name in it is not UTF-8, as the archive says that it is ({error.object!r}): unpack it (7z x)"
+        ) from error
     except DAMAGED as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sagetrain.config.errors import ConfigError
+from sagetrain.config.errors import ConfigError, is_utf8
 from sagetrain.config.schema import DataSource
 from sagetrain.data.encode import Encoder, encode
 from sagetrain.data.loader import Sample
@@ -104,7 +104,8 @@ def text_of(
     Raises:
         ConfigError: the files or the text cannot be read, or there is no tokenizer for text.
     """
-    files = DataSource(path=path).files
+    # A model of pydantic checks that a text is UTF-8, and the name of a file need not be.
+    files = (DataSource(path=path) if is_utf8(path) else DataSource.model_construct(path=path)).files
     if files and token_path(files[0], ".idx").exists():
         return PreparedDocuments(path, files, tokenizer, vocab_size)
     if tokenizer is None:

@@ -18,7 +18,7 @@ from sagetrain.checkpoint.manifest import FORMAT, write_manifest
 from sagetrain.checkpoint.on_disk import folder_name, sha256
 from sagetrain.checkpoint.state import Identity, ImportRecord, RunState
 from sagetrain.config.arithmetic import padded_vocab_size
-from sagetrain.config.errors import ConfigError, many
+from sagetrain.config.errors import ConfigError, is_utf8, many
 from sagetrain.config.load import dump_config
 from sagetrain.config.schema import NO_DATA, TOKENIZER_JSON, TOKENIZER_NAME, ModelConfig, RunConfig
 from sagetrain.data.tokenizer import OTHER_FILES, Tokenizer
@@ -84,6 +84,9 @@ def import_folder(
         ConfigError: the folder holds another kind of model, is incomplete, or its sizes do not match.
         CheckpointError: the run folder cannot be written.
     """
+    for each, rule in ((folder, "as safetensors wants"), (run_dir, "as its config.yaml, which names it (run_dir), is")):
+        if not is_utf8(str(each)):
+            raise ConfigError(f"the folder's name {str(each)!a} is not UTF-8, {rule}: choose another name")
     if not folder.is_dir():
         raise ConfigError(no_folder(folder))
     if (folder / "checkpoints").is_dir():

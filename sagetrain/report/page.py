@@ -97,7 +97,7 @@ def write_report(folders: Sequence[Path], output: Path) -> int:
     Raises:
         ConfigError: a folder is not the folder of a run.
     """
-    page = render(read_runs(folders)).encode()
+    page = render(read_runs(folders)).encode(errors="backslashreplace")
     write_atomic(output, page)
     return len(page)
 

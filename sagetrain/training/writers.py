@@ -201,7 +201,7 @@ class RunLog:
         if self._path is None:
             self._waiting.append(text)
             return
-        with suppress(OSError), self._path.open("a", encoding="utf-8") as file:
+        with suppress(OSError), self._path.open("a", encoding="utf-8", errors="backslashreplace") as file:
             file.write(f"{text}\n")
 
 

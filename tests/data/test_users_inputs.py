@@ -3,7 +3,10 @@
 import io
 import json
 import os
+import subprocess
+import sys
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pyarrow
@@ -20,6 +23,9 @@ from sagetrain.data.records import APART, FORGED, WRITTEN, Chats, Pairs
 from sagetrain.data.token_file import TokenFile
 from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.inference.prompts import read_prompts
+from sagetrain.inference.windows import text_of
+from sagetrain.interop.importing import import_folder
+from sagetrain.training.writers import RunLog
 
 CONTROL = ["<|end|>", "<|user|>", "<|bot|>"]
 TURNS = (
@@ -206,6 +212,44 @@ def test_names_that_are_not_utf_8_are_read(tmp_path: Path, kind: str) -> None:
     for overwrite in (False, True):
         said_by(source, output, vocab_size=300, overwrite=overwrite)
     assert TokenFile(output).num_documents == 60
+
+
+@pytest.mark.parametrize("name", ["caf\xe9".encode("cp437"), b"caf\xe9", "caf\xe9".encode()])
+def test_members_of_a_zip_have_names_in_any_locale(tmp_path: Path, name: bytes) -> None:
+    """The C locale without Python's UTF-8 mode is told what every other one is told."""
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as file:
+        file.writestr("12345.txt"[: len(name)] + ".txt", "hello")
+    plain = b"12345"[: len(name)]
+    for flag in (0, 8):
+        raw = bytearray(content.getvalue().replace(plain, name))
+        raw[7] = raw[raw.index(b"PK\1\2") + 9] = flag
+        (tmp_path / f"{flag}.zip").write_bytes(raw)
+        command = [sys.executable, "-m", "sagetrain", "prepare", f"{flag}.zip", "-o", f"{flag}/x", "--workers", "1"]
+        command += ["--tokenizer", str(write_tokenizer(tmp_path / "t"))]
+        env = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True)
+        if flag and name != "caf\xe9".encode():
+            assert done.returncode == 2 and b"a name in it is not UTF-8, as the archive says" in done.stderr
+        else:
+            assert done.returncode == 0, done.stderr.decode(errors="replace")
+
+
+def test_texts_and_logs_have_names_that_are_not_utf_8(tmp_path: Path) -> None:
+    ours = Tokenizer.load(write_tokenizer(tmp_path / "t"))
+    source = write_jsonl(tmp_path / f"{LATIN}.jsonl", ["text"])
+    assert text_of(str(source), ours, ours.vocab_size, "text", ())
+    log = RunLog()
+    log.open(tmp_path / "log.txt")
+    log.write(f"read {source}")
+    assert "caf\\udce9.jsonl" in (tmp_path / "log.txt").read_text()
+
+
+def test_a_model_is_not_imported_under_a_name_that_is_not_utf_8(tmp_path: Path) -> None:
+    (tmp_path / LATIN).mkdir()
+    for folder, run in ((tmp_path / LATIN, tmp_path / "run"), (tmp_path, tmp_path / LATIN / "run")):
+        with pytest.raises(ConfigError, match=r"caf.udce9.* is not UTF-8, as .*choose another name"):
+            import_folder(folder, run, report=print)
 
 
 def test_a_configuration_says_that_its_texts_are_utf_8(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from distributed import run_distributed
 from forked import PATIENCE, Command
 from prepare_inputs import published_tokenizer
 from runs import free_port, sagetrain
+from sagetrain import load_run as open_run
 from sagetrain.__main__ import main
 from sagetrain.config import ConfigError
 from sagetrain.data.tokenizer import Tokenizer
@@ -320,6 +322,17 @@ def test_one_text_is_streamed_and_several_are_in_their_order(runs, loaded, monke
     }  # fmt: skip
     typed = f"{PROMPTS[1]}\n\n{'é' * 10}\n{PROMPTS[4]}"
     assert printed(monkeypatch, capsys, *how, "-i", typed=typed) == f"{expected[1]}\n{expected[4]}\n"
+
+
+def test_a_prompt_that_ends_in_a_joined_space_is_named(runs, monkeypatch, capsys) -> None:
+    """In Python it is a warning, at the prompt it is a line before the text."""
+    monkeypatch.setattr(Tokenizer, "ends_inside", lambda self, text: text.endswith(" "))
+    said = "the prompt 'the '.*leave the white space out"
+    with pytest.warns(UserWarning, match=said):
+        open_run(runs / "sdpa").generate("the ", max_tokens=1)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the \nthe\n")))
+    assert main(["generate", str(runs / "sdpa"), "-i", "--max-tokens", "1"]) == 0
+    assert len(re.findall(said, capsys.readouterr().err)) == 1
 
 
 def test_what_the_command_refuses(runs: Path) -> None:
