@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import sentencepiece
 import tokenizers
@@ -132,12 +132,13 @@ class Tokenizer:
         surrogate pair."""
         return self._codec.encode(_valid(text))
 
-    def encode_parts(self, parts: Sequence[tuple[str, bool]]) -> EncodedParts:
+    def encode_parts(self, parts: Sequence[tuple[str, bool]], control: Literal[True] = True) -> EncodedParts:
         """Encode texts end to end. What stands before a marked part has the tokens that it has alone, as when a model
         is asked to go on from there.
 
         Args:
             parts: texts, each with a mark.
+            control: the texts of control tokens are these tokens. Callers of earlier versions say it.
 
         Raises:
             ValueError: a text holds half of a surrogate pair.
