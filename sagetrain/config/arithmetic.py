@@ -107,6 +107,7 @@ def not_recorded(cfg: RunConfig) -> Refusal | None:
         return Refusal("parallel.offload", parallel.offload, "gradients leave the GPU", "use none")
     for name, why in (
         ("pipeline_parallel_size", "micro-batches are under way at once"),
+        ("tensor_parallel_size", "the collectives of a micro-step count on from each other"),
         ("context_parallel_size", "the collectives of a micro-step were never recorded"),
     ):
         if (size := getattr(parallel, name)) > 1:
@@ -115,10 +116,8 @@ def not_recorded(cfg: RunConfig) -> Refusal | None:
 
 
 def recorded(cfg: RunConfig) -> bool:
-    """Return whether micro-steps become CUDA graphs on a GPU, if they fit into its memory. Those of tensor parallelism
-    were not timed yet, so `auto` leaves them to the host."""
-    how, alone = cfg.training.cuda_graphs, cfg.parallel.tensor_parallel_size == 1
-    return (how == "on" or (how == "auto" and alone)) and not_recorded(cfg) is None
+    """Return whether micro-steps become CUDA graphs on a GPU, if they fit into its memory."""
+    return cfg.training.cuda_graphs != "off" and not_recorded(cfg) is None
 
 
 def recomputed_blocks(how: Recomputation | Literal["auto"], num_layers: int) -> int:

@@ -28,7 +28,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -86,7 +86,7 @@ class FsdpEngine(BaseEngine):
         self._shards = shards = sharding_ranks(cfg, groups.num_replicas)
         # Gradients are clipped as the optimizer reads them, so observers see them as they were.
         # This comes first, because recordings are made on another stream than the default one.
-        record, self._by_host = recorder_of(cfg.training.cuda_graphs, not_recorded(cfg), model, groups, device)
+        record, self._by_host = recorder_of(cfg.training.cuda_graphs, not_recorded(cfg), model, device)
         super().__init__(model, groups, device, clip=0.0, copies=groups.num_replicas // shards)
         self._largest_norm = cfg.optimizer.clip_grad or math.inf
         self.dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[cfg.training.dtype]
@@ -330,8 +330,7 @@ class FsdpEngine(BaseEngine):
         if self._replayed and self._replayed.ready and not self._hooked and not seen:
             self._replayed.run(batch.inputs(torch.device("cpu")), observers.noise)
         else:
-            with self._replayed.by_host() if self._replayed else nullcontext():
-                super()._micro_step(number, batch, last, observers)
+            super()._micro_step(number, batch, last, observers)
         self._hooked = False
 
     def _pass(self, inputs: Mapping[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -19,7 +19,6 @@ from sagetrain.engines.leaf_sums import LeafSums
 from sagetrain.engines.static_inputs import StaticInputs, shapes_of
 from sagetrain.model.block import Block
 from sagetrain.model.transformer import Transformer
-from sagetrain.parallel.copies import Copies, connected
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.noise_scale import GradientNoise
 
@@ -38,13 +37,8 @@ def recorder(device: torch.device) -> Record | None:
     return Pool().record
 
 
-def copies_of(groups: ParallelGroups) -> Copies | None:
-    """Return the collectives by copy engines that a micro-step uses, if it does."""
-    return connected.get(groups.tp_group.group_name) if groups.tp_group and groups.tp_size > 1 else None
-
-
 def recorder_of(
-    how: str, refusal: Refusal | None, model: Transformer, groups: ParallelGroups, device: torch.device
+    how: str, refusal: Refusal | None, model: Transformer, device: torch.device
 ) -> tuple[Record | None, str]:
     """Return the function that records micro-steps, or None and the reason why the host launches each of them.
 
@@ -58,8 +52,6 @@ def recorder_of(
         return None, f"{refusal.key} {refusal.value}, where {refusal.why}"
     if how == "auto" and model.head.loss is not None:
         return None, "a loss of your own may change from one micro-step to the next"
-    if how == "auto" and groups.tp_size > 1:
-        return None, "training.cuda_graphs auto: recordings under tensor parallelism were not timed yet"
     record = recorder(device)
     return record, "" if record else "no GPU"
 
@@ -102,26 +94,11 @@ class Replayed:
         self._record, self._run, self._model, self._sums, self._leaves = record, run, model, sums, leaves
         self._metrics, self._device, self._beside = groups.metrics, device, beside
         self._programs: list[_Program] = []
-        self._stayed, self._copies = sums.stay, copies_of(groups)
+        self._stayed = sums.stay
         self._steps = 0
         self._state: Any = None
         self.refusal = ""
         """The reason why nothing is recorded any more."""
-
-    @contextlib.contextmanager
-    def _repeatable(self) -> Iterator[None]:
-        """Let the collectives of a micro-step be the same whether it is launched by the host or replayed, so that ranks
-        need not agree on that."""
-        with self._copies.repeatable() if self._copies else contextlib.nullcontext():
-            yield
-
-    @contextlib.contextmanager
-    def by_host(self) -> Iterator[None]:
-        """Return the context of a micro-step that does not run here."""
-        if self._copies:
-            self._copies.align()
-        with self._repeatable():
-            yield
 
     def begin(self) -> None:
         """Begin a step. The weights, and what is derived from them, are where the micro-steps will find them."""
@@ -142,8 +119,6 @@ class Replayed:
         """
         program = self._program_of(inputs, noise)
         program.inputs.write(inputs)
-        if self._copies:
-            self._copies.align()
         # The first step allocates what later steps keep.
         if program.recording is None and program.passes >= _PASSES and self._steps > 1 and not self.refusal:
             self._record_program(program)
@@ -155,8 +130,7 @@ class Replayed:
             program.passes += 1
 
     def _launch(self, program: _Program) -> None:
-        noise = program.noise.micro_batch() if program.noise else contextlib.nullcontext()
-        with self._repeatable(), noise:
+        with program.noise.micro_batch() if program.noise else contextlib.nullcontext():
             self._run(program.inputs.arguments)
 
     def _program_of(self, inputs: Mapping[str, Any], noise: GradientNoise | None) -> _Program:
@@ -192,8 +166,6 @@ class Replayed:
             # What a micro-step left when it was interrupted was never computed.
             for leaf in self._leaves.values():
                 leaf.grad = None
-            if self._copies:
-                self._copies.interrupt()
             program.recording = self._state = None
             self._programs.clear()
             warnings.warn(f"the host launches each micro-step from now on: {self.refusal}", stacklevel=2)
@@ -221,7 +193,6 @@ class Replayed:
             model.activation_checkpointing,
             [leaf.requires_grad for leaf in leaves],
             [tensor.data_ptr() for tensor in held],
-            self._copies and self._copies.addresses,
             torch.are_deterministic_algorithms_enabled(),
             torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
             torch.get_float32_matmul_precision(),
