@@ -15,7 +15,8 @@ from sagetrain.data.archives import members
 from sagetrain.data.chunk import Place
 from sagetrain.data.files import CHUNK_BYTES, Wanted, read
 from sagetrain.data.kinds import HEAD
-from sagetrain.data.tokenizer import Tokenizer, train_tokenizer
+from sagetrain.data.tokenizer import Tokenizer
+from sagetrain.data.tokenizer_training import train_tokenizer
 
 MB = 1 << 20
 
