@@ -3,7 +3,7 @@
     PYTHONPATH=.:kernels:tests/support torchrun --nproc-per-node 1 results/graphs/steps.py [ROW...]
 
 A row is SHAPE:TOKENS:LINEAR:ATTENTION. A step has 32 micro-batches of one sequence, and AdamW's update. Frozen at
-commit 37769f2c: no test runs it.
+commit 3c3b3a2a: no test runs it.
 """
 
 from __future__ import annotations
