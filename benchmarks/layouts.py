@@ -64,10 +64,10 @@ from sagetrain.config.errors import ConfigError
 from sagetrain.config.load import load_config
 from sagetrain.config.schema import RunConfig
 from sagetrain.config.tokens_per_step import tokens_per_step
+from sagetrain.costs.accounting import memory_per_rank, total_bytes
+from sagetrain.costs.hardware import of_device
 from sagetrain.data.token_file import TokenFileWriter, token_path
 from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
-from sagetrain.hardware import of_device
-from sagetrain.model.accounting import memory_per_rank, total_bytes
 from sagetrain.planning.layouts import fastest_linear
 from sagetrain.planning.performance import predict
 from sagetrain.planning.plan import document_span

@@ -33,7 +33,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sagekernels.lowbit import RECIPES
 from sagetrain.config.schema import SIXTEEN_BITS, AttentionConfig, LinearConfig, ModelConfig
-from sagetrain.model.accounting import flops_per_token
+from sagetrain.costs.accounting import flops_per_token
 from sagetrain.model.compile import compile_blocks
 from sagetrain.model.selection import attention_functions, matmuls_of
 from sagetrain.model.transformer import Transformer

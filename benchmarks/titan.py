@@ -34,7 +34,7 @@ from sagetrain.config.errors import ConfigError
 from sagetrain.config.load import load_config
 from sagetrain.config.schema import LinearConfig, RunConfig
 from sagetrain.config.tokens_per_step import tokens_per_step
-from sagetrain.model.accounting import flops_per_token
+from sagetrain.costs.accounting import flops_per_token
 from sagetrain.training.writers import RowFile, memory_gib, peak_flops
 
 NAME = "sagetrain"

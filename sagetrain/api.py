@@ -26,12 +26,12 @@ from sagetrain.config.check import accept
 from sagetrain.config.errors import CheckpointError, ConfigError, Finding, TrainingError, at_start
 from sagetrain.config.load import load_config as _load_config
 from sagetrain.config.schema import RunConfig
+from sagetrain.costs.hardware import cluster_of, planned_gpu
 from sagetrain.data.prepare import Prepared
 from sagetrain.data.prepare import prepare as _prepare
 from sagetrain.data.records import Chats, Pairs
 from sagetrain.data.request import Request
 from sagetrain.data.tokenizer import known_vocab_size
-from sagetrain.hardware import cluster_of, planned_gpu
 from sagetrain.planning.plan import make_plan
 from sagetrain.planning.result import Plan
 
@@ -179,7 +179,7 @@ def plan(
         config: the result of load_config, a YAML file, or the name of a shipped configuration.
         overrides: values that replace those of the file. They are not allowed together with a RunConfig.
         world_size: the number of ranks. Default: parallel.world_size, or 1.
-        gpu: a key of sagetrain.hardware.HARDWARE, or a part of one ("4090"). Default: this host's GPU, or h200.
+        gpu: a key of sagetrain.costs.hardware.HARDWARE, or a part of one ("4090"). Default: this host's GPU, or h200.
         gpus_per_host: the number of GPUs of a host.
         network_gbps: the bandwidth of the network for each GPU, in Gbit/s.
         host_memory_gib: the memory of a host in GiB, for parallel.offload. Default: an assumption for the GPU.

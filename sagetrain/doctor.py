@@ -36,8 +36,8 @@ from sagetrain.cluster import preflight
 from sagetrain.cluster.join import init_distributed
 from sagetrain.config.errors import many
 from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig, ParallelConfig
+from sagetrain.costs.hardware import of_device
 from sagetrain.data.open_files import files_of_rank_0, ranks_allowed
-from sagetrain.hardware import of_device
 from sagetrain.model.selection import cannot_multiply
 from sagetrain.parallel.host import ranks_of_host
 

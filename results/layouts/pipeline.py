@@ -25,13 +25,13 @@ import torch.distributed as dist
 from sagetrain.cluster.join import init_distributed
 from sagetrain.config import RunConfig
 from sagetrain.config.arithmetic import idle_share
+from sagetrain.costs.accounting import overlaps
+from sagetrain.costs.stages import chunks_of_stage
 from sagetrain.data.loader import Batch
 from sagetrain.engines.build_engine import build_engine, partitioner
 from sagetrain.engines.protocol import Engine, StepResult
-from sagetrain.model.accounting import overlaps
 from sagetrain.model.compile import compile_blocks
 from sagetrain.model.selection import attention_functions, matmuls_of
-from sagetrain.model.stages import chunks_of_stage
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.topology import ParallelGroups, Topology
 

@@ -17,8 +17,8 @@ from sagekernels.testing import Shape
 from sagetrain.auto.calls import RankCalls
 from sagetrain.auto.kept import kept_attention
 from sagetrain.checkpoint.state import SettledAttention
+from sagetrain.config.arithmetic import attention_calls
 from sagetrain.config.schema import AttentionConfig, ModelConfig
-from sagetrain.model.accounting import attention_calls
 from sagetrain.model.backends import (
     FIXED_RECIPE,
     AttentionFunction,

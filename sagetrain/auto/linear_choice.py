@@ -21,9 +21,9 @@ from sagekernels.lowbit import RECIPES
 from sagekernels.matmul import Matmul
 from sagetrain.auto.calls import RankCalls
 from sagetrain.auto.kept import Kept, kept_linear
+from sagetrain.config.arithmetic import parts_of
 from sagetrain.config.linear_sizes import AUTO_PRECISION, LOW_BIT_MULTIPLE, LinearSizes
 from sagetrain.config.schema import LinearConfig, ModelConfig
-from sagetrain.model.accounting import parts_of
 from sagetrain.model.selection import cannot_multiply
 from sagetrain.parallel.layers import ColumnParallelLinear, keep_weights
 from sagetrain.parallel.topology import ParallelGroups

@@ -23,11 +23,12 @@ import torch.distributed as dist
 
 from sagekernels.matmul import Matmul
 from sagetrain.checkpoint.state import SettledOverlap
+from sagetrain.config.arithmetic import parts_of
 from sagetrain.config.schema import AttentionConfig, ModelConfig, Recomputation, RunConfig
-from sagetrain.model.accounting import overlaps, parts_of
+from sagetrain.costs.accounting import overlaps
+from sagetrain.model.chunks import whole
 from sagetrain.model.compile import compile_blocks
 from sagetrain.model.selection import attention_functions
-from sagetrain.model.stages import whole
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.layers import materialize
 from sagetrain.parallel.topology import ParallelGroups

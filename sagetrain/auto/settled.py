@@ -26,9 +26,9 @@ from sagetrain.auto.recomputation_choice import least_recomputation
 from sagetrain.cluster.run_folder import RunFolder
 from sagetrain.config.arithmetic import resolved_zero_stage
 from sagetrain.config.schema import AttentionConfig, LinearConfig, Recomputation, RunConfig
+from sagetrain.costs.accounting import memory_per_rank, overlaps, total_bytes, with_recomputation
+from sagetrain.costs.hardware import usable_bytes
 from sagetrain.data.loader import SampleStream, batch_of
-from sagetrain.hardware import usable_bytes
-from sagetrain.model.accounting import memory_per_rank, overlaps, total_bytes, with_recomputation
 from sagetrain.model.selection import matmuls_of
 from sagetrain.parallel.topology import ParallelGroups
 

@@ -32,9 +32,9 @@ from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.errors import TRAINING_EXIT_CODE, ConfigError, many
 from sagetrain.config.load import flat, is_assignment, load_config
 from sagetrain.config.schema import DataConfig, ModelConfig
+from sagetrain.costs.accounting import memory_per_rank, num_parameters, total_bytes
 from sagetrain.data.token_file import TokenFile, write_atomic
 from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
-from sagetrain.model.accounting import memory_per_rank, num_parameters, total_bytes
 from sagetrain.report.read import read_rows
 from sagetrain.training import init_from
 from sagetrain.training.out_of_memory import OUT_OF_MEMORY

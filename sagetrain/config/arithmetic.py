@@ -184,3 +184,16 @@ def low_bit_part(linear: LinearConfig, total_tokens: int) -> tuple[int, float]:
     # The first step belongs to any first part, however short the part is.
     begin = 0 if first is None else max(1, round(total_tokens * first))
     return begin, math.inf if last is None else last_part(last, total_tokens)
+
+
+def parts_of(tokens: int, tensor_parallel_size: int, overlap: bool) -> int:
+    """Return the number of parts in which a rank's tokens go through the blocks: 2 if the ranks can shard each half,
+    else 1."""
+    return 2 if overlap and tensor_parallel_size > 1 and tokens % (2 * tensor_parallel_size) == 0 else 1
+
+
+def attention_calls(num_sequences: int, tokens: int, tensor_parallel_size: int, overlap: bool) -> int:
+    """Return the number of parts in which the tokens go through attention: those of parts_of if they are whole
+    sequences, else 1."""
+    parts = parts_of(tokens, tensor_parallel_size, overlap)
+    return parts if num_sequences % parts == 0 else 1

@@ -29,10 +29,10 @@ from torch import Tensor, nn
 
 from sagetrain.config.arithmetic import overlaps_reduction, resolved_zero_stage
 from sagetrain.config.schema import RunConfig
+from sagetrain.costs.accounting import reduce_bucket_size
 from sagetrain.engines.masters import Masters
 from sagetrain.engines.protocol import Owned, every
 from sagetrain.engines.step import BaseEngine, Decision
-from sagetrain.model.accounting import reduce_bucket_size
 from sagetrain.model.tensors import TensorSpec
 from sagetrain.model.transformer import Transformer
 from sagetrain.optim.build import build_optimizer

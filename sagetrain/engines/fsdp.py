@@ -50,8 +50,8 @@ from sagetrain.engines.replayed import Replayed, recorder_of
 from sagetrain.engines.sharding import Shard, mesh_of, rows_of, shard_model
 from sagetrain.engines.step import BaseEngine, Decision
 from sagetrain.engines.whole_weights import WholeWeights
+from sagetrain.model.chunks import ModelChunk
 from sagetrain.model.staged import Staged
-from sagetrain.model.stages import ModelChunk
 from sagetrain.model.tensors import EMBEDDING, TensorSpec
 from sagetrain.model.transformer import Transformer, changed
 from sagetrain.optim.build import build_optimizer

@@ -15,18 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from sagekernels.matmul import Matmul
-from sagetrain.config.arithmetic import recomputed_blocks
+from sagetrain.config.arithmetic import attention_calls, parts_of, recomputed_blocks
 from sagetrain.config.schema import AttentionConfig, ModelConfig, Recomputation
 from sagetrain.model import walks
-from sagetrain.model.accounting import attention_calls, parts_of
 from sagetrain.model.attention import Attention
 from sagetrain.model.backends import AttentionFunction, TokenLayout, token_layout
 from sagetrain.model.block import Block
+from sagetrain.model.chunks import ModelChunk, whole
 from sagetrain.model.head import Head
 from sagetrain.model.initialization import initialize
 from sagetrain.model.norm import RMSNorm, normalize
 from sagetrain.model.rotary import rotary_tables
-from sagetrain.model.stages import ModelChunk, whole
 from sagetrain.model.tensors import TensorSpec, tensors
 from sagetrain.model.walks import Half
 from sagetrain.parallel import copies

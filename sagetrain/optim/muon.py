@@ -19,8 +19,7 @@ from torch import Tensor
 
 from sagekernels.muon import add_update, direction, orthogonalize
 from sagetrain.config.schema import OptimizerConfig
-from sagetrain.model.accounting import MUON_ROUND
-from sagetrain.optim.owners import owners
+from sagetrain.optim.owners import MUON_ROUND, owners
 from sagetrain.optim.pieces import TensorPiece
 from sagetrain.optim.states import state_of
 from sagetrain.optim.weights import weights_of

@@ -5,6 +5,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
+MUON_ROUND = 2**26
+"""The number of values of the matrices that Muon orthogonalizes between two exchanges on a rank (muon.py)."""
+
 
 def cost(shape: tuple[int, ...], steps: int) -> int:
     """Return the floating point operations of orthogonalizing a matrix by Newton-Schulz steps. Half of X X^T and of its

@@ -6,7 +6,7 @@ import dataclasses
 
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import RunConfig
-from sagetrain.hardware import Hardware
+from sagetrain.costs.hardware import Hardware
 from sagetrain.planning.performance import predict
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from sagetrain.config.arithmetic import data_parallel_size, engine_of, resolved_zero_stage
 from sagetrain.config.schema import RunConfig
-from sagetrain.hardware import Hardware
+from sagetrain.costs.hardware import Hardware
 from sagetrain.planning.prediction import StepPrediction
 
 MARGINS: Mapping[str, Mapping[str, float]] = {

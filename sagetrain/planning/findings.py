@@ -10,8 +10,8 @@ from sagetrain.config.errors import Finding, many
 from sagetrain.config.linear_sizes import AUTO_PRECISION
 from sagetrain.config.rules.findings import error, warning
 from sagetrain.config.schema import SIXTEEN_BITS, RunConfig
-from sagetrain.hardware import Hardware
-from sagetrain.model.accounting import total_bytes
+from sagetrain.costs.accounting import total_bytes
+from sagetrain.costs.hardware import Hardware
 from sagetrain.planning.changes import overrides_to
 from sagetrain.planning.layouts import (
     Layout,

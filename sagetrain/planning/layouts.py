@@ -20,9 +20,9 @@ from sagetrain.config.arithmetic import (
 from sagetrain.config.errors import Finding
 from sagetrain.config.rules import fit
 from sagetrain.config.schema import LinearConfig, Recomputation, RunConfig
-from sagetrain.hardware import Hardware, usable_bytes
-from sagetrain.model.accounting import MemoryItem, memory_per_rank, total_bytes, with_recomputation
-from sagetrain.model.host_memory import HOST_SHARE, host_memory_finding, host_memory_per_rank
+from sagetrain.costs.accounting import MemoryItem, memory_per_rank, total_bytes, with_recomputation
+from sagetrain.costs.hardware import Hardware, usable_bytes
+from sagetrain.costs.host_memory import HOST_SHARE, host_memory_finding, host_memory_per_rank
 from sagetrain.planning.changes import changed, raise_of, way, with_enough_tokens
 from sagetrain.planning.evidence import engines_compared
 from sagetrain.planning.performance import predict, with_overlap

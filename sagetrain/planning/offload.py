@@ -5,7 +5,7 @@ update on the CPU. One run stands behind these figures: everything in the memory
 from __future__ import annotations
 
 from sagetrain.config.schema import RunConfig
-from sagetrain.hardware import Hardware
+from sagetrain.costs.hardware import Hardware
 
 # Bytes of host memory that the CPU reads and writes for each parameter that the rank owns. Norm (4), clipping (8) and
 # AdamW (28) come once a step. A gradient that is added to an earlier one is read, and the sum read and written.

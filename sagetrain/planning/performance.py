@@ -2,7 +2,7 @@
 torch.
 
 A step is `accumulation` micro-steps and one update. On one GPU, a micro-step runs the operations of
-model/operations.py: the matmuls (slower where tensor parallelism makes them thin), attention, and the passes that only
+costs/operations.py: the matmuls (slower where tensor parallelism makes them thin), attention, and the passes that only
 move data (bytes over bandwidth). Then DeepSpeed processes every gradient. Communication is priced for each collective,
 as our layers and DeepSpeed 0.19 with our settings call them. `CollectiveTime` says how much of it the GPU waits for.
 """
@@ -15,10 +15,12 @@ from collections.abc import Iterable, Iterator
 from typing import Literal
 
 from sagetrain.config.arithmetic import (
+    attention_calls,
     data_parallel_size,
     engine_of,
     needs_no_hooks,
     overlaps_reduction,
+    parts_of,
     recomputed_blocks,
     recorded,
     replicas,
@@ -28,11 +30,8 @@ from sagetrain.config.arithmetic import (
     token_multiple,
 )
 from sagetrain.config.schema import RunConfig
-from sagetrain.hardware import Hardware
-from sagetrain.model.accounting import (
-    MUON_ROUND,
+from sagetrain.costs.accounting import (
     PREFETCH_BUCKET,
-    attention_calls,
     flops_per_token,
     fsdp_groups,
     kept_for_backward,
@@ -41,11 +40,11 @@ from sagetrain.model.accounting import (
     muon_shapes,
     overlaps,
     parameters_per_rank,
-    parts_of,
     rank_of,
     reduce_bucket_size,
 )
-from sagetrain.model.operations import (
+from sagetrain.costs.hardware import Hardware
+from sagetrain.costs.operations import (
     INTO,
     OUT,
     AttentionCost,
@@ -58,8 +57,8 @@ from sagetrain.model.operations import (
     end_operations,
     of_kind,
 )
-from sagetrain.model.stages import different_stages, held
-from sagetrain.optim.owners import cost, owners
+from sagetrain.costs.stages import different_stages, held
+from sagetrain.optim.owners import MUON_ROUND, cost, owners
 from sagetrain.planning.offload import UPDATED_ON_GPU, offload_seconds
 from sagetrain.planning.prediction import CollectiveTime, StepPrediction
 

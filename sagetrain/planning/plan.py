@@ -15,9 +15,9 @@ from sagetrain.config.errors import ConfigError, many
 from sagetrain.config.load import load_config
 from sagetrain.config.schema import DataConfig, RunConfig
 from sagetrain.config.tokens_per_step import ScheduleStage, stages
+from sagetrain.costs.accounting import with_recomputation
+from sagetrain.costs.hardware import Hardware
 from sagetrain.data.tokenizer import known_tokenizer
-from sagetrain.hardware import Hardware
-from sagetrain.model.accounting import with_recomputation
 from sagetrain.planning.calibration import calibrate
 from sagetrain.planning.findings import of_plan, on_gpu, out_of_room, precision_of_gpu, with_way_out
 from sagetrain.planning.layouts import (

@@ -8,9 +8,9 @@ from pathlib import Path
 from sagetrain.config.errors import Finding
 from sagetrain.config.schema import RunConfig
 from sagetrain.config.tokens_per_step import ScheduleStage
-from sagetrain.hardware import Hardware
-from sagetrain.model.accounting import MemoryItem, total_bytes
-from sagetrain.model.host_memory import host_memory_per_rank
+from sagetrain.costs.accounting import MemoryItem, total_bytes
+from sagetrain.costs.hardware import Hardware
+from sagetrain.costs.host_memory import host_memory_per_rank
 from sagetrain.planning.layouts import Layout
 
 

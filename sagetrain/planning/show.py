@@ -23,9 +23,7 @@ from sagetrain.config.errors import ConfigError, Finding, many
 from sagetrain.config.reference import keys
 from sagetrain.config.schema import NoiseAwareTokens, RunConfig
 from sagetrain.config.tokens_per_step import ScheduleStage
-from sagetrain.data.open_files import files_of_rank_0
-from sagetrain.hardware import H200, Hardware
-from sagetrain.model.accounting import (
+from sagetrain.costs.accounting import (
     MemoryItem,
     checkpoint_bytes,
     flops_per_token,
@@ -34,7 +32,9 @@ from sagetrain.model.accounting import (
     save_host_bytes,
     total_bytes,
 )
-from sagetrain.model.stages import blocks_of_chunks
+from sagetrain.costs.hardware import H200, Hardware
+from sagetrain.costs.stages import blocks_of_chunks
+from sagetrain.data.open_files import files_of_rank_0
 from sagetrain.planning.changes import overrides_to
 from sagetrain.planning.layouts import usable_memory
 from sagetrain.planning.performance import sample_seconds

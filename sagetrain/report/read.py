@@ -17,8 +17,8 @@ from sagetrain.config.earlier_run import CRITICAL, STABILITY_NAME, critical_in_w
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.load import flat, load_config, saved_config
 from sagetrain.config.schema import tokenizer_in
+from sagetrain.costs.accounting import num_parameters
 from sagetrain.data.tokenizer import Tokenizer
-from sagetrain.model.accounting import num_parameters
 
 MAX_POINTS = 2_000
 """Largest number of points of a curve. A longer curve keeps the least and the largest value of every stretch, so that

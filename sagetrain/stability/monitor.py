@@ -40,8 +40,8 @@ from torch import Tensor
 
 from sagekernels.call import BackwardCall, Call, Gradients, Saved
 from sagekernels.observe import Kept, Sample, keep, measure, observed, pooled_cosine, pooled_rel_l2
+from sagetrain.config.arithmetic import attention_calls
 from sagetrain.config.schema import MonitorConfig
-from sagetrain.model.accounting import attention_calls
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.metrics import Metrics, share
 

@@ -36,6 +36,9 @@ from sagetrain.config.errors import ConfigError
 from sagetrain.config.rules.data import TEXT_PREFIX, chat_templates, prepared, text_prefixes
 from sagetrain.config.schema import RunConfig
 from sagetrain.config.tokens_per_step import tokens_per_step
+from sagetrain.costs.accounting import overlaps
+from sagetrain.costs.host_memory import host_memory_finding
+from sagetrain.costs.stages import chunks_of_stage
 from sagetrain.data import verify
 from sagetrain.data.function import FunctionStream, SampleFunction
 from sagetrain.data.loader import Loader, SampleStream
@@ -43,11 +46,8 @@ from sagetrain.data.token_file import write_atomic
 from sagetrain.data.tokenizer import tokenizer_of
 from sagetrain.engines.build_engine import build_engine, partitioner
 from sagetrain.engines.protocol import Engine
-from sagetrain.model.accounting import overlaps
 from sagetrain.model.compile import compile_blocks
-from sagetrain.model.host_memory import host_memory_finding
 from sagetrain.model.selection import attention_functions, matmuls_of, resolve_backend
-from sagetrain.model.stages import chunks_of_stage
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.cross_entropy import TokenLoss
 from sagetrain.parallel.host import memory_of_host, ranks_of_host

@@ -18,8 +18,8 @@ from sagetrain.config.arithmetic import padded_vocab_size, shards_weights
 from sagetrain.config.errors import ConfigError, Finding
 from sagetrain.config.rules.findings import error, warning
 from sagetrain.config.schema import DataSource, RunConfig
+from sagetrain.costs.accounting import checkpoint_bytes
 from sagetrain.data.tokenizer import Tokenizer
-from sagetrain.model.accounting import checkpoint_bytes
 from sagetrain.model.tensors import tensors
 
 if TYPE_CHECKING:

@@ -63,7 +63,7 @@ class Reporter:
 
         Args:
             callbacks: the callbacks that get every row and sample.
-            flops_per_token: returns the FLOPs per token for a span (model.accounting), for MFU.
+            flops_per_token: returns the FLOPs per token for a span (costs.accounting), for MFU.
         """
         self._logging, self._device, self._total, self._callbacks = logging, device, total_tokens, callbacks
         self._flops, self._full = flops_per_token, flops_per_token(seq_length)

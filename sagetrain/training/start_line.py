@@ -10,9 +10,9 @@ from sagetrain.auto.settled import Reasons
 from sagetrain.config.arithmetic import sharding_in_words
 from sagetrain.config.errors import many
 from sagetrain.config.schema import RunConfig
+from sagetrain.costs.accounting import num_parameters
+from sagetrain.costs.stages import blocks_of_chunks
 from sagetrain.engines.protocol import Engine
-from sagetrain.model.accounting import num_parameters
-from sagetrain.model.stages import blocks_of_chunks
 from sagetrain.parallel import copies
 
 

@@ -23,7 +23,7 @@ from sagetrain.checkpoint.saving import Saver
 from sagetrain.checkpoint.state import RunState
 from sagetrain.cluster.guard import HANG_EXIT_CODE, Watchdog
 from sagetrain.config.errors import CheckpointError
-from sagetrain.model.accounting import save_host_bytes
+from sagetrain.costs.accounting import save_host_bytes
 from sagetrain.parallel.rng import rng_state
 from sagetrain.parallel.topology import ParallelGroups
 

@@ -18,8 +18,8 @@ from runs import ROOT, free_port, write_config
 from sagetrain import doctor
 from sagetrain.auto import attention_choice, linear_choice
 from sagetrain.config.schema import ModelConfig, ParallelConfig
+from sagetrain.costs.hardware import H200
 from sagetrain.doctor import Check, clocks, disagreements, disk, host_limits, show
-from sagetrain.hardware import H200
 
 SMALL = ModelConfig(num_layers=1, hidden_size=64, ffn_hidden_size=64, num_attention_heads=2)
 

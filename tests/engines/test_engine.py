@@ -20,7 +20,7 @@ from sagetrain.config.rules import fit
 from sagetrain.config.rules.engine import PROVEN
 from sagetrain.data.loader import Batch
 from sagetrain.engines.build_engine import build_engine
-from sagetrain.model.stages import whole
+from sagetrain.model.chunks import whole
 from sagetrain.parallel.topology import ParallelGroups
 
 BY_DEEPSPEED = {"engine": "deepspeed"}

@@ -23,13 +23,13 @@ from sagetrain.checkpoint.reading import Reader
 from sagetrain.config import RunConfig
 from sagetrain.config.arithmetic import rests_hooks
 from sagetrain.config.errors import TrainingError
+from sagetrain.costs.accounting import memory_per_rank
+from sagetrain.costs.host_memory import host_memory_per_rank
 from sagetrain.data.loader import Batch
 from sagetrain.engines import fsdp, kept_weights
 from sagetrain.engines.build_engine import build_engine
 from sagetrain.engines.protocol import Engine, Observers
 from sagetrain.inference.load import in_training
-from sagetrain.model.accounting import memory_per_rank
-from sagetrain.model.host_memory import host_memory_per_rank
 from sagetrain.parallel import layers
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.linear_errors import LinearErrors

@@ -72,8 +72,10 @@ def packages(names: set[str]) -> set[str]:
 # -- who may import whom -----------------------------------------------------------------------------------------
 
 STDLIB = {"__future__", *__import__("sys").stdlib_module_names}
-ENGINE_ROOM = {"auto", "engines", "optim", "stability", "checkpoint", "cluster", "model", "parallel", "data", "config"}
-FREE = {"doctor", "hardware", "__version__"}
+ENGINE_ROOM = {
+    *("auto", "engines", "costs", "optim", "stability", "checkpoint", "cluster", "model", "parallel", "data", "config"),
+}
+FREE = {"doctor", "__version__"}
 MAY_IMPORT = {
     "config": {"config"},
     "parallel": {"parallel"},
@@ -83,13 +85,26 @@ MAY_IMPORT = {
     "cluster": {"cluster", "model", "data", "parallel", "config", "__version__"},
     "checkpoint": {"checkpoint", "cluster", "model", "data", "parallel", "config"},
     "optim": {"optim", "model", "config"},
-    "engines": {"engines", "optim", "stability", "checkpoint", "cluster", "model", "parallel", "data", "config"},
-    "auto": {"auto", "checkpoint", "cluster", "model", "parallel", "data", "hardware", "config"},
-    "training": {"training", *ENGINE_ROOM, "hardware", "__version__"},
+    # What a run costs is asked from outside: models, parallel layers and optimizers never import it.
+    "costs": {"costs", "optim", "model", "parallel", "config"},
+    "engines": {
+        "engines",
+        "costs",
+        "optim",
+        "stability",
+        "checkpoint",
+        "cluster",
+        "model",
+        "parallel",
+        "data",
+        "config",
+    },
+    "auto": {"auto", "costs", "checkpoint", "cluster", "model", "parallel", "data", "config"},
+    "training": {"training", *ENGINE_ROOM, "__version__"},
     "inference": {"inference", "planning", "training", *ENGINE_ROOM},
     "interop": {"interop", "inference", "training", *ENGINE_ROOM},
-    "report": {"report", "model", "data", "config", "__version__"},
-    "planning": {"planning", "training", *ENGINE_ROOM, "hardware"},
+    "report": {"report", "costs", "model", "data", "config", "__version__"},
+    "planning": {"planning", "training", *ENGINE_ROOM},
     "cli": {"cli", "comparing", "report", "interop", "inference", "planning", "training", *ENGINE_ROOM, *FREE},
     "comparing": {"comparing", "report", "training", *ENGINE_ROOM, "__version__"},
 }
@@ -120,9 +135,13 @@ def test_config_and_planning_need_no_torch():
     light = {"yaml", "pydantic", "pydantic_core", "annotated_types", "sagetrain"}
     for path in below("sagetrain/config"):
         assert roots(imports(path)) <= STDLIB | light, name_of(path)
-    model = ("model/operations", "model/accounting", "model/host_memory", "model/tensors")
-    names = ("hardware", *model, "auto/recomputation_choice", "optim/owners", "data/tokenizer", "training/lr_schedule")
-    for path in [*below("sagetrain/planning"), *(ROOT / f"sagetrain/{name}.py" for name in names)]:
+    model = ("model/tensors", "model/chunks")
+    names = (*model, "auto/recomputation_choice", "optim/owners", "data/tokenizer", "training/lr_schedule")
+    for path in [
+        *below("sagetrain/planning"),
+        *below("sagetrain/costs"),
+        *(ROOT / f"sagetrain/{name}.py" for name in names),
+    ]:
         assert roots(imports(path)) <= STDLIB | {"sagetrain", "rich", "sentencepiece", "tokenizers"}, name_of(path)
 
 
@@ -195,8 +214,8 @@ def test_few_files_see_the_whole_configuration():
         "sagetrain/training/start_line.py",
         "sagetrain/cluster/preflight.py",
         "sagetrain/cluster/run_folder.py",
-        "sagetrain/model/accounting.py",
-        "sagetrain/model/stages.py",
+        "sagetrain/costs/accounting.py",
+        "sagetrain/costs/stages.py",
         "sagetrain/inference/load.py",
         "sagetrain/interop/importing.py",
         "sagetrain/comparing/question.py",
@@ -205,7 +224,7 @@ def test_few_files_see_the_whole_configuration():
         "sagetrain/planning/calibration.py",
         "sagetrain/auto/kept.py",
         "sagetrain/planning/offload.py",
-        "sagetrain/model/host_memory.py",
+        "sagetrain/costs/host_memory.py",
         "sagetrain/planning/layouts.py",
         "sagetrain/planning/changes.py",
         "sagetrain/planning/findings.py",

@@ -16,9 +16,7 @@ from sagetrain.auto.recomputation_choice import least_recomputation
 from sagetrain.cluster.join import init_distributed
 from sagetrain.config import RunConfig
 from sagetrain.config.schema import AttentionConfig, ModelConfig
-from sagetrain.data.loader import Batch
-from sagetrain.engines.build_engine import build_engine
-from sagetrain.model.accounting import (
+from sagetrain.costs.accounting import (
     block_activation_bytes,
     flops_per_token,
     kept_for_backward,
@@ -29,8 +27,10 @@ from sagetrain.model.accounting import (
     rank_of,
     reduce_bucket_size,
 )
+from sagetrain.costs.operations import AttentionCost, MatmulCost, block_operations, end_operations, of_kind
+from sagetrain.data.loader import Batch
+from sagetrain.engines.build_engine import build_engine
 from sagetrain.model.backends import AttentionFunction
-from sagetrain.model.operations import AttentionCost, MatmulCost, block_operations, end_operations, of_kind
 from sagetrain.model.selection import matmuls_of
 from sagetrain.parallel.topology import ParallelGroups, Topology
 

@@ -13,8 +13,8 @@ from sagetrain.config import load_config
 from sagetrain.config.arithmetic import data_parallel_size, replicas, resolved_zero_stage, token_multiple
 from sagetrain.config.check import check
 from sagetrain.config.rules import fit
-from sagetrain.hardware import H200, HARDWARE
-from sagetrain.model.accounting import overlaps, total_bytes
+from sagetrain.costs.accounting import overlaps, total_bytes
+from sagetrain.costs.hardware import H200, HARDWARE
 from sagetrain.planning import layouts
 from sagetrain.planning.changes import overrides_to
 from sagetrain.planning.layouts import (

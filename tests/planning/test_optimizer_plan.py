@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from sagetrain.config.load import load_config
-from sagetrain.hardware import HARDWARE, Hardware, cluster_of
-from sagetrain.model.accounting import memory_per_rank, muon_parameters, num_parameters, save_host_bytes, total_bytes
+from sagetrain.costs.accounting import memory_per_rank, muon_parameters, num_parameters, save_host_bytes, total_bytes
+from sagetrain.costs.hardware import HARDWARE, Hardware, cluster_of
 from sagetrain.planning.changes import overrides_to
 from sagetrain.planning.layouts import usable_memory
 from sagetrain.planning.performance import predict

@@ -14,11 +14,11 @@ import tiny
 from distributed import run_distributed
 from planned import VOCAB, layout_of
 from sagetrain.config import ConfigError, RunConfig
+from sagetrain.costs import operations
+from sagetrain.costs.accounting import flops_per_token, overlaps, parameters_per_rank
+from sagetrain.costs.hardware import H200, HARDWARE, AttentionRate, Hardware, of_device
+from sagetrain.costs.operations import Precision, Rank, document_share
 from sagetrain.engines.build_engine import build_engine
-from sagetrain.hardware import H200, HARDWARE, AttentionRate, Hardware, of_device
-from sagetrain.model import operations
-from sagetrain.model.accounting import flops_per_token, overlaps, parameters_per_rank
-from sagetrain.model.operations import Precision, Rank, document_share
 from sagetrain.model.selection import matmuls_of
 from sagetrain.planning.calibration import calibrate
 from sagetrain.planning.performance import OVERLAP, predict

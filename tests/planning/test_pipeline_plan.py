@@ -11,9 +11,9 @@ import pytest
 from sagetrain.config import load_config
 from sagetrain.config.arithmetic import engine_of, idle_share, padded_vocab_size
 from sagetrain.config.schema import RunConfig
-from sagetrain.hardware import HARDWARE
-from sagetrain.model.accounting import _activations, _memory, memory_per_rank, rank_of, total_bytes
-from sagetrain.model.stages import different_stages, held
+from sagetrain.costs.accounting import _activations, _memory, memory_per_rank, rank_of, total_bytes
+from sagetrain.costs.hardware import HARDWARE
+from sagetrain.costs.stages import different_stages, held
 from sagetrain.parallel.orders import in_flight, orders
 from sagetrain.planning import performance
 from sagetrain.planning.changes import overrides_to

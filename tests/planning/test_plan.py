@@ -19,9 +19,9 @@ from runs import sagetrain
 from sagetrain.config import ConfigError, dump_config, load_config
 from sagetrain.config.reference import keys
 from sagetrain.config.schema import DataConfig, RunConfig
+from sagetrain.costs.accounting import flops_per_token, memory_per_rank, num_parameters
+from sagetrain.costs.hardware import H200, HARDWARE, usable_bytes
 from sagetrain.data.token_file import TokenFile, TokenFileWriter
-from sagetrain.hardware import H200, HARDWARE, usable_bytes
-from sagetrain.model.accounting import flops_per_token, memory_per_rank, num_parameters
 from sagetrain.planning import findings
 from sagetrain.planning import plan as planning
 from sagetrain.planning.plan import ASSUMED_VOCAB_SIZE, document_span, make_plan

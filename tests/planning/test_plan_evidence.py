@@ -13,8 +13,8 @@ from sagetrain import api, hardware
 from sagetrain.config import load_config
 from sagetrain.config.arithmetic import engine_of
 from sagetrain.config.schema import AttentionConfig
-from sagetrain.hardware import HARDWARE, cluster_of
-from sagetrain.model.accounting import num_parameters
+from sagetrain.costs.accounting import num_parameters
+from sagetrain.costs.hardware import HARDWARE, cluster_of
 from sagetrain.planning.evidence import evidence
 from sagetrain.planning.plan import ASSUMED_VOCAB_SIZE, make_plan
 from sagetrain.planning.result import Plan

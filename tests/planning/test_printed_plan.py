@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from sagetrain.config.reference import keys, markdown
-from sagetrain.hardware import H200, HARDWARE
+from sagetrain.costs.hardware import H200, HARDWARE
 from sagetrain.planning.changes import overrides_to
 from sagetrain.planning.plan import make_plan
 from sagetrain.planning.show import show_key_reference, show_plan

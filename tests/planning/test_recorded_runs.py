@@ -13,9 +13,9 @@ import pytest
 
 from sagetrain.config import load_config
 from sagetrain.config.arithmetic import padded_vocab_size, resolved_zero_stage
-from sagetrain.hardware import H200, HARDWARE
-from sagetrain.model import operations
-from sagetrain.model.accounting import memory_per_rank, num_parameters
+from sagetrain.costs import operations
+from sagetrain.costs.accounting import memory_per_rank, num_parameters
+from sagetrain.costs.hardware import H200, HARDWARE
 from sagetrain.planning import performance
 from sagetrain.planning.evidence import MARGINS, evidence
 from sagetrain.planning.performance import predict

@@ -17,10 +17,10 @@ from torch import Tensor
 import tiny
 from distributed import run_distributed
 from sagetrain.config.schema import StabilityConfig
+from sagetrain.costs.accounting import memory_per_rank
 from sagetrain.data.loader import MASKED, Batch
 from sagetrain.engines.build_engine import build_engine
 from sagetrain.engines.protocol import Engine, Observers
-from sagetrain.model.accounting import memory_per_rank
 from sagetrain.model.backends import AttentionFunction, Reference, Sage, attention_function
 from sagetrain.model.transformer import Gradients, Transformer, gradients
 from sagetrain.parallel.topology import ParallelGroups

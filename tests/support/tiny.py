@@ -15,15 +15,15 @@ from sagetrain.checkpoint.state import Identity, RunState
 from sagetrain.cluster.join import init_distributed
 from sagetrain.config import RunConfig
 from sagetrain.config.schema import AttentionConfig, ModelConfig
+from sagetrain.costs.accounting import overlaps
+from sagetrain.costs.stages import chunks_of_stage
 from sagetrain.data.loader import Batch
 from sagetrain.engines import deepspeed, fsdp
 from sagetrain.engines.build_engine import build_engine, partitioner
 from sagetrain.engines.protocol import Engine, Observers, Owned, StepResult
-from sagetrain.model.accounting import overlaps
 from sagetrain.model.backends import AttentionFunction
 from sagetrain.model.compile import compile_blocks
 from sagetrain.model.selection import attention_functions, matmuls_of
-from sagetrain.model.stages import chunks_of_stage
 from sagetrain.model.tensors import TensorSpec
 from sagetrain.model.transformer import Transformer
 from sagetrain.optim.pieces import TensorPiece

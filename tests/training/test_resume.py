@@ -28,7 +28,7 @@ from sagetrain.cli.exits import Errors
 from sagetrain.cluster.guard import StopSignal
 from sagetrain.config import ConfigError, RunConfig
 from sagetrain.config.arithmetic import engine_of
-from sagetrain.hardware import H200
+from sagetrain.costs.hardware import H200
 from sagetrain.planning.plan import make_plan
 from sagetrain.training.build_run import build
 from sagetrain.training.trainer import Trainer

@@ -1,7 +1,7 @@
 """The operations of the model, listed once: matmuls, attention, passes that only move data, and collectives. Nothing
 here needs torch.
 
-model/accounting.py counts FLOPs and memory of this list, and planning/performance.py its time; neither knows the model.
+costs/accounting.py counts FLOPs and memory of this list, and planning/performance.py its time; neither knows the model.
 Sizes are those of one rank. A new pass over the activations is one entry of `block_operations`. A linear layer in other
 arithmetic is another `Precision`.
 """

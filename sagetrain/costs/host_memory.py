@@ -9,7 +9,7 @@ from sagetrain.config.arithmetic import replicas, sharding_ranks
 from sagetrain.config.errors import Finding, many
 from sagetrain.config.rules.findings import error
 from sagetrain.config.schema import RunConfig
-from sagetrain.model.accounting import MemoryItem, save_host_bytes, total_bytes
+from sagetrain.costs.accounting import MemoryItem, save_host_bytes, total_bytes
 from sagetrain.model.tensors import tensors
 
 _PROCESS = 4 * 2**30

@@ -96,7 +96,7 @@ class Hardware:
     matmul_flops: float
     """Rate of a 16-bit matmul of huge matrices."""
     precisions: dict[str, float]
-    """Speed of matmuls and attention by the precision of a matmul (model/operations.py), divided by the speed in 16
+    """Speed of matmuls and attention by the precision of a matmul (costs/operations.py), divided by the speed in 16
     bits. The GPU cannot compute in a precision that is missing."""
     peaks: dict[str, float]
     """Peak of matmuls by precision on the datasheet, divided by `peak_flops`."""

@@ -1,4 +1,4 @@
-"""The chunks of a model in a pipeline: which blocks each of them has. No torch."""
+"""The blocks that each chunk of a pipeline has, by what they cost, and what a stage keeps. No torch."""
 
 from __future__ import annotations
 
@@ -9,26 +9,10 @@ from itertools import accumulate
 
 from sagetrain.config.arithmetic import data_parallel_size, token_multiple
 from sagetrain.config.schema import AttentionConfig, ModelConfig, RunConfig
-from sagetrain.model.operations import AttentionCost, MatmulCost, Rank, block_operations, end_operations, of_kind
+from sagetrain.costs.operations import AttentionCost, MatmulCost, Rank, block_operations, end_operations, of_kind
+from sagetrain.model.chunks import ModelChunk
 from sagetrain.model.tensors import tensors
 from sagetrain.parallel.orders import in_flight, orders
-
-
-@dataclass(frozen=True)
-class ModelChunk:
-    """A range of a model's blocks, and whether the chunk has the embedding and the output projection."""
-
-    number: int
-    blocks: range
-    first: bool
-    """Whether the chunk begins with the embedding."""
-    last: bool
-    """Whether the chunk ends with the final norm and the output projection."""
-
-
-def whole(num_layers: int) -> ModelChunk:
-    """Return the chunk that is a whole model."""
-    return ModelChunk(0, range(num_layers), first=True, last=True)
 
 
 def chunks(cfg: RunConfig, vocab_size: int) -> list[ModelChunk]:

@@ -1,5 +1,5 @@
 """Parameters, FLOPs and memory of a model as plain integers, counted from the lists in model/tensors.py and
-model/operations.py. Nothing here needs torch, so that planning runs anywhere."""
+costs/operations.py. Nothing here needs torch, so that planning runs anywhere."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from sagetrain.config.arithmetic import (
     engine_of,
     needs_no_hooks,
     not_recorded,
+    parts_of,
     recomputed_blocks,
     replicas,
     resolved_zero_stage,
@@ -30,7 +31,7 @@ from sagetrain.config.schema import (
     Recomputation,
     RunConfig,
 )
-from sagetrain.model.operations import (
+from sagetrain.costs.operations import (
     AttentionCost,
     Ends,
     MatmulCost,
@@ -40,8 +41,9 @@ from sagetrain.model.operations import (
     end_operations,
     of_kind,
 )
-from sagetrain.model.stages import different_stages, held
+from sagetrain.costs.stages import different_stages, held
 from sagetrain.model.tensors import tensors
+from sagetrain.optim.owners import MUON_ROUND
 
 # DeepSpeed's defaults for deepspeed.zero_optimization, in elements. The first one also bounds the gradients that stage
 # 1 flattens.
@@ -52,8 +54,6 @@ _REUSE_DISTANCE = 1_000_000_000
 _CHUNK_LOGITS = 2**28
 _MOMENT_BYTES = {"fp32": 4, "bf16": 2, "int8": 1 + 4 / 256}
 """Bytes of a moment of one parameter, by optimizer.moments. In 8 bits 256 values share a scale (optim/states.py)."""
-MUON_ROUND = 2**26
-"""The number of values of the matrices that Muon orthogonalizes between two exchanges on a rank (optim/muon.py)."""
 # Two halves gain from this many FLOPs of a block's matmuls on. Below, a host launches slower than a GPU computes
 # (results/tensor-parallel).
 _OVERLAP_FLOPS = 3e12
@@ -234,19 +234,6 @@ def overlaps(cfg: RunConfig) -> bool:
     whole = Rank(tokens=rank_of(cfg).tokens)
     flops = 3 * _matmul_flops(block_operations(cfg.model, cfg.attention, whole))
     return flops >= _OVERLAP_FLOPS * cfg.parallel.tensor_parallel_size
-
-
-def parts_of(tokens: int, tensor_parallel_size: int, overlap: bool) -> int:
-    """Return the number of parts in which a rank's tokens go through the blocks: 2 if the ranks can shard each half,
-    else 1."""
-    return 2 if overlap and tensor_parallel_size > 1 and tokens % (2 * tensor_parallel_size) == 0 else 1
-
-
-def attention_calls(num_sequences: int, tokens: int, tensor_parallel_size: int, overlap: bool) -> int:
-    """Return the number of parts in which the tokens go through attention: those of parts_of if they are whole
-    sequences, else 1."""
-    parts = parts_of(tokens, tensor_parallel_size, overlap)
-    return parts if num_sequences % parts == 0 else 1
 
 
 def memory_per_rank(cfg: RunConfig, world_size: int, vocab_size: int) -> list[MemoryItem]:
