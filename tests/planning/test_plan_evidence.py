@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from sagetrain import api, hardware
+from sagetrain import api
 from sagetrain.config import load_config
 from sagetrain.config.arithmetic import engine_of
 from sagetrain.config.schema import AttentionConfig
+from sagetrain.costs import hardware
 from sagetrain.costs.accounting import num_parameters
 from sagetrain.costs.hardware import HARDWARE, cluster_of
 from sagetrain.planning.evidence import evidence
