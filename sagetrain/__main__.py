@@ -1,5 +1,6 @@
 """The program `sagetrain`, and `main`, which runs a command inside of another Python program."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -33,8 +34,9 @@ def program() -> NoReturn:
         from sagetrain.cli import exits
         from sagetrain.cli.main import run
 
-        # Names of files are bytes, and go out as they came in.
-        cast(TextIOWrapper, sys.stdout).reconfigure(errors="surrogateescape")
+        # Names of files are bytes, and go out as they came in. What was a file when Python began cannot change.
+        with contextlib.suppress(OSError):
+            cast(TextIOWrapper, sys.stdout).reconfigure(errors="surrogateescape")
         exits.console_script = True
         sys.exit(run(sys.argv[1:]))
     except KeyboardInterrupt:  # This catches Ctrl-C during imports. Elsewhere exits.Errors does.

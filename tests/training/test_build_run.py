@@ -37,13 +37,13 @@ def by_hand(cfg: RunConfig) -> Run:
     )  # fmt: skip
     assert (settled.cfg.attention.backend, settled.cfg.linear.precision) == ("sdpa", "bf16")
     assert settled.cfg.parallel.tensor_parallel_overlap == "off" and cfg.attention.backend == "auto"
-    built = make_engine(settled, files, met)
-    resumed = resume(cfg, files, met, settled, built.engine)
+    engine = make_engine(settled, files, met)
+    resumed = resume(cfg, files, met, settled, engine)
     assert (resumed.state.step, resumed.changed, resumed.init_from) == (0, [], None)
-    for found in (files, met, settled, built, resumed):
+    for found in (files, met, settled, resumed):
         with pytest.raises(FrozenInstanceError):
             found.cfg = cfg
-    return assemble(cfg, files, met, settled, built, resumed)
+    return assemble(cfg, files, met, settled, engine, resumed)
 
 
 def begin_and_go_on(corpus: str, run_dir: str) -> None:

@@ -224,7 +224,8 @@ def test_a_run_over_slices_equals_one_over_whole_sequences(tmp_path, corpus) -> 
     )
     at_step("ranks", first, 8, lambda process: os.killpg(process.pid, signal.SIGTERM))
     log = first.with_suffix(".log").read_text()
-    assert "2 ranks (tensor parallel 1 x context parallel 2 x data parallel 1)" in log
+    start = "2 ranks on cpu (tensor parallel 1 x context parallel 2 x data parallel 1)"
+    assert start in (tmp_path / "run/log.txt").read_text()
     assert "stopped by SIGTERM at step" in log, log[-3000:]
     second = write_config(tmp_path / "second.yaml", corpus, tmp_path / "run", **sections)
     finish("sagetrain", second)
@@ -245,7 +246,7 @@ def test_run_folder_holds_what_was_run(reference) -> None:
     assert yaml.safe_load((run_dir / "config.yaml").read_text())["checkpoint"]["keep_last"] == 2
     assert len(list((run_dir / "checkpoints").glob("step-*"))) == 2
     assert list((run_dir / "tensorboard").glob("events*"))
-    assert "parameters, 1 rank (tensor parallel 1 x data parallel 1)" in (run_dir.parent / "run.log").read_text()
+    assert "parameters, 1 rank on cpu (tensor parallel 1 x data parallel 1)" in (run_dir / "log.txt").read_text()
 
 
 def test_two_runs_in_one_folder_the_second_refuses(tmp_path, corpus) -> None:
@@ -278,9 +279,11 @@ def test_a_resume_of_something_else_is_refused(tmp_path, corpus, reference, sect
     """All ranks refuse alike. The error suggests to begin with these weights, if they fit."""
     config = write_config(tmp_path / "run.yaml", corpus, reference[1], **{section: change})
     before = sorted(str(path) for path in reference[1].rglob("*"))
+    builds = (reference[1] / "log.txt").read_text().count("(tensor parallel")
     assert start("ranks" if section == "model" else "sagetrain", config).wait(PATIENCE) == 2
     log = config.with_suffix(".log").read_text()
-    assert words in log and "(tensor parallel" not in log, "auto was timed and the model built for nothing"
+    again = (reference[1] / "log.txt").read_text().count("(tensor parallel")
+    assert words in log and again == builds, "auto was timed and the model built for nothing"
     assert log.count("error: ") == 1
     assert sorted(str(path) for path in reference[1].rglob("*")) == before
 
