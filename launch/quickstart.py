@@ -33,7 +33,7 @@ PREPARE = f"sagetrain prepare python-stdlib --output {DATA_DIR}/train --vocab-si
 LAYOUT = "parallel.tensor_parallel_size=2 parallel.sequence_parallel=true"
 TRAIN = f"torchrun --nproc-per-node 2 -m sagetrain train {CONFIG} {LAYOUT}"
 NEXT = {
-    f'sagetrain generate {RUN_DIR} "import " --max-tokens 60': "what the model makes of other beginnings",
+    f'sagetrain generate {RUN_DIR} "import" --max-tokens 60': "what the model makes of other beginnings",
     f"sagetrain plan {CONFIG} --brief": "what a run would be on a GPU: memory, speed, and what does not fit together",
     f"tensorboard --logdir {RUN_DIR}": "the same curves while a run goes on",
     "sagetrain doctor": "what this machine has and lacks for training",
@@ -157,7 +157,7 @@ def main() -> None:
     run(TRAIN)
     console.print(loss_table())
     run(f"sagetrain eval {RUN_DIR}")
-    run(f'sagetrain generate {RUN_DIR} "def read(self, " --max-tokens 60')
+    run(f'sagetrain generate {RUN_DIR} "def read(self," --max-tokens 60')
     run(f"sagetrain report {RUN_DIR} -o {PAGE}")
     show(f"\nAll of it took {time.perf_counter() - begin:.0f} s. Its curves and samples, for your browser:", "bold")
     show(f"  {(ROOT / PAGE).as_uri()}")
