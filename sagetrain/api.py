@@ -26,11 +26,11 @@ from sagetrain.config.check import accept
 from sagetrain.config.errors import CheckpointError, ConfigError, Finding, TrainingError, at_start
 from sagetrain.config.load import load_config as _load_config
 from sagetrain.config.schema import RunConfig
+from sagetrain.corpus.prepare import Prepared
+from sagetrain.corpus.prepare import prepare as _prepare
+from sagetrain.corpus.records import Chats, Pairs
+from sagetrain.corpus.request import Request
 from sagetrain.costs.hardware import cluster_of, planned_gpu
-from sagetrain.data.prepare import Prepared
-from sagetrain.data.prepare import prepare as _prepare
-from sagetrain.data.records import Chats, Pairs
-from sagetrain.data.request import Request
 from sagetrain.data.tokenizer import known_vocab_size
 from sagetrain.planning.plan import make_plan
 from sagetrain.planning.result import Plan

@@ -17,10 +17,10 @@ import torch
 from forked import Command
 from prepare_inputs import TEXTS, prepare
 from runs import finish, write_config
+from sagetrain.corpus.tokenizer_training import train_tokenizer
 from sagetrain.costs.accounting import flops_per_token
 from sagetrain.costs.operations import block_operations
 from sagetrain.data.tokenizer import Tokenizer
-from sagetrain.data.tokenizer_training import train_tokenizer
 
 # The slowest files come first. Files are dealt out to processes whole, and the suite would wait for a slow file that
 # begins last.

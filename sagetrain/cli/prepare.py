@@ -100,9 +100,9 @@ def prepare(
     sagetrain prepare chats.jsonl -o chat/train --tokenizer tokenizer.json --chat-field messages --seq-length 4096
     """
     with _Errors(output=Path(output)):
-        from sagetrain.data.prepare import prepare as run
-        from sagetrain.data.records import records_of
-        from sagetrain.data.request import Request
+        from sagetrain.corpus.prepare import prepare as run
+        from sagetrain.corpus.records import records_of
+        from sagetrain.corpus.request import Request
 
         request = Request(
             sources,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import sys
 import unicodedata
 from collections.abc import Sequence
 from contextlib import suppress
@@ -134,6 +135,12 @@ def is_utf8(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook, whose cells show a bar."""
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and type(ipython.get_ipython()).__name__ == "ZMQInteractiveShell"
 
 
 def many(number: int, what: str) -> str:

@@ -1,1 +1,1 @@
-"""The way from text to training batches: tokenizer, token files, preparation, loader."""
+"""The room of what a run reads: tokenizers, token files, and the batches that are made of them."""

@@ -44,6 +44,12 @@ _BEFORE = ("", "\n", "|", "a", "1")
 _STAND_INS = range(0xE000, 0xF900)
 """Characters for private use. One of them stands for the space mark. All have three bytes, as the mark has."""
 
+INSIDE = (
+    "it ends in white space that the tokenizer joins to the word behind it, and few texts that a model has learned "
+    "from have tokens that end there"
+)
+LEAVE_OUT = "leave the white space out, unless the model was trained on prompts that end so"
+"""What is wrong with a prompt that `ends_inside` finds, and the way out."""
 
 Spans = list[tuple[int, int]]
 """For each token in a text, its first character and the one after its last."""

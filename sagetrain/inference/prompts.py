@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from sagetrain.config.errors import ConfigError, refuse_pointer
-from sagetrain.data.chunk import loads
-from sagetrain.data.tokenizer import Tokenizer
+from sagetrain.corpus.chunk import loads
+from sagetrain.data.tokenizer import INSIDE, LEAVE_OUT, Tokenizer
 
 JSON_LINES = (".jsonl", ".ndjson")
 
@@ -38,8 +38,6 @@ def read_prompts(words: Sequence[str] = (), file: Path | None = None, prompt_fil
 
 def joined_ends(prompts: Iterable[str], tokenizer: Tokenizer) -> Iterator[str]:
     """Yield a sentence for each prompt that ends in white space which the tokenizer joins to a word behind it."""
-    from sagetrain.data.records import INSIDE, LEAVE_OUT  # This import loads jinja2.
-
     for prompt in filter(tokenizer.ends_inside, prompts):
         yield f"the prompt {prompt[-40:]!r}: {INSIDE}; {LEAVE_OUT}"
 

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from sagetrain.config.errors import ConfigError, is_utf8
 from sagetrain.config.schema import DataSource
-from sagetrain.data.encode import Encoder, encode
+from sagetrain.corpus.encode import Encoder, encode
+from sagetrain.corpus.request import TextRequest
+from sagetrain.corpus.sources import Corpus
 from sagetrain.data.loader import Sample
-from sagetrain.data.request import TextRequest
-from sagetrain.data.sources import Corpus
 from sagetrain.data.token_file import TokenFile, token_path
 from sagetrain.data.token_files import check_tokenizers, check_vocabulary
 from sagetrain.data.tokenizer import Tokenizer

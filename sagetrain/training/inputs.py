@@ -19,7 +19,7 @@ from sagetrain.config.errors import ConfigError, Finding
 from sagetrain.config.rules.findings import error, warning
 from sagetrain.config.schema import DataSource, RunConfig
 from sagetrain.costs.accounting import checkpoint_bytes
-from sagetrain.data.tokenizer import Tokenizer
+from sagetrain.data.tokenizer import INSIDE, LEAVE_OUT, Tokenizer
 from sagetrain.model.tensors import tensors
 
 if TYPE_CHECKING:
@@ -81,8 +81,6 @@ def findings(cfg: RunConfig, tokenizer: Tokenizer | None) -> Iterator[Finding]:
     if tokenizer and cfg.evaluation.samples_every_tokens:
         prompts, room = cfg.evaluation.samples_prompts, context_of(cfg)
         yield from _refused("evaluation.samples_prompts", prompts, lambda: check_prompts(prompts, tokenizer, room))
-        from sagetrain.data.records import INSIDE, LEAVE_OUT  # This import loads jinja2.
-
         for number, prompt in enumerate(prompts):
             if tokenizer.ends_inside(prompt):
                 yield warning("prompt", f"evaluation.samples_prompts.{number}", prompt, INSIDE, LEAVE_OUT)

@@ -20,9 +20,9 @@ from sagetrain.checkpoint.on_disk import folder_name
 from sagetrain.checkpoint.reading import Reader
 from sagetrain.config import ConfigError
 from sagetrain.config.schema import DataSource
+from sagetrain.corpus.records import Pairs
 from sagetrain.data import verify
 from sagetrain.data.loader import MASKED, Batch, Loader, SampleStream
-from sagetrain.data.records import Pairs
 from sagetrain.data.token_file import TokenFile, TokenFileWriter, token_path
 from sagetrain.inference.evaluate import evaluate, evaluate_texts, together
 from sagetrain.inference.load import load_run

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from prepare_inputs import published_tokenizer
 from sagetrain.config import ConfigError
 from sagetrain.config.schema import DataConfig
+from sagetrain.corpus.tokenizer_training import train_tokenizer
 from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
-from sagetrain.data.tokenizer_training import train_tokenizer
 
 SAMPLE = (Path(sysconfig.get_paths()["stdlib"]) / "argparse.py").read_text()
 

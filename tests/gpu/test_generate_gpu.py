@@ -11,7 +11,7 @@ import transformers
 import saved_runs
 from prepare_inputs import TEXTS
 from sagekernels.testing import rel_l2
-from sagetrain.data.tokenizer_training import train_tokenizer
+from sagetrain.corpus.tokenizer_training import train_tokenizer
 from sagetrain.inference.cache import CachedModel
 from sagetrain.inference.generate import Sampling, generate
 from sagetrain.inference.load import TrainedRun, load_run

@@ -81,6 +81,8 @@ MAY_IMPORT = {
     "parallel": {"parallel"},
     "model": {"model", "parallel", "config"},
     "data": {"data", "config"},
+    # What no run imports: text and tokenizers become token files.
+    "corpus": {"corpus", "data", "config"},
     "stability": {"stability", "model", "parallel", "config"},
     "cluster": {"cluster", "model", "data", "parallel", "config", "__version__"},
     "checkpoint": {"checkpoint", "cluster", "model", "data", "parallel", "config"},
@@ -101,11 +103,15 @@ MAY_IMPORT = {
     },
     "auto": {"auto", "costs", "checkpoint", "cluster", "model", "parallel", "data", "config"},
     "training": {"training", *ENGINE_ROOM, "__version__"},
-    "inference": {"inference", "planning", "training", *ENGINE_ROOM},
+    "inference": {"inference", "corpus", "planning", "training", *ENGINE_ROOM},
     "interop": {"interop", "inference", "training", *ENGINE_ROOM},
     "report": {"report", "costs", "model", "data", "config", "__version__"},
     "planning": {"planning", "training", *ENGINE_ROOM},
-    "cli": {"cli", "comparing", "report", "interop", "inference", "planning", "training", *ENGINE_ROOM, *FREE},
+    "cli": {
+        *("cli", "comparing", "report", "interop", "inference", "corpus", "planning", "training"),
+        *ENGINE_ROOM,
+        *FREE,
+    },
     "comparing": {"comparing", "report", "training", *ENGINE_ROOM, "__version__"},
 }
 

@@ -17,8 +17,8 @@ import tiny
 from prepare_inputs import prepare, published_tokenizer
 from runs import finish, log_of, sagetrain, write_config
 from sagetrain.checkpoint.state import Identity, InitFromRecord, RunState
+from sagetrain.corpus.records import Chats
 from sagetrain.data.chat_template import chat_prompt
-from sagetrain.data.records import Chats
 from sagetrain.inference.generate import Sampling, generate
 from sagetrain.inference.load import load_run
 from sagetrain.interop.exporting import export

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from prepare_inputs import published_tokenizer, quiet
 from runs import sagetrain
 from sagetrain.config import ConfigError
-from sagetrain.data.records import Pairs
+from sagetrain.corpus.records import Pairs
 from sagetrain.interop.finetuning import finetuning
 
 

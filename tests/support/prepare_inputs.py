@@ -9,9 +9,9 @@ from pathlib import Path
 
 import sentencepiece
 
-from sagetrain.data import prepare as preparing
-from sagetrain.data.prepare import Prepared
-from sagetrain.data.request import Request
+from sagetrain.corpus import prepare as preparing
+from sagetrain.corpus.prepare import Prepared
+from sagetrain.corpus.request import Request
 from sagetrain.data.token_file import TokenFile
 from sagetrain.data.tokenizer import Tokenizer
 

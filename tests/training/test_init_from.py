@@ -17,7 +17,7 @@ from sagetrain.checkpoint.manifest import KINDS
 from sagetrain.checkpoint.on_disk import folder_name
 from sagetrain.checkpoint.reading import Reader
 from sagetrain.config import ConfigError
-from sagetrain.data.tokenizer_training import train_tokenizer
+from sagetrain.corpus.tokenizer_training import train_tokenizer
 from sagetrain.inference.diagnose import diagnose
 from sagetrain.inference.evaluate import evaluate_texts
 from sagetrain.inference.load import load_run

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from sagetrain.config.errors import ConfigError, many, pointer_at
-from sagetrain.data.chunk import Chunk, Place, root_of
-from sagetrain.data.files import Wanted, check_columns
-from sagetrain.data.parquet import rows_of
+from sagetrain.corpus.chunk import Chunk, Place, root_of
+from sagetrain.corpus.files import Wanted, check_columns
+from sagetrain.corpus.parquet import rows_of
 
 
 def load_from_hub(name: str, config_name: str | None, split: str) -> Any:

@@ -16,11 +16,11 @@ import zstandard
 
 from prepare_inputs import documents, make_texts, prepare, quiet, write_jsonl
 from sagetrain.config import ConfigError
-from sagetrain.data import encode
-from sagetrain.data.files import CHUNK_BYTES
-from sagetrain.data.kinds import alike
-from sagetrain.data.request import TextRequest
-from sagetrain.data.sources import Corpus
+from sagetrain.corpus import encode
+from sagetrain.corpus.files import CHUNK_BYTES
+from sagetrain.corpus.kinds import alike
+from sagetrain.corpus.request import TextRequest
+from sagetrain.corpus.sources import Corpus
 
 
 def lines(*records: bytes) -> bytes:
@@ -126,7 +126,7 @@ def test_bad_files_are_named_with_the_place(tmp_path, model, name):
 
 
 def test_an_unwritable_output_is_found_before_the_tokenizer(tmp_path, monkeypatch):
-    monkeypatch.setattr("sagetrain.data.prepare.train_tokenizer", lambda *args: pytest.fail("has begun"))
+    monkeypatch.setattr("sagetrain.corpus.prepare.train_tokenizer", lambda *args: pytest.fail("has begun"))
     (tmp_path / "text.txt").write_text("a text")
     output = tmp_path / "text.txt/train"
     with pytest.raises(ConfigError, match=rf"cannot write {output}: .* choose another place"):

@@ -8,8 +8,8 @@ from hashlib import blake2b
 from itertools import islice
 
 from sagetrain.config.errors import ConfigError, many
-from sagetrain.data.chunk import Chunk
-from sagetrain.data.kinds import alike
+from sagetrain.corpus.chunk import Chunk
+from sagetrain.corpus.kinds import alike
 
 LONG = 10**6
 """Bytes of plain text beyond which it is said that they become one document."""

@@ -20,9 +20,9 @@ from prepare_inputs import TEXTS, documents, prepare, published_tokenizer, quiet
 from sagetrain.config import ConfigError
 from sagetrain.config.rules.data import prepared, text_prefixes
 from sagetrain.config.schema import DataConfig
-from sagetrain.data import encode, files, journal
+from sagetrain.corpus import encode, files, journal
+from sagetrain.corpus.records import Chats, Notes, Pairs, records_of
 from sagetrain.data.chat_template import answer_ends
-from sagetrain.data.records import Chats, Notes, Pairs, records_of
 from sagetrain.data.token_file import TokenFile, TokenFileWriter
 from sagetrain.data.tokenizer import Tokenizer
 

@@ -14,7 +14,7 @@ from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import TOKENIZER_NAME, tokenizer_in
 
 if TYPE_CHECKING:
-    from sagetrain.data.records import Records
+    from sagetrain.corpus.records import Records
 
 _MIN_VOCAB_SIZE = 256 + 3 + 1
 _MAX_VOCAB_SIZE, _MAX_WORKERS = 1_000_000, 1024

@@ -22,19 +22,8 @@ from typing import Any, ClassVar
 
 from sagetrain.config.arguments import check_fields
 from sagetrain.config.errors import ConfigError, pointer
-from sagetrain.data.chat_template import (
-    Clock,
-    CountedText,
-    Message,
-    generated,
-    read_template,
-    reads_its_blocks,
-    rendered,
-    settled_template,
-    variables,
-)
-from sagetrain.data.chunk import no_such_key, root_of, value_at
-from sagetrain.data.messages import (
+from sagetrain.corpus.chunk import no_such_key, root_of, value_at
+from sagetrain.corpus.messages import (
     OTHERS_COUNT,
     arguments_as_text,
     counted_messages,
@@ -45,6 +34,17 @@ from sagetrain.data.messages import (
     parsed,
     parsed_list,
     what,
+)
+from sagetrain.data.chat_template import (
+    Clock,
+    CountedText,
+    Message,
+    generated,
+    read_template,
+    reads_its_blocks,
+    rendered,
+    settled_template,
+    variables,
 )
 from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.data.tokenizer_copy import named_templates
@@ -73,11 +73,6 @@ APART = (
     "because a model is asked with the prompt alone. Prompts that end before the space, and answers that begin with "
     "it, have the tokens of any text:"
 )
-INSIDE = (
-    "it ends in white space that the tokenizer joins to the word behind it, and few texts that a model has learned "
-    "from have tokens that end there"
-)
-LEAVE_OUT = "leave the white space out, unless the model was trained on prompts that end so"
 UNWRITTEN = "the chat template does not read these keys, so that what records hold there is left out:"
 NULLS = (
     "tool calls or tools hold null, which is kept as the JSON has it; a table that was written as JSON has null where "

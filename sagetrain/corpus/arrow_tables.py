@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from sagetrain.data.chunk import loads, root_of, value_at
+from sagetrain.corpus.chunk import loads, root_of, value_at
 
 
 def records_in(table: pa.Table | pa.RecordBatch, columns: Sequence[str]) -> list[dict[str, Any]]:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from sagetrain.config.errors import many
-from sagetrain.data.encode import Encoded
-from sagetrain.data.records import FORGED, WRITTEN, Notes, Records
+from sagetrain.corpus.encode import Encoded
+from sagetrain.corpus.records import FORGED, WRITTEN, Notes, Records
 
 
 @dataclass

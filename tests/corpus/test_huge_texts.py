@@ -10,13 +10,13 @@ import pytest
 import zstandard
 
 from prepare_inputs import make_texts
-from sagetrain.data import blocks, long_texts
-from sagetrain.data.archives import members
-from sagetrain.data.chunk import Place
-from sagetrain.data.files import CHUNK_BYTES, Wanted, read
-from sagetrain.data.kinds import HEAD
+from sagetrain.corpus import blocks, long_texts
+from sagetrain.corpus.archives import members
+from sagetrain.corpus.chunk import Place
+from sagetrain.corpus.files import CHUNK_BYTES, Wanted, read
+from sagetrain.corpus.kinds import HEAD
+from sagetrain.corpus.tokenizer_training import train_tokenizer
 from sagetrain.data.tokenizer import Tokenizer
-from sagetrain.data.tokenizer_training import train_tokenizer
 
 MB = 1 << 20
 

@@ -17,8 +17,8 @@ from transformers import AutoTokenizer
 
 from prepare_inputs import documents, prepare, quiet
 from sagetrain.config import ConfigError
+from sagetrain.corpus.records import Chats, Notes
 from sagetrain.data.chat_template import rendered, settled_template
-from sagetrain.data.records import Chats, Notes
 from sagetrain.data.tokenizer import Tokenizer
 
 datasets.disable_progress_bars()
@@ -514,7 +514,7 @@ def test_answers_that_end_with_the_next_role_are_said(folder: Path, tmp_path: Pa
 
 
 def test_what_is_said_survives_an_interruption(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sagetrain.data import files, journal
+    from sagetrain.corpus import files, journal
 
     monkeypatch.setattr(files, "CHUNK_RECORDS", 2)
     monkeypatch.setattr(journal, "SECONDS", 0.0)

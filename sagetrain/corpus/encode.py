@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 
 from sagetrain.config.errors import ConfigError
-from sagetrain.data.chunk import Chunk, Place
-from sagetrain.data.long_texts import pieces
-from sagetrain.data.messages import texts_in
-from sagetrain.data.records import APART, ENDLESS, FORGED, UNREAD, WRITTEN, Notes, Records
+from sagetrain.corpus.chunk import Chunk, Place
+from sagetrain.corpus.long_texts import pieces
+from sagetrain.corpus.messages import texts_in
+from sagetrain.corpus.records import APART, ENDLESS, FORGED, UNREAD, WRITTEN, Notes, Records
 from sagetrain.data.token_file import token_dtype
 from sagetrain.data.tokenizer import Tokenizer
 

@@ -18,8 +18,8 @@ from transformers import AutoTokenizer
 
 from prepare_inputs import prepare, published_tokenizer, quiet, write_jsonl
 from sagetrain.config import ConfigError, load_config
+from sagetrain.corpus.records import APART, FORGED, WRITTEN, Chats, Pairs
 from sagetrain.data.chat_template import chat_prompt, read_template
-from sagetrain.data.records import APART, FORGED, WRITTEN, Chats, Pairs
 from sagetrain.data.token_file import TokenFile
 from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.inference.prompts import read_prompts

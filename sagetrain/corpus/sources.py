@@ -22,17 +22,17 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from sagetrain.config.errors import ConfigError, many, refuse_pointer
-from sagetrain.data import files
-from sagetrain.data.archives import matches, members, names_in
-from sagetrain.data.blocks import head, on_disk
-from sagetrain.data.chunk import Chunk, Place
-from sagetrain.data.datasets_library import check_parts, load_from_hub, load_saved, read_dataset
-from sagetrain.data.files import Wanted, contains, is_array, read
-from sagetrain.data.kinds import HEAD, Kind, check_head, compression, is_file_name, kind_of
-from sagetrain.data.parquet import read_parquet
-from sagetrain.data.records import Records
-from sagetrain.data.repeats import LONG, long_documents, refuse_copies
-from sagetrain.data.request import TextRequest
+from sagetrain.corpus import files
+from sagetrain.corpus.archives import matches, members, names_in
+from sagetrain.corpus.blocks import head, on_disk
+from sagetrain.corpus.chunk import Chunk, Place
+from sagetrain.corpus.datasets_library import check_parts, load_from_hub, load_saved, read_dataset
+from sagetrain.corpus.files import Wanted, contains, is_array, read
+from sagetrain.corpus.kinds import HEAD, Kind, check_head, compression, is_file_name, kind_of
+from sagetrain.corpus.parquet import read_parquet
+from sagetrain.corpus.records import Records
+from sagetrain.corpus.repeats import LONG, long_documents, refuse_copies
+from sagetrain.corpus.request import TextRequest
 
 STDLIB = "python-stdlib"
 _HELD_OUT = re.compile(r"(^|[-_./])(test|valid|validation|dev|eval)([-_./]|$)", re.IGNORECASE)

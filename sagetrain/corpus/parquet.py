@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from sagetrain.config.errors import ConfigError
-from sagetrain.data.chunk import Chunk, root_of
-from sagetrain.data.files import Wanted, check_columns
+from sagetrain.corpus.chunk import Chunk, root_of
+from sagetrain.corpus.files import Wanted, check_columns
 
 
 def read_parquet(path: Path, wanted: Wanted) -> Iterator[Chunk]:
@@ -51,7 +51,7 @@ def rows_of(
         names: all columns of the whole table.
         consumed: bytes of the input that have been read.
     """
-    from sagetrain.data.arrow_tables import records_in, values_in
+    from sagetrain.corpus.arrow_tables import records_in, values_in
 
     try:
         records = records_in(table, columns) if fields else values_in(table, columns[0])

@@ -9,15 +9,10 @@ from types import TracebackType
 
 from tqdm import tqdm
 
-from sagetrain.data.chunk import Place
-from sagetrain.data.encode import Encoded
-from sagetrain.data.sources import Corpus
-
-
-def in_notebook() -> bool:
-    """Whether this process is the kernel of a notebook, whose cells show a bar."""
-    ipython = sys.modules.get("IPython")
-    return ipython is not None and type(ipython.get_ipython()).__name__ == "ZMQInteractiveShell"
+from sagetrain.config.errors import in_notebook
+from sagetrain.corpus.chunk import Place
+from sagetrain.corpus.encode import Encoded
+from sagetrain.corpus.sources import Corpus
 
 
 class _Lines(io.StringIO):

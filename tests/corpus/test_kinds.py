@@ -26,13 +26,13 @@ from distributed import run_distributed
 from prepare_inputs import TEXTS, documents, make_texts, prepare, published_tokenizer, quiet, write_jsonl
 from process_memory import peak_of, return_what_is_freed
 from sagetrain.config import ConfigError
-from sagetrain.data import files, long_texts
-from sagetrain.data.blocks import Content, blocks
-from sagetrain.data.records import Pairs
-from sagetrain.data.request import TextRequest
-from sagetrain.data.sources import Corpus
+from sagetrain.corpus import files, long_texts
+from sagetrain.corpus.blocks import Content, blocks
+from sagetrain.corpus.records import Pairs
+from sagetrain.corpus.request import TextRequest
+from sagetrain.corpus.sources import Corpus
+from sagetrain.corpus.tokenizer_training import train_tokenizer
 from sagetrain.data.tokenizer import Tokenizer
-from sagetrain.data.tokenizer_training import train_tokenizer
 
 PACK = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstandard.compress}
 SEPARATOR = "<|endoftext|>\n"
@@ -235,7 +235,7 @@ def test_text_is_split_wherever_blocks_end(tmp_path, model, monkeypatch, size):
     """Documents are shorter and longer than a chunk, separators lie on the edges of blocks, some documents are empty,
     and the last one has no end. Each document is on one side of a split, and in one part of a division."""
     monkeypatch.setattr(files, "CHUNK_BYTES", 1 << 12)
-    monkeypatch.setattr("sagetrain.data.blocks._BLOCK", 1000)
+    monkeypatch.setattr("sagetrain.corpus.blocks._BLOCK", 1000)
     texts = ["".join(make_texts(size // 40, seed=n))[: size - n] for n in range(12)]
     path = write(tmp_path, "a.txt", "--\n".join(["", *texts[:6], " ", *texts[6:]]).encode())
     corpus = partial(Corpus, TextRequest([path], split_on="--\\n"))
@@ -454,7 +454,7 @@ def test_the_tokens_of_a_token_file_are_named(tmp_path, model):
 
 
 def test_it_is_named_before_anything_is_prepared(tmp_path, model, monkeypatch):
-    monkeypatch.setattr("sagetrain.data.prepare.encode", lambda *args: pytest.fail("has begun"))
+    monkeypatch.setattr("sagetrain.corpus.prepare.encode", lambda *args: pytest.fail("has begun"))
     (tmp_path / "in").mkdir()
     for name, content in (("a.txt", b"a text"), ("z.png", REFUSED["g.png"][0])):
         write(tmp_path / "in", name, content)

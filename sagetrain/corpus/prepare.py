@@ -17,18 +17,19 @@ from typing import Any
 
 import numpy as np
 
-from sagetrain.config.errors import ConfigError, many
+from sagetrain.config.errors import ConfigError, in_notebook, many
 from sagetrain.config.rules.data import CHAT_TEMPLATE
 from sagetrain.config.schema import TOKENIZER_JSON, TOKENIZER_NAME, tokenizer_in
-from sagetrain.data.chunk import Place
-from sagetrain.data.counts import Counts, Tally
-from sagetrain.data.destination import Destination
-from sagetrain.data.encode import Encoder, encode
-from sagetrain.data.journal import Journal, Unfinished
-from sagetrain.data.progress import Progress, in_notebook
-from sagetrain.data.records import Chats, Notes, settled
-from sagetrain.data.request import Request
-from sagetrain.data.sources import Corpus
+from sagetrain.corpus.chunk import Place
+from sagetrain.corpus.counts import Counts, Tally
+from sagetrain.corpus.destination import Destination
+from sagetrain.corpus.encode import Encoder, encode
+from sagetrain.corpus.journal import Journal, Unfinished
+from sagetrain.corpus.progress import Progress
+from sagetrain.corpus.records import Chats, Notes, settled
+from sagetrain.corpus.request import Request
+from sagetrain.corpus.sources import Corpus
+from sagetrain.corpus.tokenizer_training import train_tokenizer
 from sagetrain.data.token_file import (
     TokenFileWriter,
     alone_in,
@@ -40,7 +41,6 @@ from sagetrain.data.token_file import (
 )
 from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.data.tokenizer_copy import says_more
-from sagetrain.data.tokenizer_training import train_tokenizer
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from sagetrain.config.errors import ConfigError
-from sagetrain.data.kinds import HEAD, compression, named_otherwise
+from sagetrain.corpus.kinds import HEAD, compression, named_otherwise
 
 _BLOCK = 1 << 18
 _LEAST, _MOST = 1 << 6, 1 << 12

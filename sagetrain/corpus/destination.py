@@ -15,7 +15,7 @@ from typing import Any
 
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import tokenizer_in
-from sagetrain.data.journal import differences, in_words, of_one_whole, recorded_tokenizers
+from sagetrain.corpus.journal import differences, in_words, of_one_whole, recorded_tokenizers
 from sagetrain.data.token_file import TokenFile, read_provenance, token_path
 from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.data.tokenizer_copy import sha256_of

@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO
 
 from sagetrain.config.errors import ConfigError
-from sagetrain.data.blocks import DAMAGED, Content, on_disk, opened
+from sagetrain.corpus.blocks import DAMAGED, Content, on_disk, opened
 
 _REST = 1 << 16
 _METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)

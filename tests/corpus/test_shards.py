@@ -16,10 +16,10 @@ import zstandard
 from prepare_inputs import TEXTS, documents, make_texts, prepare, quiet, write_jsonl
 from sagetrain.config import ConfigError
 from sagetrain.config.schema import DataSource
-from sagetrain.data import files, journal
+from sagetrain.corpus import files, journal
+from sagetrain.corpus.request import TextRequest
+from sagetrain.corpus.sources import Corpus
 from sagetrain.data.loader import SampleStream
-from sagetrain.data.request import TextRequest
-from sagetrain.data.sources import Corpus
 from sagetrain.data.token_file import TokenFileWriter
 
 
@@ -141,7 +141,7 @@ def test_an_interrupted_part_goes_on(tmp_path, model, monkeypatch):
 def test_two_hosts_at_once_train_one_tokenizer(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", make_texts(1500))
     run = (
-        "import sys; from sagetrain.data.prepare import prepare; from sagetrain.data.request import Request\n"
+        "import sys; from sagetrain.corpus.prepare import prepare; from sagetrain.corpus.request import Request\n"
         "prepare(Request([sys.argv[1]], output=sys.argv[2], vocab_size=350, valid_fraction=0.1, shard=sys.argv[3]))"
     )
     command = [sys.executable, "-c", run, path, tmp_path / "d/train"]

@@ -20,8 +20,8 @@ import zstandard
 from forked import PATIENCE
 from prepare_inputs import TEXTS, documents, make_texts, prepare, quiet, write_jsonl
 from sagetrain.config import ConfigError
-from sagetrain.data import files, journal
-from sagetrain.data.records import Pairs
+from sagetrain.corpus import files, journal
+from sagetrain.corpus.records import Pairs
 from sagetrain.data.token_file import TokenFile, TokenFileWriter
 from sagetrain.data.tokenizer import Tokenizer
 
@@ -168,7 +168,7 @@ def test_a_tokenizer_is_trained_once(tmp_path, small_pieces, killed_after, monke
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     quiet([str(path)], tmp_path / "whole/train", vocab_size=350)
     killed_after(0, [str(path)], tmp_path / "out/train", vocab_size=350)
-    monkeypatch.setattr("sagetrain.data.prepare.train_tokenizer", None)
+    monkeypatch.setattr("sagetrain.corpus.prepare.train_tokenizer", None)
     quiet([str(path)], tmp_path / "out/train", vocab_size=350)
     assert digests(tmp_path / "out") == digests(tmp_path / "whole")
 
@@ -280,8 +280,8 @@ def test_a_real_kill(tmp_path, model):
     path = write_jsonl(tmp_path / "a.jsonl", make_texts(4000) * 5)
     quiet([str(path)], tmp_path / "whole/train", tokenizer=model)
     (tmp_path / "run.py").write_text(
-        "import sys; from sagetrain.data import encode, journal; from sagetrain.data.prepare import prepare\n"
-        "from sagetrain.data.request import Request\n"
+        "import sys; from sagetrain.data import encode, journal; from sagetrain.corpus.prepare import prepare\n"
+        "from sagetrain.corpus.request import Request\n"
         "encode.ALONE_SECONDS = journal.SECONDS = 0.0\n"
         "if __name__ == '__main__':\n"
         "    prepare(Request([sys.argv[1]], output=sys.argv[2], tokenizer=sys.argv[3], num_workers=2))"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from sagetrain.config.errors import ConfigError
-from sagetrain.data.chunk import Place
+from sagetrain.corpus.chunk import Place
 from sagetrain.data.token_file import token_path, write_atomic, writing
 
 SECONDS = 10.0

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from sagetrain.config.errors import ConfigError
-from sagetrain.data.blocks import Content, blocks, lines
-from sagetrain.data.chunk import Broken, Chunk, Place, no_such_key, root_of
-from sagetrain.data.kinds import DELIMITERS, HEAD, Kind, check_head, compression, kind_of
+from sagetrain.corpus.blocks import Content, blocks, lines
+from sagetrain.corpus.chunk import Broken, Chunk, Place, no_such_key, root_of
+from sagetrain.corpus.kinds import DELIMITERS, HEAD, Kind, check_head, compression, kind_of
 
 CHUNK_BYTES = 1 << 19
 CHUNK_RECORDS = 4096

@@ -17,10 +17,10 @@ import zstandard
 
 from prepare_inputs import TEXTS, documents, make_texts, prepare, quiet, write_jsonl
 from sagetrain.config import ConfigError
-from sagetrain.data import encode
-from sagetrain.data.files import CHUNK_BYTES
-from sagetrain.data.request import TextRequest
-from sagetrain.data.sources import Corpus
+from sagetrain.corpus import encode
+from sagetrain.corpus.files import CHUNK_BYTES
+from sagetrain.corpus.request import TextRequest
+from sagetrain.corpus.sources import Corpus
 from sagetrain.data.tokenizer import Tokenizer
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
@@ -166,7 +166,7 @@ def test_hub_is_asked_once_for_a_dataset_that_is_not_there(tmp_path, model, monk
 
 def test_hub_dataset_that_cannot_be_reached(tmp_path, model):
     script = (
-        "import sys; from sagetrain.data.prepare import prepare; from sagetrain.data.request import Request\n"
+        "import sys; from sagetrain.corpus.prepare import prepare; from sagetrain.corpus.request import Request\n"
         "prepare(Request(['no/such'], output=sys.argv[1], tokenizer=sys.argv[2]))"
     )
     run = subprocess.run(

@@ -17,13 +17,14 @@ import pytest
 
 from prepare_inputs import TEXTS, documents, make_texts, prepare, quiet, write_jsonl
 from sagetrain.config import ConfigError
-from sagetrain.data import encode, token_file
-from sagetrain.data.chunk import Place
-from sagetrain.data.files import CHUNK_BYTES
-from sagetrain.data.progress import Progress
-from sagetrain.data.request import TextRequest
-from sagetrain.data.sources import Corpus
-from sagetrain.data.tokenizer_training import train_tokenizer
+from sagetrain.corpus import encode
+from sagetrain.corpus.chunk import Place
+from sagetrain.corpus.files import CHUNK_BYTES
+from sagetrain.corpus.progress import Progress
+from sagetrain.corpus.request import TextRequest
+from sagetrain.corpus.sources import Corpus
+from sagetrain.corpus.tokenizer_training import train_tokenizer
+from sagetrain.data import token_file
 
 
 def digest(folder: Path, *names: str) -> dict[str, str]:
@@ -174,8 +175,8 @@ def test_tokenizer_sample_takes_from_every_file(tmp_path):
 def test_memory_does_not_grow_with_the_corpus(tmp_path, model):
     script = """
         import resource, sys
-        from sagetrain.data.prepare import prepare
-        from sagetrain.data.request import Request
+        from sagetrain.corpus.prepare import prepare
+        from sagetrain.corpus.request import Request
         for size in ("warm", "small", "large"):
             path = f"{sys.argv[1]}/{size}"
             prepare(Request([f"{path}.jsonl"], output=path, tokenizer=sys.argv[2]), hears=str)
@@ -228,7 +229,7 @@ def test_the_smallest_vocabulary(tmp_path):
 
 
 def test_prepare_needs_no_torch():
-    code = "import sys, sagetrain.data.prepare; sys.exit('torch' in sys.modules or 'datasets' in sys.modules)"
+    code = "import sys, sagetrain.corpus.prepare; sys.exit('torch' in sys.modules or 'datasets' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
     assert resource.getpagesize() > 0
 
