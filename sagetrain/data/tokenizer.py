@@ -49,7 +49,7 @@ INSIDE = (
     "from have tokens that end there"
 )
 LEAVE_OUT = "leave the white space out, unless the model was trained on prompts that end so"
-"""What is wrong with a prompt that `ends_inside` finds, and the way out."""
+"""The way out for a prompt that `ends_inside` finds. INSIDE says what is wrong with the prompt."""
 
 Spans = list[tuple[int, int]]
 """For each token in a text, its first character and the one after its last."""
