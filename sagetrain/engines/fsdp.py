@@ -42,9 +42,8 @@ from sagetrain.config.schema import RunConfig
 from sagetrain.data.loader import Batch
 from sagetrain.engines.flow import Flow
 from sagetrain.engines.gather import gather_by_copies
-from sagetrain.engines.host_sums import HostSums
+from sagetrain.engines.gradient_sums import HostSums, LeafSums, OwnSums, ShardedSums
 from sagetrain.engines.kept_weights import KeptWeights
-from sagetrain.engines.leaf_sums import LeafSums
 from sagetrain.engines.protocol import Observers, Owned, Probe, Watched, every
 from sagetrain.engines.replayed import Replayed, recorder_of
 from sagetrain.engines.sharding import Shard, mesh_of, rows_of, shard_model
@@ -118,7 +117,6 @@ class FsdpEngine(BaseEngine):
         leaves = {name: leaf for group in gathered for name, leaf in group.items()}
         self._leaves = {name: leaves[name] for name in model.specs}
         self._alone = needs_no_hooks(cfg, groups.num_replicas)
-        self._leaf_sums = LeafSums(self._leaves, stay=self._alone) if self._bare else None
         # A number would be a part of the program of a micro-step, and the program stays the same if this changes.
         self._share = torch.ones((), device=device)
         # Of tensors of other pipeline stages this rank keeps nothing.
@@ -140,14 +138,18 @@ class FsdpEngine(BaseEngine):
         self._mode: tuple[bool, bool] | None = None
         self._hooked = False
         """If set, the next passes go through FSDP's hooks, although the engine keeps whole weights."""
+        self._sums = self._sums_of_layout()
         self._replayed = None
-        if record and self._leaf_sums:
-            # The sums of a replay stay beside the shards that are reduced from them.
-            reduced = 0 if self._alone else sum(4 * master.numel() for master in self._masters.values())
-            how = model, self._leaf_sums, self._leaves, groups, device
-            self._replayed = Replayed(record, self._pass, *how, beside=reduced)
-        # Gradients come to the host in every micro-step.
-        self._sums = HostSums() if self._offload != "none" and self._stage > 1 else None
+        if record and isinstance(self._sums, LeafSums):
+            how = model, self._sums, self._leaves, groups, device
+            self._replayed = Replayed(record, self._pass, *how)
+
+    def _sums_of_layout(self) -> ShardedSums:
+        kept = self._parameters, self._masters
+        if self._bare:
+            return (OwnSums if self._alone else LeafSums)(*kept, self._leaves)
+        # At ZeRO 2 and 3 gradients come to the host in every micro-step.
+        return (HostSums if self._offload != "none" and self._stage > 1 else ShardedSums)(*kept)
 
     def _gathered_once(self) -> list[dict[str, Tensor]]:
         """Gather the weights of one group of parameters after the other, and return the tensors that the model computes
@@ -299,8 +301,7 @@ class FsdpEngine(BaseEngine):
     def _prepare(self, micro_batches: int, lr: float) -> None:
         self._micro_batches, self._lr = micro_batches, lr
         self._share.fill_(1 / micro_batches)
-        if self._leaf_sums:
-            self._leaf_sums.begin(needed=self._alone or micro_batches > 1)
+        self._sums.begin(micro_batches)
         self.model.train()
         # Probes come first, whose gradients are for nobody else.
         self._set_mode(sync=False, last=False)
@@ -349,15 +350,13 @@ class FsdpEngine(BaseEngine):
         if (sync, last) == self._mode:
             return
         self._mode, root = (sync, last), self._root
-        if self._leaf_sums:
-            self._leaf_sums.last = sync
         root.set_requires_gradient_sync(sync)
         # Between the copies of shards, sums travel once a step. FSDP holds back a group's sums as one vector, and each
         # chunk gives gradients to other tensors of the outermost group, whose sums therefore travel after every pass.
         root.set_requires_all_reduce(last)
         root.set_requires_all_reduce(last or len(self.model.chunks) > 1, recurse=False)
         # After its last pass FSDP forgets the order of passes, and waits for its copies to the host, as HostSums needs.
-        root.set_is_last_backward(last or self._bare or self._sums is not None)
+        root.set_is_last_backward(last or self._bare or isinstance(self._sums, HostSums))
         root.set_reshard_after_backward(not self._bare and (last or self._stage == 3))
         if not last:
             # The outermost group is needed from the begin of a pass to its end, so giving it back saves no memory.
@@ -378,24 +377,11 @@ class FsdpEngine(BaseEngine):
 
     def backward(self, loss: Tensor, last: bool) -> None:
         """Add the gradient of a micro-batch's loss to the step's gradient: see BaseEngine."""
-        self._set_mode(sync=(last or self._stage > 1) and not self._alone, last=last and not self._alone)
-        if self._sums:
-            self._sums.wait()
+        sync = (last or self._stage > 1) and not self._alone
+        self._set_mode(sync, last=last and not self._alone)
+        self._sums.expect(reduced=sync)
         (loss * self._share).backward()
-        if self._sums:
-            self._sums.add(self._reduced())
-
-    def _reduced(self) -> dict[str, Tensor]:
-        """Take this rank's part of the reduced gradients, by name."""
-        if self._alone and self._leaf_sums:
-            sums = self._leaf_sums.sums()
-            return {name: sums[name].to(master.dtype) for name, master in self._masters.items() if name in sums}
-        found = {}
-        for name, parameter in self._parameters.items():
-            if parameter.grad is not None and self._masters[name].numel():
-                found[name] = parameter.grad.to_local()
-            parameter.grad = None
-        return found
+        self._sums.add()
 
     # -- a pipeline ----------------------------------------------------------------------------------------------
 
@@ -486,7 +472,7 @@ class FsdpEngine(BaseEngine):
 
     def _update(self, decision: Decision) -> bool:
         """Measure the norm of the gradients, ask the decision, and update the masters or leave them."""
-        gradients = self._sums.take() if self._sums else self._reduced()
+        gradients = self._sums.take()
         lacking = [name for name in self._parameters if self._masters[name].numel() and name not in gradients]
         if lacking:
             raise TrainingError(

@@ -15,7 +15,7 @@ from torch.nn.modules import module as hooks_of_all
 from sagekernels import observe
 from sagekernels.graphs import Pool, Record, Recording, leave_default_stream
 from sagetrain.config.arithmetic import Refusal
-from sagetrain.engines.leaf_sums import LeafSums
+from sagetrain.engines.gradient_sums import LeafSums
 from sagetrain.engines.static_inputs import StaticInputs, shapes_of
 from sagetrain.model.block import Block
 from sagetrain.model.transformer import Transformer
@@ -76,7 +76,6 @@ class Replayed:
         sums: the sums of the gradients, which stay in the same memory as soon as there are recordings.
         leaves: the tensors that autograd gives gradients to.
         groups: the groups of the collectives. Their metrics must not change in a recording.
-        beside: the bytes that sums need which stay, beyond those that do not.
     """
 
     def __init__(
@@ -88,11 +87,9 @@ class Replayed:
         leaves: Mapping[str, Tensor],
         groups: ParallelGroups,
         device: torch.device,
-        *,
-        beside: int,
     ) -> None:
         self._record, self._run, self._model, self._sums, self._leaves = record, run, model, sums, leaves
-        self._metrics, self._device, self._beside = groups.metrics, device, beside
+        self._metrics, self._device = groups.metrics, device
         self._programs: list[_Program] = []
         self._stayed = sums.stay
         self._steps = 0
@@ -153,7 +150,7 @@ class Replayed:
         given, added = set(self._sums.given), self._metrics.added()
         self._sums.given.clear()
         try:
-            self.refusal = _lacks_memory(self._device, 0 if self._sums.stay else self._beside)
+            self.refusal = _lacks_memory(self._device, 0 if self._sums.stay else self._sums.reduced_bytes)
             if not self.refusal:
                 program.recording = self._record(lambda: self._launch(program))
                 program.given = frozenset(self._sums.given)
