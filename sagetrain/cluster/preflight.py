@@ -18,7 +18,7 @@ import socket
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -33,7 +33,7 @@ import sagetrain
 from sagetrain.cluster.join import init_distributed
 from sagetrain.cluster.rendezvous import RanksMissing, by_host, ended_by_signals, ranges, where
 from sagetrain.cluster.run_folder import RunFolder
-from sagetrain.config.errors import CheckpointError, ConfigError, many
+from sagetrain.config.errors import CheckpointError, ConfigError, TrainingError, many
 from sagetrain.config.schema import RunConfig, TrainingConfig
 from sagetrain.parallel.host import ranks_of_host
 from sagetrain.parallel.topology import Topology
@@ -53,6 +53,9 @@ SHOWN = 12
 
 LOCAL_KEYS = ("training.network_interface",)
 """The settings that describe a host and may differ between hosts."""
+
+_OF_USERS = (ConfigError, TrainingError)
+"""The errors whose text says what is wrong. All ranks end with it; an error of another kind needs its traceback."""
 
 Row = dict[str, Any]
 _Say = Callable[[str], None]
@@ -126,7 +129,7 @@ def check_in(
 
     Raises:
         ConfigError: on every rank, if hosts disagree in versions, configuration or files, or if a host cannot take
-            part.
+            part. A rank whose `read` raises an unexpected error raises this error itself.
     """
     store, files = _store_of("check in"), {}
     if os.environ["LOCAL_RANK"] == "0":
@@ -137,8 +140,11 @@ def check_in(
 
         try:
             files = read(say)
-        except ConfigError as error:
-            _exchange(store, _unable(error), hears)
+        # The other ranks wait for this one, whatever the error is.
+        except Exception as error:
+            with nullcontext() if isinstance(error, _OF_USERS) else suppress(ConfigError):
+                _exchange(store, _unable(error), hears)
+            raise
     found = _exchange(store, _row(cfg, topology, device, files), hears, keeps)
     if device.type == "cpu" and cfg.training.dtype == "bf16" and dist.get_rank() == 0:
         hears("warning: no GPU is seen: the run trains on the CPU, for small models; `sagetrain doctor` says more")
@@ -234,7 +240,8 @@ def stay_out(problem: Exception) -> None:
 
 def _unable(problem: Exception) -> Row:
     """Return the report of a rank that cannot take part."""
-    return {"host": socket.gethostname(), "rank": dist.get_rank(), "problem": str(problem)}
+    said = f"{problem}" if isinstance(problem, _OF_USERS) else f"{type(problem).__name__}: {problem}"
+    return {"host": socket.gethostname(), "rank": dist.get_rank(), "problem": said}
 
 
 def _exchange(store: Store, row: Row, hears: _Say, keeps: _Say | None = None) -> dict[str, str]:

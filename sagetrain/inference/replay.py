@@ -25,7 +25,7 @@ from sagetrain.config.load import load_config
 from sagetrain.config.schema import AttentionConfig
 from sagetrain.engines.protocol import Observers, StepResult
 from sagetrain.inference.located import located
-from sagetrain.model.backends import AttentionFunction, attention_function
+from sagetrain.model.backends import attention_function
 from sagetrain.model.selection import resolve_backend
 from sagetrain.parallel.rng import set_rng_state
 from sagetrain.stability.controller import Event
@@ -148,13 +148,12 @@ def _replay(
     except ValueError as error:
         raise ConfigError(str(error)) from error
     drift = _go_there(run, content)
-    before = _functions(run, content["attention"])
-    other: list[AttentionFunction] = [attention_function(backend, asked, device)] * len(before)
-    again, model = _take(run, folder, content, before), run.engine.model
-    low = any(model.matmuls)
+    again, model = _take(run, folder, content), run.engine.model
+    before, other, low = model.functions[0], attention_function(backend, asked, device), any(model.matmuls)
+    model.functions = [other] * len(model.functions)
     if linear_in_16_bits:
         model.use_16_bits()
-    compared = _take(run, folder, content, other)
+    compared = _take(run, folder, content)
     limits = {name: float(content["event"][f"{name}_limit"]) for name in ("loss", "grad_norm")}
     metrics = content["metrics"]
     recorded = StepNumbers(
@@ -175,8 +174,8 @@ def _replay(
         event=content["event"]["text"],
         attention={
             "recorded": " | ".join(dict.fromkeys(content["attention"])),
-            "again": " | ".join(dict.fromkeys(map(failed_step.describe, before))),
-            "asked": failed_step.describe(other[0]) + (" and linear layers in 16 bits" if linear_in_16_bits else ""),
+            "again": failed_step.describe(before),
+            "asked": failed_step.describe(other) + (" and linear layers in 16 bits" if linear_in_16_bits else ""),
         },
         numbers={"recorded": recorded, "again": again, "asked": compared},
         limits=limits,
@@ -225,26 +224,16 @@ def _built(folder: Path, scratch: Path, fresh: bool, layers_of_tp: int) -> Run:
     return build(cfg.model_copy(update=sections), layers_of_tp=layers_of_tp)
 
 
-def _functions(run: Run, words: list[str]) -> list[AttentionFunction]:
-    """Return the attention functions of all layers that a bundle names."""
-    known = run.engine.model.functions
-    return failed_step.functions(words, known, run.settled.cfg.attention, run.engine.device)
-
-
 def _go_there(run: Run, content: dict[str, Any]) -> float:
-    """Take the steps up to the bad one, with the attention that they had. Return the largest relative difference of a
-    loss from the recorded one."""
+    """Take the steps up to the bad one. Return the largest relative difference of a loss from the recorded one."""
     state, ledger, drift = run.resumed.state, failed_step.ledger_of(content), 0.0
-    rows, attention = {row["step"]: row for row in content["steps_between"]}, None
+    rows = {row["step"]: row for row in content["steps_between"]}
     for samples in ledger.samples_of_steps()[state.step :]:
         tokens, step = samples * run.cfg.data.seq_length, state.step + 1
         if step in ledger.dropped:
             state.advance(tokens, run.cfg.data.seq_length, dropped=True)
             run.controllers.ask(state, tokens, {} if step in run.cfg.training.drop_steps else {METRIC: 1.0})
             continue
-        attention = rows.get(step, {}).get("attention", attention)
-        if attention:
-            run.engine.model.functions = _functions(run, attention)
         result = _step(run, tokens, partial(run.controllers.spikes.judge, tokens=tokens))
         if not result.applied:
             raise TrainingError(
@@ -268,9 +257,8 @@ def _step(run: Run, tokens: int, judge: Callable[[Mapping[str, float]], Verdict]
     return run.engine.step(batches, tokens // run.micro_step, lr, observers, run.counted(state.sequences, tokens))
 
 
-def _take(run: Run, folder: Path, content: dict[str, Any], functions: list[AttentionFunction]) -> StepNumbers:
-    """Take the step itself, with these attention functions in its layers and without an update."""
-    run.engine.model.functions = functions
+def _take(run: Run, folder: Path, content: dict[str, Any]) -> StepNumbers:
+    """Take the step itself without an update."""
     rng = folder / f"rng-{run.engine.groups.rank:05d}.pt"
     if rng.is_file():
         set_rng_state(torch.load(rng, weights_only=True))

@@ -175,7 +175,7 @@ class Controllers:
         """Record a step that has brought the run to `state`. Return the event of the step, if it has one, and the
         events of the controllers' decisions."""
         row = {"step": state.step, "tokens": size, "loss": result.loss, "grad_norm": result.grad_norm}
-        self._trail.append({**row, "attention": self._attention()})
+        self._trail.append(row)
         if result.event:
             result.metrics[METRIC] = 1.0
         return [*([result.event] if result.event else []), *self.ask(state, size, result.metrics)]
@@ -197,6 +197,7 @@ class Controllers:
         if result.applied and before == step - 1 and before:
             return
         self._saver.wait()
+        model = self._engine.model
         samples = range(state.sequences, state.sequences + size // self._cfg.data.seq_length)
         folder = failed_step.write(
             self._folder.spikes,
@@ -207,19 +208,14 @@ class Controllers:
             lr=lr,
             event=event,
             result=result,
-            attention=self._attention(),
+            # All layers have the same function, also those of other pipeline stages.
+            attention=[failed_step.describe(model.functions[0])] * model.config.num_layers,
             groups=self._engine.groups,
             config_text=dump_config(self._cfg),
             trail=self._trail,
             loss=self._loss and name_of(self._loss),
         )
         self._reporter.say(f"step {step}: {folder} has what `sagetrain replay` needs to take it again")
-
-    def _attention(self) -> list[str]:
-        """Return a description of each layer's attention function."""
-        model = self._engine.model
-        # All layers have the same function, also those of other pipeline stages.
-        return [failed_step.describe(function) for function in model.functions[:1] * model.config.num_layers]
 
     def leave_out(self, state: TrainState, size: int, result: StepResult, go_back: GoBack) -> TrainState:
         """Apply the policy to the step after `state`, whose update was not made. Return the position of the run after

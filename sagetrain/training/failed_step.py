@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,10 +23,9 @@ import torch.distributed as dist
 from sagetrain.checkpoint.ledger import Ledger, TrainState
 from sagetrain.checkpoint.on_disk import folder_name, newest, step_of
 from sagetrain.config.errors import ConfigError
-from sagetrain.config.schema import AttentionConfig
 from sagetrain.data.token_file import write_atomic
 from sagetrain.engines.protocol import StepResult
-from sagetrain.model.backends import AttentionFunction, attention_function
+from sagetrain.model.backends import AttentionFunction
 from sagetrain.parallel.rng import rng_state
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.controller import Event
@@ -39,23 +37,6 @@ FORMAT = 1
 def describe(function: AttentionFunction) -> str:
     """Describe an attention function in words: "sage fine", "sdpa"."""
     return " ".join([function.name, *filter(None, [getattr(function, "recipe", None)])])
-
-
-def functions(
-    words: Sequence[str],
-    known: Sequence[AttentionFunction],
-    settings: AttentionConfig,
-    device: torch.device,
-) -> list[AttentionFunction]:
-    """Return the functions that `describe` has put in words. Functions of `known` are used, and others are made from
-    the settings of attention."""
-    found = {describe(function): function for function in known}
-    for text in dict.fromkeys(words):
-        name, *recipe = text.split()
-        if text not in found:
-            of = settings.model_copy(update={"recipe": recipe[0]}) if recipe else settings
-            found[text] = attention_function(name, of, device)
-    return [found[text] for text in words]
 
 
 def write(
@@ -83,8 +64,7 @@ def write(
         samples: the source, and the window in it, of each of the step's samples. They follow `state.sequences`.
         event: the event that says what is wrong with the step.
         attention: the description of each layer's attention.
-        trail: step, tokens per step, loss, gradient norm and attention of the steps before, back to the newest
-            checkpoint. The attention is kept only where it changes.
+        trail: step, tokens per step, loss and gradient norm of the steps before, back to the newest checkpoint.
         loss: the name of the user's loss. None: the cross-entropy.
     """
     folder = spikes / folder_name(state.step + 1)
@@ -113,21 +93,13 @@ def write(
             "data_parallel_size": groups.dp_size,
         },
         "checkpoint": step_of(start) if start else None,
-        "steps_between": list(_changes(row for row in trail if not start or row["step"] > step_of(start))),
+        "steps_between": [row for row in trail if not start or row["step"] > step_of(start)],
         "ledger": asdict(state.ledger),
         "loss": loss,
     }
     write_atomic(folder / "config.yaml", config_text.encode())
     write_atomic(folder / "bundle.json", (json.dumps(content, indent=1) + "\n").encode())
     return folder
-
-
-def _changes(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    before = None
-    for row in rows:
-        same = row["attention"] == before
-        before = row["attention"]
-        yield {name: value for name, value in row.items() if name != "attention" or not same}
 
 
 def read(folder: Path) -> dict[str, Any]:

@@ -211,6 +211,20 @@ def fails_in_25_on_1(index: int) -> np.ndarray:
     return counting(index)
 
 
+def fails_at_the_start_on_0(index: int) -> np.ndarray:
+    """Return tokens, but not for a sequence that is looked at when a run begins."""
+    if dist.is_initialized() and dist.get_rank() == 0 and index == 10:
+        raise KeyError("mine")
+    return counting(index)
+
+
+def fails_at_once_on_1(index: int) -> np.ndarray:
+    """Return no tokens on rank 1."""
+    if dist.is_initialized() and dist.get_rank() == 1:
+        raise KeyError("mine")
+    return counting(index)
+
+
 def full_disk(text: str) -> None:
     """Fail where rank 0 alone says its last line."""
     if text.startswith("finished"):
@@ -226,13 +240,16 @@ def rank_of_two(changes: dict[str, Any], folder: Path) -> list[Any]:
     found: list[Any] = []
     cases: dict[str, dict[str, Any]] = {hook: {"callbacks": [FailsOn1(hook)]} for hook in ("on_step", "on_end")}
     cases |= {"loss": {"loss": fails_late_on_1}, "backward": {"loss": fails_backward_on_1}}
-    cases |= {"tokens": {"tokens": fails_in_25_on_1}, "full": {"say": full_disk}}
+    cases |= {
+        each.__name__: {"tokens": each} for each in (fails_in_25_on_1, fails_at_the_start_on_0, fails_at_once_on_1)
+    }
+    cases |= {"full": {"say": full_disk}}
     for name, given in {"plain": {}, **cases}.items():
         counted[0], own = 0, OWN if "tokens" in given else {}
         try:
             run = api.train("quickstart", {**changes, **own, "training.run_dir": folder / name}, **given)
             found.append((run.finished, dict(run.metrics)))
-        except (TrainingError, OSError) as error:
+        except (ConfigError, TrainingError, OSError) as error:
             found.append(str(error))
     return found
 
@@ -242,7 +259,7 @@ def test_ranks_have_the_same_metrics_and_the_same_errors(tmp_path: Path, corpus:
     changes = settings(corpus, tmp_path, **{"parallel.zero_stage": 1, "training.total_tokens": 1280})
     first, second = run_distributed(rank_of_two, 2, changes, tmp_path)
     assert first[:-1] == second[:-1]
-    plain, step, end, loss, backward, tokens, full = first
+    plain, step, end, loss, backward, tokens, begins, at_once, full = first
     assert plain[0] and {"train/loss", "valid/loss", "perf/tokens_per_second"} <= plain[1].keys()
     assert re.match(r"rank 1: the callback FailsOn1 failed in on_step: KeyError: 'mine'\. .* from step-00000002$", step)
     assert re.match(r"rank 1: the callback FailsOn1 failed in on_end: KeyError: 'mine'", end)
@@ -252,6 +269,9 @@ def test_ranks_have_the_same_metrics_and_the_same_errors(tmp_path: Path, corpus:
     assert re.match(said, backward), backward
     said = r"rank 1: tokens: fails_in_25_on_1\(\d+\) failed: KeyError: 'mine'\. .* begins anew: "
     assert re.match(said, tokens), tokens
+    said = r"some hosts cannot .* \(rank 0\): tokens: fails_at_the_start_on_0\(10\) failed: KeyError: 'mine'$"
+    assert re.match(said, begins, re.DOTALL), begins
+    assert re.match(r"rank 1: tokens: fails_at_once_on_1\(\d+\) failed: KeyError: 'mine'\. ", at_once), at_once
     assert full == "[Errno 28] No space left on device"
     assert second[-1].startswith("rank 0: the end of the run failed: OSError: [Errno 28] No space"), second[-1]
 

@@ -223,7 +223,9 @@ def test_the_replay_passes_a_step_in_which_no_token_counts(monkeypatch) -> None:
     """The loss of such a step is 0."""
     ledger = Ledger("order")
     ledger.add(0, 4), ledger.add(4, 4)
-    content = {"steps_between": [{"step": 1, "loss": 0.0}, {"step": 2, "loss": 2.0}], "ledger": asdict(ledger)}
+    # Earlier versions kept the attention of steps, too.
+    rows = [{"step": 1, "loss": 0.0, "attention": ["sage fine"]}, {"step": 2, "loss": 2.0}]
+    content = {"steps_between": rows, "ledger": asdict(ledger)}
     losses = iter((0.0, 2.1))
     step = lambda *how: StepResult({"train/loss": next(losses)}, True, False, 0, 1.0)  # noqa: E731
     monkeypatch.setattr("sagetrain.inference.replay._step", step)
