@@ -18,7 +18,8 @@ from typing import Any
 
 from sagetrain.config.errors import ConfigError
 from sagetrain.corpus.chunk import Place
-from sagetrain.data.token_file import token_path, write_atomic, writing
+from sagetrain.corpus.token_writer import writing
+from sagetrain.data.token_file import token_path, write_atomic
 
 SECONDS = 10.0
 """Seconds between two records. At most this much work is done twice."""

@@ -29,16 +29,9 @@ from sagetrain.corpus.progress import Progress
 from sagetrain.corpus.records import Chats, Notes, settled
 from sagetrain.corpus.request import Request
 from sagetrain.corpus.sources import Corpus
+from sagetrain.corpus.token_writer import TokenFileWriter, alone_in, writing
 from sagetrain.corpus.tokenizer_training import train_tokenizer
-from sagetrain.data.token_file import (
-    TokenFileWriter,
-    alone_in,
-    check_writable,
-    read_provenance,
-    token_path,
-    write_atomic,
-    writing,
-)
+from sagetrain.data.token_file import check_writable, read_provenance, token_path, write_atomic
 from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.data.tokenizer_copy import says_more
 

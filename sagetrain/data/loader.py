@@ -18,8 +18,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import pairwise, takewhile
-from pathlib import Path
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ import torch
 
 from sagetrain.config.schema import DataConfig, DataSource
 from sagetrain.data import order
-from sagetrain.data.token_files import check_vocabulary, content, open_sources, shares
+from sagetrain.data.token_files import check_vocabulary, content, open_sources, shares, source_names
 
 MASKED = -100
 """The label of a token that does not count in the loss. torch.nn.functional.cross_entropy leaves out this label."""
@@ -441,20 +440,6 @@ class Loader:
         read = {index: self.stream.sample(index, seed) for index in ids}
         how = self.stream.document_attention, self.stream.document_positions
         return batch_of([read[index] for index in ids], *how, ids=ids, weight=weight)
-
-
-def source_names(paths: Sequence[str]) -> list[str]:
-    """Return short names of token files: their paths without the leading folders and the trailing parts that all of
-    them share. data/web/valid and data/code/valid become web and code. A single path becomes its last part."""
-    parts = [Path(path).parts for path in paths]
-
-    def shared(rows: list[tuple[str, ...]]) -> int:
-        alike = takewhile(lambda column: len(set(column)) == 1, zip(*rows, strict=False))
-        return min(sum(1 for _ in alike), min(map(len, rows)) - 1)
-
-    begin = shared(parts)
-    end = shared([each[begin:][::-1] for each in parts])
-    return ["/".join(each[begin : len(each) - end]) for each in parts]
 
 
 def _power_of_two(number: int) -> int:

@@ -12,36 +12,33 @@ If not all tokens count in the loss (fine-tuning), `NAME.mask` says which do: on
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-import json
 import os
 import platform
 import struct
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
 from sagetrain.config.errors import ConfigError, pointer_at
 from sagetrain.data.provenance import read_provenance as read_provenance
 
-_MAGIC = b"MMIDIDX\x00\x00"
+MAGIC = b"MMIDIDX\x00\x00"
 # The fields are magic, version, id type, sequences, and entries of the document index.
-_HEADER = struct.Struct("<9sQBQQ")
+HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
-_CODES = {np.dtype(dtype): code for code, dtype in _DTYPES.items()}
+CODES = {np.dtype(dtype): code for code, dtype in _DTYPES.items()}
 _BLOCK = 1 << 20  # Elements that are handled at once where the whole would not fit into memory.
 # Elements of a block, and number of blocks, of the samples of data that are checked at every start.
 _SAMPLE, SAMPLES = 1 << 11, 1 << 14
 _SMALL_INDEX = 1 << 16  # This is a size in bytes.
 _SPAN_SEQUENCES = 1 << 10  # TokenFile.document_span looks at this many sequences.
-_LONGEST = np.iinfo(np.int32).max
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -52,193 +49,6 @@ def token_dtype(vocab_size: int) -> np.dtype:
 def token_path(path: str | os.PathLike[str], suffix: str) -> Path:
     """Return `path` plus `suffix` (.bin, .idx, .mask, .json). The name itself may hold dots."""
     return Path(f"{os.fspath(path)}{suffix}")
-
-
-class TokenFileWriter:
-    """A writer of a token file as a stream, after `begin`. Memory does not grow with the file.
-
-    Everything goes to NAME.bin.partial, NAME.idx.partial and, if there is a mask, NAME.mask.partial. `finish` completes
-    them and `publish` renames them, the .idx last. Whatever happens before, nothing looks like a finished file.
-    """
-
-    def __init__(self, path: str | os.PathLike[str]):
-        """Lock the output, so that no other process writes there.
-
-        Raises:
-            ConfigError: another process does. This method and all others also raise it if nothing can be written, for
-                instance because the disk is full.
-        """
-        self.path = Path(path)
-        self.dtype: np.dtype
-        self.num_tokens = 0
-        self.num_documents = 0
-        self._open_length = 0  # This is the length of the last document so far; more of it may follow.
-        self._hash, self._mask_hash = hashlib.sha256(), hashlib.sha256()
-        self.sha256 = self.mask_sha256 = ""
-        self._bin: BinaryIO
-        self._mask: BinaryIO | None = None
-        # The lock is on the file that is renamed or removed last. Until then nobody else opens either of them.
-        folder = self.path.absolute().parent
-        self._new_folders = [each for each in (folder, *folder.parents) if not each.exists()]
-        self._idx = _open_locked(token_path(path, ".idx.partial"))
-        self._files = [(self._idx, ".idx")]
-
-    def begin(self, vocab_size: int, written: dict[str, Any] | None = None, masked: bool = False) -> TokenFileWriter:
-        """Open the files, empty or after what an earlier writer had written.
-
-        Args:
-            vocab_size: size of the vocabulary; it decides the type of the ids.
-            written: the result of the earlier writer's `written`.
-            masked: write a mask as well.
-
-        Raises:
-            ConfigError: the files do not begin with what was written.
-        """
-        self.dtype = token_dtype(vocab_size)
-        with writing(token_path(self.path, ".bin.partial")):
-            self._bin = _open(token_path(self.path, ".bin.partial"))
-            self._files.insert(0, (self._bin, ".bin"))
-            if masked:
-                self._mask = _open(token_path(self.path, ".mask.partial"))
-                self._files.insert(1, (self._mask, ".mask"))
-        if written:
-            self._go_on(written)
-        self._bin.truncate(self._bin.seek(self.num_tokens * self.dtype.itemsize))
-        if self._mask:
-            self._mask.truncate(self._mask.seek(self.num_tokens))
-        # The header is written at the very end. Until then the file has no magic.
-        self._idx.write(bytes(_HEADER.size))
-        self._idx.truncate(self._idx.seek(_HEADER.size + 4 * self.num_documents))
-        return self
-
-    def _go_on(self, written: dict[str, Any]) -> None:
-        streams = [(self._bin, self._hash, self.dtype.itemsize, written["sha256"])]
-        if self._mask:
-            streams.append((self._mask, self._mask_hash, 1, written["mask_sha256"]))
-        whole = os.fstat(self._idx.fileno()).st_size >= _HEADER.size + 4 * written["documents"]
-        for file, digest, itemsize, recorded in streams:
-            left = written["tokens"] * itemsize
-            while block := file.read(min(left, 4 * _BLOCK)):
-                digest.update(block)
-                left -= len(block)
-            whole = whole and not left and digest.hexdigest() == recorded
-        if not whole:
-            for file, _ in self._files:
-                file.close()
-            raise ConfigError(
-                f"{self.path}.bin.partial and what lies beside it no longer hold what an unfinished call wrote: delete "
-                f"{self.path}.*.partial to start over"
-            )
-        self.num_tokens, self.num_documents = written["tokens"], written["documents"]
-
-    def add(
-        self, tokens: np.ndarray, lengths: np.ndarray, continues: bool = False, counted: np.ndarray | None = None
-    ) -> None:
-        """Append documents.
-
-        Args:
-            tokens: the ids of the documents end to end.
-            lengths: their lengths, all at least 1.
-            continues: whether the first one is the rest of the document that was added last.
-            counted: bool: which tokens count in the loss, if the file has a mask.
-
-        Raises:
-            ConfigError: a document is too long, or nothing can be written.
-        """
-        if len(lengths) == 0:
-            return
-        assert int(lengths.sum()) == len(tokens) and int(lengths.min()) > 0
-        data = np.ascontiguousarray(tokens, dtype=self.dtype).tobytes()
-        with writing(token_path(self.path, ".bin")):
-            self._bin.write(data)
-        self._hash.update(data)
-        if self._mask:
-            assert counted is not None and len(counted) == len(tokens)
-            mask = counted.astype(np.uint8).tobytes()
-            with writing(token_path(self.path, ".mask")):
-                self._mask.write(mask)
-            self._mask_hash.update(mask)
-        self.num_tokens += len(tokens)
-        lengths = lengths.astype(np.int64)
-        if continues:
-            lengths[0] += self._open_length
-        elif self._open_length:
-            lengths = np.concatenate([[self._open_length], lengths])
-        if lengths.max() > _LONGEST:
-            raise ConfigError(f"{self.path}: a document of more than {_LONGEST:,} tokens; split it into several")
-        with writing(token_path(self.path, ".idx")):
-            self._idx.write(lengths[:-1].astype("<i4").tobytes())
-        self.num_documents += len(lengths) - 1
-        self._open_length = int(lengths[-1])
-
-    def written(self) -> dict[str, Any]:
-        """Bring all whole documents that were added to the disk, and return what another writer needs to continue."""
-        self._close_document()
-        self._to_disk()
-        mask = {"mask_sha256": self._mask_hash.hexdigest()} if self._mask else {}
-        return {"tokens": self.num_tokens, "documents": self.num_documents, "sha256": self._hash.hexdigest(), **mask}
-
-    def finish(self) -> None:
-        """Complete the partial files and bring them to the disk."""
-        self._close_document()
-        with writing(token_path(self.path, ".idx")):
-            self._write_index()
-        self._to_disk()
-        self.sha256, self.mask_sha256 = self._hash.hexdigest(), self._mask_hash.hexdigest()
-
-    def _to_disk(self) -> None:
-        for file, suffix in self._files:
-            with writing(token_path(self.path, suffix)):
-                file.flush()
-                os.fsync(file.fileno())
-
-    def _close_document(self) -> None:
-        if self._open_length:
-            with writing(token_path(self.path, ".idx")):
-                self._idx.write(struct.pack("<i", self._open_length))
-            self.num_documents += 1
-            self._open_length = 0
-
-    def _write_index(self) -> None:
-        self._idx.flush()
-        offset = 0
-        for start in range(0, self.num_documents, _BLOCK):
-            count = min(_BLOCK, self.num_documents - start)
-            data = os.pread(self._idx.fileno(), 4 * count, _HEADER.size + 4 * start)
-            ends = offset + np.cumsum(np.frombuffer(data, "<i4"), dtype=np.int64) * self.dtype.itemsize
-            self._idx.write(np.concatenate([[offset], ends[:-1]]).astype("<i8").tobytes())
-            offset = int(ends[-1])
-        for start in range(0, self.num_documents + 1, _BLOCK):
-            self._idx.write(np.arange(start, min(start + _BLOCK, self.num_documents + 1), dtype="<i8").tobytes())
-        self._idx.seek(0)
-        self._idx.write(_HEADER.pack(_MAGIC, 1, _CODES[self.dtype], self.num_documents, self.num_documents + 1))
-
-    def publish(self, provenance: dict[str, Any]) -> None:
-        """Rename the finished files to their names and write `provenance` as NAME.json. Older files are replaced."""
-        for suffix in (".idx", ".mask"):
-            with suppress(FileNotFoundError):
-                os.unlink(token_path(self.path, suffix))
-        for _, suffix in self._files[:-1]:
-            os.replace(token_path(self.path, f"{suffix}.partial"), token_path(self.path, suffix))
-        with writing(token_path(self.path, ".json")):
-            write_atomic(token_path(self.path, ".json"), (json.dumps(provenance, indent=2) + "\n").encode())
-        os.replace(token_path(self.path, ".idx.partial"), token_path(self.path, ".idx"))
-        for file, _ in self._files:
-            file.close()
-
-    def abort(self, keep: bool = False) -> None:
-        """Close the partial files, and remove them unless they hold something and are to be kept. Folders that were
-        made for them are removed if they are empty."""
-        for file, suffix in self._files:
-            if not file.closed:
-                with suppress(FileNotFoundError):
-                    if not (keep and os.fstat(file.fileno()).st_size):
-                        os.unlink(token_path(self.path, f"{suffix}.partial"))
-                with suppress(OSError):  # A full disk does not take what is still buffered.
-                    file.close()
-        for folder in self._new_folders:
-            with suppress(OSError):
-                folder.rmdir()
 
 
 class TokenFile:
@@ -266,13 +76,13 @@ class TokenFile:
                     f"token file {self.path}: {file} does not exist{hint}{here}; `sagetrain prepare` makes it"
                 )
         with open(idx, "rb") as opened:
-            header = opened.read(_HEADER.size)
-        if len(header) < _HEADER.size or not header.startswith(_MAGIC):
+            header = opened.read(HEADER.size)
+        if len(header) < HEADER.size or not header.startswith(MAGIC):
             raise self._damaged("the .idx does not begin with a Megatron-LM index header")
-        _, version, code, sequences, entries = _HEADER.unpack(header)
+        _, version, code, sequences, entries = HEADER.unpack(header)
         if version != 1 or code not in _DTYPES:
             raise self._damaged(f"index version {version} with id type {code} is not supported")
-        expected = _HEADER.size + 12 * sequences + 8 * entries
+        expected = HEADER.size + 12 * sequences + 8 * entries
         if idx.stat().st_size != expected:
             raise self._damaged(f"the .idx has {idx.stat().st_size:,} bytes where its header says {expected:,}")
         if sequences == 0 or entries < 2:
@@ -281,8 +91,8 @@ class TokenFile:
         self._header = header
         small = expected <= _SMALL_INDEX  # A map costs a page, a place among the system's maps and an open file.
         index = np.fromfile(idx, np.uint8) if small else np.memmap(idx, mode="r", dtype=np.uint8).view(np.ndarray)
-        lengths_end, offsets_end = _HEADER.size + 4 * sequences, _HEADER.size + 12 * sequences
-        self._lengths = index[_HEADER.size : lengths_end].view("<i4")
+        lengths_end, offsets_end = HEADER.size + 4 * sequences, HEADER.size + 12 * sequences
+        self._lengths = index[HEADER.size : lengths_end].view("<i4")
         self._offsets = index[lengths_end:offsets_end].view("<i8")
         self._documents = index[offsets_end:].view("<i8")
         size = bin_.stat().st_size
@@ -520,54 +330,3 @@ def check_writable(path: Path) -> None:
     there = next(folder for folder in path.absolute().parents if folder.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise ConfigError(f"cannot write {path}: {there} is no folder that can be written to; choose another place")
-
-
-@contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """Hold a lock on the folder, and wait for other processes that hold it. On a filesystem without such locks,
-    everyone enters."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turn an OSError while `path` is written into a ConfigError."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write {path}: {error.strerror}; free space there, or choose another output (-o)"
-        ) from error
-
-
-def _open(path: Path) -> BinaryIO:
-    """Open a file for reading and writing, and keep its content."""
-    return open(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=_BLOCK)
-
-
-def _open_locked(path: Path) -> BinaryIO:
-    """Open a file for reading and writing, unless another process has opened it with this function."""
-    while True:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file = open(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=_BLOCK)  # noqa: SIM115
-        except FileNotFoundError:
-            continue  # The folder that another writer had made was removed with the file.
-        except OSError as error:
-            raise ConfigError(f"cannot write {path}: {error.strerror}") from error
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            file.close()
-            raise ConfigError(f"another process is writing {path}: wait for it, or choose another output") from error
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
-                return file
-        # Between opening and locking, the file's writer has published or removed it. It is not ours to write.
-        file.close()

@@ -7,7 +7,8 @@ import hashlib
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate
+from itertools import accumulate, takewhile
+from pathlib import Path
 
 import numpy as np
 
@@ -152,3 +153,17 @@ def content(files: Sequence[TokenFile], progress: Callable[[int], None] = lambda
     if all(checksums):
         hashes[" (checksums in .json)"] = hashlib.sha256("".join(map(str, checksums)).encode()).hexdigest()
     return hashes
+
+
+def source_names(paths: Sequence[str]) -> list[str]:
+    """Return short names of token files: their paths without the leading folders and the trailing parts that all of
+    them share. data/web/valid and data/code/valid become web and code. A single path becomes its last part."""
+    parts = [Path(path).parts for path in paths]
+
+    def shared(rows: list[tuple[str, ...]]) -> int:
+        alike = takewhile(lambda column: len(set(column)) == 1, zip(*rows, strict=False))
+        return min(sum(1 for _ in alike), min(map(len, rows)) - 1)
+
+    begin = shared(parts)
+    end = shared([each[begin:][::-1] for each in parts])
+    return ["/".join(each[begin : len(each) - end]) for each in parts]

@@ -14,7 +14,8 @@ from tqdm import tqdm
 
 from sagetrain.config.errors import ConfigError, many
 from sagetrain.config.schema import DataSource
-from sagetrain.data.loader import MASKED, Batch, Loader, SampleStream, batch_of, source_names
+from sagetrain.data.loader import MASKED, Batch, Loader, SampleStream, batch_of
+from sagetrain.data.token_files import source_names
 from sagetrain.inference.load import TrainedRun
 from sagetrain.inference.located import check_there
 from sagetrain.inference.windows import Raw, decoded_bytes, text_of, windows

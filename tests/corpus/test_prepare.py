@@ -17,7 +17,7 @@ import pytest
 
 from prepare_inputs import TEXTS, documents, make_texts, prepare, quiet, write_jsonl
 from sagetrain.config import ConfigError
-from sagetrain.corpus import encode
+from sagetrain.corpus import encode, token_writer
 from sagetrain.corpus.chunk import Place
 from sagetrain.corpus.files import CHUNK_BYTES
 from sagetrain.corpus.progress import Progress
@@ -294,7 +294,7 @@ def test_a_worker_that_dies(tmp_path, model, monkeypatch):
             if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
                 os.kill(int(child), signal.SIGKILL)
 
-    monkeypatch.setattr(token_file.TokenFileWriter, "add", lambda self, *args: kill_workers(args))
+    monkeypatch.setattr(token_writer.TokenFileWriter, "add", lambda self, *args: kill_workers(args))
     with pytest.raises(ConfigError, match=r"a worker process ended unexpectedly \(exit code -9; out of memory\?\)"):
         quiet([str(path)], tmp_path / "x", tokenizer=model, num_workers=2)
     assert not list(tmp_path.glob("x*"))

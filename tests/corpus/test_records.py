@@ -22,8 +22,9 @@ from sagetrain.config.rules.data import prepared, text_prefixes
 from sagetrain.config.schema import DataConfig
 from sagetrain.corpus import encode, files, journal
 from sagetrain.corpus.records import Chats, Notes, Pairs, records_of
+from sagetrain.corpus.token_writer import TokenFileWriter
 from sagetrain.data.chat_template import answer_ends
-from sagetrain.data.token_file import TokenFile, TokenFileWriter
+from sagetrain.data.token_file import TokenFile
 from sagetrain.data.tokenizer import Tokenizer
 
 WORDS = ["<end>", "<bot>", "<you>", "<stop>", "what", "is", "two", "plus", "it", "four", "five", "thanks", "six"]

@@ -22,7 +22,8 @@ from prepare_inputs import TEXTS, documents, make_texts, prepare, quiet, write_j
 from sagetrain.config import ConfigError
 from sagetrain.corpus import files, journal
 from sagetrain.corpus.records import Pairs
-from sagetrain.data.token_file import TokenFile, TokenFileWriter
+from sagetrain.corpus.token_writer import TokenFileWriter
+from sagetrain.data.token_file import TokenFile
 from sagetrain.data.tokenizer import Tokenizer
 
 NAMES = ("train.bin", "train.idx", "train.json", "valid.bin", "valid.idx", "valid.json", "tokenizer.model")

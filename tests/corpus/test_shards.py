@@ -19,8 +19,8 @@ from sagetrain.config.schema import DataSource
 from sagetrain.corpus import files, journal
 from sagetrain.corpus.request import TextRequest
 from sagetrain.corpus.sources import Corpus
+from sagetrain.corpus.token_writer import TokenFileWriter
 from sagetrain.data.loader import SampleStream
-from sagetrain.data.token_file import TokenFileWriter
 
 
 def write_inputs(folder: Path) -> list[str]:

@@ -18,9 +18,10 @@ import torch
 from forked import PATIENCE
 from sagetrain.config import ConfigError
 from sagetrain.config.schema import DataSource
+from sagetrain.corpus.token_writer import TokenFileWriter
 from sagetrain.data import token_files, verify
-from sagetrain.data.loader import Loader, SampleStream, source_names
-from sagetrain.data.token_file import TokenFileWriter
+from sagetrain.data.loader import Loader, SampleStream
+from sagetrain.data.token_files import source_names
 
 EOS = 0
 S = 16

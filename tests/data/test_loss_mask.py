@@ -21,9 +21,10 @@ from sagetrain.checkpoint.reading import Reader
 from sagetrain.config import ConfigError
 from sagetrain.config.schema import DataSource
 from sagetrain.corpus.records import Pairs
+from sagetrain.corpus.token_writer import TokenFileWriter
 from sagetrain.data import verify
 from sagetrain.data.loader import MASKED, Batch, Loader, SampleStream
-from sagetrain.data.token_file import TokenFile, TokenFileWriter, token_path
+from sagetrain.data.token_file import TokenFile, token_path
 from sagetrain.inference.evaluate import evaluate, evaluate_texts, together
 from sagetrain.inference.load import load_run
 from sagetrain.parallel.metrics import total_over_ranks

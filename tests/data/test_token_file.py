@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sagetrain.config import ConfigError
-from sagetrain.data.token_file import TokenFile, TokenFileWriter, read_provenance, token_dtype
+from sagetrain.corpus.token_writer import TokenFileWriter
+from sagetrain.data.token_file import TokenFile, read_provenance, token_dtype
 
 DOCUMENTS = [[5, 6, 7], [1], [2, 3, 4, 5], [9, 9]]
 
@@ -186,7 +187,8 @@ def test_writer_and_reader_need_constant_memory(tmp_path):
     script = """
         import resource, sys
         import numpy as np
-        from sagetrain.data.token_file import TokenFile, TokenFileWriter
+        from sagetrain.corpus.token_writer import TokenFileWriter
+        from sagetrain.data.token_file import TokenFile
         peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         def write(count):
             writer = TokenFileWriter(sys.argv[1]).begin(100)

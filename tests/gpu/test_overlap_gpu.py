@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 
-from sagetrain.data.token_file import TokenFileWriter
+from sagetrain.corpus.token_writer import TokenFileWriter
 
 GPUS = torch.cuda.device_count()
 pytestmark = [

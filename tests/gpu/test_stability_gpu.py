@@ -25,8 +25,8 @@ from probed import changes, run_with_room
 from sagetrain.checkpoint import on_disk
 from sagetrain.checkpoint.manifest import read_manifest
 from sagetrain.config.schema import DataSource, NoiseAwareTokens
+from sagetrain.corpus.token_writer import TokenFileWriter
 from sagetrain.data.loader import SampleStream
-from sagetrain.data.token_file import TokenFileWriter
 
 pytestmark = [
     pytest.mark.gpu,

@@ -19,9 +19,10 @@ from runs import sagetrain
 from sagetrain.config import ConfigError, dump_config, load_config
 from sagetrain.config.reference import keys
 from sagetrain.config.schema import DataConfig, RunConfig
+from sagetrain.corpus.token_writer import TokenFileWriter
 from sagetrain.costs.accounting import flops_per_token, memory_per_rank, num_parameters
 from sagetrain.costs.hardware import H200, HARDWARE, usable_bytes
-from sagetrain.data.token_file import TokenFile, TokenFileWriter
+from sagetrain.data.token_file import TokenFile
 from sagetrain.planning import findings
 from sagetrain.planning import plan as planning
 from sagetrain.planning.plan import ASSUMED_VOCAB_SIZE, document_span, make_plan

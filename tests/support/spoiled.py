@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from sagetrain.config.schema import DataSource
+from sagetrain.corpus.token_writer import TokenFileWriter
 from sagetrain.data.loader import SampleStream
-from sagetrain.data.token_file import TokenFile, TokenFileWriter
+from sagetrain.data.token_file import TokenFile
 
 MIDDLE = 13
 """The place in a sample where a document begins, for `begins`."""

@@ -18,9 +18,10 @@ import pytest
 from manifests import rewrite
 from runs import ROOT, write_config
 from sagetrain.config import ConfigError, load_config
+from sagetrain.corpus.token_writer import TokenFileWriter
 from sagetrain.corpus.tokenizer_training import train_tokenizer
 from sagetrain.costs.hardware import H200
-from sagetrain.data.token_file import TokenFileWriter, token_path
+from sagetrain.data.token_file import token_path
 from sagetrain.data.tokenizer import Tokenizer, known_tokenizer
 from sagetrain.planning.plan import make_plan
 from sagetrain.training import inputs

@@ -28,9 +28,9 @@ from sagetrain.cluster.run_folder import RunFolder
 from sagetrain.config import RunConfig
 from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.schema import DataSource, LoggingConfig
+from sagetrain.corpus.token_writer import TokenFileWriter
 from sagetrain.costs.accounting import flops_per_token
 from sagetrain.data.loader import SampleStream
-from sagetrain.data.token_file import TokenFileWriter
 from sagetrain.engines.protocol import StepResult
 from sagetrain.stability.controller import Event
 from sagetrain.training import reporter, writers
