@@ -214,8 +214,8 @@ def engines(figure: Figure) -> None:
 
 def offload(figure: Figure) -> None:
     rows = tables("offload")[0]
-    names = [f"{row['`offload`']}, ZeRO {row['ZeRO']}, {row['commit']}" for row in rows]
-    bars(figure.subplots(), names, numbers(rows, "tokens/s"), "tokens/s on two H100s")
+    names = [f"{row['`offload`']}, ZeRO {row['ZeRO']}" for row in rows]
+    bars(figure.subplots(), names, numbers(rows, "tokens/s"), "tokens/s on two H200s")
 
 
 def halves(figure: Figure) -> None:

@@ -270,6 +270,8 @@ H200 = Hardware(
     # error.
     copy_latency=100e-6,
     network_latency=8e-6,  # This is assumed.
+    # 3B with offload at ZeRO 1, 2 and 3 on two GPUs, 16 cores each (results/offload).
+    host_update_bandwidth=80e9,
 )
 
 
@@ -322,6 +324,7 @@ def _card(key: str, memory: float, bandwidth: float, pcie: float, int8: float, f
         matmul_flops=0.9 * peak,
         host_memory_per_gpu=64 * 2**30,
         host_copy_bandwidth=50e9 if pcie > 64e9 else 22e9,
+        host_update_bandwidth=40e9,
         attention=backends,
         precisions=precisions,
         peaks={**H200.peaks, "int8": 4.0 if int8 > 2 else 2.0},
@@ -339,7 +342,6 @@ HARDWARE = {
         _scaled("NVIDIA H100 SXM", "H100", 81_559 * 2**20, 3.35e12, 900e9),
         measured=True,
         ceilings={"int8": 1.29e15},
-        host_update_bandwidth=80e9,
     ),
     "a100": replace(
         _scaled("NVIDIA A100 SXM 80 GB", "A100", 80 * 2**30, 2.039e12, 600e9),

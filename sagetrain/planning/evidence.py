@@ -29,6 +29,8 @@ MARGINS: Mapping[str, Mapping[str, float]] = {
         "tensor parallelism": 0.15,
         "halves without sequence parallelism": 0.15,
         "context parallelism": 0.1,
+        "all in the host's memory": 0.15,
+        "state in the host's memory": 0.1,
     },
     "NVIDIA H100 SXM": {
         "sage": 0.1,

@@ -384,10 +384,11 @@ def test_halves_in_int8_on_two_h100s_are_met(layout, tokens_per_second, margin, 
     assert sum(item.bytes for item in memory_per_rank(cfg, 2, 4096)) / 2**30 == pytest.approx(gib, rel=0.02)
 
 
-@pytest.mark.parametrize(("offload", "stage", "tokens_per_second", "gib"), [
-    ("all", 3, 26_937, 22.3), ("optimizer", 1, 34_787, 37.9), ("optimizer", 2, 31_761, 27.4),
+@pytest.mark.parametrize(("offload", "stage", "gpu", "tokens_per_second", "gib"), [
+    ("none", 1, H200, 47_066, 54.6), ("optimizer", 1, H200, 36_949, 37.8), ("optimizer", 2, H200, 28_122, 26.7),
+    ("all", 3, H200, 24_324, 21.5), ("optimizer", 1, H100, 34_787, 37.9),
 ])  # fmt: skip
-def test_state_in_the_hosts_memory_is_met(offload, stage, tokens_per_second, gib, monkeypatch):
+def test_state_in_the_hosts_memory_is_met(offload, stage, gpu, tokens_per_second, gib, monkeypatch):
     """The runs are those of results/offload: 3B as above, 16 threads a rank on the CPU."""
     monkeypatch.undo()
     cfg = load_config(CONFIGS / "1b.yaml", [
@@ -401,8 +402,10 @@ def test_state_in_the_hosts_memory_is_met(offload, stage, tokens_per_second, gib
         *WHOLE_SEQUENCES,
         EVEN % (2 * 8 * 8192),
     ])  # fmt: skip
-    is_within_its_margin(cfg, 2, 32_000, H100, tokens_per_second)
-    assert sum(item.bytes for item in memory_per_rank(cfg, 2, 32_000)) / 2**30 == pytest.approx(gib, rel=0.03)
+    is_within_its_margin(cfg, 2, 32_000, gpu, tokens_per_second)
+    # At ZeRO 3 each backward pass waits for its copies, and plan counts those of the pass before it as well.
+    within = 0.06 if stage == 3 else 0.03
+    assert sum(item.bytes for item in memory_per_rank(cfg, 2, 32_000)) / 2**30 == pytest.approx(gib, rel=within)
 
 
 @pytest.mark.parametrize(("linear", "tokens_per_second", "gib"), [("int8", 34_500, 18.42), ("bf16", 45_946, 17.33)])
