@@ -37,6 +37,7 @@ from sagekernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_twin
 from sagekernels.testing import QKInputs, qk_norm_rope_errors, random_qk
 from sagetrain.auto.linear_choice import LIMITS, errors_of, layer_of
 from sagetrain.config.errors import ConfigError
+from sagetrain.config.layer_specs import linear_layers
 from sagetrain.config.load import load_config
 from sagetrain.config.schema import ModelConfig
 
@@ -221,7 +222,7 @@ def in_turn(actions: dict[str, Callable[[], object]]) -> dict[str, float]:
 
 def widths_of(model: ModelConfig) -> set[int]:
     """Return the columns of what a block's linear layers read and write."""
-    return {width for inputs, sizes in model.linear_layers(1).values() for width in (inputs, sum(sizes.values()))}
+    return {width for inputs, sizes in linear_layers(model, 1).values() for width in (inputs, sum(sizes.values()))}
 
 
 def qk_bytes(model: ModelConfig) -> int:
@@ -272,7 +273,7 @@ def main() -> None:
     print(f"{found['gpu']}, torch {torch.__version__}, {args.tokens:,} tokens")
     for path, model in models.items():
         rows = {}
-        for layer, (inputs, sizes) in model.linear_layers(1).items():
+        for layer, (inputs, sizes) in linear_layers(model, 1).items():
             name = f"{layer} {inputs} x {sum(sizes.values())}"
             rows[name] = measure(inputs, sizes, args.tokens, args.recipes)
             print(f"{path} {name}: {rows[name]['bf16']:.3f} ms in bf16", flush=True)
@@ -281,7 +282,7 @@ def main() -> None:
     for path, model in models.items():
         rows = {
             f"{layer} {inputs} x {sum(sizes.values())}": measure_products(inputs, sum(sizes.values()), args.tokens)
-            for layer, (inputs, sizes) in model.linear_layers(1).items()
+            for layer, (inputs, sizes) in linear_layers(model, 1).items()
         }
         found["products"][path] = rows
         print(f"products alone, {path}\n{table(rows)}\n", flush=True)

@@ -35,6 +35,7 @@ from sagetrain.auto.attention_choice import admissions
 from sagetrain.cluster import preflight
 from sagetrain.cluster.join import init_distributed
 from sagetrain.config.errors import many
+from sagetrain.config.layer_specs import linear_layers
 from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig, ParallelConfig
 from sagetrain.costs.hardware import of_device
 from sagetrain.data.open_files import files_of_rank_0, ranks_allowed
@@ -274,7 +275,7 @@ def _matmuls(
     dtype = torch.bfloat16
     if why := cannot_multiply(low, model, tensor_parallel_size=tensor_parallel_size, device=device, dtype=dtype):
         return Check(what, where, "look", f"no: {why}", "linear.precision bf16")
-    layers = model.linear_layers(tensor_parallel_size)
+    layers = linear_layers(model, tensor_parallel_size)
     name, sizes = next((name, sizes) for name, sizes in layers.items() if low.takes(sizes))
     ways = [" ".join(name) for name in RECIPES if name[0] == precision]
     _, refused = linear_choice.time_layers(

@@ -22,6 +22,7 @@ from sagekernels.matmul import Matmul
 from sagetrain.auto.calls import RankCalls
 from sagetrain.auto.kept import Kept, kept_linear
 from sagetrain.config.arithmetic import parts_of
+from sagetrain.config.layer_specs import linear_layers
 from sagetrain.config.linear_sizes import AUTO_PRECISION, LOW_BIT_MULTIPLE, LinearSizes
 from sagetrain.config.schema import LinearConfig, ModelConfig
 from sagetrain.model.selection import cannot_multiply
@@ -78,7 +79,7 @@ def _compare(
     before = settled.model_copy(update=asdict(kept.linear))
     sizes = kept.tensor_parallel_size, tensor_parallel_size
     was, now = (
-        [name for name, layer in model.linear_layers(size).items() if linear.takes(layer)]
+        [name for name, layer in linear_layers(model, size).items() if linear.takes(layer)]
         for linear, size in zip((before, settled), sizes, strict=True)
     )
     if sizes[0] != sizes[1] and before.low_bit and was != now:
@@ -117,7 +118,7 @@ def choose_linear(
     """
     device, dtype, tp_size = calls.device, calls.dtype, calls.tensor_parallel_size
     tokens = calls.own_tokens // parts_of(calls.own_tokens, tp_size, calls.overlap)
-    layers = {name: sizes for name, sizes in model.linear_layers(tp_size).items() if not sizes.odd}
+    layers = {name: sizes for name, sizes in linear_layers(model, tp_size).items() if not sizes.odd}
     weights = {name: sizes.weights for name, sizes in layers.items()}
     way, least = f"{AUTO_PRECISION} {linear.recipe}", linear.keep_layers_below
     bf16, *low = linear.choices(layers.values())

@@ -23,6 +23,7 @@ from sagetrain.config.arithmetic import (
     token_multiple,
 )
 from sagetrain.config.errors import many
+from sagetrain.config.layer_specs import layers, linear_layers
 from sagetrain.config.schema import (
     SIXTEEN_BITS,
     AttentionConfig,
@@ -41,7 +42,7 @@ from sagetrain.costs.operations import (
     end_operations,
     of_kind,
 )
-from sagetrain.costs.stages import different_stages, held
+from sagetrain.costs.stages import different_stages, held, kinds_of_blocks
 from sagetrain.model.tensors import tensors
 from sagetrain.optim.owners import MUON_ROUND
 
@@ -105,20 +106,9 @@ def with_recomputation(cfg: RunConfig, how: Recomputation) -> RunConfig:
     return cfg.model_copy(update={"training": cfg.training.model_copy(update={"activation_checkpointing": how})})
 
 
-def kinds_of_blocks(cfg: RunConfig, rank: Rank) -> list[tuple[int, Rank]]:
-    """Return the number of blocks of each kind, and the share of a micro-step that a rank runs in such a block. Blocks
-    differ in the precision of their linear layers, and in whether they are recomputed."""
-    layers = cfg.model.num_layers
-    low, again = cfg.linear.low_bit_blocks(layers), _recomputed(cfg) if rank.recompute == "full" else layers
-    counts: dict[Rank, int] = {}
-    for (is_low, recomputes), count in Counter((block in low, block < again) for block in range(layers)).items():
-        kind = replace(
-            rank,
-            linear=rank.linear if is_low else SIXTEEN_BITS,
-            recompute=rank.recompute if recomputes else "none",
-        )
-        counts[kind] = counts.get(kind, 0) + count
-    return [(count, kind) for kind, count in counts.items()]
+def _operations(cfg: RunConfig, rank: Rank) -> tuple[Operation, ...]:
+    """List the operations of the first block. All blocks have its linear layers."""
+    return block_operations(layers(cfg.model, cfg.attention.qk_norm)[0], cfg.attention, rank)
 
 
 def num_parameters(model: ModelConfig, attention: AttentionConfig, vocab_size: int) -> int:
@@ -147,9 +137,11 @@ def flops_per_token(model: ModelConfig, vocab_size: int, span: float) -> int:
             that documents hide keys.
     """
     one = Rank(documents=True, document_span=span)
-    block = block_operations(model, AttentionConfig(), one)
-    matmuls = model.num_layers * _matmul_flops(block) + end_operations(model, vocab_size, one).head.flops
-    attention = model.num_layers * sum(2 * part.flops for part in of_kind(AttentionCost, block))
+    matmuls, attention = end_operations(model, vocab_size, one).head.flops, 0.0
+    for layer, count in Counter(layers(model)).items():
+        block = block_operations(layer, AttentionConfig(), one)
+        matmuls += count * _matmul_flops(block)
+        attention += count * sum(2 * part.flops for part in of_kind(AttentionCost, block))
     return 3 * (matmuls + int(attention))
 
 
@@ -232,7 +224,7 @@ def overlaps(cfg: RunConfig) -> bool:
     if cfg.parallel.tensor_parallel_overlap != "auto":
         return cfg.parallel.tensor_parallel_overlap == "on"
     whole = Rank(tokens=rank_of(cfg).tokens)
-    flops = 3 * _matmul_flops(block_operations(cfg.model, cfg.attention, whole))
+    flops = 3 * _matmul_flops(_operations(cfg, whole))
     return flops >= _OVERLAP_FLOPS * cfg.parallel.tensor_parallel_size
 
 
@@ -301,7 +293,8 @@ def block_activation_bytes(cfg: RunConfig) -> int:
 
 
 def _saved(cfg: RunConfig, rank: Rank) -> int:
-    return sum(part.saved // part.shards for part in block_operations(cfg.model, cfg.attention, rank))
+    """Return the bytes per token that autograd saves of one block. All blocks save alike."""
+    return sum(part.saved // part.shards for part in _operations(cfg, rank))
 
 
 def _model_state(cfg: RunConfig, size: int, ranks: int, vocab_size: int) -> list[MemoryItem]:
@@ -342,8 +335,8 @@ def _model_state(cfg: RunConfig, size: int, ranks: int, vocab_size: int) -> list
 
 def _codes(cfg: RunConfig) -> MemoryItem:
     """Estimate the 8-bit weights that linear layers keep."""
-    layers = of_kind(MatmulCost, block_operations(cfg.model, cfg.attention, rank_of(cfg)))
-    eight = sum(layer.weights for layer in layers if layer.precision.forward == cfg.linear.precision)
+    linear = of_kind(MatmulCost, _operations(cfg, rank_of(cfg)))
+    eight = sum(layer.weights for layer in linear if layer.precision.forward == cfg.linear.precision)
     low = 2 * eight * len(cfg.linear.low_bit_blocks(cfg.model.num_layers))
     return MemoryItem("8-bit weights", low, "codes of linear layers, as they are and transposed")
 
@@ -351,8 +344,7 @@ def _codes(cfg: RunConfig) -> MemoryItem:
 def fsdp_groups(cfg: RunConfig, size: int) -> tuple[int, int]:
     """Return the parameters that FSDP2 gathers and reduces together (engines/fsdp.py) of a rank with `size` parameters:
     the matrices of a block, and everything outside of those, the gains of norms included."""
-    layers = cfg.model.linear_layers(cfg.parallel.tensor_parallel_size)
-    block = sum(layer.weights for layer in layers.values())
+    block = sum(each.weights for each in linear_layers(cfg.model, cfg.parallel.tensor_parallel_size).values())
     return block, size - cfg.model.num_layers * block
 
 
@@ -483,8 +475,8 @@ def _linear_errors(cfg: RunConfig, vocab_size: int) -> list[list[MemoryItem]]:
     cfg = with_recomputation(cfg, "full")
     rank = replace(rank_of(cfg), fused=False, linear=SIXTEEN_BITS)
     kept, running = _activations(cfg, rank)
-    layers = of_kind(MatmulCost, block_operations(cfg.model, cfg.attention, rank))
-    largest = max(4 * max(layer.weights, layer.tokens * layer.inputs) for layer in layers)
+    linear = of_kind(MatmulCost, _operations(cfg, rank))
+    largest = max(4 * max(layer.weights, layer.tokens * layer.inputs) for layer in linear)
     return [
         [kept, *_loss(cfg, rank, end_operations(cfg.model, vocab_size, rank))],
         [kept, *running, MemoryItem("monitor", largest, "a linear layer in fp32: stability.monitor")],
@@ -494,7 +486,7 @@ def _linear_errors(cfg: RunConfig, vocab_size: int) -> list[list[MemoryItem]]:
 def _activations(cfg: RunConfig, rank: Rank) -> tuple[MemoryItem, list[MemoryItem]]:
     """Estimate the activations that all blocks keep of a micro-batch until backward, and the further memory of the
     block whose backward pass runs."""
-    kinds = [(count, kind, _saved(cfg, kind)) for count, kind in kinds_of_blocks(cfg, rank)]
+    kinds = [(kind.blocks, kind.rank, _saved(cfg, kind.rank)) for kind in kinds_of_blocks(cfg, rank)]
     wholes = [
         kept if kind.recompute == "none" else _saved(cfg, replace(kind, recompute="none")) for _, kind, kept in kinds
     ]

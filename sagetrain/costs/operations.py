@@ -1,5 +1,5 @@
-"""The operations of the model, listed once: matmuls, attention, passes that only move data, and collectives. Nothing
-here needs torch.
+"""The operations of the model, listed once: matmuls, attention, and passes that only move data. Nothing here needs
+torch. costs/collective_costs.py lists the collectives around them.
 
 costs/accounting.py counts FLOPs and memory of this list, and planning/performance.py its time; neither knows the model.
 Sizes are those of one rank. A new pass over the activations is one entry of `block_operations`. A linear layer in other
@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, TypeVar
 
+from sagetrain.config.layer_specs import LayerSpec
 from sagetrain.config.linear_sizes import LinearSizes
 from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig
 
@@ -40,14 +41,6 @@ _EMBEDDING = 5
 # norms and SwiGLU, though it may be.
 _CASTS = {"tensorwise": (3, 3), "rowwise": (3, 3), "rowwise_bf16_wgrad": (1.5, 16.5)}
 _ALL_TO_ALL = 8  # q, k, v and o are packed and unpacked around the all-to-alls
-
-INTO, OUT = "into the layers", "out of the layers"
-"""The names of what tensor parallelism's collectives exchange: the inputs of column-parallel layers, and the outputs of
-row-parallel layers."""
-
-_Moment = Literal["forward", "recomputed", "backward"]
-_Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all"]
-_Beside = Literal["nothing", "forward", "backward", "weight gradients"]
 
 # The table maps the tokens of a sequence to the share of its causal square that lies inside documents. The text is that
 # of the measured runs: English documentation and books, 1,100 tokens a document on average, half of the documents below
@@ -147,25 +140,6 @@ class PassCost(Operation):
     """The bytes per token of the rank that are read and written, forward and backward together."""
     live: int = 0
     """The bytes per token that exist while the pass runs, beside the saved ones."""
-
-
-@dataclass(frozen=True)
-class CollectiveCost:
-    """The calls of one kind of collective around the layers, in one micro-step."""
-
-    axis: Literal["tensor", "context"]
-    moment: _Moment
-    what: str
-    kind: _Kind
-    per_block: int
-    at_ends: int
-    """The number of calls around the embedding, the final norm and the head."""
-    payload: int
-    """The bytes of the whole tensor of one call, which is added up, gathered or scattered. For an all-to-all, the bytes
-    that one rank exchanges."""
-    beside: _Beside = "nothing"
-    """The work that may run at the same time. It is the forward or backward pass of the micro-batch's other half, or
-    the gradients of the weights of the column-parallel layer whose input gradient is on its way."""
 
 
 @dataclass(frozen=True)
@@ -269,20 +243,20 @@ class Rank:
 
 # Proposing layouts prices many of them, and they share most blocks.
 @functools.lru_cache(maxsize=4096)
-def block_operations(model: ModelConfig, attention: AttentionConfig, rank: Rank) -> tuple[Operation, ...]:
+def block_operations(layer: LayerSpec, attention: AttentionConfig, rank: Rank) -> tuple[Operation, ...]:
     """List the operations of one block in the order of its forward pass: x + attention(norm(x)), then x +
     mlp(norm(x))."""
-    hidden, inner, element = model.hidden_size, model.ffn_hidden_size // rank.tensor, rank.element
-    heads, kv_heads = model.num_attention_heads // rank.tensor, model.num_key_value_heads // rank.tensor
-    query, key = heads * model.head_dim, kv_heads * model.head_dim
+    hidden, inner, element, own = layer.hidden, layer.mlp.inner // rank.tensor, rank.element, layer.attention
+    heads, kv_heads = own.heads // rank.tensor, own.key_heads // rank.tensor
+    query, key = heads * own.head_dim, kv_heads * own.head_dim
     again, stream = rank.recompute == "full", hidden / rank.shards
 
-    layers = model.linear_layers(rank.tensor)
-    precisions = {name: rank.precision if rank.linear.takes(layer) else None for name, layer in layers.items()}
-    inputs = {name: rank.kept_by_layer(layer) for name, layer in layers.items()}
+    layers = layer.linear_layers(rank.tensor)
+    precisions = {name: rank.precision if rank.linear.takes(sizes) else None for name, sizes in layers.items()}
+    inputs = {name: rank.kept_by_layer(sizes) for name, sizes in layers.items()}
 
-    def column(name: str, outputs: int, layer: str, saved: int = 0) -> MatmulCost:
-        precision = precisions[layer]
+    def column(name: str, outputs: int, linear: str, saved: int = 0) -> MatmulCost:
+        precision = precisions[linear]
         return rank.matmul(
             name, outputs, hidden, column_parallel=True, precision=precision, saved=saved, recomputed=again
         )
@@ -300,7 +274,7 @@ def block_operations(model: ModelConfig, attention: AttentionConfig, rank: Rank)
     def moving(name: str, moved: float, saved: int = 0) -> PassCost:
         return PassCost(name=name, moved=moved, saved=saved, recomputed=again)
 
-    normed, one_pass = attention.qk_norm != "none", attention.qk_norm == _IN_ONE_PASS
+    normed, one_pass = own.qk_norm != "none", own.qk_norm == _IN_ONE_PASS
     qk_saved = normed * (rank.saved_by_norm(query, heads) + rank.saved_by_norm(key, kv_heads))
     qk_moved = rank.moved(_ROTARY, query + key)
     if one_pass:
@@ -334,7 +308,7 @@ def block_operations(model: ModelConfig, attention: AttentionConfig, rank: Rank)
             name="attention",
             tokens=rank.tokens,
             heads=heads,
-            head_dim=model.head_dim,
+            head_dim=own.head_dim,
             span=rank.span,
             documents=rank.documents,
             backends=_backends(attention),
@@ -414,77 +388,6 @@ def end_operations(model: ModelConfig, vocab_size: int, rank: Rank) -> Ends:
         head=rank.matmul("head", columns, hidden, column_parallel=True, recomputed=False),
         loss=PassCost(name="loss", moved=rank.moved(_LOGIT, columns), live=per_logit * columns),
     )
-
-
-def collectives(model: ModelConfig, attention: AttentionConfig, rank: Rank, parts: int) -> list[CollectiveCost]:
-    """List the collectives that parallel/collectives.py and layers.py call in a micro-step whose tokens go through the
-    blocks in `parts` parts.
-
-    Halves run beside each other. Without halves, only the sum of a column-parallel layer's input gradients runs beside
-    other work.
-    """
-    return [*_tensor_parallel(model, attention, rank, parts), *_context_parallel(model, rank)]
-
-
-def _tensor_parallel(
-    model: ModelConfig, attention: AttentionConfig, rank: Rank, parts: int
-) -> Iterable[CollectiveCost]:
-    """List the collectives around the two halves of a block, the embedding and the head."""
-    if rank.tensor == 1:
-        return
-    payload = rank.tokens * model.hidden_size * rank.element // parts
-    enters: _Kind | None = "all-gather" if rank.sequence_parallel else None
-    leaves: _Kind = "reduce-scatter" if rank.sequence_parallel else "all-reduce"
-    forward: _Beside = "forward" if parts > 1 else "nothing"
-    backward: _Beside = "backward" if parts > 1 else "nothing"
-    into: _Beside = "backward" if parts > 1 else "weight gradients"
-    rows: list[tuple[_Moment, str, _Kind | None, int, _Beside]] = [
-        ("forward", INTO, enters, 1, forward),
-        ("forward", OUT, leaves, 1, forward),
-        ("recomputed", INTO, enters, 0, forward),
-        ("recomputed", OUT, leaves, 0, forward),
-        ("backward", OUT, enters, 1, backward),
-        ("backward", INTO, leaves, 0, into),
-    ]
-    packed = {("forward", INTO): payload, ("recomputed", INTO): payload, ("backward", OUT): payload}
-    gathers, linear = 2 * model.num_layers, rank.linear
-    if linear.precision == "fp8" and linear.recipe != "rowwise_bf16_wgrad":
-        eight = rank.tokens * (model.hidden_size + 16) // parts  # the tensor has the format of sagekernels/packing.py
-        sizes = list(model.linear_layers(rank.tensor).values())
-        for key in packed:
-            if key[1] == INTO or linear.recipe == "rowwise":
-                layers = sizes[key[1] == OUT :: 2]  # column-parallel layers read, row-parallel layers write
-                low = len(linear.low_bit_blocks(model.num_layers)) * sum(map(linear.takes, layers))
-                packed[key] = (low * eight + (gathers - low) * payload) // gathers
-    for moment, what, kind, at_ends, beside in rows:
-        if kind and (rank.recomputes or moment != "recomputed"):
-            calls = [(2 * parts, at_ends * parts, payload)]
-            if kind == "all-gather" and packed[moment, what] < payload:
-                calls = [(2 * parts, 0, packed[moment, what]), (0, at_ends * parts, payload)]
-            yield from (CollectiveCost("tensor", moment, what, kind, *call, beside) for call in calls)
-    yield CollectiveCost("tensor", "backward", "into the head", leaves, 0, parts, payload)
-    # Gains are whole on every rank but see only their rank's heads (gains of q and k) or tokens (gains of the residual
-    # stream). A block also has the next block's gain unless it is recomputed. Nothing runs beside the sum of their
-    # gradients, at the end of a block.
-    width = 2 * model.head_dim * (attention.qk_norm != "none")
-    width += (2 if rank.recomputes else 3) * model.hidden_size * rank.sequence_parallel
-    if rank.sequence_parallel:
-        outside = model.hidden_size * rank.element
-        yield CollectiveCost("tensor", "backward", "gains outside of blocks", "all-reduce", 0, parts, outside)
-    if width:
-        yield CollectiveCost("tensor", "backward", "gains", "all-reduce", 1, 0, parts * width * rank.element)
-
-
-def _context_parallel(model: ModelConfig, rank: Rank) -> Iterable[CollectiveCost]:
-    """List one all-to-all of q, k and v together before attention and one of its output after, forward and backward."""
-    if rank.context == 1:
-        return
-    head = rank.tokens * model.head_dim * rank.element // rank.tensor
-    queries, all_heads = model.num_attention_heads, model.num_attention_heads + 2 * model.num_key_value_heads
-    moments: tuple[_Moment, ...] = ("forward", "backward", "recomputed")
-    for moment in moments[: 2 + rank.recomputes]:
-        for what, heads in (("q, k, v", all_heads), ("output", queries)):
-            yield CollectiveCost("context", moment, what, "all-to-all", 1, 0, heads * head)
 
 
 _Operation = TypeVar("_Operation", bound=Operation)

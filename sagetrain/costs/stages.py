@@ -1,15 +1,20 @@
-"""The blocks that each chunk of a pipeline has, by what they cost, and what a stage keeps. No torch."""
+"""The blocks of a model by their kinds, those that each chunk of a pipeline has, by what they cost, and what a stage
+keeps. No torch."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import NamedTuple
 
-from sagetrain.config.arithmetic import data_parallel_size, token_multiple
-from sagetrain.config.schema import AttentionConfig, ModelConfig, RunConfig
-from sagetrain.costs.operations import AttentionCost, MatmulCost, Rank, block_operations, end_operations, of_kind
+from sagetrain.config.arithmetic import data_parallel_size, recomputed_blocks, token_multiple
+from sagetrain.config.layer_specs import LayerSpec
+from sagetrain.config.layer_specs import layers as specs
+from sagetrain.config.schema import SIXTEEN_BITS, AttentionConfig, ModelConfig, RunConfig
+from sagetrain.costs.operations import AttentionCost, MatmulCost, Operation, Rank, block_operations, end_operations
 from sagetrain.model.chunks import ModelChunk
 from sagetrain.model.tensors import tensors
 from sagetrain.parallel.orders import in_flight, orders
@@ -44,10 +49,14 @@ def blocks_of_chunks(cfg: RunConfig, vocab_size: int) -> Sequence[int]:
         return parallel.pipeline_blocks
     count = parallel.pipeline_parallel_size * parallel.pipeline_chunks
     rank = Rank(tokens=cfg.data.micro_batch_size * cfg.data.seq_length, seq_length=cfg.data.seq_length)
-    operations = block_operations(cfg.model, cfg.attention, rank)
-    block = sum(matmul.flops for matmul in of_kind(MatmulCost, operations))
-    block += sum(int(attention.flops) for attention in of_kind(AttentionCost, operations))
+    every = Counter(specs(cfg.model, cfg.attention.qk_norm))
+    total = sum(count * _flops(block_operations(layer, cfg.attention, rank)) for layer, count in every.items())
+    block = total // layers
     return _even_blocks(layers, count, block, end_operations(cfg.model, vocab_size, rank).head.flops)
+
+
+def _flops(operations: Iterable[Operation]) -> int:
+    return sum(int(part.flops) for part in operations if isinstance(part, MatmulCost | AttentionCost))
 
 
 @functools.lru_cache(maxsize=256)
@@ -61,6 +70,34 @@ def _even_blocks(layers: int, count: int, block: int, head: int) -> Sequence[int
         found[least] += 1
         costs[least] += block
     return tuple(found)
+
+
+class BlockKind(NamedTuple):
+    """The blocks of a model that are alike."""
+
+    blocks: int
+    layer: LayerSpec
+    rank: Rank
+    """The share of a micro-step that a rank runs in such a block."""
+
+
+def kinds_of_blocks(cfg: RunConfig, rank: Rank) -> list[BlockKind]:
+    """Return the kinds of blocks. Blocks differ in what they compute, in the precision of their linear layers, and in
+    whether they are recomputed."""
+    every = specs(cfg.model, cfg.attention.qk_norm)
+    low, again = cfg.linear.low_bit_blocks(len(every)), len(every)
+    if rank.recompute == "full":
+        again = recomputed_blocks(cfg.training.activation_checkpointing, again)
+    counts: dict[tuple[LayerSpec, Rank], int] = {}
+    kinds = Counter((layer, number in low, number < again) for number, layer in enumerate(every))
+    for (layer, is_low, recomputes), count in kinds.items():
+        own = replace(
+            rank,
+            linear=rank.linear if is_low else SIXTEEN_BITS,
+            recompute=rank.recompute if recomputes else "none",
+        )
+        counts[layer, own] = counts.get((layer, own), 0) + count
+    return [BlockKind(count, *kind) for kind, count in counts.items()]
 
 
 @dataclass(frozen=True)

@@ -16,44 +16,13 @@ from pydantic import ValidationError
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.rules.model import rope_scaling
 from sagetrain.config.schema import AttentionConfig, ModelConfig
+from sagetrain.interop.families import DEFAULTS, FAMILIES, SIZES, Family
 from sagetrain.interop.huggingface import OF_SCALING, SETTINGS
 
 Report = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class _Architecture:
-    """A class of models in transformers."""
-
-    model_type: str
-    qk_norm: str
-    defaults: Mapping[str, Any]
-    """Values of keys that config.json may leave out, beside those of `DEFAULTS`."""
-
-
-ARCHITECTURES = {
-    "LlamaForCausalLM": _Architecture("llama", "none", {"max_position_embeddings": 2048}),
-    "MistralForCausalLM": _Architecture(
-        "mistral", "none", {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096}
-    ),
-    "Qwen3ForCausalLM": _Architecture(
-        "qwen3", "before_rope", {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128}
-    ),
-}
-DEFAULTS = {"rms_norm_eps": 1e-6, "initializer_range": 0.02, "tie_word_embeddings": False}
 _THETA = 10000.0
-_THEIRS = {
-    "num_layers": "num_hidden_layers",
-    "hidden_size": "hidden_size",
-    "ffn_hidden_size": "intermediate_size",
-    "num_attention_heads": "num_attention_heads",
-    "num_key_value_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "vocab_size": "vocab_size",
-    "tie_embeddings": "tie_word_embeddings",
-    "norm_eps": "rms_norm_eps",
-    "init_std": "initializer_range",
-}
 _REQUIRED = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 # These keys may tell a model to compute more. The values leave that out.
 _WITHOUT = {
@@ -84,7 +53,7 @@ _HARMLESS = {
 class Described:
     """A model as its config.json describes it."""
 
-    architecture: str
+    family: Family
     model: ModelConfig
     attention: AttentionConfig
     vocab_size: int
@@ -103,8 +72,8 @@ def describe(config: Mapping[str, Any], where: str, report: Report) -> Described
     Raises:
         ConfigError: SageTrain does not compute the model, a size is missing, or keys contradict each other.
     """
-    name = _architecture(config, where)
-    architecture = ARCHITECTURES[name]
+    family = _family(config, where)
+    name = family.name
     if config.get("quantization_config"):
         raise ConfigError(
             f"{where}: quantization_config: weights that are quantized are not read; take the folder in which the "
@@ -120,7 +89,7 @@ def describe(config: Mapping[str, Any], where: str, report: Report) -> Described
             raise ConfigError(f"{where}: {key} {config[key]!r}: SageTrain computes these models with {value!r} alone")
     if dropout := config.get("attention_dropout"):
         report(f"{where}: attention_dropout {dropout}: SageTrain drops nothing when this model is trained on")
-    known = {*_HARMLESS, *_THEIRS.values(), *_WITHOUT, *SETTINGS}
+    known = {*_HARMLESS, *SIZES.values(), *_WITHOUT, *SETTINGS}
     if unread := {key: value for key, value in config.items() if value is not None and key not in known}:
         report(
             f"{where}: not read, as {name} of transformers does not: "
@@ -135,7 +104,7 @@ def describe(config: Mapping[str, Any], where: str, report: Report) -> Described
         raise ConfigError(
             f"{where}: has no {' and no '.join(missing)}; copy the folder again from where it was published"
         )
-    defaults = {**DEFAULTS, **architecture.defaults}
+    defaults = {**DEFAULTS, **family.defaults}
     if absent := [f"{key} {value}" for key, value in defaults.items() if key not in config]:
         report(f"{where}: taken as transformers takes what is not there: {', '.join(absent)}")
     said = {**defaults, **config}
@@ -145,12 +114,12 @@ def describe(config: Mapping[str, Any], where: str, report: Report) -> Described
         said["num_key_value_heads"] = heads
     if said.get("head_dim") is None:
         said["head_dim"] = _head_dim(said, where)
-    shape = {ours: said[theirs] for ours, theirs in _THEIRS.items()}
+    shape = {ours: said[theirs] for ours, theirs in SIZES.items()}
     try:
         model = ModelConfig.model_validate(shape | {"rope_theta": theta, "rope_scaling": scaling})
     except ValidationError as error:
         problem = error.errors()[0]
-        names = [_THEIRS.get(str(each), str(each)) for each in problem["loc"]]
+        names = [SIZES.get(str(each), str(each)) for each in problem["loc"]]
         raise ConfigError(f"{where}: {'.'.join(names)} {problem['input']!r}: {problem['msg']}") from error
     if model.num_attention_heads % model.num_key_value_heads:
         raise ConfigError(
@@ -163,34 +132,32 @@ def describe(config: Mapping[str, Any], where: str, report: Report) -> Described
     if model.head_dim % 2:
         raise ConfigError(f"{where}: head_dim {model.head_dim} is odd: RoPE turns pairs of numbers")
     _check_layer_types(said, where)
-    attention = AttentionConfig.model_validate({"backend": "sdpa", "qk_norm": architecture.qk_norm})
+    attention = AttentionConfig.model_validate({"backend": "sdpa", "qk_norm": family.qk_norm})
     # transformers uses another class for a Mistral whose layers have types. In that class these types mean full
     # attention.
     windowed = name == "MistralForCausalLM" and not said.get("layer_types")
     length = _length(said, where, report, windowed)
-    return Described(name, model, attention, _whole(said, "vocab_size", where), length)
+    return Described(family, model, attention, _whole(said, "vocab_size", where), length)
 
 
-def _architecture(config: Mapping[str, Any], where: str) -> str:
-    """Return the class of the model. transformers goes by model_type, and other readers by architectures, so the two
+def _family(config: Mapping[str, Any], where: str) -> Family:
+    """Return the family of the model. transformers goes by model_type, and other readers by architectures, so the two
     must agree."""
-    by_type = {each.model_type: name for name, each in ARCHITECTURES.items()}
+    by_type = {each.model_type: each for each in FAMILIES.values()}
     model_type, names = config.get("model_type"), config.get("architectures") or []
     if not names and model_type in by_type:
-        return by_type[model_type]
+        return by_type[str(model_type)]
     name = names[0] if len(names) == 1 else None
-    if name not in ARCHITECTURES:
+    if name not in FAMILIES:
         of_type = by_type.get(str(model_type))
-        fix = f"; if it is the model of model_type {model_type!r}, set them to [{of_type!r}]" if of_type else ""
-        raise ConfigError(
-            f"{where}: architectures {names}: not one of {', '.join(ARCHITECTURES)}, which can be read{fix}"
-        )
-    if model_type not in (None, ARCHITECTURES[name].model_type):
+        fix = f"; if it is the model of model_type {model_type!r}, set them to [{of_type.name!r}]" if of_type else ""
+        raise ConfigError(f"{where}: architectures {names}: not one of {', '.join(FAMILIES)}, which can be read{fix}")
+    if model_type not in (None, FAMILIES[name].model_type):
         raise ConfigError(
             f"{where}: architectures {name} contradicts model_type {model_type!r}, by which transformers goes: set "
             "both to what the model is"
         )
-    return str(name)
+    return FAMILIES[name]
 
 
 def _head_dim(said: Mapping[str, Any], where: str) -> int:

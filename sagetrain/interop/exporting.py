@@ -22,6 +22,7 @@ from sagetrain.config.errors import CheckpointError, ConfigError, way_to_room
 from sagetrain.data.token_file import check_writable
 from sagetrain.inference.generate import ending_tokens
 from sagetrain.inference.load import OpenRun, open_run
+from sagetrain.interop.families import family_of
 from sagetrain.interop.huggingface import INDEX, WEIGHTS, config_json
 from sagetrain.interop.tokenizer_files import tokenizer_files
 from sagetrain.model.tensors import TensorSpec, tensors
@@ -84,6 +85,7 @@ def export(
             f"max_position_embeddings {length}: the positions of the model that this run began with; its own sequences "
             f"have {own} tokens (data.seq_length)"
         )
+    theirs = family_of(cfg.model, cfg.attention).tensor
     config = config_json(cfg.model, cfg.attention, run.vocab_size, length)
     dtypes = {
         spec: _dtype(reader, spec, dtype, cfg.training.dtype)
@@ -109,13 +111,13 @@ def export(
     shards = _shards(dtypes, shard_bytes)
     total = sum(spec.size * kept.itemsize for spec, kept in dtypes.items())
     if len(shards) > 1:
-        where = {spec.theirs: file for file, part in shards.items() for spec in part}
+        where = {theirs(spec.name): file for file, part in shards.items() for spec in part}
         files[INDEX] = _json({"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))})
     with published(folder) as temporary, closing(reader):
         for name, content in files.items():
             (temporary / name).write_bytes(content)
         for file, part in shards.items():
-            values = {spec.theirs: _values(reader, spec, dtypes[spec]) for spec in part}
+            values = {theirs(spec.name): _values(reader, spec, dtypes[spec]) for spec in part}
             save_file(values, temporary / file, metadata={"format": "pt"})
             # safetensors makes the file readable for its user alone. The umask should decide who else may read it.
             (temporary / file).chmod((temporary / "config.json").stat().st_mode & 0o777)

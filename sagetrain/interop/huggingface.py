@@ -1,16 +1,12 @@
-"""The names that Hugging Face has for the models that are trained here: architectures and config.json. The names of
-tensors are in model/tensors.py.
-
-Both sides rotate dim i together with dim i + head_dim / 2, keep weights as [out, in] and normalize in the same way, so
-tensors are copied without change.
-"""
+"""The files of a Hugging Face folder: their names, and config.json as it is written. What families of models differ in
+is in families.py."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import AttentionConfig, ModelConfig, RopeScaling
+from sagetrain.interop.families import family_of
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -31,28 +27,16 @@ OF_SCALING = {
 
 
 def config_json(model: ModelConfig, attention: AttentionConfig, vocab_size: int, seq_length: int) -> dict[str, Any]:
-    """Return the config.json of a model, without its dtype and tokens. The class is Qwen3 if q and k are normalized,
-    and otherwise Llama, or Mistral if hidden_size is no multiple of the number of heads, which Llama refuses.
+    """Return the config.json of a model, without its dtype and tokens.
 
     Raises:
-        ConfigError: Hugging Face has no class for the model.
+        ConfigError: transformers has no class for the model.
     """
-    match attention.qk_norm:
-        case "none" if model.hidden_size % model.num_attention_heads:
-            architecture: dict[str, Any] = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
-            architecture |= {"sliding_window": None}
-        case "none":
-            architecture = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
-            architecture |= {"mlp_bias": False}
-        case "before_rope":
-            architecture = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
-            architecture |= {"use_sliding_window": False, "sliding_window": None}
-        case "after_rope":
-            raise ConfigError(
-                "attention.qk_norm after_rope: transformers has no class that normalizes q and k after the rotary "
-                "embedding, so this model cannot be exported; train with before_rope (Qwen3) or none (Llama) for that"
-            )
-    return architecture | {
+    family = family_of(model, attention)
+    return {
+        "architectures": [family.name],
+        "model_type": family.model_type,
+        **family.writes,
         "vocab_size": vocab_size,
         "hidden_size": model.hidden_size,
         "intermediate_size": model.ffn_hidden_size,

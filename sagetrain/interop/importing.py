@@ -26,11 +26,11 @@ from sagetrain.data.tokenizer_copy import CONVERT
 from sagetrain.interop.causes import GATHER, no_folder, no_model, other_names
 from sagetrain.interop.describe import Described, Report, describe
 from sagetrain.interop.exporting import SPECIAL_IDS, check_free, cut, published
+from sagetrain.interop.families import EMBEDDING, HEAD
 from sagetrain.interop.huggingface import SETTINGS
 from sagetrain.interop.weight_files import WeightFiles, read_json
 from sagetrain.model.tensors import TensorSpec, tensors
 
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # These keys of a generation_config.json only say who wrote it.
 _NO_SETTINGS = ("transformers_version", "_from_model_config")
 # Parts of tensor names, and the keys of config.json that determine the tensor's shape.
@@ -118,7 +118,7 @@ def import_folder(
             values = {}
             for spec in part:
                 padded = _padded(spec)
-                values[f"{spec.name}|weight"] = files.read(spec.theirs, padded)
+                values[f"{spec.name}|weight"] = files.read(described.family.tensor(spec.name), padded)
                 piece = {"file": file, "tp_rank": 0, "start": 0, "stop": prod(padded)}
                 kept = str(dtypes[spec]).removeprefix("torch.")
                 index[spec.name] = {
@@ -139,7 +139,7 @@ def import_folder(
                 seq_length=described.seq_length,
                 tokenizer_sha256=tokenizer.sha256 if tokenizer else None,
             ),
-            imported=ImportRecord(described.architecture, generation),
+            imported=ImportRecord(described.family.name, generation),
         )
         sums = {
             path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in sorted(checkpoint.iterdir())
@@ -149,7 +149,7 @@ def import_folder(
         write_manifest(checkpoint, manifest)
         (checkpoint.parent / "latest").write_text(checkpoint.name + "\n")
     return Imported(
-        described.architecture,
+        described.family.name,
         len(dtypes),
         sum(spec.size for spec in dtypes),
         described.seq_length,
@@ -167,23 +167,24 @@ def _matched(
         ConfigError: the folder does not hold exactly these weights in their shapes.
     """
     model = _with_its_head(files, described.model, where, report)
-    wanted = {each.theirs: each for each in tensors(model, described.attention, described.vocab_size)}
-    there = {*files} - ({_HEAD} if model.tie_embeddings else set())
+    family = described.family
+    wanted = {family.tensor(each.name): each for each in tensors(model, described.attention, described.vocab_size)}
+    there = {*files} - ({HEAD} if model.tie_embeddings else set())
     layers = {int(match[1]) + 1 for name in there if (match := re.match(r"model\.layers\.(\d+)\.", name))}
     says = (
         f"{where} says num_hidden_layers {model.num_layers}, the files of weights hold {max(layers, default=0)} layers"
     )
     cause = f"{says}: set it to what the model has, or " if max(layers, default=0) != model.num_layers else ""
     others, missing = sorted(there - set(wanted)), [name for name in wanted if name not in there]
-    if missing in ([_EMBEDDING], [_HEAD]) and not others:
+    if missing in ([EMBEDDING], [HEAD]) and not others:
         raise ConfigError(
             f"{where} says tie_word_embeddings false, and of the two matrices that the model then has {missing[0]} is "
             f"missing{files.elsewhere(missing[0])}: set it to true if "
-            f"{_HEAD if missing == [_EMBEDDING] else _EMBEDDING} is both, or copy the folder again"
+            f"{HEAD if missing == [EMBEDDING] else EMBEDDING} is both, or copy the folder again"
         )
     why = other_names(missing, others)
     if missing:
-        lacks = f"{described.architecture} has {len(wanted)} tensors, and the folder lacks {len(missing)} of them"
+        lacks = f"{family.name} has {len(wanted)} tensors, and the folder lacks {len(missing)} of them"
         instead = f"; {len(others)} that it does not have are there, first: {others[0]}" if others else ""
         raise ConfigError(
             f"{lacks}, first: {missing[0]}{files.elsewhere(missing[0])}{instead}; "
@@ -192,7 +193,7 @@ def _matched(
     if others:
         biased = f" ({where} says attention_bias and mlp_bias false)" if others[0].endswith(".bias") else ""
         raise ConfigError(
-            f"the folder holds {many(len(others), 'tensor')} that {described.architecture} does not have, first: "
+            f"the folder holds {many(len(others), 'tensor')} that {family.name} does not have, first: "
             f"{others[0]}{biased}; "
             f"{why or 'what they do would be lost, so this model cannot be read'}{f' ({says})' if cause else ''}"
         )
@@ -210,16 +211,16 @@ def _with_its_head(files: WeightFiles, model: ModelConfig, where: str, report: R
         report(f"{where}: its tensors have no model. before their names ({bare[0]}): read as transformers does")
         for name in bare:
             files.rename(f"model.{name}", name)
-    if _HEAD in files and _EMBEDDING in files:
-        if model.tie_embeddings and not files.equal(_HEAD, _EMBEDDING):
+    if HEAD in files and EMBEDDING in files:
+        if model.tie_embeddings and not files.equal(HEAD, EMBEDDING):
             report(
-                f"{where} says tie_word_embeddings true, but {_HEAD} is stored beside {_EMBEDDING} with other values: "
+                f"{where} says tie_word_embeddings true, but {HEAD} is stored beside {EMBEDDING} with other values: "
                 "the model is read with this head of its own, tie_embeddings: false, as transformers does"
             )
             return model.model_copy(update={"tie_embeddings": False})
-    elif _HEAD in files and model.tie_embeddings:
-        report(f"{where}: {_EMBEDDING} is stored as {_HEAD} alone, and tied: read as transformers does")
-        files.rename(_EMBEDDING, _HEAD)
+    elif HEAD in files and model.tie_embeddings:
+        report(f"{where}: {EMBEDDING} is stored as {HEAD} alone, and tied: read as transformers does")
+        files.rename(EMBEDDING, HEAD)
     return model
 
 
@@ -229,7 +230,7 @@ def _other_shape(
     """Return the message for a tensor that has another shape than config.json gives it."""
     if 0 in found or len(found) != len(said):
         return f"{name} has the shape {found}, {where} says {said}: it is empty or not whole, {GATHER}"
-    if name in (_HEAD, _EMBEDDING) and found[1:] == said[1:]:
+    if name in (HEAD, EMBEDDING) and found[1:] == said[1:]:
         tokens = f", the tokenizer has {tokenizer.vocab_size} tokens" if tokenizer else ""
         return (
             f"{name} has {found[0]} rows, {where} says vocab_size {said[0]}{tokens}: rows were added (for tokens or as "

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sagekernels.matmul import Matmul, Pending
 from sagekernels.qk_norm_rope import qk_norm_rope
-from sagetrain.config.schema import ModelConfig
+from sagetrain.config.layer_specs import LayerSpec
 from sagetrain.model.backends import AttentionFunction, Projected, TokenLayout
 from sagetrain.model.norm import RMSNorm
 from sagetrain.model.rotary import apply_rotary
@@ -37,8 +37,7 @@ class Attention(nn.Module):
 
     def __init__(
         self,
-        model: ModelConfig,
-        qk_norm: str,
+        layer: LayerSpec,
         function: AttentionFunction,
         groups: ParallelGroups,
         *,
@@ -48,7 +47,7 @@ class Attention(nn.Module):
         device: torch.device | None,
     ) -> None:
         super().__init__()
-        for heads in (model.num_attention_heads, model.num_key_value_heads):
+        for heads in (layer.attention.heads, layer.attention.key_heads):
             if heads % (groups.tp_size * groups.cp_size):
                 raise ValueError(
                     f"{heads} heads are not a multiple of tensor_parallel_size ({groups.tp_size}) x "
@@ -59,14 +58,12 @@ class Attention(nn.Module):
         that no layer had before. A model that was compiled without flash cannot change to flash, unless flash was in
         `later`."""
         self.groups = groups
-        self.head_dim = model.head_dim
-        self.qk_norm = qk_norm
-        hidden = model.hidden_size
-        query_size = model.num_attention_heads * model.head_dim
-        key_value_size = model.num_key_value_heads * model.head_dim
+        self.head_dim = layer.attention.head_dim
+        self.qk_norm = layer.attention.qk_norm
+        qkv, out = layer.attention.linear_layers(layer.hidden, 1).values()
         self.qkv = ColumnParallelLinear(
-            hidden,
-            {"q": query_size, "k": key_value_size, "v": key_value_size},
+            qkv.inputs,
+            qkv.outputs,
             groups,
             matmul=matmuls.get("qkv"),
             sequence_parallel=sequence_parallel,
@@ -74,8 +71,8 @@ class Attention(nn.Module):
             device=device,
         )
         self.out = RowParallelLinear(
-            query_size,
-            hidden,
+            out.inputs,
+            layer.hidden,
             groups,
             matmul=matmuls.get("out"),
             sequence_parallel=sequence_parallel,
@@ -84,11 +81,16 @@ class Attention(nn.Module):
         )
 
         def norm() -> RMSNorm | None:
-            if qk_norm == "none":
+            if self.qk_norm == "none":
                 return None
-            return RMSNorm(model.head_dim, model.norm_eps, groups, split_input=True, dtype=dtype, device=device)
+            return RMSNorm(self.head_dim, layer.norm_eps, groups, split_input=True, dtype=dtype, device=device)
 
         self.q_norm, self.k_norm = norm(), norm()
+
+    @property
+    def linear_layers(self) -> dict[str, ColumnParallelLinear | RowParallelLinear]:
+        """The projections, keyed by name."""
+        return {"qkv": self.qkv, "out": self.out}
 
     @property
     def in_one_node(self) -> bool:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from sagekernels.matmul import Matmul, Pending
-from sagetrain.config.schema import ModelConfig
+from sagetrain.config.layer_specs import LayerSpec
 from sagetrain.model import walks
 from sagetrain.model.attention import Attention
 from sagetrain.model.backends import AttentionFunction, TokenLayout
@@ -37,8 +37,7 @@ class Block(nn.Module):
 
     def __init__(
         self,
-        model: ModelConfig,
-        qk_norm: str,
+        layer: LayerSpec,
         function: AttentionFunction,
         groups: ParallelGroups,
         *,
@@ -57,13 +56,12 @@ class Block(nn.Module):
 
         def norm() -> RMSNorm:
             return RMSNorm(
-                model.hidden_size, model.norm_eps, groups, split_input=sequence_parallel, dtype=dtype, device=device
+                layer.hidden, layer.norm_eps, groups, split_input=sequence_parallel, dtype=dtype, device=device
             )
 
         self.attention_norm = norm()
         self.attention = Attention(
-            model,
-            qk_norm,
+            layer,
             function,
             groups,
             matmuls=matmuls,
@@ -72,7 +70,7 @@ class Block(nn.Module):
             device=device,
         )
         self.mlp_norm = norm()
-        self.mlp = MLP(model, groups, matmuls=matmuls, sequence_parallel=sequence_parallel, dtype=dtype, device=device)
+        self.mlp = MLP(layer, groups, matmuls=matmuls, sequence_parallel=sequence_parallel, dtype=dtype, device=device)
         self._read_by(matmuls)
 
     def _read_by(self, matmuls: Mapping[str, Matmul]) -> None:
@@ -84,8 +82,7 @@ class Block(nn.Module):
     @property
     def linear_layers(self) -> dict[str, ColumnParallelLinear | RowParallelLinear]:
         """The block's four linear layers, keyed by name: qkv, out, gate_up, down."""
-        attention, mlp = self.attention, self.mlp
-        return {"qkv": attention.qkv, "out": attention.out, "gate_up": mlp.gate_up, "down": mlp.down}
+        return self.attention.linear_layers | self.mlp.linear_layers
 
     @property
     def norms(self) -> list[RMSNorm]:
@@ -108,7 +105,7 @@ class Block(nn.Module):
     def stages(self) -> Stretch:
         """Return all stages, in their order."""
         before = self.normalize(self.attention_norm), self.project
-        after = self.out, self.normalize(self.mlp_norm), self.gate_up, self.down
+        after = self.made_by(self.attention.out), self.normalize(self.mlp_norm), *map(self.made_by, self.mlp.stages)
         return before, self.attend, after
 
     def normalize(self, norm: RMSNorm) -> BlockStage:
@@ -129,14 +126,13 @@ class Block(nn.Module):
     def attend(self, x: Tensor, qkv: tuple[Tensor, Tensor, Tensor], part: Part) -> Half:
         return Half(x, self.attention(*qkv, part.layout, part.gains))
 
-    def out(self, x: Tensor, o: Tensor, part: Part) -> Half:
-        return Half(x, self.attention.out(o))
+    def made_by(self, function: Callable[[Any], Any]) -> BlockStage:
+        """Return the stage that makes y anew by a function of it, and leaves x as it is."""
 
-    def gate_up(self, x: Tensor, y: Tensor | Pending, part: Part) -> Half:
-        return Half(x, self.mlp(y))
+        def stage(x: Tensor, y: Any, part: Part) -> Half:
+            return Half(x, function(y))
 
-    def down(self, x: Tensor, y: Tensor, part: Part) -> Half:
-        return Half(x, self.mlp.down(y))
+        return stage
 
     def forward(
         self, layouts: Sequence[TokenLayout], next_norm: RMSNorm | Literal["stream"] | None, *halves: Any

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from sagekernels.matmul import Matmul
 from sagekernels.swiglu import swiglu
-from sagetrain.config.schema import ModelConfig
+from sagetrain.config.layer_specs import LayerSpec
 from sagetrain.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from sagetrain.parallel.topology import ParallelGroups
 
@@ -18,12 +19,12 @@ from sagetrain.parallel.topology import ParallelGroups
 class MLP(nn.Module):
     """The MLP down(silu(gate(x)) * up(x)), with its inner width spread over the tensor-parallel group.
 
-    A call of the module computes everything but `down`. The block calls `down`, see block.Block.
+    A call of the module computes everything but `down`, which is a stage of its own in block.Block.
     """
 
     def __init__(
         self,
-        model: ModelConfig,
+        layer: LayerSpec,
         groups: ParallelGroups,
         *,
         matmuls: Mapping[str, Matmul],
@@ -32,10 +33,10 @@ class MLP(nn.Module):
         device: torch.device | None,
     ) -> None:
         super().__init__()
-        hidden, inner = model.hidden_size, model.ffn_hidden_size
+        gate_up, down = layer.mlp.linear_layers(layer.hidden, 1).values()
         self.gate_up = ColumnParallelLinear(
-            hidden,
-            {"gate": inner, "up": inner},
+            gate_up.inputs,
+            gate_up.outputs,
             groups,
             matmul=matmuls.get("gate_up"),
             sequence_parallel=sequence_parallel,
@@ -43,14 +44,24 @@ class MLP(nn.Module):
             device=device,
         )
         self.down = RowParallelLinear(
-            inner,
-            hidden,
+            down.inputs,
+            layer.hidden,
             groups,
             matmul=matmuls.get("down"),
             sequence_parallel=sequence_parallel,
             dtype=dtype,
             device=device,
         )
+
+    @property
+    def linear_layers(self) -> dict[str, ColumnParallelLinear | RowParallelLinear]:
+        """The linear layers, keyed by name."""
+        return {"gate_up": self.gate_up, "down": self.down}
+
+    @property
+    def stages(self) -> list[Callable[[Any], Any]]:
+        """The functions that the input goes through one after the other. The last one starts to sum up the output."""
+        return [self, self.down]
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """Return silu(gate(x)) * up(x), [tokens, inner / tp]. x comes from start_enter and is [tokens, hidden]."""

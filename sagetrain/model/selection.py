@@ -9,6 +9,7 @@ import torch
 from sagekernels.backends import serving
 from sagekernels.launch import check_int8, half_sums
 from sagekernels.lowbit import RECIPES, LowBit
+from sagetrain.config.layer_specs import linear_layers
 from sagetrain.config.linear_sizes import LOW_BIT_MULTIPLE, LinearSizes
 from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig
 from sagetrain.model.backends import (
@@ -147,7 +148,7 @@ def matmuls_of(
         if linear.precision == "fp8" and half_sums(torch.device(device)):
             how += "; this GPU adds FP8 products up at half rate: use linear.precision int8, twice as fast, or auto"
     blocks = f"{len(low)} of {model.num_layers} blocks" if len(low) < model.num_layers else "all blocks"
-    layers, others = model.linear_layers(tensor_parallel_size), model.linear_layers(here or tensor_parallel_size)
+    layers, others = linear_layers(model, tensor_parallel_size), linear_layers(model, here or tensor_parallel_size)
     taken = [layer for layer, sizes in layers.items() if linear.takes(sizes) and not others[layer].odd]
     if linear.keep_layers_below:
         blocks += f", layers of {linear.keep_layers_below:,} weights and more ({', '.join(taken) or 'none'})"
@@ -173,5 +174,5 @@ def cannot_multiply(
         matmuls_of(linear, model, tensor_parallel_size=tensor_parallel_size, device=device, dtype=dtype)
     except ValueError as error:
         return str(error)
-    layers = model.linear_layers(tensor_parallel_size)
+    layers = linear_layers(model, tensor_parallel_size)
     return f"all have {_odd(layers)}" if linear.low_bit and all(sizes.odd for sizes in layers.values()) else ""

@@ -1,7 +1,8 @@
 """Every tensor of a model, listed once, without torch.
 
 Initialization, parameter counts, checkpoints, the optimizer's groups, gradient norms, import and export ask this list.
-transformer.Transformer is the same model as modules, and has the entry of each of its parameters in `specs`.
+transformer.Transformer is the same model as modules, and has the entry of each of its parameters in `specs`. The names
+that tensors have in Hugging Face folders are in interop/families.py.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
+from sagetrain.config.layer_specs import LayerSpec, layers
+from sagetrain.config.linear_sizes import LinearSizes
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 
 EMBEDDING = "embedding.weight"
@@ -23,8 +26,6 @@ class TensorSpec:
 
     name: str
     """The name of the parameter in Transformer and in a checkpoint."""
-    theirs: str
-    """The name of the tensor in a Hugging Face folder."""
     shape: tuple[int, ...]
     """The whole shape, which no layout changes."""
     cut: Literal["tensor"] | None
@@ -52,36 +53,37 @@ class TensorSpec:
 
 def tensors(model: ModelConfig, attention: AttentionConfig, vocab_size: int) -> Iterator[TensorSpec]:
     """List all tensors of a model from its input to its output; embedding and head have `vocab_size` rows."""
-    hidden = model.hidden_size
-
-    def matrix(layer: int, name: str, theirs: str, outputs: int, inputs: int, dim: int) -> TensorSpec:
-        ours = f"blocks.{layer}.{name}", f"model.layers.{layer}.{theirs}.weight"
-        return TensorSpec(*ours, (outputs, inputs), "tensor", dim, "matrix", layer, into_stream=dim == 1)
-
-    def norm(layer: int, name: str, theirs: str) -> TensorSpec:
-        ours = f"blocks.{layer}.{name}.gain", f"model.layers.{layer}.{theirs}.weight"
-        return TensorSpec(*ours, (hidden,), None, None, "gain", layer)
-
-    def qk_norm(layer: int, name: str) -> TensorSpec:
-        ours = f"blocks.{layer}.attention.{name}.gain", f"model.layers.{layer}.self_attn.{name}.weight"
-        return TensorSpec(*ours, (model.head_dim,), None, None, "gain", layer)
-
-    layers = model.linear_layers(1)
-    qkv, out, gate_up, down = (layers[name] for name in ("qkv", "out", "gate_up", "down"))
-    table = vocab_size, hidden
-    yield TensorSpec(EMBEDDING, "model.embed_tokens.weight", table, "tensor", 0, "embedding", "embedding")
-    for layer in range(model.num_layers):
-        yield norm(layer, "attention_norm", "input_layernorm")
-        for name, outputs in qkv.outputs.items():
-            yield matrix(layer, f"attention.qkv.{name}", f"self_attn.{name}_proj", outputs, qkv.inputs, dim=0)
-        if attention.qk_norm != "none":
-            yield qk_norm(layer, "q_norm")
-            yield qk_norm(layer, "k_norm")
-        yield matrix(layer, "attention.out.weight", "self_attn.o_proj", hidden, out.inputs, dim=1)
-        yield norm(layer, "mlp_norm", "post_attention_layernorm")
-        for name, outputs in gate_up.outputs.items():
-            yield matrix(layer, f"mlp.gate_up.{name}", f"mlp.{name}_proj", outputs, gate_up.inputs, dim=0)
-        yield matrix(layer, "mlp.down.weight", "mlp.down_proj", hidden, down.inputs, dim=1)
-    yield TensorSpec("final_norm.gain", "model.norm.weight", (hidden,), None, None, "gain", "head")
+    table = vocab_size, model.hidden_size
+    yield TensorSpec(EMBEDDING, table, "tensor", 0, "embedding", "embedding")
+    for number, layer in enumerate(layers(model, attention.qk_norm)):
+        yield from _of_layer(number, layer)
+    yield TensorSpec("final_norm.gain", (model.hidden_size,), None, None, "gain", "head")
     if not model.tie_embeddings:
-        yield TensorSpec("head.weight", "lm_head.weight", table, "tensor", 0, "embedding", "head")
+        yield TensorSpec("head.weight", table, "tensor", 0, "embedding", "head")
+
+
+def _of_layer(number: int, layer: LayerSpec) -> Iterator[TensorSpec]:
+    hidden, attention = layer.hidden, layer.attention
+
+    def gain(name: str, width: int) -> TensorSpec:
+        return TensorSpec(f"blocks.{number}.{name}.gain", (width,), None, None, "gain", number)
+
+    def column(name: str, sizes: LinearSizes) -> Iterator[TensorSpec]:
+        for weight, outputs in sizes.outputs.items():
+            shape = outputs, sizes.inputs
+            yield TensorSpec(f"blocks.{number}.{name}.{weight}", shape, "tensor", 0, "matrix", number)
+
+    def row(name: str, sizes: LinearSizes) -> TensorSpec:
+        shape = hidden, sizes.inputs
+        return TensorSpec(f"blocks.{number}.{name}.weight", shape, "tensor", 1, "matrix", number, into_stream=True)
+
+    linear = layer.linear_layers(1)
+    yield gain("attention_norm", hidden)
+    yield from column("attention.qkv", linear["qkv"])
+    if attention.qk_norm != "none":
+        yield gain("attention.q_norm", attention.head_dim)
+        yield gain("attention.k_norm", attention.head_dim)
+    yield row("attention.out", linear["out"])
+    yield gain("mlp_norm", hidden)
+    yield from column("mlp.gate_up", linear["gate_up"])
+    yield row("mlp.down", linear["down"])

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from sagekernels.matmul import Matmul
 from sagetrain.config.arithmetic import attention_calls, parts_of, recomputed_blocks
+from sagetrain.config.layer_specs import layers
 from sagetrain.config.schema import AttentionConfig, ModelConfig, Recomputation
 from sagetrain.model import walks
 from sagetrain.model.attention import Attention
@@ -138,11 +139,12 @@ class Transformer(nn.Module):
             self.embedding = embedding
         self.blocks = nn.ModuleList()
         """The blocks that are here, by their numbers in the whole model."""
-        for layer, function, own in zip(range(model.num_layers), functions, matmuls, strict=True):
-            if any(layer in chunk.blocks for chunk in self.chunks):
+        self.layers = layers(model, attention.qk_norm)
+        """The layers of the whole model."""
+        for number, (layer, function, own) in enumerate(zip(self.layers, functions, matmuls, strict=True)):
+            if any(number in chunk.blocks for chunk in self.chunks):
                 block = Block(
-                    model,
-                    attention.qk_norm,
+                    layer,
                     function,
                     groups,
                     matmuls=own,
@@ -151,7 +153,7 @@ class Transformer(nn.Module):
                     dtype=dtype,
                     device=meta,
                 )
-                self.blocks.add_module(str(layer), block)
+                self.blocks.add_module(str(number), block)
         if last:
             self.final_norm = RMSNorm(
                 model.hidden_size, model.norm_eps, groups, split_input=sequence_parallel, dtype=dtype, device=meta

@@ -35,7 +35,6 @@ from sagetrain.costs.accounting import (
     flops_per_token,
     fsdp_groups,
     kept_for_backward,
-    kinds_of_blocks,
     muon_parameters,
     muon_shapes,
     overlaps,
@@ -43,21 +42,18 @@ from sagetrain.costs.accounting import (
     rank_of,
     reduce_bucket_size,
 )
+from sagetrain.costs.collective_costs import INTO, OUT, CollectiveCost, collectives
 from sagetrain.costs.hardware import Hardware
 from sagetrain.costs.operations import (
-    INTO,
-    OUT,
     AttentionCost,
-    CollectiveCost,
     MatmulCost,
     Operation,
     PassCost,
     block_operations,
-    collectives,
     end_operations,
     of_kind,
 )
-from sagetrain.costs.stages import different_stages, held
+from sagetrain.costs.stages import different_stages, held, kinds_of_blocks
 from sagetrain.optim.owners import MUON_ROUND, cost, owners
 from sagetrain.planning.offload import UPDATED_ON_GPU, offload_seconds
 from sagetrain.planning.prediction import CollectiveTime, StepPrediction
@@ -222,7 +218,8 @@ class _Step:
         self.in_halves = attention_calls(cfg.data.micro_batch_size, self.rank.tokens, tensor_size, self.overlap) > 1
         """True if each part has an attention of its own."""
         self.blocks = tuple(
-            (count, block_operations(cfg.model, cfg.attention, rank)) for count, rank in kinds_of_blocks(cfg, self.rank)
+            (kind.blocks, block_operations(kind.layer, cfg.attention, kind.rank))
+            for kind in kinds_of_blocks(cfg, self.rank)
         )
         """The number of blocks of each kind with their operations."""
         self.again = recomputed_blocks(cfg.training.activation_checkpointing, layers) or layers

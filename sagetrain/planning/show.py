@@ -20,6 +20,7 @@ from sagetrain.config.arithmetic import (
 )
 from sagetrain.config.earlier_run import read_measured
 from sagetrain.config.errors import ConfigError, Finding, many
+from sagetrain.config.layer_specs import linear_layers
 from sagetrain.config.reference import keys
 from sagetrain.config.schema import NoiseAwareTokens, RunConfig
 from sagetrain.config.tokens_per_step import ScheduleStage
@@ -192,7 +193,7 @@ def _model_table(plan: Plan) -> Table:
     backend = attention.backend + (f", recipe {attention.recipe}" if attention.may_be_int8 else "")
     smoothing = ", ".join(name for name in ("smooth_k", "smooth_q") if getattr(attention, name)) or "no smoothing"
     linear, low = plan.cfg.linear, len(plan.cfg.linear.low_bit_blocks(model.num_layers))
-    layers = model.linear_layers(plan.cfg.parallel.tensor_parallel_size).items()
+    layers = linear_layers(model, plan.cfg.parallel.tensor_parallel_size).items()
     names = ", ".join(name for name, layer in layers if linear.takes(layer))
     low_bit = f"{linear.precision}, recipe {linear.recipe}, in {low} of {model.num_layers} blocks: {names or 'none'}"
     parts = {"first": linear.keep_first_fraction, "last": linear.keep_last_fraction}

@@ -20,6 +20,7 @@ from sagetrain.auto.linear_choice import settle_linear, smallest, time_layers
 from sagetrain.checkpoint import on_disk
 from sagetrain.checkpoint.state import SettledLinear
 from sagetrain.config import RunConfig
+from sagetrain.config.layer_specs import linear_layers
 from sagetrain.config.load import load_config
 from sagetrain.config.schema import SIXTEEN_BITS, LinearConfig, ModelConfig
 from sagetrain.training.build_run import build
@@ -47,7 +48,7 @@ MEASURED = {
 @pytest.mark.parametrize("model", MEASURED)
 def test_measured_times_put_all_layers_in_int8_that_may_be(model: str) -> None:
     times = {name: {"bf16": 1.0, "int8 rowwise": 1 / gain} for name, gain in MEASURED[model].items()}
-    layers = load_config(CONFIGS / f"{model}.yaml").model.linear_layers(1)
+    layers = linear_layers(load_config(CONFIGS / f"{model}.yaml").model, 1)
     weights = {name: layer.weights for name, layer in layers.items()}
     assert smallest(times, "int8 rowwise", weights, 0) == 0
     assert smallest(times, "int8 rowwise", weights, 12_000_000) == 12_000_000
@@ -75,7 +76,7 @@ def test_layers_of_equal_size_are_one_decision() -> None:
 
 
 def test_layers_are_those_of_a_rank() -> None:
-    assert SHAPE.linear_layers(2) == {
+    assert linear_layers(SHAPE, 2) == {
         "qkv": (64, {"q": 64, "k": 32, "v": 32}),
         "out": (64, {"out": 64}),
         "gate_up": (64, {"gate": 48, "up": 48}),
@@ -103,7 +104,7 @@ def layers(monkeypatch: pytest.MonkeyPatch) -> list[torch.nn.Module]:
 
 def timed(seconds: Callable, *, kept: bool = True) -> tuple[dict, list[str]]:
     how = {"tokens": 32, "joined": False, "kept": kept, "compiled": False, "dtype": torch.bfloat16}
-    return time_layers(SHAPE.linear_layers(1), ["fp8 rowwise", "fp8 tensorwise"], **how, device=CPU, seconds=seconds)
+    return time_layers(linear_layers(SHAPE, 1), ["fp8 rowwise", "fp8 tensorwise"], **how, device=CPU, seconds=seconds)
 
 
 def test_wrong_layers_are_not_timed_and_others_run_both_passes(layers: list) -> None:

@@ -191,7 +191,7 @@ SMALL = ("bf16", "muon", "int8"), ("bf16", "muon", "bf16"), ("bf16", "adamw", "i
 
 def whole_and_pieces(dim: int) -> tuple[TensorPiece, list[tuple[TensorPiece, torch.Tensor]]]:
     """A tensor as one piece, and as four: ranges of two slices. Each of those with the places that it holds."""
-    spec = TensorSpec("w", "w", (64, 96), "tensor", dim, "matrix", 0)
+    spec = TensorSpec("w", (64, 96), "tensor", dim, "matrix", 0)
     index, found = torch.arange(spec.size).view(spec.shape), []
     for slice, part in enumerate(index.chunk(2, dim)):
         flat = part.flatten()

@@ -11,6 +11,7 @@ from sagekernels.lowbit import RECIPES
 from sagekernels.matmul import Matmul
 from sagekernels.swiglu import swiglu, swiglu_gradients_triton, swiglu_gradients_twin
 from sagekernels.testing import random_swiglu, swiglu_gradients_error
+from sagetrain.config.layer_specs import layers
 from sagetrain.config.schema import ModelConfig
 from sagetrain.model import mlp
 from sagetrain.model.mlp import MLP
@@ -65,7 +66,7 @@ def test_an_mlp_compiled_is_that_of_plain_torch(matmul: Matmul, monkeypatch: pyt
         torch.manual_seed(1)
         place = {"dtype": torch.bfloat16, "device": torch.device("cuda")}
         matmuls = {"gate_up": matmul, "down": matmul}
-        layer = MLP(SHAPE, ParallelGroups.single(), matmuls=matmuls, sequence_parallel=False, **place)
+        layer = MLP(layers(SHAPE)[0], ParallelGroups.single(), matmuls=matmuls, sequence_parallel=False, **place)
         for weight in layer.parameters():
             torch.nn.init.normal_(weight, std=0.05)
         keep_weights(layer)

@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralC
 from sagetrain.config import ConfigError
 from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.inference.load import load_run, open_run
-from sagetrain.interop.describe import ARCHITECTURES, DEFAULTS
 from sagetrain.interop.exporting import export
+from sagetrain.interop.families import DEFAULTS, FAMILIES
 from sagetrain.interop.importing import import_folder
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -258,9 +258,9 @@ def test_biases_that_config_json_denies(copy: Callable[..., Folder]) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_defaults_are_those_of_transformers(name: str) -> None:
-    ours, theirs = ARCHITECTURES[name], AutoConfig.for_model(ARCHITECTURES[name].model_type)
+    ours, theirs = FAMILIES[name], AutoConfig.for_model(FAMILIES[name].model_type)
     known = {**DEFAULTS, **ours.defaults}
     assert {key: getattr(theirs, key) for key in known} == known
     # The keys are those of a model with two heads that are as wide as four.

@@ -18,6 +18,7 @@ from sagekernels.qk_norm_rope import (
     qk_norm_rope_twin,
 )
 from sagekernels.testing import qk_norm_rope_errors, random_qk
+from sagetrain.config.layer_specs import layers
 from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig
 from sagetrain.model import attention
 from sagetrain.model.backends import Sage, Sdpa, TokenLayout
@@ -141,7 +142,7 @@ def test_joined_gradients_are_not_copied(matmul: Matmul) -> None:
     tables = rotary_tables(torch.arange(32), 16, 10_000.0, None)
     for function, operator in ((Sdpa(), "qk_norm_rope_gradients"), (Sage(), "normed_backward")):
         layer = attention.Attention(
-            SHAPE, "before_rope", function, SINGLE, matmuls={"qkv": matmul}, sequence_parallel=False, **place
+            layers(SHAPE, "before_rope")[0], function, SINGLE, matmuls={"qkv": matmul}, sequence_parallel=False, **place
         )
         for weight in layer.parameters():
             nn.init.normal_(weight)

@@ -13,6 +13,7 @@ from sagekernels.lowbit import RECIPES
 from sagekernels.matmul import Matmul
 from sagekernels.swiglu import SWIGLU_GRADIENTS, swiglu, swiglu_gradients_twin
 from sagekernels.testing import random_swiglu, swiglu_gradients_error
+from sagetrain.config.layer_specs import layers
 from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig
 from sagetrain.model import mlp
 from sagetrain.model.compile import compile_blocks
@@ -85,7 +86,9 @@ def test_what_it_does_not_take_it_refuses() -> None:
 def backward_graph(matmul: Matmul) -> list[str]:
     """Return the operations in an MLP's backward pass."""
     place = {"dtype": torch.bfloat16, "device": torch.device("cpu")}
-    layer = mlp.MLP(SHAPE, SINGLE, matmuls={"gate_up": matmul, "down": matmul}, sequence_parallel=False, **place)
+    layer = mlp.MLP(
+        layers(SHAPE)[0], SINGLE, matmuls={"gate_up": matmul, "down": matmul}, sequence_parallel=False, **place
+    )
     for weight in layer.parameters():
         nn.init.normal_(weight)
     return backward_calls(lambda x: layer.down(layer(x)))

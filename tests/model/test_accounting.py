@@ -15,6 +15,7 @@ from sagekernels import lowbit
 from sagetrain.auto.recomputation_choice import least_recomputation
 from sagetrain.cluster.join import init_distributed
 from sagetrain.config import RunConfig
+from sagetrain.config.layer_specs import layers
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.costs.accounting import (
     block_activation_bytes,
@@ -72,7 +73,7 @@ def test_the_listed_matmuls_are_those_of_the_model(tensor_parallel):
     groups = ParallelGroups(Topology(tensor_parallel, tensor_parallel), rank=0)
     network = transformer(cfg.model, cfg.attention, groups=groups)
     real = {name.removesuffix(".weight").rpartition(".")[2]: p for name, p in network.blocks[0].named_parameters()}
-    block = block_operations(cfg.model, cfg.attention, rank_of(cfg))
+    block = block_operations(layers(cfg.model, cfg.attention.qk_norm)[0], cfg.attention, rank_of(cfg))
     listed = {matmul.name: (matmul.outputs, matmul.inputs) for matmul in of_kind(MatmulCost, block)}
     assert listed == {name: tuple(p.shape) for name, p in real.items() if p.ndim == 2}
     ends = end_operations(cfg.model, VOCAB, rank_of(cfg))
@@ -232,7 +233,9 @@ def test_flash_attention_is_recomputed_by_selective_checkpoints():
     for backend in ("sdpa", "flash"):
         cfg = run_config(attention={"backend": backend}, training={"activation_checkpointing": "selective"})
         kept[backend] = block_activation_bytes(cfg)
-        (attention,) = of_kind(AttentionCost, block_operations(cfg.model, cfg.attention, rank_of(cfg)))
+        (attention,) = of_kind(
+            AttentionCost, block_operations(layers(cfg.model, cfg.attention.qk_norm)[0], cfg.attention, rank_of(cfg))
+        )
         again[backend] = attention.recomputed
     assert kept["sdpa"] - kept["flash"] == 2 * 256 + 4 * 4
     assert again == {"sdpa": False, "flash": True}

@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import tiny
 from sagetrain.config.schema import AttentionConfig, ModelConfig
+from sagetrain.interop.families import family_of
 from sagetrain.interop.huggingface import config_json
 from sagetrain.model.tensors import tensors
 from sagetrain.parallel.layers import shard
@@ -48,8 +49,9 @@ def test_the_list_is_the_modules(model: str, qk_norm: str) -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_the_list_has_the_names_and_shapes_of_transformers(model: str, qk_norm: str) -> None:
     shape, attention = shape_of(model), AttentionConfig(qk_norm=qk_norm)
+    family = family_of(shape, attention)
     described = config_json(shape, attention, VOCAB, seq_length=64)
     with torch.device("meta"):
         theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**described))
     found = {name: tuple(parameter.shape) for name, parameter in theirs.named_parameters()}
-    assert {spec.theirs: spec.shape for spec in tensors(shape, attention, VOCAB)} == found
+    assert {family.tensor(spec.name): spec.shape for spec in tensors(shape, attention, VOCAB)} == found

@@ -145,7 +145,7 @@ class SGD:
 
 def spec(size: int, name: str = "weight") -> TensorSpec:
     """Describe a vector that every rank holds."""
-    return TensorSpec(name, name, (size,), None, None, "matrix", "head")
+    return TensorSpec(name, (size,), None, None, "matrix", "head")
 
 
 def evaluation(engine: Engine, sources: list[str]) -> dict[str, float]:

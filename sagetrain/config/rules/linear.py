@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from sagetrain.config.arithmetic import low_bit_part, may_be_low_bit
 from sagetrain.config.errors import Finding
+from sagetrain.config.layer_specs import linear_layers
 from sagetrain.config.linear_sizes import AUTO_PRECISION, LOW_BIT_MULTIPLE
 from sagetrain.config.rules.findings import error, neighbours, no_effect
 from sagetrain.config.schema import RunConfig
@@ -72,7 +73,7 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
             f"with linear.{other} {less} all of it is in 16 bits",
             "use smaller ones, or linear.precision bf16",
         )
-    layers = model.linear_layers(tensor)
+    layers = linear_layers(model, tensor)
     largest = max(layer.weights for layer in layers.values())
     if largest < below:
         yield error(

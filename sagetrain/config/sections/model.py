@@ -10,6 +10,9 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from sagetrain.config.linear_sizes import AUTO_PRECISION, LinearSizes
 from sagetrain.config.sections.base import Section
 
+QKNorm = Literal["none", "before_rope", "after_rope"]
+"""The places where q and k are normalized."""
+
 
 class RopeScaling(Section):
     """Rotary frequencies of a model that was extended to longer sequences than it was first trained on. Fast
@@ -67,18 +70,6 @@ class ModelConfig(Section):
     init_std: Annotated[float, Field(gt=0, le=1)] = 0.02
     """Standard deviation of the initial weights; projections into the residual stream get it / sqrt(2 num_layers)."""
 
-    def linear_layers(self, tensor_parallel_size: int) -> dict[str, LinearSizes]:
-        """Return the sizes of a block's four linear layers on one rank, keyed by name: qkv, out, gate_up, down."""
-        query, key = (heads * self.head_dim for heads in (self.num_attention_heads, self.num_key_value_heads))
-        hidden = self.hidden_size
-        query, key, inner = (size // tensor_parallel_size for size in (query, key, self.ffn_hidden_size))
-        return {
-            "qkv": LinearSizes(hidden, {"q": query, "k": key, "v": key}),
-            "out": LinearSizes(query, {"out": hidden}),
-            "gate_up": LinearSizes(hidden, {"gate": inner, "up": inner}),
-            "down": LinearSizes(inner, {"down": hidden}),
-        }
-
 
 class AttentionConfig(Section):
     """The attention backend, and the SageBwd settings."""
@@ -92,7 +83,7 @@ class AttentionConfig(Section):
     """The products that sage quantizes: paper (six of the seven products, one scale per tile), fine (all but P V and dO
     V^T, with the finest scales that each product allows), scores (Q K^T alone, forward and backward), gradients (dV, dK
     and dQ alone, as in fine). auto: the faster of fine and scores, chosen as backend auto is; without a GPU: fine."""
-    qk_norm: Literal["none", "before_rope", "after_rope"] = "before_rope"
+    qk_norm: QKNorm = "before_rope"
     """RMS normalization of each head's q and k with learned gain, before or after the rotary embedding."""
     smooth_k: bool = True
     """Subtract the mean key before quantizing (SageBwd section 3). Turning it off triggers a guidance finding."""

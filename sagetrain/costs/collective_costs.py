@@ -1,0 +1,110 @@
+"""The collectives around the layers of a model, listed once, as parallel/collectives.py and parallel/layers.py call
+them. No torch. costs/operations.py has what a rank computes between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from sagetrain.config.layer_specs import linear_layers
+from sagetrain.config.schema import AttentionConfig, ModelConfig
+from sagetrain.costs.operations import Rank
+
+INTO, OUT = "into the layers", "out of the layers"
+"""The names of what tensor parallelism's collectives exchange: the inputs of column-parallel layers, and the outputs of
+row-parallel layers."""
+
+_Moment = Literal["forward", "recomputed", "backward"]
+_Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all"]
+_Beside = Literal["nothing", "forward", "backward", "weight gradients"]
+
+
+@dataclass(frozen=True)
+class CollectiveCost:
+    """The calls of one kind of collective around the layers, in one micro-step."""
+
+    axis: Literal["tensor", "context"]
+    moment: _Moment
+    what: str
+    kind: _Kind
+    per_block: int
+    at_ends: int
+    """The number of calls around the embedding, the final norm and the head."""
+    payload: int
+    """The bytes of the whole tensor of one call, which is added up, gathered or scattered. For an all-to-all, the bytes
+    that one rank exchanges."""
+    beside: _Beside = "nothing"
+    """The work that may run at the same time. It is the forward or backward pass of the micro-batch's other half, or
+    the gradients of the weights of the column-parallel layer whose input gradient is on its way."""
+
+
+def collectives(model: ModelConfig, attention: AttentionConfig, rank: Rank, parts: int) -> list[CollectiveCost]:
+    """List the collectives that parallel/collectives.py and layers.py call in a micro-step whose tokens go through the
+    blocks in `parts` parts.
+
+    Halves run beside each other. Without halves, only the sum of a column-parallel layer's input gradients runs beside
+    other work.
+    """
+    return [*_tensor_parallel(model, attention, rank, parts), *_context_parallel(model, rank)]
+
+
+def _tensor_parallel(
+    model: ModelConfig, attention: AttentionConfig, rank: Rank, parts: int
+) -> Iterable[CollectiveCost]:
+    """List the collectives around the two halves of a block, the embedding and the head."""
+    if rank.tensor == 1:
+        return
+    payload = rank.tokens * model.hidden_size * rank.element // parts
+    enters: _Kind | None = "all-gather" if rank.sequence_parallel else None
+    leaves: _Kind = "reduce-scatter" if rank.sequence_parallel else "all-reduce"
+    forward: _Beside = "forward" if parts > 1 else "nothing"
+    backward: _Beside = "backward" if parts > 1 else "nothing"
+    into: _Beside = "backward" if parts > 1 else "weight gradients"
+    rows: list[tuple[_Moment, str, _Kind | None, int, _Beside]] = [
+        ("forward", INTO, enters, 1, forward),
+        ("forward", OUT, leaves, 1, forward),
+        ("recomputed", INTO, enters, 0, forward),
+        ("recomputed", OUT, leaves, 0, forward),
+        ("backward", OUT, enters, 1, backward),
+        ("backward", INTO, leaves, 0, into),
+    ]
+    packed = {("forward", INTO): payload, ("recomputed", INTO): payload, ("backward", OUT): payload}
+    gathers, linear = 2 * model.num_layers, rank.linear
+    if linear.precision == "fp8" and linear.recipe != "rowwise_bf16_wgrad":
+        eight = rank.tokens * (model.hidden_size + 16) // parts  # the tensor has the format of sagekernels/packing.py
+        sizes = list(linear_layers(model, rank.tensor).values())
+        for key in packed:
+            if key[1] == INTO or linear.recipe == "rowwise":
+                layers = sizes[key[1] == OUT :: 2]  # column-parallel layers read, row-parallel layers write
+                low = len(linear.low_bit_blocks(model.num_layers)) * sum(map(linear.takes, layers))
+                packed[key] = (low * eight + (gathers - low) * payload) // gathers
+    for moment, what, kind, at_ends, beside in rows:
+        if kind and (rank.recomputes or moment != "recomputed"):
+            calls = [(2 * parts, at_ends * parts, payload)]
+            if kind == "all-gather" and packed[moment, what] < payload:
+                calls = [(2 * parts, 0, packed[moment, what]), (0, at_ends * parts, payload)]
+            yield from (CollectiveCost("tensor", moment, what, kind, *call, beside) for call in calls)
+    yield CollectiveCost("tensor", "backward", "into the head", leaves, 0, parts, payload)
+    # Gains are whole on every rank but see only their rank's heads (gains of q and k) or tokens (gains of the residual
+    # stream). A block also has the next block's gain unless it is recomputed. Nothing runs beside the sum of their
+    # gradients, at the end of a block.
+    width = 2 * model.head_dim * (attention.qk_norm != "none")
+    width += (2 if rank.recomputes else 3) * model.hidden_size * rank.sequence_parallel
+    if rank.sequence_parallel:
+        outside = model.hidden_size * rank.element
+        yield CollectiveCost("tensor", "backward", "gains outside of blocks", "all-reduce", 0, parts, outside)
+    if width:
+        yield CollectiveCost("tensor", "backward", "gains", "all-reduce", 1, 0, parts * width * rank.element)
+
+
+def _context_parallel(model: ModelConfig, rank: Rank) -> Iterable[CollectiveCost]:
+    """List one all-to-all of q, k and v together before attention and one of its output after, forward and backward."""
+    if rank.context == 1:
+        return
+    head = rank.tokens * model.head_dim * rank.element // rank.tensor
+    queries, all_heads = model.num_attention_heads, model.num_attention_heads + 2 * model.num_key_value_heads
+    moments: tuple[_Moment, ...] = ("forward", "backward", "recomputed")
+    for moment in moments[: 2 + rank.recomputes]:
+        for what, heads in (("q, k, v", all_heads), ("output", queries)):
+            yield CollectiveCost("context", moment, what, "all-to-all", 1, 0, heads * head)

@@ -1,0 +1,119 @@
+"""The families of models that Hugging Face folders are read and written for: a table with one entry for each class of
+transformers. Reading config.json (describe.py), writing it (huggingface.py) and the names of tensors go by this table.
+
+Both sides rotate dim i together with dim i + head_dim / 2, keep weights as [out, in] and normalize in the same way, so
+tensors are copied without change.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sagetrain.config.errors import ConfigError
+from sagetrain.config.schema import AttentionConfig, ModelConfig
+from sagetrain.config.sections.model import QKNorm
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_TENSORS = {
+    "embedding.weight": EMBEDDING,
+    "final_norm.gain": "model.norm.weight",
+    "head.weight": HEAD,
+    "attention_norm.gain": "input_layernorm.weight",
+    "attention.qkv.q": "self_attn.q_proj.weight",
+    "attention.qkv.k": "self_attn.k_proj.weight",
+    "attention.qkv.v": "self_attn.v_proj.weight",
+    "attention.q_norm.gain": "self_attn.q_norm.weight",
+    "attention.k_norm.gain": "self_attn.k_norm.weight",
+    "attention.out.weight": "self_attn.o_proj.weight",
+    "mlp_norm.gain": "post_attention_layernorm.weight",
+    "mlp.gate_up.gate": "mlp.gate_proj.weight",
+    "mlp.gate_up.up": "mlp.up_proj.weight",
+    "mlp.down.weight": "mlp.down_proj.weight",
+}
+"""The names that Llama has for our tensors. In a block they stand behind blocks.N. here, and model.layers.N. there."""
+SIZES = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "vocab_size": "vocab_size",
+    "tie_embeddings": "tie_word_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "init_std": "initializer_range",
+}
+"""The names in config.json of keys of our section `model`."""
+DEFAULTS = {"rms_norm_eps": 1e-6, "initializer_range": 0.02, "tie_word_embeddings": False}
+"""The values that transformers takes for keys that config.json may leave out."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A class of models in transformers."""
+
+    name: str
+    """The name of the class, as in `architectures`."""
+    model_type: str
+    qk_norm: QKNorm
+    defaults: Mapping[str, Any]
+    """The values of keys that config.json may leave out, beside those of DEFAULTS."""
+    writes: Mapping[str, Any] = field(default_factory=dict)
+    """Further keys of an exported config.json."""
+    whole_heads: bool = False
+    """Whether the class refuses a hidden_size that is no multiple of num_attention_heads."""
+
+    def computes(self, model: ModelConfig, attention: AttentionConfig) -> bool:
+        """Return whether the class computes what our model does."""
+        odd = self.whole_heads and model.hidden_size % model.num_attention_heads
+        return self.qk_norm == attention.qk_norm and not odd
+
+    def tensor(self, name: str) -> str:
+        """Return the name of a tensor in a folder, from its name in our model."""
+        in_block = re.fullmatch(r"blocks\.(\d+)\.(.*)", name)
+        return f"model.layers.{in_block[1]}.{_TENSORS[in_block[2]]}" if in_block else _TENSORS[name]
+
+
+FAMILIES = {
+    family.name: family
+    for family in (
+        Family(
+            "LlamaForCausalLM",
+            "llama",
+            "none",
+            {"max_position_embeddings": 2048},
+            writes={"mlp_bias": False},
+            whole_heads=True,
+        ),
+        Family(
+            "MistralForCausalLM",
+            "mistral",
+            "none",
+            {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+            writes={"sliding_window": None},
+        ),
+        Family(
+            "Qwen3ForCausalLM",
+            "qwen3",
+            "before_rope",
+            {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
+            writes={"use_sliding_window": False, "sliding_window": None},
+        ),
+    )
+}
+"""The families by the names of their classes. A model is exported as the first one that computes it."""
+
+
+def family_of(model: ModelConfig, attention: AttentionConfig) -> Family:
+    """Return the family as which a model is exported. Raises ConfigError if transformers has no class for it."""
+    for family in FAMILIES.values():
+        if family.computes(model, attention):
+            return family
+    known = ", ".join(f"{each.qk_norm} ({each.name.removesuffix('ForCausalLM')})" for each in FAMILIES.values())
+    raise ConfigError(
+        f"attention.qk_norm {attention.qk_norm}: transformers has no class that computes this model, so it cannot be "
+        f"exported; train with one of {known} for that"
+    )
