@@ -58,9 +58,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from sagetrain.cluster.launcher import free_port
-from sagetrain.config.arithmetic import padded_vocab_size, token_multiple
+from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.check import check
 from sagetrain.config.errors import ConfigError
+from sagetrain.config.layout import Layout as RunLayout
 from sagetrain.config.load import load_config
 from sagetrain.config.schema import RunConfig
 from sagetrain.config.tokens_per_step import tokens_per_step
@@ -69,9 +70,9 @@ from sagetrain.costs.accounting import memory_per_rank, total_bytes
 from sagetrain.costs.hardware import of_device
 from sagetrain.data.token_file import token_path
 from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
-from sagetrain.planning.layouts import fastest_linear
 from sagetrain.planning.performance import predict
 from sagetrain.planning.plan import document_span
+from sagetrain.planning.priced import fastest_linear
 from sagetrain.report.read import read_rows
 from titan import refusals
 
@@ -471,7 +472,7 @@ def main() -> None:
     write = partial(write_results, output, arguments.layouts, settings, title)
     if arguments.random_tokens:
         output.mkdir(parents=True, exist_ok=True)
-        most = max(token_multiple(configs[layout.name], layout.sizes["dp"]) for layout in arguments.layouts)
+        most = max(RunLayout.of(configs[layout.name], layout.world_size).micro_step for layout in arguments.layouts)
         steps = WARM_UP + arguments.steps + 2  # A run reads ahead, and is ended a moment after its last step.
         write_random_tokens(
             output / "random", vocab_size, steps * (arguments.tokens_per_step or most * arguments.accumulation)

@@ -29,8 +29,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sagetrain.config.arithmetic import data_parallel_size, padded_vocab_size, token_multiple
+from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.errors import ConfigError
+from sagetrain.config.layout import Layout
 from sagetrain.config.load import load_config
 from sagetrain.config.schema import LinearConfig, RunConfig
 from sagetrain.config.tokens_per_step import tokens_per_step
@@ -45,7 +46,7 @@ MemoryStats = namedtuple("MemoryStats", ["max_reserved_gib", "max_reserved_pct"]
 def refusals(cfg: RunConfig, world_size: int) -> list[str]:
     """Return a line for each setting that torchtitan cannot follow."""
     parallel, linear, model = cfg.parallel, cfg.linear, cfg.model
-    replicas = data_parallel_size(cfg, world_size)
+    replicas = Layout.of(cfg, world_size).data
     low_bit = linear == LinearConfig(precision="fp8", recipe=linear.recipe) and linear.recipe != "rowwise_bf16_wgrad"
     wanted = {
         "model.vocab_size": (model.vocab_size, model.vocab_size is not None, "a number"),
@@ -90,7 +91,7 @@ def job_settings(cfg: RunConfig, world_size: int) -> dict[str, Any]:
         "training.max_norm": optimizer.clip_grad,
         "training.steps": 1_000_000,
         "parallelism.tensor_parallel_degree": cfg.parallel.tensor_parallel_size,
-        "parallelism.data_parallel_shard_degree": data_parallel_size(cfg, world_size),
+        "parallelism.data_parallel_shard_degree": Layout.of(cfg, world_size).data,
         "parallelism.fsdp_reshard_after_forward": "default" if cfg.parallel.zero_stage == 3 else "never",
         "activation_checkpoint.mode": cfg.training.activation_checkpointing,
         "activation_checkpoint.selective_ac_option": "op",
@@ -140,7 +141,7 @@ class Rows:
     def __init__(self, cfg: RunConfig) -> None:
         index = int(os.environ["LOCAL_RANK"])
         self._device = device = torch.device("cuda", index) if torch.cuda.is_available() else torch.device("cpu")
-        self._replicas = data_parallel_size(cfg, dist.get_world_size())
+        self._replicas = Layout.of(cfg, dist.get_world_size()).data
         vocab = padded_vocab_size(cfg.model.vocab_size)
         self._flops = flops_per_token(cfg.model, vocab, cfg.data.seq_length)
         self.tokens = 0
@@ -227,8 +228,7 @@ def train(cfg: RunConfig) -> None:
 
         def train_step(self, batches: Iterator[Any]) -> None:
             size = tokens_per_step(cfg.tokens_per_step, self.metrics_processor.tokens)
-            replicas = data_parallel_size(cfg, dist.get_world_size())
-            self.gradient_accumulation_steps = size // token_multiple(cfg, replicas)
+            self.gradient_accumulation_steps = size // Layout.of(cfg, dist.get_world_size()).micro_step
             super().train_step(batches)
 
     init_logger()

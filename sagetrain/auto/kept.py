@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from sagetrain.checkpoint import on_disk
 from sagetrain.checkpoint.state import RunState, SettledAttention, SettledLinear, SettledOverlap
-from sagetrain.config.arithmetic import engine_of
 from sagetrain.config.errors import Finding
+from sagetrain.config.layout import Layout
 from sagetrain.config.load import saved_config
 from sagetrain.config.rules import fit
 from sagetrain.config.schema import AttentionConfig, LinearConfig, RunConfig
@@ -55,14 +55,14 @@ def kept_engine(asked: RunConfig, before: Kept) -> tuple[RunConfig, Finding | No
     """Return the configuration with engine `auto` as the run had it, and a finding where that is not what `auto` is in
     a new run. The engines add gradients up in different orders, so that only the same engine goes on to the last bit.
     If the run has been given a setting since that its engine does not have, the other engine goes on."""
-    key, parallel, usual = "parallel.engine", asked.parallel, engine_of(asked)
+    key, parallel, layout = "parallel.engine", asked.parallel, Layout.of(asked)
+    usual = layout.engine
     if parallel.engine != "auto" or before.engine == usual:
         return asked, None
     kept = asked.model_copy(update={"parallel": parallel.model_copy(update={"engine": before.engine})})
-    ranks = parallel.tensor_parallel_size * parallel.context_parallel_size * parallel.pipeline_parallel_size
     # Errors of both engines are found elsewhere.
-    common = {finding.rule for finding in fit(asked, ranks) if finding.level == "error"}
-    for finding in fit(kept, ranks):
+    common = {finding.rule for finding in fit(asked, layout.world_size) if finding.level == "error"}
+    for finding in fit(kept, layout.world_size):
         if finding.level == "error" and finding.rule not in common:
             why = f"is {usual} from here on: {before.engine}, the run's engine so far, has no {finding.key}"
             fix = f"set {key}: {usual} to say so, or take {finding.key} back"

@@ -24,7 +24,7 @@ from sagetrain.auto.linear_choice import choose_linear, settle_linear
 from sagetrain.auto.overlap_choice import settle_overlap, time_overlap
 from sagetrain.auto.recomputation_choice import least_recomputation
 from sagetrain.cluster.run_folder import RunFolder
-from sagetrain.config.arithmetic import resolved_zero_stage
+from sagetrain.config.layout import Layout
 from sagetrain.config.schema import AttentionConfig, LinearConfig, Recomputation, RunConfig
 from sagetrain.costs.accounting import memory_per_rank, overlaps, total_bytes, with_recomputation
 from sagetrain.costs.hardware import usable_bytes
@@ -47,7 +47,7 @@ class Reasons:
 @dataclass(frozen=True)
 class Settled:
     """A configuration with nothing left `auto` in attention, linear layers, recomputation and overlap. The engine is
-    `auto` where it is the one that engine_of returns."""
+    `auto` where Layout.engine is the one that it stands for."""
 
     cfg: RunConfig
     matmuls: Sequence[Mapping[str, Matmul]]
@@ -176,7 +176,7 @@ def _fastest_attention(
 def _fastest_linear(
     cfg: RunConfig, compiled: bool, calls: RankCalls, cache: Path, say: Callable[[str], None], asked: LinearConfig
 ) -> LinearConfig:
-    kept = resolved_zero_stage(cfg) < 3  # weights stay in 8 bits from one step to the next
+    kept = Layout.of(cfg).zero_stage < 3  # weights stay in 8 bits from one step to the next
 
     def choose() -> LinearConfig:
         return choose_linear(asked, cfg.model, calls, kept=kept, compiled=compiled, cache=cache, say=say)
@@ -212,7 +212,7 @@ def _halves_are_faster(
         sequence_parallel=settled.parallel.sequence_parallel,
         activation_checkpointing=again,
         compiled=compiled,
-        keeps_weights=resolved_zero_stage(settled) < 3,
+        keeps_weights=Layout.of(settled).zero_stage < 3,
         device=device,
         dtype=dtype,
     )

@@ -73,7 +73,7 @@ def stages(schedule: Schedule, total_tokens: int, micro_step: int) -> list[Sched
     Args:
         schedule: the tokens-per-step schedule.
         total_tokens: tokens of the run.
-        micro_step: tokens of one micro-step over all ranks (config/arithmetic.py, `token_multiple`), for the
+        micro_step: tokens of one micro-step over all ranks (Layout.micro_step), for the
             accumulation.
     """
     result: list[ScheduleStage] = []

@@ -10,20 +10,10 @@ from dataclasses import replace
 from math import prod
 from typing import Any, Literal, NamedTuple
 
-from sagetrain.config.arithmetic import (
-    engine_of,
-    needs_no_hooks,
-    not_recorded,
-    parts_of,
-    recomputed_blocks,
-    replicas,
-    resolved_zero_stage,
-    sharding_ranks,
-    takes_probes,
-    token_multiple,
-)
+from sagetrain.config.arithmetic import parts_of, recomputed_blocks
 from sagetrain.config.errors import many
 from sagetrain.config.layer_specs import layers, linear_layers
+from sagetrain.config.layout import Layout, zero_optimization
 from sagetrain.config.schema import (
     SIXTEEN_BITS,
     AttentionConfig,
@@ -196,7 +186,7 @@ def save_host_bytes(cfg: RunConfig, world_size: int, vocab_size: int) -> int:
     size = parameters_per_rank(cfg.model, cfg.attention, vocab_size, tensor)
     slice_bytes = (12 * size - 4 * muon_parameters(cfg) // tensor) // cfg.parallel.pipeline_parallel_size
     # Ranks that hold the same write it once: at stage 0 the first replica writes everything.
-    return -(-slice_bytes // sharding_ranks(cfg, replicas(cfg, world_size)))
+    return -(-slice_bytes // Layout.of(cfg, world_size).shards)
 
 
 def reduce_bucket_size(cfg: RunConfig, parameters: int) -> int:
@@ -205,7 +195,7 @@ def reduce_bucket_size(cfg: RunConfig, parameters: int) -> int:
     The YAML's value is taken if there is one. Otherwise it is DeepSpeed's default, but no more than the parameters of
     the rank, since stages 2 and 3 allocate the whole bucket.
     """
-    given = cfg.deepspeed.get("zero_optimization", {}).get("reduce_bucket_size")
+    given = zero_optimization(cfg).get("reduce_bucket_size")
     if given is not None:
         return int(given)
     return min(_REDUCE_BUCKET, parameters)
@@ -214,7 +204,7 @@ def reduce_bucket_size(cfg: RunConfig, parameters: int) -> int:
 def kept_for_backward(cfg: RunConfig, parameters: int) -> int:
     """Return the number of elements that ZeRO-3 gathers in forward and still has in backward. They are the last
     weights, which are needed again within stage3_max_reuse_distance elements (to the end and back)."""
-    distance = cfg.deepspeed.get("zero_optimization", {}).get("stage3_max_reuse_distance", _REUSE_DISTANCE)
+    distance = zero_optimization(cfg).get("stage3_max_reuse_distance", _REUSE_DISTANCE)
     return min(parameters, int(distance) // 2)
 
 
@@ -244,8 +234,8 @@ def memory_per_rank(cfg: RunConfig, world_size: int, vocab_size: int) -> list[Me
         vocab_size: the number of rows of the embedding, padded.
     """
     parts = [cfg.model_copy(update={"linear": linear}) for linear in cfg.linear.phases]
-    stages = different_stages(cfg, vocab_size)
-    return max((_memory(part, world_size, vocab_size, stage) for part in parts for stage in stages), key=total_bytes)
+    layout, stages = Layout.of(cfg, world_size), different_stages(cfg, vocab_size)
+    return max((_memory(part, layout, vocab_size, stage) for part in parts for stage in stages), key=total_bytes)
 
 
 def total_bytes(items: Iterable[MemoryItem]) -> int:
@@ -253,32 +243,31 @@ def total_bytes(items: Iterable[MemoryItem]) -> int:
     return sum(item.bytes for item in items)
 
 
-def _memory(cfg: RunConfig, world_size: int, vocab_size: int, stage: int) -> list[MemoryItem]:
-    part = held(cfg, world_size, vocab_size, stage)
-    cfg, size, ranks = part.cfg, part.parameters, replicas(cfg, world_size)
-    rank = rank_of(cfg)
+def _memory(cfg: RunConfig, layout: Layout, vocab_size: int, stage: int) -> list[MemoryItem]:
+    part = held(cfg, layout, vocab_size, stage)
+    cfg, size, rank = part.cfg, part.parameters, rank_of(part.cfg)
     kept, running = _activations(cfg, rank)
-    if cfg.parallel.pipeline_parallel_size > 1:
+    if layout.stages > 1:
         why = f"{kept.why}; of {part.kept:g} micro-batches at once, on pipeline stage {stage + 1}"
         kept = MemoryItem(kept.name, int(part.kept * kept.bytes), why)
-    bucket, copies, left = _reduction(cfg, size, ranks)
+    bucket, copies, left = _reduction(cfg, layout, size)
     moments = [
         [kept, *(_loss(cfg, rank, end_operations(cfg.model, vocab_size, rank)) if part.last else ())],
         [kept, *running, bucket],
         [*(item._replace(bytes=int(left * item.bytes)) for item in (kept, *running)), bucket, copies],
-        *_probe(cfg, size, ranks, vocab_size),
-        *_linear_errors(cfg, vocab_size),
+        *_probe(cfg, layout, size, vocab_size),
+        *_linear_errors(cfg, layout, vocab_size),
         _orthogonalizing(cfg),
     ]
-    largest = [*max(moments, key=total_bytes), *_recordings(cfg, size, ranks, moments[:2])]
-    return [item for item in (*_model_state(cfg, size, ranks, vocab_size), *largest) if item.bytes]
+    largest = [*max(moments, key=total_bytes), *_recordings(cfg, layout, size, moments[:2])]
+    return [item for item in (*_model_state(cfg, layout, size, vocab_size), *largest) if item.bytes]
 
 
-def _recordings(cfg: RunConfig, size: int, ranks: int, passes: Iterable[list[MemoryItem]]) -> list[MemoryItem]:
+def _recordings(cfg: RunConfig, layout: Layout, size: int, passes: Iterable[list[MemoryItem]]) -> list[MemoryItem]:
     """Estimate what recorded micro-steps keep for themselves. With `auto` they are made only if that is there."""
-    if cfg.training.cuda_graphs != "on" or not_recorded(cfg):
+    if cfg.training.cuda_graphs != "on" or not layout.recorded:
         return []
-    reduced = 0 if needs_no_hooks(cfg, ranks) else 4 * size // sharding_ranks(cfg, ranks)
+    reduced = 0 if layout.hooks == "never" else 4 * size // layout.shards
     why = "activations of micro-steps as CUDA graphs, beside those of passes by the host, and reduced gradients"
     return [MemoryItem("recordings", max(map(total_bytes, passes)) + reduced, why)]
 
@@ -297,12 +286,12 @@ def _saved(cfg: RunConfig, rank: Rank) -> int:
     return sum(part.saved // part.shards for part in _operations(cfg, rank))
 
 
-def _model_state(cfg: RunConfig, size: int, ranks: int, vocab_size: int) -> list[MemoryItem]:
+def _model_state(cfg: RunConfig, layout: Layout, size: int, vocab_size: int) -> list[MemoryItem]:
     """Estimate weights, gradients and optimizer state of a rank with `size` parameters, while it holds all
     activations."""
-    if engine_of(cfg) == "fsdp":
-        return _fsdp_state(cfg, size, ranks)
-    zero, dtype, stage = cfg.deepspeed.get("zero_optimization", {}), cfg.training.dtype, resolved_zero_stage(cfg)
+    if layout.engine == "fsdp":
+        return _fsdp_state(cfg, layout, size)
+    dtype, stage, ranks = cfg.training.dtype, layout.zero_stage, layout.replicas
     share, element = -(-size // ranks), rank_of(cfg).element
     moments, state = _moments(cfg, size)
     codes = _codes(cfg)
@@ -317,7 +306,7 @@ def _model_state(cfg: RunConfig, size: int, ranks: int, vocab_size: int) -> list
     optimizer = MemoryItem("optimizer", 4 * share + -(-state // ranks), why)
     if stage == 3:
         largest = vocab_size * cfg.model.hidden_size // cfg.parallel.tensor_parallel_size
-        ahead = int(zero.get("stage3_prefetch_bucket_size", PREFETCH_BUCKET))
+        ahead = int(zero_optimization(cfg).get("stage3_prefetch_bucket_size", PREFETCH_BUCKET))
         gathered = min(size, kept_for_backward(cfg, size) + max(largest, ahead))
         return [
             MemoryItem("weights", element * share, f"{dtype}, 1/{ranks} of them"),
@@ -348,9 +337,9 @@ def fsdp_groups(cfg: RunConfig, size: int) -> tuple[int, int]:
     return block, size - cfg.model.num_layers * block
 
 
-def _fsdp_state(cfg: RunConfig, size: int, ranks: int) -> list[MemoryItem]:
+def _fsdp_state(cfg: RunConfig, layout: Layout, size: int) -> list[MemoryItem]:
     """Estimate what _model_state does, for FSDP2 (engines/fsdp.py)."""
-    stage, shards, element = cfg.parallel.zero_stage, sharding_ranks(cfg, ranks), rank_of(cfg).element
+    stage, shards, element = layout.zero_stage, layout.shards, rank_of(cfg).element
     share, (block, outside) = -(-size // shards), fsdp_groups(cfg, size)
     moments, state = _moments(cfg, size)
     # With what rounding has left, masters in bf16 take as much as in fp32. Gradients have the dtype of the masters.
@@ -367,10 +356,8 @@ def _fsdp_state(cfg: RunConfig, size: int, ranks: int) -> list[MemoryItem]:
         # A block computes while the next one is on its way to a buffer, and from there to its place.
         gathered = MemoryItem("gathered weights", element * (outside + 3 * block), "of two blocks, and outside of them")
         return [gathered, MemoryItem("gradients", wide * share, f"1/{shards} of them"), optimizer, *slots]
-    several = max(cfg.tokens_per_step.named_tokens.values()) > token_multiple(
-        cfg, ranks // cfg.parallel.context_parallel_size
-    )
-    if needs_no_hooks(cfg, ranks):
+    several = max(cfg.tokens_per_step.named_tokens.values()) > layout.micro_step
+    if layout.hooks == "never":
         held = MemoryItem("gradients", 4 * size, "fp32, kept for good")
     elif stage < 2 and several:
         held = MemoryItem("gradients", 4 * size, "fp32, until they are reduced")
@@ -398,7 +385,7 @@ def _orthogonalizing(cfg: RunConfig) -> list[MemoryItem]:
     return [MemoryItem("orthogonalizing", 6 * 2 * of_a_round, "Muon's updates of a round of matrices in bf16")]
 
 
-def _reduction(cfg: RunConfig, size: int, ranks: int) -> tuple[MemoryItem, MemoryItem, float]:
+def _reduction(cfg: RunConfig, layout: Layout, size: int) -> tuple[MemoryItem, MemoryItem, float]:
     """Estimate the gradients on their way to other ranks.
 
     The result is the bucket held during backward, the copies made of a full bucket, and the share of the activations
@@ -410,11 +397,11 @@ def _reduction(cfg: RunConfig, size: int, ranks: int) -> tuple[MemoryItem, Memor
     copy, and gradients that travel in bf16 are converted. FSDP2 reduces block by block, and what is outside of the
     blocks after backward. Without its hooks nothing is reduced, and each gradient is added to its sum and freed.
     """
-    stage, sixteen_bit = resolved_zero_stage(cfg), cfg.training.dtype == "bf16"
-    if needs_no_hooks(cfg, ranks):
+    stage, sixteen_bit = layout.zero_stage, cfg.training.dtype == "bf16"
+    if layout.hooks == "never":
         none = MemoryItem("reduction", 0, "a single replica")
         return none, none, 0.0
-    if engine_of(cfg) == "fsdp":
+    if layout.engine == "fsdp":
         block, outside = fsdp_groups(cfg, size)
         why = "fp32 gradients of two blocks on their way, and those that backward makes of one"
         return (
@@ -440,7 +427,7 @@ def _reduction(cfg: RunConfig, size: int, ranks: int) -> tuple[MemoryItem, Memor
     )
 
 
-def _probe(cfg: RunConfig, size: int, ranks: int, vocab_size: int) -> list[list[MemoryItem]]:
+def _probe(cfg: RunConfig, layout: Layout, size: int, vocab_size: int) -> list[list[MemoryItem]]:
     """Estimate the moments of a probe (stability/quant_noise.py), which runs micro-batches twice and is not compiled.
 
     While the second pass of the last micro-batch runs in 16 bits, the gradients of the first pass are held. After it,
@@ -452,7 +439,7 @@ def _probe(cfg: RunConfig, size: int, ranks: int, vocab_size: int) -> list[list[
     rank = replace(rank_of(cfg), fused=False)
     kept, running = _activations(cfg, rank)
     # A single replica takes two micro-batches, and has the sum of the differences from the first micro-batch on.
-    alone = ranks == cfg.parallel.context_parallel_size
+    alone = layout.data == 1
     why = "gradients of a probe: stability.quant_noise.every_steps"
     held = MemoryItem("probe", (rank.element + 4 * alone) * size, why)
     largest = max(vocab_size, cfg.model.ffn_hidden_size) * cfg.model.hidden_size // rank.tensor
@@ -463,14 +450,14 @@ def _probe(cfg: RunConfig, size: int, ranks: int, vocab_size: int) -> list[list[
     ]
 
 
-def _linear_errors(cfg: RunConfig, vocab_size: int) -> list[list[MemoryItem]]:
+def _linear_errors(cfg: RunConfig, layout: Layout, vocab_size: int) -> list[list[MemoryItem]]:
     """Estimate the moments of measuring linear layers (stability/linear_errors.py). Nothing is compiled, and every
     block is recomputed.
 
     The moments are the loss, and the backward pass of a block that keeps inputs in 16 bits. Beside the backward pass
     there are a layer's weights in fp32, or later its input.
     """
-    if not cfg.linear.low_bit or cfg.stability.monitor.every_steps is None or not takes_probes(cfg):
+    if not cfg.linear.low_bit or cfg.stability.monitor.every_steps is None or not layout.takes_probes:
         return []
     cfg = with_recomputation(cfg, "full")
     rank = replace(rank_of(cfg), fused=False, linear=SIXTEEN_BITS)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import prod
 
-from sagetrain.config.arithmetic import replicas, sharding_ranks
 from sagetrain.config.errors import Finding, many
+from sagetrain.config.layout import Layout
 from sagetrain.config.rules.findings import error
 from sagetrain.config.schema import RunConfig
 from sagetrain.costs.accounting import MemoryItem, save_host_bytes, total_bytes
@@ -27,7 +27,7 @@ def host_memory_per_rank(cfg: RunConfig, world_size: int, vocab_size: int) -> li
     """
     if cfg.parallel.offload == "none":
         return []
-    shards = sharding_ranks(cfg, replicas(cfg, world_size))
+    shards = Layout.of(cfg, world_size).shards
     sizes = list(_sizes(cfg, vocab_size, shards))
     pinned = sum(1 << (4 * size - 1).bit_length() for size in sizes)
     # Where gradients come in every micro-step, those of one are added while those of the next arrive.

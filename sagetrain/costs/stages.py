@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
-from sagetrain.config.arithmetic import data_parallel_size, recomputed_blocks, token_multiple
+from sagetrain.config.arithmetic import recomputed_blocks
 from sagetrain.config.layer_specs import LayerSpec
 from sagetrain.config.layer_specs import layers as specs
+from sagetrain.config.layout import Layout
 from sagetrain.config.schema import SIXTEEN_BITS, AttentionConfig, ModelConfig, RunConfig
 from sagetrain.costs.operations import AttentionCost, MatmulCost, Operation, Rank, block_operations, end_operations
 from sagetrain.model.chunks import ModelChunk
@@ -140,20 +141,19 @@ def _in_flight(stages: int, per_stage: int, micros: int) -> list[int]:
     return [in_flight(order) for order in orders(stages, per_stage, micros)]
 
 
-def held(cfg: RunConfig, world_size: int, vocab_size: int, stage: int) -> Held:
+def held(cfg: RunConfig, layout: Layout, vocab_size: int, stage: int) -> Held:
     """Return the part of a model on a pipeline stage, and what the stage keeps at the largest number of tokens per
     step."""
-    parallel, own = cfg.parallel, tuple(chunks_of_stage(cfg, vocab_size, stage))
+    own = tuple(chunks_of_stage(cfg, vocab_size, stage))
     first, last = own[0].first, own[-1].last
-    size = _parameters(cfg.model, cfg.attention, vocab_size, parallel.tensor_parallel_size, own)
-    if parallel.pipeline_parallel_size == 1:
+    size = _parameters(cfg.model, cfg.attention, vocab_size, layout.tensor, own)
+    if layout.stages == 1:
         return Held(cfg, size, first, last, 1.0)
     blocks = sum(len(chunk.blocks) for chunk in own)
-    micros = max(cfg.tokens_per_step.named_tokens.values())
-    micros //= token_multiple(cfg, data_parallel_size(cfg, world_size))
+    micros = max(cfg.tokens_per_step.named_tokens.values()) // layout.micro_step
     # Of many micro-batches no more are kept than of a few rounds.
-    micros = min(max(1, micros), 4 * parallel.pipeline_parallel_size)
-    passes = _in_flight(parallel.pipeline_parallel_size, parallel.pipeline_chunks, micros)[stage]
+    micros = min(max(1, micros), 4 * layout.stages)
+    passes = _in_flight(layout.stages, layout.chunks, micros)[stage]
     again = cfg.training.activation_checkpointing
     if isinstance(again, int):
         again = _recomputed(again, own)

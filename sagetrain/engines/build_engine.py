@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from sagetrain.config.arithmetic import engine_of
+from sagetrain.config.layout import Layout
 from sagetrain.config.schema import RunConfig
 from sagetrain.engines import deepspeed
 from sagetrain.engines.protocol import Engine
@@ -17,7 +17,7 @@ from sagetrain.parallel.topology import ParallelGroups
 def partitioner(cfg: RunConfig, groups: ParallelGroups) -> Callable[[nn.Parameter], None] | None:
     """Return the function with which the engine partitions a parameter that has just got its values, for
     Transformer(partition=...). None: the engine takes whole parameters. Calling the function is collective."""
-    if engine_of(cfg) == "fsdp":
+    if Layout.of(cfg).engine == "fsdp":
         from sagetrain.engines import sharding  # torch.distributed.fsdp takes half a second
 
         return sharding.partitioner(cfg, groups)
@@ -36,7 +36,7 @@ def build_engine(cfg: RunConfig, model: Transformer, groups: ParallelGroups, mic
         ConfigError: DeepSpeed's version, or a key that it was given, makes it keep weights in an order that checkpoints
             do not know.
     """
-    if engine_of(cfg) == "fsdp":
+    if Layout.of(cfg).engine == "fsdp":
         from sagetrain.engines import fsdp
 
         return fsdp.FsdpEngine(cfg, model, groups, micro_batches)

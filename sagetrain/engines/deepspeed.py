@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sagetrain.config.arithmetic import overlaps_reduction, resolved_zero_stage
+from sagetrain.config.layout import Layout, zero_optimization
 from sagetrain.config.schema import RunConfig
 from sagetrain.costs.accounting import reduce_bucket_size
 from sagetrain.engines.masters import Masters
@@ -52,10 +52,10 @@ def deepspeed_config(cfg: RunConfig, num_replicas: int, accumulation: int, param
         accumulation: micro-batches of a step.
         parameters: the number of parameters of this tensor-parallel rank.
     """
-    stage = resolved_zero_stage(cfg)
-    zero = {"stage": stage, **cfg.deepspeed.get("zero_optimization", {})}
+    layout = Layout.of(cfg)
+    stage, zero = layout.zero_stage, {"stage": layout.zero_stage, **zero_optimization(cfg)}
     # Both values are those of the YAML if it sets them.
-    zero.update(reduce_bucket_size=reduce_bucket_size(cfg, parameters), overlap_comm=overlaps_reduction(cfg))
+    zero.update(reduce_bucket_size=reduce_bucket_size(cfg, parameters), overlap_comm=layout.reduces_beside)
     # Stage 0 does not report the norm, so DeepSpeedEngine._clip_stage0 clips there.
     generated = {
         "train_batch_size": cfg.data.micro_batch_size * accumulation * num_replicas,
@@ -85,7 +85,7 @@ def partitioner(cfg: RunConfig, groups: ParallelGroups) -> Callable[[nn.Paramete
     The function is for Transformer(partition=...), and with it no rank ever holds the whole model. Calling it is
     collective.
     """
-    if resolved_zero_stage(cfg) != 3:
+    if Layout.of(cfg).zero_stage != 3:
         return None
     import deepspeed
 
@@ -127,7 +127,8 @@ class DeepSpeedEngine(BaseEngine):
     def __init__(self, cfg: RunConfig, model: Transformer, groups: ParallelGroups, micro_batches: int) -> None:
         import deepspeed
 
-        self._stage = resolved_zero_stage(cfg)
+        layout = Layout.of(cfg, groups.topology.world_size)
+        self._stage, self.takes_probes = layout.zero_stage, layout.takes_probes
         self._micro_batch, self._norm_stage0 = cfg.data.micro_batch_size, 0.0
         # Shapes are noted before ZeRO 3 replaces every parameter by its partition, unless `partitioner` has done so
         # already.
@@ -166,11 +167,6 @@ class DeepSpeedEngine(BaseEngine):
         self._masters = Masters(self._ds, self._optimizer, rules, build, groups, self._stage, shapes, self.settings)
 
     # -- what it keeps -------------------------------------------------------------------------------------------
-
-    @property
-    def takes_probes(self) -> bool:
-        """Whether micro-batches may be run outside of a step. The hooks of ZeRO 3 do not support that."""
-        return self._stage < 3
 
     def owned(self, chosen: Callable[[TensorSpec], bool] = every) -> Iterator[Owned]:
         """Iterate over the part of each tensor that this rank keeps: see engines/protocol.Engine."""

@@ -36,8 +36,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from sagetrain.config.arithmetic import needs_no_hooks, not_recorded, rests_hooks, sharding_ranks, takes_probes
 from sagetrain.config.errors import TrainingError
+from sagetrain.config.layout import Layout
 from sagetrain.config.schema import RunConfig
 from sagetrain.data.loader import Batch
 from sagetrain.engines.flow import Flow
@@ -81,12 +81,12 @@ class FsdpEngine(BaseEngine):
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         device, self._offload = next(iter(own.values())).device, cfg.parallel.offload
         home = torch.device("cpu") if self._offload != "none" else device
-        self._stage, self.takes_probes = cfg.parallel.zero_stage, takes_probes(cfg)
-        self._shards = shards = sharding_ranks(cfg, groups.num_replicas)
+        self._layout = layout = Layout.of(cfg, groups.topology.world_size)
+        self._stage, self.takes_probes, shards = layout.zero_stage, layout.takes_probes, layout.shards
         # Gradients are clipped as the optimizer reads them, so observers see them as they were.
         # This comes first, because recordings are made on another stream than the default one.
-        record, self._by_host = recorder_of(cfg.training.cuda_graphs, not_recorded(cfg), model, device)
-        super().__init__(model, groups, device, clip=0.0, copies=groups.num_replicas // shards)
+        record, self._by_host = recorder_of(cfg.training.cuda_graphs, layout.not_recorded, model, device)
+        super().__init__(model, groups, device, clip=0.0, copies=layout.copies)
         self._largest_norm = cfg.optimizer.clip_grad or math.inf
         self.dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[cfg.training.dtype]
         # Blocks return views of what they compute, and FSDP warns that nothing may change these in place. Nothing does.
@@ -112,11 +112,11 @@ class FsdpEngine(BaseEngine):
             for name, parameter in self._parameters.items():
                 parameter.to_local().copy_(own.pop(name).rows)
         # FSDP pads shards of unequal length here, and pins them, so this comes before their memory is taken over.
-        self._bare = rests_hooks(cfg)
+        self._bare = layout.hooks != "every micro-step"
         gathered = self._gathered_once()
         leaves = {name: leaf for group in gathered for name, leaf in group.items()}
         self._leaves = {name: leaves[name] for name in model.specs}
-        self._alone = needs_no_hooks(cfg, groups.num_replicas)
+        self._alone = layout.hooks == "never"
         # A number would be a part of the program of a micro-step, and the program stays the same if this changes.
         self._share = torch.ones((), device=device)
         # Of tensors of other pipeline stages this rank keeps nothing.
@@ -191,11 +191,11 @@ class FsdpEngine(BaseEngine):
     def _holders(self) -> dist.ProcessGroup | None:
         """Return the ranks that hold each tensor between them: the tensor-parallel slices of neighbours that shard;
         collective."""
-        if self._shards == self.groups.num_replicas and self.groups.pp_size == 1:
+        if self._layout.copies == 1 and self.groups.pp_size == 1:
             return dist.group.WORLD if dist.get_world_size() > 1 else None
-        if self._shards == 1:
+        if self._layout.shards == 1:
             return self.groups.tp_group if self.groups.tp_size > 1 else None
-        size = self._shards * self.groups.tp_size
+        size = self._layout.shards * self.groups.tp_size
         first = self.groups.rank // size * size
         return self.groups.subgroup(list(range(first, first + size)), "holders of a tensor")
 
@@ -217,8 +217,8 @@ class FsdpEngine(BaseEngine):
         """The settings that FSDP was given."""
         return {
             "zero_stage": self._stage,
-            "shard_size": self._shards,
-            "copies": self.groups.num_replicas // self._shards,
+            "shard_size": self._layout.shards,
+            "copies": self._layout.copies,
             "param_dtype": str(self.dtype),
             "reduce_dtype": str(torch.float32),
             "reshard_after_forward": self._stage == 3,
@@ -240,7 +240,7 @@ class FsdpEngine(BaseEngine):
                     weight=master.view(-1),
                     state=self._state[name],
                     masters=self._weights[name],
-                    twin=self.groups.replica_rank >= self._shards or (self._is_copy and name == EMBEDDING),
+                    twin=self.groups.replica_rank >= self._layout.shards or (self._is_copy and name == EMBEDDING),
                 )
 
     def leaves(self) -> Mapping[str, Tensor]:
@@ -487,7 +487,8 @@ class FsdpEngine(BaseEngine):
         counted = [
             gradient
             for name, gradient in own.items()
-            if self.groups.replica_rank < self._shards and (self.model.specs[name].cut or self.groups.tp_rank == 0)
+            if self.groups.replica_rank < self._layout.shards
+            and (self.model.specs[name].cut or self.groups.tp_rank == 0)
         ]
         square = torch.zeros((), dtype=torch.float64, device=self.device)
         if counted:

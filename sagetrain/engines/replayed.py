@@ -14,7 +14,7 @@ from torch.nn.modules import module as hooks_of_all
 
 from sagekernels import observe
 from sagekernels.graphs import Pool, Record, Recording, leave_default_stream
-from sagetrain.config.arithmetic import Refusal
+from sagetrain.config.layout import Refusal
 from sagetrain.engines.gradient_sums import LeafSums
 from sagetrain.engines.static_inputs import StaticInputs, shapes_of
 from sagetrain.model.block import Block

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from sagetrain.config.arithmetic import sharding_ranks
+from sagetrain.config.layout import Layout
 from sagetrain.config.schema import RunConfig
 from sagetrain.model.block import Block
 from sagetrain.model.transformer import Transformer
@@ -39,7 +39,7 @@ def partitioner(cfg: RunConfig, groups: ParallelGroups) -> Callable[[nn.Paramete
     The function is for Transformer(partition=...), and with it no rank ever holds the whole model in fp32. The
     parameter goes back to the meta device, in fp32. Its attribute `shard` is a `Shard`.
     """
-    shards = sharding_ranks(cfg, groups.num_replicas)
+    shards = Layout.of(cfg, groups.topology.world_size).shards
     kept = torch.float32 if cfg.optimizer.master == "fp32" else torch.bfloat16
     offloaded = cfg.parallel.offload != "none"
 

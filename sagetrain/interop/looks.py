@@ -7,8 +7,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from sagetrain.config.arithmetic import shards_weights
 from sagetrain.config.errors import ConfigError
+from sagetrain.config.layout import Layout
 from sagetrain.config.schema import RunConfig
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def looks_of(cfg: RunConfig) -> tuple[Tasks | None, Samples | None]:
         trained = partial(in_training, cfg)
     if evaluation.tasks:
         ask = load_harness("evaluation.tasks").tasks_while_training
-        tasks = ask(evaluation, data, None if shards_weights(cfg) else trained)
+        tasks = ask(evaluation, data, trained if Layout.of(cfg).whole_between_passes else None)
     if evaluation.samples_every_tokens:
         from sagetrain.inference.samples import samples_while_training
         from sagetrain.training.inputs import context_of

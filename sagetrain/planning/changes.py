@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sagetrain.config.arithmetic import data_parallel_size, engine_of, token_multiple
+from sagetrain.config.layout import Layout
 from sagetrain.config.schema import NoiseAwareTokens, RampTokens, RunConfig
 
 
@@ -23,7 +23,7 @@ def way(cfg: RunConfig, parallel: Mapping[str, object], micro: int) -> RunConfig
 def with_enough_tokens(cfg: RunConfig, world_size: int) -> RunConfig:
     """Return the configuration with every value of tokens_per_step rounded up to whole micro-steps, and to its
     `multiple` where it has one."""
-    multiple = token_multiple(cfg, data_parallel_size(cfg, world_size))
+    multiple = Layout.of(cfg, world_size).micro_step
     if isinstance(cfg.tokens_per_step, RampTokens | NoiseAwareTokens) and cfg.tokens_per_step.multiple:
         multiple *= -(-cfg.tokens_per_step.multiple // multiple)
     schedule = cfg.tokens_per_step
@@ -47,8 +47,9 @@ def overrides_to(cfg: RunConfig, chosen: RunConfig) -> list[str]:
     """Return the overrides that turn `cfg` into `chosen`."""
     pairs = {}
     # An engine that `auto` comes to need not be named.
-    if engine_of(changed(chosen, {"parallel": {"engine": cfg.parallel.engine}})) == engine_of(chosen):
-        chosen = changed(chosen, {"parallel": {"engine": cfg.parallel.engine}})
+    as_asked = changed(chosen, {"parallel": {"engine": cfg.parallel.engine}})
+    if Layout.of(as_asked).engine == Layout.of(chosen).engine:
+        chosen = as_asked
     for section, name in (
         ("parallel", "tensor_parallel_size"),
         ("parallel", "context_parallel_size"),

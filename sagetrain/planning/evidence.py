@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from sagetrain.config.arithmetic import data_parallel_size, engine_of, resolved_zero_stage
+from sagetrain.config.layout import Layout
 from sagetrain.config.schema import RunConfig
 from sagetrain.costs.hardware import Hardware
 from sagetrain.planning.prediction import StepPrediction
@@ -122,9 +122,9 @@ def _used(cfg: RunConfig, prediction: StepPrediction) -> Iterator[str]:
         yield "pipeline parallelism"
     if cfg.parallel.context_parallel_size > 1:
         yield "context parallelism"
-    if data_parallel_size(cfg, prediction.world_size) > 1:
+    if (layout := Layout.of(cfg, prediction.world_size)).data > 1:
         yield "data parallelism"
-        if (stage := resolved_zero_stage(cfg)) > 1:
-            yield f"ZeRO {stage}"
-        if engine_of(cfg) == "fsdp":
+        if layout.zero_stage > 1:
+            yield f"ZeRO {layout.zero_stage}"
+        if layout.engine == "fsdp":
             yield "FSDP2"

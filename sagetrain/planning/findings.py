@@ -5,24 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from sagetrain.config.arithmetic import may_be_low_bit, replicas
+from sagetrain.config.arithmetic import may_be_low_bit
 from sagetrain.config.errors import Finding, many
+from sagetrain.config.layout import Layout
 from sagetrain.config.linear_sizes import AUTO_PRECISION
 from sagetrain.config.rules.findings import error, warning
 from sagetrain.config.schema import SIXTEEN_BITS, RunConfig
 from sagetrain.costs.accounting import total_bytes
 from sagetrain.costs.hardware import Hardware
 from sagetrain.planning.changes import overrides_to
-from sagetrain.planning.layouts import (
-    Layout,
-    by_other_engine,
-    host_finding,
-    memory_of,
-    usable_memory,
-    with_longer_micro_batches,
-)
+from sagetrain.planning.layouts import by_other_engine, with_longer_micro_batches
 from sagetrain.planning.performance import predict
 from sagetrain.planning.prediction import StepPrediction
+from sagetrain.planning.priced import PricedLayout, host_finding, memory_of, usable_memory
 from sagetrain.planning.result import Plan
 
 _FASTER = 1.03
@@ -72,7 +67,7 @@ def on_gpu(findings: Sequence[Finding], hardware: Hardware) -> list[Finding]:
     return sorted(found, key=lambda each: each.level != "error")
 
 
-def out_of_room(plan: Plan, own: Layout) -> Iterator[Finding]:
+def out_of_room(plan: Plan, own: PricedLayout) -> Iterator[Finding]:
     """Find that the configured layout `own` needs more memory than the GPU or its host has."""
     cfg, usable = own.cfg, usable_memory(plan.hardware)
     if own.memory > usable:
@@ -107,7 +102,7 @@ def _largest_setting(cfg: RunConfig, world_size: int, state: int, usable: int) -
     micro-batch."""
     if state <= usable:
         return "data.micro_batch_size", cfg.data.micro_batch_size
-    if replicas(cfg, world_size) > 1 and cfg.parallel.zero_stage < 3:
+    if Layout.of(cfg, world_size).replicas > 1 and cfg.parallel.zero_stage < 3:
         return "parallel.zero_stage", cfg.parallel.zero_stage
     return "parallel.tensor_parallel_size", cfg.parallel.tensor_parallel_size
 
@@ -120,7 +115,7 @@ def with_way_out(finding: Finding, plan: Plan) -> Finding:
     return replace(finding, fix=f"{finding.fix}, or take one of the layouts proposed below")
 
 
-def _in_8_bits(plan: Plan, item: Layout) -> StepPrediction | None:
+def _in_8_bits(plan: Plan, item: PricedLayout) -> StepPrediction | None:
     """Return the prediction with linear layers in 8 bits for a layout where linear.precision auto comes to 16, or
     None."""
     asked = plan.asked.linear
@@ -130,7 +125,7 @@ def _in_8_bits(plan: Plan, item: Layout) -> StepPrediction | None:
     return predict(low, plan.world_size, plan.vocab_size, plan.hardware, plan.span) if may_be_low_bit(low) else None
 
 
-def _precision(plan: Plan, shown: Layout) -> Iterator[Finding]:
+def _precision(plan: Plan, shown: PricedLayout) -> Iterator[Finding]:
     """Say which precision the figures are for where the run decides, and why it is 16 bits where it is."""
     linear, why = shown.cfg.linear, ""
     if plan.asked.linear.precision != "auto" or not may_be_low_bit(plan.asked):
@@ -153,7 +148,7 @@ def _precision(plan: Plan, shown: Layout) -> Iterator[Finding]:
     yield Finding("linear_precision_auto", "info", "linear.precision", "auto", says, fix)
 
 
-def _recomputation(plan: Plan, shown: Layout) -> Iterator[Finding]:
+def _recomputation(plan: Plan, shown: PricedLayout) -> Iterator[Finding]:
     if plan.asked.training.activation_checkpointing == "auto":
         where = "here" if shown is plan.chosen else f"in {plan.name}"
         yield Finding(
@@ -167,7 +162,7 @@ def _recomputation(plan: Plan, shown: Layout) -> Iterator[Finding]:
         )
 
 
-def _gain(plan: Plan, shown: Layout) -> Iterator[Finding]:
+def _gain(plan: Plan, shown: PricedLayout) -> Iterator[Finding]:
     """Find that the casts of linear layers take longer than their matmuls save."""
     linear = plan.asked.linear
     if not linear.low_bit:
@@ -185,7 +180,7 @@ def _gain(plan: Plan, shown: Layout) -> Iterator[Finding]:
         )
 
 
-def _of_design(plan: Plan, shown: Layout) -> Iterator[Finding]:
+def _of_design(plan: Plan, shown: PricedLayout) -> Iterator[Finding]:
     """Find what is slow on this GPU because of its design, and rates that belong to another GPU's kernels."""
     hardware = plan.hardware
     fp8, int8 = (hardware.precisions.get(name, 0.0) for name in ("fp8", "int8"))
@@ -209,7 +204,7 @@ def _of_design(plan: Plan, shown: Layout) -> Iterator[Finding]:
         )
 
 
-def _attention(plan: Plan, shown: Layout) -> Iterator[Finding]:
+def _attention(plan: Plan, shown: PricedLayout) -> Iterator[Finding]:
     """Find that another attention backend or recipe is predicted to be faster than the one that is named."""
     cfg, ours = shown.cfg, shown.prediction
     if (cfg.attention.backend, cfg.attention.recipe) == ("auto", "auto"):
@@ -231,7 +226,7 @@ def _attention(plan: Plan, shown: Layout) -> Iterator[Finding]:
         )
 
 
-def _engine(plan: Plan, shown: Layout) -> Iterator[Finding]:
+def _engine(plan: Plan, shown: PricedLayout) -> Iterator[Finding]:
     """Find that the same layout is predicted to be faster by the other engine."""
     ours = shown.prediction.tokens_per_second
     other = by_other_engine(shown.cfg, plan.world_size, plan.vocab_size, plan.hardware, plan.span)
@@ -247,7 +242,7 @@ def _engine(plan: Plan, shown: Layout) -> Iterator[Finding]:
         )
 
 
-def _short_micro_steps(plan: Plan, shown: Layout) -> Iterator[Finding]:
+def _short_micro_steps(plan: Plan, shown: PricedLayout) -> Iterator[Finding]:
     """Find that even the fastest layout waits for the host to launch kernels, and that more tokens per step, which make
     its micro-steps longer, would make it faster."""
     best = plan.proposed[0] if plan.proposed else shown
@@ -277,6 +272,6 @@ def _short_micro_steps(plan: Plan, shown: Layout) -> Iterator[Finding]:
     )
 
 
-def _micro_step(item: Layout) -> str:
+def _micro_step(item: PricedLayout) -> str:
     data = item.cfg.data
     return f"{many(data.micro_batch_size, 'sequence')} x {data.seq_length:,} tokens"

@@ -5,29 +5,20 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from sagetrain.auto.recomputation_choice import fewest_blocks
-from sagetrain.config.arithmetic import (
-    engine_of,
-    idle_share,
-    may_be_low_bit,
-    replicas,
-    resolved_zero_stage,
-    sharding_ranks,
-)
-from sagetrain.config.errors import Finding
-from sagetrain.config.layer_specs import linear_layers
+from sagetrain.config.arithmetic import idle_share
+from sagetrain.config.layout import Layout
 from sagetrain.config.rules import fit
-from sagetrain.config.schema import LinearConfig, Recomputation, RunConfig
-from sagetrain.costs.accounting import MemoryItem, memory_per_rank, total_bytes, with_recomputation
-from sagetrain.costs.hardware import Hardware, usable_bytes
-from sagetrain.costs.host_memory import HOST_SHARE, host_memory_finding, host_memory_per_rank
+from sagetrain.config.schema import LinearConfig, RunConfig
+from sagetrain.costs.accounting import memory_per_rank, total_bytes, with_recomputation
+from sagetrain.costs.hardware import Hardware
+from sagetrain.costs.host_memory import HOST_SHARE, host_memory_per_rank
 from sagetrain.planning.changes import changed, raise_of, way, with_enough_tokens
 from sagetrain.planning.evidence import engines_compared
 from sagetrain.planning.performance import predict, with_overlap
-from sagetrain.planning.prediction import StepPrediction
+from sagetrain.planning.priced import WIDE, PricedLayout, fastest_linear, fits_with, host_finding, priced, usable_memory
 
 MORE_TOKENS = 1.1
 """Factor on the fewest tokens per step that run. The fewest may leave only micro-batches of one sequence, which are
@@ -39,16 +30,6 @@ _PIPELINE_CONTEXT = 2
 """The most ranks that share a sequence in a pipeline that is considered, unless the configuration has more."""
 _MOST_IDLE = 0.25
 """The largest idle share of a pipeline that is considered."""
-_ALONE = {
-    "zero_stage": 1,
-    "offload": "none",
-    "engine": "fsdp",
-    "pipeline_parallel_size": 1,
-    "pipeline_chunks": 1,
-    "pipeline_blocks": "auto",
-    "tensor_parallel_overlap": "off",
-}
-"""The settings of layers that are timed alone, whole and by one engine."""
 _UNCUT = {
     "tensor_parallel_size": 1,
     "context_parallel_size": 1,
@@ -59,96 +40,19 @@ _UNCUT = {
     "zero_stage": 1,
 }
 """The layout of a model that is not cut, with its optimizer's state sharded."""
-_WIDE = {"moments": "fp32", "master": "fp32"}
 _SMALLER_STATES: tuple[Mapping[str, Mapping[str, str]], ...] = (
     {"optimizer": {"moments": "int8"}},
     {"optimizer": {"moments": "int8"}, "parallel": {"engine": "fsdp"}},
     {"optimizer": {"moments": "int8", "master": "bf16_kahan"}, "parallel": {"engine": "fsdp"}},
     {"optimizer": {"moments": "int8", "master": "bf16_chance"}, "parallel": {"engine": "fsdp"}},
-    {"optimizer": _WIDE, "parallel": {"engine": "fsdp", "offload": "optimizer"}},
-    {"optimizer": _WIDE, "parallel": {"engine": "fsdp", "offload": "all"}},
+    {"optimizer": WIDE, "parallel": {"engine": "fsdp", "offload": "optimizer"}},
+    {"optimizer": WIDE, "parallel": {"engine": "fsdp", "offload": "all"}},
 )
 """The settings that take less of a GPU's memory for the optimizer's state. The first one works with both engines and
 leaves the master weights as they are."""
 
 
-@dataclass(frozen=True)
-class Layout:
-    """One way to run a configuration on some number of ranks."""
-
-    cfg: RunConfig
-    prediction: StepPrediction
-    memory: int
-    """Estimated bytes of a rank."""
-
-    @property
-    def key(self) -> tuple[int, int, int, int, bool, int, str | int, int, str]:
-        """The settings that distinguish layouts. Tokens per step are not among them."""
-        parallel, training = self.cfg.parallel, self.cfg.training
-        return (
-            parallel.tensor_parallel_size,
-            parallel.context_parallel_size,
-            parallel.pipeline_parallel_size,
-            parallel.pipeline_chunks,
-            parallel.tensor_parallel_size > 1 and parallel.sequence_parallel,
-            resolved_zero_stage(self.cfg),
-            training.activation_checkpointing,
-            self.cfg.data.micro_batch_size,
-            engine_of(self.cfg),
-        )
-
-
-def usable_memory(hardware: Hardware) -> int:
-    """Return the largest number of bytes that the estimate for a rank may have."""
-    return usable_bytes(hardware.memory)
-
-
-def layout(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware, span: float | None = None) -> Layout:
-    """Build the layout of a configuration that fits `world_size` ranks, with its prediction. `vocab_size` is padded;
-    `span` is as in predict."""
-    prediction = predict(cfg, world_size, vocab_size, hardware, span)
-    return Layout(cfg, prediction, total_bytes(memory_of(cfg, prediction, vocab_size)))
-
-
-def memory_of(cfg: RunConfig, prediction: StepPrediction, vocab_size: int) -> list[MemoryItem]:
-    """Estimate a rank's memory. Micro-batches go through the blocks as in the prediction, whole or in halves."""
-    way = with_overlap(cfg, "on" if prediction.overlap else "off")
-    return memory_per_rank(way, prediction.world_size, vocab_size)
-
-
-def fastest_linear(cfg: RunConfig, vocab_size: int, hardware: Hardware, span: float | None) -> LinearConfig:
-    """Return the settings that linear.precision auto is predicted to choose, without data parallelism: bf16, or int8
-    for layers from a size on. A precision that is named stays. The run times its layers alone, so that sharding,
-    pipelines, halves and recomputation have no part in the choice."""
-    if cfg.linear.precision != "auto":
-        return cfg.linear
-    layers = linear_layers(cfg.model, cfg.parallel.tensor_parallel_size).values()
-    precisions = hardware.precisions if may_be_low_bit(cfg) else ("bf16",)
-    choices = [each for each in cfg.linear.choices(layers) if each.precision in precisions]
-    # The optimizer takes the same time with each choice.
-    alone = changed(cfg, {"parallel": _ALONE, "optimizer": {"name": "adamw", **_WIDE}})
-    alone, parallel = with_recomputation(alone, "none"), cfg.parallel
-    ranks = parallel.tensor_parallel_size * parallel.context_parallel_size
-
-    def speed(linear: LinearConfig) -> float:
-        one = alone.model_copy(update={"linear": linear})
-        return float(f"{predict(one, ranks, vocab_size, hardware, span).tokens_per_second:.6g}")
-
-    # Of equally fast choices the first is taken: 16 bits, then the most layers.
-    return max(choices, key=speed)
-
-
-def fits_with(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware) -> Callable[[Recomputation], bool]:
-    """Return a function that says whether the configuration fits into memory with some recomputation."""
-
-    def fits(how: Recomputation) -> bool:
-        memory = memory_per_rank(with_recomputation(cfg, how), world_size, vocab_size)
-        return total_bytes(memory) <= usable_memory(hardware)
-
-    return fits
-
-
-def can_run(item: Layout, world_size: int, vocab_size: int, hardware: Hardware) -> bool:
+def can_run(item: PricedLayout, world_size: int, vocab_size: int, hardware: Hardware) -> bool:
     """Return whether a layout fits into memory, of the GPU and of the host, without an error in config/rules."""
     room = item.memory <= usable_memory(hardware) and not host_finding(item.cfg, world_size, vocab_size, hardware)
     return room and _allowed(item.cfg, world_size, vocab_size)
@@ -156,22 +60,14 @@ def can_run(item: Layout, world_size: int, vocab_size: int, hardware: Hardware) 
 
 def by_other_engine(
     cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware, span: float | None = None
-) -> Layout | None:
+) -> PricedLayout | None:
     """Return the same layout by the other engine, or None where config/rules refuses it or no recorded runs on this
     card compare the engines."""
     if not engines_compared(hardware):
         return None
-    engine = "deepspeed" if engine_of(cfg) == "fsdp" else "fsdp"
+    engine = "deepspeed" if Layout.of(cfg).engine == "fsdp" else "fsdp"
     other = changed(cfg, {"parallel": {"engine": engine}})
-    return layout(other, world_size, vocab_size, hardware, span) if _allowed(other, world_size, vocab_size) else None
-
-
-def host_finding(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware) -> Finding | None:
-    """Return a finding if parallel.offload is estimated to need more memory than a host has, or None."""
-    ranks = min(world_size, hardware.gpus_per_host)
-    memory = hardware.memory_of_host(ranks)
-    whose = "a host" if hardware.host_memory else f"a host (assumed: {memory / ranks / 2**30:.0f} GiB a GPU)"
-    return host_memory_finding(cfg, world_size, vocab_size, ranks, memory, whose)
+    return priced(other, world_size, vocab_size, hardware, span) if _allowed(other, world_size, vocab_size) else None
 
 
 def fewest_gpus(
@@ -202,7 +98,7 @@ def _fits_on(
 
 def propose(
     cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware, span: float | None = None
-) -> list[Layout] | None:
+) -> list[PricedLayout] | None:
     """Return the five fastest layouts for `world_size` ranks that fit into memory and raise no error in config/rules,
     in order.
 
@@ -232,19 +128,18 @@ def propose(
         found = [*_fitting(with_room, world_size, vocab_size, hardware, span)]
         least = min((raise_of(cfg, item.cfg) for item in found), default=0)
         found = [item for item in found if raise_of(cfg, item.cfg) <= MORE_TOKENS * least]
-    best: dict[tuple[int | str, ...], Layout] = {}
+    best: dict[tuple[int | str, ...], PricedLayout] = {}
     for item in sorted(_worth_sharding(found), key=lambda item: -item.prediction.tokens_per_second):
         best.setdefault(item.key[:-2], item)
     return list(best.values())[:5]
 
 
-def _worth_sharding(found: Sequence[Layout]) -> Iterator[Layout]:
+def _worth_sharding(found: Sequence[PricedLayout]) -> Iterator[PricedLayout]:
     """Yield the layouts but those at ZeRO 2 and 3 that share their state with no other rank. Where nothing of these
     sizes fits at lower stages with moments in 8 bits, they stay: at ZeRO 3 weights in bf16 come and go."""
-    whole = {_ranks(item.cfg) for item in found if resolved_zero_stage(item.cfg) < 2}
+    whole = {_ranks(item.cfg) for item in found if item.layout.zero_stage < 2}
     for item in found:
-        shards = sharding_ranks(item.cfg, replicas(item.cfg, item.prediction.world_size))
-        alone = shards == 1 and item.cfg.parallel.offload == "none" and resolved_zero_stage(item.cfg) > 1
+        alone = item.layout.shards == 1 and item.cfg.parallel.offload == "none" and item.layout.zero_stage > 1
         # Moments in 8 bits are the faster way to make room.
         if not alone or (_ranks(item.cfg) not in whole and item.cfg.optimizer.moments == "int8"):
             yield item
@@ -252,7 +147,7 @@ def _worth_sharding(found: Sequence[Layout]) -> Iterator[Layout]:
 
 def propose_smaller_states(
     cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware, span: float | None = None
-) -> list[Layout]:
+) -> list[PricedLayout]:
     """Return the fastest layouts that fit with a smaller optimizer state than the configured one, in order.
 
     If moments in 8 bits suffice, the layouts are those that `propose` returns with them. Otherwise there is one layout
@@ -266,8 +161,8 @@ def propose_smaller_states(
 
 
 def with_longer_micro_batches(
-    cfg: RunConfig, item: Layout, vocab_size: int, hardware: Hardware, span: float | None, gain: float
-) -> Layout | None:
+    cfg: RunConfig, item: PricedLayout, vocab_size: int, hardware: Hardware, span: float | None, gain: float
+) -> PricedLayout | None:
     """Return a layout with longer micro-batches, and with the tokens per step that they need, that is at least `gain`
     times as fast: the one with the fewest tokens. None if none of up to eight times the length is, or fits.
 
@@ -302,7 +197,7 @@ def _smaller_states(cfg: RunConfig) -> list[RunConfig]:
     found: dict[tuple[object, ...], RunConfig] = {}
     for smaller in (changed(cfg, state) for state in _SMALLER_STATES):
         optimizer = smaller.optimizer.moments, smaller.optimizer.master
-        found.setdefault((*optimizer, engine_of(smaller), smaller.parallel.offload), smaller)
+        found.setdefault((*optimizer, Layout.of(smaller).engine, smaller.parallel.offload), smaller)
     return [*found.values()]
 
 
@@ -352,7 +247,7 @@ def _sharded(cfg: RunConfig, stages: Sequence[int], hardware: Hardware) -> Itera
     for stage in stages:
         yield stage, parallel.engine
         at_stage = changed(cfg, {"parallel": {"zero_stage": stage}})
-        if engine_of(at_stage) == "deepspeed" and (only_fsdp or (stage == 3 and engines_compared(hardware))):
+        if Layout.of(at_stage).engine == "deepspeed" and (only_fsdp or (stage == 3 and engines_compared(hardware))):
             yield stage, "fsdp"
 
 
@@ -413,7 +308,7 @@ def _fitting(
     hardware: Hardware,
     span: float | None = None,
     chosen: dict[tuple[int, ...], LinearConfig] | None = None,
-) -> Iterator[Layout]:
+) -> Iterator[PricedLayout]:
     """Yield the layouts of the candidates that fit into memory. Each recomputes no more than it has to, and has the
     precision of linear layers that a run of it is predicted to choose, so that `plan` says the same of a proposal that
     is pasted into a configuration.
@@ -441,7 +336,7 @@ def _fitting(
 
 def _recomputing(
     cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware, span: float | None
-) -> Iterator[Layout]:
+) -> Iterator[PricedLayout]:
     """Yield the layouts of a configuration with what its backward pass has to recompute for it to fit into memory:
     nothing, or the fewest blocks and `selective`. No layout is yielded if all of that is too little.
 
@@ -458,12 +353,12 @@ def _recomputing(
         way = ways[prediction.overlap]
     need = total_bytes(memory_per_rank(way, world_size, vocab_size))
     if need <= usable:
-        yield Layout(cfg, prediction or predict(cfg, world_size, vocab_size, hardware, span), need)
+        yield PricedLayout(cfg, prediction or predict(cfg, world_size, vocab_size, hardware, span), need)
         return
     fits, layers = fits_with(way, world_size, vocab_size, hardware), cfg.model.num_layers
     if fits("full"):
         blocks = fewest_blocks(layers, fits)
         for again in (blocks if blocks < layers else "full", "selective"):
-            found = layout(with_recomputation(cfg, again), world_size, vocab_size, hardware, span)
+            found = priced(with_recomputation(cfg, again), world_size, vocab_size, hardware, span)
             if found.memory <= usable:
                 yield found

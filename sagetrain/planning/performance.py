@@ -14,21 +14,8 @@ import functools
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
-from sagetrain.config.arithmetic import (
-    attention_calls,
-    data_parallel_size,
-    engine_of,
-    needs_no_hooks,
-    overlaps_reduction,
-    parts_of,
-    recomputed_blocks,
-    recorded,
-    replicas,
-    resolved_zero_stage,
-    rests_hooks,
-    sharding_ranks,
-    token_multiple,
-)
+from sagetrain.config.arithmetic import attention_calls, parts_of, recomputed_blocks
+from sagetrain.config.layout import Layout, zero_optimization
 from sagetrain.config.schema import RunConfig
 from sagetrain.costs.accounting import (
     PREFETCH_BUCKET,
@@ -125,8 +112,8 @@ def predict(
     if cfg.parallel.tensor_parallel_overlap == "auto" and cfg.parallel.tensor_parallel_size > 1:
         ways = (with_overlap(cfg, how) for how in ("off", "on"))
         return max((predict(way, world_size, vocab_size, hardware, span) for way in ways), key=_speed)
-    stages = different_stages(cfg, vocab_size)
-    steps = [_Step(cfg, world_size, vocab_size, hardware, span, stage) for stage in stages]
+    layout, stages = Layout.of(cfg, world_size), different_stages(cfg, vocab_size)
+    steps = [_Step(cfg, layout, vocab_size, hardware, span, stage) for stage in stages]
     step = max(steps, key=lambda step: sum(step.compute())) if len(steps) > 1 else steps[0]
     matmul, attention, elementwise = (step.accumulation * part for part in step.compute())
     waiting, launching = step.communication(matmul, attention, elementwise), step.launch_seconds()
@@ -135,7 +122,7 @@ def predict(
     working = matmul + attention + elementwise + inside + max(0.0, launching)
     return StepPrediction(
         world_size=world_size,
-        tokens_per_step=step.accumulation * step.multiple,
+        tokens_per_step=step.accumulation * layout.micro_step,
         accumulation=step.accumulation,
         matmul=matmul,
         attention=attention,
@@ -192,21 +179,14 @@ class _Step:
     """The priced step of one rank, on one stage of a pipeline."""
 
     def __init__(
-        self, cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware, span: float | None, stage: int
+        self, cfg: RunConfig, layout: Layout, vocab_size: int, hardware: Hardware, span: float | None, stage: int
     ):
-        part = held(cfg, world_size, vocab_size, stage)
+        part = held(cfg, layout, vocab_size, stage)
         cfg = part.cfg
         self.cfg, self.hardware, self.part, layers = cfg, hardware, part, cfg.model.num_layers
-        self.vocab_size, self.world_size = vocab_size, world_size
-        tensor_size = cfg.parallel.tensor_parallel_size
-        self.replicas = replicas(cfg, world_size)
-        """Number of data-parallel and context-parallel ranks that ZeRO spreads over."""
-        self.zero_stage, self.fsdp = resolved_zero_stage(cfg), engine_of(cfg) == "fsdp"
-        self.owners = sharding_ranks(cfg, self.replicas)
-        """Number of ranks that own the weights of a tensor-parallel slice between them."""
+        self.vocab_size, self.layout, tensor_size = vocab_size, layout, layout.tensor
         self.parameters = part.parameters
-        self.multiple = token_multiple(cfg, data_parallel_size(cfg, world_size))
-        self.accumulation = max(1, max(cfg.tokens_per_step.named_tokens.values()) // self.multiple)
+        self.accumulation = max(1, max(cfg.tokens_per_step.named_tokens.values()) // layout.micro_step)
         inside = 1 < tensor_size <= hardware.gpus_per_host
         copies = bool(cfg.parallel.sequence_parallel and inside and hardware.copy_bandwidth)
         self.rank = rank_of(cfg, copies, span)
@@ -287,20 +267,18 @@ class _Step:
     @property
     def idle(self) -> float:
         """The time that a stage waits while a pipeline fills and drains, as a part of its own work."""
-        parallel = self.cfg.parallel
-        return (parallel.pipeline_parallel_size - 1) / (parallel.pipeline_chunks * self.accumulation)
+        return (self.layout.stages - 1) / (self.layout.chunks * self.accumulation)
 
     def _between_stages(self) -> Iterator[CollectiveTime]:
         """Yield the residual streams and their gradients that a stage of a pipeline receives. A stage asks for a
         message when it needs it, and waits until it is there."""
-        parallel, rank = self.cfg.parallel, self.rank
-        stages = parallel.pipeline_parallel_size
+        rank, stages = self.rank, self.layout.stages
         if stages == 1:
             return
         payload = rank.tokens * rank.element * self.cfg.model.hidden_size // rank.shards
-        bandwidth, latency = self.hardware.link(self.world_size // stages, stages)
+        bandwidth, latency = self.hardware.link(self.layout.world_size // stages, stages)
         one = payload / min(bandwidth, _MESSAGE_BANDWIDTH) + self.parts * latency
-        count = 2 * self.accumulation * parallel.pipeline_chunks
+        count = 2 * self.accumulation * self.layout.chunks
         yield CollectiveTime(
             "pipeline",
             "residual streams and their gradients",
@@ -314,12 +292,13 @@ class _Step:
 
     def _muon_exchange(self) -> list[CollectiveTime]:
         """Return the exchange of Muon's directions and updates, each in bf16, between the ranks that share matrices."""
-        ranks = self.rank.tensor * self.owners
+        shards = self.layout.shards
+        ranks = self.rank.tensor * shards
         sent = 2 * muon_parameters(self.cfg) // ranks
         if ranks == 1 or not sent:
             return []
         rounds = max(len(set(muon_shapes(self.cfg))), -(-sent // (2 * MUON_ROUND)))
-        axis, part = ("data", (self.owners, 1)) if self.owners > 1 else ("tensor", None)
+        axis, part = ("data", (shards, 1)) if shards > 1 else ("tensor", None)
         return [self._collective(axis, "matrices of Muon", "all-to-all", 2 * rounds, sent // rounds, part)]
 
     def launch_seconds(self) -> float:
@@ -336,31 +315,32 @@ class _Step:
         precision = "fp8" if self.rank.tensor > 1 and self.cfg.linear.low_bit else self.cfg.linear.precision
         casts = low * self.parts * (hardware.low_bit_launch_seconds.get(precision, 0.0) + ranks)
         block = hardware.block_launch_seconds + self.parts * part + calls * call
-        hooked = 0 if needs_no_hooks(self.cfg, self.replicas) else 1
-        launched = hooked if recorded(self.cfg) else self.accumulation
-        hooks = rests_hooks(self.cfg) * (launched - hooked) * hardware.hooks_block_seconds
+        hooked = {"never": 0, "last micro-step": 1, "every micro-step": self.accumulation}[self.layout.hooks]
+        launched = hooked if self.layout.recorded else self.accumulation
+        hooks = (launched - hooked) * hardware.hooks_block_seconds
         replays = (self.accumulation - launched) * _REPLAY_SECONDS
         return launched * (self.cfg.model.num_layers * block + casts) - self.cfg.model.num_layers * hooks + replays
 
     def optimizer_seconds(self) -> float:
         """Return the seconds of the engine's passes over gradients, Adam, and new weights."""
-        if self.fsdp:
-            bytes_of = _STATE_BYTES_FSDP[self.zero_stage]
+        stage, by_deepspeed = self.layout.zero_stage, self.layout.engine == "deepspeed"
+        if by_deepspeed:
+            bytes_of = (_STATE_BYTES_BF16 if self.bf16_gradients else _STATE_BYTES)[stage]
         else:
-            bytes_of = (_STATE_BYTES_BF16 if self.bf16_gradients else _STATE_BYTES)[self.zero_stage]
+            bytes_of = _STATE_BYTES_FSDP[stage]
         per_micro, per_step, per_share = bytes_of
         per_share -= UPDATED_ON_GPU if self.cfg.parallel.offload != "none" else 0
-        wide = 2 if self.rank.element == 4 and self.zero_stage else 1
-        touched = self.accumulation * per_micro + per_step + per_share / self.owners
-        wrote = self.rank.element == 2 and not self.fsdp
-        converted = self.accumulation * _CONVERTED[self.zero_stage] if wrote else 0
+        wide = 2 if self.rank.element == 4 and stage else 1
+        touched = self.accumulation * per_micro + per_step + per_share / self.layout.shards
+        wrote = self.rank.element == 2 and by_deepspeed
+        converted = self.accumulation * _CONVERTED[stage] if wrote else 0
         hardware = self.hardware
         seconds = (wide * touched - converted) / hardware.memory_bandwidth + converted / hardware.conversion_bandwidth
         return seconds * self.parameters / hardware.compute_scale
 
     def offload_seconds(self, compute: float) -> float:
         """Return the seconds of a step in which the GPU, which computes for `compute` of them, waits for the host."""
-        share, micro_steps = self.parameters / self.owners, self.accumulation
+        share, micro_steps = self.parameters / self.layout.shards, self.accumulation
         return offload_seconds(self.cfg, share, micro_steps, compute / micro_steps, self.hardware)
 
     def orthogonalizing_seconds(self) -> float:
@@ -369,7 +349,10 @@ class _Step:
         cfg, shapes = self.cfg, muon_shapes(self.cfg)
         if not shapes:
             return 0.0
-        ranks, steps = self.rank.tensor * (self.replicas if self.zero_stage else 1), cfg.optimizer.muon.steps
+        ranks, steps = (
+            self.rank.tensor * (self.layout.replicas if self.layout.zero_stage else 1),
+            cfg.optimizer.muon.steps,
+        )
         seconds = {shape: self._orthogonalizing_one(shape, steps) for shape in set(shapes)}
         loads = [0.0] * ranks
         for shape, owner in zip(shapes, _owners(shapes, ranks, steps), strict=True):
@@ -383,7 +366,7 @@ class _Step:
 
     def overhead(self) -> float:
         """Return the seconds of fixed costs."""
-        waits = self.zero_stage == 3 and not self.fsdp and not overlaps_reduction(self.cfg)
+        waits = self.layout.gathered == "in every pass" and not self.layout.reduces_beside
         blocks = self.cfg.model.num_layers * waits
         micro_step = self.hardware.micro_step_seconds + blocks * self.hardware.zero3_block_seconds
         return self.accumulation * micro_step + self.hardware.step_seconds
@@ -446,7 +429,7 @@ class _Step:
                 part.
         """
         rank, hardware = self.rank, self.hardware
-        size, apart = part or ({"tensor": rank.tensor, "context": rank.context, "data": self.replicas}[axis], 1)
+        size, apart = part or ({"tensor": rank.tensor, "context": rank.context, "data": self.layout.replicas}[axis], 1)
         bandwidth, latency = hardware.link(1 if axis == "tensor" else rank.tensor * apart, size)
         if rank.copies and axis == "tensor" and kind != "all-reduce":
             bandwidth, latency = hardware.copy_bandwidth, hardware.copy_latency
@@ -461,21 +444,21 @@ class _Step:
         micro-step, and without use_multi_rank_bucket_allreduce by a reduce to each owner. ZeRO 3 gathers weights ahead
         of time, beside `compute`; with overlap_comm the backward pass, two thirds of it, hides the gradients.
         """
-        if self.replicas == 1:
+        layout, size, stage = self.layout, self.parameters, self.layout.zero_stage
+        if layout.replicas == 1:
             return []
-        if self.fsdp:
+        if layout.engine == "fsdp":
             return list(self._fsdp(compute / self.accumulation))
-        size, stage = self.parameters, self.zero_stage
-        zero = self.cfg.deepspeed.get("zero_optimization", {})
+        zero = zero_optimization(self.cfg)
         bucket = reduce_bucket_size(self.cfg, size)
         buckets = -(-size // bucket) if stage > 1 else 1
         kind = "reduce-scatter" if stage == 3 else "all-reduce"
         if stage == 2 and zero.get("use_multi_rank_bucket_allreduce") is False:
-            kind, buckets = "reduce", buckets + self.replicas - 1  # A part that has two owners is cut.
+            kind, buckets = "reduce", buckets + layout.replicas - 1  # A part that has two owners is cut.
         wide = 2 if self.bf16_gradients else 4
         calls = self.accumulation * buckets if stage > 1 else buckets
         gradients = self._collective("data", "gradients", kind, calls, wide * size // buckets)
-        if stage > 1 and overlaps_reduction(self.cfg) and kind != "reduce":
+        if stage > 1 and layout.reduces_beside and kind != "reduce":
             gradients = _beside(gradients, 2 * compute / 3)
         if stage == 0:
             return [gradients]
@@ -496,9 +479,9 @@ class _Step:
         beside a forward pass, at ZeRO 3 beside every pass. Gradients are reduced beside backward passes, two thirds of
         a micro-step: the last one's, at ZeRO 2 and 3 all of them. Copies of shards exchange sums once a step.
         """
-        stage, shards, element = self.zero_stage, self.owners, self.rank.element
+        layout, shards, element = self.layout, self.layout.shards, self.rank.element
         block, outside = fsdp_groups(self.cfg, self.parameters)
-        backward, reduced = 2 * compute / 3, self.accumulation if stage > 1 else 1
+        backward, reduced = 2 * compute / 3, self.accumulation if layout.reduced == "in every micro-step" else 1
 
         def groups(
             purpose: str, kind: str, times: int, alone: int, width: float, part: tuple[int, int], beside: float
@@ -509,10 +492,10 @@ class _Step:
             yield self._collective("data", f"{purpose} outside of blocks", kind, alone, int(width * outside), part)
 
         if shards > 1:
-            times, beside = (2 * self.accumulation, compute / 2) if stage == 3 else (1, compute / 3)
+            times, beside = (2 * self.accumulation, compute / 2) if layout.zero_stage == 3 else (1, compute / 3)
             yield from groups("weights", "all-gather", times, 1, element, (shards, 1), beside)
             yield from groups("gradients", "reduce-scatter", reduced, reduced, 4, (shards, 1), backward)
-        if (copies := self.replicas // shards) > 1:
+        if (copies := layout.copies) > 1:
             purpose = "gradients of copies" if shards > 1 else "gradients"
             yield from groups(purpose, "all-reduce", 1, 1, 4 / shards, (copies, shards), backward)
 

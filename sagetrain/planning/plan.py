@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from sagetrain.auto.recomputation_choice import least_recomputation
-from sagetrain.config.arithmetic import data_parallel_size, padded_vocab_size, token_multiple
+from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.check import check, placed
 from sagetrain.config.earlier_run import MeasuredRun
 from sagetrain.config.errors import ConfigError, many
@@ -21,17 +21,13 @@ from sagetrain.data.tokenizer import known_tokenizer
 from sagetrain.planning.calibration import calibrate
 from sagetrain.planning.findings import of_plan, on_gpu, out_of_room, precision_of_gpu, with_way_out
 from sagetrain.planning.layouts import (
-    Layout,
     can_run,
-    fastest_linear,
     fewest_gpus,
-    fits_with,
     host_memory_to_offload,
-    layout,
-    memory_of,
     propose,
     propose_smaller_states,
 )
+from sagetrain.planning.priced import PricedLayout, fastest_linear, fits_with, memory_of, priced
 from sagetrain.planning.result import Plan
 from sagetrain.training import inputs
 
@@ -89,7 +85,7 @@ def make_plan(
     configured = _settled(asked, ranks, vocab, hardware, span, possible)
     if measured_tokens_per_second and possible:
         hardware = calibrate(configured, vocab, hardware, measured_tokens_per_second, span)
-    own = layout(configured, ranks, vocab, hardware, span) if possible else None
+    own = priced(configured, ranks, vocab, hardware, span) if possible else None
     chosen = None if refused & _NO_SCHEDULE else own
     proposed = None if refused & _NO_MODEL else propose(asked, ranks, vocab, hardware, span)
     fewest, larger = None, tuple[str, ...]()
@@ -111,7 +107,7 @@ def make_plan(
         assumed_vocab_size=not (asked.model.vocab_size or known),
         findings=[],
         memory=memory_of(described.cfg, described.prediction, vocab) if (described := shown or own) else [],
-        schedule=_schedule(shown, ranks) if shown else [],
+        schedule=_schedule(shown) if shown else [],
         chosen=chosen,
         shown=shown,
         proposed=proposed,
@@ -134,13 +130,12 @@ def _settled(
     return cfg
 
 
-def _schedule(shown: Layout, world_size: int) -> list[ScheduleStage]:
-    multiple = token_multiple(shown.cfg, data_parallel_size(shown.cfg, world_size))
-    return stages(shown.cfg.tokens_per_step, shown.cfg.training.total_tokens, multiple)
+def _schedule(shown: PricedLayout) -> list[ScheduleStage]:
+    return stages(shown.cfg.tokens_per_step, shown.cfg.training.total_tokens, shown.layout.micro_step)
 
 
 def _larger(
-    cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware, proposed: list[Layout], fits: int | None
+    cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware, proposed: list[PricedLayout], fits: int | None
 ) -> Iterator[str]:
     """Yield sentences that say what would fit where no layout does with the optimizer as configured. `proposed` are
     layouts with a smaller state, and from `fits` GPUs on the configured optimizer fits."""

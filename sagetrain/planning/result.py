@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sagetrain.config.errors import Finding
+from sagetrain.config.layout import Layout
 from sagetrain.config.schema import RunConfig
 from sagetrain.config.tokens_per_step import ScheduleStage
 from sagetrain.costs.accounting import MemoryItem, total_bytes
 from sagetrain.costs.hardware import Hardware
 from sagetrain.costs.host_memory import host_memory_per_rank
-from sagetrain.planning.layouts import Layout
+from sagetrain.planning.priced import PricedLayout
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,11 @@ class Plan:
     """Memory of one rank. Empty without a valid layout."""
     schedule: list[ScheduleStage]
     """Schedule of tokens per step. Empty if the layout or the schedule is not valid."""
-    chosen: Layout | None
+    chosen: PricedLayout | None
     """The configured layout. None if errors leave it without a speed."""
-    shown: Layout | None
+    shown: PricedLayout | None
     """The layout that all figures are for: the configured one if it can run or no other can, else the fastest."""
-    proposed: list[Layout] | None
+    proposed: list[PricedLayout] | None
     """The fastest layouts; empty if none fits. None if another layout would not correct the errors."""
     fewest: int | None = None
     """The fewest GPUs on which some layout fits, where none does on these."""
@@ -58,6 +59,11 @@ class Plan:
     def cfg(self) -> RunConfig:
         """The configuration that the figures are for, with what `auto` comes to."""
         return self.shown.cfg if self.shown else self.configured
+
+    @property
+    def layout(self) -> Layout:
+        """The ranks of `cfg` along the axes, and what its engine does when."""
+        return Layout.of(self.cfg, self.world_size)
 
     @property
     def errors(self) -> int:

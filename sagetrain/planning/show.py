@@ -8,19 +8,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from sagetrain.config.arithmetic import (
-    checkpoint_tokens,
-    data_parallel_size,
-    decay_tokens,
-    idle_share,
-    replicas,
-    sharding_in_words,
-    token_multiple,
-    warmup_tokens,
-)
+from sagetrain.config.arithmetic import checkpoint_tokens, decay_tokens, idle_share, warmup_tokens
 from sagetrain.config.earlier_run import read_measured
 from sagetrain.config.errors import ConfigError, Finding, many
 from sagetrain.config.layer_specs import linear_layers
+from sagetrain.config.layout import Layout
 from sagetrain.config.reference import keys
 from sagetrain.config.schema import NoiseAwareTokens, RunConfig
 from sagetrain.config.tokens_per_step import ScheduleStage
@@ -37,10 +29,10 @@ from sagetrain.costs.hardware import H200, Hardware
 from sagetrain.costs.stages import blocks_of_chunks
 from sagetrain.data.open_files import files_of_rank_0
 from sagetrain.planning.changes import overrides_to
-from sagetrain.planning.layouts import usable_memory
 from sagetrain.planning.performance import sample_seconds
 from sagetrain.planning.plan import make_plan
 from sagetrain.planning.prediction import StepPrediction
+from sagetrain.planning.priced import usable_memory
 from sagetrain.planning.result import Plan
 from sagetrain.planning.speed_tables import communication_table, proposal_table, step_table
 from sagetrain.planning.tables import PAGE, Table, facts, print_command, print_line, print_table, print_text, size
@@ -160,9 +152,8 @@ def _brief_table(plan: Plan) -> Table:
     rows = [("model", parameters + f" (vocabulary of {plan.vocab_size:,} assumed)" * plan.assumed_vocab_size)]
     if plan.memory:
         total = total_bytes(plan.memory)
-        sharded = sharding_in_words(plan.cfg, replicas(plan.cfg, plan.world_size))
         instead = "" if plan.name == "as configured" else f"{plan.name}: "
-        rows.append(("layout", f"{instead}{_ranks(plan.cfg, plan.world_size)}, {sharded}"))
+        rows.append(("layout", f"{instead}{_ranks(plan.layout)}, {plan.layout.sharding}"))
         usable = size(usable_memory(plan.hardware))
         rows.append(("memory", f"{size(total)} per rank, of {usable} that {plan.hardware.name} leaves to a run"))
     if plan.shown:
@@ -218,30 +209,27 @@ def _model_table(plan: Plan) -> Table:
 
 
 def _layout_table(plan: Plan) -> Table:
-    cfg, world_size = plan.cfg, plan.world_size
-    data, ranks = cfg.data, data_parallel_size(cfg, world_size)
+    cfg, world_size, layout, data = plan.cfg, plan.world_size, plan.layout, plan.cfg.data
     split = ", sequence parallel" if cfg.parallel.sequence_parallel else ""
-    sharded = sharding_in_words(cfg, replicas(cfg, world_size))
     return facts(f"{'Layout' if plan.shown is plan.chosen else 'Layout 1'} on {many(world_size, 'rank')}", [
-        ("ranks", _ranks(cfg, world_size) + split),
-        ("sharding", f"{sharded}, {cfg.training.dtype}"),
+        ("ranks", _ranks(layout) + split),
+        ("sharding", f"{layout.sharding}, {cfg.training.dtype}"),
         (
             "micro-step",
             f"{many(data.micro_batch_size, 'sequence')} x {data.seq_length:,} tokens "
-            f"x {ranks} = {token_multiple(cfg, ranks):,} tokens",
+            f"x {layout.data} = {layout.micro_step:,} tokens",
         ),
-        *([("pipeline", _stages(cfg, world_size, plan.vocab_size))] if cfg.parallel.pipeline_parallel_size > 1 else []),
+        *([("pipeline", _stages(cfg, layout, plan.vocab_size))] if layout.stages > 1 else []),
         *([("open files", f"up to {files:,} in rank 0 and more for token files; the hard limit (ulimit -Hn) counts")]
           if (files := files_of_rank_0(world_size)) > _USUAL_FILES else []),
     ])  # fmt: skip
 
 
-def _stages(cfg: RunConfig, world_size: int, vocab_size: int) -> str:
+def _stages(cfg: RunConfig, layout: Layout, vocab_size: int) -> str:
     """Return the chunks of a pipeline and its idle share at the smallest and the largest tokens per step."""
-    parallel, sizes = cfg.parallel, cfg.tokens_per_step.named_tokens.values()
-    multiple = token_multiple(cfg, data_parallel_size(cfg, world_size))
+    sizes = cfg.tokens_per_step.named_tokens.values()
     shares = [
-        idle_share(parallel.pipeline_parallel_size, parallel.pipeline_chunks, max(1, tokens // multiple))
+        idle_share(layout.stages, layout.chunks, max(1, tokens // layout.micro_step))
         for tokens in (min(sizes), max(sizes))
     ]
     idle = " to ".join(dict.fromkeys(f"{share:.1%}" for share in shares))
@@ -249,12 +237,10 @@ def _stages(cfg: RunConfig, world_size: int, vocab_size: int) -> str:
     return f"blocks in chunks: {blocks}; stages idle {idle} of a step at least"
 
 
-def _ranks(cfg: RunConfig, world_size: int) -> str:
-    parallel = cfg.parallel
-    context = f" x context parallel {parallel.context_parallel_size}" if parallel.context_parallel_size > 1 else ""
-    pipeline = f" x pipeline parallel {parallel.pipeline_parallel_size}" if parallel.pipeline_parallel_size > 1 else ""
-    copies = data_parallel_size(cfg, world_size)
-    return f"tensor parallel {parallel.tensor_parallel_size}{context}{pipeline} x data parallel {copies}"
+def _ranks(layout: Layout) -> str:
+    context = f" x context parallel {layout.context}" if layout.context > 1 else ""
+    pipeline = f" x pipeline parallel {layout.stages}" if layout.stages > 1 else ""
+    return f"tensor parallel {layout.tensor}{context}{pipeline} x data parallel {layout.data}"
 
 
 def _memory_table(
@@ -276,7 +262,7 @@ def _memory_table(
 def _schedule_table(plan: Plan) -> Table:
     cfg, stages = plan.cfg, plan.schedule
     if isinstance(cfg.tokens_per_step, NoiseAwareTokens):
-        return _bounds_table(cfg, cfg.tokens_per_step, token_multiple(cfg, data_parallel_size(cfg, plan.world_size)))
+        return _bounds_table(cfg, cfg.tokens_per_step, plan.layout.micro_step)
     columns = ("from token", "tokens per step", "micro-steps", "steps", "lr, first step", "lr, last step")
     rows = []
     for row in stages:

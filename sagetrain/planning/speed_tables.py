@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from sagetrain.planning.evidence import evidence, unrecorded
-from sagetrain.planning.layouts import MORE_TOKENS, Layout, usable_memory
+from sagetrain.planning.layouts import MORE_TOKENS
 from sagetrain.planning.prediction import StepPrediction
+from sagetrain.planning.priced import PricedLayout, usable_memory
 from sagetrain.planning.result import Plan
 from sagetrain.planning.tables import Table, facts, milliseconds, size
 
 
-def step_table(plan: Plan, layout: Layout) -> Table:
+def step_table(plan: Plan, layout: PricedLayout) -> Table:
     """Return a table of the parts of a layout's step that take time."""
     prediction, documents, hardware = layout.prediction, layout.cfg.data.document_attention, plan.hardware
     hosts = -(-prediction.world_size // hardware.gpus_per_host)
@@ -51,7 +52,7 @@ def step_table(plan: Plan, layout: Layout) -> Table:
     )
 
 
-def _mfu(layout: Layout) -> str:
+def _mfu(layout: PricedLayout) -> str:
     """Return the MFU in words, and the figures of perf/mfu and perf/mfu_full_attention where those differ."""
     prediction, others = layout.prediction, []
     mixed = prediction.peak_of_precisions != prediction.peak_flops
@@ -78,7 +79,7 @@ def communication_table(prediction: StepPrediction, name: str) -> Table:
     return Table(title, ("axis", "what", "collective", *numbers), rows, numbers=numbers, caption=caption)
 
 
-def proposal_table(plan: Plan, proposed: list[Layout]) -> Table:
+def proposal_table(plan: Plan, proposed: list[PricedLayout]) -> Table:
     """Return a table of the best layouts, with the configured one among them or below."""
     columns = ("TP", "CP", "PP", "SP", "ZeRO", "recompute", "micro batch", "engine", "linear", "tokens/s", "MFU")
     numbers = (*columns, "memory")

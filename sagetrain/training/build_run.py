@@ -31,8 +31,9 @@ from sagetrain.cluster.join import init_distributed
 from sagetrain.cluster.preflight import to_stderr
 from sagetrain.cluster.rendezvous import ended_by_signals
 from sagetrain.cluster.run_folder import RunFolder
-from sagetrain.config.arithmetic import engine_of, padded_vocab_size, resolved_zero_stage, token_multiple
+from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.errors import ConfigError
+from sagetrain.config.layout import Layout
 from sagetrain.config.rules.data import TEXT_PREFIX, chat_templates, prepared, text_prefixes
 from sagetrain.config.schema import RunConfig
 from sagetrain.config.tokens_per_step import tokens_per_step
@@ -284,6 +285,7 @@ def compiles(cfg: RunConfig, device: torch.device) -> bool:
 def make_engine(settled: Settled, files: CheckedFiles, met: Meeting) -> Engine:
     """Make the model and its engine, and print what runs; collective."""
     cfg, vocab_size = settled.cfg, padded_vocab_size(files.vocab_size)
+    layout = Layout.of(cfg, met.groups.topology.world_size)
     model = Transformer(
         cfg.model,
         cfg.attention,
@@ -304,16 +306,16 @@ def make_engine(settled: Settled, files: CheckedFiles, met: Meeting) -> Engine:
     )
     compiled = compiles(cfg, met.device)
     if compiled:
-        sharded = engine_of(cfg) == "fsdp"
-        whole = resolved_zero_stage(cfg) == 3 and not sharded
+        sharded = layout.engine == "fsdp"
+        whole = layout.zero_stage == 3 and not sharded
         compile_blocks(model, hooks=sharded, whole=whole)
-    micro_steps = tokens_per_step(cfg.tokens_per_step, 0) // token_multiple(cfg, met.groups.dp_size)
+    micro_steps = tokens_per_step(cfg.tokens_per_step, 0) // layout.micro_step
     engine = build_engine(cfg, model, met.groups, micro_steps)
     said = start_lines(cfg, engine, vocab_size, compiled, settled.reasons)
     met.reporter.say("\n".join(said[:3]))
     for line in said[3:]:
         met.reporter.keep(line)
-    if resolved_zero_stage(cfg) != cfg.parallel.zero_stage:
+    if layout.zero_stage != cfg.parallel.zero_stage:
         met.reporter.say("parallel.zero_stage 0 runs as 1: DeepSpeed's bf16 at stage 0 changes the weights at start-up")
     return engine
 

@@ -14,8 +14,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sagetrain.config.arithmetic import padded_vocab_size, shards_weights
+from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.errors import ConfigError, Finding
+from sagetrain.config.layout import Layout
 from sagetrain.config.rules.findings import error, warning
 from sagetrain.config.schema import DataSource, RunConfig
 from sagetrain.costs.accounting import checkpoint_bytes
@@ -86,7 +87,9 @@ def findings(cfg: RunConfig, tokenizer: Tokenizer | None) -> Iterator[Finding]:
                 yield warning("prompt", f"evaluation.samples_prompts.{number}", prompt, INSIDE, LEAVE_OUT)
     if tasks := cfg.evaluation.tasks:
         with suppress(ImportError):  # A plan may be made without the harness.
-            yield from _refused("evaluation.tasks", tasks, lambda: _tasks(tasks, shards_weights(cfg)))
+            yield from _refused(
+                "evaluation.tasks", tasks, lambda: _tasks(tasks, not Layout.of(cfg).whole_between_passes)
+            )
     # Without the folder, the plan is for another machine.
     if vocab_size and Path(cfg.training.run_dir).is_dir():
         padded = padded_vocab_size(vocab_size)

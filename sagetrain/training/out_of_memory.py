@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from sagetrain.config.arithmetic import padded_vocab_size, resolved_zero_stage
+from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.errors import TrainingError
+from sagetrain.config.layout import Layout
 from sagetrain.config.schema import RunConfig
 from sagetrain.costs.accounting import memory_per_rank, total_bytes
 
@@ -73,7 +74,7 @@ def memory_explained(cfg: RunConfig, vocab_size: int) -> AbstractContextManager[
     ways = {
         "data.micro_batch_size": cfg.data.micro_batch_size,
         "training.activation_checkpointing": cfg.training.activation_checkpointing,
-        "parallel.zero_stage": resolved_zero_stage(cfg),
+        "parallel.zero_stage": Layout.of(cfg).zero_stage,
         "parallel.tensor_parallel_size": cfg.parallel.tensor_parallel_size,
     }
     return explained(Path(cfg.training.run_dir), dist.get_rank(), predicted, ways)

@@ -17,7 +17,7 @@ from sagetrain.checkpoint.saving import Saver
 from sagetrain.checkpoint.state import Identity, InitFromRecord, RunState, SettledAttention, SettledLinear, Texts
 from sagetrain.cluster.guard import StopSignal, Watchdog
 from sagetrain.cluster.run_folder import RunFolder
-from sagetrain.config.arithmetic import engine_of, token_multiple
+from sagetrain.config.layout import Layout
 from sagetrain.config.schema import RunConfig
 from sagetrain.data.loader import Loader, SampleStream
 from sagetrain.data.tokenizer import Tokenizer
@@ -103,7 +103,7 @@ class Run:
     @property
     def micro_step(self) -> int:
         """The number of tokens in one micro-batch of all ranks together."""
-        return token_multiple(self.cfg, self.engine.groups.dp_size)
+        return Layout.of(self.cfg, self.engine.groups.topology.world_size).micro_step
 
     @property
     def texts(self) -> Texts:
@@ -138,7 +138,7 @@ class Run:
             text_prefix=self.texts.prefix,
             chat_template=self.files.chat_template,
             identity=self.files.identity,
-            engine=engine_of(self.settled.cfg),
+            engine=Layout.of(self.settled.cfg).engine,
             attention=SettledAttention(attention.backend, attention.recipe),
             linear=SettledLinear(linear.precision, linear.recipe, linear.keep_layers_below),
             overlap=overlap_choice.record(self.settled.cfg),

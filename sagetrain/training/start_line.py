@@ -7,8 +7,8 @@ import torch.distributed as dist
 
 from sagetrain import __version__
 from sagetrain.auto.settled import Reasons
-from sagetrain.config.arithmetic import sharding_in_words
 from sagetrain.config.errors import many
+from sagetrain.config.layout import Layout
 from sagetrain.config.schema import RunConfig
 from sagetrain.costs.accounting import num_parameters
 from sagetrain.costs.stages import blocks_of_chunks
@@ -34,8 +34,7 @@ def start_lines(cfg: RunConfig, engine: Engine, vocab_size: int, compiled: bool,
     if groups.pp_size > 1:
         chunks = " and ".join(", ".join(map(str, blocks_of_chunks(cfg, vocab_size))).rsplit(", ", 1))
         pipeline = f" x pipeline parallel {groups.pp_size} (blocks in chunks: {chunks})"
-    ranks, sharded = dist.get_world_size(), sharding_in_words(cfg, groups.num_replicas)
-    device = engine.device
+    sharded, device = Layout.of(cfg, ranks).sharding, engine.device
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type}"
     lines = [
         f"sagetrain {__version__}: {size:,} parameters, {many(ranks, 'rank')} on {where} (tensor parallel "

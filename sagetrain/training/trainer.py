@@ -22,8 +22,9 @@ from sagetrain.checkpoint import on_disk
 from sagetrain.checkpoint.ledger import TrainState, check_consumed
 from sagetrain.checkpoint.reading import Reader
 from sagetrain.checkpoint.state import Texts
-from sagetrain.config.arithmetic import checkpoint_tokens, engine_of, padded_vocab_size
+from sagetrain.config.arithmetic import checkpoint_tokens, padded_vocab_size
 from sagetrain.config.errors import CheckpointError, Finding, TrainingError, many
+from sagetrain.config.layout import Layout
 from sagetrain.config.load import dump_config
 from sagetrain.config.schema import NoiseAwareTokens
 from sagetrain.config.tokens_per_step import stages
@@ -182,7 +183,7 @@ class Trainer:
         if run.met.main:
             for finding in self._findings:
                 self._reporter.keep(f"{finding.level}: {finding}")
-            engine = engine_of(run.settled.cfg)
+            engine = Layout.of(run.settled.cfg).engine
             run.files.folder.describe(cfg, engine, self.engine.settings, self._findings)
         self._reporter.open(
             run.files.folder.path,

@@ -9,7 +9,7 @@ import pytest
 
 import tiny
 from sagetrain.auto.kept import Kept, kept_engine
-from sagetrain.config.arithmetic import engine_of
+from sagetrain.config.layout import Layout
 
 OLD: tuple[None, dict[str, Any]] = None, {}
 """The state and the configuration of a checkpoint of the time when `auto` was DeepSpeed."""
@@ -34,5 +34,5 @@ OLD: tuple[None, dict[str, Any]] = None, {}
 def test_auto_is_the_engine_that_the_run_had(recorded, parallel, engine, rule) -> None:
     state, asked = recorded
     cfg, found = kept_engine(tiny.config(1, "bf16", parallel=parallel), Kept.of(tiny.run_state(engine=state), asked))
-    assert engine_of(cfg) == engine
+    assert Layout.of(cfg).engine == engine
     assert (found and (found.rule, found.level, found.key)) == (rule and (rule, "info", "parallel.engine"))

@@ -14,7 +14,7 @@ import tiny
 from distributed import run_distributed
 from fake_graph import FakeGraph, differences
 from sagekernels.autograd import DOCUMENT_BOUNDS
-from sagetrain.config.arithmetic import recorded
+from sagetrain.config.layout import Layout
 from sagetrain.config.rules.engine import findings
 from sagetrain.data.loader import Batch, Sample, batch_of
 from sagetrain.engines import replayed
@@ -259,7 +259,8 @@ def test_what_cannot_be_recorded_goes_on_by_the_host() -> None:
 )
 def test_settings_that_keep_micro_steps_by_the_host(key: str, value: Any, why: str, fix: str) -> None:
     cfg = tiny.config(1, "bf16", parallel={key: value}, training={"cuda_graphs": "on"})
-    (finding,) = (found for found in findings(cfg) if found.key == "training.cuda_graphs")
+    layout = Layout.of(cfg)
+    (finding,) = (found for found in findings(cfg, layout) if found.key == "training.cuda_graphs")
     assert finding.message == f"micro-steps cannot be CUDA graphs: parallel.{key} is {value}, where {why}"
     assert finding.fix == f"{fix}, or set cuda_graphs: auto"
-    assert not recorded(cfg)
+    assert not layout.recorded

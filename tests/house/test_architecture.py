@@ -232,6 +232,7 @@ def test_few_files_see_the_whole_configuration():
         "sagetrain/planning/offload.py",
         "sagetrain/costs/host_memory.py",
         "sagetrain/planning/layouts.py",
+        "sagetrain/planning/priced.py",
         "sagetrain/planning/changes.py",
         "sagetrain/planning/findings.py",
         "sagetrain/planning/plan.py",

@@ -10,23 +10,20 @@ import pytest
 
 from planned import CONFIGS, NOISE_AWARE, VOCAB, config, layout_of
 from sagetrain.config import load_config
-from sagetrain.config.arithmetic import data_parallel_size, replicas, resolved_zero_stage, token_multiple
 from sagetrain.config.check import check
+from sagetrain.config.layout import Layout
 from sagetrain.config.rules import fit
 from sagetrain.costs.accounting import overlaps, total_bytes
 from sagetrain.costs.hardware import H200, HARDWARE
-from sagetrain.planning import layouts
+from sagetrain.planning import layouts, priced
 from sagetrain.planning.changes import overrides_to
 from sagetrain.planning.layouts import (
-    fastest_linear,
     fewest_gpus,
-    host_finding,
-    layout,
     propose,
-    usable_memory,
 )
 from sagetrain.planning.performance import predict, with_overlap
 from sagetrain.planning.plan import ASSUMED_VOCAB_SIZE, make_plan
+from sagetrain.planning.priced import fastest_linear, host_finding, usable_memory
 
 
 @pytest.mark.parametrize(("name", "world_size", "gpu"), [
@@ -45,12 +42,12 @@ def test_proposals_fit_are_ranked_and_come_from_their_overrides(name, world_size
         assert again.linear == cfg.linear  # The precision stays auto, which is decided for each layout.
         again = again.model_copy(update={"linear": fastest_linear(again, VOCAB, hardware, None)})
         assert again.linear == item.cfg.linear
-        assert layout(again, world_size, VOCAB, hardware) == dataclasses.replace(item, cfg=again)
+        assert priced.priced(again, world_size, VOCAB, hardware) == dataclasses.replace(item, cfg=again)
         assert not [f for f in fit(again, world_size, VOCAB) if f.level == "error"]
         assert item.memory <= usable_memory(hardware) < hardware.memory
         assert 0.02 < item.prediction.mfu < 0.7
         # ZeRO 2 and 3 share nothing where a model has one replica.
-        assert resolved_zero_stage(item.cfg) == 1 or replicas(item.cfg, world_size) > 1
+        assert item.layout.zero_stage == 1 or item.layout.replicas > 1
 
 
 @pytest.mark.parametrize("gpu", HARDWARE)
@@ -88,7 +85,7 @@ def test_proposals_keep_the_multiple_of_a_ramp():
     assert proposed
     for item in proposed:
         again = config("7b", *overrides_to(cfg, item.cfg))
-        assert again.tokens_per_step.rounding % token_multiple(again, data_parallel_size(again, 96)) == 0
+        assert again.tokens_per_step.rounding % Layout.of(again, 96).micro_step == 0
         assert not [f for f in fit(again, 96, VOCAB) if f.level == "error"]
 
 
@@ -121,10 +118,10 @@ def test_the_best_layout_is_its_own_best():
 def test_memory_is_that_of_the_predicted_way():
     """The prediction is for halves, although the work of a block alone would suggest whole blocks."""
     cfg = config("1b", *layout_of(4), "data.micro_batch_size=8", "parallel.tensor_parallel_overlap=auto")
-    ways = [layout(with_overlap(cfg, how), 4, VOCAB, H200) for how in ("off", "on")]
+    ways = [priced.priced(with_overlap(cfg, how), 4, VOCAB, H200) for how in ("off", "on")]
     faster = max(ways, key=lambda way: way.prediction.tokens_per_second)
     assert faster.prediction.overlap != overlaps(cfg) and ways[0].memory != ways[1].memory
-    decided = layout(cfg, 4, VOCAB, H200)
+    decided = priced.priced(cfg, 4, VOCAB, H200)
     assert (decided.memory, decided.prediction) == (faster.memory, faster.prediction)
     words = ["parallel.tensor_parallel_size=4", "data.micro_batch_size=8"]
     plan = make_plan(CONFIGS / "1b.yaml", words, 4, H200)
@@ -172,7 +169,7 @@ def test_proposed_layouts_are_priced_as_a_run_would_decide(monkeypatch):
     auto, asked = load_config(CONFIGS / "1b.yaml", ["linear.precision=auto"]), []
     # The less of a layer is in 8 bits, the faster it is here. Gate and up are one layer.
     with monkeypatch.context() as patched:
-        patched.setattr(layouts, "predict", lambda cfg, *_: Namespace(tokens_per_second=cfg.linear.keep_layers_below))
+        patched.setattr(priced, "predict", lambda cfg, *_: Namespace(tokens_per_second=cfg.linear.keep_layers_below))
         assert fastest_linear(auto, ASSUMED_VOCAB_SIZE, H200, None).keep_layers_below == 2 * 5632 * 2048
 
     def decide(cfg, *_):
@@ -196,8 +193,7 @@ def test_layouts_for_a_noise_aware_schedule_keep_its_multiple():
     found = make_plan(CONFIGS / "325m.yaml", overrides, 8, H200).proposed
     assert found
     for item in found:
-        tokens, data = item.cfg.tokens_per_step, item.cfg.data
-        micro_step = data.micro_batch_size * data.seq_length * data_parallel_size(item.cfg, 8)
+        tokens, data, micro_step = item.cfg.tokens_per_step, item.cfg.data, item.layout.micro_step
         assert all(size % tokens.rounding == 0 for size in (tokens.start, tokens.floor, tokens.ceiling))
         assert tokens.rounding % micro_step == 0
         assert tokens.floor > data.micro_batch_size * data.seq_length
@@ -245,7 +241,7 @@ def test_every_proposal_holds_when_it_is_pasted(name, ranks, gpu, overrides):
         cfg = load_config(file, changes)
         assert not [f for f in check(cfg, ranks, files=False) if f.level == "error"], changes
         cfg = cfg.model_copy(update={"linear": fastest_linear(cfg, plan.vocab_size, hardware, None)})
-        pasted = layout(cfg, ranks, plan.vocab_size, hardware)
+        pasted = priced.priced(cfg, ranks, plan.vocab_size, hardware)
         assert (pasted.prediction, pasted.memory) == (item.prediction, item.memory), changes
         assert pasted.memory <= usable_memory(hardware)
         assert host_finding(cfg, ranks, plan.vocab_size, hardware) is None

@@ -15,9 +15,9 @@ from sagetrain.costs.hardware import HARDWARE, cluster_of
 from sagetrain.costs.host_memory import host_memory_per_rank
 from sagetrain.planning import layouts
 from sagetrain.planning.evidence import evidence
-from sagetrain.planning.layouts import host_finding
 from sagetrain.planning.performance import predict
 from sagetrain.planning.plan import make_plan
+from sagetrain.planning.priced import host_finding
 from sagetrain.planning.result import Plan
 from sagetrain.training import build_run
 

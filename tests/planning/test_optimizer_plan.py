@@ -13,9 +13,9 @@ from sagetrain.config.load import load_config
 from sagetrain.costs.accounting import memory_per_rank, muon_parameters, num_parameters, save_host_bytes, total_bytes
 from sagetrain.costs.hardware import HARDWARE, Hardware, cluster_of
 from sagetrain.planning.changes import overrides_to
-from sagetrain.planning.layouts import usable_memory
 from sagetrain.planning.performance import predict
 from sagetrain.planning.plan import make_plan
+from sagetrain.planning.priced import usable_memory
 from sagetrain.planning.show import show_plan
 
 CONFIG, VOCAB = Path(__file__).parents[2] / "configs/1b.yaml", 32_768

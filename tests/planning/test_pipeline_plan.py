@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from sagetrain.config import load_config
-from sagetrain.config.arithmetic import engine_of, idle_share, padded_vocab_size
+from sagetrain.config.arithmetic import idle_share, padded_vocab_size
+from sagetrain.config.layout import Layout
 from sagetrain.config.schema import RunConfig
 from sagetrain.costs.accounting import _activations, _memory, memory_per_rank, rank_of, total_bytes
 from sagetrain.costs.hardware import HARDWARE
@@ -18,8 +19,9 @@ from sagetrain.parallel.orders import in_flight, orders
 from sagetrain.planning import performance
 from sagetrain.planning.changes import overrides_to
 from sagetrain.planning.evidence import MARGINS, evidence
-from sagetrain.planning.layouts import fastest_linear, layout, propose, usable_memory
+from sagetrain.planning.layouts import propose
 from sagetrain.planning.performance import predict
+from sagetrain.planning.priced import fastest_linear, priced, usable_memory
 
 CONFIGS, H100 = Path(__file__).parents[2] / "configs", HARDWARE["h100"]
 VOCAB = padded_vocab_size(128_256)
@@ -50,10 +52,11 @@ def test_figures_are_those_of_the_order(stages: int, chunks: int, micros: int) -
     working = prediction.matmul + prediction.attention + prediction.elementwise + prediction.launching
     assert prediction.idle == pytest.approx(working * (stages - 1) / (chunks * micros))
     assert prediction.idle / (prediction.idle + working) == pytest.approx(idle_share(stages, chunks, micros))
+    layout = Layout.of(cfg, stages)
     for stage in range(stages):
-        part = held(cfg, stages, VOCAB, stage)
+        part = held(cfg, layout, VOCAB, stage)
         assert part.kept == in_flight(order[stage]) / chunks
-        kept = next(item for item in _memory(cfg, stages, VOCAB, stage) if item.name == "activations")
+        kept = next(item for item in _memory(cfg, layout, VOCAB, stage) if item.name == "activations")
         one, _ = _activations(part.cfg, rank_of(part.cfg))
         assert kept.bytes == pytest.approx(part.kept * one.bytes, rel=1e-6)
 
@@ -61,9 +64,10 @@ def test_figures_are_those_of_the_order(stages: int, chunks: int, micros: int) -
 @pytest.mark.parametrize("more", [[], ["training.activation_checkpointing=11"], ["parallel.pipeline_chunks=2"]])
 def test_stages_that_are_left_out_are_no_larger_and_no_slower(more: list[str]) -> None:
     cfg = config(8, 1, 16, *more)
-    every = max(total_bytes(_memory(cfg, 8, VOCAB, stage)) for stage in range(8))
+    layout = Layout.of(cfg, 8)
+    every = max(total_bytes(_memory(cfg, layout, VOCAB, stage)) for stage in range(8))
     assert total_bytes(memory_per_rank(cfg, 8, VOCAB)) == every and len(different_stages(cfg, VOCAB)) < 7
-    slowest = max(sum(performance._Step(cfg, 8, VOCAB, H100, None, stage).compute()) for stage in range(8))
+    slowest = max(sum(performance._Step(cfg, layout, VOCAB, H100, None, stage).compute()) for stage in range(8))
     prediction = predict(cfg, 8, VOCAB, H100)
     assert prediction.matmul + prediction.attention + prediction.elementwise == pytest.approx(16 * slowest)
 
@@ -103,7 +107,7 @@ def test_pipelines_are_proposed_where_they_win() -> None:
     pasted = load_config(CONFIGS / "8b.yaml", overrides_to(eight, best.cfg))
     assert pasted.parallel.pipeline_parallel_size == best.cfg.parallel.pipeline_parallel_size > 1
     again = pasted.model_copy(update={"linear": best.cfg.linear})
-    assert layout(again, 8, VOCAB, H100).prediction == best.prediction
+    assert priced(again, 8, VOCAB, H100).prediction == best.prediction
     named = load_config(CONFIGS / "8b.yaml", ["parallel.engine=deepspeed"])
     uncut = propose(named, 8, VOCAB, H100)
     assert {item.cfg.parallel.pipeline_parallel_size for item in uncut} == {1}
@@ -122,7 +126,7 @@ def test_70b_on_512_gpus_is_a_pipeline_on_a_slow_network() -> None:
             cfg = load_config(CONFIGS / "8b.yaml", [*LLAMA_70B, f"parallel.engine={engine}"])
             for item in propose(cfg, 512, VOCAB, hardware):
                 parallel = item.cfg.parallel
-                way = engine_of(item.cfg) if parallel.pipeline_parallel_size == 1 else "pipeline"
+                way = item.layout.engine if parallel.pipeline_parallel_size == 1 else "pipeline"
                 assert parallel.tensor_parallel_size <= 8
                 rates.setdefault((network, way), item.prediction.tokens_per_second)
     assert (1.0, "pipeline") not in rates
@@ -140,7 +144,7 @@ def test_the_tables_of_the_cluster_guide_are_what_is_planned() -> None:
         for overrides, *figures in rows:
             cfg = load_config(CONFIGS / "8b.yaml", [*base, *re.findall(r"[\w.]+=\w+", overrides)])
             cfg = cfg.model_copy(update={"linear": fastest_linear(cfg, VOCAB, H100, None)})
-            found = [layout(cfg, ranks, VOCAB, hardware) for hardware in networks]
+            found = [priced(cfg, ranks, VOCAB, hardware) for hardware in networks]
             idle = found[0].prediction.idle / found[0].prediction.seconds
             planned = [f"{item.prediction.tokens_per_second:,.0f}" for item in found]
             assert figures == [*planned, f"{found[0].memory / 2**30:.1f}", f"{idle:.0%}".replace("%", " %")]

@@ -11,7 +11,6 @@ from rich.console import Console
 
 from sagetrain import api
 from sagetrain.config import load_config
-from sagetrain.config.arithmetic import engine_of
 from sagetrain.config.schema import AttentionConfig
 from sagetrain.costs import hardware
 from sagetrain.costs.accounting import num_parameters
@@ -58,7 +57,7 @@ def test_the_faster_engine_is_proposed():
     assert not found("parallel.zero_stage=1", "parallel.engine=fsdp")
     of_deepspeed = "parallel.zero_stage=3", "parallel.gradient_reduction=bf16"
     assert not found(*of_deepspeed)
-    engines = [{engine_of(item.cfg) for item in made(*how).proposed if item.cfg.parallel.zero_stage == 3}
+    engines = [{item.layout.engine for item in made(*how).proposed if item.cfg.parallel.zero_stage == 3}
                for how in ((), of_deepspeed)]  # fmt: skip
     assert engines == [{"fsdp"}, {"deepspeed"}]
 

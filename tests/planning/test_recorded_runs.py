@@ -12,7 +12,8 @@ from unittest.mock import patch
 import pytest
 
 from sagetrain.config import load_config
-from sagetrain.config.arithmetic import padded_vocab_size, resolved_zero_stage
+from sagetrain.config.arithmetic import padded_vocab_size
+from sagetrain.config.layout import Layout
 from sagetrain.costs import operations
 from sagetrain.costs.accounting import memory_per_rank, num_parameters
 from sagetrain.costs.hardware import H200, HARDWARE
@@ -516,7 +517,7 @@ def is_within_its_margin(cfg, ranks, vocab_size, hardware, tokens_per_second):
 def memory_then(cfg, ranks):
     """Return the GiB that plan predicts, with the 16-bit gradients of those runs."""
     items = {item.name: item.bytes for item in memory_per_rank(cfg, ranks, VOCAB)}
-    kept = items["gradients"] / 2 if resolved_zero_stage(cfg) == 1 else 0
+    kept = items["gradients"] / 2 if Layout.of(cfg).zero_stage == 1 else 0
     return (sum(items.values()) + kept) / 2**30
 
 

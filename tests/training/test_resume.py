@@ -27,7 +27,6 @@ from runs import at_step, check_same, finish, free_port, kill_all, log_of, ranks
 from sagetrain.cli.exits import Errors
 from sagetrain.cluster.guard import StopSignal
 from sagetrain.config import ConfigError, RunConfig
-from sagetrain.config.arithmetic import engine_of
 from sagetrain.costs.hardware import H200
 from sagetrain.planning.plan import make_plan
 from sagetrain.training.build_run import build
@@ -113,7 +112,7 @@ def of_the_former_default(corpus: str, whole: str, cut: str) -> tuple[list[tuple
     assert engines == ["deepspeed"]
     plan = make_plan(folder / "config.yaml", ["parallel.engine=auto"], 1, H200)
     assert ("engine_kept", "info", "parallel.engine") in [(f.rule, f.level, f.key) for f in plan.findings]
-    assert engine_of(plan.cfg) == "deepspeed"
+    assert plan.layout.engine == "deepspeed"
     return [*ends, alone(corpus, cut, False, said=said)], said
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sagetrain.config.errors import Finding
+from sagetrain.config.layout import Layout
 from sagetrain.config.rules import (
     engine,
     layout,
@@ -25,14 +26,15 @@ def fit(cfg: RunConfig, world_size: int, vocab_size: int | None = None) -> list[
         world_size: number of ranks of the launch.
         vocab_size: vocabulary size of the tokenizer, when it is known.
     """
+    where = Layout.of(cfg, world_size)
     return [
         *model.findings(cfg),
         *linear.findings(cfg),
-        *layout.findings(cfg, world_size, vocab_size),
-        *pipeline.findings(cfg, world_size),
-        *schedule.findings(cfg, world_size),
-        *optimizer.findings(cfg),
-        *engine.findings(cfg),
-        *stability.findings(cfg),
+        *layout.findings(cfg, where, vocab_size),
+        *pipeline.findings(cfg, where),
+        *schedule.findings(cfg, where),
+        *optimizer.findings(cfg, where),
+        *engine.findings(cfg, where),
+        *stability.findings(cfg, where),
         *repeated.findings(cfg),
     ]

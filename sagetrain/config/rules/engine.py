@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sagetrain.config.arithmetic import engine_of, not_recorded, resolved_zero_stage
 from sagetrain.config.errors import Finding
+from sagetrain.config.layout import Layout, zero_optimization
 from sagetrain.config.rules.findings import by_deepspeed, error, no_effect, warning
 from sagetrain.config.schema import RunConfig
 
@@ -153,7 +153,7 @@ key of DeepSpeed is refused until it has been tested in the same way."""
 _SECTIONS = {key[: place.start()] for key in PROVEN for place in re.finditer(r"\.", key)}
 
 
-def _reduction(cfg: RunConfig, zero: dict[str, Any]) -> Iterator[Finding]:
+def _reduction(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
     """Check how gradients are summed over ranks (docs/gradients.md)."""
     if cfg.parallel.gradient_reduction == "bf16" and cfg.training.dtype != "bf16":
         yield error(
@@ -163,8 +163,9 @@ def _reduction(cfg: RunConfig, zero: dict[str, Any]) -> Iterator[Finding]:
             f"would round the gradients of a run in {cfg.training.dtype}",
             "use fp32, or training.dtype bf16",
         )
-    key, overlap = "deepspeed.zero_optimization.overlap_comm", zero.get("overlap_comm", False)
-    if overlap and resolved_zero_stage(cfg) < 2:
+    key, zero = "deepspeed.zero_optimization.overlap_comm", zero_optimization(cfg)
+    overlap = zero.get("overlap_comm", False)
+    if overlap and layout.zero_stage < 2:
         yield error(
             "deepspeed_overlap",
             key,
@@ -172,7 +173,7 @@ def _reduction(cfg: RunConfig, zero: dict[str, Any]) -> Iterator[Finding]:
             "is for ZeRO 2 and 3: at 0 and 1 DeepSpeed reduces nothing during backward",
             "remove it and use parallel.engine fsdp, which does at ZeRO 0 and 1, or parallel.zero_stage 2 or 3",
         )
-    elif overlap and resolved_zero_stage(cfg) == 2 and zero.get("use_multi_rank_bucket_allreduce") is False:
+    elif overlap and layout.zero_stage == 2 and zero.get("use_multi_rank_bucket_allreduce") is False:
         yield warning(
             "deepspeed_overlap",
             key,
@@ -182,14 +183,14 @@ def _reduction(cfg: RunConfig, zero: dict[str, Any]) -> Iterator[Finding]:
         )
 
 
-def findings(cfg: RunConfig) -> Iterator[Finding]:
+def findings(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
     """Find keys that another engine has, and keys of the `deepspeed` section that contradict SageTrain's keys, were
     never tested, or have a wrong value."""
-    refusal = not_recorded(cfg) if cfg.training.cuda_graphs == "on" else None
+    refusal = layout.not_recorded if cfg.training.cuda_graphs == "on" else None
     if refusal:
         why = f"micro-steps cannot be CUDA graphs: {refusal.key} is {refusal.value}, where {refusal.why}"
         yield error("cuda_graphs_off", "training.cuda_graphs", "on", why, f"{refusal.fix}, or set cuda_graphs: auto")
-    if engine_of(cfg) == "fsdp":
+    if layout.engine == "fsdp":
         yield from _fsdp(cfg)
         yield from _offload(cfg)
         return
@@ -218,9 +219,7 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
             0,
             "runs as stage 1: DeepSpeed's bf16 at stage 0 applies weight decay before training",
         )
-    zero = cfg.deepspeed.get("zero_optimization", {})
-    zero = zero if isinstance(zero, dict) else {}
-    yield from _reduction(cfg, zero)
+    yield from _reduction(cfg, layout)
     yield from _keys("", cfg.deepspeed)
 
 

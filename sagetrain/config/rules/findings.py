@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sagetrain.config.arithmetic import only_deepspeed
 from sagetrain.config.errors import Finding
+from sagetrain.config.layout import only_deepspeed
 from sagetrain.config.schema import EvaluationConfig, RunConfig
 
 

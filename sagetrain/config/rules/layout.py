@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import gcd
 
-from sagetrain.config.arithmetic import VOCAB_MULTIPLE, padded_vocab_size, shards_weights
+from sagetrain.config.arithmetic import VOCAB_MULTIPLE, padded_vocab_size
 from sagetrain.config.errors import Finding, many
+from sagetrain.config.layout import Layout
 from sagetrain.config.rules.findings import divisors, error, neighbours, no_effect, samples_off
 from sagetrain.config.schema import RunConfig
 
@@ -25,10 +26,10 @@ def launch(cfg: RunConfig, world_size: int) -> Iterator[Finding]:
         )
 
 
-def findings(cfg: RunConfig, world_size: int, vocab_size: int | None) -> Iterator[Finding]:
+def findings(cfg: RunConfig, layout: Layout, vocab_size: int | None) -> Iterator[Finding]:
     """Check the sizes that the tensor- and context-parallel sizes have to divide, and what sharded weights exclude.
     `vocab_size` is that of the tokenizer, when it is known."""
-    if shards_weights(cfg) and cfg.evaluation.samples_every_tokens is not None:
+    if not layout.whole_between_passes and cfg.evaluation.samples_every_tokens is not None:
         yield error(
             "samples_at_zero_3",
             "evaluation.samples_every_tokens",
@@ -36,7 +37,7 @@ def findings(cfg: RunConfig, world_size: int, vocab_size: int | None) -> Iterato
             "text takes a pass over all weights for every token, and parallel.zero_stage 3 would gather them each time",
             f"set parallel.zero_stage: 2, or {samples_off(cfg.evaluation)} and take `sagetrain generate`",
         )
-    yield from _ranks(cfg, world_size)
+    yield from _ranks(cfg, layout)
     yield from _slices(cfg)
     yield from _vocabulary(cfg, vocab_size)
     tensor = cfg.parallel.tensor_parallel_size
@@ -46,10 +47,10 @@ def findings(cfg: RunConfig, world_size: int, vocab_size: int | None) -> Iterato
         yield no_effect("parallel.tensor_parallel_overlap", "on", "tensor_parallel_size 1")
 
 
-def _ranks(cfg: RunConfig, world_size: int) -> Iterator[Finding]:
+def _ranks(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
     """Check that the sizes of all axes divide the ranks."""
-    tensor, context = cfg.parallel.tensor_parallel_size, cfg.parallel.context_parallel_size
-    pipeline, both = cfg.parallel.pipeline_parallel_size, _tensor_and_context(cfg)
+    tensor, context, pipeline = layout.tensor, layout.context, layout.stages
+    world_size, replicas, both = layout.world_size, layout.replicas, _tensor_and_context(cfg)
     stages = f" x pipeline_parallel_size {pipeline}" if pipeline > 1 else ""
     if world_size % tensor:
         yield error(
@@ -77,7 +78,7 @@ def _ranks(cfg: RunConfig, world_size: int) -> Iterator[Finding]:
             f"use {divisors(world_size // (tensor * context))}, or start a multiple of {tensor * context * pipeline} "
             "ranks",
         )
-    elif (replicas := world_size // (tensor * pipeline)) % (size := cfg.parallel.shard_size or 1):
+    elif replicas % (size := cfg.parallel.shard_size or 1):
         yield error(
             "shard_size",
             "parallel.shard_size",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sagetrain.config.arithmetic import engine_of
 from sagetrain.config.errors import Finding
+from sagetrain.config.layout import Layout
 from sagetrain.config.rules.findings import by_deepspeed, error, no_effect, warning
 from sagetrain.config.schema import OptimizerConfig, RunConfig
 
@@ -15,19 +15,19 @@ _BF16_STEP = 2**-8
 """A change of a number by less than half of this part is lost in bf16."""
 
 
-def findings(cfg: RunConfig) -> Iterator[Finding]:
+def findings(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
     """Check that an optimizer reads the settings of Muon, that they leave matrices to it, and that moments can
     move."""
     yield from _muon(cfg.optimizer)
     yield from _moments(cfg.optimizer)
-    yield from _master(cfg)
+    yield from _master(cfg, layout)
 
 
-def _master(cfg: RunConfig) -> Iterator[Finding]:
+def _master(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
     key, master = "optimizer.master", cfg.optimizer.master
     if master == "fp32":
         return
-    by_fsdp, sixteen_bit = engine_of(cfg) == "fsdp", cfg.training.dtype == "bf16"
+    by_fsdp, sixteen_bit = layout.engine == "fsdp", cfg.training.dtype == "bf16"
     if not by_fsdp:
         said, fix = by_deepspeed(cfg)
         why = f"is for parallel.engine fsdp, and {said}: DeepSpeed keeps fp32 masters of its own"

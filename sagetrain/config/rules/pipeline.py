@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sagetrain.config.arithmetic import data_parallel_size, engine_of, idle_share, token_multiple
+from sagetrain.config.arithmetic import idle_share
 from sagetrain.config.errors import Finding
+from sagetrain.config.layout import Layout
 from sagetrain.config.rules.findings import by_deepspeed, error, no_effect, warning
 from sagetrain.config.schema import RunConfig
 
 
-def findings(cfg: RunConfig, world_size: int) -> Iterator[Finding]:
+def findings(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
     """Find pipelines that the model or the engine does not have, and settings that a pipeline does not have."""
     parallel = cfg.parallel
     if parallel.pipeline_parallel_size == 1:
@@ -18,14 +19,14 @@ def findings(cfg: RunConfig, world_size: int) -> Iterator[Finding]:
             if getattr(parallel, name) != default:
                 yield no_effect(f"parallel.{name}", getattr(parallel, name), "parallel.pipeline_parallel_size 1")
         return
-    yield from _engine(cfg)
+    yield from _engine(cfg, layout)
     yield from _blocks(cfg)
-    yield from _idle(cfg, world_size)
+    yield from _idle(cfg, layout)
 
 
-def _engine(cfg: RunConfig) -> Iterator[Finding]:
+def _engine(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
     parallel = cfg.parallel
-    if engine_of(cfg) != "fsdp":
+    if layout.engine != "fsdp":
         why, fix = by_deepspeed(cfg)
         yield error(
             "pipeline_of_engine",
@@ -79,12 +80,11 @@ def _blocks(cfg: RunConfig) -> Iterator[Finding]:
         )
 
 
-def _idle(cfg: RunConfig, world_size: int) -> Iterator[Finding]:
+def _idle(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
     """Warn of steps with fewer micro-batches than stages."""
-    stages = cfg.parallel.pipeline_parallel_size
-    if world_size % (cfg.parallel.tensor_parallel_size * cfg.parallel.context_parallel_size * stages):
+    if not layout.even:
         return
-    multiple = token_multiple(cfg, data_parallel_size(cfg, world_size))
+    stages, multiple = layout.stages, layout.micro_step
     key, tokens = min(cfg.tokens_per_step.named_tokens.items(), key=lambda item: item[1])
     micro_batches = tokens // multiple
     if 0 < micro_batches < stages:

@@ -5,27 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from sagetrain.config.arithmetic import data_parallel_size, decay_tokens, token_multiple, warmup_tokens
+from sagetrain.config.arithmetic import decay_tokens, warmup_tokens
 from sagetrain.config.errors import Finding
+from sagetrain.config.layout import Layout
 from sagetrain.config.rules.findings import error, neighbours, no_effect, warning
 from sagetrain.config.schema import RampTokens, RunConfig, StagedTokens
 
 
-def findings(cfg: RunConfig, world_size: int) -> Iterator[Finding]:
+def findings(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
     """Check that steps are whole micro-steps, that stages are in order, and that the warm-up ends."""
-    yield from _tokens_per_step(cfg, world_size)
+    yield from _tokens_per_step(cfg, layout)
     yield from _lr_schedule(cfg)
     yield from _batch_rule(cfg)
     yield from _step_size(cfg)
 
 
-def _tokens_per_step(cfg: RunConfig, world_size: int) -> Iterator[Finding]:
+def _tokens_per_step(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
     schedule, total = cfg.tokens_per_step, cfg.training.total_tokens
-    parallel = cfg.parallel
-    apart = parallel.tensor_parallel_size, parallel.context_parallel_size, parallel.pipeline_parallel_size
-    if world_size % math.prod(apart) == 0:
-        ranks = data_parallel_size(cfg, world_size)
-        multiple, micro = token_multiple(cfg, ranks), cfg.data.micro_batch_size
+    if layout.even:
+        multiple, micro = layout.micro_step, cfg.data.micro_batch_size
         for key, tokens in schedule.named_tokens.items():
             if tokens % multiple:
                 unit = multiple // micro
@@ -37,7 +35,7 @@ def _tokens_per_step(cfg: RunConfig, world_size: int) -> Iterator[Finding]:
                     key,
                     tokens,
                     f"is not a multiple of micro_batch_size {micro} x seq_length "
-                    f"{cfg.data.seq_length} x {ranks} data-parallel ranks = {multiple}",
+                    f"{cfg.data.seq_length} x {layout.data} data-parallel ranks = {multiple}",
                     f"use {neighbours(tokens, multiple)}, or {other}",
                 )
     if isinstance(schedule, RampTokens):

@@ -4,27 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sagetrain.config.arithmetic import may_be_low_bit, takes_probes
+from sagetrain.config.arithmetic import may_be_low_bit
 from sagetrain.config.errors import Finding
+from sagetrain.config.layout import Layout
 from sagetrain.config.rules.findings import error, neighbours, no_effect, warning
 from sagetrain.config.schema import NoiseAwareTokens, NoiseScaleConfig, RunConfig
 
 
-def findings(cfg: RunConfig) -> Iterator[Finding]:
+def findings(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
     """Find measurements of something that does not exist, and policies that cannot work."""
-    yield from _monitor(cfg)
+    yield from _monitor(cfg, layout)
     yield from _noise_scale(cfg)
     if cfg.stability.quant_noise.every_steps:
-        yield from _quant_noise(cfg)
+        yield from _quant_noise(cfg, layout)
     if isinstance(cfg.tokens_per_step, NoiseAwareTokens):
         yield from _noise_aware(cfg, cfg.tokens_per_step)
     yield from _spikes(cfg)
 
 
-def _monitor(cfg: RunConfig) -> Iterator[Finding]:
+def _monitor(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
     monitor, layers, backend = cfg.stability.monitor, cfg.model.num_layers, cfg.attention.backend
     linear = "" if may_be_low_bit(cfg) else "linear layers neither"
-    if not takes_probes(cfg):
+    if not layout.takes_probes:
         linear = linear or "linear layers are not looked at with parallel.zero_stage 3 of engine deepspeed"
     if isinstance(monitor.every_steps, int) and not cfg.attention.may_be_int8 and linear:
         yield error(
@@ -60,7 +61,7 @@ def _noise_scale(cfg: RunConfig) -> Iterator[Finding]:
         yield no_effect("stability.noise_scale.every_steps", asked, why)
 
 
-def _quant_noise(cfg: RunConfig) -> Iterator[Finding]:
+def _quant_noise(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
     key, every = "stability.quant_noise.every_steps", cfg.stability.quant_noise.every_steps
     backend = cfg.attention.backend
     if not cfg.attention.may_be_int8 and not may_be_low_bit(cfg):
@@ -79,7 +80,7 @@ def _quant_noise(cfg: RunConfig) -> Iterator[Finding]:
             "relates the error of quantization to the noise of the gradients, which is not measured",
             "set stability.noise_scale.every_steps, to 10 for instance",
         )
-    if not takes_probes(cfg):
+    if not layout.takes_probes:
         yield error(
             "probe_at_zero_3",
             key,

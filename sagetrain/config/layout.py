@@ -1,0 +1,180 @@
+"""The layout of a run as one value: its ranks along the axes, and when its engine moves weights and gradients.
+
+Engines, prices, rules, the start line and `plan` read its fields. No other module works them out from a configuration.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from sagetrain.config.schema import RunConfig
+
+
+class Refusal(NamedTuple):
+    """The reason why a setting does not go with another one, and what to do."""
+
+    key: str
+    value: object
+    why: str
+    fix: str
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The layout of a run on a number of ranks. `Layout.of` makes it from a configuration.
+
+    The axes are those of parallel/topology.py. The ranks of a pipeline stage that have the same tensor-parallel slice
+    are replicas: data- and context-parallel ranks.
+    """
+
+    world_size: int
+    tensor: int
+    """The ranks that cut a model between them: the tensor-parallel size."""
+    context: int
+    """The ranks that share each sequence: the context-parallel size."""
+    stages: int
+    """The stages of the pipeline."""
+    chunks: int
+    """The chunks of blocks that each stage has."""
+    engine: Literal["deepspeed", "fsdp"]
+    """The engine that runs. `auto` is torch's FSDP2, except where a key asks for what only DeepSpeed has. A run that
+    continues keeps the engine that it had (auto/kept.py)."""
+    zero_stage: int
+    """The ZeRO stage that really runs: under DeepSpeed bf16 at stage 0 runs as stage 1."""
+    shards: int
+    """The neighbouring replicas that shard weights and optimizer state between them. Other replicas have copies of the
+    shards."""
+    micro_step: int
+    """The tokens of one micro-step over all ranks. Tokens per step are a whole number of micro-steps."""
+    hooks: Literal["never", "last micro-step", "every micro-step"]
+    """The micro-steps that the engine's hooks run in. At ZeRO 0 and 1 FSDP2's engine keeps whole weights, and gradients
+    are summed on each rank, so hooks run where they are reduced."""
+    reduces_beside: bool
+    """Whether gradients are reduced beside the backward pass. DeepSpeed's default is true at ZeRO 3
+    (docs/gradients.md)."""
+    whole_between_passes: bool
+    """Whether a rank holds whole weights between passes. At ZeRO 3 it may hold only a part, except in groups of one
+    rank."""
+    takes_probes: bool
+    """Whether micro-batches may be run apart from a step. The hooks of DeepSpeed's ZeRO 3 do not support that."""
+    not_recorded: Refusal | None
+    """The reason why micro-steps cannot be CUDA graphs (training.cuda_graphs), or None."""
+    recorded: bool
+    """Whether micro-steps become CUDA graphs on a GPU, if they fit into its memory."""
+
+    @classmethod
+    def of(cls, cfg: RunConfig, world_size: int | None = None) -> Layout:
+        """Resolve the layout of a configuration.
+
+        Args:
+            cfg: the configuration.
+            world_size: number of ranks. None: the fewest that the configuration runs on, for what does not depend on
+                it.
+        """
+        parallel, engine, refusal = cfg.parallel, _engine(cfg), _not_recorded(cfg)
+        tensor, context = parallel.tensor_parallel_size, parallel.context_parallel_size
+        stages, stage, by_deepspeed = parallel.pipeline_parallel_size, parallel.zero_stage, engine == "deepspeed"
+        if by_deepspeed and cfg.training.dtype == "bf16":
+            stage = max(stage, 1)
+        world_size = world_size or tensor * context * stages
+        replicas = world_size // (tensor * stages)
+        # Micro-batches of a pipeline are under way at once, so there all passes of FSDP2 go through its hooks.
+        rests = not by_deepspeed and stage < 2 and stages == 1
+        # A single replica has nothing to reduce. Hooks of FSDP2 take its gradients to the host's memory.
+        alone = rests and replicas == 1 and parallel.offload == "none"
+        return cls(
+            world_size=world_size,
+            tensor=tensor,
+            context=context,
+            stages=stages,
+            chunks=parallel.pipeline_chunks,
+            engine=engine,
+            zero_stage=stage,
+            shards=1 if stage == 0 else parallel.shard_size or replicas,
+            micro_step=cfg.data.micro_batch_size * cfg.data.seq_length * (replicas // context),
+            hooks="never" if alone else "last micro-step" if rests else "every micro-step",
+            reduces_beside=not by_deepspeed or bool(zero_optimization(cfg).get("overlap_comm", stage == 3)),
+            whole_between_passes=stage < 3 or (not by_deepspeed and parallel.shard_size == 1),
+            takes_probes=stage < 3 or not by_deepspeed,
+            not_recorded=refusal,
+            recorded=cfg.training.cuda_graphs != "off" and refusal is None,
+        )
+
+    @property
+    def replicas(self) -> int:
+        """The ranks that hold the same part of the model before ZeRO: data- and context-parallel ranks."""
+        return self.world_size // (self.tensor * self.stages)
+
+    @property
+    def data(self) -> int:
+        """The model replicas with sequences of their own. Each is a group of tensor-, context- and pipeline-parallel
+        ranks."""
+        return self.replicas // self.context
+
+    @property
+    def copies(self) -> int:
+        """The replicas that have the same shard."""
+        return self.replicas // self.shards
+
+    @property
+    def gathered(self) -> Literal["never", "once a step", "in every pass"]:
+        """The times at which a rank gathers the weights of other shards."""
+        return ("never", "once a step", "once a step", "in every pass")[self.zero_stage]
+
+    @property
+    def reduced(self) -> Literal["never", "once a step", "in every micro-step"]:
+        """The times at which gradients leave the rank, for other replicas or for the host's memory."""
+        if self.hooks == "never":
+            return "never"
+        return "once a step" if self.zero_stage < 2 else "in every micro-step"
+
+    @property
+    def even(self) -> bool:
+        """Whether the sizes of the axes divide the number of ranks."""
+        return self.world_size % (self.tensor * self.context * self.stages) == 0
+
+    @property
+    def sharding(self) -> str:
+        """The ZeRO stage and the engine as text: `ZeRO 1 by DeepSpeed`, `ZeRO 3 by FSDP2 over 8 of 64 replicas`."""
+        if self.engine == "deepspeed":
+            return f"ZeRO {self.zero_stage} by DeepSpeed"
+        over = f" over {self.shards} of {self.replicas} replicas" if 1 < self.shards < self.replicas else ""
+        return f"ZeRO {self.zero_stage} by FSDP2{over}"
+
+
+def only_deepspeed(cfg: RunConfig) -> str | None:
+    """Return the key that asks for what DeepSpeed has and FSDP2 has not, or None."""
+    if cfg.deepspeed:
+        return "deepspeed"
+    return "parallel.gradient_reduction" if cfg.parallel.gradient_reduction == "bf16" else None
+
+
+def zero_optimization(cfg: RunConfig) -> dict[str, Any]:
+    """Return the section deepspeed.zero_optimization; empty where it is none, which config/rules refuses."""
+    section = cfg.deepspeed.get("zero_optimization", {})
+    return section if isinstance(section, dict) else {}
+
+
+def _engine(cfg: RunConfig) -> Literal["deepspeed", "fsdp"]:
+    if cfg.parallel.engine != "auto":
+        return cfg.parallel.engine
+    return "deepspeed" if only_deepspeed(cfg) else "fsdp"
+
+
+def _not_recorded(cfg: RunConfig) -> Refusal | None:
+    parallel, stage = cfg.parallel, cfg.parallel.zero_stage
+    if _engine(cfg) == "deepspeed":
+        return Refusal("parallel.engine", "deepspeed", "hooks of DeepSpeed run in every micro-step", "use fsdp")
+    if stage > 1:
+        return Refusal("parallel.zero_stage", stage, "hooks of FSDP2 run in every micro-step", "use 0 or 1")
+    if parallel.offload != "none":
+        return Refusal("parallel.offload", parallel.offload, "gradients leave the GPU", "use none")
+    for name, why in (
+        ("pipeline_parallel_size", "micro-batches are under way at once"),
+        ("tensor_parallel_size", "the collectives of a micro-step count on from each other"),
+        ("context_parallel_size", "the collectives of a micro-step were never recorded"),
+    ):
+        if (size := getattr(parallel, name)) > 1:
+            return Refusal(f"parallel.{name}", size, why, "use 1")
+    return None
