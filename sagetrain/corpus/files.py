@@ -1,4 +1,4 @@
-"""Readers of files: JSON lines, JSON arrays, tables, Parquet, plain text. Each yields chunks of consecutive records."""
+"""Readers of files: JSON lines, JSON arrays, tables, plain text. Each yields chunks of consecutive records."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import csv
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,10 @@ from sagetrain.corpus.blocks import Content, blocks, lines
 from sagetrain.corpus.chunk import Broken, Chunk, Place, no_such_key, root_of
 from sagetrain.corpus.kinds import DELIMITERS, HEAD, Kind, check_head, compression, kind_of
 
+Chunks = Iterator[Chunk]
 CHUNK_BYTES = 1 << 19
 CHUNK_RECORDS = 4096
 _HASHED_BYTES = 1 << 16
-_FIRST_LINE = 1 << 26
 _SPACE = re.compile(r"[ \t\n\r]*")
 _CUT = 16
 """A mistake this many characters before the end of a text may come from the text being cut inside of a literal or an
@@ -69,7 +70,7 @@ def check_columns(origin: object, names: Sequence[str], wanted: Wanted, nested: 
             )
 
 
-def read(content: Content, wanted: Wanted, place: Place, start: int = 0, stop: int | None = None) -> Iterator[Chunk]:
+def read(content: Content, wanted: Wanted, place: Place, start: int = 0, stop: int | None = None) -> Chunks:
     """Yield the chunks of a file that is neither an archive nor Parquet.
 
     Records before `place` may come again.
@@ -89,10 +90,8 @@ def read(content: Content, wanted: Wanted, place: Place, start: int = 0, stop: i
             return _read_json(content, place, start, stop)
         case Kind.TABLE:
             return _read_table(content, wanted)
-        case _ if wanted.separator:
-            return _read_documents(content, wanted.separator, place, start, stop)
         case _:
-            return _read_text(content)
+            return _read_text(content, wanted.separator, place, start, stop)
 
 
 def _text_blocks(content: Content, start: int = 0) -> Iterator[tuple[bytes, int]]:
@@ -113,33 +112,52 @@ def _text_blocks(content: Content, start: int = 0) -> Iterator[tuple[bytes, int]
 
 # -- lines and arrays --------------------------------------------------------------------------------------------------
 
+_Read = tuple[Any, int, int, int]
+"""A record, its size, how many bytes of the file had been read, and the byte after the record where reading can begin.
+The byte is 0 if reading cannot begin there."""
+
+
+def _chunks(name: str, unit: str, records: Iterable[_Read], first: int = 1, unread: tuple[str, ...] = ()) -> Chunks:
+    """Gather records into chunks. `first` is the number of the first one."""
+    size, gathered = 0, []
+    consumed = offset = 0
+    for record, length, consumed, offset in records:
+        gathered.append(record)
+        size += length
+        if size >= CHUNK_BYTES or len(gathered) >= CHUNK_RECORDS:
+            yield Chunk(name, unit, first, gathered, consumed, offset=offset, unread=unread)
+            first, size, gathered = first + len(gathered), 0, []
+    if gathered:
+        yield Chunk(name, unit, first, gathered, consumed, offset=offset, unread=unread)
+
+
+def _begun(content: Content, place: Place, start: int) -> tuple[str, int]:
+    """Return the name of a part of a file, and the number of the first record that is read of it."""
+    name = f"{content.name} from byte {start:,}" if start else content.name
+    return name, place.records + 1 if place.offset else 1
+
 
 def _read_lines(
-    content: Content, place: Place, start: int, stop: int | None, given: Iterator[tuple[bytes, int]] | None = None
-) -> Iterator[Chunk]:
+    content: Content, place: Place, start: int, stop: int | None, given: Iterable[tuple[bytes, int]] | None = None
+) -> Chunks:
     """Yield chunks of whole lines. Of an uncompressed file these are the lines that begin at bytes `start` to `stop` -
-    1. `given` are the blocks, if somebody has looked at them already."""
-    name = f"{content.name} from byte {start:,}" if start else content.name
-    number = place.records + 1 if place.offset else 1
-    size, consumed, offset, chunk = 0, 0, place.offset or start, []
+    1. `given` are blocks that the caller has read while it looked at the beginning of the file."""
     plain = not compression(content.name)
-    # A part begins at the first line that begins in it, after the end of the line that its first byte is in.
-    cut = bool(start) and not place.offset
-    for line, consumed, rest in lines(given or _text_blocks(content, offset - 1 if cut else offset)):
-        if plain and stop is not None and offset >= stop:
-            break
-        if plain:
-            offset = consumed - rest
-        if cut:
+
+    def found() -> Iterator[_Read]:
+        at = place.offset or start
+        # A part begins at the first line that begins in it, after the end of the line that its first byte is in.
+        cut = bool(start) and not place.offset
+        for line, consumed, rest in lines(given or _text_blocks(content, at - cut)):
+            if plain and stop is not None and at >= stop:
+                return
+            at = consumed - rest if plain else 0
+            if not cut:
+                yield line, len(line), consumed - start, at
             cut = False
-            continue
-        chunk.append(line)
-        size += len(line)
-        if size >= CHUNK_BYTES or len(chunk) >= CHUNK_RECORDS:
-            yield Chunk(name, "line", number, chunk, consumed - start, offset=offset)
-            number, size, chunk = number + len(chunk), 0, []
-    if chunk:
-        yield Chunk(name, "line", number, chunk, consumed - start, offset=offset)
+
+    name, number = _begun(content, place, start)
+    return _chunks(name, "line", found(), number)
 
 
 def is_array(head: bytes) -> bool:
@@ -147,118 +165,86 @@ def is_array(head: bytes) -> bool:
     return head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
 
 
-def _read_json(content: Content, place: Place, start: int, stop: int | None) -> Iterator[Chunk]:
+def _read_json(content: Content, place: Place, start: int, stop: int | None) -> Chunks:
     """Yield chunks of an array's elements, or of JSON lines."""
     if start or place.offset:
-        yield from _read_lines(content, place, start, stop)
-        return
-    given = _text_blocks(content)
-    before: list[tuple[bytes, int]] = []
-    for block in given:
-        before.append(block)
-        if block[0].strip():
-            break
-    array = bool(before) and is_array(before[-1][0])
-    together = _chained(before, given)
-    yield from _read_array(content, together) if array else _read_lines(content, place, start, stop, together)
+        return _read_lines(content, place, start, stop)
+    blocks = _text_blocks(content)
+    first = next((each for each in blocks if each[0].strip()), (b"", 0))
+    together = chain([first], blocks)
+    if is_array(first[0]):
+        return _chunks(content.name, "element", _elements(content.name, together))
+    return _read_lines(content, place, start, stop, together)
 
 
-def _chained(before: list[tuple[bytes, int]], given: Iterator[tuple[bytes, int]]) -> Iterator[tuple[bytes, int]]:
-    yield from before
-    yield from given
+def _is_cut(text: str, error: ValueError | RecursionError) -> bool:
+    """Whether a text may be no JSON only because its end is missing."""
+    return getattr(error, "pos", 0) >= len(text) - _CUT or str(error).startswith("Unterminated string")
 
 
-def _read_array(content: Content, given: Iterator[tuple[bytes, int]]) -> Iterator[Chunk]:
-    """Yield the elements of a JSON array as bytes, so that only a chunk of them has to be in memory."""
-    array, chunk, size = _Array(content.name, given), [], 0
-    for element in array:
-        chunk.append(element.encode())
-        size += len(element)
-        if size >= CHUNK_BYTES or len(chunk) >= CHUNK_RECORDS:
-            yield Chunk(content.name, "element", array.number - len(chunk) + 1, chunk, array.consumed)
-            chunk, size = [], 0
-    if chunk:
-        yield Chunk(content.name, "element", array.number - len(chunk) + 1, chunk, array.consumed)
+def _elements(name: str, blocks: Iterator[tuple[bytes, int]]) -> Iterator[_Read]:
+    """Yield the elements of a JSON array as bytes. The file is read block by block, so that only a chunk of them has to
+    be in memory."""
+    decoder, characters = json.JSONDecoder(parse_int=float), codecs.getincrementaldecoder("utf-8")()
+    text, at, number, consumed, ended = "", 0, 0, 0, False
 
+    def error(what: str) -> ConfigError:
+        return ConfigError(f"{name}, after element {number:,} of its JSON array: {what}")
 
-class _Array:
-    """An iterator over the elements of a JSON array as text. The file is read block by block."""
-
-    def __init__(self, name: str, given: Iterator[tuple[bytes, int]]) -> None:
-        self.number = self.consumed = 0
-        self._name, self._given = name, given
-        self._decoder, self._characters = json.JSONDecoder(parse_int=float), codecs.getincrementaldecoder("utf-8")()
-        self._text, self._place, self._ended = "", 0, False
-
-    def __iter__(self) -> Iterator[str]:
-        self._take("[")
-        if self._next() == "]":
-            self._place += 1
-        else:
-            yield self._element()
-            while self._take(",]") == ",":
-                yield self._element()
-        if self._next():
-            raise self._error("text follows the end of the array")
-
-    def _element(self) -> str:
-        self._next()
-        while True:
-            begin = self._place
+    def more(size: int) -> None:
+        """Read until `size` characters follow the place, or until the end."""
+        nonlocal text, at, consumed, ended
+        parts, there = [text[at:]], len(text) - at
+        while there < size and not ended:
+            block, consumed = next(blocks, (b"", consumed))
+            ended = not block
             try:
-                _, end = self._decoder.raw_decode(self._text, begin)
-                if end < len(self._text) or self._ended:  # The text may be cut inside of a number.
-                    self.number, self._place = self.number + 1, end
-                    return self._text[begin:end]
-            except (ValueError, RecursionError) as error:
-                at = getattr(error, "pos", 0)
-                cut = at >= len(self._text) - _CUT or str(error).startswith("Unterminated string")
-                if self._ended or not cut:
-                    raise self._error(f"not valid JSON: {error}") from error
-            self._more(2 * (len(self._text) - begin))
-
-    def _next(self) -> str:
-        """Return the next character that is not white space, without consuming it. Return "" at the end."""
-        while True:
-            place = _SPACE.match(self._text, self._place).end()  # type: ignore[union-attr]
-            self._place = place
-            if place < len(self._text):
-                return self._text[place]
-            if self._ended:
-                return ""
-            self._more(1)
-
-    def _take(self, allowed: str) -> str:
-        found = self._next()
-        if not found:
-            raise self._error("the array does not end (cut short?)")
-        if found not in allowed:
-            raise self._error(f"{' or '.join(allowed)} is expected there, not {found!r}")
-        self._place += 1
-        return found
-
-    def _more(self, size: int) -> None:
-        """Read until `size` characters follow the current position, or until the end."""
-        parts = [self._text[self._place :]]
-        self._place, there = 0, len(parts[0])
-        while there < size and not self._ended:
-            block, self.consumed = next(self._given, (b"", self.consumed))
-            self._ended = not block
-            try:
-                parts.append(self._characters.decode(block, final=self._ended))
-            except UnicodeDecodeError as error:
-                raise self._error(f"not UTF-8 (byte {error.object[error.start]:#04x})") from error
+                parts.append(characters.decode(block, ended))
+            except UnicodeDecodeError as no_text:
+                raise error(f"not UTF-8 (byte {no_text.object[no_text.start]:#04x})") from no_text
             there += len(parts[-1])
-        self._text = "".join(parts)
+        text, at = "".join(parts), 0
 
-    def _error(self, what: str) -> ConfigError:
-        return ConfigError(f"{self._name}, after element {self.number:,} of its JSON array: {what}")
+    def following() -> str:
+        """Return the next character that is not white space, and go there. Return "" at the end."""
+        nonlocal at
+        while True:
+            at = _SPACE.match(text, at).end()  # type: ignore[union-attr]
+            if at < len(text) or ended:
+                return text[at : at + 1]
+            more(1)
+
+    following()
+    at += 1  # This is the bracket that begins the array.
+    found = following()
+    if found == "]":
+        at += 1
+    while found != "]":
+        while True:
+            try:
+                _, end = decoder.raw_decode(text, at)
+                if end < len(text) or ended:  # The text may be cut inside of a number.
+                    break
+            except (ValueError, RecursionError) as wrong:
+                if ended or not _is_cut(text, wrong):
+                    raise error(f"not valid JSON: {wrong}") from wrong
+            more(2 * (len(text) - at))
+        element, at, number = text[at:end], end, number + 1
+        yield element.encode(), len(element), consumed, 0
+        found = following()
+        if found not in (",", "]"):
+            expected = f", or ] is expected there, not {found!r}" if found else "the array does not end (cut short?)"
+            raise error(expected)
+        at += 1
+        following()
+    if following():
+        raise error("text follows the end of the array")
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
-def _read_table(content: Content, wanted: Wanted) -> Iterator[Chunk]:
+def _read_table(content: Content, wanted: Wanted) -> Chunks:
     """Yield the rows of a .csv or .tsv, whose first line names the columns. Rows are the texts of one column, or dicts
     of fields."""
     csv.field_size_limit(sys.maxsize)
@@ -278,19 +264,17 @@ def _read_table(content: Content, wanted: Wanted) -> Iterator[Chunk]:
     read = [name for name in (*wanted.columns, *wanted.optional) if name in names]
     places = [names.index(name) for name in read]
     unread = tuple(name for name in names if name not in read) if wanted.fields else ()
-    number, size, chunk = 1, 0, []
-    for row in rows:
-        record: Any = Broken(f"it has {len(row)} cells, and the first line has {len(names)}")
-        if len(row) == len(names):
-            cells = [row[place] for place in places]
-            record = dict(zip(read, cells, strict=True)) if wanted.fields else cells[0]
-            size += sum(map(len, cells))
-        chunk.append(record)
-        if size >= CHUNK_BYTES or len(chunk) >= CHUNK_RECORDS:
-            yield Chunk(content.name, "row", number, chunk, progress[0], unread=unread)
-            number, size, chunk = number + len(chunk), 0, []
-    if chunk:
-        yield Chunk(content.name, "row", number, chunk, progress[0], unread=unread)
+
+    def found() -> Iterator[_Read]:
+        for row in rows:
+            if len(row) == len(names):
+                cells = [row[place] for place in places]
+                record = dict(zip(read, cells, strict=True)) if wanted.fields else cells[0]
+                yield record, sum(map(len, cells)), progress[0], 0
+            else:
+                yield Broken(f"it has {len(row)} cells, and the first line has {len(names)}"), 0, progress[0], 0
+
+    yield from _chunks(content.name, "row", found(), unread=unread)
 
 
 def _table_lines(content: Content, progress: list[int]) -> Iterator[str]:
@@ -319,95 +303,64 @@ def _rows_of(name: str, reader: Any) -> Iterator[list[str]]:
 # -- plain text --------------------------------------------------------------------------------------------------------
 
 
-def _read_text(content: Content) -> Iterator[Chunk]:
-    """Yield one document, the whole file, in parts that end with a newline where there is one.
-
-    In the tokenizers that `sagetrain prepare` trains, newlines are tokens of their own, so the parts have the same
-    tokens as the whole. Other tokenizers may have a token that spans the cut.
-    """
-    rest, consumed, split_key, pending, started = bytearray(), 0, None, None, False
-    for block, consumed in _text_blocks(content):
-        rest += block
-        if not started:
-            if _may_be_cut_json(rest):
-                continue
-            started = True
-            _refuse_json(content.name, rest)
-        if len(rest) < CHUNK_BYTES:
-            continue
-        cut = rest.rfind(b"\n") + 1 or _character_boundary(rest)
-        split_key = split_key or bytes(rest[:_HASHED_BYTES])
-        if pending:
-            yield pending
-        pending = Chunk(content.name, "file", 1, [bytes(rest[:cut])], consumed, split_key, pending is not None, True)
-        del rest[:cut]
-    if not started:
-        _refuse_json(content.name, rest)
-    if pending and not rest:
-        pending.unfinished = False
-        yield pending
-        return
-    if pending:
-        yield pending
-    yield Chunk(content.name, "file", 1, [bytes(rest)], consumed, split_key, pending is not None)
-
-
-def _may_be_cut_json(text: bytearray) -> bool:
-    """Whether a text that goes on may begin with a line of JSON that is not complete yet."""
-    begin = text[:HEAD].lstrip()
-    skipped = min(len(text), HEAD) - len(begin)
-    if not begin:  # A text that begins with more white space than that is no line of JSON.
-        return len(text) < HEAD
-    return begin.startswith(b"{") and text.find(b"\n", skipped) < 0 and len(text) < _FIRST_LINE
-
-
-def _refuse_json(name: str, text: bytearray) -> None:
+def _refuse_json(name: str, begin: bytes) -> None:
     """Refuse plain text whose first line is a JSON object, and text that begins as an array of JSON objects.
+
+    Args:
+        name: path of the file.
+        begin: its first block, which may end inside of the first line.
 
     Raises:
         ConfigError: it is JSON.
     """
-    begin = bytes(text).lstrip()
-    what, suffix = "", ""
+    begin = begin.lstrip()
+    line, newline, _ = begin.partition(b"\n")
     try:
         if begin.startswith(b"{"):
-            json.loads(begin.partition(b"\n")[0])
-            what, suffix = "its first line is a JSON object", ".jsonl"
+            what, suffix, text = "its first line is a JSON object", ".jsonl", line.decode(errors="replace")
+            json.loads(text)
         elif re.match(rb"\[\s*\{", begin):
-            json.JSONDecoder().raw_decode(begin[begin.index(b"{") :].decode(errors="replace"))
-            what, suffix = "it begins as a JSON array of objects does", ".json"
-    except (ValueError, RecursionError):
-        return
-    if what:
-        packed = name[len(name) - len(compression(name)) :]
-        raise ConfigError(
-            f"{name}: {what}, and a file with this suffix would be one document of plain text: rename it to end in "
-            f"{suffix}{packed}, or leave it out with --glob"
-        )
+            what, suffix, text = "it begins as a JSON array of objects does", ".json", begin.decode(errors="replace")
+            json.JSONDecoder().raw_decode(text, text.index("{"))
+        else:
+            return
+    except (ValueError, RecursionError) as error:
+        if newline or len(text) < HEAD or not _is_cut(text, error):
+            return
+    packed = name[len(name) - len(compression(name)) :]
+    raise ConfigError(
+        f"{name}: {what}, and a file with this suffix would be one document of plain text: rename it to end in "
+        f"{suffix}{packed}, or leave it out with --glob"
+    )
 
 
-def _read_documents(content: Content, separator: bytes, place: Place, start: int, stop: int | None) -> Iterator[Chunk]:
-    """Yield the documents of a text file that have a separator between them. Of an uncompressed file these are the
-    documents that begin at bytes `start` to `stop` - 1. A long document comes in parts, each a chunk of its own."""
-    name = f"{content.name} from byte {start:,}" if start else content.name
-    number = place.records + 1 if place.offset else 1
+def _read_text(content: Content, separator: bytes, place: Place, start: int, stop: int | None) -> Chunks:
+    """Yield the documents of a text file that have a separator between them, or the whole file if the separator is
+    empty. Of an uncompressed file these are the documents that begin at bytes `start` to `stop` - 1.
+
+    A long document comes in parts, each a chunk of its own, that end with a newline where there is one. In the
+    tokenizers that `sagetrain prepare` trains, newlines are tokens of their own, so the parts have the same tokens as
+    the whole. Other tokenizers may have a token that spans the cut.
+    """
+    name, number = _begun(content, place, start)
     cut = bool(start) and not place.offset
-    at, plain = place.offset or start, not compression(content.name)
+    at, resumes = place.offset or start, bool(separator) and not compression(content.name)
     rest, consumed, documents, size = bytearray(), 0, [], 0
     # This is set while a document is open of which a part was yielded.
     split_key: bytes | None = None
+    unit = "document" if separator else "file"
 
     def chunk(records: list[bytes], continues: bool = False, unfinished: bool = False) -> Chunk:
-        where = offset if plain and not unfinished else 0
-        return Chunk(
-            name, "document", number, records, consumed - start, split_key, continues, unfinished, offset=where
-        )
+        where = offset if resumes and not unfinished else 0
+        return Chunk(name, unit, number, records, consumed - start, split_key, continues, unfinished, offset=where)
 
     offset = at
     for block, consumed in _text_blocks(content, max(0, at - len(separator)) if cut else at):
+        if not separator and not rest and split_key is None:
+            _refuse_json(content.name, block)
         rest += block
         begin = 0
-        while (end := rest.find(separator, begin)) >= 0:
+        while separator and (end := rest.find(separator, begin)) >= 0:
             document, begin = bytes(rest[begin:end]), end + len(separator)
             offset = consumed - (len(rest) - begin)
             if cut:  # This document began in the part before.
@@ -431,7 +384,8 @@ def _read_documents(content: Content, separator: bytes, place: Place, start: int
             if documents:
                 yield chunk(documents)
                 number, documents, size = number + len(documents), [], 0
-            limit = len(rest) - len(separator) + 1  # The rest may be the beginning of a separator.
+            # The rest may be the beginning of a separator.
+            limit = len(rest) - max(len(separator) - 1, 0)
             part = rest.rfind(b"\n", 0, limit) + 1 or _character_boundary(rest[:limit])
             if not cut:
                 continues = split_key is not None
@@ -444,7 +398,7 @@ def _read_documents(content: Content, separator: bytes, place: Place, start: int
     if split_key is not None:
         yield chunk([bytes(rest)], continues=True)
         return
-    if rest:
+    if rest or not separator:
         documents.append(bytes(rest))
     if documents:
         yield chunk(documents)
