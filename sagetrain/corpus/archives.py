@@ -16,7 +16,6 @@ from sagetrain.corpus.blocks import DAMAGED, Content, on_disk, opened
 
 _REST = 1 << 16
 _METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)
-_OTHER_METHODS = {9: "Deflate64", 93: "Zstandard", 95: "xz", 98: "PPMd"}
 
 
 def names_in(path: Path) -> dict[str, int]:
@@ -37,7 +36,7 @@ def names_in(path: Path) -> dict[str, int]:
         raise ConfigError(f"{path}: {locked} is encrypted: unpack the archive")
     for each in members:
         if each.compress_type not in _METHODS:
-            method = _OTHER_METHODS.get(each.compress_type, f"method {each.compress_type}")
+            method = f"method {each.compress_type} (9 is Deflate64)"
             raise ConfigError(f"{path}: {each.filename} is compressed by {method}, which is not read: unpack it (7z x)")
     return _once(path, ((each.filename, each.file_size) for each in members))
 
@@ -138,13 +137,16 @@ def _readable(path: Path) -> Iterator[None]:
 
 def matches(name: str, glob: str) -> bool:
     """Whether the path of a file in an archive matches a pattern of Path.glob's form. ** stands for any folders."""
-    pattern = re.sub(
-        r"\*\*/|\*\*|\*|\?|\[!?[^]]+\]|.",
-        lambda part: {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}.get(part[0]) or _literal(part[0]),
-        glob.removeprefix("./"),
-    )
-    return re.fullmatch(pattern, "/".join(PurePosixPath(name).parts)) is not None
+    from fsspec.utils import glob_translate
+
+    try:
+        pattern = glob_translate(glob.removeprefix("./"))
+    except ValueError as error:
+        raise wrong_glob(glob, error) from error
+    return re.match(pattern, "/".join(PurePosixPath(name).parts)) is not None
 
 
-def _literal(part: str) -> str:
-    return part.replace("[!", "[^", 1) if len(part) > 1 else re.escape(part)
+def wrong_glob(glob: str, error: Exception) -> ConfigError:
+    """Return the error for a pattern that cannot be read."""
+    fix = "write it relative to the folder, ** alone between slashes: '**/*.md'"
+    return ConfigError(f"--glob {glob!r}: {error}; {fix}")

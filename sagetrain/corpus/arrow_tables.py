@@ -1,4 +1,5 @@
-"""Read rows of Arrow tables as records, without what the table added to them, and with their JSON parsed.
+"""Read Parquet files, and rows of other Arrow tables, as chunks: without what a table added to its records, and with
+their JSON parsed.
 
 A table has every key of a structure in every row, with null where the row had none. The datasets library (5 and later)
 writes objects of many kinds as columns of JSON, which hold text.
@@ -6,23 +7,80 @@ writes objects of many kinds as columns of JSON, which hold text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet
 
-from sagetrain.corpus.chunk import loads, root_of, value_at
+from sagetrain.config.errors import ConfigError
+from sagetrain.corpus.chunk import Chunk, loads, root_of, value_at
+from sagetrain.corpus.files import Wanted, check_columns
 
 
-def records_in(table: pa.Table | pa.RecordBatch, columns: Sequence[str]) -> list[dict[str, Any]]:
+def read_parquet(path: Path, wanted: Wanted) -> Iterator[Chunk]:
+    """Yield chunks of a Parquet file. Rows are the texts of one column, or with `fields` dicts of the wanted and the
+    optional columns.
+
+    Raises:
+        ConfigError: the file cannot be read, or lacks a column.
+    """
+    try:
+        with open(path, "rb") as raw, pyarrow.parquet.ParquetFile(raw) as file:
+            names = file.schema_arrow.names
+            check_columns(path, names, wanted)
+            columns = [name for name in (*wanted.columns, *wanted.optional) if root_of(name, names)]
+            roots = [*dict.fromkeys(root_of(name, names) for name in columns)]
+            size, rows = path.stat().st_size, max(file.metadata.num_rows, 1)
+            number = 1
+            for batch in file.iter_batches(batch_size=512, columns=roots):
+                done = size * (number - 1 + len(batch)) // rows
+                yield rows_of(str(path), batch, number, columns, wanted.fields, names, done)
+                number += len(batch)
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+
+
+def rows_of(
+    origin: str,
+    table: pa.Table | pa.RecordBatch,
+    number: int,
+    columns: Sequence[str],
+    fields: bool,
+    names: Sequence[str],
+    consumed: int = 0,
+) -> Chunk:
+    """Build a chunk from the rows of an Arrow table.
+
+    Args:
+        origin: file or dataset, for messages.
+        table: an Arrow table or record batch.
+        number: number of its first row.
+        columns: the columns to read.
+        fields: whether rows become dicts of fields instead of texts.
+        names: all columns of the whole table.
+        consumed: bytes of the input that have been read.
+    """
+    try:
+        records = _records_in(table, columns) if fields else _values_in(table, columns[0])
+    except ValueError as error:
+        what = "not UTF-8" if isinstance(error, UnicodeDecodeError) else "a column of JSON holds what is none"
+        raise ConfigError(f"{origin}, rows {number:,} to {number + len(table) - 1:,}: {what}: {error}") from error
+    read = {root_of(name, names) for name in columns}
+    unread = tuple(name for name in names if name not in read)
+    return Chunk(origin, "row", number, records, consumed, unread=unread)
+
+
+def _records_in(table: pa.Table | pa.RecordBatch, columns: Sequence[str]) -> list[dict[str, Any]]:
     """Return the rows of a table as dicts of those of the columns that it has. Raises ValueError if its JSON cannot be
     read."""
     there = [name for name in columns if root_of(name, table.schema.names)]
-    values = [map(_text, values_in(table, name)) for name in there]
+    values = [map(_text, _values_in(table, name)) for name in there]
     return [dict(zip(there, row, strict=True)) for row in zip(*values, strict=True)]
 
 
-def values_in(table: pa.Table | pa.RecordBatch, column: str) -> list[Any]:
+def _values_in(table: pa.Table | pa.RecordBatch, column: str) -> list[Any]:
     """Return the values of a column. Raises ValueError if its JSON cannot be read."""
     root = root_of(column, table.schema.names) or column
     kind = table.schema.field(root).type

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any, TypeVar
 
@@ -66,6 +67,8 @@ class Chunk:
     """For an archive: the number of records in the files before this one."""
     input: str = ""
     """The name of the input."""
+    repeated: Counter[str] = field(default_factory=Counter)
+    """The numbers of JSON objects, among those read so far, that hold a key twice, by the key. The last one counts."""
 
     def texts(self, text_key: str, skip_bad: bool = False) -> Iterator[str | ConfigError | None]:
         """Yield the texts of the records in order. None stands for an empty document.
@@ -79,12 +82,15 @@ class Chunk:
         """
         return self._each(lambda record, number: self._text(record, number, text_key), skip_bad)
 
-    def values(self, parse: Callable[[dict[str, Any]], T], skip_bad: bool = False) -> Iterator[T | ConfigError]:
+    def values(
+        self, parse: Callable[[dict[str, Any]], T], skip_bad: bool = False, keys: Iterable[str] = ()
+    ) -> Iterator[T | ConfigError]:
         """Yield the result of `parse` for the fields of each record.
 
         Args:
             parse: function of a record's fields; may raise ValueError.
             skip_bad: yield the errors of bad records in place of the results, instead of raising them.
+            keys: the fields that `parse` reads, for `repeated`.
 
         Raises:
             ConfigError: a record cannot be read, or `parse` raised ValueError.
@@ -93,7 +99,7 @@ class Chunk:
 
         def value(record: Any, number: int) -> T:
             if isinstance(record, bytes):
-                record = self._object(self._decode(record, number), number)
+                record = self._object(self._decode(record, number), number, keys)
             try:
                 return parse(record)
             except ValueError as error:
@@ -150,13 +156,13 @@ class Chunk:
             raise self.error(number, f"not UTF-8 (byte {record[error.start]:#04x}){hint}") from error
 
     def _text_of(self, line: str, number: int, text_key: str) -> Any:
-        value = self._object(line, number)
+        value = self._object(line, number, (text_key,))
         try:
             return value_at(value, text_key)
         except KeyError as error:
             raise self.error(number, no_such_key(text_key, value) + _lists_in(value)) from error
 
-    def _object(self, line: str, number: int) -> dict[str, Any]:
+    def _object(self, line: str, number: int, keys: Iterable[str]) -> dict[str, Any]:
         try:
             value = loads(line)
         except (ValueError, RecursionError) as error:
@@ -167,7 +173,23 @@ class Chunk:
         if not isinstance(value, dict):
             array = isinstance(value, list) and self.unit == "line" and number == 1
             raise self.error(number, f"holds {type(value).__name__}, not a JSON object{_ARRAY if array else ''}")
+        self.repeated.update(_repeated(line, keys))
         return value
+
+
+def _repeated(line: str, keys: Iterable[str]) -> set[str]:
+    """Return those of the keys, or of the parts of a.b, that a JSON object in a line holds twice."""
+    parts = {part for key in keys for part in (key, *key.split("."))}
+    suspects = {part for part in parts if line.count(f'"{part}"') > 1}
+    found: set[str] = set()
+
+    def look(pairs: list[tuple[str, Any]]) -> None:
+        names = [name for name, _ in pairs if name in suspects]
+        found.update(name for name in names if names.count(name) > 1)
+
+    if suspects:
+        json.loads(line, object_pairs_hook=look, parse_int=float)
+    return found
 
 
 def _hint(line: str, error: ValueError | RecursionError) -> str:

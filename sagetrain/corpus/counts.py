@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -73,8 +73,13 @@ class Tally:
         self.first_bad = self.first_bad or encoded.first_bad
         self.notes += encoded.notes
 
-    def sentences(self, outputs: Mapping[str, Path], records: Records | None) -> Iterator[str]:
-        """Yield sentences about what was written and what was left out."""
+    def sentences(
+        self, outputs: Mapping[str, Path], records: Records | None, prefix: Sequence[int] = ()
+    ) -> Iterator[str]:
+        """Yield sentences about what was written and what was left out. `prefix` are tokens before each document."""
+        if prefix:
+            what = f"{'record' if records else 'document'} begins with token{'s' * (len(prefix) > 1)}"
+            yield f"each {what} {', '.join(map(str, prefix))}, which the tokenizer puts before a text"
         for side, path in outputs.items():
             found = self.counts[side]
             yield f"{path}: {found.tokens:,} tokens, {many(found.documents, 'document')}"

@@ -9,7 +9,6 @@ from typing import Any
 from sagetrain.config.errors import ConfigError, many, pointer_at
 from sagetrain.corpus.chunk import Chunk, Place, root_of
 from sagetrain.corpus.files import Wanted, check_columns
-from sagetrain.corpus.parquet import rows_of
 
 
 def load_from_hub(name: str, config_name: str | None, split: str) -> Any:
@@ -70,6 +69,8 @@ def check_parts(name: str, dataset: Any, number: int, count: int) -> None:
 
 def read_dataset(name: str, dataset: Any, place: Place, wanted: Wanted) -> Iterator[Chunk]:
     """Yield chunks of a dataset, as read_parquet does for a file."""
+    from sagetrain.corpus.arrow_tables import rows_of  # This import loads pyarrow.
+
     # None means that the stream does not know its columns yet.
     names = dataset.column_names
     columns, optional = wanted.columns, wanted.optional

@@ -8,6 +8,7 @@ replaced unless the user asks for it.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +17,8 @@ from typing import Any
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import tokenizer_in
 from sagetrain.corpus.journal import differences, in_words, of_one_whole, recorded_tokenizers
-from sagetrain.data.token_file import TokenFile, read_provenance, token_path
+from sagetrain.corpus.request import Request
+from sagetrain.data.token_file import TokenFile, check_writable, read_provenance, token_path
 from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.data.tokenizer_copy import sha256_of
 
@@ -31,6 +33,13 @@ class Destination:
     """(K, N) if the K-th of N parts is written. None if the text is not divided."""
     split: bool
     """Whether a held-out file is written as well."""
+
+    @classmethod
+    def of(cls, request: Request) -> Destination:
+        """Return the destination of a request. Raises ConfigError if nothing can be written there."""
+        there = cls(Path(request.output), request.division, request.valid_fraction > 0)
+        check_writable(there.named)
+        return there
 
     @property
     def folder(self) -> Path:
@@ -68,7 +77,32 @@ class Destination:
             TokenFile(path)  # This raises an error if the file is damaged.
         return len(existing) == len(self.outputs) and (self.folder / tokenizer).is_file()
 
-    def check_tokenizer(self, request: dict[str, Any]) -> None:
+    def check(self, request: Request, made_from: dict[str, Any]) -> list[str]:
+        """Check that nothing of another request is parted or replaced.
+
+        Args:
+            request: what is asked for.
+            made_from: what decides the content of the files, as their record has it.
+
+        Returns:
+            Notes about parts that may belong together.
+
+        Raises:
+            ConfigError: something would be.
+        """
+        if not request.overwrite:
+            self._check_tokenizer(made_from)
+        notes = self.check_parts(request, made_from)
+        self._check_held_out(request.source_texts, made_from)
+        return notes
+
+    def sentences(self) -> Iterator[str]:
+        """Yield how a run reads the parts of a text, if this is one."""
+        if self.division:
+            number, count = self.division
+            yield f"part {number} of {count}; train on all of them by data.train path: {self.named}-*"
+
+    def _check_tokenizer(self, request: dict[str, Any]) -> None:
         """Check that the folder's tokenizer would not be replaced by another one, because checkpoints need it.
 
         Raises:
@@ -106,7 +140,7 @@ class Destination:
                     f"{self.folder} holds {path.name}, prepared with another tokenizer: choose another folder (-o)"
                 )
 
-    def check_held_out(self, sources: list[str], request: dict[str, Any]) -> None:
+    def _check_held_out(self, sources: list[str], request: dict[str, Any]) -> None:
         """Check that a held-out file that is not written anew holds no documents that would now be in both files.
 
         Raises:
@@ -129,7 +163,7 @@ class Destination:
                 f"and --overwrite to write both again, or delete {self.valid}.bin, .idx and .json"
             )
 
-    def check_parts(self, request: dict[str, Any]) -> list[str]:
+    def check_parts(self, request: Request, made_from: dict[str, Any]) -> list[str]:
         """Check that NAME-* will not hold parts of different preparations, in which some documents are twice and others
         missing.
 
@@ -139,21 +173,21 @@ class Destination:
         Raises:
             ConfigError: there are parts of another preparation.
         """
-        if not self.division:
+        if not self.division or request.overwrite:
             return []
         notes = []
         part = re.compile(re.escape(self.named.name) + r"-\d{5}-of-(\d{5})")
         for path in sorted(file.with_suffix("") for file in self.folder.glob(f"{self.named.name}-*.json")):
             if path == self.train or not (found := part.fullmatch(path.name)):
                 continue
-            if not (made_from := read_provenance(path).get("request")):
+            if not (theirs := read_provenance(path).get("request")):
                 continue  # This file comes from elsewhere.
             # Tokenizers are compared by their hash (check_siblings), because the first part may have trained it.
-            differ = differences(made_from, request)
+            differ = differences(theirs, made_from)
             differ = [key for key in differ if key not in ("shard", "tokenizer", "skip_bad_lines")]
             count = self.division[1]
-            if (theirs := int(found[1])) != count or [key for key in differ if key != "inputs_sha256"]:
-                what = in_words(differ) if theirs == count else f"{theirs} parts instead of {count}"
+            if (parts := int(found[1])) != count or [key for key in differ if key != "inputs_sha256"]:
+                what = in_words(differ) if parts == count else f"{parts} parts instead of {count}"
                 raise ConfigError(
                     f"{path}.json is of another preparation ({what}), and {self.named}-* would read both: choose "
                     "another output (-o), delete the token files of the other one, or replace it part by part with "

@@ -24,7 +24,7 @@ from sagetrain.config.errors import ConfigError
 from sagetrain.corpus.chunk import Chunk, Place
 from sagetrain.corpus.long_texts import pieces
 from sagetrain.corpus.messages import texts_in
-from sagetrain.corpus.records import APART, ENDLESS, FORGED, UNREAD, WRITTEN, Notes, Records
+from sagetrain.corpus.records import APART, ENDLESS, FORGED, REPEATED, UNREAD, WRITTEN, Notes, Records
 from sagetrain.data.token_file import token_dtype
 from sagetrain.data.tokenizer import Tokenizer
 
@@ -114,8 +114,11 @@ class Encoder:
         return Encoder, (self.model, self.text_key, *how)
 
     def __call__(self, chunk: Chunk) -> Encoded:
-        if self.records:
-            return self._encode_records(chunk, self.records)
+        encoded = self._encode_records(chunk, self.records) if self.records else self._encode_texts(chunk)
+        encoded.notes.update({(REPEATED, repr(key)): count for key, count in chunk.repeated.items()})
+        return encoded
+
+    def _encode_texts(self, chunk: Chunk) -> Encoded:
         tokens: dict[str, list[np.ndarray]] = {"train": [], "valid": []}
         num_bytes = {"train": 0, "valid": 0}
         empty, bad, around, notes = 0, [], Counter[int](), Notes()
@@ -160,7 +163,8 @@ class Encoder:
         """Pack the records of each side into sequences of seq_length. Records stay whole unless one alone is longer."""
         sides: dict[str, list[_Record]] = {"train": [], "valid": []}
         cut, bad, notes = 0, [], Notes({(UNREAD, name): len(chunk.records) for name in chunk.unread})
-        found = list(chunk.values(partial(self._encode_record, records, notes), self.skip_bad_lines))
+        keys = *records.fields, *records.optional_fields
+        found = list(chunk.values(partial(self._encode_record, records, notes), self.skip_bad_lines, keys))
         for each in found:
             if isinstance(each, ConfigError):
                 bad.append(each)

@@ -45,10 +45,10 @@ _BINARY = {
     rb"BZh\d1AY&SY": ("compressed with bzip2", "rename it so that it ends in .bz2"),
     rb"\xfd7zXZ\0": ("compressed with xz", "rename it so that it ends in .xz"),
     rb"\x28\xb5\x2f\xfd": ("compressed with Zstandard", "rename it so that it ends in .zst"),
-    rb"\x04\x22\x4d\x18": ("compressed with LZ4", "unpack it (lz4 -d)"),
-    rb"\x1f\x9d": ("compressed with compress", "unpack it (uncompress)"),
-    rb"7z\xbc\xaf\x27\x1c": ("a 7-Zip archive", "unpack it, or pack it as .tar or .zip"),
-    rb"Rar!\x1a\x07": ("a RAR archive", "unpack it, or pack it as .tar or .zip"),
+    rb"\x04\x22\x4d\x18|\x1f\x9d|7z\xbc\xaf\x27\x1c|Rar!\x1a\x07|\x5d\0\0[\0-\xff]{2}\xff{8}": (
+        "packed in a way that is not read (LZ4, compress, 7-Zip, RAR, LZMA)",
+        "unpack it, or pack it as .tar, .zip, .xz or .zst",
+    ),
     rb"PK(\x03\x04|\x05\x06)": (
         "a ZIP archive (Office documents, EPUB and NumPy's .npz are that, too)",
         "rename it so that it ends in .zip if it holds text files, or convert it to text",
@@ -59,19 +59,11 @@ _BINARY = {
         "a stream of Arrow tables, as the datasets library saves them",
         "name the folder that save_to_disk wrote, with its dataset_info.json",
     ),
-    rb"ARROW1": ("an Arrow file", "write it as Parquet"),
-    rb"ORC": ("an ORC table", "write it as Parquet"),
-    rb"Obj\x01": ("an Avro table", "write it as Parquet"),
-    rb"SQLite format 3\0": ("an SQLite database", "export its texts as .csv or .jsonl"),
-    rb"\x89HDF": ("an HDF5 file", _UNPACK),
-    rb"\x93NUMPY": ("a NumPy array", "token files come from `sagetrain prepare` alone: give it the text"),
+    rb"ARROW1|ORC|Obj\x01|SQLite format 3\0": (
+        "a table of another kind (Arrow, ORC, Avro, SQLite)",
+        "write it as Parquet, .csv or .jsonl",
+    ),
     rb"MMIDIDX\0": ("the index of a token file", "it is prepared: give it to data.train[].path"),
-    rb"\x80[\x02-\x05]": ("a pickle", _UNPACK),
-    rb"\x89PNG|\xff\xd8\xff|GIF8|II\*\0|MM\0\*|RIFF....WEBP": ("a picture", _UNPACK),
-    rb"OggS|fLaC|ID3|RIFF....WAVE|....ftyp|\x1a\x45\xdf\xa3": ("sound or video", _UNPACK),
-    rb"\xd0\xcf\x11\xe0": ("an Office document", _UNPACK),
-    rb"\x7fELF|MZ|\xca\xfe\xba\xbe|\0asm": ("a program", _UNPACK),
-    rb"\x5d\0\0[\0-\xff]{2}\xff{8}": ("compressed with LZMA", "unpack it (unlzma), or compress it with xz"),
     rb"\xff\xfe\0\0|\0\0\xfe\xff": ("UTF-32, not UTF-8", "convert it: iconv -f UTF-32 -t UTF-8"),
     rb"\xff\xfe|\xfe\xff": ("UTF-16, not UTF-8", "convert it: iconv -f UTF-16 -t UTF-8"),
     rb"([^\0]\0){8}": ("UTF-16, not UTF-8", "convert it: iconv -f UTF-16LE -t UTF-8"),
@@ -79,9 +71,7 @@ _BINARY = {
 }
 # The beginnings of text files whose text is not the text that is wanted.
 _MARKED_UP = {
-    rb"%PDF-": ("a PDF document", _UNPACK),
-    rb"\{\\rtf": ("an RTF document", _UNPACK),
-    rb"%!PS": ("a PostScript document", _UNPACK),
+    rb"%PDF-|%!PS|\{\\rtf": ("a PDF, PostScript or RTF document", _UNPACK),
     rb"WARC/\d": (
         "a web archive (WARC, WET or WAT), whose headers are no text",
         "extract the texts of its records into .jsonl (warcio reads it, trafilatura takes the text out of pages)",

@@ -26,12 +26,12 @@ from sagetrain.corpus.destination import Destination
 from sagetrain.corpus.encode import Encoder, encode
 from sagetrain.corpus.journal import Journal, Unfinished
 from sagetrain.corpus.progress import Progress
-from sagetrain.corpus.records import Chats, Notes, settled
+from sagetrain.corpus.records import Chats, Notes, Records, settled
 from sagetrain.corpus.request import Request
 from sagetrain.corpus.sources import Corpus
 from sagetrain.corpus.token_writer import TokenFileWriter, alone_in, writing
 from sagetrain.corpus.tokenizer_training import train_tokenizer
-from sagetrain.data.token_file import check_writable, read_provenance, token_path, write_atomic
+from sagetrain.data.token_file import read_provenance, token_path, write_atomic
 from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.data.tokenizer_copy import says_more
 
@@ -76,53 +76,22 @@ def prepare(request: Request, hears: Callable[[str], None] | None = None) -> Pre
     """
     begin, say = time.perf_counter(), hears or _to_stderr
     request.check()
-    records, vocab_size, valid_fraction = request.records, request.vocab_size, request.valid_fraction
-    overwrite = request.overwrite
-    there = Destination(Path(request.output), request.division, valid_fraction > 0)
-    check_writable(there.named)
-    corpus = Corpus(request, there.division, records)
-    if valid_fraction and len(corpus.inputs) == 1 and corpus.inputs[0].one_document:
-        raise ConfigError(
-            f"{corpus.inputs[0].name}: --valid-fraction {valid_fraction} needs several documents, and a plain text "
-            "file is one document: say what stands between documents (--split-on), or write it as .jsonl, where each "
-            'line is a document ({"text": "..."}), or leave out --valid-fraction'
-        )
-    given = None if vocab_size else Tokenizer.load(request.tokenizer or tokenizer_in(there.folder))
-    if records:
-        if given is None:
-            raise ConfigError(
-                "records are for a model that has a tokenizer: give it (--tokenizer), and no --vocab-size"
-            )
-        records = settled(records, given)
+    there = Destination.of(request)
+    corpus = Corpus(request, there.division, request.records)
+    corpus.check_split(request.valid_fraction)
+    given = None if request.vocab_size else Tokenizer.load(request.tokenizer or tokenizer_in(there.folder))
+    records = settled(request.records, given) if request.records else None
     prefix = given.prefix if given and not (records and records.templated) else []
     file_name = given.file_name if given else TOKENIZER_NAME
-    made_from = (
-        {
-            "inputs": len(corpus.all_inputs),
-            "inputs_sha256": corpus.identity(),
-            "text_key": request.text_key,
-            "valid_fraction": valid_fraction,
-            "tokenizer": given.sha256 if given else [vocab_size, request.tokenizer_sample],
-        }
-        | ({"skip_bad_lines": True} if request.skip_bad_lines else {})
-        | ({"shard": list(there.division)} if there.division else {})
-        | ({"split_on": request.split_on} if request.split_on is not None else {})
-        | ({"text_key": None, "records": records.request} if records else {})
-        | ({"prefix": prefix} if prefix else {})
-        | ({} if records and records.templated else {"control_tokens": True})
-    )
+    made_from = _made_from(request, corpus, given, records, prefix)
     with _claimed(there.outputs) as writers:
         journal = Journal(there.train)
-        if not overwrite and there.holds(made_from, file_name):
+        if not request.overwrite and there.holds(made_from, file_name):
             journal.discard()
             say(f"{there.train}: already prepared from the same inputs")
             return _result(there, file_name, begin, True)
-        unfinished = journal.read(made_from, overwrite)
-        if not overwrite:
-            there.check_tokenizer(made_from)
-        notes = [] if overwrite else there.check_parts(made_from)
-        there.check_held_out(request.source_texts, made_from)
-
+        unfinished = journal.read(made_from, request.overwrite)
+        notes = there.check(request, made_from)
         for note in [*(given.notes if given else ()), *corpus.notes, *notes]:
             say(note)
         if given:
@@ -130,38 +99,48 @@ def prepare(request: Request, hears: Callable[[str], None] | None = None) -> Pre
         elif unfinished:
             model = journal.tokenizer(unfinished)
         else:
-            assert vocab_size, "_check_arguments wants this one or a tokenizer"
-            say(f"training a tokenizer of {vocab_size:,} tokens")
-            model = train_tokenizer(corpus.sample(request.tokenizer_sample), vocab_size)
+            say(f"training a tokenizer of {request.vocab_size:,} tokens")
+            model = train_tokenizer(corpus.sample(request.tokenizer_sample), request.vocab_size or 0)
             say(f"trained the tokenizer in {time.perf_counter() - begin:.0f} s")
-        encoder = Encoder(model, request.text_key, valid_fraction, request.skip_bad_lines, records, prefix)
+        encoder = Encoder(model, request.text_key, request.valid_fraction, request.skip_bad_lines, records, prefix)
         there.check_siblings(encoder.tokenizer)
-        if unfinished and not all(token_path(path, ".bin.partial").exists() for path in there.outputs.values()):
-            # The call was interrupted between the renames at its very end, so the files are written once more.
-            unfinished = None
         call = _Call(made_from, corpus, encoder, writers, journal, None if given else model, unfinished)
-        if unfinished:
-            where = corpus.inputs[unfinished.place.input].name
-            say(f"{there.train}: going on after {many(call.tally.tokens, 'token')}, in {where}")
+        if call.tally.tokens:
+            say(f"{there.train}: going on after {many(call.tally.tokens, 'token')}, in {call.input}")
         try:
             call.write(request.num_workers, shown=hears is None or in_notebook())
             with alone_in(there.folder):  # By now other calls may have written there, or are about to.
                 there.check_siblings(encoder.tokenizer)
-                for note in set() if overwrite else set(there.check_parts(made_from)) - set(notes):
+                for note in set(there.check_parts(request, made_from)) - set(notes):
                     say(note)
                 call.publish(there.folder / file_name, request.source_texts)
         finally:
             if journal.exists:
                 say(f"{there.train}: unfinished; the same call or command goes on with it")
-    if there.division:
-        number, count = there.division
-        say(f"part {number} of {count}; train on all of them by data.train path: {there.named}-*")
-    if prefix:
-        what = f"token{'s' * (len(prefix) > 1)} {', '.join(map(str, prefix))}"
-        say(f"each {'record' if records else 'document'} begins with {what}, which the tokenizer puts before a text")
-    for line in call.tally.sentences(there.outputs, records):
+    for line in [*there.sentences(), *call.tally.sentences(there.outputs, records, prefix)]:
         say(line)
     return _result(there, file_name, begin, False)
+
+
+def _made_from(
+    request: Request, corpus: Corpus, given: Tokenizer | None, records: Records | None, prefix: list[int]
+) -> dict[str, Any]:
+    """Return what decides the content of the token files, as their record has it."""
+    return (
+        {
+            "inputs": len(corpus.all_inputs),
+            "inputs_sha256": corpus.identity(),
+            "text_key": request.text_key,
+            "valid_fraction": request.valid_fraction,
+            "tokenizer": given.sha256 if given else [request.vocab_size, request.tokenizer_sample],
+        }
+        | ({"skip_bad_lines": True} if request.skip_bad_lines else {})
+        | ({"shard": list(request.division)} if request.division else {})
+        | ({"split_on": request.split_on} if request.split_on is not None else {})
+        | ({"text_key": None, "records": records.request} if records else {})
+        | ({"prefix": prefix} if prefix else {})
+        | ({} if records and records.templated else {"control_tokens": True})
+    )
 
 
 def _to_stderr(text: str) -> None:
@@ -188,6 +167,9 @@ class _Call:
         self._made_from, self._corpus, self._encoder, self._writers = made_from, corpus, encoder, writers
         self._journal, self._trained = journal, trained
         place, done = Place(), 0
+        if not all(token_path(writer.path, ".bin.partial").exists() for writer in writers.values()):
+            # The call was interrupted between the renames at its very end, so the files are written once more.
+            unfinished = None
         if unfinished:
             place, done = unfinished.place, unfinished.progress
             self.tally.counts = {side: Counts(**recorded) for side, recorded in unfinished.counts.items()}
@@ -197,6 +179,8 @@ class _Call:
             written = unfinished.written[side] if unfinished else None
             writer.begin(encoder.tokenizer.vocab_size, written, masked=encoder.records is not None)
         self._begun = self._so_far(place, done)
+        self.input = corpus.inputs[place.input].name
+        """The name of the input that is read first."""
 
     def write(self, num_workers: int, shown: bool) -> None:
         """Write the rest of the text into files that do not have their names yet. `shown`: with a progress bar."""

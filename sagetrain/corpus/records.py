@@ -60,6 +60,7 @@ Notes = Counter[tuple[str, str]]
 """The number of records that each note is about. A note is a sentence, and the name of a key if the note is about a
 key."""
 UNREAD = "not read of the records:"
+REPEATED = "JSON objects that hold a key twice, of which the last one counts:"
 WRITTEN = (
     "control tokens that are written in a text are these tokens, as in transformers (their characters, if "
     'tokenizer_config.json beside the tokenizer says "split_special_tokens": true):'
@@ -375,9 +376,11 @@ def records_of(
     return Chats(chat_field or "", length, read_template(chat_template), tools_field=tools_field or TOOLS)
 
 
-def settled(records: Records, tokenizer: Tokenizer) -> Records:
+def settled(records: Records, tokenizer: Tokenizer | None) -> Records:
     """Return the records with the tokenizer's chat templates where none was given. Raises ConfigError as
-    settled_template does."""
+    settled_template does, and if there is no tokenizer yet."""
+    if tokenizer is None:
+        raise ConfigError("records are for a model that has a tokenizer: give it (--tokenizer), and no --vocab-size")
     if isinstance(records, Pairs):
         return records
     tool_template = "" if records.template else tokenizer.chat_templates.get("tool_use", "")

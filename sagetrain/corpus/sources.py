@@ -6,35 +6,29 @@ no code from the data: datasets are Arrow, Parquet, JSON or text.
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import re
-import sys
-import sysconfig
-import tokenize
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b, sha256
-from importlib import import_module
 from pathlib import Path, PurePath
 from typing import Any
 
 from sagetrain.config.errors import ConfigError, many, refuse_pointer
 from sagetrain.corpus import files
-from sagetrain.corpus.archives import matches, members, names_in
+from sagetrain.corpus.archives import matches, members, names_in, wrong_glob
 from sagetrain.corpus.blocks import head, on_disk
 from sagetrain.corpus.chunk import Chunk, Place
 from sagetrain.corpus.datasets_library import check_parts, load_from_hub, load_saved, read_dataset
 from sagetrain.corpus.files import Wanted, contains, is_array, read
 from sagetrain.corpus.kinds import HEAD, Kind, check_head, compression, is_file_name, kind_of
-from sagetrain.corpus.parquet import read_parquet
 from sagetrain.corpus.records import Records
 from sagetrain.corpus.repeats import LONG, long_documents, refuse_copies
 from sagetrain.corpus.request import TextRequest
+from sagetrain.corpus.stdlib import STDLIB, measured_stdlib, read_stdlib
 
-STDLIB = "python-stdlib"
 _HELD_OUT = re.compile(r"(^|[-_./])(test|valid|validation|dev|eval)([-_./]|$)", re.IGNORECASE)
 """Finds the names of splits that nobody trains on."""
 _METADATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json"}
@@ -42,8 +36,6 @@ _METADATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "st
 _LOOKED_AT = 10_000
 """Number of files whose first bytes are checked before anything is prepared. The others are checked when they are
 read."""
-_STDLIB_LEFT_OUT = {"__pycache__", "dist-packages", "ensurepip", "idlelib", "lib2to3", "site-packages", "test", "tests",
-                    "turtledemo"}  # fmt: skip
 
 
 @dataclass
@@ -129,6 +121,15 @@ class Corpus:
         sizes = [each.size for each in self.inputs if each.size is not None]
         return sum(sizes) if len(sizes) == len(self.inputs) else None
 
+    def check_split(self, valid_fraction: float) -> None:
+        """Check that a share of the documents can be held out. Raises ConfigError if there is one document alone."""
+        if valid_fraction and len(self.inputs) == 1 and self.inputs[0].one_document:
+            raise ConfigError(
+                f"{self.inputs[0].name}: --valid-fraction {valid_fraction} needs several documents, and a plain text "
+                "file is one document: say what stands between documents (--split-on), or write it as .jsonl, where "
+                'each line is a document ({"text": "..."}), or leave out --valid-fraction'
+            )
+
     def identity(self) -> str:
         """Return a hash of the names, sizes and modification times of all inputs, whatever the part."""
         return sha256(json.dumps([each.identity for each in self.all_inputs]).encode()).hexdigest()
@@ -161,7 +162,7 @@ class Corpus:
         if source == STDLIB:
             if self._fields:
                 raise self._no_fields(source)
-            return _stdlib()
+            return [Input(STDLIB, read_stdlib, *measured_stdlib())]
         if path.is_file():
             return [self._archive(path, glob) if kind_of(path) is Kind.ARCHIVE else self._file(path)]
         if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
@@ -203,9 +204,7 @@ class Corpus:
         try:
             there = [*folder.glob(glob or "**/*")]
         except (ValueError, NotImplementedError) as error:
-            raise ConfigError(
-                f"--glob {glob!r}: {error}; write it relative to the folder, ** alone between slashes: '**/*.md'"
-            ) from error
+            raise wrong_glob(str(glob), error) from error
         found = sorted(
             (
                 path
@@ -273,6 +272,8 @@ class Corpus:
         if kind is Kind.PARQUET and (packed := compression(path)):
             raise ConfigError(f"{path}: Parquet is not read out of {packed}; unpack it (it is compressed by itself)")
         if kind is Kind.PARQUET:
+            from sagetrain.corpus.arrow_tables import read_parquet  # This import loads pyarrow.
+
             return Input(str(path), lambda place: read_parquet(path, wanted), stat.st_size, identity)
         begin = b""
         if self._looked_at < _LOOKED_AT:
@@ -406,55 +407,3 @@ def _part(inputs: list[Input], number: int, count: int) -> list[Input]:
             "parts, or more and smaller files"
         )
     return found
-
-
-# -- the standard library ----------------------------------------------------------------------------------------------
-
-
-def _stdlib() -> list[Input]:
-    """Return the source files of the running Python's standard library without its tests, followed by the docstrings of
-    its built-in modules."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(
-        (
-            path
-            for path in root.glob("**/*.py")
-            if not _STDLIB_LEFT_OUT.intersection(path.relative_to(root).parts)
-            and not path.relative_to(root).parts[0].startswith(("config-", "_sysconfigdata"))
-        ),
-        key=lambda path: path.relative_to(root).as_posix(),
-    )
-    if not files:
-        raise ConfigError(f"{STDLIB}: this Python has no library sources in {root}")
-    identity = [STDLIB, sys.version, str(root), len(files)]
-    return [Input(STDLIB, lambda place: _read_stdlib(files), sum(path.stat().st_size for path in files), identity)]
-
-
-def _read_stdlib(paths: list[Path]) -> Iterator[Chunk]:
-    consumed, size, texts, number = 0, 0, [], 1
-    for path in paths:
-        with tokenize.open(path) as file:  # tokenize.open honours the coding line.
-            texts.append(file.read())
-        size += len(texts[-1])
-        consumed += path.stat().st_size
-        if size >= files.CHUNK_BYTES:
-            yield Chunk(STDLIB, "row", number, texts, consumed)
-            number, size, texts = number + len(texts), 0, []
-    texts += [_docstrings(name) for name in sorted(sys.builtin_module_names)]
-    yield Chunk(STDLIB, "row", number, texts, consumed)
-
-
-def _docstrings(module_name: str) -> str:
-    """Return the documentation strings of a module without Python source, and of what it contains."""
-    module = import_module(module_name)
-    parts = [f"{module_name}\n\n{inspect.getdoc(module) or ''}"]
-    for name, value in sorted(vars(module).items()):
-        if inspect.isclass(value) or inspect.isroutine(value):
-            parts.append(f"{module_name}.{name}\n\n{inspect.getdoc(value) or ''}")
-            members = sorted(vars(value).items()) if inspect.isclass(value) else []
-            parts += [
-                f"{module_name}.{name}.{key}\n\n{inspect.getdoc(member)}"
-                for key, member in members
-                if not key.startswith("_") and inspect.getdoc(member)
-            ]
-    return "\n\n".join(parts) + "\n"

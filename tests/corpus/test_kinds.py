@@ -14,7 +14,6 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
-import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -310,12 +309,6 @@ def parquet() -> bytes:
     return out.getvalue()
 
 
-def numpy(save: Callable, **arrays: object) -> bytes:
-    out = io.BytesIO()
-    save(out, **arrays)
-    return out.getvalue()
-
-
 def encrypted() -> bytes:
     data = bytearray(zipped({"a.txt": b"x"}))
     data[data.rindex(b"PK\x01\x02") + 8] |= 1
@@ -349,29 +342,20 @@ REFUSED = {
     "c.jsonl": (tar({"a.jsonl": LINES}), r"is a tar archive; rename it so that it ends in \.tar"),
     "c.gz": (tar({"a.jsonl": LINES}, gzip.compress), r"is a tar archive .*; rename it so that it ends in \.tar\.gz"),
     "d.docx": (OFFICE, r"is a ZIP archive \(Office documents"),
-    "e.7z": (b"7z\xbc\xaf\x27\x1c\0\4", "is a 7-Zip archive; unpack it"),
-    "e.rar": (b"Rar!\x1a\x07\1\0", "is a RAR archive; unpack it"),
-    "e.lz4": (b"\x04\x22\x4d\x18\x64\x40\xa7\x1c\0", r"compressed with LZ4; unpack it \(lz4 -d\)"),
-    "f.pdf": (PDF, "is a PDF document; convert it to text"),
-    "f.txt": (PDF[:9], "is a PDF document; convert it to text"),
-    "f.rtf": (b"{\\rtf1\\ansi text}", "is an RTF document"),
-    "g.png": (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "is a picture"),
-    "g.jpg": (b"\xff\xd8\xff\xe0\0\x10JFIF", "is a picture"),
-    "g.mp4": (b"\0\0\0\x20ftypisom", "is sound or video"),
-    "h.npy": (numpy(np.save, arr=np.zeros(3)), "is a NumPy array"),
-    "h.npz": (numpy(np.savez, a=np.zeros(3)), "NumPy's .npz"),
-    "h.h5": (b"\x89HDF\r\n\x1a\n", "is an HDF5 file"),
-    "h.pkl": (b"\x80\x04\x95\0\0\0\0\0\0\0\0", "is a pickle"),
-    "h.db": (b"SQLite format 3\0\x10", "is an SQLite database; export its texts"),
-    "h.arrow": (b"ARROW1\0\0\xff\xff\xff\xff", "is an Arrow file; write it as Parquet"),
-    "h.so": (b"\x7fELF\2\1\1\0", "is a program"),
+    "e.7z": (b"7z\xbc\xaf\x27\x1c\0\4", "is packed in a way that is not read .*7-Zip.*; unpack it"),
+    "e.lz4": (b"\x04\x22\x4d\x18\x64\x40\xa7\x1c\0", "is packed in a way that is not read"),
+    "f.pdf": (PDF, "is a PDF, .* document; convert it to text"),
+    "f.rtf": (b"{\\rtf1\\ansi text}", "is a PDF, PostScript or RTF document"),
+    "g.png": (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "holds bytes of zero, as no text does"),
+    "h.db": (b"SQLite format 3\0\x10", "is a table of another kind .*; write it as Parquet"),
+    "h.arrow": (b"ARROW1\0\0\xff\xff\xff\xff", r"is a table of another kind \(Arrow, .*; write it as Parquet"),
     "h.idx": (b"MMIDIDX\0\0\1\0", "is the index of a token file; it is prepared"),
     "i.txt": (b"\xff\xfe" + "text".encode("utf-16-le"), "is UTF-16, not UTF-8; convert it: iconv"),
     "i.csv": ("\ufefftext".encode("utf-16-be"), "is UTF-16"),
     "i.jsonl": ('{"text": "a"}\n'.encode("utf-16-le"), "is UTF-16, not UTF-8; convert it: iconv -f UTF-16LE"),
     "i.ndjson": ('{"text": "a"}\n'.encode("utf-16-be"), "is UTF-16, not UTF-8; convert it: iconv -f UTF-16BE"),
     "i.log": ("some text".encode("utf-32"), "is UTF-32, not UTF-8"),
-    "i.lzma": (lzma.compress(b"text" * 99, format=lzma.FORMAT_ALONE), "is compressed with LZMA; unpack it"),
+    "i.lzma": (lzma.compress(b"text" * 99, format=lzma.FORMAT_ALONE), "is packed in a way that is not read .*LZMA"),
     "n.ipynb": (b'{"cells": [], "nbformat": 4}', "is a Jupyter notebook, .*nbconvert --to markdown"),
     "N.IPYNB.gz": (gzip.compress(b'{\n "metadata": {'), "is a Jupyter notebook, "),
     "j.txt": (b"text" * 2000 + bytes(500), "holds bytes of zero behind its beginning, .*cut off by a crash"),
@@ -399,12 +383,12 @@ REFUSED = {
     "a.tar": (tar({"b.tar.gz": tar({}, gzip.compress)}), "b.tar.gz is an archive, which is not read out of an archive"),
     "b.zip": (zipped({"b.parquet": parquet()}), "b.parquet is Parquet, which is not read out of an archive: unpack it"),
     "c.zip": (encrypted(), "a.txt is encrypted"),
-    "c64.zip": (deflate64(), r"c64\.zip: a\.txt is compressed by Deflate64, which is not read: unpack it"),
+    "c64.zip": (deflate64(), r"c64\.zip: a\.txt is compressed by method 9 .*, which is not read: unpack it"),
     "d.zip": (b"PK\x03\x04 no", r"cannot read .*d\.zip: File is not a zip file"),
     "d.tar": (b"no archive" * 100, r"cannot read .*d\.tar: "),
     "e.tar.gz": (tar({"a.txt": b"x" * 9000}, gzip.compress)[:-20], r"cannot read .*e\.tar\.gz: Compressed file ended"),
     "f.tar": (tar({"a.txt": b"x" * 9000})[:4000], r"cannot read .*f\.tar: unexpected end of data"),
-    "g.tar": (tar({"a.txt": PDF}), r"g\.tar/a\.txt: is a PDF document"),
+    "g.tar": (tar({"a.txt": PDF}), r"g\.tar/a\.txt: is a PDF"),
     "g.tar.gz": (tar({"a.txt": b"x"}), r"cannot read .*; its first bytes are not those of a \.gz file: rename it"),
     "h.tar": (tar({"a.txt": b"x"}, gzip.compress), r"cannot read .*; .* of a \.gz file: rename it to end in \.gz"),
     "h.jsonl.gz": (zstandard.compress(LINES), r"cannot read .*; .* those of a \.zst file: rename it to end in \.zst"),
@@ -458,7 +442,7 @@ def test_it_is_named_before_anything_is_prepared(tmp_path, model, monkeypatch):
     (tmp_path / "in").mkdir()
     for name, content in (("a.txt", b"a text"), ("z.png", REFUSED["g.png"][0])):
         write(tmp_path / "in", name, content)
-    with pytest.raises(ConfigError, match=r"z\.png: is a picture"):
+    with pytest.raises(ConfigError, match=r"z\.png: holds bytes of zero"):
         quiet([str(tmp_path / "in")], tmp_path / "x", tokenizer=model)
 
 

@@ -50,7 +50,6 @@ BAD_FILES = {
     "latin.jsonl": (lines(GOOD, b'{"text": "caf\xe9"}'), r"line 2: not UTF-8 \(byte 0xe9\); convert the file: iconv"),
     "surrogate.jsonl": (lines(b'{"text": "\\ud800"}'), "line 1: not valid Unicode: a lone surrogate"),
     "late.jsonl": (lines(*[GOOD] * 6000, b"oops"), "line 6,001: not valid JSON"),
-    "binary.txt": (b"\x89PNG\x0d\x0a", r"binary\.txt: is a picture; .* leave it out with --glob"),
     "latin.txt": (b"caf\xe9 and more", r"latin\.txt: not UTF-8 \(byte 0xe9\); if it is .* --glob; else convert"),
     "not.jsonl.gz": (GOOD, r"cannot read .*not\.jsonl\.gz: Not a gzipped file"),
     "cut.jsonl.gz": (gzip.compress(lines(*[GOOD] * 50))[:-12], r"cannot read .*cut\.jsonl\.gz: Compressed file ended"),

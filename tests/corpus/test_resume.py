@@ -281,7 +281,7 @@ def test_a_real_kill(tmp_path, model):
     path = write_jsonl(tmp_path / "a.jsonl", make_texts(4000) * 5)
     quiet([str(path)], tmp_path / "whole/train", tokenizer=model)
     (tmp_path / "run.py").write_text(
-        "import sys; from sagetrain.data import encode, journal; from sagetrain.corpus.prepare import prepare\n"
+        "import sys; from sagetrain.corpus import encode, journal; from sagetrain.corpus.prepare import prepare\n"
         "from sagetrain.corpus.request import Request\n"
         "encode.ALONE_SECONDS = journal.SECONDS = 0.0\n"
         "if __name__ == '__main__':\n"

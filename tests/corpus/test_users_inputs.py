@@ -284,6 +284,21 @@ def test_fields_in_fields_and_what_nobody_reads(tmp_path: Path, form: str, kind:
     assert decoded == {"text": "hello", "pairs": "qa", "chats": "qa"}[kind]
 
 
+@pytest.mark.parametrize("form", ["jsonl", "json"])
+@pytest.mark.parametrize(("records", "key"), [(None, "text"), (None, "d.text"), (Pairs("p", "text", 32), "text")])
+def test_two_equal_keys_are_said(tmp_path: Path, form: str, records: Pairs | None, key: str) -> None:
+    """Keys that nobody reads, and keys of other objects, may come again."""
+    twice = '"p": "a", "text": "first", "text": "last", "x": 1, "x": 2, "y": {"text": ""}'
+    record = f'{{"d": {{{twice}}}}}' if "." in key else f"{{{twice}}}"
+    once = '{"p": "a", "d": {"text": "once"}, "text": "a \\"text\\" of \\"text\\""}'
+    rows = (",".join if form == "json" else "\n".join)([record, once])
+    (tmp_path / f"a.{form}").write_text(f"[{rows}]" if form == "json" else rows)
+    file = write_tokenizer(tmp_path / "t")
+    said = "".join(said_by(tmp_path / f"a.{form}", tmp_path / "o/x", tokenizer=file, records=records, text_key=key))
+    assert "hold a key twice, of which the last one counts: 'text' (1 record)" in said
+    assert "last" in (decoded := Tokenizer.load(file).decode(tokens_of(tmp_path / "o/x"))) and "first" not in decoded
+
+
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
 @pytest.mark.parametrize(
     ("records", "option"),
