@@ -502,8 +502,8 @@ def load_run(
 
 @checked
 def import_folder(folder: str | Path, run_dir: str | Path, *, say: Callable[[str], None] = _silent) -> Imported:
-    """Turn a Hugging Face folder of a Llama, Mistral or Qwen3 model into a run folder, to start from with
-    training.init_from, and to load with load_run.
+    """Turn a Hugging Face folder into a run folder, to start from with training.init_from, and to load
+    with load_run. docs/new-phase.md has the families of models that are read.
 
     Args:
         folder: the Hugging Face folder.

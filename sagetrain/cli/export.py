@@ -32,7 +32,7 @@ def export(
     ] = 4.0,
     checkpoint: Checkpoint = None,
 ) -> None:
-    """Write a run's newest checkpoint as a Hugging Face folder, which transformers loads as Llama or Qwen3.
+    """Write a run's newest checkpoint as a Hugging Face folder, which transformers loads.
 
     \b
     sagetrain export runs/325m 325m-hf --dtype bfloat16

@@ -14,7 +14,7 @@ from sagetrain.interop.causes import no_folder
 
 
 def import_folder(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Hugging Face folder of Llama, Mistral or Qwen3.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Hugging Face folder of a model.")],
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder to write; it must not exist yet.")],
 ) -> None:
     """Turn a Hugging Face folder into a run folder to start from, with training.init_from.

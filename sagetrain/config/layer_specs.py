@@ -27,6 +27,8 @@ class AttentionSpec(NamedTuple):
     head_dim: int
     rope: Rope
     qk_norm: QKNorm
+    bias: bool
+    """Whether q, k and v have biases."""
 
     def linear_layers(self, hidden: int, ranks: int) -> dict[str, LinearSizes]:
         """Return the sizes of the projections on one of so many tensor-parallel ranks, keyed by name."""
@@ -81,6 +83,7 @@ def layers(model: ModelConfig, qk_norm: QKNorm = "none") -> tuple[LayerSpec, ...
         head_dim=model.head_dim,
         rope=Rope(model.rope_theta, model.rope_scaling),
         qk_norm=qk_norm,
+        bias=model.qkv_bias,
     )
     layer = LayerSpec(model.hidden_size, attention, MLPSpec(model.ffn_hidden_size), model.norm_eps)
     return (layer,) * model.num_layers

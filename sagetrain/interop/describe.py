@@ -116,7 +116,7 @@ def describe(config: Mapping[str, Any], where: str, report: Report) -> Described
         said["head_dim"] = _head_dim(said, where)
     shape = {ours: said[theirs] for ours, theirs in SIZES.items()}
     try:
-        model = ModelConfig.model_validate(shape | {"rope_theta": theta, "rope_scaling": scaling})
+        model = ModelConfig.model_validate(shape | {"rope_theta": theta, "rope_scaling": scaling, **family.model})
     except ValidationError as error:
         problem = error.errors()[0]
         names = [SIZES.get(str(each), str(each)) for each in problem["loc"]]

@@ -25,6 +25,9 @@ _TENSORS = {
     "attention.qkv.q": "self_attn.q_proj.weight",
     "attention.qkv.k": "self_attn.k_proj.weight",
     "attention.qkv.v": "self_attn.v_proj.weight",
+    "attention.qkv.q_bias": "self_attn.q_proj.bias",
+    "attention.qkv.k_bias": "self_attn.k_proj.bias",
+    "attention.qkv.v_bias": "self_attn.v_proj.bias",
     "attention.q_norm.gain": "self_attn.q_norm.weight",
     "attention.k_norm.gain": "self_attn.k_norm.weight",
     "attention.out.weight": "self_attn.o_proj.weight",
@@ -51,6 +54,10 @@ DEFAULTS = {"rms_norm_eps": 1e-6, "initializer_range": 0.02, "tie_word_embedding
 """The values that transformers takes for keys that config.json may leave out."""
 
 
+_STRUCTURE = {"qkv_bias": False}
+"""The keys of our section `model` that families differ in, with the values of a Llama."""
+
+
 @dataclass(frozen=True)
 class Family:
     """A class of models in transformers."""
@@ -61,6 +68,8 @@ class Family:
     qk_norm: QKNorm
     defaults: Mapping[str, Any]
     """The values of keys that config.json may leave out, beside those of DEFAULTS."""
+    model: Mapping[str, Any] = field(default_factory=dict)
+    """The values of our section `model` by which its models differ from a Llama."""
     writes: Mapping[str, Any] = field(default_factory=dict)
     """Further keys of an exported config.json."""
     whole_heads: bool = False
@@ -69,7 +78,9 @@ class Family:
     def computes(self, model: ModelConfig, attention: AttentionConfig) -> bool:
         """Return whether the class computes what our model does."""
         odd = self.whole_heads and model.hidden_size % model.num_attention_heads
-        return self.qk_norm == attention.qk_norm and not odd
+        wanted = {**_STRUCTURE, **self.model}
+        same = all(getattr(model, key) == value for key, value in wanted.items())
+        return self.qk_norm == attention.qk_norm and same and not odd
 
     def tensor(self, name: str) -> str:
         """Return the name of a tensor in a folder, from its name in our model."""
@@ -96,6 +107,14 @@ FAMILIES = {
             writes={"sliding_window": None},
         ),
         Family(
+            "Qwen2ForCausalLM",
+            "qwen2",
+            "none",
+            {"max_position_embeddings": 32768, "num_key_value_heads": 32},
+            model={"qkv_bias": True},
+            writes={"use_sliding_window": False, "sliding_window": None},
+        ),
+        Family(
             "Qwen3ForCausalLM",
             "qwen3",
             "before_rope",
@@ -112,8 +131,16 @@ def family_of(model: ModelConfig, attention: AttentionConfig) -> Family:
     for family in FAMILIES.values():
         if family.computes(model, attention):
             return family
-    known = ", ".join(f"{each.qk_norm} ({each.name.removesuffix('ForCausalLM')})" for each in FAMILIES.values())
-    raise ConfigError(
-        f"attention.qk_norm {attention.qk_norm}: transformers has no class that computes this model, so it cannot be "
-        f"exported; train with one of {known} for that"
+    asked = {key: getattr(model, key) for key, value in _STRUCTURE.items() if getattr(model, key) != value}
+    known = "; ".join(
+        f"{each.name.removesuffix('ForCausalLM')}: {_in_words(each.qk_norm, each.model)}" for each in FAMILIES.values()
     )
+    raise ConfigError(
+        f"{_in_words(attention.qk_norm, asked)}: transformers has no class that computes this, so the model cannot be "
+        f"exported; train with the values of one class for that ({known})"
+    )
+
+
+def _in_words(qk_norm: QKNorm, model: Mapping[str, Any]) -> str:
+    settings = [f"model.{key} {str(value).lower()}" for key, value in model.items()]
+    return ", ".join([f"attention.qk_norm {qk_norm}", *settings])

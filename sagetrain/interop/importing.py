@@ -71,7 +71,7 @@ def import_folder(
     shard_bytes: int = 4 * 10**9,
     report: Report = lambda text: None,
 ) -> Imported:
-    """Turn a Llama, Mistral or Qwen3 folder into a run folder with one checkpoint, for training.init_from, eval,
+    """Turn a Hugging Face folder into a run folder with one checkpoint, for training.init_from, eval,
     generate and export. The weights stay as they are, in their dtype. Rows that pad the vocabulary are zeros.
 
     Args:

@@ -65,6 +65,7 @@ class Attention(nn.Module):
             qkv.inputs,
             qkv.outputs,
             groups,
+            bias=layer.attention.bias,
             matmul=matmuls.get("qkv"),
             sequence_parallel=sequence_parallel,
             dtype=dtype,

@@ -26,8 +26,8 @@ def initialize(
     device: torch.device,
     partition: Callable[[nn.Parameter], None] | None,
 ) -> None:
-    """Give parameters on the meta device their initial values. Gains are 1. Weights are normal with init_std, divided
-    by sqrt(2 num_layers) for layers that write into the residual stream.
+    """Give parameters on the meta device their initial values. Gains are 1, biases 0. Weights are normal with init_std,
+    divided by sqrt(2 num_layers) for layers that write into the residual stream.
 
     Every weight is drawn in full from a generator named after it, then sliced. Several weights are drawn at a time,
     since one generator keeps one core busy. They go to the device one after the other.
@@ -38,8 +38,8 @@ def initialize(
 
     @torch.no_grad()
     def draw(spec: TensorSpec, parameter: nn.Parameter) -> Tensor:
-        if spec.is_gain:
-            return torch.ones_like(parameter, device="cpu")
+        if spec.begins is not None:
+            return torch.full_like(parameter, spec.begins, device="cpu")
         std = model.init_std
         if spec.into_stream:
             std /= (2 * model.num_layers) ** 0.5

@@ -32,7 +32,7 @@ class TensorSpec:
     """The ranks that hold different slices. None: each rank holds the whole tensor."""
     dim: int | None
     """The dim along which the tensor is cut."""
-    kind: Literal["matrix", "embedding", "gain"]
+    kind: Literal["matrix", "embedding", "gain", "bias"]
     """The role of the tensor in initialization and in the optimizer. embedding: input embedding and output
     projection."""
     layer: int | Literal["embedding", "head"]
@@ -46,9 +46,14 @@ class TensorSpec:
         return prod(self.shape)
 
     @property
-    def is_gain(self) -> bool:
-        """Whether this is the gain of a norm: it begins as 1, and does not decay."""
-        return self.kind == "gain"
+    def begins(self) -> float | None:
+        """The number that all values begin as. None: they are drawn."""
+        return {"gain": 1.0, "bias": 0.0}.get(self.kind)
+
+    @property
+    def decays(self) -> bool:
+        """Whether weight decay is for this tensor. It is not for gains and biases."""
+        return self.begins is None
 
 
 def tensors(model: ModelConfig, attention: AttentionConfig, vocab_size: int) -> Iterator[TensorSpec]:
@@ -68,10 +73,12 @@ def _of_layer(number: int, layer: LayerSpec) -> Iterator[TensorSpec]:
     def gain(name: str, width: int) -> TensorSpec:
         return TensorSpec(f"blocks.{number}.{name}.gain", (width,), None, None, "gain", number)
 
-    def column(name: str, sizes: LinearSizes) -> Iterator[TensorSpec]:
+    def column(name: str, sizes: LinearSizes, bias: bool = False) -> Iterator[TensorSpec]:
         for weight, outputs in sizes.outputs.items():
             shape = outputs, sizes.inputs
             yield TensorSpec(f"blocks.{number}.{name}.{weight}", shape, "tensor", 0, "matrix", number)
+            if bias:
+                yield TensorSpec(f"blocks.{number}.{name}.{weight}_bias", (outputs,), "tensor", 0, "bias", number)
 
     def row(name: str, sizes: LinearSizes) -> TensorSpec:
         shape = hidden, sizes.inputs
@@ -79,7 +86,7 @@ def _of_layer(number: int, layer: LayerSpec) -> Iterator[TensorSpec]:
 
     linear = layer.linear_layers(1)
     yield gain("attention_norm", hidden)
-    yield from column("attention.qkv", linear["qkv"])
+    yield from column("attention.qkv", linear["qkv"], attention.bias)
     if attention.qk_norm != "none":
         yield gain("attention.q_norm", attention.head_dim)
         yield gain("attention.k_norm", attention.head_dim)

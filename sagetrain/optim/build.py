@@ -40,10 +40,10 @@ def kinds_of(spec: TensorSpec, run: RunConfig) -> tuple[str, ...]:
 
 
 def groups(specs: Iterable[TensorSpec], run: RunConfig) -> list[Group]:
-    """Split the tensors of a model into groups. Matrices and embeddings decay, gains do not."""
+    """Split the tensors of a model into groups. Matrices and embeddings decay, gains and biases do not."""
     cfg, named = run.optimizer, dict[tuple[Rule, float, float], list[str]]()
     for spec in specs:
-        decay = 0.0 if spec.is_gain else cfg.weight_decay
+        decay = cfg.weight_decay if spec.decays else 0.0
         factor = (_own_lr(spec, cfg.lr_of) or cfg.lr) / cfg.lr
         named.setdefault((rule_of(spec, run), decay, factor), []).append(spec.name)
     return [Group(*how, tuple(found)) for how, found in named.items()]
@@ -51,7 +51,7 @@ def groups(specs: Iterable[TensorSpec], run: RunConfig) -> list[Group]:
 
 def _own_lr(spec: TensorSpec, lr_of: LearningRates) -> float | None:
     """Return the peak learning rate that optimizer.lr_of has for a tensor."""
-    if spec.is_gain:
+    if not spec.decays:
         return lr_of.gain
     if spec.kind == "matrix":
         return lr_of.matrix

@@ -1,7 +1,7 @@
 """Tensor-parallel layers in Megatron's manner: linear layers split by column or row, and the embedding split by
 vocabulary.
 
-Weights are [out_features, in_features], without bias. A layer allocates its slice of each weight, and the model fills
+Weights are [out_features, in_features]. A layer allocates its slice of each weight, and the model fills
 it (see `shard` and model/transformer.py), so that the values do not depend on the layout. model/tensors.py says which
 dim of which weight is cut.
 """
@@ -50,7 +50,7 @@ def keep_weights(model: nn.Module) -> None:
     for ZeRO 3, where weights come and go.
     """
     for layer in linear_layers(model):
-        layer.kept = layer.matmul.keep(list(layer.parameters(recurse=False)))
+        layer.kept = layer.matmul.keep(layer.weights)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -61,6 +61,7 @@ class ColumnParallelLinear(nn.Module):
 
     Args:
         out_features: the name of each weight and its number of output features, in the order of the outputs.
+        bias: add a bias to each output, which is cut as the rows of its weight are.
         matmul: how the layer multiplies (default: in the dtype of its operands, gradients joined under tensor
             parallelism).
 
@@ -74,6 +75,7 @@ class ColumnParallelLinear(nn.Module):
         out_features: dict[str, int],
         groups: ParallelGroups,
         *,
+        bias: bool = False,
         sequence_parallel: bool = False,
         matmul: Matmul | None = None,
         dtype: torch.dtype,
@@ -81,6 +83,7 @@ class ColumnParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.groups = groups
+        self.bias = bias
         self.sequence_parallel = sequence_parallel
         self.in_dtype = Matmul(joined=groups.tp_size > 1)
         """The Matmul of the layer unless it is told otherwise."""
@@ -91,12 +94,21 @@ class ColumnParallelLinear(nn.Module):
         for name, size in out_features.items():
             local = _divide(size, groups, f"out_features of {name}")
             self.register_parameter(name, nn.Parameter(torch.empty(local, in_features, dtype=dtype, device=device)))
+            if bias:
+                self.register_parameter(f"{name}_bias", nn.Parameter(torch.empty(local, dtype=dtype, device=device)))
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """The matrices, in the order of the outputs."""
+        return [getattr(self, name) for name in self.names]
 
     def forward(self, x: Tensor | Pending) -> tuple[Tensor, ...]:
         """Multiply x [tokens, in], and return [tokens, out / tp] for each weight."""
-        weights = [getattr(self, name) for name in self.names]
         back = None if self.groups.tp_size == 1 else entering(self.sequence_parallel)[1]
-        return linear(x, weights, self.matmul, back, self.groups.tp_group, self.kept)
+        outputs: tuple[Tensor, ...] = linear(x, self.weights, self.matmul, back, self.groups.tp_group, self.kept)
+        if self.bias:
+            outputs = tuple(y + getattr(self, f"{name}_bias") for name, y in zip(self.names, outputs, strict=True))
+        return outputs
 
 
 class RowParallelLinear(nn.Module):
@@ -131,6 +143,11 @@ class RowParallelLinear(nn.Module):
         self.kept: tuple[Tensor, ...] = ()
         local = _divide(in_features, groups, "in_features")
         self.weight = nn.Parameter(torch.empty(out_features, local, dtype=dtype, device=device))
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """The matrix."""
+        return [self.weight]
 
     def forward(self, x: Tensor) -> Tensor | Pending:
         """Multiply x [tokens, in / tp], and start to sum up [tokens (/ tp with sequence parallelism), out]."""

@@ -123,8 +123,8 @@ def by_hand(cfg: RunConfig, groups: ParallelGroups, steps: int) -> dict[str, tor
         cfg.model_copy(update={"parallel": cfg.parallel.model_copy(update={"engine": "deepspeed"})}), groups
     )
     masters = {name: p.detach().float().clone().requires_grad_() for name, p in model.named_parameters()}
-    decayed = [p for name, p in masters.items() if not model.specs[name].is_gain]
-    plain = [p for name, p in masters.items() if model.specs[name].is_gain]
+    decayed = [p for name, p in masters.items() if model.specs[name].decays]
+    plain = [p for name, p in masters.items() if not model.specs[name].decays]
     parts = [{"params": decayed, "weight_decay": cfg.optimizer.weight_decay}, {"params": plain, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(parts, lr=1e-2, betas=cfg.optimizer.betas, eps=cfg.optimizer.eps, foreach=False)
     for step in range(steps):

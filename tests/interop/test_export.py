@@ -127,7 +127,7 @@ def test_weights_are_of_the_dtype_asked_for(runs: Path, tmp_path: Path) -> None:
 
 
 def test_qk_norm_after_rope_has_no_class_there(runs: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"qk_norm after_rope: .* no class .* before_rope \(Qwen3\)"):
+    with pytest.raises(ConfigError, match=r"qk_norm after_rope: .* no class .* Qwen3: attention.qk_norm before_rope"):
         export(runs / "after", tmp_path / "out")
     assert not [*tmp_path.iterdir()]
 

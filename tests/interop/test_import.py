@@ -14,7 +14,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MistralConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from prepare_inputs import published_tokenizer
 from runs import sagetrain
@@ -54,6 +54,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "llama": lambda: LlamaConfig(**SIZES),
     "llama-3": lambda: LlamaConfig(**SIZES, rope_parameters=LLAMA3, tie_word_embeddings=True),
     "mistral": lambda: MistralConfig(**SIZES, sliding_window=None, rms_norm_eps=1e-5),
+    "qwen2.5": lambda: Qwen2Config(**SIZES, tie_word_embeddings=True),
     "qwen": lambda: Qwen3Config(**SIZES, tie_word_embeddings=True),
     "qwen-yarn": lambda: Qwen3Config(**SIZES, rope_parameters=YARN),
 }

@@ -160,7 +160,7 @@ def _clip_norm(model: Transformer, groups: ParallelGroups) -> Tensor:
 def _decayed(model: Transformer) -> list[dict]:
     """Return the groups of parameters: all but gains decay."""
     named = list(model.named_parameters())
-    apart = ([p for name, p in named if model.specs[name].is_gain is gain] for gain in (False, True))
+    apart = ([p for name, p in named if (model.specs[name].kind == "gain") is gain] for gain in (False, True))
     return [{"params": found, "weight_decay": decay} for found, decay in zip(apart, (0.1, 0.0), strict=True)]
 
 

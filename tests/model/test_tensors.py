@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -20,6 +22,7 @@ MODELS = {
     "plain": {"num_attention_heads": 4},
     "grouped": GROUPED,
     "tied": {**GROUPED, "tie_embeddings": True},
+    "biased": {**GROUPED, "qkv_bias": True},
 }
 
 
@@ -40,13 +43,16 @@ def test_the_list_is_the_modules(model: str, qk_norm: str) -> None:
         for name, parameter in network.named_parameters():
             spec = listed[name]
             assert shard(torch.empty(spec.shape, device="meta"), spec.dim, groups).shape == parameter.shape, name
-            assert (spec.cut is None) == (spec.dim is None) == spec.is_gain == (parameter.ndim == 1), name
+            assert (spec.cut is None) == (spec.dim is None) == (spec.kind == "gain"), name
+            assert spec.decays == (parameter.ndim == 2), name
             assert spec.into_stream == name.endswith(("attention.out.weight", "mlp.down.weight")), name
             assert not vars(parameter), f"{name}: what hangs on a parameter is lost when an engine makes it anew"
 
 
-@pytest.mark.parametrize("qk_norm", ["none", "before_rope"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "qk_norm"),
+    [*itertools.product(("plain", "grouped", "tied"), ("none", "before_rope")), ("biased", "none")],
+)
 def test_the_list_has_the_names_and_shapes_of_transformers(model: str, qk_norm: str) -> None:
     shape, attention = shape_of(model), AttentionConfig(qk_norm=qk_norm)
     family = family_of(shape, attention)

@@ -83,7 +83,7 @@ def moving_steps(groups: ParallelGroups, stage: int, backend: str | None, linear
         low = cfg.linear.low_bit and 5 * first <= min(step, 4) < 5 - 5 * last
         assert model.matmuls == [dict.fromkeys(NAMES, RECIPES["fp8", "rowwise"]) if low else {}] * 2
         for layer in layers_of(model):
-            fresh = layer.matmul.keep(list(layer.parameters(recurse=False))) if stage < 3 else ()
+            fresh = layer.matmul.keep(layer.weights) if stage < 3 else ()
             assert bool(layer.kept) == (low and stage < 3) and all(map(torch.equal, layer.kept, fresh))
         assert bool(model.blocks[0].mlp_norm.reader) == (low and tp_size > 1)
     return found, graphs, [*said, *(now(400).summary() for _ in schedules)]

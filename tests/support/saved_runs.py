@@ -39,7 +39,7 @@ def randomize(model: Transformer) -> None:
         for name, parameter in model.named_parameters():
             spec = model.specs[name]
             full = torch.randn(spec.shape, generator=named_generator(7, name))
-            full = 1 + full / 4 if spec.is_gain else full / 8
+            full = 1 + full / 4 if spec.kind == "gain" else full / 8
             parameter.copy_(shard(full, spec.dim, model.groups))
 
 

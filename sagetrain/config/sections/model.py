@@ -65,6 +65,8 @@ class ModelConfig(Section):
     """Base of the rotary position embedding."""
     rope_scaling: RopeScaling | None = None
     """Extension of the rotary frequencies to longer sequences. Default: none."""
+    qkv_bias: bool = False
+    """Add a learned bias to q, k and v each, as Qwen2 and Qwen2.5 do. Biases begin as 0 and do not decay."""
     norm_eps: Annotated[float, Field(gt=0, lt=1)] = 1e-6
     """Epsilon of every RMSNorm, QK-norm included."""
     init_std: Annotated[float, Field(gt=0, le=1)] = 0.02

@@ -41,7 +41,7 @@ class LearningRates(Section):
     matrix: PositiveFloat | None = None
     """Matrices of the blocks."""
     gain: PositiveFloat | None = None
-    """Gains of all norms, those of QK-norm included."""
+    """Gains of all norms, those of QK-norm included, and biases."""
 
 
 class OptimizerConfig(Section):
