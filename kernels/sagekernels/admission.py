@@ -1,28 +1,19 @@
-"""Decide which attention functions may be trusted on this device, and choose the fastest of them.
+"""Decide which attention functions may be trusted on this device, and time them.
 
 A fast kernel that is silently wrong (a gradient that stays zero, a shape it was never run on) costs a training run. A
-function is therefore chosen only after it has computed the output and all gradients of the same kind of problem, on the
+function is therefore used only after it has computed the output and all gradients of the same kind of problem, on the
 same device, and they were compared with float64.
 """
 
-import hashlib
-import json
-import os
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
-from pathlib import Path
-from types import MappingProxyType
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from .testing import Results, Shape, errors, exact_results, random_inputs, results_of
-
-SOURCES = Path(__file__).parent
-"""The folder of the kernels. A decision that was made with other sources is made anew."""
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """An attention function: (q [B, N_q, H, D], k, v [B, N_k, H_kv, D], cu_seqlens or None) -> o [B, N_q, H, D]."""
@@ -35,11 +26,6 @@ LIMITS = {
     "scores": {"o": 0.016, "dq": 0.018, "dk": 0.018, "dv": 0.016},
     "paper": {"o": 0.03, "dq": 0.07, "dk": 0.07, "dv": 0.06},
 }
-
-
-GAIN = 1.01
-"""Attention in 8 bits is chosen only if it is so many times as fast as 16 bits. A smaller gain is within the noise of
-clocks, and 16 bits are exact."""
 
 
 class Admission(NamedTuple):
@@ -123,82 +109,3 @@ def median_seconds(action: Callable[[], object], device: torch.device | str) -> 
             torch.cuda.synchronize()
             times.append(first.elapsed_time(last) / 1e3)
     return statistics.median(times[3:])
-
-
-def decided_once(
-    what: str,
-    key: str,
-    decide: Callable[[], tuple[str, list[str]]],
-    *,
-    sources: Iterable[Path],
-    device: torch.device | str,
-    cache: Path | None,
-    say: Callable[[str], None],
-) -> str:
-    """Return the name that `decide` gives, with the lines of a table that says why. Both go to `say` and to the file
-    `cache`. A later call with the same key, on the same kind of device, with the same torch, Triton and files in the
-    folders `sources`, gets the name from the file."""
-    place = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu"
-    paths = (path for folder in sources for path in sorted(folder.glob("*.*")))
-    files = b"".join(path.read_bytes() for path in paths if path.is_file())
-    software = f"torch {torch.__version__} triton {triton.__version__} {hashlib.sha256(files).hexdigest()[:12]}"
-    key = " | ".join((place, software, key))
-    kept = json.loads(cache.read_text()) if cache is not None and cache.exists() else {}
-    if key in kept:
-        say(f"{what}: {kept[key]['chosen']} (chosen before, {cache})")
-        return kept[key]["chosen"]
-    chosen, lines = decide()
-    lines = [f"{what} on {place}, {lines[0]}", *lines[1:]]
-    say("\n".join([*lines, f"  chosen: {chosen}"]))
-    if cache is not None:
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        temporary = cache.with_name(f"{cache.name}.{os.getpid()}")
-        temporary.write_text(json.dumps({**kept, key: {"chosen": chosen, "table": lines}}, indent=1))
-        temporary.replace(cache)
-    return chosen
-
-
-def choose(
-    candidates: Mapping[str, Attend],
-    shape: Shape,
-    *,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    cache: Path | None = None,
-    limits: Mapping[str, Mapping[str, float]] = MappingProxyType({}),
-    timed: Mapping[str, Attend] = MappingProxyType({}),
-    in_16_bits: Collection[str] = (),
-    options: str = "",
-    say: Callable[[str], None] = print,
-) -> str:
-    """Return the name of the fastest candidate that is admitted, print a table, and keep both in the file `cache`. A
-    candidate in 8 bits must be GAIN times as fast as the fastest in 16 bits.
-
-    The choice is made once per device, software (this package's sources included), shape, documents, dtype, limits, set
-    of candidates and `options`. `options` are further settings that distinguish candidates, such as the recipe. Raises
-    RuntimeError, with every candidate's reason, when none is admitted.
-
-    Args:
-        limits: the limits of candidates by name. The others have LIMITS["fine"].
-        timed: the functions to time in place of candidates, by name: their attention and what surrounds it in a step.
-        in_16_bits: the names of the candidates in 16 bits.
-    """
-    names, documents = " ".join(sorted(candidates)), hashlib.sha256(str(shape.documents).encode()).hexdigest()[:12]
-    key = " | ".join((str(shape), documents, str(dtype), str(limits), names, options))
-
-    def fastest() -> tuple[str, list[str]]:
-        lines, speeds = [f"{shape}, {dtype}: forward + backward, rel-L2 against float64"], {}
-        for name, attend in candidates.items():
-            verdict = admit(attend, shape, dtype=dtype, device=device, limits=limits.get(name, LIMITS["fine"]))
-            if verdict.passed:
-                speeds[name] = seconds_per_step(timed.get(name, attend), shape, dtype=dtype, device=device)
-                figures = "  ".join(f"{tensor} {e:.4f}" for tensor, e in verdict.errors.items())
-                lines.append(f"  {name:<12}{1e3 * speeds[name]:>10.3f} ms   {figures}")
-            else:
-                lines.append(f"  {name:<12}  not used: {verdict.reason}")
-        if not speeds:
-            raise RuntimeError("\n".join(["no attention backend is admitted", *lines]))
-        exact = {name: seconds / GAIN for name, seconds in speeds.items() if name in in_16_bits}
-        return min(speeds, key=lambda name: exact.get(name, speeds[name])), lines
-
-    return decided_once("attention", key, fastest, sources=[SOURCES], device=device, cache=cache, say=say)

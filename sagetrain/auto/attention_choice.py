@@ -1,21 +1,25 @@
-"""Choose the attention of a run whose settings say `auto`. The choice is made when the run begins, and kept when it
-continues."""
+"""Choose the attention of a run whose settings say `auto`."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sagekernels.admission import LIMITS, Admission, Attend, admit, choose
+from sagekernels.admission import LIMITS, Admission, Attend, admit, seconds_per_step
 from sagekernels.qk_norm_rope import qk_norm_rope
 from sagekernels.testing import Shape
 from sagetrain.auto.calls import RankCalls
 from sagetrain.auto.kept import kept_attention
+from sagetrain.auto.timed_choice import TimeTable, decide, fastest, settle
 from sagetrain.checkpoint.state import SettledAttention
 from sagetrain.config.arithmetic import attention_calls
 from sagetrain.config.schema import AttentionConfig, ModelConfig
@@ -29,47 +33,78 @@ from sagetrain.model.backends import (
 )
 from sagetrain.model.selection import resolve_backend
 
+GAIN = 1.01
+"""Attention in 8 bits is chosen only if it is so many times as fast as 16 bits. A smaller gain is within the noise of
+clocks, and 16 bits are exact."""
+
 
 def settle_attention(
     asked: AttentionConfig,
     model: ModelConfig,
     before: SettledAttention | None,
+    calls: RankCalls,
     *,
-    device: torch.device,
-    dtype: torch.dtype,
-    choose: Callable[[AttentionConfig], AttentionConfig],
+    documents: Callable[[], Sequence[Sequence[int]]],
+    cache: Path,
     say: Callable[[str], None],
 ) -> tuple[AttentionConfig, str]:
-    """Return the settings with nothing left to decide, and one line that says why or how.
+    """Return the settings with nothing left to decide, and one line that says how attention runs and why; collective.
+
+    The candidates are sage, flash and sdpa. Each is timed forward and backward together, at the shape of one rank's
+    calls, behind QK-norm and the rotary embedding where the run computes these in one kernel: with what sage quantizes,
+    prepares and saves there. Only a candidate whose output and gradients pass sagekernels' admission test on this
+    device is timed. Recipe paper is the least exact, so it is taken only where the settings name it. sage has to be
+    GAIN times as fast as 16 bits.
 
     Args:
         before: the attention that the run had, if it continues.
-        choose: returns the fastest settings on this hardware. It is called where backend or recipe is still `auto`, by
-            all ranks.
-        say: receives the reason where the attention that the run had cannot be kept, for example on other hardware.
+        documents: returns the lengths of the documents in each of some sequences of the data. The sequences whose
+            attention costs about the median are timed. Empty: attention crosses documents.
 
     Raises:
         ValueError: the backend cannot run here, see resolve_backend.
+        RuntimeError: no candidate is admitted.
     """
-    settled = kept_attention(asked, before) if before else asked
-    try:
-        backend, why = resolve_backend(settled, model, device=device, dtype=dtype)
-    except ValueError as error:
-        if settled == asked:
-            raise
-        say(f"attention.backend {settled.backend}, which auto was so far, cannot run here ({error}): decided anew")
-        settled = asked
-        backend, why = resolve_backend(settled, model, device=device, dtype=dtype)
-    if settled != asked:
-        why += "; as the run had it: auto decides once, names of backend and recipe change it"
-    settled = settled.model_copy(update={"backend": backend})
-    if to_be_chosen(settled, device):
-        settled, why = choose(settled), "the fastest that was admitted"
-        if settled.backend == "sage":
-            why = f"INT8 recipe {settled.recipe}: {why}"
+    resolve = partial(resolve_backend, model=model, device=calls.device, dtype=calls.dtype)
+
+    def cannot_run(settings: AttentionConfig) -> str:
+        try:
+            resolve(settings)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    def untimed(settings: AttentionConfig) -> tuple[AttentionConfig, str] | None:
+        backend, why = resolve(settings)
+        named = settings.model_copy(update={"backend": backend})
+        return None if to_be_chosen(named, calls.device) else (named, why if settings.backend == "auto" else "")
+
+    def timed(settings: AttentionConfig) -> AttentionConfig:
+        recipes = ("scores", "fine") if settings.recipe == "auto" else (settings.recipe,)
+        updates = [{"backend": "sage", "recipe": recipe} for recipe in recipes]
+        updates += [{"backend": "flash"}, {"backend": "sdpa"}] if settings.backend == "auto" else []
+        named = {" ".join(update.values()): settings.model_copy(update=update) for update in updates}
+        named = {name: candidate for name, candidate in named.items() if not cannot_run(candidate)}
+        shape = _shape(model, calls, documents())
+        lengths = hashlib.sha256(str(shape.documents).encode()).hexdigest()[:12]
+        chosen = decide(
+            "attention",
+            partial(_measure, named, shape, calls),
+            partial(fastest, gains={name: GAIN for name in named if name.startswith("sage")}),
+            key=(shape, lengths, calls.dtype, sorted(named), settings),
+            device=calls.device,
+            cache=cache,
+            say=say,
+        )
+        return named[chosen]
+
+    kept = kept_attention(asked, before) if before else None
+    key = "attention.backend"
+    settled, why = settle(key, asked, kept, cannot_run, untimed, timed, device=calls.device, say=say)
     if settled.recipe == "auto":
         settled = settled.model_copy(update={"recipe": FIXED_RECIPE})
-    return settled, why
+    _, how = resolve(settled)
+    return settled, f"{how}; {why}" if why else how
 
 
 def to_be_chosen(attention: AttentionConfig, device: torch.device) -> bool:
@@ -78,69 +113,39 @@ def to_be_chosen(attention: AttentionConfig, device: torch.device) -> bool:
     return attention.backend == "auto" or (sage and attention.recipe == "auto")
 
 
-def choose_attention(
-    attention: AttentionConfig,
-    model: ModelConfig,
-    calls: RankCalls,
-    *,
-    documents: Sequence[Sequence[int]],
-    cache: Path,
-    say: Callable[[str], None],
-) -> AttentionConfig:
-    """Return the settings with the fastest backend and recipe for what `auto` leaves open.
-
-    The candidates are sage, flash and sdpa. Each is timed forward and backward together, at the shape of one rank's
-    calls, behind QK-norm and the rotary embedding where the run computes these in one kernel: with what sage quantizes,
-    prepares and saves there. Only a candidate whose output and gradients pass sagekernels' admission test on this
-    device is timed. Recipe paper is the least exact, so it is taken only where the settings name it. sage has to be
-    faster than 16 bits by more than noise.
-
-    The table of times goes to `say`. The table and the choice go to the file `cache`, and a second start at the same
-    shape reads the choice from there.
-
-    Args:
-        documents: the lengths of the documents in each of some sequences of the data. The sequences whose attention
-            costs about the median are timed. Empty: attention crosses documents.
-
-    Raises:
-        RuntimeError: no candidate is admitted; the message holds every candidate's reason.
-    """
-    device, dtype, tp_size = calls.device, calls.dtype, calls.tensor_parallel_size
-    candidates, timed = {}, {}
-    heads_split = tp_size * calls.context_parallel_size
-    num_sequences = calls.num_sequences
+def _shape(model: ModelConfig, calls: RankCalls, documents: Sequence[Sequence[int]]) -> Shape:
+    """Return the shape of one rank's calls of attention. `documents`: see settle_attention."""
+    tp_size, num_sequences = calls.tensor_parallel_size, calls.num_sequences
     num_sequences //= attention_calls(num_sequences, calls.own_tokens, tp_size, calls.overlap)
-    recipes = ("scores", "fine") if attention.recipe == "auto" else (attention.recipe,)
-    settings = {f"sage {recipe}": {"backend": "sage", "recipe": recipe} for recipe in recipes}
-    if attention.backend == "auto":
-        settings |= {"flash": {"backend": "flash"}, "sdpa": {"backend": "sdpa"}}
-    named = {name: attention.model_copy(update=update) for name, update in settings.items()}
-    for name, settled in named.items():
-        try:
-            resolve_backend(settled, model, device=device, dtype=dtype)
-        except ValueError:  # this backend is not installed here
-            continue
-        function = attention_function(settled.backend, settled, device)
-        candidates[name] = _plain(function)
-        if attention.qk_norm == "before_rope" and calls.context_parallel_size == 1:
-            timed[name] = _behind_norm(function)
-    packed = _typical(documents, num_sequences)
+    packed, ranks = _typical(documents, num_sequences), tp_size * calls.context_parallel_size
     row = num_sequences * calls.seq_length if packed else calls.seq_length
-    shape = Shape(
+    return Shape(
         batch=1 if packed else num_sequences,
         n_q=row,
         n_k=row,
-        heads=model.num_attention_heads // heads_split,
-        kv_heads=model.num_key_value_heads // heads_split,
+        heads=model.num_attention_heads // ranks,
+        kv_heads=model.num_key_value_heads // ranks,
         head_dim=model.head_dim,
         documents=packed,
     )
-    limits = {f"sage {recipe}": LIMITS[recipe] for recipe in recipes}
-    name = choose(
-        candidates, shape, dtype=dtype, device=device, cache=cache, limits=limits, timed=timed,
-        in_16_bits=("flash", "sdpa"), options=repr(attention), say=say,
-    )  # fmt: skip
-    return named[name]
+
+
+def _measure(candidates: Mapping[str, AttentionConfig], shape: Shape, calls: RankCalls) -> TimeTable:
+    """Time each candidate that is admitted."""
+    seconds, remarks = {}, list[str]()
+    place: dict[str, Any] = {"dtype": calls.dtype, "device": calls.device}
+    for name, settings in candidates.items():
+        function = attention_function(settings.backend, settings, calls.device)
+        attend = _plain(function)
+        limits = LIMITS[settings.recipe if settings.backend == "sage" else "fine"]
+        verdict = admit(attend, shape, **place, limits=limits)
+        if settings.qk_norm == "before_rope" and calls.context_parallel_size == 1:
+            attend = _behind_norm(function)
+        seconds[name] = seconds_per_step(attend, shape, **place) if verdict.passed else math.inf
+        figures = "  ".join(f"{tensor} {error:.4f}" for tensor, error in verdict.errors.items())
+        remarks.append(f"{name}: {figures if verdict.passed else f'not used: {verdict.reason}'}")
+    about = f"{shape}, {calls.dtype}: forward + backward, rel-L2 against float64"
+    return TimeTable(about, {"attention": seconds}, remarks)
 
 
 def admissions(

@@ -1,5 +1,4 @@
-"""Choose how linear layers multiply in a run whose settings say `auto`. The choice is made when the run begins, and
-kept when it continues.
+"""Choose how linear layers multiply in a run whose settings say `auto`.
 
 The linear layers of a block are compared at the sizes of one rank. Each layer is checked against fp32, then timed in
 each precision.
@@ -11,16 +10,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sagekernels.admission import SOURCES, decided_once, median_seconds
+from sagekernels.admission import median_seconds
 from sagekernels.lowbit import RECIPES
 from sagekernels.matmul import Matmul
 from sagetrain.auto.calls import RankCalls
 from sagetrain.auto.kept import Kept, kept_linear
+from sagetrain.auto.timed_choice import Times, TimeTable, decide, settle
 from sagetrain.config.arithmetic import parts_of
 from sagetrain.config.layer_specs import linear_layers
 from sagetrain.config.linear_sizes import AUTO_PRECISION, LOW_BIT_MULTIPLE, LinearSizes
@@ -34,38 +35,62 @@ def settle_linear(
     asked: LinearConfig,
     model: ModelConfig,
     before: Kept | None,
+    calls: RankCalls,
     *,
     tensor_parallel_size: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    choose: Callable[[LinearConfig], LinearConfig],
+    kept: bool,
+    compiled: bool,
+    cache: Path,
     say: Callable[[str], None],
 ) -> tuple[LinearConfig, str]:
-    """Return the settings with nothing left to decide, and a few words that say why if they were `auto`.
+    """Return the settings with nothing left to decide, and a few words that say why if they were `auto`; collective.
+
+    `auto` stands for int8 for the layers that gain by it, or bf16. Each layer is compared with fp32, then timed forward
+    and backward at the shape of one rank's calls. The layers from a size on gain together; `smallest` has the rule.
+    Collectives are not timed.
 
     Args:
         before: the choices that the run had, if it continues.
-        choose: returns the fastest settings on this hardware; all ranks call it.
-        say: receives the reason where the choice that the run had cannot be kept, for example on other hardware.
+        tensor_parallel_size: the sizes of layers at this size decide which layers can be in 8 bits.
+        kept: weights are rounded once a step, which is not timed.
     """
-    if asked.precision != "auto":
-        settled, why = asked, ""
-    elif before and (settled := kept_linear(asked, before.linear)).precision != "auto":
-        why = "as the run had it: auto decides once, the name of a precision changes it"
-        if problem := cannot_multiply(
-            settled, model, tensor_parallel_size=tensor_parallel_size, device=device, dtype=dtype
-        ):
-            precision = settled.precision
-            say(f"linear.precision {precision}, which the run had so far, cannot run here ({problem}): decided anew")
-            settled = asked
-    else:
-        settled = asked
-    if settled.precision == "auto":
-        why = why_sixteen_bits(asked, model, tensor_parallel_size=tensor_parallel_size, device=device, dtype=dtype)
-        if why:
-            settled, why = asked.model_copy(update={"precision": "bf16"}), f"auto: {why}"
-        else:
-            settled, why = choose(asked), "auto: the fastest"
+    device, dtype = calls.device, calls.dtype
+    place: dict[str, Any] = {"tensor_parallel_size": tensor_parallel_size, "device": device, "dtype": dtype}
+
+    def untimed(settings: LinearConfig) -> tuple[LinearConfig, str] | None:
+        if settings.precision != "auto":
+            return settings, ""
+        why = why_sixteen_bits(settings, model, **place)
+        return (settings.model_copy(update={"precision": "bf16"}), f"auto: {why}") if why else None
+
+    def timed(settings: LinearConfig) -> LinearConfig:
+        ranks = calls.tensor_parallel_size
+        tokens, joined = calls.own_tokens // parts_of(calls.own_tokens, ranks, calls.overlap), ranks > 1
+        layers = {name: sizes for name, sizes in linear_layers(model, ranks).items() if not sizes.odd}
+        way, least = f"{AUTO_PRECISION} {settings.recipe}", settings.keep_layers_below
+        bf16, *low = settings.choices(layers.values())
+        named = {"bf16": bf16, **{_name(way, choice.keep_layers_below): choice for choice in low}}
+
+        def measure() -> TimeTable:
+            times, refused = time_layers(
+                layers, [way], tokens=tokens, joined=joined, kept=kept, compiled=compiled, device=device, dtype=dtype,
+                seconds=partial(median_seconds, device=device),
+            )  # fmt: skip
+            sides = {name: f"{name} {inputs} x {sum(sizes.values())}" for name, (inputs, sizes) in layers.items()}
+            about = f"{tokens:,} tokens, {dtype}: forward + backward (times as fast as bf16)"
+            return TimeTable(about, {sides[name]: row for name, row in times.items()}, refused)
+
+        def pick(times: Times) -> str:
+            weights = {name: sizes.weights for name, sizes in layers.items()}
+            below = smallest(dict(zip(layers, times.values(), strict=True)), way, weights, least)
+            return "bf16" if below is None else _name(way, below)
+
+        key = layers, tokens, joined, kept, compiled, dtype, way, least, GAIN
+        return named[decide("linear", measure, pick, key=key, device=device, cache=cache, say=say)]
+
+    had = kept_linear(asked, before.linear) if before and before.linear.precision != "auto" else None
+    cannot_run = partial(cannot_multiply, model=model, **place)
+    settled, why = settle("linear.precision", asked, had, cannot_run, untimed, timed, device=device, say=say)
     if before and settled.low_bit:
         _compare(settled, model, before, tensor_parallel_size, say)
     return settled, why
@@ -91,55 +116,11 @@ def _compare(
 def why_sixteen_bits(
     linear: LinearConfig, model: ModelConfig, *, tensor_parallel_size: int, device: torch.device, dtype: torch.dtype
 ) -> str:
-    """Return why choose_linear has nothing to choose from, or an empty string."""
+    """Return why `auto` has nothing to choose from, or an empty string."""
     if torch.device(device).type != "cuda":
         return "nothing is timed without a GPU"
     low = linear.model_copy(update={"precision": AUTO_PRECISION})
     return cannot_multiply(low, model, tensor_parallel_size=tensor_parallel_size, device=device, dtype=dtype)
-
-
-def choose_linear(
-    linear: LinearConfig,
-    model: ModelConfig,
-    calls: RankCalls,
-    *,
-    kept: bool,
-    compiled: bool,
-    cache: Path,
-    say: Callable[[str], None],
-) -> LinearConfig:
-    """Return the settings that `linear.precision: auto` stands for: int8 for the layers that gain by it, or bf16.
-
-    Each layer is compared with fp32, then timed forward and backward at the shape of one rank's calls. The layers from
-    a size on gain together; `smallest` has the rule. Collectives are not timed. With `kept`, the rounding of weights
-    once a step is not timed either.
-
-    The table of times goes to `say`. The table and the choice go to the file `cache`, as those of choose_attention do.
-    """
-    device, dtype, tp_size = calls.device, calls.dtype, calls.tensor_parallel_size
-    tokens = calls.own_tokens // parts_of(calls.own_tokens, tp_size, calls.overlap)
-    layers = {name: sizes for name, sizes in linear_layers(model, tp_size).items() if not sizes.odd}
-    weights = {name: sizes.weights for name, sizes in layers.items()}
-    way, least = f"{AUTO_PRECISION} {linear.recipe}", linear.keep_layers_below
-    bf16, *low = linear.choices(layers.values())
-    named = {"bf16": bf16, **{_name(way, choice.keep_layers_below): choice for choice in low}}
-
-    joined = tp_size > 1
-
-    def fastest() -> tuple[str, list[str]]:
-        timer = partial(median_seconds, device=device)
-        times, refused = time_layers(
-            layers, [way], tokens=tokens, joined=joined, kept=kept, compiled=compiled, device=device, dtype=dtype,
-            seconds=timer,
-        )  # fmt: skip
-        first = f"{tokens:,} tokens, {dtype}: forward + backward (times as fast as bf16)"
-        below = smallest(times, way, weights, least)
-        chosen = "bf16" if below is None else _name(way, below)
-        return chosen, [first, *table(times, layers, refused)]
-
-    key = " | ".join(map(str, (layers, tokens, joined, kept, compiled, dtype, way, least, GAIN)))
-    sources = SOURCES, Path(__file__).parent.parent / "parallel"
-    return named[decided_once("linear", key, fastest, sources=sources, device=device, cache=cache, say=say)]
 
 
 def _name(way: str, below: int) -> str:
@@ -274,21 +255,3 @@ def smallest(times: Mapping[str, Mapping[str, float]], way: str, weights: Mappin
             break
         below = count
     return least if large and below == large[-1] else below
-
-
-def table(
-    times: Mapping[str, Mapping[str, float]], layers: Mapping[str, LinearSizes], refused: Sequence[str]
-) -> list[str]:
-    """Format the lines of the report: each layer's milliseconds in the ways that are used, then the reasons of those
-    that are not."""
-    _, *ways = next(iter(times.values()))
-    lines = [f"  {'layer':<24}{'bf16':>12}" + "".join(f"{way:>24}" for way in ways)]
-    for name, row in times.items():
-        inputs, sizes = layers[name]
-        figures = [f"{1e3 * row[way]:.3f} ms ({row['bf16'] / row[way]:.2f})" if row[way] < float("inf") else "not used"
-                   for way in ways]  # fmt: skip
-        wide = f"{1e3 * row['bf16']:.3f} ms"
-        lines.append(
-            f"  {f'{name} {inputs} x {sum(sizes.values())}':<24}{wide:>12}" + "".join(map("{:>24}".format, figures))
-        )
-    return [*lines, *(f"  {line}" for line in refused)]

@@ -1,5 +1,5 @@
-"""Choose whether a run takes its micro-batches in two halves where parallel.tensor_parallel_overlap says `auto`. The
-faster way is timed when the run begins, and kept when it continues in the same layout.
+"""Choose whether a run takes its micro-batches in two halves where parallel.tensor_parallel_overlap says `auto`. A run
+that continues keeps the choice in the same layout.
 
 Halves hide tensor-parallel collectives behind the other half's work, but launch twice as many kernels, each over half
 of the tokens. The faster of the two depends on the host, the links, the arithmetic of the layers and the size of the
@@ -16,15 +16,17 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 
 from sagekernels.matmul import Matmul
+from sagetrain.auto.timed_choice import TimeTable, decide, settle
 from sagetrain.checkpoint.state import SettledOverlap
 from sagetrain.config.arithmetic import parts_of
-from sagetrain.config.schema import AttentionConfig, ModelConfig, Recomputation, RunConfig
+from sagetrain.config.layout import Layout
+from sagetrain.config.schema import Recomputation, RunConfig
 from sagetrain.costs.accounting import overlaps
 from sagetrain.model.chunks import whole
 from sagetrain.model.compile import compile_blocks
@@ -44,31 +46,48 @@ def record(settled: RunConfig) -> SettledOverlap:
 def settle_overlap(
     cfg: RunConfig,
     before: SettledOverlap | None,
+    batch: Callable[[], Mapping[str, Any]],
+    matmuls: Sequence[Mapping[str, Matmul]],
+    groups: ParallelGroups,
     *,
+    compiled: bool,
     device: torch.device,
-    choose: Callable[[], bool],
+    dtype: torch.dtype,
+    say: Callable[[str], None],
 ) -> tuple[Choice, str]:
-    """Return `on` or `off`, and a few words that say why where `auto` had a choice.
+    """Return `on` or `off`, and a few words that say why where `auto` had a choice; collective.
 
     Halves add up gradients in another order. A run that continues in the layout of its checkpoint therefore keeps its
     choice.
 
     Args:
-        cfg: the configuration, with attention and linear layers settled.
+        cfg: the configuration, with attention, linear layers and recomputation settled.
         before: the choice that the run had, if it continues and has decided.
-        choose: times both ways and returns whether halves are faster; all ranks call it.
+        batch: returns the arguments of Transformer.forward for a micro-batch of the run's data on this rank.
+        matmuls: how the blocks of the run multiply.
     """
-    asked = cfg.parallel.tensor_parallel_overlap
+    key, asked = "parallel.tensor_parallel_overlap", cfg.parallel.tensor_parallel_overlap
     tokens = cfg.data.micro_batch_size * cfg.data.seq_length // cfg.parallel.context_parallel_size
-    if asked != "auto":
-        return asked, ""
-    if parts_of(tokens, cfg.parallel.tensor_parallel_size, True) == 1:
-        return "off", ""
-    if before and before.layout == _layout(cfg):
-        return before.choice, "as the run had it"
-    if device.type != "cuda":
-        return ("on" if overlaps(cfg) else "off"), "by the work of a block: nothing is timed without a GPU"
-    return ("on" if choose() else "off"), "the faster way"
+
+    def untimed(choice: Choice) -> tuple[Choice, str] | None:
+        if choice != "auto":
+            return choice, ""
+        if parts_of(tokens, cfg.parallel.tensor_parallel_size, True) == 1:
+            return "off", ""
+        by_rule: Choice = "on" if overlaps(cfg) else "off"
+        return None if device.type == "cuda" else (by_rule, "by the work of a block: nothing is timed without a GPU")
+
+    def timed(choice: Choice) -> Choice:
+        say(f"{key} auto: blocks are made whole and in halves, and timed"
+            f"{'; each way is compiled first' * compiled}. `on` or `off` skips this")  # fmt: skip
+        seconds = time_overlap(cfg, batch(), matmuls, groups, compiled=compiled, device=device, dtype=dtype)
+        # Compiled blocks refer to themselves: their weights would stay in memory while the run's model is built.
+        gc.collect()
+        measured = TimeTable("forward and backward of a block, whole (off) and in halves (on)", {"block": seconds})
+        return "on" if decide(key, lambda: measured, device=device, say=say) == "on" else "off"
+
+    kept = before.choice if asked == "auto" and before and before.layout == _layout(cfg) else None
+    return settle(key, asked, kept, lambda choice: "", untimed, timed, together=True, device=device, say=say)
 
 
 def _layout(cfg: RunConfig) -> dict[str, Any]:
@@ -86,16 +105,12 @@ _ROWS_A_RANK = 512
 
 
 def time_overlap(
-    model: ModelConfig,
-    attention: AttentionConfig,
+    cfg: RunConfig,
     batch: Mapping[str, Any],
     matmuls: Sequence[Mapping[str, Matmul]],
     groups: ParallelGroups,
     *,
-    sequence_parallel: bool,
-    activation_checkpointing: Recomputation,
     compiled: bool,
-    keeps_weights: bool,
     device: torch.device,
     dtype: torch.dtype,
 ) -> dict[str, float]:
@@ -105,12 +120,12 @@ def time_overlap(
     block waits for its weights under ZeRO 3 is not part of the result.
 
     Args:
-        attention: the attention settings, with nothing left to decide.
+        cfg: the configuration, with attention, linear layers and recomputation settled.
         batch: the arguments of Transformer.forward for a micro-batch of the run's data on this rank.
         matmuls: how the blocks of the run multiply; the middle ones are timed.
         compiled: whether the run compiles its blocks.
-        keeps_weights: whether low-bit weights are rounded once a step (ZeRO 0 to 2).
     """
+    model, attention = cfg.model, cfg.attention
     rows = _ROWS_A_RANK * groups.tp_size
     count = min(MANY, model.num_layers)
     first = (model.num_layers - count) // 2
@@ -125,9 +140,9 @@ def time_overlap(
             groups=groups,
             functions=attention_functions(attention, few, device=device, dtype=dtype),
             matmuls=matmuls[first : first + count],
-            sequence_parallel=sequence_parallel,
+            sequence_parallel=cfg.parallel.sequence_parallel,
             overlap=name == "on",
-            activation_checkpointing=activation_checkpointing,
+            activation_checkpointing=cast(Recomputation, cfg.training.activation_checkpointing),
             seed=None,
             dtype=dtype,
             device=device,
@@ -137,7 +152,7 @@ def time_overlap(
     for one in both.values():
         for parameter in one.parameters():
             materialize(parameter, torch.empty_like(parameter, device=device).normal_(std=model.init_std))
-        if keeps_weights:
+        if Layout.of(cfg).zero_stage < 3:  # Low-bit weights are rounded once a step.
             one.keep_weights()
         if compiled:
             # What is outside of the blocks takes the same time both ways. Halves would be a second size of the blocks'

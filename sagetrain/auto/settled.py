@@ -6,33 +6,28 @@ differ between ranks: where one rank times, all ranks take its choice.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from sagekernels.matmul import Matmul
-from sagetrain.auto.attention_choice import choose_attention, settle_attention
+from sagetrain.auto.attention_choice import settle_attention
 from sagetrain.auto.calls import RankCalls
 from sagetrain.auto.kept import Kept, kept_engine
-from sagetrain.auto.linear_choice import choose_linear, settle_linear
-from sagetrain.auto.overlap_choice import settle_overlap, time_overlap
+from sagetrain.auto.linear_choice import settle_linear
+from sagetrain.auto.overlap_choice import settle_overlap
 from sagetrain.auto.recomputation_choice import least_recomputation
+from sagetrain.auto.timed_choice import by_first_rank
 from sagetrain.cluster.run_folder import RunFolder
 from sagetrain.config.layout import Layout
-from sagetrain.config.schema import AttentionConfig, LinearConfig, Recomputation, RunConfig
+from sagetrain.config.schema import Recomputation, RunConfig
 from sagetrain.costs.accounting import memory_per_rank, overlaps, total_bytes, with_recomputation
 from sagetrain.costs.hardware import usable_bytes
-from sagetrain.data.loader import SampleStream, batch_of
+from sagetrain.data.loader import Batch, SampleStream, batch_of
 from sagetrain.model.selection import matmuls_of
 from sagetrain.parallel.topology import ParallelGroups
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -101,13 +96,15 @@ def settle(
         device=device,
         dtype=dtype,
     )
+    place: dict[str, Any] = {"device": device, "dtype": dtype}
+
     attention, why_attention = settle_attention(
         cfg.attention,
         cfg.model,
         before.attention if before else None,
-        device=device,
-        dtype=dtype,
-        choose=partial(_fastest_attention, cfg, stream, calls, folder.attention, say),
+        calls,
+        documents=lambda: stream.document_lengths(64) if cfg.data.document_attention else (),
+        cache=folder.attention,
         say=say,
     )
     size = layers_of_tp or groups.tp_size
@@ -115,23 +112,33 @@ def settle(
         cfg.linear,
         cfg.model,
         before,
+        calls,
         tensor_parallel_size=size,
-        device=device,
-        dtype=dtype,
-        choose=partial(_fastest_linear, cfg, compiled, calls, folder.linear, say),
+        kept=Layout.of(cfg).zero_stage < 3,  # weights stay in 8 bits from one step to the next
+        compiled=compiled,
+        cache=folder.linear,
         say=say,
     )
-    matmuls, why_linear = matmuls_of(
-        linear, cfg.model, tensor_parallel_size=size, here=groups.tp_size, device=device, dtype=dtype
-    )
+    matmuls, why_linear = matmuls_of(linear, cfg.model, tensor_parallel_size=size, here=groups.tp_size, **place)
     settled = cfg.model_copy(update={"attention": attention, "linear": linear})
     again = _recomputation(settled, groups, vocab_size, device, say)
     settled = with_recomputation(settled, again)
+
+    def first_batch() -> Batch:
+        samples = [stream.sample(index) for index in range(cfg.data.micro_batch_size)]
+        return batch_of(samples, cfg.data.document_attention, cfg.data.document_positions)
+
     overlap, why_overlap = settle_overlap(
         settled,
         before.overlap if before else None,
-        device=device,
-        choose=partial(_halves_are_faster, settled, again, matmuls, stream, groups, compiled, device, dtype, say),
+        lambda: by_first_rank("the first micro-batch", first_batch, device).inputs(
+            device, groups.cp_rank, groups.cp_size
+        ),
+        matmuls,
+        groups,
+        compiled=compiled,
+        **place,
+        say=say,
     )
     parallel = cfg.parallel.model_copy(update={"tensor_parallel_overlap": overlap})
     reasons = Reasons(why_attention, f"{why_linear}; {why}" if why else why_linear, why_overlap)
@@ -153,83 +160,8 @@ def _recomputation(
         memory = memory_per_rank(with_recomputation(cfg, way), groups.topology.world_size, vocab_size)
         return total_bytes(memory) <= usable
 
-    chosen = _by_main(lambda: least_recomputation(cfg.model.num_layers, fits), device)
+    chosen = by_first_rank(
+        "training.activation_checkpointing auto", lambda: least_recomputation(cfg.model.num_layers, fits), device
+    )
     say(f"training.activation_checkpointing: {chosen}, by estimate the least that fits into {usable / 2**30:.1f} GiB")
     return chosen
-
-
-def _fastest_attention(
-    cfg: RunConfig,
-    stream: SampleStream,
-    calls: RankCalls,
-    cache: Path,
-    say: Callable[[str], None],
-    asked: AttentionConfig,
-) -> AttentionConfig:
-    def choose() -> AttentionConfig:
-        documents = stream.document_lengths(64) if cfg.data.document_attention else ()
-        return choose_attention(asked, cfg.model, calls, documents=documents, cache=cache, say=say)
-
-    return _by_main(choose, calls.device)
-
-
-def _fastest_linear(
-    cfg: RunConfig, compiled: bool, calls: RankCalls, cache: Path, say: Callable[[str], None], asked: LinearConfig
-) -> LinearConfig:
-    kept = Layout.of(cfg).zero_stage < 3  # weights stay in 8 bits from one step to the next
-
-    def choose() -> LinearConfig:
-        return choose_linear(asked, cfg.model, calls, kept=kept, compiled=compiled, cache=cache, say=say)
-
-    return _by_main(choose, calls.device)
-
-
-def _halves_are_faster(
-    settled: RunConfig,
-    again: Recomputation,
-    matmuls: Sequence[Mapping[str, Matmul]],
-    stream: SampleStream,
-    groups: ParallelGroups,
-    compiled: bool,
-    device: torch.device,
-    dtype: torch.dtype,
-    say: Callable[[str], None],
-) -> bool:
-    """Time micro-batches whole and in halves, with attention and linear layers settled. All ranks call it."""
-    say(
-        "parallel.tensor_parallel_overlap auto: blocks are made whole and in halves, and timed"
-        f"{'; each way is compiled first' * compiled}. `on` or `off` skips this"
-    )
-    data = settled.data
-    samples = [stream.sample(index) for index in range(data.micro_batch_size)]
-    batch = batch_of(samples, data.document_attention, data.document_positions)
-    seconds = time_overlap(
-        settled.model,
-        settled.attention,
-        batch.inputs(device, groups.cp_rank, groups.cp_size),
-        matmuls,
-        groups,
-        sequence_parallel=settled.parallel.sequence_parallel,
-        activation_checkpointing=again,
-        compiled=compiled,
-        keeps_weights=Layout.of(settled).zero_stage < 3,
-        device=device,
-        dtype=dtype,
-    )
-    # Compiled blocks refer to themselves: their weights would stay in memory while the run's model is built.
-    gc.collect()
-    halves = seconds["on"] < seconds["off"]
-    whole, parts = (f"{1e3 * seconds[name]:.2f} ms" for name in ("off", "on"))
-    say(
-        f"parallel.tensor_parallel_overlap: forward and backward of a block take {whole} whole, {parts} in halves\n"
-        f"  chosen: {'on' if halves else 'off'}"
-    )
-    return halves
-
-
-def _by_main(choose: Callable[[], T], device: torch.device) -> T:
-    """Let the first rank choose for all ranks."""
-    chosen: list[Any] = [choose() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(chosen, src=0, device=device)
-    choice: T = chosen[0]
-    return choice

@@ -26,6 +26,7 @@ from sagetrain.checkpoint.ledger import Ledger, TrainState
 from sagetrain.checkpoint.reading import Reader
 from sagetrain.checkpoint.saving import Saver
 from sagetrain.cluster import preflight
+from sagetrain.cluster.failures import Failures
 from sagetrain.cluster.guard import StopSignal, Watchdog
 from sagetrain.cluster.join import init_distributed
 from sagetrain.cluster.preflight import to_stderr
@@ -56,7 +57,6 @@ from sagetrain.parallel.rng import seed_everything
 from sagetrain.parallel.topology import ParallelGroups, Topology
 from sagetrain.training import failed_step, init_from, inputs
 from sagetrain.training.controllers import Controllers
-from sagetrain.training.failures import Failures
 from sagetrain.training.loss import GuardedLoss, name_of
 from sagetrain.training.out_of_memory import memory_explained, record_allocations
 from sagetrain.training.perturb import perturb

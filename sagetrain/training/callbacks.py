@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from sagetrain.cluster.failures import Failures
 from sagetrain.config.schema import RunConfig
 from sagetrain.engines.protocol import Engine, StepResult
 from sagetrain.stability.controller import Event
-from sagetrain.training.failures import Failures
 
 
 @dataclass(frozen=True)

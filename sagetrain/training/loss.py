@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sagetrain.cluster.failures import Failures
 from sagetrain.config.errors import ConfigError
 from sagetrain.data.loader import MASKED
 from sagetrain.parallel.cross_entropy import TokenLoss
-from sagetrain.training.failures import Failures
 
 _TOKENS = 4
 

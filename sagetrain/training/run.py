@@ -15,6 +15,7 @@ from sagetrain.auto.settled import Settled
 from sagetrain.checkpoint.ledger import TrainState
 from sagetrain.checkpoint.saving import Saver
 from sagetrain.checkpoint.state import Identity, InitFromRecord, RunState, SettledAttention, SettledLinear, Texts
+from sagetrain.cluster.failures import Failures
 from sagetrain.cluster.guard import StopSignal, Watchdog
 from sagetrain.cluster.run_folder import RunFolder
 from sagetrain.config.layout import Layout
@@ -26,7 +27,6 @@ from sagetrain.parallel.cross_entropy import TokenLoss
 from sagetrain.parallel.metrics import total_over_ranks
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.training.controllers import Controllers
-from sagetrain.training.failures import Failures
 from sagetrain.training.reporter import Reporter
 
 

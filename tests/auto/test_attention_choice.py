@@ -15,9 +15,10 @@ from sagetrain.auto.attention_choice import settle_attention
 from sagetrain.auto.calls import RankCalls
 from sagetrain.auto.kept import kept_attention
 from sagetrain.checkpoint import on_disk
-from sagetrain.checkpoint.state import SettledAttention
+from sagetrain.checkpoint.state import SettledAttention, SettledLinear
 from sagetrain.cluster.run_folder import RunFolder
 from sagetrain.config import RunConfig
+from sagetrain.config.layer_specs import linear_layers
 from sagetrain.config.schema import AttentionConfig
 from sagetrain.training.build_run import build
 from sagetrain.training.trainer import Trainer
@@ -29,30 +30,22 @@ def settled(asked: dict, had: dict | None, device: str = "cuda") -> tuple[Attent
     """Settle attention where `fine` is the fastest. Return also the reason and what was heard: the settings to choose
     from, and the lines printed."""
     heard = []
-
-    def choose(open_settings: AttentionConfig) -> AttentionConfig:
-        heard.append(open_settings)
-        return open_settings.model_copy(update={"backend": "sage", "recipe": "fine"})
-
-    found, why = settle_attention(
-        AttentionConfig(**asked),
-        tiny.config(1).model.model_copy(update={"head_dim": 64}),
-        SettledAttention(**had) if had else None,
-        device=torch.device(device),
-        dtype=torch.bfloat16,
-        choose=choose,
-        say=heard.append,
-    )
+    model = tiny.config(1).model.model_copy(update={"head_dim": 64})
+    calls = RankCalls(1, 1, False, 1, tiny.SEQ, torch.device(device), torch.bfloat16)
+    before = SettledAttention(**had) if had else None
+    how = {"documents": list, "cache": Path("none"), "say": heard.append}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sagetrain.model.selection.find_flash", lambda device: None)
+        patch.setattr(attention_choice, "decide", lambda *_, key, **__: heard.append(key[-1]) or "sage fine")
+        found, why = settle_attention(AttentionConfig(**asked), model, before, calls, **how)
     return found, why, heard
 
 
 @pytest.mark.parametrize("asked", [{"backend": "auto"}, {"backend": "sage"}, {"backend": "auto", "recipe": "fine"}])
 def test_a_run_that_begins_chooses(asked: dict) -> None:
     found, why, chosen_from = settled(asked, None)
-    assert (found.backend, found.recipe) == (
-        "sage",
-        "fine",
-    ) and why == "INT8 recipe fine: the fastest that was admitted"
+    assert (found.backend, found.recipe) == ("sage", "fine")
+    assert why == "INT8 recipe fine: sagekernels; auto: the fastest"
     assert chosen_from == [AttentionConfig(**asked)]
 
 
@@ -85,46 +78,52 @@ def test_sage_after_another_backend_has_its_recipe_chosen() -> None:
     assert chosen_from == [AttentionConfig()] and found.recipe == "fine"
 
 
-def test_what_cannot_run_any_more_is_chosen_anew_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sagetrain.model.selection.find_flash", lambda device: None)
+def test_what_cannot_run_any_more_is_chosen_anew_and_said() -> None:
     found, _, heard = settled({"backend": "auto"}, {"backend": "flash", "recipe": "fine"})
     said, chosen_from = heard
-    assert said.startswith("attention.backend flash, which auto was so far, cannot run here") and "anew" in said
+    assert said.startswith("attention.backend: what auto was so far cannot run here (attention.backend flash: no flash")
     assert chosen_from == AttentionConfig(backend="auto") and found.backend == "sage"
     with pytest.raises(ValueError, match="no flash-attn package"):
         settled({"backend": "flash"}, SAGE_SCORES)
 
 
 def train_and_continue(corpus: str, run_dir: str) -> None:
-    """Start a run three times, as on a GPU. Only the first start may choose."""
+    """Start a run three times, as on a GPU. Only the first start may choose, and the last one names what it wants."""
     attention_choice.to_be_chosen = lambda asked, device: "auto" in (asked.backend, asked.recipe)
-    calls = []
-
-    def choose(asked: AttentionConfig, *_: object, **__: object) -> AttentionConfig:
-        calls.append(asked)
-        return asked.model_copy(update=SAGE_SCORES)
-
-    settling.choose_attention = choose
+    linear_choice.why_sixteen_bits = lambda *_, **__: ""
+    calls, low = [], "int8 rowwise, layers of 3,072 weights and more"
+    attention_choice.decide = lambda *_, **__: calls.append("attention") or "sage scores"
+    linear_choice.decide = lambda *_, **__: calls.append("linear") or low
     cfg = tiny.config(1).model_dump()
     cfg["attention"] = {"backend": "sage"}
     cfg["data"].update(train=[{"path": f"{corpus}/train"}], micro_batch_size=2)
-    for steps, recipe in ((1, "auto"), (2, "auto"), (3, "fine")):
+    for steps, recipe, precision in ((1, "auto", "auto"), (2, "auto", "auto"), (3, "fine", "bf16")):
         cfg["training"].update(run_dir=run_dir, total_tokens=steps * 4 * tiny.SEQ)
-        cfg["attention"]["recipe"] = recipe
+        cfg["attention"]["recipe"], cfg["linear"]["precision"] = recipe, precision
         trainer = Trainer(build(RunConfig.model_validate(cfg)))
         trainer.train()
-        used = trainer.engine.model.blocks[0].attention.function.recipe
-        recorded = on_disk.read_state(on_disk.newest(Path(run_dir) / "checkpoints")).attention
-        assert recorded == SettledAttention("sage", used) and used == ("fine" if steps == 3 else "scores")
-    assert len(calls) == 1
+        block = trainer.engine.model.blocks[1]
+        used, low = block.attention.function.recipe, steps < 3
+        recorded = on_disk.read_state(on_disk.newest(Path(run_dir) / "checkpoints"))
+        assert recorded.attention == SettledAttention("sage", used) and used == ("scores" if low else "fine")
+        # gate_up has 3,072 weights and attention.out 1,024.
+        assert bool(block.mlp.gate_up.kept) == low and block.attention.out.kept == ()
+        assert recorded.linear == SettledLinear(*(("int8", "rowwise", 3072) if low else ("bf16", "rowwise", 0)))
+    assert calls == ["attention", "linear"]
 
 
 def test_a_run_has_one_arithmetic_until_it_is_told_otherwise(corpus: Path, tmp_path: Path, capfd) -> None:
     run_distributed(train_and_continue, 1, str(corpus), str(tmp_path / "run"))
     said = "".join(capfd.readouterr())
-    assert "attention sage (INT8 recipe scores: the fastest that was admitted)" in said
-    assert "as the run had it: auto decides once" in said
-    assert "changed since that checkpoint: attention.recipe: 'auto' -> 'fine'" in said
+    assert (
+        "attention sage (INT8 recipe scores: its torch twin, " in said and "exact but slow; auto: the fastest)" in said
+    )
+    layers = "layers of 3,072 weights and more (qkv, gate_up)"
+    assert f"linear layers int8 rowwise in all blocks, {layers} (its torch twin" in said
+    assert "); auto: the fastest" in said
+    for key in ("attention.backend", "linear.precision"):
+        assert f"as the run had it: auto decides once, naming {key} changes it" in said
+    assert "attention.recipe: 'auto' -> 'fine'" in said and "linear.precision: 'auto' -> 'bf16'" in said
 
 
 def test_a_loaded_run_keeps_the_attention_it_was_trained_with() -> None:
@@ -139,20 +138,19 @@ class Stream:
         return [[10, 6]] * count
 
 
-def chosen_on_a_rank(folder: str) -> list[tuple[list[str], list[tuple[RankCalls, dict]]]]:
-    """Return the results of both choices on this rank, and the arguments that they were called with, for two runs."""
+def chosen_on_a_rank(folder: str) -> list[tuple[list[str], list[tuple]]]:
+    """Return the results of both choices on this rank, and what it was asked to decide, for two runs."""
     found = []
     attention_choice.to_be_chosen = lambda asked, device: True
     linear_choice.why_sixteen_bits = lambda *_, **__: ""
     for tp_size, cp_size, stage, on in ((2, 1, 1, True), (1, 2, 3, False)):
         groups, told = tiny.join(tp_size, cp_size), []
-        rank = dist.get_rank()
 
-        def choose(asked, model, calls, told=told, rank=rank, **how):
-            told.append((calls, {name: what for name, what in how.items() if name != "say"}))
-            return asked.model_copy(update={"recipe": f"of rank {rank}"})
+        def decide(what, measure, pick, *, key, cache, told=told, **how):
+            told.append((what, cache, key))
+            return "sage fine" if what == "attention" else "int8 rowwise"
 
-        settling.choose_attention = settling.choose_linear = choose
+        attention_choice.decide = linear_choice.decide = decide
         sections = {"parallel": {"tensor_parallel_overlap": "on" if on else "off"}, "attention": {"backend": "sage"}}
         sections |= {"data": {"document_attention": on, "micro_batch_size": 4}, "linear": {"precision": "auto"}}
         settled = settling.settle(
@@ -168,7 +166,7 @@ def chosen_on_a_rank(folder: str) -> list[tuple[list[str], list[tuple[RankCalls,
             folder=RunFolder(Path(folder)),
             say=print,
         )
-        found.append(([settled.cfg.attention.recipe, settled.cfg.linear.recipe], told))
+        found.append(([settled.cfg.attention.recipe, settled.cfg.linear.precision], told))
     return found
 
 
@@ -177,10 +175,11 @@ def test_one_rank_chooses_for_all_from_one_ranks_calls(tmp_path: Path) -> None:
     linear layers will run."""
     first, second = run_distributed(chosen_on_a_rank, 2, str(tmp_path))
     for tp_size, on, (taken, told), (theirs, nothing) in zip((2, 1), (True, False), first, second, strict=True):
-        assert taken == theirs == ["of rank 0"] * 2 and nothing == []
-        calls = RankCalls(tp_size, 3 - tp_size, on, 4, tiny.SEQ, torch.device("cpu"), torch.bfloat16)
-        documents = [[10, 6]] * 64 if on else ()
-        assert told == [
-            (calls, {"documents": documents, "cache": tmp_path / "attention.json"}),
-            (calls, {"kept": on, "compiled": on, "cache": tmp_path / "linear.json"}),
-        ]
+        assert taken == theirs == ["fine", "int8"] and nothing == []
+        (_, where, (shape, *_)), (_, beside, (layers, tokens, joined, kept, compiled, *_)) = told
+        assert (where, beside) == (tmp_path / "attention.json", tmp_path / "linear.json")
+        heads = tiny.config(1).model.num_attention_heads // 2
+        assert (shape.batch, shape.n_q, shape.heads) == ((1, 32, heads) if on else (4, tiny.SEQ, heads))
+        assert shape.documents == ((10, 6) * 2 if on else ())
+        assert (tokens, joined, kept, compiled) == (4 * tiny.SEQ // 2, on, on, on)
+        assert layers == {n: each for n, each in linear_layers(tiny.config(1).model, tp_size).items() if not each.odd}

@@ -21,7 +21,7 @@ GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
 
 def config(overlap: str = "auto", tensor: int = 2, **data: int) -> RunConfig:
-    parallel = {"tensor_parallel_size": tensor, "tensor_parallel_overlap": overlap}
+    parallel = {"tensor_parallel_size": tensor, "tensor_parallel_overlap": overlap, "sequence_parallel": True}
     return tiny.config(1, "bf16", parallel=parallel, data={"micro_batch_size": 2, **data})
 
 
@@ -42,7 +42,11 @@ def config(overlap: str = "auto", tensor: int = 2, **data: int) -> RunConfig:
 )
 def test_auto_is_timed_once_and_kept_in_its_layout(cfg, continues, device, expected, timed) -> None:
     calls, before = [], record(config("on")) if continues else None
-    chosen, why = settle_overlap(cfg, before, device=device, choose=lambda: bool(calls.append(1)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(overlap_choice, "time_overlap", lambda *_, **__: calls.append(1) or {"off": 1.0, "on": 1.0})
+        patch.setattr(torch.cuda, "get_device_name", lambda device: "A card")
+        how = {"compiled": False, "device": device, "dtype": torch.bfloat16, "say": print}
+        chosen, why = settle_overlap(cfg, before, dict, [], None, **how)
     assert (chosen, bool(calls)) == (expected, timed)
     assert why.startswith("as the run had it") == (continues and not timed and cfg != config("off"))
 
@@ -62,10 +66,9 @@ def times_of_a_rank(num_layers: int) -> tuple[list, dict[str, float]]:
 
     overlap_choice._seconds, overlap_choice._WINDOWS = seconds, 2
     overlap_choice._ROWS_A_RANK = 64  # The real number makes the head many times as large as the blocks here.
-    place = {"sequence_parallel": True, "activation_checkpointing": "none"}
-    place |= {"compiled": False, "keeps_weights": True, "device": CPU, "dtype": torch.bfloat16}
-    model = cfg.model.model_copy(update={"num_layers": num_layers})
-    return timed, time_overlap(model, cfg.attention, batch.inputs(CPU), [{}] * num_layers, groups, **place)
+    place = {"compiled": False, "device": CPU, "dtype": torch.bfloat16}
+    cfg = cfg.model_copy(update={"model": cfg.model.model_copy(update={"num_layers": num_layers})})
+    return timed, time_overlap(cfg, batch.inputs(CPU), [{}] * num_layers, groups, **place)
 
 
 def test_both_ways_are_timed_on_all_ranks_the_slowest_counts() -> None:
@@ -98,8 +101,7 @@ def graphs_of_a_rank() -> list[list[tuple[str, list[str]]]]:
         "tokens": torch.zeros(2, tiny.SEQ, dtype=torch.int64),
         "labels": torch.zeros(2, tiny.SEQ, dtype=torch.int64),
     }
-    place = {"keeps_weights": True, "device": CPU, "dtype": torch.bfloat16}
-    time_overlap(cfg.model, cfg.attention, batch, [{}] * 2, groups, compiled=first, **how, **place)
+    time_overlap(cfg, batch, [{}] * 2, groups, compiled=first, device=CPU, dtype=torch.bfloat16)
     found.append(made.copy())
     for overlap in (False, True):
         made.clear()

@@ -1,15 +1,11 @@
-"""The claims about accuracy: `paper` reproduces the papers' tables, and `fine` beats them. Admission and choice
-follow."""
-
-import json
-from functools import partial
+"""The claims about accuracy: `paper` reproduces the papers' tables, and `fine` beats them. Admission
+follows."""
 
 import pytest
 import torch
-import triton
 
 from sagekernels import accuracy, attention_reference, sage_attention
-from sagekernels.admission import LIMITS, admit, choose, decided_once
+from sagekernels.admission import LIMITS, admit
 from sagekernels.testing import Shape
 
 SEED = int(torch.seed() % (1 << 30))  # The inputs are fresh each time.
@@ -125,48 +121,3 @@ def test_wrong_attention_is_not(attend, reason):
     shape = SMALL._replace(batch=1, documents=(100, 100))
     verdict = admit(attend, shape, dtype=torch.bfloat16, device="cpu")
     assert not verdict.passed and reason in verdict.reason
-
-
-def test_the_choice_is_made_once(tmp_path):
-    cache, said = tmp_path / "cache" / "attention.json", []
-    options = {"dtype": torch.bfloat16, "device": "cpu", "cache": cache, "say": said.append}
-    candidates = {"wrong": refuses, "sage": sage, "exact": exact}
-    first = choose(candidates, SMALL, **options)
-    assert first in ("sage", "exact") and "not used: NotImplementedError" in said[0] and "chosen: " in said[0]
-    assert choose(candidates, SMALL, **options) == first and "chosen before" in said[1]
-    (kept,) = json.loads(cache.read_text()).values()
-    assert kept["chosen"] == first and "\n".join([*kept["table"], f"  chosen: {first}"]) == said[0]
-    choose(candidates, SMALL._replace(head_dim=64), **options)
-    choose(candidates, SMALL, options="another recipe", **options)
-    choose(candidates, SMALL, limits={"sage": LIMITS["paper"]}, **options)
-    assert len(json.loads(cache.read_text())) == 4
-    with pytest.raises(RuntimeError, match="no attention backend is admitted"):
-        choose({"wrong": refuses}, SMALL, **options)
-    strict = {"sage": dict.fromkeys(LIMITS["fine"], 1e-6)}
-    assert choose({"sage": sage, "exact": exact}, SMALL, limits=strict, **options) == "exact"
-    assert "sage          not used: o off by" in said[-1]
-
-
-def test_a_choice_belongs_to_one_kind_of_device_and_version(monkeypatch, tmp_path):
-    """The version is that of torch, Triton and the sources."""
-    sources, made = tmp_path / "sources", []
-    sources.mkdir()
-
-    def decide():
-        made.append(len(made))
-        return "this", ["table"]
-
-    how = {
-        "sources": [sources / "none", sources],
-        "device": "cuda",
-        "cache": tmp_path / "cache.json",
-        "say": lambda text: None,
-    }
-    changes = [lambda: None, lambda: (sources / "kernel.py").write_text("other")]
-    changes += [partial(monkeypatch.setattr, module, "__version__", "0") for module in (torch, triton)]
-    for number, change in enumerate(changes):
-        change()
-        for name in ("H200", "H100", "H200"):
-            monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
-            decided_once("attention", "key", decide, **how)
-        assert len(made) == 2 * (number + 1)

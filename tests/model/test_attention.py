@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sagekernels import attention_reference
-from sagekernels.admission import LIMITS
+from sagekernels.admission import LIMITS, Admission
 from sagetrain.auto import attention_choice
 from sagetrain.auto.calls import RankCalls
 from sagetrain.config.schema import AttentionConfig, ModelConfig
@@ -229,15 +229,14 @@ class Broken(AttentionFunction):
 def _choose(
     cache: Path, said: list[str], documents: list[list[int]], ranks: int = 1, context: int = 1, **asked: str
 ) -> str:
+    """Return the choice of attention as on a GPU."""
     attention = AttentionConfig(**{"backend": "auto", "recipe": "fine", **asked})
-    chosen = attention_choice.choose_attention(
-        attention,
-        SHAPE,
-        RankCalls(ranks, context, True, 2, 64, CPU, torch.bfloat16),
-        documents=documents,
-        cache=cache,
-        say=said.append,
-    )
+    calls = RankCalls(ranks, context, True, 2, 64, CPU, torch.bfloat16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_choice, "to_be_chosen", lambda *_: True)
+        chosen, _ = attention_choice.settle_attention(
+            attention, SHAPE, None, calls, documents=lambda: documents, cache=cache, say=said.append
+        )
     assert chosen.model_copy(update={"backend": attention.backend, "recipe": attention.recipe}) == attention
     return f"sage {chosen.recipe}" if chosen.backend == "sage" else chosen.backend
 
@@ -285,11 +284,17 @@ def test_recipe_auto_is_the_faster_of_the_nearly_exact(
 ) -> None:
     order = [fastest, "sage fine", "sage scores", "sdpa"]
 
-    def timed(candidates: dict, *_: object, limits: dict, **__: object) -> str:
-        assert limits == {name: LIMITS[name.removeprefix("sage ")] for name in candidates if name != "sdpa"}
-        return next(name for name in order if name in candidates)
+    def admit(name: str, *_: object, limits: dict, **__: object) -> Admission:
+        assert limits == LIMITS[name.removeprefix("sage ") if name != "sdpa" else "fine"]
+        return Admission(True, "", {})
 
-    monkeypatch.setattr(attention_choice, "choose", timed)
+    def named(backend: str, settings: AttentionConfig, device: torch.device) -> str:
+        return f"sage {settings.recipe}" if backend == "sage" else backend
+
+    replaced = {"attention_function": named, "_plain": str, "_behind_norm": str, "admit": admit}
+    for name, function in replaced.items():
+        monkeypatch.setattr(attention_choice, name, function)
+    monkeypatch.setattr(attention_choice, "seconds_per_step", lambda name, *_, **__: 1.0 + order.index(name))
     assert _choose(tmp_path / "attention.json", [], [], backend=backend, recipe="auto") == taken
 
 

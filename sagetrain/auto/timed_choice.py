@@ -1,0 +1,165 @@
+"""Decide what `auto` stands for: as the run had it, by a rule where nothing can be timed, or by times.
+
+A choice brings its settings and what measures its candidates. A candidate whose results are wrong on this device has
+infinite seconds. The table of times goes to the log and to a file of the run folder, in which later starts find the
+decision. Layers of one model must not differ between ranks: the first rank decides for all of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import triton
+
+import sagekernels
+from sagetrain.cluster.failures import Failures
+
+T = TypeVar("T")
+Times = Mapping[str, Mapping[str, float]]
+"""Seconds by what was timed, such as a layer, and then by candidate. They are infinite where a candidate is wrong."""
+
+SOURCES = [Path(sagekernels.__file__).parent, Path(__file__).parent.parent / "parallel"]
+"""The folders whose files decide how fast a candidate is. A decision that was made with other files is made anew."""
+
+
+@dataclass(frozen=True)
+class TimeTable:
+    """The times of a choice's candidates, and what the log says of them."""
+
+    about: str
+    """The shape, dtype and passes that were timed."""
+    times: Times
+    remarks: Sequence[str] = ()
+    """The errors of candidates, and the reasons why some are not used."""
+
+
+def settle(
+    key: str,
+    asked: T,
+    kept: T | None,
+    cannot_run: Callable[[T], str],
+    untimed: Callable[[T], tuple[T, str] | None],
+    timed: Callable[[T], T],
+    *,
+    together: bool = False,
+    device: torch.device,
+    say: Callable[[str], None],
+) -> tuple[T, str]:
+    """Return the settings with nothing left to decide, and a few words that say why if they were `auto`; collective.
+
+    Args:
+        key: the key that says `auto`.
+        kept: the settings with `auto` as the run had it; None: it has not decided.
+        cannot_run: returns why settings cannot run here, or an empty string.
+        untimed: returns the settings and a reason where nothing is left to time, and None elsewhere.
+        timed: returns the fastest settings on this hardware.
+        together: all ranks call `timed`, which has collectives. Otherwise the first rank calls it for all.
+        say: receives the reason where the choice that the run had cannot be kept, for example on other hardware.
+    """
+    settled, why = asked, ""
+    if kept is not None and kept != asked:
+        if problem := cannot_run(kept):
+            say(f"{key}: what auto was so far cannot run here ({problem}): decided anew")
+        else:
+            settled, why = kept, f"as the run had it: auto decides once, naming {key} changes it"
+    if found := untimed(settled):
+        return found[0], found[1] or why
+    chosen = timed(settled) if together else by_first_rank(f"{key} auto", partial(timed, settled), device)
+    return chosen, "auto: the fastest"
+
+
+def fastest(times: Times, gains: Mapping[str, float] = MappingProxyType({})) -> str:
+    """Return the candidate with the least time, the first one of several.
+
+    Args:
+        gains: a candidate must be so many times as fast as those that are not named.
+
+    Raises:
+        RuntimeError: no candidate may be used.
+    """
+    seconds = {
+        name: sum(row[name] for row in times.values()) * gains.get(name, 1.0) for name in next(iter(times.values()))
+    }
+    best = min(seconds, key=lambda name: seconds[name])
+    if math.isinf(seconds[best]):
+        raise RuntimeError("no candidate may be used")
+    return best
+
+
+def decide(
+    what: str,
+    measure: Callable[[], TimeTable],
+    pick: Callable[[Times], str] = fastest,
+    *,
+    device: torch.device,
+    say: Callable[[str], None],
+    key: Sequence[object] = (),
+    cache: Path | None = None,
+) -> str:
+    """Return the name that `pick` takes from the measured times. The table goes to `say` and to the file `cache`. A
+    later call with the same key, on the same kind of device, with the same torch, Triton and SOURCES, gets the name
+    from the file.
+
+    Raises:
+        RuntimeError: no candidate may be used; the message holds every candidate's reason.
+    """
+    place = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    paths = (path for folder in SOURCES for path in sorted(folder.glob("*.*")))
+    files = b"".join(path.read_bytes() for path in paths if path.is_file())
+    software = f"torch {torch.__version__} triton {triton.__version__} {hashlib.sha256(files).hexdigest()[:12]}"
+    named = " | ".join((place, software, *map(str, key)))
+    kept = json.loads(cache.read_text()) if cache is not None and cache.exists() else {}
+    if named in kept:
+        say(f"{what}: {kept[named]['chosen']} (chosen before, {cache})")
+        return str(kept[named]["chosen"])
+    found = measure()
+    lines = [f"{what} on {place}, {found.about}", *_table(found.times), *(f"  {remark}" for remark in found.remarks)]
+    try:
+        chosen = pick(found.times)
+    except RuntimeError as error:
+        raise RuntimeError("\n".join([str(error), *lines])) from error
+    say("\n".join([*lines, f"  chosen: {chosen}"]))
+    if cache is not None:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        temporary = cache.with_name(f"{cache.name}.{os.getpid()}")
+        temporary.write_text(json.dumps({**kept, named: {"chosen": chosen, "table": lines}}, indent=1))
+        temporary.replace(cache)
+    return chosen
+
+
+def _table(times: Times) -> list[str]:
+    """Format the milliseconds of each candidate, and how many times as fast as the first one it is."""
+    names = list(next(iter(times.values())))
+    lines = [f"  {'':<24}" + "".join(f"{name:>24}" for name in names)]
+    for what, row in times.items():
+        cells = [f"{1e3 * row[name]:.3f} ms" if row[name] < math.inf else "not used" for name in names]
+        cells[1:] = [
+            cell + f" ({row[names[0]] / row[name]:.2f})" * (max(row[name], row[names[0]]) < math.inf)
+            for cell, name in zip(cells[1:], names[1:], strict=True)
+        ]
+        lines.append(f"  {what:<24}" + "".join(f"{cell:>24}" for cell in cells))
+    return lines
+
+
+def by_first_rank(what: str, choose: Callable[[], T], device: torch.device) -> T:
+    """Let the first rank choose for all ranks. If it fails, every rank raises an error that says so; collective."""
+    if not dist.is_initialized():
+        return choose()
+    failures, chosen = Failures(), list[Any]([None])
+    with failures.kept(what):
+        chosen = [choose() if dist.get_rank() == 0 else None]
+    failures.check()
+    dist.broadcast_object_list(chosen, src=0, device=device)
+    choice: T = chosen[0]
+    return choice

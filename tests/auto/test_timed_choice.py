@@ -1,0 +1,118 @@
+"""A choice of `auto` is made once, by times, by one rank, and kept when the run continues."""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import triton
+
+from distributed import run_distributed
+from sagetrain.auto import timed_choice
+from sagetrain.auto.timed_choice import TimeTable, by_first_rank, decide, fastest, settle
+from sagetrain.config.errors import TrainingError
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("asked", "kept", "expected", "why"),
+    [
+        ("auto", None, "fast", "auto: the fastest"),
+        ("auto", "slow", "slow", "as the run had it: auto decides once, naming the.key changes it"),
+        ("auto", "other GPU", "fast", "auto: the fastest"),
+        ("auto", "auto", "fast", "auto: the fastest"),
+        ("slow", "slow", "slow", ""),
+    ],
+)
+def test_a_run_chooses_once_unless_it_cannot_run_so_any_more(asked: str, kept: str | None, expected: str, why: str):
+    said: list[str] = []
+    found = settle(
+        "the.key",
+        asked,
+        kept,
+        lambda settings: "no such GPU" if settings == "other GPU" else "",
+        lambda settings: None if settings == "auto" else (settings, ""),
+        lambda settings: "fast",
+        device=CPU,
+        say=said.append,
+    )
+    assert found == (expected, why)
+    anew = "the.key: what auto was so far cannot run here (no such GPU): decided anew"
+    assert said == ([anew] if kept == "other GPU" else [])
+
+
+@pytest.mark.parametrize(
+    ("seconds", "chosen"),
+    [
+        ({"sage scores": 1.668, "sdpa": 1.455}, "sdpa"),  # An H100 at 32 x 1K.
+        ({"sage scores": 2.174, "sdpa": 2.209}, "sage scores"),  # The same at 16 x 2K.
+        ({"sage scores": 1.000, "sdpa": 1.005}, "sdpa"),  # A gain within the noise of clocks is none.
+        ({"sage scores": math.inf, "sdpa": 1.0}, "sdpa"),
+        ({"off": 1.0, "on": 1.0}, "off"),
+    ],
+)
+def test_the_fastest_is_taken_if_it_gains_enough(seconds: dict[str, float], chosen: str) -> None:
+    assert fastest({"attention": seconds}, {"sage scores": 1.01}) == chosen
+
+
+def measured(fast: float) -> TimeTable:
+    return TimeTable("32 tokens", {"qkv": {"bf16": 0.01, "int8": fast}}, ["int8: o off by 0.5"] * math.isinf(fast))
+
+
+def test_the_table_and_the_choice_are_kept_in_a_file(tmp_path: Path) -> None:
+    cache, said = tmp_path / "cache" / "linear.json", list[str]()
+    choose = partial(decide, "linear", device=CPU, say=said.append, cache=cache)
+    assert choose(lambda: measured(0.008), key=(1, "a")) == "int8"
+    table = said[0].splitlines()
+    assert table[0] == "linear on cpu, 32 tokens" and table[1].split() == ["bf16", "int8"]
+    assert table[2].split() == ["qkv", "10.000", "ms", "8.000", "ms", "(1.25)"] and table[-1] == "  chosen: int8"
+    (kept,) = json.loads(cache.read_text()).values()
+    assert kept == {"chosen": "int8", "table": table[:-1]}
+    assert choose(lambda: measured(0.02), key=(1, "a")) == "int8"
+    assert said[1] == f"linear: int8 (chosen before, {cache})"
+    assert choose(lambda: measured(math.inf), key=(1, "b")) == "bf16"
+    assert "not used\n  int8: o off by 0.5\n  chosen: bf16" in said[2] and len(json.loads(cache.read_text())) == 2
+    with pytest.raises(RuntimeError, match=r"(?s)no candidate may be used.*linear on cpu.*o off by"):
+        decide("linear", lambda: TimeTable("", {"qkv": {"int8": math.inf}}, ["o off by"]), device=CPU, say=print)
+
+
+def test_a_choice_belongs_to_one_kind_of_device_and_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The version is that of torch, Triton and the sources."""
+    sources, made = tmp_path / "sources", []
+    sources.mkdir()
+    monkeypatch.setattr(timed_choice, "SOURCES", [sources / "none", sources])
+
+    def measure() -> TimeTable:
+        made.append(len(made))
+        return measured(1.0)
+
+    changes = [lambda: None, lambda: (sources / "kernel.py").write_text("other")]
+    changes += [partial(monkeypatch.setattr, module, "__version__", "0") for module in (torch, triton)]
+    for number, change in enumerate(changes):
+        change()
+        for name in ("H200", "H100", "H200"):
+            monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+            decide("x", measure, device=torch.device("cuda"), say=print, key=["key"], cache=tmp_path / "cache.json")
+        assert len(made) == 2 * (number + 1)
+
+
+def chosen_on_a_rank() -> list[str]:
+    """Return the rank that has chosen, and the error where the first rank fails to choose."""
+    found = [by_first_rank("attention auto", lambda: f"rank {dist.get_rank()}", CPU)]
+    try:
+        by_first_rank("attention auto", lambda: {}["sdpa"], CPU)
+    except (KeyError, TrainingError) as error:
+        found.append(f"{type(error).__name__} {error}")
+    return found
+
+
+def test_one_rank_chooses_and_all_hear_where_it_fails() -> None:
+    first, second = run_distributed(chosen_on_a_rank, 2)
+    assert first == ["rank 0", "KeyError 'sdpa'"]
+    assert second == ["rank 0", "TrainingError rank 0: attention auto: KeyError: 'sdpa'"]
