@@ -18,6 +18,7 @@ from sagetrain.checkpoint.piece_files import PieceFiles
 from sagetrain.checkpoint.state import RunState
 from sagetrain.checkpoint.stateful import Stateful
 from sagetrain.config.errors import CheckpointError, many
+from sagetrain.model.placement import place
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.layers import materialize
 from sagetrain.parallel.topology import ParallelGroups
@@ -52,33 +53,33 @@ class Reader:
         """Return the kinds of values that the checkpoint has of a tensor; none if it does not have the tensor."""
         return tuple(self.tensors[name].get("kinds", KINDS)) if name in self.tensors else ()
 
-    def fill(self, out: torch.Tensor, name: str, kind: str, tp_rank: int, tp_size: int, start: int = 0) -> None:
+    def fill(self, out: torch.Tensor, name: str, kind: str, number: int, slices: int, start: int = 0) -> None:
         """Fill a 1-D tensor of any dtype and device with the values from position `start` of the flattened slice
-        `tp_rank` of `tp_size`, block by block."""
+        `number` of `slices`, block by block."""
         for low in range(0, out.numel(), _BLOCK):
             block = out[low : low + _BLOCK]
-            block.copy_(self.local(name, kind, tp_rank, tp_size, start + low, start + low + block.numel()))
+            block.copy_(self.local(name, kind, number, slices, start + low, start + low + block.numel()))
 
     def local(
-        self, name: str, kind: str, tp_rank: int, tp_size: int, start: int = 0, stop: int | None = None
+        self, name: str, kind: str, number: int, slices: int, start: int = 0, stop: int | None = None
     ) -> torch.Tensor:
-        """Return range [start, stop) of the flattened slice `tp_rank` of `tp_size` of a tensor: 1-D, fp32, on the
+        """Return range [start, stop) of the flattened slice `number` of `slices` of a tensor: 1-D, fp32, on the
         CPU."""
         entry, source_size = self._entry(name), self.manifest["layout"]["tensor_parallel_size"]
         dim, shape = entry["tp_dim"], entry["shape"]
         if stop is None:
-            stop = math.prod(shape) // (1 if dim is None else tp_size)
-        if dim is None or source_size == tp_size:
-            return self._range(name, kind, 0 if dim is None else tp_rank, start, stop)
+            stop = math.prod(shape) // (1 if dim is None else slices)
+        if dim is None or source_size == slices:
+            return self._range(name, kind, 0 if dim is None else number, start, stop)
         # The checkpoint has another tensor-parallel size. Seen as a matrix (with one row, if the tensor is split along
         # its first dimension), every slice of the tensor is a range of columns: `width` columns in this slice,
         # `source_width` columns in a slice on disk.
         columns = math.prod(shape[dim:])
-        width, source_width = columns // tp_size, columns // source_size
+        width, source_width = columns // slices, columns // source_size
         out, filled = torch.empty(stop - start), 0
         for row, rows, column, size in _rectangles(start, stop, width, max(1, _BLOCK // source_width)):
             view = out[filled : filled + rows * size].view(rows, size)
-            first, last = tp_rank * width + column, tp_rank * width + column + size
+            first, last = number * width + column, number * width + column + size
             for source in range(first // source_width, -(-last // source_width)):
                 offset = source * source_width
                 low, high = max(first, offset), min(last, offset + source_width)
@@ -177,14 +178,14 @@ def load_engine(reader: Reader, engine: Stateful, optimizer_steps: int, *, momen
         moments: read the optimizer's state. If False, the state is set to zero.
     """
     every = list(engine.owned())
-    where = (engine.groups.tp_rank, engine.groups.tp_size)
     check_shapes(reader, {kept.name: kept.spec.shape for kept in every})
     with closing(reader):
         for kept in every:
+            number, slices, *_ = place(kept.spec, engine.groups)
             for kind, low in itertools.product(kept.kinds, range(kept.start, 0 if kept.twin else kept.stop, _BLOCK)):
                 high = min(low + _BLOCK, kept.stop)
                 known = moments or kind == "weight"
-                values = reader.local(kept.name, kind, *where, low, high) if known else torch.zeros(high - low)
+                values = reader.local(kept.name, kind, number, slices, low, high) if known else torch.zeros(high - low)
                 kept.write(kind, values, low - kept.start)
     engine.state_changed(optimizer_steps)
 
@@ -197,5 +198,6 @@ def load_weights(reader: Reader, model: Transformer, groups: ParallelGroups, dev
     with closing(reader):
         for name, parameter in model.named_parameters():
             values = torch.empty_like(parameter, device=device)
-            reader.fill(values.view(-1), name, "weight", groups.tp_rank, groups.tp_size)
+            number, slices, *_ = place(model.specs[name], groups)
+            reader.fill(values.view(-1), name, "weight", number, slices)
             materialize(parameter, values)

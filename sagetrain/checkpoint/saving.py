@@ -37,6 +37,7 @@ from sagetrain.checkpoint.state import RunState
 from sagetrain.checkpoint.stateful import OwnedRange
 from sagetrain.cluster.mailbox import Mailbox
 from sagetrain.config.errors import CheckpointError, way_to_room
+from sagetrain.model.placement import place
 from sagetrain.parallel.topology import ParallelGroups
 
 T = TypeVar("T")
@@ -193,9 +194,8 @@ class Saver:
 
     def _owned(self, shards: Iterable[OwnedRange]) -> list[OwnedRange]:
         """Return the shards that this rank writes. Empty shards are left out, and so are copies that another replica or
-        tensor-parallel rank 0 writes."""
-        copied = self._groups.tp_rank > 0
-        return [s for s in shards if s.stop > s.start and not s.twin and not (s.spec.cut is None and copied)]
+        an earlier rank of this one writes."""
+        return [s for s in shards if s.stop > s.start and not s.twin and place(s.spec, self._groups).counted]
 
     def _copy(self, owned: list[OwnedRange]) -> dict[str, dict[str, torch.Tensor]]:
         """Copy the state to host memory and return it by file and by the name in the file."""

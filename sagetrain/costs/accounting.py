@@ -33,6 +33,7 @@ from sagetrain.costs.operations import (
     of_kind,
 )
 from sagetrain.costs.stages import different_stages, held, kinds_of_blocks
+from sagetrain.model.placement import slices_of
 from sagetrain.model.tensors import tensors
 from sagetrain.optim.owners import MUON_ROUND
 
@@ -103,14 +104,15 @@ def _operations(cfg: RunConfig, rank: Rank) -> tuple[Operation, ...]:
 
 def num_parameters(model: ModelConfig, attention: AttentionConfig, vocab_size: int) -> int:
     """Return the exact number of parameters of Transformer with `vocab_size` (padded) rows in the embedding."""
-    return sum(_counts(model, attention, vocab_size))
+    return parameters_per_rank(model, attention, vocab_size, 1)
 
 
+# Many layouts are proposed for one model, and each of them asks for this count.
+@functools.lru_cache(maxsize=256)
 def parameters_per_rank(model: ModelConfig, attention: AttentionConfig, vocab_size: int, tensor_parallel: int) -> int:
     """Return the number of parameters that one tensor-parallel rank holds. Matrices are cut, and gains are on every
     rank."""
-    cut, whole = _counts(model, attention, vocab_size)
-    return cut // tensor_parallel + whole
+    return sum(spec.size // slices_of(spec, tensor_parallel) for spec in tensors(model, attention, vocab_size))
 
 
 # A prediction asks twice, and most predictions are for one model.
@@ -138,14 +140,6 @@ def flops_per_token(model: ModelConfig, vocab_size: int, span: float) -> int:
 def _matmul_flops(operations: Iterable[Operation]) -> int:
     """Return the FLOPs of the matmuls in the forward pass."""
     return sum(matmul.flops for matmul in of_kind(MatmulCost, operations))
-
-
-# Many layouts are proposed for one model, and each of them asks for these counts.
-@functools.lru_cache(maxsize=256)
-def _counts(model: ModelConfig, attention: AttentionConfig, vocab_size: int) -> tuple[int, int]:
-    """Count the parameters that tensor parallelism cuts, and those that every rank holds."""
-    listed = list(tensors(model, attention, vocab_size))
-    return sum(spec.size for spec in listed if spec.cut), sum(spec.size for spec in listed if not spec.cut)
 
 
 def muon_parameters(cfg: RunConfig) -> int:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import prod
 
 from sagetrain.config.errors import Finding, many
 from sagetrain.config.layout import Layout
 from sagetrain.config.rules.findings import error
 from sagetrain.config.schema import RunConfig
 from sagetrain.costs.accounting import MemoryItem, save_host_bytes, total_bytes
+from sagetrain.model.placement import slices_of
 from sagetrain.model.tensors import tensors
 
 _PROCESS = 4 * 2**30
@@ -47,10 +47,9 @@ def host_memory_per_rank(cfg: RunConfig, world_size: int, vocab_size: int) -> li
 def _sizes(cfg: RunConfig, vocab_size: int, shards: int) -> Iterator[int]:
     """Yield the number of values that a rank has of each tensor: whole rows of a tensor-parallel slice."""
     for spec in tensors(cfg.model, cfg.attention, vocab_size):
-        shape = list(spec.shape)
-        if spec.dim is not None:
-            shape[spec.dim] //= cfg.parallel.tensor_parallel_size
-        yield -(-shape[0] // shards) * prod(shape[1:])
+        slices = slices_of(spec, cfg.parallel.tensor_parallel_size)
+        rows = spec.shape[0] // slices if spec.dim == 0 else spec.shape[0]
+        yield -(-rows // shards) * (spec.size // slices // rows)
 
 
 def host_memory_finding(

@@ -17,6 +17,7 @@ from sagetrain.config.layout import Layout
 from sagetrain.config.schema import SIXTEEN_BITS, AttentionConfig, ModelConfig, RunConfig
 from sagetrain.costs.operations import AttentionCost, MatmulCost, Operation, Rank, block_operations, end_operations
 from sagetrain.model.chunks import ModelChunk
+from sagetrain.model.placement import slices_of
 from sagetrain.model.tensors import tensors
 from sagetrain.parallel.orders import in_flight, orders
 
@@ -178,4 +179,4 @@ def _parameters(
         for spec in tensors(model, attention, vocab_size)
         if (spec.layer in layers if isinstance(spec.layer, int) else ends[spec.layer])
     )
-    return sum(spec.size // tensor_parallel if spec.cut else spec.size for spec in here)
+    return sum(spec.size // slices_of(spec, tensor_parallel) for spec in here)

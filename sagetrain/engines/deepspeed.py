@@ -33,6 +33,7 @@ from sagetrain.costs.accounting import reduce_bucket_size
 from sagetrain.engines.masters import Masters
 from sagetrain.engines.protocol import Owned, every
 from sagetrain.engines.step import BaseEngine, Decision
+from sagetrain.model.placement import place
 from sagetrain.model.tensors import TensorSpec
 from sagetrain.model.transformer import Transformer
 from sagetrain.optim.build import build_optimizer
@@ -139,7 +140,7 @@ class DeepSpeedEngine(BaseEngine):
         for name, parameter in model.named_parameters():
             # DeepSpeed reads this mark: a tensor that is split over tensor-parallel ranks counts in the gradient norm
             # on every rank of its group.
-            parameter.tensor_model_parallel = model.specs[name].cut is not None
+            parameter.tensor_model_parallel = place(model.specs[name], groups).slices > 1
         named, rules = dict(model.named_parameters()), groups_of(model.specs.values(), cfg)
         self._optimizer = Handed([[named[name] for name in rule.names] for rule in rules])
         self._lr, build = 0.0, partial(build_optimizer, cfg)
@@ -256,7 +257,7 @@ class DeepSpeedEngine(BaseEngine):
     def _clip_stage0(self) -> None:
         """Measure and clip the global gradient norm, for fp32 at stage 0. Replicated parameters count once."""
         gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
-        own = [grad for name, grad in gradients.items() if self.model.specs[name].cut or self.groups.tp_rank == 0]
+        own = [grad for name, grad in gradients.items() if place(self.model.specs[name], self.groups).counted]
         square = torch.stack([g.float().square().sum() for g in own]).sum()
         if self.groups.tp_size > 1:
             dist.all_reduce(square, group=self.groups.tp_group)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from sagetrain.config.errors import ConfigError
 from sagetrain.engines.protocol import Owned, every
+from sagetrain.model.placement import place
 from sagetrain.model.tensors import TensorSpec
 from sagetrain.model.transformer import Transformer
 from sagetrain.optim.build import Group
@@ -118,9 +119,9 @@ class Masters:
         """Find the part of a parameter that this rank keeps, in the memory of group `number`."""
         numel = torch.Size(self._shapes[spec.name]).numel()
         start, stop, first, master = self._range(parameter, numel, number)
-        slices, place = (self._groups.tp_size, self._groups.tp_rank) if spec.cut else (1, 0)
+        placed = place(spec, self._groups)
         weight = master.detach().view(-1)[first : first + stop - start]
-        return _Part(TensorPiece(spec, place, slices, start, stop, weight), parameter, master, first)
+        return _Part(TensorPiece(spec, placed.slice, placed.slices, start, stop, weight), parameter, master, first)
 
     def _range(self, parameter: Any, numel: int, number: int) -> tuple[int, int, int, Tensor]:
         """Return the range of the parameter that this rank keeps, its position in a master tensor, and that tensor."""
@@ -195,13 +196,13 @@ class Masters:
         if self._stage == 0:
             return
         wrong = torch.tensor(len(self._parts), device=self._device)
-        for place, part in enumerate(self._parts):
+        for number, part in enumerate(self._parts):
             piece = part.piece
             with self._whole(part.parameter) as values:
                 differs = (values.view(-1)[piece.start : piece.stop] != piece.weight.to(values.dtype)).any()
             if getattr(part.parameter, "ds_secondary_tensor", None) is not None:
                 differs = torch.ones_like(differs)
-            wrong = torch.where(differs, wrong.clamp(max=place), wrong)
+            wrong = torch.where(differs, wrong.clamp(max=number), wrong)
         dist.all_reduce(wrong, op=dist.ReduceOp.MIN)
         if wrong < len(self._parts):
             name, keys = self._parts[int(wrong)].piece.spec.name, ", ".join(self._settings["zero_optimization"])

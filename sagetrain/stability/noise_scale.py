@@ -51,6 +51,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sagetrain.config.earlier_run import ALL
+from sagetrain.model.placement import place
 from sagetrain.model.tensors import EMBEDDING, TensorSpec
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.controller import Event, Taken
@@ -81,7 +82,7 @@ class LayerSquares:
         """All layers, in the order of the model."""
         self.place = {spec.name: place for place, spec in enumerate(specs)}
         """The place of each parameter in the vectors that `add` takes, by name."""
-        copies = [1 if spec.cut else groups.tp_size for spec in specs]
+        copies = [place(spec, groups).copies for spec in specs]
         self._layer = torch.tensor([self.layers.index(str(spec.layer)) for spec in specs], device=device)
         self._share = 1 / torch.tensor(copies, dtype=torch.float64, device=device)
         self._groups = groups
@@ -143,8 +144,8 @@ class GradientNoise:
         parameter together, before it is added to the gradients of other micro-batches."""
         self._norms.zero_()
         hooks: list[Any] = []
-        for place, parameter in self._parameters.items():
-            hooks.append(parameter.register_hook(partial(self._note, place)))
+        for number, parameter in self._parameters.items():
+            hooks.append(parameter.register_hook(partial(self._note, number)))
         try:
             yield
         finally:

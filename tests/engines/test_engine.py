@@ -61,7 +61,7 @@ def exact_sgd() -> dict[tuple[int, str], list[tuple[int, float, float]]]:
 def moves_of(groups: ParallelGroups, stage: int, dtype_name: str) -> list[tuple[int, float, float]]:
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype_name]
     cfg = tiny.config(stage, dtype_name, optimizer={"clip_grad": 0.0}, parallel=BY_DEEPSPEED)
-    engine = build_engine(cfg, Linear(dtype), groups, 1)
+    engine = build_engine(tiny.on(cfg, groups), Linear(dtype), groups, 1)
     before, seen = 0.0, []
     for accumulation in ACCUMULATIONS:
         # One micro-batch has 64 on rank 0, and all others have 1/8, which would be lost if anything were added up in
@@ -324,7 +324,7 @@ def compiled_losses(tp_size: int, cases: list[tuple[int, str, int]]) -> list[tup
         model = tiny.model(cfg, groups, sequence_parallel=sequence, overlap=True)
         if stage == 3:
             tiny.compile_first_rank(model, whole=True, ranks=tp_size if again == "full" else 1)
-        engine = build_engine(cfg, model, groups, 1)
+        engine = build_engine(tiny.on(cfg, groups), model, groups, 1)
         results = [tiny.global_step(engine, step, sequences=4 // tp_size) for step in range(2)]
         # Gathered weights are given back, which is the point of ZeRO 3 on a real model.
         assert stage < 3 or all(p.numel() == 0 for p in engine.model.parameters() if p.ds_numel > 100)

@@ -55,7 +55,7 @@ def compiled(cfg: RunConfig, groups: ParallelGroups) -> Engine:
     model = tiny.model(cfg, groups)
     again = cfg.training.activation_checkpointing != "none"
     tiny.compile_first_rank(model, ranks=groups.tp_size if again else 1)
-    return build_engine(cfg, model, groups, 1)
+    return build_engine(tiny.on(cfg, groups), model, groups, 1)
 
 
 # -- losses at every layout --------------------------------------------------------------------------------------------
@@ -288,7 +288,8 @@ def collectives(cases: Sequence[tuple[int, str]]) -> dict[tuple[int, str], dict[
             for kind in ("post_backward_reduce", "pre_forward")
         } | {"held": max(held), "gathers": names.count("gloo:all_gather")}
         # `plan` subtracts the host's time for the hooks of the other three micro-steps by the same rule.
-        assert found[stage, offload]["pre_forward"] == (3 if Layout.of(cfg).hooks == "last micro-step" else 12)
+        layout = Layout.of(cfg, engine.groups.topology.world_size)
+        assert found[stage, offload]["pre_forward"] == (3 if layout.hooks == "last micro-step" else 12)
     return found
 
 

@@ -46,12 +46,12 @@ def between_passes(cases: list[tuple[str, str, str | None, str]]) -> list[tuple[
             cfg.attention,
             seed=3,
             activation_checkpointing=again,
-            partition=partitioner(cfg, groups),
+            partition=partitioner(tiny.on(cfg, groups), groups),
             **place,
         )
         if backend:
             tiny.compile_first_rank(model, backend, whole=True)
-        engine = build_engine(cfg, model, groups, 1)
+        engine = build_engine(tiny.on(cfg, groups), model, groups, 1)
         for step in range(2):  # DeepSpeed learns the order of its modules, and torch compiles.
             tiny.global_step(engine, step, sequences=2)
         gc.collect()

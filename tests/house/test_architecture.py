@@ -141,7 +141,7 @@ def test_config_and_planning_need_no_torch():
     light = {"yaml", "pydantic", "pydantic_core", "annotated_types", "sagetrain"}
     for path in below("sagetrain/config"):
         assert roots(imports(path)) <= STDLIB | light, name_of(path)
-    model = ("model/tensors", "model/chunks")
+    model = ("model/tensors", "model/placement", "model/chunks")
     names = (*model, "auto/recomputation_choice", "optim/owners", "data/tokenizer", "training/lr_schedule")
     for path in [
         *below("sagetrain/planning"),

@@ -12,6 +12,7 @@ import tiny
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.interop.families import family_of
 from sagetrain.interop.huggingface import config_json
+from sagetrain.model.placement import place
 from sagetrain.model.tensors import tensors
 from sagetrain.parallel.layers import shard
 from sagetrain.parallel.topology import ParallelGroups, Topology
@@ -43,6 +44,10 @@ def test_the_list_is_the_modules(model: str, qk_norm: str) -> None:
         for name, parameter in network.named_parameters():
             spec = listed[name]
             assert shard(torch.empty(spec.shape, device="meta"), spec.dim, groups).shape == parameter.shape, name
+            placed = [place(spec, ParallelGroups(Topology(tp_size, tp_size), rank)) for rank in range(tp_size)]
+            slices = spec.size // parameter.numel()
+            assert sorted({each.slice for each in placed}) == [each.slice for each in placed if each.counted], name
+            assert {(each.slices, each.copies) for each in placed} == {(slices, tp_size // slices)}, name
             assert (spec.cut is None) == (spec.dim is None) == (spec.kind == "gain"), name
             assert spec.decays == (parameter.ndim == 2), name
             assert spec.into_stream == name.endswith(("attention.out.weight", "mlp.down.weight")), name

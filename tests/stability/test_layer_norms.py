@@ -50,7 +50,7 @@ def measured(layouts: list[Layout]) -> list[tuple[dict[str, float], list[float],
             model.activation_checkpointing, model.overlap = again, overlap == "on"
             if backend:
                 tiny.compile_first_rank(model, backend, whole=stage == 3)
-            engine = build_engine(cfg, model, groups, 1)
+            engine = build_engine(tiny.on(cfg, groups), model, groups, 1)
             batches = [
                 Batch(row[None, :-1], row[None, 1:], positions=None, cu_seqlens=None, max_seqlen=None, sample_ids=[])
                 for row in tokens()[groups.dp_rank :: groups.dp_size]

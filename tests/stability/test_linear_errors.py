@@ -62,7 +62,7 @@ def built(cfg: RunConfig, groups: ParallelGroups, compiled: bool = False) -> Eng
     model = tiny.model(cfg, groups)
     if compiled:
         tiny.compile_first_rank(model, "aot_eager", ranks=groups.topology.world_size)
-    return build_engine(cfg, model, groups, 1)
+    return build_engine(tiny.on(cfg, groups), model, groups, 1)
 
 
 def step(engine: Engine, watched: bool = True, **observers: Any) -> dict[str, float]:

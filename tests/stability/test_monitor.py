@@ -51,7 +51,7 @@ def built(cfg: RunConfig, groups: ParallelGroups, compiled: bool = False) -> tup
     if compiled:
         again = groups.tp_size > 1 and cfg.training.activation_checkpointing != "none"
         tiny.compile_first_rank(model, "aot_eager", ranks=groups.tp_size if again else 1)
-    engine = build_engine(cfg, model, groups, 1)
+    engine = build_engine(tiny.on(cfg, groups), model, groups, 1)
     for i, own in enumerate(own for own in engine.owned() if own.name.endswith("k_norm.gain")):
         own.write("weight", torch.linspace(1, 2 + i, own.spec.size)[own.start : own.stop])
     engine.state_changed()
@@ -160,7 +160,7 @@ def zero_3(compiled: bool) -> tuple[dict[str, float], dict[str, float]]:
         model = tiny.model(cfg, groups)
         if compiled:
             tiny.compile_first_rank(model, "aot_eager", whole=stage == 3)
-        engine = build_engine(cfg, model, groups, 1)
+        engine = build_engine(tiny.on(cfg, groups), model, groups, 1)
         found.append(step(engine, batch(groups, False), monitor_of(cfg, engine)))
     return found[0], found[1]
 

@@ -69,7 +69,7 @@ def measured(layouts: list[tuple[int, int, int, str, str, bool]]) -> list[tuple[
         model = tiny.model(cfg, groups, sequence_parallel=sequence, overlap=not backend, activation_checkpointing=again)
         if backend:
             tiny.compile_first_rank(model, backend, whole=stage == 3)
-        engine = build_engine(cfg, model, groups, 1)
+        engine = build_engine(tiny.on(cfg, groups), model, groups, 1)
         noise = GradientNoise(engine.leaves(), engine.model.specs.values(), groups, engine.device)
         batches = [
             Batch(row[None, :-1], row[None, 1:], positions=None, cu_seqlens=None, max_seqlen=None, sample_ids=[])

@@ -364,7 +364,7 @@ def run_of(layout: tuple[int, int, int, str, str, str], probes: bool) -> tuple[l
     model = tiny.model(cfg, groups, activation_checkpointing=recompute, overlap=True)
     if backend:
         tiny.compile_first_rank(model, backend)
-    engine = build_engine(cfg, model, groups, 1)
+    engine = build_engine(tiny.on(cfg, groups), model, groups, 1)
     numbers = []
     for step in range(3):
         own = batches(groups, step)

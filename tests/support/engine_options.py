@@ -21,7 +21,6 @@ import tiny
 from sagetrain.config import RunConfig
 from sagetrain.config.rules import fit
 from sagetrain.data.loader import Batch
-from sagetrain.engines.build_engine import build_engine
 from sagetrain.engines.protocol import Engine
 from sagetrain.parallel.topology import ParallelGroups
 
@@ -181,7 +180,7 @@ def _steps(
     if sizes not in groups:
         groups[sizes] = tiny.join(sizes[0], pp_size=sizes[1])
     numbers: list[float] = []
-    engine = build_engine(cfg, tiny.model(cfg, groups[sizes]), groups[sizes], 1)
+    engine = tiny.engine(cfg, groups[sizes])
     with late_copies.late(engine, seed):
         for step, each in enumerate(micro_steps):
             own = _batches(step, each, engine)

@@ -61,6 +61,13 @@ def join(tp_size: int, cp_size: int = 1, pp_size: int = 1) -> ParallelGroups:
     return ParallelGroups.create(Topology(torch.distributed.get_world_size(), tp_size, cp_size, pp_size))
 
 
+def on(cfg: RunConfig, groups: ParallelGroups) -> RunConfig:
+    """Return the configuration on the axes of these groups."""
+    sizes = {"tensor": groups.tp_size, "context": groups.cp_size, "pipeline": groups.pp_size}
+    update = {f"{axis}_parallel_size": size for axis, size in sizes.items()}
+    return cfg.model_copy(update={"parallel": cfg.parallel.model_copy(update=update)})
+
+
 def transformer(
     model: ModelConfig,
     attention: AttentionConfig,
@@ -81,7 +88,7 @@ def model(cfg: RunConfig, groups: ParallelGroups, seed: int = 3, **others: Any) 
     engine. Other arguments replace those of the configuration."""
     dtype = torch.bfloat16 if cfg.training.dtype == "bf16" else torch.float32
     place = {"vocab_size": VOCAB, "groups": groups, "dtype": dtype}
-    place["partition"] = partitioner(cfg, groups) if groups.replica_group is not None else None
+    place["partition"] = partitioner(on(cfg, groups), groups) if groups.replica_group is not None else None
     place["sequence_parallel"], place["overlap"] = cfg.parallel.sequence_parallel, overlaps(cfg)
     place["activation_checkpointing"] = cfg.training.activation_checkpointing
     place["device"] = groups.device
@@ -93,7 +100,7 @@ def model(cfg: RunConfig, groups: ParallelGroups, seed: int = 3, **others: Any) 
 
 def engine(cfg: RunConfig, groups: ParallelGroups, seed: int = 3) -> Engine:
     """Build an Engine over a fresh Transformer."""
-    return build_engine(cfg, model(cfg, groups, seed), groups, 1)
+    return build_engine(on(cfg, groups), model(cfg, groups, seed), groups, 1)
 
 
 def compile_first_rank(
