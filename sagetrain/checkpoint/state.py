@@ -8,15 +8,17 @@ versions read newer ones. `sagetrain import` writes a state as well, for a model
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
+from pydantic_core import PydanticUndefined
 
 from sagetrain.checkpoint.ledger import Ledger
 from sagetrain.config.errors import CheckpointError
 from sagetrain.config.rules.data import ORDER
+from sagetrain.config.schema import ModelConfig
 
 T = TypeVar("T")
 _NAMED = 8  # An error names this many wrong keys.
@@ -47,6 +49,13 @@ class Identity:
     """The fingerprint of the order of samples; None: it is not known."""
     loss: str | None = None
     """The name of the user's loss (sagetrain.train(..., loss=...)); None: the cross-entropy."""
+
+    @property
+    def complete(self) -> Identity:
+        """The same settings, with the default of each key of `model` that came later than the checkpoint."""
+        defaults = {name: field.default for name, field in ModelConfig.model_fields.items()}
+        later = {key: value for key, value in defaults.items() if value is not PydanticUndefined}
+        return replace(self, model={**later, **self.model})
 
     @property
     def rope(self) -> dict[str, Any]:

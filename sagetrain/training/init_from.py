@@ -111,7 +111,7 @@ def recorded(run_dir: Path, init_from: str) -> Path:
 
 def differences(theirs: Identity, ours: Identity) -> list[str]:
     """Return the reasons why a run cannot begin with the weights of a checkpoint, from the identities of both."""
-    before, now = flat(theirs.model), flat(ours.model)
+    before, now = flat(theirs.complete.model), flat(ours.model)
     keys = [key for key in now if key in before and key.partition(".")[0] not in _FREE]
     found = [f"model.{key}: {before[key]!r} there, {now[key]!r} here" for key in keys if before[key] != now[key]]
     if theirs.qk_norm != ours.qk_norm:

@@ -55,7 +55,7 @@ def check(
         )
     reader, train = Reader(folder), cfg.data.train
     state = reader.state
-    theirs, ours = flat(state.identity.to_json()), flat(identity.to_json())
+    theirs, ours = flat(state.identity.complete.to_json()), flat(identity.to_json())
     keys = (*ours, "loss")  # Cross-entropy has no name, and the checkpoint's loss may have one.
     different = [key for key in keys if theirs.get(key) != ours.get(key)]
     changed = {key: f"{key}: checkpoint {theirs.get(key)!r}, this run {ours.get(key)!r}" for key in different}

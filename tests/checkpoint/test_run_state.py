@@ -4,6 +4,7 @@ written."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from sagetrain.checkpoint import on_disk
 from sagetrain.checkpoint.manifest import FORMAT, write_manifest
 from sagetrain.checkpoint.state import VERSION, RunState, SettledLinear
 from sagetrain.config.errors import CheckpointError
+from sagetrain.training.init_from import differences
 
 ORDER = "order of samples (hash of token files, weights, seq_length and seed)"
 MODEL = {"num_layers": 2, "rope_theta": 500.0, "rope_scaling": None}
@@ -147,3 +149,10 @@ def test_the_written_state_does_not_change_during_training() -> None:
     tree = state.to_json()
     state.controllers["spikes"]["losses"].append(2.0)
     assert tree["controllers"] == {"spikes": {"losses": [1.0]}} and tree["linear"]["keep_layers_below"] == 0
+
+
+def test_keys_of_the_model_that_came_later_have_their_defaults() -> None:
+    identity = read(OF_A_RUN).identity
+    now = replace(identity, model={**identity.complete.model, "qkv_bias": True})
+    assert differences(identity, now) == ["model.qkv_bias: False there, True here"]
+    assert differences(identity, replace(now, model={**now.model, "qkv_bias": False})) == []
