@@ -52,7 +52,7 @@ class Identity:
 
     @property
     def complete(self) -> Identity:
-        """The same settings, with the default of each key of `model` that came later than the checkpoint."""
+        """The settings as this version has them. Keys of `model` that came later than a checkpoint have their defaults."""
         defaults = {name: field.default for name, field in ModelConfig.model_fields.items()}
         later = {key: value for key, value in defaults.items() if value is not PydanticUndefined}
         return replace(self, model={**later, **self.model})
