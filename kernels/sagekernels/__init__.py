@@ -5,6 +5,7 @@ from .autograd import document_bounds, sage_attention
 from .backends import default_recipe
 from .drop_in import flash_attn_func, flash_attn_varlen_func, scaled_dot_product_attention
 from .fp4 import fp4_attention
+from .graphed import graphed
 from .linear8bit import Linear8bit, convert
 from .normed import normed_attention
 from .qk_norm_rope import qk_norm_rope
@@ -20,6 +21,7 @@ __all__ = [
     "flash_attn_func",
     "flash_attn_varlen_func",
     "fp4_attention",
+    "graphed",
     "normed_attention",
     "qk_norm_rope",
     "sage_attention",

@@ -235,7 +235,8 @@ def _remembered(position_ids: Tensor, batch: int) -> Tensor | None:
 def _unless_empty(changes: Tensor) -> Tensor | None:
     """Return starts [batch, length] from those of all tokens but the first of each row. None: there are none, which is
     found out only where the host may wait for the device."""
-    if not torch.compiler.is_compiling() and not changes.any():
+    recorded = torch.compiler.is_compiling() or (changes.is_cuda and torch.cuda.is_current_stream_capturing())
+    if not recorded and not changes.any():
         return None
     return torch.cat((torch.ones_like(changes[:, :1]), changes), 1)
 

@@ -147,7 +147,7 @@ def test_the_site_renders_with_every_page_link_and_key(site: Path) -> None:
     assert "googleapis" not in reference, "a page that needs another server"
     described = set(re.findall(r'<h\d id="sage\w+\.[\w.]*?(\w+)"', (site / "api/index.html").read_text()))
     assert {*api.__all__} - described == {"RunConfig"}, "names of the library that docs/api.md leaves out"
-    assert {"convert", "Linear8bit", "sage_attention", "swiglu", "qk_norm_rope", "register"} < described
+    assert {"convert", "Linear8bit", "sage_attention", "swiglu", "qk_norm_rope", "register", "graphed"} < described
 
 
 @pytest.mark.parametrize("page", [".", "reference", "cluster", "data", "api"])

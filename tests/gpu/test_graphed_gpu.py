@@ -1,0 +1,78 @@
+"""Other trainers' models have the bits of the host when CUDA graphs replay them."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from distributed import run_distributed
+from sagekernels import convert, graphed
+from sagekernels.huggingface import register
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: make test-gpu"),
+]
+CASES = {
+    # The columns are: attention, whether layers are in INT8, whether they are compiled, gradient checkpointing.
+    "sdpa": ("sdpa", False, False, False),
+    "sage, INT8": ("sage", True, True, False),
+    "sage, INT8, recomputed": ("sage", True, False, True),
+}
+
+
+def _steps(model: Any) -> tuple[list[float], torch.Tensor]:
+    """Take four steps of three micro-steps under autocast, the last of which has another length."""
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), list[float]()
+    draw = torch.Generator().manual_seed(0)
+    for step in range(4):
+        for micro in range(3):
+            ids = torch.randint(512, (1, 256 if (step, micro) == (3, 2) else 384), generator=draw).cuda()
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = model(input_ids=ids, labels=ids).loss
+            (loss / 3).backward()
+            losses.append(loss.item())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, torch.cat([each.detach().flatten().cpu() for each in model.parameters()])
+
+
+def _found() -> dict[str, Any]:
+    torch.use_deterministic_algorithms(True)
+    register()
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    found: dict[str, Any] = {}
+    for name, (attention, low_bit, compiled, again) in CASES.items():
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config).cuda()
+        model.set_attn_implementation(attention)
+        if low_bit:
+            convert(model)
+        if again:
+            model.gradient_checkpointing_enable({"preserve_rng_state": False, "use_reentrant": False})
+        both = []
+        for each in (copy.deepcopy(model), graphed(model)):
+            if compiled:
+                for layer in each.model.layers:
+                    layer.compile()
+            both.append(_steps(each))
+        made = each.forward
+        replays = made.refusal or made.turn
+        found[name] = both[0][0] == both[1][0], torch.equal(both[0][1], both[1][1]), replays
+    return found
+
+
+def test_models_of_transformers_have_the_bits_of_the_host() -> None:
+    with patch.dict(os.environ, CUBLAS_WORKSPACE_CONFIG=":4096:8"):
+        (found,) = run_distributed(_found, 1)
+    assert found == dict.fromkeys(CASES, (True, True, 9))

@@ -1,0 +1,158 @@
+"""A graphed model trains as before, bit for bit. The recordings are those of fake_graph.py, on a CPU."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fake_graph import FakeGraph
+from sagekernels import convert, graphed
+from sagekernels.graphed import _graph
+
+
+class Model(nn.Module):
+    """It returns its loss and its logits. One of its layers is used twice, and one is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm, self.unused = nn.Embedding(64, 32), nn.LayerNorm(32), nn.Linear(3, 3)
+        self.blocks = nn.ModuleList([nn.Linear(32, 32)])
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None, scale: float = 1.0) -> Any:
+        x = self.embedding(tokens)
+        for _ in range(2):
+            x = x + self.blocks[0](self.norm(x)) * scale
+        logits = F.linear(x, self.embedding.weight)
+        if labels is None:
+            return logits
+        return {"loss": F.cross_entropy(logits.float().flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+class Counted:
+    """The recordings and the replays of a test."""
+
+    def __init__(self) -> None:
+        self.recorded = self.replayed = 0
+
+    def __call__(self, function: Any) -> Any:
+        graph, outer = FakeGraph.of(function), self
+        self.recorded += 1
+
+        class Recording:
+            def replay(self) -> None:
+                outer.replayed += 1
+                graph.replay()
+
+        return Recording()
+
+
+def pair(model: nn.Module, kept: int = 4) -> tuple[nn.Module, nn.Module, Counted]:
+    """Return a model, and a copy of it that is graphed."""
+    counted, twin = Counted(), copy.deepcopy(model)
+    _graph(twin, counted, kept)
+    return model, twin, counted
+
+
+def inputs(draw: int, rows: int = 2) -> dict[str, Tensor]:
+    tokens = torch.randint(64, (rows, 9), generator=torch.Generator().manual_seed(draw))
+    return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
+
+
+def trained(model: nn.Module, none: bool, autocast: bool, steps: int = 5) -> tuple[list[float], list[Tensor]]:
+    """Take steps of three micro-steps; return losses and weights. One micro-step has another shape."""
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), list[float]()
+    for step in range(steps):
+        for micro in range(3):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                out = model(**inputs(10 * step + micro, rows=3 if (step, micro) == (3, 1) else 2))
+            (out["loss"] / 3).backward()
+            losses.append(out["loss"].item() + out["logits"].sum().item())
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=none)
+        model.eval()
+        with torch.no_grad():
+            losses.append(model(**inputs(0))["loss"].item())
+        model.train()
+    return losses, [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "none", "autocast"), [("plain", True, False), ("plain", False, True), ("8 bits", True, True)]
+)
+def test_it_trains_as_before(kind: str, none: bool, autocast: bool) -> None:
+    torch.manual_seed(0)
+    model = convert(Model()) if kind == "8 bits" else Model()
+    plain, twin, counted = pair(model)
+    (losses, weights), (others, again) = (trained(each, none, autocast) for each in (plain, twin))
+    assert losses == others and all(torch.equal(a, b) for a, b in zip(weights, again, strict=True))
+    # Two calls come first, and one is of another shape. Each call replays a forward and a backward pass.
+    assert (counted.recorded, counted.replayed) == (2, 2 * (15 - 2 - 1))
+    assert twin.unused.weight.grad is None
+
+
+def test_shapes_are_recorded_apart_and_the_oldest_goes() -> None:
+    _, twin, counted = pair(Model(), kept=2)
+    for rows, times in ((1, 3), (2, 3), (1, 1), (3, 3), (1, 1), (2, 1)):
+        for draw in range(times):
+            twin(**inputs(draw, rows))["loss"].backward()
+    assert (counted.recorded, counted.replayed) == (2 * 3, 2 * (1 + 1 + 1 + 1 + 1))
+    for scale in (1.0, 0.5):  # A number is a part of a recording.
+        twin(**inputs(0, 1), scale=scale)["loss"].backward()
+    assert counted.replayed == 10
+
+
+def test_a_second_call_before_backward_is_an_error() -> None:
+    _, twin, _ = pair(Model())
+    for draw in range(3):
+        twin(**inputs(draw))["loss"].backward()
+    first, second = twin(**inputs(3))["loss"], twin(**inputs(4))["loss"]
+    second.backward()
+    for loss in (first, second):
+        with pytest.raises(RuntimeError, match="called again before this backward pass"):
+            loss.backward()
+
+
+@pytest.mark.parametrize(("how", "words"), [
+    ("reads", "HostRead"),
+    ("module", "blocks.0 has forward hooks, which would run in no replay"),
+    ("gradient", "norm.weight has hooks of its gradient, which would run in no replay"),
+    ("no loss", "the model must return one loss, a scalar, and returned 0"),
+])  # fmt: skip
+def test_what_cannot_be_recorded_goes_on_by_the_host(how: str, words: str) -> None:
+    model = Model()
+    if how == "reads":
+        model.norm.forward = lambda x: x if x.sum().item() > 1e9 else F.layer_norm(x, x.shape[-1:])
+    plain, twin, counted = pair(model)
+    for each in (plain, twin):
+        if how == "module":
+            each.blocks[0].register_forward_hook(lambda *_: None)
+        if how == "gradient":
+            each.norm.weight.register_hook(lambda grad: 2 * grad)
+    given = {"tokens": inputs(0)["tokens"]} if how == "no loss" else inputs(0)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(5):
+            for each in (plain, twin):
+                out = each(**given)
+                (out.sum() if how == "no loss" else out["loss"]).backward()
+    (warning,) = [str(each.message) for each in said if "graphed" in str(each.message)]
+    assert words in warning and counted.replayed == 0
+    for a, b in zip(plain.parameters(), twin.parameters(), strict=True):
+        assert (a.grad is None and b.grad is None) or torch.equal(a.grad, b.grad)
+
+
+def test_models_that_it_does_not_take() -> None:
+    with pytest.raises(ValueError, match="must be on one GPU, and they are on cpu"):
+        graphed(Model())
+    _, twin, _ = pair(Model())
+    with pytest.raises(ValueError, match="graphed already"):
+        _graph(twin, Counted(), 4)
+    with pytest.raises(ValueError, match="DataParallel reduces gradients by hooks"):
+        _graph(nn.DataParallel(Model()), Counted(), 4)
