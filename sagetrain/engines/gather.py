@@ -3,13 +3,14 @@ them, as NCCL's kernels do."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sagetrain.engines.sharding import Unit
 from sagetrain.parallel import copies
 from sagetrain.parallel.copies import Copies
 
@@ -31,18 +32,27 @@ class _CopiedGather:
         self._copies.gather_into(output_tensor, input_tensor)
 
 
-def gather_by_copies(modules: Iterable[Any], group: dist.ProcessGroup) -> str:
-    """Let modules be gathered by copy engines, if these reach the whole group; collective.
+def gather_by_copies(units: Sequence[Unit]) -> str:
+    """Let units be gathered by copy engines, if these reach all of a unit's ranks; collective.
 
     Returns:
         The reason why NCCL gathers them, or an empty string.
     """
-    modules = list(modules)
-    if not all(hasattr(module, "set_custom_all_gather") for module in modules):
-        return f"torch {torch.__version__} takes no other all-gather"
-    if refusal := copies.connect(group, slots=2):
-        return refusal
-    gather = _CopiedGather(copies.connected[group.group_name])
-    for module in modules:
-        module.set_custom_all_gather(gather)
+    for unit in units:
+        if not hasattr(unit.module, "set_custom_all_gather"):
+            return f"torch {torch.__version__} takes no other all-gather"
+        if refusal := copies.connect(unit.ranks.shards, slots=2):
+            return refusal
+    for unit in units:
+        unit.module.set_custom_all_gather(_CopiedGather(copies.connected[unit.ranks.shards.group_name]))
     return ""
+
+
+def how_gathered(units: Sequence[Unit], device: torch.device) -> str:
+    """Let blocks be gathered by copy engines if they can. Return how weights are gathered, in words; collective."""
+    by_backend = f"by {dist.get_backend()}"
+    if units[0].ranks.shards.size() == 1 or device.type != "cuda":
+        return by_backend
+    # The outermost unit is always gathered once a step, and would need the largest slots.
+    refusal = gather_by_copies(units[1:])
+    return f"{by_backend}: {refusal}" if refusal else "by copy engines"

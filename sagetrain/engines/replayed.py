@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -15,11 +15,14 @@ from torch.nn.modules import module as hooks_of_all
 from sagekernels import observe
 from sagekernels.graphs import Pool, Record, Recording, leave_default_stream
 from sagetrain.config.layout import Refusal
+from sagetrain.data.loader import Batch
 from sagetrain.engines.gradient_sums import LeafSums
+from sagetrain.engines.model_weights import ResidentWeights
+from sagetrain.engines.protocol import Observers
 from sagetrain.engines.static_inputs import StaticInputs, shapes_of
+from sagetrain.engines.traversal import Passes, Plain
 from sagetrain.model.block import Block
 from sagetrain.model.transformer import Transformer
-from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.noise_scale import GradientNoise
 
 # A micro-step runs twice by the host before it is recorded: kernels are compiled, tuned and loaded then.
@@ -67,29 +70,21 @@ class _Program:
         """The names of the leaves that get a gradient."""
 
 
-class Replayed:
-    """The micro-steps of an engine, recorded as soon as one like them has run by the host.
+class Replayed(Plain):
+    """Take one micro-batch after the other by a replay, as soon as one like it has run by the host.
 
     Args:
         record: the function that records (`recorder`).
-        run: runs forward and backward of a micro-batch with these arguments of the model, and adds up the loss.
+        weights: the weights, which stay in the same memory.
         sums: the sums of the gradients, which stay in the same memory as soon as there are recordings.
-        leaves: the tensors that autograd gives gradients to.
-        groups: the groups of the collectives. Their metrics must not change in a recording.
     """
 
-    def __init__(
-        self,
-        record: Record,
-        run: Callable[[Mapping[str, Any]], None],
-        model: Transformer,
-        sums: LeafSums,
-        leaves: Mapping[str, Tensor],
-        groups: ParallelGroups,
-        device: torch.device,
-    ) -> None:
-        self._record, self._run, self._model, self._sums, self._leaves = record, run, model, sums, leaves
-        self._metrics, self._device = groups.metrics, device
+    def __init__(self, engine: Passes, record: Record, weights: ResidentWeights, sums: LeafSums) -> None:
+        super().__init__(engine)
+        self._record, self._weights, self._sums, self._model = record, weights, sums, engine.model
+        self._leaves, self._device = weights.leaves, engine.device
+        # The metrics must not change in a recording.
+        self._metrics = engine.groups.metrics
         self._programs: list[_Program] = []
         self._stayed = sums.stay
         self._steps = 0
@@ -97,18 +92,23 @@ class Replayed:
         self.refusal = ""
         """The reason why nothing is recorded any more."""
 
-    def begin(self) -> None:
-        """Begin a step. The weights, and what is derived from them, are where the micro-steps will find them."""
+    def run(self, batches: Iterable[Batch], micro_batches: int, observers: Observers, masked: bool) -> Tensor:
+        """Run forward and backward over all micro-batches of a step: see Plain."""
+        # The weights, and what is derived from them, are where the micro-steps will find them.
+        self._weights.gather()
         self._steps += 1
         self._state = None if self.refusal else self._state_of_the_step()
+        return super().run(batches, micro_batches, observers, masked)
 
-    @property
-    def ready(self) -> bool:
-        """Whether micro-steps can be run here in this step."""
-        return self._state is not None
+    def _micro_step(self, number: int, batch: Batch, last: bool, observers: Observers) -> None:
+        seen = observers.layer_norms or (observers.watch and number == 0)
+        if self._state is None or seen or (last and self._weights.reduced):
+            super()._micro_step(number, batch, last, observers)
+        else:
+            self._replay(batch.inputs(torch.device("cpu")), observers.noise)
 
-    def run(self, inputs: Mapping[str, Any], noise: GradientNoise | None) -> None:
-        """Run a micro-step.
+    def _replay(self, inputs: Mapping[str, Any], noise: GradientNoise | None) -> None:
+        """Run a micro-step that is not the last one, or that nobody reduces.
 
         Args:
             inputs: the arguments of the model, with tensors in CPU memory.
@@ -128,7 +128,7 @@ class Replayed:
 
     def _launch(self, program: _Program) -> None:
         with program.noise.micro_batch() if program.noise else contextlib.nullcontext():
-            self._run(program.inputs.arguments)
+            self.add(self._engine.run(program.inputs.arguments), last=False)
 
     def _program_of(self, inputs: Mapping[str, Any], noise: GradientNoise | None) -> _Program:
         """Return the program of a micro-step, and make it if it is new."""

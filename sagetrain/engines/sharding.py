@@ -1,9 +1,12 @@
-"""The rows of a tensor that a rank shards, the mesh of ranks, and groups of parameters, as torch's FSDP2 takes them."""
+"""The rows of a tensor that a rank shards, and the groups of parameters with their ranks, as torch's FSDP2 takes
+them."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -53,45 +56,142 @@ def partitioner(cfg: RunConfig, groups: ParallelGroups) -> Callable[[nn.Paramete
     return partition
 
 
-def mesh_of(groups: ParallelGroups, shards: int, device: torch.device) -> tuple[DeviceMesh, dist.ProcessGroup | None]:
-    """Return the mesh of the ranks that have the same tensor-parallel slice, and the group of the ranks that have
-    copies of this rank's shards, or None; collective.
+@dataclass(frozen=True, eq=False)
+class UnitRanks:
+    """The ranks that shard tensors between them and reduce their gradients, as one of them sees these ranks."""
+
+    mesh: DeviceMesh
+    """The ranks that have the same slice of a tensor."""
+    shards: dist.ProcessGroup
+    """The neighbours that have the shards of the slice between them."""
+    copies: dist.ProcessGroup | None
+    """The ranks that have copies of this rank's shards. None: there are no copies."""
+    holders: dist.ProcessGroup | None
+    """The ranks that have all of a tensor between them. None: this rank has it alone."""
+    twin: bool
+    """Whether another rank saves and counts the shards of this one, which has copies of them."""
+
+    def rows(self, rows: int) -> slice:
+        """Return the rows of a slice that this rank's shard has."""
+        return rows_of(rows, self.shards.size(), self.shards.rank())
+
+
+def ranks_of(groups: ParallelGroups, shards: int, device: torch.device) -> UnitRanks:
+    """Return the ranks that have the same tensor-parallel slices, of which every `shards` neighbours shard the slices
+    between them; collective."""
+    whole, (row, place) = groups.replica_group, divmod(groups.replica_rank, shards)
+    assert whole is not None, "an engine runs in a process group"
+    copies = None
+    if shards == groups.num_replicas:
+        neighbours, mesh = whole, DeviceMesh.from_group(whole, device.type, mesh_dim_names=("shard",))
+    else:
+        grid = torch.tensor(groups.topology.replica_ranks(groups.rank), dtype=torch.int).view(-1, shards)
+        neighbours = groups.subgroup(grid[row].tolist(), "shards")
+        copies = whole if shards == 1 else groups.subgroup(grid[:, place].tolist(), "copies of shards")
+        names = "copy", "shard"
+        mesh = DeviceMesh.from_group([copies, neighbours], device.type, mesh=grid, mesh_dim_names=names)
+    return UnitRanks(mesh, neighbours, copies, _holders(groups, shards), twin=row > 0)
+
+
+def _holders(groups: ParallelGroups, shards: int) -> dist.ProcessGroup | None:
+    """Return the tensor-parallel slices of neighbours that shard; collective."""
+    if shards == groups.num_replicas and groups.pp_size == 1:
+        return dist.group.WORLD if dist.get_world_size() > 1 else None
+    if shards == 1:
+        return groups.tp_group if groups.tp_size > 1 else None
+    size = shards * groups.tp_size
+    first = groups.rank // size * size
+    return groups.subgroup(list(range(first, first + size)), "holders of a tensor")
+
+
+class Unit(NamedTuple):
+    """A group of parameters, which are gathered together and whose gradients are reduced together."""
+
+    module: Any
+    """The module that FSDP wraps."""
+    names: tuple[str, ...]
+    """The names of the parameters in the model."""
+    ranks: UnitRanks
+    divisor: int
+    """The number that divides the sum of the gradients of `ranks`."""
+
+
+def units(model: Transformer, ranks: UnitRanks, divisor: int) -> list[Unit]:
+    """Return the groups of a model's parameters: all that is outside of the blocks, with the gains of all norms, then
+    each block."""
+    gains = {norm.gain for norm in _norms(model)}
+    module_of = {p: block for block in model.blocks for p in block.parameters() if p not in gains}
+    names: dict[nn.Module, list[str]] = {model: [], **{block: [] for block in model.blocks}}
+    for name, parameter in model.named_parameters():
+        names[module_of.get(parameter, model)].append(name)
+    return [Unit(module, tuple(some), ranks, divisor) for module, some in names.items()]
+
+
+def _norms(model: Transformer) -> list[nn.Module]:
+    return [norm for block in model.blocks for norm in cast(Block, block).norms]
+
+
+def shard_model(
+    model: Transformer, parts: Sequence[Unit], device: torch.device, dtype: torch.dtype, reshard: bool, offloaded: bool
+) -> dict[str, Any]:
+    """Apply fully_shard to the units of a model, and take the rows that `partitioner` has left of each parameter.
 
     Args:
-        shards: the number of neighbours that shard the slice between them.
+        device: the device that the model computes on.
+        reshard: give weights back after each pass.
+
+    Returns:
+        FSDP's parameters by name.
     """
-    whole = groups.replica_group
-    assert whole is not None, "an engine runs in a process group"
-    if shards == groups.num_replicas:
-        return DeviceMesh.from_group(whole, device.type, mesh_dim_names=("shard",)), None
-    grid = torch.tensor(groups.topology.replica_ranks(groups.rank), dtype=torch.int).view(-1, shards)
-    row, column = divmod(groups.replica_rank, shards)
-    shard = groups.subgroup(grid[row].tolist(), "shards")
-    copies = whole if shards == 1 else groups.subgroup(grid[:, column].tolist(), "copies of shards")
-    names = "copy", "shard"
-    return DeviceMesh.from_group([copies, shard], device.type, mesh=grid, mesh_dim_names=names), copies
-
-
-def shard_model(model: Transformer, mesh: DeviceMesh, dtype: torch.dtype, reshard: bool, offloaded: bool) -> None:
-    """Apply fully_shard to a model: a group of parameters for each block, and one for everything else and the gains."""
+    # Blocks return views of what they compute, and FSDP warns that nothing may change these in place. Nothing does.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
+    own = {name: cast(Any, parameter).shard.rows for name, parameter in model.named_parameters()}
     how: dict[str, Any] = {
-        "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False),
         # Copies from and to pinned memory run beside kernels.
-        "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offloaded else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if offloaded else OffloadPolicy(),
     }
-    blocks = [cast(Block, block) for block in model.blocks]
-    norms = [norm for block in blocks for norm in block.norms]
-    gains = {norm.gain for norm in norms}
-    for block in blocks:
-        fully_shard(block, ignored_params=gains, reshard_after_forward=reshard, **how)
+    norms = _norms(model)
+    gains = {cast(nn.Parameter, norm.gain) for norm in norms}
+    root, *blocks = parts
+    for unit in blocks:
+        how["mesh"] = unit.ranks.mesh
+        fully_shard(unit.module, ignored_params=gains, reshard_after_forward=reshard, **how)
     # fully_shard looks for parameters outside of the blocks, and finds the gains here.
     model.gains = nn.ModuleList(norms)
-    fully_shard(model, reshard_after_forward=False, **how)
+    fully_shard(model, reshard_after_forward=False, **{**how, "mesh": root.ranks.mesh})
     del model.gains
+    for unit in parts:
+        if device.type == "cpu":
+            unit.module.set_force_sum_reduction_for_comms(True)  # Gloo has no mean.
+        if unit.divisor != unit.ranks.mesh.size():
+            unit.module.set_gradient_divide_factor(float(unit.divisor))
     for chunk in model.chunks:
-        own = [cast(Any, model.blocks.get_submodule(str(number))) for number in chunk.blocks]
-        for block, following in itertools.pairwise(own):
+        of_chunk = [cast(Any, model.blocks.get_submodule(str(number))) for number in chunk.blocks]
+        for block, following in itertools.pairwise(of_chunk):
             # Where the host launches hardly faster than the GPU computes, as in 8 bits, a gather would otherwise be
             # issued when its block is already waited for.
             block.set_modules_to_forward_prefetch([following])
+    model.to_empty(device=torch.device("cpu") if offloaded else device)
+    parameters: dict[str, Any] = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.to_local().copy_(own.pop(name))
+    return parameters
+
+
+def gather_once(model: Transformer, parts: Iterable[Unit], stay: bool) -> list[dict[str, Tensor]]:
+    """Gather the weights of one unit after the other, and return the tensors that the model computes with, by name, for
+    each unit. FSDP makes these tensors once, and only their memory comes and goes. It also pads shards of unequal
+    length, and pins them, so this comes before anybody takes the memory of shards.
+
+    Args:
+        stay: the weights stay gathered.
+    """
+    found = []
+    for unit in parts:
+        unit.module.unshard()
+        found.append({name: cast(Tensor, model.get_parameter(name)) for name in unit.names})
+        if not stay:
+            unit.module.reshard()
+    return found

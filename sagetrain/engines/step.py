@@ -1,20 +1,18 @@
 """Take a step from top to bottom: run micro-batches, reduce gradients, observe and judge once, update or leave. All
 engines share this order, and the evaluation.
 
-An engine derives from BaseEngine and implements how it runs the model, adds up gradients, and updates weights.
+An engine derives from BaseEngine and implements how it runs the model, adds up gradients, and updates weights. Its
+traversal puts the passes of micro-batches in order (traversal.py).
 """
 
 from __future__ import annotations
 
 import collections
-import contextlib
 import itertools
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,16 +21,12 @@ from torch import Tensor
 from sagetrain.checkpoint.ledger import fold
 from sagetrain.data.loader import Batch
 from sagetrain.engines.gradients import Parts, StepGradients
-from sagetrain.engines.protocol import NOBODY, Observers, Probe, StepResult, Watched, never
-from sagetrain.model.transformer import Transformer, gradients
+from sagetrain.engines.protocol import NOBODY, Observers, Probe, StepResult, never
+from sagetrain.engines.traversal import Passes, Plain, counted_of
+from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.metrics import Metrics, ratio, root_mean_square
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.spikes import Verdict
-
-
-def _counted(batch: Batch) -> int:
-    """Return how many tokens of a micro-batch count in the loss."""
-    return int((batch.labels >= 0).sum())
 
 
 class Decision:
@@ -71,17 +65,7 @@ class Decision:
         self._gradients.show(parts, by_layer=self.verdict.event is not None or self._observers.layer_norms)
 
 
-class _Unwatched:
-    """The observer of a micro-batch that nobody watches."""
-
-    def passing(self, blocks: range, backward: bool) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def end(self) -> None:
-        pass
-
-
-class BaseEngine(ABC):
+class BaseEngine(Passes):
     """The part of an engine that takes a step, in the order that all engines share. engines/protocol.Engine describes
     the methods.
 
@@ -95,10 +79,10 @@ class BaseEngine(ABC):
     def __init__(
         self, model: Transformer, groups: ParallelGroups, device: torch.device, clip: float, copies: int
     ) -> None:
-        self.model, self.groups, self.device, self._clip = model, groups, device, clip
+        super().__init__(model, groups, device)
+        self._clip = clip
         self.optimizer_steps = 0
-        self._total = torch.zeros((), device=device, dtype=torch.float64)
-        """The sum of the losses of a step's micro-batches. It stays in the same memory."""
+        self._traversal = Plain(self)
         self._gradients = StepGradients(model, groups, device, clip, copies)
 
     # -- what each engine does its own way -----------------------------------------------------------------------
@@ -110,15 +94,6 @@ class BaseEngine(ABC):
     @abstractmethod
     def _prepare_evaluation(self) -> None:
         """Prepare forward passes without backward passes."""
-
-    @abstractmethod
-    def _run(self, inputs: Mapping[str, Any]) -> Tensor:
-        """Call the model and return its output."""
-
-    @abstractmethod
-    def backward(self, loss: Tensor, last: bool) -> None:
-        """Add the gradient of a micro-batch's loss to the step's gradient, which is a mean over micro-batches and
-        replicas. `last` marks the step's last micro-batch, during which gradients may be reduced."""
 
     @abstractmethod
     def _update(self, decision: Decision) -> bool:
@@ -166,16 +141,12 @@ class BaseEngine(ABC):
         """Let probes run the first micro-batches. Return all micro-batches of the step."""
         batches = iter(batches)
         first = list(itertools.islice(batches, max(probe.micro_batches for probe in probes)))
-        own = [_counted(batch) for batch in first] if masked else None
+        own = [counted_of(batch) for batch in first] if masked else None
         each = [replace(b, divisor=max(1, n)) for b, n in zip(first, own, strict=True)] if own else first
-        runs = [partial(self.gradients, batch) for batch in each]
+        runs = [partial(self._traversal.gradients, batch) for batch in each]
         for probe in probes:
             probe.measure(runs[: probe.micro_batches], own and own[: probe.micro_batches])
         return itertools.chain(first, batches)
-
-    def gradients(self, batch: Batch, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Run a micro-batch apart from a step: see model/transformer.Gradients."""
-        return gradients(partial(self.model, **self.inputs(batch)), leaves)
 
     def _accumulate(
         self, batches: Iterable[Batch], micro_batches: int, observers: Observers, masked: bool
@@ -193,7 +164,7 @@ class BaseEngine(ABC):
                 samples.extend(batch.sample_ids)
                 yield batch
 
-        total = self._run_micro_batches(noted(), micro_batches, observers, masked)
+        total = self._traversal.run(noted(), micro_batches, observers, masked)
         self.model.watch_blocks = None
         if len(seen) != micro_batches:
             raise RuntimeError(f"the loader gave {len(seen)} micro-batches for a step of {micro_batches}")
@@ -204,41 +175,6 @@ class BaseEngine(ABC):
         last_stage = self.groups.pp_rank == self.groups.pp_size - 1
         metrics.mean("train/loss", total / micro_batches, weight=float(last_stage))
         return samples
-
-    def _run_micro_batches(
-        self, batches: Iterable[Batch], micro_batches: int, observers: Observers, masked: bool
-    ) -> Tensor:
-        """Run forward and backward over all micro-batches. Return the sum of their losses, fp64. It is 0 on a pipeline
-        stage without the output projection."""
-        self._total.zero_()
-        for number, batch in enumerate(batches):
-            if masked:
-                self._count(batch, observers)
-            self._micro_step(number, batch, number == micro_batches - 1, observers)
-        return self._total
-
-    def _micro_step(self, number: int, batch: Batch, last: bool, observers: Observers) -> None:
-        """Run forward and backward over one micro-batch, and add its loss to the sum."""
-        watched, blocks = self._watched(number, batch, observers), self.model.chunks[0].blocks
-        with watched.passing(blocks, backward=False):
-            loss = self.forward(batch)
-        with watched.passing(blocks, backward=True), self._noise_of(observers):
-            self.backward(loss, last)
-        watched.end()
-        self._total += loss.detach()
-
-    def _watched(self, number: int, batch: Batch, observers: Observers) -> Watched:
-        """Return the observer of a micro-batch's passes. The first one may have one."""
-        return observers.watch(*batch.tokens.shape) if observers.watch and number == 0 else _Unwatched()
-
-    def _count(self, batch: Batch, observers: Observers) -> None:
-        """Note how many tokens of a micro-batch count in the loss, where noise is measured under a loss mask."""
-        if observers.noise:
-            observers.noise.count(_counted(batch))
-
-    def _noise_of(self, observers: Observers) -> AbstractContextManager[None]:
-        """Return the context in which a micro-batch's backward pass runs."""
-        return observers.noise.micro_batch() if observers.noise else contextlib.nullcontext()
 
     def _note_activation(self, block: int, stream: Tensor) -> None:
         """Add the root mean square of a block's output, over all tokens of the step on all ranks, to the metrics."""
@@ -267,14 +203,6 @@ class BaseEngine(ABC):
 
     # -- forward passes ------------------------------------------------------------------------------------------
 
-    def forward(self, batch: Batch) -> Tensor:
-        """Return the loss of one micro-batch, an fp32 scalar. Under context parallelism it is the loss of this rank's
-        slice."""
-        return self._run(self.inputs(batch))
-
-    def inputs(self, batch: Batch) -> dict[str, Any]:
-        return batch.inputs(self.device, self.groups.cp_rank, self.groups.cp_size)
-
     @torch.no_grad()
     def logits(self, batch: Batch) -> Tensor:
         """Return the logits of a micro-batch: see engines/protocol.Engine."""
@@ -283,11 +211,11 @@ class BaseEngine(ABC):
 
     def as_whole(self, model: Transformer) -> Callable[..., Tensor]:
         """Return a function that calls the model: see engines/protocol.Engine."""
-        return model
+        return self._traversal.as_whole(model)
 
     def waits(self) -> str:
         """Return what this rank waits for: see engines/protocol.Engine."""
-        return ""
+        return self._traversal.waits()
 
     @torch.no_grad()
     def evaluate(
@@ -299,7 +227,7 @@ class BaseEngine(ABC):
         metrics = Metrics()
         # Each row is the sum of losses and the number of tokens.
         totals = torch.zeros(1 + len(sources), 2, dtype=torch.float64, device=self.device)
-        for batch, labels, losses in self._token_losses(self._until(stop, batches)):
+        for batch, labels, losses in self._traversal.token_losses(self._until(stop, batches)):
             counted = (labels[: batch.weight] >= 0).sum(1, dtype=torch.float64)
             sums = torch.stack([losses[: batch.weight].double().sum(1), counted], 1)
             totals[0] += sums.sum(0)
@@ -321,10 +249,3 @@ class BaseEngine(ABC):
             if len(asked) > several and asked.popleft():
                 raise InterruptedError
             yield batch
-
-    def _token_losses(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, Tensor, Tensor]]:
-        """Yield each batch with the labels and the losses of this rank's tokens. A pipeline stage without the output
-        projection yields nothing."""
-        for batch in batches:
-            inputs = self.inputs(batch)
-            yield batch, inputs["labels"], self._run({**inputs, "by_token": True})

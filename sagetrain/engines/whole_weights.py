@@ -23,6 +23,8 @@ class _Group(NamedTuple):
     """The whole weights."""
     masters: list[Tensor]
     """This rank's rows of them."""
+    ranks: dist.ProcessGroup
+    """The ranks that have the shards between them."""
     sizes: list[int]
     """The most elements that a rank has of each. The last ranks may have less, or nothing."""
     even: list[bool]
@@ -38,17 +40,15 @@ class WholeWeights:
     Args:
         groups: the whole weights by name, in groups that are gathered together, in the order of a forward pass.
         masters: this rank's rows of each weight, by name. They may be in the host's memory.
-        ranks: the ranks that have the shards between them. None: each master is whole.
+        ranks: the ranks that have the shards of each group between them.
     """
 
     def __init__(
         self,
         groups: Sequence[Mapping[str, Tensor]],
         masters: Mapping[str, Tensor],
-        ranks: dist.ProcessGroup | None,
+        ranks: Sequence[dist.ProcessGroup],
     ) -> None:
-        self._ranks, self._copies = ranks, connected.get(ranks.group_name) if ranks else None
-        self._shards, self._rank = (ranks.size(), ranks.rank()) if ranks else (1, 0)
         first = next(iter(groups[0].values()))
         self._device, self._dtype = first.device, first.dtype
         self._stream = torch.cuda.Stream(self._device) if first.is_cuda else None
@@ -56,11 +56,12 @@ class WholeWeights:
             _Group(
                 list(group.values()),
                 [masters[name].view(-1) for name in group],
-                [-(-len(leaf) // self._shards) * leaf[0].numel() for leaf in group.values()],
-                [len(leaf) % self._shards == 0 for leaf in group.values()],
+                own,
+                [-(-len(leaf) // own.size()) * leaf[0].numel() for leaf in group.values()],
+                [len(leaf) % own.size() == 0 for leaf in group.values()],
                 torch.cuda.Event() if self._stream else None,
             )
-            for group in groups
+            for group, own in zip(groups, ranks, strict=True)
         ]
 
     @torch.no_grad()
@@ -84,23 +85,23 @@ class WholeWeights:
             ready.wait()
 
     def _renew(self, number: int) -> None:
-        leaves, masters, sizes, even, _ = self._groups[number]
+        leaves, masters, ranks, sizes, even, _ = self._groups[number]
         # Masters in the host's memory are still read when this returns. The host writes them in the next update, when
         # it has gradients that the GPU computed from these weights.
         masters = [master.to(self._device, non_blocking=True) for master in masters]
-        if self._ranks is None:
+        if ranks.size() == 1:
             torch._foreach_copy_([leaf.view(-1) for leaf in leaves], masters)
             return
-        whole = torch.empty(self._shards, sum(sizes), dtype=self._dtype, device=self._device)
-        own = whole[self._rank]
+        whole = torch.empty(ranks.size(), sum(sizes), dtype=self._dtype, device=self._device)
+        own, copies = whole[ranks.rank()], connected.get(ranks.group_name)
         parts = [part[: len(master)] for part, master in zip(own.split(sizes), masters, strict=True)]
         torch._foreach_copy_(parts, masters)
-        if self._copies and number:  # The first group has the largest parts, and would need the largest slots.
-            self._copies.gather_into(whole, own)
+        if copies and number:  # The first group has the largest parts, and would need the largest slots.
+            copies.gather_into(whole, own)
         else:
-            dist.all_gather_into_tensor(whole.view(-1), own, group=self._ranks)
+            dist.all_gather_into_tensor(whole.view(-1), own, group=ranks)
         targets = [
-            leaf.view(self._shards, size) if fits else whole.new_empty(self._shards, size)
+            leaf.view(len(whole), size) if fits else whole.new_empty(len(whole), size)
             for leaf, size, fits in zip(leaves, sizes, even, strict=True)
         ]
         torch.split_with_sizes_copy(whole, sizes, dim=1, out=targets)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,6 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 import late_copies
 import tiny
@@ -29,6 +32,7 @@ from sagetrain.data.loader import Batch
 from sagetrain.engines import fsdp, kept_weights
 from sagetrain.engines.build_engine import build_engine
 from sagetrain.engines.protocol import Engine, Observers
+from sagetrain.engines.sharding import Unit
 from sagetrain.inference.load import in_training
 from sagetrain.parallel import layers
 from sagetrain.parallel.topology import ParallelGroups
@@ -231,6 +235,46 @@ def test_gradients_are_read_when_they_are_on_the_host() -> None:
     assert late == at_once
 
 
+# -- units of parameters -----------------------------------------------------------------------------------------------
+
+
+def updates_by_units(stages: Sequence[int]) -> list[list[torch.Tensor]]:
+    """Return by how much a step moves the last block where both pairs of ranks have the same tokens. First it has the
+    ranks of the other blocks, then its pair's alone, which divide its gradients' sum by 2, and by 4."""
+    groups, found = tiny.join(1), list[list[torch.Tensor]]()
+    tiny.SGD.use()
+    plain, tokens = fsdp.units, torch.arange(2 * tiny.SEQ + 2).view(2, -1) % tiny.VOCAB
+
+    def units(*how: Any, divisor: int) -> list[Unit]:
+        *others, last = plain(*how)
+        mesh = DeviceMesh.from_group(last.ranks.shards, "cpu", mesh_dim_names=("shard",))
+        return [*others, last._replace(ranks=replace(last.ranks, mesh=mesh, copies=None), divisor=divisor)]
+
+    def weights(engine: Engine) -> torch.Tensor:
+        of_block = engine.owned(lambda spec: spec.name.startswith("blocks.1.mlp."))
+        return torch.cat([owned.read("weight").clone() for owned in of_block])
+
+    for stage in stages:
+        cfg, updates = config(stage, parallel={"shard_size": 2}, optimizer={"clip_grad": 0}), list[torch.Tensor]()
+        for changes in (nullcontext(), *(patch.object(fsdp, "units", partial(units, divisor=n)) for n in (2, 4))):
+            with changes:
+                engine = tiny.engine(cfg, groups)
+            row, before = tokens[groups.dp_rank % 2, None], weights(engine)
+            engine.step([Batch(row[:, :-1], row[:, 1:], None, None, None, sample_ids=[])] * 2, 2, 1.0)
+            updates.append(weights(engine) - before)
+        found.append(updates)
+    return found
+
+
+def test_a_unit_has_ranks_and_a_divisor_of_its_own() -> None:
+    """So experts can have other ranks than the blocks around them."""
+    for updates in run_distributed(updates_by_units, 4, [1, 3]):
+        for plain, own, half in updates:
+            assert plain.abs().max() > 1e-3
+            assert torch.equal(own, plain)
+            torch.testing.assert_close(2 * half, plain, rtol=1e-5, atol=1e-7)
+
+
 # -- collectives -------------------------------------------------------------------------------------------------------
 
 
@@ -247,7 +291,7 @@ def noted(engine: fsdp.FsdpEngine, held: list[int]) -> None:
     backward = engine.backward
 
     def noting(loss: torch.Tensor, last: bool) -> None:
-        held.append(sum(parameter.grad is not None for parameter in engine._parameters.values()))
+        held.append(sum(parameter.grad is not None for parameter in engine._sums._parameters.values()))
         backward(loss, last)
 
     engine.backward = noting

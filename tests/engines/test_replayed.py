@@ -49,8 +49,12 @@ def recording_of(engine: FsdpEngine, kind: str, step: int, count: int, divisor: 
     batch = next(micro_batches(kind, step, count))
     batch.divisor = divisor if kind == "mask" else None
     inputs = engine.inputs(batch)
-    engine._pass(inputs)
-    return FakeGraph.of(lambda: engine._pass(inputs))
+
+    def micro_step() -> None:
+        engine._traversal.add(engine.run(inputs), last=False)
+
+    micro_step()
+    return FakeGraph.of(micro_step)
 
 
 def numbers(kinds: list[str]) -> list[str]:
@@ -236,7 +240,7 @@ def reading() -> tuple[bool, list[str], str]:
         warnings.simplefilter("always")
         numbers = [[step_of(each, "plain", step) for step in range(3)] for each in (host, other)]
     same = numbers[0] == numbers[1] and torch.equal(weights_of(host), weights_of(other))
-    return same, [str(w.message) for w in said if "micro-step" in str(w.message)], other._replayed.refusal
+    return same, [str(w.message) for w in said if "micro-step" in str(w.message)], other._traversal.refusal
 
 
 def test_what_cannot_be_recorded_goes_on_by_the_host() -> None:

@@ -114,7 +114,7 @@ def _check_whole_weights(group: dist.ProcessGroup, device: torch.device) -> None
     masters = {name: torch.empty(shape, device=device)[rows_of(shape[0], shards, place)].clone()
                for name, shape in shapes.items()}  # fmt: skip
     groups = [{name: leaves[name] for name in names} for names in (("gain", "even"), ("uneven", "one"))]
-    whole, addresses = WholeWeights(groups, masters, group), [leaf.data_ptr() for leaf in leaves.values()]
+    whole, addresses = WholeWeights(groups, masters, [group] * 2), [leaf.data_ptr() for leaf in leaves.values()]
     for turn in range(3):
         draw = torch.Generator().manual_seed(turn)
         truth = {name: torch.randn(shape, generator=draw).to(device) for name, shape in shapes.items()}

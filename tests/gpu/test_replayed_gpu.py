@@ -59,7 +59,7 @@ def _steps(
         result = engine.step(batches, 4, 1e-3, Observers(noise=noise if step == 3 else None), 4000)
         shown = {name: value for name, value in result.metrics.items() if name.startswith(("train", "noise"))}
         numbers.append(shown)
-    return numbers, torch.cat([owned.read("weight").flatten().cpu() for owned in engine.owned()]), engine._replayed
+    return numbers, torch.cat([owned.read("weight").flatten().cpu() for owned in engine.owned()]), engine._traversal
 
 
 def _bits(cases: list[str], compiled: bool) -> dict[str, bool | str]:

@@ -142,7 +142,7 @@ def left_by(path: str, factors: dict[int, float]) -> list[str]:
     """Return the names of the bundles of a run whose losses in these steps are multiplied by these factors."""
     trainer = Trainer(build(load_config(path)))
     forward = trainer.engine.forward
-    trainer.engine.forward = lambda batch: forward(batch) * factors.get(trainer.state.step + 1, 1.0)
+    trainer.engine.forward = lambda *how: forward(*how) * factors.get(trainer.state.step + 1, 1.0)
     with contextlib.suppress(TrainingError):
         trainer.train()
     return sorted(folder.name for folder in trainer.run.files.folder.spikes.iterdir())

@@ -177,7 +177,7 @@ def _check_engine() -> None:
     name, memory = groups.replica_group.group_name, ThreadMemory(groups.rank, 4)
     connected[name], copies._refused[name] = Copies(groups.rank, 4, memory, slots=2), ""
     by_copies, plain = tiny.engine(cfg, groups), tiny.engine(cfg, groups)
-    assert gather_by_copies(by_copies._modules[1:], groups.replica_group) == ""
+    assert gather_by_copies(by_copies.units[1:]) == ""
     for step in range(3):
         found = [tiny.global_step(engine, step, sequences=8) for engine in (by_copies, plain)]
         assert found[0].metrics == found[1].metrics

@@ -151,7 +151,7 @@ def take_step(engine, number: int, observers: Observers | None = None) -> StepRe
 def step(engine, number: int, verdict: Verdict, factor: float = 1.0) -> StepResult:
     """Take a step whose loss is multiplied by `factor`, and whose verdict is fixed."""
     forward = engine.forward
-    engine.forward = lambda batch: forward(batch) * factor
+    engine.forward = lambda *how: forward(*how) * factor
     try:
         return take_step(engine, number, Observers(judge=lambda metrics: verdict))
     finally:

@@ -86,7 +86,7 @@ def one_rank_goes_wrong() -> list[str]:
     """Run two data-parallel ranks. Rank 1 trains on a neighbour's samples, then its loss is not a number."""
     engine = tiny.engine(tiny.config(1), tiny.join(1))
     rank, seen, forward, scale = engine.groups.dp_rank, [], engine.forward, 1.0
-    engine.forward = lambda batch: forward(batch) * (scale if rank else 1.0)
+    engine.forward = lambda *how: forward(*how) * (scale if rank else 1.0)
     for step, (wrong_sample, factor) in enumerate([(0, 1.0), (1, 1.0), (0, float("nan"))]):
         scale = factor
         ids = [2 * step + rank * (1 + wrong_sample)]

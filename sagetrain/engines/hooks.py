@@ -1,0 +1,70 @@
+"""The settings of FSDP's hooks for the next backward pass of a model."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from torch.distributed.fsdp import FSDPModule
+
+from sagetrain.config.layout import Layout
+from sagetrain.model.chunks import ModelChunk
+from sagetrain.model.transformer import Transformer
+
+
+class Hooks:
+    """The hooks of a model to which fully_shard was applied.
+
+    Args:
+        to_host: whether every pass waits for its copies of gradients to the host.
+    """
+
+    def __init__(self, model: Transformer, layout: Layout, to_host: bool) -> None:
+        self._model, self._root, self._to_host = model, cast(FSDPModule, model), to_host
+        self._stage, self._resident = layout.zero_stage, layout.hooks != "every micro-step"
+        self._reduces = layout.hooks != "never"
+        self._mode: tuple[bool, bool] | None = None
+
+    def rest(self) -> None:
+        """Prepare for backward passes whose gradients are for nobody else."""
+        self._set(reduce=False, last=False)
+
+    def expect(self, last: bool) -> bool:
+        """Prepare for a backward pass, which may be the last one of a step. Return whether gradients are reduced in
+        it."""
+        last = last and self._reduces
+        reduce = last or self._stage > 1
+        self._set(reduce, last)
+        return reduce
+
+    def _set(self, reduce: bool, last: bool) -> None:
+        if (reduce, last) == self._mode:
+            return
+        self._mode, root = (reduce, last), self._root
+        root.set_requires_gradient_sync(reduce)
+        # Between the copies of shards, sums travel once a step. FSDP holds back a unit's sums as one vector, and each
+        # chunk gives gradients to other tensors of the outermost unit, whose sums therefore travel after every pass.
+        root.set_requires_all_reduce(last)
+        root.set_requires_all_reduce(last or len(self._model.chunks) > 1, recurse=False)
+        # After its last pass FSDP forgets the order of passes, and waits for its copies to the host.
+        root.set_is_last_backward(last or self._to_host or self._resident)
+        root.set_reshard_after_backward(not self._resident and (last or self._stage == 3))
+        if not last:
+            # The outermost unit is needed from the begin of a pass to its end, so giving it back saves no memory.
+            root.set_reshard_after_backward(False, recurse=False)
+
+    def expect_last_of(self, chunk: ModelChunk, only: bool) -> None:
+        """Let the next backward pass, which is the last one through this chunk but not through the model's part here,
+        reduce the gradients of the chunk's blocks.
+
+        Args:
+            only: the step has a single micro-batch.
+        """
+        for number in chunk.blocks:
+            block = cast(FSDPModule, self._model.blocks.get_submodule(str(number)))
+            block.set_requires_gradient_sync(True, recurse=False)
+            block.set_requires_all_reduce(True, recurse=False)
+            block.set_reshard_after_backward(True, recurse=False)
+        if only:
+            # FSDP reduces no unit's sums in fp32, from other chunks, beside new gradients in training.dtype.
+            self._root.set_requires_gradient_sync(True, recurse=False)
+        self._mode = None

@@ -1,0 +1,123 @@
+"""The whole weights of a tensor-parallel rank, with which a model computes: gathered for each pass, or resident."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from sagetrain.engines.kept_weights import KeptWeights
+from sagetrain.engines.sharding import Unit
+from sagetrain.engines.whole_weights import WholeWeights
+from sagetrain.model.transformer import Transformer, changed
+
+
+class GatheredWeights:
+    """Weights that FSDP's hooks gather for the passes of a model.
+
+    Args:
+        gathered: the tensors that the model computes with, by name, for each unit (sharding.gather_once).
+        kept: the 8-bit weights that blocks keep from one update to the next. None: they keep none.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        units: Sequence[Unit],
+        gathered: Sequence[Mapping[str, Tensor]],
+        kept: KeptWeights | None,
+    ) -> None:
+        self._model, self._modules, self._kept = model, [unit.module for unit in units], kept
+        leaves = {name: leaf for group in gathered for name, leaf in group.items()}
+        self.leaves = {name: leaves[name] for name in model.specs}
+        """The tensors that receive gradients from autograd, by name."""
+        for module in self._modules:
+            # FSDP's own hook comes first and has gathered the weights.
+            module.register_forward_pre_hook(lambda module, inputs: self._enter(module))
+        self.written()
+
+    def run(self, inputs: Mapping[str, Any], last: bool) -> Any:
+        """Call the model.
+
+        Args:
+            last: the backward pass will be the step's last one, in which FSDP reduces gradients.
+        """
+        return self._model(**inputs)
+
+    def written(self) -> None:
+        """Note that masters were written: every block renews its 8-bit weights in its next forward pass, once for all
+        micro-batches of a step."""
+        self._stale: dict[nn.Module, int] = {module: number for number, module in enumerate(self._modules)}
+
+    def reload(self) -> None:
+        """Renew all that depends on the masters, which were changed outside of a step: the next pass gathers them."""
+        for module in self._modules:
+            module.reshard()
+        self.written()
+
+    def gather(self) -> None:
+        """Gather all weights, and make all of them ready for a forward pass."""
+        for module in self._modules:
+            module.unshard()
+            self._enter(module)
+
+    def _enter(self, module: nn.Module) -> None:
+        """Make the weights of a module ready for its forward pass."""
+        number = self._stale.pop(module, None)
+        if number is None:
+            return
+        self._wait(number)
+        if self._kept and module is not self._model:
+            self._kept.renew(module)
+
+    def _wait(self, number: int) -> None:
+        """Let the current stream wait for the weights of the unit with this number."""
+
+
+class ResidentWeights(GatheredWeights):
+    """Weights that stay whole, and are renewed right after each update. Only a pass that reduces needs FSDP's hooks,
+    whose time on the host is a quarter of a micro-step's.
+
+    Args:
+        masters: this rank's rows of each weight, by name.
+        reduced: whether FSDP reduces gradients in the last pass of a step.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        units: Sequence[Unit],
+        gathered: Sequence[Mapping[str, Tensor]],
+        kept: KeptWeights | None,
+        masters: Mapping[str, Tensor],
+        reduced: bool,
+    ) -> None:
+        self._whole = WholeWeights(gathered, masters, [unit.ranks.shards for unit in units])
+        self.reduced = reduced
+        super().__init__(model, units, gathered, kept)
+
+    def run(self, inputs: Mapping[str, Any], last: bool) -> Any:
+        """Call the model: see GatheredWeights."""
+        if last and self.reduced:
+            return super().run(inputs, last)
+        self._enter(self._model)
+        with changed({(self._model, "without_hooks"): self._enter}):
+            return self._model.forward(**inputs)
+
+    def written(self) -> None:
+        """Begin to renew the weights: see GatheredWeights."""
+        self._whole.renew()
+        super().written()
+
+    def reload(self) -> None:
+        """Renew all that depends on the masters: see GatheredWeights."""
+        self.written()
+
+    def gather(self) -> None:
+        """Make all weights ready: see GatheredWeights."""
+        for module in list(self._stale):
+            self._enter(module)
+
+    def _wait(self, number: int) -> None:
+        self._whole.wait(number)

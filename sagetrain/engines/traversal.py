@@ -1,0 +1,133 @@
+"""The order in which micro-batches go through a model: `Plain` takes one after the other, forward and backward.
+
+Others are `Piped` (piped.py), through the stages of a pipeline, and `Replayed` (replayed.py), as CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sagetrain.data.loader import Batch
+from sagetrain.engines.protocol import Observers, Watched
+from sagetrain.model.transformer import Transformer, gradients
+from sagetrain.parallel.topology import ParallelGroups
+
+
+class Passes(ABC):
+    """The passes of an engine through its model, which a traversal puts in order."""
+
+    def __init__(self, model: Transformer, groups: ParallelGroups, device: torch.device) -> None:
+        self.model, self.groups, self.device = model, groups, device
+
+    @abstractmethod
+    def run(self, inputs: Mapping[str, Any], last: bool = False) -> Tensor:
+        """Call the model and return its output. `last`: the output is the loss of the step's last micro-batch."""
+
+    @abstractmethod
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Add the gradient of a micro-batch's loss to the step's gradient, which is a mean over micro-batches and
+        replicas. `last` marks the step's last micro-batch, during which gradients may be reduced."""
+
+    def forward(self, batch: Batch, last: bool = False) -> Tensor:
+        """Return the loss of one micro-batch, an fp32 scalar. Under context parallelism it is the loss of this rank's
+        slice. `last` marks the step's last micro-batch."""
+        return self.run(self.inputs(batch), last)
+
+    def inputs(self, batch: Batch) -> dict[str, Any]:
+        """Return the arguments of the model for a micro-batch."""
+        return batch.inputs(self.device, self.groups.cp_rank, self.groups.cp_size)
+
+
+class _Unwatched:
+    """The observer of a micro-batch that nobody watches."""
+
+    def passing(self, blocks: range, backward: bool) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def end(self) -> None:
+        pass
+
+
+def watched(number: int, batch: Batch, observers: Observers) -> Watched:
+    """Return the observer of a micro-batch's passes. The first micro-batch may have one."""
+    return observers.watch(*batch.tokens.shape) if observers.watch and number == 0 else _Unwatched()
+
+
+def counted_of(batch: Batch) -> int:
+    """Return how many tokens of a micro-batch count in the loss."""
+    return int((batch.labels >= 0).sum())
+
+
+def count(batch: Batch, observers: Observers) -> None:
+    """Note how many tokens of a micro-batch count in the loss, where noise is measured under a loss mask."""
+    if observers.noise:
+        observers.noise.count(counted_of(batch))
+
+
+def noise_of(observers: Observers) -> AbstractContextManager[None]:
+    """Return the context in which a micro-batch's backward pass runs."""
+    return observers.noise.micro_batch() if observers.noise else contextlib.nullcontext()
+
+
+class Plain:
+    """Take one micro-batch after the other through the whole model."""
+
+    def __init__(self, engine: Passes) -> None:
+        self._engine = engine
+        self._total = torch.zeros((), device=engine.device, dtype=torch.float64)
+        """The sum of the losses of a step's micro-batches. It stays in the same memory."""
+
+    def run(self, batches: Iterable[Batch], micro_batches: int, observers: Observers, masked: bool) -> Tensor:
+        """Run forward and backward over all micro-batches of a step. Return the sum of their losses, fp64. It is 0 on a
+        pipeline stage without the output projection.
+
+        Args:
+            masked: some tokens do not count in the loss.
+        """
+        self._total.zero_()
+        for number, batch in enumerate(batches):
+            if masked:
+                count(batch, observers)
+            self._micro_step(number, batch, number == micro_batches - 1, observers)
+        return self._total
+
+    def _micro_step(self, number: int, batch: Batch, last: bool, observers: Observers) -> None:
+        """Run forward and backward over one micro-batch, and add its loss to the sum."""
+        watch, blocks = watched(number, batch, observers), self._engine.model.chunks[0].blocks
+        with watch.passing(blocks, backward=False):
+            loss = self._engine.forward(batch, last)
+        with watch.passing(blocks, backward=True), noise_of(observers):
+            self.add(loss, last)
+        watch.end()
+
+    def add(self, loss: Tensor, last: bool) -> None:
+        """Add the loss of a micro-batch to the sum, and its gradient to the step's gradient."""
+        self._engine.backward(loss, last)
+        self._total += loss.detach()
+
+    def gradients(self, batch: Batch, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Run a micro-batch apart from a step: see model/transformer.Gradients."""
+        return gradients(partial(self._engine.model, **self._engine.inputs(batch)), leaves)
+
+    def token_losses(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, Tensor, Tensor]]:
+        """Yield each batch with the labels and the losses of this rank's tokens. A pipeline stage without the output
+        projection yields nothing."""
+        for batch in batches:
+            inputs = self._engine.inputs(batch)
+            yield batch, inputs["labels"], self._engine.run({**inputs, "by_token": True})
+
+    def as_whole(self, model: Transformer) -> Callable[..., Tensor]:
+        """Return a function that calls a model: see engines/protocol.Engine."""
+        return model
+
+    def waits(self) -> str:
+        """Return what this rank waits for: see engines/protocol.Engine."""
+        return ""
