@@ -45,6 +45,9 @@ class Settled:
     `auto` where Layout.engine is the one that it stands for."""
 
     cfg: RunConfig
+    """The configuration that runs. Everything reads it from here on."""
+    asked: RunConfig
+    """The configuration as the user wrote it, for the records of the run: its config.yaml, and what has changed."""
     matmuls: Sequence[Mapping[str, Matmul]]
     """The Matmul of each linear layer that does not multiply in training.dtype, keyed by the layer's name, for each
     block."""
@@ -83,6 +86,7 @@ def settle(
     Raises:
         ValueError: a backend or a precision cannot run here, see resolve_backend and matmuls_of.
     """
+    asked = cfg
     if before:
         cfg, found = kept_engine(cfg, before)
         if found:
@@ -142,7 +146,7 @@ def settle(
     )
     parallel = cfg.parallel.model_copy(update={"tensor_parallel_overlap": overlap})
     reasons = Reasons(why_attention, f"{why_linear}; {why}" if why else why_linear, why_overlap)
-    return Settled(settled.model_copy(update={"parallel": parallel}), matmuls, again, reasons)
+    return Settled(settled.model_copy(update={"parallel": parallel}), asked, matmuls, again, reasons)
 
 
 def _recomputation(

@@ -140,9 +140,7 @@ def _replay(
     fresh, layers_of_tp = content["checkpoint"] is None, content["layout"]["tensor_parallel_size"]
     run = _built(folder, scratch, fresh, layers_of_tp)
     cfg, device = run.cfg, run.engine.device
-    asked = run.settled.cfg.attention.model_copy(
-        update={"backend": backend, "recipe": recipe or run.settled.cfg.attention.recipe}
-    )
+    asked = cfg.attention.model_copy(update={"backend": backend, "recipe": recipe or cfg.attention.recipe})
     try:
         resolve_backend(asked, cfg.model, device=device, dtype=run.files.dtype)
     except ValueError as error:
@@ -254,7 +252,9 @@ def _step(run: Run, tokens: int, judge: Callable[[Mapping[str, float]], Verdict]
     lr = learning_rate(cfg.optimizer, cfg.lr_schedule, state.tokens, tokens, cfg.training.total_tokens)
     batches = run.loader.step_batches(state.sequences, tokens)
     observers = Observers(judge=judge)
-    return run.engine.step(batches, tokens // run.micro_step, lr, observers, run.counted(state.sequences, tokens))
+    return run.engine.step(
+        batches, tokens // run.layout.micro_step, lr, observers, run.counted(state.sequences, tokens)
+    )
 
 
 def _take(run: Run, folder: Path, content: dict[str, Any]) -> StepNumbers:

@@ -134,12 +134,12 @@ def _built(
     with memory_explained(settled.cfg, files.vocab_size):
         engine = make_engine(settled, files, met)
         seconds["the engine was built"] = time.perf_counter()
-        resumed = resume(cfg, files, met, settled, engine)
-    run = assemble(cfg, files, met, settled, engine, resumed)
+        resumed = resume(files, met, settled, engine)
+    run = assemble(files, met, settled, engine, resumed)
     seconds[_READY] = time.perf_counter()
     took = (f"{act} in {end - begin:.1f} s" for (_, begin), (act, end) in pairwise(seconds.items()))
     met.reporter.keep(f"start: {', '.join(took)}")
-    compiled = "; the first step compiles" * compiles(cfg, met.device)
+    compiled = "; the first step compiles" * compiles(run.cfg, met.device)
     met.reporter.say(f"started in {seconds[_READY] - seconds['']:.1f} s, log in {files.folder.log}{compiled}")
     return run
 
@@ -323,12 +323,13 @@ def make_engine(settled: Settled, files: CheckedFiles, met: Meeting) -> Engine:
 # -- 5. resume ---------------------------------------------------------------------------------------------------------
 
 
-def resume(cfg: RunConfig, files: CheckedFiles, met: Meeting, settled: Settled, engine: Engine) -> Resumed:
+def resume(files: CheckedFiles, met: Meeting, settled: Settled, engine: Engine) -> Resumed:
     """Load the checkpoint that the run continues from, or the weights that it begins with; collective.
 
     Raises:
         CheckpointError: the files do not fit the model or the order of samples.
     """
+    cfg = settled.cfg
     if met.checkpoint is None:
         record = init_from.start_from(cfg.training, engine, files.folder.path, met.reporter.say)
         perturb(engine, cfg.training.perturb)
@@ -338,18 +339,16 @@ def resume(cfg: RunConfig, files: CheckedFiles, met: Meeting, settled: Settled, 
     if met.main:
         for folder in met.damaged:
             on_disk.set_aside(folder)
-        changed = announce(cfg, settled.cfg.linear, reader, met.reporter.say)
+        changed = announce(settled.asked, cfg.linear, reader, met.reporter.say)
     return Resumed(state, reader.state.init_from, changed)
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------
 
 
-def assemble(
-    cfg: RunConfig, files: CheckedFiles, met: Meeting, settled: Settled, engine: Engine, resumed: Resumed
-) -> Run:
+def assemble(files: CheckedFiles, met: Meeting, settled: Settled, engine: Engine, resumed: Resumed) -> Run:
     """Make the run from the results of the acts, and add its saver, its controllers and its loader; collective."""
-    folder, groups = files.folder, met.groups
+    cfg, folder, groups = settled.cfg, files.folder, met.groups
     # The tokenizer is copied, because `sagetrain generate` needs nothing but the run folder.
     if met.main and files.tokenizer:
         write_atomic(folder.path / files.tokenizer.file_name, files.tokenizer.model)
@@ -363,7 +362,7 @@ def assemble(
         needed=partial(failed_step.needed, folder.spikes),
     )
     saver.reserve(engine.owned())
-    controllers = Controllers(settled.cfg, engine, files.train, folder, saver, met.reporter, resumed.state, files.loss)
+    controllers = Controllers(cfg, engine, files.train, folder, saver, met.reporter, resumed.state, files.loss)
     loader_of = partial(
         Loader,
         dp_rank=groups.dp_rank,
@@ -372,4 +371,4 @@ def assemble(
         num_workers=cfg.data.num_workers,
     )
     loader, valid = loader_of(files.train), loader_of(files.valid) if files.valid else None
-    return Run(cfg, files, met, settled, engine, resumed, saver, controllers, loader, valid)
+    return Run(files, met, settled, engine, resumed, saver, controllers, loader, valid)

@@ -88,8 +88,6 @@ class Resumed:
 class Run:
     """A run that is ready for its next step."""
 
-    cfg: RunConfig
-    """The configuration as the user wrote it, before `auto` was settled."""
     files: CheckedFiles
     met: Meeting
     settled: Settled
@@ -101,9 +99,14 @@ class Run:
     valid: Loader | None
 
     @property
-    def micro_step(self) -> int:
-        """The number of tokens in one micro-batch of all ranks together."""
-        return Layout.of(self.cfg, self.engine.groups.topology.world_size).micro_step
+    def cfg(self) -> RunConfig:
+        """The configuration of the run, with nothing left `auto`."""
+        return self.settled.cfg
+
+    @property
+    def layout(self) -> Layout:
+        """The run's ranks along the axes, and what its engine does when."""
+        return Layout.of(self.cfg, self.engine.groups.topology.world_size)
 
     @property
     def texts(self) -> Texts:
@@ -126,7 +129,7 @@ class Run:
 
     def record(self, state: TrainState) -> RunState:
         """Return the record for a checkpoint of the run at `state`."""
-        attention, linear, before = self.settled.cfg.attention, self.settled.cfg.linear, self.resumed.init_from
+        attention, linear, before = self.cfg.attention, self.cfg.linear, self.resumed.init_from
         return RunState(
             step=state.step,
             tokens=state.tokens,
@@ -138,10 +141,10 @@ class Run:
             text_prefix=self.texts.prefix,
             chat_template=self.files.chat_template,
             identity=self.files.identity,
-            engine=Layout.of(self.settled.cfg).engine,
+            engine=self.layout.engine,
             attention=SettledAttention(attention.backend, attention.recipe),
             linear=SettledLinear(linear.precision, linear.recipe, linear.keep_layers_below),
-            overlap=overlap_choice.record(self.settled.cfg),
+            overlap=overlap_choice.record(self.cfg),
             files=self.met.hashes,
             guidance_overrides=list(self.cfg.guidance.override),
             versions={"sagetrain": __version__, "torch": torch.__version__},

@@ -24,7 +24,6 @@ from sagetrain.checkpoint.reading import Reader
 from sagetrain.checkpoint.state import Texts
 from sagetrain.config.arithmetic import checkpoint_tokens, padded_vocab_size
 from sagetrain.config.errors import CheckpointError, Finding, TrainingError, many
-from sagetrain.config.layout import Layout
 from sagetrain.config.load import dump_config
 from sagetrain.config.schema import NoiseAwareTokens
 from sagetrain.config.tokens_per_step import stages
@@ -80,7 +79,7 @@ class Trainer:
         self._callbacks = Callbacks(self._listeners(), callbacks, self._failures)
         self._saved_step, self._waited = self.state.step, False
         # Writing the YAML takes as long as a small training step, and training stands still at each save.
-        self._config_text = dump_config(self.cfg)
+        self._config_text = dump_config(run.settled.asked)
 
     def _listeners(self) -> list[Callback]:
         """Return the callbacks that the configuration asks for."""
@@ -103,7 +102,7 @@ class Trainer:
             CheckpointError: a checkpoint cannot be written.
         """
         run, finished = self.run, False
-        explained = memory_explained(run.settled.cfg, run.files.vocab_size)
+        explained = memory_explained(run.cfg, run.files.vocab_size)
         with self._watchdog, explained, contextlib.ExitStack() as last, contextlib.ExitStack() as broken:
             last.callback(run.files.folder.release)
             broken.callback(self._end, finished)
@@ -183,8 +182,8 @@ class Trainer:
         if run.met.main:
             for finding in self._findings:
                 self._reporter.keep(f"{finding.level}: {finding}")
-            engine = Layout.of(run.settled.cfg).engine
-            run.files.folder.describe(cfg, engine, self.engine.settings, self._findings)
+            asked, engine = run.settled.asked, run.layout.engine
+            run.files.folder.describe(asked, engine, self.engine.settings, self._findings)
         self._reporter.open(
             run.files.folder.path,
             self.state,
@@ -197,7 +196,7 @@ class Trainer:
         )
         path, main = run.files.folder.path, run.met.main
         stop = partial(run.met.stop.ask, "a callback")
-        start = RunStart(cfg, path, self.position, self.engine, main, self._say, stop)
+        start = RunStart(run.settled.asked, path, self.position, self.engine, main, self._say, stop)
         self._callbacks.tell("on_start", lambda callback: callback.on_start(start))
         if self.state.step:
             ranks, changed = dist.get_world_size(), run.resumed.changed
@@ -209,7 +208,7 @@ class Trainer:
     def _announce(self) -> None:
         """Say where whole steps and the existing data differ from what the settings ask for."""
         cfg, asked, valid = self.cfg, self.cfg.training.total_tokens, self.run.valid
-        last = stages(cfg.tokens_per_step, asked, self.run.micro_step)[-1]
+        last = stages(cfg.tokens_per_step, asked, self.run.layout.micro_step)[-1]
         end = last.from_tokens + last.steps * last.tokens_per_step
         if self.state.step == 0 and end != asked and not isinstance(cfg.tokens_per_step, NoiseAwareTokens):
             self._reporter.keep(f"training.total_tokens {asked:,}: whole steps end at {end:,} tokens")
@@ -247,7 +246,7 @@ class Trainer:
         self._watchdog.begin(f"step {state.step + 1}")
         lr = learning_rate(cfg.optimizer, cfg.lr_schedule, state.tokens, size, cfg.training.total_tokens)
         ahead = run.controllers.tokens_ahead(state.tokens + size)
-        number = size // run.micro_step
+        number = size // run.layout.micro_step
         batches = self._micro_batches(run.loader.step_batches(state.sequences, size, ahead), number)
         observers = run.controllers.observers(state.step + 1, size)
         counted = run.counted(state.sequences, size, ahead)

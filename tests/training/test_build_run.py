@@ -11,7 +11,7 @@ import tiny
 from distributed import run_distributed
 from sagetrain.auto.settled import settle
 from sagetrain.checkpoint import on_disk
-from sagetrain.config import RunConfig
+from sagetrain.config import RunConfig, load_config
 from sagetrain.training.build_run import assemble, build, check_files, make_engine, meet, resume
 from sagetrain.training.run import Run
 from sagetrain.training.trainer import Trainer
@@ -38,18 +38,19 @@ def by_hand(cfg: RunConfig) -> Run:
     assert (settled.cfg.attention.backend, settled.cfg.linear.precision) == ("sdpa", "bf16")
     assert settled.cfg.parallel.tensor_parallel_overlap == "off" and cfg.attention.backend == "auto"
     engine = make_engine(settled, files, met)
-    resumed = resume(cfg, files, met, settled, engine)
+    resumed = resume(files, met, settled, engine)
     assert (resumed.state.step, resumed.changed, resumed.init_from) == (0, [], None)
     for found in (files, met, settled, resumed):
         with pytest.raises(FrozenInstanceError):
             found.cfg = cfg
-    return assemble(cfg, files, met, settled, engine, resumed)
+    return assemble(files, met, settled, engine, resumed)
 
 
 def begin_and_go_on(corpus: str, run_dir: str) -> None:
     cfg = config(corpus, run_dir, 2)
     first = Trainer(by_hand(cfg))
-    assert first.train()
+    assert first.train() and first.run.cfg.attention.backend == "sdpa"
+    assert load_config(Path(run_dir) / "config.yaml") == cfg  # as the user wrote it, with `auto`
     written = on_disk.read_state(on_disk.newest(Path(run_dir) / "checkpoints"))
     assert written == first.run.record(first.state) and written.step == 2
 
@@ -57,7 +58,7 @@ def begin_and_go_on(corpus: str, run_dir: str) -> None:
     again = build(cfg.model_copy(update={"training": longer}))
     assert again.resumed.state == first.state and again.met.checkpoint.name == on_disk.folder_name(2)
     assert again.resumed.changed == ["training.total_tokens: 128 -> 192"]
-    assert again.settled.cfg.attention == first.run.settled.cfg.attention
+    assert again.cfg.attention == first.run.cfg.attention
     assert "as the run had it" in again.settled.reasons.attention
     assert again.record(again.resumed.state) == replace(written, files=again.met.hashes)
 
