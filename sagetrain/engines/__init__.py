@@ -1,1 +1,1 @@
-"""The engine of a run: the protocol of an optimizer step, and the implementation with DeepSpeed."""
+"""The engine of a run: the protocol of an optimizer step, and its implementations with FSDP2 and with DeepSpeed."""
