@@ -9,8 +9,8 @@ be used raises CheckpointError.
 
 from __future__ import annotations
 
-import gc
 import os
+import shlex
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,20 +18,16 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import yaml
-
-from sagetrain.cluster.launcher import launched
 from sagetrain.config.arguments import LoadedAttention, LoadedPrecision, check_least, checked
-from sagetrain.config.check import accept
-from sagetrain.config.errors import CheckpointError, ConfigError, Finding, TrainingError, at_start
+from sagetrain.config.errors import CheckpointError, ConfigError, TrainingError
 from sagetrain.config.load import load_config as _load_config
+from sagetrain.config.overrides import ConfigChanges, assignments
 from sagetrain.config.schema import RunConfig
 from sagetrain.corpus.prepare import Prepared
 from sagetrain.corpus.prepare import prepare as _prepare
 from sagetrain.corpus.records import Chats, Pairs
 from sagetrain.corpus.request import Request
 from sagetrain.costs.hardware import cluster_of, planned_gpu
-from sagetrain.data.tokenizer import known_vocab_size
 from sagetrain.planning.plan import make_plan
 from sagetrain.planning.result import Plan
 
@@ -86,50 +82,16 @@ def __getattr__(name: str) -> object:
     raise AttributeError(f"module 'sagetrain.api' has no attribute {name!r}")
 
 
-ConfigChanges = Mapping[str, object] | Sequence[str]
-"""Overrides of a configuration: values by dotted key, as in {"optimizer.lr": 3e-4}, or texts of the command line, as in
-["optimizer.lr=3e-4"]."""
-
-
 def _silent(text: str) -> None:
     """Ignore a message. This is the default of `say`."""
 
 
-def _texts(overrides: ConfigChanges) -> list[str]:
-    """Return overrides in the form of the command line, as "key=value"."""
-    if isinstance(overrides, str) or not isinstance(overrides, Mapping | Sequence):
-        raise ConfigError(
-            f"overrides {overrides!r}: give a mapping of dotted keys ({{'optimizer.lr': 3e-4}}) or a list of texts "
-            "(['optimizer.lr=3e-4'])"
-        )
-    if not isinstance(overrides, Mapping):
-        return [str(each) for each in overrides]
-    return [f"{key}={_yaml(value)}" for key, value in overrides.items()]
-
-
 def _changes(config: object, overrides: ConfigChanges) -> list[str]:
-    """Return overrides as `_texts` does. Raises ConfigError if there are some for a RunConfig."""
-    texts = _texts(overrides)
+    """Return overrides as `assignments` does. Raises ConfigError if there are some for a RunConfig."""
+    texts = assignments(overrides)
     if isinstance(config, RunConfig) and texts:
         raise ConfigError(f"overrides {texts}: a RunConfig has its values; give overrides to load_config")
     return texts
-
-
-class _Dumper(yaml.SafeDumper):
-    """A YAML dumper that writes paths as text."""
-
-
-_Dumper.add_representer(type(Path()), lambda dumper, path: dumper.represent_str(str(path)))
-
-
-def _yaml(value: object) -> str:
-    """Return a value as YAML on one line."""
-    try:
-        text: str = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=1 << 30, allow_unicode=True)
-    except yaml.YAMLError as error:
-        fix = "give numbers, texts, lists or mappings"
-        raise ConfigError(f"{value!r} is no value of a configuration: {fix}") from error
-    return text.removesuffix("\n").removesuffix("\n...")
 
 
 @checked
@@ -143,7 +105,7 @@ def load_config(path: str | Path, overrides: ConfigChanges = ()) -> RunConfig:
     Raises:
         ConfigError: every problem of the configuration, with place, key, value, rule and fix.
     """
-    return _load_config(path, _texts(overrides))
+    return _load_config(path, assignments(overrides))
 
 
 @checked
@@ -247,92 +209,14 @@ def train(
         TrainingError: training cannot continue, or a callback, the loss or `tokens` has failed on some rank, which
             every rank's error names. The newest checkpoint is undamaged.
     """
-    from sagetrain.cluster.guard import alone
-    from sagetrain.training.callbacks import Callback as Base
+    from sagetrain.interop.looks import looks_of
+    from sagetrain.training.program import train_here
 
     texts = _changes(config, overrides)
-    if wrong := [each for each in callbacks if not isinstance(each, Base)]:
-        raise ConfigError(f"callbacks: {wrong[0]!r} is no sagetrain.Callback; derive its class from that, and make one")
-    rank, world_size = launched()
-    try:
-        cfg, findings, lines = _accepted(config, texts, world_size, loss, tokens)
-        for line in lines if rank == 0 else ():
-            say(line)
-        gc.collect()  # The traceback of an error has kept the run of an earlier call until now.
-        with alone(own_process):
-            result = _train(cfg, findings, callbacks, loss, tokens, say, own_process)
-        gc.collect()  # The parts of a run refer to each other, and the caller may need their memory.
-        return result
-    except ConfigError as error:
-        if own_process and world_size > 1:
-            from sagetrain.cluster import preflight
-
-            preflight.stay_out(error)
-        raise
-
-
-def _accepted(
-    config: RunConfig | str | Path,
-    texts: list[str],
-    world_size: int,
-    loss: TokenLoss | None,
-    tokens: SampleFunction | None,
-) -> tuple[RunConfig, list[Finding], list[str]]:
-    """Return the configuration of a run that may begin, what was found in it, and the lines that say so. Raises
-    ConfigError."""
-    path = None if isinstance(config, RunConfig) else config
-    cfg = config if isinstance(config, RunConfig) else _load_config(config, texts)
-    vocab_size, given = known_vocab_size(cfg.data), tokens is not None
-    if given and not callable(tokens):
-        raise ConfigError(f"tokens: {tokens!r} cannot be called; give a function of the index of a sequence")
-    findings = accept(cfg, world_size, vocab_size=vocab_size, path=path, overrides=texts, tokens_given=given)
-    lines = at_start(findings)
-    if loss is not None:
-        from sagetrain.training.loss import name_of, try_out
-
-        try_out(loss, cfg.model.vocab_size or vocab_size or 0)
-        lines.append(f"loss: {name_of(loss)}")
-    return cfg, findings, lines
-
-
-_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""The environment variables that a run without a launcher sets itself."""
-
-
-def _train(
-    cfg: RunConfig,
-    findings: list[Finding],
-    callbacks: Sequence[Callback],
-    loss: TokenLoss | None,
-    tokens: SampleFunction | None,
-    say: Callable[[str], None],
-    own_process: bool,
-) -> TrainingResult:
-    import torch.distributed as dist
-
-    from sagetrain.cluster.join import end_distributed
-    from sagetrain.interop.looks import looks_of
-    from sagetrain.training.build_run import build
-    from sagetrain.training.callbacks import Latest
-    from sagetrain.training.trainer import Trainer
-
-    latest, joined = Latest(), dist.is_initialized()
-    variables = {name: os.environ.get(name) for name in _VARIABLES}
-    try:
-        looks = looks_of(cfg)  # It may refuse the tasks, so it comes before ranks wait for each other.
-        run = build(cfg, own_process=own_process, hears=say, tokens=tokens, loss=loss)
-        trainer = Trainer(run, findings, *looks, [*callbacks, latest])
-        finished = trainer.train()
-        metrics = latest.everywhere()
-    finally:
-        # The process group has this process as its only member.
-        if not joined and dist.is_initialized() and dist.get_world_size() == 1:
-            end_distributed()
-            for name, value in variables.items():
-                if value is None:
-                    os.environ.pop(name, None)
-    position = trainer.position
-    return TrainingResult(Path(cfg.training.run_dir), position.step, position.tokens, finished, metrics)
+    run_dir, position, finished, metrics = train_here(
+        config, texts, looks_of, callbacks, loss=loss, tokens=tokens, say=say, own_process=own_process
+    )
+    return TrainingResult(run_dir, position.step, position.tokens, finished, metrics)
 
 
 @dataclass(frozen=True)
@@ -377,21 +261,17 @@ class Model:
         Raises:
             ConfigError: an option is out of range, or a prompt is longer than the model's context.
         """
-        from sagetrain.data.chat_template import settled_template
-        from sagetrain.inference.generate import Sampling, finished
-        from sagetrain.inference.prompts import joined_ends
+        from sagetrain.inference.generate import Sampling
+        from sagetrain.inference.requests import GenerateRequest
 
         check_least("generate", 1, {"max_tokens": max_tokens, "batch_size": batch_size})
         check_least("generate", 0, {"top_k": top_k})
         given = [prompts] if isinstance(prompts, str) else list(prompts)
         sampling = Sampling(max_tokens, temperature, top_k, top_p, tuple(stop), seed)
-        template = None
-        if chat and self.run.tokenizer:
-            template = settled_template(self.run.chat_template or "", self.run.tokenizer)
-        elif self.run.tokenizer:
-            for said in joined_ends(given, self.run.tokenizer):
-                warnings.warn(said, stacklevel=3)
-        return finished(self.run, given, sampling, batch_size, template)
+        request = GenerateRequest(given, sampling, batch_size, chat)
+        for said in request.remarks(self.run):
+            warnings.warn(said, stacklevel=3)
+        return request.finished(self.run)
 
     @checked
     def score(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
@@ -433,18 +313,13 @@ class Model:
         Raises:
             ConfigError: the options contradict each other, or the data cannot be read.
         """
-        from sagetrain.inference.evaluate import default_stride, evaluate, evaluate_texts
         from sagetrain.inference.load import with_data
+        from sagetrain.inference.requests import EvaluateRequest
 
         check_least("evaluate", 1, {"num_sequences": num_sequences, "stride": stride})
-        if num_sequences is not None and (texts or stride):
-            raise ConfigError("num_sequences chooses among those of data.valid; with texts or stride all are taken")
-        run = with_data(self.run, self.run_dir, None, say)
-        if texts or stride:
-            step = stride or default_stride(run.cfg.data.seq_length)
-            each = [texts] if isinstance(texts, str | os.PathLike) else texts
-            return evaluate_texts(run, [str(text) for text in each], step, text_key=text_key, report=say)
-        return evaluate(run, num_sequences or run.cfg.evaluation.num_sequences, say)
+        each = [texts] if isinstance(texts, str | os.PathLike) else texts
+        request = EvaluateRequest([str(text) for text in each], num_sequences, stride, text_key)
+        return request.measure(with_data(self.run, self.run_dir, None, say), say)
 
     @checked
     def export(
@@ -554,25 +429,17 @@ def compare(
         ConfigError: there is nothing to compare, or the folder holds another comparison.
     """
     from sagetrain.comparing import command
-    from sagetrain.comparing.question import asked
+    from sagetrain.comparing.compare_request import CompareRequest
 
     check_least("compare", 1, {"seeds": seeds, "runs_per_gpu": runs_per_gpu})
     check_least("compare", 0, {"band": band, "margin": margin})
-
-    def settings(named: Mapping[str, ConfigChanges] | None) -> list[str]:
-        import shlex
-
-        return [f"{name}: {shlex.join(_texts(changes))}" for name, changes in (named or {}).items()]
-
-    question = asked(
-        [str(path) for path in configs],
-        settings(variants),
-        settings(rows),
-        _texts(overrides),
-        seeds=seeds,
-        band=band,
-        allow=(),
-    )
-    where = command.places(Path(output) if output else question.default_output(), None, runs_per_gpu)
+    named, settings = ([f"{name}: {shlex.join(assignments(changes))}" for name, changes in (each or {}).items()]
+                       for each in (variants, rows))  # fmt: skip
+    request = CompareRequest(
+        [str(path) for path in configs], named, settings, assignments(overrides), seeds=seeds, band=band,
+        output=Path(output) if output else None, per_gpu=runs_per_gpu,
+    )  # fmt: skip
+    question = request.question()
+    where = request.places(question)
     found = command.compare(question, where, say, command="sagetrain.compare(...)")
     return command.report(found, where.output, margin, "", say)

@@ -134,20 +134,14 @@ def compare(
             found = comparing.read_folders(named)
             output = output or Path(named[0])
         else:
-            from sagetrain.comparing.question import asked
+            from sagetrain.comparing.compare_request import CompareRequest
 
-            question = asked(
-                named,
-                variant or [],
-                row or [],
-                overrides,
-                baseline=baseline,
-                seeds=seeds,
-                band=band,
-                allow=allow or [],
-                branch=branch,
-            )
-            where = comparing.places(output or question.default_output(), run_dirs, per_gpu)
+            request = CompareRequest(
+                named, variant or [], row or [], overrides, baseline, seeds, band, allow or [], branch, output,
+                run_dirs, per_gpu,
+            )  # fmt: skip
+            question = request.question()
+            where = request.places(question)
             errors.output = where.output
             line = shlex.join(["sagetrain", *(context.obj or ())])
             found = comparing.compare(question, where, _warn, command=line, time_limit=time_limit)

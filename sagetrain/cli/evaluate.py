@@ -82,12 +82,10 @@ def evaluate(
     """
     with _Errors(run_dir=run_dir):
         check_folder(run_dir)
-        whole = bool(data or stride)
-        if whole and num_sequences:
-            raise ConfigError(
-                "--num-sequences chooses among those of data.valid; with --data or --stride all are taken"
-            )
-        if tasks and (whole or num_sequences):
+        from sagetrain.inference.requests import EvaluateRequest
+
+        request = EvaluateRequest(data or (), num_sequences, stride, text_key)
+        if tasks and (request.whole or num_sequences):
             raise ConfigError("--tasks bring text of their own: leave out --data, --stride and --num-sequences")
         if limit and not tasks:
             raise ConfigError("--limit is for --tasks: name some, or take --num-sequences for data.valid")
@@ -107,21 +105,8 @@ def evaluate(
             run = at_context(run, context)
         if asked:
             _show_tasks(run, asked, as_json)
-        elif whole:
-            from sagetrain.inference.evaluate import default_stride, evaluate_texts
-
-            step = stride or default_stride(run.cfg.data.seq_length)
-            found = evaluate_texts(run, data or (), step, text_key=text_key, report=_warn)
-            _show_losses(run, found, step, as_json)
         else:
-            from sagetrain.inference.evaluate import evaluate as evaluate_sample
-
-            wanted = num_sequences or run.cfg.evaluation.num_sequences
-            found = evaluate_sample(run, wanted, _warn)
-            taken = sum(part.sequences for part in found)
-            if taken < wanted:
-                _warn(f"{wanted:,} sequences were asked for, and the held-out data has {taken:,}: all are taken")
-            _show_losses(run, found, None, as_json)
+            _show_losses(run, request.measure(run, _warn), request.windows(run), as_json)
 
 
 def _show_tasks(run: TrainedRun, tasks: HarnessTasks, as_json: bool) -> None:

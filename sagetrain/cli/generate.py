@@ -96,12 +96,12 @@ def generate(
         errors.rank = rank
         check_folder(run_dir)
         use_cores()
-        from sagetrain.data.chat_template import read_template, settled_template
+        from sagetrain.data.chat_template import read_template
         from sagetrain.inference.generate import Sampling
-        from sagetrain.inference.generate import generate as completions
         from sagetrain.inference.load import load_run
-        from sagetrain.inference.prompts import joined_ends, read_prompts
+        from sagetrain.inference.prompts import read_prompts
         from sagetrain.inference.ranks import Ranks
+        from sagetrain.inference.requests import GenerateRequest
 
         sampling = Sampling(max_tokens, temperature, top_k, top_p, tuple(stop or ()), seed)
         words = [*([prompt] if prompt is not None else []), *(prompts or [])]
@@ -113,7 +113,7 @@ def generate(
             raise ConfigError(f"--chat-template {chat_template} is for chats: add --chat")
         ranks = Ranks.join()
         given = [] if interactive else ranks.tell(lambda: read_prompts(words, file, prompt_file))
-        template: str | None = ranks.tell(lambda: read_template(chat_template)) if chat else None
+        template = ranks.tell(lambda: read_template(chat_template)) if chat else ""
         run = load_run(
             run_dir,
             _warn if ranks.main else lambda text: None,
@@ -121,22 +121,21 @@ def generate(
             attention=attention.value if attention else None,
             ranks=ranks,
         )
-        if template is not None and run.tokenizer:
-            template = settled_template(template or run.chat_template or "", run.tokenizer)
-        elif tokenizer := run.tokenizer:
-            for text in joined_ends(given if ranks.main else (), tokenizer):
+
+        def show(prompts: list[str], batch_size: int) -> None:
+            request = GenerateRequest(prompts, sampling, batch_size, chat, template)
+            for text in request.remarks(run) if ranks.main else ():
                 _warn(text)
+            _show(request.grown(run), len(prompts), as_json, ranks.main, answers=chat)
+
         while interactive and (line := ranks.tell(_next_line)) is not None:
-            for text in joined_ends([line], run.tokenizer) if ranks.main and run.tokenizer and not chat else ():
-                _warn(text)
             try:
-                _show(completions(run, [line], sampling, 1, template), 1, as_json, ranks.main, answers=chat)
+                show([line], 1)
             except ConfigError as error:  # The prompt may be too long, and the next one may be shorter.
                 if ranks.main:
                     _warn(f"error: {error}")
         if given:
-            grown = completions(run, given, sampling, batch_size, template)
-            _show(grown, len(given), as_json, ranks.main, answers=chat)
+            show(given, batch_size)
     if world_size > 1:
         _leave_together()
 

@@ -20,9 +20,10 @@ from sagetrain.cluster.run_folder import lock
 from sagetrain.comparing import results, run_records, runner
 from sagetrain.comparing.analysis import curves, tables
 from sagetrain.comparing.command import TABLES, Places, compare, read_folders, report
+from sagetrain.comparing.compare_request import CompareRequest
 from sagetrain.comparing.comparison_page import page
 from sagetrain.comparing.plot import plot_gaps
-from sagetrain.comparing.question import Job, Question, asked
+from sagetrain.comparing.question import Job, Question
 from sagetrain.comparing.results import Call, Results
 from sagetrain.comparing.run_records import DIVERGED, FAILED, FINISHED, STOPPED, Record
 from sagetrain.config import ConfigError
@@ -44,8 +45,7 @@ def start(words: Sequence[str], env: Mapping[str, str], log: Path) -> Command:
 
 
 def ask(base: Path, variants: Sequence[str] = (PAPER,), overrides: Sequence[str] = SHORT, **more: object) -> Question:
-    how = {"seeds": 2, "band": 1, "allow": (), **more}
-    return asked([str(base)], variants, [], overrides, **how)
+    return CompareRequest([str(base)], variants, [], overrides, **{"seeds": 2, "band": 1, **more}).question()
 
 
 def go(question: Question, output: Path, **more: object) -> tuple[Results, list[str]]:

@@ -15,7 +15,8 @@ import pytest
 from runs import write_config
 from sagetrain.comparing import command, runner
 from sagetrain.comparing.command import Places, compare
-from sagetrain.comparing.question import Job, Question, asked
+from sagetrain.comparing.compare_request import CompareRequest
+from sagetrain.comparing.question import Job, Question
 from sagetrain.comparing.run_records import FAILED, FINISHED
 from sagetrain.config.load import load_config
 
@@ -27,7 +28,7 @@ def base(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
 
 
 def ask(base: Path, variants: Sequence[str]) -> Question:
-    return asked([str(base)], variants, [], ["training.total_tokens=7680"], seeds=1, band=0, allow=())
+    return CompareRequest([str(base)], variants, [], ["training.total_tokens=7680"], seeds=1).question()
 
 
 def test_runs_are_dealt_out_to_gpus_and_to_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from runs import write_config
-from sagetrain.comparing.question import Job, asked
+from sagetrain.comparing.compare_request import CompareRequest
+from sagetrain.comparing.question import Job
 from sagetrain.comparing.results import Results, together
 from sagetrain.config import ConfigError
 
@@ -20,9 +21,7 @@ def base(tmp_path: Path, corpus: Path) -> Path:
 
 def question(*configs: Path, variants=(), rows=(), overrides=(), seeds=2, band=0, allow=(), baseline=None, branch=0):
     names = list(map(str, configs))
-    return asked(
-        names, variants, rows, overrides, seeds=seeds, band=band, allow=allow, baseline=baseline, branch=branch
-    )
+    return CompareRequest(names, variants, rows, overrides, baseline, seeds, band, allow, branch).question()
 
 
 FINE = {"recipe": "fine"}

@@ -201,6 +201,7 @@ def test_few_files_see_the_whole_configuration():
     inside = {path for path in whole if not path.startswith("sagetrain/config/")}
     assert inside <= {
         "sagetrain/training/build_run.py",
+        "sagetrain/training/program.py",
         "sagetrain/training/run.py",
         "sagetrain/engines/build_engine.py",
         "sagetrain/training/out_of_memory.py",
