@@ -38,6 +38,9 @@ DEVICE void store_shared(u32 to, const float *x) {
     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
                  : "memory");
 }
+DEVICE void store_shared_pair(u32 to, float x, float y) {
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x), "f"(y) : "memory");
+}
 // Load four matrices of 8 rows of 16 bytes, with one lane's address for each row. A lane gets bytes 4 (lane % 4) of row
 // lane / 4 of each matrix.
 DEVICE void load_matrices(u32 *x, u32 from) {

@@ -16,6 +16,17 @@ DEVICE void arrive_expect(u64 &barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(&barrier)), "r"(bytes)
                  : "memory");
 }
+// Arrive at the barrier of a block of the cluster.
+DEVICE void arrive_at(u64 &barrier, int block) {
+    asm volatile(
+        "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(address(&barrier)), "r"(block)
+        : "memory");
+}
+DEVICE void cluster_barrier() {
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+#define CLUSTER_OF(n) __cluster_dims__(n, 1, 1)
 DEVICE void wait(u64 &barrier, u32 parity) {
     asm volatile(
         "{ .reg .pred done;\n"
@@ -40,6 +51,14 @@ DEVICE void copy_in(void *to, const TensorMap &map, int x, int y, int z, u64 &ba
             "r"(address(to)), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(address(&barrier))
         : "memory");
 }
+// Copy a box to the same place in all blocks of the cluster that `blocks` has bits of, and count its bytes there.
+DEVICE void copy_in_all(void *to, const TensorMap &map, int x, int y, int z, u64 &barrier, unsigned short blocks) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(address(to)), "l"(&map), "r"(x), "r"(y), "r"(z),
+        "r"(address(&barrier)), "h"(blocks)
+        : "memory");
+}
 DEVICE void copy_in(void *to, const TensorMap &map, int x, int y, int z, int w, u64 &barrier) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
@@ -57,7 +76,10 @@ DEVICE void add_out(float *to, const float *from, u32 bytes) {
                  : "memory");
 }
 DEVICE void copies_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-DEVICE void copies_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// Wait until all but the last LEFT groups of copies have read what they copy.
+template <int LEFT = 0> DEVICE void copies_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(LEFT) : "memory");
+}
 // Wait until all but the last LEFT groups of copies are complete.
 template <int LEFT> DEVICE void copies_wait() { asm volatile("cp.async.bulk.wait_group %0;" ::"n"(LEFT) : "memory"); }
 DEVICE void store_matrices(u32 to, const u32 *x) {
@@ -103,6 +125,11 @@ template <int ROW_BYTES = 128> DEVICE u64 operand(const void *tile, u32 block_by
 #define NAMES32 NAMES16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define NAMES48 NAMES32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define NAMES64 NAMES48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define NAMES80 NAMES64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define NAMES96 NAMES80 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define NAMES112 NAMES96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
+#define NAMES128                                                                                                   \
+    NAMES112 ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define FOUR(a) "r"((a)[0]), "r"((a)[1]), "r"((a)[2]), "r"((a)[3])
 #if FP16
 #define TYPES "f32.f16.f16"
@@ -129,6 +156,13 @@ DEVICE void multiply_codes(u32 (&sum)[32], u64 a, u64 b) {
     asm volatile("wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 {" NAMES32 "}, %32, %33, 1;"
                  : LIST32("+r", sum, 0)
                  : "l"(a), "l"(b));
+}
+DEVICE void multiply_codes(u32 (&sum)[128], u64 a, u64 b, int accumulate) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %130, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n256k32.s32.s8.s8 {" NAMES128 "}, %128, %129, p; }"
+        : LIST32("+r", sum, 0), LIST32("+r", sum, 32), LIST32("+r", sum, 64), LIST32("+r", sum, 96)
+        : "l"(a), "l"(b), "r"(accumulate));
 }
 // Compute sum += a b^T in 16 bits, 16 contracted.
 DEVICE void multiply_rows(float (&sum)[32], u64 a, u64 b) {

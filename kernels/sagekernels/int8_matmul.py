@@ -4,9 +4,9 @@ torch._int_mm leaves int32, which another kernel reads to scale it: 4 bytes an e
 sums are scaled in the registers where they were made. Rows of both operands run along the dim that is summed over, as
 Hopper's matrix instructions want them.
 
-Triton waits for every INT8 product on Hopper before it issues the next one (only sums in fp32 overlap). Tensor cores
-idle for a moment after each step along K, unless another program on the multiprocessor has work. Tiles are therefore so
-small that two programs fit. NOTES.md lists the other shapes that were timed.
+On Hopper hopper_int8.cu multiplies. Triton waits for every INT8 product there before it issues the next one (only sums
+in fp32 overlap), so its tiles are so small that two programs fit on a multiprocessor. It serves what the CUDA kernel
+does not take, with the same bits. NOTES.md lists the other shapes that were timed.
 """
 
 import functools
@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from . import hopper_int8, nvrtc
 from .casts import DTYPES, INT8, MULTIPLE
 from .launch import capability, ceil_div, check_int8, family, on_device_of
 from .operators import operator
@@ -129,6 +130,12 @@ def _rows_of(device: torch.device) -> str:
     return family(capability(device))
 
 
+@functools.cache
+def _by_cuda(device: torch.device) -> bool:
+    """Return whether hopper_int8.cu runs on a device. Without NVRTC, which compiles it, Triton's kernel does."""
+    return _rows_of(device) == "sm_90" and nvrtc.available()
+
+
 def _aligned(codes: Tensor) -> Tensor:
     """Return the codes, copied if they are not contiguous or do not begin at a multiple of 16 bytes. All rows then
     begin at one."""
@@ -137,7 +144,12 @@ def _aligned(codes: Tensor) -> Tensor:
 
 
 def _int8_product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return (int8_product_triton if a.is_cuda else product_twin)(a, a_scale, b, b_scale, dtype)
+    if not a.is_cuda:
+        return product_twin(a, a_scale, b, b_scale, dtype)
+    if len(a) and hopper_int8.takes(len(b)) and _by_cuda(a.device):
+        scales = a_scale.contiguous(), b_scale.contiguous()
+        return hopper_int8.hopper_int8_product(_aligned(a), scales[0], _aligned(b), scales[1], dtype)
+    return int8_product_triton(a, a_scale, b, b_scale, dtype)
 
 
 def _int8_product_fake(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -95,6 +95,7 @@ struct Block : BlockState {
     }
 };
 static Block *block;
+static std::vector<std::unique_ptr<Block>> blocks;  // Those that run.
 static Fiber *me;
 static long now;
 static std::vector<Event> events;
@@ -176,6 +177,10 @@ template <class T> static T load(u32 from) {
 static float4 load_shared(u32 from) { return load<float4>(from); }
 static float2 load_shared_pair(u32 from) { return load<float2>(from); }
 static void store_shared(u32 to, const float *x) { store(to, x, 16); }
+static void store_shared_pair(u32 to, float x, float y) {
+    float both[2] = {x, y};
+    store(to, both, 8);
+}
 // Check that eight rows of 16 bytes, read at one time, come from different banks, or from where another lane reads.
 template <class T> static void check_banks(T **all) {
     for (int i = 0; i < 32; i++)
@@ -222,7 +227,7 @@ static void resume(Fiber &f, int x) {
     if (std::exchange(f.started, true)) _longjmp(f.at, 1);
     setcontext(&f.context);
 }
-static std::string stuck(const std::vector<std::unique_ptr<Block>> &blocks) {
+static std::string stuck() {
     std::string text = "deadlock";
     for (auto &b : blocks) for (int x = 0; x < b->threads; x++) {
         const Fiber &f = b->fibers[x];
@@ -237,7 +242,7 @@ static void run(int grid, int threads, int resident) {
     resident = std::min(resident, grid);
     static std::vector<char> stacks;
     stacks.resize(STACK * threads * resident);
-    std::vector<std::unique_ptr<Block>> blocks;
+    blocks.clear();
     std::vector<int> places(resident);
     for (int i = 0; i < resident; i++) places[i] = i;
     events.clear(), failure.clear(), now = 0;
@@ -291,7 +296,7 @@ static void run(int grid, int threads, int resident) {
             moved = true;
             break;
         }
-        if (!moved && !awake) { failure = stuck(blocks); return; }
+        if (!moved && !awake) { failure = stuck(); return; }
         if (!moved) now = std::max(now, awake - 1);
     }
     for (auto &event : events)

@@ -19,7 +19,7 @@ from sagekernels import nvrtc
 
 HERE = Path(__file__).parent
 STAND_INS = {"hopper": "hopper_emulator", "mma": "mma_emulator", "device": "mma_emulator"}
-KERNEL = re.compile(r'extern "C" __global__ void(?: __launch_bounds__\([^)]*\))? (\w+)\(')
+KERNEL = re.compile(r'extern "C" __global__ void(?: (?:__launch_bounds__|CLUSTER_OF)\([^)]*\))* (\w+)\(')
 LAUNCH = """
 extern "C" const char *launch_%s(int grid, int threads, int resident, int seed, int mistake, void **values) {
     random_bits = seed, mutant = mistake;

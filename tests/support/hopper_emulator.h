@@ -118,6 +118,37 @@ static void arrive_expect(u64 &at, u32 bytes) {
     settle(b);
 }
 static void arrive(u64 &at) { arrive_expect(at, 0); }
+
+// ---- Clusters: CLUSTER blocks that follow one another run at the same time
+
+#ifndef CLUSTER
+#define CLUSTER 1
+#endif
+#define CLUSTER_OF(n)
+static Block &neighbour(int rank) {
+    int index = block->index / CLUSTER * CLUSTER + rank;
+    for (auto &b : blocks) if (b->index == index) return *b;
+    fail("block " + std::to_string(index) + " of the cluster has ended");
+}
+template <class T> static T &there(Block &other, T &mine) { return *(T *)(other.memory + address(&mine)); }
+static void arrive_at(u64 &at, int rank) {
+    Block &other = neighbour(rank), *home = block;
+    u64 &theirs = there(other, at);
+    if (&other == home) return arrive(at);
+    block = &other;
+    Barrier &b = barrier_at(&theirs);
+    if (b.pending-- == 0) fail("one arrival too many at " + name(&theirs));
+    settle(b);
+    block = home;
+}
+static void cluster_barrier() {
+    // Nothing is known to be ready in another block before the barrier.
+    static std::map<int, std::pair<int, int>> met;
+    auto &[count, turns] = met[block->index / CLUSTER];
+    int turn = turns;
+    if (++count == CLUSTER * block->threads) count = 0, turns++;
+    until([&turns = turns, turn] { return turns != turn; }, "barrier.cluster");
+}
 static void wait(u64 &at, u32 parity) {
     Barrier &b = barrier_at(&at);
     until([&b, parity] { return b.phase != parity; }, "parity " + std::to_string(parity) + " of " + name(&at));
@@ -131,11 +162,11 @@ static u32 box_bytes(const TensorMap &m) { return m.box[0] * m.box[1] * m.box[2]
 // Call f(address in shared memory, bytes, in global memory or null) for 16 bytes at a time.
 template <class F> static void each_piece(const TensorMap &m, u32 shared, int x, int y, int z, int w, F f) {
     for (int d = 0; d < m.box[3]; d++) for (int c = 0; c < m.box[2]; c++) for (int b = 0; b < m.box[1]; b++) {
-        bool inside = y + b < m.size[1] && z + c < m.size[2] && w + d < m.size[3] && x < m.size[0];
+        bool inside = y + b < m.size[1] && z + c < m.size[2] && w + d < m.size[3];
         char *row = (char *)m.base + x * m.element + (y + b) * m.stride[1] + (z + c) * m.stride[2] +
                     (w + d) * m.stride[3];
         for (int a = 0; a < m.box[0] * m.element; a += 16, shared += 16)
-            f(swizzled(shared, m.swizzle), inside ? row + a : nullptr);
+            f(swizzled(shared, m.swizzle), inside && x + a / m.element < m.size[0] ? row + a : nullptr);
     }
 }
 static void land(void *to, u32 bytes, u64 &barrier, std::function<void()> act) {
@@ -159,6 +190,17 @@ static void copy_in(void *to, const TensorMap &map, int x, int y, int z, int w, 
     });
 }
 static void copy_in(void *to, const TensorMap &map, int x, int y, int z, u64 &b) { copy_in(to, map, x, y, z, 0, b); }
+static void copy_in_all(void *to, const TensorMap &map, int x, int y, int z, u64 &b, int ranks) {
+    Block *home = block;
+    for (int rank = 0; rank < CLUSTER; rank++) if (ranks >> rank & 1) {
+        Block &other = neighbour(rank);
+        void *theirs = other.memory + address(to);
+        u64 &barrier = there(other, b);
+        block = &other;
+        copy_in(theirs, map, x, y, z, barrier);
+        block = home;
+    }
+}
 // Read shared memory at one time, and write at another. `left` counts both down.
 static void send(const void *from, u32 bytes, std::function<void(const unsigned char *)> write) {
     if (!visible(address(from), bytes)) fail("a copy overtakes what was stored where it reads");
@@ -187,7 +229,7 @@ static void copies_done(int mask, size_t newest) {
     until([=] { return std::all_of(old.begin(), old.end(), [=](auto &g) { return !g || !(*g & mask); }); },
           "cp.async.bulk.wait_group");
 }
-static void copies_wait_read() { copies_done(0xFFFF, 0); }
+template <int LEFT = 0> static void copies_wait_read() { copies_done(0xFFFF, LEFT); }
 template <int LEFT> static void copies_wait() { copies_done(~0, LEFT); }
 
 // ---- Products
@@ -335,6 +377,9 @@ template <int N> static void multiply_codes(u32 (&sum)[N], const u32 *a, u64 b, 
     issue(CODES, N, sum, {0, a}, b, accumulate);
 }
 static void multiply_codes(u32 (&sum)[32], u64 a, u64 b) { issue(CODES, 32, sum, {a, nullptr}, b); }
+static void multiply_codes(u32 (&sum)[128], u64 a, u64 b, int accumulate) {
+    issue(CODES, 128, sum, {a, nullptr}, b, accumulate);
+}
 static void multiply_tf32(float (&sum)[32], const u32 *a, u64 b) { issue(TF32, 32, sum, {0, a}, b, 0); }
 static void multiply_rows(float (&sum)[32], u64 a, u64 b) { issue(ROWS, 32, sum, {a, nullptr}, b); }
 template <int N> static void multiply(float (&sum)[N], const u32 *a, u64 b) { issue(VALUES, N, sum, {0, a}, b); }

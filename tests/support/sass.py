@@ -21,12 +21,12 @@ class Sass(NamedTuple):
     stack: int
     """Bytes that a thread has in memory for values that do not fit its registers."""
     loop: Counter[str]
-    """Instructions of the longest loop that multiplies, by name up to the first dot; branches taken seldom are
-    included."""
+    """Instructions of a loop that multiplies, by name up to the first dot; branches taken seldom are included."""
 
 
-def disassembled(cubin: bytes, folder: Path) -> Sass:
-    """Read a cubin of one kernel."""
+def disassembled(cubin: bytes, folder: Path, product: str = "HMMA") -> Sass:
+    """Read a cubin of one kernel. Its loop is the longest one with this product of a warp, or the shortest one with a
+    product of a warpgroup."""
     file = folder / "kernel.cubin"
     file.write_bytes(cubin)
 
@@ -45,7 +45,7 @@ def disassembled(cubin: bytes, folder: Path) -> Sass:
             target = re.search(r"\.L\w+", found[2]) if name == "BRA" else None
             targets.append(target[0] if target else None)
     loops = [(labels[t], i) for i, t in enumerate(targets) if t and labels[t] <= i]
-    multiplying = [names[a : b + 1] for a, b in loops if "HMMA" in names[a : b + 1]]
-    loop = Counter(max(multiplying, key=len, default=[]))
+    multiplying = [names[a : b + 1] for a, b in loops if product in names[a : b + 1]]
+    loop = Counter((max if product == "HMMA" else min)(multiplying, key=len, default=[]))
     registers, stack = (int(re.search(rf"{what}:(\d+)", usage)[1]) for what in ("REG", "STACK"))
     return Sass(registers, stack, loop)
