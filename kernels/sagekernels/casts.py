@@ -4,7 +4,8 @@ kernels.
 A product sums along the rows of both its operands. A matrix that two products read along different dims is therefore
 needed twice: as it lies in memory and transposed, each with its own scales. `quantize_both` makes both from one matrix.
 The first pass finds the largest magnitudes of rows and columns together; the second pass reads the matrix again and
-writes both. For 16-bit elements these are 2 + 2 bytes read and 1 + 1 written, 6 bytes an element (NOTES.md).
+writes both. For 16-bit elements these are 2 + 2 bytes read and 1 + 1 written, 6 bytes an element (NOTES.md). A kernel
+that makes a matrix can leave its largest magnitudes behind (swiglu.py). Then there is no first pass.
 """
 
 from typing import NamedTuple
@@ -39,16 +40,28 @@ class Rounded(NamedTuple):
     scale: Tensor
 
 
-def quantize(x: Tensor, number: torch.dtype, per_row: bool) -> Rounded:
+def largest_twin(x: Tensor) -> Tensor:
+    """Return the largest magnitudes of the rows of x [rows, columns], followed by those of its columns, as the bits
+    that float32 has for them: int32 [rows + columns]. These bits order like the numbers, with infinity and then NaN
+    above all of them."""
+    magnitude = x.abs()
+    return torch.cat((magnitude.amax(1), magnitude.amax(0))).float().view(torch.int32)
+
+
+def quantize(x: Tensor, number: torch.dtype, per_row: bool, largest: Tensor | None = None) -> Rounded:
     """Round x [rows, columns] to codes of a number format, so that the largest magnitude of x, or of each row, comes
     near the largest of the format.
+
+    Args:
+        largest: fp32 [rows, 1], the largest magnitudes of the rows, if they are known.
 
     FP8's scales are powers of two, the largest that keep the codes in range. Nothing is added to a magnitude before the
     division: zeros stay zeros, and a largest magnitude of 1e-33 still uses all of the format. A value that is not
     finite makes everything that shares its scale NaN.
     """
-    magnitude = x.abs()
-    largest = (magnitude.amax(-1, keepdim=True) if per_row else magnitude.amax().reshape(1, 1)).float()
+    if largest is None:
+        magnitude = x.abs()
+        largest = (magnitude.amax(-1, keepdim=True) if per_row else magnitude.amax().reshape(1, 1)).float()
     if number == INT8:
         scale = (torch.full_like(largest, 127.0) / largest).clamp(max=2.0**126)  # `127.0 / largest` would round twice
         inverse = scale.reciprocal()
@@ -65,17 +78,27 @@ def quantize(x: Tensor, number: torch.dtype, per_row: bool) -> Rounded:
     return Rounded(codes.to(number).contiguous(), inverse.masked_fill(broken, torch.nan))
 
 
-def quantize_both_twin(x: Tensor, number: torch.dtype, per_row: bool) -> tuple[Rounded, Rounded]:
+def quantize_both_twin(
+    x: Tensor, number: torch.dtype, per_row: bool, largest: Tensor | None = None
+) -> tuple[Rounded, Rounded]:
     """Round x [rows, columns] as it lies, and transposed: [columns, rows and zeros up to a multiple of 16]."""
     turned = F.pad(x, (0, 0, 0, -len(x) % MULTIPLE)).t()
-    return quantize(x, number, per_row), quantize(turned, number, per_row)
+    if largest is None:
+        return quantize(x, number, per_row), quantize(turned, number, per_row)
+    of_rows, of_columns = largest.view(torch.float32)[:, None].split(x.shape)
+    return quantize(x, number, per_row, of_rows), quantize(turned, number, per_row, of_columns)
 
 
 # These are the rows and columns of a program. The first pass takes LARGEST_STEPS such pieces, one below the other, and
 # then leaves two atomic maxima a row or column. Lines of at least 128 bytes are read and written whole, in both
 # directions.
 LARGEST_ROWS, LARGEST_COLUMNS, LARGEST_STEPS, LARGEST_STAGES, LARGEST_WARPS = 16, 512, 16, 3, 4
-ROUND_ROWS, ROUND_COLUMNS, ROUND_WARPS = 128, 128, 8
+# A scale for all keeps the tile that its codes were found right with on a GPU.
+ROUND_ROWS, ROUND_COLUMNS, ROUND_WARPS = {True: 64, False: 128}, 128, {True: 4, False: 8}
+
+# A product and an addition must not become one instruction, which would round INT8's codes once. Torch rounds the
+# product and then the code.
+FUSION = False
 
 
 @triton.jit
@@ -92,7 +115,13 @@ def _magnitude_bits(x):
 
 
 @triton.jit
-def _widened(bits, NARROW: tl.constexpr):
+def magnitudes(x, NARROW: tl.constexpr):
+    """Return the bits of |x|: those of bfloat16, if that is the type of x (NARROW), else those of float32."""
+    return x.to(tl.int16, bitcast=True) & 0x7FFF if NARROW else _magnitude_bits(x.to(tl.float32))
+
+
+@triton.jit
+def widened(bits, NARROW: tl.constexpr):
     """Return the bits that float32 has for a value given by its bits in bfloat16 (NARROW), or the bits themselves."""
     return bits.to(tl.int32) << 16 if NARROW else bits
 
@@ -115,11 +144,11 @@ def _largest_kernel(
         row = first + step * ROWS + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (column < columns)[None, :]
         x = tl.load(X + row.to(tl.int64)[:, None] * stride + column[None, :], mask=inside, other=0.0)
-        bits = x.to(tl.int16, bitcast=True) & 0x7FFF if NARROW else _magnitude_bits(x.to(tl.float32))
+        bits = magnitudes(x, NARROW)
         of_columns = tl.maximum(of_columns, bits)
         if PER_ROW:
-            tl.atomic_max(LARGEST + row, _widened(tl.max(bits, 1), NARROW), mask=row < rows, sem="relaxed")
-    largest = _widened(tl.max(of_columns, 0), NARROW)
+            tl.atomic_max(LARGEST + row, widened(tl.max(bits, 1), NARROW), mask=row < rows, sem="relaxed")
+    largest = widened(tl.max(of_columns, 0), NARROW)
     if PER_ROW:
         tl.atomic_max(LARGEST + rows + column, largest, mask=column < columns, sem="relaxed")
     else:
@@ -129,19 +158,31 @@ def _largest_kernel(
 
 
 @triton.jit
-def _scale_of(largest, NUMBER: tl.constexpr):
-    """Return the factor to multiply by, and its reciprocal, from the bits of a largest magnitude."""
+def _exponent_of(largest, NUMBER: tl.constexpr):
+    """Return the exponent of FP8's factor, from the bits of a largest magnitude."""
+    above = (largest + 0x1FFFFF) >> 23
+    return tl.minimum((262 if NUMBER == "e4m3" else 269) - above, _LARGEST_EXPONENT)
+
+
+@triton.jit
+def _factor_of(largest, NUMBER: tl.constexpr):
+    """Return the factor to multiply by, from the bits of a largest magnitude."""
     if NUMBER == "int8":
         magnitude = largest.to(tl.float32, bitcast=True)
-        scale = tl.minimum(tl.div_rn(tl.zeros_like(magnitude) + 127.0, magnitude), 2.0**126)
-        inverse = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
+        factor = tl.minimum(tl.div_rn(tl.zeros_like(magnitude) + 127.0, magnitude), 2.0**126)
     else:
-        above = (largest + 0x1FFFFF) >> 23
-        exponent = tl.minimum((262 if NUMBER == "e4m3" else 269) - above, _LARGEST_EXPONENT)
-        scale = (exponent << 23).to(tl.float32, bitcast=True)
-        inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    finite = largest < 0x7F800000
-    return tl.where(finite, scale, float("nan")), tl.where(finite, inverse, float("nan"))
+        factor = (_exponent_of(largest, NUMBER) << 23).to(tl.float32, bitcast=True)
+    return tl.where(largest < 0x7F800000, factor, float("nan"))
+
+
+@triton.jit
+def _scale_of(largest, NUMBER: tl.constexpr):
+    """Return the scale, which is the reciprocal of the factor."""
+    if NUMBER == "int8":
+        factor = _factor_of(largest, NUMBER)
+        return tl.div_rn(tl.zeros_like(factor) + 1.0, factor)
+    scale = ((254 - _exponent_of(largest, NUMBER)) << 23).to(tl.float32, bitcast=True)
+    return tl.where(largest < 0x7F800000, scale, float("nan"))
 
 
 @triton.jit
@@ -149,7 +190,6 @@ def _codes_of(x, NUMBER: tl.constexpr):
     """Round float32 inside the format's range, or NaN, to the nearest code, ties to even. Return the code's bits as
     int8."""
     if NUMBER == "int8":
-        x = tl.minimum(tl.maximum(x, -127.0), 127.0)
         return (x + MAGIC).to(tl.int32, bitcast=True).to(tl.int8)
     elif INTERPRETED:  # The interpreter's own conversion does not round ties to even.
         return _fp8_bits(x, 3 if NUMBER == "e4m3" else 2, 7 if NUMBER == "e4m3" else 15)
@@ -184,20 +224,20 @@ def _rows_of(down, PART: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _store_rows(
-    x, row, column, right, turned_scale, LARGEST, CODES, SCALE, rows, columns,
+    x, row, column, right, turned_factor, LARGEST, CODES, SCALE, rows, columns,
     PART: tl.constexpr, PER_ROW: tl.constexpr, NUMBER: tl.constexpr,
 ):  # fmt: skip
     """Round a part of a tile, float32, along rows and write it. Return the part rounded along columns, as its byte of a
     word."""
     if PER_ROW:
-        scale, inverse = _scale_of(tl.load(LARGEST + row, mask=row < rows, other=0), NUMBER)
-        codes = _codes_of(x * scale[:, None], NUMBER)
-        turned = _codes_of(x * turned_scale[None, :], NUMBER)
-        tl.store(SCALE + row, inverse, mask=(row < rows) & (right == 0))
+        largest = tl.load(LARGEST + row, mask=row < rows, other=0)
+        codes = _codes_of(x * _factor_of(largest, NUMBER)[:, None], NUMBER)
+        turned = _codes_of(x * turned_factor[None, :], NUMBER)
+        if right == 0:  # INT8's divisions are a third of the instructions where every program makes them.
+            tl.store(SCALE + row, _scale_of(largest, NUMBER), mask=row < rows)
     else:
-        scale, _ = _scale_of(tl.load(LARGEST), NUMBER)
-        codes = _codes_of(x * scale, NUMBER)
-        turned = _codes_of(x * turned_scale, NUMBER)
+        codes = _codes_of(x * _factor_of(tl.load(LARGEST), NUMBER), NUMBER)
+        turned = _codes_of(x * turned_factor, NUMBER)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     tl.store(CODES + row.to(tl.int64)[:, None] * columns + column[None, :], codes, mask=inside)
     return (turned.to(tl.int32) & 0xFF) << (8 * PART)
@@ -223,49 +263,65 @@ def _round_both_kernel(
     if PER_ROW:
         within = column < columns
         largest = tl.load(LARGEST + rows + column, mask=within, other=0)
-        turned_scale, inverse = _scale_of(largest, NUMBER)
-        tl.store(TURNED_SCALE + column, inverse, mask=within & (down == 0))
+        turned_factor = _factor_of(largest, NUMBER)
+        if down == 0:
+            tl.store(TURNED_SCALE + column, _scale_of(largest, NUMBER), mask=within)
     else:
         # The same number is read a second time. Codes that are used both ways crash ptxas 12.8 (and became zeros as
         # bytes).
-        turned_scale, inverse = _scale_of(tl.load(LARGEST + rows), NUMBER)
-        tl.store(SCALE, inverse, mask=tl.program_id(0) == 0)
-        tl.store(TURNED_SCALE, inverse, mask=tl.program_id(0) == 0)
-    words = _store_rows(x0, row0, column, right, turned_scale, LARGEST, CODES, SCALE, rows, columns, 0, PER_ROW, NUMBER)
-    words |= _store_rows(
-        x1, row1, column, right, turned_scale, LARGEST, CODES, SCALE, rows, columns, 1, PER_ROW, NUMBER
+        largest = tl.load(LARGEST + rows)
+        turned_factor = _factor_of(largest, NUMBER)
+        tl.store(SCALE, _scale_of(largest, NUMBER), mask=tl.program_id(0) == 0)
+        tl.store(TURNED_SCALE, _scale_of(largest, NUMBER), mask=tl.program_id(0) == 0)
+    words = _store_rows(
+        x0, row0, column, right, turned_factor, LARGEST, CODES, SCALE, rows, columns, 0, PER_ROW, NUMBER
     )
     words |= _store_rows(
-        x2, row2, column, right, turned_scale, LARGEST, CODES, SCALE, rows, columns, 2, PER_ROW, NUMBER
+        x1, row1, column, right, turned_factor, LARGEST, CODES, SCALE, rows, columns, 1, PER_ROW, NUMBER
     )
     words |= _store_rows(
-        x3, row3, column, right, turned_scale, LARGEST, CODES, SCALE, rows, columns, 3, PER_ROW, NUMBER
+        x2, row2, column, right, turned_factor, LARGEST, CODES, SCALE, rows, columns, 2, PER_ROW, NUMBER
+    )
+    words |= _store_rows(
+        x3, row3, column, right, turned_factor, LARGEST, CODES, SCALE, rows, columns, 3, PER_ROW, NUMBER
     )
     word, many = down * (ROWS // 4) + tl.arange(0, ROWS // 4), padded // 4
     inside = (column < columns)[:, None] & (word < many)[None, :]
     tl.store(TURNED + column.to(tl.int64)[:, None] * many + word[None, :], tl.trans(words), mask=inside)
 
 
-def quantize_both_triton(x: Tensor, number: torch.dtype, per_row: bool) -> tuple[Rounded, Rounded]:
-    """Compute quantize_both_twin on a GPU, bit for bit. Where a value is not finite, the scale is NaN and the codes are
-    arbitrary."""
-    if x.stride(1) != 1:
-        x = x.contiguous()
-    (rows, columns), ((codes, scale), (turned, turned_scale)) = x.shape, _empty(x, number, per_row)
+def largest_triton(x: Tensor, per_row: bool) -> Tensor:
+    """Compute largest_twin on a GPU. Without per_row only the first number of the rows and of the columns is set, to
+    the largest magnitude of x."""
+    rows, columns = x.shape
     largest = torch.zeros(rows + columns, dtype=torch.int32, device=x.device)
-    padded = turned.shape[1]
+    across, down = ceil_div(columns, LARGEST_COLUMNS), ceil_div(rows, LARGEST_ROWS * LARGEST_STEPS)
     with on_device_of(x):
-        across, down = ceil_div(columns, LARGEST_COLUMNS), ceil_div(rows, LARGEST_ROWS * LARGEST_STEPS)
         _largest_kernel[(across * down,)](
             x, largest, rows, columns, x.stride(0), across,
             ROWS=LARGEST_ROWS, COLUMNS=LARGEST_COLUMNS, STEPS=LARGEST_STEPS, STAGES=LARGEST_STAGES, PER_ROW=per_row,
             NARROW=x.dtype == torch.bfloat16, num_warps=LARGEST_WARPS,
         )  # fmt: skip
-        across, down = ceil_div(columns, ROUND_COLUMNS), ceil_div(padded, ROUND_ROWS)
+    return largest
+
+
+def quantize_both_triton(
+    x: Tensor, number: torch.dtype, per_row: bool, largest: Tensor | None = None
+) -> tuple[Rounded, Rounded]:
+    """Compute quantize_both_twin on a GPU, bit for bit. Where a value is not finite, the scale is NaN and the codes are
+    arbitrary."""
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    (rows, columns), ((codes, scale), (turned, turned_scale)) = x.shape, _empty(x, number, per_row)
+    largest = largest_triton(x, per_row) if largest is None else largest
+    padded = turned.shape[1]
+    with on_device_of(x):
+        across, down = ceil_div(columns, ROUND_COLUMNS), ceil_div(padded, ROUND_ROWS[per_row])
         _round_both_kernel[(across * down,)](
             x, largest, codes, scale, turned, turned_scale,
             rows, columns, padded, x.stride(0), across,
-            ROWS=ROUND_ROWS, COLUMNS=ROUND_COLUMNS, PER_ROW=per_row, NUMBER=NAMES[number], num_warps=ROUND_WARPS,
+            ROWS=ROUND_ROWS[per_row], COLUMNS=ROUND_COLUMNS, PER_ROW=per_row, NUMBER=NAMES[number],
+            num_warps=ROUND_WARPS[per_row], enable_fp_fusion=FUSION,
         )  # fmt: skip
     return Rounded(codes, scale), Rounded(turned, turned_scale)
 
@@ -284,12 +340,12 @@ def _empty(x: Tensor, number: torch.dtype, per_row: bool) -> tuple[Rounded, Roun
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def _quantize_both(x: Tensor, number: torch.dtype, per_row: bool) -> Four:
-    rounded, turned = (quantize_both_triton if x.is_cuda else quantize_both_twin)(x, number, per_row)
+def _quantize_both(x: Tensor, number: torch.dtype, per_row: bool, largest: Tensor | None = None) -> Four:
+    rounded, turned = (quantize_both_triton if x.is_cuda else quantize_both_twin)(x, number, per_row, largest)
     return *rounded, *turned
 
 
-def _quantize_both_fake(x: Tensor, number: torch.dtype, per_row: bool) -> Four:
+def _quantize_both_fake(x: Tensor, number: torch.dtype, per_row: bool, largest: Tensor | None = None) -> Four:
     rounded, turned = _empty(x, number, per_row)
     return *rounded, *turned
 
@@ -297,13 +353,16 @@ def _quantize_both_fake(x: Tensor, number: torch.dtype, per_row: bool) -> Four:
 QUANTIZE_BOTH = operator(_quantize_both, _quantize_both_fake)
 
 
-def quantize_both(x: Tensor, number: torch.dtype, per_row: bool) -> tuple[Rounded, Rounded]:
+def quantize_both(
+    x: Tensor, number: torch.dtype, per_row: bool, largest: Tensor | None = None
+) -> tuple[Rounded, Rounded]:
     """Round a matrix to 8 bits, as it lies and transposed, by one operator that torch.compile takes as one node.
 
     Args:
         x: [rows, columns], bf16, fp16 or fp32, any strides. No gradient goes through.
         number: torch.float8_e4m3fn, torch.float8_e5m2 or torch.int8.
         per_row: use a scale for each row of both results, that is for each row of x and of x^T. False: one for all.
+        largest: what largest_twin returns for x, if whoever made x has left it; only with per_row. x is then read once.
 
     Returns:
         Codes [rows, columns] with scales [rows or 1, 1], and codes [columns, rows and zeros up to a multiple of 16]
@@ -311,11 +370,16 @@ def quantize_both(x: Tensor, number: torch.dtype, per_row: bool) -> tuple[Rounde
 
     Raises:
         TypeError: x has another dtype, or the number format is none of these.
-        ValueError: x is no matrix.
+        ValueError: x is no matrix, or there are largest magnitudes of other rows and columns, or without per_row.
     """
     if x.dtype not in DTYPES or number not in NUMBERS:
         raise TypeError(f"quantize_both takes bf16, fp16 or fp32 to e4m3, e5m2 or int8, got {x.dtype} to {number}")
     if x.dim() != 2:
         raise ValueError(f"quantize_both takes a matrix, got shape {tuple(x.shape)}")
-    codes, scale, turned, turned_scale = QUANTIZE_BOTH(x, number, per_row)
+    if largest is not None and (not per_row or largest.shape != (sum(x.shape),)):
+        raise ValueError(
+            f"quantize_both takes largest magnitudes of {sum(x.shape)} rows and columns, with per_row, got shape "
+            f"{tuple(largest.shape)} and per_row {per_row}"
+        )
+    codes, scale, turned, turned_scale = QUANTIZE_BOTH(x, number, per_row, largest)
     return Rounded(codes, scale), Rounded(turned, turned_scale)

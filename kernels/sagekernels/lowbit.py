@@ -107,11 +107,16 @@ class LowBit(Matmul):
         """Return x [tokens, in] from its packed form. Layers round it again, to the same codes."""
         return packing.unpack(packed, dtype) if packed.dtype == torch.uint8 else packed
 
-    def read(self, x: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    @property
+    def measured(self) -> bool:
+        """Whether `read` and `prepare` are spared work by the largest magnitudes of what they are given."""
+        return self.per_row and not self.wide_weight_gradient
+
+    def read(self, x: Tensor, largest: Tensor | None = None) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Return codes and scales of x for `forward`, and of x transposed for `weight_gradients`."""
         if self.wide_weight_gradient:
             return self._rounded(x), (x,)
-        return quantize_both(x, self.number, self.per_row)
+        return quantize_both(x, self.number, self.per_row, largest if self.measured else None)
 
     def operand(self, x: Tensor) -> Sequence[Tensor]:
         """Return codes and scales of x."""
@@ -126,13 +131,13 @@ class LowBit(Matmul):
         parts: tuple[Tensor, ...] = y.split([len(own) for own in weights], 1)
         return parts
 
-    def prepare(self, grads: Sequence[Tensor]) -> Sequence[Tensor]:
+    def prepare(self, grads: Sequence[Tensor], largest: Tensor | None = None) -> Sequence[Tensor]:
         """Return codes and scales of dY, the gradients of all weights joined, followed by those of dY transposed or by
         dY itself."""
         (grad,) = super().prepare(grads)
         if self.wide_weight_gradient:
             return *quantize(grad, self.gradient, self.per_row), grad
-        rounded, turned = quantize_both(grad, self.gradient, self.per_row)
+        rounded, turned = quantize_both(grad, self.gradient, self.per_row, largest)
         return *rounded, *turned
 
     def input_gradient(

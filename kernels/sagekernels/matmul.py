@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .refusals import differentiated_once
+from .swiglu import SWIGLU, SWIGLU_GRADIENTS, swiglu
 
 Collective = Callable[[Tensor, ProcessGroup], Tensor] | None
 """A function that starts a collective over the group. None: there is nothing to start."""
@@ -30,6 +32,14 @@ Pending = tuple[Tensor, Tensor | None]
 The result must not be read before it is finished. None: the result is the input. The input carries the gradient, which
 has the shape of the input and is itself under way in the backward pass.
 """
+
+
+class Measured(NamedTuple):
+    """A matrix x [tokens, columns] with the largest magnitudes of its rows and columns (casts.largest_twin), which were
+    left by the kernel that made it."""
+
+    x: Tensor
+    largest: Tensor
 
 
 @dataclass(frozen=True)
@@ -67,10 +77,18 @@ class Matmul:
         """Whether the gradients of what `forward` returned may be gathered packed (packing.py)."""
         return False
 
-    def read(self, x: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    @property
+    def measured(self) -> bool:
+        """Whether `read` and `prepare` are spared work by the largest magnitudes of what they are given."""
+        return False
+
+    def read(self, x: Tensor, largest: Tensor | None = None) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Return the tensors of x [tokens, in] that `forward` multiplies, and those that `weight_gradients` multiplies.
 
         Only the second ones are kept for the backward pass. Here both are x itself.
+
+        Args:
+            largest: the largest magnitudes of x (Measured), if they are known.
         """
         return (x,), (x,)
 
@@ -90,9 +108,13 @@ class Matmul:
         (x,) = operand
         return tuple(x @ weight.t() for weight in weights)
 
-    def prepare(self, grads: Sequence[Tensor]) -> Sequence[Tensor]:
+    def prepare(self, grads: Sequence[Tensor], largest: Tensor | None = None) -> Sequence[Tensor]:
         """Return the tensors from which both gradients are computed, made once from the gradients [tokens, out] of each
-        output."""
+        output.
+
+        Args:
+            largest: the largest magnitudes of the gradients (Measured), if they are known. They then come as one.
+        """
         return (torch.cat(list(grads), 1),) if self.joined and len(grads) > 1 else grads
 
     def input_gradient(
@@ -143,7 +165,7 @@ class Matmul:
 
 
 def linear(
-    x: Tensor | Pending,
+    x: Tensor | Measured | Pending,
     weights: Sequence[Tensor],
     matmul: Matmul,
     back: Collective = None,
@@ -157,10 +179,47 @@ def linear(
             computed.
         kept: the tensors that matmul.keep returned for the present weights, if it was called.
     """
+    return _node(x, weights, matmul, back, group, kept, gated=False)
+
+
+def gated_linear(
+    x: Tensor | Measured | Pending,
+    weights: Sequence[Tensor],
+    matmul: Matmul,
+    back: Collective = None,
+    group: ProcessGroup | None = None,
+    kept: Sequence[Tensor] = (),
+) -> Tensor | Measured:
+    """Return silu(x W^T) * x V^T of two weights W and V: [tokens, in] -> [tokens, out]. Arguments are those of
+    `linear`.
+
+    With a matmul that reads largest magnitudes, both kernels of SwiGLU leave them behind: that of the result for the
+    next layer, that of the gradients for this one, in one node of autograd.
+    """
+    if not (matmul.measured and torch.is_grad_enabled()):
+        gate, up = linear(x, weights, matmul, back, group, kept)
+        # torch.compile computes separate gradients in one pass by itself, and as fast. Joined ones need the kernel.
+        return swiglu(gate, up) if matmul.joined else F.silu(gate) * up
+    return Measured(*_node(x, weights, matmul, back, group, kept, gated=True))
+
+
+def _node(
+    x: Tensor | Measured | Pending,
+    weights: Sequence[Tensor],
+    matmul: Matmul,
+    back: Collective,
+    group: ProcessGroup | None,
+    kept: Sequence[Tensor],
+    gated: bool,
+) -> tuple[Tensor, ...]:
+    known: tuple[Tensor, ...] = ()
+    if isinstance(x, Measured):
+        x, largest = x
+        known = (largest,) if matmul.measured else ()
     given, result = x if isinstance(x, tuple) else (x, None)
-    plan = _Plan(matmul, back, group, len(weights), torch.is_grad_enabled())
+    plan = _Plan(matmul, back, group, len(weights), torch.is_grad_enabled(), gated, len(known))
     node = _Linear if matmul.differentiable else _RoundedLinear
-    y: tuple[Tensor, ...] = node.apply(plan, given, result, *weights, *kept)  # type: ignore[no-untyped-call]
+    y: tuple[Tensor, ...] = node.apply(plan, given, result, *known, *weights, *kept)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -171,35 +230,53 @@ class _Plan(NamedTuple):
     weights: int
     backward: bool
     """Whether there will be a backward pass."""
+    gated: bool
+    """Whether SwiGLU of two products follows, with its largest magnitudes."""
+    known: int
+    """1 if the largest magnitudes of x are known, else 0."""
 
 
 class _Linear(torch.autograd.Function):
-    """Autograd's node of `linear`. It keeps the tensors that the matmuls read of x, and the weights themselves. Views
-    of the weights would not do, because ZeRO-3 takes away their content in between."""
+    """Autograd's node of `linear` and `gated_linear`. It keeps the tensors that the matmuls read of x, the weights
+    themselves, and before SwiGLU the products. Views of the weights would not do, because ZeRO-3 takes away their
+    content in between."""
 
     @staticmethod
     def forward(ctx: Any, plan: _Plan, *tensors: Any) -> tuple[Tensor, ...]:
         # Without gradients torch.compile 2.13 loses the first argument of a Function that gets as many arguments as its
         # forward names. Here there are always more.
         given, result, *read = tensors
+        known, read = read[: plan.known], read[plan.known :]
         weights, kept = read[: plan.weights], read[plan.weights :]
         x = given if result is None else plan.matmul.unpack(torch.ops._c10d_functional.wait_tensor(result), given.dtype)
-        operand, saved = plan.matmul.read(x) if plan.backward else (plan.matmul.operand(x), ())
+        operand, saved = plan.matmul.read(x, *known) if plan.backward else (plan.matmul.operand(x), ())
+        made = plan.matmul.forward(operand, weights, kept)
         ctx.plan, ctx.count = plan, len(saved)
-        ctx.save_for_backward(*saved, *read)
-        return plan.matmul.forward(operand, weights, kept)
+        if not plan.gated:
+            ctx.save_for_backward(*saved, *read)
+            return made
+        ctx.save_for_backward(*saved, *read, *made)
+        y: tuple[Tensor, Tensor] = SWIGLU(*made)
+        ctx.mark_non_differentiable(y[1])
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        matmul, back, group, count, _ = ctx.plan
+        matmul, back, group, count, _, gated, known = ctx.plan
         tensors = ctx.saved_tensors
+        if gated:
+            *tensors, gate, up = tensors
+            whole, largest = SWIGLU_GRADIENTS(grads[0], gate, up)
+            prepared = matmul.prepare((whole,), largest)
+        else:
+            prepared = matmul.prepare(grads)
         saved, read = tensors[: ctx.count], tensors[ctx.count :]
         weights, kept = read[:count], read[count:]
-        prepared = matmul.prepare(grads)
         grad_x = matmul.input_gradient(prepared, weights, kept=kept)
         if back is not None:
             grad_x = back(grad_x, group)
-        return None, grad_x, None, *matmul.weight_gradients(prepared, saved, weights), *(None,) * len(kept)
+        gradients = matmul.weight_gradients(prepared, saved, weights)
+        return None, grad_x, None, *(None,) * known, *gradients, *(None,) * len(kept)
 
 
 class _RoundedLinear(_Linear):

@@ -13,64 +13,134 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from .casts import DTYPES
-from .launch import on_device_of
+from .casts import DTYPES, largest_twin, magnitudes, widened
+from .launch import ceil_div, on_device_of
 from .operators import operator
 from .refusals import differentiated_once, refuse_transforms
 
-# A program takes so many rows and columns.
-ROWS, COLUMNS, WARPS = 8, 256, 4
+# A program takes so many rows and columns at a time, and STEPS such pieces, one below the other. It then leaves the
+# largest magnitudes of its columns.
+ROWS, COLUMNS, STEPS, STAGES, WARPS = 8, 256, 16, 3, 4
 
 
-def swiglu_gradients_twin(grad: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-    """Return the gradients of gate and of up, [rows, 2 columns], from that of silu(gate) * up. They are computed in
-    float32 and rounded once."""
+def swiglu_twin(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Return silu(gate) * up and its largest magnitudes."""
+    y = (F.silu(gate) * up).contiguous()
+    return y, largest_twin(y)
+
+
+def swiglu_gradients_twin(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of gate and of up, [rows, 2 columns], from that of silu(gate) * up, and their largest
+    magnitudes. Gradients are computed in float32 and rounded once."""
     wide = torch.promote_types(gate.dtype, torch.float32)
     of_result, gate32, up32 = grad.to(wide), gate.to(wide), up.to(wide)
     of_gate = torch.ops.aten.silu_backward(of_result * up32, gate32)
-    return torch.cat((of_gate, of_result * F.silu(gate32)), 1).to(gate.dtype)
+    gradients = torch.cat((of_gate, of_result * F.silu(gate32)), 1).to(gate.dtype)
+    return gradients, largest_twin(gradients)
+
+
+@triton.jit
+def _swiglu_kernel(
+    GATE, UP, OUT, LARGEST, rows, columns, gate_stride, up_stride, across,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, NARROW: tl.constexpr,
+):  # fmt: skip
+    """Compute silu(gate) * up, and leave the largest magnitudes of what is written (see casts._largest_kernel)."""
+    first = tl.program_id(0) // across * (ROWS * STEPS)
+    column = tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
+    of_columns = tl.zeros([ROWS, COLUMNS], tl.int16 if NARROW else tl.int32)
+    for step in tl.range(STEPS, num_stages=STAGES):
+        row = first + step * ROWS + tl.arange(0, ROWS)
+        inside = (row < rows)[:, None] & (column < columns)[None, :]
+        long = row.to(tl.int64)[:, None]
+        gate = tl.load(GATE + long * gate_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(UP + long * up_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        y = (gate * (1.0 / (1.0 + tl.exp(-gate))) * up).to(OUT.dtype.element_ty)
+        tl.store(OUT + long * columns + column[None, :], y, mask=inside)
+        bits = magnitudes(y, NARROW)
+        of_columns = tl.maximum(of_columns, bits)
+        tl.atomic_max(LARGEST + row, widened(tl.max(bits, 1), NARROW), mask=row < rows, sem="relaxed")
+    largest = widened(tl.max(of_columns, 0), NARROW)
+    tl.atomic_max(LARGEST + rows + column, largest, mask=column < columns, sem="relaxed")
 
 
 @triton.jit
 def _swiglu_gradients_kernel(
-    GRAD, GATE, UP, OUT, rows, columns, grad_stride, gate_stride, up_stride, across,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    GRAD, GATE, UP, OUT, LARGEST, rows, columns, grad_stride, gate_stride, up_stride, across,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
-    row = (tl.program_id(0) // across * ROWS + tl.arange(0, ROWS))[:, None]
-    column = (tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS))[None, :]
-    inside = (row < rows) & (column < columns)
-    row = row.to(tl.int64)
-    gate = tl.load(GATE + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(UP + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
-    grad = tl.load(GRAD + row * grad_stride + column, mask=inside, other=0.0).to(tl.float32)
-    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
-    of_gate = grad * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
-    of_up = grad * (gate * sigmoid)
-    out = OUT + row * (2 * columns) + column
-    tl.store(out, of_gate.to(OUT.dtype.element_ty), mask=inside)
-    tl.store(out + columns, of_up.to(OUT.dtype.element_ty), mask=inside)
+    """Compute both gradients, and leave the largest magnitudes of what is written."""
+    first = tl.program_id(0) // across * (ROWS * STEPS)
+    column = tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
+    of_gates = tl.zeros([ROWS, COLUMNS], tl.int16 if NARROW else tl.int32)
+    of_ups = tl.zeros([ROWS, COLUMNS], tl.int16 if NARROW else tl.int32)
+    for step in tl.range(STEPS, num_stages=STAGES):
+        row = first + step * ROWS + tl.arange(0, ROWS)
+        inside = (row < rows)[:, None] & (column < columns)[None, :]
+        long = row.to(tl.int64)[:, None]
+        gate = tl.load(GATE + long * gate_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(UP + long * up_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        grad = tl.load(GRAD + long * grad_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+        of_gate = (grad * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))).to(OUT.dtype.element_ty)
+        of_up = (grad * (gate * sigmoid)).to(OUT.dtype.element_ty)
+        out = OUT + long * (2 * columns) + column[None, :]
+        tl.store(out, of_gate, mask=inside)
+        tl.store(out + columns, of_up, mask=inside)
+        gate_bits, up_bits = magnitudes(of_gate, NARROW), magnitudes(of_up, NARROW)
+        of_gates, of_ups = tl.maximum(of_gates, gate_bits), tl.maximum(of_ups, up_bits)
+        largest = widened(tl.max(tl.maximum(gate_bits, up_bits), 1), NARROW)
+        tl.atomic_max(LARGEST + row, largest, mask=row < rows, sem="relaxed")
+    of_columns = LARGEST + rows + column
+    tl.atomic_max(of_columns, widened(tl.max(of_gates, 0), NARROW), mask=column < columns, sem="relaxed")
+    tl.atomic_max(of_columns + columns, widened(tl.max(of_ups, 0), NARROW), mask=column < columns, sem="relaxed")
 
 
-def swiglu_gradients_triton(grad: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-    """Compute swiglu_gradients_twin on a GPU, within its rounding."""
-    grad, gate, up = (x if x.stride(1) == 1 else x.contiguous() for x in (grad, gate, up))
-    out = _swiglu_gradients_fake(grad, gate, up)
-    rows, columns = gate.shape
-    across, down = triton.cdiv(columns, COLUMNS), triton.cdiv(rows, ROWS)
-    with on_device_of(gate):
-        _swiglu_gradients_kernel[(across * down,)](
-            grad, gate, up, out, rows, columns, grad.stride(0), gate.stride(0), up.stride(0), across,
-            ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS,
+def _launch(kernel: triton.JITFunction, parts: int, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Launch a kernel of matrices of one shape [rows, columns], and return its result [rows, parts columns] and the
+    largest magnitudes."""
+    inputs = tuple(x if x.stride(1) == 1 else x.contiguous() for x in inputs)
+    rows, columns = inputs[0].shape
+    out = inputs[-1].new_empty(rows, parts * columns)
+    largest = torch.zeros(rows + parts * columns, dtype=torch.int32, device=out.device)
+    across, down = ceil_div(columns, COLUMNS), ceil_div(rows, ROWS * STEPS)
+    with on_device_of(out):
+        kernel[(across * down,)](
+            *inputs, out, largest, rows, columns, *(x.stride(0) for x in inputs), across,
+            ROWS=ROWS, COLUMNS=COLUMNS, STEPS=STEPS, STAGES=STAGES, NARROW=out.dtype == torch.bfloat16, num_warps=WARPS,
         )  # fmt: skip
-    return out
+    return out, largest
 
 
-def _swiglu_gradients(grad: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+def swiglu_triton(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute swiglu_twin on a GPU. The result is within one rounding, and the largest magnitudes are exactly its."""
+    return _launch(_swiglu_kernel, 1, gate, up)
+
+
+def swiglu_gradients_triton(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute swiglu_gradients_twin on a GPU, within its rounding. The largest magnitudes are exactly those of the
+    result."""
+    return _launch(_swiglu_gradients_kernel, 2, grad, gate, up)
+
+
+def _swiglu(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    return (swiglu_triton if gate.is_cuda else swiglu_twin)(gate, up)
+
+
+def _swiglu_fake(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    rows, columns = gate.shape
+    return gate.new_empty(rows, columns), gate.new_empty(rows + columns, dtype=torch.int32)
+
+
+SWIGLU = operator(_swiglu, _swiglu_fake)
+
+
+def _swiglu_gradients(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     return (swiglu_gradients_triton if gate.is_cuda else swiglu_gradients_twin)(grad, gate, up)
 
 
-def _swiglu_gradients_fake(grad: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-    return gate.new_empty(gate.shape[0], 2 * gate.shape[1])
+def _swiglu_gradients_fake(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    rows, columns = gate.shape
+    return gate.new_empty(rows, 2 * columns), gate.new_empty(rows + 2 * columns, dtype=torch.int32)
 
 
 SWIGLU_GRADIENTS = operator(_swiglu_gradients, _swiglu_gradients_fake)
@@ -90,7 +160,7 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, ...]:
         gate, up = ctx.saved_tensors
         # The split names the sizes, because torch.compile then knows that the pieces, joined again, are the whole.
-        return SWIGLU_GRADIENTS(grad, gate, up).split([gate.shape[1]] * 2, 1)
+        return SWIGLU_GRADIENTS(grad, gate, up)[0].split([gate.shape[1]] * 2, 1)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

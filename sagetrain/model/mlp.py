@@ -6,11 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sagekernels.matmul import Matmul
-from sagekernels.swiglu import swiglu
+from sagekernels.matmul import Matmul, Measured, Pending
 from sagetrain.config.layer_specs import LayerSpec
 from sagetrain.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from sagetrain.parallel.topology import ParallelGroups
@@ -63,8 +61,7 @@ class MLP(nn.Module):
         """The functions that the input goes through one after the other. The last one starts to sum up the output."""
         return [self, self.down]
 
-    def forward(self, x_TD: Tensor) -> Tensor:
-        """Return silu(gate(x)) * up(x), [tokens, inner / tp]. x comes from start_enter and is [tokens, hidden]."""
-        gate, up = self.gate_up(x_TD)
-        # torch.compile computes separate gradients in one pass by itself, and as fast. Joined ones need the kernel.
-        return swiglu(gate, up) if self.gate_up.matmul.joined else F.silu(gate) * up
+    def forward(self, x_TD: Tensor | Pending) -> Tensor | Measured:
+        """Return silu(gate(x)) * up(x), [tokens, inner / tp], for `down`. x comes from start_enter and is
+        [tokens, hidden]."""
+        return self.gate_up.gated(x_TD)

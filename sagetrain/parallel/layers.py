@@ -9,12 +9,13 @@ dim of which weight is cut.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sagekernels.matmul import Matmul, Pending, linear
+from sagekernels.matmul import Matmul, Measured, Pending, gated_linear, linear
 from sagetrain.parallel.collectives import entering, start_leave
 from sagetrain.parallel.topology import ParallelGroups
 
@@ -104,11 +105,20 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor | Pending) -> tuple[Tensor, ...]:
         """Multiply x [tokens, in], and return [tokens, out / tp] for each weight."""
-        back = None if self.groups.tp_size == 1 else entering(self.sequence_parallel)[1]
-        outputs: tuple[Tensor, ...] = linear(x, self.weights, self.matmul, back, self.groups.tp_group, self.kept)
+        outputs = linear(x, *self._how())
         if self.bias:
             outputs = tuple(y + getattr(self, f"{name}_bias") for name, y in zip(self.names, outputs, strict=True))
         return outputs
+
+    def gated(self, x: Tensor | Pending) -> Tensor | Measured:
+        """Return silu(gate) * up of the layer's two products, [tokens, out / tp], for a row-parallel layer. The layer
+        has no bias."""
+        return gated_linear(x, *self._how())
+
+    def _how(self) -> tuple[Any, ...]:
+        """Return the arguments of `linear` that are not x."""
+        back = None if self.groups.tp_size == 1 else entering(self.sequence_parallel)[1]
+        return self.weights, self.matmul, back, self.groups.tp_group, self.kept
 
 
 class RowParallelLinear(nn.Module):
@@ -149,7 +159,7 @@ class RowParallelLinear(nn.Module):
         """The matrix."""
         return [self.weight]
 
-    def forward(self, x: Tensor) -> Tensor | Pending:
+    def forward(self, x: Tensor | Measured) -> Tensor | Pending:
         """Multiply x [tokens, in / tp], and start to sum up [tokens (/ tp with sequence parallelism), out]."""
         (y,) = linear(x, [self.weight], self.matmul, kept=self.kept)
         return start_leave(y, self.groups, self.sequence_parallel, packed=self.matmul.gradient_travels)

@@ -64,7 +64,7 @@ class Observed(Matmul):
     tell: Numbers
     tag: str
 
-    def read(self, x: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    def read(self, x: Tensor, largest: Tensor | None = None) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Return the codes and scales of x, and x."""
         return self.low.operand(x), (x,)
 

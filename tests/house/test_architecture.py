@@ -158,7 +158,7 @@ def test_kernels_stand_alone():
 
 
 def test_only_these_files_import_kernels():
-    """The model uses attention, QK-norm and SwiGLU, collectives the casts of linear layers, and Muon its own. The
+    """The model uses attention and QK-norm, collectives the casts of linear layers, and Muon its own. The
     choices of `auto` and the measurements of errors use kernels as well, and what records micro-steps sees whether they
     are observed. The Matmul of a linear layer is a value that many files hand on, and so are recordings. Refusals are
     no kernels."""
@@ -173,7 +173,6 @@ def test_only_these_files_import_kernels():
         *choices,
         "engines/replayed",
         "model/attention",
-        "model/mlp",
         "parallel/collectives",
         "optim/muon",
     )

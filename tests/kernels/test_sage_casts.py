@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sagekernels.casts import NUMBERS, QUANTIZE_BOTH, quantize, quantize_both
+from sagekernels.casts import NUMBERS, QUANTIZE_BOTH, largest_twin, quantize, quantize_both
 
 every_number = pytest.mark.parametrize("number", NUMBERS, ids=str)
 
@@ -31,6 +31,18 @@ def test_both_are_the_casts_of_the_matrix_and_of_its_transpose(number, per_row, 
 
 
 @every_number
+def test_known_largest_magnitudes_are_those_of_the_cast(number):
+    """They are read, not found again."""
+    x = matrix(37, 20).bfloat16()
+    largest = largest_twin(x)
+    for factor in (1, 2):  # Twice the largest magnitudes double the scales.
+        known = (factor * largest.view(torch.float32)).view(torch.int32)
+        for found, expected in zip(quantize_both(x, number, True, known), quantize_both(x, number, True), strict=True):
+            assert torch.equal(found.codes.view(torch.uint8), expected.codes.view(torch.uint8)) == (factor == 1)
+            torch.testing.assert_close(found.scale, factor * expected.scale)
+
+
+@every_number
 @pytest.mark.parametrize("per_row", [True, False])
 def test_the_operator_keeps_its_promises(number, per_row):
     """The operator has its schema, and its empty results for torch.compile, with dims that change too."""
@@ -54,3 +66,6 @@ def test_what_it_does_not_take_it_refuses():
         quantize_both(torch.zeros(4, 4), torch.uint8, True)
     with pytest.raises(ValueError, match=r"got shape \(4,\)"):
         quantize_both(torch.zeros(4), torch.int8, True)
+    for number, per_row in ((4, True), (8, False)):
+        with pytest.raises(ValueError, match=rf"of 8 rows and columns, with per_row, got shape \({number},\)"):
+            quantize_both(torch.zeros(4, 4), torch.int8, per_row, torch.zeros(number, dtype=torch.int32))

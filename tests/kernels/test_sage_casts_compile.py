@@ -9,11 +9,15 @@ from triton.compiler import ASTSource, compile
 
 from sagekernels import hopper_projection
 from sagekernels.casts import (
+    FUSION,
     LARGEST_COLUMNS,
     LARGEST_ROWS,
     LARGEST_STAGES,
     LARGEST_STEPS,
     LARGEST_WARPS,
+    ROUND_COLUMNS,
+    ROUND_ROWS,
+    ROUND_WARPS,
     _largest_kernel,
     _round_both_kernel,
 )
@@ -27,7 +31,9 @@ MATRICES = ("X", "GRAD", "GATE", "UP", "OUT", "Q", "K", "Q_GAIN", "K_GAIN", "Q_O
 CODES = {"int8": "*i8", "e4m3": "*fp8e4nv", "e5m2": "*fp8e5"}
 
 
-def ptx_of(function, architecture: int, num_warps: int, constants: dict[str, object], x: str = "*bf16") -> str:
+def ptx_of(
+    function, architecture: int, num_warps: int, constants: dict[str, object], x: str = "*bf16", **options: object
+) -> str:
     """Compile a kernel as it is launched for sizes that are multiples of 16. ptxas takes it."""
     names = function.arg_names
     codes = dict.fromkeys(("CODES", "TURNED"), CODES[constants.get("NUMBER", "int8")])
@@ -37,7 +43,8 @@ def ptx_of(function, architecture: int, num_warps: int, constants: dict[str, obj
     even = [name for name in names if name not in (*constants, *NUMBERS, "across")]
     hints = {(names.index(name),): [["tt.divisibility", 16]] for name in even}
     source = ASTSource(function, signature, fixed, hints)
-    return compile(source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": num_warps}).asm["ptx"]
+    options["num_warps"] = num_warps
+    return compile(source, target=GPUTarget("cuda", architecture, 32), options=options).asm["ptx"]
 
 
 @pytest.mark.parametrize(("architecture", "per_row"), [(89, True), (90, True), (90, False), (100, False)])
@@ -57,28 +64,35 @@ def test_the_largest_magnitudes_compile(architecture, per_row, x, instruction):
     (80, "int8", "add"),
 ])  # fmt: skip
 def test_rounding_compiles(architecture, number, instruction):
-    constants = {"ROWS": 128, "COLUMNS": 128, "PER_ROW": True, "NUMBER": number}
-    assert instruction in ptx_of(_round_both_kernel, architecture, 8, constants)
+    constants = {"ROWS": ROUND_ROWS[True], "COLUMNS": ROUND_COLUMNS, "PER_ROW": True, "NUMBER": number}
+    assert instruction in ptx_of(_round_both_kernel, architecture, ROUND_WARPS[True], constants)
+
+
+def test_int8_rounds_the_product_before_it_rounds_to_a_code():
+    """A product and an addition as one instruction would round once, where torch rounds twice."""
+    constants = {"ROWS": ROUND_ROWS[True], "COLUMNS": ROUND_COLUMNS, "PER_ROW": True, "NUMBER": "int8"}
+    assert "fma" not in ptx_of(_round_both_kernel, 90, ROUND_WARPS[True], constants, enable_fp_fusion=FUSION)
 
 
 @pytest.mark.parametrize("x", ["*bf16", "*fp32"])
 @pytest.mark.parametrize("per_row", [True, False])
 def test_codes_are_transposed_as_words(per_row, x):
     """Four rows are transposed at a time, because shared memory is slow at single bytes."""
-    constants = {"ROWS": 128, "COLUMNS": 128, "PER_ROW": per_row, "NUMBER": "e4m3"}
-    ptx = ptx_of(_round_both_kernel, 90, 8, constants, x)
+    constants = {"ROWS": ROUND_ROWS[per_row], "COLUMNS": ROUND_COLUMNS, "PER_ROW": per_row, "NUMBER": "e4m3"}
+    ptx = ptx_of(_round_both_kernel, 90, ROUND_WARPS[per_row], constants, x)
     assert "ld.shared" in ptx
     assert "ld.shared.b8" not in ptx
 
 
 @pytest.mark.parametrize("architecture", [80, 90, 100])
-def test_gradients_of_swiglu_compile(architecture):
+def test_swiglu_compiles(architecture):
     """Every load and store has 16 bytes a thread."""
-    constants = {"ROWS": swiglu.ROWS, "COLUMNS": swiglu.COLUMNS}
-    ptx = ptx_of(swiglu._swiglu_gradients_kernel, architecture, swiglu.WARPS, constants)
-    assert ptx.count("ex2.approx") == swiglu.ROWS * swiglu.COLUMNS // (32 * swiglu.WARPS)
-    moved = [line for line in ptx.splitlines() if "ld.global" in line or "st.global" in line]
-    assert moved and all("v4.b32" in line for line in moved)
+    constants = {name: getattr(swiglu, name) for name in ("ROWS", "COLUMNS", "STEPS", "STAGES")}
+    for kernel in (swiglu._swiglu_kernel, swiglu._swiglu_gradients_kernel):
+        ptx = ptx_of(kernel, architecture, swiglu.WARPS, {**constants, "NARROW": True})
+        assert ptx.count("ex2.approx") == swiglu.ROWS * swiglu.COLUMNS // (32 * swiglu.WARPS)
+        moved = [line for line in ptx.splitlines() if "ld.global" in line or "st.global" in line]
+        assert moved and all("v4.b32" in line for line in moved)
 
 
 @pytest.mark.parametrize(("heads", "head_dim", "x", "architecture"), [

@@ -20,7 +20,7 @@ if not INSIDE:
 else:
     from sagekernels.backward import triton_backward
     from sagekernels.call import Projection
-    from sagekernels.casts import INT8, NUMBERS, quantize_both_triton, quantize_both_twin
+    from sagekernels.casts import INT8, NUMBERS, largest_twin, quantize_both_triton, quantize_both_twin
     from sagekernels.forward import document_bounds_triton, triton_forward
     from sagekernels.hopper_backward import _finish_dq_kernel
     from sagekernels.hopper_projection import finish_projection
@@ -39,7 +39,7 @@ else:
         transpose_codes,
     )
     from sagekernels.reference import document_bounds, twin_backward, twin_forward
-    from sagekernels.swiglu import swiglu_gradients_triton
+    from sagekernels.swiglu import swiglu_gradients_triton, swiglu_triton
     from sagekernels.testing import (
         Shape,
         call_of,
@@ -198,9 +198,10 @@ else:
         x = far(torch.randn(3, 48).bfloat16(), 0)
         same_bits(quantize_both_triton(x, INT8, True), quantize_both_twin(x, INT8, True))
         inputs = random_swiglu(3, 20, 1.0, torch.float16)
-        expected = swiglu_gradients_triton(*inputs)
+        expected = *swiglu_gradients_triton(*inputs), *swiglu_triton(*inputs[1:])
         apart = [far(part, 64 * place) for place, part in enumerate(inputs)]
-        assert torch.equal(swiglu_gradients_triton(*apart), expected)
+        found = *swiglu_gradients_triton(*apart), *swiglu_triton(*apart[1:])
+        assert all(map(torch.equal, found, expected))
         x = random_qk(
             3, (2, 1), 16, 1.0, torch.float16
         )  # Gradients go by a loop, which the interpreter counts in int32.
@@ -236,20 +237,39 @@ else:
                 kept = ~twin.scale.isnan().expand(len(twin.codes), 1).squeeze(1)
                 assert torch.equal(ours.codes.view(torch.uint8)[kept], twin.codes.view(torch.uint8)[kept])
 
-    @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-    def test_gradients_of_swiglu(dtype):
-        """There is more than one program each way, sizes fill no tile, and there are strides. (The interpreter
-        truncates to bfloat16.)"""
-        for rows, columns, magnitude in ((1, 1, 1.0), (20, 300, 1e-2), (9, 257, 20.0), (37, 129, 1.0)):
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+    def test_swiglu_and_its_gradients(dtype):
+        """There is more than one program each way, sizes fill no tile, and there are strides. The largest magnitudes
+        are those of what was written, and a cast with them has the bits of one without."""
+        for rows, columns, magnitude in ((1, 1, 1.0), (20, 300, 1e-2), (9, 257, 20.0), (150, 129, 1.0)):
             inputs = random_swiglu(rows, columns, magnitude, dtype)
-            found = swiglu_gradients_triton(*inputs)
+            torch.full((rows, 2 * columns), torch.nan, dtype=dtype)  # Results may come to lie in this memory.
+            (found, largest), (y, of_y) = swiglu_gradients_triton(*inputs), swiglu_triton(*inputs[1:])
             assert found.shape == (rows, 2 * columns) and found.dtype == dtype and found.is_contiguous()
-            assert swiglu_gradients_error(found, *inputs) <= 1
+            gate, up = (x.double() for x in inputs[1:])
+            exact = torch.nn.functional.silu(gate) * up
+            least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+            if dtype != torch.bfloat16:  # The interpreter truncates to it.
+                assert swiglu_gradients_error(found, *inputs) <= 1
+                assert ((y.double() - exact).abs() <= torch.finfo(dtype).eps * 4 * exact.abs() + least).all()
+            for x, known in ((found, largest), (y, of_y)):
+                assert torch.equal(known, largest_twin(x))
+                same_bits(quantize_both_triton(x, INT8, True, known), quantize_both_twin(x, INT8, True))
         apart = [x.t().contiguous().t() for x in inputs]
-        assert torch.equal(swiglu_gradients_triton(*apart), found)
+        assert torch.equal(swiglu_gradients_triton(*apart)[0], found)
         everywhere = inputs[0][:1, :1].expand(rows, columns)  # The gradient of a sum looks like this.
-        found = swiglu_gradients_triton(everywhere, *inputs[1:])
-        assert torch.equal(found, swiglu_gradients_triton(everywhere.contiguous(), *inputs[1:]))
+        expected = swiglu_gradients_triton(everywhere.contiguous(), *inputs[1:])
+        assert all(map(torch.equal, swiglu_gradients_triton(everywhere, *inputs[1:]), expected))
+
+    def test_swiglu_of_what_is_not_finite():
+        """A scale is NaN where a value of its row or column is not finite."""
+        grad, gate, up = (x.clone() for x in random_swiglu(20, 40, 1.0, torch.float32))
+        up[3, 4], up[5, 6], gate[7, 8] = torch.nan, torch.inf, torch.nan
+        for x, largest in (swiglu_triton(gate, up), swiglu_gradients_triton(grad, gate, up)):
+            for known, found in zip(
+                quantize_both_triton(x, INT8, True, largest), quantize_both_twin(x, INT8, True), strict=True
+            ):
+                assert torch.equal(known.scale.isnan(), found.scale.isnan()) and known.scale.isnan().any()
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
     @pytest.mark.parametrize(("tokens", "heads", "head_dim", "magnitude"), [

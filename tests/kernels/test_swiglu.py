@@ -6,18 +6,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tiny
 from backward_graph import backward_calls
+from sagekernels.casts import QUANTIZE_BOTH, largest_twin
 from sagekernels.lowbit import RECIPES
 from sagekernels.matmul import Matmul
-from sagekernels.swiglu import SWIGLU_GRADIENTS, swiglu, swiglu_gradients_twin
+from sagekernels.swiglu import SWIGLU, SWIGLU_GRADIENTS, swiglu, swiglu_gradients_twin
 from sagekernels.testing import random_swiglu, swiglu_gradients_error
 from sagetrain.config.layer_specs import layers
 from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig
 from sagetrain.model import mlp
 from sagetrain.model.compile import compile_blocks
 from sagetrain.model.selection import matmuls_of
+from sagetrain.parallel.layers import ColumnParallelLinear, keep_weights
 from sagetrain.parallel.topology import ParallelGroups
 
 SINGLE = ParallelGroups.single()
@@ -31,7 +34,8 @@ def test_the_twin_is_within_one_rounding_of_float64(dtype: torch.dtype) -> None:
     magnitudes = (1.0, 1e-2, 20.0, 1e-3) if dtype == torch.float16 else (1.0, 1e-15, 1e15, 1e-20)
     for rows, columns, magnitude in zip((1, 37, 16, 37), (1, 129, 48, 129), magnitudes, strict=True):
         inputs = random_swiglu(rows, columns, magnitude, dtype)
-        found = swiglu_gradients_twin(*inputs)
+        found, largest = swiglu_gradients_twin(*inputs)
+        assert torch.equal(largest, largest_twin(found))
         assert found.shape == (rows, 2 * columns) and found.dtype == dtype
         assert swiglu_gradients_error(found, *inputs) <= 1
         assert swiglu_gradients_error(found * (1 + 8 * torch.finfo(dtype).eps), *inputs) > 1
@@ -41,7 +45,7 @@ def test_the_twin_is_the_derivative() -> None:
     """The derivative confirms the float64 formulas above."""
     gate, up, grad = (torch.randn(5, 7, dtype=torch.float64, requires_grad=True) for _ in range(3))
     expected = torch.autograd.grad(F.silu(gate) * up, (gate, up), grad)
-    torch.testing.assert_close(swiglu_gradients_twin(grad, gate, up), torch.cat(expected, 1))
+    torch.testing.assert_close(swiglu_gradients_twin(grad, gate, up)[0], torch.cat(expected, 1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -52,7 +56,7 @@ def test_gradients_are_halves_of_one_matrix(dtype: torch.dtype) -> None:
     assert torch.equal(y, F.silu(gate) * up)
     of_gate, of_up = torch.autograd.grad(y, (gate, up), grad)
     assert of_gate.untyped_storage().data_ptr() == of_up.untyped_storage().data_ptr()
-    assert torch.equal(torch.cat((of_gate, of_up), 1), swiglu_gradients_twin(grad, gate.detach(), up.detach()))
+    assert torch.equal(torch.cat((of_gate, of_up), 1), swiglu_gradients_twin(grad, gate.detach(), up.detach())[0])
 
 
 def test_it_keeps_gate_and_up_alone() -> None:
@@ -65,7 +69,9 @@ def test_it_keeps_gate_and_up_alone() -> None:
 
 def test_the_operator_keeps_its_promises() -> None:
     for inputs in (random_swiglu(9, 20, 1.0, torch.bfloat16), [torch.randn(20, 9).t() for _ in range(3)]):
-        torch.library.opcheck(SWIGLU_GRADIENTS, tuple(inputs), test_utils=("test_schema", "test_faketensor"))
+        tests = ("test_schema", "test_faketensor")
+        torch.library.opcheck(SWIGLU_GRADIENTS, tuple(inputs), test_utils=tests)
+        torch.library.opcheck(SWIGLU, tuple(inputs[1:]), test_utils=tests)
 
 
 def test_what_it_does_not_take_it_refuses() -> None:
@@ -103,6 +109,31 @@ def test_gradients_that_are_joined_are_not_copied() -> None:
     assert "sagekernels.swiglu_gradients.default" not in backward_graph(Matmul())
 
 
+@pytest.mark.parametrize("recipe", [("int8", "rowwise"), ("fp8", "tensorwise"), ("int8", "rowwise_bf16_wgrad")])
+def test_both_casts_know_the_largest_magnitudes(recipe: tuple[str, str]) -> None:
+    """SwiGLU leaves them for the next layer and for its own gradients, where rows have scales of their own."""
+    known: list[bool] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if operator is QUANTIZE_BOTH:
+                known.append(len(args) == 4 and args[3] is not None)
+            return operator(*args, **(kwargs or {}))
+
+    place = {"dtype": torch.bfloat16, "device": torch.device("cpu")}
+    matmuls = dict.fromkeys(("gate_up", "down"), RECIPES[recipe])
+    layer = mlp.MLP(layers(SHAPE)[0], SINGLE, matmuls=matmuls, sequence_parallel=False, **place)
+    for weight in layer.parameters():
+        nn.init.normal_(weight, std=0.1)
+    keep_weights(layer)
+    x = torch.randn(16, 64, dtype=torch.bfloat16, requires_grad=True)
+    with Watch():
+        layer.down(layer(x)).sum().backward()
+    if recipe == ("int8", "rowwise"):  # x of both layers, then their dY
+        assert known == [False, True, False, True]
+    assert any(known) == (recipe == ("int8", "rowwise"))
+
+
 def gradients(dtype: torch.dtype = torch.float32, compiled: bool = False, **arguments: object) -> list[Tensor]:
     """Return the loss and gradients of a model in FP8."""
     place = {"device": torch.device("cpu"), "dtype": dtype}
@@ -122,8 +153,13 @@ def gradients(dtype: torch.dtype = torch.float32, compiled: bool = False, **argu
 @pytest.fixture
 def plain(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The loss and gradients with plain torch."""
+
+    def gated(layer: ColumnParallelLinear, x: Tensor) -> Tensor:
+        gate, up = layer(x)
+        return F.silu(gate) * up
+
     with monkeypatch.context() as patched:
-        patched.setattr(mlp, "swiglu", lambda gate, up: F.silu(gate) * up)
+        patched.setattr(ColumnParallelLinear, "gated", gated)
         return gradients()
 
 
