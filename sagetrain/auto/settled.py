@@ -23,8 +23,9 @@ from sagetrain.auto.timed_choice import by_first_rank
 from sagetrain.cluster.run_folder import RunFolder
 from sagetrain.config.layout import Layout
 from sagetrain.config.schema import Recomputation, RunConfig
-from sagetrain.costs.accounting import memory_per_rank, overlaps, total_bytes, with_recomputation
+from sagetrain.costs.accounting import overlaps, total_bytes, with_recomputation
 from sagetrain.costs.hardware import usable_bytes
+from sagetrain.costs.memory import memory_per_rank
 from sagetrain.data.loader import Batch, SampleStream, batch_of
 from sagetrain.model.selection import matmuls_of
 from sagetrain.parallel.topology import ParallelGroups

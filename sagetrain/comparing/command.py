@@ -32,7 +32,8 @@ from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.errors import TRAINING_EXIT_CODE, ConfigError, many
 from sagetrain.config.load import flat, is_assignment, load_config
 from sagetrain.config.schema import DataConfig, ModelConfig
-from sagetrain.costs.accounting import memory_per_rank, num_parameters, total_bytes
+from sagetrain.costs.accounting import num_parameters, total_bytes
+from sagetrain.costs.memory import memory_per_rank
 from sagetrain.data.token_file import TokenFile, write_atomic
 from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
 from sagetrain.report.read import read_rows

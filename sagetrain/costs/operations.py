@@ -1,7 +1,8 @@
 """The operations of the model, listed once: matmuls, attention, and passes that only move data. Nothing here needs
 torch. costs/collective_costs.py lists the collectives around them.
 
-costs/accounting.py counts FLOPs and memory of this list, and planning/performance.py its time; neither knows the model.
+costs/accounting.py counts FLOPs of this list, memory.py its memory, and planning/performance.py its time; none of them
+knows the model.
 Sizes are those of one rank. A new pass over the activations is one entry of `block_operations`. A linear layer in other
 arithmetic is another `Precision`.
 """

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from sagetrain.config.layout import Layout, zero_optimization
 from sagetrain.config.schema import RunConfig
-from sagetrain.costs.accounting import reduce_bucket_size
+from sagetrain.costs.deepspeed_prices import reduce_bucket_size
 from sagetrain.engines.masters import Masters
 from sagetrain.engines.protocol import Owned, every
 from sagetrain.engines.step import BaseEngine, Decision

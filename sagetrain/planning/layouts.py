@@ -12,9 +12,10 @@ from sagetrain.config.arithmetic import idle_share
 from sagetrain.config.layout import Layout
 from sagetrain.config.rules import fit
 from sagetrain.config.schema import LinearConfig, RunConfig
-from sagetrain.costs.accounting import memory_per_rank, total_bytes, with_recomputation
+from sagetrain.costs.accounting import total_bytes, with_recomputation
 from sagetrain.costs.hardware import Hardware
 from sagetrain.costs.host_memory import HOST_SHARE, host_memory_per_rank
+from sagetrain.costs.memory import memory_per_rank
 from sagetrain.planning.changes import changed, raise_of, way, with_enough_tokens
 from sagetrain.planning.evidence import engines_compared
 from sagetrain.planning.performance import predict, with_overlap

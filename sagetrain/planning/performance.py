@@ -3,8 +3,8 @@ torch.
 
 A step is `accumulation` micro-steps and one update. On one GPU, a micro-step runs the operations of
 costs/operations.py: the matmuls (slower where tensor parallelism makes them thin), attention, and the passes that only
-move data (bytes over bandwidth). Then DeepSpeed processes every gradient. Communication is priced for each collective,
-as our layers and DeepSpeed 0.19 with our settings call them. `CollectiveTime` says how much of it the GPU waits for.
+move data (bytes over bandwidth). Then the engine processes every gradient. Communication is priced for each collective,
+as our layers and the engine call it. `CollectiveTime` says how much of it the GPU waits for.
 """
 
 from __future__ import annotations
@@ -15,19 +15,16 @@ from collections.abc import Iterable, Iterator
 from typing import Literal
 
 from sagetrain.config.arithmetic import attention_calls, parts_of, recomputed_blocks
-from sagetrain.config.layout import Layout, zero_optimization
+from sagetrain.config.layout import Layout
 from sagetrain.config.schema import RunConfig
+from sagetrain.costs import deepspeed_prices
 from sagetrain.costs.accounting import (
-    PREFETCH_BUCKET,
     flops_per_token,
     fsdp_groups,
-    kept_for_backward,
     muon_parameters,
     muon_shapes,
     overlaps,
-    parameters_per_rank,
     rank_of,
-    reduce_bucket_size,
 )
 from sagetrain.costs.collective_costs import INTO, OUT, CollectiveCost, collectives
 from sagetrain.costs.hardware import Hardware
@@ -48,28 +45,12 @@ from sagetrain.planning.prediction import CollectiveTime, StepPrediction
 # The forward pass has this share of the bytes that passes move, and this share of attention (2 matmuls of 7).
 _PASS_FORWARD, _ATTENTION_FORWARD = 0.4, 2 / 7
 
-# This is the host time of one block for one new token, kernel by kernel: 17 ms for 20 blocks on an H200
-# (results/generation).
-_TOKEN_BLOCK_SECONDS = 0.85e-3
-
-# Bytes moved by ZeRO stage: per parameter of the rank in a micro-step, per parameter of the rank in a step, and per
-# parameter that the rank updates in a step. They were derived from the code of DeepSpeed 0.19 in bf16.
-#   1 (BF16_Optimizer): as soon as backward has made a gradient, writes it in fp32 (6) and adds that to its sum (12).
-#     Step: flattening and scaling (20), norm (4), clipping (8), zeroing (4) of all; Adam (28) and new bf16 weights (6).
-#   2: bucket copy, flatten, divide, convert to fp32 (18), add to the owned part (12, counted in full).
-#     Step on the owned part alone: norm, flatten, clip, Adam, new weights.
-#   3: fp32 bucket (6), interleaving (8), division (8), add (12); gathered weights are copied into place (6).
-#   0 (fp32): gradients accumulate in place (12). Step: flatten, scale and copy back (24), norm, clipping, Adam.
-_STATE_BYTES = {0: (12, 64, 0), 1: (18, 36, 34), 2: (30, 0, 60), 3: (40, 0, 60)}
-# With gradients that travel in bf16, stage 1 converts once a step, stage 2 converts nothing, and stage 3 moves less.
-_STATE_BYTES_BF16 = {1: (18, 44, 34), 2: (24, 0, 60), 3: (30, 0, 60)}
-# The bytes of FSDP2 (engines/fsdp.py), derived from torch 2.13. A gradient is added to its fp32 sum (10); sums are
+# Bytes that FSDP2 moves (engines/fsdp.py, torch 2.13) by ZeRO stage: per parameter of the rank in a micro-step, per
+# parameter of the rank in a step, and per parameter that it updates. A gradient is added to its fp32 sum (10); sums are
 # copied for the reduction (8); gathered weights are copied into place (4). The owned part is rounded for the gather
 # (6), taken from the reduction (8), measured (4), clipped (8) and updated (28). At stages 2 and 3 gradients are reduced
 # in every micro-step (6) and added (6). At stage 3 weights are also gathered twice in each micro-step (14).
-_STATE_BYTES_FSDP = {0: (10, 12, 54), 1: (10, 12, 54), 2: (12, 4, 46), 3: (26, 0, 40)}
-_CONVERTED = {0: 0, 1: 0, 2: 6, 3: 6}
-"""Bytes of a micro-step, by ZeRO stage, that write a bf16 gradient in fp32."""
+_STATE_BYTES = {0: (10, 12, 54), 1: (10, 12, 54), 2: (12, 4, 46), 3: (26, 0, 40)}
 _owners = functools.lru_cache(maxsize=256)(owners)
 """The owners of Muon's matrices. A search for layouts deals the same matrices out thousands of times."""
 
@@ -149,22 +130,6 @@ def _mean_peak(steps: list[_Step]) -> float:
     return sum(flops for flops, _ in computed) / sum(flops / peak for flops, peak in computed)
 
 
-def sample_seconds(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware) -> float:
-    """Predict the longest time in seconds that training stands still while evaluation.samples_prompts are continued.
-
-    Every token takes one pass over a rank's weights and the launches of every block. A single GPU records them in a
-    CUDA graph where it can, and then takes a third of the time.
-    """
-    asked, tp_size = cfg.evaluation, cfg.parallel.tensor_parallel_size
-    # The stages of a pipeline work one after the other, so a token takes as long as on one of them with all blocks.
-    texts = -(-len(asked.samples_prompts) // (world_size // (tp_size * cfg.parallel.pipeline_parallel_size)))
-    weights = parameters_per_rank(cfg.model, cfg.attention, vocab_size, tp_size)
-    element = 2 if cfg.training.dtype == "bf16" else 4
-    block = _TOKEN_BLOCK_SECONDS + (2 * hardware.collective_launch_seconds if tp_size > 1 else 0)
-    token = cfg.model.num_layers * block + element * weights / hardware.memory_bandwidth
-    return -(-texts // cfg.data.micro_batch_size) * asked.samples_tokens * token
-
-
 def with_overlap(cfg: RunConfig, how: Literal["off", "on"]) -> RunConfig:
     """Return a configuration whose micro-batches go through the blocks whole ("off") or in halves ("on")."""
     parallel = cfg.parallel.model_copy(update={"tensor_parallel_overlap": how})
@@ -190,9 +155,6 @@ class _Step:
         inside = 1 < tensor_size <= hardware.gpus_per_host
         copies = bool(cfg.parallel.sequence_parallel and inside and hardware.copy_bandwidth)
         self.rank = rank_of(cfg, copies, span)
-        self.bf16_gradients = cfg.parallel.gradient_reduction == "bf16" and self.rank.element == 2
-        """True if gradients travel in bf16. In an fp32 run they never do; the setting is an error there, which a plan
-        has to work with."""
         self.overlap = overlaps(cfg)
         self.parts = parts_of(self.rank.tokens, tensor_size, self.overlap)
         self.in_halves = attention_calls(cfg.data.micro_batch_size, self.rank.tokens, tensor_size, self.overlap) > 1
@@ -323,17 +285,14 @@ class _Step:
 
     def optimizer_seconds(self) -> float:
         """Return the seconds of the engine's passes over gradients, Adam, and new weights."""
-        stage, by_deepspeed = self.layout.zero_stage, self.layout.engine == "deepspeed"
-        if by_deepspeed:
-            bytes_of = (_STATE_BYTES_BF16 if self.bf16_gradients else _STATE_BYTES)[stage]
-        else:
-            bytes_of = _STATE_BYTES_FSDP[stage]
-        per_micro, per_step, per_share = bytes_of
+        stage, converted = self.layout.zero_stage, 0
+        per_micro, per_step, per_share = _STATE_BYTES[stage]
+        if self.layout.engine == "deepspeed":
+            per_micro, per_step, per_share = deepspeed_prices.moved_bytes(self.cfg, stage)
+            converted = self.accumulation * deepspeed_prices.converted_bytes(self.cfg, stage)
         per_share -= UPDATED_ON_GPU if self.cfg.parallel.offload != "none" else 0
         wide = 2 if self.rank.element == 4 and stage else 1
         touched = self.accumulation * per_micro + per_step + per_share / self.layout.shards
-        wrote = self.rank.element == 2 and by_deepspeed
-        converted = self.accumulation * _CONVERTED[stage] if wrote else 0
         hardware = self.hardware
         seconds = (wide * touched - converted) / hardware.memory_bandwidth + converted / hardware.conversion_bandwidth
         return seconds * self.parameters / hardware.compute_scale
@@ -438,39 +397,14 @@ class _Step:
         return CollectiveTime(axis, purpose, kind, count, payload, wire, seconds, exposed=seconds)
 
     def _data_parallel(self, compute: float) -> list[CollectiveTime]:
-        """Return the collectives of ZeRO, as engines/deepspeed.py has them.
-
-        At stages 0 to 2 gradients are all-reduced: at 0 and 1 once a step, behind the last backward pass; at 2 in every
-        micro-step, and without use_multi_rank_bucket_allreduce by a reduce to each owner. ZeRO 3 gathers weights ahead
-        of time, beside `compute`; with overlap_comm the backward pass, two thirds of it, hides the gradients.
-        """
-        layout, size, stage = self.layout, self.parameters, self.layout.zero_stage
+        """Return the collectives of ZeRO beside `compute` seconds of a step."""
+        layout, size = self.layout, self.parameters
         if layout.replicas == 1:
             return []
         if layout.engine == "fsdp":
             return list(self._fsdp(compute / self.accumulation))
-        zero = zero_optimization(self.cfg)
-        bucket = reduce_bucket_size(self.cfg, size)
-        buckets = -(-size // bucket) if stage > 1 else 1
-        kind = "reduce-scatter" if stage == 3 else "all-reduce"
-        if stage == 2 and zero.get("use_multi_rank_bucket_allreduce") is False:
-            kind, buckets = "reduce", buckets + layout.replicas - 1  # A part that has two owners is cut.
-        wide = 2 if self.bf16_gradients else 4
-        calls = self.accumulation * buckets if stage > 1 else buckets
-        gradients = self._collective("data", "gradients", kind, calls, wide * size // buckets)
-        if stage > 1 and layout.reduces_beside and kind != "reduce":
-            gradients = _beside(gradients, 2 * compute / 3)
-        if stage == 0:
-            return [gradients]
-        element = self.rank.element
-        if stage < 3:
-            return [gradients, self._collective("data", "new weights", "all-gather", 1, element * size)]
-        # Recomputing a block uses the weights that its backward pass gathers.
-        gathered = 2 * size - kept_for_backward(self.cfg, size)
-        gathers = -(-gathered // PREFETCH_BUCKET)
-        payload = element * gathered // gathers
-        weights = self._collective("data", "weights", "all-gather", self.accumulation * gathers, payload)
-        return [_beside(weights, compute), gradients]
+        exchanges = deepspeed_prices.exchanges(self.cfg, layout, size, self.accumulation, compute)
+        return [_beside(self._collective("data", *each[:4]), each.beside) for each in exchanges]
 
     def _fsdp(self, compute: float) -> Iterator[CollectiveTime]:
         """Yield the collectives of FSDP2, as engines/fsdp.py has them, beside micro-steps of `compute` seconds.

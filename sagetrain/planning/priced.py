@@ -10,9 +10,10 @@ from sagetrain.config.errors import Finding
 from sagetrain.config.layer_specs import linear_layers
 from sagetrain.config.layout import Layout
 from sagetrain.config.schema import LinearConfig, Recomputation, RunConfig
-from sagetrain.costs.accounting import MemoryItem, memory_per_rank, total_bytes, with_recomputation
+from sagetrain.costs.accounting import MemoryItem, total_bytes, with_recomputation
 from sagetrain.costs.hardware import Hardware, usable_bytes
 from sagetrain.costs.host_memory import host_memory_finding
+from sagetrain.costs.memory import memory_per_rank
 from sagetrain.planning.changes import changed
 from sagetrain.planning.performance import predict, with_overlap
 from sagetrain.planning.prediction import StepPrediction

@@ -29,11 +29,11 @@ from sagetrain.costs.hardware import H200, Hardware
 from sagetrain.costs.stages import blocks_of_chunks
 from sagetrain.data.open_files import files_of_rank_0
 from sagetrain.planning.changes import overrides_to
-from sagetrain.planning.performance import sample_seconds
 from sagetrain.planning.plan import make_plan
 from sagetrain.planning.prediction import StepPrediction
 from sagetrain.planning.priced import usable_memory
 from sagetrain.planning.result import Plan
+from sagetrain.planning.sampling import sample_seconds
 from sagetrain.planning.speed_tables import communication_table, proposal_table, step_table
 from sagetrain.planning.tables import PAGE, Table, facts, print_command, print_line, print_table, print_text, size
 from sagetrain.training.lr_schedule import learning_rate

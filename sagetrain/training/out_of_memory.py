@@ -13,7 +13,8 @@ from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.errors import TrainingError
 from sagetrain.config.layout import Layout
 from sagetrain.config.schema import RunConfig
-from sagetrain.costs.accounting import memory_per_rank, total_bytes
+from sagetrain.costs.accounting import total_bytes
+from sagetrain.costs.memory import memory_per_rank
 
 OUT_OF_MEMORY = "is out of GPU memory"
 """The words that are in the error of a run whose GPU is full, and in no other error."""
@@ -40,7 +41,7 @@ def explained(run_dir: Path, rank: int, predicted: Callable[[], float], ways: Ma
     recorded.
 
     Args:
-        predicted: returns the bytes that a rank needs as planned (costs.accounting.memory_per_rank), for the settings
+        predicted: returns the bytes that a rank needs as planned (costs.memory.memory_per_rank), for the settings
             that are settled by then.
         ways: the keys of the YAML that change the memory, with their values.
 

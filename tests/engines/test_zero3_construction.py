@@ -11,7 +11,8 @@ import torch
 import tiny
 from distributed import run_distributed
 from process_memory import peak_of, return_what_is_freed
-from sagetrain.costs.accounting import memory_per_rank, num_parameters
+from sagetrain.costs.accounting import num_parameters
+from sagetrain.costs.memory import memory_per_rank
 from sagetrain.parallel.layers import shard
 from sagetrain.parallel.topology import ParallelGroups
 

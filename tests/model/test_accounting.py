@@ -17,17 +17,9 @@ from sagetrain.cluster.join import init_distributed
 from sagetrain.config import RunConfig
 from sagetrain.config.layer_specs import layers
 from sagetrain.config.schema import AttentionConfig, ModelConfig
-from sagetrain.costs.accounting import (
-    block_activation_bytes,
-    flops_per_token,
-    kept_for_backward,
-    memory_per_rank,
-    num_parameters,
-    overlaps,
-    parameters_per_rank,
-    rank_of,
-    reduce_bucket_size,
-)
+from sagetrain.costs.accounting import flops_per_token, num_parameters, overlaps, parameters_per_rank, rank_of
+from sagetrain.costs.deepspeed_prices import kept_for_backward, reduce_bucket_size
+from sagetrain.costs.memory import block_activation_bytes, memory_per_rank
 from sagetrain.costs.operations import AttentionCost, MatmulCost, block_operations, end_operations, of_kind
 from sagetrain.data.loader import Batch
 from sagetrain.engines.build_engine import build_engine

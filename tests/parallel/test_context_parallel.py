@@ -15,7 +15,7 @@ from counted import run_config, saved_bytes_per_token
 from distributed import run_distributed
 from sagekernels import sage_attention
 from sagetrain.config.schema import AttentionConfig, ModelConfig
-from sagetrain.costs.accounting import block_activation_bytes
+from sagetrain.costs.memory import block_activation_bytes
 from sagetrain.data.loader import Batch
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.collectives import gather_heads, scatter_heads

@@ -10,9 +10,10 @@ from checked_config import only, run_config
 from planned import CONFIGS, VOCAB, config
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.rules import fit
-from sagetrain.costs.accounting import memory_per_rank, parameters_per_rank
+from sagetrain.costs.accounting import parameters_per_rank
 from sagetrain.costs.hardware import HARDWARE, cluster_of
 from sagetrain.costs.host_memory import host_memory_per_rank
+from sagetrain.costs.memory import memory_per_rank
 from sagetrain.planning import layouts
 from sagetrain.planning.evidence import evidence
 from sagetrain.planning.performance import predict

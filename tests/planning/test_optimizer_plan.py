@@ -10,8 +10,9 @@ import pytest
 from rich.console import Console
 
 from sagetrain.config.load import load_config
-from sagetrain.costs.accounting import memory_per_rank, muon_parameters, num_parameters, save_host_bytes, total_bytes
+from sagetrain.costs.accounting import muon_parameters, num_parameters, save_host_bytes, total_bytes
 from sagetrain.costs.hardware import HARDWARE, Hardware, cluster_of
+from sagetrain.costs.memory import memory_per_rank
 from sagetrain.planning.changes import overrides_to
 from sagetrain.planning.performance import predict
 from sagetrain.planning.plan import make_plan

@@ -12,8 +12,9 @@ from sagetrain.config import load_config
 from sagetrain.config.arithmetic import idle_share, padded_vocab_size
 from sagetrain.config.layout import Layout
 from sagetrain.config.schema import RunConfig
-from sagetrain.costs.accounting import _activations, _memory, memory_per_rank, rank_of, total_bytes
+from sagetrain.costs.accounting import rank_of, total_bytes
 from sagetrain.costs.hardware import HARDWARE
+from sagetrain.costs.memory import _activations, _memory, memory_per_rank
 from sagetrain.costs.stages import different_stages, held
 from sagetrain.parallel.orders import in_flight, orders
 from sagetrain.planning import performance

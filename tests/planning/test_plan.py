@@ -20,8 +20,9 @@ from sagetrain.config import ConfigError, dump_config, load_config
 from sagetrain.config.reference import keys
 from sagetrain.config.schema import DataConfig, RunConfig
 from sagetrain.corpus.token_writer import TokenFileWriter
-from sagetrain.costs.accounting import flops_per_token, memory_per_rank, num_parameters
+from sagetrain.costs.accounting import flops_per_token, num_parameters
 from sagetrain.costs.hardware import H200, HARDWARE, usable_bytes
+from sagetrain.costs.memory import memory_per_rank
 from sagetrain.data.token_file import TokenFile
 from sagetrain.planning import findings
 from sagetrain.planning import plan as planning

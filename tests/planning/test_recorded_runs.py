@@ -15,8 +15,9 @@ from sagetrain.config import load_config
 from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.layout import Layout
 from sagetrain.costs import operations
-from sagetrain.costs.accounting import memory_per_rank, num_parameters
+from sagetrain.costs.accounting import num_parameters
 from sagetrain.costs.hardware import H200, HARDWARE
+from sagetrain.costs.memory import memory_per_rank
 from sagetrain.planning import performance
 from sagetrain.planning.evidence import MARGINS, evidence
 from sagetrain.planning.performance import predict

@@ -18,7 +18,7 @@ from sagekernels.lowbit import RECIPES
 from sagekernels.testing import cosine, rel_l2
 from sagetrain.config import RunConfig
 from sagetrain.config.check import check
-from sagetrain.costs.accounting import memory_per_rank
+from sagetrain.costs.memory import memory_per_rank
 from sagetrain.data.loader import Batch
 from sagetrain.engines.build_engine import build_engine
 from sagetrain.engines.protocol import Engine, Observers

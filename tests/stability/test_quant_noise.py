@@ -17,7 +17,7 @@ from torch import Tensor
 import tiny
 from distributed import run_distributed
 from sagetrain.config.schema import StabilityConfig
-from sagetrain.costs.accounting import memory_per_rank
+from sagetrain.costs.memory import memory_per_rank
 from sagetrain.data.loader import MASKED, Batch
 from sagetrain.engines.build_engine import build_engine
 from sagetrain.engines.protocol import Engine, Observers

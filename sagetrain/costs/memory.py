@@ -1,0 +1,275 @@
+"""The memory that a rank takes, item by item, as plain integers. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from math import prod
+
+from sagetrain.config.arithmetic import parts_of
+from sagetrain.config.errors import many
+from sagetrain.config.layout import Layout
+from sagetrain.config.schema import SIXTEEN_BITS, RunConfig
+from sagetrain.costs import deepspeed_prices
+from sagetrain.costs.accounting import (
+    MemoryItem,
+    first_block,
+    fsdp_groups,
+    muon_parameters,
+    muon_shapes,
+    overlaps,
+    rank_of,
+    total_bytes,
+    with_recomputation,
+)
+from sagetrain.costs.operations import Ends, MatmulCost, Rank, end_operations, of_kind
+from sagetrain.costs.stages import different_stages, held, kinds_of_blocks
+from sagetrain.optim.owners import MUON_ROUND
+
+# This many logits exist at once, see parallel/cross_entropy.py.
+_CHUNK_LOGITS = 2**28
+_MOMENT_BYTES = {"fp32": 4, "bf16": 2, "int8": 1 + 4 / 256}
+"""Bytes of a moment of one parameter, by optimizer.moments. In 8 bits 256 values share a scale (optim/states.py)."""
+
+
+def memory_per_rank(cfg: RunConfig, world_size: int, vocab_size: int) -> list[MemoryItem]:
+    """Estimate one rank's peak memory in bytes, item by item, in the part of the run where it is largest.
+
+    The items are everything that the rank always holds, and the largest of some moments. The moments are the loss over
+    the last logits, the last block's backward, the reduction of gradients, a probe (stability.quant_noise), and the
+    measurement of linear layers (stability.monitor). All items but the workspace follow the allocations of DeepSpeed
+    0.19 for our settings, or of FSDP2, and the tensors that autograd saves for our blocks; the workspace is a guess.
+
+    Not counted are CUDA's context, NCCL and the slots of parallel/copies.py (1 to 3 GB), and fragmentation of the
+    allocator. Building the model takes less than a step: the weights, or at ZeRO 3 this rank's part of them and one
+    whole parameter.
+
+    Args:
+        vocab_size: the number of rows of the embedding, padded.
+    """
+    parts = [cfg.model_copy(update={"linear": linear}) for linear in cfg.linear.phases]
+    layout, stages = Layout.of(cfg, world_size), different_stages(cfg, vocab_size)
+    return max((_memory(part, layout, vocab_size, stage) for part in parts for stage in stages), key=total_bytes)
+
+
+def _memory(cfg: RunConfig, layout: Layout, vocab_size: int, stage: int) -> list[MemoryItem]:
+    part = held(cfg, layout, vocab_size, stage)
+    cfg, size, rank = part.cfg, part.parameters, rank_of(part.cfg)
+    kept, running = _activations(cfg, rank)
+    if layout.stages > 1:
+        why = f"{kept.why}; of {part.kept:g} micro-batches at once, on pipeline stage {stage + 1}"
+        kept = MemoryItem(kept.name, int(part.kept * kept.bytes), why)
+    bucket, copies, left = _reduction(cfg, layout, size)
+    moments = [
+        [kept, *(_loss(cfg, rank, end_operations(cfg.model, vocab_size, rank)) if part.last else ())],
+        [kept, *running, bucket],
+        [*(item._replace(bytes=int(left * item.bytes)) for item in (kept, *running)), bucket, copies],
+        *_probe(cfg, layout, size, vocab_size),
+        *_linear_errors(cfg, layout, vocab_size),
+        _orthogonalizing(cfg),
+    ]
+    largest = [*max(moments, key=total_bytes), *_recordings(cfg, layout, size, moments[:2])]
+    return [item for item in (*_model_state(cfg, layout, size, vocab_size), *largest) if item.bytes]
+
+
+def _recordings(cfg: RunConfig, layout: Layout, size: int, passes: Iterable[list[MemoryItem]]) -> list[MemoryItem]:
+    """Estimate what recorded micro-steps keep for themselves. With `auto` they are made only if that is there."""
+    if cfg.training.cuda_graphs != "on" or not layout.recorded:
+        return []
+    reduced = 0 if layout.hooks == "never" else 4 * size // layout.shards
+    why = "activations of micro-steps as CUDA graphs, beside those of passes by the host, and reduced gradients"
+    return [MemoryItem("recordings", max(map(total_bytes, passes)) + reduced, why)]
+
+
+def block_activation_bytes(cfg: RunConfig) -> int:
+    """Return the bytes per token that autograd saves of one block on one rank.
+
+    Linear layers are in 8 bits where the run has such layers. With activation checkpointing `selective`, the bytes are
+    those of the outputs that are kept.
+    """
+    return _saved(cfg, rank_of(cfg))
+
+
+def _saved(cfg: RunConfig, rank: Rank) -> int:
+    """Return the bytes per token that autograd saves of one block. All blocks save alike."""
+    return sum(part.saved // part.shards for part in first_block(cfg, rank))
+
+
+def _model_state(cfg: RunConfig, layout: Layout, size: int, vocab_size: int) -> list[MemoryItem]:
+    """Estimate weights, gradients and optimizer state of a rank with `size` parameters, while it holds all
+    activations."""
+    if layout.engine == "fsdp":
+        return _fsdp_state(cfg, layout, size)
+    moments, state = _moments(cfg, size)
+    return deepspeed_prices.state(cfg, layout, size, vocab_size, moments, state) + [_codes(cfg)] * (
+        layout.zero_stage < 3
+    )
+
+
+def _codes(cfg: RunConfig) -> MemoryItem:
+    """Estimate the 8-bit weights that linear layers keep."""
+    linear = of_kind(MatmulCost, first_block(cfg, rank_of(cfg)))
+    eight = sum(layer.weights for layer in linear if layer.precision.forward == cfg.linear.precision)
+    low = 2 * eight * len(cfg.linear.low_bit_blocks(cfg.model.num_layers))
+    return MemoryItem("8-bit weights", low, "codes of linear layers, as they are and transposed")
+
+
+def _fsdp_state(cfg: RunConfig, layout: Layout, size: int) -> list[MemoryItem]:
+    """Estimate what _model_state does, for FSDP2 (engines/fsdp.py)."""
+    stage, shards, element = layout.zero_stage, layout.shards, rank_of(cfg).element
+    share, (block, outside) = -(-size // shards), fsdp_groups(cfg, size)
+    moments, state = _moments(cfg, size)
+    # With what rounding has left, masters in bf16 take as much as in fp32. Gradients have the dtype of the masters.
+    master = cfg.optimizer.master
+    taken, wide = 2 if master == "bf16_chance" else 4, 4 if master == "fp32" else 2
+    what = f"masters in {master} and {moments}, 1/{shards} of them"
+    optimizer = MemoryItem("optimizer", taken * share + -(-state // shards), what)
+    if cfg.parallel.offload != "none":
+        what = "fp32 shards of two blocks and outside of them, on their way from the host's memory"
+        optimizer, wide = MemoryItem("offload", 4 * (outside + 2 * block) // shards, what), 0
+    # Inside a host copy engines gather a block out of two slots (parallel/copies.py).
+    slots = [MemoryItem("gather slots", 2 * element * block // shards, "of two blocks' shards")] if shards > 1 else []
+    if stage == 3:
+        # A block computes while the next one is on its way to a buffer, and from there to its place.
+        gathered = MemoryItem("gathered weights", element * (outside + 3 * block), "of two blocks, and outside of them")
+        return [gathered, MemoryItem("gradients", wide * share, f"1/{shards} of them"), optimizer, *slots]
+    several = max(cfg.tokens_per_step.named_tokens.values()) > layout.micro_step
+    if layout.hooks == "never":
+        held = MemoryItem("gradients", 4 * size, "fp32, kept for good")
+    elif stage < 2 and several:
+        held = MemoryItem("gradients", 4 * size, "fp32, until they are reduced")
+    else:
+        held = MemoryItem("gradients", wide * share, f"1/{shards} of them")
+    weights = MemoryItem("weights", element * size, f"{cfg.training.dtype}, gathered")
+    return [weights, held, optimizer, _codes(cfg), *slots]
+
+
+def _moments(cfg: RunConfig, size: int) -> tuple[str, int]:
+    """Return the optimizer's state of a rank with `size` parameters before ZeRO: in words, and in bytes."""
+    muon, moments = muon_parameters(cfg) // cfg.parallel.tensor_parallel_size, cfg.optimizer.moments
+    many = "moments (one for matrices, two for the rest)" if muon else "two Adam moments"
+    return f"{many} in {moments}", int(_MOMENT_BYTES[moments] * (2 * size - muon))
+
+
+def _orthogonalizing(cfg: RunConfig) -> list[MemoryItem]:
+    """Estimate the update by Muon: the directions of a round of matrices, and what Newton-Schulz steps hold."""
+    shapes = muon_shapes(cfg)
+    if not shapes:
+        return []
+    of_a_round = max(min(MUON_ROUND, muon_parameters(cfg)), *map(prod, shapes))
+    # Received directions, matrices before and after a step, two squares of their shorter side, and on several ranks
+    # matrices whose slices were joined.
+    return [MemoryItem("orthogonalizing", 6 * 2 * of_a_round, "Muon's updates of a round of matrices in bf16")]
+
+
+def _reduction(cfg: RunConfig, layout: Layout, size: int) -> tuple[MemoryItem, MemoryItem, float]:
+    """Estimate the gradients on their way to other ranks.
+
+    The result is the bucket held during backward, the copies made of a full bucket, and the share of the activations
+    that is left when the first bucket is full.
+
+    FSDP2 reduces block by block, and what is outside of the
+    blocks after backward. Without its hooks nothing is reduced, and each gradient is added to its sum and freed.
+    """
+    if layout.hooks == "never":
+        none = MemoryItem("reduction", 0, "a single replica")
+        return none, none, 0.0
+    if layout.engine == "fsdp":
+        block, outside = fsdp_groups(cfg, size)
+        why = "fp32 gradients of two blocks on their way, and those that backward makes of one"
+        return (
+            MemoryItem("bucket", (8 + rank_of(cfg).element) * block, why),
+            MemoryItem("reduction", 4 * outside, "fp32 gradients outside of the blocks on their way"),
+            0.0,
+        )
+    return deepspeed_prices.reduction(cfg, layout, size)
+
+
+def _probe(cfg: RunConfig, layout: Layout, size: int, vocab_size: int) -> list[list[MemoryItem]]:
+    """Estimate the moments of a probe (stability/quant_noise.py), which runs micro-batches twice and is not compiled.
+
+    While the second pass of the last micro-batch runs in 16 bits, the gradients of the first pass are held. After it,
+    both gradients and their difference in fp32 are held.
+    """
+    if not cfg.stability.quant_noise.every_steps:
+        return []
+    cfg = cfg.model_copy(update={"linear": SIXTEEN_BITS})
+    rank = replace(rank_of(cfg), fused=False)
+    kept, running = _activations(cfg, rank)
+    # A single replica takes two micro-batches, and has the sum of the differences from the first micro-batch on.
+    alone = layout.data == 1
+    why = "gradients of a probe: stability.quant_noise.every_steps"
+    held = MemoryItem("probe", (rank.element + 4 * alone) * size, why)
+    largest = max(vocab_size, cfg.model.ffn_hidden_size) * cfg.model.hidden_size // rank.tensor
+    return [
+        [kept, *_loss(cfg, rank, end_operations(cfg.model, vocab_size, rank)), held],
+        [kept, *running, held],
+        [MemoryItem("probe", (2 * rank.element + 4) * size + (16 if alone else 8) * largest, why)],
+    ]
+
+
+def _linear_errors(cfg: RunConfig, layout: Layout, vocab_size: int) -> list[list[MemoryItem]]:
+    """Estimate the moments of measuring linear layers (stability/linear_errors.py). Nothing is compiled, and every
+    block is recomputed.
+
+    The moments are the loss, and the backward pass of a block that keeps inputs in 16 bits. Beside the backward pass
+    there are a layer's weights in fp32, or later its input.
+    """
+    if not cfg.linear.low_bit or cfg.stability.monitor.every_steps is None or not layout.takes_probes:
+        return []
+    cfg = with_recomputation(cfg, "full")
+    rank = replace(rank_of(cfg), fused=False, linear=SIXTEEN_BITS)
+    kept, running = _activations(cfg, rank)
+    linear = of_kind(MatmulCost, first_block(cfg, rank))
+    largest = max(4 * max(layer.weights, layer.tokens * layer.inputs) for layer in linear)
+    return [
+        [kept, *_loss(cfg, rank, end_operations(cfg.model, vocab_size, rank))],
+        [kept, *running, MemoryItem("monitor", largest, "a linear layer in fp32: stability.monitor")],
+    ]
+
+
+def _activations(cfg: RunConfig, rank: Rank) -> tuple[MemoryItem, list[MemoryItem]]:
+    """Estimate the activations that all blocks keep of a micro-batch until backward, and the further memory of the
+    block whose backward pass runs."""
+    kinds = [(kind.blocks, kind.rank, _saved(cfg, kind.rank)) for kind in kinds_of_blocks(cfg, rank)]
+    wholes = [
+        kept if kind.recompute == "none" else _saved(cfg, replace(kind, recompute="none")) for _, kind, kept in kinds
+    ]
+    whole = max(wholes)
+    of_largest = kinds[wholes.index(whole)][2]
+    again = {"none": 0, "selective": whole - of_largest, "full": whole}[rank.recompute]
+    kept_by = [(count, kept) for count, kind, kept in kinds if kind.recompute != "full"]
+    blocks, saved = sum(count for count, _ in kept_by), sum(count * bytes_ for count, bytes_ in kept_by)
+    inputs = (cfg.model.num_layers - blocks) * rank.element * cfg.model.hidden_size // rank.shards
+    what = []
+    if inputs:
+        what.append(f"input of {many(cfg.model.num_layers - blocks, 'block') if blocks else 'every block'}")
+    if blocks:
+        how = "fused by torch.compile" if rank.fused else "not compiled: fp32 intermediates are kept"
+        how = "results of matmuls and attention" if rank.recompute == "selective" else how
+        what.append(f"{saved / blocks:,.0f} bytes per token and block, {how}")
+    kept = MemoryItem("activations", rank.tokens * (saved + inputs), "; ".join(what))
+    return kept, [
+        MemoryItem("recomputed", rank.tokens * again, "activations of one block"),
+        MemoryItem("workspace", rank.tokens * whole, "gradients inside one block: about what it saved (a guess)"),
+    ]
+
+
+def _loss(cfg: RunConfig, rank: Rank, ends: Ends) -> list[MemoryItem]:
+    """Estimate the final norm, the head's chunk of logits, and the gradients that the head computes ahead of
+    backward."""
+    stream = rank.tokens * rank.element * ends.head.inputs
+    parts = parts_of(rank.tokens, rank.tensor, overlaps(cfg))
+    part = rank.tokens // parts
+    chunks = -(-part * ends.head.outputs // _CHUNK_LOGITS)
+    chunk = -(-part // chunks)
+    norm = rank.tokens * ends.norm.saved // ends.norm.shards
+    gathered = stream if rank.shards > 1 else 0
+    return [
+        MemoryItem("logits", chunk * ends.loss.live, f"of {chunk:,} tokens at a time, and their gradients"),
+        MemoryItem(
+            "loss",
+            norm + gathered + stream + (4 + (parts - 1) * rank.element) * ends.head.weights,
+            "final norm, gradient of its output and (fp32) of the output projection",
+        ),
+    ]
