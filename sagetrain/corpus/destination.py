@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,9 +19,10 @@ from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import tokenizer_in
 from sagetrain.corpus.journal import differences, in_words, of_one_whole, recorded_tokenizers
 from sagetrain.corpus.request import Request
+from sagetrain.corpus.token_writer import alone_in
 from sagetrain.data.token_file import TokenFile, check_writable, read_provenance, token_path
 from sagetrain.data.tokenizer import Tokenizer
-from sagetrain.data.tokenizer_copy import sha256_of
+from sagetrain.data.tokenizer_config import BESIDE, CONFIG
 
 
 @dataclass(frozen=True)
@@ -77,11 +79,12 @@ class Destination:
             TokenFile(path)  # This raises an error if the file is damaged.
         return len(existing) == len(self.outputs) and (self.folder / tokenizer).is_file()
 
-    def check(self, request: Request, made_from: dict[str, Any]) -> list[str]:
+    def check(self, request: Request, made_from: dict[str, Any], given: Tokenizer | None) -> list[str]:
         """Check that nothing of another request is parted or replaced.
 
         Args:
             request: what is asked for.
+            given: the tokenizer, unless a new one is trained.
             made_from: what decides the content of the files, as their record has it.
 
         Returns:
@@ -90,11 +93,20 @@ class Destination:
         Raises:
             ConfigError: something would be.
         """
+        self._check_beside(request, given)
         if not request.overwrite:
             self._check_tokenizer(made_from)
         notes = self.check_parts(request, made_from)
         self._check_held_out(request.source_texts, made_from)
         return notes
+
+    @contextmanager
+    def alone(self, request: Request, made_from: dict[str, Any], tokenizer: Tokenizer) -> Iterator[list[str]]:
+        """Check once more, because other calls may have written there by now, and keep them away until the end. Yields
+        and raises as `check` does."""
+        with alone_in(self.folder):
+            self.check_siblings(tokenizer)
+            yield self.check_parts(request, made_from)
 
     def sentences(self) -> Iterator[str]:
         """Yield how a run reads the parts of a text, if this is one."""
@@ -102,16 +114,32 @@ class Destination:
             number, count = self.division
             yield f"part {number} of {count}; train on all of them by data.train path: {self.named}-*"
 
+    def _check_beside(self, request: Request, given: Tokenizer | None) -> None:
+        """Check that no file in the folder would change what the tokenizer means there. Raises ConfigError if one
+        would."""
+        named = request.tokenizer or (None if request.vocab_size else tokenizer_in(self.folder))
+        if named and Path(named).resolve().parent == self.folder.resolve():
+            return
+        config = self.folder / CONFIG
+        written = given is not None and config.is_file() and config.read_bytes() == given.files.get(CONFIG)
+        ours = {CONFIG} if written or tokenizer_in(self.folder).is_file() else set()
+        if found := [name for name in BESIDE if name not in ours and (self.folder / name).exists()]:
+            raise ConfigError(
+                f"{self.folder} holds {found[0]}, which is of another tokenizer and would change this one: choose "
+                "another folder (-o)"
+            )
+
     def _check_tokenizer(self, request: dict[str, Any]) -> None:
         """Check that the folder's tokenizer would not be replaced by another one, because checkpoints need it.
 
         Raises:
             ConfigError: it would be replaced.
         """
-        there = tokenizer_in(self.folder)
+        there, theirs = tokenizer_in(self.folder), ""
         if not there.is_file():
             return
-        theirs = sha256_of(there.read_bytes())
+        with suppress(ConfigError):
+            theirs = Tokenizer.load(there).sha256
         # An interrupted call with this request may have left the tokenizer that it trained, and one of two token files.
         # Or another host finishes its part: its journal disappears when its token files are there, so the journal is
         # read first.

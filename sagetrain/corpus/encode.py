@@ -81,25 +81,24 @@ class Encoder:
 
     def __init__(
         self,
-        model: bytes,
+        tokenizer: Tokenizer,
         text_key: str,
         valid_fraction: float,
         skip_bad_lines: bool = False,
         records: Records | None = None,
         prefix: Sequence[int] = (),
     ):
-        """Build the tokenizer.
+        """Set the tokenizer, and how texts become its tokens.
 
         Args:
-            model: content of the tokenizer file.
+            tokenizer: the tokenizer.
             text_key: field that holds the text.
             valid_fraction: share of the documents that goes to the held-out file.
             skip_bad_lines: count bad lines instead of raising an error.
             records: how records of fine-tuning are read; None for plain text.
             prefix: tokens before each document, or before each record that no template wrote.
         """
-        self.model = model
-        self.tokenizer = Tokenizer(model)
+        self.tokenizer = tokenizer
         self.text_key = text_key
         self.valid_fraction = valid_fraction
         self.skip_bad_lines = skip_bad_lines
@@ -108,10 +107,6 @@ class Encoder:
         self._dtype = token_dtype(self.tokenizer.vocab_size)
         self._is_control = np.zeros(self.tokenizer.vocab_size, bool)
         self._is_control[[*self.tokenizer.control_tokens]] = True
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        how = self.valid_fraction, self.skip_bad_lines, self.records, self.prefix
-        return Encoder, (self.model, self.text_key, *how)
 
     def __call__(self, chunk: Chunk) -> Encoded:
         encoded = self._encode_records(chunk, self.records) if self.records else self._encode_texts(chunk)

@@ -9,31 +9,23 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from sagetrain.config.errors import ConfigError, in_notebook, many
-from sagetrain.config.rules.data import CHAT_TEMPLATE
-from sagetrain.config.schema import TOKENIZER_JSON, TOKENIZER_NAME, tokenizer_in
-from sagetrain.corpus.chunk import Place
-from sagetrain.corpus.counts import Counts, Tally
+from sagetrain.config.errors import in_notebook
+from sagetrain.config.schema import TOKENIZER_NAME, tokenizer_in
+from sagetrain.corpus.counts import Counts
 from sagetrain.corpus.destination import Destination
-from sagetrain.corpus.encode import Encoder, encode
-from sagetrain.corpus.journal import Journal, Unfinished
-from sagetrain.corpus.progress import Progress
-from sagetrain.corpus.records import Chats, Notes, Records, settled
+from sagetrain.corpus.encode import Encoder
+from sagetrain.corpus.outputs import claimed
+from sagetrain.corpus.records import Records, settled
 from sagetrain.corpus.request import Request
 from sagetrain.corpus.sources import Corpus
-from sagetrain.corpus.token_writer import TokenFileWriter, alone_in, writing
 from sagetrain.corpus.tokenizer_training import train_tokenizer
-from sagetrain.data.token_file import read_provenance, token_path, write_atomic
+from sagetrain.data.token_file import read_provenance
 from sagetrain.data.tokenizer import Tokenizer
-from sagetrain.data.tokenizer_copy import says_more
 
 
 @dataclass(frozen=True)
@@ -84,42 +76,41 @@ def prepare(request: Request, hears: Callable[[str], None] | None = None) -> Pre
     prefix = given.prefix if given and not (records and records.templated) else []
     file_name = given.file_name if given else TOKENIZER_NAME
     made_from = _made_from(request, corpus, given, records, prefix)
-    with _claimed(there.outputs) as writers:
-        journal = Journal(there.train)
+    with claimed(there) as outputs:
         if not request.overwrite and there.holds(made_from, file_name):
-            journal.discard()
+            outputs.discard()
             say(f"{there.train}: already prepared from the same inputs")
             return _result(there, file_name, begin, True)
-        unfinished = journal.read(made_from, request.overwrite)
-        notes = there.check(request, made_from)
+        outputs.read(made_from, request.overwrite)
+        notes = there.check(request, made_from, given)
         for note in [*(given.notes if given else ()), *corpus.notes, *notes]:
             say(note)
-        if given:
-            model = given.model
-        elif unfinished:
-            model = journal.tokenizer(unfinished)
-        else:
-            say(f"training a tokenizer of {request.vocab_size:,} tokens")
-            model = train_tokenizer(corpus.sample(request.tokenizer_sample), request.vocab_size or 0)
-            say(f"trained the tokenizer in {time.perf_counter() - begin:.0f} s")
-        encoder = Encoder(model, request.text_key, request.valid_fraction, request.skip_bad_lines, records, prefix)
-        there.check_siblings(encoder.tokenizer)
-        call = _Call(made_from, corpus, encoder, writers, journal, None if given else model, unfinished)
-        if call.tally.tokens:
-            say(f"{there.train}: going on after {many(call.tally.tokens, 'token')}, in {call.input}")
+        tokenizer = given or outputs.tokenizer() or _trained(request, corpus, say)
+        there.check_siblings(tokenizer)
+        encoder = Encoder(tokenizer, request.text_key, request.valid_fraction, request.skip_bad_lines, records, prefix)
+        if gone_on := outputs.begin(corpus, encoder, trained=given is None):
+            say(gone_on)
         try:
-            call.write(request.num_workers, shown=hears is None or in_notebook())
-            with alone_in(there.folder):  # By now other calls may have written there, or are about to.
-                there.check_siblings(encoder.tokenizer)
-                for note in set(there.check_parts(request, made_from)) - set(notes):
+            outputs.write(request.num_workers, shown=hears is None or in_notebook())
+            with there.alone(request, made_from, tokenizer) as more:
+                for note in set(more) - set(notes):
                     say(note)
-                call.publish(there.folder / file_name, request.source_texts)
+                outputs.publish(request)
         finally:
-            if journal.exists:
+            if outputs.unfinished:
                 say(f"{there.train}: unfinished; the same call or command goes on with it")
-    for line in [*there.sentences(), *call.tally.sentences(there.outputs, records, prefix)]:
+    for line in outputs.sentences():
         say(line)
     return _result(there, file_name, begin, False)
+
+
+def _trained(request: Request, corpus: Corpus, say: Callable[[str], None]) -> Tokenizer:
+    assert request.vocab_size, "Request.check wants this one or a tokenizer"
+    begin = time.perf_counter()
+    say(f"training a tokenizer of {request.vocab_size:,} tokens")
+    model = train_tokenizer(corpus.sample(request.tokenizer_sample), request.vocab_size)
+    say(f"trained the tokenizer in {time.perf_counter() - begin:.0f} s")
+    return Tokenizer(model)
 
 
 def _made_from(
@@ -147,111 +138,6 @@ def _to_stderr(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-class _Call:
-    """The work of writing a corpus into token files. It continues where an earlier call was interrupted, and records
-    its progress."""
-
-    def __init__(
-        self,
-        made_from: dict[str, Any],
-        corpus: Corpus,
-        encoder: Encoder,
-        writers: Mapping[str, TokenFileWriter],
-        journal: Journal,
-        trained: bytes | None,
-        unfinished: Unfinished | None,
-    ):
-        """Open the writers, and restore the state of an unfinished call. `trained` is the tokenizer, if it was trained
-        for these files."""
-        self.tally = Tally(writers)
-        self._made_from, self._corpus, self._encoder, self._writers = made_from, corpus, encoder, writers
-        self._journal, self._trained = journal, trained
-        place, done = Place(), 0
-        if not all(token_path(writer.path, ".bin.partial").exists() for writer in writers.values()):
-            # The call was interrupted between the renames at its very end, so the files are written once more.
-            unfinished = None
-        if unfinished:
-            place, done = unfinished.place, unfinished.progress
-            self.tally.counts = {side: Counts(**recorded) for side, recorded in unfinished.counts.items()}
-            self.tally.first_bad = unfinished.first_bad
-            self.tally.notes = Notes({(sentence, key): count for sentence, key, count in unfinished.notes})
-        for side, writer in writers.items():
-            written = unfinished.written[side] if unfinished else None
-            writer.begin(encoder.tokenizer.vocab_size, written, masked=encoder.records is not None)
-        self._begun = self._so_far(place, done)
-        self.input = corpus.inputs[place.input].name
-        """The name of the input that is read first."""
-
-    def write(self, num_workers: int, shown: bool) -> None:
-        """Write the rest of the text into files that do not have their names yet. `shown`: with a progress bar."""
-        place, journal = self._begun.place, self._journal
-        if journal.exists or journal.due:  # The journal may be due already if training the tokenizer took long.
-            journal.write(self._begun, self._trained)
-        with Progress(self._corpus, place, self._begun.progress, shown) as progress:
-            for encoded in encode(self._corpus.chunks(place), self._encoder, num_workers):
-                for side, part in encoded.parts.items():
-                    self._writers[side].add(part.tokens, part.lengths, encoded.continues, part.counted)
-                self.tally.add(encoded)
-                progress.update(encoded)
-                if encoded.after and journal.due:
-                    journal.write(self._so_far(encoded.after, progress.done), self._trained)
-        records = self._encoder.records
-        for side, writer in self._writers.items():
-            if records and writer.num_tokens:  # A sample reads the token after its sequence as well.
-                end = np.array([self._encoder.tokenizer.eos_id])
-                writer.add(end, np.array([1]), counted=np.zeros(1, bool))
-            writer.finish()
-            self.tally.counts[side].documents = writer.num_documents - (records is not None)
-            if writer.num_documents == 0:
-                journal.discard()
-                why = self.tally.why_nothing(side, records, self._encoder.valid_fraction)
-                raise ConfigError(f"{writer.path}: no document with text went into this file{why}; nothing is written")
-
-    def publish(self, tokenizer: Path, sources: Sequence[str]) -> None:
-        """Give the files their names, the tokenizer first.
-
-        Args:
-            tokenizer: path of the tokenizer file.
-            sources: the sources of the text, for the record.
-        """
-        # The journal says whose the tokenizer is until the token files do.
-        if self._trained and not self._journal.exists:
-            self._journal.write(self._begun, self._trained)
-        with writing(tokenizer):
-            if not (tokenizer.is_file() and says_more(tokenizer.read_bytes(), self._encoder.model)):
-                write_atomic(tokenizer, self._encoder.model)
-            for name in {TOKENIZER_NAME, TOKENIZER_JSON} - {tokenizer.name}:  # A folder has one tokenizer.
-                tokenizer.with_name(name).unlink(missing_ok=True)
-        for side in reversed(list(self._writers)):
-            self._writers[side].publish(self._provenance(side, sources))
-        self._journal.discard()
-
-    def _so_far(self, place: Place, done: int) -> Unfinished:
-        counts = {side: asdict(each) for side, each in self.tally.counts.items()}
-        written = {side: writer.written() for side, writer in self._writers.items()}
-        tokenizer = self._encoder.tokenizer.sha256
-        notes = [(*about, count) for about, count in self.tally.notes.items()]
-        return Unfinished(self._made_from, tokenizer, place, done, counts, written, self.tally.first_bad, notes)
-
-    def _provenance(self, side: str, sources: Sequence[str]) -> dict[str, Any]:
-        writer, records, tokenizer = self._writers[side], self._encoder.records, self._encoder.tokenizer
-        of_records = {"counted_tokens", "padding_tokens", "cut_records", "too_long_records"}
-        counts = asdict(self.tally.counts[side])
-        return {
-            "sources": list(sources),
-            **{name: value for name, value in counts.items() if records or name not in of_records},
-            **({"seq_length": records.seq_length, "mask_sha256": writer.mask_sha256} if records else {}),
-            **({CHAT_TEMPLATE: records.named_templates} if isinstance(records, Chats) else {}),
-            "vocab_size": tokenizer.vocab_size,
-            "eos_id": tokenizer.eos_id,
-            "bos_id": tokenizer.bos_id,
-            "tokenizer_sha256": tokenizer.sha256,
-            "dtype": writer.dtype.name,
-            "sha256": writer.sha256,
-            "request": self._made_from,
-        }
-
-
 def _result(there: Destination, tokenizer: str, begin: float, already_there: bool) -> Prepared:
     recorded = {side: read_provenance(path) for side, path in there.outputs.items()}
     return Prepared(
@@ -263,18 +149,3 @@ def _result(there: Destination, tokenizer: str, begin: float, already_there: boo
         time.perf_counter() - begin,
         already_there,
     )
-
-
-@contextmanager
-def _claimed(outputs: Mapping[str, Path]) -> Iterator[dict[str, TokenFileWriter]]:
-    """Yield the writers of all outputs. Until the end no other process may write there, or change the record of an
-    unfinished call."""
-    writers: dict[str, TokenFileWriter] = {}
-    try:
-        for side, path in outputs.items():
-            writers[side] = TokenFileWriter(path)
-        yield writers
-    finally:
-        kept = Journal(outputs["train"]).exists
-        for writer in reversed(list(writers.values())):  # The first writer may have made the folder.
-            writer.abort(keep=kept)

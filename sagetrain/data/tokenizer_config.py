@@ -17,6 +17,11 @@ from tokenizers import AddedToken
 from sagetrain.config.errors import ConfigError, refuse_pointer
 
 CONFIG, SPECIAL_TOKENS, ADDED_TOKENS = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+BESIDE = (
+    *(CONFIG, SPECIAL_TOKENS, ADDED_TOKENS),
+    *("chat_template.jinja", "chat_template.json", "additional_chat_templates"),
+)
+"""Files that change what a tokenizer beside them means."""
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _END = "<|endoftext|>"
 _OF_CLASS = {

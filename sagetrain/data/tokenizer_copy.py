@@ -1,8 +1,9 @@
-"""Tokenizer copies in one file: what lay beside the published file is written into the copy.
+"""A tokenizer as transformers makes it of its file and of the files beside it: a tokenizer file that has all tokens,
+and the content of one tokenizer_config.json, with special tokens and chat templates. A tokenizer travels as these two
+files, to the folders of token files and of runs.
 
-The copy of a tokenizer.json gets the tokens that other files add, and the key `tokenizer_config` with special tokens
-and chat templates. The copy of a SentencePiece model gets the tokens as pieces, and a field of its own at its end with
-the rest.
+Earlier versions wrote one file. It had the configuration under a key of tokenizer.json, or in a field of its own at the
+end of a SentencePiece model. Such copies are read.
 """
 
 from __future__ import annotations
@@ -22,16 +23,14 @@ from sagetrain.config.errors import ConfigError
 from sagetrain.data.tokenizer_config import CONFIG, OF_LLAMA, Beside, Stated, read_beside
 
 TOKENIZER_CONFIG = "tokenizer_config"
-"""The key of our copies of tokenizer.json that holds what lay beside it: special tokens and chat templates."""
+"""The key under which copies of tokenizer.json by earlier versions hold what lay beside the published file."""
 SPLIT_SPECIAL = "split_special_tokens"
 """The key of tokenizer_config.json with which transformers reads control tokens in a text as their characters."""
 CONVERT = "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
 """The call of transformers that writes a tokenizer.json from other files of a tokenizer."""
-_FIELD = b"\xc2\x0c"
-"""The beginning of field 200, of bytes. SentencePiece's format leaves the fields from 200 on to others."""
-_ADD_BOS = _FIELD + b"\x0dadd_bos_token"
-"""The end of copies by earlier versions that put bos before a text. Later versions say so in JSON."""
-_BEGIN = b'{"beside_sentencepiece": '
+_ADD_BOS = b"\xc2\x0c\x0dadd_bos_token"
+_BEGIN = re.compile(rb'\xc2\x0c[\x80-\xff]*[\0-\x7f](?=\{"beside_sentencepiece": )')
+"""The ends of copies of SentencePiece models by earlier versions: field 200, with a word or with JSON."""
 # These classes add bos by their documentation, although transformers 5 does not.
 _LLAMA = "LlamaTokenizer"
 # With these classes, transformers leaves tokenizer.json as it is.
@@ -55,48 +54,51 @@ def is_json(model: bytes) -> bool:
     return model.removeprefix(BOM_UTF8).lstrip()[:1] == b"{"
 
 
-def sha256_of(model: bytes) -> str:
-    """Return a hash that identifies the tokenizer in a file. For a SentencePiece model it does not depend on the bos
-    before texts or on chat templates, so that token files fit all such copies."""
-    return hashlib.sha256(model if is_json(model) else split(model)[0]).hexdigest()
+def sha256_of(model: bytes, config: Mapping[str, Any] | None) -> str:
+    """Return a hash that identifies a tokenizer, from its file and its configuration. For a SentencePiece model it does
+    not depend on the bos before texts or on chat templates, so that token files fit whatever lies beside it. For a
+    tokenizer.json it is the hash of the copy that earlier versions wrote."""
+    if config is not None and is_json(model):
+        model = json.dumps(json.loads(model) | {TOKENIZER_CONFIG: config}, ensure_ascii=False).encode()
+    return hashlib.sha256(model).hexdigest()
 
 
-def split(model: bytes) -> tuple[bytes, dict[str, Any]]:
-    """Split a copy of a SentencePiece model into the original model and what the copy holds beside it."""
+def parted(model: bytes) -> tuple[bytes, dict[str, Any] | None]:
+    """Split the copy of an earlier version into a tokenizer file and its configuration, which is None for other
+    files."""
+    if is_json(model):
+        # A published file may be of tens of MB, and is read once more below.
+        tree = json.loads(model) if f'"{TOKENIZER_CONFIG}"'.encode() in model else {}
+        config = tree.pop(TOKENIZER_CONFIG, None)
+        return (model if config is None else json.dumps(tree, ensure_ascii=False).encode()), config
     if model.endswith(_ADD_BOS):
         return model.removesuffix(_ADD_BOS), {"add_bos_token": True}
-    begin = model.rfind(_BEGIN)
-    if begin < 0:
-        return model, {}
-    head = _FIELD + _varint(len(model) - begin)
-    config: dict[str, Any] = json.loads(model[begin + len(_BEGIN) : -1])
-    return model[:begin].removesuffix(head), config
+    found = [*_BEGIN.finditer(model)]
+    if not found:
+        return model, None
+    return model[: found[-1].start()], json.loads(model[found[-1].end() :])["beside_sentencepiece"]
 
 
-def says_more(copy: bytes, model: bytes) -> bool:
-    """Whether a copy is of the same SentencePiece model and, unlike the model, holds something beside it, such as a
-    chat template."""
-    return not is_json(copy) and sha256_of(copy) == sha256_of(model) and not split(model)[1] and bool(split(copy)[1])
-
-
-def completed(model: bytes, file: Path) -> tuple[bytes, list[str]]:
-    """Return the content of a tokenizer file together with what lies beside the file, unless the file is one of our
-    copies.
+def completed(model: bytes, file: Path) -> tuple[bytes, dict[str, Any], list[str]]:
+    """Complete the content of a tokenizer file by what lies beside it, unless the file is the copy of an earlier
+    version.
 
     Returns:
-        The content, and sentences about what the other files add.
+        The content of the file, the configuration, and sentences about what the other files add.
 
     Raises:
         ConfigError: the other files contradict the tokenizer.
     """
-    tree: dict[str, Any] | None = json.loads(model) if is_json(model) else None
-    if TOKENIZER_CONFIG in tree if tree is not None else split(model)[1]:
-        return model, []
+    model, config = parted(model)
+    if config is not None:
+        return model, config, []
     beside = read_beside(file.parent)
-    return _with_sentencepiece(model, beside, file) if tree is None else _with_json(tree, beside, file)
+    return (_with_json if is_json(model) else _with_sentencepiece)(model, beside, file)
 
 
-def _with_json(tree: dict[str, Any], beside: Beside, file: Path) -> tuple[bytes, list[str]]:
+def _with_json(model: bytes, beside: Beside, file: Path) -> tuple[bytes, dict[str, Any], list[str]]:
+    tree: dict[str, Any] = json.loads(model)
+    published = _settings(tree)
     if beside.as_it_is:
         beside.of_class = ""
     notes = [*beside.notes, *_prefix_space(tree, beside, file), *_other_steps(tree, beside, file)]
@@ -145,8 +147,13 @@ def _with_json(tree: dict[str, Any], beside: Beside, file: Path) -> tuple[bytes,
                 "in the vocabulary, or copy the file again from where it was published"
             )
     notes += _left_out(beside, numbers)
-    tree[TOKENIZER_CONFIG] = _config(beside, ("bos_token", "eos_token", "unk_token", "pad_token"))
-    return json.dumps(tree, ensure_ascii=False).encode(), notes
+    model = model if _settings(tree) == published else json.dumps(tree, ensure_ascii=False).encode()
+    return model, _config(beside, ("bos_token", "eos_token", "unk_token", "pad_token")), notes
+
+
+def _settings(tree: dict[str, Any]) -> str:
+    """Return what a tokenizer.json says apart from its vocabulary and merges."""
+    return json.dumps([{**tree, "model": None}, (tree.get("model") or {}).get("dropout")])
 
 
 def _prefix_space(tree: dict[str, Any], beside: Beside, file: Path) -> list[str]:
@@ -219,7 +226,7 @@ def _added(entry: Mapping[str, Any]) -> AddedToken:
     return AddedToken(**{key: value for key, value in entry.items() if key != "id"})
 
 
-def _with_sentencepiece(model: bytes, beside: Beside, file: Path) -> tuple[bytes, list[str]]:
+def _with_sentencepiece(model: bytes, beside: Beside, file: Path) -> tuple[bytes, dict[str, Any], list[str]]:
     notes = list(beside.notes)
     stated = _additions(beside, ())
     if stated:
@@ -228,11 +235,7 @@ def _with_sentencepiece(model: bytes, beside: Beside, file: Path) -> tuple[bytes
     if _parsed(model).normalizer_spec.add_dummy_prefix:
         notes += _space_in_chats(beside, file)
     bos = beside.config.get("add_bos_token", beside.of_class == _LLAMA)
-    config = ({"add_bos_token": True} if bos else {}) | _config(beside, ())
-    if config:
-        content = _BEGIN + json.dumps(config, ensure_ascii=False).encode() + b"}"
-        model += _FIELD + _varint(len(content)) + content
-    return model, notes
+    return model, ({"add_bos_token": True} if bos else {}) | _config(beside, ()), notes
 
 
 def _parsed(model: bytes) -> Any:
@@ -375,7 +378,7 @@ def _some(texts: list[str], most: int = 8) -> str:
 
 
 def _config(beside: Beside, names: Iterable[str]) -> dict[str, Any]:
-    """Return what a copy keeps: the chat templates, and the special tokens with these names or that a template uses."""
+    """Return what travels: the chat templates, and the special tokens with these names or that a template uses."""
     templates = beside.templates
     used = [name for name in beside.named if any(re.search(rf"\b{name}\b", each) for each in templates.values())]
     config: dict[str, Any] = {
@@ -398,12 +401,3 @@ def kept_templates(config: Mapping[str, Any]) -> dict[str, str]:
     if isinstance(kept, list):
         return {each["name"]: each["template"] for each in kept}
     return {"default": kept} if kept else {}
-
-
-def _varint(number: int) -> bytes:
-    """Return a number as protocol buffers write it: 7 bits per byte, the lowest first."""
-    found = bytearray()
-    while number > 127:
-        found.append(number & 127 | 128)
-        number >>= 7
-    return bytes([*found, number])

@@ -74,7 +74,7 @@ class Raw:
         is no such source."""
         self.name = source
         self._corpus = Corpus(TextRequest([source], text_key=text_key))
-        self._encoder = Encoder(tokenizer.model, text_key, 0.0, prefix=prefix)
+        self._encoder = Encoder(tokenizer, text_key, 0.0, prefix=prefix)
         self.bytes: int | None = 0
 
     def __iter__(self) -> Iterator[Piece]:

@@ -105,7 +105,7 @@ def export(
             files |= tokenizer_files(run.tokenizer, length, run.chat_templates)
         except ConfigError as error:
             report(f"no tokenizer.json: {error}; AutoTokenizer will not load the folder, use its tokenizer.model")
-            files[run.tokenizer.file_name] = run.tokenizer.model
+            files |= run.tokenizer.files
             if template := run.chat_templates.get("default"):
                 files["chat_template.jinja"] = template.encode()
     shards = _shards(dtypes, shard_bytes)

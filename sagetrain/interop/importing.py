@@ -112,7 +112,7 @@ def import_folder(
         for path in (temporary, checkpoint):
             (path / "config.yaml").write_text(text)
         if tokenizer:
-            (temporary / tokenizer.file_name).write_bytes(tokenizer.model)
+            tokenizer.write(temporary)
         for number, part in enumerate(cut(dtypes, shard_bytes), 1):
             file = f"weights-{number:05d}.safetensors"
             values = {}

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Pipeline
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import TOKENIZER_JSON
 from sagetrain.data.tokenizer import Tokenizer
-from sagetrain.data.tokenizer_copy import TOKENIZER_CONFIG, named_templates, split
+from sagetrain.data.tokenizer_copy import named_templates
 
 _SPACE_MARK = "\u2581"
 # This is one of SentencePiece's model types.
@@ -32,9 +32,8 @@ def tokenizer_files(
         ConfigError: tokenizer.json cannot give the ids of a SentencePiece model. The message names the model's option.
     """
     if tokenizer.file_name == TOKENIZER_JSON:
-        tree = json.loads(tokenizer.model)
-        config = tree.pop(TOKENIZER_CONFIG)
-        files = {TOKENIZER_JSON: tree}
+        files = {TOKENIZER_JSON: json.loads(tokenizer.model)}
+        config = {**(tokenizer.config or {})}
     else:
         model = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.model)  # type: ignore[attr-defined]
         pipeline = _pipeline(model)
@@ -48,7 +47,7 @@ def tokenizer_files(
         named = {"unk_token": model.trainer_spec.unk_id, "pad_token": model.trainer_spec.pad_id}
         named |= {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
         config = {name: model.pieces[number].piece for name, number in named.items() if number >= 0}
-        config |= split(tokenizer.model)[1] | tokenizer.special_tokens
+        config |= {**(tokenizer.config or {})} | tokenizer.special_tokens
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": seq_length,

@@ -44,7 +44,6 @@ from sagetrain.costs.stages import chunks_of_stage
 from sagetrain.data import verify
 from sagetrain.data.function import FunctionStream, SampleFunction
 from sagetrain.data.loader import Loader, SampleStream
-from sagetrain.data.token_file import write_atomic
 from sagetrain.data.tokenizer import tokenizer_of
 from sagetrain.engines.build_engine import build_engine, partitioner
 from sagetrain.engines.protocol import Engine
@@ -351,7 +350,7 @@ def assemble(files: CheckedFiles, met: Meeting, settled: Settled, engine: Engine
     cfg, folder, groups = settled.cfg, files.folder, met.groups
     # The tokenizer is copied, because `sagetrain generate` needs nothing but the run folder.
     if met.main and files.tokenizer:
-        write_atomic(folder.path / files.tokenizer.file_name, files.tokenizer.model)
+        files.tokenizer.write(folder.path)
     saver = Saver(
         folder.checkpoints,
         groups,

@@ -86,6 +86,8 @@ KINDS = {
     **{f"lines.jsonl{suffix}": pack(lines(TEXTS)) for suffix, pack in PACK.items()},
     **{f"array.json{suffix}": pack(b"\xef\xbb\xbf \n" + ARRAY + b"\n ") for suffix, pack in PACK.items()},
     "dense.JSON": json.dumps([{"text": text} for text in TEXTS], separators=(",", ":")).encode(),
+    "LINES.NDJSON.GZ": gzip.compress(lines(TEXTS[:100])) + gzip.compress(lines(TEXTS[100:])),
+    "two frames.Jsonl.ZST": zstandard.compress(lines(TEXTS)[:1000]) + zstandard.compress(lines(TEXTS)[1000:]),
     "two members.json.gz": gzip.compress(ARRAY[:900]) + gzip.compress(ARRAY[900:]),
     **{f"table.csv{suffix}": pack(b"\xef\xbb\xbf" + table(TEXTS)) for suffix, pack in PACK.items()},
     "newlines.csv": table(TEXTS, lineterminator="\n").rstrip(b"\n"),
@@ -438,7 +440,7 @@ def test_the_tokens_of_a_token_file_are_named(tmp_path, model):
 
 
 def test_it_is_named_before_anything_is_prepared(tmp_path, model, monkeypatch):
-    monkeypatch.setattr("sagetrain.corpus.prepare.encode", lambda *args: pytest.fail("has begun"))
+    monkeypatch.setattr("sagetrain.corpus.outputs.encode", lambda *args: pytest.fail("has begun"))
     (tmp_path / "in").mkdir()
     for name, content in (("a.txt", b"a text"), ("z.png", REFUSED["g.png"][0])):
         write(tmp_path / "in", name, content)

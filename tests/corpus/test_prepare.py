@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from prepare_inputs import TEXTS, documents, make_texts, prepare, quiet, write_jsonl
+from prepare_inputs import TEXTS, documents, make_texts, prepare, published_tokenizer, quiet, write_jsonl
 from sagetrain.config import ConfigError
 from sagetrain.corpus import encode, token_writer
 from sagetrain.corpus.chunk import Place
@@ -152,6 +152,25 @@ def test_a_tokenizer_in_use_is_replaced_only_when_asked(tmp_path, model, how):
     assert file.read_bytes() != first
 
 
+def test_a_published_tokenizer_stays_as_it_is_in_its_folder(tmp_path):
+    """The files of another tokenizer in the output's folder would change this one."""
+    (tmp_path / "a.txt").write_text("a text")
+    mine, theirs = tmp_path / "mine", tmp_path / "theirs"
+    for folder in (mine, theirs):
+        folder.mkdir()
+        (folder / "tokenizer.model").write_bytes(published_tokenizer().model)
+        (folder / "chat_template.jinja").write_text("{{ messages }}")
+    quiet([str(tmp_path / "a.txt")], mine / "train", tokenizer=mine / "tokenizer.model")
+    assert {each.name for each in mine.iterdir()} == {"tokenizer.model", "chat_template.jinja", *names_of("train")}
+    for options in ({"tokenizer": mine / "tokenizer.model"}, {"vocab_size": 300}):
+        with pytest.raises(ConfigError, match=r"holds chat_template\.jinja, which is of another tokenizer"):
+            quiet([str(tmp_path / "a.txt")], theirs / "train", **options)
+
+
+def names_of(name):
+    return {f"{name}{end}" for end in (".bin", ".idx", ".json")}
+
+
 def test_a_call_cut_short_after_its_tokenizer_starts_over(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     first = quiet([str(path)], tmp_path / "d" / "train", vocab_size=350, valid_fraction=0.2)
@@ -266,8 +285,8 @@ def test_a_failure_at_any_rename_leaves_whole_files_or_none(tmp_path, model, mon
             monkeypatch.setattr(os, "replace", replace)
         quiet([str(new)], out, overwrite=True, **options)
         assert len(documents(out)) + len(documents(out.with_name("valid"))) == len(TEXTS)
-    # The renames are those of the tokenizer, and of .bin, .json (temporary and final) and .idx for two outputs.
-    assert failing == 7
+    # The renames are those of .bin, .json and .idx for two outputs. The tokenizer is there already.
+    assert failing == 6
 
 
 def test_repeating_a_call(tmp_path, model):

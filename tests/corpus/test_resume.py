@@ -104,7 +104,7 @@ def test_interrupted_anywhere_it_gives_the_same_files(tmp_path, model, small_pie
         assert {(document[:1] == [bos], document.count(bos)) for document in documents(tmp_path / "whole" / name)} == {
             (begun, int(begun))
         }
-    assert sorted(expected) == sorted(NAMES)
+    assert expected.keys() == {*NAMES} | ({"tokenizer_config.json"} if begun else set())
     out = tmp_path / "out/train"
     places, count = [None], 3
     while killed_after(count, inputs, out, **options):

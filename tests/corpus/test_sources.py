@@ -1,6 +1,5 @@
 """`sagetrain prepare` reads every kind of source to the same tokens."""
 
-import gzip
 import json
 import os
 import subprocess
@@ -36,44 +35,10 @@ def as_jsonl_with_blank_lines_and_a_byte_order_mark(folder):
     return folder / "a.jsonl"
 
 
-def as_gzip(folder):
-    lines = as_jsonl(folder).read_bytes().splitlines(keepends=True)
-    members = [gzip.compress(b"".join(part)) for part in (lines[:100], lines[100:])]
-    (folder / "a.jsonl.gz").write_bytes(b"".join(members))
-    return folder / "a.jsonl.gz"
-
-
-def as_zstd(folder):
-    data = as_jsonl(folder).read_bytes()
-    frames = [zstandard.compress(part) for part in (data[:1000], data[1000:])]
-    (folder / "a.jsonl.zst").write_bytes(b"".join(frames))
-    return folder / "a.jsonl.zst"
-
-
-def as_ndjson(folder):
-    return as_jsonl(folder).rename(folder / "a.ndjson")
-
-
-def as_jsonl_in_capitals(folder):
-    return as_jsonl(folder).rename(folder / "A.JSONL")
-
-
-def as_ndjson_gzip_in_capitals(folder):
-    return as_gzip(folder).rename(folder / "A.NDJSON.GZ")
-
-
-def as_zstd_in_capitals(folder):
-    return as_zstd(folder).rename(folder / "a.Jsonl.ZST")
-
-
-def as_parquet_in_capitals(folder):
-    return as_parquet(folder).rename(folder / "A.PARQUET")
-
-
 def as_parquet(folder):
     table = pyarrow.table({"n": range(len(TEXTS)), "text": TEXTS})
-    pyarrow.parquet.write_table(table, folder / "a.parquet", row_group_size=70)
-    return folder / "a.parquet"
+    pyarrow.parquet.write_table(table, folder / "A.PARQUET", row_group_size=70)
+    return folder / "A.PARQUET"
 
 
 def as_text_folder(folder):
@@ -113,9 +78,8 @@ def as_shards_in_capitals_beside_a_readme(folder):
 
 @pytest.mark.parametrize(
     "write",
-    [as_jsonl, as_jsonl_with_blank_lines_and_a_byte_order_mark, as_gzip, as_zstd, as_parquet, as_text_folder,
-     as_saved_dataset, as_saved_dataset_dict, as_two_shards_beside_a_readme, as_ndjson, as_jsonl_in_capitals,
-     as_ndjson_gzip_in_capitals, as_zstd_in_capitals, as_parquet_in_capitals, as_shards_in_capitals_beside_a_readme],
+    [as_jsonl, as_jsonl_with_blank_lines_and_a_byte_order_mark, as_parquet, as_text_folder, as_saved_dataset,
+     as_saved_dataset_dict, as_two_shards_beside_a_readme, as_shards_in_capitals_beside_a_readme],
 )  # fmt: skip
 def test_every_kind_of_source_gives_the_same_tokens(tmp_path, model, tokenizer, write):
     result = quiet([str(write(tmp_path))], tmp_path / "out" / "train", tokenizer=model)

@@ -112,7 +112,7 @@ def test_tokens_are_those_of_transformers(plain: str, name: str, tmp_path: Path)
     check(ours)
     copy = tmp_path / "copy/tokenizer.json"
     copy.parent.mkdir()
-    copy.write_bytes(ours.model)
+    ours.write(copy.parent)
     check(Tokenizer.load(copy))
     for written, content in tokenizer_files(ours, 128).items():
         (copy.parent / written).write_bytes(content)
@@ -310,7 +310,7 @@ def test_a_sentencepiece_model_gets_tokens_and_templates(pieces: Tokenizer, tmp_
     text = "<|im_start|>the model<|im_end|>\n <think>of 12<think><|im_end|>"
     copy = tmp_path / "copy/tokenizer.model"
     copy.parent.mkdir()
-    copy.write_bytes(ours.model)
+    ours.write(copy.parent)
     for each in (ours, Tokenizer.load(copy)):
         assert each.encode(text) == theirs.encode(text, add_special_tokens=False)
         assert (each.vocab_size, each.eos_id, each.bos_id) == (403, 401, pieces.bos_id)
@@ -351,9 +351,12 @@ def test_a_template_and_a_bos_do_not_change_the_identity(pieces: Tokenizer, tmp_
     file = beside_pieces(tmp_path, pieces, {"chat_template": "{{ messages }}", "add_bos_token": True})
     ours = Tokenizer.load(file)
     assert (ours.sha256, ours.prefix, ours.notes) == (pieces.sha256, [ours.bos_id], [])
-    # Copies of older versions end like this.
-    assert Tokenizer(pieces.model + b"\xc2\x0c\x0dadd_bos_token").prefix == [ours.bos_id]
-    assert Tokenizer(pieces.model + b"\xc2\x0c\x0dadd_bos_token").sha256 == pieces.sha256
+    # Copies of older versions end like this, in a field of SentencePiece's format.
+    content = b'{"beside_sentencepiece": {"add_bos_token": true, "chat_template": "' + b"x" * 200 + b'"}}'
+    for end in (b"\x0dadd_bos_token", bytes([len(content) & 127 | 128, len(content) >> 7]) + content):
+        copy = Tokenizer(pieces.model + b"\xc2\x0c" + end)
+        assert (copy.prefix, copy.sha256, copy.model) == ([ours.bos_id], pieces.sha256, pieces.model)
+    assert copy.chat_template == "x" * 200
     (tmp_path / "a.txt").write_text("the model")
     for name, given in (("a", file), ("b", tmp_path / "out/tokenizer.model"), ("c", tmp_path / "bare/tokenizer.model")):
         given.parent.mkdir(exist_ok=True)

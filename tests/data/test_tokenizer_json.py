@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import sysconfig
@@ -74,10 +75,19 @@ def test_ids_are_those_of_transformers(folder: Path, tokenizer: Tokenizer) -> No
     assert tokenizer.decode([0, *tokenizer.encode("a"), 1]) == "a"
 
 
-def test_a_copy_needs_no_other_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_bytes(tokenizer.model)
-    copy = Tokenizer.load(tmp_path / "tokenizer.json")
-    assert (copy.sha256, copy.eos_id, copy.bos_id) == (tokenizer.sha256, 1, 0)
+def test_a_tokenizer_travels_as_two_files(folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """transformers reads them. Earlier versions wrote one file, which is the same tokenizer."""
+    tokenizer.write(tmp_path)
+    assert (tmp_path / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs(SAMPLE).input_ids == AutoTokenizer.from_pretrained(folder)(SAMPLE).input_ids
+    one = json.dumps({**json.loads(tokenizer.model), "tokenizer_config": tokenizer.config}, ensure_ascii=False).encode()
+    (tmp_path / "before").mkdir()
+    (tmp_path / "before/tokenizer.json").write_bytes(one)
+    for copy in (tmp_path / "tokenizer.json", tmp_path / "before/tokenizer.json"):
+        found = Tokenizer.load(copy)
+        assert (found.sha256, found.eos_id, found.bos_id) == (tokenizer.sha256, 1, 0)
+        assert found.sha256 == hashlib.sha256(one).hexdigest() and found.chat_template == tokenizer.chat_template
 
 
 def placed(text: str) -> processors.PostProcessor:
@@ -147,7 +157,7 @@ def test_a_file_beside_a_sentencepiece_model_decides_on_a_bos(name: str, tmp_pat
         assert (AutoTokenizer.from_pretrained(tmp_path)("x").input_ids[0] == ours.bos_id) == expected
     # A copy keeps the bos and has the same identity, so all data that was prepared with it fits.
     (tmp_path / "copy").mkdir()
-    (tmp_path / "copy/tokenizer.model").write_bytes(ours.model)
+    ours.write(tmp_path / "copy")
     copy = Tokenizer.load(tmp_path / "copy/tokenizer.model")
     assert (copy.prefix, copy.sha256, copy.model) == (ours.prefix, published.sha256, ours.model)
     for file, content in tokenizer_files(ours, 128).items():
@@ -188,7 +198,10 @@ def test_from_text_to_an_exported_folder(folder: Path, tokenizer: Tokenizer, tmp
     data = tmp_path / "data"
     sources, quiet = [str(Path(json.__file__).parent)], {"glob": "*.py", "say": lambda text: None}
     prepare(sources, data / "train", tokenizer=folder / "tokenizer.json", valid_fraction=0.3, num_workers=2, **quiet)
-    assert sorted(path.name for path in data.iterdir() if "token" in path.name) == ["tokenizer.json"]
+    assert sorted(path.name for path in data.iterdir() if "token" in path.name) == [
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
     ids = TokenFile(data / "train").tokens(0, TokenFile(data / "train").num_tokens).tolist()
     first = ids[: ids.index(tokenizer.eos_id)]
     assert tokenizer.decode(first) in {path.read_text() for path in Path(json.__file__).parent.glob("*.py")}
