@@ -153,7 +153,8 @@ def _with_json(model: bytes, beside: Beside, file: Path) -> tuple[bytes, dict[st
 
 def _settings(tree: dict[str, Any]) -> str:
     """Return what a tokenizer.json says apart from its vocabulary and merges."""
-    return json.dumps([{**tree, "model": None}, (tree.get("model") or {}).get("dropout")])
+    model = tree.get("model")
+    return json.dumps([{**tree, "model": None}, model.get("dropout") if isinstance(model, dict) else model])
 
 
 def _prefix_space(tree: dict[str, Any], beside: Beside, file: Path) -> list[str]:

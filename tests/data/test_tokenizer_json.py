@@ -181,6 +181,7 @@ def test_mistakes_are_named(folder: Path, tmp_path: Path) -> None:
         Tokenizer.load(tmp_path)
     for content, message in (
         ('{"a": 1}', "is not a tokenizer.json of the tok"),
+        ('{"model": "BPE"}', "is not a tokenizer.json of the tok"),
         ("{x", r"tokenizer\.json is not valid JSON"),
     ):
         file.write_text(content)
