@@ -22,9 +22,10 @@ from sagetrain.checkpoint.on_disk import folder_name
 from sagetrain.config import load_config
 from sagetrain.config.arithmetic import idle_share
 from sagetrain.config.schema import AttentionConfig, LinearConfig, RunConfig
+from sagetrain.costs.collective_costs import INTO, OUT, collectives
 from sagetrain.costs.hardware import HARDWARE
 from sagetrain.costs.memory import memory_per_rank
-from sagetrain.costs.operations import INTO, OUT, Rank, collectives
+from sagetrain.costs.operations import Rank
 from sagetrain.model.backends import Product, Sage
 from sagetrain.parallel.orders import Action, orders
 from sagetrain.parallel.topology import Topology
