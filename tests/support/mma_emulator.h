@@ -107,10 +107,6 @@ static void load_matrices_turned(u32 *x, u32 from) {
 }
 static float load_shared_float(u32 from) { return load<float>(from); }
 static void store_shared_word(u32 to, u32 x) { store(to, &x, 4); }
-static void store_shared_pair(u32 to, float x, float y) {
-    float both[2] = {x, y};
-    store(to, both, 8);
-}
 static void max_shared(u32 to, int x) {
     each_word(to, 4, [](Word &w) {
         if (w.coming || w.written.barrier < 0) fail("an atomic maximum of what is not there");
