@@ -36,9 +36,6 @@ DEVICE float load_shared_float(u32 from) {
     return x;
 }
 DEVICE void store_shared_word(u32 to, u32 x) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(x) : "memory"); }
-DEVICE void store_shared_pair(u32 to, float x, float y) {
-    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x), "f"(y) : "memory");
-}
 DEVICE void max_shared(u32 to, int x) { asm volatile("red.shared.max.s32 [%0], %1;" ::"r"(to), "r"(x) : "memory"); }
 DEVICE void add_global(float *to, float x) { asm volatile("red.global.add.f32 [%0], %1;" ::"l"(to), "f"(x) : "memory"); }
 
