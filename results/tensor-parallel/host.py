@@ -62,9 +62,9 @@ class Alone:
     def allocate(self, nbytes: int) -> list[Tensor]:
         return [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(self._size)]
 
-    def send(self, steps: Sequence[tuple[int, int, int] | None]) -> bool:
+    def send(self, steps: Sequence[tuple[int, int, int] | int]) -> bool:
         for step in steps:
-            if step is not None:
+            if not isinstance(step, int):
                 ctypes.memmove(*step)
         return True
 

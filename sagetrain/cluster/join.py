@@ -78,6 +78,8 @@ def init_distributed(timeout_minutes: float) -> torch.device:
             )
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
+        # A rank may launch a collective that another rank replays. NCCL would register the memory of replays alone.
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     timeout, backend = datetime.timedelta(minutes=timeout_minutes), "nccl" if on_gpu else "gloo"
     if not dist.is_initialized():
         # DeepSpeed would bind the group to a device. NCCL would then create each smaller group with all ranks of the

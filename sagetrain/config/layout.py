@@ -47,9 +47,11 @@ class Layout:
     shards."""
     micro_step: int
     """The tokens of one micro-step over all ranks. Tokens per step are a whole number of micro-steps."""
-    hooks: Literal["never", "last micro-step", "every micro-step"]
-    """The micro-steps that the engine's hooks run in. At ZeRO 0 and 1 FSDP2's engine keeps whole weights, and gradients
-    are summed on each rank, so hooks run where they are reduced."""
+    hooks: Literal["never", "every micro-step"]
+    """The micro-steps that the engine's hooks run in. At ZeRO 0 and 1 FSDP2's engine keeps whole weights, and sums and
+    reduces gradients itself."""
+    reduced: Literal["never", "once a step", "in every micro-step"]
+    """The times at which gradients leave the rank, for other replicas or for the host's memory."""
     reduces_beside: bool
     """Whether gradients are reduced beside the backward pass. DeepSpeed's default is true at ZeRO 3
     (docs/gradients.md)."""
@@ -81,7 +83,7 @@ class Layout:
         replicas = world_size // (tensor * stages)
         # Micro-batches of a pipeline are under way at once, so there all passes of FSDP2 go through its hooks.
         rests = not by_deepspeed and stage < 2 and stages == 1
-        # A single replica has nothing to reduce. Hooks of FSDP2 take its gradients to the host's memory.
+        # A single replica has nothing to reduce.
         alone = rests and replicas == 1 and parallel.offload == "none"
         return cls(
             world_size=world_size,
@@ -93,7 +95,8 @@ class Layout:
             zero_stage=stage,
             shards=1 if stage == 0 else parallel.shard_size or replicas,
             micro_step=cfg.data.micro_batch_size * cfg.data.seq_length * (replicas // context),
-            hooks="never" if alone else "last micro-step" if rests else "every micro-step",
+            hooks="never" if rests else "every micro-step",
+            reduced="never" if alone else "once a step" if stage < 2 else "in every micro-step",
             reduces_beside=not by_deepspeed or bool(zero_optimization(cfg).get("overlap_comm", stage == 3)),
             whole_between_passes=stage < 3 or (not by_deepspeed and parallel.shard_size == 1),
             takes_probes=stage < 3 or not by_deepspeed,
@@ -121,13 +124,6 @@ class Layout:
     def gathered(self) -> Literal["never", "once a step", "in every pass"]:
         """The times at which a rank gathers the weights of other shards."""
         return ("never", "once a step", "once a step", "in every pass")[self.zero_stage]
-
-    @property
-    def reduced(self) -> Literal["never", "once a step", "in every micro-step"]:
-        """The times at which gradients leave the rank, for other replicas or for the host's memory."""
-        if self.hooks == "never":
-            return "never"
-        return "once a step" if self.zero_stage < 2 else "in every micro-step"
 
     @property
     def even(self) -> bool:
@@ -170,11 +166,6 @@ def _not_recorded(cfg: RunConfig) -> Refusal | None:
         return Refusal("parallel.zero_stage", stage, "hooks of FSDP2 run in every micro-step", "use 0 or 1")
     if parallel.offload != "none":
         return Refusal("parallel.offload", parallel.offload, "gradients leave the GPU", "use none")
-    for name, why in (
-        ("pipeline_parallel_size", "micro-batches are under way at once"),
-        ("tensor_parallel_size", "the collectives of a micro-step count on from each other"),
-        ("context_parallel_size", "the collectives of a micro-step were never recorded"),
-    ):
-        if (size := getattr(parallel, name)) > 1:
-            return Refusal(f"parallel.{name}", size, why, "use 1")
+    if (stages := parallel.pipeline_parallel_size) > 1:
+        return Refusal("parallel.pipeline_parallel_size", stages, "micro-batches are under way at once", "use 1")
     return None

@@ -76,7 +76,7 @@ def _recordings(cfg: RunConfig, layout: Layout, size: int, passes: Iterable[list
     """Estimate what recorded micro-steps keep for themselves. With `auto` they are made only if that is there."""
     if cfg.training.cuda_graphs != "on" or not layout.recorded:
         return []
-    reduced = 0 if layout.hooks == "never" else 4 * size // layout.shards
+    reduced = 0 if layout.reduced == "never" else 4 * size // layout.shards
     why = "activations of micro-steps as CUDA graphs, beside those of passes by the host, and reduced gradients"
     return [MemoryItem("recordings", max(map(total_bytes, passes)) + reduced, why)]
 
@@ -134,7 +134,7 @@ def _fsdp_state(cfg: RunConfig, layout: Layout, size: int) -> list[MemoryItem]:
         gathered = MemoryItem("gathered weights", element * (outside + 3 * block), "of two blocks, and outside of them")
         return [gathered, MemoryItem("gradients", wide * share, f"1/{shards} of them"), optimizer, *slots]
     several = max(cfg.tokens_per_step.named_tokens.values()) > layout.micro_step
-    if layout.hooks == "never":
+    if layout.reduced == "never":
         held = MemoryItem("gradients", 4 * size, "fp32, kept for good")
     elif stage < 2 and several:
         held = MemoryItem("gradients", 4 * size, "fp32, until they are reduced")
@@ -169,9 +169,9 @@ def _reduction(cfg: RunConfig, layout: Layout, size: int) -> tuple[MemoryItem, M
     that is left when the first bucket is full.
 
     FSDP2 reduces block by block, and what is outside of the
-    blocks after backward. Without its hooks nothing is reduced, and each gradient is added to its sum and freed.
+    blocks after backward. A single replica reduces nothing, and each gradient is added to its sum and freed.
     """
-    if layout.hooks == "never":
+    if layout.reduced == "never":
         none = MemoryItem("reduction", 0, "a single replica")
         return none, none, 0.0
     if layout.engine == "fsdp":

@@ -218,7 +218,7 @@ class DeepSpeedEngine(BaseEngine):
     def _prepare_evaluation(self) -> None:
         self._ds.eval()
 
-    def run(self, inputs: Mapping[str, Any], last: bool = False) -> Tensor:
+    def run(self, inputs: Mapping[str, Any]) -> Tensor:
         """Call the model: see BaseEngine."""
         result: Tensor = self._ds(**inputs)
         return result

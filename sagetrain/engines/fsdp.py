@@ -13,9 +13,9 @@ stage  a rank keeps for good     weights are gathered         gradients are redu
 
 - The sharded parameters are the fp32 masters. The model computes with gathered copies in training.dtype. The
 gradients of micro-steps, and of ranks, are summed in fp32.
-- At ZeRO 0 and 1 the engine keeps the gathered copies and renews them itself. Only the last micro-step, which reduces,
-needs FSDP. The others call the model without its hooks, whose time on the host is a quarter of a micro-step's. A single
-replica has nothing to reduce, and FSDP would copy each sum twice. There the optimizer reads the sums themselves.
+- At ZeRO 0 and 1 the engine keeps the gathered copies, renews them, and reduces the sums of gradients itself. No
+micro-step goes through FSDP's hooks, whose time on the host is a quarter of a micro-step's. A single replica has
+nothing to reduce. There the optimizer reads the sums themselves.
 - A block normalizes for the next block, so the gains of all norms belong to the outermost unit of parameters, which
 stays gathered from its forward pass to the end of its backward pass. Each block is a unit of its own.
 - The optimizer works on plain local tensors and never sees a DTensor.
@@ -38,12 +38,13 @@ from sagetrain.config.layout import Layout
 from sagetrain.config.schema import RunConfig
 from sagetrain.data.loader import Batch
 from sagetrain.engines.gather import how_gathered
-from sagetrain.engines.gradient_sums import HostSums, LeafSums, OwnSums, ShardedSums
+from sagetrain.engines.gradient_sums import HostSums, LeafSums, ShardedSums
 from sagetrain.engines.hooks import Hooks
 from sagetrain.engines.kept_weights import KeptWeights
 from sagetrain.engines.model_weights import GatheredWeights, ResidentWeights
 from sagetrain.engines.piped import Piped
 from sagetrain.engines.protocol import Owned, Probe, every
+from sagetrain.engines.reduction import Reduction
 from sagetrain.engines.replayed import Replayed, recorder_of
 from sagetrain.engines.sharding import gather_once, ranks_of, shard_model, units
 from sagetrain.engines.shards import Shards
@@ -71,7 +72,7 @@ class FsdpEngine(BaseEngine):
         super().__init__(model, groups, device, clip=0.0, copies=layout.copies)
         self._stage, self.takes_probes = layout.zero_stage, layout.takes_probes
         self._largest_norm = cfg.optimizer.clip_grad or math.inf
-        stage, offload, resident = layout.zero_stage, cfg.parallel.offload, layout.hooks != "every micro-step"
+        stage, offload, resident = layout.zero_stage, cfg.parallel.offload, layout.hooks == "never"
         dtype = torch.bfloat16 if cfg.training.dtype == "bf16" else torch.float32
         # A number would be a part of the program of a micro-step, and the program stays the same if this changes.
         self._share = torch.ones((), device=device)
@@ -98,9 +99,9 @@ class FsdpEngine(BaseEngine):
         self._weights: GatheredWeights
         self._sums: ShardedSums
         if resident:
-            reduced = layout.hooks != "never"
-            self._weights = whole = ResidentWeights(*of_model, masters, reduced=reduced)
-            self._sums = sums = (LeafSums if reduced else OwnSums)(parameters, masters, whole.leaves)
+            self._weights = whole = ResidentWeights(*of_model, masters)
+            reduction = Reduction(self.units, whole.leaves, masters) if layout.reduced != "never" else None
+            self._sums = sums = LeafSums(parameters, masters, whole.leaves, reduction)
             if record:
                 self._traversal = Replayed(self, record, whole, sums)
         else:
@@ -161,14 +162,15 @@ class FsdpEngine(BaseEngine):
     def _prepare_evaluation(self) -> None:
         self.model.eval()
 
-    def run(self, inputs: Mapping[str, Any], last: bool = False) -> Tensor:
+    def run(self, inputs: Mapping[str, Any]) -> Tensor:
         """Call the model: see BaseEngine."""
-        result: Tensor = self._weights.run(inputs, last)
+        result: Tensor = self._weights.run(inputs)
         return result
 
     def backward(self, loss: Tensor, last: bool) -> None:
         """Add the gradient of a micro-batch's loss to the step's gradient: see BaseEngine."""
-        self._sums.expect(reduced=self._hooks.expect(last))
+        self._hooks.expect(last)
+        self._sums.expect(last)
         (loss * self._share).backward()
         self._sums.add()
 

@@ -14,6 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sagekernels.sums import add_to
+from sagetrain.engines.reduction import Reduction
+
 
 class ShardedSums:
     """The sums that FSDP keeps of reduced gradients, in the `grad` of its parameters.
@@ -29,8 +32,8 @@ class ShardedSums:
     def begin(self, micro_batches: int) -> None:
         """Begin the sums of a step of this many micro-batches."""
 
-    def expect(self, reduced: bool) -> None:
-        """Prepare for a backward pass. `reduced`: FSDP reduces gradients in this pass."""
+    def expect(self, last: bool) -> None:
+        """Prepare for a backward pass, which may be the last one of a step."""
 
     def add(self) -> None:
         """Add the gradients that a backward pass has left."""
@@ -64,7 +67,7 @@ class HostSums(ShardedSums):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sums of gradients")
         self._adding: Future[None] | None = None
 
-    def expect(self, reduced: bool) -> None:
+    def expect(self, last: bool) -> None:
         """Wait until all gradients are added, so that the host holds no more than two sets of them."""
         if self._adding is not None:
             self._adding.result()
@@ -76,7 +79,7 @@ class HostSums(ShardedSums):
 
     def take(self) -> dict[str, Tensor]:
         """Return the sums: see ShardedSums."""
-        self.expect(reduced=False)
+        self.expect(last=True)
         sums, self._sums = self._sums, {}
         return sums
 
@@ -96,41 +99,63 @@ class LeafSums(ShardedSums):
     """Sums that hooks of the tensors keep that autograd gives gradients to. FSDP keeps sums only in passes that go
     through the hooks of its modules.
 
-    A gradient enters its sum, and is freed, as soon as autograd has made it. The last one leaves the sum in its place,
-    in `.grad`, for FSDP to reduce.
+    A gradient enters its sum, and is freed, as soon as autograd has made it. In the last pass of a step the sums of
+    a unit are reduced as soon as they are complete.
 
     Args:
         leaves: the tensors that autograd gives gradients to, by name.
+        reduction: the reduction over replicas. None: a single replica has nothing to reduce.
     """
 
-    stay = False
-    """If set, sums stay in the same memory for good. Otherwise FSDP frees the sums that it reduces."""
-
     def __init__(
-        self, parameters: Mapping[str, Any], masters: Mapping[str, Tensor], leaves: Mapping[str, Tensor]
+        self,
+        parameters: Mapping[str, Any],
+        masters: Mapping[str, Tensor],
+        leaves: Mapping[str, Tensor],
+        reduction: Reduction | None,
     ) -> None:
         super().__init__(parameters, masters)
+        self.stays = False
+        """If set, sums and means stay in the same memory for good. Otherwise a sum is freed when it is packed."""
         self.given: set[str] = set()
         """The names of the tensors that have had a gradient in this step."""
-        self._leaves = leaves
+        self.needed = False
+        """If set, there are sums in this step. The gradients of an only micro-step are reduced as they are."""
+        self._leaves, self._reduction = leaves, reduction
         self._sums: dict[str, Tensor] = {}
-        self._needed = self._last = False
+        parts = reduction.units if reduction else []
+        self._unit_of = {name: number for number, unit in enumerate(parts) for name in unit.names}
+        self._now: Reduction | None = None
+        self._awaited: dict[int, set[str]] = {}
         for name, leaf in leaves.items():
             leaf.register_post_accumulate_grad_hook(partial(self._add, name))
 
     @property
+    def reduces(self) -> bool:
+        """Whether the last pass of a step reduces anything."""
+        return self._reduction is not None
+
+    @property
     def reduced_bytes(self) -> int:
-        """The bytes of this rank's part of the reduced sums, which are beside sums that stay."""
-        return sum(4 * master.numel() for master in self._masters.values())
+        """The bytes of the means, which are beside the sums if these stay."""
+        return sum(4 * master.numel() for master in self._masters.values()) if self._reduction else 0
+
+    def stay(self) -> None:
+        """Leave sums and means in the same memory from now on."""
+        self.stays = True
+        leaf = next(iter(self._leaves.values()))
+        # The kernel is compiled now.
+        add_to(leaf.new_zeros(16, dtype=torch.float32), leaf.new_zeros(16))
+        if self._reduction:
+            self._reduction.allocate_all()
 
     def begin(self, micro_batches: int) -> None:
-        """Begin the sums of a step. FSDP reduces the gradients of an only micro-step where autograd puts them."""
-        self._begin(needed=micro_batches > 1)
-
-    def _begin(self, needed: bool) -> None:
+        """Begin the sums of a step: see ShardedSums."""
         self.given.clear()
-        self._needed = needed
-        if not needed:
+        self.needed = self._reduction is None or micro_batches > 1
+        if self._reduction and not self.stays:
+            self._reduction.free()
+        if not self.needed:
             return
         if self._sums:
             torch._foreach_zero_(list(self._sums.values()))
@@ -138,37 +163,55 @@ class LeafSums(ShardedSums):
             if name not in self._sums:
                 self._sums[name] = torch.zeros_like(leaf, dtype=torch.float32)
 
-    def expect(self, reduced: bool) -> None:
+    def expect(self, last: bool) -> None:
         """Prepare for a backward pass: see ShardedSums."""
-        self._last = reduced
+        self._now = self._reduction if last else None
+        self._awaited = {}
+        if self._now:
+            self._now.begin()
+            self._awaited = {number: set(unit.names) for number, unit in enumerate(self._now.units)}
 
     def _add(self, name: str, leaf: Tensor) -> None:
-        if not self._needed:
-            return
-        gradient, total = leaf.grad, self._sums[name]
-        assert gradient is not None
-        # Every micro-step is the same program, the first one as well.
-        total.add_(gradient)
+        assert leaf.grad is not None
         self.given.add(name)
-        if not self._last:
+        if self.needed:
+            # Every micro-step is the same program, the first one as well.
+            total = self._sums[name]
+            if self.stays:
+                add_to(total, leaf.grad)  # Replays take it, and the host has no time for it.
+            else:
+                total.add_(leaf.grad)
             leaf.grad = None
+        if self._now:
+            number = self._unit_of[name]
+            self._awaited[number].discard(name)
+            if not self._awaited[number]:
+                self._reduce(number, self._now)
+
+    def _reduce(self, number: int, reduction: Reduction) -> None:
+        del self._awaited[number]
+        names = reduction.units[number].names
+        if self.needed:
+            reduction.start(number, [self._sums[name] for name in names])
+            for name in names if not self.stays else ():
+                del self._sums[name]
             return
-        # A gradient with another dtype than its tensor can be handed over in no other way.
-        gradient.data = total
-        if not self.stay:
-            del self._sums[name]
+        leaves = [self._leaves[name] for name in names]
+        reduction.start(number, [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves])
+        for leaf in leaves:
+            leaf.grad = None
 
-
-class OwnSums(LeafSums):
-    """The sums of a single replica, which has nothing to reduce. FSDP would copy each of them twice."""
-
-    stay = True
-
-    def begin(self, micro_batches: int) -> None:
-        """Begin the sums of a step: see ShardedSums."""
-        self._begin(needed=True)
+    def add(self) -> None:
+        """Reduce the units that lack the gradient of a tensor, and wait for all."""
+        if self._now:
+            for number in list(self._awaited):
+                self._reduce(number, self._now)
+            self._now.finish()
 
     def take(self) -> dict[str, Tensor]:
-        """Return the sums by name. The next step writes into the same memory."""
+        """Return this rank's part of the sums by name: see ShardedSums. The next step writes into the same memory."""
+        if self._reduction:
+            means = self._reduction.means()
+            return {name: means[name] for name in self._parameters if name in self.given and means[name].numel()}
         masters = self._masters.items()
         return {name: self._sums[name].to(master.dtype) for name, master in masters if name in self.given}

@@ -20,21 +20,17 @@ class Hooks:
 
     def __init__(self, model: Transformer, layout: Layout, to_host: bool) -> None:
         self._model, self._root, self._to_host = model, cast(FSDPModule, model), to_host
-        self._stage, self._resident = layout.zero_stage, layout.hooks != "every micro-step"
-        self._reduces = layout.hooks != "never"
+        self._stage, self._resident = layout.zero_stage, layout.hooks == "never"
         self._mode: tuple[bool, bool] | None = None
 
     def rest(self) -> None:
         """Prepare for backward passes whose gradients are for nobody else."""
         self._set(reduce=False, last=False)
 
-    def expect(self, last: bool) -> bool:
-        """Prepare for a backward pass, which may be the last one of a step. Return whether gradients are reduced in
-        it."""
-        last = last and self._reduces
-        reduce = last or self._stage > 1
-        self._set(reduce, last)
-        return reduce
+    def expect(self, last: bool) -> None:
+        """Prepare for a backward pass, which may be the last one of a step."""
+        if not self._resident:
+            self._set(last or self._stage > 1, last)
 
     def _set(self, reduce: bool, last: bool) -> None:
         if (reduce, last) == self._mode:

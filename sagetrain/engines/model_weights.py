@@ -37,12 +37,8 @@ class GatheredWeights:
             module.register_forward_pre_hook(lambda module, inputs: self._enter(module))
         self.written()
 
-    def run(self, inputs: Mapping[str, Any], last: bool) -> Any:
-        """Call the model.
-
-        Args:
-            last: the backward pass will be the step's last one, in which FSDP reduces gradients.
-        """
+    def run(self, inputs: Mapping[str, Any]) -> Any:
+        """Call the model."""
         return self._model(**inputs)
 
     def written(self) -> None:
@@ -76,12 +72,11 @@ class GatheredWeights:
 
 
 class ResidentWeights(GatheredWeights):
-    """Weights that stay whole, and are renewed right after each update. Only a pass that reduces needs FSDP's hooks,
-    whose time on the host is a quarter of a micro-step's.
+    """Weights that stay whole, and are renewed right after each update. No pass needs FSDP's hooks, whose time on the
+    host is a quarter of a micro-step's.
 
     Args:
         masters: this rank's rows of each weight, by name.
-        reduced: whether FSDP reduces gradients in the last pass of a step.
     """
 
     def __init__(
@@ -91,16 +86,12 @@ class ResidentWeights(GatheredWeights):
         gathered: Sequence[Mapping[str, Tensor]],
         kept: KeptWeights | None,
         masters: Mapping[str, Tensor],
-        reduced: bool,
     ) -> None:
         self._whole = WholeWeights(gathered, masters, [unit.ranks.shards for unit in units])
-        self.reduced = reduced
         super().__init__(model, units, gathered, kept)
 
-    def run(self, inputs: Mapping[str, Any], last: bool) -> Any:
+    def run(self, inputs: Mapping[str, Any]) -> Any:
         """Call the model: see GatheredWeights."""
-        if last and self.reduced:
-            return super().run(inputs, last)
         self._enter(self._model)
         with changed({(self._model, "without_hooks"): self._enter}):
             return self._model.forward(**inputs)

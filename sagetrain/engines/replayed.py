@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -23,6 +23,8 @@ from sagetrain.engines.static_inputs import StaticInputs, shapes_of
 from sagetrain.engines.traversal import Passes, Plain
 from sagetrain.model.block import Block
 from sagetrain.model.transformer import Transformer
+from sagetrain.parallel.copies import Copies, connected
+from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.noise_scale import GradientNoise
 
 # A micro-step runs twice by the host before it is recorded: kernels are compiled, tuned and loaded then.
@@ -38,6 +40,11 @@ def recorder(device: torch.device) -> Record | None:
         return None
     leave_default_stream()
     return Pool().record
+
+
+def copies_of(groups: ParallelGroups) -> Copies | None:
+    """Return the collectives by copy engines that a micro-step uses, if it does."""
+    return connected.get(groups.tp_group.group_name) if groups.tp_group and groups.tp_size > 1 else None
 
 
 def recorder_of(
@@ -62,8 +69,8 @@ def recorder_of(
 class _Program:
     """The launches of micro-steps that differ in their micro-batch alone."""
 
-    def __init__(self, key: Any, noise: GradientNoise | None, inputs: StaticInputs) -> None:
-        self.key, self.noise, self.inputs = key, noise, inputs
+    def __init__(self, key: Any, last: bool, noise: GradientNoise | None, inputs: StaticInputs) -> None:
+        self.key, self.last, self.noise, self.inputs = key, last, noise, inputs
         self.passes = 0
         self.recording: Recording | None = None
         self.given: frozenset[str] = frozenset()
@@ -86,7 +93,7 @@ class Replayed(Plain):
         # The metrics must not change in a recording.
         self._metrics = engine.groups.metrics
         self._programs: list[_Program] = []
-        self._stayed = sums.stay
+        self._copies = copies_of(engine.groups)
         self._steps = 0
         self._state: Any = None
         self.refusal = ""
@@ -102,19 +109,32 @@ class Replayed(Plain):
 
     def _micro_step(self, number: int, batch: Batch, last: bool, observers: Observers) -> None:
         seen = observers.layer_norms or (observers.watch and number == 0)
-        if self._state is None or seen or (last and self._weights.reduced):
-            super()._micro_step(number, batch, last, observers)
+        if self._copies:
+            self._copies.align()
+        if self._state is None or seen:
+            with self._repeatable():
+                super()._micro_step(number, batch, last, observers)
         else:
-            self._replay(batch.inputs(torch.device("cpu")), observers.noise)
+            groups = self._engine.groups
+            inputs = batch.inputs(torch.device("cpu"), groups.cp_rank, groups.cp_size)
+            self._replay(inputs, last and self._sums.reduces, observers.noise)
 
-    def _replay(self, inputs: Mapping[str, Any], noise: GradientNoise | None) -> None:
-        """Run a micro-step that is not the last one, or that nobody reduces.
+    @contextlib.contextmanager
+    def _repeatable(self) -> Iterator[None]:
+        """Let the collectives of a micro-step be the same whether it is launched by the host or replayed, so that ranks
+        need not agree on that."""
+        with self._copies.repeatable() if self._copies else contextlib.nullcontext():
+            yield
+
+    def _replay(self, inputs: Mapping[str, Any], last: bool, noise: GradientNoise | None) -> None:
+        """Run a micro-step.
 
         Args:
             inputs: the arguments of the model, with tensors in CPU memory.
+            last: whether gradients are reduced in it.
             noise: the measurement that looks at the gradients.
         """
-        program = self._program_of(inputs, noise)
+        program = self._program_of(inputs, last, noise)
         program.inputs.write(inputs)
         # The first step allocates what later steps keep.
         if program.recording is None and program.passes >= _PASSES and self._steps > 1 and not self.refusal:
@@ -127,22 +147,22 @@ class Replayed(Plain):
             program.passes += 1
 
     def _launch(self, program: _Program) -> None:
-        with program.noise.micro_batch() if program.noise else contextlib.nullcontext():
-            self.add(self._engine.run(program.inputs.arguments), last=False)
+        with self._repeatable(), program.noise.micro_batch() if program.noise else contextlib.nullcontext():
+            self.add(self._engine.run(program.inputs.arguments), program.last)
 
-    def _program_of(self, inputs: Mapping[str, Any], noise: GradientNoise | None) -> _Program:
+    def _program_of(self, inputs: Mapping[str, Any], last: bool, noise: GradientNoise | None) -> _Program:
         """Return the program of a micro-step, and make it if it is new."""
         inputs = dict(inputs)
         if inputs["cu_seqlens"] is not None:
             # The number of bounds is a power of two, and the longest document may be as long as a sequence.
-            inputs["max_seqlen"] = inputs["tokens"].shape[1]
-        key = self._state, noise, shapes_of(inputs)
+            inputs["max_seqlen"] = inputs["tokens"].shape[1] * self._engine.groups.cp_size
+        key = self._state, last, self._sums.needed, noise, shapes_of(inputs)
         for place, program in enumerate(self._programs):
             if program.key == key:
                 self._programs.append(self._programs.pop(place))
                 return program
         del self._programs[: max(0, len(self._programs) - _KEPT + 1)]
-        self._programs.append(_Program(key, noise, StaticInputs(inputs, self._device)))
+        self._programs.append(_Program(key, last, noise, StaticInputs(inputs, self._device)))
         return self._programs[-1]
 
     def _record_program(self, program: _Program) -> None:
@@ -150,19 +170,23 @@ class Replayed(Plain):
         given, added = set(self._sums.given), self._metrics.added()
         self._sums.given.clear()
         try:
-            self.refusal = _lacks_memory(self._device, 0 if self._sums.stay else self._sums.reduced_bytes)
+            self.refusal = _lacks_memory(self._device, 0 if self._sums.stays else self._sums.reduced_bytes)
             if not self.refusal:
+                self._sums.stay()
                 program.recording = self._record(lambda: self._launch(program))
                 program.given = frozenset(self._sums.given)
                 if self._metrics.added() != added:
                     self.refusal = "a micro-step adds to the metrics"
         except Exception as error:  # noqa: BLE001 - Whatever it is, micro-steps run without recordings as well.
             self.refusal = f"{type(error).__name__}: {error}".partition("\n")[0]
-        self._sums.given, self._sums.stay = given, self._stayed or not self.refusal
+        self._sums.given = given
         if self.refusal:
+            self._sums.stays = False
             # What a micro-step left when it was interrupted was never computed.
             for leaf in self._leaves.values():
                 leaf.grad = None
+            if self._copies:
+                self._copies.interrupt()
             program.recording = self._state = None
             self._programs.clear()
             warnings.warn(f"the host launches each micro-step from now on: {self.refusal}", stacklevel=2)
@@ -190,6 +214,7 @@ class Replayed(Plain):
             model.activation_checkpointing,
             [leaf.requires_grad for leaf in leaves],
             [tensor.data_ptr() for tensor in held],
+            self._copies and self._copies.addresses,
             torch.are_deterministic_algorithms_enabled(),
             torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
             torch.get_float32_matmul_precision(),

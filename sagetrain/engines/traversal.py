@@ -28,18 +28,18 @@ class Passes(ABC):
         self.model, self.groups, self.device = model, groups, device
 
     @abstractmethod
-    def run(self, inputs: Mapping[str, Any], last: bool = False) -> Tensor:
-        """Call the model and return its output. `last`: the output is the loss of the step's last micro-batch."""
+    def run(self, inputs: Mapping[str, Any]) -> Tensor:
+        """Call the model and return its output."""
 
     @abstractmethod
     def backward(self, loss: Tensor, last: bool) -> None:
         """Add the gradient of a micro-batch's loss to the step's gradient, which is a mean over micro-batches and
         replicas. `last` marks the step's last micro-batch, during which gradients may be reduced."""
 
-    def forward(self, batch: Batch, last: bool = False) -> Tensor:
+    def forward(self, batch: Batch) -> Tensor:
         """Return the loss of one micro-batch, an fp32 scalar. Under context parallelism it is the loss of this rank's
-        slice. `last` marks the step's last micro-batch."""
-        return self.run(self.inputs(batch), last)
+        slice."""
+        return self.run(self.inputs(batch))
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
         """Return the arguments of the model for a micro-batch."""
@@ -103,7 +103,7 @@ class Plain:
         """Run forward and backward over one micro-batch, and add its loss to the sum."""
         watch, blocks = watched(number, batch, observers), self._engine.model.chunks[0].blocks
         with watch.passing(blocks, backward=False):
-            loss = self._engine.forward(batch, last)
+            loss = self._engine.forward(batch)
         with watch.passing(blocks, backward=True), noise_of(observers):
             self.add(loss, last)
         watch.end()

@@ -19,11 +19,10 @@ comes again. `finish` is wait_tensor, as for the functional collectives.
 
 from __future__ import annotations
 
-import ctypes
-import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -33,6 +32,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+from sagetrain.parallel.device_memory import DeviceMemory, Step
 
 SLOTS = 3
 """The number of slots: one for each half of a micro-batch, and one for a collective that starts before these are
@@ -48,17 +49,16 @@ SentEvent = Any
 class Memory(Protocol):
     """The symmetric buffers of a group, one buffer for each rank, and the separate stream on which they are copied.
 
-    A copy is given by target address, source address and number of bytes. Its tensors have to live until the copy has
-    ended.
+    The tensors of a copy have to live until it has ended.
     """
 
     def allocate(self, nbytes: int) -> list[Tensor]:
         """Return new buffers, uint8 [nbytes] for each rank, once the streams have ended all earlier work. All ranks
         call it."""
 
-    def send(self, steps: Sequence[tuple[int, int, int] | None]) -> SentEvent:
-        """Run copies and meetings on the separate stream, after all earlier work of the caller's stream. A meeting
-        (None) goes on once all ranks have reached it."""
+    def send(self, steps: Sequence[Step]) -> SentEvent:
+        """Run copies and meetings on the separate stream, after all earlier work of the caller's stream. A meeting goes
+        on once all ranks have reached it."""
 
     def wait(self, event: SentEvent) -> None:
         """Let the caller's stream wait for all copies that were sent before the event. An event is waited for once,
@@ -103,7 +103,7 @@ class Copies:
         self.rank, self.size, self._memory, self._slots = rank, size, memory, slots
         # The order differs between ranks, so that no two ranks copy from or to the same rank at once.
         self._others = [(rank + step) % size for step in range(1, size)]
-        self._slot_bytes = self._count = 0
+        self._slot_bytes = self._count = self._met = 0
         self._clear([])
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ class Copies:
         nbytes, source, place = x.nbytes, x.data_ptr(), slot * self._slot_bytes
         target = result.data_ptr()
         own = target + self.rank * nbytes
-        steps: list[tuple[int, int, int] | None] = [(self._addresses[self.rank] + place, source, nbytes), None]
+        steps: list[Step] = [(self._addresses[self.rank] + place, source, nbytes), self._next_meeting()]
         steps += [(target + other * nbytes, self._addresses[other] + place, nbytes) for other in self._others]
         steps += [(own, source, nbytes)] if own != source else []
         return self._memory.send(steps)
@@ -140,9 +140,42 @@ class Copies:
         result = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
         source, place = x.data_ptr(), slot * self._slot_bytes + self.rank * nbytes
         steps = [(self._addresses[rank] + place, source + rank * nbytes, nbytes) for rank in (self.rank, *self._others)]
-        done = memory.send([None, *steps, None])
+        done = memory.send([self._next_meeting(), *steps, self._next_meeting()])
         work = self._unread[slot] = _Work(memory, done, x, self._parts(slot, x), result)
         return self._under_way(result, work)
+
+    def align(self) -> None:
+        """Let the next meeting be one in the first part of the pads, as in a recording."""
+        if self._met:
+            self._meet()
+
+    @contextmanager
+    def repeatable(self) -> Iterator[None]:
+        """Let the collectives inside of the context be the same each time they follow `align`, so that a recording of
+        them can be repeated, on any rank. All ranks call it."""
+        # No rank uses a slot any more behind a meeting, whichever was the last one.
+        self._meet()
+        self._count = 0
+        yield
+        self._meet()
+        self.align()
+
+    @property
+    def addresses(self) -> list[int]:
+        """The places of the ranks' buffers. A recording copies from and to these."""
+        return self._addresses
+
+    def interrupt(self) -> None:
+        """Forget the collectives of a recording that was not ended. It had begun behind `align`."""
+        self._forget_unread()
+        self._met = 0
+
+    def _meet(self) -> None:
+        self._memory.wait(self._memory.send([self._next_meeting()]))
+
+    def _next_meeting(self) -> int:
+        met, self._met = self._met, 1 - self._met
+        return met
 
     def _take(self, nbytes: int) -> int:
         """Return the next slot, grown to at least `nbytes`. The caller's stream reads the old content of the slot
@@ -165,10 +198,14 @@ class Copies:
         self._slot_bytes = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         # Other ranks may still copy out of the old buffer. Their mappings keep it alive.
         self._clear(self._memory.allocate(self._slots * self._slot_bytes))
+        self._met = 0  # The pads are new as well.
 
     def _clear(self, buffers: list[Tensor]) -> None:
         self._buffers, self._addresses = buffers, [buffer.data_ptr() for buffer in buffers]
         self._views: dict[tuple[int, torch.Size, torch.dtype], tuple[Tensor, ...]] = {}
+        self._forget_unread()
+
+    def _forget_unread(self) -> None:
         self._unread: list[_Work | None] = [None] * self._slots
 
     def _parts(self, slot: int, x: Tensor) -> tuple[Tensor, ...]:
@@ -189,123 +226,6 @@ class Copies:
     def _under_way(result: Tensor, work: _Work) -> Tensor:
         torch._C._distributed_c10d._register_work(result, work)
         return result
-
-
-class _Operation(ctypes.Structure):
-    """CUDA's CUstreamBatchMemOpParams: a stream writes 32 bits, or waits for them or for a later value (flags of 0)."""
-
-    WAIT, WRITE = 1, 2
-    _fields_ = [
-        ("kind", ctypes.c_uint),
-        ("address", ctypes.c_uint64),
-        ("value", ctypes.c_uint64),
-        ("flags", ctypes.c_uint),
-        ("unused", ctypes.c_uint64 * 2),
-    ]
-
-
-class DeviceMemory:
-    """Memory on the GPUs of one host that reach each other.
-
-    CUDA's driver is called directly, because torch's copies, streams and events take the host several times as long.
-    """
-
-    def __init__(self, group: ProcessGroup) -> None:
-        self._group, self._rank = group, group.rank()
-        self._device = torch.device("cuda", torch.cuda.current_device())
-        self._stream = torch.cuda.Stream(self._device)
-        self._beside = self._stream.cuda_stream
-        library, handle, address = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p, ctypes.c_uint64
-        self._copy = _checked(library.cuMemcpyDtoDAsync_v2, address, address, ctypes.c_size_t, handle)
-        self._create = _checked(library.cuEventCreate, ctypes.POINTER(handle), ctypes.c_uint)
-        self._record = _checked(library.cuEventRecord, handle, handle)
-        self._wait = _checked(library.cuStreamWaitEvent, handle, handle, ctypes.c_uint)
-        operations = ctypes.POINTER(_Operation)
-        self._operate = _checked(library.cuStreamBatchMemOp_v2, handle, ctypes.c_uint, operations, ctypes.c_uint)
-        self._enter = _checked(library.cuCtxSetCurrent, handle)
-        self._context = handle()
-        _checked(library.cuCtxGetCurrent, ctypes.POINTER(handle))(self._context)
-        self._events: list[int] = []
-        self._started = self._event()
-        self._turn = 0
-
-    def allocate(self, nbytes: int) -> list[Tensor]:
-        """Return new buffers, as Memory.allocate does."""
-        from torch._C._distributed_c10d import _SymmetricMemory
-
-        # Nothing here uses multicast. Setting multicast up can fail, or do worse, on hosts that share their NVSwitches.
-        os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
-        torch.cuda.synchronize(self._device)
-        name = self._group.group_name
-        self._own = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, self._device, name)
-        self._symmetric, self._turn = _SymmetricMemory.rendezvous(self._own), 0
-        # This rank writes at [own rank] of another rank's pad, and waits at [other rank] of its own pad. Pads start as
-        # zeros.
-        pads = self._symmetric.signal_pad_ptrs
-        others = [rank for rank in range(len(pads)) if rank != self._rank]
-        awaited = [pads[self._rank] + 4 * other for other in others]
-        meeting = [_Operation(_Operation.WRITE, pads[other] + 4 * self._rank) for other in others]
-        meeting += [_Operation(_Operation.WAIT, address) for address in awaited]
-        self._meeting = (_Operation * len(meeting))(*meeting)
-        self._release = (_Operation * len(awaited))(*[_Operation(_Operation.WRITE, address) for address in awaited])
-        return [self._symmetric.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(len(pads))]
-
-    def send(self, steps: Sequence[tuple[int, int, int] | None]) -> int:
-        """Send copies and meetings, as Memory.send does. All earlier work of the stream is visible to every GPU before
-        a meeting's writes."""
-        beside = self._beside
-        self._record(self._started, self._caller())
-        self._wait(beside, self._started, 0)
-        for step in steps:
-            if step is None:
-                self._turn += 1
-                self._order(beside, self._meeting)
-            else:
-                self._copy(*step, beside)
-        event = self._events.pop() if self._events else self._event()
-        self._record(event, beside)
-        return event
-
-    def wait(self, event: int) -> None:
-        """Wait for an event, as Memory.wait does. The stream waits for the last recording before this call, so the
-        event can be used again at once."""
-        self._wait(self._caller(), event, 0)
-        self._events.append(event)
-
-    def release(self) -> None:
-        """Release the streams that wait for ranks which do not come. The caller's stream waits for their events and
-        goes on as well."""
-        self._order(torch.cuda.Stream(self._device).cuda_stream, self._release)
-
-    def _order(self, stream: int, operations: ctypes.Array[_Operation]) -> None:
-        for operation in operations:
-            operation.value = self._turn
-        self._operate(stream, len(operations), operations, 0)
-
-    def _event(self) -> int:
-        event = ctypes.c_void_p()
-        self._create(event, 2)  # 2 is the flag CU_EVENT_DISABLE_TIMING
-        assert event.value is not None
-        return event.value
-
-    def _caller(self) -> int:
-        """Return the caller's stream. The caller may be a thread of autograd that has launched nothing yet, so it gets
-        a CUDA context first."""
-        self._enter(self._context)
-        return torch._C._cuda_getCurrentRawStream(self._device.index)
-
-
-def _checked(function: Any, *types: type) -> Callable[..., int]:
-    """Declare a function of CUDA's driver, and let it raise its errors."""
-    function.argtypes, function.errcheck = types, _raise
-    checked: Callable[..., int] = function
-    return checked
-
-
-def _raise(error: int, function: Callable[..., int], arguments: tuple[Any, ...]) -> int:
-    if error:
-        raise RuntimeError(f"{function.__name__}: CUDA error {error}")
-    return error
 
 
 connected: dict[str, Copies] = {}

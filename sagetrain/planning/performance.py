@@ -277,9 +277,8 @@ class _Step:
         precision = "fp8" if self.rank.tensor > 1 and self.cfg.linear.low_bit else self.cfg.linear.precision
         casts = low * self.parts * (hardware.low_bit_launch_seconds.get(precision, 0.0) + ranks)
         block = hardware.block_launch_seconds + self.parts * part + calls * call
-        hooked = {"never": 0, "last micro-step": 1, "every micro-step": self.accumulation}[self.layout.hooks]
-        launched = hooked if self.layout.recorded else self.accumulation
-        hooks = (launched - hooked) * hardware.hooks_block_seconds
+        launched = 0 if self.layout.recorded else self.accumulation
+        hooks = launched * hardware.hooks_block_seconds if self.layout.hooks == "never" else 0.0
         replays = (self.accumulation - launched) * _REPLAY_SECONDS
         return launched * (self.cfg.model.num_layers * block + casts) - self.cfg.model.num_layers * hooks + replays
 

@@ -8,27 +8,27 @@ from checked_config import run_config
 from sagetrain.config.layout import Layout
 
 FIELDS = "engine", "zero_stage", "replicas", "shards", "copies", "gathered", "reduced", "hooks"
-ALONE, LAST, EVERY = "never", "last micro-step", "every micro-step"
+EVERY = "every micro-step"
 NEVER, ONCE, PASS, MICRO = "never", "once a step", "in every pass", "in every micro-step"
 
 
 @pytest.mark.parametrize(("world", "parallel", "dtype", "fields"), [
-    (1, {}, "bf16", ("fsdp", 1, 1, 1, 1, ONCE, NEVER, ALONE)),
-    (1, {"offload": "optimizer"}, "bf16", ("fsdp", 1, 1, 1, 1, ONCE, ONCE, LAST)),
+    (1, {}, "bf16", ("fsdp", 1, 1, 1, 1, ONCE, NEVER, NEVER)),
+    (1, {"offload": "optimizer"}, "bf16", ("fsdp", 1, 1, 1, 1, ONCE, ONCE, NEVER)),
     (1, {"zero_stage": 2}, "bf16", ("fsdp", 2, 1, 1, 1, ONCE, MICRO, EVERY)),
-    (8, {}, "bf16", ("fsdp", 1, 8, 8, 1, ONCE, ONCE, LAST)),
-    (8, {"zero_stage": 0}, "bf16", ("fsdp", 0, 8, 1, 8, NEVER, ONCE, LAST)),
-    (8, {"zero_stage": 0, "shard_size": 2}, "bf16", ("fsdp", 0, 8, 1, 8, NEVER, ONCE, LAST)),
+    (8, {}, "bf16", ("fsdp", 1, 8, 8, 1, ONCE, ONCE, NEVER)),
+    (8, {"zero_stage": 0}, "bf16", ("fsdp", 0, 8, 1, 8, NEVER, ONCE, NEVER)),
+    (8, {"zero_stage": 0, "shard_size": 2}, "bf16", ("fsdp", 0, 8, 1, 8, NEVER, ONCE, NEVER)),
     (8, {"zero_stage": 2}, "fp32", ("fsdp", 2, 8, 8, 1, ONCE, MICRO, EVERY)),
     (8, {"zero_stage": 3, "shard_size": 4}, "bf16", ("fsdp", 3, 8, 4, 2, PASS, MICRO, EVERY)),
-    (8, {"tensor_parallel_size": 2, "context_parallel_size": 2}, "bf16", ("fsdp", 1, 4, 4, 1, ONCE, ONCE, LAST)),
+    (8, {"tensor_parallel_size": 2, "context_parallel_size": 2}, "bf16", ("fsdp", 1, 4, 4, 1, ONCE, ONCE, NEVER)),
     (8, {"pipeline_parallel_size": 4}, "bf16", ("fsdp", 1, 2, 2, 1, ONCE, ONCE, EVERY)),
-    (8, {"tensor_parallel_size": 8}, "bf16", ("fsdp", 1, 1, 1, 1, ONCE, NEVER, ALONE)),
+    (8, {"tensor_parallel_size": 8}, "bf16", ("fsdp", 1, 1, 1, 1, ONCE, NEVER, NEVER)),
     (8, {"gradient_reduction": "bf16"}, "bf16", ("deepspeed", 1, 8, 8, 1, ONCE, ONCE, EVERY)),
     (8, {"engine": "deepspeed", "zero_stage": 0}, "bf16", ("deepspeed", 1, 8, 8, 1, ONCE, ONCE, EVERY)),
     (8, {"engine": "deepspeed", "zero_stage": 0}, "fp32", ("deepspeed", 0, 8, 1, 8, NEVER, ONCE, EVERY)),
     (8, {"engine": "deepspeed", "zero_stage": 3}, "bf16", ("deepspeed", 3, 8, 8, 1, PASS, MICRO, EVERY)),
-    (None, {"tensor_parallel_size": 2, "context_parallel_size": 2}, "bf16", ("fsdp", 1, 2, 2, 1, ONCE, ONCE, LAST)),
+    (None, {"tensor_parallel_size": 2, "context_parallel_size": 2}, "bf16", ("fsdp", 1, 2, 2, 1, ONCE, ONCE, NEVER)),
 ])  # fmt: skip
 def test_layouts(world: int | None, parallel: dict[str, Any], dtype: str, fields: tuple[Any, ...]) -> None:
     cfg = run_config(parallel={"zero_stage": 1, **parallel}, training={"dtype": dtype})

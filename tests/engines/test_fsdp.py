@@ -330,22 +330,26 @@ def collectives(cases: Sequence[tuple[int, str]]) -> dict[tuple[int, str], dict[
         found[stage, offload] = {
             kind: sum(f"FSDP::{kind} " in f"{name} " for name in names)
             for kind in ("post_backward_reduce", "pre_forward")
-        } | {"held": max(held), "gathers": names.count("gloo:all_gather")}
-        # `plan` subtracts the host's time for the hooks of the other three micro-steps by the same rule.
+        } | {
+            "held": max(held),
+            "gathers": names.count("gloo:all_gather"),
+            "reduced": names.count("c10d::_reduce_scatter_base_"),
+        }
+        # `plan` subtracts the host's time for the hooks by the same rule.
         layout = Layout.of(cfg, engine.groups.topology.world_size)
-        assert found[stage, offload]["pre_forward"] == (3 if layout.hooks == "last micro-step" else 12)
+        assert found[stage, offload]["pre_forward"] == (0 if layout.hooks == "never" else 12)
     return found
 
 
 def test_zero_1_gathers_and_reduces_once_a_step() -> None:
-    """The groups are two blocks and the rest. At ZeRO 3 the rest stays gathered to the end of the step. At ZeRO 1 the
-    last micro-step alone has FSDP's hooks. FSDP holds no gradient in the host's memory, where it
-    would wait for every copy and every sum."""
+    """The groups are two blocks and the rest. At ZeRO 3 the rest stays gathered to the end of the step. At ZeRO 1 no
+    micro-step has FSDP's hooks. FSDP holds no gradient in the host's memory, where it would wait for every copy and
+    every sum."""
     found = run_distributed(collectives, 2, [(1, "none"), (1, "optimizer"), (2, "none"), (3, "all")])[0]
-    once = {"gathers": 3, "post_backward_reduce": 3, "pre_forward": 3, "held": 0}
+    once = {"gathers": 3, "reduced": 3, "post_backward_reduce": 0, "pre_forward": 0, "held": 0}
     assert found[1, "none"] == found[1, "optimizer"] == once
     assert found[2, "none"].pop("held") > 0 == found[3, "all"]["held"]
-    assert found[2, "none"] == {"gathers": 3, "post_backward_reduce": 12, "pre_forward": 12}
+    assert found[2, "none"] == {"gathers": 3, "reduced": 12, "post_backward_reduce": 12, "pre_forward": 12}
     assert found[3, "all"]["post_backward_reduce"] == found[3, "all"]["pre_forward"] == 12
     assert found[3, "all"]["gathers"] > 12
 

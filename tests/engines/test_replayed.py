@@ -134,15 +134,17 @@ def engines(stage: int, counted: Counted, groups: Any, **sections: Any) -> Itera
         yield tiny.engine(tiny.config(stage, dtype, **{**sections, "training": training}), groups)
 
 
-def run_cases(stage: int, names: list[str]) -> dict[str, Any]:
+def run_cases(stage: int, names: list[str], tp: int = 1, cp: int = 1) -> dict[str, Any]:
     """Take three steps by the host, and by replays. Return what differs, and how many recordings and replays there
     were."""
     backends.document_bounds = DOCUMENT_BOUNDS  # The check of values is for CPUs alone.
-    groups, found = tiny.join(1), {}
+    groups, found = tiny.join(tp, cp), {}
+    halves = {"tensor_parallel_size": tp, "sequence_parallel": tp > 1, "tensor_parallel_overlap": "on"}
+    halves["context_parallel_size"] = cp
     for name in names:
         (kind, sections), counted = CASES[name], Counted()
         both = []
-        for engine in engines(stage, counted, groups, **sections):
+        for engine in engines(stage, counted, groups, **sections, parallel=halves):
             steps = [step_of(engine, kind, step) for step in range(3)]
             both.append((steps, weights_of(engine)))
         (steps, weights), (others, again) = both
@@ -158,10 +160,21 @@ def test_replays_take_the_steps_of_the_host_bit_for_bit() -> None:
             assert found == dict.fromkeys(CASES, (True, 1, 12))
 
 
-def test_replicas_reduce_by_the_host() -> None:
+def test_replicas_reduce_in_a_recording_of_the_last_micro_step() -> None:
+    """The last micro-step of the second step is the second one of its kind, and is not recorded yet."""
     for stage in (0, 1):
         for found in run_distributed(run_cases, 2, stage, ["INT8 layers", "loss mask, tied"]):
-            assert set(found.values()) == {(True, 1, 10)}
+            assert set(found.values()) == {(True, 2, 11)}
+
+
+def test_tensor_parallel_ranks_replay_their_collectives() -> None:
+    for found in run_distributed(run_cases, 2, 1, ["INT8 layers", "sage"], 2):
+        assert set(found.values()) == {(True, 1, 12)}
+
+
+def test_context_parallel_ranks_replay_their_collectives() -> None:
+    for found in run_distributed(run_cases, 2, 1, ["sage, documents", "loss mask, tied"], 1, 2):
+        assert set(found.values()) == {(True, 2, 11)}
 
 
 def changes() -> list[str]:
@@ -256,8 +269,6 @@ def test_what_cannot_be_recorded_goes_on_by_the_host() -> None:
         ("zero_stage", 2, "hooks of FSDP2 run in every micro-step", "use 0 or 1"),
         ("engine", "deepspeed", "hooks of DeepSpeed run in every micro-step", "use fsdp"),
         ("offload", "optimizer", "gradients leave the GPU", "use none"),
-        ("tensor_parallel_size", 2, "the collectives of a micro-step count on from each other", "use 1"),
-        ("context_parallel_size", 2, "the collectives of a micro-step were never recorded", "use 1"),
         ("pipeline_parallel_size", 2, "micro-batches are under way at once", "use 1"),
     ],
 )
@@ -268,3 +279,4 @@ def test_settings_that_keep_micro_steps_by_the_host(key: str, value: Any, why: s
     assert finding.message == f"micro-steps cannot be CUDA graphs: parallel.{key} is {value}, where {why}"
     assert finding.fix == f"{fix}, or set cuda_graphs: auto"
     assert not layout.recorded
+    assert Layout.of(tiny.config(1)).recorded

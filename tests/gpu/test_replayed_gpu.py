@@ -37,50 +37,55 @@ CASES = {
 def _steps(
     case: str, compiled: bool, graphs: str, groups: ParallelGroups, device: torch.device
 ) -> tuple[list[Any], torch.Tensor, Any]:
-    """Take four steps of four masked micro-batches with documents, the last one with its noise measured."""
+    """Take six steps of four masked micro-batches with documents, which become more on the way. The noise of the last
+    step is measured."""
     linear, attention, again = CASES[case]
     training = {"cuda_graphs": graphs, "activation_checkpointing": again}
     sections = {"linear": {"precision": linear}, "attention": attention, "model": SHAPE, "data": {"seq_length": LENGTH}}
+    tp = groups.tp_size
+    sections["parallel"] = {"tensor_parallel_size": tp, "sequence_parallel": tp > 1, "tensor_parallel_overlap": "on",
+                            "context_parallel_size": groups.cp_size}  # fmt: skip
     cfg = tiny.config(1, "bf16", training=training, tokens_per_step={"tokens": 8 * LENGTH}, **sections)
-    matmuls, _ = matmuls_of(cfg.linear, cfg.model, tensor_parallel_size=1, device=device, dtype=torch.bfloat16)
+    matmuls, _ = matmuls_of(cfg.linear, cfg.model, tensor_parallel_size=tp, device=device, dtype=torch.bfloat16)
     model = tiny.model(cfg, groups, device=device, vocab_size=VOCAB, matmuls=matmuls)
     if compiled:
         compile_blocks(model, hooks=True)
     engine: Any = build_engine(tiny.on(cfg, groups), model, groups, 4)
     noise = GradientNoise(engine.leaves(), model.every_spec.values(), groups, device)
     numbers = []
-    for step in range(4):
+    for step in range(6):
         draw, batches = torch.Generator().manual_seed(10 * step + groups.dp_rank), []
         for _ in range(4):
             tokens = torch.randint(0, VOCAB, (LENGTH + 1,), generator=draw).numpy()
-            starts = sorted({int(place) for place in torch.randint(1, LENGTH, (3 + 10 * step,), generator=draw)})
+            starts = sorted({int(place) for place in torch.randint(1, LENGTH, (3 + 20 * (step // 3),), generator=draw)})
             counted = torch.rand(LENGTH, generator=draw).numpy() < 0.7
             batches.append(batch_of([Sample(tokens, starts, 0, counted)], True, True))
-        result = engine.step(batches, 4, 1e-3, Observers(noise=noise if step == 3 else None), 4000)
+        result = engine.step(batches, 4, 1e-3, Observers(noise=noise if step == 5 else None), 4000)
         shown = {name: value for name, value in result.metrics.items() if name.startswith(("train", "noise"))}
         numbers.append(shown)
     return numbers, torch.cat([owned.read("weight").flatten().cpu() for owned in engine.owned()]), engine._traversal
 
 
-def _bits(cases: list[str], compiled: bool) -> dict[str, bool | str]:
+def _bits(cases: list[str], compiled: bool, tp: int, cp: int) -> dict[str, bool | str]:
     torch.use_deterministic_algorithms(True)
     rank, ranks, store = dist.get_rank(), dist.get_world_size(), dist.distributed_c10d._get_default_store()
     dist.destroy_process_group()  # It is of gloo.
     dist.init_process_group("nccl", store=dist.PrefixStore("nccl", store), rank=rank, world_size=ranks)
     device = init_distributed(timeout_minutes=5)
-    groups, found = ParallelGroups.create(Topology(ranks, 1, 1, 1)), {}
+    groups, found = ParallelGroups.create(Topology(ranks, tp, cp)), {}
     for case in cases:
         (steps, weights, _), (others, again, replayed) = (
             _steps(case, compiled, how, groups, device) for how in ("off", "on")
         )
-        recorded = sum(program.recording is not None for program in replayed._programs)
-        found[case] = replayed.refusal or (steps == others and torch.equal(weights, again) and recorded > 0)
+        recorded = {program.last for program in replayed._programs if program.recording}
+        reduces = {False, True} if groups.num_replicas > 1 else {False}
+        found[case] = replayed.refusal or (steps == others and torch.equal(weights, again) and recorded == reduces)
     return found
 
 
-def _check(ranks: int, cases: list[str], compiled: bool) -> None:
+def _check(ranks: int, cases: list[str], compiled: bool, tp: int = 1, cp: int = 1) -> None:
     with patch.dict(os.environ, CUBLAS_WORKSPACE_CONFIG=":4096:8"):
-        for found in run_distributed(_bits, ranks, cases, compiled):
+        for found in run_distributed(_bits, ranks, cases, compiled, tp, cp):
             assert found == dict.fromkeys(cases, True)
 
 
@@ -89,8 +94,8 @@ def test_replays_have_the_bits_of_the_host() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_replays_of_compiled_blocks_have_them_too(ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "tp", "cp"), [(1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 1, 2)])
+def test_replays_of_compiled_blocks_have_them_too(ranks: int, tp: int, cp: int) -> None:
     if ranks > torch.cuda.device_count():
         pytest.skip(f"needs {ranks} GPUs")
-    _check(ranks, list(CASES), compiled=True)
+    _check(ranks, list(CASES), compiled=True, tp=tp, cp=cp)

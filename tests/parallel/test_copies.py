@@ -24,6 +24,7 @@ from sagetrain.model.backends import Sdpa
 from sagetrain.parallel import copies
 from sagetrain.parallel.collectives import finish, start_all_gather, start_reduce_scatter
 from sagetrain.parallel.copies import SLOTS, Copies, connected
+from sagetrain.parallel.device_memory import PadOperation, Step, meeting
 from sagetrain.parallel.topology import ParallelGroups, Topology
 
 DELAY = 0.002  # Each copy waits at most this long, in seconds.
@@ -50,9 +51,10 @@ class ThreadMemory:
         dist.barrier(self._telling)
         return [torch.from_file(file, shared=True, size=nbytes, dtype=torch.uint8) for file in files]
 
-    def send(self, steps: list[tuple[int, int, int] | None]) -> threading.Event:
+    def send(self, steps: list[Step]) -> threading.Event:
         for step in steps:
-            self._queue.put(partial(dist.barrier, self._meeting) if step is None else partial(ctypes.memmove, *step))
+            meets = isinstance(step, int)
+            self._queue.put(partial(dist.barrier, self._meeting) if meets else partial(ctypes.memmove, *step))
         event = threading.Event()
         self._events.add(event)
         self._queue.put(event.set)
@@ -112,6 +114,53 @@ def _check_many_under_way() -> int:
     with pytest.raises(ValueError, match=r"dim 0 \(1\) is not a multiple of the group's size"):
         start_reduce_scatter(torch.ones(1, 2), group)
     return memory.allocations
+
+
+def _outcome(ranks: int, parts: list[list[int]]) -> str:
+    """Run the meetings of all ranks in all interleavings. Return what goes wrong, or "".
+
+    Args:
+        parts: for each meeting the part of the pads in which it is, on each rank.
+    """
+    programs: list[list[PadOperation | int]] = []
+    for rank in range(ranks):
+        program: list[PadOperation | int] = []
+        for number, part in enumerate(parts):
+            program += [number, *meeting(rank, ranks, part[rank]), number]
+        programs.append(program)
+    start = (0,) * ranks, (-1,) * ranks, frozenset[tuple[tuple[int, int], int]]()
+    seen, left = {start}, [start]
+    while left:
+        at, reached, pads = left.pop()
+        values, moved = dict(pads), False
+        for rank, program in enumerate(programs):
+            if at[rank] == len(program):
+                continue
+            step, now, new = program[at[rank]], reached, pads
+            if isinstance(step, int):
+                if step <= reached[rank] and min(reached) < step:  # It has met, and leaves.
+                    return f"rank {rank} leaves meeting {step} while others are at {reached}"
+                now = (*reached[:rank], step, *reached[rank + 1 :])
+            elif step.waits:
+                if values.get((step.rank, step.place), 0) != step.value:
+                    continue
+            else:
+                new = frozenset({**values, (step.rank, step.place): step.value}.items())
+            moved = True
+            state = (*at[:rank], at[rank] + 1, *at[rank + 1 :]), now, new
+            if state not in seen:
+                seen.add(state)
+                left.append(state)
+        if not moved and any(a < len(program) for a, program in zip(at, programs, strict=True)):
+            return f"all are stuck at {reached}"
+    return ""
+
+
+@pytest.mark.parametrize(("ranks", "parts", "outcome"), [(2, "01010101", ""), (3, "0101", ""), (2, "0000", "stuck")])
+def test_ranks_meet_in_every_interleaving(ranks: int, parts: str, outcome: str) -> None:
+    """Recordings repeat an even number of meetings, and so do ranks that launch them. One part alone gets stuck."""
+    found = _outcome(ranks, [[int(part)] * ranks for part in parts])
+    assert outcome in found and bool(outcome) == bool(found)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
