@@ -143,6 +143,8 @@ class Hardware:
     access each other's memory."""
     copy_latency: float
     """Latency of one collective by copy engines, whatever its size and whatever runs beside it."""
+    replayed_copy_latency: float
+    """Latency of one collective by copy engines in a micro-step that a CUDA graph replays."""
     network_latency: float
     """Latency that a collective that leaves the host adds for each further host in its ring."""
     network_bandwidth: float = 400e9 / 8
@@ -269,6 +271,9 @@ H200 = Hardware(
     # The runs with sequence parallelism take this beyond the sum of their parts: of 80, 90 and 100 us it has the least
     # error.
     copy_latency=100e-6,
+    # 3B in FP8 at TP 2 whole on two H200s, one sequence of 4,096 tokens, replayed (results/graphs): nothing hides 16.2
+    # ms of its 228 collectives, whose bytes take 9.
+    replayed_copy_latency=40e-6,
     network_latency=8e-6,  # This is assumed.
     # 3B with offload at ZeRO 1, 2 and 3 on two GPUs, 16 cores each (results/offload).
     host_update_bandwidth=80e9,

@@ -63,7 +63,7 @@ OVERLAP = 0.2
 """Share of the shorter of a collective and the matmuls beside it that is saved when both run at once. NCCL takes
 multiprocessors that a matmul counted on, and both slow down: for TP 4, 1B, H200, collectives of 128 ms alone take 195
 beside kernels of about 290, which then take 313 (results/tensor-parallel). Copies save everything but
-Hardware.copy_latency."""
+their latency."""
 
 _REPLAY_SECONDS = 0.3e-3  # The host prepares a micro-batch and launches one CUDA graph.
 _LAUNCHED = 4
@@ -202,6 +202,11 @@ class _Step:
             if call.axis == "tensor"
         )
 
+    @property
+    def _copy_latency(self) -> float:
+        hardware = self.hardware
+        return hardware.replayed_copy_latency if self.layout.recorded else hardware.copy_latency
+
     def communication(self, matmul: float, attention: float, elementwise: float) -> list[CollectiveTime]:
         """Return the collectives of the step, beside so many seconds of computation (see CollectiveCost.beside).
 
@@ -214,7 +219,7 @@ class _Step:
             weights += count * sum(self._matmul(layer, layer.precision.weight_gradient) for layer in columns)
         weights *= self.accumulation / self.hardware.compute_scale
         company = {"forward": halves / 6, "backward": halves / 3, "weight gradients": weights}
-        how = (1.0, self.hardware.copy_latency) if self.rank.copies else (OVERLAP, 0.0)
+        how = (1.0, self._copy_latency) if self.rank.copies else (OVERLAP, 0.0)
         result = []
         for call in self.collectives:
             alone = self._around_layers(call)
@@ -390,7 +395,7 @@ class _Step:
         size, apart = part or ({"tensor": rank.tensor, "context": rank.context, "data": self.layout.replicas}[axis], 1)
         bandwidth, latency = hardware.link(1 if axis == "tensor" else rank.tensor * apart, size)
         if rank.copies and axis == "tensor" and kind != "all-reduce":
-            bandwidth, latency = hardware.copy_bandwidth, hardware.copy_latency
+            bandwidth, latency = hardware.copy_bandwidth, self._copy_latency
         wire = count * _WIRE[kind] * (size - 1) / size * payload
         seconds = wire / bandwidth + count * latency
         return CollectiveTime(axis, purpose, kind, count, payload, wire, seconds, exposed=seconds)

@@ -14,11 +14,10 @@ import pytest
 from sagetrain.config import load_config
 from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.layout import Layout, Refusal
-from sagetrain.costs import operations
+from sagetrain.costs import deepspeed_prices, operations
 from sagetrain.costs.accounting import num_parameters
 from sagetrain.costs.hardware import H200, HARDWARE
 from sagetrain.costs.memory import memory_per_rank
-from sagetrain.planning import performance
 from sagetrain.planning.evidence import MARGINS, evidence
 from sagetrain.planning.performance import predict
 
@@ -58,8 +57,8 @@ def as_these_runs_were(monkeypatch, other_operations):
     QK-norm and rotary embedding were torch's, priced by their bytes. The bytes are as few where torch compiles them.
     Where it does not, many more are moved, and many more kept.
     """
-    monkeypatch.setitem(performance._STATE_BYTES, 1, (26, 36, 34))
-    monkeypatch.setitem(performance._CONVERTED, 1, 6)
+    monkeypatch.setitem(deepspeed_prices._STATE_BYTES, 1, (26, 36, 34))
+    monkeypatch.setitem(deepspeed_prices._CONVERTED, 1, 6)
     monkeypatch.setattr(operations, "_IN_ONE_PASS", None)
 
 
