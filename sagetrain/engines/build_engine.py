@@ -8,7 +8,7 @@ from torch import nn
 
 from sagetrain.config.layout import Layout
 from sagetrain.config.schema import RunConfig
-from sagetrain.engines import deepspeed
+from sagetrain.engines.deepspeed import deepspeed_engine
 from sagetrain.engines.protocol import Engine
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.topology import ParallelGroups
@@ -21,7 +21,7 @@ def partitioner(cfg: RunConfig, groups: ParallelGroups) -> Callable[[nn.Paramete
         from sagetrain.engines import sharding  # torch.distributed.fsdp takes half a second
 
         return sharding.partitioner(cfg, groups)
-    return deepspeed.partitioner(cfg, groups)
+    return deepspeed_engine.partitioner(cfg, groups)
 
 
 def build_engine(cfg: RunConfig, model: Transformer, groups: ParallelGroups, micro_batches: int) -> Engine:
@@ -40,4 +40,4 @@ def build_engine(cfg: RunConfig, model: Transformer, groups: ParallelGroups, mic
         from sagetrain.engines import fsdp
 
         return fsdp.FsdpEngine(cfg, model, groups, micro_batches)
-    return deepspeed.DeepSpeedEngine(cfg, model, groups, micro_batches)
+    return deepspeed_engine.DeepSpeedEngine(cfg, model, groups, micro_batches)

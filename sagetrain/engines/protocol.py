@@ -2,7 +2,7 @@
 step on all ranks.
 
 An engine keeps the weights of a model and the state of its optimizer, and takes steps. Training, checkpoints and
-inference know only this protocol, and not the implementations (engines/deepspeed.py, engines/fsdp.py).
+inference know only this protocol, and not the implementations (engines/deepspeed, engines/fsdp.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The arithmetic of ranks as a value, the process groups made from it, and the methods that DeepSpeed asks of an `mpu`.
+"""The arithmetic of ranks as a value, and the process groups made from it.
 
 There are four axes, the fastest first. Tensor-parallel ranks are neighbours that share one copy of the model.
 Context-parallel copies share every sequence, each with a slice of its tokens. Data-parallel copies have sequences of
@@ -297,48 +297,3 @@ def _new_group(ranks: list[int], name: str, timeout: timedelta | None, options: 
         group_desc=name,  # the watchdog names the rank and the group that hang
     )
     return group
-
-
-class Mpu:
-    """ParallelGroups in the words of DeepSpeed's `mpu` argument.
-
-    DeepSpeed's "model parallel" is tensor parallel. Its data-parallel ranks are the replicas, context-parallel ones
-    included, because it averages gradients and shards over them alike.
-
-    Every method is written out, because DeepSpeed probes an mpu with hasattr. A catch-all would promise pipeline axes
-    that do not exist. It would also promise a sequence axis, by which DeepSpeed would divide gradients and batch sizes
-    in its own ways.
-    """
-
-    def __init__(self, groups: ParallelGroups) -> None:
-        self._groups = groups
-
-    def get_model_parallel_rank(self) -> int:
-        return self._groups.tp_rank
-
-    def get_model_parallel_world_size(self) -> int:
-        return self._groups.tp_size
-
-    def get_model_parallel_group(self) -> dist.ProcessGroup | None:
-        return self._groups.tp_group
-
-    def get_tensor_model_parallel_rank(self) -> int:
-        return self._groups.tp_rank
-
-    def get_tensor_model_parallel_world_size(self) -> int:
-        return self._groups.tp_size
-
-    def get_tensor_model_parallel_group(self) -> dist.ProcessGroup | None:
-        return self._groups.tp_group
-
-    def get_tensor_model_parallel_src_rank(self) -> int:
-        return self._groups.replica_rank * self._groups.tp_size
-
-    def get_data_parallel_rank(self) -> int:
-        return self._groups.replica_rank
-
-    def get_data_parallel_world_size(self) -> int:
-        return self._groups.num_replicas
-
-    def get_data_parallel_group(self) -> dist.ProcessGroup | None:
-        return self._groups.replica_group

@@ -12,8 +12,8 @@ from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.check import check
 from sagetrain.config.load import load_config
 from sagetrain.config.rules import fit
-from sagetrain.config.rules.engine import PROVEN
-from sagetrain.engines.deepspeed import deepspeed_config
+from sagetrain.config.rules.deepspeed import PROVEN
+from sagetrain.engines.deepspeed.deepspeed_config import deepspeed_config
 
 
 def staged(*pairs: tuple[int, int]) -> dict:

@@ -10,8 +10,9 @@ from torch import Tensor
 import tiny
 from distributed import run_distributed
 from sagetrain.config.schema import AttentionConfig, ModelConfig
+from sagetrain.engines.deepspeed.mpu import Mpu
 from sagetrain.model.transformer import Transformer
-from sagetrain.parallel.topology import Mpu, ParallelGroups, Topology
+from sagetrain.parallel.topology import ParallelGroups, Topology
 
 VOCAB, SEQUENCES, LENGTH, STEPS = 128, 2, 12, 4
 SHAPE = ModelConfig(num_layers=2, hidden_size=32, ffn_hidden_size=48, num_attention_heads=4, num_key_value_heads=2)

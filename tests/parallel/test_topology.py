@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 import forked
 from distributed import run_distributed
-from sagetrain.parallel.topology import Mpu, ParallelGroups, Topology
+from sagetrain.engines.deepspeed.mpu import Mpu
+from sagetrain.parallel.topology import ParallelGroups, Topology
 
 
 @pytest.mark.parametrize(

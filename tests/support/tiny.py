@@ -18,8 +18,9 @@ from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.costs.accounting import overlaps
 from sagetrain.costs.stages import chunks_of_stage
 from sagetrain.data.loader import Batch
-from sagetrain.engines import deepspeed, fsdp
+from sagetrain.engines import fsdp
 from sagetrain.engines.build_engine import build_engine, partitioner
+from sagetrain.engines.deepspeed import deepspeed_engine
 from sagetrain.engines.protocol import Engine, Observers, Owned, StepResult
 from sagetrain.model.backends import AttentionFunction
 from sagetrain.model.compile import compile_blocks
@@ -143,7 +144,7 @@ class SGD:
     @classmethod
     def use(cls) -> None:
         """Have every engine of this process use it."""
-        deepspeed.build_optimizer = fsdp.build_optimizer = lambda run, group, pieces, ranks: cls(pieces)
+        deepspeed_engine.build_optimizer = fsdp.build_optimizer = lambda run, group, pieces, ranks: cls(pieces)
 
     def step(self, gradients: Sequence[torch.Tensor], lr: float, update: int) -> None:
         for weight, gradient in zip(self._weights, gradients, strict=True):

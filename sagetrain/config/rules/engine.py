@@ -1,226 +1,27 @@
-"""Rules for the engine, and for the settings of DeepSpeed, which SageTrain and the `deepspeed` section of the YAML
-share."""
+"""Rules for the engine. Those for DeepSpeed are in deepspeed.py."""
 
 from __future__ import annotations
 
-import difflib
-import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
 
 from sagetrain.config.errors import Finding
-from sagetrain.config.layout import Layout, zero_optimization
-from sagetrain.config.rules.findings import by_deepspeed, error, no_effect, warning
+from sagetrain.config.layout import Layout
+from sagetrain.config.rules import deepspeed
+from sagetrain.config.rules.findings import error, no_effect
 from sagetrain.config.schema import RunConfig
-
-# DeepSpeed keys that SageTrain writes itself, and the key of SageTrain to use instead.
-_GENERATED = {
-    "train_batch_size": "tokens_per_step",
-    "train_micro_batch_size_per_gpu": "data.micro_batch_size",
-    "gradient_accumulation_steps": "tokens_per_step",
-    "managed_gradient_accumulation": "tokens_per_step",
-    "data_efficiency": "tokens_per_step",
-    "curriculum_learning": "tokens_per_step",
-    "dynamic_batching": "tokens_per_step",
-    "optimizer": "optimizer",
-    "zero_allow_untested_optimizer": "optimizer",
-    "zero_force_ds_cpu_optimizer": "optimizer",
-    "gradient_clipping": "optimizer.clip_grad",
-    "scheduler": "lr_schedule",
-    "bf16": "training.dtype",
-    "fp16": "training.dtype",
-    "amp": "training.dtype",
-    "torch_autocast": "training.dtype",
-    "data_types": "training.dtype",
-    "communication_data_type": "parallel.gradient_reduction",
-    "activation_checkpointing": "training.activation_checkpointing",
-    "compile": "training.compile",
-    "zero_optimization.stage": "parallel.zero_stage",
-    "tensor_parallel": "parallel.tensor_parallel_size",
-    "sequence_parallel_size": "parallel.context_parallel_size",
-    "checkpoint": "checkpoint",
-    "elasticity": "checkpoint",
-    "tensorboard": "logging.tensorboard",
-    "wandb": "logging.wandb",
-    "steps_per_print": "logging.every_steps",
-}
-# DeepSpeed keys that are known to do harm or nothing: the harm, and what helps instead.
-_OFFLOAD = "moves the optimizer state to where checkpoints do not find it"
-_SAVE_MEMORY = "remove it; use parallel.offload with parallel.engine fsdp, or raise parallel.zero_stage"
-_QUANTIZED = "rounds what the losses of a run depend on, and no run of ours has tried how much"
-_OTHERS_NUMBERS = "writes numbers that are in metrics.jsonl and TensorBoard already", "remove it; see logging"
-_HARMFUL = {
-    **{
-        f"zero_optimization.{key}": (_OFFLOAD, _SAVE_MEMORY)
-        for key in (
-            "offload_optimizer",
-            "offload_param",
-            "cpu_offload",
-            "cpu_offload_param",
-            "cpu_offload_use_pin_memory",
-            "zenflow",
-            "mics_shard_size",
-            "mics_hierarchical_params_gather",
-            "super_offload",
-        )
-    },
-    **{
-        f"zero_optimization.{key}": (_QUANTIZED, "remove it; parallel.gradient_reduction bf16 halves what travels")
-        for key in ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights")
-    },
-    "zero_optimization.round_robin_gradients": (
-        "deals the optimizer state out in an order that would give weights each other's names in a checkpoint",
-        "remove it",
-    ),
-    "zero_optimization.zero_hpz_partition_size": (
-        "keeps a second copy of the weights, which would stay as it was when a checkpoint is loaded",
-        "remove it; where links between hosts are slow use parallel.zero_stage 1 and tensor_parallel_size in a host",
-    ),
-    "zero_optimization.stage3_module_granularity_threshold": (
-        "leaves nothing of a weight where the backward pass looks for it",
-        "remove it: blocks are gathered as a whole anyway",
-    ),
-    "gradient_allreduce_op": ("would take the sum of the ranks' gradients, not their mean", "remove it"),
-    "flops_profiler": (
-        "fails in compiled blocks, and does not see what our kernels compute",
-        "remove it; `profile` traces steps, perf/mfu is logged, and `sagetrain plan` counts FLOPs",
-    ),
-    "csv_monitor": _OTHERS_NUMBERS,
-    "comet": _OTHERS_NUMBERS,
-}
-
-
-@dataclass(frozen=True)
-class _Values:
-    """The values that a key takes: the rule and the fix in words, and a function that says whether a value is
-    allowed."""
-
-    rule: str
-    fix: str
-    allow: Callable[[Any], bool]
-
-
-_BOOL = _Values("must be true or false", "write true or false", lambda value: isinstance(value, bool))
-
-
-def _elements(least: int, multiple: int = 1) -> _Values:
-    return _Values(
-        f"must be {'an even' if multiple == 2 else 'a whole'} number of elements, {least} or more",
-        "write a number such as 2e8, or leave it out for the default",
-        lambda value: type(value) in (int, float) and value % multiple == 0 and value >= least,
-    )
-
-
-_LEVELS = ["debug", "info", "warning", "error", "critical"]
-PROVEN = {
-    **{
-        f"zero_optimization.{key}": values
-        for key, values in {
-            "allgather_bucket_size": _elements(2, multiple=2),  # DeepSpeed asserts this.
-            "allgather_partitions": _BOOL,
-            "contiguous_gradients": _BOOL,
-            "memory_efficient_linear": _BOOL,
-            "overlap_comm": _BOOL,
-            "reduce_bucket_size": _elements(1),
-            "reduce_scatter": _BOOL,
-            "stage3_allgather_sequential": _BOOL,
-            "stage3_max_live_parameters": _elements(0),
-            "stage3_max_reuse_distance": _elements(0),
-            "stage3_model_persistence_threshold": _elements(0),
-            "stage3_param_persistence_threshold": _elements(0),
-            "stage3_prefetch_bucket_size": _elements(0),
-            "stage3_use_all_reduce_for_fetch_params": _BOOL,
-            "sub_group_size": _elements(1),
-            "use_multi_rank_bucket_allreduce": _BOOL,
-        }.items()
-    },
-    **{f"comms_logger.{key}": _BOOL for key in ("enabled", "verbose", "prof_all", "debug")},
-    "comms_logger.prof_ops": _Values(
-        "must be a list of names of collectives",
-        "write [all_reduce, broadcast], say",
-        lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
-    ),
-    "log_level": _Values(f"must be one of {', '.join(_LEVELS)}", "write one of them", _LEVELS.__contains__),
-    "memory_breakdown": _BOOL,
-    "timers.throughput.enabled": _BOOL,
-    "timers.throughput.synchronized": _BOOL,
-    "wall_clock_breakdown": _BOOL,
-}
-"""The keys of the `deepspeed` section that may be given, with the values that they take. Each of them was seen to leave
-losses as they are and resumes exact, at ZeRO 1, 2 and 3, in fp32 and bf16 (tests/engines/test_engine.py). Every other
-key of DeepSpeed is refused until it has been tested in the same way."""
-_SECTIONS = {key[: place.start()] for key in PROVEN for place in re.finditer(r"\.", key)}
-
-
-def _reduction(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
-    """Check how gradients are summed over ranks (docs/gradients.md)."""
-    if cfg.parallel.gradient_reduction == "bf16" and cfg.training.dtype != "bf16":
-        yield error(
-            "gradient_reduction_in_fp32",
-            "parallel.gradient_reduction",
-            "bf16",
-            f"would round the gradients of a run in {cfg.training.dtype}",
-            "use fp32, or training.dtype bf16",
-        )
-    key, zero = "deepspeed.zero_optimization.overlap_comm", zero_optimization(cfg)
-    overlap = zero.get("overlap_comm", False)
-    if overlap and layout.zero_stage < 2:
-        yield error(
-            "deepspeed_overlap",
-            key,
-            overlap,
-            "is for ZeRO 2 and 3: at 0 and 1 DeepSpeed reduces nothing during backward",
-            "remove it and use parallel.engine fsdp, which does at ZeRO 0 and 1, or parallel.zero_stage 2 or 3",
-        )
-    elif overlap and layout.zero_stage == 2 and zero.get("use_multi_rank_bucket_allreduce") is False:
-        yield warning(
-            "deepspeed_overlap",
-            key,
-            overlap,
-            "hides nothing with use_multi_rank_bucket_allreduce false: DeepSpeed waits for the GPU before each reduce",
-            "use one of the two",
-        )
 
 
 def findings(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
-    """Find keys that another engine has, and keys of the `deepspeed` section that contradict SageTrain's keys, were
-    never tested, or have a wrong value."""
+    """Find settings that the engine does not have."""
     refusal = layout.not_recorded if cfg.training.cuda_graphs == "on" else None
     if refusal:
         why = f"micro-steps cannot be CUDA graphs: {refusal.key} is {refusal.value}, where {refusal.why}"
         yield error("cuda_graphs_off", "training.cuda_graphs", "on", why, f"{refusal.fix}, or set cuda_graphs: auto")
-    if layout.engine == "fsdp":
-        yield from _fsdp(cfg)
-        yield from _offload(cfg)
+    if layout.engine == "deepspeed":
+        yield from deepspeed.findings(cfg, layout)
         return
-    why, fix = by_deepspeed(cfg)
-    if cfg.parallel.offload != "none":
-        yield error(
-            "offload_of_deepspeed",
-            "parallel.offload",
-            cfg.parallel.offload,
-            f"is for parallel.engine fsdp, and {why}",
-            f"{fix}, or set offload: none",
-        )
-    if cfg.parallel.shard_size is not None:
-        yield error(
-            "shard_size_of_deepspeed",
-            "parallel.shard_size",
-            cfg.parallel.shard_size,
-            f"is for parallel.engine fsdp, and {why}: DeepSpeed shards over all replicas",
-            f"remove it, or {fix}",
-        )
-    if cfg.training.dtype == "bf16" and cfg.parallel.zero_stage == 0:
-        yield Finding(
-            "zero_0_in_bf16",
-            "info",
-            "parallel.zero_stage",
-            0,
-            "runs as stage 1: DeepSpeed's bf16 at stage 0 applies weight decay before training",
-        )
-    yield from _reduction(cfg, layout)
-    yield from _keys("", cfg.deepspeed)
+    yield from _fsdp(cfg)
+    yield from _offload(cfg)
 
 
 def _fsdp(cfg: RunConfig) -> Iterator[Finding]:
@@ -282,44 +83,3 @@ def _offload(cfg: RunConfig) -> Iterator[Finding]:
             f"{why}: it does not go with parallel.offload {offload}",
             f"{fix}, or offload: none",
         )
-
-
-def _names(above: str) -> list[str]:
-    """Return the names that the section of this path has a place for."""
-    paths = [*PROVEN, *_SECTIONS, *_GENERATED]
-    return [name for path in paths if path.startswith(above) and "." not in (name := path.removeprefix(above))]
-
-
-def _keys(above: str, section: Mapping[str, Any]) -> Iterator[Finding]:
-    """Find the keys of a section that may not be given, or not with this value. `above` is the path of the section,
-    with a dot at its end."""
-    for name, value in section.items():
-        path = f"{above}{name}"
-        key = f"deepspeed.{path}"
-        if path in _GENERATED:
-            yield error(
-                "deepspeed_duplicate",
-                key,
-                value,
-                "SageTrain writes this key itself; two places would contradict each other",
-                f"remove it and set {_GENERATED[path]}",
-            )
-        elif path in _HARMFUL:
-            yield error("deepspeed_unsupported", key, value, *_HARMFUL[path])
-        elif path in _SECTIONS:
-            if isinstance(value, dict):
-                yield from _keys(f"{path}.", value)
-            else:
-                yield error("deepspeed_type", key, value, "must be a section", "write keys below it")
-        elif path in PROVEN:
-            if not PROVEN[path].allow(value):
-                yield error("deepspeed_type", key, value, PROVEN[path].rule, PROVEN[path].fix)
-        else:
-            near = difflib.get_close_matches(path.removeprefix(above), _names(above), 1)
-            yield error(
-                "deepspeed_unknown",
-                key,
-                value,
-                "is none of DeepSpeed's keys that were tried with SageTrain; some spoil checkpoints without a word",
-                f"did you mean {near[0]}?" if near else "remove it (docs/gradients.md has those that may be given)",
-            )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from sagetrain.config.errors import Finding
-from sagetrain.config.layout import only_deepspeed
-from sagetrain.config.schema import EvaluationConfig, RunConfig
+from sagetrain.config.schema import EvaluationConfig
 
 
 def error(rule: str, key: str, value: object, message: str, fix: str) -> Finding:
@@ -20,15 +19,6 @@ def warning(rule: str, key: str, value: object, message: str, fix: str) -> Findi
 def no_effect(key: str, value: object, why: str) -> Finding:
     """Build the finding for a setting that does nothing in this combination."""
     return warning("no_effect", key, value, f"has no effect with {why}", "remove it, or change what it goes with")
-
-
-def by_deepspeed(cfg: RunConfig) -> tuple[str, str]:
-    """Say why a run is by DeepSpeed, and what makes it one by FSDP2, for a setting that DeepSpeed does not have."""
-    if cfg.parallel.engine != "auto":
-        return f"parallel.engine is {cfg.parallel.engine}", "set parallel.engine: fsdp"
-    key = only_deepspeed(cfg)
-    key = "the section deepspeed" if key == "deepspeed" else f"{key}"
-    return f"parallel.engine auto is deepspeed with {key}, which only DeepSpeed has", f"leave {key} out"
 
 
 def samples_off(asked: EvaluationConfig) -> str:

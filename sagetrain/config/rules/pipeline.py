@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from sagetrain.config.arithmetic import idle_share
 from sagetrain.config.errors import Finding
 from sagetrain.config.layout import Layout
-from sagetrain.config.rules.findings import by_deepspeed, error, no_effect, warning
+from sagetrain.config.rules.deepspeed import by_deepspeed
+from sagetrain.config.rules.findings import error, no_effect, warning
 from sagetrain.config.schema import RunConfig
 
 
