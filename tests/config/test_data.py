@@ -9,21 +9,12 @@ from checked_config import run_config
 from runs import ROOT
 from sagetrain.config import ConfigError, RunConfig, load_config
 from sagetrain.config.rules.data import WRITTEN, findings, repeats
-from sagetrain.config.schema import TrainingConfig
 
 QUICKSTART = ROOT / "configs/quickstart.yaml"
-TREE = {
-    "model": {"num_layers": 2, "hidden_size": 256, "ffn_hidden_size": 768, "num_attention_heads": 4},
-    "data": {"seq_length": 1024, "micro_batch_size": 2},
-    "tokens_per_step": {"schedule": "constant", "tokens": 65536},
-    "optimizer": {"lr": 1e-3},
-    "lr_schedule": {"warmup_tokens": 10**6},
-    "training": {"run_dir": "x", "total_tokens": 1000},
-}
 
 
-def config(*train: dict) -> RunConfig:
-    return RunConfig.model_validate(TREE | {"data": {**TREE["data"], "train": list(train)}})
+def config(*train: dict, run_dir: Path | str = "x", **training: str) -> RunConfig:
+    return run_config(data={"train": list(train)}, training={"run_dir": str(run_dir), "total_tokens": 1000, **training})
 
 
 @pytest.fixture
@@ -80,8 +71,8 @@ def test_documents_that_begin_otherwise_are_named(tmp_path):
     learned."""
 
     def found(*train: dict, **training: str) -> list[str]:
-        tree = config(*train).model_copy(update={"training": TrainingConfig(**TREE["training"], **training)})
-        warnings = [finding for finding in findings(tree, required=False) if finding.rule == "text_prefix"]
+        cfg = config(*train, **training)
+        warnings = [finding for finding in findings(cfg, required=False) if finding.rule == "text_prefix"]
         assert all("prepare it again (--overwrite)" in finding.fix for finding in warnings)
         return [f"{finding.key} {finding.value} {finding.message}" for finding in warnings]
 
@@ -152,13 +143,11 @@ def test_a_path_close_to_a_token_file_suggests_the_file(tmp_path, given, fix):
 @pytest.mark.parametrize(("required", "level"), [(True, "error"), (False, "warning")])
 def test_a_folder_with_files_of_somebody_else_is_no_run_dir(tmp_path, parts, required, level):
     """A run's files would replace others there: a configuration with comments, or a tokenizer beside its data."""
-    tree = TREE | {"data": {**TREE["data"], "train": [{"path": parts}]}}
-    tree["training"] = {"run_dir": str(tmp_path / "run"), "total_tokens": 1000}
     folder = tmp_path / "run"
     folder.mkdir()
 
     def found() -> list:
-        return [f for f in findings(RunConfig.model_validate(tree), required) if f.rule == "run_dir"]
+        return [f for f in findings(config({"path": parts}, run_dir=folder), required) if f.rule == "run_dir"]
 
     (folder / "notes.txt").touch()
     (folder / "checkpoints").mkdir()  # Other projects have such a folder, too.
@@ -178,11 +167,8 @@ def test_a_folder_with_files_of_somebody_else_is_no_run_dir(tmp_path, parts, req
 
 
 def test_the_place_of_what_a_run_writes_is_free(tmp_path, parts, monkeypatch):
-    tree = TREE | {"data": {**TREE["data"], "train": [{"path": parts}]}}
-    tree["training"] = {"run_dir": str(tmp_path / "run"), "total_tokens": 1000}
-
-    def errors() -> list[str]:
-        found = findings(RunConfig.model_validate(tree), required=False)
+    def errors(run_dir: str = "run") -> list[str]:
+        found = findings(config({"path": parts}, run_dir=tmp_path / run_dir), required=False)
         return [f"{each.key}: {each.message}" for each in found if each.level == "error"]
 
     (tmp_path / "run").symlink_to(tmp_path / "gone")  # mkdir would fail.
@@ -197,13 +183,13 @@ def test_the_place_of_what_a_run_writes_is_free(tmp_path, parts, monkeypatch):
         for kind, names in (("folder", ("checkpoints", "tensorboard")), ("file", (".lock", "metrics.jsonl")))
         for name in names
     ]
-    tree["training"]["run_dir"] = str(tmp_path / "other")
     (tmp_path / "other/checkpoints/latest").mkdir(parents=True)
-    assert errors() == [f"training.run_dir: {tmp_path}/other/checkpoints/latest is no file that can be written to"]
-    tree["training"]["run_dir"] = str(tmp_path / "new")
+    assert errors("other") == [
+        f"training.run_dir: {tmp_path}/other/checkpoints/latest is no file that can be written to"
+    ]
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "run/checkpoints/inductor"))
-    assert errors() == [f"TORCHINDUCTOR_CACHE_DIR: {tmp_path}/run/checkpoints is no folder that can be written to"]
+    assert errors("new") == [f"TORCHINDUCTOR_CACHE_DIR: {tmp_path}/run/checkpoints is no folder that can be written to"]
 
 
 def test_variables_in_paths_are_named():

@@ -2,6 +2,7 @@
 
 import pytest
 
+import checked_config
 from runs import ROOT
 from sagetrain.config import RunConfig
 from sagetrain.config.guidance import RULES, guidance
@@ -13,18 +14,16 @@ def run_config(tokens: dict | int = SAFE, override: tuple[str, ...] = (), **sect
     """Build a configuration without findings of the papers' rules, then change it."""
     if isinstance(tokens, int):
         tokens = {"schedule": "constant", "tokens": tokens}
-    tree = {
-        "model": {"num_layers": 2, "hidden_size": 256, "ffn_hidden_size": 768, "num_attention_heads": 4},
-        "data": {"train": [{"path": "x"}], "seq_length": 4096, "micro_batch_size": 4},
-        "tokens_per_step": tokens,
-        "optimizer": {"lr": 3e-4},
-        "lr_schedule": {"warmup_tokens": 10**6},
-        "training": {"run_dir": "x", "total_tokens": 10**8},
-        "guidance": {"override": list(override)},
-    }
-    for name, section in sections.items():
-        tree[name] = {**tree.get(name, {}), **section}
-    return RunConfig.model_validate(tree)
+    fixed = {"data": {"seq_length": 4096, "micro_batch_size": 4}, "guidance": {"override": list(override)}}
+    return checked_config.run_config(tokens_per_step=tokens, **{"optimizer": {"lr": 3e-4}, **fixed, **sections})
+
+
+LOUD = {
+    "attention": {"recipe": "paper", "smooth_k": False, "smooth_q": True},
+    "lr_schedule": {"warmup_tokens": 0},
+    "optimizer": {"lr": 1e-2},
+}
+"""Sections in which each rule finds something that does not look at the tokens per step."""
 
 
 def found(cfg: RunConfig) -> list[tuple[str, str]]:
@@ -145,23 +144,12 @@ def test_unknown_rules_are_errors_with_the_nearest_name():
 
 
 def test_every_rule_has_fired_above_and_the_list_is_complete():
-    loud = run_config(
-        512 * 4096,
-        attention={"qk_norm": "none", "recipe": "paper", "smooth_k": False, "smooth_q": True},
-        lr_schedule={"warmup_tokens": 0},
-        optimizer={"lr": 1e-2},
-    )
-    fired = {rule for rule, _ in found(loud)} | {rule for rule, _ in found(run_config(512 * 4096))}
+    loud = {**LOUD, "attention": {**LOUD["attention"], "qk_norm": "none"}}
+    fired = {rule for sections in (loud, {}) for rule, _ in found(run_config(512 * 4096, **sections))}
     assert fired == set(RULES) - {"measured_ratio"}  # tests/stability/test_measured.py tests this rule.
 
 
 def test_sources_are_papers_and_results_that_are_there():
-    loud = run_config(
-        512 * 4096,
-        attention={"smooth_k": False, "smooth_q": True},
-        lr_schedule={"warmup_tokens": 0},
-        optimizer={"lr": 1e-2},
-    )
-    named = [part for finding in guidance(loud) for part in finding.source.split("; ")]
+    named = [part for finding in guidance(run_config(512 * 4096, **LOUD)) for part in finding.source.split("; ")]
     assert all("arXiv" in part or (ROOT / part.removeprefix("our runs: ") / "README.md").is_file() for part in named)
     assert "our runs: results/recipe-gap" in named

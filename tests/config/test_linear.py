@@ -3,7 +3,7 @@
 
 import pytest
 
-from checked_config import only, run_config
+from checked_config import check_found, run_config
 from sagetrain.config.check import check
 from sagetrain.config.linear_sizes import LinearSizes
 from sagetrain.config.rules import fit
@@ -11,96 +11,52 @@ from sagetrain.config.schema import LinearConfig
 
 CASES = [
     # The columns are: sections, world size, rule, level, key, a part of the message, a part of the fix.
-    (
-        {"linear": {"precision": "int8", "recipe": "tensorwise"}}, 1,
-        "linear_recipe", "error", "linear.recipe", "is no recipe of linear.precision int8", "use rowwise or",
-    ),
-    (
-        {"linear": {"precision": "int8"}}, 1,
-        "linear_int8_costs_loss", "info", "linear.precision", "0.0003 ± 0.0002 nats per token above 16 bits", "sagetrain compare",
-    ),
-    (
-        {"linear": {"precision": "int8", "keep_last_fraction": 1e-9}}, 1,
-        "no_effect", "warning", "linear.keep_last_fraction", "1e-09: has no effect with these tokens_per_step", "remove",
-    ),
-    (
-        {"linear": {"precision": "fp8"}}, 1,
-        "linear_fp8_costs_loss", "info", "linear.precision", "ended 0.007 ± 0.006 nats per token (0.27 %) above 16 bits", "sagetrain compare",
-    ),
-    (
-        {"linear": {"precision": "auto", "recipe": "tensorwise"}}, 1,
-        "linear_recipe", "error", "linear.recipe", "is no recipe of linear.precision auto", "linear.precision fp8",
-    ),
-    (
-        {"linear": {"precision": "auto", "keep_first_blocks": 2}}, 1,
-        "linear_blocks", "error", "linear.keep_first_blocks", "none is left for linear.precision auto", "keep fewer",
-    ),
-    (
-        {"linear": {"precision": "fp8", "keep_first_blocks": 1, "keep_last_blocks": 3}}, 1,
-        "linear_blocks", "error", "linear.keep_last_blocks", "together keep 4 of the 2 blocks in 16 bits", "keep fewer",
-    ),
-    (
-        {"linear": {"precision": "bf16", "keep_first_blocks": 1}}, 1,
-        "no_effect", "warning", "linear.keep_first_blocks", "has no effect with linear.precision bf16", "remove it",
-    ),
-    (
-        {"linear": {"precision": "bf16", "recipe": "tensorwise"}}, 1,
-        "no_effect", "warning", "linear.recipe", "has no effect with linear.precision bf16", "remove it",
-    ),
-    (
-        {"linear": {"precision": "bf16", "keep_layers_below": 1}}, 1,
-        "no_effect", "warning", "linear.keep_layers_below", "has no effect with linear.precision bf16", "remove it",
-    ),
-    (
-        {"linear": {"precision": "bf16", "keep_last_fraction": 0.1}}, 1,
-        "no_effect", "warning", "linear.keep_last_fraction", "has no effect with linear.precision bf16", "remove it",
-    ),
-    (
-        {"linear": {"precision": "auto", "keep_first_fraction": 0.7, "keep_last_fraction": 0.3}}, 1,
-        "linear_parts", "error", "linear.keep_first_fraction", "with linear.keep_last_fraction 0.3 all of it is in 16", "use smaller ones",
-    ),
-    (
-        {"linear": {"precision": "int8", "keep_first_fraction": 0.9999}}, 1,
-        "no_effect", "warning", "linear.precision", "linear.keep_first_fraction 0.9999 and these tokens_per_step", "remove",
-    ),
-    (
-        {"linear": {"precision": "fp8", "keep_layers_below": 200_000}, "parallel": {"tensor_parallel_size": 2}}, 2,
-        "linear_blocks", "error", "linear.keep_layers_below", "more than the 196,608 weights that a rank has of the largest layer", "use a smaller one",
-    ),
-    (
-        {"linear": {"precision": "fp8"}, "model": {"hidden_size": 264, "head_dim": 64}}, 1,
-        "linear_multiple", "error", "model.hidden_size", "a side of 264 (264), which is not a multiple of 16", "use 256 or 272, or linear.precision bf16",
-    ),
-    (
-        {"linear": {"precision": "int8"}, "model": {"ffn_hidden_size": 720}, "parallel": {"tensor_parallel_size": 2}}, 2,
-        "linear_multiple", "error", "model.ffn_hidden_size", "a side of 360 (720 / tensor_parallel_size 2), which", "use 704 or 736, a smaller",
-    ),
-    (
-        {"linear": {"precision": "fp8"}, "model": {"head_dim": 40, "num_key_value_heads": 1}}, 1,
-        "linear_multiple", "error", "model.num_key_value_heads", "a side of 40 (1 x head_dim 40), which", "change head_dim, or linear.precision bf16",
-    ),
-    (
-        {"linear": {"precision": "auto"}, "model": {"ffn_hidden_size": 700}}, 1,
-        "linear_multiple", "info", "model.ffn_hidden_size", "linear.precision auto keeps gate_up and down in 16 bits for that", "use 688 or 704",
-    ),
-    (
-        {"linear": {"precision": "auto", "recipe": "tensorwise"}, "training": {"dtype": "fp32"}}, 1,
-        "no_effect", "warning", "linear.recipe", "with linear.precision auto and training.dtype fp32: no layer is in 8 bits", "remove it",
-    ),
-    (
-        {"linear": {"precision": "fp8"}, "training": {"dtype": "fp32"}}, 1,
-        "low_bit_linear_in_fp32", "info", "training.dtype", "takes fp32 without a GPU only", "linear.precision bf16",
-    ),
+    ({"linear": {"precision": "int8", "recipe": "tensorwise"}}, 1,
+     "linear_recipe", "error", "linear.recipe", "is no recipe of linear.precision int8", "use rowwise or"),
+    ({"linear": {"precision": "int8"}}, 1,
+     "linear_int8_costs_loss", "info", "linear.precision", "0.0003 ± 0.0002 nats per token above 16 bits", "sagetrain compare"),
+    ({"linear": {"precision": "int8", "keep_last_fraction": 1e-9}}, 1,
+     "no_effect", "warning", "linear.keep_last_fraction", "1e-09: has no effect with these tokens_per_step", "remove"),
+    ({"linear": {"precision": "fp8"}}, 1,
+     "linear_fp8_costs_loss", "info", "linear.precision", "ended 0.007 ± 0.006 nats per token (0.27 %) above 16 bits", "sagetrain compare"),
+    ({"linear": {"precision": "auto", "recipe": "tensorwise"}}, 1,
+     "linear_recipe", "error", "linear.recipe", "is no recipe of linear.precision auto", "linear.precision fp8"),
+    ({"linear": {"precision": "auto", "keep_first_blocks": 2}}, 1,
+     "linear_blocks", "error", "linear.keep_first_blocks", "none is left for linear.precision auto", "keep fewer"),
+    ({"linear": {"precision": "fp8", "keep_first_blocks": 1, "keep_last_blocks": 3}}, 1,
+     "linear_blocks", "error", "linear.keep_last_blocks", "together keep 4 of the 2 blocks in 16 bits", "keep fewer"),
+    ({"linear": {"precision": "bf16", "keep_first_blocks": 1}}, 1,
+     "no_effect", "warning", "linear.keep_first_blocks", "has no effect with linear.precision bf16", "remove it"),
+    ({"linear": {"precision": "bf16", "recipe": "tensorwise"}}, 1,
+     "no_effect", "warning", "linear.recipe", "has no effect with linear.precision bf16", "remove it"),
+    ({"linear": {"precision": "bf16", "keep_layers_below": 1}}, 1,
+     "no_effect", "warning", "linear.keep_layers_below", "has no effect with linear.precision bf16", "remove it"),
+    ({"linear": {"precision": "bf16", "keep_last_fraction": 0.1}}, 1,
+     "no_effect", "warning", "linear.keep_last_fraction", "has no effect with linear.precision bf16", "remove it"),
+    ({"linear": {"precision": "auto", "keep_first_fraction": 0.7, "keep_last_fraction": 0.3}}, 1,
+     "linear_parts", "error", "linear.keep_first_fraction", "with linear.keep_last_fraction 0.3 all of it is in 16", "use smaller ones"),
+    ({"linear": {"precision": "int8", "keep_first_fraction": 0.9999}}, 1,
+     "no_effect", "warning", "linear.precision", "linear.keep_first_fraction 0.9999 and these tokens_per_step", "remove"),
+    ({"linear": {"precision": "fp8", "keep_layers_below": 200_000}, "parallel": {"tensor_parallel_size": 2}}, 2,
+     "linear_blocks", "error", "linear.keep_layers_below", "more than the 196,608 weights that a rank has of the largest layer", "use a smaller one"),
+    ({"linear": {"precision": "fp8"}, "model": {"hidden_size": 264, "head_dim": 64}}, 1,
+     "linear_multiple", "error", "model.hidden_size", "a side of 264 (264), which is not a multiple of 16", "use 256 or 272, or linear.precision bf16"),
+    ({"linear": {"precision": "int8"}, "model": {"ffn_hidden_size": 720}, "parallel": {"tensor_parallel_size": 2}}, 2,
+     "linear_multiple", "error", "model.ffn_hidden_size", "a side of 360 (720 / tensor_parallel_size 2), which", "use 704 or 736, a smaller"),
+    ({"linear": {"precision": "fp8"}, "model": {"head_dim": 40, "num_key_value_heads": 1}}, 1,
+     "linear_multiple", "error", "model.num_key_value_heads", "a side of 40 (1 x head_dim 40), which", "change head_dim, or linear.precision bf16"),
+    ({"linear": {"precision": "auto"}, "model": {"ffn_hidden_size": 700}}, 1,
+     "linear_multiple", "info", "model.ffn_hidden_size", "linear.precision auto keeps gate_up and down in 16 bits for that", "use 688 or 704"),
+    ({"linear": {"precision": "auto", "recipe": "tensorwise"}, "training": {"dtype": "fp32"}}, 1,
+     "no_effect", "warning", "linear.recipe", "with linear.precision auto and training.dtype fp32: no layer is in 8 bits", "remove it"),
+    ({"linear": {"precision": "fp8"}, "training": {"dtype": "fp32"}}, 1,
+     "low_bit_linear_in_fp32", "info", "training.dtype", "takes fp32 without a GPU only", "linear.precision bf16"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("sections", "world_size", "rule", "level", "key", "says", "fix"), CASES)
-def test_findings(sections, world_size, rule, level, key, says, fix):
-    found = check(run_config(**sections), world_size, files=False)
-    finding = only([f for f in found if (f.rule, f.key) == (rule, key)])
-    assert finding.level == level
-    assert says in str(finding)
-    assert fix in finding.fix
+@pytest.mark.parametrize("case", CASES)
+def test_findings(case):
+    check_found(*case)
 
 
 @pytest.mark.parametrize(("rule", "sections"), [

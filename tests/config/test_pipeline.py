@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from checked_config import only, run_config
+from checked_config import check_found, only, run_config
 from sagetrain.config.check import check
 
 PIPE = {"engine": "fsdp", "pipeline_parallel_size": 2}
@@ -48,10 +48,7 @@ def test_what_watches_a_run_is_not_refused() -> None:
 
 @pytest.mark.parametrize(("sections", "rule", "key", "says", "fix"), CASES)
 def test_what_cannot_run_is_refused(sections, rule, key, says, fix) -> None:
-    found = check(run_config(**sections), 2, files=False)
-    finding = only([f for f in found if (f.rule, f.key) == (rule, key)])
-    assert finding.level == "error"
-    assert says in str(finding) and fix in finding.fix
+    check_found(sections, 2, rule, "error", key, says, fix)
 
 
 def test_fewer_micro_batches_than_stages_is_a_warning() -> None:

@@ -1,6 +1,7 @@
 """Small configurations, and the findings of the rules for them."""
 
 from sagetrain.config import Finding, RunConfig
+from sagetrain.config.check import check
 
 
 def run_config(**sections: dict) -> RunConfig:
@@ -17,6 +18,15 @@ def run_config(**sections: dict) -> RunConfig:
         replaces = name == "tokens_per_step"
         tree[name] = section if replaces or not isinstance(section, dict) else {**tree.get(name, {}), **section}
     return RunConfig.model_validate(tree)
+
+
+def check_found(sections: dict, world_size: int, rule: str, level: str, key: str, says: str, fix: str) -> None:
+    """Check that these sections have one finding of this rule and key, and what it says."""
+    found = check(run_config(**sections), world_size, files=False)
+    finding = only([f for f in found if (f.rule, f.key) == (rule, key)])
+    assert finding.level == level, str(finding)
+    assert says in str(finding), str(finding)
+    assert fix in finding.fix, finding.fix
 
 
 def only(findings: list[Finding]) -> Finding:
