@@ -10,6 +10,7 @@ import shutil
 import subprocess
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from sagetrain.data.tokenizer import Tokenizer
 # begins last.
 SLOW = """
 engine pipeline fsdp optimizers hosts faults resume sage_compile plan linear_precision accounting transformer
-guides linear_schedule compare hopper_backward precision_runs mma_backward hopper_forward
+guides linear_schedule compare hopper_backward mma_backward hopper_forward
 parallel checkpoint report replay kinds layouts sage_casts_compile spike_policies monitor sage_fp4_compile
 copies linear_errors start mma_forward packaging sources quant_noise noise_runs lm_eval saving first_pass
 init_from sage_accuracy notebooks noise_scale spikes
@@ -101,15 +102,26 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     """The run folder of the undisturbed run of two ranks, tensor parallel, which writes samples. Other runs must end as
-    it does. The processes of workers.py have one run in common, which no test may change."""
-    root = tmp_path_factory.getbasetemp()
-    folder = (root.parent if root.name.startswith("worker-") else root) / "pair"
+    it does."""
+    evaluation = {"samples_every_tokens": 6000, "samples_prompts": ["def ", ""], "samples_tokens": 8}
+    return undisturbed(tmp_path_factory, "pair", "ranks", corpus, tp_size=2, evaluation=evaluation)
+
+
+@pytest.fixture(scope="session")
+def alone(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    """The run folder of the undisturbed run of one process, with its newest three checkpoints."""
+    return undisturbed(tmp_path_factory, "alone", "sagetrain", corpus, checkpoint={"keep_last": 3})
+
+
+def undisturbed(factory: pytest.TempPathFactory, name: str, launcher: str, corpus: Path, **how: Any) -> Path:
+    """Return the folder of a finished run. The processes of workers.py have one in common, which no test may change."""
+    root = factory.getbasetemp()
+    folder = (root.parent if root.name.startswith("worker-") else root) / name
     with open(f"{folder}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.exists():
             folder.mkdir()
-            evaluation = {"samples_every_tokens": 6000, "samples_prompts": ["def ", ""], "samples_tokens": 8}
-            finish("ranks", write_config(folder / "run.yaml", corpus, folder / "run", tp_size=2, evaluation=evaluation))
+            finish(launcher, write_config(folder / "run.yaml", corpus, folder / "run", **how))
     return folder / "run"
 
 

@@ -18,11 +18,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
 from forked import PATIENCE, Command
 from prepare_inputs import prepare
-from runs import BIN, ROOT, free_port, training_rows, write_config
+from runs import BIN, ROOT, check_same, free_port, write_config
 from stand_in import stand_in
 
 STEPS, STEP_TOKENS = 6, 256
@@ -184,19 +183,6 @@ def run_config(folder: Path, corpus: Path, interface: str | None, tp_size: int =
     )
 
 
-def final_tensors(run_dir: Path) -> dict:
-    folder = run_dir / "checkpoints" / f"step-{STEPS:08d}"
-    return {f"{file.name}|{k}": v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()}
-
-
-def check_same(run_dir: Path, reference: Path) -> None:
-    ours, theirs = final_tensors(run_dir), final_tensors(reference)
-    assert ours.keys() == theirs.keys()
-    assert [key for key in ours if not ours[key].equal(theirs[key])] == []
-    assert training_rows(run_dir) == training_rows(reference)
-    assert len(training_rows(run_dir)) == STEPS
-
-
 def log_of(config: Path) -> str:
     """Return the output of both hosts, the first host's before the second's."""
     return "".join(log.read_text() for log in sorted(config.parent.glob(f"{config.stem}.*log")))
@@ -243,7 +229,7 @@ def test_deepspeed_through_pdsh_is_bitwise_the_run_on_one_host(tmp_path, corpus,
         environment = cluster.hosts[1].environment_of_a_rank()
         assert process.wait(PATIENCE) == 0, log_of(config)
         eth0, eth1 = (cluster.hosts[0].sent(f"eth{i}") - before[i] for i in (0, 1))
-    check_same(tmp_path / "run", reference)
+    check_same(tmp_path / "run", reference, STEPS)
     log = log_of(config)
     kept = (tmp_path / "run/log.txt").read_text()
     assert re.search(r"node0 +0\.\.1 +0 +0 +0 +0\.\.1 +2 x cpu", kept)
@@ -259,7 +245,7 @@ def test_torchrun_with_a_rendezvous_equals_the_run_on_one_host(tmp_path, corpus,
     config = run_config(tmp_path, corpus, interface="eth1")
     with cluster.running():
         assert [launcher.wait(PATIENCE) for launcher in cluster.torchrun(config, ranks=2)] == [0, 0], log_of(config)
-    check_same(tmp_path / "run", reference)
+    check_same(tmp_path / "run", reference, STEPS)
     assert "warning: environment variable NCCL_DEBUG differs between hosts: node0 on node" in log_of(config)
 
 

@@ -382,15 +382,6 @@ def test_zero_2_pays_in_every_micro_step():
     ).exposed("data")
 
 
-def test_calibration_meets_the_measured_figure():
-    cfg = config()
-    hardware = calibrate(cfg, VOCAB, H200, 150_000)
-    assert predict(cfg, 1, VOCAB, hardware).tokens_per_second == pytest.approx(150_000)
-    assert predict(cfg, 4, VOCAB, hardware).seconds > predict(cfg, 4, VOCAB, H200).seconds
-    with pytest.raises(ConfigError, match="--measured-tokens-per-second 900,000,000: fixed costs"):
-        calibrate(cfg, VOCAB, H200, 9e8)
-
-
 @pytest.mark.parametrize(("gpus", "overrides", "measured"), [
     (1, ["data.micro_batch_size=1"], 30_000),  # The prediction says that the host is the limit.
     (1, ["data.micro_batch_size=1"], 50_000),  # The host limits the figures that can be met here.
@@ -399,15 +390,21 @@ def test_calibration_meets_the_measured_figure():
     (4, ["parallel.tensor_parallel_size=4", "parallel.sequence_parallel=true"], 60_000),
     (4, ["parallel.context_parallel_size=4", "parallel.zero_stage=3"], 100_000),
 ])  # fmt: skip
-def test_calibration_meets_figures_limited_by_hosts_and_links(gpus, overrides, measured):
+def test_calibration_meets_the_measured_figure(gpus, overrides, measured):
+    """Hosts and links may be the limit. Other layouts become slower or faster with the one that was measured."""
     cfg = config("1b", *overrides)
     hardware = calibrate(cfg, VOCAB, H200, measured)
     assert predict(cfg, gpus, VOCAB, hardware).tokens_per_second == pytest.approx(measured, rel=1e-4)
+    faster = measured > predict(cfg, gpus, VOCAB, H200).tokens_per_second
+    assert (predict(cfg, 8, VOCAB, hardware).seconds < predict(cfg, 8, VOCAB, H200).seconds) == faster
 
 
 def test_the_largest_figure_that_calibration_names_can_be_met():
     cfg = config("1b", *layout_of(4))
-    with pytest.raises(ConfigError, match=r"links alone allow [\d,]+; give the figure of 4 GPU") as refused:
+    with pytest.raises(
+        ConfigError,
+        match=r"--measured-tokens-per-second 10,000,000: fixed .*links alone allow [\d,]+; give the figure of 4 GPU",
+    ) as refused:
         calibrate(cfg, VOCAB, H200, 1e7)
     largest = float(str(refused.value).split("allow ")[1].split(";")[0].replace(",", ""))
     calibrate(cfg, VOCAB, H200, largest - 1)
@@ -455,7 +452,7 @@ LAYOUTS = [
     (1, 2, False, "auto", 1, {}),
     *((1, 1, False, "auto", stage, {}) for stage in (1, 2, 3)),
     *((1, 1, False, "auto", stage, {}, "bf16") for stage in (1, 2, 3)),
-    *((1, 1, False, "auto", stage, {}, "fp32", {"overlap_comm": stage == 2}) for stage in (1, 2, 3)),
+    *((1, 1, False, "auto", stage, {}, "fp32", {"overlap_comm": stage == 2}) for stage in (2, 3)),
     (1, 1, False, "auto", 2, {}, "fp32", {"use_multi_rank_bucket_allreduce": False}),
 ]
 """The layouts: tensor and context parallel size, sequence parallel, overlap, ZeRO stage, linear layers, the dtype that
@@ -486,24 +483,34 @@ def real_collectives() -> list[tuple[dict, dict]]:
         for _ in range(1 + (stage == 3)):  # ZeRO-3 learns the order of its modules in the first step.
             with Calls(256, dtypes) as calls:
                 tiny.global_step(engine, 0, sequences=2 * groups.dp_size)
-        predicted: dict[str, list[int]] = {}
-        for c in predict(cfg, 2, tiny.VOCAB, H200).collectives:
-            if c.payload >= 512:
-                row = predicted.setdefault(c.kind, [0, 0])
-                row[0] += c.count
-                row[1] += c.count * c.payload
-        result.append((calls.seen, predicted))
+        result.append((calls.seen, predicted_collectives(cfg, 2, least=512)))
     return result
 
 
-def test_collectives_are_those_of_torch_and_deepspeed():
-    """Kinds, numbers and bytes of collectives agree. DeepSpeed pads, and gathers the few norm gains separately."""
-    for rank in run_distributed(real_collectives, 2):
-        for case, (called, predicted) in zip(LAYOUTS, rank, strict=True):
+def predicted_collectives(cfg: RunConfig, ranks: int, least: int) -> dict[str, list[int]]:
+    """Return the predicted collectives of a step with at least so many bytes, in the form of Calls.seen."""
+    found: dict[str, list[int]] = {}
+    for c in predict(cfg, ranks, tiny.VOCAB, H200).collectives:
+        if c.payload >= least:
+            row = found.setdefault(c.kind, [0, 0])
+            row[0] += c.count
+            row[1] += c.count * c.payload
+    return found
+
+
+def agree(cases: list, ranks: list[list[tuple[dict, dict]]]) -> None:
+    """Check that kinds, numbers and bytes of collectives agree on each rank, in each case."""
+    for rank in ranks:
+        for case, (called, predicted) in zip(cases, rank, strict=True):
             assert called.keys() == predicted.keys(), case
             for kind in called:
                 assert called[kind][0] == predicted[kind][0], (case, kind)
                 assert called[kind][1] == pytest.approx(predicted[kind][1], rel=0.01), (case, kind)
+
+
+def test_collectives_are_those_of_torch_and_deepspeed():
+    """DeepSpeed pads, and gathers the few norm gains separately."""
+    agree(LAYOUTS, run_distributed(real_collectives, 2))
 
 
 def collectives_of_fsdp(stages: list[tuple[int, int]]) -> list[tuple[dict, dict]]:
@@ -517,23 +524,13 @@ def collectives_of_fsdp(stages: list[tuple[int, int]]) -> list[tuple[dict, dict]
         engine = tiny.engine(cfg, groups)
         with Calls(256, (torch.bfloat16, torch.float32)) as calls:
             tiny.global_step(engine, 0, sequences=2 * groups.dp_size)
-        predicted: dict[str, list[int]] = {}
-        for c in predict(cfg, groups.dp_size, tiny.VOCAB, H200).collectives:
-            row = predicted.setdefault(c.kind, [0, 0])
-            row[0] += c.count
-            row[1] += c.count * c.payload
-        result.append((calls.seen, predicted))
+        result.append((calls.seen, predicted_collectives(cfg, groups.dp_size, least=0)))
     return result
 
 
 def test_collectives_are_those_of_fsdp():
     stages = [(0, 4), (1, 4), (2, 4), (3, 4), (1, 2), (3, 2)]
-    for rank in run_distributed(collectives_of_fsdp, 4, stages):
-        for case, (called, predicted) in zip(stages, rank, strict=True):
-            assert called.keys() == predicted.keys(), case
-            for kind in called:
-                assert called[kind][0] == predicted[kind][0], (case, kind)
-                assert called[kind][1] == pytest.approx(predicted[kind][1], rel=0.01), (case, kind)
+    agree(stages, run_distributed(collectives_of_fsdp, 4, stages))
 
 
 def test_hybrid_sharding_spares_a_slow_network():

@@ -27,6 +27,11 @@ NCCL = replace(H200, copy_bandwidth=0.0)
 """The hardware before sequence parallelism's collectives went by copy engines."""
 VOCAB = padded_vocab_size(32_000)
 EVEN = "tokens_per_step={schedule: constant, tokens: %d}"
+THREE = (
+    "model={num_layers: 28, hidden_size: 3072, ffn_hidden_size: 8192, num_attention_heads: 24, "
+    "num_key_value_heads: 8, vocab_size: 32000}"
+)
+"""The model of 3B."""
 SHAPE_24 = "model={num_layers: 24, hidden_size: 1024, ffn_hidden_size: 2816, num_attention_heads: %d}"
 
 
@@ -234,8 +239,7 @@ def test_3b_on_two_h100s_is_met(linear, sequences, overlap, layout, tokens_per_s
     monkeypatch.undo()
     ranks, replicas, sizes = layout_of(layout)
     cfg = load_config(CONFIGS / "1b.yaml", [
-        "model={num_layers: 28, hidden_size: 3072, ffn_hidden_size: 8192, num_attention_heads: 24, "
-        "num_key_value_heads: 8, vocab_size: 32000}",
+        THREE,
         *sizes[:-1],
         "parallel.engine=deepspeed",
         f"parallel.tensor_parallel_overlap={overlap}",
@@ -292,8 +296,7 @@ def test_four_sequences_on_two_h100s_are_met(layout, tokens_per_second, gib, mon
 def meets_3b(linear, layout, engine, tokens_per_second, gib, *more, memory_within):
     """Check speed and memory of 3B with 8K tokens and 131,072 tokens a step on two H100s."""
     cfg = load_config(CONFIGS / "1b.yaml", [
-        "model={num_layers: 28, hidden_size: 3072, ffn_hidden_size: 8192, num_attention_heads: 24, "
-        "num_key_value_heads: 8, vocab_size: 32000}",
+        THREE,
         *layout_of(layout)[2][:-1],
         "attention={backend: sdpa, qk_norm: none}",
         f"linear.precision={linear}",
@@ -344,7 +347,7 @@ def test_8b_on_four_gpus_is_met(layout, engine, linear, card, tokens_per_second,
     assert evidence(cfg, prediction, HARDWARE[card]).margin == (0.15 if "z3" in layout else 0.1)
     is_within_its_margin(cfg, 4, 128_256, HARDWARE[card], tokens_per_second)
     within = 0.05 if "z3" in layout else 0.01
-    assert sum(item.bytes for item in memory_per_rank(cfg, 4, 128_256)) / 2**30 == pytest.approx(gib, rel=within)
+    takes(cfg, 4, 128_256, gib, within)
 
 
 @pytest.mark.parametrize(("card", "ranks", "tokens_per_second"), [
@@ -383,7 +386,7 @@ def test_halves_in_int8_on_two_h100s_are_met(layout, tokens_per_second, margin, 
     ])  # fmt: skip
     assert evidence(cfg, predict(cfg, 2, 4096, H100), H100).margin == margin
     is_within_its_margin(cfg, 2, 4096, H100, tokens_per_second)
-    assert sum(item.bytes for item in memory_per_rank(cfg, 2, 4096)) / 2**30 == pytest.approx(gib, rel=0.02)
+    takes(cfg, 2, 4096, gib, 0.02)
 
 
 @pytest.mark.parametrize(("offload", "stage", "gpu", "tokens_per_second", "gib"), [
@@ -394,8 +397,7 @@ def test_state_in_the_hosts_memory_is_met(offload, stage, gpu, tokens_per_second
     """The runs are those of results/offload: 3B as above, 16 threads a rank on the CPU."""
     monkeypatch.undo()
     cfg = load_config(CONFIGS / "1b.yaml", [
-        "model={num_layers: 28, hidden_size: 3072, ffn_hidden_size: 8192, num_attention_heads: 24, "
-        "num_key_value_heads: 8, vocab_size: 32000}",
+        THREE,
         "attention={backend: sdpa, qk_norm: none}",
         "linear.precision=bf16",
         f"parallel={{engine: fsdp, offload: {offload}, zero_stage: {stage}}}",
@@ -407,7 +409,7 @@ def test_state_in_the_hosts_memory_is_met(offload, stage, gpu, tokens_per_second
     is_within_its_margin(cfg, 2, 32_000, gpu, tokens_per_second)
     # At ZeRO 3 each backward pass waits for its copies, and plan counts those of the pass before it as well.
     within = 0.06 if stage == 3 else 0.03
-    assert sum(item.bytes for item in memory_per_rank(cfg, 2, 32_000)) / 2**30 == pytest.approx(gib, rel=within)
+    takes(cfg, 2, 32_000, gib, within)
 
 
 @pytest.mark.parametrize(("linear", "tokens_per_second", "gib"), [("int8", 34_500, 18.42), ("bf16", 45_946, 17.33)])
@@ -426,7 +428,7 @@ def test_1b_for_24_gb_on_an_h100_is_met(linear, tokens_per_second, gib, monkeypa
         EVEN % 131_072,
     ])  # fmt: skip
     is_within_its_margin(cfg, 1, 32_000, H100, tokens_per_second)
-    assert sum(item.bytes for item in memory_per_rank(cfg, 1, 32_000)) / 2**30 == pytest.approx(gib, rel=0.015)
+    takes(cfg, 1, 32_000, gib, 0.015)
 
 
 def test_muon_on_an_h100_is_met(monkeypatch):
@@ -445,7 +447,7 @@ def test_muon_on_an_h100_is_met(monkeypatch):
             EVEN % 131_072,
         ])  # fmt: skip
         is_within_its_margin(cfg, 1, 32_000, H100, 131_072 / milliseconds * 1e3)
-        assert sum(item.bytes for item in memory_per_rank(cfg, 1, 32_000)) / 2**30 == pytest.approx(gib, rel=0.02)
+        takes(cfg, 1, 32_000, gib, 0.02)
         seconds[name] = predict(cfg, 1, 32_000, H100).seconds
         assert seconds[name] == pytest.approx(milliseconds / 1e3, rel=0.02)
     assert seconds["muon"] - seconds["adamw"] == pytest.approx(0.081, rel=0.03)
@@ -515,6 +517,11 @@ def is_within_its_margin(cfg, ranks, vocab_size, hardware, tokens_per_second):
     assert prediction.tokens_per_second == pytest.approx(tokens_per_second, rel=behind.margin)
 
 
+def takes(cfg, ranks, vocab_size, gib, within):
+    """Check that a rank is predicted to take this memory."""
+    assert sum(item.bytes for item in memory_per_rank(cfg, ranks, vocab_size)) / 2**30 == pytest.approx(gib, rel=within)
+
+
 def memory_then(cfg, ranks):
     """Return the GiB that plan predicts, with the 16-bit gradients of those runs."""
     items = {item.name: item.bytes for item in memory_per_rank(cfg, ranks, VOCAB)}
@@ -576,4 +583,4 @@ def test_gradients_on_their_way_are_met(layout, overrides, tokens_per_second, gi
     vocab = padded_vocab_size(4096)
     rate = predict(cfg, ranks, vocab, HARDWARE["h100"]).tokens_per_second
     assert rate == pytest.approx(tokens_per_second, rel=0.07)
-    assert sum(item.bytes for item in memory_per_rank(cfg, ranks, vocab)) / 2**30 == pytest.approx(gib, rel=0.03)
+    takes(cfg, ranks, vocab, gib, 0.03)

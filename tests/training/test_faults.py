@@ -29,6 +29,7 @@ from manifests import rewrite
 from runs import (
     check_same,
     finish,
+    kill_all,
     log_of,
     ranks_of,
     reached,
@@ -144,14 +145,6 @@ def test_a_ledger_that_does_not_fit_is_refused(segments, step, words) -> None:
 # -- runs ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory, corpus) -> Path:
-    """The run folder of the undisturbed run of one process, with its newest three checkpoints."""
-    folder = tmp_path_factory.mktemp("alone")
-    finish("sagetrain", write_config(folder / "run.yaml", corpus, folder / "run", checkpoint={"keep_last": 3}))
-    return folder / "run"
-
-
 def check_ledger(run_dir: Path, reference: Path) -> None:
     """Check that no sample was skipped or seen twice, and that the chain is that of the undisturbed run."""
     states = []
@@ -169,18 +162,15 @@ def check_undisturbed(run_dir: Path, reference: Path) -> None:
     check_ledger(run_dir, reference)
 
 
-def test_kill_9_of_one_rank_then_of_all_ranks(tmp_path, corpus, pair) -> None:
+def test_kill_9_of_one_rank_then_of_everything(tmp_path, corpus, pair) -> None:
     every_step = {"every_tokens": 256}  # With a save after every step, one is always in flight.
     config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", tp_size=2, checkpoint=every_step)
     assert when("deepspeed", config, reached(config, 13), lambda launcher: ranks_of(launcher)[1].kill()) != 0
-
-    def all_ranks(launcher: Command) -> None:
-        for rank in ranks_of(launcher):
-            rank.kill()
-
-    assert when("torchrun", config, reached(config, 26), all_ranks) != 0
+    assert when("torchrun", config, reached(config, 26), kill_all) == -signal.SIGKILL
     finish("ranks", config)
-    assert log_of(config).count("resumed from step-") >= 2
+    found = re.findall(r"resumed from step-0*(\d+)", log_of(config))
+    *_, event = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    assert len(found) >= 2 and (event["kind"], event["step"], event["ranks"]) == ("resume", int(found[-1]), 2)
     check_undisturbed(tmp_path / "run", pair)
 
 

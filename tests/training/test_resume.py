@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -23,7 +22,7 @@ import tiny
 from distributed import run_distributed
 from forked import PATIENCE, Command
 from manifests import rewrite
-from runs import at_step, check_same, finish, free_port, kill_all, log_of, ranks_of, start, write_config
+from runs import at_step, check_same, finish, free_port, log_of, ranks_of, start, write_config
 from sagetrain.cli.exits import Errors
 from sagetrain.cluster.guard import StopSignal
 from sagetrain.config import ConfigError, RunConfig
@@ -33,35 +32,16 @@ from sagetrain.training.build_run import build
 from sagetrain.training.trainer import Trainer
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory, corpus, pair) -> dict[int, Path]:
-    """The run folders of the undisturbed run, by number of processes."""
-    folder = tmp_path_factory.mktemp("reference")
-    finish("sagetrain", write_config(folder / "run.yaml", corpus, folder / "run"))
-    return {1: folder / "run", 2: pair}
-
-
-def test_kill_9_of_everything_resumes_bitwise(tmp_path, corpus, reference) -> None:
-    """No launcher is left to do anything, so it does not matter which one it was."""
-    config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", tp_size=2)
-    assert at_step("ranks", config, 23, kill_all) == -signal.SIGKILL
-    finish("ranks", config)
-    found = re.search(r"resumed from step-0*(2\d)", config.with_suffix(".log").read_text())
-    (event,) = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
-    assert (event["kind"], event["step"], event["ranks"]) == ("resume", int(found[1]), 2)
-    check_same(tmp_path / "run", reference[2])
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_saves_and_the_run_continues_bitwise(tmp_path, corpus, reference, number) -> None:
+def test_sigusr1_saves_and_the_run_continues_bitwise(tmp_path, corpus, alone) -> None:
+    """SIGTERM is in test_faults.py."""
     config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run")
-    assert at_step("sagetrain", config, 13, lambda process: process.send_signal(number)) == 0
-    assert f"stopped by {number.name} at step" in config.with_suffix(".log").read_text()
+    assert at_step("sagetrain", config, 13, lambda process: process.send_signal(signal.SIGUSR1)) == 0
+    assert "stopped by SIGUSR1 at step" in log_of(config)
     finish("sagetrain", config)
-    check_same(tmp_path / "run", reference[1])
+    check_same(tmp_path / "run", alone)
 
 
-def alone(
+def six_steps(
     corpus: str, run_dir: str, stop: bool, engine: str = "auto", said: list[str] | None = None
 ) -> tuple[bool, int]:
     """Take six steps of four micro-batches, or send a signal in the middle of the third step. Return whether the run
@@ -87,17 +67,17 @@ def alone(
 
 
 def test_ranks_learn_of_a_signal_in_the_step_in_which_it_comes(tmp_path, corpus) -> None:
-    assert run_distributed(alone, 2, str(corpus), str(tmp_path / "run"), True) == [(False, 3)] * 2
+    assert run_distributed(six_steps, 2, str(corpus), str(tmp_path / "run"), True) == [(False, 3)] * 2
 
 
 def test_a_rank_alone_stops_between_micro_batches(tmp_path, corpus) -> None:
     """On a CPU a step may take minutes, so the run does not wait for its end. Nothing is lost."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    assert run_distributed(alone, 1, str(corpus), str(whole), False) == [(True, 6)]
-    assert run_distributed(alone, 1, str(corpus), str(cut), True) == [(False, 2)]
+    assert run_distributed(six_steps, 1, str(corpus), str(whole), False) == [(True, 6)]
+    assert run_distributed(six_steps, 1, str(corpus), str(cut), True) == [(False, 2)]
     rows = [json.loads(line) for line in (cut / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "train/loss" in row] == [2]
-    assert run_distributed(alone, 1, str(corpus), str(cut), False) == [(True, 6)]
+    assert run_distributed(six_steps, 1, str(corpus), str(cut), False) == [(True, 6)]
     ends = [load_file(next((folder / "checkpoints/step-00000006").glob("*.safetensors"))) for folder in (whole, cut)]
     assert ends[0].keys() == ends[1].keys() and all(ends[0][name].equal(ends[1][name]) for name in ends[0])
 
@@ -105,7 +85,7 @@ def test_a_rank_alone_stops_between_micro_batches(tmp_path, corpus) -> None:
 def of_the_former_default(corpus: str, whole: str, cut: str) -> tuple[list[tuple[bool, int]], list[str]]:
     """Train by DeepSpeed without a stop, and with one, after which the checkpoint forgets its engine, as checkpoints
     had none when `auto` was DeepSpeed. Continue it by `auto`. Return how the runs ended, and what was said last."""
-    ends, said = [alone(corpus, whole, False, "deepspeed"), alone(corpus, cut, True, "deepspeed")], list[str]()
+    ends, said = [six_steps(corpus, run, run == cut, "deepspeed") for run in (whole, cut)], list[str]()
     folder = Path(cut) / "checkpoints/step-00000002"
     engines: list[str] = []
     rewrite(folder, lambda tree: engines.append(tree["state"].pop("engine")))
@@ -113,7 +93,7 @@ def of_the_former_default(corpus: str, whole: str, cut: str) -> tuple[list[tuple
     plan = make_plan(folder / "config.yaml", ["parallel.engine=auto"], 1, H200)
     assert ("engine_kept", "info", "parallel.engine") in [(f.rule, f.level, f.key) for f in plan.findings]
     assert plan.layout.engine == "deepspeed"
-    return [*ends, alone(corpus, cut, False, said=said)], said
+    return [*ends, six_steps(corpus, cut, False, said=said)], said
 
 
 def test_a_run_of_the_former_default_keeps_its_engine(tmp_path, corpus) -> None:
@@ -179,7 +159,7 @@ def test_an_interrupted_evaluation_is_made_when_continued(tmp_path, corpus, rank
     assert evaluations(cut) == evaluations(whole) and len(evaluations(cut)) == 2
 
 
-def test_sigterm_to_a_whole_job_saves(tmp_path, corpus, reference) -> None:
+def test_sigterm_to_a_whole_job_saves(tmp_path, corpus, pair) -> None:
     """Slurm sends the signal to the launcher and the ranks. The launcher alone would not pass it on."""
     config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", tp_size=2)
     ranks: list[psutil.Process] = []
@@ -193,10 +173,10 @@ def test_sigterm_to_a_whole_job_saves(tmp_path, corpus, reference) -> None:
     assert ranks and psutil.wait_procs(ranks, timeout=PATIENCE)[1] == []
     assert "stopped by SIG" in log_of(config)
     finish("ranks", config)  # Another launcher continues the run.
-    check_same(tmp_path / "run", reference[2])
+    check_same(tmp_path / "run", pair)
 
 
-def test_two_hosts_of_a_hostfile_are_one_run(tmp_path, corpus, reference) -> None:
+def test_two_hosts_of_a_hostfile_are_one_run(tmp_path, corpus, pair) -> None:
     """A launcher starts on each "host" of a hostfile, as where ssh is not allowed. Tensor parallelism spans the
     hosts."""
     config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", tp_size=2)
@@ -205,7 +185,7 @@ def test_two_hosts_of_a_hostfile_are_one_run(tmp_path, corpus, reference) -> Non
     where = [f"--hostfile={hostfile}", "--no_ssh", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
     hosts = [start(["deepspeed", *where, f"--node_rank={rank}"], config) for rank in (0, 1)]
     assert [host.wait(PATIENCE) for host in hosts] == [0, 0], config.with_suffix(".log").read_text()[-3000:]
-    check_same(tmp_path / "run", reference[2])
+    check_same(tmp_path / "run", pair)
 
 
 def test_a_run_over_slices_equals_one_over_whole_sequences(tmp_path, corpus) -> None:
@@ -237,13 +217,13 @@ def test_a_run_over_slices_equals_one_over_whole_sequences(tmp_path, corpus) -> 
         assert ours == pytest.approx(theirs, abs=tolerance), key
 
 
-def test_run_folder_holds_what_was_run(reference) -> None:
-    run_dir = reference[1]
+def test_run_folder_holds_what_was_run(alone) -> None:
+    run_dir = alone
     names = {path.name for path in run_dir.iterdir()}
     assert {"config.yaml", "fsdp.json", "findings.json", "metrics.jsonl", "tensorboard", "checkpoints"} <= names
     assert json.loads((run_dir / "fsdp.json").read_text())["gradient_sync"] == "last micro-step"
-    assert yaml.safe_load((run_dir / "config.yaml").read_text())["checkpoint"]["keep_last"] == 2
-    assert len(list((run_dir / "checkpoints").glob("step-*"))) == 2
+    assert yaml.safe_load((run_dir / "config.yaml").read_text())["checkpoint"]["keep_last"] == 3
+    assert len(list((run_dir / "checkpoints").glob("step-*"))) == 3
     assert list((run_dir / "tensorboard").glob("events*"))
     assert "parameters, 1 rank on cpu (tensor parallel 1 x data parallel 1)" in (run_dir / "log.txt").read_text()
 
@@ -274,23 +254,23 @@ RUN_DIR, WEIGHTS = "Restore these settings, or choose another training.run_dir",
         ("checkpoint", {"resume": "never"}, "checkpoint.resume is never"),
     ],
 )
-def test_a_resume_of_something_else_is_refused(tmp_path, corpus, reference, section, change, words) -> None:
+def test_a_resume_of_something_else_is_refused(tmp_path, corpus, alone, section, change, words) -> None:
     """All ranks refuse alike. The error suggests to begin with these weights, if they fit."""
-    config = write_config(tmp_path / "run.yaml", corpus, reference[1], **{section: change})
-    before = sorted(str(path) for path in reference[1].rglob("*"))
-    builds = (reference[1] / "log.txt").read_text().count("(tensor parallel")
+    config = write_config(tmp_path / "run.yaml", corpus, alone, **{section: change})
+    before = sorted(str(path) for path in alone.rglob("*"))
+    builds = (alone / "log.txt").read_text().count("(tensor parallel")
     assert start("ranks" if section == "model" else "sagetrain", config).wait(PATIENCE) == 2
     log = config.with_suffix(".log").read_text()
-    again = (reference[1] / "log.txt").read_text().count("(tensor parallel")
+    again = (alone / "log.txt").read_text().count("(tensor parallel")
     assert words in log and again == builds, "auto was timed and the model built for nothing"
     assert log.count("error: ") == 1
-    assert sorted(str(path) for path in reference[1].rglob("*")) == before
+    assert sorted(str(path) for path in alone.rglob("*")) == before
 
 
-def test_a_resume_on_other_data_is_refused(tmp_path, corpus, reference) -> None:
+def test_a_resume_on_other_data_is_refused(tmp_path, corpus, alone) -> None:
     """The error names the path. If the path is the same, it names the hashes: the data was prepared again, with other
     tokens in the middle of a large file, for example, where the order of samples is the same."""
-    run, other = (shutil.copytree(old, tmp_path / old.name) for old in (reference[1], corpus))
+    run, other = (shutil.copytree(old, tmp_path / old.name) for old in (alone, corpus))
     record = json.loads((other / "train.json").read_text())
     (other / "train.json").write_text(json.dumps({**record, "sha256": "0" * 64}))
     config = write_config(tmp_path / "run.yaml", other, run)
@@ -309,8 +289,8 @@ def test_a_resume_on_other_data_is_refused(tmp_path, corpus, reference) -> None:
     assert f"{corpus}/train has changed since: data.train (checksums in .json): checkpoint 000" in log_of(config)
 
 
-def test_a_run_continued_with_another_schedule_says_so(tmp_path, corpus, reference) -> None:
-    run_dir = shutil.copytree(reference[1], tmp_path / "run")
+def test_a_run_continued_with_another_schedule_says_so(tmp_path, corpus, alone) -> None:
+    run_dir = shutil.copytree(alone, tmp_path / "run")
     stages = {"stages": [{"from_tokens": 0, "tokens": 256}]}
     longer = {"total_tokens": 15360 + 256}
     config = write_config(tmp_path / "run.yaml", corpus, run_dir, tokens_per_step=stages, training=longer)
