@@ -27,7 +27,6 @@ from sagetrain.checkpoint.manifest import FORMAT, KINDS, MANIFEST, file_name, wr
 from sagetrain.checkpoint.reading import Reader
 from sagetrain.config.errors import CheckpointError
 from sagetrain.engines.protocol import Owned
-from sagetrain.parallel.rng import rng_state
 from sagetrain.parallel.topology import ParallelGroups
 
 # The ranks, layout and dtype that save, and the layouts that go on by the number of their ranks. A layout is (tensor
@@ -51,12 +50,8 @@ CASES: list[tuple[int, Layout, str, dict[int, list[Layout]]]] = [
 ]
 
 
-def save_engine(root: str, engine, step: int, tokens: int = 0) -> Path:
-    state = tiny.run_state(step, tokens or step * 64)
-    writer = tiny.saver(Path(root), engine.groups)
-    writer.start(state, "{}", engine.owned(), rng_state())
-    writer.wait()
-    return Path(root) / on_disk.folder_name(step)
+def save_engine(root: str, engine, step: int) -> Path:
+    return tiny.save(Path(root), engine.groups, tiny.run_state(step, step * 64), engine.owned())
 
 
 def full_tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -211,7 +206,7 @@ def test_a_reader_of_weights_looks_at_no_moments(tmp_path, monkeypatch) -> None:
     """The reader does not look at the state of random generators either. A checkpoint without moments serves this
     use."""
     shard = flat_shard(40)
-    save_shards(tmp_path, [shard])
+    write_plain(tmp_path, 1, 1, [shard])
     folder, looked = tmp_path / "step-00000001", []
     sha256 = on_disk.sha256
     monkeypatch.setattr(on_disk, "sha256", lambda path: looked.append(path.name) or sha256(path))
@@ -344,10 +339,7 @@ def test_damage_is_found_and_the_run_walks_back(tmp_path, damage: str, words: st
 
 
 def write_plain(root: Path, step: int, sequences: int, shards: Sequence[Owned] = ()) -> None:
-    state = tiny.run_state(step, sequences * tiny.SEQ)
-    writer = tiny.saver(root, ParallelGroups.single())
-    writer.start(state, "{}", shards, {})
-    writer.wait()
+    tiny.save(root, ParallelGroups.single(), tiny.run_state(step, sequences * tiny.SEQ), shards)
 
 
 def flat_shard(size: int) -> Owned:
@@ -355,16 +347,10 @@ def flat_shard(size: int) -> Owned:
     return tiny.owned("weight", {kind: torch.rand(size) for kind in KINDS})
 
 
-def save_shards(root: Path, shards: list[Owned]) -> None:
-    writer = tiny.saver(root, ParallelGroups.single())
-    writer.start(tiny.run_state(1, tiny.SEQ), "{}", shards, {})
-    writer.wait()
-
-
 def test_the_umask_says_who_may_read_a_checkpoint(tmp_path) -> None:
     before = os.umask(0o027)
     try:
-        save_shards(tmp_path, [flat_shard(4)])
+        write_plain(tmp_path, 1, 1, [flat_shard(4)])
     finally:
         os.umask(before)
     modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*") if path.is_file()}

@@ -11,7 +11,6 @@ from distributed import run_distributed
 from process_memory import peak_of, return_what_is_freed
 from sagetrain.checkpoint import on_disk, reading
 from sagetrain.engines.protocol import Engine
-from sagetrain.parallel.rng import rng_state
 
 MODEL = {"num_layers": 1, "hidden_size": 768, "ffn_hidden_size": 2048, "num_attention_heads": 12}
 
@@ -25,9 +24,7 @@ def engine_of(tp_size: int, stage: int, dtype: str, name: str = "fsdp"):
 def write(root: str, tp_size: int, stage: int) -> None:
     """Write a checkpoint of step 1."""
     engine = engine_of(tp_size, stage, "fp32")
-    saver = tiny.saver(Path(root), engine.groups)
-    saver.start(tiny.run_state(1, tiny.SEQ), "{}", engine.owned(), rng_state())
-    saver.wait()
+    tiny.save(Path(root), engine.groups, tiny.run_state(1, tiny.SEQ), engine.owned())
 
 
 def load_engine(root: str, engine: Engine) -> None:

@@ -365,8 +365,14 @@ def test_tokens_and_token_files_exclude_each_other(tmp_path: Path, corpus: Path)
         api.train("quickstart", settings(corpus, tmp_path / "run", **OWN), tokens=short)
 
 
-def test_a_model_generates_scores_evaluates_and_is_exported(trained: tuple[Path, api.TrainingResult, Notes]) -> None:
-    model = api.load_run(trained[0])
+@pytest.fixture(scope="module")
+def loaded(trained: tuple[Path, api.TrainingResult, Notes]) -> api.Model:
+    return api.load_run(trained[0])
+
+
+def test_a_model_generates_scores_evaluates_and_is_exported(trained: tuple[Path, Any, Any], loaded: api.Model) -> None:
+    model = loaded
+    assert re.fullmatch(rf"Model\({trained[0]}, step \d+, [\d,]+ tokens\)", repr(model))
     one, two = model.generate(["import ", "def"], max_tokens=5, temperature=0)
     assert (one.prompt, two.prompt, len(one.tokens)) == ("import ", "def", 5)
     assert model.generate("import ", max_tokens=5, temperature=0)[0].text == one.text
@@ -427,11 +433,9 @@ MISTAKES: dict[str, Callable[[api.Model], object]] = {
 
 
 @pytest.mark.parametrize("message", MISTAKES)
-def test_an_argument_of_another_type_is_named(trained: tuple[Path, api.TrainingResult, Notes], message: str) -> None:
-    model = api.load_run(trained[0])
-    assert re.fullmatch(rf"Model\({trained[0]}, step \d+, [\d,]+ tokens\)", repr(model))
+def test_an_argument_of_another_type_is_named(loaded: api.Model, message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
-        MISTAKES[message](model)
+        MISTAKES[message](loaded)
 
 
 def test_texts_are_prepared_planned_for_and_refused(tmp_path: Path, capfd) -> None:

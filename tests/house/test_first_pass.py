@@ -36,17 +36,16 @@ class Collected:
 @pytest.fixture(scope="module")
 def passes() -> dict[str, list[pytest.Item]]:
     """The cases of the whole run and of the first pass."""
-    found = {}
+    kept = Collected()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "device_count", lambda: 4)
         patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-        for name, plugins in (("whole", []), ("first", [first_pass])):
-            kept = Collected()
-            options = ["-qq", "--collect-only", "--noconftest", "-p", "no:cacheprovider", str(ROOT / "tests/gpu")]
-            assert pytest.main(options, plugins=[kept, *plugins]) == 0
-            found[name] = kept.items
-    return found
+        options = ["-qq", "--collect-only", "--noconftest", "-p", "no:cacheprovider", str(ROOT / "tests/gpu")]
+        assert pytest.main(options, plugins=[kept]) == 0
+    first = [*kept.items]
+    first_pass.pytest_collection_modifyitems(first[0].config, first)
+    return {"whole": kept.items, "first": first}
 
 
 def covered(items: list[pytest.Item]) -> set[tuple]:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 import tiny
 from distributed import run_distributed
-from sagetrain.data.loader import Batch
 from sagetrain.engines.build_engine import build_engine
 from sagetrain.engines.protocol import Observers
 from sagetrain.parallel.topology import ParallelGroups
@@ -51,10 +50,7 @@ def measured(layouts: list[Layout]) -> list[tuple[dict[str, float], list[float],
             if backend:
                 tiny.compile_first_rank(model, backend, whole=stage == 3)
             engine = build_engine(tiny.on(cfg, groups), model, groups, 1)
-            batches = [
-                Batch(row[None, :-1], row[None, 1:], positions=None, cu_seqlens=None, max_seqlen=None, sample_ids=[])
-                for row in tokens()[groups.dp_rank :: groups.dp_size]
-            ]
+            batches = tiny.batches_of(tokens(), groups)
             observers = Observers(layer_norms=watched)
             runs.append([engine.step(batches, len(batches), 1e-2, observers) for _ in range(2)])
         norms = {name: value for name, value in runs[0][0].metrics.items() if name.startswith("norms/")}

@@ -71,10 +71,7 @@ def measured(layouts: list[tuple[int, int, int, str, str, bool]]) -> list[tuple[
             tiny.compile_first_rank(model, backend, whole=stage == 3)
         engine = build_engine(tiny.on(cfg, groups), model, groups, 1)
         noise = GradientNoise(engine.leaves(), engine.model.specs.values(), groups, engine.device)
-        batches = [
-            Batch(row[None, :-1], row[None, 1:], positions=None, cu_seqlens=None, max_seqlen=None, sample_ids=[])
-            for row in global_batch()[groups.dp_rank :: groups.dp_size]
-        ]
+        batches = tiny.batches_of(global_batch(), groups)
         graphs = []
         for watch in (None, noise, noise) if backend else (noise, noise):
             result = engine.step(batches, len(batches), 0.0, Observers(noise=watch))

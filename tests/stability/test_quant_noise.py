@@ -309,11 +309,7 @@ def config(stage: int, dtype: str = "fp32", **model: int):
 
 def batches(groups: ParallelGroups, step: int = 0, sequences: int = 4) -> list[Batch]:
     draw = torch.Generator().manual_seed(step)
-    tokens = torch.randint(0, tiny.VOCAB, (sequences, tiny.SEQ + 1), generator=draw)
-    return [
-        Batch(row[None, :-1], row[None, 1:], positions=None, cu_seqlens=None, max_seqlen=None, sample_ids=[])
-        for row in tokens[groups.dp_rank :: groups.dp_size]
-    ]
+    return tiny.batches_of(torch.randint(0, tiny.VOCAB, (sequences, tiny.SEQ + 1), generator=draw), groups)
 
 
 def probe_of(engine: Engine) -> QuantizationProbe:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch._dynamo.guards
 
+from sagetrain.checkpoint.on_disk import folder_name
 from sagetrain.checkpoint.saving import Saver
 from sagetrain.checkpoint.state import Identity, RunState
 from sagetrain.cluster.join import init_distributed
@@ -30,6 +31,7 @@ from sagetrain.model.transformer import Transformer
 from sagetrain.optim.pieces import TensorPiece
 from sagetrain.optim.states import Fp32
 from sagetrain.optim.weights import Fp32Weights
+from sagetrain.parallel.rng import rng_state
 from sagetrain.parallel.topology import ParallelGroups, Topology
 
 VOCAB, SEQ = 128, 16
@@ -124,14 +126,17 @@ def compile_first_rank(
 
 def global_step(engine: Engine, step: int, sequences: int = 4, observers: Observers | None = None) -> StepResult:
     """Take one optimizer step on `sequences` random sequences that depend on the step alone."""
-    dp_rank, dp_size = engine.groups.dp_rank, engine.groups.dp_size
     draw = torch.Generator().manual_seed(step % 5)
-    tokens = torch.randint(0, VOCAB, (sequences, SEQ + 1), generator=draw)
-    batches = [
+    batches = batches_of(torch.randint(0, VOCAB, (sequences, SEQ + 1), generator=draw), engine.groups)
+    return engine.step(batches, sequences // engine.groups.dp_size, 1e-2, observers or Observers())
+
+
+def batches_of(tokens: torch.Tensor, groups: ParallelGroups) -> list[Batch]:
+    """Return this rank's share of sequences, each as a micro-batch."""
+    return [
         Batch(row[None, :-1], row[None, 1:], positions=None, cu_seqlens=None, max_seqlen=None, sample_ids=[])
-        for row in tokens[dp_rank::dp_size]
+        for row in tokens[groups.dp_rank :: groups.dp_size]
     ]
-    return engine.step(batches, sequences // dp_size, 1e-2, observers or Observers())
 
 
 class SGD:
@@ -191,6 +196,14 @@ def moments(tensors: dict[str, torch.Tensor]) -> dict[str, Fp32]:
 def saver(root: Path, groups: ParallelGroups, keep_last: int = 100, seconds: float = 60.0) -> Saver:
     """Build a Saver that keeps everything and waits `seconds` for another rank."""
     return Saver(root, groups, keep_last, None, timedelta(seconds=seconds))
+
+
+def save(root: Path, groups: ParallelGroups, state: RunState, pieces: Sequence[Owned]) -> Path:
+    """Save a checkpoint, and return its folder when it is there."""
+    writer = saver(root, groups)
+    writer.start(state, "{}", pieces, rng_state())
+    writer.wait()
+    return root / folder_name(state.step)
 
 
 def run_state(step: int = 0, tokens: int = 0, **more) -> RunState:

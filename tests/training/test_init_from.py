@@ -23,7 +23,6 @@ from sagetrain.inference.evaluate import evaluate_texts
 from sagetrain.inference.load import load_run
 from sagetrain.interop.exporting import export
 from sagetrain.interop.importing import import_folder
-from sagetrain.parallel.rng import rng_state
 from sagetrain.training import init_from
 from started_from import SHORT, configured
 
@@ -37,11 +36,7 @@ def full(folder: Path, kind: str) -> dict[str, torch.Tensor]:
 
 
 def save(root: Path, engine, step: int) -> Path:
-    writer = tiny.saver(root, engine.groups)
-    state = tiny.run_state(step, 64 * step, optimizer_steps=step)
-    writer.start(state, "{}", engine.owned(), rng_state())
-    writer.wait()
-    return root / folder_name(step)
+    return tiny.save(root, engine.groups, tiny.run_state(step, 64 * step, optimizer_steps=step), engine.owned())
 
 
 def start_everywhere(root: str, dtype: str) -> tuple[list[float], dict]:

@@ -14,7 +14,6 @@ from runs import finish, log_of, training_rows, write_config
 from sagetrain.checkpoint.manifest import KINDS
 from sagetrain.checkpoint.on_disk import folder_name
 from sagetrain.checkpoint.reading import Reader
-from sagetrain.parallel.rng import rng_state
 from sagetrain.training.perturb import GAIN, perturb
 
 LAYOUTS = {
@@ -26,11 +25,9 @@ LAYOUTS = {
 
 def saved(root: Path, engine, step: int) -> dict[str, dict[str, torch.Tensor]]:
     """Return weights and moments by kind and name, as a checkpoint has them."""
-    writer = tiny.saver(root, engine.groups)
-    writer.start(tiny.run_state(step, 0, optimizer_steps=step), "{}", engine.owned(), rng_state())
-    writer.wait()
+    folder = tiny.save(root, engine.groups, tiny.run_state(step, 0, optimizer_steps=step), engine.owned())
     torch.distributed.barrier()
-    reader = Reader(root / folder_name(step))
+    reader = Reader(folder)
     return {kind: {name: reader.local(name, kind, 0, 1) for name in reader.tensors} for kind in KINDS}
 
 
