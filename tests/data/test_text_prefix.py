@@ -15,12 +15,11 @@ import pytest
 import torch
 import yaml
 from lm_eval.api.instance import Instance
-from tokenizers import Tokenizer as Pipeline
-from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import processors
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import tiny
-from prepare_inputs import prepare
+from prepare_inputs import SAMPLE, prepare, published_pipeline
 from runs import finish, sagetrain, write_config
 from sagetrain.checkpoint.state import InitFromRecord
 from sagetrain.config import ConfigError
@@ -34,7 +33,6 @@ from sagetrain.interop.exporting import export
 from sagetrain.interop.importing import import_folder
 from sagetrain.interop.lm_eval import HarnessTasks, harness_of
 
-SAMPLE = (Path(sysconfig.get_paths()["stdlib"]) / "argparse.py").read_text()
 BOS, EOS = 0, 1
 DOCUMENTS = ["import re\n", "def add(self, name):\n    return name\n", "x"]
 
@@ -65,16 +63,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.2)
     model.save_pretrained(folder)
-    pipeline = Pipeline(models.BPE())
-    pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    pipeline.decoder = decoders.ByteLevel()
+    pipeline = published_pipeline()
     begin = processors.TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", BOS)])
     pipeline.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), begin])
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=600, special_tokens=["<|begin|>", "<|end|>"], initial_alphabet=alphabet, show_progress=False
-    )
-    pipeline.train_from_iterator([SAMPLE], trainer)
     pipeline.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|begin|>", "eos_token": "<|end|>"}
     (folder / "chat_template.jinja").write_text(TEMPLATE)

@@ -1,19 +1,16 @@
 """Tokenizers give back exactly the text that went in, are trained alike each time, and name what is wrong."""
 
-import sysconfig
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prepare_inputs import published_tokenizer
+from prepare_inputs import SAMPLE, published_tokenizer
 from sagetrain.config import ConfigError
 from sagetrain.config.schema import DataConfig
 from sagetrain.corpus.tokenizer_training import train_tokenizer
 from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
-
-SAMPLE = (Path(sysconfig.get_paths()["stdlib"]) / "argparse.py").read_text()
 
 
 @pytest.fixture(scope="module")

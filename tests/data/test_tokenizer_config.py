@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
@@ -38,6 +39,14 @@ def write(folder: Path, plain: str, **files: dict) -> Path:
         named = {"eos_token": "<|end|>"} | tree if name == "config" else tree
         (folder / FILES[name]).write_text(json.dumps(named))
     return folder / "tokenizer.json"
+
+
+def exported_to(folder: Path, tokenizer: Tokenizer) -> Any:
+    """Write the files of a tokenizer, and return what transformers makes of them."""
+    folder.mkdir(exist_ok=True)
+    for name, content in tokenizer_files(tokenizer, 128).items():
+        (folder / name).write_bytes(content)
+    return AutoTokenizer.from_pretrained(folder)
 
 
 def stated(content: str, special: bool = True, **flags: bool) -> dict:
@@ -114,9 +123,7 @@ def test_tokens_are_those_of_transformers(plain: str, name: str, tmp_path: Path)
     copy.parent.mkdir()
     ours.write(copy.parent)
     check(Tokenizer.load(copy))
-    for written, content in tokenizer_files(ours, 128).items():
-        (copy.parent / written).write_bytes(content)
-    exported = AutoTokenizer.from_pretrained(copy.parent)
+    exported = exported_to(copy.parent, ours)
     assert exported.encode(TEXT, add_special_tokens=False) == expected and len(exported) == len(theirs)
     assert (exported.eos_token_id, exported.bos_token_id) == (theirs.eos_token_id, theirs.bos_token_id)
 
@@ -128,9 +135,7 @@ def test_a_space_before_texts_is_put_where_transformers_puts_it(plain: str, of_c
     theirs, ours = AutoTokenizer.from_pretrained(file.parent), Tokenizer.load(file)
     assert ours.encode("Hi there") == theirs.encode("Hi there", add_special_tokens=False)
     assert bool(ours.notes) == (of_class == "GPT2TokenizerFast") == (ours.decode(ours.encode("Hi"))[0] == " ")
-    for name, content in tokenizer_files(ours, 128).items():
-        (file.parent / name).write_bytes(content)
-    exported = AutoTokenizer.from_pretrained(file.parent)
+    exported = exported_to(file.parent, ours)
     assert exported.encode("Hi there") == ours.encode("Hi there") == Tokenizer.load(file).encode("Hi there")
 
 
@@ -157,9 +162,7 @@ def test_classes_that_cut_a_text_otherwise_are_said(plain: str, of_class: str, t
     assert [f"(tokenizer_class {of_class}): with this class transformers 5 cuts" in note for note in ours.notes] == [
         True
     ] * (of_class != "PreTrainedTokenizerFast")
-    for name, content in tokenizer_files(ours, 128).items():
-        (file.parent / name).write_bytes(content)
-    assert AutoTokenizer.from_pretrained(file.parent).encode("a12") == ours.encode("a12")
+    assert exported_to(file.parent, ours).encode("a12") == ours.encode("a12")
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral"])
@@ -318,9 +321,7 @@ def test_a_sentencepiece_model_gets_tokens_and_templates(pieces: Tokenizer, tmp_
         assert each.chat_template == template and each.special_tokens["pad_token"] == "<unk>"
         assert each.decode(each.encode(text)) == "the model\n <think>of 12<think>"
     assert [END in note for note in ours.notes] == [True, True] and "eos_token" in ours.notes[1]
-    for written, content in tokenizer_files(ours, 128).items():
-        (copy.parent / written).write_bytes(content)
-    exported = AutoTokenizer.from_pretrained(copy.parent)
+    exported = exported_to(copy.parent, ours)
     assert exported.encode(text, add_special_tokens=False) == theirs.encode(text, add_special_tokens=False)
     talk = [{"role": "user", "content": "the model"}]
     assert exported.apply_chat_template(talk, tokenize=False) == theirs.apply_chat_template(talk, tokenize=False)
@@ -430,10 +431,7 @@ def test_templates_are_those_of_transformers(plain: str, name: str, tmp_path: Pa
     with_tools = ours.chat_templates.get("tool_use", ours.chat_template)
     assert with_tools == theirs.get_chat_template(tools=[{}])
     assert len(ours.notes) == (name == "jinja before json")
-    for written, content in tokenizer_files(ours, 128).items():
-        (tmp_path / "out").mkdir(exist_ok=True)
-        (tmp_path / "out" / written).write_bytes(content)
-    exported = AutoTokenizer.from_pretrained(tmp_path / "out")
+    exported = exported_to(tmp_path / "out", ours)
     assert exported.get_chat_template(tools=[{}]) == with_tools
     assert exported.get_chat_template() == ours.chat_template
 

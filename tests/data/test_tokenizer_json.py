@@ -5,18 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer as Pipeline
-from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import processors
 from transformers import AutoTokenizer
 
-from prepare_inputs import prepare, published_tokenizer
+from prepare_inputs import SAMPLE, prepare, published_pipeline, published_tokenizer
 from runs import finish, write_config
 from sagetrain.__main__ import main
 from sagetrain.config import ConfigError
@@ -25,23 +23,12 @@ from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.inference.load import load_run
 from sagetrain.interop.tokenizer_files import tokenizer_files
 
-SAMPLE = (Path(sysconfig.get_paths()["stdlib"]) / "argparse.py").read_text()
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as published: a byte-level tokenizer of 600 tokens, and files that put a bos before every text."""
     folder = tmp_path_factory.mktemp("published")
-    pipeline = Pipeline(models.BPE())
-    pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    pipeline.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=600,
-        special_tokens=["<|begin|>", "<|end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    pipeline.train_from_iterator([SAMPLE], trainer)
+    pipeline = published_pipeline()
     pipeline.post_processor = processors.TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", 0)])
     pipeline.save(str(folder / "tokenizer.json"))
     config = {
@@ -107,22 +94,11 @@ PREFIXES = {
 }
 
 
-@pytest.mark.parametrize("name", PREFIXES)
-def test_a_prefix_is_what_stands_before_a_text(folder: Path, name: str) -> None:
-    tree = json.loads((folder / "tokenizer.json").read_bytes())
-    post, expected = PREFIXES[name]
-    tree["post_processor"] = post and json.loads(post.__getstate__())
-    ours = Tokenizer(json.dumps(tree).encode())
-    assert ours.prefix == expected
-    # GPT-NeoX takes spaces from the ends of spans. They count with their part all the same.
-    ids, counts, _ = ours.encode_parts([("def a():", False), ("\n    pass  ", True)])
-    assert ours.decode([token for token, each in zip(ids, counts, strict=True) if each]) == "\n    pass  "
-
-
 @pytest.mark.parametrize("says", [True, False])
 @pytest.mark.parametrize("name", PREFIXES)
-def test_beside_a_tokenizer_json_nothing_else_decides(folder: Path, name: str, says: bool, tmp_path: Path) -> None:
-    """transformers decides by tokenizer.json alone as well: its tokens of a text begin with the same prefix."""
+def test_a_prefix_is_what_stands_before_a_text(folder: Path, name: str, says: bool, tmp_path: Path) -> None:
+    """Beside a tokenizer.json nothing else decides. transformers decides by it alone as well: its tokens of a text
+    begin with the same prefix."""
     tree = json.loads((folder / "tokenizer.json").read_bytes())
     post, expected = PREFIXES[name]
     tree["post_processor"] = post and json.loads(post.__getstate__())
@@ -132,6 +108,10 @@ def test_beside_a_tokenizer_json_nothing_else_decides(folder: Path, name: str, s
     ours, theirs = Tokenizer.load(tmp_path / "tokenizer.json"), AutoTokenizer.from_pretrained(tmp_path)
     ids = theirs("def add").input_ids
     assert ours.prefix == expected == ids[: len(expected)] and ids[len(expected)] == ours.encode("def add")[0]
+    assert Tokenizer(ours.model).prefix == expected
+    # GPT-NeoX takes spaces from the ends of spans. They count with their part all the same.
+    ids, counts, _ = ours.encode_parts([("def a():", False), ("\n    pass  ", True)])
+    assert ours.decode([token for token, each in zip(ids, counts, strict=True) if each]) == "\n    pass  "
 
 
 # The values are the content of tokenizer_config.json beside a SentencePiece model, and whether a bos comes before a

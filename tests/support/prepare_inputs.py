@@ -3,11 +3,14 @@
 import io
 import json
 import random
+import sysconfig
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
 import sentencepiece
+from tokenizers import Tokenizer as Pipeline
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from sagetrain.corpus import prepare as preparing
 from sagetrain.corpus.prepare import Prepared
@@ -15,6 +18,7 @@ from sagetrain.corpus.request import Request
 from sagetrain.data.token_file import TokenFile
 from sagetrain.data.tokenizer import Tokenizer
 
+SAMPLE = (Path(sysconfig.get_paths()["stdlib"]) / "argparse.py").read_text()
 WORDS = ["the", "of", "and", "model", "token", "data", "12", "3.5", "naïve", "Zürich", "東京", "🙂", "def", "return"]
 
 
@@ -57,6 +61,16 @@ def published_tokenizer(**options: object) -> Tokenizer:
     lines = iter("\n".join(TEXTS).split("\n"))
     sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines, model_writer=model, **given | options)
     return Tokenizer(model.getvalue())
+
+
+def published_pipeline() -> Pipeline:
+    """Train a byte-level tokenizer of 600 tokens on SAMPLE. Token 0 begins a text, and token 1 ends it."""
+    pipeline, alphabet = Pipeline(models.BPE()), pre_tokenizers.ByteLevel.alphabet()
+    pipeline.pre_tokenizer, pipeline.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    special = ["<|begin|>", "<|end|>"]
+    how = {"vocab_size": 600, "special_tokens": special, "initial_alphabet": alphabet, "show_progress": False}
+    pipeline.train_from_iterator([SAMPLE], trainers.BpeTrainer(**how))
+    return pipeline
 
 
 def prepare(sources: list[str], output: str | Path, *, say: Callable[[str], None] = print, **options) -> Prepared:

@@ -3,6 +3,7 @@ here."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -69,55 +70,28 @@ def start_without_memory(corpus: str, run_dir: str) -> None:
     building.make_engine = full
     torch.cuda.memory._dump_snapshot = lambda path: Path(path).write_bytes(b"blocks")
     data, training = {"train": [{"path": f"{corpus}/train"}]}, {"run_dir": run_dir}
+
+    def said(stage: int = 1, dtype: str = "fp32", **sections: dict) -> str:
+        order.clear()
+        with pytest.raises(TrainingError) as raised:
+            building.build(tiny.config(stage, data=data, training={**training, "dtype": dtype}, **sections))
+        return str(raised.value)
+
     window = {"from_step": 1, "steps": 1}
     for more, expected in (({}, ["model"]), ({"profile": window}, ["recording on cpu", "model"])):
-        order.clear()
-        with pytest.raises(TrainingError, match=r"rank 0 is out of GPU memory: .* predicts 0\.0 GiB"):
-            building.build(tiny.config(1, data=data, training=training, **more))
+        assert re.match(r"rank 0 is out of GPU memory: .* predicts 0\.0 GiB", said(**more))
         assert order == expected and Path(run_dir, "memory/rank-0.pickle").exists()
+    # The ZeRO stage in the message is the one that runs: DeepSpeed's bf16 at stage 0 is stage 1.
+    assert "parallel.zero_stage (now 1)" in said(0, "bf16", parallel={"engine": "deepspeed"})
+    priced: list[str] = []
+    out_of_memory.memory_per_rank = lambda cfg, *_: priced.append(cfg.linear.precision) or []
+    said(linear={"precision": "auto"})
+    assert priced == ["bf16"]  # The prediction is for what auto has become. FP8 keeps weights in 8 bits as well.
 
 
 def test_out_of_memory_before_the_first_step_is_explained_too(tmp_path: Path, corpus: Path) -> None:
     """The optimizer's state is most of the memory of a run, and is allocated before the first step."""
     run_distributed(start_without_memory, 1, str(corpus), str(tmp_path / "run"))
-
-
-def ways_out(corpus: str, run_dir: str) -> str:
-    def full(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    building.make_engine = full
-    torch.cuda.memory._dump_snapshot = lambda path: None
-    data, training = {"train": [{"path": f"{corpus}/train"}]}, {"run_dir": run_dir}
-    by_deepspeed = {"parallel": {"engine": "deepspeed"}, "training": {**training, "dtype": "bf16"}}
-    with pytest.raises(TrainingError) as raised:
-        building.build(tiny.config(0, "bf16", data=data, **by_deepspeed))
-    return str(raised.value)
-
-
-def test_the_zero_stage_in_the_message_is_the_one_that_runs(tmp_path: Path, corpus: Path) -> None:
-    """DeepSpeed's bf16 at stage 0 is stage 1."""
-    (said,) = run_distributed(ways_out, 1, str(corpus), str(tmp_path / "run"))
-    assert "parallel.zero_stage (now 1)" in said
-
-
-def precisions_that_are_priced(corpus: str, run_dir: str) -> list[str]:
-    def full(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    priced: list[str] = []
-    out_of_memory.memory_per_rank = lambda cfg, *_: priced.append(cfg.linear.precision) or []
-    building.make_engine = full
-    torch.cuda.memory._dump_snapshot = lambda path: None
-    data, training = {"train": [{"path": f"{corpus}/train"}]}, {"run_dir": run_dir}
-    with pytest.raises(TrainingError):
-        building.build(tiny.config(1, data=data, training=training, linear={"precision": "auto"}))
-    return priced
-
-
-def test_the_prediction_is_for_what_auto_has_become(tmp_path: Path, corpus: Path) -> None:
-    """FP8, for example, keeps weights in 8 bits as well."""
-    assert run_distributed(precisions_that_are_priced, 1, str(corpus), str(tmp_path / "run")) == [["bf16"]]
 
 
 def test_eval_and_generate_say_what_helps(capsys: pytest.CaptureFixture) -> None:
