@@ -138,13 +138,13 @@ def test_every_price_uses_the_documents_of_the_data(corpus, monkeypatch):
     def noted(name: str, function):
         return lambda *arguments: told.setdefault(name, []).append(arguments[-1]) or function(*arguments)
 
-    for name in ("calibrate", "fastest_linear", "layout", "propose"):
+    for name in ("calibrate", "fastest_linear", "priced", "propose"):
         monkeypatch.setattr(planning, name, noted(name, getattr(planning, name)))
     overrides = ["model.vocab_size=512", "model.num_layers=2", "linear.precision=auto", *paths]
     made = make_plan(CONFIGS / "1b.yaml", overrides, 1, H200, 300_000.0)
     assert made.chosen.prediction.tokens_per_second == pytest.approx(300_000, rel=1e-6)
     assert made.cfg.linear.low_bit
-    assert told == {key: [span] for key in ("calibrate", "fastest_linear", "layout", "propose")}
+    assert told == {key: [span] for key in ("calibrate", "fastest_linear", "priced", "propose")}
     monkeypatch.setattr(findings, "predict", noted("predict", findings.predict))
     make_plan(CONFIGS / "1b.yaml", [*overrides, "linear.precision=int8"], 1, H200)
     assert told["predict"] == [span]

@@ -4,16 +4,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 
 from sagetrain.config import load_config
 from sagetrain.config.arithmetic import padded_vocab_size
-from sagetrain.config.layout import Layout, Refusal
+from sagetrain.config.layout import Layout
 from sagetrain.costs import deepspeed_prices, operations
 from sagetrain.costs.accounting import num_parameters
 from sagetrain.costs.hardware import H200, HARDWARE
@@ -46,14 +44,6 @@ LONG = ["data.seq_length=131072", "data.document_attention=false", SCORES]
 
 
 @pytest.fixture(autouse=True)
-def by_the_host() -> Iterator[None]:
-    """Let the host launch each micro-step, as in all of these runs."""
-    refusal = Refusal("training.cuda_graphs", "off", "there were none", "")
-    with patch("sagetrain.config.layout._not_recorded", lambda cfg: refusal):
-        yield
-
-
-@pytest.fixture(autouse=True)
 def as_these_runs_were(monkeypatch, other_operations):
     """Restore the arithmetic of these runs.
 
@@ -65,6 +55,11 @@ def as_these_runs_were(monkeypatch, other_operations):
     monkeypatch.setitem(deepspeed_prices._STATE_BYTES, 1, (26, 36, 34))
     monkeypatch.setitem(deepspeed_prices._CONVERTED, 1, 6)
     monkeypatch.setattr(operations, "_IN_ONE_PASS", None)
+
+
+def run_of(name, overrides):
+    """Load the configuration of a run whose micro-steps the host launched, as in all of these runs."""
+    return load_config(CONFIGS / f"{name}.yaml", ["training.cuda_graphs=off", *overrides])
 
 
 def layout_of(text: str) -> tuple[int, int, list[str]]:
@@ -238,7 +233,7 @@ def test_3b_on_two_h100s_is_met(linear, sequences, overlap, layout, tokens_per_s
     reduction of our own ran in DeepSpeed at ZeRO 1. `auto` is the faster choice."""
     monkeypatch.undo()
     ranks, replicas, sizes = layout_of(layout)
-    cfg = load_config(CONFIGS / "1b.yaml", [
+    cfg = run_of("1b", [
         THREE,
         *sizes[:-1],
         "parallel.engine=deepspeed",
@@ -295,7 +290,7 @@ def test_four_sequences_on_two_h100s_are_met(layout, tokens_per_second, gib, mon
 
 def meets_3b(linear, layout, engine, tokens_per_second, gib, *more, memory_within):
     """Check speed and memory of 3B with 8K tokens and 131,072 tokens a step on two H100s."""
-    cfg = load_config(CONFIGS / "1b.yaml", [
+    cfg = run_of("1b", [
         THREE,
         *layout_of(layout)[2][:-1],
         "attention={backend: sdpa, qk_norm: none}",
@@ -332,7 +327,7 @@ def test_8b_on_four_gpus_is_met(layout, engine, linear, card, tokens_per_second,
     stages are in test_pipeline_plan.py."""
     monkeypatch.undo()
     sequences, norm = (2 if "-m2" in layout else 1), ("before_rope" if "-qk" in layout else "none")
-    cfg = load_config(CONFIGS / "8b.yaml", [
+    cfg = run_of("8b", [
         *layout_of(layout.removesuffix("-m2").removesuffix("-qk"))[2][:-1],
         WHOLE,
         f"parallel.engine={engine}",
@@ -356,7 +351,7 @@ def test_8b_on_four_gpus_is_met(layout, engine, linear, card, tokens_per_second,
 def test_1b_by_replicas_in_fp8_is_met(card, ranks, tokens_per_second, monkeypatch):
     """The runs are those of results/8b: 1B on FSDP2 with four micro-steps of 32,768 tokens."""
     monkeypatch.undo()
-    cfg = load_config(CONFIGS / "1b.yaml", [
+    cfg = run_of("1b", [
         "parallel.engine=fsdp",
         "attention={backend: sage, recipe: scores}",
         "linear={precision: fp8, recipe: rowwise}",
@@ -373,7 +368,7 @@ def test_halves_in_int8_on_two_h100s_are_met(layout, tokens_per_second, margin, 
     """The runs are 12 layers of 7B's width by FSDP2 at commit a5d6f92, with a vocabulary of 4,096. The host is the
     limit."""
     monkeypatch.undo()
-    cfg = load_config(CONFIGS / "7b.yaml", [
+    cfg = run_of("7b", [
         "model.num_layers=12",
         *layout_of(layout)[2][:-1],
         "parallel.engine=fsdp",
@@ -396,7 +391,7 @@ def test_halves_in_int8_on_two_h100s_are_met(layout, tokens_per_second, margin, 
 def test_state_in_the_hosts_memory_is_met(offload, stage, gpu, tokens_per_second, gib, monkeypatch):
     """The runs are those of results/offload: 3B as above, 16 threads a rank on the CPU."""
     monkeypatch.undo()
-    cfg = load_config(CONFIGS / "1b.yaml", [
+    cfg = run_of("1b", [
         THREE,
         "attention={backend: sdpa, qk_norm: none}",
         "linear.precision=bf16",
@@ -417,7 +412,7 @@ def test_1b_for_24_gb_on_an_h100_is_met(linear, tokens_per_second, gib, monkeypa
     """The runs are those of results/small-card: micro-batches of one sequence, which leave a GPU waiting for its
     host."""
     monkeypatch.undo()
-    cfg = load_config(CONFIGS / "24gb.yaml", [
+    cfg = run_of("24gb", [
         "parallel.engine=deepspeed",
         "attention.backend=sage",
         SCORES,
@@ -437,7 +432,7 @@ def test_muon_on_an_h100_is_met(monkeypatch):
     monkeypatch.undo()
     seconds = {}
     for name, milliseconds, gib in (("adamw", 1785.7, 39.07), ("muon", 1903.2 - 36.8, 35.71)):
-        cfg = load_config(CONFIGS / "1b.yaml", [
+        cfg = run_of("1b", [
             f"optimizer.name={name}",
             "parallel.engine=fsdp",
             "linear.precision=bf16",
@@ -534,9 +529,9 @@ def configured(name, layout, batch, overrides):
     ranks, replicas, sizes = layout_of(layout)
     sequences, accumulation = batch
     settings = [*FINE, *sizes, f"data.micro_batch_size={sequences}", *overrides]
-    length = load_config(CONFIGS / f"{name}.yaml", settings).data.seq_length
+    length = run_of(name, settings).data.seq_length
     tokens = EVEN % (sequences * length * accumulation * replicas)
-    return load_config(CONFIGS / f"{name}.yaml", [*settings, tokens]), ranks
+    return run_of(name, [*settings, tokens]), ranks
 
 
 @pytest.mark.parametrize(("shape", "seq_length", "backend", "documents", "tokens", "ranks", "tokens_per_second"), [
@@ -549,7 +544,7 @@ def configured(name, layout, batch, overrides):
 ])  # fmt: skip
 def test_speeds_of_other_shapes_are_met(shape, seq_length, backend, documents, tokens, ranks, tokens_per_second):
     model = [] if shape == "325m" else [SHAPE_24 % int(shape.split()[-1])]
-    cfg = load_config(CONFIGS / "325m.yaml", [
+    cfg = run_of("325m", [
         *model,
         *FINE,
         "parallel.engine=deepspeed",
@@ -565,7 +560,7 @@ def test_speeds_of_other_shapes_are_met(shape, seq_length, backend, documents, t
 @pytest.mark.parametrize(("backend", "gib"), [("sage", 30.2), ("sdpa", 31.4)])
 def test_memory_of_the_papers_model_is_met(backend, gib):
     """The measured value is torch's own count, so it lacks the memory that the estimate leaves out."""
-    cfg = load_config(CONFIGS / "325m.yaml", [f"attention.backend={backend}", "parallel.engine=deepspeed"])
+    cfg = run_of("325m", [f"attention.backend={backend}", "parallel.engine=deepspeed"])
     assert memory_then(cfg, 1) == pytest.approx(gib, rel=0.05)
 
 
