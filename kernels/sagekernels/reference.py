@@ -87,6 +87,7 @@ def attention_reference(
     causal: bool = True,
     scale: float | None = None,
     cu_seqlens: Tensor | None = None,
+    bounds: Tensor | None = None,
 ) -> Tensor:
     """Compute exact softmax attention in plain torch, differentiable by autograd: the judge of everything else.
 
@@ -106,7 +107,7 @@ def attention_reference(
 
     qg = _grouped(q.transpose(1, 2), h_kv)
     kg, vg = k.transpose(1, 2).unsqueeze(2), v.transpose(1, 2).unsqueeze(2)
-    bounds = None if cu_seqlens is None else document_bounds(cu_seqlens, n_q)
+    bounds = document_bounds(cu_seqlens, n_q) if bounds is None and cu_seqlens is not None else bounds
     outputs = []
     chunks = _chunks(n_q, n_k, q.shape[0] * q.shape[2])
     for rows in chunks:

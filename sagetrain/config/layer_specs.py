@@ -7,7 +7,7 @@ import functools
 from typing import NamedTuple
 
 from sagetrain.config.linear_sizes import LinearSizes
-from sagetrain.config.sections.model import ModelConfig, QKNorm, RopeScaling
+from sagetrain.config.sections.model import ModelConfig, Norms, QKNorm, RopeScaling
 
 
 class Rope(NamedTuple):
@@ -15,6 +15,14 @@ class Rope(NamedTuple):
 
     theta: float
     scaling: RopeScaling | None
+
+
+class Reach(NamedTuple):
+    """The kind of a layer's attention as far as positions matter."""
+
+    window: int | None
+    """Tokens that a query sees, its own included. None: all before it."""
+    rope: Rope
 
 
 class AttentionSpec(NamedTuple):
@@ -25,7 +33,7 @@ class AttentionSpec(NamedTuple):
     key_heads: int
     """Key/value heads."""
     head_dim: int
-    rope: Rope
+    reach: Reach
     qk_norm: QKNorm
     bias: bool
     """Whether q, k and v have biases."""
@@ -55,13 +63,19 @@ class MLPSpec(NamedTuple):
 
 
 class LayerSpec(NamedTuple):
-    """One block: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """One block. With pre-norms it is x + attention(norm(x)), then x + mlp(norm(x))."""
 
     hidden: int
     """Width of the residual stream."""
     attention: AttentionSpec
     mlp: MLPSpec
+    norms: Norms
     norm_eps: float
+
+    @property
+    def normed(self) -> tuple[bool, bool]:
+        """Whether the inputs of attention and MLP are normalized, and whether their outputs are."""
+        return self.norms != "post", self.norms != "pre"
 
     def linear_layers(self, tensor_parallel_size: int) -> dict[str, LinearSizes]:
         """Return the sizes of the block's four linear layers on one rank, keyed by name: qkv, out, gate_up, down."""
@@ -77,16 +91,25 @@ def layers(model: ModelConfig, qk_norm: QKNorm = "none") -> tuple[LayerSpec, ...
     Args:
         qk_norm: attention.qk_norm. It makes no difference to linear layers.
     """
-    attention = AttentionSpec(
-        heads=model.num_attention_heads,
-        key_heads=model.num_key_value_heads,
-        head_dim=model.head_dim,
-        rope=Rope(model.rope_theta, model.rope_scaling),
-        qk_norm=qk_norm,
-        bias=model.qkv_bias,
-    )
-    layer = LayerSpec(model.hidden_size, attention, MLPSpec(model.ffn_hidden_size), model.norm_eps)
-    return (layer,) * model.num_layers
+    windows = model.windows
+
+    def layer(windowed: bool) -> LayerSpec:
+        reach = Reach(None, Rope(model.rope_theta, model.rope_scaling))
+        if windows and windowed:
+            reach = Reach(windows.tokens, Rope(windows.rope_theta or model.rope_theta, None))
+        attention = AttentionSpec(
+            heads=model.num_attention_heads,
+            key_heads=model.num_key_value_heads,
+            head_dim=model.head_dim,
+            reach=reach,
+            qk_norm=qk_norm,
+            bias=model.qkv_bias,
+        )
+        return LayerSpec(model.hidden_size, attention, MLPSpec(model.ffn_hidden_size), model.norms, model.norm_eps)
+
+    kinds = {letter: layer(letter == "W") for letter in "WF"}
+    pattern = windows.pattern if windows else "F"
+    return tuple(kinds[pattern[number % len(pattern)]] for number in range(model.num_layers))
 
 
 def linear_layers(model: ModelConfig, tensor_parallel_size: int) -> dict[str, LinearSizes]:

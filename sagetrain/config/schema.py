@@ -18,7 +18,14 @@ from sagetrain.config.sections.data import (
     DataSource,
     tokenizer_in,
 )
-from sagetrain.config.sections.model import SIXTEEN_BITS, AttentionConfig, LinearConfig, ModelConfig, RopeScaling
+from sagetrain.config.sections.model import (
+    SIXTEEN_BITS,
+    AttentionConfig,
+    LinearConfig,
+    ModelConfig,
+    RopeScaling,
+    WindowsConfig,
+)
 from sagetrain.config.sections.optimizer import LearningRates, MuonConfig, OptimizerConfig
 from sagetrain.config.sections.schedule import (
     ConstantTokens,
@@ -85,6 +92,7 @@ __all__ = [
     "TokensPerStepConfig",
     "TrainingConfig",
     "WandbConfig",
+    "WindowsConfig",
     "tokenizer_in",
 ]
 

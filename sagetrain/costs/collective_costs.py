@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from sagetrain.config.layer_specs import linear_layers
+from sagetrain.config.layer_specs import layers, linear_layers
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.costs.operations import Rank
 
@@ -76,8 +76,8 @@ def _tensor_parallel(
         sizes = list(linear_layers(model, rank.tensor).values())
         for key in packed:
             if key[1] == INTO or linear.recipe == "rowwise":
-                layers = sizes[key[1] == OUT :: 2]  # column-parallel layers read, row-parallel layers write
-                low = len(linear.low_bit_blocks(model.num_layers)) * sum(map(linear.takes, layers))
+                own = sizes[key[1] == OUT :: 2]  # column-parallel layers read, row-parallel layers write
+                low = len(linear.low_bit_blocks(model.num_layers)) * sum(map(linear.takes, own))
                 packed[key] = (low * eight + (gathers - low) * payload) // gathers
     for moment, what, kind, at_ends, beside in rows:
         if kind and (rank.recomputes or moment != "recomputed"):
@@ -86,11 +86,16 @@ def _tensor_parallel(
                 calls = [(2 * parts, 0, packed[moment, what]), (0, at_ends * parts, payload)]
             yield from (CollectiveCost("tensor", moment, what, kind, *call, beside) for call in calls)
     yield CollectiveCost("tensor", "backward", "into the head", leaves, 0, parts, payload)
+    if attention.qk_norm == "all_heads":
+        for at in ("forward", "recomputed", "backward") if rank.recomputes else ("forward", "backward"):
+            squares = 4 * rank.tokens // parts
+            yield CollectiveCost("tensor", at, "squares of q and k", "all-reduce", 2 * parts, 0, squares)
     # Gains are whole on every rank but see only their rank's heads (gains of q and k) or tokens (gains of the residual
     # stream). A block also has the next block's gain unless it is recomputed. Nothing runs beside the sum of their
     # gradients, at the end of a block.
-    width = 2 * model.head_dim * (attention.qk_norm != "none")
-    width += (2 if rank.recomputes else 3) * model.hidden_size * rank.sequence_parallel
+    width = 2 * model.head_dim * (attention.qk_norm in ("before_rope", "after_rope"))
+    before, after = layers(model)[0].normed
+    width += (2 * (before + after) + (not rank.recomputes)) * model.hidden_size * rank.sequence_parallel
     if rank.sequence_parallel:
         outside = model.hidden_size * rank.element
         yield CollectiveCost("tensor", "backward", "gains outside of blocks", "all-reduce", 0, parts, outside)

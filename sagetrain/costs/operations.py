@@ -185,6 +185,11 @@ class Rank:
             return self.seq_length
         return self.seq_length * document_share(self.seq_length) if self.document_span is None else self.document_span
 
+    def span_within(self, window: int | None) -> float:
+        """Return the span where a query sees a window of tokens only. It is exact for documents of equal lengths."""
+        span = self.span
+        return span if window is None or window >= span else window * (2 * span - window) / span
+
     @property
     def shards(self) -> int:
         """The number of ranks among which the tokens of the residual stream are sharded."""
@@ -298,6 +303,9 @@ def block_operations(layer: LayerSpec, attention: AttentionConfig, rank: Rank) -
     # recomputes it.
     joined = rank.tensor > 1 or precisions["gate_up"] is not None
     swiglu = 2 if rank.fused or joined else 3
+    # A norm behind a layer, alone, costs what a norm before it does.
+    both = layer.norms == "sandwich"
+    after = [norm("norm of attention's output"), norm("norm of the MLP's output")] if both else []
     listed = (
         norm("attention norm"),
         column("q", query, "qkv", saved=inputs["qkv"]),  # the layer keeps its input as it reads it: gathered
@@ -310,7 +318,7 @@ def block_operations(layer: LayerSpec, attention: AttentionConfig, rank: Rank) -
             tokens=rank.tokens,
             heads=heads,
             head_dim=own.head_dim,
-            span=rank.span,
+            span=rank.span_within(own.reach.window),
             documents=rank.documents,
             backends=_backends(attention),
             precision=rank.dtype,
@@ -318,11 +326,13 @@ def block_operations(layer: LayerSpec, attention: AttentionConfig, rank: Rank) -
             recomputed=again,
         ),
         row("out", query, output),
+        *after[:1],
         norm("MLP norm"),
         column("gate", inner, "gate_up", saved=inputs["gate_up"]),
         column("up", inner, "gate_up"),
         moving("SwiGLU", rank.moved(_SWIGLU, inner), saved=swiglu * element * inner),
         row("down", inner, inputs["down"]),
+        *after[1:],
         moving("casts to 8 bits", _casts(rank, layers)),
     )
     if rank.recompute != "selective":

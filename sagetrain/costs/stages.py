@@ -158,8 +158,13 @@ def held(cfg: RunConfig, layout: Layout, vocab_size: int, stage: int) -> Held:
     again = cfg.training.activation_checkpointing
     if isinstance(again, int):
         again = _recomputed(again, own)
+    windows = cfg.model.windows
+    if windows is not None:
+        numbers = [number for chunk in own for number in chunk.blocks]
+        letters = "".join(windows.pattern[number % len(windows.pattern)] for number in numbers)
+        windows = windows.model_copy(update={"pattern": letters})
     sections = {
-        "model": cfg.model.model_copy(update={"num_layers": blocks}),
+        "model": cfg.model.model_copy(update={"num_layers": blocks, "windows": windows}),
         "training": cfg.training.model_copy(update={"activation_checkpointing": again}),
     }
     return Held(cfg.model_copy(update=sections), size, first, last, passes / len(own))

@@ -3,7 +3,7 @@ token, not that of the whole context."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sagetrain.model.attention import Attention
-from sagetrain.model.backends import AttentionFunction, TokenLayout
+from sagetrain.model.backends import AttentionFunction, Documents, TokenLayout
 from sagetrain.model.block import Block
 from sagetrain.model.transformer import Transformer
 
@@ -31,8 +31,9 @@ class _Call:
     """Tokens that each row holds, with the new one. Empty while a text is read."""
     slots: tuple[Tensor, Tensor] | None = None
     """The rows, and in each row the place where its new token goes."""
-    seen: Tensor | None = None
-    """[rows, 1, 1, places], a mask to be added to scores: 0 where a row holds a token, else -inf."""
+    seen: Mapping[int | None, Tensor] = field(default_factory=dict)
+    """Masks [rows, 1, 1, places] to be added to scores, by window: 0 where a row holds a token that its new token sees,
+    else -inf."""
 
 
 class Cached(AttentionFunction):
@@ -45,9 +46,13 @@ class Cached(AttentionFunction):
 
     name = "cached"
 
-    def __init__(self, whole: AttentionFunction, rows: int, capacity: int, call: _Call) -> None:
-        self.whole, self._rows, self._capacity, self._call = whole, rows, capacity, call
+    def __init__(self, layer: Attention, rows: int, capacity: int, call: _Call) -> None:
+        self.whole, self.window = layer.function, layer.window
+        self._rows, self._capacity, self._call = rows, capacity, call
         self._k = self._v = torch.empty(0)
+
+    def wants(self, window: bool) -> Documents:
+        return self.whole.wants(window)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout) -> Tensor:
         call = self._call
@@ -58,16 +63,15 @@ class Cached(AttentionFunction):
             return self.whole(q, k, v, layout)
         self._k[call.slots], self._v[call.slots] = k[:, 0], v[:, 0]
         if self.whole.takes_few_queries:
-            held = [
-                (self._k[row, None, :length], self._v[row, None, :length]) for row, length in enumerate(call.lengths)
-            ]
-            return torch.cat([self.whole(q[row, None], *kv, layout) for row, kv in enumerate(held)])
-        assert call.seen is not None
-        rows, *_, places = call.seen.shape
-        keys, values = (x[:rows, :places].transpose(1, 2) for x in (self._k, self._v))
+            held = [slice(max(0, length - (self.window or length)), length) for length in call.lengths]
+            rows = [(q[row, None], self._k[row, None, own], self._v[row, None, own]) for row, own in enumerate(held)]
+            return torch.cat([self.whole(*row, layout) for row in rows])
+        seen = call.seen[self.window]
+        count, *_, places = seen.shape
+        keys, values = (x[:count, :places].transpose(1, 2) for x in (self._k, self._v))
         # The heads that share keys are treated as several queries, so nothing is repeated.
-        queries = q.reshape(rows, k.shape[2], -1, q.shape[3])
-        return F.scaled_dot_product_attention(queries, keys, values, attn_mask=call.seen).reshape(q.shape)
+        queries = q.reshape(count, k.shape[2], -1, q.shape[3])
+        return F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen).reshape(q.shape)
 
     def move(self, source: int, target: int) -> None:
         """Copy what one row holds into another row."""
@@ -106,7 +110,7 @@ class CachedModel:
         self._weight = next(model.parameters())
         self._call = _Call()
         places = _whole_stretches(capacity)
-        self._functions = [Cached(layer.function, rows, places, self._call) for layer in self._layers()]
+        self._functions = [Cached(layer, rows, places, self._call) for layer in self._layers()]
         self.lengths: list[int] = []
         """Number of tokens that each row holds."""
         # Collectives with other ranks cannot be recorded, and a function that takes few queries is called with the
@@ -161,9 +165,12 @@ class CachedModel:
         """Take a step. `new` is int64 [2, rows]: the next token of each row, and how many tokens the row holds. The
         host decides nothing by these values."""
         tokens, held = new
-        past = torch.arange(places, device=new.device) > held[:, None]
-        hidden = torch.zeros(past.shape, dtype=self._weight.dtype, device=new.device)
-        self._call.seen = hidden.masked_fill(past, -torch.inf)[:, None, None]
+        place, now = torch.arange(places, device=new.device), held[:, None]
+        open_ = torch.zeros((len(held), places), dtype=self._weight.dtype, device=new.device)
+        self._call.seen = {
+            window: open_.masked_fill((place > now) | (place <= now - (window or places)), -torch.inf)[:, None, None]
+            for window in {function.window for function in self._functions}
+        }
         self._call.slots = torch.arange(len(held), device=new.device), held
         return self._run(tokens[:, None], held[:, None])[:, 0]
 

@@ -22,7 +22,6 @@ from sagetrain.interop.huggingface import OF_SCALING, SETTINGS
 Report = Callable[[str], None]
 
 
-_THETA = 10000.0
 _REQUIRED = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 # These keys may tell a model to compute more. The values leave that out.
 _WITHOUT = {
@@ -45,7 +44,8 @@ _HARMLESS = {
     "output_attentions", "output_hidden_states", "pad_token_id", "pretraining_tp", "problem_type",
     "quantization_config", "return_dict", "return_dict_in_generate", "torch_dtype", "torchscript",
     "transformers_version", "transformers_weights", "use_bfloat16", "use_cache", "use_return_dict", "layer_types",
-    "original_max_position_embeddings", "rope_parameters", "rope_scaling", "rope_theta", "sliding_window",
+    "original_max_position_embeddings", "rope_local_base_freq", "rope_parameters", "rope_scaling", "rope_theta",
+    "sliding_window", "sliding_window_pattern",
 }  # fmt: skip
 
 
@@ -108,7 +108,8 @@ def describe(config: Mapping[str, Any], where: str, report: Report) -> Described
     if absent := [f"{key} {value}" for key, value in defaults.items() if key not in config]:
         report(f"{where}: taken as transformers takes what is not there: {', '.join(absent)}")
     said = {**defaults, **config}
-    theta, scaling = _rotary(said, where, report)
+    windows, said = _windows(said, family, where)
+    theta, scaling = _rotary(said, family.theta, where, report)
     heads = said["num_attention_heads"]
     if said.get("num_key_value_heads") is None:
         said["num_key_value_heads"] = heads
@@ -116,7 +117,8 @@ def describe(config: Mapping[str, Any], where: str, report: Report) -> Described
         said["head_dim"] = _head_dim(said, where)
     shape = {ours: said[theirs] for ours, theirs in SIZES.items()}
     try:
-        model = ModelConfig.model_validate(shape | {"rope_theta": theta, "rope_scaling": scaling, **family.model})
+        rope = {"rope_theta": theta, "rope_scaling": scaling, "windows": windows}
+        model = ModelConfig.model_validate({**shape, **rope, **family.model})
     except ValidationError as error:
         problem = error.errors()[0]
         names = [SIZES.get(str(each), str(each)) for each in problem["loc"]]
@@ -131,7 +133,6 @@ def describe(config: Mapping[str, Any], where: str, report: Report) -> Described
             raise ConfigError(f"{where}: {finding.key.removeprefix('model.')} {finding.value} {finding.message}")
     if model.head_dim % 2:
         raise ConfigError(f"{where}: head_dim {model.head_dim} is odd: RoPE turns pairs of numbers")
-    _check_layer_types(said, where)
     attention = AttentionConfig.model_validate({"backend": "sdpa", "qk_norm": family.qk_norm})
     # transformers uses another class for a Mistral whose layers have types. In that class these types mean full
     # attention.
@@ -170,15 +171,38 @@ def _head_dim(said: Mapping[str, Any], where: str) -> int:
     return hidden // heads
 
 
-def _check_layer_types(said: Mapping[str, Any], where: str) -> None:
-    types = said.get("layer_types") or []
-    if set(types) - {"full_attention"}:
-        raise ConfigError(f"{where}: layer_types {types}: SageTrain computes full_attention alone")
-    if types and len(types) != said["num_hidden_layers"]:
+def _windows(said: Mapping[str, Any], family: Family, where: str) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """Return our section `model.windows`, and the keys with those of layers with full attention alone."""
+    types, number = said.get("layer_types"), _whole(said, "num_hidden_layers", where)
+    letters = {"full_attention": "F"} | ({"sliding_attention": "W"} if family.pattern else {})
+    if types and set(types) - letters.keys():
+        raise ConfigError(f"{where}: layer_types {types}: SageTrain computes {' and '.join(letters)} alone")
+    if types and len(types) != number:
         raise ConfigError(
-            f"{where}: layer_types names {len(types)} layers, num_hidden_layers says {said['num_hidden_layers']}: set "
+            f"{where}: layer_types names {len(types)} layers, num_hidden_layers says {number}: set "
             "both to the layers that the model has"
         )
+    if not family.pattern:
+        return None, {**said}
+    full, theta = {**said}, said.get("rope_local_base_freq")
+    parameters = said.get("rope_parameters") or {}
+    if any(isinstance(value, dict) for value in parameters.values()):  # one for each type of layers
+        full["rope_parameters"] = parameters.get("full_attention")
+        within = {key: value for key, value in (parameters.get("sliding_attention") or {}).items() if value is not None}
+        if within.pop("rope_type", "default") != "default" or set(within) - {"rope_theta"}:
+            raise ConfigError(
+                f"{where}: rope_parameters: sliding_attention {within}: SageTrain does not scale RoPE in layers with "
+                "a window; name rope_theta alone"
+            )
+        theta = within.get("rope_theta", theta)
+    period = said.get("sliding_window_pattern") or len(family.pattern)
+    every = [letters[each] for each in types or ()] or [("W" * (period - 1) + "F")[i % period] for i in range(number)]
+    if "W" not in every or said["sliding_window"] is None:
+        return None, full
+    shortest = next(n for n in range(1, number + 1) if all(every[i] == every[i % n] for i in range(number)))
+    theta = family.window_theta if theta is None else theta
+    tokens = _whole(said, "sliding_window", where)
+    return {"tokens": tokens, "pattern": "".join(every[:shortest]), "rope_theta": theta}, full
 
 
 def _length(said: Mapping[str, Any], where: str, report: Report, windowed: bool) -> int:
@@ -205,10 +229,10 @@ def _whole(said: Mapping[str, Any], key: str, where: str) -> int:
 # -- rotary position embedding -----------------------------------------------------------------------------------------
 
 
-def _rotary(said: Mapping[str, Any], where: str, report: Report) -> tuple[float, dict[str, Any] | None]:
+def _rotary(said: Mapping[str, Any], default: float, where: str, report: Report) -> tuple[float, dict[str, Any] | None]:
     """Return the base and the scaling of the rotary embedding. transformers 5 writes both as rope_parameters. Older
     folders have rope_theta and rope_scaling; if both forms are there, transformers 5 takes the older one first."""
-    found = {key: _rope(said, key, where) for key in ("rope_scaling", "rope_parameters") if said.get(key)}
+    found = {key: _rope(said, key, default, where) for key in ("rope_scaling", "rope_parameters") if said.get(key)}
     if len(found) == 2 and found["rope_scaling"] != found["rope_parameters"]:
         both = " and ".join(f"{key} {said[key]} (rope_theta {found[key][0]})" for key in found)
         raise ConfigError(
@@ -216,12 +240,12 @@ def _rotary(said: Mapping[str, Any], where: str, report: Report) -> tuple[float,
             "readers do not; delete the one that is not the model's, and keep its rope_theta in the other"
         )
     if all(place.get("rope_theta") is None for place in (said, *(said[key] for key in found))):
-        report(f"{where}: has no rope_theta: {_THETA} is taken, which is the default of transformers")
+        report(f"{where}: has no rope_theta: {default} is taken, which is the default of transformers")
     theta = said.get("rope_theta")
-    return next(iter(found.values()), (_THETA if theta is None else theta, None))
+    return next(iter(found.values()), (default if theta is None else theta, None))
 
 
-def _rope(said: Mapping[str, Any], key: str, where: str) -> tuple[float, dict[str, Any] | None]:
+def _rope(said: Mapping[str, Any], key: str, default: float, where: str) -> tuple[float, dict[str, Any] | None]:
     """Return the base and the scaling that one of the two keys gives."""
     if not isinstance(said[key], dict):
         raise ConfigError(f"{where}: {key} {said[key]!r} holds no keys; copy the folder again")
@@ -263,4 +287,4 @@ def _rope(said: Mapping[str, Any], key: str, where: str) -> tuple[float, dict[st
             f"{where}: RoPE {kind} with {given}: SageTrain does not compute that; delete what is not the model's, or "
             "name its rope_type"
         )
-    return _THETA if theta is None else theta, scaling
+    return default if theta is None else theta, scaling

@@ -31,10 +31,12 @@ _TENSORS = {
     "attention.q_norm.gain": "self_attn.q_norm.weight",
     "attention.k_norm.gain": "self_attn.k_norm.weight",
     "attention.out.weight": "self_attn.o_proj.weight",
+    "attention_post_norm.gain": "post_attention_layernorm.weight",
     "mlp_norm.gain": "post_attention_layernorm.weight",
     "mlp.gate_up.gate": "mlp.gate_proj.weight",
     "mlp.gate_up.up": "mlp.up_proj.weight",
     "mlp.down.weight": "mlp.down_proj.weight",
+    "mlp_post_norm.gain": "post_feedforward_layernorm.weight",
 }
 """The names that Llama has for our tensors. In a block they stand behind blocks.N. here, and model.layers.N. there."""
 SIZES = {
@@ -54,7 +56,7 @@ DEFAULTS = {"rms_norm_eps": 1e-6, "initializer_range": 0.02, "tie_word_embedding
 """The values that transformers takes for keys that config.json may leave out."""
 
 
-_STRUCTURE = {"qkv_bias": False}
+_STRUCTURE = {"qkv_bias": False, "norms": "pre"}
 """The keys of our section `model` that families differ in, with the values of a Llama."""
 
 
@@ -72,6 +74,13 @@ class Family:
     """The values of our section `model` by which its models differ from a Llama."""
     writes: Mapping[str, Any] = field(default_factory=dict)
     """Further keys of an exported config.json."""
+    pattern: str = ""
+    """The layers with windows (model.windows.pattern) of a config.json that does not name them. "": the class knows
+    none."""
+    theta: float = 10000.0
+    """The base of the rotary embedding of a config.json that does not name one."""
+    window_theta: float | None = None
+    """The base in layers with a window. None: it is that of the other layers."""
     whole_heads: bool = False
     """Whether the class refuses a hidden_size that is no multiple of num_attention_heads."""
 
@@ -80,7 +89,8 @@ class Family:
         odd = self.whole_heads and model.hidden_size % model.num_attention_heads
         wanted = {**_STRUCTURE, **self.model}
         same = all(getattr(model, key) == value for key, value in wanted.items())
-        return self.qk_norm == attention.qk_norm and same and not odd
+        windows = bool(self.pattern) or model.windows is None
+        return self.qk_norm == attention.qk_norm and same and windows and not odd
 
     def tensor(self, name: str) -> str:
         """Return the name of a tensor in a folder, from its name in our model."""
@@ -121,6 +131,22 @@ FAMILIES = {
             {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
             writes={"use_sliding_window": False, "sliding_window": None},
         ),
+        Family(
+            "Olmo2ForCausalLM",
+            "olmo2",
+            "all_heads",
+            {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
+            model={"norms": "post"},
+        ),
+        Family(
+            "Olmo3ForCausalLM",
+            "olmo3",
+            "all_heads",
+            {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "sliding_window": 4096},
+            model={"norms": "post"},
+            pattern="WWWF",
+            theta=500000.0,
+        ),
     )
 }
 """The families by the names of their classes. A model is exported as the first one that computes it."""
@@ -132,8 +158,11 @@ def family_of(model: ModelConfig, attention: AttentionConfig) -> Family:
         if family.computes(model, attention):
             return family
     asked = {key: getattr(model, key) for key, value in _STRUCTURE.items() if getattr(model, key) != value}
+    asked |= {} if model.windows is None else {"windows.pattern": model.windows.pattern}
     known = "; ".join(
-        f"{each.name.removesuffix('ForCausalLM')}: {_in_words(each.qk_norm, each.model)}" for each in FAMILIES.values()
+        f"{each.name.removesuffix('ForCausalLM')}: {_in_words(each.qk_norm, each.model)}"
+        f"{', model.windows' * bool(each.pattern)}"
+        for each in FAMILIES.values()
     )
     raise ConfigError(
         f"{_in_words(attention.qk_norm, asked)}: transformers has no class that computes this, so the model cannot be "

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from sagetrain.config.layer_specs import layers
 from sagetrain.config.schema import AttentionConfig, ModelConfig, RopeScaling
 from sagetrain.interop.families import family_of
 
@@ -47,13 +48,36 @@ def config_json(model: ModelConfig, attention: AttentionConfig, vocab_size: int,
         "hidden_act": "silu",
         "max_position_embeddings": seq_length,
         "rms_norm_eps": model.norm_eps,
-        "rope_theta": model.rope_theta,
-        "rope_scaling": model.rope_scaling and _rope_scaling(model.rope_scaling),
+        **(_kinds_of_layers(model) if family.pattern else _rotary(model)),
         "tie_word_embeddings": model.tie_embeddings,
         **({} if model.qkv_bias else {"attention_bias": False}),
         "attention_dropout": 0.0,
         "initializer_range": model.init_std,
         "use_cache": True,
+    }
+
+
+def _rotary(model: ModelConfig) -> dict[str, Any]:
+    return {
+        "rope_theta": model.rope_theta,
+        "rope_scaling": model.rope_scaling and _rope_scaling(model.rope_scaling),
+    }
+
+
+def _kinds_of_layers(model: ModelConfig) -> dict[str, Any]:
+    """Return the keys of a class whose layers may have windows. transformers reads rotary embeddings of both kinds of
+    layers from rope_parameters alone."""
+    names = {True: "full_attention", False: "sliding_attention"}
+    every, windows = [each.attention.reach for each in layers(model)], model.windows
+    theta = model.rope_theta if windows is None or windows.rope_theta is None else windows.rope_theta
+    full = {"rope_type": "default"} if model.rope_scaling is None else _rope_scaling(model.rope_scaling)
+    return {
+        "layer_types": [names[reach.window is None] for reach in every],
+        "sliding_window": windows and windows.tokens,
+        "rope_parameters": {
+            "full_attention": {**full, "rope_theta": model.rope_theta},
+            "sliding_attention": {"rope_type": "default", "rope_theta": theta},
+        },
     }
 
 

@@ -59,6 +59,7 @@ class Attention(nn.Module):
         `later`."""
         self.groups = groups
         self.head_dim = layer.attention.head_dim
+        self.window = layer.attention.reach.window
         self.qk_norm = layer.attention.qk_norm
         qkv, out = layer.attention.linear_layers(layer.hidden, 1).values()
         self.qkv = ColumnParallelLinear(
@@ -81,12 +82,15 @@ class Attention(nn.Module):
             device=device,
         )
 
-        def norm() -> RMSNorm | None:
+        def norm(heads: int) -> RMSNorm | None:
             if self.qk_norm == "none":
                 return None
+            if self.qk_norm == "all_heads":
+                width = heads * self.head_dim
+                return RMSNorm(width, layer.norm_eps, groups, spread=True, dtype=dtype, device=device)
             return RMSNorm(self.head_dim, layer.norm_eps, groups, split_input=True, dtype=dtype, device=device)
 
-        self.q_norm, self.k_norm = norm(), norm()
+        self.q_norm, self.k_norm = norm(layer.attention.heads), norm(layer.attention.key_heads)
 
     @property
     def linear_layers(self) -> dict[str, ColumnParallelLinear | RowParallelLinear]:
@@ -110,9 +114,11 @@ class Attention(nn.Module):
         if q_norm is not None and k_norm is not None and self.qk_norm == "before_rope":
             of_q, of_k = (norm.entered(gains.get(norm)) for norm in (q_norm, k_norm))
             return qk_norm_rope(q, k, v, of_q, of_k, cos, sin, q_norm.eps)
+        if q_norm is not None and k_norm is not None and self.qk_norm == "all_heads":
+            q, k = q_norm(q), k_norm(k)
         q_TNK, k_TMK, v_TMK = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))
         q_TNK, k_TMK = apply_rotary(q_TNK, cos, sin), apply_rotary(k_TMK, cos, sin)
-        if q_norm is not None and k_norm is not None:
+        if q_norm is not None and k_norm is not None and self.qk_norm == "after_rope":
             q_TNK, k_TMK = q_norm(q_TNK, gains.get(q_norm)), k_norm(k_TMK, gains.get(k_norm))
         return q_TNK, k_TMK, v_TMK
 

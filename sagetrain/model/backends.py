@@ -32,7 +32,7 @@ Product = Literal["Q K^T", "P V", "Q K^T again", "P^T dO", "dO V^T", "dS K", "dS
 
 class TokenLayout(NamedTuple):
     """The division of the flat tokens into sequences and documents. There is one for each forward pass, shared by all
-    blocks."""
+    blocks with the same window and rotary embedding."""
 
     num_sequences: int
     cos: Tensor
@@ -41,13 +41,15 @@ class TokenLayout(NamedTuple):
     """The sines of the rotation angles, fp32 [T, 1, K / 2]."""
     cu_seqlens: Tensor | None
     """The boundaries of documents, int32 [documents + 1] over all B * S tokens. None: attention within each sequence,
-    whatever the documents."""
+    whatever the documents. With a window they are always there."""
     max_seqlen: int | None
     """The most tokens that a document may have. None: not known."""
     mask: Tensor | None
     """The mask of documents, bool [B, 1, S, S], True where a query sees a key. None: no layer's function wants it."""
     bounds: Tensor | None
-    """The result of sagekernels.document_bounds, int32 [2, B * S]. None: no layer's function wants it."""
+    """The result of `bounds_of`, int32 [2, B * S]. None: no layer's function wants it."""
+    window: int | None = None
+    """Tokens that a query sees, its own included. None: all before it. Mask and bounds have the window already."""
 
 
 def token_layout(
@@ -58,21 +60,38 @@ def token_layout(
     sin: Tensor,
     cu_seqlens: Tensor | None,
     max_seqlen: int | None,
+    window: int | None = None,
 ) -> TokenLayout:
     """Build the layout of whole sequences of `num_tokens` tokens in all, with the wanted forms of the documents."""
+    length = num_tokens // num_sequences
+    if window is not None and window >= length:
+        window = None
+    if window is not None and cu_seqlens is None:  # One form is enough: every sequence is a document.
+        cu_seqlens = length * torch.arange(num_sequences + 1, dtype=torch.int32, device=cos.device)
     mask = bounds = None
     if cu_seqlens is not None:
-        mask = document_mask(cu_seqlens, num_sequences, num_tokens) if "mask" in wanted else None
-        bounds = document_bounds(cu_seqlens, num_tokens) if "bounds" in wanted else None
-    return TokenLayout(num_sequences, cos, sin, cu_seqlens, max_seqlen, mask, bounds)
+        mask = document_mask(cu_seqlens, num_sequences, num_tokens, window) if "mask" in wanted else None
+        bounds = bounds_of(cu_seqlens, num_tokens, window) if "bounds" in wanted else None
+    return TokenLayout(num_sequences, cos, sin, cu_seqlens, max_seqlen, mask, bounds, window)
 
 
-def document_mask(cu_seqlens: Tensor, num_sequences: int, num_tokens: int) -> Tensor:
-    """Return the mask bool [B, 1, S, S] of causal attention within documents. Documents must not span sequences."""
+def bounds_of(cu_seqlens: Tensor, num_tokens: int, window: int | None) -> Tensor:
+    """Return the first key that each query sees, and one past the last query that sees each key: int32 [2, B * S]."""
+    bounds = document_bounds(cu_seqlens, num_tokens)
+    if window is None:
+        return bounds
+    tokens = torch.arange(num_tokens, dtype=torch.int32, device=bounds.device)
+    starts, ends = bounds.unbind()
+    return torch.stack((starts.maximum(tokens - window + 1), ends.minimum(tokens + window)))
+
+
+def document_mask(cu_seqlens: Tensor, num_sequences: int, num_tokens: int, window: int | None = None) -> Tensor:
+    """Return the mask bool [B, 1, S, S] of causal attention within documents, and within a window. Documents must not
+    span sequences."""
     tokens = torch.arange(num_tokens, device=cu_seqlens.device)
     document_BS = torch.searchsorted(cu_seqlens, tokens.to(cu_seqlens.dtype), right=True).view(num_sequences, -1)
-    same = document_BS.unsqueeze(-1) == document_BS.unsqueeze(-2)
-    return same.tril().unsqueeze(1)
+    same = (document_BS.unsqueeze(-1) == document_BS.unsqueeze(-2)).tril()
+    return (same if window is None else same.triu(1 - window)).unsqueeze(1)
 
 
 class Projected(NamedTuple):
@@ -109,6 +128,10 @@ class AttentionFunction:
     takes_few_queries: ClassVar[bool] = False
     """Whether the function also takes fewer queries than keys (the last queries), and gives the same result for a
     single query."""
+
+    def wants(self, window: bool) -> Documents:
+        """Return the field of TokenLayout that the function reads, in layers with a window or in others."""
+        return self.documents
 
     @property
     def quantized(self) -> frozenset[Product]:
@@ -238,9 +261,13 @@ class Reference(AttentionFunction):
 
     name = "reference"
 
+    def wants(self, window: bool) -> Documents:
+        return "bounds" if window else "cu_seqlens"
+
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout) -> Tensor:
         q, k, v = _as_rows(q, layout), _as_rows(k, layout), _as_rows(v, layout)
-        return _as_sequences(attention_reference(q, k, v, causal=True, cu_seqlens=layout.cu_seqlens), layout)
+        bounds = None if layout.window is None else layout.bounds
+        return _as_sequences(attention_reference(q, k, v, cu_seqlens=layout.cu_seqlens, bounds=bounds), layout)
 
 
 def _as_rows(x: Tensor, layout: TokenLayout) -> Tensor:
@@ -299,10 +326,14 @@ class VarlenSdpa(Sdpa):
         parameters = inspect.signature(varlen_attn).parameters
         return cls(varlen_attn, "window_size" in parameters, "enable_gqa" in parameters)
 
+    def wants(self, window: bool) -> Documents:
+        return "mask" if window and not self.takes_window else "cu_seqlens"
+
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout) -> Tensor:
-        if layout.cu_seqlens is None:
+        if layout.cu_seqlens is None or (layout.window is not None and not self.takes_window):
             return super().__call__(q, k, v, layout)
-        options: dict[str, Any] = {"window_size": (-1, 0)} if self.takes_window else {"is_causal": True}
+        back = -1 if layout.window is None else layout.window - 1
+        options: dict[str, Any] = {"window_size": (back, 0)} if self.takes_window else {"is_causal": True}
         if self.takes_groups:
             options["enable_gqa"] = True
         elif q.shape[2] != k.shape[2]:
@@ -361,6 +392,7 @@ class Flash(AttentionFunction):
             o = self.package.flash_attn_func(q, k, v, causal=True)
         else:
             longest = layout.max_seqlen or q.shape[1]
+            window = {} if layout.window is None else {"window_size": (layout.window - 1, 0)}
             o = self.package.flash_attn_varlen_func(
                 *(x.flatten(0, 1) for x in (q, k, v)),
                 cu_seqlens_q=cu_seqlens,
@@ -368,6 +400,7 @@ class Flash(AttentionFunction):
                 max_seqlen_q=longest,
                 max_seqlen_k=longest,
                 causal=True,
+                **window,
             )
         # Version 4 and some releases of version 3 return the log-sum-exp too.
         o = o[0] if isinstance(o, tuple) else o

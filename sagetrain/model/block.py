@@ -14,15 +14,15 @@ from sagetrain.model import walks
 from sagetrain.model.attention import Attention
 from sagetrain.model.backends import AttentionFunction, TokenLayout
 from sagetrain.model.mlp import MLP
-from sagetrain.model.norm import RMSNorm, enter_gains, normalize
+from sagetrain.model.norm import NoNorm, RMSNorm, complete, enter_gains, normalize
 from sagetrain.model.walks import BlockStage, Half, Part, Stretch
-from sagetrain.parallel.collectives import finish_leave
 from sagetrain.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from sagetrain.parallel.topology import ParallelGroups
 
 
 class Block(nn.Module):
-    """A block computes x + attention(norm(x)), then x + mlp(norm(x)), in stages that walks.py walks.
+    """A block computes x + attention(norm(x)), then x + mlp(norm(x)), in stages that walks.py walks. The norms may
+    stand behind attention and MLP instead, or on both sides (`settled`).
 
     A stage takes the residual stream x and the output y of the stage before, and returns both for the next stage.
 
@@ -59,7 +59,8 @@ class Block(nn.Module):
                 layer.hidden, layer.norm_eps, groups, split_input=sequence_parallel, dtype=dtype, device=device
             )
 
-        self.attention_norm = norm()
+        before, after = layer.normed
+        self.attention_norm = norm() if before else NoNorm()
         self.attention = Attention(
             layer,
             function,
@@ -69,8 +70,10 @@ class Block(nn.Module):
             dtype=dtype,
             device=device,
         )
-        self.mlp_norm = norm()
+        self.attention_post_norm = norm() if after else None
+        self.mlp_norm = norm() if before else NoNorm()
         self.mlp = MLP(layer, groups, matmuls=matmuls, sequence_parallel=sequence_parallel, dtype=dtype, device=device)
+        self.mlp_post_norm = norm() if after else None
         self._read_by(matmuls)
 
     def _read_by(self, matmuls: Mapping[str, Matmul]) -> None:
@@ -86,9 +89,10 @@ class Block(nn.Module):
 
     @property
     def norms(self) -> list[RMSNorm]:
-        """The block's norms: two on the residual stream, and those of q and k if there are any."""
-        every = self.attention_norm, self.attention.q_norm, self.attention.k_norm, self.mlp_norm
-        return [norm for norm in every if norm is not None]
+        """The block's norms: those on the residual stream, and those of q and k if there are any."""
+        around = self.attention_norm, self.attention_post_norm, self.mlp_norm, self.mlp_post_norm
+        every = *around, self.attention.q_norm, self.attention.k_norm
+        return [norm for norm in every if isinstance(norm, RMSNorm)]
 
     @property
     def matmuls(self) -> dict[str, Matmul]:
@@ -105,20 +109,29 @@ class Block(nn.Module):
     def stages(self) -> Stretch:
         """Return all stages, in their order."""
         before = self.normalize(self.attention_norm), self.project
-        after = self.made_by(self.attention.out), self.normalize(self.mlp_norm), *map(self.made_by, self.mlp.stages)
-        return before, self.attend, after
+        mlp = self.normalize(self.mlp_norm), *map(self.made_by, self.mlp.stages), *self.settled(self.mlp_post_norm)
+        return before, self.attend, (self.made_by(self.attention.out), *self.settled(self.attention_post_norm), *mlp)
 
-    def normalize(self, norm: RMSNorm) -> BlockStage:
+    def settled(self, norm: RMSNorm | None) -> list[BlockStage]:
+        """Return the stage that finishes y and normalizes it, with a norm of this block. None: there is none."""
+
+        def stage(x: Tensor, y: Tensor | Pending, part: Part) -> Half:
+            assert norm is not None
+            return Half(x, norm(complete(y, self.groups, self.sequence_parallel), part.gains.get(norm)))
+
+        return [] if norm is None else [stage]
+
+    def normalize(self, norm: RMSNorm | NoNorm) -> BlockStage:
         """Return the stage that adds y to x and normalizes the sum, with a norm of this block or of the next one."""
 
         def stage(x: Tensor, y: Tensor | Pending | None, part: Part) -> Half:
-            return Half(*normalize(x, y, norm, part.gains.get(norm), self.groups, self.sequence_parallel))
+            return Half(*normalize(x, y, norm, _gain(part, norm), self.groups, self.sequence_parallel))
 
         return stage
 
     def end(self, x: Tensor, y: Tensor | Pending, part: Part) -> Half:
         """Add y to x. This is the last stage of a pipeline stage, which sends the residual stream to the next one."""
-        return Half(x + finish_leave(y, self.groups, self.sequence_parallel), None)
+        return Half(x + complete(y, self.groups, self.sequence_parallel), None)
 
     def project(self, x: Tensor, y: Tensor | Pending, part: Part) -> Half:
         return Half(x, self.attention.project(y, part.cos, part.sin, part.gains))
@@ -135,7 +148,7 @@ class Block(nn.Module):
         return stage
 
     def forward(
-        self, layouts: Sequence[TokenLayout], next_norm: RMSNorm | Literal["stream"] | None, *halves: Any
+        self, layouts: Sequence[TokenLayout], next_norm: RMSNorm | NoNorm | Literal["stream"] | None, *halves: Any
     ) -> tuple[Any, ...]:
         """Take two halves, or the whole as one, through the stretch of stages that ends with next_norm. With "stream"
         the stretch ends with the complete residual stream, for another stage of the pipeline.
@@ -157,10 +170,9 @@ class Block(nn.Module):
         return self._walk(layouts, next_norm, *halves)
 
     def _walk(
-        self, layouts: Sequence[TokenLayout], next_norm: RMSNorm | Literal["stream"] | None, *halves: Any
+        self, layouts: Sequence[TokenLayout], next_norm: RMSNorm | NoNorm | Literal["stream"] | None, *halves: Any
     ) -> tuple[Any, ...]:
-        norms = [self.attention_norm, self.attention.q_norm, self.attention.k_norm, self.mlp_norm]
-        norms += [next_norm] if isinstance(next_norm, RMSNorm) else []
+        norms = [*self.norms, next_norm] if isinstance(next_norm, RMSNorm) else self.norms
         parts = walks.split(layouts, enter_gains(*norms, parts=len(halves)))
         before, attend, after = self.stages()
         if next_norm is None:
@@ -174,4 +186,8 @@ class Block(nn.Module):
             halves = walks.staggered(stretch, halves, parts, attend_together=len(layouts) == 1)
         if next_norm is not None:
             return halves
-        return tuple(x + finish_leave(y, self.groups, self.sequence_parallel) for x, y in halves)
+        return tuple(x + complete(y, self.groups, self.sequence_parallel) for x, y in halves)
+
+
+def _gain(part: Part, norm: RMSNorm | NoNorm) -> Tensor | None:
+    return part.gains.get(norm) if isinstance(norm, RMSNorm) else None

@@ -6,14 +6,15 @@ import torch
 from torch import Tensor, nn
 
 from sagekernels.matmul import Matmul, Pending
-from sagetrain.parallel.collectives import finish_enter, finish_leave, start_enter
+from sagetrain.parallel.collectives import finish_enter, finish_leave, reduce_from_region, start_enter
 from sagetrain.parallel.topology import ParallelGroups
 
 
 class RMSNorm(nn.Module):
     """RMSNorm over the last dim: x / rms(x) * gain. The norm is computed in fp32 and returned in x's dtype.
 
-    The gain is replicated over the tensor-parallel group. Where the ranks apply it to different data (their heads, or
+    The gain is replicated over the tensor-parallel group, unless the last dim itself is `spread` over it, as all heads
+    of q are. Then the ranks add up their squares. Where the ranks apply it to different data (their heads, or
     their tokens under sequence parallelism), `split_input` makes autograd sum its gradient over the group.
     """
 
@@ -23,7 +24,8 @@ class RMSNorm(nn.Module):
         eps: float,
         groups: ParallelGroups,
         *,
-        split_input: bool,
+        split_input: bool = False,
+        spread: bool = False,
         dtype: torch.dtype,
         device: torch.device | None = None,
     ) -> None:
@@ -33,14 +35,23 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.groups = groups
         self.split_input = split_input
-        self.gain = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
+        self.spread = spread and groups.tp_size > 1
+        self._size = size
+        own = size // groups.tp_size if spread else size
+        self.gain = nn.Parameter(torch.empty(own, dtype=dtype, device=device))
 
     def forward(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
         """Normalize x [..., size] and return it in its shape. `gain` is the entry of this norm from enter_gains, if
         that was called."""
         x_fp32 = x.float()
-        scale = torch.rsqrt(x_fp32.square().mean(-1, keepdim=True) + self.eps)
+        squares = x_fp32.square()
+        mean = self._sum(squares.sum(-1, keepdim=True)) / self._size if self.spread else squares.mean(-1, keepdim=True)
+        scale = torch.rsqrt(mean + self.eps)
         return (x_fp32 * scale * self.entered(gain).float()).to(x.dtype)
+
+    def _sum(self, x: Tensor) -> Tensor:
+        """Return the sum of x over the group, which every rank uses for its own part of the result."""
+        return finish_enter(start_enter(reduce_from_region(x, self.groups), self.groups, False), self.groups, False)
 
     def entered(self, gain: Tensor | None) -> Tensor:
         """Return the gain to compute with: the entry of this norm from enter_gains, if that was called, else its
@@ -50,14 +61,28 @@ class RMSNorm(nn.Module):
         return self.gain if gain is None else gain
 
 
-def enter_gains(*norms: RMSNorm | None, parts: int = 1) -> list[dict[RMSNorm, Tensor]]:
+class NoNorm(nn.Module):
+    """The place of a norm in a model that has none there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reader: Matmul | None = None
+        """See RMSNorm."""
+
+    def forward(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
+        """Return x."""
+        return x
+
+
+def enter_gains(*norms: RMSNorm | NoNorm | None, parts: int = 1) -> list[dict[RMSNorm, Tensor]]:
     """Return the gains for all calls of the norms whose gradients are summed over the group, keyed by norm.
 
     The tokens come in `parts` parts. Each part has a dictionary of its own, because the gradients of the parts are
     separate until they are summed. The sums travel together, in one collective, at the end of the backward pass of all
     these calls.
     """
-    split = [norm for norm in norms if norm is not None and norm.split_input and norm.groups.tp_size > 1]
+    own = [norm for norm in norms if isinstance(norm, RMSNorm)]
+    split = [norm for norm in own if norm.split_input and norm.groups.tp_size > 1]
     if not split:
         return [{}] * parts
     groups = split[0].groups
@@ -68,10 +93,15 @@ def enter_gains(*norms: RMSNorm | None, parts: int = 1) -> list[dict[RMSNorm, Te
     return [dict(zip(split, part.split(sizes), strict=True)) for part in entered.chunk(parts)]
 
 
+def complete(y: Tensor | Pending, groups: ParallelGroups, sequence_parallel: bool) -> Tensor:
+    """Return what is to be added to the residual stream, with its sum over the group finished."""
+    return y if isinstance(y, Tensor) else finish_leave(y, groups, sequence_parallel)
+
+
 def normalize(
     x: Tensor,
     y: Tensor | Pending | None,
-    norm: RMSNorm,
+    norm: RMSNorm | NoNorm,
     gain: Tensor | None,
     groups: ParallelGroups,
     sequence_parallel: bool,
@@ -79,6 +109,6 @@ def normalize(
     """Return the residual stream x with y added, and its normalized form on its way to the next column-parallel
     layer."""
     if y is not None:
-        x = x + finish_leave(y, groups, sequence_parallel)
+        x = x + complete(y, groups, sequence_parallel)
     pack = None if norm.reader is None else norm.reader.pack
     return x, start_enter(norm(x, gain), groups, sequence_parallel, pack)

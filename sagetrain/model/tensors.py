@@ -73,6 +73,12 @@ def _of_layer(number: int, layer: LayerSpec) -> Iterator[TensorSpec]:
     def gain(name: str, width: int) -> TensorSpec:
         return TensorSpec(f"blocks.{number}.{name}.gain", (width,), None, None, "gain", number)
 
+    def qk_gain(name: str, heads: int) -> TensorSpec:
+        if attention.qk_norm != "all_heads":
+            return gain(name, attention.head_dim)
+        width = heads * attention.head_dim
+        return TensorSpec(f"blocks.{number}.{name}.gain", (width,), "tensor", 0, "gain", number)
+
     def column(name: str, sizes: LinearSizes, bias: bool = False) -> Iterator[TensorSpec]:
         for weight, outputs in sizes.outputs.items():
             shape = outputs, sizes.inputs
@@ -85,12 +91,19 @@ def _of_layer(number: int, layer: LayerSpec) -> Iterator[TensorSpec]:
         return TensorSpec(f"blocks.{number}.{name}.weight", shape, "tensor", 1, "matrix", number, into_stream=True)
 
     linear = layer.linear_layers(1)
-    yield gain("attention_norm", hidden)
+    before, after = layer.normed
+    if before:
+        yield gain("attention_norm", hidden)
     yield from column("attention.qkv", linear["qkv"], attention.bias)
     if attention.qk_norm != "none":
-        yield gain("attention.q_norm", attention.head_dim)
-        yield gain("attention.k_norm", attention.head_dim)
+        yield qk_gain("attention.q_norm", attention.heads)
+        yield qk_gain("attention.k_norm", attention.key_heads)
     yield row("attention.out", linear["out"])
-    yield gain("mlp_norm", hidden)
+    if after:
+        yield gain("attention_post_norm", hidden)
+    if before:
+        yield gain("mlp_norm", hidden)
     yield from column("mlp.gate_up", linear["gate_up"])
     yield row("mlp.down", linear["down"])
+    if after:
+        yield gain("mlp_post_norm", hidden)

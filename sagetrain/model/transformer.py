@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from sagekernels.matmul import Matmul
 from sagetrain.config.arithmetic import attention_calls, parts_of, recomputed_blocks
-from sagetrain.config.layer_specs import layers
+from sagetrain.config.layer_specs import Reach, layers
 from sagetrain.config.schema import AttentionConfig, ModelConfig, Recomputation
 from sagetrain.model import walks
 from sagetrain.model.attention import Attention
@@ -25,15 +25,17 @@ from sagetrain.model.block import Block
 from sagetrain.model.chunks import ModelChunk, whole
 from sagetrain.model.head import Head
 from sagetrain.model.initialization import initialize
-from sagetrain.model.norm import RMSNorm, normalize
+from sagetrain.model.norm import NoNorm, RMSNorm, complete, normalize
 from sagetrain.model.rotary import rotary_tables
 from sagetrain.model.tensors import TensorSpec, tensors
 from sagetrain.model.walks import Half
 from sagetrain.parallel import copies
-from sagetrain.parallel.collectives import finish_leave
 from sagetrain.parallel.cross_entropy import TokenLoss
 from sagetrain.parallel.layers import VocabParallelEmbedding, keep_weights
 from sagetrain.parallel.topology import ParallelGroups
+
+Layouts = Mapping[Reach, Sequence[TokenLayout]]
+"""The layouts of the parts of a micro-batch, for each kind of attention."""
 
 Gradients = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 """A function that runs a micro-batch forward and backward, and returns the gradients of its loss with respect to the
@@ -253,14 +255,14 @@ class Transformer(nn.Module):
         rows = tokens // parts // (self.groups.tp_size if self.sequence_parallel else 1)
         return [(rows, self.config.hidden_size)] * parts
 
-    def through(self, blocks: range, layouts: Sequence[TokenLayout], halves: Sequence[Half]) -> Sequence[Half]:
+    def through(self, blocks: range, layouts: Layouts, halves: Sequence[Half]) -> Sequence[Half]:
         """Take the halves of a micro-batch, or the whole as one, through a range of blocks and the norm behind them.
         That norm belongs to the next block, or is the final one. Behind the blocks of a chunk that is not the last one
         there is no norm.
 
         Args:
             blocks: the numbers of the blocks.
-            layouts: the layout of each half, or of all tokens.
+            layouts: the layout of each half, or of all tokens, for each kind of attention.
             halves: residual streams, not normalized yet, each with the tensor that is to be added to it, or None.
 
         Returns:
@@ -277,7 +279,7 @@ class Transformer(nn.Module):
         first, *others = halves
         halves = [self._normalized(first, norms[blocks.start]), *others]  # the second half is one step behind
         for number in blocks:
-            halves = self._call_of(number)(layouts, norms[number + 1], *halves)
+            halves = self._call_of(number)(layouts[self.layers[number].attention.reach], norms[number + 1], *halves)
             self._seen(number, halves[0].stream)
         first, *others = halves
         return [first, *(self._normalized(half, last_norm) for half in others)]
@@ -297,17 +299,17 @@ class Transformer(nn.Module):
 
         return directly
 
-    def _norm_of(self, number: int) -> RMSNorm | Literal["stream"]:
+    def _norm_of(self, number: int) -> RMSNorm | NoNorm | Literal["stream"]:
         """Return the norm of the block with this number, or the final one. "stream": another stage has it."""
         if any(number in chunk.blocks for chunk in self.chunks):
             return self._block(number).attention_norm
         last = self.chunks[-1]
         return self.final_norm if last.last and number == last.blocks.stop else "stream"
 
-    def _normalized(self, half: Half, norm: RMSNorm | Literal["stream"]) -> Half:
+    def _normalized(self, half: Half, norm: RMSNorm | NoNorm | Literal["stream"]) -> Half:
         if norm == "stream":
             x, y = half
-            return half if y is None else Half(x + finish_leave(y, self.groups, self.sequence_parallel), None)
+            return half if y is None else Half(x + complete(y, self.groups, self.sequence_parallel), None)
         return Half(*self.normalize(*half, norm, None, self.groups, self.sequence_parallel))
 
     @property
@@ -321,12 +323,11 @@ class Transformer(nn.Module):
             return self.config.num_layers
         return self.recomputed_blocks if torch.is_grad_enabled() else 0
 
-    def _recomputed(self, blocks: range, layouts: Sequence[TokenLayout], halves: Sequence[Half]) -> tuple[Tensor, ...]:
+    def _recomputed(self, blocks: range, layouts: Layouts, halves: Sequence[Half]) -> tuple[Tensor, ...]:
         """Take residual streams through every block by itself, with activation checkpointing."""
         return walks.recomputed(
-            [(number, self._call_of(number)) for number in blocks],
-            layouts,
-            tuple(x if y is None else x + finish_leave(y, self.groups, self.sequence_parallel) for x, y in halves),
+            [(number, self._call_of(number), layouts[self.layers[number].attention.reach]) for number in blocks],
+            tuple(x if y is None else x + complete(y, self.groups, self.sequence_parallel) for x, y in halves),
             again=self.recomputed_blocks if torch.is_grad_enabled() else 0,
             # With two halves, a recomputed block starts a collective of the other half once more, and has to finish it
             # once more. The block is therefore recomputed to the end, as a compiled block is anyway. A block's ZeRO-3
@@ -413,8 +414,8 @@ class Transformer(nn.Module):
 
     def _layouts(
         self, tokens: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None
-    ) -> list[TokenLayout]:
-        """Return the layout of the tokens of each call of attention."""
+    ) -> Layouts:
+        """Return the layout of the tokens of each call of attention, for each kind of attention that is here."""
         num_sequences, length = tokens.shape
         if positions is None:
             first = self.groups.cp_rank * length
@@ -422,15 +423,16 @@ class Transformer(nn.Module):
         parts = attention_calls(num_sequences, tokens.numel(), self.groups.tp_size, self.overlap)
         num_sequences //= parts
         num_tokens = num_sequences * length * self.groups.cp_size
-        wanted, layouts = {function.documents for function in self.functions}, []
+        layouts: dict[Reach, list[TokenLayout]] = {self.layers[number].attention.reach: [] for number in self.numbers}
         for part, own_positions in enumerate(positions.chunk(parts)):
-            rope = self.config.head_dim, self.config.rope_theta, self.config.rope_scaling
-            cos, sin = rotary_tables(own_positions.flatten(), *rope)
             own = cu_seqlens
             if cu_seqlens is not None:  # documents of other parts have length zero
                 own = (cu_seqlens - part * num_tokens).clamp(0, num_tokens)
                 if self.compiled:
                     # Without the mark, every number of documents would get a graph of its own.
                     torch._dynamo.maybe_mark_dynamic(own, 0)
-            layouts.append(token_layout(wanted, num_sequences, num_tokens, cos, sin, own, max_seqlen))
+            for (window, rope), found in layouts.items():
+                wanted = {function.wants(window is not None) for function in self.functions}
+                tables = rotary_tables(own_positions.flatten(), self.config.head_dim, *rope)
+                found.append(token_layout(wanted, num_sequences, num_tokens, *tables, own, max_seqlen, window))
         return layouts

@@ -150,8 +150,7 @@ def selective(block: Callable[..., tuple[Tensor, ...]], *inputs: Any) -> tuple[T
 
 
 def recomputed(
-    blocks: Iterable[tuple[int, Callable[..., tuple[Tensor, ...]]]],
-    layouts: Sequence[TokenLayout],
+    blocks: Iterable[tuple[int, Callable[..., tuple[Tensor, ...]], Sequence[TokenLayout]]],
     streams: tuple[Tensor, ...],
     *,
     again: int,
@@ -161,8 +160,7 @@ def recomputed(
     """Take residual streams through every block by itself.
 
     Args:
-        blocks: each block with its number.
-        layouts: the layout of each half, or of all tokens.
+        blocks: each block with its number, and the layout of each half, or of all tokens.
         again: compute blocks with a smaller number once more in the backward pass. In the others only the parts that
             blocks recompute themselves (`selective`) are computed twice.
         stop_early: end the second pass with the last tensor that the backward pass needs.
@@ -171,7 +169,7 @@ def recomputed(
     # Blocks draw no random numbers.
     twice: Callable[..., tuple[Tensor, ...]] = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     with set_checkpoint_early_stop(stop_early):
-        for number, block in blocks:
+        for number, block, layouts in blocks:
             run = partial(twice, block) if number < again else block
             streams = run(layouts, None, *streams)
             seen(number, streams[0])

@@ -350,8 +350,8 @@ class _Step:
 
     def attention_backend(self) -> str:
         """Return the fastest of the attention functions that the run decides between."""
-        (attention,) = of_kind(AttentionCost, self.blocks[0][1])
-        speeds = self._attention_speeds(attention)
+        every = [(count * part.flops, part) for count, block in self.blocks for part in of_kind(AttentionCost, block)]
+        speeds = self._attention_speeds(max(every, key=lambda found: found[0])[1])
         return max(speeds, key=speeds.__getitem__)
 
     def _matmul(self, matmul: MatmulCost, precision: str) -> float:

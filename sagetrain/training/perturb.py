@@ -9,7 +9,8 @@ import torch
 if TYPE_CHECKING:
     from sagetrain.engines.protocol import Engine
 
-GAIN = "blocks.0.attention_norm.gain"
+GAINS = "blocks.0.attention_norm.gain", "blocks.0.attention_post_norm.gain"
+"""The gain of which one channel is changed: the first that the model has."""
 
 
 @torch.no_grad()
@@ -22,7 +23,8 @@ def perturb(engine: Engine, channel: int) -> None:
     if not channel:
         return
     dtype, place = next(iter(engine.leaves().values())).dtype, channel - 1
-    for kept in engine.owned(lambda spec: spec.name == GAIN):
+    name = next(name for name in GAINS if name in engine.model.every_spec)
+    for kept in engine.owned(lambda spec: spec.name == name):
         if kept.start <= place < kept.stop:
             master = kept.weight[place - kept.start]
             gain = master.to("cpu", dtype)

@@ -14,7 +14,16 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    Olmo3Config,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from prepare_inputs import published_tokenizer
 from runs import sagetrain
@@ -55,6 +64,17 @@ MODELS: dict[str, Callable[[], Any]] = {
     "llama-3": lambda: LlamaConfig(**SIZES, rope_parameters=LLAMA3, tie_word_embeddings=True),
     "mistral": lambda: MistralConfig(**SIZES, sliding_window=None, rms_norm_eps=1e-5),
     "qwen2.5": lambda: Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "olmo2": lambda: Olmo2Config(**SIZES),
+    "olmo3": lambda: Olmo3Config(**SIZES | {"num_hidden_layers": 6}, sliding_window=48),
+    "olmo3-yarn": lambda: Olmo3Config(
+        **SIZES | {"num_hidden_layers": 3},
+        sliding_window=20,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+        rope_parameters={
+            "full_attention": YARN,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+        },
+    ),
     "qwen": lambda: Qwen3Config(**SIZES, tie_word_embeddings=True),
     "qwen-yarn": lambda: Qwen3Config(**SIZES, rope_parameters=YARN),
 }
@@ -204,7 +224,7 @@ BAD_KEYS = [
     ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "RoPE longrope: not one of default, ll"),
     ({"rope_parameters": {**YARN, "mscale": 0.7}}, r"RoPE yarn with \{'mscale': 0.7\}"),
     ({"rope_parameters": {**YARN, "factor": None}}, "factor None: "),
-    ({"num_hidden_layers": 0}, "num_hidden_layers 0: "),
+    ({"num_hidden_layers": 0}, "num_hidden_layers 0 is no whole number above 0"),
     ({"head_dim": 8}, r"q_proj\.weight has the shape \(64, 32\), .*json says \(32, 32\) by num_attention_heads, "),
 ]  # fmt: skip
 

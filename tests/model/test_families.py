@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import tiny
 from distributed import run_distributed
+from sagetrain.inference.cache import CachedModel
+from sagetrain.model.backends import AttentionFunction, Reference, Sage, Sdpa, token_layout
+from sagetrain.model.rotary import rotary_tables
+from sagetrain.parallel.topology import ParallelGroups
 
 SHAPE = {"num_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 FAMILIES: dict[str, tuple[dict, str]] = {
     "qwen2.5": ({"qkv_bias": True}, "none"),
+    "olmo3": ({"norms": "post", "windows": {"tokens": 5, "pattern": "WWF"}}, "all_heads"),
+    "sandwich": ({"norms": "sandwich", "windows": {"tokens": 3, "pattern": "WF", "rope_theta": 100.0}}, "before_rope"),
 }
 """The section model and attention.qk_norm of each family."""
 LAYOUTS: dict[str, dict] = {
@@ -46,3 +53,52 @@ def test_layouts_change_no_number() -> None:
         for name, steps in rank.items():
             expected = alone[f"{name.split()[0]} one"]
             assert steps == [pytest.approx(pair, rel=1e-4) for pair in expected], name
+
+
+WINDOW, LENGTH = 5, 24
+
+
+def seen(cu_seqlens: list[int]) -> torch.Tensor:
+    """Return which keys each query sees, written from the definition of a window."""
+    document = torch.bucketize(torch.arange(LENGTH), torch.tensor(cu_seqlens[1:]), right=True)
+    return torch.tensor(
+        [[document[i] == document[j] and i - WINDOW < j <= i for j in range(LENGTH)] for i in range(LENGTH)]
+    )
+
+
+@pytest.mark.parametrize("function", [Sdpa(), Reference(), Sage("fine"), Sage("scores")], ids=lambda each: each.name)
+@pytest.mark.parametrize("documents", [None, [0, 7, 24]])
+def test_every_attention_function_keeps_to_the_window(function: AttentionFunction, documents: list[int] | None) -> None:
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, LENGTH, heads, 16, generator=draw, requires_grad=True) for heads in (4, 2, 2))
+    given = None if documents is None else torch.tensor(documents, dtype=torch.int32)
+    tables = rotary_tables(torch.arange(LENGTH), 16, 1e4, None)
+    layout = token_layout({function.wants(True)}, 1, LENGTH, *tables, given, None, WINDOW)
+    mask = seen(documents or [0, LENGTH])
+    heads = [x.transpose(1, 2).repeat_interleave(4 // x.shape[2], 1) for x in (q, k, v)]
+    exact = torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=mask).transpose(1, 2)
+    found, grad = function(q, k, v, layout), torch.randn(exact.shape, generator=draw)
+    limit = 0.03 if function.quantized else 1e-5
+    wanted = [exact, *torch.autograd.grad(exact, (q, k, v), grad)]
+    for ours, theirs in zip([found, *torch.autograd.grad(found, (q, k, v), grad)], wanted, strict=True):
+        assert (ours - theirs).norm() < limit * theirs.norm()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_cache_of_generation_changes_no_logits(name: str) -> None:
+    """Rows of different lengths are read, then continued past the window."""
+    shape, qk_norm = FAMILIES[name]
+    cfg = tiny.config(0, model=SHAPE | shape, attention={"qk_norm": qk_norm})
+    model = tiny.model(cfg, ParallelGroups.single())
+    texts = [torch.randint(0, tiny.VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (11, 14)]
+    with torch.no_grad():
+        cached = CachedModel(model, rows=2, capacity=32)
+        for row, text in enumerate(texts):
+            begin = text[: (4, 7)[row]]
+            whole = model(torch.tensor([begin]))[0, -1]
+            torch.testing.assert_close(cached.read(row, begin), whole, rtol=0, atol=1e-5)
+        for step in range(7):
+            logits = cached([texts[0][4 + step], texts[1][7 + step]])
+            for row, first in enumerate((4, 7)):
+                whole = model(torch.tensor([texts[row][: first + step + 1]]))[0, -1]
+                torch.testing.assert_close(logits[row], whole, rtol=0, atol=1e-5)

@@ -24,6 +24,8 @@ MODELS = {
     "grouped": GROUPED,
     "tied": {**GROUPED, "tie_embeddings": True},
     "biased": {**GROUPED, "qkv_bias": True},
+    "post": {**GROUPED, "norms": "post"},
+    "sandwich": {**GROUPED, "norms": "sandwich"},
 }
 
 
@@ -31,7 +33,7 @@ def shape_of(name: str) -> ModelConfig:
     return ModelConfig(num_layers=2, hidden_size=32, ffn_hidden_size=48, **MODELS[name])
 
 
-@pytest.mark.parametrize("qk_norm", ["none", "before_rope"])
+@pytest.mark.parametrize("qk_norm", ["none", "before_rope", "all_heads"])
 @pytest.mark.parametrize("model", MODELS)
 def test_the_list_is_the_modules(model: str, qk_norm: str) -> None:
     """The list has exactly the parameters, and the slice that it states at every tensor-parallel size."""
@@ -48,7 +50,8 @@ def test_the_list_is_the_modules(model: str, qk_norm: str) -> None:
             slices = spec.size // parameter.numel()
             assert sorted({each.slice for each in placed}) == [each.slice for each in placed if each.counted], name
             assert {(each.slices, each.copies) for each in placed} == {(slices, tp_size // slices)}, name
-            assert (spec.cut is None) == (spec.dim is None) == (spec.kind == "gain"), name
+            heads = qk_norm == "all_heads" and "attention." in name
+            assert (spec.cut is None) == (spec.dim is None) == (spec.kind == "gain" and not heads), name
             assert spec.decays == (parameter.ndim == 2), name
             assert spec.into_stream == name.endswith(("attention.out.weight", "mlp.down.weight")), name
             assert not vars(parameter), f"{name}: what hangs on a parameter is lost when an engine makes it anew"

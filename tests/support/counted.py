@@ -1,6 +1,7 @@
 """Count the bytes that torch keeps for the backward pass, for a table of configurations."""
 
 import gc
+import itertools
 from contextlib import suppress
 
 import torch
@@ -88,7 +89,7 @@ def saved_bytes_per_token(cfg: RunConfig, compiled: bool, groups: ParallelGroups
     assert logits.requires_grad  # Logits that require a gradient keep the graph and its saved tensors alive.
     gc.collect()
     watched.saved |= {place: tensor for place, x in watched.left.items() if (tensor := x()) is not None}
-    tables = (table for layout in layouts for table in (layout.cos, layout.sin))
+    tables = (table for layout in itertools.chain(*layouts.values()) for table in (layout.cos, layout.sin))
     weights = (tensor for module in network.modules() for tensor in getattr(module, "kept", ()))
     known = {t.untyped_storage().data_ptr() for t in (*network.parameters(), *weights, *tables)}
     # The smallest tensor that counts has one number for each token of half a micro-batch, in shards.

@@ -49,6 +49,7 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
             "use an even head_dim; by default it is hidden_size / num_attention_heads",
         )
     yield from rope_scaling(model)
+    yield from _windows(cfg)
     if cfg.training.perturb > model.hidden_size:
         yield error(
             "perturb_channel",
@@ -106,3 +107,14 @@ def rope_scaling(model: ModelConfig) -> Iterator[Finding]:
             # A configuration that a command wrote has all keys.
             if getattr(scaling, key) != type(scaling).model_fields[key].default:
                 yield no_effect(f"model.rope_scaling.{key}", getattr(scaling, key), f"type {scaling.type}")
+
+
+def _windows(cfg: RunConfig) -> Iterator[Finding]:
+    """Find windows that no layer has, or that hide nothing."""
+    if (windows := cfg.model.windows) is None:
+        return
+    if "W" not in windows.pattern[: cfg.model.num_layers]:
+        first = f"the first {cfg.model.num_layers} letters, one a layer, have no W"
+        yield no_effect("model.windows.pattern", windows.pattern, first)
+    elif windows.tokens >= cfg.data.seq_length:
+        yield no_effect("model.windows.tokens", windows.tokens, f"data.seq_length {cfg.data.seq_length}")

@@ -10,8 +10,10 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from sagetrain.config.linear_sizes import AUTO_PRECISION, LinearSizes
 from sagetrain.config.sections.base import Section
 
-QKNorm = Literal["none", "before_rope", "after_rope"]
+QKNorm = Literal["none", "before_rope", "after_rope", "all_heads"]
 """The places where q and k are normalized."""
+Norms = Literal["pre", "post", "sandwich"]
+"""The places of the norms on the residual stream."""
 
 
 class RopeScaling(Section):
@@ -35,6 +37,19 @@ class RopeScaling(Section):
     """yarn: frequencies that turn more times than this in original_seq_length tokens are fast."""
     attention_factor: PositiveFloat | None = None
     """yarn: factor that q and k are multiplied by. Default: 0.1 ln(factor) + 1."""
+
+
+class WindowsConfig(Section):
+    """Layers whose attention reaches back through a window of tokens only."""
+
+    tokens: PositiveInt
+    """Tokens that a query sees, its own included."""
+    pattern: Annotated[str, Field(pattern="^[WF]+$")] = "WWWF"
+    """The layers with a window (W) and with full attention (F), repeated over the layers: WWWF in OLMo 3, WWWWWF in
+    Gemma 3."""
+    rope_theta: Annotated[float, Field(gt=1)] | None = None
+    """Base of the rotary position embedding in layers with a window, where model.rope_scaling does not apply. Default:
+    model.rope_theta."""
 
 
 class ModelConfig(Section):
@@ -65,8 +80,13 @@ class ModelConfig(Section):
     """Base of the rotary position embedding."""
     rope_scaling: RopeScaling | None = None
     """Extension of the rotary frequencies to longer sequences. Default: none."""
+    norms: Norms = "pre"
+    """RMSNorms of the blocks: pre: of the inputs of attention and MLP. post: of their outputs, before these are added
+    to the residual stream, as in OLMo 2 and 3. sandwich: of both, as in Gemma 3."""
     qkv_bias: bool = False
     """Add a learned bias to q, k and v each, as Qwen2 and Qwen2.5 do. Biases begin as 0 and do not decay."""
+    windows: WindowsConfig | None = None
+    """Layers with windows: tokens, pattern, rope_theta. Default: none, all layers have full attention."""
     norm_eps: Annotated[float, Field(gt=0, lt=1)] = 1e-6
     """Epsilon of every RMSNorm, QK-norm included."""
     init_std: Annotated[float, Field(gt=0, le=1)] = 0.02
@@ -86,7 +106,9 @@ class AttentionConfig(Section):
     V^T, with the finest scales that each product allows), scores (Q K^T alone, forward and backward), gradients (dV, dK
     and dQ alone, as in fine). auto: the faster of fine and scores, chosen as backend auto is; without a GPU: fine."""
     qk_norm: QKNorm = "before_rope"
-    """RMS normalization of each head's q and k with learned gain, before or after the rotary embedding."""
+    """RMS normalization of each head's q and k with learned gain, before or after the rotary embedding. all_heads: of
+    all heads' q together, and k, before the rotary embedding, as OLMo 2 and 3 do; under tensor parallelism the ranks
+    then exchange two numbers a token in each block."""
     smooth_k: bool = True
     """Subtract the mean key before quantizing (SageBwd section 3). Turning it off triggers a guidance finding."""
     smooth_q: bool = False
