@@ -28,6 +28,7 @@ from sagetrain.comparing.plot import plot_gaps
 from sagetrain.comparing.question import BRANCH, OWN, Job, Question, differences, usable
 from sagetrain.comparing.results import Call, Results
 from sagetrain.comparing.run_records import DIVERGED, FAILED, FINISHED, STOPPED, Record
+from sagetrain.config.arguments import spelled
 from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.errors import TRAINING_EXIT_CODE, ConfigError, many
 from sagetrain.config.load import flat, is_assignment, load_config
@@ -131,7 +132,9 @@ def _alone(output: Path) -> Iterator[None]:
     file, error = lock(output)
     with file:
         if is_taken(error):
-            raise ConfigError(f"{output} is in use by another comparison; wait for it, or use another --output")
+            raise ConfigError(
+                f"{output} is in use by another comparison; wait for it, or use another {spelled('output')}"
+            )
         yield
 
 
@@ -145,7 +148,7 @@ def _compared(
     elif (where.output / results.LOSSES).exists():
         raise ConfigError(
             f"{where.output / results.LOSSES} holds runs, and no {results.QUESTION} beside it says of what: restore "
-            "that, move this away (runs whose folders are left are read from them), or use another --output"
+            f"that, move this away (runs whose folders are left are read from them), or use another {spelled('output')}"
         )
     jobs = list(question.jobs())
     for job in jobs:
@@ -232,7 +235,7 @@ def _refuse_others(found: Results, job: Job, run_dir: Path) -> None:
     if changed := differences(asked, there):
         lines = [f"{key}: {theirs!r} there, {ours!r} now" for key, (ours, theirs) in changed.items()]
         what = "\n  ".join([f"{run_dir} holds a run with other settings:", *lines])
-        raise ConfigError(f"{what}\n  remove it, or use another --output (--run-dirs)")
+        raise ConfigError(f"{what}\n  remove it, or use another {spelled('output')} (--run-dirs)")
 
 
 def _refuse_other_start(found: Results, job: Job, run_dirs: Path) -> None:
@@ -255,7 +258,7 @@ def _refuse_other_start(found: Results, job: Job, run_dirs: Path) -> None:
         if now and not init_from.is_recorded(now, began):
             raise ConfigError(
                 f"{job} would begin with {now}, and {other} began with {began.checkpoint}: training.init_from "
-                f"{start} has gone on since. Name a checkpoint there, and begin again in another --output"
+                f"{start} has gone on since. Name a checkpoint there, and begin again in another {spelled('output')}"
             )
 
 

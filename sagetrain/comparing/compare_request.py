@@ -9,6 +9,7 @@ from pathlib import Path
 
 from sagetrain.comparing.command import Places, places
 from sagetrain.comparing.question import Question, Setting, usable
+from sagetrain.config.arguments import spelled
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.load import load_config
 
@@ -50,23 +51,28 @@ class CompareRequest:
         named = [
             Setting(usable(self.baseline or Path(first).stem, "--baseline"), config=first),
             *(Setting(usable(Path(path).stem, path), config=path) for path in others),
-            *(named_overrides(text, "--variant", first) for text in self.variants),
+            *(named_overrides(text, spelled("variants"), first) for text in self.variants),
         ]
         if len(named) == 1 and not self.band:
             raise ConfigError(
-                f"{first} alone: name another configuration to compare it with, or --variant 'NAME: KEY=VALUE'; or "
-                "--band, to run it against itself"
+                f"{first} alone: name another configuration to compare it with, or {spelled('variants')} 'NAME: "
+                "KEY=VALUE'; or "
+                f"{spelled('band')}, to run it against itself"
             )
-        settings = tuple(named_overrides(text, "--row") for text in self.rows) or (Setting(""),)
+        settings = tuple(named_overrides(text, spelled("rows")) for text in self.rows) or (Setting(""),)
         for kind in (named, settings):
             names = [setting.name for setting in kind]
             for name in names:
                 if names.count(name) > 1:
                     raise ConfigError(
-                        f"{name!r} names two variants or rows: give each a name of its own (--variant, --row)"
+                        f"{name!r} names two variants or rows: give each a name of its own ({spelled('variants')}, "
+                        f"{spelled('rows')})"
                     )
         if not 0 <= self.band <= self.seeds:
-            said = f"--band {self.band}: the baseline is run again for so many of the --seeds {self.seeds}, at most all"
+            said = (
+                f"{spelled('band')} {self.band}: the baseline is run again for so many of the {spelled('seeds')} "
+                f"{self.seeds}, at most all"
+            )
             raise ConfigError(said)
         overrides = tuple(self.overrides)
         seed = load_config(first, [*overrides, *settings[0].overrides]).training.seed

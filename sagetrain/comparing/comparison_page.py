@@ -8,6 +8,7 @@ from sagetrain.comparing.analysis import LOSSES, Comparison, Line
 from sagetrain.comparing.question import BRANCH, Setting, differences
 from sagetrain.comparing.results import Results
 from sagetrain.comparing.run_records import DIVERGED, FAILED, STOPPED
+from sagetrain.config.arguments import spelled
 from sagetrain.config.errors import many
 
 _SHOWN = (
@@ -207,7 +208,10 @@ def _not_shown(results: Results, tables: Sequence[Comparison]) -> Iterator[str]:
     if any(BRANCH in settings for settings in results.settings.values()):
         yield "- What variants do before runs part."
     if any(table.rounding_band["training"] is None for table in tables):
-        yield "- Whether chance in the rounding alone makes such gaps, where no rounding band was measured (--band)."
+        yield (
+            "- Whether chance in the rounding alone makes such gaps, where no rounding band was measured "
+            f"({spelled('band')})."
+        )
     totals = [results.settings[f"{row.name}/{results.baseline}"]["training.total_tokens"] for row in results.rows]
     if results.data_tokens and max(totals) > _MANY_PASSES * results.data_tokens:
         yield f"- Generalization: past {_MANY_PASSES} passes over the text validation losses are over-fitted."

@@ -11,6 +11,7 @@ from typing import Any
 from sagetrain.comparing import run_records
 from sagetrain.comparing.question import Job, Question, Setting, differences
 from sagetrain.comparing.run_records import Record
+from sagetrain.config.arguments import spelled
 from sagetrain.config.errors import ConfigError
 from sagetrain.data.token_file import write_atomic
 
@@ -131,7 +132,8 @@ def together(parts: Sequence[tuple[str, Results]]) -> Results:
         if other.baseline != first.baseline:
             raise ConfigError(
                 f"{where} compares with {first.baseline}, {place} with {other.baseline}: not one question; "
-                f"take --baseline {other.baseline}, or use another --output (with --report-only, leave one out)"
+                f"take --baseline {other.baseline}, or use another {spelled('output')} (with --report-only, leave "
+                "one out)"
             )
         for name, settings in other.settings.items():
             known = result.settings.setdefault(name, settings)
@@ -139,8 +141,9 @@ def together(parts: Sequence[tuple[str, Results]]) -> Results:
                 lines = [f"{key}: {a!r} and {b!r}" for key, (a, b) in changed.items()]
                 raise ConfigError(
                     "\n  ".join([f"{where} and {place} have different settings for {name.strip('/')}:", *lines])
-                    + "\n  give what differs another name (--variant, --row; with --report-only NAME=FOLDER "
-                    "names a folder's row), or use another --output"
+                    + f"\n  give what differs another name ({spelled('variants')}, {spelled('rows')}; with "
+                    "--report-only NAME=FOLDER "
+                    f"names a folder's row), or use another {spelled('output')}"
                 )
         for known_settings, more in ((variants, other.question.variants), (rows, other.rows)):
             for setting in more:

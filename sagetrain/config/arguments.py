@@ -7,10 +7,9 @@ import difflib
 import inspect
 import math
 import os
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from functools import wraps
 from numbers import Integral, Real
 from typing import Any, Literal, ParamSpec, TypeVar, get_args, get_origin
@@ -34,23 +33,42 @@ _TYPES: dict[str, type] = {
 }
 
 
-_ARGUMENTS = {
-    "chat_field": "field",
-    "chat_template": "template",
-    "data": "texts",
-    "host_memory": "host_memory_gib",
-    "prompt": "prompts",
-    "row": "rows",
-    "variant": "variants",
-    "workers": "num_workers",
+_OPTIONS = {
+    "field": "chat-field",
+    "host_memory_gib": "host-memory",
+    "num_workers": "workers",
+    "rows": "row",
+    "template": "chat-template",
+    "texts": "data",
+    "variants": "variant",
 }
-"""The names of arguments, by options of the command that have other names."""
+"""The options of the command that have other names than the arguments in Python."""
+_FLAGS = ("chat", "overwrite", "skip_bad_lines")
+"""The settings that are switched on."""
+_under_way: set[object] = set()
+"""The calls from Python that are under way."""
+
+
+def spelled(name: str) -> str:
+    """Return how the caller spells a setting in this moment: `--top-k` on the command line, `top_k` in Python."""
+    if _under_way:
+        return f"{name}=True" if name in _FLAGS else name
+    return f"--{_OPTIONS.get(name, name.replace('_', '-'))}"
+
+
+def from_python() -> bool:
+    """Whether a call from Python is under way."""
+    return bool(_under_way)
+
+
+def speak_python() -> None:
+    """Spell settings as Python does from here on, in a worker process of such a call."""
+    _under_way.add(speak_python)
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function raise ConfigError if an argument is not of the type of its annotation. Its errors, and the lines
-    that it passes to `say`, name its arguments and the fields of dataclasses among them where the command has options.
-    """
+    """Let a function raise ConfigError if an argument is not of the type of its annotation. Its messages spell settings
+    as Python does."""
     signature = inspect.signature(function)
     parameters = signature.parameters.items()
     annotations = {name: each.annotation for name, each in parameters if isinstance(each.annotation, str)}
@@ -63,35 +81,14 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
         except TypeError:  # Python says it better if an argument is missing or unknown.
             return function(*args, **kwargs)
         check_types(function.__name__, annotations, bound.arguments, module)
-        every = {name: each.default for name, each in parameters} | bound.arguments
-        given = _settings({name: value for name, value in every.items() if name != "self"})
-
-        def in_python(text: str) -> str:
-            # A command line in backticks stays.
-            return re.sub(r"`[^`]*`|(?<![\w-])--([a-z-]+)", lambda found: _argument(found, given), text)
-
-        if say := bound.arguments.get("say"):
-            bound.arguments["say"] = lambda text: say(in_python(text))
+        call = object()
+        _under_way.add(call)
         try:
-            return function(*bound.args, **bound.kwargs)
-        except ConfigError as error:
-            error.args = (in_python(str(error)),)
-            raise
+            return function(*args, **kwargs)
+        finally:
+            _under_way.discard(call)
 
     return _call
-
-
-def _settings(arguments: Mapping[str, object]) -> dict[str, object]:
-    """Return arguments by name, together with the fields of dataclasses among them."""
-    inner = [_settings(vars(each)) for each in arguments.values() if is_dataclass(each) and not isinstance(each, type)]
-    return {name: value for each in (*inner, arguments) for name, value in each.items()}
-
-
-def _argument(option: re.Match[str], settings: Mapping[str, object]) -> str:
-    """Return the argument that an option of the command stands for, or the text itself if there is no such argument."""
-    name = (option[1] or "").replace("-", "_")
-    found = next((each for each in (name, _ARGUMENTS.get(name)) if each in settings), None)
-    return f"{found}=True" if found and isinstance(settings[found], bool) else found or option[0]
 
 
 def check_fields(value: Any) -> None:

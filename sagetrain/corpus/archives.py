@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO
 
+from sagetrain.config.arguments import spelled
 from sagetrain.config.errors import ConfigError
 from sagetrain.corpus.blocks import DAMAGED, Content, on_disk, opened
 
@@ -149,4 +150,4 @@ def matches(name: str, glob: str) -> bool:
 def wrong_glob(glob: str, error: Exception) -> ConfigError:
     """Return the error for a pattern that cannot be read."""
     fix = "write it relative to the folder, ** alone between slashes: '**/*.md'"
-    return ConfigError(f"--glob {glob!r}: {error}; {fix}")
+    return ConfigError(f"{spelled('glob')} {glob!r}: {error}; {fix}")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any, TypeVar
 
+from sagetrain.config.arguments import spelled
 from sagetrain.config.errors import ConfigError
 
 T = TypeVar("T")
@@ -95,7 +96,7 @@ class Chunk:
         Raises:
             ConfigError: a record cannot be read, or `parse` raised ValueError.
         """
-        way_out = "" if skip_bad else "; mend the record, or leave such ones out with --skip-bad-lines"
+        way_out = "" if skip_bad else f"; mend the record, or leave such ones out with {spelled('skip_bad_lines')}"
 
         def value(record: Any, number: int) -> T:
             if isinstance(record, bytes):
@@ -149,7 +150,7 @@ class Chunk:
         except UnicodeDecodeError as error:
             hint = "; convert the file: iconv -f WINDOWS-1252 -t UTF-8, or from what it is written in"
             hint = (
-                "; if it is no text file, choose the files with --glob; else" + hint[1:]
+                f"; if it is no text file, choose the files with {spelled('glob')}; else" + hint[1:]
                 if self.unit == "file"
                 else hint
             )
@@ -251,8 +252,11 @@ _KEYS_SHOWN = 40
 """The number of keys that the message for a missing key names."""
 
 
-def no_such_key(key: str, keys: Iterable[str], option: str = "--text-key") -> str:
-    """Return the message for a missing key, which the command-line option `option` names."""
+def no_such_key(key: str, keys: Iterable[str], setting: str = "") -> str:
+    """Return the message for a missing key, which a setting names; empty: text_key."""
     there = [each if each == each.strip() and each.isprintable() else repr(each) for each in keys]
     more = f" and {len(there) - _KEYS_SHOWN:,} more" if len(there) > _KEYS_SHOWN else ""
-    return f"no key {key!r}; the keys are: {', '.join(there[:_KEYS_SHOWN]) or 'none'}{more}. Choose one with {option}"
+    return (
+        f"no key {key!r}; the keys are: {', '.join(there[:_KEYS_SHOWN]) or 'none'}{more}. Choose one with "
+        f"{setting or spelled('text_key')}"
+    )

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from sagetrain.config.arguments import spelled
 from sagetrain.config.errors import many
 from sagetrain.corpus.encode import Encoded
 from sagetrain.corpus.records import FORGED, WRITTEN, Notes, Records
@@ -88,7 +89,9 @@ class Tally:
                 yield f"{path}: {share:.1%} of the tokens count in the loss, {padding:.1%} are padding between records"
         train = self.counts["train"]
         if records and train.cut_records:
-            yield f"cut {many(train.cut_records, 'record')} after {records.seq_length:,} tokens (--seq-length)"
+            yield (
+                f"cut {many(train.cut_records, 'record')} after {records.seq_length:,} tokens ({spelled('seq_length')})"
+            )
         if records and train.too_long_records:
             yield f"left out {self._too_long(records)}"
         if train.empty_documents:
@@ -115,7 +118,7 @@ class Tally:
             why += f" ({self._too_long(records)})"
         if side == "valid":
             documents = many(self.counts["train"].documents, "document")
-            why += f": --valid-fraction {valid_fraction:g} of {documents} took none, use a larger one"
+            why += f": {spelled('valid_fraction')} {valid_fraction:g} of {documents} took none, use a larger one"
         return why
 
     def _bad_lines(self) -> str:
@@ -123,4 +126,6 @@ class Tally:
 
     def _too_long(self, records: Records) -> str:
         left_out = many(self.counts["train"].too_long_records, "record")
-        return f"{left_out} in which nothing of the first {records.seq_length:,} tokens (--seq-length) counts"
+        return (
+            f"{left_out} in which nothing of the first {records.seq_length:,} tokens ({spelled('seq_length')}) counts"
+        )

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from sagetrain.config.arguments import spelled
 from sagetrain.config.errors import ConfigError, many, pointer_at
 from sagetrain.corpus.chunk import Chunk, Place, root_of
 from sagetrain.corpus.files import Wanted, check_columns
@@ -64,7 +65,7 @@ def check_parts(name: str, dataset: Any, number: int, count: int) -> None:
         there, otherwise = dataset.num_shards, ", or give its files as sources (`hf download` fetches them)"
         why = f"{name} is a stream of {many(there, 'file')}, and a file is read whole"
     if there < count:
-        raise ConfigError(f"--shard {number}/{count}: {why}: use at most {many(there, 'part')}{otherwise}")
+        raise ConfigError(f"{spelled('shard')} {number}/{count}: {why}: use at most {many(there, 'part')}{otherwise}")
 
 
 def read_dataset(name: str, dataset: Any, place: Place, wanted: Wanted) -> Iterator[Chunk]:

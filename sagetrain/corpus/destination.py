@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from sagetrain.config.arguments import spelled
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import tokenizer_in
 from sagetrain.corpus.journal import differences, in_words, of_one_whole, recorded_tokenizers
@@ -74,7 +75,7 @@ class Destination:
             if read_provenance(path).get("request") != request:
                 raise ConfigError(
                     f"token file {path} exists and was prepared from other inputs or settings: "
-                    "choose another output (-o), delete it, or replace it with --overwrite"
+                    f"choose another output (-o), delete it, or replace it with {spelled('overwrite')}"
                 )
             TokenFile(path)  # This raises an error if the file is damaged.
         return len(existing) == len(self.outputs) and (self.folder / tokenizer).is_file()
@@ -150,8 +151,9 @@ class Destination:
         if theirs not in [request["tokenizer"], *unfinished, *known]:
             raise ConfigError(
                 f"{there} exists and would be replaced by another tokenizer; models trained with it could not be used "
-                f"any more. Write to another folder (-o), keep it with --tokenizer {there} and no --vocab-size, or "
-                "replace it with --overwrite"
+                f"any more. Write to another folder (-o), keep it with {spelled('tokenizer')} {there} and no "
+                f"{spelled('vocab_size')}, or "
+                f"replace it with {spelled('overwrite')}"
             )
 
     def check_siblings(self, tokenizer: Tokenizer) -> None:
@@ -187,8 +189,9 @@ class Destination:
         if theirs.get("inputs_sha256") == request["inputs_sha256"] or same_split:
             raise ConfigError(
                 f"{idx} was prepared from the same inputs, and its documents would now be in {self.train} too: a "
-                f"validation loss on it would mean nothing. Give --valid-fraction (it was {theirs['valid_fraction']}) "
-                f"and --overwrite to write both again, or delete {self.valid}.bin, .idx and .json"
+                f"validation loss on it would mean nothing. Give {spelled('valid_fraction')} (it was "
+                f"{theirs['valid_fraction']}) "
+                f"and {spelled('overwrite')} to write both again, or delete {self.valid}.bin, .idx and .json"
             )
 
     def check_parts(self, request: Request, made_from: dict[str, Any]) -> list[str]:
@@ -219,7 +222,7 @@ class Destination:
                 raise ConfigError(
                     f"{path}.json is of another preparation ({what}), and {self.named}-* would read both: choose "
                     "another output (-o), delete the token files of the other one, or replace it part by part with "
-                    "--overwrite"
+                    f"{spelled('overwrite')}"
                 )
             if differ:  # Copies on several hosts have modification times of their own.
                 notes.append(

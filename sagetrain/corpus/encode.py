@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from sagetrain.config.arguments import from_python, speak_python
 from sagetrain.config.errors import ConfigError
 from sagetrain.corpus.chunk import Chunk, Place
 from sagetrain.corpus.long_texts import pieces
@@ -279,7 +280,7 @@ class _Worker:
         # A fork would copy locks that other threads hold.
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_work, args=(theirs,), daemon=True)
+        self._process = context.Process(target=_work, args=(theirs, from_python()), daemon=True)
         self._process.start()
         theirs.close()
 
@@ -312,9 +313,11 @@ class _Worker:
         )
 
 
-def _work(connection: Connection) -> None:
+def _work(connection: Connection, python: bool) -> None:
     """Run a worker. A thread receives what the parent sends, so that neither process ever waits for the other to
-    read."""
+    read. `python`: errors spell settings as Python does."""
+    if python:
+        speak_python()
     # Ctrl-C reaches the whole process group, and the parent decides what follows.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     messages: queue.SimpleQueue[Any] = queue.SimpleQueue()

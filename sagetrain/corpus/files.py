@@ -13,6 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from sagetrain.config.arguments import spelled
 from sagetrain.config.errors import ConfigError
 from sagetrain.corpus.blocks import Content, blocks, lines
 from sagetrain.corpus.chunk import Broken, Chunk, Place, no_such_key, root_of
@@ -60,7 +61,7 @@ def check_columns(origin: object, names: Sequence[str], wanted: Wanted, nested: 
     """
     for column in wanted.columns:
         if not (root_of(column, names) if nested else column in names):
-            option = wanted.options.get(column, "--text-key")
+            option = wanted.options.get(column, spelled("text_key"))
             raise ConfigError(f"{origin}: {no_such_key(column, names, option)}")
     for column in (*wanted.columns, *wanted.optional):
         if names.count(column) > 1:
@@ -105,7 +106,7 @@ def _text_blocks(content: Content, start: int = 0) -> Iterator[tuple[bytes, int]
         if not zeros_allowed and b"\0" in block:
             raise ConfigError(
                 f"{content.name}: holds bytes of zero behind its beginning, as no text does (was writing it cut off by "
-                "a crash?): take them out (tr -d '\\000'), or leave it out with --glob"
+                f"a crash?): take them out (tr -d '\\000'), or leave it out with {spelled('glob')}"
             )
         yield block, consumed
 
@@ -330,7 +331,7 @@ def _refuse_json(name: str, begin: bytes) -> None:
     packed = name[len(name) - len(compression(name)) :]
     raise ConfigError(
         f"{name}: {what}, and a file with this suffix would be one document of plain text: rename it to end in "
-        f"{suffix}{packed}, or leave it out with --glob"
+        f"{suffix}{packed}, or leave it out with {spelled('glob')}"
     )
 
 

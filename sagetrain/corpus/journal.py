@@ -16,6 +16,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from sagetrain.config.arguments import spelled
 from sagetrain.config.errors import ConfigError
 from sagetrain.corpus.chunk import Place
 from sagetrain.corpus.token_writer import writing
@@ -123,7 +124,8 @@ class Journal:
         if not overwrite:
             raise ConfigError(
                 f"an unfinished call left {self._path}, and this one differs from it in {in_words(differ)}: repeat "
-                "that one to go on with it, choose another output (-o), or discard what it did with --overwrite"
+                "that one to go on with it, choose another output (-o), or discard what it did with "
+                f"{spelled('overwrite')}"
             )
         self.discard()
         return None

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from enum import Enum
 from pathlib import PurePath
 
+from sagetrain.config.arguments import spelled
 from sagetrain.config.errors import ConfigError, pointer
 
 HEAD = 1 << 12
@@ -38,7 +39,7 @@ _BY_SUFFIX = {
     **dict.fromkeys(DELIMITERS, Kind.TABLE),
     **dict.fromkeys((".tar", ".zip"), Kind.ARCHIVE),
 }
-_UNPACK = "convert it to text or .jsonl, or leave it out with --glob"
+_UNPACK = "convert it to text or .jsonl, or leave it out with {glob}"
 # The beginnings of files that are not text: what such a file is, and what to do with it.
 _BINARY = {
     rb"\x1f\x8b": ("compressed with gzip", "rename it so that it ends in .gz"),
@@ -85,7 +86,7 @@ _MARKED_UP = {
 
 _NOTEBOOK = (
     "is a Jupyter notebook, whose cells stand in JSON among outputs and pictures; convert it (jupyter nbconvert --to "
-    "markdown, or --to script), or leave it out with --glob"
+    "markdown, or --to script), or leave it out with {glob}"
 )
 
 
@@ -163,10 +164,10 @@ def check_head(name: str, head: bytes) -> None:
     if said := pointer(name, head):
         raise ConfigError(said)
     if _in_full(name).removesuffix(compression(name)).endswith(".ipynb"):
-        raise ConfigError(f"{name}: {_NOTEBOOK}")
+        raise ConfigError(f"{name}: {_NOTEBOOK.format(glob=spelled('glob'))}")
     for begin, (what, fix) in _MARKED_UP.items():
         if re.match(begin, head):
-            raise ConfigError(f"{name}: is {what}; {fix}")
+            raise ConfigError(f"{name}: is {what}; {fix.format(glob=spelled('glob'))}")
     if _is_text(head):
         return
     if name.endswith(".bin") and os.path.isfile(f"{name.removesuffix('.bin')}.idx"):
@@ -179,7 +180,7 @@ def check_head(name: str, head: bytes) -> None:
                 fix = f"rename it so that it ends in .tar{packed}" if "tar" in what else "unpack it"
             raise ConfigError(f"{name}: is {what}; {fix}")
     if b"\0" in head and kind_of(name) is not Kind.LINES:  # A line of zeros may be left out with --skip-bad-lines.
-        raise ConfigError(f"{name}: holds bytes of zero, as no text does; {_UNPACK}")
+        raise ConfigError(f"{name}: holds bytes of zero, as no text does; {_UNPACK.format(glob=spelled('glob'))}")
 
 
 def _is_text(head: bytes) -> bool:

@@ -20,7 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
-from sagetrain.config.arguments import check_fields
+from sagetrain.config.arguments import check_fields, spelled
 from sagetrain.config.errors import ConfigError, pointer
 from sagetrain.corpus.chunk import no_such_key, root_of, value_at
 from sagetrain.corpus.messages import (
@@ -91,7 +91,7 @@ DATED = (
 ENDLESS = (
     "answers that count end with no control token, as in templates whose turns end where the next role begins, so that "
     "nothing teaches the model to stop. Write the token that is to end an answer, such as {{ eos_token }}, behind it "
-    "in a copy of the template (inside of {% generation %}, where it has that) and name the copy with --chat-template:"
+    "in a copy of the template (inside of {% generation %}, where it has that) and name the copy as the chat template:"
 )
 
 
@@ -117,7 +117,7 @@ class Pairs:
     @property
     def options(self) -> dict[str, str]:
         """The options of the command line that name the fields that every record has."""
-        return {self.prompt_field: "--prompt-field", self.completion_field: "--completion-field"}
+        return {self.prompt_field: spelled("prompt_field"), self.completion_field: spelled("completion_field")}
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -141,11 +141,15 @@ class Pairs:
             ValueError: says what is wrong with the record.
         """
         _note_unread(record, self.fields, notes)
-        prompt = _value(record, self.prompt_field, "--prompt-field")
-        completion = _value(record, self.completion_field, "--completion-field")
+        prompt = _value(record, self.prompt_field, spelled("prompt_field"))
+        completion = _value(record, self.completion_field, spelled("completion_field"))
         for name, text in ((self.prompt_field, prompt), (self.completion_field, completion)):
             if not isinstance(text, str):
-                chat = "; messages of a chat are one list, which --chat-field names" if isinstance(text, list) else ""
+                chat = (
+                    f"; messages of a chat are one list, which {spelled('field')} names"
+                    if isinstance(text, list)
+                    else ""
+                )
                 raise ValueError(f"{name!r} holds {type(text).__name__}, not text{chat}")
         if not completion.strip():
             raise ValueError(f"{self.completion_field!r} is empty: nothing in this record would count in the loss")
@@ -182,7 +186,7 @@ class Chats:
     @property
     def options(self) -> dict[str, str]:
         """The option of the command line that names the field that every record has."""
-        return {self.field: "--chat-field"}
+        return {self.field: spelled("field")}
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -220,7 +224,7 @@ class Chats:
             ValueError: says what is wrong with the record.
         """
         _note_unread(record, (*self.fields, *self.optional_fields), notes)
-        messages = messages_of(_value(record, self.field, "--chat-field"))
+        messages = messages_of(_value(record, self.field, spelled("field")))
         more = self._more(record)
         template = self.tool_template if self.tool_template and more.get(TOOLS) is not None else self.template
         counted, others_count = counted_messages(messages)
@@ -380,7 +384,10 @@ def settled(records: Records, tokenizer: Tokenizer | None) -> Records:
     """Return the records with the tokenizer's chat templates where none was given. Raises ConfigError as
     settled_template does, and if there is no tokenizer yet."""
     if tokenizer is None:
-        raise ConfigError("records are for a model that has a tokenizer: give it (--tokenizer), and no --vocab-size")
+        raise ConfigError(
+            f"records are for a model that has a tokenizer: give it ({spelled('tokenizer')}), and no "
+            f"{spelled('vocab_size')}"
+        )
     if isinstance(records, Pairs):
         return records
     tool_template = "" if records.template else tokenizer.chat_templates.get("tool_use", "")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from hashlib import blake2b
 from itertools import islice
 
+from sagetrain.config.arguments import spelled
 from sagetrain.config.errors import ConfigError, many
 from sagetrain.corpus.chunk import Chunk
 from sagetrain.corpus.kinds import alike
@@ -45,7 +46,7 @@ def refuse_copies(
         if first and first <= {*islice(_beginnings(read(one), text_key, of_fields), _SEARCHED)}:
             raise ConfigError(
                 f"{where}{one} and {where}{other} begin with the same texts, which would be there twice: choose one "
-                "with --glob, or take the other away"
+                f"with {spelled('glob')}, or take the other away"
             )
 
 
@@ -68,6 +69,7 @@ def long_documents(names: list[str]) -> list[str]:
         return []
     more = f" and {many(len(names) - 1, 'other file')}" if names[1:] else ""
     return [
-        f"{names[0]}{more}: plain text of more than {LONG // 10**6} MB that becomes one document; --split-on says what "
-        "stands between documents, as in --split-on '\\n\\n'"
+        f"{names[0]}{more}: plain text of more than {LONG // 10**6} MB that becomes one document; "
+        f"{spelled('split_on')} says what "
+        f"stands between documents, as in {spelled('split_on')} '\\n\\n'"
     ]

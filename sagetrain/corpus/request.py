@@ -9,7 +9,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sagetrain.config.arguments import check_fields
+from sagetrain.config.arguments import check_fields, spelled
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import TOKENIZER_NAME, tokenizer_in
 
@@ -97,33 +97,38 @@ class Request(TextRequest):
             raise ConfigError(f"output {output}: give a path without .bin/.idx, e.g. data/train")
         if vocab_size is not None and vocab_size < _MIN_VOCAB_SIZE:
             raise ConfigError(
-                f"--vocab-size {vocab_size} is below {_MIN_VOCAB_SIZE} (256 bytes, 3 control tokens, one character): "
+                f"{spelled('vocab_size')} {vocab_size} is below {_MIN_VOCAB_SIZE} (256 bytes, 3 control tokens, one "
+                "character): "
                 "give a larger one, e.g. 32000"
             )
         if vocab_size is not None and vocab_size > _MAX_VOCAB_SIZE:
             raise ConfigError(
-                f"--vocab-size {vocab_size} is above {_MAX_VOCAB_SIZE}, larger than any vocabulary in use: give a "
+                f"{spelled('vocab_size')} {vocab_size} is above {_MAX_VOCAB_SIZE}, larger than any vocabulary in "
+                "use: give a "
                 "smaller one, e.g. 32000"
             )
         if self.tokenizer_sample < 1:
             raise ConfigError(
-                f"--tokenizer-sample {self.tokenizer_sample} is below 1, and counts characters of the text"
+                f"{spelled('tokenizer_sample')} {self.tokenizer_sample} is below 1, and counts characters of the text"
             )
         if self.tokenizer and vocab_size:
-            raise ConfigError("give either --tokenizer or --vocab-size to train one, not both")
+            raise ConfigError(f"give either {spelled('tokenizer')} or {spelled('vocab_size')} to train one, not both")
         if not self.tokenizer and not vocab_size and not tokenizer_in(output.parent).is_file():
             raise ConfigError(
-                f"there is no {TOKENIZER_NAME} in {output.parent}: give --tokenizer, or --vocab-size to train one"
+                f"there is no {TOKENIZER_NAME} in {output.parent}: give {spelled('tokenizer')}, or "
+                f"{spelled('vocab_size')} to train one"
             )
         if not 0 <= self.valid_fraction < 1:
-            raise ConfigError(f"--valid-fraction {self.valid_fraction} is not in [0, 1)")
+            raise ConfigError(f"{spelled('valid_fraction')} {self.valid_fraction} is not in [0, 1)")
         if self.valid_fraction and output.name == "valid":
             raise ConfigError(
-                "the held-out file is named valid, so the output (-o) needs another name with --valid-fraction"
+                "the held-out file is named valid, so the output (-o) needs another name with "
+                f"{spelled('valid_fraction')}"
             )
         if not 1 <= self.num_workers <= _MAX_WORKERS:
             raise ConfigError(
-                f"--workers {self.num_workers} is not from 1 to {_MAX_WORKERS}: one for each core is enough"
+                f"{spelled('num_workers')} {self.num_workers} is not from 1 to {_MAX_WORKERS}: one for each core is "
+                "enough"
             )
 
     @property
@@ -135,5 +140,7 @@ class Request(TextRequest):
         match = re.fullmatch(r"(\d{1,5})/(\d{1,5})", self.shard)
         number, count = map(int, match.groups()) if match else (0, 0)
         if not 1 <= number <= count:
-            raise ConfigError(f"--shard {self.shard}: give K/N, part K of N, counted from 1: --shard 1/8")
+            raise ConfigError(
+                f"{spelled('shard')} {self.shard}: give K/N, part K of N, counted from 1: {spelled('shard')} 1/8"
+            )
         return number, count

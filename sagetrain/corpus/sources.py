@@ -16,6 +16,7 @@ from hashlib import blake2b, sha256
 from pathlib import Path, PurePath
 from typing import Any
 
+from sagetrain.config.arguments import spelled
 from sagetrain.config.errors import ConfigError, many, refuse_pointer
 from sagetrain.corpus import files
 from sagetrain.corpus.archives import matches, members, names_in, wrong_glob
@@ -125,9 +126,11 @@ class Corpus:
         """Check that a share of the documents can be held out. Raises ConfigError if there is one document alone."""
         if valid_fraction and len(self.inputs) == 1 and self.inputs[0].one_document:
             raise ConfigError(
-                f"{self.inputs[0].name}: --valid-fraction {valid_fraction} needs several documents, and a plain text "
-                "file is one document: say what stands between documents (--split-on), or write it as .jsonl, where "
-                'each line is a document ({"text": "..."}), or leave out --valid-fraction'
+                f"{self.inputs[0].name}: {spelled('valid_fraction')} {valid_fraction} needs several documents, and a "
+                "plain text "
+                f"file is one document: say what stands between documents ({spelled('split_on')}), or write it as "
+                ".jsonl, where "
+                f'each line is a document ({{"text": "..."}}), or leave out {spelled("valid_fraction")}'
             )
 
     def identity(self) -> str:
@@ -182,7 +185,7 @@ class Corpus:
             ConfigError: there is none.
         """
         if not self._texts:
-            raise ConfigError(f"--split-on {given!r}: none of the sources is plain text, which it is for")
+            raise ConfigError(f"{spelled('split_on')} {given!r}: none of the sources is plain text, which it is for")
         files = self._text_files
         if len(files) < self._texts or any(contains(on_disk(path), separator) for path in files):
             return
@@ -192,7 +195,7 @@ class Corpus:
         if windows != separator and any(contains(on_disk(path), windows) for path in files):
             escaped = windows.decode().replace("\r", "\\r").replace("\n", "\\n")
             fix = f"lines end as on Windows there: give '{escaped}'"
-        raise ConfigError(f"{files[0]}: --split-on {given!r} is nowhere in {where}; {fix}")
+        raise ConfigError(f"{files[0]}: {spelled('split_on')} {given!r} is nowhere in {where}; {fix}")
 
     def _no_fields(self, source: object) -> ConfigError:
         return ConfigError(
@@ -225,7 +228,7 @@ class Corpus:
         if held_out and any("train" in name.lower() for name in names):
             self.notes.append(
                 f"{folder}: {held_out[0]} and what else is called test or validation ({len(held_out)} of {len(names)} "
-                "files) is read with the rest; --glob leaves it out, as in --glob '**/*train*'"
+                f"files) is read with the rest; {spelled('glob')} leaves it out, as in {spelled('glob')} '**/*train*'"
             )
         return [folder / name for name in names]
 
@@ -245,7 +248,7 @@ class Corpus:
             left = len(sizes) - len(chosen)
             self.notes.append(
                 f"{where}: reading the {many(len(chosen), f'{what} file')}, leaving out {many(left, 'other')}; "
-                "--glob chooses differently"
+                f"{spelled('glob')} chooses differently"
             )
         return chosen
 
@@ -256,7 +259,8 @@ class Corpus:
         other = self._by_inode.setdefault((stat.st_dev, stat.st_ino), path) if stat.st_ino and stat.st_size else path
         if os.path.abspath(other) != os.path.abspath(path):
             raise ConfigError(
-                f"{other} and {path} are one file, by a link: its texts would be there twice; choose one with --glob, "
+                f"{other} and {path} are one file, by a link: its texts would be there twice; choose one with "
+                f"{spelled('glob')}, "
                 "or take the other away"
             )
         return stat
@@ -369,7 +373,10 @@ def _not_found(source: str) -> str:
         return f"is a link to {Path(source).readlink()}, which leads to nothing; mend the link, or name the file itself"
     what = "no such file or folder, and not the name of a Hugging Face dataset"
     if re.search(r"[*?\[]", source):
-        return f"{what}; a pattern is expanded by the shell, without quotation marks, or give its folder and --glob"
+        return (
+            f"{what}; a pattern is expanded by the shell, without quotation marks, or give its folder and "
+            f"{spelled('glob')}"
+        )
     return f"{what}; ~ is expanded by the shell alone, so write the path in full" if source.startswith("~") else what
 
 
@@ -377,7 +384,9 @@ def _separator(text: str) -> bytes:
     """Return the bytes of --split-on, in which \\n, \\r, \\t, \\f and \\xHH stand for characters that cannot be
     typed."""
     if not text:
-        raise ConfigError("--split-on is empty: give what stands between documents, such as '<|endoftext|>'")
+        raise ConfigError(
+            f"{spelled('split_on')} is empty: give what stands between documents, such as '<|endoftext|>'"
+        )
     meant = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "\\": "\\"}
     code = r"\\(?:([nrtf\\])|x([0-7][0-9a-fA-F]))"
     return re.sub(code, lambda found: meant[found[1]] if found[1] else chr(int(found[2], 16)), text).encode()
@@ -402,8 +411,10 @@ def _part(inputs: list[Input], number: int, count: int) -> list[Input]:
         begin = end
     if not found:
         raise ConfigError(
-            f"--shard {number}/{count}: nothing is left for this part of {len(inputs)} inputs; compressed files, "
-            "archives, tables, arrays, Parquet and plain text are not divided (but text by --split-on is): use fewer "
+            f"{spelled('shard')} {number}/{count}: nothing is left for this part of {len(inputs)} inputs; compressed "
+            "files, "
+            f"archives, tables, arrays, Parquet and plain text are not divided (but text by {spelled('split_on')} "
+            "is): use fewer "
             "parts, or more and smaller files"
         )
     return found

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 
 import sentencepiece
 
+from sagetrain.config.arguments import spelled
 from sagetrain.config.errors import ConfigError, many
 
 _MAX_SENTENCE_BYTES = 1 << 14
@@ -54,9 +55,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
             raise ConfigError("no text to train the tokenizer on") from error
         reason = str(error).rsplit("] ", 1)[-1].strip()
         if least := re.search(r"required_chars\. \d+ vs (\d+)", reason):
-            reason = f"--vocab-size {least[1]} or more"
+            reason = f"{spelled('vocab_size')} {least[1]} or more"
         elif most := re.search(r"too high.*<= (\d+)", reason):
-            reason = f"--vocab-size {most[1]} or less, or more text"
+            reason = f"{spelled('vocab_size')} {most[1]} or less, or more text"
         raise ConfigError(
             f"a tokenizer of {vocab_size:,} tokens cannot be trained on this sample ({many(counter.lines, 'line')}, "
             f"{counter.characters:,} characters): {reason}"

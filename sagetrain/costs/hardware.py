@@ -14,6 +14,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass, field, replace
 
+from sagetrain.config.arguments import spelled
 from sagetrain.config.errors import ConfigError
 
 # These are dense 16-bit tensor-core peaks in FLOP/s from the vendors' datasheets, keyed by the result of `model_of` for
@@ -448,7 +449,7 @@ def planned_gpu(asked: str | None) -> tuple[str, str]:
     key = _key(model_of(found or ""))
     while key not in HARDWARE:  # For h100pcie or gb200, the nearest known card is used.
         key = key[1:] if key.startswith("g") else key[:-1] or "h200"
-    others = f"--gpu names another ({', '.join(HARDWARE)})"
+    others = f"{spelled('gpu')} names another ({', '.join(HARDWARE)})"
     if found is None:
         return key, f"This host has no NVIDIA GPU: speeds and memory are predicted for {HARDWARE[key].name}; {others}."
     if known is None:

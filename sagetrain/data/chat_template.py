@@ -18,6 +18,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from sagetrain.config.arguments import spelled
 from sagetrain.config.errors import ConfigError, refuse_pointer
 from sagetrain.data.tokenizer import Tokenizer
 
@@ -37,7 +38,7 @@ def read_template(file: Path | None) -> str:
             refuse_pointer(file)
         return file.read_text(encoding="utf-8") if file else ""
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--chat-template {file} cannot be read: {error}") from error
+        raise ConfigError(f"{spelled('template')} {file} cannot be read: {error}") from error
 
 
 def settled_template(given: str, tokenizer: Tokenizer) -> str:
@@ -50,12 +51,12 @@ def settled_template(given: str, tokenizer: Tokenizer) -> str:
     if not template and (names := [*tokenizer.chat_templates]):
         raise ConfigError(
             f"the tokenizer has chat templates of these names alone: {', '.join(names)}, none is the default: write "
-            "the one that is meant to a file and name that with --chat-template"
+            f"the one that is meant to a file and name that with {spelled('template')}"
         )
     if not template:
         raise ConfigError(
             f"the tokenizer has no chat template (in chat_template.jinja or tokenizer_config.json beside its "
-            f"{tokenizer.file_name}): name a Jinja file with --chat-template"
+            f"{tokenizer.file_name}): name a Jinja file with {spelled('template')}"
         )
     try:
         _compiled(template)
@@ -77,7 +78,7 @@ def chat_prompt(template: str, tokenizer: Tokenizer, message: str) -> list[int]:
         text = rendered(template, [{"role": "user", "content": message}], tokenizer.special_tokens, True)
         return _encoded(text, tokenizer)
     except ValueError as error:
-        raise ConfigError(f"--chat: {error}") from error
+        raise ConfigError(f"{spelled('chat')}: {error}") from error
 
 
 def answer_ends(template: str, tokenizer: Tokenizer) -> list[int]:

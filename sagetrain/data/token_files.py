@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from sagetrain.config.arguments import spelled
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import DataSource
 from sagetrain.data.open_files import allow_open_files
@@ -86,7 +87,8 @@ def _check_records(files: Sequence[TokenFile], seq_length: int, document_attenti
         packed = file.provenance().get("seq_length")
         if packed and seq_length % packed:
             raise ConfigError(
-                f"token file {file.path} was prepared for sequences of {packed:,} tokens (--seq-length), and "
+                f"token file {file.path} was prepared for sequences of {packed:,} tokens ({spelled('seq_length')}), "
+                "and "
                 f"data.seq_length (eval: --context) {seq_length:,} would cut its records: use {packed:,}, or prepare "
                 "it again"
             )

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from sagetrain.config.arguments import spelled
 from sagetrain.config.errors import ConfigError, many
 from sagetrain.config.schema import DataSource
 from sagetrain.data.loader import MASKED, Batch, Loader, SampleStream, batch_of
@@ -98,7 +99,9 @@ def evaluate(
     """
     data = run.cfg.data
     if not data.valid:
-        raise ConfigError("data.valid is empty: the run has no held-out data to evaluate on; name some with --data")
+        raise ConfigError(
+            f"data.valid is empty: the run has no held-out data to evaluate on; name some with {spelled('texts')}"
+        )
     check_there("valid", data.valid)
     stream, nats = _stream(run, data.valid), _training_nats(run, report)
     loader = Loader(stream, dp_rank=0, dp_size=1, micro_batch_size=data.micro_batch_size, num_workers=0)
@@ -146,14 +149,17 @@ def evaluate_texts(
     stride = stride or default_stride(size)
     if stride > size:
         raise ConfigError(
-            f"--stride {stride:,} is longer than the windows, data.seq_length {size:,}: tokens between two of them "
+            f"{spelled('stride')} {stride:,} is longer than the windows, data.seq_length {size:,}: tokens between "
+            "two of them "
             f"would not be scored; give at most {size:,}"
         )
     if not paths:
         check_there("valid", data.valid)
     held_out = [source.path for source in data.valid]
     if not paths and not held_out:
-        raise ConfigError("data.valid is empty: the run has no held-out data to evaluate on; name some with --data")
+        raise ConfigError(
+            f"data.valid is empty: the run has no held-out data to evaluate on; name some with {spelled('texts')}"
+        )
     texts = [text_of(path, run.tokenizer, run.vocab_size, text_key, run.text_prefix) for path in paths or held_out]
     nats, found = _training_nats(run, report), []
     for name, text in zip(paths or source_names(held_out), texts, strict=True):
@@ -169,7 +175,7 @@ def evaluate_texts(
                         _add(part, losses[-count:], labels[-count:], nats)
                         progress.update(count)
         if not part.tokens:
-            raise ConfigError(f"--data {text.name}: there is no text in it")
+            raise ConfigError(f"{spelled('texts')} {text.name}: there is no text in it")
         part.bytes, part.counted = text.bytes, text.counted
         found.append(part)
     return found

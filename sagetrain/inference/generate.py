@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from sagetrain.config.arguments import spelled
 from sagetrain.config.errors import ConfigError
 from sagetrain.data.chat_template import answer_ends, chat_prompt
 from sagetrain.data.tokenizer import Tokenizer
@@ -38,12 +39,12 @@ class Sampling:
         # Otherwise logits divided by the temperature would not be finite. NaN is refused too.
         if not (self.temperature == 0 or self.temperature >= 1e-6):
             raise ConfigError(
-                f"--temperature {self.temperature}: neither 0 nor at least 1e-6; 0 takes the likeliest token"
+                f"{spelled('temperature')} {self.temperature}: neither 0 nor at least 1e-6; 0 takes the likeliest token"
             )
         if not 0 < self.top_p <= 1:
-            raise ConfigError(f"--top-p {self.top_p}: not above 0 and at most 1; 1 leaves nothing out")
+            raise ConfigError(f"{spelled('top_p')} {self.top_p}: not above 0 and at most 1; 1 leaves nothing out")
         if "" in self.stop:
-            raise ConfigError("--stop '': every text ends before an empty one; leave the option out")
+            raise ConfigError(f"{spelled('stop')} '': every text ends before an empty one; leave the option out")
 
 
 @dataclass

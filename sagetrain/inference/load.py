@@ -11,7 +11,7 @@ import torch
 from sagetrain.auto.kept import Kept, kept_attention, kept_linear
 from sagetrain.checkpoint import on_disk, reading
 from sagetrain.checkpoint.reading import Reader
-from sagetrain.config.arguments import LoadedAttention, LoadedPrecision
+from sagetrain.config.arguments import LoadedAttention, LoadedPrecision, spelled
 from sagetrain.config.arithmetic import low_bit_linear, padded_vocab_size
 from sagetrain.config.errors import CheckpointError, ConfigError, no_run
 from sagetrain.config.load import load_config
@@ -223,7 +223,7 @@ def load_run(
         backend, _ = resolve_backend(asked, cfg.model, device=device, dtype=dtype)
     except ValueError as error:
         if attention is not None:
-            raise ConfigError(f"--attention {attention}: {error}") from error
+            raise ConfigError(f"{spelled('attention')} {attention}: {error}") from error
         report(f"{error}; sdpa is used here")  # The run was trained on other hardware.
         backend = "sdpa"
     if backend == "auto":  # The version that trained the run did not record the choice.
@@ -241,7 +241,7 @@ def load_run(
         if multiply.low_bit:
             report(f"linear layers {how}")
     except ValueError as error:
-        raise ConfigError(f"--linear {linear}: {error}") from error
+        raise ConfigError(f"{spelled('linear')} {linear}: {error}") from error
     try:
         attending = trained.model_copy(update={"backend": backend})
         model = Transformer(

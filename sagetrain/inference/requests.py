@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from sagetrain.config.arguments import spelled
 from sagetrain.config.errors import ConfigError
 from sagetrain.data.chat_template import settled_template
 from sagetrain.inference.prompts import joined_ends
@@ -68,7 +69,8 @@ class EvaluateRequest:
     def __post_init__(self) -> None:
         if self.whole and self.num_sequences:
             raise ConfigError(
-                "--num-sequences chooses among those of data.valid; with --data or --stride all are taken"
+                f"{spelled('num_sequences')} chooses among those of data.valid; with {spelled('texts')} or "
+                f"{spelled('stride')} all are taken"
             )
 
     @property

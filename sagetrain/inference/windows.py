@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sagetrain.config.arguments import spelled
 from sagetrain.config.errors import ConfigError, is_utf8
 from sagetrain.config.schema import DataSource
 from sagetrain.corpus.encode import Encoder, encode
@@ -110,7 +111,8 @@ def text_of(
         return PreparedDocuments(path, files, tokenizer, vocab_size)
     if tokenizer is None:
         raise ConfigError(
-            f"--data {path}: no token file, and the run was trained without a tokenizer, so no tokens can be made of "
+            f"{spelled('texts')} {path}: no token file, and the run was trained without a tokenizer, so no tokens "
+            "can be made of "
             "text: put the tokenizer.model or tokenizer.json that made its token files into the run's folder"
         )
     return Raw(path, tokenizer, text_key, prefix)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from sagetrain.config.arguments import spelled
 from sagetrain.config.arithmetic import may_be_low_bit
 from sagetrain.config.errors import Finding, many
 from sagetrain.config.layout import Layout
@@ -55,7 +56,7 @@ def precision_of_gpu(cfg: RunConfig, hardware: Hardware) -> Finding | None:
         "linear.precision",
         precision,
         f"{hardware.name} has no {precision} matmuls",
-        f"use {' or '.join(others)}, or plan for another GPU (--gpu)",
+        f"use {' or '.join(others)}, or plan for another GPU ({spelled('gpu')})",
     )
 
 
@@ -84,7 +85,7 @@ def out_of_room(plan: Plan, own: PricedLayout) -> Iterator[Finding]:
         if plan.fewest and not plan.proposed:
             fix = (
                 f"no layout of {many(plan.world_size, 'GPU')} fits: from {plan.fewest} {plan.hardware.name} on one "
-                f"does (--world-size {plan.fewest}); or {fix}"
+                f"does ({spelled('world_size')} {plan.fewest}); or {fix}"
             )
         yield error(
             "gpu_memory",

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from sagetrain.auto.recomputation_choice import least_recomputation
+from sagetrain.config.arguments import spelled
 from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.check import check, placed
 from sagetrain.config.earlier_run import MeasuredRun
@@ -142,9 +143,12 @@ def _larger(
     if proposed:
         yield "None fits with the optimizer as configured: these keep its state in less memory, or elsewhere."
     elif (count := fewest_gpus(cfg, world_size, vocab_size, hardware, smaller_states=True)) and count != fits:
-        yield f"With the optimizer's state in less memory it fits from {many(count, 'GPU')} on (--world-size {count})."
+        yield (
+            f"With the optimizer's state in less memory it fits from {many(count, 'GPU')} on "
+            f"({spelled('world_size')} {count})."
+        )
     if need := host_memory_to_offload(cfg, world_size, vocab_size, hardware):
-        yield f"With parallel.offload it fits where a host has {need} GiB (--host-memory {need})."
+        yield f"With parallel.offload it fits where a host has {need} GiB ({spelled('host_memory_gib')} {need})."
     if fits:
         yield f"With the optimizer as configured it fits from {many(fits, 'GPU')} on."
 

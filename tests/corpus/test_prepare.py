@@ -15,9 +15,10 @@ from types import SimpleNamespace
 
 import pytest
 
+import sagetrain
 from prepare_inputs import TEXTS, documents, make_texts, prepare, published_tokenizer, quiet, write_jsonl
 from sagetrain.config import ConfigError
-from sagetrain.corpus import encode, token_writer
+from sagetrain.corpus import encode, files, token_writer
 from sagetrain.corpus.chunk import Place
 from sagetrain.corpus.files import CHUNK_BYTES
 from sagetrain.corpus.progress import Progress
@@ -302,6 +303,17 @@ def test_repeating_a_call(tmp_path, model):
     with pytest.raises(ConfigError, match=r"x exists and was prepared from other inputs or settings"):
         quiet([str(path)], tmp_path / "x", tokenizer=model)
     assert quiet([str(path)], tmp_path / "x", tokenizer=model, overwrite=True).counts["train"].documents == 10
+
+
+def test_a_worker_spells_settings_as_its_caller_does(tmp_path, model, monkeypatch):
+    monkeypatch.setattr(encode, "ALONE_SECONDS", 0.0)
+    monkeypatch.setattr(files, "CHUNK_BYTES", 1 << 12)
+    path = write_jsonl(tmp_path / "a.jsonl", make_texts(300))
+    path.write_text(path.read_text() + '{"other": 1}\n')
+    with pytest.raises(ConfigError, match=r"Choose one with text_key; .* leave such ones out with skip_bad_lines=True"):
+        sagetrain.prepare(sagetrain.Request(path, output=tmp_path / "x", tokenizer=model, num_workers=2))
+    with pytest.raises(ConfigError, match=r"Choose one with --text-key; .* leave such ones out with --skip-bad-lines"):
+        quiet([str(path)], tmp_path / "x", tokenizer=model)
 
 
 def test_a_worker_that_dies(tmp_path, model, monkeypatch):
