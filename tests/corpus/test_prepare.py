@@ -310,9 +310,9 @@ def test_a_worker_spells_settings_as_its_caller_does(tmp_path, model, monkeypatc
     monkeypatch.setattr(files, "CHUNK_BYTES", 1 << 12)
     path = write_jsonl(tmp_path / "a.jsonl", make_texts(300))
     path.write_text(path.read_text() + '{"other": 1}\n')
-    with pytest.raises(ConfigError, match=r"Choose one with text_key; .* leave such ones out with skip_bad_lines=True"):
+    with pytest.raises(ConfigError, match=r"Choose one with text_key$"):
         sagetrain.prepare(sagetrain.Request(path, output=tmp_path / "x", tokenizer=model, num_workers=2))
-    with pytest.raises(ConfigError, match=r"Choose one with --text-key; .* leave such ones out with --skip-bad-lines"):
+    with pytest.raises(ConfigError, match=r"Choose one with --text-key$"):
         quiet([str(path)], tmp_path / "x", tokenizer=model)
 
 
