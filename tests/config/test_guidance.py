@@ -103,13 +103,7 @@ def test_without_qk_norm_the_error_says_it_all():
         ({"attention": {"smooth_k": False}}, "smooth_k_off", "warning", "attention.smooth_k", "needed for stable INT8"),
         ({"attention": {"recipe": "paper"}}, "coarse_recipe", "warning", "attention.recipe", "puts a bias into"),
         ({"attention": {"smooth_q": True}}, "smooth_q_on", "warning", "attention.smooth_q", "no consistent gain"),
-        (
-            {"lr_schedule": {"warmup_tokens": 0}},
-            "no_warmup",
-            "warning",
-            "lr_schedule.warmup",
-            "2.5 % of the run",
-        ),
+        ({"lr_schedule": {"warmup_tokens": 0}}, "no_warmup", "warning", "lr_schedule.warmup", "2.5 % of the run"),
         ({"optimizer": {"lr": 2e-3}}, "lr_above_published", "info", "optimizer.lr", "3e-5, and 1e-3"),
     ],
 )

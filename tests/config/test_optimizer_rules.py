@@ -10,46 +10,26 @@ from sagetrain.config.rules import fit
 FSDP = {"engine": "fsdp"}
 CASES = [
     ({"optimizer": {"muon": {"steps": 7}}}, "no_effect", "optimizer.muon.steps", "only muon uses it"),
-    (
-        {"optimizer": {"name": "muon", "muon": {"adamw_matrices": ["q", "k", "v", "out", "gate", "up", "down"]}}},
-        "muon_without_matrices", "optimizer.muon.adamw_matrices", "use optimizer.name: adamw",
-    ),
-    (
-        {"optimizer": {"name": "muon", "lr_of": {"head": 0.03}}},
-        "large_lr", "optimizer.lr_of.head", "use a smaller one",
-    ),
-    (
-        {"optimizer": {"name": "muon", "lr": 0.02, "muon": {"adjust_lr": "original"}}},
-        "large_lr", "optimizer.lr", "or set optimizer.lr_of for what AdamW updates",
-    ),
-    (
-        {"optimizer": {"name": "muon", "weight_decay": 50.0, "lr_of": {"embedding": 0.1}}},
-        "decay_in_one_step", "optimizer.weight_decay", "use a smaller optimizer.lr_of.embedding",
-    ),
-    (
-        {"optimizer": {"moments": "bf16", "betas": [0.9, 0.999]}},
-        "moments_stand_still", "optimizer.moments", "use fp32 or int8, or a second beta of at most 0.99609",
-    ),
-    (
-        {"optimizer": {"master": "bf16_chance"}, "parallel": {"engine": "deepspeed"}},
-        "bf16_masters_need_fsdp", "optimizer.master", "parallel.engine: fsdp",
-    ),
-    (
-        {"optimizer": {"master": "bf16_kahan"}, "parallel": FSDP, "training": {"dtype": "fp32"}},
-        "bf16_masters_in_fp32", "optimizer.master", "training.dtype bf16",
-    ),
-    (
-        {"optimizer": {"master": "bf16_kahan"}, "parallel": {**FSDP, "zero_stage": 3}},
-        "bf16_masters_bf16_gradients", "optimizer.master", "parallel.zero_stage 0 or 1",
-    ),
-    (
-        {"training": {"activation_checkpointing": 3}},
-        "recomputed_blocks", "training.activation_checkpointing", "up to 2",
-    ),
-    (
-        {"optimizer": {"name": "muon", "muon": {"adamw_matrices": ["q", "k", "q"]}}},
-        "named_twice", "optimizer.muon.adamw_matrices", "names q 2 times",
-    ),
+    ({"optimizer": {"name": "muon", "muon": {"adamw_matrices": ["q", "k", "v", "out", "gate", "up", "down"]}}},
+     "muon_without_matrices", "optimizer.muon.adamw_matrices", "use optimizer.name: adamw"),
+    ({"optimizer": {"name": "muon", "lr_of": {"head": 0.03}}},
+     "large_lr", "optimizer.lr_of.head", "use a smaller one"),
+    ({"optimizer": {"name": "muon", "lr": 0.02, "muon": {"adjust_lr": "original"}}},
+     "large_lr", "optimizer.lr", "or set optimizer.lr_of for what AdamW updates"),
+    ({"optimizer": {"name": "muon", "weight_decay": 50.0, "lr_of": {"embedding": 0.1}}},
+     "decay_in_one_step", "optimizer.weight_decay", "use a smaller optimizer.lr_of.embedding"),
+    ({"optimizer": {"moments": "bf16", "betas": [0.9, 0.999]}},
+     "moments_stand_still", "optimizer.moments", "use fp32 or int8, or a second beta of at most 0.99609"),
+    ({"optimizer": {"master": "bf16_chance"}, "parallel": {"engine": "deepspeed"}},
+     "bf16_masters_need_fsdp", "optimizer.master", "parallel.engine: fsdp"),
+    ({"optimizer": {"master": "bf16_kahan"}, "parallel": FSDP, "training": {"dtype": "fp32"}},
+     "bf16_masters_in_fp32", "optimizer.master", "training.dtype bf16"),
+    ({"optimizer": {"master": "bf16_kahan"}, "parallel": {**FSDP, "zero_stage": 3}},
+     "bf16_masters_bf16_gradients", "optimizer.master", "parallel.zero_stage 0 or 1"),
+    ({"training": {"activation_checkpointing": 3}},
+     "recomputed_blocks", "training.activation_checkpointing", "up to 2"),
+    ({"optimizer": {"name": "muon", "muon": {"adamw_matrices": ["q", "k", "q"]}}},
+     "named_twice", "optimizer.muon.adamw_matrices", "names q 2 times"),
     ({"stability": {"monitor": {"layers": [0, -2]}}}, "named_twice", "stability.monitor.layers", "names 0 2 times"),
     ({"training": {"drop_steps": [3, 4, 3]}}, "named_twice", "training.drop_steps", "names 3 2 times"),
     ({"evaluation": {"tasks": ["piqa", "piqa"]}}, "named_twice", "evaluation.tasks", "name it once"),

@@ -32,34 +32,16 @@ def plan(*overrides: str, gpu: str = "h100", host: float | None = None, world_si
     return make_plan(CONFIGS / "1b.yaml", how, world_size, cluster_of(gpu, 8, 400, host))
 
 
-@pytest.mark.parametrize(
-    ("sections", "key", "message", "fix"),
-    [
-        ({"parallel": {"engine": "deepspeed"}}, "parallel.offload", "engine is deepspeed", "set parallel.engine: fsdp"),
-        (
-            {"parallel": {"zero_stage": 3}},
-            "parallel.offload",
-            "are the master weights",
-            "use all, or zero_stage 1 or 2",
-        ),
-        ({"parallel": {"zero_stage": 0}}, "parallel.offload", "every rank would keep", "use zero_stage 1"),
-        (
-            {"parallel": {"offload": "all"}},
-            "parallel.offload",
-            "weights stay on the GPU",
-            "use zero_stage 3, or optimizer",
-        ),
-        ({"optimizer": {"name": "muon"}}, "optimizer.name", "too slow", "use adamw, or offload: none"),
-        ({"optimizer": {"moments": "int8"}}, "optimizer.moments", "none of the GPU's", "use fp32, or offload: none"),
-        (
-            {"optimizer": {"master": "bf16_kahan"}},
-            "optimizer.master",
-            "none of the GPU's",
-            "use fp32, or offload: none",
-        ),
-        ({"parallel": {"pipeline_parallel_size": 2}}, "parallel.pipeline_parallel_size", "never tried", "use 1, or"),
-    ],
-)
+@pytest.mark.parametrize(("sections", "key", "message", "fix"), [
+    ({"parallel": {"engine": "deepspeed"}}, "parallel.offload", "engine is deepspeed", "set parallel.engine: fsdp"),
+    ({"parallel": {"zero_stage": 3}}, "parallel.offload", "are the master weights", "use all, or zero_stage 1 or 2"),
+    ({"parallel": {"zero_stage": 0}}, "parallel.offload", "every rank would keep", "use zero_stage 1"),
+    ({"parallel": {"offload": "all"}}, "parallel.offload", "weights stay on the GPU", "use zero_stage 3, or optimizer"),
+    ({"optimizer": {"name": "muon"}}, "optimizer.name", "too slow", "use adamw, or offload: none"),
+    ({"optimizer": {"moments": "int8"}}, "optimizer.moments", "none of the GPU's", "use fp32, or offload: none"),
+    ({"optimizer": {"master": "bf16_kahan"}}, "optimizer.master", "none of the GPU's", "use fp32, or offload: none"),
+    ({"parallel": {"pipeline_parallel_size": 2}}, "parallel.pipeline_parallel_size", "never tried", "use 1, or"),
+])  # fmt: skip
 def test_what_does_not_go_with_it_is_refused(sections, key, message, fix):
     parallel = {"offload": "optimizer", **sections.get("parallel", {})}
     found = fit(run_config(**{**sections, "parallel": parallel}), 2)
