@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from sagetrain.inference.load import TrainedRun
     from sagetrain.interop.exporting import Exported
     from sagetrain.interop.importing import Imported
-    from sagetrain.parallel.cross_entropy import TokenLoss
+    from sagetrain.parallel.cross_entropy import OwnLoss, by_sequence
     from sagetrain.training.callbacks import Callback, Position, RunStart
 
 __all__ = [
@@ -62,6 +62,7 @@ __all__ = [
     "StepResult",
     "TrainingError",
     "TrainingResult",
+    "by_sequence",
     "compare",
     "import_folder",
     "load_config",
@@ -72,7 +73,8 @@ __all__ = [
 ]
 
 _LAZY = {"Callback": "training.callbacks", "Position": "training.callbacks", "RunStart": "training.callbacks",
-         "Sample": "data.loader", "StepResult": "engines.protocol"}  # fmt: skip
+         "Sample": "data.loader", "StepResult": "engines.protocol",
+         "by_sequence": "parallel.cross_entropy"}  # fmt: skip
 """The public names whose modules import torch. Such a module is imported when its name is used."""
 
 
@@ -179,7 +181,7 @@ def train(
     overrides: ConfigChanges = (),
     *,
     callbacks: Sequence[Callback] = (),
-    loss: TokenLoss | None = None,
+    loss: OwnLoss | None = None,
     tokens: SampleFunction | None = None,
     say: Callable[[str], None] = _silent,
     own_process: bool = False,
@@ -191,9 +193,9 @@ def train(
         overrides: values that replace those of the file. They are not allowed together with a RunConfig.
         callbacks: objects that are told of steps, rows, evaluations, events and checkpoints (sagetrain.Callback).
         loss: a function (logits fp32 [tokens, vocab], labels int64 [tokens]) -> the loss of each token, [tokens], in
-            the place of the cross-entropy. It is called several times for a micro-batch, with some of its tokens. A
-            label of -100 does not count. Held-out losses stay cross-entropies. Checkpoints keep its name, and only a
-            call with a loss of that name continues them.
+            the place of the cross-entropy. It is called several times for a micro-batch, with some of its tokens, or
+            once with whole sequences (sagetrain.by_sequence). A label of -100 does not count. Held-out losses stay
+            cross-entropies. Checkpoints keep its name, and only a call with a loss of that name continues them.
         tokens: a function of the index of a training sequence, from 0, that returns its data.seq_length + 1 tokens, or
             a sagetrain.Sample with the places where documents begin. It replaces the token files of data.train, which
             has to be [{path: none}]. The same index has to give the same tokens on every rank and at every start. It

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 from sagetrain.config.earlier_run import MeasuredRun
@@ -39,7 +40,7 @@ def check(
         files: True to train here, where missing data files and packages are errors. False to plan for another machine,
             where missing files are warnings and missing packages are not mentioned.
         measured: measurements of an earlier run, for the guidance.
-        others: further findings that also need their place (training/inputs.py).
+        others: further findings that also need their place.
         tokens_given: whether a function gives the training tokens, so that data.train names no files.
     """
     findings = [
@@ -70,6 +71,7 @@ def accept(
     vocab_size: int | None = None,
     path: str | Path | None = None,
     overrides: Sequence[str] = (),
+    others: Iterable[Finding] = (),
     tokens_given: bool = False,
 ) -> list[Finding]:
     """Return the findings of a run that is about to start; its arguments are those of `check`.
@@ -77,7 +79,8 @@ def accept(
     Raises:
         ConfigError: some findings are errors. The message has all of these.
     """
-    findings = check(cfg, world_size, vocab_size=vocab_size, path=path, overrides=overrides, tokens_given=tokens_given)
+    given = partial(check, vocab_size=vocab_size, path=path, overrides=overrides, tokens_given=tokens_given)
+    findings = given(cfg, world_size, others=others)
     if errors := [str(finding) for finding in findings if finding.level == "error"]:
         raise ConfigError("\n".join(errors))
     return findings

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from sagekernels.matmul import Matmul, Pending, linear
 from sagetrain.parallel.collectives import finish_enter, gather_from_region
-from sagetrain.parallel.cross_entropy import TokenLoss, linear_cross_entropy, linear_token_losses
+from sagetrain.parallel.cross_entropy import OwnLoss, is_by_sequence, linear_cross_entropy, linear_token_losses
 from sagetrain.parallel.topology import ParallelGroups
 
 
@@ -25,7 +26,7 @@ class Head(nn.Module):
         sequence_parallel: bool,
         known: int | None = None,
         matmul: Matmul | None = None,
-        loss: TokenLoss | None = None,
+        loss: OwnLoss | None = None,
     ) -> None:
         super().__init__()
         self.matmul = matmul or Matmul()
@@ -37,9 +38,14 @@ class Head(nn.Module):
         self.sequence_parallel = sequence_parallel
         self.compiled = False
 
+    @property
+    def by_sequence(self) -> bool:
+        """Whether the loss sees whole sequences."""
+        return is_by_sequence(self.loss)
+
     def forward(
         self,
-        x: Tensor | Pending,
+        x: Tensor | Pending | list[Tensor | Pending],
         labels_T: Tensor | None,
         divisor: Tensor | float | None = None,
         by_token: bool = False,
@@ -48,7 +54,8 @@ class Head(nn.Module):
         """Return the loss, the loss of each token, or logits, from the output of start_enter, [tokens, hidden].
 
         Args:
-            labels_T: int64 [tokens]. None: return logits.
+            x: that output, or the halves of a micro-batch, which are joined.
+            labels_T: int64 [tokens], or [sequences, tokens] for a loss by sequence. None: return logits.
             divisor: see linear_cross_entropy.
             by_token: return the losses of linear_token_losses.
             every: return the logits of every so-many-th token alone, of the last token of each sequence for example.
@@ -56,7 +63,9 @@ class Head(nn.Module):
         Returns:
             fp32 scalar, fp32 [tokens] by token, or logits [tokens / every, vocab].
         """
-        x_TD = finish_enter(x, self.groups, self.sequence_parallel)
+        halves = x if isinstance(x, list) else [x]
+        entered = [finish_enter(half, self.groups, self.sequence_parallel) for half in halves]
+        x_TD = entered[0] if len(entered) == 1 else torch.cat(entered)
         if labels_T is None:
             x_TD = x_TD[every - 1 :: every]
             return gather_from_region(linear(x_TD, [self.weight], self.matmul)[0], self.groups)

@@ -30,7 +30,7 @@ from sagetrain.model.rotary import rotary_tables
 from sagetrain.model.tensors import TensorSpec, tensors
 from sagetrain.model.walks import Half
 from sagetrain.parallel import copies
-from sagetrain.parallel.cross_entropy import TokenLoss
+from sagetrain.parallel.cross_entropy import OwnLoss
 from sagetrain.parallel.layers import VocabParallelEmbedding, keep_weights
 from sagetrain.parallel.topology import ParallelGroups
 
@@ -114,7 +114,7 @@ class Transformer(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
         partition: Callable[[nn.Parameter], None] | None = None,
-        loss: TokenLoss | None = None,
+        loss: OwnLoss | None = None,
         chunks: Sequence[ModelChunk] | None = None,
     ) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ class Transformer(nn.Module):
                 within each sequence.
             max_seqlen: the most tokens that a document has, if known.
             divisor: divides the sum of the loss over the tokens whose labels are not negative. None: every token
-                counts, and the loss is their mean.
+                counts, and the loss is their mean. A loss by sequence does not use it.
             by_token: with labels, return the cross-entropy of each token without a gradient. It is 0 where the label is
                 negative.
             last: without labels, return the logits of the last token of each sequence alone. The logits of the other
@@ -245,6 +245,8 @@ class Transformer(nn.Module):
         pairs = zip(walked, labels.flatten().chunk(parts), strict=True)
         if by_token:
             return torch.cat([self.head(y, part, by_token=True) for (_, y), part in pairs]).view(tokens.shape)
+        if self.head.by_sequence:  # Every sequence counts, so the divisor of the tokens has no part in the mean.
+            return self.head([y for _, y in walked], labels)
         # The mean of the parts is then the whole sum over the divisor.
         own = None if divisor is None else divisor / parts
         return torch.stack([self.head(y, part, own) for (_, y), part in pairs]).mean()

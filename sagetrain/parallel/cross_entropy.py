@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -30,9 +30,27 @@ _CHUNK_LOGITS = 2**28
 # A user's loss gets its logits in fp32, and autograd keeps several tensors of that size.
 _CHUNK_OF_USERS = 2**26
 
-TokenLoss = Callable[[Tensor, Tensor], Tensor]
+Marked = TypeVar("Marked", bound=Callable[..., Any])
+OwnLoss = Callable[[Tensor, Tensor], Tensor]
 """A user's loss: (logits fp32 [tokens, vocab], labels int64 [tokens]) -> the loss of each token, [tokens]. Labels of
-tokens that do not count are -100, and what it returns for them is not used."""
+tokens that do not count are -100, and what it returns for them is not used. A loss that is marked by `by_sequence` gets
+[sequences, tokens, vocab] and [sequences, tokens], and returns the loss of each sequence."""
+
+
+def by_sequence(loss: Marked) -> Marked:
+    """Mark a loss for `sagetrain.train` as one of whole sequences. Use it as a decorator of a function or a class.
+
+    The loss gets all sequences of a micro-batch at once: logits fp32 [sequences, tokens, vocab], and labels int64
+    [sequences, tokens], which are -100 where a token does not count. It returns the loss of each sequence, [sequences],
+    with a gradient for the logits. Every sequence counts, and training takes the mean over the sequences of a step.
+    """
+    loss.by_sequence = True  # type: ignore[attr-defined]
+    return loss
+
+
+def is_by_sequence(loss: OwnLoss | None) -> bool:
+    """Return whether a loss is a user's and sees whole sequences."""
+    return getattr(loss, "by_sequence", False) is True
 
 
 def linear_cross_entropy(
@@ -46,7 +64,7 @@ def linear_cross_entropy(
     compiled: bool = False,
     divisor: Tensor | float | None = None,
     known: int | None = None,
-    loss: TokenLoss | None = None,
+    loss: OwnLoss | None = None,
 ) -> Tensor:
     """Return the mean cross-entropy of hidden @ weight^T over the tokens, or their masked sum divided by `divisor`.
 
@@ -56,9 +74,10 @@ def linear_cross_entropy(
     Args:
         hidden: [tokens, hidden_size].
         weight: [vocab / tp, hidden_size], this rank's rows, in the dtype of `hidden`.
-        labels: int64 [tokens].
+        labels: int64 [tokens]. For a loss by sequence [sequences, tokens].
         matmul: multiplies for logits and gradients (default: in the dtype of the operands).
-        chunk: the number of tokens whose logits exist at once (default: as many as fill 2^28 logits).
+        chunk: the number of tokens whose logits exist at once (default: as many as fill 2^28 logits). A loss by
+            sequence gets the logits of all tokens.
         compiled: fuse the softmax kernels with torch.compile (for CUDA).
         divisor: divides the sum over the tokens whose labels are not negative. Labels may be negative only if it is
             given.
@@ -72,6 +91,8 @@ def linear_cross_entropy(
     """
     if not torch.is_grad_enabled():
         hidden, weight = hidden.detach(), weight.detach()
+    if is_by_sequence(loss):
+        chunk = hidden.shape[0]
     chunk, matmul = chunk or _chunk(hidden, weight, _CHUNK_OF_USERS if loss else _CHUNK_LOGITS), matmul or Matmul()
     judge = _Judge(groups, known, compiled, divisor is not None, loss)
     found: Tensor = _LinearCrossEntropy.apply(hidden, weight, labels, judge, matmul, chunk, divisor)  # type: ignore[no-untyped-call]
@@ -120,7 +141,7 @@ class _Judge(NamedTuple):
     compiled: bool
     masked: bool
     """Whether labels may be negative."""
-    loss: TokenLoss | None
+    loss: OwnLoss | None
 
     def __call__(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
         """Return the loss of each token, fp32 [tokens], and a function that returns the gradient of their sum in
@@ -137,14 +158,17 @@ class _Judge(NamedTuple):
             losses, lse = losses.masked_fill(labels < 0, 0), lse.masked_fill(labels < 0, math.inf)
         return losses, lambda: logits_gradient(logits, lse, local, outside)
 
-    def _of_user(self, loss: TokenLoss, logits: Tensor, labels: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
+    def _of_user(self, loss: OwnLoss, logits: Tensor, labels: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
         groups, own = self.groups, logits.shape[1]
-        whole = gather_from_region(logits.detach(), groups)[:, : self.known].float().requires_grad_()
+        whole = gather_from_region(logits.detach(), groups)[:, : self.known].float()
+        whole = whole.unflatten(0, labels.shape).requires_grad_()
         with torch.enable_grad():
-            losses = loss(whole, labels).float().masked_fill(labels < 0, 0)
+            losses = loss(whole, labels).float()
+            losses = losses if is_by_sequence(loss) else losses.masked_fill(labels < 0, 0)
 
         def gradient() -> Tensor:
             (grad,) = torch.autograd.grad(losses, whole, torch.ones_like(losses))
+            grad = grad.flatten(0, -2)
             padded = F.pad(grad, (0, own * groups.tp_size - grad.shape[1]))
             return padded.narrow(1, groups.tp_rank * own, own).to(logits.dtype)
 
@@ -181,7 +205,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if weight_grad is not None:
                     matmul.add_weight_gradient(weight_grad, grad, saved)
                 del grad
-        ctx.divisor = hidden.shape[0] if divisor is None else divisor
+        ctx.divisor = len(labels) if divisor is None else divisor  # tokens, or sequences
         ctx.save_for_backward(hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype))
         loss: Tensor = total / ctx.divisor
         return loss

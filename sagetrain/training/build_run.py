@@ -50,7 +50,7 @@ from sagetrain.engines.protocol import Engine
 from sagetrain.model.compile import compile_blocks
 from sagetrain.model.selection import attention_functions, matmuls_of, resolve_backend
 from sagetrain.model.transformer import Transformer
-from sagetrain.parallel.cross_entropy import TokenLoss
+from sagetrain.parallel.cross_entropy import OwnLoss
 from sagetrain.parallel.host import memory_of_host, ranks_of_host
 from sagetrain.parallel.rng import seed_everything
 from sagetrain.parallel.topology import ParallelGroups, Topology
@@ -75,7 +75,7 @@ def build(
     own_process: bool = True,
     hears: Callable[[str], None] | None = None,
     tokens: SampleFunction | None = None,
-    loss: TokenLoss | None = None,
+    loss: OwnLoss | None = None,
 ) -> Run:
     """Build a run on this rank; collective.
 
@@ -146,7 +146,7 @@ def _built(
 # -- 1. check files ----------------------------------------------------------------------------------------------------
 
 
-def check_files(cfg: RunConfig, tokens: SampleFunction | None = None, loss: TokenLoss | None = None) -> CheckedFiles:
+def check_files(cfg: RunConfig, tokens: SampleFunction | None = None, loss: OwnLoss | None = None) -> CheckedFiles:
     """Open the files that the run reads, and check that this device can run it. Nothing waits for another rank here.
 
     Args:

@@ -22,7 +22,7 @@ from sagetrain.config.tokens_per_step import tokens_per_step
 from sagetrain.data.loader import SampleStream
 from sagetrain.engines.protocol import Engine, Observers, StepResult
 from sagetrain.model.backends import attention_function
-from sagetrain.parallel.cross_entropy import TokenLoss
+from sagetrain.parallel.cross_entropy import OwnLoss
 from sagetrain.stability.controller import Controller, Event, Taken
 from sagetrain.stability.linear_errors import MICRO_BATCHES, LinearErrors, Vanishing
 from sagetrain.stability.linear_schedule import LinearSchedule
@@ -61,7 +61,7 @@ class Controllers:
         saver: Saver,
         reporter: Reporter,
         state: TrainState,
-        loss: TokenLoss | None = None,
+        loss: OwnLoss | None = None,
     ) -> None:
         self._cfg, self._engine, self._stream, self._loss = cfg, engine, stream, loss
         self._folder, self._saver, self._reporter = folder, saver, reporter

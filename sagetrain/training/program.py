@@ -17,10 +17,11 @@ from sagetrain.cluster.launcher import launched
 from sagetrain.config.check import accept
 from sagetrain.config.errors import ConfigError, Finding, at_start
 from sagetrain.config.load import load_config
+from sagetrain.config.rules.layout import whole_sequences
 from sagetrain.config.schema import RunConfig
 from sagetrain.data.function import SampleFunction
 from sagetrain.data.tokenizer import known_vocab_size
-from sagetrain.parallel.cross_entropy import TokenLoss
+from sagetrain.parallel.cross_entropy import OwnLoss, is_by_sequence
 from sagetrain.training.build_run import build
 from sagetrain.training.callbacks import Callback, Latest, Position
 from sagetrain.training.loss import name_of, try_out
@@ -34,7 +35,7 @@ def _accepted(
     config: RunConfig | str | Path,
     texts: list[str],
     world_size: int,
-    loss: TokenLoss | None,
+    loss: OwnLoss | None,
     tokens: SampleFunction | None,
 ) -> tuple[RunConfig, list[Finding], list[str]]:
     """Return the configuration of a run that may begin, what was found in it, and the lines that say so. Raises
@@ -44,10 +45,13 @@ def _accepted(
     vocab_size, given = known_vocab_size(cfg.data), tokens is not None
     if given and not callable(tokens):
         raise ConfigError(f"tokens: {tokens!r} cannot be called; give a function of the index of a sequence")
-    findings = accept(cfg, world_size, vocab_size=vocab_size, path=path, overrides=texts, tokens_given=given)
+    others = whole_sequences(cfg) if is_by_sequence(loss) else ()
+    findings = accept(
+        cfg, world_size, vocab_size=vocab_size, path=path, overrides=texts, others=others, tokens_given=given
+    )
     lines = at_start(findings)
     if loss is not None:
-        try_out(loss, cfg.model.vocab_size or vocab_size or 0)
+        try_out(loss, cfg.model.vocab_size or vocab_size or 0, cfg.data.micro_batch_size)
         lines.append(f"loss: {name_of(loss)}")
     return cfg, findings, lines
 
@@ -58,7 +62,7 @@ def train_here(
     looks_of: Callable[[RunConfig], tuple[Any, Any]],
     callbacks: Sequence[Callback],
     *,
-    loss: TokenLoss | None,
+    loss: OwnLoss | None,
     tokens: SampleFunction | None,
     say: Callable[[str], None],
     own_process: bool,
@@ -94,7 +98,7 @@ def _trained(
     findings: list[Finding],
     looks_of: Callable[[RunConfig], tuple[Any, Any]],
     callbacks: Sequence[Callback],
-    loss: TokenLoss | None,
+    loss: OwnLoss | None,
     tokens: SampleFunction | None,
     say: Callable[[str], None],
     own_process: bool,

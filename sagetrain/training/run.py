@@ -23,7 +23,7 @@ from sagetrain.config.schema import RunConfig
 from sagetrain.data.loader import Loader, SampleStream
 from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.engines.protocol import Engine
-from sagetrain.parallel.cross_entropy import TokenLoss
+from sagetrain.parallel.cross_entropy import OwnLoss, is_by_sequence
 from sagetrain.parallel.metrics import total_over_ranks
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.training.controllers import Controllers
@@ -45,7 +45,7 @@ class CheckedFiles:
     """The template of the chats in the training data, or templates by name."""
     identity: Identity
     dtype: torch.dtype
-    loss: TokenLoss | None = None
+    loss: OwnLoss | None = None
     """The user's loss, guarded. None: the cross-entropy."""
     failures: Failures = field(default_factory=Failures)
     """The errors of the user's functions."""
@@ -118,11 +118,13 @@ class Run:
 
     def counted(self, sequences: int, size: int, ahead: int | None = None) -> int | None:
         """Return how many of the `size` tokens after the first `sequences` sequences count in the loss, on all ranks;
-        None if no token is masked. Collective.
+        None if no token is masked, or if the loss counts sequences. Collective.
 
         Args:
             ahead: the tokens of the step after it, if they are known.
         """
+        if is_by_sequence(self.files.loss):
+            return None
         own, groups = self.loader.counted(sequences, size, ahead), self.engine.groups
         sharing = groups.topology.world_size // groups.dp_size
         return None if own is None else total_over_ranks(own, sharing, self.engine.device)

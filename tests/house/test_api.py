@@ -347,6 +347,8 @@ def short(index: int) -> list[int]:
     ({"tokens": counting, "loss": 5}, "loss: 5 cannot be called"),
     ({"tokens": counting, "loss": lambda logits, labels: logits.mean()}, r"<lambda> returned \(\); return the loss of"),
     ({"tokens": counting, "loss": lambda logits, labels: labels * 1.0}, "finite and with a gradient"),
+    ({"tokens": counting, "loss": api.by_sequence(lambda logits, labels: logits.mean(-1))},
+     r"returned \(4, 4\); return the loss of each sequence: a tensor \[4\] for 4 sequences of 4 tokens, without"),
     ({"tokens": counting, "loss": lambda logits, labels: logits[labels]}, "failed on a trial: IndexError"),
 ])  # fmt: skip
 def test_tokens_and_losses_that_cannot_be_used_are_refused(
@@ -355,6 +357,13 @@ def test_tokens_and_losses_that_cannot_be_used_are_refused(
     with pytest.raises(ConfigError, match=message):
         api.train("quickstart", settings(corpus, tmp_path / "run", **OWN), **given)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_loss_of_sequences_is_refused_where_ranks_have_slices(tmp_path: Path, corpus: Path) -> None:
+    changes = settings(corpus, tmp_path / "run", **OWN, **{"parallel.context_parallel_size": 2})
+    whole = api.by_sequence(lambda logits, labels: logits.mean((1, 2)))
+    with pytest.raises(ConfigError, match=r"parallel\.context_parallel_size = 2: gives .* whole .*\s+fix: set it to 1"):
+        api.train("quickstart", changes, tokens=counting, loss=whole)
 
 
 def test_tokens_and_token_files_exclude_each_other(tmp_path: Path, corpus: Path) -> None:

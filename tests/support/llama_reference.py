@@ -50,20 +50,18 @@ def _attention(
     return torch.cat(heads, dim=-1) @ p[f"{prefix}.out.weight"].t()
 
 
-def reference_loss(
+def reference_logits(
     parameters: dict[str, Tensor],
     model: ModelConfig,
     qk_norm: str,
     tokens: Tensor,
-    labels: Tensor,
     positions: Tensor | None = None,
     documents: list[list[int]] | None = None,
 ) -> Tensor:
-    """Return the mean loss in float64 over the labels that are not negative. documents: the document number of every
-    token, for each sequence (default: all one)."""
+    """Return the logits in float64, [sequences, tokens, vocab]. The arguments are those of reference_loss."""
     p = {name: value.double() for name, value in parameters.items()}
     table = p["embedding.weight"]
-    losses = []
+    logits = []
     for b in range(tokens.shape[0]):
         where = list(range(tokens.shape[1])) if positions is None else positions[b].tolist()
         document = [0] * tokens.shape[1] if documents is None else documents[b]
@@ -75,7 +73,21 @@ def reference_loss(
             h = _norm(x, p[f"{prefix}.mlp_norm.gain"], model.norm_eps)
             gate, up = (h @ p[f"{prefix}.mlp.gate_up.{n}"].t() for n in ("gate", "up"))
             x = x + (gate / (1 + torch.exp(-gate)) * up) @ p[f"{prefix}.mlp.down.weight"].t()
-        logits = _norm(x, p["final_norm.gain"], model.norm_eps) @ p.get("head.weight", table).t()
-        pairs = zip(logits, labels[b], strict=True)
-        losses += [torch.logsumexp(row, 0) - row[label] for row, label in pairs if label >= 0]
-    return torch.stack(losses).mean()
+        logits.append(_norm(x, p["final_norm.gain"], model.norm_eps) @ p.get("head.weight", table).t())
+    return torch.stack(logits)
+
+
+def reference_loss(
+    parameters: dict[str, Tensor],
+    model: ModelConfig,
+    qk_norm: str,
+    tokens: Tensor,
+    labels: Tensor,
+    positions: Tensor | None = None,
+    documents: list[list[int]] | None = None,
+) -> Tensor:
+    """Return the mean loss in float64 over the labels that are not negative. documents: the document number of every
+    token, for each sequence (default: all one)."""
+    logits = reference_logits(parameters, model, qk_norm, tokens, positions, documents)
+    pairs = zip(logits.flatten(0, 1), labels.flatten(), strict=True)
+    return torch.stack([torch.logsumexp(row, 0) - row[label] for row, label in pairs if label >= 0]).mean()

@@ -47,6 +47,18 @@ def findings(cfg: RunConfig, layout: Layout, vocab_size: int | None) -> Iterator
         yield no_effect("parallel.tensor_parallel_overlap", "on", "tensor_parallel_size 1")
 
 
+def whole_sequences(cfg: RunConfig) -> Iterator[Finding]:
+    """Check that ranks have whole sequences, for a loss by sequence."""
+    if (context := cfg.parallel.context_parallel_size) > 1:
+        yield error(
+            "loss_by_sequence",
+            "parallel.context_parallel_size",
+            context,
+            "gives every rank a slice of each sequence, and this loss sees whole sequences (sagetrain.by_sequence)",
+            "set it to 1 (with parallel.tensor_parallel_size for long sequences), or take a loss of tokens",
+        )
+
+
 def _ranks(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
     """Check that the sizes of all axes divide the ranks."""
     tensor, context, pipeline = layout.tensor, layout.context, layout.stages
