@@ -269,23 +269,23 @@ def test_steps_that_are_measured() -> None:
         assert [step for step in range(1, 201) if monitor.watch(step)] == due
 
 
-def train(corpus: str, run_dir: str, backend: str) -> None:
-    cfg = tiny.config(1, attention={"backend": backend}, model=HEADS).model_dump()
+def train(corpus: str, run_dir: str) -> None:
+    cfg = tiny.config(1, attention={"backend": "sage"}, model=HEADS).model_dump()
     cfg["data"].update(train=[{"path": f"{corpus}/train"}], micro_batch_size=2)
     cfg["training"].update(run_dir=run_dir, total_tokens=16 * tiny.SEQ)
-    cfg["stability"]["monitor"]["every_steps"] = 2 if backend == "sage" else "auto"
+    cfg["stability"]["monitor"]["every_steps"] = 2
     cfg["logging"]["every_steps"] = 3
     cfg["checkpoint"]["every_tokens"] = 10**9  # A save would have a row, too.
     Trainer(build(RunConfig.model_validate(cfg))).train()
 
 
-@pytest.mark.parametrize("backend", ["sage", "sdpa"])
-def test_a_run_writes_what_it_measured(backend: str, corpus: Path, tmp_path: Path) -> None:
-    run_distributed(train, 1, str(corpus), str(tmp_path / "run"), backend)
+def test_a_run_writes_what_it_measured(corpus: Path, tmp_path: Path) -> None:
+    """In 16 bits nothing is measured: test_a_run_writes_what_it_measured_and_what_vanishes."""
+    run_distributed(train, 1, str(corpus), str(tmp_path / "run"))
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     measured = [row for row in rows if "quant/1/dS/rel_l2" in row]
     # Step 2 is in the next row, and step 4 in the last row.
-    assert [row["step"] for row in measured] == ([3, 4] if backend == "sage" else [])
+    assert [row["step"] for row in measured] == [3, 4]
 
 
 def found_of(**sections: dict) -> dict[str, str]:
