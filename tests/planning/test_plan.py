@@ -26,6 +26,7 @@ from sagetrain.data.token_file import TokenFile
 from sagetrain.planning import findings
 from sagetrain.planning import plan as planning
 from sagetrain.planning.plan import ASSUMED_VOCAB_SIZE, document_span, make_plan
+from sagetrain.planning.priced import priced
 from sagetrain.planning.show import show_plan
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -125,8 +126,8 @@ def test_documents_are_as_long_as_those_of_present_data(corpus):
         and planned(corpus, "data.document_attention=false", "data.document_positions=false").span is None
     )
     for plan_, span in ((there, there.span), (absent, 0.58 * 4096)):
-        for priced in (plan_.chosen.prediction, plan_.proposed[0].prediction):
-            assert priced.flops_per_token == flops_per_token(plan_.cfg.model, 512, span)
+        for prediction in (plan_.chosen.prediction, plan_.proposed[0].prediction):
+            assert prediction.flops_per_token == flops_per_token(plan_.cfg.model, 512, span)
     assert there.chosen.prediction.attention != absent.chosen.prediction.attention
 
 
@@ -407,7 +408,8 @@ def test_the_choices_of_a_run_are_planned_as_predicted():
         assert made.cfg.linear.low_bit == ("int8" in says) and made.chosen
         found = made.cfg.linear.model_dump(exclude_none=True)
         named = [*overrides, *(f"linear.{name}={value}" for name, value in found.items())]
-        assert make_plan(CONFIGS / "1b.yaml", named, 8, HARDWARE[gpu]).chosen.prediction == made.chosen.prediction
+        cfg = load_config(CONFIGS / "1b.yaml", named)
+        assert priced(cfg, 8, ASSUMED_VOCAB_SIZE, HARDWARE[gpu]).prediction == made.chosen.prediction
     # The host limits a B200 with little to do, so all choices are equally fast there, and bf16 stays.
     for name, gpu, micro_batch, expected in (("7b", "h200", 2, "int8"), ("1b", "b200", 1, "bf16")):
         asked = ["linear.precision=auto", f"data.micro_batch_size={micro_batch}", "training.cuda_graphs=off"]
