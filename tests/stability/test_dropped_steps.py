@@ -50,9 +50,7 @@ def train(
     cfg["evaluation"].update(every_tokens=2 * STEP, num_sequences=10**6 if drop == [2] else 5)
     trainer = Trainer(build(RunConfig.model_validate(cfg)))
     forward = trainer.engine.forward
-    trainer.engine.forward = lambda batch, last: (
-        forward(batch, last) * (math.nan if bad_sample in batch.sample_ids else 1.0)
-    )
+    trainer.engine.forward = lambda batch: forward(batch) * (math.nan if bad_sample in batch.sample_ids else 1.0)
     if drop == [2]:
         for source, windows in zip(trainer.run.valid.stream._sources, (2, 1), strict=True):
             source.num_windows = windows  # All windows count, so an epoch takes no time.
