@@ -57,6 +57,11 @@ def refusals(cfg: RunConfig, world_size: int) -> list[str]:
         ),
         "model.tie_embeddings": (model.tie_embeddings, not model.tie_embeddings, "false"),
         "model.rope_scaling": (model.rope_scaling, model.rope_scaling is None, "null"),
+        **{
+            f"model.{key}": (getattr(model, key), getattr(model, key) == field.default, str(field.default))
+            for key, field in type(model).model_fields.items()
+            if key in ("norms", "qkv_bias", "windows", "activation", "conventions", "query_scale")
+        },
         "attention.qk_norm": (cfg.attention.qk_norm, cfg.attention.qk_norm == "none", "none"),
         "linear.precision": (linear.precision, linear.precision == "bf16" or low_bit, "bf16, or fp8 in all blocks"),
         "parallel.zero_stage": (parallel.zero_stage, parallel.zero_stage in (2, 3), "2 or 3"),

@@ -15,6 +15,8 @@ class Rope(NamedTuple):
 
     theta: float
     scaling: RopeScaling | None
+    stretch: float = 1.0
+    """The factor on q and k. Its square is a factor on scores."""
 
 
 class Reach(NamedTuple):
@@ -48,10 +50,11 @@ class AttentionSpec(NamedTuple):
 
 
 class MLPSpec(NamedTuple):
-    """A dense MLP: down(silu(gate(x)) * up(x))."""
+    """A dense MLP: down(silu(gate(x)) * up(x)), or another activation."""
 
     inner: int
     """Columns of gate, and of up."""
+    activation: str
 
     def linear_layers(self, hidden: int, ranks: int) -> dict[str, LinearSizes]:
         """Return the sizes of the linear layers on one of so many tensor-parallel ranks, keyed by name."""
@@ -71,6 +74,8 @@ class LayerSpec(NamedTuple):
     mlp: MLPSpec
     norms: Norms
     norm_eps: float
+    gains_of_one: bool
+    """Whether norms multiply by 1 + their gain."""
 
     @property
     def normed(self) -> tuple[bool, bool]:
@@ -91,12 +96,13 @@ def layers(model: ModelConfig, qk_norm: QKNorm = "none") -> tuple[LayerSpec, ...
     Args:
         qk_norm: attention.qk_norm. It makes no difference to linear layers.
     """
-    windows = model.windows
+    windows, gemma = model.windows, model.conventions == "gemma"
+    stretch = 1.0 if model.query_scale is None else (model.head_dim / model.query_scale) ** 0.25
 
     def layer(windowed: bool) -> LayerSpec:
-        reach = Reach(None, Rope(model.rope_theta, model.rope_scaling))
+        reach = Reach(None, Rope(model.rope_theta, model.rope_scaling, stretch))
         if windows and windowed:
-            reach = Reach(windows.tokens, Rope(windows.rope_theta or model.rope_theta, None))
+            reach = Reach(windows.tokens, Rope(windows.rope_theta or model.rope_theta, None, stretch))
         attention = AttentionSpec(
             heads=model.num_attention_heads,
             key_heads=model.num_key_value_heads,
@@ -105,7 +111,8 @@ def layers(model: ModelConfig, qk_norm: QKNorm = "none") -> tuple[LayerSpec, ...
             qk_norm=qk_norm,
             bias=model.qkv_bias,
         )
-        return LayerSpec(model.hidden_size, attention, MLPSpec(model.ffn_hidden_size), model.norms, model.norm_eps)
+        mlp = MLPSpec(model.ffn_hidden_size, model.activation)
+        return LayerSpec(model.hidden_size, attention, mlp, model.norms, model.norm_eps, gemma)
 
     kinds = {letter: layer(letter == "W") for letter in "WF"}
     pattern = windows.pattern if windows else "F"

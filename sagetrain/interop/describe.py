@@ -45,7 +45,7 @@ _HARMLESS = {
     "quantization_config", "return_dict", "return_dict_in_generate", "torch_dtype", "torchscript",
     "transformers_version", "transformers_weights", "use_bfloat16", "use_cache", "use_return_dict", "layer_types",
     "original_max_position_embeddings", "rope_local_base_freq", "rope_parameters", "rope_scaling", "rope_theta",
-    "sliding_window", "sliding_window_pattern",
+    "sliding_window", "sliding_window_pattern", "_sliding_window_pattern",
 }  # fmt: skip
 
 
@@ -84,12 +84,12 @@ def describe(config: Mapping[str, Any], where: str, report: Report) -> Described
             f"{where}: configuration_files names {', '.join(map(str, others))}, and transformers takes one of these by "
             "its own version: rename the file that is meant to config.json, and delete configuration_files"
         )
-    for key, value in _WITHOUT.items():
+    for key, value in {**_WITHOUT, **family.demands}.items():
         if config.get(key) not in (value, None):
             raise ConfigError(f"{where}: {key} {config[key]!r}: SageTrain computes these models with {value!r} alone")
     if dropout := config.get("attention_dropout"):
         report(f"{where}: attention_dropout {dropout}: SageTrain drops nothing when this model is trained on")
-    known = {*_HARMLESS, *SIZES.values(), *_WITHOUT, *SETTINGS}
+    known = {*_HARMLESS, *SIZES.values(), *family.sizes.values(), *_WITHOUT, *family.demands, *SETTINGS}
     if unread := {key: value for key, value in config.items() if value is not None and key not in known}:
         report(
             f"{where}: not read, as {name} of transformers does not: "
@@ -115,7 +115,7 @@ def describe(config: Mapping[str, Any], where: str, report: Report) -> Described
         said["num_key_value_heads"] = heads
     if said.get("head_dim") is None:
         said["head_dim"] = _head_dim(said, where)
-    shape = {ours: said[theirs] for ours, theirs in SIZES.items()}
+    shape = {ours: said[theirs] for ours, theirs in {**SIZES, **family.sizes}.items()}
     try:
         rope = {"rope_theta": theta, "rope_scaling": scaling, "windows": windows}
         model = ModelConfig.model_validate({**shape, **rope, **family.model})
@@ -152,7 +152,12 @@ def _family(config: Mapping[str, Any], where: str) -> Family:
     if name not in FAMILIES:
         of_type = by_type.get(str(model_type))
         fix = f"; if it is the model of model_type {model_type!r}, set them to [{of_type.name!r}]" if of_type else ""
-        raise ConfigError(f"{where}: architectures {names}: not one of {', '.join(FAMILIES)}, which can be read{fix}")
+        if any(str(each).endswith("ForConditionalGeneration") for each in names):
+            fix = "; save its language model by itself: the class for text alone, with save_pretrained"
+        raise ConfigError(
+            f"{where}: architectures {names}: not one of {', '.join(FAMILIES)}, which can be read"
+            f"{fix or '; another class needs an entry in sagetrain/interop/families.py'}"
+        )
     if model_type not in (None, FAMILIES[name].model_type):
         raise ConfigError(
             f"{where}: architectures {name} contradicts model_type {model_type!r}, by which transformers goes: set "

@@ -56,7 +56,9 @@ DEFAULTS = {"rms_norm_eps": 1e-6, "initializer_range": 0.02, "tie_word_embedding
 """The values that transformers takes for keys that config.json may leave out."""
 
 
-_STRUCTURE = {"qkv_bias": False, "norms": "pre"}
+ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh"}
+"""The names in config.json of the values of our key model.activation."""
+_STRUCTURE = {"qkv_bias": False, "norms": "pre", "activation": "swiglu", "conventions": "llama"}
 """The keys of our section `model` that families differ in, with the values of a Llama."""
 
 
@@ -81,6 +83,12 @@ class Family:
     """The base of the rotary embedding of a config.json that does not name one."""
     window_theta: float | None = None
     """The base in layers with a window. None: it is that of the other layers."""
+    sizes: Mapping[str, str] = field(default_factory=dict)
+    """Further names in config.json of keys of our section `model`, beside SIZES. Other classes do not have the keys."""
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    """The names of tensors that differ from a Llama's."""
+    demands: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of config.json that may tell a model to compute more, with the values that leave that out."""
     whole_heads: bool = False
     """Whether the class refuses a hidden_size that is no multiple of num_attention_heads."""
 
@@ -90,12 +98,14 @@ class Family:
         wanted = {**_STRUCTURE, **self.model}
         same = all(getattr(model, key) == value for key, value in wanted.items())
         windows = bool(self.pattern) or model.windows is None
+        same = same and ("query_scale" in self.sizes or model.query_scale is None)
         return self.qk_norm == attention.qk_norm and same and windows and not odd
 
     def tensor(self, name: str) -> str:
         """Return the name of a tensor in a folder, from its name in our model."""
         in_block = re.fullmatch(r"blocks\.(\d+)\.(.*)", name)
-        return f"model.layers.{in_block[1]}.{_TENSORS[in_block[2]]}" if in_block else _TENSORS[name]
+        names = {**_TENSORS, **self.tensors}
+        return f"model.layers.{in_block[1]}.{names[in_block[2]]}" if in_block else names[name]
 
 
 FAMILIES = {
@@ -147,6 +157,34 @@ FAMILIES = {
             pattern="WWWF",
             theta=500000.0,
         ),
+        Family(
+            "Gemma3ForCausalLM",
+            "gemma3_text",
+            "before_rope",
+            {
+                "max_position_embeddings": 131072,
+                "num_key_value_heads": 4,
+                "head_dim": 256,
+                "tie_word_embeddings": True,
+                "sliding_window": 4096,
+                "query_pre_attn_scalar": 256,
+            },
+            model={"norms": "sandwich", "activation": "geglu", "conventions": "gemma"},
+            writes={"hidden_activation": "gelu_pytorch_tanh"},
+            pattern="WWWWWF",
+            theta=1000000.0,
+            window_theta=10000.0,
+            sizes={"query_scale": "query_pre_attn_scalar"},
+            tensors={"mlp_norm.gain": "pre_feedforward_layernorm.weight"},
+            demands={
+                "hidden_act": "gelu_pytorch_tanh",
+                "hidden_activation": "gelu_pytorch_tanh",
+                "final_logit_softcapping": None,
+                "attn_logit_softcapping": None,
+                "use_bidirectional_attention": False,
+            },
+            whole_heads=True,
+        ),
     )
 }
 """The families by the names of their classes. A model is exported as the first one that computes it."""
@@ -158,6 +196,7 @@ def family_of(model: ModelConfig, attention: AttentionConfig) -> Family:
         if family.computes(model, attention):
             return family
     asked = {key: getattr(model, key) for key, value in _STRUCTURE.items() if getattr(model, key) != value}
+    asked |= {} if model.query_scale is None else {"query_scale": model.query_scale}
     asked |= {} if model.windows is None else {"windows.pattern": model.windows.pattern}
     known = "; ".join(
         f"{each.name.removesuffix('ForCausalLM')}: {_in_words(each.qk_norm, each.model)}"

@@ -7,7 +7,7 @@ from typing import Any
 
 from sagetrain.config.layer_specs import layers
 from sagetrain.config.schema import AttentionConfig, ModelConfig, RopeScaling
-from sagetrain.interop.families import family_of
+from sagetrain.interop.families import ACTIVATIONS, family_of
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -23,6 +23,7 @@ SETTINGS = {
 """The keys of generation_config.json that transformers reads from config.json if a folder does not have that file."""
 OF_SCALING = {
     "llama3": ("low_freq_factor", "high_freq_factor"),
+    "linear": (),
     "yarn": ("beta_slow", "beta_fast", "attention_factor"),
 }
 
@@ -38,6 +39,7 @@ def config_json(model: ModelConfig, attention: AttentionConfig, vocab_size: int,
         "architectures": [family.name],
         "model_type": family.model_type,
         **family.writes,
+        **{theirs: getattr(model, ours) for ours, theirs in family.sizes.items()},
         "vocab_size": vocab_size,
         "hidden_size": model.hidden_size,
         "intermediate_size": model.ffn_hidden_size,
@@ -45,7 +47,7 @@ def config_json(model: ModelConfig, attention: AttentionConfig, vocab_size: int,
         "num_attention_heads": model.num_attention_heads,
         "num_key_value_heads": model.num_key_value_heads,
         "head_dim": model.head_dim,
-        "hidden_act": "silu",
+        "hidden_act": ACTIVATIONS[model.activation],
         "max_position_embeddings": seq_length,
         "rms_norm_eps": model.norm_eps,
         **(_kinds_of_layers(model) if family.pattern else _rotary(model)),
@@ -85,6 +87,6 @@ def _rope_scaling(scaling: RopeScaling) -> dict[str, Any]:
     return {
         "rope_type": scaling.type,
         "factor": scaling.factor,
-        "original_max_position_embeddings": scaling.original_seq_length,
+        **({} if scaling.type == "linear" else {"original_max_position_embeddings": scaling.original_seq_length}),
         **{key: value for key in OF_SCALING[scaling.type] if (value := getattr(scaling, key)) is not None},
     }

@@ -7,6 +7,7 @@ sequence under context parallelism), D hidden size, N query heads and M key/valu
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -85,10 +86,11 @@ class Attention(nn.Module):
         def norm(heads: int) -> RMSNorm | None:
             if self.qk_norm == "none":
                 return None
+            how: dict[str, Any] = {"of_one": layer.gains_of_one, "dtype": dtype, "device": device}
             if self.qk_norm == "all_heads":
                 width = heads * self.head_dim
-                return RMSNorm(width, layer.norm_eps, groups, spread=True, dtype=dtype, device=device)
-            return RMSNorm(self.head_dim, layer.norm_eps, groups, split_input=True, dtype=dtype, device=device)
+                return RMSNorm(width, layer.norm_eps, groups, spread=True, **how)
+            return RMSNorm(self.head_dim, layer.norm_eps, groups, split_input=True, **how)
 
         self.q_norm, self.k_norm = norm(layer.attention.heads), norm(layer.attention.key_heads)
 

@@ -56,7 +56,13 @@ class Block(nn.Module):
 
         def norm() -> RMSNorm:
             return RMSNorm(
-                layer.hidden, layer.norm_eps, groups, split_input=sequence_parallel, dtype=dtype, device=device
+                layer.hidden,
+                layer.norm_eps,
+                groups,
+                split_input=sequence_parallel,
+                of_one=layer.gains_of_one,
+                dtype=dtype,
+                device=device,
             )
 
         before, after = layer.normed

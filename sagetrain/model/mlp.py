@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sagekernels.matmul import Matmul, Measured, Pending
@@ -31,6 +32,7 @@ class MLP(nn.Module):
         device: torch.device | None,
     ) -> None:
         super().__init__()
+        self.activation = layer.mlp.activation
         gate_up, down = layer.mlp.linear_layers(layer.hidden, 1).values()
         self.gate_up = ColumnParallelLinear(
             gate_up.inputs,
@@ -64,4 +66,8 @@ class MLP(nn.Module):
     def forward(self, x_TD: Tensor | Pending) -> Tensor | Measured:
         """Return silu(gate(x)) * up(x), [tokens, inner / tp], for `down`. x comes from start_enter and is
         [tokens, hidden]."""
+        if self.activation == "geglu":
+            gate, up = self.gate_up(x_TD)
+            activated: Tensor = F.gelu(gate, approximate="tanh") * up
+            return activated
         return self.gate_up.gated(x_TD)

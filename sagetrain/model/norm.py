@@ -26,6 +26,7 @@ class RMSNorm(nn.Module):
         *,
         split_input: bool = False,
         spread: bool = False,
+        of_one: bool = False,
         dtype: torch.dtype,
         device: torch.device | None = None,
     ) -> None:
@@ -35,6 +36,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.groups = groups
         self.split_input = split_input
+        self.of_one = of_one
+        """If set, the norm multiplies by 1 + its gain."""
         self.spread = spread and groups.tp_size > 1
         self._size = size
         own = size // groups.tp_size if spread else size
@@ -58,7 +61,8 @@ class RMSNorm(nn.Module):
         own."""
         if gain is None:
             gain = enter_gains(self)[0].get(self)
-        return self.gain if gain is None else gain
+        gain = self.gain if gain is None else gain
+        return 1 + gain.float() if self.of_one else gain
 
 
 class NoNorm(nn.Module):

@@ -10,7 +10,9 @@ from torch import Tensor
 from sagetrain.config.schema import RopeScaling
 
 
-def rotary_tables(positions: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None) -> tuple[Tensor, Tensor]:
+def rotary_tables(
+    positions: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None, stretch: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """Return the cosines and sines of the rotation angles. They are computed once per forward pass and shared by all
     blocks.
 
@@ -20,6 +22,7 @@ def rotary_tables(positions: Tensor, head_dim: int, theta: float, scaling: RopeS
     Args:
         positions: integers [tokens].
         scaling: how the frequencies are scaled for long sequences. None: the frequencies are as above.
+        stretch: a factor on the results, and so on q and k.
 
     Returns:
         cos, sin: fp32 [tokens, 1, head_dim / 2]; the 1 broadcasts over heads.
@@ -30,13 +33,13 @@ def rotary_tables(positions: Tensor, head_dim: int, theta: float, scaling: RopeS
     if head_dim % 2:
         raise ValueError(f"the rotary embedding needs an even head_dim, not {head_dim}")
     pairs = torch.arange(head_dim // 2, dtype=torch.float64, device=positions.device)
-    frequencies, length = theta ** (-2 * pairs / head_dim), 1.0
+    frequencies, length = theta ** (-2 * pairs / head_dim), stretch
     if scaling is not None:
         kept = _kept(scaling, pairs, head_dim, theta).clamp(0, 1)
         frequencies = frequencies * (kept + (1 - kept) / scaling.factor)
         # The length applies to q and k alike, so their products grow by its square.
         if scaling.type == "yarn":
-            length = scaling.attention_factor or 0.1 * math.log(max(scaling.factor, 1)) + 1
+            length *= scaling.attention_factor or 0.1 * math.log(max(scaling.factor, 1)) + 1
     angles = positions.double().unsqueeze(-1) * frequencies
     return (length * angles.cos()).float().unsqueeze(1), (length * angles.sin()).float().unsqueeze(1)
 
@@ -44,6 +47,8 @@ def rotary_tables(positions: Tensor, head_dim: int, theta: float, scaling: RopeS
 def _kept(scaling: RopeScaling, pairs: Tensor, head_dim: int, theta: float) -> Tensor:
     """Return the share of each frequency that is not scaled: 1 and above for fast frequencies, 0 and below for slow
     ones."""
+    if scaling.type == "linear":
+        return torch.zeros_like(pairs)
     turns = scaling.original_seq_length / (2 * math.pi)  # the angle of frequency 1 after the original length, in turns
     if scaling.type == "llama3":  # the share is linear in the turns
         low, high = scaling.low_freq_factor, scaling.high_freq_factor

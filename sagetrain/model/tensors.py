@@ -39,6 +39,8 @@ class TensorSpec:
     """The block that the tensor belongs to; the final norm belongs to the head."""
     into_stream: bool = False
     """Whether the layer's output is added to the residual stream, so that its weights begin smaller."""
+    of_one: bool = False
+    """Whether a norm multiplies by 1 + this gain."""
 
     @property
     def size(self) -> int:
@@ -48,7 +50,7 @@ class TensorSpec:
     @property
     def begins(self) -> float | None:
         """The number that all values begin as. None: they are drawn."""
-        return {"gain": 1.0, "bias": 0.0}.get(self.kind)
+        return {"gain": 0.0 if self.of_one else 1.0, "bias": 0.0}.get(self.kind)
 
     @property
     def decays(self) -> bool:
@@ -62,22 +64,23 @@ def tensors(model: ModelConfig, attention: AttentionConfig, vocab_size: int) -> 
     yield TensorSpec(EMBEDDING, table, "tensor", 0, "embedding", "embedding")
     for number, layer in enumerate(layers(model, attention.qk_norm)):
         yield from _of_layer(number, layer)
-    yield TensorSpec("final_norm.gain", (model.hidden_size,), None, None, "gain", "head")
+    of_one = model.conventions == "gemma"
+    yield TensorSpec("final_norm.gain", (model.hidden_size,), None, None, "gain", "head", of_one=of_one)
     if not model.tie_embeddings:
         yield TensorSpec("head.weight", table, "tensor", 0, "embedding", "head")
 
 
 def _of_layer(number: int, layer: LayerSpec) -> Iterator[TensorSpec]:
-    hidden, attention = layer.hidden, layer.attention
+    hidden, attention, of_one = layer.hidden, layer.attention, layer.gains_of_one
 
     def gain(name: str, width: int) -> TensorSpec:
-        return TensorSpec(f"blocks.{number}.{name}.gain", (width,), None, None, "gain", number)
+        return TensorSpec(f"blocks.{number}.{name}.gain", (width,), None, None, "gain", number, of_one=of_one)
 
     def qk_gain(name: str, heads: int) -> TensorSpec:
         if attention.qk_norm != "all_heads":
             return gain(name, attention.head_dim)
         width = heads * attention.head_dim
-        return TensorSpec(f"blocks.{number}.{name}.gain", (width,), "tensor", 0, "gain", number)
+        return TensorSpec(f"blocks.{number}.{name}.gain", (width,), "tensor", 0, "gain", number, of_one=of_one)
 
     def column(name: str, sizes: LinearSizes, bias: bool = False) -> Iterator[TensorSpec]:
         for weight, outputs in sizes.outputs.items():

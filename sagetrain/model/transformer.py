@@ -135,7 +135,13 @@ class Transformer(nn.Module):
                 how = "tensor-parallel collectives go through NCCL, which slows the matmuls beside them"
                 warnings.warn(f"{how}: {refusal}", stacklevel=2)
         embedding = VocabParallelEmbedding(
-            vocab_size, model.hidden_size, groups, sequence_parallel=sequence_parallel, dtype=dtype, device=meta
+            vocab_size,
+            model.hidden_size,
+            groups,
+            scaled=model.conventions == "gemma",
+            sequence_parallel=sequence_parallel,
+            dtype=dtype,
+            device=meta,
         )
         if first or (last and model.tie_embeddings):
             self.embedding = embedding
@@ -158,7 +164,13 @@ class Transformer(nn.Module):
                 self.blocks.add_module(str(number), block)
         if last:
             self.final_norm = RMSNorm(
-                model.hidden_size, model.norm_eps, groups, split_input=sequence_parallel, dtype=dtype, device=meta
+                model.hidden_size,
+                model.norm_eps,
+                groups,
+                split_input=sequence_parallel,
+                of_one=model.conventions == "gemma",
+                dtype=dtype,
+                device=meta,
             )
             weight = embedding.weight
             if not model.tie_embeddings:

@@ -168,6 +168,9 @@ class RowParallelLinear(nn.Module):
 class VocabParallelEmbedding(nn.Module):
     """An embedding lookup with the rows of the table spread over the group. `finish_leave` finishes it.
 
+    Args:
+        scaled: multiply the rows by sqrt(hidden_size), which is rounded to their dtype.
+
     Raises:
         ValueError: tensor_parallel_size does not divide vocab_size.
     """
@@ -178,6 +181,7 @@ class VocabParallelEmbedding(nn.Module):
         hidden_size: int,
         groups: ParallelGroups,
         *,
+        scaled: bool = False,
         sequence_parallel: bool = False,
         dtype: torch.dtype,
         device: torch.device | None = None,
@@ -185,16 +189,20 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.groups = groups
         self.sequence_parallel = sequence_parallel
+        self._scale = float(torch.tensor(hidden_size**0.5).to(dtype)) if scaled else None
         local = _divide(vocab_size, groups, "vocab_size")
         self.weight = nn.Parameter(torch.empty(local, hidden_size, dtype=dtype, device=device))
 
     def forward(self, tokens: Tensor) -> Tensor | Pending:
         """Look up tokens, int64 [tokens], and start to sum up [tokens (/ tp with sequence parallelism), hidden]."""
         if self.groups.tp_size == 1:
-            return F.embedding(tokens, self.weight)
+            return self._scaled(F.embedding(tokens, self.weight))
         local, outside = local_ids(tokens, self.weight.shape[0], self.groups)
         rows = F.embedding(local, self.weight).masked_fill(outside.unsqueeze(-1), 0)
-        return start_leave(rows, self.groups, self.sequence_parallel)
+        return start_leave(self._scaled(rows), self.groups, self.sequence_parallel)
+
+    def _scaled(self, rows: Tensor) -> Tensor:
+        return rows if self._scale is None else rows * self._scale
 
 
 def local_ids(ids: Tensor, local_size: int, groups: ParallelGroups) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,16 @@ SHAPE = {"num_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "h
 FAMILIES: dict[str, tuple[dict, str]] = {
     "qwen2.5": ({"qkv_bias": True}, "none"),
     "olmo3": ({"norms": "post", "windows": {"tokens": 5, "pattern": "WWF"}}, "all_heads"),
-    "sandwich": ({"norms": "sandwich", "windows": {"tokens": 3, "pattern": "WF", "rope_theta": 100.0}}, "before_rope"),
+    "gemma3": (
+        {
+            "norms": "sandwich",
+            "activation": "geglu",
+            "conventions": "gemma",
+            "query_scale": 24,
+            "windows": {"tokens": 3, "pattern": "WF", "rope_theta": 100.0},
+        },
+        "before_rope",
+    ),
 }
 """The section model and attention.qk_norm of each family."""
 LAYOUTS: dict[str, dict] = {

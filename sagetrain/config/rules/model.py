@@ -93,8 +93,8 @@ def rope_scaling(model: ModelConfig) -> Iterator[Finding]:
     if (scaling := model.rope_scaling) is None:
         return
     bounds = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
-    slow, fast = bounds[scaling.type]
-    if getattr(scaling, slow) >= getattr(scaling, fast):
+    slow, fast = bounds.get(scaling.type, ("factor", "factor"))
+    if scaling.type != "linear" and getattr(scaling, slow) >= getattr(scaling, fast):
         yield error(
             "rope_scaling_bounds",
             f"model.rope_scaling.{slow}",

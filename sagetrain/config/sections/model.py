@@ -20,9 +20,9 @@ class RopeScaling(Section):
     """Rotary frequencies of a model that was extended to longer sequences than it was first trained on. Fast
     frequencies stay as they are, slow ones are divided by `factor`, and those between are interpolated."""
 
-    type: Literal["llama3", "yarn"]
+    type: Literal["llama3", "yarn", "linear"]
     """The rule that says where fast ends and slow begins: llama3 goes by wavelengths, yarn (arXiv 2309.00071) by turns.
-    """
+    With linear all frequencies are slow, as in Gemma 3."""
     factor: PositiveFloat
     """Factor by which the sequences are longer now."""
     original_seq_length: PositiveInt
@@ -87,6 +87,13 @@ class ModelConfig(Section):
     """Add a learned bias to q, k and v each, as Qwen2 and Qwen2.5 do. Biases begin as 0 and do not decay."""
     windows: WindowsConfig | None = None
     """Layers with windows: tokens, pattern, rope_theta. Default: none, all layers have full attention."""
+    activation: Literal["swiglu", "geglu"] = "swiglu"
+    """The MLP's: swiglu is silu(gate) * up, geglu is gelu(gate) * up, by the tanh form of gelu, as in Gemma."""
+    conventions: Literal["llama", "gemma"] = "llama"
+    """The family whose details count. gemma: embeddings are multiplied by sqrt(hidden_size), and norms multiply by 1 +
+    their gain, which begins as 0."""
+    query_scale: PositiveInt | None = None
+    """Scores are divided by the square root of this. Default: head_dim."""
     norm_eps: Annotated[float, Field(gt=0, lt=1)] = 1e-6
     """Epsilon of every RMSNorm, QK-norm included."""
     init_std: Annotated[float, Field(gt=0, le=1)] = 0.02
