@@ -80,7 +80,7 @@ class LayerSquares:
     def __init__(self, specs: Collection[TensorSpec], groups: ParallelGroups, device: torch.device) -> None:
         self.layers = list(dict.fromkeys(str(spec.layer) for spec in specs))
         """All layers, in the order of the model."""
-        self.place = {spec.name: place for place, spec in enumerate(specs)}
+        self.place = {spec.name: number for number, spec in enumerate(specs)}
         """The place of each parameter in the vectors that `add` takes, by name."""
         copies = [place(spec, groups).copies for spec in specs]
         self._layer = torch.tensor([self.layers.index(str(spec.layer)) for spec in specs], device=device)
