@@ -53,7 +53,7 @@ class Identity:
     @property
     def complete(self) -> Identity:
         """The settings as this version has them. Keys of `model` that a checkpoint lacks have their defaults."""
-        defaults = {name: field.default for name, field in ModelConfig.model_fields.items()}
+        defaults = {name: key.default for name, key in ModelConfig.model_fields.items()}
         later = {key: value for key, value in defaults.items() if value is not PydanticUndefined}
         return replace(self, model={**later, **self.model})
 

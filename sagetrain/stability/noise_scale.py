@@ -123,7 +123,7 @@ class GradientNoise:
     ) -> None:
         self._groups, self._parameters = (
             groups,
-            {place: leaves[spec.name] for place, spec in enumerate(specs) if spec.name in leaves},
+            {number: leaves[spec.name] for number, spec in enumerate(specs) if spec.name in leaves},
         )
         self._squares = LayerSquares(specs, groups, device)
         self._norms = torch.zeros(len(specs), dtype=torch.float32, device=device)

@@ -284,6 +284,23 @@ def test_files_are_short():
     assert long == {}
 
 
+def test_comprehensions_hide_no_name_of_their_module():
+    """Python 3.12 inlines comprehensions. Some of its releases then take a variable of one for a function of the module
+    that another one calls."""
+    hidden = []
+    for path in [*below("sagetrain"), *below("kernels")]:
+        tree = tree_of(path)
+        names = {each.name for each in tree.body if isinstance(each, ast.FunctionDef | ast.ClassDef)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names |= {alias.asname or alias.name for alias in node.names}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp):
+                targets = [each for part in node.generators for each in ast.walk(part.target)]
+                hidden += [(str(path), each.id) for each in targets if isinstance(each, ast.Name) and each.id in names]
+    assert hidden == []
+
+
 def test_public_functions_take_no_catch_all_keywords():
     """The kernels' test helpers may take them: they hand all of them to the function under test, which knows its own. A
     function that transformers calls may as well, because it refuses keywords that it does not know."""
