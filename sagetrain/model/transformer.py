@@ -127,6 +127,7 @@ class Transformer(nn.Module):
         self.activation_checkpointing: Recomputation = activation_checkpointing
         device = torch.device("cpu" if device is None else device)
         meta = torch.device("meta")  # memory comes with the values
+        gemma, place = model.conventions == "gemma", dict[str, Any](dtype=dtype, device=meta)
         matmuls = [{}] * model.num_layers if matmuls is None else matmuls
         if sequence_parallel and groups.tp_size > 1 and device.type == "cuda":
             assert groups.tp_group is not None
@@ -135,13 +136,7 @@ class Transformer(nn.Module):
                 how = "tensor-parallel collectives go through NCCL, which slows the matmuls beside them"
                 warnings.warn(f"{how}: {refusal}", stacklevel=2)
         embedding = VocabParallelEmbedding(
-            vocab_size,
-            model.hidden_size,
-            groups,
-            scaled=model.conventions == "gemma",
-            sequence_parallel=sequence_parallel,
-            dtype=dtype,
-            device=meta,
+            vocab_size, model.hidden_size, groups, scaled=gemma, sequence_parallel=sequence_parallel, **place
         )
         if first or (last and model.tie_embeddings):
             self.embedding = embedding
@@ -164,13 +159,7 @@ class Transformer(nn.Module):
                 self.blocks.add_module(str(number), block)
         if last:
             self.final_norm = RMSNorm(
-                model.hidden_size,
-                model.norm_eps,
-                groups,
-                split_input=sequence_parallel,
-                of_one=model.conventions == "gemma",
-                dtype=dtype,
-                device=meta,
+                model.hidden_size, model.norm_eps, groups, split_input=sequence_parallel, of_one=gemma, **place
             )
             weight = embedding.weight
             if not model.tie_embeddings:

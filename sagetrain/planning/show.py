@@ -11,7 +11,7 @@ from rich.console import Console
 from sagetrain.config.arithmetic import checkpoint_tokens, decay_tokens, idle_share, warmup_tokens
 from sagetrain.config.earlier_run import read_measured
 from sagetrain.config.errors import ConfigError, Finding, many
-from sagetrain.config.layer_specs import linear_layers
+from sagetrain.config.layer_specs import layers, linear_layers
 from sagetrain.config.layout import Layout
 from sagetrain.config.reference import keys
 from sagetrain.config.schema import NoiseAwareTokens, RunConfig
@@ -202,7 +202,7 @@ def _model_table(plan: Plan) -> Table:
             f"{model.num_layers} layers, hidden {model.hidden_size}, MLP {model.ffn_hidden_size}, "
             f"{model.num_attention_heads} heads and {model.num_key_value_heads} key/value heads of {model.head_dim}",
         ),
-        ("attention", f"{backend}, QK-norm {attention.qk_norm}, {smoothing}"),
+        ("attention", f"{backend}, QK-norm {attention.qk_norm}, {smoothing}{_windows(plan)}"),
         ("linear layers", low_bit if low else plan.cfg.training.dtype),
         ("FLOPs per token", f"{done / 1e9:.2f} G, forward and backward; attention is {share:.0%} of it{whole}"),
     ])  # fmt: skip
@@ -367,3 +367,10 @@ def _duration(tokens: int, prediction: StepPrediction) -> str:
         if seconds >= 2 * length:
             return f"{seconds / length:.1f} {unit}"
     return "less than two minutes"
+
+
+def _windows(plan: Plan) -> str:
+    """Say which layers see a window of tokens only, or nothing."""
+    every = [layer.attention.reach.window for layer in layers(plan.cfg.model)]
+    within = len(every) - every.count(None)
+    return f", a window of {max(filter(None, every)):,} tokens in {within} of {len(every)} layers" if within else ""

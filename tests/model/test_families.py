@@ -9,6 +9,7 @@ import tiny
 from distributed import run_distributed
 from sagetrain.inference.cache import CachedModel
 from sagetrain.model.backends import AttentionFunction, Reference, Sage, Sdpa, token_layout
+from sagetrain.model.compile import compile_blocks
 from sagetrain.model.rotary import rotary_tables
 from sagetrain.parallel.topology import ParallelGroups
 
@@ -111,3 +112,20 @@ def test_the_cache_of_generation_changes_no_logits(name: str) -> None:
             for row, first in enumerate((4, 7)):
                 whole = model(torch.tensor([texts[row][: first + step + 1]]))[0, -1]
                 torch.testing.assert_close(logits[row], whole, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("how", ["none", "selective"])
+def test_compiled_blocks_compute_the_same(how: str) -> None:
+    tokens = torch.randint(0, tiny.VOCAB, (2, 24), generator=torch.Generator().manual_seed(1))
+    for shape, qk_norm in FAMILIES.values():
+        cfg = tiny.config(0, model=SHAPE | shape, attention={"qk_norm": qk_norm})
+        found = []
+        for compiled in (False, True):
+            torch._dynamo.reset()
+            model = tiny.model(cfg, ParallelGroups.single(), activation_checkpointing=how if compiled else "none")
+            if compiled:
+                compile_blocks(model, "aot_eager")
+            loss = model(tokens, tokens.flip(1))
+            loss.backward()
+            found.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
+        torch.testing.assert_close(*found, rtol=1e-5, atol=1e-7)
