@@ -4,7 +4,7 @@ The computation of a block is written in block.Block. The stages of all blocks f
 
     normalize  project  attend  out  normalize  gate_up  down  normalize  project  ...
 
-Where outputs of attention and MLP are normalized, a stage behind `out` and behind `down` does that. It finishes the sum.
+Where outputs of attention and MLP are normalized, a stage behind `out` and `down` finishes the sum and does that.
 
 There are three ways to walk this string.
 
