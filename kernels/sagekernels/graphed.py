@@ -19,6 +19,8 @@ from .graphs import Pool, Record, Recording, leave_default_stream
 # Calls like a recorded one come first: kernels are compiled, tuned and loaded in them.
 _PASSES = 2
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# transformers registers this one for recomputation. It lets a result require gradients, which a recording keeps.
+_HARMLESS = "make_inputs_require_grads"
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel", "DeepSpeedEngine")
 
 
@@ -244,7 +246,8 @@ def _hooks_of(model: nn.Module) -> str:
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return "there are several ranks, whose gradients a wrapper may reduce by hooks, which would run in no replay"
     for name, module in model.named_modules():
-        if kind := next((kind for kind in _HOOKS if getattr(module, kind)), None):
+        hooks = ((kind, hook) for kind in _HOOKS for hook in getattr(module, kind).values())
+        if kind := next((kind for kind, hook in hooks if getattr(hook, "__name__", "") != _HARMLESS), None):
             return f"{name or 'the model'} has {kind.strip('_').replace('_', ' ')}, which would run in no replay"
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):

@@ -21,7 +21,8 @@ pytestmark = [
 ]
 CASES = {
     # The columns are: attention, whether layers are in INT8, whether they are compiled, gradient checkpointing.
-    "sdpa": ("sdpa", False, False, False),
+    # transformers hands sdpa another mask inside of a recording, so that another kernel of torch runs.
+    "eager": ("eager", False, False, False),
     "sage, INT8": ("sage", True, True, False),
     "sage, INT8, recomputed": ("sage", True, False, True),
 }
@@ -62,9 +63,11 @@ def _found() -> dict[str, Any]:
             model.gradient_checkpointing_enable({"preserve_rng_state": False, "use_reentrant": False})
         both = []
         for each in (copy.deepcopy(model), graphed(model)):
+            # What the compiler has seen of one model would make the shapes of the other dynamic.
+            torch._dynamo.reset()
             if compiled:
                 for layer in each.model.layers:
-                    layer.compile()
+                    layer.compile(dynamic=False)
             both.append(_steps(each))
         made = each.forward
         replays = made.refusal or made.turn

@@ -108,6 +108,21 @@ def test_shapes_are_recorded_apart_and_the_oldest_goes() -> None:
     assert counted.replayed == 10
 
 
+def test_a_hook_of_transformers_that_launches_nothing_may_stay() -> None:
+    def make_inputs_require_grads(module, inputs, output) -> None:
+        output.requires_grad_(True)
+
+    plain, twin, counted = pair(Model())
+    for each in (plain, twin):
+        each.blocks[0].register_forward_hook(make_inputs_require_grads)
+    for draw in range(4):
+        for each in (plain, twin):
+            each(**inputs(draw))["loss"].backward()
+    assert counted.replayed == 4
+    both = zip(plain.parameters(), twin.parameters(), strict=True)
+    assert all(a.grad is None or torch.equal(a.grad, b.grad) for a, b in both)
+
+
 def test_a_second_call_before_backward_is_an_error() -> None:
     _, twin, _ = pair(Model())
     for draw in range(3):
