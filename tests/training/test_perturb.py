@@ -14,8 +14,9 @@ from runs import finish, log_of, training_rows, write_config
 from sagetrain.checkpoint.manifest import KINDS
 from sagetrain.checkpoint.on_disk import folder_name
 from sagetrain.checkpoint.reading import Reader
-from sagetrain.training.perturb import GAIN, perturb
+from sagetrain.training.perturb import GAINS, perturb
 
+GAIN = GAINS[0]
 LAYOUTS = {
     "fp32": [(1, 1, 0, "fsdp"), (1, 2, 1, "deepspeed"), (2, 1, 3, "fsdp")],
     "bf16": [(2, 1, 1, "fsdp"), (1, 1, 2, "deepspeed"), (1, 1, 3, "fsdp")],
