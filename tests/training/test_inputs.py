@@ -382,7 +382,7 @@ def test_plan_finds_what_train_refuses(world: World, monkeypatch: pytest.MonkeyP
 def test_every_refusal_before_the_first_step_is_found() -> None:
     names = {
         "training": "build_run trainer weights_and_biases init_from resume inputs",
-        "engines": "deepspeed masters",
+        "engines": "deepspeed/deepspeed_engine deepspeed/masters",
         "cluster": "join preflight rendezvous run_folder",
         "checkpoint": "manifest on_disk reading ledger state",
     }
