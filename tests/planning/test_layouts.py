@@ -220,7 +220,7 @@ def test_every_proposal_holds_when_it_is_pasted(name, ranks, gpu, overrides):
         pasted = priced.priced(cfg, ranks, plan.vocab_size, hardware)
         assert pasted == dataclasses.replace(item, cfg=cfg), changes
         assert pasted.memory <= usable_memory(hardware) < hardware.memory
-        assert 0.02 < item.prediction.mfu < 0.75
+        assert 0.02 < item.prediction.mfu < 0.7
         # ZeRO 2 and 3 share nothing where a model has one replica.
         assert item.layout.zero_stage == 1 or item.layout.replicas > 1 or asked.parallel.offload != "none"
         assert host_finding(cfg, ranks, plan.vocab_size, hardware) is None
