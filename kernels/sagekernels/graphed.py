@@ -10,17 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules import module as hooks_of_all
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from . import observe
-from .graphs import Pool, Record, Recording, leave_default_stream
+from .graphs import Pool, Record, Recording, hooks_of, leave_default_stream
 
 # Calls like a recorded one come first: kernels are compiled, tuned and loaded in them.
 _PASSES = 2
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# transformers registers this one for recomputation. It lets a result require gradients, which a recording keeps.
-_HARMLESS = "make_inputs_require_grads"
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel", "DeepSpeedEngine")
 
 
@@ -245,13 +241,9 @@ def _hooks_of(model: nn.Module) -> str:
     """Return "", or that a model has hooks, which would run in no replay, or may have those of a wrapper."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return "there are several ranks, whose gradients a wrapper may reduce by hooks, which would run in no replay"
-    for name, module in model.named_modules():
-        hooks = ((kind, hook) for kind in _HOOKS for hook in getattr(module, kind).values())
-        if kind := next((kind for kind, hook in hooks if getattr(hook, "__name__", "") != _HARMLESS), None):
-            return f"{name or 'the model'} has {kind.strip('_').replace('_', ' ')}, which would run in no replay"
+    if found := hooks_of(model.named_modules()):
+        return f"{found}, which would run in no replay"
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             return f"{name} has hooks of its gradient, which would run in no replay"
-    if any(getattr(hooks_of_all, f"_global{kind}") for kind in _HOOKS):
-        return "all modules have hooks, which would run in no replay"
     return ""

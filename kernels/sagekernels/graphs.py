@@ -5,10 +5,16 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 import torch
+from torch import nn
+from torch.nn.modules import module as hooks_of_all
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# transformers registers this one for recomputation. It lets a result require gradients, which a recording keeps.
+_HARMLESS = "make_inputs_require_grads"
 
 
 class Recording(Protocol):
@@ -75,6 +81,16 @@ def forget() -> None:
     """Drop all recordings. Groups of processes cannot end before: NCCL keeps what recordings may use."""
     for pool in list(_pools):
         pool.forget()
+
+
+def hooks_of(modules: Iterable[tuple[str, nn.Module]]) -> str:
+    """Return which of the modules, given with their names, has what hooks, or that all modules have. No replay runs
+    them. An empty string: there are none."""
+    for name, module in modules:
+        hooks = ((kind, hook) for kind in _HOOKS for hook in getattr(module, kind).values())
+        if kind := next((kind for kind, hook in hooks if getattr(hook, "__name__", "") != _HARMLESS), None):
+            return f"{name or 'the model'} has {kind.strip('_').replace('_', ' ')}"
+    return "all modules have hooks" if any(getattr(hooks_of_all, f"_global{kind}") for kind in _HOOKS) else ""
 
 
 def leave_default_stream() -> None:

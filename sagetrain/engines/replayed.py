@@ -10,10 +10,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.modules import module as hooks_of_all
 
 from sagekernels import observe
-from sagekernels.graphs import Pool, Record, Recording, leave_default_stream
+from sagekernels.graphs import Pool, Record, Recording, hooks_of, leave_default_stream
 from sagetrain.config.layout import Refusal
 from sagetrain.data.loader import Batch
 from sagetrain.engines.gradient_sums import LeafSums
@@ -30,7 +29,6 @@ from sagetrain.stability.noise_scale import GradientNoise
 # A micro-step runs twice by the host before it is recorded: kernels are compiled, tuned and loaded then.
 _PASSES = 2
 _KEPT = 8  # This is the number of recordings that are kept.
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def recorder(device: torch.device) -> Record | None:
@@ -195,13 +193,12 @@ class Replayed(Plain):
         """Return all that decides what micro-steps launch, and where, beside their micro-batches. None: something looks
         at them that would see nothing of a replay."""
         model, leaves = self._model, self._leaves.values()
-        modules = [module for module in model.modules() if not isinstance(module, FSDPModule)]
+        modules = (each for each in model.named_modules() if not isinstance(each[1], FSDPModule))
         if (
             observe.listening()
             or torch._C._autograd._profiler_enabled()
             or torch.is_anomaly_enabled()
-            or any(getattr(module, hooks) for module in modules for hooks in _HOOKS)
-            or any(getattr(hooks_of_all, f"_global{hooks}") for hooks in _HOOKS)
+            or hooks_of(modules)
             or any(leaf._backward_hooks for leaf in leaves)
         ):
             return None

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import tiny
 from distributed import run_distributed
-from fake_graph import FakeGraph, differences
+from fake_graph import Counted, FakeGraph, differences
 from sagekernels.autograd import DOCUMENT_BOUNDS
 from sagetrain.config.layout import Layout
 from sagetrain.config.rules.engine import findings
@@ -89,24 +89,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-class Counted:
-    """The recordings and the replays of a test."""
-
-    def __init__(self) -> None:
-        self.recorded = self.replayed = 0
-
-    def record(self, function: Any) -> Any:
-        graph, outer = FakeGraph.of(function), self
-        self.recorded += 1
-
-        class Recording:
-            def replay(self) -> None:
-                outer.replayed += 1
-                graph.replay()
-
-        return Recording()
-
-
 def step_of(engine: Any, kind: str, step: int, count: int = 6, observers: Observers | None = None) -> tuple[Any, ...]:
     """Take a step. Return its numbers."""
     groups = engine.groups
@@ -127,7 +109,7 @@ def weights_of(engine: Any) -> torch.Tensor:
 
 def engines(stage: int, counted: Counted, groups: Any, **sections: Any) -> Iterator[Any]:
     """Yield an engine whose micro-steps the host launches, and one that replays them."""
-    replayed.recorder = lambda device: counted.record
+    replayed.recorder = lambda device: counted
     for how in ("off", "on"):
         training = {**sections.get("training", {}), "cuda_graphs": how}
         dtype = training.pop("dtype", "bf16")

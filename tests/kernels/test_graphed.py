@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fake_graph import FakeGraph
+from fake_graph import Counted
 from sagekernels import convert, graphed
 from sagekernels.graphed import _graph
 
@@ -32,24 +32,6 @@ class Model(nn.Module):
         if labels is None:
             return logits
         return {"loss": F.cross_entropy(logits.float().flatten(0, 1), labels.flatten()), "logits": logits}
-
-
-class Counted:
-    """The recordings and the replays of a test."""
-
-    def __init__(self) -> None:
-        self.recorded = self.replayed = 0
-
-    def __call__(self, function: Any) -> Any:
-        graph, outer = FakeGraph.of(function), self
-        self.recorded += 1
-
-        class Recording:
-            def replay(self) -> None:
-                outer.replayed += 1
-                graph.replay()
-
-        return Recording()
 
 
 def pair(model: nn.Module, kept: int = 4) -> tuple[nn.Module, nn.Module, Counted]:

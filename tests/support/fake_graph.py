@@ -160,6 +160,24 @@ class FakeGraph(TorchDispatchMode):
                 place.tensor().copy_(x)
 
 
+class Counted:
+    """A function that records (sagekernels.graphs.Record), and counts its recordings and their replays."""
+
+    def __init__(self) -> None:
+        self.recorded = self.replayed = 0
+
+    def __call__(self, function: Callable[[], None]) -> Any:
+        graph, outer = FakeGraph.of(function), self
+        self.recorded += 1
+
+        class Recording:
+            def replay(self) -> None:
+                outer.replayed += 1
+                graph.replay()
+
+        return Recording()
+
+
 def differences(a: FakeGraph, b: FakeGraph) -> list[str]:
     """Return where two recordings differ, up to the first place where they part: line, operator and both values."""
     found: list[str] = []
