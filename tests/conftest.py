@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -87,16 +87,9 @@ def _this_process_is_no_rank() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with real text as token files: train, valid and tokenizer.model (512 tokens)."""
-    folder = tmp_path_factory.mktemp("corpus")
-    prepare(
-        [str(Path(json.__file__).parent.parent / "email")],
-        folder / "train",
-        glob="*.py",
-        vocab_size=512,
-        valid_fraction=0.2,
-        say=lambda text: None,
-    )
-    return folder
+    text = str(Path(json.__file__).parent.parent / "email")
+    how = {"glob": "*.py", "vocab_size": 512, "valid_fraction": 0.2, "say": lambda text: None}
+    return in_common(tmp_path_factory, "corpus", lambda folder: prepare([text], folder / "train", **how))
 
 
 @pytest.fixture(scope="session")
@@ -114,15 +107,25 @@ def alone(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
 
 
 def undisturbed(factory: pytest.TempPathFactory, name: str, launcher: str, corpus: Path, **how: Any) -> Path:
-    """Return the folder of a finished run. The processes of workers.py have one in common, which no test may change."""
+    """Return the folder of a finished run, which no test may change."""
+
+    def run(folder: Path) -> None:
+        finish(launcher, write_config(folder / "run.yaml", corpus, folder / "run", **how))
+
+    return in_common(factory, name, run) / "run"
+
+
+def in_common(factory: pytest.TempPathFactory, name: str, fill: Callable[[Path], Any]) -> Path:
+    """Return a folder that the first process of workers.py which asks for it fills for all of them. No test may change
+    it."""
     root = factory.getbasetemp()
     folder = (root.parent if root.name.startswith("worker-") else root) / name
     with open(f"{folder}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.exists():
             folder.mkdir()
-            finish(launcher, write_config(folder / "run.yaml", corpus, folder / "run", **how))
-    return folder / "run"
+            fill(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")
