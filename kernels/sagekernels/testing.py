@@ -1,5 +1,6 @@
 """Inputs and error metrics that tests, the accuracy tables, admission and the benchmark share. Float64 is the judge."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -155,6 +156,18 @@ def qk_norm_rope_errors(results: tuple[Tensor, Tensor], gradients: tuple[Tensor,
         errors.append(_rounding_errors(of_gain, (u * unit).sum((0, 1)), steps))
     errors.append(0.0 if torch.equal(of_v, x.of_v.flatten(1)) else float("inf"))
     return errors
+
+
+def random_choices(loads: Sequence[int], top: int, device: torch.device | str = "cpu") -> Tensor:
+    """Return choices [T, top] of so few tokens as possible, of which each expert has its load. A token's choices are
+    different, in no order. Where the loads leave places over they are -1, as experts of another rank."""
+    total = sum(loads)
+    tokens = max(-(-total // top), *loads)
+    draw = torch.Generator().manual_seed(total)
+    flat = torch.full((top * tokens,), -1)
+    flat[:total] = torch.arange(len(loads)).repeat_interleave(torch.tensor(loads))
+    choices = flat.view(top, tokens).t()[torch.randperm(tokens, generator=draw)]
+    return choices.gather(1, torch.rand(choices.shape, generator=draw).argsort(1)).to(device)
 
 
 class Results(NamedTuple):

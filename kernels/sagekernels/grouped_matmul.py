@@ -1,0 +1,253 @@
+"""The linear layers of a mixture of experts: each row times the weight of its expert, and both gradients.
+
+A GroupedMatmul decides about rounding, as Matmul does for dense layers (matmul.py). The one in this file multiplies in
+the dtype of its operands, GroupedLowBit in 8 bits by the recipe of LowBit (lowbit.py): a scale for each row, and for
+the gradient of a weight one for each column and expert.
+
+A whole mixture of SwiGLU experts is
+
+    rows = plan_rows(choices, experts)
+    inner = grouped_gated(x, gate_up, weights, rows, matmul, gathers=True)
+    y = grouped_matmul(inner, down, rows, matmul, combines=True)
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .casts import DTYPES, E4M3, INT8, MULTIPLE
+from .grouped import COMBINE_ROWS, GATHER_ROWS, TILE, Rows
+from .grouped_casts import grouped_casts, row_casts, weight_casts
+from .grouped_products import (
+    GROUPED_CODES_PRODUCT,
+    GROUPED_CODES_WEIGHT_PRODUCT,
+    GROUPED_PRODUCT,
+    GROUPED_WEIGHT_PRODUCT,
+)
+from .grouped_swiglu import weighted_swiglu
+from .int8_matmul import PIECE
+from .refusals import differentiated_once, refuse_transforms
+
+
+@dataclass(frozen=True)
+class GroupedMatmul:
+    """Grouped products in the dtype of their operands, for weights [E, N, K]."""
+
+    def keep(self, weight: Tensor) -> tuple[Tensor, ...]:
+        """Return the tensors that the products read in place of the weight, as long as it does not change. This class
+        keeps nothing."""
+        return ()
+
+    def check(self, weight: Tensor, rows: Rows) -> None:
+        """Raise ValueError where sizes are none that this class multiplies."""
+
+    def read(self, x: Tensor, rows: Rows, gathers: bool) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Return the tensors that `forward` multiplies, and those that are kept for `weight_gradient`.
+
+        Args:
+            x: rows [R, K], or with `gathers` tokens [T, K].
+        """
+        return (_rows_of(x, rows, gathers),), (x,)
+
+    def forward(self, operand: Sequence[Tensor], weight: Tensor, rows: Rows, kept: Sequence[Tensor]) -> Tensor:
+        """Return the outputs of the rows, [R, N]."""
+        return GROUPED_PRODUCT(operand[0], weight.mT, rows.ends, rows.tiles)
+
+    def prepare(self, grad: Tensor, rows: Rows, gathers: bool) -> Sequence[Tensor]:
+        """Return the tensors from which both gradients are computed.
+
+        Args:
+            grad: the gradient of the outputs, of rows [R, N] or with `gathers` of tokens [T, N].
+        """
+        return (_rows_of(grad, rows, gathers),)
+
+    def input_gradient(self, prepared: Sequence[Tensor], weight: Tensor, rows: Rows, kept: Sequence[Tensor]) -> Tensor:
+        """Return the gradient of the rows, [R, K]."""
+        return GROUPED_PRODUCT(prepared[0], weight, rows.ends, rows.tiles)
+
+    def weight_gradient(
+        self, prepared: Sequence[Tensor], saved: Sequence[Tensor], rows: Rows, gathers: bool, dtype: torch.dtype
+    ) -> Tensor:
+        """Return the gradient of the weight, [E, N, K]. saved: the second tensors of `read`."""
+        return GROUPED_WEIGHT_PRODUCT(prepared[-1], _rows_of(saved[0], rows, gathers), rows.ends)
+
+
+@dataclass(frozen=True)
+class GroupedLowBit(GroupedMatmul):
+    """Grouped products of operands in 8 bits.
+
+    Args:
+        number: the format of x, of weights and of gradients: torch.int8 or torch.float8_e4m3fn.
+        wide_weight_gradient: compute the gradient of the weights from dY and x in 16 bits (the dtype of x).
+    """
+
+    number: torch.dtype = INT8
+    wide_weight_gradient: bool = False
+
+    def keep(self, weight: Tensor) -> tuple[Tensor, ...]:
+        """Return codes and scales of the weight, first as the output reads them, then transposed for the gradient of
+        x."""
+        return weight_casts(weight, self.number)
+
+    def check(self, weight: Tensor, rows: Rows) -> None:
+        """Raise ValueError where a product sums over no multiple of 16, or over more than int32 holds."""
+        _, outputs, inputs = weight.shape
+        if outputs % MULTIPLE or inputs % MULTIPLE:
+            raise ValueError(
+                f"grouped_matmul in 8 bits takes sizes that are multiples of {MULTIPLE}, got {inputs} to {outputs}"
+            )
+        most = max(outputs, inputs, 0 if self.wide_weight_gradient else len(rows.slot))
+        if self.number == INT8 and most > PIECE:
+            raise ValueError(
+                f"grouped_matmul in INT8 sums at most {PIECE:,} products, got {inputs} to {outputs} features and "
+                f"{len(rows.slot):,} tokens; use smaller micro-batches"
+            )
+
+    def read(self, x: Tensor, rows: Rows, gathers: bool) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Return codes and scales of the rows, and those of the rows transposed or x itself."""
+        if self.wide_weight_gradient:
+            return row_casts(x, rows, self.number, gathers), (x,)
+        codes = grouped_casts(x, rows, self.number, gathers)
+        return codes[:2], codes[2:]
+
+    def forward(self, operand: Sequence[Tensor], weight: Tensor, rows: Rows, kept: Sequence[Tensor]) -> Tensor:
+        """Return the outputs of the rows, [R, N]."""
+        codes = (kept or self.keep(weight))[:2]
+        return GROUPED_CODES_PRODUCT(*operand, *codes, rows.ends, rows.tiles, weight.dtype)
+
+    def prepare(self, grad: Tensor, rows: Rows, gathers: bool) -> Sequence[Tensor]:
+        """Return codes and scales of dY, followed by those of dY transposed or by its rows."""
+        if self.wide_weight_gradient:
+            return *row_casts(grad, rows, self.number, gathers), _rows_of(grad, rows, gathers)
+        return grouped_casts(grad, rows, self.number, gathers)
+
+    def input_gradient(self, prepared: Sequence[Tensor], weight: Tensor, rows: Rows, kept: Sequence[Tensor]) -> Tensor:
+        """Return the gradient of the rows, [R, K]."""
+        codes = (kept or self.keep(weight))[2:]
+        return GROUPED_CODES_PRODUCT(*prepared[:2], *codes, rows.ends, rows.tiles, weight.dtype)
+
+    def weight_gradient(
+        self, prepared: Sequence[Tensor], saved: Sequence[Tensor], rows: Rows, gathers: bool, dtype: torch.dtype
+    ) -> Tensor:
+        """Return the gradient of the weight, [E, N, K]."""
+        if self.wide_weight_gradient:
+            return super().weight_gradient(prepared, saved, rows, gathers, dtype)
+        return GROUPED_CODES_WEIGHT_PRODUCT(*prepared[2:], *saved, rows.first, TILE, dtype)
+
+
+GROUPED_RECIPES = {
+    ("fp8", "rowwise"): GroupedLowBit(E4M3),
+    ("fp8", "rowwise_bf16_wgrad"): GroupedLowBit(E4M3, wide_weight_gradient=True),
+    ("int8", "rowwise"): GroupedLowBit(INT8),
+    ("int8", "rowwise_bf16_wgrad"): GroupedLowBit(INT8, wide_weight_gradient=True),
+}
+"""The recipes of experts, keyed by precision and recipe as RECIPES (lowbit.py). One scale for a whole operand is not
+among them."""
+
+
+def grouped_matmul(
+    x: Tensor,
+    weight: Tensor,
+    rows: Rows,
+    matmul: GroupedMatmul | None = None,
+    kept: Sequence[Tensor] = (),
+    *,
+    gathers: bool = False,
+    combines: bool = False,
+) -> Tensor:
+    """Return each row times the weight of its expert, transposed: [R, K] -> [R, N]. Empty rows are zeros.
+
+    Args:
+        x: rows [R, K] in the dtype of the weight: bf16, fp16 or fp32. With `gathers` tokens [T, K].
+        weight: [E, N, K], or the same memory as a matrix [E N, K]. The gradient has its shape. The tensor itself is
+            kept for the backward pass, and no view of it.
+        rows: of plan_rows.
+        matmul: how to multiply (default: in the dtype of x). GROUPED_RECIPES has those in 8 bits.
+        kept: the tensors that matmul.keep([E, N, K]) returned for the present weight, if it was called.
+        gathers: gather the rows of tokens on the way. The rows are then not kept for the backward pass.
+        combines: return the sum of each token's rows, [T, N], as `combine` does.
+
+    Raises:
+        TypeError: dtypes differ, or are none of these.
+        ValueError: the shapes do not belong together, or the matmul does not take them.
+        NotImplementedError: a second derivative, or a transform of torch.func.
+    """
+    refuse_transforms(*_NAMED)
+    matmul = GroupedMatmul() if matmul is None else matmul
+    if x.dtype not in (*DTYPES, torch.float64) or x.dtype != weight.dtype:
+        raise TypeError(f"grouped_matmul takes x and weight in one of bf16, fp16, fp32, got {x.dtype}, {weight.dtype}")
+    experts, length = len(rows.ends), len(rows.slot) if gathers else len(rows.choice)
+    if weight.dim() not in (2, 3) or weight.shape[0] % experts or (weight.dim() == 3 and weight.shape[0] != experts):
+        raise ValueError(f"grouped_matmul takes weights [{experts}, N, K], got shape {tuple(weight.shape)}")
+    if x.dim() != 2 or x.shape != (length, weight.shape[-1]):
+        raise ValueError(f"grouped_matmul takes x [{length}, {weight.shape[-1]}], got shape {tuple(x.shape)}")
+    matmul.check(_weights_of(weight, experts), rows)
+    return _Grouped.apply(_Plan(matmul, gathers, combines, len(kept)), x, weight, *kept, *rows)
+
+
+def grouped_gated(
+    x: Tensor,
+    weight: Tensor,
+    weights: Tensor,
+    rows: Rows,
+    matmul: GroupedMatmul | None = None,
+    kept: Sequence[Tensor] = (),
+    *,
+    gathers: bool = False,
+) -> Tensor:
+    """Return silu(gate) * up times the router's weight, of gate and up as halves of one product: [R, K] -> [R, N / 2].
+    Arguments that are not named here are those of `grouped_matmul`, and errors are as there and in `weighted_swiglu`.
+
+    Args:
+        weight: [E, N, K] or [E N, K]: of each expert first the outputs of gate, then those of up.
+        weights: [T, k], the router's weight of each choice. Gradients flow to it.
+    """
+    return weighted_swiglu(grouped_matmul(x, weight, rows, matmul, kept, gathers=gathers), weights, rows)
+
+
+def _rows_of(x: Tensor, rows: Rows, gathers: bool) -> Tensor:
+    return GATHER_ROWS(x, rows.choice, rows.slot.shape[1]) if gathers else x
+
+
+def _weights_of(weight: Tensor, experts: int) -> Tensor:
+    """View a weight as [E, N, K]."""
+    return weight.view(experts, -1, weight.shape[-1])
+
+
+_NAMED = "grouped_matmul", "a loop over experts"
+
+
+class _Plan(NamedTuple):
+    matmul: GroupedMatmul
+    gathers: bool
+    combines: bool
+    kept: int
+
+
+class _Grouped(torch.autograd.Function):
+    """Autograd's node of grouped_matmul. Like that of `linear` it keeps the weight itself."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: _Plan, x: Tensor, weight: Tensor, *tensors: Tensor) -> Tensor:
+        kept, rows = tensors[: plan.kept], Rows(*tensors[plan.kept :])
+        operand, saved = plan.matmul.read(x, rows, plan.gathers)
+        y = plan.matmul.forward(operand, _weights_of(weight, len(rows.ends)), rows, kept)
+        ctx.plan, ctx.count = plan, len(saved)
+        ctx.save_for_backward(*saved, weight, *tensors)
+        return COMBINE_ROWS(y, rows.slot) if plan.combines else y
+
+    @staticmethod
+    @differentiated_once(*_NAMED)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        matmul, gathers, combines, count = ctx.plan
+        saved, (weight, *tensors) = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        kept, rows = tensors[:count], Rows(*tensors[count:])
+        prepared = matmul.prepare(grad, rows, combines)
+        of_x = matmul.input_gradient(prepared, _weights_of(weight, len(rows.ends)), rows, kept)
+        if gathers:
+            of_x = COMBINE_ROWS(of_x, rows.slot)
+        of_weight = matmul.weight_gradient(prepared, saved, rows, gathers, weight.dtype)
+        return None, of_x, of_weight.view(weight.shape), *(None,) * len(tensors)
