@@ -31,7 +31,7 @@ CONFIG = "configs/quickstart.yaml"
 PAGE = RUN_DIR / "report.html"
 PREPARE = f"sagetrain prepare python-stdlib --output {DATA_DIR}/train --vocab-size 2048 --valid-fraction 0.02"
 LAYOUT = "parallel.tensor_parallel_size=2 parallel.sequence_parallel=true"
-TRAIN = f"torchrun --nproc-per-node 2 -m sagetrain train {CONFIG} {LAYOUT}"
+TRAIN = f"torchrun --standalone --nproc-per-node 2 -m sagetrain train {CONFIG} {LAYOUT}"
 NEXT = {
     f'sagetrain generate {RUN_DIR} "import" --max-tokens 60': "what the model makes of other beginnings",
     f"sagetrain plan {CONFIG} --brief": "what a run would be on a GPU: memory, speed, and what does not fit together",

@@ -6,12 +6,14 @@ imported and before a rank waits for others. This module does not import torch.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
 import socket
 from collections.abc import Iterable
 from contextlib import suppress
+from pathlib import Path
 
 from sagetrain.config.errors import ConfigError, many
 
@@ -40,6 +42,11 @@ _ALONE = {
 }
 """The variables with which launchers count tasks or hosts, and the value of each for a single task: torchrun,
 deepspeed, srun, the kinds of mpirun, flux, jsrun, and services that start one task on each host."""
+_PORTS = range(10_000, 65_536)
+_SERVED = Path("/proc/sys/net/ipv4/ip_local_port_range")
+"""The file with the first and the last port that the system gives to whoever asks for any."""
+_CLAIMS: list[socket.socket] = []
+"""A socket with the name of each port that free_port returned. No two sockets of a host have the same name."""
 
 
 def launched() -> tuple[int, int]:
@@ -142,11 +149,20 @@ def _unset(names: Iterable[str]) -> str:
 
 
 def free_port() -> int:
-    """Return a free port below 32768. The system gives ports from there on to whoever asks for any, so another process
-    could get such a port before the one that it is meant for."""
-    while True:
-        port = 10_000 + secrets.randbelow(10_000)
-        # If binding fails, somebody else listens on this port.
+    """Return a port that nobody listens at, for a process that this one starts.
+
+    Another process could take a port between this search and the moment when it is used. So the port is outside of the
+    range from which the system serves whoever asks for any port, and this process claims it until it ends: no other
+    caller of this function on the host gets the same one.
+    """
+    first, last = map(int, _SERVED.read_text().split())
+    apart = [port for port in _PORTS if not first <= port <= last] or _PORTS
+    for port in secrets.SystemRandom().sample(apart, len(apart)):
+        claim = socket.socket(socket.AF_UNIX)
         with suppress(OSError), socket.socket() as s:
+            claim.bind(f"\0sagetrain's port {port}")
             s.bind(("", port))
+            _CLAIMS.append(claim)
             return port
+        claim.close()
+    raise OSError(errno.EADDRINUSE, f"no port from {apart[0]} to {apart[-1]} is free on {socket.gethostname()}")

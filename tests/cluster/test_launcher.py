@@ -6,6 +6,7 @@ import subprocess
 import pytest
 
 from runs import BIN, ROOT
+from sagetrain.cluster import launcher
 from sagetrain.cluster.launcher import launched, unknown_launcher
 from sagetrain.config import ConfigError
 
@@ -106,3 +107,18 @@ def test_commands_name_leftovers_before_they_import_torch() -> None:
         run = subprocess.run([BIN / "sagetrain", *words], env={**os.environ, **left}, capture_output=True, text=True)
         assert run.returncode == 2
         assert run.stderr.startswith("error: RANK=1, WORLD_SIZE=4 in the environment: 4 ranks cannot meet"), run.stderr
+
+
+def test_a_free_port_is_claimed_and_is_served_to_nobody(monkeypatch, tmp_path) -> None:
+    """Three ports are left: the system serves the last two of them, or all."""
+    ports = sorted(launcher.free_port() for _ in range(3))
+    for claim in launcher._CLAIMS[-3:]:
+        claim.close()
+    monkeypatch.setattr(launcher, "_PORTS", ports)
+    monkeypatch.setattr(launcher, "_SERVED", tmp_path / "served")
+    (tmp_path / "served").write_text(f"{ports[1]}\t65535\n")
+    assert launcher.free_port() == ports[0]
+    with pytest.raises(OSError, match=f"no port from {ports[0]} to {ports[0]} is free"):
+        launcher.free_port()
+    (tmp_path / "served").write_text("1024\t65535\n")
+    assert sorted(launcher.free_port() for _ in range(2)) == ports[1:]

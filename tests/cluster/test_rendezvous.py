@@ -9,15 +9,17 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
-from torch.distributed import DistStoreError, TCPStore
+from torch.distributed import DistStoreError, Store, TCPStore
 
 from forked import PATIENCE, Command
 from runs import BIN, free_port, write_config
@@ -38,11 +40,41 @@ def test_ranges() -> None:
     assert rendezvous.ranges([3, 0, 1, 6, 6, 7, 9]) == "0..1, 3, 6..7, 9"
 
 
+class InVain(Store):
+    """A store in which a wait for `key` ends without it as soon as `given_up` is set, however long it was to last. The
+    lengths are appended to `lengths`."""
+
+    every: ClassVar[list[InVain]] = []  # C++ would keep a store alive, but not what Python adds to it.
+
+    def __init__(self, store: Store, key: str, given_up: threading.Event, lengths: list[float]):
+        super().__init__()
+        self.store, self.key, self.given_up, self.lengths = store, key, given_up, lengths
+        self.every.append(self)
+
+    def set(self, key: str, value: str) -> None:
+        self.store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return self.store.get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        return self.store.check(keys)
+
+    def wait(self, keys: list[str], length: timedelta) -> None:
+        if keys == [self.key]:
+            self.lengths.append(length.total_seconds())
+            assert self.given_up.wait(PATIENCE)
+            raise DistStoreError
+        self.store.wait(keys, length)
+
+
 @pytest.mark.parametrize(("order", "missing", "waited"), [([1, 0], 2, 1), ([1, 2], 0, 3)])
 def test_under_torchrun_all_that_came_name_the_one_that_did_not(monkeypatch, order, missing, waited) -> None:
     """The store lives in torchrun's agent, so no rank waits for rank 0 before it can connect."""
-    agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    minutes = 1.5 / 60
+    agent, minutes = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), PATIENCE / 60
+    awaited = "meet/0/problem" if missing == 0 else f"meet/0/host/{missing}"
+    open_store, given_up, lengths = rendezvous._store, threading.Event(), []
+    monkeypatch.setattr(rendezvous, "_store", lambda *how: InVain(open_store(*how), awaited, given_up, lengths))
     with ThreadPoolExecutor(2) as ranks:
         came = []
         for rank in order:
@@ -50,7 +82,7 @@ def test_under_torchrun_all_that_came_name_the_one_that_did_not(monkeypatch, ord
             monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
             came.append(ranks.submit(rendezvous.meet, minutes))
             agent.wait([f"meet/0/host/{rank}"])
-            time.sleep(0.3)
+        given_up.set()
         both = f"ranks {'0..1' if missing == 2 else '1..2'}"
         said = (
             f"1 of 3 ranks have not come to .* within {waited * minutes:g} minutes: rank {missing}. Here are .*{both}"
@@ -59,6 +91,7 @@ def test_under_torchrun_all_that_came_name_the_one_that_did_not(monkeypatch, ord
             error = rank.exception()
             assert isinstance(error, rendezvous.RanksMissing)
             assert re.search(said, str(error))
+    assert sum(lengths) == pytest.approx(waited * PATIENCE * (1 if missing else 2), rel=0.01)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

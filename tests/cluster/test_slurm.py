@@ -43,7 +43,9 @@ def submit(folder: Path, config: Path) -> subprocess.Popen:
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
-    job = {"SLURM_JOB_ID": str(free_port()), "SLURM_JOB_NODELIST": "here"}
+    # The script takes the port from the job's number.
+    port = next(port for port in iter(free_port, None) if 20_000 <= port < 30_000)
+    job = {"SLURM_JOB_ID": str(port - 20_000), "SLURM_JOB_NODELIST": "here"}
     job |= {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2"}
     path = os.pathsep.join([str(folder), os.environ["PATH"]])
     return subprocess.Popen(

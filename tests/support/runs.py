@@ -67,7 +67,7 @@ def command(launcher: str) -> list[str]:
         "sagetrain": ["sagetrain", "train"],
         "ranks": ["ranks", "2", port, "train"],
         "deepspeed": ["deepspeed", "--num_accelerators", "2", "--master_port", port, script],
-        "torchrun": ["torchrun", "--nproc-per-node", "2", "--master-port", port, script],
+        "torchrun": ["torchrun", "--standalone", "--nproc-per-node", "2", script],
     }[launcher]
 
 

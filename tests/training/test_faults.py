@@ -179,13 +179,15 @@ def test_ranks_whose_launcher_is_killed_save_and_leave(tmp_path, corpus, pair) -
     config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", tp_size=2, training=patience)
 
     def only_the_launcher(launcher: Command) -> None:
-        ranks = ranks_of(launcher)
-        for rank in ranks:  # The ranks are stopped meanwhile, because the run is so short that it might finish.
-            rank.suspend()
+        ranks, gone = ranks_of(launcher), "rank 1: the launcher is gone"
+        before = log_of(config).count(gone)
+        ranks[0].suspend()  # Rank 1 waits for it inside of a step, so the run does not finish meanwhile.
         launcher.kill()
-        time.sleep(1.6)
-        for rank in ranks:
-            rank.resume()
+        deadline = time.monotonic() + PATIENCE
+        while log_of(config).count(gone) == before:
+            assert ranks[1].is_running() and time.monotonic() < deadline, log_of(config)[-3000:]
+            time.sleep(0.01)
+        ranks[0].resume()
         assert psutil.wait_procs(ranks, timeout=PATIENCE)[1] == []
 
     for launcher, step in (("deepspeed", 7), ("torchrun", 24)):
@@ -218,16 +220,28 @@ def test_sigterm_at_the_first_step_and_beside_other_work(tmp_path, corpus, alone
     check_undisturbed(tmp_path / "run", alone)
 
 
+SLOW_DISK = """
+import os, pathlib, runpy, sys, threading, time
+fsync, main = os.fsync, threading.main_thread().ident
+def waited_for():
+    frame = sys._current_frames()[main]
+    while frame and (frame.f_code.co_name, pathlib.Path(frame.f_code.co_filename).name) != ("wait", "saving.py"):
+        frame = frame.f_back
+    return frame
+def slow(file):
+    while "/.writing-" in os.readlink(f"/proc/self/fd/{file}") and not waited_for():
+        time.sleep(0.01)
+    fsync(file)
+os.fsync = slow
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 @pytest.fixture
 def slow_disk(tmp_path) -> list[str]:
-    """A launcher of one process, for which every sync to disk takes a quarter of a second."""
-    (tmp_path / "slow.py").write_text(
-        "import os, runpy, sys, time\n"
-        "fsync = os.fsync\n"
-        "os.fsync = lambda file: (time.sleep(0.25), fsync(file))[1]\n"
-        "del sys.argv[0]\n"
-        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
-    )
+    """A launcher of one process. A sync of a checkpoint to disk lasts until training waits for the checkpoint."""
+    (tmp_path / "slow.py").write_text(SLOW_DISK)
     return ["python", str(tmp_path / "slow.py")]
 
 
@@ -247,12 +261,12 @@ def test_sigterm_and_kill_9_while_a_save_is_in_flight(tmp_path, corpus, alone, s
     assert max(folder.glob("step-*")).name == "step-00000020"
     finish("sagetrain", config)  # The disk is as fast as ever again.
     assert re.findall(r"resumed from step-0*(\d+)", log_of(config)) == [str(stopped), "20"]
-    waits = log_of(config).count("training waits for the checkpoint before this one (said once)")
-    assert 1 <= waits <= 3  # Each start writes the line at most once.
+    # The second start wrote this line, at step 25. A signal was the cause of the first one's wait.
+    assert log_of(config).count("training waits for the checkpoint before this one (said once)") == 1
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     saves = {row["step"]: row for row in rows if "perf/save_stall_seconds" in row}
     assert saves.keys() >= {10, 20, 40}
-    assert saves[10]["perf/save_stall_seconds"] < saves[10]["perf/save_publish_seconds"] > 1
+    assert saves[10]["perf/save_stall_seconds"] < saves[10]["perf/save_publish_seconds"]
     check_undisturbed(tmp_path / "run", alone)
 
 
