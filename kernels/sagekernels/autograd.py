@@ -32,6 +32,7 @@ def sage_attention(
     smooth_q: bool = False,
     cu_seqlens: Tensor | None = None,
     bounds: Tensor | None = None,
+    window: int | None = None,
     recipe: RecipeName | None = None,
     backend: BackendName | None = None,
 ) -> Tensor:
@@ -51,7 +52,11 @@ def sage_attention(
         smooth_q: subtract the mean of Q over tiles of 64 tokens before quantizing.
         cu_seqlens: int32 [documents + 1] from 0 to N over a batch of one: attention stays inside documents. Documents
             of length zero are allowed. On a GPU the values are not checked (that would wait for the device).
-        bounds: document_bounds(cu_seqlens, N) in the place of cu_seqlens, where many calls share them.
+        bounds: document_bounds(cu_seqlens, N, window) in the place of cu_seqlens and window, where many calls share
+            them. All rows of a batch have these bounds.
+        window: a query sees so many tokens, its own included: it and the window - 1 before it. Without causal it also
+            sees the window - 1 behind it. There must be as many keys as queries, unless the window reaches over all
+            keys.
         recipe: "fine" (scales per token, row and column), "paper" (one scale per tile), "gradients" (as fine, Q K^T in
             16 bits), or "scores" (Q K^T alone in INT8, the gradients' products in 16 bits); reference.py specifies
             them. Default: default_recipe of the device, which is "scores" on an H100 or H200 and "fine" elsewhere.
@@ -72,14 +77,30 @@ def sage_attention(
     """
     refuse_transforms(*_NAMED)
     q, k, v = autocast(q, k, v)
-    bounds, scale, recipe = settled(q, k, v, causal, scale, cu_seqlens, bounds, recipe, backend)
+    bounds, scale, recipe = settled(q, k, v, causal, scale, cu_seqlens, bounds, window, recipe, backend)
     smooth_q = smooth_q and RECIPES[recipe].int8_scores
     return FORWARD(*Call(q, k, v, bounds, causal, scale, smooth_k, smooth_q, recipe, backend))[0]
 
 
-def document_bounds(cu_seqlens: Tensor, length: int) -> Tensor:
-    """Return the first token and one past the last token of each token's document, as sage_attention takes them: int32
-    [2, length] from int32 [documents + 1], which rises from 0 to length. On a GPU the host does not wait."""
+def document_bounds(
+    cu_seqlens: Tensor | None, length: int, window: int | None = None, device: torch.device | None = None
+) -> Tensor:
+    """Return the first key that each token sees, and one past the last query that sees each token, as sage_attention
+    takes them: int32 [2, length]. On a GPU the host does not wait.
+
+    Args:
+        cu_seqlens: int32 [documents + 1], which rises from 0 to length. None: the row is one document.
+        length: the tokens of a row.
+        window: the window of sage_attention. None: a token sees its whole document, or that up to itself.
+        device: where the bounds are made if cu_seqlens is None.
+
+    Raises:
+        ValueError: cu_seqlens or the window are not as described.
+    """
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1 (a query sees its own token), got {window}")
+    if cu_seqlens is None:
+        return DOCUMENT_BOUNDS(reference.one_document(length, device), length, window)
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2 or cu_seqlens.dtype != torch.int32:
         raise ValueError(
             f"cu_seqlens must be int32 [documents + 1], got {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}"
@@ -87,7 +108,7 @@ def document_bounds(cu_seqlens: Tensor, length: int) -> Tensor:
     if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
         if cu_seqlens[0] != 0 or cu_seqlens[-1] != length or (cu_seqlens.diff() < 0).any():
             raise ValueError(f"cu_seqlens must rise from 0 to {length}, got {cu_seqlens.tolist()}")
-    return DOCUMENT_BOUNDS(cu_seqlens, length)
+    return DOCUMENT_BOUNDS(cu_seqlens, length, window)
 
 
 def settled(
@@ -98,18 +119,21 @@ def settled(
     scale: float | None,
     cu_seqlens: Tensor | None,
     bounds: Tensor | None,
+    window: int | None,
     recipe: str | None,
     backend: str | None,
 ) -> tuple[Tensor | None, float, str]:
-    """Check the arguments of sage_attention. Return the bounds of the documents, the factor on the scores and the
-    recipe, each with its default in the place of None."""
+    """Check the arguments of sage_attention. Return the bounds of documents and window, the factor on the scores and
+    the recipe, each with its default in the place of None."""
     recipe = default_recipe(q.device) if recipe is None else recipe
     check_backend(q, backend)
     if recipe not in RECIPES:
         raise one_of("recipe", recipe, RECIPES)
     check(q, k, v, causal, cu_seqlens, bounds)
-    scale = scale_of(q, scale)
-    return bounds_of(q, cu_seqlens, bounds), scale, recipe
+    if bounds is not None and window is not None:
+        raise ValueError("give bounds or a window, not both: bounds are document_bounds(cu_seqlens, N, window)")
+    window = reference.hiding_window(window, q.shape[1], k.shape[1])
+    return bounds_of(q, cu_seqlens, bounds, window), scale_of(q, scale), recipe
 
 
 def check_backend(q: Tensor, backend: str | None) -> None:
@@ -135,10 +159,10 @@ def scale_of(q: Tensor, scale: float | None) -> float:
     return scale
 
 
-def bounds_of(q: Tensor, cu_seqlens: Tensor | None, bounds: Tensor | None) -> Tensor | None:
-    """Return the bounds of the documents, contiguous, from whichever of the two describes them."""
-    if cu_seqlens is not None:
-        bounds = document_bounds(cu_seqlens, q.shape[1])
+def bounds_of(q: Tensor, cu_seqlens: Tensor | None, bounds: Tensor | None, window: int | None = None) -> Tensor | None:
+    """Return the bounds of documents and window, contiguous, from whatever describes them."""
+    if cu_seqlens is not None or window is not None:
+        bounds = document_bounds(cu_seqlens, q.shape[1], window, q.device)
     return None if bounds is None else bounds.contiguous()
 
 
@@ -169,8 +193,9 @@ def check(q: Tensor, k: Tensor, v: Tensor, causal: bool, cu_seqlens: Tensor | No
         raise ValueError(f"causal attention needs at least as many keys as queries, got {n_k} keys, {n_q} queries")
     if cu_seqlens is None and bounds is None:
         return
-    if batch != 1 or n_q != n_k:
-        raise ValueError(f"cu_seqlens needs batch 1 and as many keys as queries, got batch {batch}, {n_q} and {n_k}")
+    if n_q != n_k or (batch != 1 and cu_seqlens is not None):
+        name, rows = ("bounds need", "") if cu_seqlens is None else ("cu_seqlens needs", "batch 1 and ")
+        raise ValueError(f"{name} {rows}as many keys as queries, got batch {batch}, {n_q} and {n_k}")
     if cu_seqlens is not None and bounds is not None:
         raise ValueError("give cu_seqlens or bounds, not both: bounds are document_bounds(cu_seqlens, N)")
     if bounds is not None and (bounds.shape != (2, n_q) or bounds.dtype != torch.int32):
@@ -267,12 +292,12 @@ def _backward_fake(do: Tensor, k: Tensor | None, v: Tensor, *_) -> Three:
     return tuple(torch.empty(x.shape, dtype=v.dtype, device=v.device) for x in (do, v, v))
 
 
-def _document_bounds(cu_seqlens: Tensor, length: int) -> Tensor:
+def _document_bounds(cu_seqlens: Tensor, length: int, window: int | None = None) -> Tensor:
     on_gpu = cu_seqlens.is_cuda and length > 0
-    return (document_bounds_triton if on_gpu else reference.document_bounds)(cu_seqlens, length)
+    return (document_bounds_triton if on_gpu else reference.document_bounds)(cu_seqlens, length, window)
 
 
-def _document_bounds_fake(cu_seqlens: Tensor, length: int) -> Tensor:
+def _document_bounds_fake(cu_seqlens: Tensor, length: int, window: int | None = None) -> Tensor:
     return cu_seqlens.new_empty(2, length)
 
 

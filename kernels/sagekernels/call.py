@@ -96,7 +96,8 @@ class Call(NamedTuple):
     k: Tensor
     v: Tensor
     bounds: Tensor | None
-    """The first token and one past the last token of each token's document, int32 [2, N]."""
+    """The result of document_bounds, int32 [2, N]: the first key that each token sees, and one past the last query that
+    sees each token. All rows of the batch have the same ones."""
     causal: bool
     scale: float
     smooth_k: bool

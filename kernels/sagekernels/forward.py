@@ -26,7 +26,7 @@ from .quantize import TILE, in_half_units, quantize_triton, tile_means, token_me
 
 
 @triton.jit
-def _documents_kernel(CU_SEQLENS, STARTS, ENDS, documents, tokens, halvings, BLOCK: tl.constexpr):
+def _documents_kernel(CU_SEQLENS, STARTS, ENDS, documents, tokens, window, halvings, BLOCK: tl.constexpr):
     t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     low = tl.zeros([BLOCK], tl.int32)  # Halving keeps cu_seqlens[low] <= t < cu_seqlens[high].
     high = tl.zeros([BLOCK], tl.int32) + documents
@@ -35,18 +35,20 @@ def _documents_kernel(CU_SEQLENS, STARTS, ENDS, documents, tokens, halvings, BLO
         before = tl.load(CU_SEQLENS + middle) <= t
         low = tl.where(before & (middle > low), middle, low)
         high = tl.where(before, high, tl.maximum(middle, low + 1))
-    tl.store(STARTS + t, tl.load(CU_SEQLENS + low), mask=t < tokens)
-    tl.store(ENDS + t, tl.load(CU_SEQLENS + high), mask=t < tokens)
+    tl.store(STARTS + t, tl.maximum(tl.load(CU_SEQLENS + low), t - window + 1), mask=t < tokens)
+    tl.store(ENDS + t, tl.minimum(tl.load(CU_SEQLENS + high), t + window), mask=t < tokens)
 
 
-def document_bounds_triton(cu_seqlens: Tensor, length: int) -> Tensor:
+def document_bounds_triton(cu_seqlens: Tensor, length: int, window: int | None = None) -> Tensor:
     """Compute reference.document_bounds in one launch: each token finds its document on the device."""
     bounds = torch.empty((2, length), dtype=torch.int32, device=cu_seqlens.device)
     documents = cu_seqlens.numel() - 1
     halvings = documents.bit_length() + 1
+    window = length if window is None else min(window, length)  # A window of the whole row hides nothing.
     with on_device_of(cu_seqlens):
-        grid = (-(-length // 256),)
-        _documents_kernel[grid](cu_seqlens.contiguous(), *bounds.unbind(), documents, length, halvings, BLOCK=256)
+        _documents_kernel[(-(-length // 256),)](
+            cu_seqlens.contiguous(), *bounds.unbind(), documents, length, window, halvings, BLOCK=256
+        )
     return bounds
 
 

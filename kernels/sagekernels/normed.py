@@ -34,6 +34,7 @@ def normed_attention(
     smooth_q: bool = False,
     cu_seqlens: Tensor | None = None,
     bounds: Tensor | None = None,
+    window: int | None = None,
     recipe: RecipeName | None = None,
     backend: BackendName | None = None,
 ) -> Tensor:
@@ -53,13 +54,14 @@ def normed_attention(
     check_projection(q, k, v, q_gain, k_gain, cos, sin)
     if q.shape[0] % batch:
         raise ValueError(f"{q.shape[0]} tokens are not {batch} sequences of one length")
-    options = {"causal": causal, "smooth_k": smooth_k, "cu_seqlens": cu_seqlens, "bounds": bounds, "backend": backend}
+    seen = {"cu_seqlens": cu_seqlens, "bounds": bounds, "window": window}
+    options = {"causal": causal, "smooth_k": smooth_k, "backend": backend, **seen}
     # The means of Q meet K itself in the backward pass, and autocast may change the dtype between the two.
     if smooth_q or autocast_dtype(q) is not None:
         rows = (x.unflatten(0, (batch, -1)) for x in qk_norm_rope(q, k, v, q_gain, k_gain, cos, sin, eps))
         return sage_attention(*rows, scale=scale, smooth_q=smooth_q, recipe=recipe, **options)
     sequences = (_rows(x, batch, len(q_gain)) for x in (q, k, v))
-    bounds, scale, recipe = settled(*sequences, causal, scale, cu_seqlens, bounds, recipe, backend)
+    bounds, scale, recipe = settled(*sequences, causal, scale, cu_seqlens, bounds, window, recipe, backend)
     return _NormedAttention.apply(
         q, k, v, q_gain, k_gain, cos, sin, eps, batch, bounds, causal, scale, smooth_k, recipe, backend
     )

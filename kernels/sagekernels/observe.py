@@ -136,7 +136,7 @@ class Kept(NamedTuple):
     k: Tensor
     """The keys of the sample, [pairs, 1, length, D]."""
     starts: Tensor | None
-    """The first token of each query's document in its sequence, int32 [pairs, 1, queries, 1]."""
+    """The first key in its sequence that each query sees, int32 [pairs, 1, queries, 1]."""
 
 
 @torch.no_grad()
@@ -146,7 +146,7 @@ def keep(call: Call, sample: Sample) -> Kept:
         raise NotImplementedError("only causal attention is observed")
     starts = None
     if call.bounds is not None:
-        starts = sample.take(call.bounds[0, :, None].expand(1, -1, sample.kv_heads), sample.first)
+        starts = sample.take(call.bounds[0, :, None].expand(len(call.q), -1, sample.kv_heads), sample.first)
         shifts = [s * sample.length for _, s, _ in sample.pairs]
         starts = torch.stack([x - shift for x, shift in zip(starts, shifts, strict=True)])[..., None]
     return Kept(sample, sample.take(call.q, sample.first).contiguous(), sample.take(call.k).contiguous(), starts)

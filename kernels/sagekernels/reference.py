@@ -42,15 +42,48 @@ def without_autocast(
     return _run
 
 
-def document_bounds(cu_seqlens: Tensor, length: int) -> Tensor:
+def document_bounds(cu_seqlens: Tensor, length: int, window: int | None = None) -> Tensor:
     """Return the first token and one past the last token of each token's document: int32 [2, length], without a host
-    sync.
+    sync. With a window they are the first key that the token sees as a query, and one past the last query that sees the
+    token as a key.
 
     Zero-length documents (repeated values in cu_seqlens) own no token, wherever they stand.
     """
     positions = torch.arange(length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     following = torch.searchsorted(cu_seqlens, positions, right=True).clamp_(1, cu_seqlens.numel() - 1)
-    return torch.stack((cu_seqlens[following - 1], cu_seqlens[following])).int()
+    bounds = torch.stack((cu_seqlens[following - 1], cu_seqlens[following])).int()
+    return bounds if window is None else windowed(bounds, window)
+
+
+def one_document(length: int, device: torch.device | None) -> Tensor:
+    """Return the cu_seqlens of a row that is one document. The host neither waits nor copies."""
+    return length * torch.arange(2, dtype=torch.int32, device=device)
+
+
+def windowed(bounds: Tensor, window: int) -> Tensor:
+    """Return the bounds, int32 [2, length], where a query sees no key that is `window` tokens away or more. Causal
+    attention then sees `window` tokens, the query's own included; other attention sees as many on either side."""
+    starts, ends = bounds.unbind()
+    window = min(window, bounds.shape[1])  # int32 has no room for any number.
+    tokens = torch.arange(bounds.shape[1], dtype=bounds.dtype, device=bounds.device)
+    return torch.stack((starts.maximum(tokens - window + 1), ends.minimum(tokens + window)))
+
+
+def hiding_window(window: int | None, n_q: int, n_k: int) -> int | None:
+    """Return the window, or None if it hides no key.
+
+    Raises:
+        ValueError: it is below 1, or hides keys where there are not as many of them as queries.
+    """
+    if window is None:
+        return None
+    if window < 1:
+        raise ValueError(f"window must be at least 1 (a query sees its own token), got {window}")
+    if window >= n_k:
+        return None
+    if n_q != n_k:
+        raise ValueError(f"a window of {window} needs as many keys as queries, got {n_k} keys, {n_q} queries")
+    return window
 
 
 def visible(
@@ -88,12 +121,14 @@ def attention_reference(
     scale: float | None = None,
     cu_seqlens: Tensor | None = None,
     bounds: Tensor | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """Compute exact softmax attention in plain torch, differentiable by autograd: the judge of everything else.
 
-    q [B, N_q, H, D], k and v [B, N_k, H_kv, D] of any floating dtype; returns o [B, N_q, H, D] in q's dtype. Scores and
-    softmax are float32 for 16-bit inputs, and have the inputs' precision otherwise (pass float64 to judge). The
-    backward pass recomputes scores chunk by chunk, so memory is linear in the sequence length.
+    q [B, N_q, H, D], k and v [B, N_k, H_kv, D] of any floating dtype; returns o [B, N_q, H, D] in q's dtype. The
+    other arguments are those of sage_attention. Scores and softmax are float32 for 16-bit inputs, and have the inputs'
+    precision otherwise (pass float64 to judge). The backward pass recomputes scores chunk by chunk, so memory is linear
+    in the sequence length.
     """
     n_q, n_k, h_kv = q.shape[1], k.shape[1], k.shape[2]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -107,7 +142,9 @@ def attention_reference(
 
     qg = _grouped(q.transpose(1, 2), h_kv)
     kg, vg = k.transpose(1, 2).unsqueeze(2), v.transpose(1, 2).unsqueeze(2)
-    bounds = document_bounds(cu_seqlens, n_q) if bounds is None and cu_seqlens is not None else bounds
+    window = hiding_window(window, n_q, n_k)
+    if bounds is None and (cu_seqlens is not None or window is not None):
+        bounds = document_bounds(one_document(n_q, q.device) if cu_seqlens is None else cu_seqlens, n_q, window)
     outputs = []
     chunks = _chunks(n_q, n_k, q.shape[0] * q.shape[2])
     for rows in chunks:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .call import Call
-from .reference import attention_reference, document_bounds
+from .reference import attention_reference, document_bounds, one_document
 
 
 class Shape(NamedTuple):
@@ -22,9 +22,11 @@ class Shape(NamedTuple):
     head_dim: int = 64
     causal: bool = True
     documents: tuple[int, ...] = ()
+    window: int | None = None
 
     def __str__(self) -> str:
         packed = f" docs{len(self.documents)}" if self.documents else ""
+        packed += f" window{self.window}" if self.window else ""
         kind = "causal" if self.causal else "full"
         n = f"{self.n_q}" if self.n_q == self.n_k else f"{self.n_q}x{self.n_k}"
         return f"B{self.batch} N{n} H{self.heads}/{self.kv_heads} D{self.head_dim} {kind}{packed}"
@@ -36,8 +38,11 @@ class Shape(NamedTuple):
         return torch.tensor([0, *self.documents], device=device).cumsum(0).to(torch.int32)
 
     def bounds(self, device: torch.device | str = "cpu") -> Tensor | None:
-        """Return document_bounds of cu_seqlens."""
-        return document_bounds(self.cu_seqlens(device), self.n_q) if self.documents else None
+        """Return document_bounds of cu_seqlens and the window, or None."""
+        if not self.documents and self.window is None:
+            return None
+        cu_seqlens = self.cu_seqlens(device) if self.documents else one_document(self.n_q, device)
+        return document_bounds(cu_seqlens, self.n_q, self.window)
 
 
 def _rounding_errors(found: Tensor, exact: Tensor, float32: Tensor) -> float:

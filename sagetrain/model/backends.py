@@ -47,7 +47,7 @@ class TokenLayout(NamedTuple):
     mask: Tensor | None
     """The mask of documents, bool [B, 1, S, S], True where a query sees a key. None: no layer's function wants it."""
     bounds: Tensor | None
-    """The result of `bounds_of`, int32 [2, B * S]. None: no layer's function wants it."""
+    """The result of `document_bounds`, int32 [2, B * S]. None: no layer's function wants it."""
     window: int | None = None
     """Tokens that a query sees, its own included. None: all before it. Mask and bounds have the window already."""
 
@@ -71,18 +71,8 @@ def token_layout(
     mask = bounds = None
     if cu_seqlens is not None:
         mask = document_mask(cu_seqlens, num_sequences, num_tokens, window) if "mask" in wanted else None
-        bounds = bounds_of(cu_seqlens, num_tokens, window) if "bounds" in wanted else None
+        bounds = document_bounds(cu_seqlens, num_tokens, window) if "bounds" in wanted else None
     return TokenLayout(num_sequences, cos, sin, cu_seqlens, max_seqlen, mask, bounds, window)
-
-
-def bounds_of(cu_seqlens: Tensor, num_tokens: int, window: int | None) -> Tensor:
-    """Return the first key that each query sees, and one past the last query that sees each key: int32 [2, B * S]."""
-    bounds = document_bounds(cu_seqlens, num_tokens)
-    if window is None:
-        return bounds
-    tokens = torch.arange(num_tokens, dtype=torch.int32, device=bounds.device)
-    starts, ends = bounds.unbind()
-    return torch.stack((starts.maximum(tokens - window + 1), ends.minimum(tokens + window)))
 
 
 def document_mask(cu_seqlens: Tensor, num_sequences: int, num_tokens: int, window: int | None = None) -> Tensor:

@@ -38,6 +38,10 @@ SHAPES = [
     Shape(1, 2000, 2000, 2, 1, 64, documents=(1, 0, 63, 64, 65, 700, 1, 1, 1105, 0, 0)),
     Shape(1, 2000, 2000, 2, 2, 128, causal=False, documents=(500, 1, 499, 1000, 0, 0)),
     Shape(1, 100, 100, 2, 2, 64, documents=(1,) * 100),
+    Shape(2, 700, 700, 4, 2, 64, window=100),
+    Shape(1, 1000, 1000, 2, 1, 128, documents=(200, 1, 0, 799), window=300),
+    Shape(1, 500, 500, 2, 2, 64, causal=False, documents=(130, 370), window=33),
+    Shape(1, 333, 333, 2, 1, 80, window=1),
 ]
 
 
@@ -69,7 +73,7 @@ def poisoned_memory():
 @pytest.mark.parametrize(("backend", "shape", "dtype", "smooth_q", "recipe"), CASES)
 def test_agrees_with_the_twin_and_with_float64(backend, shape, dtype, smooth_q, recipe):
     inputs = random_inputs(shape, sigma=1.5, k_mean=1.0, do_scale=1e-2, dtype=dtype, device="cuda")
-    options = {"causal": shape.causal, "cu_seqlens": shape.cu_seqlens("cuda")}
+    options = {"causal": shape.causal, "cu_seqlens": shape.cu_seqlens("cuda"), "window": shape.window}
     exact = exact_results(*inputs, **options)
     twin = results_of(sage_attention, *inputs, **options, recipe=recipe, smooth_q=smooth_q, backend="twin")
     ours = results_of(sage_attention, *inputs, **options, recipe=recipe, smooth_q=smooth_q, backend=backend)

@@ -109,7 +109,7 @@ def results(kernels, shape, stages=1, dtype=torch.bfloat16, half_sums=False, inp
     call = call_of(shape, q, k, v, "fine")
     o, saved = twin_forward(call)
     ours = backward(kernels, do, v, o, saved, shape.causal, bounds, stages, half_sums, **options)
-    exact = exact_results(q, k, v, do, causal=shape.causal, cu_seqlens=shape.cu_seqlens())
+    exact = exact_results(q, k, v, do, causal=shape.causal, cu_seqlens=shape.cu_seqlens(), window=shape.window)
     return ours, twin_backward(call.backward(do, o, saved)), exact
 
 
@@ -131,6 +131,7 @@ def assert_close(ours, twin, exact):
         (Shape(1, 210, 210, 1, 1, 64, False, (100, 0, 1, 63, 46)), 1, torch.bfloat16, False),
         (Shape(1, 330, 330, 2, 1, 64, True), 2, torch.bfloat16, True),
         (Shape(2, 100, 40, 2, 2, 64, False), 2, torch.float16, True),
+        (Shape(2, 170, 170, 1, 1, 64, True, (), 70), 1, torch.bfloat16, False),
     ],
     ids=str,
 )

@@ -118,6 +118,17 @@ def test_documents(kernels, documents, causal):
     assert_close(*emulated(kernels, q, k, v, causal, bounds=bounds))
 
 
+@pytest.mark.parametrize(("documents", "window", "causal"), [
+    ((90, 210), 1, True), ((90, 0, 210), 100, True), ((), 40, True), ((90, 210), 40, False),
+])  # fmt: skip
+def test_windows(kernels, documents, window, causal):
+    """Both rows of the batch have the same bounds."""
+    batch, n = (1, 300) if documents else (2, 200)
+    q, k, v = inputs(n, [(batch, n, 2, 64), (batch, n, 1, 64), (batch, n, 1, 64)])
+    bounds = Shape(n_q=n, documents=documents, window=window).bounds()
+    assert_close(*emulated(kernels, q, k, v, causal, bounds=bounds))
+
+
 @pytest.mark.parametrize(("head_dim", "half_sums"), [(64, False), (128, True)])
 def test_scores_that_outgrow_the_old_maximum(kernels, head_dim, half_sums):
     """Keys get larger towards the first one, which is visited last. Scores grow by more than 2^127 from tile to

@@ -39,7 +39,8 @@ def test_it_is_its_two_functions(recipe: str, smooth_q: bool) -> None:
     operator makes lie side by side."""
     options = {"recipe": recipe, "smooth_q": smooth_q}
     documents = torch.tensor([0, 3, 3, 40, 66], dtype=torch.int32)
-    for batch, more in ((3, {"smooth_k": False}), (1, {"cu_seqlens": documents, "causal": False, "scale": 0.3})):
+    other = {"cu_seqlens": documents, "causal": False, "scale": 0.3, "window": 9}
+    for batch, more in ((3, {"smooth_k": False}), (1, other)):
         leaves, tables = inputs(66)
         found = results(leaves, normed_attention(*leaves, *tables, batch=batch, **options, **more))
         rows = [x.unflatten(0, (batch, -1)) for x in qk_norm_rope(*leaves, *tables)]

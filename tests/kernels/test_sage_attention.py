@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+import sagekernels
 from sagekernels import attention_reference, default_recipe, fp4_attention, sage_attention
 from sagekernels.call import RECIPES
 from sagekernels.quantize import TILE, quantize_twin, tile_means, token_mean
@@ -21,10 +22,18 @@ SHAPES = [
     Shape(1, 333, 333, 2, 2, 192, causal=False, documents=(5, 0, 125, 203, 0, 0)),
     Shape(1, 1, 77, 2, 2, 256),
     Shape(3, 65, 65, 1, 1, 16),
+    Shape(2, 200, 200, 4, 2, 32, window=70),
+    Shape(1, 333, 333, 2, 1, 64, documents=(5, 0, 125, 203, 0, 0), window=40),
+    Shape(1, 200, 200, 2, 1, 32, causal=False, documents=(5, 0, 125, 70), window=33),
 ]
 
 
-def direct_attention(q, k, v, causal, cu_seqlens=None):
+def options_of(shape):
+    """Return the arguments of sage_attention that say what its queries see."""
+    return {"causal": shape.causal, "cu_seqlens": shape.cu_seqlens(), "window": shape.window}
+
+
+def direct_attention(q, k, v, causal, cu_seqlens=None, window=None):
     """Compute softmax attention in float64 with an explicit mask, query head by query head."""
     heads, group = q.shape[2], q.shape[2] // k.shape[2]
     i = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1]
@@ -33,6 +42,8 @@ def direct_attention(q, k, v, causal, cu_seqlens=None):
     if cu_seqlens is not None:
         document = (torch.arange(q.shape[1])[:, None] >= cu_seqlens[1:]).sum(1)
         seen = seen & (document[:, None] == document[None])
+    if window is not None:
+        seen = seen & ((i - j).abs() < window)
     out = []
     for h in range(heads):
         scores = q[:, :, h] @ k[:, :, h // group].mT / math.sqrt(q.shape[-1])
@@ -43,7 +54,7 @@ def direct_attention(q, k, v, causal, cu_seqlens=None):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_reference_is_attention(shape):
     inputs = random_inputs(shape, sigma=2.0, dtype=torch.float64)
-    options = {"causal": shape.causal, "cu_seqlens": shape.cu_seqlens()}
+    options = options_of(shape)
     assert (
         max(errors(results_of(direct_attention, *inputs, **options), exact_results(*inputs, **options)).values())
         < 1e-12
@@ -63,7 +74,7 @@ def test_the_reference_in_chunks(monkeypatch):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_twin_is_close_to_attention(shape, recipe, smooth_q):
     inputs = random_inputs(shape, sigma=1.0, k_mean=3.0, do_scale=1e-3)
-    options = {"causal": shape.causal, "cu_seqlens": shape.cu_seqlens()}
+    options = options_of(shape)
     judged = errors(
         results_of(sage_attention, *inputs, **options, recipe=recipe, smooth_q=smooth_q),
         exact_results(*inputs, **options),
@@ -92,6 +103,31 @@ def test_packed_documents_are_separate_calls():
 def test_document_bounds():
     starts, ends = document_bounds(torch.tensor([0, 0, 3, 3, 5, 5, 5], dtype=torch.int32), 5)
     assert starts.tolist() == [0, 0, 0, 3, 3] and ends.tolist() == [3, 3, 3, 5, 5]
+
+
+def test_bounds_of_a_window():
+    """A query sees `window` tokens, its own included, and nothing of other documents. A row without any is one."""
+    starts, ends = document_bounds(torch.tensor([0, 4, 4, 9], dtype=torch.int32), 9, 3)
+    assert starts.tolist() == [0, 0, 0, 1, 4, 4, 4, 5, 6] and ends.tolist() == [3, 4, 4, 4, 7, 8, 9, 9, 9]
+    whole = sagekernels.document_bounds(None, 5, 2)
+    assert whole.dtype == torch.int32 and whole.tolist() == [[0, 0, 1, 2, 3], [2, 3, 4, 5, 5]]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_window_by_any_description(causal):
+    """All rows share one window. One that hides no key gives the bits of none, also where there are more keys than
+    queries."""
+    inputs = random_inputs(Shape(2, 90, 90, 2, 1, 32))
+    how = {"causal": causal, "recipe": "scores"}
+    found = results_of(sage_attention, *inputs, window=20, **how)
+    shared = results_of(sage_attention, *inputs, bounds=sagekernels.document_bounds(None, 90, 20), **how)
+    assert all(map(torch.equal, found, shared))
+    whole = results_of(sage_attention, *inputs, **how)
+    assert all(map(torch.equal, whole, results_of(sage_attention, *inputs, window=90, **how)))
+    assert rel_l2(found.o, whole.o) > 0.1
+    q, k, v, do = random_inputs(Shape(1, 20, 90, 2, 1, 32))
+    more_keys = (results_of(sage_attention, q, k, v, do, window=window, **how) for window in (90, None))
+    assert all(map(torch.equal, *more_keys))
 
 
 def test_scores_in_16_bits_are_those_of_attention():
@@ -272,7 +308,7 @@ def test_autocast_and_activation_checkpointing():
 def test_the_operators_keep_torchs_rules():
     q, k, v, _ = random_inputs(Shape(1, 70, 70, 2, 1, 32))
     cu_seqlens = torch.tensor([0, 30, 70], dtype=torch.int32)
-    torch.library.opcheck(torch.ops.sagekernels.document_bounds, (cu_seqlens, 70))
+    torch.library.opcheck(torch.ops.sagekernels.document_bounds, (cu_seqlens, 70, 8))
     for smooth_q in (False, True):
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
         arguments = (*leaves, document_bounds(cu_seqlens, 70), True, 0.2, True, smooth_q, "fine", "twin")
@@ -280,22 +316,20 @@ def test_the_operators_keep_torchs_rules():
 
 
 @pytest.mark.filterwarnings("error::UserWarning")  # torch.compile warns when it looks into a cache.
-@pytest.mark.parametrize("documents", [(), (30, 40), (1, 9, 60)])
-def test_compiles_into_one_graph(documents):
-    shape = Shape(1, 70, 70, 2, 1, 32, documents=documents)
+@pytest.mark.parametrize(("documents", "window"), [((), None), ((30, 40), None), ((1, 9, 60), 12), ((), 12)])
+def test_compiles_into_one_graph(documents, window):
+    shape = Shape(1, 70, 70, 2, 1, 32, documents=documents, window=window)
     q, k, v, do = random_inputs(shape)
 
     def block(q, k, v, cu_seqlens):
-        return sage_attention(q * 1.5, k, v, cu_seqlens=cu_seqlens) * 2
+        return sage_attention(q * 1.5, k, v, cu_seqlens=cu_seqlens, window=window) * 2
 
     options = {"cu_seqlens": shape.cu_seqlens()}
     expected = results_of(block, q, k, v, do, **options)
     got = results_of(torch.compile(block, fullgraph=True, backend="aot_eager"), q, k, v, do, **options)
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
     shared = results_of(sage_attention, q, k, v, do, bounds=shape.bounds())
-    assert all(
-        torch.equal(a, b) for a, b in zip(shared, results_of(sage_attention, q, k, v, do, **options), strict=True)
-    )
+    assert all(map(torch.equal, shared, results_of(sage_attention, q, k, v, do, window=window, **options)))
 
 
 def x(*shape, dtype=torch.float32):
@@ -328,6 +362,10 @@ MISTAKES = [
     ((x(1, 4, 2, 32),) * 3, {"bounds": x(2, 5, dtype=INT32)}, ValueError, r"bounds must be int32 \[2, 4\]"),
     ((x(1, 4, 2, 32),) * 3, {"bounds": x(2, 4, dtype=INT32), "cu_seqlens": x(3, dtype=INT32)}, ValueError, "not both"),
     ((x(1, 4, 2, 32),) * 3, {"cu_seqlens": x(3, dtype=INT32)}, ValueError, "must rise from 0 to 4"),
+    ((x(1, 4, 2, 32),) * 3, {"window": 0}, ValueError, "window must be at least 1 .a query sees its own token., got 0"),
+    ((x(1, 4, 2, 32),) * 3, {"window": 2, "bounds": x(2, 4, dtype=INT32)}, ValueError, "bounds or a window, not both"),
+    ((x(1, 4, 2, 32), *[x(1, 6, 2, 32)] * 2), {"window": 5}, ValueError, "a window of 5 needs as many keys as queries"),
+    ((x(1, 4, 2, 32), *[x(1, 6, 2, 32)] * 2), {"bounds": x(2, 4, dtype=INT32)}, ValueError, "bounds need as many keys"),
     ((x(1, 4, 2, 32), x(1, 4, 2, 32).to("meta"), x(1, 4, 2, 32)), {}, ValueError, "must be on one device"),
 ]
 

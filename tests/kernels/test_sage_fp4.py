@@ -241,6 +241,11 @@ def test_inputs_stay_as_they_are_and_bounds_are_documents():
     assert torch.equal(packed, fp4_attention(q, k, v, bounds=document_bounds(shape.cu_seqlens(), 150)))
     assert all(torch.equal(a, b) for a, b in zip(before, (q, k, v), strict=True))
     assert fp4_attention(q[:, :0], k, v).shape == (1, 0, 2, 32)
+    rows, bounds = [torch.cat((x, x.flip(0) * 2)) for x in (q, k, v)], document_bounds(None, 150, 40)
+    windowed = fp4_attention(*rows, bounds=bounds)  # Both rows have the same bounds.
+    assert torch.equal(windowed[1:], fp4_attention(*(x[1:] for x in rows), bounds=bounds))
+    exact = attention_reference(*(x.double() for x in (q, k, v)), window=40)
+    assert rel_l2(windowed[:1], exact) < 0.2
 
 
 def test_gradients_are_refused():

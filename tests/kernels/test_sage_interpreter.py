@@ -70,6 +70,10 @@ else:
         (Shape(1, 130, 130, 2, 1, 32), "gradients", False, torch.float16),
         (Shape(1, 70, 133, 2, 1, 80, causal=False), "gradients", False, torch.float16),
         (Shape(1, 100, 100, 1, 1, 32, documents=(5, 0, 55, 40)), "gradients", False, torch.bfloat16),
+        (Shape(1, 200, 200, 1, 1, 32, documents=(5, 0, 70, 1, 124, 0), window=40), "fine", False, torch.float16),
+        (Shape(2, 140, 140, 2, 1, 32, window=65), "scores", False, torch.float16),
+        (Shape(1, 140, 140, 1, 1, 32, causal=False, window=10), "gradients", False, torch.float16),
+        (Shape(1, 140, 140, 1, 1, 32, window=1), "paper", True, torch.float16),
         (Shape(1, 65, 65, 1, 1, 192), "fine", False, torch.bfloat16),
         (Shape(1, 1, 65, 7, 1, 32), "fine", False, torch.bfloat16),
     ]
@@ -100,6 +104,7 @@ else:
     @pytest.mark.parametrize("shape", [
         Shape(1, 300, 300, 2, 1, 128, documents=(5, 0, 70, 1, 124, 100)),
         Shape(1, 140, 270, 1, 1, 128),
+        Shape(1, 300, 300, 1, 1, 128, window=100),
     ], ids=str)  # fmt: skip
     def test_tiles_of_sm_90_agree_with_the_twin(shape, monkeypatch):
         """Programs have other sizes than TILE on the side that they own."""
@@ -158,7 +163,8 @@ else:
     def test_tokens_find_their_document(lengths):
         cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
         n = sum(lengths)
-        assert torch.equal(document_bounds_triton(cu_seqlens, n), document_bounds(cu_seqlens, n))
+        for window in (None, 1, 7, n, 1 << 40):
+            assert torch.equal(document_bounds_triton(cu_seqlens, n, window), document_bounds(cu_seqlens, n, window))
 
     def same_bits(found, expected):
         """Check that codes and scales of both orientations have the same bits. NaN equals NaN."""

@@ -31,9 +31,10 @@ class Listener:
 
 
 def visible(shape: Shape) -> Tensor:
-    """Return which keys each query sees, bool [N, N]: causal, and within one document."""
+    """Return which keys each query sees, bool [N, N]: causal, within one document and within the window."""
     documents = torch.arange(len(shape.documents) or 1).repeat_interleave(torch.tensor(shape.documents or (shape.n_q,)))
-    return (documents[:, None] == documents[None, :]).tril()
+    seen = (documents[:, None] == documents[None, :]).tril()
+    return seen if shape.window is None else seen.triu(1 - shape.window)
 
 
 def scores_of(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
@@ -63,7 +64,7 @@ def by_hand(shape: Shape, inputs: tuple, ours: tuple, recipe: str, smooth_q: boo
     o = torch.einsum("hnm,mhd->nhd", p, wide_v)
     deltas = [(do * x).sum(-1).T for x in (ours[0][0].double(), o)]
     ds8, ds = (x * (dp - delta[..., None]) for x, delta in zip((p8, p), deltas, strict=True))
-    exact = exact_results(*inputs, cu_seqlens=shape.cu_seqlens())
+    exact = exact_results(*inputs, cu_seqlens=shape.cu_seqlens(), window=shape.window)
     pairs = {"delta": tuple(deltas), "P": (p8, p), "dP": (dp, dp), "dS": (ds8, ds)}
     return pairs | dict(zip(("O", "dQ", "dK", "dV"), zip(ours, exact, strict=True), strict=True))
 
@@ -71,6 +72,7 @@ def by_hand(shape: Shape, inputs: tuple, ours: tuple, recipe: str, smooth_q: boo
 SHAPES = {
     "grouped heads": Shape(n_q=160, n_k=160, heads=4, kv_heads=2),
     "documents": Shape(n_q=256, n_k=256, heads=2, kv_heads=1, documents=(70, 0, 58, 100, 28)),
+    "window": Shape(n_q=256, n_k=256, heads=2, kv_heads=1, documents=(70, 0, 58, 100, 28), window=40),
 }
 
 
@@ -145,11 +147,11 @@ def test_a_sample_of_pairs_takes_turns() -> None:
     assert Sample.of(q[:, :100], k[:, :100], 2, EVERYTHING, 0).length == 100
 
 
-@pytest.mark.parametrize("documents", [(), (300, 84, 256)])
-def test_the_last_rows_of_a_long_sequence_are_exact(documents: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("documents", "window"), [((), None), ((300, 84, 256), None), ((300, 340), 90)])
+def test_the_last_rows_of_a_long_sequence_are_exact(documents: tuple[int, ...], window: int | None) -> None:
     """The sample takes as many rows as fit. O, P, dS and dQ of the last rows, and dK and dV of the last keys, equal
     those of the whole sequence."""
-    shape = Shape(n_q=640, n_k=640, heads=2, kv_heads=1, documents=documents)
+    shape = Shape(n_q=640, n_k=640, heads=2, kv_heads=1, documents=documents, window=window)
     inputs = random_inputs(shape, sigma=2.0, seed=5)
     listener = Listener(scores=2 * 640 * 150)
     with observed(listener):
@@ -164,6 +166,19 @@ def test_the_last_rows_of_a_long_sequence_are_exact(documents: tuple[int, ...]) 
         sums = found.squares[name].tolist()
         assert sums[2] == pytest.approx(exact.square().sum().item(), rel=1e-4), name
         assert pooled_rel_l2(*sums) == pytest.approx(((x - exact).norm() / exact.norm()).item(), rel=2e-3), name
+
+
+def test_rows_of_a_batch_share_a_window() -> None:
+    """The sums of two rows are those of each row alone."""
+    shape, found = Shape(2, 130, 130, 2, 1, 32, window=50), []
+    inputs = random_inputs(shape)
+    for rows in (slice(0, 2), slice(0, 1), slice(1, 2)):
+        with observed(listener := Listener()):
+            results_of(sage_attention, *(x[rows] for x in inputs), window=50)
+        found.append(listener.found[0].squares)
+    both, *alone = found
+    for name, sums in both.items():
+        torch.testing.assert_close(sums, alone[0][name] + alone[1][name], rtol=1e-3, atol=0)
 
 
 def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
