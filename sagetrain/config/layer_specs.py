@@ -7,7 +7,7 @@ import functools
 from typing import NamedTuple
 
 from sagetrain.config.linear_sizes import LinearSizes
-from sagetrain.config.sections.model import ModelConfig, Norms, QKNorm, RopeScaling
+from sagetrain.config.sections.model import ExpertsConfig, ModelConfig, Norms, QKNorm, RopeScaling
 
 
 class Rope(NamedTuple):
@@ -53,11 +53,13 @@ class MLPSpec(NamedTuple):
     """A dense MLP: down(silu(gate(x)) * up(x)), or another activation."""
 
     inner: int
-    """Columns of gate, and of up."""
+    """Columns of gate, and of up. 0: there is no MLP beside the experts."""
     activation: str
 
     def linear_layers(self, hidden: int, ranks: int) -> dict[str, LinearSizes]:
         """Return the sizes of the linear layers on one of so many tensor-parallel ranks, keyed by name."""
+        if not self.inner:
+            return {}
         inner = self.inner // ranks
         return {
             "gate_up": LinearSizes(hidden, {"gate": inner, "up": inner}),
@@ -72,10 +74,13 @@ class LayerSpec(NamedTuple):
     """Width of the residual stream."""
     attention: AttentionSpec
     mlp: MLPSpec
+    """The MLP that every token goes through. In a layer with experts it is that of the shared ones."""
     norms: Norms
     norm_eps: float
     gains_of_one: bool
     """Whether norms multiply by 1 + their gain."""
+    experts: ExpertsConfig | None = None
+    """The experts, whose sum is added to the output of `mlp`. None: the layer has none."""
 
     @property
     def normed(self) -> tuple[bool, bool]:
@@ -83,7 +88,8 @@ class LayerSpec(NamedTuple):
         return self.norms != "post", self.norms != "pre"
 
     def linear_layers(self, tensor_parallel_size: int) -> dict[str, LinearSizes]:
-        """Return the sizes of the block's four linear layers on one rank, keyed by name: qkv, out, gate_up, down."""
+        """Return the sizes of the block's linear layers on one rank, keyed by name: qkv, out, gate_up, down. The
+        products of experts are not among them."""
         ranks = tensor_parallel_size
         return self.attention.linear_layers(self.hidden, ranks) | self.mlp.linear_layers(self.hidden, ranks)
 
@@ -99,7 +105,7 @@ def layers(model: ModelConfig, qk_norm: QKNorm = "none") -> tuple[LayerSpec, ...
     windows, gemma = model.windows, model.conventions == "gemma"
     stretch = 1.0 if model.query_scale is None else (model.head_dim / model.query_scale) ** 0.25
 
-    def layer(windowed: bool) -> LayerSpec:
+    def layer(windowed: bool, experts: ExpertsConfig | None) -> LayerSpec:
         reach = Reach(None, Rope(model.rope_theta, model.rope_scaling, stretch))
         if windows and windowed:
             reach = Reach(windows.tokens, Rope(windows.rope_theta or model.rope_theta, None, stretch))
@@ -111,15 +117,19 @@ def layers(model: ModelConfig, qk_norm: QKNorm = "none") -> tuple[LayerSpec, ...
             qk_norm=qk_norm,
             bias=model.qkv_bias,
         )
-        mlp = MLPSpec(model.ffn_hidden_size, model.activation)
-        return LayerSpec(model.hidden_size, attention, mlp, model.norms, model.norm_eps, gemma)
+        mlp = MLPSpec(experts.shared * experts.ffn_size if experts else model.ffn_hidden_size, model.activation)
+        return LayerSpec(model.hidden_size, attention, mlp, model.norms, model.norm_eps, gemma, experts)
 
-    kinds = {letter: layer(letter == "W") for letter in "WF"}
+    kinds = {(letter, experts): layer(letter == "W", experts) for letter in "WF" for experts in {None, model.experts}}
     pattern = windows.pattern if windows else "F"
-    return tuple(kinds[pattern[number % len(pattern)]] for number in range(model.num_layers))
+    dense = model.experts.dense_layers if model.experts else 0
+    return tuple(
+        kinds[pattern[number % len(pattern)], None if number < dense else model.experts]
+        for number in range(model.num_layers)
+    )
 
 
 def linear_layers(model: ModelConfig, tensor_parallel_size: int) -> dict[str, LinearSizes]:
-    """Return the sizes of a block's four linear layers on one rank, keyed by name: qkv, out, gate_up, down. All blocks
-    are alike in these."""
-    return layers(model)[0].linear_layers(tensor_parallel_size)
+    """Return the sizes of a block's linear layers on one rank, keyed by name: qkv, out, gate_up, down. All blocks are
+    alike in these, but for blocks with experts and those without (LayerSpec.linear_layers): the last block counts."""
+    return layers(model)[-1].linear_layers(tensor_parallel_size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -15,6 +15,10 @@ from sagetrain.parallel.host import cores_of_rank
 from sagetrain.parallel.layers import materialize, shard
 from sagetrain.parallel.rng import named_generator
 from sagetrain.parallel.topology import ParallelGroups
+
+
+def _drawn(shape: Sequence[int], std: float, seed: int, name: str) -> Tensor:
+    return torch.empty(*shape).normal_(0, std, generator=named_generator(seed, name))
 
 
 @torch.no_grad()
@@ -29,8 +33,9 @@ def initialize(
     """Give parameters on the meta device their initial values. Gains are 1, biases 0. Weights are normal with init_std,
     divided by sqrt(2 num_layers) for layers that write into the residual stream.
 
-    Every weight is drawn in full from a generator named after it, then sliced. Several weights are drawn at a time,
-    since one generator keeps one core busy. They go to the device one after the other.
+    Every weight is drawn in full from a generator named after it, then sliced. Each expert has a generator of its own,
+    because a tensor of all experts is too large to be drawn in full. Several weights are drawn at a time, since one
+    generator keeps one core busy. They go to the device one after the other.
 
     Args:
         partition: called with every parameter as soon as it has its values, before the next one takes memory.
@@ -43,8 +48,13 @@ def initialize(
         std = model.init_std
         if spec.into_stream:
             std /= (2 * model.num_layers) ** 0.5
-        full = torch.empty(spec.shape).normal_(0, std, generator=named_generator(seed, spec.name))
-        return torch.empty_like(parameter, device="cpu").copy_(shard(full, spec.dim, groups))
+        values = torch.empty_like(parameter, device="cpu")
+        if spec.cut == "experts":
+            for expert, own in enumerate(values.view(spec.shape)):
+                own.copy_(_drawn(own.shape, std, seed, f"{spec.name}.{expert}"))
+            return values
+        full = _drawn(spec.shape, std, seed, spec.name)
+        return values.copy_(shard(full, spec.dim, groups) if spec.cut else full)
 
     def place(parameter: nn.Parameter, drawn: Future[Tensor]) -> None:
         materialize(parameter, drawn.result().to(device))

@@ -35,8 +35,8 @@ class Placement(NamedTuple):
 
 
 def slices_of(spec: TensorSpec, tensor_parallel: int) -> int:
-    """Return the number of slices that a tensor is cut into."""
-    return tensor_parallel if spec.cut else 1
+    """Return the number of slices that a tensor is cut into. Every rank has all experts of its layers."""
+    return tensor_parallel if spec.cut == "tensor" else 1
 
 
 def place(spec: TensorSpec, ranks: ModelRanks) -> Placement:

@@ -14,7 +14,7 @@ from typing import Literal
 
 from sagetrain.config.layer_specs import LayerSpec, layers
 from sagetrain.config.linear_sizes import LinearSizes
-from sagetrain.config.schema import AttentionConfig, ModelConfig
+from sagetrain.config.schema import AttentionConfig, ExpertsConfig, ModelConfig
 
 EMBEDDING = "embedding.weight"
 """The name of the embedding, which is the output projection too if they are tied."""
@@ -28,19 +28,28 @@ class TensorSpec:
     """The name of the parameter in Transformer and in a checkpoint."""
     shape: tuple[int, ...]
     """The whole shape, which no layout changes."""
-    cut: Literal["tensor"] | None
-    """The ranks that hold different slices. None: each rank holds the whole tensor."""
+    cut: Literal["tensor", "experts"] | None
+    """The ranks that hold different slices: those of tensor parallelism, or those that share experts. None: each rank
+    holds the whole tensor."""
     dim: int | None
     """The dim along which the tensor is cut."""
-    kind: Literal["matrix", "embedding", "gain", "bias"]
-    """The role of the tensor in initialization and in the optimizer. embedding: input embedding and output
-    projection."""
+    kind: Literal["matrix", "embedding", "gain", "bias", "router", "state"]
+    """The role of the tensor in initialization and in the optimizer. embedding: input embedding and output projection.
+    router: the matrix that makes a token's scores of experts. state: no parameter; a step changes it by other means
+    than its gradient, and checkpoints have it."""
     layer: int | Literal["embedding", "head"]
     """The block that the tensor belongs to; the final norm belongs to the head."""
     into_stream: bool = False
     """Whether the layer's output is added to the residual stream, so that its weights begin smaller."""
     of_one: bool = False
     """Whether a norm multiplies by 1 + this gain."""
+    matrices: int = 1
+    """The equal matrices that stand one above the other in this tensor: gate and up of each expert, for instance."""
+
+    @property
+    def wide(self) -> bool:
+        """Whether the tensor is fp32 in a model of any dtype."""
+        return self.kind in ("router", "state")
 
     @property
     def size(self) -> int:
@@ -50,12 +59,12 @@ class TensorSpec:
     @property
     def begins(self) -> float | None:
         """The number that all values begin as. None: they are drawn."""
-        return {"gain": 0.0 if self.of_one else 1.0, "bias": 0.0}.get(self.kind)
+        return {"gain": 0.0 if self.of_one else 1.0, "bias": 0.0, "state": 0.0}.get(self.kind)
 
     @property
     def decays(self) -> bool:
-        """Whether weight decay is for this tensor. It is not for gains and biases."""
-        return self.begins is None
+        """Whether weight decay is for this tensor. It is for matrices and embeddings."""
+        return self.kind in ("matrix", "embedding")
 
 
 def tensors(model: ModelConfig, attention: AttentionConfig, vocab_size: int) -> Iterator[TensorSpec]:
@@ -106,7 +115,21 @@ def _of_layer(number: int, layer: LayerSpec) -> Iterator[TensorSpec]:
         yield gain("attention_post_norm", hidden)
     if before:
         yield gain("mlp_norm", hidden)
-    yield from column("mlp.gate_up", linear["gate_up"])
-    yield row("mlp.down", linear["down"])
+    if layer.experts:
+        yield from _of_experts(f"blocks.{number}.mlp", number, layer.hidden, layer.experts)
+    if layer.mlp.inner:
+        name = "mlp.shared" if layer.experts else "mlp"
+        yield from column(f"{name}.gate_up", linear["gate_up"])
+        yield row(f"{name}.down", linear["down"])
     if after:
         yield gain("mlp_post_norm", hidden)
+
+
+def _of_experts(mlp: str, number: int, hidden: int, experts: ExpertsConfig) -> Iterator[TensorSpec]:
+    """List the tensors of a router and its experts. gate and up of an expert stand one above the other."""
+    count, inner = experts.number, experts.ffn_size
+    yield TensorSpec(f"{mlp}.router.weight", (count, hidden), None, None, "router", number)
+    yield TensorSpec(f"{mlp}.router.bias", (count,), None, None, "state", number)
+    gate_up, down = (count, 2 * inner, hidden), (count, hidden, inner)
+    yield TensorSpec(f"{mlp}.experts.gate_up", gate_up, "experts", 0, "matrix", number, matrices=2 * count)
+    yield TensorSpec(f"{mlp}.experts.down", down, "experts", 0, "matrix", number, into_stream=True, matrices=count)

@@ -40,7 +40,7 @@ def kinds_of(spec: TensorSpec, run: RunConfig) -> tuple[str, ...]:
 
 
 def groups(specs: Iterable[TensorSpec], run: RunConfig) -> list[Group]:
-    """Split the tensors of a model into groups. Matrices and embeddings decay, gains and biases do not."""
+    """Split the tensors of a model into groups. Matrices and embeddings decay; gains, biases and routers do not."""
     cfg, named = run.optimizer, dict[tuple[Rule, float, float], list[str]]()
     for spec in specs:
         decay = cfg.weight_decay if spec.decays else 0.0
@@ -51,11 +51,9 @@ def groups(specs: Iterable[TensorSpec], run: RunConfig) -> list[Group]:
 
 def _own_lr(spec: TensorSpec, lr_of: LearningRates) -> float | None:
     """Return the peak learning rate that optimizer.lr_of has for a tensor."""
-    if not spec.decays:
-        return lr_of.gain
-    if spec.kind == "matrix":
-        return lr_of.matrix
-    return lr_of.embedding if spec.name == EMBEDDING else lr_of.head
+    if spec.kind == "embedding":
+        return lr_of.embedding if spec.name == EMBEDDING else lr_of.head
+    return {"matrix": lr_of.matrix, "gain": lr_of.gain, "bias": lr_of.gain}.get(spec.kind)
 
 
 def build_optimizer(

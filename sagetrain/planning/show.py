@@ -14,7 +14,7 @@ from sagetrain.config.errors import ConfigError, Finding, many
 from sagetrain.config.layer_specs import layers, linear_layers
 from sagetrain.config.layout import Layout
 from sagetrain.config.reference import keys
-from sagetrain.config.schema import NoiseAwareTokens, RunConfig
+from sagetrain.config.schema import ExpertsConfig, ModelConfig, NoiseAwareTokens, RunConfig
 from sagetrain.config.tokens_per_step import ScheduleStage
 from sagetrain.costs.accounting import (
     MemoryItem,
@@ -203,6 +203,7 @@ def _model_table(plan: Plan) -> Table:
             f"{model.num_attention_heads} heads and {model.num_key_value_heads} key/value heads of {model.head_dim}",
         ),
         ("attention", f"{backend}, QK-norm {attention.qk_norm}, {smoothing}{_windows(plan)}"),
+        *([("experts", _experts(model, model.experts))] if model.experts else []),
         ("linear layers", low_bit if low else plan.cfg.training.dtype),
         ("FLOPs per token", f"{done / 1e9:.2f} G, forward and backward; attention is {share:.0%} of it{whole}"),
     ])  # fmt: skip
@@ -374,3 +375,17 @@ def _windows(plan: Plan) -> str:
     every = [layer.attention.reach.window for layer in layers(plan.cfg.model)]
     within = len(every) - every.count(None)
     return f", a window of {max(filter(None, every)):,} tokens in {within} of {len(every)} layers" if within else ""
+
+
+def _experts(model: ModelConfig, experts: ExpertsConfig) -> str:
+    """Say which layers have experts, the way that a token goes, and the balance of the router."""
+    balance = experts.balance
+    layers = f"in {model.num_layers - experts.dense_layers} of {model.num_layers} layers"
+    shared = f" and {experts.shared} shared" if experts.shared else ""
+    weights = (
+        f"{experts.scores}{', renormalized' * experts.renormalize}{f' x {experts.scale:g}' * (experts.scale != 1)}"
+    )
+    by = {"auxiliary loss": balance.aux_weight, "z loss": balance.z_weight, "bias": balance.bias_rate}
+    balanced = ", ".join(f"{name} {value:g}" for name, value in by.items() if value) or "nothing"
+    chosen = f"{experts.per_token} of {experts.number}{shared} of {experts.ffn_size} columns {layers}"
+    return f"{chosen}, {weights}; balanced by {balanced}"

@@ -37,6 +37,7 @@ def test_a_launch_has_as_many_ranks_as_the_configuration_says():
     assert "a hostfile that is not there or lacks hosts" in finding.fix
 
 
+EXPERTS = {"number": 8, "per_token": 2, "ffn_size": 64}
 STRETCHED = {"type": "llama3", "factor": 8, "original_seq_length": 8192}
 CASES = [
     # The columns are: sections, world size, rule, level, key, a part of the message, a part of the fix.
@@ -54,6 +55,24 @@ CASES = [
      "default_head_dim", "error", "model.hidden_size", "258: is not a multiple of num_attention_heads 4", "use 256 or 260, or give"),
     ({"model": {"head_dim": 63}}, 1,
      "even_head_dim", "error", "model.head_dim", "63: is odd", "even head_dim"),
+    ({"model": {"experts": {**EXPERTS, "per_token": 9}}}, 1,
+     "experts_per_token", "error", "model.experts.per_token", "9: is more than the 8 experts of a layer", "use 1 to 8"),
+    ({"model": {"experts": {**EXPERTS, "number": 1024}}}, 1,
+     "experts_number", "error", "model.experts.number", "1024: is more than 1,023", "use up to 1,023"),
+    ({"model": {"experts": {**EXPERTS, "dense_layers": 2}}}, 1,
+     "experts_in_no_layer", "error", "model.experts.dense_layers", "2: leaves none of the 2 layers", "use 0 to 1"),
+    ({"model": {"experts": {**EXPERTS, "ffn_size": 72}}}, 1,
+     "experts_multiple", "error", "model.experts.ffn_size", "72: is not a multiple of 16", "use 64 or 80"),
+    ({"model": {"hidden_size": 264, "experts": EXPERTS}}, 1,
+     "experts_multiple", "error", "model.hidden_size", "264: is not a multiple of 16", "use 256 or 272"),
+    ({"model": {"experts": {**EXPERTS, "ffn_size": 16, "shared": 1}}, "parallel": {"tensor_parallel_size": 32}}, 32,
+     "tensor_parallel_split", "error", "model.experts.shared", "1: x ffn_size 16 is not a multiple of", "another number than 1"),
+    ({"model": {"experts": {**EXPERTS, "per_token": 1}}}, 1,
+     "router_learns_nothing", "warning", "model.experts.renormalize", "makes the weight of a token's only expert 1", "use false"),
+    ({"model": {"experts": {**EXPERTS, "balance": {"aux_weight": 0}}}}, 1,
+     "router_not_balanced", "warning", "model.experts.balance.aux_weight", "send most tokens to a few", "bias_rate 0.001"),
+    ({"model": {"experts": EXPERTS}, "parallel": {"engine": "deepspeed"}}, 1,
+     "not_proven_with_experts", "error", "parallel.engine", '"deepspeed": was not proven with model.experts', "use auto or fsdp, or a dense"),
     ({"model": {"rope_scaling": {**STRETCHED, "low_freq_factor": 4}}}, 1,
      "rope_scaling_bounds", "error", "model.rope_scaling.low_freq_factor", "4.0: is not below high_freq_factor 4.0", "smaller"),
     ({"model": {"rope_scaling": {**STRETCHED, "type": "yarn", "beta_fast": 0.5}}}, 1,

@@ -9,9 +9,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import tiny
-from sagetrain.config.schema import AttentionConfig, ModelConfig
+from sagetrain.config.schema import AttentionConfig, ExpertsConfig, ModelConfig
 from sagetrain.interop.families import family_of
 from sagetrain.interop.huggingface import config_json
+from sagetrain.model.initialization import initialize
 from sagetrain.model.placement import place
 from sagetrain.model.tensors import tensors
 from sagetrain.parallel.layers import shard
@@ -55,6 +56,33 @@ def test_the_list_is_the_modules(model: str, qk_norm: str) -> None:
             assert spec.decays == (parameter.ndim == 2), name
             assert spec.into_stream == name.endswith(("attention.out.weight", "mlp.down.weight")), name
             assert not vars(parameter), f"{name}: what hangs on a parameter is lost when an engine makes it anew"
+
+
+def test_layers_with_experts_list_a_router_and_two_tensors() -> None:
+    """They stand in the layers behind the dense ones, and each expert has first values of its own."""
+    experts = ExpertsConfig(number=4, per_token=2, ffn_size=16, shared=2, dense_layers=1)
+    listed = [*tensors(shape_of("plain").model_copy(update={"experts": experts}), AttentionConfig(), VOCAB)]
+    mlps = {spec.name: spec for spec in listed if ".mlp." in spec.name}
+    dense = ("blocks.0.mlp.gate_up.gate", "blocks.0.mlp.gate_up.up", "blocks.0.mlp.down.weight")
+    shared = tuple(name.replace("0.mlp", "1.mlp.shared") for name in dense)
+    of_experts = {
+        "blocks.1.mlp.router.weight": ((4, 32), "router", 1, False),
+        "blocks.1.mlp.router.bias": ((4,), "state", 1, False),
+        "blocks.1.mlp.experts.gate_up": ((4, 32, 32), "matrix", 8, True),
+        "blocks.1.mlp.experts.down": ((4, 32, 16), "matrix", 4, True),
+    }
+    assert [*mlps] == [*dense, *of_experts, *shared]
+    assert mlps[shared[-1]].shape == (32, 32) and mlps[dense[-1]].shape == (32, 48)
+    groups = ParallelGroups(Topology(2, 2), rank=1)
+    for name, facts in of_experts.items():
+        spec = mlps[name]
+        assert (spec.shape, spec.kind, spec.matrices, spec.decays) == facts and spec.wide == ("router" in name)
+        assert place(spec, groups)[:3] == (0, 1, 2) and spec.into_stream == name.endswith("down")
+    spec = mlps["blocks.1.mlp.experts.down"]
+    flat = torch.nn.Parameter(torch.empty(4 * 32, 16, device="meta"))
+    initialize([(spec, flat)], shape_of("plain"), groups, 7, torch.device("cpu"), None)
+    assert flat.view(spec.shape).std((1, 2)).sub(0.01).abs().max() < 0.001
+    assert not any(torch.equal(*pair) for pair in itertools.combinations(flat.view(spec.shape), 2))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from sagetrain.config.errors import Finding
 from sagetrain.config.layout import Layout
 from sagetrain.config.rules import (
     engine,
+    experts,
     layout,
     linear,
     model,
@@ -29,6 +30,7 @@ def fit(cfg: RunConfig, world_size: int, vocab_size: int | None = None) -> list[
     where = Layout.of(cfg, world_size)
     return [
         *model.findings(cfg),
+        *experts.findings(cfg, where),
         *linear.findings(cfg),
         *layout.findings(cfg, where, vocab_size),
         *pipeline.findings(cfg, where),

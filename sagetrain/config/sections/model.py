@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from sagetrain.config.linear_sizes import AUTO_PRECISION, LinearSizes
 from sagetrain.config.sections.base import Section
@@ -52,6 +52,45 @@ class WindowsConfig(Section):
     model.rope_theta."""
 
 
+class BalanceConfig(Section):
+    """The means that keep a router from sending most tokens to a few experts."""
+
+    bias_rate: NonNegativeFloat = 0.0
+    """After each step, the bias of an expert rises by this if the expert had fewer tokens than the mean, and falls if
+    it had more (arXiv 2408.15664, with 0.001). The bias counts in the choice of experts alone. The classes of
+    transformers that we export to have no such bias."""
+    aux_weight: NonNegativeFloat = 0.01
+    """Weight of the auxiliary loss of each layer with experts: number x the sum over experts of share of choices x mean
+    score. Shares are those of all tokens of a step, on all ranks."""
+    z_weight: NonNegativeFloat = 0.0
+    """Weight of the z loss of each layer with experts: the mean square of the log-sum-exp of the router's logits (arXiv
+    2202.08906, with 0.001)."""
+
+
+class ExpertsConfig(Section):
+    """Layers whose MLP is a mixture of experts: a router sends each token to a few of many small MLPs, and their
+    outputs are added up. No token is dropped."""
+
+    number: Annotated[int, Field(ge=2)]
+    """Experts of a layer."""
+    per_token: PositiveInt
+    """Experts that a token goes to: those with the highest scores; of equal ones, the first."""
+    ffn_size: PositiveInt
+    """Inner width of one expert (gate and up each have this many columns)."""
+    shared: NonNegativeInt = 0
+    """Experts that every token goes to, beside those that it chooses. Together they are one MLP of shared x ffn_size
+    columns."""
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    """The function that makes scores of the router's logits: softmax over all experts, or sigmoid of each one."""
+    renormalize: bool = True
+    """Divide the scores of a token's experts by their sum, before they multiply the experts' outputs."""
+    scale: PositiveFloat = 1.0
+    """Factor on these scores."""
+    dense_layers: NonNegativeInt = 0
+    """First layers that have an MLP of model.ffn_hidden_size in the place of experts."""
+    balance: BalanceConfig = BalanceConfig()
+
+
 class ModelConfig(Section):
     """The shape of the Llama-style decoder."""
 
@@ -60,7 +99,8 @@ class ModelConfig(Section):
     hidden_size: PositiveInt
     """Width of the residual stream."""
     ffn_hidden_size: PositiveInt
-    """Inner width of the SwiGLU MLP (gate and up each have this many columns)."""
+    """Inner width of the SwiGLU MLP (gate and up each have this many columns). With experts: of the layers that have
+    none."""
     num_attention_heads: PositiveInt
     """Query heads."""
     num_key_value_heads: PositiveInt = Field(
@@ -87,6 +127,8 @@ class ModelConfig(Section):
     """Add a learned bias to q, k and v each, as Qwen2 and Qwen2.5 do. Biases begin as 0 and do not decay."""
     windows: WindowsConfig | None = None
     """Layers with windows: tokens, pattern, rope_theta. Default: none, all layers have full attention."""
+    experts: ExpertsConfig | None = None
+    """Mixture of experts: number, per_token, ffn_size, ... Default: none, all layers have a dense MLP."""
     activation: Literal["swiglu", "geglu"] = "swiglu"
     """The MLP's: swiglu is silu(gate) * up, geglu is gelu(gate) * up, by the tanh form of gelu, as in Gemma."""
     conventions: Literal["llama", "gemma"] = "llama"
