@@ -35,7 +35,7 @@ from sagetrain.auto.attention_choice import admissions
 from sagetrain.cluster import preflight
 from sagetrain.cluster.join import init_distributed
 from sagetrain.config.errors import many
-from sagetrain.config.layer_specs import linear_layers
+from sagetrain.config.layer_specs import layers, linear_layers
 from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig, ParallelConfig
 from sagetrain.costs.hardware import of_device
 from sagetrain.data.open_files import files_of_rank_0, ranks_allowed
@@ -249,8 +249,9 @@ def gpu(device: torch.device, model: ModelConfig, parallel: ParallelConfig, wher
 
 
 def _attention(device: torch.device, model: ModelConfig, parallel: ParallelConfig, where: str) -> list[Check]:
-    ranks = parallel.tensor_parallel_size * parallel.context_parallel_size
-    if model.num_attention_heads % ranks or model.num_key_value_heads % ranks:
+    tensor, context = parallel.tensor_parallel_size, parallel.context_parallel_size
+    ranks, heads = tensor * context, layers(model)[0].attention
+    if heads.heads % tensor or heads.key_heads % tensor or context not in heads.context_sizes(tensor):
         found = f"{model.num_attention_heads} and {model.num_key_value_heads} heads do not divide among {ranks} ranks"
         return [Check("attention", where, "bad", found, "sagetrain plan says which sizes do")]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32

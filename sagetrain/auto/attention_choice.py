@@ -22,6 +22,7 @@ from sagetrain.auto.kept import kept_attention
 from sagetrain.auto.timed_choice import TimeTable, decide, fastest, settle
 from sagetrain.checkpoint.state import SettledAttention
 from sagetrain.config.arithmetic import attention_calls
+from sagetrain.config.layer_specs import layers
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.model.backends import (
     FIXED_RECIPE,
@@ -119,12 +120,13 @@ def _shape(model: ModelConfig, calls: RankCalls, documents: Sequence[Sequence[in
     num_sequences //= attention_calls(num_sequences, calls.own_tokens, tp_size, calls.overlap)
     packed, ranks = _typical(documents, num_sequences), tp_size * calls.context_parallel_size
     row = num_sequences * calls.seq_length if packed else calls.seq_length
+    heads, kv_heads = layers(model)[0].attention.heads_of(ranks)
     return Shape(
         batch=1 if packed else num_sequences,
         n_q=row,
         n_k=row,
-        heads=model.num_attention_heads // ranks,
-        kv_heads=model.num_key_value_heads // ranks,
+        heads=heads,
+        kv_heads=kv_heads,
         head_dim=model.head_dim,
         documents=packed,
     )
@@ -156,7 +158,7 @@ def admissions(
     The test uses documents, and the share of this model's heads that a rank has: one of `heads_split` shares.
     """
     found = {}
-    heads, kv_heads = model.num_attention_heads // heads_split, model.num_key_value_heads // heads_split
+    heads, kv_heads = layers(model)[0].attention.heads_of(heads_split)
     shape = Shape(
         batch=1, n_q=517, n_k=517, heads=heads, kv_heads=kv_heads, head_dim=model.head_dim, documents=(400, 117)
     )

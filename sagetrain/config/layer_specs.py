@@ -40,6 +40,23 @@ class AttentionSpec(NamedTuple):
     bias: bool
     """Whether q, k and v have biases."""
 
+    def heads_of(self, ranks: int) -> tuple[int, int]:
+        """Return the query heads and the key/value heads that attention computes with on one of so many tensor- and
+        context-parallel ranks together."""
+        return self.heads // ranks, max(1, self.key_heads // ranks)
+
+    def copies_of_keys(self, ranks: int) -> int:
+        """Return the number of context-parallel ranks that have the same key/value heads in attention, on so many
+        tensor- and context-parallel ranks together. It is 1 unless there are more ranks than key/value heads."""
+        return max(1, ranks // self.key_heads)
+
+    def context_sizes(self, tensor: int) -> list[int]:
+        """Return the context-parallel sizes that are possible on so many tensor-parallel ranks: they divide a rank's
+        query heads, and they divide its key/value heads or are multiples of them."""
+        heads, key_heads = self.heads_of(tensor)
+        sizes = (size for size in range(1, heads + 1) if heads % size == 0)
+        return [size for size in sizes if key_heads % size == 0 or size % key_heads == 0]
+
     def linear_layers(self, hidden: int, ranks: int) -> dict[str, LinearSizes]:
         """Return the sizes of the projections on one of so many tensor-parallel ranks, keyed by name."""
         query, key = (heads * self.head_dim // ranks for heads in (self.heads, self.key_heads))

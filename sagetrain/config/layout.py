@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from sagetrain.config.layer_specs import layers
 from sagetrain.config.schema import RunConfig
 
 
@@ -33,6 +34,8 @@ class Layout:
     """The ranks that cut a model between them: the tensor-parallel size."""
     context: int
     """The ranks that share each sequence: the context-parallel size."""
+    copies_of_keys: int
+    """The context-parallel ranks that have the same key/value heads in attention: 1 unless they are more than these."""
     stages: int
     """The stages of the pipeline."""
     chunks: int
@@ -89,6 +92,7 @@ class Layout:
             world_size=world_size,
             tensor=tensor,
             context=context,
+            copies_of_keys=layers(cfg.model)[0].attention.copies_of_keys(tensor * context),
             stages=stages,
             chunks=parallel.pipeline_chunks,
             engine=engine,
@@ -124,6 +128,13 @@ class Layout:
     def gathered(self) -> Literal["never", "once a step", "in every pass"]:
         """The times at which a rank gathers the weights of other shards."""
         return ("never", "once a step", "once a step", "in every pass")[self.zero_stage]
+
+    @property
+    def sharing(self) -> str:
+        """Context parallelism as text, for the place behind another axis: ` x context parallel 4`. Empty if no ranks
+        share sequences."""
+        copies = f" (each key head {self.copies_of_keys} times)" if self.copies_of_keys > 1 else ""
+        return f" x context parallel {self.context}{copies}" if self.context > 1 else ""
 
     @property
     def even(self) -> bool:

@@ -104,11 +104,14 @@ def _tensor_parallel(
 
 
 def _context_parallel(model: ModelConfig, rank: Rank) -> Iterable[CollectiveCost]:
-    """List one all-to-all of q, k and v together before attention and one of its output after, forward and backward."""
+    """List one all-to-all of q, k and v together before attention and one of its output after, forward and backward.
+    Key/value heads are repeated where context-parallel ranks are more than they."""
     if rank.context == 1:
         return
     head = rank.tokens * model.head_dim * rank.element // rank.tensor
-    queries, all_heads = model.num_attention_heads, model.num_attention_heads + 2 * model.num_key_value_heads
+    attention = layers(model)[0].attention
+    queries = attention.heads
+    all_heads = queries + 2 * attention.key_heads * attention.copies_of_keys(rank.tensor * rank.context)
     moments: tuple[_Moment, ...] = ("forward", "backward", "recomputed")
     for moment in moments[: 2 + rank.recomputes]:
         for what, heads in (("q, k, v", all_heads), ("output", queries)):

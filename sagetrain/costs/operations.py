@@ -255,6 +255,9 @@ def block_operations(layer: LayerSpec, attention: AttentionConfig, rank: Rank) -
     hidden, inner, element, own = layer.hidden, layer.mlp.inner // rank.tensor, rank.element, layer.attention
     heads, kv_heads = own.heads // rank.tensor, own.key_heads // rank.tensor
     query, key = heads * own.head_dim, kv_heads * own.head_dim
+    # The key heads and their columns as attention sees them: repeated where context ranks are more than they.
+    copies = own.copies_of_keys(rank.tensor * rank.context)
+    seen_heads, seen = copies * kv_heads, copies * key
     again, stream = rank.recompute == "full", hidden / rank.shards
 
     layers = layer.linear_layers(rank.tensor)
@@ -289,9 +292,9 @@ def block_operations(layer: LayerSpec, attention: AttentionConfig, rank: Rank) -
     # sage keeps q and k with a scale per token, and in INT8 unless its scores are in 16 bits. It keeps v and o in 16
     # bits. The other backends keep all four in 16 bits.
     sage = attention.backend == "sage"
-    quantized = (query + key) * (element if attention.recipe == "gradients" else 1) + 4 * (heads + kv_heads)
+    quantized = (query + seen) * (element if attention.recipe == "gradients" else 1) + 4 * (heads + seen_heads)
     # The last term is the log-sum-exp.
-    kept = (quantized if sage else element * (query + key)) + element * (key + query) + 4 * heads
+    kept = (quantized if sage else element * (query + seen)) + element * (seen + query) + 4 * heads
     # q, k and v of a layer in 8 bits are views of one tensor, so whoever keeps one of them keeps all. v is kept unless
     # it comes from an all-to-all. q and k are kept where they are normalized by torch.compile or in one pass.
     if precisions["qkv"] is not None:
@@ -312,7 +315,7 @@ def block_operations(layer: LayerSpec, attention: AttentionConfig, rank: Rank) -
         column("k", key, "qkv"),
         column("v", key, "qkv"),
         moving("QK-norm and rotary embedding", qk_moved, qk_saved),
-        moving("around all-to-alls", element * _ALL_TO_ALL * (query + key) * (rank.context > 1)),
+        moving("around all-to-alls", element * _ALL_TO_ALL * (query + seen) * (rank.context > 1)),
         AttentionCost(
             name="attention",
             tokens=rank.tokens,

@@ -27,13 +27,15 @@ class Attention(nn.Module):
     """Causal self-attention with grouped-query heads, spread over the tensor-parallel group.
 
     Heads are also spread over the context-parallel group while the sequences are whole, so that K-smoothing, masks and
-    backends need not know of context parallelism.
+    backends need not know of context parallelism. Where there are more context-parallel ranks than key/value heads,
+    several ranks have the same key/value head.
 
     A call of the module runs the attention function alone. The block calls `project` before and `out` after it, see
     block.Block.
 
     Raises:
-        ValueError: the numbers of heads are not multiples of tensor_parallel_size x context_parallel_size.
+        ValueError: tensor_parallel_size does not divide the numbers of heads, or context_parallel_size is none of
+            AttentionSpec.context_sizes.
     """
 
     def __init__(
@@ -48,12 +50,13 @@ class Attention(nn.Module):
         device: torch.device | None,
     ) -> None:
         super().__init__()
-        for heads in (layer.attention.heads, layer.attention.key_heads):
-            if heads % (groups.tp_size * groups.cp_size):
-                raise ValueError(
-                    f"{heads} heads are not a multiple of tensor_parallel_size ({groups.tp_size}) x "
-                    f"context_parallel_size ({groups.cp_size})"
-                )
+        heads, key_heads = layer.attention.heads, layer.attention.key_heads
+        divided = heads % groups.tp_size == key_heads % groups.tp_size == 0
+        if not divided or groups.cp_size not in layer.attention.context_sizes(groups.tp_size):
+            raise ValueError(
+                f"{heads} heads and {key_heads} key/value heads do not divide among tensor_parallel_size "
+                f"({groups.tp_size}) x context_parallel_size ({groups.cp_size})"
+            )
         self.function = function
         """The attention function. It may be changed at any time, and torch.compile makes one more graph for a function
         that no layer had before. A model that was compiled without flash cannot change to flash, unless flash was in

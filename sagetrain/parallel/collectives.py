@@ -19,7 +19,8 @@ well. Every collective that was started has to be finished.
 
 Context parallelism follows DeepSpeed-Ulysses (arXiv 2309.14509). A rank holds a slice of every sequence, with all
 heads. `scatter_heads` turns the slices into whole sequences with a share of the heads, and attention needs nothing
-else. `gather_heads` turns them back. Both are one all-to-all, forward and backward.
+else. `gather_heads` turns them back. Both are one all-to-all, forward and backward. Up to as many ranks as query heads
+may share a sequence: where they are more than the key/value heads, these are repeated before the exchange.
 
 The collectives are torch's functional ones, which torch.compile traces without a graph break. They are called as
 operators because the names of their Python functions change between torch releases. The collectives of sequence
@@ -223,17 +224,25 @@ def scatter_heads(tensors: Sequence[Tensor], num_sequences: int, groups: Paralle
     once.
 
     [B * S / cp, heads, K] -> [B, S, heads / cp, K] for each tensor. The number of heads of each tensor is a multiple of
-    cp. Rank i gets the i-th share of each tensor's heads, so that query heads stay with the key/value head that serves
-    them.
+    cp, or divides cp. Rank i gets the i-th share of each tensor's heads, so that query heads stay with the key/value
+    head that serves them. A tensor with fewer heads than ranks is repeated first: each of its heads goes to cp / heads
+    neighbouring ranks, and the gradients that come back from these ranks are summed.
     """
     if groups.cp_size == 1:
         return [x.unflatten(0, (num_sequences, -1)) for x in tensors]
-    by_rank = [x.unflatten(1, (groups.cp_size, -1)).movedim(1, 0) for x in tensors]
+    repeated = [_repeat(x, groups.cp_size // x.shape[1]) for x in tensors]
+    by_rank = [x.unflatten(1, (groups.cp_size, -1)).movedim(1, 0) for x in repeated]
     slices = _AllToAll.apply(torch.cat(by_rank, 2), groups.cp_group)  # type: ignore[no-untyped-call]
     whole = slices.unflatten(1, (num_sequences, -1)).transpose(0, 1).flatten(1, 2)
     # Attention keeps some of the tensors for its backward pass. They are copied, because a view would keep the memory
     # of all.
     return [x.contiguous() for x in whole.split([x.shape[2] for x in by_rank], 2)]
+
+
+def _repeat(x: Tensor, copies: int) -> Tensor:
+    """Repeat every head of x [tokens, heads, K], each next to its copies. torch sums the gradients of the copies in
+    fp32, and rounds the sum once."""
+    return x if copies < 2 else x.unsqueeze(2).expand(-1, -1, copies, -1).flatten(1, 2)
 
 
 def gather_heads(x: Tensor, groups: ParallelGroups) -> Tensor:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from sagetrain.auto.recomputation_choice import fewest_blocks
 from sagetrain.config.arithmetic import idle_share
+from sagetrain.config.layer_specs import layers
 from sagetrain.config.layout import Layout
 from sagetrain.config.rules import fit
 from sagetrain.config.schema import LinearConfig, RunConfig
@@ -212,15 +213,21 @@ def _candidates(
 ) -> Iterator[RunConfig]:
     """Yield every combination of `pipelines`, the numbers of stages and of their chunks, with the other settings.
     Nothing is recomputed in them: `_fitting` decides about that."""
-    heads, own = cfg.model.num_key_value_heads, cfg.parallel
+    attention, own = layers(cfg.model)[0].attention, cfg.parallel
+    heads = attention.key_heads
     splits = [size for size in range(1, heads + 1) if heads % size == 0 and world_size % size == 0]
+    cuts = [(split, context) for split in splits for context in attention.context_sizes(split)]
     micro_batches = sorted({*_MICRO_BATCHES, cfg.data.micro_batch_size})
     every = [*_sharded(cfg, (1, 2, 3) if cfg.training.dtype == "bf16" else (0, 1, 2, 3), hardware)]
-    for (pipeline, chunks), split, context, micro in itertools.product(pipelines, splits, splits, micro_batches):
+    for (pipeline, chunks), (split, context), micro in itertools.product(pipelines, cuts, micro_batches):
         update: dict[str, object] = {"pipeline_parallel_size": pipeline, "pipeline_chunks": chunks}
         # A stage has few weights, so that sharding gradients as well, or sequences, saves little.
         ways = every if pipeline == 1 else [(1, "fsdp")]
         if pipeline > 1 and context > max(own.context_parallel_size, _PIPELINE_CONTEXT):
+            continue
+        # Copies of keys make the exchange larger, so they stay inside of a host.
+        inside = max(hardware.gpus_per_host, own.tensor_parallel_size * own.context_parallel_size)
+        if attention.copies_of_keys(split * context) > 1 and split * context > inside:
             continue
         if pipeline > 1 and pipeline != own.pipeline_parallel_size:
             if micro > _PIPELINE_MICRO_BATCH:

@@ -239,9 +239,8 @@ def _stages(cfg: RunConfig, layout: Layout, vocab_size: int) -> str:
 
 
 def _ranks(layout: Layout) -> str:
-    context = f" x context parallel {layout.context}" if layout.context > 1 else ""
     pipeline = f" x pipeline parallel {layout.stages}" if layout.stages > 1 else ""
-    return f"tensor parallel {layout.tensor}{context}{pipeline} x data parallel {layout.data}"
+    return f"tensor parallel {layout.tensor}{layout.sharing}{pipeline} x data parallel {layout.data}"
 
 
 def _memory_table(

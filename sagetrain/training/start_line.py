@@ -29,16 +29,15 @@ def start_lines(cfg: RunConfig, engine: Engine, vocab_size: int, compiled: bool,
     if groups.tp_group is not None and groups.tp_size > 1:
         how = " by copies" if groups.tp_group.group_name in copies.connected else ""
         how += " in halves" if model.overlap else ""
-    context = f" x context parallel {groups.cp_size}" if groups.cp_size > 1 else ""
     pipeline = ""
     if groups.pp_size > 1:
         chunks = " and ".join(", ".join(map(str, blocks_of_chunks(cfg, vocab_size))).rsplit(", ", 1))
         pipeline = f" x pipeline parallel {groups.pp_size} (blocks in chunks: {chunks})"
-    sharded, device = Layout.of(cfg, ranks).sharding, engine.device
+    layout, device = Layout.of(cfg, ranks), engine.device
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type}"
     lines = [
         f"sagetrain {__version__}: {size:,} parameters, {many(ranks, 'rank')} on {where} (tensor parallel "
-        f"{groups.tp_size}{how}{context}{pipeline} x data parallel {groups.dp_size}), {sharded}, "
+        f"{groups.tp_size}{how}{layout.sharing}{pipeline} x data parallel {groups.dp_size}), {layout.sharding}, "
         f"{cfg.training.dtype}, torch.compile {'on' if compiled else 'off'}",
         f"  attention {cfg.attention.backend} ({reasons.attention})",
         f"  linear layers {reasons.linear}",

@@ -72,9 +72,9 @@ def test_attention_is_tried_with_the_heads_of_a_rank(monkeypatch: pytest.MonkeyP
         return call
 
     monkeypatch.setattr(attention_choice, "_plain", watched)
-    split = ParallelConfig(tensor_parallel_size=2, context_parallel_size=2)
+    split = ParallelConfig(tensor_parallel_size=2, context_parallel_size=4)
     (good,) = doctor._attention(torch.device("cpu"), doctor.EXAMPLE, split, "here")
-    assert good.verdict == "ok" and tried == {(4, 1)}, "of 16 and 4"
+    assert good.verdict == "ok" and tried == {(2, 1)}, "of 16 and 4, which have copies"
     (bad,) = doctor._attention(torch.device("cpu"), doctor.EXAMPLE, ParallelConfig(tensor_parallel_size=8), "here")
     assert (bad.verdict, bad.found) == ("bad", "16 and 4 heads do not divide among 8 ranks")
 

@@ -41,8 +41,9 @@ def _steps(
     step is measured."""
     linear, attention, again = CASES[case]
     training = {"cuda_graphs": graphs, "activation_checkpointing": again}
-    sections = {"linear": {"precision": linear}, "attention": attention, "model": SHAPE, "data": {"seq_length": LENGTH}}
     tp = groups.tp_size
+    shape = SHAPE | ({"num_key_value_heads": 1} if groups.cp_size > 1 else {})  # Context ranks have copies of it.
+    sections = {"linear": {"precision": linear}, "attention": attention, "model": shape, "data": {"seq_length": LENGTH}}
     sections["parallel"] = {"tensor_parallel_size": tp, "sequence_parallel": tp > 1, "tensor_parallel_overlap": "on",
                             "context_parallel_size": groups.cp_size}  # fmt: skip
     cfg = tiny.config(1, "bf16", training=training, tokens_per_step={"tokens": 8 * LENGTH}, **sections)

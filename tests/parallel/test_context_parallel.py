@@ -15,6 +15,7 @@ from counted import run_config, saved_bytes_per_token
 from distributed import run_distributed
 from sagekernels import sage_attention
 from sagetrain.config.schema import AttentionConfig, ModelConfig
+from sagetrain.config.sections.model import WindowsConfig
 from sagetrain.costs.memory import block_activation_bytes
 from sagetrain.data.loader import Batch
 from sagetrain.model.transformer import Transformer
@@ -26,6 +27,7 @@ VOCAB, SEQUENCES, LENGTH = 128, 2, 64
 SHAPE = ModelConfig(
     num_layers=2, hidden_size=64, ffn_hidden_size=48, num_attention_heads=8, num_key_value_heads=4, head_dim=16
 )
+WINDOWS = WindowsConfig(tokens=21, pattern="WF")
 DOCUMENTS = (7, 9, 30, 18, 33, 31)
 """The lengths of documents in tokens. Some end at the edge of a slice, some lie across it."""
 
@@ -51,9 +53,9 @@ def random(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def model(groups: ParallelGroups, backend: str, **arguments: object) -> Transformer:
+def model(groups: ParallelGroups, backend: str, shape: ModelConfig = SHAPE, **arguments: object) -> Transformer:
     """Build a model with larger weights, and with gains that are not 1. They are the same in every layout."""
-    network = tiny.transformer(SHAPE, AttentionConfig(backend=backend), vocab_size=VOCAB, groups=groups, **arguments)
+    network = tiny.transformer(shape, AttentionConfig(backend=backend), vocab_size=VOCAB, groups=groups, **arguments)
     with torch.no_grad():
         for i, (spec, parameter) in enumerate(zip(network.specs.values(), network.parameters(), strict=True)):
             noise = random(i, *spec.shape)
@@ -71,10 +73,12 @@ def in_half(inputs: dict, number: int) -> dict:
     return {**inputs, **rows}
 
 
-def check_model(groups: ParallelGroups, backend: str, documents: bool, **arguments: object) -> None:
+def check_model(
+    groups: ParallelGroups, backend: str, documents: bool, shape: ModelConfig = SHAPE, **arguments: object
+) -> None:
     """Compare one forward and backward pass with the model on one rank: the mean loss, and gradients averaged as
     DeepSpeed does."""
-    dense, sliced = model(ParallelGroups.single(), backend), model(groups, backend, **arguments)
+    dense, sliced = model(ParallelGroups.single(), backend, shape), model(groups, backend, shape, **arguments)
     ours, theirs = batch(documents).inputs("cpu", groups.cp_rank, groups.cp_size), batch(documents).inputs("cpu")
     assert ours["tokens"].shape == (SEQUENCES, LENGTH // groups.cp_size)
     # Under tensor parallelism the halves of packed sequences are smoothed by their own means.
@@ -84,7 +88,7 @@ def check_model(groups: ParallelGroups, backend: str, documents: bool, **argumen
     truth.backward()
     mean = loss.detach().clone()
     dist.all_reduce(mean)
-    case = f"tp {groups.tp_size}, cp {groups.cp_size}, {backend}, documents {documents}, {arguments}"
+    case = f"tp {groups.tp_size}, cp {groups.cp_size}, {backend}, documents {documents}, {shape}, {arguments}"
     # A product of fewer rows rounds differently, and that moves an INT8 code by one step now and then.
     limit = 1e-5 if backend == "sage" else 1e-6
     assert (mean / dist.get_world_size() - truth).abs() < limit, case
@@ -95,15 +99,19 @@ def check_model(groups: ParallelGroups, backend: str, documents: bool, **argumen
         assert error.norm() / whole.grad.norm() < limit, f"{case}: gradient of {name}"
 
 
-def check_sage(groups: ParallelGroups, documents: bool) -> None:
+def check_sage(groups: ParallelGroups, documents: bool, key_heads: int = 4, dtype: torch.dtype = torch.float32) -> None:
     """Check that INT8 attention on slices of q, k and v has bit by bit the output and gradients of attention over whole
     sequences, a share of the heads at a time. K-smoothing subtracts an exact mean, which is large here and different in
-    every slice."""
+    every slice.
+
+    Where ranks have copies of a key head, dK and dV are sums over the copies. In bf16 o and dQ then also have the bits
+    of attention over all heads at a time. In fp32 the CPU's products of another number of heads round differently.
+    """
     length = LENGTH // groups.cp_size
     own = slice(groups.cp_rank * length, (groups.cp_rank + 1) * length)
-    whole = [random(seed, SEQUENCES, LENGTH, heads, 16) for seed, heads in enumerate((8, 4, 4, 8))]
+    whole = [random(seed, SEQUENCES, LENGTH, heads, 16) for seed, heads in enumerate((8, key_heads, key_heads, 8))]
     whole[1] += torch.arange(LENGTH).view(-1, 1, 1) / 8
-    whole = [x.requires_grad_() for x in whole]
+    whole = [x.to(dtype).requires_grad_() for x in whole]
     parts = [x.detach()[:, own].flatten(0, 1).requires_grad_() for x in whole]
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -112,16 +120,47 @@ def check_sage(groups: ParallelGroups, documents: bool) -> None:
         q, k, v = (x.flatten(0, 1).unsqueeze(0) for x in (q, k, v))
         return sage_attention(q, k, v, cu_seqlens=cu_seqlens()).view(SEQUENCES, LENGTH, -1, 16)
 
-    shares = zip(*(x.chunk(groups.cp_size, 2) for x in whole[:3]), strict=True)
-    o = torch.cat([attend(*(x.contiguous() for x in share)) for share in shares], 2)
-    o.backward(whole[3].detach())
+    copies = max(1, groups.cp_size // key_heads)
+    repeated = [whole[0], *(x.repeat_interleave(copies, 2) for x in whole[1:3])]
+    parts_of = [x.chunk(groups.cp_size, 2) for x in repeated]
+    shares = [[x.contiguous() for x in share] for share in zip(*parts_of, strict=True)]
+    o = torch.cat([attend(*share) for share in shares], 2)
+    grads = torch.autograd.grad(o, whole[:3], whole[3].detach())
     scattered = scatter_heads(parts[:3], SEQUENCES, groups)
-    for x, part in zip(whole, scattered, strict=False):
-        assert torch.equal(part, x.chunk(groups.cp_size, 2)[groups.cp_rank])
+    for x, part in zip(shares[groups.cp_rank], scattered, strict=True):
+        assert torch.equal(part, x)
     o_own = gather_heads(attend(*scattered), groups)
-    o_own.backward(parts[3].detach())
-    for x, part in ((o, o_own), *((x.grad, part.grad) for x, part in zip(whole[:3], parts[:3], strict=True))):
-        assert torch.equal(part, x[:, own].flatten(0, 1))
+    ours = o_own, *torch.autograd.grad(o_own, parts[:3], parts[3].detach())
+    for number, (x, part) in enumerate(zip((o, *grads), ours, strict=True)):
+        if copies == 1 or number < 2:
+            assert torch.equal(part, x[:, own].flatten(0, 1))
+        else:
+            error = (part - x[:, own].flatten(0, 1)).norm() / part.norm()
+            assert error < (1e-6 if dtype == torch.float32 else 1e-2)
+    if dtype == torch.bfloat16:
+        at_once = attend(*whole[:3])
+        (dq,) = torch.autograd.grad(at_once, whole[:1], whole[3].detach())
+        for x, part in zip((at_once, dq), ours, strict=False):
+            assert torch.equal(part, x[:, own].flatten(0, 1))
+
+
+def check_copies(groups: ParallelGroups, key_heads: int) -> None:
+    """Check attention, and a model with a window layer, in which ranks have copies of key heads."""
+    shape = SHAPE.model_copy(update={"num_key_value_heads": key_heads, "windows": WINDOWS})
+    if groups.tp_size == 1:
+        check_sage(groups, True, key_heads)
+        check_sage(groups, False, key_heads, torch.bfloat16)
+    for backend, documents in (("sdpa", True), ("sage", False)):
+        check_model(groups, backend, documents, shape)
+
+
+def check_sums(groups: ParallelGroups) -> None:
+    """Check that gradients of copies in bf16 are added up in fp32, and rounded once. Added up in bf16, one after the
+    other, these are 1."""
+    k = torch.zeros(LENGTH, 1, 16, dtype=torch.bfloat16, requires_grad=True)
+    (copy,) = scatter_heads([k], 1, groups)
+    copy.backward(torch.full_like(copy, 1.0 if groups.cp_rank == 0 else 2**-9))
+    assert (k.grad == 1 + 2**-6).all()
 
 
 def check_compiled(groups: ParallelGroups) -> None:
@@ -140,24 +179,39 @@ def check_compiled(groups: ParallelGroups) -> None:
 def in_four_processes() -> None:
     """Run all checks of numbers."""
     torch.set_num_threads(1)
-    for tp, cp in ((1, 4), (1, 2), (2, 2)):
+    for tp, cp, repeated in ((1, 4, (1, 2)), (1, 2, (1,)), (2, 2, (2,))):
         groups = ParallelGroups.create(Topology(4, tp, cp))
         for documents in (False, True):
             if tp == 1:  # Attention on its own does not see tensor parallelism.
                 check_sage(groups, documents)
             for backend in ("reference", "sdpa", "sage") if cp == 4 else ("sdpa", "sage"):
                 check_model(groups, backend, documents)
+        for key_heads in repeated:
+            check_copies(groups, key_heads)
     for how in ("full", "selective"):
         check_model(groups, "sdpa", True, sequence_parallel=True, activation_checkpointing=how)
     check_compiled(groups)
-    with pytest.raises(ValueError, match=r"4 heads are not a multiple of tensor_parallel_size \(4\) x context"):
-        model(ParallelGroups(Topology(8, 4, 2), rank=0), "sdpa")
+    with pytest.raises(ValueError, match=r"8 heads and 4 key/value heads do not divide among tensor_parallel_size \(4"):
+        model(ParallelGroups(Topology(16, 4, 4), rank=0), "sdpa")
+
+
+def in_eight_processes() -> None:
+    """Check copies of key heads on as many ranks as there are query heads."""
+    torch.set_num_threads(1)
+    groups = ParallelGroups.create(Topology(8, 1, 8))
+    for key_heads in (1, 2, 4):
+        check_copies(groups, key_heads)
+    check_sums(groups)
+    check_copies(ParallelGroups.create(Topology(8, 2, 4)), 2)
 
 
 def memory_cases() -> list:
     sections = {"parallel": {"context_parallel_size": 2}, "data": {"micro_batch_size": 4}}
-    kinds = (("sage", "off"), ("sdpa", "off"), ("sage", "on"))
-    return [run_config(attention={"backend": name}, training={"compile": c}, **sections) for name, c in kinds]
+    kinds = (("sage", "off", 4), ("sdpa", "off", 1), ("sage", "on", 1))
+    return [
+        run_config(attention={"backend": name}, training={"compile": c}, model={"num_key_value_heads": n}, **sections)
+        for name, c, n in kinds
+    ]
 
 
 def saved_in_two_processes() -> list[float]:
@@ -169,6 +223,10 @@ def saved_in_two_processes() -> list[float]:
 
 def test_slices_give_the_losses_and_gradients_of_sequences() -> None:
     run_distributed(in_four_processes, 4)
+
+
+def test_ranks_beyond_the_key_heads_have_copies_of_them() -> None:
+    run_distributed(in_eight_processes, 8)
 
 
 def test_saved_activations_of_slices_are_what_is_predicted() -> None:

@@ -16,7 +16,7 @@ from sagetrain.config.rules import fit
 from sagetrain.costs.accounting import overlaps, total_bytes
 from sagetrain.costs.hardware import H200, HARDWARE
 from sagetrain.planning import layouts, priced
-from sagetrain.planning.changes import overrides_to
+from sagetrain.planning.changes import changed, overrides_to
 from sagetrain.planning.layouts import (
     fewest_gpus,
     propose,
@@ -109,6 +109,18 @@ def test_more_memory_allows_more_and_too_little_is_a_finding():
     small, large = (propose(cfg, 4, VOCAB, HARDWARE[gpu])[0] for gpu in ("h100", "h200"))
     assert small.memory < large.memory
     assert math.isfinite(small.prediction.seconds)
+
+
+def test_few_key_heads_are_copied_inside_of_a_host():
+    """Eight ranks of a host share long sequences of two key heads, and have four copies of each. Two hosts take twice
+    as many sequences instead."""
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 2}
+    cfg = config("1b", "data.seq_length=131072", "tokens_per_step={schedule: constant, tokens: 131072}")
+    cfg = changed(cfg, {"model": {"num_layers": 8, "hidden_size": 2048, "ffn_hidden_size": 8192, **heads}})
+    for ranks in (8, 16):
+        for item in propose(cfg, ranks, VOCAB, H200):
+            assert (item.layout.tensor * item.layout.context, item.layout.copies_of_keys) == (8, 4)
+            assert item.cfg.tokens_per_step.named_tokens == {"tokens_per_step.tokens": ranks // 8 * 131072}
 
 
 def test_a_search_over_gpus_chooses_each_precision_once(monkeypatch):

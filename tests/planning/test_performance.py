@@ -470,6 +470,7 @@ def real_collectives() -> list[tuple[dict, dict]]:
         parallel["gradient_reduction"] = reduction
         zero = {"stage3_param_persistence_threshold": 0, **told}
         wide = {"hidden_size": 64, "ffn_hidden_size": 64} if linear else {}
+        wide |= {"num_key_value_heads": 1} if context > 1 else {}  # Ranks have copies of it.
         tokens = {"tokens": 2 * 16 * groups.dp_size}
         cfg = tiny.config(stage, "bf16", parallel=parallel, tokens_per_step=tokens, linear=linear, model=wide)
         cfg = cfg.model_copy(update={"deepspeed": {"zero_optimization": zero}})

@@ -7,6 +7,7 @@ from math import gcd
 
 from sagetrain.config.arithmetic import VOCAB_MULTIPLE, padded_vocab_size
 from sagetrain.config.errors import Finding, many
+from sagetrain.config.layer_specs import layers
 from sagetrain.config.layout import Layout
 from sagetrain.config.rules.findings import divisors, error, neighbours, no_effect, samples_off
 from sagetrain.config.schema import RunConfig
@@ -79,7 +80,7 @@ def _ranks(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
             "parallel.context_parallel_size",
             context,
             f"times tensor_parallel_size {tensor} does not divide the {many(world_size, 'rank')} of this launch",
-            f"use {divisors(gcd(world_size, *_heads(cfg)) // tensor)}, or start a multiple of {tensor * context} ranks",
+            f"use {_context_sizes(cfg, world_size // tensor)}, or start a multiple of {tensor * context} ranks",
         )
     elif world_size % (tensor * context * pipeline):
         yield error(
@@ -105,7 +106,7 @@ def _slices(cfg: RunConfig) -> Iterator[Finding]:
     """Check that every rank gets an equal share of heads, of columns and of each sequence."""
     tensor, context = cfg.parallel.tensor_parallel_size, cfg.parallel.context_parallel_size
     both = _tensor_and_context(cfg)
-    for name, by_context in (("num_attention_heads", True), ("num_key_value_heads", True), ("ffn_hidden_size", False)):
+    for name in ("num_attention_heads", "num_key_value_heads", "ffn_hidden_size"):
         value = getattr(cfg.model, name)
         if value % tensor:
             yield error(
@@ -115,15 +116,7 @@ def _slices(cfg: RunConfig) -> Iterator[Finding]:
                 f"is not a multiple of parallel.tensor_parallel_size {tensor}: every rank holds an equal share",
                 f"use {neighbours(value, tensor)}, or another tensor_parallel_size",
             )
-        elif by_context and value % (tensor * context):
-            sizes = divisors(value // tensor)
-            yield error(
-                "context_parallel_split",
-                f"model.{name}",
-                value,
-                f"is not a multiple of {both}: in attention every rank works on an equal share of the heads",
-                f"use {neighbours(value, tensor * context)}, or a context_parallel_size of {sizes}",
-            )
+    yield from _heads_of_context(cfg, tensor, context)
     length, slices = cfg.data.seq_length, context * (tensor if cfg.parallel.sequence_parallel else 1)
     if length % slices:
         rule, over = "context_parallel_split", f"parallel.context_parallel_size {context}"
@@ -135,6 +128,33 @@ def _slices(cfg: RunConfig) -> Iterator[Finding]:
             length,
             f"is not a multiple of {over}: every rank holds an equal slice",
             f"use {neighbours(length, slices)}, or change the parallel section",
+        )
+
+
+def _heads_of_context(cfg: RunConfig, tensor: int, context: int) -> Iterator[Finding]:
+    """Check that every context-parallel rank gets an equal share of the query heads, and of the key/value heads or of
+    their copies."""
+    heads, key_heads = _heads(cfg)
+    if heads % tensor or key_heads % tensor:
+        return
+    both, ranks, sizes = _tensor_and_context(cfg), tensor * context, _context_sizes(cfg)
+    if heads % ranks:
+        yield error(
+            "context_parallel_split",
+            "model.num_attention_heads",
+            heads,
+            f"is not a multiple of {both}: in attention every rank works on an equal share of the heads",
+            f"use {neighbours(heads, ranks)}, or a context_parallel_size of {sizes}",
+        )
+    elif key_heads % ranks and ranks % key_heads:
+        fitting = (n for n in range(tensor, heads + 1, tensor) if heads % n == 0 and not (n % ranks and ranks % n))
+        yield error(
+            "context_parallel_split",
+            "model.num_key_value_heads",
+            key_heads,
+            f"is neither a multiple of {both} nor divides it: in attention every rank works on an equal share of the "
+            "key/value heads, or as many ranks on each of them",
+            f"use one of {', '.join(map(str, fitting))}, or a context_parallel_size of {sizes}",
         )
 
 
@@ -169,6 +189,12 @@ def _tensor_and_context(cfg: RunConfig) -> str:
 def _shared(cfg: RunConfig) -> tuple[int, ...]:
     """Return the sizes that tensor parallelism divides."""
     return *_heads(cfg), cfg.model.ffn_hidden_size, VOCAB_MULTIPLE
+
+
+def _context_sizes(cfg: RunConfig, ranks: int = 0) -> str:
+    """Return the context-parallel sizes that heads allow, as text. With a number of ranks, those that divide it."""
+    sizes = layers(cfg.model)[0].attention.context_sizes(cfg.parallel.tensor_parallel_size)
+    return ", ".join(str(size) for size in sizes if ranks % size == 0)
 
 
 def _heads(cfg: RunConfig) -> tuple[int, int]:
