@@ -49,6 +49,7 @@ EXAMPLE = ModelConfig(
 
 EXTRAS = {
     "lm-eval": ("lm_eval", "evaluation.tasks, eval --tasks"),
+    "s3": ("s3fs", "training.run_url"),
     "transformers": ("transformers", "results/generation/generate.py"),
     "wandb": ("wandb", "logging.wandb"),
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from sagetrain.checkpoint import on_disk
@@ -13,6 +12,7 @@ from sagetrain.config.layout import Layout
 from sagetrain.config.load import saved_config
 from sagetrain.config.rules import fit
 from sagetrain.config.schema import AttentionConfig, LinearConfig, RunConfig
+from sagetrain.storage.url_path import Location
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Kept:
     tensor_parallel_size: int
 
     @classmethod
-    def by(cls, folder: Path) -> Kept:
+    def by(cls, folder: Location) -> Kept:
         """Read the choices of the run that wrote the checkpoint in `folder`."""
         return cls.of(on_disk.read_state(folder), saved_config(folder / "config.yaml"))
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from sagetrain.config.errors import CheckpointError, TrainingError
 from sagetrain.config.schema import AttentionConfig, LinearConfig, SpikesConfig
+from sagetrain.storage.url_path import Location
 
 # With 31 bits the sum over a million ranks is exact in the float64 that carries it.
 _FOLD_BITS = 31
@@ -83,7 +83,7 @@ class Ledger:
             self.dropped.append(self.steps)
 
     @classmethod
-    def verified(cls, stored: Ledger | None, order: str, step: int, sequences: int, where: Path) -> Ledger:
+    def verified(cls, stored: Ledger | None, order: str, step: int, sequences: int, where: Location) -> Ledger:
         """Check the ledger of a checkpoint and return it.
 
         Args:

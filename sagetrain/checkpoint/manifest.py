@@ -31,6 +31,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, TypeAdapter
 
 from sagetrain.checkpoint.state import newer_state, validated
 from sagetrain.config.errors import CheckpointError, pointer_at
+from sagetrain.storage.url_path import Location
 
 MANIFEST = "manifest.json"
 FORMAT = 2
@@ -111,8 +112,12 @@ def format_of(kinds: Iterable[Sequence[str]]) -> int:
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     """Write the manifest of a checkpoint, with its hash."""
-    text = json.dumps({key: value for key, value in manifest.items() if key != _HASH})
-    (folder / MANIFEST).write_bytes(_hashed(text.encode()))
+    (folder / MANIFEST).write_bytes(packed(manifest))
+
+
+def packed(manifest: dict[str, Any]) -> bytes:
+    """Return the manifest of a checkpoint as the bytes of its file, with its hash."""
+    return _hashed(json.dumps({key: value for key, value in manifest.items() if key != _HASH}).encode())
 
 
 def _hashed(text: bytes) -> bytes:
@@ -123,7 +128,7 @@ def _hashed(text: bytes) -> bytes:
 # -- reading -------------------------------------------------------------------------------------------------------
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Location) -> dict[str, Any]:
     """Return the manifest of one checkpoint. Raises CheckpointError if the manifest is unreadable, of another format,
     changed since it was written, or not as SageTrain writes it."""
     manifest = _parsed(folder)
@@ -135,7 +140,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def written_by_newer(folder: Path) -> str:
+def written_by_newer(folder: Location) -> str:
     """Return the message for a checkpoint whose format or state came after this version, which makes it no damaged one;
     an empty text for every other checkpoint."""
     try:
@@ -148,7 +153,7 @@ def written_by_newer(folder: Path) -> str:
     return newer_state(state, folder) if isinstance(state, dict) else ""
 
 
-def _parsed(folder: Path) -> dict[str, Any]:
+def _parsed(folder: Location) -> dict[str, Any]:
     """Return the keys of a manifest whose hash is right. Raises CheckpointError."""
     path = folder / MANIFEST
     try:
@@ -166,7 +171,7 @@ def _parsed(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def _other_format(folder: Path, found: object) -> str:
+def _other_format(folder: Location, found: object) -> str:
     return (
         f"{folder}: written in format {found}, this SageTrain reads formats {_READ[0]} to {_READ[-1]}; "
         "use the SageTrain that wrote it, or a newer one"

@@ -14,6 +14,8 @@ without code that loading would run.
 A checkpoint is written (saving.py) into a folder with a temporary name and synced to disk. The folder is renamed once
 its manifest is in it. A folder without a manifest, or with files that do not match the manifest, is damaged and never
 loaded. A copy that was interrupted is one cause. To read weights alone, only the files of weights are checked.
+
+The functions take the folders of a store as well (in_store.py).
 """
 
 from __future__ import annotations
@@ -24,15 +26,18 @@ import hashlib
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, overload
 
 import torch.distributed as dist
 
+from sagetrain.checkpoint import in_store
 from sagetrain.checkpoint.manifest import MANIFEST, read_manifest, written_by_newer
 from sagetrain.checkpoint.state import RunState
 from sagetrain.config.errors import CheckpointError, pointer_at
+from sagetrain.storage.range_reader import sha256_in_store
+from sagetrain.storage.url_path import Location, UrlPath, store_at
 
 # Only a run that continues reads the files whose names begin like this.
 _OF_RUNS = ("moments-", "rng-")
@@ -46,15 +51,15 @@ def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def step_of(folder: Path) -> int:
+def step_of(folder: Location) -> int:
     """Return the step whose checkpoint is in a folder."""
-    return int(folder.name.removeprefix("step-"))
+    return int(folder.name.split("-")[1])
 
 
 # -- deleting ------------------------------------------------------------------------------------------------------
 
 
-def prune(root: Path, keep_last: int, keep_every_tokens: int | None, needed: Container[str] = ()) -> None:
+def prune(root: Location, keep_last: int, keep_every_tokens: int | None, needed: Container[str] = ()) -> None:
     """Delete old checkpoints. Rank 0 calls this. Folders whose manifest cannot be read are left alone.
 
     Args:
@@ -74,7 +79,7 @@ def prune(root: Path, keep_last: int, keep_every_tokens: int | None, needed: Con
             multiples.add(multiple)
             kept.add(folder)
     for _, folder in found:
-        if folder not in kept and folder.name not in needed:
+        if folder not in kept and folder_name(step_of(folder)) not in needed:
             try:
                 remove(folder)
             # A failed deletion is no reason to stop a run whose new checkpoint is safe.
@@ -82,8 +87,11 @@ def prune(root: Path, keep_last: int, keep_every_tokens: int | None, needed: Con
                 warnings.warn(f"an old checkpoint stays, delete it yourself: {error}", stacklevel=2)
 
 
-def remove(folder: Path) -> None:
+def remove(folder: Location) -> None:
     """Delete a checkpoint in such a way that an interrupted deletion never looks like a checkpoint."""
+    if isinstance(folder, UrlPath):
+        in_store.remove(folder)
+        return
     # The permission bits are checked, too, because root may write everywhere and containers run as root.
     writable = folder.stat().st_mode & 0o222
     # Somebody has protected the folder to keep the checkpoint.
@@ -98,24 +106,36 @@ def remove(folder: Path) -> None:
 # -- finding and checking ------------------------------------------------------------------------------------------
 
 
-def published(root: Path) -> list[Path]:
+@overload
+def published(root: Path) -> Sequence[Path]:
+    """Return the published checkpoints on a disk."""
+
+
+@overload
+def published(root: Location) -> Sequence[Location]:
+    """Return the published checkpoints on a disk or in a store."""
+
+
+def published(root: Location) -> Sequence[Location]:
     """Return the published checkpoints, oldest first."""
+    if isinstance(root, UrlPath):
+        return in_store.published(root)
     return sorted(f for f in root.glob("step-*") if f.name.removeprefix("step-").isdigit() and f.is_dir())
 
 
-def newest(root: Path) -> Path | None:
+def newest(root: Location) -> Location | None:
     """Return the newest published checkpoint, undamaged or not."""
-    return max(published(root), default=None)
+    return max(published(root), key=step_of, default=None)
 
 
-def read_state(folder: Path) -> RunState:
+def read_state(folder: Location) -> RunState:
     """Return the state of the run that wrote a checkpoint. Raises the CheckpointErrors of read_manifest and
     RunState.from_json."""
     return RunState.from_json(read_manifest(folder)["state"], folder)
 
 
 def problems(
-    folder: Path, rank: int = 0, world_size: int = 1, *, contents: bool = True, moments: bool = True
+    folder: Location, rank: int = 0, world_size: int = 1, *, contents: bool = True, moments: bool = True
 ) -> list[str]:
     """Return descriptions of what is wrong with the files of a checkpoint; an empty list if the checkpoint is
     undamaged. This rank checks every world_size-th file.
@@ -131,6 +151,8 @@ def problems(
         return [str(error)]
     found, files = [], manifest["files"]
     names = sorted(name for name in files if moments or not name.startswith(_OF_RUNS))
+    if isinstance(folder, UrlPath):
+        return [*_problems_in_store(folder, {name: files[name] for name in names[rank::world_size]}, contents)]
     for name in names[rank::world_size]:
         path, expected = folder / name, files[name]
         try:
@@ -147,14 +169,29 @@ def problems(
     return found
 
 
+def _problems_in_store(folder: UrlPath, files: Mapping[str, Any], contents: bool) -> Iterator[str]:
+    """Yield descriptions of what is wrong with files of a checkpoint in a store."""
+    try:
+        sizes = store_at(folder).sizes()
+        for name, expected in files.items():
+            if name not in sizes:
+                yield f"{folder / name} is missing"
+            elif sizes[name] != expected["bytes"]:
+                yield f"{folder / name} has {sizes[name]} bytes instead of {expected['bytes']}"
+            elif contents and sha256_in_store(folder / name) != expected["sha256"]:
+                yield f"{folder / name} does not match its SHA-256"
+    except OSError as error:
+        yield f"{folder} cannot be read ({error})"
+
+
 def newest_whole(
-    root: Path,
+    root: Location,
     report: Callable[[str], None],
     wanted: Callable[[int], bool] = lambda step: True,
     *,
     contents: bool = True,
     moments: bool = True,
-) -> tuple[Path | None, list[Path]]:
+) -> tuple[Location | None, list[Location]]:
     """Find the newest undamaged checkpoint whose step is wanted; collective.
 
     Args:
@@ -170,12 +207,13 @@ def newest_whole(
         CheckpointError: there are checkpoints of wanted steps, but none is undamaged; or the newest one was
             written by a newer SageTrain. An older one is not taken then, because the run would go back.
     """
-    damaged: list[Path] = []
+    damaged: list[Location] = []
 
-    def left() -> list[Path]:
-        return [folder for folder in published(root) if wanted(step_of(folder)) and folder not in damaged]
+    def left() -> Location | None:
+        there = [folder for folder in published(root) if wanted(step_of(folder)) and folder not in damaged]
+        return max(there, key=step_of, default=None)
 
-    while folder := _broadcast(max(left(), default=None)):
+    while folder := _broadcast(left() if _rank() == 0 else None):
         own = problems(folder, _rank(), _world_size(), contents=contents, moments=moments)
         wrong = [problem for found in _gather(own) for problem in found]
         if not wrong:
@@ -183,7 +221,7 @@ def newest_whole(
         if said := _broadcast(written_by_newer(folder)):
             raise CheckpointError(said)
         # If the folder is gone, the run that owns it continues and has removed it for newer ones.
-        if _broadcast(folder.is_dir()):
+        if _broadcast(_is_there(folder)):
             damaged.append(folder)
             report(f"checkpoint {folder.name} is damaged and passed over: {'; '.join(wrong)}")
     if damaged:
@@ -194,11 +232,12 @@ def newest_whole(
     return None, damaged
 
 
-def whole_at(root: Path, step: int, *, moments: bool = True) -> Path:
+def whole_at(root: Location, step: int, *, moments: bool = True) -> Location:
     """Return the checkpoint of a step. `moments` is explained in `problems`. Raises CheckpointError if the checkpoint
     is damaged or does not exist."""
-    folder, there = root / folder_name(step), published(root)
-    if folder not in there:
+    there = published(root)
+    folder = next((each for each in there if step_of(each) == step), None)
+    if folder is None:
         steps = ", ".join(str(step_of(each)) for each in there) or "none"
         raise CheckpointError(f"{root} has no checkpoint of step {step}; it has steps: {steps}")
     if wrong := problems(folder, moments=moments):
@@ -206,7 +245,7 @@ def whole_at(root: Path, step: int, *, moments: bool = True) -> Path:
     return folder
 
 
-def whole(path: Path, report: Callable[[str], None], *, contents: bool = True, moments: bool = True) -> Path:
+def whole(path: Location, report: Callable[[str], None], *, contents: bool = True, moments: bool = True) -> Location:
     """Return the checkpoint that a path names: the path itself, or the newest undamaged checkpoint of a run folder;
     collective. `contents` and `moments` are explained in `problems`.
 
@@ -224,8 +263,11 @@ def whole(path: Path, report: Callable[[str], None], *, contents: bool = True, m
     return path
 
 
-def set_aside(folder: Path) -> None:
+def set_aside(folder: Location) -> None:
     """Rename a damaged checkpoint, so that it is not loaded, counted or overwritten. Rank 0 calls this."""
+    if isinstance(folder, UrlPath):
+        in_store.set_aside(folder)
+        return
     number = 0
     while (target := folder.with_name(f"damaged-{folder.name}{f'-{number}' if number else ''}")).exists():
         number += 1
@@ -235,8 +277,10 @@ def set_aside(folder: Path) -> None:
 # -- small parts ---------------------------------------------------------------------------------------------------
 
 
-def sha256(path: Path) -> str:
+def sha256(path: Location) -> str:
     """Return the SHA-256 of a file in hexadecimal."""
+    if isinstance(path, UrlPath):
+        return sha256_in_store(path)
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _digest(file)
 
@@ -247,6 +291,10 @@ def _digest(file: BinaryIO) -> str:
     while block := file.read(1 << 20):
         digest.update(block)
     return digest.hexdigest()
+
+
+def _is_there(folder: Location) -> bool:
+    return folder in published(folder.parent) if isinstance(folder, UrlPath) else folder.is_dir()
 
 
 def _rank() -> int:

@@ -7,7 +7,6 @@ import os
 import sys
 from contextlib import suppress
 from io import FileIO
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -15,10 +14,14 @@ from torch import Tensor
 
 from sagetrain.config.errors import ConfigError
 from sagetrain.data.open_files import allow_open_files
+from sagetrain.storage.range_reader import RangeReader
+from sagetrain.storage.url_path import Location, UrlPath
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # A process asks for room for this many further files at a time.
 _FURTHER = 256
+# This many files of a store are open at once: a rank reads weights and moments in turn.
+_READERS = 4
 
 
 class _Stored(NamedTuple):
@@ -31,12 +34,13 @@ class _Stored(NamedTuple):
 
 class PieceFiles:
     """The safetensors files of a folder. Files stay open until `close`, as many as the process may have. Values are
-    read and not mapped, because pages that stay mapped would count as this process's memory."""
+    read and not mapped, because pages that stay mapped would count as this process's memory. Of a folder in a store
+    few files are open, because each holds a block in memory."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Location) -> None:
         self._folder, self._room = folder, 0
         self._headers: dict[str, dict[str, _Stored]] = {}
-        self._kept: dict[str, FileIO] = {}
+        self._kept: dict[str, FileIO | RangeReader] = {}
 
     def read(self, file: str, name: str, start: int, out: Tensor) -> None:
         """Fill an fp32 vector on the CPU with the values of a tensor from `start` on.
@@ -69,16 +73,21 @@ class PieceFiles:
             opened.close()
         self._kept.clear()
 
-    def _open(self, file: str) -> FileIO:
+    def _open(self, file: str) -> FileIO | RangeReader:
         if file in self._kept:
             return self._kept[file]
-        opened = FileIO(self._folder / file)
+        opened = self._opened(file)
         try:
             if file not in self._headers:
                 self._headers[file] = _header(opened)
         except BaseException:
             opened.close()
             raise
+        if isinstance(opened, RangeReader):
+            if len(self._kept) == _READERS:
+                self._kept.pop(next(iter(self._kept)))
+            self._kept[file] = opened
+            return opened
         if len(self._kept) == self._room:
             # Where a process may have no more files, further ones are open while they are read.
             with suppress(ConfigError):
@@ -88,10 +97,15 @@ class PieceFiles:
             self._kept[file] = opened
         return opened
 
+    def _opened(self, file: str) -> FileIO | RangeReader:
+        path = self._folder / file
+        return RangeReader(path) if isinstance(path, UrlPath) else FileIO(path)
 
-def _header(opened: FileIO) -> dict[str, _Stored]:
+
+def _header(opened: FileIO | RangeReader) -> dict[str, _Stored]:
     """Return where a safetensors file has which tensor. Eight bytes say how long the header is, which is JSON."""
-    size, length = os.fstat(opened.fileno()).st_size, bytearray(8)
+    size = opened.size if isinstance(opened, RangeReader) else os.fstat(opened.fileno()).st_size
+    length = bytearray(8)
     _read(opened, 0, memoryview(length))
     first = 8 + int.from_bytes(length, "little")
     if first > size:
@@ -112,10 +126,13 @@ def _header(opened: FileIO) -> dict[str, _Stored]:
     return found
 
 
-def _read(opened: FileIO, begin: int, out: memoryview) -> None:
+def _read(opened: FileIO | RangeReader, begin: int, out: memoryview) -> None:
     """Fill `out` with the bytes of a file from `begin` on."""
     while out:
-        count = os.preadv(opened.fileno(), [out], begin)
+        if isinstance(opened, RangeReader):
+            count = opened.read(begin, out)
+        else:
+            count = os.preadv(opened.fileno(), [out], begin)
         if not count:
             raise ValueError("it is cut off")
         begin, out = begin + count, out[count:]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
 import pickle
 from collections.abc import Iterator
 from contextlib import closing
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from sagetrain.model.placement import place
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.layers import materialize
 from sagetrain.parallel.topology import ParallelGroups
+from sagetrain.storage.url_path import Location
 
 # This many values are read at a time. It bounds the memory that loading needs beside the state itself.
 _BLOCK = 2**20
@@ -31,7 +32,7 @@ class Reader:
     """A reader of any slice of any tensor of a checkpoint, whatever layout wrote it. It reads what is asked for, and
     keeps files open until `close`."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Location):
         self.folder, self.manifest = folder, read_manifest(folder)
         self.tensors: dict[str, dict[str, Any]] = self.manifest["tensors"]
         self.world_size = math.prod(self.manifest["layout"].values())
@@ -132,7 +133,7 @@ class Reader:
         if name not in self.manifest["files"]:
             return None
         try:
-            state: dict[str, Any] = torch.load(self.folder / name, weights_only=True)
+            state: dict[str, Any] = torch.load(io.BytesIO((self.folder / name).read_bytes()), weights_only=True)
         except (OSError, RuntimeError, pickle.UnpicklingError) as error:
             raise CheckpointError(f"{self.folder / name} cannot be read as data: {error}") from error
         return state

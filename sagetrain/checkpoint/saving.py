@@ -1,7 +1,8 @@
 """Write checkpoints while training continues.
 
 Training stands still only while each rank's state is copied to host memory, which is kept from save to save. Then a
-thread of every rank writes, syncs and hashes the copy. The folder is published when the files of all ranks are durable.
+thread of every rank writes, syncs and hashes the copy, or sends it to a store (publishing.py). The folder is published
+when the files of all ranks are durable.
 
 The threads talk to the thread of rank 0 through a key-value store (cluster/mailbox.py). Each rank has one thread and
 saves one checkpoint at a time, so messages have the same order everywhere. If files were the signals, a file system's
@@ -12,33 +13,31 @@ folder.
 from __future__ import annotations
 
 import io
-import os
-import shutil
 import threading
 import time
-import uuid
 import weakref
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 
-from sagetrain.checkpoint.manifest import MANIFEST, file_name, format_of, write_manifest
-from sagetrain.checkpoint.on_disk import folder_name, prune, remove, sha256
+from sagetrain.checkpoint.manifest import file_name, format_of
+from sagetrain.checkpoint.on_disk import folder_name, prune
+from sagetrain.checkpoint.publishing import publisher_at
 from sagetrain.checkpoint.state import RunState
 from sagetrain.checkpoint.stateful import OwnedRange
 from sagetrain.cluster.mailbox import Mailbox
 from sagetrain.config.errors import CheckpointError, way_to_room
 from sagetrain.model.placement import place
 from sagetrain.parallel.topology import ParallelGroups
+from sagetrain.storage.url_path import Location
 
 T = TypeVar("T")
 
@@ -86,7 +85,7 @@ class Saver:
 
     def __init__(
         self,
-        root: Path,
+        root: Location,
         groups: ParallelGroups,
         keep_last: int,
         keep_every_tokens: int | None,
@@ -99,6 +98,7 @@ class Saver:
         self._timeout, self._rank, self._mailbox = timeout, groups.rank, None
         if groups.topology.world_size > 1:
             self._mailbox = Mailbox(timeout)
+        self._publisher = publisher_at(root, self._moved)
         self._memory = torch.empty(0)
         self._unpinned: threading.Thread | None = None
         self._thread: threading.Thread | None = None
@@ -239,19 +239,20 @@ class Saver:
     def _save(self, snapshot: _Snapshot) -> None:
         final = self._root / folder_name(snapshot.step)
         try:
-            temporary = self._told(lambda: _fresh_folder(final), f"cannot create a folder for {final}")
+            folder = self._told(lambda: self._publisher.begin(final.name), f"cannot create a folder for {final}")
             place = self._groups.tp_rank, self._groups.pp_rank, self._groups.replica_rank
             entry: dict[str, Any] = {"place": place, "rank": self._rank_name, "ranges": snapshot.ranges}
             try:
-                entry["files"] = self._write(temporary, snapshot)
+                entry["files"] = self._write(folder, snapshot)
             except (OSError, SafetensorError) as error:
                 entry["error"] = f"rank {self._rank}: {error}"
             entries = self._gathered(entry)
-            self._told(lambda: self._publish(temporary, final, snapshot, entries), f"cannot write {final}")
+            self._told(lambda: self._publish(folder, snapshot, entries), f"cannot write {final}")
         except BaseException as failure:
             # The unfinished files are removed, because they would leave a full disk full.
             if self._rank == 0:
-                _discard_unfinished(self._root)
+                with suppress(OSError):
+                    self._publisher.discard()
             # The RuntimeError is one of the key-value store.
             if isinstance(failure, RuntimeError) and not isinstance(failure, CheckpointError):
                 raise CheckpointError(
@@ -260,41 +261,22 @@ class Saver:
                 ) from failure
             raise
 
-    def _write(self, folder: Path, snapshot: _Snapshot) -> dict[str, dict[str, Any]]:
+    def _write(self, folder: str, snapshot: _Snapshot) -> dict[str, dict[str, Any]]:
         """Write this rank's files durably, and return their sizes and SHA-256 by name."""
-        written = [f"rng-{self._rank:05d}.pt"]
         # torch.save to a file would report a full disk as a RuntimeError.
         packed = io.BytesIO()
         torch.save(snapshot.rng, packed)
-        (folder / written[0]).write_bytes(packed.getbuffer())
-        for name, tensors in snapshot.tensors.items():
-            written.append(name)
-            save_file(tensors, folder / name)
-            # safetensors makes files that only their owner can read, but the umask should decide who can.
-            (folder / name).chmod((folder / written[0]).stat().st_mode & 0o777)
-        return {name: self._durable(folder / name) for name in written}
+        return self._publisher.write(folder, {f"rng-{self._rank:05d}.pt": packed.getvalue(), **snapshot.tensors})
 
-    def _durable(self, path: Path) -> dict[str, Any]:
-        """Sync a file to disk and return its entry in the manifest."""
-        self._sync(path)
+    def _moved(self) -> None:
         self._progress += 1
-        return {"bytes": path.stat().st_size, "sha256": sha256(path)}
 
-    def _sync(self, path: Path) -> None:
-        self._progress += 1
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-    def _publish(self, temporary: Path, final: Path, snapshot: _Snapshot, entries: list[dict[str, Any]]) -> None:
-        """Publish a checkpoint on rank 0 after all ranks have written: write the manifest, rename the folder, update
-        `latest`, and delete old checkpoints."""
+    def _publish(self, folder: str, snapshot: _Snapshot, entries: list[dict[str, Any]]) -> None:
+        """Publish a checkpoint on rank 0 after all ranks have written, and delete old checkpoints."""
         if errors := [entry["error"] for entry in entries if "error" in entry]:
             raise OSError("; ".join(errors))
-        (temporary / "config.yaml").write_text(snapshot.config_text)
         files = {name: info for entry in entries for name, info in entry["files"].items()}
+        files |= self._publisher.write(folder, {"config.yaml": snapshot.config_text.encode()})
         wrote = sorted((entry for entry in entries if len(entry["ranges"])), key=lambda entry: entry["place"])
         pieces = _runs([entry["place"][0] for entry in wrote], [entry["ranges"] for entry in wrote])
         named = zip(snapshot.shapes.items(), pieces, strict=True)
@@ -309,21 +291,9 @@ class Saver:
             },
             "ranks": [entry["rank"] for entry in wrote],
             "tensors": {name: {**shape, "pieces": runs} for (name, shape), runs in named},
-            "files": {**files, "config.yaml": self._durable(temporary / "config.yaml")},
+            "files": files,
         }
-        write_manifest(temporary, manifest)
-        self._sync(temporary / MANIFEST)
-        self._sync(temporary)
-        # This folder has no manifest, because a damaged checkpoint was set aside before the run reached this step
-        # again.
-        if final.exists():
-            remove(final)
-        os.rename(temporary, final)
-        latest = self._root / "latest.tmp"
-        latest.write_text(final.name + "\n")
-        self._sync(latest)
-        os.replace(latest, self._root / "latest")
-        self._sync(self._root)
+        self._publisher.publish(folder, folder_name(snapshot.step), manifest)
         prune(self._root, *self._keep, self._needed())
 
     def _told(self, action: Callable[[], T], what: str) -> T:
@@ -356,21 +326,6 @@ class Saver:
 
 def _on_gpu(owned: list[OwnedRange]) -> bool:
     return bool(owned) and owned[0].read("weight").is_cuda
-
-
-def _fresh_folder(final: Path) -> Path:
-    """Make a new folder in which `final` is written. Its name is never used again, because a process that is left of a
-    killed run may still write to the earlier one."""
-    final.parent.mkdir(parents=True, exist_ok=True)
-    _discard_unfinished(final.parent)
-    folder = final.with_name(f".writing-{final.name}-{uuid.uuid4().hex[:8]}")
-    folder.mkdir()
-    return folder
-
-
-def _discard_unfinished(root: Path) -> None:
-    for folder in root.glob(".writing-*"):
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _runs(tp_ranks: list[int], ranges: list[np.ndarray]) -> Iterator[list[list[int]]]:

@@ -19,6 +19,7 @@ from sagetrain.checkpoint.ledger import Ledger
 from sagetrain.config.errors import CheckpointError
 from sagetrain.config.rules.data import ORDER
 from sagetrain.config.schema import ModelConfig
+from sagetrain.storage.url_path import Location
 
 T = TypeVar("T")
 _NAMED = 8  # An error names this many wrong keys.
@@ -222,7 +223,7 @@ class RunState:
     versions: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def from_json(cls, tree: Mapping[str, Any], folder: Path) -> RunState:
+    def from_json(cls, tree: Mapping[str, Any], folder: Location) -> RunState:
         """Read the state of the checkpoint in `folder`.
 
         Raises:
@@ -287,7 +288,7 @@ class RunState:
         return Positions.reached(self.identity, self.init_from.positions if self.init_from else None)
 
 
-def newer_state(tree: Mapping[str, Any], folder: Path) -> str:
+def newer_state(tree: Mapping[str, Any], folder: Location) -> str:
     """Return the message for a state that came after this version; an empty text for every other state."""
     version = tree.get("version", VERSION)
     if isinstance(version, int) and version <= VERSION:

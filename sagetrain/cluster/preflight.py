@@ -175,7 +175,7 @@ def share(folder: RunFolder, hears: _Say = to_stderr) -> None:
     if rank == 0:
         token = secrets.token_hex(8)
         try:
-            if warning := folder.claim(token):
+            if warning := folder.claim(token, hears):
                 hears(warning)
         except (CheckpointError, OSError) as error:
             store.set("folder/token", json.dumps([None, f"rank 0 on {socket.gethostname()}: {error}"]))

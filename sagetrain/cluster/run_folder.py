@@ -9,8 +9,9 @@ import errno
 import fcntl
 import json
 import os
+import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +22,8 @@ from sagetrain.config.errors import CheckpointError, Finding
 from sagetrain.config.load import dump_config, flat
 from sagetrain.config.schema import RunConfig
 from sagetrain.data.token_file import write_atomic
+from sagetrain.storage.lease import Lease, check_rights
+from sagetrain.storage.url_path import UrlPath, checkpoints_of
 
 _LOOKS = 10
 """The number of times to look for a new file, because a network file system may show it late."""
@@ -50,9 +53,9 @@ def is_taken(error: OSError | None) -> bool:
 class RunFolder:
     """The folder training.run_dir."""
 
-    def __init__(self, path: Path):
-        self.path = path
-        self.checkpoints = path / "checkpoints"
+    def __init__(self, path: Path, url: str | None = None):
+        self.path, self._url = path, UrlPath(url) if url else None
+        self.checkpoints = checkpoints_of(path, url)
         self.log = path / "log.txt"
         self.spikes = path / "spikes"
         """The folder of the bundles of steps that went wrong."""
@@ -63,16 +66,20 @@ class RunFolder:
         self.linear = path / "linear.json"
         """The table of what `auto` chose for linear.precision, and why."""
         self._lock: IO[str] | None = None
+        self._lease: Lease | None = None
 
-    def claim(self, token: str) -> str:
+    def claim(self, token: str, say: Callable[[str], None] = lambda text: None) -> str:
         """Make the folder, lock it until `release`, and leave `token` there for other hosts to find. Two runs in one
-        folder would destroy each other's files.
+        folder would destroy each other's files. A folder in a store (training.run_url) is taken as well.
+
+        Args:
+            say: gets a line if this waits for a store.
 
         Returns:
             A warning, or an empty text.
 
         Raises:
-            CheckpointError: another run uses the folder.
+            CheckpointError: another run uses the folder, or the store cannot be written to.
         """
         warning = ""
         self._lock, error = lock(self.path)
@@ -86,6 +93,17 @@ class RunFolder:
                 "keeps a second run out of it, so start no other one there while this one runs"
             )
         self._token.write_text(token)
+        return "\n".join(filter(None, [warning, self._claim_store(say) if self._url else ""]))
+
+    def _claim_store(self, say: Callable[[str], None]) -> str:
+        """Check the rights in the store, and take its lease. Return a warning, or an empty text."""
+        assert self._url
+        warning, identity = check_rights(self._url), self.path / ".run"
+        if not identity.exists():
+            write_atomic(identity, secrets.token_hex(16).encode())
+        lease = Lease(self._url, identity.read_text())
+        lease.claim(say)
+        self._lease = lease
         return warning
 
     @property
@@ -113,7 +131,10 @@ class RunFolder:
         return "has no such folder"
 
     def release(self) -> None:
-        """Release the lock of the folder. The end of the process releases it, too."""
+        """Release the lock of the folder, and the lease of the store. The end of the process releases the lock, too."""
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
         if self._lock is not None:
             self._lock.close()
             self._lock = None

@@ -43,10 +43,10 @@ class Branches:
 
     def ready(self, job: Job) -> bool:
         """Whether a run can start. If its baseline has come far enough, the run gets the checkpoint here."""
-        source, own = self._source(job), self._folder(job).checkpoints
+        source, own = self._source(job), self._folder(job).path / "checkpoints"
         if source is None or own.exists():
             return True
-        if found := _checkpoint(self._folder(source).checkpoints, self._parting[job.row]):
+        if found := _checkpoint(self._folder(source).path / "checkpoints", self._parting[job.row]):
             _link_checkpoint(found, own)
         return found is not None
 

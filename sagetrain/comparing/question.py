@@ -174,6 +174,11 @@ class Question:
                 findings = check(cfg, 1, vocab_size=known_vocab_size(cfg.data), path=path, overrides=overrides)
                 problems += [f"{variant.name}: {finding}" for finding in findings if finding.level == "error"]
                 problems += [f"{variant.name}: {said}" for said in _timed(cfg)]
+                if url := cfg.training.run_url:
+                    problems.append(
+                        f"{variant.name}: training.run_url {url}: the runs of a comparison keep their checkpoints in "
+                        "folders of their own on a disk; leave it out (training.run_url=null)"
+                    )
                 if isinstance(cfg.tokens_per_step, NoiseAwareTokens) and not _within("tokens_per_step", self.allow):
                     problems.append(
                         f"{variant.name}: tokens_per_step.schedule noise_aware: each run would decide its own steps by "

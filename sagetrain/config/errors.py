@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal, Protocol
 
 TRAINING_EXIT_CODE = 4
 """Exit code of a run that cannot go on training: a step went wrong, or memory ran out."""
@@ -88,14 +88,22 @@ def pointer(name: object, begin: bytes | str) -> str:
     return f"{name} is a pointer of Git LFS, not the file: run `git lfs pull` in the folder"
 
 
-def pointer_at(path: str | os.PathLike[str]) -> str:
+class Readable(Protocol):
+    """A path whose file can be read, on a disk or in a store."""
+
+    def open(self, mode: Literal["rb"]) -> BinaryIO: ...
+
+    def read_text(self, encoding: str) -> str: ...
+
+
+def pointer_at(path: str | os.PathLike[str] | Readable) -> str:
     """Return the message of `pointer` for a file, or "" also for a file that cannot be read."""
-    with suppress(OSError), open(path, "rb") as file:
-        return pointer(os.fspath(path), file.read(len(_POINTER)))
+    with suppress(OSError), (Path(path) if isinstance(path, str | os.PathLike) else path).open("rb") as file:
+        return pointer(str(path), file.read(len(_POINTER)))
     return ""
 
 
-def refuse_pointer(path: str | os.PathLike[str]) -> None:
+def refuse_pointer(path: str | os.PathLike[str] | Readable) -> None:
     """Raise ConfigError if a file is a pointer of Git LFS."""
     if said := pointer_at(path):
         raise ConfigError(said)

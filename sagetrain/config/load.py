@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from sagetrain.config import former_keys, yaml_nodes
-from sagetrain.config.errors import ConfigError, Finding, beyond_ascii, is_utf8, refuse_pointer, shown
+from sagetrain.config.errors import ConfigError, Finding, Readable, beyond_ascii, is_utf8, refuse_pointer, shown
 from sagetrain.config.other_names import key_meant, value_meant
 from sagetrain.config.reference import describe, keys, locate, outline, slot_of, tag_of, tags_of
 from sagetrain.config.schema import RunConfig, Section
@@ -27,12 +27,12 @@ _EITHER_OR = {"lr_schedule": ("warmup", "warmup_tokens")}
 
 
 def load_config(
-    path: str | Path, overrides: Sequence[str] = (), passed_over: Callable[[str], None] | None = None
+    path: str | Path | Readable, overrides: Sequence[str] = (), passed_over: Callable[[str], None] | None = None
 ) -> RunConfig:
     """Read a run's configuration.
 
     Args:
-        path: a file, or the name of a shipped configuration (`325m`).
+        path: a file, on a disk or in a store, or the name of a shipped configuration (`325m`).
         overrides: `dotted.key=value` texts. Values are read as YAML. Items of lists are named by index
             (`data.train.0.path=corpus`). A whole section may be given at once (`tokens_per_step={schedule: constant,
             tokens: 262144}`).
@@ -91,7 +91,7 @@ def dump_config(config: RunConfig) -> str:
     return yaml_nodes.dump(config.model_dump(mode="json"))
 
 
-def saved_config(path: Path) -> dict[str, Any]:
+def saved_config(path: Readable) -> dict[str, Any]:
     """Return the configuration in a file that a run has written, as plain values. Its keys may be those of another
     version.
 
@@ -105,7 +105,7 @@ def saved_config(path: Path) -> dict[str, Any]:
     return tree or {}
 
 
-def _text_of(path: Path) -> str:
+def _text_of(path: Readable) -> str:
     refuse_pointer(path)
     try:
         return path.read_text(encoding="utf-8")
@@ -130,8 +130,8 @@ def fallen_away(path: str | Path, overrides: Sequence[str] = ()) -> list[Finding
 class _Source:
     """The values of a file with overrides applied, the place where each was given, and the problems found in them."""
 
-    def __init__(self, path: str | Path, overrides: Sequence[str]):
-        path = config_path(path)
+    def __init__(self, path: str | Path | Readable, overrides: Sequence[str]):
+        path = config_path(path) if isinstance(path, str | Path) else path
         self.file = str(path)
         self.origins: dict[KeyPath, str] = {}
         self.problems: list[str] = []

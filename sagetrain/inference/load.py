@@ -14,7 +14,7 @@ from sagetrain.checkpoint.reading import Reader
 from sagetrain.config.arguments import LoadedAttention, LoadedPrecision, spelled
 from sagetrain.config.arithmetic import low_bit_linear, padded_vocab_size
 from sagetrain.config.errors import CheckpointError, ConfigError, no_run
-from sagetrain.config.load import load_config
+from sagetrain.config.load import load_config, saved_config
 from sagetrain.config.rules.data import CHAT_TEMPLATE
 from sagetrain.config.schema import LinearConfig, RunConfig, tokenizer_in
 from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
@@ -27,6 +27,7 @@ from sagetrain.model.tensors import EMBEDDING
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.metrics import Metrics
 from sagetrain.parallel.topology import Topology
+from sagetrain.storage.url_path import Location, checkpoints_of
 
 
 @dataclass
@@ -96,7 +97,7 @@ def open_run(run_dir: Path, report: Callable[[str], None], step: int | None = No
     Raises:
         CheckpointError: there is none, or the run's tokenizer is not the one it was trained with.
     """
-    root, folder = run_dir / "checkpoints", None
+    root, folder = recorded_checkpoints(run_dir, run_dir / "config.yaml"), None
     if step is None:
         folder, _ = on_disk.newest_whole(root, report, moments=False)
     elif on_disk.published(root):
@@ -117,6 +118,12 @@ def open_run(run_dir: Path, report: Callable[[str], None], step: int | None = No
             f"({tokenizer.sha256[:12]}); put that file back"
         )
     return OpenRun(cfg, reader, tokenizer, state.identity.vocab_size, state.step, state.tokens)
+
+
+def recorded_checkpoints(run_dir: Path, config: Path) -> Location:
+    """Return the folder of a run's checkpoints, which the configuration that the run has written may name."""
+    training = saved_config(config).get("training", {}) if config.is_file() else {}
+    return checkpoints_of(run_dir, training.get("run_url"))
 
 
 def _no_run(path: Path) -> str:

@@ -24,12 +24,15 @@ from sagetrain.config.errors import CheckpointError, ConfigError, TrainingError
 from sagetrain.config.load import load_config
 from sagetrain.config.schema import AttentionConfig
 from sagetrain.engines.protocol import Observers, StepResult
+from sagetrain.inference.load import recorded_checkpoints
 from sagetrain.inference.located import located
 from sagetrain.model.backends import attention_function
 from sagetrain.model.selection import resolve_backend
 from sagetrain.parallel.rng import set_rng_state
 from sagetrain.stability.controller import Event
 from sagetrain.stability.spikes import METRIC, Verdict, plain
+from sagetrain.storage.range_reader import fetch
+from sagetrain.storage.url_path import Location, UrlPath
 from sagetrain.training import failed_step, init_from
 from sagetrain.training.build_run import build
 from sagetrain.training.lr_schedule import learning_rate
@@ -104,12 +107,16 @@ def replay(folder: Path, backend: str, recipe: str | None = None, linear_in_16_b
     if recipe is not None and backend != "sage":
         raise ConfigError(f"--recipe {recipe} is of --attention sage, and this is {backend}; add --attention sage")
     scratch, main = folder / "replay", os.environ.get("RANK", "0") == "0"
-    start = _start(folder.absolute().parent.parent / "checkpoints", content)
+    start = _start(recorded_checkpoints(folder.absolute().parent.parent, folder / "config.yaml"), content)
     if main:
         shutil.rmtree(scratch, ignore_errors=True)
         (scratch / "checkpoints").mkdir(parents=True)
         if start is not None:
-            (scratch / "checkpoints" / start.name).symlink_to(start, target_is_directory=True)
+            there = scratch / "checkpoints" / on_disk.folder_name(on_disk.step_of(start))
+            if isinstance(start, UrlPath):
+                fetch(start, there)
+            else:
+                there.symlink_to(start, target_is_directory=True)
     try:
         return _replay(folder, content, scratch, backend, recipe, linear_in_16_bits)
     finally:
@@ -117,7 +124,7 @@ def replay(folder: Path, backend: str, recipe: str | None = None, linear_in_16_b
             shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _start(checkpoints: Path, content: dict[str, Any]) -> Path | None:
+def _start(checkpoints: Location, content: dict[str, Any]) -> Location | None:
     """Return the newest checkpoint before the step that has the history of the bundle. Return None if the run had none
     yet at the step."""
     if content["checkpoint"] is None:
@@ -214,7 +221,7 @@ def _built(folder: Path, scratch: Path, fresh: bool, layers_of_tp: int) -> Run:
     spikes = cfg.stability.spikes.model_copy(update={"policy": "stop"})
     sections = {
         "parallel": parallel,
-        "training": cfg.training.model_copy(update={"run_dir": str(scratch)}),
+        "training": cfg.training.model_copy(update={"run_dir": str(scratch), "run_url": None}),
         "checkpoint": cfg.checkpoint.model_copy(update={"resume": "auto"}),
         "stability": cfg.stability.model_copy(update={"spikes": spikes}),
         "logging": cfg.logging.model_copy(update={"wandb": None}),

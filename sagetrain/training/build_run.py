@@ -156,7 +156,8 @@ def check_files(cfg: RunConfig, tokens: SampleFunction | None = None, loss: OwnL
     Raises:
         ConfigError: a file or a setting does not allow the run.
     """
-    folder, tokenizer = RunFolder(Path(cfg.training.run_dir)), tokenizer_of(cfg.data, cfg.model.vocab_size)
+    folder = RunFolder(Path(cfg.training.run_dir), cfg.training.run_url)
+    tokenizer = tokenizer_of(cfg.data, cfg.model.vocab_size)
     vocab_size = cfg.model.vocab_size or (tokenizer.vocab_size if tokenizer else 0)
     sha256 = tokenizer.sha256 if tokenizer else None
     records = prepared(cfg.data)

@@ -30,6 +30,7 @@ from sagetrain.parallel.rng import rng_state
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.controller import Event
 from sagetrain.stability.spikes import plain
+from sagetrain.storage.url_path import Location
 
 FORMAT = 1
 
@@ -41,7 +42,7 @@ def describe(function: AttentionFunction) -> str:
 
 def write(
     spikes: Path,
-    checkpoints: Path,
+    checkpoints: Location,
     *,
     state: TrainState,
     samples: list[list[int]],

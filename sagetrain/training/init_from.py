@@ -19,6 +19,7 @@ from sagetrain.data.token_file import write_atomic
 from sagetrain.engines.protocol import Engine
 from sagetrain.model.tensors import tensors
 from sagetrain.optim.build import kinds_of
+from sagetrain.storage.url_path import Location
 
 RECORD = "init_from.json"
 """The name, in a run folder, of the record of the checkpoint that its run began with."""
@@ -27,7 +28,7 @@ RECORD = "init_from.json"
 _FREE = ("rope_theta", "rope_scaling", "init_std", "vocab_size")
 
 
-def check(root: Path, cfg: RunConfig, identity: Identity) -> None:
+def check(root: Location, cfg: RunConfig, identity: Identity) -> None:
     """Check that a run can start, before any rank waits for another. A run that has checkpoints of its own in `root`
     continues from them. The checkpoint that it began with is then not checked again, and may be gone.
 
@@ -83,19 +84,19 @@ def same_optimizer(reader: Reader, cfg: RunConfig) -> bool:
     return all(reader.kinds(spec.name)[1:] == kinds_of(spec, cfg) for spec in specs)
 
 
-def named(path: Path) -> Path | None:
+def named(path: Path) -> Location | None:
     """Return the checkpoint that training.init_from names: the path itself, or the newest one of a run. Return None if
     there is none."""
     return path if (path / "manifest.json").is_file() else on_disk.newest(path / "checkpoints")
 
 
-def is_recorded(folder: Path, record: InitFromRecord) -> bool:
+def is_recorded(folder: Location, record: InitFromRecord) -> bool:
     """Whether a checkpoint is the one of a record, whatever folder it is in."""
     manifest = folder / "manifest.json"
     return manifest.is_file() and on_disk.sha256(manifest) == record.manifest_sha256
 
 
-def recorded(run_dir: Path, init_from: str) -> Path:
+def recorded(run_dir: Path, init_from: str) -> Location:
     """Return the checkpoint that a run began with, at its recorded path or where init_from finds it. Raises
     CheckpointError if the checkpoint is gone."""
     path = run_dir / RECORD

@@ -22,6 +22,7 @@ from sagetrain.config.schema import DataSource, RunConfig
 from sagetrain.costs.accounting import checkpoint_bytes
 from sagetrain.data.tokenizer import INSIDE, LEAVE_OUT, Tokenizer
 from sagetrain.model.tensors import tensors
+from sagetrain.storage.url_path import Location, UrlPath, checkpoints_of
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -90,8 +91,13 @@ def findings(cfg: RunConfig, tokenizer: Tokenizer | None) -> Iterator[Finding]:
             yield from _refused(
                 "evaluation.tasks", tasks, lambda: _tasks(tasks, not Layout.of(cfg).whole_between_passes)
             )
+    if url := cfg.training.run_url:
+        found = list(_refused("training.run_url", url, lambda: _check_rights(url)))
+        yield from found
+        if found:
+            return
     # Without the folder, the plan is for another machine.
-    if vocab_size and Path(cfg.training.run_dir).is_dir():
+    elif vocab_size and Path(cfg.training.run_dir).is_dir():
         padded = padded_vocab_size(vocab_size)
         yield from _refused("training.run_dir", cfg.training.run_dir, lambda: check_disk(cfg, padded))
     yield from _checkpoint(cfg, vocab_size, sha256, whole)
@@ -171,8 +177,8 @@ def refuse_generating(tasks: Sequence[str]) -> None:
 def as_continued(cfg: RunConfig) -> tuple[RunConfig, Finding | None]:
     """Return the configuration with the engine of the run that it continues, and a finding where `auto` would be
     another one in a new run."""
-    root = Path(cfg.training.run_dir) / "checkpoints"
-    if cfg.parallel.engine != "auto" or not any(root.glob("step-*")):
+    root = checkpoints_of(cfg.training.run_dir, cfg.training.run_url)
+    if cfg.parallel.engine != "auto" or not _has_checkpoints(root):
         return cfg, None
     # These imports need torch.
     from sagetrain.auto.kept import Kept, kept_engine
@@ -190,7 +196,7 @@ def as_continued(cfg: RunConfig) -> tuple[RunConfig, Finding | None]:
 def context_of(cfg: RunConfig) -> int:
     """Return the number of tokens that a text of the run may have at once: data.seq_length, or more if it began with
     weights that were trained on longer sequences."""
-    root, start = Path(cfg.training.run_dir) / "checkpoints", cfg.training.init_from
+    root, start = checkpoints_of(cfg.training.run_dir, cfg.training.run_url), cfg.training.init_from
     if start is None:
         return cfg.data.seq_length
     # These imports need torch.
@@ -232,6 +238,8 @@ def check_disk(cfg: RunConfig, vocab_size: int) -> None:
     Raises:
         ConfigError: it has not.
     """
+    if cfg.training.run_url:
+        return
     folder, size = Path(cfg.training.run_dir).absolute(), checkpoint_bytes(cfg, vocab_size)
     disk = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists()))
     # Some network file systems do not say how large they are.
@@ -240,6 +248,36 @@ def check_disk(cfg: RunConfig, vocab_size: int) -> None:
             f"training.run_dir {cfg.training.run_dir}: a checkpoint takes {size / 1e6:,.1f} MB, and the disk there "
             f"has {disk.free / 1e6:,.1f} MB free; make room, or choose a folder on another disk"
         )
+
+
+def _has_checkpoints(root: Location) -> bool:
+    """Whether a run has checkpoints. False as well if its store cannot be read, which is an error elsewhere."""
+    if isinstance(root, Path):
+        return any(root.glob("step-*"))
+    # These imports load numpy.
+    from sagetrain.checkpoint import in_store
+    from sagetrain.config.errors import CheckpointError
+
+    with suppress(CheckpointError):
+        return bool(in_store.published(root))
+    return False
+
+
+def _check_rights(url: str) -> None:
+    """Check that the store of the run can be written to. Raises ConfigError if it cannot."""
+    from sagetrain.config.errors import CheckpointError
+    from sagetrain.storage.lease import check_rights
+
+    try:
+        check_rights(UrlPath(url))
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _of_run(cfg: RunConfig) -> tuple[str, str]:
+    """Return the key that names the folder of the run's checkpoints, and its value."""
+    url = cfg.training.run_url
+    return ("training.run_url", url) if url else ("training.run_dir", cfg.training.run_dir)
 
 
 def is_there(source: DataSource) -> bool:
@@ -285,8 +323,8 @@ def _same_tokenizer(sources: Sequence[DataSource]) -> None:
 def _checkpoint(cfg: RunConfig, vocab_size: int | None, sha256: str | None, whole: bool) -> Iterator[Finding]:
     """Yield findings about the checkpoint that a run would continue from or begin with. `whole` says that data.train
     exists."""
-    root, start = Path(cfg.training.run_dir) / "checkpoints", cfg.training.init_from
-    goes_on = any(root.glob("step-*"))
+    root, start = checkpoints_of(cfg.training.run_dir, cfg.training.run_url), cfg.training.init_from
+    goes_on = _has_checkpoints(root)
     begins = start is not None and any(Path(start).glob(name) for name in ("manifest.json", "checkpoints/step-*/*"))
     if not (goes_on or begins):
         return
@@ -296,7 +334,7 @@ def _checkpoint(cfg: RunConfig, vocab_size: int | None, sha256: str | None, whol
     from sagetrain.data.loader import SampleStream
     from sagetrain.training import init_from
 
-    key, value = ("training.run_dir", cfg.training.run_dir) if goes_on else ("training.init_from", start)
+    key, value = _of_run(cfg) if goes_on else ("training.init_from", start)
     try:
         ours = identity(cfg, vocab_size, sha256, None)
         init_from.check(root, cfg, ours)
@@ -331,7 +369,7 @@ def _new_positions(seq_length: int, before: Positions, ours: Identity) -> Iterat
 
 
 def _resume(
-    cfg: RunConfig, root: Path, vocab_size: int | None, sha256: str | None, stream: SampleStream | None
+    cfg: RunConfig, root: Location, vocab_size: int | None, sha256: str | None, stream: SampleStream | None
 ) -> Iterator[Finding]:
     from sagetrain.checkpoint import on_disk, reading
     from sagetrain.checkpoint.ledger import Ledger
@@ -341,8 +379,8 @@ def _resume(
 
     said: list[str] = []
     folder, _ = on_disk.newest_whole(root, said.append, contents=False)
-    run_dir = cfg.training.run_dir
-    yield from (warning("damaged_checkpoint", "training.run_dir", run_dir, each, "") for each in said)
+    key, value = _of_run(cfg)
+    yield from (warning("damaged_checkpoint", key, value, each, "") for each in said)
     if folder is None:
         return
     small = stream is not None and stream.num_tokens <= _READ_TOKENS
@@ -360,7 +398,7 @@ def _resume(
     more = f"; changed since: {'; '.join(changed)}" if changed else ""
     where = "is finished there" if tokens >= total else f"goes on there, at {tokens:,} of {total:,} tokens"
     yield Finding(
-        "goes_on", "info", "training.run_dir", run_dir, f"holds {folder.name}: the run {where}{more}",
+        "goes_on", "info", key, value, f"holds {folder.name}: the run {where}{more}",
         "choose another folder to begin anew",
     )  # fmt: skip
     if jump := resume.learning_rate_jump(cfg, folder, tokens, resume.last_step(state, cfg)):

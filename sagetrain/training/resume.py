@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -22,13 +21,14 @@ from sagetrain.config.tokens_per_step import change_at_resume, tokens_per_step
 from sagetrain.data import verify
 from sagetrain.engines.protocol import Engine
 from sagetrain.parallel.rng import set_rng_state
+from sagetrain.storage.url_path import Location
 from sagetrain.training.init_from import differences, same_optimizer
 from sagetrain.training.lr_schedule import learning_rate
 from sagetrain.training.perturb import perturb
 
 
 def check(
-    folder: Path,
+    folder: Location,
     cfg: RunConfig,
     identity: Identity,
     files: dict[str, str],
@@ -96,7 +96,7 @@ def _rules(cfg: OptimizerConfig) -> str:
     return f"optimizer.name {cfg.name}" + (f" with optimizer.muon.adamw_matrices [{', '.join(left)}]" if left else "")
 
 
-def _saved_optimizer(folder: Path) -> OptimizerConfig:
+def _saved_optimizer(folder: Location) -> OptimizerConfig:
     """Return the section optimizer of the run that wrote a checkpoint."""
     saved = saved_config(folder / "config.yaml")
     return OptimizerConfig.model_validate(_known(OptimizerConfig, saved["optimizer"]))
@@ -129,7 +129,7 @@ def announce(cfg: RunConfig, linear: LinearConfig, reader: Reader, say: Callable
     return lines
 
 
-def changed(cfg: RunConfig, folder: Path) -> list[str]:
+def changed(cfg: RunConfig, folder: Location) -> list[str]:
     """Return lines `key: old -> new` for the settings that differ from those that a checkpoint was written with."""
     return changed_settings(saved_config(folder / "config.yaml"), cfg.model_dump(mode="json"))
 
@@ -140,7 +140,7 @@ def last_step(state: RunState, cfg: RunConfig) -> int:
     return segments[-1][1] * cfg.data.seq_length if segments else 0
 
 
-def learning_rate_jump(cfg: RunConfig, folder: Path, tokens: int, last: int) -> tuple[str, str] | None:
+def learning_rate_jump(cfg: RunConfig, folder: Location, tokens: int, last: int) -> tuple[str, str] | None:
     """Describe how far the learning rate jumps if a run continues with another schedule, and what to do about it.
 
     Args:

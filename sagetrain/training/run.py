@@ -4,7 +4,6 @@ checkpoint."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from sagetrain.engines.protocol import Engine
 from sagetrain.parallel.cross_entropy import OwnLoss, is_by_sequence
 from sagetrain.parallel.metrics import total_over_ranks
 from sagetrain.parallel.topology import ParallelGroups
+from sagetrain.storage.url_path import Location
 from sagetrain.training.controllers import Controllers
 from sagetrain.training.reporter import Reporter
 
@@ -59,9 +59,9 @@ class Meeting:
     groups: ParallelGroups
     hashes: dict[str, str]
     """The first digits of the hashes of the data, by name. All hosts have the same."""
-    checkpoint: Path | None
+    checkpoint: Location | None
     """The checkpoint to continue from; None: the run begins."""
-    damaged: list[Path]
+    damaged: list[Location]
     """The damaged newer checkpoints that were passed over."""
     stop: StopSignal
     watchdog: Watchdog

@@ -221,7 +221,7 @@ def save_on_a_slow_disk(root: Path, stuck: bool) -> None:
     patience = 2.0 if stuck else 20 * PATIENCE
     watchdog = Watchdog(root / "stacks", 0, patience)
     saver = Saver(root, ParallelGroups.single(), 2, None, tiny.timedelta(60), alive=lambda: watchdog.begin("saving"))
-    sync, calls = saver._sync, []
+    sync, calls = saver._publisher._sync, []
 
     def slow(path: Path) -> None:
         calls.append(path)
@@ -234,7 +234,7 @@ def save_on_a_slow_disk(root: Path, stuck: bool) -> None:
             time.sleep(PATIENCE)
         sync(path)
 
-    saver._sync = slow
+    saver._publisher._sync = slow
     with watchdog:
         save_plain(saver, 1)
         saver.wait()

@@ -73,19 +73,33 @@ def packages(names: set[str]) -> set[str]:
 
 STDLIB = {"__future__", *__import__("sys").stdlib_module_names}
 ENGINE_ROOM = {
-    *("auto", "engines", "costs", "optim", "stability", "checkpoint", "cluster", "model", "parallel", "data", "config"),
+    *(
+        "auto",
+        "engines",
+        "costs",
+        "optim",
+        "stability",
+        "checkpoint",
+        "cluster",
+        "model",
+        "parallel",
+        "data",
+        "storage",
+        "config",
+    ),
 }
 FREE = {"doctor", "__version__"}
 MAY_IMPORT = {
     "config": {"config"},
+    "storage": {"storage", "config"},
     "parallel": {"parallel"},
     "model": {"model", "parallel", "config"},
-    "data": {"data", "config"},
+    "data": {"data", "storage", "config"},
     # What no run imports: text and tokenizers become token files.
     "corpus": {"corpus", "data", "config"},
     "stability": {"stability", "model", "parallel", "config"},
-    "cluster": {"cluster", "model", "data", "parallel", "config", "__version__"},
-    "checkpoint": {"checkpoint", "cluster", "model", "data", "parallel", "config"},
+    "cluster": {"cluster", "model", "data", "parallel", "storage", "config", "__version__"},
+    "checkpoint": {"checkpoint", "cluster", "model", "data", "parallel", "storage", "config"},
     "optim": {"optim", "model", "config"},
     # What a run costs is asked from outside: models, parallel layers and optimizers never import it.
     "costs": {"costs", "optim", "model", "parallel", "config"},
@@ -101,7 +115,7 @@ MAY_IMPORT = {
         "data",
         "config",
     },
-    "auto": {"auto", "costs", "checkpoint", "cluster", "model", "parallel", "data", "config"},
+    "auto": {"auto", "costs", "checkpoint", "cluster", "model", "parallel", "data", "storage", "config"},
     "training": {"training", *ENGINE_ROOM, "__version__"},
     "inference": {"inference", "corpus", "planning", "training", *ENGINE_ROOM},
     "interop": {"interop", "inference", "training", *ENGINE_ROOM},

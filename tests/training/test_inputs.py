@@ -294,6 +294,7 @@ EXCUSED = {
     ("reading", "_entry"): "after check_shapes",
     ("reading", "_range"): "weights that cannot be read: reading them all takes as long as loading them",
     ("reading", "rng"): "likewise",
+    ("inputs", "_check_rights"): "a store in which nothing may be written: test_stores.py",
     ("on_disk", "remove"): "while training",
     ("init_from", "recorded"): "for a replay",
     ("ledger", "check_consumed"): "while training",

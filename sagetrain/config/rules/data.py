@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ def findings(cfg: RunConfig, required: bool, tokens_given: bool = False) -> Iter
     yield from _files(cfg, required, ("valid",) if tokens_given else ("train", "valid"))
     yield from _start(cfg, required)
     yield from _run_dir(cfg, required)
+    yield from _run_url(cfg, required)
     yield from _caches(required)
     yield from _weights(cfg)
     records = prepared(cfg.data)
@@ -236,6 +238,31 @@ def _run_dir(cfg: RunConfig, required: bool) -> Iterator[Finding]:
         )
 
 
+def _run_url(cfg: RunConfig, required: bool) -> Iterator[Finding]:
+    """Find a store whose package is not installed, and a run that has checkpoints on a disk already."""
+    url, run_dir = cfg.training.run_url, Path(cfg.training.run_dir)
+    if url is None:
+        return
+    if url.startswith("s3://") and find_spec("s3fs") is None:
+        yield Finding(
+            "run_url_installed",
+            "error" if required else "warning",
+            "training.run_url",
+            url,
+            "s3fs is not installed here",
+            "pip install 'sagetrain[s3]', or leave training.run_url out",
+        )
+    if there := sorted(run_dir.glob("checkpoints/step-*")):
+        yield error(
+            "run_url_begins_anew",
+            "training.run_url",
+            url,
+            f"the run has {there[-1]} on a disk, and would look for its checkpoints in {url} alone",
+            "leave training.run_url out to go on there, or choose another training.run_dir, with training.init_from: "
+            f"{run_dir} to begin with its weights",
+        )
+
+
 def _unwritable(rule: str, key: str, value: str, folder: Path, required: bool, fix: str) -> Iterator[Finding]:
     """Find a folder that cannot be made or written to, by the key that names it or a folder above it."""
     folder = folder.absolute()
@@ -308,7 +335,7 @@ def _start(cfg: RunConfig, required: bool) -> Iterator[Finding]:
             "is this run's own folder: it goes on from its checkpoints anyway",
             "leave it out to go on, or choose another training.run_dir for a new run",
         )
-    elif not any(run_dir.glob("checkpoints/step-*")) and not _manifests(start):
+    elif not (cfg.training.run_url or any(run_dir.glob("checkpoints/step-*")) or _manifests(start)):
         fix, message = "name the folder of a run, one of its checkpoints/step-N, or what `sagetrain import` wrote", ""
         if Path(start, "config.json").is_file():
             message = ", and a config.json as in Hugging Face folders"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -25,6 +26,8 @@ Name = Annotated[str, Field(min_length=1)]
 def _path(text: str) -> str:
     """Return a path with the home folder in place of "~", because no shell has replaced it. Raises ValueError for
     what no file system takes as a path, or only by mistake."""
+    if "://" in text:
+        raise ValueError("is a URL, which this key does not take: copy it to a disk (training.run_url takes one)")
     if lines := {"\n", "\r", "\0"} & {*text}:
         raise ValueError(f"holds {', '.join(map(repr, sorted(lines)))}: write the path in one line, without | or >")
     if any(len(os.fsencode(part)) > 255 for part in text.split("/")):
@@ -36,4 +39,19 @@ def _path(text: str) -> str:
 
 LocalPath = Annotated[Name, AfterValidator(_path)]
 """The path of a file or folder."""
+_URL = re.compile(r"(s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]|file://)(/[A-Za-z0-9._=+-]+)*/?")
+
+
+def _url(text: str) -> str:
+    """Return the URL of a folder in a store without a slash at its end. Raises ValueError for other texts."""
+    if not _URL.fullmatch(text) or {".", ".."} & {*text.split("/")} or text == "file://":
+        raise ValueError(
+            "is none of s3://BUCKET/FOLDER and file:///FOLDER, with letters, digits and . _ = + - in names. Other "
+            "stores are not tried: mount them and name the path"
+        )
+    return text.rstrip("/")
+
+
+StoreUrl = Annotated[Name, AfterValidator(_url)]
+"""The URL of a folder in a store (storage/)."""
 Fraction = Annotated[float, Field(ge=0, lt=1)]

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Union
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from sagetrain.config.sections.base import LocalPath, Name, Section
+from sagetrain.config.sections.base import LocalPath, Name, Section, StoreUrl
 
 Recomputation = Union[Literal["none", "selective", "full"], NonNegativeInt]
 """The activations that the backward pass recomputes: see TrainingConfig.activation_checkpointing."""
@@ -70,6 +70,9 @@ class TrainingConfig(Section):
 
     run_dir: LocalPath
     """Folder of everything the run writes: checkpoints, metrics.jsonl, TensorBoard, resolved configuration."""
+    run_url: StoreUrl | None = None
+    """Folder in a bucket (s3://BUCKET/FOLDER, extra s3) in which the run keeps its checkpoints, in place of
+    run_dir/checkpoints. file:///FOLDER writes a folder in the same way. Default: none."""
     total_tokens: PositiveInt
     """Tokens to train on."""
     init_from: LocalPath | None = None
@@ -136,10 +139,12 @@ class EvaluationConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """The times at which checkpoints are written, and the number that is kept (under training.run_dir/checkpoints).
+    """The times at which checkpoints are written, and the number that is kept (under training.run_dir/checkpoints or
+    training.run_url/checkpoints).
 
     Training stands still only while its state is copied to host memory, which takes 12 bytes for each parameter of a
-    rank's share. Training goes on while the copy is written. A checkpoint counts once it is wholly on disk.
+    rank's share. Training goes on while the copy is written. A checkpoint counts once it is wholly on disk,
+    or in the bucket.
     """
 
     every_tokens: PositiveInt | None = None

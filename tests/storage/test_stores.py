@@ -1,0 +1,198 @@
+"""Stores keep their promises: files are whole or absent, one of several writers wins, and faults of a server pass."""
+
+from __future__ import annotations
+
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import yaml
+
+from bucket import DENIED, Bucket, served
+from runs import check_same, finish, kill_all, log_of, when, write_config
+from sagetrain.checkpoint import on_disk
+from sagetrain.cluster.run_folder import RunFolder
+from sagetrain.config.errors import CheckpointError, ConfigError
+from sagetrain.config.load import load_config
+from sagetrain.config.rules import data as rules
+from sagetrain.costs.hardware import H200
+from sagetrain.inference.load import open_run
+from sagetrain.planning.plan import make_plan
+from sagetrain.storage import s3
+from sagetrain.storage.range_reader import fetch
+from sagetrain.storage.s3 import S3
+from sagetrain.storage.url_path import UrlPath, store_at
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Bucket:
+    with served() as made, pytest.MonkeyPatch.context() as patch:
+        for name, value in made.environment.items():
+            patch.setenv(name, value)
+        yield made
+
+
+@pytest.fixture(params=["file", "s3"])
+def folder(request, tmp_path) -> UrlPath:
+    """A folder without files, in each kind of store."""
+    if request.param == "file":
+        return UrlPath(f"file://{tmp_path}/a/folder")
+    return UrlPath(f"s3://{request.getfixturevalue('bucket').name}/{tmp_path.name}/run")
+
+
+def test_a_store_puts_swaps_reads_and_deletes(folder: UrlPath) -> None:
+    store = store_at(folder)
+    assert store.names() == [] and not folder.exists()
+    store.put("b/one", b"0123456789")
+    store.put("a", b"")
+    store.put("b/one", b"abcdefghij")
+    assert store.sizes() == {"a": 0, "b/one": 10} and store.names("b") == ["b/one"]
+    assert (store.read("a"), store.read("b/one"), store.read("b/one", 2, 5)) == (b"", b"abcdefghij", b"cde")
+    with pytest.raises(OSError, match="before 11"):
+        store.read("b/one", 5, 11)
+    with pytest.raises(FileNotFoundError):
+        store.read("c")
+    with pytest.raises(FileExistsError):
+        store.put("a", b"another", absent=True)
+    data, tag = store.tagged("b/one")
+    store.swap("b/one", b"mine", tag)
+    with pytest.raises(FileExistsError):
+        store.swap("b/one", b"theirs", tag)
+    with pytest.raises(FileNotFoundError):
+        store.swap("c", b"", tag)
+    assert (data, store.read("b/one")) == (b"abcdefghij", b"mine")
+    assert (folder / "b" / "one").is_file() and (folder / "b").exists() and not (folder / "b").is_file()
+    assert (folder / "b" / "one").read_text() == "mine" and (folder / "b").parent == folder
+    store.delete(["a", "b/one", "c"])
+    assert store.names() == []
+
+
+def test_one_of_several_writers_wins(folder: UrlPath) -> None:
+    def first(number: int) -> bool:
+        try:
+            store_at(folder).put("lock", b"%d" % number, absent=True)
+        except FileExistsError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(6) as pool:
+        won = [number for number, is_first in enumerate(pool.map(first, range(6))) if is_first]
+    assert [store_at(folder).read("lock")] == [b"%d" % number for number in won]
+
+
+def blocks_of(data: bytes) -> list[memoryview]:
+    """Cut data into blocks of odd lengths."""
+    return [memoryview(data)[low : low + 77_777] for low in range(0, len(data), 77_777)]
+
+
+@pytest.mark.parametrize("share", [{"500": 0.25}, {"503": 0.25}, {"slow": 0.3, "cut": 0.4}, {"expired": 3}], ids=str)
+def test_faults_of_a_server_pass(bucket: Bucket, tmp_path, monkeypatch, share: dict[str, float]) -> None:
+    """Whatever a server does, what was written is whole, and this writer's own first try is no other writer."""
+    monkeypatch.setattr(s3, "_PART", 5 << 20)
+    store, data = S3(f"{bucket.name}/{tmp_path.name}"), random.Random(1).randbytes(11 << 20)
+    bucket.faults(**share)
+    try:
+        store.write("large", blocks_of(data), len(data))
+        for number in range(2):
+            store.put(f"small{number}", b"%d" % number, absent=True)
+            with pytest.raises(FileExistsError):
+                store.put(f"small{number}", b"another", absent=True)
+        _, tag = store.tagged("small0")
+        store.swap("small0", b"new", tag)
+        with pytest.raises(FileExistsError):
+            store.swap("small0", b"newer", tag)
+        read = b"".join(
+            store.read("large", low, min(low + (1 << 20), len(data))) for low in range(0, len(data), 1 << 20)
+        )
+    finally:
+        given = bucket.faults()
+    assert read == data and store.read("small0") == b"new"
+    assert all(given.get(kind) for kind in share), given
+
+
+def test_what_does_not_pass_is_said(bucket: Bucket, tmp_path) -> None:
+    store = S3(f"{bucket.name}/{tmp_path.name}", patience=0.5)
+    with pytest.raises(PermissionError, match=f"s3://{DENIED}/a: AccessDenied"):
+        S3(DENIED).put("a", b"")
+    with pytest.raises(FileNotFoundError, match="s3://there-is-none/a"):
+        S3("there-is-none").put("a", b"")
+    for fault, kind in {"expired": PermissionError, "500": OSError}.items():
+        bucket.faults(**{fault: 1000})
+        try:
+            with pytest.raises(kind, match=f"s3://{bucket.name}/{tmp_path.name}/a: .*tried for 0 s"):
+                store.put("a", b"")
+        finally:
+            bucket.faults()
+
+
+# -- runs ----------------------------------------------------------------------------------------------------------
+
+
+def in_bucket(config: Path, bucket: Bucket, name: str) -> UrlPath:
+    """Let a run keep its checkpoints in the bucket. Return their folder."""
+    url = f"s3://{bucket.name}/{name}"
+    tree = yaml.safe_load(config.read_text())
+    tree["training"]["run_url"] = url
+    config.write_text(yaml.safe_dump(tree))
+    return UrlPath(url) / "checkpoints"
+
+
+def test_a_run_killed_while_it_saves_goes_on_to_the_bit(bucket: Bucket, tmp_path, corpus, alone) -> None:
+    """The server fails all the while. The checkpoint in the bucket, copied to a disk, is one of the undisturbed run."""
+    config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run")
+    root = in_bucket(config, bucket, tmp_path.name)
+    store = store_at(root)
+
+    def saving() -> bool:
+        time.sleep(0.1)
+        names = store.names("step-")
+        published = {store.read(name).decode().strip() for name in names if name.endswith(".published")}
+        return bool(published) and bool({name.partition("/")[0] for name in names if "/" in name} - published)
+
+    bucket.faults(slow=0.5, **{"500": 0.02})
+    try:
+        assert when("sagetrain", config, saving, kill_all) != 0
+        bucket.faults(slow=0.05, cut=0.05, expired=2, **{"500": 0.05, "503": 0.05})
+        finish("sagetrain", config)
+    finally:
+        given = bucket.faults()
+    assert "resumed from step-000000" in log_of(config) and sum(given.values()) > 2
+    there = on_disk.published(root)
+    assert len(there) == 2 and not (tmp_path / "run/checkpoints").exists()
+    assert {name.partition("/")[0] for name in store.names("step-") if "/" in name} == {path.name for path in there}
+    assert "owner.json" not in store_at(root.parent).names()
+    run = open_run(tmp_path / "run", print)
+    assert run.step == 40 and run.reader.folder == there[-1]
+    copy = tmp_path / "run/checkpoints"
+    fetch(there[-1], copy / "step-00000040")
+    (copy / "latest").write_text("step-00000040\n")
+    check_same(tmp_path / "run", alone)
+    assert on_disk.problems(copy / "step-00000040") == []
+
+
+def test_a_store_without_rights_is_refused_by_plan_and_start(bucket: Bucket, tmp_path, corpus) -> None:
+    config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", training={"run_url": f"s3://{DENIED}/run"})
+    (finding,) = [each for each in make_plan(config, [], 1, H200).findings if each.key == "training.run_url"]
+    words = f"training.run_url s3://{DENIED}/run: s3://{DENIED}/run/.probe-"
+    assert finding.level == "error" and words in finding.message and "s3:PutObject" in finding.message
+    folder = RunFolder(tmp_path / "run", f"s3://{DENIED}/run")
+    with pytest.raises(CheckpointError, match=words):
+        folder.claim("token")
+    folder.release()
+
+
+def test_a_url_that_cannot_be_used_is_refused_by_its_key(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(rules, "find_spec", lambda name: None)
+    (tmp_path / "checkpoints/step-00000007").mkdir(parents=True)
+    cfg = load_config("quickstart", ["training.run_url=s3://bucket/run", f"training.run_dir={tmp_path}"])
+    found = {each.rule: each for each in rules.findings(cfg, True) if each.key == "training.run_url"}
+    assert found["run_url_installed"].fix.startswith("pip install 'sagetrain[s3]'")
+    assert "checkpoints/step-00000007 on a disk" in found["run_url_begins_anew"].message
+    for url in ("gs://bucket/run", "s3://b", "s3://bucket/a/../b", "s3://bucket/a b", "file://a", "/a"):
+        with pytest.raises(ConfigError, match=r"training.run_url.* is none of s3://BUCKET/FOLDER and file:///FOLDER"):
+            load_config("quickstart", [f"training.run_url={url}"])
+    for key in ("training.run_dir", "training.init_from", "data.tokenizer", "data.train.0.path"):
+        with pytest.raises(ConfigError, match=rf"{key}.* is a URL, which this key does not take"):
+            load_config("quickstart", [f"{key}=s3://bucket/a"])
