@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import backends, observe, reference
+from . import sinks as sinks_of
 from .backends import NAMED, default_recipe
 from .call import RECIPES, BackendName, BackwardCall, Call, RecipeName, Saved
 from .forward import document_bounds_triton
@@ -33,6 +34,7 @@ def sage_attention(
     cu_seqlens: Tensor | None = None,
     bounds: Tensor | None = None,
     window: int | None = None,
+    sinks: Tensor | None = None,
     recipe: RecipeName | None = None,
     backend: BackendName | None = None,
 ) -> Tensor:
@@ -57,6 +59,8 @@ def sage_attention(
         window: a query sees so many tokens, its own included: it and the window - 1 before it. Without causal it also
             sees the window - 1 behind it. There must be as many keys as queries, unless the window reaches over all
             keys.
+        sinks: [H], one more score of each head, whose value is zero: attention may leave a part of its weight there.
+            They get gradients. float32 or any 16 bits; they are not cast under autocast.
         recipe: "fine" (scales per token, row and column), "paper" (one scale per tile), "gradients" (as fine, Q K^T in
             16 bits), or "scores" (Q K^T alone in INT8, the gradients' products in 16 bits); reference.py specifies
             them. Default: default_recipe of the device, which is "scores" on an H100 or H200 and "fine" elsewhere.
@@ -78,8 +82,9 @@ def sage_attention(
     refuse_transforms(*_NAMED)
     q, k, v = autocast(q, k, v)
     bounds, scale, recipe = settled(q, k, v, causal, scale, cu_seqlens, bounds, window, recipe, backend)
+    check_sinks(q, sinks)
     smooth_q = smooth_q and RECIPES[recipe].int8_scores
-    return FORWARD(*Call(q, k, v, bounds, causal, scale, smooth_k, smooth_q, recipe, backend))[0]
+    return FORWARD(*Call(q, k, v, bounds, causal, scale, smooth_k, smooth_q, recipe, backend, sinks))[0]
 
 
 def document_bounds(
@@ -205,9 +210,21 @@ def check(q: Tensor, k: Tensor, v: Tensor, causal: bool, cu_seqlens: Tensor | No
         raise ValueError(f"{'cu_seqlens' if bounds is None else 'bounds'} must be on {q.device}, got {given.device}")
 
 
+def check_sinks(q: Tensor, sinks: Tensor | None) -> None:
+    """Raise TypeError or ValueError on sinks that do not fit q."""
+    if sinks is None:
+        return
+    if sinks.shape != q.shape[2:3]:
+        raise ValueError(f"sinks must be [{q.shape[2]}], one for each head of q, got shape {tuple(sinks.shape)}")
+    if sinks.dtype not in DTYPES:
+        raise TypeError(f"sinks must be float32, bfloat16 or float16, got {sinks.dtype}")
+    if sinks.device != q.device:
+        raise ValueError(f"sinks must be on {q.device}, got {sinks.device}")
+
+
 # Schemas have no lists (operators.py), so an optional tensor that a call does not use is an empty tensor.
-Eight = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-Three = tuple[Tensor, Tensor, Tensor]
+Nine = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+Four = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def _forward(
@@ -221,20 +238,24 @@ def _forward(
     smooth_q: bool,
     recipe: str,
     backend: str | None,
-) -> Eight:
-    """Return (o, lse, q codes, q scale, k codes, k scale, q mean, k mean), with the shapes of call.Saved."""
-    call = Call(q, k, v, bounds, causal, scale, smooth_k, smooth_q, recipe, backend)
+    sinks: Tensor | None = None,
+) -> Nine:
+    """Return (o, lse, q codes, q scale, k codes, k scale, q mean, k mean, share of the sinks), with the shapes of
+    call.Saved."""
+    call = Call(q, k, v, bounds, causal, scale, smooth_k, smooth_q, recipe, backend, sinks)
     if q.numel() == 0:
         return _forward_fake(*call)
     o, saved = backends.forward(call)
+    if sinks is not None:
+        o, saved = sinks_of.entered(call, o, saved)
     observe.forward(call, saved)
-    means = [q.new_empty(0, dtype=torch.float32) if mean is None else mean for mean in (saved.q_mean, saved.k_mean)]
-    return o, saved.lse, *saved.q, *saved.k, *means
+    rest = (saved.q_mean, saved.k_mean, saved.sink_share)
+    return o, saved.lse, *saved.q, *saved.k, *(q.new_empty(0, dtype=torch.float32) if x is None else x for x in rest)
 
 
-def _forward_fake(*arguments) -> Eight:
+def _forward_fake(*arguments) -> Nine:
     call = Call(*arguments)
-    q, smooth_q = call.q, call.smooth_q
+    q, smooth_q, has_sinks = call.q, call.smooth_q, call.sinks is not None
     batch, n_q, heads, head_dim = q.shape
     n_k, kv_heads = call.k.shape[1:3]
     codes = torch.int8 if RECIPES[call.recipe].int8_scores else q.dtype
@@ -250,7 +271,10 @@ def _forward_fake(*arguments) -> Eight:
         empty(batch, kv_heads, n_k, head_dim, dtype=codes),
         empty(batch, kv_heads, n_k),
         empty(batch, heads, tiles_of(n_q), head_dim) if smooth_q else empty(0),
-        empty(batch, kv_heads, 1, head_dim) if call.smooth_k and (smooth_q or codes != torch.int8) else empty(0),
+        empty(batch, kv_heads, 1, head_dim)
+        if call.smooth_k and (smooth_q or has_sinks or codes != torch.int8)
+        else empty(0),
+        empty(batch, heads, n_q) if has_sinks else empty(0),
     )
 
 
@@ -266,30 +290,39 @@ def _backward(
     k_scale: Tensor,
     q_mean: Tensor,
     k_mean: Tensor,
+    sink_share: Tensor,
     bounds: Tensor | None,
     causal: bool,
     scale: float,
     recipe: str,
     backend: str | None,
-) -> Three:
-    """Return dq, dk and dv, contiguous. `k` is kept and read when Q was smoothed. Otherwise it is None."""
+    has_sinks: bool,
+) -> Four:
+    """Return dq, dk and dv, contiguous, and the gradient of the sinks, which is empty if there are none. `k` is kept
+    and read when Q was smoothed. Otherwise it is None."""
+    of_sinks = do.new_empty(do.shape[2] * has_sinks, dtype=torch.float32)
     if do.numel() == 0:  # Without a query, the gradients of keys and values are zeros.
-        return tuple(grad.zero_() for grad in _backward_fake(do, k, v))
+        return *(torch.zeros(x.shape, dtype=v.dtype, device=v.device) for x in (do, v, v)), of_sinks.zero_()
     saved = Saved(
         lse,
         Codes(q_codes, q_scale),
         Codes(k_codes, k_scale),
         q_mean if q_mean.numel() else None,
         k_mean if k_mean.numel() else None,
+        sink_share if has_sinks else None,
     )
     call = BackwardCall(do, k, v, o, saved, bounds, causal, scale, recipe, backend)
     grads = backends.backward(call)
+    if has_sinks:
+        dq, of_sinks = sinks_of.left(call, grads[0])
+        grads = dq, *grads[1:]
     observe.backward(call, grads)
-    return tuple(grad.contiguous() for grad in grads)
+    return *(grad.contiguous() for grad in grads), of_sinks
 
 
-def _backward_fake(do: Tensor, k: Tensor | None, v: Tensor, *_) -> Three:
-    return tuple(torch.empty(x.shape, dtype=v.dtype, device=v.device) for x in (do, v, v))
+def _backward_fake(do: Tensor, k: Tensor | None, v: Tensor, *others) -> Four:
+    grads = (torch.empty(x.shape, dtype=v.dtype, device=v.device) for x in (do, v, v))
+    return *grads, do.new_empty(do.shape[2] * others[-1], dtype=torch.float32)
 
 
 def _document_bounds(cu_seqlens: Tensor, length: int, window: int | None = None) -> Tensor:
@@ -317,21 +350,24 @@ class _Attention(torch.autograd.Function):
         ctx.mark_non_differentiable(*saved)
         ctx.set_materialize_grads(False)  # Materialized gradients would be zeros as large as `saved`.
         ctx.save_for_backward(call.k if call.smooth_q else None, call.v, call.bounds, o, *saved)
-        ctx.options = (call.causal, call.scale, call.recipe, call.backend)
+        ctx.options = (call.causal, call.scale, call.recipe, call.backend, call.sinks is not None)
+        ctx.of_sinks = None if call.sinks is None else call.sinks.dtype
         return outputs
 
     @staticmethod
     @differentiated_once(*_NAMED)
     def backward(ctx, do, *_):
         if do is None:
-            return (None,) * 10
+            return (None,) * 11
         k, v, bounds, *saved = ctx.saved_tensors
-        return *BACKWARD(do, k, v, *saved, bounds, *ctx.options), *(None,) * 7
+        *grads, of_sinks = BACKWARD(do, k, v, *saved, bounds, *ctx.options)
+        return *grads, *(None,) * 7, None if ctx.of_sinks is None else of_sinks.to(ctx.of_sinks)
 
 
 @torch._disable_dynamo
-def _differentiable_forward(*inputs) -> Eight:
-    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs[:3]):
+def _differentiable_forward(*inputs) -> Nine:
+    differentiated = (*inputs[:3], *inputs[10:11])  # The dispatcher leaves out sinks that are None.
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in differentiated):
         return _Attention.apply(*inputs)
     with torch._C._AutoDispatchBelowAutograd():  # Compiled code comes this way, and its derivative is compiled too.
         return FORWARD(*inputs)

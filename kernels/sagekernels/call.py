@@ -52,15 +52,18 @@ RECIPES = {
 
 
 class Saved(NamedTuple):
-    """The tensors that the forward keeps for the backward, beside v and o themselves. Without `int8_scores` the codes
-    of q and k are q and k themselves, in their dtype and not smoothed, and the scales are 1."""
+    """The tensors that the forward keeps for the backward, beside v and o themselves. lse and o know of the sinks, if
+    there are any. Without `int8_scores` the codes of q and k are q and k themselves, in their dtype and not smoothed,
+    and the scales are 1."""
 
     lse: Tensor  # The natural logarithm of the softmax denominator, float32 [B, H, N_q].
     q: Codes  # INT8 [B, H, N_q, D] with float32 [B, H, N_q].
     k: Codes  # INT8 [B, H_kv, N_k, D] with float32 [B, H_kv, N_k]; K minus its mean when smoothed.
     q_mean: Tensor | None  # The value is float32 [B, H, tiles, D], when Q is smoothed.
-    # The value is float32 [B, H_kv, 1, D], when K is smoothed, and Q too or the scores are not INT8.
+    # The value is float32 [B, H_kv, 1, D], when K is smoothed, and Q too, or the scores are not INT8, or there are
+    # sinks.
     k_mean: Tensor | None
+    sink_share: Tensor | None = None  # The weight of the sink for each query, float32 [B, H, N_q], if there are sinks.
 
 
 class BackwardCall(NamedTuple):
@@ -106,6 +109,8 @@ class Call(NamedTuple):
     """A key of RECIPES; in FP4 attention a key of fp4.quantize.FORMATS."""
     backend: str | None
     """The name of a backend, or None for the first of backends.BACKENDS that takes the call."""
+    sinks: Tensor | None = None
+    """One more score of each head, [H]. Backends do not read them: sinks.py puts them into their results."""
 
     @property
     def queries(self) -> Tensor:

@@ -35,6 +35,7 @@ def normed_attention(
     cu_seqlens: Tensor | None = None,
     bounds: Tensor | None = None,
     window: int | None = None,
+    sinks: Tensor | None = None,
     recipe: RecipeName | None = None,
     backend: BackendName | None = None,
 ) -> Tensor:
@@ -56,10 +57,11 @@ def normed_attention(
         raise ValueError(f"{q.shape[0]} tokens are not {batch} sequences of one length")
     seen = {"cu_seqlens": cu_seqlens, "bounds": bounds, "window": window}
     options = {"causal": causal, "smooth_k": smooth_k, "backend": backend, **seen}
-    # The means of Q meet K itself in the backward pass, and autocast may change the dtype between the two.
-    if smooth_q or autocast_dtype(q) is not None:
+    # The means of Q meet K itself in the backward pass, autocast may change the dtype between the two, and sinks change
+    # dQ before it goes on.
+    if smooth_q or sinks is not None or autocast_dtype(q) is not None:
         rows = (x.unflatten(0, (batch, -1)) for x in qk_norm_rope(q, k, v, q_gain, k_gain, cos, sin, eps))
-        return sage_attention(*rows, scale=scale, smooth_q=smooth_q, recipe=recipe, **options)
+        return sage_attention(*rows, scale=scale, smooth_q=smooth_q, sinks=sinks, recipe=recipe, **options)
     sequences = (_rows(x, batch, len(q_gain)) for x in (q, k, v))
     bounds, scale, recipe = settled(*sequences, causal, scale, cu_seqlens, bounds, window, recipe, backend)
     return _NormedAttention.apply(
@@ -127,7 +129,7 @@ class _NormedAttention(torch.autograd.Function):
         rows_q, rows_k = (x.unflatten(0, (batch, -1)) for x in normed)
         rows_v = _rows(v, batch, len(q_gain))
         o, *saved = FORWARD(rows_q, rows_k, rows_v, bounds, causal, scale, smooth_k, False, recipe, backend)
-        lse, q_codes, q_scale, k_codes, k_scale, _, k_mean = saved
+        lse, q_codes, q_scale, k_codes, k_scale, _, k_mean, _ = saved
         kept = (o, lse, q_codes, q_scale, k_codes, k_scale, k_mean, bounds)
         ctx.save_for_backward(v, *kept, q, k, q_gain, k_gain, cos, sin)
         ctx.options = batch, causal, scale, recipe, backend, eps

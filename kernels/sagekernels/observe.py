@@ -29,7 +29,7 @@ from torch import Tensor
 
 from .call import RECIPES, BackwardCall, Call, Gradients, Saved
 from .quantize import TILE, Codes, quantize_twin
-from .reference import ScoresOfCodes, _chunks, pad_to_tile, tile_codes, visible, without_autocast
+from .reference import ScoresOfCodes, _chunks, pad_to_tile, softmax_with, tile_codes, visible, without_autocast
 
 # So many scores of a sample are held at once. With all tensors that are made of them they take about 250 MiB.
 _CHUNK_SCORES = 1 << 22
@@ -137,6 +137,8 @@ class Kept(NamedTuple):
     """The keys of the sample, [pairs, 1, length, D]."""
     starts: Tensor | None
     """The first key in its sequence that each query sees, int32 [pairs, 1, queries, 1]."""
+    sinks: Tensor | None
+    """The sink of each query head, float32 [pairs, H / H_kv, 1, 1]."""
 
 
 @torch.no_grad()
@@ -149,7 +151,11 @@ def keep(call: Call, sample: Sample) -> Kept:
         starts = sample.take(call.bounds[0, :, None].expand(len(call.q), -1, sample.kv_heads), sample.first)
         shifts = [s * sample.length for _, s, _ in sample.pairs]
         starts = torch.stack([x - shift for x, shift in zip(starts, shifts, strict=True)])[..., None]
-    return Kept(sample, sample.take(call.q, sample.first).contiguous(), sample.take(call.k).contiguous(), starts)
+    sinks = None
+    if call.sinks is not None:
+        heads = [m for _, _, m in sample.pairs]
+        sinks = call.sinks.float().view(sample.kv_heads, -1, 1, 1)[heads]
+    return Kept(sample, sample.take(call.q, sample.first).contiguous(), sample.take(call.k).contiguous(), starts, sinks)
 
 
 class Measured(NamedTuple):
@@ -193,7 +199,7 @@ def measure(call: BackwardCall, grads: Gradients, kept: Kept) -> Measured:
         if kept.starts is not None:
             mask = mask & (torch.arange(seen, device=do.device) >= kept.starts[:, :, here])
         logits = (q[:, :, here] @ k[:, :, :seen].mT * scale).masked_fill(~mask, -math.inf)
-        exact_p = torch.softmax(logits, -1)
+        exact_p = softmax_with(kept.sinks, logits)
         p = torch.exp(codes(rows)[:, 0] - part.lse[:, :, here, None]).masked_fill(~mask, 0)
         dp = (do[:, :, here] @ v[:, :, :seen].mT).masked_fill(~mask, 0)
         exact_o = exact_p @ v[:, :, :seen]

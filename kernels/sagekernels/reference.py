@@ -112,6 +112,14 @@ def _grouped(x: Tensor, kv_heads: int) -> Tensor:
     return x.unflatten(1, (kv_heads, -1))
 
 
+def softmax_with(sinks: Tensor | None, scores: Tensor) -> Tensor:
+    """Return the softmax of scores [..., queries, keys] and of sinks [..., 1, 1], without that of the sinks."""
+    if sinks is None:
+        return torch.softmax(scores, -1)
+    column = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
+    return torch.softmax(torch.cat((scores, column), -1), -1)[..., :-1]
+
+
 def attention_reference(
     q: Tensor,
     k: Tensor,
@@ -122,6 +130,7 @@ def attention_reference(
     cu_seqlens: Tensor | None = None,
     bounds: Tensor | None = None,
     window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute exact softmax attention in plain torch, differentiable by autograd: the judge of everything else.
 
@@ -134,23 +143,24 @@ def attention_reference(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     wide = torch.promote_types(q.dtype, torch.float32)
 
-    def attend(q_chunk: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    def attend(q_chunk: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, own: Tensor | None) -> Tensor:
         scores = q_chunk.to(wide) @ keys.to(wide).mT * scale
         if mask is not None:
             scores = scores.masked_fill(~mask, float("-inf"))
-        return torch.softmax(scores, -1) @ values.to(wide)
+        return softmax_with(own, scores) @ values.to(wide)
 
     qg = _grouped(q.transpose(1, 2), h_kv)
     kg, vg = k.transpose(1, 2).unsqueeze(2), v.transpose(1, 2).unsqueeze(2)
     window = hiding_window(window, n_q, n_k)
     if bounds is None and (cu_seqlens is not None or window is not None):
         bounds = document_bounds(one_document(n_q, q.device) if cu_seqlens is None else cu_seqlens, n_q, window)
+    own = None if sinks is None else sinks.view(h_kv, -1, 1, 1)
     outputs = []
     chunks = _chunks(n_q, n_k, q.shape[0] * q.shape[2])
     for rows in chunks:
         seen = min(n_k, rows.stop + n_k - n_q) if causal else n_k
         mask = visible(rows, seen, n_k - n_q, causal, bounds, q.device)
-        arguments = (qg[..., rows.start : rows.stop, :], kg[..., :seen, :], vg[..., :seen, :], mask)
+        arguments = (qg[..., rows.start : rows.stop, :], kg[..., :seen, :], vg[..., :seen, :], mask, own)
         if len(chunks) > 1:
             outputs.append(checkpoint(attend, *arguments, use_reentrant=False))
         else:
@@ -327,3 +337,47 @@ def twin_backward(call: BackwardCall) -> Gradients:
     dq = (dq * call.scale).flatten(1, 2)
     dq, dk, dv = (x.transpose(1, 2).to(v.dtype) for x in (dq, dk * call.scale, dv))
     return dq, dk, dv
+
+
+def entered(
+    o: Tensor, lse: Tensor, q: Tensor, mean: Tensor | None, sinks: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Put sinks into the results of a forward pass without them: one more score of a head, whose value is zero.
+
+        lse' = logaddexp(lse, s)     o' = o exp(lse - lse')     share = exp(s - lse')     s = sink - scale q . mean
+
+    The scores of the kernels are those of K less its mean, if that was smoothed: of query i they are scale q_i . mean
+    too low. A softmax forgets such a constant. A sink does not, so it is lowered by the same.
+
+    Args:
+        o: [B, N_q, H, D], which is overwritten.
+        lse: float32 [B, H, N_q] of the kernels' scores.
+        q: [B, N_q, H, D].
+        mean: the mean that was taken from K before the scores, float32 [B, H_kv, 1, D], or None.
+        sinks: [H].
+
+    Returns:
+        lse' and the share, float32 [B, H, N_q] each.
+    """
+    own = sinks.float()[None, :, None]
+    if mean is not None:
+        queries = _grouped(q.transpose(1, 2).float(), mean.shape[1])
+        own = own - scale * (queries * mean.unsqueeze(2)).sum(-1).flatten(1, 2)
+    both = torch.logaddexp(lse, own)
+    o.copy_(o.float() * torch.exp(lse - both).transpose(1, 2)[..., None])
+    return both, torch.exp(own - both)
+
+
+def left(do: Tensor, o: Tensor, share: Tensor, dq: Tensor, mean: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """Return dQ and the gradient of the sinks, float32 [H], from dQ of a backward pass that was given lse' and o'.
+
+        d sink = -sum over queries of share delta     dQ_i += scale share_i delta_i mean     delta = rowsum(dO o O')
+
+    The dQ of the kernels is dS (K - mean). Without a sink a row of dS sums to zero, and with one to share_i delta_i.
+    (dK lacks nothing.) `mean`: the mean that was taken from K, float32 [B, H_kv, 1, D], or None. dQ is overwritten.
+    """
+    weighted = share * (do.float() * o.float()).sum(-1).transpose(1, 2)
+    if mean is not None:
+        lacking = (_grouped(weighted, mean.shape[1])[..., None] * mean.unsqueeze(2)).flatten(1, 2).transpose(1, 2)
+        dq.copy_(dq.float() + scale * lacking)
+    return dq, -weighted.sum((0, 2))

@@ -23,10 +23,11 @@ class Shape(NamedTuple):
     causal: bool = True
     documents: tuple[int, ...] = ()
     window: int | None = None
+    sinks: bool = False
 
     def __str__(self) -> str:
         packed = f" docs{len(self.documents)}" if self.documents else ""
-        packed += f" window{self.window}" if self.window else ""
+        packed += f" window{self.window}" * bool(self.window) + " sinks" * self.sinks
         kind = "causal" if self.causal else "full"
         n = f"{self.n_q}" if self.n_q == self.n_k else f"{self.n_q}x{self.n_k}"
         return f"B{self.batch} N{n} H{self.heads}/{self.kv_heads} D{self.head_dim} {kind}{packed}"
@@ -184,6 +185,16 @@ class Results(NamedTuple):
     dv: Tensor
 
 
+class SinkResults(NamedTuple):
+    """The results of attention with sinks."""
+
+    o: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dsinks: Tensor
+
+
 def random_inputs(
     shape: Shape,
     *,
@@ -208,6 +219,14 @@ def random_inputs(
     return q.to(dtype), k.to(dtype), v.to(dtype), do.to(dtype)
 
 
+def random_sinks(shape: Shape, *, device: torch.device | str = "cpu", seed: int = 0) -> Tensor | None:
+    """Draw sinks from 0 to 6, float32 [H], or return None if the shape has none. Inputs beside them need a mean of K
+    (random_inputs(k_mean=2.0)): without one the shift of a sink would go untested."""
+    if not shape.sinks:
+        return None
+    return 6 * torch.rand(shape.heads, generator=torch.Generator(device).manual_seed(seed), device=device)
+
+
 def call_of(
     shape: Shape,
     q: Tensor,
@@ -218,24 +237,32 @@ def call_of(
     scale: float | None = None,
     smooth_k: bool = True,
     smooth_q: bool = False,
+    sinks: Tensor | None = None,
 ) -> Call:
     """Make the call that a kernel gets for inputs of this shape."""
     scale = shape.head_dim**-0.5 if scale is None else scale
-    return Call(q, k, v, shape.bounds(q.device), shape.causal, scale, smooth_k, smooth_q, recipe, None)
+    return Call(q, k, v, shape.bounds(q.device), shape.causal, scale, smooth_k, smooth_q, recipe, None, sinks)
 
 
-def exact_results(q: Tensor, k: Tensor, v: Tensor, do: Tensor, **options) -> Results:
+def exact_results(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, *, sinks: Tensor | None = None, **options
+) -> Results | SinkResults:
     """Compute attention_reference and its gradients in float64."""
-    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    o = attention_reference(*leaves, **options)
-    return Results(o.detach(), *torch.autograd.grad(o, leaves, do.double()))
+    wide = (x.double() for x in (q, k, v, do))
+    return results_of(attention_reference, *wide, sinks=None if sinks is None else sinks.double(), **options)
 
 
-def results_of(attention, q: Tensor, k: Tensor, v: Tensor, do: Tensor, **options) -> Results:
-    """Compute the output and gradients of `attention(q, k, v, **options)`."""
+def results_of(
+    attention, q: Tensor, k: Tensor, v: Tensor, do: Tensor, *, sinks: Tensor | None = None, **options
+) -> Results | SinkResults:
+    """Compute the output and gradients of `attention(q, k, v, **options)`: Results, or SinkResults if it gets sinks."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    o = attention(*leaves, **options)
-    return Results(o.detach(), *torch.autograd.grad(o, leaves, do))
+    if sinks is None:
+        o = attention(*leaves, **options)
+        return Results(o.detach(), *torch.autograd.grad(o, leaves, do))
+    own = sinks.detach().requires_grad_()
+    o = attention(*leaves, sinks=own, **options)
+    return SinkResults(o.detach(), *torch.autograd.grad(o, (*leaves, own), do))
 
 
 def rel_l2(value: Tensor, exact: Tensor) -> float:
@@ -250,6 +277,6 @@ def cosine(value: Tensor, exact: Tensor) -> float:
     return torch.nn.functional.cosine_similarity(value.double().flatten(), exact.double().flatten(), dim=0).item()
 
 
-def errors(value: Results, exact: Results) -> dict[str, float]:
-    """Return rel_l2 of o, dq, dk and dv by name."""
-    return {name: rel_l2(a, b) for name, a, b in zip(Results._fields, value, exact, strict=True)}
+def errors(value: Results | SinkResults, exact: Results | SinkResults) -> dict[str, float]:
+    """Return rel_l2 of o and the gradients by name."""
+    return {name: rel_l2(a, b) for name, a, b in zip(value._fields, value, exact, strict=True)}

@@ -1,4 +1,4 @@
-"""Windows of tokens on a real GPU, in every backend: `make test-gpu`.
+"""Windows of tokens and sinks on a real GPU, in every backend: `make test-gpu`.
 
 Uninitialized memory is poisoned, so an element that no kernel writes cannot pass.
 """
@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from sagekernels import backends, document_bounds, sage_attention
-from sagekernels.testing import Shape, random_inputs, results_of
+from sagekernels.call import RECIPES
+from sagekernels.testing import Shape, errors, exact_results, random_inputs, random_sinks, results_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (8, 0)
@@ -41,3 +42,34 @@ def test_bounds_are_those_of_the_twin():
             found = document_bounds(None, 1000, window, row)
         graph.replay()
         assert torch.equal(found.cpu(), document_bounds(None, 1000, window))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sinks_agree_with_the_twin_and_with_float64(backend):
+    """Sinks have the same bits from call to call, beside windows and documents and without."""
+    for shape in (
+        Shape(1, 1000, 1000, 4, 2, 64, documents=(200, 1, 0, 799), window=128, sinks=True),
+        Shape(2, 333, 333, 2, 1, 128, sinks=True),
+        Shape(2, 200, 300, 2, 2, 192, causal=False, sinks=True),
+    ):
+        inputs = random_inputs(shape, k_mean=2.0, device="cuda")
+        options = {"causal": shape.causal, "cu_seqlens": shape.cu_seqlens("cuda"), "window": shape.window}
+        options["sinks"] = random_sinks(shape, device="cuda")
+        exact = exact_results(*inputs, **options)
+        for recipe in RECIPES:
+            ours, again, twin = (
+                results_of(sage_attention, *inputs, **options, recipe=recipe, backend=name)
+                for name in (backend, backend, "twin")
+            )
+            assert all(torch.equal(a, b) for a, b in zip(ours, again, strict=True)), recipe
+            judged, expected = errors(ours, exact), errors(twin, exact)
+            assert all(judged[name] < 1.1 * expected[name] + 3e-3 for name in judged), (recipe, judged, expected)
+
+
+def test_a_sink_of_minus_infinity_is_none():
+    inputs = random_inputs(Shape(2, 700, 700, 4, 2, 64), k_mean=2.0, device="cuda")
+    none = results_of(sage_attention, *inputs, window=100)
+    *found, of_sinks = results_of(
+        sage_attention, *inputs, window=100, sinks=torch.full((4,), -torch.inf, device="cuda")
+    )
+    assert all(map(torch.equal, none, found)) and not of_sinks.any()

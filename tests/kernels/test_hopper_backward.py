@@ -17,7 +17,8 @@ from emulator import Emulated, tensor_map, wrong_results
 from sagekernels import hopper_backward, nvrtc
 from sagekernels.hopper_forward import ARCHITECTURE
 from sagekernels.reference import twin_backward, twin_forward, visible
-from sagekernels.testing import Shape, call_of, random_inputs
+from sagekernels.sinks import entered
+from sagekernels.testing import Shape, call_of, random_inputs, random_sinks
 
 SHARED_MEMORY = 227 * 1024
 INTERFACE = """
@@ -224,11 +225,13 @@ def emulated(kernels, shape, half=False, in_order=False, **options):
     """Return dQ, dK and dV of the kernel and of the twin, and the sums of dQ."""
     dtype = torch.float16 if half else torch.bfloat16
     batch, n_q, n_k, heads, kv_heads = shape.batch, shape.n_q, shape.n_k, shape.heads, shape.kv_heads
-    q, k, v, do = random_inputs(shape, dtype=dtype)
+    q, k, v, do = random_inputs(shape, k_mean=2.0 * shape.sinks, dtype=dtype)
     head_dim, bounds = q.shape[3], shape.bounds()
     scale = head_dim**-0.5
-    call = call_of(shape, q, k, v, "scores")
+    call = call_of(shape, q, k, v, "scores", sinks=random_sinks(shape))
     o, saved = twin_forward(call)
+    if shape.sinks:
+        o, saved = entered(call, o, saved)
     expected = twin_backward(call.backward(do, o, saved))
     delta = (do.float() * o.float()).sum(-1).transpose(1, 2)
     log2e = math.log2(math.e)
@@ -271,6 +274,7 @@ def assert_close(ours, expected, sums):
         (Shape(1, 300, 420, 2, 1, 64, True, ()), True, False),
         (Shape(2, 70, 40, 1, 1, 64, False, ()), False, False),
         (Shape(2, 200, 200, 1, 1, 64, True, (), 70), False, True),
+        (Shape(1, 300, 300, 2, 1, 64, True, (90, 120, 90), 70, True), False, True),
     ],
 )
 def test_kernel(kernels, shape, half, in_order):

@@ -10,7 +10,8 @@ from emulator import Emulated, wrong_results
 from sagekernels import nvrtc
 from sagekernels.mma import CAPABILITIES, KEYS, backward_defines, schedule
 from sagekernels.reference import twin_backward, twin_forward
-from sagekernels.testing import Shape, call_of, exact_results, random_inputs, rel_l2
+from sagekernels.sinks import entered, left
+from sagekernels.testing import Shape, call_of, exact_results, random_inputs, random_sinks, rel_l2
 from sass import disassembled
 
 NAMES = ("dq", "dk", "dv")
@@ -106,11 +107,19 @@ def results(kernels, shape, stages=1, dtype=torch.bfloat16, half_sums=False, inp
     """Return the gradients of the kernels, of the twin, and exact ones."""
     q, k, v, do = inputs or random_inputs(shape, sigma=1.5, k_mean=1.0, do_scale=1e-2, dtype=dtype)
     bounds = shape.bounds()
-    call = call_of(shape, q, k, v, "fine")
+    call = call_of(shape, q, k, v, "fine", sinks=random_sinks(shape))
     o, saved = twin_forward(call)
+    if shape.sinks:
+        o, saved = entered(call, o, saved)
     ours = backward(kernels, do, v, o, saved, shape.causal, bounds, stages, half_sums, **options)
-    exact = exact_results(q, k, v, do, causal=shape.causal, cu_seqlens=shape.cu_seqlens(), window=shape.window)
-    return ours, twin_backward(call.backward(do, o, saved)), exact
+    exact = exact_results(
+        q, k, v, do, causal=shape.causal, cu_seqlens=shape.cu_seqlens(), window=shape.window, sinks=call.sinks
+    )
+    call = call.backward(do, o, saved)
+    twin = twin_backward(call)
+    if shape.sinks:
+        ours, twin = ((left(call, dq)[0], dk, dv) for dq, dk, dv in (ours, twin))
+    return ours, twin, exact
 
 
 def assert_close(ours, twin, exact):
@@ -132,6 +141,7 @@ def assert_close(ours, twin, exact):
         (Shape(1, 330, 330, 2, 1, 64, True), 2, torch.bfloat16, True),
         (Shape(2, 100, 40, 2, 2, 64, False), 2, torch.float16, True),
         (Shape(2, 170, 170, 1, 1, 64, True, (), 70), 1, torch.bfloat16, False),
+        (Shape(1, 210, 210, 2, 1, 64, True, (90, 120), 70, True), 1, torch.bfloat16, False),
     ],
     ids=str,
 )

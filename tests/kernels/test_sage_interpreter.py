@@ -18,6 +18,7 @@ if not INSIDE:
         run_interpreted()
 
 else:
+    from sagekernels import sage_attention
     from sagekernels.backward import triton_backward
     from sagekernels.call import Projection
     from sagekernels.casts import INT8, NUMBERS, largest_twin, quantize_both_triton, quantize_both_twin
@@ -38,16 +39,21 @@ else:
         token_mean,
         transpose_codes,
     )
-    from sagekernels.reference import document_bounds, twin_backward, twin_forward
+    from sagekernels.reference import document_bounds, entered, left, twin_backward, twin_forward
+    from sagekernels.sinks import entered_triton, left_triton
     from sagekernels.swiglu import swiglu_gradients_triton, swiglu_triton
     from sagekernels.testing import (
         Shape,
         call_of,
+        errors,
+        exact_results,
         qk_norm_rope_errors,
         random_inputs,
         random_qk,
+        random_sinks,
         random_swiglu,
         rel_l2,
+        results_of,
         swiglu_gradients_error,
     )
 
@@ -165,6 +171,47 @@ else:
         n = sum(lengths)
         for window in (None, 1, 7, n, 1 << 40):
             assert torch.equal(document_bounds_triton(cu_seqlens, n, window), document_bounds(cu_seqlens, n, window))
+
+    @pytest.mark.parametrize(("shape", "smooth_k", "dtype"), [
+        (Shape(2, 130, 150, 4, 2, 48, sinks=True), True, torch.float16),
+        (Shape(1, 70, 70, 3, 1, 192, sinks=True), True, torch.float16),
+        (Shape(1, 64, 64, 2, 2, 64, sinks=True), False, torch.float16),
+        (Shape(1, 1, 9, 2, 2, 16, sinks=True), True, torch.bfloat16),
+    ], ids=str)  # fmt: skip
+    def test_sinks_agree_with_the_twin(shape, smooth_k, dtype):
+        """Strides are odd, and dO is one number for all channels. A sink of minus infinity changes no bit."""
+        q, k, v, do = random_inputs(shape, k_mean=2.0, dtype=dtype)
+        o, saved = twin_forward(call_of(shape, q, k, v, "scores"))
+        mean = token_mean(k) if smooth_k else None
+        q, do = q.mT.contiguous().mT, do[..., :1].expand_as(do)
+        sinks, tolerance = random_sinks(shape), 1e-3 if dtype == torch.float16 else 1e-2
+        kept, scale = o.clone(), shape.head_dim**-0.5
+        for own in (sinks, torch.full_like(sinks, -torch.inf)):
+            ours, twin = kept.clone(), kept.clone()
+            lse, share = entered_triton(ours, saved.lse.clone(), q, mean, own, scale)
+            expected_lse, expected_share = entered(twin, saved.lse, q, mean, own, scale)
+            torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(share, expected_share, atol=1e-6, rtol=1e-5)
+            assert rel_l2(ours, twin) < tolerance
+            dq, of_sinks = left_triton(do, twin, expected_share, kept.clone(), mean, scale)
+            expected_dq, expected_of_sinks = left(do, twin, expected_share, kept.clone(), mean, scale)
+            assert rel_l2(dq, expected_dq) < tolerance and of_sinks.shape == (shape.heads,)
+            torch.testing.assert_close(of_sinks, expected_of_sinks, atol=1e-5, rtol=1e-5)
+        assert torch.equal(ours, kept) and torch.equal(lse, saved.lse) and torch.equal(dq, kept) and not share.any()
+
+    def test_sinks_around_the_kernels():
+        """The portable kernels get the log-sum-exp and the output with sinks, and documents and a window beside."""
+        shape = Shape(1, 100, 100, 2, 1, 32, documents=(20, 80), window=40, sinks=True)
+        inputs = random_inputs(shape, k_mean=2.0, dtype=torch.float16)
+        options = {"cu_seqlens": shape.cu_seqlens(), "window": 40, "sinks": random_sinks(shape)}
+        exact = exact_results(*inputs, **options)
+        for recipe in ("scores", "gradients"):
+            ours, twin = (
+                results_of(sage_attention, *inputs, recipe=recipe, backend=name, **options)
+                for name in ("triton", "twin")
+            )
+            judged, expected = errors(ours, exact), errors(twin, exact)
+            assert all(judged[name] < 1.3 * expected[name] + 2e-3 for name in judged), (judged, expected)
 
     def same_bits(found, expected):
         """Check that codes and scales of both orientations have the same bits. NaN equals NaN."""
