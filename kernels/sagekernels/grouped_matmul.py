@@ -243,7 +243,8 @@ class _Grouped(torch.autograd.Function):
     @differentiated_once(*_NAMED)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         matmul, gathers, combines, count = ctx.plan
-        saved, (weight, *tensors) = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        every = ctx.saved_tensors  # Recomputed blocks give them once.
+        saved, (weight, *tensors) = every[: ctx.count], every[ctx.count :]
         kept, rows = tensors[:count], Rows(*tensors[count:])
         prepared = matmul.prepare(grad, rows, combines)
         of_x = matmul.input_gradient(prepared, _weights_of(weight, len(rows.ends)), rows, kept)

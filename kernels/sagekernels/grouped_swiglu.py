@@ -88,8 +88,9 @@ class _WeightedSwiGLU(torch.autograd.Function):
     @staticmethod
     @differentiated_once(*_NAMED)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        of_gate_up, of_weights = WEIGHTED_SWIGLU_GRADIENTS(grad, *ctx.saved_tensors)
-        return of_gate_up, of_weights.to(ctx.saved_tensors[1].dtype), None, None
+        saved = ctx.saved_tensors  # Recomputed blocks give them once.
+        of_gate_up, of_weights = WEIGHTED_SWIGLU_GRADIENTS(grad, *saved)
+        return of_gate_up, of_weights.to(saved[1].dtype), None, None
 
 
 def weighted_swiglu(gate_up: Tensor, weights: Tensor, rows: Rows) -> Tensor:
