@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,17 @@ from sagetrain.optim.weights import weights_of
 
 KINDS = ("momentum",)
 """The kinds of Muon's state: the running average of gradients."""
+
+
+class _Matrix(NamedTuple):
+    """A matrix of a tensor, which may have several, and what this rank keeps of it."""
+
+    piece: TensorPiece
+    """The range of the matrix, as if it were a tensor of its own."""
+    of: int
+    """The number of the tensor's piece."""
+    first: int
+    """The place in that piece where the range begins."""
 
 
 class _Range(NamedTuple):
@@ -58,15 +70,18 @@ class Muon:
         group: dist.ProcessGroup | None,
         lr_factor: float = 1.0,
     ) -> None:
-        self._pieces, self._cfg, self._weight_decay, self._group = pieces, cfg.muon, cfg.weight_decay, group
+        self._cfg, self._weight_decay, self._group = cfg.muon, cfg.weight_decay, group
+        self._matrices = [matrix for number, piece in enumerate(pieces) for matrix in _matrices(number, piece)]
+        self._pieces = [matrix.piece for matrix in self._matrices]
         self._lr_factor = lr_factor
         ranks = 1 if group is None else dist.get_world_size(group)
         self._rank = 0 if group is None else dist.get_rank(group)
         self.weights = [weights_of(cfg.master, piece, seed) for piece in pieces]
         self.state = [{kind: state_of(cfg.moments, piece.weight) for kind in KINDS} for piece in pieces]
         self._ranges = self._everybodys(ranks)
-        owner = owners([piece.spec.shape for piece in pieces], ranks, cfg.muon.steps)
-        self._rounds = list(_rounds([[n for n, o in enumerate(owner) if o == rank] for rank in range(ranks)], pieces))
+        owner = owners([piece.spec.shape for piece in self._pieces], ranks, cfg.muon.steps)
+        owned = [[n for n, o in enumerate(owner) if o == rank] for rank in range(ranks)]
+        self._rounds = list(_rounds(owned, self._pieces))
 
     def _everybodys(self, ranks: int) -> list[list[_Range]]:
         """Return the range that each rank keeps of each matrix."""
@@ -96,10 +111,11 @@ class Muon:
         found = torch.empty(sum(sizes), dtype=torch.bfloat16, device=self._pieces[0].weight.device)
         for number, place in zip(matrices, found.split(sizes), strict=True):
             if len(place):
-                state = self.state[number]["momentum"]
-                momentum = state.read()
-                direction(momentum, gradients[number], place, self._cfg.momentum, self._cfg.nesterov)
-                state.write(momentum)
+                _, of, first = self._matrices[number]
+                state, stop = self.state[of]["momentum"], first + len(place)
+                momentum, gradient = state.read(first, stop), gradients[of][first:stop]
+                direction(momentum, gradient, place, self._cfg.momentum, self._cfg.nesterov)
+                state.write(momentum, first)
         return found
 
     def _exchanged(self, values: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
@@ -135,16 +151,34 @@ class Muon:
         sizes = [self._ranges[self._rank][number].size for number in matrices]
         for number, part in zip(matrices, updates.split(sizes), strict=True):
             if len(part):
-                weight = self.weights[number].read()
-                scale = -lr * self._factor(*self._pieces[number].spec.shape)
-                add_update(weight, part, 1 - lr * self._weight_decay, scale)
-                self.weights[number].write(weight, 0, update)
+                piece, of, first = self._matrices[number]
+                weight = self.weights[of].read(first, first + len(part))
+                add_update(weight, part, 1 - lr * self._weight_decay, -lr * self._factor(*piece.spec.shape))
+                self.weights[of].write(weight, first, update)
 
     def _factor(self, rows: int, columns: int) -> float:
         """Return the factor of a matrix's learning rate (optimizer.muon.adjust_lr)."""
         if self._cfg.adjust_lr == "original":
             return math.sqrt(max(1, rows / columns))
         return 0.2 * math.sqrt(max(rows, columns))
+
+
+def _matrices(number: int, piece: TensorPiece) -> list[_Matrix]:
+    """Return the matrices of the tensor of a piece. Those of a tensor that has several stand one above the other, and
+    none of them is cut."""
+    count = piece.spec.matrices
+    if count == 1:
+        return [_Matrix(piece, number, 0)]
+    assert piece.slices == 1, f"{piece.spec.name} is cut"
+    size, columns, found = piece.spec.size // count, piece.spec.shape[-1], []
+    for place in range(count):
+        begin = place * size
+        start, stop = (min(max(edge, begin), begin + size) for edge in (piece.start, piece.stop))
+        spec = replace(piece.spec, name=f"{piece.spec.name}.{place}", shape=(size // columns, columns), matrices=1)
+        first = min(max(begin - piece.start, 0), len(piece.weight))
+        own = piece.weight[first : first + stop - start]
+        found.append(_Matrix(TensorPiece(spec, 0, 1, start - begin, stop - begin, own), number, first))
+    return found
 
 
 def _whole(slices: Tensor, piece: TensorPiece) -> Tensor:

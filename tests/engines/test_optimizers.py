@@ -47,6 +47,10 @@ def matrices() -> list[TensorSpec]:
     return [spec for spec in tensors(cfg.model, cfg.attention, tiny.VOCAB) if spec.kind == "matrix"]
 
 
+EXPERTS = TensorSpec("experts", (3, 24, 16), "experts", 0, "matrix", 0, matrices=6)
+"""gate and up of three experts, which no rank cuts."""
+
+
 def drawn(spec: TensorSpec, step: int) -> torch.Tensor:
     """Return a gradient (or, at step -1, weights) that does not depend on the layout."""
     return torch.randn(spec.shape, generator=torch.Generator().manual_seed(zlib.crc32(f"{spec.name}{step}".encode())))
@@ -73,11 +77,12 @@ def muon_in_pieces(layouts: Sequence[tuple[int, int]], cfg: OptimizerConfig) -> 
             continue
         slice, place, sharing = rank % tp_size, rank // tp_size, ranks // tp_size
         pieces = []
-        for spec in matrices():
-            size = spec.size // tp_size
+        for spec in [*matrices(), EXPERTS]:
+            of = (slice, tp_size) if spec.cut == "tensor" else (0, 1)
+            size = spec.size // of[1]
             edges = [min(size, n * (size // sharing + 7)) for n in range(sharing)] + [size]
 
-            piece = TensorPiece(spec, slice, tp_size, edges[place], edges[place + 1], torch.empty(0))
+            piece = TensorPiece(spec, *of, edges[place], edges[place + 1], torch.empty(0))
             pieces.append(replace(piece, weight=part_of(piece, -1)))
         optimizer = Muon(pieces, cfg, 0, group if ranks > 1 else None)
         for step in range(STEPS):
@@ -89,9 +94,10 @@ def muon_in_pieces(layouts: Sequence[tuple[int, int]], cfg: OptimizerConfig) -> 
 def joined(ranks: Sequence[dict[str, tuple]]) -> dict[str, torch.Tensor]:
     """Join the pieces that ranks hold to whole matrices."""
     whole = {}
-    for spec in matrices():
+    for spec in [*matrices(), EXPERTS]:
         slices: dict[int, list] = {}
-        for slice, _, part in sorted((rank[spec.name] for rank in ranks), key=lambda piece: piece[:2]):
+        held = {rank[spec.name][:2]: rank[spec.name] for rank in ranks}  # Tensor-parallel ranks have the same experts.
+        for slice, _, part in sorted(held.values(), key=lambda piece: piece[:2]):
             slices.setdefault(slice, []).append(part)
         shape = list(spec.shape)
         shape[spec.dim] //= len(slices)
@@ -106,11 +112,18 @@ def test_muon_has_torchs_values_and_the_same_bits_everywhere() -> None:
     for layout, found in zip(layouts[1:], others, strict=True):
         assert all(torch.equal(found[name], weight) for name, weight in ours.items()), layout
     named = {spec.name: drawn(spec, -1).requires_grad_() for spec in matrices()}
+    single = {
+        f"experts {n}": each.clone().requires_grad_() for n, each in enumerate(drawn(EXPERTS, -1).view(6, 12, 16))
+    }
+    named |= single
     theirs = torch.optim.Muon(named.values(), lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     for step in range(STEPS):
         for spec in matrices():
             named[spec.name].grad = drawn(spec, step)
+        for weight, gradient in zip(single.values(), drawn(EXPERTS, step).view(6, 12, 16), strict=True):
+            weight.grad = gradient
         theirs.step()
+    ours |= dict(zip(single, ours["experts"].view(6, 12, 16), strict=True))
     for name, weight in named.items():
         torch.testing.assert_close(ours[name], weight.detach(), rtol=0, atol=1e-6)
 
