@@ -165,7 +165,9 @@ class Saver:
         shards = [] if all(s.twin for s in every) else every
         owned = self._owned(shards)
         tensors = self._copy(owned)
-        shapes = {s.name: {"shape": list(s.spec.shape), "tp_dim": s.spec.dim, "kinds": list(s.kinds)} for s in shards}
+        shapes = {
+            s.name: {"shape": list(s.spec.shape), "tp_dim": s.spec.tensor_dim, "kinds": list(s.kinds)} for s in shards
+        }
         written = {s.name: (s.start, s.stop) for s in owned}
         ranges = np.array([written.get(name, (0, 0)) for name in shapes], dtype=np.int64).reshape(-1, 2)
         snapshot = _Snapshot(state.step, state.tokens, state.to_json(), config_text, rng, tensors, shapes, ranges)

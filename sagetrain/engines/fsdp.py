@@ -75,7 +75,7 @@ class FsdpEngine(BaseEngine):
         stage, offload, resident = layout.zero_stage, cfg.parallel.offload, layout.hooks == "never"
         dtype = torch.bfloat16 if cfg.training.dtype == "bf16" else torch.float32
         # A number would be a part of the program of a micro-step, and the program stays the same if this changes.
-        self._share = torch.ones((), device=device)
+        self._share = model.share
         self.units = units(model, ranks_of(groups, layout.shards, device), layout.replicas)
         parameters = shard_model(model, self.units, device, dtype, reshard=stage == 3, offloaded=offload != "none")
         self.settings = {
@@ -94,6 +94,7 @@ class FsdpEngine(BaseEngine):
         rules = groups_of(model.every_spec.values(), cfg)
         of_rank = model, parameters, self.units, groups, device
         self._shards = Shards(*of_rank, rules, partial(build_optimizer, cfg))
+        self._balance = self._shards.balance(cfg.model, layout.replicas)
         kept = KeptWeights(resident and device.type == "cuda") if stage < 3 and cfg.linear.low_bit else None
         of_model, masters = (model, self.units, gathered, kept), self._shards.masters
         self._weights: GatheredWeights
@@ -120,8 +121,8 @@ class FsdpEngine(BaseEngine):
         return self._shards.owned(chosen)
 
     def leaves(self) -> Mapping[str, Tensor]:
-        """Return the tensors that receive gradients from autograd, by name."""
-        return self._weights.leaves
+        """Return the tensors that receive gradients from autograd, by name. Those of states are none."""
+        return {name: leaf for name, leaf in self._weights.leaves.items() if self.model.specs[name].kind != "state"}
 
     def gathered(self) -> Mapping[str, Tensor]:
         """Return the whole weights of this tensor-parallel rank: see engines/protocol.Engine."""
@@ -178,13 +179,19 @@ class FsdpEngine(BaseEngine):
         """Measure the norm of the gradients, ask the decision, and update the masters or leave them."""
         gradients = self._sums.take()
         self._shards.complete(gradients)
+        if self._balance:
+            self._balance.take(gradients)
         # The squares travel with the step's metrics.
         self.groups.metrics.derive("train/grad_norm", math.sqrt, self._shards.square(gradients))
         allowed = decision.allows()
+        if self._balance:
+            decision.metrics.update(self._balance.numbers())
         norm = decision.metrics["train/grad_norm"]
         decision.show(lambda: self._shards.parts(gradients))
         if not (allowed and math.isfinite(norm)):
             return False
         clipped = min(1.0, self._largest_norm / (norm + 1e-6))
         self._shards.update(gradients, clipped, self._lr, self.optimizer_steps + 1)
+        if self._balance:
+            self._balance.update()
         return True

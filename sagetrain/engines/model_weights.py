@@ -29,12 +29,15 @@ class GatheredWeights:
         kept: KeptWeights | None,
     ) -> None:
         self._model, self._modules, self._kept = model, [unit.module for unit in units], kept
+        self._apart = [unit.module for unit in units if unit.apart]
         leaves = {name: leaf for group in gathered for name, leaf in group.items()}
         self.leaves = {name: leaves[name] for name in model.specs}
         """The tensors that receive gradients from autograd, by name."""
         for module in self._modules:
             # FSDP's own hook comes first and has gathered the weights.
             module.register_forward_pre_hook(lambda module, inputs: self._enter(module))
+        if self._apart:
+            model.register_forward_pre_hook(lambda module, inputs: self._enter_apart())
         self.written()
 
     def run(self, inputs: Mapping[str, Any]) -> Any:
@@ -55,6 +58,12 @@ class GatheredWeights:
     def gather(self) -> None:
         """Gather all weights, and make all of them ready for a forward pass."""
         for module in self._modules:
+            module.unshard()
+            self._enter(module)
+
+    def _enter_apart(self) -> None:
+        """Gather the weights of modules that are never called."""
+        for module in self._apart:
             module.unshard()
             self._enter(module)
 
@@ -93,6 +102,8 @@ class ResidentWeights(GatheredWeights):
     def run(self, inputs: Mapping[str, Any]) -> Any:
         """Call the model: see GatheredWeights."""
         self._enter(self._model)
+        for module in self._apart:
+            self._enter(module)
         with changed({(self._model, "without_hooks"): self._enter}):
             return self._model.forward(**inputs)
 

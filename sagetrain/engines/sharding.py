@@ -18,6 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from sagetrain.config.layout import Layout
 from sagetrain.config.schema import RunConfig
 from sagetrain.model.block import Block
+from sagetrain.model.moe import MoE
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.layers import materialize
 from sagetrain.parallel.topology import ParallelGroups
@@ -114,17 +115,31 @@ class Unit(NamedTuple):
     ranks: UnitRanks
     divisor: int
     """The number that divides the sum of the gradients of `ranks`."""
+    others: tuple[nn.Module, ...] = ()
+    """Further modules whose parameters are in the group."""
+    apart: bool = False
+    """Whether no module of the group is ever called. Its weights are then fp32 in a model of any dtype, and gathered
+    from the begin of a forward pass to the end of its backward pass."""
 
 
 def units(model: Transformer, ranks: UnitRanks, divisor: int) -> list[Unit]:
     """Return the groups of a model's parameters: all that is outside of the blocks, with the gains of all norms, then
-    each block."""
-    gains = {norm.gain for norm in _norms(model)}
+    each block, then the routers of all blocks."""
+    gains, routers = {norm.gain for norm in _norms(model)}, _routers(model)
     module_of = {p: block for block in model.blocks for p in block.parameters() if p not in gains}
-    names: dict[nn.Module, list[str]] = {model: [], **{block: [] for block in model.blocks}}
+    module_of |= {p: routers[0] for router in routers for p in router.parameters()}
+    names: dict[nn.Module, list[str]] = {module: [] for module in (model, *model.blocks, *routers[:1])}
     for name, parameter in model.named_parameters():
         names[module_of.get(parameter, model)].append(name)
-    return [Unit(module, tuple(some), ranks, divisor) for module, some in names.items()]
+    found = [Unit(module, tuple(some), ranks, divisor) for module, some in names.items()]
+    if routers:
+        found[-1] = found[-1]._replace(others=tuple(routers[1:]), apart=True)
+    return found
+
+
+def _routers(model: Transformer) -> list[nn.Module]:
+    mlps = (cast(Block, block).mlp for block in model.blocks)
+    return [mlp.router for mlp in mlps if isinstance(mlp, MoE)]
 
 
 def _norms(model: Transformer) -> list[nn.Module]:
@@ -154,9 +169,14 @@ def shard_model(
     norms = _norms(model)
     gains = {cast(nn.Parameter, norm.gain) for norm in norms}
     root, *blocks = parts
-    for unit in blocks:
+    # A group leaves out what is in one already, so routers come before their blocks.
+    for unit in sorted(blocks, key=lambda unit: not unit.apart):
         how["mesh"] = unit.ranks.mesh
-        fully_shard(unit.module, ignored_params=gains, reshard_after_forward=reshard, **how)
+        if unit.apart:
+            policy = MixedPrecisionPolicy(torch.float32, torch.float32, cast_forward_inputs=False)
+            fully_shard([unit.module, *unit.others], reshard_after_forward=False, **{**how, "mp_policy": policy})
+        else:
+            fully_shard(unit.module, ignored_params=gains, reshard_after_forward=reshard, **how)
     # fully_shard looks for parameters outside of the blocks, and finds the gains here.
     model.gains = nn.ModuleList(norms)
     fully_shard(model, reshard_after_forward=False, **{**how, "mesh": root.ranks.mesh})

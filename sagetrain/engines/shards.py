@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sagetrain.config.errors import TrainingError
+from sagetrain.config.schema import ModelConfig
 from sagetrain.engines.protocol import Owned, every
 from sagetrain.engines.sharding import Unit, UnitRanks
 from sagetrain.model.placement import place
@@ -19,6 +20,7 @@ from sagetrain.model.transformer import Transformer
 from sagetrain.optim.build import Group
 from sagetrain.optim.pieces import Optimizer, State, TensorPiece, Weights
 from sagetrain.parallel.topology import ParallelGroups
+from sagetrain.stability.balance import Balance
 
 
 def _norms(gradients: list[Tensor]) -> Tensor:
@@ -68,6 +70,8 @@ class Shards:
         self._optimizers: list[tuple[list[TensorPiece], Optimizer]] = []
         self._state: dict[str, Mapping[str, State]] = {}
         self._weights: dict[str, Weights] = {}
+        # What no optimizer updates has no state of one.
+        self._state.update((name, {}) for name, spec in self._specs.items() if spec.kind == "state")
         for rule in rules:
             self._build_optimizers(rule, build)
 
@@ -90,8 +94,8 @@ class Shards:
     # -- the update ----------------------------------------------------------------------------------------------
 
     def complete(self, gradients: Mapping[str, Tensor]) -> None:
-        """Check that every tensor has a gradient, and sum what the ends of a pipeline have of a tied embedding's;
-        collective.
+        """Check that every tensor has a gradient, and sum what the ends of a pipeline have of a tied embedding's, and
+        tensor-parallel ranks of tensors that saw their own tokens alone; collective.
 
         Raises:
             TrainingError: a tensor has no gradient.
@@ -105,12 +109,14 @@ class Shards:
         if self._ends is not None and EMBEDDING in gradients:
             # The embedding's gradient has a part from the first stage and one from the last. Both get the sum.
             dist.all_reduce(gradients[EMBEDDING], group=self._ends)
+        for name, spec in self._here.items() if self._groups.tp_size > 1 else ():
+            if spec.of_own_tokens and name in gradients:
+                dist.all_reduce(gradients[name], group=self._groups.tp_group)
 
     def square(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """Return this rank's part of the square of the global norm, fp64 on the device. Each element of the model
         counts on one rank."""
-        placed = {name: place(self._here[name], self._groups) for name in gradients}
-        counted = [g for name, g in gradients.items() if placed[name].counted and not self._twin(name)]
+        counted = [g for name, g in gradients.items() if self.counts(name)]
         if not counted:
             return torch.zeros((), dtype=torch.float64, device=self._device)
         return _norms(counted).to(self._device).double().square().sum()
@@ -134,6 +140,18 @@ class Shards:
 
     # -- what it keeps -------------------------------------------------------------------------------------------
 
+    def balance(self, model: ModelConfig, divisor: int) -> Balance | None:
+        """Return what balances the experts of the model, from sums of gradients that were divided by a number. None: it
+        has no experts."""
+        if model.experts is None:
+            return None
+        of_rank = self._specs, self.masters, self._starts, self.counts
+        return Balance(model, *of_rank, divisor, self._groups.metrics)
+
+    def counts(self, name: str) -> bool:
+        """Return whether this rank's shard of a tensor counts, and no other rank's with the same values."""
+        return place(self._specs[name], self._groups).counted and not self._twin(name)
+
     def _twin(self, name: str) -> bool:
         """Return whether another rank saves and counts this rank's shard of a tensor."""
         return self._ranks[name].twin or (self._is_copy and name == EMBEDDING)
@@ -149,7 +167,7 @@ class Shards:
                     start + master.numel(),
                     weight=master.view(-1),
                     state=self._state[name],
-                    masters=self._weights[name],
+                    masters=self._weights.get(name),
                     twin=self._twin(name),
                 )
 

@@ -50,7 +50,7 @@ class WholeWeights:
         ranks: Sequence[dist.ProcessGroup],
     ) -> None:
         first = next(iter(groups[0].values()))
-        self._device, self._dtype = first.device, first.dtype
+        self._device = first.device
         self._stream = torch.cuda.Stream(self._device) if first.is_cuda else None
         self._groups = [
             _Group(
@@ -92,7 +92,7 @@ class WholeWeights:
         if ranks.size() == 1:
             torch._foreach_copy_([leaf.view(-1) for leaf in leaves], masters)
             return
-        whole = torch.empty(ranks.size(), sum(sizes), dtype=self._dtype, device=self._device)
+        whole = torch.empty(ranks.size(), sum(sizes), dtype=leaves[0].dtype, device=self._device)
         own, copies = whole[ranks.rank()], connected.get(ranks.group_name)
         parts = [part[: len(master)] for part, master in zip(own.split(sizes), masters, strict=True)]
         torch._foreach_copy_(parts, masters)

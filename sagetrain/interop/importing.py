@@ -122,7 +122,7 @@ def import_folder(
                 piece = {"file": file, "tp_rank": 0, "start": 0, "stop": prod(padded)}
                 kept = str(dtypes[spec]).removeprefix("torch.")
                 index[spec.name] = {
-                    "shape": list(padded), "tp_dim": spec.dim, "dtype": kept, "pieces": [piece]
+                    "shape": list(padded), "tp_dim": spec.tensor_dim, "dtype": kept, "pieces": [piece]
                 }  # fmt: skip
             save_file(values, checkpoint / file)
             (checkpoint / file).chmod((checkpoint / "config.yaml").stat().st_mode & 0o777)

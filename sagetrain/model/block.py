@@ -14,6 +14,7 @@ from sagetrain.model import walks
 from sagetrain.model.attention import Attention
 from sagetrain.model.backends import AttentionFunction, TokenLayout
 from sagetrain.model.mlp import MLP
+from sagetrain.model.moe import MoE
 from sagetrain.model.norm import NoNorm, RMSNorm, complete, enter_gains, normalize
 from sagetrain.model.walks import BlockStage, Half, Part, Stretch
 from sagetrain.parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -33,6 +34,9 @@ class Block(nn.Module):
         normalize   x + y, normalized
         gate_up     silu(gate) * up
         down        added to x next         starts the sum
+
+    A mixture of experts (moe.MoE) has one stage in the place of gate_up and down. It takes and makes this rank's
+    tokens, so nothing is gathered for it, and there is no sum.
     """
 
     def __init__(
@@ -44,6 +48,7 @@ class Block(nn.Module):
         matmuls: Mapping[str, Matmul],
         sequence_parallel: bool,
         selective: bool = False,
+        share: Tensor | None = None,
         dtype: torch.dtype,
         device: torch.device | None,
     ) -> None:
@@ -78,7 +83,12 @@ class Block(nn.Module):
         )
         self.attention_post_norm = norm() if after else None
         self.mlp_norm = norm() if before else NoNorm()
-        self.mlp = MLP(layer, groups, matmuls=matmuls, sequence_parallel=sequence_parallel, dtype=dtype, device=device)
+        how: dict[str, Any] = {"matmuls": matmuls, "sequence_parallel": sequence_parallel, "dtype": dtype}
+        self.mlp: MLP | MoE
+        if layer.experts is None:
+            self.mlp = MLP(layer, groups, device=device, **how)
+        else:
+            self.mlp = MoE(layer, groups, share=torch.ones(()) if share is None else share, device=device, **how)
         self.mlp_post_norm = norm() if after else None
         self._read_by(matmuls)
 
@@ -86,11 +96,12 @@ class Block(nn.Module):
         if self.sequence_parallel and self.groups.tp_size > 1:
             # Only layers in fewer bits become readers. Another reader makes another graph, for the last block's next
             # norm as well.
-            self.attention_norm.reader, self.mlp_norm.reader = matmuls.get("qkv"), matmuls.get("gate_up")
+            self.attention_norm.reader = matmuls.get("qkv")
+            self.mlp_norm.reader = matmuls.get("gate_up") if isinstance(self.mlp, MLP) else None
 
     @property
     def linear_layers(self) -> dict[str, ColumnParallelLinear | RowParallelLinear]:
-        """The block's four linear layers, keyed by name: qkv, out, gate_up, down."""
+        """The block's linear layers, keyed by name: qkv, out, gate_up, down. Experts are not among them."""
         return self.attention.linear_layers | self.mlp.linear_layers
 
     @property
@@ -115,8 +126,12 @@ class Block(nn.Module):
     def stages(self) -> Stretch:
         """Return all stages, in their order."""
         before = self.normalize(self.attention_norm), self.project
-        mlp = self.normalize(self.mlp_norm), *map(self.made_by, self.mlp.stages), *self.settled(self.mlp_post_norm)
-        return before, self.attend, (self.made_by(self.attention.out), *self.settled(self.attention_post_norm), *mlp)
+        attended = self.made_by(self.attention.out), *self.settled(self.attention_post_norm)
+        if isinstance(self.mlp, MLP):
+            mlp: list[BlockStage] = [self.normalize(self.mlp_norm), *map(self.made_by, self.mlp.stages)]
+        else:
+            mlp = [self.normalize_own, self.mix]
+        return before, self.attend, (*attended, *mlp, *self.settled(self.mlp_post_norm))
 
     def settled(self, norm: RMSNorm | None) -> list[BlockStage]:
         """Return the stage that finishes y and normalizes it, with a norm of this block. None: there is none."""
@@ -134,6 +149,15 @@ class Block(nn.Module):
             return Half(*normalize(x, y, norm, _gain(part, norm), self.groups, self.sequence_parallel))
 
         return stage
+
+    def normalize_own(self, x: Tensor, y: Tensor | Pending, part: Part) -> Half:
+        """Add y to x and normalize the sum for the MLP. Nothing is gathered."""
+        x = x + complete(y, self.groups, self.sequence_parallel)
+        return Half(x, self.mlp_norm(x, _gain(part, self.mlp_norm)))
+
+    def mix(self, x: Tensor, y: Tensor, part: Part) -> Half:
+        """Send normalized tokens through their experts."""
+        return Half(x, self.mlp(y, part.parts))
 
     def end(self, x: Tensor, y: Tensor | Pending, part: Part) -> Half:
         """Add y to x. This is the last stage of a pipeline stage, which sends the residual stream to the next one."""

@@ -35,8 +35,8 @@ class TensorSpec:
     """The dim along which the tensor is cut."""
     kind: Literal["matrix", "embedding", "gain", "bias", "router", "state"]
     """The role of the tensor in initialization and in the optimizer. embedding: input embedding and output projection.
-    router: the matrix that makes a token's scores of experts. state: no parameter; a step changes it by other means
-    than its gradient, and checkpoints have it."""
+    router: the matrix that makes a token's scores of experts. state: a step changes it by other means than an
+    optimizer, and checkpoints have it."""
     layer: int | Literal["embedding", "head"]
     """The block that the tensor belongs to; the final norm belongs to the head."""
     into_stream: bool = False
@@ -50,6 +50,16 @@ class TensorSpec:
     def wide(self) -> bool:
         """Whether the tensor is fp32 in a model of any dtype."""
         return self.kind in ("router", "state")
+
+    @property
+    def tensor_dim(self) -> int | None:
+        """The dim along which tensor parallelism cuts the tensor. None: it does not."""
+        return self.dim if self.cut == "tensor" else None
+
+    @property
+    def of_own_tokens(self) -> bool:
+        """Whether a tensor-parallel rank's gradient is that of its own tokens, and not yet summed over the ranks."""
+        return self.cut == "experts" or self.wide
 
     @property
     def size(self) -> int:
@@ -130,6 +140,7 @@ def _of_experts(mlp: str, number: int, hidden: int, experts: ExpertsConfig) -> I
     count, inner = experts.number, experts.ffn_size
     yield TensorSpec(f"{mlp}.router.weight", (count, hidden), None, None, "router", number)
     yield TensorSpec(f"{mlp}.router.bias", (count,), None, None, "state", number)
+    yield TensorSpec(f"{mlp}.router.load", (count,), None, None, "state", number)
     gate_up, down = (count, 2 * inner, hidden), (count, hidden, inner)
     yield TensorSpec(f"{mlp}.experts.gate_up", gate_up, "experts", 0, "matrix", number, matrices=2 * count)
     yield TensorSpec(f"{mlp}.experts.down", down, "experts", 0, "matrix", number, into_stream=True, matrices=count)

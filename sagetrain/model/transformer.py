@@ -140,6 +140,10 @@ class Transformer(nn.Module):
         )
         if first or (last and model.tie_embeddings):
             self.embedding = embedding
+        self.share = torch.ones((), device=device)
+        """The factor with which a micro-batch's loss enters the loss of a step, of which engines make a mean over
+        replicas. What balances experts, and is no part of the loss that is returned, has the same factor. Engines write
+        it between steps."""
         self.blocks = nn.ModuleList()
         """The blocks that are here, by their numbers in the whole model."""
         self.layers = layers(model, attention.qk_norm)
@@ -153,6 +157,7 @@ class Transformer(nn.Module):
                     matmuls=own,
                     sequence_parallel=sequence_parallel,
                     selective=activation_checkpointing == "selective",
+                    share=self.share,
                     dtype=dtype,
                     device=meta,
                 )

@@ -70,6 +70,8 @@ class Part(NamedTuple):
     """The sines of the rotation angles, fp32 [tokens, 1, head_dim / 2]."""
     gains: dict[RMSNorm, Tensor]
     """The gains of the block's norms, as norm.enter_gains returns them."""
+    parts: int = 1
+    """The number of parts of the micro-batch."""
 
 
 BlockStage = Callable[[Tensor, Any, Part], Half]
@@ -88,7 +90,7 @@ def split(layouts: Sequence[TokenLayout], gains: Sequence[dict[RMSNorm, Tensor]]
     """Return as many parts as there are gains. Two parts of one layout go through attention together."""
     count = len(gains) // len(layouts)
     tables = [(x, *pair) for x in layouts for pair in zip(x.cos.chunk(count), x.sin.chunk(count), strict=True)]
-    return [Part(*table, own) for table, own in zip(tables, gains, strict=True)]
+    return [Part(*table, own, len(gains)) for table, own in zip(tables, gains, strict=True)]
 
 
 def whole(stretch: Stretch, tokens: Half, part: Part) -> Half:

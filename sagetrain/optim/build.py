@@ -36,13 +36,15 @@ def rule_of(spec: TensorSpec, run: RunConfig) -> Rule:
 
 def kinds_of(spec: TensorSpec, run: RunConfig) -> tuple[str, ...]:
     """Return the kinds of state that the optimizer keeps of a tensor, by the names that checkpoints have for them."""
-    return _KINDS[rule_of(spec, run)]
+    return () if spec.kind == "state" else _KINDS[rule_of(spec, run)]
 
 
 def groups(specs: Iterable[TensorSpec], run: RunConfig) -> list[Group]:
     """Split the tensors of a model into groups. Matrices and embeddings decay; gains, biases and routers do not."""
     cfg, named = run.optimizer, dict[tuple[Rule, float, float], list[str]]()
     for spec in specs:
+        if spec.kind == "state":
+            continue
         decay = cfg.weight_decay if spec.decays else 0.0
         factor = (_own_lr(spec, cfg.lr_of) or cfg.lr) / cfg.lr
         named.setdefault((rule_of(spec, run), decay, factor), []).append(spec.name)

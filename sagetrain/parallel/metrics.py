@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,27 +38,32 @@ class Metrics:
         self._sums: dict[tuple[str, int], Tensor | float] = {}
         self._functions: dict[str, Callable[..., float]] = {}
         self._maxima: dict[tuple[str, float], Tensor | float] = {}
+        self._vectors: dict[str, Tensor] = {}
+        self.vectors: dict[str, Tensor] = {}
+        """The vectors of the last reduction over all ranks, keyed by name: 1-D, fp64, on the CPU. They are not
+        logged."""
 
     def clear(self) -> None:
         """Forget everything that was added since the last reduction, by an evaluation for example."""
         self._sums.clear()
         self._functions.clear()
         self._maxima.clear()
+        self._vectors.clear()
 
     def added(self) -> list[tuple[Any, int]]:
         """Return what was added since the last reduction, in a form that differs if anything is added."""
-        every = (self._sums, self._functions, self._maxima)
+        every = (self._sums, self._functions, self._maxima, self._vectors)
         return [(name, id(value)) for values in every for name, value in values.items()]
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Forget everything that is added inside, by passes of the model that belong to no step."""
-        before = self._sums, self._functions, self._maxima
-        self._sums, self._functions, self._maxima = {}, {}, {}
+        before = self._sums, self._functions, self._maxima, self._vectors
+        self._sums, self._functions, self._maxima, self._vectors = {}, {}, {}, {}
         try:
             yield
         finally:
-            self._sums, self._functions, self._maxima = before
+            self._sums, self._functions, self._maxima, self._vectors = before
 
     def derive(self, name: str, function: Callable[..., float], *parts: Tensor | float) -> None:
         """Add to sums over all ranks, part by part. The metric is function(sums of the parts), as floats.
@@ -84,6 +89,13 @@ class Metrics:
         """
         value = _float64(value)
         self.derive(name, float, value if copies == 1 else value / copies)
+
+    def vector(self, name: str, values: Tensor) -> None:
+        """Add to a vector of sums over all ranks, which is in `vectors` after the next reduction. All ranks add vectors
+        of one length, and nothing is logged of them."""
+        values = values.detach().double().flatten()
+        before = self._vectors.get(name)
+        self._vectors[name] = values if before is None else before + values
 
     def max(self, name: str, value: Tensor | float) -> None:
         """Take into the maximum over all ranks. A step with any maximum or minimum makes one more small collective."""
@@ -112,10 +124,15 @@ class Metrics:
         if stages is not None:
             self._add_names_of(stages)
         sums, maxima = dict(sorted(self._sums.items())), dict(sorted(self._maxima.items()))
-        number = int.from_bytes(hashlib.sha256(repr((list(sums), list(maxima))).encode()).digest()[:4], "big")
-        total, *reduced = _reduced([float(number), *sums.values()], dist.ReduceOp.SUM, device)
+        vectors = dict(sorted(self._vectors.items()))
+        added = list(sums), list(maxima), [(name, len(values)) for name, values in vectors.items()]
+        number = int.from_bytes(hashlib.sha256(repr(added).encode()).digest()[:4], "big")
+        total, *reduced = _reduced([float(number), *sums.values()], dist.ReduceOp.SUM, device, list(vectors.values()))
         if total != number * (dist.get_world_size() if dist.is_initialized() else 1):
-            raise RuntimeError(f"metrics: the ranks differ in what they have added; this one: {[*sums, *maxima]}")
+            names = [*sums, *maxima, *vectors]
+            raise RuntimeError(f"metrics: the ranks differ in what they have added; this one: {names}")
+        reduced, of_vectors = reduced[: len(sums)], torch.tensor(reduced[len(sums) :], dtype=torch.float64)
+        self.vectors = dict(zip(vectors, of_vectors.split([len(values) for values in vectors.values()]), strict=True))
         parts: dict[str, list[float]] = {name: [] for name, _ in sums}
         for (name, _), value in zip(sums, reduced, strict=True):
             parts[name].append(value)
@@ -165,13 +182,21 @@ def _float64(value: Tensor | float) -> Tensor | float:
     return value.detach().reshape(()).double() if isinstance(value, Tensor) else float(value)
 
 
-def _reduced(values: list[Tensor | float], operation: dist.ReduceOp.RedOpType, device: torch.device) -> list[float]:
-    """Reduce the values over all ranks. It waits for the device."""
-    padded = [*values, *[0.0] * (-len(values) % _PADDING)]
+def _reduced(
+    values: list[Tensor | float],
+    operation: dist.ReduceOp.RedOpType,
+    device: torch.device,
+    vectors: Sequence[Tensor] = (),
+) -> list[float]:
+    """Reduce the values, then those of the vectors, over all ranks. It waits for the device."""
+    count = len(values) + sum(map(len, vectors))
+    padded = [*values, *[0.0] * (-count % _PADDING)]
     # All numbers go to the device in one copy. What is a number on one rank may be a tensor on another.
     numbers = [value for value in padded if not isinstance(value, Tensor)]
     there = iter(torch.tensor(numbers, dtype=torch.float64, device=device).unbind())
     packed = torch.stack([value.to(device) if isinstance(value, Tensor) else next(there) for value in padded])
+    if vectors:
+        packed = torch.cat([packed[: len(values)], *(vector.to(device) for vector in vectors), packed[len(values) :]])
     if dist.is_initialized():
         dist.all_reduce(packed, op=operation)
-    return packed[: len(values)].tolist()
+    return packed[:count].tolist()

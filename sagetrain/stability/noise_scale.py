@@ -106,7 +106,8 @@ class GradientNoise:
 
     The results are noise/<layer>/small and noise/<layer>/mean in groups.metrics, from which NoiseScale makes estimates.
     Under a loss mask there are also noise/counted and noise/counted_square, the sums of c_i and of c_i^2. This costs a
-    pass over the gradients of every micro-batch, and under context parallelism their all-reduce.
+    pass over the gradients of every micro-batch, and under context parallelism their all-reduce, as those of experts
+    under tensor parallelism.
 
     Args:
         leaves: the tensors that autograd gives gradients to, by name (Engine.leaves). In a pipeline they are those of
@@ -125,6 +126,8 @@ class GradientNoise:
             groups,
             {number: leaves[spec.name] for number, spec in enumerate(specs) if spec.name in leaves},
         )
+        self._own = {number for number, spec in enumerate(specs) if spec.of_own_tokens and groups.tp_size > 1}
+        """The places of the parameters of which tensor-parallel ranks have parts of the gradient."""
         self._squares = LayerSquares(specs, groups, device)
         self._norms = torch.zeros(len(specs), dtype=torch.float32, device=device)
         self._small = torch.zeros(len(specs), dtype=torch.float64, device=device)
@@ -160,11 +163,14 @@ class GradientNoise:
             if whole is None:
                 return
             gradient = whole
-        if self._groups.cp_group is not None:
+        parts = [self._groups.cp_group, self._groups.tp_group if place in self._own else None]
+        if any(group is not None for group in parts):
             # This is a copy, or DeepSpeed's own tensor.
             gradient = gradient.float()
             gradient = gradient.clone() if gradient.dtype == torch.float32 else gradient
-            dist.all_reduce(gradient, group=self._groups.cp_group)
+        for group in parts:
+            if group is not None:
+                dist.all_reduce(gradient, group=group)
         torch.linalg.vector_norm(gradient, dtype=torch.float32, out=self._norms[place])
 
     def of_step(self, gradients: Iterable[tuple[str, Tensor]]) -> None:

@@ -95,12 +95,13 @@ class QuantizationProbe:
     ) -> None:
         self._model, self._reference, self._groups, self._device = model, reference, groups, device
         leaves = leaves or dict(model.named_parameters())
-        self._leaves = [leaves[name] for name in model.specs]
+        names = [name for name in model.specs if name in leaves]
+        self._leaves = [leaves[name] for name in names]
         self._squares = LayerSquares(model.every_spec.values(), groups, device)
-        self._places = torch.tensor([self._squares.place[name] for name in model.specs], device=device)
+        self._places = torch.tensor([self._squares.place[name] for name in names], device=device)
         # A tied embedding has a gradient on the first and on the last stage of a pipeline. The first one counts the
         # sum.
-        self._tied = list(model.specs).index(EMBEDDING) if model.config.tie_embeddings and groups.ends_group else None
+        self._tied = names.index(EMBEDDING) if model.config.tie_embeddings and groups.ends_group else None
 
     @property
     def micro_batches(self) -> int:

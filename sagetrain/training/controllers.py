@@ -23,6 +23,7 @@ from sagetrain.data.loader import SampleStream
 from sagetrain.engines.protocol import Engine, Observers, StepResult
 from sagetrain.model.backends import attention_function
 from sagetrain.parallel.cross_entropy import OwnLoss
+from sagetrain.stability.balance import Starving
 from sagetrain.stability.controller import Controller, Event, Taken
 from sagetrain.stability.linear_errors import MICRO_BATCHES, LinearErrors, Vanishing
 from sagetrain.stability.linear_schedule import LinearSchedule
@@ -82,6 +83,8 @@ class Controllers:
         noise = NoiseScale(micro_batch, decay)
         # The controllers are in the order in which they read a step's numbers and add to them.
         self.controllers: list[Controller] = [self.spikes, noise, QuantNoise(micro_batch, noise, decay), Vanishing()]
+        if cfg.model.experts:
+            self.controllers.append(Starving())
         self._aware, self._measured = None, Measured()
         self._movers: dict[str, LinearSchedule | NoiseAware] = {}
         tokens = cfg.training.total_tokens, state.tokens

@@ -71,6 +71,8 @@ CASES = [
      "router_learns_nothing", "warning", "model.experts.renormalize", "makes the weight of a token's only expert 1", "use false"),
     ({"model": {"experts": {**EXPERTS, "balance": {"aux_weight": 0}}}}, 1,
      "router_not_balanced", "warning", "model.experts.balance.aux_weight", "send most tokens to a few", "bias_rate 0.001"),
+    ({"model": {"experts": EXPERTS}, "parallel": {"tensor_parallel_size": 2}}, 2,
+     "not_proven_with_experts", "error", "parallel.sequence_parallel", "was not proven", "use true, or a dense"),
     ({"model": {"experts": EXPERTS}, "parallel": {"engine": "deepspeed"}}, 1,
      "not_proven_with_experts", "error", "parallel.engine", '"deepspeed": was not proven with model.experts', "use auto or fsdp, or a dense"),
     ({"model": {"rope_scaling": {**STRETCHED, "low_freq_factor": 4}}}, 1,

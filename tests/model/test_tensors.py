@@ -68,6 +68,7 @@ def test_layers_with_experts_list_a_router_and_two_tensors() -> None:
     of_experts = {
         "blocks.1.mlp.router.weight": ((4, 32), "router", 1, False),
         "blocks.1.mlp.router.bias": ((4,), "state", 1, False),
+        "blocks.1.mlp.router.load": ((4,), "state", 1, False),
         "blocks.1.mlp.experts.gate_up": ((4, 32, 32), "matrix", 8, True),
         "blocks.1.mlp.experts.down": ((4, 32, 16), "matrix", 4, True),
     }

@@ -63,9 +63,13 @@ def of_four_ranks() -> dict[str, float]:
             "cosine", cosine, *(torch.tensor(x) for x in ((0.0, 1.0, 0.0), (3.0, 1.0, 9.0))[rank % 2])
         ),
     ]
+    add += [lambda: metrics.vector("vector", torch.arange(70) * 10.0**rank), lambda: metrics.vector("a", torch.ones(1))]
     for each in reversed(add) if rank % 2 else add:
         each()
-    return metrics.reduce(CPU)
+    found = metrics.reduce(CPU)
+    assert metrics.vectors["vector"].equal(torch.arange(70, dtype=torch.float64) * 1111)
+    assert metrics.vectors["a"].tolist() == [4]
+    return found
 
 
 def test_mean_sum_and_maximum_over_ranks_and_groups() -> None:

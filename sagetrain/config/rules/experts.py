@@ -17,35 +17,30 @@ _MOST = 1023
 """torch's grouped products take fewer than 1,024 groups."""
 
 PROVEN: dict[str, tuple[object, ...]] = {
-    "model.experts": (None,),
     "model.activation": ("swiglu",),
+    "model.norms": ("pre",),
+    "model.conventions": ("llama",),
     "linear.precision": ("bf16",),
-    "parallel.world_size": (1,),
-    "parallel.tensor_parallel_size": (1,),
-    "parallel.context_parallel_size": (1,),
-    "parallel.pipeline_parallel_size": (1,),
+    "parallel.pipeline_chunks": (1,),
     "parallel.engine": ("auto", "fsdp"),
-    "parallel.zero_stage": (0,),
-    "parallel.shard_size": (None,),
     "parallel.offload": ("none",),
     "parallel.gradient_reduction": ("fp32",),
     "deepspeed": ({},),
-    "optimizer.name": ("adamw",),
     "optimizer.moments": ("fp32",),
     "optimizer.master": ("fp32",),
-    "training.activation_checkpointing": ("none",),
-    "training.compile": ("off",),
+    "training.activation_checkpointing": ("none", "full"),
     "training.cuda_graphs": ("off",),
     "evaluation.tasks": ([],),
-    "evaluation.samples_every_tokens": (None,),
-    "stability.monitor.every_steps": (None,),
-    "stability.noise_scale.every_steps": (None,),
     "stability.quant_noise.every_steps": (None,),
-    "stability.spikes.policy": ("stop",),
-    "logging.layer_norms_every_steps": (None,),
 }
 """The values that were proven with experts, of each key that asks for it. Other values are errors. A proof opens a
 value here, or removes the line if all values have one."""
+
+UNDER_TENSOR_PARALLELISM: dict[str, tuple[object, ...]] = {
+    "parallel.sequence_parallel": (True,),
+    "parallel.tensor_parallel_overlap": ("on", "off"),
+}
+"""The values that were proven with experts under tensor parallelism. A rank sends its own tokens to experts."""
 
 
 def findings(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
@@ -54,19 +49,23 @@ def findings(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
         return
     yield from _sizes(cfg, experts)
     yield from _router(experts)
-    for key, values in PROVEN.items():
-        found = functools.reduce(getattr, key.split("."), cast(object, cfg))
-        value = layout.world_size if key == "parallel.world_size" else found
+    proven = PROVEN | (UNDER_TENSOR_PARALLELISM if layout.tensor > 1 else {})
+    for key, values in proven.items():
+        value = functools.reduce(getattr, key.split("."), cast(object, cfg))
         if value not in values:
-            shown = [value, *values] if key != "model.experts" else [experts.number, *values]
-            given, *proven = ("null" if each is None else each for each in shown)
+            given, *others = map(_spelled, (value, *values))
             yield error(
                 "not_proven_with_experts",
                 key,
                 given,
                 "was not proven with model.experts yet",
-                f"use {' or '.join(map(str, proven))}, or a dense model (model.experts: null)",
+                f"use {' or '.join(map(str, others))}, or a dense model (model.experts: null)",
             )
+
+
+def _spelled(value: object) -> object:
+    """Return a value as a message shows it."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else value
 
 
 def _sizes(cfg: RunConfig, experts: ExpertsConfig) -> Iterator[Finding]:

@@ -61,7 +61,7 @@ class BalanceConfig(Section):
     transformers that we export to have no such bias."""
     aux_weight: NonNegativeFloat = 0.01
     """Weight of the auxiliary loss of each layer with experts: number x the sum over experts of share of choices x mean
-    score. Shares are those of all tokens of a step, on all ranks."""
+    score. Shares are those of all tokens of the step before, on all ranks, so that accumulation changes nothing."""
     z_weight: NonNegativeFloat = 0.0
     """Weight of the z loss of each layer with experts: the mean square of the log-sum-exp of the router's logits (arXiv
     2202.08906, with 0.001)."""

@@ -1,0 +1,184 @@
+"""A mixture of experts in the place of a block's MLP: a router sends each token to a few of many small MLPs.
+
+No token is dropped, and no shape depends on what the router chooses, so the host never waits for the device. The router
+is fp32 in a model of any dtype. Under tensor parallelism every rank has all experts whole, and routes its own tokens,
+which sequence parallelism gives it. Engines sum the gradients of routers and experts over the tensor-parallel group.
+
+What balances the router travels with the gradients, so it needs no collective and no rule of its own for micro-batches,
+recomputed blocks, layouts, or passes that are no part of a step:
+
+- The gradients of `bias` and of `load` are the numbers of tokens that chose each expert. A step's gradients are summed
+  over all tokens of the step, and stability/balance.py moves both tensors by these sums.
+- The auxiliary loss and the z loss have no value here. They add their gradients to that of the router's logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sagekernels.grouped import Rows, plan_rows
+from sagekernels.grouped_matmul import grouped_gated, grouped_matmul
+from sagekernels.matmul import Matmul
+from sagetrain.config.layer_specs import LayerSpec
+from sagetrain.config.schema import ExpertsConfig
+from sagetrain.model.mlp import MLP
+from sagetrain.model.norm import complete
+from sagetrain.parallel.collectives import start_enter
+from sagetrain.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from sagetrain.parallel.topology import ParallelGroups
+
+_LEAST = 1e-20
+"""The least sum of scores that divides scores. Sigmoids may all be 0."""
+
+
+class _Balanced(torch.autograd.Function):
+    """Return the weights of choices as they are. The backward pass adds the gradient of the balancing losses, and the
+    numbers of tokens as gradients of `bias` and `load`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, weights: Tensor, losses: Tensor | None, factor: Tensor, counts: Tensor, bias: Tensor, load: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(factor, counts)
+        ctx.losses = losses is not None
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        factor, counts = ctx.saved_tensors
+        # Autograd adds to a gradient in place, so each tensor has a gradient of its own.
+        return grad, factor if ctx.losses else None, None, None, counts, counts.clone()
+
+
+class Router(nn.Module):
+    """The choice of each token's experts, and the factors of their outputs."""
+
+    def __init__(self, hidden: int, experts: ExpertsConfig, *, dtype: torch.dtype, device: torch.device | None) -> None:
+        super().__init__()
+        self.config = experts
+        how: dict[str, Any] = {"dtype": torch.promote_types(dtype, torch.float32), "device": device}
+        self.weight = nn.Parameter(torch.empty(experts.number, hidden, **how))
+        self.bias = nn.Parameter(torch.empty(experts.number, **how))
+        """The numbers that are added to scores for the choice alone."""
+        self.load = nn.Parameter(torch.empty(experts.number, **how))
+        """The numbers of choices of each expert in the step before, on all ranks: multiples of the mean, less 1."""
+
+    def scored(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logits of tokens [T, hidden] and their scores, both fp32 [T, experts]."""
+        logits = x.to(self.weight.dtype) @ self.weight.t()
+        return logits, logits.softmax(-1) if self.config.scores == "softmax" else logits.sigmoid()
+
+    def chosen(self, scores: Tensor) -> Tensor:
+        """Return the experts of each token, int64 [T, per token]: those with the largest sums of score and bias, the
+        largest first. Of equal ones the lower numbers are taken."""
+        biased = scores.detach() + self.bias.detach()
+        return biased.sort(dim=-1, descending=True, stable=True).indices[:, : self.config.per_token]
+
+    def weights(self, logits: Tensor, scores: Tensor, choices: Tensor) -> Tensor:
+        """Return the factor of each chosen expert's output, fp32 [T, per token]."""
+        cfg = self.config
+        if not cfg.renormalize:
+            found = scores.gather(-1, choices)
+        elif cfg.scores == "softmax":
+            found = logits.gather(-1, choices).softmax(-1)
+        else:
+            found = _shares(scores.gather(-1, choices))
+        return found if cfg.scale == 1 else found * cfg.scale
+
+    def losses(self, logits: Tensor, scores: Tensor) -> Tensor | None:
+        """Return the weighted sum over tokens of both balancing losses, without what is constant in them. None: neither
+        has a weight."""
+        found, balance = [], self.config.balance
+        if balance.aux_weight:
+            shares = scores if self.config.scores == "softmax" else _shares(scores)
+            found.append(balance.aux_weight * (shares * self.load.detach()).sum())
+        if balance.z_weight:
+            found.append(balance.z_weight * logits.logsumexp(-1).square().sum())
+        return sum(found[1:], found[0]) if found else None
+
+    def balanced(self, weights: Tensor, losses: Tensor | None, factor: Tensor, rows: Rows) -> Tensor:
+        """Return the weights. Their backward pass gives `bias` and `load` their gradients, and `losses` the gradient
+        `factor`."""
+        counts = rows.load.to(self.bias.dtype)
+        made: Tensor = _Balanced.apply(weights, losses, factor, counts, self.bias, self.load)  # type: ignore[no-untyped-call]
+        return made
+
+
+def _shares(scores: Tensor) -> Tensor:
+    return scores / (scores.sum(-1, keepdim=True) + _LEAST)
+
+
+class Experts(nn.Module):
+    """The weights of all experts, one above the other. In this form a shard of whole rows, as engines cut it, has a
+    part of an expert where ranks outnumber experts."""
+
+    def __init__(self, hidden: int, experts: ExpertsConfig, *, dtype: torch.dtype, device: torch.device | None) -> None:
+        super().__init__()
+        number, inner = experts.number, experts.ffn_size
+        self.gate_up = nn.Parameter(torch.empty(number * 2 * inner, hidden, dtype=dtype, device=device))
+        """[experts x (gate, then up), hidden]"""
+        self.down = nn.Parameter(torch.empty(number * hidden, inner, dtype=dtype, device=device))
+        """[experts x hidden, inner]"""
+
+
+class MoE(nn.Module):
+    """The sum of each token's experts, times the router's weights, and of the shared experts, which are an ordinary
+    MLP. It takes normalized tokens and returns what is added to the residual stream. Under sequence parallelism both
+    are this rank's tokens.
+
+    Args:
+        share: an fp32 scalar, the factor with which a micro-batch's loss enters the step's (Transformer.share).
+    """
+
+    def __init__(
+        self,
+        layer: LayerSpec,
+        groups: ParallelGroups,
+        *,
+        matmuls: Mapping[str, Matmul],
+        sequence_parallel: bool,
+        share: Tensor,
+        dtype: torch.dtype,
+        device: torch.device | None,
+    ) -> None:
+        super().__init__()
+        assert layer.experts is not None
+        self.groups, self.sequence_parallel, self.share = groups, sequence_parallel, share
+        place: dict[str, Any] = {"dtype": dtype, "device": device}
+        self.router = Router(layer.hidden, layer.experts, **place)
+        self.experts = Experts(layer.hidden, layer.experts, **place)
+        self.shared = None
+        if layer.mlp.inner:
+            self.shared = MLP(layer, groups, matmuls=matmuls, sequence_parallel=sequence_parallel, **place)
+
+    @property
+    def linear_layers(self) -> dict[str, ColumnParallelLinear | RowParallelLinear]:
+        """The linear layers of the shared experts, keyed by name."""
+        return self.shared.linear_layers if self.shared else {}
+
+    def forward(self, x: Tensor, parts: int = 1) -> Tensor:
+        """Return the output for tokens [T, hidden], which are one of so many parts of a micro-batch."""
+        entered = start_enter(x, self.groups, self.sequence_parallel) if self.shared else None
+        tokens = parts * len(x) * self.groups.tp_size
+        y = self._routed(x, self.share / tokens)
+        if self.shared is None:
+            return y
+        assert entered is not None
+        return y + complete(self.shared.down(self.shared(entered)), self.groups, self.sequence_parallel)
+
+    def _routed(self, x: Tensor, factor: Tensor) -> Tensor:
+        router, experts = self.router, self.experts
+        logits, scores = router.scored(x)
+        choices = router.chosen(scores)
+        weights = router.weights(logits, scores, choices)
+        rows = plan_rows(choices, router.config.number)
+        if torch.is_grad_enabled():
+            # Otherwise each rank would have the gradient of all tokens, and engines would add them up.
+            assert self.sequence_parallel or self.groups.tp_size == 1, "experts train with sequence parallelism"
+            weights = router.balanced(weights, router.losses(logits, scores), factor, rows)
+        inner = grouped_gated(x, experts.gate_up, weights, rows, gathers=True)
+        return grouped_matmul(inner, experts.down, rows, combines=True)

@@ -1,0 +1,46 @@
+"""A mixture of experts trains, stops, continues and is evaluated as a dense model is."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from runs import check_same, finish, kill_all, log_of, reached, sagetrain, when, write_config
+
+EXPERTS = {"number": 6, "per_token": 2, "ffn_size": 16, "shared": 1, "dense_layers": 1}
+SECTIONS: dict[str, dict] = {
+    "model": {
+        "experts": {**EXPERTS, "balance": {"bias_rate": 0.001}},
+        "num_layers": 3,
+    },
+    "linear": {"precision": "bf16"},
+    "data": {"micro_batch_size": 2},
+    "training": {"dtype": "bf16", "cuda_graphs": "off"},
+    "evaluation": {"every_tokens": 2560},
+    "stability": {"monitor": {"every_steps": 4}, "noise_scale": {"every_steps": 3}},
+}
+
+
+def test_a_run_that_is_killed_ends_with_the_same_bits(tmp_path, corpus) -> None:
+    """The router is fp32, its states move, and evaluation in between is no load. `eval` and `generate` take the
+    checkpoint."""
+    whole = write_config(tmp_path / "whole.yaml", corpus, tmp_path / "whole", steps=8, **SECTIONS)
+    finish("ranks", whole)
+    every_step = {"every_tokens": 256}
+    cut = write_config(tmp_path / "cut.yaml", corpus, tmp_path / "cut", steps=8, **SECTIONS, checkpoint=every_step)
+    assert when("ranks", cut, reached(cut, 4), kill_all) != 0
+    finish("ranks", cut)
+    assert "resumed from step-" in log_of(cut)
+    check_same(tmp_path / "cut", tmp_path / "whole", 8)
+    rows = [json.loads(line) for line in (tmp_path / "whole/metrics.jsonl").read_text().splitlines()]
+    trained = [row for row in rows if "train/loss" in row]
+    assert {name for name in trained[0] if name.startswith("moe/")} == {
+        "moe/max_load",
+        *(f"moe/{layer}/{what}" for layer in (1, 2) for what in ("max_load", "min_load", "entropy")),
+    }
+    assert trained[-1]["train/loss"] < trained[0]["train/loss"]
+    *_, last = (row["valid/loss"] for row in rows if "valid/loss" in row)
+    scored = json.loads(sagetrain("eval", tmp_path / "whole", "--json").stdout)
+    assert scored["all"]["loss"] == pytest.approx(last, rel=2e-3)
+    assert sagetrain("generate", tmp_path / "whole", "the", "--max-tokens", "4").returncode == 0
