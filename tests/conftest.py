@@ -30,7 +30,7 @@ engine pipeline fsdp optimizers hosts faults resume sage_compile plan linear_pre
 guides linear_schedule compare hopper_backward mma_backward hopper_forward
 parallel checkpoint report replay kinds layouts sage_casts_compile spike_policies monitor sage_fp4_compile
 copies linear_errors start mma_forward packaging sources quant_noise noise_runs lm_eval saving first_pass
-init_from sage_accuracy notebooks noise_scale spikes
+init_from stores sage_accuracy notebooks noise_scale spikes
 """
 
 torch.set_num_threads(1)  # On a busy machine two threads wait for each other and reach a sixth of the speed of one.

@@ -81,6 +81,8 @@ class Saver:
         timeout: how much longer one rank's files may take than another's.
         alive: called by `wait` from time to time as long as this rank's files make progress.
         needed: returns the names of further checkpoints that are kept.
+        begins: called on rank 0 before each save, in the background. It raises CheckpointError if the run may not save.
+        published: called on rank 0 after each save, in the background.
     """
 
     def __init__(
@@ -92,8 +94,11 @@ class Saver:
         timeout: timedelta,
         alive: Callable[[], None] = lambda: None,
         needed: Callable[[], Container[str]] = tuple,
+        begins: Callable[[], None] = lambda: None,
+        published: Callable[[], None] = lambda: None,
     ):
         self._root, self._groups, self._alive, self._needed = root, groups, alive, needed
+        self._begins, self._published = begins, published
         self._keep = keep_last, keep_every_tokens
         self._timeout, self._rank, self._mailbox = timeout, groups.rank, None
         if groups.topology.world_size > 1:
@@ -241,7 +246,7 @@ class Saver:
     def _save(self, snapshot: _Snapshot) -> None:
         final = self._root / folder_name(snapshot.step)
         try:
-            folder = self._told(lambda: self._publisher.begin(final.name), f"cannot create a folder for {final}")
+            folder = self._told(lambda: self._begin(final.name), f"cannot create a folder for {final}")
             place = self._groups.tp_rank, self._groups.pp_rank, self._groups.replica_rank
             entry: dict[str, Any] = {"place": place, "rank": self._rank_name, "ranges": snapshot.ranges}
             try:
@@ -262,6 +267,10 @@ class Saver:
                     f" ({failure})"
                 ) from failure
             raise
+
+    def _begin(self, step_name: str) -> str:
+        self._begins()
+        return self._publisher.begin(step_name)
 
     def _write(self, folder: str, snapshot: _Snapshot) -> dict[str, dict[str, Any]]:
         """Write this rank's files durably, and return their sizes and SHA-256 by name."""
@@ -297,6 +306,7 @@ class Saver:
         }
         self._publisher.publish(folder, folder_name(snapshot.step), manifest)
         prune(self._root, *self._keep, self._needed())
+        self._published()
 
     def _told(self, action: Callable[[], T], what: str) -> T:
         """Run `action` on rank 0 and return its result on every rank.

@@ -33,9 +33,11 @@ def checked(config: Path, overrides: list[str], world_size: int, show: bool) -> 
     findings are printed."""
     from sagetrain.config.check import accept
     from sagetrain.config.load import load_config
+    from sagetrain.data.remote_blocks import fetch_sources
     from sagetrain.data.tokenizer import known_vocab_size
 
     cfg = load_config(config, overrides)
+    fetch_sources(cfg.data)
     findings = accept(cfg, world_size, vocab_size=known_vocab_size(cfg.data), path=config, overrides=overrides)
     if show:
         for line in at_start(findings):

@@ -17,6 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
+from sagetrain.cluster.run_copy import bring, send
 from sagetrain.config.earlier_run import CRITICAL, STABILITY_NAME
 from sagetrain.config.errors import CheckpointError, Finding
 from sagetrain.config.load import dump_config, flat
@@ -54,7 +55,9 @@ class RunFolder:
     """The folder training.run_dir."""
 
     def __init__(self, path: Path, url: str | None = None):
-        self.path, self._url = path, UrlPath(url) if url else None
+        self.path = path
+        self.url = UrlPath(url) if url else None
+        """The folder of the run in a store, or None."""
         self.checkpoints = checkpoints_of(path, url)
         self.log = path / "log.txt"
         self.spikes = path / "spikes"
@@ -93,18 +96,31 @@ class RunFolder:
                 "keeps a second run out of it, so start no other one there while this one runs"
             )
         self._token.write_text(token)
-        return "\n".join(filter(None, [warning, self._claim_store(say) if self._url else ""]))
+        return "\n".join(filter(None, [warning, self._claim_store(say) if self.url else ""]))
 
     def _claim_store(self, say: Callable[[str], None]) -> str:
         """Check the rights in the store, and take its lease. Return a warning, or an empty text."""
-        assert self._url
-        warning, identity = check_rights(self._url), self.path / ".run"
+        assert self.url
+        warning, identity = check_rights(self.url), self.path / ".run"
         if not identity.exists():
             write_atomic(identity, secrets.token_hex(16).encode())
-        lease = Lease(self._url, identity.read_text())
+        lease = Lease(self.url, identity.read_text())
         lease.claim(say)
         self._lease = lease
+        bring(self.url, self.path)
         return warning
+
+    def send(self) -> None:
+        """Copy the small files to the store, if there is one. A store that is away for a while gets them with the next
+        checkpoint."""
+        if self.url and self._lease:
+            with suppress(OSError):
+                send(self.path, self.url)
+
+    def check_owner(self) -> None:
+        """Check that the run may still write to its store, if it has one. Raises CheckpointError if not."""
+        if self._lease:
+            self._lease.check()
 
     @property
     def _token(self) -> Path:
@@ -133,6 +149,9 @@ class RunFolder:
     def release(self) -> None:
         """Release the lock of the folder, and the lease of the store. The end of the process releases the lock, too."""
         if self._lease is not None:
+            with suppress(CheckpointError, OSError):
+                self.check_owner()
+                self.send()
             self._lease.release()
             self._lease = None
         if self._lock is not None:

@@ -17,6 +17,7 @@ from sagetrain.config.check import check
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.load import flat, load_config
 from sagetrain.config.schema import NoiseAwareTokens, RunConfig
+from sagetrain.data.remote_blocks import fetch_sources
 from sagetrain.data.tokenizer import known_vocab_size
 
 SHARED = (
@@ -171,6 +172,7 @@ class Question:
                 path, *overrides = self._given(Job(row.name, variant.name, 0))
                 overrides += ["training.perturb=1"] * (self.band > 0 and variant.name == self.baseline)
                 cfg = load_config(path, overrides)
+                fetch_sources(cfg.data)
                 findings = check(cfg, 1, vocab_size=known_vocab_size(cfg.data), path=path, overrides=overrides)
                 problems += [f"{variant.name}: {finding}" for finding in findings if finding.level == "error"]
                 problems += [f"{variant.name}: {said}" for said in _timed(cfg)]

@@ -122,8 +122,21 @@ def way_to_room(said: str) -> str:
     return next((way for number, way in _ROOM.items() if os.strerror(number) in said), "")
 
 
+def url_meant(path: Path) -> str:
+    """Return the message for a path that was a URL, of whose slashes pathlib leaves one; "" for other paths."""
+    scheme, sign, rest = str(path).partition(":/")
+    if not (sign and scheme.isalnum()):
+        return ""
+    return (
+        f"{scheme}://{rest} is a URL, which is not taken here (training.run_url, data.train and data.valid take one): "
+        "copy it to a disk or from there (aws s3 cp --recursive), and name the path"
+    )
+
+
 def no_run(path: Path) -> str:
     """Return the message about a path that has no checkpoint of a run."""
+    if said := url_meant(path):
+        return said
     what = f"{path} has no checkpoint" if path.is_dir() else f"there is no folder {path}"
     return f"{f'{path} is a file' if path.is_file() else what}; name the folder of a run (training.run_dir)"
 

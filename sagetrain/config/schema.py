@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from sagetrain.config.sections.base import Section
+from sagetrain.config.sections.base import Section, is_url
 from sagetrain.config.sections.data import (
     NO_DATA,
     TOKENIZER_JSON,
     TOKENIZER_NAME,
     DataConfig,
     DataSource,
+    cache_folder,
+    cached_path,
     tokenizer_in,
 )
 from sagetrain.config.sections.model import (
@@ -97,6 +99,9 @@ __all__ = [
     "TrainingConfig",
     "WandbConfig",
     "WindowsConfig",
+    "cache_folder",
+    "cached_path",
+    "is_url",
     "tokenizer_in",
 ]
 

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from sagetrain.config.errors import ConfigError
+from sagetrain.data.remote_blocks import BLOCKS, BlockHashes
 from sagetrain.data.token_file import CODES, HEADER, MAGIC, token_dtype, token_path, write_atomic
 
 _BLOCK = 1 << 20
@@ -42,6 +43,7 @@ class TokenFileWriter:
         self.num_documents = 0
         self._open_length = 0  # This is the length of the last document so far; more of it may follow.
         self._hash, self._mask_hash = hashlib.sha256(), hashlib.sha256()
+        self._block_hashes = BlockHashes()
         self.sha256 = self.mask_sha256 = ""
         self._bin: BinaryIO
         self._mask: BinaryIO | None = None
@@ -88,6 +90,8 @@ class TokenFileWriter:
             left = written["tokens"] * itemsize
             while block := file.read(min(left, 4 * _BLOCK)):
                 digest.update(block)
+                if file is self._bin:
+                    self._block_hashes.update(block)
                 left -= len(block)
             whole = whole and not left and digest.hexdigest() == recorded
         if not whole:
@@ -120,6 +124,7 @@ class TokenFileWriter:
         with writing(token_path(self.path, ".bin")):
             self._bin.write(data)
         self._hash.update(data)
+        self._block_hashes.update(data)
         if self._mask:
             assert counted is not None and len(counted) == len(tokens)
             mask = counted.astype(np.uint8).tobytes()
@@ -182,7 +187,9 @@ class TokenFileWriter:
         self._idx.write(HEADER.pack(MAGIC, 1, CODES[self.dtype], self.num_documents, self.num_documents + 1))
 
     def publish(self, provenance: dict[str, Any]) -> None:
-        """Rename the finished files to their names and write `provenance` as NAME.json. Older files are replaced."""
+        """Rename the finished files to their names, and write `provenance` as NAME.json with the hashes of the .bin by
+        block. Older files are replaced."""
+        provenance = {**provenance, BLOCKS: self._block_hashes.record()}
         for suffix in (".idx", ".mask"):
             with suppress(FileNotFoundError):
                 os.unlink(token_path(self.path, suffix))

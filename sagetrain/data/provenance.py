@@ -10,7 +10,7 @@ from typing import Any
 from sagetrain.config.errors import ConfigError, pointer_at
 
 # These values of a record are read. Others are only copied.
-_TYPES = {"seq_length": int, "vocab_size": int, "request": dict, "tokenizer_sha256": str, "sha256": str}
+_TYPES = {"seq_length": int, "vocab_size": int, "request": dict, "tokenizer_sha256": str, "sha256": str, "blocks": dict}
 _RECORD = "prepare the token file again, or, if it is from elsewhere, move that away"
 
 

@@ -26,8 +26,9 @@ from typing import Any
 
 import numpy as np
 
-from sagetrain.config.errors import ConfigError, pointer_at
+from sagetrain.config.errors import ConfigError, pointer_at, url_meant
 from sagetrain.data.provenance import read_provenance as read_provenance
+from sagetrain.data.remote_blocks import RemoteBlocks, is_remote
 
 MAGIC = b"MMIDIDX\x00\x00"
 # The fields are magic, version, id type, sequences, and entries of the document index.
@@ -104,6 +105,7 @@ class TokenFile:
         self.num_tokens = size // self.dtype.itemsize
         self.num_documents = entries - 1
         self._fd, self._mask_fd = os.open(bin_, os.O_RDONLY), self._open_mask()
+        self._blocks = RemoteBlocks(self.path, self.provenance()) if is_remote(self.path) else None
 
     def _open_mask(self) -> int | None:
         mask = token_path(self.path, ".mask")
@@ -128,6 +130,11 @@ class TokenFile:
         """Whether there is a NAME.mask."""
         return self._mask_fd is not None
 
+    @property
+    def remote(self) -> bool:
+        """Whether the tokens come from a store, and are here only once they have been read."""
+        return self._blocks is not None
+
     def tokens(self, start: int, stop: int) -> np.ndarray:
         """Return ids `start` to `stop` of the stream, int64 [stop - start]."""
         data = self._read(self._fd, ".bin", start, stop, self.dtype.itemsize)
@@ -146,6 +153,8 @@ class TokenFile:
 
     def _read(self, fd: int, suffix: str, start: int, stop: int, itemsize: int) -> bytes:
         size = (stop - start) * itemsize
+        if self._blocks is not None and fd == self._fd:
+            self._blocks.ensure(start * itemsize, stop * itemsize)
         data = os.pread(fd, size, start * itemsize)
         while 0 < len(data) < size:  # A read may be interrupted.
             more = os.pread(fd, size - len(data), start * itemsize + len(data))
@@ -238,6 +247,7 @@ class TokenFile:
 
         Args:
             deep: also read every token. Ids must be in the vocabulary, and the checksum must be the recorded one.
+                Tokens of a store are checked when they are read.
             vocab_size: size of the vocabulary; default: the recorded one.
             progress: gets the number of tokens read since its last call.
             blocks: check this many blocks of 2^11 (at least two) of each part of the index, as `content` does. Default:
@@ -260,12 +270,12 @@ class TokenFile:
             documents = self._documents[start : stop + 1]
             if documents.min() < 0 or (np.diff(documents) < 0).any():
                 raise self._damaged("the document index is not in order")
-        if not deep:
+        if not deep or self.remote:
             return
         recorded = self.provenance()
         vocab_size = vocab_size or recorded.get("vocab_size")
         digest, mask_digest, some = hashlib.sha256(), hashlib.sha256(), False
-        for start, block in self._blocks():
+        for start, block in self._all_blocks():
             digest.update(block.astype(self.dtype.newbyteorder("<")).tobytes())
             if vocab_size and (block.min() < 0 or block.max() >= vocab_size):
                 where = start + int(np.flatnonzero((block < 0) | (block >= vocab_size))[0])
@@ -283,7 +293,7 @@ class TokenFile:
         if self.masked and recorded.get("mask_sha256") not in (None, mask_digest.hexdigest()):
             raise self._damaged("the .mask does not have the checksum that was recorded when it was written")
 
-    def _blocks(self) -> Iterator[tuple[int, np.ndarray]]:
+    def _all_blocks(self) -> Iterator[tuple[int, np.ndarray]]:
         for start in range(0, self.num_tokens, _BLOCK):
             yield start, self.tokens(start, min(start + _BLOCK, self.num_tokens))
 
@@ -327,6 +337,8 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 def check_writable(path: Path) -> None:
     """Check, before the result has been computed, that a file can be made there. Raises ConfigError if it cannot."""
+    if said := url_meant(path):
+        raise ConfigError(said)
     there = next(folder for folder in path.absolute().parents if folder.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise ConfigError(f"cannot write {path}: {there} is no folder that can be written to; choose another place")

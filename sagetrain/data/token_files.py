@@ -16,6 +16,7 @@ from sagetrain.config.arguments import spelled
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import DataSource
 from sagetrain.data.open_files import allow_open_files
+from sagetrain.data.remote_blocks import is_remote
 from sagetrain.data.token_file import SAMPLES, TokenFile
 
 _FEWEST = 4  # Every file has at least this many blocks, whatever its share.
@@ -70,9 +71,10 @@ def open_sources(
             different tokenizers, or with another one than `tokenizer_sha256`; or a process may not have so many files
             open.
     """
-    files = sum(len(source.files) for source in sources)
-    # A mask is open beside the tokens, and a large index by its map.
-    allow_open_files(3 * files, f"the {files:,} token files of data")
+    paths = [path for source in sources for path in source.files]
+    # A mask is open beside the tokens, and a large index by its map. A file of a store has three more.
+    most = sum(6 if is_remote(path) else 3 for path in paths)
+    allow_open_files(most, f"the {len(paths):,} token files of data")
     opened = [TokenFiles(source, seq_length) for source in sources]
     every = [file for source in opened for file in source.files]
     _check_records(every, seq_length, document_attention)
@@ -137,20 +139,22 @@ def shares(files: Sequence[TokenFile]) -> list[int]:
 def content(files: Sequence[TokenFile], progress: Callable[[int], None] = lambda tokens: None) -> dict[str, str]:
     """Return hashes of the contents of files, by the way in which each was taken.
 
-    One hash is of samples. Another is of the checksums that `sagetrain prepare` recorded, if it made all of the files.
-    What is read does not grow with the corpus: about 2^14 blocks in all, in proportion to the files' tokens, and at
-    least four of each file (TokenFile.content). Up to 33 million tokens everything is read.
+    One hash is of samples. Files in stores have none, because it would fetch every block. Another is of the checksums
+    that `sagetrain prepare` recorded, if it made all of the files. What is read does not grow with the corpus: about
+    2^14 blocks in all, in proportion to the files' tokens, and at least four of each file (TokenFile.content). Up to 33
+    million tokens everything is read.
 
     Args:
         files: the token files.
         progress: called with 0 after each file.
     """
-    digest = hashlib.sha256()
-    with ThreadPoolExecutor(8, "content") as pool:  # Most of the time is spent waiting for the disk or the network.
-        for file, blocks in zip(files, shares(files), strict=True):
-            digest.update(file.content(blocks, pool.map).encode())
-            progress(0)
-    hashes = {" (samples)": digest.hexdigest()}
+    hashes, digest = {}, hashlib.sha256()
+    if not any(file.remote for file in files):
+        with ThreadPoolExecutor(8, "content") as pool:  # Most of the time is spent waiting for the disk or the network.
+            for file, blocks in zip(files, shares(files), strict=True):
+                digest.update(file.content(blocks, pool.map).encode())
+                progress(0)
+        hashes[" (samples)"] = digest.hexdigest()
     checksums = [file.provenance().get("sha256") for file in files]
     if all(checksums):
         hashes[" (checksums in .json)"] = hashlib.sha256("".join(map(str, checksums)).encode()).hexdigest()

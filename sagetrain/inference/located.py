@@ -15,6 +15,7 @@ from pathlib import Path
 from sagetrain.cluster.preflight import SHOWN
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import DataConfig, DataSource, tokenizer_in
+from sagetrain.data.remote_blocks import fetch_sources
 from sagetrain.data.token_file import read_provenance
 from sagetrain.training.inputs import is_there
 
@@ -42,6 +43,8 @@ def located(
     """
     if data.missing:
         return data
+    if root is None:
+        fetch_sources(data)
     update: dict[str, object] = {}
     for name in ("train", "valid"):
         sources: list[DataSource] = getattr(data, name)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from sagetrain.config.arguments import spelled
 from sagetrain.config.errors import ConfigError, is_utf8
-from sagetrain.config.schema import DataSource
+from sagetrain.config.schema import DataSource, is_url
 from sagetrain.corpus.encode import Encoder, encode
 from sagetrain.corpus.request import TextRequest
 from sagetrain.corpus.sources import Corpus
@@ -105,8 +105,9 @@ def text_of(
     Raises:
         ConfigError: the files or the text cannot be read, or there is no tokenizer for text.
     """
-    # A model of pydantic checks that a text is UTF-8, and the name of a file need not be.
-    files = (DataSource(path=path) if is_utf8(path) else DataSource.model_construct(path=path)).files
+    # A model of pydantic checks that a text is UTF-8 and which URLs it names, and the name of a file need not be UTF-8.
+    checked = is_utf8(path) and not is_url(path)
+    files = (DataSource(path=path) if checked else DataSource.model_construct(path=path)).files
     if files and token_path(files[0], ".idx").exists():
         return PreparedDocuments(path, files, tokenizer, vocab_size)
     if tokenizer is None:

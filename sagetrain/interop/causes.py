@@ -7,6 +7,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from sagetrain.config.errors import url_meant
+
 _AGAIN = "copy the folder again"
 # Last parts of the names of tensors that quantized weights have beside them or are stored as.
 _QUANTIZED = re.compile(r"(\w*_)?(scales?|scale_inv|qweight|qzeros|g_idx|biases|packed|absmax|quant_map|SCB)")
@@ -20,6 +22,8 @@ GATHER = (
 
 def no_folder(path: Path) -> str:
     """Return the message for a path that is no folder."""
+    if said := url_meant(path):
+        return said
     if path.suffix == ".gguf":
         return f"{path}: GGUF files are not read; name the Hugging Face folder that it was made of"
     if path.is_file():

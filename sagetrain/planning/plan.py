@@ -18,6 +18,7 @@ from sagetrain.config.schema import DataConfig, RunConfig
 from sagetrain.config.tokens_per_step import ScheduleStage, stages
 from sagetrain.costs.accounting import with_recomputation
 from sagetrain.costs.hardware import Hardware
+from sagetrain.data.remote_blocks import fetch_sources
 from sagetrain.data.tokenizer import known_tokenizer
 from sagetrain.planning.calibration import calibrate
 from sagetrain.planning.findings import of_plan, on_gpu, out_of_room, precision_of_gpu, with_way_out
@@ -73,7 +74,9 @@ def make_plan(
         ConfigError: the file cannot be loaded, or no GPU could reach the measured speed.
     """
     path = None if isinstance(config, RunConfig) else config
-    asked, kept = inputs.as_continued(config if isinstance(config, RunConfig) else load_config(config, overrides))
+    cfg = config if isinstance(config, RunConfig) else load_config(config, overrides)
+    fetch_sources(cfg.data)
+    asked, kept = inputs.as_continued(cfg)
     ranks = world_size or asked.parallel.world_size or 1
     tokenizer = known_tokenizer(asked.data)
     known = tokenizer.vocab_size if tokenizer else None

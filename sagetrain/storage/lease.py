@@ -38,8 +38,6 @@ class Lease:
         self._folder, self._store, self._run, self._beat = folder, store_at(folder), run, beat
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
-        self.lost = ""
-        """The reason why the run may no longer write; empty as long as it may."""
 
     def claim(self, say: Callable[[str], None]) -> None:
         """Take the lease, and renew it until `release`. This waits if another run had it, to see whether that run is
@@ -73,25 +71,37 @@ class Lease:
 
     def release(self) -> None:
         """Give the lease back."""
-        if self._thread.is_alive():
-            self._ended.set()
-            self._thread.join()
-            with suppress(OSError):
-                if not self.lost and _parsed(self._store.read(OWNER)).get("run") == self._run:
-                    self._store.delete([OWNER])
+        self._ended.set()
+        self._thread.join()
+        with suppress(OSError, CheckpointError):
+            self.check()
+            self._store.delete([OWNER])
+
+    def check(self) -> None:
+        """Check that the run still has the lease.
+
+        Raises:
+            CheckpointError: another run has taken it, for instance because this process was stopped for minutes.
+            OSError: the store does not answer.
+        """
+        try:
+            owner = _parsed(self._store.read(OWNER))
+        except FileNotFoundError:
+            owner = {}
+        if owner.get("run") != self._run:
+            raise CheckpointError(
+                f"{self._folder} has another owner by now, on host {owner.get('host', '?')}: this run may no longer "
+                "write there; give each run a training.run_url of its own"
+            )
 
     def _renew(self) -> None:
         while not self._ended.wait(self._beat):
-            try:
+            # A store that is away for a while is the saver's concern. The next beat tries again.
+            with suppress(OSError):
                 found, tag = self._store.tagged(OWNER)
-                owner = _parsed(found)
-                if owner.get("run") != self._run:
-                    self.lost = f"{self._folder}: a run on host {owner.get('host', '?')} has taken it over"
+                if _parsed(found).get("run") != self._run:
                     return
                 self._store.swap(OWNER, self._owner(), tag)
-            # A store that is away for a while is the saver's concern. The next beat tries again.
-            except OSError:
-                continue
 
     def _owner(self) -> bytes:
         """Return what the file says. It differs each time, so that a change can be seen."""

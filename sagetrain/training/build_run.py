@@ -360,6 +360,8 @@ def assemble(files: CheckedFiles, met: Meeting, settled: Settled, engine: Engine
         timedelta(minutes=2 * cfg.training.timeout_minutes),
         alive=partial(met.watchdog.begin, "saving"),
         needed=partial(failed_step.needed, folder.spikes),
+        begins=folder.check_owner,
+        published=folder.send,
     )
     saver.reserve(engine.owned())
     controllers = Controllers(cfg, engine, files.train, folder, saver, met.reporter, resumed.state, files.loss)

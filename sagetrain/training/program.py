@@ -20,6 +20,7 @@ from sagetrain.config.load import load_config
 from sagetrain.config.rules.layout import whole_sequences
 from sagetrain.config.schema import RunConfig
 from sagetrain.data.function import SampleFunction
+from sagetrain.data.remote_blocks import fetch_sources
 from sagetrain.data.tokenizer import known_vocab_size
 from sagetrain.parallel.cross_entropy import OwnLoss, is_by_sequence
 from sagetrain.training.build_run import build
@@ -42,6 +43,7 @@ def _accepted(
     ConfigError."""
     path = None if isinstance(config, RunConfig) else config
     cfg = config if isinstance(config, RunConfig) else load_config(config, texts)
+    fetch_sources(cfg.data)
     vocab_size, given = known_vocab_size(cfg.data), tokens is not None
     if given and not callable(tokens):
         raise ConfigError(f"tokens: {tokens!r} cannot be called; give a function of the index of a sequence")

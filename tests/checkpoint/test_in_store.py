@@ -4,7 +4,9 @@ tests/storage has a server."""
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,12 +15,14 @@ from safetensors.torch import save
 
 import tiny
 from distributed import run_distributed
+from forked import PATIENCE
 from sagetrain.checkpoint import in_store, on_disk, reading
 from sagetrain.checkpoint.manifest import KINDS
 from sagetrain.checkpoint.reading import Reader
 from sagetrain.config.errors import CheckpointError
 from sagetrain.parallel.rng import rng_state
 from sagetrain.parallel.topology import ParallelGroups
+from sagetrain.storage import lease
 from sagetrain.storage.lease import OWNER, Lease
 from sagetrain.storage.url_path import Location, UrlPath, store_at
 
@@ -144,24 +148,45 @@ def test_a_second_writer_of_a_step_is_refused(root: UrlPath) -> None:
     }
 
 
-def test_one_run_has_the_lease(root: UrlPath) -> None:
-    """A run that was killed takes its lease again at once. Another run waits to see whether the owner is alive."""
-    said: list[str] = []
-    first, again = Lease(root, "one", beat=0.05), Lease(root, "one", beat=1000)
+def test_one_run_has_the_lease(root: UrlPath, monkeypatch) -> None:
+    """A run that was killed takes its lease again at once. Another run waits to see whether the owner is alive, which
+    renews its file in the first wait here, and not in the second."""
+    said, now = [], [0.0]
+    first, again, refused, other = (Lease(root, run, beat=1000) for run in ("one", "one", "two", "two"))
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        if len(said) == 1:
+            store_at(root).put(OWNER, first._owner())
+
+    monkeypatch.setattr(lease, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
     first.claim(said.append)
     with pytest.raises(CheckpointError, match=r"in use by another run, on host .*: give each run a training.run_url"):
-        Lease(root, "two", beat=0.2).claim(said.append)
-    assert len(said) == 1 and "waiting 0 s to see whether it is alive" in said[0]
+        refused.claim(said.append)
+    assert len(said) == 1 and "waiting 2500 s to see whether it is alive" in said[0] and now == [250]
     again.claim(said.append)  # As after kill -9.
-    first._thread.join(0.2)
-    assert not first.lost and len(said) == 1
-    first._ended.set()
-    first._thread.join()
-    other = Lease(root, "two", beat=0.05)
-    other.claim(said.append)  # Nobody renews it now.
-    assert json.loads(store_at(root).read(OWNER))["run"] == "two" and len(said) == 2
-    again._beat = 0
-    again._renew()
-    assert "has taken it over" in again.lost
+    first.check()
+    assert len(said) == 1
+    other.claim(said.append)
+    assert json.loads(store_at(root).read(OWNER))["run"] == "two" and len(said) == 2 and now == [2750]
+    saver = tiny.saver(root, ParallelGroups.single())
+    saver._begins = again.check
+    saver.start(tiny.run_state(1, tiny.SEQ), "", [], {})
+    with pytest.raises(CheckpointError, match=r"has another owner by now.* a training.run_url of its own"):
+        saver.wait()
+    for each in (first, again):
+        each.release()
+    other.check()
     other.release()
-    assert OWNER not in store_at(root).names()
+    assert store_at(root).names() == []
+
+
+def test_a_lease_is_renewed_as_long_as_it_is_held(root: UrlPath) -> None:
+    owner, written = Lease(root, "one", beat=0.001), []
+    owner.claim(print)
+    deadline = time.monotonic() + PATIENCE
+    while len(written) < 3 and time.monotonic() < deadline:
+        if (found := store_at(root).read(OWNER)) not in written:
+            written.append(found)
+    owner.release()
+    assert len(written) == 3 and store_at(root).names() == []

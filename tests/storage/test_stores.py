@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import random
+import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import yaml
 
 from bucket import DENIED, Bucket, served
 from runs import check_same, finish, kill_all, log_of, when, write_config
 from sagetrain.checkpoint import on_disk
 from sagetrain.cluster.run_folder import RunFolder
-from sagetrain.config.errors import CheckpointError, ConfigError
+from sagetrain.config.errors import CheckpointError, ConfigError, no_run
 from sagetrain.config.load import load_config
 from sagetrain.config.rules import data as rules
 from sagetrain.costs.hardware import H200
-from sagetrain.inference.load import open_run
+from sagetrain.inference.load import load_run, open_run, with_data
+from sagetrain.inference.windows import text_of
+from sagetrain.interop.causes import no_folder
+from sagetrain.interop.exporting import check_free
 from sagetrain.planning.plan import make_plan
 from sagetrain.storage import s3
 from sagetrain.storage.range_reader import fetch
@@ -130,19 +133,18 @@ def test_what_does_not_pass_is_said(bucket: Bucket, tmp_path) -> None:
 # -- runs ----------------------------------------------------------------------------------------------------------
 
 
-def in_bucket(config: Path, bucket: Bucket, name: str) -> UrlPath:
-    """Let a run keep its checkpoints in the bucket. Return their folder."""
-    url = f"s3://{bucket.name}/{name}"
-    tree = yaml.safe_load(config.read_text())
-    tree["training"]["run_url"] = url
-    config.write_text(yaml.safe_dump(tree))
-    return UrlPath(url) / "checkpoints"
-
-
-def test_a_run_killed_while_it_saves_goes_on_to_the_bit(bucket: Bucket, tmp_path, corpus, alone) -> None:
-    """The server fails all the while. The checkpoint in the bucket, copied to a disk, is one of the undisturbed run."""
-    config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run")
-    root = in_bucket(config, bucket, tmp_path.name)
+def test_a_run_killed_while_it_saves_goes_on_to_the_bit(bucket: Bucket, tmp_path, monkeypatch, corpus, alone) -> None:
+    """Data and checkpoints are in the bucket, and the server fails all the while. The checkpoint, copied to a disk, is
+    one of the undisturbed run, whose data was on a disk."""
+    monkeypatch.setenv("SAGETRAIN_CACHE", str(tmp_path / "cache"))
+    here = UrlPath(f"s3://{bucket.name}/{tmp_path.name}")
+    for file in corpus.iterdir():
+        if file.is_file():
+            store_at(here / "corpus").put(file.name, file.read_bytes())
+    data = {name: [{"path": f"{here}/corpus/{name}"}] for name in ("train", "valid")}
+    training = {"run_url": f"{here}/run"}
+    config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", data=data, training=training)
+    root = here / "run/checkpoints"
     store = store_at(root)
 
     def saving() -> bool:
@@ -154,6 +156,9 @@ def test_a_run_killed_while_it_saves_goes_on_to_the_bit(bucket: Bucket, tmp_path
     bucket.faults(slow=0.5, **{"500": 0.02})
     try:
         assert when("sagetrain", config, saving, kill_all) != 0
+        # The next host has nothing of the run. It would wait to see that the owner is gone (test_in_store.py).
+        shutil.rmtree(tmp_path / "run")
+        store_at(root.parent).delete(["owner.json"])
         bucket.faults(slow=0.05, cut=0.05, expired=2, **{"500": 0.05, "503": 0.05})
         finish("sagetrain", config)
     finally:
@@ -162,9 +167,12 @@ def test_a_run_killed_while_it_saves_goes_on_to_the_bit(bucket: Bucket, tmp_path
     there = on_disk.published(root)
     assert len(there) == 2 and not (tmp_path / "run/checkpoints").exists()
     assert {name.partition("/")[0] for name in store.names("step-") if "/" in name} == {path.name for path in there}
-    assert "owner.json" not in store_at(root.parent).names()
+    copied = store_at(root.parent).names()
+    assert "owner.json" not in copied and {"tokenizer.model", "log.txt", "config.yaml"} <= {*copied}
+    assert (root.parent / "metrics.jsonl").read_bytes() == (tmp_path / "run/metrics.jsonl").read_bytes()
     run = open_run(tmp_path / "run", print)
     assert run.step == 40 and run.reader.folder == there[-1]
+    assert with_data(load_run(tmp_path / "run", print), tmp_path / "run", None, print).cfg.data == run.cfg.data
     copy = tmp_path / "run/checkpoints"
     fetch(there[-1], copy / "step-00000040")
     (copy / "latest").write_text("step-00000040\n")
@@ -193,6 +201,15 @@ def test_a_url_that_cannot_be_used_is_refused_by_its_key(tmp_path, monkeypatch) 
     for url in ("gs://bucket/run", "s3://b", "s3://bucket/a/../b", "s3://bucket/a b", "file://a", "/a"):
         with pytest.raises(ConfigError, match=r"training.run_url.* is none of s3://BUCKET/FOLDER and file:///FOLDER"):
             load_config("quickstart", [f"training.run_url={url}"])
-    for key in ("training.run_dir", "training.init_from", "data.tokenizer", "data.train.0.path"):
+    with pytest.raises(ConfigError, match=r"data.train.0.path.* is none of s3://BUCKET/FOLDER"):
+        load_config("quickstart", ["data.train.0.path=gs://bucket/data/train"])
+    for key in ("training.run_dir", "training.init_from", "data.tokenizer"):
         with pytest.raises(ConfigError, match=rf"{key}.* is a URL, which this key does not take"):
             load_config("quickstart", [f"{key}=s3://bucket/a"])
+    assert no_run(Path("s3://bucket/run")).startswith("s3://bucket/run is a URL, which is not taken here")
+    assert no_folder(Path("s3://bucket/hf")).startswith("s3://bucket/hf is a URL")
+    assert no_run(Path("runs/a:/b")).startswith("there is no folder")
+    with pytest.raises(ConfigError, match="s3://bucket/hf is a URL"):
+        check_free(Path("s3://bucket/hf"))
+    with pytest.raises(ConfigError, match=r"gs://bucket/text.jsonl: no token file"):
+        text_of("gs://bucket/text.jsonl", None, 512, "text", ())

@@ -27,7 +27,9 @@ def _path(text: str) -> str:
     """Return a path with the home folder in place of "~", because no shell has replaced it. Raises ValueError for
     what no file system takes as a path, or only by mistake."""
     if "://" in text:
-        raise ValueError("is a URL, which this key does not take: copy it to a disk (training.run_url takes one)")
+        raise ValueError(
+            "is a URL, which this key does not take: copy it to a disk (training.run_url and data.train take one)"
+        )
     if lines := {"\n", "\r", "\0"} & {*text}:
         raise ValueError(f"holds {', '.join(map(repr, sorted(lines)))}: write the path in one line, without | or >")
     if any(len(os.fsencode(part)) > 255 for part in text.split("/")):
@@ -54,4 +56,23 @@ def _url(text: str) -> str:
 
 StoreUrl = Annotated[Name, AfterValidator(_url)]
 """The URL of a folder in a store (storage/)."""
+
+
+def is_url(text: str) -> bool:
+    """Whether a path is a URL."""
+    return "://" in text
+
+
+def _path_or_url(text: str) -> str:
+    """Return a path as `_path` does, or the URL of a token file, whose last part may be a pattern."""
+    if not is_url(text):
+        return _path(text)
+    folder, _, name = text.rpartition("/")
+    if not re.fullmatch(r"[A-Za-z0-9._=+*?-]+", name) or not is_url(folder):
+        raise ValueError("is no URL of a token file: write s3://BUCKET/FOLDER/NAME, without .bin and .idx")
+    return f"{_url(folder)}/{name}"
+
+
+PathOrUrl = Annotated[Name, AfterValidator(_path_or_url)]
+"""The path of a token file, or its URL in a store."""
 Fraction = Annotated[float, Field(ge=0, lt=1)]

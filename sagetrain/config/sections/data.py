@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import glob
+import hashlib
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from sagetrain.config.sections.base import LocalPath, Section
+from sagetrain.config.sections.base import LocalPath, PathOrUrl, Section, is_url
 
 TOKENIZER_NAME, TOKENIZER_JSON = "tokenizer.model", "tokenizer.json"
 """The name of the tokenizer that `sagetrain prepare` leaves beside a token file. The first is a SentencePiece model,
@@ -24,22 +26,35 @@ def tokenizer_in(folder: Path) -> Path:
     return other if other.is_file() and not (folder / TOKENIZER_NAME).is_file() else folder / TOKENIZER_NAME
 
 
+def cache_folder() -> Path:
+    """Return the folder in which this host keeps what it has read of token files in stores."""
+    return Path(os.environ.get("SAGETRAIN_CACHE") or Path.home() / ".cache/sagetrain") / "data"
+
+
+def cached_path(url: str) -> str:
+    """Return the path that this host has for the URL of a token file."""
+    folder, _, name = url.rpartition("/")
+    return str(cache_folder() / hashlib.sha256(folder.encode()).hexdigest()[:16] / name)
+
+
 class DataSource(Section):
     """One token file, or a pattern of several, and its share of the mix."""
 
-    path: LocalPath
+    path: PathOrUrl
     """Path of a token file written by `sagetrain prepare`, without .bin/.idx; or a pattern such as data/train-* for
-    many files, which are read as one."""
+    many files, which are read as one. It may be in a bucket: s3://BUCKET/FOLDER/NAME."""
     weight: PositiveFloat | Literal["proportional"] = 1.0
     """Relative share of the sequences drawn from this source; the weights of a list need not sum to 1. proportional
     (all sources of the list must have it): the source's share of the text, so that all text is read equally often."""
 
     @property
     def files(self) -> list[str]:
-        """The paths of the source's token files, sorted. For a pattern, these are the files that exist."""
-        if not any(sign in self.path for sign in "*?[") or Path(f"{self.path}.idx").is_file():
-            return [self.path]
-        return sorted(file.removesuffix(".idx") for file in glob.glob(f"{self.path}.idx"))
+        """The paths of the source's token files, sorted. For a pattern, these are the files that exist. For a URL, they
+        are the paths that this host has for it (data/remote_blocks.py)."""
+        path = cached_path(self.path) if is_url(self.path) else self.path
+        if not any(sign in self.path for sign in "*?[") or Path(f"{path}.idx").is_file():
+            return [path]
+        return sorted(file.removesuffix(".idx") for file in glob.glob(f"{path}.idx"))
 
 
 class DataConfig(Section):
@@ -52,6 +67,9 @@ class DataConfig(Section):
     tokenizer: LocalPath | None = None
     """SentencePiece model (tokenizer.model) or Hugging Face tokenizer (tokenizer.json). Default: the one that
     `sagetrain prepare` left beside train[0]; token files from elsewhere need none if model.vocab_size is given."""
+    cache_gb: PositiveFloat = 100.0
+    """GB (10^9 bytes) of a host's disk that token files in a bucket may take, in the folder SAGETRAIN_CACHE (default:
+    ~/.cache/sagetrain). A block is fetched when it is read first."""
     seq_length: PositiveInt
     """Tokens of one training sequence (context length)."""
     micro_batch_size: PositiveInt
