@@ -67,8 +67,8 @@ from sagetrain.config.schema import RunConfig
 from sagetrain.config.tokens_per_step import tokens_per_step
 from sagetrain.corpus.token_writer import TokenFileWriter
 from sagetrain.costs.accounting import total_bytes
-from sagetrain.costs.hardware import of_device
 from sagetrain.costs.memory import memory_per_rank
+from sagetrain.costs.which_gpu import of_device
 from sagetrain.data.token_file import token_path
 from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
 from sagetrain.planning.performance import predict

@@ -27,7 +27,8 @@ from sagetrain.corpus.prepare import Prepared
 from sagetrain.corpus.prepare import prepare as _prepare
 from sagetrain.corpus.records import Chats, Pairs
 from sagetrain.corpus.request import Request
-from sagetrain.costs.hardware import cluster_of, planned_gpu
+from sagetrain.costs.hardware import cluster_of
+from sagetrain.costs.which_gpu import planned_gpu
 from sagetrain.planning.plan import make_plan
 from sagetrain.planning.result import Plan
 

@@ -33,11 +33,12 @@ from sagekernels.lowbit import RECIPES
 from sagetrain.auto import linear_choice
 from sagetrain.auto.attention_choice import admissions
 from sagetrain.cluster import preflight
+from sagetrain.cluster.interfaces import use_interface
 from sagetrain.cluster.join import init_distributed
 from sagetrain.config.errors import many
 from sagetrain.config.layer_specs import layers, linear_layers
 from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig, ParallelConfig
-from sagetrain.costs.hardware import of_device
+from sagetrain.costs.which_gpu import of_device
 from sagetrain.data.open_files import files_of_rank_0, ranks_allowed
 from sagetrain.model.selection import cannot_multiply
 from sagetrain.parallel.host import ranks_of_host
@@ -89,7 +90,7 @@ def examine(
     Returns:
         The checks of all ranks on rank 0, and the own checks on other ranks.
     """
-    preflight.use_interface(interface)
+    use_interface(interface)
     device = init_distributed(MINUTES)
     rank, world_size, host = dist.get_rank(), dist.get_world_size(), socket.gethostname()
     own: list[Check] = []

@@ -10,7 +10,8 @@ import typer
 from sagetrain.cli.configuration import named as _named
 from sagetrain.cli.exits import leave as _exit
 from sagetrain.cli.options import Config, ConfigOption, Overrides, finite
-from sagetrain.costs.hardware import HARDWARE, cluster_of, planned_gpu
+from sagetrain.costs.hardware import HARDWARE, cluster_of
+from sagetrain.costs.which_gpu import planned_gpu
 
 
 def plan(

@@ -17,7 +17,7 @@ import secrets
 import socket
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
@@ -64,49 +64,6 @@ _Say = Callable[[str], None]
 def to_stderr(text: str) -> None:
     """Print a line on stderr."""
     print(text, file=sys.stderr, flush=True)
-
-
-def use_interface(name: str | None) -> None:
-    """Make NCCL and gloo use one network interface between ranks. Without a name, check those that the environment
-    names. Call this before process groups exist.
-
-    Raises:
-        ConfigError: this host has no such interface.
-    """
-    names = [known for _, known in socket.if_nameindex()]
-    if name is None:
-        _check_named_interfaces(names)
-        return
-    if name not in names:
-        raise ConfigError(
-            f"training.network_interface {name}: {socket.gethostname()} has no such interface, it has "
-            f"{', '.join(names)}. Name one of these (as an override on this host, if its name differs here), or null"
-        )
-    # Without "=" the name is a prefix: eth1 would also choose eth10.
-    os.environ["NCCL_SOCKET_IFNAME"] = f"={name}"
-    os.environ["GLOO_SOCKET_IFNAME"] = name
-
-
-def _check_named_interfaces(names: Sequence[str]) -> None:
-    """Check that this host has the network interfaces that gloo and NCCL are told to use. Raises ConfigError if not.
-
-    gloo takes names, and each has to be there. NCCL takes the beginnings of names, or names behind "=", of which one
-    has to be there. Behind "^" are names that it is not to use.
-    """
-    wanted = {each: os.environ.get(f"{each}_SOCKET_IFNAME", "") for each in ("GLOO", "NCCL")}
-    gloo, nccl = ([name for name in text.removeprefix("=").split(",") if name] for text in wanted.values())
-    begins = tuple(name.partition(":")[0] for name in nccl)
-    found = {*begins} & {*names} if wanted["NCCL"].startswith("=") else any(name.startswith(begins) for name in names)
-    lacking = {
-        "GLOO": not {*gloo} <= {*names},
-        "NCCL": torch.cuda.is_available() and begins and not (wanted["NCCL"].startswith("^") or found),
-    }
-    for library in (each for each, lacks in lacking.items() if lacks):
-        raise ConfigError(
-            f"{library}_SOCKET_IFNAME={wanted[library]} in the environment: {socket.gethostname()} has no such "
-            f"interface, it has {', '.join(names)}. Name one of these in training.network_interface, or, if another "
-            f"job left this behind: unset {library}_SOCKET_IFNAME"
-        )
 
 
 def check_in(
@@ -201,7 +158,7 @@ def share(folder: RunFolder, hears: _Say = to_stderr) -> None:
 
 
 def _unshared(folder: RunFolder, rows: list[Row]) -> str:
-    """_Say which hosts do not see rank 0's folder. The text is empty if all of them see it."""
+    """Say which hosts do not see rank 0's folder. The text is empty if all of them see it."""
     reasons = sorted({row["why"] for row in rows} - {""})
     if not reasons:
         return ""
@@ -291,7 +248,7 @@ def _when_there(store: Store, key: str, patience: timedelta = timedelta(minutes=
 
 
 def _verdict(rows: list[Row]) -> str:
-    """_Say why the run cannot start. The text is empty if it can."""
+    """Say why the run cannot start. The text is empty if it can."""
     problems = dict.fromkeys(row["problem"] for row in rows)
     if list(problems) == [""]:
         lines = disagreements(rows)

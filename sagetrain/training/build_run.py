@@ -28,6 +28,7 @@ from sagetrain.checkpoint.saving import Saver
 from sagetrain.cluster import preflight
 from sagetrain.cluster.failures import Failures
 from sagetrain.cluster.guard import StopSignal, Watchdog
+from sagetrain.cluster.interfaces import use_interface
 from sagetrain.cluster.join import init_distributed
 from sagetrain.cluster.preflight import to_stderr
 from sagetrain.cluster.rendezvous import ended_by_signals
@@ -231,7 +232,7 @@ def meet(
         ConfigError: hosts differ or do not come, or the checkpoint is of another run.
         CheckpointError: another run uses the folder, or all of its checkpoints are damaged.
     """
-    preflight.use_interface(cfg.training.network_interface)
+    use_interface(cfg.training.network_interface)
     stop, folder, parallel = StopSignal(own_process), files.folder, cfg.parallel
     patience, rank = cfg.training.timeout_minutes, int(os.environ.get("RANK", "0"))
     ranks = int(os.environ.get("WORLD_SIZE", "1"))

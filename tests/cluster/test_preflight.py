@@ -17,6 +17,7 @@ from torch.distributed import DistStoreError, TCPStore
 import tiny
 from distributed import run_distributed
 from sagetrain.cluster import preflight
+from sagetrain.cluster.interfaces import use_interface
 from sagetrain.config.errors import ConfigError
 from sagetrain.parallel.topology import Topology
 
@@ -216,13 +217,13 @@ def test_a_variable_that_reached_one_host_only_is_a_warning() -> None:
 def test_an_interface_is_set_for_both_libraries_or_refused(monkeypatch) -> None:
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "lo,lo")
-    preflight.use_interface(None)
+    use_interface(None)
     assert os.environ["NCCL_SOCKET_IFNAME"] == "lo,lo"
-    preflight.use_interface("lo")
+    use_interface("lo")
     assert os.environ["NCCL_SOCKET_IFNAME"] == "=lo"
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
     with pytest.raises(ConfigError, match=f"ib7: {socket.gethostname()} has no such interface, it has .*lo"):
-        preflight.use_interface("ib7")
+        use_interface("ib7")
 
 
 @pytest.mark.parametrize(
@@ -243,10 +244,10 @@ def test_interfaces_that_another_host_had_are_named(monkeypatch, gloo, nccl, gpu
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", nccl)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     if lacks is None:
-        preflight.use_interface(None)
+        use_interface(None)
         return
     with pytest.raises(ConfigError, match=f"^{re.escape(lacks)} in the environment: .* it has .*lo.*unset"):
-        preflight.use_interface(None)
+        use_interface(None)
 
 
 def test_gpus_without_a_rank_are_named() -> None:

@@ -23,6 +23,7 @@ from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWor
 from distributed import run_distributed
 from sagetrain.checkpoint.saving import Saver
 from sagetrain.cluster import launcher, preflight, rendezvous
+from sagetrain.cluster.interfaces import use_interface
 from sagetrain.cluster.join import init_distributed
 from sagetrain.cluster.run_folder import RunFolder
 from sagetrain.config.load import load_config
@@ -103,7 +104,7 @@ def start(rank: int, topology: Topology, port: int, cfg: RunConfig) -> tuple[lis
     local = {"LOCAL_RANK": rank % HOST, "LOCAL_WORLD_SIZE": min(ranks, HOST)}
     job = {"RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in {**job, **local}.items()})
-    preflight.use_interface(cfg.training.network_interface)
+    use_interface(cfg.training.network_interface)
     device = init_distributed(2 * MINUTES)
     times = [time.monotonic()]
     preflight.check_in(cfg, topology, device, lambda say: {"tokenizer": "the same"})

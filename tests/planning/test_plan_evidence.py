@@ -12,7 +12,7 @@ from rich.console import Console
 from sagetrain import api
 from sagetrain.config import ConfigError, load_config
 from sagetrain.config.schema import AttentionConfig
-from sagetrain.costs import hardware
+from sagetrain.costs import which_gpu
 from sagetrain.costs.accounting import num_parameters
 from sagetrain.costs.hardware import HARDWARE, cluster_of
 from sagetrain.planning.evidence import evidence
@@ -86,20 +86,20 @@ def test_figures_say_what_they_rest_on():
     ("NVIDIA GB200", "b200", "No rates are known for NVIDIA GB200"),
 ])  # fmt: skip
 def test_the_gpu_that_is_priced_is_named(name, key, said, monkeypatch):
-    monkeypatch.setattr(hardware, "gpu_here", lambda: name)
-    found, sentence = hardware.planned_gpu(None)
-    assert found == key and said in sentence and hardware.planned_gpu("a100") == ("a100", "")
+    monkeypatch.setattr(which_gpu, "gpu_here", lambda: name)
+    found, sentence = which_gpu.planned_gpu(None)
+    assert found == key and said in sentence and which_gpu.planned_gpu("a100") == ("a100", "")
 
 
 def test_a_gpu_is_known_by_a_part_of_its_name() -> None:
-    assert [hardware.known_gpu(name) for name in ("4090", "RTX 4090", "rtx4090")] == ["rtx4090"] * 3
+    assert [which_gpu.known_gpu(name) for name in ("4090", "RTX 4090", "rtx4090")] == ["rtx4090"] * 3
     for name, said in (
         ("h3", "gpu 'h3' is not known: give one of h200, h100, "),
         ("rtx4080", "did you mean rtx4090"),
         ("100", r"did you mean h100 or a100\? Known are h200, "),
     ):
         with pytest.raises(ConfigError, match=said):
-            hardware.known_gpu(name)
+            which_gpu.known_gpu(name)
 
 
 def test_arithmetic_and_rates_that_a_gpu_does_not_have_are_said() -> None:

@@ -266,8 +266,8 @@ EXCUSED = {
     ("masters", "check"): "what DeepSpeed keeps in memory",
     ("join", "init_distributed"): "the GPUs of a host",
     ("join", "_has_gpu"): "the environment of a host",
-    ("preflight", "use_interface"): "the network interfaces of a host",
-    ("preflight", "_check_named_interfaces"): "the network interfaces of a host, and its environment",
+    ("interfaces", "use_interface"): "the network interfaces of a host",
+    ("interfaces", "_check_named_interfaces"): "the network interfaces of a host, and its environment",
     ("preflight", "share"): "hosts that share no folder",
     ("preflight", "_exchange"): "hosts that differ",
     ("rendezvous", "meet"): "ranks that do not come",
@@ -384,7 +384,7 @@ def test_every_refusal_before_the_first_step_is_found() -> None:
     names = {
         "training": "build_run trainer weights_and_biases init_from resume inputs",
         "engines": "deepspeed/deepspeed_engine deepspeed/masters",
-        "cluster": "join preflight rendezvous run_folder",
+        "cluster": "interfaces join preflight rendezvous run_folder",
         "checkpoint": "manifest on_disk reading ledger state",
     }
     files = [ROOT / f"sagetrain/{room}/{name}.py" for room, listed in names.items() for name in listed.split()]
