@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .backward_keys import dkdv_kernel
 from .call import RECIPES, BackwardCall, Gradients
 from .forward import mean_bias
 from .launch import half_sums, launch_tiles, on_device_of
@@ -16,17 +17,14 @@ from .pieces import (
     DO_BITS,
     LOG2E,
     MAGIC,
-    MAGIC_BITS,
     V_BITS,
     as_codes,
     as_float,
-    as_shifted_codes,
     block_d,
     dot16,
     in_operand_order,
     inverse_scale,
     largest_magnitude,
-    load_quads,
     load_tokens,
     load_transposed,
     load_vector,
@@ -105,174 +103,6 @@ def _queries_kernel(
     tl.store(QUERIES + 4 * t + 1, shift, mask=inside)
     tl.store(QUERIES + 4 * t + 2, factor, mask=inside)
     tl.store(QUERIES + 4 * t + 3, share, mask=inside)
-
-
-@triton.jit
-def _accumulate_dkdv(
-    dk, dv, k8, k_scale, v, keys, starts, ends, lo, hi,
-    Q8, Q8T, Q16, Q_MEAN, DO, DO8T, SHIFTED, QUERIES, QUERIES_AGAIN, K, K_MEAN,
-    scale, n_q, n_k, padded_q, offset, stride_dn, stride_kn, first,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr, PER_TILE: tl.constexpr, SMOOTH_Q: tl.constexpr,
-    INT8_GRADIENTS: tl.constexpr, HALF_SUMS: tl.constexpr,
-):  # fmt: skip
-    """Add the query tiles from lo to hi to dk (in units of 1 / scale) and dv."""
-    for i in tl.range(lo, hi, BLOCK_M):
-        i = tl.multiple_of(i, BLOCK_M)
-        # SHIFTED is loaded here, where registers are free, because Triton does not copy it ahead.
-        if INT8_GRADIENTS and not PER_TILE:
-            d = tl.arange(0, BLOCK_D)
-            shifted = tl.load(SHIFTED + (i // BLOCK_M) * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)
-        q8 = load_tokens(Q8, i, n_q, HEAD_DIM, BLOCK_M, HEAD_DIM, BLOCK_D, MASKED)
-        step, shift, _, _ = load_quads(QUERIES, i, n_q, BLOCK_M, MASKED)
-        st = scores_of(k8, tl.trans(q8), k_scale[:, None])
-        st = st * step[None, :]
-        if SMOOTH_Q:
-            d = tl.arange(0, BLOCK_D)
-            q_mean = tl.load(Q_MEAN + (i // BLOCK_M) * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)
-            bias = mean_bias(q_mean, K, K_MEAN, first, n_k, stride_kn, BLOCK_N, HEAD_DIM, BLOCK_D)
-            st += (bias * (scale * LOG2E))[:, None]
-        pt = tl.exp2(st - shift[None, :])
-        if MASKED:
-            rows = i + tl.arange(0, BLOCK_M)
-            seen = (rows < n_q)[None, :]
-            if IS_CAUSAL:
-                seen = seen & (keys[:, None] <= rows[None, :] + offset)
-            if PACKED:
-                seen = seen & (rows[None, :] >= starts[:, None]) & (rows[None, :] < ends[:, None])
-            pt = tl.where(seen, pt, 0.0)
-        if INT8_GRADIENTS:
-            p_scale, inverse = scale_and_inverse(largest_magnitude(pt, PER_TILE))
-            do8t = load_transposed(DO8T, i, padded_q, BLOCK_M, HEAD_DIM, BLOCK_D)
-            if PER_TILE:
-                p8 = as_codes(pt * inverse[:, None])
-                dv += as_float(tl.dot(in_operand_order(p8), tl.trans(do8t))) * p_scale[:, None]
-            else:  # SHIFTED makes floats of the product and adds the part that the shift of the codes by 127 took away.
-                p8 = as_shifted_codes(pt * (2.0 * inverse)[:, None])
-                product = (tl.dot(in_operand_order(p8), tl.trans(do8t)) + MAGIC_BITS).to(tl.float32, bitcast=True)
-                dv += (product + shifted[None, :]) * (0.5 * p_scale)[:, None]
-        do = load_tokens(DO, i, n_q, stride_dn, BLOCK_M, HEAD_DIM, BLOCK_D, MASKED)
-        dpt = dot16(v, tl.trans(do), HALF_SUMS=HALF_SUMS)
-        # The same matrix is read under another name. If all four vectors were loaded at once, they would stay in
-        # registers until here.
-        _, _, factor, share = load_quads(QUERIES_AGAIN, i, n_q, BLOCK_M, MASKED)
-        if INT8_GRADIENTS:
-            dst = pt * (dpt * factor[None, :] - share[None, :])
-        else:
-            dv = dot16(pt.to(DO.dtype.element_ty), do, dv)
-            dst = pt * (dpt - share[None, :])
-        if SMOOTH_Q:
-            dk += tl.sum(dst, 1)[:, None] * q_mean[None, :]
-        if INT8_GRADIENTS:
-            if SMOOTH_Q:
-                dst = dst * (step / (scale * LOG2E))[None, :]
-            ds_scale, inverse = scale_and_inverse(largest_magnitude(dst, PER_TILE))
-            ds8 = as_codes(dst * inverse[:, None])
-            q8t = load_transposed(Q8T, i, padded_q, BLOCK_M, HEAD_DIM, BLOCK_D)
-            dk += as_float(tl.dot(in_operand_order(ds8), tl.trans(q8t))) * ds_scale[:, None]
-        else:
-            q16 = load_tokens(Q16, i, n_q, HEAD_DIM, BLOCK_M, HEAD_DIM, BLOCK_D, MASKED)
-            dk = dot16(dst.to(tl.bfloat16), q16, dk)
-    return dk, dv
-
-
-@triton.jit
-def _dkdv_kernel(
-    Q8, Q8T, Q16, Q_MEAN, K8, K_SCALE, K, K_MEAN, V, DO, DO8T, SHIFTED, QUERIES, QUERIES_AGAIN,
-    STARTS, ENDS, DK, DV,
-    scale, kv_heads, group, n_q, n_k, padded_q, tiles,
-    stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, stride_db, stride_dn, stride_dh,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, PACKED: tl.constexpr, PER_TILE: tl.constexpr, SMOOTH_Q: tl.constexpr,
-    INT8_GRADIENTS: tl.constexpr, HALF_SUMS: tl.constexpr,
-):  # fmt: skip
-    """Compute one tile of keys of one key head, over all query heads that share it and all queries that see it."""
-    tile = tl.program_id(0) % tiles
-    bh_kv = (tl.program_id(0) // tiles).to(tl.int64)
-    batch, kv_head = bh_kv // kv_heads, bh_kv % kv_heads
-    heads = kv_heads * group
-    first = tile * BLOCK_N
-    keys = first + tl.arange(0, BLOCK_N)
-    d = tl.arange(0, BLOCK_D)
-    k8 = load_tokens(K8 + bh_kv * n_k * HEAD_DIM, first, n_k, HEAD_DIM, BLOCK_N, HEAD_DIM, BLOCK_D, True)
-    k_scale = load_vector(K_SCALE + bh_kv * n_k, first, n_k, 0.0, BLOCK_N, True)
-    V += batch * stride_vb + kv_head * stride_vh
-    v = load_tokens(V, first, n_k, stride_vn, BLOCK_N, HEAD_DIM, BLOCK_D, True)
-    if SMOOTH_Q:
-        K += batch * stride_kb + kv_head * stride_kh
-        K_MEAN += bh_kv * HEAD_DIM
-
-    # Queries lo .. a need a mask (the diagonal, the start of a document). Queries a .. b need none, and b .. hi need
-    # one again (the ends of documents).
-    offset = n_k - n_q
-    lo = 0
-    a = 0
-    hi = n_q
-    clear = n_q
-    starts = keys
-    ends = keys
-    last = tl.minimum(first + BLOCK_N, n_k) - 1
-    if IS_CAUSAL:
-        lo = tl.maximum(first - offset, 0) // BLOCK_M * BLOCK_M
-        a = tl.cdiv(tl.maximum(last - offset, 0), BLOCK_M) * BLOCK_M
-    if PACKED:
-        starts = tl.load(STARTS + keys, mask=keys < n_k, other=0)
-        ends = tl.load(ENDS + keys, mask=keys < n_k, other=0)
-        lo = tl.maximum(lo, tl.load(STARTS + first) // BLOCK_M * BLOCK_M)
-        a = tl.maximum(a, tl.cdiv(tl.load(STARTS + last), BLOCK_M) * BLOCK_M)
-        hi = tl.load(ENDS + last)
-        clear = tl.load(ENDS + first)
-    a = tl.minimum(a, tl.cdiv(hi, BLOCK_M) * BLOCK_M)
-    b = tl.maximum(a, clear // BLOCK_M * BLOCK_M)
-
-    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    for g in range(group):
-        head = kv_head * group + g
-        bh = batch * heads + head
-        q_base = Q8 + bh * n_q * HEAD_DIM
-        do_base = DO + batch * stride_db + head * stride_dh
-        qt_base, q16_base, dot_base, shifted_base, mean_base = Q8T, Q16, DO8T, SHIFTED, Q_MEAN
-        if INT8_GRADIENTS:
-            qt_base += bh * padded_q * HEAD_DIM
-            dot_base += bh * padded_q * HEAD_DIM
-            if not PER_TILE:
-                shifted_base += bh * (padded_q // BLOCK_M) * HEAD_DIM
-        else:
-            q16_base += bh * n_q * HEAD_DIM
-        if SMOOTH_Q:
-            mean_base += bh * (padded_q // BLOCK_M) * HEAD_DIM
-        if IS_CAUSAL or PACKED:
-            dk, dv = _accumulate_dkdv(
-                dk, dv, k8, k_scale, v, keys, starts, ends, lo, a,
-                q_base, qt_base, q16_base, mean_base, do_base, dot_base, shifted_base,
-                QUERIES + bh * n_q * 4, QUERIES_AGAIN + bh * n_q * 4, K, K_MEAN,
-                scale, n_q, n_k, padded_q, offset, stride_dn, stride_kn, first,
-                HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, IS_CAUSAL, PACKED, True, PER_TILE, SMOOTH_Q, INT8_GRADIENTS,
-                HALF_SUMS,
-            )  # fmt: skip
-        dk, dv = _accumulate_dkdv(
-            dk, dv, k8, k_scale, v, keys, starts, ends, a, b,
-            q_base, qt_base, q16_base, mean_base, do_base, dot_base, shifted_base,
-            QUERIES + bh * n_q * 4, QUERIES_AGAIN + bh * n_q * 4, K, K_MEAN,
-            scale, n_q, n_k, padded_q, offset, stride_dn, stride_kn, first,
-            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, IS_CAUSAL, PACKED, False, PER_TILE, SMOOTH_Q, INT8_GRADIENTS,
-            HALF_SUMS,
-        )  # fmt: skip
-        dk, dv = _accumulate_dkdv(
-            dk, dv, k8, k_scale, v, keys, starts, ends, b, hi,
-            q_base, qt_base, q16_base, mean_base, do_base, dot_base, shifted_base,
-            QUERIES + bh * n_q * 4, QUERIES_AGAIN + bh * n_q * 4, K, K_MEAN,
-            scale, n_q, n_k, padded_q, offset, stride_dn, stride_kn, first,
-            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, IS_CAUSAL, PACKED, True, PER_TILE, SMOOTH_Q, INT8_GRADIENTS,
-            HALF_SUMS,
-        )  # fmt: skip
-
-    stride = kv_heads * HEAD_DIM
-    out = (batch * n_k * kv_heads + kv_head) * HEAD_DIM + keys.to(tl.int64)[:, None] * stride + d[None, :]
-    inside = (keys < n_k)[:, None] & (d < HEAD_DIM)[None, :]
-    tl.store(DK + out, dk * scale, mask=inside)
-    tl.store(DV + out, dv, mask=inside)
 
 
 @triton.jit
@@ -451,7 +281,7 @@ def triton_backward(call: BackwardCall) -> Gradients:
 
         tiles = launch_tiles("dkdv", do.device, held, exact=rules.per_tile or smooth_q, wide=not rules.int8_scores)
         blocks = triton.cdiv(n_k, tiles.block_n)
-        _dkdv_kernel[(blocks * batch * kv_heads,)](
+        dkdv_kernel[(blocks * batch * kv_heads,)](
             saved.q.codes, q8t, q16, saved.q_mean, *saved.k, k, k_mean, v, do, do8t, shifted,
             queries, queries, starts, ends, dk, dv,
             scale, kv_heads, group, n_q, n_k, tiles_of(n_q) * TILE, blocks, *strides,
