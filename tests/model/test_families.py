@@ -31,7 +31,6 @@ FAMILIES: dict[str, tuple[dict, str]] = {
 """The section model and attention.qk_norm of each family."""
 LAYOUTS: dict[str, dict] = {
     "one": {},
-    "dp2-z1": {"zero_stage": 1},
     "dp2-z3": {"zero_stage": 3},
     "tp2": {"tensor_parallel_size": 2},
     "tp2-sp": {"tensor_parallel_size": 2, "sequence_parallel": True, "tensor_parallel_overlap": "on"},
@@ -114,10 +113,11 @@ def test_the_cache_of_generation_changes_no_logits(name: str) -> None:
                 torch.testing.assert_close(logits[row], whole, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("how", ["none", "selective"])
-def test_compiled_blocks_compute_the_same(how: str) -> None:
+def test_compiled_blocks_compute_the_same() -> None:
+    """One of the families recomputes nothing, as the plain model does in test_transformer.py."""
     tokens = torch.randint(0, tiny.VOCAB, (2, 24), generator=torch.Generator().manual_seed(1))
-    for shape, qk_norm in FAMILIES.values():
+    for number, (shape, qk_norm) in enumerate(FAMILIES.values()):
+        how = "none" if number % 2 else "selective"
         cfg = tiny.config(0, model=SHAPE | shape, attention={"qk_norm": qk_norm})
         found = []
         for compiled in (False, True):

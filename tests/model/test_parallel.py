@@ -132,8 +132,8 @@ def _check_tensor_parallel(tp_size: int) -> None:
         _check_model(groups, PACKED, tied=True, overlap=False, normalizing=True)
         _check_model(groups, {}, tied=True, sequence_parallel=True, normalizing=True)
         _check_model(groups, PACKED, tied=False, overlap=False, sequence_parallel=True)
-        _check_compiled(groups, True, True, ("none", "selective"))
-        _check_compiled(groups, False, False, ("selective",))
+        _check_compiled(groups, True, True, ("selective",))
+        _check_compiled(groups, False, False, ("none",))
     with pytest.raises(ValueError, match="not a multiple of tensor_parallel_size"):
         tiny.transformer(SHAPE, AttentionConfig(backend="sdpa"), vocab_size=VOCAB + 1, groups=groups)
 
