@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from forked import PATIENCE, Command
+from layout_run import Layout, deepspeed
 from runs import BIN, ROOT, write_config
 from sagetrain.config.load import load_config
 from sagetrain.report.read import read_rows
@@ -111,7 +112,6 @@ def test_bad_layouts_are_refused_before_anything_starts(corpus: Path, tmp_path: 
 
 
 def test_flags_of_a_layout_are_settings_of_its_run(corpus: Path, tmp_path: Path) -> None:
-    benchmark = runpy.run_path(str(ROOT / "benchmarks/layouts.py"))
     config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "unused")
     for name, sequence, reduction, told in (
         ("dp2", False, "fp32", {}),
@@ -120,27 +120,26 @@ def test_flags_of_a_layout_are_settings_of_its_run(corpus: Path, tmp_path: Path)
         ("dp2-z2-sync", False, "fp32", {"overlap_comm": False}),
         ("dp2-z2-owners-g16", False, "bf16", {"use_multi_rank_bucket_allreduce": False}),
     ):
-        layout = benchmark["Layout"].parse(name)
+        layout = Layout.parse(name)
         cfg = load_config(config, layout.settings(load_config(config), tmp_path, 2))
         assert layout.world_size == 2 and cfg.parallel.zero_stage == (2 if "z2" in name else 1)
         assert (cfg.parallel.sequence_parallel, cfg.parallel.gradient_reduction) == (sequence, reduction)
         assert cfg.deepspeed.get("zero_optimization", {}) == told
-    layout = benchmark["Layout"].parse("dp2-pp4-v2-fsdp-moments16")
+    layout = Layout.parse("dp2-pp4-v2-fsdp-moments16")
     cfg = load_config(config, layout.settings(load_config(config), tmp_path, 2))
     assert layout.world_size == 8 and (cfg.parallel.engine, cfg.optimizer.moments) == ("fsdp", "bf16")
     assert (cfg.parallel.pipeline_parallel_size, cfg.parallel.pipeline_chunks) == (4, 2)
 
 
 def test_a_layout_names_its_micro_batch_and_its_arithmetic(corpus: Path, tmp_path: Path) -> None:
-    benchmark = runpy.run_path(str(ROOT / "benchmarks/layouts.py"))
     config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "unused", training={"dtype": "bf16"})
-    layout = benchmark["Layout"].parse("dp2-m2-full-noqk-fp8-tensorwise-scores")
+    layout = Layout.parse("dp2-m2-full-noqk-fp8-tensorwise-scores")
     cfg = load_config(config, layout.settings(load_config(config), tmp_path, 4, tokens=1024))
     assert (cfg.data.micro_batch_size, cfg.training.activation_checkpointing) == (2, "full")
     assert (cfg.linear.precision, cfg.linear.recipe) == ("fp8", "tensorwise")
     assert (cfg.attention.backend, cfg.attention.recipe, cfg.attention.qk_norm) == ("sage", "scores", "none")
     assert [stage.tokens for stage in cfg.tokens_per_step.stages] == [2 * 2 * 2 * 32, 1024]
-    parse = benchmark["Layout"].parse
+    parse = Layout.parse
     assert layout.arithmetic == parse("tp2-scores-fp8-tensorwise-noqk-sp").arithmetic != parse("tp2-fp8").arithmetic
 
 
@@ -155,9 +154,8 @@ def test_a_layout_names_its_micro_batch_and_its_arithmetic(corpus: Path, tmp_pat
     ],
 )
 def test_wrong_and_late_runs_are_not_timed(losses, tokens, said, corpus: Path, tmp_path: Path) -> None:
-    benchmark = runpy.run_path(str(ROOT / "benchmarks/layouts.py"))
     config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "unused")
-    layout = benchmark["Layout"].parse("dp1")
+    layout = Layout.parse("dp1")
     cfg = load_config(config, layout.settings(load_config(config), tmp_path / "dp1", 4, tokens=512))
     (tmp_path / "dp1").mkdir()
     with (tmp_path / "dp1/metrics.jsonl").open("w") as file:
@@ -199,7 +197,7 @@ def test_runs_stay_on_the_gpus_that_are_left_to_them(tmp_path: Path, monkeypatch
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,2,7")
     assert benchmark["devices"]() == ["5", "2", "7"]
-    layout = benchmark["Layout"].parse("tp2")
+    layout = Layout.parse("tp2")
     layout.start(["5", "7"], "run.yaml", [], tmp_path / "tp2")
     layout.process.wait()
     said = (tmp_path / "tp2" / "log.txt").read_text()
@@ -210,5 +208,5 @@ def test_runs_stay_on_the_gpus_that_are_left_to_them(tmp_path: Path, monkeypatch
 
 def test_the_launcher_beside_python_is_found_without_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    found = runpy.run_path(str(ROOT / "benchmarks/layouts.py"))["deepspeed"]()
+    found = deepspeed()
     assert Path(found) == Path(sys.executable).with_name("deepspeed") and os.access(found, os.X_OK)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from peer import PeerBlock
 from runs import ROOT
 
 TINY = ["--shape", "tiny", "--seq-length", "64", "--tokens", "128", "--accumulation", "2", "--repeats", "1"]
@@ -87,10 +88,9 @@ def test_unknown_names_are_told_before_anything_runs(option: list, said: str, pr
 
 def test_a_peer_that_learns_otherwise_is_not_timed(program: dict, capsys: pytest.CaptureFixture) -> None:
     """The peer lacks the gradient through q, k and v. Its first loss is right, and its later losses differ."""
-    rotate = program["PeerBlock"]._rotate
-    program["PeerBlock"]._rotate = staticmethod(lambda x, cos, sin: rotate(x, cos, sin).detach() + 0 * x)
-    attend = F.scaled_dot_product_attention
+    rotate, attend = PeerBlock._rotate, F.scaled_dot_product_attention
     with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(PeerBlock, "_rotate", staticmethod(lambda x, cos, sin: rotate(x, cos, sin).detach() + 0 * x))
         patched.setattr(F, "scaled_dot_product_attention", lambda q, k, v, **how: attend(q, k, v.detach(), **how))
         with pytest.raises(SystemExit, match=r"^plain: its losses are .* from those of sagetrain scores, more than"):
             program["main"]([*TINY, "--ours", "scores", "--peers", "bf16"])
