@@ -109,7 +109,7 @@ def _load_tile(X, row, column, rows, columns, stride):
 
 
 @triton.jit
-def _magnitude_bits(x):
+def magnitude_bits(x):
     """Return the bits of |x|. They order like the numbers, with infinity and then NaN above all of them."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
@@ -117,7 +117,7 @@ def _magnitude_bits(x):
 @triton.jit
 def magnitudes(x, NARROW: tl.constexpr):
     """Return the bits of |x|: those of bfloat16, if that is the type of x (NARROW), else those of float32."""
-    return x.to(tl.int16, bitcast=True) & 0x7FFF if NARROW else _magnitude_bits(x.to(tl.float32))
+    return x.to(tl.int16, bitcast=True) & 0x7FFF if NARROW else magnitude_bits(x.to(tl.float32))
 
 
 @triton.jit
@@ -165,7 +165,7 @@ def _exponent_of(largest, NUMBER: tl.constexpr):
 
 
 @triton.jit
-def _factor_of(largest, NUMBER: tl.constexpr):
+def factor_of(largest, NUMBER: tl.constexpr):
     """Return the factor to multiply by, from the bits of a largest magnitude."""
     if NUMBER == "int8":
         magnitude = largest.to(tl.float32, bitcast=True)
@@ -176,17 +176,17 @@ def _factor_of(largest, NUMBER: tl.constexpr):
 
 
 @triton.jit
-def _scale_of(largest, NUMBER: tl.constexpr):
+def scale_of(largest, NUMBER: tl.constexpr):
     """Return the scale, which is the reciprocal of the factor."""
     if NUMBER == "int8":
-        factor = _factor_of(largest, NUMBER)
+        factor = factor_of(largest, NUMBER)
         return tl.div_rn(tl.zeros_like(factor) + 1.0, factor)
     scale = ((254 - _exponent_of(largest, NUMBER)) << 23).to(tl.float32, bitcast=True)
     return tl.where(largest < 0x7F800000, scale, float("nan"))
 
 
 @triton.jit
-def _codes_of(x, NUMBER: tl.constexpr):
+def codes_of(x, NUMBER: tl.constexpr):
     """Round float32 inside the format's range, or NaN, to the nearest code, ties to even. Return the code's bits as
     int8."""
     if NUMBER == "int8":
@@ -201,7 +201,7 @@ def _codes_of(x, NUMBER: tl.constexpr):
 
 @triton.jit
 def _fp8_bits(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """Compute the bits of _codes_of by integer arithmetic."""
+    """Compute the bits of codes_of by integer arithmetic."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     DROPPED: tl.constexpr = 23 - MANTISSA
@@ -216,14 +216,14 @@ def _fp8_bits(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
 
 
 @triton.jit
-def _rows_of(down, PART: tl.constexpr, ROWS: tl.constexpr):
+def rows_of(down, PART: tl.constexpr, ROWS: tl.constexpr):
     """Return every fourth row of a tile, from the PART-th on. Four such parts are transposed together as 32-bit
     words."""
     return down * ROWS + 4 * tl.arange(0, ROWS // 4) + PART
 
 
 @triton.jit
-def _store_rows(
+def store_rows(
     x, row, column, right, turned_factor, LARGEST, CODES, SCALE, rows, columns,
     PART: tl.constexpr, PER_ROW: tl.constexpr, NUMBER: tl.constexpr,
 ):  # fmt: skip
@@ -231,13 +231,13 @@ def _store_rows(
     word."""
     if PER_ROW:
         largest = tl.load(LARGEST + row, mask=row < rows, other=0)
-        codes = _codes_of(x * _factor_of(largest, NUMBER)[:, None], NUMBER)
-        turned = _codes_of(x * turned_factor[None, :], NUMBER)
+        codes = codes_of(x * factor_of(largest, NUMBER)[:, None], NUMBER)
+        turned = codes_of(x * turned_factor[None, :], NUMBER)
         if right == 0:  # INT8's divisions are a third of the instructions where every program makes them.
-            tl.store(SCALE + row, _scale_of(largest, NUMBER), mask=row < rows)
+            tl.store(SCALE + row, scale_of(largest, NUMBER), mask=row < rows)
     else:
-        codes = _codes_of(x * _factor_of(tl.load(LARGEST), NUMBER), NUMBER)
-        turned = _codes_of(x * turned_factor, NUMBER)
+        codes = codes_of(x * factor_of(tl.load(LARGEST), NUMBER), NUMBER)
+        turned = codes_of(x * turned_factor, NUMBER)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     tl.store(CODES + row.to(tl.int64)[:, None] * columns + column[None, :], codes, mask=inside)
     return (turned.to(tl.int32) & 0xFF) << (8 * PART)
@@ -254,8 +254,8 @@ def _round_both_kernel(
     CODES, TURNED = CODES.to(tl.pointer_type(tl.int8), bitcast=True), TURNED.to(tl.pointer_type(tl.int32), bitcast=True)
     right, down = tl.program_id(0) % across, tl.program_id(0) // across
     column = right * COLUMNS + tl.arange(0, COLUMNS)
-    row0, row1 = _rows_of(down, 0, ROWS), _rows_of(down, 1, ROWS)
-    row2, row3 = _rows_of(down, 2, ROWS), _rows_of(down, 3, ROWS)
+    row0, row1 = rows_of(down, 0, ROWS), rows_of(down, 1, ROWS)
+    row2, row3 = rows_of(down, 2, ROWS), rows_of(down, 3, ROWS)
     x0 = _load_tile(X, row0, column, rows, columns, stride)  # All four loads are issued before the first one is used.
     x1 = _load_tile(X, row1, column, rows, columns, stride)
     x2 = _load_tile(X, row2, column, rows, columns, stride)
@@ -263,26 +263,24 @@ def _round_both_kernel(
     if PER_ROW:
         within = column < columns
         largest = tl.load(LARGEST + rows + column, mask=within, other=0)
-        turned_factor = _factor_of(largest, NUMBER)
+        turned_factor = factor_of(largest, NUMBER)
         if down == 0:
-            tl.store(TURNED_SCALE + column, _scale_of(largest, NUMBER), mask=within)
+            tl.store(TURNED_SCALE + column, scale_of(largest, NUMBER), mask=within)
     else:
         # The same number is read a second time. Codes that are used both ways crash ptxas 12.8 (and became zeros as
         # bytes).
         largest = tl.load(LARGEST + rows)
-        turned_factor = _factor_of(largest, NUMBER)
-        tl.store(SCALE, _scale_of(largest, NUMBER), mask=tl.program_id(0) == 0)
-        tl.store(TURNED_SCALE, _scale_of(largest, NUMBER), mask=tl.program_id(0) == 0)
-    words = _store_rows(
-        x0, row0, column, right, turned_factor, LARGEST, CODES, SCALE, rows, columns, 0, PER_ROW, NUMBER
-    )
-    words |= _store_rows(
+        turned_factor = factor_of(largest, NUMBER)
+        tl.store(SCALE, scale_of(largest, NUMBER), mask=tl.program_id(0) == 0)
+        tl.store(TURNED_SCALE, scale_of(largest, NUMBER), mask=tl.program_id(0) == 0)
+    words = store_rows(x0, row0, column, right, turned_factor, LARGEST, CODES, SCALE, rows, columns, 0, PER_ROW, NUMBER)
+    words |= store_rows(
         x1, row1, column, right, turned_factor, LARGEST, CODES, SCALE, rows, columns, 1, PER_ROW, NUMBER
     )
-    words |= _store_rows(
+    words |= store_rows(
         x2, row2, column, right, turned_factor, LARGEST, CODES, SCALE, rows, columns, 2, PER_ROW, NUMBER
     )
-    words |= _store_rows(
+    words |= store_rows(
         x3, row3, column, right, turned_factor, LARGEST, CODES, SCALE, rows, columns, 3, PER_ROW, NUMBER
     )
     word, many = down * (ROWS // 4) + tl.arange(0, ROWS // 4), padded // 4

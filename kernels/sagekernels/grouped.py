@@ -9,10 +9,12 @@ rows have which weights. A sum over choices has a fixed order, so results have t
 from typing import Any, NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from .casts import DTYPES
-from .launch import ceil_div
+from .launch import ceil_div, on_device_of
 from .operators import operator
 from .refusals import refuse_transforms
 
@@ -103,11 +105,169 @@ def combine_twin(y: Tensor, slot: Tensor) -> Tensor:
     return total.to(y.dtype)
 
 
+PLAN_TOKENS, PLAN_WARPS = 16, 4
+"""The tokens of a program that counts or places choices."""
+COLUMNS, WARPS = 4096, 4
+"""The largest part of a row that a program moves at a time."""
+
+
+@triton.jit
+def _expert_of(CHOICES, token, tokens, place, experts, TOP: tl.constexpr):
+    """Load the expert of each token at one place among its choices; -1 where it is none of these."""
+    found = tl.load(CHOICES + token.to(tl.int64) * TOP + place, mask=token < tokens, other=-1)
+    return tl.where((found >= 0) & (found < experts), found, -1).to(tl.int32)
+
+
+@triton.jit
+def _count_kernel(
+    CHOICES, COUNTS, tokens, experts, TOP: tl.constexpr, PADDED: tl.constexpr, TOKENS: tl.constexpr
+):  # fmt: skip
+    """Count the choices of each expert among TOKENS tokens."""
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    expert = tl.arange(0, PADDED)
+    chosen = tl.zeros([TOKENS, PADDED], tl.int32)
+    for place in tl.static_range(TOP):
+        mine = _expert_of(CHOICES, token, tokens, place, experts, TOP)
+        chosen += (expert[None, :] == mine[:, None]).to(tl.int32)
+    tl.store(COUNTS + tl.program_id(0) * experts + expert, tl.sum(chosen, 0), mask=expert < experts)
+
+
+@triton.jit
+def _place_kernel(
+    CHOICES, BASE, SLOT, CHOICE, tokens, experts, room,
+    TOP: tl.constexpr, PADDED: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Give each choice its row. BASE has the row of the first choice of each expert among these tokens."""
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    expert = tl.arange(0, PADDED)
+    chosen = tl.zeros([TOKENS, PADDED], tl.int32)
+    for place in tl.static_range(TOP):
+        mine = _expert_of(CHOICES, token, tokens, place, experts, TOP)
+        chosen += (expert[None, :] == mine[:, None]).to(tl.int32)
+    base = tl.load(BASE + tl.program_id(0) * experts + expert, mask=expert < experts, other=0)
+    free = base[None, :] + tl.cumsum(chosen, 0) - chosen
+    for place in tl.static_range(TOP):
+        mine = _expert_of(CHOICES, token, tokens, place, experts, TOP)
+        here = expert[None, :] == mine[:, None]
+        row = tl.sum(tl.where(here, free, 0), 1)
+        free += here.to(tl.int32)
+        row = tl.where((mine >= 0) & (row < room), row, -1)
+        of_choice = token.to(tl.int64) * TOP + place
+        tl.store(SLOT + of_choice, row, mask=token < tokens)
+        tl.store(CHOICE + row, of_choice.to(tl.int32), mask=(token < tokens) & (row >= 0))
+
+
+@triton.jit
+def _tiles_kernel(
+    ENDS, TILES, FIRST, experts, room, most, PADDED: tl.constexpr, TILE: tl.constexpr, TABLE: tl.constexpr
+):  # fmt: skip
+    """Write the tiles of one expert per program, and in the last program those of the empty rows."""
+    mine = tl.program_id(0)
+    expert = tl.arange(0, PADDED)
+    ends = tl.load(ENDS + expert, mask=expert < experts, other=0)
+    starts = tl.load(ENDS + expert - 1, mask=(expert > 0) & (expert < experts), other=0)
+    tiles = tl.where(expert < experts, tl.maximum((ends - starts + TILE - 1) // TILE, 1), 0)
+    before = tl.sum(tl.where(expert < mine, tiles, 0), 0)
+    tl.store(FIRST + mine, before)
+    start = tl.load(ENDS + mine - 1, mask=mine > 0, other=0)
+    end = tl.load(ENDS + mine, mask=mine < experts, other=0)
+    after = tl.where(mine < experts, before + tl.maximum((end - start + TILE - 1) // TILE, 1), most)
+    end = tl.where(mine < experts, end, room)
+    name = tl.where(mine < experts, mine, -1)
+    for base in range(before, after, TABLE):
+        tile = base + tl.arange(0, TABLE)
+        at, inside = TILES + 4 * tile, tile < after
+        tl.store(at, tl.zeros([TABLE], tl.int32) + name, mask=inside)
+        tl.store(at + 1, start + (tile - before) * TILE, mask=inside)
+        tl.store(at + 2, tl.zeros([TABLE], tl.int32) + end, mask=inside)
+        tl.store(at + 3, tl.zeros([TABLE], tl.int32), mask=inside)
+
+
+def plan_rows_triton(choices: Tensor, experts: int, room: int) -> Rows:
+    """Compute plan_rows_twin on a GPU by a counting sort: counts of each few tokens, their sums, and then places."""
+    (tokens, top), device = choices.shape, choices.device
+    choices, blocks = choices.contiguous(), ceil_div(tokens, PLAN_TOKENS)
+    counts = torch.empty(blocks, experts, dtype=torch.int32, device=device)
+    slot = torch.empty(tokens, top, dtype=torch.int32, device=device)
+    choice = torch.full((room,), -1, dtype=torch.int32, device=device)
+    how = {"TOP": top, "PADDED": triton.next_power_of_2(experts), "TOKENS": PLAN_TOKENS, "num_warps": PLAN_WARPS}
+    with on_device_of(choices):
+        if tokens:
+            _count_kernel[(blocks,)](choices, counts, tokens, experts, **how)
+        until = counts.cumsum(0, dtype=torch.int32)
+        load = until[-1] if tokens else counts.new_zeros(experts)
+        ends = load.cumsum(0, dtype=torch.int32)
+        base = until - counts + (ends - load)
+        if tokens:
+            _place_kernel[(blocks,)](choices, base, slot, choice, tokens, experts, room, **how)
+        tiles, first = tiles_triton(ends.clamp(max=room), room)
+    return Rows(choice, slot, ends.clamp(max=room), load.clone(), tiles, first, ends[-1] > room)
+
+
+def tiles_triton(ends: Tensor, room: int) -> tuple[Tensor, Tensor]:
+    """Compute tiles_twin on a GPU."""
+    experts, most = len(ends), most_tiles(room, len(ends))
+    tiles = torch.empty(most, 4, dtype=torch.int32, device=ends.device)
+    first = torch.empty(experts + 1, dtype=torch.int32, device=ends.device)
+    padded = triton.next_power_of_2(experts)
+    _tiles_kernel[(experts + 1,)](
+        ends, tiles, first, experts, room, most, PADDED=padded, TILE=TILE, TABLE=32, num_warps=1
+    )
+    return tiles, first
+
+
+@triton.jit
+def _gather_kernel(X, CHOICE, OUT, columns, stride, TOP: tl.constexpr, COLUMNS: tl.constexpr):
+    """Copy the token of one row, or zeros, COLUMNS numbers of it."""
+    row = tl.program_id(0)
+    choice = tl.load(CHOICE + row)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    token = (choice // TOP).to(tl.int64)
+    x = tl.load(X + token * stride + column, mask=(column < columns) & (choice >= 0), other=0.0)
+    tl.store(OUT + row.to(tl.int64) * columns + column, x, mask=column < columns)
+
+
+@triton.jit
+def _combine_kernel(Y, SLOT, OUT, columns, stride, TOP: tl.constexpr, COLUMNS: tl.constexpr):
+    """Add up the rows of one token, COLUMNS numbers of them."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros([COLUMNS], tl.float32)
+    for place in tl.static_range(TOP):
+        row = tl.load(SLOT + token * TOP + place).to(tl.int64)
+        y = tl.load(Y + row * stride + column, mask=(column < columns) & (row >= 0), other=0.0)
+        total += y.to(tl.float32)
+    tl.store(OUT + token * columns + column, total.to(OUT.dtype.element_ty), mask=column < columns)
+
+
+def _move(kernel: triton.JITFunction, x: Tensor, where: Tensor, length: int, top: int) -> Tensor:
+    x = x if x.stride(1) == 1 else x.contiguous()
+    columns = x.shape[1]
+    out = x.new_empty(length, columns)
+    if out.numel():
+        block = min(triton.next_power_of_2(columns), COLUMNS)
+        with on_device_of(x):
+            kernel[(length, ceil_div(columns, block))](
+                x, where, out, columns, x.stride(0), TOP=top, COLUMNS=block, num_warps=WARPS
+            )
+    return out
+
+
+def gather_triton(x: Tensor, choice: Tensor, top: int) -> Tensor:
+    """Compute gather_twin on a GPU."""
+    return _move(_gather_kernel, x, choice, len(choice), top)
+
+
+def combine_triton(y: Tensor, slot: Tensor) -> Tensor:
+    """Compute combine_twin on a GPU, bit for bit."""
+    return _move(_combine_kernel, y, slot, len(slot), slot.shape[1])
+
+
 _Planned = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def _plan_rows(choices: Tensor, experts: int, room: int) -> _Planned:
-    return tuple(plan_rows_twin(choices, experts, room))
+    return tuple((plan_rows_triton if choices.is_cuda else plan_rows_twin)(choices, experts, room))
 
 
 def _plan_rows_fake(choices: Tensor, experts: int, room: int) -> _Planned:
@@ -120,7 +280,8 @@ PLAN_ROWS = operator(_plan_rows, _plan_rows_fake)
 
 
 def _gather_rows(x: Tensor, choice: Tensor, top: int) -> Tensor:
-    return gather_twin(x, choice, top)
+    by_kernel = x.is_cuda and x.dtype in DTYPES
+    return (gather_triton if by_kernel else gather_twin)(x, choice, top)
 
 
 def _gather_rows_fake(x: Tensor, choice: Tensor, top: int) -> Tensor:
@@ -131,7 +292,7 @@ GATHER_ROWS = operator(_gather_rows, _gather_rows_fake)
 
 
 def _combine_rows(y: Tensor, slot: Tensor) -> Tensor:
-    return combine_twin(y, slot)
+    return (combine_triton if y.is_cuda and y.dtype in DTYPES else combine_twin)(y, slot)
 
 
 def _combine_rows_fake(y: Tensor, slot: Tensor) -> Tensor:

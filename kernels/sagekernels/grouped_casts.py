@@ -1,16 +1,43 @@
-"""Round the rows of a mixture of experts, and the experts' weights, to 8 bits for grouped products: the torch twins.
+"""Round the rows of a mixture of experts, and the experts' weights, to 8 bits for grouped products: the torch twins,
+then Triton.
 
 An output and a gradient of x sum along rows, which have a scale each. The gradient of a weight sums over the rows of
 one expert. It reads codes that lie transposed, with a scale for each column and expert: expert e's rows are the columns
-from TILE * first[e] on, and zeros fill its last tile. `grouped_casts` makes both from one matrix.
+from TILE * first[e] on, and zeros fill its last tile. `grouped_casts` makes both from one matrix: a pass that finds the
+largest magnitudes of rows and of columns, and a pass that reads again and writes both. The kernels are those of
+casts.py, by the tiles of the experts.
 """
 
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from .casts import MULTIPLE, Rounded, quantize
+from .casts import (
+    FUSION,
+    LARGEST_COLUMNS,
+    LARGEST_ROWS,
+    LARGEST_STAGES,
+    LARGEST_WARPS,
+    MULTIPLE,
+    NAMES,
+    ROUND_COLUMNS,
+    ROUND_ROWS,
+    ROUND_WARPS,
+    Rounded,
+    codes_of,
+    factor_of,
+    magnitude_bits,
+    magnitudes,
+    quantize,
+    rows_of,
+    scale_of,
+    store_rows,
+    widened,
+)
 from .grouped import TILE, Rows, gather_twin
+from .launch import ceil_div, on_device_of
 from .operators import operator
 
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -52,10 +79,197 @@ def weight_casts_twin(weight: Tensor, number: torch.dtype) -> Four:
     )
 
 
+ROW_COLUMNS, ROW_WARPS = 4096, 4
+"""The largest part of a row that a program rounds at a time, where rows alone are rounded."""
+
+
+@triton.jit
+def _tile_of(TILES, tile, outputs, TILE: tl.constexpr, APART: tl.constexpr):
+    """Return the expert, the first row and the end of a tile. APART: the rows are matrices of `outputs` rows each, and
+    there is no table."""
+    if APART:
+        expert = tile // tl.cdiv(outputs, TILE)
+        return expert, expert * outputs + tile % tl.cdiv(outputs, TILE) * TILE, (expert + 1) * outputs
+    else:
+        return tl.load(TILES + 4 * tile), tl.load(TILES + 4 * tile + 1), tl.load(TILES + 4 * tile + 2)
+
+
+@triton.jit
+def _load_rows(X, CHOICE, row, end, column, columns, stride, TOP: tl.constexpr, GATHERS: tl.constexpr):
+    """Load a part of rows that are before `end`, with zeros elsewhere. GATHERS: X has tokens."""
+    where = row
+    if GATHERS:
+        where = tl.load(CHOICE + row, mask=row < end, other=0) // TOP
+    inside = (row < end)[:, None] & (column < columns)[None, :]
+    return tl.load(X + where.to(tl.int64)[:, None] * stride + column[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _grouped_largest_kernel(
+    X, CHOICE, TILES, LARGEST, rows, columns, stride, outputs, across,
+    TOP: tl.constexpr, GATHERS: tl.constexpr, APART: tl.constexpr, TILE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, NARROW: tl.constexpr,
+):  # fmt: skip
+    """Write the bits of the largest magnitudes of rows, then of each expert's columns, into an array of zeros (see
+    casts._largest_kernel)."""
+    expert, first, end = _tile_of(TILES, tl.program_id(0) // across, outputs, TILE, APART)
+    if expert >= 0:
+        column = tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
+        of_columns = tl.zeros([ROWS, COLUMNS], tl.int16 if NARROW else tl.int32)
+        for step in tl.range(TILE // ROWS, num_stages=STAGES):
+            row = first + step * ROWS + tl.arange(0, ROWS)
+            bits = magnitudes(_load_rows(X, CHOICE, row, end, column, columns, stride, TOP, GATHERS), NARROW)
+            of_columns = tl.maximum(of_columns, bits)
+            tl.atomic_max(LARGEST + row, widened(tl.max(bits, 1), NARROW), mask=row < end, sem="relaxed")
+        largest = widened(tl.max(of_columns, 0), NARROW)
+        at = LARGEST + rows + expert * columns + column
+        tl.atomic_max(at, largest, mask=column < columns, sem="relaxed")
+
+
+@triton.jit
+def _grouped_round_kernel(
+    X, CHOICE, TILES, FIRST, LARGEST, CODES, SCALE, TURNED, TURNED_SCALE,
+    rows, columns, padded, stride, outputs, across,
+    TOP: tl.constexpr, GATHERS: tl.constexpr, APART: tl.constexpr, TILE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, NUMBER: tl.constexpr,
+):  # fmt: skip
+    """Round ROWS rows of a tile, and write them along rows and along columns (see casts._round_both_kernel)."""
+    CODES, TURNED = CODES.to(tl.pointer_type(tl.int8), bitcast=True), TURNED.to(tl.pointer_type(tl.int32), bitcast=True)
+    right, below = tl.program_id(0) % across, tl.program_id(0) // across
+    tile, down = below // (TILE // ROWS), below % (TILE // ROWS)
+    expert, first, end = _tile_of(TILES, tile, outputs, TILE, APART)
+    if expert >= 0:
+        column = right * COLUMNS + tl.arange(0, COLUMNS)
+        row0, row1 = first + rows_of(down, 0, ROWS), first + rows_of(down, 1, ROWS)
+        row2, row3 = first + rows_of(down, 2, ROWS), first + rows_of(down, 3, ROWS)
+        x0 = _load_rows(X, CHOICE, row0, end, column, columns, stride, TOP, GATHERS).to(tl.float32)
+        x1 = _load_rows(X, CHOICE, row1, end, column, columns, stride, TOP, GATHERS).to(tl.float32)
+        x2 = _load_rows(X, CHOICE, row2, end, column, columns, stride, TOP, GATHERS).to(tl.float32)
+        x3 = _load_rows(X, CHOICE, row3, end, column, columns, stride, TOP, GATHERS).to(tl.float32)
+        within, of_column = column < columns, expert * columns + column
+        largest = tl.load(LARGEST + rows + of_column, mask=within, other=0)
+        factor = factor_of(largest, NUMBER)
+        if APART:
+            start = first - expert * outputs
+            many = padded // 4
+            TURNED += expert.to(tl.int64) * columns * many
+        else:
+            start = tile * TILE
+            many = padded // 4
+        if down == 0:
+            begins = start == 0 if APART else tile == tl.load(FIRST + expert)
+            tl.store(TURNED_SCALE + of_column, scale_of(largest, NUMBER), mask=within & begins)
+        words = store_rows(x0, row0, column, right, factor, LARGEST, CODES, SCALE, end, columns, 0, True, NUMBER)
+        words |= store_rows(x1, row1, column, right, factor, LARGEST, CODES, SCALE, end, columns, 1, True, NUMBER)
+        words |= store_rows(x2, row2, column, right, factor, LARGEST, CODES, SCALE, end, columns, 2, True, NUMBER)
+        words |= store_rows(x3, row3, column, right, factor, LARGEST, CODES, SCALE, end, columns, 3, True, NUMBER)
+        word = (start + down * ROWS) // 4 + tl.arange(0, ROWS // 4)
+        inside = within[:, None] & (word < many)[None, :]
+        tl.store(TURNED + column.to(tl.int64)[:, None] * many + word[None, :], tl.trans(words), mask=inside)
+
+
+@triton.jit
+def _grouped_round_rows_kernel(
+    X, CHOICE, CODES, SCALE, columns, stride,
+    TOP: tl.constexpr, GATHERS: tl.constexpr, COLUMNS: tl.constexpr, NUMBER: tl.constexpr,
+):  # fmt: skip
+    """Round one row, COLUMNS numbers at a time. It is read twice, the second time from a cache."""
+    CODES = CODES.to(tl.pointer_type(tl.int8), bitcast=True)
+    row = tl.program_id(0)
+    where = row
+    if GATHERS:
+        choice = tl.load(CHOICE + row)
+        where = tl.where(choice < 0, -1, choice // TOP)
+    X += where.to(tl.int64) * stride
+    most = tl.zeros([COLUMNS], tl.int32)
+    for at in range(0, columns, COLUMNS):
+        column = at + tl.arange(0, COLUMNS)
+        x = tl.load(X + column, mask=(column < columns) & (where >= 0), other=0.0).to(tl.float32)
+        most = tl.maximum(most, magnitude_bits(x))
+    largest = tl.max(most, 0)
+    factor = factor_of(largest, NUMBER)
+    tl.store(SCALE + row, scale_of(largest, NUMBER))
+    for at in range(0, columns, COLUMNS):
+        column = at + tl.arange(0, COLUMNS)
+        x = tl.load(X + column, mask=(column < columns) & (where >= 0), other=0.0).to(tl.float32)
+        tl.store(CODES + row.to(tl.int64) * columns + column, codes_of(x * factor, NUMBER), mask=column < columns)
+
+
+def row_casts_triton(x: Tensor, choice: Tensor, top: int, number: torch.dtype, gathers: bool) -> Rounded:
+    """Compute row_casts_twin on a GPU, bit for bit. Where a value is not finite, the scale is NaN and the codes are
+    arbitrary."""
+    x = x if x.stride(1) == 1 else x.contiguous()
+    rows, columns = len(choice), x.shape[1]
+    codes = torch.empty(rows, columns, dtype=number, device=x.device)
+    scale = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
+    if rows:
+        with on_device_of(x):
+            _grouped_round_rows_kernel[(rows,)](
+                x, choice, codes, scale, columns, x.stride(0),
+                TOP=top, GATHERS=gathers, COLUMNS=min(triton.next_power_of_2(columns), ROW_COLUMNS),
+                NUMBER=NAMES[number], num_warps=ROW_WARPS, enable_fp_fusion=FUSION,
+            )  # fmt: skip
+    return Rounded(codes, scale)
+
+
+def _round_both(
+    x: Tensor, plan: tuple[Tensor, Tensor, Tensor], rows: int, experts: int, tiles: int, outputs: int, top: int,
+    gathers: bool, turned: Tensor, largest: Tensor | None,
+) -> Four:  # fmt: skip
+    """Launch both passes over rows. plan: choices, tiles and first tiles. outputs: the rows of each matrix, if there is
+    no table of tiles, else 0. turned: the tensor for the transposed codes."""
+    x = x if x.stride(1) == 1 else x.contiguous()
+    (choice, table, first), columns, number = plan, x.shape[1], turned.dtype
+    codes = torch.empty(rows, columns, dtype=number, device=x.device)
+    scale = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
+    turned_scale = torch.empty(experts, columns, dtype=torch.float32, device=x.device)
+    how = {"TOP": top, "GATHERS": gathers, "APART": outputs > 0, "TILE": TILE}
+    with on_device_of(x):
+        if largest is None:
+            largest = torch.zeros(rows + experts * columns, dtype=torch.int32, device=x.device)
+            across = ceil_div(columns, LARGEST_COLUMNS)
+            _grouped_largest_kernel[(tiles * across,)](
+                x, choice, table, largest, rows, columns, x.stride(0), outputs, across, **how,
+                ROWS=LARGEST_ROWS, COLUMNS=LARGEST_COLUMNS, STAGES=LARGEST_STAGES, NARROW=x.dtype == torch.bfloat16,
+                num_warps=LARGEST_WARPS,
+            )  # fmt: skip
+        across = ceil_div(columns, ROUND_COLUMNS)
+        _grouped_round_kernel[(tiles * (TILE // ROUND_ROWS[True]) * across,)](
+            x, choice, table, first, largest, codes, scale, turned, turned_scale,
+            rows, columns, turned.shape[-1], x.stride(0), outputs, across, **how,
+            ROWS=ROUND_ROWS[True], COLUMNS=ROUND_COLUMNS, NUMBER=NAMES[number],
+            num_warps=ROUND_WARPS[True], enable_fp_fusion=FUSION,
+        )  # fmt: skip
+    return codes, scale, turned, turned_scale
+
+
+def grouped_casts_triton(
+    x: Tensor, choice: Tensor, tiles: Tensor, first: Tensor, top: int, number: torch.dtype, gathers: bool
+) -> Four:
+    """Compute row_casts_twin and turned_casts_twin on a GPU, bit for bit. Codes and scales of empty rows, and columns
+    behind the last expert's last tile, are not written."""
+    turned = torch.empty(x.shape[1], TILE * len(tiles), dtype=number, device=x.device)
+    plan = choice, tiles, first
+    return _round_both(x, plan, len(choice), len(first) - 1, len(tiles), 0, top, gathers, turned, None)
+
+
+def weight_casts_triton(weight: Tensor, number: torch.dtype) -> Four:
+    """Compute weight_casts_twin on a GPU, bit for bit."""
+    (experts, outputs, inputs), device = weight.shape, weight.device
+    padded = ceil_div(outputs, MULTIPLE) * MULTIPLE
+    turned = torch.empty(experts, inputs, padded, dtype=number, device=device)
+    x, none = weight.reshape(-1, inputs), torch.empty(0, dtype=torch.int32, device=device)
+    tiles = experts * ceil_div(outputs, TILE)
+    codes, scale, *turned_both = _round_both(
+        x, (none, none, none), len(x), experts, tiles, outputs, 1, False, turned, None
+    )
+    return codes.view(weight.shape), scale.view(experts, outputs), *turned_both
+
+
 def _grouped_row_casts(
     x: Tensor, choice: Tensor, top: int, number: torch.dtype, gathers: bool
 ) -> tuple[Tensor, Tensor]:
-    return tuple(row_casts_twin(x, choice, top, number, gathers))
+    return tuple((row_casts_triton if x.is_cuda else row_casts_twin)(x, choice, top, number, gathers))
 
 
 def _grouped_row_casts_fake(
@@ -71,6 +285,8 @@ GROUPED_ROW_CASTS = operator(_grouped_row_casts, _grouped_row_casts_fake)
 def _grouped_casts(
     x: Tensor, choice: Tensor, ends: Tensor, tiles: Tensor, first: Tensor, top: int, number: torch.dtype, gathers: bool
 ) -> Four:
+    if x.is_cuda:
+        return grouped_casts_triton(x, choice, tiles, first, top, number, gathers)
     turned = turned_casts_twin(x, choice, ends, first, top, number, gathers, len(tiles))
     return *row_casts_twin(x, choice, top, number, gathers), *turned
 
@@ -87,7 +303,7 @@ GROUPED_CASTS = operator(_grouped_casts, _grouped_casts_fake)
 
 
 def _weight_casts(weight: Tensor, number: torch.dtype) -> Four:
-    return weight_casts_twin(weight, number)
+    return (weight_casts_triton if weight.is_cuda else weight_casts_twin)(weight, number)
 
 
 def _weight_casts_fake(weight: Tensor, number: torch.dtype) -> Four:

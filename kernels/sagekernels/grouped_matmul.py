@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .casts import DTYPES, E4M3, INT8, MULTIPLE
-from .grouped import COMBINE_ROWS, GATHER_ROWS, TILE, Rows
+from .grouped import COMBINE_ROWS, GATHER_ROWS, Rows
 from .grouped_casts import grouped_casts, row_casts, weight_casts
 from .grouped_products import (
     GROUPED_CODES_PRODUCT,
@@ -135,7 +135,7 @@ class GroupedLowBit(GroupedMatmul):
         """Return the gradient of the weight, [E, N, K]."""
         if self.wide_weight_gradient:
             return super().weight_gradient(prepared, saved, rows, gathers, dtype)
-        return GROUPED_CODES_WEIGHT_PRODUCT(*prepared[2:], *saved, rows.first, TILE, dtype)
+        return GROUPED_CODES_WEIGHT_PRODUCT(*prepared[2:], *saved, rows.first, dtype)
 
 
 GROUPED_RECIPES = {

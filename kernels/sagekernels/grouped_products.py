@@ -1,15 +1,30 @@
 """Products of a mixture of experts: each row by the weight of its expert, and the gradients of the weights. The torch
-twins.
+twins, then Triton.
 
-Codes in 8 bits are multiplied as int8_matmul.py does: exact sums, scaled where they were made, the rows' scales first.
+A program computes a tile of one expert's rows (grouped.Rows.tiles) by some columns. It reads the rows behind the
+expert's last one with the tile and does not write them. A gradient of weights is a sum over the rows of an expert: no
+sum is split, so results have the same bits always.
+
+Codes in 8 bits are multiplied as int8_matmul.py does: INT8's sums are exact, and all are scaled where they were made,
+by the rows' scales first. Both operands run along the dim that is summed over. In 16 bits torch._grouped_mm multiplies
+on Hopper, and Triton's kernels elsewhere, where torch's own would wait for the host.
 """
 
+import functools
 import itertools
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .casts import DTYPES, INT8
+from .grouped import TILE
+from .int8_matmul import GROUP, ProductTile, aligned
+from .launch import capability, ceil_div, check_int8, on_device_of
 from .operators import operator
+from .pieces import INTERPRETED
 
 
 def grouped_product_twin(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -41,17 +56,313 @@ def grouped_codes_product_twin(
 
 
 def grouped_codes_weight_product_twin(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, first: Tensor, tile: int, dtype: torch.dtype
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, first: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """Return a b^T over the columns of each expert, of transposed codes [N, P] and [K, P] with scales [E, N] and
     [E, K]: [E, N, K], exact in float64 and rounded once."""
-    bounds = [tile * place for place in first.tolist()]
+    bounds = [TILE * place for place in first.tolist()]
     parts = (a[:, s:e].double() @ b[:, s:e].double().t() for s, e in itertools.pairwise(bounds))
     return (torch.stack(list(parts)) * a_scale.double()[:, :, None] * b_scale.double()[:, None]).to(dtype)
 
 
+CODES_TILES = {"sm_90": ProductTile(TILE, 128, 128, 4, 3), "portable": ProductTile(TILE, 128, 64, 4, 3)}
+"""The tile of one program of 8-bit products, by family of architectures (launch.family)."""
+WIDE_TILE = ProductTile(TILE, 128, 32, 8, 3)
+"""The tile of one program of 16-bit products. In fp32 half as many are summed at a time."""
+
+
+@triton.jit
+def _place(across, down, GROUP: tl.constexpr):
+    """Number the tiles of this program's matrix down groups of GROUP of them, then to the right."""
+    tile = tl.program_id(0) % (across * down)
+    first = tile // (GROUP * across) * GROUP
+    high = tl.minimum(down - first, GROUP)
+    within = tile % (GROUP * across)
+    return first + within % high, within // high
+
+
+@triton.jit
+def _load_codes(
+    X, row, at, rows, inner, ROWS: tl.constexpr, INNER: tl.constexpr, DESCRIBED: tl.constexpr, INT: tl.constexpr
+):
+    """Load codes [ROWS, INNER] from a row and a column on, with 0 outside the matrix."""
+    if DESCRIBED:
+        x = X.load([row, at])
+    else:
+        of = row + tl.arange(0, ROWS)
+        step = at + tl.arange(0, INNER)
+        inside = (of < rows)[:, None] & (step < inner)[None, :]
+        x = tl.load(X + of.to(tl.int64)[:, None] * inner + step[None, :], mask=inside, other=0.0)
+    if INTERPRETED and not INT:  # It multiplies the bits of FP8.
+        x = x.to(tl.float32)
+    return x
+
+
+@triton.jit
+def _codes_product_kernel(
+    A, A_SCALE, B, B_SCALE, OUT, TILES, rows, b_rows, columns, inner, down,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    DESCRIBED: tl.constexpr, INT: tl.constexpr,
+):  # fmt: skip
+    """Multiply a tile of rows by the codes of their expert, which are `columns` rows of B from its first one on. A and
+    B are pointers or, with DESCRIBED, descriptors of copies by the copy engine."""
+    SUM: tl.constexpr = tl.int32 if INT else tl.float32
+    tile, right = _place(tl.cdiv(columns, BLOCK_N), down, GROUP)
+    left = right * BLOCK_N
+    expert = tl.load(TILES + 4 * tile)
+    top, end = tl.load(TILES + 4 * tile + 1), tl.load(TILES + 4 * tile + 2)
+    # A branch around the loop would keep its loads from being issued ahead. A tile of empty rows sums nothing.
+    steps = tl.where((expert >= 0) & (top < end), inner, 0)
+    expert = tl.maximum(expert, 0)
+    total = tl.zeros([BLOCK_M, BLOCK_N], SUM)
+    for at in tl.range(0, steps, BLOCK_K):
+        a = _load_codes(A, top, at, rows, inner, BLOCK_M, BLOCK_K, DESCRIBED, INT)
+        b = _load_codes(B, expert * columns + left, at, b_rows, inner, BLOCK_N, BLOCK_K, DESCRIBED, INT)
+        total = tl.dot(a, b.T, total, out_dtype=SUM)
+    row, column = top + tl.arange(0, BLOCK_M), left + tl.arange(0, BLOCK_N)
+    of_a = tl.load(A_SCALE + row, mask=(row < end) & (steps > 0), other=0.0)
+    of_b = tl.load(B_SCALE + expert * columns + column, mask=(column < columns) & (steps > 0), other=0.0)
+    scaled = total.to(tl.float32) * of_a[:, None] * of_b[None, :]
+    out = OUT + row.to(tl.int64)[:, None] * columns + column[None, :]
+    tl.store(out, scaled.to(OUT.dtype.element_ty), mask=(row < end)[:, None] & (column < columns)[None, :])
+
+
+@triton.jit
+def _codes_weight_product_kernel(
+    A, A_SCALE, B, B_SCALE, OUT, FIRST, a_rows, b_rows, padded,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
+    DESCRIBED: tl.constexpr, INT: tl.constexpr,
+):  # fmt: skip
+    """Multiply transposed codes over the columns of one expert. Zeros fill its last tile, so an expert without rows
+    gets zeros."""
+    SUM: tl.constexpr = tl.int32 if INT else tl.float32
+    down, across = tl.cdiv(a_rows, BLOCK_M), tl.cdiv(b_rows, BLOCK_N)
+    expert = tl.program_id(0) // (down * across)
+    below, right = _place(across, down, GROUP)
+    top, left = below * BLOCK_M, right * BLOCK_N
+    begin, end = tl.load(FIRST + expert) * TILE, tl.load(FIRST + expert + 1) * TILE
+    total = tl.zeros([BLOCK_M, BLOCK_N], SUM)
+    for at in tl.range(begin, end, BLOCK_K):
+        a = _load_codes(A, top, at, a_rows, padded, BLOCK_M, BLOCK_K, DESCRIBED, INT)
+        b = _load_codes(B, left, at, b_rows, padded, BLOCK_N, BLOCK_K, DESCRIBED, INT)
+        total = tl.dot(a, b.T, total, out_dtype=SUM)
+    row, column = top + tl.arange(0, BLOCK_M), left + tl.arange(0, BLOCK_N)
+    of_a = tl.load(A_SCALE + expert * a_rows + row, mask=row < a_rows, other=0.0)
+    of_b = tl.load(B_SCALE + expert * b_rows + column, mask=column < b_rows, other=0.0)
+    scaled = total.to(tl.float32) * of_a[:, None] * of_b[None, :]
+    out = OUT + (expert.to(tl.int64) * a_rows + row)[:, None] * b_rows + column[None, :]
+    tl.store(out, scaled.to(OUT.dtype.element_ty), mask=(row < a_rows)[:, None] & (column < b_rows)[None, :])
+
+
+@triton.jit
+def _load_part(X, first, last, first_stride, second, many, second_stride, FIRST: tl.constexpr, SECOND: tl.constexpr):
+    """Load a part of a matrix of any strides, with zeros from `last` and `many` on."""
+    one, other = first + tl.arange(0, FIRST), second + tl.arange(0, SECOND)
+    inside = (one < last)[:, None] & (other < many)[None, :]
+    x = tl.load(X + one.to(tl.int64)[:, None] * first_stride + other[None, :] * second_stride, mask=inside, other=0.0)
+    if INTERPRETED:  # It multiplies the bits of bfloat16.
+        x = x.to(tl.float32)
+    return x
+
+
+@triton.jit
+def _product_kernel(
+    X, WEIGHT, OUT, TILES, columns, inner, stride, of_expert, of_inner, of_column, down,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Multiply a tile of rows by the matrix [inner, columns] of their expert, which has any strides."""
+    tile, right = _place(tl.cdiv(columns, BLOCK_N), down, GROUP)
+    left = right * BLOCK_N
+    expert = tl.load(TILES + 4 * tile)
+    top, end = tl.load(TILES + 4 * tile + 1), tl.load(TILES + 4 * tile + 2)
+    steps = tl.where((expert >= 0) & (top < end), inner, 0)
+    WEIGHT += tl.maximum(expert, 0).to(tl.int64) * of_expert
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for at in tl.range(0, steps, BLOCK_K):
+        x = _load_part(X, top, end, stride, at, inner, 1, BLOCK_M, BLOCK_K)
+        weight = _load_part(WEIGHT, at, inner, of_inner, left, columns, of_column, BLOCK_K, BLOCK_N)
+        total = tl.dot(x, weight, total, input_precision="ieee")
+    row, column = top + tl.arange(0, BLOCK_M), left + tl.arange(0, BLOCK_N)
+    out = OUT + row.to(tl.int64)[:, None] * columns + column[None, :]
+    tl.store(out, total.to(OUT.dtype.element_ty), mask=(row < end)[:, None] & (column < columns)[None, :])
+
+
+@triton.jit
+def _weight_product_kernel(
+    A, B, OUT, ENDS, a_columns, b_columns, a_stride, b_stride,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Multiply two matrices of rows over the rows of one expert."""
+    down, across = tl.cdiv(a_columns, BLOCK_M), tl.cdiv(b_columns, BLOCK_N)
+    expert = tl.program_id(0) // (down * across)
+    below, right = _place(across, down, GROUP)
+    top, left = below * BLOCK_M, right * BLOCK_N
+    begin, end = tl.load(ENDS + expert - 1, mask=expert > 0, other=0), tl.load(ENDS + expert)
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for at in tl.range(begin, end, BLOCK_K):
+        a = _load_part(A, at, end, a_stride, top, a_columns, 1, BLOCK_K, BLOCK_M)
+        b = _load_part(B, at, end, b_stride, left, b_columns, 1, BLOCK_K, BLOCK_N)
+        total = tl.dot(a.T, b, total, input_precision="ieee")
+    row, column = top + tl.arange(0, BLOCK_M), left + tl.arange(0, BLOCK_N)
+    out = OUT + (expert.to(tl.int64) * a_columns + row)[:, None] * b_columns + column[None, :]
+    tl.store(out, total.to(OUT.dtype.element_ty), mask=(row < a_columns)[:, None] & (column < b_columns)[None, :])
+
+
+@triton.jit
+def _clear_rows_kernel(OUT, TILES, columns, TILE: tl.constexpr, COLUMNS: tl.constexpr):
+    """Write zeros to the tiles of empty rows."""
+    at = TILES + 4 * tl.program_id(0)
+    if tl.load(at) < 0:
+        row = tl.load(at + 1) + tl.arange(0, TILE)
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        out = OUT + row.to(tl.int64)[:, None] * columns + column[None, :]
+        inside = (row < tl.load(at + 2))[:, None] & (column < columns)[None, :]
+        tl.store(out, tl.zeros([TILE, COLUMNS], OUT.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _clear_experts_kernel(OUT, ENDS, size, BLOCK: tl.constexpr):
+    """Write zeros to the matrices, of `size` numbers each, of experts without rows."""
+    expert = tl.program_id(0)
+    if tl.load(ENDS + expert - 1, mask=expert > 0, other=0) == tl.load(ENDS + expert):
+        for at in range(tl.program_id(1) * BLOCK, size, tl.num_programs(1) * BLOCK):
+            place = at + tl.arange(0, BLOCK)
+            zeros = tl.zeros([BLOCK], OUT.dtype.element_ty)
+            tl.store(OUT + expert.to(tl.int64) * size + place, zeros, mask=place < size)
+
+
+@functools.cache
+def _codes_family(device: torch.device, number: torch.dtype) -> str:
+    """Return the row of CODES_TILES for a device.
+
+    Raises:
+        NotImplementedError: its products in this format are slow or do not exist.
+    """
+    found = capability(device)
+    if number == INT8:
+        check_int8(found, by_tensor_memory=True)
+    elif found < (8, 9):
+        raise NotImplementedError(
+            f"FP8 products of experts need compute capability 8.9 (Ada) or newer, got {found[0]}.{found[1]}; use int8 "
+            "or 16 bits"
+        )
+    return "sm_90" if found[0] == 9 else "portable"
+
+
+def _operands(a: Tensor, b: Tensor, tile: ProductTile, described: bool) -> tuple[object, object]:
+    """Return codes as a kernel takes them, as descriptors if it is to copy by the copy engine."""
+    a, b = aligned(a), aligned(b)
+    if not described:
+        return a, b
+    return tuple(
+        TensorDescriptor(x, x.shape, [x.shape[1], 1], [block, tile.block_k])
+        for x, block in ((a, tile.block_m), (b, tile.block_n))
+    )
+
+
+def grouped_codes_product_triton(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, tiles: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Compute grouped_codes_product_twin on a GPU, within the roundings of fp32 and the one to dtype."""
+    (rows, inner), columns = a.shape, b.shape[1]
+    out = torch.empty(rows, columns, dtype=dtype, device=a.device)
+    if not out.numel():
+        return out
+    family = _codes_family(a.device, a.dtype) if a.is_cuda else "portable"
+    tile, flat = CODES_TILES[family], b.view(-1, inner)
+    first, second = _operands(a, flat, tile, family == "sm_90")
+    with on_device_of(a):
+        _codes_product_kernel[(len(tiles) * ceil_div(columns, tile.block_n),)](
+            first, a_scale, second, b_scale, out, tiles, rows, len(flat), columns, inner, len(tiles),
+            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP=GROUP,
+            DESCRIBED=family == "sm_90", INT=a.dtype == INT8, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
+    return out
+
+
+def grouped_codes_weight_product_triton(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, first: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Compute grouped_codes_weight_product_twin on a GPU, within the roundings of fp32 and the one to dtype."""
+    experts, outputs, inputs = len(a_scale), len(a), len(b)
+    out = torch.empty(experts, outputs, inputs, dtype=dtype, device=a.device)
+    family = _codes_family(a.device, a.dtype) if a.is_cuda else "portable"
+    tile = CODES_TILES[family]
+    one, other = _operands(a, b, tile, family == "sm_90")
+    with on_device_of(a):
+        _codes_weight_product_kernel[(experts * ceil_div(outputs, tile.block_m) * ceil_div(inputs, tile.block_n),)](
+            one, a_scale, other, b_scale, out, first, outputs, inputs, a.shape[1],
+            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP=GROUP, TILE=TILE,
+            DESCRIBED=family == "sm_90", INT=a.dtype == INT8, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
+    return out
+
+
+def _wide_tile(x: Tensor) -> tuple[ProductTile, dict[str, int]]:
+    """Return the tile of products in the dtype of x, and it as arguments of a launch."""
+    tile = WIDE_TILE if x.element_size() == 2 else WIDE_TILE._replace(block_k=16)
+    blocks = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "GROUP": GROUP}
+    return tile, {**blocks, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
+
+
+def grouped_product_triton(x: Tensor, weight: Tensor, tiles: Tensor) -> Tensor:
+    """Compute grouped_product_twin on a GPU: sums in fp32, rounded once."""
+    x = x if x.stride(1) == 1 else x.contiguous()
+    (rows, inner), columns = x.shape, weight.shape[2]
+    out = x.new_empty(rows, columns)
+    tile, how = _wide_tile(x)
+    if out.numel():
+        with on_device_of(x):
+            _product_kernel[(len(tiles) * ceil_div(columns, tile.block_n),)](
+                x, weight, out, tiles, columns, inner, x.stride(0), *weight.stride(), len(tiles), **how
+            )
+    return out
+
+
+def grouped_weight_product_triton(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """Compute grouped_weight_product_twin on a GPU: sums in fp32, rounded once."""
+    a, b = (x if x.stride(1) == 1 else x.contiguous() for x in (a, b))
+    experts, outputs, inputs = len(ends), a.shape[1], b.shape[1]
+    out = a.new_empty(experts, outputs, inputs)
+    tile, how = _wide_tile(a)
+    with on_device_of(a):
+        _weight_product_kernel[(experts * ceil_div(outputs, tile.block_m) * ceil_div(inputs, tile.block_n),)](
+            a, b, out, ends, outputs, inputs, a.stride(0), b.stride(0), **how
+        )
+    return out
+
+
+def clear_rows(out: Tensor, tiles: Tensor) -> Tensor:
+    """Write zeros to the empty rows of a matrix [R, N] on a GPU."""
+    with on_device_of(out):
+        _clear_rows_kernel[(len(tiles), ceil_div(out.shape[1], 128))](
+            out, tiles, out.shape[1], TILE=TILE, COLUMNS=128, num_warps=4
+        )
+    return out
+
+
+def clear_experts(out: Tensor, ends: Tensor) -> Tensor:
+    """Write zeros to the matrices [N, K] of experts without rows on a GPU."""
+    with on_device_of(out):
+        _clear_experts_kernel[(len(ends), 16)](out, ends, out[0].numel(), BLOCK=4096, num_warps=4)
+    return out
+
+
+def _by_torch(*operands: Tensor) -> bool:
+    """Return whether torch._grouped_mm multiplies these without a wait of the host."""
+    return capability(operands[0].device)[0] == 9 and all(
+        x.dtype == torch.bfloat16 and x.numel() and x.data_ptr() % 16 == 0 and not any(n % 8 for n in x.shape[1:])
+        for x in operands
+    )
+
+
 def _grouped_product(x: Tensor, weight: Tensor, ends: Tensor, tiles: Tensor) -> Tensor:
-    return grouped_product_twin(x, weight, ends)
+    if not x.is_cuda or x.dtype not in DTYPES:
+        return grouped_product_twin(x, weight, ends)
+    x = x.contiguous()
+    if _by_torch(x, weight):
+        return clear_rows(torch._grouped_mm(x, weight, offs=ends), tiles)
+    return grouped_product_triton(x, weight, tiles)
 
 
 def _grouped_product_fake(x: Tensor, weight: Tensor, ends: Tensor, tiles: Tensor) -> Tensor:
@@ -62,7 +373,12 @@ GROUPED_PRODUCT = operator(_grouped_product, _grouped_product_fake)
 
 
 def _grouped_weight_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    return grouped_weight_product_twin(a, b, ends)
+    if not a.is_cuda or a.dtype not in DTYPES:
+        return grouped_weight_product_twin(a, b, ends)
+    a, b = a.contiguous(), b.contiguous()
+    if _by_torch(a, b):
+        return clear_experts(torch._grouped_mm(a.t(), b, offs=ends), ends)
+    return grouped_weight_product_triton(a, b, ends)
 
 
 def _grouped_weight_product_fake(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
@@ -75,6 +391,8 @@ GROUPED_WEIGHT_PRODUCT = operator(_grouped_weight_product, _grouped_weight_produ
 def _grouped_codes_product(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, tiles: Tensor, dtype: torch.dtype
 ) -> Tensor:
+    if a.is_cuda:
+        return grouped_codes_product_triton(a, a_scale, b, b_scale, tiles, dtype)
     return grouped_codes_product_twin(a, a_scale, b, b_scale, ends, dtype)
 
 
@@ -88,13 +406,14 @@ GROUPED_CODES_PRODUCT = operator(_grouped_codes_product, _grouped_codes_product_
 
 
 def _grouped_codes_weight_product(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, first: Tensor, tile: int, dtype: torch.dtype
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, first: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    return grouped_codes_weight_product_twin(a, a_scale, b, b_scale, first, tile, dtype)
+    by_kernel = grouped_codes_weight_product_triton if a.is_cuda else grouped_codes_weight_product_twin
+    return by_kernel(a, a_scale, b, b_scale, first, dtype)
 
 
 def _grouped_codes_weight_product_fake(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, first: Tensor, tile: int, dtype: torch.dtype
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, first: Tensor, dtype: torch.dtype
 ) -> Tensor:
     return a.new_empty(a_scale.shape[0], a.shape[0], b.shape[0], dtype=dtype)
 

@@ -96,7 +96,7 @@ def int8_product_triton(
 ) -> Tensor:
     """Compute product_twin on a GPU, within the roundings of fp32 and the one to dtype. Without `tile` the architecture
     decides it."""
-    a, b = (_aligned(x) for x in (a, b))
+    a, b = (aligned(x) for x in (a, b))
     a_scale, b_scale = a_scale.contiguous(), b_scale.contiguous()
     (rows, inner), (columns, _) = a.shape, b.shape
     out = torch.empty(rows, columns, dtype=dtype, device=a.device)
@@ -143,7 +143,7 @@ def _shared() -> bool:
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
-def _aligned(codes: Tensor) -> Tensor:
+def aligned(codes: Tensor) -> Tensor:
     """Return the codes, copied if they are not contiguous or do not begin at a multiple of 16 bytes. All rows then
     begin at one."""
     codes = codes.contiguous()
@@ -155,7 +155,7 @@ def _int8_product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype:
         return product_twin(a, a_scale, b, b_scale, dtype)
     if len(a) and hopper_int8.takes(len(b)) and _by_cuda(a.device) and not _shared():
         scales = a_scale.contiguous(), b_scale.contiguous()
-        return hopper_int8.hopper_int8_product(_aligned(a), scales[0], _aligned(b), scales[1], dtype)
+        return hopper_int8.hopper_int8_product(aligned(a), scales[0], aligned(b), scales[1], dtype)
     return int8_product_triton(a, a_scale, b, b_scale, dtype)
 
 

@@ -250,7 +250,7 @@ def test_the_operators_keep_their_promises():
         (grouped_products.GROUPED_CODES_PRODUCT, (*turned[:2], *weight[:2], rows.ends, rows.tiles, torch.float32)),
         (
             grouped_products.GROUPED_CODES_WEIGHT_PRODUCT,
-            (*turned[2:], *turned[2:], rows.first, TILE, torch.bfloat16),
+            (*turned[2:], *turned[2:], rows.first, torch.bfloat16),
         ),
     ]
     for operator, arguments in calls:

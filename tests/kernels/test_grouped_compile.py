@@ -1,0 +1,123 @@
+"""The Triton kernels of mixtures of experts compile without a GPU, with the instructions of the hardware."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel, compile
+
+from sagekernels import casts, grouped, grouped_casts
+from sagekernels import grouped_products as products
+
+TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+SHARED_MEMORY = {80: 163, 89: 99, 90: 227, 120: 99}  # A program may have so many KiB of shared memory.
+INTEGERS = ("CHOICE", "SLOT", "ENDS", "TILES", "FIRST", "COUNTS", "BASE", "LARGEST")
+
+
+def compiled(
+    function: triton.JITFunction, architecture: int, constants: dict[str, object], types: dict[str, str], **options: int
+) -> CompiledKernel:
+    """Compile a kernel as it is launched for sizes that are multiples of 16. ptxas takes it."""
+    names = function.arg_names
+    known = {**dict.fromkeys(INTEGERS, "*i32"), **types, **dict.fromkeys(constants, "constexpr")}
+    signature = {name: known.get(name, "*bf16" if name.isupper() else "i32") for name in names}
+    fixed = {(names.index(name),): value for name, value in constants.items()}
+    even = [i for i, name in enumerate(names) if not signature[name].startswith(("constexpr", "tensordesc"))]
+    source = ASTSource(function, signature, fixed, {(i,): [["tt.divisibility", 16]] for i in even})
+    return compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+
+
+def stack(made: CompiledKernel, folder: Path) -> int:
+    """Return the bytes that a thread has in memory for values that do not fit its registers."""
+    (folder / "kernel.cubin").write_bytes(made.asm["cubin"])
+    command = [TOOL, "-res-usage", folder / "kernel.cubin"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"STACK:(\d+)", said)[1])
+
+
+@pytest.mark.parametrize("architecture", [80])
+def test_rows_are_planned_and_moved(architecture, tmp_path):
+    """Copies have 16 bytes a thread, and counts stay in registers."""
+    plan = {"TOP": 8, "PADDED": 128, "TOKENS": grouped.PLAN_TOKENS}
+    for kernel in (grouped._count_kernel, grouped._place_kernel):
+        made = compiled(kernel, architecture, plan, {"CHOICES": "*i64"}, num_warps=grouped.PLAN_WARPS)
+        assert stack(made, tmp_path) == 0
+    compiled(grouped._tiles_kernel, architecture, {"PADDED": 128, "TILE": grouped.TILE, "TABLE": 32}, {}, num_warps=1)
+    for kernel in (grouped._gather_kernel, grouped._combine_kernel):
+        made = compiled(kernel, architecture, {"TOP": 8, "COLUMNS": 2048}, {}, num_warps=grouped.WARPS)
+        moved = [line for line in made.asm["ptx"].splitlines() if re.search(r"(ld|st)\.global\S*\.v", line)]
+        assert len(moved) >= 2 and all("v4.b32" in line for line in moved)
+        assert stack(made, tmp_path) == 0
+
+
+PRODUCTS = {(80, "int8"), (89, "e4m3"), (90, "int8"), (90, "e4m3"), (120, "int8")}
+
+
+@pytest.mark.parametrize(("architecture", "number"), sorted(PRODUCTS))
+def test_products_of_codes_use_tensor_cores(architecture, number, tmp_path):
+    """On Hopper operands come by the copy engine, and two programs of the gradient's fit on a multiprocessor."""
+    hopper = architecture == 90
+    tile = products.CODES_TILES["sm_90" if hopper else "portable"]
+    constants = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "GROUP": products.GROUP}
+    constants |= {"DESCRIBED": hopper, "INT": number == "int8"}
+    kind = {"int8": "i8", "e4m3": "fp8e4nv"}[number]
+    types = {**dict.fromkeys(("A", "B"), f"*{kind}"), **dict.fromkeys(("A_SCALE", "B_SCALE"), "*fp32")}
+    if hopper:
+        types |= {"A": f"tensordesc<{kind}[{tile.block_m}, {tile.block_k}]>"}
+        types |= {"B": f"tensordesc<{kind}[{tile.block_n}, {tile.block_k}]>"}
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    for kernel, more in ((products._codes_product_kernel, {}), (products._codes_weight_product_kernel, {"TILE": 128})):
+        made = compiled(kernel, architecture, {**constants, **more}, types, **options)
+        ptx = made.asm["ptx"]
+        sums, inputs = ("s32", "s8") if number == "int8" else ("f32", "e4m3")
+        name = rf"(wgmma\.mma_async|mma\.sync)\S*\.{sums}\.{inputs}\.{inputs}"
+        assert ("wgmma" in re.search(name, ptx)[0]) == hopper
+        assert ("cp.async.bulk.tensor" if hopper else "cp.async.cg") in ptx
+        assert made.metadata.shared <= SHARED_MEMORY[architecture] * 1024
+        assert not hopper or 2 * (made.metadata.shared + 1024) <= 228 * 1024
+        assert stack(made, tmp_path) == 0
+
+
+@pytest.mark.parametrize(("architecture", "x"), [(80, "*bf16"), (120, "*fp32")])
+def test_products_in_the_dtype_of_rows_compile(architecture, x, tmp_path):
+    """Weights lie either way. fp32 has no tensor cores."""
+    tile = products.WIDE_TILE if x != "*fp32" else products.WIDE_TILE._replace(block_k=16)
+    constants = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "GROUP": products.GROUP}
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    for kernel, more in (
+        (products._product_kernel, {"of_inner": 1}),
+        (products._product_kernel, {"of_column": 1}),
+        (products._weight_product_kernel, {}),
+    ):
+        made = compiled(
+            kernel, architecture, {**constants, **more}, dict.fromkeys(("X", "WEIGHT", "OUT", "A", "B"), x), **options
+        )
+        assert ("mma.sync" in made.asm["ptx"]) == (x != "*fp32")
+        assert made.metadata.shared <= SHARED_MEMORY[architecture] * 1024
+        assert stack(made, tmp_path) == 0
+
+
+@pytest.mark.parametrize(("architecture", "number"), [(80, "int8"), (90, "e4m3")])
+def test_casts_compile(architecture, number, tmp_path):
+    """Tokens are gathered on the way. Four rows are transposed at a time, as words."""
+    shared = {"TOP": 8, "GATHERS": True, "APART": False, "TILE": grouped.TILE}
+    tile = {"ROWS": casts.LARGEST_ROWS, "COLUMNS": casts.LARGEST_COLUMNS, "STAGES": casts.LARGEST_STAGES}
+    codes = {"int8": "*i8", "e4m3": "*fp8e4nv"}[number]
+    types = {**dict.fromkeys(("CODES", "TURNED"), codes), **dict.fromkeys(("SCALE", "TURNED_SCALE"), "*fp32")}
+    kernel = grouped_casts._grouped_largest_kernel
+    made = compiled(kernel, architecture, {**shared, **tile, "NARROW": True}, types, num_warps=casts.LARGEST_WARPS)
+    assert "max.s16" in made.asm["ptx"]
+    for apart in (False, True):
+        constants = {**shared, "GATHERS": not apart, "APART": apart, "NUMBER": number}
+        constants |= {"ROWS": casts.ROUND_ROWS[True], "COLUMNS": casts.ROUND_COLUMNS}
+        kernel, warps = grouped_casts._grouped_round_kernel, casts.ROUND_WARPS[True]
+        made = compiled(kernel, architecture, constants, types, num_warps=warps, enable_fp_fusion=casts.FUSION)
+        assert "ld.shared" in made.asm["ptx"] and "ld.shared.b8" not in made.asm["ptx"]
+        assert number != "int8" or "fma" not in made.asm["ptx"]
+        assert stack(made, tmp_path) == 0
+    constants = {"TOP": 8, "GATHERS": True, "COLUMNS": 2048, "NUMBER": number}
+    kernel = grouped_casts._grouped_round_rows_kernel
+    compiled(kernel, architecture, constants, types, num_warps=grouped_casts.ROW_WARPS, enable_fp_fusion=casts.FUSION)
