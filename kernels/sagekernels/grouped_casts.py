@@ -8,6 +8,8 @@ largest magnitudes of rows and of columns, and a pass that reads again and write
 casts.py, by the tiles of the experts.
 """
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -43,21 +45,37 @@ from .operators import operator
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def row_casts_twin(x: Tensor, choice: Tensor, top: int, number: torch.dtype, gathers: bool) -> Rounded:
-    """Round each row to codes [R, K] with scales [R, 1]. gathers: x has tokens, else rows."""
-    return quantize(gather_twin(x, choice, top) if gathers else x, number, True)
+def grouped_largest_twin(x: Tensor, ends: Tensor) -> Tensor:
+    """Return the largest magnitudes of the rows of x [R, K], followed by those of each expert's columns, as the bits
+    that float32 has for them: int32 [R + E K]. See casts.largest_twin."""
+    magnitude = x.abs()
+    bounds = itertools.pairwise([0, *ends.tolist()])
+    of_columns = [F.pad(magnitude[begin:end], (0, 0, 0, int(begin == end))).amax(0) for begin, end in bounds]
+    return torch.cat((magnitude.amax(1), *of_columns)).float().view(torch.int32)
+
+
+def row_casts_twin(
+    x: Tensor, choice: Tensor, top: int, number: torch.dtype, gathers: bool, largest: Tensor | None = None
+) -> Rounded:
+    """Round each row to codes [R, K] with scales [R, 1]. gathers: x has tokens, else rows. largest: what
+    grouped_largest_twin returns for x, if it is known."""
+    of_rows = None if largest is None else largest[: len(x), None].view(torch.float32)
+    return quantize(gather_twin(x, choice, top) if gathers else x, number, True, of_rows)
 
 
 def turned_casts_twin(
-    x: Tensor, choice: Tensor, ends: Tensor, first: Tensor, top: int, number: torch.dtype, gathers: bool, tiles: int
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, choice: Tensor, ends: Tensor, first: Tensor, top: int, number: torch.dtype, gathers: bool, tiles: int,
+    largest: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Round along the columns of each expert: transposed codes [K, TILE * tiles], scales [E, K]."""
+    known = None if largest is None else largest[len(x) :].view(torch.float32).view(len(ends), -1, 1)
     x = gather_twin(x, choice, top) if gathers else x
     turned = torch.zeros(x.shape[1], TILE * tiles, dtype=number, device=x.device)
     scale = torch.empty(len(ends), x.shape[1], dtype=torch.float32, device=x.device)
     begin = 0
     for expert, (end, tile) in enumerate(zip(ends.tolist(), first.tolist(), strict=False)):
-        codes, of_columns = quantize(F.pad(x[begin:end], (0, 0, 0, int(begin == end))).t(), number, True)
+        of = None if known is None else known[expert]
+        codes, of_columns = quantize(F.pad(x[begin:end], (0, 0, 0, int(begin == end))).t(), number, True, of)
         turned[:, TILE * tile : TILE * tile + end - begin] = codes[:, : end - begin]
         scale[expert] = of_columns[:, 0]
         begin = end
@@ -244,13 +262,14 @@ def _round_both(
 
 
 def grouped_casts_triton(
-    x: Tensor, choice: Tensor, tiles: Tensor, first: Tensor, top: int, number: torch.dtype, gathers: bool
-) -> Four:
+    x: Tensor, choice: Tensor, tiles: Tensor, first: Tensor, top: int, number: torch.dtype, gathers: bool,
+    largest: Tensor | None = None,
+) -> Four:  # fmt: skip
     """Compute row_casts_twin and turned_casts_twin on a GPU, bit for bit. Codes and scales of empty rows, and columns
     behind the last expert's last tile, are not written."""
     turned = torch.empty(x.shape[1], TILE * len(tiles), dtype=number, device=x.device)
     plan = choice, tiles, first
-    return _round_both(x, plan, len(choice), len(first) - 1, len(tiles), 0, top, gathers, turned, None)
+    return _round_both(x, plan, len(choice), len(first) - 1, len(tiles), 0, top, gathers, turned, largest)
 
 
 def weight_casts_triton(weight: Tensor, number: torch.dtype) -> Four:
@@ -283,17 +302,19 @@ GROUPED_ROW_CASTS = operator(_grouped_row_casts, _grouped_row_casts_fake)
 
 
 def _grouped_casts(
-    x: Tensor, choice: Tensor, ends: Tensor, tiles: Tensor, first: Tensor, top: int, number: torch.dtype, gathers: bool
-) -> Four:
+    x: Tensor, choice: Tensor, ends: Tensor, tiles: Tensor, first: Tensor, top: int, number: torch.dtype, gathers: bool,
+    largest: Tensor | None = None,
+) -> Four:  # fmt: skip
     if x.is_cuda:
-        return grouped_casts_triton(x, choice, tiles, first, top, number, gathers)
-    turned = turned_casts_twin(x, choice, ends, first, top, number, gathers, len(tiles))
-    return *row_casts_twin(x, choice, top, number, gathers), *turned
+        return grouped_casts_triton(x, choice, tiles, first, top, number, gathers, largest)
+    turned = turned_casts_twin(x, choice, ends, first, top, number, gathers, len(tiles), largest)
+    return *row_casts_twin(x, choice, top, number, gathers, largest), *turned
 
 
 def _grouped_casts_fake(
-    x: Tensor, choice: Tensor, ends: Tensor, tiles: Tensor, first: Tensor, top: int, number: torch.dtype, gathers: bool
-) -> Four:
+    x: Tensor, choice: Tensor, ends: Tensor, tiles: Tensor, first: Tensor, top: int, number: torch.dtype, gathers: bool,
+    largest: Tensor | None = None,
+) -> Four:  # fmt: skip
     turned = x.new_empty(x.shape[1], TILE * tiles.shape[0], dtype=number)
     scale = x.new_empty(ends.shape[0], x.shape[1], dtype=torch.float32)
     return *_grouped_row_casts_fake(x, choice, top, number, gathers), turned, scale
@@ -330,12 +351,15 @@ def row_casts(x: Tensor, rows: Rows, number: torch.dtype, gathers: bool) -> tupl
     return GROUPED_ROW_CASTS(x, rows.choice, rows.slot.shape[1], number, gathers)
 
 
-def grouped_casts(x: Tensor, rows: Rows, number: torch.dtype, gathers: bool) -> Four:
-    """Return what row_casts does, and transposed codes [K, TILE * tiles] with scales [E, K], in one pass over x behind
-    the one that finds largest magnitudes. Columns behind the last expert's last tile hold anything, and nothing reads
-    them."""
+def grouped_casts(x: Tensor, rows: Rows, number: torch.dtype, gathers: bool, largest: Tensor | None = None) -> Four:
+    """Return what row_casts does, and transposed codes [K, TILE * tiles] with scales [E, K]. Columns behind the last
+    expert's last tile hold anything, and nothing reads them.
+
+    Args:
+        largest: what grouped_largest_twin returns for x, if whoever made x has left it. x is then read once.
+    """
     top = rows.slot.shape[1]
-    return GROUPED_CASTS(x, rows.choice, rows.ends, rows.tiles, rows.first, top, number, gathers)
+    return GROUPED_CASTS(x, rows.choice, rows.ends, rows.tiles, rows.first, top, number, gathers, largest)
 
 
 def weight_casts(weight: Tensor, number: torch.dtype) -> Four:

@@ -27,8 +27,9 @@ from .grouped_products import (
     GROUPED_PRODUCT,
     GROUPED_WEIGHT_PRODUCT,
 )
-from .grouped_swiglu import weighted_swiglu
+from .grouped_swiglu import WEIGHTED_SWIGLU, WEIGHTED_SWIGLU_GRADIENTS, check_swiglu, weighted_swiglu
 from .int8_matmul import PIECE
+from .matmul import Measured
 from .refusals import differentiated_once, refuse_transforms
 
 
@@ -44,23 +45,36 @@ class GroupedMatmul:
     def check(self, weight: Tensor, rows: Rows) -> None:
         """Raise ValueError where sizes are none that this class multiplies."""
 
-    def read(self, x: Tensor, rows: Rows, gathers: bool) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    @property
+    def measured(self) -> bool:
+        """Whether `read` and `prepare` are spared work by the largest magnitudes of what they are given."""
+        return False
+
+    def read(
+        self, x: Tensor, rows: Rows, gathers: bool, largest: Tensor | None = None
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Return the tensors that `forward` multiplies, and those that are kept for `weight_gradient`.
 
         Args:
             x: rows [R, K], or with `gathers` tokens [T, K].
+            largest: the largest magnitudes of rows x (grouped_casts.grouped_largest_twin), if they are known.
         """
         return (_rows_of(x, rows, gathers),), (x,)
+
+    def operand(self, x: Tensor, rows: Rows, gathers: bool) -> Sequence[Tensor]:
+        """Return only the first tensors that `read` makes, for a forward pass without gradients."""
+        return self.read(x, rows, gathers)[0]
 
     def forward(self, operand: Sequence[Tensor], weight: Tensor, rows: Rows, kept: Sequence[Tensor]) -> Tensor:
         """Return the outputs of the rows, [R, N]."""
         return GROUPED_PRODUCT(operand[0], weight.mT, rows.ends, rows.tiles)
 
-    def prepare(self, grad: Tensor, rows: Rows, gathers: bool) -> Sequence[Tensor]:
+    def prepare(self, grad: Tensor, rows: Rows, gathers: bool, largest: Tensor | None = None) -> Sequence[Tensor]:
         """Return the tensors from which both gradients are computed.
 
         Args:
             grad: the gradient of the outputs, of rows [R, N] or with `gathers` of tokens [T, N].
+            largest: the largest magnitudes of rows `grad`, if they are known.
         """
         return (_rows_of(grad, rows, gathers),)
 
@@ -106,23 +120,34 @@ class GroupedLowBit(GroupedMatmul):
                 f"{len(rows.slot):,} tokens; use smaller micro-batches"
             )
 
-    def read(self, x: Tensor, rows: Rows, gathers: bool) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    @property
+    def measured(self) -> bool:
+        """Whether `read` and `prepare` are spared work by the largest magnitudes of what they are given."""
+        return not self.wide_weight_gradient
+
+    def read(
+        self, x: Tensor, rows: Rows, gathers: bool, largest: Tensor | None = None
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Return codes and scales of the rows, and those of the rows transposed or x itself."""
         if self.wide_weight_gradient:
-            return row_casts(x, rows, self.number, gathers), (x,)
-        codes = grouped_casts(x, rows, self.number, gathers)
+            return self.operand(x, rows, gathers), (x,)
+        codes = grouped_casts(x, rows, self.number, gathers, largest)
         return codes[:2], codes[2:]
+
+    def operand(self, x: Tensor, rows: Rows, gathers: bool) -> Sequence[Tensor]:
+        """Return codes and scales of the rows."""
+        return row_casts(x, rows, self.number, gathers)
 
     def forward(self, operand: Sequence[Tensor], weight: Tensor, rows: Rows, kept: Sequence[Tensor]) -> Tensor:
         """Return the outputs of the rows, [R, N]."""
         codes = (kept or self.keep(weight))[:2]
         return GROUPED_CODES_PRODUCT(*operand, *codes, rows.ends, rows.tiles, weight.dtype)
 
-    def prepare(self, grad: Tensor, rows: Rows, gathers: bool) -> Sequence[Tensor]:
+    def prepare(self, grad: Tensor, rows: Rows, gathers: bool, largest: Tensor | None = None) -> Sequence[Tensor]:
         """Return codes and scales of dY, followed by those of dY transposed or by its rows."""
         if self.wide_weight_gradient:
             return *row_casts(grad, rows, self.number, gathers), _rows_of(grad, rows, gathers)
-        return grouped_casts(grad, rows, self.number, gathers)
+        return grouped_casts(grad, rows, self.number, gathers, largest)
 
     def input_gradient(self, prepared: Sequence[Tensor], weight: Tensor, rows: Rows, kept: Sequence[Tensor]) -> Tensor:
         """Return the gradient of the rows, [R, K]."""
@@ -149,7 +174,7 @@ among them."""
 
 
 def grouped_matmul(
-    x: Tensor,
+    x: Tensor | Measured,
     weight: Tensor,
     rows: Rows,
     matmul: GroupedMatmul | None = None,
@@ -161,7 +186,8 @@ def grouped_matmul(
     """Return each row times the weight of its expert, transposed: [R, K] -> [R, N]. Empty rows are zeros.
 
     Args:
-        x: rows [R, K] in the dtype of the weight: bf16, fp16 or fp32. With `gathers` tokens [T, K].
+        x: rows [R, K] in the dtype of the weight: bf16, fp16 or fp32. With `gathers` tokens [T, K]. Or the result of
+            grouped_gated.
         weight: [E, N, K], or the same memory as a matrix [E N, K]. The gradient has its shape. The tensor itself is
             kept for the backward pass, and no view of it.
         rows: of plan_rows.
@@ -175,17 +201,9 @@ def grouped_matmul(
         ValueError: the shapes do not belong together, or the matmul does not take them.
         NotImplementedError: a second derivative, or a transform of torch.func.
     """
-    refuse_transforms(*_NAMED)
-    matmul = GroupedMatmul() if matmul is None else matmul
-    if x.dtype not in (*DTYPES, torch.float64) or x.dtype != weight.dtype:
-        raise TypeError(f"grouped_matmul takes x and weight in one of bf16, fp16, fp32, got {x.dtype}, {weight.dtype}")
-    experts, length = len(rows.ends), len(rows.slot) if gathers else len(rows.choice)
-    if weight.dim() not in (2, 3) or weight.shape[0] % experts or (weight.dim() == 3 and weight.shape[0] != experts):
-        raise ValueError(f"grouped_matmul takes weights [{experts}, N, K], got shape {tuple(weight.shape)}")
-    if x.dim() != 2 or x.shape != (length, weight.shape[-1]):
-        raise ValueError(f"grouped_matmul takes x [{length}, {weight.shape[-1]}], got shape {tuple(x.shape)}")
-    matmul.check(_weights_of(weight, experts), rows)
-    return _Grouped.apply(_Plan(matmul, gathers, combines, len(kept)), x, weight, *kept, *rows)
+    x, largest = x if isinstance(x, Measured) else (x, None)
+    (y,) = _node(x, largest, weight, None, rows, matmul, kept, gathers, combines)
+    return y
 
 
 def grouped_gated(
@@ -197,15 +215,53 @@ def grouped_gated(
     kept: Sequence[Tensor] = (),
     *,
     gathers: bool = False,
-) -> Tensor:
+) -> Tensor | Measured:
     """Return silu(gate) * up times the router's weight, of gate and up as halves of one product: [R, K] -> [R, N / 2].
     Arguments that are not named here are those of `grouped_matmul`, and errors are as there and in `weighted_swiglu`.
 
     Args:
         weight: [E, N, K] or [E N, K]: of each expert first the outputs of gate, then those of up.
         weights: [T, k], the router's weight of each choice. Gradients flow to it.
+
+    Returns:
+        What grouped_matmul takes as x: a tensor, or if gradients are rounded the tensor with its largest magnitudes,
+        in one node of autograd. That node's own gradients leave theirs for its casts.
     """
-    return weighted_swiglu(grouped_matmul(x, weight, rows, matmul, kept, gathers=gathers), weights, rows)
+    if matmul is None or not (matmul.measured and torch.is_grad_enabled()):
+        return weighted_swiglu(grouped_matmul(x, weight, rows, matmul, kept, gathers=gathers), weights, rows)
+    return Measured(*_node(x, None, weight, weights, rows, matmul, kept, gathers, combines=False))
+
+
+def _node(
+    x: Tensor,
+    largest: Tensor | None,
+    weight: Tensor,
+    weights: Tensor | None,
+    rows: Rows,
+    matmul: GroupedMatmul | None,
+    kept: Sequence[Tensor],
+    gathers: bool,
+    combines: bool,
+) -> tuple[Tensor, ...]:
+    """Check the arguments and call autograd's node. weights: those of SwiGLU behind the product, if there is one."""
+    refuse_transforms(*_NAMED)
+    matmul = GroupedMatmul() if matmul is None else matmul
+    if x.dtype not in (*DTYPES, torch.float64) or x.dtype != weight.dtype:
+        raise TypeError(f"grouped_matmul takes x and weight in one of bf16, fp16, fp32, got {x.dtype}, {weight.dtype}")
+    experts, length = len(rows.ends), len(rows.slot) if gathers else len(rows.choice)
+    if weight.dim() not in (2, 3) or weight.shape[0] % experts or (weight.dim() == 3 and weight.shape[0] != experts):
+        raise ValueError(f"grouped_matmul takes weights [{experts}, N, K], got shape {tuple(weight.shape)}")
+    if x.dim() != 2 or x.shape != (length, weight.shape[-1]):
+        raise ValueError(f"grouped_matmul takes x [{length}, {weight.shape[-1]}], got shape {tuple(x.shape)}")
+    whole = _weights_of(weight, experts)
+    matmul.check(whole, rows)
+    if weights is not None:
+        check_swiglu((len(rows.choice), whole.shape[1]), x.dtype, weights, rows)
+    known = () if largest is None or not matmul.measured else (largest,)
+    gate = () if weights is None else (weights,)
+    plan = _Plan(matmul, gathers, combines, torch.is_grad_enabled(), len(known), len(gate), len(kept))
+    y: tuple[Tensor, ...] = _Grouped.apply(plan, x, weight, *known, *gate, *kept, *rows)
+    return y
 
 
 def _rows_of(x: Tensor, rows: Rows, gathers: bool) -> Tensor:
@@ -224,31 +280,60 @@ class _Plan(NamedTuple):
     matmul: GroupedMatmul
     gathers: bool
     combines: bool
+    backward: bool
+    """Whether there will be a backward pass."""
+    known: int
+    """1 if the largest magnitudes of x are known, else 0."""
+    gated: int
+    """1 if SwiGLU follows, with its largest magnitudes, else 0."""
     kept: int
 
 
 class _Grouped(torch.autograd.Function):
-    """Autograd's node of grouped_matmul. Like that of `linear` it keeps the weight itself."""
+    """Autograd's node of grouped_matmul and grouped_gated. Like that of `linear` it keeps the weight itself."""
 
     @staticmethod
-    def forward(ctx: Any, plan: _Plan, x: Tensor, weight: Tensor, *tensors: Tensor) -> Tensor:
-        kept, rows = tensors[: plan.kept], Rows(*tensors[plan.kept :])
-        operand, saved = plan.matmul.read(x, rows, plan.gathers)
-        y = plan.matmul.forward(operand, _weights_of(weight, len(rows.ends)), rows, kept)
+    def forward(ctx: Any, plan: _Plan, x: Tensor, weight: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        known, read = tensors[: plan.known], tensors[plan.known :]
+        gate, kept, rows = _split(plan, read)
+        matmul, gathers = plan.matmul, plan.gathers
+        operand, saved = (
+            matmul.read(x, rows, gathers, *known) if plan.backward else (matmul.operand(x, rows, gathers), ())
+        )
+        y = matmul.forward(operand, _weights_of(weight, len(rows.ends)), rows, kept)
         ctx.plan, ctx.count = plan, len(saved)
-        ctx.save_for_backward(*saved, weight, *tensors)
-        return COMBINE_ROWS(y, rows.slot) if plan.combines else y
+        if not gate:
+            ctx.save_for_backward(*saved, weight, *read)
+            return (COMBINE_ROWS(y, rows.slot) if plan.combines else y,)
+        ctx.save_for_backward(*saved, y, weight, *read)
+        inner, largest = WEIGHTED_SWIGLU(y, *gate, rows.choice, rows.ends, rows.tiles, True)
+        ctx.mark_non_differentiable(largest)
+        return inner, largest
 
     @staticmethod
     @differentiated_once(*_NAMED)
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        matmul, gathers, combines, count = ctx.plan
+    def backward(ctx: Any, grad: Tensor, *others: Tensor) -> tuple[Tensor | None, ...]:
+        plan, matmul = ctx.plan, ctx.plan.matmul
         every = ctx.saved_tensors  # Recomputed blocks give them once.
-        saved, (weight, *tensors) = every[: ctx.count], every[ctx.count :]
-        kept, rows = tensors[:count], Rows(*tensors[count:])
-        prepared = matmul.prepare(grad, rows, combines)
+        saved, tensors = every[: ctx.count], every[ctx.count :]
+        made, (weight, *read) = tensors[: plan.gated], tensors[plan.gated :]
+        gate, kept, rows = _split(plan, read)
+        of_gate: tuple[Tensor, ...] = ()
+        if gate:
+            places = rows.choice, rows.slot, rows.ends, rows.tiles
+            grad, of_weights, largest = WEIGHTED_SWIGLU_GRADIENTS(grad, *made, *gate, *places, True)
+            of_gate = (of_weights.to(gate[0].dtype),)
+            prepared = matmul.prepare(grad, rows, False, largest)
+        else:
+            prepared = matmul.prepare(grad, rows, plan.combines)
         of_x = matmul.input_gradient(prepared, _weights_of(weight, len(rows.ends)), rows, kept)
-        if gathers:
+        if plan.gathers:
             of_x = COMBINE_ROWS(of_x, rows.slot)
-        of_weight = matmul.weight_gradient(prepared, saved, rows, gathers, weight.dtype)
-        return None, of_x, of_weight.view(weight.shape), *(None,) * len(tensors)
+        of_weight = matmul.weight_gradient(prepared, saved, rows, plan.gathers, weight.dtype).view(weight.shape)
+        return None, of_x, of_weight, *(None,) * plan.known, *of_gate, *(None,) * (len(read) - plan.gated)
+
+
+def _split(plan: _Plan, read: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor], Rows]:
+    """Return the weights of SwiGLU, the kept tensors and the rows."""
+    gate, kept = read[: plan.gated], read[plan.gated : plan.gated + plan.kept]
+    return gate, kept, Rows(*read[plan.gated + plan.kept :])

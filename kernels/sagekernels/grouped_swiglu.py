@@ -1,29 +1,38 @@
-"""silu(gate) * up of a mixture's rows, times the weight that the router gave each row: the torch twin.
+"""silu(gate) * up of a mixture's rows, times the weight that the router gave each row: the torch twin,
+then Triton.
 
 The weight is multiplied here, before the experts' last product. Its gradient then falls out of this backward pass, and
 the result of that product is neither kept nor read again. gate and up are halves of one matrix, and so are their
-gradients.
+gradients. Both kernels can leave the largest magnitudes of what they write, for the casts behind them.
 """
 
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from .casts import DTYPES
-from .grouped import Rows
+from .casts import DTYPES, magnitudes, widened
+from .grouped import TILE, Rows
+from .grouped_casts import grouped_largest_twin
+from .launch import ceil_div, on_device_of
 from .operators import operator
 from .refusals import differentiated_once, refuse_transforms
+
+# A program takes so many rows and columns at a time, until its tile is done.
+ROWS, COLUMNS, STAGES, WARPS = 8, 256, 3, 4
+SUM_CHOICES, SUM_WARPS = 256, 4
+"""The choices of a program that adds up the parts of the weights' gradients."""
 
 
 def weighted_swiglu_twin(gate_up: Tensor, weights: Tensor, choice: Tensor) -> Tensor:
     """Return silu(gate) * up * weight, computed in float32 and rounded once; zeros for empty rows."""
     wide = torch.promote_types(gate_up.dtype, torch.float32)
     gate, up = gate_up.to(wide).chunk(2, 1)
-    return (
-        (F.silu(gate) * up * _of_rows(weights, choice, wide)).to(gate_up.dtype).masked_fill_((choice < 0)[:, None], 0)
-    )
+    y = (F.silu(gate) * up * _of_rows(weights, choice, wide)).to(gate_up.dtype)
+    return y.masked_fill_((choice < 0)[:, None], 0)
 
 
 def weighted_swiglu_gradients_twin(
@@ -45,33 +54,194 @@ def weighted_swiglu_gradients_twin(
 
 
 def _of_rows(weights: Tensor, choice: Tensor, wide: torch.dtype) -> Tensor:
-    return (
-        weights.reshape(-1).to(wide)[choice.long()][:, None] if weights.numel() else weights.new_zeros(len(choice), 1)
-    )
+    """Return the weight of each row as a column; anything for empty rows."""
+    if not weights.numel():
+        return weights.new_zeros(len(choice), 1, dtype=wide)
+    return weights.reshape(-1).to(wide)[choice.long()][:, None]
 
 
-def _weighted_swiglu(gate_up: Tensor, weights: Tensor, choice: Tensor) -> Tensor:
-    return weighted_swiglu_twin(gate_up, weights, choice)
+@triton.jit
+def _load_row_tile(CHOICE, WEIGHTS, GATE_UP, row, end, column, columns, stride):
+    """Load weight, gate and up of some rows as float32, with zeros for empty rows and outside."""
+    choice = tl.load(CHOICE + row, mask=row < end, other=-1)
+    weight = tl.load(WEIGHTS + choice, mask=choice >= 0, other=0.0).to(tl.float32)[:, None]
+    inside = (choice >= 0)[:, None] & (column < columns)[None, :]
+    at = GATE_UP + row.to(tl.int64)[:, None] * stride + column[None, :]
+    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(at + columns, mask=inside, other=0.0).to(tl.float32)
+    return weight, gate, up, inside
 
 
-def _weighted_swiglu_fake(gate_up: Tensor, weights: Tensor, choice: Tensor) -> Tensor:
-    return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+@triton.jit
+def _weighted_swiglu_kernel(
+    GATE_UP, WEIGHTS, CHOICE, TILES, OUT, LARGEST, rows, columns, stride, across,
+    MEASURED: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    NARROW: tl.constexpr,
+):  # fmt: skip
+    """Compute a tile of rows by COLUMNS columns. MEASURED: leave the largest magnitudes of rows, and of each expert's
+    columns, of what is written (see casts._largest_kernel)."""
+    at = TILES + 4 * (tl.program_id(0) // across)
+    expert, first, end = tl.load(at), tl.load(at + 1), tl.load(at + 2)
+    column = tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
+    of_columns = tl.zeros([ROWS, COLUMNS], tl.int16 if NARROW else tl.int32)
+    for step in tl.range(TILE // ROWS, num_stages=STAGES):
+        row = first + step * ROWS + tl.arange(0, ROWS)
+        weight, gate, up, _ = _load_row_tile(CHOICE, WEIGHTS, GATE_UP, row, end, column, columns, stride)
+        y = (gate * (1.0 / (1.0 + tl.exp(-gate))) * up * weight).to(OUT.dtype.element_ty)
+        out = OUT + row.to(tl.int64)[:, None] * columns + column[None, :]
+        tl.store(out, y, mask=(row < end)[:, None] & (column < columns)[None, :])
+        if MEASURED:
+            bits = magnitudes(y, NARROW)
+            of_columns = tl.maximum(of_columns, bits)
+            tl.atomic_max(LARGEST + row, widened(tl.max(bits, 1), NARROW), mask=row < end, sem="relaxed")
+    if MEASURED:
+        largest = widened(tl.max(of_columns, 0), NARROW)
+        inside = (column < columns) & (expert >= 0)
+        tl.atomic_max(LARGEST + rows + expert * columns + column, largest, mask=inside, sem="relaxed")
+
+
+@triton.jit
+def _weighted_swiglu_gradients_kernel(
+    GRAD, GATE_UP, WEIGHTS, CHOICE, TILES, OUT, PARTIAL, LARGEST, rows, columns, grad_stride, stride, across,
+    MEASURED: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    NARROW: tl.constexpr,
+):  # fmt: skip
+    """Compute both gradients of a tile of rows by COLUMNS columns, and the part that these columns have of the weights'
+    gradients."""
+    right = tl.program_id(0) % across
+    at = TILES + 4 * (tl.program_id(0) // across)
+    expert, first, end = tl.load(at), tl.load(at + 1), tl.load(at + 2)
+    column = right * COLUMNS + tl.arange(0, COLUMNS)
+    of_gates = tl.zeros([ROWS, COLUMNS], tl.int16 if NARROW else tl.int32)
+    of_ups = tl.zeros([ROWS, COLUMNS], tl.int16 if NARROW else tl.int32)
+    for step in tl.range(TILE // ROWS, num_stages=STAGES):
+        row = first + step * ROWS + tl.arange(0, ROWS)
+        long = row.to(tl.int64)[:, None]
+        weight, gate, up, own = _load_row_tile(CHOICE, WEIGHTS, GATE_UP, row, end, column, columns, stride)
+        grad = tl.load(GRAD + long * grad_stride + column[None, :], mask=own, other=0.0).to(tl.float32)
+        sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+        silu = gate * sigmoid
+        tl.store(PARTIAL + row.to(tl.int64) * across + right, tl.sum(grad * silu * up, 1), mask=row < end)
+        grad *= weight
+        of_gate = (grad * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))).to(OUT.dtype.element_ty)
+        of_up = (grad * silu).to(OUT.dtype.element_ty)
+        out = OUT + long * (2 * columns) + column[None, :]
+        inside = (row < end)[:, None] & (column < columns)[None, :]
+        tl.store(out, of_gate, mask=inside)
+        tl.store(out + columns, of_up, mask=inside)
+        if MEASURED:
+            gate_bits, up_bits = magnitudes(of_gate, NARROW), magnitudes(of_up, NARROW)
+            of_gates, of_ups = tl.maximum(of_gates, gate_bits), tl.maximum(of_ups, up_bits)
+            largest = widened(tl.max(tl.maximum(gate_bits, up_bits), 1), NARROW)
+            tl.atomic_max(LARGEST + row, largest, mask=row < end, sem="relaxed")
+    if MEASURED:
+        inside = (column < columns) & (expert >= 0)
+        of_columns = LARGEST + rows + expert * 2 * columns + column
+        tl.atomic_max(of_columns, widened(tl.max(of_gates, 0), NARROW), mask=inside, sem="relaxed")
+        tl.atomic_max(of_columns + columns, widened(tl.max(of_ups, 0), NARROW), mask=inside, sem="relaxed")
+
+
+@triton.jit
+def _sum_parts_kernel(PARTIAL, SLOT, OF_WEIGHTS, choices, across, CHOICES: tl.constexpr):
+    """Add up the parts of the gradient of each choice's weight, from the first column on."""
+    choice = tl.program_id(0) * CHOICES + tl.arange(0, CHOICES)
+    row = tl.load(SLOT + choice, mask=choice < choices, other=-1)
+    total = tl.zeros([CHOICES], tl.float32)
+    for part in range(across):
+        total += tl.load(PARTIAL + row.to(tl.int64) * across + part, mask=row >= 0, other=0.0)
+    tl.store(OF_WEIGHTS + choice, total, mask=choice < choices)
+
+
+def _none_or_zeros(measured: bool, rows: int, columns: int, ends: Tensor) -> Tensor:
+    return torch.zeros((rows + len(ends) * columns) * measured, dtype=torch.int32, device=ends.device)
+
+
+def weighted_swiglu_triton(
+    gate_up: Tensor, weights: Tensor, choice: Tensor, ends: Tensor, tiles: Tensor, measured: bool
+) -> tuple[Tensor, Tensor]:
+    """Compute weighted_swiglu_twin on a GPU, within one rounding, and with `measured` exactly the largest magnitudes of
+    the result (grouped_casts.grouped_largest_twin)."""
+    gate_up = gate_up if gate_up.stride(1) == 1 else gate_up.contiguous()
+    rows, columns = len(gate_up), gate_up.shape[1] // 2
+    out = gate_up.new_empty(rows, columns)
+    largest, across = _none_or_zeros(measured, rows, columns, ends), ceil_div(columns, COLUMNS)
+    with on_device_of(gate_up):
+        _weighted_swiglu_kernel[(len(tiles) * across,)](
+            gate_up, weights.contiguous(), choice, tiles, out, largest, rows, columns, gate_up.stride(0), across,
+            MEASURED=measured, TILE=TILE, ROWS=ROWS, COLUMNS=COLUMNS, STAGES=STAGES,
+            NARROW=out.dtype == torch.bfloat16, num_warps=WARPS,
+        )  # fmt: skip
+    return out, largest
+
+
+def weighted_swiglu_gradients_triton(
+    grad: Tensor, gate_up: Tensor, weights: Tensor, choice: Tensor, slot: Tensor, ends: Tensor, tiles: Tensor,
+    measured: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Compute weighted_swiglu_gradients_twin on a GPU, within its rounding, and with `measured` exactly the largest
+    magnitudes of the gradients of gate and up."""
+    grad, gate_up = (x if x.stride(1) == 1 else x.contiguous() for x in (grad, gate_up))
+    rows, columns = grad.shape
+    out = gate_up.new_empty(rows, 2 * columns)
+    of_weights = torch.empty(slot.shape, dtype=torch.float32, device=out.device)
+    largest, across = _none_or_zeros(measured, rows, 2 * columns, ends), ceil_div(columns, COLUMNS)
+    partial = torch.empty(rows, across, dtype=torch.float32, device=out.device)
+    with on_device_of(out):
+        _weighted_swiglu_gradients_kernel[(len(tiles) * across,)](
+            grad, gate_up, weights.contiguous(), choice, tiles, out, partial, largest,
+            rows, columns, grad.stride(0), gate_up.stride(0), across,
+            MEASURED=measured, TILE=TILE, ROWS=ROWS, COLUMNS=COLUMNS, STAGES=STAGES,
+            NARROW=out.dtype == torch.bfloat16, num_warps=WARPS,
+        )  # fmt: skip
+        if slot.numel():
+            _sum_parts_kernel[(ceil_div(slot.numel(), SUM_CHOICES),)](
+                partial, slot, of_weights, slot.numel(), across, CHOICES=SUM_CHOICES, num_warps=SUM_WARPS
+            )
+    return out, of_weights, largest
+
+
+def _weighted_swiglu(
+    gate_up: Tensor, weights: Tensor, choice: Tensor, ends: Tensor, tiles: Tensor, measured: bool
+) -> tuple[Tensor, Tensor]:
+    if gate_up.is_cuda and gate_up.dtype in DTYPES:
+        return weighted_swiglu_triton(gate_up, weights, choice, ends, tiles, measured)
+    y = weighted_swiglu_twin(gate_up, weights, choice)
+    return y, grouped_largest_twin(y, ends) if measured else _none_or_zeros(False, 0, 0, ends)
+
+
+def _weighted_swiglu_fake(
+    gate_up: Tensor, weights: Tensor, choice: Tensor, ends: Tensor, tiles: Tensor, measured: bool
+) -> tuple[Tensor, Tensor]:
+    rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
+    largest = rows + ends.shape[0] * columns if measured else 0
+    return gate_up.new_empty(rows, columns), gate_up.new_empty(largest, dtype=torch.int32)
 
 
 WEIGHTED_SWIGLU = operator(_weighted_swiglu, _weighted_swiglu_fake)
 
 
 def _weighted_swiglu_gradients(
-    grad: Tensor, gate_up: Tensor, weights: Tensor, choice: Tensor, slot: Tensor
-) -> tuple[Tensor, Tensor]:
-    return weighted_swiglu_gradients_twin(grad, gate_up, weights, choice, slot)
+    grad: Tensor, gate_up: Tensor, weights: Tensor, choice: Tensor, slot: Tensor, ends: Tensor, tiles: Tensor,
+    measured: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    if gate_up.is_cuda and gate_up.dtype in DTYPES:
+        return weighted_swiglu_gradients_triton(grad, gate_up, weights, choice, slot, ends, tiles, measured)
+    whole, of_weights = weighted_swiglu_gradients_twin(grad, gate_up, weights, choice, slot)
+    return whole, of_weights, grouped_largest_twin(whole, ends) if measured else _none_or_zeros(False, 0, 0, ends)
 
 
 def _weighted_swiglu_gradients_fake(
-    grad: Tensor, gate_up: Tensor, weights: Tensor, choice: Tensor, slot: Tensor
-) -> tuple[Tensor, Tensor]:
+    grad: Tensor, gate_up: Tensor, weights: Tensor, choice: Tensor, slot: Tensor, ends: Tensor, tiles: Tensor,
+    measured: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    rows, columns = gate_up.shape
+    largest = rows + ends.shape[0] * columns if measured else 0
     wide = torch.promote_types(gate_up.dtype, torch.float32)
-    return gate_up.new_empty(gate_up.shape), weights.new_empty(weights.shape, dtype=wide)
+    return (
+        gate_up.new_empty(rows, columns),
+        weights.new_empty(weights.shape, dtype=wide),
+        gate_up.new_empty(largest, dtype=torch.int32),
+    )
 
 
 WEIGHTED_SWIGLU_GRADIENTS = operator(_weighted_swiglu_gradients, _weighted_swiglu_gradients_fake)
@@ -81,16 +251,18 @@ _NAMED = "weighted_swiglu", "F.silu(gate) * up * weight"
 
 class _WeightedSwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, weights: Tensor, choice: Tensor, slot: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up, weights, choice, slot)
-        return WEIGHTED_SWIGLU(gate_up, weights, choice)
+    def forward(
+        ctx: Any, gate_up: Tensor, weights: Tensor, choice: Tensor, slot: Tensor, ends: Tensor, tiles: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(gate_up, weights, choice, slot, ends, tiles)
+        return WEIGHTED_SWIGLU(gate_up, weights, choice, ends, tiles, False)[0]
 
     @staticmethod
     @differentiated_once(*_NAMED)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # Recomputed blocks give them once.
-        of_gate_up, of_weights = WEIGHTED_SWIGLU_GRADIENTS(grad, *saved)
-        return of_gate_up, of_weights.to(saved[1].dtype), None, None
+        tensors = ctx.saved_tensors  # Recomputed blocks give them once.
+        of_gate_up, of_weights, _ = WEIGHTED_SWIGLU_GRADIENTS(grad, *tensors, False)
+        return of_gate_up, of_weights.to(tensors[1].dtype), None, None, None, None
 
 
 def weighted_swiglu(gate_up: Tensor, weights: Tensor, rows: Rows) -> Tensor:
@@ -109,16 +281,16 @@ def weighted_swiglu(gate_up: Tensor, weights: Tensor, rows: Rows) -> Tensor:
         NotImplementedError: a second derivative, or a transform of torch.func.
     """
     refuse_transforms(*_NAMED)
-    if gate_up.dtype not in (*DTYPES, torch.float64) or not weights.is_floating_point():
-        raise TypeError(f"weighted_swiglu takes bf16, fp16 or fp32, got {gate_up.dtype} and weights in {weights.dtype}")
-    if (
-        gate_up.dim() != 2
-        or gate_up.shape[1] % 2
-        or len(gate_up) != len(rows.choice)
-        or weights.shape != rows.slot.shape
-    ):
+    check_swiglu(gate_up.shape, gate_up.dtype, weights, rows)
+    return _WeightedSwiGLU.apply(gate_up, weights, rows.choice, rows.slot, rows.ends, rows.tiles)
+
+
+def check_swiglu(shape: tuple[int, ...], dtype: torch.dtype, weights: Tensor, rows: Rows) -> None:
+    """Raise the errors of weighted_swiglu, by the shape and dtype of gate_up."""
+    if dtype not in (*DTYPES, torch.float64) or not weights.is_floating_point():
+        raise TypeError(f"weighted_swiglu takes bf16, fp16 or fp32, got {dtype} and weights in {weights.dtype}")
+    if len(shape) != 2 or shape[1] % 2 or shape[0] != len(rows.choice) or weights.shape != rows.slot.shape:
         raise ValueError(
             f"weighted_swiglu takes [{len(rows.choice)}, 2 F] and weights {list(rows.slot.shape)}, got shapes "
-            f"{tuple(gate_up.shape)} and {tuple(weights.shape)}"
+            f"{tuple(shape)} and {tuple(weights.shape)}"
         )
-    return _WeightedSwiGLU.apply(gate_up, weights, rows.choice, rows.slot)

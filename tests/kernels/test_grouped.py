@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sagekernels import grouped_casts, grouped_products, grouped_swiglu
 from sagekernels.casts import E4M3, INT8, quantize
@@ -88,6 +89,31 @@ def test_codes_err_by_their_rounding(recipe, truth):
 
     for ours, theirs in zip(found, results(kept, torch.float32), strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("recipe", [("int8", "rowwise"), ("int8", "rowwise_bf16_wgrad")])
+def test_casts_know_the_largest_magnitudes_of_swiglu(recipe):
+    """SwiGLU leaves them for the next product and for its own gradients. No bit depends on it."""
+    matmul, known = GROUPED_RECIPES[recipe], []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if operator is grouped_casts.GROUPED_CASTS:
+                known.append(len(args) == 9 and args[8] is not None)
+            return operator(*args, **(kwargs or {}))
+
+    def apart(x, weights, gate_up, down, choices):  # type: ignore[no-untyped-def]
+        rows = plan_rows(choices, len(gate_up))
+        inner = weighted_swiglu(grouped_matmul(x, gate_up, rows, matmul, gathers=True), weights, rows)
+        return grouped_matmul(inner, down, rows, matmul, combines=True)
+
+    with Watch():
+        found = results(mlp, torch.bfloat16, matmul)
+    assert known == ([] if matmul.wide_weight_gradient else [False, True, False, True])  # x of both layers, their dY
+    for ours, theirs in zip(found, results(apart, torch.bfloat16), strict=True):
+        assert torch.equal(ours, theirs)
+    with torch.no_grad():
+        assert torch.equal(mlp(*(tensor.bfloat16() for tensor in TENSORS), CHOICES, matmul), found[0])
 
 
 @pytest.mark.parametrize("recipe", [None, ("int8", "rowwise"), ("fp8", "rowwise_bf16_wgrad")])
@@ -232,16 +258,14 @@ def test_the_operators_keep_their_promises():
     x, top, int8 = TENSORS[0], TOP, INT8
     gate_up = normal(1, 400, 2 * INNER)
     turned = grouped_casts.grouped_casts(x, rows, int8, True)
+    places = rows.choice, rows.slot, rows.ends, rows.tiles
     weight = grouped_casts.weight_casts(TENSORS[2], int8)
     calls = [
         (PLAN_ROWS, (CHOICES, 8, 400)),
         (GATHER_ROWS, (x, rows.choice, top)),
         (COMBINE_ROWS, (gate_up, rows.slot)),
-        (grouped_swiglu.WEIGHTED_SWIGLU, (gate_up, TENSORS[1], rows.choice)),
-        (
-            grouped_swiglu.WEIGHTED_SWIGLU_GRADIENTS,
-            (gate_up[:, :INNER], gate_up, TENSORS[1], rows.choice, rows.slot),
-        ),
+        (grouped_swiglu.WEIGHTED_SWIGLU, (gate_up, TENSORS[1], rows.choice, rows.ends, rows.tiles, True)),
+        (grouped_swiglu.WEIGHTED_SWIGLU_GRADIENTS, (gate_up[:, :INNER], gate_up, TENSORS[1], *places, False)),
         (grouped_casts.GROUPED_ROW_CASTS, (x, rows.choice, top, int8, True)),
         (grouped_casts.GROUPED_CASTS, (x, rows.choice, rows.ends, rows.tiles, rows.first, top, int8, True)),
         (grouped_casts.WEIGHT_CASTS, (TENSORS[2][:, :-1], int8)),

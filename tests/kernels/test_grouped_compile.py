@@ -11,6 +11,7 @@ from triton.compiler import ASTSource, CompiledKernel, compile
 
 from sagekernels import casts, grouped, grouped_casts
 from sagekernels import grouped_products as products
+from sagekernels import grouped_swiglu as swiglu
 
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 SHARED_MEMORY = {80: 163, 89: 99, 90: 227, 120: 99}  # A program may have so many KiB of shared memory.
@@ -121,3 +122,18 @@ def test_casts_compile(architecture, number, tmp_path):
     constants = {"TOP": 8, "GATHERS": True, "COLUMNS": 2048, "NUMBER": number}
     kernel = grouped_casts._grouped_round_rows_kernel
     compiled(kernel, architecture, constants, types, num_warps=grouped_casts.ROW_WARPS, enable_fp_fusion=casts.FUSION)
+
+
+@pytest.mark.parametrize("architecture", [90])
+def test_weighted_swiglu_compiles(architecture, tmp_path):
+    """Every load and store of a matrix has 16 bytes a thread. There are no atomics of floats."""
+    constants = {name: getattr(swiglu, name) for name in ("ROWS", "COLUMNS", "STAGES", "TILE")}
+    types = dict.fromkeys(("WEIGHTS", "PARTIAL", "OF_WEIGHTS"), "*fp32")
+    for kernel in (swiglu._weighted_swiglu_kernel, swiglu._weighted_swiglu_gradients_kernel):
+        constants |= {"MEASURED": True, "NARROW": True}
+        made = compiled(kernel, architecture, constants, types, num_warps=swiglu.WARPS)
+        ptx = made.asm["ptx"]
+        assert re.search(r"ld\.global\S*\.v4\.b32", ptx) or "cp.async.cg" in ptx
+        assert "st.global.v4.b32" in ptx and not re.search(r"(red|atom)\S*\.f32", ptx)
+        assert stack(made, tmp_path) == 0
+    compiled(swiglu._sum_parts_kernel, architecture, {"CHOICES": 256}, types, num_warps=swiglu.SUM_WARPS)

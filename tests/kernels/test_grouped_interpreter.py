@@ -17,9 +17,9 @@ from torch import Tensor
 from interpreted import INSIDE, poisoned_memory  # noqa: F401
 
 if INSIDE:
-    from sagekernels import grouped, grouped_casts, grouped_products
+    from sagekernels import grouped, grouped_casts, grouped_products, grouped_swiglu
     from sagekernels.casts import E4M3, INT8
-    from sagekernels.testing import random_choices
+    from sagekernels.testing import random_choices, random_swiglu, swiglu_gradients_error
 
     every_number = pytest.mark.parametrize("number", [INT8, E4M3], ids=str)
 
@@ -42,13 +42,18 @@ if INSIDE:
         exec(compile(source, name, "exec"), vars(module), names)
         return names[kernel]
 
-    def finds(monkeypatch: pytest.MonkeyPatch, check: Callable[[], None], module: ModuleType, *mistake: str) -> None:
-        """Check that the comparison with the twin fails with a planted mistake, and only then."""
+    Mistakes = list[tuple[str, str, str]]
+
+    def find(
+        monkeypatch: pytest.MonkeyPatch, check: Callable[[], None], module: ModuleType, mistakes: Mistakes
+    ) -> None:
+        """Check that the comparison with the twin fails with each planted mistake, and only then."""
         check()
-        with monkeypatch.context() as patched:
-            patched.setattr(module, mistake[0], planted(module, *mistake))
-            with pytest.raises(AssertionError):
-                check()
+        for mistake in mistakes:
+            with monkeypatch.context() as patched:
+                patched.setattr(module, mistake[0], planted(module, *mistake))
+                with pytest.raises(AssertionError):
+                    check()
 
     # -- rows ------------------------------------------------------------------------------------------------------
 
@@ -63,11 +68,11 @@ if INSIDE:
             ):
                 assert torch.equal(ours, twin) and ours.dtype == twin.dtype, name
 
-    def test_one_expert_has_all_rows():
+    def test_one_expert_has_all_rows(monkeypatch):
         """Its tiles are more than a program writes at a time."""
-        found, twin = (
-            f(torch.zeros(4500, 1).long(), 1, 4500) for f in (grouped.plan_rows_triton, grouped.plan_rows_twin)
-        )
+        monkeypatch.setattr(grouped, "PLAN_TOKENS", 1024)
+        plans = grouped.plan_rows_triton, grouped.plan_rows_twin
+        found, twin = (plan(torch.zeros(4500, 1).long(), 1, 4500) for plan in plans)
         assert all(torch.equal(*pair) for pair in zip(found, twin, strict=True))
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -146,14 +151,13 @@ if INSIDE:
         check_weight_codes(number, 16, 130, torch.bfloat16)
 
     def test_sums_of_codes_are_exact():
-        """All codes are the largest ones with one sign: 127^2 times 4,096 is more than float32 counts exactly."""
-        a = torch.full((400, 4096), 127, dtype=torch.int8)
+        """All codes are the largest ones with one sign: 127^2 times 1,200 is more than float32 counts exactly."""
+        a = torch.full((128, 1200), 127, dtype=torch.int8)
         a[:, 0] = 126
-        found = grouped_products.grouped_codes_product_triton(
-            a, torch.ones(400, 1), a[: len(LOADS)].view(len(LOADS), 1, -1), torch.ones(len(LOADS), 1), ROWS.tiles,
-            torch.float32,
-        )  # fmt: skip
-        assert (found[: sum(LOADS)] == float(torch.tensor(126**2 + 4095 * 127**2).float())).all()
+        table, scale = grouped.tiles_twin(torch.tensor([128]), 128)[0], torch.ones(128, 1)
+        b = a[None, :1]
+        found = grouped_products.grouped_codes_product_triton(a, scale, b, scale[None, 0], table, torch.float32)
+        assert (found == float(126**2 + 1199 * 127**2)).all()
 
     @pytest.mark.parametrize(("dtype", "columns", "inner"), [
         (torch.bfloat16, 130, 33), (torch.float16, 16, 64), (torch.float32, 1, 16),
@@ -189,18 +193,18 @@ if INSIDE:
         assert [not matrix.any() for matrix in out] == [load == 0 for load in LOADS]
         assert out[1].isnan().all()
 
-    @pytest.mark.parametrize("mistake", [
-        ("_codes_product_kernel", "b = _load_codes(B, expert * columns + left", "b = _load_codes(B, left"),
-        ("_codes_product_kernel", "expert * columns + column", "column"),
-        ("_codes_product_kernel", "A_SCALE + row", "A_SCALE + tl.arange(0, BLOCK_M)"),
-        ("_codes_product_kernel", "(expert >= 0) & (top < end), inner", "top < end, inner"),
-        ("_codes_weight_product_kernel", "expert * a_rows + row, mask", "row, mask"),
-        ("_codes_weight_product_kernel", "FIRST + expert + 1) * TILE", "FIRST + expert + 1) * TILE - BLOCK_K"),
-        ("_codes_weight_product_kernel", "(FIRST + expert) * TILE,", "(FIRST + expert) * TILE + BLOCK_K,"),
-    ])  # fmt: skip
-    def test_mistakes_in_products_are_found(mistake, monkeypatch):
-        check = check_weight_codes if "weight" in mistake[0] else check_codes
-        finds(monkeypatch, lambda: check(INT8, 32, 32, torch.float32), grouped_products, *mistake)
+    def test_mistakes_in_products_are_found(monkeypatch):
+        mistakes = [
+            ("_codes_product_kernel", "b = _load_codes(B, expert * columns + left", "b = _load_codes(B, left"),
+            ("_codes_product_kernel", "expert * columns + column", "column"),
+            ("_codes_product_kernel", "A_SCALE + row", "A_SCALE + tl.arange(0, BLOCK_M)"),
+            ("_codes_product_kernel", "(expert >= 0) & (top < end), inner", "top < end, inner"),
+            ("_codes_weight_product_kernel", "expert * a_rows + row, mask", "row, mask"),
+            ("_codes_weight_product_kernel", "FIRST + expert + 1) * TILE", "FIRST + expert + 1) * TILE - BLOCK_K"),
+            ("_codes_weight_product_kernel", "(FIRST + expert) * TILE,", "(FIRST + expert) * TILE + BLOCK_K,"),
+        ]
+        find(monkeypatch, lambda: check_codes(INT8, 32, 32, torch.float32), grouped_products, mistakes[:4])
+        find(monkeypatch, lambda: check_weight_codes(INT8, 32, 32, torch.float32), grouped_products, mistakes[4:])
 
     # -- casts -----------------------------------------------------------------------------------------------------
 
@@ -261,13 +265,77 @@ if INSIDE:
         assert found[1][: ends[-1], 0].isnan().nonzero().tolist() == [[16], [140]]
         assert found[3].isnan().nonzero().tolist() == [[1, 5], [2, 7]]
 
-    @pytest.mark.parametrize("mistake", [
-        ("_grouped_largest_kernel", "step * ROWS", "step"),
-        ("_grouped_largest_kernel", "expert * columns + column", "column"),
-        ("_load_rows", "(row < end)[:, None]", "(row < 200)[:, None]"),
-        ("_load_rows", "// TOP", "// (TOP + 1)"),
-        ("_grouped_round_kernel", "tile == tl.load(FIRST + expert)", "tile == 0"),
-        ("_grouped_round_kernel", "start = tile * TILE", "start = tile * TILE - expert"),
+    def test_mistakes_in_casts_are_found(monkeypatch):
+        mistakes = [
+            ("_grouped_largest_kernel", "step * ROWS", "step"),
+            ("_grouped_largest_kernel", "expert * columns + column", "column"),
+            ("_load_rows", "(row < end)[:, None]", "(row < 200)[:, None]"),
+            ("_grouped_round_kernel", "tile == tl.load(FIRST + expert)", "tile == 0"),
+            ("_grouped_round_kernel", "start = tile * TILE", "start = tile * TILE - expert"),
+            ("_load_rows", "// TOP", "// (TOP + 1)"),
+        ]
+        monkeypatch.setattr(grouped_casts, "LARGEST_ROWS", 64)
+        find(monkeypatch, lambda: check_casts(INT8, 16, gathers=False), grouped_casts, mistakes[:-1])
+        find(monkeypatch, lambda: check_casts(INT8, 16, gathers=True), grouped_casts, mistakes[-1:])
+
+    # -- SwiGLU ----------------------------------------------------------------------------------------------------
+
+    def check_swiglu(columns: int, magnitude: float, dtype: torch.dtype) -> None:
+        """Check SwiGLU and its gradients against float64, and largest magnitudes exactly. Empty rows are NaN."""
+        choice, slot, ends, _, tiles, *_ = FEW_ROWS
+        grad, gate, up = random_swiglu(200, columns, magnitude, dtype)
+        gate_up = torch.cat((gate, up, gate[:, :3]), 1)[:, : 2 * columns]
+        own = slice(0, ends[-1])
+        grad[ends[-1] :] = gate_up[ends[-1] :] = torch.nan
+        weights = normal(5, *slot.shape).sigmoid()
+        weights[slot < 0] = torch.nan
+        y, largest = grouped_swiglu.weighted_swiglu_triton(gate_up, weights, choice, ends, tiles, True)
+        assert torch.equal(largest, grouped_casts.grouped_largest_twin(y, ends))
+        weight = weights.flatten()[choice[own].long(), None].double()
+        exact = torch.nn.functional.silu(gate[own].double()) * up[own].double() * weight
+        eps = 2 * torch.finfo(dtype).eps if dtype == torch.bfloat16 else 1e-6  # The interpreter truncates.
+        assert ((y[own].double() - exact).abs() <= eps * exact.abs() + 1e-38).all() and not y[ends[-1] :].any()
+        assert grouped_swiglu.weighted_swiglu_triton(gate_up, weights, choice, ends, tiles, False)[1].numel() == 0
+        whole, of_weights, largest = grouped_swiglu.weighted_swiglu_gradients_triton(
+            grad, gate_up, weights, choice, slot, ends, tiles, True
+        )
+        assert torch.equal(largest, grouped_casts.grouped_largest_twin(whole, ends))
+        assert not whole[ends[-1] :].any()
+        weighted = grad[own].double() * weight
+        limit = 2.1 if dtype == torch.bfloat16 else 1
+        assert swiglu_gradients_error(whole[own], weighted, gate[own], up[own]) <= limit
+        terms = grad[own].double() * torch.nn.functional.silu(gate[own].double()) * up[own].double()
+        exact, bound = torch.zeros(slot.numel()).double(), torch.zeros(slot.numel()).double()
+        exact[choice[own].long()], bound[choice[own].long()] = terms.sum(1), terms.abs().sum(1)
+        assert ((of_weights.flatten() - exact).abs() <= 2e-6 * bound + 1e-38).all()
+
+    @pytest.mark.parametrize(("columns", "magnitude", "dtype"), [
+        (40, 1.0, torch.bfloat16), (33, 1e-12, torch.float32), (33, 1e12, torch.float32),
     ])  # fmt: skip
-    def test_mistakes_in_casts_are_found(mistake, monkeypatch):
-        finds(monkeypatch, lambda: check_casts(INT8, 16, "TOP" in mistake[1]), grouped_casts, *mistake)
+    def test_weighted_swiglu(columns, magnitude, dtype, monkeypatch):
+        """Rows take more programs than one."""
+        monkeypatch.setattr(grouped_swiglu, "COLUMNS", 32)
+        monkeypatch.setattr(grouped_swiglu, "ROWS", 32)
+        check_swiglu(columns, magnitude, dtype)
+
+    def test_mistakes_in_swiglu_are_found(monkeypatch):
+        mistakes = [
+            ("_load_row_tile", "WEIGHTS + choice", "WEIGHTS + row"),
+            ("_load_row_tile", "inside = (choice >= 0)[:, None]", "inside = (row < end)[:, None]"),
+            ("_weighted_swiglu_kernel", "expert * columns + column", "column"),
+            ("_weighted_swiglu_kernel", "tl.maximum(of_columns, bits)", "bits"),
+            ("_weighted_swiglu_gradients_kernel", "grad *= weight", "grad *= 1.0"),
+            ("_weighted_swiglu_gradients_kernel", "of_columns + columns, widened", "of_columns, widened"),
+            ("_sum_parts_kernel", "total +=", "total ="),
+        ]
+        monkeypatch.setattr(grouped_swiglu, "COLUMNS", 16)
+        monkeypatch.setattr(grouped_swiglu, "ROWS", 64)
+        find(monkeypatch, lambda: check_swiglu(20, 1.0, torch.float32), grouped_swiglu, mistakes)
+
+    def test_known_largest_magnitudes_change_no_bit_of_a_cast():
+        choice, _, ends, _, tiles, first, _ = FEW_ROWS
+        x = normal(1, 200, 40)
+        how = x, choice, tiles, first, TOP, INT8, False
+        known = grouped_casts.grouped_casts_triton(*how, grouped_casts.grouped_largest_twin(x, ends))
+        for ours, theirs in zip(known, grouped_casts.grouped_casts_triton(*how), strict=True):
+            same(ours[: ends[-1]], theirs[: ends[-1]])
