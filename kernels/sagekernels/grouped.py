@@ -200,8 +200,9 @@ def plan_rows_triton(choices: Tensor, experts: int, room: int) -> Rows:
         base = until - counts + (ends - load)
         if tokens:
             _place_kernel[(blocks,)](choices, base, slot, choice, tokens, experts, room, **how)
-        tiles, first = tiles_triton(ends.clamp(max=room), room)
-    return Rows(choice, slot, ends.clamp(max=room), load.clone(), tiles, first, ends[-1] > room)
+        within = ends.clamp(max=room)
+        tiles, first = tiles_triton(within, room)
+    return Rows(choice, slot, within, load.clone(), tiles, first, ends[-1] > room)
 
 
 def tiles_triton(ends: Tensor, room: int) -> tuple[Tensor, Tensor]:

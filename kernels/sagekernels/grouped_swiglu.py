@@ -61,11 +61,11 @@ def _of_rows(weights: Tensor, choice: Tensor, wide: torch.dtype) -> Tensor:
 
 
 @triton.jit
-def _load_row_tile(CHOICE, WEIGHTS, GATE_UP, row, end, column, columns, stride):
-    """Load weight, gate and up of some rows as float32, with zeros for empty rows and outside."""
-    choice = tl.load(CHOICE + row, mask=row < end, other=-1)
-    weight = tl.load(WEIGHTS + choice, mask=choice >= 0, other=0.0).to(tl.float32)[:, None]
-    inside = (choice >= 0)[:, None] & (column < columns)[None, :]
+def _load_row_tile(CHOICE, WEIGHTS, GATE_UP, row, own, column, columns, stride):
+    """Load weight, gate and up of some rows as float32, with zeros for rows that are not this expert's own."""
+    choice = tl.load(CHOICE + row, mask=own, other=0)
+    weight = tl.load(WEIGHTS + choice, mask=own, other=0.0).to(tl.float32)[:, None]
+    inside = own[:, None] & (column < columns)[None, :]
     at = GATE_UP + row.to(tl.int64)[:, None] * stride + column[None, :]
     gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(at + columns, mask=inside, other=0.0).to(tl.float32)
@@ -86,7 +86,8 @@ def _weighted_swiglu_kernel(
     of_columns = tl.zeros([ROWS, COLUMNS], tl.int16 if NARROW else tl.int32)
     for step in tl.range(TILE // ROWS, num_stages=STAGES):
         row = first + step * ROWS + tl.arange(0, ROWS)
-        weight, gate, up, _ = _load_row_tile(CHOICE, WEIGHTS, GATE_UP, row, end, column, columns, stride)
+        own = (row < end) & (expert >= 0)
+        weight, gate, up, _ = _load_row_tile(CHOICE, WEIGHTS, GATE_UP, row, own, column, columns, stride)
         y = (gate * (1.0 / (1.0 + tl.exp(-gate))) * up * weight).to(OUT.dtype.element_ty)
         out = OUT + row.to(tl.int64)[:, None] * columns + column[None, :]
         tl.store(out, y, mask=(row < end)[:, None] & (column < columns)[None, :])
@@ -117,8 +118,9 @@ def _weighted_swiglu_gradients_kernel(
     for step in tl.range(TILE // ROWS, num_stages=STAGES):
         row = first + step * ROWS + tl.arange(0, ROWS)
         long = row.to(tl.int64)[:, None]
-        weight, gate, up, own = _load_row_tile(CHOICE, WEIGHTS, GATE_UP, row, end, column, columns, stride)
-        grad = tl.load(GRAD + long * grad_stride + column[None, :], mask=own, other=0.0).to(tl.float32)
+        own = (row < end) & (expert >= 0)
+        weight, gate, up, inside = _load_row_tile(CHOICE, WEIGHTS, GATE_UP, row, own, column, columns, stride)
+        grad = tl.load(GRAD + long * grad_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
         sigmoid = 1.0 / (1.0 + tl.exp(-gate))
         silu = gate * sigmoid
         tl.store(PARTIAL + row.to(tl.int64) * across + right, tl.sum(grad * silu * up, 1), mask=row < end)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from sagekernels import grouped_casts, grouped_products, grouped_swiglu
 from sagekernels.casts import E4M3, INT8, quantize
@@ -114,6 +115,19 @@ def test_casts_know_the_largest_magnitudes_of_swiglu(recipe):
         assert torch.equal(ours, theirs)
     with torch.no_grad():
         assert torch.equal(mlp(*(tensor.bfloat16() for tensor in TENSORS), CHOICES, matmul), found[0])
+
+
+def test_recomputed_blocks_have_the_same_bits():
+    """They give each tensor that autograd kept once."""
+
+    def recomputed(*arguments: object) -> Tensor:
+        made: Tensor = checkpoint(mlp, *arguments, use_reentrant=False)
+        return made
+
+    for matmul in (None, GROUPED_RECIPES["int8", "rowwise"]):
+        found = results(recomputed, torch.float32, matmul)
+        for ours, theirs in zip(found, results(mlp, torch.float32, matmul), strict=True):
+            assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("recipe", [None, ("int8", "rowwise"), ("fp8", "rowwise_bf16_wgrad")])

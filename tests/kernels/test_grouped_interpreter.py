@@ -69,7 +69,7 @@ if INSIDE:
                 assert torch.equal(ours, twin) and ours.dtype == twin.dtype, name
 
     def test_one_expert_has_all_rows(monkeypatch):
-        """Its tiles are more than a program writes at a time."""
+        """One expert has more tiles than a program writes at a time."""
         monkeypatch.setattr(grouped, "PLAN_TOKENS", 1024)
         plans = grouped.plan_rows_triton, grouped.plan_rows_twin
         found, twin = (plan(torch.zeros(4500, 1).long(), 1, 4500) for plan in plans)
@@ -321,7 +321,8 @@ if INSIDE:
     def test_mistakes_in_swiglu_are_found(monkeypatch):
         mistakes = [
             ("_load_row_tile", "WEIGHTS + choice", "WEIGHTS + row"),
-            ("_load_row_tile", "inside = (choice >= 0)[:, None]", "inside = (row < end)[:, None]"),
+            ("_weighted_swiglu_kernel", "(row < end) & (expert >= 0)", "row < end"),
+            ("_weighted_swiglu_gradients_kernel", "(row < end) & (expert >= 0)", "row < end"),
             ("_weighted_swiglu_kernel", "expert * columns + column", "column"),
             ("_weighted_swiglu_kernel", "tl.maximum(of_columns, bits)", "bits"),
             ("_weighted_swiglu_gradients_kernel", "grad *= weight", "grad *= 1.0"),

@@ -1,0 +1,133 @@
+"""Mixtures of experts on a GPU: kernels agree with their twins and with a loop over experts in float64."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sagekernels import grouped_casts
+from sagekernels.casts import E4M3, INT8
+from sagekernels.grouped import TILE, plan_rows, plan_rows_twin
+from sagekernels.grouped_matmul import GROUPED_RECIPES, GroupedMatmul, grouped_gated, grouped_matmul
+from sagekernels.testing import random_choices, rel_l2
+
+CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(CAPABILITY < (8, 9), reason="needs an NVIDIA GPU with FP8 matmuls: make test-gpu"),
+]
+LOADS, TOP, HIDDEN, INNER = (0, 17, 128, 1, 129, 0, 700, 0), 3, 256, 144
+CHOICES = random_choices(LOADS, TOP)
+WAYS = {
+    "float16": (torch.float16, GroupedMatmul(), 0.002),
+    "float32": (torch.float32, GroupedMatmul(), 1e-5),
+    "bfloat16": (torch.bfloat16, GroupedMatmul(), 0.01),
+    **{
+        " ".join(recipe): (torch.bfloat16, matmul, {"int8": 0.04, "fp8": 0.1}[recipe[0]])
+        for recipe, matmul in GROUPED_RECIPES.items()
+    },
+}
+
+
+def poison() -> None:
+    """Fill memory with NaN, so that the next allocation holds NaN."""
+    torch.full((2**24,), torch.nan, device="cuda")
+
+
+def tensors(dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
+    """Return x, the router's weights, gate_up and down as leaves, and the gradient of the output."""
+    draw = torch.Generator("cuda").manual_seed(0)
+    experts, tokens = len(LOADS), len(CHOICES)
+    sizes = (tokens, HIDDEN), (tokens, TOP), (experts, 2 * INNER, HIDDEN), (experts, HIDDEN, INNER), (tokens, HIDDEN)
+    x, weights, gate_up, down, grad = (torch.randn(size, device="cuda", generator=draw) for size in sizes)
+    made = (x, weights.sigmoid(), gate_up / HIDDEN**0.5, down / INNER**0.5)
+    narrow = [tensor.to(torch.bfloat16).to(torch.float64) for tensor in (*made, grad)]
+    *leaves, grad = (tensor.to(dtype) for tensor in narrow)
+    leaves[1] = narrow[1].to(torch.promote_types(dtype, torch.float32))
+    return [leaf.requires_grad_() for leaf in leaves], grad
+
+
+def mlp(x, weights, gate_up, down, choices, matmul, room):  # type: ignore[no-untyped-def]
+    rows = plan_rows(choices, len(gate_up), room)
+    inner = grouped_gated(x, gate_up, weights, rows, matmul, gathers=True)
+    return grouped_matmul(inner, down, rows, matmul, combines=True)
+
+
+def loop(x, weights, gate_up, down, choices):  # type: ignore[no-untyped-def]
+    y = torch.zeros_like(x)
+    for expert in range(len(gate_up)):
+        gate, up = F.linear(x, gate_up[expert]).chunk(2, 1)
+        weight = torch.where(choices == expert, weights, 0).sum(1, keepdim=True)
+        y = y + F.linear(F.silu(gate) * up * weight, down[expert])
+    return y
+
+
+def results(way, dtype: torch.dtype, *arguments: object) -> list[Tensor]:  # type: ignore[no-untyped-def]
+    leaves, grad = tensors(dtype)
+    poison()
+    y = way(*leaves, CHOICES.cuda(), *arguments)
+    return [y.detach(), *torch.autograd.grad(y, leaves, grad)]
+
+
+def test_a_mixture_is_a_loop_over_experts():
+    """Loads are odd, and some are none. Room that is left over, torch.compile and another call change no bit."""
+    truth = results(loop, torch.float64)
+    for name, (dtype, matmul, limit) in WAYS.items():
+        found = results(mlp, dtype, matmul, None)
+        for ours, exact in zip(found, truth, strict=True):
+            assert ours.isfinite().all() and rel_l2(ours, exact) < limit, name
+        for expert, load in enumerate(LOADS):
+            assert load or not (found[3][expert].any() or found[4][expert].any()), name
+        torch._dynamo.reset()
+        compiled = torch.compile(mlp, fullgraph=True, dynamic=False)
+        for way, room in ((mlp, None), (mlp, 1500), (compiled, None)):
+            for ours, theirs in zip(results(way, dtype, matmul, room), found, strict=True):
+                assert torch.equal(ours, theirs), (name, way, room)
+
+
+def test_the_host_does_not_wait():
+    for name in ("bfloat16", "int8 rowwise", "fp8 rowwise"):
+        dtype, matmul, _ = WAYS[name]
+        results(mlp, dtype, matmul, None)  # Kernels are compiled.
+        leaves, grad = tensors(dtype)
+        choices = CHOICES.cuda()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            torch.autograd.grad(mlp(*leaves, choices, matmul, None), leaves, grad)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_plans_are_those_of_the_sort():
+    many = torch.rand(1000, 128, generator=torch.Generator().manual_seed(0)).argsort(1)[:, :8] - 5
+    for (choices, experts), room in itertools.product(((CHOICES, 8), (many, 120)), (None, 3000, 500)):
+        poison()
+        found = plan_rows(choices.cuda(), experts, room)
+        for ours, twin in zip(found, plan_rows_twin(choices, experts, room or choices.numel()), strict=True):
+            assert torch.equal(ours.cpu(), twin)
+
+
+@pytest.mark.parametrize("number", [INT8, E4M3], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_casts_are_their_twins_bit_for_bit(number, dtype):
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(len(CHOICES), 300, generator=draw) * torch.exp2(30 * torch.randn(len(CHOICES), 1, generator=draw))
+    x[::7] = 0
+    x = x.to(dtype)
+    rows, own = plan_rows(CHOICES, len(LOADS)), sum(LOADS)
+    expected = grouped_casts.grouped_casts(x, rows, number, True)
+    poison()
+    found = grouped_casts.grouped_casts(x.cuda(), plan_rows(CHOICES.cuda(), len(LOADS)), number, True)
+    columns = TILE * int(rows.first[-1])
+    for ours, twin, last in zip(found, expected, ((own,), (own,), (300, columns), (len(LOADS),)), strict=True):
+        part = tuple(slice(end) for end in last)
+        assert torch.equal(ours.cpu()[part].float(), twin[part].float())
+    weight = torch.randn(3, 144, 80, generator=draw).to(dtype)
+    for ours, twin in zip(
+        grouped_casts.weight_casts(weight.cuda(), number), grouped_casts.weight_casts(weight, number), strict=True
+    ):
+        assert torch.equal(ours.cpu().float(), twin.float())
