@@ -311,21 +311,20 @@ def test_small_gradients_beside_large_ones_move_weights_little() -> None:
 def test_engines_learn_alike_at_every_layout_and_resume(tmp_path) -> None:
     """The cases are Muon, and both optimizers with small moments. A resumed engine has the same bits."""
     full, half = MUON
-    plain, fsdp, hybrid = {}, {"engine": "fsdp"}, {"engine": "fsdp", "shard_size": 2}
+    fsdp, hybrid, deepspeed = {"engine": "fsdp"}, {"engine": "fsdp", "shard_size": 2}, {"engine": "deepspeed"}
     worlds = {
-        1: [(1, 1, 0, full, plain), (1, 1, 1, half, plain), *((1, 1, 1, how, fsdp) for how in (*SMALL, *NARROW))],
+        1: [(1, 1, 0, full, fsdp), *((1, 1, 1, how, fsdp) for how in (half, *SMALL, *NARROW))],
         2: [
-            (1, 1, 0, full, plain),
-            *((1, 1, stage, half, plain) for stage in (2, 3)),
-            *((1, 1, stage, how, plain) for stage, how in enumerate(SMALL)),
-            (1, 1, 0, half, fsdp),
+            (1, 1, 0, full, deepspeed),
+            *((1, 1, stage, half, engine) for stage, engine in ((2, deepspeed), (3, fsdp))),
+            *((1, 1, stage, how, fsdp) for stage, how in enumerate(SMALL)),
+            (1, 1, 3, SMALL[0], deepspeed),
             (1, 2, 1, full, fsdp),
         ],
         4: [
-            (2, 1, 3, full, plain),
-            *((2, 1, stage, half, fsdp) for stage in (1, 3)),
+            (2, 1, 3, full, fsdp),
+            *((2, 1, stage, half, engine) for stage, engine in ((1, fsdp), (3, deepspeed))),
             *((tp_size, 1, 1, how, fsdp) for tp_size, how in zip((1, 2), NARROW, strict=True)),
-            (2, 1, 1, half, plain),
             (1, 1, 1, half, hybrid),
         ],
     }
