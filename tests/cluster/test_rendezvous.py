@@ -175,7 +175,7 @@ def test_a_signal_ends_ranks_that_wait(tmp_path, number) -> None:
             assert time.monotonic() < deadline
             time.sleep(0.01)
     store = TCPStore("127.0.0.1", port, is_master=False)
-    store.wait(["meet/0/host/0", "meet/0/host/1"], timedelta(seconds=30))
+    store.wait(["meet/0/host/0", "meet/0/host/1"], timedelta(seconds=PATIENCE))
     for process in reversed(ended):
         os.kill(process.pid, number)
         process.join(PATIENCE)  # They would wait for the others twice as long.
@@ -209,10 +209,10 @@ def test_a_run_whose_ranks_have_not_come_leaves_at_a_signal(tmp_path, corpus) ->
         time.sleep(0.05)
     store = TCPStore("127.0.0.1", port, is_master=False)
     with suppress(DistStoreError):
-        store.wait(["meet/0/host/0"], timedelta(seconds=30))
+        store.wait(["meet/0/host/0"], timedelta(seconds=PATIENCE))
     del store
     process.terminate()
-    _, text = process.communicate(timeout=60)  # Without the signal the process would wait for half an hour.
+    _, text = process.communicate(timeout=PATIENCE)  # Without the signal the process would wait for half an hour.
     assert process.returncode == 128 + signal.SIGTERM
     assert text.splitlines()[-1].startswith("ended by SIGTERM before training began"), text
     assert text.count("ended by") == 1 and "c10d" not in text
