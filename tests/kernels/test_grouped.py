@@ -304,6 +304,20 @@ def test_rows_of_tokens_are_not_kept():
     assert {id(saved) for saved in kept if saved.is_floating_point()} == {id(x), id(weight)}
 
 
+@pytest.mark.parametrize(("found", "int8", "fp8"), [
+    ((8, 0), "portable", "compute capability 8.9"), ((8, 9), "portable", "portable"), ((9, 0), "sm_90", "sm_90"),
+    ((10, 3), "B300", "portable"), ((12, 0), "portable", "portable"), ((7, 5), "8.0", "compute capability 8.9"),
+])  # fmt: skip
+def test_gpus_have_tiles_or_are_refused(found, int8, fp8, monkeypatch):
+    monkeypatch.setattr(grouped_products, "capability", lambda device: found)
+    for number, expected in ((INT8, int8), (E4M3, fp8)):
+        if expected in grouped_products.CODES_TILES:
+            assert grouped_products._codes_family.__wrapped__(torch.device("cuda"), number) == expected
+        else:
+            with pytest.raises(NotImplementedError, match=expected):
+                grouped_products._codes_family.__wrapped__(torch.device("cuda"), number)
+
+
 def test_what_they_do_not_take_they_refuse():
     rows = plan_rows(CHOICES, len(LOADS))
     x, weight = TENSORS[0], TENSORS[2]
