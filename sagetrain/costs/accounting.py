@@ -10,7 +10,7 @@ from math import prod
 from typing import Any, Literal, NamedTuple
 
 from sagetrain.config.arithmetic import recomputed_blocks
-from sagetrain.config.layer_specs import layers, linear_layers
+from sagetrain.config.layer_specs import LayerSpec, layers
 from sagetrain.config.layout import Layout
 from sagetrain.config.schema import (
     AttentionConfig,
@@ -87,9 +87,10 @@ def with_recomputation(cfg: RunConfig, how: Recomputation) -> RunConfig:
     return cfg.model_copy(update={"training": cfg.training.model_copy(update={"activation_checkpointing": how})})
 
 
-def first_block(cfg: RunConfig, rank: Rank) -> tuple[Operation, ...]:
-    """List the operations of the first block. All blocks have its linear layers."""
-    return block_operations(layers(cfg.model, cfg.attention.qk_norm)[0], cfg.attention, rank)
+def last_block(cfg: RunConfig, rank: Rank) -> tuple[Operation, ...]:
+    """List the operations of the last block. All blocks have its linear layers, but for dense ones before those with
+    experts."""
+    return block_operations(layers(cfg.model, cfg.attention.qk_norm)[-1], cfg.attention, rank)
 
 
 def num_parameters(model: ModelConfig, attention: AttentionConfig, vocab_size: int) -> int:
@@ -97,12 +98,22 @@ def num_parameters(model: ModelConfig, attention: AttentionConfig, vocab_size: i
     return parameters_per_rank(model, attention, vocab_size, 1)
 
 
+def active_parameters(model: ModelConfig, attention: AttentionConfig, vocab_size: int) -> int:
+    """Return the number of parameters that one token meets: of a layer's experts only those that it goes to."""
+    everything = num_parameters(model, attention, vocab_size)
+    if (experts := model.experts) is None:
+        return everything
+    of_experts = sum(spec.size for spec in tensors(model, attention, vocab_size) if spec.cut == "experts")
+    return everything - of_experts * (experts.number - experts.per_token) // experts.number
+
+
 # Many layouts are proposed for one model, and each of them asks for this count.
 @functools.lru_cache(maxsize=256)
 def parameters_per_rank(model: ModelConfig, attention: AttentionConfig, vocab_size: int, tensor_parallel: int) -> int:
     """Return the number of parameters that one tensor-parallel rank holds. Matrices are cut, and gains are on every
     rank."""
-    return sum(spec.size // slices_of(spec, tensor_parallel) for spec in tensors(model, attention, vocab_size))
+    every = tensors(model, attention, vocab_size)
+    return sum(spec.size // slices_of(spec, tensor_parallel) for spec in every if spec.kind != "state")
 
 
 # A prediction asks twice, and most predictions are for one model.
@@ -155,7 +166,12 @@ def _muon_shapes(
     model: ModelConfig, attention: AttentionConfig, adamw_matrices: tuple[Any, ...]
 ) -> tuple[tuple[int, ...], ...]:
     muon = MuonConfig(adamw_matrices=[*adamw_matrices])
-    return tuple(spec.shape for spec in tensors(model, attention, 1) if muon.takes(spec.kind, spec.name))
+    return tuple(
+        spec.matrix
+        for spec in tensors(model, attention, 1)
+        if muon.takes(spec.kind, spec.name)
+        for _ in range(spec.matrices)
+    )
 
 
 def checkpoint_bytes(cfg: RunConfig, vocab_size: int) -> int:
@@ -179,12 +195,19 @@ def overlaps(cfg: RunConfig) -> bool:
     if cfg.parallel.tensor_parallel_overlap != "auto":
         return cfg.parallel.tensor_parallel_overlap == "on"
     whole = Rank(tokens=rank_of(cfg).tokens)
-    flops = 3 * _matmul_flops(first_block(cfg, whole))
+    flops = 3 * _matmul_flops(last_block(cfg, whole))
     return flops >= _OVERLAP_FLOPS * cfg.parallel.tensor_parallel_size
 
 
 def fsdp_groups(cfg: RunConfig, size: int) -> tuple[int, int]:
     """Return the parameters that FSDP2 gathers and reduces together (engines/fsdp.py) of a rank with `size` parameters:
-    the matrices of a block, and everything outside of those, the gains of norms included."""
-    block = sum(each.weights for each in linear_layers(cfg.model, cfg.parallel.tensor_parallel_size).values())
-    return block, size - cfg.model.num_layers * block
+    the matrices of the largest block, and everything outside of blocks, the gains of norms and routers included."""
+    blocks = [_weights(layer, cfg.parallel.tensor_parallel_size) for layer in layers(cfg.model)]
+    return max(blocks), size - sum(blocks)
+
+
+def _weights(layer: LayerSpec, tensor_parallel: int) -> int:
+    """Return the weights of a block's linear layers and experts on one rank."""
+    experts = layer.experts
+    mixture = 3 * experts.number * experts.ffn_size * layer.hidden if experts else 0
+    return mixture + sum(each.weights for each in layer.linear_layers(tensor_parallel).values())

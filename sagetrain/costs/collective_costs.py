@@ -70,7 +70,9 @@ def _tensor_parallel(
         ("backward", INTO, leaves, 0, into),
     ]
     packed = {("forward", INTO): payload, ("recomputed", INTO): payload, ("backward", OUT): payload}
-    gathers, linear = 2 * model.num_layers, rank.linear
+    # Experts compute the tokens of their rank. Only an MLP beside them takes part in collectives.
+    halves = 1 + bool(layers(model)[-1].mlp.inner)
+    gathers, linear = halves * model.num_layers, rank.linear
     if linear.precision == "fp8" and linear.recipe != "rowwise_bf16_wgrad":
         eight = rank.tokens * (model.hidden_size + 16) // parts  # the tensor has the format of sagekernels/packing.py
         sizes = list(linear_layers(model, rank.tensor).values())
@@ -81,9 +83,9 @@ def _tensor_parallel(
                 packed[key] = (low * eight + (gathers - low) * payload) // gathers
     for moment, what, kind, at_ends, beside in rows:
         if kind and (rank.recomputes or moment != "recomputed"):
-            calls = [(2 * parts, at_ends * parts, payload)]
+            calls = [(halves * parts, at_ends * parts, payload)]
             if kind == "all-gather" and packed[moment, what] < payload:
-                calls = [(2 * parts, 0, packed[moment, what]), (0, at_ends * parts, payload)]
+                calls = [(halves * parts, 0, packed[moment, what]), (0, at_ends * parts, payload)]
             yield from (CollectiveCost("tensor", moment, what, kind, *call, beside) for call in calls)
     yield CollectiveCost("tensor", "backward", "into the head", leaves, 0, parts, payload)
     if attention.qk_norm == "all_heads":

@@ -8,13 +8,14 @@ from math import prod
 
 from sagetrain.config.arithmetic import parts_of
 from sagetrain.config.errors import many
+from sagetrain.config.layer_specs import LayerSpec
 from sagetrain.config.layout import Layout
 from sagetrain.config.schema import SIXTEEN_BITS, RunConfig
 from sagetrain.costs import deepspeed_prices
 from sagetrain.costs.accounting import (
     MemoryItem,
-    first_block,
     fsdp_groups,
+    last_block,
     muon_parameters,
     muon_shapes,
     overlaps,
@@ -22,7 +23,7 @@ from sagetrain.costs.accounting import (
     total_bytes,
     with_recomputation,
 )
-from sagetrain.costs.operations import Ends, MatmulCost, Rank, end_operations, of_kind
+from sagetrain.costs.operations import Ends, MatmulCost, Operation, Rank, block_operations, end_operations, of_kind
 from sagetrain.costs.stages import different_stages, held, kinds_of_blocks
 from sagetrain.optim.owners import MUON_ROUND
 
@@ -91,8 +92,12 @@ def block_activation_bytes(cfg: RunConfig) -> int:
 
 
 def _saved(cfg: RunConfig, rank: Rank) -> int:
-    """Return the bytes per token that autograd saves of one block. All blocks save alike."""
-    return sum(part.saved // part.shards for part in first_block(cfg, rank))
+    """Return the bytes per token that autograd saves of the last block."""
+    return _kept(last_block(cfg, rank))
+
+
+def _kept(operations: Iterable[Operation]) -> int:
+    return sum(part.saved // part.shards for part in operations)
 
 
 def _model_state(cfg: RunConfig, layout: Layout, size: int, vocab_size: int) -> list[MemoryItem]:
@@ -108,7 +113,7 @@ def _model_state(cfg: RunConfig, layout: Layout, size: int, vocab_size: int) -> 
 
 def _codes(cfg: RunConfig) -> MemoryItem:
     """Estimate the 8-bit weights that linear layers keep."""
-    linear = of_kind(MatmulCost, first_block(cfg, rank_of(cfg)))
+    linear = of_kind(MatmulCost, last_block(cfg, rank_of(cfg)))
     eight = sum(layer.weights for layer in linear if layer.precision.forward == cfg.linear.precision)
     low = 2 * eight * len(cfg.linear.low_bit_blocks(cfg.model.num_layers))
     return MemoryItem("8-bit weights", low, "codes of linear layers, as they are and transposed")
@@ -220,7 +225,7 @@ def _linear_errors(cfg: RunConfig, layout: Layout, vocab_size: int) -> list[list
     cfg = with_recomputation(cfg, "full")
     rank = replace(rank_of(cfg), fused=False, linear=SIXTEEN_BITS)
     kept, running = _activations(cfg, rank)
-    linear = of_kind(MatmulCost, first_block(cfg, rank))
+    linear = of_kind(MatmulCost, last_block(cfg, rank))
     largest = max(4 * max(layer.weights, layer.tokens * layer.inputs) for layer in linear)
     return [
         [kept, *_loss(cfg, rank, end_operations(cfg.model, vocab_size, rank))],
@@ -231,10 +236,13 @@ def _linear_errors(cfg: RunConfig, layout: Layout, vocab_size: int) -> list[list
 def _activations(cfg: RunConfig, rank: Rank) -> tuple[MemoryItem, list[MemoryItem]]:
     """Estimate the activations that all blocks keep of a micro-batch until backward, and the further memory of the
     block whose backward pass runs."""
-    kinds = [(kind.blocks, kind.rank, _saved(cfg, kind.rank)) for kind in kinds_of_blocks(cfg, rank)]
-    wholes = [
-        kept if kind.recompute == "none" else _saved(cfg, replace(kind, recompute="none")) for _, kind, kept in kinds
-    ]
+
+    def saved_by(layer: LayerSpec, own: Rank) -> int:
+        return _kept(block_operations(layer, cfg.attention, own))
+
+    every = kinds_of_blocks(cfg, rank)
+    kinds = [(kind.blocks, kind.rank, saved_by(kind.layer, kind.rank)) for kind in every]
+    wholes = [saved_by(kind.layer, replace(kind.rank, recompute="none")) for kind in every]
     whole = max(wholes)
     of_largest = kinds[wholes.index(whole)][2]
     again = {"none": 0, "selective": whole - of_largest, "full": whole}[rank.recompute]

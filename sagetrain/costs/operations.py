@@ -12,13 +12,13 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, TypeVar
 
 from sagetrain.config.layer_specs import LayerSpec
 from sagetrain.config.linear_sizes import LinearSizes
-from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig
+from sagetrain.config.schema import AttentionConfig, ExpertsConfig, LinearConfig, ModelConfig
 
 # Elements moved per token and column, forward and backward, first fused by torch.compile and then eager. Fused, every
 # kernel reads its inputs and writes its outputs once. Eager, RMSNorm and rotary embedding also write their fp32
@@ -33,6 +33,11 @@ _ROTARY = 5, 119
 _IN_ONE_PASS = "before_rope"
 _QK_NORM_ROTARY, _GRADIENT_OF_V = (5, 5), (2, 2)
 _SWIGLU = 8, 14
+# Elements moved per row of an expert and column of the residual stream: tokens are gathered into rows, again for the
+# gradient of the weights, and so are the gradients of the output; the rows of a token are added up both ways.
+_ROWS = 8
+# Bytes moved per token and expert: logits and scores in fp32, their order, and the places of rows (a guess).
+_SCORES = 96
 # The matmul writes a logit. The log-sum-exp reads it, then it is read and replaced by its gradient.
 _LOGIT = 3, 35
 _EMBEDDING = 5
@@ -99,16 +104,18 @@ class MatmulCost(Operation):
     precision: Precision
     column_parallel: bool
     """Whether the outputs are split, so that the gradients of the inputs are summed up over the ranks."""
+    experts: int = 1
+    """The number of weights of these sizes. Each of them multiplies an equal share of the tokens."""
 
     @property
     def weights(self) -> int:
         """The number of parameters on this rank."""
-        return self.outputs * self.inputs
+        return self.experts * self.outputs * self.inputs
 
     @property
     def flops(self) -> int:
         """The FLOPs of one of the three matmuls."""
-        return 2 * self.tokens * self.weights
+        return 2 * self.tokens * self.outputs * self.inputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,11 +311,17 @@ def block_operations(layer: LayerSpec, attention: AttentionConfig, rank: Rank) -
     output = inputs["out"] if rank.context > 1 or inputs["out"] < element * query else 0
     # SwiGLU keeps gate and up. It also keeps silu(gate), unless torch.compile or the kernel for joint gradients
     # recomputes it.
-    joined = rank.tensor > 1 or precisions["gate_up"] is not None
+    joined = rank.tensor > 1 or precisions.get("gate_up") is not None
     swiglu = 2 if rank.fused or joined else 3
     # A norm behind a layer, alone, costs what a norm before it does.
     both = layer.norms == "sandwich"
     after = [norm("norm of attention's output"), norm("norm of the MLP's output")] if both else []
+    mlp = (
+        column("gate", inner, "gate_up", saved=inputs["gate_up"]),
+        column("up", inner, "gate_up"),
+        moving("SwiGLU", rank.moved(_SWIGLU, inner), saved=swiglu * element * inner),
+        row("down", inner, inputs["down"]),
+    ) if inner else ()  # fmt: skip
     listed = (
         norm("attention norm"),
         column("q", query, "qkv", saved=inputs["qkv"]),  # the layer keeps its input as it reads it: gathered
@@ -331,10 +344,8 @@ def block_operations(layer: LayerSpec, attention: AttentionConfig, rank: Rank) -
         row("out", query, output),
         *after[:1],
         norm("MLP norm"),
-        column("gate", inner, "gate_up", saved=inputs["gate_up"]),
-        column("up", inner, "gate_up"),
-        moving("SwiGLU", rank.moved(_SWIGLU, inner), saved=swiglu * element * inner),
-        row("down", inner, inputs["down"]),
+        *(_mixture(layer.experts, hidden, rank) if layer.experts else ()),
+        *mlp,
         *after[1:],
         moving("casts to 8 bits", _casts(rank, layers)),
     )
@@ -345,6 +356,8 @@ def block_operations(layer: LayerSpec, attention: AttentionConfig, rank: Rank) -
     # needs the output of `down`, and torch.compile notices that; partial sums are an exception.
     columns = {"attention norm": hidden, "q": query, "k": key, "v": key, "attention": query, "out": hidden}
     columns |= {"gate": inner, "up": inner, "down": hidden * (rank.tensor > 1 or not rank.fused)}
+    if layer.experts:
+        columns["gate and up of experts"] = 2 * layer.experts.per_token * layer.experts.ffn_size
     dear = {part.name: element * columns.get(part.name, 0) for part in listed}
     dear["attention"] += 4 * heads + quantized * attention.may_be_int8
     # torch does not see the operators of flash-attn, so their outputs are not kept.
@@ -358,6 +371,31 @@ def block_operations(layer: LayerSpec, attention: AttentionConfig, rank: Rank) -
         )
         for part in listed
     )
+
+
+def _mixture(experts: ExpertsConfig, hidden: int, rank: Rank) -> Iterator[Operation]:
+    """List the operations of a router and its experts. Every rank has all of them, and the tokens of its part of the
+    residual stream."""
+    again, inner, element = rank.recompute == "full", experts.ffn_size, rank.element
+    tokens = rank.tokens // rank.shards
+    rows = experts.per_token * tokens
+
+    def product(name: str, outputs: int, inputs: int, saved: int) -> MatmulCost:
+        one = rank.matmul(name, outputs, inputs, column_parallel=False, saved=saved, recomputed=again)
+        return replace(one, tokens=rows, experts=experts.number, shards=rank.shards)
+
+    def moving(name: str, moved: float, saved: int = 0) -> PassCost:
+        moved /= rank.shards
+        return PassCost(name=name, moved=moved, saved=saved, shards=rank.shards, recomputed=again)
+
+    wide = Precision("fp32", "fp32", "fp32")
+    router = rank.matmul("router", experts.number, hidden, column_parallel=False, precision=wide, recomputed=again)
+    yield replace(router, tokens=tokens)
+    yield moving("scores", _SCORES * experts.number, saved=8 * experts.number)
+    yield moving("rows of experts", element * experts.per_token * _ROWS * hidden, saved=element * hidden)
+    yield product("gate and up of experts", 2 * inner, hidden, saved=element * experts.per_token * 2 * inner)
+    yield moving("SwiGLU of experts", element * experts.per_token * _SWIGLU[0] * inner)
+    yield product("down of experts", hidden, inner, saved=element * experts.per_token * inner)
 
 
 def _backends(attention: AttentionConfig) -> tuple[str, ...]:

@@ -127,12 +127,18 @@ def different_stages(cfg: RunConfig, vocab_size: int) -> list[int]:
     for stage in range(stages):
         own = every[stage::stages]
         recomputed = _recomputed(again, own) if isinstance(again, int) else 0
-        found.setdefault((sum(len(c.blocks) for c in own), recomputed, own[0].first, own[-1].last), stage)
+        blocks, dense = sum(len(chunk.blocks) for chunk in own), _dense(cfg.model, own)
+        found.setdefault((blocks, dense, recomputed, own[0].first, own[-1].last), stage)
     return [*found.values()]
 
 
+def _dense(model: ModelConfig, own: Sequence[ModelChunk]) -> int:
+    """Return how many blocks of these chunks have no experts, in a model that has experts."""
+    return _recomputed(model.experts.dense_layers, own) if model.experts else 0
+
+
 def _recomputed(again: int, own: Sequence[ModelChunk]) -> int:
-    """Return how many blocks of these chunks are recomputed, if the first `again` blocks of the model are."""
+    """Return how many blocks of these chunks are among the first `again` blocks of the model, which are recomputed."""
     return sum(len(range(chunk.blocks.start, min(chunk.blocks.stop, again))) for chunk in own)
 
 
@@ -163,8 +169,12 @@ def held(cfg: RunConfig, layout: Layout, vocab_size: int, stage: int) -> Held:
         numbers = [number for chunk in own for number in chunk.blocks]
         letters = "".join(windows.pattern[number % len(windows.pattern)] for number in numbers)
         windows = windows.model_copy(update={"pattern": letters})
+    experts = cfg.model.experts
+    if experts is not None:
+        dense = _dense(cfg.model, own)
+        experts = None if dense == blocks else experts.model_copy(update={"dense_layers": dense})
     sections = {
-        "model": cfg.model.model_copy(update={"num_layers": blocks, "windows": windows}),
+        "model": cfg.model.model_copy(update={"num_layers": blocks, "windows": windows, "experts": experts}),
         "training": cfg.training.model_copy(update={"activation_checkpointing": again}),
     }
     return Held(cfg.model_copy(update=sections), size, first, last, passes / len(own))
@@ -184,4 +194,4 @@ def _parameters(
         for spec in tensors(model, attention, vocab_size)
         if (spec.layer in layers if isinstance(spec.layer, int) else ends[spec.layer])
     )
-    return sum(spec.size // slices_of(spec, tensor_parallel) for spec in here)
+    return sum(spec.size // slices_of(spec, tensor_parallel) for spec in here if spec.kind != "state")

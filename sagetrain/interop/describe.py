@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.rules.model import rope_scaling
 from sagetrain.config.schema import AttentionConfig, ModelConfig
-from sagetrain.interop.families import DEFAULTS, FAMILIES, SIZES, Family
+from sagetrain.interop.families import DEFAULTS, FAMILIES, REFUSED, SIZES, Family, MixtureKeys
 from sagetrain.interop.huggingface import OF_SCALING, SETTINGS
 
 Report = Callable[[str], None]
@@ -90,6 +90,7 @@ def describe(config: Mapping[str, Any], where: str, report: Report) -> Described
     if dropout := config.get("attention_dropout"):
         report(f"{where}: attention_dropout {dropout}: SageTrain drops nothing when this model is trained on")
     known = {*_HARMLESS, *SIZES.values(), *family.sizes.values(), *_WITHOUT, *family.demands, *SETTINGS}
+    known |= family.mixture.keys if family.mixture else set()
     if unread := {key: value for key, value in config.items() if value is not None and key not in known}:
         report(
             f"{where}: not read, as {name} of transformers does not: "
@@ -110,6 +111,7 @@ def describe(config: Mapping[str, Any], where: str, report: Report) -> Described
     said = {**defaults, **config}
     windows, said = _windows(said, family, where)
     theta, scaling = _rotary(said, family.theta, where, report)
+    experts = _experts(said, family.mixture, where) if family.mixture else None
     heads = said["num_attention_heads"]
     if said.get("num_key_value_heads") is None:
         said["num_key_value_heads"] = heads
@@ -118,7 +120,7 @@ def describe(config: Mapping[str, Any], where: str, report: Report) -> Described
     shape = {ours: said[theirs] for ours, theirs in {**SIZES, **family.sizes}.items()}
     try:
         rope = {"rope_theta": theta, "rope_scaling": scaling, "windows": windows}
-        model = ModelConfig.model_validate({**shape, **rope, **family.model})
+        model = ModelConfig.model_validate({**shape, **rope, **family.model, "experts": experts})
     except ValidationError as error:
         problem = error.errors()[0]
         names = [SIZES.get(str(each), str(each)) for each in problem["loc"]]
@@ -150,6 +152,8 @@ def _family(config: Mapping[str, Any], where: str) -> Family:
         return by_type[str(model_type)]
     name = names[0] if len(names) == 1 else None
     if name not in FAMILIES:
+        if why := REFUSED.get(str(name)):
+            raise ConfigError(f"{where}: architectures {name}: SageTrain does not compute it: {why}")
         of_type = by_type.get(str(model_type))
         fix = f"; if it is the model of model_type {model_type!r}, set them to [{of_type.name!r}]" if of_type else ""
         if any(str(each).endswith("ForConditionalGeneration") for each in names):
@@ -208,6 +212,46 @@ def _windows(said: Mapping[str, Any], family: Family, where: str) -> tuple[dict[
     theta = family.window_theta if theta is None else theta
     tokens = _whole(said, "sliding_window", where)
     return {"tokens": tokens, "pattern": "".join(every[:shortest]), "rope_theta": theta}, full
+
+
+def _experts(said: Mapping[str, Any], keys: MixtureKeys, where: str) -> dict[str, Any]:
+    """Return our section `model.experts`."""
+    counts = {key: said[key] for key in ("num_experts", "num_local_experts") if said.get(key) is not None}
+    if len({*counts.values()}) != 1:
+        both = " contradicts ".join(f"{key} {value!r}" for key, value in counts.items())
+        fix = "delete the one that is not the model's" if both else "copy the folder again"
+        raise ConfigError(f"{where}: {both or f'has no {keys.number}'}; {fix}")
+    if absent := [key for key in ("num_experts_per_tok", keys.ffn_size) if said.get(key) is None]:
+        raise ConfigError(f"{where}: has no {' and no '.join(absent)}; copy the folder again")
+    (key, number), per_token = next(iter(counts.items())), _whole(said, "num_experts_per_tok", where)
+    if per_token > _whole(said, key, where) or number < 2:
+        raise ConfigError(
+            f"{where}: num_experts_per_tok {per_token} and {key} {number}: a token goes to some of at least 2 experts; "
+            "copy the folder again"
+        )
+    return {
+        "number": number,
+        "per_token": per_token,
+        "ffn_size": _whole(said, keys.ffn_size, where),
+        "renormalize": bool(said["norm_topk_prob"]) if keys.chooses else True,
+        "dense_layers": _dense_layers(said, where) if keys.dense_layers else 0,
+        "balance": {"aux_weight": float(said["router_aux_loss_coef"])},
+    }
+
+
+def _dense_layers(said: Mapping[str, Any], where: str) -> int:
+    """Return the number of first layers without experts. Raises ConfigError if others have none either."""
+    layers, step, only = _whole(said, "num_hidden_layers", where), said["decoder_sparse_step"], said["mlp_only_layers"]
+    _whole(said, "decoder_sparse_step", where)
+    dense = [number in (only or []) or bool((number + 1) % step) for number in range(layers)]
+    first = dense.index(False) if False in dense else layers
+    if first == layers or any(dense[first:]):
+        raise ConfigError(
+            f"{where}: decoder_sparse_step {step} and mlp_only_layers {only} leave the layers "
+            f"{[number for number, each in enumerate(dense) if each]} without experts: SageTrain computes models whose "
+            "first layers have none, and all others have them"
+        )
+    return first
 
 
 def _length(said: Mapping[str, Any], where: str, report: Report, windowed: bool) -> int:

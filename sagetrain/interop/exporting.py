@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -19,10 +20,11 @@ from safetensors.torch import save_file
 
 from sagetrain.checkpoint.reading import Reader
 from sagetrain.config.errors import CheckpointError, ConfigError, way_to_room
+from sagetrain.config.schema import ModelConfig
 from sagetrain.data.token_file import check_writable
 from sagetrain.inference.generate import ending_tokens
 from sagetrain.inference.load import OpenRun, open_run
-from sagetrain.interop.families import family_of
+from sagetrain.interop.families import Family, family_of
 from sagetrain.interop.huggingface import INDEX, WEIGHTS, config_json
 from sagetrain.interop.tokenizer_files import tokenizer_files
 from sagetrain.model.tensors import TensorSpec, tensors
@@ -85,12 +87,14 @@ def export(
             f"max_position_embeddings {length}: the positions of the model that this run began with; its own sequences "
             f"have {own} tokens (data.seq_length)"
         )
-    theirs = family_of(cfg.model, cfg.attention).tensor
+    family = family_of(cfg.model, cfg.attention)
     config = config_json(cfg.model, cfg.attention, run.vocab_size, length)
     dtypes = {
         spec: _dtype(reader, spec, dtype, cfg.training.dtype)
         for spec in tensors(cfg.model, cfg.attention, run.vocab_size)
+        if spec.kind != "state"
     }
+    _check_biases(reader, cfg.model, family)
     generation = _generation(run)
     special = {key: generation[key] for key in SPECIAL_IDS if key in generation}
     computed_in = str(next(iter(dtypes.values()))).removeprefix("torch.")
@@ -108,22 +112,23 @@ def export(
             files |= run.tokenizer.files
             if template := run.chat_templates.get("default"):
                 files["chat_template.jinja"] = template.encode()
-    shards = _shards(dtypes, shard_bytes)
+    shards = _shards(dtypes, file_bytes(dtypes, shard_bytes))
     total = sum(spec.size * kept.itemsize for spec, kept in dtypes.items())
     if len(shards) > 1:
-        where = {theirs(spec.name): file for file, part in shards.items() for spec in part}
+        where = {name: file for file, part in shards.items() for spec in part for name in family.theirs(spec)}
         files[INDEX] = _json({"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))})
     with published(folder) as temporary, closing(reader):
         for name, content in files.items():
             (temporary / name).write_bytes(content)
         for file, part in shards.items():
-            values = {theirs(spec.name): _values(reader, spec, dtypes[spec]) for spec in part}
+            values = {name: value for spec in part for name, value in _values(reader, spec, dtypes[spec], family)}
             save_file(values, temporary / file, metadata={"format": "pt"})
             # safetensors makes the file readable for its user alone. The umask should decide who else may read it.
             (temporary / file).chmod((temporary / "config.json").stat().st_mode & 0o777)
             del values
     ends = generation["eos_token_id"]
-    return Exported(config["architectures"][0], run.step, len(dtypes), total, len(shards), length, ends)
+    count = sum(len(family.theirs(spec)) for spec in dtypes)
+    return Exported(config["architectures"][0], run.step, count, total, len(shards), length, ends)
 
 
 def _generation(run: OpenRun) -> dict[str, Any]:
@@ -146,11 +151,42 @@ def _dtype(reader: Reader, spec: TensorSpec, asked: Dtype | None, computed_in: s
     return found
 
 
-def _values(reader: Reader, spec: TensorSpec, dtype: torch.dtype) -> torch.Tensor:
-    out = torch.empty(spec.shape, dtype=dtype)
-    # The rows that pad the vocabulary are left out. The other rows are the first values of the flattened tensor.
-    reader.fill(out.view(-1), spec.name, "weight", 0, 1)
-    return out
+def _values(reader: Reader, spec: TensorSpec, dtype: torch.dtype, family: Family) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of the folder that are one of ours, by their names."""
+    start = 0
+    for name in family.theirs(spec):
+        out = torch.empty(spec.matrix, dtype=dtype)
+        # The rows that pad the vocabulary are left out. The other rows are the first values of the flattened tensor.
+        reader.fill(out.view(-1), spec.name, "weight", 0, 1, start)
+        start += out.numel()
+        yield name, out
+
+
+def _check_biases(reader: Reader, model: ModelConfig, family: Family) -> None:
+    """Check that no router has a bias, which no class of transformers with these routers has. Raises ConfigError if one
+    has."""
+    if model.experts is None:
+        return
+    for number in range(model.experts.dense_layers, model.num_layers):
+        bias = torch.empty(model.experts.number)
+        reader.fill(bias, f"blocks.{number}.mlp.router.bias", "weight", 0, 1)
+        if bias.any():
+            raise ConfigError(
+                f"the router of layer {number} chooses experts with a bias (up to {bias.abs().max():.3g}, "
+                f"model.experts.balance.bias_rate), and {family.name} of transformers has none: it would choose "
+                "others; balance by aux_weight alone in a run that is to be exported"
+            )
+
+
+def file_bytes(dtypes: Mapping[TensorSpec, torch.dtype], most: int) -> int:
+    """Return the largest size of a file of weights: `most`, or with experts no more than two layers, because a file is
+    in memory as a whole."""
+    if not any(spec.matrices > 1 for spec in dtypes):
+        return most
+    layers = Counter[object]()
+    for spec, dtype in dtypes.items():
+        layers[spec.layer] += spec.size * dtype.itemsize
+    return min(most, 2 * max(layers.values()))
 
 
 def _shards(dtypes: Mapping[TensorSpec, torch.dtype], most: int) -> dict[str, list[TensorSpec]]:

@@ -8,13 +8,14 @@ tensors are copied without change.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from sagetrain.config.errors import ConfigError
-from sagetrain.config.schema import AttentionConfig, ModelConfig
+from sagetrain.config.schema import AttentionConfig, ExpertsConfig, ModelConfig
 from sagetrain.config.sections.model import QKNorm
+from sagetrain.model.tensors import TensorSpec
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _TENSORS = {
@@ -63,6 +64,57 @@ _STRUCTURE = {"qkv_bias": False, "norms": "pre", "activation": "swiglu", "conven
 
 
 @dataclass(frozen=True)
+class MixtureKeys:
+    """The keys of config.json, and the tensors, of layers with experts."""
+
+    number: str
+    ffn_size: str
+    router: str = "mlp.gate.weight"
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    """The names of an expert's gate, up and down."""
+    experts: str = "mlp.experts"
+    chooses: bool = True
+    """Whether norm_topk_prob says if weights are renormalized. Without the key they always are."""
+    dense_layers: bool = False
+    """Whether decoder_sparse_step and mlp_only_layers say which layers have an MLP in the place of experts."""
+
+    @property
+    def keys(self) -> set[str]:
+        """The keys of config.json that are read."""
+        own = {self.number, "num_experts", "num_local_experts", "num_experts_per_tok", self.ffn_size}
+        own |= {"router_aux_loss_coef", "output_router_logits", *(["norm_topk_prob"] * self.chooses)}
+        return own | {*(["decoder_sparse_step", "mlp_only_layers"] * self.dense_layers)}
+
+    def computes(self, experts: ExpertsConfig) -> bool:
+        """Return whether the class computes what our experts do, but for the router's bias, which it does not have."""
+        same = experts.scores == "softmax" and experts.scale == 1 and not experts.shared
+        return same and (self.chooses or experts.renormalize) and (self.dense_layers or not experts.dense_layers)
+
+    def written(self, experts: ExpertsConfig) -> dict[str, Any]:
+        """Return the keys of an exported config.json."""
+        keys: dict[str, Any] = {
+            self.number: experts.number,
+            "num_experts_per_tok": experts.per_token,
+            self.ffn_size: experts.ffn_size,
+        }
+        keys |= {"router_aux_loss_coef": experts.balance.aux_weight, "output_router_logits": False}
+        keys |= {"norm_topk_prob": experts.renormalize} if self.chooses else {}
+        dense = {"decoder_sparse_step": 1, "mlp_only_layers": [*range(experts.dense_layers)]}
+        return keys | (dense if self.dense_layers else {})
+
+    def names(self, spec: TensorSpec) -> list[str] | None:
+        """Return the names of a router's matrix, or of the matrices of experts, without their layer. None: the tensor
+        is neither."""
+        (*_, name), (gate, up, down) = spec.name.split("."), self.parts
+        if spec.kind == "router":
+            return [self.router]
+        if spec.cut != "experts":
+            return None
+        each = (down,) if name == "down" else (gate, up)
+        return [f"{self.experts}.{expert}.{part}.weight" for expert in range(spec.shape[0]) for part in each]
+
+
+@dataclass(frozen=True)
 class Family:
     """A class of models in transformers."""
 
@@ -91,21 +143,35 @@ class Family:
     """Keys of config.json that may tell a model to compute more, with the values that leave that out."""
     whole_heads: bool = False
     """Whether the class refuses a hidden_size that is no multiple of num_attention_heads."""
+    heads_fill: bool = False
+    """Whether the class computes only models whose heads together are as wide as hidden_size."""
+    mixture: MixtureKeys | None = None
+    """The keys and tensors of layers with experts. None: the class has no experts."""
 
     def computes(self, model: ModelConfig, attention: AttentionConfig) -> bool:
         """Return whether the class computes what our model does."""
         odd = self.whole_heads and model.hidden_size % model.num_attention_heads
+        odd = odd or (self.heads_fill and model.hidden_size != model.num_attention_heads * model.head_dim)
+        if model.experts is None or self.mixture is None:
+            odd = odd or (model.experts is None) != (self.mixture is None)
+        else:
+            odd = odd or not self.mixture.computes(model.experts)
         wanted = {**_STRUCTURE, **self.model}
         same = all(getattr(model, key) == value for key, value in wanted.items())
         windows = bool(self.pattern) or model.windows is None
         same = same and ("query_scale" in self.sizes or model.query_scale is None)
         return self.qk_norm == attention.qk_norm and same and windows and not odd
 
-    def tensor(self, name: str) -> str:
-        """Return the name of a tensor in a folder, from its name in our model."""
-        in_block = re.fullmatch(r"blocks\.(\d+)\.(.*)", name)
-        names = {**_TENSORS, **self.tensors}
-        return f"model.layers.{in_block[1]}.{names[in_block[2]]}" if in_block else names[name]
+    def theirs(self, spec: TensorSpec) -> list[str]:
+        """Return the names of the tensors in a folder that are a tensor of our model. Several are its matrices, one
+        above the other; a state of our model has none."""
+        if spec.kind == "state":
+            return []
+        in_block, names = re.fullmatch(r"blocks\.(\d+)\.(.*)", spec.name), {**_TENSORS, **self.tensors}
+        if not in_block:
+            return [names[spec.name]]
+        of_experts = self.mixture.names(spec) if self.mixture else None
+        return [f"model.layers.{in_block[1]}.{name}" for name in of_experts or [names[in_block[2]]]]
 
 
 FAMILIES = {
@@ -185,9 +251,65 @@ FAMILIES = {
             },
             whole_heads=True,
         ),
+        Family(
+            "Qwen3MoeForCausalLM",
+            "qwen3_moe",
+            "before_rope",
+            {
+                "max_position_embeddings": 32768,
+                "num_key_value_heads": 4,
+                "norm_topk_prob": False,
+                "router_aux_loss_coef": 0.001,
+                "decoder_sparse_step": 1,
+                "mlp_only_layers": [],
+            },
+            writes={"use_sliding_window": False, "sliding_window": None},
+            mixture=MixtureKeys("num_experts", "moe_intermediate_size", dense_layers=True),
+        ),
+        Family(
+            "MixtralForCausalLM",
+            "mixtral",
+            "none",
+            {"max_position_embeddings": 131072, "num_key_value_heads": 8, "rms_norm_eps": 1e-5}
+            | {"router_aux_loss_coef": 0.001},
+            writes={"sliding_window": None},
+            theta=1000000.0,
+            demands={"router_jitter_noise": 0.0, "sliding_window": None},
+            mixture=MixtureKeys(
+                "num_local_experts",
+                "intermediate_size",
+                router="block_sparse_moe.gate.weight",
+                parts=("w1", "w3", "w2"),
+                experts="block_sparse_moe.experts",
+                chooses=False,
+            ),
+        ),
+        Family(
+            "OlmoeForCausalLM",
+            "olmoe",
+            "all_heads",
+            {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
+            | {"norm_topk_prob": False, "router_aux_loss_coef": 0.01},
+            writes={"clip_qkv": None},
+            demands={"clip_qkv": None},
+            heads_fill=True,
+            mixture=MixtureKeys("num_experts", "intermediate_size"),
+        ),
     )
 }
 """The families by the names of their classes. A model is exported as the first one that computes it."""
+
+
+REFUSED = {
+    "GptOssForCausalLM": "its attention has sinks, and its experts have biases and a clamped activation",
+    "Qwen2MoeForCausalLM": "its shared expert has a gate of its own",
+    "Qwen3NextForCausalLM": "most of its layers are linear attention",
+    "DeepseekV2ForCausalLM": "its attention is latent (MLA)",
+    "DeepseekV3ForCausalLM": "its attention is latent (MLA), and its router chooses groups of experts first",
+    "Glm4MoeForCausalLM": "its router chooses groups of experts first, and it rotates a part of each head",
+    "Llama4ForCausalLM": "its router weights the inputs of experts, and some layers have no rotary embedding",
+}
+"""The classes with experts that SageTrain does not compute, with the reasons."""
 
 
 def family_of(model: ModelConfig, attention: AttentionConfig) -> Family:
@@ -198,15 +320,21 @@ def family_of(model: ModelConfig, attention: AttentionConfig) -> Family:
     asked = {key: getattr(model, key) for key, value in _STRUCTURE.items() if getattr(model, key) != value}
     asked |= {} if model.query_scale is None else {"query_scale": model.query_scale}
     asked |= {} if model.windows is None else {"windows.pattern": model.windows.pattern}
+    asked |= {} if model.experts is None else {f"experts.{key}": value for key, value in _chosen(model.experts)}
     known = "; ".join(
         f"{each.name.removesuffix('ForCausalLM')}: {_in_words(each.qk_norm, each.model)}"
-        f"{', model.windows' * bool(each.pattern)}"
+        f"{', model.windows' * bool(each.pattern)}{', model.experts' * bool(each.mixture)}"
         for each in FAMILIES.values()
     )
     raise ConfigError(
         f"{_in_words(attention.qk_norm, asked)}: transformers has no class that computes this, so the model cannot be "
         f"exported; train with the values of one class for that ({known})"
     )
+
+
+def _chosen(experts: ExpertsConfig) -> Iterator[tuple[str, Any]]:
+    """Yield the keys in which classes of transformers differ, with their values."""
+    yield from ((key, getattr(experts, key)) for key in ("scores", "renormalize", "scale", "shared", "dense_layers"))
 
 
 def _in_words(qk_norm: QKNorm, model: Mapping[str, Any]) -> str:

@@ -56,6 +56,7 @@ def config_json(model: ModelConfig, attention: AttentionConfig, vocab_size: int,
         "attention_dropout": 0.0,
         "initializer_range": model.init_std,
         "use_cache": True,
+        **(family.mixture.written(model.experts) if family.mixture and model.experts else {}),
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -25,7 +25,7 @@ from sagetrain.data.tokenizer import OTHER_FILES, Tokenizer
 from sagetrain.data.tokenizer_copy import CONVERT
 from sagetrain.interop.causes import GATHER, no_folder, no_model, other_names
 from sagetrain.interop.describe import Described, Report, describe
-from sagetrain.interop.exporting import SPECIAL_IDS, check_free, cut, published
+from sagetrain.interop.exporting import SPECIAL_IDS, check_free, cut, file_bytes, published
 from sagetrain.interop.families import EMBEDDING, HEAD
 from sagetrain.interop.huggingface import SETTINGS
 from sagetrain.interop.weight_files import WeightFiles, read_json
@@ -41,6 +41,9 @@ _SHAPED_BY = {
     "o_proj": "num_attention_heads, head_dim and hidden_size",
     "k_proj": "num_key_value_heads, head_dim and hidden_size",
     "v_proj": "num_key_value_heads, head_dim and hidden_size",
+    "experts": "moe_intermediate_size (or else intermediate_size) and hidden_size",
+    "mlp.gate.": "num_experts and hidden_size",
+    "moe.gate.": "num_local_experts and hidden_size",
     "mlp": "intermediate_size and hidden_size",
     "q_norm": "head_dim",
     "k_norm": "head_dim",
@@ -113,12 +116,16 @@ def import_folder(
             (path / "config.yaml").write_text(text)
         if tokenizer:
             tokenizer.write(temporary)
-        for number, part in enumerate(cut(dtypes, shard_bytes), 1):
+        for number, part in enumerate(cut(dtypes, file_bytes(dtypes, shard_bytes)), 1):
             file = f"weights-{number:05d}.safetensors"
             values = {}
             for spec in part:
-                padded = _padded(spec)
-                values[f"{spec.name}|weight"] = files.read(described.family.tensor(spec.name), padded)
+                padded, theirs = _padded(spec), described.family.theirs(spec)
+                if len(theirs) == 1:
+                    values[f"{spec.name}|weight"] = files.read(theirs[0], padded)
+                else:
+                    empty = torch.zeros(spec.size * (not theirs), dtype=dtypes[spec])
+                    values[f"{spec.name}|weight"] = files.joined(theirs, dtypes[spec]) if theirs else empty
                 piece = {"file": file, "tp_rank": 0, "start": 0, "stop": prod(padded)}
                 kept = str(dtypes[spec]).removeprefix("torch.")
                 index[spec.name] = {
@@ -150,8 +157,8 @@ def import_folder(
         (checkpoint.parent / "latest").write_text(checkpoint.name + "\n")
     return Imported(
         described.family.name,
-        len(dtypes),
-        sum(spec.size for spec in dtypes),
+        sum(len(described.family.theirs(spec)) for spec in dtypes),
+        sum(spec.size for spec in dtypes if spec.kind != "state"),
         described.seq_length,
         tokenizer.file_name if tokenizer else None,
     )
@@ -168,7 +175,8 @@ def _matched(
     """
     model = _with_its_head(files, described.model, where, report)
     family = described.family
-    wanted = {family.tensor(each.name): each for each in tensors(model, described.attention, described.vocab_size)}
+    specs = [*tensors(model, described.attention, described.vocab_size)]
+    wanted = {name: each for each in specs for name in family.theirs(each)}
     there = {*files} - ({HEAD} if model.tie_embeddings else set())
     layers = {int(match[1]) + 1 for name in there if (match := re.match(r"model\.layers\.(\d+)\.", name))}
     says = (
@@ -198,9 +206,21 @@ def _matched(
             f"{why or 'what they do would be lost, so this model cannot be read'}{f' ({says})' if cause else ''}"
         )
     for name, spec in wanted.items():
-        if files.shape(name) != spec.shape:
-            raise ConfigError(_other_shape(name, files.shape(name), spec.shape, where, tokenizer))
-    return model, {spec: files.dtype(name) for name, spec in wanted.items()}
+        if files.shape(name) != spec.matrix:
+            raise ConfigError(_other_shape(name, files.shape(name), spec.matrix, where, tokenizer))
+    return model, {spec: _dtype(files, family.theirs(spec)) for spec in specs}
+
+
+def _dtype(files: WeightFiles, names: Sequence[str]) -> torch.dtype:
+    """Return the dtype of the tensors of a folder that are one of ours. A state, which no folder has, is fp32."""
+    dtypes = {files.dtype(name): name for name in names} or {torch.float32: ""}
+    if len(dtypes) > 1:
+        (one, name), (other, second), *_ = dtypes.items()
+        raise ConfigError(
+            f"{name} is stored in {one} and {second} in {other}: experts of a layer are one tensor here, of one dtype; "
+            "save the model in one dtype"
+        )
+    return next(iter(dtypes))
 
 
 def _with_its_head(files: WeightFiles, model: ModelConfig, where: str, report: Report) -> ModelConfig:

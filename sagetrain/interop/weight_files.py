@@ -9,8 +9,9 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -168,6 +169,15 @@ class WeightFiles:
 
     def _header(self, name: str) -> tuple[tuple[int, ...], str]:
         return self._headers[self._stored.get(name, name), self._files[name]]
+
+    def joined(self, names: Sequence[str], dtype: torch.dtype) -> torch.Tensor:
+        """Return the values of several tensors, flattened, one behind the other, with one of them beside the result in
+        memory."""
+        sizes = [prod(self.shape(name)) for name in names]
+        out = torch.empty(sum(sizes), dtype=dtype)
+        for name, part in zip(names, out.split(sizes), strict=True):
+            part.copy_(self.read(name, self.shape(name)))
+        return out
 
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Return a tensor's values, flattened, with rows of zeros up to `shape`. Raises ConfigError if one of them is

@@ -62,6 +62,12 @@ class TensorSpec:
         return self.cut == "experts" or self.wide
 
     @property
+    def matrix(self) -> tuple[int, ...]:
+        """The shape of each of its matrices."""
+        *rows, columns = self.shape
+        return (prod(rows) // self.matrices, columns) if self.matrices > 1 else self.shape
+
+    @property
     def size(self) -> int:
         """The number of values of the whole tensor."""
         return prod(self.shape)

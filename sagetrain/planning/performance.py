@@ -65,6 +65,7 @@ multiprocessors that a matmul counted on, and both slow down: for TP 4, 1B, H200
 beside kernels of about 290, which then take 313 (results/tensor-parallel). Copies save everything but
 their latency."""
 
+_GROUPED = 0.84  # Of one expert's rate, for all: 562 and 596 TFLOP/s in bf16 on an H200 (prototype, 2026-11-28).
 _REPLAY_SECONDS = 0.3e-3  # The host prepares a micro-batch and launches one CUDA graph.
 _LAUNCHED = 4
 """The ranks of tensor parallelism of the largest group whose host time was measured. More are taken to need no more."""
@@ -356,7 +357,9 @@ class _Step:
 
     def _matmul(self, matmul: MatmulCost, precision: str) -> float:
         """Return the seconds of one of the three products of a linear layer."""
-        return matmul.flops / self.hardware.matmul_rate(precision, matmul.tokens, matmul.outputs, matmul.inputs)
+        tokens = max(1, matmul.tokens // matmul.experts)
+        rate = self.hardware.matmul_rate(precision, tokens, matmul.outputs, matmul.inputs)
+        return matmul.flops / (rate if matmul.experts == 1 else _GROUPED * rate)
 
     def _attention(self, attention: AttentionCost) -> float:
         """Return the seconds of attention, forward and backward."""

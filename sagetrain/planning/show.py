@@ -18,6 +18,7 @@ from sagetrain.config.schema import ExpertsConfig, ModelConfig, NoiseAwareTokens
 from sagetrain.config.tokens_per_step import ScheduleStage
 from sagetrain.costs.accounting import (
     MemoryItem,
+    active_parameters,
     checkpoint_bytes,
     flops_per_token,
     num_parameters,
@@ -148,7 +149,7 @@ def _tables(plan: Plan) -> list[Table]:
 
 def _brief_table(plan: Plan) -> Table:
     """Return a table of the most important facts."""
-    parameters = f"{num_parameters(plan.cfg.model, plan.cfg.attention, plan.vocab_size):,} parameters"
+    parameters = f"{_parameters(plan)} parameters"
     rows = [("model", parameters + f" (vocabulary of {plan.vocab_size:,} assumed)" * plan.assumed_vocab_size)]
     if plan.memory:
         total = total_bytes(plan.memory)
@@ -178,7 +179,6 @@ def _brief_table(plan: Plan) -> Table:
 
 def _model_table(plan: Plan) -> Table:
     model, attention = plan.cfg.model, plan.cfg.attention
-    parameters = num_parameters(model, attention, plan.vocab_size)
     embedding = plan.vocab_size * model.hidden_size
     note = " (assumed: no tokenizer found, model.vocab_size not set)" if plan.assumed_vocab_size else ""
     backend = attention.backend + (f", recipe {attention.recipe}" if attention.may_be_int8 else "")
@@ -195,7 +195,7 @@ def _model_table(plan: Plan) -> Table:
     share, full = (1 - flops_per_token(model, plan.vocab_size, 0) / count for count in (done, flops))
     whole = f" ({flops / 1e9:.2f} G and {full:.0%} over whole sequences)" if plan.cfg.data.document_attention else ""
     return facts(f"Model of {plan.path}", [
-        ("parameters", f"{parameters:,} ({embedding:,} of them in the {'tied ' * model.tie_embeddings}embedding)"),
+        ("parameters", f"{_parameters(plan)} ({embedding:,} of them in the {'tied ' * model.tie_embeddings}embedding)"),
         ("vocabulary", f"{plan.vocab_size:,}, padded{note}"),
         (
             "shape",
@@ -367,6 +367,13 @@ def _duration(tokens: int, prediction: StepPrediction) -> str:
         if seconds >= 2 * length:
             return f"{seconds / length:.1f} {unit}"
     return "less than two minutes"
+
+
+def _parameters(plan: Plan) -> str:
+    """Return the number of parameters, and of those that a token meets if there are experts."""
+    model = plan.cfg.model, plan.cfg.attention, plan.vocab_size
+    active = f" and {active_parameters(*model):,} active" if plan.cfg.model.experts else ""
+    return f"{num_parameters(*model):,}{active}"
 
 
 def _windows(plan: Plan) -> str:

@@ -20,10 +20,13 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Olmo2Config,
     Olmo3Config,
+    OlmoeConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from prepare_inputs import published_tokenizer
@@ -90,6 +93,15 @@ MODELS: dict[str, Callable[[], Any]] = {
     "qwen-yarn": lambda: Qwen3Config(**SIZES, rope_parameters=YARN),
 }
 
+EXPERTS = {"num_experts_per_tok": 2, "pad_token_id": None}
+MIXTURES: dict[str, Callable[[], Any]] = {
+    "qwen3-moe": lambda: Qwen3MoeConfig(
+        **SIZES | EXPERTS, num_experts=6, moe_intermediate_size=16, norm_topk_prob=True, mlp_only_layers=[0]
+    ),
+    "mixtral": lambda: MixtralConfig(**SIZES | EXPERTS, num_local_experts=4),
+    "olmoe": lambda: OlmoeConfig(**SIZES | EXPERTS | {"head_dim": 8}, num_experts=5),
+}
+
 
 def save(folder: Path, config: Any, dtype: torch.dtype = torch.float32, shard: str = "5GB") -> Path:
     """Save a model with random weights and gains, and return its folder."""
@@ -147,6 +159,22 @@ def test_logits_are_equal_and_tensors_go_back_bit_for_bit(name: str, tmp_path: P
     check_logits(tmp_path / "out", tmp_path / "run")
     generation = json.loads((tmp_path / "out/generation_config.json").read_text())
     assert (generation["bos_token_id"], generation["eos_token_id"]) == (1, 2)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_have_the_same_logits_and_go_back_bit_for_bit(name: str, tmp_path: Path) -> None:
+    """Experts of a layer are two tensors of a checkpoint, and one each in a folder; a file holds two layers at most."""
+    folder = save(tmp_path / "in", MIXTURES[name]())
+    done = import_folder(folder, tmp_path / "run")
+    there = weights(folder)
+    assert (done.parameters, done.tensors) == (sum(tensor.numel() for tensor in there.values()), len(there))
+    check_logits(folder, tmp_path / "run")
+    export(tmp_path / "run", tmp_path / "out")
+    check_same(folder, tmp_path / "out")
+    theirs, ours = (json.loads((each / "config.json").read_text()) for each in (folder, tmp_path / "out"))
+    assert {key: ours.get(key) for key in theirs if key.startswith(("num_exp", "norm_topk", "mlp_only", "moe_"))} == {
+        key: value for key, value in theirs.items() if key.startswith(("num_exp", "norm_topk", "mlp_only", "moe_"))
+    }
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -250,6 +278,25 @@ def test_models_that_cannot_be_read(llama: Path, keys: dict, message: str, tmp_p
     with pytest.raises(ConfigError, match=message):
         import_folder(folder, tmp_path / "run")
     assert not (tmp_path / "run").exists() and not [*tmp_path.glob(".writing-*")]
+
+
+BAD_MIXTURES = [
+    ({"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}, "GptOssForCausalLM.*: its attention has sinks"),
+    ({"mlp_only_layers": [1]}, r"mlp_only_layers \[1\] leave the layers \[1\] .* computes models whose first"),
+    ({"decoder_sparse_step": 3}, r"decoder_sparse_step 3 and mlp_only_layers \[0\] leave the layers \[0, 1\] without"),
+    ({"num_experts": 8}, "num_experts 8 contradicts num_local_experts 6; delete the one"),
+    ({"num_experts_per_tok": 7}, "num_experts_per_tok 7 and num_local_experts 6: a token goes to some"),
+    ({"moe_intermediate_size": 32}, r"gate_proj.weight has .*\(16, 32\), .* \(32, 32\) by moe_intermediate_size"),
+]  # fmt: skip
+
+
+def test_mixtures_that_cannot_be_read(tmp_path: Path) -> None:
+    folder = save(tmp_path / "in", MIXTURES["qwen3-moe"]())
+    config = json.loads((folder / "config.json").read_text())
+    for keys, message in BAD_MIXTURES:
+        (folder / "config.json").write_text(json.dumps(config | keys))
+        with pytest.raises(ConfigError, match=message):
+            import_folder(folder, tmp_path / "run")
 
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path, model: Path) -> None:

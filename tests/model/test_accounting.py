@@ -17,7 +17,14 @@ from sagetrain.cluster.join import init_distributed
 from sagetrain.config import RunConfig
 from sagetrain.config.layer_specs import layers
 from sagetrain.config.schema import AttentionConfig, ModelConfig
-from sagetrain.costs.accounting import flops_per_token, num_parameters, overlaps, parameters_per_rank, rank_of
+from sagetrain.costs.accounting import (
+    active_parameters,
+    flops_per_token,
+    num_parameters,
+    overlaps,
+    parameters_per_rank,
+    rank_of,
+)
 from sagetrain.costs.deepspeed_prices import kept_for_backward, reduce_bucket_size
 from sagetrain.costs.memory import block_activation_bytes, memory_per_rank
 from sagetrain.costs.operations import AttentionCost, MatmulCost, block_operations, end_operations, of_kind
@@ -25,6 +32,7 @@ from sagetrain.data.loader import Batch
 from sagetrain.engines.build_engine import build_engine
 from sagetrain.model.backends import AttentionFunction
 from sagetrain.model.selection import matmuls_of
+from sagetrain.model.tensors import tensors
 from sagetrain.parallel.topology import ParallelGroups, Topology
 
 QK_NORMS = ["none", "before_rope", "after_rope"]
@@ -48,6 +56,27 @@ def test_parameters_are_counted_exactly(qk_norm, tie, kv_heads):
     model, attention = model_config(tie, kv_heads), AttentionConfig(qk_norm=qk_norm, backend="sdpa")
     real = sum(p.numel() for p in transformer(model, attention).parameters())
     assert num_parameters(model, attention, VOCAB) == real
+
+
+@pytest.mark.parametrize(
+    ("model", "attention", "vocab", "total", "active"),
+    [
+        ({"num_layers": 16, "num_attention_heads": 16, "ffn_hidden_size": 1024,
+          "experts": {"number": 64, "per_token": 8, "ffn_size": 1024}},
+         "all_heads", 50304, 6_919_161_856, 1_282_017_280),
+        ({"num_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+          "ffn_hidden_size": 6144, "experts": {"number": 128, "per_token": 8, "ffn_size": 768}},
+         "before_rope", 151936, 30_532_122_624, 3_353_032_704),
+    ],
+    ids=["OLMoE-1B-7B", "Qwen3-30B-A3B"],
+)  # fmt: skip
+def test_parameters_and_flops_of_published_mixtures(model, attention, vocab, total, active):
+    """Total and active parameters are those that were published, and FLOPs are those of the active ones."""
+    shape, qk = ModelConfig(hidden_size=2048, **model), AttentionConfig(qk_norm=attention)
+    assert (num_parameters(shape, qk, vocab), active_parameters(shape, qk, vocab)) == (total, active)
+    gains = sum(spec.size for spec in tensors(shape, qk, vocab) if spec.kind == "gain")
+    embedding = vocab * shape.hidden_size
+    assert flops_per_token(shape, vocab, 0) == 6 * (active - gains - embedding)
 
 
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
