@@ -34,15 +34,16 @@ class Times(NamedTuple):
     both: float
 
 
-def shapes(lengths: Iterable[int], head_dims: Iterable[int]) -> list[Shape]:
-    """List problems of hidden size 2048 and about 32K tokens: causal and full, grouped heads (4:1), and packed
-    documents."""
+def shapes(lengths: Iterable[int], head_dims: Iterable[int], windows: Iterable[int] = ()) -> list[Shape]:
+    """List problems of hidden size 2048 and about 32K tokens: causal and full, grouped heads (4:1), windows that are
+    shorter than the sequence, and packed documents."""
     found = []
     for head_dim in head_dims:
         heads = 2048 // head_dim
         for n in lengths:
             whole = Shape(max(1, TOKENS // n), n, n, heads, heads, head_dim)
             found += [whole, whole._replace(causal=False), whole._replace(kv_heads=heads // 4)]
+            found += [whole._replace(window=window) for window in windows if window < n]
         documents = (1000, 5000, 100, 12000, 667, 14001)
         found.append(Shape(1, sum(documents), sum(documents), heads, heads, head_dim, documents=documents))
     return found
@@ -51,12 +52,23 @@ def shapes(lengths: Iterable[int], head_dims: Iterable[int]) -> list[Shape]:
 def flops(shape: Shape) -> float:
     """Count the operations of the forward pass."""
     pairs = sum(n * n for n in shape.documents) or shape.batch * shape.n_q * shape.n_k
+    if shape.window is not None and shape.causal:
+        lengths = shape.documents or (shape.n_q,) * shape.batch
+        pairs = sum(w * (2 * n - w) for n in lengths for w in [min(n, shape.window)])
     return 4 * shape.heads * shape.head_dim * pairs * (0.5 if shape.causal else 1.0)
 
 
-def _sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, causal: bool) -> Tensor:
-    if cu_seqlens is not None:
-        raise NotImplementedError("takes no packed documents")
+def _sdpa(
+    backend: SDPBackend,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | None,
+    causal: bool,
+    window: int | None = None,
+) -> Tensor:
+    if cu_seqlens is not None or window is not None:
+        raise NotImplementedError("takes no packed documents and no window")
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     with sdpa_kernel(backend):
         return scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]).transpose(
@@ -64,9 +76,18 @@ def _sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tens
         )
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, causal: bool, function: Callable) -> Tensor:
+def _varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | None,
+    causal: bool,
+    function: Callable,
+    window: int | None = None,
+) -> Tensor:
+    sees = {} if window is None else {"window_size": (window - 1, 0)}
     if cu_seqlens is None:
-        return function.flash_attn_func(q, k, v, causal=causal)[0]
+        return function.flash_attn_func(q, k, v, causal=causal, **sees)[0]
     longest = int(cu_seqlens.diff().max())
     flat = (x.flatten(0, 1) for x in (q, k, v))
     o = function.flash_attn_varlen_func(
@@ -76,6 +97,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, causal: 
         max_seqlen_q=longest,
         max_seqlen_k=longest,
         causal=causal,
+        **sees,
     )
     return o[0].view(q.shape)
 
@@ -83,8 +105,11 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, causal: 
 def candidates(causal: bool) -> dict[str, tuple[Attend, Mapping[str, float], bool]]:
     """Return each function by name, with its error limits and whether it is one of ours."""
 
-    def sage(recipe: str, backend: str | None, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        return sage_attention(q, k, v, causal=causal, cu_seqlens=cu_seqlens, recipe=recipe, backend=backend)
+    def sage(
+        recipe: str, backend: str | None, q: Tensor, k: Tensor, v: Tensor, cu: Tensor | None, window: int | None = None
+    ) -> Tensor:
+        how = {"causal": causal, "cu_seqlens": cu, "window": window}
+        return sage_attention(q, k, v, recipe=recipe, backend=backend, **how)
 
     found = {
         " ".join(filter(None, ("sage", recipe, backend))): (partial(sage, recipe, backend), LIMITS[recipe], True)
@@ -106,11 +131,11 @@ def time_attention(attend: Attend, shape: Shape, dtype: torch.dtype, repeats: in
     training. Each function runs `repeats` times at most, and fewer times where it is slow."""
     device = torch.device("cuda")
     q, k, v, do = random_inputs(shape, dtype=dtype, device=device)
-    cu_seqlens = shape.cu_seqlens(device)
+    cu_seqlens, how = shape.cu_seqlens(device), {} if shape.window is None else {"window": shape.window}
     leaves = [x.requires_grad_() for x in (q, k, v)]
 
     def forward() -> Tensor:
-        return attend(*leaves, cu_seqlens)
+        return attend(*leaves, cu_seqlens, **how)
 
     def both() -> None:
         torch.autograd.grad(forward(), leaves, do)
@@ -167,6 +192,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 8192, 16384, 32768, 65536])
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--windows", type=int, nargs="*", default=[], help="of tokens, such as 128 1024 4096")
     parser.add_argument("--repeats", type=int, default=10)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -174,7 +200,7 @@ def main() -> None:
     device = torch.device("cuda")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16, medians of up to {arguments.repeats}")
     print("forward, backward, both: milliseconds, then TFLOP/s; ratio to the fastest peer that was admitted")
-    for shape in shapes(arguments.lengths, arguments.head_dims):
+    for shape in shapes(arguments.lengths, arguments.head_dims, arguments.windows):
         timer = partial(time_attention, shape=shape, dtype=torch.bfloat16, repeats=arguments.repeats)
         for row in measure(shape, candidates(shape.causal), timer, dtype=torch.bfloat16, device=device):
             print(row, flush=True)

@@ -6,7 +6,7 @@ flash-attn have them in different orders.
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -66,6 +66,7 @@ def flash_attn_func(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     deterministic: bool = False,
+    learnable_sink: Tensor | None = None,
 ) -> Tensor:
     """Compute INT8 attention with the signature of flash-attn's function of this name.
 
@@ -76,18 +77,20 @@ def flash_attn_func(
         dropout_p: must be 0.
         softmax_scale: the factor on the scores. Default: head_dim ** -0.5.
         causal: query i sees keys up to i + keys - tokens.
-        window_size: must leave out no key. (n, 0) is causal.
+        window_size: (n, 0), which is causal, lets a query see n tokens before its own, (n, n) as many on both sides,
+            and -1 all of them. Others are refused. A window that leaves out keys needs as many of them as queries.
         softcap: must be 0.
         deterministic: must be False where torch.use_deterministic_algorithms is not set, which decides.
+        learnable_sink: [heads], one more score of each head, whose value is zero. It gets a gradient.
 
     Returns:
         [batch, tokens, heads, head_dim].
 
     Raises:
-        NotImplementedError: dropout, a window or a cap is asked for.
+        NotImplementedError: dropout, a cap or another window is asked for.
     """
-    causal = _causal(causal, window_size, k.shape[1], dropout_p, softcap, deterministic)
-    return sage_attention(q, k, v, causal=causal, scale=softmax_scale)
+    seen = _seen(causal, window_size, k.shape[1], dropout_p, softcap, deterministic)
+    return sage_attention(q, k, v, scale=softmax_scale, sinks=learnable_sink, **seen)
 
 
 def flash_attn_varlen_func(
@@ -105,6 +108,7 @@ def flash_attn_varlen_func(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     deterministic: bool = False,
+    learnable_sink: Tensor | None = None,
 ) -> Tensor:
     """Compute INT8 attention inside packed documents, with the signature of flash-attn's function of this name.
 
@@ -119,30 +123,32 @@ def flash_attn_varlen_func(
         dropout_p: must be 0.
         softmax_scale: the factor on the scores. Default: head_dim ** -0.5.
         causal: a token sees those before it in its document, not those behind it.
-        window_size: must leave out no key. (n, 0) is causal.
+        window_size: (n, 0), which is causal, lets a query see n tokens before its own, (n, n) as many on both sides,
+            and -1 all of them. Others are refused. A window that leaves out keys needs as many of them as queries.
         softcap: must be 0.
         deterministic: see flash_attn_func.
+        learnable_sink: see flash_attn_func.
 
     Returns:
         [tokens, heads, head_dim].
 
     Raises:
-        NotImplementedError: dropout, a window, a cap, or other keys than queries are asked for.
+        NotImplementedError: dropout, a cap, another window, or other keys than queries are asked for.
     """
-    causal = _causal(causal, window_size, int(max_seqlen_k), dropout_p, softcap, deterministic)
+    seen = _seen(causal, window_size, int(max_seqlen_k), dropout_p, softcap, deterministic)
     if cu_seqlens_k.shape != cu_seqlens_q.shape or len(q) != len(k):
         _refuse("documents of other keys than queries", "give one cu_seqlens")
     if cu_seqlens_k is not cu_seqlens_q:
         torch._assert_async((cu_seqlens_k == cu_seqlens_q).all(), "sagekernels: cu_seqlens_k is not cu_seqlens_q")
-    o = sage_attention(q[None], k[None], v[None], causal=causal, scale=softmax_scale, cu_seqlens=cu_seqlens_q)
-    return o[0]
+    options = {"cu_seqlens": cu_seqlens_q, "sinks": learnable_sink, **seen}
+    return sage_attention(q[None], k[None], v[None], scale=softmax_scale, **options)[0]
 
 
-def _causal(
-    causal: bool, window: tuple[int, int], keys: int, dropout_p: float, softcap: float, deterministic: bool
-) -> bool:
-    """Return whether attention is causal, after refusing what sage_attention does not compute."""
-    left, right = window
+def _seen(
+    causal: bool, window_size: tuple[int, int], keys: int, dropout_p: float, softcap: float, deterministic: bool
+) -> dict[str, Any]:
+    """Return `causal` and `window` of sage_attention, after refusing what it does not compute."""
+    left, right = window_size
     if dropout_p:
         _refuse(f"dropout_p {dropout_p}", "set it to 0")
     if softcap:
@@ -150,9 +156,14 @@ def _causal(
     if deterministic and not torch.are_deterministic_algorithms_enabled():
         _refuse("deterministic=True by itself", "call torch.use_deterministic_algorithms(True)")
     causal = causal or right == 0
-    if 0 <= left < keys - 1 or (not causal and 0 <= right < keys - 1):
-        _refuse(f"window_size {window} over {keys} keys", "let every layer see all of its tokens")
-    return causal
+    hides_left, hides_right = 0 <= left < keys - 1, not causal and 0 <= right < keys - 1
+    if not (hides_left or hides_right):
+        return {"causal": causal, "window": None}
+    if not causal and left != right:
+        _refuse(
+            f"window_size {window_size} over {keys} keys", f"take ({max(left, right)}, 0) or the same on both sides"
+        )
+    return {"causal": causal, "window": left + 1}
 
 
 def _refuse(what: str, fix: str) -> NoReturn:

@@ -1,9 +1,9 @@
 """INT8 attention in transformers: after `register()` a model takes attn_implementation="sage".
 
 transformers describes the mask of a batch by a function, and an attention implementation decides what to make of it.
-Here padding and packed documents become the bounds of documents that sage_attention takes: a run of padding is a
-document of its own. The bounds are made once for each forward pass. All that sage_attention cannot compute is refused,
-with its name.
+Here padding, packed documents and windows become the bounds that sage_attention takes: a run of padding is a document
+of its own. The bounds are made once for each forward pass and kind of layer. All that sage_attention cannot compute is
+refused, with its name.
 
 This module needs transformers 5, and nothing else in sagekernels does.
 """
@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import and_masks, bidirectional_mask_function, causal_mask_function
 
-from .autograd import sage_attention
+from .autograd import document_bounds, sage_attention
 from .call import RECIPES, RecipeName
+from .reference import windowed
 from .refusals import one_of
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
@@ -60,6 +61,7 @@ def attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     is_causal: bool | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
@@ -70,6 +72,8 @@ def attention(
 
     Args:
         attention_mask: the bounds that `document_mask` returned.
+        sliding_window: the tokens that a query of this layer sees, its own included.
+        s_aux: the sinks of the heads, [H].
         cu_seq_lens_q: the boundaries of packed documents in a batch of one. They replace position_ids.
 
     Returns:
@@ -80,31 +84,39 @@ def attention(
     """
     if dropout:
         raise _refused(f"attention dropout {dropout}", "set attention_dropout (attn_pdrop) of the config to 0")
-    if sliding_window is not None and sliding_window < key.shape[2]:
-        raise _refused(f"a sliding window of {sliding_window} over {key.shape[2]} tokens", "take shorter sequences")
     for name, given in others.items():
         if given is not None and given is not False and name not in IGNORED:
             raise _refused(f"the argument {name}", "leave it out")
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    batch, n_q = q.shape[:2]
-    if attention_mask is not None and attention_mask.dim() != 2:
+    (batch, n_q), n_k = q.shape[:2], k.shape[1]
+    window = sliding_window if sliding_window is not None and sliding_window < n_k else None
+    if window is not None and not causal:
+        raise _refused(f"a sliding window of {window} on both sides", "take shorter sequences")
+    if attention_mask is not None and attention_mask.dim() > 3:
         raise _refused("a mask of your own (4 dimensions)", "give a mask [batch, tokens] of padding, or position_ids")
-    bounds, cu_seqlens = attention_mask, None
+    bounds, shared, cu_seqlens = attention_mask, None, None
+    if bounds is not None and bounds.dim() == 3:
+        if window is None:
+            raise _refused("a window that the layer does not name", "hand sliding_window to the attention function")
+        shared, bounds = bounds[:, 0], None
     if bounds is None and cu_seq_lens_q is not None:
         if cu_seq_lens_k is not None and cu_seq_lens_k.shape != cu_seq_lens_q.shape:
             raise _refused("other documents of keys than of queries", "give one cu_seq_lens")
         cu_seqlens = cu_seq_lens_q.to(torch.int32)
-    elif bounds is None and 1 < n_q == k.shape[1] and others.get("use_cache") is not False:
-        # Where there may be a cache, transformers does not look for packed documents, so position_ids are read here.
-        bounds = _bounds_of_positions(others.get("position_ids"), batch, n_q)
+    elif bounds is None and 1 < n_q == n_k:
+        # Where there is a cache, transformers does not look for packed documents, so position_ids are read here. Layers
+        # of some families say use_cache=False whatever the model was told.
+        bounds = _bounds_of_positions(others.get("position_ids"), batch, n_q, window)
+    how: dict[str, Any] = {"causal": causal, "scale": scaling, "sinks": s_aux, "recipe": recipe}
+    if bounds is None and cu_seqlens is None and shared is not None:
+        return sage_attention(q, k, v, bounds=shared, **how), None
     if bounds is None:
-        o = sage_attention(q, k, v, causal=causal, scale=scaling, cu_seqlens=cu_seqlens, recipe=recipe)
-        return o, None
-    if n_q != k.shape[1]:
+        return sage_attention(q, k, v, cu_seqlens=cu_seqlens, window=window, **how), None
+    if n_q != n_k:
         raise _refused("padding or documents where there are other keys than queries", _GENERATE)
     q, k, v = (x.flatten(0, 1).unsqueeze(0) for x in (q, k, v))
-    o = sage_attention(q, k, v, causal=causal, scale=scaling, bounds=bounds, recipe=recipe)
+    o = sage_attention(q, k, v, bounds=bounds, **how)
     return o.squeeze(0).unflatten(0, (batch, n_q)), None
 
 
@@ -133,6 +145,7 @@ def document_mask(
     **_: Any,
 ) -> Tensor | None:
     """Return the bounds of documents of a batch, int32 [2, batch * tokens], from the description of transformers.
+    Bounds of a window without documents are [2, 1, tokens], because all rows share them.
 
     Args:
         mask_function: the mask without padding: causal or bidirectional, inside of packed documents if there are any.
@@ -151,8 +164,11 @@ def document_mask(
     if use_vmap or mask_function not in (causal_mask_function, bidirectional_mask_function):
         if use_vmap or getattr(mask_function, "__code__", None) is not _INTERSECTION:
             raise _refused("this model's mask", "take a model with causal or bidirectional attention")
+    window = None
     if local_size is not None and local_size < kv_length:
-        raise _refused(f"a sliding window or chunks of {local_size} over {kv_length} tokens", "take shorter sequences")
+        if q_length != kv_length:
+            raise _refused(f"a window of {local_size} where there are other keys than queries", _GENERATE)
+        window = _window_of(config, local_size, kv_length, mask_function, device)
     if isinstance(q_offset, Tensor) or q_offset + q_length != kv_offset + kv_length:
         raise _refused("attention over a cache of fixed length", _GENERATE)
     starts = None
@@ -168,10 +184,25 @@ def document_mask(
             raise _refused("padding of an encoder whose tokens a decoder attends to", "take batches of one length")
         starts = padded if starts is None else starts if padded is None else starts | padded
     if starts is None:
-        return None
+        return None if window is None else document_bounds(None, kv_length, window, device).unsqueeze(1)
     if q_length != kv_length:
         raise _refused("padding where there are other keys than queries (a cache, cross-attention)", _GENERATE)
-    return bounds_of(starts)
+    return bounds_of(starts, window)
+
+
+def _window_of(
+    config: Any, local_size: int, length: int, mask_function: MaskFunction, device: torch.device | None
+) -> int:
+    """Return local_size if it is a window, and refuse chunks and windows on both sides. Masks of windows and of chunks
+    have the same form, so the configuration tells them apart."""
+    chunks = getattr(config, "attention_chunk_size", None) is not None
+    if chunks or getattr(config, "sliding_window", None) != local_size:
+        raise _refused(f"chunks of {local_size} over {length} tokens", "take shorter sequences")
+    token = torch.arange(length - 1, device=device)[None, :]
+    if not _recorded(token):
+        if mask_function(torch.zeros_like(token), torch.zeros_like(token), token, token + 1).any():
+            raise _refused(f"a sliding window of {local_size} on both sides", "take shorter sequences")
+    return local_size
 
 
 _INTERSECTION = and_masks(causal_mask_function).__code__
@@ -200,50 +231,57 @@ def _padding_starts(attention_mask: Tensor) -> Tensor | None:
     return _unless_empty(changes)
 
 
-def _bounds_of_positions(position_ids: Any, batch: int, length: int) -> Tensor | None:
-    """Return the bounds of the documents that begin where position_ids do not rise by one. None: there is one in each
-    row."""
+def _bounds_of_positions(position_ids: Any, batch: int, length: int, window: int | None) -> Tensor | None:
+    """Return the bounds of the documents that begin where position_ids do not rise by one, and of the window. None:
+    there is one document in each row."""
     if not isinstance(position_ids, Tensor) or position_ids.dim() != 2 or position_ids.shape[1] != length:
         return None
     if torch.compiler.is_compiling() or position_ids.is_inference():
-        return _found_bounds(position_ids, batch)
-    return _remembered(position_ids, batch)
+        return _found_bounds(position_ids, batch, window)
+    return _remembered(position_ids, batch, window)
 
 
-def _found_bounds(position_ids: Tensor, batch: int) -> Tensor | None:
+def _found_bounds(position_ids: Tensor, batch: int, window: int | None) -> Tensor | None:
     starts = _unless_empty((position_ids.diff() != 1).expand(batch, -1))
-    return None if starts is None else bounds_of(starts)
+    return None if starts is None else bounds_of(starts, window)
 
 
 class _Last(threading.local):
     """The documents of the last position_ids of a thread. All layers of a model get the same tensor, and the host waits
     for it once. nn.DataParallel runs its replicas in threads."""
 
-    found: tuple[weakref.ref[Tensor], tuple[int, int], Tensor | None] | None = None
+    found: tuple[weakref.ref[Tensor], tuple[int, int], dict[int | None, Tensor | None]] | None = None
+    """The position_ids, their version and the batch, and the bounds for each window."""
 
 
 _LAST = _Last()
 
 
-def _remembered(position_ids: Tensor, batch: int) -> Tensor | None:
+def _remembered(position_ids: Tensor, batch: int, window: int | None) -> Tensor | None:
     kind, last = (position_ids._version, batch), _LAST.found
     if last is None or last[0]() is not position_ids or last[1] != kind:
-        last = _LAST.found = weakref.ref(position_ids), kind, _found_bounds(position_ids, batch)
-    return last[2]
+        last = _LAST.found = weakref.ref(position_ids), kind, {}
+    if window not in last[2]:
+        last[2][window] = _found_bounds(position_ids, batch, window)
+    return last[2][window]
+
+
+def _recorded(x: Tensor) -> bool:
+    """Return whether the host must not wait for the value of a tensor."""
+    return torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _unless_empty(changes: Tensor) -> Tensor | None:
     """Return starts [batch, length] from those of all tokens but the first of each row. None: there are none, which is
     found out only where the host may wait for the device."""
-    recorded = torch.compiler.is_compiling() or (changes.is_cuda and torch.cuda.is_current_stream_capturing())
-    if not recorded and not changes.any():
+    if not _recorded(changes) and not changes.any():
         return None
     return torch.cat((torch.ones_like(changes[:, :1]), changes), 1)
 
 
-def bounds_of(starts: Tensor) -> Tensor:
+def bounds_of(starts: Tensor, window: int | None = None) -> Tensor:
     """Return the bounds that sage_attention takes, int32 [2, batch * length], from where documents begin, bool [batch,
-    length]. The first token of each row begins one."""
+    length], and the window. The first token of each row begins a document."""
     flat = starts.flatten()
     index = torch.arange(len(flat), device=flat.device)
     first = torch.where(flat, index, 0).cummax(0).values
@@ -251,4 +289,5 @@ def bounds_of(starts: Tensor) -> Tensor:
     later = torch.where(flat, index, len(flat)).roll(-1)
     later[-1] = len(flat)
     end = later.flip(0).cummin(0).values.flip(0)
-    return torch.stack((first, end)).to(torch.int32)
+    bounds = torch.stack((first, end)).to(torch.int32)
+    return bounds if window is None else windowed(bounds, window)

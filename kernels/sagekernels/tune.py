@@ -74,10 +74,10 @@ def trial_of(shape: Shape, recipe: str, device: torch.device) -> Trial:
 
 
 def checks(head_dim: int, device: torch.device) -> list[Trial]:
-    """Run small calls of other kinds, whose bits may not change either: recipes, documents, grouped heads, odd
-    lengths."""
+    """Run small calls of other kinds, whose bits may not change either: recipes, documents with a window, grouped
+    heads, odd lengths."""
     kinds = (
-        ("fine", Shape(1, 700, 700, 2, 1, head_dim, documents=(5, 0, 300, 1, 394))),
+        ("fine", Shape(1, 700, 700, 2, 1, head_dim, documents=(5, 0, 300, 1, 394), window=200)),
         ("scores", Shape(1, 517, 700, 4, 2, head_dim)),
         ("gradients", Shape(2, 300, 300, 2, 2, head_dim, causal=False)),
     )

@@ -50,6 +50,29 @@ def test_packed_documents_and_windows_that_leave_out_nothing() -> None:
         assert torch.equal(sagekernels.flash_attn_func(q[None], k[None], v[None], window_size=window), causal)
 
 
+@pytest.mark.parametrize(("window", "causal"), [((9, 0), True), ((9, -1), True), ((9, 0), False), ((9, 9), False)])
+def test_windows_and_sinks(window: tuple[int, int], causal: bool) -> None:
+    """(left, 0) is causal whatever `causal` says, and a sink is a key of its own without a value."""
+    q, k, v = tensors(40, 4, 16)
+    sinks = torch.tensor([0.0, 1.0, 2.0, 3.0], requires_grad=True)
+    i = torch.arange(40)
+    far = (i[:, None] - i[None, :]).abs() >= 10
+    mask = far | (i[None, :] > i[:, None]) if 0 in window or causal else far
+    documents = torch.tensor([0, 12, 40], dtype=torch.int32)
+    apart = (i[:, None] < 12) != (i[None, :] < 12)
+    flash_func = lambda *x, **more: sagekernels.flash_attn_func(*(y[None] for y in x), **more)[0]  # noqa: E731
+    varlen_func = lambda *x, **more: sagekernels.flash_attn_varlen_func(*x, documents, documents, 28, 28, **more)  # noqa: E731
+    for function, hidden in ((flash_func, mask), (varlen_func, mask | apart)):
+        for own in (None, sinks):
+            scores = torch.einsum("nhd,mhd->hnm", q, k) / 4
+            scores = scores.masked_fill(hidden, -torch.inf)
+            column = torch.full((4, 40, 1), -torch.inf) if own is None else own[:, None, None].expand(4, 40, 1)
+            p = torch.cat((scores, column), -1).softmax(-1)[..., :-1]
+            expected = torch.einsum("hnm,mhd->nhd", p, v)
+            found = function(q, k, v, causal=causal, window_size=window, learnable_sink=own)
+            assert close(found, expected, [q, k, v] if own is None else [q, k, v, own])
+
+
 def flash(**options: object) -> Callable[[], Tensor]:
     return lambda: sagekernels.flash_attn_func(*(x[None] for x in tensors(40, 4, 16)), **options)
 
@@ -65,12 +88,13 @@ def varlen(second: list[int], **options: object) -> Callable[[], Tensor]:
 
 
 @pytest.mark.parametrize(("call", "message"), [
-    (flash(window_size=(20, 0)), r"window_size \(20, 0\) over 40 keys"),
+    (flash(window_size=(20, 5)), r"window_size \(20, 5\) over 40 keys; take \(20, 0\) or the same on both sides"),
     (flash(window_size=(-1, 7)), r"window_size \(-1, 7\) over 40 keys"),
     (flash(softcap=30.0), "softcap 30"),
     (flash(dropout_p=0.1), r"dropout_p 0\.1"),
     (flash(deterministic=True), r"deterministic=True by itself; call torch\.use_deterministic"),
-    (varlen([0, 12, 40], window_size=(10, 0)), r"window_size \(10, 0\) over 28 keys"),
+    (varlen([0, 12, 40], window_size=(10, 4)), r"window_size \(10, 4\) over 28 keys"),
+    (flash(learnable_sink=torch.zeros(3)), r"sinks must be \[4\]"),
     (varlen([0, 40]), "documents of other keys than queries"),
     (varlen([0, 13, 40]), "cu_seqlens_k is not cu_seqlens_q"),
     (sdpa(attn_mask=torch.ones(40, 40, dtype=torch.bool)), "attn_mask; documents are cu_seqlens"),

@@ -23,6 +23,8 @@ RIGHT, LEFT = torch.ones_like(IDS), torch.ones_like(IDS)
 RIGHT[0, 9:] = RIGHT[2, 5:] = 0
 LEFT[1, :4] = 0
 PACKED = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7], [*range(9), 0, 1, 2], [*range(12)]])
+DOCUMENTS = [(0, 0, 4), (0, 4, 12), (1, 0, 9), (1, 9, 12), (2, 0, 12)]
+"""The documents of PACKED: row, first token, one past the last."""
 INPUTS = {
     "whole": {},
     "padded right": {"attention_mask": RIGHT},
@@ -37,22 +39,29 @@ def model_of(family: str, **changes: Any) -> nn.Module:
     sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16,
              "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "initializer_range": 0.15,
              "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
-    if family in ("GPT2", "Bert", "T5", "Bart"):
+    if family in ("GPT2", "Bert", "T5", "Bart", "ModernBert"):
         del sizes["head_dim"], sizes["num_key_value_heads"]
     if family == "GPT2":
         sizes |= {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
     config = getattr(transformers, f"{family}Config")(**sizes | changes)
-    kind = {"Bert": transformers.AutoModelForMaskedLM, "T5": transformers.AutoModelForSeq2SeqLM,
+    kind = {"Bert": transformers.AutoModelForMaskedLM, "ModernBert": transformers.AutoModelForMaskedLM,
+            "T5": transformers.AutoModelForSeq2SeqLM,
             "Bart": transformers.AutoModelForSeq2SeqLM}  # fmt: skip
     torch.manual_seed(1)
     return kind.get(family, transformers.AutoModelForCausalLM).from_config(config, attn_implementation="sage").eval()
 
 
-def logits_and_gradient(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the logits of tokens that are not padding, and the gradient of all parameters in one vector."""
+def logits_and_gradient(
+    model: nn.Module, inputs: dict[str, Tensor], documents: list[tuple[int, int, int]] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the logits of tokens that are not padding, and the gradient of all parameters in one vector. Documents
+    (row, first, end) each get a call of their own."""
     model.zero_grad()
     keep = inputs.get("attention_mask", torch.ones_like(IDS)).bool()
-    logits = model(input_ids=IDS, **inputs).logits[keep]
+    if documents is None:
+        logits = model(input_ids=IDS, **inputs).logits[keep]
+    else:
+        logits = torch.cat([model(input_ids=IDS[row : row + 1, a:b], **inputs).logits[0] for row, a, b in documents])
     nn.functional.cross_entropy(logits, IDS[keep]).backward()
     grads = [each.grad.flatten() for each in model.parameters() if each.grad is not None]
     return logits.detach(), torch.cat(grads)
@@ -75,6 +84,37 @@ def test_masks_are_those_of_transformers(family: str) -> None:
             keep = inputs.get("attention_mask", torch.ones_like(IDS)).bool()
             without, _ = logits_and_gradient(model, {})
             assert apart(without.view(*IDS.shape, -1)[keep], expected) > 0.1, name
+
+
+WINDOWED: dict[str, dict[str, Any]] = {
+    "Mistral": {},
+    "Gemma3Text": {"query_pre_attn_scalar": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    "Olmo3": {"layer_types": ["full_attention", "sliding_attention"]},
+    # Every token goes to both experts: a router that chooses would turn INT8's error into other experts.
+    "GptOss": {"num_local_experts": 2, "num_experts_per_tok": 2, "initializer_range": 0.1},
+}
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+def test_windows_and_sinks_are_those_of_transformers(family: str) -> None:
+    """Layers with windows and full ones have bounds of their own, with padding and documents and without. The sinks of
+    GPT-OSS get gradients."""
+    model = model_of(family, sliding_window=5, **WINDOWED[family])
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            nn.init.uniform_(parameter, 0, 3)
+    for name in ("whole", "padded left", "packed", "packed, with a cache"):
+        inputs = INPUTS[name]
+        model.set_attn_implementation("sage")
+        logits, grads = logits_and_gradient(model, inputs)
+        of_sinks = [each.grad for name, each in model.named_parameters() if name.endswith("sinks")]
+        model.set_attn_implementation("eager")
+        if name.startswith("packed"):
+            expected, wanted = logits_and_gradient(model, {}, DOCUMENTS)
+        else:
+            expected, wanted = logits_and_gradient(model, {**inputs, "use_cache": False})
+        assert 0 < apart(logits, expected) < 0.03 and 0 < apart(grads, wanted) < 0.05, name
+        assert len(of_sinks) == 2 * (family == "GptOss") and all(each.all() for each in of_sinks)
 
 
 def test_encoders_see_both_sides_and_no_padding() -> None:
@@ -134,9 +174,10 @@ def gap() -> Tensor:
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
-    "window": ("Mistral", {"sliding_window": 8}, {}, "a sliding window or chunks of 8 over 12 tokens"),
+    "chunks": ("Llama4Text", {"attention_chunk_size": 8, "intermediate_size_mlp": 96, "num_local_experts": 2}, {},
+               "chunks of 8 over 12 tokens"),
+    "both sides": ("ModernBert", {"local_attention": 8, "global_attn_every_n_layers": 3}, {}, "on both sides"),
     "softcap": ("Gemma2", {}, {}, "the argument softcap"),
-    "sinks": ("GptOss", {"num_local_experts": 2, "num_experts_per_tok": 1}, {}, "the argument s_aux"),
     "dropout": ("Llama", {"attention_dropout": 0.1}, {}, r"attention dropout 0\.1; set attention_dropout"),
     "own mask": ("Llama", {}, {"attention_mask": torch.zeros(3, 1, 12, 12)}, r"a mask of your own \(4 dimensions\)"),
     "gap": ("Llama", {}, {"attention_mask": gap()}, "must lie together"),

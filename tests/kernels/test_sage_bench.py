@@ -45,6 +45,10 @@ def test_only_right_results_are_timed(documents) -> None:
 def test_operations_and_shapes() -> None:
     assert bench.flops(Shape(2, 100, 100, 4, 4, 64, causal=False)) == 4 * 2 * 4 * 100 * 100 * 64
     assert bench.flops(Shape(1, 30, 30, 1, 1, 64, documents=(10, 20))) == 4 * 64 * (100 + 400) / 2
+    windowed = Shape(2, 100, 100, 1, 1, 64, window=30)
+    pairs = sum(min(i + 1, 30) for i in range(100))
+    assert bench.flops(windowed) == pytest.approx(4 * 2 * 64 * pairs, rel=0.01)
+    assert len([shape for shape in bench.shapes([2048, 8192], [64], [128, 4096]) if shape.window]) == 3
     for shape in bench.shapes([2048, 65536], [64, 128]):
         assert shape.heads * shape.head_dim == 2048
         assert shape.heads % shape.kv_heads == 0
