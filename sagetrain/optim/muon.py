@@ -201,10 +201,11 @@ def _rounds(owned: Sequence[Sequence[int]], pieces: Sequence[TensorPiece]) -> li
     """Cut the matrices of each owner into rounds of about MUON_ROUND values of one shape. Every owner has a list in
     every round."""
 
-    def kind(number: int) -> tuple[tuple[int, ...], int]:
-        # Slices of rows and slices of columns are put together in another way: q and out may have the same shape.
+    def kind(number: int) -> tuple[tuple[int, ...], int, int]:
+        # Slices of rows and slices of columns are put together in another way: q and out may have the same shape. So
+        # may gate of an expert, which no rank cuts, and gate of the shared experts.
         piece = pieces[number]
-        return piece.spec.shape, (piece.spec.dim or 0) if piece.slices > 1 else 0
+        return piece.spec.shape, (piece.spec.dim or 0) if piece.slices > 1 else 0, piece.slices
 
     cut: list[list[list[int]]] = []
     for matrices in owned:

@@ -47,8 +47,8 @@ def matrices() -> list[TensorSpec]:
     return [spec for spec in tensors(cfg.model, cfg.attention, tiny.VOCAB) if spec.kind == "matrix"]
 
 
-EXPERTS = TensorSpec("experts", (3, 24, 16), "experts", 0, "matrix", 0, matrices=6)
-"""gate and up of three experts, which no rank cuts."""
+EXPERTS = TensorSpec("experts", (3, 64, 32), "experts", 0, "matrix", 0, matrices=6)
+"""gate and up of three experts, which no rank cuts, in the shape of q, which ranks cut."""
 
 
 def drawn(spec: TensorSpec, step: int) -> torch.Tensor:
@@ -113,17 +113,17 @@ def test_muon_has_torchs_values_and_the_same_bits_everywhere() -> None:
         assert all(torch.equal(found[name], weight) for name, weight in ours.items()), layout
     named = {spec.name: drawn(spec, -1).requires_grad_() for spec in matrices()}
     single = {
-        f"experts {n}": each.clone().requires_grad_() for n, each in enumerate(drawn(EXPERTS, -1).view(6, 12, 16))
+        f"experts {n}": each.clone().requires_grad_() for n, each in enumerate(drawn(EXPERTS, -1).view(6, 32, 32))
     }
     named |= single
     theirs = torch.optim.Muon(named.values(), lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     for step in range(STEPS):
         for spec in matrices():
             named[spec.name].grad = drawn(spec, step)
-        for weight, gradient in zip(single.values(), drawn(EXPERTS, step).view(6, 12, 16), strict=True):
+        for weight, gradient in zip(single.values(), drawn(EXPERTS, step).view(6, 32, 32), strict=True):
             weight.grad = gradient
         theirs.step()
-    ours |= dict(zip(single, ours["experts"].view(6, 12, 16), strict=True))
+    ours |= dict(zip(single, ours["experts"].view(6, 32, 32), strict=True))
     for name, weight in named.items():
         torch.testing.assert_close(ours[name], weight.detach(), rtol=0, atol=1e-6)
 
