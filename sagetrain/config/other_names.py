@@ -50,8 +50,7 @@ _KEYS: dict[str, str] = {
         "parallel.world_size": "num_gpus num_gpus_per_node nnodes nodes nproc_per_node num_nodes devices",
         "parallel": "parallelism",
         _DERIVED: "data_parallel_size dp dp_size dp_degree data_parallel data_parallel_degree",
-        "none: every rank has all experts of its layers": "expert_parallel_size expert_model_parallel_size "
-        "expert_parallel_degree ep ep_size expert_tensor_parallel_size",
+        "parallel.expert_parallel_size": "expert_model_parallel_size expert_parallel_degree ep ep_size",
         "model.experts (number, per_token, ffn_size, ...)": "moe mixture_of_experts moe_args",
         "model.experts.number": "num_experts num_local_experts n_routed_experts moe_num_experts",
         "model.experts.per_token": "moe_top_k num_experts_per_tok moe_router_topk top_k_experts",

@@ -10,11 +10,12 @@ from sagetrain.config.layout import Layout
 from sagetrain.config.schema import RunConfig
 from sagetrain.engines.deepspeed import deepspeed_engine
 from sagetrain.engines.protocol import Engine
+from sagetrain.model.tensors import TensorSpec
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.topology import ParallelGroups
 
 
-def partitioner(cfg: RunConfig, groups: ParallelGroups) -> Callable[[nn.Parameter], None] | None:
+def partitioner(cfg: RunConfig, groups: ParallelGroups) -> Callable[[TensorSpec, nn.Parameter], None] | None:
     """Return the function with which the engine partitions a parameter that has just got its values, for
     Transformer(partition=...). None: the engine takes whole parameters. Calling the function is collective."""
     if Layout.of(cfg).engine == "fsdp":

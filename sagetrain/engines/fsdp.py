@@ -46,7 +46,7 @@ from sagetrain.engines.piped import Piped
 from sagetrain.engines.protocol import Owned, Probe, every
 from sagetrain.engines.reduction import Reduction
 from sagetrain.engines.replayed import Replayed, recorder_of
-from sagetrain.engines.sharding import gather_once, ranks_of, shard_model, units
+from sagetrain.engines.sharding import gather_once, ranks_of, ranks_of_experts, shard_model, units
 from sagetrain.engines.shards import Shards
 from sagetrain.engines.step import BaseEngine, Decision
 from sagetrain.model.tensors import TensorSpec
@@ -76,7 +76,8 @@ class FsdpEngine(BaseEngine):
         dtype = torch.bfloat16 if cfg.training.dtype == "bf16" else torch.float32
         # A number would be a part of the program of a micro-step, and the program stays the same if this changes.
         self._share = model.share
-        self.units = units(model, ranks_of(groups, layout.shards, device), layout.replicas)
+        ranks = ranks_of(groups, layout.shards, device)
+        self.units = units(model, ranks, layout.replicas, ranks_of_experts(groups, device))
         parameters = shard_model(model, self.units, device, dtype, reshard=stage == 3, offloaded=offload != "none")
         self.settings = {
             "zero_stage": stage,

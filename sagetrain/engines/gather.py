@@ -54,5 +54,5 @@ def how_gathered(units: Sequence[Unit], device: torch.device) -> str:
     if units[0].ranks.shards.size() == 1 or device.type != "cuda":
         return by_backend
     # The outermost unit is always gathered once a step, and would need the largest slots.
-    refusal = gather_by_copies(units[1:])
+    refusal = gather_by_copies([unit for unit in units[1:] if unit.ranks.shards.size() > 1])
     return f"{by_backend}: {refusal}" if refusal else "by copy engines"

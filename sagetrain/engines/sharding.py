@@ -19,6 +19,7 @@ from sagetrain.config.layout import Layout
 from sagetrain.config.schema import RunConfig
 from sagetrain.model.block import Block
 from sagetrain.model.moe import MoE
+from sagetrain.model.tensors import TensorSpec
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.layers import materialize
 from sagetrain.parallel.topology import ParallelGroups
@@ -37,7 +38,7 @@ class Shard(NamedTuple):
     device: torch.device
 
 
-def partitioner(cfg: RunConfig, groups: ParallelGroups) -> Callable[[nn.Parameter], None]:
+def partitioner(cfg: RunConfig, groups: ParallelGroups) -> Callable[[TensorSpec, nn.Parameter], None]:
     """Return the function that reduces a parameter, which has just got its values, to this rank's shard.
 
     The function is for Transformer(partition=...), and with it no rank ever holds the whole model in fp32. The
@@ -47,9 +48,13 @@ def partitioner(cfg: RunConfig, groups: ParallelGroups) -> Callable[[nn.Paramete
     kept = torch.float32 if cfg.optimizer.master == "fp32" else torch.bfloat16
     offloaded = cfg.parallel.offload != "none"
 
-    def partition(parameter: Any) -> None:
+    def partition(spec: TensorSpec, parameter: Any) -> None:
         # The copy is made before the parameter gives its memory away. In its own dtype `to` alone would be a view.
-        device, rows = parameter.device, rows_of(len(parameter), shards, groups.replica_rank % shards)
+        of = shards, groups.replica_rank % shards
+        if spec.cut == "experts" and groups.ep_size > 1:
+            copies = groups.topology.expert_copies(groups.rank)
+            of = len(copies), copies.index(groups.rank)
+        device, rows = parameter.device, rows_of(len(parameter), *of)
         own = parameter.detach()[rows].to("cpu" if offloaded else device, kept, copy=True)
         materialize(parameter, torch.empty(parameter.shape, dtype=kept, device="meta"))
         parameter.shard = Shard(own, device)
@@ -94,6 +99,16 @@ def ranks_of(groups: ParallelGroups, shards: int, device: torch.device) -> UnitR
     return UnitRanks(mesh, neighbours, copies, _holders(groups, shards), twin=row > 0)
 
 
+def ranks_of_experts(groups: ParallelGroups, device: torch.device) -> UnitRanks | None:
+    """Return the ranks that have the same experts, all of which shard them between them; collective. None: the experts
+    have the ranks of everything else."""
+    if groups.ep_size == 1:
+        return None
+    copies = groups.subgroup(groups.topology.expert_copies(groups.rank), "copies of experts")
+    mesh = DeviceMesh.from_group(copies, device.type, mesh_dim_names=("shard",))
+    return UnitRanks(mesh, copies, None, dist.group.WORLD, twin=False)
+
+
 def _holders(groups: ParallelGroups, shards: int) -> dist.ProcessGroup | None:
     """Return the tensor-parallel slices of neighbours that shard; collective."""
     if shards == groups.num_replicas and groups.pp_size == 1:
@@ -118,28 +133,36 @@ class Unit(NamedTuple):
     others: tuple[nn.Module, ...] = ()
     """Further modules whose parameters are in the group."""
     apart: bool = False
-    """Whether no module of the group is ever called. Its weights are then fp32 in a model of any dtype, and gathered
-    from the begin of a forward pass to the end of its backward pass."""
+    """Whether no module of the group is ever called. Its weights are then gathered from the begin of a forward pass to
+    the end of its backward pass."""
+    wide: bool = False
+    """Whether the weights are fp32 in a model of any dtype."""
 
 
-def units(model: Transformer, ranks: UnitRanks, divisor: int) -> list[Unit]:
+def units(model: Transformer, ranks: UnitRanks, divisor: int, of_experts: UnitRanks | None = None) -> list[Unit]:
     """Return the groups of a model's parameters: all that is outside of the blocks, with the gains of all norms, then
-    each block, then the routers of all blocks."""
-    gains, routers = {norm.gain for norm in _norms(model)}, _routers(model)
-    module_of = {p: block for block in model.blocks for p in block.parameters() if p not in gains}
+    each block, then the experts of each block if they have ranks of their own, then the routers of all blocks."""
+    gains, mixtures = {norm.gain for norm in _norms(model)}, _mixtures(model)
+    routers, experts = [moe.router for moe in mixtures], [moe.experts for moe in mixtures if of_experts]
+    module_of: dict[nn.Parameter, nn.Module] = {
+        p: block for block in model.blocks for p in block.parameters() if p not in gains
+    }
+    module_of |= {p: module for module in experts for p in module.parameters()}
     module_of |= {p: routers[0] for router in routers for p in router.parameters()}
-    names: dict[nn.Module, list[str]] = {module: [] for module in (model, *model.blocks, *routers[:1])}
+    names: dict[nn.Module, list[str]] = {module: [] for module in (model, *model.blocks, *experts, *routers[:1])}
     for name, parameter in model.named_parameters():
         names[module_of.get(parameter, model)].append(name)
     found = [Unit(module, tuple(some), ranks, divisor) for module, some in names.items()]
+    if of_experts is not None:
+        found = [each._replace(ranks=of_experts, apart=True) if each.module in experts else each for each in found]
     if routers:
-        found[-1] = found[-1]._replace(others=tuple(routers[1:]), apart=True)
+        found[-1] = found[-1]._replace(others=tuple(routers[1:]), apart=True, wide=True)
     return found
 
 
-def _routers(model: Transformer) -> list[nn.Module]:
+def _mixtures(model: Transformer) -> list[MoE]:
     mlps = (cast(Block, block).mlp for block in model.blocks)
-    return [mlp.router for mlp in mlps if isinstance(mlp, MoE)]
+    return [mlp for mlp in mlps if isinstance(mlp, MoE)]
 
 
 def _norms(model: Transformer) -> list[nn.Module]:
@@ -169,11 +192,12 @@ def shard_model(
     norms = _norms(model)
     gains = {cast(nn.Parameter, norm.gain) for norm in norms}
     root, *blocks = parts
-    # A group leaves out what is in one already, so routers come before their blocks.
+    # A group leaves out what is in one already, so routers and experts come before their blocks.
     for unit in sorted(blocks, key=lambda unit: not unit.apart):
         how["mesh"] = unit.ranks.mesh
         if unit.apart:
-            policy = MixedPrecisionPolicy(torch.float32, torch.float32, cast_forward_inputs=False)
+            kept = torch.float32 if unit.wide else dtype
+            policy = MixedPrecisionPolicy(kept, torch.float32, cast_forward_inputs=False)
             fully_shard([unit.module, *unit.others], reshard_after_forward=False, **{**how, "mp_policy": policy})
         else:
             fully_shard(unit.module, ignored_params=gains, reshard_after_forward=reshard, **how)

@@ -14,7 +14,7 @@ from sagetrain.config.errors import TrainingError
 from sagetrain.config.schema import ModelConfig
 from sagetrain.engines.protocol import Owned, every
 from sagetrain.engines.sharding import Unit, UnitRanks
-from sagetrain.model.placement import place
+from sagetrain.model.placement import first_of, place
 from sagetrain.model.tensors import EMBEDDING, TensorSpec
 from sagetrain.model.transformer import Transformer
 from sagetrain.optim.build import Group
@@ -65,7 +65,8 @@ class Shards:
         home = next(iter(self.masters.values())).device
         self.masters = {name: torch.empty(0, device=home) for name in model.every_spec} | self.masters
         self._starts = dict.fromkeys(model.every_spec, 0) | {
-            name: self._ranks[name].rows(len(p)).start * math.prod(p.shape[1:]) for name, p in parameters.items()
+            name: first_of(self._specs[name], groups) + self._ranks[name].rows(len(p)).start * math.prod(p.shape[1:])
+            for name, p in parameters.items()
         }
         self._optimizers: list[tuple[list[TensorPiece], Optimizer]] = []
         self._state: dict[str, Mapping[str, State]] = {}

@@ -28,7 +28,7 @@ def initialize(
     groups: ParallelGroups,
     seed: int,
     device: torch.device,
-    partition: Callable[[nn.Parameter], None] | None,
+    partition: Callable[[TensorSpec, nn.Parameter], None] | None,
 ) -> None:
     """Give parameters on the meta device their initial values. Gains are 1, biases 0. Weights are normal with init_std,
     divided by sqrt(2 num_layers) for layers that write into the residual stream.
@@ -50,23 +50,24 @@ def initialize(
             std /= (2 * model.num_layers) ** 0.5
         values = torch.empty_like(parameter, device="cpu")
         if spec.cut == "experts":
-            for expert, own in enumerate(values.view(spec.shape)):
+            experts = values.view(-1, *spec.shape[1:])
+            for expert, own in enumerate(experts, groups.ep_rank * len(experts)):
                 own.copy_(_drawn(own.shape, std, seed, f"{spec.name}.{expert}"))
             return values
         full = _drawn(spec.shape, std, seed, spec.name)
         return values.copy_(shard(full, spec.dim, groups) if spec.cut else full)
 
-    def place(parameter: nn.Parameter, drawn: Future[Tensor]) -> None:
+    def place(spec: TensorSpec, parameter: nn.Parameter, drawn: Future[Tensor]) -> None:
         materialize(parameter, drawn.result().to(device))
         if partition is not None:
-            partition(parameter)
+            partition(spec, parameter)
 
     workers = min(8, cores_of_rank())
-    waiting: deque[tuple[nn.Parameter, Future[Tensor]]] = deque()
+    waiting: deque[tuple[TensorSpec, nn.Parameter, Future[Tensor]]] = deque()
     with ThreadPoolExecutor(workers) as pool:
         for spec, parameter in parameters:
             if len(waiting) > workers:  # this bounds the part of the model that is in host memory
                 place(*waiting.popleft())
-            waiting.append((parameter, pool.submit(draw, spec, parameter)))
-        for pair in waiting:
-            place(*pair)
+            waiting.append((spec, parameter, pool.submit(draw, spec, parameter)))
+        for each in waiting:
+            place(*each)

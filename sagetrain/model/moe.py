@@ -20,14 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sagekernels.grouped import Rows, plan_rows
+from sagekernels.grouped import plan_rows
 from sagekernels.grouped_matmul import grouped_gated, grouped_matmul
 from sagekernels.matmul import Matmul
 from sagetrain.config.layer_specs import LayerSpec
 from sagetrain.config.schema import ExpertsConfig
 from sagetrain.model.mlp import MLP
 from sagetrain.model.norm import complete
-from sagetrain.parallel.collectives import start_enter
+from sagetrain.parallel.collectives import finish, gather_tokens, scatter_sums, start_all_gather, start_enter
 from sagetrain.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from sagetrain.parallel.topology import ParallelGroups
 
@@ -100,10 +100,13 @@ class Router(nn.Module):
             found.append(balance.z_weight * logits.logsumexp(-1).square().sum())
         return sum(found[1:], found[0]) if found else None
 
-    def balanced(self, weights: Tensor, losses: Tensor | None, factor: Tensor, rows: Rows) -> Tensor:
+    def balanced(self, weights: Tensor, losses: Tensor | None, factor: Tensor, choices: Tensor) -> Tensor:
         """Return the weights. Their backward pass gives `bias` and `load` their gradients, and `losses` the gradient
         `factor`."""
-        counts = rows.load.to(self.bias.dtype)
+        every = choices.flatten()
+        counts = torch.zeros_like(self.bias.detach()).scatter_add(
+            0, every, torch.ones_like(every, dtype=self.bias.dtype)
+        )
         made: Tensor = _Balanced.apply(weights, losses, factor, counts, self.bias, self.load)  # type: ignore[no-untyped-call]
         return made
 
@@ -113,12 +116,13 @@ def _shares(scores: Tensor) -> Tensor:
 
 
 class Experts(nn.Module):
-    """The weights of all experts, one above the other. In this form a shard of whole rows, as engines cut it, has a
-    part of an expert where ranks outnumber experts."""
+    """The weights of this rank's experts, one above the other. In this form a shard of whole rows, as engines cut it,
+    has a part of an expert where ranks outnumber experts."""
 
-    def __init__(self, hidden: int, experts: ExpertsConfig, *, dtype: torch.dtype, device: torch.device | None) -> None:
+    def __init__(
+        self, number: int, hidden: int, inner: int, *, dtype: torch.dtype, device: torch.device | None
+    ) -> None:
         super().__init__()
-        number, inner = experts.number, experts.ffn_size
         self.gate_up = nn.Parameter(torch.empty(number * 2 * inner, hidden, dtype=dtype, device=device))
         """[experts x (gate, then up), hidden]"""
         self.down = nn.Parameter(torch.empty(number * hidden, inner, dtype=dtype, device=device))
@@ -150,7 +154,8 @@ class MoE(nn.Module):
         self.groups, self.sequence_parallel, self.share = groups, sequence_parallel, share
         place: dict[str, Any] = {"dtype": dtype, "device": device}
         self.router = Router(layer.hidden, layer.experts, **place)
-        self.experts = Experts(layer.hidden, layer.experts, **place)
+        self._own = _divide(layer.experts.number, groups)
+        self.experts = Experts(self._own, layer.hidden, layer.experts.ffn_size, **place)
         self.shared = None
         if layer.mlp.inner:
             self.shared = MLP(layer, groups, matmuls=matmuls, sequence_parallel=sequence_parallel, **place)
@@ -175,10 +180,22 @@ class MoE(nn.Module):
         logits, scores = router.scored(x)
         choices = router.chosen(scores)
         weights = router.weights(logits, scores, choices)
-        rows = plan_rows(choices, router.config.number)
         if torch.is_grad_enabled():
             # Otherwise each rank would have the gradient of all tokens, and engines would add them up.
             assert self.sequence_parallel or self.groups.tp_size == 1, "experts train with sequence parallelism"
-            weights = router.balanced(weights, router.losses(logits, scores), factor, rows)
+            weights = router.balanced(weights, router.losses(logits, scores), factor, choices)
+        group = self.groups.ep_group
+        if group is not None:
+            # Choices of other ranks' experts have no row here.
+            x, weights = gather_tokens(x, group), gather_tokens(weights, group)
+            choices = finish(start_all_gather(choices, group)) - self.groups.ep_rank * self._own
+        rows = plan_rows(choices, self._own)
         inner = grouped_gated(x, experts.gate_up, weights, rows, gathers=True)
-        return grouped_matmul(inner, experts.down, rows, combines=True)
+        y = grouped_matmul(inner, experts.down, rows, combines=True)
+        return y if group is None else scatter_sums(y, group)
+
+
+def _divide(number: int, groups: ParallelGroups) -> int:
+    if number % groups.ep_size:
+        raise ValueError(f"{number} experts are not a multiple of expert_parallel_size ({groups.ep_size})")
+    return number // groups.ep_size

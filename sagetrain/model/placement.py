@@ -20,6 +20,12 @@ class ModelRanks(Protocol):
     @property
     def tp_rank(self) -> int: ...
 
+    @property
+    def ep_size(self) -> int: ...
+
+    @property
+    def ep_rank(self) -> int: ...
+
 
 class Placement(NamedTuple):
     """The slice of one tensor that a rank holds."""
@@ -35,12 +41,20 @@ class Placement(NamedTuple):
 
 
 def slices_of(spec: TensorSpec, tensor_parallel: int) -> int:
-    """Return the number of slices that a tensor is cut into. Every rank has all experts of its layers."""
+    """Return the number of slices that a tensor is cut into. A rank's experts are a range of their tensor (`first_of`),
+    and no slice."""
     return tensor_parallel if spec.cut == "tensor" else 1
 
 
 def place(spec: TensorSpec, ranks: ModelRanks) -> Placement:
     """Return the slice of a tensor that a rank holds."""
+    if spec.cut == "experts" and ranks.ep_size > 1:
+        return Placement(0, 1, 1, counted=True)
     slices = slices_of(spec, ranks.tp_size)
     copy, number = divmod(ranks.tp_rank, slices)
     return Placement(number, slices, ranks.tp_size // slices, counted=copy == 0)
+
+
+def first_of(spec: TensorSpec, ranks: ModelRanks) -> int:
+    """Return the place in its flattened slice at which the part of a tensor begins that a rank computes with."""
+    return ranks.ep_rank * (spec.size // ranks.ep_size) if spec.cut == "experts" else 0

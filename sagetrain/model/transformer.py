@@ -113,7 +113,7 @@ class Transformer(nn.Module):
         seed: int | None = 0,
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
-        partition: Callable[[nn.Parameter], None] | None = None,
+        partition: Callable[[TensorSpec, nn.Parameter], None] | None = None,
         loss: OwnLoss | None = None,
         chunks: Sequence[ModelChunk] | None = None,
     ) -> None:

@@ -128,6 +128,30 @@ class _GatherFromRegion(torch.autograd.Function):
         return grad.narrow(-1, ctx.rank * ctx.width, ctx.width).contiguous(), None, None
 
 
+class _GatherTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        y: Tensor = finish(start_all_gather(x, group))
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return finish(start_reduce_scatter(grad, ctx.group)), None
+
+
+class _ScatterSums(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        y: Tensor = finish(start_reduce_scatter(x, group))
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return finish(start_all_gather(grad, ctx.group)), None
+
+
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
@@ -217,6 +241,19 @@ def start_leave(
 def finish_leave(x: Tensor | Pending, groups: ParallelGroups, sequence_parallel: bool) -> Tensor:
     """Finish what start_leave began."""
     return _finish(x, groups, entering(sequence_parallel)[0])
+
+
+def gather_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Return the tokens of all ranks of a group, [size * tokens, ...]. Every rank uses them in its own way, so their
+    gradients are summed."""
+    y: Tensor = _GatherTokens.apply(x, group)  # type: ignore[no-untyped-call]
+    return y
+
+
+def scatter_sums(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Return this rank's tokens of the sum over the ranks of a group: [size * tokens, ...] -> [tokens, ...]."""
+    y: Tensor = _ScatterSums.apply(x, group)  # type: ignore[no-untyped-call]
+    return y
 
 
 def scatter_heads(tensors: Sequence[Tensor], num_sequences: int, groups: ParallelGroups) -> list[Tensor]:

@@ -67,6 +67,7 @@ class Topology:
     tensor_parallel_size: int
     context_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    expert_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         world, tp, cp = self.world_size, self.tensor_parallel_size, self.context_parallel_size
@@ -80,6 +81,11 @@ class Topology:
             raise ValueError(
                 f"world_size {world} is not a multiple of tensor_parallel_size {tp} x context_parallel_size {cp}"
                 + (f" x pipeline_parallel_size {pp}" if pp > 1 else "")
+            )
+        if self.expert_parallel_size < 1 or self.stage_size % self.expert_parallel_size:
+            raise ValueError(
+                f"expert_parallel_size {self.expert_parallel_size} does not divide the {self.stage_size} ranks of a "
+                "pipeline stage"
             )
 
     @property
@@ -123,6 +129,16 @@ class Topology:
         first = rank - rank % self.stage_size
         return list(range(first + self.coords(rank)[2], first + self.stage_size, self.tensor_parallel_size))
 
+    def expert_ranks(self, rank: int) -> list[int]:
+        """Return the global ranks that have all experts between them with `rank`, in the order of the experts."""
+        first = rank - rank % self.stage_size % self.expert_parallel_size
+        return list(range(first, first + self.expert_parallel_size))
+
+    def expert_copies(self, rank: int) -> list[int]:
+        """Return the global ranks that have the same experts as `rank`, in order."""
+        first, place = rank - rank % self.stage_size, rank % self.stage_size % self.expert_parallel_size
+        return list(range(first + place, first + self.stage_size, self.expert_parallel_size))
+
     def pipeline_ranks(self, rank: int) -> list[int]:
         """Return the global ranks with the same place as `rank` in every stage, in the order of the stages."""
         return list(range(rank % self.stage_size, self.world_size, self.stage_size))
@@ -142,6 +158,8 @@ class ParallelGroups:
     replica_group: dist.ProcessGroup | None = None
     pp_group: dist.ProcessGroup | None = None
     """The ranks with the same place in every pipeline stage, in the order of the stages. None without a pipeline."""
+    ep_group: dist.ProcessGroup | None = None
+    """The ranks that have all experts between them. None: this rank has them all."""
     metrics: Metrics = field(default_factory=Metrics)
     """The metrics to which everything in a training step adds."""
     timeout: timedelta | None = None
@@ -192,6 +210,15 @@ class ParallelGroups:
         """The number of this rank's pipeline stage."""
         return self.rank // self.topology.stage_size
 
+    @property
+    def ep_size(self) -> int:
+        return self.topology.expert_parallel_size
+
+    @property
+    def ep_rank(self) -> int:
+        """The number of this rank's share of the experts."""
+        return self.rank % self.topology.stage_size % self.ep_size
+
     @classmethod
     def single(cls) -> ParallelGroups:
         """Return the groups of a single process without torch.distributed."""
@@ -224,6 +251,9 @@ class ParallelGroups:
             else None,
             replica_group=_new_group(topology.replica_ranks(rank), "replicas", timeout),
             pp_group=_new_group(stages, "pipeline stages", timeout) if pipelined else None,
+            ep_group=_new_group(topology.expert_ranks(rank), "experts", timeout)
+            if topology.expert_parallel_size > 1
+            else None,
             timeout=timeout,
         )
 

@@ -246,6 +246,7 @@ def meet(
             parallel.tensor_parallel_size,
             parallel.context_parallel_size,
             parallel.pipeline_parallel_size,
+            parallel.expert_parallel_size,
         )
         # Reading files may take a while. The ranks have met by now, so each host can report its progress.
         reporter = Reporter(rank == 0, hears)

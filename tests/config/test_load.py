@@ -291,7 +291,7 @@ def test_override_messages(tmp_path, override, expected):
         ("training.batch_size=8", "the key here is tokens_per_step.tokens (of a step of all ranks), beside data.micro_"),
         ("parallel.data_parallel_size=2", "there is nothing to set here: it follows from the ranks of the launch"),
         ("parallel.virtual_pipeline_model_parallel_size=2", "the key here is parallel.pipeline_chunks (ranges of"),
-        ("parallel.expert_parallel_size=2", "there is nothing to set here: every rank has all experts of its layers\n"),
+        ("parallel.expert_model_parallel_size=2", "the key here is parallel.expert_parallel_size\n"),
         ("model.num_experts=8", "the key here is model.experts.number\n"),
         ("parallel.Reshard-After-Forward=true", "the key here is parallel.zero_stage (3 shards weights"),
         ("optimizer.type=lion", "the key here is optimizer.name\n"),

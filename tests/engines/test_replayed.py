@@ -26,6 +26,7 @@ from sagetrain.stability.spikes import Verdict
 
 LENGTH = tiny.SEQ
 WIDE = {"hidden_size": 64, "ffn_hidden_size": 128}
+EXPERTS = {"number": 4, "per_token": 2, "ffn_size": 16, "shared": 1, "balance": {"z_weight": 0.01, "bias_rate": 0.1}}
 SAGE = {"backend": "sage", "recipe": "scores"}
 
 
@@ -85,6 +86,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "selective": ("plain", {"training": {"activation_checkpointing": "selective"}}),
     "loss mask, tied": ("mask", {"model": {"tie_embeddings": True}}),
     "fp32": ("mask", {"training": {"dtype": "fp32"}}),
+    "experts": ("mask", {"model": {"experts": EXPERTS}}),
 }
 
 
@@ -143,13 +145,13 @@ def test_replays_take_the_steps_of_the_host_bit_for_bit() -> None:
 
 def test_replicas_reduce_in_a_recording_of_the_last_micro_step() -> None:
     """The last micro-step of the second step is the second one of its kind, and is not recorded yet."""
-    for stage, names in ((0, ["INT8 layers"]), (1, ["INT8 layers", "loss mask, tied"])):
+    for stage, names in ((0, ["INT8 layers"]), (1, ["INT8 layers", "loss mask, tied", "experts"])):
         for found in run_distributed(run_cases, 2, stage, names):
             assert set(found.values()) == {(True, 2, 11)}
 
 
 def test_tensor_parallel_ranks_replay_their_collectives() -> None:
-    for found in run_distributed(run_cases, 2, 1, ["INT8 layers"], 2):
+    for found in run_distributed(run_cases, 2, 1, ["INT8 layers", "experts"], 2):
         assert set(found.values()) == {(True, 1, 12)}
 
 

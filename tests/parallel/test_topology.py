@@ -39,6 +39,8 @@ def test_every_rank_is_in_exactly_one_group_of_each_axis(world_size: int, tp: in
 def test_tensor_then_context_parallel_ranks_are_neighbours() -> None:
     assert Topology(8, 4).tp_ranks(5) == [4, 5, 6, 7]
     assert Topology(8, 4).replica_ranks(5) == [1, 5]
+    assert Topology(16, 2, 1, 2, 4).expert_ranks(13) == [12, 13, 14, 15]
+    assert Topology(16, 2, 1, 2, 4).expert_copies(13) == [9, 13]
     assert Topology(16, 2, 4).tp_ranks(13) == [12, 13]
     assert Topology(16, 2, 4).cp_ranks(13) == [9, 11, 13, 15]
     assert Topology(16, 2, 4).replica_ranks(13) == [1, 3, 5, 7, 9, 11, 13, 15]
@@ -52,6 +54,7 @@ def test_tensor_then_context_parallel_ranks_are_neighbours() -> None:
         ((0, 1), ">= 1"),
         ((2, 0), ">= 1"),
         ((2, 1, 0), ">= 1"),
+        ((8, 1, 1, 2, 3), "expert_parallel_size 3 does not divide the 4 ranks"),
     ],
 )
 def test_impossible_topologies(sizes: tuple[int, ...], message: str) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from typing import cast
 
 from sagetrain.config.errors import Finding
 from sagetrain.config.layout import Layout
-from sagetrain.config.rules.findings import error, neighbours, warning
+from sagetrain.config.rules.findings import divisors, error, neighbours, no_effect, warning
 from sagetrain.config.schema import ExpertsConfig, RunConfig
 
 _MULTIPLE = 16
@@ -29,7 +30,7 @@ PROVEN: dict[str, tuple[object, ...]] = {
     "optimizer.moments": ("fp32",),
     "optimizer.master": ("fp32",),
     "training.activation_checkpointing": ("none", "full"),
-    "training.cuda_graphs": ("off",),
+    "training.cuda_graphs": ("off", "on"),
     "evaluation.tasks": ([],),
     "stability.quant_noise.every_steps": (None,),
 }
@@ -42,14 +43,29 @@ UNDER_TENSOR_PARALLELISM: dict[str, tuple[object, ...]] = {
 }
 """The values that were proven with experts under tensor parallelism. A rank sends its own tokens to experts."""
 
+UNDER_EXPERT_PARALLELISM: dict[str, tuple[object, ...]] = {
+    "parallel.tensor_parallel_size": (1,),
+    "parallel.pipeline_parallel_size": (1,),
+    "parallel.zero_stage": (1,),
+    "parallel.shard_size": (None,),
+    "evaluation.samples_every_tokens": (None,),
+    "stability.noise_scale.every_steps": (None,),
+}
+"""The values that were proven where ranks have the experts of a layer between them."""
+
 
 def findings(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
     """Check the sizes of experts, and that everything else in the configuration was proven with them."""
+    ranks = cfg.parallel.expert_parallel_size
     if (experts := cfg.model.experts) is None:
+        if ranks > 1:
+            yield no_effect("parallel.expert_parallel_size", ranks, "a dense model (model.experts: null)")
         return
     yield from _sizes(cfg, experts)
+    yield from _ranks(experts, layout, ranks)
     yield from _router(experts)
     proven = PROVEN | (UNDER_TENSOR_PARALLELISM if layout.tensor > 1 else {})
+    proven |= UNDER_EXPERT_PARALLELISM if cfg.parallel.expert_parallel_size > 1 else {}
     for key, values in proven.items():
         value = functools.reduce(getattr, key.split("."), cast(object, cfg))
         if value not in values:
@@ -93,6 +109,17 @@ def _sizes(cfg: RunConfig, experts: ExpertsConfig) -> Iterator[Finding]:
         why = f"x ffn_size {experts.ffn_size} is not a multiple of parallel.tensor_parallel_size {tensor}"
         fix = f"use another number than {experts.shared}, whose {columns} columns each rank gets an equal share of"
         yield error("tensor_parallel_split", f"{key}.shared", experts.shared, why, fix)
+
+
+def _ranks(experts: ExpertsConfig, layout: Layout, ranks: int) -> Iterator[Finding]:
+    """Check that the ranks that share experts have as many each, and that there are such groups of ranks."""
+    key, of_stage = "parallel.expert_parallel_size", layout.world_size // layout.stages
+    if experts.number % ranks or of_stage % ranks:
+        why = f"does not divide {experts.number} experts (model.experts.number) and {of_stage} ranks"
+        yield error("expert_parallel_split", key, ranks, why, f"use {divisors(math.gcd(experts.number, of_stage))}")
+    elif ranks > experts.per_token:
+        why = f"is more than the {experts.per_token} experts of a token: most ranks would gather tokens in vain"
+        yield error("expert_parallel_size", key, ranks, why, f"use 1 to {experts.per_token}")
 
 
 def _router(experts: ExpertsConfig) -> Iterator[Finding]:

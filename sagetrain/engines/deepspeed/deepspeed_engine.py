@@ -42,7 +42,7 @@ from sagetrain.optim.build import groups as groups_of
 from sagetrain.parallel.topology import ParallelGroups
 
 
-def partitioner(cfg: RunConfig, groups: ParallelGroups) -> Callable[[nn.Parameter], None] | None:
+def partitioner(cfg: RunConfig, groups: ParallelGroups) -> Callable[[TensorSpec, nn.Parameter], None] | None:
     """Return the function with which ZeRO 3 partitions a parameter that has just got its values. After it every rank
     keeps only its part. Return None at other stages.
 
@@ -55,7 +55,7 @@ def partitioner(cfg: RunConfig, groups: ParallelGroups) -> Callable[[nn.Paramete
 
     config, first = deepspeed_config(cfg, groups.num_replicas, 1, 1), list[Any]()
 
-    def partition(parameter: nn.Parameter) -> None:
+    def partition(spec: TensorSpec, parameter: nn.Parameter) -> None:
         if first:
             first[0].convert_to_zero_parameters(param_list=[parameter])
             return
