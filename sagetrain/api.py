@@ -335,7 +335,7 @@ class Model:
         """Write the checkpoint as a Hugging Face folder, which transformers and vLLM can load.
 
         Args:
-            folder: a folder that does not exist yet or is empty.
+            folder: a folder that does not exist yet or is empty, on a disk or in a bucket (s3://BUCKET/FOLDER).
             dtype: the dtype of the weights. Default: the dtype in which the run computed.
             say: gets messages for people.
 
@@ -361,7 +361,7 @@ def load_run(
     on the CPU.
 
     Args:
-        run_dir: the run's training.run_dir.
+        run_dir: the run's training.run_dir, or its training.run_url.
         step: the step of the checkpoint. Default: the newest undamaged one.
         attention: the attention backend of all layers: sdpa, sage, flash, reference or fp4. Default: the backend that
             the run was trained with.
@@ -372,9 +372,10 @@ def load_run(
         CheckpointError: there is no undamaged checkpoint, or the tokenizer file is not the run's.
         ConfigError: there is no such `attention` or `linear`, or it cannot run here.
     """
+    from sagetrain.cluster.run_copy import here
     from sagetrain.inference.load import load_run as load
 
-    path = Path(run_dir)
+    path = here(Path(run_dir))
     return Model(load(path, say, step, attention=attention, linear=linear), path)
 
 
@@ -384,7 +385,7 @@ def import_folder(folder: str | Path, run_dir: str | Path, *, say: Callable[[str
     with load_run. docs/new-phase.md has the families of models that are read.
 
     Args:
-        folder: the Hugging Face folder.
+        folder: the Hugging Face folder, on a disk or in a bucket.
         run_dir: the folder to write, which does not exist yet or is empty. Its config.yaml has the model.
         say: gets a message for everything that is read differently than the folder says.
 

@@ -43,7 +43,7 @@ def diagnose(
     sagetrain diagnose runs/325m --recipe paper --recipe fine --plot errors.png
     """
     with _Errors(run_dir=run_dir):
-        check_folder(run_dir)
+        run_dir = check_folder(run_dir)
         from sagetrain.data.token_file import write_atomic
         from sagetrain.inference import diagnose as diagnosis
         from sagetrain.inference.load import load_run, with_data

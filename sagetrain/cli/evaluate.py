@@ -81,7 +81,7 @@ def evaluate(
     sagetrain eval runs/325m --tasks arc_easy,hellaswag --limit 200
     """
     with _Errors(run_dir=run_dir):
-        check_folder(run_dir)
+        run_dir = check_folder(run_dir)
         from sagetrain.inference.requests import EvaluateRequest
 
         request = EvaluateRequest(data or (), num_sequences, stride, text_key)

@@ -22,7 +22,7 @@ class ExportDtype(enum.Enum):
 
 def export(
     run_dir: RunDir,
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write; it must not exist yet.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder or URL to write; it must not exist yet.")],
     dtype: Annotated[
         ExportDtype | None,
         typer.Option(show_default=False, help="Dtype of the weights. Default: the one the run computed in."),
@@ -38,7 +38,7 @@ def export(
     sagetrain export runs/325m 325m-hf --dtype bfloat16
     """
     with _Errors(run_dir=run_dir):
-        check_folder(run_dir)
+        run_dir = check_folder(run_dir)
         from sagetrain.interop.exporting import export as write
 
         name: Any = dtype.value if dtype else None

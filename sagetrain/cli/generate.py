@@ -94,7 +94,7 @@ def generate(
 
         rank, world_size = launched()
         errors.rank = rank
-        check_folder(run_dir)
+        run_dir = check_folder(run_dir)
         use_cores()
         from sagetrain.data.chat_template import read_template
         from sagetrain.inference.generate import Sampling

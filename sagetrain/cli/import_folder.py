@@ -9,12 +9,12 @@ import typer
 
 from sagetrain.cli.exits import Errors as _Errors
 from sagetrain.cli.exits import warn as _warn
-from sagetrain.config.errors import ConfigError
+from sagetrain.config.errors import ConfigError, url_of
 from sagetrain.interop.causes import no_folder
 
 
 def import_folder(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Hugging Face folder of a model.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Hugging Face folder of a model, or its URL.")],
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder to write; it must not exist yet.")],
 ) -> None:
     """Turn a Hugging Face folder into a run folder to start from, with training.init_from.
@@ -23,7 +23,7 @@ def import_folder(
     sagetrain import Qwen3-0.6B runs/qwen3
     """
     with _Errors(run_dir=run_dir):
-        if not folder.is_dir():
+        if not (folder.is_dir() or url_of(folder)):
             raise ConfigError(no_folder(folder))
         from sagetrain.interop.importing import import_folder as read
 

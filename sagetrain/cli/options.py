@@ -10,7 +10,7 @@ from typing import Annotated, get_args
 import typer
 
 from sagetrain.config import arguments
-from sagetrain.config.errors import CheckpointError, no_run
+from sagetrain.config.errors import CheckpointError, no_run, url_of
 
 
 def finite(value: float | None) -> float | None:
@@ -24,14 +24,21 @@ def finite(value: float | None) -> float | None:
     return value
 
 
-def check_folder(run_dir: Path) -> None:
-    """Check that the path of a run is a folder, which takes no import of torch.
+def check_folder(run_dir: Path) -> Path:
+    """Check that the path of a run is a folder, which takes no import of torch. Return the folder, or one on this host
+    for the URL of a run.
 
     Raises:
+        ConfigError: the URL is of no run.
         CheckpointError: it is not.
     """
+    if url_of(run_dir):
+        from sagetrain.cluster.run_copy import here
+
+        return here(run_dir)
     if not run_dir.is_dir():
         raise CheckpointError(no_run(run_dir))
+    return run_dir
 
 
 def _shipped(incomplete: str) -> list[str]:
@@ -79,7 +86,7 @@ Overrides = Annotated[
         show_default=False,
     ),
 ]
-RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run (its training.run_dir).")]
+RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run (its training.run_dir), or its run_url.")]
 Checkpoint = Annotated[
     int | None,
     typer.Option(

@@ -12,7 +12,7 @@ from sagetrain.config.errors import many
 
 
 def report(
-    run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, finished or not.")],
+    run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders or URLs of runs, finished or not.")],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Page to write.")] = Path(
         "report.html"
     ),
@@ -26,7 +26,8 @@ def report(
     sagetrain report runs/325m runs/325m-sdpa -o runs.html
     """
     with _Errors(output=output):
+        from sagetrain.cluster.run_copy import here
         from sagetrain.report.page import write_report
 
-        size = write_report(run_dirs, output)
+        size = write_report([here(run_dir) for run_dir in run_dirs], output)
     typer.echo(f"{output}: {many(len(run_dirs), 'run')}, {size / 1e6:.1f} MB; open it in a browser")

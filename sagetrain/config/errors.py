@@ -122,15 +122,21 @@ def way_to_room(said: str) -> str:
     return next((way for number, way in _ROOM.items() if os.strerror(number) in said), "")
 
 
-def url_meant(path: Path) -> str:
-    """Return the message for a path that was a URL, of whose slashes pathlib leaves one; "" for other paths."""
+def url_of(path: Path) -> str:
+    """Return the URL that a path was made of, of whose slashes pathlib leaves one; "" for other paths."""
     scheme, sign, rest = str(path).partition(":/")
-    if not (sign and scheme.isalnum()):
-        return ""
-    return (
-        f"{scheme}://{rest} is a URL, which is not taken here (training.run_url, data.train and data.valid take one): "
-        "copy it to a disk or from there (aws s3 cp --recursive), and name the path"
-    )
+    # The URL file:///a has three of them.
+    return f"{scheme}://{'/' * (scheme == 'file')}{rest}" if sign and scheme.isalnum() else ""
+
+
+def url_meant(path: Path) -> str:
+    """Return the message for a path that was a URL; "" for other paths."""
+    if url := url_of(path):
+        return (
+            f"{url} is a URL, which is not taken here: copy it to a disk or from there (aws s3 cp --recursive), and "
+            "name the path"
+        )
+    return ""
 
 
 def no_run(path: Path) -> str:

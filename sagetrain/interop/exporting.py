@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
@@ -19,8 +20,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from sagetrain.checkpoint.reading import Reader
-from sagetrain.config.errors import CheckpointError, ConfigError, way_to_room
+from sagetrain.config.errors import CheckpointError, ConfigError, url_of, way_to_room
 from sagetrain.config.schema import ModelConfig
+from sagetrain.config.sections.base import store_url
 from sagetrain.data.token_file import check_writable
 from sagetrain.inference.generate import ending_tokens
 from sagetrain.inference.load import OpenRun, open_run
@@ -28,6 +30,8 @@ from sagetrain.interop.families import Family, family_of
 from sagetrain.interop.huggingface import INDEX, WEIGHTS, config_json
 from sagetrain.interop.tokenizer_files import tokenizer_files
 from sagetrain.model.tensors import TensorSpec, tensors
+from sagetrain.storage.range_reader import send_folder
+from sagetrain.storage.url_path import UrlPath
 
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """The keys that config.json and generation_config.json share."""
@@ -67,7 +71,8 @@ def export(
 
     Args:
         run_dir: folder of the run.
-        folder: folder to write, which does not exist yet or is empty. It appears when everything in it is written.
+        folder: folder to write, which does not exist yet or is empty. It appears when everything in it is written. A
+            path that was a URL means a folder in a store, in which config.json is written last.
         step: step of the checkpoint. Default: the newest complete one.
         dtype: dtype of the weights. Default: the dtype that the run computed in; imported weights keep their dtype.
         shard_bytes: largest size of a file of weights, unless a single tensor is larger.
@@ -77,6 +82,18 @@ def export(
         ConfigError: transformers has no class for the model, or there is something in the folder.
         CheckpointError: there is no checkpoint, or the folder cannot be written.
     """
+    if url := url_of(folder):
+        target = UrlPath(store_url(url))
+        try:
+            if target.exists():
+                raise ConfigError(f"{target} exists and is not empty: choose another folder, or delete it")
+            with TemporaryDirectory(prefix="sagetrain-") as scratch:
+                written = Path(scratch, "export")
+                done = export(run_dir, written, step=step, dtype=dtype, shard_bytes=shard_bytes, report=report)
+                send_folder(written, target, last="config.json")
+                return done
+        except OSError as error:
+            raise CheckpointError(f"cannot write {target}: {error}") from error
     check_free(folder)
     run = open_run(run_dir, report, step)
     reader, cfg = run.reader, run.cfg

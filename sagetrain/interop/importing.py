@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -18,9 +19,10 @@ from sagetrain.checkpoint.manifest import FORMAT, write_manifest
 from sagetrain.checkpoint.on_disk import folder_name, sha256
 from sagetrain.checkpoint.state import Identity, ImportRecord, RunState
 from sagetrain.config.arithmetic import padded_vocab_size
-from sagetrain.config.errors import ConfigError, is_utf8, many
+from sagetrain.config.errors import ConfigError, is_utf8, many, url_of
 from sagetrain.config.load import dump_config
 from sagetrain.config.schema import NO_DATA, TOKENIZER_JSON, TOKENIZER_NAME, ModelConfig, RunConfig
+from sagetrain.config.sections.base import store_url
 from sagetrain.data.tokenizer import OTHER_FILES, Tokenizer
 from sagetrain.data.tokenizer_copy import CONVERT
 from sagetrain.interop.causes import GATHER, no_folder, no_model, other_names
@@ -30,6 +32,8 @@ from sagetrain.interop.families import EMBEDDING, HEAD
 from sagetrain.interop.huggingface import SETTINGS
 from sagetrain.interop.weight_files import WeightFiles, read_json
 from sagetrain.model.tensors import TensorSpec, tensors
+from sagetrain.storage.range_reader import fetch
+from sagetrain.storage.url_path import UrlPath
 
 # These keys of a generation_config.json only say who wrote it.
 _NO_SETTINGS = ("transformers_version", "_from_model_config")
@@ -87,6 +91,14 @@ def import_folder(
         ConfigError: the folder holds another kind of model, is incomplete, or its sizes do not match.
         CheckpointError: the run folder cannot be written.
     """
+    if url := url_of(folder):
+        source = UrlPath(store_url(url))
+        with TemporaryDirectory(prefix="sagetrain-") as scratch:
+            try:
+                fetch(source, Path(scratch, source.name))
+            except OSError as error:
+                raise ConfigError(f"{source} cannot be read: {error}") from error
+            return import_folder(Path(scratch, source.name), run_dir, shard_bytes=shard_bytes, report=report)
     for each, rule in ((folder, "as safetensors wants"), (run_dir, "as its config.yaml, which names it (run_dir), is")):
         if not is_utf8(str(each)):
             raise ConfigError(f"the folder's name {str(each)!a} is not UTF-8, {rule}: choose another name")

@@ -1,4 +1,4 @@
-"""A file in a store that is read range by range."""
+"""Files in a store that are read range by range, and copies of folders."""
 
 from __future__ import annotations
 
@@ -62,3 +62,17 @@ def fetch(folder: UrlPath, target: Path) -> None:
         if "/" not in name:
             with (target / name).open("wb") as file:
                 file.writelines(RangeReader(folder / name).blocks())
+
+
+def send_folder(folder: Path, target: UrlPath, last: str) -> None:
+    """Copy the files of a folder on a disk, without its own folders, to a folder in a store. The file `last` is copied
+    at the end. Raises OSError."""
+    store = store_at(target)
+    for path in sorted(folder.iterdir(), key=lambda each: (each.name == last, each.name)):
+        store.write(path.name, _blocks_of(path), path.stat().st_size)
+
+
+def _blocks_of(path: Path) -> Iterator[memoryview]:
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            yield memoryview(block)

@@ -3,6 +3,7 @@
 with served() as bucket:
     bucket.faults(**{"500": 0.3})    # of all requests, drawn
     bucket.faults(expired=2)         # the next two requests
+    bucket.faults(hold=1)            # moments after the first file of them do not arrive until the faults change
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Bucket:
 
     def faults(self, **shares: float) -> dict[str, int]:
         """Replace the faults, and return how many there were of each kind since the last call. A share below 1 is
-        drawn; a number from 1 on counts the requests to come."""
+        drawn, the same way each time; a number from 1 on counts the requests to come."""
         url = f"http://127.0.0.1:{self.port}/_faults"
         request = urllib.request.Request(url, json.dumps(shares).encode(), method="PUT")
         with urllib.request.urlopen(request) as answer:
@@ -70,7 +71,7 @@ def main() -> None:
     from werkzeug.serving import WSGIRequestHandler, make_server
 
     app = DomainDispatcherApplication(create_backend_app)
-    shares, count, draw = {}, {}, random.Random(0)
+    shares, count, draw = {}, {}, random.Random(1)
     for name in (Bucket.name, DENIED):
         s3_backends["123456789012"]["aws"].create_bucket(name, "us-east-1")
 
@@ -93,12 +94,17 @@ def main() -> None:
             told = json.dumps(count).encode()
             shares.clear()
             count.clear()
+            draw.seed(1)
             shares.update(json.loads(environ["wsgi.input"].read(int(environ["CONTENT_LENGTH"]))))
             start("200 OK", [("Content-Length", str(len(told)))])
             return [told]
         if path.startswith(f"/{DENIED}/") and method not in ("GET", "HEAD"):
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
             return failed(start, "403 fault", "AccessDenied")
+        if "hold" in shares and method == "PUT" and "/moments-" in path:
+            shares["hold"] -= 1
+            while shares.get("hold", 0) < 0:
+                time.sleep(0.05)
         for kind in list(shares):
             if kind in _ERRORS and is_due(kind):
                 # Half of the failures come after the server has done the work, as real ones may.

@@ -8,6 +8,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from sagetrain.config.errors import ConfigError
+
 
 class Section(BaseModel):
     """The base of all sections. Sections are immutable, refuse unknown keys and convert nothing in silence: "1" and
@@ -52,6 +54,14 @@ def _url(text: str) -> str:
             "stores are not tried: mount them and name the path"
         )
     return text.rstrip("/")
+
+
+def store_url(text: str) -> str:
+    """Return the URL of a folder in a store that a command was given. Raises ConfigError for other URLs."""
+    try:
+        return _url(text)
+    except ValueError as error:
+        raise ConfigError(f"{text} {error}") from error
 
 
 StoreUrl = Annotated[Name, AfterValidator(_url)]
