@@ -62,26 +62,26 @@ CASES: dict[str, tuple[tuple[int, int, int, int], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def batches(groups: ParallelGroups, step: int) -> tuple[list[Batch], int]:
-    """Return this rank's micro-batches of a step of eight sequences, in which a fourth of the tokens does not count,
+def batches(groups: ParallelGroups, step: int, sequences: int = 8) -> tuple[list[Batch], int]:
+    """Return this rank's micro-batches of a step of so many sequences, in which a fourth of the tokens does not count,
     and how many tokens count in all."""
     draw = torch.Generator().manual_seed(step)
-    tokens = torch.randint(0, tiny.VOCAB, (8, tiny.SEQ + 1), generator=draw)
-    masked = torch.rand(8, tiny.SEQ, generator=draw) < 0.25
+    tokens = torch.randint(0, tiny.VOCAB, (sequences, tiny.SEQ + 1), generator=draw)
+    masked = torch.rand(sequences, tiny.SEQ, generator=draw) < 0.25
     own = zip(tiny.batches_of(tokens, groups), masked[groups.dp_rank :: groups.dp_size], strict=True)
     return [replace(batch, labels=batch.labels.masked_fill(mask, -1)) for batch, mask in own], int((~masked).sum())
 
 
-def take(engine: Engine, steps: range, lr: float = 0.05) -> list[dict[str, Any]]:
+def take(engine: Engine, steps: range, sequences: int = 8) -> list[dict[str, Any]]:
     """Take steps. Return the numbers of each, of the third one with those of observers."""
     found = []
     for step in steps:
-        own, counted = batches(engine.groups, step)
+        own, counted = batches(engine.groups, step, sequences)
         specs = engine.model.every_spec.values()
         measured = step == 2 and engine.groups.ep_size == 1
         noise = GradientNoise(engine.leaves(), specs, engine.groups, engine.device) if measured else None
         observers = Observers(noise=noise, layer_norms=step == 2)
-        result = engine.step(own, len(own), lr, observers, counted)
+        result = engine.step(own, len(own), 0.05, observers, counted)
         numbers = {**result.metrics, **{f"layer {layer}": norm for layer, norm in result.layer_norms.items()}}
         found.append({"loss": result.loss, "norm": result.grad_norm, **numbers})
     return found
@@ -218,18 +218,18 @@ def saved_and_continued(
         first = engine(name, 3)
         if name == "ZeRO 1":
             assert generates_the_same(tiny.on(config(**CASES[name][1]), groups[name]), first), name
-        take(first, range(2))
+        take(first, range(2), 4)
         before = state_of(first)
-        own, counted = batches(first.groups, 4)
+        own, counted = batches(first.groups, 4, 4)
         first.step(own, len(own), 0.05, Observers(judge=lambda metrics: Verdict(apply=False)), counted)
         assert all(map(torch.equal, before, state_of(first))), f"{name}: a refused step has changed something"
         saver = tiny.saver(Path(root) / name, first.groups)
         saver.start(tiny.run_state(1, 0), "", first.owned(), {})
         saver.wait()
-        found[name, "left alone"] = take(first, range(2, 4))
+        found[name, "left alone"] = take(first, range(2, 4), 4)
         for reads, second in ((name, engine(name, 11)), (other, engine(other, 11)), ("rewound", first)):
             reading.load_engine(Reader(Path(root) / name / on_disk.folder_name(1)), second, 2)
-            found[name, reads] = take(second, range(2, 4))
+            found[name, reads] = take(second, range(2, 4), 4)
     return found
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from runs import check_same, finish, kill_all, log_of, reached, sagetrain, when, write_config
 
-EXPERTS = {"number": 6, "per_token": 2, "ffn_size": 16, "shared": 1, "dense_layers": 1}
+EXPERTS = {"number": 6, "per_token": 2, "ffn_size": 16, "dense_layers": 1}
 SECTIONS: dict[str, dict] = {
     "model": {
         "experts": {**EXPERTS, "balance": {"bias_rate": 0.001}},
