@@ -27,6 +27,7 @@ from typing import NoReturn
 
 import typer
 
+from sagetrain.cluster.lifeline import last_words, lifeline
 from sagetrain.config.errors import TRAINING_EXIT_CODE, CheckpointError, ConfigError, TrainingError, way_to_room
 
 console_script = False
@@ -59,6 +60,8 @@ class Errors:
             error = ConfigError(f"{self.output} cannot be written: {error.strerror}; choose another place for it")
         error = forbidden(error) if isinstance(error, PermissionError) else error
         error = _not_imported(error) if isinstance(error, Exception) and _exit_code(error) is None else error
+        if error is not None:
+            last_words(error)
         if error is None or (code := _exit_code(error)) is None:
             return
         said = str(error)
@@ -75,7 +78,8 @@ class Errors:
         if self.rank:
             # Training's handler would ask for a checkpoint.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            time.sleep(5 + 3 * int(os.environ.get("LOCAL_RANK", "0")))
+            # Keepers end the others within two seconds.
+            time.sleep(3 if lifeline() else 5 + 3 * int(os.environ.get("LOCAL_RANK", "0")))
         warn(f"rank {self.rank}: error: {said}" if self.rank else f"error: {said}")
         leave(code)
 

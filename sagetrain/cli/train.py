@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from sagetrain.cli import exits
 from sagetrain.cli.configuration import checked as _checked
 from sagetrain.cli.configuration import named as _named
 from sagetrain.cli.exits import Errors as _Errors
@@ -17,6 +18,18 @@ from sagetrain.cli.exits import leave_together as _leave_together
 from sagetrain.cli.exits import warn as _warn
 from sagetrain.cli.options import Config, ConfigOption, Overrides
 from sagetrain.config.errors import ConfigError
+
+
+def _keep(restarts: int, minutes: float, engine: str) -> None:
+    """Make this process the keeper of its rank (cluster/keeper.py). Return in the processes that train."""
+    if not exits.console_script:
+        raise ConfigError(
+            f"training.restarts {restarts}: the process of the command becomes a keeper, which forks "
+            "ranks and never returns. Start `sagetrain train` in a process of its own, or set training.restarts=0"
+        )
+    from sagetrain.cluster.keeper import keep
+
+    keep(restarts, minutes, engine, _warn)
 
 
 def train(
@@ -40,6 +53,7 @@ def train(
 
     If training.run_dir holds a checkpoint, the run continues from it.
     SIGTERM, SIGUSR1 and Ctrl-C save a checkpoint and exit; the same command continues.
+    With training.restarts=N a rank that dies leads to new ranks, which continue from the newest checkpoint.
 
     A shipped configuration (sagetrain config lists them) goes by its name (325m) in any folder; give its paths as
     KEY=VALUE: data.train.0.path, data.valid.0.path (or data.valid=[]) and training.run_dir.
@@ -63,12 +77,15 @@ def train(
                 _warn(said)
             # Imported modules stay. Looking for garbage in them takes a fifth of the start.
             gc.disable()
+            from sagetrain.config.layout import Layout
             from sagetrain.interop.looks import looks_of
             from sagetrain.training.build_run import build
             from sagetrain.training.trainer import Trainer
 
             gc.freeze()
             gc.enable()
+            if restarts := cfg.training.restarts:
+                _keep(restarts, 2 * cfg.training.timeout_minutes, Layout.of(cfg, world_size).engine)
             looks = looks_of(cfg)
             trainer = Trainer(build(cfg), findings, *looks)
         except (ConfigError, PermissionError) as error:

@@ -20,7 +20,8 @@ from sagetrain.config.errors import ConfigError
 
 HANG_EXIT_CODE = 5
 LAUNCHER = "SAGETRAIN_LAUNCHER"
-"""The environment variable with the process id of the `sagetrain compare` that started this run."""
+"""The environment variable with the process id of the `sagetrain compare`, or of the keeper (keeper.py), that started
+this process."""
 # The flight recorder gets this much time when a run has hung.
 _RECORD_SECONDS = 10.0
 
@@ -84,7 +85,7 @@ class StopSignal:
             said = f"{signal.Signals(number).name}: the run saves a checkpoint and stops"
             if number == signal.SIGINT:
                 said += "; a second Ctrl-C ends it at once"
-                said += " (a traceback that follows is the launcher's)" * bool(_launchers())
+                said += " (a traceback that follows is the launcher's)" * bool(launchers())
             # print() is not reentrant, and the signal may have interrupted a print().
             with suppress(OSError):
                 os.write(2, f"{chr(10) * sys.stderr.isatty()}{said}\n".encode())
@@ -120,8 +121,7 @@ class Watchdog:
         self.waits: Callable[[], str] = lambda: ""
         """A function that says in words what this rank waits for, or returns "". It is called when the run has hung."""
         # The launcher may have ended by now.
-        given = os.environ.get(LAUNCHER)
-        self._launchers = (int(given),) if given else _launchers()
+        self._launchers = told_launchers()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -158,7 +158,7 @@ class Watchdog:
                 self._old = False
             elif not self._old:
                 self._end("another rank hangs")
-            if self._launchers and _launchers() != self._launchers:
+            if self._launchers and launchers() != self._launchers:
                 self._launchers = ()
                 _tell(f"{self._name}: the launcher is gone; saving and stopping")
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -257,9 +257,16 @@ def _tell(text: str) -> None:
     print("\n" * sys.stderr.isatty() + text, file=sys.stderr, flush=True)
 
 
-def _launchers() -> tuple[int, ...]:
-    """Return the process ids of the launchers of this rank: torchrun, `sagetrain compare`, or DeepSpeed's launcher and
-    its child on this host. The tuple is empty if no launcher started this rank."""
+def told_launchers() -> tuple[int, ...]:
+    """Return the process ids of the launchers of this rank, as the environment names them. One that is named may have
+    ended, so that `launchers` returns others."""
+    given = os.environ.get(LAUNCHER)
+    return (int(given),) if given else launchers()
+
+
+def launchers() -> tuple[int, ...]:
+    """Return the process ids of the launchers of this rank: torchrun, `sagetrain compare`, a keeper, or DeepSpeed's
+    launcher and its child on this host. The tuple is empty if no launcher started this rank."""
     if not {"TORCHELASTIC_RUN_ID", "LOCAL_SIZE", LAUNCHER} & os.environ.keys():
         # A run that was started by hand continues when its shell closes.
         return ()

@@ -6,7 +6,9 @@ import collections
 import datetime
 import logging
 import os
+import sys
 import warnings
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,20 +55,10 @@ def init_distributed(timeout_minutes: float) -> torch.device:
     for key, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         os.environ.setdefault(key, value)
     on_gpu = _has_gpu()
-    import deepspeed
-    import deepspeed.ops
-
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    # DeepSpeed 0.19 calls collectives by names that newer torch has renamed. A user cannot do anything about this
-    # warning.
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     # The warning is about a wrong current device, but the current device is the one of this rank.
     warnings.filterwarnings("ignore", message="barrier\\(\\): using the device under current context")
     # The warning comes from an autograd thread whose first operation is a matmul. The thread gets its context then.
     warnings.filterwarnings("ignore", message="Attempting to run cuBLAS, but there was no current CUDA context")
-    # This saves the compilation of probes, and a C++ build that only inference on a CPU would use.
-    if not on_gpu:
-        deepspeed.ops.__compatible_ops__ = collections.defaultdict(bool)
     device = torch.device("cpu")
     if on_gpu:
         local, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
@@ -88,16 +80,31 @@ def init_distributed(timeout_minutes: float) -> torch.device:
         store.set_timeout(timeout)
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
-    deepspeed.init_distributed(backend, timeout=timeout, verbose=False)
     return device
+
+
+def join_deepspeed() -> Any:
+    """Import DeepSpeed in a process that `init_distributed` has joined to its group, and let DeepSpeed use that group.
+    Return the module. Only runs with engine deepspeed do this, because the import takes up to a second."""
+    import deepspeed
+    import deepspeed.ops
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # DeepSpeed 0.19 calls collectives by names that newer torch has renamed. A user cannot do anything about this
+    # warning.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    # This saves the compilation of probes, and a C++ build that only inference on a CPU would use.
+    if not torch.cuda.is_available():
+        deepspeed.ops.__compatible_ops__ = collections.defaultdict(bool)
+    deepspeed.init_distributed(dist.get_backend(), verbose=False)
+    return deepspeed
 
 
 def end_distributed() -> None:
     """Destroy all process groups in a program that continues, and clear what DeepSpeed and the copy engines remember of
     them."""
-    from deepspeed.comm import destroy_process_group
-
     forget_recordings()
     # A later run in this process uses the same names of groups.
     copies.forget()
-    destroy_process_group()
+    known = sys.modules.get("deepspeed.comm")
+    (known.destroy_process_group if known and known.is_initialized() else dist.destroy_process_group)()

@@ -17,13 +17,15 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistNetworkError, DistStoreError, HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 
 from sagetrain.cluster.launcher import agent_left_over, by_agent
+from sagetrain.cluster.lifeline import die_with_parent, generation, lifeline
 from sagetrain.config.errors import ConfigError
 from sagetrain.data.open_files import allow_connections
 
@@ -88,20 +90,21 @@ def meet(minutes: float) -> Store:
             if the address cannot be resolved.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    # With torchrun its agent hosts the store. With other launchers rank 0 hosts it.
-    opens = rank == 0 and not by_agent()
+    # torchrun's agent or a keeper may host the store. Otherwise rank 0 hosts it.
+    kept = lifeline() is not None and world_size > 1
+    opens = rank == 0 and not by_agent() and not kept
     if world_size == 1 and opens:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ.get("MASTER_PORT") or "0")
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if rank == 0:
-        _make_room(world_size, None if opens else os.getppid())
+        _make_room(world_size, None if opens or kept else os.getppid())
     listener = _listen(port) if opens else None
     try:
         if listener:
             port = int(listener.getsockname()[1])
         os.environ["MASTER_PORT"] = str(port)
         _reach(address, port, rank, minutes, opens)
-        server, attempt = _store(address, port, minutes, listener), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        server, attempt = _store(address, port, minutes, listener), f"{_attempt()}.{generation()}"
         _gather(PrefixStore(f"meet/{attempt}", server), rank, world_size, f"{address}:{port}", minutes)
         return PrefixStore(f"run/{attempt}", server)
     except DistNetworkError as error:
@@ -112,6 +115,50 @@ def meet(minutes: float) -> Store:
     finally:
         if listener:
             listener.close()
+
+
+def _attempt() -> str:
+    """Return the number of times that torchrun has started the ranks before."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+def keepers_store(minutes: float) -> Store:
+    """Return the store of the keepers (keeper.py), at which their ranks meet as well. Without torchrun's agent, a
+    process beside the keeper of rank 0 hosts the store. A single keeper has a store of its own.
+
+    Raises:
+        RanksMissing: the keeper of rank 0 cannot listen, or nobody listens within `minutes`.
+    """
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size == 1:
+        return HashStore()
+    address, port, hosts = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), rank == 0 and not by_agent()
+    if rank == 0:
+        # Each rank connects to the store, and so does its keeper.
+        _make_room(2 * world_size, None if hosts else os.getppid())
+    if hosts:
+        _host_store(address, port, minutes)
+    _reach(address, port, rank, minutes, hosts)
+    return PrefixStore(f"keepers/{_attempt()}", _store(address, port, minutes, None))
+
+
+def _host_store(address: str, port: int, minutes: float) -> None:
+    """Fork a process that hosts the store as long as this process lives. A store has threads, which a process that
+    forks must not have."""
+    parent = os.getpid()
+    with _listen(port) as listener:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if os.fork():
+            return
+        die_with_parent(parent)
+        # Ranks that were told to stop still need the store.
+        for number in _ENDING:
+            signal.signal(number, signal.SIG_IGN)
+        Path("/proc/self/comm").write_text("sagetrain store")
+        store = _store(address, port, minutes, listener)
+        while store:
+            signal.pause()
 
 
 def _make_room(world_size: int, launcher: int | None) -> None:

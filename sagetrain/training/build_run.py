@@ -13,7 +13,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -64,9 +63,8 @@ from sagetrain.training.reporter import Reporter
 from sagetrain.training.resume import announce, check, restore
 from sagetrain.training.run import CheckedFiles, Meeting, Resumed, Run
 from sagetrain.training.start_line import start_lines
+from sagetrain.training.start_times import StartTimes, born
 from sagetrain.training.weights_and_biases import check_login
-
-_READY = "state and files were ready"
 
 
 def build(
@@ -95,9 +93,13 @@ def build(
         CheckpointError: the checkpoints or the folder of the run cannot be used.
         TrainingError: a GPU is out of memory.
     """
+    # In a program that continues, the run begins here.
+    times = StartTimes(born() if own_process else time.time())
+    times.ended("imports and settings")
     files = check_files(cfg, tokens, loss)
+    times.ended("files checked")
     try:
-        return _built(cfg, files, layers_of_tp, own_process, hears)
+        return _built(cfg, files, times, layers_of_tp, own_process, hears)
     except BaseException:
         files.folder.release()
         raise
@@ -106,14 +108,14 @@ def build(
 def _built(
     cfg: RunConfig,
     files: CheckedFiles,
+    times: StartTimes,
     layers_of_tp: int | None,
     own_process: bool,
     hears: Callable[[str], None] | None,
 ) -> Run:
-    """Run the acts that follow the first one, and say how long each took; collective."""
-    seconds = {"": time.perf_counter()}
+    """Run the acts that follow the first one, and note how long each took; collective."""
     met = meet(cfg, files, own_process, hears)
-    seconds["ranks met"] = time.perf_counter()
+    times.ended("ranks met")
     if cfg.profile is not None:
         record_allocations(met.device)
     with memory_explained(cfg, files.vocab_size):
@@ -130,17 +132,15 @@ def _built(
             folder=files.folder,
             say=met.reporter.say,
         )
-    seconds["auto was settled"] = time.perf_counter()
+    times.ended("auto settled")
     with memory_explained(settled.cfg, files.vocab_size):
         engine = make_engine(settled, files, met)
-        seconds["the engine was built"] = time.perf_counter()
+        times.ended("engine built")
         resumed = resume(files, met, settled, engine)
-    run = assemble(files, met, settled, engine, resumed)
-    seconds[_READY] = time.perf_counter()
-    took = (f"{act} in {end - begin:.1f} s" for (_, begin), (act, end) in pairwise(seconds.items()))
-    met.reporter.keep(f"start: {', '.join(took)}")
+    run = assemble(files, met, settled, engine, resumed, times)
+    times.ended("state ready")
     compiled = "; the first step compiles" * compiles(run.cfg, met.device)
-    met.reporter.say(f"started in {seconds[_READY] - seconds['']:.1f} s, log in {files.folder.log}{compiled}")
+    met.reporter.say(f"started in {sum(times.seconds.values()):.1f} s, log in {files.folder.log}{compiled}")
     return run
 
 
@@ -348,7 +348,9 @@ def resume(files: CheckedFiles, met: Meeting, settled: Settled, engine: Engine) 
 # -- the run -----------------------------------------------------------------------------------------------------------
 
 
-def assemble(files: CheckedFiles, met: Meeting, settled: Settled, engine: Engine, resumed: Resumed) -> Run:
+def assemble(
+    files: CheckedFiles, met: Meeting, settled: Settled, engine: Engine, resumed: Resumed, times: StartTimes
+) -> Run:
     """Make the run from the results of the acts, and add its saver, its controllers and its loader; collective."""
     cfg, folder, groups = settled.cfg, files.folder, met.groups
     # The tokenizer is copied, because `sagetrain generate` needs nothing but the run folder.
@@ -375,4 +377,4 @@ def assemble(files: CheckedFiles, met: Meeting, settled: Settled, engine: Engine
         num_workers=cfg.data.num_workers,
     )
     loader, valid = loader_of(files.train), loader_of(files.valid) if files.valid else None
-    return Run(files, met, settled, engine, resumed, saver, controllers, loader, valid)
+    return Run(files, met, settled, engine, resumed, saver, controllers, loader, valid, times)

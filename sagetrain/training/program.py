@@ -44,6 +44,11 @@ def _accepted(
     path = None if isinstance(config, RunConfig) else config
     cfg = config if isinstance(config, RunConfig) else load_config(config, texts)
     fetch_sources(cfg.data)
+    if cfg.training.restarts:
+        raise ConfigError(
+            f"training.restarts {cfg.training.restarts}: only the command `sagetrain train` can begin again by itself, "
+            "because its process becomes a keeper that forks the ranks; set training.restarts=0 here"
+        )
     vocab_size, given = known_vocab_size(cfg.data), tokens is not None
     if given and not callable(tokens):
         raise ConfigError(f"tokens: {tokens!r} cannot be called; give a function of the index of a sequence")

@@ -15,12 +15,22 @@ import torch.distributed as dist
 from sagetrain.checkpoint import on_disk
 from sagetrain.checkpoint.ledger import TrainState
 from sagetrain.checkpoint.saving import Saver
+from sagetrain.cluster.lifeline import death
 from sagetrain.cluster.preflight import to_stderr
 from sagetrain.config.schema import LoggingConfig
 from sagetrain.engines.protocol import StepResult
 from sagetrain.stability.controller import Event
 from sagetrain.training.callbacks import Callback, Callbacks, Position
-from sagetrain.training.writers import MetricsWriter, RunLog, Throughput, memory_gib, memory_retries, peak_flops
+from sagetrain.training.start_times import StartTimes
+from sagetrain.training.writers import (
+    MetricsWriter,
+    RunLog,
+    Throughput,
+    last_row_time,
+    memory_gib,
+    memory_retries,
+    peak_flops,
+)
 
 FULL = (
     "the GPU is full: PyTorch gave back the memory that it kept for later and tried again, which slows steps down "
@@ -38,6 +48,7 @@ class Reporter:
         progress bar on a terminal. A notebook has the bar in either case."""
         self._main, self._hears, self._log = main, hears, RunLog()
         self._writer: MetricsWriter | None = None
+        self._last_row: float | None = None
 
     def log_to(self, path: Path) -> None:
         """Begin the log of the run, which has all lines from the first one on."""
@@ -73,6 +84,7 @@ class Reporter:
         self._latest: dict[str, float] = {}
         self._held: Callable[[MetricsWriter], None] | None = None
         if self._main:
+            self._last_row = last_row_time(run_dir)
             self._writer = MetricsWriter(run_dir, state.step, state.tokens, total_tokens, self._hears)
             if device.type == "cuda" and peak_flops(device) is None:
                 self.say(f"MFU is not reported: the peak of {torch.cuda.get_device_name(device)} is not known")
@@ -112,6 +124,19 @@ class Reporter:
             self._writer.event(state.step, state.tokens, event)
             if say:
                 self.say(f"step {state.step}: {event.text}")
+
+    def started(self, state: TrainState, first: int, times: StartTimes) -> None:
+        """Report the seconds of this start, whose first step has just ended. It began behind step `first`."""
+        # A signal may leave the second step as if it had not begun.
+        if "first step" in times.seconds:
+            return
+        times.ended("first step")
+        self.keep("start: " + ", ".join(f"{part} {seconds:.2f} s" for part, seconds in times.seconds.items()))
+        # Without a checkpoint, ranks that a keeper has begun again begin with the first step.
+        if first or death():
+            event = times.restart(state.step, first, self._last_row)
+            self.write(state, {"perf/restart_seconds": event.fields["total"]})
+            self.event(state, event)
 
     def step(self, state: TrainState, result: StepResult, size: int, lr: float) -> None:
         """Record all numbers of a step of `size` tokens that has brought the run to `state`, and the numbers of the

@@ -28,6 +28,7 @@ from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.storage.url_path import Location
 from sagetrain.training.controllers import Controllers
 from sagetrain.training.reporter import Reporter
+from sagetrain.training.start_times import StartTimes
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,7 @@ class Run:
     controllers: Controllers
     loader: Loader
     valid: Loader | None
+    times: StartTimes
 
     @property
     def cfg(self) -> RunConfig:

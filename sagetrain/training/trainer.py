@@ -22,6 +22,7 @@ from sagetrain.checkpoint import on_disk
 from sagetrain.checkpoint.ledger import TrainState, check_consumed
 from sagetrain.checkpoint.reading import Reader
 from sagetrain.checkpoint.state import Texts
+from sagetrain.cluster.lifeline import lifeline
 from sagetrain.config.arithmetic import checkpoint_tokens, padded_vocab_size
 from sagetrain.config.errors import CheckpointError, Finding, TrainingError, many
 from sagetrain.config.load import dump_config
@@ -38,6 +39,7 @@ from sagetrain.training.lr_schedule import learning_rate
 from sagetrain.training.out_of_memory import memory_explained
 from sagetrain.training.profile import ProfileWindow
 from sagetrain.training.run import Run
+from sagetrain.training.start_times import SignsOfSteps
 from sagetrain.training.tensorboard import TensorBoard
 from sagetrain.training.weights_and_biases import WeightsAndBiases
 from sagetrain.training.writers import names_at
@@ -87,6 +89,7 @@ class Trainer:
         own: list[Callback] = [TensorBoard()] if cfg.logging.tensorboard else []
         own += [WeightsAndBiases(cfg.logging.wandb)] if cfg.logging.wandb else []
         folder = self.run.files.folder.path / "profile"
+        own += [SignsOfSteps()] if lifeline() else []
         return own + ([ProfileWindow(cfg.profile, folder, rank, self._say)] if cfg.profile else [])
 
     @property
@@ -157,6 +160,7 @@ class Trainer:
             self._reporter.saved(run.saver)
             # The objects that compiling left are no garbage, and looking through them takes 0.3 s in each collection.
             if state.step == first + 1:
+                self._reporter.started(state, first, run.times)
                 gc.collect()
                 # In a program that continues, the run would be frozen as well, and never give its memory back.
                 if self._watchdog.watches:

@@ -182,6 +182,15 @@ def names_at(run_dir: Path, step: int) -> set[str]:
     return {name for line in lines if mark in line for name in json.loads(line)}
 
 
+def last_row_time(run_dir: Path) -> float | None:
+    """Return the wall_time of the last whole row of metrics.jsonl; None without any."""
+    path = run_dir / "metrics.jsonl"
+    for line in reversed(path.read_text(errors="replace").splitlines() if path.exists() else []):
+        with suppress(ValueError, KeyError, TypeError):
+            return float(json.loads(line)["wall_time"])
+    return None
+
+
 class RunLog:
     """The file log.txt of a run: what the run says beside its steps, and what its start leaves out. Lines wait until
     the run has its folder. A line that cannot be written is left out: metrics.jsonl says that a disk is full."""

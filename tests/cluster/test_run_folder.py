@@ -73,9 +73,9 @@ import os
 from sagetrain.cluster import guard
 for name in {TOLD}:
     os.environ[name] = "1"
-    print(guard._launchers() == (os.getppid(),))
+    print(guard.launchers() == (os.getppid(),))
     del os.environ[name]
-print(guard._launchers())
+print(guard.launchers())
 """
 
 

@@ -146,7 +146,7 @@ def test_stacks_of_an_earlier_run_end_nothing(tmp_path: Path) -> None:
 def test_ctrl_c_is_answered_before_the_launchers_traceback(monkeypatch, capfd, rank, launcher, said) -> None:
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setenv("RANK", rank)
-    monkeypatch.setattr(guard, "_launchers", lambda: (os.getppid(),) * launcher)
+    monkeypatch.setattr(guard, "launchers", lambda: (os.getppid(),) * launcher)
     stop = StopSignal()
     stop._ask(signal.SIGINT, None)
     stop._ask(signal.SIGTERM, None)  # The launcher sends this signal to all ranks.

@@ -162,6 +162,14 @@ def check_undisturbed(run_dir: Path, reference: Path) -> None:
     check_ledger(run_dir, reference)
 
 
+def check_seconds(event: dict, step: int) -> None:
+    """Check that the event says where the seconds went between the last row of the killed run and the next step."""
+    assert (event["kind"], event["from_step"], event["step"]) == ("restart", step, step + 1)
+    assert {"processes begun", "imports and settings", "ranks met", "engine built", "first step"} < {*event["seconds"]}
+    assert sum(event["seconds"].values()) == pytest.approx(event["total"], abs=0.05)
+    assert event["since"] + event["total"] == pytest.approx(event["wall_time"], abs=0.5)
+
+
 def test_kill_9_of_one_rank_then_of_everything(tmp_path, corpus, pair) -> None:
     every_step = {"every_tokens": 256}  # With a save after every step, one is always in flight.
     config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", tp_size=2, checkpoint=every_step)
@@ -169,8 +177,9 @@ def test_kill_9_of_one_rank_then_of_everything(tmp_path, corpus, pair) -> None:
     assert when("torchrun", config, reached(config, 26), kill_all) == -signal.SIGKILL
     finish("ranks", config)
     found = re.findall(r"resumed from step-0*(\d+)", log_of(config))
-    *_, event = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    *_, event, seconds = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
     assert len(found) >= 2 and (event["kind"], event["step"], event["ranks"]) == ("resume", int(found[-1]), 2)
+    check_seconds(seconds, int(found[-1]))
     check_undisturbed(tmp_path / "run", pair)
 
 

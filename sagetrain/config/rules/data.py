@@ -44,6 +44,14 @@ def findings(cfg: RunConfig, required: bool, tokens_given: bool = False) -> Iter
     yield from _start(cfg, required)
     yield from _run_dir(cfg, required)
     yield from _run_url(cfg, required)
+    if cfg.training.restarts and cfg.checkpoint.resume == "never":
+        yield error(
+            "restarts_resume",
+            "training.restarts",
+            cfg.training.restarts,
+            "ranks that begin again continue from the newest checkpoint, and checkpoint.resume is never",
+            "set checkpoint.resume: auto, or training.restarts: 0",
+        )
     yield from _caches(required)
     yield from _weights(cfg)
     records = prepared(cfg.data)

@@ -114,6 +114,12 @@ class TrainingConfig(Section):
     of a loss that is not finite for instance. The sample ledger of every later checkpoint records them."""
     timeout_minutes: Annotated[float, Field(ge=0.1, le=43_200)] = 30.0
     """Longest time that a step, evaluation or save may be without progress before the run is ended as hung."""
+    restarts: NonNegativeInt = 0
+    """Number of times that the ranks may begin again by themselves, from the newest checkpoint, when one of them has
+    died: by a signal (kill -9, the kernel), by an exception, by a hang, or once by a lack of memory. The process that a
+    launcher starts is then a keeper, which has imported everything and forks its rank. Mistakes, full disks, and losses
+    that are not finite end the run at once, and so does a death that comes again at the same place. Of the command
+    `sagetrain train` alone, on Linux."""
     network_interface: Name | None = None
     """Network interface (eth0, ib0) for traffic between ranks. NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME are set to it.
     May differ between hosts. Default: the libraries' own choice."""

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from sagetrain.cluster.join import join_deepspeed
 from sagetrain.config.layout import Layout
 from sagetrain.config.schema import RunConfig
 from sagetrain.engines.deepspeed.deepspeed_config import deepspeed_config
@@ -51,8 +52,7 @@ def partitioner(cfg: RunConfig, groups: ParallelGroups) -> Callable[[TensorSpec,
     """
     if Layout.of(cfg).zero_stage != 3:
         return None
-    import deepspeed
-
+    deepspeed = join_deepspeed()
     config, first = deepspeed_config(cfg, groups.num_replicas, 1, 1), list[Any]()
 
     def partition(spec: TensorSpec, parameter: nn.Parameter) -> None:
@@ -89,8 +89,7 @@ class DeepSpeedEngine(BaseEngine):
     """An engine on DeepSpeed, for any gradient accumulation at any ZeRO stage."""
 
     def __init__(self, cfg: RunConfig, model: Transformer, groups: ParallelGroups, micro_batches: int) -> None:
-        import deepspeed
-
+        deepspeed = join_deepspeed()
         layout = Layout.of(cfg, groups.topology.world_size)
         self._stage, self.takes_probes = layout.zero_stage, layout.takes_probes
         self._micro_batch, self._norm_stage0 = cfg.data.micro_batch_size, 0.0

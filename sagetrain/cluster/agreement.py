@@ -1,0 +1,130 @@
+"""What the keepers of a run (keeper.py) agree on through their key-value store: why a generation of ranks ended, that
+all of its ranks are gone, and which hosts are alive."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from sagetrain.cluster.lifeline import Death
+from sagetrain.config.errors import many
+
+TICK = 0.05
+"""The seconds between two looks of a keeper at its rank."""
+_REQUESTS = 2_000
+"""The number of requests a second that all keepers of a run make to their store together."""
+_BEAT = 1.0
+"""The seconds between two signs of life of a host."""
+SILENT_BEATS = 30
+"""A host that has given no sign of life for so many beats is lost. The beats are those of the keeper that watches, so
+time in which the whole job was stopped does not count."""
+_FAREWELL = 10.0
+"""The longest time in seconds that the first keeper waits for the others, which may still ask its store."""
+
+
+class Agreement:
+    """One keeper's part in the agreement. The first keeper of each host gives its signs of life, and the keeper of
+    rank 0 watches them."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.rank, self.world_size = (int(os.environ.get(name, one)) for name, one in (("RANK", 0), ("WORLD_SIZE", 1)))
+        self._interval = max(TICK, 2 * self.world_size / _REQUESTS)
+        self._asked = self._beat = time.monotonic()
+        self._hosts: dict[int, tuple[int, str]] = {}
+        self._signs: dict[int, tuple[int, int]] = {}
+        self._leads = os.environ.get("LOCAL_RANK", "0") == "0"
+        if self._leads:
+            number = store.add("hosts", 1)
+            store.set(f"host/{number}", json.dumps([self.rank, socket.gethostname()]))
+
+    def due(self) -> bool:
+        """Whether the store may be asked again."""
+        now = time.monotonic()
+        if now - self._asked < self._interval:
+            return False
+        self._asked = now
+        return True
+
+    # -- generations ----------------------------------------------------------------------------------------------
+
+    def report(self, death: Death) -> None:
+        """Say that a rank has died. The first report about a generation counts."""
+        self._store.compare_set(f"died/{death.generation}", "", json.dumps(asdict(death)))
+
+    def death(self, generation: int) -> Death | None:
+        """Return the reason why a generation ends; None if it has not been said that it ends."""
+        return self.lost() or self._read(f"died/{generation}")
+
+    def lost(self) -> Death | None:
+        """Return the loss of a host; None if none was lost."""
+        return self._read("lost")
+
+    def _read(self, key: str) -> Death | None:
+        return Death(**json.loads(self._store.get(key))) if self._store.check([key]) else None
+
+    def say(self, what: str, generation: int) -> None:
+        """Say that the rank of this keeper is done, or is gone."""
+        self._store.add(f"{what}/{generation}", 1)
+
+    def everybody(self, what: str, generation: int) -> bool:
+        """Whether all keepers have said so."""
+        return bool(self._store.add(f"{what}/{generation}", 0) >= self.world_size)
+
+    def leave(self) -> None:
+        """End the agreement. The first keeper leaves last, because the store may end with it."""
+        self.say("left", 0)
+        deadline = time.monotonic() + _FAREWELL
+        while self.rank == 0 and not self.everybody("left", 0) and time.monotonic() < deadline:
+            time.sleep(self._interval)
+
+    # -- hosts ----------------------------------------------------------------------------------------------------
+
+    def beat(self) -> None:
+        """Give this host's sign of life where it is due. On rank 0, look for the signs of the others."""
+        if self.world_size == 1 or time.monotonic() - self._beat < _BEAT:
+            return
+        self._beat = time.monotonic()
+        if self._leads:
+            self._store.add(f"beat/{self.rank}", 1)
+        if self.rank == 0:
+            self._look()
+
+    def _look(self) -> None:
+        for number in range(len(self._hosts) + 1, self._store.add("hosts", 0) + 1):
+            if not self._store.check([f"host/{number}"]):
+                break
+            rank, host = json.loads(self._store.get(f"host/{number}"))
+            self._hosts[number] = rank, host
+        for number, (rank, host) in self._hosts.items():
+            now, (sign, silent) = self._store.add(f"beat/{rank}", 0), self._signs.get(number, (-1, 0))
+            silent = silent + 1 if now == sign else 0
+            self._signs[number] = now, silent
+            if silent == SILENT_BEATS:
+                why = f"its host has given no sign of life for {SILENT_BEATS * _BEAT:.0f} s"
+                self._store.set("lost", json.dumps(asdict(Death(rank, host, 0, why, 0, time.time(), again=False))))
+
+
+def why_it_ends(deaths: Sequence[Death], restarts: int) -> str:
+    """Say why a run does not begin again after its last death. The text is empty if it does.
+
+    Args:
+        deaths: all deaths of the run so far.
+        restarts: the value of training.restarts.
+    """
+    *before, last = deaths
+    if not last.again:
+        return f"{last.said}: another attempt would end in the same way"
+    if last.memory and any(death.memory for death in before):
+        return f"{last.said}: memory ran out for the second time"
+    if before and last.step <= before[-1].step and (last.rank == before[-1].rank or last.why == before[-1].why):
+        return f"{last.said}, after {before[-1].said}: the run does not get past it. Look at that step and that host"
+    if len(before) >= restarts:
+        return f"{last.said}: after {many(restarts, 'restart')} training.restarts allows no more"
+    return ""

@@ -1,0 +1,293 @@
+"""The keeper of a rank: the process that a launcher starts, where training.restarts is above 0.
+
+A keeper imports everything once and forks its rank. It has no GPU, no process group and no threads, so the fork is as
+fresh as a new process, without the seconds of the imports. When a rank of the run dies, every keeper ends its own rank
+with SIGKILL, which also frees a rank that waits inside of NCCL, and forks a new one. The new ranks continue from the
+newest checkpoint.
+
+The keepers agree (agreement.py) through a store that outlives ranks. No keeper forks the next generation before all
+have said that their rank is gone, so two generations never write at the same time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib import import_module
+from types import FrameType
+from typing import NoReturn
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from sagetrain.cluster.agreement import TICK, Agreement, why_it_ends
+from sagetrain.cluster.guard import LAUNCHER, launchers, told_launchers
+from sagetrain.cluster.lifeline import KEEPER, Death, Lifeline, die_with_parent, lifeline, read_words
+from sagetrain.cluster.rendezvous import keepers_store
+from sagetrain.config.errors import TRAINING_EXIT_CODE, ConfigError
+
+_GRACE = 1.0
+"""The seconds that a keeper waits with its report of an error. A rank may fail because another one has died, whose
+keeper says so at once."""
+_ENGINE_MODULES = {"fsdp": (), "deepspeed": ("deepspeed", "deepspeed.ops")}
+_LATE_MODULES = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor")
+"""Modules that a run imports while it starts."""
+_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
+_ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_NEVER_AGAIN = (2, 3, TRAINING_EXIT_CODE)
+"""The exit codes (cli/exits.py) of mistakes, of disks, and of training that cannot go on."""
+
+
+def keep(restarts: int, minutes: float, engine: str, say: Callable[[str], None]) -> None:
+    """Become the keeper of this rank. Return in every process that is to train, and never in the keeper.
+
+    Args:
+        restarts: the value of training.restarts.
+        minutes: the time that keepers wait for the first one.
+        engine: the engine of the run.
+        say: prints a line for people.
+
+    Raises:
+        ConfigError: this system has no keepers, or the store cannot be reached.
+    """
+    if lifeline():
+        return
+    if not sys.platform.startswith("linux"):
+        raise ConfigError(f"training.restarts {restarts} needs Linux, and this is {sys.platform}: set it to 0")
+    forks = can_fork([*_LATE_MODULES, *_ENGINE_MODULES[engine]])
+    Keeper(restarts, keepers_store(minutes), forks, say).run()
+
+
+def can_fork(modules: Sequence[str]) -> bool:
+    """Import what the ranks will need, and return whether they can be forks of this process."""
+    # torch.cuda.is_available would initialize CUDA otherwise, and a fork could not use it.
+    asked = os.environ.get(_NVML)
+    os.environ[_NVML] = "1"
+    for name in modules:
+        import_module(name)
+    os.environ.pop(_NVML)
+    if asked is not None:
+        os.environ[_NVML] = asked
+    if _threads() > 1:
+        # OpenBLAS begins with threads and ends them before a fork. Products of numpy would begin them again, but a
+        # keeper makes none.
+        if not (pid := os.fork()):
+            os._exit(0)
+        os.waitpid(pid, 0)
+    return _threads() == 1 and not _has_cuda()
+
+
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def _has_cuda() -> bool:
+    """Whether CUDA is initialized in this process. The driver is asked, because libraries may go past torch."""
+    not_initialized = 3
+    with suppress(OSError):
+        # This does not load the library. If nobody else has, nothing is initialized.
+        driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != not_initialized)
+    return False
+
+
+class Rank:
+    """A process that trains, as its keeper sees it."""
+
+    def __init__(self, pid: int, pipe: int) -> None:
+        self.pid, self._pipe, self._open, self._heard = pid, pipe, True, b""
+        self.step, self.why, self.memory = 0, "", False
+        self.code: int | None = None
+        """The exit code; None: the process runs; negative: the number of the signal that killed it."""
+        self.ended = 0.0
+
+    def look(self, seconds: float) -> None:
+        """Listen to the process for up to so many seconds, and note whether it has ended."""
+        if not self._open:
+            time.sleep(seconds)
+        elif select.select([self._pipe], [], [], seconds)[0]:
+            self._hear()
+        self._reap(os.WNOHANG)
+
+    def kill(self) -> None:
+        """End the process, and wait until it is gone."""
+        if self.code is None:
+            os.kill(self.pid, signal.SIGKILL)
+            self._reap(0)
+        os.close(self._pipe)
+
+    def _reap(self, how: int) -> None:
+        if self.code is None and (found := os.waitpid(self.pid, how))[0]:
+            while self._open and select.select([self._pipe], [], [], 0)[0]:
+                self._hear()
+            self.code, self.ended = os.waitstatus_to_exitcode(found[1]), time.time()
+
+    def _hear(self) -> None:
+        heard = os.read(self._pipe, 1 << 16)
+        self._open = bool(heard)
+        *lines, self._heard = (self._heard + heard).split(b"\n")
+        for line in lines:
+            words = read_words(line)
+            self.step = words.get("step", self.step)
+            self.why, self.memory = words.get("why", self.why), words.get("memory", self.memory)
+
+
+class Keeper:
+    """The keeper of one rank.
+
+    Args:
+        restarts: the value of training.restarts.
+        store: the store of all keepers.
+        forks: whether ranks are forks of this process. Otherwise each is a new interpreter, which imports again.
+        say: prints a line for people.
+    """
+
+    def __init__(self, restarts: int, store: Store, forks: bool, say: Callable[[str], None]) -> None:
+        self._restarts, self._forks, self._agreement = restarts, forks, Agreement(store)
+        self._say = say if self._agreement.rank == 0 else lambda text: None
+        self._launchers, self._asked = told_launchers(), 0
+        self._rank: Rank | None = None
+        self._handlers = {number: signal.getsignal(number) for number in _ASKING}
+
+    def run(self) -> None:
+        """Begin rank after rank until the run ends. Return in each rank."""
+        for number in _ASKING:
+            signal.signal(number, self._forward)
+        deaths: list[Death] = []
+        while True:
+            if not (rank := self._begin(deaths)):
+                return
+            try:
+                death = self._watch(rank, len(deaths))
+                found = time.time()
+                if death is None:
+                    self._leave(0)
+                if why := why_it_ends([*deaths, death], self._restarts):
+                    self._end(rank, death, why)
+                rank.kill()
+                self._agreement.say("gone", len(deaths))
+                self._wait_for_all(len(deaths))
+            # The store is gone, and with it the launcher or the first keeper.
+            except RuntimeError as error:
+                self._alone(rank, error)
+            deaths.append(death.seen(found, time.time()))
+            self._say(f"{death.said}: all ranks begin again (restart {len(deaths)} of {self._restarts})")
+
+    def _begin(self, deaths: Sequence[Death]) -> Rank | None:
+        """Begin a rank and return it. In the rank itself, return None."""
+        reader, writer = os.pipe()
+        # A rank does not wait for a keeper that is stopped.
+        os.set_blocking(writer, False)
+        line = Lifeline(os.getpid(), writer, len(deaths), deaths[-1] if deaths else None)
+        env = {KEEPER: line.to_env(), LAUNCHER: f"{line.keeper}"}
+        sys.stdout.flush()
+        sys.stderr.flush()
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _ASKING)
+
+        def enter() -> None:
+            die_with_parent(line.keeper)
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler or signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+        if not self._forks:
+            words = [sys.executable, *sys.orig_argv[1:]]
+            self._process = subprocess.Popen(words, env=os.environ | env, pass_fds=[writer], preexec_fn=enter)
+            pid = self._process.pid
+        elif not (pid := os.fork()):
+            os.close(reader)
+            os.environ.update(env)
+            enter()
+            return None
+        os.close(writer)
+        self._rank = Rank(pid, reader)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if self._asked:
+            os.kill(pid, signal.SIGTERM)
+        return self._rank
+
+    def _forward(self, number: int, _frame: FrameType | None) -> None:
+        """Pass a signal on to the rank. A terminal sends Ctrl-C to the rank as well, and the second one ends the run at
+        once, so it is passed on as SIGTERM."""
+        if self._rank and self._rank.code is None:
+            twice = number == self._asked == signal.SIGINT
+            told = signal.SIGKILL if twice else signal.SIGTERM if number == signal.SIGINT else number
+            os.kill(self._rank.pid, told)
+        self._asked = number
+
+    def _look(self, rank: Rank) -> bool:
+        """Look at the rank and at the launcher. Return whether the store may be asked again."""
+        rank.look(TICK)
+        if not self._agreement.due():
+            return False
+        self._agreement.beat()
+        if self._launchers and launchers() != self._launchers:
+            self._launchers = ()
+            os.kill(os.getpid(), signal.SIGTERM)
+        return True
+
+    def _watch(self, rank: Rank, generation: int) -> Death | None:
+        """Wait until the ranks of all keepers are done, or one has died. Return that death."""
+        said = False
+        while True:
+            due = self._look(rank)
+            if rank.code is not None and not said:
+                said = rank.code <= 0 or time.time() - rank.ended > _GRACE
+                if rank.code == 0:
+                    self._agreement.say("done", generation)
+                elif said:
+                    self._agreement.report(self._death(rank, rank.code, generation))
+            if due:
+                if death := self._agreement.death(generation):
+                    return death
+                if rank.code == 0 and self._agreement.everybody("done", generation):
+                    return None
+
+    def _death(self, rank: Rank, code: int, generation: int) -> Death:
+        asked = self._asked or -code in _ASKING or code >= 128
+        again = not asked and (code not in _NEVER_AGAIN or rank.memory)
+        why = rank.why or (f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}")
+        where = self._agreement.rank, socket.gethostname()
+        return Death(*where, code, why, rank.step, rank.ended, again, rank.memory, generation)
+
+    def _wait_for_all(self, generation: int) -> None:
+        while not self._agreement.everybody("gone", generation):
+            time.sleep(TICK)
+            self._agreement.beat()
+            if lost := self._agreement.lost():
+                self._end(None, lost, lost.said)
+
+    def _end(self, rank: Rank | None, death: Death, why: str) -> NoReturn:
+        """End the run on this keeper with the exit code of the rank that died."""
+        if rank:
+            rank.kill()
+        # A rank that fails by itself has said why.
+        if death.again or death.code <= 0:
+            self._say(f"error: {why}")
+        if death.code < 0 and not death.again:
+            self._leave(128 - death.code)
+        # An error without an exit code of its own has 1.
+        self._leave(max(death.code, TRAINING_EXIT_CODE) if death.again or death.code <= 0 else death.code)
+
+    def _alone(self, rank: Rank, error: RuntimeError) -> NoReturn:
+        """Let the rank save and stop, where the other keepers cannot be asked any more."""
+        self._say(f"the keepers have lost their store ({f'{error}'.splitlines()[0]}): the run saves and stops")
+        if rank.code is None:
+            os.kill(rank.pid, signal.SIGTERM)
+        while rank.code is None:
+            rank.look(TICK)
+        os._exit(rank.code if rank.code >= 0 else TRAINING_EXIT_CODE)
+
+    def _leave(self, code: int) -> NoReturn:
+        with suppress(RuntimeError):
+            self._agreement.leave()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
