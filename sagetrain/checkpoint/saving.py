@@ -41,6 +41,14 @@ from sagetrain.storage.url_path import Location
 
 T = TypeVar("T")
 
+_PAUSES = 1.0, 60.0
+"""The first and the longest pause in seconds before a checkpoint that could not be written is tried again. Each pause
+is twice as long as the one before."""
+
+
+class _SaidToAll(CheckpointError):
+    """An error of one rank that all ranks have been told of, so that all of them can try again."""
+
 
 @dataclass(frozen=True)
 class Saved:
@@ -83,6 +91,7 @@ class Saver:
         needed: returns the names of further checkpoints that are kept.
         begins: called on rank 0 before each save, in the background. It raises CheckpointError if the run may not save.
         published: called on rank 0 after each save, in the background.
+        tolerate: the seconds for which a checkpoint that cannot be written is tried again.
     """
 
     def __init__(
@@ -96,7 +105,11 @@ class Saver:
         needed: Callable[[], Container[str]] = tuple,
         begins: Callable[[], None] = lambda: None,
         published: Callable[[], None] = lambda: None,
+        tolerate: float = 0.0,
     ):
+        self._tolerate, self._troubles = tolerate, deque[tuple[int, int, str]]()
+        self.retries = False
+        """Whether a checkpoint could not be written, and is tried again."""
         self._root, self._groups, self._alive, self._needed = root, groups, alive, needed
         self._begins, self._published = begins, published
         self._keep = keep_last, keep_every_tokens
@@ -125,6 +138,15 @@ class Saver:
     def take_saved(self) -> Saved | None:
         """Return a checkpoint that has been published and not yet taken; None if there is none."""
         return self._saved.popleft() if self._saved else None
+
+    def take_trouble(self) -> tuple[int, int, str] | None:
+        """Return the step and the tokens of a checkpoint that could not be written and is tried again, and the error;
+        None if there is none that was not yet taken."""
+        return self._troubles.popleft() if self._troubles else None
+
+    def wait_for_an_attempt(self) -> None:
+        """Wait until the checkpoint that is being written is published, or could not be written for the first time."""
+        self._wait(until_published=False)
 
     def reserve(self, shards: Iterable[OwnedRange]) -> None:
         """Allocate the host memory for saving `shards`: 4 bytes per value of each kind, 12 per parameter with AdamW.
@@ -186,16 +208,19 @@ class Saver:
         Raises:
             CheckpointError: on every rank, if any rank could not write it. A full disk is one cause.
         """
+        self._wait(until_published=True)
+        if self._failure:
+            raise self._failure
+
+    def _wait(self, until_published: bool) -> None:
         seen = -1
-        while self._thread is not None:
+        while self._thread is not None and (until_published or not self.retries):
             if seen != self._progress:
                 seen = self._progress
                 self._alive()
             self._thread.join(0.5)
             if not self._thread.is_alive():
                 self._thread = None
-        if self._failure:
-            raise self._failure
 
     # -- the copy ------------------------------------------------------------------------------------------------
 
@@ -236,12 +261,36 @@ class Saver:
     def _work(self, snapshot: _Snapshot, stall: float) -> None:
         begin = time.perf_counter()
         try:
-            self._save(snapshot)
+            self._save_or_try_again(snapshot)
         # Whatever the failure is, wait() raises it in the main thread.
         except BaseException as failure:  # noqa: BLE001
             self._failure = failure
         else:
             self._saved.append(Saved(snapshot.step, snapshot.tokens, stall, time.perf_counter() - begin))
+        finally:
+            self.retries = False
+
+    def _save_or_try_again(self, snapshot: _Snapshot) -> None:
+        """Save, again and again for the time that is tolerated. All ranks do the same, as rank 0 tells them."""
+        (pause, longest), begin = _PAUSES, time.perf_counter()
+        while True:
+            try:
+                self._save(snapshot)
+                return
+            except _SaidToAll as failure:
+                if not self._tolerate or self._told(
+                    lambda: time.perf_counter() - begin >= self._tolerate, "cannot save"
+                ):
+                    raise
+                if not self.retries:
+                    self._troubles.append((snapshot.step, snapshot.tokens, str(failure)))
+                self.retries = True
+            end = time.perf_counter() + pause
+            while time.perf_counter() < end:
+                time.sleep(min(0.2, pause))
+                # Nothing hangs.
+                self._progress += 1
+            pause = min(2 * pause, longest)
 
     def _save(self, snapshot: _Snapshot) -> None:
         final = self._root / folder_name(snapshot.step)
@@ -327,7 +376,7 @@ class Saver:
         if self._mailbox:
             box = self._mailbox.tell(box)
         if box[1]:
-            raise CheckpointError(box[1]) from cause
+            raise _SaidToAll(box[1]) from cause
         told: T = box[0]
         return told
 

@@ -366,6 +366,7 @@ def assemble(
         needed=partial(failed_step.needed, folder.spikes),
         begins=folder.check_owner,
         published=folder.send,
+        tolerate=60 * cfg.checkpoint.tolerate_minutes,
     )
     saver.reserve(engine.owned())
     controllers = Controllers(cfg, engine, files.train, folder, saver, met.reporter, resumed.state, files.loss)

@@ -69,11 +69,13 @@ class Reporter:
         seq_length: int,
         device: torch.device,
         callbacks: Callbacks,
+        tolerate: float = 0.0,
     ) -> None:
         """Begin to write into `run_dir` after `state`. The clock of tokens per second starts now.
 
         Args:
             callbacks: the callbacks that get every row and sample.
+            tolerate: the seconds for which rows wait in memory while the disk is full.
             flops_per_token: returns the FLOPs per token for a span (costs.accounting), for MFU.
         """
         self._logging, self._device, self._total, self._callbacks = logging, device, total_tokens, callbacks
@@ -85,7 +87,7 @@ class Reporter:
         self._held: Callable[[MetricsWriter], None] | None = None
         if self._main:
             self._last_row = last_row_time(run_dir)
-            self._writer = MetricsWriter(run_dir, state.step, state.tokens, total_tokens, self._hears)
+            self._writer = MetricsWriter(run_dir, state.step, state.tokens, total_tokens, self._hears, tolerate)
             if device.type == "cuda" and peak_flops(device) is None:
                 self.say(f"MFU is not reported: the peak of {torch.cuda.get_device_name(device)} is not known")
 
@@ -118,12 +120,15 @@ class Reporter:
 
     def event(self, state: TrainState, event: Event, say: bool = True) -> None:
         """Write a row of events.jsonl, and print a line unless it was printed before."""
-        told = Position(state.step, state.tokens)
+        self._event(state.step, state.tokens, event, say)
+
+    def _event(self, step: int, tokens: int, event: Event, say: bool = True) -> None:
+        told = Position(step, tokens)
         self._callbacks.tell("on_event", lambda callback: callback.on_event(told, event))
         if self._writer:
-            self._writer.event(state.step, state.tokens, event)
+            self._writer.event(step, tokens, event)
             if say:
-                self.say(f"step {state.step}: {event.text}")
+                self.say(f"step {step}: {event.text}")
 
     def started(self, state: TrainState, first: int, times: StartTimes) -> None:
         """Report the seconds of this start, whose first step has just ended. It began behind step `first`."""
@@ -200,7 +205,13 @@ class Reporter:
             self._clock.resume()
 
     def saved(self, saver: Saver) -> None:
-        """Report the checkpoints that have been published since the last call."""
+        """Report the checkpoints that have been published since the last call, and those that could not be written."""
+        while trouble := saver.take_trouble():
+            step, tokens, error = trouble
+            text = (
+                f"the checkpoint of step {step} could not be written; training goes on and it is tried again: {error}"
+            )
+            self._event(step, tokens, Event("save_failed", text))
         while saved := saver.take_saved():
             if self._writer:
                 figures: dict[str, float | None] = {

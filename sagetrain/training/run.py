@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from sagetrain import __version__
 from sagetrain.auto import overlap_choice
@@ -130,6 +131,17 @@ class Run:
         own, groups = self.loader.counted(sequences, size, ahead), self.engine.groups
         sharing = groups.topology.world_size // groups.dp_size
         return None if own is None else total_over_ranks(own, sharing, self.engine.device)
+
+    def cannot_save(self) -> bool:
+        """Whether the checkpoint before could not be written and is tried again, from the memory that the next one
+        needs; collective, and rank 0 decides. Without checkpoint.tolerate_minutes nothing is tried again."""
+        if not self.cfg.checkpoint.tolerate_minutes:
+            return False
+        self.met.watchdog.begin("saving")
+        self.saver.wait_for_an_attempt()
+        retries = torch.tensor(self.saver.retries, dtype=torch.int32, device=self.engine.device)
+        dist.broadcast(retries, 0)
+        return bool(retries)
 
     def record(self, state: TrainState) -> RunState:
         """Return the record for a checkpoint of the run at `state`."""

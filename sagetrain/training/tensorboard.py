@@ -37,7 +37,7 @@ class TensorBoard(Callback):
         folder, now = start.run_dir / "tensorboard", time.time()
         folder.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{int(now):010d}.{socket.gethostname()}.{os.getpid()}"
-        self._file = RowFile(folder / name)
+        self._file = RowFile(folder / name, 60 * start.cfg.checkpoint.tolerate_minutes)
         self._writer = RecordWriter(self._file)
         first = start.position.step + 1
         self._write(Event(wall_time=now, step=first, file_version="brain.Event:2"))

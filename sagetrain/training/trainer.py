@@ -79,7 +79,7 @@ class Trainer:
         self._watchdog.waits = self.engine.waits
         self._failures = run.files.failures
         self._callbacks = Callbacks(self._listeners(), callbacks, self._failures)
-        self._saved_step, self._waited = self.state.step, False
+        self._saved_step, self._waited, self._owes = self.state.step, False, False
         # Writing the YAML takes as long as a small training step, and training stands still at each save.
         self._config_text = dump_config(run.settled.asked)
 
@@ -171,9 +171,12 @@ class Trainer:
             left = due if stopped else self._look(due)
             stopped = stopped or bool(left)
             running = state.tokens < total and not stopped
-            if (stopped or (running and _crossed(before, state.tokens, every_save))) and self._saved_step != state.step:
+            due = running and (self._owes or _crossed(before, state.tokens, every_save))
+            if (stopped or due) and self._saved_step != state.step:
                 with self._reporter.off_the_clock():
-                    self.save()
+                    self._owes = due and run.cannot_save()
+                    if not self._owes:
+                        self.save()
         finished = self.state.tokens >= total and not left
         if finished and self._saved_step != self.state.step:
             self.save()
@@ -197,6 +200,7 @@ class Trainer:
             cfg.data.seq_length,
             self.engine.device,
             self._callbacks,
+            60 * cfg.checkpoint.tolerate_minutes,
         )
         path, main = run.files.folder.path, run.met.main
         stop = partial(run.met.stop.ask, "a callback")
@@ -358,7 +362,9 @@ class Trainer:
         run.controllers.forget(self._saved_step)
         run.saver.start(record, self._config_text, self.engine.owned(), rng_state())
         self._saved_step = state.step
-        run.controllers.tell(state)
+        # The same disk may be full for this file.
+        with contextlib.suppress(*[OSError] * bool(self.cfg.checkpoint.tolerate_minutes)):
+            run.controllers.tell(state)
         self._callbacks.tell("on_save", lambda callback: callback.on_save(self.position))
 
     # -- looking at the model between steps ----------------------------------------------------------------------

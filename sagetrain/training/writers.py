@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import resource
 import sys
@@ -85,9 +86,9 @@ class MetricsWriter:
     """The writer of a run's rows and of its progress. Only rank 0 makes one.
 
     When it is opened, it removes the rows past `step` that a killed run left behind, so that a resumed run has each
-    step once. If a row cannot be written, an OSError names the file, and no part of the row is left in the file. Lines
-    for people go to `hears`. None: lines go to stderr, with a progress bar on a terminal.
-    A notebook has the bar in either case.
+    step once. If a row cannot be written, an OSError names the file, and no part of the row is left in the file. With
+    `tolerate` rows wait in memory for so many seconds while the disk is full. Lines for people go to `hears`. None:
+    lines go to stderr, with a progress bar on a terminal. A notebook has the bar in either case.
     """
 
     def __init__(
@@ -97,11 +98,13 @@ class MetricsWriter:
         tokens: int,
         total_tokens: int,
         hears: Callable[[str], None] | None = None,
+        tolerate: float = 0.0,
     ) -> None:
+        self._tolerate = tolerate
         self._samples_path = run_dir / "samples.jsonl"
         for path in (run_dir / "metrics.jsonl", run_dir / "events.jsonl", self._samples_path):
             _drop_rows_after(path, step)
-        self._rows, self._events = RowFile(run_dir / "metrics.jsonl"), RowFile(run_dir / "events.jsonl")
+        self._rows, self._events = (RowFile(run_dir / f"{name}.jsonl", tolerate) for name in ("metrics", "events"))
         # Only few runs write samples.
         self._samples: RowFile | None = None
         self._total, self._hears = total_tokens, hears
@@ -128,7 +131,7 @@ class MetricsWriter:
     def sample(self, step: int, tokens: int, number: int, prompt: str, text: str) -> None:
         """Write one row of samples.jsonl: {"step", "tokens", "wall_time", "number" (from 1), "prompt", "text"}."""
         row = {"step": step, "tokens": tokens, "wall_time": round(time.time(), 3)}
-        self._samples = self._samples or RowFile(self._samples_path)
+        self._samples = self._samples or RowFile(self._samples_path, self._tolerate)
         self._samples.write(json.dumps({**row, "number": number, "prompt": prompt, "text": text}).encode() + b"\n")
 
     def progress(self, step: int, tokens: int, loss: float, lr: float, rate: float) -> None:
@@ -217,12 +220,26 @@ class RunLog:
 class RowFile:
     """A file that grows by whole records. A record that a full disk cuts short is removed again. If the file was
     removed, writing is an error, because the run would otherwise train on to its next checkpoint and find no space for
-    that either."""
+    that either. With `tolerate` records wait in memory for so many seconds while there is no space."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, tolerate: float = 0.0):
         self._path, self._file = path, path.open("ab", buffering=0)
+        self._tolerate, self._waiting, self._full_since = tolerate, b"", math.inf
 
     def write(self, record: bytes) -> None:
+        waiting = self._waiting + record
+        try:
+            self._write(waiting)
+        except OSError as error:
+            self._full_since = min(self._full_since, time.monotonic())
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            if not full or time.monotonic() - self._full_since >= self._tolerate:
+                raise
+            self._waiting = waiting
+        else:
+            self._waiting, self._full_since = b"", math.inf
+
+    def _write(self, record: bytes) -> None:
         before = self._file.seek(0, os.SEEK_END)
         try:
             # The part of a record for which there is room is written without an error. The rest says why it has none.
@@ -237,4 +254,9 @@ class RowFile:
             raise
 
     def close(self) -> None:
-        self._file.close()
+        """Write what waits, and close the file. Raises OSError if there is still no space."""
+        try:
+            if self._waiting:
+                self._write(self._waiting)
+        finally:
+            self._file.close()

@@ -4,10 +4,13 @@ rank hears of failures."""
 from __future__ import annotations
 
 import ctypes
+import errno
 import multiprocessing
+import os
 import resource
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -141,6 +144,41 @@ def test_a_save_waits_for_the_one_before(tmp_path, monkeypatch) -> None:
     assert (first.stall_seconds, first.publish_seconds) == (0, 100)
     assert second.stall_seconds == 100  # Training stood still for the first save as well.
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001", "step-00000002"]
+
+
+def one_rank_cannot_write_for_a_while(root: str) -> tuple[list, bool, str]:
+    """Let rank 1 fail twice, and then for ever. Return what this rank has noticed, whether the first checkpoint is
+    there, and the error in the end."""
+    saving._PAUSES, failures, noticed = (0.01, 0.01), [2, 10**9], []
+    saver = Saver(Path(root), tiny.join(1), 9, None, timedelta(seconds=60))
+    write = saver._write
+
+    def full(*args: object) -> object:
+        if saver._groups.rank == 1 and failures[0]:
+            failures[0] -= 1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(*args)
+
+    saver._write, saver._tolerate = full, 600.0
+    save_plain(saver, 1)
+    saver.wait_for_an_attempt()
+    saver.wait()
+    noticed.append(saver.take_trouble()[:2])
+    saver._tolerate = 0.5
+    del failures[0]
+    save_plain(saver, 2)
+    try:
+        saver.wait()
+    except CheckpointError as error:
+        noticed.append(saver.take_trouble()[:2])
+        return noticed, Path(root, "step-00000001/manifest.json").exists(), str(error)
+    return noticed, False, ""
+
+
+def test_a_save_that_fails_is_tried_again_for_a_while(tmp_path) -> None:
+    for noticed, saved, error in run_distributed(one_rank_cannot_write_for_a_while, 2, str(tmp_path)):
+        assert noticed == [(1, tiny.SEQ), (2, 2 * tiny.SEQ)] and saved
+        assert "cannot write" in error and "rank 1: [Errno 28] No space left on device" in error
 
 
 def one_rank_cannot_write(root: str) -> tuple[bool, str, str]:

@@ -394,6 +394,27 @@ def test_a_full_disk_ends_the_run_which_continues_with_space(tmp_path, corpus, a
     check_undisturbed(small_disk / "run", alone)
 
 
+def test_a_run_trains_on_while_the_disk_is_full(tmp_path, corpus, pair, small_disk) -> None:
+    """It saves when there is space again, and no row of numbers is lost."""
+    tolerant = {"every_tokens": 2560, "tolerate_minutes": 30}
+    config = write_config(tmp_path / "run.yaml", corpus, small_disk / "run", tp_size=2, checkpoint=tolerant)
+
+    def fill(launcher: Command) -> None:
+        (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free))
+        deadline = time.monotonic() + PATIENCE
+        # Step 25 is the next one with a checkpoint.
+        while not ("could not be written; training goes on" in log_of(config) and "step 28 |" in log_of(config)):
+            assert launcher.poll() is None and time.monotonic() < deadline, log_of(config)[-3000:]
+            time.sleep(0.01)
+        (small_disk / "filler").unlink()
+
+    assert when("ranks", config, reached(config, 12), fill) == 0, log_of(config)[-3000:]
+    rows = [json.loads(line) for line in (small_disk / "run/events.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if row["kind"] == "save_failed"][:1] == [20]
+    assert "saved step-00000020" in log_of(config)
+    check_undisturbed(small_disk / "run", pair)
+
+
 def test_a_disk_that_fills_up_while_logging_is_one_line(tmp_path, corpus, small_disk) -> None:
     config = write_config(
         tmp_path / "run.yaml", corpus, small_disk / "run", checkpoint={"every_tokens": 10**6}, data={"valid": []}

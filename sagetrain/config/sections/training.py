@@ -163,6 +163,10 @@ class CheckpointConfig(Section):
     """Number of newest checkpoints to keep."""
     keep_every_tokens: PositiveInt | None = None
     """Also keep for good the first checkpoint at or past each multiple of this many tokens."""
+    tolerate_minutes: Annotated[float, Field(ge=0, le=43_200)] = 0.0
+    """Minutes for which training goes on while a checkpoint cannot be written, because the disk is full, a quota is
+    used up or a file server is away. The same checkpoint is tried again and again meanwhile, and rows of numbers wait
+    in memory. Afterwards the run ends as with 0: within a step, with exit code 3."""
     resume: Literal["auto", "never"] = "auto"
     """auto: continue from the newest whole checkpoint of run_dir. never: refuse to start in a run_dir that has one."""
     new_optimizer: bool = False
