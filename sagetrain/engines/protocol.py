@@ -8,7 +8,7 @@ inference know only this protocol, and not the implementations (engines/deepspee
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from sagetrain.data.loader import Batch
 from sagetrain.model.tensors import TensorSpec
 from sagetrain.model.transformer import Gradients, Transformer
 from sagetrain.optim.pieces import State, Weights
+from sagetrain.parallel.metrics import Metrics
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.controller import Event
 from sagetrain.stability.noise_scale import GradientNoise
@@ -67,6 +68,11 @@ def _accept(metrics: Mapping[str, float]) -> Verdict:
     return Verdict()
 
 
+def untimed(metrics: Metrics) -> AbstractContextManager[None]:
+    """Measure no time."""
+    return nullcontext()
+
+
 @dataclass(frozen=True)
 class Observers:
     """The observers of a step. By default there are none, and the update is made."""
@@ -79,6 +85,8 @@ class Observers:
     """The observer of the first micro-batch's passes."""
     layer_norms: bool = False
     """Whether norms/<layer>/gradient and norms/<layer>/activation are measured."""
+    timed: Callable[[Metrics], AbstractContextManager[None]] = untimed
+    """The clock of forward and backward, a context that adds this rank's time to the step's metrics."""
     judge: Callable[[Mapping[str, float]], Verdict] = _accept
     """The judge of the update. It is called once on every rank, with the step's numbers except those of `noise`."""
 

@@ -126,7 +126,8 @@ class BaseEngine(Passes):
         if counted is not None:
             divisor = max(counted, 1) / (micro_batches * self.groups.dp_size)
             batches = (replace(batch, divisor=divisor) for batch in batches)
-        samples = self._accumulate(batches, micro_batches, observers, masked=counted is not None)
+        with observers.timed(metrics):
+            samples = self._accumulate(batches, micro_batches, observers, masked=counted is not None)
         metrics.sum("stop", stop())
         metrics.sum("folds", fold(samples, self.groups.dp_rank))
 

@@ -7,9 +7,13 @@ run, leaves the step out, or sends the run back to a checkpoint. Every rank does
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from sagetrain.checkpoint.ledger import TrainState, left_out
 from sagetrain.checkpoint.saving import Saver
@@ -20,7 +24,7 @@ from sagetrain.config.load import dump_config
 from sagetrain.config.schema import NoiseAwareTokens, RunConfig
 from sagetrain.config.tokens_per_step import tokens_per_step
 from sagetrain.data.loader import SampleStream
-from sagetrain.engines.protocol import Engine, Observers, StepResult
+from sagetrain.engines.protocol import Engine, Observers, StepResult, untimed
 from sagetrain.model.backends import attention_function
 from sagetrain.parallel.cross_entropy import OwnLoss
 from sagetrain.stability.balance import Starving
@@ -33,6 +37,7 @@ from sagetrain.stability.noise_aware import NoiseAware
 from sagetrain.stability.noise_scale import GradientNoise, NoiseScale
 from sagetrain.stability.quant_noise import QuantizationProbe, QuantNoise
 from sagetrain.stability.spikes import METRIC, Spikes
+from sagetrain.stability.stragglers import Stragglers
 from sagetrain.training import failed_step
 from sagetrain.training.loss import name_of
 from sagetrain.training.reporter import Reporter
@@ -93,6 +98,8 @@ class Controllers:
         if isinstance(schedule, NoiseAwareTokens):
             self._aware = self._movers["tokens_per_step.schedule noise_aware"] = NoiseAware(schedule)
         self.controllers += [*self._movers.values(), self._measured]
+        self._stragglers = _stragglers(engine) if stability.stragglers else None
+        self.controllers += [self._stragglers] if self._stragglers else []
         self._restore(state.controllers)
         for name, mover in self._movers.items():
             reporter.say(f"{name}: {mover.summary()}")
@@ -171,6 +178,7 @@ class Controllers:
             probes=[probe for probe, every in probed if _due(every, step)],
             watch=self._monitor.watch(step),
             layer_norms=_due(self._cfg.logging.layer_norms_every_steps, step),
+            timed=self._stragglers.timed if self._stragglers else untimed,
             judge=partial(self.spikes.judge, tokens=size),
         )
 
@@ -293,6 +301,15 @@ class Controllers:
             f"step {state.step}: dropped ({why}): sequences {first:,} to {state.sequences - 1:,} are passed over "
             "without an update"
         )
+
+
+def _stragglers(engine: Engine) -> Stragglers:
+    """Return the controller of slow ranks, which knows the hosts and devices of all; collective."""
+    device, groups = engine.device, engine.groups
+    number = f"{device.index} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
+    names: list[Any] = [None] * groups.topology.world_size
+    dist.all_gather_object(names, f"host {socket.gethostname()}, {device.type} {number}".rstrip())
+    return Stragglers(groups.rank, names, groups.topology.stage_size, device)
 
 
 def _due(every: int | None, step: int) -> bool:

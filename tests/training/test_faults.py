@@ -397,7 +397,8 @@ def test_a_full_disk_ends_the_run_which_continues_with_space(tmp_path, corpus, a
 def test_a_run_trains_on_while_the_disk_is_full(tmp_path, corpus, pair, small_disk) -> None:
     """It saves when there is space again, and no row of numbers is lost."""
     tolerant = {"every_tokens": 2560, "tolerate_minutes": 30}
-    config = write_config(tmp_path / "run.yaml", corpus, small_disk / "run", tp_size=2, checkpoint=tolerant)
+    sections = {"checkpoint": tolerant, "stability": {"stragglers": True}}
+    config = write_config(tmp_path / "run.yaml", corpus, small_disk / "run", tp_size=2, **sections)
 
     def fill(launcher: Command) -> None:
         (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free))
@@ -412,6 +413,8 @@ def test_a_run_trains_on_while_the_disk_is_full(tmp_path, corpus, pair, small_di
     rows = [json.loads(line) for line in (small_disk / "run/events.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if row["kind"] == "save_failed"][:1] == [20]
     assert "saved step-00000020" in log_of(config)
+    rows = [json.loads(line) for line in (small_disk / "run/metrics.jsonl").read_text().splitlines()]
+    assert [0 < row["perf/slowest_rank"] <= 1 for row in rows if "train/loss" in row] == [True] * 40
     check_undisturbed(small_disk / "run", pair)
 
 

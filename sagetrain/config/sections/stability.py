@@ -67,3 +67,9 @@ class StabilityConfig(Section):
     noise_scale: NoiseScaleConfig = NoiseScaleConfig()
     quant_noise: QuantNoiseConfig = QuantNoiseConfig()
     spikes: SpikesConfig = SpikesConfig()
+    stragglers: bool = False
+    """Measure the forward and backward passes of every rank in every step, and name a rank that takes longer for 50
+    steps than the others of its pipeline stage, or than it did (a score below 0.85). The metric is perf/slowest_rank,
+    the event `straggler`. The step's one reduction takes 8 bytes for each rank along. Ranks of a tensor- or
+    context-parallel group wait for each other inside of their passes, as at zero_stage 3, so that the group is slow as
+    a whole."""
