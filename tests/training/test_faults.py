@@ -3,6 +3,7 @@ or it continues to bitwise the same weights, with no sample skipped or seen twic
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import multiprocessing
@@ -401,7 +402,10 @@ def test_a_run_trains_on_while_the_disk_is_full(tmp_path, corpus, pair, small_di
     config = write_config(tmp_path / "run.yaml", corpus, small_disk / "run", tp_size=2, **sections)
 
     def fill(launcher: Command) -> None:
-        (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free))
+        # The run writes as well.
+        with (small_disk / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(1 << 12))
         deadline = time.monotonic() + PATIENCE
         # Step 25 is the next one with a checkpoint.
         while not ("could not be written; training goes on" in log_of(config) and "step 28 |" in log_of(config)):
