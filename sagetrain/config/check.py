@@ -11,7 +11,7 @@ from sagetrain.config.earlier_run import MeasuredRun
 from sagetrain.config.errors import ConfigError, Finding
 from sagetrain.config.guidance import guidance
 from sagetrain.config.load import fallen_away, locations
-from sagetrain.config.rules import data, fit, layout, linear, logging
+from sagetrain.config.rules import data, faults, fit, layout, linear, logging
 from sagetrain.config.schema import RunConfig
 
 _ORDER = {"error": 0, "warning": 1, "info": 2}
@@ -49,6 +49,7 @@ def check(
         *linear.unreached(cfg),
         *guidance(cfg, measured),
         *data.findings(cfg, required=files, tokens_given=tokens_given),
+        *faults.findings(cfg),
         *logging.findings(cfg, required=files),
         *others,
     ]

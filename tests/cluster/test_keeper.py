@@ -208,6 +208,7 @@ print("generation", own.generation, "after", death().said, flush=True)
 PARENT = """
 import sys, threading
 from torch.distributed import HashStore
+from sagetrain.cluster import keeper
 assert keeper.can_fork(["json"])
 threading.Thread(target=threading.Event().wait, daemon=True).start()
 forks = keeper.can_fork(["json"])

@@ -14,7 +14,6 @@ from typing import Any
 from sagetrain.config.errors import Finding
 from sagetrain.config.rules.findings import error, no_effect, samples_off, warning
 from sagetrain.config.schema import NO_DATA, TOKENIZER_JSON, TOKENIZER_NAME, DataConfig, EvaluationConfig, RunConfig
-from sagetrain.config.sections.base import is_url
 
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})")
 """The names of the files that `sagetrain prepare --shard` writes."""
@@ -45,7 +44,6 @@ def findings(cfg: RunConfig, required: bool, tokens_given: bool = False) -> Iter
     yield from _start(cfg, required)
     yield from _run_dir(cfg, required)
     yield from _run_url(cfg, required)
-    yield from _faults(cfg)
     yield from _caches(required)
     yield from _weights(cfg)
     records = prepared(cfg.data)
@@ -237,37 +235,6 @@ def _run_dir(cfg: RunConfig, required: bool) -> Iterator[Finding]:
             cfg.training.run_dir,
             f"holds {' and '.join(theirs)}, which no run of SageTrain wrote there: the run's own would replace them",
             "choose a folder of its own for the run",
-        )
-
-
-def _faults(cfg: RunConfig) -> Iterator[Finding]:
-    """Find settings with which a run cannot begin again by itself, or cannot train on without saving."""
-    restarts, tolerated = cfg.training.restarts, cfg.checkpoint.tolerate_minutes
-    if restarts and cfg.checkpoint.resume == "never":
-        yield error(
-            "restarts_resume",
-            "training.restarts",
-            restarts,
-            "ranks that begin again continue from the newest checkpoint, and checkpoint.resume is never",
-            "set checkpoint.resume: auto, or training.restarts: 0",
-        )
-    sources = (source.path for source in (*cfg.data.train, *cfg.data.valid) if is_url(source.path))
-    url = cfg.training.run_url or next(sources, None)
-    if restarts and url:
-        yield error(
-            "restarts_url",
-            "training.restarts",
-            restarts,
-            f"was tried with files on disks alone, and this run uses {url}",
-            "set training.restarts: 0, and let the launcher start the run again (torchrun --max-restarts)",
-        )
-    if tolerated and cfg.training.run_url:
-        yield error(
-            "tolerate_url",
-            "checkpoint.tolerate_minutes",
-            tolerated,
-            f"was tried with checkpoints on disks alone, and this run has them in {cfg.training.run_url}",
-            "set checkpoint.tolerate_minutes: 0",
         )
 
 
