@@ -171,10 +171,10 @@ class Trainer:
             left = due if stopped else self._look(due)
             stopped = stopped or bool(left)
             running = state.tokens < total and not stopped
-            due = running and (self._owes or _crossed(before, state.tokens, every_save))
-            if (stopped or due) and self._saved_step != state.step:
+            saves = running and (self._owes or _crossed(before, state.tokens, every_save))
+            if (stopped or saves) and self._saved_step != state.step:
                 with self._reporter.off_the_clock():
-                    self._owes = due and run.cannot_save()
+                    self._owes = saves and run.cannot_save()
                     if not self._owes:
                         self.save()
         finished = self.state.tokens >= total and not left
