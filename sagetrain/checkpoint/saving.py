@@ -46,10 +46,6 @@ _PAUSES = 1.0, 60.0
 is twice as long as the one before."""
 
 
-class _SaidToAll(CheckpointError):
-    """An error of one rank that all ranks have been told of, so that all of them can try again."""
-
-
 @dataclass(frozen=True)
 class Saved:
     """A published checkpoint: the seconds that training stood still for it, and the seconds from then until it was
@@ -108,8 +104,9 @@ class Saver:
         tolerate: float = 0.0,
     ):
         self._tolerate, self._troubles = tolerate, deque[tuple[int, int, str]]()
+        self._told_error: CheckpointError | None = None
         self.retries = False
-        """Whether a checkpoint could not be written, and is tried again."""
+        """This is true while a checkpoint that could not be written is tried again."""
         self._root, self._groups, self._alive, self._needed = root, groups, alive, needed
         self._begins, self._published = begins, published
         self._keep = keep_last, keep_every_tokens
@@ -277,10 +274,11 @@ class Saver:
             try:
                 self._save(snapshot)
                 return
-            except _SaidToAll as failure:
-                if not self._tolerate or self._told(
-                    lambda: time.perf_counter() - begin >= self._tolerate, "cannot save"
-                ):
+            except CheckpointError as failure:
+                # All ranks know of this error alone, and can try again together.
+                if failure is not self._told_error or not self._tolerate:
+                    raise
+                if self._told(lambda: time.perf_counter() - begin >= self._tolerate, "cannot save"):
                     raise
                 if not self.retries:
                     self._troubles.append((snapshot.step, snapshot.tokens, str(failure)))
@@ -376,7 +374,8 @@ class Saver:
         if self._mailbox:
             box = self._mailbox.tell(box)
         if box[1]:
-            raise _SaidToAll(box[1]) from cause
+            self._told_error = CheckpointError(box[1])
+            raise self._told_error from cause
         told: T = box[0]
         return told
 

@@ -1,5 +1,5 @@
-"""What the keepers of a run (keeper.py) agree on through their key-value store: why a generation of ranks ended, that
-all of its ranks are gone, and which hosts are alive."""
+"""The agreement of a run's keepers (keeper.py) through their key-value store: why a generation of ranks ended, that all
+of its ranks are gone, and which hosts are alive."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def _has_cuda() -> bool:
     return False
 
 
-class Rank:
+class KeptRank:
     """A process that trains, as its keeper sees it."""
 
     def __init__(self, pid: int, pipe: int) -> None:
@@ -153,7 +153,7 @@ class Keeper:
         self._restarts, self._forks, self._agreement = restarts, forks, Agreement(store)
         self._say = say if self._agreement.rank == 0 else lambda text: None
         self._launchers, self._asked = told_launchers(), 0
-        self._rank: Rank | None = None
+        self._rank: KeptRank | None = None
         self._handlers = {number: signal.getsignal(number) for number in _ASKING}
 
     def run(self) -> None:
@@ -180,7 +180,7 @@ class Keeper:
             deaths.append(death.seen(found, time.time()))
             self._say(f"{death.said}: all ranks begin again (restart {len(deaths)} of {self._restarts})")
 
-    def _begin(self, deaths: Sequence[Death]) -> Rank | None:
+    def _begin(self, deaths: Sequence[Death]) -> KeptRank | None:
         """Begin a rank and return it. In the rank itself, return None."""
         reader, writer = os.pipe()
         # A rank does not wait for a keeper that is stopped.
@@ -207,7 +207,7 @@ class Keeper:
             enter()
             return None
         os.close(writer)
-        self._rank = Rank(pid, reader)
+        self._rank = KeptRank(pid, reader)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if self._asked:
             os.kill(pid, signal.SIGTERM)
@@ -222,7 +222,7 @@ class Keeper:
             os.kill(self._rank.pid, told)
         self._asked = number
 
-    def _look(self, rank: Rank) -> bool:
+    def _look(self, rank: KeptRank) -> bool:
         """Look at the rank and at the launcher. Return whether the store may be asked again."""
         rank.look(TICK)
         if not self._agreement.due():
@@ -233,7 +233,7 @@ class Keeper:
             os.kill(os.getpid(), signal.SIGTERM)
         return True
 
-    def _watch(self, rank: Rank, generation: int) -> Death | None:
+    def _watch(self, rank: KeptRank, generation: int) -> Death | None:
         """Wait until the ranks of all keepers are done, or one has died. Return that death."""
         said = False
         while True:
@@ -250,7 +250,7 @@ class Keeper:
                 if rank.code == 0 and self._agreement.everybody("done", generation):
                     return None
 
-    def _death(self, rank: Rank, code: int, generation: int) -> Death:
+    def _death(self, rank: KeptRank, code: int, generation: int) -> Death:
         asked = self._asked or -code in _ASKING or code >= 128
         again = not asked and (code not in _NEVER_AGAIN or rank.memory)
         why = rank.why or (f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}")
@@ -264,7 +264,7 @@ class Keeper:
             if lost := self._agreement.lost():
                 self._end(None, lost, lost.said)
 
-    def _end(self, rank: Rank | None, death: Death, why: str) -> NoReturn:
+    def _end(self, rank: KeptRank | None, death: Death, why: str) -> NoReturn:
         """End the run on this keeper with the exit code of the rank that died."""
         if rank:
             rank.kill()
@@ -276,7 +276,7 @@ class Keeper:
         # An error without an exit code of its own has 1.
         self._leave(max(death.code, TRAINING_EXIT_CODE) if death.again or death.code <= 0 else death.code)
 
-    def _alone(self, rank: Rank, error: RuntimeError) -> NoReturn:
+    def _alone(self, rank: KeptRank, error: RuntimeError) -> NoReturn:
         """Let the rank save and stop, where the other keepers cannot be asked any more."""
         self._say(f"the keepers have lost their store ({f'{error}'.splitlines()[0]}): the run saves and stops")
         if rank.code is None:

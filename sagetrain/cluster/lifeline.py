@@ -1,4 +1,5 @@
-"""What a rank knows of its keeper (keeper.py), and what it tells the keeper. Without a keeper nothing is told.
+"""The line between a rank and its keeper (keeper.py): what the rank knows, and what it tells. Without a keeper nothing
+is told.
 
 The keeper hands a rank an environment variable with everything that it knows. The rank writes lines of JSON into a
 pipe: the step that begins, and in the end the error. This module does not import torch.
@@ -11,6 +12,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -116,17 +118,18 @@ def read_words(line: bytes) -> dict[str, Any]:
     return {}
 
 
-def tell(**words: Any) -> None:
+def tell(words: Mapping[str, Any]) -> None:
     """Tell the keeper something, if there is one. A keeper that does not listen is not waited for."""
     if own := lifeline():
         with suppress(OSError):
-            os.write(own.pipe, json.dumps(words).encode() + b"\n")
+            os.write(own.pipe, json.dumps(dict(words)).encode() + b"\n")
 
 
 def last_words(error: BaseException) -> None:
     """Tell the keeper the error that ends this rank."""
     # A pipe takes this many bytes at once or not at all.
-    tell(why=f"{type(error).__name__}: {error}".partition("\n")[0][:1000], memory=_is_out_of_memory(error))
+    why = f"{type(error).__name__}: {error}".partition("\n")[0][:1000]
+    tell({"why": why, "memory": _is_out_of_memory(error)})
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:

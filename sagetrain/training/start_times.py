@@ -79,4 +79,4 @@ class SignsOfSteps(Callback):
 
     def on_step_begin(self, step: int) -> None:
         """Tell the keeper the number of the step."""
-        tell(step=step)
+        tell({"step": step})

@@ -70,7 +70,7 @@ def check_restart(event: dict, rank: int | None) -> None:
 
 
 def test_kill_9_under_torchrun_and_then_of_torchrun(tmp_path, corpus, pair) -> None:
-    """When torchrun itself is killed, the ranks save and leave, as they do without keepers."""
+    """The ranks save and leave when torchrun itself is killed, as they do without keepers."""
     config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", tp_size=2, training={"restarts": 3})
     process = start("torchrun", config)
     wait_for(process, config, reached(config, 12))
@@ -135,7 +135,7 @@ program()
 """
 
 
-def test_a_death_that_comes_again_at_the_same_place_ends_the_run(tmp_path, corpus) -> None:
+def test_a_death_that_comes_again_ends_the_run(tmp_path, corpus) -> None:
     script = tmp_path / "dies.py"
     script.write_text(DIES)
     training = {"restarts": 9}
@@ -199,7 +199,7 @@ CHILD = """
 import os, signal
 from sagetrain.cluster.lifeline import death, lifeline, tell
 own = lifeline()
-tell(step=5 + own.generation)
+tell({"step": 5 + own.generation})
 if own.generation == 0:
     os.kill(os.getpid(), signal.SIGKILL)
 print("generation", own.generation, "after", death().said, flush=True)

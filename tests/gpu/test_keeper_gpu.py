@@ -42,7 +42,7 @@ def test_a_keeper_opens_no_gpu() -> None:
     ]
 
 
-def test_the_time_of_a_gpu_comes_one_step_later_and_without_waiting() -> None:
+def test_the_time_of_a_gpu_comes_one_step_later() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     controller, metrics = Stragglers(0, ["host a"], 1, device), Metrics()
     for step in range(1, 4):

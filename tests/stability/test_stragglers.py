@@ -35,7 +35,7 @@ def noisy(draw: np.random.Generator) -> np.ndarray:
     return draw.lognormal(0.0, 0.05, RANKS) + 0.5 * (draw.random(RANKS) < 0.1)
 
 
-def test_a_rank_that_is_a_fifth_slower_is_named_once_and_nobody_else() -> None:
+def test_a_rank_that_is_a_fifth_slower_is_named_alone() -> None:
     draw, controller = np.random.default_rng(0), made()
     for step in range(1, 1001):
         assert told(controller, step, noisy(draw)) == []
@@ -81,7 +81,7 @@ def ranks_with_clocks() -> tuple[list[str], float]:
     return named, score
 
 
-def test_the_times_of_all_ranks_come_with_the_reduction_of_a_step() -> None:
+def test_the_times_of_all_ranks_come_with_the_reduction() -> None:
     for named, score in run_distributed(ranks_with_clocks, 2):
         assert score == pytest.approx(1 / 1.3)
         (text,) = named
