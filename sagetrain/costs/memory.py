@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from math import prod
 
@@ -113,10 +113,16 @@ def _model_state(cfg: RunConfig, layout: Layout, size: int, vocab_size: int) -> 
 
 def _codes(cfg: RunConfig) -> MemoryItem:
     """Estimate the 8-bit weights that linear layers keep."""
-    linear = of_kind(MatmulCost, last_block(cfg, rank_of(cfg)))
-    eight = sum(layer.weights for layer in linear if layer.precision.forward == cfg.linear.precision)
-    low = 2 * eight * len(cfg.linear.low_bit_blocks(cfg.model.num_layers))
-    return MemoryItem("8-bit weights", low, "codes of linear layers, as they are and transposed")
+    every = _matmuls(cfg, rank_of(cfg)) if cfg.linear.low_bit else ()
+    eight = sum(blocks * layer.weights for blocks, layer in every if layer.precision.forward == cfg.linear.precision)
+    return MemoryItem("8-bit weights", 2 * eight, "codes of linear layers, as they are and transposed")
+
+
+def _matmuls(cfg: RunConfig, rank: Rank) -> Iterator[tuple[int, MatmulCost]]:
+    """Yield the matmuls of each kind of blocks, with the number of such blocks."""
+    for kind in kinds_of_blocks(cfg, rank):
+        for layer in of_kind(MatmulCost, block_operations(kind.layer, cfg.attention, kind.rank)):
+            yield kind.blocks, layer
 
 
 def _fsdp_state(cfg: RunConfig, layout: Layout, size: int) -> list[MemoryItem]:
@@ -225,8 +231,7 @@ def _linear_errors(cfg: RunConfig, layout: Layout, vocab_size: int) -> list[list
     cfg = with_recomputation(cfg, "full")
     rank = replace(rank_of(cfg), fused=False, linear=SIXTEEN_BITS)
     kept, running = _activations(cfg, rank)
-    linear = of_kind(MatmulCost, last_block(cfg, rank))
-    largest = max(4 * max(layer.weights, layer.tokens * layer.inputs) for layer in linear)
+    largest = max(4 * max(layer.weights, layer.tokens * layer.inputs) for _, layer in _matmuls(cfg, rank))
     return [
         [kept, *_loss(cfg, rank, end_operations(cfg.model, vocab_size, rank))],
         [kept, *running, MemoryItem("monitor", largest, "a linear layer in fp32: stability.monitor")],

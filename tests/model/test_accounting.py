@@ -196,6 +196,15 @@ def test_codes_of_weights_are_as_many_as_layers_keep(linear, tp_size):
     assert 0 < items(cfg, tp_size)["8-bit weights"] == sum(x.nbytes for x in kept if x.element_size() == 1)
 
 
+def test_every_kind_of_blocks_has_its_own_codes() -> None:
+    """The first block has a wider MLP than the one beside the experts of the others, and the last one is in 16 bits."""
+    experts = {"number": 8, "per_token": 2, "ffn_size": 128, "shared": 1, "dense_layers": 1}
+    cfg = run_config(model={"num_layers": 3, "experts": experts}, linear={"precision": "int8", "keep_last_blocks": 1})
+    dense, mixed, _ = layers(cfg.model)
+    codes = 2 * sum(each.weights for layer in (dense, mixed) for each in layer.linear_layers(1).values())
+    assert items(cfg, 1)["8-bit weights"] == codes
+
+
 def test_blocks_that_stay_in_16_bits_keep_16():
     def activations(**linear) -> int:
         cfg = run_config(model={"num_layers": 4}, data={"micro_batch_size": 64}, linear=linear)
