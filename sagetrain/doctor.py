@@ -253,11 +253,12 @@ def gpu(device: torch.device, model: ModelConfig, parallel: ParallelConfig, wher
 def _attention(device: torch.device, model: ModelConfig, parallel: ParallelConfig, where: str) -> list[Check]:
     tensor, context = parallel.tensor_parallel_size, parallel.context_parallel_size
     ranks, heads = tensor * context, layers(model)[0].attention
-    if heads.heads % tensor or heads.key_heads % tensor or context not in heads.context_sizes(tensor):
+    ulysses = context // heads.gather_of(tensor, context)
+    if heads.heads % tensor or heads.key_heads % tensor or ulysses not in heads.context_sizes(tensor):
         found = f"{model.num_attention_heads} and {model.num_key_value_heads} heads do not divide among {ranks} ranks"
         return [Check("attention", where, "bad", found, "sagetrain plan says which sizes do")]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    results = admissions(AttentionConfig(), model, heads_split=ranks, device=device, dtype=dtype)
+    results = admissions(AttentionConfig(), model, heads_split=tensor * ulysses, device=device, dtype=dtype)
     passed = [name for name, admission in results.items() if admission.passed]
     checks = [
         Check("attention", where, "bad", f"{name}: {admission.reason}", "it is refused; report this with the versions")

@@ -56,6 +56,9 @@ def sage_attention(
             of length zero are allowed. On a GPU the values are not checked (that would wait for the device).
         bounds: document_bounds(cu_seqlens, N, window) in the place of cu_seqlens and window, where many calls share
             them. All rows of a batch have these bounds.
+            Without causal they may also be int32 [2, N_q + N_k], for queries and keys that are different tokens: the
+            first key and one past the last key of each query, then the first query and one past the last query of each
+            key. All four rise. The portable kernels and the twin take these.
         window: a query sees so many tokens, its own included: it and the window - 1 before it. Without causal it also
             sees the window - 1 behind it. There must be as many keys as queries, unless the window reaches over all
             keys.
@@ -134,11 +137,19 @@ def settled(
     check_backend(q, backend)
     if recipe not in RECIPES:
         raise one_of("recipe", recipe, RECIPES)
-    check(q, k, v, causal, cu_seqlens, bounds)
+    apart = bounds is not None and cu_seqlens is None and bounds_apart(q, k, causal, bounds)
+    check(q, k, v, causal, cu_seqlens, None if apart else bounds)
     if bounds is not None and window is not None:
         raise ValueError("give bounds or a window, not both: bounds are document_bounds(cu_seqlens, N, window)")
     window = reference.hiding_window(window, q.shape[1], k.shape[1])
     return bounds_of(q, cu_seqlens, bounds, window), scale_of(q, scale), recipe
+
+
+def bounds_apart(q: Tensor, k: Tensor, causal: bool, bounds: Tensor) -> bool:
+    """Return whether bounds are those of queries and keys that are different tokens (sage_attention)."""
+    if causal or q.dim() != 4 or k.dim() != 4 or bounds.shape != (2, q.shape[1] + k.shape[1]) or k.shape[1] == 0:
+        return False
+    return bounds.dtype == torch.int32 and bounds.device == q.device
 
 
 def check_backend(q: Tensor, backend: str | None) -> None:

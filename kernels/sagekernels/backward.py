@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .backward_keys import dkdv_kernel
-from .call import RECIPES, BackwardCall, Gradients
+from .call import RECIPES, BackwardCall, Gradients, bounds_of_keys
 from .forward import mean_bias
 from .launch import half_sums, launch_tiles, on_device_of
 from .pieces import (
@@ -283,7 +283,7 @@ def triton_backward(call: BackwardCall) -> Gradients:
         blocks = triton.cdiv(n_k, tiles.block_n)
         dkdv_kernel[(blocks * batch * kv_heads,)](
             saved.q.codes, q8t, q16, saved.q_mean, *saved.k, k, k_mean, v, do, do8t, shifted,
-            queries, queries, starts, ends, dk, dv,
+            queries, queries, *bounds_of_keys(call.bounds, n_q), dk, dv,
             scale, kv_heads, group, n_q, n_k, tiles_of(n_q) * TILE, blocks, *strides,
             HEAD_DIM=head_dim, BLOCK_D=held, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
             IS_CAUSAL=call.causal, PACKED=call.bounds is not None, PER_TILE=rules.per_tile, SMOOTH_Q=smooth_q,

@@ -166,7 +166,7 @@ class Backend(NamedTuple):
 
 def scores_by_token(call: Call | BackwardCall) -> bool:
     """Return whether a call has INT8 scores with one scale per token, Q as it is, and 16-bit inputs of fewer than 2^31
-    elements. The CUDA kernels take these."""
+    elements, and queries and keys that are the same tokens where there are bounds. The CUDA kernels take these."""
     rules, queries, v = RECIPES[call.recipe], call.queries, call.v
     return (
         rules.int8_scores
@@ -176,4 +176,14 @@ def scores_by_token(call: Call | BackwardCall) -> bool:
         and queries.dtype == v.dtype
         and v.dtype in (torch.bfloat16, torch.float16)
         and max(queries.numel(), v.numel()) < 2**31
+        and (call.bounds is None or call.bounds.shape[1] == queries.shape[1])
     )
+
+
+def bounds_of_keys(bounds: Tensor | None, n_q: int) -> tuple[Tensor | None, Tensor | None]:
+    """Return the first query that sees each key, and one past the last one, from the bounds of a call with so many
+    queries. Where queries and keys are different tokens, the bounds of keys follow those of queries."""
+    if bounds is None:
+        return None, None
+    starts, ends = (bounds if bounds.shape[1] == n_q else bounds[:, n_q:]).unbind()
+    return starts, ends

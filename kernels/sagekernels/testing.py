@@ -227,6 +227,29 @@ def random_sinks(shape: Shape, *, device: torch.device | str = "cpu", seed: int 
     return 6 * torch.rand(shape.heads, generator=torch.Generator(device).manual_seed(seed), device=device)
 
 
+def chunk_bounds(
+    queries: int, keys: int, documents: Sequence[Sequence[int]], device: torch.device | str = "cpu"
+) -> Tensor:
+    """Return the bounds of sage_attention where each row holds some sequences, of which `queries` last tokens of the
+    first `keys` are queries.
+
+    Args:
+        documents: the lengths of the documents of each sequence. They add up to `keys`.
+    """
+    i, j = torch.arange(keys - queries, keys)[:, None], torch.arange(keys)
+    blocks = []
+    for lengths in documents:
+        document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+        blocks.append((document[i] == document[j]) & (j <= i))
+    seen = torch.block_diag(*(block.float() for block in blocks)).int()
+    found = []
+    for axis in (1, 0):
+        starts, count = seen.argmax(axis), seen.sum(axis)
+        ends = (starts + count).cummax(0).values
+        found.append(torch.stack((torch.where(count > 0, starts, ends), ends)))  # No query sees some of the keys.
+    return torch.cat(found, 1).int().to(device)
+
+
 def call_of(
     shape: Shape,
     q: Tensor,

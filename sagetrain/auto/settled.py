@@ -136,9 +136,7 @@ def settle(
     overlap, why_overlap = settle_overlap(
         settled,
         before.overlap if before else None,
-        lambda: by_first_rank("the first micro-batch", first_batch, device).inputs(
-            device, groups.cp_rank, groups.cp_size
-        ),
+        lambda: by_first_rank("the first micro-batch", first_batch, device).inputs(device, groups),
         matmuls,
         groups,
         compiled=compiled,

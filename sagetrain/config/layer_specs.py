@@ -57,6 +57,14 @@ class AttentionSpec(NamedTuple):
         sizes = (size for size in range(1, heads + 1) if heads % size == 0)
         return [size for size in sizes if key_heads % size == 0 or size % key_heads == 0]
 
+    def gather_of(self, tensor: int, context: int) -> int:
+        """Return the number of context-parallel ranks that gather keys and values from each other. It is 1 unless the
+        context-parallel size is above a tensor-parallel rank's query heads. Then it is as small as `context_sizes`
+        allow."""
+        if context <= self.heads_of(tensor)[0]:
+            return 1
+        return min((context // size for size in self.context_sizes(tensor) if context % size == 0), default=1)
+
     def linear_layers(self, hidden: int, ranks: int) -> dict[str, LinearSizes]:
         """Return the sizes of the projections on one of so many tensor-parallel ranks, keyed by name."""
         query, key = (heads * self.head_dim // ranks for heads in (self.heads, self.key_heads))

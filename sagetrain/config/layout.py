@@ -34,6 +34,9 @@ class Layout:
     """The ranks that cut a model between them: the tensor-parallel size."""
     context: int
     """The ranks that share each sequence: the context-parallel size."""
+    gather: int
+    """The context-parallel ranks that gather keys and values from each other: 1 unless there are more context-parallel
+    ranks than query heads. The others exchange heads (Ulysses)."""
     copies_of_keys: int
     """The context-parallel ranks that have the same key/value heads in attention: 1 unless they are more than these."""
     stages: int
@@ -83,6 +86,8 @@ class Layout:
         if by_deepspeed and cfg.training.dtype == "bf16":
             stage = max(stage, 1)
         world_size = world_size or tensor * context * stages
+        attention = layers(cfg.model)[0].attention
+        gather = attention.gather_of(tensor, context)
         replicas = world_size // (tensor * stages)
         # Micro-batches of a pipeline are under way at once, so there all passes of FSDP2 go through its hooks.
         rests = not by_deepspeed and stage < 2 and stages == 1
@@ -92,7 +97,8 @@ class Layout:
             world_size=world_size,
             tensor=tensor,
             context=context,
-            copies_of_keys=layers(cfg.model)[0].attention.copies_of_keys(tensor * context),
+            gather=gather,
+            copies_of_keys=attention.copies_of_keys(tensor * context // gather),
             stages=stages,
             chunks=parallel.pipeline_chunks,
             engine=engine,
@@ -114,6 +120,11 @@ class Layout:
         return self.world_size // (self.tensor * self.stages)
 
     @property
+    def ulysses(self) -> int:
+        """The context-parallel ranks that exchange heads with each other."""
+        return self.context // self.gather
+
+    @property
     def data(self) -> int:
         """The model replicas with sequences of their own. Each is a group of tensor-, context- and pipeline-parallel
         ranks."""
@@ -133,8 +144,9 @@ class Layout:
     def sharing(self) -> str:
         """Context parallelism as text, for the place behind another axis: ` x context parallel 4`. Empty if no ranks
         share sequences."""
-        copies = f" (each key head {self.copies_of_keys} times)" if self.copies_of_keys > 1 else ""
-        return f" x context parallel {self.context}{copies}" if self.context > 1 else ""
+        how = [f"Ulysses {self.ulysses} x gather {self.gather}"] if self.gather > 1 else []
+        how += [f"each key head {self.copies_of_keys} times"] if self.copies_of_keys > 1 else []
+        return f" x context parallel {self.context}" + f" ({', '.join(how)})" * bool(how) if self.context > 1 else ""
 
     @property
     def even(self) -> bool:
@@ -173,6 +185,10 @@ def _not_recorded(cfg: RunConfig) -> Refusal | None:
     parallel, stage = cfg.parallel, cfg.parallel.zero_stage
     if _engine(cfg) == "deepspeed":
         return Refusal("parallel.engine", "deepspeed", "hooks of DeepSpeed run in every micro-step", "use fsdp")
+    attention = layers(cfg.model)[0].attention
+    if attention.gather_of(parallel.tensor_parallel_size, context := parallel.context_parallel_size) > 1:
+        why = "more than the query heads of a rank, and gathered keys were never recorded"
+        return Refusal("parallel.context_parallel_size", context, why, "use one that divides the heads")
     if stage > 1:
         return Refusal("parallel.zero_stage", stage, "hooks of FSDP2 run in every micro-step", "use 0 or 1")
     if parallel.offload != "none":

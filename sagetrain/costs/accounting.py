@@ -67,6 +67,9 @@ def rank_of(cfg: RunConfig, copies: bool = False, span: float | None = None) -> 
         recompute=_way(cfg),
         tensor=cfg.parallel.tensor_parallel_size,
         context=cfg.parallel.context_parallel_size,
+        gather=layers(cfg.model)[0].attention.gather_of(
+            cfg.parallel.tensor_parallel_size, cfg.parallel.context_parallel_size
+        ),
         sequence_parallel=cfg.parallel.sequence_parallel,
         copies=copies,
     )

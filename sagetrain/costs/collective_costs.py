@@ -24,7 +24,7 @@ _Beside = Literal["nothing", "forward", "backward", "weight gradients"]
 class CollectiveCost:
     """The calls of one kind of collective around the layers, in one micro-step."""
 
-    axis: Literal["tensor", "context"]
+    axis: Literal["tensor", "context", "gather"]
     moment: _Moment
     what: str
     kind: _Kind
@@ -107,14 +107,18 @@ def _tensor_parallel(
 
 def _context_parallel(model: ModelConfig, rank: Rank) -> Iterable[CollectiveCost]:
     """List one all-to-all of q, k and v together before attention and one of its output after, forward and backward.
-    Key/value heads are repeated where context-parallel ranks are more than they."""
+    Key/value heads are repeated where the ranks that exchange heads are more than they. Ranks that gather keys and
+    values gather each of these, and exchange the gradients before they sum them."""
     if rank.context == 1:
         return
+    ulysses, attention = rank.context // rank.gather, layers(model)[0].attention
     head = rank.tokens * model.head_dim * rank.element // rank.tensor
-    attention = layers(model)[0].attention
-    queries = attention.heads
-    all_heads = queries + 2 * attention.key_heads * attention.copies_of_keys(rank.tensor * rank.context)
+    queries, keys = attention.heads, attention.key_heads * attention.copies_of_keys(rank.tensor * ulysses)
     moments: tuple[_Moment, ...] = ("forward", "backward", "recomputed")
     for moment in moments[: 2 + rank.recomputes]:
-        for what, heads in (("q, k, v", all_heads), ("output", queries)):
-            yield CollectiveCost("context", moment, what, "all-to-all", 1, 0, heads * head)
+        if ulysses > 1:
+            for what, heads in (("q, k, v", queries + 2 * keys), ("output", queries)):
+                yield CollectiveCost("context", moment, what, "all-to-all", 1, 0, heads * head)
+        if rank.gather > 1:
+            kind: _Kind = "all-to-all" if moment == "backward" else "all-gather"
+            yield CollectiveCost("gather", moment, "keys and values", kind, 2, 0, rank.gather * keys * head)

@@ -172,6 +172,8 @@ class Rank:
     """The number of ranks that share the layers."""
     context: int = 1
     """The number of ranks that share every sequence."""
+    gather: int = 1
+    """The number of those ranks that gather keys and values from each other. The others exchange heads."""
     sequence_parallel: bool = False
     copies: bool = False
     """Whether sequence parallelism's collectives go by copy engines."""
@@ -263,8 +265,10 @@ def block_operations(layer: LayerSpec, attention: AttentionConfig, rank: Rank) -
     heads, kv_heads = own.heads // rank.tensor, own.key_heads // rank.tensor
     query, key = heads * own.head_dim, kv_heads * own.head_dim
     # The key heads and their columns as attention sees them: repeated where context ranks are more than they.
-    copies = own.copies_of_keys(rank.tensor * rank.context)
+    copies = own.copies_of_keys(rank.tensor * rank.context // rank.gather)
     seen_heads, seen = copies * kv_heads, copies * key
+    # Ranks that gather keys keep those of all tokens. Each of their two chunks has codes of the keys up to its end.
+    gathered, twice = rank.gather, (2 * rank.gather + 1) / 2 if rank.gather > 1 else 1
     again, stream = rank.recompute == "full", hidden / rank.shards
 
     layers = layer.linear_layers(rank.tensor)
@@ -299,9 +303,12 @@ def block_operations(layer: LayerSpec, attention: AttentionConfig, rank: Rank) -
     # sage keeps q and k with a scale per token, and in INT8 unless its scores are in 16 bits. It keeps v and o in 16
     # bits. The other backends keep all four in 16 bits.
     sage = attention.backend == "sage"
-    quantized = (query + seen) * (element if attention.recipe == "gradients" else 1) + 4 * (heads + seen_heads)
+    quantized = (query + int(twice * seen)) * (element if attention.recipe == "gradients" else 1)
+    quantized += 4 * (heads + int(twice * seen_heads))
     # The last term is the log-sum-exp.
-    kept = (quantized if sage else element * (query + seen)) + element * (seen + query) + 4 * heads
+    kept = (
+        (quantized if sage else element * (query + gathered * seen)) + element * (gathered * seen + query) + 4 * heads
+    )
     # q, k and v of a layer in 8 bits are views of one tensor, so whoever keeps one of them keeps all. v is kept unless
     # it comes from an all-to-all. q and k are kept where they are normalized by torch.compile or in one pass.
     if precisions["qkv"] is not None:
@@ -328,7 +335,7 @@ def block_operations(layer: LayerSpec, attention: AttentionConfig, rank: Rank) -
         column("k", key, "qkv"),
         column("v", key, "qkv"),
         moving("QK-norm and rotary embedding", qk_moved, qk_saved),
-        moving("around all-to-alls", element * _ALL_TO_ALL * (query + seen) * (rank.context > 1)),
+        moving("around all-to-alls", element * _ALL_TO_ALL * (query + gathered * seen) * (rank.context > 1)),
         AttentionCost(
             name="attention",
             tokens=rank.tokens,

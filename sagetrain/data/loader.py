@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -44,6 +44,19 @@ class Sample:
     """Index of the source that it is from."""
     counted: np.ndarray | None = None
     """bool [seq_length]: whether tokens[1:] count in the loss. None: all do."""
+
+
+class Share(Protocol):
+    """The share that a rank has of sequences."""
+
+    @property
+    def cp_size(self) -> int:
+        """The number of ranks that share a sequence."""
+        ...
+
+    def own_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the rank's tokens of whole sequences: [B, S, ...] -> [B, S / cp, ...]."""
+        ...
 
 
 @dataclass
@@ -81,19 +94,17 @@ class Batch:
             return float(self.tokens.shape[1])
         return self.cu_seqlens.diff().double().square().sum().item() / self.tokens.numel()
 
-    def inputs(self, device: torch.device, cp_rank: int = 0, cp_size: int = 1) -> dict[str, Any]:
+    def inputs(self, device: torch.device, share: Share | None = None) -> dict[str, Any]:
         """Return the arguments of Transformer.forward on `device`.
 
         Args:
             device: device of the tensors.
-            cp_rank: context-parallel rank; it gets this slice of each sequence.
-            cp_size: number of slices.
+            share: the rank's share of each sequence, as ParallelGroups has it. None: all of it.
 
         Returns:
             The arguments by name. Attention sees whole sequences: cu_seqlens and max_seqlen are those of the whole
                 batch.
         """
-        length = self.tokens.shape[1] // cp_size
 
         def there(x: torch.Tensor | None) -> torch.Tensor | None:
             if x is None or torch.device(device).type == "cpu":
@@ -103,7 +114,7 @@ class Batch:
             return x.pin_memory().to(device, non_blocking=True)
 
         def own(x: torch.Tensor | None) -> torch.Tensor | None:
-            return None if x is None else there(x.narrow(1, cp_rank * length, length))
+            return there(x if x is None or share is None else share.own_tokens(x))
 
         made = {
             "tokens": own(self.tokens),
@@ -114,7 +125,8 @@ class Batch:
         }
         if self.divisor is not None:
             # A number would be a part of the program of a micro-step, and the program stays the same if this changes.
-            made["divisor"] = there(torch.tensor(self.divisor / cp_size, dtype=torch.float32))
+            slices = 1 if share is None else share.cp_size
+            made["divisor"] = there(torch.tensor(self.divisor / slices, dtype=torch.float32))
         return made
 
 

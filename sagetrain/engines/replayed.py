@@ -113,8 +113,7 @@ class Replayed(Plain):
             with self._repeatable():
                 super()._micro_step(number, batch, last, observers)
         else:
-            groups = self._engine.groups
-            inputs = batch.inputs(torch.device("cpu"), groups.cp_rank, groups.cp_size)
+            inputs = batch.inputs(torch.device("cpu"), self._engine.groups)
             self._replay(inputs, last and self._sums.reduces, observers.noise)
 
     @contextlib.contextmanager

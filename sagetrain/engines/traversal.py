@@ -43,7 +43,7 @@ class Passes(ABC):
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
         """Return the arguments of the model for a micro-batch."""
-        return batch.inputs(self.device, self.groups.cp_rank, self.groups.cp_size)
+        return batch.inputs(self.device, self.groups)
 
 
 class _Unwatched:

@@ -95,9 +95,8 @@ class Scorer:
             begins[row] += [end] * (0 < end < shape[1])
         samples = [Sample(*each) for each in zip(tokens, begins, strict=True)]
         logits = self.forward(batch_of(samples, True, True))
-        length = logits.shape[1]
-        part = slice(self.groups.cp_rank * length, (self.groups.cp_rank + 1) * length)
-        for row_logits, row_labels, row_owners in zip(logits, labels[:, part], owners[:, part], strict=True):
+        own_labels, own_owners = (self.groups.own_tokens(torch.from_numpy(x)).numpy() for x in (labels, owners))
+        for row_logits, row_labels, row_owners in zip(logits, own_labels, own_owners, strict=True):
             (places,) = np.nonzero(row_owners >= 0)
             if len(places):
                 wanted = torch.from_numpy(row_labels[places]).to(self.device)

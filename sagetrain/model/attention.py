@@ -18,7 +18,7 @@ from sagetrain.config.layer_specs import LayerSpec
 from sagetrain.model.backends import AttentionFunction, Projected, TokenLayout
 from sagetrain.model.norm import RMSNorm
 from sagetrain.model.rotary import apply_rotary
-from sagetrain.parallel.collectives import gather_heads, scatter_heads
+from sagetrain.parallel.collectives import gather_heads, gather_sequences, scatter_heads
 from sagetrain.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from sagetrain.parallel.topology import ParallelGroups
 
@@ -28,7 +28,8 @@ class Attention(nn.Module):
 
     Heads are also spread over the context-parallel group while the sequences are whole, so that K-smoothing, masks and
     backends need not know of context parallelism. Where there are more context-parallel ranks than key/value heads,
-    several ranks have the same key/value head.
+    several ranks have the same key/value head. Where there are more than query heads, a rank has a part of the queries
+    of its heads and gathers the keys and values.
 
     A call of the module runs the attention function alone. The block calls `project` before and `out` after it, see
     block.Block.
@@ -52,7 +53,7 @@ class Attention(nn.Module):
         super().__init__()
         heads, key_heads = layer.attention.heads, layer.attention.key_heads
         divided = heads % groups.tp_size == key_heads % groups.tp_size == 0
-        if not divided or groups.cp_size not in layer.attention.context_sizes(groups.tp_size):
+        if not divided or groups.ulysses_size not in layer.attention.context_sizes(groups.tp_size):
             raise ValueError(
                 f"{heads} heads and {key_heads} key/value heads do not divide among tensor_parallel_size "
                 f"({groups.tp_size}) x context_parallel_size ({groups.cp_size})"
@@ -136,8 +137,21 @@ class Attention(nn.Module):
             o_BSNK = self.function.normed(Projected(q, k, v, of_q, of_k, q_norm.eps), layout)
             return o_BSNK.flatten(0, 1).flatten(1)
         q, k, v = scatter_heads((q, k, v), layout.num_sequences, self.groups)
-        return gather_heads(self.attend(q, k, v, layout), self.groups).flatten(1)
+        o = self.attend(q, k, v, layout) if layout.chunks is None else self._attend_chunks(q, k, v, layout.chunks)
+        return gather_heads(o, self.groups).flatten(1)
+
+    def _attend_chunks(self, q: Tensor, k: Tensor, v: Tensor, chunks: tuple[TokenLayout, TokenLayout]) -> Tensor:
+        """Run attention over two chunks of queries of each sequence, each with the keys up to its end. q, k and v are
+        [B, S / gather, heads, K]."""
+        k, v = gather_sequences(k, self.groups), gather_sequences(v, self.groups)
+        size, found = q.shape[1] // 2, []
+        numbers = self.groups.gather_rank, 2 * self.groups.gather_size - 1 - self.groups.gather_rank
+        for part, number, layout in zip(q.split(size, 1), numbers, chunks, strict=True):
+            end = (number + 1) * size
+            found.append(self.attend(part, k[:, :end], v[:, :end], layout))
+        return torch.cat(found, 1)
 
     def attend(self, q_BSNK: Tensor, k_BSMK: Tensor, v_BSMK: Tensor, layout: TokenLayout) -> Tensor:
-        """Run the attention function on whole sequences with this rank's heads, and return o in the shape of q."""
+        """Run the attention function on whole sequences, or a chunk of their queries, with this rank's heads. Return o
+        in the shape of q."""
         return self.function(q_BSNK, k_BSMK, v_BSMK, layout)

@@ -50,6 +50,17 @@ class TokenLayout(NamedTuple):
     """The result of `document_bounds`, int32 [2, B * S]. None: no layer's function wants it."""
     window: int | None = None
     """Tokens that a query sees, its own included. None: all before it. Mask and bounds have the window already."""
+    varlen: tuple[Tensor, Tensor] | None = None
+    """The boundaries of the queries and of the keys of each document, int32 [documents + 1] each, where the queries are
+    a chunk of each sequence and the keys are those up to its end. Then cu_seqlens is None, and bounds are those that
+    sage_attention takes for queries and keys that are different tokens."""
+    chunks: tuple[TokenLayout, TokenLayout] | None = None
+    """The layouts of this rank's two chunks of queries, where it gathers keys."""
+
+    @property
+    def packed(self) -> bool:
+        """Whether the rows of q, k and v are put behind each other, as sagekernels takes documents."""
+        return self.cu_seqlens is not None or (self.varlen is not None and self.bounds is not None)
 
 
 def token_layout(
@@ -199,7 +210,7 @@ class Sage(AttentionFunction):
             q,
             k,
             v,
-            causal=True,
+            causal=layout.varlen is None or not layout.packed,
             bounds=layout.bounds,
             recipe=self.recipe,
             smooth_k=self.smooth_k,
@@ -256,18 +267,20 @@ class Reference(AttentionFunction):
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout) -> Tensor:
         q, k, v = _as_rows(q, layout), _as_rows(k, layout), _as_rows(v, layout)
-        bounds = None if layout.window is None else layout.bounds
-        return _as_sequences(attention_reference(q, k, v, cu_seqlens=layout.cu_seqlens, bounds=bounds), layout)
+        bounds = None if layout.window is None and layout.varlen is None else layout.bounds
+        causal = layout.varlen is None or not layout.packed
+        o = attention_reference(q, k, v, causal=causal, cu_seqlens=layout.cu_seqlens, bounds=bounds)
+        return _as_sequences(o, layout)
 
 
 def _as_rows(x: Tensor, layout: TokenLayout) -> Tensor:
     """Put packed documents into a batch of one, as sagekernels takes them: [B, S, ...] -> [1, T, ...]. Return x itself
     without documents."""
-    return x if layout.cu_seqlens is None else x.flatten(0, 1).unsqueeze(0)
+    return x.flatten(0, 1).unsqueeze(0) if layout.packed else x
 
 
 def _as_sequences(x: Tensor, layout: TokenLayout) -> Tensor:
-    return x if layout.cu_seqlens is None else x.squeeze(0).unflatten(0, (layout.num_sequences, -1))
+    return x.squeeze(0).unflatten(0, (layout.num_sequences, -1)) if layout.packed else x
 
 
 # -- torch -------------------------------------------------------------------------------------------------------
@@ -320,7 +333,8 @@ class VarlenSdpa(Sdpa):
         return "mask" if window and not self.takes_window else "cu_seqlens"
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout) -> Tensor:
-        if layout.cu_seqlens is None or (layout.window is not None and not self.takes_window):
+        ends_q, ends_k = layout.varlen or (layout.cu_seqlens, layout.cu_seqlens)
+        if ends_q is None or (layout.window is not None and not self.takes_window):
             return super().__call__(q, k, v, layout)
         back = -1 if layout.window is None else layout.window - 1
         options: dict[str, Any] = {"window_size": (back, 0)} if self.takes_window else {"is_causal": True}
@@ -328,9 +342,9 @@ class VarlenSdpa(Sdpa):
             options["enable_gqa"] = True
         elif q.shape[2] != k.shape[2]:
             k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
-        longest = layout.max_seqlen or q.shape[1]
+        longest = [layout.max_seqlen or x.shape[1] for x in (q, k)]
         flat = [x.flatten(0, 1) for x in (q, k, v)]
-        o = self.varlen_attn(*flat, layout.cu_seqlens, layout.cu_seqlens, longest, longest, **options)
+        o = self.varlen_attn(*flat, ends_q, ends_k, *longest, **options)
         return o.view(q.shape)
 
 
@@ -377,18 +391,18 @@ class Flash(AttentionFunction):
     # torch.compiler.disable would import the compiler at once, which takes a second.
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout) -> Tensor:
-        cu_seqlens = layout.cu_seqlens
-        if cu_seqlens is None:
+        ends_q, ends_k = layout.varlen or (layout.cu_seqlens, layout.cu_seqlens)
+        if ends_q is None:
             o = self.package.flash_attn_func(q, k, v, causal=True)
         else:
-            longest = layout.max_seqlen or q.shape[1]
+            longest = [layout.max_seqlen or x.shape[1] for x in (q, k)]
             window = {} if layout.window is None else {"window_size": (layout.window - 1, 0)}
             o = self.package.flash_attn_varlen_func(
                 *(x.flatten(0, 1) for x in (q, k, v)),
-                cu_seqlens_q=cu_seqlens,
-                cu_seqlens_k=cu_seqlens,
-                max_seqlen_q=longest,
-                max_seqlen_k=longest,
+                cu_seqlens_q=ends_q,
+                cu_seqlens_k=ends_k,
+                max_seqlen_q=longest[0],
+                max_seqlen_k=longest[1],
                 causal=True,
                 **window,
             )

@@ -22,6 +22,7 @@ from sagetrain.model import walks
 from sagetrain.model.attention import Attention
 from sagetrain.model.backends import AttentionFunction, TokenLayout, token_layout
 from sagetrain.model.block import Block
+from sagetrain.model.chunk_layouts import with_chunks
 from sagetrain.model.chunks import ModelChunk, whole
 from sagetrain.model.head import Head
 from sagetrain.model.initialization import initialize
@@ -426,8 +427,8 @@ class Transformer(nn.Module):
         """Return the layout of the tokens of each call of attention, for each kind of attention that is here."""
         num_sequences, length = tokens.shape
         if positions is None:
-            first = self.groups.cp_rank * length
-            positions = torch.arange(first, first + length, device=tokens.device).expand(num_sequences, -1)
+            every = torch.arange(length * self.groups.cp_size, device=tokens.device)
+            positions = self.groups.own_tokens(every.unsqueeze(0)).expand(num_sequences, -1)
         parts = attention_calls(num_sequences, tokens.numel(), self.groups.tp_size, self.overlap)
         num_sequences //= parts
         num_tokens = num_sequences * length * self.groups.cp_size
@@ -441,6 +442,9 @@ class Transformer(nn.Module):
                     torch._dynamo.maybe_mark_dynamic(own, 0)
             for (window, rope), found in layouts.items():
                 wanted = {function.wants(window is not None) for function in self.functions}
+                wanted |= {"bounds"} if self.groups.gather_size > 1 else set()  # Those of a chunk are made of them.
                 tables = rotary_tables(own_positions.flatten(), self.config.head_dim, *rope)
-                found.append(token_layout(wanted, num_sequences, num_tokens, *tables, own, max_seqlen, window))
+                layout = token_layout(wanted, num_sequences, num_tokens, *tables, own, max_seqlen, window)
+                share = self.groups.gather_rank, self.groups.gather_size
+                found.append(with_chunks(layout, wanted, num_tokens // num_sequences, *share))
         return layouts

@@ -20,7 +20,8 @@ well. Every collective that was started has to be finished.
 Context parallelism follows DeepSpeed-Ulysses (arXiv 2309.14509). A rank holds a slice of every sequence, with all
 heads. `scatter_heads` turns the slices into whole sequences with a share of the heads, and attention needs nothing
 else. `gather_heads` turns them back. Both are one all-to-all, forward and backward. Up to as many ranks as query heads
-may share a sequence: where they are more than the key/value heads, these are repeated before the exchange.
+may share a sequence: where they are more than the key/value heads, these are repeated before the exchange. Beyond that
+the ranks are u that exchange heads times g that gather keys and values (`gather_sequences`), while their queries stay.
 
 The collectives are torch's functional ones, which torch.compile traces without a graph break. They are called as
 operators because the names of their Python functions change between torch releases. The collectives of sequence
@@ -163,6 +164,24 @@ class _AllToAll(torch.autograd.Function):
         return _all_to_all(grad, ctx.group), None
 
 
+class _GatherSequences(torch.autograd.Function):
+    """Gather chunks of sequences: rank i of g has the chunks i and 2 g - 1 - i."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        parts = finish(_ops.all_gather_into_tensor(x.contiguous().unsqueeze(0), group.size(), group.group_name))
+        first, last = parts.unflatten(2, (2, -1)).unbind(2)  # [g, B, S / 2g, ...] each
+        y: Tensor = torch.cat((first, last.flip(0))).movedim(0, 1).flatten(1, 2)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        first, last = grad.unflatten(1, (2 * ctx.group.size(), -1)).chunk(2, 1)  # [B, g, S / 2g, ...] each
+        by_rank = torch.stack((first, last.flip(1)), 2).flatten(2, 3).movedim(1, 0)
+        return _all_to_all(by_rank, ctx.group).sum(0, dtype=torch.float32).to(grad.dtype), None
+
+
 def _start(
     x: Tensor,
     groups: ParallelGroups,
@@ -260,16 +279,18 @@ def scatter_heads(tensors: Sequence[Tensor], num_sequences: int, groups: Paralle
     """Turn slices of the sequences with all heads into whole sequences with this rank's heads, for several tensors at
     once.
 
-    [B * S / cp, heads, K] -> [B, S, heads / cp, K] for each tensor. The number of heads of each tensor is a multiple of
-    cp, or divides cp. Rank i gets the i-th share of each tensor's heads, so that query heads stay with the key/value
-    head that serves them. A tensor with fewer heads than ranks is repeated first: each of its heads goes to cp / heads
-    neighbouring ranks, and the gradients that come back from these ranks are summed.
+    [B * S / u, heads, K] -> [B, S, heads / u, K] for each tensor, where u ranks exchange heads. The number of heads of
+    each tensor is a multiple of u, or divides u. Rank i gets the i-th share of each tensor's heads, so that query heads
+    stay with the key/value head that serves them. A tensor with fewer heads than ranks is repeated first: each of its
+    heads goes to u / heads neighbouring ranks, and the gradients that come back from these ranks are summed.
+
+    Ranks that gather keys have chunks of the sequences (Topology.places) in the place of the sequences.
     """
-    if groups.cp_size == 1:
+    if groups.ulysses_size == 1:
         return [x.unflatten(0, (num_sequences, -1)) for x in tensors]
-    repeated = [_repeat(x, groups.cp_size // x.shape[1]) for x in tensors]
-    by_rank = [x.unflatten(1, (groups.cp_size, -1)).movedim(1, 0) for x in repeated]
-    slices = _AllToAll.apply(torch.cat(by_rank, 2), groups.cp_group)  # type: ignore[no-untyped-call]
+    repeated = [_repeat(x, groups.ulysses_size // x.shape[1]) for x in tensors]
+    by_rank = [x.unflatten(1, (groups.ulysses_size, -1)).movedim(1, 0) for x in repeated]
+    slices = _AllToAll.apply(torch.cat(by_rank, 2), groups.ulysses_group)  # type: ignore[no-untyped-call]
     whole = slices.unflatten(1, (num_sequences, -1)).transpose(0, 1).flatten(1, 2)
     # Attention keeps some of the tensors for its backward pass. They are copied, because a view would keep the memory
     # of all.
@@ -283,10 +304,20 @@ def _repeat(x: Tensor, copies: int) -> Tensor:
 
 
 def gather_heads(x: Tensor, groups: ParallelGroups) -> Tensor:
-    """Turn whole sequences with this rank's heads into slices with all heads: [B, S, heads / cp, K] -> [B * S / cp,
+    """Turn whole sequences with this rank's heads into slices with all heads: [B, S, heads / u, K] -> [B * S / u,
     heads, K]."""
-    if groups.cp_size == 1:
+    if groups.ulysses_size == 1:
         return x.flatten(0, 1)
-    slices = x.unflatten(1, (groups.cp_size, -1)).movedim(1, 0).flatten(1, 2)
-    y: Tensor = _AllToAll.apply(slices, groups.cp_group).movedim(0, 1).flatten(1, 2)  # type: ignore[no-untyped-call]
+    slices = x.unflatten(1, (groups.ulysses_size, -1)).movedim(1, 0).flatten(1, 2)
+    y: Tensor = _AllToAll.apply(slices, groups.ulysses_group).movedim(0, 1).flatten(1, 2)  # type: ignore[no-untyped-call]
+    return y
+
+
+def gather_sequences(x: Tensor, groups: ParallelGroups) -> Tensor:
+    """Gather the tokens of whole sequences over the ranks that gather keys, in their order: [B, S / g, heads, K] -> [B,
+    S, heads, K]. A rank has two chunks of every sequence (Topology.places).
+
+    The gradients that come back are those of every rank's queries. They are summed in fp32, and rounded once.
+    """
+    y: Tensor = _GatherSequences.apply(x, groups.gather_group)  # type: ignore[no-untyped-call]
     return y

@@ -68,6 +68,8 @@ class Topology:
     context_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     expert_parallel_size: int = 1
+    context_gather: int = 1
+    """The context-parallel ranks that gather keys from each other. Its neighbours exchange heads (Ulysses)."""
 
     def __post_init__(self) -> None:
         world, tp, cp = self.world_size, self.tensor_parallel_size, self.context_parallel_size
@@ -77,6 +79,8 @@ class Topology:
                 f"world_size ({world}), tensor_parallel_size ({tp}), context_parallel_size ({cp}) and "
                 f"pipeline_parallel_size ({pp}) must be >= 1"
             )
+        if cp % self.context_gather:
+            raise ValueError(f"context_gather {self.context_gather} does not divide context_parallel_size {cp}")
         if world % (tp * cp * pp):
             raise ValueError(
                 f"world_size {world} is not a multiple of tensor_parallel_size {tp} x context_parallel_size {cp}"
@@ -124,6 +128,38 @@ class Topology:
         first = rank - self.coords(rank)[1] * self.tensor_parallel_size
         return [first + i * self.tensor_parallel_size for i in range(self.context_parallel_size)]
 
+    @property
+    def ulysses_size(self) -> int:
+        """The number of context-parallel ranks that exchange heads with each other."""
+        return self.context_parallel_size // self.context_gather
+
+    def ulysses_ranks(self, rank: int) -> list[int]:
+        """Return the global ranks that exchange heads with `rank`, in order: neighbours in its context-parallel
+        group."""
+        first = self.coords(rank)[1] // self.ulysses_size * self.ulysses_size
+        return self.cp_ranks(rank)[first : first + self.ulysses_size]
+
+    def gather_ranks(self, rank: int) -> list[int]:
+        """Return the global ranks that gather keys from each other with `rank`, in order."""
+        return self.cp_ranks(rank)[self.coords(rank)[1] % self.ulysses_size :: self.ulysses_size]
+
+    def places(self, rank: int, length: int) -> list[slice]:
+        """Return the places of a rank's tokens in a sequence of `length` tokens.
+
+        Without a gather they are one slice, in the order of the ranks. With a gather over g ranks, a sequence is cut
+        into 2 g chunks. Rank i of a gather has the chunks i and 2 g - 1 - i. Under a causal mask these are the same
+        work for each i. Ranks that exchange heads cut the two chunks, one behind the other, into equal parts.
+        """
+        at, gather, ulysses = self.coords(rank)[1], self.context_gather, self.ulysses_size
+        if gather == 1:
+            size = length // ulysses
+            return [slice(at * size, (at + 1) * size)]
+        chunk, (number, part) = length // (2 * gather), divmod(at, ulysses)
+        first, last = part * 2 * chunk // ulysses, (part + 1) * 2 * chunk // ulysses
+        chunks = ((0, number * chunk), (chunk, (2 * gather - 1 - number) * chunk))
+        found = ((max(first - begin, 0), min(last - begin, chunk), place) for begin, place in chunks)
+        return [slice(place + low, place + high) for low, high, place in found if low < high]
+
     def replica_ranks(self, rank: int) -> list[int]:
         """Return the global ranks that hold the same shard of the model as `rank`, in order."""
         first = rank - rank % self.stage_size
@@ -148,13 +184,17 @@ class Topology:
 class ParallelGroups:
     """The place of a global rank on every axis, and its process groups.
 
-    The groups are None in a process without torch.distributed. cp_group is None without context parallelism.
+    The groups are None in a process without torch.distributed. cp_group is None without context parallelism, and
+    gather_group is None where no keys are gathered.
     """
 
     topology: Topology
     rank: int
     tp_group: dist.ProcessGroup | None = None
     cp_group: dist.ProcessGroup | None = None
+    ulysses_group: dist.ProcessGroup | None = None
+    """The context-parallel ranks that exchange heads with each other: cp_group, unless keys are gathered."""
+    gather_group: dist.ProcessGroup | None = None
     replica_group: dist.ProcessGroup | None = None
     pp_group: dist.ProcessGroup | None = None
     """The ranks with the same place in every pipeline stage, in the order of the stages. None without a pipeline."""
@@ -180,6 +220,23 @@ class ParallelGroups:
     @property
     def cp_rank(self) -> int:
         return self.topology.coords(self.rank)[1]
+
+    @property
+    def ulysses_size(self) -> int:
+        return self.topology.ulysses_size
+
+    @property
+    def gather_size(self) -> int:
+        return self.topology.context_gather
+
+    @property
+    def gather_rank(self) -> int:
+        return self.cp_rank // self.ulysses_size
+
+    def own_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's tokens of whole sequences: [B, S, ...] -> [B, S / cp, ...]."""
+        parts = [x[:, place] for place in self.topology.places(self.rank, x.shape[1])]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     @property
     def dp_size(self) -> int:
@@ -241,14 +298,20 @@ class ParallelGroups:
             # NCCL would split each group off the world's communicator, which waits for every rank of the world.
             raise ValueError("the world's process group was made with a device_id: make it without one")
         rank, pipelined = dist.get_rank(), topology.pipeline_parallel_size > 1
-        stages = topology.pipeline_ranks(rank)
+        stages, context = topology.pipeline_ranks(rank), topology.context_parallel_size > 1
+        tp_group = _new_group(topology.tp_ranks(rank), "tensor parallel", timeout)
+        ulysses = cp_group = _new_group(topology.cp_ranks(rank), "context parallel", timeout) if context else None
+        gather = None
+        if topology.context_gather > 1:
+            ulysses = _new_group(topology.ulysses_ranks(rank), "exchange of heads", timeout)
+            gather = _new_group(topology.gather_ranks(rank), "gather of keys", timeout)
         return cls(
             topology,
             rank,
-            tp_group=_new_group(topology.tp_ranks(rank), "tensor parallel", timeout),
-            cp_group=_new_group(topology.cp_ranks(rank), "context parallel", timeout)
-            if topology.context_parallel_size > 1
-            else None,
+            tp_group=tp_group,
+            cp_group=cp_group,
+            ulysses_group=ulysses,
+            gather_group=gather,
             replica_group=_new_group(topology.replica_ranks(rank), "replicas", timeout),
             pp_group=_new_group(stages, "pipeline stages", timeout) if pipelined else None,
             ep_group=_new_group(topology.expert_ranks(rank), "experts", timeout)

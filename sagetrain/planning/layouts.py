@@ -217,6 +217,8 @@ def _candidates(
     heads = attention.key_heads
     splits = [size for size in range(1, heads + 1) if heads % size == 0 and world_size % size == 0]
     cuts = [(split, context) for split in splits for context in attention.context_sizes(split)]
+    as_is = own.tensor_parallel_size, own.context_parallel_size
+    cuts += [as_is] if as_is[0] in splits and as_is not in cuts else []  # Gathered keys are not proposed otherwise.
     micro_batches = sorted({*_MICRO_BATCHES, cfg.data.micro_batch_size})
     every = [*_sharded(cfg, (1, 2, 3) if cfg.training.dtype == "bf16" else (0, 1, 2, 3), hardware)]
     for (pipeline, chunks), (split, context), micro in itertools.product(pipelines, cuts, micro_batches):

@@ -395,13 +395,16 @@ class _Step:
                 part.
         """
         rank, hardware = self.rank, self.hardware
-        size, apart = part or ({"tensor": rank.tensor, "context": rank.context, "data": self.layout.replicas}[axis], 1)
+        ulysses = rank.context // rank.gather
+        sizes = {"tensor": rank.tensor, "context": ulysses, "gather": rank.gather, "data": self.layout.replicas}
+        size, apart = part or (sizes[axis], ulysses if axis == "gather" else 1)
         bandwidth, latency = hardware.link(1 if axis == "tensor" else rank.tensor * apart, size)
         if rank.copies and axis == "tensor" and kind != "all-reduce":
             bandwidth, latency = hardware.copy_bandwidth, self._copy_latency
         wire = count * _WIRE[kind] * (size - 1) / size * payload
         seconds = wire / bandwidth + count * latency
-        return CollectiveTime(axis, purpose, kind, count, payload, wire, seconds, exposed=seconds)
+        named = "context" if axis == "gather" else axis
+        return CollectiveTime(named, purpose, kind, count, payload, wire, seconds, exposed=seconds)
 
     def _data_parallel(self, compute: float) -> list[CollectiveTime]:
         """Return the collectives of ZeRO beside `compute` seconds of a step."""

@@ -36,7 +36,13 @@ from sagetrain.training import inputs
 ASSUMED_VOCAB_SIZE = 32_768
 # Without these rules the numbers would mean nothing.
 _NO_MODEL = {"deepspeed_type", "grouped_query_heads", "linear_precision_of_gpu", "linear_recipe"}
-_SPLITS = {"tensor_parallel_split", "tensor_parallel_vocab", "context_parallel_split", "pipeline_split"}
+_SPLITS = {
+    "tensor_parallel_split",
+    "tensor_parallel_vocab",
+    "context_parallel_split",
+    "gather_of_tokens",
+    "pipeline_split",
+}
 _NO_LAYOUT = {*_NO_MODEL, *_SPLITS, "world_size"}
 _NO_SCHEDULE = {
     "first_stage",

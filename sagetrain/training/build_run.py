@@ -247,6 +247,7 @@ def meet(
             parallel.context_parallel_size,
             parallel.pipeline_parallel_size,
             parallel.expert_parallel_size,
+            Layout.of(cfg).gather,
         )
         # Reading files may take a while. The ranks have met by now, so each host can report its progress.
         reporter = Reporter(rank == 0, hears)

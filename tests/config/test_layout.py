@@ -51,6 +51,22 @@ def test_settings_that_override_a_layout() -> None:
     assert not Layout.of(run_config(parallel={"tensor_parallel_size": 4}), 6).even
 
 
+@pytest.mark.parametrize(("tensor", "context", "words"), [
+    (1, 1, ""),
+    (1, 2, " x context parallel 2"),
+    (2, 2, " x context parallel 2 (each key head 2 times)"),
+    (1, 8, " x context parallel 8 (Ulysses 4 x gather 2, each key head 2 times)"),
+    (2, 6, " x context parallel 6 (Ulysses 2 x gather 3, each key head 2 times)"),
+    (2, 3, " x context parallel 3 (Ulysses 1 x gather 3)"),
+])  # fmt: skip
+def test_shared_sequences_in_words(tensor: int, context: int, words: str) -> None:
+    """The model has four query heads and two key heads."""
+    parallel = {"tensor_parallel_size": tensor, "context_parallel_size": context}
+    layout = Layout.of(run_config(parallel=parallel, model={"num_key_value_heads": 2}))
+    assert layout.sharing == words
+    assert layout.recorded == (layout.gather == 1)
+
+
 @pytest.mark.parametrize(("parallel", "words"), [
     ({"zero_stage": 1, "engine": "deepspeed"}, "ZeRO 1 by DeepSpeed"),
     ({"zero_stage": 3, "shard_size": 8}, "ZeRO 3 by FSDP2 over 8 of 64 replicas"),

@@ -28,6 +28,7 @@ from sagetrain.data.token_file import TokenFile, token_path
 from sagetrain.inference.evaluate import evaluate, evaluate_texts, together
 from sagetrain.inference.load import load_run
 from sagetrain.parallel.metrics import total_over_ranks
+from sagetrain.parallel.topology import ParallelGroups, Topology
 from started_from import configured
 
 LENGTHS = [5, 3, 16, 9, 7, 8, 11, 4, 20, 6, 15, 13, 2, 9, 16, 17]
@@ -74,7 +75,8 @@ def test_samples_and_batches_say_what_counts(source: DataSource) -> None:
         own = int((batch.labels >= 0).sum())
         seen += own
         assert batch.divisor == max(1, own) == stream.counted(batch.sample_ids[0], 2) or not own
-        slices = [batch.inputs(torch.device("cpu"), rank, 2) for rank in range(2)]
+        ranks = [ParallelGroups(Topology(2, 1, 2), rank) for rank in range(2)]
+        slices = [batch.inputs(torch.device("cpu"), rank) for rank in ranks]
         assert torch.equal(torch.cat([each["labels"] for each in slices], 1), batch.labels)
         assert all(each["divisor"] == batch.divisor / 2 for each in slices)
     assert seen == whole

@@ -2,16 +2,19 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 import tiny
+from distributed import run_distributed
+from sagetrain.cluster.join import init_distributed
 from sagetrain.config.schema import AttentionConfig, ModelConfig
-from sagetrain.data.loader import Batch
+from sagetrain.data.loader import Batch, Sample, batch_of
 from sagetrain.model.backends import attention_function, token_layout
 from sagetrain.model.compile import compile_blocks
 from sagetrain.model.selection import resolve_backend
 from sagetrain.parallel.cross_entropy import linear_cross_entropy
-from sagetrain.parallel.topology import ParallelGroups
+from sagetrain.parallel.topology import ParallelGroups, Topology
 
 pytestmark = [
     pytest.mark.gpu,
@@ -121,3 +124,37 @@ def test_loss_is_accurate_and_needs_no_full_logits(compiled: bool) -> None:
     assert loss.item() == pytest.approx(truth.item(), rel=1e-4)
     for actual, wanted in zip(gradients, expected, strict=True):
         assert (actual.float() - wanted).norm() < 0.01 * wanted.norm()
+
+
+def _gathered_errors() -> dict[str, float]:
+    """Return the largest error of a gradient, relative to that of one GPU, by attention function and documents."""
+    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()  # It is of gloo.
+    dist.init_process_group("nccl", store=dist.PrefixStore("nccl", store), rank=rank, world_size=2)
+    device = init_distributed(timeout_minutes=5)
+    shape = ModelConfig(num_layers=2, hidden_size=256, ffn_hidden_size=512, num_attention_heads=1, head_dim=128)
+    groups, found = ParallelGroups.create(Topology(2, 1, 2, context_gather=2)), {}
+    draw = torch.Generator().manual_seed(0)
+    tokens = [torch.randint(0, 512, (1024 + 1,), generator=draw).numpy() for _ in range(2)]
+    samples = [Sample(each, starts, 0, None) for each, starts in zip(tokens, ([100, 700], [513]), strict=True)]
+    for backend in ("sage", "sdpa"):
+        for documents in (False, True):
+            batch, grads = batch_of(samples, documents, documents), []
+            for place in (ParallelGroups.single(), groups):
+                attention = AttentionConfig(backend=backend, recipe="scores")
+                how = {"groups": place, "seed": 3, "device": device, "dtype": torch.bfloat16}
+                model = tiny.transformer(shape, attention, vocab_size=512, **how)
+                model(**batch.inputs(device, place)).backward()
+                grads.append([parameter.grad.float() for parameter in model.parameters()])
+            for grad in grads[1]:
+                dist.all_reduce(grad, op=dist.ReduceOp.AVG)
+            pairs = zip(*grads, strict=True)
+            found[f"{backend}, documents {documents}"] = max(float((a - b).norm() / a.norm()) for a, b in pairs)
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+def test_two_gpus_that_gather_keys_are_like_one() -> None:
+    for found in run_distributed(_gathered_errors, 2):
+        assert max(found.values()) < 0.05, found

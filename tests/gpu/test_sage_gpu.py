@@ -14,7 +14,7 @@ from sagekernels import backends, nvrtc, sage_attention, tune
 from sagekernels.admission import median_seconds
 from sagekernels.call import RECIPES
 from sagekernels.launch import launch_tiles
-from sagekernels.testing import Shape, call_of, errors, exact_results, random_inputs, results_of
+from sagekernels.testing import Shape, call_of, chunk_bounds, errors, exact_results, random_inputs, results_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (8, 0)
@@ -68,6 +68,18 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(True)  # This setting fills torch.empty with NaN and largest integers.
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.long
+def test_queries_and_keys_of_different_tokens():
+    """Ranks that gather keys call attention so. The portable kernels take it."""
+    inputs = random_inputs(Shape(1, 512, 1600, 4, 2, 128), sigma=1.5, k_mean=1.0, do_scale=1e-2, device="cuda")
+    bounds = chunk_bounds(256, 800, ((300, 400, 1, 99), (500, 300)), "cuda")
+    for recipe in RECIPES:
+        options = {"causal": False, "bounds": bounds, "recipe": recipe}
+        ours, twin = (results_of(sage_attention, *inputs, **options, backend=one) for one in (None, "twin"))
+        between = errors(ours, twin)
+        assert max(between.values()) < 2e-2, (recipe, between)
 
 
 @pytest.mark.parametrize(("backend", "shape", "dtype", "smooth_q", "recipe"), CASES)

@@ -9,10 +9,11 @@ from torch.utils.checkpoint import checkpoint
 
 import sagekernels
 from sagekernels import attention_reference, default_recipe, fp4_attention, sage_attention
+from sagekernels.admission import LIMITS
 from sagekernels.call import RECIPES
 from sagekernels.quantize import TILE, quantize_twin, tile_means, token_mean
 from sagekernels.reference import ScoresOfCodes, document_bounds, twin_forward
-from sagekernels.testing import Shape, call_of, errors, exact_results, random_inputs, rel_l2, results_of
+from sagekernels.testing import Shape, call_of, chunk_bounds, errors, exact_results, random_inputs, rel_l2, results_of
 
 SHAPES = [
     Shape(2, 200, 200, 4, 2, 32),
@@ -98,6 +99,33 @@ def test_packed_documents_are_separate_calls():
     for a, b in ((0, 100), (100, 107), (107, 300)):
         alone = exact_results(*(x[:, a:b] for x in (q, k, v, do)))
         assert max(rel_l2(x[:, a:b], y) for x, y in zip(packed, alone, strict=True)) < 1e-12
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_queries_and_keys_of_different_tokens(recipe):
+    """The last queries of two sequences, side by side, see the keys of their documents: as calls of their own do, and
+    no farther from float64."""
+    documents, queries, keys = ((30, 60, 1, 24), (50, 65)), 45, 115
+    q, k, v, do = random_inputs(Shape(1, 2 * queries, 2 * keys, 2, 1, 32), k_mean=1.0)
+    options = {"causal": False, "bounds": chunk_bounds(queries, keys, documents)}
+    exact = exact_results(q, k, v, do, **options)
+    for number, lengths in enumerate(documents):
+        begin = 0
+        for length in lengths:
+            own_keys = slice(number * keys + begin, number * keys + begin + length)
+            first, begin = max(begin, keys - queries), begin + length
+            own = slice(number * queries + first + queries - keys, number * queries + begin + queries - keys)
+            if first < begin:
+                alone = exact_results(q[:, own], k[:, own_keys], v[:, own_keys], do[:, own])
+                whole = [exact.o[:, own], exact.dq[:, own], exact.dk[:, own_keys], exact.dv[:, own_keys]]
+                for a, b in zip(whole, alone, strict=True):
+                    torch.testing.assert_close(a, b, rtol=0, atol=1e-9)
+            else:
+                assert not exact.dk[:, own_keys].any() and not exact.dv[:, own_keys].any()
+    found = errors(results_of(sage_attention, q, k, v, do, **options, recipe=recipe), exact)
+    assert all(value < LIMITS[recipe][name] for name, value in found.items()), found
+    with pytest.raises(ValueError, match="as many keys as queries"):
+        sage_attention(q, k, v, causal=True, bounds=options["bounds"])
 
 
 def test_document_bounds():

@@ -45,6 +45,7 @@ else:
     from sagekernels.testing import (
         Shape,
         call_of,
+        chunk_bounds,
         errors,
         exact_results,
         qk_norm_rope_errors,
@@ -88,10 +89,8 @@ else:
         """The compiler would double the time of the import."""
         assert not COMPILER_IMPORTED
 
-    @pytest.mark.parametrize(("shape", "recipe", "smooth_q", "dtype"), CASES, ids=lambda x: str(x))
-    def test_agrees_with_the_twin(shape, recipe, smooth_q, dtype):
-        q, k, v, do = random_inputs(shape, sigma=1.5, k_mean=1.0, do_scale=1e-2, dtype=dtype)
-        call = call_of(shape, q, k, v, recipe, smooth_q=smooth_q)
+    def check(call, do):
+        """Check that the kernels agree with the twin."""
         o, saved = triton_forward(call)
         expected_o, expected = twin_forward(call)
         backward = call.backward(do, expected_o, expected)
@@ -100,12 +99,26 @@ else:
         assert torch.equal(saved.q.codes, expected.q.codes) and torch.equal(saved.k.codes, expected.k.codes)
         torch.testing.assert_close(saved.q.scale, expected.q.scale)
         torch.testing.assert_close(saved.lse, expected.lse, atol=1e-4, rtol=1e-4)
-        tolerance = 1e-3 if dtype == torch.float16 else 6e-3
-        if recipe == "scores":  # dS, Q and K are in bfloat16, truncated.
+        tolerance = 1e-3 if do.dtype == torch.float16 else 6e-3
+        if call.recipe == "scores":  # dS, Q and K are in bfloat16, truncated.
             tolerance = 12e-3
         assert rel_l2(o, expected_o) < tolerance
         for name, a, b in zip(("dq", "dk", "dv"), grads, expected_grads, strict=True):
             assert rel_l2(a, b) < tolerance, name
+
+    @pytest.mark.parametrize(("shape", "recipe", "smooth_q", "dtype"), CASES, ids=lambda x: str(x))
+    def test_agrees_with_the_twin(shape, recipe, smooth_q, dtype):
+        q, k, v, do = random_inputs(shape, sigma=1.5, k_mean=1.0, do_scale=1e-2, dtype=dtype)
+        check(call_of(shape, q, k, v, recipe, smooth_q=smooth_q), do)
+
+    @pytest.mark.parametrize(("recipe", "smooth_q", "dtype"), [
+        ("fine", False, torch.float16), ("paper", True, torch.float16), ("scores", False, torch.bfloat16),
+    ])  # fmt: skip
+    def test_queries_and_keys_of_different_tokens(recipe, smooth_q, dtype):
+        shape = Shape(1, 90, 230, 2, 1, 32, causal=False)
+        q, k, v, do = random_inputs(shape, sigma=1.5, k_mean=1.0, do_scale=1e-2, dtype=dtype)
+        call = call_of(shape, q, k, v, recipe, smooth_q=smooth_q)
+        check(call._replace(bounds=chunk_bounds(45, 115, ((30, 60, 1, 24), (50, 65)))), do)
 
     @pytest.mark.parametrize("shape", [
         Shape(1, 300, 300, 2, 1, 128, documents=(5, 0, 70, 1, 124, 100)),

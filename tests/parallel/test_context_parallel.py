@@ -79,7 +79,7 @@ def check_model(
     """Compare one forward and backward pass with the model on one rank: the mean loss, and gradients averaged as
     DeepSpeed does."""
     dense, sliced = model(ParallelGroups.single(), backend, shape), model(groups, backend, shape, **arguments)
-    ours, theirs = batch(documents).inputs("cpu", groups.cp_rank, groups.cp_size), batch(documents).inputs("cpu")
+    ours, theirs = batch(documents).inputs("cpu", groups), batch(documents).inputs("cpu")
     assert ours["tokens"].shape == (SEQUENCES, LENGTH // groups.cp_size)
     # Under tensor parallelism the halves of packed sequences are smoothed by their own means.
     halves = [in_half(theirs, i) for i in range(2)] if groups.tp_size > 1 else [theirs]
@@ -170,7 +170,7 @@ def check_compiled(groups: ParallelGroups) -> None:
         network = model(groups, "sage")
         if compiled:
             tiny.compile_first_rank(network)
-        loss = network(**batch(True).inputs("cpu", groups.cp_rank, groups.cp_size))
+        loss = network(**batch(True).inputs("cpu", groups))
         loss.backward()
         results.append([loss.detach(), *(p.grad for p in network.parameters())])
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-7)

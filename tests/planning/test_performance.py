@@ -457,7 +457,7 @@ LAYOUTS = [
     (1, 1, False, "auto", 2, {}, "fp32", {"use_multi_rank_bucket_allreduce": False}),
 ]
 """The layouts: tensor and context parallel size, sequence parallel, overlap, ZeRO stage, linear layers, the dtype that
-gradients travel in, and further keys of DeepSpeed."""
+gradients travel in, and further keys of DeepSpeed. Two ranks that share sequences have copies of a key head."""
 
 
 def real_collectives() -> list[tuple[dict, dict]]:
@@ -471,7 +471,7 @@ def real_collectives() -> list[tuple[dict, dict]]:
         parallel["gradient_reduction"] = reduction
         zero = {"stage3_param_persistence_threshold": 0, **told}
         wide = {"hidden_size": 64, "ffn_hidden_size": 64} if linear else {}
-        wide |= {"num_key_value_heads": 1} if context > 1 else {}  # Ranks have copies of it.
+        wide |= {"num_key_value_heads": 1} if context > 1 else {}
         tokens = {"tokens": 2 * 16 * groups.dp_size}
         cfg = tiny.config(stage, "bf16", parallel=parallel, tokens_per_step=tokens, linear=linear, model=wide)
         cfg = cfg.model_copy(update={"deepspeed": {"zero_optimization": zero}})
@@ -515,23 +515,25 @@ def test_collectives_are_those_of_torch_and_deepspeed():
     agree(LAYOUTS, run_distributed(real_collectives, 2))
 
 
-def collectives_of_fsdp(stages: list[tuple[int, int]]) -> list[tuple[dict, dict]]:
-    """Return the collectives of a step of two micro-steps by FSDP2, for each stage and number of ranks that shard, as
-    called and as predicted."""
-    groups, result = tiny.join(1), []
-    for stage, shards in stages:
-        parallel = {"engine": "fsdp", "zero_stage": stage, "shard_size": shards}
+def collectives_of_fsdp(stages: list[tuple[int, int, int]]) -> list[tuple[dict, dict]]:
+    """Return the collectives of a step of two micro-steps by FSDP2, for each stage, number of ranks that shard and
+    number of ranks that share a sequence, as called and as predicted. Four that share one gather keys in pairs, and
+    exchange copies of the key head in pairs."""
+    result, every = [], {context: tiny.join(1, context, gather=max(1, context // 2)) for _, _, context in stages}
+    for stage, shards, context in stages:
+        parallel = {"engine": "fsdp", "zero_stage": stage, "shard_size": shards, "context_parallel_size": context}
+        groups, model = every[context], {"num_key_value_heads": 1, "head_dim": 64} if context > 1 else {}
         tokens = {"tokens": 2 * 16 * groups.dp_size}
-        cfg = tiny.config(stage, "bf16", parallel=parallel, tokens_per_step=tokens)
+        cfg = tiny.config(stage, "bf16", parallel=parallel, tokens_per_step=tokens, model=model)
         engine = tiny.engine(cfg, groups)
         with Calls(256, (torch.bfloat16, torch.float32)) as calls:
             tiny.global_step(engine, 0, sequences=2 * groups.dp_size)
-        result.append((calls.seen, predicted_collectives(cfg, groups.dp_size, least=0)))
+        result.append((calls.seen, predicted_collectives(cfg, groups.topology.world_size, least=0)))
     return result
 
 
 def test_collectives_are_those_of_fsdp():
-    stages = [(0, 4), (1, 4), (2, 4), (3, 4), (1, 2), (3, 2)]
+    stages = [(0, 4, 1), (1, 4, 1), (2, 4, 1), (3, 4, 1), (1, 2, 1), (3, 2, 1), (1, 4, 4)]
     agree(stages, run_distributed(collectives_of_fsdp, 4, stages))
 
 

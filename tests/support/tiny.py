@@ -57,11 +57,12 @@ def config(stage: int, dtype: str = "fp32", **sections: dict) -> RunConfig:
     return RunConfig.model_validate(tree)
 
 
-def join(tp_size: int, cp_size: int = 1, pp_size: int = 1, ep_size: int = 1) -> ParallelGroups:
+def join(tp_size: int, cp_size: int = 1, pp_size: int = 1, ep_size: int = 1, gather: int = 1) -> ParallelGroups:
     """Join the process groups of this rank, through DeepSpeed as in a real run."""
     torch.set_num_threads(1)
     init_distributed(timeout_minutes=10)
-    return ParallelGroups.create(Topology(torch.distributed.get_world_size(), tp_size, cp_size, pp_size, ep_size))
+    world = torch.distributed.get_world_size()
+    return ParallelGroups.create(Topology(world, tp_size, cp_size, pp_size, ep_size, gather))
 
 
 def on(cfg: RunConfig, groups: ParallelGroups) -> RunConfig:

@@ -7,6 +7,7 @@ from sagetrain.config.layout import Layout
 from sagetrain.config.rules import (
     engine,
     experts,
+    gather,
     layout,
     linear,
     model,
@@ -33,6 +34,7 @@ def fit(cfg: RunConfig, world_size: int, vocab_size: int | None = None) -> list[
         *experts.findings(cfg, where),
         *linear.findings(cfg),
         *layout.findings(cfg, where, vocab_size),
+        *gather.findings(cfg, where),
         *pipeline.findings(cfg, where),
         *schedule.findings(cfg, where),
         *optimizer.findings(cfg, where),

@@ -135,7 +135,7 @@ def _heads_of_context(cfg: RunConfig, tensor: int, context: int) -> Iterator[Fin
     """Check that every context-parallel rank gets an equal share of the query heads, and of the key/value heads or of
     their copies."""
     heads, key_heads = _heads(cfg)
-    if heads % tensor or key_heads % tensor:
+    if heads % tensor or key_heads % tensor or layers(cfg.model)[0].attention.gather_of(tensor, context) > 1:
         return
     both, ranks, sizes = _tensor_and_context(cfg), tensor * context, _context_sizes(cfg)
     if heads % ranks:

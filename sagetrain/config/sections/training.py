@@ -24,7 +24,8 @@ class ParallelConfig(Section):
     """Ranks that share every sequence (Ulysses context parallelism), for long sequences. Each rank holds a slice of the
     tokens; in attention each rank holds whole sequences for a share of the heads. It divides the query heads of a
     tensor-parallel rank. If it is more than the key/value heads of that rank, it is a multiple of them, and several
-    ranks have copies of the same key/value head."""
+    ranks have copies of the same key/value head. If it is more than the query heads of that rank, the ranks beyond
+    gather keys and values."""
     pipeline_parallel_size: PositiveInt = 1
     """Number of pipeline stages. Each stage has some of the blocks, and micro-batches go from stage to stage, in the
     order 1F1B. The first stage has the embedding, the last one the output projection. Needs a zero_stage of 0 to 2, and
