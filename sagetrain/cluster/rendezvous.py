@@ -104,7 +104,8 @@ def meet(minutes: float) -> Store:
             port = int(listener.getsockname()[1])
         os.environ["MASTER_PORT"] = str(port)
         _reach(address, port, rank, minutes, opens)
-        server, attempt = _store(address, port, minutes, listener), f"{_attempt()}.{generation()}"
+        server, again = _store(address, port, minutes, listener), generation()
+        attempt = f"{_attempt()}.{again}" if again else _attempt()
         _gather(PrefixStore(f"meet/{attempt}", server), rank, world_size, f"{address}:{port}", minutes)
         return PrefixStore(f"run/{attempt}", server)
     except DistNetworkError as error:
