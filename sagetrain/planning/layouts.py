@@ -12,7 +12,7 @@ from sagetrain.config.arithmetic import idle_share
 from sagetrain.config.layer_specs import layers
 from sagetrain.config.layout import Layout
 from sagetrain.config.rules import fit
-from sagetrain.config.schema import LinearConfig, RunConfig
+from sagetrain.config.schema import LinearConfig, Recomputation, RunConfig
 from sagetrain.costs.accounting import total_bytes, with_recomputation
 from sagetrain.costs.hardware import Hardware
 from sagetrain.costs.host_memory import HOST_SHARE, host_memory_per_rank
@@ -368,7 +368,11 @@ def _recomputing(
     fits, layers = fits_with(way, world_size, vocab_size, hardware), cfg.model.num_layers
     if fits("full"):
         blocks = fewest_blocks(layers, fits)
-        for again in (blocks if blocks < layers else "full", "selective"):
+        ways_back: list[Recomputation] = [blocks if blocks < layers else "full", "selective"]
+        if cfg.model.experts:  # Not every way was proven with them.
+            every = dict.fromkeys([*ways_back, "full"])
+            ways_back = [how for how in every if _allowed(with_recomputation(cfg, how), world_size, vocab_size)]
+        for again in ways_back:
             found = priced(with_recomputation(cfg, again), world_size, vocab_size, hardware, span)
             if found.memory <= usable:
                 yield found
