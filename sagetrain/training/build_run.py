@@ -350,7 +350,12 @@ def resume(files: CheckedFiles, met: Meeting, settled: Settled, engine: Engine) 
 
 
 def assemble(
-    files: CheckedFiles, met: Meeting, settled: Settled, engine: Engine, resumed: Resumed, times: StartTimes
+    files: CheckedFiles,
+    met: Meeting,
+    settled: Settled,
+    engine: Engine,
+    resumed: Resumed,
+    times: StartTimes | None = None,
 ) -> Run:
     """Make the run from the results of the acts, and add its saver, its controllers and its loader; collective."""
     cfg, folder, groups = settled.cfg, files.folder, met.groups
@@ -379,4 +384,6 @@ def assemble(
         num_workers=cfg.data.num_workers,
     )
     loader, valid = loader_of(files.train), loader_of(files.valid) if files.valid else None
+    # Whoever takes the acts by hand need not time them.
+    times = times or StartTimes(time.time())
     return Run(files, met, settled, engine, resumed, saver, controllers, loader, valid, times)
