@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import forked
 import tiny
@@ -265,10 +266,10 @@ def test_ranks_agree_on_a_refusal() -> None:
 
 
 def test_a_model_whose_ranks_cannot_copy_warns_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model without values needs no GPU. Every rank has the refusal, so every rank warns."""
+    """A model without values needs no GPU if its tensors are fake. Every rank has the refusal, so every rank warns."""
     monkeypatch.setattr(copies, "connect", lambda group: "rank 1: GPU 1 cannot reach GPU 0")
     groups = ParallelGroups(Topology(2, 2), 0, tp_group="the two")
     how = {"vocab_size": 128, "groups": groups, "sequence_parallel": True, "seed": None, "device": "cuda"}
     said = "collectives go through NCCL, which slows the matmuls beside them: rank 1: GPU 1 cannot reach GPU 0$"
-    with pytest.warns(UserWarning, match=said):
+    with pytest.warns(UserWarning, match=said), FakeTensorMode():
         tiny.transformer(SHAPE, AttentionConfig(backend="sdpa"), functions=[Sdpa()] * 2, **how)
