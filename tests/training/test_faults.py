@@ -203,7 +203,8 @@ def test_ranks_whose_launcher_is_killed_save_and_leave(tmp_path, corpus, pair) -
     for launcher, step in (("deepspeed", 7), ("torchrun", 24)):
         assert when(launcher, config, reached(config, step), only_the_launcher) == -signal.SIGKILL
     assert log_of(config).count("rank 1: the launcher is gone") == 2
-    assert log_of(config).count("stopped by SIGTERM at step") == 2
+    # Rank 0 looks for the launcher itself, or hears of it from rank 1 before.
+    assert len(re.findall("stopped by (?:SIGTERM|another rank) at step", log_of(config))) == 2
     finish("ranks", config)
     check_undisturbed(tmp_path / "run", pair)
 
