@@ -44,6 +44,8 @@ from sagetrain.parallel.copies import connected
 from sagetrain.parallel.topology import ParallelGroups
 
 _ops, _copies = torch.ops._c10d_functional, torch.ops.sagetrain
+_Started = Callable[[Tensor, ProcessGroup], Tensor]
+"""A function that starts a collective over a group. `finish` waits for its result."""
 
 
 def start_all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -73,10 +75,11 @@ def start_reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
 finish = _ops.wait_tensor
 
 
-def _all_to_all(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Exchange the parts of x [size, ...]. Part i goes to rank i, and part i of the result comes from rank i."""
+def _start_all_to_all(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Start to exchange the parts of x [size, ...]. Part i goes to rank i, and part i of the result comes from rank
+    i."""
     parts = [1] * group.size()
-    y: Tensor = finish(_ops.all_to_all_single(x.contiguous(), parts, parts, group.group_name))
+    y: Tensor = _ops.all_to_all_single(x.contiguous(), parts, parts, group.group_name)
     return y
 
 
@@ -129,39 +132,18 @@ class _GatherFromRegion(torch.autograd.Function):
         return grad.narrow(-1, ctx.rank * ctx.width, ctx.width).contiguous(), None, None
 
 
-class _GatherTokens(torch.autograd.Function):
+class _Exchange(torch.autograd.Function):
+    """Run a collective in the forward pass and its counterpart in the backward pass, and wait for each at once."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        y: Tensor = finish(start_all_gather(x, group))
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, there: _Started, back: _Started) -> Tensor:
+        ctx.group, ctx.back = group, back
+        y: Tensor = finish(there(x, group))
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return finish(start_reduce_scatter(grad, ctx.group)), None
-
-
-class _ScatterSums(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        y: Tensor = finish(start_reduce_scatter(x, group))
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return finish(start_all_gather(grad, ctx.group)), None
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _all_to_all(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _all_to_all(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return finish(ctx.back(grad, ctx.group)), None, None, None
 
 
 class _GatherSequences(torch.autograd.Function):
@@ -179,7 +161,7 @@ class _GatherSequences(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         first, last = grad.unflatten(1, (2 * ctx.group.size(), -1)).chunk(2, 1)  # [B, g, S / 2g, ...] each
         by_rank = torch.stack((first, last.flip(1)), 2).flatten(2, 3).movedim(1, 0)
-        return _all_to_all(by_rank, ctx.group).sum(0, dtype=torch.float32).to(grad.dtype), None
+        return finish(_start_all_to_all(by_rank, ctx.group)).sum(0, dtype=torch.float32).to(grad.dtype), None
 
 
 def _start(
@@ -265,13 +247,13 @@ def finish_leave(x: Tensor | Pending, groups: ParallelGroups, sequence_parallel:
 def gather_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
     """Return the tokens of all ranks of a group, [size * tokens, ...]. Every rank uses them in its own way, so their
     gradients are summed."""
-    y: Tensor = _GatherTokens.apply(x, group)  # type: ignore[no-untyped-call]
+    y: Tensor = _Exchange.apply(x, group, start_all_gather, start_reduce_scatter)  # type: ignore[no-untyped-call]
     return y
 
 
 def scatter_sums(x: Tensor, group: ProcessGroup) -> Tensor:
     """Return this rank's tokens of the sum over the ranks of a group: [size * tokens, ...] -> [tokens, ...]."""
-    y: Tensor = _ScatterSums.apply(x, group)  # type: ignore[no-untyped-call]
+    y: Tensor = _Exchange.apply(x, group, start_reduce_scatter, start_all_gather)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -290,11 +272,18 @@ def scatter_heads(tensors: Sequence[Tensor], num_sequences: int, groups: Paralle
         return [x.unflatten(0, (num_sequences, -1)) for x in tensors]
     repeated = [_repeat(x, groups.ulysses_size // x.shape[1]) for x in tensors]
     by_rank = [x.unflatten(1, (groups.ulysses_size, -1)).movedim(1, 0) for x in repeated]
-    slices = _AllToAll.apply(torch.cat(by_rank, 2), groups.ulysses_group)  # type: ignore[no-untyped-call]
+    slices = _all_to_all(torch.cat(by_rank, 2), groups)
     whole = slices.unflatten(1, (num_sequences, -1)).transpose(0, 1).flatten(1, 2)
     # Attention keeps some of the tensors for its backward pass. They are copied, because a view would keep the memory
     # of all.
     return [x.contiguous() for x in whole.split([x.shape[2] for x in by_rank], 2)]
+
+
+def _all_to_all(x: Tensor, groups: ParallelGroups) -> Tensor:
+    """Exchange the parts of x [u, ...] between the ranks that exchange heads. So are their gradients."""
+    there = back = _start_all_to_all
+    y: Tensor = _Exchange.apply(x, groups.ulysses_group, there, back)  # type: ignore[no-untyped-call]
+    return y
 
 
 def _repeat(x: Tensor, copies: int) -> Tensor:
@@ -309,7 +298,7 @@ def gather_heads(x: Tensor, groups: ParallelGroups) -> Tensor:
     if groups.ulysses_size == 1:
         return x.flatten(0, 1)
     slices = x.unflatten(1, (groups.ulysses_size, -1)).movedim(1, 0).flatten(1, 2)
-    y: Tensor = _AllToAll.apply(slices, groups.ulysses_group).movedim(0, 1).flatten(1, 2)  # type: ignore[no-untyped-call]
+    y: Tensor = _all_to_all(slices, groups).movedim(0, 1).flatten(1, 2)
     return y
 
 
