@@ -2,6 +2,7 @@
 
     python benchmarks/experts.py
     python benchmarks/experts.py --shapes olmoe --tokens 16384 32768 --json experts.json
+    python benchmarks/experts.py --ways bf16 "int8 rowwise" --profile
 
 The whole MLP is timed in these ways, with weights in 8 bits kept as a run keeps them for a step:
 
@@ -14,7 +15,8 @@ Products alone are timed with operands that are rounded beforehand: the three pr
 by torch._grouped_mm, in FP8 by torch._scaled_grouped_mm and by our kernel, and in INT8.
 
 The whole MLP is compiled. Ways take turns; a figure is the median over rounds. Every result is compared with
-a loop over experts in fp32 first, and a way that is wrong is not timed.
+a loop over experts in fp32 first, and a way that is wrong is not timed. `--profile` prints the kernels of each way's
+whole MLP by their time.
 """
 
 from __future__ import annotations
@@ -59,10 +61,12 @@ SHAPES = {
 }
 SPREAD = 1.0
 """The standard deviation of a bias of the logits, by which some experts are chosen more often, as early in training."""
-JUDGED_TOKENS = 1024
+PROFILED, LISTED = 4, 24
+"""The calls of a profile, and the kernels of it that are printed."""
 LIMITS = {"torch": 0.02, "bf16": 0.01, "int8": 0.05, "fp8": 0.12}
 """Largest relative errors of the output and of all gradients, by the first word of a way."""
 PRODUCT_LIMITS = {"bf16": 0.005, "int8": 0.02, "fp8": 0.06}
+WAYS = ["torch", "bf16", *map(" ".join, GROUPED_RECIPES)]
 Way = Callable[..., Tensor]
 
 
@@ -190,18 +194,37 @@ def dense_action(shape: Shape, x: Tensor, grad: Tensor) -> Callable[[], object]:
     return lambda: torch.autograd.grad(mlp(leaf, *weights), (leaf, *weights), grad)
 
 
-def measure(shape: Shape, tokens: int) -> dict[str, float]:
+def measure(shape: Shape, tokens: int, names: Sequence[str], profiles: bool) -> dict[str, float]:
     """Return the milliseconds of forward and backward of the whole MLP, by way."""
-    device = torch.device("cuda")
-    mixture, grad = random_mixture(shape, tokens, device)
-    few, few_grad = mixture._replace(x=mixture.x[:JUDGED_TOKENS]), grad[:JUDGED_TOKENS]
-    truth = judge(few, few_grad)
+    mixture, grad = random_mixture(shape, tokens, torch.device("cuda"))
+    truth = judge(mixture, grad)
     actions = {"dense": dense_action(shape, mixture.x, grad)}
     for name, way in ways_of(mixture).items():
-        check(name, results(way, few, few_grad), truth)
-        compiled = torch.compile(way, fullgraph=True, dynamic=False)
-        actions[name] = partial(results, compiled, mixture, grad)
+        if name in names:
+            actions[name] = partial(results, torch.compile(way, fullgraph=True, dynamic=False), mixture, grad)
+            check(name, actions[name](), truth)
+    del truth
+    if profiles:
+        for name, action in actions.items():
+            print(profile(name, action), flush=True)
     return in_turn(actions)
+
+
+def profile(name: str, action: Callable[[], object]) -> str:
+    """Return a line for each kernel of an action, by its time."""
+    action()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        for _ in range(PROFILED):
+            action()
+        torch.cuda.synchronize()
+    kernels = sorted(found.key_averages(), key=lambda one: -one.device_time_total)
+    lines = [
+        f"  {one.device_time_total / PROFILED:8.1f} us {one.count / PROFILED:5.1f} x  {one.key[:90]}"
+        for one in kernels[:LISTED]
+    ]
+    whole = sum(one.device_time_total for one in kernels) / PROFILED
+    return "\n".join((f"{name}: {whole:.0f} us of kernels", *lines))
 
 
 def product_ways(shape: Shape, tokens: int, device: torch.device) -> dict[str, list[Callable[[], Tensor]]]:
@@ -296,6 +319,8 @@ def main() -> None:
     parser.add_argument(
         "--tokens", type=int, nargs="+", default=[16384], help="of a micro-batch (default: %(default)s)"
     )
+    parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS, help="beside dense (default: all of them)")
+    parser.add_argument("--profile", action="store_true", help="print the kernels of the whole MLP by their time")
     parser.add_argument("--json", type=Path, help="write the milliseconds there as well")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -307,7 +332,7 @@ def main() -> None:
     for name in args.shapes:
         for tokens in args.tokens:
             key = f"{name}, {tokens} tokens"
-            found["mlp"][key] = measure(SHAPES[name], tokens)
+            found["mlp"][key] = measure(SHAPES[name], tokens, args.ways, args.profile)
             print(f"{key}: {line(found['mlp'][key], 'bf16')}", flush=True)
             found["products"][key] = measure_products(SHAPES[name], tokens)
             print(f"{key}, products alone: {line(found['products'][key], 'bf16')}", flush=True)
