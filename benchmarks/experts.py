@@ -43,6 +43,7 @@ from sagekernels.grouped_products import (
     GROUPED_PRODUCT,
     GROUPED_WEIGHT_PRODUCT,
 )
+from step import print_profile
 
 
 class Shape(NamedTuple):
@@ -61,8 +62,8 @@ SHAPES = {
 }
 SPREAD = 1.0
 """The standard deviation of a bias of the logits, by which some experts are chosen more often, as early in training."""
-PROFILED, LISTED = 4, 24
-"""The calls of a profile, and the kernels of it that are printed."""
+PROFILED = 24
+"""The kernels of a profile that are printed."""
 LIMITS = {"torch": 0.02, "bf16": 0.01, "int8": 0.05, "fp8": 0.12}
 """Largest relative errors of the output and of all gradients, by the first word of a way."""
 PRODUCT_LIMITS = {"bf16": 0.005, "int8": 0.02, "fp8": 0.06}
@@ -206,25 +207,8 @@ def measure(shape: Shape, tokens: int, names: Sequence[str], profiles: bool) -> 
     del truth
     if profiles:
         for name, action in actions.items():
-            print(profile(name, action), flush=True)
+            print_profile(name, action, PROFILED)
     return in_turn(actions)
-
-
-def profile(name: str, action: Callable[[], object]) -> str:
-    """Return a line for each kernel of an action, by its time."""
-    action()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
-        for _ in range(PROFILED):
-            action()
-        torch.cuda.synchronize()
-    kernels = sorted(found.key_averages(), key=lambda one: -one.device_time_total)
-    lines = [
-        f"  {one.device_time_total / PROFILED:8.1f} us {one.count / PROFILED:5.1f} x  {one.key[:90]}"
-        for one in kernels[:LISTED]
-    ]
-    whole = sum(one.device_time_total for one in kernels) / PROFILED
-    return "\n".join((f"{name}: {whole:.0f} us of kernels", *lines))
 
 
 def product_ways(shape: Shape, tokens: int, device: torch.device) -> dict[str, list[Callable[[], Tensor]]]:

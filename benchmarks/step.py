@@ -250,16 +250,17 @@ def free() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def print_profile(name: str, step: Callable[[], Tensor], rows: int) -> None:
+def print_profile(name: str, step: Callable[[], object], rows: int) -> None:
+    """Print the kernels of a step that take most time."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         step()
         torch.cuda.synchronize()
     print(f"\nkernels of one step, {name}:")
     events = sorted(profile.key_averages(), key=lambda e: -e.self_device_time_total)
-    print(f"  {sum(e.self_device_time_total for e in events) / 1e3:8.2f} ms in {sum(e.count for e in events)} kernels")
+    print(f"  {sum(e.self_device_time_total for e in events) / 1e3:8.3f} ms in {sum(e.count for e in events)} kernels")
     for event in events[:rows]:
-        print(f"  {event.self_device_time_total / 1e3:8.2f} ms {event.count:5d} x  {event.key[:110]}")
+        print(f"  {event.self_device_time_total / 1e3:8.3f} ms {event.count:5d} x  {event.key[:110]}")
 
 
 def flash_attention_4() -> bool:

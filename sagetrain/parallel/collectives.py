@@ -281,8 +281,9 @@ def scatter_heads(tensors: Sequence[Tensor], num_sequences: int, groups: Paralle
 
 def _all_to_all(x: Tensor, groups: ParallelGroups) -> Tensor:
     """Exchange the parts of x [u, ...] between the ranks that exchange heads. So are their gradients."""
-    there = back = _start_all_to_all
-    y: Tensor = _Exchange.apply(x, groups.ulysses_group, there, back)  # type: ignore[no-untyped-call]
+    y: Tensor = _Exchange.apply(  # type: ignore[no-untyped-call]
+        x, groups.ulysses_group, _start_all_to_all, _start_all_to_all
+    )
     return y
 
 
