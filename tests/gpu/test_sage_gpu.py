@@ -10,11 +10,12 @@ import time
 import pytest
 import torch
 
+from kernel_inputs import chunk_bounds
 from sagekernels import backends, nvrtc, sage_attention, tune
 from sagekernels.admission import median_seconds
 from sagekernels.call import RECIPES
 from sagekernels.launch import launch_tiles
-from sagekernels.testing import Shape, call_of, chunk_bounds, errors, exact_results, random_inputs, results_of
+from sagekernels.testing import Shape, call_of, errors, exact_results, random_inputs, results_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (8, 0)

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernel_inputs import random_swiglu, swiglu_gradients_error
 from sagekernels.casts import NUMBERS, largest_twin, quantize_both
 from sagekernels.lowbit import RECIPES
 from sagekernels.matmul import Matmul
 from sagekernels.swiglu import swiglu_gradients_triton, swiglu_gradients_twin, swiglu_triton
-from sagekernels.testing import random_swiglu, swiglu_gradients_error
 from sagetrain.config.layer_specs import layers
 from sagetrain.config.schema import ModelConfig
 from sagetrain.model.mlp import MLP

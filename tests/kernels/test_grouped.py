@@ -11,12 +11,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from kernel_inputs import random_choices
 from sagekernels import grouped_casts, grouped_products, grouped_swiglu
 from sagekernels.casts import E4M3, INT8, quantize
 from sagekernels.grouped import COMBINE_ROWS, GATHER_ROWS, PLAN_ROWS, TILE, combine, gather, plan_rows
 from sagekernels.grouped_matmul import GROUPED_RECIPES, GroupedLowBit, GroupedMatmul, grouped_gated, grouped_matmul
 from sagekernels.grouped_swiglu import weighted_swiglu
-from sagekernels.testing import random_choices, rel_l2
+from sagekernels.testing import rel_l2
 
 LOADS = (0, 17, 128, 1, 129, 0, 40, 0)
 TOP, HIDDEN, INNER = 3, 32, 48

@@ -17,9 +17,9 @@ from torch import Tensor
 from interpreted import INSIDE, poisoned_memory  # noqa: F401
 
 if INSIDE:
+    from kernel_inputs import random_choices, random_swiglu, swiglu_gradients_error
     from sagekernels import grouped, grouped_casts, grouped_products, grouped_swiglu
     from sagekernels.casts import E4M3, INT8
-    from sagekernels.testing import random_choices, random_swiglu, swiglu_gradients_error
 
     every_number = pytest.mark.parametrize("number", [INT8, E4M3], ids=str)
 

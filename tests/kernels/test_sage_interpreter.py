@@ -18,6 +18,7 @@ if not INSIDE:
         run_interpreted()
 
 else:
+    from kernel_inputs import chunk_bounds, random_swiglu, swiglu_gradients_error
     from sagekernels import sage_attention
     from sagekernels.backward import triton_backward
     from sagekernels.call import Projection
@@ -45,17 +46,14 @@ else:
     from sagekernels.testing import (
         Shape,
         call_of,
-        chunk_bounds,
         errors,
         exact_results,
         qk_norm_rope_errors,
         random_inputs,
         random_qk,
         random_sinks,
-        random_swiglu,
         rel_l2,
         results_of,
-        swiglu_gradients_error,
     )
 
     COMPILER_IMPORTED = "torch._dynamo" in sys.modules

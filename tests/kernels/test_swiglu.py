@@ -10,11 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tiny
 from backward_graph import backward_calls
+from kernel_inputs import random_swiglu, swiglu_gradients_error
 from sagekernels.casts import QUANTIZE_BOTH, largest_twin
 from sagekernels.lowbit import RECIPES
 from sagekernels.matmul import Matmul
 from sagekernels.swiglu import SWIGLU, SWIGLU_GRADIENTS, swiglu, swiglu_gradients_twin
-from sagekernels.testing import random_swiglu, swiglu_gradients_error
 from sagetrain.config.layer_specs import layers
 from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig
 from sagetrain.model import mlp

@@ -14,7 +14,7 @@ from torch import Tensor
 import tiny
 from counted import run_config, saved_bytes_per_token
 from distributed import run_distributed
-from sagekernels.testing import chunk_bounds
+from kernel_inputs import chunk_bounds
 from sagetrain.checkpoint import on_disk, reading
 from sagetrain.checkpoint.reading import Reader
 from sagetrain.config.schema import AttentionConfig, ModelConfig

@@ -1,0 +1,72 @@
+"""Inputs of the kernels around attention, and the errors of SwiGLU's gradients. Float64 is the judge."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sagekernels.testing import rounding_errors
+
+
+def random_swiglu(
+    rows: int, columns: int, magnitude: float, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradient of silu(gate) * up, gate and up, [rows, columns] each. gate and up are views of one matrix.
+    Some gates are at the ends of the sigmoid, ±80 and ±200, and some up are 0."""
+    draw = torch.Generator(device).manual_seed(rows)
+    grad, gate, up = (torch.randn(rows, columns, generator=draw, device=device) for _ in range(3))
+    gate, up, grad = 3 * gate, magnitude * up, magnitude * grad
+    ends = torch.tensor([80.0, -80.0, 200.0, -200.0, 0.0], device=device)
+    gate[::7] = ends.repeat(columns // 5 + 1)[:columns]
+    up[:, columns // 3 :: 50] = 0
+    gate, up = torch.cat((gate, up), 1).to(dtype).split(columns, 1)
+    return grad.to(dtype), gate, up
+
+
+def swiglu_gradients_error(found: Tensor, grad: Tensor, gate: Tensor, up: Tensor) -> float:
+    """Return the largest error of the gradients of gate and up, side by side, against float64. The unit is what one
+    rounding and float32 before it allow, so 1 is the limit. NaN if any is."""
+    grad64, x, up64 = grad.double(), gate.double(), up.double()
+    sigmoid = x.sigmoid()
+    exact = torch.cat((grad64 * up64 * sigmoid * (1 + x * (1 - sigmoid)), grad64 * x * sigmoid), 1)
+    # float32 errs by some last places of the terms, and of e^-x by more the larger x is. It has no sigmoid below 1e-37.
+    # Where a product is subnormal it errs by last places of 2^-149, before 1 + x (1 - sigmoid) multiplies it.
+    steps = (4e-7 * sigmoid + 1e-37) * (1 + x.abs() * (1 - sigmoid))
+    of_gate = ((grad64 * up64).abs() * steps + 2**-149) * (1 + x.abs())
+    float32 = torch.cat((of_gate, (grad64 * x).abs() * steps + 2**-149), 1)
+    return rounding_errors(found, exact, float32)
+
+
+def random_choices(loads: Sequence[int], top: int, device: torch.device | str = "cpu") -> Tensor:
+    """Return choices [T, top] of so few tokens as possible, of which each expert has its load. A token's choices are
+    different, in no order. Where the loads leave places over they are -1, as experts of another rank."""
+    total = sum(loads)
+    tokens = max(-(-total // top), *loads)
+    draw = torch.Generator().manual_seed(total)
+    flat = torch.full((top * tokens,), -1)
+    flat[:total] = torch.arange(len(loads)).repeat_interleave(torch.tensor(loads))
+    choices = flat.view(top, tokens).t()[torch.randperm(tokens, generator=draw)]
+    return choices.gather(1, torch.rand(choices.shape, generator=draw).argsort(1)).to(device)
+
+
+def chunk_bounds(
+    queries: int, keys: int, documents: Sequence[Sequence[int]], device: torch.device | str = "cpu"
+) -> Tensor:
+    """Return the bounds of sage_attention where each row holds some sequences, of which `queries` last tokens of the
+    first `keys` are queries.
+
+    Args:
+        documents: the lengths of the documents of each sequence. They add up to `keys`.
+    """
+    i, j = torch.arange(keys - queries, keys)[:, None], torch.arange(keys)
+    blocks = []
+    for lengths in documents:
+        document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+        blocks.append((document[i] == document[j]) & (j <= i))
+    seen = torch.block_diag(*(block.float() for block in blocks)).int()
+    found = []
+    for axis in (1, 0):
+        starts, count = seen.argmax(axis), seen.sum(axis)
+        ends = (starts + count).cummax(0).values
+        found.append(torch.stack((torch.where(count > 0, starts, ends), ends)))  # No query sees some of the keys.
+    return torch.cat(found, 1).int().to(device)
