@@ -82,8 +82,7 @@ _KEYS: dict[str, str] = {
         "attention.backend": "attn_implementation attention_implementation attn_backend attention_backend "
         "use_flash_attn use_flash_attention flash_attention attention.implementation attention.type "
         "attention.precision attn_type",
-        "attention.backend, for all layers; stability.precision moves single layers": "attention.layers "
-        "attention.overrides",
+        "attention.backend, for all layers": "attention.layers attention.overrides",
         "linear.precision": "float8 fp8 mxfp8 quantize quantization fp8_format fp8_recipe linear.dtype linear.type",
         "linear.keep_first_blocks, keep_last_blocks or keep_layers_below": "linear.filter filter_fqns linear.overrides "
         "linear.layers linear.exclude first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16",
