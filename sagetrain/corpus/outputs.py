@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from sagetrain.config.errors import ConfigError, many
-from sagetrain.config.rules.data import CHAT_TEMPLATE
+from sagetrain.config.rules.prepared import CHAT_TEMPLATE
 from sagetrain.corpus.chunk import Place
 from sagetrain.corpus.counts import Counts, Tally
 from sagetrain.corpus.destination import Destination

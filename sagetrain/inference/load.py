@@ -15,7 +15,7 @@ from sagetrain.config.arguments import LoadedAttention, LoadedPrecision, spelled
 from sagetrain.config.arithmetic import low_bit_linear, padded_vocab_size
 from sagetrain.config.errors import CheckpointError, ConfigError, no_run
 from sagetrain.config.load import load_config, saved_config
-from sagetrain.config.rules.data import CHAT_TEMPLATE
+from sagetrain.config.rules.prepared import CHAT_TEMPLATE
 from sagetrain.config.schema import LinearConfig, RunConfig, tokenizer_in
 from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
 from sagetrain.data.tokenizer_copy import kept_templates

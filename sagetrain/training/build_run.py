@@ -35,7 +35,7 @@ from sagetrain.cluster.run_folder import RunFolder
 from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.layout import Layout
-from sagetrain.config.rules.data import TEXT_PREFIX, chat_templates, prepared, text_prefixes
+from sagetrain.config.rules.prepared import TEXT_PREFIX, chat_templates, prepared, text_prefixes
 from sagetrain.config.schema import RunConfig
 from sagetrain.config.tokens_per_step import tokens_per_step
 from sagetrain.costs.accounting import overlaps

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from prepare_inputs import TEXTS, documents, prepare, published_tokenizer, quiet
 from sagetrain.config import ConfigError
-from sagetrain.config.rules.data import prepared, text_prefixes
+from sagetrain.config.rules.prepared import prepared, text_prefixes
 from sagetrain.config.schema import DataConfig
 from sagetrain.corpus import encode, files, journal
 from sagetrain.corpus.records import Chats, Notes, Pairs, records_of

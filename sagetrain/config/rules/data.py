@@ -3,17 +3,16 @@ documents that share a sequence."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from sagetrain.config.errors import Finding
+from sagetrain.config.rules import prepared
 from sagetrain.config.rules.findings import error, no_effect, samples_off, warning
-from sagetrain.config.schema import NO_DATA, TOKENIZER_JSON, TOKENIZER_NAME, DataConfig, EvaluationConfig, RunConfig
+from sagetrain.config.schema import NO_DATA, TOKENIZER_JSON, TOKENIZER_NAME, EvaluationConfig, RunConfig
 
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})")
 """The names of the files that `sagetrain prepare --shard` writes."""
@@ -26,13 +25,8 @@ WRITTEN = (
 _CACHES = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 """The environment variables that name folders in which torch.compile and Triton keep what they have compiled."""
 _TOKENIZERS = (TOKENIZER_JSON, TOKENIZER_NAME)
-TEXT_PREFIX = "text_prefix"
-"""The key of a checkpoint's state for the tokens that the model learned before every text."""
 ORDER = "order of samples (hash of token files, weights, seq_length and seed)"
 """The name that the order of samples has in a run's identity."""
-CHAT_TEMPLATE = "chat_template"
-"""The key for the chat template of the data, in the record of a token file and in a checkpoint's state. The value is
-one template, or templates by name, as in tokenizer_config.json."""
 
 
 def findings(cfg: RunConfig, required: bool, tokens_given: bool = False) -> Iterator[Finding]:
@@ -46,9 +40,7 @@ def findings(cfg: RunConfig, required: bool, tokens_given: bool = False) -> Iter
     yield from _run_url(cfg, required)
     yield from _caches(required)
     yield from _weights(cfg)
-    records = prepared(cfg.data)
-    yield from _prefixes(cfg, records)
-    yield from _templates(cfg, records)
+    yield from prepared.findings(cfg)
     yield from repeats(cfg)
     if cfg.data.document_positions and not cfg.data.document_attention:
         yield error(
@@ -335,99 +327,12 @@ def _start(cfg: RunConfig, required: bool) -> Iterator[Finding]:
             "is this run's own folder: it goes on from its checkpoints anyway",
             "leave it out to go on, or choose another training.run_dir for a new run",
         )
-    elif not (cfg.training.run_url or any(run_dir.glob("checkpoints/step-*")) or _manifests(start)):
+    elif not (cfg.training.run_url or any(run_dir.glob("checkpoints/step-*")) or prepared.manifests(start)):
         fix, message = "name the folder of a run, one of its checkpoints/step-N, or what `sagetrain import` wrote", ""
         if Path(start, "config.json").is_file():
             message = ", and a config.json as in Hugging Face folders"
             fix = f"read it first, `sagetrain import {start} RUN`, and name RUN"
         yield _missing(required, "training.init_from", start, f"no checkpoint there{message}", fix)
-
-
-def _manifests(start: str) -> list[Path]:
-    """Return the manifests of the checkpoints that training.init_from can mean: those of a run, the newest last, or the
-    checkpoint itself."""
-    return sorted(Path(start).glob("checkpoints/step-*/manifest.json")) + [*Path(start).glob("manifest.json")]
-
-
-def prepared(data: DataConfig) -> dict[str, dict[str, Any]]:
-    """Return the records that `sagetrain prepare` wrote beside the training files, by path. Files from elsewhere have
-    an empty record."""
-    return {path: _read(Path(f"{path}.json")) for source in data.train for path in source.files}
-
-
-def _request(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what `sagetrain prepare` was asked for. A record that is damaged is an error elsewhere."""
-    request = record.get("request")
-    return request if isinstance(request, dict) else {}
-
-
-def _of_chats(record: Mapping[str, Any]) -> bool:
-    return "template_sha256" in (_request(record).get("records") or ())
-
-
-def text_prefixes(records: Mapping[str, Mapping[str, Any]]) -> dict[str, list[int]]:
-    """Return the tokens that `sagetrain prepare` put before each document, by path of the token file. Files from
-    elsewhere are left out, and so are chats, because their template writes those tokens."""
-    return {
-        path: _request(record).get("prefix", [])
-        for path, record in records.items()
-        if "tokenizer_sha256" in record and not _of_chats(record)
-    }
-
-
-def chat_templates(records: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the chat templates of the `prepared` files that hold chats, by path. A template is empty for files that an
-    earlier version prepared, because it kept none."""
-    return {path: record.get(CHAT_TEMPLATE, "") for path, record in records.items() if _of_chats(record)}
-
-
-def _templates(cfg: RunConfig, records: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
-    """Find training files of chats that do not know their template, or whose template differs from that of the first
-    file."""
-    templates = chat_templates(records)
-    first = next((path for path, template in templates.items() if template), "")
-    for i, source in enumerate(cfg.data.train):
-        if unknown := [path for path in source.files if templates.get(path) == ""]:
-            yield warning(
-                "chat_template",
-                f"data.train.{i}.path",
-                unknown[0],
-                "an earlier version prepared its chats, which did not record their template: the tokenizer's own goes "
-                "along to `sagetrain generate --chat` and `sagetrain export`",
-                "prepare it again (--overwrite) if its template was another one (--chat-template)",
-            )
-        if others := [path for path in source.files if templates.get(path, "") not in ("", templates.get(first))]:
-            yield warning(
-                "chat_template",
-                f"data.train.{i}.path",
-                others[0],
-                f"its chats were written by another chat template than those of {first}: the model learns two formats, "
-                "and the one of the first file alone goes along to `sagetrain generate --chat` and `sagetrain export`",
-                "prepare the files with one template (--chat-template)",
-            )
-
-
-def _prefixes(cfg: RunConfig, records: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
-    """Find training files whose documents lack the first tokens that other files have, or that the model to start from
-    learned."""
-    begins, start = text_prefixes(records), cfg.training.init_from
-    there = _manifests(start) if start else []
-    learned = _read(there[-1]).get("state", {}).get(TEXT_PREFIX) if there else None
-    other, wanted = next(((f"those of {path}", prefix) for path, prefix in begins.items() if prefix), ("", []))
-    if learned:
-        other, wanted = f"those of {start}", learned
-    for i, source in enumerate(cfg.data.train):
-        lacking = [path for path in source.files if begins.get(path) == []]
-        if wanted and lacking:
-            yield warning(
-                "text_prefix",
-                f"data.train.{i}.path",
-                lacking[0],
-                f"documents do not begin with tokens {wanted} in {len(lacking)} of {len(source.files)} files of this "
-                f"source, but {other} do, and so will texts that the model is asked about",
-                "prepare it again (--overwrite) with the tokenizer of those: `sagetrain prepare` puts before each "
-                "document what the tokenizer puts before a text",
-            )
 
 
 def repeats(cfg: RunConfig) -> Iterator[Finding]:
@@ -461,15 +366,6 @@ def _tokens(prefix: str) -> int:
         return Path(f"{prefix}.bin").stat().st_size // {3: 2, 4: 4, 5: 8, 8: 2}[code]
     except (OSError, IndexError, KeyError):
         return 0
-
-
-def _read(file: Path) -> dict[str, Any]:
-    """Return the contents of a JSON file. Return an empty dict if it cannot be read, which is reported elsewhere."""
-    try:
-        tree = json.loads(file.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return tree if isinstance(tree, dict) else {}
 
 
 def _missing(required: bool, key: str, value: str | None, message: str, fix: str) -> Finding:
