@@ -35,8 +35,8 @@ from sagetrain.planning.result import Plan
 # These modules import torch.
 if TYPE_CHECKING:
     from sagetrain.comparing.analysis import Comparison
+    from sagetrain.data.batch import Sample
     from sagetrain.data.function import SampleFunction
-    from sagetrain.data.loader import Sample
     from sagetrain.engines.protocol import StepResult
     from sagetrain.inference.evaluate import Evaluation
     from sagetrain.inference.generate import Completion

@@ -26,7 +26,8 @@ from sagetrain.config.schema import Recomputation, RunConfig
 from sagetrain.costs.accounting import overlaps, total_bytes, with_recomputation
 from sagetrain.costs.hardware import usable_bytes
 from sagetrain.costs.memory import memory_per_rank
-from sagetrain.data.loader import Batch, SampleStream, batch_of
+from sagetrain.data.batch import Batch, batch_of
+from sagetrain.data.loader import SampleStream
 from sagetrain.model.selection import matmuls_of
 from sagetrain.parallel.topology import ParallelGroups
 

@@ -10,7 +10,8 @@ import numpy as np
 
 from sagetrain.config.errors import ConfigError, TrainingError
 from sagetrain.config.schema import DataConfig
-from sagetrain.data.loader import Sample, SampleStream
+from sagetrain.data.batch import Sample
+from sagetrain.data.loader import SampleStream
 
 SampleFunction = Callable[[int], Sample | np.ndarray | Sequence[int]]
 """A user's source of tokens: the index of a sequence of the run, from 0 -> its seq_length + 1 tokens, or a Sample that

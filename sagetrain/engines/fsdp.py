@@ -36,7 +36,7 @@ from torch import Tensor
 
 from sagetrain.config.layout import Layout
 from sagetrain.config.schema import RunConfig
-from sagetrain.data.loader import Batch
+from sagetrain.data.batch import Batch
 from sagetrain.engines.gather import how_gathered
 from sagetrain.engines.gradient_sums import HostSums, LeafSums, ShardedSums
 from sagetrain.engines.hooks import Hooks

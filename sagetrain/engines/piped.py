@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sagetrain.data.loader import Batch
+from sagetrain.data.batch import Batch
 from sagetrain.engines.hooks import Hooks
 from sagetrain.engines.protocol import Observers, Watched
 from sagetrain.engines.traversal import Passes, Plain, count, noise_of, watched

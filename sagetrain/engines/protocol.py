@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from sagetrain.data.loader import Batch
+from sagetrain.data.batch import Batch
 from sagetrain.model.tensors import TensorSpec
 from sagetrain.model.transformer import Gradients, Transformer
 from sagetrain.optim.pieces import State, Weights

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from sagekernels import observe
 from sagekernels.graphs import Pool, Record, Recording, hooks_of, leave_default_stream
 from sagetrain.config.layout import Refusal
-from sagetrain.data.loader import Batch
+from sagetrain.data.batch import Batch
 from sagetrain.engines.gradient_sums import LeafSums
 from sagetrain.engines.model_weights import ResidentWeights
 from sagetrain.engines.protocol import Observers

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sagetrain.checkpoint.ledger import fold
-from sagetrain.data.loader import Batch
+from sagetrain.data.batch import Batch
 from sagetrain.engines.gradients import Parts, StepGradients
 from sagetrain.engines.protocol import NOBODY, Observers, Probe, StepResult, never
 from sagetrain.engines.traversal import Passes, Plain, counted_of

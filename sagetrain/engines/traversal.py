@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sagetrain.data.loader import Batch
+from sagetrain.data.batch import Batch
 from sagetrain.engines.protocol import Observers, Watched
 from sagetrain.model.transformer import Transformer, gradients
 from sagetrain.parallel.topology import ParallelGroups

@@ -28,7 +28,8 @@ from sagekernels.matmul import Matmul
 from sagetrain.config.arithmetic import low_bit_linear
 from sagetrain.config.errors import ConfigError, many
 from sagetrain.config.schema import AttentionConfig, MonitorConfig
-from sagetrain.data.loader import Batch, Loader, SampleStream
+from sagetrain.data.batch import Batch
+from sagetrain.data.loader import Loader, SampleStream
 from sagetrain.data.token_file import check_writable
 from sagetrain.inference.load import TrainedRun
 from sagetrain.inference.located import check_there

@@ -15,7 +15,8 @@ from tqdm import tqdm
 from sagetrain.config.arguments import spelled
 from sagetrain.config.errors import ConfigError, many
 from sagetrain.config.schema import DataSource
-from sagetrain.data.loader import MASKED, Batch, Loader, SampleStream, batch_of
+from sagetrain.data.batch import MASKED, Batch, batch_of
+from sagetrain.data.loader import Loader, SampleStream
 from sagetrain.data.token_files import source_names
 from sagetrain.inference.load import TrainedRun
 from sagetrain.inference.located import check_there

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sagetrain.config.errors import ConfigError
-from sagetrain.data.loader import Batch, Sample, batch_of
+from sagetrain.data.batch import Batch, Sample, batch_of
 from sagetrain.data.tokenizer import Tokenizer
 from sagetrain.inference.load import TrainedRun
 from sagetrain.parallel.topology import ParallelGroups

@@ -21,7 +21,7 @@ from sagetrain.config.schema import DataSource, is_url
 from sagetrain.corpus.encode import Encoder, encode
 from sagetrain.corpus.request import TextRequest
 from sagetrain.corpus.sources import Corpus
-from sagetrain.data.loader import Sample
+from sagetrain.data.batch import Sample
 from sagetrain.data.token_file import TokenFile, token_path
 from sagetrain.data.token_files import check_tokenizers, check_vocabulary
 from sagetrain.data.tokenizer import Tokenizer

@@ -20,7 +20,7 @@ from torch import Tensor
 from sagetrain.checkpoint.state import Texts
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.schema import DataConfig, EvaluationConfig
-from sagetrain.data.loader import Batch
+from sagetrain.data.batch import Batch
 from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
 from sagetrain.engines.protocol import Engine
 from sagetrain.inference.generate import Sampling, finished

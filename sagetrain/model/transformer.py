@@ -211,7 +211,7 @@ class Transformer(nn.Module):
         """Return the mean loss over this rank's tokens, or the cross-entropy of each token, or their logits.
 
         Under context parallelism, this rank's tokens are a slice [B, S / cp] of every sequence
-        (data.loader.Batch.inputs cuts it). The loss of the sequences is then the mean over the context-parallel ranks.
+        (data.batch.Batch.inputs cuts it). The loss of the sequences is then the mean over the context-parallel ranks.
 
         Args:
             tokens: int64 [B, S (/ cp)].

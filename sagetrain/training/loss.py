@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sagetrain.cluster.failures import Failures
 from sagetrain.config.errors import ConfigError, many
-from sagetrain.data.loader import MASKED
+from sagetrain.data.batch import MASKED
 from sagetrain.parallel.cross_entropy import OwnLoss, is_by_sequence
 
 

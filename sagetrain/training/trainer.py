@@ -29,7 +29,7 @@ from sagetrain.config.load import dump_config
 from sagetrain.config.schema import NoiseAwareTokens
 from sagetrain.config.tokens_per_step import stages
 from sagetrain.costs.accounting import flops_per_token
-from sagetrain.data.loader import Batch, Sample, batch_of
+from sagetrain.data.batch import Batch, Sample, batch_of
 from sagetrain.engines.protocol import Engine, StepResult
 from sagetrain.parallel.rng import rng_state
 from sagetrain.stability.controller import Event

@@ -14,7 +14,7 @@ from distributed import run_distributed
 from sagetrain.auto import overlap_choice
 from sagetrain.auto.overlap_choice import record, settle_overlap, time_overlap
 from sagetrain.config import RunConfig
-from sagetrain.data.loader import Batch
+from sagetrain.data.batch import Batch
 from sagetrain.model.compile import compile_blocks
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")

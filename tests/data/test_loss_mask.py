@@ -23,7 +23,8 @@ from sagetrain.config.schema import DataSource
 from sagetrain.corpus.records import Pairs
 from sagetrain.corpus.token_writer import TokenFileWriter
 from sagetrain.data import verify
-from sagetrain.data.loader import MASKED, Batch, Loader, SampleStream
+from sagetrain.data.batch import MASKED, Batch
+from sagetrain.data.loader import Loader, SampleStream
 from sagetrain.data.token_file import TokenFile, token_path
 from sagetrain.inference.evaluate import evaluate, evaluate_texts, together
 from sagetrain.inference.load import load_run

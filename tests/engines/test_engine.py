@@ -18,7 +18,7 @@ from sagetrain.checkpoint.reading import Reader
 from sagetrain.config import ConfigError
 from sagetrain.config.rules import fit
 from sagetrain.config.rules.deepspeed import PROVEN
-from sagetrain.data.loader import Batch
+from sagetrain.data.batch import Batch
 from sagetrain.engines.build_engine import build_engine
 from sagetrain.model.chunks import whole
 from sagetrain.parallel.topology import ParallelGroups

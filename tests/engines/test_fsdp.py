@@ -28,7 +28,7 @@ from sagetrain.config.errors import TrainingError
 from sagetrain.config.layout import Layout
 from sagetrain.costs.host_memory import host_memory_per_rank
 from sagetrain.costs.memory import memory_per_rank
-from sagetrain.data.loader import Batch
+from sagetrain.data.batch import Batch
 from sagetrain.engines import fsdp, kept_weights
 from sagetrain.engines.build_engine import build_engine
 from sagetrain.engines.protocol import Engine, Observers

@@ -19,7 +19,7 @@ from sagetrain.checkpoint import on_disk, reading
 from sagetrain.checkpoint.reading import Reader
 from sagetrain.config import RunConfig
 from sagetrain.config.schema import AttentionConfig, MonitorConfig
-from sagetrain.data.loader import Batch
+from sagetrain.data.batch import Batch
 from sagetrain.engines.protocol import Engine, Observers
 from sagetrain.model.backends import attention_function
 from sagetrain.parallel.topology import ParallelGroups

@@ -16,7 +16,7 @@ from fake_graph import Counted, FakeGraph, differences
 from sagekernels.autograd import DOCUMENT_BOUNDS
 from sagetrain.config.layout import Layout
 from sagetrain.config.rules.engine import findings
-from sagetrain.data.loader import Batch, Sample, batch_of
+from sagetrain.data.batch import Batch, Sample, batch_of
 from sagetrain.engines import replayed
 from sagetrain.engines.fsdp import FsdpEngine
 from sagetrain.engines.protocol import Observers

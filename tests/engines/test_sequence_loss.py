@@ -13,7 +13,7 @@ from llama_reference import reference_logits
 from sagetrain import by_sequence
 from sagetrain.cluster.failures import Failures
 from sagetrain.config import RunConfig
-from sagetrain.data.loader import MASKED, Batch
+from sagetrain.data.batch import MASKED, Batch
 from sagetrain.engines.build_engine import build_engine
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.training.loss import GuardedLoss

@@ -10,7 +10,7 @@ import torch
 import tiny
 from distributed import run_distributed
 from process_memory import resident, return_what_is_freed
-from sagetrain.data.loader import Batch
+from sagetrain.data.batch import Batch
 from sagetrain.engines.build_engine import build_engine, partitioner
 from sagetrain.model.selection import matmuls_of
 

@@ -9,7 +9,7 @@ import tiny
 from distributed import run_distributed
 from sagetrain.cluster.join import init_distributed
 from sagetrain.config.schema import AttentionConfig, ModelConfig
-from sagetrain.data.loader import Batch, Sample, batch_of
+from sagetrain.data.batch import Batch, Sample, batch_of
 from sagetrain.model.backends import attention_function, token_layout
 from sagetrain.model.compile import compile_blocks
 from sagetrain.model.selection import resolve_backend

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import tiny
 from distributed import run_distributed
 from sagetrain.cluster.join import init_distributed
-from sagetrain.data.loader import Sample, batch_of
+from sagetrain.data.batch import Sample, batch_of
 from sagetrain.engines.build_engine import build_engine
 from sagetrain.engines.protocol import Observers
 from sagetrain.model.compile import compile_blocks

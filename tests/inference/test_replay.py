@@ -26,7 +26,8 @@ from sagetrain.config.errors import CheckpointError, ConfigError, TrainingError
 from sagetrain.config.load import load_config
 from sagetrain.config.rules import fit
 from sagetrain.config.schema import DataSource
-from sagetrain.data.loader import Batch, SampleStream
+from sagetrain.data.batch import Batch
+from sagetrain.data.loader import SampleStream
 from sagetrain.engines.protocol import StepResult
 from sagetrain.engines.step import BaseEngine
 from sagetrain.inference import replay as module

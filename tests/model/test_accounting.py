@@ -28,7 +28,7 @@ from sagetrain.costs.accounting import (
 from sagetrain.costs.deepspeed_prices import kept_for_backward, reduce_bucket_size
 from sagetrain.costs.memory import block_activation_bytes, memory_per_rank
 from sagetrain.costs.operations import AttentionCost, MatmulCost, block_operations, end_operations, of_kind
-from sagetrain.data.loader import Batch
+from sagetrain.data.batch import Batch
 from sagetrain.engines.build_engine import build_engine
 from sagetrain.model.backends import AttentionFunction
 from sagetrain.model.selection import matmuls_of

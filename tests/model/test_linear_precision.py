@@ -20,7 +20,7 @@ from sagetrain.checkpoint.reading import Reader
 from sagetrain.config import ConfigError
 from sagetrain.config.load import load_config
 from sagetrain.config.schema import SIXTEEN_BITS, AttentionConfig, LinearConfig, ModelConfig
-from sagetrain.data.loader import Batch
+from sagetrain.data.batch import Batch
 from sagetrain.engines.protocol import Engine
 from sagetrain.inference.evaluate import evaluate, together
 from sagetrain.inference.load import load_run

@@ -17,7 +17,7 @@ from sagekernels import sage_attention
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.config.sections.model import WindowsConfig
 from sagetrain.costs.memory import block_activation_bytes
-from sagetrain.data.loader import Batch
+from sagetrain.data.batch import Batch
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.collectives import gather_heads, scatter_heads
 from sagetrain.parallel.layers import shard

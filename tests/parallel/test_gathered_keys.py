@@ -20,7 +20,7 @@ from sagetrain.checkpoint.reading import Reader
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.config.sections.model import WindowsConfig
 from sagetrain.costs.memory import block_activation_bytes
-from sagetrain.data.loader import Batch
+from sagetrain.data.batch import Batch
 from sagetrain.engines.protocol import Engine
 from sagetrain.model.backends import Reference, Sdpa, VarlenSdpa, token_layout
 from sagetrain.model.chunk_layouts import with_chunks

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import tiny
 from distributed import run_distributed
 from sagetrain.config import RunConfig
-from sagetrain.data.loader import Batch
+from sagetrain.data.batch import Batch
 from sagetrain.model.mlp import MLP
 from sagetrain.parallel.metrics import Metrics
 from sagetrain.training.build_run import build

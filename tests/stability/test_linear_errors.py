@@ -19,7 +19,7 @@ from sagekernels.testing import cosine, rel_l2
 from sagetrain.config import RunConfig
 from sagetrain.config.check import check
 from sagetrain.costs.memory import memory_per_rank
-from sagetrain.data.loader import Batch
+from sagetrain.data.batch import Batch
 from sagetrain.engines.build_engine import build_engine
 from sagetrain.engines.protocol import Engine, Observers
 from sagetrain.model.block import Block

@@ -17,7 +17,7 @@ from sagekernels.testing import cosine, exact_results, rel_l2
 from sagetrain.config import RunConfig
 from sagetrain.config.check import check
 from sagetrain.config.schema import MonitorConfig
-from sagetrain.data.loader import Batch
+from sagetrain.data.batch import Batch
 from sagetrain.engines.build_engine import build_engine
 from sagetrain.engines.protocol import Engine, Observers
 from sagetrain.model.backends import Sage, Sdpa

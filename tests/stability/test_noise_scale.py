@@ -12,7 +12,7 @@ import torch
 
 import tiny
 from distributed import run_distributed
-from sagetrain.data.loader import MASKED, Batch
+from sagetrain.data.batch import MASKED, Batch
 from sagetrain.engines.build_engine import build_engine
 from sagetrain.engines.protocol import Observers
 from sagetrain.model.transformer import Transformer

@@ -18,7 +18,7 @@ import tiny
 from distributed import run_distributed
 from sagetrain.config.schema import StabilityConfig
 from sagetrain.costs.memory import memory_per_rank
-from sagetrain.data.loader import MASKED, Batch
+from sagetrain.data.batch import MASKED, Batch
 from sagetrain.engines.build_engine import build_engine
 from sagetrain.engines.protocol import Engine, Observers
 from sagetrain.model.backends import AttentionFunction, Reference, Sage, attention_function

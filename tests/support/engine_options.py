@@ -20,7 +20,7 @@ import late_copies
 import tiny
 from sagetrain.config import RunConfig
 from sagetrain.config.rules import fit
-from sagetrain.data.loader import Batch
+from sagetrain.data.batch import Batch
 from sagetrain.engines.protocol import Engine
 from sagetrain.parallel.topology import ParallelGroups
 

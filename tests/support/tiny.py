@@ -18,7 +18,7 @@ from sagetrain.config import RunConfig
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.costs.accounting import overlaps
 from sagetrain.costs.stages import chunks_of_stage
-from sagetrain.data.loader import Batch
+from sagetrain.data.batch import Batch
 from sagetrain.engines import fsdp
 from sagetrain.engines.build_engine import build_engine, partitioner
 from sagetrain.engines.deepspeed import deepspeed_engine

@@ -46,7 +46,7 @@ from sagetrain.checkpoint.manifest import KINDS
 from sagetrain.checkpoint.reading import Reader
 from sagetrain.cli import exits
 from sagetrain.config.errors import CheckpointError, TrainingError
-from sagetrain.data.loader import Batch
+from sagetrain.data.batch import Batch
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.training.writers import RowFile
 
