@@ -45,37 +45,35 @@ def _steps(model: Any) -> tuple[list[float], torch.Tensor]:
     return losses, torch.cat([each.detach().flatten().cpu() for each in model.parameters()])
 
 
-def _found() -> dict[str, Any]:
+def _found(name: str) -> tuple[bool, bool, Any]:
     torch.use_deterministic_algorithms(True)
     register()
     config = LlamaConfig(
         vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2,
     )  # fmt: skip
-    found: dict[str, Any] = {}
-    for name, (attention, low_bit, compiled, again) in CASES.items():
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(config).cuda()
-        model.set_attn_implementation(attention)
-        if low_bit:
-            convert(model)
-        if again:
-            model.gradient_checkpointing_enable({"preserve_rng_state": False, "use_reentrant": False})
-        both = []
-        for each in (copy.deepcopy(model), graphed(model)):
-            # What the compiler has seen of one model would make the shapes of the other dynamic.
-            torch._dynamo.reset()
-            if compiled:
-                for layer in each.model.layers:
-                    layer.compile(dynamic=False)
-            both.append(_steps(each))
-        made = each.forward
-        replays = made.refusal or made.turn
-        found[name] = both[0][0] == both[1][0], torch.equal(both[0][1], both[1][1]), replays
-    return found
+    attention, low_bit, compiled, again = CASES[name]
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).cuda()
+    model.set_attn_implementation(attention)
+    if low_bit:
+        convert(model)
+    if again:
+        model.gradient_checkpointing_enable({"preserve_rng_state": False, "use_reentrant": False})
+    both = []
+    for each in (copy.deepcopy(model), graphed(model)):
+        # What the compiler has seen of one model would make the shapes of the other dynamic.
+        torch._dynamo.reset()
+        if compiled:
+            for layer in each.model.layers:
+                layer.compile(dynamic=False)
+        both.append(_steps(each))
+    made = each.forward
+    return both[0][0] == both[1][0], torch.equal(both[0][1], both[1][1]), made.refusal or made.turn
 
 
-def test_models_of_transformers_have_the_bits_of_the_host() -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_models_of_transformers_have_the_bits_of_the_host(name: str) -> None:
     with patch.dict(os.environ, CUBLAS_WORKSPACE_CONFIG=":4096:8"):
-        (found,) = run_distributed(_found, 1)
-    assert found == dict.fromkeys(CASES, (True, True, 9))
+        (found,) = run_distributed(_found, 1, name)
+    assert found == (True, True, 9)

@@ -22,14 +22,6 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_window_gives_the_same_bits_again(backend):
-    inputs = random_inputs(Shape(2, 700, 700, 4, 2, 64), k_mean=2.0, device="cuda")
-    for recipe in ("fine", "scores"):
-        found = [results_of(sage_attention, *inputs, recipe=recipe, window=100, backend=backend) for _ in range(3)]
-        assert all(torch.equal(a, b) for again in found[1:] for a, b in zip(again, found[0], strict=True))
-
-
 def test_bounds_are_those_of_the_twin():
     row = torch.device("cuda", torch.cuda.current_device())
     for window in (None, 1, 100, 5000):
@@ -45,25 +37,26 @@ def test_bounds_are_those_of_the_twin():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_sinks_agree_with_the_twin_and_with_float64(backend):
-    """Sinks have the same bits from call to call, beside windows and documents and without."""
-    for shape in (
-        Shape(1, 1000, 1000, 4, 2, 64, documents=(200, 1, 0, 799), window=128, sinks=True),
-        Shape(2, 333, 333, 2, 1, 128, sinks=True),
-        Shape(2, 200, 300, 2, 2, 192, causal=False, sinks=True),
-    ):
-        inputs = random_inputs(shape, k_mean=2.0, device="cuda")
-        options = {"causal": shape.causal, "cu_seqlens": shape.cu_seqlens("cuda"), "window": shape.window}
-        options["sinks"] = random_sinks(shape, device="cuda")
-        exact = exact_results(*inputs, **options)
-        for recipe in RECIPES:
-            ours, again, twin = (
-                results_of(sage_attention, *inputs, **options, recipe=recipe, backend=name)
-                for name in (backend, backend, "twin")
-            )
-            assert all(torch.equal(a, b) for a, b in zip(ours, again, strict=True)), recipe
-            judged, expected = errors(ours, exact), errors(twin, exact)
-            assert all(judged[name] < 1.1 * expected[name] + 3e-3 for name in judged), (recipe, judged, expected)
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("shape", [
+    Shape(1, 1000, 1000, 4, 2, 64, documents=(200, 1, 0, 799), window=128, sinks=True),
+    Shape(2, 333, 333, 2, 1, 128, sinks=True),
+    Shape(2, 200, 300, 2, 2, 192, causal=False, sinks=True),
+], ids=str)  # fmt: skip
+def test_sinks_agree_with_the_twin_and_with_float64(shape, recipe, backend):
+    """Sinks have the same bits from call to call, beside windows and documents and without. Each case compiles its own
+    kernels, so the first pass takes some of them, in several processes."""
+    inputs = random_inputs(shape, k_mean=2.0, device="cuda")
+    options = {"causal": shape.causal, "cu_seqlens": shape.cu_seqlens("cuda"), "window": shape.window}
+    options["sinks"] = random_sinks(shape, device="cuda")
+    exact = exact_results(*inputs, **options)
+    ours, again, twin = (
+        results_of(sage_attention, *inputs, **options, recipe=recipe, backend=name)
+        for name in (backend, backend, "twin")
+    )
+    assert all(torch.equal(a, b) for a, b in zip(ours, again, strict=True))
+    judged, expected = errors(ours, exact), errors(twin, exact)
+    assert all(judged[name] < 1.1 * expected[name] + 3e-3 for name in judged), (judged, expected)
 
 
 def test_a_sink_of_minus_infinity_is_none():
