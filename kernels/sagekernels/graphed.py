@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import traceback
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from . import observe
+from . import graphs, observe
 from .graphs import Pool, Record, Recording, hooks_of, leave_default_stream
 
 # Calls like a recorded one come first: kernels are compiled, tuned and loaded in them.
@@ -168,7 +170,7 @@ class _Graphed:
             if not self.refusal:
                 self._record_both(program, leaves, form, before)
         except Exception as error:  # noqa: BLE001 - Whatever it is, the model runs without recordings as well.
-            self.refusal = f"{type(error).__name__}: {error}".partition("\n")[0]
+            self.refusal = f"{type(error).__name__}: {error}".partition("\n")[0] + _line_of(error)
         finally:
             torch.clear_autocast_cache()
             for parameter, gradient in before.items():
@@ -235,6 +237,15 @@ def _place_of_loss(result: Any, outputs: list[Any]) -> int:
     if len(found) != 1:
         raise ValueError(f"the model must return one loss, a scalar, and returned {len(found)}: let it return its loss")
     return next(place for place, x in enumerate(outputs) if x is found[0])
+
+
+def _line_of(error: Exception) -> str:
+    """Return the line that did what cannot be recorded, the last one outside of torch: " (file.py:7: code)", or "" if
+    there is none but ours."""
+    ours, library = (__file__, graphs.__file__), os.path.dirname(torch.__file__) + os.sep
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if each.filename not in ours]
+    found = next((each for each in reversed(frames) if not each.filename.startswith(library)), None)
+    return f" ({os.path.basename(found.filename)}:{found.lineno}: {found.line})" if found else ""
 
 
 def _hooks_of(model: nn.Module) -> str:

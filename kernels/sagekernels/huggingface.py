@@ -287,7 +287,7 @@ def bounds_of(starts: Tensor, window: int | None = None) -> Tensor:
     first = torch.where(flat, index, 0).cummax(0).values
     # One past the last token of a document is the next start, which is looked for from the end.
     later = torch.where(flat, index, len(flat)).roll(-1)
-    later[-1] = len(flat)
+    later[-1].fill_(len(flat))  # `later[-1] = n` copies n from the host, which no CUDA graph records.
     end = later.flip(0).cummin(0).values.flip(0)
     bounds = torch.stack((first, end)).to(torch.int32)
     return bounds if window is None else windowed(bounds, window)

@@ -69,7 +69,7 @@ def tile_means(x: Tensor) -> Tensor:
     padded = torch.nn.functional.pad(x.float(), (0, 0, 0, 0, 0, -n % TILE)).unflatten(1, (-1, TILE))
     counts = torch.full((padded.shape[1],), TILE, device=x.device)
     if n % TILE:
-        counts[-1] = n % TILE
+        counts[-1].fill_(n % TILE)  # `counts[-1] = n` copies n from the host, which no CUDA graph records.
     return (padded.sum(2) / counts[:, None, None]).transpose(1, 2).contiguous()
 
 

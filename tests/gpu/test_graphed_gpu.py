@@ -50,7 +50,7 @@ def _found(name: str) -> tuple[bool, bool, Any]:
     register()
     config = LlamaConfig(
         vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=2, use_cache=False,
     )  # fmt: skip
     attention, low_bit, compiled, again = CASES[name]
     torch.manual_seed(0)

@@ -10,10 +10,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from fake_graph import Counted
-from sagekernels import convert, graphed
+from fake_graph import Counted, FakeGraph
+from sagekernels import convert, document_bounds, graphed
 from sagekernels.graphed import _graph
+from sagekernels.huggingface import bounds_of
+from sagekernels.quantize import tile_means
+
+
+def copied(x: Tensor) -> Tensor:
+    """Normalize x, but not inside of a recording."""
+    if is_in_torch_dispatch_mode():
+        raise RuntimeError("no copy")
+    return F.layer_norm(x, x.shape[-1:])
 
 
 class Model(nn.Module):
@@ -118,6 +128,7 @@ def test_a_second_call_before_backward_is_an_error() -> None:
 
 @pytest.mark.parametrize(("how", "words"), [
     ("reads", "HostRead"),
+    ("copies", 'RuntimeError: no copy (test_graphed.py:25: raise RuntimeError("no copy"))'),
     ("module", "blocks.0 has forward hooks, which would run in no replay"),
     ("gradient", "norm.weight has hooks of its gradient, which would run in no replay"),
     ("no loss", "the model must return one loss, a scalar, and returned 0"),
@@ -126,6 +137,8 @@ def test_what_cannot_be_recorded_goes_on_by_the_host(how: str, words: str) -> No
     model = Model()
     if how == "reads":
         model.norm.forward = lambda x: x if x.sum().item() > 1e9 else F.layer_norm(x, x.shape[-1:])
+    if how == "copies":
+        model.norm.forward = copied
     plain, twin, counted = pair(model)
     for each in (plain, twin):
         if how == "module":
@@ -143,6 +156,13 @@ def test_what_cannot_be_recorded_goes_on_by_the_host(how: str, words: str) -> No
     assert words in warning and counted.replayed == 0
     for a, b in zip(plain.parameters(), twin.parameters(), strict=True):
         assert (a.grad is None and b.grad is None) or torch.equal(a.grad, b.grad)
+
+
+def test_no_number_comes_from_the_host() -> None:
+    """A capture refuses copies from the host, as those of `x[-1] = 5` are on a GPU."""
+    queries, starts = torch.randn(1, 200, 2, 64), torch.rand(2, 9) > 0.5
+    for call in (lambda: tile_means(queries), lambda: bounds_of(starts, 4), lambda: document_bounds(None, 9, 4)):
+        assert FakeGraph.of(call).constants == []
 
 
 def test_models_that_it_does_not_take() -> None:
