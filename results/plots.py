@@ -85,6 +85,16 @@ def paired(
     panel.legend(fontsize=7)
 
 
+def ranked(page: str, name: str, column: str, unit: str, one: float | None = None) -> Callable[[Figure], None]:
+    """Return what draws a page's first table as bars. `name` has the columns of a bar's name in braces."""
+
+    def drawn(figure: Figure) -> None:
+        rows = [row for row in tables(page)[0] if row[column]]
+        bars(figure.subplots(), [plain(name.format_map(row)) for row in rows], numbers(rows, column), unit, one)
+
+    return drawn
+
+
 def attention_elsewhere(figure: Figure) -> None:
     rows = tables("attention-elsewhere")[0]
     (what, *cells), panel = rows[0], figure.subplots()
@@ -172,18 +182,6 @@ def trainer(figure: Figure) -> None:
     bars(figure.subplots(), names, values, "tokens/s of transformers' Trainer, 1.1B on one H100", values[0])
 
 
-def layouts(figure: Figure) -> None:
-    rows = [row for row in tables("layouts")[0] if row["scaling"]]
-    names = [f"{row['model']}, {row['GPUs']} GPUs: {row['layout']}" for row in rows]
-    bars(figure.subplots(), names, numbers(rows, "scaling"), "speed of a GPU over that of one GPU alone", 1)
-
-
-def eight_billion(figure: Figure) -> None:
-    rows = tables("8b")[0]
-    names = [f"{row['layout']}, {row['linear layers']}" for row in rows]
-    bars(figure.subplots(), names, numbers(rows, "of a GPU"), "tokens/s of a GPU")
-
-
 def plan(figure: Figure) -> None:
     """Draw predicted over measured of every row in the log."""
     speed, memory = figure.subplots(1, 2)
@@ -200,24 +198,6 @@ def plan(figure: Figure) -> None:
         panel.legend(fontsize=8)
 
 
-def gradients(figure: Figure) -> None:
-    rows = [row for row in tables("gradients")[0] if row["ratio"]]
-    names = [f"{row['linear layers']}: {plain(row['gradients'])}" for row in rows]
-    bars(figure.subplots(), names, numbers(rows, "ratio"), "speed over ZeRO 1 in the same run", 1)
-
-
-def engines(figure: Figure) -> None:
-    rows = tables("engines")[0]
-    names = [f"{row['engine']}, ZeRO {row['ZeRO']}, {row['linear layers']}, {row['commit']}" for row in rows]
-    bars(figure.subplots(), names, numbers(rows, "tokens/s"), "tokens/s on two H100s")
-
-
-def offload(figure: Figure) -> None:
-    rows = tables("offload")[0]
-    names = [f"{row['`offload`']}, ZeRO {row['ZeRO']}" for row in rows]
-    bars(figure.subplots(), names, numbers(rows, "tokens/s"), "tokens/s on two H200s")
-
-
 def halves(figure: Figure) -> None:
     rows = [row for row in tables("halves")[0] if row["halves"] != "not run"]
     names = [f"{row['model, layout']},\n{plain(row['linear layers, attention'])}" for row in rows]
@@ -232,12 +212,6 @@ def sequence_parallel(figure: Figure) -> None:
     paired(figure.subplots(), names, columns, "tokens/s, all ranks, without and with sequence parallelism")
 
 
-def loading(figure: Figure) -> None:
-    rows = tables("loading")[0]
-    names = [f"{row['checkpoint of 2 ranks']} -> {row['loaded at']}" for row in rows]
-    bars(figure.subplots(), names, numbers(rows, "peak"), "peak, in units of the rank's state", 1)
-
-
 def loss(figure: Figure) -> None:
     rows, panel = tables("loss-325m")[0], figure.subplots()
     for name in [name for name in rows[0] if name not in ("step", "tokens")]:
@@ -245,12 +219,6 @@ def loss(figure: Figure) -> None:
         panel.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name)
     panel.set(xlabel="tokens seen, millions", ylabel="validation loss, nats per token")
     panel.legend(fontsize=8)
-
-
-def one_h100(figure: Figure) -> None:
-    rows = tables("one-h100")[0]
-    names = [plain(row["model, attention"]) for row in rows]
-    bars(figure.subplots(), names, numbers(rows, "tokens/s"), "tokens/s on one H100")
 
 
 def start(figure: Figure) -> None:
@@ -396,22 +364,38 @@ PLOTS: dict[str, tuple[str, float, Callable[[Figure], None]]] = {
     "attention": ("attention.png", 3.6, attention),
     "bias": ("bias.png", 3.6, bias),
     "default": ("default.png", 2.8, default),
-    "engines": ("engines.png", 4.0, engines),
+    "engines": (
+        "engines.png",
+        4.0,
+        ranked("engines", "{engine}, ZeRO {ZeRO}, {linear layers}, {commit}", "tokens/s", "tokens/s on two H100s"),
+    ),
     "fp4": ("fp4.png", 3.2, fp4),
     "generation": ("generation.png", 2.4, generation),
-    "gradients": ("gradients.png", 2.8, gradients),
+    "gradients": (
+        "gradients.png",
+        2.8,
+        ranked("gradients", "{linear layers}: {gradients}", "ratio", "speed over ZeRO 1 in the same run", 1),
+    ),
     "graphs": ("graphs.png", 3.6, graphs),
     "halves": ("halves.png", 3.4, halves),
-    "layouts": ("layouts.png", 3.0, layouts),
-    "8b": ("8b.png", 3.4, eight_billion),
+    "layouts": (
+        "layouts.png",
+        3.0,
+        ranked("layouts", "{model}, {GPUs} GPUs: {layout}", "scaling", "speed of a GPU over that of one GPU alone", 1),
+    ),
+    "8b": ("8b.png", 3.4, ranked("8b", "{layout}, {linear layers}", "of a GPU", "tokens/s of a GPU")),
     "linear-layers": ("linear-layers.png", 3.6, linear_layers),
-    "loading": ("loading.png", 2.4, loading),
+    "loading": (
+        "loading.png",
+        2.4,
+        ranked("loading", "{checkpoint of 2 ranks} -> {loaded at}", "peak", "peak, in units of the rank's state", 1),
+    ),
     "loss-325m": ("loss.png", 3.6, loss),
     "muon": ("step.png", 2.0, muon),
     "muon-loss": ("tuned.png", 2.6, muon_loss),
     "muon-int8": ("muon-int8.png", 3.0, muon_int8),
-    "offload": ("offload.png", 2.4, offload),
-    "one-h100": ("one-h100.png", 2.6, one_h100),
+    "offload": ("offload.png", 2.4, ranked("offload", "{`offload`}, ZeRO {ZeRO}", "tokens/s", "tokens/s on two H200s")),
+    "one-h100": ("one-h100.png", 2.6, ranked("one-h100", "{model, attention}", "tokens/s", "tokens/s on one H100")),
     "plan": ("plan.png", 3.6, plan),
     "sequence-parallel": ("sequence-parallel.png", 3.0, sequence_parallel),
     "small-card": ("memory.png", 2.4, small_card),
