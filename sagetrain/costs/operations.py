@@ -10,8 +10,6 @@ arithmetic is another `Precision`.
 from __future__ import annotations
 
 import functools
-import itertools
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, TypeVar
@@ -19,6 +17,7 @@ from typing import Literal, NamedTuple, TypeVar
 from sagetrain.config.layer_specs import LayerSpec
 from sagetrain.config.linear_sizes import LinearSizes
 from sagetrain.config.schema import AttentionConfig, ExpertsConfig, LinearConfig, ModelConfig
+from sagetrain.costs.documents import document_share
 
 # Elements moved per token and column, forward and backward, first fused by torch.compile and then eager. Fused, every
 # kernel reads its inputs and writes its outputs once. Eager, RMSNorm and rotary embedding also write their fp32
@@ -47,29 +46,6 @@ _EMBEDDING = 5
 # norms and SwiGLU, though it may be.
 _CASTS = {"tensorwise": (3, 3), "rowwise": (3, 3), "rowwise_bf16_wgrad": (1.5, 16.5)}
 _ALL_TO_ALL = 8  # q, k, v and o are packed and unpacked around the all-to-alls
-
-# The table maps the tokens of a sequence to the share of its causal square that lies inside documents. The text is that
-# of the measured runs: English documentation and books, 1,100 tokens a document on average, half of the documents below
-# 320.
-_DOCUMENT_SHARES = {
-    128: 1.0, 1024: 0.79, 2048: 0.69, 4096: 0.58, 8192: 0.45, 16384: 0.32, 32768: 0.21, 65536: 0.145, 131072: 0.10
-}  # fmt: skip
-
-
-def document_share(seq_length: int) -> float:
-    """Return the share of a packed sequence's causal square that attention inside documents computes, for text as
-    measured.
-
-    The share is linear in the logarithm of the length between the entries of _DOCUMENT_SHARES. Past the last entry, the
-    number of keys that a token sees stays the same.
-    """
-    points = list(_DOCUMENT_SHARES.items())
-    if seq_length >= points[-1][0]:
-        return points[-1][1] * points[-1][0] / seq_length
-    for (low, before), (high, after) in itertools.pairwise(points):
-        if low <= seq_length < high:
-            return before + (after - before) * math.log(seq_length / low) / math.log(high / low)
-    return 1.0
 
 
 class Precision(NamedTuple):

@@ -18,14 +18,7 @@ from sagetrain.config.arithmetic import attention_calls, parts_of, recomputed_bl
 from sagetrain.config.layout import Layout
 from sagetrain.config.schema import RunConfig
 from sagetrain.costs import deepspeed_prices
-from sagetrain.costs.accounting import (
-    flops_per_token,
-    fsdp_groups,
-    muon_parameters,
-    muon_shapes,
-    overlaps,
-    rank_of,
-)
+from sagetrain.costs.accounting import flops_per_token, fsdp_groups, muon_parameters, muon_shapes, overlaps, rank_of
 from sagetrain.costs.collective_costs import INTO, OUT, CollectiveCost, collectives
 from sagetrain.costs.hardware import Hardware
 from sagetrain.costs.operations import (
@@ -247,16 +240,9 @@ class _Step:
         bandwidth, latency = self.hardware.link(self.layout.world_size // stages, stages)
         one = payload / min(bandwidth, _MESSAGE_BANDWIDTH) + self.parts * latency
         count = 2 * self.accumulation * self.layout.chunks
-        yield CollectiveTime(
-            "pipeline",
-            "residual streams and their gradients",
-            "send",
-            count,
-            payload,
-            count * payload,
-            count * one,
-            exposed=count * one,
-        )
+        what = "residual streams and their gradients"
+        sent, seconds = count * payload, count * one
+        yield CollectiveTime("pipeline", what, "send", count, payload, sent, seconds, exposed=seconds)
 
     def _muon_exchange(self) -> list[CollectiveTime]:
         """Return the exchange of Muon's directions and updates, each in bf16, between the ranks that share matrices."""
@@ -313,10 +299,8 @@ class _Step:
         cfg, shapes = self.cfg, muon_shapes(self.cfg)
         if not shapes:
             return 0.0
-        ranks, steps = (
-            self.rank.tensor * (self.layout.replicas if self.layout.zero_stage else 1),
-            cfg.optimizer.muon.steps,
-        )
+        steps = cfg.optimizer.muon.steps
+        ranks = self.rank.tensor * (self.layout.replicas if self.layout.zero_stage else 1)
         seconds = {shape: self._orthogonalizing_one(shape, steps) for shape in set(shapes)}
         loads = [0.0] * ranks
         for shape, owner in zip(shapes, _owners(shapes, ranks, steps), strict=True):

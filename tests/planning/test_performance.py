@@ -16,8 +16,9 @@ from planned import VOCAB, layout_of
 from sagetrain.config import ConfigError, RunConfig
 from sagetrain.costs import operations
 from sagetrain.costs.accounting import flops_per_token, overlaps, parameters_per_rank
+from sagetrain.costs.documents import document_share
 from sagetrain.costs.hardware import H200, HARDWARE, AttentionRate, Hardware
-from sagetrain.costs.operations import Precision, Rank, document_share
+from sagetrain.costs.operations import Precision, Rank
 from sagetrain.costs.which_gpu import of_device
 from sagetrain.engines.build_engine import build_engine
 from sagetrain.model.selection import matmuls_of
