@@ -1,12 +1,12 @@
 """The arithmetic that everything else agrees on, in one place: padded vocabulary, parts of a schedule, halves of a
-micro-batch. That of ranks is in layout.py."""
+micro-batch, peak learning rates. That of ranks is in layout.py."""
 
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from sagetrain.config.schema import LinearConfig, LrScheduleConfig, Recomputation, RunConfig
+from sagetrain.config.schema import LinearConfig, LrScheduleConfig, OptimizerConfig, Recomputation, RunConfig
 
 VOCAB_MULTIPLE = 128
 
@@ -80,3 +80,34 @@ def attention_calls(num_sequences: int, tokens: int, tensor_parallel_size: int, 
     sequences, else 1."""
     parts = parts_of(tokens, tensor_parallel_size, overlap)
     return parts if num_sequences % parts == 0 else 1
+
+
+class PeakRate(NamedTuple):
+    """The peak learning rate of a kind of tensor."""
+
+    key: str
+    """The key that says it."""
+    given: float
+    """The value of the key."""
+    rate: float
+    """The rate at the width of the model (lr_base_width)."""
+
+
+def peak_lr(optimizer: OptimizerConfig, kind: str, width: int, by_muon: bool = False) -> PeakRate:
+    """Return the peak learning rate of a kind of tensor.
+
+    Args:
+        kind: a key of lr_of.
+        width: model.hidden_size.
+        by_muon: whether Muon updates the tensor.
+    """
+    own: float | None = getattr(optimizer.lr_of, kind)
+    key, given = (f"optimizer.lr_of.{kind}", own) if own else ("optimizer.lr", optimizer.lr)
+    if optimizer.lr_base_width is None or kind in ("embedding", "gain"):
+        return PeakRate(key, given, given)
+    # AdamW's updates of a matrix add up over its inputs; the singular values of Muon's are all alike, and grow
+    # with the root of the width under match_rms_adamw.
+    ratio = optimizer.lr_base_width / width
+    if by_muon:
+        ratio = 1.0 if optimizer.muon.adjust_lr == "original" else math.sqrt(ratio)
+    return PeakRate(key, given, given * ratio)

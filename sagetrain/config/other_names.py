@@ -94,8 +94,12 @@ _KEYS: dict[str, str] = {
         "optimizer.muon.momentum (AdamW's is optimizer.betas)": "optimizer.momentum muon_momentum",
         "optimizer.muon.steps": "ns_steps backend_steps num_ns_steps muon_num_ns_steps newton_schulz_steps",
         "optimizer.muon.adjust_lr": "adjust_lr_fn muon_scale_mode scale_mode",
-        "optimizer.lr, and optimizer.lr_of for embedding, head, matrix or gain": "muon_lr muon.lr embed_lr "
-        "embedding_lr matrix_lr adam_lr adamw_lr",
+        "optimizer.lr, and optimizer.lr_of for embedding, head, matrix, gain or router": "muon_lr muon.lr embed_lr "
+        "embedding_lr matrix_lr adam_lr adamw_lr router_lr head_lr unembedding_lr",
+        "optimizer.lr_base_width, the width at which the rates were found": "mup use_mup mup_base_width base_width "
+        "mup_width_multiplier mup_base_hidden_size base_shapes",
+        "optimizer.weight_decay_lr, the rate that weight decay is multiplied by": "independent_weight_decay "
+        "decoupled_weight_decay fully_decoupled independent_wd",
         "optimizer.moments": "moments_dtype moment_dtype state_dtype exp_avg_dtype exp_avg_sq_dtype use_8bit "
         "optim_bits optimizer_state_dtype",
         "optimizer.master": "master_weights master_dtype main_params_dtype stochastic_rounding kahan "

@@ -8,7 +8,8 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from sagetrain.config.schema import LearningRates, RunConfig
+from sagetrain.config.arithmetic import peak_lr
+from sagetrain.config.schema import RunConfig
 from sagetrain.model.tensors import EMBEDDING, TensorSpec
 from sagetrain.optim import adamw, muon
 from sagetrain.optim.pieces import Optimizer, TensorPiece
@@ -45,17 +46,20 @@ def groups(specs: Iterable[TensorSpec], run: RunConfig) -> list[Group]:
     for spec in specs:
         if spec.kind == "state":
             continue
+        rule = rule_of(spec, run)
+        rate = peak_lr(cfg, _lr_kind(spec), run.model.hidden_size, rule == "muon").rate
         decay = cfg.weight_decay if spec.decays else 0.0
-        factor = (_own_lr(spec, cfg.lr_of) or cfg.lr) / cfg.lr
-        named.setdefault((rule_of(spec, run), decay, factor), []).append(spec.name)
+        if cfg.weight_decay_lr is not None:
+            decay *= cfg.weight_decay_lr / rate
+        named.setdefault((rule, decay, rate / cfg.lr), []).append(spec.name)
     return [Group(*how, tuple(found)) for how, found in named.items()]
 
 
-def _own_lr(spec: TensorSpec, lr_of: LearningRates) -> float | None:
-    """Return the peak learning rate that optimizer.lr_of has for a tensor."""
+def _lr_kind(spec: TensorSpec) -> str:
+    """Return the key of optimizer.lr_of that a tensor belongs to."""
     if spec.kind == "embedding":
-        return lr_of.embedding if spec.name == EMBEDDING else lr_of.head
-    return {"matrix": lr_of.matrix, "gain": lr_of.gain, "bias": lr_of.gain}.get(spec.kind)
+        return "embedding" if spec.name == EMBEDDING else "head"
+    return "gain" if spec.kind == "bias" else spec.kind
 
 
 def build_optimizer(
@@ -68,6 +72,6 @@ def build_optimizer(
         ranks: the ranks that hold each tensor between them; None: this rank holds them whole.
     """
     if group.rule == "muon":
-        return muon.Muon(pieces, run.optimizer, run.training.seed, ranks, group.lr_factor)
+        return muon.Muon(pieces, run.optimizer, run.training.seed, ranks, group.weight_decay, group.lr_factor)
     offloaded = run.parallel.offload != "none"
     return adamw.AdamW(pieces, run.optimizer, run.training.seed, group.weight_decay, group.lr_factor, offloaded)

@@ -68,9 +68,10 @@ class Muon:
         cfg: OptimizerConfig,
         seed: int,
         group: dist.ProcessGroup | None,
+        weight_decay: float,
         lr_factor: float = 1.0,
     ) -> None:
-        self._cfg, self._weight_decay, self._group = cfg.muon, cfg.weight_decay, group
+        self._cfg, self._weight_decay, self._group = cfg.muon, weight_decay, group
         self._matrices = [matrix for number, piece in enumerate(pieces) for matrix in _matrices(number, piece)]
         self._pieces = [matrix.piece for matrix in self._matrices]
         self._lr_factor = lr_factor

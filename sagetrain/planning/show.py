@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from sagetrain.config.arithmetic import checkpoint_tokens, decay_tokens, idle_share, warmup_tokens
+from sagetrain.config.arithmetic import checkpoint_tokens, decay_tokens, idle_share, peak_lr, warmup_tokens
 from sagetrain.config.earlier_run import read_measured
 from sagetrain.config.errors import ConfigError, Finding, many
 from sagetrain.config.layer_specs import layers, linear_layers
@@ -328,7 +328,7 @@ def _samples_text(plan: Plan) -> str:
 
 def _lr_text(cfg: RunConfig, stages: list[ScheduleStage]) -> str:
     schedule, total = cfg.lr_schedule, cfg.training.total_tokens
-    parts = [f"{schedule.shape}, peak {cfg.optimizer.lr:g}"]
+    parts = [f"{schedule.shape}, peak {cfg.optimizer.lr:g}{_scaled_lrs(cfg)}"]
     if warmup := warmup_tokens(schedule, total):
         left = [(warmup - row.from_tokens, row) for row in stages]
         steps = sum(min(row.steps, -(-tokens // row.tokens_per_step)) for tokens, row in left if tokens > 0)
@@ -341,6 +341,17 @@ def _lr_text(cfg: RunConfig, stages: list[ScheduleStage]) -> str:
     if schedule.batch_rule != "none" and reference:
         parts.append(f"times (tokens per step / {reference:,}){'^0.5' if schedule.batch_rule == 'sqrt' else ''}")
     return ", ".join(parts)
+
+
+def _scaled_lrs(cfg: RunConfig) -> str:
+    """Return the words for the rates that optimizer.lr_base_width scales."""
+    optimizer, width, experts = cfg.optimizer, cfg.model.hidden_size, cfg.model.experts
+    if optimizer.lr_base_width in (None, width):
+        return ""
+    by_muon = optimizer.name == "muon"
+    kinds = ["matrix", *([] if cfg.model.tie_embeddings else ["head"]), *(["router"] if experts else [])]
+    rates = [f"{kind} {peak_lr(optimizer, kind, width, by_muon and kind == 'matrix').rate:g}" for kind in kinds]
+    return f" at width {optimizer.lr_base_width:,}, here {', '.join(rates)}"
 
 
 def _length(stages: list[ScheduleStage]) -> tuple[int, int]:

@@ -266,7 +266,7 @@ def test_aliases_of_aliases_do_not_grow(tmp_path):
         ("data.seq_length.x=1", "data.seq_length = 1024: is a single value: nothing can be set inside it"),
         ("optimzer.lr=1", "override optimzer.lr=1: optimzer = {\"lr\": 1}: unknown key; did you mean optimizer?"),
         ("xyzzy=1", "override xyzzy=1: xyzzy = 1: unknown key; the configuration takes {model, attention, "),
-        ("optimizer.xyzzy=1", "unknown key; optimizer takes {name, lr, lr_of, betas, eps, weight_decay, clip_grad, moments, master, muon}\n"),
+        ("optimizer.xyzzy=1", "unknown key; optimizer takes {name, lr, lr_of, lr_base_width, betas, eps, weight_decay, weight_decay_lr, clip_grad, moments, master, muon}\n"),
         ("data.train.0.files=1", "unknown key; data.train.0 takes {path, weight}\n"),
         ("tokens_per_step={schedule: constant, x: 3}", "unknown key; tokens_per_step takes {schedule: constant, tokens}\n"),
         ("training.micro_batch_size=8", "unknown key; did you mean data.micro_batch_size? training takes {run_dir, "),

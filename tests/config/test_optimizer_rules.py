@@ -18,6 +18,19 @@ CASES = [
      "large_lr", "optimizer.lr", "or set optimizer.lr_of for what AdamW updates"),
     ({"optimizer": {"name": "muon", "weight_decay": 50.0, "lr_of": {"embedding": 0.1}}},
      "decay_in_one_step", "optimizer.weight_decay", "use a smaller optimizer.lr_of.embedding"),
+    ({"optimizer": {"lr": 3e-3, "lr_base_width": 320}},
+     "large_lr", "optimizer.lr", "(optimizer.lr_base_width 320 makes it 0.03 here) one step of AdamW"),
+    ({"optimizer": {"name": "muon", "lr": 5e-3, "weight_decay": 40.0, "lr_base_width": 1280}},
+     "decay_in_one_step", "optimizer.weight_decay", "times optimizer.lr 0.005 (optimizer.lr_base_width 1280 makes it"),
+    ({"optimizer": {"weight_decay": 50.0, "weight_decay_lr": 0.02}},
+     "decay_in_one_step", "optimizer.weight_decay", "use a smaller optimizer.weight_decay_lr"),
+    ({"optimizer": {"weight_decay": 0.0, "weight_decay_lr": 1e-3}},
+     "no_effect", "optimizer.weight_decay_lr", "optimizer.weight_decay 0"),
+    ({"optimizer": {"lr_of": {"router": 1e-3}}}, "no_effect", "optimizer.lr_of.router", "without model.experts"),
+    ({"optimizer": {"lr_of": {"head": 1e-3}}, "model": {"tie_embeddings": True}},
+     "no_effect", "optimizer.lr_of.head", "has optimizer.lr_of.embedding"),
+    ({"optimizer": {"lr_base_width": 16}, "model": {"tie_embeddings": True}},
+     "base_width_tied", "optimizer.lr_base_width", "set optimizer.lr_of.embedding for this width"),
     ({"optimizer": {"moments": "bf16", "betas": [0.9, 0.999]}},
      "moments_stand_still", "optimizer.moments", "use fp32 or int8, or a second beta of at most 0.99609"),
     ({"optimizer": {"master": "bf16_chance"}, "parallel": {"engine": "deepspeed"}},
@@ -54,6 +67,7 @@ def test_masters_that_are_refused_are_not_warned_of(engine: str) -> None:
 @pytest.mark.parametrize("sections", [
     {"optimizer": {"name": "muon", "muon": {"adamw_matrices": ["k", "v"]}, "lr_of": {"gain": 1e-3}, "moments": "int8"}},
     {"optimizer": {"master": "bf16_chance", "moments": "bf16"}, "parallel": FSDP},
+    {"optimizer": {"lr_of": {"head": 1e-3}, "lr_base_width": 16, "weight_decay": 40.0, "weight_decay_lr": 1e-3}},
     {"training": {"activation_checkpointing": 2}}, {"training": {"activation_checkpointing": "auto"}},
 ])  # fmt: skip
 def test_what_optimizers_can_do_has_no_finding(sections: dict) -> None:

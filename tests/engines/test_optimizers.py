@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,12 +33,14 @@ from sagetrain.stability.spikes import Verdict
 
 MODEL = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
 STEPS = 2
+RATES = {"lr_of": {"embedding": 1.5e-2, "head": 4e-2}, "lr_base_width": 16, "weight_decay_lr": 0.02}
+"""Rates of their own for tensors and for weight decay."""
 
 
 def config(
     stage: int, dtype: str, name: str, moments: str = "fp32", master: str = "fp32", **parallel: object
 ) -> RunConfig:
-    optimizer = {"name": name, "lr": 1e-2, "eps": 1e-6, "moments": moments, "master": master}
+    optimizer = {"name": name, "lr": 1e-2, "eps": 1e-6, "moments": moments, "master": master, **RATES}
     return tiny.config(stage, dtype, model=MODEL, optimizer=optimizer, parallel={"zero_stage": stage, **parallel})
 
 
@@ -84,7 +87,7 @@ def muon_in_pieces(layouts: Sequence[tuple[int, int]], cfg: OptimizerConfig) -> 
 
             piece = TensorPiece(spec, *of, edges[place], edges[place + 1], torch.empty(0))
             pieces.append(replace(piece, weight=part_of(piece, -1)))
-        optimizer = Muon(pieces, cfg, 0, group if ranks > 1 else None)
+        optimizer = Muon(pieces, cfg, 0, group if ranks > 1 else None, cfg.weight_decay)
         for step in range(STEPS):
             optimizer.step([part_of(piece, step) for piece in pieces], 1e-2, step + 1)
         found.append({p.spec.name: (p.slice, p.start, p.weight) for p in pieces})
@@ -138,34 +141,70 @@ def test_matrices_of_one_shape_are_orthogonalized_together(monkeypatch) -> None:
     for most, expected in ((2**25, [(4, 48, 32), (2, 32, 48), (8, 32, 32)]), (3 * 48 * 32, None)):
         monkeypatch.setattr(muon, "MUON_ROUND", most)
         batches.clear()
-        Muon(pieces, OptimizerConfig(lr=1e-2), 0, None).step([drawn(spec, 0).flatten() for spec in specs], 1e-2, 1)
+        Muon(pieces, OptimizerConfig(lr=1e-2), 0, None, 0.1).step([drawn(spec, 0).flatten() for spec in specs], 1e-2, 1)
         assert sum(batch[0] for batch in batches) == len(specs)
         assert sorted(batches) == sorted(expected) if expected else all(math.prod(batch) <= most for batch in batches)
 
 
-def updated(name: str, lr: float, lr_of: dict[str, float]) -> dict[str, torch.Tensor]:
-    """Return all tensors of a model after one update by an optimizer whose schedule is at its peak."""
-    cfg = tiny.config(
-        1, model=MODEL, optimizer={"name": name, "lr": lr, "lr_of": lr_of, "muon": {"adamw_matrices": ["k"]}}
-    )
+def with_experts(name: str, **keys: Any) -> RunConfig:
+    """Build the configuration of a model with a mixture. AdamW updates k, if Muon updates matrices."""
+    model = {**MODEL, "experts": {"number": 4, "per_token": 2, "ffn_size": 16, "dense_layers": 1}}
+    muon = {"adamw_matrices": ["k"], **keys.pop("muon", {})}
+    return tiny.config(1, model=model, optimizer={"name": name, "muon": muon, **keys})
+
+
+def updated(cfg: RunConfig) -> dict[TensorSpec, tuple[torch.Tensor, torch.Tensor]]:
+    """Return all tensors that an optimizer updates, before and after an update at the peak of its schedule."""
     specs = {spec.name: spec for spec in tensors(cfg.model, cfg.attention, tiny.VOCAB)}
-    weights = {name: drawn(spec, -1).flatten() for name, spec in specs.items()}
+    found = {}
     for group in groups(specs.values(), cfg):
-        pieces = [TensorPiece(specs[name], 0, 1, 0, specs[name].size, weights[name]) for name in group.names]
-        build_optimizer(cfg, group, pieces, None).step([drawn(specs[name], 0).flatten() for name in group.names], lr, 1)
-    return weights
+        weights = {specs[name]: drawn(specs[name], -1).flatten() for name in group.names}
+        pieces = [TensorPiece(spec, 0, 1, 0, spec.size, weight) for spec, weight in weights.items()]
+        gradients = [drawn(spec, 0).flatten() for spec in weights]
+        build_optimizer(cfg, group, pieces, None).step(gradients, cfg.optimizer.lr, 1)
+        found |= {spec: (drawn(spec, -1).flatten(), weight) for spec, weight in weights.items()}
+    assert sorted(spec.name for spec in found) == sorted(spec.name for spec in specs.values() if spec.kind != "state")
+    return found
+
+
+def kind_of(spec: TensorSpec) -> str:
+    """Return the key of optimizer.lr_of for a tensor."""
+    return {"embedding.weight": "embedding", "head.weight": "head"}.get(spec.name, spec.kind)
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_each_kind_of_tensor_has_its_learning_rate(name: str) -> None:
     """A tensor moves as it would if its rate were optimizer.lr. Rates are powers of two, so that bits are equal."""
-    rates = {"embedding": 2**-5, "head": 2**-6, "matrix": 2**-7, "gain": 2**-8}
-    alone = {kind: updated(name, rate, {}) for kind, rate in rates.items()}
-    kinds = {"embedding.weight": "embedding", "head.weight": "head"}
-    for tensor, found in updated(name, 2**-10, rates).items():
-        kind = kinds.get(tensor, "gain" if "norm" in tensor else "matrix")
-        assert torch.equal(found, alone[kind][tensor]), tensor
-        assert not any(torch.equal(found, other[tensor]) for k, other in alone.items() if k != kind), tensor
+    rates = {"embedding": 2**-5, "head": 2**-6, "matrix": 2**-7, "gain": 2**-8, "router": 2**-9}
+    alone = {kind: updated(with_experts(name, lr=rate)) for kind, rate in rates.items()}
+    for spec, (_, found) in updated(with_experts(name, lr=2**-10, lr_of=rates)).items():
+        same = [kind for kind, others in alone.items() if torch.equal(found, others[spec][1])]
+        assert same == [kind_of(spec)], spec.name
+
+
+@pytest.mark.parametrize(("name", "muon", "factor"), [
+    ("adamw", {}, 2**-2), ("muon", {}, 2**-1), ("muon", {"adjust_lr": "original"}, 1.0),
+])  # fmt: skip
+def test_rates_of_a_base_width_are_scaled_to_the_model(name: str, muon: dict, factor: float) -> None:
+    """The model is four times as wide as the base. AdamW's matrices, head and routers have a quarter of the rate, and
+    Muon's matrices half of it."""
+    lr, base = 2**-6, MODEL["hidden_size"] // 4
+    at = {scale: updated(with_experts(name, lr=lr * scale, muon=muon)) for scale in (1.0, 0.5, 0.25)}
+    for spec, (_, found) in updated(with_experts(name, lr=lr, muon=muon, lr_base_width=base)).items():
+        kept = kind_of(spec) in ("embedding", "gain")
+        by_muon = spec.kind == "matrix" and "k" not in spec.name.split(".")
+        expected = 1.0 if kept else factor if by_muon else 2**-2
+        assert [scale for scale, others in at.items() if torch.equal(found, others[spec][1])] == [expected], spec.name
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_weight_decay_may_have_a_rate_of_its_own(name: str) -> None:
+    """A step takes weight_decay x weight_decay_lr of a weight, whatever the rate of its tensor is."""
+    keys: dict[str, Any] = {"lr": 2**-6, "lr_of": {"embedding": 2**-5, "matrix": 2**-7}, "lr_base_width": 8}
+    plain = updated(with_experts(name, weight_decay=0.0, **keys))
+    for spec, (before, found) in updated(with_experts(name, weight_decay=0.5, weight_decay_lr=2**-4, **keys)).items():
+        taken = before * (0.5 * 2**-4) if kind_of(spec) in ("embedding", "head", "matrix") else torch.zeros(spec.size)
+        torch.testing.assert_close(plain[spec][1] - found, taken, rtol=0, atol=1e-6, msg=spec.name)
 
 
 def losses_of(root: str, cases: list[tuple[int, int, int, tuple, dict]]) -> list[tuple[tuple, list[float]]]:

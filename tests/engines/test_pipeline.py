@@ -35,6 +35,7 @@ SHAPE = {"num_layers": 5, "num_attention_heads": 4}
 TIED = {"tie_embeddings": True}
 # With an eps of 1e-8, Adam takes a full step of lr on a gradient that is nothing but rounding.
 OPTIMIZER = {"clip_grad": 0.5, "eps": 1e-6}
+RATES = {"lr_of": {"embedding": 1.5e-2, "head": 4e-2}, "lr_base_width": 16, "weight_decay_lr": 0.02}
 SPREAD = {"sequence_parallel": True, "tensor_parallel_overlap": "on"}
 
 # The sizes of tensor, context and pipeline parallelism, and the settings.
@@ -109,7 +110,7 @@ OTHERS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
         (1, 1, 2),
         {
             "stage": 1,
-            "optimizer": {**OPTIMIZER, "name": "muon", "moments": "bf16"},
+            "optimizer": {**OPTIMIZER, **RATES, "name": "muon", "moments": "bf16"},
             "parallel": {"pipeline_chunks": 2},
         },
     ),

@@ -19,9 +19,31 @@ _BF16_STEP = 2**-8
 def findings(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
     """Check that an optimizer reads the settings of Muon, that they leave matrices to it, and that moments can
     move."""
+    yield from _unread_rates(cfg)
     yield from _muon(cfg.optimizer)
     yield from _moments(cfg.optimizer)
     yield from _master(cfg, layout)
+
+
+def _unread_rates(cfg: RunConfig) -> Iterator[Finding]:
+    """Find learning rates that no tensor of the model has, and a width that leaves a tied embedding as it is."""
+    optimizer = cfg.optimizer
+    if optimizer.lr_of.router is not None and cfg.model.experts is None:
+        yield no_effect("optimizer.lr_of.router", optimizer.lr_of.router, "a model without model.experts")
+    if optimizer.lr_of.head is not None and cfg.model.tie_embeddings:
+        why = "model.tie_embeddings: the output projection is the embedding, and has optimizer.lr_of.embedding"
+        yield no_effect("optimizer.lr_of.head", optimizer.lr_of.head, why)
+    if optimizer.weight_decay_lr is not None and not optimizer.weight_decay:
+        yield no_effect("optimizer.weight_decay_lr", optimizer.weight_decay_lr, "optimizer.weight_decay 0")
+    if optimizer.lr_base_width is not None and cfg.model.tie_embeddings:
+        yield warning(
+            "base_width_tied",
+            "optimizer.lr_base_width",
+            optimizer.lr_base_width,
+            "leaves the rate of the tied embedding as it is, and an output projection wants a smaller one in a wider "
+            "model",
+            "set optimizer.lr_of.embedding for this width, or use model.tie_embeddings: false",
+        )
 
 
 def _master(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from sagetrain.config.arithmetic import decay_tokens, warmup_tokens
+from sagetrain.config.arithmetic import decay_tokens, peak_lr, warmup_tokens
 from sagetrain.config.errors import Finding
 from sagetrain.config.layout import Layout
 from sagetrain.config.rules.findings import error, neighbours, no_effect, warning
-from sagetrain.config.schema import RampTokens, RunConfig, StagedTokens
+from sagetrain.config.schema import LearningRates, OptimizerConfig, RampTokens, RunConfig, StagedTokens
 
 
 def findings(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
@@ -192,11 +192,13 @@ def _batch_rule(cfg: RunConfig) -> Iterator[Finding]:
 def _step_size(cfg: RunConfig) -> Iterator[Finding]:
     """Find learning rates whose exponent lacks its minus sign, and weight decay that removes whole weights in one
     step."""
-    optimizer, std = cfg.optimizer, cfg.model.init_std
-    rates = optimizer.peak_lrs()
-    only_muon = {"matrix"} if optimizer.name == "muon" and not optimizer.muon.adamw_matrices else set()
+    optimizer, std, width = cfg.optimizer, cfg.model.init_std, cfg.model.hidden_size
+    muon = optimizer.name == "muon"
+    kinds = [kind for kind in LearningRates.model_fields if kind != "router" or cfg.model.experts]
+    rates = {kind: peak_lr(optimizer, kind, width) for kind in kinds}
+    only_muon = {"matrix"} if muon and not optimizer.muon.adamw_matrices else set()
     by_adamw = {rate for kind, rate in rates.items() if kind not in only_muon}
-    for key, lr in sorted(by_adamw):
+    for key, given, lr in sorted(by_adamw):
         if lr < std:
             continue
         fix = "use a smaller one, such as 3e-4"
@@ -206,17 +208,26 @@ def _step_size(cfg: RunConfig) -> Iterator[Finding]:
         yield warning(
             "large_lr",
             key,
-            lr,
-            f"one step of AdamW may change each weight by that much; they begin with a standard deviation of "
-            f"model.init_std {std}",
+            given,
+            f"{_scaled(optimizer, given, lr)}one step of AdamW may change each weight by that much; they begin with a "
+            f"standard deviation of model.init_std {std}",
             fix,
         )
-    lr_key, lr = max((rates[kind] for kind in ("embedding", "head", "matrix")), key=lambda rate: rate[1])
+    matrix = peak_lr(optimizer, "matrix", width, by_muon=muon)
+    key, given, lr = max((rates["embedding"], rates["head"], rates["matrix"], matrix), key=lambda each: each.rate)
+    if optimizer.weight_decay_lr is not None:
+        key, given, lr = "optimizer.weight_decay_lr", optimizer.weight_decay_lr, optimizer.weight_decay_lr
     if optimizer.weight_decay * lr >= 1:
         yield error(
             "decay_in_one_step",
             "optimizer.weight_decay",
             optimizer.weight_decay,
-            f"times {lr_key} {lr} is 1 or more: one step would take all of a weight away",
-            f"use a smaller {lr_key} (3e-4, say), or a decay far below {1 / lr:g}",
+            f"times {key} {given} {_scaled(optimizer, given, lr)}is 1 or more: one step would take all of a weight "
+            "away",
+            f"use a smaller {key} (3e-4, say), or a decay far below {1 / lr:g}",
         )
+
+
+def _scaled(optimizer: OptimizerConfig, given: float, lr: float) -> str:
+    """Return the words for what optimizer.lr_base_width makes of a rate; none where it changes nothing."""
+    return "" if lr == given else f"(optimizer.lr_base_width {optimizer.lr_base_width} makes it {lr:g} here) "

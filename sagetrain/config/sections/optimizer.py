@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat
+from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from sagetrain.config.sections.base import Fraction, Section
 
@@ -42,6 +42,8 @@ class LearningRates(Section):
     """Matrices of the blocks."""
     gain: PositiveFloat | None = None
     """Gains of all norms, those of QK-norm included, and biases."""
+    router: PositiveFloat | None = None
+    """Routers of experts (model.experts)."""
 
 
 class OptimizerConfig(Section):
@@ -53,6 +55,10 @@ class OptimizerConfig(Section):
     lr: PositiveFloat
     """Peak learning rate."""
     lr_of: LearningRates = LearningRates()
+    lr_base_width: PositiveInt | None = None
+    """The model.hidden_size at which the learning rates were found. At another width those of matrices, output
+    projection and routers are scaled: by lr_base_width / hidden_size under AdamW, by the square root of that under Muon
+    (by 1 with muon.adjust_lr original). Embedding, gains and biases keep theirs. Default: nothing is scaled."""
     betas: Annotated[tuple[Fraction, Fraction], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)] = (
         0.9,
         0.95,
@@ -61,7 +67,11 @@ class OptimizerConfig(Section):
     eps: Annotated[float, Field(gt=0, lt=1)] = 1e-8
     """AdamW's epsilon."""
     weight_decay: NonNegativeFloat = 0.1
-    """Decoupled weight decay of matrices and embeddings; norm gains get none."""
+    """Decoupled weight decay of matrices and embeddings; norm gains, biases and routers get none. A step takes away
+    this part of a weight, times the weight's learning rate."""
+    weight_decay_lr: PositiveFloat | None = None
+    """Peak learning rate that weight decay is multiplied by, for all tensors, in place of their own: another lr, lr_of
+    or lr_base_width then leaves the decay as it was. It follows the same schedule. Default: each tensor's own rate."""
     clip_grad: NonNegativeFloat = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
     moments: Literal["fp32", "bf16", "int8"] = "fp32"
@@ -72,11 +82,6 @@ class OptimizerConfig(Section):
     the model computes with the masters. bf16_kahan: in bf16, with a second number for what rounding has left. Neither
     goes with parallel.engine deepspeed."""
     muon: MuonConfig = MuonConfig()
-
-    def peak_lrs(self) -> dict[str, tuple[str, float]]:
-        """Return the key that says the peak learning rate of each kind of tensor, and the rate."""
-        own = self.lr_of.model_dump().items()
-        return {kind: (f"optimizer.lr_of.{kind}", lr) if lr else ("optimizer.lr", self.lr) for kind, lr in own}
 
     def is_muon(self, kind: str, name: str) -> bool:
         """Whether Muon updates a tensor of this kind and name (model/tensors.TensorSpec)."""
