@@ -20,7 +20,7 @@ from sagetrain.cli.options import Config, ConfigOption, Overrides
 from sagetrain.config.errors import ConfigError
 
 
-def _keep(restarts: int, minutes: float, engine: str) -> None:
+def _keep(restarts: int, minutes: float) -> None:
     """Make this process the keeper of its rank (cluster/keeper.py). Return in the processes that train."""
     if not exits.console_script:
         raise ConfigError(
@@ -29,7 +29,7 @@ def _keep(restarts: int, minutes: float, engine: str) -> None:
         )
     from sagetrain.cluster.keeper import keep
 
-    keep(restarts, minutes, engine, _warn)
+    keep(restarts, minutes, _warn)
 
 
 def train(
@@ -77,7 +77,6 @@ def train(
                 _warn(said)
             # Imported modules stay. Looking for garbage in them takes a fifth of the start.
             gc.disable()
-            from sagetrain.config.layout import Layout
             from sagetrain.interop.looks import looks_of
             from sagetrain.training.build_run import build
             from sagetrain.training.trainer import Trainer
@@ -85,7 +84,7 @@ def train(
             gc.freeze()
             gc.enable()
             if restarts := cfg.training.restarts:
-                _keep(restarts, 2 * cfg.training.timeout_minutes, Layout.of(cfg, world_size).engine)
+                _keep(restarts, 2 * cfg.training.timeout_minutes)
             looks = looks_of(cfg)
             trainer = Trainer(build(cfg), findings, *looks)
         except (ConfigError, PermissionError) as error:

@@ -1,9 +1,9 @@
 """The keeper of a rank: the process that a launcher starts, where training.restarts is above 0.
 
-A keeper imports everything once and forks its rank. It has no GPU, no process group and no threads, so the fork is as
-fresh as a new process, without the seconds of the imports. When a rank of the run dies, every keeper ends its own rank
-with SIGKILL, which also frees a rank that waits inside of NCCL, and forks a new one. The new ranks continue from the
-newest checkpoint.
+A keeper imports everything but DeepSpeed once and forks its rank. It has no GPU, no process group and no threads, so
+the fork is as fresh as a new process, without the seconds of the imports. When a rank of the run dies, every keeper
+ends its own rank with SIGKILL, which also frees a rank that waits inside of NCCL, and forks a new one. The new ranks
+continue from the newest checkpoint.
 
 The keepers agree (agreement.py) through a store that outlives ranks. No keeper forks the next generation before all
 have said that their rank is gone, so two generations never write at the same time.
@@ -36,22 +36,21 @@ from sagetrain.config.errors import TRAINING_EXIT_CODE, ConfigError
 _GRACE = 1.0
 """The seconds that a keeper waits with its report of an error. A rank may fail because another one has died, whose
 keeper says so at once."""
-_ENGINE_MODULES = {"fsdp": (), "deepspeed": ("deepspeed", "deepspeed.ops")}
 _LATE_MODULES = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor")
-"""Modules that a run imports while it starts."""
+"""Modules that a run imports while it starts. DeepSpeed is not one: where there is a GPU its import starts a thread of
+the driver, and takes each rank less than a second."""
 _NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 _ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _NEVER_AGAIN = (2, 3, TRAINING_EXIT_CODE)
 """The exit codes (cli/exits.py) of mistakes, of disks, and of training that cannot go on."""
 
 
-def keep(restarts: int, minutes: float, engine: str, say: Callable[[str], None]) -> None:
+def keep(restarts: int, minutes: float, say: Callable[[str], None]) -> None:
     """Become the keeper of this rank. Return in every process that is to train, and never in the keeper.
 
     Args:
         restarts: the value of training.restarts.
         minutes: the time that keepers wait for the first one.
-        engine: the engine of the run.
         say: prints a line for people.
 
     Raises:
@@ -61,8 +60,7 @@ def keep(restarts: int, minutes: float, engine: str, say: Callable[[str], None])
         return
     if not sys.platform.startswith("linux"):
         raise ConfigError(f"training.restarts {restarts} needs Linux, and this is {sys.platform}: set it to 0")
-    forks = can_fork([*_LATE_MODULES, *_ENGINE_MODULES[engine]])
-    Keeper(restarts, keepers_store(minutes), forks, say).run()
+    Keeper(restarts, keepers_store(minutes), can_fork(_LATE_MODULES), say).run()
 
 
 def can_fork(modules: Sequence[str]) -> bool:
