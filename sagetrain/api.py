@@ -74,7 +74,7 @@ __all__ = [
 ]
 
 _LAZY = {"Callback": "training.callbacks", "Position": "training.callbacks", "RunStart": "training.callbacks",
-         "Sample": "data.loader", "StepResult": "engines.protocol",
+         "Sample": "data.batch", "StepResult": "engines.protocol",
          "by_sequence": "parallel.cross_entropy"}  # fmt: skip
 """The public names whose modules import torch. Such a module is imported when its name is used."""
 

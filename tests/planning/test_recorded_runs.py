@@ -40,6 +40,7 @@ SCORES, HALVES, WHOLE = (
     "parallel.tensor_parallel_overlap=off",
 )
 WHOLE_SEQUENCES = ["data.document_attention=false", "data.document_positions=false"]
+SAGE = ["attention={backend: sage, recipe: scores}"]
 LONG = ["data.seq_length=131072", "data.document_attention=false", SCORES]
 
 
@@ -55,6 +56,12 @@ def as_these_runs_were(monkeypatch, other_operations):
     monkeypatch.setitem(deepspeed_prices._STATE_BYTES, 1, (26, 36, 34))
     monkeypatch.setitem(deepspeed_prices._CONVERTED, 1, 6)
     monkeypatch.setattr(operations, "_IN_ONE_PASS", None)
+
+
+@pytest.fixture
+def today(as_these_runs_were, monkeypatch):
+    """Leave the arithmetic as it is today."""
+    monkeypatch.undo()
 
 
 def run_of(name, overrides):
@@ -228,24 +235,13 @@ def test_wide_layers_on_an_h100_are_met():
     ("fp8", 1, "auto", "dp2-z3", 41_648),
     ("bf16", 1, "auto", "dp2-z3", 37_759),
 ])  # fmt: skip
-def test_3b_on_two_h100s_is_met(linear, sequences, overlap, layout, tokens_per_second, monkeypatch):
+def test_3b_on_two_h100s_is_met(linear, sequences, overlap, layout, tokens_per_second, today):
     """The runs have 8K tokens without documents and 8 micro-steps, at commits dd04b14 and f315f7c, 2026-11-26, when a
     reduction of our own ran in DeepSpeed at ZeRO 1. `auto` is the faster choice."""
-    monkeypatch.undo()
-    ranks, replicas, sizes = layout_of(layout)
-    cfg = run_of("1b", [
-        THREE,
-        *sizes[:-1],
-        "parallel.engine=deepspeed",
-        f"parallel.tensor_parallel_overlap={overlap}",
-        f"attention={{backend: {'sdpa' if linear == 'bf16' else 'sage'}, recipe: scores, qk_norm: none}}",
-        f"linear.precision={linear}",
-        "data.seq_length=8192",
-        f"data.micro_batch_size={sequences}",
-        *WHOLE_SEQUENCES,
-        EVEN % (8 * sequences * 8192 * replicas),
-    ])  # fmt: skip
-    is_within_its_margin(cfg, ranks, 32_000, H100, tokens_per_second)
+    replicas = layout_of(layout)[1]
+    attention = f"attention={{backend: {'sdpa' if linear == 'bf16' else 'sage'}, recipe: scores, qk_norm: none}}"
+    more = [attention, f"parallel.tensor_parallel_overlap={overlap}", f"data.micro_batch_size={sequences}"]
+    meets_3b(linear, layout, "deepspeed", tokens_per_second, None, *more, tokens=8 * sequences * 8192 * replicas)
 
 
 @pytest.mark.parametrize(("linear", "layout", "engine", "tokens_per_second", "gib"), [
@@ -274,23 +270,32 @@ def test_3b_on_two_h100s_is_met(linear, sequences, overlap, layout, tokens_per_s
     ("bf16", "tp2-sp", "fsdp", 40_719, 37.3),
     ("fp8", "tp2-sp", "fsdp", 47_649, 38.9),
 ])  # fmt: skip
-def test_both_engines_on_two_h100s_are_met(linear, layout, engine, tokens_per_second, gib, monkeypatch):
+def test_both_engines_on_two_h100s_are_met(linear, layout, engine, tokens_per_second, gib, today):
     """The runs are those of results/engines: 3B with 8K tokens and 8 micro-steps."""
-    monkeypatch.undo()
-    meets_3b(linear, layout, engine, tokens_per_second, gib, memory_within=0.02)
+    meets_3b(linear, layout, engine, tokens_per_second, gib)
 
 
 @pytest.mark.parametrize(("layout", "tokens_per_second", "gib"), [("dp2", 38_002, 42.7), ("dp2-z3", 37_272, 33.0)])
-def test_four_sequences_on_two_h100s_are_met(layout, tokens_per_second, gib, monkeypatch):
+def test_four_sequences_on_two_h100s_are_met(layout, tokens_per_second, gib, today):
     """The runs are those of results/engines with four sequences in a micro-step, which are recomputed in full."""
-    monkeypatch.undo()
     four = ["data.micro_batch_size=4", "training.activation_checkpointing=full"]
-    meets_3b("bf16", layout, "fsdp", tokens_per_second, gib, *four, memory_within=0.07)
+    meets_3b("bf16", layout, "fsdp", tokens_per_second, gib, *four, within=0.07)
 
 
-def meets_3b(linear, layout, engine, tokens_per_second, gib, *more, memory_within):
-    """Check speed and memory of 3B with 8K tokens and 131,072 tokens a step on two H100s."""
-    cfg = run_of("1b", [
+@pytest.mark.parametrize(("offload", "stage", "gpu", "tokens_per_second", "gib"), [
+    ("none", 1, H200, 47_066, 54.6), ("optimizer", 1, H200, 36_949, 37.8), ("optimizer", 2, H200, 28_122, 26.7),
+    ("all", 3, H200, 24_324, 21.5), ("optimizer", 1, H100, 34_787, 37.9),
+])  # fmt: skip
+def test_state_in_the_hosts_memory_is_met(offload, stage, gpu, tokens_per_second, gib, today):
+    """The runs are those of results/offload, 16 threads a rank on the CPU. At ZeRO 3 each backward pass waits for its
+    copies, and plan counts those of the pass before it as well."""
+    within, offload = 0.06 if stage == 3 else 0.03, f"parallel.offload={offload}"
+    meets_3b("bf16", f"dp2-z{stage}", "fsdp", tokens_per_second, gib, offload, within=within, gpu=gpu)
+
+
+def meets_3b(linear, layout, engine, tokens_per_second, gib, *more, within=0.02, gpu=H100, tokens=131_072):
+    """Check speed and memory of 3B with 8K tokens on two GPUs."""
+    meets_today("1b", [
         THREE,
         *layout_of(layout)[2][:-1],
         "attention={backend: sdpa, qk_norm: none}",
@@ -299,13 +304,8 @@ def meets_3b(linear, layout, engine, tokens_per_second, gib, *more, memory_withi
         "parallel.tensor_parallel_overlap=off",
         "data.seq_length=8192",
         "data.micro_batch_size=1",
-        *WHOLE_SEQUENCES,
-        EVEN % (2 * 8 * 8192),
         *more,
-    ])  # fmt: skip
-    is_within_its_margin(cfg, 2, 32_000, H100, tokens_per_second)
-    memory = sum(item.bytes for item in memory_per_rank(cfg, 2, 32_000)) / 2**30
-    assert memory == pytest.approx(gib, rel=memory_within)
+    ], tokens, tokens_per_second, gib, within, gpu, ranks=2, vocab=32_000)  # fmt: skip
 
 
 @pytest.mark.parametrize(("layout", "engine", "linear", "card", "tokens_per_second", "gib"), [
@@ -321,131 +321,74 @@ def meets_3b(linear, layout, engine, tokens_per_second, gib, *more, memory_withi
     ("dp4-z3-qk", "fsdp", "fp8", "h100", 49_770, 70.5),
     ("dp4", "fsdp", "fp8", "h200", 61_420, 114.6),
 ])  # fmt: skip
-def test_8b_on_four_gpus_is_met(layout, engine, linear, card, tokens_per_second, gib, monkeypatch):
+def test_8b_on_four_gpus_is_met(layout, engine, linear, card, tokens_per_second, gib, today):
     """The runs are those of results/8b and its log, micro-batches whole. A rank had 4.7 % more memory than plan says at
     ZeRO 3. In DeepSpeed's runs in bf16 and INT8 a reduction of our own ran beside the backward pass. Runs by four
     stages are in test_pipeline_plan.py."""
-    monkeypatch.undo()
-    sequences, norm = (2 if "-m2" in layout else 1), ("before_rope" if "-qk" in layout else "none")
-    cfg = run_of("8b", [
+    norm, gathered = "before_rope" if "-qk" in layout else "none", "z3" in layout
+    behind = meets_today("8b", [
         *layout_of(layout.removesuffix("-m2").removesuffix("-qk"))[2][:-1],
         WHOLE,
         f"parallel.engine={engine}",
         f"attention={{backend: {'sdpa' if linear == 'bf16' else 'sage'}, recipe: scores, qk_norm: {norm}}}",
         f"linear={{precision: {linear}, recipe: rowwise}}",
-        f"data.micro_batch_size={sequences}",
+        f"data.micro_batch_size={2 if '-m2' in layout else 1}",
         "training.activation_checkpointing=none",
-        *WHOLE_SEQUENCES,
-        EVEN % 262_144,
-    ])  # fmt: skip
-    prediction = predict(cfg, 4, 128_256, HARDWARE[card])
-    assert evidence(cfg, prediction, HARDWARE[card]).margin == (0.15 if "z3" in layout else 0.1)
-    is_within_its_margin(cfg, 4, 128_256, HARDWARE[card], tokens_per_second)
-    within = 0.05 if "z3" in layout else 0.01
-    takes(cfg, 4, 128_256, gib, within)
+    ], 262_144, tokens_per_second, gib, 0.05 if gathered else 0.01, HARDWARE[card], ranks=4, vocab=128_256)  # fmt: skip
+    assert behind.margin == (0.15 if gathered else 0.1)
 
 
 @pytest.mark.parametrize(("card", "ranks", "tokens_per_second"), [
     ("h100", 2, 185_160), ("h100", 4, 370_612), ("h200", 1, 99_850), ("h200", 4, 387_505),
 ])  # fmt: skip
-def test_1b_by_replicas_in_fp8_is_met(card, ranks, tokens_per_second, monkeypatch):
+def test_1b_by_replicas_in_fp8_is_met(card, ranks, tokens_per_second, today):
     """The runs are those of results/8b: 1B on FSDP2 with four micro-steps of 32,768 tokens."""
-    monkeypatch.undo()
-    cfg = run_of("1b", [
-        "parallel.engine=fsdp",
-        "attention={backend: sage, recipe: scores}",
-        "linear={precision: fp8, recipe: rowwise}",
-        *WHOLE_SEQUENCES,
-        EVEN % (ranks * 131_072),
-    ])  # fmt: skip
-    is_within_its_margin(cfg, ranks, VOCAB, HARDWARE[card], tokens_per_second)
+    settings = ["parallel.engine=fsdp", *SAGE, "linear={precision: fp8, recipe: rowwise}"]
+    meets_today(
+        "1b", settings, ranks * 131_072, tokens_per_second, None, None, HARDWARE[card], ranks=ranks, vocab=VOCAB
+    )
 
 
 @pytest.mark.parametrize(("layout", "tokens_per_second", "margin", "gib"), [
     ("tp2", 41_564, 0.2, 32.2), ("tp2-sp", 38_444, 0.1, 31.3),
 ])  # fmt: skip
-def test_halves_in_int8_on_two_h100s_are_met(layout, tokens_per_second, margin, gib, monkeypatch):
+def test_halves_in_int8_on_two_h100s_are_met(layout, tokens_per_second, margin, gib, today):
     """The runs are 12 layers of 7B's width by FSDP2 at commit a5d6f92, with a vocabulary of 4,096. The host is the
     limit."""
-    monkeypatch.undo()
-    cfg = run_of("7b", [
-        "model.num_layers=12",
-        *layout_of(layout)[2][:-1],
-        "parallel.engine=fsdp",
-        *WHOLE_SEQUENCES,
-        HALVES,
-        "attention={backend: sage, recipe: scores}",
-        "linear={precision: int8, recipe: rowwise}",
-        "data.micro_batch_size=1",
-        EVEN % 16_384,
-    ])  # fmt: skip
-    assert evidence(cfg, predict(cfg, 2, 4096, H100), H100).margin == margin
-    is_within_its_margin(cfg, 2, 4096, H100, tokens_per_second)
-    takes(cfg, 2, 4096, gib, 0.02)
-
-
-@pytest.mark.parametrize(("offload", "stage", "gpu", "tokens_per_second", "gib"), [
-    ("none", 1, H200, 47_066, 54.6), ("optimizer", 1, H200, 36_949, 37.8), ("optimizer", 2, H200, 28_122, 26.7),
-    ("all", 3, H200, 24_324, 21.5), ("optimizer", 1, H100, 34_787, 37.9),
-])  # fmt: skip
-def test_state_in_the_hosts_memory_is_met(offload, stage, gpu, tokens_per_second, gib, monkeypatch):
-    """The runs are those of results/offload: 3B as above, 16 threads a rank on the CPU."""
-    monkeypatch.undo()
-    cfg = run_of("1b", [
-        THREE,
-        "attention={backend: sdpa, qk_norm: none}",
-        "linear.precision=bf16",
-        f"parallel={{engine: fsdp, offload: {offload}, zero_stage: {stage}}}",
-        "data.seq_length=8192",
-        "data.micro_batch_size=1",
-        *WHOLE_SEQUENCES,
-        EVEN % (2 * 8 * 8192),
-    ])  # fmt: skip
-    is_within_its_margin(cfg, 2, 32_000, gpu, tokens_per_second)
-    # At ZeRO 3 each backward pass waits for its copies, and plan counts those of the pass before it as well.
-    within = 0.06 if stage == 3 else 0.03
-    takes(cfg, 2, 32_000, gib, within)
+    settings = ["model.num_layers=12", *layout_of(layout)[2][:-1], "parallel.engine=fsdp", HALVES, *SAGE]
+    settings += ["linear={precision: int8, recipe: rowwise}", "data.micro_batch_size=1"]
+    behind = meets_today("7b", settings, 16_384, tokens_per_second, gib, 0.02, H100, ranks=2, vocab=4096)
+    assert behind.margin == margin
 
 
 @pytest.mark.parametrize(("linear", "tokens_per_second", "gib"), [("int8", 34_500, 18.42), ("bf16", 45_946, 17.33)])
-def test_1b_for_24_gb_on_an_h100_is_met(linear, tokens_per_second, gib, monkeypatch):
+def test_1b_for_24_gb_on_an_h100_is_met(linear, tokens_per_second, gib, today):
     """The runs are those of results/small-card: micro-batches of one sequence, which leave a GPU waiting for its
     host."""
-    monkeypatch.undo()
-    cfg = run_of("24gb", [
-        "parallel.engine=deepspeed",
-        "attention.backend=sage",
-        SCORES,
-        f"linear.precision={linear}",
-        "training.activation_checkpointing=none",
-        "model.vocab_size=32000",
-        *WHOLE_SEQUENCES,
-        EVEN % 131_072,
-    ])  # fmt: skip
-    is_within_its_margin(cfg, 1, 32_000, H100, tokens_per_second)
-    takes(cfg, 1, 32_000, gib, 0.015)
+    settings = ["parallel.engine=deepspeed", *SAGE, f"linear.precision={linear}", "model.vocab_size=32000"]
+    settings += ["training.activation_checkpointing=none"]
+    meets_today("24gb", settings, 131_072, tokens_per_second, gib, 0.015, H100, ranks=1, vocab=32_000)
 
 
-def test_muon_on_an_h100_is_met(monkeypatch):
+def test_muon_on_an_h100_is_met(today):
     """The runs are those of results/muon: 1B, 131,072 tokens a step, on FSDP2. Muon's step was measured with an update
     that took 36.8 ms more than today's."""
-    monkeypatch.undo()
-    seconds = {}
+    seconds, fixed = {}, ["parallel.engine=fsdp", "linear.precision=bf16", "attention.backend=sdpa"]
     for name, milliseconds, gib in (("adamw", 1785.7, 39.07), ("muon", 1903.2 - 36.8, 35.71)):
-        cfg = run_of("1b", [
-            f"optimizer.name={name}",
-            "parallel.engine=fsdp",
-            "linear.precision=bf16",
-            "attention.backend=sdpa",
-            "model.vocab_size=32000",
-            *WHOLE_SEQUENCES,
-            EVEN % 131_072,
-        ])  # fmt: skip
-        is_within_its_margin(cfg, 1, 32_000, H100, 131_072 / milliseconds * 1e3)
-        takes(cfg, 1, 32_000, gib, 0.02)
+        rate, settings = 131_072 / milliseconds * 1e3, [f"optimizer.name={name}", *fixed, "model.vocab_size=32000"]
+        meets_today("1b", settings, 131_072, rate, gib, 0.02, H100, ranks=1, vocab=32_000)
+        cfg = run_of("1b", [*settings, *WHOLE_SEQUENCES, EVEN % 131_072])
         seconds[name] = predict(cfg, 1, 32_000, H100).seconds
         assert seconds[name] == pytest.approx(milliseconds / 1e3, rel=0.02)
     assert seconds["muon"] - seconds["adamw"] == pytest.approx(0.081, rel=0.03)
+
+
+def meets_today(name, settings, tokens, tokens_per_second, gib, within, gpu, *, ranks, vocab):
+    """Check speed and memory of a run of whole sequences with so many tokens a step, and return the evidence."""
+    cfg = run_of(name, [*WHOLE_SEQUENCES, *settings, EVEN % tokens])
+    if gib is not None:
+        takes(cfg, ranks, vocab, gib, within)
+    return is_within_its_margin(cfg, ranks, vocab, gpu, tokens_per_second)
 
 
 def test_every_margin_is_that_of_some_recorded_run():
@@ -510,6 +453,7 @@ def is_within_its_margin(cfg, ranks, vocab_size, hardware, tokens_per_second):
     behind = evidence(cfg, prediction, hardware)
     assert behind.missing == () and behind.mark == ""
     assert prediction.tokens_per_second == pytest.approx(tokens_per_second, rel=behind.margin)
+    return behind
 
 
 def takes(cfg, ranks, vocab_size, gib, within):
@@ -571,9 +515,8 @@ def test_memory_of_the_papers_model_is_met(backend, gib):
     ("dp2-z3", [], 144_347, 51.7),
     ("dp2-z3", ["deepspeed.zero_optimization.overlap_comm=true"], 155_630, 51.7),
 ])  # fmt: skip
-def test_gradients_on_their_way_are_met(layout, overrides, tokens_per_second, gib, monkeypatch):
+def test_gradients_on_their_way_are_met(layout, overrides, tokens_per_second, gib, today):
     """The run is 1B on two H100s of one host, with a vocabulary of 4,096, and with today's kernels and ZeRO 1."""
-    monkeypatch.undo()
     cfg, ranks = configured("1b", layout, (8, 2), [SCORES, *overrides])
     vocab = padded_vocab_size(4096)
     rate = predict(cfg, ranks, vocab, HARDWARE["h100"]).tokens_per_second
