@@ -364,7 +364,10 @@ def _mixture(experts: ExpertsConfig, hidden: int, rank: Rank) -> Iterator[Operat
     rows = experts.per_token * tokens
 
     def product(name: str, outputs: int, inputs: int, saved: int) -> MatmulCost:
-        one = rank.matmul(name, outputs, inputs, column_parallel=False, saved=saved, recomputed=again)
+        precision = rank.precision
+        one = rank.matmul(
+            name, outputs, inputs, column_parallel=False, precision=precision, saved=saved, recomputed=again
+        )
         return replace(one, tokens=rows, experts=experts.number, shards=rank.shards)
 
     def moving(name: str, moved: float, saved: int = 0) -> PassCost:
@@ -375,10 +378,17 @@ def _mixture(experts: ExpertsConfig, hidden: int, rank: Rank) -> Iterator[Operat
     router = rank.matmul("router", experts.number, hidden, column_parallel=False, precision=wide, recomputed=again)
     yield replace(router, tokens=tokens)
     yield moving("scores", _SCORES * experts.number, saved=8 * experts.number)
-    yield moving("rows of experts", element * experts.per_token * _ROWS * hidden, saved=element * hidden)
+    # Codes of rows are kept in place of tokens, and in place of SwiGLU's results.
+    codes = rank.linear.low_bit and rank.linear.recipe != "rowwise_bf16_wgrad"
+    kept = experts.per_token * hidden if codes else element * hidden
+    yield moving("rows of experts", element * experts.per_token * _ROWS * hidden, saved=kept)
     yield product("gate and up of experts", 2 * inner, hidden, saved=element * experts.per_token * 2 * inner)
     yield moving("SwiGLU of experts", element * experts.per_token * _SWIGLU[0] * inner)
-    yield product("down of experts", hidden, inner, saved=element * experts.per_token * inner)
+    kept = (1 if codes else element) * experts.per_token * inner
+    yield product("down of experts", hidden, inner, saved=kept)
+    if rank.linear.low_bit:
+        columns = experts.per_token * (3 * inner + 2 * hidden)
+        yield moving("casts of experts to 8 bits", rank.moved(_CASTS[rank.linear.recipe], columns))
 
 
 def _backends(attention: AttentionConfig) -> tuple[str, ...]:

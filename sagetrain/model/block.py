@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from sagekernels.matmul import Matmul, Pending
+from sagekernels.matmul import Pending
 from sagetrain.config.layer_specs import LayerSpec
 from sagetrain.model import walks
 from sagetrain.model.attention import Attention
@@ -17,7 +17,7 @@ from sagetrain.model.mlp import MLP
 from sagetrain.model.moe import MoE
 from sagetrain.model.norm import NoNorm, RMSNorm, complete, enter_gains, normalize
 from sagetrain.model.walks import BlockStage, Half, Part, Stretch
-from sagetrain.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from sagetrain.parallel.layers import LinearLayer
 from sagetrain.parallel.topology import ParallelGroups
 
 
@@ -45,7 +45,7 @@ class Block(nn.Module):
         function: AttentionFunction,
         groups: ParallelGroups,
         *,
-        matmuls: Mapping[str, Matmul],
+        matmuls: Mapping[str, Any],
         sequence_parallel: bool,
         selective: bool = False,
         share: Tensor | None = None,
@@ -92,7 +92,7 @@ class Block(nn.Module):
         self.mlp_post_norm = norm() if after else None
         self._read_by(matmuls)
 
-    def _read_by(self, matmuls: Mapping[str, Matmul]) -> None:
+    def _read_by(self, matmuls: Mapping[str, Any]) -> None:
         if self.sequence_parallel and self.groups.tp_size > 1:
             # Only layers in fewer bits become readers. Another reader makes another graph, for the last block's next
             # norm as well.
@@ -100,9 +100,9 @@ class Block(nn.Module):
             self.mlp_norm.reader = matmuls.get("gate_up") if isinstance(self.mlp, MLP) else None
 
     @property
-    def linear_layers(self) -> dict[str, ColumnParallelLinear | RowParallelLinear]:
-        """The block's linear layers, keyed by name: qkv, out, gate_up, down. Experts are not among them."""
-        return self.attention.linear_layers | self.mlp.linear_layers
+    def linear_layers(self) -> dict[str, LinearLayer[Any]]:
+        """The block's linear layers, keyed by name: qkv, out, gate_up, down, experts."""
+        return {**self.attention.linear_layers, **self.mlp.linear_layers}
 
     @property
     def norms(self) -> list[RMSNorm]:
@@ -112,13 +112,14 @@ class Block(nn.Module):
         return [norm for norm in every if isinstance(norm, RMSNorm)]
 
     @property
-    def matmuls(self) -> dict[str, Matmul]:
+    def matmuls(self) -> dict[str, Any]:
         """The Matmul of each linear layer that does not multiply in the dtype of its operands, keyed by the layer's
         name. It may be set."""
-        return {name: layer.matmul for name, layer in self.linear_layers.items() if type(layer.matmul) is not Matmul}
+        layers = self.linear_layers.items()
+        return {name: layer.matmul for name, layer in layers if type(layer.matmul) is not type(layer.in_dtype)}
 
     @matmuls.setter
-    def matmuls(self, matmuls: Mapping[str, Matmul]) -> None:
+    def matmuls(self, matmuls: Mapping[str, Any]) -> None:
         for name, layer in self.linear_layers.items():
             layer.matmul, layer.kept = matmuls.get(name) or layer.in_dtype, ()
         self._read_by(matmuls)

@@ -14,21 +14,20 @@ recomputed blocks, layouts, or passes that are no part of a step:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sagekernels.grouped import plan_rows
-from sagekernels.grouped_matmul import grouped_gated, grouped_matmul
-from sagekernels.matmul import Matmul
+from sagekernels.grouped import Rows, plan_rows
+from sagekernels.grouped_matmul import GroupedMatmul, grouped_gated, grouped_matmul
 from sagetrain.config.layer_specs import LayerSpec
 from sagetrain.config.schema import ExpertsConfig
 from sagetrain.model.mlp import MLP
 from sagetrain.model.norm import complete
 from sagetrain.parallel.collectives import finish, gather_tokens, scatter_sums, start_all_gather, start_enter
-from sagetrain.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from sagetrain.parallel.layers import LinearLayer
 from sagetrain.parallel.topology import ParallelGroups
 
 _LEAST = 1e-20
@@ -115,18 +114,42 @@ def _shares(scores: Tensor) -> Tensor:
     return scores / (scores.sum(-1, keepdim=True) + _LEAST)
 
 
-class Experts(nn.Module):
+class Experts(LinearLayer[GroupedMatmul]):
     """The weights of this rank's experts, one above the other. In this form a shard of whole rows, as engines cut it,
     has a part of an expert where ranks outnumber experts."""
 
     def __init__(
-        self, number: int, hidden: int, inner: int, *, dtype: torch.dtype, device: torch.device | None
+        self,
+        number: int,
+        hidden: int,
+        inner: int,
+        *,
+        matmul: GroupedMatmul | None,
+        dtype: torch.dtype,
+        device: torch.device | None,
     ) -> None:
-        super().__init__()
+        super().__init__(GroupedMatmul(), matmul)
+        self.number = number
         self.gate_up = nn.Parameter(torch.empty(number * 2 * inner, hidden, dtype=dtype, device=device))
         """[experts x (gate, then up), hidden]"""
         self.down = nn.Parameter(torch.empty(number * hidden, inner, dtype=dtype, device=device))
         """[experts x hidden, inner]"""
+
+    @property
+    def weights(self) -> Sequence[Tensor]:
+        """The matrices [experts x out, in]: gate with up, and down."""
+        return self.gate_up, self.down
+
+    def keep(self) -> None:
+        """Make the tensors that the products keep of both weights, from the weights as they are now."""
+        every = (weight.detach().view(self.number, -1, weight.shape[-1]) for weight in self.weights)
+        self.kept = tuple(tensor for weight in every for tensor in self.matmul.keep(weight))
+
+    def forward(self, x: Tensor, weights: Tensor, rows: Rows) -> Tensor:
+        """Return the sum of each token's experts times their weights [T, per token]: [T, hidden] -> [T, hidden]."""
+        half = len(self.kept) // 2
+        inner = grouped_gated(x, self.gate_up, weights, rows, self.matmul, self.kept[:half], gathers=True)
+        return grouped_matmul(inner, self.down, rows, self.matmul, self.kept[half:], combines=True)
 
 
 class MoE(nn.Module):
@@ -143,7 +166,7 @@ class MoE(nn.Module):
         layer: LayerSpec,
         groups: ParallelGroups,
         *,
-        matmuls: Mapping[str, Matmul],
+        matmuls: Mapping[str, Any],
         sequence_parallel: bool,
         share: Tensor,
         dtype: torch.dtype,
@@ -155,15 +178,16 @@ class MoE(nn.Module):
         place: dict[str, Any] = {"dtype": dtype, "device": device}
         self.router = Router(layer.hidden, layer.experts, **place)
         self._own = _divide(layer.experts.number, groups)
-        self.experts = Experts(self._own, layer.hidden, layer.experts.ffn_size, **place)
+        inner = layer.experts.ffn_size
+        self.experts = Experts(self._own, layer.hidden, inner, matmul=matmuls.get("experts"), **place)
         self.shared = None
         if layer.mlp.inner:
             self.shared = MLP(layer, groups, matmuls=matmuls, sequence_parallel=sequence_parallel, **place)
 
     @property
-    def linear_layers(self) -> dict[str, ColumnParallelLinear | RowParallelLinear]:
-        """The linear layers of the shared experts, keyed by name."""
-        return self.shared.linear_layers if self.shared else {}
+    def linear_layers(self) -> dict[str, LinearLayer[Any]]:
+        """The experts and the linear layers of the shared ones, keyed by name."""
+        return {**(self.shared.linear_layers if self.shared else {}), "experts": self.experts}
 
     def forward(self, x: Tensor, parts: int = 1) -> Tensor:
         """Return the output for tokens [T, hidden], which are one of so many parts of a micro-batch."""
@@ -189,9 +213,7 @@ class MoE(nn.Module):
             # Choices of other ranks' experts have no row here.
             x, weights = gather_tokens(x, group), gather_tokens(weights, group)
             choices = finish(start_all_gather(choices, group)) - self.groups.ep_rank * self._own
-        rows = plan_rows(choices, self._own)
-        inner = grouped_gated(x, experts.gate_up, weights, rows, gathers=True)
-        y = grouped_matmul(inner, experts.down, rows, combines=True)
+        y = experts(x, weights, plan_rows(choices, self._own))
         return y if group is None else scatter_sums(y, group)
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from sagekernels.backends import serving
+from sagekernels.grouped_matmul import GROUPED_RECIPES
 from sagekernels.launch import check_int8, half_sums
-from sagekernels.lowbit import RECIPES, LowBit
+from sagekernels.lowbit import RECIPES
+from sagetrain.config.layer_specs import layers as layer_specs
 from sagetrain.config.layer_specs import linear_layers
 from sagetrain.config.linear_sizes import LOW_BIT_MULTIPLE, LinearSizes
 from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig
@@ -105,8 +108,9 @@ def matmuls_of(
     here: int | None = None,
     device: torch.device,
     dtype: torch.dtype,
-) -> tuple[list[dict[str, LowBit]], str]:
-    """Return the low-bit Matmul of each linear layer, keyed by name for each block, and one line that says so.
+) -> tuple[list[dict[str, Any]], str]:
+    """Return the low-bit Matmul of each linear layer, keyed by name for each block, and one line that says so. The
+    entry "experts" is a GroupedMatmul.
 
     A layer without an entry multiplies in dtype. With precision `auto` no layer has an entry, because choose_linear has
     to decide.
@@ -156,8 +160,19 @@ def matmuls_of(
         blocks += f", but for {odd}"
     if others != layers:
         blocks += f", by the sizes at tensor_parallel_size {tensor_parallel_size} in training and {here} here"
-    matmuls: dict[str, LowBit] = dict.fromkeys(taken, recipe)
-    return [matmuls if index in low else {} for index in range(model.num_layers)], f"{name} in {blocks} ({how})"
+    matmuls: dict[str, Any] = dict.fromkeys(taken, recipe)
+    if model.experts is None:
+        return [matmuls if index in low else {} for index in range(model.num_layers)], f"{name} in {blocks} ({how})"
+    grouped = GROUPED_RECIPES.get((linear.precision, linear.recipe))
+    if grouped is None:
+        raise ValueError(f"linear.recipe {linear.recipe} is none of experts")
+    found: list[dict[str, Any]] = []
+    for index, layer in enumerate(layer_specs(model)):
+        own = layer.linear_layers(tensor_parallel_size), layer.linear_layers(here or tensor_parallel_size)
+        taken = [name for name, sizes in own[0].items() if linear.takes(sizes) and not own[1][name].odd]
+        of_layer = dict.fromkeys(taken, recipe) | ({"experts": grouped} if layer.experts else {})
+        found.append(of_layer if index in low else {})
+    return found, f"{name} in {blocks}, experts included ({how})"
 
 
 def _odd(layers: Mapping[str, LinearSizes]) -> str:

@@ -14,7 +14,6 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from sagekernels.matmul import Matmul
 from sagetrain.config.arithmetic import attention_calls, parts_of, recomputed_blocks
 from sagetrain.config.layer_specs import Reach, layers
 from sagetrain.config.schema import AttentionConfig, ModelConfig, Recomputation
@@ -107,7 +106,7 @@ class Transformer(nn.Module):
         known: int | None = None,
         groups: ParallelGroups,
         functions: Sequence[AttentionFunction],
-        matmuls: Sequence[Mapping[str, Matmul]] | None = None,
+        matmuls: Sequence[Mapping[str, Any]] | None = None,
         sequence_parallel: bool = False,
         overlap: bool = True,
         activation_checkpointing: Recomputation = "none",
@@ -389,13 +388,13 @@ class Transformer(nn.Module):
         keep_weights(self)
 
     @property
-    def matmuls(self) -> list[dict[str, Matmul]]:
+    def matmuls(self) -> list[dict[str, Any]]:
         """The Matmul of the linear layers of each block, as given to the constructor. They may be set, for a while or
         for good. Layers then keep nothing of the weights until keep_weights is called."""
         return [cast(Block, block).matmuls for block in self.blocks]
 
     @matmuls.setter
-    def matmuls(self, matmuls: Iterable[Mapping[str, Matmul]]) -> None:
+    def matmuls(self, matmuls: Iterable[Mapping[str, Any]]) -> None:
         for block, own in zip(self.blocks, matmuls, strict=True):
             cast(Block, block).matmuls = own
 

@@ -8,13 +8,14 @@ dim of which weight is cut.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sagekernels.grouped_matmul import GroupedMatmul
 from sagekernels.matmul import Matmul, Measured, Pending, gated_linear, linear
 from sagetrain.parallel.collectives import entering, start_leave
 from sagetrain.parallel.topology import ParallelGroups
@@ -38,9 +39,46 @@ def _divide(total: int, groups: ParallelGroups, what: str) -> int:
     return total // groups.tp_size
 
 
-def linear_layers(model: nn.Module) -> Iterator[ColumnParallelLinear | RowParallelLinear]:
-    """Yield the layers of a model that multiply by a Matmul."""
-    return (layer for layer in model.modules() if isinstance(layer, ColumnParallelLinear | RowParallelLinear))
+_M = TypeVar("_M", Matmul, GroupedMatmul)
+
+
+class LinearLayer(nn.Module, Generic[_M]):
+    """A layer that multiplies by a value that decides about rounding, and keeps what that value keeps of its
+    weights.
+
+    Args:
+        in_dtype: the Matmul of the layer unless it is told otherwise.
+        matmul: how the layer multiplies (default: in_dtype).
+    """
+
+    def __init__(self, in_dtype: _M, matmul: _M | None) -> None:
+        super().__init__()
+        self.in_dtype = in_dtype
+        self.matmul = matmul or in_dtype
+        self.kept: tuple[Tensor, ...] = ()
+        """The tensors that `keep` made. They are no buffers, because DeepSpeed would cast buffers."""
+
+    @property
+    def weights(self) -> Sequence[Tensor]:
+        """The matrices, in the order of the outputs."""
+        raise NotImplementedError
+
+    def keep(self) -> None:
+        """Make the tensors that the layer keeps of its weights, from the weights as they are now."""
+        raise NotImplementedError
+
+
+class _Parallel(LinearLayer[Matmul]):
+    """A linear layer that is spread over the tensor-parallel group."""
+
+    def keep(self) -> None:
+        """Make the tensors that the layer keeps of its weights, from the weights as they are now."""
+        self.kept = self.matmul.keep(self.weights)
+
+
+def linear_layers(model: nn.Module) -> Iterator[LinearLayer[Any]]:
+    """Yield the layers of a model that multiply by a Matmul, experts included."""
+    return (layer for layer in model.modules() if isinstance(layer, LinearLayer))
 
 
 @torch.no_grad()
@@ -51,10 +89,10 @@ def keep_weights(model: nn.Module) -> None:
     for ZeRO 3, where weights come and go.
     """
     for layer in linear_layers(model):
-        layer.kept = layer.matmul.keep(layer.weights)
+        layer.keep()
 
 
-class ColumnParallelLinear(nn.Module):
+class ColumnParallelLinear(_Parallel):
     """Several y = x W^T of one x. The rows of each W, which are its output features, are spread over the group.
 
     x comes from `start_enter`. Matrices that read the same x (q, k and v; gate and up) are one layer, because they
@@ -82,15 +120,10 @@ class ColumnParallelLinear(nn.Module):
         dtype: torch.dtype,
         device: torch.device | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(Matmul(joined=groups.tp_size > 1), matmul)
         self.groups = groups
         self.bias = bias
         self.sequence_parallel = sequence_parallel
-        self.in_dtype = Matmul(joined=groups.tp_size > 1)
-        """The Matmul of the layer unless it is told otherwise."""
-        self.matmul = matmul or self.in_dtype
-        self.kept: tuple[Tensor, ...] = ()
-        """The tensors that `keep_weights` made. They are no buffers, because DeepSpeed would cast buffers."""
         self.names = tuple(out_features)
         for name, size in out_features.items():
             local = _divide(size, groups, f"out_features of {name}")
@@ -121,7 +154,7 @@ class ColumnParallelLinear(nn.Module):
         return self.weights, self.matmul, back, self.groups.tp_group, self.kept
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(_Parallel):
     """One y = x W^T. The columns of W, which are its input features, are spread over the group.
 
     The layer starts to add the partial sums over the group: for all ranks, or for each rank its shard of the tokens.
@@ -145,12 +178,9 @@ class RowParallelLinear(nn.Module):
         dtype: torch.dtype,
         device: torch.device | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(Matmul(), matmul)
         self.groups = groups
         self.sequence_parallel = sequence_parallel
-        self.in_dtype = Matmul()
-        self.matmul = matmul or self.in_dtype
-        self.kept: tuple[Tensor, ...] = ()
         local = _divide(in_features, groups, "in_features")
         self.weight = nn.Parameter(torch.empty(out_features, local, dtype=dtype, device=device))
 

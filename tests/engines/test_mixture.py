@@ -144,7 +144,7 @@ def in_four(root: str) -> dict[str, Any]:
     for sizes, _ in CASES.values():
         groups[sizes] = groups.get(sizes) or tiny.join(*sizes)
     found = {"trained": {name: trained(name, groups[CASES[name][0]]) for name in CASES}}
-    return found | {dtype: saved_and_continued(f"{root}/{dtype}", dtype, groups) for dtype in ("fp32", "bf16")}
+    return found | {dtype: saved_and_continued(f"{root}/{dtype}", dtype, groups) for dtype in HOW}
 
 
 @pytest.fixture(scope="module")
@@ -187,6 +187,8 @@ SAVED = ["ZeRO 1", "TP 2, halves, ZeRO 3", "experts 2 x context 2, recomputed, Z
 HOW: dict[str, tuple[list[str], dict[str, Any]]] = {
     "fp32": (SAVED, {}),
     "bf16": (SAVED[1:3], {"dtype": "bf16", "optimizer": {"name": "muon"}}),
+    "int8": (SAVED, {"dtype": "bf16", "linear": {"precision": "int8"}}),
+    "fp8": (SAVED[1:2], {"dtype": "bf16", "linear": {"precision": "fp8"}}),
 }
 """The layouts that write checkpoints, each read by the next one as well, and the configuration, by dtype."""
 
@@ -233,7 +235,7 @@ def saved_and_continued(
     return found
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", HOW)
 def test_checkpoints_continue_at_every_layout(four, dtype: str) -> None:
     """They continue with the same bits, those of the router's states included, at the layout that wrote them."""
     layouts, _ = HOW[dtype]

@@ -7,9 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sagekernels.grouped_matmul import GROUPED_RECIPES
+from sagekernels.lowbit import RECIPES
 from sagetrain.config.layer_specs import layers
 from sagetrain.config.schema import ModelConfig
 from sagetrain.model.moe import MoE
+from sagetrain.parallel.layers import keep_weights
 from sagetrain.parallel.topology import ParallelGroups
 
 HIDDEN, INNER, EXPERTS, TOP = 32, 16, 6, 2
@@ -17,12 +20,14 @@ EXPERT = {"number": EXPERTS, "per_token": TOP, "ffn_size": INNER}
 TENSORS = ("router.weight", "router.bias", "router.load", "experts.gate_up", "experts.down")
 
 
-def mixture(dtype: torch.dtype, share: float = 1.0, **experts: object) -> MoE:
+def mixture(dtype: torch.dtype, share: float = 1.0, matmuls: dict | None = None, **experts: object) -> MoE:
     cfg = ModelConfig(
         num_layers=1, hidden_size=HIDDEN, ffn_hidden_size=48, num_attention_heads=2, experts={**EXPERT, **experts}
     )
     groups, place = ParallelGroups.single(), {"dtype": dtype, "device": None}
-    moe = MoE(layers(cfg)[0], groups, matmuls={}, sequence_parallel=False, share=torch.tensor(share), **place)
+    moe = MoE(
+        layers(cfg)[0], groups, matmuls=matmuls or {}, sequence_parallel=False, share=torch.tensor(share), **place
+    )
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, p in moe.named_parameters():
@@ -101,3 +106,38 @@ def test_equal_scores_choose_the_lower_expert() -> None:
         assert moe.router.chosen(moe.router.scored(x)[1]).tolist() == [[0, 1]] * 5
         moe.router.bias[4] = 1e-6
         assert moe.router.chosen(moe.router.scored(x)[1]).tolist() == [[4, 0]] * 5
+
+
+LIMITS = {"int8": 0.04, "fp8": 0.12}
+"""Largest relative errors of the output and of all gradients. 16 bits have 0.01."""
+
+
+@pytest.mark.parametrize("recipe", GROUPED_RECIPES, ids=" ".join)
+def test_blocks_in_8_bits_are_judged_by_float64(recipe: tuple[str, str]) -> None:
+    """The shared expert and the experts are in 8 bits, the router is not: choices, loads and its losses are those of 16
+    bits. What is kept of weights changes no bit, and neither does another call."""
+    low = {"experts": GROUPED_RECIPES[recipe], "gate_up": RECIPES[recipe], "down": RECIPES[recipe]}
+    moe, exact = mixture(torch.bfloat16, matmuls=low, shared=1), mixture(torch.float64, shared=1)
+    with torch.no_grad():
+        for p, q in zip(exact.parameters(), moe.parameters(), strict=True):
+            p.copy_(q)
+        for one in (moe, exact):
+            one.router.bias[3] = -9.0
+    draw = torch.Generator().manual_seed(1)
+    x, grad = (torch.randn(67, HIDDEN, generator=draw).bfloat16() for _ in range(2))
+
+    def results(one: MoE, dtype: torch.dtype) -> list[Tensor]:
+        leaf = x.to(dtype).requires_grad_()
+        y = one(leaf)
+        return [y.detach(), *torch.autograd.grad((y * grad.to(dtype)).sum(), [leaf, *one.parameters()])]
+
+    found, truth = results(moe, torch.bfloat16), results(exact, torch.float64)
+    keep_weights(moe)
+    assert len(moe.experts.kept) == 8
+    assert all(map(torch.equal, found, results(moe, torch.bfloat16)))
+    for name, a, b in zip(["y", "x", *(name for name, _ in moe.named_parameters())], found, truth, strict=True):
+        if name in ("router.bias", "router.load"):
+            assert torch.equal(a.double(), b), name
+        else:
+            error = ((a.double() - b).norm() / b.norm()).item()
+            assert (0.004 if "router" not in name else 0) < error < LIMITS[recipe[0]], (name, error)

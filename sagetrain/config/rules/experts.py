@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import cast
 
 from sagetrain.config.errors import Finding
+from sagetrain.config.layer_specs import layers
 from sagetrain.config.layout import Layout
 from sagetrain.config.rules.findings import divisors, error, neighbours, no_effect, warning
 from sagetrain.config.schema import ExpertsConfig, RunConfig
@@ -21,7 +22,7 @@ PROVEN: dict[str, tuple[object, ...]] = {
     "model.activation": ("swiglu",),
     "model.norms": ("pre",),
     "model.conventions": ("llama",),
-    "linear.precision": ("bf16",),
+    "linear.precision": ("bf16", "int8", "fp8"),
     "parallel.pipeline_chunks": (1,),
     "parallel.engine": ("auto", "fsdp"),
     "parallel.offload": ("none",),
@@ -53,6 +54,17 @@ UNDER_EXPERT_PARALLELISM: dict[str, tuple[object, ...]] = {
 }
 """The values that were proven where ranks have the experts of a layer between them."""
 
+IN_8_BITS: dict[str, tuple[object, ...]] = {
+    "linear.recipe": ("rowwise", "rowwise_bf16_wgrad"),
+    "linear.keep_layers_below": (0,),
+    "linear.keep_first_fraction": (None,),
+    "linear.keep_last_fraction": (None,),
+    "training.cuda_graphs": ("off",),
+}
+"""The values that were proven with experts in 8 bits."""
+_MOST_TOKENS = 131072
+"""INT8's products add up so many terms at most in int32 (sagekernels/int8_matmul.py)."""
+
 
 def findings(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
     """Check the sizes of experts, and that everything else in the configuration was proven with them."""
@@ -66,6 +78,9 @@ def findings(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
     yield from _router(experts)
     proven = PROVEN | (UNDER_TENSOR_PARALLELISM if layout.tensor > 1 else {})
     proven |= UNDER_EXPERT_PARALLELISM if cfg.parallel.expert_parallel_size > 1 else {}
+    if cfg.linear.low_bit:
+        proven |= IN_8_BITS
+        yield from _eight_bits(cfg, layout)
     for key, values in proven.items():
         value = functools.reduce(getattr, key.split("."), cast(object, cfg))
         if value not in values:
@@ -120,6 +135,29 @@ def _ranks(experts: ExpertsConfig, layout: Layout, ranks: int) -> Iterator[Findi
     elif ranks > experts.per_token:
         why = f"is more than the {experts.per_token} experts of a token: most ranks would gather tokens in vain"
         yield error("expert_parallel_size", key, ranks, why, f"use 1 to {experts.per_token}")
+
+
+def _eight_bits(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
+    """Check that a rank's matrices and its sums over tokens suit 8 bits, those of the layers without experts as well
+    (linear.py looks at the last layer)."""
+    precision = cfg.linear.precision
+    sides = (
+        (name, side)
+        for layer in dict.fromkeys(layers(cfg.model))
+        for name, sizes in layer.linear_layers(layout.tensor).items()
+        for side in sizes.odd
+    )
+    for name, side in sides:
+        why = f"needs sides that are multiples of {_MULTIPLE}, and a rank's {name} has one of {side}"
+        fix = "use other sizes, a smaller parallel.tensor_parallel_size, or linear.precision bf16"
+        yield error("experts_multiple_in_8_bits", "linear.precision", precision, why, fix)
+        break
+    ranks = layout.context * layout.tensor
+    tokens = cfg.data.micro_batch_size * cfg.data.seq_length * cfg.parallel.expert_parallel_size // ranks
+    if precision == "int8" and cfg.linear.recipe == "rowwise" and tokens > _MOST_TOKENS:
+        why = f"gives experts {tokens:,} tokens at a time: INT8 adds up {_MOST_TOKENS:,} at most"
+        fix = "use fewer, linear.recipe rowwise_bf16_wgrad, or linear.precision fp8"
+        yield error("experts_tokens_in_int8", "data.micro_batch_size", cfg.data.micro_batch_size, why, fix)
 
 
 def _router(experts: ExpertsConfig) -> Iterator[Finding]:
