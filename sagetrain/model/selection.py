@@ -166,13 +166,13 @@ def matmuls_of(
     grouped = GROUPED_RECIPES.get((linear.precision, linear.recipe))
     if grouped is None:
         raise ValueError(f"linear.recipe {linear.recipe} is none of experts")
-    found: list[dict[str, Any]] = []
+    every: list[dict[str, Any]] = []
     for index, layer in enumerate(layer_specs(model)):
         own = layer.linear_layers(tensor_parallel_size), layer.linear_layers(here or tensor_parallel_size)
         taken = [name for name, sizes in own[0].items() if linear.takes(sizes) and not own[1][name].odd]
         of_layer = dict.fromkeys(taken, recipe) | ({"experts": grouped} if layer.experts else {})
-        found.append(of_layer if index in low else {})
-    return found, f"{name} in {blocks}, experts included ({how})"
+        every.append(of_layer if index in low else {})
+    return every, f"{name} in {blocks}, experts included ({how})"
 
 
 def _odd(layers: Mapping[str, LinearSizes]) -> str:

@@ -53,8 +53,8 @@ class LinearLayer(nn.Module, Generic[_M]):
 
     def __init__(self, in_dtype: _M, matmul: _M | None) -> None:
         super().__init__()
-        self.in_dtype = in_dtype
-        self.matmul = matmul or in_dtype
+        self.in_dtype: _M = in_dtype
+        self.matmul: _M = matmul or in_dtype
         self.kept: tuple[Tensor, ...] = ()
         """The tensors that `keep` made. They are no buffers, because DeepSpeed would cast buffers."""
 

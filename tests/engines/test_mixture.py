@@ -219,7 +219,7 @@ def saved_and_continued(
     for name, other in zip(layouts, [*layouts[1:], layouts[0]], strict=True):
         first = engine(name, 3)
         if name == "ZeRO 1":
-            assert generates_the_same(tiny.on(config(**CASES[name][1]), groups[name]), first), name
+            assert generates_the_same(tiny.on(config(**CASES[name][1], **how), groups[name]), first), name
         take(first, range(2), 4)
         before = state_of(first)
         own, counted = batches(first.groups, 4, 4)
