@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sagekernels.grouped_matmul import GroupedMatmul
 from sagekernels.matmul import Matmul, Measured, Pending, gated_linear, linear
 from sagetrain.parallel.collectives import entering, start_leave
 from sagetrain.parallel.topology import ParallelGroups
@@ -39,7 +38,7 @@ def _divide(total: int, groups: ParallelGroups, what: str) -> int:
     return total // groups.tp_size
 
 
-_M = TypeVar("_M", Matmul, GroupedMatmul)
+_M = TypeVar("_M")
 
 
 class LinearLayer(nn.Module, Generic[_M]):

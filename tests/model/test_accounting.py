@@ -201,8 +201,9 @@ def test_every_kind_of_blocks_has_its_own_codes() -> None:
     experts = {"number": 8, "per_token": 2, "ffn_size": 128, "shared": 1, "dense_layers": 1}
     cfg = run_config(model={"num_layers": 3, "experts": experts}, linear={"precision": "int8", "keep_last_blocks": 1})
     dense, mixed, _ = layers(cfg.model)
-    codes = 2 * sum(each.weights for layer in (dense, mixed) for each in layer.linear_layers(1).values())
-    assert items(cfg, 1)["8-bit weights"] == codes
+    codes = sum(each.weights for layer in (dense, mixed) for each in layer.linear_layers(1).values())
+    codes += 8 * 3 * 128 * cfg.model.hidden_size
+    assert items(cfg, 1)["8-bit weights"] == 2 * codes
 
 
 def test_blocks_that_stay_in_16_bits_keep_16():
