@@ -35,6 +35,8 @@ _SWIGLU = 8, 14
 # Elements moved per row of an expert and column of the residual stream: tokens are gathered into rows, again for the
 # gradient of the weights, and so are the gradients of the output; the rows of a token are added up both ways.
 _ROWS = 8
+# Rows of one expert in a tile of transposed codes (sagekernels/grouped.py).
+_TILE = 128
 # Bytes moved per token and expert: logits and scores in fp32, their order, and the places of rows (a guess).
 _SCORES = 96
 # The matmul writes a logit. The log-sum-exp reads it, then it is read and replaced by its gradient.
@@ -376,16 +378,22 @@ def _mixture(experts: ExpertsConfig, hidden: int, rank: Rank) -> Iterator[Operat
 
     wide = Precision("fp32", "fp32", "fp32")
     router = rank.matmul("router", experts.number, hidden, column_parallel=False, precision=wide, recomputed=again)
-    yield replace(router, tokens=tokens)
-    yield moving("scores", _SCORES * experts.number, saved=8 * experts.number)
-    # Codes of rows are kept in place of tokens, and in place of SwiGLU's results.
+    yield replace(router, tokens=tokens, saved=4 * hidden, shards=rank.shards)
+    yield moving("scores", _SCORES * experts.number, saved=12 * (experts.number + experts.per_token))
+    # Codes of rows are kept in place of tokens and of SwiGLU's results. They fill up the tiles of each expert.
     codes = rank.linear.low_bit and rank.linear.recipe != "rowwise_bf16_wgrad"
-    kept = experts.per_token * hidden if codes else element * hidden
+    padded = (rows // _TILE + experts.number) * _TILE // max(1, tokens)
+    if codes:
+        kept = padded * hidden
+    elif rank.fused and not rank.linear.low_bit:  # One graph gathers the rows once for both passes.
+        kept = element * experts.per_token * hidden
+    else:
+        kept = 0 if experts.shared else element * hidden  # Shared experts keep the tokens as well.
     yield moving("rows of experts", element * experts.per_token * _ROWS * hidden, saved=kept)
     yield product("gate and up of experts", 2 * inner, hidden, saved=element * experts.per_token * 2 * inner)
     yield moving("SwiGLU of experts", element * experts.per_token * _SWIGLU[0] * inner)
-    kept = (1 if codes else element) * experts.per_token * inner
-    yield product("down of experts", hidden, inner, saved=kept)
+    kept = padded if codes else element * experts.per_token
+    yield product("down of experts", hidden, inner, saved=kept * inner)
     if rank.linear.low_bit:
         columns = experts.per_token * (3 * inner + 2 * hidden)
         yield moving("casts of experts to 8 bits", rank.moved(_CASTS[rank.linear.recipe], columns))

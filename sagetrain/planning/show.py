@@ -185,7 +185,7 @@ def _model_table(plan: Plan) -> Table:
     smoothing = ", ".join(name for name in ("smooth_k", "smooth_q") if getattr(attention, name)) or "no smoothing"
     linear, low = plan.cfg.linear, len(plan.cfg.linear.low_bit_blocks(model.num_layers))
     layers = linear_layers(model, plan.cfg.parallel.tensor_parallel_size).items()
-    names = ", ".join(name for name, layer in layers if linear.takes(layer))
+    names = ", ".join([name for name, layer in layers if linear.takes(layer)] + ["experts"] * bool(model.experts))
     low_bit = f"{linear.precision}, recipe {linear.recipe}, in {low} of {model.num_layers} blocks: {names or 'none'}"
     parts = {"first": linear.keep_first_fraction, "last": linear.keep_last_fraction}
     if kept := [f"the {part} {100 * fraction:g} %" for part, fraction in parts.items() if fraction]:

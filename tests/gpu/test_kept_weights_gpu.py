@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tiny
-from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig
+from sagetrain.config.schema import AttentionConfig, ExpertsConfig, LinearConfig, ModelConfig
 from sagetrain.engines import kept_weights
 from sagetrain.engines.kept_weights import KeptWeights
 from sagetrain.model.selection import matmuls_of
@@ -18,16 +18,19 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: make test-gpu"),
 ]
 SHAPE = ModelConfig(num_layers=2, hidden_size=256, ffn_hidden_size=704, num_attention_heads=4, num_key_value_heads=2)
+# The second block's experts keep as many tensors as an MLP.
+EXPERTS = {"number": 4, "per_token": 2, "ffn_size": 112, "dense_layers": 1}
+MIXTURE = SHAPE.model_copy(update={"experts": ExpertsConfig.model_validate(EXPERTS)})
 
 
-@pytest.mark.parametrize("precision", ["int8", "fp8"])
-def test_graphs_renew_weights_in_place(precision: str) -> None:
+@pytest.mark.parametrize(("precision", "shape"), [("int8", MIXTURE), ("fp8", SHAPE)])
+def test_graphs_renew_weights_in_place(precision: str, shape: ModelConfig) -> None:
     """The third turn comes after layers were set anew, as probes do, and in the fourth a block stays in 16 bits."""
     place = {"dtype": torch.bfloat16, "device": torch.device("cuda")}
-    matmuls, _ = matmuls_of(LinearConfig(precision=precision), SHAPE, tensor_parallel_size=1, **place)
+    matmuls, _ = matmuls_of(LinearConfig(precision=precision), shape, tensor_parallel_size=1, **place)
     alone = ParallelGroups(Topology(1, 1), 0)
     model = tiny.transformer(
-        SHAPE, AttentionConfig(backend="sdpa"), vocab_size=64, groups=alone, matmuls=matmuls, **place
+        shape, AttentionConfig(backend="sdpa"), vocab_size=64, groups=alone, matmuls=matmuls, **place
     )
     kept, launches = KeptWeights(in_place=True), []
 
