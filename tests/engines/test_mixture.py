@@ -201,8 +201,8 @@ def test_steps_equal_those_of_one_process(alone, four) -> None:
 
 
 def test_steps_in_8_bits_are_as_exact_as_in_one_process(alone, four) -> None:
-    """Where ranks have whole sequences and whole matrices, codes are the same, and so is the step. Elsewhere rows or
-    columns share other scales: what the step moves is as far from 32 bits as in one process."""
+    """The step is the same where ranks have whole sequences and whole matrices, as codes are. Elsewhere rows
+    or columns share other scales, and what the step moves is as far from 32 bits as in one process."""
     cfg = config(0, model={"ffn_hidden_size": 64, "experts": {**EXPERTS, "ffn_size": 32}})
     specs = {spec.name: spec for spec in tensors(cfg.model, cfg.attention, tiny.VOCAB)}
     (exact, wide), (numbers, low) = alone["first"]["bf16"], alone["first"]["int8"]
