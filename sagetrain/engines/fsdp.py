@@ -105,7 +105,8 @@ class FsdpEngine(BaseEngine):
             reduction = Reduction(self.units, whole.leaves, masters) if layout.reduced != "never" else None
             self._sums = sums = LeafSums(parameters, masters, whole.leaves, reduction)
             if record:
-                self._traversal = Replayed(self, record, whole, sums)
+                timed = cfg.training.cuda_graphs == "auto"
+                self._traversal = Replayed(self, record, whole, sums, timed)
         else:
             self._weights = GatheredWeights(*of_model)
             # At ZeRO 2 and 3 gradients come to the host in every micro-step.

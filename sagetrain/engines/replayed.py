@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -18,6 +19,7 @@ from sagetrain.data.batch import Batch
 from sagetrain.engines.gradient_sums import LeafSums
 from sagetrain.engines.model_weights import ResidentWeights
 from sagetrain.engines.protocol import Observers
+from sagetrain.engines.replay_times import ReplayTimes, replays_stay, slowest_of_ranks
 from sagetrain.engines.static_inputs import StaticInputs, shapes_of
 from sagetrain.engines.traversal import Passes, Plain
 from sagetrain.model.block import Block
@@ -67,9 +69,11 @@ def recorder_of(
 class _Program:
     """The launches of micro-steps that differ in their micro-batch alone."""
 
-    def __init__(self, key: Any, last: bool, noise: GradientNoise | None, inputs: StaticInputs) -> None:
-        self.key, self.last, self.noise, self.inputs = key, last, noise, inputs
-        self.passes = 0
+    def __init__(
+        self, key: Any, last: bool, noise: GradientNoise | None, inputs: StaticInputs, times: ReplayTimes
+    ) -> None:
+        self.key, self.last, self.noise, self.inputs, self.times = key, last, noise, inputs, times
+        self.passes = self.replays = 0
         self.recording: Recording | None = None
         self.given: frozenset[str] = frozenset()
         """The names of the leaves that get a gradient."""
@@ -82,9 +86,10 @@ class Replayed(Plain):
         record: the function that records (`recorder`).
         weights: the weights, which stay in the same memory.
         sums: the sums of the gradients, which stay in the same memory as soon as there are recordings.
+        timed: whether micro-steps are timed both ways in the first steps, and replayed later if that is as fast.
     """
 
-    def __init__(self, engine: Passes, record: Record, weights: ResidentWeights, sums: LeafSums) -> None:
+    def __init__(self, engine: Passes, record: Record, weights: ResidentWeights, sums: LeafSums, timed: bool) -> None:
         super().__init__(engine)
         self._record, self._weights, self._sums, self._model = record, weights, sums, engine.model
         self._leaves, self._device = weights.leaves, engine.device
@@ -94,6 +99,8 @@ class Replayed(Plain):
         self._copies = copies_of(engine.groups)
         self._steps = 0
         self._state: Any = None
+        # Both ways are timed until one of them is chosen.
+        self._timing = timed
         self.refusal = ""
         """The reason why nothing is recorded any more."""
 
@@ -102,6 +109,8 @@ class Replayed(Plain):
         # The weights, and what is derived from them, are where the micro-steps will find them.
         self._weights.gather()
         self._steps += 1
+        if self._timing:
+            self._choose()
         self._state = None if self.refusal else self._state_of_the_step()
         return super().run(batches, micro_batches, observers, masked)
 
@@ -134,14 +143,38 @@ class Replayed(Plain):
         program = self._program_of(inputs, last, noise)
         program.inputs.write(inputs)
         # The first step allocates what later steps keep.
-        if program.recording is None and program.passes >= _PASSES and self._steps > 1 and not self.refusal:
+        ran = program.passes >= _PASSES and (program.times.host_known or not self._timing)
+        if program.recording is None and ran and self._steps > 1 and not self.refusal:
             self._record_program(program)
         if program.recording is not None:
-            program.recording.replay()
+            # The first replay puts the graph on the GPU.
+            with self._timed(program, program.replays > 0):
+                program.recording.replay()
             self._sums.given |= program.given
+            program.replays += 1
         else:
-            self._launch(program)
+            with self._timed(program, program.passes >= _PASSES):
+                self._launch(program)
             program.passes += 1
+
+    def _timed(self, program: _Program, counts: bool) -> AbstractContextManager[None]:
+        timing = self._timing and counts
+        return program.times.timed(program.recording is not None) if timing else contextlib.nullcontext()
+
+    def _choose(self) -> None:
+        """Choose the faster way, as soon as all ranks have timed both; collective."""
+        times = next((program.times for program in self._programs if program.times.known), None)
+        found = slowest_of_ranks(times, not self.refusal, self._device)
+        if found is None:
+            return
+        self._timing = False
+        by_host, replayed = found
+        if not by_host:
+            return
+        self._metrics.max("perf/micro_step_by_host_seconds", by_host)
+        self._metrics.max("perf/micro_step_replayed_seconds", replayed)
+        if not self.refusal and not replays_stay(by_host, replayed):
+            self._give_up(f"a replay takes {1e3 * replayed:.2f} ms, and the host's launches {1e3 * by_host:.2f} ms")
 
     def _launch(self, program: _Program) -> None:
         with self._repeatable(), program.noise.micro_batch() if program.noise else contextlib.nullcontext():
@@ -159,7 +192,8 @@ class Replayed(Plain):
                 self._programs.append(self._programs.pop(place))
                 return program
         del self._programs[: max(0, len(self._programs) - _KEPT + 1)]
-        self._programs.append(_Program(key, last, noise, StaticInputs(inputs, self._device)))
+        static, times = StaticInputs(inputs, self._device), ReplayTimes(self._device)
+        self._programs.append(_Program(key, last, noise, static, times))
         return self._programs[-1]
 
     def _record_program(self, program: _Program) -> None:
@@ -178,15 +212,19 @@ class Replayed(Plain):
             self.refusal = f"{type(error).__name__}: {error}".partition("\n")[0]
         self._sums.given = given
         if self.refusal:
-            self._sums.stays = False
             # What a micro-step left when it was interrupted was never computed.
             for leaf in self._leaves.values():
                 leaf.grad = None
             if self._copies:
                 self._copies.interrupt()
-            program.recording = self._state = None
-            self._programs.clear()
-            warnings.warn(f"the host launches each micro-step from now on: {self.refusal}", stacklevel=2)
+            program.recording = None
+            self._give_up(self.refusal)
+
+    def _give_up(self, why: str) -> None:
+        """Let the host launch every micro-step from now on."""
+        self.refusal, self._state, self._sums.stays = why, None, False
+        self._programs.clear()
+        warnings.warn(f"the host launches each micro-step from now on: {why}", stacklevel=2)
 
     def _state_of_the_step(self) -> Any:
         """Return all that decides what micro-steps launch, and where, beside their micro-batches. None: something looks

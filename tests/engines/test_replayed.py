@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from sagekernels.autograd import DOCUMENT_BOUNDS
 from sagetrain.config.layout import Layout
 from sagetrain.config.rules.engine import findings
 from sagetrain.data.batch import Batch, Sample, batch_of
-from sagetrain.engines import replayed
+from sagetrain.engines import replay_times, replayed
 from sagetrain.engines.fsdp import FsdpEngine
 from sagetrain.engines.protocol import Observers
 from sagetrain.model import backends
@@ -245,6 +246,61 @@ def test_what_cannot_be_recorded_goes_on_by_the_host() -> None:
     assert same
     assert len(said) == 1 and said[0].startswith("the host launches each micro-step from now on: HostRead: ")
     assert refusal in said[0]
+
+
+# -- auto --------------------------------------------------------------------------------------------------------------
+
+
+def timed(replay: list[float], count: int) -> list[Any]:
+    """Take six steps of `count` micro-steps, of which the host takes 2 seconds for each and a replay takes these, by
+    rank. Return what this rank chose, by which step."""
+    groups, counted, clock = tiny.join(1), Counted(), [0.0]
+    replay_times.time = SimpleNamespace(perf_counter=lambda: clock[0])
+
+    def record(function: Any) -> Any:
+        recording, seconds = counted(function), iter([60.0])  # The first replay is not timed.
+
+        def again() -> None:
+            clock[0] += next(seconds, replay[groups.dp_rank])
+            recording.replay()
+
+        return SimpleNamespace(replay=again)
+
+    replayed.recorder = lambda device: record
+    host, auto = (tiny.engine(tiny.config(1, "bf16", training={"cuda_graphs": how}), groups) for how in ("off", "auto"))
+    launch = auto._traversal._launch
+
+    def slow(program: Any) -> None:
+        clock[0] += 2.0 if program.passes >= 2 else 90.0  # Kernels are compiled at first.
+        launch(program)
+
+    auto._traversal._launch = slow
+    rows = []
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for step in range(6):
+            numbers = [step_of(each, "plain", step, count) for each in (host, auto)]
+            assert numbers[0] == numbers[1] and torch.equal(weights_of(host), weights_of(auto))
+            rows.append((counted.recorded, counted.replayed))
+    messages = [str(w.message) for w in said if "micro-step" in str(w.message)]
+    return [rows, messages, auto._traversal._timing]
+
+
+def test_auto_keeps_the_faster_way() -> None:
+    """Micro-steps are timed both ways in the first steps, three each, and the slowest rank counts. A step of one
+    micro-batch is the case in which the host has to be timed on purpose."""
+    rows, said, timing = run_distributed(timed, 1, [2.03], 6)[0]
+    assert rows[1:3] == [(1, 6), (1, 12)] and rows[-1] == (1, 30) and not said and not timing
+    rows, said, timing = run_distributed(timed, 1, [2.05], 6)[0]
+    assert rows == [(0, 0), (1, 6), *[(1, 6)] * 4] and not timing
+    assert said == [
+        "the host launches each micro-step from now on: a replay takes 2050.00 ms, and the host's launches 2000.00 ms"
+    ]
+    rows, said, timing = run_distributed(timed, 1, [2.0], 1)[0]
+    assert rows == [*[(0, 0)] * 5, (1, 1)] and not said and timing
+    # The last micro-step of a step, which reduces, is another program and is timed as well.
+    for rows, said, timing in run_distributed(timed, 2, [0.5, 2.05], 6):
+        assert rows[1] == (1, 5) and rows[-1] == (1, 5) and len(said) == 1 and not timing
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from sagetrain.cluster.join import init_distributed
 from sagetrain.data.batch import Sample, batch_of
 from sagetrain.engines.build_engine import build_engine
 from sagetrain.engines.protocol import Observers
+from sagetrain.engines.replay_times import replays_stay
 from sagetrain.model.compile import compile_blocks
 from sagetrain.model.selection import matmuls_of
 from sagetrain.parallel.topology import ParallelGroups, Topology
@@ -62,7 +63,7 @@ def _steps(
             counted = torch.rand(LENGTH, generator=draw).numpy() < 0.7
             batches.append(batch_of([Sample(tokens, starts, 0, counted)], True, True))
         result = engine.step(batches, 4, 1e-3, Observers(noise=noise if step == 5 else None), 4000)
-        shown = {name: value for name, value in result.metrics.items() if name.startswith(("train", "noise"))}
+        shown = {name: value for name, value in result.metrics.items() if name.startswith(("train", "noise", "perf"))}
         numbers.append(shown)
     return numbers, torch.cat([owned.read("weight").flatten().cpu() for owned in engine.owned()]), engine._traversal
 
@@ -81,16 +82,32 @@ def _bits(cases: list[str], compiled: bool, tp: int, cp: int) -> dict[str, bool 
         recorded = {program.last for program in replayed._programs if program.recording}
         reduces = {False, True} if groups.num_replicas > 1 else {False}
         found[case] = replayed.refusal or (steps == others and torch.equal(weights, again) and recorded == reduces)
+        if not compiled:
+            found["auto"] = _auto(case, groups, device, steps, weights)
     return found
+
+
+def _auto(
+    case: str, groups: ParallelGroups, device: torch.device, steps: list[Any], weights: torch.Tensor
+) -> bool | str:
+    """Return whether `auto` has the bits of the host, and the way that its own times say is the faster one."""
+    found, own, chosen = _steps(case, False, "auto", groups, device)
+    times = [[step.pop(name) for name in list(step) if name.startswith("perf")] for step in found]
+    (seconds,) = (each for each in times if each)
+    stays = replays_stay(*seconds)
+    right = stays != bool(chosen.refusal) and min(seconds) > 0 and max(seconds) < 1
+    same = found == steps and torch.equal(own, weights)
+    return (same and right) or f"{seconds}: {chosen.refusal}, {found}, {steps}"
 
 
 def _check(ranks: int, cases: list[str], compiled: bool, tp: int = 1, cp: int = 1) -> None:
     with patch.dict(os.environ, CUBLAS_WORKSPACE_CONFIG=":4096:8"):
         for found in run_distributed(_bits, ranks, cases, compiled, tp, cp):
-            assert found == dict.fromkeys(cases, True)
+            assert found == dict.fromkeys([*cases, *(() if compiled else ("auto",))], True)
 
 
 def test_replays_have_the_bits_of_the_host() -> None:
+    """`auto` has them too, and keeps the faster way."""
     _check(1, ["bf16, sdpa"], compiled=False)
 
 
