@@ -11,6 +11,7 @@ from sagetrain.config.errors import Finding
 from sagetrain.config.layout import Layout
 from sagetrain.config.load import saved_config
 from sagetrain.config.rules import fit
+from sagetrain.config.rules.findings import About
 from sagetrain.config.schema import AttentionConfig, LinearConfig, RunConfig
 from sagetrain.storage.url_path import Location
 
@@ -66,10 +67,10 @@ def kept_engine(asked: RunConfig, before: Kept) -> tuple[RunConfig, Finding | No
         if finding.level == "error" and finding.rule not in common:
             why = f"is {usual} from here on: {before.engine}, the run's engine so far, has no {finding.key}"
             fix = f"set {key}: {usual} to say so, or take {finding.key} back"
-            return asked, Finding("engine_changed", "info", key, "auto", f"{why} {finding.value}", fix)
+            return asked, About("engine_changed", key, "auto").info(f"{why} {finding.value}", fix)
     why = f"is {before.engine} here, as the run had it when it began; in a new run it is {usual}"
     fix = f"set {key}: {usual} to go on by {usual} from the same checkpoint; losses then differ by rounding"
-    return kept, Finding("engine_kept", "info", key, "auto", why, fix)
+    return kept, About("engine_kept", key, "auto").info(why, fix)
 
 
 def kept_attention(asked: AttentionConfig, before: SettledAttention) -> AttentionConfig:

@@ -15,6 +15,7 @@ from typing import Literal
 from sagetrain.config.arithmetic import may_be_low_bit, warmup_tokens
 from sagetrain.config.earlier_run import ALL, MeasuredRun, critical_in_words, critical_tokens, margin_of
 from sagetrain.config.errors import Finding
+from sagetrain.config.rules.findings import About
 from sagetrain.config.schema import RunConfig
 
 _SAGEBWD = "SageBwd (arXiv 2603.02170)"
@@ -62,11 +63,7 @@ def guidance(cfg: RunConfig, measured: MeasuredRun | None = None) -> list[Findin
 def _findings(cfg: RunConfig) -> Iterator[Finding]:
     key, tokens = max(cfg.tokens_per_step.named_tokens.items(), key=lambda item: item[1])
     if tokens > SAFE_WITHOUT_QK_NORM and cfg.attention.qk_norm == "none":
-        yield Finding(
-            "qk_norm_for_large_steps",
-            "error",
-            key,
-            tokens,
+        yield About("qk_norm_for_large_steps", key, tokens).error(
             f"INT8 attention without QK-norm diverges at large tokens per step: the paper's run was on par "
             f"with full precision at 260K ({SAFE_WITHOUT_QK_NORM}) and diverged at 2.1M, where gradient noise no "
             "longer hides the error of the quantized dS. (Our runs, 43M parameters and three seeds, were stable: after "
@@ -79,11 +76,7 @@ def _findings(cfg: RunConfig) -> Iterator[Finding]:
             f"{_SAGEBWD}, section 5: pretraining with and without QK-norm; {_QK_NORM}",
         )
     elif tokens >= LARGE_STEP:
-        yield Finding(
-            "int8_at_2m_tokens_per_step",
-            "warning",
-            key,
-            tokens,
+        yield About("int8_at_2m_tokens_per_step", key, tokens).warning(
             "INT8 attention lost to full precision at 2.1M tokens per step even with QK-norm: 2.640 against "
             "2.586 after 78B tokens; at 260K it did not: 2.561 against 2.563. (Our runs, 43M parameters and six pairs "
             "with a common first half, lost 0.0004 ± 0.0002 with recipe paper in 18 steps of 2,097,152 tokens, and "
@@ -94,11 +87,7 @@ def _findings(cfg: RunConfig) -> Iterator[Finding]:
             f"{_SAGEBWD}, section 5: 325M model, context 4096; {_TOKENS_PER_STEP}",
         )
     if cfg.attention.recipe == "paper":
-        yield Finding(
-            "coarse_recipe",
-            "warning",
-            "attention.recipe",
-            "paper",
+        yield About("coarse_recipe", "attention.recipe", "paper").warning(
             "it puts a bias into the gradients that recipe scores does not have. Our runs, 43M parameters and six "
             "pairs with a common first half in 16 bits, ended 0.0038 ± 0.0010 higher with it in steps of 16,384 tokens "
             "and 0.0026 ± 0.0009 higher in steps of 65,536; with scores it was -0.0000 ± 0.0001, with fine 0.0004 ± "
@@ -107,11 +96,7 @@ def _findings(cfg: RunConfig) -> Iterator[Finding]:
             f"{_SAGEBWD}, section 3: the recipe; {_TOKENS_PER_STEP}; {_BIAS}",
         )
     if not cfg.attention.smooth_k:
-        yield Finding(
-            "smooth_k_off",
-            "warning",
-            "attention.smooth_k",
-            False,
+        yield About("smooth_k_off", "attention.smooth_k", False).warning(
             "K-smoothing was needed for stable INT8 pretraining even at 260K tokens per step. (Our runs with QK-norm "
             "were stable without it and ended 0.0007 ± 0.0008 higher: 43M parameters, 524,288 tokens per step, six "
             "seeds)",
@@ -119,31 +104,19 @@ def _findings(cfg: RunConfig) -> Iterator[Finding]:
             f"{_SAGEBWD}, sections 3 and 5; {_SMOOTHING}",
         )
     if cfg.attention.smooth_q:
-        yield Finding(
-            "smooth_q_on",
-            "warning",
-            "attention.smooth_q",
-            True,
+        yield About("smooth_q_on", "attention.smooth_q", True).warning(
             "Q-smoothing gave no consistent gain in pretraining, in the paper's runs nor in ours",
             "set attention.smooth_q: false",
             f"{_SAGEBWD}, section 5; {_SMOOTHING}",
         )
     if warmup_tokens(cfg.lr_schedule, cfg.training.total_tokens) == 0:
-        yield Finding(
-            "no_warmup",
-            "warning",
-            "lr_schedule.warmup",
-            cfg.lr_schedule.warmup,
+        yield About("no_warmup", "lr_schedule.warmup", cfg.lr_schedule.warmup).warning(
             "every published INT8 pretraining warmed the learning rate up, over about 2.5 % of the run",
             "for example lr_schedule.warmup: 0.025",
             f"{_SAGEBWD}, section 5: 1k of 37.5k steps at 2.1M tokens, 7.5k of 300k at 260K",
         )
     if cfg.optimizer.lr > 1e-3:
-        yield Finding(
-            "lr_above_published",
-            "info",
-            "optimizer.lr",
-            cfg.optimizer.lr,
+        yield About("lr_above_published", "optimizer.lr", cfg.optimizer.lr).info(
             "higher than in any published INT8 pretraining: 3e-5, and 1e-3 where INT8 converged visibly slower. "
             "(At 1e-3 our runs did not: 43M parameters, 131K tokens per step, four seeds, a gap above 0.008 excluded)",
             "compare it with a 16-bit attention.backend first: sagetrain compare",
@@ -218,11 +191,6 @@ def _unknown_overrides(cfg: RunConfig) -> Iterator[Finding]:
     for i, name in enumerate(cfg.guidance.override):
         if name not in RULES:
             near = difflib.get_close_matches(name, RULES, 1)
-            yield Finding(
-                "unknown_rule",
-                "error",
-                f"guidance.override.{i}",
-                name,
-                "no rule has this name",
-                f"did you mean {near[0]}?" if near else f"the rules are {', '.join(RULES)}",
+            yield About("unknown_rule", f"guidance.override.{i}", name).error(
+                "no rule has this name", f"did you mean {near[0]}?" if near else f"the rules are {', '.join(RULES)}"
             )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from sagetrain.config.errors import Finding, many
 from sagetrain.config.layout import Layout
-from sagetrain.config.rules.findings import error
+from sagetrain.config.rules.findings import About
 from sagetrain.config.schema import RunConfig
 from sagetrain.costs.accounting import MemoryItem, save_host_bytes, total_bytes
 from sagetrain.model.placement import slices_of
@@ -65,10 +65,7 @@ def host_memory_finding(
     need, usable = ranks * total_bytes(host_memory_per_rank(cfg, world_size, vocab_size)), HOST_SHARE * memory
     if need <= usable:
         return None
-    return error(
-        "host_memory",
-        "parallel.offload",
-        cfg.parallel.offload,
+    return About("host_memory", "parallel.offload", cfg.parallel.offload).error(
         f"takes {need / 2**30:.1f} GiB of host memory for {many(ranks, 'rank')}, more than the "
         f"{usable / 2**30:.1f} GiB that {whose} leaves to them",
         "use more hosts, which divide the state, or more memory in each (--host-memory of `sagetrain plan`), or "

@@ -10,7 +10,7 @@ from sagetrain.config.arithmetic import may_be_low_bit
 from sagetrain.config.errors import Finding, many
 from sagetrain.config.layout import Layout
 from sagetrain.config.linear_sizes import AUTO_PRECISION
-from sagetrain.config.rules.findings import error, warning
+from sagetrain.config.rules.findings import About
 from sagetrain.config.schema import SIXTEEN_BITS, RunConfig
 from sagetrain.costs.accounting import total_bytes
 from sagetrain.costs.hardware import Hardware
@@ -51,10 +51,7 @@ def precision_of_gpu(cfg: RunConfig, hardware: Hardware) -> Finding | None:
     if not cfg.linear.low_bit or precision in hardware.precisions:
         return None
     others = [name for name in ("bf16", "int8") if name in hardware.precisions]
-    return error(
-        "linear_precision_of_gpu",
-        "linear.precision",
-        precision,
+    return About("linear_precision_of_gpu", "linear.precision", precision).error(
         f"{hardware.name} has no {precision} matmuls",
         f"use {' or '.join(others)}, or plan for another GPU ({spelled('gpu')})",
     )
@@ -87,9 +84,7 @@ def out_of_room(plan: Plan, own: PricedLayout) -> Iterator[Finding]:
                 f"no layout of {many(plan.world_size, 'GPU')} fits: from {plan.fewest} {plan.hardware.name} on one "
                 f"does ({spelled('world_size')} {plan.fewest}); or {fix}"
             )
-        yield error(
-            "gpu_memory",
-            *_largest_setting(cfg, plan.world_size, state, usable),
+        yield About("gpu_memory", *_largest_setting(cfg, plan.world_size, state, usable)).error(
             f"a rank is estimated to take {own.memory / 2**30:.1f} GiB, {largest.bytes / 2**30:.1f} of them for "
             f"{largest.name}: more than the {usable / 2**30:.1f} GiB that {plan.hardware.name} leaves to a run",
             fix,
@@ -146,17 +141,13 @@ def _precision(plan: Plan, shown: PricedLayout) -> Iterator[Finding]:
             fix = "make micro-steps longer: data.micro_batch_size, data.seq_length, and the tokens_per_step they need"
     where = "as configured" if shown is plan.chosen else f"in {plan.name}"
     says = f"is priced as {what}, the faster of bf16 and {AUTO_PRECISION} {where}{why}; the run times it"
-    yield Finding("linear_precision_auto", "info", "linear.precision", "auto", says, fix)
+    yield About("linear_precision_auto", "linear.precision", "auto").info(says, fix)
 
 
 def _recomputation(plan: Plan, shown: PricedLayout) -> Iterator[Finding]:
     if plan.asked.training.activation_checkpointing == "auto":
         where = "here" if shown is plan.chosen else f"in {plan.name}"
-        yield Finding(
-            "recomputation",
-            "info",
-            "training.activation_checkpointing",
-            "auto",
+        yield About("recomputation", "training.activation_checkpointing", "auto").info(
             f"is {shown.cfg.training.activation_checkpointing} {where}: the least that fits into the memory of this "
             "GPU by the estimate of this plan",
             "name a value to have it on every GPU",
@@ -171,10 +162,7 @@ def _gain(plan: Plan, shown: PricedLayout) -> Iterator[Finding]:
     wide = shown.cfg.model_copy(update={"linear": SIXTEEN_BITS})
     wide_speed = predict(wide, plan.world_size, plan.vocab_size, plan.hardware, plan.span).tokens_per_second
     if (speed := shown.prediction.tokens_per_second) <= 1.01 * wide_speed:
-        yield warning(
-            "linear_precision_gain",
-            "linear.precision",
-            linear.precision,
+        yield About("linear_precision_gain", "linear.precision", linear.precision).warning(
             f"is not predicted to be faster with recipe {linear.recipe}: {speed:,.0f} tokens/s {plan.name}, with bf16 "
             f"{wide_speed:,.0f}",
             "use linear.precision bf16, another linear.recipe, or larger micro-batches where the host is the limit",
@@ -186,22 +174,15 @@ def _of_design(plan: Plan, shown: PricedLayout) -> Iterator[Finding]:
     hardware = plan.hardware
     fp8, int8 = (hardware.precisions.get(name, 0.0) for name in ("fp8", "int8"))
     if shown.cfg.linear.precision == "fp8" and int8 > 1.5 * fp8 > 0:
-        yield warning(
-            "linear_fp8_half_rate",
-            "linear.precision",
-            "fp8",
+        yield About("linear_fp8_half_rate", "linear.precision", "fp8").warning(
             f"{hardware.name} adds FP8 products up at half rate: INT8 products are {int8 / fp8:.1f} times as fast",
             "use linear.precision int8 or auto",
         )
     backend = shown.prediction.attention_backend
     if backend.startswith("sage") and hardware.int8_attention:
         why, _, fix = hardware.int8_attention.partition(": ")
-        yield warning(
-            "int8_attention_rate",
-            "attention.backend",
-            plan.asked.attention.backend,
-            f"INT8 attention ({backend}) on {hardware.name}: {why}",
-            fix,
+        yield About("int8_attention_rate", "attention.backend", plan.asked.attention.backend).warning(
+            f"INT8 attention ({backend}) on {hardware.name}: {why}", fix
         )
 
 
@@ -215,11 +196,7 @@ def _attention(plan: Plan, shown: PricedLayout) -> Iterator[Finding]:
     best = predict(auto, plan.world_size, plan.vocab_size, plan.hardware, plan.span)
     if best.tokens_per_second >= _FASTER * ours.tokens_per_second:
         backend, _, recipe = best.attention_backend.partition(" ")
-        yield Finding(
-            "faster_attention",
-            "info",
-            "attention.backend",
-            cfg.attention.backend,
+        yield About("faster_attention", "attention.backend", cfg.attention.backend).info(
             f"{best.attention_backend} is predicted to be faster here: {best.tokens_per_second:,.0f} tokens/s, with "
             f"{ours.attention_backend} {ours.tokens_per_second:,.0f} {plan.name}",
             f"use attention.backend auto with recipe auto, which times them, or backend {backend}"
@@ -233,11 +210,7 @@ def _engine(plan: Plan, shown: PricedLayout) -> Iterator[Finding]:
     other = by_other_engine(shown.cfg, plan.world_size, plan.vocab_size, plan.hardware, plan.span)
     if other and (theirs := other.prediction.tokens_per_second) >= _FASTER * ours:
         engine = other.cfg.parallel.engine
-        yield Finding(
-            "faster_engine",
-            "info",
-            "parallel.engine",
-            shown.cfg.parallel.engine,
+        yield About("faster_engine", "parallel.engine", shown.cfg.parallel.engine).info(
             f"{engine} is predicted to be faster here: {theirs:,.0f} tokens/s, {ours:,.0f} {plan.name}",
             f"set parallel.engine: {engine}",
         )
@@ -260,11 +233,7 @@ def _short_micro_steps(plan: Plan, shown: PricedLayout) -> Iterator[Finding]:
     why, waiting = f"the host to launch {AUTO_PRECISION}'s kernels in time", best.prediction.launching
     if waiting:
         why = f"the host: launching kernels is {waiting / best.prediction.seconds:.0%} of the step"
-    yield Finding(
-        "short_micro_steps",
-        "info",
-        key,
-        asked[key],
+    yield About("short_micro_steps", key, asked[key]).info(
         f"leaves micro-steps of {_micro_step(best)} {name}, too short for {why}",
         f"{' '.join(overrides_to(plan.configured, longer.cfg))} is predicted at "
         f"{longer.prediction.tokens_per_second:,.0f} tokens/s with linear layers in {longer.cfg.linear.precision}, "

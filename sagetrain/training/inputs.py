@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.errors import ConfigError, Finding
 from sagetrain.config.layout import Layout
-from sagetrain.config.rules.findings import error, warning
+from sagetrain.config.rules.findings import About
 from sagetrain.config.schema import DataSource, RunConfig
 from sagetrain.costs.accounting import checkpoint_bytes
 from sagetrain.data.tokenizer import INSIDE, LEAVE_OUT, Tokenizer
@@ -85,7 +85,7 @@ def findings(cfg: RunConfig, tokenizer: Tokenizer | None) -> Iterator[Finding]:
         yield from _refused("evaluation.samples_prompts", prompts, lambda: check_prompts(prompts, tokenizer, room))
         for number, prompt in enumerate(prompts):
             if tokenizer.ends_inside(prompt):
-                yield warning("prompt", f"evaluation.samples_prompts.{number}", prompt, INSIDE, LEAVE_OUT)
+                yield About("prompt", f"evaluation.samples_prompts.{number}", prompt).warning(INSIDE, LEAVE_OUT)
     if tasks := cfg.evaluation.tasks:
         with suppress(ImportError):  # A plan may be made without the harness.
             yield from _refused(
@@ -290,10 +290,12 @@ def _refused(key: str, value: object, check: Callable[[], object]) -> Iterator[F
     try:
         check()
     except ConfigError as said:
-        yield error("refused_by_train", key, value, str(said), "")
+        yield About("refused_by_train", key, value).error(str(said), "")
     except PermissionError as denied:
         message = f"{denied.filename}: {denied.strerror}"
-        yield error("refused_by_train", key, value, message, "let this user read it (chmod), or name another path")
+        yield About("refused_by_train", key, value).error(
+            message, "let this user read it (chmod), or name another path"
+        )
 
 
 def _open(cfg: RunConfig, sources: Sequence[DataSource], vocab_size: int | None, sha256: str | None) -> None:
@@ -351,16 +353,13 @@ def _checkpoint(cfg: RunConfig, vocab_size: int | None, sha256: str | None, whol
             yield from _new_positions(cfg.data.seq_length, reader.state.positions, ours)
     # A ValueError comes from a model section that is impossible.
     except (CheckpointError, ValueError) as said:
-        yield error("refused_by_train", key, value, str(said), "")
+        yield About("refused_by_train", key, value).error(str(said), "")
 
 
 def _new_positions(seq_length: int, before: Positions, ours: Identity) -> Iterator[Finding]:
     """Yield a warning if sequences are longer than those that the weights were trained on, with the same RoPE."""
     if 0 < before.length < seq_length and before.rope == ours.rope:
-        yield warning(
-            "new_positions",
-            "data.seq_length",
-            seq_length,
+        yield About("new_positions", "data.seq_length", seq_length).warning(
             f"the model of training.init_from was made for sequences of {before.length:,} tokens, and RoPE rotates "
             "later positions by angles that its weights have never met: its loss begins higher there",
             f"use data.seq_length {before.length}, or give a longer phase a RoPE that is slower (a larger "
@@ -380,7 +379,7 @@ def _resume(
     said: list[str] = []
     folder, _ = on_disk.newest_whole(root, said.append, contents=False)
     key, value = _of_run(cfg)
-    yield from (warning("damaged_checkpoint", key, value, each, "") for each in said)
+    yield from (About("damaged_checkpoint", key, value).warning(each, "") for each in said)
     if folder is None:
         return
     small = stream is not None and stream.num_tokens <= _READ_TOKENS
@@ -397,12 +396,10 @@ def _resume(
     tokens, total = state.tokens, cfg.training.total_tokens
     more = f"; changed since: {'; '.join(changed)}" if changed else ""
     where = "is finished there" if tokens >= total else f"goes on there, at {tokens:,} of {total:,} tokens"
-    yield Finding(
-        "goes_on", "info", key, value, f"holds {folder.name}: the run {where}{more}",
-        "choose another folder to begin anew",
-    )  # fmt: skip
+    why = f"holds {folder.name}: the run {where}{more}"
+    yield About("goes_on", key, value).info(why, "choose another folder to begin anew")
     if jump := resume.learning_rate_jump(cfg, folder, tokens, resume.last_step(state, cfg)):
-        yield warning("learning_rate_jump", "training.total_tokens", total, *jump)
+        yield About("learning_rate_jump", "training.total_tokens", total).warning(*jump)
 
 
 def _shapes(cfg: RunConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sagetrain.config.errors import Finding
 from sagetrain.config.rules import prepared
-from sagetrain.config.rules.findings import error, no_effect, samples_off, warning
+from sagetrain.config.rules.findings import About, no_effect, samples_off
 from sagetrain.config.schema import NO_DATA, TOKENIZER_JSON, TOKENIZER_NAME, EvaluationConfig, RunConfig
 
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})")
@@ -43,10 +43,7 @@ def findings(cfg: RunConfig, required: bool, tokens_given: bool = False) -> Iter
     yield from prepared.findings(cfg)
     yield from repeats(cfg)
     if cfg.data.document_positions and not cfg.data.document_attention:
-        yield error(
-            "positions_across_documents",
-            "data.document_positions",
-            True,
+        yield About("positions_across_documents", "data.document_positions", True).error(
             "positions restart at every document, while attention crosses documents (data.document_attention false): "
             "tokens of different documents would stand at the same positions",
             "set data.document_positions: false, or data.document_attention: true",
@@ -62,10 +59,7 @@ def findings(cfg: RunConfig, required: bool, tokens_given: bool = False) -> Iter
     held_out = {path for source in cfg.data.valid for path in source.files}
     shared = sorted(held_out.intersection(path for source in cfg.data.train for path in source.files))
     if shared:
-        yield warning(
-            "held_out_data",
-            "data.valid",
-            shared[0],
+        yield About("held_out_data", "data.valid", shared[0]).warning(
             "is also a training source: its loss will look better than on unseen text",
             "evaluate on data that is not trained on",
         )
@@ -82,10 +76,7 @@ def _unexpanded(cfg: RunConfig) -> Iterator[Finding]:
         paths |= {f"data.{name}.{i}.path": source.path for i, source in enumerate(getattr(cfg.data, name))}
     for key, path in paths.items():
         if path and re.search(r"\$[\w{]", path):
-            yield error(
-                "path_not_expanded",
-                key,
-                path,
+            yield About("path_not_expanded", key, path).error(
                 "is taken as it is written: variables are not replaced",
                 f'write the path in full, or begin it with ~ for the home folder; the shell replaces "{key}=$HOME/..."',
             )
@@ -97,10 +88,7 @@ def _twice(cfg: RunConfig) -> Iterator[Finding]:
     for i, source in enumerate(cfg.data.train):
         for path in map(os.path.normpath, source.files):
             if (other := first.setdefault(path, i)) != i:
-                yield warning(
-                    "source_twice",
-                    f"data.train.{i}.path",
-                    source.path,
+                yield About("source_twice", f"data.train.{i}.path", source.path).warning(
                     f"holds {path}, as data.train.{other} does: its texts are seen once for each of them",
                     "name the files once, and give them a weight if they are to be seen more often",
                 )
@@ -116,10 +104,7 @@ def _samples(cfg: RunConfig) -> Iterator[Finding]:
                 yield no_effect(f"evaluation.{key}", value, "no evaluation.samples_every_tokens")
         return
     if cfg.data.tokenizer is None and cfg.model.vocab_size is not None and not Path(cfg.data.tokenizer_path).is_file():
-        yield error(
-            "samples_without_tokenizer",
-            "evaluation.samples_every_tokens",
-            asked.samples_every_tokens,
+        yield About("samples_without_tokenizer", "evaluation.samples_every_tokens", asked.samples_every_tokens).error(
             f"there is no tokenizer that makes text of tokens: no {cfg.data.tokenizer_path}",
             f"name it in data.tokenizer, or set {samples_off(asked)}",
         )
@@ -153,29 +138,19 @@ def _files(cfg: RunConfig, required: bool, names: Iterable[str]) -> Iterator[Fin
         if missing:
             yield _missing(required, key, prefix, f"no {' and no '.join(missing)}", _meant(Path(prefix)))
         elif not elsewhere and not Path(f"{prefix}.json").is_file():
-            yield warning(
-                "unknown_tokenizer",
-                key,
-                prefix,
+            yield About("unknown_tokenizer", key, prefix).warning(
                 f"no {prefix}.json: nothing says which tokenizer the tokens come from, and there is no checksum: the "
                 "tokens are only compared with the size of the vocabulary",
                 "copy the .json that `sagetrain prepare` wrote beside the .bin; for files from elsewhere, see that "
                 f"they were made with {cfg.data.tokenizer_path}",
             )
     if elsewhere and cfg.evaluation.tasks:
-        yield error(
-            "tasks_without_tokenizer",
-            "evaluation.tasks",
-            cfg.evaluation.tasks,
+        yield About("tasks_without_tokenizer", "evaluation.tasks", cfg.evaluation.tasks).error(
             f"are texts, and there is no tokenizer to read them with: no {cfg.data.tokenizer_path}",
             "name the tokenizer that made the token files (data.tokenizer), or leave the tasks out",
         )
     if elsewhere:
-        yield Finding(
-            "no_tokenizer",
-            "info",
-            "data.tokenizer",
-            None,
+        yield About("no_tokenizer", "data.tokenizer", None).info(
             f"there is none: the token files are taken to hold tokens of a vocabulary of {cfg.model.vocab_size} "
             "(model.vocab_size) that is not known here, and `sagetrain generate` will lack it",
             "put the tokenizer.model or tokenizer.json that made them beside the first one, if you have it",
@@ -216,7 +191,7 @@ def _run_dir(cfg: RunConfig, required: bool) -> Iterator[Finding]:
     for path in (folder / name for name in (".lock", "checkpoints/latest", *WRITTEN) if name not in folders):
         if path.is_dir() or (path.name == ".lock" and path.exists() and not os.access(path, os.W_OK)):
             why = f"{path} is no file that can be written to"
-            yield error("run_dir", "training.run_dir", run_dir, why, "move it away, or choose another folder")
+            yield About("run_dir", "training.run_dir", run_dir).error(why, "move it away, or choose another folder")
     theirs = [name for name in WRITTEN if (folder / name).exists()]
     # Folders named checkpoints are common in other projects.
     if theirs and not any(any(folder.glob(name)) for name in (".lock", "checkpoints/step-*")):
@@ -245,10 +220,7 @@ def _run_url(cfg: RunConfig, required: bool) -> Iterator[Finding]:
             "pip install 'sagetrain[s3]', or leave training.run_url out",
         )
     if there := sorted(run_dir.glob("checkpoints/step-*")):
-        yield error(
-            "run_url_begins_anew",
-            "training.run_url",
-            url,
+        yield About("run_url_begins_anew", "training.run_url", url).error(
             f"the run has {there[-1]} on a disk, and would look for its checkpoints in {url} alone",
             "leave training.run_url out to go on there, or choose another training.run_dir, with training.init_from: "
             f"{run_dir} to begin with its weights",
@@ -288,10 +260,7 @@ def _parts(key: str, path: str, files: list[str]) -> Iterator[Finding]:
         there = {int(number) for other, number, of in parts if (other, of) == (name, count)}
         lacking = [number for number in range(1, int(count) + 1) if number not in there]
         if lacking:
-            yield warning(
-                "missing_parts",
-                key,
-                path,
+            yield About("missing_parts", key, path).warning(
                 f"of {int(count)} parts of {name} there are {len(there)}; the first that is missing: {lacking[0]}",
                 f"finish it with `sagetrain prepare --shard {lacking[0]}/{int(count)}`, or copy it there",
             )
@@ -303,10 +272,7 @@ def _weights(cfg: RunConfig) -> Iterator[Finding]:
         weights = [source.weight for source in getattr(cfg.data, name)]
         if "proportional" in weights and set(weights) != {"proportional"}:
             number = next(i for i, weight in enumerate(weights) if weight != "proportional")
-            yield error(
-                "mixed_weights",
-                f"data.{name}.{number}.weight",
-                weights[number],
+            yield About("mixed_weights", f"data.{name}.{number}.weight", weights[number]).error(
                 "is a number, and other weights of the list are proportional: the two have no common measure",
                 "make all of them proportional or all numbers; a pattern (path: data/web-*) takes many files as one "
                 "source, with one number, each by its size",
@@ -320,10 +286,7 @@ def _start(cfg: RunConfig, required: bool) -> Iterator[Finding]:
         if cfg.training.init_moments:
             yield no_effect("training.init_moments", True, "no training.init_from")
     elif Path(start).resolve().is_relative_to(run_dir.resolve()):
-        yield error(
-            "init_from_itself",
-            "training.init_from",
-            start,
+        yield About("init_from_itself", "training.init_from", start).error(
             "is this run's own folder: it goes on from its checkpoints anyway",
             "leave it out to go on, or choose another training.run_dir for a new run",
         )

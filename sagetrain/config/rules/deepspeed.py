@@ -10,7 +10,7 @@ from typing import Any
 
 from sagetrain.config.errors import Finding
 from sagetrain.config.layout import Layout, only_deepspeed, zero_optimization
-from sagetrain.config.rules.findings import error, warning
+from sagetrain.config.rules.findings import About
 from sagetrain.config.schema import RunConfig
 
 # DeepSpeed keys that SageTrain writes itself, and the key of SageTrain to use instead.
@@ -155,28 +155,18 @@ _SECTIONS = {key[: place.start()] for key in PROVEN for place in re.finditer(r"\
 def _reduction(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
     """Check how gradients are summed over ranks (docs/gradients.md)."""
     if cfg.parallel.gradient_reduction == "bf16" and cfg.training.dtype != "bf16":
-        yield error(
-            "gradient_reduction_in_fp32",
-            "parallel.gradient_reduction",
-            "bf16",
-            f"would round the gradients of a run in {cfg.training.dtype}",
-            "use fp32, or training.dtype bf16",
+        yield About("gradient_reduction_in_fp32", "parallel.gradient_reduction", "bf16").error(
+            f"would round the gradients of a run in {cfg.training.dtype}", "use fp32, or training.dtype bf16"
         )
     key, zero = "deepspeed.zero_optimization.overlap_comm", zero_optimization(cfg)
     overlap = zero.get("overlap_comm", False)
     if overlap and layout.zero_stage < 2:
-        yield error(
-            "deepspeed_overlap",
-            key,
-            overlap,
+        yield About("deepspeed_overlap", key, overlap).error(
             "is for ZeRO 2 and 3: at 0 and 1 DeepSpeed reduces nothing during backward",
             "remove it and use parallel.engine fsdp, which does at ZeRO 0 and 1, or parallel.zero_stage 2 or 3",
         )
     elif overlap and layout.zero_stage == 2 and zero.get("use_multi_rank_bucket_allreduce") is False:
-        yield warning(
-            "deepspeed_overlap",
-            key,
-            overlap,
+        yield About("deepspeed_overlap", key, overlap).warning(
             "hides nothing with use_multi_rank_bucket_allreduce false: DeepSpeed waits for the GPU before each reduce",
             "use one of the two",
         )
@@ -196,28 +186,16 @@ def findings(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
     never tested, or have a wrong value."""
     why, fix = by_deepspeed(cfg)
     if cfg.parallel.offload != "none":
-        yield error(
-            "offload_of_deepspeed",
-            "parallel.offload",
-            cfg.parallel.offload,
-            f"is for parallel.engine fsdp, and {why}",
-            f"{fix}, or set offload: none",
+        yield About("offload_of_deepspeed", "parallel.offload", cfg.parallel.offload).error(
+            f"is for parallel.engine fsdp, and {why}", f"{fix}, or set offload: none"
         )
     if cfg.parallel.shard_size is not None:
-        yield error(
-            "shard_size_of_deepspeed",
-            "parallel.shard_size",
-            cfg.parallel.shard_size,
-            f"is for parallel.engine fsdp, and {why}: DeepSpeed shards over all replicas",
-            f"remove it, or {fix}",
+        yield About("shard_size_of_deepspeed", "parallel.shard_size", cfg.parallel.shard_size).error(
+            f"is for parallel.engine fsdp, and {why}: DeepSpeed shards over all replicas", f"remove it, or {fix}"
         )
     if cfg.training.dtype == "bf16" and cfg.parallel.zero_stage == 0:
-        yield Finding(
-            "zero_0_in_bf16",
-            "info",
-            "parallel.zero_stage",
-            0,
-            "runs as stage 1: DeepSpeed's bf16 at stage 0 applies weight decay before training",
+        yield About("zero_0_in_bf16", "parallel.zero_stage", 0).info(
+            "runs as stage 1: DeepSpeed's bf16 at stage 0 applies weight decay before training"
         )
     yield from _reduction(cfg, layout)
     yield from _keys("", cfg.deepspeed)
@@ -236,29 +214,23 @@ def _keys(above: str, section: Mapping[str, Any]) -> Iterator[Finding]:
         path = f"{above}{name}"
         key = f"deepspeed.{path}"
         if path in _GENERATED:
-            yield error(
-                "deepspeed_duplicate",
-                key,
-                value,
+            yield About("deepspeed_duplicate", key, value).error(
                 "SageTrain writes this key itself; two places would contradict each other",
                 f"remove it and set {_GENERATED[path]}",
             )
         elif path in _HARMFUL:
-            yield error("deepspeed_unsupported", key, value, *_HARMFUL[path])
+            yield About("deepspeed_unsupported", key, value).error(*_HARMFUL[path])
         elif path in _SECTIONS:
             if isinstance(value, dict):
                 yield from _keys(f"{path}.", value)
             else:
-                yield error("deepspeed_type", key, value, "must be a section", "write keys below it")
+                yield About("deepspeed_type", key, value).error("must be a section", "write keys below it")
         elif path in PROVEN:
             if not PROVEN[path].allow(value):
-                yield error("deepspeed_type", key, value, PROVEN[path].rule, PROVEN[path].fix)
+                yield About("deepspeed_type", key, value).error(PROVEN[path].rule, PROVEN[path].fix)
         else:
             near = difflib.get_close_matches(path.removeprefix(above), _names(above), 1)
-            yield error(
-                "deepspeed_unknown",
-                key,
-                value,
+            yield About("deepspeed_unknown", key, value).error(
                 "is none of DeepSpeed's keys that were tried with SageTrain; some spoil checkpoints without a word",
                 f"did you mean {near[0]}?" if near else "remove it (docs/gradients.md has those that may be given)",
             )

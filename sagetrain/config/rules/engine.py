@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from sagetrain.config.errors import Finding
 from sagetrain.config.layout import Layout
 from sagetrain.config.rules import deepspeed
-from sagetrain.config.rules.findings import error, no_effect
+from sagetrain.config.rules.findings import About, no_effect
 from sagetrain.config.schema import RunConfig
 
 
@@ -16,7 +16,9 @@ def findings(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
     refusal = layout.not_recorded if cfg.training.cuda_graphs == "on" else None
     if refusal:
         why = f"micro-steps cannot be CUDA graphs: {refusal.key} is {refusal.value}, where {refusal.why}"
-        yield error("cuda_graphs_off", "training.cuda_graphs", "on", why, f"{refusal.fix}, or set cuda_graphs: auto")
+        yield About("cuda_graphs_off", "training.cuda_graphs", "on").error(
+            why, f"{refusal.fix}, or set cuda_graphs: auto"
+        )
     if layout.engine == "deepspeed":
         yield from deepspeed.findings(cfg, layout)
         return
@@ -27,18 +29,12 @@ def findings(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
 def _fsdp(cfg: RunConfig) -> Iterator[Finding]:
     """Find settings that torch's FSDP2 does not have."""
     if cfg.deepspeed:
-        yield error(
-            "deepspeed_of_fsdp",
-            "deepspeed",
-            cfg.deepspeed,
+        yield About("deepspeed_of_fsdp", "deepspeed", cfg.deepspeed).error(
             "has keys for DeepSpeed, and parallel.engine is fsdp, which reads none of them",
             "remove the section, or set parallel.engine: deepspeed",
         )
     if cfg.parallel.gradient_reduction == "bf16":
-        yield error(
-            "gradient_reduction_of_fsdp",
-            "parallel.gradient_reduction",
-            "bf16",
+        yield About("gradient_reduction_of_fsdp", "parallel.gradient_reduction", "bf16").error(
             "would also add up micro-steps in bf16: torch's FSDP2 has one precision for both sums",
             "use fp32, or set parallel.engine: deepspeed",
         )
@@ -55,13 +51,13 @@ def _offload(cfg: RunConfig) -> Iterator[Finding]:
     stage = parallel.zero_stage
     if offload == "all" and stage < 3:
         why, fix = f"at zero_stage {stage} weights stay on the GPU between passes", "use zero_stage 3, or optimizer"
-        yield error("offload_at_zero_stage", "parallel.offload", offload, why, f"{fix} with zero_stage 1")
+        yield About("offload_at_zero_stage", "parallel.offload", offload).error(why, f"{fix} with zero_stage 1")
     elif offload == "optimizer" and stage == 3:
         why, fix = "at zero_stage 3 the shards of weights are the master weights", "use all, or zero_stage 1 or 2"
-        yield error("offload_at_zero_stage", "parallel.offload", offload, why, fix)
+        yield About("offload_at_zero_stage", "parallel.offload", offload).error(why, fix)
     elif stage == 0:
         why = "at zero_stage 0 every rank would keep the whole state in host memory"
-        yield error("offload_at_zero_stage", "parallel.offload", offload, why, "use zero_stage 1")
+        yield About("offload_at_zero_stage", "parallel.offload", offload).error(why, "use zero_stage 1")
     found: list[tuple[str, object, str, str]] = []
     if optimizer.name != "adamw":
         found.append(
@@ -76,10 +72,6 @@ def _offload(cfg: RunConfig) -> Iterator[Finding]:
         why = "leaves few weights to a rank, and was never tried with state in host memory"
         found.append(("parallel.pipeline_parallel_size", size, why, "use 1"))
     for key, value, why, fix in found:
-        yield error(
-            "not_offloaded",
-            key,
-            value,
-            f"{why}: it does not go with parallel.offload {offload}",
-            f"{fix}, or offload: none",
+        yield About("not_offloaded", key, value).error(
+            f"{why}: it does not go with parallel.offload {offload}", f"{fix}, or offload: none"
         )

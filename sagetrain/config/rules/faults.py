@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sagetrain.config.errors import Finding
-from sagetrain.config.rules.findings import error
+from sagetrain.config.rules.findings import About
 from sagetrain.config.schema import RunConfig
 from sagetrain.config.sections.base import is_url
 
@@ -14,28 +14,19 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
     """Find settings with which a run cannot begin again by itself, or cannot train on without saving."""
     restarts, tolerated = cfg.training.restarts, cfg.checkpoint.tolerate_minutes
     if restarts and cfg.checkpoint.resume == "never":
-        yield error(
-            "restarts_resume",
-            "training.restarts",
-            restarts,
+        yield About("restarts_resume", "training.restarts", restarts).error(
             "ranks that begin again continue from the newest checkpoint, and checkpoint.resume is never",
             "set checkpoint.resume: auto, or training.restarts: 0",
         )
     sources = (source.path for source in (*cfg.data.train, *cfg.data.valid) if is_url(source.path))
     url = cfg.training.run_url or next(sources, None)
     if restarts and url:
-        yield error(
-            "restarts_url",
-            "training.restarts",
-            restarts,
+        yield About("restarts_url", "training.restarts", restarts).error(
             f"was tried with files on disks alone, and this run uses {url}",
             "set training.restarts: 0, and let the launcher start the run again (torchrun --max-restarts)",
         )
     if tolerated and cfg.training.run_url:
-        yield error(
-            "tolerate_url",
-            "checkpoint.tolerate_minutes",
-            tolerated,
+        yield About("tolerate_url", "checkpoint.tolerate_minutes", tolerated).error(
             f"was tried with checkpoints on disks alone, and this run has them in {cfg.training.run_url}",
             "set checkpoint.tolerate_minutes: 0",
         )

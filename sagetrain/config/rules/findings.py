@@ -2,23 +2,45 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from sagetrain.config.errors import Finding
 from sagetrain.config.schema import EvaluationConfig
 
 
+class About(NamedTuple):
+    """The beginning of a finding: the rule, and the setting that it is about. The methods say the rest."""
+
+    rule: str
+    key: str
+    value: object
+
+    def error(self, message: str, fix: str, source: str = "") -> Finding:
+        """Build the finding for a setting that cannot run."""
+        return Finding(self.rule, "error", self.key, self.value, message, fix, source)
+
+    def warning(self, message: str, fix: str, source: str = "") -> Finding:
+        """Build the finding for a setting that runs, but hardly as intended."""
+        return Finding(self.rule, "warning", self.key, self.value, message, fix, source)
+
+    def info(self, message: str, fix: str = "", source: str = "") -> Finding:
+        """Build the finding for a setting that runs, and of which something is to be known."""
+        return Finding(self.rule, "info", self.key, self.value, message, fix, source)
+
+
 def error(rule: str, key: str, value: object, message: str, fix: str) -> Finding:
     """Build the finding for a setting that cannot run."""
-    return Finding(rule, "error", key, value, message, fix)
+    return About(rule, key, value).error(message, fix)
 
 
 def warning(rule: str, key: str, value: object, message: str, fix: str) -> Finding:
     """Build the finding for a setting that runs, but hardly as intended."""
-    return Finding(rule, "warning", key, value, message, fix)
+    return About(rule, key, value).warning(message, fix)
 
 
 def no_effect(key: str, value: object, why: str) -> Finding:
     """Build the finding for a setting that does nothing in this combination."""
-    return warning("no_effect", key, value, f"has no effect with {why}", "remove it, or change what it goes with")
+    return About("no_effect", key, value).warning(f"has no effect with {why}", "remove it, or change what it goes with")
 
 
 def samples_off(asked: EvaluationConfig) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from sagetrain.config.errors import Finding
 from sagetrain.config.layout import Layout
-from sagetrain.config.rules.findings import error, neighbours
+from sagetrain.config.rules.findings import About, neighbours
 from sagetrain.config.schema import RunConfig
 
 _TILE = 64
@@ -25,15 +25,12 @@ def findings(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
     fewer = f"or use a context_parallel_size of at most {heads}"
     length, multiple = cfg.data.seq_length, 2 * _TILE * layout.gather
     if length % multiple:
-        yield error(
-            "gather_of_tokens",
-            "data.seq_length",
-            length,
+        yield About("gather_of_tokens", "data.seq_length", length).error(
             f"is not a multiple of {multiple}: {gathers}, and each has two chunks of whole tiles of {_TILE} tokens",
             f"use {neighbours(length, multiple)}, {fewer}",
         )
     for key, value, why, fix in _not_tried(cfg, layout):
-        yield error("gather_of_keys", key, value, f"{why}: {gathers}", f"{fix}, {fewer}")
+        yield About("gather_of_keys", key, value).error(f"{why}: {gathers}", f"{fix}, {fewer}")
 
 
 def _not_tried(cfg: RunConfig, layout: Layout) -> Iterator[tuple[str, object, str, str]]:

@@ -9,7 +9,7 @@ from sagetrain.config.arithmetic import VOCAB_MULTIPLE, padded_vocab_size
 from sagetrain.config.errors import Finding, many
 from sagetrain.config.layer_specs import layers
 from sagetrain.config.layout import Layout
-from sagetrain.config.rules.findings import divisors, error, neighbours, no_effect, samples_off
+from sagetrain.config.rules.findings import About, divisors, neighbours, no_effect, samples_off
 from sagetrain.config.schema import RunConfig
 
 
@@ -17,10 +17,7 @@ def launch(cfg: RunConfig, world_size: int) -> Iterator[Finding]:
     """Check that as many ranks were started as the configuration says."""
     wanted = cfg.parallel.world_size
     if wanted not in (None, world_size):
-        yield error(
-            "ranks_of_launch",
-            "parallel.world_size",
-            wanted,
+        yield About("ranks_of_launch", "parallel.world_size", wanted).error(
             f"this launch has {many(world_size, 'rank')}",
             "look for a hostfile that is not there or lacks hosts (deepspeed goes on without it), or for a smaller "
             f"allocation; set it to {world_size} if so many are meant, or to null for any number",
@@ -31,10 +28,7 @@ def findings(cfg: RunConfig, layout: Layout, vocab_size: int | None) -> Iterator
     """Check the sizes that the tensor- and context-parallel sizes have to divide, and what sharded weights exclude.
     `vocab_size` is that of the tokenizer, when it is known."""
     if not layout.whole_between_passes and cfg.evaluation.samples_every_tokens is not None:
-        yield error(
-            "samples_at_zero_3",
-            "evaluation.samples_every_tokens",
-            cfg.evaluation.samples_every_tokens,
+        yield About("samples_at_zero_3", "evaluation.samples_every_tokens", cfg.evaluation.samples_every_tokens).error(
             "text takes a pass over all weights for every token, and parallel.zero_stage 3 would gather them each time",
             f"set parallel.zero_stage: 2, or {samples_off(cfg.evaluation)} and take `sagetrain generate`",
         )
@@ -51,10 +45,7 @@ def findings(cfg: RunConfig, layout: Layout, vocab_size: int | None) -> Iterator
 def whole_sequences(cfg: RunConfig) -> Iterator[Finding]:
     """Check that ranks have whole sequences, for a loss by sequence."""
     if (context := cfg.parallel.context_parallel_size) > 1:
-        yield error(
-            "loss_by_sequence",
-            "parallel.context_parallel_size",
-            context,
+        yield About("loss_by_sequence", "parallel.context_parallel_size", context).error(
             "gives every rank a slice of each sequence, and this loss sees whole sequences (sagetrain.by_sequence)",
             "set it to 1 (with parallel.tensor_parallel_size for long sequences), or take a loss of tokens",
         )
@@ -66,36 +57,24 @@ def _ranks(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
     world_size, replicas, both = layout.world_size, layout.replicas, _tensor_and_context(cfg)
     stages = f" x pipeline_parallel_size {pipeline}" if pipeline > 1 else ""
     if world_size % tensor:
-        yield error(
-            "world_size",
-            "parallel.tensor_parallel_size",
-            tensor,
+        yield About("world_size", "parallel.tensor_parallel_size", tensor).error(
             f"does not divide the {many(world_size, 'rank')} of this launch",
             f"use {divisors(gcd(world_size, *_shared(cfg)))}, or start a multiple of {tensor} ranks "
             f"(torchrun --nproc-per-node {tensor} -m sagetrain train; for plan --world-size)",
         )
     elif world_size % (tensor * context):
-        yield error(
-            "world_size",
-            "parallel.context_parallel_size",
-            context,
+        yield About("world_size", "parallel.context_parallel_size", context).error(
             f"times tensor_parallel_size {tensor} does not divide the {many(world_size, 'rank')} of this launch",
             f"use {_context_sizes(cfg, world_size // tensor)}, or start a multiple of {tensor * context} ranks",
         )
     elif world_size % (tensor * context * pipeline):
-        yield error(
-            "world_size",
-            "parallel.pipeline_parallel_size",
-            pipeline,
+        yield About("world_size", "parallel.pipeline_parallel_size", pipeline).error(
             f"times {both} does not divide the {many(world_size, 'rank')} of this launch",
             f"use {divisors(world_size // (tensor * context))}, or start a multiple of {tensor * context * pipeline} "
             "ranks",
         )
     elif replicas % (size := cfg.parallel.shard_size or 1):
-        yield error(
-            "shard_size",
-            "parallel.shard_size",
-            size,
+        yield About("shard_size", "parallel.shard_size", size).error(
             f"does not divide the {many(replicas, 'replica')} of this launch ({many(world_size, 'rank')} over "
             f"tensor_parallel_size {tensor}{stages}): every replica is in one group that shards the model",
             f"use {divisors(replicas)}, or null: all of them shard",
@@ -109,10 +88,7 @@ def _slices(cfg: RunConfig) -> Iterator[Finding]:
     for name in ("num_attention_heads", "num_key_value_heads", "ffn_hidden_size"):
         value = getattr(cfg.model, name)
         if value % tensor:
-            yield error(
-                "tensor_parallel_split",
-                f"model.{name}",
-                value,
+            yield About("tensor_parallel_split", f"model.{name}", value).error(
                 f"is not a multiple of parallel.tensor_parallel_size {tensor}: every rank holds an equal share",
                 f"use {neighbours(value, tensor)}, or another tensor_parallel_size",
             )
@@ -122,10 +98,7 @@ def _slices(cfg: RunConfig) -> Iterator[Finding]:
         rule, over = "context_parallel_split", f"parallel.context_parallel_size {context}"
         if length % context == 0:
             rule, over = "sequence_parallel_split", f"{both}, over which sequence_parallel spreads it"
-        yield error(
-            rule,
-            "data.seq_length",
-            length,
+        yield About(rule, "data.seq_length", length).error(
             f"is not a multiple of {over}: every rank holds an equal slice",
             f"use {neighbours(length, slices)}, or change the parallel section",
         )
@@ -139,19 +112,13 @@ def _heads_of_context(cfg: RunConfig, tensor: int, context: int) -> Iterator[Fin
         return
     both, ranks, sizes = _tensor_and_context(cfg), tensor * context, _context_sizes(cfg)
     if heads % ranks:
-        yield error(
-            "context_parallel_split",
-            "model.num_attention_heads",
-            heads,
+        yield About("context_parallel_split", "model.num_attention_heads", heads).error(
             f"is not a multiple of {both}: in attention every rank works on an equal share of the heads",
             f"use {neighbours(heads, ranks)}, or a context_parallel_size of {sizes}",
         )
     elif key_heads % ranks and ranks % key_heads:
         fitting = (n for n in range(tensor, heads + 1, tensor) if heads % n == 0 and not (n % ranks and ranks % n))
-        yield error(
-            "context_parallel_split",
-            "model.num_key_value_heads",
-            key_heads,
+        yield About("context_parallel_split", "model.num_key_value_heads", key_heads).error(
             f"is neither a multiple of {both} nor divides it: in attention every rank works on an equal share of the "
             "key/value heads, or as many ranks on each of them",
             f"use one of {', '.join(map(str, fitting))}, or a context_parallel_size of {sizes}",
@@ -162,19 +129,12 @@ def _vocabulary(cfg: RunConfig, vocab_size: int | None) -> Iterator[Finding]:
     """Check that the vocabulary has every token, and is cut into equal slices."""
     tensor, known = cfg.parallel.tensor_parallel_size, cfg.model.vocab_size
     if vocab_size and known and known < vocab_size:
-        yield error(
-            "vocab_size",
-            "model.vocab_size",
-            known,
-            f"is less than the {vocab_size} tokens of the tokenizer",
-            f"use {vocab_size} or more, or leave it out",
+        yield About("vocab_size", "model.vocab_size", known).error(
+            f"is less than the {vocab_size} tokens of the tokenizer", f"use {vocab_size} or more, or leave it out"
         )
     vocab_size = known or vocab_size
     if vocab_size and padded_vocab_size(vocab_size) % tensor:
-        yield error(
-            "tensor_parallel_vocab",
-            "parallel.tensor_parallel_size",
-            tensor,
+        yield About("tensor_parallel_vocab", "parallel.tensor_parallel_size", tensor).error(
             f"does not divide the padded vocabulary {padded_vocab_size(vocab_size)}",
             f"use a divisor of {VOCAB_MULTIPLE}, which always does",
         )

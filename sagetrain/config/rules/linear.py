@@ -8,7 +8,7 @@ from sagetrain.config.arithmetic import low_bit_part, may_be_low_bit
 from sagetrain.config.errors import Finding
 from sagetrain.config.layer_specs import linear_layers
 from sagetrain.config.linear_sizes import AUTO_PRECISION, LOW_BIT_MULTIPLE
-from sagetrain.config.rules.findings import error, neighbours, no_effect
+from sagetrain.config.rules.findings import About, neighbours, no_effect
 from sagetrain.config.schema import RunConfig
 from sagetrain.config.tokens_per_step import may_begin
 
@@ -35,29 +35,17 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
     if asked == "auto":  # `auto` takes this precision where it gains.
         linear = linear.model_copy(update={"precision": AUTO_PRECISION})
     if linear.precision == "int8" and linear.recipe == "tensorwise":
-        yield error(
-            "linear_recipe",
-            "linear.recipe",
-            "tensorwise",
+        yield About("linear_recipe", "linear.recipe", "tensorwise").error(
             f"is no recipe of linear.precision {asked}: 127 steps are too few for a whole matrix, whose rows differ",
             "use rowwise or rowwise_bf16_wgrad, or linear.precision fp8",
         )
     if asked != "auto":
-        yield Finding(
-            f"linear_{asked}_costs_loss",
-            "info",
-            "linear.precision",
-            asked,
-            _COSTS[asked],
-            "sagetrain compare shows what it is for your model",
-            "our runs: results/linear-layers",
+        yield About(f"linear_{asked}_costs_loss", "linear.precision", asked).info(
+            _COSTS[asked], "sagetrain compare shows what it is for your model", "our runs: results/linear-layers"
         )
     if not linear.low_bit_blocks(model.num_layers):
         name, blocks = max(kept.items(), key=lambda item: item[1])
-        yield error(
-            "linear_blocks",
-            f"linear.{name}",
-            blocks,
+        yield About("linear_blocks", f"linear.{name}", blocks).error(
             f"together keep {sum(kept.values())} of the {model.num_layers} blocks in 16 bits: "
             f"none is left for linear.precision {asked}",
             "keep fewer, or use linear.precision bf16",
@@ -65,10 +53,7 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
     parts = {name: getattr(linear, name) or 0.0 for name in ("keep_last_fraction", "keep_first_fraction")}
     if sum(parts.values()) >= 1:
         (other, less), (name, most) = sorted(parts.items(), key=lambda item: item[1])
-        yield error(
-            "linear_parts",
-            f"linear.{name}",
-            most,
+        yield About("linear_parts", f"linear.{name}", most).error(
             f"leaves nothing of the run for linear.precision {asked}: "
             f"with linear.{other} {less} all of it is in 16 bits",
             "use smaller ones, or linear.precision bf16",
@@ -76,10 +61,7 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
     layers = linear_layers(model, tensor)
     largest = max(layer.weights for layer in layers.values())
     if largest < below:
-        yield error(
-            "linear_blocks",
-            "linear.keep_layers_below",
-            below,
+        yield About("linear_blocks", "linear.keep_layers_below", below).error(
             f"is more than the {largest:,} weights that a rank has of the largest layer: "
             f"none is left for linear.precision {asked}",
             "use a smaller one, or linear.precision bf16",
@@ -112,11 +94,7 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
             f"{change}{smaller}, or linear.precision bf16",
         )
     if cfg.training.dtype == "fp32":
-        yield Finding(
-            "low_bit_linear_in_fp32",
-            "info",
-            "training.dtype",
-            "fp32",
+        yield About("low_bit_linear_in_fp32", "training.dtype", "fp32").info(
             f"linear.precision {linear.precision} takes fp32 without a GPU only, where its torch twin runs",
             "use training.dtype bf16, or linear.precision bf16, on a GPU",
         )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from sagetrain.config.errors import Finding
-from sagetrain.config.rules.findings import error
+from sagetrain.config.rules.findings import About
 from sagetrain.config.schema import RunConfig
 
 _FORBIDDEN, _LONGEST = "/\\#?%:", 128
@@ -18,26 +18,16 @@ def findings(cfg: RunConfig, required: bool) -> Iterator[Finding]:
     a plan may be made without the packages."""
     project = cfg.logging.wandb.project if cfg.logging.wandb else ""
     if len(project) > _LONGEST or {*project} & {*_FORBIDDEN}:
-        yield error(
-            "wandb_project",
-            "logging.wandb.project",
-            project,
+        yield About("wandb_project", "logging.wandb.project", project).error(
             f"is no name at Weights & Biases, which takes up to {_LONGEST} characters, none of {' '.join(_FORBIDDEN)}",
             "choose another name; a team goes into logging.wandb.entity",
         )
     if required and cfg.logging.wandb and find_spec("wandb") is None:
-        yield error(
-            "wandb_installed",
-            "logging.wandb.project",
-            cfg.logging.wandb.project,
-            "Weights & Biases is not installed here",
-            "pip install 'sagetrain[wandb]', or set logging.wandb: null",
+        yield About("wandb_installed", "logging.wandb.project", cfg.logging.wandb.project).error(
+            "Weights & Biases is not installed here", "pip install 'sagetrain[wandb]', or set logging.wandb: null"
         )
     if required and cfg.evaluation.tasks and find_spec("lm_eval") is None:
-        yield error(
-            "lm_eval_installed",
-            "evaluation.tasks",
-            cfg.evaluation.tasks,
+        yield About("lm_eval_installed", "evaluation.tasks", cfg.evaluation.tasks).error(
             "the lm-evaluation-harness is not installed here",
             "pip install 'sagetrain[lm-eval]', or leave the tasks out",
         )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from sagetrain.config.errors import Finding
 from sagetrain.config.layout import Layout
 from sagetrain.config.rules.deepspeed import by_deepspeed
-from sagetrain.config.rules.findings import error, no_effect, warning
+from sagetrain.config.rules.findings import About, no_effect
 from sagetrain.config.schema import OptimizerConfig, RunConfig
 
 MATRICES = "q", "k", "v", "out", "gate", "up", "down"
@@ -36,10 +36,7 @@ def _unread_rates(cfg: RunConfig) -> Iterator[Finding]:
     if optimizer.weight_decay_lr is not None and not optimizer.weight_decay:
         yield no_effect("optimizer.weight_decay_lr", optimizer.weight_decay_lr, "optimizer.weight_decay 0")
     if optimizer.lr_base_width is not None and cfg.model.tie_embeddings:
-        yield warning(
-            "base_width_tied",
-            "optimizer.lr_base_width",
-            optimizer.lr_base_width,
+        yield About("base_width_tied", "optimizer.lr_base_width", optimizer.lr_base_width).warning(
             "leaves the rate of the tied embedding as it is, and an output projection wants a smaller one in a wider "
             "model",
             "set optimizer.lr_of.embedding for this width, or use model.tie_embeddings: false",
@@ -54,22 +51,21 @@ def _master(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
     if not by_fsdp:
         said, fix = by_deepspeed(cfg)
         why = f"is for parallel.engine fsdp, and {said}: DeepSpeed keeps fp32 masters of its own"
-        yield error("bf16_masters_need_fsdp", key, master, why, f"{fix}, or use fp32")
+        yield About("bf16_masters_need_fsdp", key, master).error(why, f"{fix}, or use fp32")
     if not sixteen_bit:
         why = f"keeps the weights of a model in {cfg.training.dtype} in 16 bits"
-        yield error("bf16_masters_in_fp32", key, master, why, "use fp32, or training.dtype bf16")
+        yield About("bf16_masters_in_fp32", key, master).error(why, "use fp32, or training.dtype bf16")
     if by_fsdp and sixteen_bit and cfg.parallel.zero_stage > 1:
         why = f"rounds the gradients of each micro-step to 16 bits as well, at ZeRO {cfg.parallel.zero_stage}"
-        yield warning("bf16_masters_bf16_gradients", key, master, why, "use parallel.zero_stage 0 or 1 if they fit")
+        yield About("bf16_masters_bf16_gradients", key, master).warning(
+            why, "use parallel.zero_stage 0 or 1 if they fit"
+        )
 
 
 def _moments(cfg: OptimizerConfig) -> Iterator[Finding]:
     beta = cfg.betas[1]
     if cfg.moments == "bf16" and 1 - beta < _BF16_STEP:
-        yield error(
-            "moments_stand_still",
-            "optimizer.moments",
-            cfg.moments,
+        yield About("moments_stand_still", "optimizer.moments", cfg.moments).error(
             f"rounds to 8 bits, and optimizer.betas {list(cfg.betas)} changes the second moment by {1 - beta:g} of "
             f"itself in a step: below {_BF16_STEP:g} it would stay as it is",
             f"use fp32 or int8, or a second beta of at most {1 - _BF16_STEP:g}",
@@ -84,10 +80,6 @@ def _muon(cfg: OptimizerConfig) -> Iterator[Finding]:
                 key = f"optimizer.muon.{name}"
                 yield no_effect(key, getattr(muon, name), f"optimizer.name {cfg.name}; only muon uses it")
     elif {*muon.adamw_matrices} == {*MATRICES}:
-        yield error(
-            "muon_without_matrices",
-            "optimizer.muon.adamw_matrices",
-            muon.adamw_matrices,
-            "names every matrix, so none is left to Muon",
-            "name fewer of them, or use optimizer.name: adamw",
+        yield About("muon_without_matrices", "optimizer.muon.adamw_matrices", muon.adamw_matrices).error(
+            "names every matrix, so none is left to Muon", "name fewer of them, or use optimizer.name: adamw"
         )

@@ -8,7 +8,7 @@ from sagetrain.config.arithmetic import idle_share
 from sagetrain.config.errors import Finding
 from sagetrain.config.layout import Layout
 from sagetrain.config.rules.deepspeed import by_deepspeed
-from sagetrain.config.rules.findings import error, no_effect, warning
+from sagetrain.config.rules.findings import About, no_effect
 from sagetrain.config.schema import RunConfig
 
 
@@ -29,18 +29,11 @@ def _engine(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
     parallel = cfg.parallel
     if layout.engine != "fsdp":
         why, fix = by_deepspeed(cfg)
-        yield error(
-            "pipeline_of_engine",
-            "parallel.pipeline_parallel_size",
-            parallel.pipeline_parallel_size,
-            f"is for parallel.engine fsdp, and {why}",
-            f"{fix}, or set pipeline_parallel_size: 1",
+        yield About("pipeline_of_engine", "parallel.pipeline_parallel_size", parallel.pipeline_parallel_size).error(
+            f"is for parallel.engine fsdp, and {why}", f"{fix}, or set pipeline_parallel_size: 1"
         )
     if parallel.zero_stage == 3:
-        yield error(
-            "pipeline_at_zero_3",
-            "parallel.zero_stage",
-            3,
+        yield About("pipeline_at_zero_3", "parallel.zero_stage", 3).error(
             "would gather the weights of a pipeline stage again for every micro-batch",
             "use zero_stage 1 or 2: a stage has few weights already; or pipeline_parallel_size 1 with zero_stage 3",
         )
@@ -53,29 +46,20 @@ def _blocks(cfg: RunConfig) -> Iterator[Finding]:
     if parallel.pipeline_blocks == "auto":
         if layers < stages * chunks:
             key, value = ("pipeline_chunks", chunks) if layers >= stages else ("pipeline_parallel_size", stages)
-            yield error(
-                "pipeline_split",
-                f"parallel.{key}",
-                value,
+            yield About("pipeline_split", f"parallel.{key}", value).error(
                 f"leaves chunks without a block: {many} makes {stages * chunks} chunks of model.num_layers {layers}",
                 f"use at most {layers // stages if key == 'pipeline_chunks' else layers}",
             )
         return
     blocks = parallel.pipeline_blocks
     if len(blocks) != stages * chunks:
-        yield error(
-            "pipeline_split",
-            "parallel.pipeline_blocks",
-            blocks,
+        yield About("pipeline_split", "parallel.pipeline_blocks", blocks).error(
             f"has {len(blocks)} numbers, and {many} makes {stages * chunks} chunks: each number is the blocks of a "
             "chunk",
             f"give {stages * chunks} numbers, or auto",
         )
     elif sum(blocks) != layers:
-        yield error(
-            "pipeline_split",
-            "parallel.pipeline_blocks",
-            blocks,
+        yield About("pipeline_split", "parallel.pipeline_blocks", blocks).error(
             f"adds up to {sum(blocks)} blocks, and model.num_layers is {layers}",
             f"give numbers that add up to {layers}, or auto",
         )
@@ -90,10 +74,7 @@ def _idle(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
     micro_batches = tokens // multiple
     if 0 < micro_batches < stages:
         idle = idle_share(stages, cfg.parallel.pipeline_chunks, micro_batches)
-        yield warning(
-            "pipeline_idle",
-            key,
-            tokens,
+        yield About("pipeline_idle", key, tokens).warning(
             f"makes {micro_batches} micro-batch{'es' * (micro_batches > 1)} a step for {stages} pipeline stages, which "
             f"then idle {idle:.0%} of the time",
             f"use {stages * multiple:,} tokens or more, a smaller data.micro_batch_size, or fewer stages",

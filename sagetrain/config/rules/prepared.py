@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sagetrain.config.errors import Finding
-from sagetrain.config.rules.findings import warning
+from sagetrain.config.rules.findings import About
 from sagetrain.config.schema import DataConfig, RunConfig
 
 TEXT_PREFIX = "text_prefix"
@@ -72,19 +72,13 @@ def _templates(cfg: RunConfig, records: Mapping[str, Mapping[str, Any]]) -> Iter
     first = next((path for path, template in templates.items() if template), "")
     for i, source in enumerate(cfg.data.train):
         if unknown := [path for path in source.files if templates.get(path) == ""]:
-            yield warning(
-                "chat_template",
-                f"data.train.{i}.path",
-                unknown[0],
+            yield About("chat_template", f"data.train.{i}.path", unknown[0]).warning(
                 "an earlier version prepared its chats, which did not record their template: the tokenizer's own goes "
                 "along to `sagetrain generate --chat` and `sagetrain export`",
                 "prepare it again (--overwrite) if its template was another one (--chat-template)",
             )
         if others := [path for path in source.files if templates.get(path, "") not in ("", templates.get(first))]:
-            yield warning(
-                "chat_template",
-                f"data.train.{i}.path",
-                others[0],
+            yield About("chat_template", f"data.train.{i}.path", others[0]).warning(
                 f"its chats were written by another chat template than those of {first}: the model learns two formats, "
                 "and the one of the first file alone goes along to `sagetrain generate --chat` and `sagetrain export`",
                 "prepare the files with one template (--chat-template)",
@@ -103,10 +97,7 @@ def _prefixes(cfg: RunConfig, records: Mapping[str, Mapping[str, Any]]) -> Itera
     for i, source in enumerate(cfg.data.train):
         lacking = [path for path in source.files if begins.get(path) == []]
         if wanted and lacking:
-            yield warning(
-                "text_prefix",
-                f"data.train.{i}.path",
-                lacking[0],
+            yield About("text_prefix", f"data.train.{i}.path", lacking[0]).warning(
                 f"documents do not begin with tokens {wanted} in {len(lacking)} of {len(source.files)} files of this "
                 f"source, but {other} do, and so will texts that the model is asked about",
                 "prepare it again (--overwrite) with the tokenizer of those: `sagetrain prepare` puts before each "

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from sagetrain.config.errors import Finding
-from sagetrain.config.rules.findings import error
+from sagetrain.config.rules.findings import About
 from sagetrain.config.schema import RunConfig
 
 
@@ -25,4 +25,4 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
     ):
         for value, times in Counter[object](values).items():
             if times > 1:
-                yield error("named_twice", key, given, f"names {value} {times} times", "name it once")
+                yield About("named_twice", key, given).error(f"names {value} {times} times", "name it once")

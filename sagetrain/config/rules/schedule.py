@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from sagetrain.config.arithmetic import decay_tokens, peak_lr, warmup_tokens
 from sagetrain.config.errors import Finding
 from sagetrain.config.layout import Layout
-from sagetrain.config.rules.findings import error, neighbours, no_effect, warning
+from sagetrain.config.rules.findings import About, neighbours, no_effect
 from sagetrain.config.schema import LearningRates, OptimizerConfig, RampTokens, RunConfig, StagedTokens
 
 
@@ -30,10 +30,7 @@ def _tokens_per_step(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
                 sizes = range(min(micro - 1, tokens // unit, 4096), 0, -1)
                 smaller = next((size for size in sizes if tokens % (unit * size) == 0), None)
                 other = f"data.micro_batch_size {smaller}" if smaller else "fewer data-parallel ranks"
-                yield error(
-                    "whole_micro_steps",
-                    key,
-                    tokens,
+                yield About("whole_micro_steps", key, tokens).error(
                     f"is not a multiple of micro_batch_size {micro} x seq_length "
                     f"{cfg.data.seq_length} x {layout.data} data-parallel ranks = {multiple}",
                     f"use {neighbours(tokens, multiple)}, or {other}",
@@ -43,36 +40,23 @@ def _tokens_per_step(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
     if isinstance(schedule, StagedTokens):
         starts = [stage.from_tokens for stage in schedule.stages]
         if starts[0] != 0:
-            yield error(
-                "first_stage",
-                "tokens_per_step.stages.0.from_tokens",
-                starts[0],
-                "the first stage must begin at 0",
-                "set it to 0",
+            yield About("first_stage", "tokens_per_step.stages.0.from_tokens", starts[0]).error(
+                "the first stage must begin at 0", "set it to 0"
             )
         for i in range(1, len(starts)):
             if starts[i] <= starts[i - 1]:
-                yield error(
-                    "stages_in_order",
-                    f"tokens_per_step.stages.{i}.from_tokens",
-                    starts[i],
+                yield About("stages_in_order", f"tokens_per_step.stages.{i}.from_tokens", starts[i]).error(
                     f"is not after the stage before it, which begins at {starts[i - 1]}",
                     "list the stages in increasing order of from_tokens",
                 )
             elif starts[i] >= total:
-                yield warning(
-                    "stage_never_reached",
-                    f"tokens_per_step.stages.{i}.from_tokens",
-                    starts[i],
+                yield About("stage_never_reached", f"tokens_per_step.stages.{i}.from_tokens", starts[i]).warning(
                     f"the run ends before, at training.total_tokens {total}",
                     "begin the stage earlier, drop it, or train longer",
                 )
     first = next(iter(schedule.named_tokens.values()))
     if total < first:
-        yield error(
-            "total_tokens",
-            "training.total_tokens",
-            total,
+        yield About("total_tokens", "training.total_tokens", total).error(
             f"is less than the first optimizer step of {first} tokens",
             "train longer, or begin with fewer tokens per step",
         )
@@ -90,10 +74,7 @@ def _ramp(cfg: RunConfig, ramp: RampTokens) -> Iterator[Finding]:
     for name in ("start", "end"):
         tokens = getattr(ramp, name)
         if tokens % rounding:
-            yield error(
-                "ramp_multiple",
-                f"tokens_per_step.{name}",
-                tokens,
+            yield About("ramp_multiple", f"tokens_per_step.{name}", tokens).error(
                 f"is not a multiple of tokens_per_step.multiple {rounding}, to which the ramp is rounded down",
                 f"use {neighbours(tokens, rounding)}, or a multiple such as {math.gcd(ramp.start, ramp.end)}, which "
                 "divides both ends",
@@ -101,19 +82,13 @@ def _ramp(cfg: RunConfig, ramp: RampTokens) -> Iterator[Finding]:
     finer = [rounding // parts for parts in (8, 4, 2) if rounding % (parts * cfg.data.seq_length) == 0]
     if abs(ramp.end - ramp.start) == rounding and finer:
         up = f"{ramp.start} until the ramp ends, then {ramp.end}"
-        yield warning(
-            "ramp_in_one_step",
-            "tokens_per_step.multiple",
-            ramp.multiple,
+        yield About("ramp_in_one_step", "tokens_per_step.multiple", ramp.multiple).warning(
             f"tokens per step are rounded down to multiples of {rounding}: "
             + (up if ramp.end > ramp.start else f"{ramp.end} from the second step on"),
             f"{finer[0]} makes steps of that size between, where micro-steps divide it; or say so with stages",
         )
     if ramp.ramp_tokens > total:
-        yield warning(
-            "ramp_never_ends",
-            "tokens_per_step.ramp_tokens",
-            ramp.ramp_tokens,
+        yield About("ramp_never_ends", "tokens_per_step.ramp_tokens", ramp.ramp_tokens).warning(
             f"the run ends before, at training.total_tokens {total}: {ramp.end} tokens per step are never reached",
             "shorten the ramp or train longer",
         )
@@ -125,45 +100,29 @@ def _lr_schedule(cfg: RunConfig) -> Iterator[Finding]:
     key = "lr_schedule.warmup_tokens" if schedule.warmup_tokens else "lr_schedule.warmup"
     given = schedule.warmup_tokens or schedule.warmup
     if schedule.warmup_tokens and schedule.warmup:
-        yield error(
-            "one_warmup",
-            key,
-            given,
+        yield About("one_warmup", key, given).error(
             f"is a second warm-up beside lr_schedule.warmup {schedule.warmup}",
             "keep one of the two, and set the other to 0",
         )
     elif warmup >= total:
-        yield error(
-            "warmup_before_end",
-            key,
-            given,
+        yield About("warmup_before_end", key, given).error(
             f"is not less than training.total_tokens {total}: the peak would never be reached",
             "shorten the warm-up (lr_schedule.warmup: 0.01 is a hundredth of any run), or train longer",
         )
     elif schedule.shape == "wsd" and warmup + decay > total:
         it = "it" if schedule.decay_tokens else f"the default of {decay}"
-        yield error(
-            "decay_after_warmup",
-            "lr_schedule.decay_tokens",
-            schedule.decay_tokens,
+        yield About("decay_after_warmup", "lr_schedule.decay_tokens", schedule.decay_tokens).error(
             f"with a warm-up of {warmup} {it} is more than training.total_tokens {total}",
             f"use at most {total - warmup}, or shorten the warm-up",
         )
     elif warmup > total // 2:
-        yield warning(
-            "warmup_of_most",
-            key,
-            given,
+        yield About("warmup_of_most", key, given).warning(
             f"takes {warmup / total:.0%} of the run: the learning rate reaches optimizer.lr only then",
             "for example lr_schedule.warmup: 0.025",
         )
     if schedule.min_lr > cfg.optimizer.lr:
-        yield error(
-            "min_lr",
-            "lr_schedule.min_lr",
-            schedule.min_lr,
-            f"is above the peak, optimizer.lr {cfg.optimizer.lr}",
-            "use a smaller min_lr",
+        yield About("min_lr", "lr_schedule.min_lr", schedule.min_lr).error(
+            f"is above the peak, optimizer.lr {cfg.optimizer.lr}", "use a smaller min_lr"
         )
     if schedule.decay_tokens is not None and schedule.shape != "wsd":
         yield no_effect("lr_schedule.decay_tokens", schedule.decay_tokens, f"shape {schedule.shape}; only wsd uses it")
@@ -177,10 +136,7 @@ def _batch_rule(cfg: RunConfig) -> Iterator[Finding]:
         yield no_effect(key, schedule.reference_tokens_per_step, "batch_rule none")
     if schedule.batch_rule != "none" and schedule.reference_tokens_per_step is None:
         sizes = list(cfg.tokens_per_step.named_tokens.values())
-        yield error(
-            "batch_rule_reference",
-            key,
-            None,
+        yield About("batch_rule_reference", key, None).error(
             f"batch_rule {schedule.batch_rule} needs it: the tokens per step at which optimizer.lr holds unscaled. A "
             "default taken from the schedule made adding a stage change the learning rates before it",
             f"name the tokens per step for which optimizer.lr was chosen: {sizes[0]} if optimizer.lr is meant for the "
@@ -205,10 +161,7 @@ def _step_size(cfg: RunConfig) -> Iterator[Finding]:
         if only_muon and key == "optimizer.lr":
             # With adjust_lr original, Muon's own learning rate may well be as large.
             fix += ", or set optimizer.lr_of for what AdamW updates: {embedding: 3e-4, head: 3e-4, gain: 3e-4}"
-        yield warning(
-            "large_lr",
-            key,
-            given,
+        yield About("large_lr", key, given).warning(
             f"{_scaled(optimizer, given, lr)}one step of AdamW may change each weight by that much; they begin with a "
             f"standard deviation of model.init_std {std}",
             fix,
@@ -218,10 +171,7 @@ def _step_size(cfg: RunConfig) -> Iterator[Finding]:
     if optimizer.weight_decay_lr is not None:
         key, given, lr = "optimizer.weight_decay_lr", optimizer.weight_decay_lr, optimizer.weight_decay_lr
     if optimizer.weight_decay * lr >= 1:
-        yield error(
-            "decay_in_one_step",
-            "optimizer.weight_decay",
-            optimizer.weight_decay,
+        yield About("decay_in_one_step", "optimizer.weight_decay", optimizer.weight_decay).error(
             f"times {key} {given} {_scaled(optimizer, given, lr)}is 1 or more: one step would take all of a weight "
             "away",
             f"use a smaller {key} (3e-4, say), or a decay far below {1 / lr:g}",
