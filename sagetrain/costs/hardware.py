@@ -140,6 +140,11 @@ class Hardware:
     """Latency of one collective by copy engines, whatever its size and whatever runs beside it."""
     replayed_copy_latency: float
     """Latency of one collective by copy engines in a micro-step that a CUDA graph replays."""
+    short_block_seconds: float
+    """Time that the kernels of one block, forward and backward, take beyond their rates in the shortest micro-steps.
+    It is spent again for each half."""
+    short_low_bit_seconds: float
+    """Time that casts and products in 8 bits add to short_block_seconds."""
     network_latency: float
     """Latency that a collective that leaves the host adds for each further host in its ring."""
     network_bandwidth: float = 400e9 / 8
@@ -160,6 +165,8 @@ class Hardware:
     """Rate at which the cores of one GPU's share read and write the host's memory in an update (assumed)."""
     int8_attention: str = ""
     """The reason why the rates of `sage` are less reliable here than others, and what to use instead."""
+    alone: dict[str, float] = field(default_factory=dict)
+    """`precisions` in a run of one process, where they differ. Other kernels multiply there."""
     ceilings: dict[str, float] = field(default_factory=dict)
     """Rate that matmuls of a precision do not exceed, however large they are. Empty where no run showed one."""
     compute_scale: float = 1.0
@@ -168,6 +175,10 @@ class Hardware:
     def memory_of_host(self, ranks: int) -> float:
         """Return the bytes of memory of a host on which this many ranks run."""
         return self.host_memory or ranks * self.host_memory_per_gpu
+
+    def of_ranks(self, count: int) -> Hardware:
+        """Return the rates in a run of so many ranks."""
+        return replace(self, precisions={**self.precisions, **self.alone}) if count == 1 and self.alone else self
 
     def matmul_rate(self, precision: str, *dims: int) -> float:
         """Return the FLOP/s of a matmul with these dimensions."""
@@ -199,9 +210,13 @@ H200 = Hardware(
     matmul_flops=821e12,
     # For fp32 the ratio is TF32's by the datasheet. For FP8 it comes from the matmuls of 1B's blocks in a step's
     # profile (results/step), 1,042 to 512 ms, with casts at the rate of memory; published ratios are 1.90
-    # (TransformerEngine, H200 NVL, hidden 4096) and 1.66 (torchao, 16640 x 5120 x 8192). For INT8, the same step takes
-    # 46 ms longer than in FP8: 1,042 to 558.
+    # (TransformerEngine, H200 NVL, hidden 4096) and 1.66 (torchao, 16640 x 5120 x 8192). For INT8 by Triton, as several
+    # ranks have it, the same step takes 46 ms longer than in FP8: 1,042 to 558.
     precisions={"bf16": 1.0, "fp32": 0.5, "fp8": 2.1, "int8": 1.9},
+    # One process multiplies by hopper_int8.cu. FP8's products take 255.5, 507.3 and 251.8 ms where INT8's take 257.1,
+    # 482.7 and 245.3: steps of 1B and of 8 layers of 4096, and a pair of micro-steps of 1B, 2026-11-29
+    # (results/log/step.md, kernels.md). So the rate is 1.02 times FP8's in the mean.
+    alone={"int8": 2.15},
     peaks={"bf16": 1.0, "fp32": 0.5, "fp8": 2.0, "int8": 2.0},
     matmul_half_size=220,
     attention={
@@ -269,6 +284,10 @@ H200 = Hardware(
     # 3B in FP8 at TP 2 whole on two H200s, one sequence of 4,096 tokens, replayed (results/graphs): nothing hides 16.2
     # ms of its 228 collectives, whose bytes take 9.
     replayed_copy_latency=40e-6,
+    # Replays of 325M and 1B take this beyond their parts and a micro-step's 1 ms, in ms a block: 0.17 (bf16), 0.22
+    # (FP8) and 0.25 (INT8) with one sequence of 1,024 tokens, and 0.02 to 0.2 with one of 4,096 (results/graphs).
+    short_block_seconds=0.2e-3,
+    short_low_bit_seconds=0.06e-3,
     network_latency=8e-6,  # This is assumed.
     # 3B with offload at ZeRO 1, 2 and 3 on two GPUs, 16 cores each (results/offload).
     host_update_bandwidth=80e9,
@@ -287,6 +306,7 @@ def _scaled(name: str, peak: str, memory: float, bandwidth: float, nvlink: float
         H200,
         name=name,
         measured=False,
+        alone={},  # No run by these kernels was recorded on another card.
         peak_flops=PEAK_FLOPS[peak],
         memory=memory,
         matmul_flops=H200.matmul_flops * arithmetic,

@@ -59,6 +59,7 @@ beside kernels of about 290, which then take 313 (results/tensor-parallel). Copi
 their latency."""
 
 _GROUPED = 0.84  # Of one expert's rate, for all: 562 and 596 TFLOP/s in bf16 on an H200 (prototype, 2026-11-28).
+_SHORT_TOKENS = 8192  # Kernels of micro-steps of so many tokens reach their rates.
 _REPLAY_SECONDS = 0.3e-3  # The host prepares a micro-batch and launches one CUDA graph.
 _LAUNCHED = 4
 """The ranks of tensor parallelism of the largest group whose host time was measured. More are taken to need no more."""
@@ -141,7 +142,7 @@ class _Step:
         self, cfg: RunConfig, layout: Layout, vocab_size: int, hardware: Hardware, span: float | None, stage: int
     ):
         part = held(cfg, layout, vocab_size, stage)
-        cfg = part.cfg
+        cfg, hardware = part.cfg, hardware.of_ranks(layout.world_size)
         self.cfg, self.hardware, self.part, layers = cfg, hardware, part, cfg.model.num_layers
         self.vocab_size, self.layout, tensor_size = vocab_size, layout, layout.tensor
         self.parameters = part.parameters
@@ -170,8 +171,18 @@ class _Step:
         ends = [before] * self.part.first + behind * self.part.last
         parts = [(1, self._seconds(ends)), *((count, self._seconds(block)) for count, block in self.blocks)]
         matmul, attention, moving = (sum(count * part[i] for count, part in parts) for i in range(3))
-        moving += self._copied() / self.hardware.memory_bandwidth
+        moving += self._copied() / self.hardware.memory_bandwidth + self._short_kernels()
         return scale * matmul, scale * attention, scale * moving
+
+    def _short_kernels(self) -> float:
+        """Return the seconds that kernels of a replayed micro-step take beyond their rates. Where the host launches
+        short ones, its time decides."""
+        if not self.layout.recorded:
+            return 0.0
+        layers, hardware = self.cfg.model.num_layers, self.hardware
+        low = len(self.cfg.linear.low_bit_blocks(layers))
+        blocks = self.parts * (layers * hardware.short_block_seconds + low * hardware.short_low_bit_seconds)
+        return blocks * max(0.0, 1 - self.rank.tokens / _SHORT_TOKENS)
 
     def precisions(self) -> Iterator[tuple[float, float]]:
         """Yield the FLOPs of products of a micro-step, without recomputed ones, and the peak of their precision,

@@ -273,7 +273,7 @@ def test_rates_fall_with_thin_matmuls_and_short_sequences():
 def test_a_linear_layer_in_other_arithmetic_is_one_change(monkeypatch, other_operations):
     """The forward pass and the gradient of the input run in an arithmetic that is twice as fast. Each of the three
     matmuls is a third of the time."""
-    card = dataclasses.replace(SIMPLE, precisions={**SIMPLE.precisions, "int8": 2.0})
+    card = dataclasses.replace(SIMPLE, precisions={**SIMPLE.precisions, "int8": 2.0}, alone={})
     before, listed = predict(config(), 1, VOCAB, card), Rank.matmul
 
     def low_bit(self: Rank, name: str, *sizes: int, **options) -> operations.MatmulCost:

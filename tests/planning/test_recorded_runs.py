@@ -228,6 +228,50 @@ def test_wide_layers_on_an_h100_are_met():
     assert gap == pytest.approx(rates["scores fp8"] / rates["scores int8"], rel=0.03)
 
 
+WIDE = (
+    "model={num_layers: 8, hidden_size: 4096, ffn_hidden_size: 14336, num_attention_heads: 32, num_key_value_heads: 8, "
+    "vocab_size: 32000}"
+)
+
+
+@pytest.mark.parametrize(("model", "milliseconds"), [
+    ("training.seed=1", {"int8": 594.9, "fp8": 612.0}), (WIDE, {"int8": 827.9, "fp8": 882.5}),
+])  # fmt: skip
+def test_int8_in_one_process_on_an_h200_is_met(model, milliseconds, monkeypatch):
+    """The runs are those of results/step, 2026-11-29. INT8 is the faster one in a process that is alone, and FP8 on two
+    ranks, whose INT8 products are Triton's."""
+    monkeypatch.undo()
+    speeds = {}
+    for ranks in (1, 2):
+        for precision in milliseconds:
+            cfg, _ = configured("1b", "tp1", (8, 2), [model, SCORES, f"linear.precision={precision}", *WHOLE_SEQUENCES])
+            step, size = predict(cfg, ranks, VOCAB, H200), num_parameters(cfg.model, cfg.attention, VOCAB)
+            seconds = step.matmul + step.attention + step.elementwise + 28 * size / H200.memory_bandwidth
+            speeds[ranks, precision] = 1 / seconds
+    for precision, measured in milliseconds.items():
+        margin = MARGINS[H200.name][f"linear layers in {precision}"]
+        assert 1e3 / speeds[1, precision] == pytest.approx(measured, rel=margin)
+    assert speeds[1, "int8"] > speeds[1, "fp8"] and speeds[2, "int8"] < speeds[2, "fp8"]
+
+
+@pytest.mark.parametrize(("size", "length", "linear", "tokens_per_second"), [
+    ("325m", 1024, "bf16", 100_208),
+    ("325m", 1024, "fp8", 95_323),
+    ("325m", 1024, "int8", 88_867),
+    ("1b", 4096, "bf16", 68_865),
+    ("1b", 4096, "int8", 91_507),
+])  # fmt: skip
+def test_replayed_micro_steps_are_met(size, length, linear, tokens_per_second, monkeypatch):
+    """The runs are those of results/graphs, 2026-11-29, of 32 micro-batches of one sequence."""
+    monkeypatch.undo()
+    backend = "sdpa" if linear == "bf16" else "sage"
+    cfg = load_config(CONFIGS / f"{size}.yaml", [
+        "model.vocab_size=32000", "data.micro_batch_size=1", f"data.seq_length={length}", *WHOLE_SEQUENCES,
+        f"attention={{backend: {backend}, recipe: scores}}", f"linear.precision={linear}", EVEN % (32 * length),
+    ])  # fmt: skip
+    assert predict(cfg, 1, VOCAB, H200).tokens_per_second == pytest.approx(tokens_per_second, rel=0.07)
+
+
 @pytest.mark.parametrize(("linear", "sequences", "overlap", "layout", "tokens_per_second"), [
     ("fp8", 2, "on", "tp2-sp", 33_130),
     ("fp8", 2, "off", "tp2-sp", 53_510),
