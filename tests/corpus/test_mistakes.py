@@ -176,15 +176,6 @@ def test_text_that_only_looks_like_json_is_text(tmp_path, model, tokenizer, text
     assert documents(tmp_path / "x") == [[*tokenizer.encode(text), tokenizer.eos_id]]
 
 
-def test_an_error_in_a_worker_arrives_whole(tmp_path, model, monkeypatch):
-    monkeypatch.setattr(encode, "ALONE_SECONDS", 0.0)
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(lines(*[GOOD] * 9000, b'{"body": 1}', *[GOOD] * 9000))
-    with pytest.raises(ConfigError, match=r"a\.jsonl, line 9,001: no key 'text'; the keys are: body"):
-        quiet([str(path)], tmp_path / "x", tokenizer=model, num_workers=2)
-    assert not list(tmp_path.glob("x*"))
-
-
 @pytest.mark.parametrize(
     ("sources", "options", "message"),
     [

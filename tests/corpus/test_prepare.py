@@ -305,15 +305,18 @@ def test_repeating_a_call(tmp_path, model):
     assert quiet([str(path)], tmp_path / "x", tokenizer=model, overwrite=True).counts["train"].documents == 10
 
 
-def test_a_worker_spells_settings_as_its_caller_does(tmp_path, model, monkeypatch):
+def test_an_error_in_a_worker_arrives_whole(tmp_path, model, monkeypatch):
+    """It spells settings as the caller of the worker does."""
     monkeypatch.setattr(encode, "ALONE_SECONDS", 0.0)
     monkeypatch.setattr(files, "CHUNK_BYTES", 1 << 12)
     path = write_jsonl(tmp_path / "a.jsonl", make_texts(300))
     path.write_text(path.read_text() + '{"other": 1}\n')
-    with pytest.raises(ConfigError, match=r"Choose one with text_key$"):
+    said = r"a\.jsonl, line 301: no key 'text'; the keys are: other\. Choose one with"
+    with pytest.raises(ConfigError, match=f"{said} text_key$"):
         sagetrain.prepare(sagetrain.Request(path, output=tmp_path / "x", tokenizer=model, num_workers=2))
-    with pytest.raises(ConfigError, match=r"Choose one with --text-key$"):
+    with pytest.raises(ConfigError, match=f"{said} --text-key$"):
         quiet([str(path)], tmp_path / "x", tokenizer=model)
+    assert not list(tmp_path.glob("x*"))
 
 
 def test_a_worker_that_dies(tmp_path, model, monkeypatch):

@@ -27,12 +27,12 @@ from sagetrain.config import ConfigError
 from sagetrain.config.errors import CheckpointError
 from sagetrain.config.schema import AttentionConfig, RopeScaling
 from sagetrain.data.tokenizer import Tokenizer
-from sagetrain.inference.load import load_run
 from sagetrain.interop import exporting
 from sagetrain.interop.exporting import export
 from sagetrain.interop.huggingface import config_json
 from sagetrain.interop.tokenizer_files import tokenizer_files
 from sagetrain.model.rotary import rotary_tables
+from transformers_models import check_logits
 
 LLAMA3 = {"type": "llama3", "factor": 4.0, "original_seq_length": 32}
 YARN = {"type": "yarn", "factor": 3.0, "original_seq_length": 32, "beta_fast": 4.0, "beta_slow": 0.25}
@@ -61,25 +61,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     return root
 
 
-def check_logits(run: Path, folder: Path) -> None:
-    """Compare the logits in float32, on two sequences."""
-    ours = load_run(run, print)
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    tokens = torch.randint(0, ours.vocab_size, (2, 100), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        expected = ours.model(tokens)[..., : ours.vocab_size].float()
-        found = theirs(tokens).logits
-    assert expected.std() > 0.1
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
-
-
 @pytest.mark.parametrize("name", [name for name in RUNS if name != "after"])
 def test_logits_are_those_of_transformers(runs: Path, name: str, tmp_path: Path) -> None:
     said: list[str] = []
     done = export(runs / name, tmp_path / "out", report=said.append)
     assert (said, done.step, done.shards) == ([], 3, 1)
     assert done.architecture == ("Qwen3ForCausalLM" if name.startswith("qwen") else "LlamaForCausalLM")
-    check_logits(runs / name, tmp_path / "out")
+    check_logits(tmp_path / "out", runs / name)
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert (config["vocab_size"], config["head_dim"], config["max_position_embeddings"]) == (350, 16, 16)
     tensors = load_file(tmp_path / "out/model.safetensors")
@@ -117,7 +105,7 @@ def test_shards_hold_each_tensor_once(runs: Path, tmp_path: Path) -> None:
     assert max(file.stat().st_size for file in files) < 350 * 32 * 4 + 2000  # One tensor is larger than a shard.
     for name, tensor in load_file(tmp_path / f"{10**9}/model.safetensors").items():
         assert tensor.equal(joined[name][1])
-    check_logits(runs / "qwen", tmp_path / "40000")
+    check_logits(tmp_path / "40000", runs / "qwen")
 
 
 def test_weights_are_of_the_dtype_asked_for(runs: Path, tmp_path: Path) -> None:

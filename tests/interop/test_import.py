@@ -13,9 +13,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from torch.nn.functional import cross_entropy
 from transformers import (
-    AutoModelForCausalLM,
     AutoTokenizer,
     Gemma3TextConfig,
     LlamaConfig,
@@ -41,6 +39,7 @@ from sagetrain.inference.generate import Sampling, generate
 from sagetrain.inference.load import load_run
 from sagetrain.interop.exporting import export
 from sagetrain.interop.importing import import_folder
+from transformers_models import check_logits, save
 
 SIZES = {
     "hidden_size": 32,
@@ -103,35 +102,10 @@ MIXTURES: dict[str, Callable[[], Any]] = {
 }
 
 
-def save(folder: Path, config: Any, dtype: torch.dtype = torch.float32, shard: str = "5GB") -> Path:
-    """Save a model with random weights and gains, and return its folder."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            gain = config.model_type != "gemma3_text"  # Gemma's norms multiply by 1 + their weight.
-            parameter.normal_(1.0 if "norm" in name and gain else 0.0, 0.2)
-    model.to(dtype).save_pretrained(folder, max_shard_size=shard)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model's folder with several files of weights."""
     return save(tmp_path_factory.mktemp("import") / "llama", LlamaConfig(**SIZES), shard="40KB")
-
-
-def check_logits(folder: Path, run_dir: Path) -> None:
-    ours, theirs = load_run(run_dir, print), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    tokens = torch.randint(0, 352, (2, 150), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        expected, found = theirs(tokens).logits, ours.model(tokens)[..., :352].float()
-        loss = ours.model(tokens, tokens.flip(-1))
-    assert expected.std() > 0.1
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
-    # The rows that pad the vocabulary are left out.
-    exact = cross_entropy(expected.flatten(0, 1), tokens.flip(-1).flatten())
-    torch.testing.assert_close(loss, exact, rtol=0, atol=2e-4)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -20,6 +20,7 @@ from sagetrain.inference.load import load_run, open_run
 from sagetrain.interop.exporting import export
 from sagetrain.interop.families import DEFAULTS, FAMILIES
 from sagetrain.interop.importing import import_folder
+from transformers_models import check_logits, save
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "vocab_size": 352}
@@ -32,16 +33,6 @@ EMBEDDING, HEAD, WHOLE, INDEX = (
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 32}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-
-
-def save(folder: Path, config: Any, shard: str = "5GB") -> Path:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
-    model.save_pretrained(folder, max_shard_size=shard)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -80,13 +71,7 @@ class Folder:
     def as_transformers(self) -> str:
         """Import the folder, compare the logits with those of transformers, and return the notes on the way."""
         import_folder(self.path, self.run, report=self.said.append)
-        theirs = AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32).eval()
-        ours = load_run(self.run, print).model
-        tokens = torch.randint(0, 352, (1, 150), generator=torch.Generator().manual_seed(1))
-        with torch.no_grad():
-            expected, found = theirs(tokens).logits, ours(tokens)[..., : theirs.config.vocab_size].float()
-        assert expected.std() > 0.1
-        torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)
+        check_logits(self.path, self.run, atol=2e-4)
         return "\n".join(self.said)
 
     def refused(self, message: str) -> None:
