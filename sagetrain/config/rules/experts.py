@@ -10,7 +10,7 @@ from typing import cast
 from sagetrain.config.errors import Finding
 from sagetrain.config.layer_specs import layers
 from sagetrain.config.layout import Layout
-from sagetrain.config.rules.findings import divisors, error, neighbours, no_effect, warning
+from sagetrain.config.rules.findings import About, divisors, neighbours, no_effect
 from sagetrain.config.schema import ExpertsConfig, RunConfig
 
 _MULTIPLE = 16
@@ -85,10 +85,7 @@ def findings(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
         value = functools.reduce(getattr, key.split("."), cast(object, cfg))
         if value not in values:
             given, *others = map(_spelled, (value, *values))
-            yield error(
-                "not_proven_with_experts",
-                key,
-                given,
+            yield About("not_proven_with_experts", key, given).error(
                 "was not proven with model.experts yet",
                 f"use {' or '.join(map(str, others))}, or a dense model (model.experts: null)",
             )
@@ -104,26 +101,23 @@ def _sizes(cfg: RunConfig, experts: ExpertsConfig) -> Iterator[Finding]:
     key, number, tensor = "model.experts", experts.number, cfg.parallel.tensor_parallel_size
     if experts.per_token > number:
         why = f"is more than the {number} experts of a layer (model.experts.number)"
-        yield error("experts_per_token", f"{key}.per_token", experts.per_token, why, f"use 1 to {number}")
+        yield About("experts_per_token", f"{key}.per_token", experts.per_token).error(why, f"use 1 to {number}")
     if number > _MOST:
         why = f"is more than {_MOST:,}, which grouped products take"
-        yield error("experts_number", f"{key}.number", number, why, f"use up to {_MOST:,}")
+        yield About("experts_number", f"{key}.number", number).error(why, f"use up to {_MOST:,}")
     if experts.dense_layers >= cfg.model.num_layers:
-        yield error(
-            "experts_in_no_layer",
-            f"{key}.dense_layers",
-            experts.dense_layers,
+        yield About("experts_in_no_layer", f"{key}.dense_layers", experts.dense_layers).error(
             f"leaves none of the {cfg.model.num_layers} layers with experts",
             f"use 0 to {cfg.model.num_layers - 1}, or model.experts: null",
         )
     for name, size in (("model.hidden_size", cfg.model.hidden_size), (f"{key}.ffn_size", experts.ffn_size)):
         if size % _MULTIPLE:
             why = f"is not a multiple of {_MULTIPLE}, which the kernels of experts need"
-            yield error("experts_multiple", name, size, why, f"use {neighbours(size, _MULTIPLE)}")
+            yield About("experts_multiple", name, size).error(why, f"use {neighbours(size, _MULTIPLE)}")
     if (columns := experts.shared * experts.ffn_size) % tensor:
         why = f"x ffn_size {experts.ffn_size} is not a multiple of parallel.tensor_parallel_size {tensor}"
         fix = f"use another number than {experts.shared}, whose {columns} columns each rank gets an equal share of"
-        yield error("tensor_parallel_split", f"{key}.shared", experts.shared, why, fix)
+        yield About("tensor_parallel_split", f"{key}.shared", experts.shared).error(why, fix)
 
 
 def _ranks(experts: ExpertsConfig, layout: Layout, ranks: int) -> Iterator[Finding]:
@@ -131,10 +125,12 @@ def _ranks(experts: ExpertsConfig, layout: Layout, ranks: int) -> Iterator[Findi
     key, of_stage = "parallel.expert_parallel_size", layout.world_size // layout.stages
     if experts.number % ranks or of_stage % ranks:
         why = f"does not divide {experts.number} experts (model.experts.number) and {of_stage} ranks"
-        yield error("expert_parallel_split", key, ranks, why, f"use {divisors(math.gcd(experts.number, of_stage))}")
+        yield About("expert_parallel_split", key, ranks).error(
+            why, f"use {divisors(math.gcd(experts.number, of_stage))}"
+        )
     elif ranks > experts.per_token:
         why = f"is more than the {experts.per_token} experts of a token: most ranks would gather tokens in vain"
-        yield error("expert_parallel_size", key, ranks, why, f"use 1 to {experts.per_token}")
+        yield About("expert_parallel_size", key, ranks).error(why, f"use 1 to {experts.per_token}")
 
 
 def _eight_bits(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
@@ -150,22 +146,24 @@ def _eight_bits(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
     for name, side in sides:
         why = f"needs sides that are multiples of {_MULTIPLE}, and a rank's {name} has one of {side}"
         fix = "use other sizes, a smaller parallel.tensor_parallel_size, or linear.precision bf16"
-        yield error("experts_multiple_in_8_bits", "linear.precision", precision, why, fix)
+        yield About("experts_multiple_in_8_bits", "linear.precision", precision).error(why, fix)
         break
     ranks = layout.context * layout.tensor
     tokens = cfg.data.micro_batch_size * cfg.data.seq_length * cfg.parallel.expert_parallel_size // ranks
     if precision == "int8" and cfg.linear.recipe == "rowwise" and tokens > _MOST_TOKENS:
         why = f"gives experts {tokens:,} tokens at a time: INT8 adds up {_MOST_TOKENS:,} at most"
         fix = "use fewer, linear.recipe rowwise_bf16_wgrad, or linear.precision fp8"
-        yield error("experts_tokens_in_int8", "data.micro_batch_size", cfg.data.micro_batch_size, why, fix)
+        yield About("experts_tokens_in_int8", "data.micro_batch_size", cfg.data.micro_batch_size).error(why, fix)
 
 
 def _router(experts: ExpertsConfig) -> Iterator[Finding]:
     """Find a router that learns nothing, and one that nothing balances."""
     if experts.per_token == 1 and experts.renormalize:
         why = "makes the weight of a token's only expert 1 whatever its score is: the loss teaches the router nothing"
-        yield warning("router_learns_nothing", "model.experts.renormalize", True, why, "use false, or more per_token")
+        yield About("router_learns_nothing", "model.experts.renormalize", True).warning(
+            why, "use false, or more per_token"
+        )
     if not experts.balance.bias_rate and not experts.balance.aux_weight:
         why = "with bias_rate 0 lets a router send most tokens to a few experts"
         fix = "use 0.01, or bias_rate 0.001"
-        yield warning("router_not_balanced", "model.experts.balance.aux_weight", 0.0, why, fix)
+        yield About("router_not_balanced", "model.experts.balance.aux_weight", 0.0).warning(why, fix)
