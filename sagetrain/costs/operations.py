@@ -253,17 +253,13 @@ def block_operations(layer: LayerSpec, attention: AttentionConfig, rank: Rank) -
     precisions = {name: rank.precision if rank.linear.takes(sizes) else None for name, sizes in layers.items()}
     inputs = {name: rank.kept_by_layer(sizes) for name, sizes in layers.items()}
 
+    product = functools.partial(rank.matmul, recomputed=again)
+
     def column(name: str, outputs: int, linear: str, saved: int = 0) -> MatmulCost:
-        precision = precisions[linear]
-        return rank.matmul(
-            name, outputs, hidden, column_parallel=True, precision=precision, saved=saved, recomputed=again
-        )
+        return product(name, outputs, hidden, column_parallel=True, precision=precisions[linear], saved=saved)
 
     def row(name: str, width: int, saved: int) -> MatmulCost:
-        precision = precisions[name]
-        return rank.matmul(
-            name, hidden, width, column_parallel=False, precision=precision, saved=saved, recomputed=again
-        )
+        return product(name, hidden, width, column_parallel=False, precision=precisions[name], saved=saved)
 
     def norm(name: str) -> PassCost:
         saved, moved = rank.saved_by_norm(hidden), rank.moved(_NORM, stream)

@@ -13,20 +13,14 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from sagetrain.config.errors import ConfigError, refuse_pointer
 from sagetrain.config.schema import TOKENIZER_JSON, DataConfig, tokenizer_in
 from sagetrain.config.schema import TOKENIZER_NAME as TOKENIZER_NAME
 from sagetrain.data.tokenizer_codecs import SPACE_MARK, Codec, HuggingFace, SentencePiece, Spans, any_of
 from sagetrain.data.tokenizer_config import CONFIG
-from sagetrain.data.tokenizer_copy import (
-    CONVERT,
-    completed,
-    is_json,
-    parted,
-    sha256_of,
-)
+from sagetrain.data.tokenizer_copy import CONVERT, completed, is_json, parted, sha256_of
 
 OTHER_FILES = ("vocab.json", "tekken.json", "spiece.model", "sentencepiece.bpe.model")
 """Files of tokenizers from which transformers can write a tokenizer.json."""
@@ -154,13 +148,12 @@ class Tokenizer:
         surrogate pair."""
         return self._codec.encode(_valid(text))
 
-    def encode_parts(self, parts: Sequence[tuple[str, bool]], control: Literal[True] = True) -> EncodedParts:
+    def encode_parts(self, parts: Sequence[tuple[str, bool]]) -> EncodedParts:
         """Encode texts end to end. What stands before a marked part has the tokens that it has alone, as when a model
         is asked to go on from there.
 
         Args:
             parts: texts, each with a mark.
-            control: the texts of control tokens are these tokens. Callers of earlier versions say it.
 
         Raises:
             ValueError: a text holds half of a surrogate pair.
