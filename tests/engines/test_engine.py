@@ -323,7 +323,7 @@ def compiled_losses(tp_size: int, cases: list[tuple[int, str, int]]) -> list[tup
         cfg = cfg.model_copy(update={"deepspeed": {"zero_optimization": zero}})
         model = tiny.model(cfg, groups, sequence_parallel=sequence, overlap=True)
         if stage == 3:
-            tiny.compile_first_rank(model, whole=True, ranks=tp_size if again == "full" else 1)
+            tiny.compile_first_rank(model, ranks=tp_size if again == "full" else 1)
         engine = build_engine(tiny.on(cfg, groups), model, groups, 1)
         results = [tiny.global_step(engine, step, sequences=4 // tp_size) for step in range(2)]
         # Gathered weights are given back, which is the point of ZeRO 3 on a real model.

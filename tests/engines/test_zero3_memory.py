@@ -50,7 +50,7 @@ def between_passes(cases: list[tuple[str, str, str | None, str]]) -> list[tuple[
             **place,
         )
         if backend:
-            tiny.compile_first_rank(model, backend, whole=True)
+            tiny.compile_first_rank(model, backend)
         engine = build_engine(tiny.on(cfg, groups), model, groups, 1)
         for step in range(2):  # DeepSpeed learns the order of its modules, and torch compiles.
             tiny.global_step(engine, step, sequences=2)

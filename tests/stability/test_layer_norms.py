@@ -48,7 +48,7 @@ def measured(layouts: list[Layout]) -> list[tuple[dict[str, float], list[float],
             model = tiny.model(cfg, groups)
             model.activation_checkpointing, model.overlap = again, overlap == "on"
             if backend:
-                tiny.compile_first_rank(model, backend, whole=stage == 3)
+                tiny.compile_first_rank(model, backend)
             engine = build_engine(tiny.on(cfg, groups), model, groups, 1)
             batches = tiny.batches_of(tokens(), groups)
             observers = Observers(layer_norms=watched)

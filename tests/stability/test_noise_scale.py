@@ -23,10 +23,9 @@ from sagetrain.stability.noise_scale import GradientNoise, NoiseScale
 MICRO_BATCHES = 4
 
 
-def config(stage: int, dtype: str = "fp32"):
-    return tiny.config(
-        stage, dtype, model={"num_attention_heads": 4, "tie_embeddings": True}, optimizer={"clip_grad": 0.05}
-    )
+def config(stage: int, dtype: str = "fp32", engine: str = "fsdp"):
+    sections = {"model": {"num_attention_heads": 4, "tie_embeddings": True}, "optimizer": {"clip_grad": 0.05}}
+    return tiny.config(stage, dtype, parallel={"engine": engine}, **sections)
 
 
 def global_batch() -> torch.Tensor:
@@ -57,18 +56,18 @@ def by_hand() -> dict[str, float]:
     return found | {f"noise/{layer}/mean": square for layer, square in squares_of(mean, model).items()}
 
 
-def measured(layouts: list[tuple[int, int, int, str, str, bool]]) -> list[tuple[tuple, dict[str, float], float]]:
+def measured(layouts: list[tuple]) -> list[tuple[tuple, dict[str, float], float]]:
     """Return the measurements and the loss of the last of two or, if compiled, three steps at each (tp, cp, stage,
-    dtype, compile backend, sequence parallel). The learning rate is 0."""
+    dtype, compile backend, sequence parallel, engine if it is not FSDP). The learning rate is 0."""
     results = []
     for layout in layouts:
-        tp_size, cp_size, stage, dtype, backend, sequence = layout
+        tp_size, cp_size, stage, dtype, backend, sequence, *engine = layout
         torch._dynamo.reset()
-        cfg, groups = config(stage, dtype), tiny.join(tp_size, cp_size)
+        cfg, groups = config(stage, dtype, *engine), tiny.join(tp_size, cp_size)
         again = "full" if sequence else "none"
         model = tiny.model(cfg, groups, sequence_parallel=sequence, overlap=not backend, activation_checkpointing=again)
         if backend:
-            tiny.compile_first_rank(model, backend, whole=stage == 3)
+            tiny.compile_first_rank(model, backend)
         engine = build_engine(tiny.on(cfg, groups), model, groups, 1)
         noise = GradientNoise(engine.leaves(), engine.model.specs.values(), groups, engine.device)
         batches = tiny.batches_of(global_batch(), groups)
@@ -91,6 +90,7 @@ WORLDS = {
         (1, 2, 3, "fp32", "", False),
         (1, 1, 1, "fp32", "aot_eager", False),
         (1, 1, 3, "fp32", "aot_eager", False),
+        (1, 1, 3, "fp32", "aot_eager", False, "deepspeed"),
         (1, 1, 3, "bf16", "", False),
     ],
     4: [(2, 1, 2, "fp32", "", True), (2, 2, 0, "fp32", "", False), (2, 1, 1, "fp32", "aot_eager", False)],

@@ -107,21 +107,20 @@ def engine(cfg: RunConfig, groups: ParallelGroups, seed: int = 3) -> Engine:
     return build_engine(on(cfg, groups), model(cfg, groups, seed), groups, 1)
 
 
-def compile_first_rank(
-    model: Transformer, backend: str = "aot_eager", whole: bool = False, ranks: int = 1, **how: Any
-) -> bool:
+def compile_first_rank(model: Transformer, backend: str = "aot_eager", ranks: int = 1, **how: Any) -> bool:
     """Compile the blocks on the first rank of the world alone, or on so many ranks; return whether this is one of them.
 
     The other ranks call the same collectives from Python, so the compiled code is still part of the world's numbers.
     Ranks of a test share a CPU, and torch.compile is most of the time of a test that compiles on all of them. Where
     tensor parallel blocks are recomputed, the ranks of a tensor parallel group have to compile alike: Python stops a
-    recomputation early, before the last collectives, and a graph does not. `whole` is for DeepSpeed's ZeRO 3. FSDP2,
-    which has taken the parameters of the model away, needs hooks instead.
+    recomputation early, before the last collectives, and a graph does not. DeepSpeed's ZeRO 3, which has partitioned
+    the parameters, runs whole blocks. FSDP2, which has taken them away, needs hooks.
     """
-    first, sharded = torch.distributed.get_rank() < ranks, hasattr(next(model.parameters()), "shard")
+    parameter = next(model.parameters())
+    first, whole = torch.distributed.get_rank() < ranks, hasattr(parameter, "ds_id")
     if first:
-        compile_blocks(model, backend, whole=whole and not sharded, hooks=sharded, **how)
-    model.whole_blocks = whole and not sharded
+        compile_blocks(model, backend, whole=whole, hooks=hasattr(parameter, "shard"), **how)
+    model.whole_blocks = whole
     return first
 
 
