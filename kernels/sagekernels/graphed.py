@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from . import graphs, observe
-from .graphs import Pool, Record, Recording, hooks_of, leave_default_stream
+from .graphs import Pool, Record, Recording, hooks_of, leave_default_stream, rehearsal
 
 # Calls like a recorded one come first: kernels are compiled, tuned and loaded in them.
 _PASSES = 2
@@ -132,7 +132,8 @@ class _Graphed:
         if program.forward is None:
             if program.passes < _PASSES:
                 program.passes += 1
-                return self._run(*args, **kwargs)
+                with rehearsal():
+                    return self._run(*args, **kwargs)
             self._make(program, leaves, form)
             if self.refusal:
                 return self._run(*args, **kwargs)

@@ -105,6 +105,18 @@ def leave_default_stream() -> None:
 
 
 @contextlib.contextmanager
+def rehearsal() -> Iterator[None]:
+    """Answer code that asks whether a graph is being captured as a capture would. What runs before a capture then takes
+    the same branches, so that torch.compile has compiled them: transformers makes other masks inside of a capture."""
+    asked = torch.cuda.is_current_stream_capturing
+    torch.cuda.is_current_stream_capturing = lambda: True
+    try:
+        yield
+    finally:
+        torch.cuda.is_current_stream_capturing = asked
+
+
+@contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
     """Keep the garbage collector from freeing CUDA's events and graphs, which would make a capture invalid."""
     collects = gc.isenabled()

@@ -144,7 +144,7 @@ def _grouped_largest_kernel(
         tl.atomic_max(at, largest, mask=column < columns, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["across"])  # See casts._round_both_kernel.
 def _grouped_round_kernel(
     X, CHOICE, TILES, FIRST, LARGEST, CODES, SCALE, TURNED, TURNED_SCALE,
     rows, columns, padded, stride, outputs, across,

@@ -165,6 +165,16 @@ def test_no_number_comes_from_the_host() -> None:
         assert FakeGraph.of(call).constants == []
 
 
+def test_calls_before_a_recording_take_its_branches() -> None:
+    """transformers makes other masks inside of a recording, for which a compiled layer is another graph."""
+    model, asked, capturing = Model(), [], torch.cuda.is_current_stream_capturing
+    model.norm.forward = lambda x: (asked.append(torch.cuda.is_current_stream_capturing()), F.layer_norm(x, (32,)))[1]
+    _graph(model, Counted(), 4)
+    for draw in range(2):
+        model(**inputs(draw))["loss"].backward()
+    assert asked == [True] * 4 and torch.cuda.is_current_stream_capturing is capturing
+
+
 def test_models_that_it_does_not_take() -> None:
     with pytest.raises(ValueError, match="must be on one GPU, and they are on cpu"):
         graphed(Model())
