@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from . import backends, observe, reference
-from . import sinks as sinks_of
 from .backends import NAMED, default_recipe
-from .call import RECIPES, BackendName, BackwardCall, Call, RecipeName, Saved
+from .call import RECIPES, BackendName, BackwardCall, Call, RecipeName, Saved, empty_terms
 from .forward import document_bounds_triton
 from .operators import LIBRARY, autocast_dtype, operator
 from .quantize import Codes, tiles_of
@@ -251,16 +250,14 @@ def _forward(
     backend: str | None,
     sinks: Tensor | None = None,
 ) -> Nine:
-    """Return (o, lse, q codes, q scale, k codes, k scale, q mean, k mean, share of the sinks), with the shapes of
+    """Return (o, lse, q codes, q scale, k codes, k scale, q mean, k mean, scores of the sinks), with the shapes of
     call.Saved."""
     call = Call(q, k, v, bounds, causal, scale, smooth_k, smooth_q, recipe, backend, sinks)
     if q.numel() == 0:
         return _forward_fake(*call)
     o, saved = backends.forward(call)
-    if sinks is not None:
-        o, saved = sinks_of.entered(call, o, saved)
     observe.forward(call, saved)
-    rest = (saved.q_mean, saved.k_mean, saved.sink_share)
+    rest = (saved.q_mean, saved.k_mean, saved.sink_scores)
     return o, saved.lse, *saved.q, *saved.k, *(q.new_empty(0, dtype=torch.float32) if x is None else x for x in rest)
 
 
@@ -301,7 +298,7 @@ def _backward(
     k_scale: Tensor,
     q_mean: Tensor,
     k_mean: Tensor,
-    sink_share: Tensor,
+    sink_scores: Tensor,
     bounds: Tensor | None,
     causal: bool,
     scale: float,
@@ -320,13 +317,12 @@ def _backward(
         Codes(k_codes, k_scale),
         q_mean if q_mean.numel() else None,
         k_mean if k_mean.numel() else None,
-        sink_share if has_sinks else None,
+        sink_scores if has_sinks else None,
     )
-    call = BackwardCall(do, k, v, o, saved, bounds, causal, scale, recipe, backend)
+    call = BackwardCall(do, k, v, o, saved, bounds, causal, scale, recipe, backend, empty_terms(saved))
     grads = backends.backward(call)
-    if has_sinks:
-        dq, of_sinks = sinks_of.left(call, grads[0])
-        grads = dq, *grads[1:]
+    if call.sink_terms is not None:
+        of_sinks = -call.sink_terms.sum((0, 2))
     observe.backward(call, grads)
     return *(grad.contiguous() for grad in grads), of_sinks
 

@@ -38,7 +38,7 @@ from .quantize import TILE, dequantize_triton, in_half_units, quantize_triton, t
 
 @triton.jit
 def _queries_kernel(
-    DO, O, LSE, Q_SCALE, CODES_SCALE, LARGEST_V, DELTA, BACK, QUERIES, DO8T, SHIFTED, DO16,
+    DO, O, LSE, Q_SCALE, CODES_SCALE, LARGEST_V, SINK_SCORES, DELTA, BACK, QUERIES, DO8T, SHIFTED, DO16, SINK_TERMS,
     scale, heads, group, tokens, padded, tiles, stride_b, stride_n, stride_h,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, PER_TILE: tl.constexpr, FOLD_Q: tl.constexpr,
     INT8_GRADIENTS: tl.constexpr, HALF_SUMS: tl.constexpr,
@@ -56,6 +56,8 @@ def _queries_kernel(
 
     HALF_SUMS: dO and V are multiplied by powers of two, which multiplies dP and delta too. factor divides by the powers
     again. The kernel of dQ divides by the power in BACK at its end.
+
+    SINK_SCORES: the weight of the sink times delta goes to SINK_TERMS.
     """
     tile = tl.program_id(0) % tiles
     bh = (tl.program_id(0) // tiles).to(tl.int64)
@@ -70,6 +72,9 @@ def _queries_kernel(
     row, d = start + tl.arange(0, TILE), tl.arange(0, BLOCK_D)
     inside = row < tokens
     t = bh * tokens + row
+    if SINK_SCORES is not None:
+        own = tl.load(SINK_SCORES + t, mask=inside, other=0.0) - tl.load(LSE + t, mask=inside, other=0.0)
+        tl.store(SINK_TERMS + t, tl.exp2(own * LOG2E) * delta, mask=inside)
     step = load_vector(Q_SCALE + bh * tokens, start, tokens, 0.0, TILE, True) * (scale * LOG2E)
     shift = load_vector(LSE + bh * tokens, start, tokens, 0.0, TILE, True) * LOG2E
     factor = tl.zeros_like(delta) + 1.0
@@ -147,8 +152,8 @@ def _accumulate_dq(
 
 @triton.jit
 def _dq_kernel(
-    Q8, Q_SCALE, Q_MEAN, K8, K8T, K16, K_SCALE, K, K_MEAN, V, DO, LSE, DELTA, BACK, LARGEST_V, STARTS, ENDS, DQ,
-    scale, heads, group, n_q, n_k, padded_k, tiles,
+    Q8, Q_SCALE, Q_MEAN, K8, K8T, K16, K_SCALE, K, K_MEAN, V, DO, LSE, DELTA, BACK, LARGEST_V, STARTS, ENDS,
+    SINK_TERMS, DQ, scale, heads, group, n_q, n_k, padded_k, tiles,
     stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, stride_db, stride_dn, stride_dh,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     IS_CAUSAL: tl.constexpr, PACKED: tl.constexpr, PER_TILE: tl.constexpr, SMOOTH_Q: tl.constexpr,
@@ -171,6 +176,7 @@ def _dq_kernel(
     V += batch * stride_vb + kv_head * stride_vh
     if SMOOTH_Q:
         K += batch * stride_kb + kv_head * stride_kh
+    if K_MEAN is not None:
         K_MEAN += bh_kv * HEAD_DIM
 
     first = tile * BLOCK_M
@@ -227,6 +233,10 @@ def _dq_kernel(
     if HALF_SUMS:
         _, back_from_v = power_of_two(tl.load(LARGEST_V + bh_kv), V_BITS)
         dq = dq * back_from_v * load_vector(BACK + bh * n_q, first, n_q, 0.0, BLOCK_M, True)[:, None]
+    if SINK_TERMS is not None:
+        if K_MEAN is not None:  # A row of dS does not sum to zero.
+            terms = load_vector(SINK_TERMS + bh * n_q, first, n_q, 0.0, BLOCK_M, True)
+            dq += terms[:, None] * tl.load(K_MEAN + d, mask=d < HEAD_DIM, other=0.0)[None, :]
     out = DQ + (batch * n_q * heads + head) * HEAD_DIM + rows.to(tl.int64)[:, None] * (heads * HEAD_DIM) + d[None, :]
     tl.store(out, dq * scale, mask=(rows < n_q)[:, None] & (d < HEAD_DIM)[None, :])
 
@@ -264,7 +274,8 @@ def triton_backward(call: BackwardCall) -> Gradients:
             do16 = torch.empty((batch, heads, n_q, head_dim), dtype=torch.float16, device=do.device)
             back = torch.empty_like(delta)
         _queries_kernel[(tiles_of(n_q) * batch * heads,)](
-            do, call.o, saved.lse, saved.q.scale, codes_scale, v_largest, delta, back, queries, do8t, shifted, do16,
+            do, call.o, saved.lse, saved.q.scale, codes_scale, v_largest, saved.sink_scores,
+            delta, back, queries, do8t, shifted, do16, call.sink_terms,
             scale, heads, group, n_q, tiles_of(n_q) * TILE, tiles_of(n_q), *do.stride()[:3],
             HEAD_DIM=head_dim, BLOCK_D=held, TILE=TILE, PER_TILE=rules.per_tile, FOLD_Q=not smooth_q,
             INT8_GRADIENTS=rules.int8_gradients, HALF_SUMS=half, num_warps=4,
@@ -294,7 +305,8 @@ def triton_backward(call: BackwardCall) -> Gradients:
         blocks = triton.cdiv(n_q, tiles.block_m)
         _dq_kernel[(blocks * batch * heads,)](
             *saved.q, saved.q_mean, saved.k.codes, k8t, k16, k_scale, k, k_mean, v, do, saved.lse, delta,
-            back, v_largest, starts, ends, dq, scale, heads, group, n_q, n_k, tiles_of(n_k) * TILE, blocks, *strides,
+            back, v_largest, starts, ends, call.sink_terms, dq,
+            scale, heads, group, n_q, n_k, tiles_of(n_k) * TILE, blocks, *strides,
             HEAD_DIM=head_dim, BLOCK_D=held, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
             IS_CAUSAL=call.causal, PACKED=call.bounds is not None, PER_TILE=rules.per_tile, SMOOTH_Q=smooth_q,
             INT8_GRADIENTS=rules.int8_gradients, HALF_SUMS=half,

@@ -63,7 +63,8 @@ class Saved(NamedTuple):
     # The value is float32 [B, H_kv, 1, D], when K is smoothed, and Q too, or the scores are not INT8, or there are
     # sinks.
     k_mean: Tensor | None
-    sink_share: Tensor | None = None  # The weight of the sink for each query, float32 [B, H, N_q], if there are sinks.
+    # The score of the sink beside those of each query, in the unit of lse, float32 [B, H, N_q], if there are sinks.
+    sink_scores: Tensor | None = None
 
 
 class BackwardCall(NamedTuple):
@@ -80,6 +81,9 @@ class BackwardCall(NamedTuple):
     scale: float
     recipe: str
     backend: str | None
+    sink_terms: Tensor | None = None
+    """Where the pass writes the weight of the sink times delta for each query, float32 [B, H, N_q], if there are sinks.
+    Their sum over queries is the gradient of the sink, with the other sign."""
 
     @property
     def queries(self) -> Tensor:
@@ -110,7 +114,7 @@ class Call(NamedTuple):
     backend: str | None
     """The name of a backend, or None for the first of backends.BACKENDS that takes the call."""
     sinks: Tensor | None = None
-    """One more score of each head, [H]. Backends do not read them: sinks.py puts them into their results."""
+    """One more score of each head, [H]."""
 
     @property
     def queries(self) -> Tensor:
@@ -119,8 +123,14 @@ class Call(NamedTuple):
 
     def backward(self, do: Tensor, o: Tensor, saved: Saved) -> BackwardCall:
         """Return the call of the backward pass for the results of this forward pass."""
-        k = self.k if self.smooth_q else None
-        return BackwardCall(do, k, self.v, o, saved, self.bounds, self.causal, self.scale, self.recipe, self.backend)
+        k, terms = self.k if self.smooth_q else None, empty_terms(saved)
+        options = (self.causal, self.scale, self.recipe, self.backend)
+        return BackwardCall(do, k, self.v, o, saved, self.bounds, *options, terms)
+
+
+def empty_terms(saved: Saved) -> Tensor | None:
+    """Return memory for the sink_terms of a backward pass, or None if there are no sinks."""
+    return None if saved.sink_scores is None else torch.empty_like(saved.lse)
 
 
 Gradients = tuple[Tensor, Tensor, Tensor]

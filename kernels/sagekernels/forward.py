@@ -23,6 +23,7 @@ from .pieces import (
     scores_of,
 )
 from .quantize import TILE, in_half_units, quantize_triton, tile_means, token_mean, unrounded
+from .sinks import sink_scores
 
 
 @triton.jit
@@ -123,7 +124,7 @@ def _attend(
 
 @triton.jit
 def _forward_kernel(
-    Q8, Q_SCALE, K8, K_SCALE, V, V8T, V_SCALE, LARGEST_V, K, Q_MEAN, K_MEAN, STARTS, ENDS, O, LSE,
+    Q8, Q_SCALE, K8, K_SCALE, V, V8T, V_SCALE, LARGEST_V, K, Q_MEAN, K_MEAN, STARTS, ENDS, SINK_SCORES, O, LSE,
     scale, heads, group, n_q, n_k, padded_k, tiles,
     stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -203,12 +204,23 @@ def _forward_kernel(
         HEAD_DIM, BLOCK_D, BLOCK_N, IS_CAUSAL, PACKED, True, INT8_PV, SMOOTH_Q, HALF_SUMS,
     )  # fmt: skip
 
-    tl.store(LSE + bh * n_q + rows, (m + tl.log2(l)) * LN2, mask=rows < n_q)
+    lse = (m + tl.log2(l)) * LN2
+    if SINK_SCORES is not None:
+        own = tl.load(SINK_SCORES + bh * n_q + rows, mask=rows < n_q, other=0.0)
+        # Relative to the larger one. A sink of minus infinity adds the logarithm of 1, which is 0.
+        larger = tl.maximum(lse, own)
+        both = larger + tl.log2(tl.exp2((lse - larger) * LOG2E) + tl.exp2((own - larger) * LOG2E)) * LN2
+        shrink = tl.exp2((lse - both) * LOG2E)
+        lse = both
+    tl.store(LSE + bh * n_q + rows, lse, mask=rows < n_q)
     if HALF_SUMS:
         _, back = power_of_two(tl.load(LARGEST_V + bh_kv), V_BITS)
         acc *= back
     out = O + (batch * n_q * heads + head) * HEAD_DIM + rows.to(tl.int64)[:, None] * (heads * HEAD_DIM) + d[None, :]
-    tl.store(out, acc / l[:, None], mask=(rows < n_q)[:, None] & (d < HEAD_DIM)[None, :])
+    acc = acc / l[:, None]
+    if SINK_SCORES is not None:
+        acc *= shrink[:, None]
+    tl.store(out, acc, mask=(rows < n_q)[:, None] & (d < HEAD_DIM)[None, :])
 
 
 def triton_forward(call: Call) -> tuple[Tensor, Saved]:
@@ -233,17 +245,20 @@ def triton_forward(call: Call) -> tuple[Tensor, Saved]:
         if half:
             v, v_largest = in_half_units(v)
         starts, ends = (None, None) if call.bounds is None else call.bounds.unbind()
+        own = sink_scores(call, k_mean)
         o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty((batch, heads, n_q), dtype=torch.float32, device=q.device)
         tiles = launch_tiles("forward", q.device, block_d(head_dim), exact=rules.int8_pv or smooth_q)
         blocks = triton.cdiv(n_q, tiles.block_m)
         _forward_kernel[(blocks * batch * heads,)](
             *q_codes, *k_codes, v, v8t, None if v_codes is None else v_codes.scale, v_largest, k, q_mean, bias_mean,
-            starts, ends, o, lse, call.scale, heads, heads // kv_heads, n_q, n_k, triton.cdiv(n_k, TILE) * TILE, blocks,
+            starts, ends, own, o, lse,
+            call.scale, heads, heads // kv_heads, n_q, n_k, triton.cdiv(n_k, TILE) * TILE, blocks,
             *k.stride()[:3], *v.stride()[:3],
             HEAD_DIM=head_dim, BLOCK_D=block_d(head_dim), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
             IS_CAUSAL=call.causal, PACKED=call.bounds is not None, INT8_PV=rules.int8_pv, SMOOTH_Q=smooth_q,
             HALF_SUMS=half,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
-    return o, Saved(lse, q_codes, k_codes, q_mean, k_mean if smooth_q or not rules.int8_scores else None)
+    keeps_mean = smooth_q or not rules.int8_scores or own is not None
+    return o, Saved(lse, q_codes, k_codes, q_mean, k_mean if keeps_mean else None, own)

@@ -43,12 +43,12 @@ def _in_column_order(TILE: tl.constexpr):
 
 @triton.jit
 def _prepare_queries_kernel(
-    DO, O, Q8, Q_SCALE, LSE, Q16, VECTORS, SUM, TURNS, scale_log2, heads, tokens, tiles,
+    DO, O, Q8, Q_SCALE, LSE, SINK_SCORES, Q16, VECTORS, SUM, TURNS, SINK_TERMS, scale_log2, heads, tokens, tiles,
     stride_b, stride_n, stride_h, HEAD_DIM: tl.constexpr, TILE: tl.constexpr, LOG2E: tl.constexpr,
     FLOATS: tl.constexpr,
 ):  # fmt: skip
     """Write Q in 16 bits, as its codes say, and empty sums of dQ. For each query write s_Q, lse (in log 2) and -delta =
-    -rowsum(dO o O)."""
+    -rowsum(dO o O), and with sinks the sink's weight times delta."""
     tile = tl.program_id(0) % tiles
     bh = (tl.program_id(0) // tiles).to(tl.int64)
     batch, head = bh // heads, bh % heads
@@ -64,8 +64,12 @@ def _prepare_queries_kernel(
     q = tl.load(Q8 + rows, mask=inside[:, None], other=0).to(tl.float32) * q_scale[:, None]
     tl.store(Q16 + rows, q, mask=inside[:, None])
     q_scale *= scale_log2
-    lse = tl.load(LSE + bh * tokens + t, mask=inside, other=float("inf")) * LOG2E
+    lse = tl.load(LSE + bh * tokens + t, mask=inside, other=float("inf"))
     delta = -tl.sum(do * o, 1)
+    if SINK_SCORES is not None:
+        own = tl.load(SINK_SCORES + bh * tokens + t, mask=inside, other=0.0)
+        tl.store(SINK_TERMS + bh * tokens + t, tl.exp2((own - lse) * LOG2E) * -delta, mask=inside)
+    lse *= LOG2E
     vectors = VECTORS + (bh * tiles + tile) * (FLOATS * TILE)
     if FLOATS == 3:
         tl.store(vectors + tl.arange(0, TILE), q_scale)
@@ -86,17 +90,22 @@ def _prepare_queries_kernel(
 
 
 @triton.jit
-def _finish_dq_kernel(SUM, DQ, scale, heads, tokens, tiles, HEAD_DIM: tl.constexpr):
+def _finish_dq_kernel(SUM, SINK_TERMS, MEAN, DQ, scale, heads, group, tokens, tiles, HEAD_DIM: tl.constexpr):
     """Narrow sums of dQ [heads, tiles, 64 columns, warp, 8 columns, lane / 4, lane % 4, 8 rows, 2 columns] to dQ, in
-    rows."""
+    rows. With sinks and a mean of K, dQ gains their product."""
     tile = tl.program_id(0) % tiles
     bh = (tl.program_id(0) // tiles).to(tl.int64)
     t = tile * 64 + tl.arange(0, 64)
     x = tl.load(SUM + (bh * tiles + tile) * (64 * HEAD_DIM) + tl.arange(0, 64 * HEAD_DIM))
     x = tl.permute(tl.reshape(x, [HEAD_DIM // 64, 4, 8, 8, 4, 2, 2]), (1, 5, 3, 0, 2, 4, 6))
     rows = DQ + ((bh // heads * tokens + t) * heads + bh % heads) * HEAD_DIM
+    d = tl.arange(0, HEAD_DIM)
     x = tl.reshape(x, [64, HEAD_DIM]) * scale
-    tl.store(rows[:, None] + tl.arange(0, HEAD_DIM)[None, :], x, mask=(t < tokens)[:, None])
+    if MEAN is not None:
+        terms = tl.load(SINK_TERMS + bh * tokens + t, mask=t < tokens, other=0.0) * scale
+        mean = tl.load(MEAN + (bh // heads * (heads // group) + bh % heads // group) * HEAD_DIM + d)
+        x += terms[:, None] * mean[None, :]
+    tl.store(rows[:, None] + d[None, :], x, mask=(t < tokens)[:, None])
 
 
 def _map(x: Tensor, rows: int) -> nvrtc.TensorMap:
@@ -144,7 +153,8 @@ def hopper_sums(call: BackwardCall, dk: Tensor, dv: Tensor, *, deterministic: bo
     dq_sum = new(batch * heads * q_tiles * TILE * head_dim, dtype=torch.float32)
     turns = new(batch * heads * q_tiles * (head_dim // 64), dtype=torch.int32) if deterministic else None
     _prepare_queries_kernel[(q_tiles * batch * heads,)](
-        do, call.o, *saved.q, saved.lse, q16, vectors, dq_sum, turns, scale * LOG2E.value,
+        do, call.o, *saved.q, saved.lse, saved.sink_scores, q16, vectors, dq_sum, turns, call.sink_terms,
+        scale * LOG2E.value,
         heads, n_q, q_tiles, *do.stride()[:3], HEAD_DIM=head_dim, TILE=TILE, LOG2E=LOG2E.value,
         FLOATS=FLOATS[head_dim], num_warps=4,
     )  # fmt: skip
@@ -172,7 +182,10 @@ def narrowed(sums: Tensor, call: BackwardCall) -> Tensor:
     """Return dQ in the dtype of v, in rows, from what hopper_sums returned."""
     batch, n_q, heads, head_dim = call.do.shape
     dq, tiles = torch.empty(call.do.shape, dtype=call.v.dtype, device=sums.device), tiles_of(n_q)
-    _finish_dq_kernel[(tiles * batch * heads,)](sums, dq, call.scale, heads, n_q, tiles, HEAD_DIM=head_dim)
+    mean = None if call.sink_terms is None else call.saved.k_mean
+    _finish_dq_kernel[(tiles * batch * heads,)](
+        sums, call.sink_terms, mean, dq, call.scale, heads, heads // call.v.shape[2], n_q, tiles, HEAD_DIM=head_dim
+    )
     return dq
 
 

@@ -8,7 +8,7 @@
 // overflow. Exponents are in log2 units.
 //
 // Macros: HEAD_DIM (64, 128), BLOCK_N (keys a tile), CONSUMERS, STAGES, CAUSAL, PACKED, FP16 (values are float16),
-// SHARED_BYTES.
+// SINKS (each row has one more score, whose value is zero), SHARED_BYTES.
 
 #include "hopper.cuh"
 #include "codes.cuh"
@@ -26,7 +26,7 @@ constexpr int CODES_AT = D == 128 ? 0 : Q_BYTES, Q_ROOM = Q_BYTES + (D == 128 ? 
 constexpr float LOWEST = -1e30f;
 // The limit of a thread's probabilities of a tile relative to an old maximum.
 constexpr float LIMIT = FP16 ? 0x1p15f : 0x1p64f;
-constexpr float LN2 = 0.6931471805599453f;
+constexpr float LN2 = 0.6931471805599453f, LOG2E = 1.4426950408889634f;
 
 // A warpgroup's part of a block of queries, as the fetching warp works it out.
 struct alignas(16) Part {
@@ -447,7 +447,7 @@ struct Consumer {
     }
 
     // Write the log-sum-exp of this thread's rows. Return where their O goes and its factor.
-    DEVICE Rows finish(const Part &part, u32 *out, float *lse) {
+    DEVICE Rows finish(const Part &part, const float *sinks, u32 *out, float *lse) {
         int head = uniform(part.head), batch = uniform(part.batch);
         Rows rows;
         rows.words = problem.heads * D / 2, rows.left = problem.n_q - row;
@@ -455,10 +455,16 @@ struct Consumer {
                    c % 2 * 4 + c / 2 * 2;
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            float sum = row_reduce(l[r], [](float a, float b) { return a + b; });
+            float sum = row_reduce(l[r], [](float a, float b) { return a + b; }), all = m[r] + logarithm2(sum);
+            const long long at = (long long)head * problem.n_q + row + 8 * r;
             rows.inverse[r] = 1.0f / sum;
-            if (8 * r < rows.left && c == 0)
-                lse[(long long)head * problem.n_q + row + 8 * r] = (m[r] + logarithm2(sum)) * LN2;
+            if (SINKS && 8 * r < rows.left) {
+                const float own = sinks[at] * LOG2E, larger = fmaxf(all, own);
+                const float both = larger + logarithm2(power2(all - larger) + power2(own - larger));
+                rows.inverse[r] *= power2(all - both);
+                all = both;
+            }
+            if (8 * r < rows.left && c == 0) lse[at] = all * LN2;
         }
         return rows;
     }
@@ -495,15 +501,15 @@ struct Consumer {
 };
 
 // q, v and o are [B, N, heads, D] in 16 bits (maps: D, heads, N, B; boxes of 64 dimensions and of 64 queries or BLOCK_N
-// keys). K has codes [B * kv_heads, n_k, D], and scales [B * kv_heads, nk_padded] in the order of quantize_keys.cu. The
-// results are also Q's codes [B, heads, n_q, D] (a map too), and q_scales and lse [B * heads, n_q]. factor is the scale
+// keys). K has codes [B * kv_heads, n_k, D], and scales [B * kv_heads, nk_padded] in the order of quantize_keys.cu.
+// sinks [B * heads, n_q] are in the unit of lse. The results are also Q's codes [B, heads, n_q, D] (a map too), and q_scales and lse [B * heads, n_q]. factor is the scale
 // of the scores times log2 e. taken is zero at the start; it counts the blocks of queries that are taken beyond the
 // first of each block of threads.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap codes_map, const float *k_scale,
-    const int *starts, const int *ends, float *q_scales, u32 *o, float *lse, float factor, int heads, int kv_heads,
-    int all_heads, int n_q, int n_k, int nk_padded, int m_blocks, int heads_per_group, int tiles, int *taken) {
+    const int *starts, const int *ends, const float *sinks, float *q_scales, u32 *o, float *lse, float factor,
+    int heads, int kv_heads, int all_heads, int n_q, int n_k, int nk_padded, int m_blocks, int heads_per_group, int tiles, int *taken) {
     Shared &shared = shared_memory<Shared>();
     Problem problem{starts, ends, heads, kv_heads, all_heads, n_q, n_k, m_blocks, heads_per_group};
     if (threadIdx.x == 0) {
@@ -549,7 +555,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(
         if (PACKED)
             for (; j >= lo; j--) mine.step<true, false>(at, j * BLOCK_N);
 
-        const Rows rows = mine.finish(part, o, lse);
+        const Rows rows = mine.finish(part, sinks, o, lse);
         const int skipped = mine.start(now ^ 1);
         Ring next = at.next();
         if (skipped >= 0) {

@@ -14,6 +14,7 @@ from .nvrtc import load, mappable, tensor_map
 from .pieces import LOG2E
 from .quantize import Codes
 from .quantize_keys import quantize_keys
+from .sinks import sink_scores
 
 ARCHITECTURE = "sm_90a"
 SOURCE = "hopper_forward.cu"
@@ -22,7 +23,7 @@ SCHEDULES = {64: (96, 3, 5), 128: (128, 2, 4)}
 PER_HEAD_CACHE = 24 << 20  # The K and V of heads that are worked on together take so many bytes: half of the L2 cache.
 
 
-def defines_of(head_dim: int, causal: bool, packed: bool, half: bool) -> dict[str, int]:
+def defines_of(head_dim: int, causal: bool, packed: bool, half: bool, sinks: bool = False) -> dict[str, int]:
     """Return the macros of hopper_forward.cu."""
     block_n, consumers, stages = SCHEDULES[head_dim]
     # The bytes are those of q, its codes, Part and the barriers.
@@ -31,7 +32,7 @@ def defines_of(head_dim: int, causal: bool, packed: bool, half: bool) -> dict[st
     shared = -(-(consumers * queries + stages * keys) // 1024) * 1024
     return {
         "HEAD_DIM": head_dim, "BLOCK_N": block_n, "CONSUMERS": consumers, "STAGES": stages, "CAUSAL": int(causal),
-        "PACKED": int(packed), "FP16": int(half), "SHARED_BYTES": shared,
+        "PACKED": int(packed), "FP16": int(half), "SINKS": int(sinks), "SHARED_BYTES": shared,
     }  # fmt: skip
 
 
@@ -44,7 +45,10 @@ def hopper_forward(call: Call) -> tuple[Tensor, Saved]:
     q, v = mappable(q), mappable(v)
     with on_device_of(q):
         nk_padded = -(-n_k // block_n) * block_n
-        k_codes, k_ordered, counter = quantize_keys(k, call.smooth_k, nk_padded, ARCHITECTURE)
+        k_codes, k_ordered, counter, mean = quantize_keys(
+            k, call.smooth_k, nk_padded, ARCHITECTURE, mean=call.sinks is not None
+        )
+        own = sink_scores(call, mean)
         q_codes = Codes(
             torch.empty((batch, heads, n_q, head_dim), dtype=torch.int8, device=q.device),
             torch.empty((batch, heads, n_q), dtype=torch.float32, device=q.device),
@@ -55,13 +59,13 @@ def hopper_forward(call: Call) -> tuple[Tensor, Saved]:
         m_blocks = -(-n_q // (64 * consumers))
         tiles = m_blocks * batch * heads
         per_group = max(1, PER_HEAD_CACHE // (n_k * head_dim * 3)) * (heads // kv_heads)
-        defines = defines_of(head_dim, call.causal, bounds is not None, q.dtype == torch.float16)
+        defines = defines_of(head_dim, call.causal, bounds is not None, q.dtype == torch.float16, own is not None)
         load(SOURCE, "forward", defines, ARCHITECTURE).launch(
             (min(multiprocessors(q.device), tiles),), (128 * (consumers + 1),), defines["SHARED_BYTES"],
             tensor_map(q, (1, 64, 1, 64)),
             tensor_map(k_codes.codes.view(-1, n_k, head_dim), (1, block_n, head_dim), head_dim),
             tensor_map(v, (1, block_n, 1, 64)), tensor_map(q_codes.codes, (1, 1, 64, head_dim), head_dim),
-            k_ordered, starts, ends, q_codes.scale, o, lse, call.scale * LOG2E.value,
+            k_ordered, starts, ends, own, q_codes.scale, o, lse, call.scale * LOG2E.value,
             heads, kv_heads, batch * heads, n_q, n_k, nk_padded, m_blocks, per_group, tiles, counter,
         )  # fmt: skip
-    return o, Saved(lse, q_codes, k_codes, None, None)
+    return o, Saved(lse, q_codes, k_codes, None, mean, own)

@@ -19,6 +19,7 @@ from .nvrtc import load, mappable
 from .pieces import LOG2E
 from .quantize import TILE, Codes, tiles_of
 from .quantize_keys import quantize_keys
+from .sinks import sink_scores
 
 CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (12, 0))
 """The compute capabilities that the tests compile the kernels for."""
@@ -28,11 +29,13 @@ QUERIES = 128  # A block of the forward owns so many queries and walks over tile
 KEYS = {64: 64, 128: 128}
 
 
-def forward_defines(head_dim: int, causal: bool, packed: bool, half: bool, half_sums: bool = False) -> dict[str, int]:
+def forward_defines(
+    head_dim: int, causal: bool, packed: bool, half: bool, half_sums: bool = False, sinks: bool = False
+) -> dict[str, int]:
     """Return the macros of mma_forward.cu."""
     return {
         "HEAD_DIM": head_dim, "CAUSAL": int(causal), "PACKED": int(packed), "FP16": int(half),
-        "HALF_SUMS": int(half_sums), "SHARED_BYTES": 2 * TILE * (3 * head_dim + 8),
+        "HALF_SUMS": int(half_sums), "SINKS": int(sinks), "SHARED_BYTES": 2 * TILE * (3 * head_dim + 8),
     }  # fmt: skip
 
 
@@ -94,7 +97,10 @@ def mma_forward(call: Call, *, half_sums: bool | None = None) -> tuple[Tensor, S
     with on_device_of(q):
         architecture = architecture_of(q.device)
         tiles = tiles_of(n_k)
-        k_codes, k_pairs, _ = quantize_keys(k, call.smooth_k, tiles * TILE, architecture, pairs=True)
+        k_codes, k_pairs, _, mean = quantize_keys(
+            k, call.smooth_k, tiles * TILE, architecture, pairs=True, mean=call.sinks is not None
+        )
+        own = sink_scores(call, mean)
         half_sums = launch.half_sums(q.device) if half_sums is None else half_sums
         values, units = _values(v, tiles, architecture) if half_sums else (v, None)
         q_codes = Codes(
@@ -105,13 +111,14 @@ def mma_forward(call: Call, *, half_sums: bool | None = None) -> tuple[Tensor, S
         lse = torch.empty((batch, heads, n_q), dtype=torch.float32, device=q.device)
         starts, ends = (None, None) if bounds is None else bounds.unbind()
         blocks = -(-n_q // QUERIES)
-        defines = forward_defines(head_dim, call.causal, bounds is not None, q.dtype == torch.float16, half_sums)
+        half, sinks = q.dtype == torch.float16, own is not None
+        defines = forward_defines(head_dim, call.causal, bounds is not None, half, half_sums, sinks)
         load("mma_forward.cu", "forward", defines, architecture).launch(
             (blocks * batch * heads,), (128,), defines["SHARED_BYTES"],
-            q, k_codes.codes, k_pairs, values, units, starts, ends, *q_codes, o, lse, call.scale * LOG2E.value,
+            q, k_codes.codes, k_pairs, values, units, starts, ends, own, *q_codes, o, lse, call.scale * LOG2E.value,
             heads, heads // kv_heads, n_q, n_k, tiles * TILE, blocks, *q.stride()[:3], *values.stride()[:3],
         )  # fmt: skip
-    return o, Saved(lse, q_codes, k_codes, None, None)
+    return o, Saved(lse, q_codes, k_codes, None, mean, own)
 
 
 def mma_backward(call: BackwardCall, *, half_sums: bool | None = None) -> Gradients:
@@ -140,8 +147,8 @@ def mma_backward(call: BackwardCall, *, half_sums: bool | None = None) -> Gradie
         codes_bytes = TILE * (head_dim + 4)
         load("mma_prepare.cu", "queries", prepare, architecture).launch(
             (batch * heads * q_tiles,), (128,), 2 * codes_bytes,
-            do, call.o, *saved.q, saved.lse, queries, units, sums, scale, scale * LOG2E.value,
-            heads, n_q, q_tiles, *do.stride()[:3],
+            do, call.o, *saved.q, saved.lse, saved.sink_scores, queries, units, sums, call.sink_terms,
+            scale, scale * LOG2E.value, heads, n_q, q_tiles, *do.stride()[:3],
         )  # fmt: skip
         load("mma_prepare.cu", "keys", prepare, architecture).launch(
             (batch * kv_heads * k_tiles,), (128,), codes_bytes, saved.k.codes, k_turned, n_k, k_tiles
@@ -158,8 +165,10 @@ def mma_backward(call: BackwardCall, *, half_sums: bool | None = None) -> Gradie
             int(call.causal), *values.stride()[:3],
         )  # fmt: skip
         load("mma_prepare.cu", "narrow", prepare, architecture).launch(
-            (batch * heads * q_tiles,), (128,), 0, sums, units, dq, heads, n_q, q_tiles
-        )
+            (batch * heads * q_tiles,), (128,), 0,
+            sums, units, call.sink_terms, None if call.sink_terms is None else saved.k_mean, dq, scale,
+            heads, heads // kv_heads, n_q, q_tiles,
+        )  # fmt: skip
     return dq, dk, dv
 
 

@@ -9,7 +9,8 @@
 // relative to the tile's own maximum. In the first tile there is no old maximum.
 //
 // Macros: HEAD_DIM (64, 128), CAUSAL, PACKED (documents), FP16 (of q, v and o), HALF_SUMS (v is float16 in units of a
-// power of two per tile; P V is summed in float16 over a tile and in float32 over tiles), SHARED_BYTES.
+// power of two per tile; P V is summed in float16 over a tile and in float32 over tiles), SINKS (each row has one more
+// score, whose value is zero), SHARED_BYTES.
 
 #include "mma.cuh"
 #include "codes.cuh"
@@ -31,11 +32,12 @@ static_assert(sizeof(Shared) == SHARED_BYTES);
 
 // q [B, N_q, heads, D] and v [B, N_k, kv_heads, D] have strides in elements, multiples of 8. k8 [B * kv_heads, n_k, D]
 // are codes, with memory for 63 more tokens. k_scale [B * kv_heads, padded] holds the scale of 22 bits and -MAGIC times
-// it. starts and ends are the bounds of each token's document. The results are q8 [B * heads, n_q, D], q_scale and lse
+// it. starts and ends are the bounds of each token's document. sinks [B * heads, n_q] are in the unit of lse. The results
+// are q8 [B * heads, n_q, D], q_scale and lse
 // [B * heads, n_q], and o [B, n_q, heads, D].
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(
     const unsigned short* q, const signed char* k8, const float2* k_scale, const unsigned short* v, const float* v_units,
-    const int* starts, const int* ends, signed char* q8, float* q_scale, unsigned short* o, float* lse,
+    const int* starts, const int* ends, const float* sinks, signed char* q8, float* q_scale, unsigned short* o, float* lse,
     float scale_log2, int heads, int group, int n_q, int n_k, int padded, int blocks,
     int q_batch, int q_token, int q_head, int v_batch, int v_token, int v_head
 ) {
@@ -290,8 +292,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) forward(
             float l = sum[i][r] + __shfl_xor_sync(~0u, sum[i][r], 1);
             l += __shfl_xor_sync(~0u, l, 2);
             if (row >= n_q) continue;
-            if (c == 0) lse[(long long)bh * n_q + row] = (top[i][r] + logarithm2(l)) * 0.6931471805599453f;
-            const float inverse = 1.0f / l;
+            const long long at = (long long)bh * n_q + row;
+            float all = top[i][r] + logarithm2(l), inverse = 1.0f / l;
+            if (SINKS) {
+                const float own = sinks[at] * 1.4426950408889634f, larger = fmaxf(all, own);
+                const float both = larger + logarithm2(power2(all - larger) + power2(own - larger));
+                inverse *= power2(all - both);
+                all = both;
+            }
+            if (c == 0) lse[at] = all * 0.6931471805599453f;
             unsigned short* to = o + (((long long)batch * n_q + row) * heads + head) * D + 2 * c;
 #pragma unroll
             for (int n = 0; n < D / 8; n++)

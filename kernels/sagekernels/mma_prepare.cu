@@ -55,10 +55,11 @@ DEVICE void unpack(const uint4& x, float* y) {
 // dO is [B, N_q, heads, D] with strides in elements. o, codes and scales of Q, and lse [B * heads, n_q] are contiguous.
 // The results are `results`, tile by tile. A pair of a query is the scale of Q times that of the scores and
 // -(lse - log2 s_dO), then s_Q / s_dO and -delta times that (README.md, "The maths"). Each query also gets the unit of
-// its sums of dQ, and zeros for those sums.
+// its sums of dQ, and zeros for those sums. Unless sinks is null, it has the scores of the sinks in the unit of lse, and
+// terms gets their weights times delta, [B * heads, n_q] both.
 extern "C" __global__ void __launch_bounds__(THREADS) queries(
     const unsigned short* dO, const unsigned short* o, const signed char* q8, const float* q_scale, const float* lse,
-    QueryTile<D>* results, float* units, float4* sums, float scale, float scale_log2,
+    const float* sinks, QueryTile<D>* results, float* units, float4* sums, float* terms, float scale, float scale_log2,
     int heads, int n_q, int tiles, int batch_stride, int token_stride, int head_stride
 ) {
     struct Shared { Codes q, dO; };
@@ -115,6 +116,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) queries(
             ((float2*)result.exponent)[row] = float2{own * scale_log2, -shift};
             ((float2*)result.gradient)[row] = float2{factor / unit, -delta * factor};
             units[at * TILE + row] = scale / q_unit;
+            if (sinks && inside)
+                terms[first + row] = power2((sinks[first + row] - lse[first + row]) * 1.4426950408889634f) * delta;
         }
     }
     for (int i = threadIdx.x; i < TILE * D / 4; i += THREADS) sums[at * (TILE * D / 4) + i] = float4{0, 0, 0, 0};
@@ -180,9 +183,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) values(
 }
 
 // Write dQ in rows, from the sums as the warps of the backward leave them, each 32 queries x 32 columns, times their
-// units.
+// units. Unless mean [B, heads / group, D] is null, dQ gains scale times the terms of the sinks times the mean of K.
 extern "C" __global__ void __launch_bounds__(THREADS) narrow(
-    const float* sums, const float* units, unsigned short* dq, int heads, int n_q, int tiles
+    const float* sums, const float* units, const float* terms, const float* mean, unsigned short* dq, float scale,
+    int heads, int group, int n_q, int tiles
 ) {
     const int tile = blockIdx.x % tiles, bh = blockIdx.x / tiles, batch = bh / heads, head = bh % heads;
     const int lane = threadIdx.x % 32;
@@ -194,10 +198,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) narrow(
             const int token = tile * TILE + row + 8 * r;
             if (token >= n_q) continue;
             const float unit = units[(long long)blockIdx.x * TILE + row + 8 * r];
-            unsigned short* to = dq + (((long long)batch * n_q + token) * heads + head) * D + warp / 2 * 32 + lane % 4 * 2;
+            const int column = warp / 2 * 32 + lane % 4 * 2;
+            const float* of_k = mean ? mean + ((long long)batch * (heads / group) + head / group) * D + column : nullptr;
+            const float term = mean ? terms[(long long)bh * n_q + token] * scale : 0.0f;
+            unsigned short* to = dq + (((long long)batch * n_q + token) * heads + head) * D + column;
 #pragma unroll
-            for (int n = 0; n < 4; n++)
-                *(u32*)(to + 8 * n) = pack(from[128 * n + 64 * r] * unit, from[128 * n + 64 * r + 32] * unit);
+            for (int n = 0; n < 4; n++) {
+                float low = from[128 * n + 64 * r] * unit, high = from[128 * n + 64 * r + 32] * unit;
+                if (mean) low = __fmaf_rn(term, of_k[8 * n], low), high = __fmaf_rn(term, of_k[8 * n + 1], high);
+                *(u32*)(to + 8 * n) = pack(low, high);
+            }
         }
     }
 }

@@ -38,10 +38,11 @@ DEVICE float total(const Shared &shared, int rows) {
 // scales [B * heads, tokens] and ordered [B * heads, padded]: the scales in the order that the forward reads, 0 in the
 // padding. On Hopper position 4 c + 2 b + a of every 16 is for token 8 b + 2 c + a. With PAIRS there are 22 bits of
 // each scale, and the number that takes back the magic constant times the scale, which is exact. per_chunk is a
-// multiple of HELD tokens. sums [B * heads, chunks, D] is scratch. counters [1 + B * heads] are zero at the start: they
+// multiple of HELD tokens. The mean goes to means [B * heads, D] too, unless that is null. sums [B * heads, chunks, D]
+// is scratch. counters [1 + B * heads] are zero at the start: they
 // count the chunks handed out, and those added up per head.
 extern "C" __global__ void __launch_bounds__(THREADS, 2) quantize(
-    const uint4 *k, signed char *codes, float *scales, float *ordered, float *sums, int *counters, int heads,
+    const uint4 *k, signed char *codes, float *scales, float *ordered, float *means, float *sums, int *counters, int heads,
     int tokens, int padded, int chunks, int per_chunk, int stride_b, int stride_n, int stride_h) {
     Shared &shared = shared_memory<Shared>();
     if (SMOOTH && threadIdx.x == 0) shared.item = atomicAdd(counters, 1);
@@ -99,7 +100,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) quantize(
         }
         ((float4 *)shared.part)[threadIdx.x] = four;
         __syncthreads();
-        if (threadIdx.x < D) shared.mean[threadIdx.x] = total(shared, GROUPS) / tokens;
+        if (threadIdx.x < D) {
+            shared.mean[threadIdx.x] = total(shared, GROUPS) / tokens;
+            if (means && begin == 0) means[(long long)head * D + threadIdx.x] = shared.mean[threadIdx.x];
+        }
         __syncthreads();
 #pragma unroll
         for (int e = 0; e < 8; e++) mean[e] = shared.mean[column * 8 + e];

@@ -20,13 +20,14 @@ def chunks_of(tokens: int, head_dim: int, processors: int) -> tuple[int, int]:
 
 
 def quantize_keys(
-    k: Tensor, smooth: bool, padded: int, architecture: str, *, pairs: bool = False
-) -> tuple[Codes, Tensor, Tensor]:
+    k: Tensor, smooth: bool, padded: int, architecture: str, *, pairs: bool = False, mean: bool = False
+) -> tuple[Codes, Tensor, Tensor, Tensor | None]:
     """Quantize k [B, N, heads, D] per token, less its mean over tokens if `smooth`.
 
     Returns:
         The codes and scales; the scales in the order that the forward reads, [B * heads * padded], or with `pairs`
-        twice as many; and an int32 zero. The memory of the codes has room for another tile of tokens at its end.
+        twice as many; an int32 zero; and with `mean`, if K was smoothed, its mean [B, heads, 1, D] in float32. The
+        memory of the codes has room for another tile of tokens at its end.
     """
     batch, n, heads, head_dim = k.shape
     k = mappable(k)
@@ -36,6 +37,7 @@ def quantize_keys(
     ordered = torch.empty(batch * heads * padded * (1 + pairs), dtype=torch.float32, device=k.device)
     chunks, per_chunk = chunks_of(padded, head_dim, multiprocessors(k.device))
     sums = torch.empty(batch * heads * chunks * head_dim, dtype=torch.float32, device=k.device) if smooth else None
+    means = torch.empty((batch, heads, 1, head_dim), dtype=torch.float32, device=k.device) if smooth and mean else None
     zeros = torch.zeros(2 + batch * heads, dtype=torch.int32, device=k.device)
     strides = [s // 8 for s in k.stride()[:3]]
     defines = {
@@ -43,6 +45,6 @@ def quantize_keys(
     }  # fmt: skip
     load("quantize_keys.cu", "quantize", defines, architecture).launch(
         (batch * heads * chunks,), (512,), 8192 + 4 * head_dim + 4,
-        k, codes, scale, ordered, sums, zeros[1:], heads, n, padded, chunks, per_chunk, *strides,
+        k, codes, scale, ordered, means, sums, zeros[1:], heads, n, padded, chunks, per_chunk, *strides,
     )  # fmt: skip
-    return Codes(codes, scale), ordered, zeros[:1]
+    return Codes(codes, scale), ordered, zeros[:1], means

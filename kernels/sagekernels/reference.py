@@ -237,7 +237,10 @@ def twin_forward(call: Call) -> tuple[Tensor, Saved]:
     else:
         q_codes, k_codes = unrounded(q), unrounded(k)
     lse = torch.empty(q_codes.scale.shape, dtype=torch.float32, device=q.device)
-    saved = Saved(lse, q_codes, k_codes, q_mean, k_mean if smooth_q or not rules.int8_scores else None)
+    own, keeps_mean = None, smooth_q or not rules.int8_scores
+    if call.sinks is not None:
+        own, keeps_mean = sink_scores(q, k_mean if rules.int8_scores else None, call.sinks, call.scale), True
+    saved = Saved(lse, q_codes, k_codes, q_mean, k_mean if keeps_mean else None, own)
     scores = ScoresOfCodes(call, saved)
 
     values = v.transpose(1, 2)
@@ -259,9 +262,33 @@ def twin_forward(call: Call) -> tuple[Tensor, Saved]:
             p = p.flatten(-2)[..., : s.shape[-1]]
         else:
             p = p.to(v.dtype).float()
-        o_heads[..., rows.start : rows.stop, :] = (p @ values[..., : s.shape[-1], :] / l).to(o.dtype)
-        lse_heads[..., rows.start : rows.stop] = (m + torch.log(l)).squeeze(-1)
+        rows_o, rows_lse = p @ values[..., : s.shape[-1], :] / l, (m + torch.log(l)).squeeze(-1)
+        if own is not None:
+            both = torch.logaddexp(rows_lse, _grouped(own, k.shape[2])[..., rows.start : rows.stop])
+            rows_o, rows_lse = rows_o * torch.exp(rows_lse - both)[..., None], both
+        o_heads[..., rows.start : rows.stop, :] = rows_o.to(o.dtype)
+        lse_heads[..., rows.start : rows.stop] = rows_lse
     return o, saved
+
+
+def sink_scores(q: Tensor, mean: Tensor | None, sinks: Tensor, scale: float) -> Tensor:
+    """Return the score s of a head's sink beside those of each query, float32 [B, H, N_q].
+
+        s_i = sink - scale q_i . mean     lse' = logaddexp(lse, s)     o' = o exp(lse - lse')
+
+    The scores of the kernels are those of K less its mean, if that was smoothed: of query i they are scale q_i . mean
+    too low. A softmax forgets such a constant. A sink does not, so it is lowered by the same.
+
+    Args:
+        q: [B, N_q, H, D].
+        mean: the mean that was taken from K before the scores, float32 [B, H_kv, 1, D], or None.
+        sinks: [H].
+    """
+    own = sinks.float()[None, :, None]
+    if mean is None:
+        return own.expand(len(q), -1, q.shape[1]).contiguous()
+    queries = _grouped(q.transpose(1, 2).float(), mean.shape[1])
+    return own - scale * (queries * mean.unsqueeze(2)).sum(-1).flatten(1, 2)
 
 
 @without_autocast
@@ -279,6 +306,13 @@ def twin_backward(call: BackwardCall) -> Gradients:
     `int8_scores` S is that of the 16 bits. Q8 and K8, minus its mean, are then made here. Without `int8_gradients` the
     three products are P^T dO, dS^T Q and dS K of values rounded to 16 bits. dP = dO V^T stays in 16 bits, delta =
     rowsum(dO o O). The mean that was taken from K is not added back (A section 6).
+
+    With sinks lse and O know of them, and the sink's share of query i is p_i = exp(s_i - lse_i) (sink_scores):
+
+        d sink = -sum_i p_i delta_i     dQ_i += scale p_i delta_i mean
+
+    Without a sink a row of dS sums to zero, so that the mean of K plays no part in dQ. With one it sums to p_i delta_i.
+    dK lacks nothing. p_i delta_i goes to call.sink_terms.
     """
     do, v, saved, rules = call.do, call.v, call.saved, RECIPES[call.recipe]
     h_kv, n_q, n_k = v.shape[2], do.shape[1], v.shape[1]
@@ -334,50 +368,11 @@ def twin_backward(call: BackwardCall) -> Gradients:
             means = scores.q_mean[..., rows.start // TILE : (rows.stop - 1) // TILE + 1, :]
             dk[..., :seen, :] += (column_sums.mT @ means).sum(2)
 
+    if saved.sink_scores is not None:
+        assert call.sink_terms is not None, "sinks have terms"
+        terms = call.sink_terms.copy_(torch.exp(saved.sink_scores - saved.lse) * delta.flatten(1, 2))
+        if saved.k_mean is not None:
+            dq += _grouped(terms, h_kv)[..., None] * saved.k_mean.unsqueeze(2)
     dq = (dq * call.scale).flatten(1, 2)
     dq, dk, dv = (x.transpose(1, 2).to(v.dtype) for x in (dq, dk * call.scale, dv))
     return dq, dk, dv
-
-
-def entered(
-    o: Tensor, lse: Tensor, q: Tensor, mean: Tensor | None, sinks: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Put sinks into the results of a forward pass without them: one more score of a head, whose value is zero.
-
-        lse' = logaddexp(lse, s)     o' = o exp(lse - lse')     share = exp(s - lse')     s = sink - scale q . mean
-
-    The scores of the kernels are those of K less its mean, if that was smoothed: of query i they are scale q_i . mean
-    too low. A softmax forgets such a constant. A sink does not, so it is lowered by the same.
-
-    Args:
-        o: [B, N_q, H, D], which is overwritten.
-        lse: float32 [B, H, N_q] of the kernels' scores.
-        q: [B, N_q, H, D].
-        mean: the mean that was taken from K before the scores, float32 [B, H_kv, 1, D], or None.
-        sinks: [H].
-
-    Returns:
-        lse' and the share, float32 [B, H, N_q] each.
-    """
-    own = sinks.float()[None, :, None]
-    if mean is not None:
-        queries = _grouped(q.transpose(1, 2).float(), mean.shape[1])
-        own = own - scale * (queries * mean.unsqueeze(2)).sum(-1).flatten(1, 2)
-    both = torch.logaddexp(lse, own)
-    o.copy_(o.float() * torch.exp(lse - both).transpose(1, 2)[..., None])
-    return both, torch.exp(own - both)
-
-
-def left(do: Tensor, o: Tensor, share: Tensor, dq: Tensor, mean: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """Return dQ and the gradient of the sinks, float32 [H], from dQ of a backward pass that was given lse' and o'.
-
-        d sink = -sum over queries of share delta     dQ_i += scale share_i delta_i mean     delta = rowsum(dO o O')
-
-    The dQ of the kernels is dS (K - mean). Without a sink a row of dS sums to zero, and with one to share_i delta_i.
-    (dK lacks nothing.) `mean`: the mean that was taken from K, float32 [B, H_kv, 1, D], or None. dQ is overwritten.
-    """
-    weighted = share * (do.float() * o.float()).sum(-1).transpose(1, 2)
-    if mean is not None:
-        lacking = (_grouped(weighted, mean.shape[1])[..., None] * mean.unsqueeze(2)).flatten(1, 2).transpose(1, 2)
-        dq.copy_(dq.float() + scale * lacking)
-    return dq, -weighted.sum((0, 2))

@@ -69,18 +69,18 @@ MISTAKES = [
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
-    """(head_dim, causal, packed, half) -> the kernel, which can make MISTAKES."""
+    """(head_dim, causal, packed, half, sinks) -> the kernel, which can make MISTAKES."""
     folder = tmp_path_factory.mktemp("forward")
     return functools.cache(lambda *key: Emulated(folder, SOURCE, "forward", defines_of(*key), MISTAKES))
 
 
 def emulated(
-    kernels, q, k, v, causal, *, grid=2, heads_per_group=2, bounds=None, smooth=True, scale=0.125, **options
+    kernels, q, k, v, causal, *, grid=2, heads_per_group=2, bounds=None, smooth=True, scale=0.125, sinks=None, **options
 ):  # fmt: skip
     """Return o, lse and Q's codes of the kernel, which gets the twin's codes of K, and the twin's o, lse and codes."""
     batch, n_q, heads, head_dim = q.shape
     n_k, kv_heads = k.shape[1:3]
-    o_twin, saved = twin_forward(Call(q, k, v, bounds, causal, scale, smooth, False, "fine", None))
+    o_twin, saved = twin_forward(Call(q, k, v, bounds, causal, scale, smooth, False, "fine", None, sinks))
     block_n, consumers, _ = SCHEDULES[head_dim]
     padded = -(-n_k // block_n) * block_n
     ordered = torch.zeros(batch * kv_heads, padded)
@@ -92,12 +92,12 @@ def emulated(
     k_codes, taken = saved.k.codes.contiguous(), torch.zeros(1, dtype=torch.int32)
     blocks = -(-n_q // (64 * consumers))
     tiles = blocks * batch * heads
-    kernel = kernels(head_dim, causal, bounds is not None, q.dtype == torch.float16)
+    kernel = kernels(head_dim, causal, bounds is not None, q.dtype == torch.float16, sinks is not None)
     wrong = kernel(
         min(grid, tiles), 128 * (consumers + 1),
         tensor_map(q, (1, 64, 1, 64)), tensor_map(k_codes.view(-1, n_k, head_dim), (1, block_n, head_dim), head_dim),
         tensor_map(v, (1, block_n, 1, 64)), tensor_map(codes, (1, 1, 64, head_dim), head_dim),
-        ordered, starts, ends, scales, o, lse, scale * math.log2(math.e),
+        ordered, starts, ends, saved.sink_scores, scales, o, lse, scale * math.log2(math.e),
         heads, kv_heads, batch * heads, n_q, n_k, padded, blocks, heads_per_group, tiles, taken, **options,
     )  # fmt: skip
     assert not wrong, wrong
@@ -150,6 +150,20 @@ def test_scores_that_outgrow_the_old_maximum(kernels, head_dim):
     q, k, v = inputs(0, [(1, 400, 1, head_dim)] * 3)
     q, k = q.abs() * 8, k.abs() * torch.linspace(16, -16, 400)[None, :, None, None].bfloat16()
     assert_close(*emulated(kernels, q, k, v, True, smooth=False, scale=0.25))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_sinks(kernels, head_dim):
+    """Sinks of any size are relative to a mean of K that is as large as its noise. Minus infinity changes no bit."""
+    q, k, v = inputs(1, [(2, 150, heads, head_dim) for heads in (4, 2, 2)])
+    for window in (None, 40):
+        how = {"bounds": Shape(n_q=150, window=window).bounds()}
+        found = emulated(kernels, q, k + 1, v, True, sinks=torch.tensor([0.0, 6.0, -1e4, 1e4]), **how)
+        assert_close(*found)
+        assert not found[0][:, :, 3].any()
+    *none, _, _ = emulated(kernels, q, k, v, True, **how)
+    *infinite, _, _ = emulated(kernels, q, k, v, True, sinks=torch.full((4,), -math.inf), **how)
+    assert all(map(torch.equal, none, infinite))
 
 
 def test_non_finite_values_propagate_and_zeros_do_not(kernels):

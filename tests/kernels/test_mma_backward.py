@@ -10,7 +10,6 @@ from emulator import Emulated, wrong_results
 from sagekernels import nvrtc
 from sagekernels.mma import CAPABILITIES, KEYS, backward_defines, schedule
 from sagekernels.reference import twin_backward, twin_forward
-from sagekernels.sinks import entered, left
 from sagekernels.testing import Shape, call_of, exact_results, random_inputs, random_sinks, rel_l2
 from sass import disassembled
 
@@ -64,8 +63,8 @@ def kernels(tmp_path_factory):
     return kernel
 
 
-def backward(kernels, do, v, o, saved, causal, bounds, stages, half_sums=False, **options):
-    """Run mma_backward with kernels of the emulator."""
+def backward(kernels, do, v, o, saved, causal, bounds, stages, half_sums=False, terms=None, **options):
+    """Run mma_backward with kernels of the emulator. terms are call.sink_terms."""
     batch, n_q, heads, head_dim = do.shape
     n_k, kv_heads = v.shape[1:3]
     scale, half = head_dim**-0.5, v.dtype == torch.float16
@@ -86,8 +85,9 @@ def backward(kernels, do, v, o, saved, causal, bounds, stages, half_sums=False, 
     q_codes, k_codes = saved.q.codes.contiguous(), saved.k.codes.contiguous()
     defines = (head_dim, half, half_sums)
     calls = [
-        ("queries", defines, batch * heads * q_tiles, 128, do, o, q_codes, saved.q.scale, saved.lse, queries, units,
-         sums, scale, scale * math.log2(math.e), heads, n_q, q_tiles, *do.stride()[:3]),
+        ("queries", defines, batch * heads * q_tiles, 128, do, o, q_codes, saved.q.scale, saved.lse,
+         saved.sink_scores, queries, units, sums, terms, scale, scale * math.log2(math.e), heads, n_q, q_tiles,
+         *do.stride()[:3]),
         ("keys", defines, batch * kv_heads * k_tiles, 128, k_codes, k_turned, n_k, k_tiles),
         ("values", defines, batch * kv_heads * k_tiles * half_sums, 128, v, values, v_units, kv_heads, n_k, k_tiles,
          *v.stride()[:3]),
@@ -95,7 +95,8 @@ def backward(kernels, do, v, o, saved, causal, bounds, stages, half_sums=False, 
          saved.k.scale, k_turned, values, v_units, *((None, None) if bounds is None else bounds), sums, dk, dv, scale,
          kv_heads, heads // kv_heads, n_q, n_k, q_tiles, k_tiles, batch * kv_heads, 1, int(causal),
          *values.stride()[:3]),
-        ("narrow", defines, batch * heads * q_tiles, 128, sums, units, dq, heads, n_q, q_tiles),
+        ("narrow", defines, batch * heads * q_tiles, 128, sums, units, terms,
+         None if terms is None else saved.k_mean, dq, scale, heads, heads // kv_heads, n_q, q_tiles),
     ]  # fmt: skip
     for name, macros, grid, threads, *arguments in calls:
         wrong = kernels(name, *macros)(grid, threads, *arguments, **(options if name == "backward" else {}))
@@ -109,16 +110,15 @@ def results(kernels, shape, stages=1, dtype=torch.bfloat16, half_sums=False, inp
     bounds = shape.bounds()
     call = call_of(shape, q, k, v, "fine", sinks=random_sinks(shape))
     o, saved = twin_forward(call)
-    if shape.sinks:
-        o, saved = entered(call, o, saved)
-    ours = backward(kernels, do, v, o, saved, shape.causal, bounds, stages, half_sums, **options)
+    terms = torch.full_like(saved.lse, math.nan) if shape.sinks else None
+    ours = backward(kernels, do, v, o, saved, shape.causal, bounds, stages, half_sums, terms, **options)
     exact = exact_results(
         q, k, v, do, causal=shape.causal, cu_seqlens=shape.cu_seqlens(), window=shape.window, sinks=call.sinks
     )
     call = call.backward(do, o, saved)
     twin = twin_backward(call)
     if shape.sinks:
-        ours, twin = ((left(call, dq)[0], dk, dv) for dq, dk, dv in (ours, twin))
+        torch.testing.assert_close(terms, call.sink_terms, rtol=1e-4, atol=1e-6)
     return ours, twin, exact
 
 

@@ -47,7 +47,7 @@ MISTAKES = [
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
-    """(head_dim, causal, packed, half, half_sums) -> the kernel, which can make MISTAKES."""
+    """(head_dim, causal, packed, half, half_sums, sinks) -> the kernel, which can make MISTAKES."""
     folder = tmp_path_factory.mktemp("forward")
     return functools.cache(lambda *key: Emulated(folder, SOURCE, "forward", forward_defines(*key), MISTAKES))
 
@@ -63,11 +63,13 @@ def tile_units(v):
     return narrow, units.transpose(1, 2).contiguous()
 
 
-def emulated(kernels, q, k, v, causal, *, bounds=None, smooth=True, scale=0.125, half_sums=False, **options):
+def emulated(
+    kernels, q, k, v, causal, *, bounds=None, smooth=True, scale=0.125, half_sums=False, sinks=None, **options
+):
     """Return o, lse and Q's codes of the kernel, which gets the twin's codes of K, and the twin's o, lse and codes."""
     batch, n_q, heads, head_dim = q.shape
     n_k, kv_heads = k.shape[1:3]
-    o_twin, saved = twin_forward(Call(q, k, v, bounds, causal, scale, smooth, False, "fine", None))
+    o_twin, saved = twin_forward(Call(q, k, v, bounds, causal, scale, smooth, False, "fine", None, sinks))
     padded = -(-n_k // TILE) * TILE
     cut = torch.nn.functional.pad(
         (saved.k.scale.contiguous().view(torch.int32) & -4).view(torch.float32), (0, padded - n_k)
@@ -80,9 +82,10 @@ def emulated(kernels, q, k, v, causal, *, bounds=None, smooth=True, scale=0.125,
     starts, ends = (None, None) if bounds is None else bounds
     blocks = -(-n_q // QUERIES)
     values, units = tile_units(v) if half_sums else (v, None)
-    kernel = kernels(head_dim, causal, bounds is not None, q.dtype == torch.float16, half_sums)
+    kernel = kernels(head_dim, causal, bounds is not None, q.dtype == torch.float16, half_sums, sinks is not None)
     wrong = kernel(
-        blocks * batch * heads, 128, q, spare, pairs, values, units, starts, ends, codes, scales, o, lse,
+        blocks * batch * heads, 128, q, spare, pairs, values, units, starts, ends, saved.sink_scores,
+        codes, scales, o, lse,
         scale * math.log2(math.e), heads, heads // kv_heads, n_q, n_k, padded, blocks,
         *q.stride()[:3], *values.stride()[:3], **options,
     )  # fmt: skip
@@ -153,6 +156,20 @@ def test_error_against_float64_is_the_twins(kernels, half_sums):
 def test_strides_and_slices(kernels):
     packed = torch.randn(2, 100, 3, 3, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     assert_close(*emulated(kernels, *packed.unbind(2), True))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_sinks(kernels, head_dim):
+    """Sinks of any size are relative to a mean of K that is as large as its noise. Minus infinity changes no bit."""
+    q, k, v = inputs(1, [(2, 150, heads, head_dim) for heads in (4, 2, 2)])
+    for window in (None, 40):
+        how = {"bounds": Shape(n_q=150, window=window).bounds(), "half_sums": head_dim == 128}
+        found = emulated(kernels, q, k + 1, v, True, sinks=torch.tensor([0.0, 6.0, -1e4, 1e4]), **how)
+        assert_close(*found)
+        assert not found[0][:, :, 3].any()
+    *none, _, _ = emulated(kernels, q, k, v, True, **how)
+    *infinite, _, _ = emulated(kernels, q, k, v, True, sinks=torch.full((4,), -math.inf), **how)
+    assert all(map(torch.equal, none, infinite))
 
 
 def test_non_finite_values_propagate_and_zeros_do_not(kernels):

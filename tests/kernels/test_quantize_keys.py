@@ -18,6 +18,7 @@ MISTAKES = [
     {"add_release(counters + 1 + head, 1);": "add_release(counters + 1, 1);"},
     {"column & half ? largest[i] : largest[i + half]": "largest[i]"},
     {"token < padded": "token < tokens"},
+    {"(long long)head * D + threadIdx.x": "threadIdx.x"},
 ]
 
 
@@ -33,8 +34,8 @@ def defines(head_dim, smooth, half, pairs=False):
 
 
 def quantized(kernels, k, smooth, processors, pairs=False, **options):
-    """Return codes, scales and scales in order [heads, padded] of k [B, N, heads, D], whose strides are multiples of
-    8."""
+    """Return codes, scales, scales in order [heads, padded] and means of k [B, N, heads, D], whose strides are
+    multiples of 8."""
     batch, n, heads, head_dim = k.shape
     padded = -(-n // 96) * 96
     chunks, per_chunk = chunks_of(padded, head_dim, processors)
@@ -42,13 +43,14 @@ def quantized(kernels, k, smooth, processors, pairs=False, **options):
     scale = torch.full((batch, heads, n), math.nan)
     ordered = torch.full((batch * heads, padded * (1 + pairs)), math.nan)
     sums = torch.full((batch * heads * chunks, head_dim), math.nan)
+    means = torch.full((batch, heads, 1, head_dim), math.nan) if smooth else None
     counters = torch.zeros(1 + batch * heads, dtype=torch.int32)
     wrong = kernels(head_dim, smooth, k.dtype == torch.float16, pairs)(
-        batch * heads * chunks, 512, k, codes, scale, ordered, sums, counters, heads, n, padded, chunks, per_chunk,
-        *(s // 8 for s in k.stride()[:3]), **{"resident": max(1, processors // 2)} | options,
+        batch * heads * chunks, 512, k, codes, scale, ordered, means, sums, counters, heads, n, padded,
+        chunks, per_chunk, *(s // 8 for s in k.stride()[:3]), **{"resident": max(1, processors // 2)} | options,
     )  # fmt: skip
     assert not wrong, wrong
-    return codes, scale, ordered
+    return codes, scale, ordered, torch.zeros(0) if means is None else means
 
 
 def in_order(scale, padded):
@@ -68,21 +70,19 @@ def test_agrees_with_the_twin(kernels, batch, n, heads, head_dim, processors, sm
     k = (torch.randn(batch, n, 3, heads, head_dim, generator=torch.Generator().manual_seed(n)) + 1).to(dtype)
     k = k.unbind(2)[1]  # The keys are strided.
     k[0, n // 2, 0] = 0
-    codes, scale, ordered = quantized(kernels, k, smooth, processors)
+    codes, scale, ordered, means = found = quantized(kernels, k, smooth, processors)
     twin = quantize_twin(k, mean=token_mean(k) if smooth else None)
+    torch.testing.assert_close(means, token_mean(k) if smooth else torch.zeros(0))
     assert torch.allclose(scale, twin.scale, rtol=1e-5 if smooth else 0, atol=0)
     assert (codes.int() - twin.codes.int()).abs().max() <= smooth and (codes != twin.codes).float().mean() < 1e-3
     assert torch.equal(ordered, in_order(scale, ordered.shape[1]))
-    assert all(
-        torch.equal(x, y)
-        for x, y in zip(quantized(kernels, k, smooth, processors, seed=1), (codes, scale, ordered), strict=True)
-    )
+    assert all(torch.equal(x, y) for x, y in zip(quantized(kernels, k, smooth, processors, seed=1), found, strict=True))
 
 
 def test_scales_with_what_takes_the_magic_constant_back(kernels):
     """-MAGIC times the scale is exact in float32, so (MAGIC + x) scale - MAGIC scale is x scale, for all codes."""
     k = torch.randn(2, 300, 2, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
-    _, scale, ordered = quantized(kernels, k, True, 6, pairs=True)
+    _, scale, ordered, _ = quantized(kernels, k, True, 6, pairs=True)
     cut, back = ordered.view(4, -1, 2).unbind(-1)
     assert torch.allclose(cut[:, :300], scale.flatten(0, 1), rtol=2**-21, atol=0) and not ordered[:, 600:].any()
     assert torch.equal(back.double(), -12582912.0 * cut.double())
@@ -94,7 +94,7 @@ def test_non_finite_values_propagate(kernels, bad, smooth):
     """A value that is not finite reaches the scale of its token and, through the mean, the tokens of its head."""
     k = torch.randn(1, 600, 2, 128).bfloat16()
     k[0, 20, 1, 5] = bad
-    codes, scale, _ = quantized(kernels, k, smooth, 6)
+    codes, scale, _, _ = quantized(kernels, k, smooth, 6)
     twin = quantize_twin(k, mean=token_mean(k) if smooth else None)
     assert torch.equal(scale.isfinite(), twin.scale.isfinite())
     assert scale[0, 0].isfinite().all() and scale[0, 1].isfinite().sum() == (0 if smooth else 599)

@@ -4,6 +4,7 @@ The cases run in a process of their own (tests/support/interpreted.py). This fil
 with all files of such cases and, inside it, some of the cases.
 """
 
+import math
 import sys
 
 import pytest
@@ -19,12 +20,11 @@ if not INSIDE:
 
 else:
     from kernel_inputs import chunk_bounds, random_swiglu, swiglu_gradients_error
-    from sagekernels import sage_attention
     from sagekernels.backward import triton_backward
     from sagekernels.call import Projection
     from sagekernels.casts import INT8, NUMBERS, largest_twin, quantize_both_triton, quantize_both_twin
     from sagekernels.forward import document_bounds_triton, triton_forward
-    from sagekernels.hopper_backward import _finish_dq_kernel
+    from sagekernels.hopper_backward import FLOATS, _finish_dq_kernel, _prepare_queries_kernel
     from sagekernels.hopper_projection import finish_projection
     from sagekernels.qk_norm_rope import (
         qk_norm_rope_gradients_triton,
@@ -40,20 +40,16 @@ else:
         token_mean,
         transpose_codes,
     )
-    from sagekernels.reference import document_bounds, entered, left, twin_backward, twin_forward
-    from sagekernels.sinks import entered_triton, left_triton
+    from sagekernels.reference import document_bounds, twin_backward, twin_forward
     from sagekernels.swiglu import swiglu_gradients_triton, swiglu_triton
     from sagekernels.testing import (
         Shape,
         call_of,
-        errors,
-        exact_results,
         qk_norm_rope_errors,
         random_inputs,
         random_qk,
         random_sinks,
         rel_l2,
-        results_of,
     )
 
     COMPILER_IMPORTED = "torch._dynamo" in sys.modules
@@ -91,12 +87,14 @@ else:
         """Check that the kernels agree with the twin."""
         o, saved = triton_forward(call)
         expected_o, expected = twin_forward(call)
-        backward = call.backward(do, expected_o, expected)
-        grads, expected_grads = triton_backward(backward), twin_backward(backward)
+        ours, twin = (call.backward(do, expected_o, expected) for _ in range(2))
+        grads, expected_grads = triton_backward(ours), twin_backward(twin)
 
         assert torch.equal(saved.q.codes, expected.q.codes) and torch.equal(saved.k.codes, expected.k.codes)
         torch.testing.assert_close(saved.q.scale, expected.q.scale)
         torch.testing.assert_close(saved.lse, expected.lse, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(saved.sink_scores, expected.sink_scores, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(ours.sink_terms, twin.sink_terms, atol=1e-5, rtol=1e-4)
         tolerance = 1e-3 if do.dtype == torch.float16 else 6e-3
         if call.recipe == "scores":  # dS, Q and K are in bfloat16, truncated.
             tolerance = 12e-3
@@ -183,46 +181,46 @@ else:
         for window in (None, 1, 7, n, 1 << 40):
             assert torch.equal(document_bounds_triton(cu_seqlens, n, window), document_bounds(cu_seqlens, n, window))
 
-    @pytest.mark.parametrize(("shape", "smooth_k", "dtype"), [
-        (Shape(2, 130, 150, 4, 2, 48, sinks=True), True, torch.float16),
-        (Shape(1, 70, 70, 3, 1, 192, sinks=True), True, torch.float16),
-        (Shape(1, 64, 64, 2, 2, 64, sinks=True), False, torch.float16),
-        (Shape(1, 1, 9, 2, 2, 16, sinks=True), True, torch.bfloat16),
+    @pytest.mark.parametrize(("shape", "recipe", "how"), [
+        (Shape(2, 130, 150, 4, 2, 48, sinks=True), "scores", {}),
+        (Shape(1, 100, 100, 2, 1, 32, documents=(20, 80), window=40, sinks=True), "fine", {}),
+        (Shape(1, 70, 70, 2, 1, 32, window=16, sinks=True), "gradients", {}),
+        (Shape(1, 70, 70, 2, 1, 32, sinks=True), "paper", {"smooth_q": True}),
+        (Shape(1, 64, 64, 2, 2, 64, sinks=True), "scores", {"smooth_k": False}),
     ], ids=str)  # fmt: skip
-    def test_sinks_agree_with_the_twin(shape, smooth_k, dtype):
-        """Strides are odd, and dO is one number for all channels. A sink of minus infinity changes no bit."""
-        q, k, v, do = random_inputs(shape, k_mean=2.0, dtype=dtype)
-        o, saved = twin_forward(call_of(shape, q, k, v, "scores"))
-        mean = token_mean(k) if smooth_k else None
-        q, do = q.mT.contiguous().mT, do[..., :1].expand_as(do)
-        sinks, tolerance = random_sinks(shape), 1e-3 if dtype == torch.float16 else 1e-2
-        kept, scale = o.clone(), shape.head_dim**-0.5
-        for own in (sinks, torch.full_like(sinks, -torch.inf)):
-            ours, twin = kept.clone(), kept.clone()
-            lse, share = entered_triton(ours, saved.lse.clone(), q, mean, own, scale)
-            expected_lse, expected_share = entered(twin, saved.lse, q, mean, own, scale)
-            torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-5)
-            torch.testing.assert_close(share, expected_share, atol=1e-6, rtol=1e-5)
-            assert rel_l2(ours, twin) < tolerance
-            dq, of_sinks = left_triton(do, twin, expected_share, kept.clone(), mean, scale)
-            expected_dq, expected_of_sinks = left(do, twin, expected_share, kept.clone(), mean, scale)
-            assert rel_l2(dq, expected_dq) < tolerance and of_sinks.shape == (shape.heads,)
-            torch.testing.assert_close(of_sinks, expected_of_sinks, atol=1e-5, rtol=1e-5)
-        assert torch.equal(ours, kept) and torch.equal(lse, saved.lse) and torch.equal(dq, kept) and not share.any()
+    def test_sinks_agree_with_the_twin(shape, recipe, how):
+        """Queries are strided. A sink of minus infinity changes no bit."""
+        q, k, v, do = random_inputs(shape, sigma=1.5, k_mean=2.0, dtype=torch.float16)
+        sinks, q = random_sinks(shape), q.mT.contiguous().mT
+        call = call_of(shape, q, k, v, recipe, sinks=sinks, **how)
+        check(call, do)
+        none = call._replace(sinks=None)
+        for x, y in zip(*(triton_forward(none._replace(sinks=s)) for s in (None, sinks - torch.inf)), strict=True):
+            assert torch.equal(x, y) if torch.is_tensor(x) else torch.equal(x.lse, y.lse)
 
-    def test_sinks_around_the_kernels():
-        """The portable kernels get the log-sum-exp and the output with sinks, and documents and a window beside."""
-        shape = Shape(1, 100, 100, 2, 1, 32, documents=(20, 80), window=40, sinks=True)
-        inputs = random_inputs(shape, k_mean=2.0, dtype=torch.float16)
-        options = {"cu_seqlens": shape.cu_seqlens(), "window": 40, "sinks": random_sinks(shape)}
-        exact = exact_results(*inputs, **options)
-        for recipe in ("scores", "gradients"):
-            ours, twin = (
-                results_of(sage_attention, *inputs, recipe=recipe, backend=name, **options)
-                for name in ("triton", "twin")
-            )
-            judged, expected = errors(ours, exact), errors(twin, exact)
-            assert all(judged[name] < 1.3 * expected[name] + 2e-3 for name in judged), (judged, expected)
+    @pytest.mark.parametrize(("head_dim", "n"), [(64, 100), (128, 64)])
+    def test_sinks_around_the_backward_of_hopper(head_dim, n):
+        """The kernel before it writes the terms of the sinks, and the one behind adds them to dQ, times the mean."""
+        shape = Shape(2, n, n, 2, 1, head_dim, sinks=True)
+        q, k, v, do = random_inputs(shape, k_mean=2.0, dtype=torch.float16)
+        call = call_of(shape, q, k, v, "scores", sinks=random_sinks(shape))
+        o, saved = twin_forward(call)
+        call, tiles, scale = call.backward(do, o, saved), -(-n // 64), head_dim**-0.5
+        with_mean, _, _ = twin_backward(call)
+        without, _, _ = twin_backward(call._replace(saved=saved._replace(k_mean=None)))
+        terms = torch.full_like(saved.lse, math.nan)
+        q16, vectors, sums = (torch.empty(size, dtype=dtype) for size, dtype in (
+            (saved.q.codes.shape, torch.bfloat16), (4 * tiles * 64 * FLOATS[head_dim], torch.float32),
+            ((4 * tiles, 64, head_dim), torch.float32),
+        ))  # fmt: skip
+        _prepare_queries_kernel[(4 * tiles,)](
+            do, o, *saved.q, saved.lse, saved.sink_scores, q16, vectors, sums, None, terms, scale, 2, n, tiles,
+            *do.stride()[:3], HEAD_DIM=head_dim, TILE=64, LOG2E=math.log2(math.e), FLOATS=FLOATS[head_dim],
+        )  # fmt: skip
+        torch.testing.assert_close(terms, call.sink_terms, rtol=1e-4, atol=1e-6)
+        dq = torch.empty(do.shape, dtype=torch.float32)
+        _finish_dq_kernel[(4 * tiles,)](sums, terms, saved.k_mean, dq, scale, 2, 2, n, tiles, HEAD_DIM=head_dim)
+        torch.testing.assert_close(dq, with_mean.float() - without.float(), rtol=0, atol=2e-3 * with_mean.abs().max())
 
     def same_bits(found, expected):
         """Check that codes and scales of both orientations have the same bits. NaN equals NaN."""
@@ -401,7 +399,7 @@ else:
         sums = parts.permute(0, 1, 2, 6, 3, 7, 5, 8, 4, 9).contiguous()
         narrowed = torch.empty(batch, tokens, heads[0], head_dim)
         _finish_dq_kernel[(batch * heads[0] * tiles,)](
-            sums, narrowed, scale, heads[0], tokens, tiles, HEAD_DIM=head_dim
+            sums, None, None, narrowed, scale, heads[0], 1, tokens, tiles, HEAD_DIM=head_dim
         )
         torch.testing.assert_close(narrowed.flatten(0, 1), x.of_q)
 

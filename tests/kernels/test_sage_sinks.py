@@ -14,6 +14,7 @@ from triton.compiler import ASTSource, compile
 from sagekernels import (
     admission,
     attention_reference,
+    backends,
     normed_attention,
     observe,
     qk_norm_rope,
@@ -22,7 +23,7 @@ from sagekernels import (
 )
 from sagekernels.call import RECIPES
 from sagekernels.observe import Sample, keep, measure, observed, pooled_rel_l2
-from sagekernels.sinks import _enter_kernel, _leave_kernel
+from sagekernels.sinks import _scores_kernel
 from sagekernels.testing import (
     Shape,
     SinkResults,
@@ -108,12 +109,18 @@ def test_the_mean_of_k_is_missed_where_it_is_left_out(monkeypatch, recipe: str, 
     recipe `gradients` are not shifted, but its dQ lacks the term."""
     inputs, options = problem(DOCUMENTS._replace(window=100))
     exact = exact_results(*inputs, **options)
-    entered, left = reference.entered, reference.left
+    backward, scores = backends.backward, reference.sink_scores
+
+    def lacking(call) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = backward(call)
+        term = call.sink_terms.unflatten(1, (2, -1))[..., None] * call.saved.k_mean.unsqueeze(2)
+        return dq - (term.flatten(1, 2).transpose(1, 2) * call.scale).to(dq.dtype), dk, dv
+
     with monkeypatch.context() as patch:
-        patch.setattr(reference, "left", lambda do, o, share, dq, mean, scale: left(do, o, share, dq, None, scale))
+        patch.setattr(backends, "backward", lacking)
         judged = errors(results_of(sage_attention, *inputs, recipe=recipe, **options), exact)
         assert judged["dq"] > 0.2 and max(judged[name] for name in ("o", "dk", "dv")) < 0.02, judged
-    monkeypatch.setattr(reference, "entered", lambda o, lse, q, mean, *rest: entered(o, lse, q, None, *rest))
+    monkeypatch.setattr(reference, "sink_scores", lambda q, mean, *rest: scores(q, None, *rest))
     judged = errors(results_of(sage_attention, *inputs, recipe=recipe, **options), exact)
     assert (judged["o"] > 0.2 and judged["dsinks"] > 0.3) == of_scores, judged
 
@@ -224,13 +231,11 @@ def compiled(kernel, types: dict[str, str], constants: dict) -> str:
     return compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32)).asm["ptx"]
 
 
-def test_kernels_compile() -> None:
-    sizes = {"HEAD_DIM": 64, "BLOCK_D": 64, "TILE": 64}
-    types = dict.fromkeys(("O", "Q", "DO", "DQ"), "*bf16") | {"scale": "fp32"}
-    types |= dict.fromkeys(("LSE", "SHARE", "MEAN", "SINKS", "PARTS"), "*fp32")
-    for kernel in (_enter_kernel, _leave_kernel):
-        for more in ({}, {"MEAN": None}):
-            assert "st.global" in compiled(kernel, types, sizes | more)
+def test_kernel_compiles() -> None:
+    sizes = {"HEAD_DIM": 64, "BLOCK_D": 64, "ROWS": 64}
+    types = {"Q": "*bf16", "scale": "fp32"} | dict.fromkeys(("SCORES", "MEAN", "SINKS"), "*fp32")
+    for more in ({}, {"MEAN": None}):
+        assert "st.global" in compiled(_scores_kernel, types, sizes | more)
 
 
 def test_only_a_function_that_shifts_sinks_is_admitted(monkeypatch) -> None:
@@ -243,8 +248,8 @@ def test_only_a_function_that_shifts_sinks_is_admitted(monkeypatch) -> None:
     verdict = admission.admit(attend, shape, **how)
     assert verdict.passed and verdict.errors.keys() == set(SinkResults._fields), verdict
     assert not admission.admit(lambda *x, window, sinks: attend(*x, sinks=sinks), shape, **how).passed
-    entered = reference.entered
-    monkeypatch.setattr(reference, "entered", lambda o, lse, q, mean, *rest: entered(o, lse, q, None, *rest))
+    scores = reference.sink_scores
+    monkeypatch.setattr(reference, "sink_scores", lambda q, mean, *rest: scores(q, None, *rest))
     assert "o off by" in admission.admit(attend, shape, **how).reason
 
 
@@ -278,4 +283,4 @@ def test_observers_know_the_sinks() -> None:
         assert pooled_rel_l2(*listener.found.squares[name].tolist()) == pytest.approx(rel_l2(ours, truth), rel=2e-3)
     for name in ("P", "dS"):
         assert pooled_rel_l2(*listener.found.squares[name].tolist()) < 0.02, name
-    assert 0.05 < listener.saved.sink_share.mean() < 0.95 and not observe.listening()
+    assert 0.05 < (listener.saved.sink_scores - listener.saved.lse).exp().mean() < 0.95 and not observe.listening()

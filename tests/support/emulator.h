@@ -31,7 +31,7 @@ struct uint2 { u32 x, y; };
 struct uint4 { u32 x, y, z, w; };
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
-extern "C" { int CAUSAL, PACKED, FP16, SMOOTH; }  // The macros of emulator.FLAGS.
+extern "C" { int CAUSAL, PACKED, FP16, SMOOTH, SINKS; }  // The macros of emulator.FLAGS.
 static Index threadIdx, blockIdx, gridDim;
 static int mutant;  // The planted mistake that is made, if any.
 

@@ -28,7 +28,7 @@ extern "C" const char *launch_%s(int grid, int threads, int resident, int seed, 
     return failure.c_str();
 }
 """
-FLAGS = ("CAUSAL", "PACKED", "FP16", "SMOOTH")
+FLAGS = ("CAUSAL", "PACKED", "FP16", "SMOOTH", "SINKS")
 """Macros that kernels use in expressions alone. They are variables of the emulator, so one library serves all their
 values."""
 OF_FLAGS = re.compile(rf"constexpr (\w+) (\w+) = (.*\b(?:{'|'.join(FLAGS)})\b.*);")
