@@ -82,8 +82,8 @@ class BackwardCall(NamedTuple):
     recipe: str
     backend: str | None
     sink_terms: Tensor | None = None
-    """Where the pass writes the weight of the sink times delta for each query, float32 [B, H, N_q], if there are sinks.
-    Their sum over queries is the gradient of the sink, with the other sign."""
+    """Memory for the weight of the sink times delta of each query, float32 [B, H, N_q], if there are sinks. The pass
+    writes them. Their sum over queries is the gradient of the sink, with the other sign."""
 
     @property
     def queries(self) -> Tensor:

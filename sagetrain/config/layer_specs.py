@@ -9,6 +9,9 @@ from typing import NamedTuple
 from sagetrain.config.linear_sizes import LinearSizes
 from sagetrain.config.sections.model import ExpertsConfig, ModelConfig, Norms, QKNorm, RopeScaling
 
+WITH_SINKS = ("sage", "reference")
+"""The values of attention.backend that compute attention with sinks."""
+
 
 class Rope(NamedTuple):
     """The rotary position embedding of a layer."""
@@ -39,6 +42,8 @@ class AttentionSpec(NamedTuple):
     qk_norm: QKNorm
     bias: bool
     """Whether q, k and v have biases."""
+    sinks: bool = False
+    """Whether each query head has a sink."""
 
     def heads_of(self, ranks: int) -> tuple[int, int]:
         """Return the query heads and the key/value heads that attention computes with on one of so many tensor- and
@@ -141,6 +146,7 @@ def layers(model: ModelConfig, qk_norm: QKNorm = "none") -> tuple[LayerSpec, ...
             reach=reach,
             qk_norm=qk_norm,
             bias=model.qkv_bias,
+            sinks=model.sinks,
         )
         mlp = MLPSpec(experts.shared * experts.ffn_size if experts else model.ffn_hidden_size, model.activation)
         return LayerSpec(model.hidden_size, attention, mlp, model.norms, model.norm_eps, gemma, experts)

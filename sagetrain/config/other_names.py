@@ -76,8 +76,10 @@ _KEYS: dict[str, str] = {
         "model.tie_embeddings": "tie_word_embeddings weight_tying share_embeddings_and_output_weights",
         "data.seq_length": "seq_len sequence_length max_seq_len max_seq_length max_position_embeddings block_size "
         "context_length",
-        "none: biases, other activations than SwiGLU and sliding windows are not there": "attention_bias mlp_bias bias "
-        "hidden_act activation activation_func sliding_window window_size",
+        "model.qkv_bias (of q, k and v; no other layer has biases)": "attention_bias mlp_bias bias add_qkv_bias",
+        "model.activation (swiglu or geglu)": "hidden_act hidden_activation activation_func",
+        "model.windows (tokens, pattern, rope_theta)": "sliding_window window_size sliding_window_pattern",
+        "model.sinks": "attention_sinks learnable_sink learnable_sinks s_aux",
         _NO_DROPOUT: "dropout attention_dropout hidden_dropout",
         "attention.backend": "attn_implementation attention_implementation attn_backend attention_backend "
         "use_flash_attn use_flash_attention flash_attention attention.implementation attention.type "

@@ -278,7 +278,7 @@ def block_operations(layer: LayerSpec, attention: AttentionConfig, rank: Rank) -
     # bits. The other backends keep all four in 16 bits.
     sage = attention.backend == "sage"
     quantized = (query + int(twice * seen)) * (element if attention.recipe == "gradients" else 1)
-    quantized += 4 * (heads + int(twice * seen_heads))
+    quantized += 4 * (heads + int(twice * seen_heads) + own.sinks * heads)  # The last are the scores of the sinks.
     # The last term is the log-sum-exp.
     kept = (
         (quantized if sage else element * (query + gathered * seen)) + element * (gathered * seen + query) + 4 * heads

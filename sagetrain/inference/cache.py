@@ -55,12 +55,15 @@ class Cached(AttentionFunction):
         return self.whole.wants(window)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout) -> Tensor:
+        return self.with_sinks(q, k, v, layout, None)
+
+    def with_sinks(self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout, sinks: Tensor | None) -> Tensor:
         call = self._call
         if not self._k.numel():
             self._k, self._v = (x.new_zeros(self._rows, self._capacity, *x.shape[2:]) for x in (k, v))
         if not call.lengths:
             self._k[call.row, : k.shape[1]], self._v[call.row, : v.shape[1]] = k[0], v[0]
-            return self.whole(q, k, v, layout)
+            return self.whole(q, k, v, layout) if sinks is None else self.whole.with_sinks(q, k, v, layout, sinks)
         self._k[call.slots], self._v[call.slots] = k[:, 0], v[:, 0]
         if self.whole.takes_few_queries:
             held = [slice(max(0, length - (self.window or length)), length) for length in call.lengths]
@@ -71,7 +74,12 @@ class Cached(AttentionFunction):
         keys, values = (x[:count, :places].transpose(1, 2) for x in (self._k, self._v))
         # The heads that share keys are treated as several queries, so nothing is repeated.
         queries = q.reshape(count, k.shape[2], -1, q.shape[3])
-        return F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen).reshape(q.shape)
+        if sinks is None:
+            return F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen).reshape(q.shape)
+        scores = (queries @ keys.mT).float() * q.shape[3] ** -0.5 + seen
+        column = sinks.float().view(k.shape[2], -1, 1).expand(*scores.shape[:-1], 1)
+        weights = torch.cat((scores, column), -1).softmax(-1)[..., :-1]
+        return (weights.to(values.dtype) @ values).reshape(q.shape)
 
     def move(self, source: int, target: int) -> None:
         """Copy what one row holds into another row."""

@@ -59,7 +59,7 @@ DEFAULTS = {"rms_norm_eps": 1e-6, "initializer_range": 0.02, "tie_word_embedding
 
 ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh"}
 """The names in config.json of the values of our key model.activation."""
-_STRUCTURE = {"qkv_bias": False, "norms": "pre", "activation": "swiglu", "conventions": "llama"}
+_STRUCTURE = {"qkv_bias": False, "sinks": False, "norms": "pre", "activation": "swiglu", "conventions": "llama"}
 """The keys of our section `model` that families differ in, with the values of a Llama."""
 
 
@@ -301,7 +301,7 @@ FAMILIES = {
 
 
 REFUSED = {
-    "GptOssForCausalLM": "its attention has sinks, and its experts have biases and a clamped activation",
+    "GptOssForCausalLM": "its experts have biases and a clamped activation, and all its projections have biases",
     "Qwen2MoeForCausalLM": "its shared expert has a gate of its own",
     "Qwen3NextForCausalLM": "most of its layers are linear attention",
     "DeepseekV2ForCausalLM": "its attention is latent (MLA)",

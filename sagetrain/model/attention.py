@@ -97,6 +97,12 @@ class Attention(nn.Module):
             return RMSNorm(self.head_dim, layer.norm_eps, groups, split_input=True, **how)
 
         self.q_norm, self.k_norm = norm(layer.attention.heads), norm(layer.attention.key_heads)
+        self.sinks: nn.Parameter | None = None
+        """The score of each query head's sink, of the heads of this tensor-parallel rank."""
+        if layer.attention.sinks:
+            self.sinks = nn.Parameter(torch.empty(heads // groups.tp_size, dtype=dtype, device=device))
+        self._own_heads = heads // groups.tp_size // groups.ulysses_size
+        self._first_head = groups.ulysses_rank * self._own_heads
 
     @property
     def linear_layers(self) -> dict[str, ColumnParallelLinear | RowParallelLinear]:
@@ -106,7 +112,8 @@ class Attention(nn.Module):
     @property
     def in_one_node(self) -> bool:
         """Whether the attention function applies QK-norm and the rotary embedding, not `project`."""
-        return self.qk_norm == "before_rope" and self.function.normalizes and self.groups.cp_size == 1
+        apart = self.groups.cp_size > 1 or self.sinks is not None
+        return self.qk_norm == "before_rope" and self.function.normalizes and not apart
 
     def project(
         self, x_TD: Tensor | Pending, cos: Tensor, sin: Tensor, gains: dict[RMSNorm, Tensor]
@@ -154,4 +161,7 @@ class Attention(nn.Module):
     def attend(self, q_BSNK: Tensor, k_BSMK: Tensor, v_BSMK: Tensor, layout: TokenLayout) -> Tensor:
         """Run the attention function on whole sequences, or a chunk of their queries, with this rank's heads. Return o
         in the shape of q."""
-        return self.function(q_BSNK, k_BSMK, v_BSMK, layout)
+        if self.sinks is None:
+            return self.function(q_BSNK, k_BSMK, v_BSMK, layout)
+        sinks_N = self.sinks.narrow(0, self._first_head, self._own_heads)
+        return self.function.with_sinks(q_BSNK, k_BSMK, v_BSMK, layout, sinks_N)

@@ -126,6 +126,8 @@ class AttentionFunction:
     function."""
     normalizes: ClassVar[bool] = False
     """Whether the function can apply QK-norm and then the rotary embedding itself (`normed`)."""
+    takes_sinks: ClassVar[bool] = False
+    """Whether the function can give each head one more score, whose value is zero (`with_sinks`)."""
     takes_few_queries: ClassVar[bool] = False
     """Whether the function also takes fewer queries than keys (the last queries), and gives the same result for a
     single query."""
@@ -146,6 +148,10 @@ class AttentionFunction:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout) -> Tensor:
         raise NotImplementedError
+
+    def with_sinks(self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout, sinks: Tensor | None) -> Tensor:
+        """Run the function with a sink for each head of q, [N]. It is there where `takes_sinks` is set."""
+        raise NotImplementedError(f"attention.backend {self.name} has no sinks")
 
     def normed(self, projected: Projected, layout: TokenLayout) -> Tensor:
         """Run the function on what QK-norm and the rotary embedding make of q and k, and return o [B, S, N, K]. It is
@@ -192,6 +198,7 @@ class Sage(AttentionFunction):
     name = "sage"
     documents = "bounds"
     normalizes = True
+    takes_sinks = True
     recipe: RecipeName = "fine"
     smooth_k: bool = True
     smooth_q: bool = False
@@ -205,6 +212,9 @@ class Sage(AttentionFunction):
         return frozenset(products)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout) -> Tensor:
+        return self.with_sinks(q, k, v, layout, None)
+
+    def with_sinks(self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout, sinks: Tensor | None) -> Tensor:
         q, k, v = _as_rows(q, layout), _as_rows(k, layout), _as_rows(v, layout)
         o = sage_attention(
             q,
@@ -212,6 +222,7 @@ class Sage(AttentionFunction):
             v,
             causal=layout.varlen is None or not layout.packed,
             bounds=layout.bounds,
+            sinks=sinks,
             recipe=self.recipe,
             smooth_k=self.smooth_k,
             smooth_q=self.smooth_q,
@@ -261,15 +272,19 @@ class Reference(AttentionFunction):
     """Attention by plain matmuls."""
 
     name = "reference"
+    takes_sinks = True
 
     def wants(self, window: bool) -> Documents:
         return "bounds" if window else "cu_seqlens"
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout) -> Tensor:
+        return self.with_sinks(q, k, v, layout, None)
+
+    def with_sinks(self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout, sinks: Tensor | None) -> Tensor:
         q, k, v = _as_rows(q, layout), _as_rows(k, layout), _as_rows(v, layout)
         bounds = None if layout.window is None and layout.varlen is None else layout.bounds
         causal = layout.varlen is None or not layout.packed
-        o = attention_reference(q, k, v, causal=causal, cu_seqlens=layout.cu_seqlens, bounds=bounds)
+        o = attention_reference(q, k, v, causal=causal, cu_seqlens=layout.cu_seqlens, bounds=bounds, sinks=sinks)
         return _as_sequences(o, layout)
 
 

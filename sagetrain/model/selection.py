@@ -11,8 +11,8 @@ from sagekernels.backends import serving
 from sagekernels.grouped_matmul import GROUPED_RECIPES
 from sagekernels.launch import check_int8, half_sums
 from sagekernels.lowbit import RECIPES
+from sagetrain.config.layer_specs import WITH_SINKS, linear_layers
 from sagetrain.config.layer_specs import layers as layer_specs
-from sagetrain.config.layer_specs import linear_layers
 from sagetrain.config.linear_sizes import LOW_BIT_MULTIPLE, LinearSizes
 from sagetrain.config.schema import AttentionConfig, LinearConfig, ModelConfig
 from sagetrain.model.backends import (
@@ -41,6 +41,8 @@ def resolve_backend(
     on_gpu = torch.device(device).type == "cuda"
     sixteen_bit = dtype in (torch.bfloat16, torch.float16)
     match attention.backend:
+        case name if model.sinks and name not in WITH_SINKS:
+            raise ValueError(f"attention.backend {name} has no sinks (model.sinks); use {' or '.join(WITH_SINKS)}")
         case "sage" | "fp4" as name if not 16 <= model.head_dim <= 256:
             raise ValueError(f"attention.backend {name} supports head_dim 16 to 256, not {model.head_dim}; use sdpa")
         case "sage" if not on_gpu:

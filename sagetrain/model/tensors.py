@@ -35,8 +35,8 @@ class TensorSpec:
     """The dim along which the tensor is cut."""
     kind: Literal["matrix", "embedding", "gain", "bias", "router", "state"]
     """The role of the tensor in initialization and in the optimizer. embedding: input embedding and output projection.
-    router: the matrix that makes a token's scores of experts. state: a step changes it by other means than an
-    optimizer, and checkpoints have it."""
+    bias: added to a layer's output, or a sink's score. router: the matrix that makes a token's scores of experts.
+    state: a step changes it by other means than an optimizer, and checkpoints have it."""
     layer: int | Literal["embedding", "head"]
     """The block that the tensor belongs to; the final norm belongs to the head."""
     into_stream: bool = False
@@ -126,6 +126,8 @@ def _of_layer(number: int, layer: LayerSpec) -> Iterator[TensorSpec]:
     if attention.qk_norm != "none":
         yield qk_gain("attention.q_norm", attention.heads)
         yield qk_gain("attention.k_norm", attention.key_heads)
+    if attention.sinks:
+        yield TensorSpec(f"blocks.{number}.attention.sinks", (attention.heads,), "tensor", 0, "bias", number)
     yield row("attention.out", linear["out"])
     if after:
         yield gain("attention_post_norm", hidden)

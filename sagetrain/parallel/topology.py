@@ -226,6 +226,10 @@ class ParallelGroups:
         return self.topology.ulysses_size
 
     @property
+    def ulysses_rank(self) -> int:
+        return self.cp_rank % self.ulysses_size
+
+    @property
     def gather_size(self) -> int:
         return self.topology.context_gather
 

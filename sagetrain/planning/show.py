@@ -388,10 +388,11 @@ def _parameters(plan: Plan) -> str:
 
 
 def _windows(plan: Plan) -> str:
-    """Say which layers see a window of tokens only, or nothing."""
+    """Say which layers see a window of tokens only and whether heads have sinks, or nothing."""
     every = [layer.attention.reach.window for layer in layers(plan.cfg.model)]
     within = len(every) - every.count(None)
-    return f", a window of {max(filter(None, every)):,} tokens in {within} of {len(every)} layers" if within else ""
+    windows = f", a window of {max(filter(None, every)):,} tokens in {within} of {len(every)} layers" if within else ""
+    return windows + ", sinks" * plan.cfg.model.sinks
 
 
 def _experts(model: ModelConfig, experts: ExpertsConfig) -> str:

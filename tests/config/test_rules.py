@@ -103,6 +103,8 @@ CASES = [
      "head_dim_of_backend", "error", "model.head_dim", "258: attention.backend sage takes 16 to 256", "sdpa"),
     ({"model": {"head_dim": 264}, "attention": {"backend": "flash"}}, 1,
      "head_dim_of_backend", "error", "model.head_dim", "flash takes 8 to 256", "sdpa"),
+    ({"model": {"sinks": True}, "attention": {"backend": "auto"}}, 1,
+     "sinks_of_backend", "error", "attention.backend", '"auto": has no sinks, which model.sinks asks for', "use attention.backend sage or reference, or model.sinks false"),
     ({"parallel": {"tensor_parallel_size": 4, "sequence_parallel": True}, "data": {"seq_length": 1022}, "tokens_per_step": {"schedule": "constant", "tokens": 2044}}, 4,
      "sequence_parallel_split", "error", "data.seq_length", "1022: is not a multiple of parallel.tensor_parallel_size 4", "use 1020 or 1024"),
     ({"parallel": {"tensor_parallel_size": 2, "context_parallel_size": 3}, "model": {"num_attention_heads": 6, "head_dim": 64}, "data": {"seq_length": 1536}}, 4,

@@ -255,7 +255,7 @@ def test_models_that_cannot_be_read(llama: Path, keys: dict, message: str, tmp_p
 
 
 BAD_MIXTURES = [
-    ({"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}, "GptOssForCausalLM.*: its attention has sinks"),
+    ({"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}, "GptOssForCausalLM.*: its experts have biases"),
     ({"mlp_only_layers": [1]}, r"mlp_only_layers \[1\] leave the layers \[1\] .* computes models whose first"),
     ({"decoder_sparse_step": 3}, r"decoder_sparse_step 3 and mlp_only_layers \[0\] leave the layers \[0, 1\] without"),
     ({"num_experts": 8}, "num_experts 8 contradicts num_local_experts 6; delete the one"),

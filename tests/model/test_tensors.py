@@ -25,6 +25,7 @@ MODELS = {
     "grouped": GROUPED,
     "tied": {**GROUPED, "tie_embeddings": True},
     "biased": {**GROUPED, "qkv_bias": True},
+    "sinks": {**GROUPED, "sinks": True},
     "post": {**GROUPED, "norms": "post"},
     "sandwich": {**GROUPED, "norms": "sandwich"},
 }
@@ -38,7 +39,7 @@ def shape_of(name: str) -> ModelConfig:
 @pytest.mark.parametrize("model", MODELS)
 def test_the_list_is_the_modules(model: str, qk_norm: str) -> None:
     """The list has exactly the parameters, and the slice that it states at every tensor-parallel size."""
-    attention = AttentionConfig(backend="sdpa", qk_norm=qk_norm)
+    attention = AttentionConfig(backend="reference", qk_norm=qk_norm)
     for tp_size in (1, 2, 4):
         groups = ParallelGroups(Topology(tp_size, tp_size), rank=tp_size - 1)
         network = tiny.transformer(shape_of(model), attention, vocab_size=VOCAB, groups=groups, seed=None)

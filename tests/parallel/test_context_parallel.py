@@ -188,6 +188,7 @@ def in_four_processes() -> None:
                 check_model(groups, backend, documents)
         for key_heads in repeated:
             check_copies(groups, key_heads)
+        check_model(groups, "sage", True, SHAPE.model_copy(update={"sinks": True, "windows": WINDOWS}))
     for how in ("full", "selective"):
         check_model(groups, "sdpa", True, sequence_parallel=True, activation_checkpointing=how)
     check_compiled(groups)
@@ -209,7 +210,12 @@ def memory_cases() -> list:
     sections = {"parallel": {"context_parallel_size": 2}, "data": {"micro_batch_size": 4}}
     kinds = (("sage", "off", 4), ("sdpa", "off", 1), ("sage", "on", 1))
     return [
-        run_config(attention={"backend": name}, training={"compile": c}, model={"num_key_value_heads": n}, **sections)
+        run_config(
+            attention={"backend": name},
+            training={"compile": c},
+            model={"num_key_value_heads": n, "sinks": n == 4},
+            **sections,
+        )
         for name, c, n in kinds
     ]
 

@@ -118,6 +118,7 @@ def model(groups: ParallelGroups, backend: str, heads: tuple[int, int], windows:
         num_key_value_heads=heads[1],
         head_dim=16,
         windows=WindowsConfig(tokens=21, pattern="WF") if windows else None,
+        sinks=windows and backend == "sage",
     )
     name, _, smooth = backend.partition(" ")
     # Without K-smoothing codes are those of one rank. With it a chunk has the mean of the keys up to its end.
@@ -201,7 +202,7 @@ def test_four_ranks_that_gather_keys_are_like_one() -> None:
 
 # -- engines -----------------------------------------------------------------------------------------------------------
 
-MODEL = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+MODEL = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "sinks": True}
 LAYOUTS: dict[str, tuple[int, int, dict[str, object]]] = {
     "gather, recomputed": (4, 2, {"zero_stage": 1}),
     "copies, ZeRO 3": (2, 1, {"zero_stage": 3}),
@@ -212,8 +213,12 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, object]]] = {
 def engine(name: str, seed: int) -> Engine:
     cp, gather, parallel = LAYOUTS[name]
     again = {"activation_checkpointing": "full" if "recomputed" in name else "none"}
-    sections = {"model": MODEL, "parallel": {"engine": "fsdp", **parallel}, "training": again}
-    return tiny.engine(tiny.config(1, optimizer={"eps": 1e-6}, **sections), tiny.join(1, cp, gather=gather), seed)
+    sections = {"model": MODEL, "attention": {"backend": "reference"}, "training": again}
+    return tiny.engine(
+        tiny.config(1, optimizer={"eps": 1e-6}, parallel={"engine": "fsdp", **parallel}, **sections),
+        tiny.join(1, cp, gather=gather),
+        seed,
+    )
 
 
 def saved_and_continued(root: str) -> dict[str, list[float]]:

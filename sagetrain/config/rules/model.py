@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sagetrain.config.errors import Finding
+from sagetrain.config.layer_specs import WITH_SINKS
 from sagetrain.config.rules.findings import divisors, error, no_effect
 from sagetrain.config.schema import ModelConfig, RunConfig
 
@@ -50,6 +51,14 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
         )
     yield from rope_scaling(model)
     yield from _windows(cfg)
+    if cfg.model.sinks and cfg.attention.backend not in WITH_SINKS:
+        yield error(
+            "sinks_of_backend",
+            "attention.backend",
+            cfg.attention.backend,
+            "has no sinks, which model.sinks asks for",
+            f"use attention.backend {' or '.join(WITH_SINKS)}, or model.sinks false",
+        )
     if cfg.training.perturb > model.hidden_size:
         yield error(
             "perturb_channel",

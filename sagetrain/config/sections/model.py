@@ -127,6 +127,9 @@ class ModelConfig(Section):
     """Add a learned bias to q, k and v each, as Qwen2 and Qwen2.5 do. Biases begin as 0 and do not decay."""
     windows: WindowsConfig | None = None
     """Layers with windows: tokens, pattern, rope_theta. Default: none, all layers have full attention."""
+    sinks: bool = False
+    """Give each query head a sink: a learned score beside those of the keys, whose value is zero, as in GPT-OSS. Sinks
+    begin as 0 and do not decay. attention.backend sage and reference take them."""
     experts: ExpertsConfig | None = None
     """Mixture of experts: number, per_token, ffn_size, ... Default: none, all layers have a dense MLP."""
     activation: Literal["swiglu", "geglu"] = "swiglu"
