@@ -185,9 +185,10 @@ def _not_recorded(cfg: RunConfig) -> Refusal | None:
     parallel, stage = cfg.parallel, cfg.parallel.zero_stage
     if _engine(cfg) == "deepspeed":
         return Refusal("parallel.engine", "deepspeed", "hooks of DeepSpeed run in every micro-step", "use fsdp")
-    attention = layers(cfg.model)[0].attention
-    if attention.gather_of(parallel.tensor_parallel_size, context := parallel.context_parallel_size) > 1:
-        why = "more than the query heads of a rank, and gathered keys were never recorded"
+    attention, context = layers(cfg.model)[0].attention, parallel.context_parallel_size
+    untried = cfg.training.cuda_graphs == "auto"
+    if untried and attention.gather_of(parallel.tensor_parallel_size, context) > 1:
+        why = "gathered keys were recorded on CPUs alone, and cuda_graphs: on records them"
         return Refusal("parallel.context_parallel_size", context, why, "use one that divides the heads")
     if stage > 1:
         return Refusal("parallel.zero_stage", stage, "hooks of FSDP2 run in every micro-step", "use 0 or 1")

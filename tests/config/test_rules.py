@@ -129,8 +129,6 @@ CASES = [
           ({}, {"backend": "sage", "recipe": "fine"}, {}, 1, "stability.monitor.every_steps", "use null"),
           ({}, {"backend": "sage", "recipe": "fine"}, {"stability": {"quant_noise": {"every_steps": 10}}}, 1, "stability.quant_noise.every_steps", "use null"),
       ]),
-    ({"parallel": {"context_parallel_size": 8}, "attention": {"backend": "sdpa"}, "training": {"cuda_graphs": "on"}}, 8,
-     "cuda_graphs_off", "error", "training.cuda_graphs", "parallel.context_parallel_size is 8, where", "use one that divides the heads"),
     ({"parallel": {"context_parallel_size": 4}, "data": {"seq_length": 1022}}, 4,
      "context_parallel_split", "error", "data.seq_length", "1022: is not a multiple of parallel.context_parallel_size 4", "use 1020 or 1024"),
     ({"parallel": {"context_parallel_size": 2, "tensor_parallel_size": 2, "sequence_parallel": True}, "data": {"seq_length": 1022}}, 4,

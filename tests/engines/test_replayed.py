@@ -90,6 +90,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": ("mask", {"model": {"experts": EXPERTS}}),
 }
 
+ONE_HEAD = {"num_attention_heads": 1}
+GATHERED: dict[str, tuple[str, dict[str, Any]]] = {
+    "gathered": ("plain", {"model": ONE_HEAD}),
+    "gathered, documents": ("documents", {"attention": SAGE, "model": ONE_HEAD}),
+    "gathered, mask, recomputed": ("mask", {"model": ONE_HEAD, "training": {"activation_checkpointing": "full"}}),
+}
+CASES |= GATHERED
+
 
 def step_of(engine: Any, kind: str, step: int, count: int = 6, observers: Observers | None = None) -> tuple[Any, ...]:
     """Take a step. Return its numbers."""
@@ -118,11 +126,11 @@ def engines(stage: int, counted: Counted, groups: Any, **sections: Any) -> Itera
         yield tiny.engine(tiny.config(stage, dtype, **{**sections, "training": training}), groups)
 
 
-def run_cases(stage: int, names: list[str], tp: int = 1, cp: int = 1) -> dict[str, Any]:
+def run_cases(stage: int, names: list[str], tp: int = 1, cp: int = 1, gather: int = 1) -> dict[str, Any]:
     """Take three steps by the host, and by replays. Return what differs, and how many recordings and replays there
     were."""
     backends.document_bounds = DOCUMENT_BOUNDS  # The check of values is for CPUs alone.
-    groups, found = tiny.join(tp, cp), {}
+    groups, found = tiny.join(tp, cp, gather=gather), {}
     halves = {"tensor_parallel_size": tp, "sequence_parallel": tp > 1, "tensor_parallel_overlap": "on"}
     halves["context_parallel_size"] = cp
     for name in names:
@@ -140,7 +148,7 @@ def run_cases(stage: int, names: list[str], tp: int = 1, cp: int = 1) -> dict[st
 def test_replays_take_the_steps_of_the_host_bit_for_bit() -> None:
     """The second step records, as the first one allocates. A single replica replays every micro-step from then on."""
     for stage in (0, 1):  # A single replica has the same memory at both.
-        names = list(CASES)[stage::2]
+        names = [name for name in CASES if name not in GATHERED][stage::2]
         assert run_distributed(run_cases, 1, stage, names)[0] == dict.fromkeys(names, (True, 1, 12))
 
 
@@ -159,6 +167,12 @@ def test_tensor_parallel_ranks_replay_their_collectives() -> None:
 def test_context_parallel_ranks_replay_their_collectives() -> None:
     """The first case has a key head of which both ranks have a copy."""
     for found in run_distributed(run_cases, 2, 1, ["sage, documents", "loss mask, tied"], 1, 2):
+        assert set(found.values()) == {(True, 2, 11)}
+
+
+def test_ranks_that_gather_keys_replay_their_collectives() -> None:
+    """The only query head is on both ranks, whose keys the other one gathers. They have chunks of each sequence."""
+    for found in run_distributed(run_cases, 2, 1, list(GATHERED), 1, 2, 2):
         assert set(found.values()) == {(True, 2, 11)}
 
 
@@ -320,3 +334,12 @@ def test_settings_that_keep_micro_steps_by_the_host(key: str, value: Any, why: s
     assert finding.fix == f"{fix}, or set cuda_graphs: auto"
     assert not layout.recorded
     assert Layout.of(tiny.config(1)).recorded
+
+
+def test_gathered_keys_are_recorded_on_request() -> None:
+    """No GPU has recorded them yet, so `auto` leaves them to the host."""
+    for how, recorded in (("auto", False), ("on", True)):
+        cfg = tiny.config(1, "bf16", parallel={"context_parallel_size": 4}, training={"cuda_graphs": how})
+        layout = Layout.of(cfg)
+        assert layout.gather == 2 and layout.recorded == recorded == (layout.not_recorded is None)
+        assert not any(found.key == "training.cuda_graphs" for found in findings(cfg, layout))

@@ -68,13 +68,13 @@ def _steps(
     return numbers, torch.cat([owned.read("weight").flatten().cpu() for owned in engine.owned()]), engine._traversal
 
 
-def _bits(cases: list[str], compiled: bool, tp: int, cp: int) -> dict[str, bool | str]:
+def _bits(cases: list[str], compiled: bool, tp: int, cp: int, gather: int) -> dict[str, bool | str]:
     torch.use_deterministic_algorithms(True)
     rank, ranks, store = dist.get_rank(), dist.get_world_size(), dist.distributed_c10d._get_default_store()
     dist.destroy_process_group()  # It is of gloo.
     dist.init_process_group("nccl", store=dist.PrefixStore("nccl", store), rank=rank, world_size=ranks)
     device = init_distributed(timeout_minutes=5)
-    groups, found = ParallelGroups.create(Topology(ranks, tp, cp)), {}
+    groups, found = ParallelGroups.create(Topology(ranks, tp, cp, context_gather=gather)), {}
     for case in cases:
         (steps, weights, _), (others, again, replayed) = (
             _steps(case, compiled, how, groups, device) for how in ("off", "on")
@@ -100,9 +100,9 @@ def _auto(
     return (same and right) or f"{seconds}: {chosen.refusal}, {found}, {steps}"
 
 
-def _check(ranks: int, cases: list[str], compiled: bool, tp: int = 1, cp: int = 1) -> None:
+def _check(ranks: int, cases: list[str], compiled: bool, tp: int = 1, cp: int = 1, gather: int = 1) -> None:
     with patch.dict(os.environ, CUBLAS_WORKSPACE_CONFIG=":4096:8"):
-        for found in run_distributed(_bits, ranks, cases, compiled, tp, cp):
+        for found in run_distributed(_bits, ranks, cases, compiled, tp, cp, gather):
             assert found == dict.fromkeys([*cases, *(() if compiled else ("auto",))], True)
 
 
@@ -112,8 +112,10 @@ def test_replays_have_the_bits_of_the_host() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("ranks", "tp", "cp"), [(1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 1, 2)])
-def test_replays_of_compiled_blocks_have_them_too(ranks: int, tp: int, cp: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "tp", "cp", "gather"), [(1, 1, 1, 1), (2, 1, 1, 1), (2, 2, 1, 1), (2, 1, 2, 1), (2, 1, 2, 2)]
+)
+def test_replays_of_compiled_blocks_have_them_too(ranks: int, tp: int, cp: int, gather: int) -> None:
     if ranks > torch.cuda.device_count():
         pytest.skip(f"needs {ranks} GPUs")
-    _check(ranks, list(CASES), compiled=True, tp=tp, cp=cp)
+    _check(ranks, list(CASES), compiled=True, tp=tp, cp=cp, gather=gather)
