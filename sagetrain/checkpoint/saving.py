@@ -336,7 +336,8 @@ class Saver:
         files = {name: info for entry in entries for name, info in entry["files"].items()}
         files |= self._publisher.write(folder, {"config.yaml": snapshot.config_text.encode()})
         wrote = sorted((entry for entry in entries if len(entry["ranges"])), key=lambda entry: entry["place"])
-        pieces = _runs([entry["place"][0] for entry in wrote], [entry["ranges"] for entry in wrote])
+        cut = [shape["tp_dim"] is not None for shape in snapshot.shapes.values()]
+        pieces = _runs([entry["place"][0] for entry in wrote], [entry["ranges"] for entry in wrote], cut)
         named = zip(snapshot.shapes.items(), pieces, strict=True)
         manifest = {
             "format": format_of(shape["kinds"] for shape in snapshot.shapes.values()),
@@ -388,19 +389,20 @@ def _on_gpu(owned: list[OwnedRange]) -> bool:
     return bool(owned) and owned[0].read("weight").is_cuda
 
 
-def _runs(tp_ranks: list[int], ranges: list[np.ndarray]) -> Iterator[list[list[int]]]:
+def _runs(tp_ranks: list[int], ranges: list[np.ndarray], cut: list[bool]) -> Iterator[list[list[int]]]:
     """Yield the pieces of each parameter as runs (see on_disk.py). With a thousand ranks a manifest that lists every
     piece is tens of megabytes long, and training on rank 0 stands still for a second or two while it is made.
 
     Args:
         tp_ranks: the tensor-parallel ranks of the ranks that wrote.
         ranges: what each rank wrote, an array [parameter, 2].
+        cut: for each parameter, whether tensor-parallel ranks have slices of it. Experts are one slice, of which all
+            ranks may write parts.
     """
     if not ranges:
         return
-    slices = np.array(tp_ranks)
-    for starts, stops in np.stack(ranges).transpose(1, 2, 0):
-        ranks = np.flatnonzero(stops > starts)
+    for (starts, stops), sliced in zip(np.stack(ranges).transpose(1, 2, 0), cut, strict=True):
+        slices, ranks = np.array(tp_ranks) * sliced, np.flatnonzero(stops > starts)
         begins, lengths, of = starts[ranks], (stops - starts)[ranks], slices[ranks]
         goes_on = (np.diff(ranks) == 1) & (np.diff(of) == 0) & (np.diff(lengths) == 0)
         goes_on &= begins[1:] == begins[:-1] + lengths[:-1]

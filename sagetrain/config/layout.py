@@ -51,6 +51,11 @@ class Layout:
     shards: int
     """The neighbouring replicas that shard weights and optimizer state between them. Other replicas have copies of the
     shards."""
+    experts: int
+    """The ranks that have the experts of a layer between them: the expert-parallel size."""
+    expert_shards: int
+    """The ranks that shard the same experts between them, if ranks have experts between them: as many of those that
+    shard everything else, and of their tensor-parallel ranks, as have the same experts."""
     micro_step: int
     """The tokens of one micro-step over all ranks. Tokens per step are a whole number of micro-steps."""
     hooks: Literal["never", "every micro-step"]
@@ -91,8 +96,11 @@ class Layout:
         replicas = world_size // (tensor * stages)
         # Micro-batches of a pipeline are under way at once, so there all passes of FSDP2 go through its hooks.
         rests = not by_deepspeed and stage < 2 and stages == 1
-        # A single replica has nothing to reduce.
-        alone = rests and replicas == 1 and parallel.offload == "none"
+        # A single replica has nothing to reduce, but for experts of which its tensor-parallel ranks have copies.
+        experts = parallel.expert_parallel_size
+        alone = rests and replicas == 1 and parallel.offload == "none" and experts in (1, tensor)
+        shards = 1 if stage == 0 else parallel.shard_size or replicas
+        neighbours = tensor * shards
         return cls(
             world_size=world_size,
             tensor=tensor,
@@ -103,7 +111,9 @@ class Layout:
             chunks=parallel.pipeline_chunks,
             engine=engine,
             zero_stage=stage,
-            shards=1 if stage == 0 else parallel.shard_size or replicas,
+            shards=shards,
+            experts=experts,
+            expert_shards=neighbours // experts if stage > 0 and neighbours % experts == 0 else 1,
             micro_step=cfg.data.micro_batch_size * cfg.data.seq_length * (replicas // context),
             hooks="never" if rests else "every micro-step",
             reduced="never" if alone else "once a step" if stage < 2 else "in every micro-step",
@@ -134,6 +144,11 @@ class Layout:
     def copies(self) -> int:
         """The replicas that have the same shard."""
         return self.replicas // self.shards
+
+    @property
+    def expert_copies(self) -> int:
+        """The ranks that have the same shard of the same experts, if ranks have experts between them."""
+        return self.replicas * self.tensor // (self.experts * self.expert_shards)
 
     @property
     def gathered(self) -> Literal["never", "once a step", "in every pass"]:

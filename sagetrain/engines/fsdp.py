@@ -69,15 +69,15 @@ class FsdpEngine(BaseEngine):
         # This comes first, because recordings are made on another stream than the default one.
         record, by_host = recorder_of(cfg.training.cuda_graphs, layout.not_recorded, model, device)
         # Gradients are clipped as the optimizer reads them, so observers see them as they were.
-        super().__init__(model, groups, device, clip=0.0, copies=layout.copies)
+        super().__init__(model, groups, device, clip=0.0, copies=layout.copies, expert_copies=layout.expert_copies)
         self._stage, self.takes_probes = layout.zero_stage, layout.takes_probes
         self._largest_norm = cfg.optimizer.clip_grad or math.inf
         stage, offload, resident = layout.zero_stage, cfg.parallel.offload, layout.hooks == "never"
         dtype = torch.bfloat16 if cfg.training.dtype == "bf16" else torch.float32
         # A number would be a part of the program of a micro-step, and the program stays the same if this changes.
         self._share = model.share
-        ranks = ranks_of(groups, layout.shards, device)
-        self.units = units(model, ranks, layout.replicas, ranks_of_experts(groups, device))
+        ranks = ranks_of(groups, layout, device)
+        self.units = units(model, ranks, layout.replicas, ranks_of_experts(groups, layout, device))
         parameters = shard_model(model, self.units, device, dtype, reshard=stage == 3, offloaded=offload != "none")
         self.settings = {
             "zero_stage": stage,

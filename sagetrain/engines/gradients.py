@@ -26,13 +26,20 @@ class StepGradients:
     Args:
         clip: the largest global norm of the gradients that are shown; 0: they are shown before they are clipped.
         copies: the number of replicas that own the same gradients.
+        expert_copies: the number of ranks that own the same gradients of experts, if ranks have experts between them.
     """
 
     def __init__(
-        self, model: Transformer, groups: ParallelGroups, device: torch.device, clip: float, copies: int
+        self,
+        model: Transformer,
+        groups: ParallelGroups,
+        device: torch.device,
+        clip: float,
+        copies: int,
+        expert_copies: int = 1,
     ) -> None:
         self._groups, self._device, self._clip, self._copies = groups, device, clip, copies
-        self._layers = LayerSquares(model.every_spec.values(), groups, device)
+        self._layers = LayerSquares(model.every_spec.values(), groups, device, copies / expert_copies)
         self.begin(None)
 
     def begin(self, noise: GradientNoise | None) -> None:

@@ -7,6 +7,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -44,17 +45,16 @@ def partitioner(cfg: RunConfig, groups: ParallelGroups) -> Callable[[TensorSpec,
     The function is for Transformer(partition=...), and with it no rank ever holds the whole model in fp32. The
     parameter goes back to the meta device, in fp32. Its attribute `shard` is a `Shard`.
     """
-    shards = Layout.of(cfg, groups.topology.world_size).shards
+    layout = Layout.of(cfg, groups.topology.world_size)
     kept = torch.float32 if cfg.optimizer.master == "fp32" else torch.bfloat16
     offloaded = cfg.parallel.offload != "none"
 
     def partition(spec: TensorSpec, parameter: Any) -> None:
         # The copy is made before the parameter gives its memory away. In its own dtype `to` alone would be a view.
-        of = shards, groups.replica_rank % shards
+        shards, place = layout.shards, groups.replica_rank
         if spec.cut == "experts" and groups.ep_size > 1:
-            copies = groups.topology.expert_copies(groups.rank)
-            of = len(copies), copies.index(groups.rank)
-        device, rows = parameter.device, rows_of(len(parameter), *of)
+            shards, place = layout.expert_shards, groups.topology.expert_copies(groups.rank).index(groups.rank)
+        device, rows = parameter.device, rows_of(len(parameter), shards, place % shards)
         own = parameter.detach()[rows].to("cpu" if offloaded else device, kept, copy=True)
         materialize(parameter, torch.empty(parameter.shape, dtype=kept, device="meta"))
         parameter.shard = Shard(own, device)
@@ -82,40 +82,55 @@ class UnitRanks:
         return rows_of(rows, self.shards.size(), self.shards.rank())
 
 
-def ranks_of(groups: ParallelGroups, shards: int, device: torch.device) -> UnitRanks:
-    """Return the ranks that have the same tensor-parallel slices, of which every `shards` neighbours shard the slices
-    between them; collective."""
-    whole, (row, place) = groups.replica_group, divmod(groups.replica_rank, shards)
+def ranks_of(groups: ParallelGroups, layout: Layout, device: torch.device) -> UnitRanks:
+    """Return the ranks that have the same tensor-parallel slices, some neighbours of which shard the slices between
+    them; collective."""
+    whole = groups.replica_group
     assert whole is not None, "an engine runs in a process group"
+    return _ranks(groups, whole, groups.topology.replica_ranks(groups.rank), layout.shards, groups.tp_size, device)
+
+
+def ranks_of_experts(groups: ParallelGroups, layout: Layout, device: torch.device) -> UnitRanks | None:
+    """Return the ranks that have the same experts, some neighbours of which shard the experts between them; collective.
+    None: the experts have the ranks of everything else."""
+    if groups.ep_size == 1:
+        return None
+    same = groups.topology.expert_copies(groups.rank)
+    whole = groups.subgroup(same, "copies of experts")
+    return _ranks(groups, whole, same, layout.expert_shards, groups.ep_size, device)
+
+
+def _ranks(
+    groups: ParallelGroups, whole: dist.ProcessGroup, same: list[int], shards: int, slices: int, device: torch.device
+) -> UnitRanks:
+    """Return the ranks of tensors of which `same`, the ranks of a group, have the same slice; collective.
+
+    Args:
+        shards: the number of neighbours among them that shard the slice between them.
+        slices: the number of slices, which consecutive ranks have.
+    """
+    row, place = divmod(same.index(groups.rank), shards)
     copies = None
-    if shards == groups.num_replicas:
+    if shards == len(same):
         neighbours, mesh = whole, DeviceMesh.from_group(whole, device.type, mesh_dim_names=("shard",))
     else:
-        grid = torch.tensor(groups.topology.replica_ranks(groups.rank), dtype=torch.int).view(-1, shards)
+        grid = torch.tensor(same, dtype=torch.int).view(-1, shards)
         neighbours = groups.subgroup(grid[row].tolist(), "shards")
         copies = whole if shards == 1 else groups.subgroup(grid[:, place].tolist(), "copies of shards")
         names = "copy", "shard"
         mesh = DeviceMesh.from_group([copies, neighbours], device.type, mesh=grid, mesh_dim_names=names)
-    return UnitRanks(mesh, neighbours, copies, _holders(groups, shards), twin=row > 0)
+    return UnitRanks(mesh, neighbours, copies, _holders(groups, shards * slices), twin=row > 0)
 
 
-def ranks_of_experts(groups: ParallelGroups, device: torch.device) -> UnitRanks | None:
-    """Return the ranks that have the same experts, all of which shard them between them; collective. None: the experts
-    have the ranks of everything else."""
-    if groups.ep_size == 1:
+def _holders(groups: ParallelGroups, size: int) -> dist.ProcessGroup | None:
+    """Return this rank's group of so many neighbours, which have all slices of neighbours that shard; collective."""
+    if size == 1:
         return None
-    copies = groups.subgroup(groups.topology.expert_copies(groups.rank), "copies of experts")
-    mesh = DeviceMesh.from_group(copies, device.type, mesh_dim_names=("shard",))
-    return UnitRanks(mesh, copies, None, dist.group.WORLD, twin=False)
-
-
-def _holders(groups: ParallelGroups, shards: int) -> dist.ProcessGroup | None:
-    """Return the tensor-parallel slices of neighbours that shard; collective."""
-    if shards == groups.num_replicas and groups.pp_size == 1:
-        return dist.group.WORLD if dist.get_world_size() > 1 else None
-    if shards == 1:
-        return groups.tp_group if groups.tp_size > 1 else None
-    size = shards * groups.tp_size
+    if size == dist.get_world_size():
+        return dist.group.WORLD
+    for group in (groups.tp_group, groups.ep_group):
+        if group is not None and group.size() == size:
+            return group
     first = groups.rank // size * size
     return groups.subgroup(list(range(first, first + size)), "holders of a tensor")
 
@@ -208,8 +223,13 @@ def shard_model(
     for unit in parts:
         if device.type == "cpu":
             unit.module.set_force_sum_reduction_for_comms(True)  # Gloo has no mean.
-        if unit.divisor != unit.ranks.mesh.size():
+        if unit.divisor == unit.ranks.mesh.size():
+            continue
+        if unit.ranks.shards.size() > 1:
             unit.module.set_gradient_divide_factor(float(unit.divisor))
+        else:
+            # Where nothing is sharded, versions of torch divide by a factor of ours never, once or twice.
+            unit.module.set_all_reduce_hook(partial(torch.Tensor.div_, other=unit.divisor / unit.ranks.mesh.size()))
     for chunk in model.chunks:
         of_chunk = [cast(Any, model.blocks.get_submodule(str(number))) for number in chunk.blocks]
         for block, following in itertools.pairwise(of_chunk):

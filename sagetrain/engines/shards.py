@@ -111,7 +111,9 @@ class Shards:
             # The embedding's gradient has a part from the first stage and one from the last. Both get the sum.
             dist.all_reduce(gradients[EMBEDDING], group=self._ends)
         for name, spec in self._here.items() if self._groups.tp_size > 1 else ():
-            if spec.of_own_tokens and name in gradients:
+            # Experts that ranks have between them were summed over all ranks that have copies of them.
+            summed = spec.cut == "experts" and self._groups.ep_size > 1
+            if spec.of_own_tokens and not summed and name in gradients:
                 dist.all_reduce(gradients[name], group=self._groups.tp_group)
 
     def square(self, gradients: Mapping[str, Tensor]) -> Tensor:

@@ -74,16 +74,23 @@ class BaseEngine(Passes):
         clip: the largest global norm of the gradients that observers are shown; 0: they are shown before they are
             clipped.
         copies: the number of replicas that own the same gradients.
+        expert_copies: the number of ranks that own the same gradients of experts, if ranks have experts between them.
     """
 
     def __init__(
-        self, model: Transformer, groups: ParallelGroups, device: torch.device, clip: float, copies: int
+        self,
+        model: Transformer,
+        groups: ParallelGroups,
+        device: torch.device,
+        clip: float,
+        copies: int,
+        expert_copies: int = 1,
     ) -> None:
         super().__init__(model, groups, device)
         self._clip = clip
         self.optimizer_steps = 0
         self._traversal = Plain(self)
-        self._gradients = StepGradients(model, groups, device, clip, copies)
+        self._gradients = StepGradients(model, groups, device, clip, copies, expert_copies)
 
     # -- what each engine does its own way -----------------------------------------------------------------------
 

@@ -213,7 +213,8 @@ class MoE(nn.Module):
             # Choices of other ranks' experts have no row here.
             x, weights = gather_tokens(x, group), gather_tokens(weights, group)
             choices = finish(start_all_gather(choices, group)) - self.groups.ep_rank * self._own
-        y = experts(x, weights, plan_rows(choices, self._own))
+        # FSDP's hooks of experts that ranks have between them would gather them once more, and break a block's graph.
+        y = experts.forward(x, weights, plan_rows(choices, self._own))
         return y if group is None else scatter_sums(y, group)
 
 

@@ -75,9 +75,16 @@ def averaged(before: Sequence[float] | None, new: Sequence[float], decay: float,
 
 
 class LayerSquares:
-    """Sums of squares by layer, over every rank's part of the parameters. Each element of the model counts once."""
+    """Sums of squares by layer, over every rank's part of the parameters. Each element of the model counts once.
 
-    def __init__(self, specs: Collection[TensorSpec], groups: ParallelGroups, device: torch.device) -> None:
+    Args:
+        of_experts: the factor of squares of experts that ranks have between them, which have other copies than
+            everything else.
+    """
+
+    def __init__(
+        self, specs: Collection[TensorSpec], groups: ParallelGroups, device: torch.device, of_experts: float = 1.0
+    ) -> None:
         self.layers = list(dict.fromkeys(str(spec.layer) for spec in specs))
         """All layers, in the order of the model."""
         self.place = {spec.name: number for number, spec in enumerate(specs)}
@@ -85,6 +92,9 @@ class LayerSquares:
         copies = [place(spec, groups).copies for spec in specs]
         self._layer = torch.tensor([self.layers.index(str(spec.layer)) for spec in specs], device=device)
         self._share = 1 / torch.tensor(copies, dtype=torch.float64, device=device)
+        for spec in specs if groups.ep_size > 1 else ():
+            if spec.cut == "experts":
+                self._share[self.place[spec.name]] *= of_experts
         self._groups = groups
 
     def add(self, what: str, squares: Tensor, factor: Tensor | float, copies: int) -> None:
@@ -109,6 +119,9 @@ class GradientNoise:
     pass over the gradients of every micro-batch, and under context parallelism their all-reduce, as those of experts
     under tensor parallelism.
 
+    Experts that ranks have between them are left out: a rank's gradient of them is that of the tokens of several
+    micro-batches.
+
     Args:
         leaves: the tensors that autograd gives gradients to, by name (Engine.leaves). In a pipeline they are those of
             this rank's stage.
@@ -122,10 +135,9 @@ class GradientNoise:
         groups: ParallelGroups,
         device: torch.device,
     ) -> None:
-        self._groups, self._parameters = (
-            groups,
-            {number: leaves[spec.name] for number, spec in enumerate(specs) if spec.name in leaves},
-        )
+        specs = [spec for spec in specs if spec.cut != "experts" or groups.ep_size == 1]
+        self._groups = groups
+        self._parameters = {number: leaves[spec.name] for number, spec in enumerate(specs) if spec.name in leaves}
         self._own = {number for number, spec in enumerate(specs) if spec.of_own_tokens and groups.tp_size > 1}
         """The places of the parameters of which tensor-parallel ranks have parts of the gradient."""
         self._squares = LayerSquares(specs, groups, device)
@@ -176,7 +188,7 @@ class GradientNoise:
     def of_step(self, gradients: Iterable[tuple[str, Tensor]]) -> None:
         """Add parts of the step's mean gradient, each with the name of its parameter. No part may be on two
         replicas."""
-        names, parts = zip(*gradients, strict=True)
+        names, parts = zip(*(part for part in gradients if part[0] in self._squares.place), strict=True)
         places = torch.tensor([self._squares.place[name] for name in names], device=self._mean.device)
         norms = torch.stack(torch._foreach_norm(list(parts))).to(self._mean.device)
         self._mean.index_add_(0, places, norms.double().square())

@@ -225,7 +225,7 @@ def test_the_manifest_of_a_thousand_ranks_is_small(tmp_path) -> None:
     """The model has 300 tensors at ZeRO 3 on 1,024 ranks and, with another end, at ZeRO 1."""
     world, tensors, size = 1024, 300, 4096 * 4096
     every = [np.array([[rank * size // world, (rank + 1) * size // world]] * tensors) for rank in range(world)]
-    pieces = list(saving._runs([0] * world, every))
+    pieces = list(saving._runs([0] * world, every, [True] * tensors))
     text = json.dumps(pieces)
     assert len(text) < 40 * tensors
     assert pieces == [[[0, 0, world, 0, size // world]]] * tensors
@@ -243,7 +243,7 @@ def test_runs_are_the_pieces_that_were_written(lengths: list[list[int]], first: 
                 expected[tp_rank, start, stop] = len(ranges)
             tp_ranks.append(tp_rank)
             ranges.append(np.array([[start, stop]]))
-    (runs,) = saving._runs(tp_ranks, ranges)
+    (runs,) = saving._runs(tp_ranks, ranges, [True])
     found = {
         (tp_rank, start + i * length, start + (i + 1) * length): rank + i
         for tp_rank, rank, count, start, length in runs

@@ -19,7 +19,7 @@ SECTIONS: dict[str, dict] = {
     "parallel": {"expert_parallel_size": 2},
     "training": {"dtype": "bf16", "cuda_graphs": "off"},
     "evaluation": {"every_tokens": 2560},
-    "stability": {"monitor": {"every_steps": 4}, "noise_scale": {"every_steps": None}},
+    "stability": {"monitor": {"every_steps": 4}, "noise_scale": {"every_steps": 4}},
 }
 
 

@@ -45,12 +45,9 @@ UNDER_TENSOR_PARALLELISM: dict[str, tuple[object, ...]] = {
 """The values that were proven with experts under tensor parallelism. A rank sends its own tokens to experts."""
 
 UNDER_EXPERT_PARALLELISM: dict[str, tuple[object, ...]] = {
-    "parallel.tensor_parallel_size": (1,),
-    "parallel.pipeline_parallel_size": (1,),
-    "parallel.zero_stage": (1,),
+    "parallel.zero_stage": (0, 1, 2),
     "parallel.shard_size": (None,),
     "evaluation.samples_every_tokens": (None,),
-    "stability.noise_scale.every_steps": (None,),
 }
 """The values that were proven where ranks have the experts of a layer between them."""
 

@@ -33,7 +33,7 @@ class ParallelConfig(Section):
     expert_parallel_size: PositiveInt = 1
     """Neighbouring ranks that have the experts of a layer between them (model.experts), up to per_token of them. Each
     group of these ranks gathers the tokens of all of them before the experts, and adds up their results behind. Other
-    tensors stay as they are. Needs zero_stage 1."""
+    tensors stay as they are. Needs a zero_stage of 0 to 2."""
     pipeline_chunks: PositiveInt = 1
     """Number of ranges of blocks that each pipeline stage has (interleaved 1F1B). With several chunks the stages idle
     less and send more."""
