@@ -60,7 +60,7 @@ def kept_engine(asked: RunConfig, before: Kept) -> tuple[RunConfig, Finding | No
     usual = layout.engine
     if parallel.engine != "auto" or before.engine == usual:
         return asked, None
-    kept = asked.model_copy(update={"parallel": parallel.model_copy(update={"engine": before.engine})})
+    kept = asked.changed({"parallel": {"engine": before.engine}})
     # Errors of both engines are found elsewhere.
     common = {finding.rule for finding in fit(asked, layout.world_size) if finding.level == "error"}
     for finding in fit(kept, layout.world_size):

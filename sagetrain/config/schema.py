@@ -7,6 +7,7 @@ generated from it. Unknown keys are errors. This module imports no torch, so tha
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from sagetrain.config.sections.base import Section, is_url
@@ -129,3 +130,8 @@ class RunConfig(Section):
     guidance: GuidanceConfig = GuidanceConfig()
     deepspeed: dict[str, Any] = {}
     """Further keys of DeepSpeed. Only the keys of docs/gradients.md, which were tested, are allowed."""
+
+    def changed(self, sections: Mapping[str, Mapping[str, object]]) -> RunConfig:
+        """Return the configuration with other values of some keys, by section. Nothing is checked."""
+        update = {name: getattr(self, name).model_copy(update=values) for name, values in sections.items()}
+        return self.model_copy(update=update)

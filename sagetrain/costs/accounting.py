@@ -87,7 +87,7 @@ def _recomputed(cfg: RunConfig) -> int:
 
 def with_recomputation(cfg: RunConfig, how: Recomputation) -> RunConfig:
     """Return the configuration with this setting of training.activation_checkpointing."""
-    return cfg.model_copy(update={"training": cfg.training.model_copy(update={"activation_checkpointing": how})})
+    return cfg.changed({"training": {"activation_checkpointing": how}})
 
 
 def last_block(cfg: RunConfig, rank: Rank) -> tuple[Operation, ...]:

@@ -173,11 +173,9 @@ def held(cfg: RunConfig, layout: Layout, vocab_size: int, stage: int) -> Held:
     if experts is not None:
         dense = _dense(cfg.model, own)
         experts = None if dense == blocks else experts.model_copy(update={"dense_layers": dense})
-    sections = {
-        "model": cfg.model.model_copy(update={"num_layers": blocks, "windows": windows, "experts": experts}),
-        "training": cfg.training.model_copy(update={"activation_checkpointing": again}),
-    }
-    return Held(cfg.model_copy(update=sections), size, first, last, passes / len(own))
+    model = {"num_layers": blocks, "windows": windows, "experts": experts}
+    part = cfg.changed({"model": model, "training": {"activation_checkpointing": again}})
+    return Held(part, size, first, last, passes / len(own))
 
 
 # Many layouts are proposed for one model, and each of them asks for these counts.

@@ -199,34 +199,27 @@ def _built(folder: Path, scratch: Path, fresh: bool, layers_of_tp: int) -> Run:
     if fresh and cfg.training.init_from is not None:
         # The key may name a run that has gone on since.
         begins_from = str(init_from.recorded(run_dir, cfg.training.init_from))
-        cfg = cfg.model_copy(update={"training": cfg.training.model_copy(update={"init_from": begins_from})})
-    parallel = cfg.parallel.model_copy(update={"world_size": None})
+        cfg = cfg.changed({"training": {"init_from": begins_from}})
+    parallel: dict[str, object] = {"world_size": None}
     if os.environ.get("WORLD_SIZE", "1") == "1":
         # At stage 0 the norms of layers are known even if a gradient is not finite.
-        stage = 0 if cfg.training.dtype == "fp32" and parallel.offload == "none" else parallel.zero_stage
-        one = {
-            "tensor_parallel_size": 1,
-            "context_parallel_size": 1,
-            "sequence_parallel": False,
-            "zero_stage": stage,
-            "shard_size": None,
-        }
-        stages = {"pipeline_parallel_size": 1, "pipeline_chunks": 1, "pipeline_blocks": "auto"}
-        parallel = parallel.model_copy(update=one | stages)
-    elif parallel.pipeline_parallel_size > 1:
+        stage = 0 if cfg.training.dtype == "fp32" and cfg.parallel.offload == "none" else cfg.parallel.zero_stage
+        parallel |= {"tensor_parallel_size": 1, "context_parallel_size": 1, "sequence_parallel": False}
+        parallel |= {"zero_stage": stage, "shard_size": None}
+        parallel |= {"pipeline_parallel_size": 1, "pipeline_chunks": 1, "pipeline_blocks": "auto"}
+    elif (stages := cfg.parallel.pipeline_parallel_size) > 1:
         raise ConfigError(
-            f"{folder}: the run has a pipeline (parallel.pipeline_parallel_size {parallel.pipeline_parallel_size}), "
+            f"{folder}: the run has a pipeline (parallel.pipeline_parallel_size {stages}), "
             "whose steps are taken again in one process: run `sagetrain replay` without a launcher"
         )
-    spikes = cfg.stability.spikes.model_copy(update={"policy": "stop"})
-    sections = {
+    cfg = cfg.changed({
         "parallel": parallel,
-        "training": cfg.training.model_copy(update={"run_dir": str(scratch), "run_url": None}),
-        "checkpoint": cfg.checkpoint.model_copy(update={"resume": "auto"}),
-        "stability": cfg.stability.model_copy(update={"spikes": spikes}),
-        "logging": cfg.logging.model_copy(update={"wandb": None}),
-    }
-    return build(cfg.model_copy(update=sections), layers_of_tp=layers_of_tp)
+        "training": {"run_dir": str(scratch), "run_url": None},
+        "checkpoint": {"resume": "auto"},
+        "stability": {"spikes": cfg.stability.spikes.model_copy(update={"policy": "stop"})},
+        "logging": {"wandb": None},
+    })  # fmt: skip
+    return build(cfg, layers_of_tp=layers_of_tp)
 
 
 def _go_there(run: Run, content: dict[str, Any]) -> float:

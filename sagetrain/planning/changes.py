@@ -8,16 +8,10 @@ from sagetrain.config.layout import Layout
 from sagetrain.config.schema import NoiseAwareTokens, RampTokens, RunConfig
 
 
-def changed(cfg: RunConfig, sections: Mapping[str, Mapping[str, object]]) -> RunConfig:
-    """Return the configuration with other values of some keys, by section."""
-    update = {name: getattr(cfg, name).model_copy(update=values) for name, values in sections.items()}
-    return cfg.model_copy(update=update)
-
-
 def way(cfg: RunConfig, parallel: Mapping[str, object], micro: int) -> RunConfig:
     """Return the configuration with this layout, no recomputation and micro-batches of `micro` sequences."""
     training, data = {"activation_checkpointing": "none"}, {"micro_batch_size": micro}
-    return changed(cfg, {"parallel": parallel, "training": training, "data": data})
+    return cfg.changed({"parallel": parallel, "training": training, "data": data})
 
 
 def with_enough_tokens(cfg: RunConfig, world_size: int) -> RunConfig:
@@ -47,7 +41,7 @@ def overrides_to(cfg: RunConfig, chosen: RunConfig) -> list[str]:
     """Return the overrides that turn `cfg` into `chosen`."""
     pairs = {}
     # An engine that `auto` comes to need not be named.
-    as_asked = changed(chosen, {"parallel": {"engine": cfg.parallel.engine}})
+    as_asked = chosen.changed({"parallel": {"engine": cfg.parallel.engine}})
     if Layout.of(as_asked).engine == Layout.of(chosen).engine:
         chosen = as_asked
     for section, name in (

@@ -191,8 +191,7 @@ def _attention(plan: Plan, shown: PricedLayout) -> Iterator[Finding]:
     cfg, ours = shown.cfg, shown.prediction
     if (cfg.attention.backend, cfg.attention.recipe) == ("auto", "auto"):
         return
-    attention = cfg.attention.model_copy(update={"backend": "auto", "recipe": "auto"})
-    auto = cfg.model_copy(update={"attention": attention})
+    auto = cfg.changed({"attention": {"backend": "auto", "recipe": "auto"}})
     best = predict(auto, plan.world_size, plan.vocab_size, plan.hardware, plan.span)
     if best.tokens_per_second >= _FASTER * ours.tokens_per_second:
         backend, _, recipe = best.attention_backend.partition(" ")

@@ -17,7 +17,7 @@ from sagetrain.costs.accounting import total_bytes, with_recomputation
 from sagetrain.costs.hardware import Hardware
 from sagetrain.costs.host_memory import HOST_SHARE, host_memory_per_rank
 from sagetrain.costs.memory import memory_per_rank
-from sagetrain.planning.changes import changed, raise_of, way, with_enough_tokens
+from sagetrain.planning.changes import raise_of, way, with_enough_tokens
 from sagetrain.planning.evidence import engines_compared
 from sagetrain.planning.performance import predict, with_overlap
 from sagetrain.planning.priced import WIDE, PricedLayout, fastest_linear, fits_with, host_finding, priced, usable_memory
@@ -68,7 +68,7 @@ def by_other_engine(
     if not engines_compared(hardware):
         return None
     engine = "deepspeed" if Layout.of(cfg).engine == "fsdp" else "fsdp"
-    other = changed(cfg, {"parallel": {"engine": engine}})
+    other = cfg.changed({"parallel": {"engine": engine}})
     return priced(other, world_size, vocab_size, hardware, span) if _allowed(other, world_size, vocab_size) else None
 
 
@@ -175,7 +175,7 @@ def with_longer_micro_batches(
     world_size, micro = item.prediction.world_size, item.cfg.data.micro_batch_size
     anew = with_recomputation(item.cfg.model_copy(update={"linear": cfg.linear}), "none")
     for factor in (2, 4, 8):
-        longer = with_enough_tokens(changed(anew, {"data": {"micro_batch_size": factor * micro}}), world_size)
+        longer = with_enough_tokens(anew.changed({"data": {"micro_batch_size": factor * micro}}), world_size)
         if _allowed(longer, world_size, vocab_size):
             for found in _fitting([longer], world_size, vocab_size, hardware, span):
                 if found.prediction.tokens_per_second >= gain * item.prediction.tokens_per_second:
@@ -197,7 +197,7 @@ def host_memory_to_offload(cfg: RunConfig, world_size: int, vocab_size: int, har
 def _smaller_states(cfg: RunConfig) -> list[RunConfig]:
     """Return the configuration with each of _SMALLER_STATES, and once where several come to the same."""
     found: dict[tuple[object, ...], RunConfig] = {}
-    for smaller in (changed(cfg, state) for state in _SMALLER_STATES):
+    for smaller in (cfg.changed(state) for state in _SMALLER_STATES):
         optimizer = smaller.optimizer.moments, smaller.optimizer.master
         found.setdefault((*optimizer, Layout.of(smaller).engine, smaller.parallel.offload), smaller)
     return [*found.values()]
@@ -256,7 +256,7 @@ def _sharded(cfg: RunConfig, stages: Sequence[int], hardware: Hardware) -> Itera
     only_fsdp = cfg.optimizer.master != "fp32" or parallel.offload != "none" or parallel.shard_size is not None
     for stage in stages:
         yield stage, parallel.engine
-        at_stage = changed(cfg, {"parallel": {"zero_stage": stage}})
+        at_stage = cfg.changed({"parallel": {"zero_stage": stage}})
         if Layout.of(at_stage).engine == "deepspeed" and (only_fsdp or (stage == 3 and engines_compared(hardware))):
             yield stage, "fsdp"
 

@@ -127,8 +127,7 @@ def _mean_peak(steps: list[_Step]) -> float:
 
 def with_overlap(cfg: RunConfig, how: Literal["off", "on"]) -> RunConfig:
     """Return a configuration whose micro-batches go through the blocks whole ("off") or in halves ("on")."""
-    parallel = cfg.parallel.model_copy(update={"tensor_parallel_overlap": how})
-    return cfg.model_copy(update={"parallel": parallel})
+    return cfg.changed({"parallel": {"tensor_parallel_overlap": how}})
 
 
 def _speed(prediction: StepPrediction) -> float:

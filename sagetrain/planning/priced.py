@@ -14,7 +14,6 @@ from sagetrain.costs.accounting import MemoryItem, total_bytes, with_recomputati
 from sagetrain.costs.hardware import Hardware, usable_bytes
 from sagetrain.costs.host_memory import host_memory_finding
 from sagetrain.costs.memory import memory_per_rank
-from sagetrain.planning.changes import changed
 from sagetrain.planning.performance import predict, with_overlap
 from sagetrain.planning.prediction import StepPrediction
 
@@ -92,7 +91,7 @@ def fastest_linear(cfg: RunConfig, vocab_size: int, hardware: Hardware, span: fl
     precisions = hardware.precisions if may_be_low_bit(cfg) else ("bf16",)
     choices = [each for each in cfg.linear.choices(layers) if each.precision in precisions]
     # The optimizer takes the same time with each choice.
-    alone = changed(cfg, {"parallel": _ALONE, "optimizer": {"name": "adamw", **WIDE}})
+    alone = cfg.changed({"parallel": _ALONE, "optimizer": {"name": "adamw", **WIDE}})
     alone, parallel = with_recomputation(alone, "none"), cfg.parallel
     ranks = parallel.tensor_parallel_size * parallel.context_parallel_size
 

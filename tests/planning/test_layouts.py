@@ -16,7 +16,7 @@ from sagetrain.config.rules import fit
 from sagetrain.costs.accounting import overlaps, total_bytes
 from sagetrain.costs.hardware import H200, HARDWARE
 from sagetrain.planning import layouts, priced
-from sagetrain.planning.changes import changed, overrides_to
+from sagetrain.planning.changes import overrides_to
 from sagetrain.planning.layouts import (
     fewest_gpus,
     propose,
@@ -116,7 +116,7 @@ def test_few_key_heads_are_copied_inside_of_a_host():
     as many sequences instead."""
     heads = {"num_attention_heads": 16, "num_key_value_heads": 2}
     cfg = config("1b", "data.seq_length=131072", "tokens_per_step={schedule: constant, tokens: 131072}")
-    cfg = changed(cfg, {"model": {"num_layers": 8, "hidden_size": 2048, "ffn_hidden_size": 8192, **heads}})
+    cfg = cfg.changed({"model": {"num_layers": 8, "hidden_size": 2048, "ffn_hidden_size": 8192, **heads}})
     for ranks in (8, 16):
         for item in propose(cfg, ranks, VOCAB, H200):
             assert (item.layout.tensor * item.layout.context, item.layout.copies_of_keys) == (8, 4)
