@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from sagetrain.config.errors import Finding
 from sagetrain.config.layer_specs import WITH_SINKS
-from sagetrain.config.rules.findings import divisors, error, no_effect
+from sagetrain.config.rules.findings import About, divisors, no_effect
 from sagetrain.config.schema import ModelConfig, RunConfig
 
 
@@ -15,18 +15,12 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
     model, head_dim = cfg.model, cfg.model.head_dim
     again = cfg.training.activation_checkpointing
     if isinstance(again, int) and again > model.num_layers:
-        yield error(
-            "recomputed_blocks",
-            "training.activation_checkpointing",
-            again,
+        yield About("recomputed_blocks", "training.activation_checkpointing", again).error(
             f"are more blocks than model.num_layers {model.num_layers}",
             f"use a number up to {model.num_layers}, or full",
         )
     if model.num_attention_heads % model.num_key_value_heads:
-        yield error(
-            "grouped_query_heads",
-            "model.num_key_value_heads",
-            model.num_key_value_heads,
+        yield About("grouped_query_heads", "model.num_key_value_heads", model.num_key_value_heads).error(
             f"does not divide num_attention_heads {model.num_attention_heads}: "
             "every key/value head serves equally many query heads",
             f"use one of {divisors(model.num_attention_heads)}",
@@ -34,62 +28,39 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
     rest = model.hidden_size % model.num_attention_heads
     if rest and "head_dim" not in model.model_fields_set:
         lower = model.hidden_size - rest
-        yield error(
-            "default_head_dim",
-            "model.hidden_size",
-            model.hidden_size,
+        yield About("default_head_dim", "model.hidden_size", model.hidden_size).error(
             f"is not a multiple of num_attention_heads {model.num_attention_heads}, and no head_dim is given",
             f"use {lower} or {lower + model.num_attention_heads}, or give model.head_dim",
         )
     elif head_dim % 2:
-        yield error(
-            "even_head_dim",
-            "model.head_dim",
-            head_dim,
+        yield About("even_head_dim", "model.head_dim", head_dim).error(
             "is odd: the rotary embedding turns pairs",
             "use an even head_dim; by default it is hidden_size / num_attention_heads",
         )
     yield from rope_scaling(model)
     yield from _windows(cfg)
     if cfg.model.sinks and cfg.attention.backend not in WITH_SINKS:
-        yield error(
-            "sinks_of_backend",
-            "attention.backend",
-            cfg.attention.backend,
+        yield About("sinks_of_backend", "attention.backend", cfg.attention.backend).error(
             "has no sinks, which model.sinks asks for",
             f"use attention.backend {' or '.join(WITH_SINKS)}, or model.sinks false",
         )
     if cfg.training.perturb > model.hidden_size:
-        yield error(
-            "perturb_channel",
-            "training.perturb",
-            cfg.training.perturb,
+        yield About("perturb_channel", "training.perturb", cfg.training.perturb).error(
             f"names a channel, and model.hidden_size is {model.hidden_size}",
             f"use 1 to {model.hidden_size}, or 0 for none",
         )
     limits = {"sage": (16, 256), "flash": (8, 256)}.get(cfg.attention.backend)
     if limits and not limits[0] <= head_dim <= limits[1]:
-        yield error(
-            "head_dim_of_backend",
-            "model.head_dim",
-            head_dim,
+        yield About("head_dim_of_backend", "model.head_dim", head_dim).error(
             f"attention.backend {cfg.attention.backend} takes {limits[0]} to {limits[1]}",
             "change the number of heads or head_dim, or use attention.backend sdpa",
         )
     if cfg.training.dtype == "fp32" and cfg.attention.backend == "flash":
-        yield error(
-            "flash_needs_16_bits",
-            "attention.backend",
-            "flash",
-            "flash-attn takes bf16 only, training.dtype is fp32",
-            "use training.dtype bf16, or attention.backend sdpa",
+        yield About("flash_needs_16_bits", "attention.backend", "flash").error(
+            "flash-attn takes bf16 only, training.dtype is fp32", "use training.dtype bf16, or attention.backend sdpa"
         )
     if cfg.training.dtype == "fp32" and cfg.attention.backend == "sage":
-        yield Finding(
-            "sage_in_fp32",
-            "info",
-            "training.dtype",
-            "fp32",
+        yield About("sage_in_fp32", "training.dtype", "fp32").info(
             "sage takes fp32 on a machine without a GPU only, where its torch twin runs; its kernels take bf16",
             "use training.dtype bf16, or attention.backend sdpa, on a GPU",
         )
@@ -104,10 +75,7 @@ def rope_scaling(model: ModelConfig) -> Iterator[Finding]:
     bounds = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
     slow, fast = bounds.get(scaling.type, ("factor", "factor"))
     if scaling.type != "linear" and getattr(scaling, slow) >= getattr(scaling, fast):
-        yield error(
-            "rope_scaling_bounds",
-            f"model.rope_scaling.{slow}",
-            getattr(scaling, slow),
+        yield About("rope_scaling_bounds", f"model.rope_scaling.{slow}", getattr(scaling, slow)).error(
             f"is not below {fast} {getattr(scaling, fast)}: no frequency would be between slow and fast",
             f"use a smaller {slow}, or leave both out",
         )
