@@ -67,10 +67,27 @@ def compare(
         str | None,
         typer.Option(metavar="NAME", show_default=False, help="Name of the baseline. Default: the name of its file."),
     ] = None,
+    tune: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY=LOW:HIGH",
+            show_default=False,
+            help="Search the best value of this key instead, by successive halving within --budget: values over the "
+            "range run a fourth of training.total_tokens, the better half of them half of it, and the best with its "
+            "neighbours all of it, with --seeds seeds.",
+        ),
+    ] = None,
+    budget: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="TOKENS", show_default=False, help="Tokens of all runs of --tune together."),
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", show_default=False, help="Folder of the results. Default: training.run_dir-compare."
+            "--output",
+            "-o",
+            show_default=False,
+            help="Folder of the results. Default: training.run_dir-compare, or -tune-KEY.",
         ),
     ] = None,
     run_dirs: Annotated[
@@ -116,6 +133,7 @@ def compare(
 
     \b
     sagetrain compare base.yaml --variant 'paper: attention.backend=sage attention.recipe=paper' --seeds 4 --band 2
+    sagetrain compare base.yaml --tune optimizer.lr=1e-4:1e-2 --budget 400000000
     """
     with _Errors() as errors:
         from sagetrain.comparing import command as comparing
@@ -125,6 +143,29 @@ def compare(
         overrides = [] if report_only else [word for word in words if is_assignment(word)]
         named = [word for word in words if word not in overrides]
         failed = 0
+        if tune is not None or budget is not None:
+            from sagetrain.comparing import tuning
+
+            others = {
+                "--variant": variant, "--row": row, "--band": band, "--branch": branch, "--baseline": baseline,
+                "--title": title, "--report-only": report_only, "a second configuration": named[1:],
+            }  # fmt: skip
+            if tune is None or budget is None or any(others.values()) or len(named) != 1:
+                given = [name for name, value in others.items() if value]
+                raise ConfigError(
+                    "--tune KEY=LOW:HIGH and --budget TOKENS go together, with one configuration and overrides"
+                    + (f"; leave out {', '.join(given)}" if given else "")
+                )
+            search = tuning.TuneRequest(named[0], tune, budget, overrides, seeds, allow or [])
+            key = search.search().key
+            where = comparing.places(output or search.default_output(key), run_dirs, per_gpu)
+            errors.output = where.output
+            line = shlex.join(["sagetrain", *(context.obj or ())])
+            rounds = tuning.tune(search, where, _warn, command=line, margin=margin, time_limit=time_limit)
+            if failed := tuning.failed(rounds):
+                _warn(f"error: {many(failed, 'run')} failed; the same command tries them again")
+                _exit(TRAINING_EXIT_CODE)
+            return
         if report_only:
             if output is None and (len(named) > 1 or is_assignment(named[0])):
                 raise ConfigError(

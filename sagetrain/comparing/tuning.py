@@ -1,0 +1,223 @@
+"""`sagetrain compare --tune`: the rounds of a search, each a comparison of its own, and the page about them."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from sagetrain.comparing import runner
+from sagetrain.comparing.command import PAGE, TABLES, Places, Say, compare
+from sagetrain.comparing.halving import Halving
+from sagetrain.comparing.question import Question, Setting
+from sagetrain.comparing.results import Results
+from sagetrain.comparing.run_records import FAILED, FINISHED
+from sagetrain.comparing.tuning_page import PLOT, Round, draw, page
+from sagetrain.config.arguments import spelled
+from sagetrain.config.errors import ConfigError, many
+from sagetrain.config.load import flat, load_config
+from sagetrain.config.schema import ConstantTokens, LrScheduleConfig, TokensPerStepConfig
+from sagetrain.data.token_file import write_atomic
+
+SEARCH = "tune.json"
+_RANGE = re.compile(r"([\w.]+)=([^:]+):([^:]+)")
+
+
+@dataclass(frozen=True)
+class TuneRequest:
+    """A configuration, and the key whose best value is searched."""
+
+    config: str
+    """A configuration file, or the name of a shipped one."""
+    range: str
+    """The text KEY=LOW:HIGH."""
+    budget: int
+    """The tokens of all runs together."""
+    overrides: Sequence[str] = ()
+    seeds: int = 3
+    allow: Sequence[str] = ()
+
+    def search(self) -> Halving:
+        """Return the search. Raises ConfigError if the range, the budget or the configuration does not allow it."""
+        match = _RANGE.fullmatch(self.range)
+        try:
+            key, low, high = match[1], float(match[2]), float(match[3])  # type: ignore[index]
+            if not (math.isfinite(low) and math.isfinite(high)):
+                raise ValueError
+        except (TypeError, ValueError):
+            raise ConfigError(
+                f"--tune {self.range!r}: is written KEY=LOW:HIGH, for example optimizer.lr=1e-4:1e-2"
+            ) from None
+        cfg = load_config(self.config, [*self.overrides, _setting(key, high)])
+        tokens = _refuse(key, cfg.tokens_per_step, cfg.lr_schedule)
+        value = flat(cfg.model_dump(mode="json")).get(key)
+        if not isinstance(value, (int, float)):
+            raise ConfigError(f"--tune {key}: is no number that can be searched; name a key of one number")
+        found = Halving(
+            key,
+            low,
+            high,
+            isinstance(value, int),
+            cfg.training.total_tokens,
+            tokens,
+            self.seeds,
+            self.budget,
+        )
+        found.check()
+        return found
+
+    def question(self, search: Halving, number: int, values: Sequence[float]) -> Question:
+        """Return the comparison of round `number`: a variant for each value, with a whole schedule of its own."""
+        variants = [Setting(_name(search.key, value), (_setting(search.key, value),), self.config) for value in values]
+        overrides = (*self.overrides, f"training.total_tokens={search.tokens(number)}")
+        seed = load_config(self.config, self.overrides).training.seed
+        seeds = self.seeds if number == search.rounds - 1 else 1
+        return Question(tuple(variants), (Setting(""),), overrides, seeds, 0, tuple(self.allow), seed)
+
+    def default_output(self, key: str) -> Path:
+        """Return the run_dir of the configuration with -tune and the key at its end."""
+        return Path(f"{load_config(self.config, self.overrides).training.run_dir}-tune-{key}")
+
+
+def _refuse(key: str, steps: TokensPerStepConfig, schedule: LrScheduleConfig) -> int:
+    """Check that a shorter run is the same run on a smaller scale. Return the tokens of a step.
+
+    Raises:
+        ConfigError: names the setting that does not shrink with the run.
+    """
+    said = []
+    if key == "training.total_tokens":
+        said.append(f"{key}: is what rounds differ in; tune another key")
+    if not isinstance(steps, ConstantTokens):
+        said.append(
+            f"tokens_per_step.schedule = {steps.schedule}: does not shrink with the runs of early rounds; use constant"
+        )
+    if schedule.warmup_tokens or key == "lr_schedule.warmup_tokens":
+        said.append(
+            f"lr_schedule.warmup_tokens = {schedule.warmup_tokens}: does not shrink with the runs of early "
+            "rounds; use lr_schedule.warmup, a share of the run"
+        )
+    if schedule.decay_tokens is not None:
+        said.append(
+            f"lr_schedule.decay_tokens = {schedule.decay_tokens}: does not shrink with the runs of early "
+            "rounds; leave it out, for a tenth of the run, or use another shape"
+        )
+    if said or not isinstance(steps, ConstantTokens):
+        raise ConfigError("\n  ".join([f"--tune {key}: nothing was started:", *said]))
+    return steps.tokens
+
+
+def _setting(key: str, value: float) -> str:
+    return f"{key}={value:g}" if abs(value) < 1e6 else f"{key}={value!r}"
+
+
+def _name(key: str, value: float) -> str:
+    return _setting(key.rpartition(".")[2], value)
+
+
+def tune(
+    request: TuneRequest,
+    where: Places,
+    say: Say,
+    *,
+    command: str,
+    margin: float,
+    time_limit: float | None = None,
+    start: runner.Start = runner.start_process,
+) -> list[Results]:
+    """Run the rounds of a search as far as signals and time allow, and write the page about what has ended.
+
+    Args:
+        request: the search.
+        where: the folder of the search and the devices. Each round is a comparison in a folder of its own there.
+        say: gets messages for people.
+        command: the command as it was typed.
+        margin: the difference in loss that does not matter.
+        time_limit: seconds after which the runs save and stop.
+        start: function that starts the process of a run (see runner).
+
+    Returns:
+        The results of the rounds that began.
+
+    Raises:
+        ConfigError: the search cannot be made, or the folder holds another one.
+    """
+    search, begin = request.search(), time.monotonic()
+    _keep(search, request, where.output)
+    values, found, rounds = search.values(), list[Results](), list[Round]()
+    say(f"{search.key}: {many(len(values), 'value')}, {search.cost(len(values)):,} of {search.budget:,} tokens")
+    for number in range(search.rounds):
+        left = None if time_limit is None else time_limit - (time.monotonic() - begin)
+        if left is not None and left <= 0:
+            say(f"stopped by --time-limit {time_limit:g}; the same command continues")
+            break
+        name = f"round-{number + 1}"
+        say(f"{name}: {many(len(values), 'value')}, {search.tokens(number):,} tokens each")
+        question = request.question(search, number, values)
+        place = replace(where, output=where.output / name, run_dirs=where.run_dirs / name)
+        results = compare(question, place, say, command=command, time_limit=left, start=start)
+        found.append(results)
+        ended = {job: results.runs[job] for job in question.jobs() if job in results.runs and results.runs[job].ended}
+        if len(ended) < len([*question.jobs()]):
+            break
+        names = dict(zip((variant.name for variant in question.variants), values, strict=True))
+        losses = {value: [_loss(run) for job, run in ended.items() if names[job.variant] == value] for value in values}
+        rounds.append(Round(search.tokens(number), losses))
+        if not any(math.isfinite(statistics.fmean(each)) for each in losses.values()):
+            raise ConfigError(
+                f"--tune {search.key}={search.low:g}:{search.high:g}: every run of {name} diverged; name another range"
+            )
+        if number + 1 < search.rounds:
+            values = search.next_round(number, {value: statistics.fmean(each) for value, each in losses.items()})
+    if rounds:
+        _report(search, rounds, where.output, margin, command, say, _measured(found[0]))
+    return found
+
+
+def failed(found: Sequence[Results]) -> int:
+    """Return the number of runs that ended for another reason than their losses."""
+    return sum(run.status == FAILED for results in found for run in results.runs.values())
+
+
+def _keep(search: Halving, request: TuneRequest, output: Path) -> None:
+    """Write what is searched, or check that the folder holds the same search."""
+    asked = {**asdict(search), "config": request.config, "overrides": [*request.overrides]}
+    path = output / SEARCH
+    if path.is_file():
+        known: Mapping[str, object] = json.loads(path.read_text())
+        if changed := [
+            f"{key}: {known.get(key)!r} there, {asked[key]!r} now" for key in asked if known.get(key) != asked[key]
+        ]:
+            lines = "\n  ".join([f"{path} is of another search:", *changed])
+            raise ConfigError(f"{lines}\n  repeat that command to continue it, or use another {spelled('output')}")
+        return
+    output.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, (json.dumps(asked, indent=1) + "\n").encode())
+
+
+def _loss(run: object) -> float:
+    """Return the loss that a run is judged by: the validation loss, or the training loss where nothing was held out."""
+    status, valid, train = (getattr(run, name) for name in ("status", "valid_end", "train_end"))
+    loss = valid if valid is not None else train
+    return loss if status == FINISHED and loss is not None else math.inf
+
+
+def _measured(results: Results) -> str:
+    evaluated = any(run.valid_end is not None for run in results.runs.values())
+    return "validation loss" if evaluated else "training loss over the last 5 %"
+
+
+def _report(
+    search: Halving, rounds: Sequence[Round], output: Path, margin: float, command: str, say: Say, measured: str
+) -> None:
+    text, tree = page(search, rounds, margin, command, measured)
+    write_atomic(output / PAGE, text.encode(errors="backslashreplace"))
+    write_atomic(output / TABLES, (json.dumps(tree, indent=1) + "\n").encode())
+    draw(search, rounds, measured, output / PLOT)
+    say(tree["verdict"])
+    say(f"{output / PAGE}")

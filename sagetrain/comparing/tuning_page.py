@@ -1,0 +1,136 @@
+"""The page of a search: its verdict, the loss of each value in each round, a plot, and what it does not show."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sagetrain.comparing.halving import Flatness, Halving, flatness
+from sagetrain.comparing.statistics import judge
+from sagetrain.config.errors import many
+
+PLOT = "tune.png"
+
+
+@dataclass(frozen=True)
+class Round:
+    """The result of a round."""
+
+    tokens: int
+    """The tokens of each of its runs."""
+    losses: Mapping[float, Sequence[float]]
+    """The losses of each value, one for each seed; infinite where a run diverged."""
+
+    @property
+    def means(self) -> dict[float, float]:
+        return {value: statistics.fmean(losses) for value, losses in self.losses.items()}
+
+
+def page(
+    search: Halving, rounds: Sequence[Round], margin: float, command: str, measured: str
+) -> tuple[str, dict[str, Any]]:
+    """Return the page as Markdown, and its numbers for JSON."""
+    complete = len(rounds) == search.rounds
+    found = flatness(search, rounds[-1].means, margin) if complete else None
+    verdict = _verdict(search, found, rounds[-1], margin)
+    spent = sum(each.tokens * len(losses) for each in rounds for losses in each.losses.values())
+    tree = {
+        "key": search.key,
+        "verdict": verdict,
+        "tokens": spent,
+        "rounds": [
+            {"tokens": each.tokens, "losses": {f"{v:g}": [*x] for v, x in each.losses.items()}} for each in rounds
+        ],
+        "best": found.best if found else None,
+        "lowest": found.lowest if found else None,
+        "within": found.within if found else None,
+    }
+    lines = [f"# Which {search.key} is best?", "", f"**{verdict}**", "", *_table(search, rounds, complete), ""]
+    lines += [f"Losses: {measured}, in nats per token. {spent:,} tokens were trained of a budget of {search.budget:,}."]
+    lines += ["", f"![{measured} over {search.key}]({PLOT})", "", "```", command, "```", "", *_limits(search, rounds)]
+    return "\n".join(lines) + "\n", tree
+
+
+def _verdict(search: Halving, found: Flatness | None, last: Round, margin: float) -> str:
+    means = last.means
+    if found is None:
+        best = min(means, key=lambda value: means[value])
+        return f"Not finished: {search.key}={best:g} is the best after runs of {last.tokens:,} tokens"
+    words = f"{search.key}={found.best:g} is the best of those measured, with a loss of {means[found.best]:.4f}"
+    if found.at_edge:
+        edge = "lowest" if found.best == search.values()[0] else "highest"
+        beyond = f"the best one may lie beyond; widen {search.low:g}:{search.high:g}"
+        return f"{words}: it is the {edge} value of the range, so {beyond}"
+    if found.within is None:
+        return f"{words}. No parabola through the last round has its lowest point there, so no range is given"
+    low, high = found.within
+    words += (
+        f". From {low:.2g} to {high:.2g} the loss is less than {margin:g} above the lowest one, at {found.lowest:.2g}"
+    )
+    if found.twice is not None:
+        words += f"; half or twice of it costs {found.twice:.3f}"
+    return words
+
+
+def _table(search: Halving, rounds: Sequence[Round], complete: bool) -> Iterator[str]:
+    """Yield a row for each value, with its loss in each round, and its distance from the best in the last one."""
+    names = [f"{each.tokens:,} tokens" for each in rounds]
+    yield "| " + " | ".join([search.key, *names, *(["above the best"] if complete else [])]) + " |"
+    yield "|" + "---|" * (1 + len(rounds) + complete)
+    last = rounds[-1]
+    best = min(last.means, key=lambda value: last.means[value])
+    for value in search.values():
+        cells = [_cell(each.losses.get(value)) for each in rounds]
+        more = [_gap(last, value, best)] if complete else []
+        yield "| " + " | ".join([f"**{value:g}**" if value == best else f"{value:g}", *cells, *more]) + " |"
+
+
+def _cell(losses: Sequence[float] | None) -> str:
+    if losses is None:
+        return ""
+    mean = statistics.fmean(losses)
+    seeds = f" ({many(len(losses), 'seed')})" if len(losses) > 1 else ""
+    return f"{mean:.4f}{seeds}" if math.isfinite(mean) else "diverged"
+
+
+def _gap(last: Round, value: float, best: float) -> str:
+    if value == best or value not in last.losses:
+        return ""
+    pairs = [ours - theirs for ours, theirs in zip(last.losses[value], last.losses[best], strict=True)]
+    if not all(map(math.isfinite, pairs)):
+        return ""
+    judged = judge(pairs, 0.0)
+    return f"{judged.gap:.4f}" + (f" ± {judged.uncertainty:.4f}" if judged.uncertainty is not None else "")
+
+
+def _limits(search: Halving, rounds: Sequence[Round]) -> Iterator[str]:
+    yield "What it does not show:"
+    yield ""
+    yield (
+        f"- Short runs chose the values of the last round. Those of {rounds[0].tokens:,} tokens have a whole schedule "
+        "of their own, and a longer run may like another value."
+    )
+    yield "- All other keys stayed as they are: another warm-up or another size has another best value."
+    if search.seeds < 3:
+        yield f"- The last round had {many(search.seeds, 'seed')}: differences of 0.005 may be chance."
+
+
+def draw(search: Halving, rounds: Sequence[Round], measured: str, path: Path) -> None:
+    """Draw the loss over the value, a line for each round."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    panel = figure.subplots()
+    for each in rounds:
+        points = [(value, loss) for value, loss in sorted(each.means.items()) if math.isfinite(loss)]
+        if points:
+            panel.plot(*zip(*points, strict=True), marker="o", label=f"{each.tokens:,} tokens")
+    panel.set_xscale("log" if search.low > 0 else "linear")
+    panel.set_xlabel(search.key)
+    panel.set_ylabel(measured)
+    panel.legend(fontsize=8)
+    figure.savefig(path, dpi=110)

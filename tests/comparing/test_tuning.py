@@ -1,0 +1,158 @@
+"""`sagetrain compare --tune` finds the lowest point of a known curve of losses. Its runs only write their numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from runs import sagetrain, write_config
+from sagetrain.comparing.command import Places
+from sagetrain.comparing.halving import Halving, flatness
+from sagetrain.comparing.tuning import TuneRequest, failed, tune
+from sagetrain.config import ConfigError
+from sagetrain.config.load import load_config
+
+SEARCH = Halving("optimizer.lr", 1e-4, 1e-2, False, 6400, 100, 2, 62_400)
+CONSTANT = [
+    "tokens_per_step={schedule: constant, tokens: 256}",
+    "lr_schedule.warmup_tokens=0",
+    "lr_schedule.warmup=0.1",
+]
+LONG = [*CONSTANT, "training.total_tokens=25600"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    folder = tmp_path_factory.mktemp("tune")
+    return write_config(folder / "base.yaml", corpus, folder / "run", attention={"recipe": "fine"})
+
+
+class Ended:
+    """A process that has ended with a code."""
+
+    def __init__(self, code: int):
+        self._code = code
+
+    def poll(self) -> int:
+        return self._code
+
+    def send_signal(self, number: int) -> None:
+        raise AssertionError("the process has ended")
+
+
+def runs_of(curve: Callable[[float, int], float], started: list[str], broken: str = "") -> Callable[..., Ended]:
+    """Return a function in place of runner.start_process. Its runs end at once, at the loss that `curve` has of
+    rate and seed. Those in whose folder `broken` is fail."""
+
+    def start(words: Sequence[str], env: Mapping[str, str], log: Path) -> Ended:
+        cfg = load_config(words[0], list(words[1:]))
+        folder, tokens = Path(cfg.training.run_dir), cfg.training.total_tokens
+        started.append(str(folder))
+        if broken and broken in str(folder):
+            return Ended(1)
+        loss = curve(cfg.optimizer.lr, cfg.training.seed)
+        row = {"step": 10, "tokens": tokens, "train/loss": loss, "train/tokens_per_step": 256}
+        folder.mkdir(parents=True)
+        row |= {"perf/tokens_per_second": 1.0, "valid/loss": loss}
+        (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+        return Ended(0)
+
+    return start
+
+
+def square(lr: float, seed: int) -> float:
+    """Return a loss that is lowest at 1.2e-3, and the same distance from the lowest loss at all seeds."""
+    return 3 + 0.1 * math.log(lr / 1.2e-3) ** 2 + 0.01 * seed if lr < 8e-3 else math.nan
+
+
+def go(base: Path, output: Path, start: Callable[..., Ended], **more: object) -> tuple[list, list[str]]:
+    request = TuneRequest(str(base), "optimizer.lr=1e-4:1e-2", 300_800, LONG, 2)
+    said: list[str] = []
+    where = Places(output, output / "runs", (), 2, "CPU")
+    return tune(request, where, said.append, command="the command", margin=0.01, start=start, **more), said
+
+
+def test_a_search_finds_the_lowest_point_and_how_flat_it_is(base: Path, tmp_path: Path) -> None:
+    """A search whose runs fail in the second round goes on there, and repeats no run that has ended."""
+    started: list[str] = []
+    found, said = go(base, tmp_path, runs_of(square, started, "round-2"))
+    first = [folder for folder in started if "round-1" in folder]
+    assert failed(found) == len(started) - len(first) == 6 and len(first) == 11
+    assert "Not finished: optimizer.lr=0.001 is the best after runs of 6,400 tokens" in said
+    started.clear()
+    found, said = go(base, tmp_path, runs_of(square, started))
+    assert failed(found) == 0 and not any("round-1" in folder for folder in started)
+    assert sorted(Path(folder).parent.name for folder in started if "round-3" in folder) == sorted(
+        ["lr=0.000631", "lr=0.001", "lr=0.00158"] * 2
+    )
+    tree, page = json.loads((tmp_path / "results.json").read_text()), (tmp_path / "README.md").read_text()
+    assert tree["best"] == 1e-3 and tree["lowest"] == pytest.approx(1.2e-3, rel=0.01)
+    assert tree["within"] == pytest.approx([1.2e-3 * math.exp(-(0.1**0.5)), 1.2e-3 * math.exp(0.1**0.5)], rel=0.02)
+    assert tree["tokens"] == 11 * 6400 + 6 * 12800 + 6 * 25600 <= 300_800
+    assert f"half or twice of it costs {0.1 * math.log(2) ** 2:.3f}" in said[-2] and said[-2] in page
+    assert "| **0.001** | 3.0033 | 3.0033 | 3.0083 (2 seeds) |  |" in page
+    assert (
+        "| 0.01 | diverged |  |  |  |" in page
+        and "| 0.00158 | 3.0076 | 3.0076 | 3.0126 (2 seeds) | 0.0042 ± 0.0000 |" in page
+    )
+    assert (tmp_path / "tune.png").read_bytes().startswith(b"\x89PNG")
+    request = TuneRequest(str(base), "optimizer.lr=1e-4:1e-2", 300_800, LONG, 1)
+    with pytest.raises(ConfigError, match=r"tune.json is of another search:\n  seeds: 2 there, 1 now"):
+        tune(request, Places(tmp_path, tmp_path, (), 1, "CPU"), said.append, command="", margin=0.01)
+
+
+def test_a_search_says_that_its_best_value_is_at_the_edge(base: Path, tmp_path: Path) -> None:
+    _, said = go(base, tmp_path, runs_of(lambda lr, seed: 3 - lr, []))
+    assert "it is the highest value of the range, so the best one may lie beyond; widen 0.0001:0.01" in said[-2]
+    with pytest.raises(ConfigError, match="every run of round-1 diverged"):
+        go(base, tmp_path / "nan", runs_of(lambda lr, seed: math.nan, []))
+
+
+def test_the_values_fill_the_budget() -> None:
+    """Five values cost 5 / 4 + 3 / 2 + 6 whole runs with two seeds, and two more values cost one more run."""
+    assert SEARCH.cost(5) == 8000 + 3 * 3200 + 6 * 6400 and len(SEARCH.values()) == 7
+    assert SEARCH.values()[::3] == [1e-4, 1e-3, 1e-2]
+    assert len(replace(SEARCH, budget=10**9).values()) == 17
+    steps = replace(SEARCH, low=1, high=12, whole=True, budget=10**9).values()
+    assert steps == sorted(set(steps)) and all(isinstance(value, int) for value in steps) and steps[-1] == 12
+    assert replace(SEARCH, low=0, high=0.6).values() == pytest.approx([n / 10 for n in range(7)])
+    every = SEARCH.values()
+    best = lambda place: SEARCH.next_round(1, {every[place]: 1.0, every[3]: 2.0})  # noqa: E731
+    assert [best(place) for place in (0, 2, 6)] == [every[:3], every[1:4], every[4:]]
+
+
+@pytest.mark.parametrize("losses", [(3.0, 3.1, 3.0), (3.0, math.inf, 3.1)])
+def test_losses_that_bend_the_other_way_have_no_range(losses: Sequence[float]) -> None:
+    found = flatness(SEARCH, dict(zip(SEARCH.values()[2:5], losses, strict=True)), 0.01)
+    assert (found.lowest, found.within, found.twice) == (None, None, None) and not found.at_edge
+
+
+@pytest.mark.parametrize(("range_", "budget", "overrides", "said"), [
+    ("optimizer.lr", 10**9, [], "is written KEY=LOW:HIGH, for example optimizer.lr=1e-4:1e-2"),
+    ("optimizer.lr=1e-4:nan", 10**9, [], "is written KEY=LOW:HIGH"),
+    ("optimizer.lr=1e-2:1e-4", 10**9, [], "the first value is not below the second one"),
+    ("optimizer.lr_off=1e-4:1e-2", 10**9, [], "unknown key; did you mean"),
+    ("optimizer.lr=1e-4:1e-2", 1000, [], "take 300,800 tokens; use a larger budget, --seeds 1 (147,200 tokens)"),
+    ("optimizer.lr=1e-4:1e-2", 10**9, ["training.total_tokens=2560"], "use at least 4,096 tokens"),
+    ("optimizer.lr=1e-4:1e-2", 10**9, ["lr_schedule.warmup_tokens=256", "lr_schedule.warmup=0"],
+     "lr_schedule.warmup_tokens = 256: does not shrink with the runs of early rounds; use lr_schedule.warmup"),
+    ("training.total_tokens=1e4:1e5", 10**9, [], "is what rounds differ in"),
+    ("training.restarts=0:3", 10**9, [], "has 4 values; name a range with 5 or more"),
+    ("data.train.0.weight=1:9", 10**9, [], "is no number that can be searched"),
+])  # fmt: skip
+def test_searches_that_cannot_be_made(base: Path, range_: str, budget: int, overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        TuneRequest(str(base), range_, budget, [*LONG, *overrides], 3).search()
+    assert said in str(caught.value)
+
+
+def test_the_command_takes_a_search_alone(base: Path) -> None:
+    words = shlex.split("--tune optimizer.lr=1e-4:1e-2 --budget 1000000 --variant 'a: optimizer.lr=1' --band 1")
+    done = sagetrain("compare", base, *words)
+    assert done.returncode == 2 and "with one configuration and overrides; leave out --variant, --band" in done.stderr
