@@ -31,6 +31,12 @@ pytestmark = [
 SINGLE = ParallelGroups.single()
 SIZES = {"q": 256, "k": 64, "v": 64}
 every_recipe = pytest.mark.parametrize("name", RECIPES, ids=" ".join)
+# The first pass compiles models of two recipes, and layers of all.
+rowwise_first = pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name[1] == "rowwise" else [pytest.mark.long]) for name in RECIPES],
+    ids=" ".join,
+)
 
 
 def _random(seed: int, rows: int, columns: int) -> Tensor:
@@ -163,7 +169,7 @@ def test_layers_compute_as_the_twin(name: tuple[str, str], tokens: int, compiled
         assert _error(found, expected) < 0.01
 
 
-@every_recipe
+@rowwise_first
 def test_what_is_not_finite_is_not_hidden(name: tuple[str, str]) -> None:
     torch._dynamo.reset()
     layer = _layer(name, "cuda")
@@ -187,7 +193,7 @@ def _model(linear: LinearConfig) -> Transformer:
     return tiny.transformer(SHAPE, attention, vocab_size=1024, groups=SINGLE, matmuls=matmuls, **place)
 
 
-@every_recipe
+@rowwise_first
 def test_a_compiled_model_in_8_bits_is_close_to_16_bits(name: tuple[str, str]) -> None:
     """Compiled and eager kernels round differently where they are fused. Both are as far from 16 bits as 8 bits are.
     The errors are measured by the model's own operators, so no graph is added."""

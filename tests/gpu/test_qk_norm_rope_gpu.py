@@ -116,7 +116,7 @@ def _in_two_steps(
     return apply_rotary(normalized(q, q_gain), cos, sin), apply_rotary(normalized(k, k_gain), cos, sin), v
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "sage"])
+@pytest.mark.parametrize("backend", [pytest.param("sdpa", marks=pytest.mark.long), "sage"])
 def test_a_model_is_that_of_two_steps(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model, eager and compiled, differs from two eager steps only by roundings that fall the other way (3 % of a
     gradient with INT8's twin on a CPU, 2 % with sdpa), and its graph has no break."""

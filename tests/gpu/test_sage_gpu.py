@@ -10,12 +10,12 @@ import time
 import pytest
 import torch
 
-from kernel_inputs import chunk_bounds
+from kernel_inputs import chunk_bounds, takes
 from sagekernels import backends, nvrtc, sage_attention, tune
 from sagekernels.admission import median_seconds
 from sagekernels.call import RECIPES
 from sagekernels.launch import launch_tiles
-from sagekernels.testing import Shape, call_of, errors, exact_results, random_inputs, results_of
+from sagekernels.testing import Shape, errors, exact_results, random_inputs, results_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (8, 0)
@@ -50,15 +50,13 @@ SMOOTHED = [(torch.bfloat16, False), (torch.float16, False), (torch.bfloat16, Tr
 """The dtypes, and whether Q is smoothed. Smoothing in float16 would add compile time and no code path."""
 
 
-def takes(backend, shape, dtype, smooth_q, recipe):
-    """Return whether a backend has kernels for a call. Triton computes what the others do not take."""
-    one, heads = backends.NAMED[backend], ((shape.heads, shape.n_q), *[(shape.kv_heads, shape.n_k)] * 2)
-    q, k, v = (torch.empty(shape.batch, n, h, shape.head_dim, dtype=dtype, device="meta") for h, n in heads)
-    return shape.head_dim in one.head_dims and one.takes(call_of(shape, q, k, v, recipe, smooth_q=smooth_q))
-
-
 CASES = [
-    pytest.param(*case, id=f"{shape}-{str(dtype)[6:]}{'-smooth_q' * smooth_q}-{recipe}-{backend}")
+    pytest.param(
+        *case,
+        id=f"{shape}-{str(dtype)[6:]}{'-smooth_q' * smooth_q}-{recipe}-{backend}",
+        # These kernels take longest to compile.
+        marks=[pytest.mark.long] if smooth_q and shape.head_dim not in (64, 128) else [],
+    )
     for backend, recipe, (dtype, smooth_q), shape in itertools.product(BACKENDS, RECIPES, SMOOTHED, SHAPES)
     if takes(*(case := (backend, shape, dtype, smooth_q, recipe)))
 ]
@@ -111,12 +109,11 @@ def test_triton_computes_what_others_do_not_take():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("do_scale", [1e-20, 1e-7, 1e4])
-def test_gradients_of_any_size(do_scale, backend):
-    shape = Shape(1, 512, 512, 2, 2, 64)
-    inputs = random_inputs(shape, do_scale=do_scale, device="cuda")
-    judged = errors(results_of(sage_attention, *inputs, recipe="fine", backend=backend), exact_results(*inputs))
-    assert max(judged.values()) < 0.03, judged
+def test_gradients_of_any_size(backend):
+    for do_scale in (1e-20, 1e-7, 1e4):
+        inputs = random_inputs(Shape(1, 512, 512, 2, 2, 64), do_scale=do_scale, device="cuda")
+        judged = errors(results_of(sage_attention, *inputs, recipe="fine", backend=backend), exact_results(*inputs))
+        assert max(judged.values()) < 0.03, (do_scale, judged)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -140,17 +137,17 @@ def test_strided_inputs_and_gradients(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("where", ["q", "k", "v", "do"])
-def test_non_finite_values_propagate(where, bad, backend):
-    inputs = random_inputs(Shape(1, 300, 300, 2, 2, 64), device="cuda")
-    inputs[["q", "k", "v", "do"].index(where)][0, 170, 1, 3] = bad
-    got = results_of(sage_attention, *inputs, smooth_k=False, recipe="fine", backend=backend)
-    finite = {name: torch.isfinite(x).all(-1) for name, x in zip(got._fields, got, strict=True)}
-    assert all(x[:, :, 0].all() for x in finite.values())  # The other head stays finite.
-    assert not finite["dq"][0, 170, 1] and not finite["dk" if where != "do" else "dv"][0, :171, 1].any()
-    if where != "do":
-        assert not finite["o"][0, 170, 1] and finite["o"][0, :64, 1].all()
+def test_non_finite_values_propagate(backend):
+    for where, bad in itertools.product(("q", "k", "v", "do"), (float("nan"), float("inf"))):
+        inputs = random_inputs(Shape(1, 300, 300, 2, 2, 64), device="cuda")
+        inputs[["q", "k", "v", "do"].index(where)][0, 170, 1, 3] = bad
+        got = results_of(sage_attention, *inputs, smooth_k=False, recipe="fine", backend=backend)
+        finite = {name: torch.isfinite(x).all(-1) for name, x in zip(got._fields, got, strict=True)}
+        assert all(x[:, :, 0].all() for x in finite.values()), (where, bad)  # The other head stays finite.
+        assert not finite["dq"][0, 170, 1], (where, bad)
+        assert not finite["dk" if where != "do" else "dv"][0, :171, 1].any(), (where, bad)
+        if where != "do":
+            assert not finite["o"][0, 170, 1] and finite["o"][0, :64, 1].all(), (where, bad)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -164,6 +161,7 @@ def test_same_bits_from_run_to_run(backend):
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True))
 
 
+@pytest.mark.long  # `tune` itself asks for equal bits before it keeps a tile.
 @pytest.mark.parametrize(
     ("kernel", "head_dim", "rows", "warps", "stages"),
     [
@@ -181,8 +179,12 @@ def test_tiles_that_are_tuned_change_no_bit(kernel, head_dim, rows, warps, stage
     assert not reason or "out of resource" in reason
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", [Shape(1, 777, 777, 7, 1, 128), Shape(2, 512, 512, 2, 2, 64, causal=False)], ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), [
+    (Shape(1, 777, 777, 7, 1, 128), torch.bfloat16),
+    pytest.param(Shape(1, 777, 777, 7, 1, 128), torch.float16, marks=pytest.mark.long),
+    pytest.param(Shape(2, 512, 512, 2, 2, 64, causal=False), torch.bfloat16, marks=pytest.mark.long),
+    pytest.param(Shape(2, 512, 512, 2, 2, 64, causal=False), torch.float16, marks=pytest.mark.long),
+], ids=str)  # fmt: skip
 def test_sums_in_float16_cost_no_accuracy(shape, dtype, monkeypatch):
     """GeForce cards sum in float16, and the test does so on any card. V has values that float16 does not hold, and dO
     has values of 1e-7."""

@@ -70,7 +70,7 @@ def test_the_longest_tests_begin_first() -> None:
 
 def test_processes_begin_at_a_gpu_each_and_see_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(side_by_side, "CORES", 64)
-    assert [side_by_side.number_of_processes(gpus) for gpus in (4, 1, 0)] == [32, 12, 1]
+    assert [side_by_side.number_of_processes(gpus) for gpus in (4, 1, 0)] == [48, 12, 1]
     visible = [side_by_side.share_of(n, 32, ["4", "5", "6", "7"])["CUDA_VISIBLE_DEVICES"] for n in range(32)]
     assert visible[:5] == ["4,5,6,7", "5,6,7,4", "6,7,4,5", "7,4,5,6", "4,5,6,7"]
     assert Counter(each[0] for each in visible) == dict.fromkeys("4567", 8)

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sagekernels.testing import rounding_errors
+from sagekernels import backends
+from sagekernels.call import RecipeName
+from sagekernels.testing import Shape, call_of, rounding_errors
 
 
 def random_swiglu(
@@ -70,3 +72,10 @@ def chunk_bounds(
         ends = (starts + count).cummax(0).values
         found.append(torch.stack((torch.where(count > 0, starts, ends), ends)))  # No query sees some of the keys.
     return torch.cat(found, 1).int().to(device)
+
+
+def takes(backend: str, shape: Shape, dtype: torch.dtype, smooth_q: bool, recipe: RecipeName) -> bool:
+    """Return whether a backend has kernels for a call. Triton computes what the others do not take."""
+    one, heads = backends.NAMED[backend], ((shape.heads, shape.n_q), *[(shape.kv_heads, shape.n_k)] * 2)
+    q, k, v = (torch.empty(shape.batch, n, h, shape.head_dim, dtype=dtype, device="meta") for h, n in heads)
+    return shape.head_dim in one.head_dims and one.takes(call_of(shape, q, k, v, recipe, smooth_q=smooth_q))

@@ -58,8 +58,8 @@ HIDDEN = ["torchao"]
 
 
 def number_of_processes(gpus: int) -> int:
-    """Half of the cores: kernels are compiled most of the time, and CUDA's own threads need the rest."""
-    return max(1, min(PER_GPU * gpus, CORES // 2))
+    """Three of four cores: kernels are compiled most of the time, and CUDA's own threads need the rest."""
+    return max(1, min(PER_GPU * gpus, 3 * CORES // 4))
 
 
 def share_of(process: int, processes: int, gpus: Sequence[str]) -> dict[str, str]:
