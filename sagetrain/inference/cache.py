@@ -3,7 +3,7 @@ token, not that of the whole context."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -29,9 +29,9 @@ class _Call:
     """The row whose text is read, when a text is read."""
     lengths: list[int] = field(default_factory=list)
     """Tokens that each row holds, with the new one. Empty while a text is read."""
-    slots: tuple[Tensor, Tensor] | None = None
-    """The rows, and in each row the place where its new token goes."""
-    seen: Mapping[int | None, Tensor] = field(default_factory=dict)
+    slots: dict[int | None, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """The rows, and in each row the place where its new token goes, by window."""
+    seen: dict[int | None, Tensor] = field(default_factory=dict)
     """Masks [rows, 1, 1, places] to be added to scores, by window: 0 where a row holds a token that its new token sees,
     else -inf."""
 
@@ -42,13 +42,18 @@ class Cached(AttentionFunction):
     A text is read by the layer's own function. Later tokens, one per row, go through torch's attention in the precision
     of their inputs, unless the function takes few queries. An INT8 function quantizes blocks of tokens, and a single
     token is no block.
+
+    A layer with a window keeps as many tokens as it sees, rounded up to whole stretches. Token t is at place t modulo
+    the places of a row.
     """
 
     name = "cached"
 
     def __init__(self, layer: Attention, rows: int, capacity: int, call: _Call) -> None:
         self.whole, self.window = layer.function, layer.window
-        self._rows, self._capacity, self._call = rows, capacity, call
+        self.places = capacity if self.window is None else min(capacity, _whole_stretches(self.window))
+        """The tokens of a row that the layer keeps."""
+        self._rows, self._call = rows, call
         self._k = self._v = torch.empty(0)
 
     def wants(self, window: bool) -> Documents:
@@ -60,13 +65,15 @@ class Cached(AttentionFunction):
     def with_sinks(self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout, sinks: Tensor | None) -> Tensor:
         call = self._call
         if not self._k.numel():
-            self._k, self._v = (x.new_zeros(self._rows, self._capacity, *x.shape[2:]) for x in (k, v))
+            self._k, self._v = (x.new_zeros(self._rows, self.places, *x.shape[2:]) for x in (k, v))
         if not call.lengths:
-            self._k[call.row, : k.shape[1]], self._v[call.row, : v.shape[1]] = k[0], v[0]
+            own = torch.arange(max(0, k.shape[1] - self.places), k.shape[1], device=k.device)
+            self._k[call.row, own % self.places], self._v[call.row, own % self.places] = k[0, own], v[0, own]
             return self.whole(q, k, v, layout) if sinks is None else self.whole.with_sinks(q, k, v, layout, sinks)
-        self._k[call.slots], self._v[call.slots] = k[:, 0], v[:, 0]
+        slots = call.slots[self.window]
+        self._k[slots], self._v[slots] = k[:, 0], v[:, 0]
         if self.whole.takes_few_queries:
-            held = [slice(max(0, length - (self.window or length)), length) for length in call.lengths]
+            held = [self._seen(length) for length in call.lengths]
             rows = [(q[row, None], self._k[row, None, own], self._v[row, None, own]) for row, own in enumerate(held)]
             return torch.cat([self.whole(*row, layout) for row in rows])
         seen = call.seen[self.window]
@@ -80,6 +87,13 @@ class Cached(AttentionFunction):
         column = sinks.float().view(k.shape[2], -1, 1).expand(*scores.shape[:-1], 1)
         weights = torch.cat((scores, column), -1).softmax(-1)[..., :-1]
         return (weights.to(values.dtype) @ values).reshape(q.shape)
+
+    def _seen(self, length: int) -> slice | Tensor:
+        """Return the places of the tokens that the last of so many tokens sees, in their order."""
+        first = max(0, length - (self.window or length))
+        if length <= self.places:
+            return slice(first, length)
+        return torch.arange(first, length, device=self._k.device) % self.places
 
     def move(self, source: int, target: int) -> None:
         """Copy what one row holds into another row."""
@@ -173,13 +187,15 @@ class CachedModel:
         """Take a step. `new` is int64 [2, rows]: the next token of each row, and how many tokens the row holds. The
         host decides nothing by these values."""
         tokens, held = new
-        place, now = torch.arange(places, device=new.device), held[:, None]
-        open_ = torch.zeros((len(held), places), dtype=self._weight.dtype, device=new.device)
-        self._call.seen = {
-            window: open_.masked_fill((place > now) | (place <= now - (window or places)), -torch.inf)[:, None, None]
-            for window in {function.window for function in self._functions}
-        }
-        self._call.slots = torch.arange(len(held), device=new.device), held
+        rows, now = torch.arange(len(held), device=new.device), held[:, None]
+        self._call.seen, self._call.slots = {}, {}
+        for window, most in {function.window: function.places for function in self._functions}.items():
+            # The token at a place is so many tokens older than the new one. One that is older than the text is none.
+            age = (now - torch.arange(min(places, most), device=new.device)) % most
+            hidden = (age > now) | (age >= (window or most))
+            zeros = torch.zeros(hidden.shape, dtype=self._weight.dtype, device=new.device)
+            self._call.seen[window] = zeros.masked_fill(hidden, -torch.inf)[:, None, None]
+            self._call.slots[window] = rows, held % most
         return self._run(tokens[:, None], held[:, None])[:, 0]
 
     def drop(self, row: int) -> None:

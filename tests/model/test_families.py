@@ -7,6 +7,7 @@ import torch
 
 import tiny
 from distributed import run_distributed
+from sagetrain.inference import cache
 from sagetrain.inference.cache import CachedModel
 from sagetrain.model.backends import AttentionFunction, Reference, Sage, Sdpa, token_layout
 from sagetrain.model.compile import compile_blocks
@@ -97,12 +98,20 @@ def test_every_attention_function_keeps_to_the_window(function: AttentionFunctio
         assert (ours - theirs).norm() < limit * theirs.norm()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_the_cache_of_generation_changes_no_logits(name: str) -> None:
-    """Rows of different lengths are read, then continued past the window."""
+class Few(Reference):
+    """Attention that also takes the last query alone, as FP4's does."""
+
+    takes_few_queries = True
+
+
+@pytest.mark.parametrize(("name", "few"), [*((name, False) for name in FAMILIES), ("olmo3", True)])
+def test_the_cache_of_generation_changes_no_logits(name: str, few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of different lengths are read, then continued past the window. A layer with a window keeps so many tokens
+    alone, in whole stretches."""
+    monkeypatch.setattr(cache, "_STRETCH", 4)
     shape, attention = FAMILIES[name]
     cfg = tiny.config(0, model=SHAPE | shape, attention=attention)
-    model = tiny.model(cfg, ParallelGroups.single())
+    model = tiny.model(cfg, ParallelGroups.single(), **({"functions": [Few()] * 4} if few else {}))
     for tensor, parameter in model.named_parameters():
         if tensor.endswith("sinks"):  # They are all 0, and so alike.
             parameter.detach().copy_(torch.tensor([-1.0, 0.0, 2.0, 4.0]))
@@ -113,6 +122,9 @@ def test_the_cache_of_generation_changes_no_logits(name: str) -> None:
             begin = text[: (4, 7)[row]]
             whole = model(torch.tensor([begin]))[0, -1]
             torch.testing.assert_close(cached.read(row, begin), whole, rtol=0, atol=1e-5)
+        windows = {block.attention.window for block in model.blocks}
+        kept = {function.window: function._k.shape[1] for function in cached._functions}
+        assert kept == {window: 32 if window is None else -(-window // 4) * 4 for window in windows}
         for step in range(7):
             logits = cached([texts[0][4 + step], texts[1][7 + step]])
             for row, first in enumerate((4, 7)):
