@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import cycle, islice
@@ -53,9 +54,10 @@ def settle_attention(
 
     The candidates are sage, flash and sdpa. Each is timed forward and backward together, at the shape of one rank's
     calls, behind QK-norm and the rotary embedding where the run computes these in one kernel: with what sage quantizes,
-    prepares and saves there. Only a candidate whose output and gradients pass sagekernels' admission test on this
-    device is timed. Recipe paper is the least exact, so it is taken only where the settings name it. sage has to be
-    GAIN times as fast as 16 bits.
+    prepares and saves there. Where some layers have a window, it is timed with the window and without, and its times
+    count by the layers of each kind. Only a candidate whose output and gradients pass sagekernels' admission test on
+    this device is timed. Recipe paper is the least exact, so it is taken only where the settings name it. sage has to
+    be GAIN times as fast as 16 bits.
 
     Args:
         before: the attention that the run had, if it continues.
@@ -87,12 +89,19 @@ def settle_attention(
         named = {" ".join(update.values()): settings.model_copy(update=update) for update in updates}
         named = {name: candidate for name, candidate in named.items() if not cannot_run(candidate)}
         shape = _shape(model, calls, documents())
+        kinds = _kinds(model, shape, calls.seq_length)
         lengths = hashlib.sha256(str(shape.documents).encode()).hexdigest()[:12]
         chosen = decide(
             "attention",
-            partial(_measure, named, shape, calls),
+            partial(_measure, named, kinds, calls),
             partial(fastest, gains={name: GAIN for name in named if name.startswith("sage")}),
-            key=(shape, lengths, calls.dtype, sorted(named), settings),
+            key=(
+                shape if kinds == {shape: 1.0} else tuple(kinds.items()),
+                lengths,
+                calls.dtype,
+                sorted(named),
+                settings,
+            ),
             device=calls.device,
             cache=cache,
             say=say,
@@ -132,21 +141,31 @@ def _shape(model: ModelConfig, calls: RankCalls, documents: Sequence[Sequence[in
     )
 
 
-def _measure(candidates: Mapping[str, AttentionConfig], shape: Shape, calls: RankCalls) -> TimeTable:
-    """Time each candidate that is admitted."""
+def _kinds(model: ModelConfig, shape: Shape, seq_length: int) -> dict[Shape, float]:
+    """Return the shape of each kind of layer, by window, with its share of the layers."""
+    every = [each.attention.reach.window for each in layers(model)]
+    counts = Counter(None if window is None or window >= seq_length else window for window in every)
+    return {shape._replace(window=window): count / len(every) for window, count in counts.items()}
+
+
+def _measure(candidates: Mapping[str, AttentionConfig], kinds: Mapping[Shape, float], calls: RankCalls) -> TimeTable:
+    """Time each candidate that is admitted, at each kind of layer."""
     seconds, remarks = {}, list[str]()
     place: dict[str, Any] = {"dtype": calls.dtype, "device": calls.device}
     for name, settings in candidates.items():
         function = attention_function(settings.backend, settings, calls.device)
         attend = _plain(function)
         limits = LIMITS[settings.recipe if settings.backend == "sage" else "fine"]
-        verdict = admit(attend, shape, **place, limits=limits)
+        verdicts = [admit(attend, shape, **place, limits=limits) for shape in kinds]
+        verdict = next((each for each in verdicts if not each.passed), verdicts[0])
         if settings.qk_norm == "before_rope" and calls.context_parallel_size == 1:
             attend = _behind_norm(function)
-        seconds[name] = seconds_per_step(attend, shape, **place) if verdict.passed else math.inf
+        seconds[name] = math.inf
+        if verdict.passed:
+            seconds[name] = sum(share * seconds_per_step(attend, shape, **place) for shape, share in kinds.items())
         figures = "  ".join(f"{tensor} {error:.4f}" for tensor, error in verdict.errors.items())
         remarks.append(f"{name}: {figures if verdict.passed else f'not used: {verdict.reason}'}")
-    about = f"{shape}, {calls.dtype}: forward + backward, rel-L2 against float64"
+    about = f"{' and '.join(map(str, kinds))}, {calls.dtype}: forward + backward, rel-L2 against float64"
     return TimeTable(about, {"attention": seconds}, remarks)
 
 
@@ -187,8 +206,8 @@ def _plain(function: AttentionFunction) -> Attend:
     """Wrap an attention function for sagekernels' admission test, which describes documents by cu_seqlens alone."""
     layout_of = _layouts(function)
 
-    def call(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        return function(q, k, v, layout_of(q, cu_seqlens))
+    def call(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, window: int | None = None) -> Tensor:
+        return function(q, k, v, layout_of(q, cu_seqlens, window))
 
     return call
 
@@ -198,8 +217,8 @@ def _behind_norm(function: AttentionFunction) -> Attend:
     there."""
     layout_of = _layouts(function)
 
-    def call(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        layout, gain = layout_of(q, cu_seqlens), q.new_ones(q.shape[3])
+    def call(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, window: int | None = None) -> Tensor:
+        layout, gain = layout_of(q, cu_seqlens, window), q.new_ones(q.shape[3])
         own_q, own_k, own_v = (x.flatten(0, 1).flatten(1) for x in (q, k, v))
         if function.normalizes:
             return function.normed(Projected(own_q, own_k, own_v, gain, gain, 1e-6), layout)
@@ -210,8 +229,8 @@ def _behind_norm(function: AttentionFunction) -> Attend:
     return call
 
 
-def _layouts(function: AttentionFunction) -> Callable[[Tensor, Tensor | None], TokenLayout]:
-    """Return what makes the layout of q and cu_seqlens. Its angles are zeros, which take as long as any."""
+def _layouts(function: AttentionFunction) -> Callable[[Tensor, Tensor | None, int | None], TokenLayout]:
+    """Return what makes the layout of q, cu_seqlens and a window. Its angles are zeros, which take as long as any."""
 
     # A problem has one tensor of lengths. Without the cache, waiting for the GPU would be timed as well.
     @functools.cache
@@ -222,10 +241,11 @@ def _layouts(function: AttentionFunction) -> Callable[[Tensor, Tensor | None], T
     def tables(num_tokens: int, half: int, device: torch.device) -> Tensor:
         return torch.zeros(num_tokens, 1, half, device=device)
 
-    def layout_of(q: Tensor, cu_seqlens: Tensor | None) -> TokenLayout:
+    def layout_of(q: Tensor, cu_seqlens: Tensor | None, window: int | None) -> TokenLayout:
         num_sequences, num_tokens = q.shape[0], q.shape[0] * q.shape[1]
         max_seqlen = None if cu_seqlens is None else longest(cu_seqlens)
         angles = tables(num_tokens, q.shape[3] // 2, q.device)
-        return token_layout({function.documents}, num_sequences, num_tokens, angles, angles, cu_seqlens, max_seqlen)
+        wanted = {function.wants(window is not None)}
+        return token_layout(wanted, num_sequences, num_tokens, angles, angles, cu_seqlens, max_seqlen, window)
 
     return layout_of

@@ -1,6 +1,7 @@
 """attention.backend `auto` is settled once, recorded, and kept when the run continues. One rank settles both choices,
 of attention and of linear layers, for all ranks."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch.distributed as dist
 
 import tiny
 from distributed import run_distributed
+from sagekernels.testing import Shape
 from sagetrain.auto import attention_choice, linear_choice
 from sagetrain.auto import settled as settling
 from sagetrain.auto.attention_choice import settle_attention
@@ -19,7 +21,8 @@ from sagetrain.checkpoint.state import SettledAttention, SettledLinear
 from sagetrain.cluster.run_folder import RunFolder
 from sagetrain.config import RunConfig
 from sagetrain.config.layer_specs import linear_layers
-from sagetrain.config.schema import AttentionConfig
+from sagetrain.config.schema import AttentionConfig, ModelConfig
+from sagetrain.config.sections.model import WindowsConfig
 from sagetrain.training.build_run import build
 from sagetrain.training.trainer import Trainer
 
@@ -128,6 +131,26 @@ def test_a_run_has_one_arithmetic_until_it_is_told_otherwise(corpus: Path, tmp_p
 
 def test_a_loaded_run_keeps_the_attention_it_was_trained_with() -> None:
     assert kept_attention(AttentionConfig(), SettledAttention(**SAGE_SCORES)).recipe == "scores"
+
+
+def test_layers_with_a_window_are_timed_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times count by the layers of each kind. A window that hides nothing is none, and a function that leaves out the
+    window is not used."""
+    windows = WindowsConfig(tokens=9, pattern="WWWF")
+    model = ModelConfig(num_layers=8, hidden_size=32, ffn_hidden_size=48, num_attention_heads=2, windows=windows)
+    shape = Shape(2, 40, 40, 2, 2, 16)
+    kinds = attention_choice._kinds(model, shape, 40)
+    assert kinds == {shape._replace(window=9): 0.75, shape: 0.25}
+    assert attention_choice._kinds(model, shape, 9) == {shape: 1.0}
+    monkeypatch.setattr(attention_choice, "seconds_per_step", lambda attend, each, **_: 2.0 if each.window else 6.0)
+    calls = RankCalls(1, 1, False, 1, 40, torch.device("cpu"), torch.float32)
+    found = {name: AttentionConfig(backend=name, recipe="fine") for name in ("sage", "sdpa", "reference")}
+    measured = attention_choice._measure(found, kinds, calls)
+    assert measured.times == {"attention": dict.fromkeys(found, 3.0)}
+    layout = attention_choice.token_layout
+    monkeypatch.setattr(attention_choice, "token_layout", lambda *how: layout(*how[:-1]))
+    measured = attention_choice._measure(found, kinds, calls)
+    assert measured.times == {"attention": dict.fromkeys(found, math.inf)}
 
 
 class Stream:
