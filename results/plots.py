@@ -347,6 +347,21 @@ def muon_loss(figure: Figure) -> None:
     panel.set_xlim(3, 4.4)
 
 
+def width_rule(figure: Figure) -> None:
+    (rows,) = tables("width-rule")
+    panels = figure.subplots(1, 2, sharey=True)
+    for panel, rule, title in zip(panels, ("none", "width"), ("the same rate", "lr_base_width 256"), strict=True):
+        for place, width in enumerate(("64", "128", "256", "512", "1024")):
+            (row,) = [row for row in rows if row["width"] == width and row["rule"] in (rule, "either")]
+            found = [(float(rate), number(cell)) for rate, cell in [*row.items()][2:] if cell]
+            panel.plot(*zip(*found, strict=True), color=f"C{place}", marker="o", markersize=3, label=f"width {width}")
+            panel.plot(*min(found, key=lambda point: point[1]), color=f"C{place}", marker="o", markersize=9, alpha=0.5)
+        panel.set_xscale("log")
+        panel.set_xlabel(f"optimizer.lr, {title}")
+    panels[0].set_ylabel("held-out loss")
+    panels[0].legend(fontsize=8, loc="lower right")
+
+
 def muon_int8(figure: Figure) -> None:
     rows, panel = tables("muon-int8")[0], figure.subplots()
     for name in ("gap under AdamW", "gap under Muon"):
@@ -406,6 +421,7 @@ PLOTS: dict[str, tuple[str, float, Callable[[Figure], None]]] = {
     "tokens-per-step": ("by-size.png", 3.6, tokens_per_step),
     "trainer": ("trainer.png", 2.4, trainer),
     "which-attention": ("which-attention.png", 4.4, which_attention),
+    "width-rule": ("rates.png", 3.6, width_rule),
 }
 """Each page's file, its height in inches, and the function that draws it."""
 
