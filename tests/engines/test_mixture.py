@@ -254,8 +254,14 @@ HOW: dict[str, tuple[list[str], dict[str, Any]]] = {
         ["TP 2, halves, ZeRO 3", "experts 2 x context 2, recomputed, ZeRO 1"],
         {"dtype": "bf16", "optimizer": {"name": "muon"}},
     ),
-    "int8": (["TP 2, halves, ZeRO 3"], {"dtype": "bf16", "linear": {"precision": "int8"}}),
-    "fp8": (["PP 2, ZeRO 2"], {"dtype": "bf16", "linear": {"precision": "fp8"}}),
+    "int8": (
+        ["TP 2, halves, ZeRO 3"],
+        {"dtype": "bf16", "linear": {"precision": "int8"}, "optimizer": {"moments": "bf16"}},
+    ),
+    "fp8": (
+        ["PP 2, ZeRO 2", "experts 2 x PP 2, ZeRO 0"],
+        {"dtype": "bf16", "linear": {"precision": "fp8"}, "optimizer": {"moments": "int8"}},
+    ),
 }
 """The layouts that write checkpoints, each read by the next one as well, and the configuration, by dtype."""
 

@@ -28,7 +28,6 @@ PROVEN: dict[str, tuple[object, ...]] = {
     "parallel.offload": ("none",),
     "parallel.gradient_reduction": ("fp32",),
     "deepspeed": ({},),
-    "optimizer.moments": ("fp32",),
     "optimizer.master": ("fp32",),
     "training.activation_checkpointing": ("none", "full"),
     "training.cuda_graphs": ("off", "on"),
