@@ -171,7 +171,8 @@ class Family:
         if not in_block:
             return [names[spec.name]]
         of_experts = self.mixture.names(spec) if self.mixture else None
-        return [f"model.layers.{in_block[1]}.{name}" for name in of_experts or [names[in_block[2]]]]
+        found = [names[in_block[2]]] if of_experts is None else of_experts
+        return [f"model.layers.{in_block[1]}.{name}" for name in found]
 
 
 FAMILIES = {

@@ -25,6 +25,7 @@ from sagetrain.config.schema import NO_DATA, TOKENIZER_JSON, TOKENIZER_NAME, Mod
 from sagetrain.config.sections.base import store_url
 from sagetrain.data.tokenizer import OTHER_FILES, Tokenizer
 from sagetrain.data.tokenizer_copy import CONVERT
+from sagetrain.interop import upcycling
 from sagetrain.interop.causes import GATHER, no_folder, no_model, other_names
 from sagetrain.interop.describe import Described, Report, describe
 from sagetrain.interop.exporting import SPECIAL_IDS, check_free, cut, file_bytes, published
@@ -75,6 +76,8 @@ def import_folder(
     folder: Path,
     run_dir: Path,
     *,
+    experts: int | None = None,
+    per_token: int = 2,
     shard_bytes: int = 4 * 10**9,
     report: Report = lambda text: None,
 ) -> Imported:
@@ -84,6 +87,8 @@ def import_folder(
     Args:
         folder: the Hugging Face folder.
         run_dir: folder to write, which does not exist yet or is empty. It appears when everything in it is written.
+        experts: make the MLP of each layer so many experts, copies of it, of a dense model. None: leave it as it is.
+        per_token: the experts of a token.
         shard_bytes: largest size of a file of weights, unless a single tensor is larger.
         report: gets a message for everything that is read differently than the folder says.
 
@@ -98,7 +103,8 @@ def import_folder(
                 fetch(source, Path(scratch, source.name))
             except OSError as error:
                 raise ConfigError(f"{source} cannot be read: {error}") from error
-            return import_folder(Path(scratch, source.name), run_dir, shard_bytes=shard_bytes, report=report)
+            how: dict[str, Any] = {"experts": experts, "per_token": per_token, "shard_bytes": shard_bytes}
+            return import_folder(Path(scratch, source.name), run_dir, **how, report=report)
     for each, rule in ((folder, "as safetensors wants"), (run_dir, "as its config.yaml, which names it (run_dir), is")):
         if not is_utf8(str(each)):
             raise ConfigError(f"the folder's name {str(each)!a} is not UTF-8, {rule}: choose another name")
@@ -112,6 +118,8 @@ def import_folder(
     where = str(folder / "config.json")
     config = read_json(Path(where))
     described = describe(config, where, report)
+    if experts is not None:
+        described = upcycling.upcycled(described, experts, per_token, where)
     files, vocab_size = WeightFiles(folder, config.get("transformers_weights"), report), described.vocab_size
     tokenizer = _tokenizer(folder, report)
     model, dtypes = _matched(files, described, where, tokenizer, report)
@@ -119,7 +127,10 @@ def import_folder(
         _check_vocabulary(folder, tokenizer, vocab_size)
     _say_dtype(config, dtypes, where, report)
     generation = _generation(folder, config, tokenizer, vocab_size, report)
-    text = dump_config(_run_config(described, model, run_dir, next(iter(dtypes.values()))))
+    cfg = _run_config(described, model, run_dir, next(iter(dtypes.values())))
+    if experts is not None:
+        upcycling.check(cfg, where)
+    text = dump_config(cfg)
     index: dict[str, dict[str, Any]] = {}
     with published(run_dir) as temporary:
         checkpoint = temporary / "checkpoints" / folder_name(0)
@@ -136,8 +147,8 @@ def import_folder(
                 if len(theirs) == 1:
                     values[f"{spec.name}|weight"] = files.read(theirs[0], padded)
                 else:
-                    empty = torch.zeros(spec.size * (not theirs), dtype=dtypes[spec])
-                    values[f"{spec.name}|weight"] = files.joined(theirs, dtypes[spec]) if theirs else empty
+                    begun = upcycling.router(spec, model) if spec.kind == "router" else torch.zeros(spec.size)
+                    values[f"{spec.name}|weight"] = files.joined(theirs, dtypes[spec]) if theirs else begun
                 piece = {"file": file, "tp_rank": 0, "start": 0, "stop": prod(padded)}
                 kept = str(dtypes[spec]).removeprefix("torch.")
                 index[spec.name] = {
@@ -169,7 +180,7 @@ def import_folder(
         (checkpoint.parent / "latest").write_text(checkpoint.name + "\n")
     return Imported(
         described.family.name,
-        sum(len(described.family.theirs(spec)) for spec in dtypes),
+        len({name for spec in dtypes for name in described.family.theirs(spec)}),
         sum(spec.size for spec in dtypes if spec.kind != "state"),
         described.seq_length,
         tokenizer.file_name if tokenizer else None,

@@ -151,6 +151,37 @@ def test_experts_have_the_same_logits_and_go_back_bit_for_bit(name: str, tmp_pat
     }
 
 
+@pytest.mark.parametrize("name", ["qwen", "qwen2.5"])
+def test_experts_of_a_dense_model_begin_with_its_logits(name: str, tmp_path: Path) -> None:
+    """Each expert is a copy of the MLP, so logits are the dense model's whatever the router says."""
+    folder = save(tmp_path / "in", MODELS[name]())
+    done = import_folder(folder, tmp_path / "run", experts=4, per_token=2)
+    assert done.tensors == len(weights(folder))
+    model = load_config(tmp_path / "run/config.yaml").model
+    assert model.experts and (model.experts.number, model.experts.per_token) == (4, 2)
+    check_logits(folder, tmp_path / "run")
+    saved = weights(tmp_path / "run/checkpoints/step-00000000")
+    routers = [saved[f"blocks.{layer}.mlp.router.weight|weight"] for layer in range(2)]
+    assert not routers[0].equal(routers[1]) and all(0.01 < router.std() < 0.03 for router in routers)
+
+
+def test_models_that_become_no_mixture(tmp_path: Path) -> None:
+    for name, experts, per_token, message in (
+        ("qwen", 1, 1, "experts 1: a mixture has 2 experts or more"),
+        ("qwen", 4, 5, "per-token 5: a token goes to 1 to 4 of 4 experts"),
+        ("qwen", 1024, 2, "model.experts.number = 1024: is more than 1,023"),
+        ("gemma3", 4, 2, "model.(activation|norms) = .* was not proven with model.experts"),
+    ):
+        folder = tmp_path / name
+        if not folder.exists():
+            save(folder, MODELS[name]())
+        with pytest.raises(ConfigError, match=message):
+            import_folder(folder, tmp_path / "run", experts=experts, per_token=per_token)
+    folder = save(tmp_path / "mixture", MIXTURES["mixtral"]())
+    with pytest.raises(ConfigError, match="MixtralForCausalLM has experts already: leave --experts out"):
+        import_folder(folder, tmp_path / "run", experts=4)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bits_and_several_files_go_back_bit_for_bit(dtype: torch.dtype, tmp_path: Path) -> None:
     folder = save(tmp_path / "in", LlamaConfig(**SIZES), dtype, shard="20KB")
