@@ -105,8 +105,8 @@ def combine_twin(y: Tensor, slot: Tensor) -> Tensor:
     return total.to(y.dtype)
 
 
-PLAN_TOKENS, PLAN_WARPS = 16, 4
-"""The tokens of a program that counts or places choices."""
+PLAN_TOKENS, PLAN_WARPS, PLAN_BLOCKS = 16, 4, 1024
+"""The tokens of a program that counts or places choices, and how many such counts are added up at a time."""
 COLUMNS, WARPS = 4096, 4
 """The largest part of a row that a program moves at a time."""
 
@@ -133,18 +133,34 @@ def _count_kernel(
 
 
 @triton.jit
+def _sum_kernel(COUNTS, LOAD, blocks, experts, BLOCKS: tl.constexpr):
+    """Replace the counts of one expert by the sums of those before, and write their total."""
+    expert = tl.program_id(0)
+    total = tl.zeros([], tl.int32)
+    for base in range(0, blocks, BLOCKS):
+        block = base + tl.arange(0, BLOCKS)
+        count = tl.load(COUNTS + block * experts + expert, mask=block < blocks, other=0)
+        tl.store(COUNTS + block * experts + expert, total + tl.cumsum(count, 0) - count, mask=block < blocks)
+        total += tl.sum(count, 0)
+    tl.store(LOAD + expert, total)
+
+
+@triton.jit
 def _place_kernel(
-    CHOICES, BASE, SLOT, CHOICE, tokens, experts, room,
+    CHOICES, BEFORE, LOAD, ENDS, SLOT, CHOICE, tokens, experts, room,
     TOP: tl.constexpr, PADDED: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Give each choice its row. BASE has the row of the first choice of each expert among these tokens."""
+    """Give each choice its row. BEFORE has the choices of each expert among the tokens of the blocks before, LOAD
+    those of all, and ENDS the row behind the last one."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     expert = tl.arange(0, PADDED)
     chosen = tl.zeros([TOKENS, PADDED], tl.int32)
     for place in tl.static_range(TOP):
         mine = _expert_of(CHOICES, token, tokens, place, experts, TOP)
         chosen += (expert[None, :] == mine[:, None]).to(tl.int32)
-    base = tl.load(BASE + tl.program_id(0) * experts + expert, mask=expert < experts, other=0)
+    within = expert < experts
+    base = tl.load(BEFORE + tl.program_id(0) * experts + expert, mask=within, other=0)
+    base += tl.load(ENDS + expert, mask=within, other=0) - tl.load(LOAD + expert, mask=within, other=0)
     free = base[None, :] + tl.cumsum(chosen, 0) - chosen
     for place in tl.static_range(TOP):
         mine = _expert_of(CHOICES, token, tokens, place, experts, TOP)
@@ -188,21 +204,20 @@ def plan_rows_triton(choices: Tensor, experts: int, room: int) -> Rows:
     (tokens, top), device = choices.shape, choices.device
     choices, blocks = choices.contiguous(), ceil_div(tokens, PLAN_TOKENS)
     counts = torch.empty(blocks, experts, dtype=torch.int32, device=device)
+    load = torch.empty(experts, dtype=torch.int32, device=device)
     slot = torch.empty(tokens, top, dtype=torch.int32, device=device)
     choice = torch.full((room,), -1, dtype=torch.int32, device=device)
     how = {"TOP": top, "PADDED": triton.next_power_of_2(experts), "TOKENS": PLAN_TOKENS, "num_warps": PLAN_WARPS}
     with on_device_of(choices):
         if tokens:
             _count_kernel[(blocks,)](choices, counts, tokens, experts, **how)
-        until = counts.cumsum(0, dtype=torch.int32)
-        load = until[-1] if tokens else counts.new_zeros(experts)
+        _sum_kernel[(experts,)](counts, load, blocks, experts, BLOCKS=PLAN_BLOCKS, num_warps=PLAN_WARPS)
         ends = load.cumsum(0, dtype=torch.int32)
-        base = until - counts + (ends - load)
         if tokens:
-            _place_kernel[(blocks,)](choices, base, slot, choice, tokens, experts, room, **how)
+            _place_kernel[(blocks,)](choices, counts, load, ends, slot, choice, tokens, experts, room, **how)
         within = ends.clamp(max=room)
         tiles, first = tiles_triton(within, room)
-    return Rows(choice, slot, within, load.clone(), tiles, first, ends[-1] > room)
+    return Rows(choice, slot, within, load, tiles, first, ends[-1] > room)
 
 
 def tiles_triton(ends: Tensor, room: int) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from sagekernels import grouped_swiglu as swiglu
 
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 SHARED_MEMORY = {80: 163, 89: 99, 90: 227, 120: 99}  # A program may have so many KiB of shared memory.
-INTEGERS = ("CHOICE", "SLOT", "ENDS", "TILES", "FIRST", "COUNTS", "BASE", "LARGEST")
+INTEGERS = ("CHOICE", "SLOT", "ENDS", "TILES", "FIRST", "COUNTS", "BEFORE", "LOAD", "LARGEST")
 
 
 def compiled(
@@ -45,6 +45,7 @@ def test_rows_are_planned_and_moved(architecture, tmp_path):
     plan = {"TOP": 8, "PADDED": 128, "TOKENS": grouped.PLAN_TOKENS}
     made = compiled(grouped._place_kernel, architecture, plan, {"CHOICES": "*i64"}, num_warps=grouped.PLAN_WARPS)
     assert stack(made, tmp_path) == 0
+    compiled(grouped._sum_kernel, architecture, {"BLOCKS": grouped.PLAN_BLOCKS}, {}, num_warps=grouped.PLAN_WARPS)
     compiled(grouped._tiles_kernel, architecture, {"PADDED": 128, "TILE": grouped.TILE, "TABLE": 32}, {}, num_warps=1)
     for kernel in (grouped._gather_kernel, grouped._combine_kernel):
         made = compiled(kernel, architecture, {"TOP": 8, "COLUMNS": 2048}, {}, num_warps=grouped.WARPS)

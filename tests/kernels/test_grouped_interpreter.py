@@ -58,8 +58,9 @@ if INSIDE:
     # -- rows ------------------------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("room", [400, 200])
-    def test_plans_are_those_of_the_sort(room):
+    def test_plans_are_those_of_the_sort(room, monkeypatch):
         """Some choices have no expert here. Loads are odd, rows are too many or too few, and a choice may repeat."""
+        monkeypatch.setattr(grouped, "PLAN_BLOCKS", 4)
         again = torch.cat((CHOICES, CHOICES[:, :1]), 1)
         for choices in (CHOICES.int() - 3, again.t().contiguous().t(), CHOICES[:0]):
             found = grouped.plan_rows_triton(choices, len(LOADS), room)
