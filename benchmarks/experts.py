@@ -43,6 +43,7 @@ from sagekernels.grouped_products import (
     GROUPED_PRODUCT,
     GROUPED_WEIGHT_PRODUCT,
 )
+from sagekernels.router import router_logits
 from step import print_profile
 
 
@@ -102,7 +103,7 @@ def random_mixture(shape: Shape, tokens: int, device: torch.device) -> tuple[Mix
 
 def route(x: Tensor, router: Tensor, bias: Tensor, top: int) -> tuple[Tensor, Tensor]:
     """Return the choices [T, k] and their weights, which sum to 1, of logits in fp32."""
-    scores = F.linear(x.float(), router).add(bias).softmax(-1)
+    scores = router_logits(x, router).add(bias).softmax(-1)
     weights, choices = scores.topk(top, -1)
     return choices, weights / weights.sum(-1, keepdim=True)
 

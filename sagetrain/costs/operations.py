@@ -374,17 +374,19 @@ def _mixture(experts: ExpertsConfig, hidden: int, rank: Rank) -> Iterator[Operat
 
     wide = Precision("fp32", "fp32", "fp32")
     router = rank.matmul("router", experts.number, hidden, column_parallel=False, precision=wide, recomputed=again)
-    yield replace(router, tokens=tokens, saved=4 * hidden, shards=rank.shards)
-    yield moving("scores", _SCORES * experts.number, saved=12 * (experts.number + experts.per_token))
-    # Codes of rows are kept in place of tokens and of SwiGLU's results. They fill up the tiles of each expert.
+    # Codes of rows are kept in place of SwiGLU's results. They fill up the tiles of each expert.
     codes = rank.linear.low_bit and rank.linear.recipe != "rowwise_bf16_wgrad"
     padded = (rows // _TILE + experts.number) * _TILE // max(1, tokens)
+    # The router keeps the tokens, unless shared experts have kept them already.
+    kept = 0 if experts.shared and not codes else element * hidden
+    yield replace(router, tokens=tokens, saved=kept, shards=rank.shards)
+    yield moving(
+        "scores", _SCORES * experts.number, saved=(12 if rank.fused else 16) * experts.number + 12 * experts.per_token
+    )
     if codes:
         kept = padded * hidden
-    elif rank.fused and not rank.linear.low_bit:  # One graph gathers the rows once for both passes.
-        kept = element * experts.per_token * hidden
-    else:
-        kept = 0 if experts.shared else element * hidden  # Shared experts keep the tokens as well.
+    else:  # One graph gathers the rows once for both passes.
+        kept = element * experts.per_token * hidden * (rank.fused and not rank.linear.low_bit)
     yield moving("rows of experts", element * experts.per_token * _ROWS * hidden, saved=kept)
     yield product("gate and up of experts", 2 * inner, hidden, saved=element * experts.per_token * 2 * inner)
     yield moving("SwiGLU of experts", element * experts.per_token * _SWIGLU[0] * inner)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from sagekernels.grouped import Rows, plan_rows
 from sagekernels.grouped_matmul import GroupedMatmul, grouped_gated, grouped_matmul
+from sagekernels.router import router_logits
 from sagetrain.config.layer_specs import LayerSpec
 from sagetrain.config.schema import ExpertsConfig
 from sagetrain.model.mlp import MLP
@@ -68,7 +69,7 @@ class Router(nn.Module):
 
     def scored(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits of tokens [T, hidden] and their scores, both fp32 [T, experts]."""
-        logits = x.to(self.weight.dtype) @ self.weight.t()
+        logits = router_logits(x, self.weight)
         return logits, logits.softmax(-1) if self.config.scores == "softmax" else logits.sigmoid()
 
     def chosen(self, scores: Tensor) -> Tensor:

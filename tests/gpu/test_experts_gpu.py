@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernel_inputs import random_choices
+from kernel_inputs import random_choices, router_results
 from sagekernels import grouped_casts
 from sagekernels.casts import E4M3, INT8
 from sagekernels.grouped import TILE, plan_rows, plan_rows_twin
@@ -102,6 +102,18 @@ def test_the_host_does_not_wait():
             torch.autograd.grad(mlp(*leaves, choices, matmul, None), leaves, grad)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+def test_routers_multiply_with_the_error_of_fp32():
+    draw = torch.Generator("cuda").manual_seed(0)
+    x, weight, grad = (
+        torch.randn(size, device="cuda", generator=draw) for size in ((999, 512), (128, 512), (999, 128))
+    )
+    x = x.bfloat16()
+    poison()
+    found, truth = router_results(x, weight, grad), router_results(x.double(), weight.double(), grad.double())
+    for ours, exact, limit in zip(found, truth, (1e-6, 3e-3, 1e-6), strict=True):
+        assert rel_l2(ours, exact) < limit
 
 
 def test_plans_are_those_of_the_sort():

@@ -11,12 +11,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from kernel_inputs import random_choices
+from kernel_inputs import random_choices, router_results
 from sagekernels import grouped_casts, grouped_products, grouped_swiglu
 from sagekernels.casts import E4M3, INT8, quantize
 from sagekernels.grouped import COMBINE_ROWS, GATHER_ROWS, PLAN_ROWS, TILE, combine, gather, plan_rows
 from sagekernels.grouped_matmul import GROUPED_RECIPES, GroupedLowBit, GroupedMatmul, grouped_gated, grouped_matmul
 from sagekernels.grouped_swiglu import weighted_swiglu
+from sagekernels.router import ROUTER_GRADIENTS, ROUTER_LOGITS, router_logits
 from sagekernels.testing import rel_l2
 
 LOADS = (0, 17, 128, 1, 129, 0, 40, 0)
@@ -268,6 +269,17 @@ def test_weighted_swiglu_is_its_derivative():
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("magnitude", [1e-20, 1.0, 1e20])
+def test_routers_multiply_with_the_error_of_fp32(magnitude):
+    """Weights are small and large. Two of the three parts alone would have an error of 1e-5, the gradient of tokens is
+    rounded to bfloat16. Other dtypes are multiplied as they are."""
+    x, weight, grad = normal(1, 77, 64).bfloat16(), magnitude * normal(2, 6, 64), normal(3, 77, 6)
+    truth = router_results(x.double(), weight.double(), grad.double())
+    for ours, exact, limit in zip(router_results(x, weight, grad), truth, (5e-7, 3e-3, 5e-7), strict=True):
+        assert rel_l2(ours, exact) < limit
+    assert torch.equal(router_logits(x.float(), weight), x.float() @ weight.t())
+
+
 def test_the_operators_keep_their_promises():
     rows = plan_rows(CHOICES, len(LOADS), 400)
     x, top, int8 = TENSORS[0], TOP, INT8
@@ -275,7 +287,10 @@ def test_the_operators_keep_their_promises():
     turned = grouped_casts.grouped_casts(x, rows, int8, True)
     places = rows.choice, rows.slot, rows.ends, rows.tiles
     weight = grouped_casts.weight_casts(TENSORS[2], int8)
+    tokens, router = x.bfloat16(), normal(2, 6, HIDDEN)
     calls = [
+        (ROUTER_LOGITS, (tokens, router)),
+        (ROUTER_GRADIENTS, (normal(3, len(x), 6), tokens, router)),
         (PLAN_ROWS, (CHOICES, 8, 400)),
         (GATHER_ROWS, (x, rows.choice, top)),
         (COMBINE_ROWS, (gate_up, rows.slot)),

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from sagekernels import backends
 from sagekernels.call import RecipeName
+from sagekernels.router import router_logits
 from sagekernels.testing import Shape, call_of, rounding_errors
 
 
@@ -79,3 +80,10 @@ def takes(backend: str, shape: Shape, dtype: torch.dtype, smooth_q: bool, recipe
     one, heads = backends.NAMED[backend], ((shape.heads, shape.n_q), *[(shape.kv_heads, shape.n_k)] * 2)
     q, k, v = (torch.empty(shape.batch, n, h, shape.head_dim, dtype=dtype, device="meta") for h, n in heads)
     return shape.head_dim in one.head_dims and one.takes(call_of(shape, q, k, v, recipe, smooth_q=smooth_q))
+
+
+def router_results(x: Tensor, weight: Tensor, grad: Tensor) -> list[Tensor]:
+    """Return the logits of a router, and the gradients of its tokens and its weight."""
+    leaves = [tensor.detach().requires_grad_() for tensor in (x, weight)]
+    logits = router_logits(*leaves)
+    return [logits.detach(), *torch.autograd.grad(logits, leaves, grad)]
