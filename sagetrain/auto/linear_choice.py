@@ -13,19 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sagekernels.admission import median_seconds
+from sagekernels.grouped import Rows, plan_rows
+from sagekernels.grouped_matmul import GROUPED_RECIPES, GroupedMatmul
 from sagekernels.lowbit import RECIPES
 from sagekernels.matmul import Matmul
 from sagetrain.auto.calls import RankCalls
 from sagetrain.auto.kept import Kept, kept_linear
 from sagetrain.auto.timed_choice import Times, TimeTable, decide, settle
 from sagetrain.config.arithmetic import parts_of
-from sagetrain.config.layer_specs import linear_layers
+from sagetrain.config.layer_specs import chosen_layers, linear_layers
 from sagetrain.config.linear_sizes import AUTO_PRECISION, LOW_BIT_MULTIPLE, LinearSizes
-from sagetrain.config.schema import LinearConfig, ModelConfig
+from sagetrain.config.schema import ExpertsConfig, LinearConfig, ModelConfig
+from sagetrain.model.moe import Experts
 from sagetrain.model.selection import cannot_multiply
 from sagetrain.parallel.layers import ColumnParallelLinear, keep_weights
 from sagetrain.parallel.topology import ParallelGroups
@@ -66,16 +68,20 @@ def settle_linear(
     def timed(settings: LinearConfig) -> LinearConfig:
         ranks = calls.tensor_parallel_size
         tokens, joined = calls.own_tokens // parts_of(calls.own_tokens, ranks, calls.overlap), ranks > 1
-        layers = {name: sizes for name, sizes in linear_layers(model, ranks).items() if not sizes.odd}
+        layers = {name: sizes for name, sizes in chosen_layers(model, ranks).items() if not sizes.odd}
         way, least = f"{AUTO_PRECISION} {settings.recipe}", settings.keep_layers_below
         bf16, *low = settings.choices(layers.values())
         named = {"bf16": bf16, **{_name(way, choice.keep_layers_below): choice for choice in low}}
 
         def measure() -> TimeTable:
-            times, refused = time_layers(
-                layers, [way], tokens=tokens, joined=joined, kept=kept, compiled=compiled, device=device, dtype=dtype,
-                seconds=partial(median_seconds, device=device),
-            )  # fmt: skip
+            how: dict[str, Any] = {"kept": kept, "compiled": compiled, "device": device, "dtype": dtype}
+            how["seconds"] = partial(median_seconds, device=device)
+            dense = {name: sizes for name, sizes in layers.items() if name != "experts"}
+            times, refused = time_layers(dense, [way], tokens=tokens, joined=joined, **how)
+            if model.experts is not None:  # Each rank has its own tokens, or as many of others.
+                own, why = time_experts(model.experts, model.hidden_size, [way], tokens=tokens // ranks, **how)
+                times["experts"] = own
+                refused += why
             sides = {name: f"{name} {inputs} x {sum(sizes.values())}" for name, (inputs, sizes) in layers.items()}
             about = f"{tokens:,} tokens, {dtype}: forward + backward (times as fast as bf16)"
             return TimeTable(about, {sides[name]: row for name, row in times.items()}, refused)
@@ -85,7 +91,7 @@ def settle_linear(
             below = smallest(dict(zip(layers, times.values(), strict=True)), way, weights, least)
             return "bf16" if below is None else _name(way, below)
 
-        key = layers, tokens, joined, kept, compiled, dtype, way, least, GAIN
+        key = layers, model.experts, tokens, joined, kept, compiled, dtype, way, least, GAIN
         return named[decide("linear", measure, pick, key=key, device=device, cache=cache, say=say)]
 
     had = kept_linear(asked, before.linear) if before and before.linear.precision != "auto" else None
@@ -136,21 +142,24 @@ row. fp8: e4m3 and e5m2."""
 _CALLS = 8  # so many calls are timed in a row, so that the GPU is timed and not the launches
 
 
-def errors_of(layer: nn.Module, x: Tensor, grads: Sequence[Tensor]) -> dict[str, float]:
+def errors_of(layer: nn.Module, exact: nn.Module, x: Tensor, grads: Sequence[Tensor]) -> dict[str, float]:
     """Return the relative L2 error of a layer's output and gradients against fp32.
 
     Args:
+        exact: the layer in fp32, with the same weights.
         x: [tokens, in].
         grads: the gradient [tokens, out] of each tensor that the layer returns.
     """
-    weights = [p.detach().float().requires_grad_() for p in layer.parameters()]
-    own, wide = x.detach().requires_grad_(), x.detach().float().requires_grad_()
-    y, exact = layer(own), [F.linear(wide, weight) for weight in weights]
-    torch.autograd.backward(y, list(grads))
-    torch.autograd.backward(exact, [grad.float() for grad in grads])
-    found = torch.cat(tuple(y), 1).detach(), _grad(own), torch.cat([_grad(p) for p in layer.parameters()])
-    truth = torch.cat(exact, 1).detach(), _grad(wide), torch.cat([_grad(weight) for weight in weights])
-    layer.zero_grad()
+
+    def results(one: nn.Module, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        leaf = x.detach().to(dtype).requires_grad_()
+        y = one(leaf)
+        torch.autograd.backward(y, [grad.to(dtype) for grad in grads])
+        made = torch.cat(tuple(y), 1).detach(), _grad(leaf), torch.cat([_grad(p).flatten() for p in one.parameters()])
+        one.zero_grad()
+        return made
+
+    found, truth = results(layer, x.dtype), results(exact, torch.float32)
     names = "output", "gradient of x", "gradient of the weights"
     pairs = zip(names, found, truth, strict=True)
     return {name: ((ours.float() - exact).norm() / exact.norm()).item() for name, ours, exact in pairs}
@@ -198,16 +207,85 @@ def time_layers(
             weights = [0.02 * normal(size, inputs) for size in sizes.values()]
             x = normal(tokens, inputs).requires_grad_()
             grads = [1e-3 * normal(tokens, size) for size in sizes.values()]
-            for way in ("bf16", *ways):
-                layer = layer_of(inputs, sizes, weights, matmuls[way], kept=kept)
-                if compiled:
-                    layer.compile(fullgraph=True, dynamic=False)
-                reason = _wrong(layer, x, grads, LIMITS[way.split()[0]]) if way != "bf16" else ""
-                if reason:
-                    refused.append(f"{name} in {way}: {reason}")
-                times[name][way] = float("inf") if reason else seconds(_calls(layer, x, grads)) / _CALLS
+            exact = layer_of(inputs, sizes, [weight.float() for weight in weights], Matmul(), kept=False)
+            makes = {way: partial(layer_of, inputs, sizes, weights, matmuls[way], kept=kept) for way in ("bf16", *ways)}
+            times[name], why = _timed(name, makes, exact, x, grads, compiled, seconds)
+            refused += why
     if compiled:
         torch._dynamo.reset()
+    return times, refused
+
+
+def time_experts(
+    experts: ExpertsConfig,
+    hidden: int,
+    ways: Sequence[str],
+    *,
+    tokens: int,
+    kept: bool,
+    compiled: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+    seconds: Callable[[Callable[[], None]], float],
+) -> tuple[dict[str, float], list[str]]:
+    """Return the seconds of forward and backward of a layer's experts by way, and the reasons why some were refused.
+    Tokens go to experts by chance. The router is no part of it. The arguments are those of time_layers."""
+    matmuls = {"bf16": GroupedMatmul(), **{" ".join(name): low for name, low in GROUPED_RECIPES.items()}}
+    draw = torch.Generator(device).manual_seed(0)
+    x, grad = (torch.randn(tokens, hidden, generator=draw, device=device, dtype=dtype) for _ in range(2))
+    scores = torch.rand(tokens, experts.number, generator=draw, device=device)
+    weights, choices = scores.topk(experts.per_token)
+    rows = plan_rows(choices, experts.number)
+
+    def make(way: str, wide: bool) -> nn.Module:
+        place: dict[str, Any] = {"dtype": torch.float32 if wide else dtype, "device": device}
+        layer = Experts(experts.number, hidden, experts.ffn_size, matmul=matmuls[way], **place)
+        own = torch.Generator(device).manual_seed(1)
+        with torch.no_grad():
+            for p in layer.parameters():
+                p.copy_(0.02 * torch.randn(p.shape, generator=own, device=device, dtype=dtype))
+        if kept:
+            keep_weights(layer)
+        return _Routed(layer, weights, rows)
+
+    makes = {way: partial(make, way, False) for way in ("bf16", *ways)}
+    exact = make("bf16", True)
+    found = _timed("experts", makes, exact, x.requires_grad_(), [1e-3 * grad], compiled, seconds)
+    if compiled:
+        torch._dynamo.reset()
+    return found
+
+
+class _Routed(nn.Module):
+    """Experts whose tokens have been routed. Like a linear layer of several weights it returns a tuple."""
+
+    def __init__(self, experts: Experts, weights: Tensor, rows: Rows) -> None:
+        super().__init__()
+        self.experts, self.weights, self.rows = experts, weights, rows
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        return (self.experts(x, self.weights, self.rows),)
+
+
+def _timed(
+    name: str,
+    makes: Mapping[str, Callable[[], nn.Module]],
+    exact: nn.Module,
+    x: Tensor,
+    grads: Sequence[Tensor],
+    compiled: bool,
+    seconds: Callable[[Callable[[], None]], float],
+) -> tuple[dict[str, float], list[str]]:
+    """Return the seconds of a layer that is made in several ways, and the reasons why some were refused."""
+    times, refused = {}, []
+    for way, make in makes.items():
+        layer = make()
+        if compiled:
+            layer.compile(fullgraph=True, dynamic=False)
+        reason = _wrong(layer, exact, x, grads, LIMITS[way.split()[0]]) if way != "bf16" else ""
+        if reason:
+            refused.append(f"{name} in {way}: {reason}")
+        times[way] = float("inf") if reason else seconds(_calls(layer, x, grads)) / _CALLS
     return times, refused
 
 
@@ -225,10 +303,10 @@ def layer_of(
     return layer
 
 
-def _wrong(layer: nn.Module, x: Tensor, grads: Sequence[Tensor], limit: float) -> str:
+def _wrong(layer: nn.Module, exact: nn.Module, x: Tensor, grads: Sequence[Tensor], limit: float) -> str:
     """Return why a layer is not used, or an empty string."""
     try:
-        errors = errors_of(layer, x, grads)
+        errors = errors_of(layer, exact, x, grads)
     except Exception as problem:  # noqa: BLE001 whatever a kernel raises is the reason that it is not used
         return f"{type(problem).__name__}: {problem}"
     return ", ".join(f"the {what} is wrong by {error:.3g}" for what, error in errors.items() if not error < limit)

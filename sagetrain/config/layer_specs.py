@@ -123,6 +123,15 @@ class LayerSpec(NamedTuple):
         ranks = tensor_parallel_size
         return self.attention.linear_layers(self.hidden, ranks) | self.mlp.linear_layers(self.hidden, ranks)
 
+    def chosen_layers(self, tensor_parallel_size: int) -> dict[str, LinearSizes]:
+        """Return what linear.precision is chosen for: the linear layers, and `experts` with the sizes of one expert's
+        gate and up. The experts of a layer are in the same precision."""
+        found = self.linear_layers(tensor_parallel_size)
+        if self.experts is not None:
+            inner = self.experts.ffn_size
+            found["experts"] = LinearSizes(self.hidden, {"gate": inner, "up": inner})
+        return found
+
 
 # Proposing layouts asks for the layers of one model thousands of times.
 @functools.lru_cache(maxsize=64)
@@ -164,3 +173,8 @@ def linear_layers(model: ModelConfig, tensor_parallel_size: int) -> dict[str, Li
     """Return the sizes of a block's linear layers on one rank, keyed by name: qkv, out, gate_up, down. All blocks are
     alike in these, but for blocks with experts and those without (LayerSpec.linear_layers): the last block counts."""
     return layers(model)[-1].linear_layers(tensor_parallel_size)
+
+
+def chosen_layers(model: ModelConfig, tensor_parallel_size: int) -> dict[str, LinearSizes]:
+    """Return what linear.precision is chosen for (LayerSpec.chosen_layers). The last block counts."""
+    return layers(model)[-1].chosen_layers(tensor_parallel_size)

@@ -361,8 +361,10 @@ def _mixture(experts: ExpertsConfig, hidden: int, rank: Rank) -> Iterator[Operat
     tokens = rank.tokens // rank.shards
     rows = experts.per_token * tokens
 
+    low = rank.linear.takes(LinearSizes(hidden, {"gate": inner, "up": inner}))
+
     def product(name: str, outputs: int, inputs: int, saved: int) -> MatmulCost:
-        precision = rank.precision
+        precision = rank.precision if low else None
         one = rank.matmul(
             name, outputs, inputs, column_parallel=False, precision=precision, saved=saved, recomputed=again
         )
@@ -375,7 +377,7 @@ def _mixture(experts: ExpertsConfig, hidden: int, rank: Rank) -> Iterator[Operat
     wide = Precision("fp32", "fp32", "fp32")
     router = rank.matmul("router", experts.number, hidden, column_parallel=False, precision=wide, recomputed=again)
     # Codes of rows are kept in place of SwiGLU's results. They fill up the tiles of each expert.
-    codes = rank.linear.low_bit and rank.linear.recipe != "rowwise_bf16_wgrad"
+    codes = low and rank.linear.recipe != "rowwise_bf16_wgrad"
     padded = (rows // _TILE + experts.number) * _TILE // max(1, tokens)
     # The router keeps the tokens, unless shared experts have kept them already.
     kept = 0 if experts.shared and not codes else element * hidden
@@ -386,13 +388,13 @@ def _mixture(experts: ExpertsConfig, hidden: int, rank: Rank) -> Iterator[Operat
     if codes:
         kept = padded * hidden
     else:  # One graph gathers the rows once for both passes.
-        kept = element * experts.per_token * hidden * (rank.fused and not rank.linear.low_bit)
+        kept = element * experts.per_token * hidden * (rank.fused and not low)
     yield moving("rows of experts", element * experts.per_token * _ROWS * hidden, saved=kept)
     yield product("gate and up of experts", 2 * inner, hidden, saved=element * experts.per_token * 2 * inner)
     yield moving("SwiGLU of experts", element * experts.per_token * _SWIGLU[0] * inner)
     kept = padded if codes else element * experts.per_token
     yield product("down of experts", hidden, inner, saved=kept * inner)
-    if rank.linear.low_bit:
+    if low:
         columns = experts.per_token * (3 * inner + 2 * hidden)
         yield moving("casts of experts to 8 bits", rank.moved(_CASTS[rank.linear.recipe], columns))
 

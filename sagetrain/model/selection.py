@@ -170,11 +170,11 @@ def matmuls_of(
         raise ValueError(f"linear.recipe {linear.recipe} is none of experts")
     every: list[dict[str, Any]] = []
     for index, layer in enumerate(layer_specs(model)):
-        own = layer.linear_layers(tensor_parallel_size), layer.linear_layers(here or tensor_parallel_size)
+        own = layer.chosen_layers(tensor_parallel_size), layer.chosen_layers(here or tensor_parallel_size)
         taken = [name for name, sizes in own[0].items() if linear.takes(sizes) and not own[1][name].odd]
-        of_layer = dict.fromkeys(taken, recipe) | ({"experts": grouped} if layer.experts else {})
-        every.append(of_layer if index in low else {})
-    return every, f"{name} in {blocks}, experts included ({how})"
+        every.append({name: grouped if name == "experts" else recipe for name in taken} if index in low else {})
+    beside = "included" if any("experts" in of_layer for of_layer in every) else "in training.dtype"
+    return every, f"{name} in {blocks}, experts {beside} ({how})"
 
 
 def _odd(layers: Mapping[str, LinearSizes]) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sagetrain.config.arithmetic import may_be_low_bit
 from sagetrain.config.errors import Finding
-from sagetrain.config.layer_specs import linear_layers
+from sagetrain.config.layer_specs import chosen_layers
 from sagetrain.config.layout import Layout
 from sagetrain.config.schema import LinearConfig, Recomputation, RunConfig
 from sagetrain.costs.accounting import MemoryItem, total_bytes, with_recomputation
@@ -87,7 +87,7 @@ def fastest_linear(cfg: RunConfig, vocab_size: int, hardware: Hardware, span: fl
     pipelines, halves and recomputation have no part in the choice."""
     if cfg.linear.precision != "auto":
         return cfg.linear
-    layers = linear_layers(cfg.model, cfg.parallel.tensor_parallel_size).values()
+    layers = chosen_layers(cfg.model, cfg.parallel.tensor_parallel_size).values()
     precisions = hardware.precisions if may_be_low_bit(cfg) else ("bf16",)
     choices = [each for each in cfg.linear.choices(layers) if each.precision in precisions]
     # The optimizer takes the same time with each choice.

@@ -11,7 +11,7 @@ from rich.console import Console
 from sagetrain.config.arithmetic import checkpoint_tokens, decay_tokens, idle_share, peak_lr, warmup_tokens
 from sagetrain.config.earlier_run import read_measured
 from sagetrain.config.errors import ConfigError, Finding, many
-from sagetrain.config.layer_specs import layers, linear_layers
+from sagetrain.config.layer_specs import chosen_layers, layers
 from sagetrain.config.layout import Layout
 from sagetrain.config.reference import keys
 from sagetrain.config.schema import ExpertsConfig, ModelConfig, NoiseAwareTokens, RunConfig
@@ -184,8 +184,8 @@ def _model_table(plan: Plan) -> Table:
     backend = attention.backend + (f", recipe {attention.recipe}" if attention.may_be_int8 else "")
     smoothing = ", ".join(name for name in ("smooth_k", "smooth_q") if getattr(attention, name)) or "no smoothing"
     linear, low = plan.cfg.linear, len(plan.cfg.linear.low_bit_blocks(model.num_layers))
-    layers = linear_layers(model, plan.cfg.parallel.tensor_parallel_size).items()
-    names = ", ".join([name for name, layer in layers if linear.takes(layer)] + ["experts"] * bool(model.experts))
+    layers = chosen_layers(model, plan.cfg.parallel.tensor_parallel_size).items()
+    names = ", ".join(name for name, layer in layers if linear.takes(layer))
     low_bit = f"{linear.precision}, recipe {linear.recipe}, in {low} of {model.num_layers} blocks: {names or 'none'}"
     parts = {"first": linear.keep_first_fraction, "last": linear.keep_last_fraction}
     if kept := [f"the {part} {100 * fraction:g} %" for part, fraction in parts.items() if fraction]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tiny
+from sagekernels.grouped_matmul import GroupedLowBit
 from sagetrain.auto import linear_choice
 from sagetrain.auto.calls import RankCalls
 from sagetrain.auto.kept import Kept
@@ -17,7 +18,8 @@ from sagetrain.auto.linear_choice import settle_linear, smallest, time_layers
 from sagetrain.checkpoint.state import SettledLinear
 from sagetrain.config.layer_specs import linear_layers
 from sagetrain.config.load import load_config
-from sagetrain.config.schema import SIXTEEN_BITS, LinearConfig, ModelConfig
+from sagetrain.config.schema import SIXTEEN_BITS, ExpertsConfig, LinearConfig, ModelConfig
+from sagetrain.model.selection import matmuls_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
@@ -139,7 +141,7 @@ def test_what_is_no_number_or_raises_is_not_used_and_says_so(monkeypatch: pytest
 @pytest.mark.parametrize("kept", [True, False])
 def test_weights_are_rounded_beforehand_where_a_run_keeps_them(layers: list, kept: bool) -> None:
     timed(lambda action: 1.0, kept=kept)
-    assert [len(layer.kept) for layer in layers] == [0, 4 * kept, 4 * kept] * 4
+    assert [len(layer.kept) for layer in layers] == [0, 0, 4 * kept, 4 * kept] * 4
 
 
 # -- the choice ------------------------------------------------------------------------------------------------------
@@ -249,6 +251,33 @@ def test_layers_with_odd_sides_keep_no_other_layer_out(tmp_path: Path, clock: Ca
     found = choose(tmp_path / "linear.json", said, shape=SHAPE.model_copy(update={"ffn_hidden_size": 1000}))
     assert (found.precision, found.keep_layers_below) == ("int8", 0) and len(left) == 4
     assert [line.split()[0] for line in said[0].splitlines()[2:-1]] == ["qkv", "out"]
+
+
+@pytest.mark.parametrize(("spent", "below", "taken"), [
+    (8.0, 0, ["experts", "out", "qkv"]), (9.9, 8192, ["out", "qkv"]), (float("inf"), 8192, ["out", "qkv"])
+])  # fmt: skip
+def test_experts_are_timed_as_one_layer(tmp_path: Path, monkeypatch, spent: float, below: int, taken: list) -> None:
+    """An expert is smaller than attention's projections here, so they can gain alone. Experts that are wrong are not
+    timed."""
+    times = [10.0, 8.0, 10.0, 8.0, 10.0, spent]
+    monkeypatch.setattr(linear_choice, "median_seconds", lambda action, device: action() or times.pop(0))
+    if spent == float("inf"):
+        monkeypatch.setitem(linear_choice.GROUPED_RECIPES, ("int8", "rowwise"), Spoiled(torch.int8))
+    experts = ExpertsConfig(number=4, per_token=2, ffn_size=32)
+    shape, said = SHAPE.model_copy(update={"experts": experts}), []
+    found = choose(tmp_path / "linear.json", said, shape=shape)
+    assert (found.precision, found.keep_layers_below) == ("int8", below)
+    assert ("experts in int8 rowwise: the output is wrong" in said[0]) == (spent == float("inf"))
+    matmuls, how = matmuls_of(found, shape, tensor_parallel_size=1, device=CPU, dtype=torch.bfloat16)
+    assert all(sorted(of_block) == taken for of_block in matmuls) and ("included" in how) == ("experts" in taken)
+
+
+class Spoiled(GroupedLowBit):
+    """Experts that keep wrong weights."""
+
+    def keep(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        codes, *others = super().keep(weight)
+        return codes.neg(), *others
 
 
 # -- runs ------------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from typing import cast
 
+from sagetrain.config.arithmetic import may_be_low_bit
 from sagetrain.config.errors import Finding
 from sagetrain.config.layer_specs import layers
 from sagetrain.config.layout import Layout
@@ -22,7 +23,6 @@ PROVEN: dict[str, tuple[object, ...]] = {
     "model.activation": ("swiglu",),
     "model.norms": ("pre",),
     "model.conventions": ("llama",),
-    "linear.precision": ("bf16", "int8", "fp8"),
     "parallel.pipeline_chunks": (1,),
     "parallel.engine": ("auto", "fsdp"),
     "parallel.offload": ("none",),
@@ -52,7 +52,6 @@ UNDER_EXPERT_PARALLELISM: dict[str, tuple[object, ...]] = {
 
 IN_8_BITS: dict[str, tuple[object, ...]] = {
     "linear.recipe": ("rowwise", "rowwise_bf16_wgrad"),
-    "linear.keep_layers_below": (0,),
     "linear.keep_first_fraction": (None,),
     "linear.keep_last_fraction": (None,),
     "training.cuda_graphs": ("off",),
@@ -74,8 +73,9 @@ def findings(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
     yield from _router(experts)
     proven = PROVEN | (UNDER_TENSOR_PARALLELISM if layout.tensor > 1 else {})
     proven |= UNDER_EXPERT_PARALLELISM if cfg.parallel.expert_parallel_size > 1 else {}
-    if cfg.linear.low_bit:
+    if may_be_low_bit(cfg):
         proven |= IN_8_BITS
+    if cfg.linear.low_bit:  # `auto` keeps in 16 bits what 8 bits do not take.
         yield from _eight_bits(cfg, layout)
     for key, values in proven.items():
         value = functools.reduce(getattr, key.split("."), cast(object, cfg))
@@ -138,6 +138,7 @@ def _eight_bits(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
         for layer in dict.fromkeys(layers(cfg.model))
         for name, sizes in layer.linear_layers(layout.tensor).items()
         for side in sizes.odd
+        if sizes.weights >= cfg.linear.keep_layers_below
     )
     for name, side in sides:
         why = f"needs sides that are multiples of {_MULTIPLE}, and a rank's {name} has one of {side}"
