@@ -17,7 +17,6 @@ import triton.language as tl
 from torch import Tensor
 
 from .casts import (
-    E4M3,
     FUSION,
     LARGEST_COLUMNS,
     LARGEST_ROWS,
@@ -303,10 +302,10 @@ def _grouped_row_casts_fake(
 GROUPED_ROW_CASTS = operator(_grouped_row_casts, _grouped_row_casts_fake)
 
 
-ROUNDED_ONCE = (E4M3,)
-"""The formats in which tokens are rounded once, with a scale for each column that all experts share. The error of FP8
-does not depend on the scale. INT8's would grow by 1.1 times for normal numbers, and by 2 where a few tokens or experts
-have the largest ones (NOTES.md)."""
+ROUNDED_ONCE: tuple[torch.dtype, ...] = ()
+"""The formats in which tokens are rounded once (token_casts.py), with a scale for each column that all experts share.
+FP8's error does not depend on the scale, so FP8 is for this list when a GPU has run it. INT8's would grow by 1.1 times
+for normal numbers, and by 2 where few tokens or experts have the largest ones (NOTES.md)."""
 
 
 def _grouped_casts(

@@ -13,6 +13,10 @@ from torch import Tensor
 from .operators import operator
 from .refusals import differentiated_once, refuse_transforms
 
+ON_TENSOR_CORES = False
+"""Whether a GPU multiplies by parts. It is off until a GPU has run tests/gpu/test_experts_gpu.py: products are then in
+fp32, as on the CPU."""
+
 
 def parts_of(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return three tensors in bfloat16, the largest first, whose sum is x in fp32 up to 2^-24 of it."""
@@ -33,8 +37,20 @@ def _added(parts: Tensor, dim: int) -> Tensor:
     return high + (middle + low)
 
 
-def _router_logits(x: Tensor, weight: Tensor) -> Tensor:
+def logits_by_parts(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply tokens by the parts of the weight."""
     return _added(_product(x, torch.cat(parts_of(weight)).t()), 1)
+
+
+def gradients_by_parts(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Multiply the parts of the gradient of logits by those of the weight, and by tokens."""
+    parts, (high, middle, _) = parts_of(grad), parts_of(weight)
+    of_x = torch.cat((parts[0], parts[0], parts[1]), 1) @ torch.cat((high, middle, high))
+    return of_x, _added(_product(torch.cat(parts, 1).t(), x), 0)
+
+
+def _router_logits(x: Tensor, weight: Tensor) -> Tensor:
+    return logits_by_parts(x, weight) if ON_TENSOR_CORES and x.is_cuda else x.float() @ weight.t()
 
 
 def _router_logits_fake(x: Tensor, weight: Tensor) -> Tensor:
@@ -45,9 +61,9 @@ ROUTER_LOGITS = operator(_router_logits, _router_logits_fake)
 
 
 def _router_gradients(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    parts, (high, middle, _) = parts_of(grad), parts_of(weight)
-    of_x = torch.cat((parts[0], parts[0], parts[1]), 1) @ torch.cat((high, middle, high))
-    return of_x, _added(_product(torch.cat(parts, 1).t(), x), 0)
+    if ON_TENSOR_CORES and x.is_cuda:
+        return gradients_by_parts(grad, x, weight)
+    return (grad @ weight).to(x.dtype), grad.t() @ x.float()
 
 
 def _router_gradients_fake(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,8 +88,8 @@ class _Logits(torch.autograd.Function):
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     """Return the logits of tokens x [T, H] by a router's weight [E, H], in the dtype of the weight: [T, E].
 
-    Tokens in bfloat16 and a weight in fp32 are multiplied on tensor cores, with fp32's error. Other dtypes are
-    multiplied by torch in the dtype of the weight.
+    Tokens in bfloat16 are kept as they are for the backward pass. With ON_TENSOR_CORES a GPU multiplies them on tensor
+    cores, with fp32's error. Other dtypes are multiplied by torch in the dtype of the weight.
 
     Raises:
         NotImplementedError: a second derivative, or a transform of torch.func.

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernel_inputs import random_choices, router_results
-from sagekernels import grouped_casts
+from sagekernels import grouped, grouped_casts, router
 from sagekernels.casts import E4M3, INT8
 from sagekernels.grouped import TILE, plan_rows, plan_rows_twin
 from sagekernels.grouped_matmul import GROUPED_RECIPES, GroupedMatmul, grouped_gated, grouped_matmul
@@ -104,7 +104,8 @@ def test_the_host_does_not_wait():
             torch.cuda.set_sync_debug_mode("default")
 
 
-def test_routers_multiply_with_the_error_of_fp32():
+def test_routers_multiply_with_the_error_of_fp32(monkeypatch):
+    monkeypatch.setattr(router, "ON_TENSOR_CORES", True)
     draw = torch.Generator("cuda").manual_seed(0)
     x, weight, grad = (
         torch.randn(size, device="cuda", generator=draw) for size in ((999, 512), (128, 512), (999, 128))
@@ -116,7 +117,9 @@ def test_routers_multiply_with_the_error_of_fp32():
         assert rel_l2(ours, exact) < limit
 
 
-def test_plans_are_those_of_the_sort():
+@pytest.mark.parametrize("summed", [False, True])
+def test_plans_are_those_of_the_sort(summed, monkeypatch):
+    monkeypatch.setattr(grouped, "SUMMED_BY_KERNEL", summed)
     many = torch.rand(1000, 128, generator=torch.Generator().manual_seed(0)).argsort(1)[:, :8] - 5
     for (choices, experts), room in itertools.product(((CHOICES, 8), (many, 120)), (None, 3000, 500)):
         poison()
@@ -127,7 +130,13 @@ def test_plans_are_those_of_the_sort():
 
 @pytest.mark.parametrize("number", [INT8, E4M3], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_casts_are_their_twins_bit_for_bit(number, dtype):
+def test_casts_are_their_twins_bit_for_bit(number, dtype, monkeypatch):
+    for once in ((), (number,)):
+        monkeypatch.setattr(grouped_casts, "ROUNDED_ONCE", once)
+        check_casts(number, dtype)
+
+
+def check_casts(number, dtype):
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(len(CHOICES), 300, generator=draw) * torch.exp2(30 * torch.randn(len(CHOICES), 1, generator=draw))
     x[::7] = 0

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from kernel_inputs import random_choices, router_results
-from sagekernels import grouped_casts, grouped_products, grouped_swiglu
+from sagekernels import grouped_casts, grouped_products, grouped_swiglu, router
 from sagekernels.casts import E4M3, INT8, quantize
 from sagekernels.grouped import COMBINE_ROWS, GATHER_ROWS, PLAN_ROWS, TILE, combine, gather, plan_rows
 from sagekernels.grouped_matmul import GROUPED_RECIPES, GroupedLowBit, GroupedMatmul, grouped_gated, grouped_matmul
@@ -220,10 +220,12 @@ def test_gather_and_combine_are_transposes_of_each_other():
 # -- parts ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("once", [False, True])
 @pytest.mark.parametrize("number", [INT8, E4M3], ids=str)
-def test_casts_are_those_of_each_experts_matrix(number):
-    """A row, and a column of an expert, have codes and scale of their own. Zeros fill the last tile. Where FP8
-    gathers tokens, all experts share the scale of a column."""
+def test_casts_are_those_of_each_experts_matrix(number, once, monkeypatch):
+    """A row, and a column of an expert, have codes and scale of their own. Zeros fill the last tile. Where tokens are
+    rounded once, all experts share the scale of a column."""
+    monkeypatch.setattr(grouped_casts, "ROUNDED_ONCE", (number,) * once)
     rows = plan_rows(CHOICES, len(LOADS))
     x = TENSORS[0] * torch.exp2(4 * normal(7, len(CHOICES), 1))
     of_rows = gather(x, rows)
@@ -231,7 +233,6 @@ def test_casts_are_those_of_each_experts_matrix(number):
     gathered, shared = grouped_casts.grouped_casts(x, rows, number, True), quantize(x.t(), number, True)
     for ours, theirs in zip(gathered[:2], (codes, scale), strict=True):
         assert torch.equal(ours[: sum(LOADS)].float(), theirs[: sum(LOADS)].float())
-    once = number in grouped_casts.ROUNDED_ONCE
     assert once or all(torch.equal(*pair) for pair in zip(gathered[2:], (turned, turned_scale), strict=True))
     assert not once or all(torch.equal(of_expert, shared.scale[:, 0]) for of_expert in gathered[3])
     for found, expected in zip((codes, scale), quantize(of_rows, number, True), strict=True):
@@ -287,8 +288,10 @@ def test_routers_multiply_with_the_error_of_fp32(magnitude):
     rounded to bfloat16. Other dtypes are multiplied as they are."""
     x, weight, grad = normal(1, 77, 64).bfloat16(), magnitude * normal(2, 6, 64), normal(3, 77, 6)
     truth = router_results(x.double(), weight.double(), grad.double())
-    for ours, exact, limit in zip(router_results(x, weight, grad), truth, (5e-7, 3e-3, 5e-7), strict=True):
-        assert rel_l2(ours, exact) < limit
+    parts = router.logits_by_parts(x, weight), *router.gradients_by_parts(grad, x, weight)
+    for found in (parts, router_results(x, weight, grad)):
+        for ours, exact, limit in zip(found, truth, (5e-7, 3e-3, 5e-7), strict=True):
+            assert rel_l2(ours, exact) < limit
     assert torch.equal(router_logits(x.float(), weight), x.float() @ weight.t())
 
 
@@ -299,10 +302,10 @@ def test_the_operators_keep_their_promises():
     turned = grouped_casts.grouped_casts(x, rows, int8, True)
     places = rows.choice, rows.slot, rows.ends, rows.tiles
     weight = grouped_casts.weight_casts(TENSORS[2], int8)
-    tokens, router = x.bfloat16(), normal(2, 6, HIDDEN)
+    tokens, of_router = x.bfloat16(), normal(2, 6, HIDDEN)
     calls = [
-        (ROUTER_LOGITS, (tokens, router)),
-        (ROUTER_GRADIENTS, (normal(3, len(x), 6), tokens, router)),
+        (ROUTER_LOGITS, (tokens, of_router)),
+        (ROUTER_GRADIENTS, (normal(3, len(x), 6), tokens, of_router)),
         (PLAN_ROWS, (CHOICES, 8, 400)),
         (GATHER_ROWS, (x, rows.choice, top)),
         (COMBINE_ROWS, (gate_up, rows.slot)),
