@@ -41,7 +41,7 @@ PICK_ROWS, PICK_COLUMNS, PICK_WARPS = 64, 128, 4
 """The piece of rows that a program gathers. It reads and writes whole lines of 128 bytes."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["across"])  # See casts._round_both_kernel.
 def _round_tokens_kernel(
     X, LARGEST, CODES, SCALE, BY_COLUMN, OF_COLUMNS, tokens, columns, stride, across,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, NUMBER: tl.constexpr,
@@ -81,7 +81,7 @@ def _pick_part(
     return (turned.to(tl.int32) & 0xFF) << (8 * PART)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["across"])
 def _pick_codes_kernel(
     CODES, SCALE, BY_COLUMN, CHOICE, TILES, OUT, OUT_SCALE, TURNED, columns, padded, across,
     TOP: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
