@@ -13,7 +13,7 @@ from torch import Tensor
 from .operators import operator
 from .refusals import differentiated_once, refuse_transforms
 
-ON_TENSOR_CORES = False
+ON_TENSOR_CORES: bool = False
 """Whether a GPU multiplies by parts. It is off until a GPU has run tests/gpu/test_experts_gpu.py: products are then in
 fp32, as on the CPU."""
 
