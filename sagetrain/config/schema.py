@@ -45,6 +45,7 @@ from sagetrain.config.sections.stability import (
     MonitorConfig,
     NoiseScaleConfig,
     QuantNoiseConfig,
+    ReplayConfig,
     SpikesConfig,
     StabilityConfig,
 )
@@ -89,6 +90,7 @@ __all__ = [
     "QuantNoiseConfig",
     "RampTokens",
     "Recomputation",
+    "ReplayConfig",
     "RopeScaling",
     "RunConfig",
     "Section",

@@ -23,6 +23,7 @@ from sagetrain.parallel.metrics import Metrics
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.controller import Event
 from sagetrain.stability.noise_scale import GradientNoise
+from sagetrain.stability.replica_check import ReplicaCheck
 from sagetrain.stability.spikes import Verdict
 
 
@@ -87,6 +88,8 @@ class Observers:
     """Whether norms/<layer>/gradient and norms/<layer>/activation are measured."""
     timed: Callable[[Metrics], AbstractContextManager[None]] = untimed
     """The clock of forward and backward, a context that adds this rank's time to the step's metrics."""
+    replay: ReplicaCheck | None = None
+    """The comparison of the first micro-batch with what another replica computes of it."""
     judge: Callable[[Mapping[str, float]], Verdict] = _accept
     """The judge of the update. It is called once on every rank, with the step's numbers except those of `noise`."""
 

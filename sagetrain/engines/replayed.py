@@ -115,7 +115,7 @@ class Replayed(Plain):
         return super().run(batches, micro_batches, observers, masked)
 
     def _micro_step(self, number: int, batch: Batch, last: bool, observers: Observers) -> None:
-        seen = observers.layer_norms or (observers.watch and number == 0)
+        seen = observers.layer_norms or (number == 0 and (observers.watch or observers.replay))
         if self._copies:
             self._copies.align()
         if self._state is None or seen:

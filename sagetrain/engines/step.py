@@ -26,6 +26,7 @@ from sagetrain.engines.traversal import Passes, Plain, counted_of
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.metrics import Metrics, ratio, root_mean_square
 from sagetrain.parallel.topology import ParallelGroups
+from sagetrain.stability.replica_check import METRIC, ReplicaCheck, digest
 from sagetrain.stability.spikes import Verdict
 
 
@@ -130,11 +131,14 @@ class BaseEngine(Passes):
             batches = self._probe(batches, observers.probes, masked=counted is not None)
         # An engine averages over micro-batches and replicas. This factor turns the average into a mean over counted
         # tokens.
+        divisor = None
         if counted is not None:
             divisor = max(counted, 1) / (micro_batches * self.groups.dp_size)
             batches = (replace(batch, divisor=divisor) for batch in batches)
         with observers.timed(metrics):
             samples = self._accumulate(batches, micro_batches, observers, masked=counted is not None)
+        if observers.replay:
+            self._compute_again(observers.replay, divisor)
         metrics.sum("stop", stop())
         metrics.sum("folds", fold(samples, self.groups.dp_rank))
 
@@ -144,6 +148,16 @@ class BaseEngine(Passes):
         self.optimizer_steps += applied
         self._weights_written()
         return self._result(decision, applied, micro_batches, observers)
+
+    def _compute_again(self, replay: ReplicaCheck, divisor: float | None) -> None:
+        """Compute the first micro-batch of another replica, and let the step's reduction take the hashes along."""
+        batch = replay.others_batch()
+        batch = batch if divisor is None else replace(batch, divisor=divisor)
+        with self.groups.metrics.aside(), replay.hashing(again=True) as hashes:
+            loss = self.forward(batch)
+            hashes["loss"] = digest(loss)
+            torch.autograd.grad(loss * self.model.share, list(replay.leaves.values()))
+        self.groups.metrics.vector(METRIC, replay.vector())
 
     def _probe(self, batches: Iterable[Batch], probes: Sequence[Probe], masked: bool) -> Iterable[Batch]:
         """Let probes run the first micro-batches. Return all micro-batches of the step."""

@@ -19,6 +19,7 @@ from sagetrain.data.batch import Batch
 from sagetrain.engines.protocol import Observers, Watched
 from sagetrain.model.transformer import Transformer, gradients
 from sagetrain.parallel.topology import ParallelGroups
+from sagetrain.stability.replica_check import Hashes, digest
 
 
 class Passes(ABC):
@@ -77,6 +78,11 @@ def noise_of(observers: Observers) -> AbstractContextManager[None]:
     return observers.noise.micro_batch() if observers.noise else contextlib.nullcontext()
 
 
+def hashing(number: int, observers: Observers) -> AbstractContextManager[Hashes | None]:
+    """Return the context of a micro-batch's passes. The first micro-batch may be hashed."""
+    return observers.replay.hashing() if observers.replay and number == 0 else contextlib.nullcontext()
+
+
 class Plain:
     """Take one micro-batch after the other through the whole model."""
 
@@ -102,10 +108,13 @@ class Plain:
     def _micro_step(self, number: int, batch: Batch, last: bool, observers: Observers) -> None:
         """Run forward and backward over one micro-batch, and add its loss to the sum."""
         watch, blocks = watched(number, batch, observers), self._engine.model.chunks[0].blocks
-        with watch.passing(blocks, backward=False):
-            loss = self._engine.forward(batch)
-        with watch.passing(blocks, backward=True), noise_of(observers):
-            self.add(loss, last)
+        with hashing(number, observers) as hashes:
+            with watch.passing(blocks, backward=False):
+                loss = self._engine.forward(batch)
+            if hashes is not None:
+                hashes["loss"] = digest(loss)
+            with watch.passing(blocks, backward=True), noise_of(observers):
+                self.add(loss, last)
         watch.end()
 
     def add(self, loss: Tensor, last: bool) -> None:

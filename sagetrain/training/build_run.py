@@ -157,6 +157,11 @@ def check_files(cfg: RunConfig, tokens: SampleFunction | None = None, loss: OwnL
     Raises:
         ConfigError: a file or a setting does not allow the run.
     """
+    if (every := cfg.stability.replay.every_steps) and (loss or tokens):
+        raise ConfigError(
+            f"stability.replay.every_steps: {every} compares bits of replicas, which was not tried with "
+            f"{'a loss' if loss else 'tokens'} of your own; set it to null"
+        )
     folder = RunFolder(Path(cfg.training.run_dir), cfg.training.run_url)
     tokenizer = tokenizer_of(cfg.data, cfg.model.vocab_size)
     vocab_size = cfg.model.vocab_size or (tokenizer.vocab_size if tokenizer else 0)
@@ -233,6 +238,9 @@ def meet(
         CheckpointError: another run uses the folder, or all of its checkpoints are damaged.
     """
     use_interface(cfg.training.network_interface)
+    if cfg.stability.replay.every_steps:
+        # torch refuses deterministic products without it, and cuBLAS reads it when it is first used.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     stop, folder, parallel = StopSignal(own_process), files.folder, cfg.parallel
     patience, rank = cfg.training.timeout_minutes, int(os.environ.get("RANK", "0"))
     ranks = int(os.environ.get("WORLD_SIZE", "1"))

@@ -8,7 +8,8 @@ run, leaves the step out, or sends the run back to a checkpoint. Every rank does
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,10 +20,11 @@ from sagetrain.checkpoint.ledger import TrainState, left_out
 from sagetrain.checkpoint.saving import Saver
 from sagetrain.cluster.run_folder import RunFolder
 from sagetrain.config.earlier_run import critical_in_words, critical_tokens, margin_of, ratios_of
-from sagetrain.config.errors import TrainingError
+from sagetrain.config.errors import ConfigError, TrainingError
 from sagetrain.config.load import dump_config
 from sagetrain.config.schema import NoiseAwareTokens, RunConfig
 from sagetrain.config.tokens_per_step import tokens_per_step
+from sagetrain.data.batch import Batch
 from sagetrain.data.loader import SampleStream
 from sagetrain.engines.protocol import Engine, Observers, StepResult, untimed
 from sagetrain.model.backends import attention_function
@@ -36,12 +38,16 @@ from sagetrain.stability.monitor import Monitor
 from sagetrain.stability.noise_aware import NoiseAware
 from sagetrain.stability.noise_scale import GradientNoise, NoiseScale
 from sagetrain.stability.quant_noise import QuantizationProbe, QuantNoise
-from sagetrain.stability.spikes import METRIC, Spikes
+from sagetrain.stability.replica_check import METRIC as REPLAY
+from sagetrain.stability.replica_check import ReplicaCheck, ReplicaTry
+from sagetrain.stability.spikes import METRIC, Spikes, Verdict
 from sagetrain.stability.stragglers import Stragglers
 from sagetrain.training import failed_step
 from sagetrain.training.loss import name_of
 from sagetrain.training.reporter import Reporter
 
+Take = Callable[[Observers], StepResult]
+"""A function that lets the engine take a step under observers."""
 GoBack = Callable[[Callable[[int], bool]], TrainState | None]
 """A function that loads the newest undamaged checkpoint whose step is wanted, and returns its state. It returns None if
 there is no such checkpoint."""
@@ -98,7 +104,13 @@ class Controllers:
         if isinstance(schedule, NoiseAwareTokens):
             self._aware = self._movers["tokens_per_step.schedule noise_aware"] = NoiseAware(schedule)
         self.controllers += [*self._movers.values(), self._measured]
-        self._stragglers = _stragglers(engine) if stability.stragglers else None
+        watched = stability.stragglers or stability.replay.every_steps
+        # The hosts and the devices of all ranks, in words.
+        places = _places(engine) if watched else []
+        self._stragglers = None
+        if stability.stragglers:
+            self._stragglers = Stragglers(groups.rank, places, groups.topology.stage_size, device)
+        self._replay = _replay(engine, places, cfg) if stability.replay.every_steps else None
         self.controllers += [self._stragglers] if self._stragglers else []
         self._restore(state.controllers)
         for name, mover in self._movers.items():
@@ -163,8 +175,69 @@ class Controllers:
             return None
         return self._aware.following if self._aware else tokens_per_step(self._cfg.tokens_per_step, tokens)
 
-    def observers(self, step: int, size: int) -> Observers:
-        """Return the observers of a step of `size` tokens."""
+    def take(self, state: TrainState, size: int, take: Take, first: Callable[[int], Batch]) -> StepResult:
+        """Let the engine take the step after `state`, and take it again if the computations of two replicas differ.
+
+        Args:
+            size: the tokens of the step.
+            first: returns the first micro-batch of any replica in this step.
+
+        Raises:
+            TrainingError: computations differ a second time, and stability.replay.policy is stop.
+        """
+        step, replay = state.step + 1, self._replay
+        observers = self._observers(step, size)
+        if replay is None or not _due(self._cfg.stability.replay.every_steps, step):
+            return take(observers)
+        tries: list[ReplicaTry] = []
+        goes_on = self._cfg.stability.replay.policy == "go_on"
+
+        def judge(metrics: Mapping[str, float]) -> Verdict:
+            tries.append(replay.compare(self._engine.groups.metrics.vectors[REPLAY]))
+            if tries[-1].pairs and not (len(tries) > 1 and goes_on):
+                return Verdict(False)
+            return observers.judge(metrics)
+
+        watched = replace(observers, replay=replay.begin(first, None), judge=judge)
+        result = take(watched)
+        if not tries[0].pairs:
+            return result
+        found = replay.refusal(tries[0])
+        how = f"{found.text}. Step {step} is refused, and taken again with weights renewed from the masters"
+        self._reporter.event(state, replace(found, text=how))
+        self._engine.weights_changed()
+        replay.begin(first, tries[0])
+        result = take(watched)
+        event = replay.verdict(*tries)
+        if tries[1].pairs and not goes_on:
+            raise TrainingError(
+                f"step {step}: {event.text}. In the second try {replay.refusal(tries[1]).text}. "
+                "stability.replay.policy is stop, and nothing of this step was saved: test the GPU (dcgmi diag -r 3), "
+                "leave its host out, or set stability.replay.policy: go_on"
+            )
+        self._reporter.event(state, replace(event, text=f"step {step}: {event.text}. The run goes on"))
+        return result
+
+    def compare_weights(self, state: TrainState) -> None:
+        """Compare the weights of all replicas, and renew them from the masters if they differ; collective.
+
+        Raises:
+            TrainingError: the masters differ as well, and stability.replay.policy is stop.
+        """
+        if self._replay is None or (event := self._replay.different_weights()) is None:
+            return
+        self._engine.weights_changed()
+        still = self._replay.different_weights()
+        if still and self._cfg.stability.replay.policy == "stop":
+            raise TrainingError(
+                f"step {state.step}: {event.text}, and so do the master weights. stability.replay.policy is stop, and "
+                "this step is not saved: test the GPUs (dcgmi diag -r 3), or set stability.replay.policy: go_on"
+            )
+        done = "the master weights differ as well" if still else "renewed from the master weights"
+        self._reporter.event(state, replace(event, text=f"{event.text}; {done}"))
+
+    def _observers(self, step: int, size: int) -> Observers:
+        """Return the observers of a step of `size` tokens, without those of stability.replay."""
         data, stability = self._cfg.data, self._cfg.stability
         linear = self._monitor.every if self._engine.takes_probes else None
         if linear and stability.monitor.every_steps == "auto":
@@ -303,13 +376,38 @@ class Controllers:
         )
 
 
-def _stragglers(engine: Engine) -> Stragglers:
-    """Return the controller of slow ranks, which knows the hosts and devices of all; collective."""
-    device, groups = engine.device, engine.groups
-    number = f"{device.index} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
-    names: list[Any] = [None] * groups.topology.world_size
-    dist.all_gather_object(names, f"host {socket.gethostname()}, {device.type} {number}".rstrip())
-    return Stragglers(groups.rank, names, groups.topology.stage_size, device)
+def _replay(engine: Engine, places: Sequence[str], cfg: RunConfig) -> ReplicaCheck:
+    """Return the comparison of replicas; collective.
+
+    Raises:
+        ConfigError: their GPUs are of different models, whose kernels give different bits, or their attention was not
+            tried on GPUs.
+    """
+    device, models, every = engine.device, [""] * len(places), cfg.stability.replay.every_steps
+    if device.type == "cuda" and cfg.attention.backend != "sage":
+        raise ConfigError(
+            f"stability.replay.every_steps: {every} compares bits, which was not tried on a GPU with attention.backend "
+            f"{cfg.attention.backend}; set it to null, or use attention.backend sage"
+        )
+    dist.all_gather_object(models, torch.cuda.get_device_name(device) if device.type == "cuda" else "")
+    if len(different := sorted(set(models))) > 1:
+        raise ConfigError(
+            f"stability.replay.every_steps: {every} compares bits of replicas, which run on GPUs of "
+            f"different models ({', '.join(different)}); set it to null, or use GPUs of one model"
+        )
+    return ReplicaCheck(engine.model, engine.leaves(), places, engine.groups.rank)
+
+
+def _places(engine: Engine) -> list[str]:
+    """Return the host and the device of each rank, in words; collective."""
+    device = engine.device
+    place = f"host {socket.gethostname()}, {device.type}"
+    if device.type == "cuda":
+        found: Any = torch.cuda.get_device_properties(device)
+        place += f" {device.index} ({found.name}, GPU-{found.uuid})"
+    places: list[Any] = [None] * engine.groups.topology.world_size
+    dist.all_gather_object(places, place)
+    return places
 
 
 def _due(every: int | None, step: int) -> bool:

@@ -30,7 +30,7 @@ from sagetrain.config.schema import NoiseAwareTokens
 from sagetrain.config.tokens_per_step import stages
 from sagetrain.costs.accounting import flops_per_token
 from sagetrain.data.batch import Batch, Sample, batch_of
-from sagetrain.engines.protocol import Engine, StepResult
+from sagetrain.engines.protocol import Engine, Observers, StepResult
 from sagetrain.parallel.rng import rng_state
 from sagetrain.stability.controller import Event
 from sagetrain.training import resume
@@ -253,14 +253,16 @@ class Trainer:
         run, cfg, state = self.run, self.cfg, self.state
         self._watchdog.begin(f"step {state.step + 1}")
         lr = learning_rate(cfg.optimizer, cfg.lr_schedule, state.tokens, size, cfg.training.total_tokens)
-        ahead = run.controllers.tokens_ahead(state.tokens + size)
-        number = size // run.layout.micro_step
-        batches = self._micro_batches(run.loader.step_batches(state.sequences, size, ahead), number)
-        observers = run.controllers.observers(state.step + 1, size)
+        ahead, number = run.controllers.tokens_ahead(state.tokens + size), size // run.layout.micro_step
         counted = run.counted(state.sequences, size, ahead)
+
+        def take(observers: Observers) -> StepResult:
+            batches = self._micro_batches(run.loader.step_batches(state.sequences, size, ahead), number)
+            return self.engine.step(batches, number, lr, observers, counted, self._stopping)
+
         try:
             self._callbacks.tell("on_step_begin", lambda callback: callback.on_step_begin(state.step + 1))
-            result = self.engine.step(batches, number, lr, observers, counted, self._stopping)
+            result = run.controllers.take(state, size, take, partial(run.loader.first_batch, state.sequences))
         # This comes from _micro_batches.
         except InterruptedError:
             self._reporter.row()
@@ -306,9 +308,9 @@ class Trainer:
 
     def _micro_batches(self, batches: Iterable[Batch], number: int) -> Iterator[Batch]:
         """Yield the micro-batches of a step, each with a sign of life. On a single rank a signal leaves the step at
-        once, as if it had not begun, because a step may be long. Several ranks learn of a signal together, at the end
-        of the step. There they also learn that the user's tokens have failed on one of them, which goes on to that
-        place with empty micro-batches: these have no sample ids, so check_consumed refuses the step."""
+        once, as if it had not begun. Several ranks learn of a signal together, at the end of the step. There they also
+        learn that the user's tokens have failed on one of them, which goes on to that place with empty micro-batches:
+        these have no sample ids, so check_consumed refuses the step."""
         stop, data, left = self.run.met.stop, self.cfg.data, number
         try:
             for batch in self._watchdog.over(batches):
@@ -323,7 +325,7 @@ class Trainer:
                 yield batch_of([empty] * data.micro_batch_size, data.document_attention, data.document_positions)
 
     def _stopping(self) -> bool:
-        # After a failed save, no later save could succeed either. The run stops, and self.save raises the reason.
+        # After a failed save no later one could succeed. The run stops, and self.save raises the reason.
         return bool(self.run.met.stop.name or self.run.saver.failed or self._failures.text)
 
     def _go_back(self, wanted: Callable[[int], bool]) -> TrainState | None:
@@ -358,6 +360,7 @@ class Trainer:
                       " takes longer than checkpoint.every_tokens")  # fmt: skip
         state.controllers = run.controllers.state()
         record = run.record(state)
+        run.controllers.compare_weights(state)
         # The checkpoint before is published by then.
         run.controllers.forget(self._saved_step)
         run.saver.start(record, self._config_text, self.engine.owned(), rng_state())
@@ -437,9 +440,8 @@ class Trainer:
         assert self._samples is not None
         begin = time.perf_counter()
         texts = self._samples(self.engine, self.run.texts, lambda: self._watchdog.begin("samples"))
-        seconds = time.perf_counter() - begin
+        self._reporter.write(self.state, {f"{_SAMPLES}seconds": time.perf_counter() - begin})
         self._reporter.samples(self.state, texts)
-        self._reporter.write(self.state, {f"{_SAMPLES}seconds": seconds})
 
 
 def _crossed(before: int, after: int, every: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from sagetrain.config.arithmetic import may_be_low_bit
@@ -20,6 +21,7 @@ def findings(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
     if isinstance(cfg.tokens_per_step, NoiseAwareTokens):
         yield from _noise_aware(cfg, cfg.tokens_per_step)
     yield from _spikes(cfg)
+    yield from _replay(cfg, layout)
 
 
 def _monitor(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
@@ -122,6 +124,41 @@ def _spikes(cfg: RunConfig) -> Iterator[Finding]:
             "leaves stability.spikes.policy rewind nothing to go back to a second time: each rewind is saved at once, "
             "and that and the checkpoint it went back to are the two newest",
             "use 3 or more, or stability.spikes.max_events 1",
+        )
+
+
+def _replay(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
+    key, every, parallel = "stability.replay.every_steps", cfg.stability.replay.every_steps, cfg.parallel
+    if every is None:
+        if (policy := cfg.stability.replay.policy) != "stop":
+            yield no_effect("stability.replay.policy", policy, f"{key} null")
+        return
+    sizes = ("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size")
+    refused: list[tuple[str, object, str]] = [
+        (f"parallel.{name}", size, "use 1") for name in sizes if (size := getattr(parallel, name)) > 1
+    ]
+    if layout.engine != "fsdp":
+        refused.append(("parallel.engine", layout.engine, "use fsdp"))
+    if parallel.zero_stage > 1:
+        refused.append(("parallel.zero_stage", parallel.zero_stage, "use 0 or 1"))
+    if parallel.offload != "none":
+        refused.append(("parallel.offload", parallel.offload, "use none"))
+    if cfg.model.experts:
+        refused.append(("model.experts", cfg.model.experts.number, "use a model without experts"))
+    if cfg.attention.backend not in ("sage", "sdpa"):
+        # The backward pass of flash-attn adds up dQ in any order, and `auto` may choose it.
+        refused.append(("attention.backend", cfg.attention.backend, "use sage or sdpa"))
+    for refusing, value, fix in refused:
+        why = f"stability.replay compares bits of replicas, which was not tried with {refusing} {value}"
+        yield error("replay_untried", refusing, value, why, f"{fix}, or set {key}: null")
+    share = layout.micro_step / (every * min(cfg.tokens_per_step.named_tokens.values()))
+    if share > 0.01:
+        yield warning(
+            "replay_often",
+            key,
+            every,
+            f"computes one micro-batch more in {every} steps, which takes {share:.1%} of the time or more",
+            f"use {math.ceil(100 * every * share)} or more, or accept the cost",
         )
 
 

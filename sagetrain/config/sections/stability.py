@@ -60,6 +60,23 @@ class MonitorConfig(Section):
     """The layers that are measured, counted from 0; negative numbers count from the end."""
 
 
+class ReplayConfig(Section):
+    """The search for silent corruption, which is wrong numbers from a GPU that reports no error. A micro-batch is
+    computed a second time by another replica, or by the only replica itself. Hashes of all block outputs, of the loss
+    and of all gradients are compared before the update."""
+
+    every_steps: PositiveInt | None = None
+    """Steps between two comparisons; null: never. A comparison computes one micro-batch more on every rank, and the
+    host launches both computations, which takes as long as several steps of a small model (docs/cluster.md). A step
+    whose hashes differ is refused and taken again, with weights renewed from the masters. The weights of replicas are
+    also compared at every save. engine fsdp at zero_stage 0 and 1, without tensor, context and pipeline parallelism; on
+    GPUs with attention.backend sage."""
+    policy: Literal["stop", "go_on"] = "stop"
+    """The reaction when hashes differ in the second try as well, or when renewed weights still differ. stop: the run
+    ends, and nothing of the step is saved. go_on: the event is written, and the run continues with the bits that it
+    has."""
+
+
 class StabilityConfig(Section):
     """Measurements of training stability, and the reactions to them."""
 
@@ -67,6 +84,7 @@ class StabilityConfig(Section):
     noise_scale: NoiseScaleConfig = NoiseScaleConfig()
     quant_noise: QuantNoiseConfig = QuantNoiseConfig()
     spikes: SpikesConfig = SpikesConfig()
+    replay: ReplayConfig = ReplayConfig()
     stragglers: bool = False
     """Measure the forward and backward passes of every rank in every step, and name a rank that takes longer for 50
     steps than the others of its pipeline stage, or than it did (a score below 0.85). The metric is perf/slowest_rank,
