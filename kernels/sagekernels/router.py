@@ -13,8 +13,8 @@ from torch import Tensor
 from .operators import operator
 from .refusals import differentiated_once, refuse_transforms
 
-ON_TENSOR_CORES: bool = False
-"""Whether a GPU multiplies by parts. It is off until a GPU has run tests/gpu/test_experts_gpu.py: products are then in
+ON_TENSOR_CORES: bool = True
+"""Whether a GPU multiplies by parts. Otherwise products are in
 fp32, as on the CPU."""
 
 
