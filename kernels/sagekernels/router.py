@@ -14,8 +14,7 @@ from .operators import operator
 from .refusals import differentiated_once, refuse_transforms
 
 ON_TENSOR_CORES: bool = True
-"""Whether a GPU multiplies by parts. Otherwise products are in
-fp32, as on the CPU."""
+"""Whether a GPU multiplies by parts. Otherwise products are in fp32, as on the CPU."""
 
 
 def parts_of(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
