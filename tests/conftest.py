@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import gc
-import json
 import os
 import shutil
 import subprocess
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+import frozen_text
 from forked import Command
 from prepare_inputs import TEXTS, prepare
 from runs import finish, write_config
@@ -86,10 +86,14 @@ def _this_process_is_no_rank() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with real text as token files: train, valid and tokenizer.model (512 tokens)."""
-    text = str(Path(json.__file__).parent.parent / "email")
-    how = {"glob": "*.py", "vocab_size": 512, "valid_fraction": 0.2, "say": lambda text: None}
-    return in_common(tmp_path_factory, "corpus", lambda folder: prepare([text], folder / "train", **how))
+    """A folder with a text as token files: train, valid and tokenizer.model (512 tokens). It is the same under every
+    Python, because some tests ask for what happens in a certain step."""
+    how = {"glob": "*.txt", "vocab_size": 512, "valid_fraction": 0.2, "say": lambda text: None}
+    return in_common(
+        tmp_path_factory,
+        "corpus",
+        lambda folder: prepare([str(frozen_text.write(folder.with_name("text")))], folder / "train", **how),
+    )
 
 
 @pytest.fixture(scope="session")

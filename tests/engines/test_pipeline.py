@@ -342,7 +342,7 @@ def test_everything_that_watches_a_run_works_in_a_pipeline(tmp_path, corpus) -> 
             "every_tokens": 2560,
             "tasks": tasks_in(tmp_path),
             "tasks_every_tokens": 2560,
-            "samples_every_tokens": 2560,
+            "samples_every_tokens": 1280,
             "samples_prompts": ["def ", ""],
             "samples_tokens": 8,
         },
@@ -368,7 +368,8 @@ def test_everything_that_watches_a_run_works_in_a_pipeline(tmp_path, corpus) -> 
     wanted = {"quant/2/dS/rel_l2", "quant_noise/2/ratio", "noise/embedding/scale_tokens"}
     assert wanted | {"valid/train/loss", "eval/choose/acc", "eval/write/exact_match"} <= names
     texts, same = ([(row["step"], row["text"]) for row in rows_in(run / "samples.jsonl")] for run in (one, two))
-    assert len(texts) == len(same) == 4 and texts[:2] == same[:2]
+    assert [step for step, _ in texts] == [step for step, _ in same] and len(texts) >= 8
+    assert texts[0][0] == 5 and texts[:2] == same[:2]  # Later texts are drawn by other roundings.
     bundles = [json.loads((run / "spikes/step-00000015/bundle.json").read_text()) for run in (one, two)]
     assert bundles[0]["attention"] == bundles[1]["attention"] == ["sage paper"] * 3
 
