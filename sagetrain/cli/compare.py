@@ -133,6 +133,8 @@ def compare(
 
     \b
     sagetrain compare base.yaml --variant 'paper: attention.backend=sage attention.recipe=paper' --seeds 4 --band 2
+
+    \b
     sagetrain compare base.yaml --tune optimizer.lr=1e-4:1e-2 --budget 400000000
     """
     with _Errors() as errors:

@@ -156,7 +156,11 @@ def leave(code: int) -> NoReturn:
     gloo's threads sometimes abort an interpreter that shuts down. In a program that called `main`, SystemExit carries
     the code to the caller.
     """
-    sys.stdout.flush()
+    try:
+        sys.stdout.flush()
+    except OSError:
+        if not code:  # A code stands for what has been said. That words were lost was not.
+            raise
     sys.stderr.flush()
     if console_script:
         os._exit(code)

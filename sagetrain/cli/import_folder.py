@@ -25,6 +25,8 @@ def import_folder(
 
     \b
     sagetrain import Qwen3-0.6B runs/qwen3
+
+    \b
     sagetrain import Qwen3-0.6B runs/mixture --experts 8 --per-token 2
     """
     with _Errors(run_dir=run_dir):

@@ -267,9 +267,11 @@ def test_a_page_that_cannot_be_written_is_one_line(monkeypatch, capsys, tmp_path
 
 @pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["plan", "--keys"]])
 def test_a_full_disk_under_standard_output_is_one_line(words: list[str]) -> None:
+    buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
     with open("/dev/full", "w") as full:
         process = [sys.executable, "-m", "sagetrain", *words]
-        done = subprocess.run(process, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=PATIENCE)
+        pipes = {"stdout": full, "stderr": subprocess.PIPE}
+        done = subprocess.run(process, **pipes, env=buffered, text=True, cwd=ROOT, timeout=PATIENCE)
     assert done.returncode == 3
     advice = "free some space and run the same command again"
     assert done.stderr == f"error: standard output: No space left on device; {advice}\n"
