@@ -107,9 +107,6 @@ def combine_twin(y: Tensor, slot: Tensor) -> Tensor:
 
 PLAN_TOKENS, PLAN_WARPS, PLAN_BLOCKS = 16, 4, 1024
 """The tokens of a program that counts or places choices, and how many such counts are added up at a time."""
-SUMMED_BY_KERNEL: bool = True
-"""Whether _sum_kernel adds up these counts, in place of torch, whose sum along columns takes 0.18 ms of Qwen3-30B-A3B's
-layer."""
 COLUMNS, WARPS = 4096, 4
 """The largest part of a row that a program moves at a time."""
 
@@ -137,7 +134,8 @@ def _count_kernel(
 
 @triton.jit
 def _sum_kernel(COUNTS, LOAD, blocks, experts, BLOCKS: tl.constexpr):
-    """Replace the counts of one expert by the sums of those before, and write their total."""
+    """Replace the counts of one expert by the sums of those before, and write their total. torch's sum along columns
+    takes 0.18 ms of Qwen3-30B-A3B's layer."""
     expert = tl.program_id(0)
     total = tl.zeros([], tl.int32)
     for base in range(0, blocks, BLOCKS):
@@ -207,17 +205,14 @@ def plan_rows_triton(choices: Tensor, experts: int, room: int) -> Rows:
     (tokens, top), device = choices.shape, choices.device
     choices, blocks = choices.contiguous(), ceil_div(tokens, PLAN_TOKENS)
     counts = torch.empty(blocks, experts, dtype=torch.int32, device=device)
+    load = torch.empty(experts, dtype=torch.int32, device=device)
     slot = torch.empty(tokens, top, dtype=torch.int32, device=device)
     choice = torch.full((room,), -1, dtype=torch.int32, device=device)
     how = {"TOP": top, "PADDED": triton.next_power_of_2(experts), "TOKENS": PLAN_TOKENS, "num_warps": PLAN_WARPS}
     with on_device_of(choices):
         if tokens:
             _count_kernel[(blocks,)](choices, counts, tokens, experts, **how)
-        if SUMMED_BY_KERNEL:
-            load = torch.empty(experts, dtype=torch.int32, device=device)
-            _sum_kernel[(experts,)](counts, load, blocks, experts, BLOCKS=PLAN_BLOCKS, num_warps=PLAN_WARPS)
-        else:
-            load, counts = counts.sum(0, dtype=torch.int32), counts.cumsum(0, dtype=torch.int32) - counts
+        _sum_kernel[(experts,)](counts, load, blocks, experts, BLOCKS=PLAN_BLOCKS, num_warps=PLAN_WARPS)
         ends = load.cumsum(0, dtype=torch.int32)
         if tokens:
             _place_kernel[(blocks,)](choices, counts, load, ends, slot, choice, tokens, experts, room, **how)

@@ -304,8 +304,8 @@ GROUPED_ROW_CASTS = operator(_grouped_row_casts, _grouped_row_casts_fake)
 
 ROUNDED_ONCE: tuple[torch.dtype, ...] = ()
 """The formats in which tokens are rounded once (token_casts.py), with a scale for each column that all experts share.
-FP8's error does not depend on the scale, so FP8 is for this list when a GPU has run it. INT8's would grow by 1.1 times
-for normal numbers, and by 2 where few tokens or experts have the largest ones (NOTES.md)."""
+FP8's error does not depend on the scale, but its codes would change, and no mixture was trained with them. INT8's would
+grow by 1.1 times for normal numbers, and by 2 where few tokens or experts have the largest ones (NOTES.md)."""
 
 
 def _grouped_casts(

@@ -13,9 +13,6 @@ from torch import Tensor
 from .operators import operator
 from .refusals import differentiated_once, refuse_transforms
 
-ON_TENSOR_CORES: bool = True
-"""Whether a GPU multiplies by parts. Otherwise products are in fp32, as on the CPU."""
-
 
 def parts_of(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return three tensors in bfloat16, the largest first, whose sum is x in fp32 up to 2^-24 of it."""
@@ -49,7 +46,7 @@ def gradients_by_parts(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor,
 
 
 def _router_logits(x: Tensor, weight: Tensor) -> Tensor:
-    return logits_by_parts(x, weight) if ON_TENSOR_CORES and x.is_cuda else x.float() @ weight.t()
+    return logits_by_parts(x, weight) if x.is_cuda else x.float() @ weight.t()
 
 
 def _router_logits_fake(x: Tensor, weight: Tensor) -> Tensor:
@@ -60,7 +57,7 @@ ROUTER_LOGITS = operator(_router_logits, _router_logits_fake)
 
 
 def _router_gradients(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    if ON_TENSOR_CORES and x.is_cuda:
+    if x.is_cuda:
         return gradients_by_parts(grad, x, weight)
     return (grad @ weight).to(x.dtype), grad.t() @ x.float()
 
@@ -87,8 +84,8 @@ class _Logits(torch.autograd.Function):
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     """Return the logits of tokens x [T, H] by a router's weight [E, H], in the dtype of the weight: [T, E].
 
-    Tokens in bfloat16 are kept as they are for the backward pass. With ON_TENSOR_CORES a GPU multiplies them on tensor
-    cores, with fp32's error. Other dtypes are multiplied by torch in the dtype of the weight.
+    Tokens in bfloat16 are kept as they are for the backward pass. A GPU multiplies them on tensor cores, with fp32's
+    error, and the CPU in fp32. Other dtypes are multiplied by torch in the dtype of the weight.
 
     Raises:
         NotImplementedError: a second derivative, or a transform of torch.func.

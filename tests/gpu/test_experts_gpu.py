@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernel_inputs import random_choices, router_results
-from sagekernels import grouped, grouped_casts, router
+from sagekernels import grouped_casts
 from sagekernels.casts import E4M3, INT8
 from sagekernels.grouped import TILE, plan_rows, plan_rows_twin
 from sagekernels.grouped_matmul import GROUPED_RECIPES, GroupedMatmul, grouped_gated, grouped_matmul
@@ -104,8 +104,7 @@ def test_the_host_does_not_wait():
             torch.cuda.set_sync_debug_mode("default")
 
 
-def test_routers_multiply_with_the_error_of_fp32(monkeypatch):
-    monkeypatch.setattr(router, "ON_TENSOR_CORES", True)
+def test_routers_multiply_with_the_error_of_fp32():
     draw = torch.Generator("cuda").manual_seed(0)
     x, weight, grad = (
         torch.randn(size, device="cuda", generator=draw) for size in ((999, 512), (128, 512), (999, 128))
@@ -117,9 +116,7 @@ def test_routers_multiply_with_the_error_of_fp32(monkeypatch):
         assert rel_l2(ours, exact) < limit
 
 
-@pytest.mark.parametrize("summed", [False, True])
-def test_plans_are_those_of_the_sort(summed, monkeypatch):
-    monkeypatch.setattr(grouped, "SUMMED_BY_KERNEL", summed)
+def test_plans_are_those_of_the_sort():
     many = torch.rand(1000, 128, generator=torch.Generator().manual_seed(0)).argsort(1)[:, :8] - 5
     for (choices, experts), room in itertools.product(((CHOICES, 8), (many, 120)), (None, 3000, 500)):
         poison()

@@ -61,7 +61,6 @@ if INSIDE:
     def test_plans_are_those_of_the_sort(room, monkeypatch):
         """Some choices have no expert here. Loads are odd, rows are too many or too few, and a choice may repeat."""
         monkeypatch.setattr(grouped, "PLAN_BLOCKS", 4)
-        monkeypatch.setattr(grouped, "SUMMED_BY_KERNEL", room == 400)
         again = torch.cat((CHOICES, CHOICES[:, :1]), 1)
         for choices in (CHOICES.int() - 3, again.t().contiguous().t(), CHOICES[:0]):
             found = grouped.plan_rows_triton(choices, len(LOADS), room)
@@ -73,7 +72,6 @@ if INSIDE:
     def test_one_expert_has_all_rows(monkeypatch):
         """One expert has more tiles than a program writes at a time."""
         monkeypatch.setattr(grouped, "PLAN_TOKENS", 1024)
-        monkeypatch.setattr(grouped, "SUMMED_BY_KERNEL", True)
         plans = grouped.plan_rows_triton, grouped.plan_rows_twin
         found, twin = (plan(torch.zeros(4500, 1).long(), 1, 4500) for plan in plans)
         assert all(torch.equal(*pair) for pair in zip(found, twin, strict=True))
