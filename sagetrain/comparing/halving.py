@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sagetrain.config.errors import ConfigError
 
@@ -62,7 +62,7 @@ class Halving:
             raise ConfigError(f"{given}: has {len(values)} values; name a range with {LEAST} or more")
 
     def _with_one_seed(self) -> Halving:
-        return Halving(**{**vars(self), "seeds": 1})
+        return replace(self, seeds=1)
 
     @property
     def rounds(self) -> int:

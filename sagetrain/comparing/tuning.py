@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -16,7 +15,7 @@ from sagetrain.comparing.command import PAGE, TABLES, Places, Say, compare
 from sagetrain.comparing.halving import Halving
 from sagetrain.comparing.question import Question, Setting
 from sagetrain.comparing.results import Results
-from sagetrain.comparing.run_records import FAILED, FINISHED
+from sagetrain.comparing.run_records import FAILED, FINISHED, Record
 from sagetrain.comparing.tuning_page import PLOT, Round, draw, page
 from sagetrain.config.arguments import spelled
 from sagetrain.config.errors import ConfigError, many
@@ -162,18 +161,20 @@ def tune(
         place = replace(where, output=where.output / name, run_dirs=where.run_dirs / name)
         results = compare(question, place, say, command=command, time_limit=left, start=start)
         found.append(results)
-        ended = {job: results.runs[job] for job in question.jobs() if job in results.runs and results.runs[job].ended}
-        if len(ended) < len([*question.jobs()]):
+        jobs = [*question.jobs()]
+        ended = {job: results.runs[job] for job in jobs if job in results.runs and results.runs[job].ended}
+        if len(ended) < len(jobs):
             break
         names = dict(zip((variant.name for variant in question.variants), values, strict=True))
         losses = {value: [_loss(run) for job, run in ended.items() if names[job.variant] == value] for value in values}
         rounds.append(Round(search.tokens(number), losses))
-        if not any(math.isfinite(statistics.fmean(each)) for each in losses.values()):
+        means = rounds[-1].means
+        if not any(map(math.isfinite, means.values())):
             raise ConfigError(
                 f"--tune {search.key}={search.low:g}:{search.high:g}: every run of {name} diverged; name another range"
             )
         if number + 1 < search.rounds:
-            values = search.next_round(number, {value: statistics.fmean(each) for value, each in losses.items()})
+            values = search.next_round(number, means)
     if rounds:
         _report(search, rounds, where.output, margin, command, say, _measured(found[0]))
     return found
@@ -200,11 +201,10 @@ def _keep(search: Halving, request: TuneRequest, output: Path) -> None:
     write_atomic(path, (json.dumps(asked, indent=1) + "\n").encode())
 
 
-def _loss(run: object) -> float:
+def _loss(run: Record) -> float:
     """Return the loss that a run is judged by: the validation loss, or the training loss where nothing was held out."""
-    status, valid, train = (getattr(run, name) for name in ("status", "valid_end", "train_end"))
-    loss = valid if valid is not None else train
-    return loss if status == FINISHED and loss is not None else math.inf
+    loss = run.valid_end if run.valid_end is not None else run.train_end
+    return loss if run.status == FINISHED and loss is not None else math.inf
 
 
 def _measured(results: Results) -> str:
