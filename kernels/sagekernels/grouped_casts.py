@@ -41,7 +41,6 @@ from .casts import (
 from .grouped import TILE, Rows, gather_twin
 from .launch import ceil_div, on_device_of
 from .operators import operator
-from .token_casts import token_casts_triton, token_casts_twin
 
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -302,20 +301,10 @@ def _grouped_row_casts_fake(
 GROUPED_ROW_CASTS = operator(_grouped_row_casts, _grouped_row_casts_fake)
 
 
-ROUNDED_ONCE: tuple[torch.dtype, ...] = ()
-"""The formats in which tokens are rounded once (token_casts.py), with a scale for each column that all experts share.
-FP8's error does not depend on the scale, but its codes would change, and no mixture was trained with them. INT8's would
-grow by 1.1 times for normal numbers, and by 2 where few tokens or experts have the largest ones (NOTES.md)."""
-
-
 def _grouped_casts(
     x: Tensor, choice: Tensor, ends: Tensor, tiles: Tensor, first: Tensor, top: int, number: torch.dtype, gathers: bool,
     largest: Tensor | None = None,
 ) -> Four:  # fmt: skip
-    if gathers and number in ROUNDED_ONCE:
-        if x.is_cuda:
-            return token_casts_triton(x, choice, ends, tiles, top, number)
-        return token_casts_twin(x, choice, ends, first, top, number, len(tiles))
     if x.is_cuda:
         return grouped_casts_triton(x, choice, tiles, first, top, number, gathers, largest)
     turned = turned_casts_twin(x, choice, ends, first, top, number, gathers, len(tiles), largest)

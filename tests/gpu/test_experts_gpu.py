@@ -127,13 +127,7 @@ def test_plans_are_those_of_the_sort():
 
 @pytest.mark.parametrize("number", [INT8, E4M3], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_casts_are_their_twins_bit_for_bit(number, dtype, monkeypatch):
-    for once in ((), (number,)):
-        monkeypatch.setattr(grouped_casts, "ROUNDED_ONCE", once)
-        check_casts(number, dtype)
-
-
-def check_casts(number, dtype):
+def test_casts_are_their_twins_bit_for_bit(number, dtype):
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(len(CHOICES), 300, generator=draw) * torch.exp2(30 * torch.randn(len(CHOICES), 1, generator=draw))
     x[::7] = 0

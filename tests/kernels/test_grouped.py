@@ -220,21 +220,17 @@ def test_gather_and_combine_are_transposes_of_each_other():
 # -- parts ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("once", [False, True])
 @pytest.mark.parametrize("number", [INT8, E4M3], ids=str)
-def test_casts_are_those_of_each_experts_matrix(number, once, monkeypatch):
-    """A row, and a column of an expert, have codes and scale of their own. Zeros fill the last tile. Where tokens are
-    rounded once, all experts share the scale of a column."""
-    monkeypatch.setattr(grouped_casts, "ROUNDED_ONCE", (number,) * once)
+def test_casts_are_those_of_each_experts_matrix(number):
+    """A row, and a column of an expert, have codes and scale of their own. Zeros fill the last tile."""
     rows = plan_rows(CHOICES, len(LOADS))
     x = TENSORS[0] * torch.exp2(4 * normal(7, len(CHOICES), 1))
     of_rows = gather(x, rows)
     codes, scale, turned, turned_scale = grouped_casts.grouped_casts(of_rows, rows, number, False)
-    gathered, shared = grouped_casts.grouped_casts(x, rows, number, True), quantize(x.t(), number, True)
+    gathered = grouped_casts.grouped_casts(x, rows, number, True)
     for ours, theirs in zip(gathered[:2], (codes, scale), strict=True):
         assert torch.equal(ours[: sum(LOADS)].float(), theirs[: sum(LOADS)].float())
-    assert once or all(torch.equal(*pair) for pair in zip(gathered[2:], (turned, turned_scale), strict=True))
-    assert not once or all(torch.equal(of_expert, shared.scale[:, 0]) for of_expert in gathered[3])
+    assert all(torch.equal(*pair) for pair in zip(gathered[2:], (turned, turned_scale), strict=True))
     for found, expected in zip((codes, scale), quantize(of_rows, number, True), strict=True):
         assert torch.equal(found.float(), expected.float())
     own = grouped_casts.row_casts(of_rows, rows, number, False)
@@ -243,11 +239,6 @@ def test_casts_are_those_of_each_experts_matrix(number, once, monkeypatch):
     for expert, (begin, end) in enumerate(zip(begins, ends, strict=False)):
         mine = turned[:, TILE * rows.first[expert] : TILE * rows.first[expert + 1]].float()
         assert not mine[:, end - begin :].any()
-        theirs = gathered[2][:, TILE * rows.first[expert] : TILE * rows.first[expert + 1]].float()
-        assert not theirs[:, end - begin :].any()
-        assert not once or torch.equal(
-            theirs[:, : end - begin], shared.codes.float()[:, rows.tokens()[begin:end].long()]
-        )
         if end > begin:
             expected = quantize(of_rows[begin:end].t(), number, True)
             assert torch.equal(mine[:, : end - begin], expected.codes.float())

@@ -9,7 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel, compile
 
-from sagekernels import casts, grouped, grouped_casts, token_casts
+from sagekernels import casts, grouped, grouped_casts
 from sagekernels import grouped_products as products
 from sagekernels import grouped_swiglu as swiglu
 
@@ -121,25 +121,6 @@ def test_casts_compile(architecture, number, apart, tmp_path):
     constants = {"TOP": 8, "GATHERS": True, "COLUMNS": 2048, "NUMBER": number}
     kernel = grouped_casts._grouped_round_rows_kernel
     compiled(kernel, architecture, constants, types, num_warps=grouped_casts.ROW_WARPS, **options)
-
-
-@pytest.mark.parametrize(("architecture", "number"), [(80, "int8"), (90, "e4m3")])
-def test_casts_of_tokens_compile(architecture, number, tmp_path):
-    """Codes are gathered 16 bytes a thread. Four rows are transposed at a time, as words."""
-    codes = {"int8": "*i8", "e4m3": "*fp8e4nv"}[number]
-    types = dict.fromkeys(("CODES", "BY_COLUMN", "OUT", "TURNED"), codes)
-    types |= dict.fromkeys(("SCALE", "OF_COLUMNS", "OUT_SCALE"), "*fp32")
-    constants = {"ROWS": token_casts.ROUND_ROWS, "COLUMNS": token_casts.ROUND_COLUMNS, "NUMBER": number}
-    made = compiled(
-        token_casts._round_tokens_kernel, architecture, constants, types, num_warps=token_casts.ROUND_WARPS,
-        enable_fp_fusion=casts.FUSION,
-    )  # fmt: skip
-    assert "v4.b32" in made.asm["ptx"] and stack(made, tmp_path) == 0
-    constants = {"TOP": 8, "TILE": grouped.TILE, "ROWS": token_casts.PICK_ROWS, "COLUMNS": token_casts.PICK_COLUMNS}
-    made = compiled(token_casts._pick_codes_kernel, architecture, constants, types, num_warps=token_casts.PICK_WARPS)
-    ptx = made.asm["ptx"]
-    assert len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)) >= 8 and "ld.shared.b8" not in ptx
-    assert stack(made, tmp_path) == 0
 
 
 @pytest.mark.parametrize("architecture", [90])

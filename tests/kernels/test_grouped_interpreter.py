@@ -18,7 +18,7 @@ from interpreted import INSIDE, poisoned_memory  # noqa: F401
 
 if INSIDE:
     from kernel_inputs import random_choices, random_swiglu, swiglu_gradients_error
-    from sagekernels import grouped, grouped_casts, grouped_products, grouped_swiglu, token_casts
+    from sagekernels import grouped, grouped_casts, grouped_products, grouped_swiglu
     from sagekernels.casts import E4M3, INT8
 
     every_number = pytest.mark.parametrize("number", [INT8, E4M3], ids=str)
@@ -242,34 +242,6 @@ if INSIDE:
             check_casts(number, 33, gathers=True)
         else:
             check_casts(number, 130, gathers=False, dtype=torch.float32)
-
-    def check_tokens(number: torch.dtype, columns: int, dtype: torch.dtype = torch.bfloat16) -> None:
-        """Compare codes of tokens, gathered into rows, with the twin's."""
-        choice, _, ends, _, tiles, first, _ = FEW_ROWS
-        x = normal(1, len(FEW), columns + 3)[:, 1:-2]
-        x = (x * torch.exp2(20 * normal(2, len(x), 1))).to(dtype)
-        x[::7], x[:, 1::9] = 0, 1e-35
-        found = token_casts.token_casts_triton(x, choice, ends, tiles, TOP, number)
-        twin = token_casts.token_casts_twin(x, choice, ends, first, TOP, number, len(tiles))
-        known, own = slice(0, ends[-1]), slice(0, grouped.TILE * first[-1])
-        for ours, theirs, at in zip(found, twin, (known, known, (slice(None), own), slice(None)), strict=True):
-            same(ours[at], theirs[at])
-
-    @every_number
-    def test_casts_of_tokens(number, monkeypatch):
-        """Tokens and columns take more programs than one."""
-        monkeypatch.setattr(token_casts, "ROUND_COLUMNS", 64)
-        check_tokens(number, 130 if number == INT8 else 33, torch.float32 if number == INT8 else torch.bfloat16)
-
-    def test_mistakes_in_casts_of_tokens_are_found(monkeypatch):
-        mistakes = [
-            ("_round_tokens_kernel", "LARGEST + tokens + column", "LARGEST + column"),
-            ("_round_tokens_kernel", "if right == 0", "if right == 1"),
-            ("_pick_part", "// TOP", "// (TOP + 1)"),
-            ("_pick_part", "<< (8 * PART)", "<< (24 - 8 * PART)"),
-            ("_pick_codes_kernel", "tile * TILE + down", "first + down"),
-        ]
-        find(monkeypatch, lambda: check_tokens(INT8, 16), token_casts, mistakes)
 
     @every_number
     def test_casts_of_rows_alone(number, monkeypatch):
