@@ -196,27 +196,14 @@ class Rank:
         return Precision(self.linear.precision, self.linear.precision, self.dtype if wide else self.linear.precision)
 
     def matmul(
-        self,
-        name: str,
-        outputs: int,
-        inputs: int,
-        *,
-        column_parallel: bool,
-        precision: Precision | None = None,
-        saved: int = 0,
-        recomputed: bool,
-    ) -> MatmulCost:
+        self, name: str, outputs: int, inputs: int, *, column_parallel: bool, recomputed: bool,
+        precision: Precision | None = None, saved: int = 0,
+    ) -> MatmulCost:  # fmt: skip
         """Build a linear layer with its sizes on this rank. Its precision is dtype by default."""
         return MatmulCost(
-            name=name,
-            tokens=self.tokens,
-            outputs=outputs,
-            inputs=inputs,
-            precision=precision or Precision(self.dtype, self.dtype, self.dtype),
-            column_parallel=column_parallel,
-            saved=saved,
-            recomputed=recomputed,
-        )
+            name=name, tokens=self.tokens, outputs=outputs, inputs=inputs, saved=saved, recomputed=recomputed,
+            precision=precision or Precision(*3 * (self.dtype,)), column_parallel=column_parallel,
+        )  # fmt: skip
 
     def kept_by_layer(self, layer: LinearSizes) -> int:
         """Return the bytes per token that a linear layer keeps of its input for backward: of its codes, or of the input

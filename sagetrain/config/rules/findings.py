@@ -28,16 +28,6 @@ class About(NamedTuple):
         return Finding(self.rule, "info", self.key, self.value, message, fix, source)
 
 
-def error(rule: str, key: str, value: object, message: str, fix: str) -> Finding:
-    """Build the finding for a setting that cannot run."""
-    return About(rule, key, value).error(message, fix)
-
-
-def warning(rule: str, key: str, value: object, message: str, fix: str) -> Finding:
-    """Build the finding for a setting that runs, but hardly as intended."""
-    return About(rule, key, value).warning(message, fix)
-
-
 def no_effect(key: str, value: object, why: str) -> Finding:
     """Build the finding for a setting that does nothing in this combination."""
     return About("no_effect", key, value).warning(f"has no effect with {why}", "remove it, or change what it goes with")

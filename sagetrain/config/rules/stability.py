@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from sagetrain.config.arithmetic import may_be_low_bit
 from sagetrain.config.errors import Finding
 from sagetrain.config.layout import Layout
-from sagetrain.config.rules.findings import error, neighbours, no_effect, warning
+from sagetrain.config.rules.findings import About, neighbours, no_effect
 from sagetrain.config.schema import NoiseAwareTokens, NoiseScaleConfig, RunConfig
 
 
@@ -30,10 +30,7 @@ def _monitor(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
     if not layout.takes_probes:
         linear = linear or "linear layers are not looked at with parallel.zero_stage 3 of engine deepspeed"
     if isinstance(monitor.every_steps, int) and not cfg.attention.may_be_int8 and linear:
-        yield error(
-            "monitor_of_nothing",
-            "stability.monitor.every_steps",
-            monitor.every_steps,
+        yield About("monitor_of_nothing", "stability.monitor.every_steps", monitor.every_steps).error(
             f"attention.backend {backend} quantizes nothing, {linear}: there is no error to measure",
             "use auto, which measures where something is quantized, or attention.backend sage",
         )
@@ -43,10 +40,7 @@ def _monitor(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
         yield no_effect("stability.monitor.layers", monitor.layers, "stability.monitor.every_steps null")
     outside = [layer for layer in monitor.layers if not -layers <= layer < layers]
     if outside:
-        yield error(
-            "monitor_layers",
-            "stability.monitor.layers",
-            monitor.layers,
+        yield About("monitor_layers", "stability.monitor.layers", monitor.layers).error(
             f"the model has {layers} layers, {outside[0]} is none of them",
             f"use numbers from {-layers} to {layers - 1}; -1 is the last layer",
         )
@@ -67,36 +61,24 @@ def _quant_noise(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
     key, every = "stability.quant_noise.every_steps", cfg.stability.quant_noise.every_steps
     backend = cfg.attention.backend
     if not cfg.attention.may_be_int8 and not may_be_low_bit(cfg):
-        yield error(
-            "probe_of_16_bits",
-            key,
-            every,
+        yield About("probe_of_16_bits", key, every).error(
             f"attention.backend {backend} quantizes nothing, linear layers neither: there is no error to measure",
             "set it to null, or use attention.backend sage, or linear.precision int8",
         )
     if cfg.stability.noise_scale.every_steps is None:
-        yield error(
-            "probe_without_noise",
-            key,
-            every,
+        yield About("probe_without_noise", key, every).error(
             "relates the error of quantization to the noise of the gradients, which is not measured",
             "set stability.noise_scale.every_steps, to 10 for instance",
         )
     if not layout.takes_probes:
-        yield error(
-            "probe_at_zero_3",
-            key,
-            every,
+        yield About("probe_at_zero_3", key, every).error(
             "a probe computes gradients beside those of the step, which DeepSpeed's hooks of parallel.zero_stage 3 "
             "cannot take",
             "set it to null, or use parallel.zero_stage 2 (with tensor_parallel_size for memory), or engine fsdp",
         )
     micro_batch = cfg.data.micro_batch_size * cfg.data.seq_length
     if max(cfg.tokens_per_step.named_tokens.values()) <= micro_batch:
-        yield error(
-            "probe_without_noise",
-            key,
-            every,
+        yield About("probe_without_noise", key, every).error(
             f"steps are one micro-batch of {micro_batch} tokens, whose gradient says nothing about its noise: that "
             "takes accumulation, or data-parallel ranks",
             "use more tokens per step, or a smaller data.micro_batch_size",
@@ -106,10 +88,7 @@ def _quant_noise(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
 def _spikes(cfg: RunConfig) -> Iterator[Finding]:
     key, spikes = "stability.spikes", cfg.stability.spikes
     if spikes.grace_steps > spikes.window:
-        yield error(
-            "grace_in_window",
-            f"{key}.grace_steps",
-            spikes.grace_steps,
+        yield About("grace_in_window", f"{key}.grace_steps", spikes.grace_steps).error(
             f"is more than stability.spikes.window {spikes.window}, which never knows so many steps: no spike would be "
             "seen",
             f"use at most {spikes.window}, or a longer window",
@@ -117,10 +96,7 @@ def _spikes(cfg: RunConfig) -> Iterator[Finding]:
     if spikes.policy == "stop" and "max_events" in spikes.model_fields_set and spikes.max_events != 3:
         yield no_effect(f"{key}.max_events", spikes.max_events, "policy stop, which leaves out no step")
     if spikes.policy == "rewind" and spikes.max_events > 1 and cfg.checkpoint.keep_last < 3:
-        yield warning(
-            "checkpoints_to_go_back_to",
-            "checkpoint.keep_last",
-            cfg.checkpoint.keep_last,
+        yield About("checkpoints_to_go_back_to", "checkpoint.keep_last", cfg.checkpoint.keep_last).warning(
             "leaves stability.spikes.policy rewind nothing to go back to a second time: each rewind is saved at once, "
             "and that and the checkpoint it went back to are the two newest",
             "use 3 or more, or stability.spikes.max_events 1",
@@ -150,13 +126,10 @@ def _replay(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
         refused.append(("attention.backend", cfg.attention.backend, "use sage or sdpa"))
     for refusing, value, fix in refused:
         why = f"stability.replay compares bits of replicas, which was not tried with {refusing} {value}"
-        yield error("replay_untried", refusing, value, why, f"{fix}, or set {key}: null")
+        yield About("replay_untried", refusing, value).error(why, f"{fix}, or set {key}: null")
     share = layout.micro_step / (every * min(cfg.tokens_per_step.named_tokens.values()))
     if share > 0.01:
-        yield warning(
-            "replay_often",
-            key,
-            every,
+        yield About("replay_often", key, every).warning(
             f"computes one micro-batch more in {every} steps, which takes {share:.1%} of the time or more",
             f"use {math.ceil(100 * every * share)} or more, or accept the cost",
         )
@@ -166,10 +139,7 @@ def _noise_aware(cfg: RunConfig, schedule: NoiseAwareTokens) -> Iterator[Finding
     key, backend = "tokens_per_step.schedule", cfg.attention.backend
     if backend != "sage" and not cfg.linear.low_bit:
         unsure = backend == "auto" or may_be_low_bit(cfg)
-        yield error(
-            "noise_aware_of_16_bits",
-            key,
-            schedule.schedule,
+        yield About("noise_aware_of_16_bits", key, schedule.schedule).error(
             f"follows the error of quantization, and attention.backend {backend} with linear.precision "
             f"{cfg.linear.precision} " + ("may quantize nothing" if unsure else "quantizes nothing"),
             "use attention.backend sage, or name linear.precision int8, or another schedule: constant, ramp or stages",
@@ -177,47 +147,31 @@ def _noise_aware(cfg: RunConfig, schedule: NoiseAwareTokens) -> Iterator[Finding
     for name, usual in (("noise_scale", 10), ("quant_noise", 200)):
         every, source = getattr(cfg.stability, name).every_steps, f"stability.{name}.every_steps"
         if every is None:
-            yield error(
-                "noise_aware_unmeasured",
-                key,
-                schedule.schedule,
-                f"follows what is measured, and {source} is null",
-                f"set {source}, to {usual} for instance",
+            yield About("noise_aware_unmeasured", key, schedule.schedule).error(
+                f"follows what is measured, and {source} is null", f"set {source}, to {usual} for instance"
             )
         elif every * schedule.start > cfg.training.total_tokens:
-            yield warning(
-                "noise_aware_unmeasured",
-                source,
-                every,
+            yield About("noise_aware_unmeasured", source, every).warning(
                 f"{every} steps of tokens_per_step.start {schedule.start} are more than training.total_tokens "
                 f"{cfg.training.total_tokens}, so it is never measured: nothing would be decided",
                 f"set it to {usual} for instance, or train longer",
             )
     if not schedule.floor <= schedule.start <= schedule.ceiling:
         name = "floor" if schedule.floor > schedule.ceiling else "start"
-        yield error(
-            "noise_aware_bounds",
-            f"tokens_per_step.{name}",
-            getattr(schedule, name),
+        yield About("noise_aware_bounds", f"tokens_per_step.{name}", getattr(schedule, name)).error(
             f"floor {schedule.floor}, start {schedule.start} and ceiling {schedule.ceiling} are not in this order",
             "use floor <= start <= ceiling",
         )
     for name in ("start", "floor", "ceiling"):
         tokens = getattr(schedule, name)
         if tokens % schedule.rounding:
-            yield error(
-                "noise_aware_multiple",
-                f"tokens_per_step.{name}",
-                tokens,
+            yield About("noise_aware_multiple", f"tokens_per_step.{name}", tokens).error(
                 f"is not a multiple of tokens_per_step.multiple {schedule.rounding}",
                 f"use {neighbours(tokens, schedule.rounding)}",
             )
     micro_batch = cfg.data.micro_batch_size * cfg.data.seq_length
     if schedule.floor <= micro_batch:
-        yield error(
-            "noise_aware_floor",
-            "tokens_per_step.floor",
-            schedule.floor,
+        yield About("noise_aware_floor", "tokens_per_step.floor", schedule.floor).error(
             f"is no more than one micro-batch of {micro_batch} tokens: one data-parallel replica with accumulation 1, "
             "whose gradient says nothing about its noise",
             f"use {2 * micro_batch} or more, or a smaller data.micro_batch_size",
