@@ -27,7 +27,10 @@ def graphed(model: nn.Module, *, kept: int = 4) -> nn.Module:
 
     Where the host needs longer to launch kernels than the GPU to run them, as with one short sequence at a time, this
     is several times as fast, and the numbers are the same. The third call with the same shapes is recorded. Calls with
-    other shapes, in evaluation or without gradients run as before.
+    other shapes, in evaluation or without gradients run as before. Code that asks whether it is being recorded hears
+    yes from the first call on: transformers then gives "sdpa" a mask, and PyTorch takes another kernel for it.
+
+    Under `torch.autocast` the backward pass is that of a loop that calls `backward` outside of it, as PyTorch advises.
 
     The loss is what the model returns, or its `loss`, or the only scalar of what it returns that has a gradient.
     Gradients flow from there alone: all other results are detached. Each result is in memory that the next call
@@ -198,7 +201,9 @@ class _Graphed:
                 self._gradients[parameter] = torch.zeros_like(parameter)
             parameter.grad = self._gradients[parameter]
         versions = {parameter: ours._version for parameter, ours in self._gradients.items()}
-        program.backward = self._record(lambda: loss.backward(program.scale))
+        # The backward pass of a loop runs outside of autocast, which would round what a model computes in fp32.
+        with torch.autocast(loss.device.type, enabled=False):
+            program.backward = self._record(lambda: loss.backward(program.scale))
         program.given = [(p, ours) for p, ours in self._gradients.items() if ours._version > versions[p]]
         program.outputs = [x.detach() if isinstance(x, Tensor) else x for x in outputs]
         program.forward = forward

@@ -27,7 +27,8 @@ def copied(x: Tensor) -> Tensor:
 
 
 class Model(nn.Module):
-    """It returns its loss and its logits. One of its layers is used twice, and one is never used."""
+    """It returns its loss and its logits. One of its layers is used twice, one is never used, and one is in fp32 also
+    under autocast."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +39,8 @@ class Model(nn.Module):
         x = self.embedding(tokens)
         for _ in range(2):
             x = x + self.blocks[0](self.norm(x)) * scale
-        logits = F.linear(x, self.embedding.weight)
+        with torch.autocast("cpu", enabled=False):
+            logits = F.linear(x.float(), self.embedding.weight)
         if labels is None:
             return logits
         return {"loss": F.cross_entropy(logits.float().flatten(0, 1), labels.flatten()), "logits": logits}

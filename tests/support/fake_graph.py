@@ -140,6 +140,7 @@ class FakeGraph(TorchDispatchMode):
             self.program.append(_Call(func, arguments, form, made, _where()))
         return out
 
+    @torch.autocast("cpu", enabled=False)  # The recording holds what autocast made of the operators.
     def replay(self) -> None:
         """Run the operators once more, on what the tensors from outside hold now."""
         for storage in self.pool.values():
