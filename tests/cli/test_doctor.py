@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from distributed import run_distributed
 from forked import PATIENCE, Command
 from runs import ROOT, free_port, write_config
-from sagetrain import doctor
+from sagetrain import doctor, stress
 from sagetrain.auto import attention_choice, linear_choice
 from sagetrain.config.schema import ModelConfig, ParallelConfig
 from sagetrain.costs.hardware import H200
@@ -212,3 +212,59 @@ def test_the_command_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     monkeypatch.setattr(doctor, "examine", lambda *_: found)
     result = CliRunner().invoke(cli.app, ["doctor"])
     assert result.exit_code == 2 and "no room" in result.output and "make some" in result.output
+
+
+def flips_a_bit(function, call: int, of=lambda result, args: result):
+    """Return the function, with the highest bit of one value of what a call made, or changed, in the other state."""
+    calls = []
+
+    def wrapped(*args):
+        result = function(*args)
+        calls.append(1)
+        if len(calls) == call:
+            changed = of(result, args).view(-1)[77:78].view(torch.uint8)
+            changed[-1] ^= 128
+        return result
+
+    return wrapped
+
+
+@pytest.mark.parametrize("planted", ["nothing", "product", "copy", "error"])
+def test_a_stress_test_finds_one_wrong_bit(monkeypatch: pytest.MonkeyPatch, planted: str) -> None:
+    from sagetrain.cli import main as cli
+
+    if planted == "product":
+        monkeypatch.setattr(torch, "_int_mm", flips_a_bit(torch._int_mm, 5))
+    if planted == "copy":
+        monkeypatch.setattr(stress, "_copy", flips_a_bit(stress._copy, 3, lambda _, args: args[1]))
+    if planted == "error":
+        monkeypatch.setattr(stress, "digest", lambda values: 1 // 0)
+    result = CliRunner().invoke(cli.app, ["doctor", "--stress", "0.1", "--json"])
+    (check,) = json.loads(result.output)
+    words = {
+        "nothing": ("look", "no wrong bit"),
+        "product": ("bad", "wrong bits: 1 of INT8 products;"),
+        "copy": ("bad", " of rounds of copies;"),
+        "error": ("bad", "ZeroDivisionError: "),
+    }
+    verdict, said = words[planted]
+    assert check["verdict"] == verdict and said in check["found"]
+    assert result.exit_code == (2 if verdict == "bad" else 0)
+    assert ("dcgmi diag" in check["fix"]) == (verdict == "bad")
+
+
+def test_a_slow_gpu_and_one_that_gives_no_answer_are_said() -> None:
+    cpu = torch.device("cpu")
+    slow, silent = (stress.Stressed(cpu, 8, 8e9, 1.0, error=error) for error in ("", "no answer in time"))
+    assert stress._check(slow, 1e10).verdict == "look" and "0.80 times" in stress._check(slow, 1e10).found
+    assert stress._check(silent, 8e9).verdict == "bad" and "no answer" in stress._check(silent, 8e9).found
+
+
+def test_a_stress_test_takes_no_configuration_and_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sagetrain.cli import main as cli
+
+    words = ["doctor", "--stress", "1"]
+    several = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    for extra, env in ((["configs/1b.yaml"], {}), ([], several)):
+        result = CliRunner().invoke(cli.app, [*words, *extra], env=env)
+        assert result.exit_code == 2 and "once on each host" in result.output

@@ -89,7 +89,7 @@ ENGINE_ROOM = {
         "config",
     ),
 }
-FREE = {"doctor", "__version__"}
+FREE = {"doctor", "stress", "__version__"}
 MAY_IMPORT = {
     "config": {"config"},
     "storage": {"storage", "config"},
