@@ -363,8 +363,8 @@ def load_run(
     Args:
         run_dir: the run's training.run_dir, or its training.run_url.
         step: the step of the checkpoint. Default: the newest undamaged one.
-        attention: the attention backend of all layers: sdpa, sage, flash, reference or fp4. Default: the backend that
-            the run was trained with.
+        attention: the attention backend of all layers: sdpa, sage, flash or reference. Default: the backend that the
+            run was trained with.
         linear: the precision of the linear layers in the blocks: bf16, fp8 or int8. Default: 16 bits.
         say: gets messages for people.
 

@@ -28,7 +28,7 @@ from sagetrain.data.tokenizer import Tokenizer
 SLOW = """
 engine pipeline fsdp optimizers hosts faults resume sage_compile plan linear_precision accounting transformer
 guides linear_schedule compare hopper_backward mma_backward hopper_forward
-parallel checkpoint report replay kinds layouts sage_casts_compile spike_policies monitor sage_fp4_compile
+parallel checkpoint report replay kinds layouts sage_casts_compile spike_policies monitor
 copies linear_errors start mma_forward packaging sources quant_noise noise_runs lm_eval saving first_pass
 init_from stores sage_accuracy notebooks noise_scale spikes
 """

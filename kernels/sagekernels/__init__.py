@@ -4,7 +4,6 @@ embedding, SwiGLU, mixtures of experts. See kernels/README.md."""
 from .autograd import document_bounds, sage_attention
 from .backends import default_recipe
 from .drop_in import flash_attn_func, flash_attn_varlen_func, scaled_dot_product_attention
-from .fp4 import fp4_attention
 from .graphed import graphed
 from .grouped import plan_rows
 from .grouped_matmul import grouped_gated, grouped_matmul
@@ -22,7 +21,6 @@ __all__ = [
     "document_bounds",
     "flash_attn_func",
     "flash_attn_varlen_func",
-    "fp4_attention",
     "graphed",
     "grouped_gated",
     "grouped_matmul",

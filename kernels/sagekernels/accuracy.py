@@ -14,8 +14,7 @@ from torch import Tensor
 
 from .autograd import sage_attention
 from .call import RECIPES, Call
-from .fp4 import fp4_attention
-from .reference import ScoresOfCodes, attention_reference, pad_to_tile, rounded_tiles, twin_forward, visible
+from .reference import ScoresOfCodes, pad_to_tile, rounded_tiles, twin_forward, visible
 from .testing import Results, Shape, cosine, errors, exact_results, random_inputs, rel_l2, results_of
 
 # Paper A, section 4.4: rel-L2 of O, dQ, dK and dV for Gaussian inputs. Q and K have the standard deviation sigma, V and
@@ -42,22 +41,6 @@ TABLE_2 = {
 TRAINED_RMS = {"P": 5e-3, "dP": 5e-5, "dS": 1e-7}
 # This spread of the channels of Q and K brings the error of P under `paper` to the one in Table 2 (see trained_inputs).
 CHANNEL_SPREAD = 0.7
-# The score of the sink, and the spreads of the means of Q (per tile) and K (per channel), are chosen so that the rows
-# of FP4_TABLE for two-level P and smoothing come near the printed cosines (see fp4_inputs). Direct P loses its share in
-# sink_inputs alone.
-FP4_SINK = 10.0
-FP4_MEANS = (1.5, 4.0)
-
-# Paper B, Tables 1 and 2: cosine, relative L1 and RMSE of O with FP4 on Q, K and V of CogVideoX, and the options that
-# make each row. The rows with SmoothQuant and Hadamard are left out, because fp4_attention has neither.
-FP4_TABLE = {
-    "NVFP4": ((0.9952, 0.077, 0.201), {}),
-    "MXFP4": ((0.9837, 0.294, 0.994), {"format": "mxfp4"}),
-    "direct P": ((0.9332, 0.193, 1.103), {"two_level": False}),
-    "smooth K only": ((0.9912, 0.095, 0.098), {"smooth_q": False}),
-    "smooth Q only": ((0.9828, 0.116, 0.126), {"smooth_k": False}),
-    "no smoothing": ((0.9156, 0.336, 0.303), {"smooth_q": False, "smooth_k": False}),
-}
 
 
 def gaussian_errors(sigma: float, recipe: str, *, seed: int, heads: int = 16, n: int = 1024) -> tuple[float, ...]:
@@ -159,38 +142,6 @@ def bias_test(recipe: str, passes: tuple[int, ...], *, seed: int, n: int = 256) 
     return {name: [b * x / row[0] for b, x in zip(passes, row, strict=True)] for name, row in squared.items()}
 
 
-def sink_inputs(logit: float, *, seed: int, n: int = 2048, head_dim: int = 128) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v of one head with 256 queries and an attention sink. All numbers come from normal distributions,
-    and V has a mean of 0.3. The sink is a first key with V = 0, whose score is about `logit` for every query. O is the
-    small rest of the softmax."""
-    g = torch.Generator().manual_seed(seed)
-    q, k, v = (torch.randn(1, tokens, 1, head_dim, generator=g) for tokens in (256, n, n))
-    direction = torch.nn.functional.normalize(torch.randn(head_dim, generator=g), dim=0)
-    q, v = q + head_dim**0.5 * direction, v + 0.3
-    k[:, 0], v[:, 0] = logit * direction, 0.0
-    return q, k, v
-
-
-def fp4_inputs(seed: int, n: int = 1024) -> tuple[Tensor, Tensor, Tensor]:
-    """Return sink_inputs with n queries and with the means that smoothing removes: K is shifted per channel, Q per 64
-    tokens."""
-    g = torch.Generator().manual_seed(seed)
-    _, k, v = sink_inputs(FP4_SINK, seed=seed, n=n, head_dim=64)
-    direction = k[:, :1] / FP4_SINK
-    q = torch.randn(1, n, 1, 64, generator=g) + 8.0 * direction
-    q += FP4_MEANS[0] * torch.randn(1, n // 64, 1, 64, generator=g).repeat_interleave(64, 1)
-    return q, k + FP4_MEANS[1] * torch.randn(64, generator=g), v
-
-
-def fp4_errors(q: Tensor, k: Tensor, v: Tensor, row: str) -> tuple[float, float, float]:
-    """Return cosine, relative L1 and RMSE of O for fp4_attention with the options of a row of FP4_TABLE, full
-    attention."""
-    exact = attention_reference(q.double(), k.double(), v.double(), causal=False)
-    error = fp4_attention(q, k, v, causal=False, **FP4_TABLE[row][1]).double() - exact
-    l1 = error.abs().sum() / exact.abs().sum()
-    return cosine(exact + error, exact), l1.item(), error.square().mean().sqrt().item()
-
-
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description="Accuracy of the INT8 attention recipes beside the papers' tables")
@@ -231,19 +182,6 @@ def main() -> None:
     for recipe in RECIPES:
         for name, row in bias_test(recipe, passes, seed=seed).items():
             print(f"  {recipe:<8}{name:<4}" + "".join(f"{x:>8.2f}" for x in row))
-
-    print("\nFP4: cosine / relative L1 / RMSE of O, full attention, N 1024, one head of 64; in print (B), here.")
-    print(
-        "Not the paper's tensors (CogVideoX): normal numbers, means of Q and K and a sink, made for the smoothing rows"
-    )
-    inputs = fp4_inputs(seed)
-    for name, (printed, _) in FP4_TABLE.items():
-        row = fp4_errors(*inputs, name)
-        print(f"  {name:<14}" + "   ".join(" / ".join(f"{x:.4f}" for x in r) for r in (printed, row)))
-    print("  sink of score 6 / 8 / 10, cosine (N 2048, d 128):")
-    for name in ("NVFP4", "MXFP4", "direct P"):
-        row = [fp4_errors(*sink_inputs(x, seed=seed), name)[0] for x in (6, 8, 10)]
-        print(f"  {name:<14}" + " / ".join(f"{x:.4f}" for x in row))
 
 
 if __name__ == "__main__":

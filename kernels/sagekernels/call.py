@@ -110,7 +110,7 @@ class Call(NamedTuple):
     smooth_k: bool
     smooth_q: bool
     recipe: str
-    """A key of RECIPES; in FP4 attention a key of fp4.quantize.FORMATS."""
+    """A key of RECIPES."""
     backend: str | None
     """The name of a backend, or None for the first of backends.BACKENDS that takes the call."""
     sinks: Tensor | None = None

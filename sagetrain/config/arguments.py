@@ -16,7 +16,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, get_args, get_origin
 
 from sagetrain.config.errors import ConfigError, shown
 
-LoadedAttention = Literal["sdpa", "sage", "flash", "reference", "fp4"]
+LoadedAttention = Literal["sdpa", "sage", "flash", "reference"]
 """An attention backend of a model that was loaded."""
 LoadedPrecision = Literal["bf16", "fp8", "int8"]
 """A precision of the linear layers of a model that was loaded."""

@@ -283,9 +283,7 @@ def _texts(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
 def _must_be(slot_text: str, value: Any, choices: Sequence[Any]) -> str:
     """Return `must be ...`, with a hint where the mistake is a common one."""
     hint = ""
-    if value == "fp4":
-        hint = "; FP4 attention is for inference alone: sagetrain eval --attention fp4, generate --attention fp4"
-    elif meant := value_meant(value, choices):
+    if meant := value_meant(value, choices):
         hint = f"; did you mean {meant}?"
     elif isinstance(value, str) and "text" not in slot_text and (others := beyond_ascii(value)):
         hint = f"; it has {others}: type it anew"

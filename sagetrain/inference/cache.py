@@ -40,8 +40,7 @@ class Cached(AttentionFunction):
     """A layer's attention over the tokens that each row holds. It is called with the new tokens alone.
 
     A text is read by the layer's own function. Later tokens, one per row, go through torch's attention in the precision
-    of their inputs, unless the function takes few queries. An INT8 function quantizes blocks of tokens, and a single
-    token is no block.
+    of their inputs: an INT8 function quantizes blocks of tokens, and a single token is no block.
 
     A layer with a window keeps as many tokens as it sees, rounded up to whole stretches. Token t is at place t modulo
     the places of a row.
@@ -50,14 +49,14 @@ class Cached(AttentionFunction):
     name = "cached"
 
     def __init__(self, layer: Attention, rows: int, capacity: int, call: _Call) -> None:
-        self.whole, self.window = layer.function, layer.window
+        self._whole, self.window = layer.function, layer.window
         self.places = capacity if self.window is None else min(capacity, _whole_stretches(self.window))
         """The tokens of a row that the layer keeps."""
         self._rows, self._call = rows, call
         self._k = self._v = torch.empty(0)
 
     def wants(self, window: bool) -> Documents:
-        return self.whole.wants(window)
+        return self._whole.wants(window)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout) -> Tensor:
         return self.with_sinks(q, k, v, layout, None)
@@ -69,13 +68,9 @@ class Cached(AttentionFunction):
         if not call.lengths:
             own = torch.arange(max(0, k.shape[1] - self.places), k.shape[1], device=k.device)
             self._k[call.row, own % self.places], self._v[call.row, own % self.places] = k[0, own], v[0, own]
-            return self.whole(q, k, v, layout) if sinks is None else self.whole.with_sinks(q, k, v, layout, sinks)
+            return self._whole(q, k, v, layout) if sinks is None else self._whole.with_sinks(q, k, v, layout, sinks)
         slots = call.slots[self.window]
         self._k[slots], self._v[slots] = k[:, 0], v[:, 0]
-        if self.whole.takes_few_queries:
-            held = [self._seen(length) for length in call.lengths]
-            rows = [(q[row, None], self._k[row, None, own], self._v[row, None, own]) for row, own in enumerate(held)]
-            return torch.cat([self.whole(*row, layout) for row in rows])
         seen = call.seen[self.window]
         count, *_, places = seen.shape
         keys, values = (x[:count, :places].transpose(1, 2) for x in (self._k, self._v))
@@ -87,13 +82,6 @@ class Cached(AttentionFunction):
         column = sinks.float().view(k.shape[2], -1, 1).expand(*scores.shape[:-1], 1)
         weights = torch.cat((scores, column), -1).softmax(-1)[..., :-1]
         return (weights.to(values.dtype) @ values).reshape(q.shape)
-
-    def _seen(self, length: int) -> slice | Tensor:
-        """Return the places of the tokens that the last of so many tokens sees, in their order."""
-        first = max(0, length - (self.window or length))
-        if length <= self.places:
-            return slice(first, length)
-        return torch.arange(first, length, device=self._k.device) % self.places
 
     def move(self, source: int, target: int) -> None:
         """Copy what one row holds into another row."""
@@ -135,11 +123,8 @@ class CachedModel:
         self._functions = [Cached(layer, rows, places, self._call) for layer in self._layers()]
         self.lengths: list[int] = []
         """Number of tokens that each row holds."""
-        # Collectives with other ranks cannot be recorded, and a function that takes few queries is called with the
-        # rows' lengths.
-        few = any(each.whole.takes_few_queries for each in self._functions)
-        alone = model.groups.topology.world_size == 1 and not few
-        self.records = alone and self._weight.is_cuda
+        # Collectives with other ranks cannot be recorded.
+        self.records = model.groups.topology.world_size == 1 and self._weight.is_cuda
         """True if steps of one shape are recorded at the second one. It becomes False if a recording gives another
         result."""
         self._shape = 0, 0

@@ -1,4 +1,4 @@
-"""Attention functions: softmax(q k^T) v by INT8 or FP4 kernels, torch, flash-attn or plain matmuls. Each is a value,
+"""Attention functions: softmax(q k^T) v by INT8 kernels, torch, flash-attn or plain matmuls. Each is a value,
 and selection.py says which one runs.
 
 Shape letters: B sequences, S tokens of a sequence, T tokens of this rank (B * S, or a slice of every sequence under
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sagekernels import attention_reference, document_bounds, fp4_attention, normed_attention, sage_attention
+from sagekernels import attention_reference, document_bounds, normed_attention, sage_attention
 from sagekernels.call import RECIPES, RecipeName
 from sagetrain.config.schema import AttentionConfig
 
@@ -128,9 +128,6 @@ class AttentionFunction:
     """Whether the function can apply QK-norm and then the rotary embedding itself (`normed`)."""
     takes_sinks: ClassVar[bool] = False
     """Whether the function can give each head one more score, whose value is zero (`with_sinks`)."""
-    takes_few_queries: ClassVar[bool] = False
-    """Whether the function also takes fewer queries than keys (the last queries), and gives the same result for a
-    single query."""
 
     def wants(self, window: bool) -> Documents:
         """Return the field of TokenLayout that the function reads, in layers with a window or in others."""
@@ -183,8 +180,6 @@ def attention_function(backend: str, attention: AttentionConfig, device: torch.d
             return Flash(flash[1])
         case "reference":
             return Reference()
-        case "fp4":
-            return Fp4()
     raise ValueError(f"unknown attention backend {backend!r}")
 
 
@@ -248,23 +243,6 @@ class Sage(AttentionFunction):
             smooth_q=self.smooth_q,
         )
         return _as_sequences(o, layout)
-
-
-@dataclass(frozen=True)
-class Fp4(AttentionFunction):
-    """FP4 attention, for inference alone. It raises NotImplementedError where a gradient is wanted, and is no
-    attention.backend."""
-
-    name = "fp4"
-    documents = "bounds"
-    traceable = False
-    takes_few_queries = True
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout) -> Tensor:
-        # A single query is its own mean. Without the mean nothing would be left to quantize.
-        smooth_q = q.shape[1] > 1
-        q, k, v = _as_rows(q, layout), _as_rows(k, layout), _as_rows(v, layout)
-        return _as_sequences(fp4_attention(q, k, v, causal=True, smooth_q=smooth_q, bounds=layout.bounds), layout)
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,7 @@ def resolve_backend(
 ) -> tuple[str, str]:
     """Return the backend that will run, and one line that says why or how.
 
-    The backend is one of sage, sdpa, flash, reference and (for inference, by name alone) fp4. The result is `auto`
-    where choose_attention has to decide.
+    The backend is one of sage, sdpa, flash and reference. The result is `auto` where choose_attention has to decide.
 
     Raises:
         ValueError: the backend cannot run on this device or in this dtype, or its package is not installed.
@@ -43,8 +42,8 @@ def resolve_backend(
     match attention.backend:
         case name if model.sinks and name not in WITH_SINKS:
             raise ValueError(f"attention.backend {name} has no sinks (model.sinks); use {' or '.join(WITH_SINKS)}")
-        case "sage" | "fp4" as name if not 16 <= model.head_dim <= 256:
-            raise ValueError(f"attention.backend {name} supports head_dim 16 to 256, not {model.head_dim}; use sdpa")
+        case "sage" if not 16 <= model.head_dim <= 256:
+            raise ValueError(f"attention.backend sage supports head_dim 16 to 256, not {model.head_dim}; use sdpa")
         case "sage" if not on_gpu:
             recipe = FIXED_RECIPE if attention.recipe == "auto" else attention.recipe
             return "sage", f"INT8 recipe {recipe}: its torch twin, since there is no GPU; exact but slow"
@@ -82,8 +81,6 @@ def resolve_backend(
             return "sdpa", "torch's SDPA; documents through a mask"
         case "reference":
             return "reference", "plain matmuls"
-        case "fp4":
-            return "fp4", "FP4, forward only"
         case "auto" if on_gpu and sixteen_bit:
             return "auto", "the fastest that was admitted"
         case "auto":

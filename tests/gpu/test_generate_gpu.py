@@ -1,4 +1,4 @@
-"""Generation on a real GPU: batches, the CPU's tokens, transformers' tokens, FP4 attention: `make test-gpu`."""
+"""Generation on a real GPU: batches, the CPU's tokens, transformers' tokens: `make test-gpu`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import transformers
 
 import saved_runs
 from prepare_inputs import TEXTS
-from sagekernels.testing import rel_l2
 from sagetrain.corpus.tokenizer_training import train_tokenizer
 from sagetrain.inference.cache import CachedModel
 from sagetrain.inference.generate import Sampling, generate
@@ -85,15 +84,3 @@ def test_transformers_goes_on_alike(runs: Path, tmp_path: Path) -> None:
         ids = torch.tensor([[*run.text_prefix, *run.tokenizer.encode(prompt)]], device=run.device)
         theirs = model.generate(ids, do_sample=False, max_new_tokens=7, pad_token_id=0)[0, ids.shape[1] :].tolist()
         assert tokens_of(run, [prompt], Sampling(7, temperature=0), 1) == [theirs]
-
-
-@torch.no_grad()
-def test_fp4_attention_is_the_kernels_in_bf16(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = load_run(runs / "bf16", print, attention="fp4")
-    tokens = torch.randint(0, 350, (2, 16), generator=torch.Generator().manual_seed(0)).cuda()
-    found = run.model(tokens).float()
-    monkeypatch.setattr("sagekernels.fp4.attention.triton_fp4_attention", None)
-    with pytest.raises(TypeError, match="NoneType"):
-        run.model(tokens)
-    exact = load_run(runs / "bf16", print, attention="sdpa").model(tokens).float()
-    assert 0.01 < rel_l2(found, exact) < 0.4

@@ -432,7 +432,7 @@ MISTAKES: dict[str, Callable[[api.Model], object]] = {
         lambda model: api.load_run(model.run_dir, linear="FP8")
     ),
     'load_run: linear is "auto", and must be one of "bf16"': lambda model: api.load_run(model.run_dir, linear="auto"),
-    'load_run: attention is "xx", and must be one of "sdpa", "sage", "flash", "reference", "fp4" or None': (
+    'load_run: attention is "xx", and must be one of "sdpa", "sage", "flash", "reference" or None': (
         lambda model: api.load_run(model.run_dir, attention="xx")
     ),
     'export: dtype is "fp32", and must be one of "float32", "bfloat16", "float16" or None': lambda model: model.export(

@@ -12,7 +12,7 @@ import torch
 
 from prepare_inputs import prepare
 from runs import finish, sagetrain, write_config
-from sagetrain.config.errors import CheckpointError
+from sagetrain.config.errors import CheckpointError, ConfigError
 from sagetrain.data.token_file import TokenFile
 from sagetrain.inference import load
 from sagetrain.inference.evaluate import evaluate
@@ -111,11 +111,12 @@ def test_a_tokenizer_that_was_replaced_is_refused(run: Path) -> None:
 
 
 def test_loss_with_another_attention(run: Path) -> None:
-    own, exact, fp4 = (evaluate(load_run(run, print, attention=name), 8)[0].loss for name in (None, "reference", "fp4"))
-    assert own != exact != fp4 != own
-    assert abs(own - exact) < 1e-3 and abs(fp4 - exact) < 1e-2
-    shown = sagetrain("eval", run, "--attention", "fp4", "--num-sequences", 8).stdout
-    assert f"{fp4:.4f}" in shown
+    own, exact, sdpa = (evaluate(load_run(run, print, attention=x), 8)[0].loss for x in (None, "reference", "sdpa"))
+    assert own != exact and abs(own - exact) < 1e-3 and abs(sdpa - exact) < 1e-6
+    shown = sagetrain("eval", run, "--attention", "sdpa", "--num-sequences", 8).stdout
+    assert f"{sdpa:.4f}" in shown
+    with pytest.raises(ConfigError, match=r"--attention flash: attention\.backend flash needs a GPU"):
+        load_run(run, print, attention="flash")
 
 
 def test_a_run_trained_elsewhere_runs_on_sdpa(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,6 @@ import sagekernels
 from sagekernels import Linear8bit
 from sagekernels.backends import NAMED
 from sagekernels.call import RECIPES
-from sagekernels.fp4.quantize import FORMATS
 from sagekernels.lowbit import RECIPES as LINEAR_RECIPES
 from sagetrain.parallel.cross_entropy import linear_cross_entropy
 from sagetrain.parallel.topology import ParallelGroups
@@ -45,7 +44,7 @@ TWICE: dict[str, Callable[[Tensor], Tensor]] = {
     "linear_cross_entropy": loss_of,
 }  # fmt: skip
 ONCE = {name: TWICE[name] for name in ("sage_attention", "normed_attention", "qk_norm_rope", "swiglu")}
-ONCE |= {"Linear8bit": Linear8bit(WIDTH, WIDTH), "fp4_attention": lambda x: sagekernels.fp4_attention(*heads(x))}
+ONCE |= {"Linear8bit": Linear8bit(WIDTH, WIDTH)}
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
@@ -104,8 +103,6 @@ def test_names_are_literals_and_checked() -> None:
         (ours.sage_attention, "backend"): (NAMED, lambda n: ours.sage_attention(*heads(x), backend=n)),
         (ours.normed_attention, "recipe"): (RECIPES, lambda n: ours.normed_attention(x, x, x, *TABLES, recipe=n)),
         (ours.normed_attention, "backend"): (NAMED, lambda n: ours.normed_attention(x, x, x, *TABLES, backend=n)),
-        (ours.fp4_attention, "format"): (FORMATS, lambda n: ours.fp4_attention(*heads(x), format=n)),
-        (ours.fp4_attention, "backend"): (["twin", "triton"], lambda n: ours.fp4_attention(*heads(x), backend=n)),
         (ours.convert, "precision"): (precisions, lambda n: ours.convert(layers, precision=n)),
         (ours.convert, "recipe"): (recipes, lambda n: ours.convert(layers, recipe=n, precision="fp8")),
         (Linear8bit.__init__, "precision"): (precisions, lambda n: Linear8bit(16, 16, precision=n)),

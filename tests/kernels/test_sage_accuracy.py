@@ -51,29 +51,6 @@ def test_fine_has_less_bias():
         assert fine[name][1] < 0.6 * paper[name][1] and fine[name][1] < 5, (SEED, paper, fine)
 
 
-@pytest.mark.parametrize(("logit", "two_level", "direct"), [(6, 0.998, 1.0), (8, 0.997, 0.96), (10, 0.993, 0.75)])
-def test_a_sink_costs_direct_fp4_probabilities_a_row(logit, two_level, direct):
-    inputs = accuracy.sink_inputs(logit, seed=SEED)
-    nvfp4, mxfp4, lost = (accuracy.fp4_errors(*inputs, name)[0] for name in ("NVFP4", "MXFP4", "direct P"))
-    assert nvfp4 > two_level and mxfp4 > 0.99 and lost < min(direct, nvfp4), (SEED, nvfp4, mxfp4, lost)
-
-
-def test_fp4_beside_the_paper():
-    """The rows of smoothing come near those in print, as the mean of three inputs. The order of the rows is that in
-    print."""
-    rows = {}
-    for name in accuracy.FP4_TABLE:
-        each = [accuracy.fp4_errors(*accuracy.fp4_inputs(seed), name) for seed in (0, 1, 2)]
-        rows[name] = [sum(x) / 3 for x in zip(*each, strict=True)]
-    for name in ("NVFP4", "smooth K only", "smooth Q only"):
-        assert abs(rows[name][0] - accuracy.FP4_TABLE[name][0][0]) < 0.008, rows
-    cosines = [rows[name][0] for name in ("NVFP4", "smooth K only", "smooth Q only", "no smoothing")]
-    assert cosines == sorted(cosines, reverse=True) and cosines[3] < 0.975, rows
-    for metric in (1, 2):
-        assert all(rows["NVFP4"][metric] < row[metric] for name, row in rows.items() if name != "NVFP4"), rows
-    assert rows["MXFP4"][0] < rows["direct P"][0] < rows["NVFP4"][0], rows
-
-
 SMALL = Shape(2, 200, 200, 4, 2, 32)
 
 

@@ -98,20 +98,14 @@ def test_every_attention_function_keeps_to_the_window(function: AttentionFunctio
         assert (ours - theirs).norm() < limit * theirs.norm()
 
 
-class Few(Reference):
-    """Attention that also takes the last query alone, as FP4's does."""
-
-    takes_few_queries = True
-
-
-@pytest.mark.parametrize(("name", "few"), [*((name, False) for name in FAMILIES), ("olmo3", True)])
-def test_the_cache_of_generation_changes_no_logits(name: str, few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_cache_of_generation_changes_no_logits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of different lengths are read, then continued past the window. A layer with a window keeps so many tokens
     alone, in whole stretches."""
     monkeypatch.setattr(cache, "_STRETCH", 4)
     shape, attention = FAMILIES[name]
     cfg = tiny.config(0, model=SHAPE | shape, attention=attention)
-    model = tiny.model(cfg, ParallelGroups.single(), **({"functions": [Few()] * 4} if few else {}))
+    model = tiny.model(cfg, ParallelGroups.single())
     for tensor, parameter in model.named_parameters():
         if tensor.endswith("sinks"):  # They are all 0, and so alike.
             parameter.detach().copy_(torch.tensor([-1.0, 0.0, 2.0, 4.0]))
