@@ -70,6 +70,7 @@ def rank_of(cfg: RunConfig, copies: bool = False, span: float | None = None) -> 
         gather=layers(cfg.model)[0].attention.gather_of(
             cfg.parallel.tensor_parallel_size, cfg.parallel.context_parallel_size
         ),
+        experts=cfg.parallel.expert_parallel_size if cfg.model.experts else 1,
         sequence_parallel=cfg.parallel.sequence_parallel,
         copies=copies,
     )
@@ -202,15 +203,30 @@ def overlaps(cfg: RunConfig) -> bool:
     return flops >= _OVERLAP_FLOPS * cfg.parallel.tensor_parallel_size
 
 
-def fsdp_groups(cfg: RunConfig, size: int) -> tuple[int, int]:
+def fsdp_groups(cfg: RunConfig, size: int, apart: bool = False) -> tuple[int, int]:
     """Return the parameters that FSDP2 gathers and reduces together (engines/fsdp.py) of a rank with `size` parameters:
-    the matrices of the largest block, and everything outside of blocks, the gains of norms and routers included."""
-    blocks = [_weights(layer, cfg.parallel.tensor_parallel_size) for layer in layers(cfg.model)]
-    return max(blocks), size - sum(blocks)
+    the matrices of the largest block, and everything outside of blocks, the gains of norms and routers included.
+
+    Args:
+        apart: leave out of the block the experts that ranks have between them.
+    """
+    parallel, experts = cfg.parallel, sum(expert_parameters(cfg)) if apart else 0
+    blocks = [
+        sum(each.weights for each in layer.linear_layers(parallel.tensor_parallel_size).values())
+        + (0 if experts else _experts(layer, parallel.expert_parallel_size))
+        for layer in layers(cfg.model)
+    ]
+    return max(blocks), size - experts - sum(blocks)
 
 
-def _weights(layer: LayerSpec, tensor_parallel: int) -> int:
-    """Return the weights of a block's linear layers and experts on one rank."""
+def expert_parameters(cfg: RunConfig) -> list[int]:
+    """Return the parameters of a rank's experts in each block where ranks have experts between them, and zeros where
+    they have not."""
+    ranks = cfg.parallel.expert_parallel_size
+    return [_experts(layer, ranks) * (ranks > 1) for layer in layers(cfg.model)]
+
+
+def _experts(layer: LayerSpec, ranks: int) -> int:
+    """Return the weights of a rank's experts in a block."""
     experts = layer.experts
-    mixture = 3 * experts.number * experts.ffn_size * layer.hidden if experts else 0
-    return mixture + sum(each.weights for each in layer.linear_layers(tensor_parallel).values())
+    return 3 * experts.number * experts.ffn_size * layer.hidden // ranks if experts else 0

@@ -3,12 +3,14 @@ them. No torch. costs/operations.py has what a rank computes between them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from sagetrain.config.layer_specs import layers, linear_layers
-from sagetrain.config.schema import AttentionConfig, ModelConfig
+from sagetrain.config.layout import Layout
+from sagetrain.config.schema import AttentionConfig, ModelConfig, RunConfig
+from sagetrain.costs.accounting import expert_parameters
 from sagetrain.costs.operations import Rank
 
 INTO, OUT = "into the layers", "out of the layers"
@@ -24,7 +26,7 @@ _Beside = Literal["nothing", "forward", "backward", "weight gradients"]
 class CollectiveCost:
     """The calls of one kind of collective around the layers, in one micro-step."""
 
-    axis: Literal["tensor", "context", "gather"]
+    axis: Literal["tensor", "context", "gather", "experts"]
     moment: _Moment
     what: str
     kind: _Kind
@@ -37,6 +39,8 @@ class CollectiveCost:
     beside: _Beside = "nothing"
     """The work that may run at the same time. It is the forward or backward pass of the micro-batch's other half, or
     the gradients of the weights of the column-parallel layer whose input gradient is on its way."""
+    dense: int = 0
+    """The number of first blocks that do not call it."""
 
 
 def collectives(model: ModelConfig, attention: AttentionConfig, rank: Rank, parts: int) -> list[CollectiveCost]:
@@ -46,7 +50,11 @@ def collectives(model: ModelConfig, attention: AttentionConfig, rank: Rank, part
     Halves run beside each other. Without halves, only the sum of a column-parallel layer's input gradients runs beside
     other work.
     """
-    return [*_tensor_parallel(model, attention, rank, parts), *_context_parallel(model, rank)]
+    return [
+        *_tensor_parallel(model, attention, rank, parts),
+        *_context_parallel(model, rank),
+        *_expert_parallel(model, rank, parts),
+    ]
 
 
 def _tensor_parallel(
@@ -122,3 +130,50 @@ def _context_parallel(model: ModelConfig, rank: Rank) -> Iterable[CollectiveCost
         if rank.gather > 1:
             kind: _Kind = "all-to-all" if moment == "backward" else "all-gather"
             yield CollectiveCost("gather", moment, "keys and values", kind, 2, 0, rank.gather * keys * head)
+
+
+def _expert_parallel(model: ModelConfig, rank: Rank, parts: int) -> Iterable[CollectiveCost]:
+    """List the gathers of tokens, with the weights and numbers of their choices, before experts that ranks have between
+    them, and the sums of their results behind (model/moe.py). Backward each has its counterpart. Nothing runs beside
+    them."""
+    if rank.experts == 1 or (experts := model.experts) is None:
+        return
+    tokens = rank.experts * rank.tokens // (rank.shards * parts)
+    stream, weights, numbers = model.hidden_size * rank.element, 4 * experts.per_token, 8 * experts.per_token
+    moments: tuple[_Moment, ...] = ("forward", "recomputed") if rank.recomputes else ("forward",)
+    rows: list[tuple[_Moment, str, _Kind, int]] = [
+        *((moment, what, "all-gather", size) for moment in moments
+          for what, size in (("tokens", stream), ("weights of choices", weights), ("choices", numbers))),
+        *((moment, "results of experts", "reduce-scatter", stream) for moment in moments),
+        ("backward", "results of experts", "all-gather", stream),
+        ("backward", "tokens", "reduce-scatter", stream),
+        ("backward", "weights of choices", "reduce-scatter", weights),
+    ]  # fmt: skip
+    for moment, what, kind, size in rows:
+        yield CollectiveCost("experts", moment, what, kind, parts, 0, size * tokens, dense=experts.dense_layers)
+
+
+def expert_exchanges(
+    cfg: RunConfig, layout: Layout, element: int, reduced: int
+) -> Iterator[tuple[str, str, int, int, tuple[int, int]]]:
+    """Yield the collectives of ZeRO for experts that ranks have between them, which are units of their own: the
+    purpose, the kind, the number of calls in a step, the payload of one, and the number of ranks with the replicas from
+    one of them to the next. Nothing is taken to hide them.
+
+    Args:
+        element: the bytes of a weight that the model computes with.
+        reduced: the times that gradients are reduced in a step.
+    """
+    every, shards, copies = (
+        [size for size in expert_parameters(cfg) if size],
+        layout.expert_shards,
+        layout.expert_copies,
+    )
+    if not every:
+        return
+    calls, size, apart = len(every), max(every), max(1, layout.experts // layout.tensor)
+    if shards > 1:
+        yield "weights of experts", "all-gather", calls, element * size, (shards, apart)
+        yield "gradients of experts", "reduce-scatter", reduced * calls, 4 * size, (shards, apart)
+    if copies > 1:
+        yield "gradients of experts", "all-reduce", calls, 4 * size // shards, (copies, apart * shards)

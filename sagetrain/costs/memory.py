@@ -14,6 +14,7 @@ from sagetrain.config.schema import SIXTEEN_BITS, RunConfig
 from sagetrain.costs import deepspeed_prices
 from sagetrain.costs.accounting import (
     MemoryItem,
+    expert_parameters,
     fsdp_groups,
     last_block,
     muon_parameters,
@@ -128,13 +129,16 @@ def _matmuls(cfg: RunConfig, rank: Rank) -> Iterator[tuple[int, MatmulCost]]:
 def _fsdp_state(cfg: RunConfig, layout: Layout, size: int) -> list[MemoryItem]:
     """Estimate what _model_state does, for FSDP2 (engines/fsdp.py)."""
     stage, shards, element = layout.zero_stage, layout.shards, rank_of(cfg).element
-    share, (block, outside) = -(-size // shards), fsdp_groups(cfg, size)
+    (block, outside), experts = fsdp_groups(cfg, size), sum(expert_parameters(cfg))
+    # Other ranks shard the experts that ranks have between them.
+    share = -(-(size - experts) // shards) + -(-experts // layout.expert_shards)
     moments, state = _moments(cfg, size)
     # With what rounding has left, masters in bf16 take as much as in fp32. Gradients have the dtype of the masters.
     master = cfg.optimizer.master
     taken, wide = 2 if master == "bf16_chance" else 4, 4 if master == "fp32" else 2
     what = f"masters in {master} and {moments}, 1/{shards} of them"
-    optimizer = MemoryItem("optimizer", taken * share + -(-state // shards), what)
+    of_state = -(-state * share // size) if experts else -(-state // shards)
+    optimizer = MemoryItem("optimizer", taken * share + of_state, what)
     if cfg.parallel.offload != "none":
         what = "fp32 shards of two blocks and outside of them, on their way from the host's memory"
         optimizer, wide = MemoryItem("offload", 4 * (outside + 2 * block) // shards, what), 0

@@ -152,6 +152,8 @@ class Rank:
     """The number of ranks that share every sequence."""
     gather: int = 1
     """The number of those ranks that gather keys and values from each other. The others exchange heads."""
+    experts: int = 1
+    """The number of ranks that have the experts of a layer between them."""
     sequence_parallel: bool = False
     copies: bool = False
     """Whether sequence parallelism's collectives go by copy engines."""
@@ -342,47 +344,44 @@ def block_operations(layer: LayerSpec, attention: AttentionConfig, rank: Rank) -
 
 
 def _mixture(experts: ExpertsConfig, hidden: int, rank: Rank) -> Iterator[Operation]:
-    """List the operations of a router and its experts. Every rank has all of them, and the tokens of its part of the
-    residual stream."""
+    """List the operations of a router and its experts, for the tokens of a rank's part of the residual stream. Ranks
+    that have experts between them gather tokens, have room for all rows, and are taken to compute equal parts."""
     again, inner, element = rank.recompute == "full", experts.ffn_size, rank.element
     tokens = rank.tokens // rank.shards
-    rows = experts.per_token * tokens
-
+    rows, own, room = experts.per_token * tokens, experts.number // rank.experts, experts.per_token * rank.experts
     low = rank.linear.takes(LinearSizes(hidden, {"gate": inner, "up": inner}))
+    matmul = functools.partial(rank.matmul, column_parallel=False, recomputed=again)
 
     def product(name: str, outputs: int, inputs: int, saved: int) -> MatmulCost:
-        precision = rank.precision if low else None
-        one = rank.matmul(
-            name, outputs, inputs, column_parallel=False, precision=precision, saved=saved, recomputed=again
-        )
-        return replace(one, tokens=rows, experts=experts.number, shards=rank.shards)
+        one = matmul(name, outputs, inputs, precision=rank.precision if low else None, saved=saved)
+        return replace(one, tokens=rows, experts=own, shards=rank.shards)
 
     def moving(name: str, moved: float, saved: int = 0) -> PassCost:
         moved /= rank.shards
         return PassCost(name=name, moved=moved, saved=saved, shards=rank.shards, recomputed=again)
 
-    wide = Precision("fp32", "fp32", "fp32")
-    router = rank.matmul("router", experts.number, hidden, column_parallel=False, precision=wide, recomputed=again)
     # Codes of rows are kept in place of SwiGLU's results. They fill up the tiles of each expert.
     codes = low and rank.linear.recipe != "rowwise_bf16_wgrad"
-    padded = (rows // _TILE + experts.number) * _TILE // max(1, tokens)
-    # The router keeps the tokens, unless shared experts have kept them already.
+    padded = (room * tokens // _TILE + own) * _TILE // max(1, tokens)
+    # The router keeps the rank's tokens, unless shared experts have kept them already.
     kept = 0 if experts.shared and not codes else element * hidden
-    yield replace(router, tokens=tokens, saved=kept, shards=rank.shards)
-    yield moving(
-        "scores", _SCORES * experts.number, saved=(12 if rank.fused else 16) * experts.number + 12 * experts.per_token
-    )
+    router = matmul("router", experts.number, hidden, precision=Precision("fp32", "fp32", "fp32"), saved=kept)
+    yield replace(router, tokens=tokens, shards=rank.shards)
+    kept = (12 if rank.fused else 16) * experts.number + 12 * experts.per_token
+    yield moving("scores", _SCORES * experts.number, saved=kept)
     if codes:
         kept = padded * hidden
-    else:  # One graph gathers the rows once for both passes.
-        kept = element * experts.per_token * hidden * (rank.fused and not low)
-    yield moving("rows of experts", element * experts.per_token * _ROWS * hidden, saved=kept)
-    yield product("gate and up of experts", 2 * inner, hidden, saved=element * experts.per_token * 2 * inner)
-    yield moving("SwiGLU of experts", element * experts.per_token * _SWIGLU[0] * inner)
-    kept = padded if codes else element * experts.per_token
+    elif rank.fused and not low:  # One graph gathers the rows once for both passes.
+        kept = element * room * hidden
+    else:
+        kept = element * hidden * rank.experts * (rank.experts > 1)  # Tokens of all ranks, which were gathered.
+    yield moving("rows of experts", element * room * _ROWS * hidden, saved=kept)
+    yield product("gate and up of experts", 2 * inner, hidden, saved=element * room * 2 * inner)
+    yield moving("SwiGLU of experts", element * room * _SWIGLU[0] * inner)
+    kept = padded if codes else element * room
     yield product("down of experts", hidden, inner, saved=kept * inner)
     if low:
-        columns = experts.per_token * (3 * inner + 2 * hidden)
+        columns = room * (3 * inner + 2 * hidden)
         yield moving("casts of experts to 8 bits", rank.moved(_CASTS[rank.linear.recipe], columns))
 
 

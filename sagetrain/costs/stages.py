@@ -153,7 +153,7 @@ def held(cfg: RunConfig, layout: Layout, vocab_size: int, stage: int) -> Held:
     step."""
     own = tuple(chunks_of_stage(cfg, vocab_size, stage))
     first, last = own[0].first, own[-1].last
-    size = _parameters(cfg.model, cfg.attention, vocab_size, layout.tensor, own)
+    size = _parameters(cfg.model, cfg.attention, vocab_size, layout.tensor, own) - _elsewhere(cfg, own)
     if layout.stages == 1:
         return Held(cfg, size, first, last, 1.0)
     blocks = sum(len(chunk.blocks) for chunk in own)
@@ -176,6 +176,14 @@ def held(cfg: RunConfig, layout: Layout, vocab_size: int, stage: int) -> Held:
     model = {"num_layers": blocks, "windows": windows, "experts": experts}
     part = cfg.changed({"model": model, "training": {"activation_checkpointing": again}})
     return Held(part, size, first, last, passes / len(own))
+
+
+def _elsewhere(cfg: RunConfig, own: Sequence[ModelChunk]) -> int:
+    """Return the parameters of the experts of these chunks that other ranks have."""
+    ranks, blocks = cfg.parallel.expert_parallel_size, sum(len(chunk.blocks) for chunk in own) - _dense(cfg.model, own)
+    if ranks == 1 or (experts := cfg.model.experts) is None:
+        return 0
+    return 3 * blocks * experts.ffn_size * cfg.model.hidden_size * (experts.number - experts.number // ranks)
 
 
 # Many layouts are proposed for one model, and each of them asks for these counts.

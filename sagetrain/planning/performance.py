@@ -19,7 +19,7 @@ from sagetrain.config.layout import Layout
 from sagetrain.config.schema import RunConfig
 from sagetrain.costs import deepspeed_prices
 from sagetrain.costs.accounting import flops_per_token, fsdp_groups, muon_parameters, muon_shapes, overlaps, rank_of
-from sagetrain.costs.collective_costs import INTO, OUT, CollectiveCost, collectives
+from sagetrain.costs.collective_costs import INTO, OUT, CollectiveCost, collectives, expert_exchanges
 from sagetrain.costs.hardware import Hardware
 from sagetrain.costs.operations import (
     AttentionCost,
@@ -94,7 +94,7 @@ def predict(
     matmul, attention, elementwise = (step.accumulation * part for part in step.compute())
     waiting, launching = step.communication(matmul, attention, elementwise), step.launch_seconds()
     launching -= matmul + attention + elementwise + sum(c.exposed for c in waiting)
-    inside = sum(c.exposed for c in waiting if c.axis in ("tensor", "context"))
+    inside = sum(c.exposed for c in waiting if c.axis in ("tensor", "context", "experts"))
     working = matmul + attention + elementwise + inside + max(0.0, launching)
     return StepPrediction(
         world_size=world_size,
@@ -377,7 +377,7 @@ class _Step:
     def _calls(self, call: CollectiveCost) -> int:
         """Return the number of calls of a collective in a micro-step."""
         blocks = self.again if call.moment == "recomputed" else self.cfg.model.num_layers
-        return blocks * call.per_block + (call.at_ends if self.part.first or self.part.last else 0)
+        return max(0, blocks - call.dense) * call.per_block + (call.at_ends if self.part.first or self.part.last else 0)
 
     def _collective(
         self, axis: str, purpose: str, kind: str, count: int, payload: int, part: tuple[int, int] | None = None
@@ -388,11 +388,11 @@ class _Step:
             part: the number of ranks and the steps of the axis from one to the next, if only a part of the axis takes
                 part.
         """
-        rank, hardware = self.rank, self.hardware
-        ulysses = rank.context // rank.gather
-        sizes = {"tensor": rank.tensor, "context": ulysses, "gather": rank.gather, "data": self.layout.replicas}
+        rank, hardware, replicas = self.rank, self.hardware, self.layout.replicas
+        ulysses, experts = rank.context // rank.gather, rank.experts
+        sizes = {"tensor": rank.tensor, "context": ulysses, "gather": rank.gather, "experts": experts, "data": replicas}
         size, apart = part or (sizes[axis], ulysses if axis == "gather" else 1)
-        bandwidth, latency = hardware.link(1 if axis == "tensor" else rank.tensor * apart, size)
+        bandwidth, latency = hardware.link(1 if axis in ("tensor", "experts") else rank.tensor * apart, size)
         if rank.copies and axis == "tensor" and kind != "all-reduce":
             bandwidth, latency = hardware.copy_bandwidth, self._copy_latency
         wire = count * _WIRE[kind] * (size - 1) / size * payload
@@ -403,7 +403,7 @@ class _Step:
     def _data_parallel(self, compute: float) -> list[CollectiveTime]:
         """Return the collectives of ZeRO beside `compute` seconds of a step."""
         layout, size = self.layout, self.parameters
-        if layout.replicas == 1:
+        if layout.replicas == 1 and self.rank.experts == 1:
             return []
         if layout.engine == "fsdp":
             return list(self._fsdp(compute / self.accumulation))
@@ -418,7 +418,7 @@ class _Step:
         a micro-step: the last one's, at ZeRO 2 and 3 all of them. Copies of shards exchange sums once a step.
         """
         layout, shards, element = self.layout, self.layout.shards, self.rank.element
-        block, outside = fsdp_groups(self.cfg, self.parameters)
+        block, outside = fsdp_groups(self.cfg, self.parameters, apart=True)
         backward, reduced = 2 * compute / 3, self.accumulation if layout.reduced == "in every micro-step" else 1
 
         def groups(
@@ -436,6 +436,8 @@ class _Step:
         if (copies := layout.copies) > 1:
             purpose = "gradients of copies" if shards > 1 else "gradients"
             yield from groups(purpose, "all-reduce", 1, 1, 4 / shards, (copies, shards), backward)
+        for each in expert_exchanges(self.cfg, layout, element, reduced):
+            yield self._collective("data", *each)
 
 
 def _beside(

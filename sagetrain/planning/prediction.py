@@ -10,7 +10,7 @@ class CollectiveTime:
     """All calls of one kind in one step, as one rank sees them."""
 
     axis: str
-    """The axis: tensor, context, data (ZeRO's data- and context-parallel ranks), or pipeline."""
+    """The axis: tensor, context, experts, data (ZeRO's data- and context-parallel ranks), or pipeline."""
     purpose: str
     kind: str
     """The kind: all-reduce, all-gather, reduce-scatter, reduce, all-to-all or send."""

@@ -241,6 +241,7 @@ def test_few_files_see_the_whole_configuration():
         "sagetrain/cluster/preflight.py",
         "sagetrain/cluster/run_folder.py",
         "sagetrain/costs/accounting.py",
+        "sagetrain/costs/collective_costs.py",
         "sagetrain/costs/deepspeed_prices.py",
         "sagetrain/costs/memory.py",
         "sagetrain/costs/stages.py",

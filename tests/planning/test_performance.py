@@ -1,4 +1,4 @@
-"""Predicted step times agree with calculations by hand, and predicted collectives with real ones."""
+"""Predicted step times agree with calculations by hand."""
 
 from __future__ import annotations
 
@@ -7,21 +7,16 @@ import itertools
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import planned
-import tiny
-from distributed import run_distributed
 from planned import VOCAB, layout_of
 from sagetrain.config import ConfigError, RunConfig
 from sagetrain.costs import operations
-from sagetrain.costs.accounting import flops_per_token, overlaps, parameters_per_rank
+from sagetrain.costs.accounting import flops_per_token, parameters_per_rank
 from sagetrain.costs.documents import document_share
 from sagetrain.costs.hardware import H200, HARDWARE, AttentionRate, Hardware
 from sagetrain.costs.operations import Precision, Rank
 from sagetrain.costs.which_gpu import of_device
-from sagetrain.engines.build_engine import build_engine
-from sagetrain.model.selection import matmuls_of
 from sagetrain.planning.calibration import calibrate
 from sagetrain.planning.performance import OVERLAP, predict
 from sagetrain.planning.prediction import StepPrediction
@@ -412,130 +407,6 @@ def test_the_largest_figure_that_calibration_names_can_be_met():
     calibrate(cfg, VOCAB, H200, largest - 1)
     with pytest.raises(ConfigError):
         calibrate(cfg, VOCAB, H200, largest + 1)
-
-
-# -- against what torch and DeepSpeed really call ----------------------------------------------------------------
-
-
-class Calls(TorchDispatchMode):
-    """The collectives in these dtypes with at least `least` elements: kind -> [calls, bytes of the whole tensor]."""
-
-    KINDS = {"all_reduce": "all-reduce", "allreduce": "all-reduce", "all_gather": "all-gather",
-             "allgather": "all-gather", "reduce_scatter": "reduce-scatter", "all_to_all": "all-to-all",
-             "reduce_": "reduce"}  # fmt: skip
-
-    def __init__(self, least: int, dtypes: tuple[torch.dtype, ...]):
-        super().__init__()
-        self.least, self.dtypes, self.seen = least, dtypes, {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        namespace, _, name = func.name().partition("::")
-        kind = next((kind for key, kind in self.KINDS.items() if key in name), None)
-        if kind and namespace in ("c10d", "_c10d_functional"):
-            tensors = [x for x in torch.utils._pytree.tree_leaves((args, result)) if isinstance(x, torch.Tensor)]
-            whole = max(tensors, key=torch.Tensor.numel)
-            if whole.numel() >= self.least and whole.dtype in self.dtypes:
-                calls = self.seen.setdefault(kind, [0, 0])
-                calls[0] += 1
-                calls[1] += whole.nbytes
-        return result
-
-
-LAYOUTS = [
-    (2, 1, False, "on", 1, {}),
-    (2, 1, True, "on", 1, {}),
-    (2, 1, True, "off", 1, {}),
-    (2, 1, True, "on", 1, {"precision": "fp8", "keep_last_blocks": 1}),
-    (2, 1, True, "on", 1, {"precision": "fp8", "recipe": "rowwise_bf16_wgrad"}),
-    (2, 1, True, "on", 1, {"precision": "fp8", "recipe": "tensorwise"}),  # Gradients are gathered in 16 bits.
-    # q, k and v together have more weights, gate and up fewer.
-    (2, 1, True, "on", 1, {"precision": "fp8", "keep_layers_below": 5000}),
-    (1, 2, False, "auto", 1, {}),
-    *((1, 1, False, "auto", stage, {}) for stage in (1, 2, 3)),
-    *((1, 1, False, "auto", stage, {}, "bf16") for stage in (1, 2, 3)),
-    *((1, 1, False, "auto", stage, {}, "fp32", {"overlap_comm": stage == 2}) for stage in (2, 3)),
-    (1, 1, False, "auto", 2, {}, "fp32", {"use_multi_rank_bucket_allreduce": False}),
-]
-"""The layouts: tensor and context parallel size, sequence parallel, overlap, ZeRO stage, linear layers, the dtype that
-gradients travel in, and further keys of DeepSpeed. Two ranks that share sequences have copies of a key head."""
-
-
-def real_collectives() -> list[tuple[dict, dict]]:
-    """Return the collectives of a step of two micro-steps on two ranks, in every layout, as called and as predicted."""
-    result = []
-    for tensor, context, sequence, overlap, stage, linear, *more in LAYOUTS:
-        reduction, told = [*more, *("fp32", {})[len(more) :]]
-        groups = tiny.join(tensor, context)
-        parallel = {"zero_stage": stage, "tensor_parallel_size": tensor, "sequence_parallel": sequence}
-        parallel |= {"context_parallel_size": context, "tensor_parallel_overlap": overlap}
-        parallel["gradient_reduction"] = reduction
-        zero = {"stage3_param_persistence_threshold": 0, **told}
-        wide = {"hidden_size": 64, "ffn_hidden_size": 64} if linear else {}
-        wide |= {"num_key_value_heads": 1} if context > 1 else {}
-        tokens = {"tokens": 2 * 16 * groups.dp_size}
-        cfg = tiny.config(stage, "bf16", parallel=parallel, tokens_per_step=tokens, linear=linear, model=wide)
-        cfg = cfg.model_copy(update={"deepspeed": {"zero_optimization": zero}})
-        place = {"vocab_size": tiny.VOCAB, "groups": groups, "sequence_parallel": sequence, "dtype": torch.bfloat16}
-        place["overlap"] = overlaps(cfg)
-        how = {"tensor_parallel_size": tensor, "device": torch.device("cpu"), "dtype": torch.bfloat16}
-        place["matmuls"], _ = matmuls_of(cfg.linear, cfg.model, **how)
-        engine = build_engine(tiny.on(cfg, groups), tiny.transformer(cfg.model, cfg.attention, **place), groups, 2)
-        # DeepSpeed reduces gradients over a group of one as well. Only activations travel in bf16 or 8 bits.
-        dtypes = (torch.bfloat16, torch.uint8) if tensor > 1 else (torch.bfloat16, torch.float32)
-        for _ in range(1 + (stage == 3)):  # ZeRO-3 learns the order of its modules in the first step.
-            with Calls(256, dtypes) as calls:
-                tiny.global_step(engine, 0, sequences=2 * groups.dp_size)
-        result.append((calls.seen, predicted_collectives(cfg, 2, least=512)))
-    return result
-
-
-def predicted_collectives(cfg: RunConfig, ranks: int, least: int) -> dict[str, list[int]]:
-    """Return the predicted collectives of a step with at least so many bytes, in the form of Calls.seen."""
-    found: dict[str, list[int]] = {}
-    for c in predict(cfg, ranks, tiny.VOCAB, H200).collectives:
-        if c.payload >= least:
-            row = found.setdefault(c.kind, [0, 0])
-            row[0] += c.count
-            row[1] += c.count * c.payload
-    return found
-
-
-def agree(cases: list, ranks: list[list[tuple[dict, dict]]]) -> None:
-    """Check that kinds, numbers and bytes of collectives agree on each rank, in each case."""
-    for rank in ranks:
-        for case, (called, predicted) in zip(cases, rank, strict=True):
-            assert called.keys() == predicted.keys(), case
-            for kind in called:
-                assert called[kind][0] == predicted[kind][0], (case, kind)
-                assert called[kind][1] == pytest.approx(predicted[kind][1], rel=0.01), (case, kind)
-
-
-def test_collectives_are_those_of_torch_and_deepspeed():
-    """DeepSpeed pads, and gathers the few norm gains separately."""
-    agree(LAYOUTS, run_distributed(real_collectives, 2))
-
-
-def collectives_of_fsdp(stages: list[tuple[int, int, int]]) -> list[tuple[dict, dict]]:
-    """Return the collectives of a step of two micro-steps by FSDP2, for each stage, number of ranks that shard and
-    number of ranks that share a sequence, as called and as predicted. Four that share one gather keys in pairs, and
-    exchange copies of the key head in pairs."""
-    result, every = [], {context: tiny.join(1, context, gather=max(1, context // 2)) for _, _, context in stages}
-    for stage, shards, context in stages:
-        parallel = {"engine": "fsdp", "zero_stage": stage, "shard_size": shards, "context_parallel_size": context}
-        groups, model = every[context], {"num_key_value_heads": 1, "head_dim": 64} if context > 1 else {}
-        tokens = {"tokens": 2 * 16 * groups.dp_size}
-        cfg = tiny.config(stage, "bf16", parallel=parallel, tokens_per_step=tokens, model=model)
-        engine = tiny.engine(cfg, groups)
-        with Calls(256, (torch.bfloat16, torch.float32)) as calls:
-            tiny.global_step(engine, 0, sequences=2 * groups.dp_size)
-        result.append((calls.seen, predicted_collectives(cfg, groups.topology.world_size, least=0)))
-    return result
-
-
-def test_collectives_are_those_of_fsdp():
-    stages = [(0, 4, 1), (1, 4, 1), (2, 4, 1), (3, 4, 1), (1, 2, 1), (3, 2, 1), (1, 4, 4)]
-    agree(stages, run_distributed(collectives_of_fsdp, 4, stages))
 
 
 def test_hybrid_sharding_spares_a_slow_network():
