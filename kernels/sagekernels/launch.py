@@ -2,13 +2,6 @@
 
 import contextlib
 import functools
-import hashlib
-import json
-import os
-from collections.abc import Mapping
-from contextvars import ContextVar
-from pathlib import Path
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -34,7 +27,7 @@ class Tiles(NamedTuple):
 # that is looped over is TILE, the span of one scale. "portable" fits the 99 KiB of shared memory of Ada and consumer
 # Blackwell. Its tiles have no fewer rows than columns where registers allow. Otherwise Triton gives a row to several
 # warps, and row maxima and operands go through shared memory. The tiles were timed on an H100 only, also as code for
-# 8.0 (NOTES.md). `python -m sagekernels.tune` times others.
+# 8.0 (NOTES.md).
 TABLE: dict[str, dict[str, dict[int, Tiles]]] = {
     "forward": {
         "sm_90": {
@@ -120,7 +113,7 @@ def family(capability: tuple[int, int]) -> str:
 def launch_tiles(
     kernel: str, device: torch.device, held_head_dim: int, *, exact: bool = False, wide: bool = False
 ) -> Tiles:
-    """Return the tiles for this device: those that `python -m sagekernels.tune` found, or TABLE's.
+    """Return the tiles for this device.
 
     Args:
         exact: TILE x TILE, where a scale or a mean spans exactly one tile.
@@ -131,39 +124,9 @@ def launch_tiles(
     if exact:  # The forward's scores of 64 rows are for 4 warps. With 8 warps, two would share each row.
         warps = min(tiles.num_warps, 4) if kernel == "forward" and held_head_dim <= 128 else tiles.num_warps
         tiles = tiles._replace(block_m=TILE, block_n=TILE, num_warps=warps)
-    else:
-        tiles = tried.get().get((kernel, held_head_dim)) or tuned(device).get((kernel, held_head_dim), tiles)
     if wide and kernel != "forward" and held_head_dim >= 128 and rows == "portable":
         tiles = tiles._replace(num_stages=1)
     return tiles
-
-
-tried: ContextVar[Mapping[tuple[str, int], Tiles]] = ContextVar("tried", default=MappingProxyType({}))
-"""The tiles that a thread of tune.py tries, by kernel and head dimension as held."""
-
-
-def tuned_file() -> Path:
-    """Return the file that keeps the choices of `python -m sagekernels.tune`."""
-    return Path(os.environ.get("SAGEKERNELS_CACHE", Path.home() / ".cache" / "sagekernels")) / "tiles.json"
-
-
-@functools.cache
-def tuned_key(device: torch.device) -> str:
-    """Name the GPU, torch, Triton and sources of the kernels that a choice was made for. Any other combination has no
-    choice yet."""
-    files = b"".join((Path(__file__).parent / f"{name}.py").read_bytes() for name in ("forward", "backward", "pieces"))
-    software = f"torch {torch.__version__} triton {triton.__version__} {hashlib.sha256(files).hexdigest()[:12]}"
-    return f"{torch.cuda.get_device_name(device)} | {software}"
-
-
-@functools.cache
-def tuned(device: torch.device) -> dict[tuple[str, int], Tiles]:
-    """Read the tiles that replace those of TABLE on this device, by kernel and head dimension as held."""
-    path = tuned_file()
-    if device.type != "cuda" or not path.exists():
-        return {}
-    found = json.loads(path.read_text()).get(tuned_key(device), {"tiles": {}})["tiles"]
-    return {(name.split()[0], int(name.split()[1])): Tiles(*tiles) for name, tiles in found.items()}
 
 
 @functools.cache  # torch takes a microsecond to look a property up.

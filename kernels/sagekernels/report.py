@@ -15,7 +15,7 @@ import triton
 from .admission import LIMITS, admit, median_seconds
 from .bench import candidates, measure, shapes, time_attention
 from .int8_matmul import int8_product
-from .launch import half_sums, tuned
+from .launch import half_sums
 
 SIDE = 4096
 """The side of the square matrices whose products are timed."""
@@ -43,7 +43,6 @@ def page(device: torch.device, card: Any, lengths: Iterable[int]) -> Iterator[st
     """Yield the lines of the page as they are known. `card` has the properties that torch.cuda gives for a GPU."""
     yield f"{card.name}, compute capability {card.major}.{card.minor}, {card.total_memory / 2**30:.0f} GiB"
     yield f"torch {torch.__version__}, Triton {triton.__version__}, sums in float16: {half_sums(device)}"
-    yield f"tiles tuned: {tuned(device) or 'no (python -m sagekernels.tune)'}"
     yield from product_rates(device)
     yield "attention: forward, backward, both: milliseconds, then TFLOP/s; ratio to the fastest 16-bit one"
     for shape in shapes(lengths, [64, 128]):

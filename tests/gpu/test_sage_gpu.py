@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from kernel_inputs import chunk_bounds, takes
-from sagekernels import backends, nvrtc, sage_attention, tune
+from sagekernels import backends, nvrtc, sage_attention
 from sagekernels.admission import median_seconds
 from sagekernels.call import RECIPES
-from sagekernels.launch import launch_tiles
 from sagekernels.testing import Shape, errors, exact_results, random_inputs, results_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -159,24 +158,6 @@ def test_same_bits_from_run_to_run(backend):
         for _ in range(3)
     ]
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True))
-
-
-@pytest.mark.long  # `tune` itself asks for equal bits before it keeps a tile.
-@pytest.mark.parametrize(
-    ("kernel", "head_dim", "rows", "warps", "stages"),
-    [
-        (kernel, d, *owned)
-        for kernel, of_head_dim in tune.OWNED.items()
-        for d in of_head_dim
-        for owned in of_head_dim[d]
-    ],
-)
-def test_tiles_that_are_tuned_change_no_bit(kernel, head_dim, rows, warps, stages):
-    device = torch.device("cuda", torch.cuda.current_device())
-    calls = tune.checks(head_dim, device)
-    expected = tune.all_results(kernel, launch_tiles(kernel, device, head_dim), calls)
-    reason = tune.unlike(kernel, tune.tiles_of(kernel, rows, warps, stages), calls, expected)
-    assert not reason or "out of resource" in reason
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [
