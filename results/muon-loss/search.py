@@ -6,8 +6,8 @@
 
 TEXT is a folder with tokens of 16 bits, train.xz and valid.xz (or .bin, as `sagetrain prepare` writes them), of 8,192
 words. Each side has a process of its own, which keeps one engine and gives it the initial weights of a run before each
-run. Without --jobs both sides are searched alike: a Gaussian process over the grid GRID proposes each run of 6.6M tokens
-from the losses of the side's runs so far. A job SIDE:PRECISION:TOKENS:SEED[:RATE:WARMUP:EMBEDDING:DECAY] trains the
+run. Without --jobs both sides are searched alike: a Gaussian process over GRID proposes each run of 6.6M tokens from
+the losses of the side's runs so far. A job SIDE:PRECISION:TOKENS:SEED[:RATE:WARMUP:EMBEDDING:DECAY] trains the
 best of the runs in --found, or what it names. No test runs this script, and the page names its commit.
 """
 
@@ -22,7 +22,6 @@ import os
 import subprocess
 import sys
 import time
-import traceback
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -219,11 +218,7 @@ def worker(side: str, precision: str, jobs: list[list[str]] | None, asked: argpa
         # The first run compiles, so it says little about the next.
         if time.time() + (rate or 0.0) * steps > asked.until:
             break
-        try:
-            found = run(engine, config(side, precision, steps, knobs), seed, train, valid)
-        except Exception:
-            traceback.print_exc()
-            break
+        found = run(engine, config(side, precision, steps, knobs), seed, train, valid)
         row = {"phase": phase, "side": side, "precision": precision, "seed": seed, "tokens": steps * TOKENS,
                "knobs": [*knobs], **found, "passed": round(time.time() - born, 1)}  # fmt: skip
         rate = (found["seconds"] + 1) / max(found["steps"], 1) if number else rate
@@ -242,7 +237,8 @@ def read(paths: list[Path]) -> list[dict]:
 
 def table(rows: list[dict]) -> None:
     """Print every run, by side, precision and length, the best one first."""
-    print("| side | precision | tokens | seed | lr | warmup | embedding | decay | held out | train | s |\n|" + "---|" * 11)
+    names = ["side", "precision", "tokens", "seed", "lr", "warmup", "embedding", "decay", "held out", "train", "s"]
+    print(f"| {' | '.join(names)} |\n|{'---|' * len(names)}")
     for row in sorted(rows, key=lambda row: (row["tokens"], row["precision"], row["side"], row["valid"])):
         knobs = " | ".join(f"{knob:.3g}" for knob in row["knobs"])
         print(f"| {row['side']} | {row['precision']} | {row['tokens']:,} | {row['seed']} | {knobs} | "
