@@ -1,4 +1,4 @@
-"""The recorded runs that a predicted speed rests on, and how far predictions were from them.
+"""The recorded runs that a predicted speed rests on, how far predictions were from them, and what was tuned.
 
 tests/planning/test_recorded_runs.py compares the prediction of every recorded run with the speed that the run reached.
 MARGINS has the largest differences that it allows, by card and by what a run uses. If a run uses something that has no
@@ -7,8 +7,10 @@ margin, no prediction of its kind was ever compared with a run.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from sagetrain.config.layout import Layout
 from sagetrain.config.schema import RunConfig
@@ -52,6 +54,23 @@ MARGINS: Mapping[str, Mapping[str, float]] = {
 }
 """The largest error of a prediction, as a share of the speed that was reached. The keys are Hardware.name and the names
 of `_used`."""
+
+
+
+class _Tuned(NamedTuple):
+    """A search for the best settings of both optimizers, at one size of the model and one length of the runs."""
+
+    parameters: int
+    tokens: int
+    what: str
+    page: str
+
+
+_TUNED = (
+    _Tuned(43_000_000, 26_214_400, "rate, warm-up and the embedding's rate", "results/muon-loss"),
+    _Tuned(325_000_000, 13_107_200, "the rate alone", "results/muon-loss"),
+)
+"""The searches. Each tuned AdamW and Muon alike."""
 
 RANKS = 4
 """Number of GPUs of the largest recorded run, all in one host."""
@@ -128,3 +147,17 @@ def _used(cfg: RunConfig, prediction: StepPrediction) -> Iterator[str]:
             yield f"ZeRO {layout.zero_stage}"
         if layout.engine == "fsdp":
             yield "FSDP2"
+
+
+def tuned(cfg: RunConfig, parameters: int) -> str:
+    """Return what was tuned of the optimizers, at the number of parameters that is nearest to that of a run."""
+    near = min(_TUNED, key=lambda each: abs(math.log(parameters / each.parameters)))
+    at = f"{near.parameters / 1e6:.0f}M parameters and {near.tokens / 1e6:.0f}M tokens ({near.page})"
+    larger, longer = parameters / near.parameters, cfg.training.total_tokens / near.tokens
+    if max(larger, 1 / larger, longer, 1 / longer) < 2:
+        return f"{near.what}, at {at}"
+    size, length = (f"{ratio:,.{0 if ratio >= 10 else 1}f}" for ratio in (larger, longer))
+    return (
+        f"nothing at this size; nearest: {near.what}, at {at}. This run has {size} times the parameters and {length} "
+        "times the tokens"
+    )

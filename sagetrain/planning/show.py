@@ -30,6 +30,7 @@ from sagetrain.costs.hardware import H200, Hardware
 from sagetrain.costs.stages import blocks_of_chunks
 from sagetrain.data.open_files import files_of_rank_0
 from sagetrain.planning.changes import overrides_to
+from sagetrain.planning.evidence import tuned
 from sagetrain.planning.plan import make_plan
 from sagetrain.planning.prediction import StepPrediction
 from sagetrain.planning.priced import usable_memory
@@ -308,6 +309,7 @@ def _run_table(plan: Plan, prediction: StepPrediction) -> Table:
             f"{prediction.tokens_per_second:,.0f} tokens/s, {_gpu_hours(trained, prediction)} GPU-hours",
         ),
         ("learning rate", _lr_text(cfg, plan.schedule)),
+        ("tuned", tuned(cfg, num_parameters(cfg.model, cfg.attention, plan.vocab_size))),
         ("evaluation", evaluation if cfg.data.valid else "none: data.valid is empty"),
         *([("tasks", tasks)] if cfg.evaluation.tasks else []),
         *([("samples", _samples_text(plan))] if cfg.evaluation.samples_every_tokens else []),

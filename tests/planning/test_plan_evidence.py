@@ -15,7 +15,7 @@ from sagetrain.config.schema import AttentionConfig
 from sagetrain.costs import which_gpu
 from sagetrain.costs.accounting import num_parameters
 from sagetrain.costs.hardware import HARDWARE, cluster_of
-from sagetrain.planning.evidence import evidence
+from sagetrain.planning.evidence import evidence, tuned
 from sagetrain.planning.plan import ASSUMED_VOCAB_SIZE, make_plan
 from sagetrain.planning.result import Plan
 from sagetrain.planning.show import show_plan
@@ -71,6 +71,10 @@ def test_figures_say_what_they_rest_on():
     assert 24 * 4 * float(days) == pytest.approx(float(hours.replace(",", "")), rel=0.02)
     size = num_parameters(load_config(CONFIGS / "1b.yaml").model, AttentionConfig(), ASSUMED_VOCAB_SIZE)
     assert f"{12 * size / 2**30:.2f} GiB on disk each" in text
+    assert "nothing at this size; nearest: the rate alone, at 325M parameters and 13M tokens (results/" in text
+    cfg = load_config(CONFIGS / "325m.yaml", ["training.total_tokens=20_000_000"])
+    assert tuned(cfg, 45_000_000).startswith("rate, warm-up and the embedding's rate, at 43M parameters")
+    assert "This run has 4.0 times the parameters and 1.5 times the tokens" in tuned(cfg, 1_300_000_000)
     text = printed(16)
     assert (
         re.search(r": ~[\d,]+ tokens/s", text) and "no recorded run on NVIDIA H200 stands behind this: 2 hosts" in text
