@@ -56,7 +56,6 @@ MARGINS: Mapping[str, Mapping[str, float]] = {
 of `_used`."""
 
 
-
 class _Tuned(NamedTuple):
     """A search for the best settings of both optimizers, at one size of the model and one length of the runs."""
 
