@@ -1,0 +1,329 @@
+"""Time whole training steps of OLMoE 1B-7B on one GPU, beside the same model composed of torch's operators.
+
+    PYTHONPATH=.:kernels:tests/support:benchmarks python results/experts/step.py TEXT OUT [--layers N] [--micro N]
+
+TEXT is a folder with train.xz as runs.py takes it: real text of 8,192 words, in a vocabulary of 50,304. Ours is the
+engine of a run with int8 moments, in 16 bits with torch's attention and in INT8. The peer's mixture is a stable sort,
+indexing, torch._grouped_mm, silu and index_add (benchmarks/experts.py), its blocks and its loss are compiled, and its
+AdamW keeps bf16 weights and bf16 moments, which is less work than ours. Both begin with the same weights, a rate of 0
+keeps them, and a bias that our run finds balances the choices of both. First the losses of all sides on two layers must
+agree. No test runs this script, and the page names its commit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import lzma
+import os
+import statistics
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import sagetrain.model.transformer as transformer
+import tiny
+from peer import PeerNorm
+from sagetrain.cluster.join import end_distributed, init_distributed
+from sagetrain.config import RunConfig
+from sagetrain.config.load import load_config
+from sagetrain.data.batch import Batch
+from sagetrain.engines.build_engine import build_engine
+from sagetrain.model.compile import compile_blocks
+from sagetrain.parallel.layers import materialize
+from sagetrain.parallel.topology import ParallelGroups, Topology
+
+SMALL = bool(os.environ.get("SMALL"))
+GPU = torch.cuda.is_available()
+VOCAB, LENGTH = (50304, 4096) if not SMALL else (8192, 64)
+SIDES = {
+    "SageTrain int8": ("sage", "int8"),
+    "SageTrain bf16": ("sdpa", "bf16"),
+    "torch operators": ("sdpa", "peer"),
+}
+DTYPE = torch.bfloat16 if GPU else torch.float32
+
+
+@torch.no_grad()
+def drawn(parameters, model, groups, seed, device, partition) -> None:
+    """Give the initial weights, drawn on the device: as initialize, but in a second and not in minutes."""
+    draw = torch.Generator(device).manual_seed(seed)
+    for spec, parameter in parameters:
+        values = torch.empty_like(parameter, device=device)
+        std = model.init_std / ((2 * model.num_layers) ** 0.5 if spec.into_stream else 1)
+        values.fill_(spec.begins) if spec.begins is not None else values.normal_(0, std, generator=draw)
+        materialize(parameter, values)
+        if partition is not None:
+            partition(spec, parameter)
+
+
+transformer.initialize = drawn
+
+
+def config(precision: str, layers: int, micro: int, rate: float) -> RunConfig:
+    attention, linear = SIDES[precision]
+    small = ["model.hidden_size=64", "model.num_attention_heads=2", "model.head_dim=32", "model.experts.number=8",
+             "model.experts.per_token=2", "model.experts.ffn_size=32", "model.vocab_size=8192"]  # fmt: skip
+    return load_config(
+        "configs/olmoe-1b-7b.yaml",
+        [
+            f"model.num_layers={layers}", f"data.micro_batch_size={micro}", f"data.seq_length={LENGTH}",
+            f"attention.backend={attention}", "attention.recipe=scores",
+            f"linear.precision={'int8' if linear == 'int8' else 'bf16'}", "optimizer.moments=int8",
+            f"model.experts.balance.bias_rate={rate}", f"training.dtype={'bf16' if GPU else 'fp32'}",
+            "training.cuda_graphs=off", f"tokens_per_step.tokens={4 * micro * LENGTH}",
+            *(small if SMALL else []),
+        ],
+    )  # fmt: skip
+
+
+class Batches:
+    """Micro-batches of a text."""
+
+    def __init__(self, path: Path, micro: int) -> None:
+        text = np.frombuffer(lzma.decompress(path.read_bytes()), dtype=np.uint16)
+        self.tokens, self.micro = torch.from_numpy(text.astype(np.int64)), micro
+
+    def __call__(self, number: int) -> tuple[Tensor, Tensor]:
+        size = self.micro * LENGTH
+        first = number * size % (len(self.tokens) - size - 1)
+        part = self.tokens[first : first + size + 1]
+        return part[:-1].view(self.micro, LENGTH), part[1:].view(self.micro, LENGTH)
+
+
+class Ours:
+    """The engine of a run."""
+
+    def __init__(self, cfg: RunConfig, device: torch.device) -> None:
+        self.groups = ParallelGroups.create(Topology(1, 1))
+        model = tiny.model(cfg, self.groups, device=device, vocab_size=VOCAB)
+        if GPU:
+            compile_blocks(model, hooks=True)
+        self.engine = build_engine(cfg, model, self.groups, 1)
+        self.metrics: dict[str, float] = {}
+
+    def step(self, pairs: list[tuple[Tensor, Tensor]], lr: float) -> float:
+        batches = [Batch(tokens, labels, None, None, None, []) for tokens, labels in pairs]
+        result = self.engine.step(batches, len(batches), lr)
+        assert result.applied
+        self.metrics = result.metrics
+        return result.loss
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the weights on the host, in 16 bits but for routers."""
+        found = {}
+        for kept in self.engine.owned():
+            values = kept.read("weight").view(kept.spec.shape if "router" in kept.name else -1)
+            found[kept.name] = (values if "router" in kept.name else values.to(DTYPE)).cpu()
+        return found
+
+
+class PeerBlock(nn.Module):
+    """A block of OLMoE as it is written by hand."""
+
+    def __init__(self, cfg: RunConfig, weights: dict[str, Tensor], number: int, device: torch.device) -> None:
+        super().__init__()
+        m, e = cfg.model, cfg.model.experts
+        self.heads, self.head_dim, self.top, self.experts = m.num_attention_heads, m.head_dim, e.per_token, e.number
+        own = {name.removeprefix(f"blocks.{number}."): x for name, x in weights.items()}
+        get = lambda name, *shape: nn.Parameter(own[name].view(*shape).to(device))  # noqa: E731
+        hidden, ffn = m.hidden_size, e.ffn_size
+        self.norm1, self.norm2 = (PeerNorm(hidden, m.norm_eps) for _ in range(2))
+        self.q_norm, self.k_norm = (PeerNorm(hidden, m.norm_eps) for _ in range(2))
+        self.to(device, DTYPE)
+        qkv = torch.cat([own[f"attention.qkv.{x}"].view(-1, hidden) for x in "qkv"])
+        self.qkv = nn.Parameter(qkv.to(device))
+        self.out = get("attention.out.weight", hidden, -1)
+        self.router = get("mlp.router.weight", self.experts, hidden)
+        self.bias = own["mlp.router.bias"].to(device)
+        self.gate_up = get("mlp.experts.gate_up", self.experts, 2 * ffn, hidden)
+        self.down = get("mlp.experts.down", self.experts, hidden, ffn)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k, v = F.linear(self.norm1(x), self.qkv).chunk(3, -1)
+        q, k = (rotated(norm(t).unflatten(-1, (self.heads, -1)), cos, sin)
+                for norm, t in ((self.q_norm, q), (self.k_norm, k)))  # fmt: skip
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v.unflatten(-1, (self.heads, -1))))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + F.linear(attended.transpose(1, 2).flatten(2), self.out)
+        return x + self.mixture(self.norm2(x).flatten(0, 1)).view_as(x)
+
+    def mixture(self, x: Tensor) -> Tensor:
+        scores = F.linear(x.float(), self.router).softmax(-1)
+        choices = (scores.detach() + self.bias).topk(self.top, -1).indices
+        weights = scores.gather(-1, choices)
+        order = choices.flatten().argsort(stable=True)
+        experts = torch.arange(self.experts, device=x.device)
+        ends = torch.searchsorted(choices.flatten()[order], experts, right=True).int()
+        token = order // self.top
+        gate, up = grouped(x[token], self.gate_up, ends).chunk(2, -1)
+        out = grouped(F.silu(gate) * up, self.down, ends)
+        out = out.float() * weights.flatten()[order, None]
+        return torch.zeros_like(x, dtype=torch.float32).index_add(0, token, out).to(x.dtype)
+
+
+def grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    if GPU:
+        return torch._grouped_mm(x, weight.mT, offs=ends)
+    starts = [0, *ends.tolist()]
+    return torch.cat([x[a:b] @ w.T for a, b, w in zip(starts, starts[1:], weight, strict=False)])
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.float().chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+
+
+def loss_of(x: Tensor, gain: Tensor, head: Tensor, labels: Tensor, eps: float) -> Tensor:
+    return F.cross_entropy(
+        F.linear(F.rms_norm(x, x.shape[-1:], gain, eps), head).flatten(0, 1).float(), labels.flatten()
+    )
+
+
+class Peer:
+    """The model by torch's operators, with torch's fused AdamW."""
+
+    def __init__(self, cfg: RunConfig, weights: dict[str, Tensor], device: torch.device) -> None:
+        m, self.device = cfg.model, device
+        self.eps, self.metrics = m.norm_eps, dict[str, float]()
+        angles = torch.arange(LENGTH)[:, None] * m.rope_theta ** -(torch.arange(0, m.head_dim, 2) / m.head_dim)
+        self.tables = [table[None, :, None].to(device) for table in (angles.cos(), angles.sin())]
+        self.embedding, self.head = (
+            nn.Parameter(weights[name].view(VOCAB, -1).to(device)) for name in ("embedding.weight", "head.weight")
+        )
+        self.gain = nn.Parameter(weights["final_norm.gain"].to(device))
+        self.blocks = [PeerBlock(cfg, weights, number, device) for number in range(m.num_layers)]
+        self.loss = loss_of
+        if GPU:
+            torch._dynamo.config.recompile_limit = 1000
+            self.loss = torch.compile(loss_of)
+            for block in self.blocks:
+                block.compile(fullgraph=True, dynamic=False)
+        every = [self.embedding, self.head, self.gain, *(p for block in self.blocks for p in block.parameters())]
+        self.optimizer = torch.optim.AdamW(every, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=GPU)
+
+    def step(self, pairs: list[tuple[Tensor, Tensor]], lr: float) -> float:
+        total = 0.0
+        for tokens, labels in pairs:
+            x = F.embedding(tokens.to(self.device), self.embedding)
+            for block in self.blocks:
+                x = block(x, *self.tables)
+            loss = self.loss(x, self.gain, self.head, labels.to(self.device), self.eps) / len(pairs)
+            loss.backward()
+            total = total + loss.detach()
+        self.optimizer.param_groups[0]["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return float(total)
+
+
+def release() -> None:
+    gc.collect()
+    torch.compiler.reset()
+    if GPU:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def time_of(side: Ours | Peer, batches: Batches, several: int, repeats: int) -> list[float]:
+    """Return the seconds of steps, each of which ends with its loss on the host."""
+    times = []
+    for number in range(repeats + 1):
+        pairs = [batches(100 + number * several + i) for i in range(several)]
+        begun = time.perf_counter()
+        side.step(pairs, 0.0)
+        if GPU:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - begun)
+    return times[1:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("text", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--micro", type=int, default=4, help="sequences of a micro-batch")
+    parser.add_argument("--several", type=int, default=4, help="micro-batches of a step")
+    parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--balancing", type=int, default=16, help="micro-batches that move the bias first")
+    parser.add_argument("--sides", nargs="*", default=list(SIDES))
+    asked = parser.parse_args()
+    asked.out.mkdir(parents=True, exist_ok=True)
+    device, begun = init_distributed(timeout_minutes=10), time.time()
+    batches, rows = Batches(asked.text / "train.xz", asked.micro), []
+    say = lambda text: print(f"[{time.time() - begun:5.1f} s] {text}", flush=True)  # noqa: E731
+
+    def build(name: str, layers: int, weights: dict | None, rate: float = 0.001) -> Ours | Peer:
+        cfg = config(name, layers, asked.micro, rate)
+        return Ours(cfg, device) if SIDES[name][1] != "peer" else Peer(cfg, weights, device)
+
+    # Right first: two layers, one sequence, a few steps that learn.
+    one, losses, given = Batches(asked.text / "train.xz", 1), {}, None
+    with torch.compiler.set_stance("force_eager"):
+        for name in sorted(asked.sides, key=lambda name: name != "SageTrain bf16"):
+            side = build(name, 2, given, 0.0)
+            given = given or side.weights()
+            losses[name] = [side.step([one(n % 2)], 3e-4) for n in range(6)]
+            del side
+            release()
+    first = losses["SageTrain bf16"]
+    for name, found in losses.items():
+        apart = max(abs(a - b) for a, b in zip(found, first, strict=True))
+        fell = first[0] - first[-1]
+        say(
+            f"{name}: {' '.join(f'{x:.4f}' for x in found)}, at most {apart:.4f} from 16 bits of ours, which fell {fell:.4f}"
+        )
+        if not apart <= 0.08 * fell:
+            say(f"{name} IS WRONG and is not timed")
+            asked.sides = [side for side in asked.sides if side != name]
+    given = None
+    for name in asked.sides:
+        side = None
+        try:
+            side = build(name, asked.layers, given)
+            say(f"{name}: built")
+            if isinstance(side, Ours):
+                for number in range(asked.balancing if given is None else 2):
+                    side.step([batches(number)], 0.0)
+                if given is None and "torch operators" in asked.sides:
+                    given = side.weights()
+                for kept in side.engine.owned(lambda spec: spec.name.endswith("router.bias")):
+                    kept.write("weight", given[kept.name].to(kept.weight.device)) if given else None
+                side.engine.state_changed()
+            else:
+                side.step([batches(0)], 0.0)
+            say(f"{name}: compiled")
+            times = time_of(side, batches, asked.several, asked.repeats)
+            tokens = asked.several * asked.micro * LENGTH
+            memory = torch.cuda.max_memory_allocated() / 2**30 if GPU else 0.0
+            loads = {k: round(v, 3) for k, v in side.metrics.items() if k.startswith("moe/")}
+            rows.append({"side": name, "layers": asked.layers, "tokens": tokens, "seconds": times, "loads": loads,
+                         "tokens_per_second": tokens / statistics.median(times), "gib": memory})  # fmt: skip
+            entropy = [v for k, v in loads.items() if k.endswith("entropy")]
+            balance = (
+                f", largest load {loads['moe/max_load']}, entropy {statistics.fmean(entropy):.3f}" if loads else ""
+            )
+            say(f"{name}: {rows[-1]['tokens_per_second']:,.0f} tokens/s, {memory:.1f} GiB, "
+                f"{' '.join(f'{x:.3f}' for x in times)} s{balance}")  # fmt: skip
+        except Exception:  # noqa: BLE001
+            traceback.print_exc(file=sys.stdout)
+        (asked.out / "step.json").write_text(json.dumps(rows, indent=1) + "\n")
+        del side
+        release()
+    found = {row["side"]: row["tokens_per_second"] for row in rows}
+    peer = found.get("torch operators")
+    for name, rate in found.items():
+        print(f"| {name} | {rate:,.0f} |" + (f" {rate / peer:.3f} |" if peer else " |"), flush=True)
+    end_distributed()
+
+
+if __name__ == "__main__":
+    main()
