@@ -2,10 +2,10 @@
 
     python3 docs/pictures.py
 
-Which products are in INT8, who is in which group, what a rank holds, how gradients travel, the order of a pipeline, and
-the names of files are read from the code. tests/house/test_pictures.py holds that the files in docs/pictures are what
-this script draws. A picture is at most 480 units wide, so that it can be read on a phone, and follows the reader's
-light or dark colours.
+Which products are in INT8, where the rows of experts lie, who is in which group, what a rank holds, how gradients
+travel, the order of a pipeline, and the names of files are read from the code. tests/house/test_pictures.py holds that
+the files in docs/pictures are what this script draws. A picture is at most 480 units wide, so that it can be read on a
+phone, and follows the reader's light or dark colours.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
+import torch
 from rank_pictures import layout, pipeline, sequence, timeline, zero
 from svg import WIDTH, Picture
 
+from sagekernels.grouped import plan_rows_twin
 from sagekernels.lowbit import RECIPES
 from sagetrain.checkpoint.manifest import KINDS, file_name
 from sagetrain.checkpoint.on_disk import folder_name
@@ -189,6 +191,48 @@ def linear() -> Picture:
     return picture
 
 
+# -- experts -----------------------------------------------------------------------------------------------------------
+
+
+def rows() -> Picture:
+    """Draw how the choices of four tokens become rows sorted by expert, and how their results return."""
+    picture = Picture("Tokens choose experts; their rows lie sorted by expert without padding; results are added up")
+    choices = torch.tensor([[0, 2], [2, 1], [0, 2], [2, 0]])
+    plan = plan_rows_twin(choices, 4, choices.numel())
+    kinds, top, step, gap = ("a", "b", "c", "d"), 50, 25, 12
+    for x, head in ((14, "tokens choose"), (166, "rows by expert"), (286, "the experts"), (396, "sums")):
+        picture.text(x, 28, head, 13, bold=True)
+    place, y, begin = dict[int, float](), float(top), 0
+    for expert, end in enumerate(plan.ends.tolist()):
+        first = y
+        for row in range(begin, end):
+            place[row] = y
+            token = int(plan.tokens()[row])
+            picture.box(166, y, 92, step - 4, f"token {token}", kinds[token], size=12.5)
+            y += step
+        if end == begin:
+            picture.text(168, y + 14, "no row", 12.5, kind="faint")
+            y += step
+        picture.box(286, first, 82, y - first - 4, f"expert {expert}", size=12.5)
+        begin, y = end, y + gap
+    middle = (y - gap + top) / 2
+    for token, chosen in enumerate(choices.tolist()):
+        at = middle + (token - 1.5) * 52
+        picture.box(
+            14, at - 20, 92, 40, (f"token {token}", f"experts {min(chosen)}, {max(chosen)}"), kinds[token], size=12
+        )
+        picture.box(410, at - 12, 56, 24, f"token {token}", kinds[token], size=12)
+        for row in plan.slot[token].tolist():
+            picture.line((106, at), (164, place[row] + step / 2 - 2))
+            picture.line((368, place[row] + step / 2 - 2), (408, at))
+    y += 8
+    for line in ("A row for each choice, however they fall: nothing is dropped,",
+                 "padded, or counted by the host. Kernels read a table of tiles."):  # fmt: skip
+        picture.text(14, y, line, 11.5, kind="faint")
+        y += 16
+    return picture
+
+
 # -- a checkpoint ------------------------------------------------------------------------------------------------------
 
 
@@ -294,8 +338,8 @@ def gains() -> Picture:
 
 
 PICTURES: dict[str, Callable[[], Picture]] = {
-    "run": run, "attention": attention, "linear": linear, "layout": layout, "sequence": sequence, "zero": zero,
-    "timeline": timeline, "pipeline": pipeline, "checkpoint": checkpoint, "gains": gains,
+    "run": run, "attention": attention, "linear": linear, "rows": rows, "layout": layout, "sequence": sequence,
+    "zero": zero, "timeline": timeline, "pipeline": pipeline, "checkpoint": checkpoint, "gains": gains,
 }  # fmt: skip
 """Draws each file of docs/pictures, by its name."""
 

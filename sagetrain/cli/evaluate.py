@@ -147,6 +147,8 @@ def _show_losses(run: TrainedRun, parts: list[Evaluation], stride: int | None, a
     title = f"step {run.step}, {run.tokens:,} tokens seen; {how}"
     why = "not all tokens count in the loss" if run.tokenizer else "the run has no tokenizer"
     print_table(console(), _table(title, [*parts, every] if len(parts) > 1 else parts, len(parts) > 1, why))
+    if every.chosen:
+        print_table(console(), _experts(every))
 
 
 def _values(part: Evaluation) -> dict[str, Any]:
@@ -159,6 +161,7 @@ def _values(part: Evaluation) -> dict[str, Any]:
         "perplexity": part.perplexity,
         "bits_per_byte": part.bits_per_byte,
         "unigram_loss": part.unigram_loss,
+        **({"experts": {layer: (n / n.sum()).tolist() for layer, n in part.chosen.items()}} if part.chosen else {}),
     }
 
 
@@ -190,3 +193,19 @@ def _table(title: str, parts: list[Evaluation], total: bool, without_bytes: str)
     counted = f"bytes counted {parts[-1].counted}" if parts[-1].bytes else f"no bytes: {without_bytes}"
     caption = f"losses in nats per token; {counted}; {_beside_unigram(parts[-1])}"
     return Table(title, columns, rows, columns[1:], caption, total)
+
+
+def _experts(part: Evaluation) -> Table:
+    import torch
+
+    from sagetrain.planning.tables import Table
+    from sagetrain.stability.balance import Spread
+
+    columns = "layer", "fullest", "largest load", "emptiest", "least load", "entropy"
+    rows = []
+    for layer, counts in part.chosen.items():
+        spread = Spread.of(torch.from_numpy(counts).double())
+        ends = [f"{counts.argmax()}", f"{spread.largest:.2f}", f"{counts.argmin()}", f"{spread.least:.2f}"]
+        rows.append([f"{layer}", *ends, f"{spread.entropy:.3f}"])
+    caption = "loads over the mean of a layer's experts; --json has the share of every expert, by source"
+    return Table("choices of experts", columns, rows, columns, caption)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby, islice
 
 import numpy as np
@@ -21,6 +21,7 @@ from sagetrain.data.token_files import source_names
 from sagetrain.inference.load import TrainedRun
 from sagetrain.inference.located import check_there
 from sagetrain.inference.windows import Raw, decoded_bytes, text_of, windows
+from sagetrain.stability.choices import watching
 
 # From this many tokens of the training data, frequencies are off by 0.003 nats if there are 100,000 different ones.
 _UNIGRAM_TOKENS = 1 << 24
@@ -47,6 +48,8 @@ class Evaluation:
     """The way in which the bytes were counted."""
     sequences: int = 0
     """Number of sequences of data.valid; 0 for text."""
+    chosen: dict[int, NDArray[np.int64]] = field(default_factory=dict)
+    """How many choices fell on each expert, by layer with experts, of all tokens that the model read."""
 
     @property
     def loss(self) -> float:
@@ -80,6 +83,7 @@ def together(parts: Sequence[Evaluation], name: str = "all") -> Evaluation:
         None if None in unigrams else sum(filter(None, unigrams)),
         ", ".join(dict.fromkeys(part.counted for part in parts)),
         sum(part.sequences for part in parts),
+        {layer: sum((part.chosen[layer] for part in parts[1:]), counts) for layer, counts in parts[0].chosen.items()},
     )
 
 
@@ -108,10 +112,12 @@ def evaluate(
     loader = Loader(stream, dp_rank=0, dp_size=1, micro_batch_size=data.micro_batch_size, num_workers=0)
     found = [_begin(run, name, nats) for name in stream.names]
     for batch in loader.eval_batches(num_sequences):
-        for row, losses in enumerate(_losses(run, batch)[: batch.weight]):
+        every, chosen = _losses(run, batch)
+        for row, losses in enumerate(every[: batch.weight]):
             part, tokens = found[batch.sources[row]], batch.labels[row].numpy()
             part.sequences += 1
             _add(part, losses, tokens, nats)
+            _count(part, chosen, slice(row, row + 1))
             if part.bytes is not None and run.tokenizer:
                 begin = batch.tokens[row, :1].numpy()
                 whole = np.concatenate([begin, tokens])
@@ -172,7 +178,9 @@ def evaluate_texts(
                 while some := list(islice(alike, data.micro_batch_size)):
                     samples = [sample for sample, _ in some]
                     batch = batch_of(samples, data.document_attention, data.document_positions)
-                    for losses, labels, (_, count) in zip(_losses(run, batch), batch.labels.numpy(), some, strict=True):
+                    every_loss, chosen = _losses(run, batch)
+                    _count(part, chosen, slice(None))
+                    for losses, labels, (_, count) in zip(every_loss, batch.labels.numpy(), some, strict=True):
                         _add(part, losses[-count:], labels[-count:], nats)
                         progress.update(count)
         if not part.tokens:
@@ -233,10 +241,32 @@ def _add(
         part.unigram_nats += float(nats[counted].sum())
 
 
-def _losses(run: TrainedRun, batch: Batch) -> NDArray[np.float64]:
-    """Return the loss of each token of each sequence, [B, S]."""
+def _losses(run: TrainedRun, batch: Batch) -> tuple[NDArray[np.float64], Mapping[int, NDArray[np.int64]]]:
+    """Return the loss of each token of each sequence, [B, S], and how many choices of each sequence fell on each
+    expert, [B, experts] for each layer with experts."""
+    experts = run.cfg.model.experts
+    if experts is None:
+        return _by_token(run, batch), {}
+    chosen: dict[int, NDArray[np.int64]] = {}
+    size = len(batch.tokens), experts.number
+
+    def count(layer: int, choices: torch.Tensor) -> None:
+        places = choices.reshape(size[0], -1) + size[1] * torch.arange(size[0], device=choices.device)[:, None]
+        chosen[layer] = torch.bincount(places.flatten(), minlength=size[0] * size[1]).view(size).cpu().numpy()
+
+    with watching(run.model, count):
+        return _by_token(run, batch), chosen
+
+
+def _by_token(run: TrainedRun, batch: Batch) -> NDArray[np.float64]:
     losses: NDArray[np.float64] = run.model(**batch.inputs(run.device), by_token=True).double().cpu().numpy()
     return losses
+
+
+def _count(part: Evaluation, chosen: Mapping[int, NDArray[np.int64]], rows: slice) -> None:
+    """Add the choices of some sequences."""
+    for layer, counts in chosen.items():
+        part.chosen[layer] = part.chosen.get(layer, 0) + counts[rows].sum(0)
 
 
 def _stream(run: TrainedRun, sources: list[DataSource]) -> SampleStream:

@@ -14,7 +14,7 @@ recomputed blocks, layouts, or passes that are no part of a step:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -66,6 +66,8 @@ class Router(nn.Module):
         """The numbers that are added to scores for the choice alone."""
         self.load = nn.Parameter(torch.empty(experts.number, **how))
         """The numbers of choices of each expert in the step before, on all ranks: multiples of the mean, less 1."""
+        self.watch: Callable[[Tensor], None] | None = None
+        """A function that is called with all choices. None: nobody watches them."""
 
     def scored(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits of tokens [T, hidden] and their scores, both fp32 [T, experts]."""
@@ -76,7 +78,10 @@ class Router(nn.Module):
         """Return the experts of each token, int64 [T, per token]: those with the largest sums of score and bias, the
         largest first. Of equal ones the lower numbers are taken."""
         biased = scores.detach() + self.bias.detach()
-        return biased.sort(dim=-1, descending=True, stable=True).indices[:, : self.config.per_token]
+        choices = biased.sort(dim=-1, descending=True, stable=True).indices[:, : self.config.per_token]
+        if self.watch is not None:
+            self.watch(choices)
+        return choices
 
     def weights(self, logits: Tensor, scores: Tensor, choices: Tensor) -> Tensor:
         """Return the factor of each chosen expert's output, fp32 [T, per token]."""

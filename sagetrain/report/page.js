@@ -99,14 +99,31 @@
     };
   }
 
+  // Loads of experts: the mean is gray, twice the mean and more is the darkest.
+  function drawHeat(chart, element) {
+    const { experts, layers, loads } = chart.heat;
+    const map = {
+      type: "heatmap", x: experts, y: layers, z: loads, zmin: 0, zmax: 2, xgap: 1, ygap: 1,
+      colorscale: [[0, COLORS[0]], [0.5, color("--line")], [1, COLORS[6]]], colorbar: { thickness: 10, tickvals: [0, 1, 2] },
+      hovertemplate: "expert %{x} of layer %{y}: %{z:.3~g} times the mean<extra></extra>",
+    };
+    const { xaxis, yaxis, yaxis2, ...rest } = layout({ ...chart, traces: [] }, element.clientWidth);
+    const axis = { type: "category", nticks: 8, showgrid: false };
+    const titled = { ...xaxis.title, text: "expert" };
+    const axes = { xaxis: { ...xaxis, ...axis, title: titled }, yaxis: { ...yaxis, ...axis } };
+    return Plotly.react(element, [map], { ...rest, ...axes }, buttons(chart));
+  }
+
+  const buttons = (chart) => ({
+    responsive: true, displaylogo: false, modeBarButtons: [["toImage", "resetScale2d"]],
+    toImageButtonOptions: { format: "png", filename: chart.title.replace(/[^a-z0-9]+/gi, "-").toLowerCase(), scale: 2 },
+  });
+
   function draw(chart, element) {
+    if (chart.heat) return drawHeat(chart, element);
     const lines = [...chart.traces.flatMap((one) => traces(one, chart.exact)), ...dashes(chart)];
     if (chart.first) data.runs.forEach((_, run) => lines.push(...marks(run)));
-    const file = chart.title.replace(/[^a-z0-9]+/gi, "-").toLowerCase();
-    return Plotly.react(element, lines, layout(chart, element.clientWidth), {
-      responsive: true, displaylogo: false, modeBarButtons: [["toImage", "resetScale2d"]],
-      toImageButtonOptions: { format: "png", filename: file, scale: 2 },
-    });
+    return Plotly.react(element, lines, layout(chart, element.clientWidth), buttons(chart));
   }
 
   const drawn = [];

@@ -110,7 +110,7 @@ def render(runs: Sequence[RunRecord]) -> str:
     folder = resources.files("sagetrain.report")
     data = {
         "runs": [run.name for run in runs],
-        "charts": [_chart(chart, runs) for chart in _charts(runs)],
+        "charts": [*(_chart(chart, runs) for chart in _charts(runs)), *_heat_maps(runs)],
         "events": [[[e["tokens"], e.get("kind", ""), e.get("text", "")] for e in run.events] for run in runs],
     }
     parts = {
@@ -165,6 +165,22 @@ def _chart(entry: tuple[Chart, bool], runs: Sequence[RunRecord]) -> dict[str, An
         "first": is_first,
         "traces": traces,
     }
+
+
+def _heat_maps(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
+    """Return a chart of the experts of each run that has some."""
+    found = []
+    for run in runs:
+        if run.loads:
+            of = f" of {run.name}" if len(runs) > 1 else ""
+            title = f"Loads of experts{of} over the mean, step {run.loads_step:,}"
+            heat = {
+                "experts": list(range(len(next(iter(run.loads.values()))))),
+                "layers": list(run.loads),
+                "loads": [[round(load, 4) for load in loads] for loads in run.loads.values()],
+            }
+            found.append({"title": title, "unit": "layer", "first": True, "traces": [], "heat": heat})
+    return found
 
 
 def _unit(metric: str) -> str:

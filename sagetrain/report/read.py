@@ -12,13 +12,16 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from sagetrain.checkpoint.on_disk import newest, step_of
+from sagetrain.checkpoint.reading import Reader
 from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.earlier_run import CRITICAL, STABILITY_NAME, critical_in_words
-from sagetrain.config.errors import ConfigError
+from sagetrain.config.errors import CheckpointError, ConfigError
 from sagetrain.config.load import flat, load_config, saved_config
 from sagetrain.config.schema import tokenizer_in
 from sagetrain.costs.accounting import num_parameters
 from sagetrain.data.tokenizer import Tokenizer
+from sagetrain.storage.url_path import Location, checkpoints_of
 
 MAX_POINTS = 2_000
 """Largest number of points of a curve. A longer curve keeps the least and the largest value of every stretch, so that
@@ -27,6 +30,8 @@ no spike is lost."""
 _LAYER = re.compile(r"^(quant|quant_noise|noise|norms)/\d+/")
 """The pattern of metrics with the number of a layer. Other names may have numbers too: valid/2024/loss belongs to a
 source."""
+
+_LOAD = re.compile(r"^blocks\.(\d+)\.mlp\.router\.load$")
 
 Curve = tuple[list[int], list[float]]
 """The tokens seen, and the values."""
@@ -49,6 +54,11 @@ class RunRecord:
     settings: Mapping[str, Any]
     samples: Sequence[Mapping[str, Any]] = ()
     summary: Mapping[str, str] = field(default_factory=dict)
+    loads: Mapping[int, Sequence[float]] = field(default_factory=dict)
+    """The loads of experts in the last step of the newest checkpoint, over the mean, by layer. Empty without experts or
+    checkpoints."""
+    loads_step: int = 0
+    """That step."""
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
@@ -123,6 +133,7 @@ def _read(folder: Path, name: str) -> RunRecord:
     config = folder / "config.yaml"
     settings = flat(saved_config(config)) if config.exists() else {}
     settings.pop("training.run_dir", None)
+    run_url = settings.get("training.run_url")
     curves: dict[str, dict[int, float]] = {}
     for row in rows:
         for metric, value in row.items():
@@ -143,6 +154,7 @@ def _read(folder: Path, name: str) -> RunRecord:
         settings,
         read_rows(folder / "samples.jsonl"),
         _parameters(folder) | _summary(rows) | _stability(folder / STABILITY_NAME),
+        *(_loads(checkpoints_of(folder, run_url)) if settings.get("model.experts.number") else ()),
     )
 
 
@@ -191,6 +203,19 @@ def _stability(path: Path) -> dict[str, str]:
     with suppress(OSError, ValueError, KeyError, TypeError):
         return {"quantization beside the gradient's noise": critical_in_words(json.loads(path.read_text())[CRITICAL])}
     return {}
+
+
+def _loads(root: Location) -> tuple[dict[int, list[float]], int]:
+    """Return the loads of experts that the newest checkpoint has, and its step."""
+    with suppress(OSError, CheckpointError):
+        if (folder := newest(root)) is not None:
+            reader = Reader(folder)
+            names = {int(found[1]): name for name in reader.tensors if (found := _LOAD.match(name))}
+            # Routers keep them as multiples of the mean, less 1.
+            loads = {layer: (reader.local(names[layer], "weight", 0, 1) + 1).tolist() for layer in sorted(names)}
+            reader.close()
+            return loads, step_of(folder)
+    return {}, 0
 
 
 def _names(folders: Sequence[Path]) -> list[str]:

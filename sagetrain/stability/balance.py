@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, MutableMapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +26,27 @@ VECTOR = "moe/loads"
 _STARVES = 0.1
 """An expert starves if it has less than this part of the mean load."""
 _PATIENCE = 100
-"""The steps in a row after which a layer with a starving expert is reported."""
+"""The steps in a row after which a starving expert is reported."""
+_NAMED = 8
+"""The most experts of a layer that a report names."""
+
+
+class Spread(NamedTuple):
+    """How evenly the choices of a layer fall on its experts."""
+
+    largest: float
+    """The load of the fullest expert over the mean."""
+    least: float
+    """The load of the emptiest expert over the mean."""
+    entropy: float
+    """The entropy of the experts' shares as a part of the largest possible one."""
+
+    @classmethod
+    def of(cls, loads: Tensor) -> Spread:
+        """Return the spread of the loads of all experts, fp64 on the CPU."""
+        shares, experts = loads / loads.sum(), len(loads)
+        entropy = float(torch.special.entr(shares).sum()) / math.log(experts)
+        return cls(float(shares.max()) * experts, float(shares.min()) * experts, entropy)
 
 
 class Balance:
@@ -77,10 +97,9 @@ class Balance:
         self._loads = self._metrics.vectors[VECTOR].view(len(self._layers), -1).round()
         found: dict[str, float] = {}
         for layer, loads in zip(self._layers, self._loads, strict=True):
-            shares = loads / loads.sum()
-            found[f"moe/{layer}/max_load"] = float(shares.max()) * self._experts
-            found[f"moe/{layer}/min_load"] = float(shares.min()) * self._experts
-            found[f"moe/{layer}/entropy"] = float(torch.special.entr(shares).sum()) / math.log(self._experts)
+            spread = Spread.of(loads)
+            found[f"moe/{layer}/max_load"], found[f"moe/{layer}/min_load"] = spread.largest, spread.least
+            found[f"moe/{layer}/entropy"] = spread.entropy
         found["moe/max_load"] = max(found[f"moe/{layer}/max_load"] for layer in self._layers)
         return found
 
@@ -104,35 +123,53 @@ def _name(layer: int, kind: str) -> str:
 
 
 class Starving:
-    """A controller that decides nothing. It reports each layer in which experts starve for long, once."""
+    """A controller that decides nothing. It reports each expert that starves for long, once.
+
+    Args:
+        vectors: the vectors of the step's metrics, by name (Metrics.vectors).
+    """
 
     name = "starving"
 
-    def __init__(self) -> None:
+    def __init__(self, vectors: Callable[[], Mapping[str, Tensor]], experts: int) -> None:
+        self._vectors, self._experts = vectors, experts
         self._steps: dict[str, int] = {}
+        """The steps in a row, by layer/expert. An expert that was reported keeps the number at which it was."""
 
     def after_step(self, taken: Taken) -> list[Event]:
-        """Report the layers in which some expert has had too few tokens in every one of the last steps."""
-        found: dict[str, float] = {}
-        for metric, least in taken.metrics.items():
-            layer, mark, _ = metric.removeprefix("moe/").partition("/min_load")
-            if mark:
-                # A layer that was reported stays above the number that is reported.
-                before = self._steps.get(layer, 0)
-                self._steps[layer] = before + 1 if least < _STARVES or before >= _PATIENCE else 0
-                if self._steps[layer] == _PATIENCE:
-                    found[layer] = least
+        """Report the experts that had too few tokens in every one of the last steps."""
+        least = (name.split("/") for name in taken.metrics if name.startswith("moe/"))
+        layers = sorted(int(name[1]) for name in least if name[-1] == "min_load")
+        if not layers or VECTOR not in (vectors := self._vectors()):
+            return []
+        loads = vectors[VECTOR].view(-1, self._experts)
+        hungry = loads < _STARVES * loads.mean(1, keepdim=True)
+        before, self._steps = self._steps, {key: _PATIENCE for key, steps in self._steps.items() if steps >= _PATIENCE}
+        found: dict[str, list[int]] = {}
+        for row, expert in hungry.nonzero().tolist():
+            key = f"{layers[row]}/{expert}"
+            if key not in self._steps:
+                self._steps[key] = before.get(key, 0) + 1
+                if self._steps[key] == _PATIENCE:
+                    found.setdefault(str(layers[row]), []).append(expert)
         if not found:
             return []
-        layers = ", ".join(found)
+        named = "; ".join(f"layer {layer}: {_listed(experts)}" for layer, experts in found.items())
         text = (
-            f"experts starve: in each of the last {_PATIENCE} steps an expert of layer {layers} had less than "
-            f"{_STARVES:.0%} of the mean number of tokens; raise model.experts.balance.bias_rate or aux_weight"
+            f"experts starve: in each of the last {_PATIENCE} steps they had less than {_STARVES:.0%} of the mean "
+            f"number of tokens ({named}); raise model.experts.balance.bias_rate or aux_weight"
         )
-        return [Event(self.name, text, {"min_load": found})]
+        return [Event(self.name, text, {"experts": found})]
 
     def state(self) -> dict[str, Any]:
         return {"steps": dict(self._steps)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self._steps = dict(state.get("steps", {}))
+        # Earlier versions counted the steps of whole layers.
+        self._steps = {key: steps for key, steps in state.get("steps", {}).items() if "/" in key}
+
+
+def _listed(experts: list[int]) -> str:
+    """Name some experts, and say how many more there are."""
+    shown, more = ", ".join(map(str, experts[:_NAMED])), len(experts) - _NAMED
+    return f"{shown} and {more} more" if more > 0 else shown

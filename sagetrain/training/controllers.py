@@ -30,6 +30,7 @@ from sagetrain.engines.protocol import Engine, Observers, StepResult, untimed
 from sagetrain.model.backends import attention_function
 from sagetrain.parallel.cross_entropy import OwnLoss
 from sagetrain.stability.balance import Starving
+from sagetrain.stability.choices import Flips
 from sagetrain.stability.controller import Controller, Event, Taken
 from sagetrain.stability.linear_errors import MICRO_BATCHES, LinearErrors, Vanishing
 from sagetrain.stability.linear_schedule import LinearSchedule
@@ -94,8 +95,10 @@ class Controllers:
         noise = NoiseScale(micro_batch, decay)
         # The controllers are in the order in which they read a step's numbers and add to them.
         self.controllers: list[Controller] = [self.spikes, noise, QuantNoise(micro_batch, noise, decay), Vanishing()]
+        self._flips = None
         if cfg.model.experts:
-            self.controllers.append(Starving())
+            self._flips = Flips(model, exact, leaves)
+            self.controllers.append(Starving(lambda: groups.metrics.vectors, cfg.model.experts.number))
         self._aware, self._measured = None, Measured()
         self._movers: dict[str, LinearSchedule | NoiseAware] = {}
         tokens = cfg.training.total_tokens, state.tokens
@@ -243,12 +246,12 @@ class Controllers:
         if linear and stability.monitor.every_steps == "auto":
             micro_batches = size // (data.micro_batch_size * data.seq_length * self._engine.groups.dp_size)
             linear = max(linear, MICRO_BATCHES // micro_batches)
-        probed = (self._probe, stability.quant_noise.every_steps), (self._linear, linear)
+        probed = (self._probe, stability.quant_noise.every_steps), (self._linear, linear), (self._flips, linear)
         # A single gradient says nothing about its noise.
         several = size > data.micro_batch_size * data.seq_length
         return Observers(
             noise=self._noise if several and _due(stability.noise_scale.every_steps, step) else None,
-            probes=[probe for probe, every in probed if _due(every, step)],
+            probes=[probe for probe, every in probed if probe and _due(every, step)],
             watch=self._monitor.watch(step),
             layer_norms=_due(self._cfg.logging.layer_norms_every_steps, step),
             timed=self._stragglers.timed if self._stragglers else untimed,

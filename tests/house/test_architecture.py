@@ -120,7 +120,7 @@ MAY_IMPORT = {
     "training": {"training", *ENGINE_ROOM, "__version__"},
     "inference": {"inference", "corpus", "planning", "training", *ENGINE_ROOM},
     "interop": {"interop", "inference", "training", *ENGINE_ROOM},
-    "report": {"report", "costs", "model", "data", "config", "__version__"},
+    "report": {"report", "costs", "checkpoint", "model", "data", "storage", "config", "__version__"},
     "planning": {"planning", "training", *ENGINE_ROOM},
     "cli": {
         *("cli", "comparing", "report", "interop", "inference", "corpus", "planning", "training"),

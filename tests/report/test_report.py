@@ -14,6 +14,7 @@ from forked import PATIENCE
 from runs import sagetrain
 from sagetrain.cli import main as cli
 from sagetrain.config.errors import ConfigError
+from sagetrain.report import read
 from sagetrain.report.page import render, write_report
 from sagetrain.report.read import MAX_POINTS, averaged, different_settings, read_rows, read_runs, thinned
 from sagetrain.stability.controller import Event
@@ -239,8 +240,12 @@ def overlapping(driver) -> list[list[str]]:
 
 @pytest.mark.parametrize(("width", "values"), [(390, [1.4]), (1280, [0.97, 1.02]), (390, [1e-9, 40.0])], ids=str)
 def test_labels_of_charts_with_few_points_do_not_overlap(
-    tmp_path: Path, driver, width: int, values: list[float]
+    tmp_path: Path, driver, monkeypatch: pytest.MonkeyPatch, width: int, values: list[float]
 ) -> None:
+    """That of a map of experts as well, which a checkpoint gives."""
+    loads = {layer: [(expert * 7 % 64) / 31.5 for expert in range(64)] for layer in range(1, 16)}
+    monkeypatch.setattr(read, "_loads", lambda root: (loads, 1234))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"model": {"experts": {"number": 64}}}))
     writer = MetricsWriter(tmp_path, 0, 0, 3000)
     for step, value in enumerate(values, 1):
         names = (
@@ -259,6 +264,7 @@ def test_labels_of_charts_with_few_points_do_not_overlap(
     driver.get((tmp_path / "report.html").as_uri())
     open_all(driver)
     assert overlapping(driver) == []
+    assert driver.execute_script("return document.querySelectorAll('#first .heatmaplayer image').length") == 1
 
 
 def open_all(driver) -> None:

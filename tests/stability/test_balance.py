@@ -7,7 +7,7 @@ import torch
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.model.tensors import tensors
 from sagetrain.parallel.metrics import Metrics
-from sagetrain.stability.balance import Balance, Starving
+from sagetrain.stability.balance import VECTOR, Balance, Starving
 from sagetrain.stability.controller import Taken
 
 EXPERTS = {"number": 4, "per_token": 2, "ffn_size": 16, "dense_layers": 1, "balance": {"bias_rate": 0.25}}
@@ -37,19 +37,28 @@ def test_states_move_by_the_loads_of_a_step() -> None:
     torch.testing.assert_close(masters[names[1]], torch.tensor([-0.5, 0.55, -0.05]))
 
 
-def test_a_layer_with_starving_experts_is_reported_once() -> None:
-    watch = Starving()
+def test_experts_that_starve_are_reported_once() -> None:
+    """Each expert is counted for itself, across a continued run as well."""
+    loads = torch.tensor([[40.0, 40, 40, 40], [40, 40, 40, 40]])
+    watch = Starving(lambda: {VECTOR: loads.flatten()}, 4)
 
-    def after(step: int, least: float) -> list[str]:
-        metrics = {"moe/3/min_load": least, "moe/4/min_load": 0.9, "moe/max_load": 2.0}
+    def after(step: int, *hungry: tuple[int, int]) -> list[str]:
+        loads[:] = 40.0
+        for place in hungry:
+            loads[place] = 2.0
+        metrics = {"moe/3/min_load": 0.0, "moe/4/min_load": 0.9, "moe/max_load": 2.0}
         return [event.text for event in watch.after_step(Taken(step, step, 1, metrics))]
 
-    assert [after(step, 0.05) for step in range(99)] == [[]] * 99
-    assert after(99, 0.2) == []  # It has eaten, so the count begins anew.
-    assert [after(step, 0.05) for step in range(99)] == [[]] * 99
-    again = Starving()
+    assert [after(step, (0, 1), (1, 2)) for step in range(99)] == [[]] * 99
+    assert after(99, (0, 2), (1, 3)) == []  # Others starve now, so each count begins anew.
+    assert [after(step, (0, 1), (0, 3), (1, 0)) for step in range(99)] == [[]] * 99
+    again = Starving(lambda: {VECTOR: loads.flatten()}, 4)
     again.restore(watch.state())
     watch = again
-    (said,) = after(99, 0.05)
-    assert "expert of layer 3 had less than 10% of the mean" in said
-    assert [after(step, 0.05) for step in range(300)] == [[]] * 300
+    (said,) = after(99, (0, 1), (0, 3))
+    assert "less than 10% of the mean number of tokens (layer 3: 1, 3)" in said
+    assert [after(step, (0, 1), (0, 3)) for step in range(300)] == [[]] * 300
+    (said,) = (text for step in range(100) for text in after(step, (0, 1), (1, 0)))
+    assert "(layer 4: 0)" in said
+    again.restore({"steps": {"3": 99}})  # An earlier version counted whole layers.
+    assert after(0, (0, 1)) == [] and again.after_step(Taken(1, 1, 1, {})) == []

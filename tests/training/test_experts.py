@@ -7,6 +7,8 @@ import json
 import pytest
 
 from runs import check_same, finish, kill_all, log_of, reached, sagetrain, when, write_config
+from sagetrain.report.page import render
+from sagetrain.report.read import read_runs
 
 EXPERTS = {"number": 6, "per_token": 2, "ffn_size": 16, "dense_layers": 1}
 SECTIONS: dict[str, dict] = {
@@ -14,6 +16,7 @@ SECTIONS: dict[str, dict] = {
         "experts": {**EXPERTS, "balance": {"bias_rate": 0.001}},
         "num_layers": 3,
     },
+    "attention": {"backend": "sage", "recipe": "scores"},
     "linear": {"precision": "bf16"},
     "data": {"micro_batch_size": 2},
     "parallel": {"expert_parallel_size": 2},
@@ -36,12 +39,20 @@ def test_a_run_that_is_killed_ends_with_the_same_bits(tmp_path, corpus) -> None:
     check_same(tmp_path / "cut", tmp_path / "whole", 8)
     rows = [json.loads(line) for line in (tmp_path / "whole/metrics.jsonl").read_text().splitlines()]
     trained = [row for row in rows if "train/loss" in row]
-    assert {name for name in trained[0] if name.startswith("moe/")} == {
-        "moe/max_load",
-        *(f"moe/{layer}/{what}" for layer in (1, 2) for what in ("max_load", "min_load", "entropy")),
-    }
+    numbers = {"moe/max_load", *(f"moe/{layer}/{x}" for layer in (1, 2) for x in ("max_load", "min_load", "entropy"))}
+    flips = {"moe/1/flips", "moe/2/flips"}
+    for row in trained:
+        measured = flips if row["step"] % 4 == 0 else set()
+        assert {name for name in row if name.startswith("moe/")} == numbers | measured
     assert trained[-1]["train/loss"] < trained[0]["train/loss"]
     *_, last = (row["valid/loss"] for row in rows if "valid/loss" in row)
     scored = json.loads(sagetrain("eval", tmp_path / "whole", "--json").stdout)
     assert scored["all"]["loss"] == pytest.approx(last, rel=2e-3)
+    shares = scored["all"]["experts"]
+    assert [*shares] == ["1", "2"] and all(len(of) == 6 and sum(of) == pytest.approx(1) for of in shares.values())
+    assert "choices of experts" in sagetrain("eval", tmp_path / "whole").stdout
+    (run,) = read_runs([tmp_path / "whole"])
+    assert run.loads_step == 8 and list(run.loads) == [1, 2]
+    assert max(run.loads[2]) == pytest.approx(trained[-1]["moe/2/max_load"])
+    assert "Loads of experts over the mean, step 8" in render([run])
     assert sagetrain("generate", tmp_path / "whole", "the", "--max-tokens", "4").returncode == 0
