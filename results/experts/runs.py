@@ -7,7 +7,8 @@ has a process of its own. The first one also trains the common halves (in 16 bit
 over as files. It times its steps, and chooses how many there are, so that all seeds fit into the seconds; seeds beyond
 --seeds follow while there is time. At the end of a run held-out text is evaluated four ways with the same weights: in
 the run's arithmetic and in 16 bits, each with its own choices of experts and with those of the other. Rows are written
-as runs end. No test runs this script, and the page names its commit.
+as runs end. --then trains second halves in steps of another size behind the same first ones. No test runs this script, and
+the page names its commit.
 """
 
 from __future__ import annotations
@@ -124,18 +125,20 @@ class Text:
         return [self.batch(order[i : i + MICRO]) for i in range(0, len(order), MICRO)]
 
 
-def train(engine: Engine, text: Text, seed: int, tokens: int, steps: range, rate) -> tuple[list[float], list[dict]]:
-    """Take these steps of a run. Return their losses, and the loads of some."""
+def train(
+    engine: Engine, text: Text, seed: int, tokens: int, steps: int, rate, begin: int = 0
+) -> tuple[list[float], list[dict]]:
+    """Take steps from sequence `begin` of the seed's order on. Return their losses, and the loads of some."""
     order = torch.randperm(text.number, generator=torch.Generator().manual_seed(seed)).tolist()
     several, losses, loads = tokens // (LENGTH * MICRO), list[float](), list[dict]()
-    for step in steps:
-        first = step * several * MICRO
+    for step in range(steps):
+        first = begin + step * several * MICRO
         rows = [order[place % len(order)] for place in range(first, first + several * MICRO)]
         result = engine.step(text.batches(rows), several, rate(step))
         if not result.applied:
             raise RuntimeError(f"step {step} was refused: {result.event}")
         losses.append(result.loss)
-        if (step + 1) % max(1, len(steps) // 8) == 0:
+        if (step + 1) % max(1, steps // 8) == 0:
             loads.append({name: round(x, 4) for name, x in result.metrics.items() if name.startswith("moe/")})
     return losses, loads
 
@@ -193,15 +196,15 @@ def worker(arm: str, asked: argparse.Namespace) -> None:
     engine, started = engine_of(cfg, device), time.time()
     peak = RATES.get(tokens, 1e-3)
     # Everything is compiled before a half is awaited: the passes of a step and of an evaluation.
-    train(engine, text, 0, tokens, range(2), lambda step: 0.0)
+    one = LENGTH * MICRO
+    train(engine, text, 0, one, 2, lambda step: 0.0)
     evaluated(engine, cfg, valid, arm not in ("bf16", "band"))
-    engine.device.type == "cuda" and torch.cuda.synchronize()
     each = list[float]()
-    for _ in range(7):
+    for _ in range(3 if asked.steps else 7):
         begun = time.time()
-        train(engine, text, 0, tokens, range(1), lambda step: 0.0)
+        train(engine, text, 0, one, 1, lambda step: 0.0)
         each.append(time.time() - begun)
-    took = statistics.median(each)
+    took = statistics.median(each) * tokens / one
     memory = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
     print(f"{arm}: ready after {begun - started:.1f} s, {took:.4f} s a step, {memory:.1f} GiB", flush=True)
     first, path = arm == "bf16", lambda seed: asked.scratch / f"half-{seed}.pt"
@@ -217,38 +220,47 @@ def worker(arm: str, asked: argparse.Namespace) -> None:
         begun = time.time()
         begin(engine, cfg, seed)
         rate = lambda step: peak * min(1.0, (step + 0.5) / (BEFORE * number))  # noqa: E731
-        losses, loads = train(engine, text, seed, tokens, range(number), rate)
+        losses, loads = train(engine, text, seed, tokens, number, rate)
         values = {kept.name: {kind: kept.read(kind).cpu() for kind in kept.kinds} for kept in engine.owned()}
         torch.save({"values": values, "steps": number}, path(seed).with_suffix(".part"))
         path(seed).with_suffix(".part").rename(path(seed))
         halves.append(time.time() - begun)
         write(out, {"arm": "half", "seed": seed, "tokens": tokens, "steps": number, "losses": losses, "loads": loads})
 
-    for seed in range(asked.most):
+    def behind(seed: int, size: int, steps: int) -> None:
+        """Train the second half of a run, in steps of so many tokens."""
+        begun, given = time.time(), torch.load(path(seed), mmap=True)
+        put(engine, given["values"], given["steps"])
+        if arm == "band":
+            perturb(engine, 1)
+        peak, after = RATES.get(size, 1e-3), given["steps"] * tokens // LENGTH
+        losses, loads = train(engine, text, seed, size, steps, lambda step: peak * (1 - (step + 0.5) / steps), after)
+        row = {"arm": arm, "seed": seed, "tokens": size, "steps": steps, "losses": losses, "loads": loads}
+        write(out, row | evaluated(engine, cfg, valid, arm not in ("bf16", "band")) | {"took": time.time() - begun})
+        print(f"{arm}, {size} tokens a step, seed {seed}: {losses[-1]:.4f} in {time.time() - begun:.1f} s", flush=True)
+
+    for seed in range(asked.first, asked.first + asked.most):
         if first:
-            if seed == 0:
-                for each in range(asked.seeds):
+            if seed == asked.first:
+                for each in range(seed, seed + asked.seeds):
                     half(each)
-            elif seed >= asked.seeds:
-                # One half and all arms behind it, at the rate at which the last half went.
-                if time.time() + 1.2 * (len(asked.arms) + 1) * number * took > asked.until:
+            elif seed >= asked.first + asked.seeds:
+                # One half and all arms behind it, at the rate at which steps went alone.
+                if asked.then or time.time() + 1.2 * (len(asked.arms) + 1) * number * took > asked.until:
                     (asked.scratch / "end").touch()
                     break
                 half(seed)
         while not path(seed).exists():
             if (asked.scratch / "end").exists() or time.time() > asked.until:
-                return
+                break
             time.sleep(0.2)
-        begun, given = time.time(), torch.load(path(seed), mmap=True)
-        steps = given["steps"]
-        put(engine, given["values"], steps)
-        if arm == "band":
-            perturb(engine, 1)
-        rate = lambda step: peak * (1 - (step - steps + 0.5) / steps)  # noqa: E731, B023
-        losses, loads = train(engine, text, seed, tokens, range(steps, 2 * steps), rate)
-        row = {"arm": arm, "seed": seed, "tokens": tokens, "steps": steps, "losses": losses, "loads": loads}
-        write(out, row | evaluated(engine, cfg, valid, arm not in ("bf16", "band")) | {"took": time.time() - begun})
-        print(f"{arm} seed {seed}: {losses[-1]:.4f} in {time.time() - begun:.1f} s", flush=True)
+        else:
+            behind(seed, tokens, torch.load(path(seed), mmap=True)["steps"])
+            continue
+        break
+    for seed in range(asked.first, asked.first + asked.seeds):
+        if asked.then:
+            behind(seed, *map(int, asked.then.split(":")))
     end_distributed()
 
 
@@ -309,6 +321,8 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=8, help="the most seeds, if there is time")
     parser.add_argument("--steps", type=int, default=0, help="of a half; 0: as many as fit")
     parser.add_argument("--arms", nargs="*", default=list(ARMS))
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--then", help="TOKENS:STEPS, other second halves of the same first ones")
     parser.add_argument("--only")
     parser.add_argument("--scratch", type=Path)
     asked = parser.parse_args()

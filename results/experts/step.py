@@ -5,9 +5,10 @@
 TEXT is a folder with train.xz as runs.py takes it: real text of 8,192 words, in a vocabulary of 50,304. Ours is the
 engine of a run with int8 moments, in 16 bits with torch's attention and in INT8. The peer's mixture is a stable sort,
 indexing, torch._grouped_mm, silu and index_add (benchmarks/experts.py), its blocks and its loss are compiled, and its
-AdamW keeps bf16 weights and bf16 moments, which is less work than ours. Both begin with the same weights, a rate of 0
-keeps them, and a bias that our run finds balances the choices of both. First the losses of all sides on two layers must
-agree. No test runs this script, and the page names its commit.
+AdamW keeps bf16 weights and bf16 moments, which is less work than ours. All begin with the same weights, a rate of 0
+keeps them, and a bias that our first run finds balances the choices of the others. Before that the losses of all sides
+on two layers must agree, with fp32 weights and without clipping. Each side has a process of its own. No test runs this
+script, and the page names its commit.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ import gc
 import json
 import lzma
 import os
+import shutil
 import statistics
+import subprocess
 import sys
 import time
-import traceback
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +34,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import sagetrain.model.transformer as transformer
 import tiny
 from peer import PeerNorm
-from sagetrain.cluster.join import end_distributed, init_distributed
+from sagetrain.cluster.join import init_distributed
 from sagetrain.config import RunConfig
 from sagetrain.config.load import load_config
 from sagetrain.data.batch import Batch
@@ -82,7 +84,7 @@ def config(precision: str, layers: int, micro: int, rate: float) -> RunConfig:
             f"attention.backend={attention}", "attention.recipe=scores",
             f"linear.precision={'int8' if linear == 'int8' else 'bf16'}", "optimizer.moments=int8",
             f"model.experts.balance.bias_rate={rate}", f"training.dtype={'bf16' if GPU else 'fp32'}",
-            "training.cuda_graphs=off", f"tokens_per_step.tokens={4 * micro * LENGTH}",
+            "training.cuda_graphs=off", "optimizer.clip_grad=0", f"tokens_per_step.tokens={4 * micro * LENGTH}",
             *(small if SMALL else []),
         ],
     )  # fmt: skip
@@ -195,7 +197,7 @@ def loss_of(x: Tensor, gain: Tensor, head: Tensor, labels: Tensor, eps: float) -
 class Peer:
     """The model by torch's operators, with torch's fused AdamW."""
 
-    def __init__(self, cfg: RunConfig, biases: dict[str, Tensor], device: torch.device) -> None:
+    def __init__(self, cfg: RunConfig, biases: dict[str, Tensor], device: torch.device, master: bool) -> None:
         m, self.device = cfg.model, device
         groups, how = ParallelGroups.single(), {"dtype": DTYPE, "device": device}
         fresh = tiny.transformer(m, cfg.attention, vocab_size=VOCAB, seed=3, groups=groups, **how)
@@ -215,6 +217,9 @@ class Peer:
             for block in self.blocks:
                 block.compile(fullgraph=True, dynamic=False)
         every = [self.embedding, self.head, self.gain, *(p for block in self.blocks for p in block.parameters())]
+        # Where losses are compared the weights are those of ours, in fp32; timed steps are spared that.
+        self.masters = [(p, p.detach().float().requires_grad_()) for p in every] if master else []
+        every = [copy for _, copy in self.masters] or every
         self.optimizer = torch.optim.AdamW(every, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=GPU)
 
     def step(self, pairs: list[tuple[Tensor, Tensor]], lr: float) -> float:
@@ -227,14 +232,22 @@ class Peer:
             loss.backward()
             total = total + loss.detach()
         self.optimizer.param_groups[0]["lr"] = lr
-        self.optimizer.step()
+        with torch.no_grad():
+            for parameter, copy in self.masters:
+                copy.grad, parameter.grad = parameter.grad.float(), None
+            self.optimizer.step()
+            for parameter, copy in self.masters:
+                parameter.copy_(copy)
         self.optimizer.zero_grad(set_to_none=True)
         return float(total)
 
 
 def release() -> None:
+    """Free the memory of all large tensors on the GPU, whoever still names them."""
+    for thing in gc.get_objects():
+        if type(thing) in (Tensor, nn.Parameter) and thing.is_cuda and thing.untyped_storage().nbytes() > 2**20:
+            thing.untyped_storage().resize_(0)
     gc.collect()
-    torch.compiler.reset()
     if GPU:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -253,6 +266,58 @@ def time_of(side: Ours | Peer, batches: Batches, several: int, repeats: int) -> 
     return times[1:]
 
 
+def worker(name: str, asked: argparse.Namespace) -> None:
+    """Check one side on two layers, wait for its turn, and time it at full depth."""
+    device, begun = init_distributed(timeout_minutes=10), asked.begun
+    batches, out = Batches(asked.text / "train.xz", asked.micro), asked.out
+    say = lambda text: print(f"[{time.time() - begun:5.1f} s] {name}: {text}", flush=True)  # noqa: E731
+
+    def build(layers: int, biases: dict[str, Tensor], rate: float = 0.001, master: bool = False) -> Ours | Peer:
+        cfg = config(name, layers, asked.micro, rate)
+        if SIDES[name][1] == "peer":
+            return Peer(cfg, biases, device, master)
+        return Ours(cfg, device)
+
+    # The graphs of blocks and loss are those of the timed steps, so they are compiled here, on all sides at once.
+    side = build(2, {}, 0.0, master=True)
+    losses = [side.step([batches(n % 2)], 1e-4) for n in range(5)]
+    (out / f"{name}.losses").write_text(json.dumps(losses))
+    say(f"checked, {' '.join(f'{x:.4f}' for x in losses)}")
+    del side
+    release()
+    while not (out / f"{name}.turn").exists():
+        time.sleep(0.05)
+    biases = torch.load(out / "biases.pt", map_location=device) if (out / "biases.pt").exists() else {}
+    side = build(asked.layers, biases, 0.002)
+    say("built")
+    ones = list[float]()
+    for number in range(2 if biases or isinstance(side, Peer) else asked.balancing):
+        started = time.perf_counter()
+        side.step([batches(number)], 0.0)
+        ones.append(time.perf_counter() - started)
+    if isinstance(side, Ours):
+        if not biases:
+            torch.save(side.biases(), out / "biases.pt")
+        for kept in side.engine.owned(is_bias) if biases else ():
+            kept.write("weight", biases[kept.name])
+        side.engine.state_changed()
+    say(f"steps of one micro-batch took {' '.join(f'{x:.3f}' for x in ones[-3:])} s")
+    times = time_of(side, batches, asked.several, asked.repeats)
+    tokens = asked.several * asked.micro * LENGTH
+    row = {"side": name, "layers": asked.layers, "tokens": tokens, "seconds": times, "ones": ones}
+    row["tokens_per_second"] = tokens / statistics.median(times)
+    row["loads"] = {k: round(v, 3) for k, v in side.metrics.items() if k.startswith("moe/")}
+    if GPU:
+        row["gib"] = torch.cuda.max_memory_allocated() / 2**30
+        row["retries"] = torch.cuda.memory_stats().get("num_alloc_retries", 0)
+    entropy = [v for k, v in row["loads"].items() if k.endswith("entropy")]
+    balance = f", load {row['loads']['moe/max_load']}, entropy {statistics.fmean(entropy):.3f}" if entropy else ""
+    memory = f"{row.get('gib', 0):.1f} GiB, {row.get('retries')} retries"
+    say(f"{row['tokens_per_second']:,.0f} tokens/s, {' '.join(f'{x:.3f}' for x in times)} s, {memory}{balance}")
+    (out / f"{name}.json").write_text(json.dumps(row, indent=1) + "\n")
+    os._exit(0)  # At once, so that the next side has the memory.
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("text", type=Path)
@@ -261,74 +326,40 @@ def main() -> None:
     parser.add_argument("--micro", type=int, default=4, help="sequences of a micro-batch")
     parser.add_argument("--several", type=int, default=4, help="micro-batches of a step")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--balancing", type=int, default=12, help="micro-batches that move the bias first")
+    parser.add_argument("--balancing", type=int, default=8, help="micro-batches that move the bias first")
     parser.add_argument("--sides", nargs="*", default=list(SIDES))
+    parser.add_argument("--only")
+    parser.add_argument("--begun", type=float, default=time.time())
     asked = parser.parse_args()
-    asked.out.mkdir(parents=True, exist_ok=True)
-    device, begun = init_distributed(timeout_minutes=10), time.time()
-    batches, rows = Batches(asked.text / "train.xz", asked.micro), []
-    say = lambda text: print(f"[{time.time() - begun:5.1f} s] {text}", flush=True)  # noqa: E731
-
-    def build(name: str, layers: int, weights: dict | None, rate: float = 0.001) -> Ours | Peer:
-        cfg = config(name, layers, asked.micro, rate)
-        return Ours(cfg, device) if SIDES[name][1] != "peer" else Peer(cfg, weights, device)
-
-    # Right first: two layers, one sequence, a few steps that learn.
-    one, losses, given = Batches(asked.text / "train.xz", 1), {}, None
-    with torch.compiler.set_stance("force_eager"):
-        for name in sorted(asked.sides, key=lambda name: name != "SageTrain bf16"):
-            side = build(name, 2, given, 0.0)
-            given = given or (side.biases() if isinstance(side, Ours) else None)
-            losses[name] = [side.step([one(n % 2)], 3e-4) for n in range(4)]
-            del side
-            release()
-    first = losses["SageTrain bf16"]
-    for name, found in losses.items():
-        apart = max(abs(a - b) for a, b in zip(found, first, strict=True))
+    if asked.only:
+        worker(asked.only, asked)
+        return
+    shutil.rmtree(asked.out, ignore_errors=True)
+    asked.out.mkdir(parents=True)
+    words = [sys.executable, *sys.argv, "--begun", str(asked.begun), "--only"]
+    running = {name: subprocess.Popen([*words, name]) for name in asked.sides}
+    losses: dict[str, list[float]] = {}
+    while any(process.poll() is None for process in running.values()) and len(losses) < len(running):
+        for path in asked.out.glob("*.losses"):
+            losses[path.stem] = json.loads(path.read_text() or "null") or losses.get(path.stem, [])
+        time.sleep(0.1)
+    first = losses.get("SageTrain bf16") or next(iter(losses.values()))
+    for name, process in running.items():
+        found = losses.get(name)
+        apart = max((abs(a - b) for a, b in zip(found or [], first, strict=False)), default=float("inf"))
         fell = first[0] - first[-1]
-        say(f"{name}: {' '.join(f'{x:.4f}' for x in found)}, at most {apart:.4f} from ours in 16 bits, fell {fell:.4f}")
-        if not apart <= 0.08 * fell:
-            say(f"{name} IS WRONG and is not timed")
-            asked.sides = [side for side in asked.sides if side != name]
-    given = None
-    for name in asked.sides:
-        side = None
-        try:
-            side = build(name, asked.layers, given)
-            say(f"{name}: built")
-            if isinstance(side, Ours):
-                for number in range(asked.balancing if given is None else 2):
-                    side.step([batches(number)], 0.0)
-                if given is None and "torch operators" in asked.sides:
-                    given = side.biases()
-                for kept in side.engine.owned(is_bias) if given else ():
-                    kept.write("weight", given[kept.name])
-                side.engine.state_changed()
-            else:
-                side.step([batches(0)], 0.0)
-            say(f"{name}: compiled")
-            times = time_of(side, batches, asked.several, asked.repeats)
-            tokens = asked.several * asked.micro * LENGTH
-            memory = torch.cuda.max_memory_allocated() / 2**30 if GPU else 0.0
-            loads = {k: round(v, 3) for k, v in side.metrics.items() if k.startswith("moe/")}
-            rows.append({"side": name, "layers": asked.layers, "tokens": tokens, "seconds": times, "loads": loads,
-                         "tokens_per_second": tokens / statistics.median(times), "gib": memory})  # fmt: skip
-            entropy = [v for k, v in loads.items() if k.endswith("entropy")]
-            balance = (
-                f", largest load {loads['moe/max_load']}, entropy {statistics.fmean(entropy):.3f}" if loads else ""
-            )
-            say(f"{name}: {rows[-1]['tokens_per_second']:,.0f} tokens/s, {memory:.1f} GiB, "
-                f"{' '.join(f'{x:.3f}' for x in times)} s{balance}")  # fmt: skip
-        except Exception:  # noqa: BLE001
-            traceback.print_exc(file=sys.stdout)
-        (asked.out / "step.json").write_text(json.dumps(rows, indent=1) + "\n")
-        del side
-        release()
+        print(f"{name}: at most {apart:.4f} from ours in 16 bits, which fell {fell:.4f}", flush=True)
+        if not apart <= (0.16 if "int8" in name else 0.08) * abs(fell):
+            print(f"{name} IS WRONG and is not timed", flush=True)
+            process.kill()
+    for name, process in running.items():
+        (asked.out / f"{name}.turn").touch()
+        process.wait()
+    rows = [json.loads(path.read_text()) for path in asked.out.glob("*.json")]
     found = {row["side"]: row["tokens_per_second"] for row in rows}
-    peer = found.get("torch operators")
     for name, rate in found.items():
-        print(f"| {name} | {rate:,.0f} |" + (f" {rate / peer:.3f} |" if peer else " |"), flush=True)
-    end_distributed()
+        beside = f" {rate / found['torch operators']:.3f} |" if "torch operators" in found else ""
+        print(f"| {name} | {rate:,.0f} |{beside}", flush=True)
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ class Evaluation:
     sequences: int = 0
     """Number of sequences of data.valid; 0 for text."""
     chosen: dict[int, NDArray[np.int64]] = field(default_factory=dict)
-    """How many choices fell on each expert, by layer with experts, of all tokens that the model read."""
+    """The number of choices of each expert by layer with experts, of all tokens that the model read."""
 
     @property
     def loss(self) -> float:

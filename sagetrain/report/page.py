@@ -41,6 +41,8 @@ CHARTS = (
     Chart("Tokens per step", ("train/tokens_per_step", "noise/all/scale_tokens"), "tokens", from_zero=True, exact=True),
     Chart("Throughput", ("perf/tokens_per_second",), "tokens per second", from_zero=True),
     Chart("Load of the fullest expert, worst layer", ("moe/max_load",), "multiple of the mean"),
+    Chart("Entropy of the loads of experts", ("moe/*/entropy",), "part of the largest, worst layer"),
+    Chart("Choices of experts that 8 bits change", ("moe/*/flips",), "share of tokens, worst layer"),
     Chart(
         "Error of quantization over the gradient's noise",
         ("quant_noise/*/ratio", "quant_noise/all/ratio", "quant_noise/*/bias_ratio"),

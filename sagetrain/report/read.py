@@ -27,9 +27,11 @@ MAX_POINTS = 2_000
 """Largest number of points of a curve. A longer curve keeps the least and the largest value of every stretch, so that
 no spike is lost."""
 
-_LAYER = re.compile(r"^(quant|quant_noise|noise|norms)/\d+/")
+_LAYER = re.compile(r"^(quant|quant_noise|noise|norms|moe)/\d+/")
 """The pattern of metrics with the number of a layer. Other names may have numbers too: valid/2024/loss belongs to a
 source."""
+_LEAST = "/cosine", "/entropy", "/min_load"
+"""Endings of metrics whose worst layer is the one with the least value."""
 
 _LOAD = re.compile(r"^blocks\.(\d+)\.mlp\.router\.load$")
 
@@ -42,9 +44,9 @@ class RunRecord:
     """The data that one run wrote.
 
     `curves` are keyed by metric. Metrics that differ only in their layer are one curve: quant/*/dS/rel_l2 is the
-    largest over all layers, or the least if it is a cosine. `means` has the means over the stretches of those curves
-    that were thinned; smooth lines are drawn from them. `events` have tokens, kind and text; `samples` have tokens,
-    prompt and text.
+    largest over all layers, or the least if its name ends as one of `_LEAST`. `means` has the means over the stretches
+    of those curves that were thinned; smooth lines are drawn from them. `events` have tokens, kind and text; `samples`
+    have tokens, prompt and text.
     """
 
     name: str
@@ -58,7 +60,7 @@ class RunRecord:
     """The loads of experts in the last step of the newest checkpoint, over the mean, by layer. Empty without experts or
     checkpoints."""
     loads_step: int = 0
-    """That step."""
+    """The step of these loads."""
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
@@ -142,7 +144,7 @@ def _read(folder: Path, name: str) -> RunRecord:
             if not math.isfinite(value):  # JSON has no such number, and no browser would draw it.
                 continue
             curve = curves.setdefault(_LAYER.sub(r"\1/*/", metric), {})
-            worst = min if metric.endswith("/cosine") else max
+            worst = min if metric.endswith(_LEAST) else max
             curve[row["tokens"]] = worst(value, curve.get(row["tokens"], value))
     events = [*_saves(rows), *read_rows(folder / "events.jsonl")]
     columns = {metric: _columns(curve) for metric, curve in sorted(curves.items())}

@@ -32,7 +32,7 @@ _NAMED = 8
 
 
 class Spread(NamedTuple):
-    """How evenly the choices of a layer fall on its experts."""
+    """The evenness of the choices of a layer."""
 
     largest: float
     """The load of the fullest expert over the mean."""

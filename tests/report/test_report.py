@@ -242,7 +242,7 @@ def overlapping(driver) -> list[list[str]]:
 def test_labels_of_charts_with_few_points_do_not_overlap(
     tmp_path: Path, driver, monkeypatch: pytest.MonkeyPatch, width: int, values: list[float]
 ) -> None:
-    """That of a map of experts as well, which a checkpoint gives."""
+    """A map of the loads of experts is among them, as a checkpoint would give it."""
     loads = {layer: [(expert * 7 % 64) / 31.5 for expert in range(64)] for layer in range(1, 16)}
     monkeypatch.setattr(read, "_loads", lambda root: (loads, 1234))
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"model": {"experts": {"number": 64}}}))

@@ -1,4 +1,4 @@
-"""How many choices of experts 8 bits change."""
+"""Flips of choices of experts by 8 bits are counted right, and the model is left as it was."""
 
 from __future__ import annotations
 
