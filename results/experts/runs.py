@@ -7,8 +7,8 @@ has a process of its own. The first one also trains the common halves (in 16 bit
 over as files. It times its steps, and chooses how many there are, so that all seeds fit into the seconds; seeds beyond
 --seeds follow while there is time. At the end of a run held-out text is evaluated four ways with the same weights: in
 the run's arithmetic and in 16 bits, each with its own choices of experts and with those of the other. Rows are written
-as runs end. --then trains second halves in steps of another size behind the same first ones. No test runs this script, and
-the page names its commit.
+as runs end. --then trains second halves in steps of another size behind the same first ones. No test runs this script,
+and the page names its commit.
 """
 
 from __future__ import annotations
