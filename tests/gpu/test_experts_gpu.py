@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import tiny
 from kernel_inputs import random_choices, router_results
 from sagekernels import grouped_casts
 from sagekernels.casts import E4M3, INT8
 from sagekernels.grouped import TILE, plan_rows, plan_rows_twin
 from sagekernels.grouped_matmul import GROUPED_RECIPES, GroupedMatmul, grouped_gated, grouped_matmul
 from sagekernels.testing import rel_l2
+from sagetrain.model.backends import attention_function
+from sagetrain.model.transformer import gradients
+from sagetrain.parallel.topology import ParallelGroups, Topology
+from sagetrain.stability.choices import Flips
 
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 pytestmark = [
@@ -145,3 +151,20 @@ def test_casts_are_their_twins_bit_for_bit(number, dtype):
         grouped_casts.weight_casts(weight.cuda(), number), grouped_casts.weight_casts(weight, number), strict=True
     ):
         assert torch.equal(ours.cpu().float(), twin.float())
+
+
+def test_flips_of_choices_are_counted() -> None:
+    """A model in INT8 goes forward and backward once more in 16 bits, beside the 8-bit weights that it keeps."""
+    experts = {"number": 16, "per_token": 4, "ffn_size": 128}
+    shape = {"num_layers": 2, "hidden_size": 256, "ffn_hidden_size": 256, "num_attention_heads": 4, "experts": experts}
+    how = {"attention": {"backend": "sage", "recipe": "scores"}, "linear": {"precision": "int8", "recipe": "rowwise"}}
+    cfg, groups = tiny.config(1, "bf16", model=shape, **how), ParallelGroups(Topology(1, 1), 0)
+    model = tiny.model(cfg, groups, device=torch.device("cuda"), partition=None)
+    model.keep_weights()
+    tokens = torch.randint(0, tiny.VOCAB, (4, 513), generator=torch.Generator().manual_seed(0)).cuda()
+    exact = attention_function("sdpa", cfg.attention, torch.device("cuda"))
+    call = partial(model, tokens[:, :-1], tokens[:, 1:])
+    Flips(model, exact, dict(model.named_parameters())).measure([partial(gradients, call)])
+    found = groups.metrics.reduce(torch.device("cuda"))
+    assert [*found] == ["moe/0/flips", "moe/1/flips"] and all(0 < share < 0.5 for share in found.values())
+    assert all(parameter.grad is None for parameter in model.parameters())

@@ -6,9 +6,11 @@ from functools import partial
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 import tiny
 from sagetrain.model.backends import attention_function
+from sagetrain.model.compile import compile_blocks
 from sagetrain.model.moe import Router
 from sagetrain.model.transformer import gradients
 from sagetrain.parallel.topology import ParallelGroups
@@ -43,10 +45,13 @@ def test_flips_are_those_of_two_passes(monkeypatch) -> None:
     ]
     assert 0 < differ[0] < 0.5
 
+    compile_blocks(model, "eager", blocks_alone=True)
+    loss, graphs = call(), counters["stats"]["unique_graphs"]
     flips = Flips(model, exact, dict(model.named_parameters()))
     flips.measure([partial(gradients, call)])
     found = groups.metrics.reduce(torch.device("cpu"))
     assert found == pytest.approx({"moe/1/flips": differ[0], "moe/2/flips": differ[1]})
+    assert torch.equal(call(), loss) and counters["stats"]["unique_graphs"] == graphs > 0
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all(block.mlp.router.watch is None for block in model.blocks if hasattr(block.mlp, "router"))
 
