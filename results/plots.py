@@ -278,6 +278,20 @@ def default(figure: Figure) -> None:
     panel.legend(fontsize=8)
 
 
+def experts(figure: Figure) -> None:
+    rows, panel = tables("experts")[0], figure.subplots()
+    for shift, kind in enumerate(("training loss", "held-out text")):
+        means, widths = zip(*(interval(row[kind]) for row in rows), strict=True)
+        places = [row + 0.2 * shift for row in range(len(rows))]
+        panel.errorbar(means, places, xerr=widths, fmt="o", markersize=4, capsize=3, label=kind)
+    names = [f"{row['experts and linear layers']}, attention {row['attention']}" for row in rows]
+    panel.set_yticks([row + 0.1 for row in range(len(rows))], names, fontsize=8)
+    panel.invert_yaxis()
+    panel.axvline(0, color="black", linewidth=0.8)
+    panel.set_xlabel("loss less that of 16 bits, nats")
+    panel.legend(fontsize=8)
+
+
 def tokens_per_step(figure: Figure) -> None:
     rows, panel = tables("tokens-per-step")[0], figure.subplots()
     for shift, column in enumerate(list(rows[0])[2:]):
@@ -384,6 +398,7 @@ PLOTS: dict[str, tuple[str, float, Callable[[Figure], None]]] = {
         4.0,
         ranked("engines", "{engine}, ZeRO {ZeRO}, {linear layers}, {commit}", "tokens/s", "tokens/s on two H100s"),
     ),
+    "experts": ("gap.png", 2.8, experts),
     "fp4": ("fp4.png", 3.2, fp4),
     "generation": ("generation.png", 2.4, generation),
     "gradients": (
