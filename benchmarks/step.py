@@ -7,10 +7,11 @@
 A step is forward and backward of some micro-batches of random tokens, whole causal sequences, followed by AdamW
 (torch's fused one) with fp32 master weights for the bf16 parameters. Both sides do the same. A name of --ours is an
 attention backend or recipe. Linear layers are in 16 bits, or as given after the plus: linear.precision, recipe,
-keep_layers_below (fp8:rowwise:8000000). Plain PyTorch is what a careful user writes by hand: torch.compile over the
-whole model, FlashAttention-4 if it is installed (else SDPA, cuDNN first), and linear layers in bf16 or by torchao's
-convert_to_float8_training, without the output projection. With --documents, attention stays within documents whose
-lengths are drawn from a log-normal distribution (sigma 1) around that median; plain PyTorch has no such rows.
+keep_layers_below (fp8:rowwise:8000000). Behind another plus comes linear.head. Plain PyTorch is what a careful user
+writes by hand: torch.compile over the whole model, FlashAttention-4 if it is installed (else SDPA, cuDNN first), and
+linear layers in bf16 or by torchao's convert_to_float8_training, without the output projection. With --documents,
+attention stays within documents whose lengths are drawn from a log-normal distribution (sigma 1) around that median;
+plain PyTorch has no such rows.
 
 Before anything is timed, all of them take a few steps on one sequence, and their losses must agree. MFU is a share of
 the 16-bit peak for all of them.
@@ -31,7 +32,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from peer import Peer, convert
-from sagekernels.lowbit import RECIPES
+from sagekernels.lowbit import HEADS, RECIPES
 from sagetrain.config.schema import SIXTEEN_BITS, AttentionConfig, LinearConfig, ModelConfig
 from sagetrain.costs.accounting import flops_per_token
 from sagetrain.model.compile import compile_blocks
@@ -92,17 +93,18 @@ class Case:
     peer_attention: str
 
     def build(self, name: str) -> Contender:
-        """Build `sagetrain scores+fp8:tensorwise`, `plain` or `plain + torchao tensorwise`. Raises ImportError if a
+        """Build `sagetrain scores+fp8:rowwise+fp8`, `plain` or `plain + torchao tensorwise`. Raises ImportError if a
         package is not installed."""
         side, _, what = name.partition(" ")
         return self._ours(what) if side == "sagetrain" else self._peer(what.removeprefix("+ torchao "))
 
     def _ours(self, what: str) -> Contender:
-        name, _, linear = what.partition("+")
+        name, *linear = what.split("+")
         asked = SIXTEEN_BITS
         if linear:
-            precision, recipe, *below = linear.split(":")
-            asked = LinearConfig(precision=precision, recipe=recipe, keep_layers_below=int(*below))
+            precision, recipe, *below = linear[0].split(":")
+            head = linear[1] if linear[1:] else "bf16"
+            asked = LinearConfig(precision=precision, recipe=recipe, keep_layers_below=int(*below), head=head)
         model = self._transformer(ATTENTION[name], asked)
         model.keep_weights()
 
@@ -277,6 +279,7 @@ def ours(text: str) -> list[str]:
     names = [name for name in text.split(",") if name]
     for name in names:
         attention, plus, linear = name.partition("+")
+        linear, in_8_bits, head = linear.partition("+")
         precision, _, recipe = linear.partition(":")
         recipe, colon, below = recipe.partition(":")
         if attention not in ATTENTION:
@@ -285,6 +288,8 @@ def ours(text: str) -> list[str]:
             ways = ", ".join(map(":".join, RECIPES))
             raise argparse.ArgumentTypeError(f"{name}: behind the plus come linear layers, of {ways}, and :WEIGHTS, "
                                              "below which a layer stays in 16 bits")  # fmt: skip
+        if in_8_bits and head not in HEADS:
+            raise argparse.ArgumentTypeError(f"{name}: the output projection is in {' or '.join(HEADS)}")
     return names
 
 

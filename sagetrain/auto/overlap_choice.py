@@ -139,7 +139,7 @@ def time_overlap(
             vocab_size=rows,
             groups=groups,
             functions=attention_functions(attention, few, device=device, dtype=dtype),
-            matmuls=matmuls[first : first + count],
+            matmuls=[*matmuls[first : first + count], {}],
             sequence_parallel=cfg.parallel.sequence_parallel,
             overlap=name == "on",
             activation_checkpointing=cast(Recomputation, cfg.training.activation_checkpointing),

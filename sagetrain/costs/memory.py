@@ -71,7 +71,8 @@ def _memory(cfg: RunConfig, layout: Layout, vocab_size: int, stage: int) -> list
         _orthogonalizing(cfg),
     ]
     largest = [*max(moments, key=total_bytes), *_recordings(cfg, layout, size, moments[:2])]
-    return [item for item in (*_model_state(cfg, layout, size, vocab_size), *largest) if item.bytes]
+    codes = _codes(cfg, end_operations(cfg.model, vocab_size, rank).head if part.last else None)
+    return [item for item in (*_model_state(cfg, layout, size, vocab_size, codes), *largest) if item.bytes]
 
 
 def _recordings(cfg: RunConfig, layout: Layout, size: int, passes: Iterable[list[MemoryItem]]) -> list[MemoryItem]:
@@ -101,22 +102,26 @@ def _kept(operations: Iterable[Operation]) -> int:
     return sum(part.saved // part.shards for part in operations)
 
 
-def _model_state(cfg: RunConfig, layout: Layout, size: int, vocab_size: int) -> list[MemoryItem]:
+def _model_state(cfg: RunConfig, layout: Layout, size: int, vocab_size: int, codes: MemoryItem) -> list[MemoryItem]:
     """Estimate weights, gradients and optimizer state of a rank with `size` parameters, while it holds all
     activations."""
     if layout.engine == "fsdp":
-        return _fsdp_state(cfg, layout, size)
+        return _fsdp_state(cfg, layout, size, codes)
     moments, state = _moments(cfg, size)
-    return deepspeed_prices.state(cfg, layout, size, vocab_size, moments, state) + [_codes(cfg)] * (
-        layout.zero_stage < 3
-    )
+    return deepspeed_prices.state(cfg, layout, size, vocab_size, moments, state) + [codes] * (layout.zero_stage < 3)
 
 
-def _codes(cfg: RunConfig) -> MemoryItem:
-    """Estimate the 8-bit weights that linear layers keep."""
+def _codes(cfg: RunConfig, head: MatmulCost | None) -> MemoryItem:
+    """Estimate the 8-bit weights that linear layers keep, and the output projection if it is here."""
     every = _matmuls(cfg, rank_of(cfg)) if cfg.linear.low_bit else ()
     eight = sum(blocks * layer.weights for blocks, layer in every if layer.precision.forward == cfg.linear.precision)
-    return MemoryItem("8-bit weights", 2 * eight, "codes of linear layers, as they are and transposed")
+    bytes_ = 2 * eight + (_head_codes(head) if head else 0)
+    return MemoryItem("8-bit weights", bytes_, "codes of linear layers, as they are and transposed")
+
+
+def _head_codes(head: MatmulCost) -> int:
+    """Return the bytes of the codes of the output projection's weights, for the products that are in 8 bits."""
+    return head.weights * sum(precision in ("fp8", "int8") for precision in head.precision[:2])
 
 
 def _matmuls(cfg: RunConfig, rank: Rank) -> Iterator[tuple[int, MatmulCost]]:
@@ -126,7 +131,7 @@ def _matmuls(cfg: RunConfig, rank: Rank) -> Iterator[tuple[int, MatmulCost]]:
             yield kind.blocks, layer
 
 
-def _fsdp_state(cfg: RunConfig, layout: Layout, size: int) -> list[MemoryItem]:
+def _fsdp_state(cfg: RunConfig, layout: Layout, size: int, codes: MemoryItem) -> list[MemoryItem]:
     """Estimate what _model_state does, for FSDP2 (engines/fsdp.py)."""
     stage, shards, element = layout.zero_stage, layout.shards, rank_of(cfg).element
     (block, outside), experts = fsdp_groups(cfg, size), sum(expert_parameters(cfg))
@@ -156,7 +161,7 @@ def _fsdp_state(cfg: RunConfig, layout: Layout, size: int) -> list[MemoryItem]:
     else:
         held = MemoryItem("gradients", wide * share, f"1/{shards} of them")
     weights = MemoryItem("weights", element * size, f"{cfg.training.dtype}, gathered")
-    return [weights, held, optimizer, _codes(cfg), *slots]
+    return [weights, held, optimizer, codes, *slots]
 
 
 def _moments(cfg: RunConfig, size: int) -> tuple[str, int]:
@@ -232,13 +237,14 @@ def _linear_errors(cfg: RunConfig, layout: Layout, vocab_size: int) -> list[list
     """
     if not cfg.linear.low_bit or cfg.stability.monitor.every_steps is None or not layout.takes_probes:
         return []
-    cfg = with_recomputation(cfg, "full")
+    cfg, low = with_recomputation(cfg, "full"), cfg.linear
     rank = replace(rank_of(cfg), fused=False, linear=SIXTEEN_BITS)
     kept, running = _activations(cfg, rank)
     largest = max(4 * max(layer.weights, layer.tokens * layer.inputs) for _, layer in _matmuls(cfg, rank))
+    ends, why = end_operations(cfg.model, vocab_size, rank), "a linear layer in fp32: stability.monitor"
     return [
-        [kept, *_loss(cfg, rank, end_operations(cfg.model, vocab_size, rank))],
-        [kept, *running, MemoryItem("monitor", largest, "a linear layer in fp32: stability.monitor")],
+        [kept, *_loss(cfg, rank, ends), *[MemoryItem("monitor", 4 * ends.head.weights, why)] * (low.head != "bf16")],
+        [kept, *running, MemoryItem("monitor", largest, why)],
     ]
 
 
@@ -282,11 +288,14 @@ def _loss(cfg: RunConfig, rank: Rank, ends: Ends) -> list[MemoryItem]:
     chunk = -(-part // chunks)
     norm = rank.tokens * ends.norm.saved // ends.norm.shards
     gathered = stream if rank.shards > 1 else 0
+    # Products in FP8 are made in 16 bits before they are added to the sum. At ZeRO 3 nothing is kept of the weights.
+    product = rank.element * ends.head.weights * (ends.head.precision.weight_gradient == "fp8")
+    codes = _head_codes(ends.head) if cfg.parallel.zero_stage == 3 else 0
     return [
         MemoryItem("logits", chunk * ends.loss.live, f"of {chunk:,} tokens at a time, and their gradients"),
         MemoryItem(
             "loss",
-            norm + gathered + stream + (4 + (parts - 1) * rank.element) * ends.head.weights,
+            norm + gathered + stream + product + codes + (4 + (parts - 1) * rank.element) * ends.head.weights,
             "final norm, gradient of its output and (fp32) of the output projection",
         ),
     ]

@@ -197,6 +197,13 @@ class Rank:
         wide = self.linear.recipe == "rowwise_bf16_wgrad"
         return Precision(self.linear.precision, self.linear.precision, self.dtype if wide else self.linear.precision)
 
+    @property
+    def head_precision(self) -> Precision:
+        """The arithmetic of the output projection."""
+        if (low := self.linear.head) == "bf16":
+            return Precision(self.dtype, self.dtype, self.dtype)
+        return Precision("fp8", "fp8", "fp8") if low == "fp8" else Precision(low, self.dtype, self.dtype)
+
     def matmul(
         self, name: str, outputs: int, inputs: int, *, column_parallel: bool, recomputed: bool,
         precision: Precision | None = None, saved: int = 0,
@@ -415,6 +422,11 @@ def end_operations(model: ModelConfig, vocab_size: int, rank: Rank) -> Ends:
     hidden, columns, element = model.hidden_size, vocab_size // rank.tensor, rank.element
     # A chunk has logits and their gradient. Eager, the gradient is made of three fp32 tensors and a mask.
     per_logit = 2 * element if rank.fused else element + 13
+    moved, precision = rank.moved(_LOGIT, columns), rank.head_precision
+    if precision.input_gradient == "fp8":  # The gradient of the logits is rounded twice while both are there.
+        per_logit, moved = max(per_logit, 2 * element + 2), moved + rank.moved(_CASTS["rowwise"], hidden + columns)
+    elif precision.forward == "int8":
+        moved += rank.moved(_CASTS["rowwise_bf16_wgrad"], hidden)
     return Ends(
         embedding=PassCost(name="embedding", moved=element * _EMBEDDING * hidden),
         # The time of the norm is computed as if each rank saw all tokens, because it is a small part of a step.
@@ -424,8 +436,8 @@ def end_operations(model: ModelConfig, vocab_size: int, rank: Rank) -> Ends:
             saved=rank.saved_by_norm(hidden) + element * hidden,
             shards=rank.shards,
         ),
-        head=rank.matmul("head", columns, hidden, column_parallel=True, recomputed=False),
-        loss=PassCost(name="loss", moved=rank.moved(_LOGIT, columns), live=per_logit * columns),
+        head=rank.matmul("head", columns, hidden, column_parallel=True, precision=precision, recomputed=False),
+        loss=PassCost(name="loss", moved=moved, live=per_logit * columns),
     )
 
 

@@ -73,8 +73,9 @@ class GatheredWeights:
         if number is None:
             return
         self._wait(number)
-        if self._kept and module is not self._model:
-            self._kept.renew(module)
+        own: nn.Module | None = module if module is not self._model else getattr(self._model, "head", None)
+        if self._kept and own is not None:
+            self._kept.renew(own)
 
     def _wait(self, number: int) -> None:
         """Let the current stream wait for the weights of the unit with this number."""

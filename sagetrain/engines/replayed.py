@@ -6,7 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,9 +22,9 @@ from sagetrain.engines.protocol import Observers
 from sagetrain.engines.replay_times import ReplayTimes, replays_stay, slowest_of_ranks
 from sagetrain.engines.static_inputs import StaticInputs, shapes_of
 from sagetrain.engines.traversal import Passes, Plain
-from sagetrain.model.block import Block
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.copies import Copies, connected
+from sagetrain.parallel.layers import linear_layers
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.noise_scale import GradientNoise
 
@@ -239,8 +239,7 @@ class Replayed(Plain):
             or any(leaf._backward_hooks for leaf in leaves)
         ):
             return None
-        blocks = cast(Iterable[Block], model.blocks)
-        layers = [layer for block in blocks for layer in block.linear_layers.values()]
+        layers = list(linear_layers(model))
         held = [*leaves, *(tensor for layer in layers for tensor in layer.kept)]
         return (
             [layer.matmul for layer in layers],

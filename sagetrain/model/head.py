@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from sagekernels.matmul import Matmul, Pending, linear
 from sagetrain.parallel.collectives import finish_enter, gather_from_region
 from sagetrain.parallel.cross_entropy import OwnLoss, is_by_sequence, linear_cross_entropy, linear_token_losses
+from sagetrain.parallel.layers import ParallelLayer
 from sagetrain.parallel.topology import ParallelGroups
 
 
-class Head(nn.Module):
+class Head(ParallelLayer):
     """Output projection and loss, with the vocabulary spread over the tensor-parallel group.
 
     With tied embeddings, the one Parameter is registered here and in the embedding, so that each module owns the weight
@@ -28,8 +32,7 @@ class Head(nn.Module):
         matmul: Matmul | None = None,
         loss: OwnLoss | None = None,
     ) -> None:
-        super().__init__()
-        self.matmul = matmul or Matmul()
+        super().__init__(Matmul(), matmul)
         self.loss = loss
         """A user's loss in the place of the cross-entropy, or None. Losses by token stay cross-entropies."""
         self.weight = weight
@@ -37,6 +40,20 @@ class Head(nn.Module):
         self.groups = groups
         self.sequence_parallel = sequence_parallel
         self.compiled = False
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """The matrix."""
+        return [self.weight]
+
+    @property
+    def matmuls(self) -> dict[str, Matmul]:
+        """The Matmul of the head, as `head`, unless it multiplies in the dtype of its operands. It may be set."""
+        return {} if self.matmul is self.in_dtype else {"head": self.matmul}
+
+    @matmuls.setter
+    def matmuls(self, matmuls: Mapping[str, Matmul]) -> None:
+        self.matmul, self.kept = matmuls.get("head") or self.in_dtype, ()
 
     @property
     def by_sequence(self) -> bool:
@@ -68,19 +85,9 @@ class Head(nn.Module):
         x_TD = entered[0] if len(entered) == 1 else torch.cat(entered)
         if labels_T is None:
             x_TD = x_TD[every - 1 :: every]
-            return gather_from_region(linear(x_TD, [self.weight], self.matmul)[0], self.groups)
+            return gather_from_region(linear(x_TD, self.weights, self.matmul, kept=self.kept)[0], self.groups)
+        read = x_TD, self.weight, labels_T, self.groups
+        how: dict[str, Any] = {"matmul": self.matmul, "kept": self.kept, "compiled": self.compiled, "known": self.known}
         if by_token:
-            return linear_token_losses(
-                x_TD, self.weight, labels_T, self.groups, matmul=self.matmul, compiled=self.compiled, known=self.known
-            )
-        return linear_cross_entropy(
-            x_TD,
-            self.weight,
-            labels_T,
-            self.groups,
-            divisor=divisor,
-            matmul=self.matmul,
-            compiled=self.compiled,
-            known=self.known,
-            loss=self.loss,
-        )
+            return linear_token_losses(*read, **how)
+        return linear_cross_entropy(*read, divisor=divisor, loss=self.loss, **how)

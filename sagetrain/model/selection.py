@@ -10,7 +10,7 @@ import torch
 from sagekernels.backends import serving
 from sagekernels.grouped_matmul import GROUPED_RECIPES
 from sagekernels.launch import check_int8, half_sums
-from sagekernels.lowbit import RECIPES
+from sagekernels.lowbit import HEADS, RECIPES
 from sagetrain.config.layer_specs import WITH_SINKS, linear_layers
 from sagetrain.config.layer_specs import layers as layer_specs
 from sagetrain.config.linear_sizes import LOW_BIT_MULTIPLE, LinearSizes
@@ -108,8 +108,8 @@ def matmuls_of(
     device: torch.device,
     dtype: torch.dtype,
 ) -> tuple[list[dict[str, Any]], str]:
-    """Return the low-bit Matmul of each linear layer, keyed by name for each block, and one line that says so. The
-    entry "experts" is a GroupedMatmul.
+    """Return the low-bit Matmul of each linear layer, keyed by name for each block and for the end, and one line that
+    says so. The entry "experts" is a GroupedMatmul. The end has an entry "head" if linear.head is in 8 bits.
 
     A layer without an entry multiplies in dtype. With precision `auto` no layer has an entry, because choose_linear has
     to decide.
@@ -125,28 +125,17 @@ def matmuls_of(
     """
     low = linear.low_bit_blocks(model.num_layers)
     if not low:
-        return [{}] * model.num_layers, "in training.dtype"
+        return [{}] * (model.num_layers + 1), "in training.dtype"
     name = f"{linear.precision} {linear.recipe}"
     recipe = RECIPES.get((linear.precision, linear.recipe))
     if recipe is None:
         raise ValueError(f"linear.recipe {linear.recipe} is none of linear.precision {linear.precision}")
-    how = "its torch twin, since there is no GPU"
+    how, of_end = "its torch twin, since there is no GPU", dict[str, Any]()
+    if linear.head != "bf16":
+        of_end["head"] = HEADS[linear.head]
     if torch.device(device).type == "cuda":
-        if dtype != torch.bfloat16:
-            raise ValueError(f"linear.precision {linear.precision} needs training.dtype bf16 on a GPU")
-        needed, found = _CAPABILITY[linear.precision], torch.cuda.get_device_capability(device)
-        if found < needed:
-            instead = "bf16, or int8" if linear.precision == "fp8" and found >= _CAPABILITY["int8"] else "bf16"
-            card = f"{torch.cuda.get_device_name(device)} has {'.'.join(map(str, found))}"
-            raise ValueError(
-                f"linear.precision {linear.precision} needs a GPU of compute capability {'.'.join(map(str, needed))} "
-                f"or more, {card}; use {instead}"
-            )
-        if linear.precision == "int8":
-            try:
-                check_int8(found, by_tensor_memory=True)
-            except NotImplementedError as error:
-                raise ValueError(f"linear.precision int8: {error}") from error
+        for key, precision in (("precision", linear.precision), *[("head", linear.head)] * len(of_end)):
+            _check_gpu(f"linear.{key} {precision}", precision, device, dtype)
         how = "torch's kernels"
         if linear.precision == "fp8" and half_sums(torch.device(device)):
             how += "; this GPU adds FP8 products up at half rate: use linear.precision int8, twice as fast, or auto"
@@ -159,9 +148,12 @@ def matmuls_of(
         blocks += f", but for {odd}"
     if others != layers:
         blocks += f", by the sizes at tensor_parallel_size {tensor_parallel_size} in training and {here} here"
+    if of_end:
+        blocks += f", output projection in {linear.head}"
     matmuls: dict[str, Any] = dict.fromkeys(taken, recipe)
     if model.experts is None:
-        return [matmuls if index in low else {} for index in range(model.num_layers)], f"{name} in {blocks} ({how})"
+        of_blocks = [matmuls if index in low else {} for index in range(model.num_layers)]
+        return [*of_blocks, of_end], f"{name} in {blocks} ({how})"
     grouped = GROUPED_RECIPES.get((linear.precision, linear.recipe))
     if grouped is None:
         raise ValueError(f"linear.recipe {linear.recipe} is none of experts")
@@ -171,7 +163,25 @@ def matmuls_of(
         taken = [name for name, sizes in own[0].items() if linear.takes(sizes) and not own[1][name].odd]
         every.append({name: grouped if name == "experts" else recipe for name in taken} if index in low else {})
     beside = "included" if any("experts" in of_layer for of_layer in every) else "in training.dtype"
-    return every, f"{name} in {blocks}, experts {beside} ({how})"
+    return [*every, of_end], f"{name} in {blocks}, experts {beside} ({how})"
+
+
+def _check_gpu(setting: str, precision: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Raise ValueError if a GPU cannot multiply in 8 bits as a setting asks."""
+    if dtype != torch.bfloat16:
+        raise ValueError(f"{setting} needs training.dtype bf16 on a GPU")
+    needed, found = _CAPABILITY[precision], torch.cuda.get_device_capability(device)
+    if found < needed:
+        instead = "bf16, or int8" if precision == "fp8" and found >= _CAPABILITY["int8"] else "bf16"
+        card = f"{torch.cuda.get_device_name(device)} has {'.'.join(map(str, found))}"
+        raise ValueError(
+            f"{setting} needs a GPU of compute capability {'.'.join(map(str, needed))} or more, {card}; use {instead}"
+        )
+    if precision == "int8":
+        try:
+            check_int8(found, by_tensor_memory=True)
+        except NotImplementedError as error:
+            raise ValueError(f"{setting}: {error}") from error
 
 
 def _odd(layers: Mapping[str, LinearSizes]) -> str:

@@ -31,7 +31,7 @@ from sagetrain.model.tensors import TensorSpec, tensors
 from sagetrain.model.walks import Half
 from sagetrain.parallel import copies
 from sagetrain.parallel.cross_entropy import OwnLoss
-from sagetrain.parallel.layers import VocabParallelEmbedding, keep_weights
+from sagetrain.parallel.layers import VocabParallelEmbedding, keep_weights, linear_layers
 from sagetrain.parallel.topology import ParallelGroups
 
 Layouts = Mapping[Reach, Sequence[TokenLayout]]
@@ -74,8 +74,8 @@ class Transformer(nn.Module):
         model: the shape of the model.
         attention: the section that says where q and k are normalized.
         functions: the attention function of each layer (selection.attention_functions).
-        matmuls: the Matmul of linear layers, keyed by name for each block (selection.matmuls_of). A layer without an
-            entry multiplies in dtype. None: all layers do.
+        matmuls: the Matmul of linear layers, keyed by name for each block and for the end (selection.matmuls_of). A
+            layer without an entry multiplies in dtype. None: all layers do.
         vocab_size: the rows of the embedding, padded so that the tensor-parallel size divides it.
         known: the number of rows that are tokens; the other rows have no part in the loss. None: all rows are tokens.
         groups: this rank's place in the layout.
@@ -128,7 +128,7 @@ class Transformer(nn.Module):
         device = torch.device("cpu" if device is None else device)
         meta = torch.device("meta")  # memory comes with the values
         gemma, place = model.conventions == "gemma", dict[str, Any](dtype=dtype, device=meta)
-        matmuls = [{}] * model.num_layers if matmuls is None else matmuls
+        *of_blocks, of_end = [{}] * (model.num_layers + 1) if matmuls is None else matmuls
         if sequence_parallel and groups.tp_size > 1 and device.type == "cuda":
             assert groups.tp_group is not None
             # The connection comes before anything is compiled, because it decides which operators are called.
@@ -148,7 +148,7 @@ class Transformer(nn.Module):
         """The blocks that are here, by their numbers in the whole model."""
         self.layers = layers(model, attention.qk_norm)
         """The layers of the whole model."""
-        for number, (layer, function, own) in enumerate(zip(self.layers, functions, matmuls, strict=True)):
+        for number, (layer, function, own) in enumerate(zip(self.layers, functions, of_blocks, strict=True)):
             if any(number in chunk.blocks for chunk in self.chunks):
                 block = Block(
                     layer,
@@ -169,7 +169,8 @@ class Transformer(nn.Module):
             weight = embedding.weight
             if not model.tie_embeddings:
                 weight = nn.Parameter(torch.empty_like(weight))
-            self.head = Head(weight, groups, sequence_parallel=sequence_parallel, known=known, loss=loss)
+            low = of_end.get("head")
+            self.head = Head(weight, groups, sequence_parallel=sequence_parallel, known=known, matmul=low, loss=loss)
         self.every_spec: dict[str, TensorSpec] = {spec.name: spec for spec in tensors(model, attention, vocab_size)}
         """The entry of every tensor of the whole model in the list of tensors, by name."""
         self.specs: dict[str, TensorSpec] = {name: self.every_spec[name] for name, _ in self.named_parameters()}
@@ -177,9 +178,8 @@ class Transformer(nn.Module):
         missing = self.every_spec.keys() - self.specs if first and last else ()
         assert not missing, f"tensors without a parameter: {missing}"
         self.whole_blocks = False
-        """If set, a block computes with its own parameters alone. Under DeepSpeed's ZeRO-3 a compiled block has to, and
-        so has a block that is partly recomputed: a gather inside would be in that part, and differ from pass to
-        pass."""
+        """If set, a block computes with its own parameters alone. Under DeepSpeed's ZeRO-3 compiled and partly
+        recomputed blocks have to: a gather inside would differ from pass to pass."""
         self.watch_blocks: Callable[[int, Tensor], None] | None = None
         """A function that is called with each block's number and its output [tokens, hidden] on this rank. In
         overlapped halves it gets the first half's output, whose sum is complete by then."""
@@ -337,10 +337,9 @@ class Transformer(nn.Module):
             [(number, self._call_of(number), layouts[self.layers[number].attention.reach]) for number in blocks],
             tuple(x if y is None else x + complete(y, self.groups, self.sequence_parallel) for x, y in halves),
             again=self.recomputed_blocks if torch.is_grad_enabled() else 0,
-            # With two halves, a recomputed block starts a collective of the other half once more, and has to finish it
-            # once more. The block is therefore recomputed to the end, as a compiled block is anyway. A block's ZeRO-3
-            # hook, at the very end, would give the weights back too early. So would the hook of `down`, whose weights
-            # only another half behind it would gather again.
+            # With two halves, a recomputed block starts a collective of the other half again and has to finish it, so
+            # it is recomputed to the end, as a compiled block is anyway. A block's ZeRO-3 hook at the very end, or that
+            # of `down`, would give back too early weights that only another half behind would gather again.
             stop_early=len(halves) == 1 or self.whole_blocks,
             seen=self._seen,
         )
@@ -389,14 +388,18 @@ class Transformer(nn.Module):
 
     @property
     def matmuls(self) -> list[dict[str, Any]]:
-        """The Matmul of the linear layers of each block, as given to the constructor. They may be set, for a while or
-        for good. Layers then keep nothing of the weights until keep_weights is called."""
-        return [cast(Block, block).matmuls for block in self.blocks]
+        """The Matmul of the linear layers of each block that is here, and of the end, as given to the constructor. They
+        may be set, for a while or for good. Layers then keep nothing of the weights until keep_weights is called."""
+        of_end = self.head.matmuls if self.chunks[-1].last else {}
+        return [*(cast(Block, block).matmuls for block in self.blocks), of_end]
 
     @matmuls.setter
     def matmuls(self, matmuls: Iterable[Mapping[str, Any]]) -> None:
-        for block, own in zip(self.blocks, matmuls, strict=True):
+        *of_blocks, of_end = matmuls
+        for block, own in zip(self.blocks, of_blocks, strict=True):
             cast(Block, block).matmuls = own
+        if self.chunks[-1].last:
+            self.head.matmuls = of_end
 
     @property
     def quantized(self) -> bool:
@@ -407,18 +410,16 @@ class Transformer(nn.Module):
     def exact(self, attention: AttentionFunction) -> Iterator[None]:
         """Compute without quantization for a while. Attention layers that quantize get this function, and linear layers
         multiply in the dtype of their operands."""
-        changes: dict[tuple[Any, str], object] = {
-            (layer, "function"): attention for layer in self.attention_layers if layer.function.quantized
-        }
+        changes: dict[tuple[Any, str], object] = {(layer, "matmul"): layer.in_dtype for layer in linear_layers(self)}
+        changes |= {(layer, "function"): attention for layer in self.attention_layers if layer.function.quantized}
         for block in cast(Iterable[Block], self.blocks):
-            changes |= {(layer, "matmul"): layer.in_dtype for layer in block.linear_layers.values()}
             changes |= {(norm, "reader"): None for norm in (block.attention_norm, block.mlp_norm)}
         with changed(changes):
             yield
 
     def use_16_bits(self) -> None:
         """Let all linear layers multiply in the dtype of their operands from now on."""
-        self.matmuls = [{}] * len(self.blocks)
+        self.matmuls = [{}] * len(self.matmuls)
 
     def _layouts(
         self, tokens: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -60,6 +60,7 @@ def linear_cross_entropy(
     groups: ParallelGroups,
     *,
     matmul: Matmul | None = None,
+    kept: Sequence[Tensor] = (),
     chunk: int | None = None,
     compiled: bool = False,
     divisor: Tensor | float | None = None,
@@ -76,6 +77,7 @@ def linear_cross_entropy(
         weight: [vocab / tp, hidden_size], this rank's rows, in the dtype of `hidden`.
         labels: int64 [tokens]. For a loss by sequence [sequences, tokens].
         matmul: multiplies for logits and gradients (default: in the dtype of the operands).
+        kept: the tensors that matmul.keep returned for the present weight, if it was called.
         chunk: the number of tokens whose logits exist at once (default: as many as fill 2^28 logits). A loss by
             sequence gets the logits of all tokens.
         compiled: fuse the softmax kernels with torch.compile (for CUDA).
@@ -95,7 +97,8 @@ def linear_cross_entropy(
         chunk = hidden.shape[0]
     chunk, matmul = chunk or _chunk(hidden, weight, _CHUNK_OF_USERS if loss else _CHUNK_LOGITS), matmul or Matmul()
     judge = _Judge(groups, known, compiled, divisor is not None, loss)
-    found: Tensor = _LinearCrossEntropy.apply(hidden, weight, labels, judge, matmul, chunk, divisor)  # type: ignore[no-untyped-call]
+    inputs = hidden, weight, labels, judge, matmul, kept or matmul.keep((weight.detach(),)), chunk, divisor
+    found: Tensor = _LinearCrossEntropy.apply(*inputs)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -107,6 +110,7 @@ def linear_token_losses(
     groups: ParallelGroups,
     *,
     matmul: Matmul | None = None,
+    kept: Sequence[Tensor] = (),
     chunk: int | None = None,
     compiled: bool = False,
     known: int | None = None,
@@ -116,10 +120,10 @@ def linear_token_losses(
     The arguments are those of linear_cross_entropy, which returns the mean of these losses.
     """
     matmul, statistics = matmul or Matmul(), _compiled_kernels()[0] if compiled else _statistics
-    chunk, losses = chunk or _chunk(hidden, weight), []
+    chunk, losses, kept = chunk or _chunk(hidden, weight), [], kept or matmul.keep((weight,))
     for some, some_labels in zip(hidden.split(chunk), labels.split(chunk), strict=True):
         local, outside = local_ids(some_labels, weight.shape[0], groups)
-        (logits,) = matmul.forward(matmul.operand(some), (weight,))
+        (logits,) = matmul.forward(matmul.operand(some), (weight,), kept)
         _leave_out(logits, known, groups)
         lse, target = statistics(logits, local)
         losses.append(_token_losses(lse, target, outside, groups)[0].masked_fill(some_labels < 0, 0))
@@ -184,6 +188,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels: Tensor,
         judge: _Judge,
         matmul: Matmul,
+        kept: Sequence[Tensor],
         chunk: int,
         divisor: Tensor | float | None,
     ) -> Tensor:
@@ -194,14 +199,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, hidden.shape[0], chunk):
             rows = slice(start, start + chunk)
             operand, saved = matmul.read(hidden[rows])
-            (logits,) = matmul.forward(operand, (weight,))
+            (logits,) = matmul.forward(operand, (weight,), kept)
             losses, gradient = judge(logits, labels[rows])
             total += losses.sum()
             if hidden_needs_grad or weight_needs_grad:
                 grad = matmul.prepare((gradient(),))
                 del logits, gradient  # the next chunk's logits take their place
                 if hidden_grad is not None:
-                    matmul.input_gradient(grad, (weight,), out=hidden_grad[rows])
+                    matmul.input_gradient(grad, (weight,), out=hidden_grad[rows], kept=kept)
                 if weight_grad is not None:
                     matmul.add_weight_gradient(weight_grad, grad, saved)
                 del grad
@@ -218,7 +223,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (
             None if hidden_grad is None else _scaled(hidden_grad, scale),
             None if weight_grad is None else _scaled(weight_grad, scale),
-            *(None,) * 5,
+            *(None,) * 6,
         )
 
 

@@ -67,7 +67,7 @@ class LinearLayer(nn.Module, Generic[_M]):
         raise NotImplementedError
 
 
-class _Parallel(LinearLayer[Matmul]):
+class ParallelLayer(LinearLayer[Matmul]):
     """A linear layer that is spread over the tensor-parallel group."""
 
     def keep(self) -> None:
@@ -91,7 +91,7 @@ def keep_weights(model: nn.Module) -> None:
         layer.keep()
 
 
-class ColumnParallelLinear(_Parallel):
+class ColumnParallelLinear(ParallelLayer):
     """Several y = x W^T of one x. The rows of each W, which are its output features, are spread over the group.
 
     x comes from `start_enter`. Matrices that read the same x (q, k and v; gate and up) are one layer, because they
@@ -153,7 +153,7 @@ class ColumnParallelLinear(_Parallel):
         return self.weights, self.matmul, back, self.groups.tp_group, self.kept
 
 
-class RowParallelLinear(_Parallel):
+class RowParallelLinear(ParallelLayer):
     """One y = x W^T. The columns of W, which are its input features, are spread over the group.
 
     The layer starts to add the partial sums over the group: for all ranks, or for each rank its shard of the tokens.

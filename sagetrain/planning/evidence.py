@@ -24,6 +24,8 @@ MARGINS: Mapping[str, Mapping[str, float]] = {
         "sdpa": 0.1,
         "linear layers in fp8": 0.1,
         "linear layers in int8": 0.1,
+        "output projection in fp8": 0.1,
+        "output projection in int8": 0.1,
         "data parallelism": 0.1,
         "ZeRO 2": 0.1,
         "ZeRO 3": 0.15,
@@ -132,6 +134,8 @@ def _used(cfg: RunConfig, prediction: StepPrediction) -> Iterator[str]:
         yield "all in the host's memory" if cfg.parallel.offload == "all" else "state in the host's memory"
     if cfg.linear.low_bit:
         yield f"linear layers in {cfg.linear.precision}"
+    if cfg.linear.head != "bf16":
+        yield f"output projection in {cfg.linear.head}"
     if cfg.parallel.tensor_parallel_size > 1:
         yield "tensor parallelism"
         if prediction.overlap and not cfg.parallel.sequence_parallel:

@@ -47,11 +47,15 @@ def of_plan(plan: Plan) -> Iterator[Finding]:
 
 def precision_of_gpu(cfg: RunConfig, hardware: Hardware) -> Finding | None:
     """Return a finding for linear layers in a precision that the GPU does not have, or None."""
-    precision = cfg.linear.precision
-    if not cfg.linear.low_bit or precision in hardware.precisions:
+    if not cfg.linear.low_bit:
         return None
+    asked = {"linear.precision": cfg.linear.precision, "linear.head": cfg.linear.head}
+    lacking = [(key, precision) for key, precision in asked.items() if precision not in hardware.precisions]
+    if not lacking:
+        return None
+    (key, precision), *_ = lacking
     others = [name for name in ("bf16", "int8") if name in hardware.precisions]
-    return About("linear_precision_of_gpu", "linear.precision", precision).error(
+    return About("linear_precision_of_gpu", key, precision).error(
         f"{hardware.name} has no {precision} matmuls",
         f"use {' or '.join(others)}, or plan for another GPU ({spelled('gpu')})",
     )

@@ -191,6 +191,8 @@ def _model_table(plan: Plan) -> Table:
     parts = {"first": linear.keep_first_fraction, "last": linear.keep_last_fraction}
     if kept := [f"the {part} {100 * fraction:g} %" for part, fraction in parts.items() if fraction]:
         low_bit += f"; all in 16 bits in {' and '.join(kept)}, which the speeds below leave out"
+    if linear.head != "bf16":
+        low_bit += f"; output projection {linear.head}"
     done = flops_per_token(model, plan.vocab_size, rank_of(plan.cfg, span=plan.span).span)
     flops = flops_per_token(model, plan.vocab_size, plan.cfg.data.seq_length)
     share, full = (1 - flops_per_token(model, plan.vocab_size, 0) / count for count in (done, flops))

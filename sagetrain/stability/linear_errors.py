@@ -7,6 +7,7 @@ For Y, dX and dW (weights that read one x are one matrix), the tensor of the lay
     quant/<layer>/<name>.dY/zero_share_dX, _dW        of the entries of dY that are not zero, the share that is rounded
                                                       to zero on the way to dX and to dW (not to one made of 16 bits)
 
+The output projection in 8 bits is layer `head` with the name head. Its numbers are those of all chunks of its tokens.
 Of results with more than 2^20 entries every n-th row is looked at. Sums run over all ranks before the root is taken.
 Under tensor parallelism, Y of out and down and dX of qkv and gate_up are the terms that a rank adds to the sum over the
 group.
@@ -29,12 +30,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sagekernels.lowbit import LowBit
+from sagekernels.lowbit import LowBit, Mixed
 from sagekernels.matmul import Matmul
 from sagekernels.observe import pooled_cosine, pooled_rel_l2
 from sagetrain.config.errors import many
 from sagetrain.model.transformer import Gradients, Transformer, changed
-from sagetrain.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from sagetrain.parallel.layers import ColumnParallelLinear, ParallelLayer, RowParallelLinear
 from sagetrain.parallel.metrics import share
 from sagetrain.stability.controller import Event, Taken
 
@@ -60,9 +61,11 @@ class Observed(Matmul):
     """
 
     joined: bool = True
-    low: LowBit
+    low: LowBit | Mixed
     tell: Numbers
     tag: str
+    weights: Sequence[Tensor] = ()
+    """The weights, for a layer that adds the gradient of its weight up itself."""
 
     def read(self, x: Tensor, largest: Tensor | None = None) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Return the codes and scales of x, and x."""
@@ -96,10 +99,14 @@ class Observed(Matmul):
         self._compare("dX", low.input_gradient(rounded, weights), grad, w)
         self._compare("dW", torch.cat(tuple(gradients)), grad.t(), x)
         self._count("dX", grad, rounded[0])
-        if not low.wide_weight_gradient:
+        if isinstance(low, LowBit) and not low.wide_weight_gradient:
             # Rows of zeros fill the codes up.
             self._count("dW", grad, rounded[2].t()[: len(grad)])
         return gradients
+
+    def add_weight_gradient(self, total: Tensor, prepared: Sequence[Tensor], saved: Sequence[Tensor]) -> None:
+        """Add the gradient of one weight to an fp32 total."""
+        total += self.weight_gradients(prepared, saved, self.weights)[0]
 
     def _compare(self, name: str, found: Tensor, a: Tensor, b: Tensor) -> None:
         """Compare a result with a b in fp32, for every n-th row."""
@@ -137,9 +144,11 @@ class LinearErrors:
         self._first = next(iter((leaves or dict(model.named_parameters())).values()))
 
     @property
-    def layers(self) -> dict[tuple[int, str], tuple[ColumnParallelLinear | RowParallelLinear, LowBit]]:
-        """The layers in 8 bits at present, by the number of the block and the path inside of it."""
-        return {
+    def layers(self) -> dict[tuple[int | str, str], tuple[ParallelLayer, LowBit | Mixed]]:
+        """The layers in 8 bits at present, by the number of the block and the path inside of it, or both `head`."""
+        head = getattr(self._model, "head", None)
+        low = {("head", "head"): (head, head.matmul)} if head is not None and head.matmuls else {}
+        return low | {
             (number, path): (layer, layer.matmul)
             for number, block in zip(self._model.numbers, self._model.blocks, strict=True)
             if number in self._blocks
@@ -148,7 +157,7 @@ class LinearErrors:
         }
 
     @staticmethod
-    def tag(number: int, path: str) -> str:
+    def tag(number: int | str, path: str) -> str:
         """Return the beginning of the names of a layer's metrics, up to the tensor."""
         return f"quant/{number}/{path.rpartition('.')[2]}"
 
@@ -179,7 +188,8 @@ class LinearErrors:
             changes[block, "selective"] = False
             changes |= {(norm, "reader"): None for norm in (block.attention_norm, block.mlp_norm)}
         for (number, path), (layer, low) in self.layers.items():
-            changes[layer, "matmul"] = Observed(low=low, tell=tell, tag=self.tag(number, path))
+            own = layer.weights if number == "head" else ()
+            changes[layer, "matmul"] = Observed(low=low, tell=tell, tag=self.tag(number, path), weights=own)
         return changed(changes)
 
 

@@ -269,7 +269,7 @@ def test_experts_are_timed_as_one_layer(tmp_path: Path, monkeypatch, spent: floa
     assert (found.precision, found.keep_layers_below) == ("int8", below)
     assert ("experts in int8 rowwise: the output is wrong" in said[0]) == (spent == float("inf"))
     matmuls, how = matmuls_of(found, shape, tensor_parallel_size=1, device=CPU, dtype=torch.bfloat16)
-    assert all(sorted(of_block) == taken for of_block in matmuls) and ("included" in how) == ("experts" in taken)
+    assert all(sorted(of_block) == taken for of_block in matmuls[:-1]) and ("included" in how) == ("experts" in taken)
 
 
 class Spoiled(GroupedLowBit):

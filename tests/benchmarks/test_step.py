@@ -26,12 +26,12 @@ def program(monkeypatch: pytest.MonkeyPatch) -> dict:
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     found = runpy.run_path(str(ROOT / "benchmarks/step.py"))
-    monkeypatch.setitem(found["main"].__globals__, "VOCAB", 1000)
+    monkeypatch.setitem(found["main"].__globals__, "VOCAB", 1008)
     return found
 
 
 def test_every_row_is_timed_or_said_to_be_not_installed(program: dict, capsys: pytest.CaptureFixture) -> None:
-    program["main"]([*TINY, "--ours", "sdpa,scores,scores+fp8:tensorwise,sdpa+fp8:rowwise:9000"])
+    program["main"]([*TINY, "--ours", "sdpa,scores,scores+fp8:tensorwise,sdpa+fp8:rowwise:9000+fp8"])
     text = capsys.readouterr().out
     assert "2 micro-batches of 2 x 64 tokens, 2 key heads, whole sequences; attention of plain PyTorch: SDPA" in text
     timed = re.findall(r"^(.+?) +[\d.]+ ms +\d+ tokens/s  MFU -", text, re.MULTILINE)
@@ -39,7 +39,7 @@ def test_every_row_is_timed_or_said_to_be_not_installed(program: dict, capsys: p
         "sagetrain sdpa",
         "sagetrain scores",
         "sagetrain scores+fp8:tensorwise",
-        "sagetrain sdpa+fp8:rowwise:9000",
+        "sagetrain sdpa+fp8:rowwise:9000+fp8",
         "plain",
     ]
     for recipe in ("tensorwise", "rowwise"):
@@ -76,6 +76,7 @@ def test_attention_within_documents_is_timed_with_few_key_heads(program: dict, c
             "linear layers, of fp8:tensorwise, fp8:rowwise, fp8:rowwise_bf16_wgrad, int8:rowwise",
         ),
         (["--ours", "scores+fp8:rowwise:8M"], ":WEIGHTS, below which"),
+        (["--ours", "scores+fp8:rowwise+fp4"], "the output projection is in fp8 or int8"),
         (["--peers", "bf16,fp8"], "fp8: linear layers of plain PyTorch are bf16, tensorwise, rowwise"),
     ],
 )

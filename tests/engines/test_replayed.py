@@ -179,7 +179,7 @@ def test_ranks_that_gather_keys_replay_their_collectives() -> None:
 def changes() -> list[str]:
     """Compare both ways while what is computed changes between steps. Return the changes after which they differ."""
     groups, counted, found = tiny.join(1), Counted(), []
-    host, other = engines(1, counted, groups, linear={"precision": "int8"}, model=WIDE)
+    host, other = engines(1, counted, groups, linear={"precision": "int8", "head": "int8"}, model=WIDE)
     every = host, other
     noise = {each: GradientNoise(each.leaves(), each.model.every_spec.values(), groups, each.device) for each in every}
     for each in every:
@@ -211,7 +211,7 @@ def changes() -> list[str]:
     check("noise again", new=0, replays=6, noises=True, step=2)
     check("refused", new=0, replays=6, judge=lambda metrics: Verdict(apply=False))
     check("norms", new=0, replays=0, layer_norms=True)
-    switch([{}, {}])
+    switch([{}, {}, {}])
     check("16 bits", new=1, replays=4)
     switch(int8)
     check("8 bits again", new=1, replays=4)  # Its 8-bit weights are elsewhere now.

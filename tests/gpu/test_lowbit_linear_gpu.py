@@ -12,13 +12,14 @@ from torch import Tensor
 import tiny
 from sagekernels.admission import median_seconds
 from sagekernels.casts import E4M3, E5M2, INT8, Rounded, quantize, quantize_both, quantize_both_twin
-from sagekernels.lowbit import RECIPES, product
+from sagekernels.lowbit import HEADS, RECIPES, product
 from sagetrain.auto.linear_choice import time_layers
 from sagetrain.config.linear_sizes import LinearSizes
 from sagetrain.config.schema import SIXTEEN_BITS, AttentionConfig, LinearConfig, ModelConfig
 from sagetrain.model.compile import compile_blocks
 from sagetrain.model.selection import matmuls_of
 from sagetrain.model.transformer import Transformer, gradients
+from sagetrain.parallel.cross_entropy import linear_cross_entropy
 from sagetrain.parallel.layers import ColumnParallelLinear, keep_weights
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.linear_errors import LinearErrors
@@ -181,6 +182,24 @@ def test_what_is_not_finite_is_not_hidden(name: tuple[str, str]) -> None:
         assert y.isfinite().all() != in_x
         assert grad_x.isfinite().all() == in_x
         assert not all(g.isfinite().all() for g in grad_weights)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_and_its_loss_are_those_of_the_twin(name: str) -> None:
+    """The tokens fill no tile, some do not count, and a chunk is odd."""
+    labels = torch.arange(300) * 7 % 512
+    labels[40:60] = -100
+    found = []
+    for device in ("cpu", "cuda"):
+        hidden, weight = (0.25 * _random(seed, rows, 256).to(device) for seed, rows in ((1, 300), (2, 512)))
+        how = {"matmul": HEADS[name], "kept": HEADS[name].keep((weight,)), "chunk": 141, "divisor": 280.0}
+        read = hidden.requires_grad_(), weight.requires_grad_()
+        if device == "cuda":
+            _poison()
+        loss = linear_cross_entropy(*read, labels.to(device), SINGLE, **how)
+        found.append((loss.detach(), *torch.autograd.grad(loss, read)))
+    for truth, ours in zip(*found, strict=True):
+        assert _error(ours, truth) < 0.01
 
 
 SHAPE = ModelConfig(num_layers=4, hidden_size=256, ffn_hidden_size=512, num_attention_heads=4, num_key_value_heads=2)

@@ -41,10 +41,12 @@ def _steps(
     """Take six steps of four masked micro-batches with documents, which become more on the way. The noise of the last
     step is measured."""
     linear, attention, again = CASES[case]
+    head = "fp8" if linear == "fp8" else "bf16"
     training = {"cuda_graphs": graphs, "activation_checkpointing": again}
     tp = groups.tp_size
     shape = SHAPE | ({"num_key_value_heads": 1} if groups.cp_size > 1 else {})  # Context ranks have copies of it.
-    sections = {"linear": {"precision": linear}, "attention": attention, "model": shape, "data": {"seq_length": LENGTH}}
+    sections = {"attention": attention, "model": shape, "data": {"seq_length": LENGTH}}
+    sections["linear"] = {"precision": linear, "head": head}
     sections["parallel"] = {"tensor_parallel_size": tp, "sequence_parallel": tp > 1, "tensor_parallel_overlap": "on",
                             "context_parallel_size": groups.cp_size}  # fmt: skip
     cfg = tiny.config(1, "bf16", training=training, tokens_per_step={"tokens": 8 * LENGTH}, **sections)

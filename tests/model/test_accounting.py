@@ -195,10 +195,10 @@ def test_experts_keep_what_is_predicted(compile_, linear, shared):
 @pytest.mark.parametrize(
     "linear",
     [
-        {"recipe": "rowwise"},
+        {"head": "fp8"},
         {"recipe": "tensorwise", "keep_first_blocks": 1},
         {"recipe": "rowwise_bf16_wgrad", "keep_layers_below": 100_000},
-        {"precision": "int8"},
+        {"precision": "int8", "head": "int8"},
     ],
 )
 def test_codes_of_weights_are_as_many_as_layers_keep(linear, tp_size):

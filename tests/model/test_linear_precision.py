@@ -43,7 +43,7 @@ SHAPE = ModelConfig(
 SINGLE = ParallelGroups.single()
 
 
-def linear_of(name: tuple[str, str], **keys: int) -> LinearConfig:
+def linear_of(name: tuple[str, str], **keys: int | str) -> LinearConfig:
     precision, recipe = name
     return LinearConfig(precision=precision, recipe=recipe, **keys)
 
@@ -177,7 +177,7 @@ def test_a_gpu_that_cannot_is_an_error(monkeypatch, capability, precision, dtype
         # The card is a GeForce.
         monkeypatch.setattr("sagetrain.model.selection.half_sums", lambda device: capability == (8, 9))
         matmuls, how = matmuls_of(LinearConfig(precision=precision), SHAPE, **where)
-        assert len(matmuls) == SHAPE.num_layers
+        assert len(matmuls) == SHAPE.num_layers + 1
         assert ("half rate: use linear.precision int8, twice as fast, or auto" in how) == (capability == (8, 9))
     else:
         with pytest.raises(ValueError, match=says):
@@ -226,10 +226,12 @@ def check_layouts(tp_size: int, cp_size: int) -> None:
         each = [ways[:1], ways[1:3], ways[3:]]
     else:  # One recipe goes all ways.
         each = [ways[::3], ways, ways[::2]]
-    for number, name in enumerate((("fp8", "tensorwise"), ("fp8", "rowwise"), ("int8", "rowwise_bf16_wgrad"))):
-        dense = results(model(linear_of(name)))
+    names = (("fp8", "tensorwise"), ("fp8", "rowwise"), ("int8", "rowwise_bf16_wgrad"))
+    for number, (name, head) in enumerate(zip(names, ("bf16", "fp8", "int8"), strict=True)):
+        linear = linear_of(name, head=head)
+        dense = results(model(linear))
         for how in each[number] if tp_size > 1 else [{}]:
-            spread = model(linear_of(name), groups, **how)
+            spread = model(linear, groups, **how)
             if how == ways[0] and cp_size == 1 and name == ("fp8", "rowwise"):
                 tiny.compile_first_rank(spread)
             spread.keep_weights()
@@ -292,7 +294,7 @@ def losses_of(layouts: list[tuple[int, int, int]], linear: dict) -> dict[tuple, 
 def test_training_in_fp8_does_not_depend_on_the_layout() -> None:
     """The losses do not depend on ZeRO's stage either. Weights are rounded once a step or, at stage 3, whenever they
     are gathered."""
-    linear = {"precision": "fp8"}
+    linear = {"precision": "fp8", "head": "fp8"}
     rows = {(1, 1, 0): run_distributed(losses_of, 1, [(1, 1, 0)], linear)[0][1, 1, 0]}
     layouts = [*((1, 1, stage) for stage in (0, 2, 3)), (2, 1, 1), (1, 2, 2)]
     for rank, found in enumerate(run_distributed(losses_of, 2, layouts, linear)):
@@ -328,16 +330,17 @@ def test_blocks_of_one_precision_share_a_graph() -> None:
 def check_kept(engine: Engine, when: str) -> None:
     """Check that the kept tensors of each layer agree with its present weights."""
     layers = [layer for layer in engine.model.modules() if isinstance(getattr(layer, "matmul", None), LowBit)]
-    assert len(layers) == 8
+    assert len(layers) == 9
     for layer in layers:
-        fresh = layer.matmul.keep(list(layer.parameters())) if engine.takes_probes else ()
+        fresh = layer.matmul.keep(layer.weights) if engine.takes_probes else ()
         assert len(layer.kept) == len(fresh)
         assert all(torch.equal(x.float(), y.float()) for x, y in zip(layer.kept, fresh, strict=True)), when
 
 
 def keep_through_a_run(root: str, stage: int, dtype: str) -> None:
     by_deepspeed = {"parallel": {"engine": "deepspeed"}}
-    engine = tiny.engine(tiny.config(stage, dtype, linear={"precision": "fp8"}, **by_deepspeed), tiny.join(1))
+    linear = {"precision": "fp8", "head": "fp8"}
+    engine = tiny.engine(tiny.config(stage, dtype, linear=linear, **by_deepspeed), tiny.join(1))
     check_kept(engine, "at first")
     tiny.global_step(engine, 0)
     check_kept(engine, "after a step")
@@ -399,7 +402,7 @@ def train_through_all_that_writes_weights(corpus: str, root: str) -> None:
     ):
         spikes = {"spikes": {"window": 16, "grace_steps": 6, "policy": policy}}
         sections = {"stability": {**stability, **spikes}, "checkpoint": {"every_tokens": 1280, "keep_last": 4}}
-        sections |= {"attention": {"qk_norm": "before_rope"}, "linear": {"precision": "fp8"}}
+        sections |= {"attention": {"qk_norm": "before_rope"}, "linear": {"precision": "fp8", "head": "fp8"}}
         sections |= {
             "evaluation": {"every_tokens": 1024},
             "training": {"total_tokens": steps * 256, "dtype": "bf16", **keys},

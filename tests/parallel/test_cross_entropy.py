@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distributed import run_distributed
+from sagekernels.casts import quantize
+from sagekernels.lowbit import HEADS, LowBit
 from sagetrain.parallel.collectives import finish_enter, start_enter
 from sagetrain.parallel.cross_entropy import linear_cross_entropy, linear_token_losses
 from sagetrain.parallel.layers import shard
@@ -106,6 +108,62 @@ def test_non_finite_hidden_states_show_in_the_loss() -> None:
     assert linear_cross_entropy(hidden, weight, labels, SINGLE).isnan()
 
 
+def _rounded(x: Tensor, name: str) -> Tensor:
+    """Return what a rounded operand of a product of the head stands for, in float64."""
+    if name == "none":
+        return x.double()
+    number = HEADS["fp8"].number if name == "fp8" else torch.int8
+    codes, scale = quantize(x.float(), number, per_row=True)
+    return codes.double() * scale.double()
+
+
+@pytest.mark.parametrize("power", [0, -40, 40])
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_in_8_bits_rounds_its_operands_and_nothing_else(name: str, power: int) -> None:
+    """Operands are rounded along the dim that is summed over, with scales that follow any magnitude: 2^40 times the
+    hidden states and 2^-40 times the weights give the same bits. Masked tokens have no gradient. What is kept of the
+    weight changes no bit."""
+    chunk, back = 10, "fp8" if name == "fp8" else "none"
+    hidden, weight, labels = _inputs(0.3)
+    hidden, weight = hidden.float() * 2.0**power, weight.float() * 2.0**-power
+    labels[5:8] = -100
+    expected, x_grads, w_grad = [], [], torch.zeros_like(weight, dtype=torch.float64)
+    for x, own in zip(hidden.split(chunk), labels.split(chunk), strict=True):
+        logits = _rounded(x, name) @ _rounded(weight, name).t()
+        expected.append(F.cross_entropy(logits, own, ignore_index=-100, reduction="none"))
+        grad = (logits.softmax(-1) - F.one_hot(own.clamp(min=0), VOCAB)) * (own >= 0)[:, None]
+        x_grads.append(_rounded(grad, back) @ _rounded(weight.t(), back).t())
+        w_grad += _rounded(grad.t(), back) @ _rounded(x.t(), back).t()
+    found = []
+    for kept in ((), HEADS[name].keep((weight,))):
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        how = {"matmul": HEADS[name], "kept": kept, "chunk": chunk}
+        loss = linear_cross_entropy(h, w, labels, SINGLE, divisor=2.5, **how)
+        found.append((loss, *torch.autograd.grad(loss, (h, w)), linear_token_losses(h, w, labels, SINGLE, **how)))
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    loss, h_grad, w_grad_found, losses = found[0]
+    assert not h_grad[5:8].any()
+    torch.testing.assert_close(losses.double(), torch.cat(expected), rtol=1e-5, atol=1e-5)
+    for ours, exact in (
+        (loss, torch.cat(expected).sum() / 2.5),
+        (h_grad, torch.cat(x_grads) / 2.5),
+        (w_grad_found, w_grad / 2.5),
+    ):
+        # A softmax in fp32 may lie on the other side of the middle between two codes.
+        assert (ours.double() - exact).norm() < 2e-3 * exact.norm()
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_in_8_bits_is_near_to_one_in_16(name: str) -> None:
+    hidden, weight, labels = _inputs(0.3, vocab=512)
+    truth = _dense(hidden, weight, labels)
+    h, w = hidden.bfloat16().requires_grad_(), weight.bfloat16().requires_grad_()
+    loss = linear_cross_entropy(h, w, labels, SINGLE, matmul=HEADS[name])
+    loss.backward()
+    errors = [((x.double() - t).norm() / t.norm()).item() for x, t in zip((loss, h.grad, w.grad), truth, strict=True)]
+    assert errors[0] < 2e-3 and 1e-4 < max(errors[1:]) < (0.05 if isinstance(HEADS[name], LowBit) else 0.02), errors
+
+
 def _own_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Return a user's loss that is the cross-entropy."""
     assert logits.dtype == torch.float32
@@ -147,8 +205,27 @@ def test_a_users_loss_may_be_another_one() -> None:
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5)
 
 
+def _check_sharded_in_8_bits(groups: ParallelGroups) -> None:
+    """Compare a head in 8 bits with that of one rank. A row of the vocabulary has the same scale on any rank. A
+    gradient of the logits and a column of the weight have finer ones."""
+    hidden, weight, labels = _inputs(0.3, vocab=128)
+    for matmul in HEADS.values():
+        found = []
+        for ranks in (SINGLE, groups):
+            h, w = hidden.float().requires_grad_(), shard(weight, 0, ranks).float().requires_grad_()
+            entered = finish_enter(start_enter(h, ranks, False), ranks, False)
+            loss = linear_cross_entropy(entered, w, labels, ranks, matmul=matmul, chunk=10)
+            loss.backward()
+            found.append((loss.detach(), h.grad, w.grad))
+        (loss, h_grad, w_grad), (own_loss, own_h_grad, own_w_grad) = found
+        torch.testing.assert_close(own_loss, loss, rtol=1e-6, atol=1e-6)
+        for own, whole in ((own_h_grad, h_grad), (own_w_grad, shard(w_grad, 0, groups))):
+            assert (own - whole).norm() < 0.02 * whole.norm()
+
+
 def _check_sharded() -> None:
     groups = ParallelGroups.create(Topology(dist.get_world_size(), dist.get_world_size()))
+    _check_sharded_in_8_bits(groups)
     for scale in (1.0, 30.0):
         hidden_full, weight_full, labels = _inputs(scale)
         loss_dense, hidden_grad, weight_grad = _dense(hidden_full, weight_full, labels)

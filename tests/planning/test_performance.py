@@ -318,6 +318,12 @@ def test_linear_layers_in_8_bits_are_priced_in_their_blocks():
     # For both orientations together, two bytes are read twice and one is written twice.
     assert casts == pytest.approx(262_144 * 20 * 6 * _columns(cfg.model) / 1e12)
     assert step("linear.precision=int8").elementwise - before.elementwise == pytest.approx(casts)
+    # With fp8 the output projection has both gradients in 8 bits, with int8 none of them.
+    one = (2 + 1 / card.alone["int8"]) / 3
+    for low, share, moved in (("fp8", 1 / 2, 6 * (1024 + VOCAB)), ("int8", one, 3 * 1024)):
+        with_head, without = step(fp8, f"linear.head={low}"), step(fp8)
+        assert without.matmul - with_head.matmul == pytest.approx(head * (1 - share))
+        assert with_head.elementwise - without.elementwise == pytest.approx(262_144 * moved / 1e12)
 
 
 def _columns(model) -> int:

@@ -365,10 +365,12 @@ def test_layouts_are_offered_where_there_are_some(gpu, world_size, offered):
 
 def test_linear_layers_in_8_bits_are_planned():
     """The plan has memory for codes where a rank has whole weights. A GPU without such matmuls is an error."""
-    eight = ("linear.precision=fp8", "linear.keep_first_blocks=2")
+    eight = ("linear.precision=fp8", "linear.keep_first_blocks=2", "linear.head=fp8")
     errors, text = plan(CONFIGS / "1b.yaml", 8, *eight)
     assert errors == 0
-    assert "linear layers fp8, recipe rowwise, in 18 of 20 blocks: qkv, out, gate_up, down" in text
+    assert (
+        "linear layers fp8, recipe rowwise, in 18 of 20 blocks: qkv, out, gate_up, down; output projection fp8" in text
+    )
     assert re.search(r"MFU 0\.\d+ of the peaks of its precisions \(perf/mfu, by the 16-bit peak: 0\.\d+; perf", text)
     assert "in 16 bits in the last" not in text
     _, text = plan(CONFIGS / "1b.yaml", 8, *eight, "linear.keep_last_fraction=0.1")
@@ -378,17 +380,18 @@ def test_linear_layers_in_8_bits_are_planned():
     cfg = load_config(CONFIGS / "1b.yaml", eight)
     of_block = (2048 + 2 * 512 + 2048 + 3 * 5632) * 2048
     found = {item.name: item.bytes for item in memory_per_rank(cfg, 8, ASSUMED_VOCAB_SIZE)}
-    assert found["8-bit weights"] == 2 * 18 * of_block
+    of_head = ASSUMED_VOCAB_SIZE * 2048
+    assert found["8-bit weights"] == 2 * 18 * of_block + 2 * of_head
     names = {item.name for item in memory_per_rank(load_config(CONFIGS / "1b.yaml"), 8, ASSUMED_VOCAB_SIZE)}
     assert "8-bit weights" not in names
     partitioned = load_config(CONFIGS / "1b.yaml", [*eight, "parallel.zero_stage=3"])
     assert "8-bit weights" not in {item.name for item in memory_per_rank(partitioned, 8, ASSUMED_VOCAB_SIZE)}
     fewer = load_config(CONFIGS / "1b.yaml", [*eight, "linear.keep_layers_below=8_000_000"])
     found = {item.name: item.bytes for item in memory_per_rank(fewer, 8, ASSUMED_VOCAB_SIZE)}
-    assert found["8-bit weights"] == 2 * 18 * 3 * 5632 * 2048
-    for measured in (None, 50_000.0):
+    assert found["8-bit weights"] == 2 * 18 * 3 * 5632 * 2048 + 2 * of_head
+    for measured, asked in ((None, ["linear.precision=fp8"]), (50_000.0, ["linear.precision=int8", "linear.head=fp8"])):
         out = io.StringIO()
-        arguments = (["linear.precision=fp8"], 8, Console(file=out, width=400))
+        arguments = (asked, 8, Console(file=out, width=400))
         assert show_plan(CONFIGS / "1b.yaml", *arguments, HARDWARE["a100"], measured) == 1
         assert "NVIDIA A100 SXM 80 GB has no fp8 matmuls [linear_precision_of_gpu]" in out.getvalue()
         assert "fix: use bf16 or int8, or plan for another GPU (--gpu)" in out.getvalue()

@@ -393,6 +393,22 @@ def test_1b_by_replicas_in_fp8_is_met(card, ranks, tokens_per_second, today):
     )
 
 
+@pytest.mark.parametrize(("layers", "blocks", "head", "gain"), [
+    (20, "fp8", "fp8", 1.0231), (20, "int8", "fp8", 1.0284), (20, "int8", "int8", 1.0109), (8, "fp8", "fp8", 1.0373),
+])  # fmt: skip
+def test_an_output_projection_in_8_bits_is_met(layers, blocks, head, gain, today):
+    """The steps are those of results/log/step.md on an H200, 20 layers of 1B and 8 of 7B's width, two micro-steps each,
+    as times the same model's with the head in 16 bits."""
+    name, alone = "1b" if layers == 20 else "8b", ["parallel={zero_stage: 1}", "data.micro_batch_size=8"]
+    settings = [*SAGE, *WHOLE_SEQUENCES, *alone, f"model.num_layers={layers}", f"linear.precision={blocks}"]
+    cfg, wide = (
+        run_of(name, [*settings, "data.seq_length=4096", EVEN % 65_536, f"linear.head={how}"]) for how in (head, "bf16")
+    )
+    speeds = [predict(each, 1, 32_000, H200) for each in (cfg, wide)]
+    assert speeds[0].tokens_per_second / speeds[1].tokens_per_second == pytest.approx(gain, abs=0.01)
+    assert evidence(cfg, speeds[0], H200).mark == "" and evidence(cfg, speeds[0], H100).mark == "~"
+
+
 @pytest.mark.parametrize(("layout", "tokens_per_second", "margin", "gib"), [
     ("tp2", 41_564, 0.2, 32.2), ("tp2-sp", 38_444, 0.1, 31.3),
 ])  # fmt: skip

@@ -48,7 +48,8 @@ def config(stage: int = 0, precision: str = "fp8", recipe: str = "rowwise", **se
     sections["model"] = SHAPE | sections.get("model", {})
     sections["data"] = {"seq_length": LENGTH, "micro_batch_size": SEQUENCES}
     sections["tokens_per_step"] = {"tokens": LENGTH * SEQUENCES}
-    return tiny.config(stage, linear={"precision": precision, "recipe": recipe}, **sections)
+    head = precision if recipe == "rowwise" else "bf16"
+    return tiny.config(stage, linear={"precision": precision, "recipe": recipe, "head": head}, **sections)
 
 
 def batch(groups: ParallelGroups) -> Batch:
@@ -86,7 +87,8 @@ def one_rank() -> dict[str, float]:
 
 
 def test_the_names_and_their_ranges(one_rank) -> None:
-    assert set(one_rank) == {f"quant/{i}/{name}.{number}" for i in (0, 1) for name in LAYERS for number in NUMBERS}
+    layers = [*(f"{number}/{name}" for number in (0, 1) for name in LAYERS), "head/head"]
+    assert set(one_rank) == {f"quant/{layer}.{number}" for layer in layers for number in NUMBERS}
     for name, value in one_rank.items():
         if name.endswith("rel_l2"):
             assert 0.01 < value < 0.06, name

@@ -13,7 +13,7 @@ import torch
 import tiny
 from distributed import run_distributed
 from runs import finish, write_config
-from sagekernels.lowbit import RECIPES
+from sagekernels.lowbit import HEADS, RECIPES
 from sagetrain.config.arithmetic import low_bit_linear
 from sagetrain.config.schema import SIXTEEN_BITS, LinearConfig
 from sagetrain.engines.build_engine import build_engine
@@ -81,7 +81,7 @@ def moving_steps(groups: ParallelGroups, stage: int, backend: str | None, linear
             # This is the state of a checkpoint that the run goes back to. The tokens that were seen stay seen.
             schedule.restore({})
         low = cfg.linear.low_bit and 5 * first <= min(step, 4) < 5 - 5 * last
-        assert model.matmuls == [dict.fromkeys(NAMES, RECIPES["fp8", "rowwise"]) if low else {}] * 2
+        assert model.matmuls == [dict.fromkeys(NAMES, RECIPES["fp8", "rowwise"]) if low else {}] * 2 + [{}]
         for layer in layers_of(model):
             fresh = layer.matmul.keep(layer.weights) if stage < 3 else ()
             assert bool(layer.kept) == (low and stage < 3) and all(map(torch.equal, layer.kept, fresh))
@@ -94,7 +94,20 @@ ATTENTION = Sage("paper"), Sdpa()
 
 
 def layers_of(model: Transformer) -> list[torch.nn.Module]:
-    return [module for module in model.modules() if hasattr(module, "kept")]
+    return [module for module in model.blocks.modules() if hasattr(module, "kept")]
+
+
+def test_the_output_projection_moves_with_the_blocks() -> None:
+    linear = {"precision": "fp8", "head": "int8", "keep_first_fraction": 0.2, "keep_last_fraction": 0.4}
+    cfg, head = tiny.config(1, linear=linear), HEADS["int8"]
+    model = tiny.model(cfg, ParallelGroups.single())
+    model.keep_weights()
+    schedule = LinearSchedule(cfg.linear, model, model.keep_weights, 500, 0)
+    for tokens, low in ((0, False), (100, True), (200, True), (300, False)):
+        schedule.after_step(Taken(1, tokens, 100, {}))
+        kept = head.keep(model.head.weights) if low else ()
+        assert model.head.matmuls == ({"head": head} if low else {}) and len(model.head.kept) == len(kept)
+        assert all(map(torch.equal, model.head.kept, kept))
 
 
 @pytest.mark.parametrize(("world", "tp_size", "stage"), [(2, 2, 1), (2, 1, 3)])

@@ -54,7 +54,7 @@ NUMBERS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "optimizer": {name: {"optimizer": {"name": name}} for name in ("adamw", "muon")},
     "moments": {name: {"optimizer": {"moments": name}} for name in ("fp32", "bf16", "int8")},
-    "linear": {name: {"linear": {"precision": name}} for name in ("bf16", "fp8", "int8")},
+    "linear": {name: {"linear": {"precision": name, "head": name}} for name in ("bf16", "fp8", "int8")},
 }
 """The options that change what is computed. The plain layout has them too."""
 OPTIONS = LAYOUT | NUMBERS

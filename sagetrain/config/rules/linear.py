@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sagetrain.config.arithmetic import low_bit_part, may_be_low_bit
+from sagetrain.config.arithmetic import VOCAB_MULTIPLE, low_bit_part, may_be_low_bit
 from sagetrain.config.errors import Finding
 from sagetrain.config.layer_specs import linear_layers
 from sagetrain.config.linear_sizes import AUTO_PRECISION, LOW_BIT_MULTIPLE
@@ -26,9 +26,10 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
     linear, model, tensor = cfg.linear, cfg.model, cfg.parallel.tensor_parallel_size
     kept = {name: getattr(linear, name) for name in ("keep_first_blocks", "keep_last_blocks")}
     below = linear.keep_layers_below
+    yield from _head(cfg)
     if not may_be_low_bit(cfg):
         why = f"linear.precision {linear.precision} and training.dtype {cfg.training.dtype}: no layer is in 8 bits"
-        for name, value in linear.model_dump(exclude={"precision"}, exclude_defaults=True).items():
+        for name, value in linear.model_dump(exclude={"precision", "head"}, exclude_defaults=True).items():
             yield no_effect(f"linear.{name}", value, why)
         return
     asked = linear.precision
@@ -98,6 +99,32 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
             f"linear.precision {linear.precision} takes fp32 without a GPU only, where its torch twin runs",
             "use training.dtype bf16, or linear.precision bf16, on a GPU",
         )
+
+
+def _head(cfg: RunConfig) -> Iterator[Finding]:
+    """Find what was not proven with an output projection in 8 bits."""
+    linear, ranks = cfg.linear, cfg.parallel.tensor_parallel_size
+    if linear.head == "bf16":
+        return
+    head = About("linear_head", "linear.head", linear.head)
+    if not linear.low_bit:
+        fix = "use linear.precision int8 or fp8, or linear.head bf16"
+        yield head.error(f"needs the layers of the blocks in 8 bits, not linear.precision {linear.precision}", fix)
+    if linear.recipe != "rowwise":
+        fix = "use linear.recipe rowwise, or linear.head bf16"
+        yield head.error(f"has a scale for each row, and was not proven with linear.recipe {linear.recipe}", fix)
+    if cfg.model.experts is not None:
+        yield head.error("was not proven with model.experts yet", "use linear.head bf16")
+    if cfg.model.hidden_size % LOW_BIT_MULTIPLE:
+        yield head.error(
+            f"needs a model.hidden_size that is a multiple of {LOW_BIT_MULTIPLE}, not {cfg.model.hidden_size}",
+            f"use {neighbours(cfg.model.hidden_size, LOW_BIT_MULTIPLE)}, or linear.head bf16",
+        )
+    if VOCAB_MULTIPLE % (LOW_BIT_MULTIPLE * ranks):
+        # A rank's rows of the padded vocabulary are then a multiple, whatever the vocabulary is.
+        most = VOCAB_MULTIPLE // LOW_BIT_MULTIPLE
+        why = f"needs a parallel.tensor_parallel_size that divides {most}, not {ranks}, for a rank's share of the rows"
+        yield head.error(why, "use such a size, or linear.head bf16")
 
 
 def unreached(cfg: RunConfig) -> Iterator[Finding]:

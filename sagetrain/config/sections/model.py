@@ -174,8 +174,8 @@ class AttentionConfig(Section):
 
 
 class LinearConfig(Section):
-    """The precision in which the blocks' linear layers multiply. Embedding, output projection and norms stay in 16
-    bits."""
+    """The precision in which the blocks' linear layers and the output projection multiply. Embedding and norms stay in
+    16 bits."""
 
     precision: Literal["bf16", "fp8", "int8", "auto"] = "auto"
     """bf16: as training.dtype says. fp8 (Ada, Hopper and newer GPUs) and int8: operands are rounded to 8 bits before
@@ -188,6 +188,11 @@ class LinearConfig(Section):
     """The part of a matrix that shares a scale. tensorwise (fp8 only): the whole matrix, with gradients in e5m2.
     rowwise: each token and each feature, in e4m3 or INT8. rowwise_bf16_wgrad: like rowwise, but the gradients of the
     weights are multiplied in 16 bits."""
+    head: Literal["bf16", "fp8", "int8"] = "bf16"
+    """The precision of the output projection. bf16: as training.dtype says. fp8: logits and both gradients, with a
+    scale for each row. int8: the logits alone; gradients stay in 16 bits, because 127 steps are too few for
+    probabilities. Needs linear.precision fp8 or int8, and recipe rowwise. Evaluation in training has the same
+    precision."""
     keep_first_blocks: NonNegativeInt = 0
     """Blocks at the input whose linear layers stay in 16 bits."""
     keep_last_blocks: NonNegativeInt = 0
