@@ -95,7 +95,7 @@ class Layout:
         gather = attention.gather_of(tensor, context)
         replicas = world_size // (tensor * stages)
         # Micro-batches of a pipeline are under way at once, so there all passes of FSDP2 go through its hooks.
-        rests = not by_deepspeed and stage < 2 and stages == 1
+        rests = not by_deepspeed and stages == 1 and (stage < 2 or (stage == 2 and _recorded_on_request(cfg, refusal)))
         # A single replica has nothing to reduce, but for experts of which its tensor-parallel ranks have copies.
         experts = parallel.expert_parallel_size
         alone = rests and replicas == 1 and parallel.offload == "none" and experts in (1, tensor)
@@ -196,6 +196,10 @@ def _engine(cfg: RunConfig) -> Literal["deepspeed", "fsdp"]:
     return "deepspeed" if only_deepspeed(cfg) else "fsdp"
 
 
+def _recorded_on_request(cfg: RunConfig, refusal: Refusal | None) -> bool:
+    return cfg.training.cuda_graphs == "on" and refusal is None
+
+
 def _not_recorded(cfg: RunConfig) -> Refusal | None:
     parallel, stage = cfg.parallel, cfg.parallel.zero_stage
     if _engine(cfg) == "deepspeed":
@@ -205,8 +209,17 @@ def _not_recorded(cfg: RunConfig) -> Refusal | None:
     if untried and attention.gather_of(parallel.tensor_parallel_size, context) > 1:
         why = "gathered keys were recorded on CPUs alone, and cuda_graphs: on records them"
         return Refusal("parallel.context_parallel_size", context, why, "use one that divides the heads")
-    if stage > 1:
-        return Refusal("parallel.zero_stage", stage, "hooks of FSDP2 run in every micro-step", "use 0 or 1")
+    if stage == 2 and untried:
+        why = "reductions of every micro-step were recorded on CPUs alone, and cuda_graphs: on records them"
+        return Refusal("parallel.zero_stage", stage, why, "use 0 or 1")
+    if stage == 2 and parallel.shard_size is not None:
+        why = "copies of shards would be reduced in every micro-step at zero_stage 2"
+        return Refusal("parallel.shard_size", parallel.shard_size, why, "use null, or zero_stage 1")
+    if stage == 2 and (ranks := parallel.expert_parallel_size) > 1:
+        why = "copies of experts would be reduced in every micro-step at zero_stage 2"
+        return Refusal("parallel.expert_parallel_size", ranks, why, "use 1, or zero_stage 1")
+    if stage > 2:
+        return Refusal("parallel.zero_stage", stage, "hooks of FSDP2 run in every micro-step", "use 0 to 2")
     if parallel.offload != "none":
         return Refusal("parallel.offload", parallel.offload, "gradients leave the GPU", "use none")
     if (stages := parallel.pipeline_parallel_size) > 1:

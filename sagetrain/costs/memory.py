@@ -79,7 +79,7 @@ def _recordings(cfg: RunConfig, layout: Layout, size: int, passes: Iterable[list
     """Estimate what recorded micro-steps keep for themselves. With `auto` they are made only if that is there."""
     if cfg.training.cuda_graphs != "on" or not layout.recorded:
         return []
-    reduced = 0 if layout.reduced == "never" else 4 * size // layout.shards
+    reduced = 4 * size // layout.shards if layout.reduced == "once a step" else 0
     why = "activations of micro-steps as CUDA graphs, beside those of passes by the host, and reduced gradients"
     return [MemoryItem("recordings", max(map(total_bytes, passes)) + reduced, why)]
 

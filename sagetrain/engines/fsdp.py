@@ -102,7 +102,10 @@ class FsdpEngine(BaseEngine):
         self._sums: ShardedSums
         if resident:
             self._weights = whole = ResidentWeights(*of_model, masters)
-            reduction = Reduction(self.units, whole.leaves, masters) if layout.reduced != "never" else None
+            reduction = None
+            if layout.reduced != "never":
+                adds = layout.reduced == "in every micro-step"
+                reduction = Reduction(self.units, whole.leaves, masters, adds)
             self._sums = sums = LeafSums(parameters, masters, whole.leaves, reduction)
             if record:
                 timed = cfg.training.cuda_graphs == "auto"

@@ -100,7 +100,8 @@ class LeafSums(ShardedSums):
     through the hooks of its modules.
 
     A gradient enters its sum, and is freed, as soon as autograd has made it. In the last pass of a step the sums of
-    a unit are reduced as soon as they are complete.
+    a unit are reduced as soon as they are complete. A reduction that adds means up takes the gradients of every pass as
+    they are, and no rank has sums of whole tensors.
 
     Args:
         leaves: the tensors that autograd gives gradients to, by name.
@@ -132,13 +133,13 @@ class LeafSums(ShardedSums):
 
     @property
     def reduces(self) -> bool:
-        """Whether the last pass of a step reduces anything."""
-        return self._reduction is not None
+        """Whether the last pass of a step reduces, and others do not."""
+        return self._reduction is not None and not self._reduction.adds
 
     @property
     def reduced_bytes(self) -> int:
         """The bytes of the means, which are beside the sums if these stay."""
-        return sum(4 * master.numel() for master in self._masters.values()) if self._reduction else 0
+        return sum(4 * master.numel() for master in self._masters.values()) if self.reduces else 0
 
     def stay(self) -> None:
         """Leave sums and means in the same memory from now on."""
@@ -152,9 +153,11 @@ class LeafSums(ShardedSums):
     def begin(self, micro_batches: int) -> None:
         """Begin the sums of a step: see ShardedSums."""
         self.given.clear()
-        self.needed = self._reduction is None or micro_batches > 1
+        self.needed = self._reduction is None or (self.reduces and micro_batches > 1)
         if self._reduction and not self.stays:
             self._reduction.free()
+        if self._reduction and self._reduction.adds:
+            self._reduction.clear()
         if not self.needed:
             return
         if self._sums:
@@ -165,7 +168,7 @@ class LeafSums(ShardedSums):
 
     def expect(self, last: bool) -> None:
         """Prepare for a backward pass: see ShardedSums."""
-        self._now = self._reduction if last else None
+        self._now = self._reduction if last or not self.reduces else None
         self._awaited = {}
         if self._now:
             self._now.begin()

@@ -1,4 +1,5 @@
-"""The mean of gradients over replicas, as an engine without FSDP's hooks reduces them (ZeRO 0 and 1)."""
+"""The mean of gradients over replicas, as an engine without FSDP's hooks reduces them (ZeRO 0 and 1, and recorded
+micro-steps at ZeRO 2)."""
 
 from __future__ import annotations
 
@@ -23,10 +24,13 @@ class Reduction:
         units: the tensors that are reduced together, with their ranks.
         leaves: whole tensors by name, of which the shapes count.
         masters: this rank's rows of each tensor, by name. If they are in the host's memory, the means come there.
+        adds: every pass of a step is reduced, and its means are added to those of the passes before.
     """
 
-    def __init__(self, units: Sequence[Unit], leaves: Mapping[str, Tensor], masters: Mapping[str, Tensor]) -> None:
-        self.units, self._masters = units, masters
+    def __init__(
+        self, units: Sequence[Unit], leaves: Mapping[str, Tensor], masters: Mapping[str, Tensor], adds: bool
+    ) -> None:
+        self.units, self._masters, self.adds = units, masters, adds
         self._sizes = {
             name: -(-len(leaves[name]) // unit.ranks.shards.size()) * leaves[name][0].numel()
             for unit in units
@@ -36,7 +40,7 @@ class Reduction:
         self._to_host = self._device.type == "cuda" and any(master.is_cpu for master in masters.values())
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._means: list[tuple[Tensor, Tensor] | None] = [None] * len(units)
-        self._under_way = deque[tuple[Any, Tensor]]()
+        self._under_way = deque[tuple[Any, Tensor, Tensor]]()
 
     def allocate_all(self) -> None:
         """Allocate the means of all units."""
@@ -51,6 +55,11 @@ class Reduction:
             read = torch.empty(size, dtype=torch.float32, pin_memory=True) if self._to_host else mean
             found = self._means[number] = mean, read
         return found
+
+    def clear(self) -> None:
+        """Begin to add up means at zero."""
+        self.allocate_all()
+        torch._foreach_zero_([mean for mean, _ in filter(None, self._means)])
 
     def free(self) -> None:
         """Give the memory of all means back."""
@@ -67,17 +76,22 @@ class Reduction:
         shards = unit.ranks.shards.size()
         if len(self._under_way) == 2:
             self._under_way.popleft()[0].wait()
-        packed = mean.new_empty(shards * len(mean)) if shards > 1 else mean
+        found = torch.empty_like(mean) if self.adds else mean
+        packed = mean.new_empty(shards * len(mean)) if shards > 1 else found
         torch._chunk_cat(gradients, dim=0, num_chunks=shards, out=packed.view(shards, -1))
         if self._stream is None:
-            self._reduce(unit, packed, mean)
+            self._reduce(unit, packed, found)
+            if self.adds:
+                mean.add_(found)
             return
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            self._reduce(unit, packed, mean)
+            self._reduce(unit, packed, found)
+            if self.adds:
+                mean.add_(found)
             if read is not mean:
                 read.copy_(mean, non_blocking=True)
-            self._under_way.append((self._stream.record_event(), packed))
+            self._under_way.append((self._stream.record_event(), packed, found))
 
     def _reduce(self, unit: Unit, packed: Tensor, mean: Tensor) -> None:
         ranks = unit.ranks

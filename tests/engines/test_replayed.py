@@ -159,6 +159,12 @@ def test_replicas_reduce_in_a_recording_of_the_last_micro_step() -> None:
             assert set(found.values()) == {(True, 2, 11)}
 
 
+def test_replicas_reduce_in_every_recorded_micro_step_at_zero_2() -> None:
+    """All micro-steps are one program, whose means are added up. The host's way is through the hooks of FSDP2."""
+    for found in run_distributed(run_cases, 2, 2, ["INT8 layers", "loss mask, tied", "fp32", "experts"]):
+        assert set(found.values()) == {(True, 1, 12)}, found
+
+
 def test_tensor_parallel_ranks_replay_their_collectives() -> None:
     for found in run_distributed(run_cases, 2, 1, ["INT8 layers", "experts"], 2):
         assert set(found.values()) == {(True, 1, 12)}
@@ -320,7 +326,7 @@ def test_auto_keeps_the_faster_way() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "why", "fix"),
     [
-        ("zero_stage", 2, "hooks of FSDP2 run in every micro-step", "use 0 or 1"),
+        ("zero_stage", 3, "hooks of FSDP2 run in every micro-step", "use 0 to 2"),
         ("engine", "deepspeed", "hooks of DeepSpeed run in every micro-step", "use fsdp"),
         ("offload", "optimizer", "gradients leave the GPU", "use none"),
         ("pipeline_parallel_size", 2, "micro-batches are under way at once", "use 1"),
@@ -336,9 +342,14 @@ def test_settings_that_keep_micro_steps_by_the_host(key: str, value: Any, why: s
     assert Layout.of(tiny.config(1)).recorded
 
 
-def test_gathered_keys_are_recorded_on_request() -> None:
+def test_zero_2_and_gathered_keys_are_recorded_on_request() -> None:
     """No GPU has recorded them yet, so `auto` leaves them to the host."""
     for how, recorded in (("auto", False), ("on", True)):
+        cfg = tiny.config(2, "bf16", training={"cuda_graphs": how})
+        assert (Layout.of(cfg).recorded, Layout.of(cfg).hooks == "never") == (recorded, recorded)
+        assert not any(found.key == "training.cuda_graphs" for found in findings(cfg, Layout.of(cfg)))
+        kept = Layout.of(tiny.config(2, "bf16", training={"cuda_graphs": how}, parallel={"shard_size": 1}), 2)
+        assert not kept.recorded and kept.hooks == "every micro-step"
         cfg = tiny.config(1, "bf16", parallel={"context_parallel_size": 4}, training={"cuda_graphs": how})
         layout = Layout.of(cfg)
         assert layout.gather == 2 and layout.recorded == recorded == (layout.not_recorded is None)
