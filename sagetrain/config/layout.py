@@ -222,6 +222,8 @@ def _not_recorded(cfg: RunConfig) -> Refusal | None:
         return Refusal("parallel.zero_stage", stage, "hooks of FSDP2 run in every micro-step", "use 0 to 2")
     if parallel.offload != "none":
         return Refusal("parallel.offload", parallel.offload, "gradients leave the GPU", "use none")
+    if cfg.training.activation_offload:
+        return Refusal("training.activation_offload", "true", "activations leave the GPU", "use false")
     if (stages := parallel.pipeline_parallel_size) > 1:
         return Refusal("parallel.pipeline_parallel_size", stages, "micro-batches are under way at once", "use 1")
     return None

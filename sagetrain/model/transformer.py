@@ -18,6 +18,7 @@ from sagetrain.config.arithmetic import attention_calls, parts_of, recomputed_bl
 from sagetrain.config.layer_specs import Reach, layers
 from sagetrain.config.schema import AttentionConfig, ModelConfig, Recomputation
 from sagetrain.model import walks
+from sagetrain.model.activation_offload import ActivationOffload
 from sagetrain.model.attention import Attention
 from sagetrain.model.backends import AttentionFunction, TokenLayout, token_layout
 from sagetrain.model.block import Block
@@ -50,17 +51,14 @@ def gradients(loss: Callable[[], Tensor], leaves: Sequence[Tensor]) -> Sequence[
 @contextmanager
 def changed(attributes: Mapping[tuple[Any, str], object]) -> Iterator[None]:
     """Let attributes, keyed by owner and name, have these values for a while."""
-
-    def put(values: Mapping[tuple[Any, str], object]) -> None:
-        for (owner, name), value in values.items():
-            setattr(owner, name, value)
-
     before = {(owner, name): getattr(owner, name) for owner, name in attributes}
     try:
-        put(attributes)
+        for (owner, name), value in attributes.items():
+            setattr(owner, name, value)
         yield
     finally:
-        put(before)
+        for (owner, name), value in before.items():
+            setattr(owner, name, value)
 
 
 class Transformer(nn.Module):
@@ -183,6 +181,8 @@ class Transformer(nn.Module):
         self.watch_blocks: Callable[[int, Tensor], None] | None = None
         """A function that is called with each block's number and its output [tokens, hidden] on this rank. In
         overlapped halves it gets the first half's output, whose sum is complete by then."""
+        self.offload: ActivationOffload | None = None
+        """If set, what blocks that go one by one keep for the backward pass is in the host's memory meanwhile."""
         self.without_hooks: Callable[[nn.Module], None] | None = None
         """If set, blocks are called without their hooks, each after a call of this function with it."""
         self.compiled = False
@@ -342,11 +342,11 @@ class Transformer(nn.Module):
             # of `down`, would give back too early weights that only another half behind would gather again.
             stop_early=len(halves) == 1 or self.whole_blocks,
             seen=self._seen,
+            offload=self.offload,
         )
 
     def _seen(self, block: int, stream: Tensor) -> None:
-        """Let a watcher see a stream. The call is not part of a compiled graph, because all blocks share one graph,
-        watched or not."""
+        """Let a watcher see a stream, outside of compiled graphs: all blocks share one, watched or not."""
         if self.watch_blocks:
             self.watch_blocks(block, stream.detach())
 

@@ -33,6 +33,7 @@ earlier, while the sum of the block before is still on its way.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -46,6 +47,7 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
+from sagetrain.model.activation_offload import ActivationOffload
 from sagetrain.model.backends import TokenLayout
 from sagetrain.model.norm import RMSNorm
 
@@ -160,6 +162,7 @@ def recomputed(
     again: int,
     stop_early: bool,
     seen: Callable[[int, Tensor], None],
+    offload: ActivationOffload | None = None,
 ) -> tuple[Tensor, ...]:
     """Take residual streams through every block by itself.
 
@@ -169,12 +172,14 @@ def recomputed(
             blocks recompute themselves (`selective`) are computed twice.
         stop_early: end the second pass with the last tensor that the backward pass needs.
         seen: called with each block's number and the first of its output streams.
+        offload: has what the blocks keep in the host's memory. None: it stays on the GPU.
     """
     # Blocks draw no random numbers.
     twice: Callable[..., tuple[Tensor, ...]] = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     with set_checkpoint_early_stop(stop_early):
-        for number, block, layouts in blocks:
+        for place, (number, block, layouts) in enumerate(blocks):
             run = partial(twice, block) if number < again else block
-            streams = run(layouts, None, *streams)
+            with offload.block(place == 0, layouts) if offload else nullcontext():
+                streams = run(layouts, None, *streams)
             seen(number, streams[0])
     return streams

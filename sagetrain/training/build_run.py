@@ -47,6 +47,7 @@ from sagetrain.data.loader import Loader, SampleStream
 from sagetrain.data.tokenizer import tokenizer_of
 from sagetrain.engines.build_engine import build_engine, partitioner
 from sagetrain.engines.protocol import Engine
+from sagetrain.model.activation_offload import ActivationOffload
 from sagetrain.model.compile import compile_blocks
 from sagetrain.model.selection import attention_functions, matmuls_of, resolve_backend
 from sagetrain.model.transformer import Transformer
@@ -315,6 +316,7 @@ def make_engine(settled: Settled, files: CheckedFiles, met: Meeting) -> Engine:
         loss=files.loss,
         chunks=chunks_of_stage(cfg, vocab_size, met.groups.pp_rank),
     )
+    model.offload = ActivationOffload.on(met.device) if cfg.training.activation_offload else None
     compiled = compiles(cfg, met.device)
     if compiled:
         sharded = layout.engine == "fsdp"

@@ -46,6 +46,7 @@ UNEVEN = {"num_attention_heads": 4, "hidden_size": 34, "head_dim": 6}
 TIED = {"tie_embeddings": True}
 # With an eps of 1e-8, Adam takes a full step of lr on a gradient that is nothing but rounding.
 OPTIMIZER = {"clip_grad": 0.5, "eps": 1e-6}
+ON_HOST = {"activation_checkpointing": "full", "activation_offload": True}
 SPREAD = {"sequence_parallel": True, "tensor_parallel_overlap": "on"}
 
 
@@ -68,7 +69,10 @@ CASES: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
     "FSDP 4, ZeRO 0": ((1, 1), {"stage": 0}),
     "FSDP 4, ZeRO 1, tied": ((1, 1), {"stage": 1, "model": TIED}),
     "FSDP 4, ZeRO 3, recomputed": ((1, 1), {"stage": 3, "training": {"activation_checkpointing": "full"}}),
-    "hybrid 2 x 2, ZeRO 2": ((1, 1), {"stage": 2, "parallel": {"shard_size": 2}}),
+    "hybrid 2 x 2, ZeRO 2, activations on the host": (
+        (1, 1), {"stage": 2, "parallel": {"shard_size": 2}, "training": ON_HOST},
+    ),
+    "TP 2 x context 2, activations on the host, ZeRO 3": ((2, 2), {"stage": 3, "training": ON_HOST}),
     "TP 2 x FSDP 2, halves, ZeRO 1": ((2, 1), {"stage": 1, "parallel": SPREAD}),
     "TP 2 x FSDP 2, halves, tied, ZeRO 3": ((2, 1), {"stage": 3, "parallel": SPREAD, "model": TIED}),
     "TP 2 x hybrid 2 x 1, ZeRO 0": ((2, 1), {"stage": 0}),

@@ -43,7 +43,8 @@ LAYOUT: dict[str, dict[str, dict[str, Any]]] = {
     "recomputation": {
         name: {"training": {"activation_checkpointing": int(name) if name.isdigit() else name}}
         for name in ("none", "selective", "full", "1")
-    },
+    }
+    | {"on the host": {"training": {"activation_checkpointing": "full", "activation_offload": True}}},
 }
 NUMBERS: dict[str, dict[str, dict[str, Any]]] = {
     "weights": {

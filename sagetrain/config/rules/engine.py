@@ -7,8 +7,22 @@ from collections.abc import Iterator
 from sagetrain.config.errors import Finding
 from sagetrain.config.layout import Layout
 from sagetrain.config.rules import deepspeed
-from sagetrain.config.rules.findings import About, no_effect
+from sagetrain.config.rules.findings import About, no_effect, not_proven
 from sagetrain.config.schema import RunConfig
+
+WITH_ACTIVATIONS_ON_HOST: dict[str, tuple[object, ...]] = {
+    "training.activation_checkpointing": ("full",),
+    "parallel.engine": ("fsdp", "auto"),
+    "parallel.gradient_reduction": ("fp32",),
+    "deepspeed": ({},),
+    "parallel.pipeline_parallel_size": (1,),
+    "parallel.offload": ("none",),
+    "model.experts": (None,),
+    "stability.quant_noise.every_steps": (None,),
+    "stability.replay.every_steps": (None,),
+}
+"""The values that were proven with training.activation_offload, of each key that asks for it. Other values are errors.
+A proof opens a value here, or removes the line if all values have one."""
 
 
 def findings(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
@@ -19,6 +33,9 @@ def findings(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
         yield About("cuda_graphs_off", "training.cuda_graphs", "on").error(
             why, f"{refusal.fix}, or set cuda_graphs: auto"
         )
+    if cfg.training.activation_offload:
+        feature, without = "training.activation_offload", "activation_offload: false"
+        yield from not_proven(cfg, WITH_ACTIVATIONS_ON_HOST, "activations_not_offloaded", feature, without)
     if layout.engine == "deepspeed":
         yield from deepspeed.findings(cfg, layout)
         return

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator
-from typing import cast
 
 from sagetrain.config.arithmetic import may_be_low_bit
 from sagetrain.config.errors import Finding
 from sagetrain.config.layer_specs import layers
 from sagetrain.config.layout import Layout
-from sagetrain.config.rules.findings import About, divisors, neighbours, no_effect
+from sagetrain.config.rules.findings import About, divisors, neighbours, no_effect, not_proven
 from sagetrain.config.schema import ExpertsConfig, RunConfig
 
 _MULTIPLE = 16
@@ -77,19 +75,8 @@ def findings(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
         proven |= IN_8_BITS
     if cfg.linear.low_bit:  # `auto` keeps in 16 bits what 8 bits do not take.
         yield from _eight_bits(cfg, layout)
-    for key, values in proven.items():
-        value = functools.reduce(getattr, key.split("."), cast(object, cfg))
-        if value not in values:
-            given, *others = map(_spelled, (value, *values))
-            yield About("not_proven_with_experts", key, given).error(
-                "was not proven with model.experts yet",
-                f"use {' or '.join(map(str, others))}, or a dense model (model.experts: null)",
-            )
-
-
-def _spelled(value: object) -> object:
-    """Return a value as a message shows it."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else value
+    without = "a dense model (model.experts: null)"
+    yield from not_proven(cfg, proven, "not_proven_with_experts", "model.experts", without)
 
 
 def _sizes(cfg: RunConfig, experts: ExpertsConfig) -> Iterator[Finding]:

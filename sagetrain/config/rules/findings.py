@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple, cast
 
 from sagetrain.config.errors import Finding
-from sagetrain.config.schema import EvaluationConfig
+from sagetrain.config.schema import EvaluationConfig, RunConfig
 
 
 class About(NamedTuple):
@@ -31,6 +33,28 @@ class About(NamedTuple):
 def no_effect(key: str, value: object, why: str) -> Finding:
     """Build the finding for a setting that does nothing in this combination."""
     return About("no_effect", key, value).warning(f"has no effect with {why}", "remove it, or change what it goes with")
+
+
+def not_proven(
+    cfg: RunConfig, proven: Mapping[str, tuple[object, ...]], rule: str, feature: str, without: str
+) -> Iterator[Finding]:
+    """Find the settings that were not proven with a feature.
+
+    Args:
+        proven: the proven values of each key. Other values are errors.
+        without: what goes without the feature, as a fix says it.
+    """
+    for key, values in proven.items():
+        value = functools.reduce(getattr, key.split("."), cast(object, cfg))
+        if value not in values:
+            given, *others = map(_spelled, (value, *values))
+            why, fix = f"was not proven with {feature} yet", f"use {' or '.join(map(str, others))}, or {without}"
+            yield About(rule, key, given).error(why, fix)
+
+
+def _spelled(value: object) -> object:
+    """Return a value as a message shows it."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else value
 
 
 def samples_off(asked: EvaluationConfig) -> str:

@@ -1,0 +1,70 @@
+"""Activations in the host's memory change no bit, however late their copies are, and leave the GPU's memory free."""
+
+import weakref
+from collections import deque
+
+import pytest
+import torch
+from torch import Tensor
+
+import tiny
+from sagetrain.config.schema import AttentionConfig, ModelConfig
+from sagetrain.model.activation_offload import ActivationOffload, Copies
+from sagetrain.parallel.topology import ParallelGroups
+
+SHAPE = ModelConfig(num_layers=6, hidden_size=32, ffn_hidden_size=48, num_attention_heads=2)
+
+
+class LateCopies(Copies):
+    """Copies that are made when somebody waits for them, in their order. Memory that a copy reads or writes must live
+    until then."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self._under_way: deque[tuple[weakref.ref[Tensor], weakref.ref[Tensor]]] = deque()
+        self._begun = 0
+        self.on_host: list[Tensor] = []
+        self.on_gpu: weakref.WeakSet[Tensor] = weakref.WeakSet()
+        self.most = 0
+
+    def memory(self, like: Tensor) -> Tensor:
+        self.on_host.append(super().memory(like))
+        return self.on_host[-1]
+
+    def copy(self, target: Tensor, source: Tensor) -> int:
+        leaves = any(target is place for place in self.on_host)
+        self.on_gpu.add(source if leaves else target.fill_(torch.nan))
+        self.most = max(self.most, len(self.on_gpu))
+        self._under_way.append((weakref.ref(target), weakref.ref(source)))
+        self._begun += 1
+        return self._begun
+
+    def wait(self, event: int) -> None:
+        while self._begun - len(self._under_way) < event:
+            target, source = (reference() for reference in self._under_way.popleft())
+            assert target is not None and source is not None, "memory was given back before its copy had ended"
+            target.copy_(source)
+
+
+def gradients(copies: Copies | None, again: str, seed: int = 0) -> list[Tensor]:
+    """Return losses and gradients of three micro-batches, whose gradients are added up."""
+    attention = AttentionConfig(backend="sdpa")
+    how = {"vocab_size": 128, "groups": ParallelGroups.single(), "seed": 5}
+    model = tiny.transformer(SHAPE, attention, activation_checkpointing=again, **how)
+    model.offload = copies and ActivationOffload(copies, 0)
+    draw, losses = torch.Generator().manual_seed(seed), []
+    for _ in range(3):
+        tokens = torch.randint(0, 128, (2, 17), generator=draw)
+        losses.append(model(tokens[:, :-1], tokens[:, 1:]))
+        losses[-1].backward()
+    return [*(loss.detach() for loss in losses), *(parameter.grad for parameter in model.parameters())]
+
+
+@pytest.mark.parametrize("again", ["full"])
+def test_late_copies_change_no_bit(again: str) -> None:
+    expected, late = gradients(None, again), LateCopies()
+    for copies in (late, Copies(None)):
+        for one, other in zip(gradients(copies, again), expected, strict=True):
+            assert one.equal(other)
+    # Micro-batches share the host's memory. The GPU has what two blocks keep at most.
+    assert len(late.on_host) == SHAPE.num_layers and late.most == 2
