@@ -76,10 +76,10 @@ def rank_of(cfg: RunConfig, copies: bool = False, span: float | None = None) -> 
     )
 
 
-def _way(cfg: RunConfig) -> Literal["none", "selective", "full"]:
+def _way(cfg: RunConfig) -> Literal["none", "selective", "attention", "full"]:
     """Return what the backward pass recomputes of the blocks that it recomputes. `auto` is decided before."""
     how = cfg.training.activation_checkpointing
-    return "selective" if how == "selective" else "full" if _recomputed(cfg) else "none"
+    return how if how in ("selective", "attention") else "full" if _recomputed(cfg) else "none"
 
 
 def _recomputed(cfg: RunConfig) -> int:

@@ -1,14 +1,17 @@
-"""The memory of a host that a rank takes with parallel.offload. No torch."""
+"""The memory of a host that a rank takes with parallel.offload and training.activation_offload. No torch."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 from sagetrain.config.errors import Finding, many
 from sagetrain.config.layout import Layout
 from sagetrain.config.rules.findings import About
 from sagetrain.config.schema import RunConfig
-from sagetrain.costs.accounting import MemoryItem, save_host_bytes, total_bytes
+from sagetrain.costs.accounting import MemoryItem, rank_of, save_host_bytes, total_bytes
+from sagetrain.costs.operations import AttentionCost, block_operations, of_kind
+from sagetrain.costs.stages import kinds_of_blocks
 from sagetrain.model.placement import slices_of
 from sagetrain.model.tensors import tensors
 
@@ -25,11 +28,50 @@ def host_memory_per_rank(cfg: RunConfig, world_size: int, vocab_size: int) -> li
     Args:
         vocab_size: the number of rows of the embedding, padded.
     """
+    every = [*_state(cfg, world_size, vocab_size)]
+    if kept := activations_on_host(cfg):
+        what = "inputs and results of attention" if len(kept) > cfg.model.num_layers else "inputs"
+        size = sum(map(_pinned, kept))
+        every.append(MemoryItem("activations", size, f"{what} of all blocks, pinned: each tensor takes a power of two"))
+    if not every:
+        return []
+    return [
+        *every,
+        MemoryItem(
+            "checkpoint", save_host_bytes(cfg, world_size, vocab_size), "the copy that is written in background"
+        ),
+        MemoryItem("process", _PROCESS, "torch, CUDA and NCCL (a guess)"),
+    ]
+
+
+def activations_on_host(cfg: RunConfig) -> list[int]:
+    """Return the bytes of the tensors that leave the GPU in the forward pass of a micro-batch, with
+    training.activation_offload: the inputs of all blocks, and the results of each attention if they are kept."""
+    if not cfg.training.activation_offload:
+        return []
+    rank = rank_of(cfg)
+    inputs = [rank.tokens * rank.element * cfg.model.hidden_size // rank.shards] * cfg.model.num_layers
+    if rank.recompute == "full":
+        return inputs
+    made = [
+        kind.blocks * [rank.tokens * part.saved]
+        for kind in kinds_of_blocks(cfg, rank)
+        for part in of_kind(AttentionCost, block_operations(kind.layer, cfg.attention, kind.rank))
+    ]
+    return [*inputs, *itertools.chain(*made)]
+
+
+def _pinned(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
+
+def _state(cfg: RunConfig, world_size: int, vocab_size: int) -> list[MemoryItem]:
+    """Estimate masters, gradients and moments with parallel.offload."""
     if cfg.parallel.offload == "none":
         return []
     shards = Layout.of(cfg, world_size).shards
     sizes = list(_sizes(cfg, vocab_size, shards))
-    pinned = sum(1 << (4 * size - 1).bit_length() for size in sizes)
+    pinned = sum(_pinned(4 * size) for size in sizes)
     # Where gradients come in every micro-step, those of one are added while those of the next arrive.
     sets = 2 if cfg.parallel.zero_stage > 1 else 1
     one = f"1/{shards} of them" if shards > 1 else "all of them"
@@ -37,10 +79,6 @@ def host_memory_per_rank(cfg: RunConfig, world_size: int, vocab_size: int) -> li
         MemoryItem("masters", pinned, f"fp32, {one}, pinned: each tensor takes a power of two"),
         MemoryItem("gradients", sets * pinned, f"fp32, {one}, pinned in the same way" + ", twice" * (sets > 1)),
         MemoryItem("moments", 8 * sum(sizes), f"two Adam moments in fp32, {one}"),
-        MemoryItem(
-            "checkpoint", save_host_bytes(cfg, world_size, vocab_size), "the copy that is written in background"
-        ),
-        MemoryItem("process", _PROCESS, "torch, CUDA and NCCL (a guess)"),
     ]
 
 
@@ -65,9 +103,16 @@ def host_memory_finding(
     need, usable = ranks * total_bytes(host_memory_per_rank(cfg, world_size, vocab_size)), HOST_SHARE * memory
     if need <= usable:
         return None
-    return About("host_memory", "parallel.offload", cfg.parallel.offload).error(
+    if cfg.training.activation_offload:
+        about = About("host_memory", "training.activation_offload", "true")
+        fix = "use more context-parallel ranks, or more memory in each host (--host-memory of `sagetrain plan`)"
+        fix += ", or activation_checkpointing full" * (cfg.training.activation_checkpointing == "attention")
+    else:
+        about = About("host_memory", "parallel.offload", cfg.parallel.offload)
+        fix = "use more hosts, which divide the state, or more memory in each (--host-memory of `sagetrain plan`), or "
+        fix += "offload: none with optimizer.moments int8"
+    return about.error(
         f"takes {need / 2**30:.1f} GiB of host memory for {many(ranks, 'rank')}, more than the "
         f"{usable / 2**30:.1f} GiB that {whose} leaves to them",
-        "use more hosts, which divide the state, or more memory in each (--host-memory of `sagetrain plan`), or "
-        "offload: none with optimizer.moments int8",
+        fix,
     )

@@ -30,6 +30,9 @@ from sagetrain.optim.owners import MUON_ROUND
 
 # This many logits exist at once, see parallel/cross_entropy.py.
 _CHUNK_LOGITS = 2**28
+KEPT_BLOCKS = 2
+"""The blocks whose activations are on the GPU at once with training.activation_offload (model/activation_offload.py).
+"""
 _MOMENT_BYTES = {"fp32": 4, "bf16": 2, "int8": 1 + 4 / 256}
 """Bytes of a moment of one parameter, by optimizer.moments. In 8 bits 256 values share a scale (optim/states.py)."""
 
@@ -260,7 +263,7 @@ def _activations(cfg: RunConfig, rank: Rank) -> tuple[MemoryItem, list[MemoryIte
     wholes = [saved_by(kind.layer, replace(kind.rank, recompute="none")) for kind in every]
     whole = max(wholes)
     of_largest = kinds[wholes.index(whole)][2]
-    again = {"none": 0, "selective": whole - of_largest, "full": whole}[rank.recompute]
+    again = {"none": 0, "full": whole}.get(rank.recompute, whole - of_largest)
     kept_by = [(count, kept) for count, kind, kept in kinds if kind.recompute != "full"]
     blocks, saved = sum(count for count, _ in kept_by), sum(count * bytes_ for count, bytes_ in kept_by)
     inputs = (cfg.model.num_layers - blocks) * rank.element * cfg.model.hidden_size // rank.shards
@@ -269,9 +272,14 @@ def _activations(cfg: RunConfig, rank: Rank) -> tuple[MemoryItem, list[MemoryIte
         what.append(f"input of {many(cfg.model.num_layers - blocks, 'block') if blocks else 'every block'}")
     if blocks:
         how = "fused by torch.compile" if rank.fused else "not compiled: fp32 intermediates are kept"
-        how = "results of matmuls and attention" if rank.recompute == "selective" else how
+        results = {"selective": "results of matmuls and attention", "attention": "results of attention"}
+        how = results.get(rank.recompute, how)
         what.append(f"{saved / blocks:,.0f} bytes per token and block, {how}")
-    kept = MemoryItem("activations", rank.tokens * (saved + inputs), "; ".join(what))
+    held = saved + inputs
+    if cfg.training.activation_offload and (away := cfg.model.num_layers - KEPT_BLOCKS) > 0:
+        held -= held * away // cfg.model.num_layers
+        what.append(f"of {KEPT_BLOCKS} blocks at a time, the others in the host's memory")
+    kept = MemoryItem("activations", rank.tokens * held, "; ".join(what))
     return kept, [
         MemoryItem("recomputed", rank.tokens * again, "activations of one block"),
         MemoryItem("workspace", rank.tokens * whole, "gradients inside one block: about what it saved (a guess)"),

@@ -144,7 +144,7 @@ class Rank:
     """The settings of the block's linear layers."""
     fused: bool = True
     """Whether torch.compile fuses the passes that only move data."""
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Literal["none", "selective", "attention", "full"] = "none"
     """The setting training.activation_checkpointing."""
     tensor: int = 1
     """The number of ranks that share the layers."""
@@ -326,28 +326,22 @@ def block_operations(layer: LayerSpec, attention: AttentionConfig, rank: Rank) -
         *after[1:],
         moving("casts to 8 bits", _casts(rank, layers)),
     )
-    if rank.recompute != "selective":
+    if rank.recompute not in ("selective", "attention"):
         return listed
     # The block's input is kept, and the outputs of matmuls and attention: v is one of them, and so are q and k before
     # they are normalized and rotated. sage's codes of q and k are kept as well, and `auto` may choose sage. No gradient
     # needs the output of `down`, and torch.compile notices that; partial sums are an exception.
-    columns = {"attention norm": hidden, "q": query, "k": key, "v": key, "attention": query, "out": hidden}
-    columns |= {"gate": inner, "up": inner, "down": hidden * (rank.tensor > 1 or not rank.fused)}
-    if layer.experts:
-        columns["gate and up of experts"] = 2 * layer.experts.per_token * layer.experts.ffn_size
+    columns, matmuls = {"attention norm": hidden, "attention": query}, rank.recompute == "selective"
+    if matmuls:
+        columns |= {"q": query, "k": key, "v": key, "out": hidden, "gate": inner, "up": inner}
+        columns["down"] = hidden * (rank.tensor > 1 or not rank.fused)
+        if layer.experts:
+            columns["gate and up of experts"] = 2 * layer.experts.per_token * layer.experts.ffn_size
     dear = {part.name: element * columns.get(part.name, 0) for part in listed}
-    dear["attention"] += 4 * heads + quantized * attention.may_be_int8
-    # torch does not see the operators of flash-attn, so their outputs are not kept.
-    if attention.backend == "flash":
-        dear["attention"] = 0
-    return tuple(
-        replace(
-            part,
-            saved=dear[part.name],
-            recomputed=isinstance(part, PassCost) or (isinstance(part, AttentionCost) and not dear[part.name]),
-        )
-        for part in listed
-    )
+    seen = attention.backend != "flash"  # torch does not see the operators of flash-attn, so nothing of them is kept.
+    dear["attention"] = seen * (dear["attention"] + 4 * heads + quantized * attention.may_be_int8)
+    anew = {AttentionCost: not seen, MatmulCost: not matmuls, PassCost: True}
+    return tuple(replace(part, saved=dear[part.name], recomputed=anew[type(part)]) for part in listed)
 
 
 def _mixture(experts: ExpertsConfig, hidden: int, rank: Rank) -> Iterator[Operation]:

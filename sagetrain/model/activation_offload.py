@@ -11,6 +11,7 @@ it back one block ahead, beside the kernels of the block behind. The order of co
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from sagetrain.model.backends import TokenLayout
+from sagetrain.parallel.layers import LinearLayer
 
 _LEAST_BYTES = 2**16
 """Smaller tensors stay on the GPU."""
@@ -51,7 +53,8 @@ class Copies:
         self._stream.wait_stream(torch.cuda.current_stream(self._gpu))
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
-            return self._stream.record_event()
+            event: torch.cuda.Event = self._stream.record_event()
+        return event
 
     def wait(self, event: torch.cuda.Event | None) -> None:
         """Let kernels that are launched from now on wait for a copy."""
@@ -133,17 +136,17 @@ class ActivationOffload:
         """Make it for a model on this device."""
         return cls(Copies(device if device.type == "cuda" else None))
 
-    @contextmanager
-    def block(self, first: bool, layouts: Sequence[TokenLayout]) -> Iterator[None]:
-        """Return the context of the forward pass of the next block.
+    def begun(self, blocks: nn.Module, layouts: Iterable[Sequence[TokenLayout]]) -> ActivationOffload:
+        """Begin with a micro-batch, and return this object. Codes of weights that the blocks keep, and layouts, which
+        all blocks share, stay on the GPU."""
+        kept = (x for module in blocks.modules() if isinstance(module, LinearLayer) for x in module.kept)
+        tables = (x for layout in itertools.chain(*layouts) for x in layout if isinstance(x, Tensor))
+        self._blocks, self._stay = [], {x.data_ptr() for x in itertools.chain(kept, tables)}
+        return self
 
-        Args:
-            first: whether it is the first block of a micro-batch.
-            layouts: the layouts of the tokens, which other blocks have as well. Their tensors stay on the GPU.
-        """
-        if first:
-            self._blocks, self._stay = [], set()
-        self._stay.update(x.data_ptr() for layout in layouts for x in layout if isinstance(x, Tensor))
+    @contextmanager
+    def block(self) -> Iterator[None]:
+        """Return the context of the forward pass of the micro-batch's next block."""
         # The copies of the block before have hardly begun. Those of the block before that had the time of a block.
         for kept in _living(self._blocks[-2] if len(self._blocks) > 1 else ()):
             kept.leave()

@@ -47,7 +47,7 @@ class Block(nn.Module):
         *,
         matmuls: Mapping[str, Any],
         sequence_parallel: bool,
-        selective: bool = False,
+        dear: tuple[str, ...] = (),
         share: Tensor | None = None,
         dtype: torch.dtype,
         device: torch.device | None,
@@ -55,8 +55,8 @@ class Block(nn.Module):
         super().__init__()
         self.groups = groups
         self.sequence_parallel = sequence_parallel
-        self.selective = selective
-        """If set, the block, walked alone, keeps the results of matmuls and attention for its backward pass, and
+        self.dear = dear
+        """If there are any, the block, walked alone, keeps the results of these operators for its backward pass, and
         recomputes the rest."""
 
         def norm() -> RMSNorm:
@@ -196,8 +196,8 @@ class Block(nn.Module):
         Returns:
             As many halves or residual streams as were given.
         """
-        if self.selective and next_norm is None and torch.is_grad_enabled():
-            return walks.selective(self._walk, layouts, None, *halves)
+        if self.dear and next_norm is None and torch.is_grad_enabled():
+            return walks.selective(self.dear, self._walk, layouts, None, *halves)
         return self._walk(layouts, next_norm, *halves)
 
     def _walk(

@@ -80,7 +80,7 @@ class Transformer(nn.Module):
         sequence_parallel: shard residual stream and norms along the sequence.
         overlap: under tensor parallelism, take the tokens in two halves.
         activation_checkpointing: "full" recomputes every block in the backward pass, and a number that many blocks.
-            "selective" recomputes all of every block but matmuls and attention.
+            "selective" recomputes all of every block but matmuls and attention, "attention" all but attention.
         seed: the seed of the initial weights (initialization.py). None: parameters stay on the meta device, for the
             caller to replace.
         dtype: the dtype of parameters and residual stream.
@@ -154,7 +154,7 @@ class Transformer(nn.Module):
                     groups,
                     matmuls=own,
                     sequence_parallel=sequence_parallel,
-                    selective=activation_checkpointing == "selective",
+                    dear=walks.DEAR.get(activation_checkpointing, ()),
                     share=self.share,
                     dtype=dtype,
                     device=meta,
@@ -327,7 +327,7 @@ class Transformer(nn.Module):
 
     def _alone(self) -> int:
         """Return the number of blocks, from the first on, that tokens go through one by one."""
-        if self.whole_blocks or (self.activation_checkpointing == "selective" and torch.is_grad_enabled()):
+        if self.whole_blocks or (self.activation_checkpointing in walks.DEAR and torch.is_grad_enabled()):
             return self.config.num_layers
         return self.recomputed_blocks if torch.is_grad_enabled() else 0
 
@@ -342,7 +342,7 @@ class Transformer(nn.Module):
             # of `down`, would give back too early weights that only another half behind would gather again.
             stop_early=len(halves) == 1 or self.whole_blocks,
             seen=self._seen,
-            offload=self.offload,
+            offload=self.offload and self.offload.begun(self.blocks, layouts.values()),
         )
 
     def _seen(self, block: int, stream: Tensor) -> None:

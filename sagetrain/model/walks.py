@@ -22,7 +22,8 @@ staggered   Under tensor parallelism the tokens go in two halves, the second one
 
 recomputed  Every block goes by itself, from residual stream to residual stream, so that little is kept for the
             backward pass. The backward pass computes the whole block once more. With `selective` it computes only the
-            cheap part again, and the results of matmuls and of attention are kept. The first blocks may go in this
+            cheap part again, and the results of matmuls and of attention are kept. With `attention` those of attention
+            alone are. The first blocks may go in this
             way, and the others in one of the ways above.
 
 Whole and staggered walk one stretch at a time, from the `project` of a block to the `normalize` of the next one.
@@ -127,28 +128,27 @@ def staggered(
 
 
 # Operators are found by the beginnings of their names, because not every torch has all of them.
-_DEAR = (
-    "aten.mm.",
-    "aten._scaled_mm",
-    "aten._scaled_dot_product_",
-    "torch_attn.",
-    "sagekernels.forward",
-    "sagekernels.int8_product",
-)
+_ATTENTION = "aten._scaled_dot_product_", "torch_attn.", "sagekernels.forward"
+DEAR: dict[object, tuple[str, ...]] = {
+    "selective": ("aten.mm.", "aten._scaled_mm", "sagekernels.int8_product", *_ATTENTION),
+    "attention": _ATTENTION,
+}
+"""The operators whose results blocks keep, by the setting of activation checkpointing. In the others, blocks keep
+everything or nothing."""
 
 
-def _policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    dear = str(operator).startswith(_DEAR)
-    return CheckpointPolicy.MUST_SAVE if dear else CheckpointPolicy.PREFER_RECOMPUTE
+def _policy(dear: tuple[str, ...], ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    kept = str(operator).startswith(dear)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def selective(block: Callable[..., tuple[Tensor, ...]], *inputs: Any) -> tuple[Tensor, ...]:
-    """Run a block, and keep only its inputs and the results of its matmuls and of attention for the backward pass.
+def selective(dear: tuple[str, ...], block: Callable[..., tuple[Tensor, ...]], *inputs: Any) -> tuple[Tensor, ...]:
+    """Run a block, and keep only its inputs and the results of `dear` operators for the backward pass.
 
     Call it inside of the code that torch.compile traces, because outside of it single operators would not be visible.
     FlashAttention's own package is not visible even there, so it runs again in the backward pass.
     """
-    contexts = partial(create_selective_checkpoint_contexts, _policy)
+    contexts = partial(create_selective_checkpoint_contexts, partial(_policy, dear))
     made: tuple[Tensor, ...] = checkpoint(
         block, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
     )
@@ -177,9 +177,9 @@ def recomputed(
     # Blocks draw no random numbers.
     twice: Callable[..., tuple[Tensor, ...]] = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     with set_checkpoint_early_stop(stop_early):
-        for place, (number, block, layouts) in enumerate(blocks):
+        for number, block, layouts in blocks:
             run = partial(twice, block) if number < again else block
-            with offload.block(place == 0, layouts) if offload else nullcontext():
+            with offload.block() if offload else nullcontext():
                 streams = run(layouts, None, *streams)
             seen(number, streams[0])
     return streams

@@ -9,8 +9,10 @@ from sagetrain.config.schema import NoiseAwareTokens, RampTokens, RunConfig
 
 
 def way(cfg: RunConfig, parallel: Mapping[str, object], micro: int) -> RunConfig:
-    """Return the configuration with this layout, no recomputation and micro-batches of `micro` sequences."""
-    training, data = {"activation_checkpointing": "none"}, {"micro_batch_size": micro}
+    """Return the configuration with this layout, no recomputation and micro-batches of `micro` sequences. Where
+    activations are in the host's memory, what is recomputed stays as it is."""
+    training: dict[str, object] = {} if cfg.training.activation_offload else {"activation_checkpointing": "none"}
+    data: dict[str, object] = {"micro_batch_size": micro}
     return cfg.changed({"parallel": parallel, "training": training, "data": data})
 
 

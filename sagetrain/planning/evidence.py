@@ -132,6 +132,8 @@ def _used(cfg: RunConfig, prediction: StepPrediction) -> Iterator[str]:
     yield prediction.attention_backend
     if cfg.parallel.offload != "none":
         yield "all in the host's memory" if cfg.parallel.offload == "all" else "state in the host's memory"
+    if cfg.training.activation_offload:
+        yield "activations in the host's memory"
     if cfg.linear.low_bit:
         yield f"linear layers in {cfg.linear.precision}"
     if cfg.linear.head != "bf16":

@@ -82,6 +82,8 @@ def out_of_room(plan: Plan, own: PricedLayout) -> Iterator[Finding]:
         auto = plan.asked.training.activation_checkpointing == "auto"
         ways += [] if auto else ["training.activation_checkpointing auto"]
         ways += ["parallel.offload"] if cfg.parallel.offload == "none" else []
+        away = cfg.training.activation_checkpointing in ("full", "attention") and largest.name == "activations"
+        ways += ["training.activation_offload"] if away and not cfg.training.activation_offload else []
         fix = f"use {', '.join(ways)}"
         if plan.fewest and not plan.proposed:
             fix = (

@@ -304,7 +304,8 @@ def _with_room(
     """Yield the candidates whose offloaded state fits into the memory of the hosts."""
     rooms: dict[tuple[int, ...], bool] = {}
     for candidate in candidates:
-        share = *_ranks(candidate), candidate.parallel.zero_stage
+        micro = candidate.training.activation_offload * candidate.data.micro_batch_size
+        share = *_ranks(candidate), candidate.parallel.zero_stage, micro
         if share not in rooms:
             rooms[share] = host_finding(candidate, world_size, vocab_size, hardware) is None
         if rooms[share]:
@@ -366,7 +367,7 @@ def _recomputing(
         yield PricedLayout(cfg, prediction or predict(cfg, world_size, vocab_size, hardware, span), need)
         return
     fits, layers = fits_with(way, world_size, vocab_size, hardware), cfg.model.num_layers
-    if fits("full"):
+    if not cfg.training.activation_offload and fits("full"):
         blocks = fewest_blocks(layers, fits)
         ways_back: list[Recomputation] = [blocks if blocks < layers else "full", "selective"]
         if cfg.model.experts:  # Not every way was proven with them.

@@ -1,11 +1,12 @@
-"""Predict the time that parallel.offload adds to a step: copies between a GPU and the memory of its host, and the
-update on the CPU. One run stands behind these figures: everything in the memory of a host with two H100s
-(results/offload)."""
+"""Predict the time that parallel.offload and training.activation_offload add to a step: copies between a GPU and the
+memory of its host, and the update on the CPU. One run stands behind the figures of parallel.offload: everything in the
+memory of a host with two H100s (results/offload)."""
 
 from __future__ import annotations
 
 from sagetrain.config.schema import RunConfig
 from sagetrain.costs.hardware import Hardware
+from sagetrain.costs.host_memory import activations_on_host
 
 # Bytes of host memory that the CPU reads and writes for each parameter that the rank owns. Norm (4), clipping (8) and
 # AdamW (28) come once a step. A gradient that is added to an earlier one is read, and the sum read and written.
@@ -37,3 +38,14 @@ def offload_seconds(cfg: RunConfig, share: float, micro_steps: int, compute: flo
         passed = max(copy, forward) if stage == 3 else forward
         waits += (micro_steps - 2) * max(0.0, add - passed) + add
     return waits + _UPDATE * share / hardware.host_update_bandwidth
+
+
+def activation_seconds(cfg: RunConfig, micro_steps: int, compute: float, hardware: Hardware) -> float:
+    """Return the seconds of a step in which the GPU waits for activations on their way to the host's memory, beside
+    forward passes, and back, beside backward passes.
+
+    Args:
+        compute: the seconds that the GPU computes in a micro-step, a quarter of them forward: most is computed again.
+    """
+    copy = sum(activations_on_host(cfg)) / hardware.host_copy_bandwidth
+    return micro_steps * (max(0.0, copy - compute / 4) + max(0.0, copy - 3 * compute / 4))

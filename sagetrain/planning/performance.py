@@ -32,7 +32,7 @@ from sagetrain.costs.operations import (
 )
 from sagetrain.costs.stages import different_stages, held, kinds_of_blocks
 from sagetrain.optim.owners import MUON_ROUND, cost, owners
-from sagetrain.planning.offload import UPDATED_ON_GPU, offload_seconds
+from sagetrain.planning.offload import UPDATED_ON_GPU, activation_seconds, offload_seconds
 from sagetrain.planning.prediction import CollectiveTime, StepPrediction
 
 # The forward pass has this share of the bytes that passes move, and this share of attention (2 matmuls of 7).
@@ -301,7 +301,8 @@ class _Step:
     def offload_seconds(self, compute: float) -> float:
         """Return the seconds of a step in which the GPU, which computes for `compute` of them, waits for the host."""
         share, micro_steps = self.parameters / self.layout.shards, self.accumulation
-        return offload_seconds(self.cfg, share, micro_steps, compute / micro_steps, self.hardware)
+        how = micro_steps, compute / micro_steps, self.hardware
+        return offload_seconds(self.cfg, share, *how) + activation_seconds(self.cfg, *how)
 
     def orthogonalizing_seconds(self) -> float:
         """Return the seconds that Muon's update takes beyond AdamW's, on the rank that has most to do. At ZeRO 0 every

@@ -114,7 +114,7 @@ def fits_with(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardwa
 
 
 def host_finding(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware) -> Finding | None:
-    """Return a finding if parallel.offload is estimated to need more memory than a host has, or None."""
+    """Return a finding if what is kept there is estimated to need more memory than a host has, or None."""
     ranks = min(world_size, hardware.gpus_per_host)
     memory = hardware.memory_of_host(ranks)
     whose = "a host" if hardware.host_memory else f"a host (assumed: {memory / ranks / 2**30:.0f} GiB a GPU)"

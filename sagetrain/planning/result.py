@@ -77,5 +77,6 @@ class Plan:
 
     @property
     def host_memory(self) -> list[MemoryItem]:
-        """Memory of its host that one rank takes with parallel.offload. Empty without it."""
+        """Memory of its host that one rank takes with parallel.offload and training.activation_offload. Empty without
+        them."""
         return host_memory_per_rank(self.cfg, self.world_size, self.vocab_size) if self.memory else []

@@ -185,7 +185,7 @@ class LinearErrors:
         """Return a context in which the model is as these passes need it."""
         changes: dict[tuple[Any, str], object] = {(self._model, "activation_checkpointing"): "full"}
         for block in self._model.blocks:
-            changes[block, "selective"] = False
+            changes[block, "dear"] = ()
             changes |= {(norm, "reader"): None for norm in (block.attention_norm, block.mlp_norm)}
         for (number, path), (layer, low) in self.layers.items():
             own = layer.weights if number == "head" else ()

@@ -205,7 +205,7 @@ def check_files(cfg: RunConfig, tokens: SampleFunction | None = None, loss: OwnL
 
 
 def check_host_memory(cfg: RunConfig, vocab_size: int) -> None:
-    """Check that this host has the memory that its ranks take with parallel.offload.
+    """Check that this host has the memory that its ranks take with parallel.offload and training.activation_offload.
 
     Args:
         vocab_size: the rows of the embedding, padded.
@@ -213,7 +213,7 @@ def check_host_memory(cfg: RunConfig, vocab_size: int) -> None:
     Raises:
         ConfigError: it has not.
     """
-    if cfg.parallel.offload == "none" or (memory := memory_of_host()) is None:
+    if (memory := memory_of_host()) is None:
         return
     world_size, host = int(os.environ.get("WORLD_SIZE", "1")), socket.gethostname()
     found = host_memory_finding(cfg, world_size, vocab_size, ranks_of_host() or world_size, memory, f"host {host}")

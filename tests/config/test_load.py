@@ -307,7 +307,7 @@ def test_override_messages(tmp_path, override, expected):
         ("training.dtype=float32", "did you mean fp32?\n"),
         ("training.activation_checkpointing=true", "or a whole number of at least 0 or auto; did you mean full?\n"),
         ("training.activation_checkpointing=on", "or a whole number of at least 0 or auto; did you mean full?\n"),
-        ("training.activation_checkpointing=-1", "must be one of none, selective, full or a whole number of at least 0"),
+        ("training.activation_checkpointing=-1", "must be one of none, selective, attention, full or a whole number of at least 0"),
         ("optimizer.name=adamw_8bit", "did you mean adamw, with optimizer.moments int8?\n"),
         ("parallel.pipeline_blocks=[4, 0]", "1 problem in the configuration run.yaml:\n  override parallel.pipeline_blocks=[4, 0]: parallel.pipeline_blocks.1 = 0: must be a whole number above 0\n"),
         ("parallel.pipeline_blocks=4", "parallel.pipeline_blocks = 4: must be auto or a list whose items are each a whole"),

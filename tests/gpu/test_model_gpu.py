@@ -1,15 +1,19 @@
 """The model on a GPU: backends beside exact attention, compiled beside eager, the loss's accuracy and memory."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+import late_copies
 import tiny
 from distributed import run_distributed
 from sagetrain.cluster.join import init_distributed
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.data.batch import Batch, Sample, batch_of
+from sagetrain.model.activation_offload import ActivationOffload
 from sagetrain.model.backends import attention_function, token_layout
 from sagetrain.model.compile import compile_blocks
 from sagetrain.model.selection import resolve_backend
@@ -86,6 +90,29 @@ def test_compiled_model_equals_eager(backend: str, packed: bool) -> None:
     assert fused == pytest.approx(eager, rel=1e-3)
     for name, gradient in eager_gradients.items():
         assert (fused_gradients[name] - gradient).norm() < 0.1 * gradient.norm(), name
+
+
+@pytest.mark.parametrize("again", ["full", "attention"])
+def test_activations_in_host_memory_change_no_bit(again: str) -> None:
+    """The GPU is busy before copies, so that whoever reads memory before a copy has ended reads old values."""
+    shape = SHAPE.model_copy(update={"num_layers": 6})
+    draw = torch.Generator("cuda").manual_seed(0)
+    batches = [torch.randint(0, 1024, (2, 513), device="cuda", generator=draw) for _ in range(3)]
+    found = []
+    for seed in (None, 1, 2):
+        place = {"groups": SINGLE, "dtype": torch.bfloat16, "device": torch.device("cuda")}
+        how = {"vocab_size": 1024, "activation_checkpointing": again}
+        model = tiny.transformer(shape, AttentionConfig(backend="sage"), **how, **place)
+        compile_blocks(model, "aot_eager_decomp_partition")
+        model.offload = None if seed is None else ActivationOffload.on(place["device"])
+        with nullcontext() if seed is None else late_copies.busy(seed):
+            for tokens in batches:
+                model(tokens[:, :-1], tokens[:, 1:]).backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+        pinned = [place for places in model.offload._places.values() for place in places] if model.offload else []
+        assert bool(pinned) == (seed is not None) and all(place.is_pinned() for place in pinned)
+    for plain, *others in zip(*found, strict=True):
+        assert all(other.equal(plain) for other in others)
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "sage"])

@@ -24,6 +24,7 @@ from sagetrain.costs.accounting import (
     overlaps,
     parameters_per_rank,
     rank_of,
+    with_recomputation,
 )
 from sagetrain.costs.deepspeed_prices import kept_for_backward, reduce_bucket_size
 from sagetrain.costs.memory import block_activation_bytes, memory_per_rank
@@ -259,6 +260,9 @@ def test_selective_checkpointing_keeps_what_is_predicted(backend, compile_, kv_h
     )
     kept = saved_bytes_per_token(cfg, compile_ == "on")
     assert kept == pytest.approx(block_activation_bytes(cfg), rel=0.01)
+    if compile_ == "on":
+        attention = with_recomputation(cfg, "attention")
+        assert saved_bytes_per_token(attention, True) == pytest.approx(block_activation_bytes(attention), rel=0.01)
     plain = run_config(
         model={"num_key_value_heads": kv_heads}, attention={"backend": backend}, training={"compile": compile_}
     )

@@ -10,6 +10,7 @@ from torch import Tensor
 import tiny
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.model.activation_offload import ActivationOffload, Copies
+from sagetrain.model.compile import compile_blocks
 from sagetrain.parallel.topology import ParallelGroups
 
 SHAPE = ModelConfig(num_layers=6, hidden_size=32, ffn_hidden_size=48, num_attention_heads=2)
@@ -51,6 +52,8 @@ def gradients(copies: Copies | None, again: str, seed: int = 0) -> list[Tensor]:
     attention = AttentionConfig(backend="sdpa")
     how = {"vocab_size": 128, "groups": ParallelGroups.single(), "seed": 5}
     model = tiny.transformer(SHAPE, attention, activation_checkpointing=again, **how)
+    if again == "attention":  # Without a compiler the results would be where saved_tensors_hooks do not come.
+        compile_blocks(model, "aot_eager_decomp_partition")
     model.offload = copies and ActivationOffload(copies, 0)
     draw, losses = torch.Generator().manual_seed(seed), []
     for _ in range(3):
@@ -60,11 +63,12 @@ def gradients(copies: Copies | None, again: str, seed: int = 0) -> list[Tensor]:
     return [*(loss.detach() for loss in losses), *(parameter.grad for parameter in model.parameters())]
 
 
-@pytest.mark.parametrize("again", ["full"])
+@pytest.mark.parametrize("again", ["full", "attention"])
 def test_late_copies_change_no_bit(again: str) -> None:
     expected, late = gradients(None, again), LateCopies()
     for copies in (late, Copies(None)):
         for one, other in zip(gradients(copies, again), expected, strict=True):
             assert one.equal(other)
     # Micro-batches share the host's memory. The GPU has what two blocks keep at most.
-    assert len(late.on_host) == SHAPE.num_layers and late.most == 2
+    each = len(late.on_host) // SHAPE.num_layers
+    assert len(late.on_host) == each * SHAPE.num_layers and late.most <= 2 * each and (each == 1) == (again == "full")

@@ -151,7 +151,7 @@ def test_activation_checkpointing_changes_nothing(backend: str, compiled: bool) 
     # Whole blocks are recomputed in the same way around every backend; `selective` lists the operators of each.
     whole = () if compiled and backend == "sdpa" else ("full", 1)
     found, eager = {}, [_gradients(_shake(_model(backend=backend)), *_batch(), **packing) for packing in ({}, PACKED)]
-    for mode in ("none", "selective", *whole):
+    for mode in ("none", "selective", "attention", *whole):
         packings = (PACKED,) if compiled and mode in whole else ({}, PACKED)
         model = _shake(_model(backend=backend, activation_checkpointing=mode))
         torch._dynamo.reset()
@@ -189,15 +189,16 @@ class Counted(TorchDispatchMode):
 def test_expensive_operators_run_once() -> None:
     """A block has seven matmuls forward and twice as many backward, and the head has its own."""
     calls = {}
-    for mode in ("none", "selective", "full"):
+    for mode in ("none", "selective", "attention", "full"):
         model = _model(backend="sage", activation_checkpointing=mode)
         with Counted() as counted:
             model(*_batch()).backward()
         calls[mode] = counted.calls
     names = "aten::mm", "sagekernels::forward", "aten::silu", "aten::rsqrt"
-    once, kept, twice = ([calls[mode][name] for name in names] for mode in calls)
+    once, kept, but_attention, twice = ([calls[mode][name] for name in names] for mode in calls)
     mm, attention, silu, norms = once
     assert kept == [mm, attention, 2 * silu, 2 * norms - 1]  # The final norm is outside of the blocks.
+    assert but_attention == [mm + 2 * 7, attention, 2 * silu, 2 * norms - 1]
     assert twice == [mm + 2 * 7, 2 * attention, 2 * silu, 2 * norms - 1]
 
 
@@ -213,8 +214,8 @@ def test_attention_and_matmuls_of_a_gpu_are_expensive() -> None:
         getattr(aten, f"_scaled_dot_product_{kernel}_attention") for kernel in ("cudnn", "flash", "efficient")
     ]
     for operator in operators:
-        assert walks._policy(None, operator.default) == CheckpointPolicy.MUST_SAVE, operator
-    assert walks._policy(None, aten.silu.default) == CheckpointPolicy.PREFER_RECOMPUTE
+        assert walks._policy(walks.DEAR["selective"], None, operator.default) == CheckpointPolicy.MUST_SAVE, operator
+    assert walks._policy(walks.DEAR["selective"], None, aten.silu.default) == CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def test_activation_checkpointing_keeps_block_inputs_only() -> None:

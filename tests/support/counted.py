@@ -83,7 +83,7 @@ def saved_bytes_per_token(cfg: RunConfig, compiled: bool, groups: ParallelGroups
     network._layouts = lambda *_: layouts
     if cfg.training.compile == "on":  # A rank that compiles nothing calls the collectives as well.
         network(tokens)
-    selective = cfg.training.activation_checkpointing == "selective"
+    selective = cfg.training.activation_checkpointing in ("selective", "attention")
     watched = network.blocks[1] = Watched(network.blocks[1], selective and not compiled)
     logits = network(tokens)
     assert logits.requires_grad  # Logits that require a gradient keep the graph and its saved tensors alive.

@@ -11,7 +11,8 @@ from sagetrain.config.rules.findings import About, no_effect, not_proven
 from sagetrain.config.schema import RunConfig
 
 WITH_ACTIVATIONS_ON_HOST: dict[str, tuple[object, ...]] = {
-    "training.activation_checkpointing": ("full",),
+    "training.activation_checkpointing": ("full", "attention"),
+    "training.compile": ("auto", "on"),
     "parallel.engine": ("fsdp", "auto"),
     "parallel.gradient_reduction": ("fp32",),
     "deepspeed": ({},),

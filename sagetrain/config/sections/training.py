@@ -8,7 +8,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 
 from sagetrain.config.sections.base import LocalPath, Name, Section, StoreUrl
 
-Recomputation = Union[Literal["none", "selective", "full"], NonNegativeInt]
+Recomputation = Union[Literal["none", "selective", "attention", "full"], NonNegativeInt]
 """The activations that the backward pass recomputes: see TrainingConfig.activation_checkpointing."""
 
 
@@ -99,12 +99,13 @@ class TrainingConfig(Section):
     activation_checkpointing: Union[Recomputation, Literal["auto"]] = "none"
     """Activations that the backward pass recomputes instead of keeping them. full: every block as a whole.
     selective: norms, rotary embedding, SwiGLU and collectives, which are cheap; the outputs of matmuls and of
-    attention are kept. A number: that many blocks, from the first on, as wholes. auto: the least that fits into the
-    GPU's memory by the estimate of `sagetrain plan`; none without a GPU."""
+    attention are kept. attention: all but attention, whose results are kept, for long sequences. A number: that many
+    blocks, from the first on, as wholes. auto: none, selective or wholes, the least that fits into the GPU's memory by
+    the estimate of `sagetrain plan`; none without a GPU."""
     activation_offload: bool = False
     """Have what blocks keep for the backward pass in the host's memory meanwhile, for sequences that are too long for
     the GPU's. It leaves and comes back beside the kernels of other blocks, and no bit changes. Needs
-    activation_checkpointing full and engine fsdp, without pipeline parallelism, experts and parallel.offload.
+    activation_checkpointing full or attention and engine fsdp, without pipelines, experts and parallel.offload.
     `sagetrain plan` says how much memory of the host it takes."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Compile the blocks with torch.compile; auto: on with a GPU. At ZeRO 3 the weights of a compiled block are
