@@ -31,8 +31,10 @@ def host_memory_per_rank(cfg: RunConfig, world_size: int, vocab_size: int) -> li
     every = [*_state(cfg, world_size, vocab_size)]
     if kept := activations_on_host(cfg):
         what = "inputs and results of attention" if len(kept) > cfg.model.num_layers else "inputs"
-        size = sum(map(_pinned, kept))
-        every.append(MemoryItem("activations", size, f"{what} of all blocks, pinned: each tensor takes a power of two"))
+        # Only inputs are large tensors of one size: results of attention are several of about such sizes.
+        inputs, results = kept[: cfg.model.num_layers], kept[cfg.model.num_layers :]
+        size = sum(map(_pinned, inputs)) + sum(results)
+        every.append(MemoryItem("activations", size, f"{what} of all blocks, pinned"))
     if not every:
         return []
     return [

@@ -80,10 +80,12 @@ def out_of_room(plan: Plan, own: PricedLayout) -> Iterator[Finding]:
         ways += ["a smaller data.micro_batch_size"] if cfg.data.micro_batch_size > 1 else []
         ways += ["optimizer.moments int8"] if cfg.optimizer.moments != "int8" else []
         auto = plan.asked.training.activation_checkpointing == "auto"
-        ways += [] if auto else ["training.activation_checkpointing auto"]
+        ways += [] if auto or cfg.training.activation_offload else ["training.activation_checkpointing auto"]
         ways += ["parallel.offload"] if cfg.parallel.offload == "none" else []
         away = cfg.training.activation_checkpointing in ("full", "attention") and largest.name == "activations"
         ways += ["training.activation_offload"] if away and not cfg.training.activation_offload else []
+        measured = any(item.name == "monitor" for item in items)  # It recomputes blocks that are not compiled.
+        ways += ["stability.monitor.every_steps null"] if measured else []
         fix = f"use {', '.join(ways)}"
         if plan.fewest and not plan.proposed:
             fix = (

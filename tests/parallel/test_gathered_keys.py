@@ -212,7 +212,7 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, object]]] = {
 
 def engine(name: str, seed: int) -> Engine:
     cp, gather, parallel = LAYOUTS[name]
-    again = {"activation_checkpointing": "full" if "recomputed" in name else "none"}
+    again = {"activation_checkpointing": "full", "activation_offload": True} if "recomputed" in name else {}
     sections = {"model": MODEL, "attention": {"backend": "reference"}, "training": again}
     return tiny.engine(
         tiny.config(1, optimizer={"eps": 1e-6}, parallel={"engine": "fsdp", **parallel}, **sections),

@@ -82,6 +82,40 @@ def test_the_share_of_the_host_shrinks_with_steps():
     assert predict(cfg, 2, VOCAB, slow).offload > few.offload
 
 
+def test_activations_on_the_host_leave_two_blocks():
+    """What leaves the GPU is on the host. Copies take time where a block computes for less."""
+    away = "training.activation_checkpointing=full", "training.activation_offload=true"
+    keeping = "attention.backend=sage", "training.activation_checkpointing=attention", away[1]
+    here, inputs, results = (config("1b", "parallel.engine=fsdp", *more) for more in (away[:1], away, keeping))
+    memory = [{item.name: item.bytes for item in memory_per_rank(cfg, 2, VOCAB)} for cfg in (here, inputs, results)]
+    blocks, whole = here.model.num_layers, memory[0]["activations"]
+    assert memory[1]["activations"] == pytest.approx(whole * 2 / blocks, rel=1e-6)
+    on_host = [{item.name: item.bytes for item in host_memory_per_rank(cfg, 2, VOCAB)} for cfg in (inputs, results)]
+    assert on_host[0]["activations"] == whole < on_host[1]["activations"] and not host_memory_per_rank(here, 2, VOCAB)
+    assert memory[2]["activations"] == pytest.approx(on_host[1]["activations"] * 2 / blocks, rel=0.02)
+    assert predict(inputs, 2, VOCAB, H100).offload == predict(here, 2, VOCAB, H100).offload == 0
+    slow = dataclasses.replace(H100, host_copy_bandwidth=1e9)
+    step, plain = predict(inputs, 2, VOCAB, slow), predict(here, 2, VOCAB, slow)
+    assert step.seconds - plain.seconds == pytest.approx(step.offload) and step.offload > 0
+    assert predict(results, 2, VOCAB, H100).attention < predict(here, 2, VOCAB, H100).attention
+    finding = host_finding(results, 2, VOCAB, cluster_of("h100", 8, 400, 8))
+    assert finding and finding.key == "training.activation_offload" and "activation_checkpointing full" in finding.fix
+
+
+@pytest.mark.parametrize(("sections", "key", "fix"), [
+    ({"training": {"activation_checkpointing": "none"}}, "training.activation_checkpointing", "use full or attention"),
+    ({"training": {"activation_checkpointing": "attention", "compile": "off"}}, "training.compile", "use auto or on"),
+    ({"parallel": {"pipeline_parallel_size": 2}}, "parallel.pipeline_parallel_size", "activation_offload: false"),
+    ({"parallel": {"offload": "optimizer"}}, "parallel.offload", "use none, or activation_offload: false"),
+    ({"training": {"cuda_graphs": "on"}}, "training.cuda_graphs", "use false, or set cuda_graphs: auto"),
+])  # fmt: skip
+def test_what_does_not_go_with_activations_on_the_host_is_refused(sections, key, fix):
+    training = {"activation_checkpointing": "full", "activation_offload": True, **sections.get("training", {})}
+    found = fit(run_config(**{**sections, "training": training}), 2)
+    finding = only([each for each in found if each.rule in ("activations_not_offloaded", "cuda_graphs_off")])
+    assert (finding.level, finding.key) == ("error", key) and fix in finding.fix
+
+
 def test_a_host_without_room_is_refused(monkeypatch):
     """A host's memory rules out whole kinds of layouts at once. None of them is looked at alone."""
     looked_at, fit = [], layouts.fit
