@@ -29,7 +29,7 @@ _LEAST_BYTES = 2**16
 """Smaller tensors stay on the GPU."""
 
 
-class Copies:
+class HostCopies:
     """Copies between a GPU and the memory of its host, one after the other, beside kernels. On the CPU, copies are made
     at once.
 
@@ -76,7 +76,7 @@ class _Kept:
         tensor: Tensor,
         there: Tensor,
         places: list[Tensor],
-        copies: Copies,
+        copies: HostCopies,
         blocks: list[list[weakref.ref[_Kept]]],
     ) -> None:
         self._here: Tensor | None = tensor
@@ -124,7 +124,7 @@ class ActivationOffload:
         least_bytes: tensors with fewer bytes stay where they are.
     """
 
-    def __init__(self, copies: Copies, least_bytes: int = _LEAST_BYTES) -> None:
+    def __init__(self, copies: HostCopies, least_bytes: int = _LEAST_BYTES) -> None:
         self._copies, self._least_bytes = copies, least_bytes
         self._places: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
         """Pinned memory that no tensor uses now, by dtype, shape and strides."""
@@ -134,7 +134,7 @@ class ActivationOffload:
     @classmethod
     def on(cls, device: torch.device) -> ActivationOffload:
         """Make it for a model on this device."""
-        return cls(Copies(device if device.type == "cuda" else None))
+        return cls(HostCopies(device if device.type == "cuda" else None))
 
     def begun(self, blocks: nn.Module, layouts: Iterable[Sequence[TokenLayout]]) -> ActivationOffload:
         """Begin with a micro-batch, and return this object. Codes of weights that the blocks keep, and layouts, which

@@ -9,14 +9,14 @@ from torch import Tensor
 
 import tiny
 from sagetrain.config.schema import AttentionConfig, ModelConfig
-from sagetrain.model.activation_offload import ActivationOffload, Copies
+from sagetrain.model.activation_offload import ActivationOffload, HostCopies
 from sagetrain.model.compile import compile_blocks
 from sagetrain.parallel.topology import ParallelGroups
 
 SHAPE = ModelConfig(num_layers=6, hidden_size=32, ffn_hidden_size=48, num_attention_heads=2)
 
 
-class LateCopies(Copies):
+class LateCopies(HostCopies):
     """Copies that are made when somebody waits for them, in their order. Memory that a copy reads or writes must live
     until then."""
 
@@ -47,7 +47,7 @@ class LateCopies(Copies):
             target.copy_(source)
 
 
-def gradients(copies: Copies | None, again: str, seed: int = 0) -> list[Tensor]:
+def gradients(copies: HostCopies | None, again: str, seed: int = 0) -> list[Tensor]:
     """Return losses and gradients of three micro-batches, whose gradients are added up."""
     attention = AttentionConfig(backend="sdpa")
     how = {"vocab_size": 128, "groups": ParallelGroups.single(), "seed": 5}
@@ -66,7 +66,7 @@ def gradients(copies: Copies | None, again: str, seed: int = 0) -> list[Tensor]:
 @pytest.mark.parametrize("again", ["full", "attention"])
 def test_late_copies_change_no_bit(again: str) -> None:
     expected, late = gradients(None, again), LateCopies()
-    for copies in (late, Copies(None)):
+    for copies in (late, HostCopies(None)):
         for one, other in zip(gradients(copies, again), expected, strict=True):
             assert one.equal(other)
     # Micro-batches share the host's memory. The GPU has what two blocks keep at most.

@@ -83,7 +83,7 @@ def test_the_share_of_the_host_shrinks_with_steps():
 
 
 def test_activations_on_the_host_leave_two_blocks():
-    """What leaves the GPU is on the host. Copies take time where a block computes for less."""
+    """The host has all that leaves. Copies take time only if they take longer than the blocks."""
     away = "training.activation_checkpointing=full", "training.activation_offload=true"
     keeping = "attention.backend=sage", "training.activation_checkpointing=attention", away[1]
     here, inputs, results = (config("1b", "parallel.engine=fsdp", *more) for more in (away[:1], away, keeping))
@@ -109,7 +109,7 @@ def test_activations_on_the_host_leave_two_blocks():
     ({"parallel": {"offload": "optimizer"}}, "parallel.offload", "use none, or activation_offload: false"),
     ({"training": {"cuda_graphs": "on"}}, "training.cuda_graphs", "use false, or set cuda_graphs: auto"),
 ])  # fmt: skip
-def test_what_does_not_go_with_activations_on_the_host_is_refused(sections, key, fix):
+def test_what_does_not_go_with_offloaded_activations(sections, key, fix):
     training = {"activation_checkpointing": "full", "activation_offload": True, **sections.get("training", {})}
     found = fit(run_config(**{**sections, "training": training}), 2)
     finding = only([each for each in found if each.rule in ("activations_not_offloaded", "cuda_graphs_off")])

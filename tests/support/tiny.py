@@ -23,7 +23,7 @@ from sagetrain.engines import fsdp
 from sagetrain.engines.build_engine import build_engine, partitioner
 from sagetrain.engines.deepspeed import deepspeed_engine
 from sagetrain.engines.protocol import Engine, Observers, Owned, StepResult
-from sagetrain.model.activation_offload import ActivationOffload, Copies
+from sagetrain.model.activation_offload import ActivationOffload, HostCopies
 from sagetrain.model.backends import AttentionFunction
 from sagetrain.model.compile import compile_blocks
 from sagetrain.model.selection import attention_functions, matmuls_of
@@ -103,7 +103,7 @@ def model(cfg: RunConfig, groups: ParallelGroups, seed: int = 3, **others: Any) 
     made = transformer(cfg.model, cfg.attention, seed=seed, **{**place, **others})
     if cfg.training.activation_offload:
         gpu = made.groups.device if made.groups.device.type == "cuda" else None
-        made.offload = ActivationOffload(Copies(gpu), 0)
+        made.offload = ActivationOffload(HostCopies(gpu), 0)
     return made
 
 
