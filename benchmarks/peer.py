@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sagetrain.config.layer_specs import layers
 from sagetrain.config.schema import ModelConfig
 from sagetrain.model.transformer import Transformer
 
@@ -22,18 +23,24 @@ class PeerNorm(nn.Module):
         return F.rms_norm(x, x.shape[-1:], self.gain, self.eps)
 
 
-def peer_attention(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return a function for causal attention on [batch, tokens, heads, head_dim]."""
+def peer_attention(name: str, window: int | None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Return a function for causal attention on [batch, tokens, heads, head_dim]. A query sees `window` tokens, its own
+    included; None: all before it."""
     if name == "FlashAttention-4":
         from flash_attn.cute import flash_attn_func
 
         # FlashAttention-4's kernels cannot be traced, so torch.compile has to go around them.
-        return torch.compiler.disable(lambda q, k, v: flash_attn_func(q, k, v, causal=True)[0])
+        left = (None, None) if window is None else (window - 1, 0)
+        return torch.compiler.disable(lambda q, k, v: flash_attn_func(q, k, v, causal=True, window_size=left)[0])
 
     def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        grouped = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
+        grouped, mask = q.shape[1] != k.shape[1], None
+        if window is not None:
+            back = torch.arange(q.shape[2], device=q.device)[:, None] - torch.arange(q.shape[2], device=q.device)
+            mask = (back >= 0) & (back < window)
+        o = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=grouped)
+        return o.transpose(1, 2)
 
     return sdpa
 
@@ -75,9 +82,10 @@ class Peer(nn.Module):
         self.cos, self.sin = (
             nn.Buffer(table[None, :, None], persistent=False) for table in (angles.cos(), angles.sin())
         )
-        attend = peer_attention(attention)
+        windows = [layer.attention.reach.window for layer in layers(m)]
+        attend = {window: peer_attention(attention, window) for window in windows}
         self.embedding = nn.Embedding(vocab_size, m.hidden_size)
-        self.blocks = nn.ModuleList(PeerBlock(m, attend) for _ in range(m.num_layers))
+        self.blocks = nn.ModuleList(PeerBlock(m, attend[window]) for window in windows)
         self.norm = PeerNorm(m.hidden_size, m.norm_eps)
         self.head = nn.Linear(m.hidden_size, vocab_size, bias=False)
         if m.tie_embeddings:

@@ -2,6 +2,7 @@
 
     python3 benchmarks/step.py --shape 1b --ours sdpa,scores,scores+fp8:tensorwise
     python3 benchmarks/step.py --shape 8x4096 --ours sdpa,scores,scores+fp8:tensorwise,scores+fp8:rowwise
+    python3 benchmarks/step.py --seq-length 16384 --window 4096 --ours scores+int8:rowwise --peers bf16
     python3 benchmarks/step.py --seq-length 16384 --documents 700 --ours flash,sdpa,scores --peers ""
 
 A step is forward and backward of some micro-batches of random tokens, whole causal sequences, followed by AdamW
@@ -34,6 +35,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from peer import Peer, convert
 from sagekernels.lowbit import HEADS, RECIPES
 from sagetrain.config.schema import SIXTEEN_BITS, AttentionConfig, LinearConfig, ModelConfig
+from sagetrain.config.sections.model import WindowsConfig
 from sagetrain.costs.accounting import flops_per_token
 from sagetrain.model.compile import compile_blocks
 from sagetrain.model.selection import attention_functions, matmuls_of
@@ -307,6 +309,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--seq-length", type=int, default=4096)
     parser.add_argument("--tokens", type=int, default=32768, help="tokens of a micro-batch")
     parser.add_argument("--documents", type=int, default=0, help="median length of documents; 0: whole sequences")
+    parser.add_argument("--window", type=int, help="tokens that a query sees in three of four layers, as in OLMo 3")
     parser.add_argument("--kv-heads", type=int, help="key and value heads, in place of the shape's")
     parser.add_argument("--accumulation", type=int, default=4, help="micro-batches of a step")
     parser.add_argument(
@@ -322,6 +325,8 @@ def main(words: Sequence[str] | None = None) -> None:
     shape, length = SHAPES[arguments.shape], arguments.seq_length
     if arguments.kv_heads:
         shape = shape.model_copy(update={"num_key_value_heads": arguments.kv_heads})
+    if arguments.window:
+        shape = shape.model_copy(update={"windows": WindowsConfig(tokens=arguments.window)})
     if arguments.documents and arguments.peers:
         parser.error('--documents: plain PyTorch takes whole sequences; add --peers ""')
     attention = "FlashAttention-4" if flash_attention_4() else "SDPA"
@@ -333,6 +338,7 @@ def main(words: Sequence[str] | None = None) -> None:
     place = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     print(f"{arguments.shape} on {place}, torch {torch.__version__}: {arguments.accumulation} micro-batches of "
           f"{sequences} x {length} tokens, {shape.num_key_value_heads} key heads, "
+          + (f"windows of {arguments.window} tokens in 3 of 4 layers, " if arguments.window else "")
           + (f"{len(batch.cu_seqlens) - 1} documents; " if batch.cu_seqlens is not None else "whole sequences; ")
           + f"attention of plain PyTorch: {attention}", flush=True)  # fmt: skip
 

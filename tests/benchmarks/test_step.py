@@ -13,8 +13,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from peer import PeerBlock
+from peer import PeerBlock, peer_attention
 from runs import ROOT
+from sagekernels import attention_reference
 
 TINY = ["--shape", "tiny", "--seq-length", "64", "--tokens", "128", "--accumulation", "2", "--repeats", "1"]
 TINY += ["--compile", "off"]
@@ -47,6 +48,17 @@ def test_every_row_is_timed_or_said_to_be_not_installed(program: dict, capsys: p
     assert re.findall(r"^(sagetrain .+): [\d.]+ x plain$", text, re.MULTILINE) == timed[:-1]
     losses = re.findall(r"losses ([\d.]+) .* ([\d.]+)$", text, re.MULTILINE)
     assert len(losses) == len(timed) and all(float(last) < float(first) - 0.1 for first, last in losses)
+
+
+def test_windows_of_both_sides_are_the_same(program: dict, capsys) -> None:
+    program["main"]([*TINY, "--ours", "sdpa", "--peers", "bf16", "--window", "20"])
+    text = capsys.readouterr().out
+    assert "windows of 20 tokens in 3 of 4 layers" in text and re.findall(
+        r"^sagetrain sdpa: [\d.]+ x plain$", text, re.M
+    )
+    q, k, v = torch.randn(3, 2, 64, 2, 16, dtype=torch.float64)
+    expected = attention_reference(q, k, v, window=20)
+    assert (peer_attention("SDPA", 20)(q, k, v) - expected).abs().max() < 1e-12
 
 
 def test_attention_within_documents_is_timed_with_few_key_heads(program: dict, capsys) -> None:

@@ -121,7 +121,6 @@ CASES = [
        "gather_of_keys", "error", key, "keys are gathered over 2 ranks", fix)
       for parallel, attention, stability, ranks, key, fix in [
           ({"engine": "deepspeed"}, {}, {}, 1, "parallel.engine", "use fsdp, or use a context_parallel_size of at most 4"),
-          ({"pipeline_parallel_size": 2}, {}, {}, 2, "parallel.pipeline_parallel_size", "use 1"),
           ({"offload": "optimizer"}, {}, {}, 1, "parallel.offload", "use none"),
           ({}, {}, {"model": {"experts": {"number": 4, "per_token": 1, "ffn_size": 64}}}, 1, "model.experts.number", "use a model without experts"),
           ({}, {"backend": "auto"}, {}, 1, "attention.backend", "use sage, flash or sdpa"),

@@ -104,7 +104,16 @@ def steps_of(engine: Engine) -> list[dict[str, float]]:
 WIDE = {"num_attention_heads": 2}
 MEASURED = {"attention": {"backend": "sage", "recipe": "paper"}, "linear": {"precision": "int8", "recipe": "rowwise"}}
 # Runs that are compared with the same run in one process, where the others have one run in common.
-OTHERS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
+OTHERS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "PP 2 x gathered keys, windows, interleaved": (
+        (1, 2, 2, 1, 2),
+        {
+            "stage": 2,
+            "model": {"num_attention_heads": 1, "windows": {"tokens": 5, "pattern": "WF"}},
+            "parallel": {"pipeline_chunks": 2},
+            "training": {"activation_checkpointing": "full"},
+        },
+    ),
     "PP 2 x context 2, copies of keys": ((1, 2, 2), {"stage": 1, "model": {"num_key_value_heads": 1}}),
     "PP 2 x FSDP 2, interleaved, Muon": (
         (1, 1, 2),

@@ -38,9 +38,6 @@ def _not_tried(cfg: RunConfig, layout: Layout) -> Iterator[tuple[str, object, st
     attention, stability = cfg.attention, cfg.stability
     if layout.engine == "deepspeed":
         yield "parallel.engine", cfg.parallel.engine, "DeepSpeed was never tried with gathered keys", "use fsdp"
-    if layout.stages > 1:
-        why = "a pipeline was never tried with gathered keys"
-        yield "parallel.pipeline_parallel_size", layout.stages, why, "use 1"
     if cfg.model.experts is not None:
         why = "a mixture of experts was never tried with gathered keys"
         yield "model.experts.number", cfg.model.experts.number, why, "use a model without experts"
