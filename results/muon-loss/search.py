@@ -8,7 +8,7 @@ TEXT is a folder with tokens of 16 bits, train.xz and valid.xz (or .bin, as `sag
 words. Each side has a process of its own, which keeps one engine and gives it the initial weights of a run before each
 run. Without --jobs both sides are searched alike: a Gaussian process over GRID proposes each run of 6.6M tokens from
 the losses of the side's runs so far. A job SIDE:PRECISION:TOKENS:SEED[:RATE:WARMUP:EMBEDDING:DECAY] trains the
-best of the runs in --found, or what it names. No test runs this script, and the page names its commit.
+best of the runs so far and in --found, or what it names. No test runs this script, and the page names its commit.
 """
 
 from __future__ import annotations
@@ -190,9 +190,10 @@ def text_of(folder: Path, name: str) -> torch.Tensor:
     return torch.from_numpy(np.frombuffer(data, dtype=np.uint16).astype(np.int32))
 
 
-def best_of(side: str, rows: list[dict]) -> Knobs:
-    rows = [row for row in rows if row["side"] == side and row["phase"] == "search" and row["steps"] == row["of"]]
-    return Knobs(*min(rows, key=lambda row: row["valid"])["knobs"])
+def best_of(side: str, steps: int, rows: list[dict]) -> Knobs:
+    """Return the best setting of a side's runs of so many steps, or of shorter ones where there are none."""
+    rows = [row for row in rows if row["side"] == side and row["steps"] == row["of"]]
+    return Knobs(*min(rows, key=lambda row: (row["of"] != steps, row["valid"]))["knobs"])
 
 
 def worker(side: str, precision: str, jobs: list[list[str]] | None, asked: argparse.Namespace) -> None:
@@ -212,7 +213,7 @@ def worker(side: str, precision: str, jobs: list[list[str]] | None, asked: argpa
         elif number < len(jobs):
             steps, seed, phase = int(jobs[number][0]) // TOKENS, int(jobs[number][1]), "job"
             given = [float(word) for word in jobs[number][2:]]
-            knobs = Knobs(*given) if given else best_of(side, before)
+            knobs = Knobs(*given) if given else best_of(side, steps, [*before, *rows])
         else:
             break
         # The first run compiles, so it says little about the next.
