@@ -351,14 +351,14 @@ def graphs(figure: Figure) -> None:
 
 def muon_loss(figure: Figure) -> None:
     rows, panel = [row for row in tables("muon-loss")[0] if row["seeds"] == "1"], figure.subplots()
-    names = [row["tuned"].replace(", warm-up", ",\nwarm-up") for row in rows]
+    names = [row["tuned"].replace(", ", ",\n") for row in rows]
     paired(
         panel,
         names,
         {side: numbers(rows, held) for side, held in (("AdamW", "held out"), ("Muon", "held out 2"))},
         "held-out loss",
     )
-    panel.set_xlim(3, 4.4)
+    panel.set_xlim(3, 5.2)
 
 
 def width_rule(figure: Figure) -> None:
