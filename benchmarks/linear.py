@@ -1,5 +1,4 @@
-"""Time linear layers in 8 bits beside F.linear in bf16, forward and backward, quantization included; casts and QK-norm
-alone.
+"""Time linear layers in 8 bits beside F.linear in bf16, forward and backward, quantization included.
 
     python benchmarks/linear.py
     python benchmarks/linear.py --config configs/7b.yaml --tokens 8192 --json linear.json
@@ -11,10 +10,6 @@ is the median over rounds. Every result is compared with fp32 first, and a way t
 
 Products alone are timed with operands that are rounded beforehand: bf16, FP8 and INT8, the three products of every
 layer together.
-
-Casts alone are timed to FP8 in both orientations: our kernels (sagekernels/casts.py) beside torch.compile's of their
-twin, which they have to equal bit for bit. QK-norm with the rotary embedding is timed forward and backward
-(sagekernels/qk_norm_rope.py), beside torch.compile's of its twin, and both have to be within one rounding of float64.
 """
 
 from __future__ import annotations
@@ -31,15 +26,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sagekernels.admission import median_seconds
-from sagekernels.casts import E4M3, INT8, Rounded, quantize, quantize_both, quantize_both_twin
+from sagekernels.casts import E4M3, INT8, quantize
 from sagekernels.lowbit import RECIPES, product
-from sagekernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_twin
-from sagekernels.testing import QKInputs, qk_norm_rope_errors, random_qk
 from sagetrain.auto.linear_choice import LIMITS, errors_of, layer_of
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.layer_specs import linear_layers
 from sagetrain.config.load import load_config
-from sagetrain.config.schema import ModelConfig
 
 ROUNDS = 15
 PRODUCT_LIMITS = {"bf16": 0.005, "fp8": 0.06, "int8": 0.02}
@@ -138,80 +130,6 @@ def measure_products(inputs: int, outputs: int, tokens: int) -> dict[str, float]
     return total
 
 
-def check_casts(name: str, found: tuple[Rounded, Rounded], truth: tuple[Rounded, Rounded]) -> None:
-    """Compare codes and scales of both orientations with the twin's.
-
-    Raises:
-        SystemExit: they are not the same bits.
-    """
-    for which, ours, twin in zip(("as it lies", "turned"), found, truth, strict=True):
-        same = torch.equal(ours.codes.view(torch.uint8), twin.codes.view(torch.uint8))
-        if not (same and torch.equal(ours.scale, twin.scale)):
-            raise SystemExit(f"{name}: the matrix {which} is not the twin's; not timed")
-
-
-def measure_casts(columns: int, tokens: int, recipe: tuple[str, str]) -> dict[str, float]:
-    """Return the milliseconds of casting a gradient [tokens, columns] in both orientations, by torch.compile and by
-    kernels."""
-    draw, matmul = torch.Generator("cuda").manual_seed(1), RECIPES[recipe]
-    x = torch.randn(tokens, columns, generator=draw, device="cuda", dtype=torch.bfloat16)
-    how = matmul.gradient, matmul.per_row
-    compiled = torch.compile(quantize_both_twin, fullgraph=True, dynamic=False)
-    ways = {"compiled": lambda: compiled(x, *how), "kernels": lambda: quantize_both(x, *how)}
-    for name, way in ways.items():
-        check_casts(f"{name}, {recipe[1]}, {columns} columns", way(), quantize_both_twin(x, *how))
-    return in_turn(ways)
-
-
-def qk_ways(x: QKInputs) -> dict[str, Callable[[], Sequence[Tensor]]]:
-    """Return functions that compute QK-norm with the rotary embedding of a projection's output, forward and backward,
-    by way. Each returns q, k, the gradient of that output and the gradients of the gains."""
-    y = torch.cat((x.q, x.k, torch.zeros_like(x.k)), 1).requires_grad_()
-    gains = [gain.detach().requires_grad_() for gain in (x.q_gain, x.k_gain)]
-    sizes = [x.q.shape[1], x.k.shape[1], x.k.shape[1]]
-
-    def kernels(y: Tensor, *others: Tensor) -> Sequence[Tensor]:
-        return qk_norm_rope(*y.split(sizes, 1), *others, x.eps)
-
-    def twin(y: Tensor, *others: Tensor) -> Sequence[Tensor]:
-        q, k, v = y.split(sizes, 1)
-        return *qk_norm_rope_twin(q, k, *others, x.eps), v.unflatten(1, (-1, len(x.q_gain)))
-
-    def action(way: Callable[..., Sequence[Tensor]]) -> Callable[[], Sequence[Tensor]]:
-        def both_ways() -> Sequence[Tensor]:
-            results = way(y, *gains, x.cos, x.sin)
-            gradients = torch.autograd.grad(results, (y, *gains), (x.of_q, x.of_k, x.of_v))
-            return *(result.detach() for result in results[:2]), *gradients
-
-        return both_ways
-
-    names = {"compiled": twin, "kernels": kernels}
-    return {name: action(torch.compile(way, fullgraph=True, dynamic=False)) for name, way in names.items()}
-
-
-def check_qk(name: str, found: Sequence[Tensor], x: QKInputs) -> None:
-    """Compare the result of one of qk_ways with float64.
-
-    Raises:
-        SystemExit: it is further away than one rounding.
-    """
-    q, k, of_y, *of_gains = found
-    error = max(qk_norm_rope_errors((q, k), (of_y, torch.stack(of_gains)), x))
-    if not error <= 1:
-        raise SystemExit(f"{name}: QK-norm with the rotary embedding is wrong by {error:.3g} roundings; not timed")
-
-
-def measure_qk(model: ModelConfig, tokens: int) -> dict[str, float]:
-    """Return the milliseconds of QK-norm with the rotary embedding, forward and backward, by torch.compile and by
-    kernels."""
-    heads = model.num_attention_heads, model.num_key_value_heads
-    x = random_qk(tokens, heads, model.head_dim, 1.0, torch.bfloat16, "cuda")
-    ways = qk_ways(x)
-    for name, way in ways.items():
-        check_qk(name, way(), x)
-    return in_turn(ways)
-
-
 def in_turn(actions: dict[str, Callable[[], object]]) -> dict[str, float]:
     """Return the milliseconds of each action, the median over rounds. The actions take turns, because clocks drift."""
     times: dict[str, list[float]] = {name: [] for name in actions}
@@ -219,26 +137,6 @@ def in_turn(actions: dict[str, Callable[[], object]]) -> dict[str, float]:
         for name, action in actions.items():
             times[name].append(1e3 * median_seconds(action, "cuda"))
     return {name: statistics.median(spent) for name, spent in times.items()}
-
-
-def widths_of(model: ModelConfig) -> set[int]:
-    """Return the columns of what a block's linear layers read and write."""
-    return {width for inputs, sizes in linear_layers(model, 1).values() for width in (inputs, sum(sizes.values()))}
-
-
-def qk_bytes(model: ModelConfig) -> int:
-    """Return the bytes that QK-norm moves per token. q and k are read and written; they and their gradients are read,
-    and other gradients written; the gradient of v is copied."""
-    query, key = (heads * model.head_dim for heads in (model.num_attention_heads, model.num_key_value_heads))
-    return 2 * (5 * (query + key) + 2 * key)
-
-
-def line(spent: dict[str, float], moved: int) -> str:
-    """Return the milliseconds of all ways as text, with the bytes that have to be moved over the time of the
-    kernels."""
-    rate = moved / spent["kernels"] / 1e9
-    faster = spent["compiled"] / spent["kernels"]
-    return f"{spent['compiled']:.3f} ms compiled, {spent['kernels']:.3f} by kernels ({faster:.2f} x, {rate:.2f} TB/s)"
 
 
 def table(rows: dict[str, dict[str, float]]) -> str:
@@ -270,7 +168,7 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     torch._dynamo.config.recompile_limit = 1000  # There is one graph for each size and recipe, all of the same code.
     found = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "tokens": args.tokens}
-    found |= {"ms": {}, "products": {}, "casts": {}, "qk": {}}
+    found |= {"ms": {}, "products": {}}
     print(f"{found['gpu']}, torch {torch.__version__}, {args.tokens:,} tokens")
     for path, model in models.items():
         rows = {}
@@ -287,18 +185,6 @@ def main() -> None:
         }
         found["products"][path] = rows
         print(f"products alone, {path}\n{table(rows)}\n", flush=True)
-    widths = {width for model in models.values() for width in widths_of(model)}
-    for recipe in RECIPES:
-        if recipe[0] == "fp8" and not RECIPES[recipe].wide_weight_gradient and " ".join(recipe) in args.recipes:
-            for columns in sorted(widths):
-                spent = measure_casts(columns, args.tokens, recipe)
-                found["casts"][f"{recipe[1]} {columns}"] = spent
-                # 2 + 2 bytes are read, and 1 + 1 written.
-                moved = 6 * columns * args.tokens
-                print(f"casts, {recipe[1]}, {columns} columns: {line(spent, moved)}", flush=True)
-    for path, model in models.items():
-        spent = found["qk"][path] = measure_qk(model, args.tokens)
-        print(f"{path} QK-norm with the rotary embedding: {line(spent, qk_bytes(model) * args.tokens)}", flush=True)
     if args.json:
         args.json.write_text(json.dumps(found, indent=2) + "\n")
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from sagekernels.casts import Rounded, quantize
-from sagetrain.config.load import load_config
 
 ROOT = Path(__file__).parents[2]
 SPEC = importlib.util.spec_from_file_location("benchmark_linear", ROOT / "benchmarks/linear.py")
@@ -45,43 +44,6 @@ def test_products_that_are_wrong_are_not_timed(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(benchmark, "quantize", larger)
     with pytest.raises(SystemExit, match=r"fp8: the product is wrong by 0\.21"):
         benchmark.product_ways(40, 32, 64, torch.device("cpu"))
-
-
-def test_casts_that_are_not_the_twins_are_not_timed() -> None:
-    x = torch.randn(40, 32, generator=torch.Generator().manual_seed(2)).bfloat16()
-    number = benchmark.RECIPES["fp8", "rowwise"].gradient
-    truth = benchmark.quantize_both_twin(x, number, True)
-    benchmark.check_casts("kernels", benchmark.quantize_both(x, number, True), truth)
-    for which, name in enumerate(("as it lies", "turned")):
-        wrong = [truth[0], truth[1]]
-        wrong[which] = wrong[which]._replace(scale=2 * wrong[which].scale)
-        with pytest.raises(SystemExit, match=f"kernels: the matrix {name} is not the twin's"):
-            benchmark.check_casts("kernels", wrong, truth)
-        codes = truth[which].codes.view(torch.uint8).clone()
-        codes[3, 3] ^= 1
-        wrong[which] = truth[which]._replace(codes=codes.view(number))
-        with pytest.raises(SystemExit, match=f"kernels: the matrix {name} is not the twin's"):
-            benchmark.check_casts("kernels", wrong, truth)
-
-
-def test_qk_norm_that_is_not_exact_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    x = benchmark.random_qk(20, (4, 2), 16, 1.0, torch.bfloat16)
-    for name, way in benchmark.qk_ways(x).items():
-        found = way()
-        benchmark.check_qk(name, found, x)
-        for which in range(5):
-            wrong = [(1 + 0.1 * (which == number)) * part for number, part in enumerate(found)]
-            with pytest.raises(SystemExit, match=f"{name}: QK-norm .* is wrong by .* roundings"):
-                benchmark.check_qk(name, wrong, x)
-
-
-def test_a_line_says_time_and_bandwidth() -> None:
-    model = load_config(ROOT / "configs/1b.yaml").model
-    assert benchmark.widths_of(model) == {2048, 3072, 5632, 11264}
-    assert benchmark.qk_bytes(model) == 4 * 2560 + 6 * 2560 + 4 * 512
-    text = benchmark.line({"compiled": 0.2, "kernels": 0.05}, 6 * 2048 * 16384)
-    assert text == "0.200 ms compiled, 0.050 by kernels (4.00 x, 4.03 TB/s)"
 
 
 def test_the_table_compares_speeds() -> None:
