@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from sagetrain.model.backends import TokenLayout
-from sagetrain.parallel.layers import LinearLayer
+from sagetrain.parallel.layers import linear_layers
 
 _LEAST_BYTES = 2**16
 """Smaller tensors stay on the GPU."""
@@ -129,7 +129,8 @@ class ActivationOffload:
         self._places: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
         """Pinned memory that no tensor uses now, by dtype, shape and strides."""
         self._blocks: list[list[weakref.ref[_Kept]]] = []
-        self._stay: set[int] = set()
+        self._stay: set[int] | None = None
+        self._tables: set[int] = set()
 
     @classmethod
     def on(cls, device: torch.device) -> ActivationOffload:
@@ -137,16 +138,21 @@ class ActivationOffload:
         return cls(HostCopies(device if device.type == "cuda" else None))
 
     def begun(self, blocks: nn.Module, layouts: Iterable[Sequence[TokenLayout]]) -> ActivationOffload:
-        """Begin with a micro-batch, and return this object. Codes of weights that the blocks keep, and layouts, which
-        all blocks share, stay on the GPU."""
-        kept = (x for module in blocks.modules() if isinstance(module, LinearLayer) for x in module.kept)
-        tables = (x for layout in itertools.chain(*layouts) for x in layout if isinstance(x, Tensor))
-        self._blocks, self._stay = [], {x.data_ptr() for x in itertools.chain(kept, tables)}
+        """Begin with a micro-batch, and return this object.
+
+        Args:
+            blocks: the blocks, by number. The codes of weights that they keep stay on the GPU.
+            layouts: the layouts of the tokens, which all blocks share. They stay as well.
+        """
+        every = (each for layout in itertools.chain(*layouts) for each in (layout, *(layout.chunks or ())))
+        tables = (x for layout in every for x in layout if isinstance(x, Tensor))
+        self._modules, self._blocks, self._tables = blocks, [], {x.data_ptr() for x in tables}
         return self
 
     @contextmanager
-    def block(self) -> Iterator[None]:
+    def block(self, number: int) -> Iterator[None]:
         """Return the context of the forward pass of the micro-batch's next block."""
+        self._number, self._stay = number, None
         # The copies of the block before have hardly begun. Those of the block before that had the time of a block.
         for kept in _living(self._blocks[-2] if len(self._blocks) > 1 else ()):
             kept.leave()
@@ -158,13 +164,20 @@ class ActivationOffload:
         stays = tensor.nbytes < self._least_bytes or isinstance(tensor, nn.Parameter)
         # Compiled backward passes rely on strides, which only memory without gaps gets again.
         dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
-        if stays or tensor.data_ptr() in self._stay or not dense:
+        if stays or not dense or tensor.data_ptr() in self._staying():
             return tensor
         places = self._places[tensor.dtype, tensor.shape, tensor.stride()]
         there = places.pop() if places else self._copies.memory(tensor)
         kept = _Kept(tensor.detach(), there, places, self._copies, self._blocks)
         self._blocks[-1].append(weakref.ref(kept))
         return kept
+
+    def _staying(self) -> set[int]:
+        """Return the addresses of what stays. A block may make codes of its weights when it is entered."""
+        if self._stay is None:
+            layers = linear_layers(self._modules.get_submodule(str(self._number)))
+            self._stay = self._tables | {x.data_ptr() for layer in layers for x in layer.kept}
+        return self._stay
 
     def _take(self, kept: Tensor | _Kept) -> Tensor:
         return kept.take() if isinstance(kept, _Kept) else kept

@@ -179,7 +179,7 @@ def recomputed(
     with set_checkpoint_early_stop(stop_early):
         for number, block, layouts in blocks:
             run = partial(twice, block) if number < again else block
-            with offload.block() if offload else nullcontext():
+            with offload.block(number) if offload else nullcontext():
                 streams = run(layouts, None, *streams)
             seen(number, streams[0])
     return streams
