@@ -3,15 +3,11 @@ while the GPUs are busy before copies and collectives."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 
 import engine_options
-from distributed import run_distributed
-from sagetrain.cluster.join import end_distributed
+from distributed import run_distributed, world_of_one  # noqa: F401
 
 GPUS = torch.cuda.device_count()
 pytestmark = [
@@ -23,24 +19,11 @@ PARTS = {1: 3, 2: 2, 4: 1}
 Four GPUs take every value once, because two take every pair."""
 
 
-@pytest.fixture
-def _alone() -> Iterator[None]:
-    """Let this process be a world of one, and leave that world."""
-    threads = torch.get_num_threads()
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-            patch.delenv(name, raising=False)
-        yield
-    torch.set_num_threads(threads)
-    if dist.is_initialized():
-        end_distributed()
-
-
 def rows(gpus: int, part: int) -> list[engine_options.Row]:
     return engine_options.Table(gpus, pairs=gpus < 4).rows[part :: PARTS[gpus]]
 
 
-@pytest.mark.usefixtures("_alone")
+@pytest.mark.usefixtures("world_of_one")
 @pytest.mark.parametrize("part", range(PARTS[1]))
 def test_a_gpu_takes_the_plain_steps(part: int) -> None:
     engine_options.check(engine_options.take(rows(1, part)))

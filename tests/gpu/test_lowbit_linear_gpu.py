@@ -87,7 +87,7 @@ def test_codes_are_the_twins(number: torch.dtype, per_row: bool, compiled: bool)
 def test_casts_in_both_orientations_are_the_twins(dtype: torch.dtype, number: torch.dtype, per_row: bool) -> None:
     """The results are equal bit for bit, whatever their memory held. The cases have sizes that fill no tile, strides,
     many magnitudes, zeros and subnormal numbers."""
-    for rows, columns, scale in ((300, 512, 1.0), (1001, 4096, 1e-30), (64, 16, 1e30), (37, 129, 1e-36), (1, 1, 1.0)):
+    for rows, columns, scale in ((300, 512, 1.0), (333, 2064, 1e-30), (64, 16, 1e30), (37, 129, 1e-36), (1, 1, 1.0)):
         x = (_random(1, rows, columns).float() * scale).to(dtype)
         for one in (x, x.t(), x.repeat(1, 2)[:, :columns]):
             _poison()

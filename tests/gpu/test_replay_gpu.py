@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 import tiny
-from distributed import run_distributed
-from sagetrain.cluster.join import init_distributed
+from distributed import over_nccl, run_distributed, world_of_one  # noqa: F401
 from sagetrain.data.batch import Batch
 from sagetrain.engines.build_engine import build_engine
 from sagetrain.engines.protocol import Observers
@@ -37,10 +36,7 @@ CASES = {
 
 def _alarms(case: str, compiled: bool) -> tuple[list[int], list[int]]:
     """Return the steps of a run that were refused, and those that are refused when a bit of a gradient flips."""
-    rank, ranks, store = dist.get_rank(), dist.get_world_size(), dist.distributed_c10d._get_default_store()
-    dist.destroy_process_group()  # It is of gloo.
-    dist.init_process_group("nccl", store=dist.PrefixStore("nccl", store), rank=rank, world_size=ranks)
-    device = init_distributed(timeout_minutes=5)
+    device, rank, ranks = over_nccl(), dist.get_rank(), dist.get_world_size()
     groups, (linear, attention) = ParallelGroups.create(Topology(ranks, 1)), CASES[case]
     sections = {"linear": {"precision": linear}, "attention": attention, "model": SHAPE, "data": {"seq_length": LENGTH}}
     cfg = tiny.config(1, "bf16", tokens_per_step={"tokens": 4 * ranks * LENGTH}, **sections)
@@ -83,13 +79,9 @@ def _alarms(case: str, compiled: bool) -> tuple[list[int], list[int]]:
     return undisturbed, alarms
 
 
-def _check(case: str, ranks: int, compiled: bool) -> None:
-    with patch.dict(os.environ, CUBLAS_WORKSPACE_CONFIG=":4096:8"):
-        assert run_distributed(_alarms, ranks, case, compiled) == [([], [STEPS])] * ranks
-
-
+@pytest.mark.usefixtures("world_of_one")
 def test_a_micro_batch_has_the_same_bits_twice() -> None:
-    _check("INT8", 1, compiled=False)
+    assert _alarms("INT8", compiled=False) == ([], [STEPS])
 
 
 @pytest.mark.long
@@ -98,4 +90,5 @@ def test_a_micro_batch_has_the_same_bits_twice() -> None:
 def test_compiled_blocks_have_them_too(case: str, ranks: int) -> None:
     if ranks > torch.cuda.device_count():
         pytest.skip(f"needs {ranks} GPUs")
-    _check(case, ranks, compiled=True)
+    with patch.dict(os.environ, CUBLAS_WORKSPACE_CONFIG=":4096:8"):
+        assert run_distributed(_alarms, ranks, case, True) == [([], [STEPS])] * ranks

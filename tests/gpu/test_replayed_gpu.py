@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 import tiny
-from distributed import run_distributed
-from sagetrain.cluster.join import init_distributed
+from distributed import over_nccl, run_distributed, world_of_one  # noqa: F401
 from sagetrain.data.batch import Sample, batch_of
 from sagetrain.engines.build_engine import build_engine
 from sagetrain.engines.protocol import Observers
@@ -72,10 +71,7 @@ def _steps(
 
 def _bits(cases: list[str], compiled: bool, tp: int, cp: int, gather: int, stage: int) -> dict[str, bool | str]:
     torch.use_deterministic_algorithms(True)
-    rank, ranks, store = dist.get_rank(), dist.get_world_size(), dist.distributed_c10d._get_default_store()
-    dist.destroy_process_group()  # It is of gloo.
-    dist.init_process_group("nccl", store=dist.PrefixStore("nccl", store), rank=rank, world_size=ranks)
-    device = init_distributed(timeout_minutes=5)
+    device, ranks = over_nccl(), dist.get_world_size()
     groups, found = ParallelGroups.create(Topology(ranks, tp, cp, context_gather=gather)), {}
     for case in cases:
         (steps, weights, _), (others, again, replayed) = (
@@ -102,17 +98,11 @@ def _auto(
     return (same and right) or f"{seconds}: {chosen.refusal}, {found}, {steps}"
 
 
-def _check(
-    ranks: int, cases: list[str], compiled: bool, tp: int = 1, cp: int = 1, gather: int = 1, stage: int = 1
-) -> None:
-    with patch.dict(os.environ, CUBLAS_WORKSPACE_CONFIG=":4096:8"):
-        for found in run_distributed(_bits, ranks, cases, compiled, tp, cp, gather, stage):
-            assert found == dict.fromkeys([*cases, *(() if compiled else ("auto",))], True)
-
-
+@pytest.mark.usefixtures("world_of_one")
 def test_replays_have_the_bits_of_the_host() -> None:
     """`auto` has them too, and keeps the faster way."""
-    _check(1, ["bf16, sdpa"], compiled=False)
+    case = "bf16, sdpa"
+    assert _bits([case], False, 1, 1, 1, 1) == {case: True, "auto": True}
 
 
 @pytest.mark.long
@@ -123,4 +113,6 @@ def test_replays_have_the_bits_of_the_host() -> None:
 def test_replays_of_compiled_blocks_have_them_too(ranks: int, tp: int, cp: int, gather: int, stage: int) -> None:
     if ranks > torch.cuda.device_count():
         pytest.skip(f"needs {ranks} GPUs")
-    _check(ranks, list(CASES), compiled=True, tp=tp, cp=cp, gather=gather, stage=stage)
+    with patch.dict(os.environ, CUBLAS_WORKSPACE_CONFIG=":4096:8"):
+        for found in run_distributed(_bits, ranks, list(CASES), True, tp, cp, gather, stage):
+            assert found == dict.fromkeys(CASES, True)

@@ -1,37 +1,27 @@
-"""A compiled run on a GPU learns, saves, and goes on from its checkpoint, under each engine."""
+"""A run on a GPU learns, saves, and goes on from its checkpoint, under each engine, compiled and not."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import yaml
 
 import sagetrain
+from distributed import world_of_one  # noqa: F401
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("world_of_one"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: make test-gpu"),
 ]
 SEQ, VOCAB, STEP = 256, 512, 8 * 256
 
 
-@pytest.fixture(autouse=True)
-def _no_group_stays() -> Iterator[None]:
-    """Leave the world of one that a run makes."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-            patch.delenv(name, raising=False)
-        yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def write_config(folder: Path, engine: str) -> Path:
+def write_config(folder: Path, engine: str, compiled: str) -> Path:
     tree = {
         "model": {
             "num_layers": 2,
@@ -47,7 +37,7 @@ def write_config(folder: Path, engine: str) -> Path:
         "tokens_per_step": {"schedule": "constant", "tokens": STEP},
         "optimizer": {"lr": 3e-3},
         "lr_schedule": {"shape": "constant"},
-        "training": {"run_dir": str(folder / "run"), "total_tokens": 20 * STEP, "dtype": "bf16", "compile": "on"},
+        "training": {"run_dir": str(folder / "run"), "total_tokens": 20 * STEP, "dtype": "bf16", "compile": compiled},
         "logging": {"every_steps": 1, "tensorboard": False},
     }
     path = folder / f"{engine}.yaml"
@@ -69,9 +59,11 @@ class Losses(sagetrain.Callback):
             self.of_steps[position.step] = values["train/loss"]
 
 
-@pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
-def test_a_run_learns_saves_and_goes_on(engine: str, tmp_path: Path) -> None:
-    config, losses, said = write_config(tmp_path, engine), Losses(), []
+@pytest.mark.parametrize(("engine", "compiled"), [
+    ("fsdp", "on"), ("deepspeed", "off"), pytest.param("deepspeed", "on", marks=pytest.mark.long)
+])  # fmt: skip
+def test_a_run_learns_saves_and_goes_on(engine: str, compiled: str, tmp_path: Path) -> None:
+    config, losses, said = write_config(tmp_path, engine, compiled), Losses(), []
     assert sagetrain.train(config, tokens=random_walk, callbacks=[losses]).finished
     longer = {"training.total_tokens": 24 * STEP}
     assert sagetrain.train(config, longer, tokens=random_walk, callbacks=[losses], say=said.append).finished

@@ -80,7 +80,9 @@ def test_what_is_not_finite_stays_so() -> None:
     assert torch.equal(found.isinf(), expected.isinf())
 
 
-@pytest.mark.parametrize("matmul", [RECIPES["fp8", "rowwise"], RECIPES["fp8", "tensorwise"], Matmul(joined=True)])
+@pytest.mark.parametrize("matmul", [
+    RECIPES["fp8", "rowwise"], pytest.param(RECIPES["fp8", "tensorwise"], marks=pytest.mark.long), Matmul(joined=True)
+])  # fmt: skip
 def test_an_mlp_compiled_is_that_of_plain_torch(matmul: Matmul, monkeypatch: pytest.MonkeyPatch) -> None:
     """The MLP differs from plain torch only by roundings that fall the other way, and no kernel joins the gradients."""
 

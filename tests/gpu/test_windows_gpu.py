@@ -40,7 +40,11 @@ def test_bounds_are_those_of_the_twin():
 
 
 @pytest.mark.parametrize(("backend", "recipe", "shape"), [
-    pytest.param(backend, recipe, shape, id=f"{shape}-{recipe}-{backend}")
+    pytest.param(
+        backend, recipe, shape, id=f"{shape}-{recipe}-{backend}",
+        # Sinks know nothing of recipes, and each of these compiles kernels of its own.
+        marks=[pytest.mark.long] * (recipe not in ("fine", "scores")),
+    )
     for backend, recipe, shape in itertools.product(BACKENDS, RECIPES, (
         Shape(1, 1000, 1000, 4, 2, 64, documents=(200, 1, 0, 799), window=128, sinks=True),
         Shape(2, 333, 333, 2, 1, 128, sinks=True),

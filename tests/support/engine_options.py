@@ -63,7 +63,7 @@ OPTIONS = LAYOUT | NUMBERS
 PLAIN: Row = {option: next(iter(values)) for option, values in OPTIONS.items()}
 
 ROWS = 4
-MICRO_STEPS = 2, 8, 1
+MICRO_STEPS = 2, 5, 1
 """The micro-steps of each step of a data-parallel rank. A fault of offload came with the third."""
 
 
