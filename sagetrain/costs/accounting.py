@@ -211,12 +211,25 @@ def fsdp_groups(cfg: RunConfig, size: int, apart: bool = False) -> tuple[int, in
         apart: leave out of the block the experts that ranks have between them.
     """
     parallel, experts = cfg.parallel, sum(expert_parameters(cfg)) if apart else 0
+    between = 0 if experts else parallel.expert_parallel_size
+    largest, every = _weights_of_blocks(cfg.model, parallel.tensor_parallel_size, between)
+    return largest, size - experts - every
+
+
+# Proposing layouts asks this thousands of times.
+@functools.lru_cache(maxsize=256)
+def _weights_of_blocks(model: ModelConfig, tensor_parallel: int, expert_parallel: int) -> tuple[int, int]:
+    """Return the weights of the largest block and of all blocks on one rank.
+
+    Args:
+        expert_parallel: the number of ranks that have experts between them; 0: leave experts out.
+    """
     blocks = [
-        sum(each.weights for each in layer.linear_layers(parallel.tensor_parallel_size).values())
-        + (0 if experts else _experts(layer, parallel.expert_parallel_size))
-        for layer in layers(cfg.model)
+        sum(each.weights for each in layer.linear_layers(tensor_parallel).values())
+        + (_experts(layer, expert_parallel) if expert_parallel else 0)
+        for layer in layers(model)
     ]
-    return max(blocks), size - experts - sum(blocks)
+    return max(blocks), sum(blocks)
 
 
 def expert_parameters(cfg: RunConfig) -> list[int]:

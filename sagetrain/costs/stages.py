@@ -15,6 +15,7 @@ from sagetrain.config.layer_specs import LayerSpec
 from sagetrain.config.layer_specs import layers as specs
 from sagetrain.config.layout import Layout
 from sagetrain.config.schema import SIXTEEN_BITS, AttentionConfig, ModelConfig, RunConfig
+from sagetrain.config.sections.model import QKNorm
 from sagetrain.costs.operations import AttentionCost, MatmulCost, Operation, Rank, block_operations, end_operations
 from sagetrain.model.chunks import ModelChunk
 from sagetrain.model.placement import slices_of
@@ -86,12 +87,19 @@ class BlockKind(NamedTuple):
 def kinds_of_blocks(cfg: RunConfig, rank: Rank) -> list[BlockKind]:
     """Return the kinds of blocks. Blocks differ in what they compute, in the precision of their linear layers, and in
     whether they are recomputed."""
-    every = specs(cfg.model, cfg.attention.qk_norm)
-    low, again = cfg.linear.low_bit_blocks(len(every)), len(every)
+    blocks = cfg.model.num_layers
+    low, again = cfg.linear.low_bit_blocks(blocks), blocks
     if rank.recompute == "full":
         again = recomputed_blocks(cfg.training.activation_checkpointing, again)
+    return _kinds(cfg.model, cfg.attention.qk_norm, low, again, rank)
+
+
+# Proposing layouts asks for the kinds of blocks of the same ranks again and again.
+@functools.lru_cache(maxsize=1024)
+def _kinds(model: ModelConfig, qk_norm: QKNorm, low: range, again: int, rank: Rank) -> list[BlockKind]:
+    """Return the kinds of blocks, of which those in `low` are in 8 bits and the first `again` are recomputed."""
     counts: dict[tuple[LayerSpec, Rank], int] = {}
-    kinds = Counter((layer, number in low, number < again) for number, layer in enumerate(every))
+    kinds = Counter((layer, number in low, number < again) for number, layer in enumerate(specs(model, qk_norm)))
     for (layer, is_low, recomputes), count in kinds.items():
         own = replace(
             rank,
