@@ -10,6 +10,7 @@ from torch import Tensor
 
 import tiny
 from distributed import run_distributed
+from on_gpu import needs_gpu
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.engines.sharding import rows_of
 from sagetrain.engines.whole_weights import WholeWeights
@@ -20,10 +21,7 @@ from sagetrain.parallel.copies import SLOTS
 from sagetrain.parallel.topology import ParallelGroups, Topology
 
 GPUS = torch.cuda.device_count()
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(GPUS < 2, reason=f"needs 2 NVIDIA GPUs, here are {GPUS}: make test-gpu"),
-]
+pytestmark = needs_gpu(gpus=2)
 OPS = torch.ops._c10d_functional
 ROWS = {"even": 8, "uneven": 5, "one": 1, "gain": 12}
 """Rows that ranks share evenly, unevenly, and so that the last rank has none."""

@@ -7,13 +7,11 @@ import pytest
 import torch
 
 import engine_options
-from distributed import run_distributed, world_of_one  # noqa: F401
+from distributed import run_distributed
+from on_gpu import needs_gpu, world_of_one  # noqa: F401
 
 GPUS = torch.cuda.device_count()
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: make test-gpu"),
-]
+pytestmark = needs_gpu()
 PARTS = {1: 3, 2: 2, 4: 1}
 """The parts of the rows for a world of so many GPUs. Each starts a world of its own, so that they run side by side.
 Four GPUs take every value once, because two take every pair."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import tiny
 from kernel_inputs import random_choices, router_results
+from on_gpu import needs_gpu, poison
 from sagekernels import grouped_casts
 from sagekernels.casts import E4M3, INT8
 from sagekernels.grouped import TILE, plan_rows, plan_rows_twin
@@ -22,11 +23,7 @@ from sagetrain.model.transformer import gradients
 from sagetrain.parallel.topology import ParallelGroups, Topology
 from sagetrain.stability.choices import Flips
 
-CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(CAPABILITY < (8, 9), reason="needs an NVIDIA GPU with FP8 matmuls: make test-gpu"),
-]
+pytestmark = needs_gpu((8, 9))  # FP8 matmuls
 LOADS, TOP, HIDDEN, INNER = (0, 17, 128, 1, 129, 0, 700, 0), 3, 256, 144
 CHOICES = random_choices(LOADS, TOP)
 WAYS = {
@@ -38,11 +35,6 @@ WAYS = {
         for recipe, matmul in GROUPED_RECIPES.items()
     },
 }
-
-
-def poison() -> None:
-    """Fill memory with NaN, so that the next allocation holds NaN."""
-    torch.full((2**24,), torch.nan, device="cuda")
 
 
 def tensors(dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:

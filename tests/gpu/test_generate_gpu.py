@@ -9,6 +9,7 @@ import torch
 import transformers
 
 import saved_runs
+from on_gpu import needs_gpu
 from prepare_inputs import TEXTS
 from sagetrain.corpus.tokenizer_training import train_tokenizer
 from sagetrain.inference.cache import CachedModel
@@ -18,7 +19,7 @@ from sagetrain.inference.ranks import Ranks
 from sagetrain.interop.exporting import export
 from sagetrain.parallel.topology import ParallelGroups
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+pytestmark = needs_gpu()
 
 PROMPTS = ["a", "the quick brown fox", "", "b c d e f", "the quick"]
 

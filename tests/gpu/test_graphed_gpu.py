@@ -13,13 +13,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM
 
+from on_gpu import needs_gpu
 from sagekernels import convert, graphed
 from sagekernels.huggingface import register
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: make test-gpu"),
-]
+pytestmark = needs_gpu()
 CASES = {
     # The columns are: attention, whether layers are in INT8, whether they are compiled, gradient checkpointing.
     "torch": ("plain", False, False, False),

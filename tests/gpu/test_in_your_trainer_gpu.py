@@ -11,15 +11,12 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from on_gpu import needs_gpu
 from sagekernels import convert, flash_attn_func, scaled_dot_product_attention
 from sagekernels.huggingface import register
 from sagekernels.lowbit import RECIPES
 
-CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(CAPABILITY < (8, 9), reason="needs an NVIDIA GPU with FP8 matmuls: make test-gpu"),
-]
+pytestmark = needs_gpu((8, 9))  # FP8 matmuls
 
 
 def apart(found: Tensor, expected: Tensor) -> float:

@@ -3,12 +3,10 @@
 import pytest
 import torch
 
+from on_gpu import needs_gpu
 from sagekernels.int8_matmul import int8_product, product_twin
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: make test-gpu"),
-]
+pytestmark = needs_gpu()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -5,13 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
-import torch
+from on_gpu import needs_gpu
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: make test-gpu"),
-]
+pytestmark = needs_gpu()
 
 KEEPER = """
 import os

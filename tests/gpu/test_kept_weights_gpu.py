@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import tiny
+from on_gpu import needs_gpu
 from sagetrain.config.schema import AttentionConfig, ExpertsConfig, LinearConfig, ModelConfig
 from sagetrain.engines import kept_weights
 from sagetrain.engines.kept_weights import KeptWeights
@@ -13,10 +14,7 @@ from sagetrain.model.selection import matmuls_of
 from sagetrain.parallel.layers import keep_weights, linear_layers
 from sagetrain.parallel.topology import ParallelGroups, Topology
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: make test-gpu"),
-]
+pytestmark = needs_gpu()
 SHAPE = ModelConfig(num_layers=2, hidden_size=256, ffn_hidden_size=704, num_attention_heads=4, num_key_value_heads=2)
 # The second block's experts keep as many tensors as an MLP.
 EXPERTS = {"number": 4, "per_token": 2, "ffn_size": 112, "dense_layers": 1}

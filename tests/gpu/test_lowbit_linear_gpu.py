@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import tiny
+from on_gpu import needs_gpu, poison
 from sagekernels.admission import median_seconds
 from sagekernels.casts import E4M3, E5M2, INT8, Rounded, quantize, quantize_both, quantize_both_twin
 from sagekernels.lowbit import HEADS, RECIPES, product
@@ -24,11 +25,7 @@ from sagetrain.parallel.layers import ColumnParallelLinear, keep_weights
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.linear_errors import LinearErrors
 
-CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(CAPABILITY < (8, 9), reason="needs an NVIDIA GPU with FP8 matmuls: make test-gpu"),
-]
+pytestmark = needs_gpu((8, 9))  # FP8 matmuls
 SINGLE = ParallelGroups.single()
 SIZES = {"q": 256, "k": 64, "v": 64}
 every_recipe = pytest.mark.parametrize("name", RECIPES, ids=" ".join)
@@ -52,11 +49,6 @@ def _error(found: Tensor, truth: Tensor) -> float:
     return ((found.double().cpu() - truth.double().cpu()).norm() / truth.double().norm().cpu()).item()
 
 
-def _poison() -> None:
-    """Fill memory with NaN, so that the next allocation holds NaN."""
-    torch.full((2**26,), torch.nan, device="cuda")
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("per_row", [True, False])
 @pytest.mark.parametrize("number", [E4M3, E5M2, INT8], ids=str)
@@ -69,7 +61,7 @@ def test_codes_are_the_twins(number: torch.dtype, per_row: bool, compiled: bool)
         x = (_random(1, 300, 512) * scale).bfloat16()
         for operand in (x, x.t()):
             codes, scales = quantize(operand, number, per_row)
-            _poison()
+            poison()
             found, found_scales = call(operand.cuda(), number, per_row)
             assert found.is_contiguous()
             moved = (found.cpu().float() - codes.float()).abs()
@@ -90,7 +82,7 @@ def test_casts_in_both_orientations_are_the_twins(dtype: torch.dtype, number: to
     for rows, columns, scale in ((300, 512, 1.0), (333, 2064, 1e-30), (64, 16, 1e30), (37, 129, 1e-36), (1, 1, 1.0)):
         x = (_random(1, rows, columns).float() * scale).to(dtype)
         for one in (x, x.t(), x.repeat(1, 2)[:, :columns]):
-            _poison()
+            poison()
             ours, twin = quantize_both(one.cuda(), number, per_row), quantize_both_twin(one, number, per_row)
             for found, expected in zip(ours, twin, strict=True):
                 assert torch.equal(found.scale.cpu(), expected.scale)
@@ -115,7 +107,7 @@ def test_packed_activations_are_the_twins(compiled: bool) -> None:
     matmul, x = RECIPES["fp8", "rowwise"], _random(1, 300, 512)
     pack, unpack = (torch.compile(f, fullgraph=True) if compiled else f for f in (matmul.pack, matmul.unpack))
     packed = matmul.pack(x)
-    _poison()
+    poison()
     assert torch.equal(pack(x.cuda()).cpu(), packed)
     assert torch.equal(unpack(packed.cuda(), torch.bfloat16).cpu(), matmul.unpack(packed, torch.bfloat16))
 
@@ -131,7 +123,7 @@ def test_products_are_the_twins(number: torch.dtype, per_row: bool, fast: bool) 
         b = quantize(_random(2, others, columns), E4M3 if number == E5M2 else number, per_row)
         truth = product(a, b, torch.float64)
         on_gpu = [Rounded(*(part.cuda() for part in operand)) for operand in (a, b)]
-        _poison()
+        poison()
         found = product(*on_gpu, torch.bfloat16, fast)
         assert found.shape == (rows, others) and found.dtype == torch.bfloat16
         assert _error(found, truth) < (0.01 if fast and number != INT8 else 0.003)
@@ -165,7 +157,7 @@ def test_layers_compute_as_the_twin(name: tuple[str, str], tokens: int, compiled
     if kept:
         keep_weights(layer)
     call = torch.compile(layer, fullgraph=True) if compiled else layer
-    _poison()
+    poison()
     for found, expected in zip(_results(layer, call, x.cuda(), grad.cuda()), truth, strict=True):
         assert _error(found, expected) < 0.01
 

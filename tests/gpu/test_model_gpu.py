@@ -10,7 +10,8 @@ import torch.nn.functional as F
 
 import late_copies
 import tiny
-from distributed import over_nccl, run_distributed
+from distributed import run_distributed
+from on_gpu import needs_gpu, over_nccl
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.data.batch import Batch, Sample, batch_of
 from sagetrain.model.activation_offload import ActivationOffload
@@ -20,10 +21,7 @@ from sagetrain.model.selection import resolve_backend
 from sagetrain.parallel.cross_entropy import linear_cross_entropy
 from sagetrain.parallel.topology import ParallelGroups, Topology
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: make test-gpu"),
-]
+pytestmark = needs_gpu()
 SINGLE = ParallelGroups.single()
 SHAPE = ModelConfig(
     num_layers=2,

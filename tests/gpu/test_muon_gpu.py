@@ -6,12 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from on_gpu import needs_gpu
 from sagekernels import muon
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: make test-gpu"),
-]
+pytestmark = needs_gpu()
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:

@@ -11,17 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 import yaml
 
+from on_gpu import needs_gpu
 from sagetrain.corpus.token_writer import TokenFileWriter
 
-GPUS = torch.cuda.device_count()
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.long,
-    pytest.mark.skipif(GPUS < 2, reason=f"needs 2 NVIDIA GPUs, here are {GPUS}: make test-gpu"),
-]
+pytestmark = [*needs_gpu(gpus=2), pytest.mark.long]
 SEQ, VOCAB, STEPS = 256, 512, 60
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import tiny
+from on_gpu import needs_gpu, poison
 from sagekernels.qk_norm_rope import (
     qk_norm_rope,
     qk_norm_rope_gradients_triton,
@@ -22,21 +23,12 @@ from sagetrain.model.compile import compile_blocks
 from sagetrain.model.rotary import apply_rotary
 from sagetrain.parallel.topology import ParallelGroups
 
-CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(CAPABILITY < (8, 0), reason="needs an NVIDIA GPU with bf16: make test-gpu"),
-]
+pytestmark = needs_gpu((8, 0))  # bf16
 SINGLE = ParallelGroups.single()
 SHAPE = ModelConfig(
     num_layers=2, hidden_size=512, ffn_hidden_size=512, num_attention_heads=8, num_key_value_heads=2, head_dim=128
 )
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-
-
-def _poison() -> None:
-    """Fill memory with NaN, so that the next allocation holds NaN."""
-    torch.full((2**26,), torch.nan, device="cuda")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -52,11 +44,11 @@ def test_they_are_within_one_rounding_of_float64(
     by_heads = [part.transpose(0, 1).contiguous().transpose(0, 1) for part in x[:3]]
     turned = [part.t().contiguous().t() for part in x[3:5]]
     for inputs in (x[:5], [*by_heads, *x[3:5]], [*x[:3], *turned]):
-        _poison()
+        poison()
         y, gradients = qk_norm_rope_triton(*inputs[3:], *x[5:]), qk_norm_rope_gradients_triton(*inputs, *x[5:])
         assert all(part.is_contiguous() and part.dtype == dtype for part in (*y, *gradients))
         assert max(qk_norm_rope_errors(y, gradients, x)) <= 1
-        _poison()
+        poison()
         assert all(map(torch.equal, qk_norm_rope_triton(*inputs[3:], *x[5:]), y))
         assert all(map(torch.equal, qk_norm_rope_gradients_triton(*inputs, *x[5:]), gradients))
 
@@ -135,7 +127,7 @@ def test_a_model_is_that_of_two_steps(backend: str, compiled: bool, monkeypatch:
         inputs = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
         model(*inputs).backward()
         model.zero_grad()
-        _poison()
+        poison()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             loss = model(*inputs)
             loss.backward()

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 import tiny
-from distributed import over_nccl, run_distributed, world_of_one  # noqa: F401
+from distributed import run_distributed
+from on_gpu import needs_gpu, over_nccl, world_of_one  # noqa: F401
 from sagetrain.data.batch import Sample, batch_of
 from sagetrain.engines.build_engine import build_engine
 from sagetrain.engines.protocol import Observers
@@ -21,10 +22,7 @@ from sagetrain.model.selection import matmuls_of
 from sagetrain.parallel.topology import ParallelGroups, Topology
 from sagetrain.stability.noise_scale import GradientNoise
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: make test-gpu"),
-]
+pytestmark = needs_gpu()
 LENGTH, VOCAB = 512, 512
 SHAPE = {"num_layers": 2, "hidden_size": 512, "ffn_hidden_size": 1024, "num_attention_heads": 4, "vocab_size": VOCAB}
 CASES = {

@@ -11,16 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from on_gpu import needs_gpu
 from sagetrain.cluster.guard import collectives_under_way, flight_record
 from sagetrain.config.errors import TrainingError
 from sagetrain.parallel.metrics import Metrics
 from sagetrain.training.out_of_memory import ENTRIES, explained, record_allocations
 from sagetrain.training.writers import memory_retries
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: make test-gpu"),
-]
+pytestmark = needs_gpu()
 
 
 def test_adding_a_metric_does_not_wait_for_the_gpu() -> None:

@@ -7,17 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 import yaml
 
 import sagetrain
-from distributed import world_of_one  # noqa: F401
+from on_gpu import needs_gpu, world_of_one  # noqa: F401
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.usefixtures("world_of_one"),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: make test-gpu"),
-]
+pytestmark = [*needs_gpu(), pytest.mark.usefixtures("world_of_one")]
 SEQ, VOCAB, STEP = 256, 512, 8 * 256
 
 

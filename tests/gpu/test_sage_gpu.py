@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from kernel_inputs import chunk_bounds, takes
+from on_gpu import backends_here, needs_gpu, poisoned_memory  # noqa: F401
 from sagekernels import backends, nvrtc, sage_attention
 from sagekernels.admission import median_seconds
 from sagekernels.call import RECIPES
 from sagekernels.testing import Shape, errors, exact_results, random_inputs, results_of
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
-CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (8, 0)
-BACKENDS = [one.name for one in reversed(backends.BACKENDS) if one.serves(CAPABILITY) and one.name != "twin"]
+pytestmark = needs_gpu()
+BACKENDS = backends_here()
 """The backends of this GPU. The last one is the GPU's own."""
 
 SHAPES = [
@@ -59,13 +59,6 @@ CASES = [
     for backend, recipe, (dtype, smooth_q), shape in itertools.product(BACKENDS, RECIPES, SMOOTHED, SHAPES)
     if takes(*(case := (backend, shape, dtype, smooth_q, recipe)))
 ]
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    torch.use_deterministic_algorithms(True)  # This setting fills torch.empty with NaN and largest integers.
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.long

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 import tiny
+from on_gpu import needs_gpu
 from sagetrain.checkpoint.manifest import KINDS
 from sagetrain.checkpoint.on_disk import folder_name
 from sagetrain.checkpoint.reading import Reader
 from sagetrain.parallel.topology import ParallelGroups
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: make test-gpu"),
-]
+pytestmark = needs_gpu()
 SIZE = 50_000_001
 
 

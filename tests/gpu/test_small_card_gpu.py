@@ -8,14 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
+
+from on_gpu import needs_gpu
 
 ROOT = Path(__file__).parents[2]
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.long,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: make test-gpu"),
-]
+pytestmark = [*needs_gpu(), pytest.mark.long]
 LIMIT, CONTEXT = 22.0, 1.5
 """GiB of the card, and of them CUDA's context with its kernels, which torch's limit does not count: 1.48 on an H100."""
 STEPS = 2

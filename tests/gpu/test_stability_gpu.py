@@ -18,9 +18,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 import yaml
 
+from on_gpu import needs_gpu
 from probed import changes, run_with_room
 from sagetrain.checkpoint import on_disk
 from sagetrain.checkpoint.manifest import read_manifest
@@ -28,11 +28,7 @@ from sagetrain.config.schema import DataSource, NoiseAwareTokens
 from sagetrain.corpus.token_writer import TokenFileWriter
 from sagetrain.data.loader import SampleStream
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.long,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: make test-gpu"),
-]
+pytestmark = [*needs_gpu(), pytest.mark.long]
 SEQ, VOCAB, STEP = 256, 512, 8 * 256
 TOKENS, PROBED = 56 * STEP, 2
 SCHEDULE = {

@@ -2,15 +2,12 @@
 
 import itertools
 
-import pytest
 import torch
 
+from on_gpu import needs_gpu
 from sagekernels.sums import add_to
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: make test-gpu"),
-]
+pytestmark = needs_gpu()
 SHAPES = [(16,), (4096,), (1000, 336), (5,), (3, 7), (1, 0)]
 
 

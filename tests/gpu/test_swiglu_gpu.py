@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernel_inputs import random_swiglu, swiglu_gradients_error
+from on_gpu import needs_gpu, poison
 from sagekernels.casts import NUMBERS, largest_twin, quantize_both
 from sagekernels.lowbit import RECIPES
 from sagekernels.matmul import Matmul
@@ -20,18 +21,9 @@ from sagetrain.model.mlp import MLP
 from sagetrain.parallel.layers import ColumnParallelLinear, keep_weights
 from sagetrain.parallel.topology import ParallelGroups
 
-CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(CAPABILITY < (8, 9), reason="needs an NVIDIA GPU with FP8 matmuls: make test-gpu"),
-]
+pytestmark = needs_gpu((8, 9))  # FP8 matmuls
 SHAPE = ModelConfig(num_layers=1, hidden_size=256, ffn_hidden_size=704, num_attention_heads=4)
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-
-
-def _poison() -> None:
-    """Fill memory with NaN, so that the next allocation holds NaN."""
-    torch.full((2**26,), torch.nan, device="cuda")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -44,12 +36,12 @@ def test_gradients_are_within_one_rounding_of_float64(dtype: torch.dtype) -> Non
         grad, gate, up = random_swiglu(rows, columns, magnitude, dtype, "cuda")
         part, turned = grad.repeat(1, 2)[:, :columns], [x.t().contiguous().t() for x in (grad, gate, up)]
         for inputs in ((grad, gate, up), (part, gate, up), turned):
-            _poison()
+            poison()
             found, largest = swiglu_gradients_triton(*inputs)
             assert torch.equal(largest, largest_twin(found))
             assert found.shape == (rows, 2 * columns) and found.dtype == dtype and found.is_contiguous()
             assert swiglu_gradients_error(found, *inputs) <= 1
-            _poison()
+            poison()
             y, largest = swiglu_triton(*inputs[1:])
             assert torch.equal(largest, largest_twin(y))
             exact = F.silu(inputs[1].double()) * inputs[2].double()
@@ -64,7 +56,7 @@ def test_known_magnitudes_change_no_bit_of_a_cast() -> None:
             swiglu_triton(*random_swiglu(rows, columns, 1.0, torch.bfloat16, "cuda")[1:]),
             swiglu_gradients_triton(*random_swiglu(rows, columns, 1.0, torch.bfloat16, "cuda")),
         ):
-            _poison()
+            poison()
             found, expected = quantize_both(x, number, True, largest), quantize_both(x, number, True)
             for ours, theirs in zip(found, expected, strict=True):
                 assert torch.equal(ours.codes.view(torch.uint8), theirs.codes.view(torch.uint8))
@@ -108,7 +100,7 @@ def test_an_mlp_compiled_is_that_of_plain_torch(matmul: Matmul, monkeypatch: pyt
         call(x).backward(grad)
         x.grad = None
         layer.zero_grad()
-        _poison()
+        poison()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             y = call(x)
             y.backward(grad)

@@ -9,20 +9,13 @@ import pytest
 import torch
 
 from kernel_inputs import takes
-from sagekernels import backends, document_bounds, sage_attention
+from on_gpu import backends_here, needs_gpu, poisoned_memory  # noqa: F401
+from sagekernels import document_bounds, sage_attention
 from sagekernels.call import RECIPES
 from sagekernels.testing import Shape, errors, exact_results, random_inputs, random_sinks, results_of
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
-CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (8, 0)
-BACKENDS = [one.name for one in reversed(backends.BACKENDS) if one.serves(CAPABILITY) and one.name != "twin"]
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    torch.use_deterministic_algorithms(True)  # This setting fills torch.empty with NaN and largest integers.
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = needs_gpu()
+BACKENDS = backends_here()
 
 
 def test_bounds_are_those_of_the_twin():

@@ -17,12 +17,10 @@ from datetime import timedelta
 from multiprocessing import connection
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
 import forked
-from sagetrain.cluster.join import end_distributed, init_distributed
 
 
 def run_distributed(
@@ -59,30 +57,6 @@ def run_distributed(
                 process.kill()
                 process.join()
             print(log.read(), end="")
-
-
-@pytest.fixture
-def world_of_one() -> Iterator[None]:
-    """Let this process be a world of one rank on a GPU, and leave that world, whose recordings have a stream."""
-    threads, stream = torch.get_num_threads(), torch.cuda.current_stream()
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-            patch.delenv(name, raising=False)
-        yield
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(False)
-    if dist.is_initialized():
-        end_distributed()
-    torch.cuda.set_stream(stream)
-
-
-def over_nccl() -> torch.device:
-    """Let this rank, whose group is one of gloo, or a world of one, talk by NCCL. Return its GPU."""
-    if dist.is_initialized():
-        rank, ranks, store = dist.get_rank(), dist.get_world_size(), dist.distributed_c10d._get_default_store()
-        dist.destroy_process_group()
-        dist.init_process_group("nccl", store=dist.PrefixStore("nccl", store), rank=rank, world_size=ranks)
-    return init_distributed(timeout_minutes=5)
 
 
 @contextlib.contextmanager
