@@ -1,4 +1,4 @@
-"""What GPU tests share: marks that skip them elsewhere, the backends of a GPU, poisoned memory, and worlds."""
+"""The marks of GPU tests, the backends of a GPU, poisoned memory, and worlds of ranks on GPUs."""
 
 from __future__ import annotations
 
