@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import tiny
-from distributed import run_distributed
+from distributed import of_first_rank, run_distributed
 from runs import finish, sagetrain, write_config
 from sagekernels.lowbit import RECIPES, LowBit
 from sagetrain.checkpoint import on_disk, reading
@@ -221,7 +221,7 @@ def check_layouts(tp_size: int, cp_size: int) -> None:
     groups = ParallelGroups.create(Topology(dist.get_world_size(), tp_size, cp_size))
     again = ({"activation_checkpointing": how} for how in ("full", "selective"))
     ways = [{"sequence_parallel": True}, {"overlap": False}, *again]
-    exact = results(model(SIXTEEN_BITS))
+    exact = of_first_rank(lambda: results(model(SIXTEEN_BITS)))
     if cp_size > 1:  # Each recipe goes one way, and the ways do not depend on the slices of sequences.
         each = [ways[:1], ways[1:3], ways[3:]]
     else:  # One recipe goes all ways.
@@ -229,7 +229,7 @@ def check_layouts(tp_size: int, cp_size: int) -> None:
     names = (("fp8", "tensorwise"), ("fp8", "rowwise"), ("int8", "rowwise_bf16_wgrad"))
     for number, (name, head) in enumerate(zip(names, ("bf16", "fp8", "int8"), strict=True)):
         linear = linear_of(name, head=head)
-        dense = results(model(linear))
+        dense = of_first_rank(lambda linear=linear: results(model(linear)))
         for how in each[number] if tp_size > 1 else [{}]:
             spread = model(linear, groups, **how)
             if how == ways[0] and cp_size == 1 and name == ("fp8", "rowwise"):

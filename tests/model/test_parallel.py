@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import tiny
-from distributed import run_distributed
+from distributed import of_first_rank, run_distributed
 from sagekernels import qk_norm_rope
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.model.backends import Projected, Sdpa, TokenLayout
@@ -79,20 +79,26 @@ def _check_model(groups: ParallelGroups, packing: dict, normalizing: bool = Fals
     _perturb(dense, single)
     _perturb(sharded, groups)
     tokens, labels = _batch()
-    loss, truth = sharded(tokens, labels, **packing), dense(tokens, labels, **packing)
+
+    def by_one() -> list[Tensor]:
+        truth = dense(tokens, labels, **packing)
+        truth.backward()
+        return [truth, *(parameter.grad for parameter in dense.parameters()), dense(tokens, **packing)]
+
+    truth, *grads, logits = of_first_rank(by_one)
+    loss = sharded(tokens, labels, **packing)
     loss.backward()
-    truth.backward()
     torch.testing.assert_close(loss, truth, rtol=1e-6, atol=0)
     assert torch._C._distributed_c10d._get_work_registry_size() == 0  # Every collective that was started was finished.
     assert _equal_on_all_ranks(loss.detach(), groups)
-    for (name, whole), part in pairs:
-        expected = shard(whole.grad, sharded.specs[name].dim, groups)
-        error = (part.grad - expected).norm() / whole.grad.norm()
+    for (name, part), whole in zip(sharded.named_parameters(), grads, strict=True):
+        expected = shard(whole, sharded.specs[name].dim, groups)
+        error = (part.grad - expected).norm() / whole.norm()
         assert error < 1e-5, f"gradient of {name} off by {error:.1e} with {arguments}"
         if sharded.specs[name].cut is None:
             assert _equal_on_all_ranks(part.grad, groups), f"gradient of {name} differs between the ranks"
     with torch.no_grad():
-        torch.testing.assert_close(sharded(tokens, **packing), dense(tokens, **packing), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(sharded(tokens, **packing), logits, rtol=1e-5, atol=1e-5)
 
 
 def _check_compiled(groups: ParallelGroups, sequence_parallel: bool, overlap: bool, ways: tuple[str, ...]) -> None:

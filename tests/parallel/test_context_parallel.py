@@ -12,7 +12,7 @@ from torch import Tensor
 
 import tiny
 from counted import run_config, saved_bytes_per_token
-from distributed import run_distributed
+from distributed import of_first_rank, run_distributed
 from sagekernels import sage_attention
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.config.sections.model import WindowsConfig
@@ -83,9 +83,15 @@ def check_model(
     assert ours["tokens"].shape == (SEQUENCES, LENGTH // groups.cp_size)
     # Under tensor parallelism the halves of packed sequences are smoothed by their own means.
     halves = [in_half(theirs, i) for i in range(2)] if groups.tp_size > 1 else [theirs]
-    loss, truth = sliced(**ours), torch.stack([dense(**half) for half in halves]).mean()
+
+    def by_one() -> list[Tensor]:
+        truth = torch.stack([dense(**half) for half in halves]).mean()
+        truth.backward()
+        return [truth, *(parameter.grad for parameter in dense.parameters())]
+
+    truth, *grads = of_first_rank(by_one)
+    loss = sliced(**ours)
     loss.backward()
-    truth.backward()
     mean = loss.detach().clone()
     dist.all_reduce(mean)
     case = f"tp {groups.tp_size}, cp {groups.cp_size}, {backend}, documents {documents}, {shape}, {arguments}"
@@ -93,10 +99,10 @@ def check_model(
     limit = 1e-5 if backend == "sage" else 1e-6
     assert (mean / dist.get_world_size() - truth).abs() < limit, case
     limit = 1e-2 if backend == "sage" else 1e-6 if groups.tp_size == 1 else 1e-5
-    for (name, whole), part in zip(dense.named_parameters(), sliced.parameters(), strict=True):
+    for name, whole, part in zip(dense.specs, grads, sliced.parameters(), strict=True):
         dist.all_reduce(part.grad, group=groups.replica_group)
-        error = part.grad / groups.num_replicas - shard(whole.grad, dense.specs[name].dim, groups)
-        assert error.norm() / whole.grad.norm() < limit, f"{case}: gradient of {name}"
+        error = part.grad / groups.num_replicas - shard(whole, dense.specs[name].dim, groups)
+        assert error.norm() / whole.norm() < limit, f"{case}: gradient of {name}"
 
 
 def check_sage(groups: ParallelGroups, documents: bool, key_heads: int = 4, dtype: torch.dtype = torch.float32) -> None:
@@ -124,8 +130,16 @@ def check_sage(groups: ParallelGroups, documents: bool, key_heads: int = 4, dtyp
     repeated = [whole[0], *(x.repeat_interleave(copies, 2) for x in whole[1:3])]
     parts_of = [x.chunk(groups.cp_size, 2) for x in repeated]
     shares = [[x.contiguous() for x in share] for share in zip(*parts_of, strict=True)]
-    o = torch.cat([attend(*share) for share in shares], 2)
-    grads = torch.autograd.grad(o, whole[:3], whole[3].detach())
+
+    def by_one() -> list[Tensor]:
+        o = torch.cat([attend(*share) for share in shares], 2)
+        return [o, *torch.autograd.grad(o, whole[:3], whole[3].detach())]
+
+    def all_heads() -> list[Tensor]:
+        o = attend(*whole[:3])
+        return [o, *torch.autograd.grad(o, whole[:1], whole[3].detach())]
+
+    o, *grads = of_first_rank(by_one)
     scattered = scatter_heads(parts[:3], SEQUENCES, groups)
     for x, part in zip(shares[groups.cp_rank], scattered, strict=True):
         assert torch.equal(part, x)
@@ -138,9 +152,7 @@ def check_sage(groups: ParallelGroups, documents: bool, key_heads: int = 4, dtyp
             error = (part - x[:, own].flatten(0, 1)).norm() / part.norm()
             assert error < (1e-6 if dtype == torch.float32 else 1e-2)
     if dtype == torch.bfloat16:
-        at_once = attend(*whole[:3])
-        (dq,) = torch.autograd.grad(at_once, whole[:1], whole[3].detach())
-        for x, part in zip((at_once, dq), ours, strict=False):
+        for x, part in zip(of_first_rank(all_heads), ours, strict=False):
             assert torch.equal(part, x[:, own].flatten(0, 1))
 
 

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from multiprocessing import connection
 from typing import Any
@@ -57,6 +57,14 @@ def run_distributed(
                 process.kill()
                 process.join()
             print(log.read(), end="")
+
+
+def of_first_rank(make: Callable[[], Iterable[torch.Tensor]]) -> list[torch.Tensor]:
+    """Return the tensors that a function makes, on every rank. The first rank alone calls it, where all would compute
+    the same; collective."""
+    found = [[x.detach() for x in make()] if dist.get_rank() == 0 else []]
+    dist.broadcast_object_list(found)
+    return found[0]
 
 
 @contextlib.contextmanager
