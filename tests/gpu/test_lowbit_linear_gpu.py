@@ -187,7 +187,7 @@ def test_a_head_and_its_loss_are_those_of_the_twin(name: str) -> None:
         how = {"matmul": HEADS[name], "kept": HEADS[name].keep((weight,)), "chunk": 141, "divisor": 280.0}
         read = hidden.requires_grad_(), weight.requires_grad_()
         if device == "cuda":
-            _poison()
+            poison()
         loss = linear_cross_entropy(*read, labels.to(device), SINGLE, **how)
         found.append((loss.detach(), *torch.autograd.grad(loss, read)))
     for truth, ours in zip(*found, strict=True):
