@@ -14,6 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from forked import PATIENCE, Command
 from runs import BIN
 from sagetrain import __version__
 from sagetrain.doctor import EXTRAS
@@ -108,12 +109,17 @@ def test_the_wheel_alone_has_what_its_help_names(tmp_path: Path) -> None:
     assert names == {file.name for file in (packages / "sagetrain/configs").iterdir()}
     listed = [line.split()[0] for line in said("sagetrain", "config").splitlines()[1:]]
     assert sorted(listed) == sorted(["finetune", *(name.partition(".")[0] for name in names)])
-    assert said("sagetrain", "config", "325m") == (ROOT / "configs/325m.yaml").read_text()
+    assert said("python", "-m", "sagetrain", "config", "325m") == (ROOT / "configs/325m.yaml").read_text()
     assert "parameters" in said("sagetrain", "plan", "325m", "--brief", "data.valid=[]")
     place = said("python", "-c", "import sagetrain, sagekernels; print(sagetrain.__file__, sagekernels.__file__)")
     assert all(file.startswith(str(packages)) for file in place.split())
-    launcher = ("python", "-m", "deepspeed.launcher.runner", "--num_accelerators", "2")
-    assert said(*launcher, "--module", "sagetrain", "config", "slurm").count("exec python -m sagetrain train") == 2
+
+
+def test_deepspeeds_launcher_runs_the_package_as_a_module(tmp_path: Path) -> None:
+    words = ["deepspeed", "--num_accelerators", "2", "--module", "sagetrain", "config", "slurm"]
+    command = Command(words, {**os.environ, "CUDA_VISIBLE_DEVICES": ""}, tmp_path / "log", tmp_path)
+    assert command.wait(PATIENCE) == 0
+    assert (tmp_path / "log").read_text().count("exec python -m sagetrain train") == 2
 
 
 ALONE = """
