@@ -20,16 +20,12 @@ from sagetrain.config.errors import TrainingError
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize(
-    ("asked", "kept", "expected", "why"),
-    [
-        ("auto", None, "fast", "auto: the fastest"),
-        ("auto", "slow", "slow", "as the run had it: auto decides once, naming the.key changes it"),
-        ("auto", "other GPU", "fast", "auto: the fastest"),
-        ("auto", "auto", "fast", "auto: the fastest"),
-        ("slow", "slow", "slow", ""),
-    ],
-)
+@pytest.mark.parametrize(("asked", "kept", "expected", "why"), [
+    ("auto", None, "fast", "auto: the fastest"),
+    ("auto", "slow", "slow", "as the run had it: auto decides once, naming the.key changes it"),
+    ("auto", "other GPU", "fast", "auto: the fastest"), ("auto", "auto", "fast", "auto: the fastest"),
+    ("slow", "slow", "slow", ""),
+])  # fmt: skip
 def test_a_run_chooses_once_unless_it_cannot_run_so_any_more(asked: str, kept: str | None, expected: str, why: str):
     said: list[str] = []
     found = settle(

@@ -143,16 +143,12 @@ def test_a_layout_names_its_micro_batch_and_its_arithmetic(corpus: Path, tmp_pat
     assert layout.arithmetic == parse("tp2-scores-fp8-tensorwise-noqk-sp").arithmetic != parse("tp2-fp8").arithmetic
 
 
-@pytest.mark.parametrize(
-    ("losses", "tokens", "said"),
-    [
-        ([6.3, 6.3, 6.2], [256, 256, 512], ""),
-        ([6.3, math.nan, 6.2], [256, 256, 512], "wrong: the loss of step 2 is nan"),
-        ([4.0, 6.3, 6.2], [256, 256, 512], "wrong: the first loss is 4.000, not near 6.238"),
-        ([6.3, 6.3, 6.2], [256, 256, 256], "wrong: step 3 had 256 tokens, not 512"),
-        ([6.3, 6.3], [256, 256], "2 of 3 steps in 9 s"),
-    ],
-)
+@pytest.mark.parametrize(("losses", "tokens", "said"), [
+    ([6.3, 6.3, 6.2], [256, 256, 512], ""), ([6.3, math.nan, 6.2], [256, 256, 512], "wrong: the loss of step 2 is nan"),
+    ([4.0, 6.3, 6.2], [256, 256, 512], "wrong: the first loss is 4.000, not near 6.238"),
+    ([6.3, 6.3, 6.2], [256, 256, 256], "wrong: step 3 had 256 tokens, not 512"),
+    ([6.3, 6.3], [256, 256], "2 of 3 steps in 9 s"),
+])  # fmt: skip
 def test_wrong_and_late_runs_are_not_timed(losses, tokens, said, corpus: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "unused")
     layout = Layout.parse("dp1")

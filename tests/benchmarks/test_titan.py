@@ -43,19 +43,16 @@ def test_settings_are_those_of_the_configuration(config: Path) -> None:
     assert job["quantize.linear.float8.filter_fqns"] == ["output"]
 
 
-@pytest.mark.parametrize(
-    ("world_size", "override", "said"),
-    [
-        (1, "linear.recipe=rowwise", "data-parallel ranks = 1: torchtitan needs 2 or more"),
-        (2, "attention.qk_norm=before_rope", "attention.qk_norm = before_rope: torchtitan needs none"),
-        (2, "linear.precision=int8", "linear.precision = int8: torchtitan needs bf16, or fp8 in all blocks"),
-        (2, "linear={precision: fp8, keep_first_blocks: 1}", "linear.precision = fp8: torchtitan needs bf16, or fp8"),
-        (2, "parallel.zero_stage=1", "parallel.zero_stage = 1: torchtitan needs 2 or 3"),
-        (4, "parallel.tensor_parallel_size=2", "torchtitan needs true under tensor parallelism"),
-        (2, "model.tie_embeddings=true", "model.tie_embeddings = True: torchtitan needs false"),
-        (2, "data.document_attention=true", "data.document_attention = True: torchtitan needs false"),
-    ],
-)
+@pytest.mark.parametrize(("world_size", "override", "said"), [
+    (1, "linear.recipe=rowwise", "data-parallel ranks = 1: torchtitan needs 2 or more"),
+    (2, "attention.qk_norm=before_rope", "attention.qk_norm = before_rope: torchtitan needs none"),
+    (2, "linear.precision=int8", "linear.precision = int8: torchtitan needs bf16, or fp8 in all blocks"),
+    (2, "linear={precision: fp8, keep_first_blocks: 1}", "linear.precision = fp8: torchtitan needs bf16, or fp8"),
+    (2, "parallel.zero_stage=1", "parallel.zero_stage = 1: torchtitan needs 2 or 3"),
+    (4, "parallel.tensor_parallel_size=2", "torchtitan needs true under tensor parallelism"),
+    (2, "model.tie_embeddings=true", "model.tie_embeddings = True: torchtitan needs false"),
+    (2, "data.document_attention=true", "data.document_attention = True: torchtitan needs false"),
+])  # fmt: skip
 def test_what_torchtitan_cannot_follow_is_refused(config: Path, world_size: int, override: str, said: str) -> None:
     (line,) = refusals(load_config(config, [*FOLLOWED, override]), world_size)
     assert said in line

@@ -103,25 +103,21 @@ def test_a_state_of_before_some_keys_is_read() -> None:
     assert (state.texts.prefix, state.texts.end_tokens, state.positions.length) == ([], [], 16)
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"version": VERSION + 1}, rf"has version {VERSION + 1}, this SageTrain reads versions up to {VERSION}"),
-        ({"version": "new"}, "has version new"),
-        ({"step": "three"}, r"state\.step: Input should be a valid integer"),
-        ({"sequences": None}, r"state\.sequences: missing"),
-        ({"optimizer_steps": None}, r"state\.optimizer_steps: missing"),
-        ({"identity": {**OF_A_RUN["identity"], "model": 7}}, r"state\.identity\.model: Input should be a valid dict"),
-        ({"identity": {}, "tokens": None}, r"state\.tokens: missing; identity\.model: missing; identity\.attention"),
-        ({"ledger": {"segments": [[0, "x", 1]]}}, r"state\.ledger\.segments\.0\.1: "),
-        ({"linear": {"precision": "int3", "recipe": "rowwise"}}, r"state\.linear\.precision: Input should be 'bf16'"),
-        ({"tokens": 208}, r"state\.tokens: 208 are not 12 sequences of 16 tokens"),
-        ({"step": 4}, r"state\.ledger: has 3 steps over 12 samples, the training state says 4 steps over 12"),
-        ({"tokens": 208, "sequences": 13}, r"state\.ledger: has 3 steps over 12 samples, .* says 3 steps over 13"),
-        ({"optimizer_steps": 13}, r"state\.optimizer_steps: 13, where the ledger has 12 updates at most"),
-        ({"optimizer_steps": -1}, r"state\.optimizer_steps: -1, where"),
-    ],
-)
+@pytest.mark.parametrize(("change", "words"), [
+    ({"version": VERSION + 1}, rf"has version {VERSION + 1}, this SageTrain reads versions up to {VERSION}"),
+    ({"version": "new"}, "has version new"), ({"step": "three"}, r"state\.step: Input should be a valid integer"),
+    ({"sequences": None}, r"state\.sequences: missing"),
+    ({"optimizer_steps": None}, r"state\.optimizer_steps: missing"),
+    ({"identity": {**OF_A_RUN["identity"], "model": 7}}, r"state\.identity\.model: Input should be a valid dict"),
+    ({"identity": {}, "tokens": None}, r"state\.tokens: missing; identity\.model: missing; identity\.attention"),
+    ({"ledger": {"segments": [[0, "x", 1]]}}, r"state\.ledger\.segments\.0\.1: "),
+    ({"linear": {"precision": "int3", "recipe": "rowwise"}}, r"state\.linear\.precision: Input should be 'bf16'"),
+    ({"tokens": 208}, r"state\.tokens: 208 are not 12 sequences of 16 tokens"),
+    ({"step": 4}, r"state\.ledger: has 3 steps over 12 samples, the training state says 4 steps over 12"),
+    ({"tokens": 208, "sequences": 13}, r"state\.ledger: has 3 steps over 12 samples, .* says 3 steps over 13"),
+    ({"optimizer_steps": 13}, r"state\.optimizer_steps: 13, where the ledger has 12 updates at most"),
+    ({"optimizer_steps": -1}, r"state\.optimizer_steps: -1, where"),
+])  # fmt: skip
 def test_what_is_missing_newer_or_contradicts_is_named(change: dict[str, Any], words: str) -> None:
     with pytest.raises(CheckpointError, match=rf"^step-00000003: .*{words}"):
         read({**OF_A_RUN, **change})

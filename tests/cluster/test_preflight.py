@@ -226,19 +226,12 @@ def test_an_interface_is_set_for_both_libraries_or_refused(monkeypatch) -> None:
         use_interface("ib7")
 
 
-@pytest.mark.parametrize(
-    ("gloo", "nccl", "gpu", "lacks"),
-    [
-        ("ib7", "", False, "GLOO_SOCKET_IFNAME=ib7"),
-        ("lo,ib7", "", True, "GLOO_SOCKET_IFNAME=lo,ib7"),
-        ("", "ib7", False, None),
-        ("", "ib7,eth99", True, "NCCL_SOCKET_IFNAME=ib7,eth99"),
-        ("", "=l", True, "NCCL_SOCKET_IFNAME==l"),
-        ("lo", "l:7000,ib7", True, None),
-        ("", "^docker,lo", True, None),
-        ("", "=ib7,lo", True, None),
-    ],
-)
+@pytest.mark.parametrize(("gloo", "nccl", "gpu", "lacks"), [
+    ("ib7", "", False, "GLOO_SOCKET_IFNAME=ib7"), ("lo,ib7", "", True, "GLOO_SOCKET_IFNAME=lo,ib7"),
+    ("", "ib7", False, None), ("", "ib7,eth99", True, "NCCL_SOCKET_IFNAME=ib7,eth99"),
+    ("", "=l", True, "NCCL_SOCKET_IFNAME==l"), ("lo", "l:7000,ib7", True, None), ("", "^docker,lo", True, None),
+    ("", "=ib7,lo", True, None),
+])  # fmt: skip
 def test_interfaces_that_another_host_had_are_named(monkeypatch, gloo, nccl, gpu, lacks) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", gloo)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", nccl)

@@ -66,17 +66,13 @@ def test_large_steps_without_qk_norm_are_refused_in_any_stage(tokens, key, value
     assert finding.source == f"{paper}; our runs: results/qk-norm-large"
 
 
-@pytest.mark.parametrize(
-    "cfg",
-    [
-        run_config(SAFE, attention={"qk_norm": "none"}),
-        run_config(2**20, attention={"qk_norm": "before_rope"}),
-        run_config(2**20, attention={"qk_norm": "after_rope"}),
-        run_config(2**22, attention={"qk_norm": "none", "backend": "sdpa"}),
-        run_config(2**22, attention={"qk_norm": "none", "backend": "flash"}),
-        run_config(2**22, attention={"qk_norm": "none", "backend": "reference"}),
-    ],
-)
+@pytest.mark.parametrize("cfg", [
+    run_config(SAFE, attention={"qk_norm": "none"}), run_config(2**20, attention={"qk_norm": "before_rope"}),
+    run_config(2**20, attention={"qk_norm": "after_rope"}),
+    run_config(2**22, attention={"qk_norm": "none", "backend": "sdpa"}),
+    run_config(2**22, attention={"qk_norm": "none", "backend": "flash"}),
+    run_config(2**22, attention={"qk_norm": "none", "backend": "reference"}),
+])  # fmt: skip
 def test_the_ways_out_are_ways_out(cfg):
     assert found(cfg) == []
 
@@ -97,16 +93,13 @@ def test_without_qk_norm_the_error_says_it_all():
     assert found(run_config(512 * 4096, attention={"qk_norm": "none"})) == [("qk_norm_for_large_steps", "error")]
 
 
-@pytest.mark.parametrize(
-    ("sections", "rule", "level", "key", "message"),
-    [
-        ({"attention": {"smooth_k": False}}, "smooth_k_off", "warning", "attention.smooth_k", "needed for stable INT8"),
-        ({"attention": {"recipe": "paper"}}, "coarse_recipe", "warning", "attention.recipe", "puts a bias into"),
-        ({"attention": {"smooth_q": True}}, "smooth_q_on", "warning", "attention.smooth_q", "no consistent gain"),
-        ({"lr_schedule": {"warmup_tokens": 0}}, "no_warmup", "warning", "lr_schedule.warmup", "2.5 % of the run"),
-        ({"optimizer": {"lr": 2e-3}}, "lr_above_published", "info", "optimizer.lr", "3e-5, and 1e-3"),
-    ],
-)
+@pytest.mark.parametrize(("sections", "rule", "level", "key", "message"), [
+    ({"attention": {"smooth_k": False}}, "smooth_k_off", "warning", "attention.smooth_k", "needed for stable INT8"),
+    ({"attention": {"recipe": "paper"}}, "coarse_recipe", "warning", "attention.recipe", "puts a bias into"),
+    ({"attention": {"smooth_q": True}}, "smooth_q_on", "warning", "attention.smooth_q", "no consistent gain"),
+    ({"lr_schedule": {"warmup_tokens": 0}}, "no_warmup", "warning", "lr_schedule.warmup", "2.5 % of the run"),
+    ({"optimizer": {"lr": 2e-3}}, "lr_above_published", "info", "optimizer.lr", "3e-5, and 1e-3"),
+])  # fmt: skip
 def test_the_other_rules(sections, rule, level, key, message):
     (finding,) = guidance(run_config(**sections))
     assert (finding.rule, finding.level, finding.key) == (rule, level, key)

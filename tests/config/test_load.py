@@ -356,16 +356,12 @@ def test_a_derived_default_adds_no_second_message(tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        (b"", "sections such as `model:` are expected"),
-        (b"- 1\n", "sections such as `model:` are expected"),
-        (b"a: 1\n---\nb: 2\n", "not valid YAML: but found another document; a file is one run: no --- inside of it"),
-        (b"a: 1\nb: \x00\n", "run.yaml:2: not valid YAML: special characters are not allowed"),
-        (b"a: \xff\n", "cannot be read"),
-    ],
-)
+@pytest.mark.parametrize(("content", "expected"), [
+    (b"", "sections such as `model:` are expected"), (b"- 1\n", "sections such as `model:` are expected"),
+    (b"a: 1\n---\nb: 2\n", "not valid YAML: but found another document; a file is one run: no --- inside of it"),
+    (b"a: 1\nb: \x00\n", "run.yaml:2: not valid YAML: special characters are not allowed"),
+    (b"a: \xff\n", "cannot be read"),
+])  # fmt: skip
 def test_files_that_hold_no_configuration(tmp_path, content, expected):
     path = tmp_path / "run.yaml"
     path.write_bytes(content)

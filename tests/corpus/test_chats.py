@@ -361,18 +361,15 @@ def test_a_message_says_whether_it_counts(name: str, template: str) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("said", "message"),
-    [
-        ({"weight": 0.5}, "message 2: weight is 0.5, neither 0 nor 1"),
-        ({"weight": 2}, "message 2: weight is 2, neither 0 nor 1"),
-        ({"train": "no"}, "message 2: train is 'no', neither 0 nor 1"),
-        ({"train": True, "weight": 0}, "message 2: weight and train contradict each other"),
-        ({"train": True, "masked": True}, "message 2: train and masked contradict each other"),
-        ({"content": " "}, "message 2, of the assistant, is empty: nothing of it would count"),
-        ({"weight": 0}, r"no message of the assistant counts \(weight, train, training, trainable, loss, "),
-    ],
-)
+@pytest.mark.parametrize(("said", "message"), [
+    ({"weight": 0.5}, "message 2: weight is 0.5, neither 0 nor 1"),
+    ({"weight": 2}, "message 2: weight is 2, neither 0 nor 1"),
+    ({"train": "no"}, "message 2: train is 'no', neither 0 nor 1"),
+    ({"train": True, "weight": 0}, "message 2: weight and train contradict each other"),
+    ({"train": True, "masked": True}, "message 2: train and masked contradict each other"),
+    ({"content": " "}, "message 2, of the assistant, is empty: nothing of it would count"),
+    ({"weight": 0}, r"no message of the assistant counts \(weight, train, training, trainable, loss, "),
+])  # fmt: skip
 def test_weights_that_mean_nothing(said: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         shown({"messages": [ASK, {**ANSWER, **said}]})

@@ -277,22 +277,15 @@ def test_a_separator_that_may_overlap_itself_divides_no_file(tmp_path):
     assert Corpus(TextRequest([path], split_on="\\nt")).inputs[0].part is not None
 
 
-@pytest.mark.parametrize(
-    ("names", "given", "message"),
-    [
-        (["a.jsonl"], {"split_on": "x"}, "--split-on 'x': none of the sources is plain text"),
-        (["a.txt"], {"split_on": ""}, "--split-on is empty"),
-        (["a.txt"], {"split_on": "never"}, "a.txt: --split-on 'never' is nowhere in it"),
-        (
-            ["a.txt", "b.txt"],
-            {"split_on": "never"},
-            "a.txt: --split-on 'never' is nowhere in it, nor in the other 1 ",
-        ),
-        (["a.txt", "b.txt"], {"split_on": "\n\n"}, r"lines end as on Windows there: give '\\r\\n\\r\\n'"),
-        (["b.txt"], {"split_on": "\\n\\n"}, r"lines end as on Windows there: give '\\r\\n\\r\\n'"),
-        (["a.txt"], {"valid_fraction": 0.1}, r"a plain text file is one document: say what .* \(--split-on\)"),
-    ],
-)
+@pytest.mark.parametrize(("names", "given", "message"), [
+    (["a.jsonl"], {"split_on": "x"}, "--split-on 'x': none of the sources is plain text"),
+    (["a.txt"], {"split_on": ""}, "--split-on is empty"),
+    (["a.txt"], {"split_on": "never"}, "a.txt: --split-on 'never' is nowhere in it"),
+    (["a.txt", "b.txt"], {"split_on": "never"}, "a.txt: --split-on 'never' is nowhere in it, nor in the other 1 "),
+    (["a.txt", "b.txt"], {"split_on": "\n\n"}, r"lines end as on Windows there: give '\\r\\n\\r\\n'"),
+    (["b.txt"], {"split_on": "\\n\\n"}, r"lines end as on Windows there: give '\\r\\n\\r\\n'"),
+    (["a.txt"], {"valid_fraction": 0.1}, r"a plain text file is one document: say what .* \(--split-on\)"),
+])  # fmt: skip
 def test_a_separator_that_separates_nothing(tmp_path, monkeypatch, model, names, given, message):
     monkeypatch.chdir(tmp_path)
     write_jsonl(tmp_path / "a.jsonl", TEXTS)

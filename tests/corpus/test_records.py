@@ -385,19 +385,16 @@ def test_a_template_that_drops_the_answer(tmp_path: Path, folder: Path) -> None:
 OPTIONS = ("prompt_field", "completion_field", "chat_field", "chat_template", "tools_field", "seq_length")
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"prompt_field": "p", "seq_length": 8}, "--prompt-field and --completion-field go together"),
-        ({"completion_field": "p", "seq_length": 8}, "--prompt-field and --completion-field go together"),
-        ({"prompt_field": "p", "completion_field": "c", "chat_field": "m", "seq_length": 8}, "not both"),
-        ({"prompt_field": "p", "completion_field": "c"}, "--seq-length is missing.*data.seq_length"),
-        ({"chat_field": "m", "seq_length": 1}, "--seq-length 1 is below 2"),
-        ({"seq_length": 8}, "--seq-length is for records"),
-        ({"chat_template": Path("t.jinja")}, "--chat-template t.jinja is for chats"),
-        ({"chat_field": "m", "seq_length": 8, "chat_template": Path("none.jinja")}, "none.jinja cannot be read"),
-    ],
-)
+@pytest.mark.parametrize(("given", "message"), [
+    ({"prompt_field": "p", "seq_length": 8}, "--prompt-field and --completion-field go together"),
+    ({"completion_field": "p", "seq_length": 8}, "--prompt-field and --completion-field go together"),
+    ({"prompt_field": "p", "completion_field": "c", "chat_field": "m", "seq_length": 8}, "not both"),
+    ({"prompt_field": "p", "completion_field": "c"}, "--seq-length is missing.*data.seq_length"),
+    ({"chat_field": "m", "seq_length": 1}, "--seq-length 1 is below 2"),
+    ({"seq_length": 8}, "--seq-length is for records"),
+    ({"chat_template": Path("t.jinja")}, "--chat-template t.jinja is for chats"),
+    ({"chat_field": "m", "seq_length": 8, "chat_template": Path("none.jinja")}, "none.jinja cannot be read"),
+])  # fmt: skip
 def test_options_that_do_not_agree(given: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         records_of(**{**dict.fromkeys(OPTIONS), **given})

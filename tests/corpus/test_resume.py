@@ -174,15 +174,11 @@ def test_a_tokenizer_is_trained_once(tmp_path, small_pieces, killed_after, monke
     assert digests(tmp_path / "out") == digests(tmp_path / "whole")
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"text_key": "id"}, "in --text-key: repeat that one"),
-        ({"valid_fraction": 0.1}, "in --valid-fraction:"),
-        ({"tokenizer": "other"}, "in the tokenizer:"),
-        ({"input": "grown"}, r"in the inputs \(a file was added, left out or changed since\):"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"text_key": "id"}, "in --text-key: repeat that one"), ({"valid_fraction": 0.1}, "in --valid-fraction:"),
+    ({"tokenizer": "other"}, "in the tokenizer:"),
+    ({"input": "grown"}, r"in the inputs \(a file was added, left out or changed since\):"),
+])  # fmt: skip
 def test_a_changed_request_is_refused(tmp_path, model, small_pieces, killed_after, change, message):
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     options = {"tokenizer": model}

@@ -170,16 +170,11 @@ def in_a_token_file(folder: Path) -> None:
     TokenFile(folder / "given")
 
 
-@pytest.mark.parametrize(
-    "read",
-    [
-        in_an_archive,
-        in_a_saved_dataset,
-        in_a_token_file,
-        lambda folder: (folder / "given.yaml").write_text(POINTER) and load_config(folder / "given.yaml"),
-        lambda folder: (folder / "given").write_text(POINTER) and read_prompts(file=folder / "given"),
-    ],
-)
+@pytest.mark.parametrize("read", [
+    in_an_archive, in_a_saved_dataset, in_a_token_file,
+    lambda folder: (folder / "given.yaml").write_text(POINTER) and load_config(folder / "given.yaml"),
+    lambda folder: (folder / "given").write_text(POINTER) and read_prompts(file=folder / "given"),
+])  # fmt: skip
 def test_a_pointer_in_place_of_a_file_is_named_where_it_is_read(tmp_path: Path, read: object) -> None:
     with pytest.raises(ConfigError, match=rf"given[.\w]* {NAMED}"):
         read(tmp_path)
@@ -300,14 +295,10 @@ def test_two_equal_keys_are_said(tmp_path: Path, form: str, records: Pairs | Non
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
-@pytest.mark.parametrize(
-    ("records", "option"),
-    [
-        (Pairs("p", "d.x", 32), "--completion-field"),
-        (Pairs("q", "c", 32), "--prompt-field"),
-        (Chats("m", 32), "--chat-field"),
-    ],
-)
+@pytest.mark.parametrize(("records", "option"), [
+    (Pairs("p", "d.x", 32), "--completion-field"), (Pairs("q", "c", 32), "--prompt-field"),
+    (Chats("m", 32), "--chat-field"),
+])  # fmt: skip
 def test_a_missing_field_is_named_by_its_option(tmp_path: Path, form: str, records: object, option: str) -> None:
     record = {"p": "a", "c": "b"}
     (tmp_path / "a.jsonl").write_text(json.dumps(record))

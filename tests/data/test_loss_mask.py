@@ -138,15 +138,12 @@ def test_another_mask_is_other_data(tmp_path: Path, source: DataSource) -> None:
         TokenFile(source.path).validate(deep=True)
 
 
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (lambda mask: mask.unlink(), r"a\.mask, which says what counts in the loss, does not exist"),
-        (lambda mask: mask.write_bytes(mask.read_bytes()[:-1]), r"a\.mask has 160 bytes and the \.bin 161 tokens"),
-        (lambda mask: mask.write_bytes(bytes([7]) + mask.read_bytes()[1:]), r"byte 0 of the \.mask is 7, not 0 or 1"),
-        (lambda mask: mask.write_bytes(bytes(161)), r"by its \.mask no token counts in the loss"),
-    ],
-)
+@pytest.mark.parametrize(("spoil", "message"), [
+    (lambda mask: mask.unlink(), r"a\.mask, which says what counts in the loss, does not exist"),
+    (lambda mask: mask.write_bytes(mask.read_bytes()[:-1]), r"a\.mask has 160 bytes and the \.bin 161 tokens"),
+    (lambda mask: mask.write_bytes(bytes([7]) + mask.read_bytes()[1:]), r"byte 0 of the \.mask is 7, not 0 or 1"),
+    (lambda mask: mask.write_bytes(bytes(161)), r"by its \.mask no token counts in the loss"),
+])  # fmt: skip
 def test_a_mask_that_does_not_fit_is_named(source: DataSource, spoil, message: str) -> None:
     spoil(token_path(source.path, ".mask"))
     with pytest.raises(ConfigError, match=rf"token file .*a: .*{message}"):

@@ -245,31 +245,21 @@ def flip(position, value):
     return change
 
 
-@pytest.mark.parametrize(
-    ("position", "value", "message"),
-    [
-        (0, 0, "does not begin with"),
-        (9, 2, "index version 2"),
-        (17, 7, "id type 7"),
-        (18, 3, "bytes where its header says"),
-        (18, 5, "bytes where its header says"),
-    ],
-)
+@pytest.mark.parametrize(("position", "value", "message"), [
+    (0, 0, "does not begin with"), (9, 2, "index version 2"), (17, 7, "id type 7"),
+    (18, 3, "bytes where its header says"), (18, 5, "bytes where its header says"),
+])  # fmt: skip
 def test_a_wrong_header_is_noticed(path, position, value, message):
     damage(path, ".idx", flip(position, value))
     with pytest.raises(ConfigError, match=message):
         TokenFile(path)
 
 
-@pytest.mark.parametrize(
-    ("position", "value", "message"),
-    [
-        (34 + 4, 2, "sequence 1 does not end where the next one begins"),
-        (34 + 4 + 3, 0x80, "sequence 1 has a negative length"),
-        (34 + 16 + 8, 2, "sequence 0 does not end where"),
-        (34 + 48 + 8, 3, "document index is not in order"),
-    ],
-)
+@pytest.mark.parametrize(("position", "value", "message"), [
+    (34 + 4, 2, "sequence 1 does not end where the next one begins"),
+    (34 + 4 + 3, 0x80, "sequence 1 has a negative length"), (34 + 16 + 8, 2, "sequence 0 does not end where"),
+    (34 + 48 + 8, 3, "document index is not in order"),
+])  # fmt: skip
 def test_validate_finds_a_wrong_index(path, position, value, message):
     damage(path, ".idx", flip(position, value))
     with pytest.raises(ConfigError, match=message):

@@ -18,23 +18,11 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(train_tokenizer([SAMPLE], 1000))
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        " ",
-        "\n",
-        "  two  spaces   three ",
-        "a\nb\n\n\nc\r\nd\te",
-        "    def f(x):\n        return x  \n",
-        "\u2581 the space mark \u2581\u2581itself\u2581",
-        "\0 nul \0",
-        "\ufeffmark, cafe\u0301 café \u00a0\u200b\u3000",
-        "日本語 and 🎉👩‍👩‍👧 and \U0010ffff",
-        "</ s><0x0A><pad>",
-        "1234567890 3.14",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "", " ", "\n", "  two  spaces   three ", "a\nb\n\n\nc\r\nd\te", "    def f(x):\n        return x  \n",
+    "\u2581 the space mark \u2581\u2581itself\u2581", "\0 nul \0", "\ufeffmark, cafe\u0301 café \u00a0\u200b\u3000",
+    "日本語 and 🎉👩‍👩‍👧 and \U0010ffff", "</ s><0x0A><pad>", "1234567890 3.14",
+])  # fmt: skip
 def test_round_trip(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
@@ -89,15 +77,11 @@ def test_lines_longer_than_sentencepiece_takes_are_used():
     assert Tokenizer(train_tokenizer([words], 300)).encode("worda") != list("worda")
 
 
-@pytest.mark.parametrize(
-    ("texts", "vocab_size", "message"),
-    [
-        ([], 1000, "no text to train"),
-        (["", "\n\n"], 1000, "no text to train"),
-        (["a short text"], 5000, r"5,000 tokens cannot be trained.*: --vocab-size \d{2,3} or less, or more text$"),
-        (["a short text"], 100, r"100 tokens cannot be trained.*: --vocab-size \d{3} or more$"),
-    ],
-)
+@pytest.mark.parametrize(("texts", "vocab_size", "message"), [
+    ([], 1000, "no text to train"), (["", "\n\n"], 1000, "no text to train"),
+    (["a short text"], 5000, r"5,000 tokens cannot be trained.*: --vocab-size \d{2,3} or less, or more text$"),
+    (["a short text"], 100, r"100 tokens cannot be trained.*: --vocab-size \d{3} or more$"),
+])  # fmt: skip
 def test_training_errors(texts, vocab_size, message):
     with pytest.raises(ConfigError, match=message):
         train_tokenizer(texts, vocab_size)

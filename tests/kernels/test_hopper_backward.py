@@ -55,24 +55,16 @@ def schedule(request, tmp_path_factory):
     return ctypes.CDLL(str(folder / "schedule.so")), keys
 
 
-@pytest.mark.parametrize(
-    ("n_q", "n_k", "causal", "documents", "heads", "heads_at_once", "window"),
-    [
-        (320, 320, True, (), 3, 2, None),
-        (300, 300, False, (), 1, 5, None),
-        (130, 333, True, (), 2, 1, None),
-        (1, 257, True, (), 1, 1, None),
-        (257, 70, False, (), 4, 3, None),
-        (1000, 1000, True, (), 5, 2, None),
-        (420, 420, True, (100, 0, 1, 63, 220, 36, 0), 2, 2, None),
-        (420, 420, False, (100, 0, 1, 63, 220, 36, 0), 1, 3, None),
-        (390, 390, False, (10,) * 39, 2, 1, None),
-        (640, 640, True, (128, 64, 192, 256), 1, 1, None),
-        *((420, 420, True, (100, 1, 63, 220, 36), 2, 2, w) for w in (1, 10, 64, 100, 300)),
-        *((420, 420, False, (100, 1, 63, 220, 36), 2, 2, w) for w in (1, 10, 64, 100, 300)),
-        *((1000, 1000, True, (), 3, 2, w) for w in (10, 64, 300)),
-    ],
-)
+@pytest.mark.parametrize(("n_q", "n_k", "causal", "documents", "heads", "heads_at_once", "window"), [
+    (320, 320, True, (), 3, 2, None), (300, 300, False, (), 1, 5, None), (130, 333, True, (), 2, 1, None),
+    (1, 257, True, (), 1, 1, None), (257, 70, False, (), 4, 3, None), (1000, 1000, True, (), 5, 2, None),
+    (420, 420, True, (100, 0, 1, 63, 220, 36, 0), 2, 2, None),
+    (420, 420, False, (100, 0, 1, 63, 220, 36, 0), 1, 3, None), (390, 390, False, (10,) * 39, 2, 1, None),
+    (640, 640, True, (128, 64, 192, 256), 1, 1, None),
+    *((420, 420, True, (100, 1, 63, 220, 36), 2, 2, w) for w in (1, 10, 64, 100, 300)),
+    *((420, 420, False, (100, 1, 63, 220, 36), 2, 2, w) for w in (1, 10, 64, 100, 300)),
+    *((1000, 1000, True, (), 3, 2, w) for w in (10, 64, 300)),
+])  # fmt: skip
 def test_schedule(schedule, n_q, n_k, causal, documents, heads, heads_at_once, window):
     """Each block is taken once. Every visible pair is in a tile that is taken, and in an unmasked one where no mask
     applies. The blocks that add to a tile of queries have turns 0, 1, 2, ..., and earlier turns are in programs
@@ -262,19 +254,14 @@ def assert_close(ours, expected, sums):
         assert ((x.float() - y.float()).norm() / y.float().norm()).item() < 4e-3
 
 
-@pytest.mark.parametrize(
-    ("shape", "half", "in_order"),
-    [
-        (Shape(1, 320, 320, 1, 1, 64, True, ()), False, True),
-        (Shape(1, 200, 200, 2, 1, 128, True, ()), False, False),
-        (Shape(2, 100, 150, 1, 1, 128, False, ()), False, True),
-        (Shape(1, 260, 260, 1, 1, 64, False, (100, 0, 1, 63, 96)), True, True),
-        (Shape(1, 300, 420, 2, 1, 64, True, ()), True, False),
-        (Shape(2, 70, 40, 1, 1, 64, False, ()), False, False),
-        (Shape(2, 200, 200, 1, 1, 64, True, (), 70), False, True),
-        (Shape(1, 300, 300, 2, 1, 64, True, (90, 120, 90), 70, True), False, True),
-    ],
-)
+@pytest.mark.parametrize(("shape", "half", "in_order"), [
+    (Shape(1, 320, 320, 1, 1, 64, True, ()), False, True), (Shape(1, 200, 200, 2, 1, 128, True, ()), False, False),
+    (Shape(2, 100, 150, 1, 1, 128, False, ()), False, True),
+    (Shape(1, 260, 260, 1, 1, 64, False, (100, 0, 1, 63, 96)), True, True),
+    (Shape(1, 300, 420, 2, 1, 64, True, ()), True, False), (Shape(2, 70, 40, 1, 1, 64, False, ()), False, False),
+    (Shape(2, 200, 200, 1, 1, 64, True, (), 70), False, True),
+    (Shape(1, 300, 300, 2, 1, 64, True, (90, 120, 90), 70, True), False, True),
+])  # fmt: skip
 def test_kernel(kernels, shape, half, in_order):
     assert_close(*emulated(kernels, shape, half, in_order))
 

@@ -161,16 +161,12 @@ def test_a_packed_activation_is_rounded_as_the_layer_rounds_it(name: tuple[str, 
         assert matmul.unpack(packed, dtype) is x
 
 
-@pytest.mark.parametrize(
-    ("name", "formats", "scales"),
-    [
-        (("fp8", "tensorwise"), [E4M3, E4M3, E4M3, E4M3, E5M2, E5M2], 1),
-        (("fp8", "rowwise"), [E4M3] * 6, 0),
-        (("fp8", "rowwise_bf16_wgrad"), [E4M3, torch.bfloat16, E4M3, E4M3, E4M3, torch.bfloat16], 0),
-        (("int8", "rowwise"), [INT8] * 6, 0),
-        (("int8", "rowwise_bf16_wgrad"), [INT8, torch.bfloat16, INT8, INT8, INT8, torch.bfloat16], 0),
-    ],
-)
+@pytest.mark.parametrize(("name", "formats", "scales"), [
+    (("fp8", "tensorwise"), [E4M3, E4M3, E4M3, E4M3, E5M2, E5M2], 1), (("fp8", "rowwise"), [E4M3] * 6, 0),
+    (("fp8", "rowwise_bf16_wgrad"), [E4M3, torch.bfloat16, E4M3, E4M3, E4M3, torch.bfloat16], 0),
+    (("int8", "rowwise"), [INT8] * 6, 0),
+    (("int8", "rowwise_bf16_wgrad"), [INT8, torch.bfloat16, INT8, INT8, INT8, torch.bfloat16], 0),
+])  # fmt: skip
 def test_recipes_are_as_documented(name: tuple[str, str], formats: list, scales: int) -> None:
     """docs/low-bit-linear.md lists the formats: x for the output and for the gradient of W, W as it lies and
     transposed, and dY for the gradients of x and of W. There is one scale for each row (0: as many as rows), or one for

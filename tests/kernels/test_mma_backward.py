@@ -130,21 +130,17 @@ def assert_close(ours, twin, exact):
 
 
 # Each pair of head_dim, stages and half_sums is in some case. Each triple would be a library to compile.
-@pytest.mark.parametrize(
-    ("shape", "stages", "dtype", "half_sums"),
-    [
-        (Shape(1, 200, 333, 2, 1, 128, True), 2, torch.bfloat16, False),
-        (Shape(1, 200, 200, 2, 2, 128, False), 1, torch.bfloat16, True),
-        (Shape(1, 210, 210, 2, 1, 128, True, (100, 0, 1, 63, 46)), 2, torch.float16, False),
-        (Shape(1, 1, 129, 2, 1, 64), 1, torch.bfloat16, False),
-        (Shape(1, 210, 210, 1, 1, 64, False, (100, 0, 1, 63, 46)), 1, torch.bfloat16, False),
-        (Shape(1, 330, 330, 2, 1, 64, True), 2, torch.bfloat16, True),
-        (Shape(2, 100, 40, 2, 2, 64, False), 2, torch.float16, True),
-        (Shape(2, 170, 170, 1, 1, 64, True, (), 70), 1, torch.bfloat16, False),
-        (Shape(1, 210, 210, 2, 1, 64, True, (90, 120), 70, True), 1, torch.bfloat16, False),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("shape", "stages", "dtype", "half_sums"), [
+    (Shape(1, 200, 333, 2, 1, 128, True), 2, torch.bfloat16, False),
+    (Shape(1, 200, 200, 2, 2, 128, False), 1, torch.bfloat16, True),
+    (Shape(1, 210, 210, 2, 1, 128, True, (100, 0, 1, 63, 46)), 2, torch.float16, False),
+    (Shape(1, 1, 129, 2, 1, 64), 1, torch.bfloat16, False),
+    (Shape(1, 210, 210, 1, 1, 64, False, (100, 0, 1, 63, 46)), 1, torch.bfloat16, False),
+    (Shape(1, 330, 330, 2, 1, 64, True), 2, torch.bfloat16, True),
+    (Shape(2, 100, 40, 2, 2, 64, False), 2, torch.float16, True),
+    (Shape(2, 170, 170, 1, 1, 64, True, (), 70), 1, torch.bfloat16, False),
+    (Shape(1, 210, 210, 2, 1, 64, True, (90, 120), 70, True), 1, torch.bfloat16, False),
+], ids=str)  # fmt: skip
 def test_agrees_with_the_twin_and_with_float64(kernels, shape, stages, dtype, half_sums):
     assert_close(*results(kernels, shape, stages, dtype, half_sums))
 
@@ -220,17 +216,10 @@ def mistaken(kernels, case, **options):
 
 
 @pytest.mark.skipif(not nvrtc.available(), reason="needs NVRTC, which comes with torch's CUDA wheels")
-@pytest.mark.parametrize(
-    ("capability", "head_dim", "half_sums", "memory", "how"),
-    [
-        ((8, 0), 128, False, 164, (2, 1)),
-        ((8, 0), 64, False, 164, (1, 3)),
-        ((8, 6), 128, True, 100, (1, 1)),
-        ((8, 9), 64, True, 100, (1, 2)),
-        ((9, 0), 64, False, 228, (2, 3)),
-        ((12, 0), 128, True, 100, (1, 1)),
-    ],
-)
+@pytest.mark.parametrize(("capability", "head_dim", "half_sums", "memory", "how"), [
+    ((8, 0), 128, False, 164, (2, 1)), ((8, 0), 64, False, 164, (1, 3)), ((8, 6), 128, True, 100, (1, 1)),
+    ((8, 9), 64, True, 100, (1, 2)), ((9, 0), 64, False, 228, (2, 3)), ((12, 0), 128, True, 100, (1, 1)),
+])  # fmt: skip
 def test_compiles(capability, head_dim, half_sums, memory, how, tmp_path, monkeypatch):
     """The kernel for each GPU has the products of the design, no division in the loop, and few registers in memory."""
     assert capability in CAPABILITIES

@@ -95,18 +95,14 @@ def emulated(
     return o.float(), lse, o_twin.float(), saved.lse
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype", "half_sums"),
-    [
-        (Shape(1, 300, 300, 2, 1, 64, True), torch.bfloat16, False),
-        (Shape(2, 130, 70, 2, 2, 64, False), torch.float16, True),
-        (Shape(1, 130, 333, 3, 1, 128, True), torch.bfloat16, True),
-        (Shape(1, 257, 256, 1, 1, 128, False), torch.float16, False),
-        (Shape(1, 1, 257, 1, 1, 128, True), torch.bfloat16, False),
-        (Shape(2, 64, 64, 1, 1, 64, True), torch.bfloat16, False),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("shape", "dtype", "half_sums"), [
+    (Shape(1, 300, 300, 2, 1, 64, True), torch.bfloat16, False),
+    (Shape(2, 130, 70, 2, 2, 64, False), torch.float16, True),
+    (Shape(1, 130, 333, 3, 1, 128, True), torch.bfloat16, True),
+    (Shape(1, 257, 256, 1, 1, 128, False), torch.float16, False),
+    (Shape(1, 1, 257, 1, 1, 128, True), torch.bfloat16, False),
+    (Shape(2, 64, 64, 1, 1, 64, True), torch.bfloat16, False),
+], ids=str)  # fmt: skip
 def test_shapes(kernels, shape, dtype, half_sums):
     q, k, v, _ = random_inputs(shape, k_mean=1.0, dtype=dtype)
     assert_close(*emulated(kernels, q, k, v, shape.causal, half_sums=half_sums))

@@ -85,15 +85,11 @@ def test_right_attention_is_admitted(recipe, documents):
     assert verdict.passed and verdict.reason == "admitted", verdict
 
 
-@pytest.mark.parametrize(
-    ("attend", "reason"),
-    [
-        (forgets_v, "dv is zero in some head"),
-        (ignores_documents, "o off by"),
-        (refuses, "NotImplementedError: no such GPU"),
-        (lambda q, k, v, cu_seqlens: exact(q, k, v, cu_seqlens) / 0, "o is not finite"),
-    ],
-)
+@pytest.mark.parametrize(("attend", "reason"), [
+    (forgets_v, "dv is zero in some head"), (ignores_documents, "o off by"),
+    (refuses, "NotImplementedError: no such GPU"),
+    (lambda q, k, v, cu_seqlens: exact(q, k, v, cu_seqlens) / 0, "o is not finite"),
+])  # fmt: skip
 def test_wrong_attention_is_not(attend, reason):
     shape = SMALL._replace(batch=1, documents=(100, 100))
     verdict = admit(attend, shape, dtype=torch.bfloat16, device="cpu")

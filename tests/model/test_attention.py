@@ -37,17 +37,11 @@ def _resolve(backend: str, device: torch.device, dtype: torch.dtype = torch.bflo
     return resolve_backend(AttentionConfig(backend=backend), model, device=device, dtype=dtype)
 
 
-@pytest.mark.parametrize(
-    ("backend", "device", "resolved", "reason"),
-    [
-        ("sage", CPU, "sage", "recipe fine: its torch twin"),
-        ("sage", GPU, "sage", "recipe auto"),
-        ("sdpa", CPU, "sdpa", "through a mask"),
-        ("sdpa", GPU, "sdpa", "varlen_attn"),
-        ("reference", CPU, "reference", "plain"),
-        ("auto", CPU, "sdpa", "auto"),
-    ],
-)
+@pytest.mark.parametrize(("backend", "device", "resolved", "reason"), [
+    ("sage", CPU, "sage", "recipe fine: its torch twin"), ("sage", GPU, "sage", "recipe auto"),
+    ("sdpa", CPU, "sdpa", "through a mask"), ("sdpa", GPU, "sdpa", "varlen_attn"),
+    ("reference", CPU, "reference", "plain"), ("auto", CPU, "sdpa", "auto"),
+])  # fmt: skip
 def test_resolution(backend: str, device: torch.device, resolved: str, reason: str) -> None:
     name, why = _resolve(backend, device)
     assert name == resolved
@@ -75,15 +69,12 @@ def test_int8_attention_is_refused_where_it_is_slower(monkeypatch: pytest.Monkey
         resolve_backend(AttentionConfig(backend="sage"), SHAPE, device=GPU, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize(
-    ("backend", "device", "dtype", "shape", "message"),
-    [
-        ("sage", GPU, torch.float32, {}, "needs training.dtype bf16"),
-        ("sage", CPU, torch.float32, {"head_dim": 8}, "head_dim 16 to 256, not 8"),
-        ("flash", CPU, torch.bfloat16, {}, "flash needs a GPU"),
-        ("flash", GPU, torch.float32, {}, "flash needs a GPU and training.dtype bf16"),
-    ],
-)
+@pytest.mark.parametrize(("backend", "device", "dtype", "shape", "message"), [
+    ("sage", GPU, torch.float32, {}, "needs training.dtype bf16"),
+    ("sage", CPU, torch.float32, {"head_dim": 8}, "head_dim 16 to 256, not 8"),
+    ("flash", CPU, torch.bfloat16, {}, "flash needs a GPU"),
+    ("flash", GPU, torch.float32, {}, "flash needs a GPU and training.dtype bf16"),
+])  # fmt: skip
 def test_impossible_choices(backend: str, device: torch.device, dtype: torch.dtype, shape: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         _resolve(backend, device, dtype, **shape)
@@ -351,15 +342,10 @@ def test_functions_with_the_same_settings_are_one_value() -> None:
     assert len({*made, Sage("paper"), Sdpa(), Sdpa(), Reference()}) == 4
 
 
-@pytest.mark.parametrize(
-    ("recipe", "count", "sixteen_bit", "eight_bit"),
-    [
-        ("paper", 6, "dO V^T", "P V"),
-        ("fine", 5, "P V", "Q K^T again"),
-        ("scores", 2, "dS K", "Q K^T again"),
-        ("gradients", 3, "Q K^T again", "dS K"),
-    ],
-)
+@pytest.mark.parametrize(("recipe", "count", "sixteen_bit", "eight_bit"), [
+    ("paper", 6, "dO V^T", "P V"), ("fine", 5, "P V", "Q K^T again"), ("scores", 2, "dS K", "Q K^T again"),
+    ("gradients", 3, "Q K^T again", "dS K"),
+])  # fmt: skip
 def test_quantized_products(recipe: str, count: int, sixteen_bit: str, eight_bit: str) -> None:
     function = Sage(recipe)
     assert len(function.quantized) == count and sixteen_bit not in function.quantized

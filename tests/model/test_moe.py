@@ -61,14 +61,11 @@ def by_hand(moe: MoE, x: Tensor, factor: float) -> tuple[Tensor, Tensor, Tensor]
     return torch.stack(rows), losses * factor, loads
 
 
-@pytest.mark.parametrize(
-    "experts",
-    [
-        {"balance": {"aux_weight": 0.3, "z_weight": 0.2}, "shared": 2},
-        {"scores": "sigmoid", "scale": 2.5, "balance": {"aux_weight": 0.3}},
-        {"renormalize": False, "balance": {"aux_weight": 0}},
-    ],
-)
+@pytest.mark.parametrize("experts", [
+    {"balance": {"aux_weight": 0.3, "z_weight": 0.2}, "shared": 2},
+    {"scores": "sigmoid", "scale": 2.5, "balance": {"aux_weight": 0.3}},
+    {"renormalize": False, "balance": {"aux_weight": 0}},
+])  # fmt: skip
 def test_outputs_and_gradients_equal_a_loop_over_experts(experts: dict) -> None:
     """Also where an expert gets no token: 17 tokens of 6 experts, and one whose bias keeps all away."""
     moe, share = mixture(torch.float64, share=0.25, **experts), 0.25

@@ -248,17 +248,14 @@ def test_errors_are_counted_and_shown_with_place_and_way_out():
     assert "overridden (error): INT8 attention without QK-norm" in text
 
 
-@pytest.mark.parametrize(
-    ("world_size", "overrides", "rule", "shown", "hidden"),
-    [
-        (6, ["parallel.tensor_parallel_size=4"], "world_size", "Layout 1 on 6 ranks", "Layout on"),
-        (3, ["parallel.tensor_parallel_size=3"], "tensor_parallel_split", "estimated: layout 1", "now "),
-        (5, ["parallel.context_parallel_size=5"], "context_parallel_split", "estimated: layout 1", "now "),
-        (7, [], "whole_micro_steps", "Step time, predicted: layout 1", "as configured on"),
-        (8, ["deepspeed.zero_optimization.reduce_bucket_size=auto"], "deepspeed_type", "Model of", "Memory per rank"),
-        (8, ["lr_schedule.warmup_tokens=1e12"], "warmup_before_end", "Memory per rank", "Schedule"),
-    ],
-)
+@pytest.mark.parametrize(("world_size", "overrides", "rule", "shown", "hidden"), [
+    (6, ["parallel.tensor_parallel_size=4"], "world_size", "Layout 1 on 6 ranks", "Layout on"),
+    (3, ["parallel.tensor_parallel_size=3"], "tensor_parallel_split", "estimated: layout 1", "now "),
+    (5, ["parallel.context_parallel_size=5"], "context_parallel_split", "estimated: layout 1", "now "),
+    (7, [], "whole_micro_steps", "Step time, predicted: layout 1", "as configured on"),
+    (8, ["deepspeed.zero_optimization.reduce_bucket_size=auto"], "deepspeed_type", "Model of", "Memory per rank"),
+    (8, ["lr_schedule.warmup_tokens=1e12"], "warmup_before_end", "Memory per rank", "Schedule"),
+])  # fmt: skip
 def test_what_cannot_be_computed_is_left_out(world_size, overrides, rule, shown, hidden):
     errors, text = plan(CONFIGS / "325m.yaml", world_size, *overrides)
     assert errors
@@ -455,16 +452,13 @@ def test_brief_says_what_one_needs():
     assert re.search(r"layout layout 1: .*context parallel 4", text) and "speed 3," in text
 
 
-@pytest.mark.parametrize(
-    ("name", "world_size", "override", "says"),
-    [
-        ("325m", 1, "lr_schedule.min_lr=0.1", "none until the errors above are mended"),
-        ("325m", 1, "deepspeed={train_batch_size: 4}", "none until the errors above are mended"),
-        ("325m", 1, "deepspeed.zero_optimization.reduce_bucket_size=auto", "none until the errors above are mended"),
-        ("7b", 1, "model.hidden_size=16384", "none fits 1 x NVIDIA H200"),
-        ("7b", 3, "model.hidden_size=32768", "none fits 3 x NVIDIA H200"),
-    ],
-)
+@pytest.mark.parametrize(("name", "world_size", "override", "says"), [
+    ("325m", 1, "lr_schedule.min_lr=0.1", "none until the errors above are mended"),
+    ("325m", 1, "deepspeed={train_batch_size: 4}", "none until the errors above are mended"),
+    ("325m", 1, "deepspeed.zero_optimization.reduce_bucket_size=auto", "none until the errors above are mended"),
+    ("7b", 1, "model.hidden_size=16384", "none fits 1 x NVIDIA H200"),
+    ("7b", 3, "model.hidden_size=32768", "none fits 3 x NVIDIA H200"),
+])  # fmt: skip
 def test_why_no_layout_is_proposed(name, world_size, override, says):
     """The reason is errors that no layout mends, or memory."""
     errors, text = plan(CONFIGS / f"{name}.yaml", world_size, override, brief=True)

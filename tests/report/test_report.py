@@ -157,15 +157,11 @@ def test_a_run_says_how_many_parameters_it_has(pair: Path) -> None:
     assert run.samples and run.samples[-1]["prompt"] == ""
 
 
-@pytest.mark.parametrize(
-    ("found", "said"),
-    [
-        (None, "there is no metrics.jsonl in it"),
-        ("", "it holds no metrics yet"),
-        ('{"step": 1, "tok', "it holds no metrics yet"),
-        ('{"tokens": 8}\n{"step": 1, "tokens": null}\n{"step": 1, "tokens": "x"}', "it holds no metrics yet"),
-    ],
-)
+@pytest.mark.parametrize(("found", "said"), [
+    (None, "there is no metrics.jsonl in it"), ("", "it holds no metrics yet"),
+    ('{"step": 1, "tok', "it holds no metrics yet"),
+    ('{"tokens": 8}\n{"step": 1, "tokens": null}\n{"step": 1, "tokens": "x"}', "it holds no metrics yet"),
+])  # fmt: skip
 def test_a_folder_without_metrics_is_an_error_that_names_it(tmp_path: Path, found: str | None, said: str) -> None:
     if found is not None:
         (tmp_path / "metrics.jsonl").write_text(found)

@@ -124,13 +124,10 @@ def test_a_run_that_goes_back_has_the_controllers_of_then(tmp_path, bad) -> None
     assert len(then["spikes"]["window"]) == 10 and now == then
 
 
-@pytest.mark.parametrize(
-    ("policy", "keys", "words", "newest"),
-    [
-        ("skip", {"max_events": 1}, "after 1 in 16 steps (stability.spikes.max_events)", 15),
-        ("rewind", {"max_events": 1}, "training.drop_steps=[18]", 15),
-    ],
-)
+@pytest.mark.parametrize(("policy", "keys", "words", "newest"), [
+    ("skip", {"max_events": 1}, "after 1 in 16 steps (stability.spikes.max_events)", 15),
+    ("rewind", {"max_events": 1}, "training.drop_steps=[18]", 15),
+])  # fmt: skip
 def test_once_too_often_ends_the_run_with_all_that_was_saved(tmp_path, bad, policy, keys, words, newest) -> None:
     run = config(tmp_path, bad, policy, **keys)
     assert start("sagetrain", run).wait(PATIENCE) == 4

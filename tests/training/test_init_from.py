@@ -163,16 +163,13 @@ def test_what_was_imported_can_be_trained_and_evaluated(first: Path, corpus: Pat
     assert refused.returncode == 2 and "holds an imported model" in refused.stderr
 
 
-@pytest.mark.parametrize(
-    ("sections", "message"),
-    [
-        ({"model": {"num_key_value_heads": 1}}, "model.num_key_value_heads: 2 there, 1 here"),
-        ({"model": {"ffn_hidden_size": 96}}, "model.ffn_hidden_size: 64 there, 96 here"),
-        ({"model": {"vocab_size": 600}}, "vocab_size: 512 there, 600 here"),
-        ({"attention": {"qk_norm": "after_rope"}}, "attention.qk_norm: 'before_rope' there, 'after_rope' here"),
-        ({"training": {"init_from": "/nowhere"}}, 'training.init_from = "/nowhere": no checkpoint there'),
-    ],
-)
+@pytest.mark.parametrize(("sections", "message"), [
+    ({"model": {"num_key_value_heads": 1}}, "model.num_key_value_heads: 2 there, 1 here"),
+    ({"model": {"ffn_hidden_size": 96}}, "model.ffn_hidden_size: 64 there, 96 here"),
+    ({"model": {"vocab_size": 600}}, "vocab_size: 512 there, 600 here"),
+    ({"attention": {"qk_norm": "after_rope"}}, "attention.qk_norm: 'before_rope' there, 'after_rope' here"),
+    ({"training": {"init_from": "/nowhere"}}, 'training.init_from = "/nowhere": no checkpoint there'),
+])  # fmt: skip
 def test_what_does_not_fit(first: Path, corpus: Path, tmp_path: Path, sections: dict, message: str) -> None:
     training = SHORT["training"] | {"init_from": str(first)} | sections.pop("training", {})
     config = configured(tmp_path / "run.yaml", corpus, tmp_path / "run", training=training, **sections)

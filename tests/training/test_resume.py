@@ -245,15 +245,12 @@ def test_two_runs_in_one_folder_the_second_refuses(tmp_path, corpus) -> None:
 RUN_DIR, WEIGHTS = "Restore these settings, or choose another training.run_dir", "(training.init_from="
 
 
-@pytest.mark.parametrize(
-    ("section", "change", "words"),
-    [
-        ("training", {"seed": 5}, f"run: training.seed: checkpoint 0, this run 5. {RUN_DIR} {WEIGHTS}"),
-        ("data", {"seq_length": 16}, f"run: data.seq_length: checkpoint 32, this run 16. {RUN_DIR} {WEIGHTS}"),
-        ("model", {"ffn_hidden_size": 96}, f"model.ffn_hidden_size: checkpoint 64, this run 96. {RUN_DIR}\n"),
-        ("checkpoint", {"resume": "never"}, "checkpoint.resume is never"),
-    ],
-)
+@pytest.mark.parametrize(("section", "change", "words"), [
+    ("training", {"seed": 5}, f"run: training.seed: checkpoint 0, this run 5. {RUN_DIR} {WEIGHTS}"),
+    ("data", {"seq_length": 16}, f"run: data.seq_length: checkpoint 32, this run 16. {RUN_DIR} {WEIGHTS}"),
+    ("model", {"ffn_hidden_size": 96}, f"model.ffn_hidden_size: checkpoint 64, this run 96. {RUN_DIR}\n"),
+    ("checkpoint", {"resume": "never"}, "checkpoint.resume is never"),
+])  # fmt: skip
 def test_a_resume_of_something_else_is_refused(tmp_path, corpus, alone, section, change, words) -> None:
     """All ranks refuse alike. The error suggests to begin with these weights, if they fit."""
     config = write_config(tmp_path / "run.yaml", corpus, alone, **{section: change})
