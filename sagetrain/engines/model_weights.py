@@ -73,9 +73,10 @@ class GatheredWeights:
         if number is None:
             return
         self._wait(number)
-        own: nn.Module | None = module if module is not self._model else getattr(self._model, "head", None)
-        if self._kept and own is not None:
-            self._kept.renew(own)
+        if self._kept and module is not self._model:
+            self._kept.renew(module)
+        elif self._kept and self._model.matmuls[-1]:  # The output projection belongs to the outermost unit.
+            self._kept.renew(self._model.head)
 
     def _wait(self, number: int) -> None:
         """Let the current stream wait for the weights of the unit with this number."""
