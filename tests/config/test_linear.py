@@ -39,6 +39,8 @@ CASES = [
      "no_effect", "warning", "linear.precision", "linear.keep_first_fraction 0.9999 and these tokens_per_step", "remove"),
     ({"linear": {"precision": "auto", "head": "fp8"}}, 1,
      "linear_head", "error", "linear.head", "needs the layers of the blocks in 8 bits, not linear.precision auto", "use linear.precision int8 or fp8"),
+    ({"linear": {"precision": "int8", "head": "fp8"}}, 1,
+     "linear_head_costs_loss", "info", "linear.head", "in loss was not measured yet", "sagetrain compare"),
     ({"linear": {"precision": "bf16", "head": "int8"}}, 1,
      "linear_head", "error", "linear.head", "not linear.precision bf16", "or linear.head bf16"),
     ({"linear": {"precision": "int8", "recipe": "rowwise_bf16_wgrad", "head": "int8"}}, 1,

@@ -106,6 +106,11 @@ def _head(cfg: RunConfig) -> Iterator[Finding]:
     linear, ranks = cfg.linear, cfg.parallel.tensor_parallel_size
     if linear.head == "bf16":
         return
+    yield About("linear_head_costs_loss", "linear.head", linear.head).info(
+        "what the output projection in 8 bits costs in loss was not measured yet",
+        "sagetrain compare shows what it is for your model",
+        "its speed and errors: results/log/step.md",
+    )
     head = About("linear_head", "linear.head", linear.head)
     if not linear.low_bit:
         fix = "use linear.precision int8 or fp8, or linear.head bf16"
