@@ -284,7 +284,9 @@ def experts(figure: Figure) -> None:
         means, widths = zip(*(interval(row[kind]) for row in rows), strict=True)
         places = [row + 0.2 * shift for row in range(len(rows))]
         panel.errorbar(means, places, xerr=widths, fmt="o", markersize=4, capsize=3, label=kind)
-    names = [f"{row['experts and linear layers']}, attention {row['attention']}" for row in rows]
+    names = [
+        f"{row['tokens a step']}: {row['experts and linear layers']}, attention {row['attention']}" for row in rows
+    ]
     panel.set_yticks([row + 0.1 for row in range(len(rows))], names, fontsize=8)
     panel.invert_yaxis()
     panel.axvline(0, color="black", linewidth=0.8)
@@ -398,7 +400,7 @@ PLOTS: dict[str, tuple[str, float, Callable[[Figure], None]]] = {
         4.0,
         ranked("engines", "{engine}, ZeRO {ZeRO}, {linear layers}, {commit}", "tokens/s", "tokens/s on two H100s"),
     ),
-    "experts": ("gap.png", 2.8, experts),
+    "experts": ("gap.png", 3.4, experts),
     "fp4": ("fp4.png", 3.2, fp4),
     "generation": ("generation.png", 2.4, generation),
     "gradients": (
