@@ -26,11 +26,11 @@ from sagetrain.data.tokenizer import Tokenizer
 # The slowest files come first. Files are dealt out to processes whole, and the suite would wait for a slow file that
 # begins last.
 SLOW = """
-engine pipeline fsdp optimizers hosts faults resume sage_compile plan linear_precision accounting transformer
-guides linear_schedule compare hopper_backward mma_backward hopper_forward
-parallel checkpoint report replay kinds layouts sage_casts_compile spike_policies monitor
-copies linear_errors start mma_forward packaging sources quant_noise noise_runs lm_eval saving first_pass
-init_from stores sage_accuracy notebooks noise_scale spikes
+mixture pipeline fsdp engine replayed optimizers hosts faults resume sage_compile plan linear_precision transformer
+families context_parallel engine_options loading_memory accounting guides linear_schedule compare hopper_backward
+mma_backward hopper_forward parallel checkpoint report replay kinds layouts sage_casts_compile spike_policies monitor
+copies linear_errors start mma_forward packaging sources quant_noise noise_runs lm_eval saving first_pass init_from
+stores sage_accuracy notebooks noise_scale spikes
 """
 
 torch.set_num_threads(1)  # On a busy machine two threads wait for each other and reach a sixth of the speed of one.

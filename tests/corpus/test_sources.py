@@ -209,8 +209,8 @@ def test_empty_documents_are_left_out_and_counted(tmp_path, model):
 
 
 def test_standard_library(tmp_path):
-    result = quiet(["python-stdlib"], tmp_path / "train", vocab_size=2000, valid_fraction=0.05, tokenizer_sample=10**6)
-    assert result.vocab_size == 2000
+    result = quiet(["python-stdlib"], tmp_path / "train", vocab_size=600, valid_fraction=0.05, tokenizer_sample=10**5)
+    assert result.vocab_size == 600
     assert result.counts["train"].documents + result.counts["valid"].documents > 300
     assert result.counts["train"].tokens > 2_000_000
     tokenizer = Tokenizer.load(result.tokenizer)
@@ -218,7 +218,7 @@ def test_standard_library(tmp_path):
     assert "class ArgumentParser(" in text
     assert "builtins.print\n\n" in text
     assert "def test_" not in text or text.count("def test_") < 100
-    again = quiet(["python-stdlib"], tmp_path / "train", vocab_size=2000, valid_fraction=0.05, tokenizer_sample=10**6)
+    again = quiet(["python-stdlib"], tmp_path / "train", vocab_size=600, valid_fraction=0.05, tokenizer_sample=10**5)
     assert again.already_there
     assert again.counts == result.counts
 

@@ -182,7 +182,7 @@ else:
             assert torch.equal(document_bounds_triton(cu_seqlens, n, window), document_bounds(cu_seqlens, n, window))
 
     @pytest.mark.parametrize(("shape", "recipe", "how"), [
-        (Shape(2, 130, 150, 4, 2, 48, sinks=True), "scores", {}),
+        (Shape(2, 70, 90, 2, 1, 48, sinks=True), "scores", {}),
         (Shape(1, 100, 100, 2, 1, 32, documents=(20, 80), window=40, sinks=True), "fine", {}),
         (Shape(1, 70, 70, 2, 1, 32, window=16, sinks=True), "gradients", {}),
         (Shape(1, 70, 70, 2, 1, 32, sinks=True), "paper", {"smooth_q": True}),
@@ -300,10 +300,11 @@ else:
                 assert torch.equal(ours.codes.view(torch.uint8)[kept], twin.codes.view(torch.uint8)[kept])
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-    def test_swiglu_and_its_gradients(dtype):
+    def test_swiglu_and_its_gradients(dtype, monkeypatch):
         """There is more than one program each way, sizes fill no tile, and there are strides. The largest magnitudes
         are those of what was written, and a cast with them has the bits of one without."""
-        for rows, columns, magnitude in ((1, 1, 1.0), (20, 300, 1e-2), (9, 257, 20.0), (150, 129, 1.0)):
+        monkeypatch.setattr(sys.modules["sagekernels.swiglu"], "STEPS", 2)  # The package has a function of this name.
+        for rows, columns, magnitude in ((1, 1, 1.0), (20, 300, 1e-2), (9, 257, 20.0), (37, 129, 1.0)):
             inputs = random_swiglu(rows, columns, magnitude, dtype)
             torch.full((rows, 2 * columns), torch.nan, dtype=dtype)  # Results may come to lie in this memory.
             (found, largest), (y, of_y) = swiglu_gradients_triton(*inputs), swiglu_triton(*inputs[1:])
