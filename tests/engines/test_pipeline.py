@@ -135,7 +135,7 @@ WATCHED: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
 EVERY = CASES | OTHERS | WATCHED
 # In 16 bits a stage adds up gradients of two dtypes.
 EVERY |= {f"{name}, bf16": (sizes, {"optimizer": {**OPTIMIZER, "eps": 1e-2}, **how, "dtype": "bf16"})
-          for name, (sizes, how) in EVERY.items() if "interleaved" in name}  # fmt: skip
+          for name, (sizes, how) in CASES.items() if "interleaved" in name and "hybrid" not in name}  # fmt: skip
 
 
 def in_one_process(name: str) -> str:
@@ -240,7 +240,6 @@ LAYOUTS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "context 4": ((1, 4, 1), {}),
     "PP 2 x TP 2, interleaved": ((2, 1, 2), {"pipeline_chunks": 2}),
     "PP 4": ((1, 1, 4), {}),
-    "PP 2 x hybrid": ((1, 1, 2), {"shard_size": 1}),
 }
 
 
@@ -395,16 +394,16 @@ def test_a_run_whose_stages_are_killed_ends_with_the_same_bits(tmp_path, corpus)
         "evaluation": {"every_tokens": 2560},
         "logging": {"layer_norms_every_steps": 5},
     }
-    whole = write_config(tmp_path / "whole.yaml", corpus, tmp_path / "whole", steps=18, **sections)
+    whole = write_config(tmp_path / "whole.yaml", corpus, tmp_path / "whole", steps=12, **sections)
     finish("deepspeed", whole)
     assert "x pipeline parallel 2 (blocks in chunks:" in log_of(whole)
-    cut = write_config(tmp_path / "cut.yaml", corpus, tmp_path / "cut", steps=18, **sections)
+    cut = write_config(tmp_path / "cut.yaml", corpus, tmp_path / "cut", steps=12, **sections)
     # A checkpoint is published behind the steps that follow it.
     published = (tmp_path / "cut/checkpoints").glob
     assert when("ranks", cut, lambda: reached(cut, 7)() and any(published("step-*")), kill_all) != 0
     finish("ranks", cut)
     assert "resumed from step-" in log_of(cut)
-    check_same(tmp_path / "cut", tmp_path / "whole", 18)
+    check_same(tmp_path / "cut", tmp_path / "whole", 12)
     rows = list(map(json.loads, (tmp_path / "whole/metrics.jsonl").read_text().splitlines()))
     *_, last = (row["valid/loss"] for row in rows if "valid/loss" in row)
     scored = json.loads(sagetrain("eval", tmp_path / "whole", "--attention", "sdpa", "--json").stdout)

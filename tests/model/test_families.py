@@ -14,7 +14,7 @@ from sagetrain.model.compile import compile_blocks
 from sagetrain.model.rotary import rotary_tables
 from sagetrain.parallel.topology import ParallelGroups
 
-SHAPE = {"num_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+SHAPE = {"num_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 FAMILIES: dict[str, tuple[dict, dict]] = {
     "qwen2.5": ({"qkv_bias": True}, {"qk_norm": "none"}),
     "olmo3": ({"norms": "post", "windows": {"tokens": 5, "pattern": "WWF"}}, {"qk_norm": "all_heads"}),
@@ -45,7 +45,7 @@ LAYOUTS: dict[str, dict] = {
 
 
 def losses_of(layouts: list[str]) -> dict[str, list[tuple[float, float]]]:
-    """Return the (loss, gradient norm) pairs of 3 steps, keyed by family and layout."""
+    """Return the (loss, gradient norm) pairs of 2 steps, keyed by family and layout."""
     found, groups = {}, {}
     for name, (shape, attention) in FAMILIES.items():
         for layout in layouts:
@@ -56,7 +56,7 @@ def losses_of(layouts: list[str]) -> dict[str, list[tuple[float, float]]]:
             optimizer = {"eps": 1e-6, "clip_grad": 0.5}
             sections = {"model": SHAPE | shape, "attention": attention, "optimizer": optimizer}
             engine = tiny.engine(tiny.config(0, **sections, parallel=parallel), groups[sizes])
-            steps = [tiny.global_step(engine, step) for step in range(3)]
+            steps = [tiny.global_step(engine, step) for step in range(2)]
             found[f"{name} {layout}"] = [(step.loss, step.grad_norm) for step in steps]
     return found
 
