@@ -9,5 +9,5 @@ from distributed import run_distributed
 
 def test_every_option_takes_the_plain_steps() -> None:
     rows = engine_options.Table(ranks=2, pairs=False).rows
-    for taken in run_distributed(engine_options.take, 2, rows, (2, 3, 1)):
+    for taken in run_distributed(engine_options.take, 2, rows, (1, 3)):
         engine_options.check(taken)
