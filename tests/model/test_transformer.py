@@ -152,7 +152,7 @@ def test_activation_checkpointing_changes_nothing(backend: str, compiled: bool) 
     whole = () if compiled and backend == "sdpa" else ("full", 1)
     found, eager = {}, [_gradients(_shake(_model(backend=backend)), *_batch(), **packing) for packing in ({}, PACKED)]
     for mode in ("none", "selective", "attention", *whole):
-        packings = (PACKED,) if compiled and mode in whole else ({}, PACKED)
+        packings = (PACKED,) if compiled and mode != "none" else ({}, PACKED)
         model = _shake(_model(backend=backend, activation_checkpointing=mode))
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
@@ -314,7 +314,7 @@ def test_a_layer_that_gets_another_attention_costs_one_graph(packing: dict, whol
     )
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    compile_blocks(model, backend="aot_eager", whole=whole)
+    compile_blocks(model, backend="eager", whole=whole)  # It makes the same graphs.
     counts = []
     for changes in ({}, {3: Sage()}, {3: Sdpa()}, {0: Sage("paper"), 9: Sage()}, {9: Sdpa(), 5: Sage()}):
         for layer, function in changes.items():
