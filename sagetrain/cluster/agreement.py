@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -111,6 +112,14 @@ class Agreement:
                 self._store.set("lost", json.dumps(asdict(Death(rank, host, 0, why, 0, time.time(), again=False))))
 
 
+def suspects(deaths: Sequence[Death]) -> str:
+    """Name the hosts on which ranks have died twice or more, as a further part of a sentence. It is empty if there are
+    none, and where all deaths were on one host, which may be the only one."""
+    counts = Counter(death.host for death in deaths)
+    named = [f"{host} ({number} deaths)" for host, number in counts.most_common() if number > 1 and len(counts) > 1]
+    return f"; hosts to look at, and to leave out of the next job: {', '.join(named)}" if named else ""
+
+
 def why_it_ends(deaths: Sequence[Death], restarts: int) -> str:
     """Say why a run does not begin again after its last death. The text is empty if it does.
 
@@ -118,6 +127,11 @@ def why_it_ends(deaths: Sequence[Death], restarts: int) -> str:
         deaths: all deaths of the run so far.
         restarts: the value of training.restarts.
     """
+    why = _why_it_ends(deaths, restarts)
+    return why + suspects(deaths) if why else ""
+
+
+def _why_it_ends(deaths: Sequence[Death], restarts: int) -> str:
     *before, last = deaths
     if not last.again:
         return f"{last.said}: another attempt would end in the same way"

@@ -27,7 +27,7 @@ from typing import NoReturn
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from sagetrain.cluster.agreement import TICK, Agreement, why_it_ends
+from sagetrain.cluster.agreement import TICK, Agreement, suspects, why_it_ends
 from sagetrain.cluster.guard import LAUNCHER, launchers, told_launchers
 from sagetrain.cluster.lifeline import KEEPER, Death, Lifeline, die_with_parent, lifeline, read_words
 from sagetrain.cluster.rendezvous import keepers_store
@@ -176,7 +176,8 @@ class Keeper:
             except RuntimeError as error:
                 self._alone(rank, error)
             deaths.append(death.seen(found, time.time()))
-            self._say(f"{death.said}: all ranks begin again (restart {len(deaths)} of {self._restarts})")
+            again = f"all ranks begin again (restart {len(deaths)} of {self._restarts})"
+            self._say(f"{death.said}: {again}{suspects(deaths)}")
 
     def _begin(self, deaths: Sequence[Death]) -> KeptRank | None:
         """Begin a rank and return it. In the rank itself, return None."""

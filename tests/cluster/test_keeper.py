@@ -2,62 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import time
 from dataclasses import replace
-from pathlib import Path
 
 import psutil
 import pytest
 from torch.distributed import HashStore
 
 from forked import PATIENCE, Command
-from runs import ROOT, check_same, finish, log_of, rank_of, reached, run_dir_of, start, when, write_config
-from sagetrain.cluster.agreement import SILENT_BEATS, Agreement, why_it_ends
+from kept import events_of, kill, ranks_of, restarted, wait_for
+from runs import ROOT, check_same, finish, log_of, reached, start, when, write_config
+from sagetrain.cluster.agreement import SILENT_BEATS, Agreement, suspects, why_it_ends
 from sagetrain.cluster.lifeline import Death
 from sagetrain.config.check import check
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.load import load_config
 from sagetrain.training.program import train_here
-
-
-def ranks_of(launcher: Command) -> list[psutil.Process]:
-    """Return the processes that train, in the order of their ranks. Their parents are keepers of the same names."""
-    every = psutil.Process(launcher.pid).children(recursive=True)
-    named = {process.pid: process.name() for process in [psutil.Process(launcher.pid), *every]}
-    training = [each for each in every if named[each.pid] == named.get(each.ppid()) and rank_of(each) is not None]
-    return sorted(training, key=rank_of)
-
-
-def kill(*numbers: int):
-    """Return a function that kills these ranks at once with SIGKILL."""
-
-    def act(launcher: Command) -> None:
-        for process in [ranks_of(launcher)[number] for number in numbers]:
-            process.kill()
-
-    return act
-
-
-def events_of(config: Path) -> list[dict]:
-    path = run_dir_of(config) / "events.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [row for row in rows if row["kind"] == "restart"]
-
-
-def restarted(config: Path, times: int):
-    """Return a function that says whether the run has begun again so many times and taken a step."""
-    return lambda: log_of(config).count(" s after rank") >= times
-
-
-def wait_for(process: Command, config: Path, ready) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not ready():
-        assert process.poll() is None, log_of(config)[-3000:]
-        assert time.monotonic() < deadline, "the run did not get there in time"
-        time.sleep(0.005)
 
 
 def check_restart(event: dict, rank: int | None) -> None:
@@ -174,6 +135,16 @@ KILLED = Death(3, "node1", -9, "killed by SIGKILL", 48, 0.0, again=True)
 def test_which_deaths_lead_to_another_attempt(deaths, words) -> None:
     said = why_it_ends(deaths, 3)
     assert words in said and bool(words) == bool(said)
+
+
+def test_hosts_on_which_ranks_died_twice_are_named() -> None:
+    """A death on another host says that the host matters; where there is one host alone, it says nothing."""
+    first, second, other = KILLED, replace(KILLED, rank=5, step=60), replace(KILLED, rank=9, host="node2", step=70)
+    assert suspects([first, second]) == suspects([first, other]) == ""
+    expected = "; hosts to look at, and to leave out of the next job: node1 (2 deaths)"
+    assert suspects([first, second, other]) == expected
+    assert why_it_ends([first, second, other], 2).endswith(f"training.restarts allows no more{expected}")
+    assert why_it_ends([first, second, other], 3) == ""
 
 
 def test_a_host_without_signs_of_life_is_named(monkeypatch) -> None:
