@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from sagetrain.doctor import Check
-from sagetrain.stability.replica_check import digest
+from sagetrain.parallel.digest import digest
 
 _ROUND = 8
 """The number of times that each piece of work is done before its results are read."""

@@ -119,12 +119,22 @@ def blocks_of(content: bytes | Mapping[str, torch.Tensor]) -> tuple[Iterator[mem
     """
     if isinstance(content, bytes):
         return iter([memoryview(content)]), len(content)
-    order, entries, end = sorted(content), {}, 0
-    for name in order:
-        begin, end = end, end + content[name].nbytes
-        entries[name] = {"dtype": "F32", "shape": list(content[name].shape), "data_offsets": [begin, end]}
+    header, end = header_of({name: values.numel() for name, values in content.items()})
+    tensors = (content[name].numpy().data.cast("B") for name in sorted(content))
+    return chain([memoryview(header)], tensors), len(header) + end
+
+
+def header_of(sizes: Mapping[str, int]) -> tuple[bytes, int]:
+    """Return the header of a safetensors file with fp32 vectors, and the bytes of the vectors. These follow in the
+    order of their names.
+
+    Args:
+        sizes: the number of values of each vector, by name.
+    """
+    entries, end = {}, 0
+    for name in sorted(sizes):
+        begin, end = end, end + 4 * sizes[name]
+        entries[name] = {"dtype": "F32", "shape": [sizes[name]], "data_offsets": [begin, end]}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    header = len(text).to_bytes(8, "little") + text
-    tensors = (content[name].numpy().data.cast("B") for name in order)
-    return chain([memoryview(header)], tensors), len(header) + end
+    return len(text).to_bytes(8, "little") + text, end

@@ -17,25 +17,22 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import pairwise
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 
-from sagetrain.checkpoint.manifest import file_name, format_of
 from sagetrain.checkpoint.on_disk import folder_name, prune
 from sagetrain.checkpoint.publishing import publisher_at
+from sagetrain.checkpoint.shares import WrittenShare, manifest_of
 from sagetrain.checkpoint.state import RunState
 from sagetrain.checkpoint.stateful import OwnedRange
 from sagetrain.cluster.mailbox import Mailbox
 from sagetrain.config.errors import CheckpointError, way_to_room
-from sagetrain.model.placement import place
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.storage.url_path import Location
 
@@ -69,10 +66,7 @@ class _Snapshot:
     rng: dict[str, Any]
     tensors: dict[str, dict[str, torch.Tensor]]
     """Views of the saver's host memory, by file and by the name in the file."""
-    shapes: dict[str, dict[str, Any]]
-    """The manifest's entry of every parameter, without its pieces."""
-    ranges: np.ndarray
-    """An integer array [parameter, 2] with the begin and end of the range that this rank writes of each parameter."""
+    share: WrittenShare
 
 
 class Saver:
@@ -120,6 +114,8 @@ class Saver:
         self._progress = 0
         self._failure: BaseException | None = None
         self._saved: deque[Saved] = deque()
+        self.published_step = 0
+        """The step of the newest checkpoint that this saver has published; 0: none yet."""
 
     @property
     def busy(self) -> bool:
@@ -151,7 +147,7 @@ class Saver:
         With a GPU the memory will be pinned, so its pages must be there. A thread writes to them while the model
         compiles, because some systems hand out new memory at a few GB a second, for all ranks of a host together.
         """
-        owned = self._owned(shards)
+        owned = WrittenShare.of(shards, self._groups).owned
         self._memory = torch.empty(sum(len(shard.kinds) * (shard.stop - shard.start) for shard in owned))
         if _on_gpu(owned):
             self._unpinned = threading.Thread(target=self._memory.zero_, name="reserve", daemon=True)
@@ -184,17 +180,8 @@ class Saver:
         """
         begin = time.perf_counter()
         self.wait()
-        # A rank writes nothing if another replica has all of the same ranges.
-        every = list(shards)
-        shards = [] if all(s.twin for s in every) else every
-        owned = self._owned(shards)
-        tensors = self._copy(owned)
-        shapes = {
-            s.name: {"shape": list(s.spec.shape), "tp_dim": s.spec.tensor_dim, "kinds": list(s.kinds)} for s in shards
-        }
-        written = {s.name: (s.start, s.stop) for s in owned}
-        ranges = np.array([written.get(name, (0, 0)) for name in shapes], dtype=np.int64).reshape(-1, 2)
-        snapshot = _Snapshot(state.step, state.tokens, state.to_json(), config_text, rng, tensors, shapes, ranges)
+        share = WrittenShare.of(shards, self._groups)
+        snapshot = _Snapshot(state.step, state.tokens, state.to_json(), config_text, rng, self._copy(share), share)
         stall = time.perf_counter() - begin
         self._thread = threading.Thread(target=self._work, args=(snapshot, stall), name="saver", daemon=True)
         self._thread.start()
@@ -221,37 +208,25 @@ class Saver:
 
     # -- the copy ------------------------------------------------------------------------------------------------
 
-    def _owned(self, shards: Iterable[OwnedRange]) -> list[OwnedRange]:
-        """Return the shards that this rank writes. Empty shards are left out, and so are copies that another replica or
-        an earlier rank of this one writes."""
-        return [s for s in shards if s.stop > s.start and not s.twin and place(s.spec, self._groups).counted]
-
-    def _copy(self, owned: list[OwnedRange]) -> dict[str, dict[str, torch.Tensor]]:
+    def _copy(self, share: WrittenShare) -> dict[str, dict[str, torch.Tensor]]:
         """Copy the state to host memory and return it by file and by the name in the file."""
         if not self._memory.numel():
-            self.reserve(owned)
+            self.reserve(share.owned)
         self.pin()
         memory, used = self._memory, 0
         tensors: dict[str, dict[str, torch.Tensor]] = {}
-        for shard in owned:
-            size = shard.stop - shard.start
-            for kind in shard.kinds:
-                copy = memory[used : used + size]
-                copy.copy_(shard.read(kind).detach(), non_blocking=True)
-                tensors.setdefault(file_name(kind, self._rank_name), {})[f"{shard.name}|{kind}"] = copy
-                used += size
+        for file, name, shard, kind in share.tensors():
+            copy = memory[used : used + shard.stop - shard.start]
+            copy.copy_(shard.read(kind).detach(), non_blocking=True)
+            tensors.setdefault(file, {})[name] = copy
+            used += len(copy)
         assert used == memory.numel(), "what a rank owns does not change in a run"
-        if _on_gpu(owned):
+        if _on_gpu(share.owned):
             # The copies run on training's own stream, behind the update that is saved, and the thread reads them.
             # Training could queue its next step behind them at once, but that would gain nothing, because the GPU
             # begins that step when the copies are done.
             torch.cuda.current_stream().synchronize()
         return tensors
-
-    @property
-    def _rank_name(self) -> str:
-        stage = f"pp{self._groups.pp_rank:02d}-" if self._groups.pp_size > 1 else ""
-        return f"{stage}tp{self._groups.tp_rank:03d}-dp{self._groups.replica_rank:03d}"
 
     # -- the thread ----------------------------------------------------------------------------------------------
 
@@ -263,6 +238,7 @@ class Saver:
         except BaseException as failure:  # noqa: BLE001
             self._failure = failure
         else:
+            self.published_step = snapshot.step
             self._saved.append(Saved(snapshot.step, snapshot.tokens, stall, time.perf_counter() - begin))
         finally:
             self.retries = False
@@ -294,8 +270,7 @@ class Saver:
         final = self._root / folder_name(snapshot.step)
         try:
             folder = self._told(lambda: self._begin(final.name), f"cannot create a folder for {final}")
-            place = self._groups.tp_rank, self._groups.pp_rank, self._groups.replica_rank
-            entry: dict[str, Any] = {"place": place, "rank": self._rank_name, "ranges": snapshot.ranges}
+            entry = dict(snapshot.share.entry)
             try:
                 entry["files"] = self._write(folder, snapshot)
             except (OSError, SafetensorError) as error:
@@ -335,23 +310,7 @@ class Saver:
             raise OSError("; ".join(errors))
         files = {name: info for entry in entries for name, info in entry["files"].items()}
         files |= self._publisher.write(folder, {"config.yaml": snapshot.config_text.encode()})
-        wrote = sorted((entry for entry in entries if len(entry["ranges"])), key=lambda entry: entry["place"])
-        cut = [shape["tp_dim"] is not None for shape in snapshot.shapes.values()]
-        pieces = _runs([entry["place"][0] for entry in wrote], [entry["ranges"] for entry in wrote], cut)
-        named = zip(snapshot.shapes.items(), pieces, strict=True)
-        manifest = {
-            "format": format_of(shape["kinds"] for shape in snapshot.shapes.values()),
-            "state": snapshot.state,
-            "layout": {
-                "tensor_parallel_size": self._groups.tp_size,
-                "context_parallel_size": self._groups.cp_size,
-                "data_parallel_size": self._groups.dp_size,
-                **({"pipeline_parallel_size": self._groups.pp_size} if self._groups.pp_size > 1 else {}),
-            },
-            "ranks": [entry["rank"] for entry in wrote],
-            "tensors": {name: {**shape, "pieces": runs} for (name, shape), runs in named},
-            "files": files,
-        }
+        manifest = manifest_of(self._groups, snapshot.state, snapshot.share.shapes, entries, files)
         self._publisher.publish(folder, folder_name(snapshot.step), manifest)
         prune(self._root, *self._keep, self._needed())
         self._published()
@@ -387,24 +346,3 @@ class Saver:
 
 def _on_gpu(owned: list[OwnedRange]) -> bool:
     return bool(owned) and owned[0].read("weight").is_cuda
-
-
-def _runs(tp_ranks: list[int], ranges: list[np.ndarray], cut: list[bool]) -> Iterator[list[list[int]]]:
-    """Yield the pieces of each parameter as runs (see on_disk.py). With a thousand ranks a manifest that lists every
-    piece is tens of megabytes long, and training on rank 0 stands still for a second or two while it is made.
-
-    Args:
-        tp_ranks: the tensor-parallel ranks of the ranks that wrote.
-        ranges: what each rank wrote, an array [parameter, 2].
-        cut: for each parameter, whether tensor-parallel ranks have slices of it. Experts are one slice, of which all
-            ranks may write parts.
-    """
-    if not ranges:
-        return
-    for (starts, stops), sliced in zip(np.stack(ranges).transpose(1, 2, 0), cut, strict=True):
-        slices, ranks = np.array(tp_ranks) * sliced, np.flatnonzero(stops > starts)
-        begins, lengths, of = starts[ranks], (stops - starts)[ranks], slices[ranks]
-        goes_on = (np.diff(ranks) == 1) & (np.diff(of) == 0) & (np.diff(lengths) == 0)
-        goes_on &= begins[1:] == begins[:-1] + lengths[:-1]
-        edges = [0, *(np.flatnonzero(~goes_on) + 1), len(ranks)] if len(ranks) else []
-        yield [[int(of[a]), int(ranks[a]), int(b - a), int(begins[a]), int(lengths[a])] for a, b in pairwise(edges)]

@@ -98,7 +98,7 @@ def meet(minutes: float) -> Store:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if rank == 0:
         _make_room(world_size, None if opens or kept else os.getppid())
-    listener = _listen(port) if opens else None
+    listener = listen(port) if opens else None
     try:
         if listener:
             port = int(listener.getsockname()[1])
@@ -147,7 +147,7 @@ def _host_store(address: str, port: int, minutes: float) -> None:
     """Fork a process that hosts the store as long as this process lives. A store has threads, which a process that
     forks must not have."""
     parent = os.getpid()
-    with _listen(port) as listener:
+    with listen(port) as listener:
         sys.stdout.flush()
         sys.stderr.flush()
         if os.fork():
@@ -184,7 +184,7 @@ def store_of_rank_0() -> Store:
     place = f"store/{known.add(f'stores of rank {rank}', 1)}"
     if rank:
         return _store(address, int(known.get(place)), minutes, None)
-    with _listen(0) as listener:
+    with listen(0) as listener:
         port = int(listener.getsockname()[1])
         store = _store(address, port, minutes, listener)
     known.set(place, str(port))
@@ -205,8 +205,9 @@ def _store(address: str, port: int, minutes: float, listener: socket.socket | No
     )
 
 
-def _listen(port: int) -> socket.socket:
-    """Return rank 0's listening socket. It is opened here because the store does not say why it cannot listen."""
+def listen(port: int) -> socket.socket:
+    """Return a listening socket, rank 0's above all. It is opened here because the store does not say why it cannot
+    listen. Port 0: the system chooses one."""
     both = socket.has_dualstack_ipv6()
     try:
         return socket.create_server(

@@ -101,14 +101,18 @@ class RunFolder:
     def _claim_store(self, say: Callable[[str], None]) -> str:
         """Check the rights in the store, and take its lease. Return a warning, or an empty text."""
         assert self.url
-        warning, identity = check_rights(self.url), self.path / ".run"
-        if not identity.exists():
-            write_atomic(identity, secrets.token_hex(16).encode())
-        lease = Lease(self.url, identity.read_text())
+        warning, lease = check_rights(self.url), Lease(self.url, self.identity())
         lease.claim(say)
         self._lease = lease
         bring(self.url, self.path)
         return warning
+
+    def identity(self) -> str:
+        """Return a random text that the folder keeps for as long as it exists. Rank 0 calls this."""
+        path = self.path / ".run"
+        if not path.exists():
+            write_atomic(path, secrets.token_hex(16).encode())
+        return path.read_text()
 
     def send(self) -> None:
         """Copy the small files to the store, if there is one. A store that is away for a while gets them with the next

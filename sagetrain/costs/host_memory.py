@@ -1,4 +1,5 @@
-"""The memory of a host that a rank takes with parallel.offload and training.activation_offload. No torch."""
+"""The memory of a host that a rank takes with parallel.offload and training.activation_offload, and for copies of the
+state (checkpoint.in_memory_every). No torch."""
 
 from __future__ import annotations
 
@@ -20,15 +21,20 @@ HOST_SHARE = 0.95
 """The share of a host's memory that its ranks may take. The system has the rest."""
 
 
-def host_memory_per_rank(cfg: RunConfig, world_size: int, vocab_size: int) -> list[MemoryItem]:
+def host_memory_per_rank(cfg: RunConfig, world_size: int, vocab_size: int, one_host: bool = False) -> list[MemoryItem]:
     """Estimate the bytes of host memory that one rank takes, item by item. The list is empty if nothing is offloaded.
 
     torch's pinned memory comes in powers of two. Masters and reduced gradients are pinned, tensor by tensor.
 
     Args:
         vocab_size: the number of rows of the embedding, padded.
+        one_host: whether the run has a single host, which holds no copies of another one's state.
     """
     every = [*_state(cfg, world_size, vocab_size)]
+    if cfg.checkpoint.in_memory_every:
+        saved = save_host_bytes(cfg, world_size, vocab_size)
+        number, of_another = (2, "") if one_host else (4, " and two of another host's")
+        every.append(MemoryItem("copies", number * saved, f"two of its own state{of_another}"))
     if kept := activations_on_host(cfg):
         what = "inputs and results of attention" if len(kept) > cfg.model.num_layers else "inputs"
         # Only inputs are large tensors of one size: results of attention are several of about such sizes.
@@ -102,13 +108,20 @@ def host_memory_finding(
         memory: the bytes of memory that the host has for them.
         whose: the host in words.
     """
-    need, usable = ranks * total_bytes(host_memory_per_rank(cfg, world_size, vocab_size)), HOST_SHARE * memory
+    of_rank = total_bytes(host_memory_per_rank(cfg, world_size, vocab_size, ranks >= world_size))
+    need, usable = ranks * of_rank, HOST_SHARE * memory
     if need <= usable:
         return None
     if cfg.training.activation_offload:
         about = About("host_memory", "training.activation_offload", "true")
         fix = "use more context-parallel ranks, or more memory in each host (--host-memory of `sagetrain plan`)"
         fix += ", or activation_checkpointing full" * (cfg.training.activation_checkpointing == "attention")
+    elif cfg.parallel.offload == "none":
+        about = About("host_memory", "checkpoint.in_memory_every", cfg.checkpoint.in_memory_every)
+        fix = (
+            "use more hosts or a higher zero_stage, which divide the state, or more memory in each host (--host-memory "
+        )
+        fix += "of `sagetrain plan`), or set it to null"
     else:
         about = About("host_memory", "parallel.offload", cfg.parallel.offload)
         fix = "use more hosts, which divide the state, or more memory in each (--host-memory of `sagetrain plan`), or "

@@ -24,9 +24,10 @@ from sagetrain.engines.gradients import Parts, StepGradients
 from sagetrain.engines.protocol import NOBODY, Observers, Probe, StepResult, never
 from sagetrain.engines.traversal import Passes, Plain, counted_of
 from sagetrain.model.transformer import Transformer
+from sagetrain.parallel.digest import digest
 from sagetrain.parallel.metrics import Metrics, ratio, root_mean_square
 from sagetrain.parallel.topology import ParallelGroups
-from sagetrain.stability.replica_check import METRIC, ReplicaCheck, digest
+from sagetrain.stability.replica_check import METRIC, ReplicaCheck
 from sagetrain.stability.spikes import Verdict
 
 

@@ -18,8 +18,9 @@ from torch import Tensor
 from sagetrain.data.batch import Batch
 from sagetrain.engines.protocol import Observers, Watched
 from sagetrain.model.transformer import Transformer, gradients
+from sagetrain.parallel.digest import digest
 from sagetrain.parallel.topology import ParallelGroups
-from sagetrain.stability.replica_check import Hashes, digest
+from sagetrain.stability.replica_check import Hashes
 
 
 class Passes(ABC):

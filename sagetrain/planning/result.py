@@ -77,6 +77,7 @@ class Plan:
 
     @property
     def host_memory(self) -> list[MemoryItem]:
-        """Memory of its host that one rank takes with parallel.offload and training.activation_offload. Empty without
-        them."""
-        return host_memory_per_rank(self.cfg, self.world_size, self.vocab_size) if self.memory else []
+        """Memory of its host that one rank takes with parallel.offload and training.activation_offload, and for copies
+        of the state. Empty without them."""
+        one_host = self.world_size <= self.hardware.gpus_per_host
+        return host_memory_per_rank(self.cfg, self.world_size, self.vocab_size, one_host) if self.memory else []

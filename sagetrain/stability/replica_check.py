@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -24,40 +23,16 @@ import torch.utils.deterministic
 from torch import Tensor
 
 from sagetrain.model.transformer import Transformer
+from sagetrain.parallel.digest import digest
 from sagetrain.stability.controller import Event
 
 KIND = "corruption"
 """The kind of the events."""
 METRIC = "replay"
 """The name of the vector in the step's reduction."""
-_ROW = 8192  # bytes of a tensor that are hashed as a row of integers
 _SHORT = 1 << 48  # fp64 has whole numbers up to 2^53
-_ODD = 0x5851F42D4C957F2D, 0x14057B7EF767814F
 
 Hashes = dict[str, Tensor]
-
-
-@lru_cache(maxsize=256)
-def _factors(rows: int, columns: int, device: torch.device) -> Tensor:
-    """Return the factors of the sums of columns, which are odd, and of those of rows, which are even."""
-    of_column, of_row = (torch.arange(count, device=device) for count in (columns, rows))
-    return torch.cat([of_column * (2 * _ODD[0]) + 1, of_row * (2 * _ODD[1])])
-
-
-def digest(values: Tensor) -> Tensor:
-    """Return a hash of a tensor's bits, an int64 scalar on the tensor's device.
-
-    It is the sum of the tensor's 64-bit words, each times the odd factor of its column and row, with its bits mixed. A
-    change in a single word therefore always changes it.
-    """
-    data = values.detach().contiguous().view(-1).view(torch.uint8)
-    if len(data) % _ROW or data.storage_offset() % 8:
-        data = torch.cat([data, data.new_zeros(-len(data) % _ROW)])
-    words = data.view(torch.int64).view(-1, _ROW // 8)
-    total = (torch.cat([words.sum(0), words.sum(1)]) * _factors(*words.shape, data.device)).sum()
-    # A change of a word's highest bit has changed the highest bit alone.
-    mixed = (total ^ ((total >> 32) & 0xFFFFFFFF)) * _ODD[0]
-    return mixed ^ ((mixed >> 32) & 0xFFFFFFFF)
 
 
 @contextlib.contextmanager

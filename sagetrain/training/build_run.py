@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 from sagetrain.auto.kept import Kept
 from sagetrain.auto.settled import Settled, settle
-from sagetrain.checkpoint import on_disk
+from sagetrain.checkpoint import on_disk, slots
+from sagetrain.checkpoint.in_memory import CopiesInMemory
 from sagetrain.checkpoint.ledger import Ledger, TrainState
 from sagetrain.checkpoint.reading import Reader
 from sagetrain.checkpoint.saving import Saver
@@ -35,6 +36,7 @@ from sagetrain.cluster.run_folder import RunFolder
 from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.layout import Layout
+from sagetrain.config.load import dump_config
 from sagetrain.config.rules.prepared import TEXT_PREFIX, chat_templates, prepared, text_prefixes
 from sagetrain.config.schema import RunConfig
 from sagetrain.config.tokens_per_step import tokens_per_step
@@ -55,6 +57,7 @@ from sagetrain.parallel.cross_entropy import OwnLoss
 from sagetrain.parallel.host import memory_of_host, ranks_of_host
 from sagetrain.parallel.rng import seed_everything
 from sagetrain.parallel.topology import ParallelGroups, Topology
+from sagetrain.storage.url_path import Location
 from sagetrain.training import failed_step, init_from, inputs
 from sagetrain.training.controllers import Controllers
 from sagetrain.training.loss import GuardedLoss, name_of
@@ -140,6 +143,7 @@ def _built(
         resumed = resume(files, met, settled, engine)
     run = assemble(files, met, settled, engine, resumed, times)
     times.ended("state ready")
+    times.from_memory = met.from_memory
     compiled = "; the first step compiles" * compiles(run.cfg, met.device)
     met.reporter.say(f"started in {sum(times.seconds.values()):.1f} s, log in {files.folder.log}{compiled}")
     return run
@@ -205,7 +209,8 @@ def check_files(cfg: RunConfig, tokens: SampleFunction | None = None, loss: OwnL
 
 
 def check_host_memory(cfg: RunConfig, vocab_size: int) -> None:
-    """Check that this host has the memory that its ranks take with parallel.offload and training.activation_offload.
+    """Check that this host has the memory that its ranks take with parallel.offload and training.activation_offload,
+    and for copies of the state.
 
     Args:
         vocab_size: the rows of the embedding, padded.
@@ -215,6 +220,8 @@ def check_host_memory(cfg: RunConfig, vocab_size: int) -> None:
     """
     if (memory := memory_of_host()) is None:
         return
+    # Copies of an earlier process of this run take memory already.
+    memory += slots.bytes_left()
     world_size, host = int(os.environ.get("WORLD_SIZE", "1")), socket.gethostname()
     found = host_memory_finding(cfg, world_size, vocab_size, ranks_of_host() or world_size, memory, f"host {host}")
     if found is not None:
@@ -270,9 +277,37 @@ def meet(
     seed_everything(cfg.training.seed, f"rank {groups.rank}")
     checkpoint, damaged = on_disk.newest_whole(folder.checkpoints, reporter.say)
     # The checkpoint is checked before `auto` is measured and the model is built.
+    step = on_disk.step_of(checkpoint) if checkpoint else 0
+    copies, copied = _copies(cfg, folder, groups, reporter, step, damaged)
+    checkpoint = copied or checkpoint
     if checkpoint is not None:
         check(checkpoint, cfg, files.identity, hashes)
-    return Meeting(device, groups, hashes, checkpoint, damaged, stop, watchdog, reporter)
+    return Meeting(
+        device, groups, hashes, checkpoint, damaged, stop, watchdog, reporter, step, copies, copied is not None
+    )
+
+
+def _copies(
+    cfg: RunConfig,
+    folder: RunFolder,
+    groups: ParallelGroups,
+    reporter: Reporter,
+    step: int,
+    damaged: Sequence[Location],
+) -> tuple[CopiesInMemory | None, Path | None]:
+    """Return what keeps copies of the state in memory, and the folder of those to continue from; collective.
+
+    Args:
+        step: the step of the newest whole checkpoint; 0: there is none.
+        damaged: newer checkpoints, which are damaged.
+    """
+    if (every := cfg.checkpoint.in_memory_every) is None:
+        return None, None
+    box = [folder.identity() if groups.rank == 0 else ""]
+    dist.broadcast_object_list(box, 0)
+    kept = cfg.parallel.model_dump(mode="json", exclude={"world_size"}) | {"optimizer": cfg.optimizer.name}
+    copies = CopiesInMemory(box[0], groups, kept, every, to_stderr)
+    return copies, copies.newest(step, max([step, *map(on_disk.step_of, damaged)]))
 
 
 def _hashes(files: CheckedFiles, say: Callable[[str], None]) -> dict[str, str]:
@@ -385,6 +420,9 @@ def assemble(
         tolerate=60 * cfg.checkpoint.tolerate_minutes,
     )
     saver.reserve(engine.owned())
+    saver.published_step = met.saved_step
+    if met.copies:
+        met.copies.prepare(engine.owned(), dump_config(settled.asked))
     controllers = Controllers(cfg, engine, files.train, folder, saver, met.reporter, resumed.state, files.loss)
     loader_of = partial(
         Loader,

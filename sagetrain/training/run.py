@@ -12,6 +12,7 @@ import torch.distributed as dist
 from sagetrain import __version__
 from sagetrain.auto import overlap_choice
 from sagetrain.auto.settled import Settled
+from sagetrain.checkpoint.in_memory import CopiesInMemory
 from sagetrain.checkpoint.ledger import TrainState
 from sagetrain.checkpoint.saving import Saver
 from sagetrain.checkpoint.state import Identity, InitFromRecord, RunState, SettledAttention, SettledLinear, Texts
@@ -62,12 +63,18 @@ class Meeting:
     hashes: dict[str, str]
     """The first digits of the hashes of the data, by name. All hosts have the same."""
     checkpoint: Location | None
-    """The checkpoint to continue from; None: the run begins."""
+    """The checkpoint or copy to continue from; None: the run begins."""
     damaged: list[Location]
     """The damaged newer checkpoints that were passed over."""
     stop: StopSignal
     watchdog: Watchdog
     reporter: Reporter
+    saved_step: int = 0
+    """The step of the newest whole checkpoint; 0: there is none."""
+    copies: CopiesInMemory | None = None
+    """The copies of checkpoint.in_memory_every."""
+    from_memory: bool = False
+    """Whether `checkpoint` is such a copy."""
 
     @property
     def main(self) -> bool:

@@ -9,11 +9,13 @@ from sagetrain import __version__
 from sagetrain.auto.settled import Reasons
 from sagetrain.config.errors import many
 from sagetrain.config.layout import Layout
-from sagetrain.config.schema import RunConfig
+from sagetrain.config.schema import NoiseAwareTokens, RunConfig
+from sagetrain.config.tokens_per_step import stages
 from sagetrain.costs.accounting import num_parameters
 from sagetrain.costs.stages import blocks_of_chunks
 from sagetrain.engines.protocol import Engine
 from sagetrain.parallel import copies
+from sagetrain.training.run import Run
 
 
 def start_lines(cfg: RunConfig, engine: Engine, vocab_size: int, compiled: bool, reasons: Reasons) -> list[str]:
@@ -48,3 +50,20 @@ def start_lines(cfg: RunConfig, engine: Engine, vocab_size: int, compiled: bool,
         by_deepspeed = "launched by the host: parallel.engine deepspeed"
         lines.append(f"  micro-steps {engine.settings.get('micro_steps', by_deepspeed)}")
     return lines
+
+
+def say_differences(run: Run) -> None:
+    """Say where whole steps and the existing data differ from what the settings ask for."""
+    cfg, asked, state = run.cfg, run.cfg.training.total_tokens, run.resumed.state
+    last = stages(cfg.tokens_per_step, asked, run.layout.micro_step)[-1]
+    end = last.from_tokens + last.steps * last.tokens_per_step
+    if state.step == 0 and end != asked and not isinstance(cfg.tokens_per_step, NoiseAwareTokens):
+        run.met.reporter.keep(f"training.total_tokens {asked:,}: whole steps end at {end:,} tokens")
+    wanted = cfg.evaluation.num_sequences
+    if run.valid and (held := run.valid.eval_size(wanted)) < wanted:
+        less = f"data.valid holds {held:,}; evaluations take all of them"
+        run.met.reporter.keep(f"evaluation.num_sequences {wanted:,}: {less}")
+    late = {step for step in cfg.training.drop_steps if step <= state.step} - set(state.ledger.dropped)
+    if late:
+        steps = ", ".join(map(str, sorted(late)))
+        run.met.reporter.say(f"training.drop_steps: {steps} came before this checkpoint: trained, and in its weights")

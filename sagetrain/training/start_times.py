@@ -30,6 +30,8 @@ class StartTimes:
 
     def __init__(self, began: float) -> None:
         self._began, self._ends = began, dict[str, float]()
+        self.from_memory: bool = False
+        """Whether the run continues from copies in memory and not from a checkpoint."""
 
     def ended(self, part: str) -> None:
         """Note that a part ends now."""
@@ -45,7 +47,7 @@ class StartTimes:
 
         Args:
             step: the step that is done.
-            from_step: the step of the checkpoint; 0: there was none.
+            from_step: the step of the checkpoint, or of copies in memory; 0: there was none.
             last_row: the time of the last row that the run before has written, in seconds since 1970. The seconds count
                 from there if no keeper knows when a rank died.
         """
@@ -57,13 +59,18 @@ class StartTimes:
         parts = ", ".join(f"{part} {took:.2f}" for part, took in seconds.items())
         what = f"after {died.said}" if died else "after the last row of the run before"
         again = f"; {many(died.step - step, 'step')} more to take again" if died and died.step > step else ""
-        begin = f"from the checkpoint of step {from_step}" if from_step else "there was no checkpoint yet"
+        source = "copies in memory" if self.from_memory else "the checkpoint"
+        begin = f"from {source} of step {from_step}" if from_step else "there was no checkpoint yet"
         total = self._ends["first step"] - since
         text = f"the step was done {total:.2f} s {what}: {parts}; {begin}{again}"
         facts: dict[str, Any] = vars(died) if died else {}
         fields: dict[str, Any] = {key: facts[key] for key in ("rank", "host", "why", "generation") if key in facts}
         fields |= {"since": since, "seconds": {part: round(took, 3) for part, took in seconds.items()}}
-        return Event("restart", text, fields | {"total": round(total, 3), "from_step": from_step})
+        return Event(
+            "restart",
+            text,
+            fields | {"total": round(total, 3), "from_step": from_step, "from_memory": self.from_memory},
+        )
 
 
 def _between(begin: float, ends: dict[str, float]) -> dict[str, float]:

@@ -26,8 +26,6 @@ from sagetrain.cluster.lifeline import lifeline
 from sagetrain.config.arithmetic import checkpoint_tokens, padded_vocab_size
 from sagetrain.config.errors import CheckpointError, Finding, TrainingError, many
 from sagetrain.config.load import dump_config
-from sagetrain.config.schema import NoiseAwareTokens
-from sagetrain.config.tokens_per_step import stages
 from sagetrain.costs.accounting import flops_per_token
 from sagetrain.data.batch import Batch, Sample, batch_of
 from sagetrain.engines.protocol import Engine, Observers, StepResult
@@ -35,10 +33,12 @@ from sagetrain.parallel.rng import rng_state
 from sagetrain.stability.controller import Event
 from sagetrain.training import resume
 from sagetrain.training.callbacks import Callback, Callbacks, Position, RunStart
+from sagetrain.training.copying import Copying
 from sagetrain.training.lr_schedule import learning_rate
 from sagetrain.training.out_of_memory import memory_explained
 from sagetrain.training.profile import ProfileWindow
 from sagetrain.training.run import Run
+from sagetrain.training.start_line import say_differences
 from sagetrain.training.start_times import SignsOfSteps
 from sagetrain.training.tensorboard import TensorBoard
 from sagetrain.training.weights_and_biases import WeightsAndBiases
@@ -79,7 +79,9 @@ class Trainer:
         self._watchdog.waits = self.engine.waits
         self._failures = run.files.failures
         self._callbacks = Callbacks(self._listeners(), callbacks, self._failures)
-        self._saved_step, self._waited, self._owes = self.state.step, False, False
+        # A run that continues from copies in memory saves after its first step.
+        self._saved_step, self._waited, self._owes = run.met.saved_step, False, run.met.from_memory
+        self._copying = Copying(run)
         # Writing the YAML takes as long as a small training step, and training stands still at each save.
         self._config_text = dump_config(run.settled.asked)
 
@@ -142,7 +144,7 @@ class Trainer:
         run, cfg, total = self.run, self.cfg, self.cfg.training.total_tokens
         every_save = checkpoint_tokens(cfg)
         self._open()
-        self._announce()
+        say_differences(run)
         first, left = self.state.step, self._look(self._left_to_look())
         stopped = bool(left)
         while self.state.tokens < total and not stopped:
@@ -178,9 +180,10 @@ class Trainer:
                     if not self._owes:
                         self.save()
         finished = self.state.tokens >= total and not left
-        if finished and self._saved_step != self.state.step:
+        if (finished or stopped) and self._saved_step != self.state.step:
             self.save()
         run.saver.wait()
+        self._copying.end()
         return stopped, finished
 
     def _open(self) -> None:
@@ -213,22 +216,6 @@ class Trainer:
             event = Event("resume", text, {"ranks": ranks, "changed": changed})
             self._reporter.event(self.state, event, say=False)
 
-    def _announce(self) -> None:
-        """Say where whole steps and the existing data differ from what the settings ask for."""
-        cfg, asked, valid = self.cfg, self.cfg.training.total_tokens, self.run.valid
-        last = stages(cfg.tokens_per_step, asked, self.run.layout.micro_step)[-1]
-        end = last.from_tokens + last.steps * last.tokens_per_step
-        if self.state.step == 0 and end != asked and not isinstance(cfg.tokens_per_step, NoiseAwareTokens):
-            self._reporter.keep(f"training.total_tokens {asked:,}: whole steps end at {end:,} tokens")
-        wanted = cfg.evaluation.num_sequences
-        if valid and (held := valid.eval_size(wanted)) < wanted:
-            less = f"data.valid holds {held:,}; evaluations take all of them"
-            self._reporter.keep(f"evaluation.num_sequences {wanted:,}: {less}")
-        late = {step for step in cfg.training.drop_steps if step <= self.state.step} - set(self.state.ledger.dropped)
-        if late:
-            steps = ", ".join(map(str, sorted(late)))
-            self._say(f"training.drop_steps: {steps} came before this checkpoint: trained, and in its weights")
-
     def _finish(self, stopped: bool, finished: bool) -> None:
         run, state, total = self.run, self.state, self.cfg.training.total_tokens
         self._reporter.saved(run.saver)
@@ -257,6 +244,7 @@ class Trainer:
         counted = run.counted(state.sequences, size, ahead)
 
         def take(observers: Observers) -> StepResult:
+            observers = self._copying.watched(observers)
             batches = self._micro_batches(run.loader.step_batches(state.sequences, size, ahead), number)
             return self.engine.step(batches, number, lr, observers, counted, self._stopping)
 
@@ -295,6 +283,7 @@ class Trainer:
         self._reporter.step(state, result, size, lr)
         for event in events:
             self._reporter.event(state, event)
+        self._copying.after_step(state, result)
         return result.stop
 
     def _loss_failed(self, result: StepResult) -> bool:
@@ -325,6 +314,7 @@ class Trainer:
                 yield batch_of([empty] * data.micro_batch_size, data.document_attention, data.document_positions)
 
     def _stopping(self) -> bool:
+        self._copying.tell()
         # After a failed save no later one could succeed. The run stops, and self.save raises the reason.
         return bool(self.run.met.stop.name or self.run.saver.failed or self._failures.text)
 
@@ -333,6 +323,7 @@ class Trainer:
         run = self.run
         self._watchdog.begin("going back to a checkpoint")
         run.saver.wait()
+        self._copying.settle()
         self._reporter.saved(run.saver)
         folder, _ = on_disk.newest_whole(run.files.folder.checkpoints, self._say, wanted)
         if folder is None:

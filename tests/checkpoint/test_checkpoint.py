@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 import tiny
 from distributed import run_distributed
 from manifests import rewrite
-from sagetrain.checkpoint import on_disk, reading, saving
+from sagetrain.checkpoint import on_disk, reading, saving, shares
 from sagetrain.checkpoint.manifest import FORMAT, KINDS, MANIFEST, file_name, write_manifest, written_by_newer
 from sagetrain.checkpoint.reading import Reader
 from sagetrain.config.errors import CheckpointError
@@ -225,7 +225,7 @@ def test_the_manifest_of_a_thousand_ranks_is_small(tmp_path) -> None:
     """The model has 300 tensors at ZeRO 3 on 1,024 ranks and, with another end, at ZeRO 1."""
     world, tensors, size = 1024, 300, 4096 * 4096
     every = [np.array([[rank * size // world, (rank + 1) * size // world]] * tensors) for rank in range(world)]
-    pieces = list(saving._runs([0] * world, every, [True] * tensors))
+    pieces = list(shares._runs([0] * world, every, [True] * tensors))
     text = json.dumps(pieces)
     assert len(text) < 40 * tensors
     assert pieces == [[[0, 0, world, 0, size // world]]] * tensors
@@ -243,7 +243,7 @@ def test_runs_are_the_pieces_that_were_written(lengths: list[list[int]], first: 
                 expected[tp_rank, start, stop] = len(ranges)
             tp_ranks.append(tp_rank)
             ranges.append(np.array([[start, stop]]))
-    (runs,) = saving._runs(tp_ranks, ranges, [True])
+    (runs,) = shares._runs(tp_ranks, ranges, [True])
     found = {
         (tp_rank, start + i * length, start + (i + 1) * length): rank + i
         for tp_rank, rank, count, start, length in runs

@@ -25,7 +25,8 @@ from sagetrain.config.errors import ConfigError, TrainingError
 from sagetrain.data.batch import Batch
 from sagetrain.engines.protocol import Engine, Observers
 from sagetrain.model.walks import Half
-from sagetrain.stability.replica_check import METRIC, ReplicaCheck, ReplicaTry, digest
+from sagetrain.parallel.digest import digest
+from sagetrain.stability.replica_check import METRIC, ReplicaCheck, ReplicaTry
 from sagetrain.stability.spikes import Verdict
 from sagetrain.training.build_run import build, check_files
 from sagetrain.training.callbacks import Callback

@@ -271,7 +271,7 @@ EXCUSED = {
     ("preflight", "share"): "hosts that share no folder",
     ("preflight", "_exchange"): "hosts that differ",
     ("rendezvous", "meet"): "ranks that do not come",
-    ("rendezvous", "_listen"): "a port that is taken",
+    ("rendezvous", "listen"): "a port that is taken",
     ("rendezvous", "_reach"): "a host that is not reached",
     ("rendezvous", "_gather"): "ranks that do not come",
     ("run_folder", "claim"): "another run that has the folder at that moment",

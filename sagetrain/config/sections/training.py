@@ -176,6 +176,10 @@ class CheckpointConfig(Section):
     """Minutes for which training goes on while a checkpoint cannot be written, because the disk is full, a quota is
     used up or a file server is away. The same checkpoint is tried again and again meanwhile, and rows of numbers wait
     in memory. Afterwards the run ends as with 0: within a step, with exit code 3."""
+    in_memory_every: PositiveInt | None = None
+    """Optimizer steps between two copies of the state in the memory of its host (/dev/shm) and of another host. Ranks
+    that begin again after a death continue from there, if it is newer than the newest checkpoint. Each host takes 48
+    bytes for each parameter of its ranks' shares, with one host 24. Default: none."""
     resume: Literal["auto", "never"] = "auto"
     """auto: continue from the newest whole checkpoint of run_dir. never: refuse to start in a run_dir that has one."""
     new_optimizer: bool = False

@@ -1,0 +1,370 @@
+"""Copies of a run's state in memory that outlives its processes (checkpoint.in_memory_every).
+
+    /dev/shm/sagetrain-<user>-<run>/
+      copy-0-of-rank-3/        a copy of what rank 3 keeps: its files of a checkpoint (on_disk.py), and copy.json
+      copy-1-of-rank-3/        the copy before, or after
+      held-0-of-rank-1/        the same of a rank on another host, which that rank has sent here
+
+After a step each rank copies its share of the state into one of its two folders, in turn. A thread hashes the copy,
+writes copy.json last, and sends all of it to a rank of another host. A copy without copy.json, or with another hash, is
+none, so a rank may be killed at any time. All ranks copy the same steps: a step is left out if the thread of any rank
+is still busy. So there is always a step of which every rank's copy is whole, here and on the other host.
+
+New ranks with the same layout take the newest step of which all copies are whole, if no checkpoint is as new. A folder
+with a manifest beside the copy is a checkpoint of which a host has the files that its rank reads.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import queue
+import shutil
+import socket
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sagetrain.checkpoint import slots
+from sagetrain.checkpoint.manifest import write_manifest
+from sagetrain.checkpoint.shares import WrittenShare, manifest_of
+from sagetrain.checkpoint.slots import CopyFolder, Header, bytes_of, locked, mapped, receive, remove_if_left, send
+from sagetrain.checkpoint.state import RunState
+from sagetrain.checkpoint.stateful import OwnedRange
+from sagetrain.cluster.rendezvous import listen
+from sagetrain.config.errors import ConfigError
+from sagetrain.parallel.digest import digest
+from sagetrain.parallel.host import ranks_of_host
+from sagetrain.parallel.topology import ParallelGroups
+
+_PATIENCE = 60.0  # seconds for which a message to another host may stand still
+_DONE = b"k"
+
+
+class CopiesInMemory:
+    """The copies of this rank, and those that it holds for a rank of another host. Making them is collective.
+
+    Args:
+        run: the identity of the run, which no other run has.
+        layout: the settings that decide what each rank keeps. Copies of another layout are not used.
+        every: the value of checkpoint.in_memory_every.
+        say: prints a line for people.
+    """
+
+    def __init__(
+        self, run: str, groups: ParallelGroups, layout: Mapping[str, Any], every: int, say: Callable[[str], None]
+    ) -> None:
+        self._run, self._groups, self._every, self._say = run, groups, every, say
+        self._rank, ranks = groups.rank, groups.topology.world_size
+        self._layout = {**layout, "ranks": ranks}
+        self._folder = slots.folder_of(run)
+        self._lock = locked(self._folder)
+        local: int = max(_gathered(ranks_of_host() or ranks))
+        # A host has at most `local` ranks, so this rank is on another one.
+        away = local if 2 * local <= ranks else 0
+        self._holder, self._source = (self._rank + away) % ranks, (self._rank - away) % ranks
+        numbers = (0, 1)
+        self._own = [CopyFolder(self._folder / f"copy-{number}-of-rank-{self._rank}") for number in numbers]
+        held = numbers if away else ()
+        self._held = [CopyFolder(self._folder / f"held-{number}-of-rank-{self._source}") for number in held]
+        self._next, self._share, self._busy, self._told = 0, WrittenShare("", [], {}, {}), False, False
+        self._stream: torch.cuda.Stream | None = None
+        self._pinned: list[weakref.finalize[..., Any]] = []
+        self._copied: torch.cuda.Event | None = None
+        self._work: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._finish, name="copies", daemon=True)
+        self._peer: socket.socket | None = None
+        self._addresses: list[tuple[str, int]] = []
+        if away:
+            self._listener = listen(0)
+            self._addresses = _gathered((_address(self._rank < local), self._listener.getsockname()[1]))
+            threading.Thread(target=self._serve, name="copies held", daemon=True).start()
+
+    # -- at the start -----------------------------------------------------------------------------------------------
+
+    def newest(self, on_disk: int, known: int) -> Path | None:
+        """Return a folder with a checkpoint of the newest step of which all copies are whole; collective. None: no such
+        step is newer than the newest whole checkpoint. All other copies are given up.
+
+        Args:
+            on_disk: the step of the newest whole checkpoint; 0: there is none.
+            known: the step of the newest checkpoint, whole or not. Copies that were taken after a later one belong to
+                a run whose checkpoints somebody has removed.
+        """
+        own, held = (
+            {
+                header["step"]: slot
+                for slot in folders
+                if (header := slot.header())
+                and (header["run"], header["layout"]) == (self._run, self._layout)
+                and on_disk < header["step"]
+                and header["published"] <= known
+            }
+            for folders in (self._own, self._held)
+        )
+        there, chosen = _gathered(([*own], [*held])), None
+        away = (self._holder - self._rank) % len(there)
+        for step in sorted({step for steps, _ in there for step in steps}, reverse=True):
+            held_of = [step in there[(rank + away) % len(there)][1] for rank in range(len(there))]
+            if not all(step in steps or is_held for (steps, _), is_held in zip(there, held_of, strict=True)):
+                continue
+            whole = _gathered(step in own and own[step].whole())
+            holds = _gathered(not whole[self._source] and step in held and held[step].whole())
+            if all(ok or holds[(rank + away) % len(there)] for rank, ok in enumerate(whole)):
+                fetched = whole[self._rank] or self._fetch(step)
+                chosen = step if all(_gathered(fetched)) else None
+                break
+        for slot in (*self._own, *self._held):
+            if (header := slot.header()) and header["step"] != chosen:
+                slot.clear()
+        return None if chosen is None else self._as_checkpoint(chosen)
+
+    def _fetch(self, step: int) -> bool:
+        """Get the copy of this rank from the host that holds it. Return whether it is whole."""
+        with (
+            suppress(OSError, ValueError),
+            socket.create_connection(self._addresses[self._holder], _PATIENCE) as stream,
+        ):
+            stream.sendall(json.dumps({"run": self._run, "asks": step}).encode() + b"\n")
+            with stream.makefile("rb") as reader:
+                receive(reader, json.loads(reader.readline()), self._own[0])
+                return self._own[0].whole()
+        return False
+
+    def _as_checkpoint(self, step: int) -> Path:
+        """Write beside this rank's copy what makes it a checkpoint, and return the folder; collective."""
+        number = next(n for n, slot in enumerate(self._own) if (h := slot.header()) and h["step"] == step)
+        folder, header = self._own[number].folder, self._own[number].header() or {}
+        self._next = 1 - number
+        every = _gathered({key: header[key] for key in ("entry", "sizes")})
+        box = [header]
+        dist.broadcast_object_list(box, 0)
+        entries = [{**each["entry"], "ranges": np.array(each["entry"]["ranges"]).reshape(-1, 2)} for each in every]
+        # This rank reads its own file where an earlier rank of the replica has the same values.
+        own = entries[self._rank]
+        kept = np.array(own["kept"]).reshape(-1, 2)
+        shared = (own["ranges"] != kept).any(1)
+        for other in entries:
+            if other is not own and len(other["ranges"]) == len(kept):
+                other["ranges"][shared & (other["ranges"] == kept).all(1)] = 0
+        own["ranges"] = kept
+        files = {name: {"bytes": size, "sha256": ""} for each in every for name, size in each["sizes"].items()}
+        write_manifest(folder, manifest_of(self._groups, box[0]["state"], box[0]["shapes"], entries, files))
+        (folder / "config.yaml").write_text(box[0]["config"])
+        return folder
+
+    # -- taking copies ----------------------------------------------------------------------------------------------
+
+    def prepare(self, shards: Iterable[OwnedRange], config_text: str) -> None:
+        """Make room for the copies of what Engine.owned() returns; collective.
+
+        Raises:
+            ConfigError: this host has not as much memory.
+        """
+        every_shard = list(shards)
+        self._share, self._config_text = WrittenShare.of(every_shard, self._groups, shared=True), config_text
+        written = WrittenShare.of(every_shard, self._groups).entry["ranges"]
+        self._ranges = {"ranges": written.tolist(), "kept": self._share.entry["ranges"].tolist()}
+        tensors: dict[str, dict[str, int]] = {}
+        for file, name, shard, _ in self._share.tensors():
+            tensors.setdefault(file, {})[name] = shard.stop - shard.start
+        sizes = {file: bytes_of(vectors) for file, vectors in tensors.items()}
+        every = _gathered(sizes)
+        try:
+            for slot in self._own:
+                slot.allocate(sizes)
+            for slot in self._held:
+                slot.allocate(every[self._source])
+        except OSError as error:
+            number = len(self._own) + len(self._held)
+            raise ConfigError(
+                f"checkpoint.in_memory_every {self._every}: rank {self._rank} on {socket.gethostname()} needs "
+                f"{number * sum(sizes.values()) / 2**30:.2f} GiB of {slots.ROOT} for {number} copies "
+                f"({error.strerror}): give it more (docker --shm-size, mount -o remount,size=), use more hosts, or "
+                "set the key to null"
+            ) from error
+        self._files = [{file: mapped(slot.folder / file, tensors[file]) for file in tensors} for slot in self._own]
+        self._sources = [_source(shard, kind) for _, _, shard, kind in self._share.tensors()]
+        self._targets = [[files[file][1][name] for file, name, *_ in self._share.tensors()] for files in self._files]
+        self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        """Whether the copy before is not yet whole on both hosts."""
+        return self._busy
+
+    def due(self, step: int) -> bool:
+        """Whether a copy is to be taken after a step, if no rank is busy."""
+        return step % self._every == 0
+
+    @torch.no_grad()
+    def take(self, state: RunState, published: int, rng: Mapping[str, Any]) -> None:
+        """Begin to copy the state after a step. `settle` says when the state may change again.
+
+        Args:
+            published: the step of the newest checkpoint; 0: there is none.
+            rng: the random-number state of this rank.
+        """
+        slot, files, targets = self._own[self._next], self._files[self._next], self._targets[self._next]
+        self._next, self._busy = 1 - self._next, True
+        slot.clear()
+        if self._stream is None and any(shard.read("weight").is_cuda for shard in self._share.owned[:1]):
+            self._pin()
+        if self._stream:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for target, source in zip(targets, self._sources, strict=True):
+                target.copy_(source if isinstance(source, Tensor) else source(), non_blocking=True)
+            if self._stream:
+                self._copied = torch.cuda.Event(blocking=True)
+                self._copied.record()
+        packed = io.BytesIO()
+        torch.save(dict(rng), packed)
+        header: Header = {"run": self._run, "layout": self._layout, "step": state.step, "published": published}
+        header["entry"] = self._share.entry | self._ranges
+        if self._rank == 0:
+            header |= {"state": state.to_json(), "config": self._config_text, "shapes": self._share.shapes}
+        memory = {file: each for file, (each, _) in files.items()}
+        self._work.put(_Task(slot, header, memory, packed.getvalue(), self._copied))
+
+    def settle(self) -> None:
+        """Let the GPU change the state no earlier than it is copied. The host does not wait."""
+        if self._copied:
+            torch.cuda.current_stream().wait_event(self._copied)
+            self._copied = None
+
+    def _pin(self) -> None:
+        """Pin the memory of the copies, so that copies from the GPU run beside its work."""
+        self._stream, cuda = torch.cuda.Stream(), torch.cuda.cudart()
+        for memory in [memory for files in self._files for memory, _ in files.values()]:
+            torch.cuda.check_error(cuda.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+            self._pinned.append(weakref.finalize(self, cuda.cudaHostUnregister, memory.data_ptr()))
+            self._pinned[-1].atexit = False
+
+    def end(self) -> None:
+        """Remove all copies, because a checkpoint has the state of the run; collective."""
+        self._work.put(None)
+        self._thread.join()
+        dist.barrier()
+        if self._addresses:
+            # A closed socket alone would leave the thread in its wait.
+            with suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)
+            self._listener.close()
+        if self._peer:
+            self._peer.close()
+        for unpin in self._pinned:
+            unpin()
+        self._files, self._targets = [], []
+        for slot in (*self._own, *self._held):
+            shutil.rmtree(slot.folder, ignore_errors=True)
+        self._lock.close()
+        remove_if_left(self._folder)
+
+    # -- the threads ------------------------------------------------------------------------------------------------
+
+    def _finish(self) -> None:
+        """Hash and send one copy after another."""
+        while task := self._work.get():
+            try:
+                self._complete(task)
+            # Training goes on without copies, whatever is wrong with them.
+            except Exception as error:  # noqa: BLE001
+                self._say_once(f"cannot be kept ({error})")
+            self._busy = False
+
+    def _complete(self, task: _Task) -> None:
+        if task.copied:
+            task.copied.synchronize()
+        rng = f"rng-{self._rank:05d}.pt"
+        (task.slot.folder / rng).write_bytes(task.rng)
+        hashes = {name: int(digest(memory)) for name, memory in task.memory.items()}
+        header = task.header | {"hashes": hashes | {rng: task.slot.hash(rng)}}
+        header["sizes"] = {name: (task.slot.folder / name).stat().st_size for name in header["hashes"]}
+        task.slot.publish(header)
+        if not self._addresses:
+            return
+        try:
+            if self._peer is None:
+                self._peer = socket.create_connection(self._addresses[self._holder], _PATIENCE)
+            send(self._peer, task.slot, header)
+            if self._peer.recv(1) != _DONE:
+                raise ConnectionResetError("the other side has closed the connection")
+        # The run has ended, or is about to.
+        except (ConnectionResetError, BrokenPipeError):
+            self._peer = None
+        except OSError as error:
+            self._peer = None
+            self._say_once(f"are kept on this host alone, because rank {self._holder} does not take them ({error})")
+
+    def _say_once(self, what: str) -> None:
+        """Say once what is wrong with the copies of this rank."""
+        if not self._told:
+            self._told = True
+            self._say(f"checkpoint.in_memory_every: the copies of rank {self._rank} {what}")
+
+    def _serve(self) -> None:
+        with suppress(OSError):  # `end` has closed the listener.
+            while True:
+                stream, _ = self._listener.accept()
+                threading.Thread(target=self._answer, args=(stream,), name="copies held", daemon=True).start()
+
+    def _answer(self, stream: socket.socket) -> None:
+        """Take copies from another rank, or give it the one that it asks for. What is broken off is no copy."""
+        with stream, suppress(OSError, ValueError, KeyError, StopIteration), stream.makefile("rb") as reader:
+            while (message := json.loads(reader.readline()))["run"] == self._run:
+                if (step := message.get("asks")) is None:
+                    older = min(self._held, key=lambda slot: (slot.header() or {"step": -1})["step"])
+                    receive(reader, message, older)
+                    stream.sendall(_DONE)
+                else:
+                    slot = next(slot for slot in self._held if (slot.header() or {}).get("step") == step)
+                    send(stream, slot, slot.header() or {})
+
+
+@dataclass(frozen=True)
+class _Task:
+    """A copy that was begun."""
+
+    slot: CopyFolder
+    header: Header
+    memory: dict[str, Tensor]
+    """The bytes of the files, by name."""
+    rng: bytes
+    copied: torch.cuda.Event | None
+    """The event after the copies of a GPU."""
+
+
+def _source(shard: OwnedRange, kind: str) -> Tensor | Callable[[], Tensor]:
+    """Return the memory of the values of a kind, or a function that returns them if they are in no fp32 memory. It is
+    looked up once, because a copy of hundreds of tensors would keep the host busy."""
+    first, second = (shard.read(kind).detach() for _ in range(2))
+    return first if first.data_ptr() == second.data_ptr() else partial(shard.read, kind)
+
+
+def _gathered(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _address(with_rank_0: bool) -> str:
+    """Return the address at which other hosts reach this one: that of rank 0's host, or the one that leads there."""
+    address = os.environ["MASTER_ADDR"]
+    if with_rank_0:
+        return address
+    family, kind, *_, there = socket.getaddrinfo(address, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(there)
+        return str(probe.getsockname()[0])

@@ -1,0 +1,34 @@
+"""The hash of a tensor's bits, computed where the tensor is."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+ROW = 8192  # bytes of a tensor that are hashed as a row of integers
+_ODD = 0x5851F42D4C957F2D, 0x14057B7EF767814F
+
+
+@lru_cache(maxsize=256)
+def _factors(rows: int, columns: int, device: torch.device) -> Tensor:
+    """Return the factors of the sums of columns, which are odd, and of those of rows, which are even."""
+    of_column, of_row = (torch.arange(count, device=device) for count in (columns, rows))
+    return torch.cat([of_column * (2 * _ODD[0]) + 1, of_row * (2 * _ODD[1])])
+
+
+def digest(values: Tensor) -> Tensor:
+    """Return a hash of a tensor's bits, an int64 scalar on the tensor's device.
+
+    It is the sum of the tensor's 64-bit words, each times the odd factor of its column and row, with its bits mixed. A
+    change in a single word therefore always changes it.
+    """
+    data = values.detach().contiguous().view(-1).view(torch.uint8)
+    if len(data) % ROW or data.storage_offset() % 8:
+        data = torch.cat([data, data.new_zeros(-len(data) % ROW)])
+    words = data.view(torch.int64).view(-1, ROW // 8)
+    total = (torch.cat([words.sum(0), words.sum(1)]) * _factors(*words.shape, data.device)).sum()
+    # A change of a word's highest bit has changed the highest bit alone.
+    mixed = (total ^ ((total >> 32) & 0xFFFFFFFF)) * _ODD[0]
+    return mixed ^ ((mixed >> 32) & 0xFFFFFFFF)

@@ -1,0 +1,63 @@
+"""Ranks that begin again continue from copies in memory, with real processes, to the bits of a run that was left
+alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+from forked import PATIENCE, Command
+from kept import events_of, kill, restarted, wait_for
+from runs import BIN, check_same, kill_all, log_of, write_config
+
+# Each rank is alone on a host of its own, whose memory is a folder.
+SCRIPT = """
+import os
+from pathlib import Path
+from sagetrain.checkpoint import slots
+
+os.environ["LOCAL_WORLD_SIZE"] = "1"
+slots.ROOT = Path(os.environ["HOSTS"], f"host-{os.environ['RANK']}")
+from sagetrain.__main__ import program
+program()
+"""
+
+
+def start(config: Path) -> Command:
+    script = config.with_name("script.py")
+    script.write_text(SCRIPT)
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HOSTS": str(config.parent / "memory"),
+           "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}  # fmt: skip
+    words = ["torchrun", "--standalone", "--nproc-per-node", "2", str(script), "train", str(config)]
+    return Command(words, env, config.with_suffix(".log"), config.parent)
+
+
+def test_ranks_hosts_and_a_whole_job_that_die(tmp_path, corpus, pair) -> None:
+    sections = {"training": {"restarts": 5}, "checkpoint": {"every_tokens": 10**6, "in_memory_every": 1}}
+    config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run", tp_size=2, **sections)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+
+    def step() -> int:
+        rows = metrics.read_text().splitlines() if metrics.exists() else []
+        return max((json.loads(row)["step"] for row in rows if row.endswith("}")), default=0)
+
+    process, at = start(config), []
+    for number, victims in enumerate([(1,), (0, 1), ()], 1):
+        before = step()
+        wait_for(process, config, lambda: step() > before + 5)  # noqa: B023
+        at.append(step())
+        if victims:
+            kill(*victims)(process)
+            wait_for(process, config, restarted(config, number))
+    kill_all(process)
+    shutil.rmtree(tmp_path / "memory" / "host-0")
+    assert start(config).wait(PATIENCE) == 0, log_of(config)[-3000:]
+    events = events_of(config)
+    print([event["text"] for event in events])
+    assert [event["from_memory"] for event in events] == [True] * 3
+    # At most one step is taken again, and a row may be written before the copy is whole.
+    assert all(event["from_step"] >= step - 1 for event, step in zip(events, at, strict=True)), at
+    check_same(tmp_path / "run", pair)
+    assert not list((tmp_path / "memory").glob("*/*")), "nothing is left"
