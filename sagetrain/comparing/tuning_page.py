@@ -14,6 +14,8 @@ from sagetrain.comparing.statistics import judge
 from sagetrain.config.errors import many
 
 PLOT = "tune.png"
+_SHORT = 400
+"""A first round of fewer steps may choose wrong learning rates."""
 
 
 @dataclass(frozen=True)
@@ -110,10 +112,16 @@ def _gap(last: Round, value: float, best: float) -> str:
 def _limits(search: Halving, rounds: Sequence[Round]) -> Iterator[str]:
     yield "What it does not show:"
     yield ""
+    steps = rounds[0].tokens // search.step_tokens
     yield (
-        f"- Short runs chose the values of the last round. Those of {rounds[0].tokens:,} tokens have a whole schedule "
-        "of their own, and a longer run may like another value."
+        f"- Short runs chose the values of the last round. Those of {rounds[0].tokens:,} tokens ({many(steps, 'step')}"
+        ") have a whole schedule of their own, and a longer run may like another value."
     )
+    if search.key.startswith("optimizer.lr") and steps < _SHORT:
+        yield (
+            f"- Below {_SHORT} steps the best learning rate may be far from that of the whole run: at 43M AdamW's was "
+            "5e-4 in 100 steps and 2e-3 in 400 (results/muon-loss)."
+        )
     yield "- All other keys stayed as they are: another warm-up or another size has another best value."
     if search.seeds < 3:
         yield f"- The last round had {many(search.seeds, 'seed')}: differences of 0.005 may be chance."

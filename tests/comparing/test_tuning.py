@@ -101,6 +101,7 @@ def test_a_search_finds_the_lowest_point_and_how_flat_it_is(base: Path, tmp_path
         "| 0.01 | diverged |  |  |  |" in page
         and "| 0.00158 | 3.0076 | 3.0076 | 3.0126 (2 seeds) | 0.0042 ± 0.0000 |" in page
     )
+    assert "Those of 6,400 tokens (25 steps) have a whole schedule" in page and "Below 400 steps the best" in page
     assert (tmp_path / "tune.png").read_bytes().startswith(b"\x89PNG")
     request = TuneRequest(str(base), "optimizer.lr=1e-4:1e-2", 300_800, LONG, 1)
     with pytest.raises(ConfigError, match=r"tune.json is of another search:\n  seeds: 2 there, 1 now"):

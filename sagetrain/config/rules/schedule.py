@@ -118,7 +118,7 @@ def _lr_schedule(cfg: RunConfig) -> Iterator[Finding]:
     elif warmup > total // 2:
         yield About("warmup_of_most", key, given).warning(
             f"takes {warmup / total:.0%} of the run: the learning rate reaches optimizer.lr only then",
-            "for example lr_schedule.warmup: 0.025",
+            "for example lr_schedule.warmup: 0.025. In a run of 400 steps 0.75 was AdamW's best (results/muon-loss)",
         )
     if schedule.min_lr > cfg.optimizer.lr:
         yield About("min_lr", "lr_schedule.min_lr", schedule.min_lr).error(
