@@ -148,6 +148,7 @@ def test_casts_are_their_twins_bit_for_bit(number, dtype):
         assert torch.equal(ours.cpu().float(), twin.float())
 
 
+@pytest.mark.long
 def test_flips_of_choices_are_counted() -> None:
     """A model in INT8 goes forward and backward once more in 16 bits, beside the 8-bit weights that it keeps."""
     experts = {"number": 16, "per_token": 4, "ffn_size": 128}
