@@ -102,7 +102,7 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("again", ["full", "attention"])
+@pytest.mark.parametrize("again", [pytest.param("full", marks=pytest.mark.long), "attention"])
 def test_activations_in_host_memory_change_no_bit(deterministic: None, again: str) -> None:
     """The GPU is busy before copies, so that whoever reads memory before a copy has ended reads old values."""
     shape = SHAPE.model_copy(update={"num_layers": 6})

@@ -20,6 +20,8 @@ from sagekernels.testing import Shape, errors, exact_results, random_inputs, res
 pytestmark = needs_gpu()
 BACKENDS = backends_here()
 """The backends of this GPU. The last one is the GPU's own."""
+OWN_FIRST = [pytest.param(name, marks=[pytest.mark.long] * (name != BACKENDS[-1])) for name in BACKENDS]
+"""The first pass takes the GPU's own backend alone to its edges. A backend compiles for 20 seconds there."""
 
 SHAPES = [
     Shape(2, 1024, 1024, 4, 4, 64),
@@ -149,9 +151,9 @@ def same_bits_from_run_to_run(backend):
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [
-    (Shape(1, 777, 777, 7, 1, 128), torch.bfloat16),
+    pytest.param(Shape(1, 777, 777, 7, 1, 128), torch.bfloat16, marks=pytest.mark.long),
     pytest.param(Shape(1, 777, 777, 7, 1, 128), torch.float16, marks=pytest.mark.long),
-    pytest.param(Shape(2, 512, 512, 2, 2, 64, causal=False), torch.bfloat16, marks=pytest.mark.long),
+    (Shape(2, 512, 512, 2, 2, 64, causal=False), torch.bfloat16),
     pytest.param(Shape(2, 512, 512, 2, 2, 64, causal=False), torch.float16, marks=pytest.mark.long),
 ], ids=str)  # fmt: skip
 def test_sums_in_float16_cost_no_accuracy(shape, dtype, monkeypatch):
@@ -257,7 +259,7 @@ def captured_by_a_cuda_graph(backend):
     assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", OWN_FIRST)
 def test_edges_of_a_backend(backend):
     """The checks have the recipe `fine` and heads of 64, so that one process compiles the kernels for all of them."""
     for check in (
@@ -267,7 +269,7 @@ def test_edges_of_a_backend(backend):
         check(backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", OWN_FIRST)
 def test_more_than_two_to_the_31_elements(backend):
     """Addresses exceed 2^31 elements: the last head of a long row is compared with the same head alone."""
     n, heads = 1 << 18, 132
