@@ -23,6 +23,22 @@ DEVICE void arrive_at(u64 &barrier, int block) {
         "mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(address(&barrier)), "r"(block)
         : "memory");
 }
+// Store x in a block of the cluster and arrive at a barrier there. The one who waits for it by wait_sent sees x.
+DEVICE void send(int &to, int x, u64 &barrier, int block) {
+    asm volatile(
+        "{ .reg .b32 there, full; mapa.shared::cluster.u32 there, %0, %3; mapa.shared::cluster.u32 full, %1, %3;\n"
+        "st.shared::cluster.s32 [there], %2;\n"
+        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [full]; }" ::"r"(address(&to)), "r"(address(&barrier)),
+        "r"(x), "r"(block)
+        : "memory");
+}
+DEVICE void wait_sent(u64 &barrier, u32 parity) {
+    asm volatile(
+        "{ .reg .pred done;\n"
+        "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again; }" ::"r"(address(&barrier)), "r"(parity)
+        : "memory");
+}
 DEVICE void cluster_barrier() {
     asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }

@@ -21,7 +21,9 @@ struct Shared {
     alignas(1024) unsigned char b[STAGES][B_BYTES];
     alignas(1024) unsigned char out[CONSUMERS][2][CHUNK_BYTES];
     float scale[CONSUMERS][BLOCK_N];
-    u64 full[STAGES], free[STAGES];
+    int tile[STAGES];  // The tile that begins with the codes of a stage; -1: there is none left.
+    int sent;  // The next tile of the cluster, from its first block.
+    u64 full[STAGES], free[STAGES], sent_full, sent_free;
 };
 static_assert(sizeof(Shared) == SHARED_BYTES);
 
@@ -44,17 +46,36 @@ struct Tiles {
     }
 };
 
-DEVICE void produce(Shared &shared, const TensorMap &a, const TensorMap &b, const Tiles &tiles, int steps) {
+DEVICE void produce(
+    Shared &shared, const TensorMap &a, const TensorMap &b, const Tiles &tiles, int steps, int *taken) {
     constexpr int PART = BLOCK_N / CLUSTER;
     const int rank = blockIdx.x % CLUSTER;
     Ring at{0, 0};
-    for (int tile = blockIdx.x / CLUSTER; tile < tiles.down * tiles.across; tile += gridDim.x / CLUSTER) {
+    int next;
+    u32 sent = 0;
+    for (int tile = blockIdx.x / CLUSTER; tile < tiles.down * tiles.across; tile = next) {
+        // Where others may hold multiprocessors, some blocks begin late. Tiles then come from a counter.
+        if (!taken) {
+            next = tile + gridDim.x / CLUSTER;
+        } else if (rank == 0) {
+            next = gridDim.x / CLUSTER + atomicAdd(taken, 1);
+            if (CLUSTER > 1) {
+                wait(shared.sent_free, sent ^ 1);
+                send(shared.sent, next, shared.sent_full, 1);
+            }
+        } else {
+            wait_sent(shared.sent_full, sent);
+            next = shared.sent;
+            arrive_at(shared.sent_free, 0);
+        }
+        sent ^= 1;
         int top, left;
         tiles.place(tile, top, left);
 #pragma unroll 1
         for (int step = 0; step < steps; step++, at = at.next()) {
             // Codes of another block may come before this one expects them, but not before it has given the stage back.
             wait(shared.free[at.stage], at.parity ^ 1);
+            shared.tile[at.stage] = tile;
             arrive_expect(shared.full[at.stage], A_BYTES + B_BYTES);
             copy_in(shared.a[at.stage], a, step * BLOCK_K, top, 0, shared.full[at.stage]);
             unsigned char *to = shared.b[at.stage] + rank * PART * BLOCK_K;
@@ -64,6 +85,9 @@ DEVICE void produce(Shared &shared, const TensorMap &a, const TensorMap &b, cons
                 copy_in_all(to, b, step * BLOCK_K, left + rank * PART, 0, shared.full[at.stage], (1 << CLUSTER) - 1);
         }
     }
+    wait(shared.free[at.stage], at.parity ^ 1);
+    shared.tile[at.stage] = -1;
+    arrive(shared.full[at.stage]);
 }
 
 DEVICE void consume(
@@ -74,7 +98,10 @@ DEVICE void consume(
         if (lane < CLUSTER) arrive_at(shared.free[stage], lane);
     };
     Ring at{0, 0};
-    for (int tile = blockIdx.x / CLUSTER; tile < tiles.down * tiles.across; tile += gridDim.x / CLUSTER) {
+    for (;;) {
+        wait(shared.full[at.stage], at.parity);
+        const int tile = shared.tile[at.stage];
+        if (tile < 0) break;
         int top, left;
         tiles.place(tile, top, left);
         float of_row[2], of_column[2];
@@ -88,7 +115,7 @@ DEVICE void consume(
         int before = 0;
 #pragma unroll 1
         for (int step = 0; step < steps; step++) {
-            wait(shared.full[at.stage], at.parity);
+            if (step) wait(shared.full[at.stage], at.parity);
             u64 a = operand(shared.a[at.stage] + wg * 64 * BLOCK_K), b = operand(shared.b[at.stage]);
             wgmma_fence();
 #pragma unroll
@@ -147,7 +174,8 @@ DEVICE void consume(
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_OF(CLUSTER) int8_product(
     const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, const __grid_constant__ TensorMap out,
-    const float *a_scale, const float *b_scale, int a_step, int b_step, int rows, int columns, int inner, int group) {
+    const float *a_scale, const float *b_scale, int a_step, int b_step, int rows, int columns, int inner, int group,
+    int *taken) {
     Shared &shared = shared_memory<Shared>();
     const int per_cluster = BLOCK_M * CLUSTER;
     const Tiles tiles{(rows + per_cluster - 1) / per_cluster, (columns + BLOCK_N - 1) / BLOCK_N, group};
@@ -157,13 +185,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_OF(CLUSTER) int
             barrier_init(shared.full[i], 1);
             barrier_init(shared.free[i], 4 * CONSUMERS * CLUSTER);
         }
+        barrier_init(shared.sent_full, 1);
+        barrier_init(shared.sent_free, 1);
         fence_barriers();
     }
     __syncthreads();
     cluster_barrier();
     if (threadIdx.x < 128) {
         fewer_registers<PRODUCER_REGISTERS>();
-        if (threadIdx.x == 0) produce(shared, a, b, tiles, steps);
+        if (threadIdx.x == 0) produce(shared, a, b, tiles, steps, taken);
     } else {
         more_registers<CONSUMER_REGISTERS>();
         consume(shared, out, a_scale, b_scale, a_step, b_step, tiles, rows, columns, steps);

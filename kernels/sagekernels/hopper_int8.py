@@ -19,7 +19,7 @@ GROUP = 16
 
 def defines_of(dtype: torch.dtype, cluster: int = CLUSTER) -> dict[str, int]:
     """Return the macros of hopper_int8.cu."""
-    shared = STAGES * (BLOCK_M + BLOCK_N) * BLOCK_K + CONSUMERS * (2 * 64 * 128 + 4 * BLOCK_N) + 2 * 8 * STAGES
+    shared = STAGES * (BLOCK_M + BLOCK_N) * BLOCK_K + CONSUMERS * (2 * 64 * 128 + 4 * BLOCK_N) + 20 * STAGES + 24
     return {
         "CLUSTER": cluster, "STAGES": STAGES, "RESULT": dtype.itemsize // 2, "FP16": int(dtype == torch.float16),
         "SHARED_BYTES": -(-shared // 1024) * 1024,
@@ -32,21 +32,25 @@ def takes(columns: int) -> bool:
 
 
 def hopper_int8_product(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, cluster: int = CLUSTER,
-    group: int = GROUP,
-) -> Tensor:  # fmt: skip
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, crowded: bool = False
+) -> Tensor:
     """Compute int8_matmul.int8_product_triton, bit for bit. Codes and scales are contiguous, and rows of codes begin at
-    multiples of 16 bytes."""
+    multiples of 16 bytes.
+
+    Args:
+        crowded: other kernels may hold multiprocessors meanwhile.
+    """
     (rows, inner), (columns, _) = a.shape, b.shape
     out = torch.empty(rows, columns, dtype=dtype, device=a.device)
-    defines = defines_of(dtype, cluster)
-    tiles = ceil_div(rows, BLOCK_M * cluster) * ceil_div(columns, BLOCK_N)
+    defines = defines_of(dtype)
+    tiles = ceil_div(rows, BLOCK_M * CLUSTER) * ceil_div(columns, BLOCK_N)
     with on_device_of(a):
         load(SOURCE, "int8_product", defines, ARCHITECTURE).launch(
-            (cluster * min(multiprocessors(a.device) // cluster, tiles),), (128 * (CONSUMERS + 1),),
+            (CLUSTER * min(multiprocessors(a.device) // CLUSTER, tiles),), (128 * (CONSUMERS + 1),),
             defines["SHARED_BYTES"], tensor_map(a[None], (1, BLOCK_M, BLOCK_K)),
-            tensor_map(b[None], (1, BLOCK_N // cluster, BLOCK_K)),
+            tensor_map(b[None], (1, BLOCK_N // CLUSTER, BLOCK_K)),
             tensor_map(out[None, None], (1, 1, 64, 128 // dtype.itemsize)), a_scale, b_scale,
-            int(len(a_scale) > 1), int(len(b_scale) > 1), rows, columns, inner, group,
+            int(len(a_scale) > 1), int(len(b_scale) > 1), rows, columns, inner, GROUP,
+            torch.zeros(1, dtype=torch.int32, device=a.device) if crowded else None,
         )  # fmt: skip
     return out

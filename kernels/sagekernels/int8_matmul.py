@@ -4,9 +4,9 @@ torch._int_mm leaves int32, which another kernel reads to scale it: 4 bytes an e
 sums are scaled in the registers where they were made. Rows of both operands run along the dim that is summed over, as
 Hopper's matrix instructions want them.
 
-On Hopper hopper_int8.cu multiplies, in a process that is alone. Triton waits for every INT8 product there before it
-issues the next one (only sums in fp32 overlap), so its tiles are so small that two programs fit on a multiprocessor.
-Triton's kernel serves all others, with the same bits. NOTES.md lists the other shapes that were timed.
+On Hopper hopper_int8.cu multiplies. Triton waits for every INT8 product there before it issues the next one (only sums
+in fp32 overlap), so its tiles are so small that two programs fit on a multiprocessor. It serves what the CUDA kernel
+does not take, with the same bits. NOTES.md lists the other shapes that were timed.
 """
 
 import functools
@@ -136,9 +136,8 @@ def _by_cuda(device: torch.device) -> bool:
     return _rows_of(device) == "sm_90" and nvrtc.available()
 
 
-def _shared() -> bool:
-    """Return whether collectives may hold multiprocessors beside a product. The blocks of hopper_int8.cu have fixed
-    tiles, so those that wait for a multiprocessor would begin where the others end."""
+def _crowded() -> bool:
+    """Return whether collectives may hold multiprocessors beside a product."""
     distributed = torch.distributed
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
@@ -153,9 +152,9 @@ def aligned(codes: Tensor) -> Tensor:
 def _int8_product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
     if not a.is_cuda:
         return product_twin(a, a_scale, b, b_scale, dtype)
-    if len(a) and hopper_int8.takes(len(b)) and _by_cuda(a.device) and not _shared():
+    if len(a) and hopper_int8.takes(len(b)) and _by_cuda(a.device):
         scales = a_scale.contiguous(), b_scale.contiguous()
-        return hopper_int8.hopper_int8_product(aligned(a), scales[0], aligned(b), scales[1], dtype)
+        return hopper_int8.hopper_int8_product(aligned(a), scales[0], aligned(b), scales[1], dtype, _crowded())
     return int8_product_triton(a, a_scale, b, b_scale, dtype)
 
 

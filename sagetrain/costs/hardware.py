@@ -165,8 +165,6 @@ class Hardware:
     """Rate at which the cores of one GPU's share read and write the host's memory in an update (assumed)."""
     int8_attention: str = ""
     """The reason why the rates of `sage` are less reliable here than others, and what to use instead."""
-    alone: dict[str, float] = field(default_factory=dict)
-    """`precisions` in a run of one process, where they differ. Other kernels multiply there."""
     ceilings: dict[str, float] = field(default_factory=dict)
     """Rate that matmuls of a precision do not exceed, however large they are. Empty where no run showed one."""
     compute_scale: float = 1.0
@@ -175,10 +173,6 @@ class Hardware:
     def memory_of_host(self, ranks: int) -> float:
         """Return the bytes of memory of a host on which this many ranks run."""
         return self.host_memory or ranks * self.host_memory_per_gpu
-
-    def of_ranks(self, count: int) -> Hardware:
-        """Return the rates in a run of so many ranks."""
-        return replace(self, precisions={**self.precisions, **self.alone}) if count == 1 and self.alone else self
 
     def matmul_rate(self, precision: str, *dims: int) -> float:
         """Return the FLOP/s of a matmul with these dimensions."""
@@ -210,13 +204,11 @@ H200 = Hardware(
     matmul_flops=821e12,
     # For fp32 the ratio is TF32's by the datasheet. For FP8 it comes from the matmuls of 1B's blocks in a step's
     # profile (results/step), 1,042 to 512 ms, with casts at the rate of memory; published ratios are 1.90
-    # (TransformerEngine, H200 NVL, hidden 4096) and 1.66 (torchao, 16640 x 5120 x 8192). For INT8 by Triton, as several
-    # ranks have it, the same step takes 46 ms longer than in FP8: 1,042 to 558.
-    precisions={"bf16": 1.0, "fp32": 0.5, "fp8": 2.1, "int8": 1.9},
-    # One process multiplies by hopper_int8.cu. FP8's products take 255.5, 507.3 and 251.8 ms where INT8's take 257.1,
-    # 482.7 and 245.3: steps of 1B and of 8 layers of 4096, and a pair of micro-steps of 1B, 2026-11-29
-    # (results/log/step.md, kernels.md). So the rate is 1.02 times FP8's in the mean.
-    alone={"int8": 2.15},
+    # (TransformerEngine, H200 NVL, hidden 4096) and 1.66 (torchao, 16640 x 5120 x 8192). INT8 is multiplied by
+    # hopper_int8.cu. FP8's products take 255.5, 507.3 and 251.8 ms where INT8's take 257.1, 482.7 and 245.3: steps of
+    # 1B and of 8 layers of 4096, and a pair of micro-steps of 1B, 2026-11-29 (results/log/step.md, kernels.md). So the
+    # rate is 1.02 times FP8's in the mean. Several ranks take tiles from a counter, 1.0 and 1.4 % slower on one GPU.
+    precisions={"bf16": 1.0, "fp32": 0.5, "fp8": 2.1, "int8": 2.15},
     peaks={"bf16": 1.0, "fp32": 0.5, "fp8": 2.0, "int8": 2.0},
     matmul_half_size=220,
     attention={
@@ -306,7 +298,8 @@ def _scaled(name: str, peak: str, memory: float, bandwidth: float, nvlink: float
         H200,
         name=name,
         measured=False,
-        alone={},  # No run by these kernels was recorded on another card.
+        # On other cards INT8's rate is Triton's: 1,042 to 558 ms, where the H200 takes 46 ms longer than in FP8.
+        precisions={**H200.precisions, "int8": 1.9},
         peak_flops=PEAK_FLOPS[peak],
         memory=memory,
         matmul_flops=H200.matmul_flops * arithmetic,
@@ -365,7 +358,7 @@ HARDWARE = {
     ),
     "a100": replace(
         _scaled("NVIDIA A100 SXM 80 GB", "A100", 80 * 2**30, 2.039e12, 600e9),
-        precisions={name: speed for name, speed in H200.precisions.items() if name != "fp8"},
+        precisions={"bf16": 1.0, "fp32": 0.5, "int8": 1.9},
         host_copy_bandwidth=22e9,
         int8_attention="its rate is that of Hopper's kernels, and other kernels run here: use attention.backend auto, "
         "which times them",

@@ -141,7 +141,7 @@ class _Step:
         self, cfg: RunConfig, layout: Layout, vocab_size: int, hardware: Hardware, span: float | None, stage: int
     ):
         part = held(cfg, layout, vocab_size, stage)
-        cfg, hardware = part.cfg, hardware.of_ranks(layout.world_size)
+        cfg = part.cfg
         self.cfg, self.hardware, self.part, layers = cfg, hardware, part, cfg.model.num_layers
         self.vocab_size, self.layout, tensor_size = vocab_size, layout, layout.tensor
         self.parameters = part.parameters

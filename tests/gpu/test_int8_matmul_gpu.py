@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from on_gpu import needs_gpu
-from sagekernels.int8_matmul import int8_product, product_twin
+from sagekernels.hopper_int8 import hopper_int8_product, takes
+from sagekernels.int8_matmul import int8_product, int8_product_triton, product_twin
 
 pytestmark = needs_gpu()
 
@@ -24,6 +25,9 @@ def test_products_are_within_roundings(sizes, dtype):
     found = int8_product(a, a_scale, b, b_scale, dtype)
     bound = (4 * torch.finfo(torch.float32).eps + torch.finfo(dtype).eps / 2) * truth.abs()
     assert ((found.double() - truth).abs() <= bound).all()
+    if takes(columns) and torch.cuda.get_device_capability() == (9, 0):
+        crowded = hopper_int8_product(a, a_scale, b, b_scale, dtype, crowded=True)  # Tiles come from a counter.
+        assert torch.equal(crowded, int8_product_triton(a, a_scale, b, b_scale, dtype))
     a_scale[-1] = torch.nan
     found = int8_product(a, a_scale, b, b_scale, dtype)
     assert found[-1].isnan().all() and found[:-1].isfinite().all()

@@ -268,7 +268,7 @@ def test_rates_fall_with_thin_matmuls_and_short_sequences():
 def test_a_linear_layer_in_other_arithmetic_is_one_change(monkeypatch, other_operations):
     """The forward pass and the gradient of the input run in an arithmetic that is twice as fast. Each of the three
     matmuls is a third of the time."""
-    card = dataclasses.replace(SIMPLE, precisions={**SIMPLE.precisions, "int8": 2.0}, alone={})
+    card = dataclasses.replace(SIMPLE, precisions={**SIMPLE.precisions, "int8": 2.0})
     before, listed = predict(config(), 1, VOCAB, card), Rank.matmul
 
     def low_bit(self: Rank, name: str, *sizes: int, **options) -> operations.MatmulCost:
@@ -319,8 +319,7 @@ def test_linear_layers_in_8_bits_are_priced_in_their_blocks():
     assert casts == pytest.approx(262_144 * 20 * 6 * _columns(cfg.model) / 1e12)
     assert step("linear.precision=int8").elementwise - before.elementwise == pytest.approx(casts)
     # With fp8 the output projection has both gradients in 8 bits, with int8 none of them.
-    one = (2 + 1 / card.alone["int8"]) / 3
-    for low, share, moved in (("fp8", 1 / 2, 6 * (1024 + VOCAB)), ("int8", one, 3 * 1024)):
+    for low, share, moved in (("fp8", 1 / 2, 6 * (1024 + VOCAB)), ("int8", 5 / 6, 3 * 1024)):
         with_head, without = step(fp8, f"linear.head={low}"), step(fp8)
         assert without.matmul - with_head.matmul == pytest.approx(head * (1 - share))
         assert with_head.elementwise - without.elementwise == pytest.approx(262_144 * moved / 1e12)

@@ -426,9 +426,10 @@ def test_the_choices_of_a_run_are_planned_as_predicted():
 def test_eight_bits_that_do_not_pay_are_a_finding():
     """A model whose matmuls are small has nothing to gain either way."""
     small = ("model.hidden_size=256", "model.ffn_hidden_size=512", "model.head_dim=16", "attention.backend=sdpa")
+    one = ["linear.keep_first_blocks=19", "linear.recipe=rowwise_bf16_wgrad"]  # One block is left.
     for overrides, pays in (
-        (["linear.precision=int8", "linear.keep_first_blocks=19"], False),  # One block is left.
-        (["linear.precision=auto", "linear.keep_first_blocks=19"], True),  # Nobody has written the int8.
+        (["linear.precision=int8", *one], False),
+        (["linear.precision=auto", *one], True),  # Nobody has written the int8.
         *(([f"linear.precision={name}", *more], not more) for name in ("fp8", "int8") for more in ((), small)),
     ):
         errors, text = plan(CONFIGS / "1b.yaml", 8, *overrides)

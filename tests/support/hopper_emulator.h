@@ -141,6 +141,14 @@ static void arrive_at(u64 &at, int rank) {
     settle(b);
     block = home;
 }
+static void send(int &to, int x, u64 &at, int rank) {
+    there(neighbour(rank), to) = x;
+    arrive_at(at, rank);
+}
+static void wait_sent(u64 &at, u32 parity) {
+    Barrier &b = barrier_at(&at);
+    until([&b, parity] { return b.phase != parity; }, "what another block sends by " + name(&at));
+}
 static void cluster_barrier() {
     // Nothing is known to be ready in another block before the barrier.
     static std::map<int, std::pair<int, int>> met;
