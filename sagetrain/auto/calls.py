@@ -20,6 +20,8 @@ class RankCalls:
     seq_length: int
     device: torch.device
     dtype: torch.dtype
+    expert_parallel_size: int = 1
+    """The ranks that have the experts of a layer between them."""
 
     @property
     def own_tokens(self) -> int:

@@ -79,7 +79,9 @@ def settle_linear(
             dense = {name: sizes for name, sizes in layers.items() if name != "experts"}
             times, refused = time_layers(dense, [way], tokens=tokens, joined=joined, **how)
             if model.experts is not None:  # Each rank has its own tokens, or as many of others.
-                own, why = time_experts(model.experts, model.hidden_size, [way], tokens=tokens // ranks, **how)
+                number = model.experts.number // calls.expert_parallel_size
+                rank = model.experts.model_copy(update={"number": number})
+                own, why = time_experts(rank, model.hidden_size, [way], tokens=tokens // ranks, **how)
                 times["experts"] = own
                 refused += why
             sides = {name: f"{name} {inputs} x {sum(sizes.values())}" for name, (inputs, sizes) in layers.items()}
@@ -91,7 +93,7 @@ def settle_linear(
             below = smallest(dict(zip(layers, times.values(), strict=True)), way, weights, least)
             return "bf16" if below is None else _name(way, below)
 
-        key = layers, tokens, joined, kept, compiled, dtype, way, least, GAIN, model.experts
+        key = layers, tokens, joined, kept, compiled, dtype, way, least, GAIN, model.experts, calls.expert_parallel_size
         return named[decide("linear", measure, pick, key=key, device=device, cache=cache, say=say)]
 
     had = kept_linear(asked, before.linear) if before and before.linear.precision != "auto" else None
@@ -228,13 +230,13 @@ def time_experts(
     dtype: torch.dtype,
     seconds: Callable[[Callable[[], None]], float],
 ) -> tuple[dict[str, float], list[str]]:
-    """Return the seconds of forward and backward of a layer's experts by way, and the reasons why some were refused.
+    """Return the seconds of forward and backward of a rank's experts by way, and the reasons why some were refused.
     Tokens go to experts by chance. The router is no part of it. The arguments are those of time_layers."""
     matmuls = {"bf16": GroupedMatmul(), **{" ".join(name): low for name, low in GROUPED_RECIPES.items()}}
     draw = torch.Generator(device).manual_seed(0)
     x, grad = (torch.randn(tokens, hidden, generator=draw, device=device, dtype=dtype) for _ in range(2))
     scores = torch.rand(tokens, experts.number, generator=draw, device=device)
-    weights, choices = scores.topk(experts.per_token)
+    weights, choices = scores.topk(min(experts.per_token, experts.number))
     rows = plan_rows(choices, experts.number)
 
     def make(way: str, wide: bool) -> nn.Module:

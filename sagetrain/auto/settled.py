@@ -101,6 +101,7 @@ def settle(
         seq_length=cfg.data.seq_length,
         device=device,
         dtype=dtype,
+        expert_parallel_size=groups.ep_size,
     )
     place: dict[str, Any] = {"device": device, "dtype": dtype}
 

@@ -151,6 +151,11 @@ class Layout:
         return self.replicas * self.tensor // (self.experts * self.expert_shards)
 
     @property
+    def calls_experts(self) -> bool:
+        """Whether hooks of experts gather their weights in every pass, apart from the block that they are in."""
+        return self.experts > 1 and self.zero_stage == 3
+
+    @property
     def gathered(self) -> Literal["never", "once a step", "in every pass"]:
         """The times at which a rank gathers the weights of other shards."""
         return ("never", "once a step", "once a step", "in every pass")[self.zero_stage]

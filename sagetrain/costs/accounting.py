@@ -71,6 +71,7 @@ def rank_of(cfg: RunConfig, copies: bool = False, span: float | None = None) -> 
             cfg.parallel.tensor_parallel_size, cfg.parallel.context_parallel_size
         ),
         experts=cfg.parallel.expert_parallel_size if cfg.model.experts else 1,
+        room=cfg.parallel.expert_room,
         sequence_parallel=cfg.parallel.sequence_parallel,
         copies=copies,
     )
@@ -226,7 +227,7 @@ def _weights_of_blocks(model: ModelConfig, tensor_parallel: int, expert_parallel
     """
     blocks = [
         sum(each.weights for each in layer.linear_layers(tensor_parallel).values())
-        + (_experts(layer, expert_parallel) if expert_parallel else 0)
+        + (expert_weights(layer, expert_parallel) if expert_parallel else 0)
         for layer in layers(model)
     ]
     return max(blocks), sum(blocks)
@@ -236,10 +237,10 @@ def expert_parameters(cfg: RunConfig) -> list[int]:
     """Return the parameters of a rank's experts in each block where ranks have experts between them, and zeros where
     they have not."""
     ranks = cfg.parallel.expert_parallel_size
-    return [_experts(layer, ranks) * (ranks > 1) for layer in layers(cfg.model)]
+    return [expert_weights(layer, ranks) * (ranks > 1) for layer in layers(cfg.model)]
 
 
-def _experts(layer: LayerSpec, ranks: int) -> int:
+def expert_weights(layer: LayerSpec, ranks: int) -> int:
     """Return the weights of a rank's experts in a block."""
     experts = layer.experts
     return 3 * experts.number * experts.ffn_size * layer.hidden // ranks if experts else 0

@@ -10,7 +10,7 @@ from typing import Literal
 from sagetrain.config.layer_specs import layers, linear_layers
 from sagetrain.config.layout import Layout
 from sagetrain.config.schema import AttentionConfig, ModelConfig, RunConfig
-from sagetrain.costs.accounting import expert_parameters
+from sagetrain.costs.accounting import expert_weights
 from sagetrain.costs.operations import Rank
 
 INTO, OUT = "into the layers", "out of the layers"
@@ -154,26 +154,31 @@ def _expert_parallel(model: ModelConfig, rank: Rank, parts: int) -> Iterable[Col
 
 
 def expert_exchanges(
-    cfg: RunConfig, layout: Layout, element: int, reduced: int
-) -> Iterator[tuple[str, str, int, int, tuple[int, int]]]:
-    """Yield the collectives of ZeRO for experts that ranks have between them, which are units of their own: the
-    purpose, the kind, the number of calls in a step, the payload of one, and the number of ranks with the replicas from
-    one of them to the next. Nothing is taken to hide them.
+    cfg: RunConfig, layout: Layout, element: int, reduced: int, parts: int
+) -> Iterator[tuple[str, str, str, int, int, tuple[int, int] | None]]:
+    """Yield the collectives for weights and gradients of experts beside those of whole blocks: the axis, the purpose,
+    the kind, the number of calls in a step, the payload of one, and the number of ranks with the replicas from one of
+    them to the next, if only a part of the axis takes part. Nothing is taken to hide them.
+
+    Experts that ranks have between them are units of ZeRO of their own. Others have seen the tokens of one
+    tensor-parallel rank, whose gradients are added up.
 
     Args:
         element: the bytes of a weight that the model computes with.
         reduced: the times that gradients are reduced in a step.
+        parts: the parts of a micro-batch. At ZeRO 3 each of them gathers the experts.
     """
-    every, shards, copies = (
-        [size for size in expert_parameters(cfg) if size],
-        layout.expert_shards,
-        layout.expert_copies,
-    )
-    if not every:
+    ranks, shards, copies = cfg.parallel.expert_parallel_size, layout.expert_shards, layout.expert_copies
+    if not (every := [size for layer in layers(cfg.model) if (size := expert_weights(layer, ranks))]):
         return
     calls, size, apart = len(every), max(every), max(1, layout.experts // layout.tensor)
+    if ranks == 1:
+        if layout.tensor > 1:
+            yield "tensor", "gradients of experts", "all-reduce", 2 * calls, 2 * size // layout.shards, None
+        return
     if shards > 1:
-        yield "weights of experts", "all-gather", calls, element * size, (shards, apart)
-        yield "gradients of experts", "reduce-scatter", reduced * calls, 4 * size, (shards, apart)
+        gathers = 2 * reduced * parts if layout.calls_experts else 1
+        yield "data", "weights of experts", "all-gather", gathers * calls, element * size, (shards, apart)
+        yield "data", "gradients of experts", "reduce-scatter", reduced * calls, 4 * size, (shards, apart)
     if copies > 1:
-        yield "gradients of experts", "all-reduce", calls, 4 * size // shards, (copies, apart * shards)
+        yield "data", "gradients of experts", "all-reduce", calls, 4 * size // shards, (copies, apart * shards)

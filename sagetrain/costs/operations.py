@@ -154,6 +154,8 @@ class Rank:
     """The number of those ranks that gather keys and values from each other. The others exchange heads."""
     experts: int = 1
     """The number of ranks that have the experts of a layer between them."""
+    room: float = 1.0
+    """The rows of experts that there is memory for, in multiples of the mean over ranks."""
     sequence_parallel: bool = False
     copies: bool = False
     """Whether sequence parallelism's collectives go by copy engines."""
@@ -346,10 +348,12 @@ def block_operations(layer: LayerSpec, attention: AttentionConfig, rank: Rank) -
 
 def _mixture(experts: ExpertsConfig, hidden: int, rank: Rank) -> Iterator[Operation]:
     """List the operations of a router and its experts, for the tokens of a rank's part of the residual stream. Ranks
-    that have experts between them gather tokens, have room for all rows, and are taken to compute equal parts."""
+    that have experts between them gather tokens, have room for more than their mean, and are taken to compute equal
+    parts."""
     again, inner, element = rank.recompute == "full", experts.ffn_size, rank.element
     tokens = rank.tokens // rank.shards
-    rows, own, room = experts.per_token * tokens, experts.number // rank.experts, experts.per_token * rank.experts
+    rows, own = experts.per_token * tokens, experts.number // rank.experts
+    room = min(rank.room, rank.experts) * experts.per_token
     low = rank.linear.takes(LinearSizes(hidden, {"gate": inner, "up": inner}))
     matmul = functools.partial(rank.matmul, column_parallel=False, recomputed=again)
 
@@ -363,7 +367,7 @@ def _mixture(experts: ExpertsConfig, hidden: int, rank: Rank) -> Iterator[Operat
 
     # Codes of rows are kept in place of SwiGLU's results. They fill up the tiles of each expert.
     codes = low and rank.linear.recipe != "rowwise_bf16_wgrad"
-    padded = (room * tokens // _TILE + own) * _TILE // max(1, tokens)
+    padded = (int(room * tokens) // _TILE + own) * _TILE // max(1, tokens)
     # The router keeps the rank's tokens, unless shared experts have kept them already.
     kept = 0 if experts.shared and not codes else element * hidden
     router = matmul("router", experts.number, hidden, precision=Precision("fp32", "fp32", "fp32"), saved=kept)
@@ -373,14 +377,13 @@ def _mixture(experts: ExpertsConfig, hidden: int, rank: Rank) -> Iterator[Operat
     if codes:
         kept = padded * hidden
     elif rank.fused and not low:  # One graph gathers the rows once for both passes.
-        kept = element * room * hidden
+        kept = int(element * room * hidden)
     else:
         kept = element * hidden * rank.experts * (rank.experts > 1)  # Tokens of all ranks, which were gathered.
     yield moving("rows of experts", element * room * _ROWS * hidden, saved=kept)
-    yield product("gate and up of experts", 2 * inner, hidden, saved=element * room * 2 * inner)
+    yield product("gate and up of experts", 2 * inner, hidden, saved=int(element * room * 2 * inner))
     yield moving("SwiGLU of experts", element * room * _SWIGLU[0] * inner)
-    kept = padded if codes else element * room
-    yield product("down of experts", hidden, inner, saved=kept * inner)
+    yield product("down of experts", hidden, inner, saved=int((padded if codes else element * room) * inner))
     if low:
         columns = room * (3 * inner + 2 * hidden)
         yield moving("casts of experts to 8 bits", rank.moved(_CASTS[rank.linear.recipe], columns))

@@ -46,6 +46,7 @@ from sagetrain.engines.piped import Piped
 from sagetrain.engines.protocol import Owned, Probe, every
 from sagetrain.engines.reduction import Reduction
 from sagetrain.engines.replayed import Replayed, recorder_of
+from sagetrain.engines.room import Room
 from sagetrain.engines.sharding import gather_once, ranks_of, ranks_of_experts, shard_model, units
 from sagetrain.engines.shards import Shards
 from sagetrain.engines.step import BaseEngine, Decision
@@ -77,7 +78,9 @@ class FsdpEngine(BaseEngine):
         # A number would be a part of the program of a micro-step, and the program stays the same if this changes.
         self._share = model.share
         ranks = ranks_of(groups, layout, device)
-        self.units = units(model, ranks, layout.replicas, ranks_of_experts(groups, layout, device))
+        self.units = units(
+            model, ranks, layout.replicas, ranks_of_experts(groups, layout, device), layout.calls_experts
+        )
         parameters = shard_model(model, self.units, device, dtype, reshard=stage == 3, offloaded=offload != "none")
         self.settings = {
             "zero_stage": stage,
@@ -114,7 +117,10 @@ class FsdpEngine(BaseEngine):
             self._weights = GatheredWeights(*of_model)
             # At ZeRO 2 and 3 gradients come to the host in every micro-step.
             self._sums = (HostSums if offload != "none" and stage > 1 else ShardedSums)(parameters, masters)
-        self._hooks = Hooks(model, layout, to_host=isinstance(self._sums, HostSums))
+        apart = [unit.module for unit in self.units if unit.apart]
+        if groups.ep_size > 1:
+            self.room = Room(model, cfg.parallel.expert_room, device)
+        self._hooks = Hooks(model, layout, isinstance(self._sums, HostSums), apart)
         if groups.pp_size > 1:
             pipe = Pipe(groups, cfg.parallel.pipeline_chunks)
             self._traversal = Piped(self, pipe, self._hooks, dtype, self._share)

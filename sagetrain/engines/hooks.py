@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 from torch.distributed.fsdp import FSDPModule
@@ -16,10 +17,12 @@ class Hooks:
 
     Args:
         to_host: whether every pass waits for its copies of gradients to the host.
+        apart: the modules of units that are never called (sharding.Unit).
     """
 
-    def __init__(self, model: Transformer, layout: Layout, to_host: bool) -> None:
+    def __init__(self, model: Transformer, layout: Layout, to_host: bool, apart: Sequence[FSDPModule] = ()) -> None:
         self._model, self._root, self._to_host = model, cast(FSDPModule, model), to_host
+        self._stay = self._root, *apart
         self._stage, self._resident = layout.zero_stage, layout.hooks == "never"
         self._mode: tuple[bool, bool] | None = None
 
@@ -44,9 +47,10 @@ class Hooks:
         # After its last pass FSDP forgets the order of passes, and waits for its copies to the host.
         root.set_is_last_backward(last or self._to_host or self._resident)
         root.set_reshard_after_backward(not self._resident and (last or self._stage == 3))
-        if not last:
-            # The outermost unit is needed from the begin of a pass to its end, so giving it back saves no memory.
-            root.set_reshard_after_backward(False, recurse=False)
+        for module in () if last else self._stay:
+            # These units are needed from the begin of a pass to its end, so giving them back saves no memory. In a
+            # pipeline it would take them away from the micro-batches that are under way.
+            module.set_reshard_after_backward(False, recurse=False)
 
     def expect_last_of(self, chunk: ModelChunk, only: bool) -> None:
         """Let the next backward pass, which is the last one through this chunk but not through the model's part here,

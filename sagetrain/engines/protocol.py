@@ -114,6 +114,10 @@ class StepResult:
     """The gradient norm of each layer, by name. It is there if the engine found it finite, and if the step has an event
     or observers asked for it."""
 
+    room: float | None = None
+    """The room for rows of experts (parallel.expert_room) with which the step is to be taken again, because rows did
+    not fit. None: they did."""
+
     @property
     def loss(self) -> float:
         """The mean loss over the global batch, in nats per token."""
@@ -229,7 +233,7 @@ class Engine(Protocol):
         """Run forward and backward over the micro-batches, then make one update if observers.judge allows it.
 
         A step that is refused, or whose gradient is not finite, leaves the weights and the optimizer's state exactly as
-        they were, bit by bit.
+        they were, bit by bit. So does a step in which rows of experts had no room: call it again (StepResult.room).
 
         Args:
             batches: this rank's micro-batches.

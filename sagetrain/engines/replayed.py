@@ -22,6 +22,7 @@ from sagetrain.engines.protocol import Observers
 from sagetrain.engines.replay_times import ReplayTimes, replays_stay, slowest_of_ranks
 from sagetrain.engines.static_inputs import StaticInputs, shapes_of
 from sagetrain.engines.traversal import Passes, Plain
+from sagetrain.model.moe import MoE
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.copies import Copies, connected
 from sagetrain.parallel.layers import linear_layers
@@ -245,6 +246,7 @@ class Replayed(Plain):
             [layer.matmul for layer in layers],
             model.functions,
             model.activation_checkpointing,
+            [module.room for module in model.modules() if isinstance(module, MoE)],
             [leaf.requires_grad for leaf in leaves],
             [tensor.data_ptr() for tensor in held],
             self._copies and self._copies.addresses,

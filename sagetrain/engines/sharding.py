@@ -154,9 +154,15 @@ class Unit(NamedTuple):
     """Whether the weights are fp32 in a model of any dtype."""
 
 
-def units(model: Transformer, ranks: UnitRanks, divisor: int, of_experts: UnitRanks | None = None) -> list[Unit]:
+def units(
+    model: Transformer, ranks: UnitRanks, divisor: int, of_experts: UnitRanks | None = None, called: bool = False
+) -> list[Unit]:
     """Return the groups of a model's parameters: all that is outside of the blocks, with the gains of all norms, then
-    each block, then the experts of each block if they have ranks of their own, then the routers of all blocks."""
+    each block, then the experts of each block if they have ranks of their own, then the routers of all blocks.
+
+    Args:
+        called: let each block call its experts if these have ranks of their own, so that hooks gather their weights.
+    """
     gains, mixtures = {norm.gain for norm in _norms(model)}, _mixtures(model)
     routers, experts = [moe.router for moe in mixtures], [moe.experts for moe in mixtures if of_experts]
     module_of: dict[nn.Parameter, nn.Module] = {
@@ -169,7 +175,10 @@ def units(model: Transformer, ranks: UnitRanks, divisor: int, of_experts: UnitRa
         names[module_of.get(parameter, model)].append(name)
     found = [Unit(module, tuple(some), ranks, divisor) for module, some in names.items()]
     if of_experts is not None:
-        found = [each._replace(ranks=of_experts, apart=True) if each.module in experts else each for each in found]
+        own = partial(Unit._replace, ranks=of_experts, apart=not called)
+        found = [own(each) if each.module in experts else each for each in found]
+        for moe in mixtures:
+            moe.calls_experts = called
     if routers:
         found[-1] = found[-1]._replace(others=tuple(routers[1:]), apart=True, wide=True)
     return found
@@ -208,7 +217,7 @@ def shard_model(
     gains = {cast(nn.Parameter, norm.gain) for norm in norms}
     root, *blocks = parts
     # A group leaves out what is in one already, so routers and experts come before their blocks.
-    for unit in sorted(blocks, key=lambda unit: not unit.apart):
+    for unit in sorted(blocks, key=lambda unit: isinstance(unit.module, Block)):
         how["mesh"] = unit.ranks.mesh
         if unit.apart:
             kept = torch.float32 if unit.wide else dtype

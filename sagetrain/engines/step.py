@@ -22,6 +22,8 @@ from sagetrain.checkpoint.ledger import fold
 from sagetrain.data.batch import Batch
 from sagetrain.engines.gradients import Parts, StepGradients
 from sagetrain.engines.protocol import NOBODY, Observers, Probe, StepResult, never
+from sagetrain.engines.room import METRIC as METRIC_OF_ROOM
+from sagetrain.engines.room import Room
 from sagetrain.engines.traversal import Passes, Plain, counted_of
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.digest import digest
@@ -42,6 +44,8 @@ class Decision:
         self.metrics: dict[str, float] = {}
         """The step's numbers over all ranks. The dict is filled when the decision is made."""
         self.verdict: Verdict | None = None
+        self.lacked_room: bool = False
+        """Whether rows of experts had no room on some rank (room.py). Such a step is not judged."""
 
     def allows(self, norm: Tensor | float | None = None) -> bool:
         """Return whether the update is to be made. The first call reduces the step's metrics, which is collective, and
@@ -57,7 +61,8 @@ class Decision:
             # Pipeline stages measure their own layers.
             differ = self._observers.probes or self._observers.watch
             self.metrics = self._groups.metrics.reduce(self._device, self._groups.pp_group if differ else None)
-            self.verdict = self._observers.judge(self.metrics)
+            self.lacked_room = self.metrics.pop(METRIC_OF_ROOM, 0.0) > 0
+            self.verdict = Verdict(apply=False) if self.lacked_room else self._observers.judge(self.metrics)
         return self.verdict.apply
 
     def show(self, parts: Parts) -> None:
@@ -91,6 +96,8 @@ class BaseEngine(Passes):
         super().__init__(model, groups, device)
         self._clip = clip
         self.optimizer_steps = 0
+        self.room: Room | None = None
+        """The room for rows of experts. None: there is room for all rows."""
         self._traversal = Plain(self)
         self._gradients = StepGradients(model, groups, device, clip, copies, expert_copies)
 
@@ -127,6 +134,8 @@ class BaseEngine(Passes):
         """Take one optimizer step: see engines/protocol.Engine."""
         metrics = self.groups.metrics
         metrics.clear()
+        if self.room:
+            self.room.begin()
         self._prepare(micro_batches, lr)
         if observers.probes:
             batches = self._probe(batches, observers.probes, masked=counted is not None)
@@ -140,6 +149,8 @@ class BaseEngine(Passes):
             samples = self._accumulate(batches, micro_batches, observers, masked=counted is not None)
         if observers.replay:
             self._compute_again(observers.replay, divisor)
+        if self.room:
+            self.room.end(metrics)
         metrics.sum("stop", stop())
         metrics.sum("folds", fold(samples, self.groups.dp_rank))
 
@@ -222,6 +233,7 @@ class BaseEngine(Passes):
             span=found.pop("span"),
             event=verdict.event,
             layer_norms=layer_norms,
+            room=self.room.grow() if self.room and decision.lacked_room else None,
         )
 
     # -- forward passes ------------------------------------------------------------------------------------------

@@ -250,11 +250,12 @@ def _go_there(run: Run, content: dict[str, Any]) -> float:
 def _step(run: Run, tokens: int, judge: Callable[[Mapping[str, float]], Verdict]) -> StepResult:
     cfg, state = run.cfg, run.resumed.state
     lr = learning_rate(cfg.optimizer, cfg.lr_schedule, state.tokens, tokens, cfg.training.total_tokens)
-    batches = run.loader.step_batches(state.sequences, tokens)
-    observers = Observers(judge=judge)
-    return run.engine.step(
-        batches, tokens // run.layout.micro_step, lr, observers, run.counted(state.sequences, tokens)
-    )
+    number, counted = tokens // run.layout.micro_step, run.counted(state.sequences, tokens)
+    while True:
+        batches = run.loader.step_batches(state.sequences, tokens)
+        result = run.engine.step(batches, number, lr, Observers(judge=judge), counted)
+        if result.room is None:  # Rows of experts had room.
+            return result
 
 
 def _take(run: Run, folder: Path, content: dict[str, Any]) -> StepNumbers:

@@ -33,6 +33,7 @@ def compile_blocks(
     backend: str = "inductor",
     *,
     hooks: bool = False,
+    inner_hooks: bool = False,
     whole: bool = False,
     blocks_alone: bool = False,
     dynamic: bool | None = None,
@@ -43,6 +44,7 @@ def compile_blocks(
 
     Args:
         hooks: leave the hooks of modules outside of the graphs, because they gather the weights of a block.
+        inner_hooks: let graphs end at modules inside of a block that have hooks of their own (Layout.calls_experts).
         whole: do the same, and let blocks run alone (`whole_blocks`), with a final norm that is not compiled. Under
             DeepSpeed's ZeRO-3 the hooks gather nothing but the weights of their own module.
         blocks_alone: compile nothing outside of the blocks.
@@ -58,7 +60,8 @@ def compile_blocks(
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _GRAPHS)
     traceable = all(function.traceable for function in model.functions)
     model.whole_blocks = whole
-    how: dict[str, Any] = {"fullgraph": traceable, "backend": backend, "options": options, "dynamic": dynamic}
+    fullgraph = traceable and not inner_hooks
+    how: dict[str, Any] = {"fullgraph": fullgraph, "backend": backend, "options": options, "dynamic": dynamic}
     for block in model.blocks:
         if hooks or whole:
             block.forward = torch.compile(block.forward, **how)

@@ -186,6 +186,13 @@ class MoE(nn.Module):
         self._own = _divide(layer.experts.number, groups)
         inner = layer.experts.ffn_size
         self.experts = Experts(self._own, layer.hidden, inner, matmul=matmuls.get("experts"), **place)
+        self.calls_experts: bool = False
+        """Whether the hooks of experts run, which gather their weights and break a block's graph."""
+        self.room: int | None = None
+        """The rows that passes with gradients have memory for, in hundredths of the mean over ranks that have experts
+        between them. None: all rows that there can be."""
+        self.lacking: Tensor | None = None
+        """bool []: whether `room` was too small for any pass since it was set to False."""
         self.shared = None
         if layer.mlp.inner:
             self.shared = MLP(layer, groups, matmuls=matmuls, sequence_parallel=sequence_parallel, **place)
@@ -214,13 +221,19 @@ class MoE(nn.Module):
             # Otherwise each rank would have the gradient of all tokens, and engines would add them up.
             assert self.sequence_parallel or self.groups.tp_size == 1, "experts train with sequence parallelism"
             weights = router.balanced(weights, router.losses(logits, scores), factor, choices)
-        group = self.groups.ep_group
+        group, room = self.groups.ep_group, None
         if group is not None:
             # Choices of other ranks' experts have no row here.
             x, weights = gather_tokens(x, group), gather_tokens(weights, group)
             choices = finish(start_all_gather(choices, group)) - self.groups.ep_rank * self._own
-        # FSDP's hooks of experts that ranks have between them would gather them once more, and break a block's graph.
-        y = experts.forward(x, weights, plan_rows(choices, self._own))
+            if self.room is not None and torch.is_grad_enabled():
+                every = choices.numel()
+                room = min(every, -(-every * self.room // (100 * self.groups.ep_size)))
+        rows = plan_rows(choices, self._own, room)
+        if room is not None and self.lacking is not None:
+            self.lacking.logical_or_(rows.overflow)
+        run = experts if self.calls_experts else experts.forward
+        y = run(x, weights, rows)
         return y if group is None else scatter_sums(y, group)
 
 

@@ -138,6 +138,8 @@ def _used(cfg: RunConfig, prediction: StepPrediction) -> Iterator[str]:
         yield f"linear layers in {cfg.linear.precision}"
     if cfg.linear.head != "bf16":
         yield f"output projection in {cfg.linear.head}"
+    if cfg.model.experts:
+        yield "experts"
     if cfg.parallel.tensor_parallel_size > 1:
         yield "tensor parallelism"
         if prediction.overlap and not cfg.parallel.sequence_parallel:

@@ -404,7 +404,7 @@ class _Step:
     def _data_parallel(self, compute: float) -> list[CollectiveTime]:
         """Return the collectives of ZeRO beside `compute` seconds of a step."""
         layout, size = self.layout, self.parameters
-        if layout.replicas == 1 and self.rank.experts == 1:
+        if layout.replicas == 1 and self.cfg.model.experts is None:
             return []
         if layout.engine == "fsdp":
             return list(self._fsdp(compute / self.accumulation))
@@ -437,8 +437,8 @@ class _Step:
         if (copies := layout.copies) > 1:
             purpose = "gradients of copies" if shards > 1 else "gradients"
             yield from groups(purpose, "all-reduce", 1, 1, 4 / shards, (copies, shards), backward)
-        for each in expert_exchanges(self.cfg, layout, element, reduced):
-            yield self._collective("data", *each)
+        for each in expert_exchanges(self.cfg, layout, element, reduced, self.parts):
+            yield self._collective(*each)
 
 
 def _beside(

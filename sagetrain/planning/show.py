@@ -243,7 +243,8 @@ def _stages(cfg: RunConfig, layout: Layout, vocab_size: int) -> str:
 
 def _ranks(layout: Layout) -> str:
     pipeline = f" x pipeline parallel {layout.stages}" if layout.stages > 1 else ""
-    return f"tensor parallel {layout.tensor}{layout.sharing}{pipeline} x data parallel {layout.data}"
+    experts = f"; experts over {layout.experts} ranks" if layout.experts > 1 else ""
+    return f"tensor parallel {layout.tensor}{layout.sharing}{pipeline} x data parallel {layout.data}{experts}"
 
 
 def _memory_table(

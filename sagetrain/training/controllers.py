@@ -179,7 +179,8 @@ class Controllers:
         return self._aware.following if self._aware else tokens_per_step(self._cfg.tokens_per_step, tokens)
 
     def take(self, state: TrainState, size: int, take: Take, first: Callable[[int], Batch]) -> StepResult:
-        """Let the engine take the step after `state`, and take it again if the computations of two replicas differ.
+        """Let the engine take the step after `state`, and take it again if rows of experts lacked room or the
+        computations of two replicas differ.
 
         Args:
             size: the tokens of the step.
@@ -189,7 +190,7 @@ class Controllers:
             TrainingError: computations differ a second time, and stability.replay.policy is stop.
         """
         step, replay = state.step + 1, self._replay
-        observers = self._observers(step, size)
+        observers, take = self._observers(step, size), partial(self._with_room, state, take)
         if replay is None or not _due(self._cfg.stability.replay.every_steps, step):
             return take(observers)
         tries: list[ReplicaTry] = []
@@ -219,6 +220,14 @@ class Controllers:
                 "leave its host out, or set stability.replay.policy: go_on"
             )
         self._reporter.event(state, replace(event, text=f"step {step}: {event.text}. The run goes on"))
+        return result
+
+    def _with_room(self, state: TrainState, take: Take, observers: Observers) -> StepResult:
+        """Take a step, and take it again until rows of experts have room (engines/room.py)."""
+        while (room := (result := take(observers)).room) is not None:
+            text = f"rows of experts did not fit on some rank. Step {state.step + 1} is taken again with room for "
+            text += f"{room:g} times their mean (parallel.expert_room)"
+            self._reporter.event(state, Event("room", text, {"room": room}))
         return result
 
     def compare_weights(self, state: TrainState) -> None:

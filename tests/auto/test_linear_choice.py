@@ -19,6 +19,7 @@ from sagetrain.checkpoint.state import SettledLinear
 from sagetrain.config.layer_specs import linear_layers
 from sagetrain.config.load import load_config
 from sagetrain.config.schema import SIXTEEN_BITS, ExpertsConfig, LinearConfig, ModelConfig
+from sagetrain.model.moe import Experts
 from sagetrain.model.selection import matmuls_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -253,20 +254,24 @@ def test_layers_with_odd_sides_keep_no_other_layer_out(tmp_path: Path, clock: Ca
     assert [line.split()[0] for line in said[0].splitlines()[2:-1]] == ["qkv", "out"]
 
 
-@pytest.mark.parametrize(("spent", "below", "taken"), [
-    (8.0, 0, ["experts", "out", "qkv"]), (9.9, 8192, ["out", "qkv"]), (float("inf"), 8192, ["out", "qkv"])
+@pytest.mark.parametrize(("spent", "below", "taken", "ranks"), [
+    (8.0, 0, ["experts", "out", "qkv"], 2), (9.9, 8192, ["out", "qkv"], 1), (float("inf"), 8192, ["out", "qkv"], 1)
 ])  # fmt: skip
-def test_experts_are_timed_as_one_layer(tmp_path: Path, monkeypatch, spent: float, below: int, taken: list) -> None:
+def test_experts_are_timed_as_one_layer(tmp_path: Path, monkeypatch, spent, below: int, taken: list, ranks) -> None:
     """An expert is smaller than attention's projections here, so they can gain alone. Experts that are wrong are not
-    timed."""
+    timed. Ranks that have experts between them time their own."""
+    made = []
+    monkeypatch.setattr(
+        linear_choice, "Experts", lambda number, *how, **more: made.append(number) or Experts(number, *how, **more)
+    )
     times = [10.0, 8.0, 10.0, 8.0, 10.0, spent]
     monkeypatch.setattr(linear_choice, "median_seconds", lambda action, device: action() or times.pop(0))
     if spent == float("inf"):
         monkeypatch.setitem(linear_choice.GROUPED_RECIPES, ("int8", "rowwise"), Spoiled(torch.int8))
     experts = ExpertsConfig(number=4, per_token=2, ffn_size=32)
     shape, said = SHAPE.model_copy(update={"experts": experts}), []
-    found = choose(tmp_path / "linear.json", said, shape=shape)
-    assert (found.precision, found.keep_layers_below) == ("int8", below)
+    found = choose(tmp_path / "linear.json", said, shape=shape, expert_parallel_size=ranks)
+    assert (found.precision, found.keep_layers_below) == ("int8", below) and {*made} == {4 // ranks}
     assert ("experts in int8 rowwise: the output is wrong" in said[0]) == (spent == float("inf"))
     matmuls, how = matmuls_of(found, shape, tensor_parallel_size=1, device=CPU, dtype=torch.bfloat16)
     assert all(sorted(of_block) == taken for of_block in matmuls[:-1]) and ("included" in how) == ("experts" in taken)

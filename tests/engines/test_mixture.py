@@ -17,6 +17,7 @@ from distributed import run_distributed
 from sagetrain.checkpoint import on_disk, reading
 from sagetrain.checkpoint.reading import Reader
 from sagetrain.config import RunConfig
+from sagetrain.config.layout import Layout
 from sagetrain.data.batch import Batch
 from sagetrain.engines import fsdp
 from sagetrain.engines.build_engine import build_engine
@@ -60,8 +61,15 @@ CASES: dict[str, tuple[tuple[int, int, int, int], dict[str, Any]]] = {
     ),
     "experts 2, compiled, ZeRO 0": ((1, 1, 1, 2), {"stage": 0, "parallel": {"expert_parallel_size": 2}}),
     "experts 2 x TP 2, halves, ZeRO 2": ((2, 1, 1, 2), {"stage": 2, "parallel": {**SPREAD, "expert_parallel_size": 2}}),
+    "experts 2, compiled, ZeRO 3": ((1, 1, 1, 2), {"stage": 3, "parallel": {"expert_parallel_size": 2}}),
+    "experts 2 x TP 2, halves, recomputed, ZeRO 3": (
+        (2, 1, 1, 2), {
+            "stage": 3, "parallel": {**SPREAD, "expert_parallel_size": 2},
+            "training": {"activation_checkpointing": "full"},
+        },
+    ),
     "experts 2 x TP 4, ZeRO 1": ((4, 1, 1, 2), {"stage": 1, "parallel": {**OWN, "expert_parallel_size": 2}}),
-    "experts 2 x PP 2, ZeRO 0": ((1, 1, 2, 2), {"stage": 0, "parallel": {**PIPELINE, "expert_parallel_size": 2}}),
+    "experts 2 x PP 2, ZeRO 3": ((1, 1, 2, 2), {"stage": 3, "parallel": {**PIPELINE, "expert_parallel_size": 2}}),
     "PP 2, ZeRO 2": ((1, 1, 2, 1), {"stage": 2, "parallel": PIPELINE}),
     "PP 2 x TP 2, halves, ZeRO 0": ((2, 1, 2, 1), {"stage": 0, "parallel": {**SPREAD, **PIPELINE}}),
 }  # fmt: skip
@@ -101,7 +109,8 @@ def take(
         specs = [spec for spec in engine.model.every_spec.values() if measured(spec)]
         noise = GradientNoise(engine.leaves(), specs, engine.groups, engine.device) if step % 2 else None
         observers = Observers(noise=noise, layer_norms=step % 2 == 1)
-        result = engine.step(own, len(own), 0.05, observers, counted)
+        while (result := engine.step(own, len(own), 0.05, observers, counted)).room:
+            pass  # It is taken again, because rows had no room.
         numbers = {**result.metrics, **{f"layer {layer}": norm for layer, norm in result.layer_norms.items()}}
         found.append({"loss": result.loss, "norm": result.grad_norm, **numbers})
     return found
@@ -145,7 +154,7 @@ def trained(
         cfg = tiny.on(config(**how), groups)
         model = tiny.model(cfg, groups)
         if "compiled" in name:
-            tiny.compile_first_rank(model)
+            tiny.compile_first_rank(model, inner_hooks=Layout.of(cfg, groups.topology.world_size).calls_experts)
         engine = build_engine(cfg, model, groups, 1)
     numbers = take(engine, range(1))
     if not alone:  # These tokens are no load. They have the shape of the steps, for which the blocks are compiled.
@@ -181,6 +190,7 @@ def in_four(root: str) -> dict[str, Any]:
         groups[sizes] = groups.get(sizes) or tiny.join(*sizes)
     found = {"trained": {name: trained(name, groups[CASES[name][0]]) for name in CASES}}
     found["first"] = {name: first_step(name, groups[CASES[name][0]]) for name in IN_8_BITS}
+    found["room"] = lacking_room(groups[1, 1, 1, 2])
     return found | {dtype: saved_and_continued(f"{root}/{dtype}", dtype, groups) for dtype in HOW}
 
 
@@ -250,7 +260,7 @@ def test_steps_in_8_bits_are_as_exact_as_in_one_process(alone, four) -> None:
 # -- checkpoints, and steps that are left out --------------------------------------------------------------------------
 
 HOW: dict[str, tuple[list[str], dict[str, Any]]] = {
-    "fp32": (["ZeRO 1", "experts 2 x PP 2, ZeRO 0"], {}),
+    "fp32": (["ZeRO 1", "experts 2 x PP 2, ZeRO 3"], {}),
     "bf16": (
         ["TP 2, halves, ZeRO 3", "experts 2 x context 2, recomputed, ZeRO 1"],
         {"dtype": "bf16", "optimizer": {"name": "muon"}},
@@ -265,6 +275,22 @@ HOW: dict[str, tuple[list[str], dict[str, Any]]] = {
 
 def state_of(engine: Engine) -> list[torch.Tensor]:
     return [owned.read(kind).clone() for owned in engine.owned() for kind in owned.kinds]
+
+
+def lacking_room(groups: ParallelGroups) -> dict[float, Any]:
+    """Return the numbers of a step that is refused for lack of room and taken again, and those of a step with room for
+    all rows, with the state behind both."""
+    found, (own, counted) = {}, batches(groups, 0)
+    for room in (1.0, 2.0):
+        engine = tiny.engine(config(1, {"expert_parallel_size": 2, "expert_room": room}), groups)
+        before = state_of(engine)
+        if room == 1:
+            assert engine.step(own, len(own), 0.05, counted=counted).room == 2
+            assert all(map(torch.equal, before, state_of(engine))), "a step without room has changed something"
+        result = engine.step(own, len(own), 0.05, counted=counted)
+        assert result.room is None and result.applied
+        found[room] = result.metrics, state_of(engine)
+    return found
 
 
 def generates_the_same(cfg: RunConfig, engine: Engine) -> bool:
@@ -321,6 +347,13 @@ def test_checkpoints_continue_at_every_layout(four, dtype: str) -> None:
             steps = slice(None) if dtype == "fp32" else slice(1)
             near = pytest.approx(alone[steps], rel=1e-5 if dtype == "fp32" else 2e-3)
             assert rank[name, other][steps] == near, (name, other)
+
+
+def test_a_step_that_lacked_room_ends_with_the_same_bits(four) -> None:
+    for rank in four:
+        (again, state), (once, expected) = rank["room"].values()
+        assert again == once
+        assert all(map(torch.equal, state, expected))
 
 
 # -- what balances -----------------------------------------------------------------------------------------------------

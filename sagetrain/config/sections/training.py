@@ -33,7 +33,10 @@ class ParallelConfig(Section):
     expert_parallel_size: PositiveInt = 1
     """Neighbouring ranks that have the experts of a layer between them (model.experts), up to per_token of them. Each
     group of these ranks gathers the tokens of all of them before the experts, and adds up their results behind. Other
-    tensors stay as they are. Needs a zero_stage of 0 to 2."""
+    tensors stay as they are."""
+    expert_room: Annotated[float, Field(ge=1)] = 1.5
+    """Memory for the rows of experts that a rank receives with expert_parallel_size, in multiples of the mean over
+    ranks. A step in which they do not fit is taken again with twice the room, and its results are the same."""
     pipeline_chunks: PositiveInt = 1
     """Number of ranges of blocks that each pipeline stage has (interleaved 1F1B). With several chunks the stages idle
     less and send more."""
