@@ -71,7 +71,7 @@ def rank_of(cfg: RunConfig, copies: bool = False, span: float | None = None) -> 
             cfg.parallel.tensor_parallel_size, cfg.parallel.context_parallel_size
         ),
         experts=cfg.parallel.expert_parallel_size if cfg.model.experts else 1,
-        room=cfg.parallel.expert_room,
+        room=min(cfg.parallel.expert_room, cfg.parallel.expert_parallel_size),
         sequence_parallel=cfg.parallel.sequence_parallel,
         copies=copies,
     )

@@ -217,8 +217,7 @@ class Rank:
         )  # fmt: skip
 
     def kept_by_layer(self, layer: LinearSizes) -> int:
-        """Return the bytes per token that a linear layer keeps of its input for backward: of its codes, or of the input
-        itself."""
+        """Return the bytes per token that a linear layer keeps for backward, of its input or of the input's codes."""
         eight = self.linear.takes(layer) and self.linear.recipe != "rowwise_bf16_wgrad"
         return layer.inputs * (1 if eight else self.element)
 
@@ -338,7 +337,9 @@ def block_operations(layer: LayerSpec, attention: AttentionConfig, rank: Rank) -
         columns |= {"q": query, "k": key, "v": key, "out": hidden, "gate": inner, "up": inner}
         columns["down"] = hidden * (rank.tensor > 1 or not rank.fused)
         if layer.experts:
-            columns["gate and up of experts"] = 2 * layer.experts.per_token * layer.experts.ffn_size
+            room = int(rank.room * layer.experts.per_token)
+            columns["gate and up of experts"] = 2 * room * layer.experts.ffn_size
+            columns["down of experts"] = room * hidden * (not rank.fused)
     dear = {part.name: element * columns.get(part.name, 0) for part in listed}
     seen = attention.backend != "flash"  # torch does not see the operators of flash-attn, so nothing of them is kept.
     dear["attention"] = seen * (dear["attention"] + 4 * heads + quantized * attention.may_be_int8)
@@ -347,13 +348,11 @@ def block_operations(layer: LayerSpec, attention: AttentionConfig, rank: Rank) -
 
 
 def _mixture(experts: ExpertsConfig, hidden: int, rank: Rank) -> Iterator[Operation]:
-    """List the operations of a router and its experts, for the tokens of a rank's part of the residual stream. Ranks
-    that have experts between them gather tokens, have room for more than their mean, and are taken to compute equal
-    parts."""
+    """List the operations of a router and its experts. Ranks that have experts between them gather tokens, have room
+    for more rows than the mean, and are taken to compute equal parts."""
     again, inner, element = rank.recompute == "full", experts.ffn_size, rank.element
     tokens = rank.tokens // rank.shards
-    rows, own = experts.per_token * tokens, experts.number // rank.experts
-    room = min(rank.room, rank.experts) * experts.per_token
+    rows, own, room = experts.per_token * tokens, experts.number // rank.experts, rank.room * experts.per_token
     low = rank.linear.takes(LinearSizes(hidden, {"gate": inner, "up": inner}))
     matmul = functools.partial(rank.matmul, column_parallel=False, recomputed=again)
 
@@ -374,12 +373,11 @@ def _mixture(experts: ExpertsConfig, hidden: int, rank: Rank) -> Iterator[Operat
     yield replace(router, tokens=tokens, shards=rank.shards)
     kept = (12 if rank.fused else 16) * experts.number + 12 * experts.per_token
     yield moving("scores", _SCORES * experts.number, saved=kept)
+    kept = element * hidden * rank.experts * (rank.experts > 1)  # Tokens of all ranks, which were gathered.
     if codes:
         kept = padded * hidden
     elif rank.fused and not low:  # One graph gathers the rows once for both passes.
         kept = int(element * room * hidden)
-    else:
-        kept = element * hidden * rank.experts * (rank.experts > 1)  # Tokens of all ranks, which were gathered.
     yield moving("rows of experts", element * room * _ROWS * hidden, saved=kept)
     yield product("gate and up of experts", 2 * inner, hidden, saved=int(element * room * 2 * inner))
     yield moving("SwiGLU of experts", element * room * _SWIGLU[0] * inner)

@@ -128,9 +128,10 @@ def staggered(
 
 
 # Operators are found by the beginnings of their names, because not every torch has all of them.
+_GROUPED = "sagekernels.grouped_product", "sagekernels.grouped_codes_product"
 _ATTENTION = "aten._scaled_dot_product_", "torch_attn.", "sagekernels.forward"
 DEAR: dict[object, tuple[str, ...]] = {
-    "selective": ("aten.mm.", "aten._scaled_mm", "sagekernels.int8_product", *_ATTENTION),
+    "selective": ("aten.mm.", "aten._scaled_mm", "sagekernels.int8_product", *_GROUPED, *_ATTENTION),
     "attention": _ATTENTION,
 }
 """The operators whose results blocks keep, by the setting of activation checkpointing. In the others, blocks keep

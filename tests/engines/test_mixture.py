@@ -47,38 +47,46 @@ def config(stage: int, parallel: dict | None = None, dtype: str = "fp32", **sect
 # Tensor-, context-, pipeline- and expert-parallel sizes of four ranks, and the rest of the configuration.
 CASES: dict[str, tuple[tuple[int, int, int, int], dict[str, Any]]] = {
     "ZeRO 1": ((1, 1, 1, 1), {"stage": 1}),
-    "hybrid 2 x 2, ZeRO 2": ((1, 1, 1, 1), {"stage": 2, "parallel": {"shard_size": 2}}),
-    "ZeRO 3, recomputed": ((1, 1, 1, 1), {"stage": 3, "training": {"activation_checkpointing": "full"}}),
+    "hybrid 2 x 2, ZeRO 2, offload": (
+        (1, 1, 1, 1), {"stage": 2, "parallel": {"shard_size": 2, "offload": "optimizer"}}
+    ),
+    "ZeRO 3, selective": ((1, 1, 1, 1), {"stage": 3, "training": {"activation_checkpointing": "selective"}}),
     "TP 2, halves, ZeRO 3": ((2, 1, 1, 1), {"stage": 3, "parallel": SPREAD}),
     "TP 2, halves, recomputed, ZeRO 0": (
-        (2, 1, 1, 1), {"stage": 0, "parallel": SPREAD, "training": {"activation_checkpointing": "full"}}
+        (2, 1, 1, 1), {"stage": 0, "parallel": SPREAD, "training": {"activation_checkpointing": 2}}
     ),
     "TP 2 x context 2, ZeRO 2": ((2, 2, 1, 1), {"stage": 2, "parallel": OWN}),
-    "experts 2 x context 2, recomputed, ZeRO 1": (
+    "experts 2 x context 2, recomputed, ZeRO 1, offload": (
         (1, 2, 1, 2), {
-            "stage": 1, "parallel": {"expert_parallel_size": 2}, "training": {"activation_checkpointing": "full"},
+            "stage": 1, "parallel": {"expert_parallel_size": 2, "offload": "optimizer"},
+            "training": {"activation_checkpointing": "full"},
         },
     ),
     "experts 2, compiled, ZeRO 0": ((1, 1, 1, 2), {"stage": 0, "parallel": {"expert_parallel_size": 2}}),
     "experts 2 x TP 2, halves, ZeRO 2": ((2, 1, 1, 2), {"stage": 2, "parallel": {**SPREAD, "expert_parallel_size": 2}}),
     "experts 2, compiled, ZeRO 3": ((1, 1, 1, 2), {"stage": 3, "parallel": {"expert_parallel_size": 2}}),
-    "experts 2 x TP 2, halves, recomputed, ZeRO 3": (
+    "experts 2 x TP 2, halves, recomputed, ZeRO 3, offload": (
         (2, 1, 1, 2), {
-            "stage": 3, "parallel": {**SPREAD, "expert_parallel_size": 2},
+            "stage": 3, "parallel": {**SPREAD, "expert_parallel_size": 2, "offload": "all"},
             "training": {"activation_checkpointing": "full"},
         },
     ),
-    "experts 2 x TP 4, ZeRO 1": ((4, 1, 1, 2), {"stage": 1, "parallel": {**OWN, "expert_parallel_size": 2}}),
+    "experts 2 x TP 4, selective, ZeRO 1": (
+        (4, 1, 1, 2), {
+            "stage": 1, "parallel": {**OWN, "expert_parallel_size": 2},
+            "training": {"activation_checkpointing": "selective"},
+        },
+    ),
     "experts 2 x PP 2, ZeRO 3": ((1, 1, 2, 2), {"stage": 3, "parallel": {**PIPELINE, "expert_parallel_size": 2}}),
     "PP 2, ZeRO 2": ((1, 1, 2, 1), {"stage": 2, "parallel": PIPELINE}),
     "PP 2 x TP 2, halves, ZeRO 0": ((2, 1, 2, 1), {"stage": 0, "parallel": {**SPREAD, **PIPELINE}}),
 }  # fmt: skip
 
 IN_8_BITS = [
-    "ZeRO 3, recomputed",
+    "ZeRO 3, selective",
     "TP 2, halves, ZeRO 3",
     "TP 2 x context 2, ZeRO 2",
-    "experts 2 x context 2, recomputed, ZeRO 1",
+    "experts 2 x context 2, recomputed, ZeRO 1, offload",
     "experts 2 x TP 2, halves, ZeRO 2",
     "PP 2, ZeRO 2",
 ]
@@ -262,7 +270,7 @@ def test_steps_in_8_bits_are_as_exact_as_in_one_process(alone, four) -> None:
 HOW: dict[str, tuple[list[str], dict[str, Any]]] = {
     "fp32": (["ZeRO 1", "experts 2 x PP 2, ZeRO 3"], {}),
     "bf16": (
-        ["TP 2, halves, ZeRO 3", "experts 2 x context 2, recomputed, ZeRO 1"],
+        ["TP 2, halves, ZeRO 3", "experts 2 x context 2, recomputed, ZeRO 1, offload"],
         {"dtype": "bf16", "optimizer": {"name": "muon"}},
     ),
     "fp8": (

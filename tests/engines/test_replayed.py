@@ -87,7 +87,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "selective": ("plain", {"training": {"activation_checkpointing": "selective"}}),
     "loss mask, tied": ("mask", {"model": {"tie_embeddings": True}}),
     "fp32": ("mask", {"training": {"dtype": "fp32"}}),
-    "experts": ("mask", {"model": {"experts": EXPERTS}}),
+    "experts": ("mask", {"model": {"experts": EXPERTS}, "linear": {"precision": "int8"}}),
 }
 
 ONE_HEAD = {"num_attention_heads": 1}

@@ -7,7 +7,7 @@ import json
 import math
 import sys
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 
 import pytest
@@ -265,16 +265,16 @@ def test_the_harness_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- while training --------------------------------------------------------------------------------------------------
 
 
-def scores_of(layouts: list[tuple[int, int, int]]) -> list[list[tuple[float, bool]]]:
+def scores_of(layouts: list[tuple[int, int, int]], more: dict) -> list[list[tuple[float, bool]]]:
     """Return the scores of one model's answers to the same questions, in a context of a sequence and in one of 40
-    tokens: first in float64 without a layout, then at each (tp_size, cp_size, stage)."""
+    tokens: first in float64 without a layout, then at each (tp_size, cp_size, stage). more: of the model."""
     draw = torch.Generator().manual_seed(0)
     texts = [torch.randint(0, tiny.VOCAB, (size,), generator=draw).tolist() for size in (3, 30, 9, 2, 17, 5, 16, 4)]
     pairs = [(text[: len(text) // 3 + 1], text[len(text) // 3 + 1 :]) for text in texts]
     pairs = [(context, continuation[-tiny.SEQ :]) for context, continuation in pairs]
     contexts, found = (tiny.SEQ, 40), []
     for tp_size, cp_size, stage in layouts:
-        cfg = tiny.config(stage, model={"num_attention_heads": 4}, data={"micro_batch_size": 2})
+        cfg = tiny.config(stage, model={"num_attention_heads": 4, **more}, data={"micro_batch_size": 2})
         groups = tiny.join(tp_size, cp_size)
         engine = tiny.engine(cfg, groups)
         how = engine.logits, groups, engine.device, tiny.SEQ, 2, tiny.VOCAB
@@ -292,10 +292,12 @@ def scores_of(layouts: list[tuple[int, int, int]]) -> list[list[tuple[float, boo
 
 
 def test_answers_do_not_depend_on_the_layout() -> None:
-    """Ranks share the questions, the vocabulary, the sequences or the weights."""
+    """Ranks share the questions, the vocabulary, the sequences or the weights, those of experts as well."""
     layouts = [(1, 1, 3), (2, 1, 1), (1, 2, 1)]
-    for expected, *found in run_distributed(scores_of, 4, layouts):
-        for layout, scores in zip(layouts, found, strict=True):
+    experts = {"experts": {"number": 4, "per_token": 2, "ffn_size": 16}}
+    ways = (run_distributed(scores_of, 4, layouts, {}), run_distributed(scores_of, 2, layouts[::2], experts))
+    for expected, *found in chain.from_iterable(ways):
+        for layout, scores in zip(layouts if len(found) == 3 else layouts[::2], found, strict=True):
             assert [total for total, _ in scores] == pytest.approx([total for total, _ in expected], abs=1e-4), layout
             assert [greedy for _, greedy in scores] == [greedy for _, greedy in expected]
 

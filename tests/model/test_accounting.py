@@ -173,20 +173,18 @@ def test_linear_layers_in_8_bits_keep_8_bits_of_their_inputs(compile_, linear, q
     assert saved_bytes_per_token(cfg, compile_ == "on") == pytest.approx(block_activation_bytes(cfg), rel=0.005)
 
 
-@pytest.mark.parametrize(
-    ("compile_", "linear", "shared"),
-    [
-        ("on", {"precision": "bf16"}, 0),
-        ("on", {"precision": "int8"}, 1),
-        ("off", {"precision": "int8"}, 0),
-        ("off", {"precision": "int8", "keep_layers_below": 100_000}, 0),  # The experts stay in 16 bits.
-        ("off", {"precision": "fp8", "recipe": "rowwise_bf16_wgrad"}, 1),
-    ],
-)
-def test_experts_keep_what_is_predicted(compile_, linear, shared):
+@pytest.mark.parametrize(("compile_", "linear", "shared", "again"), [
+    ("on", {"precision": "bf16"}, 0, "none"),
+    ("on", {"precision": "int8"}, 1, "none"),
+    ("on", {"precision": "bf16"}, 1, "selective"),
+    ("off", {"precision": "int8"}, 0, "none"),
+    ("off", {"precision": "int8", "keep_layers_below": 100_000}, 0, "none"),  # The experts stay in 16 bits.
+    ("off", {"precision": "fp8", "recipe": "rowwise_bf16_wgrad"}, 1, "none"),
+])  # fmt: skip
+def test_experts_keep_what_is_predicted(compile_, linear, shared, again):
     """Transposed codes fill up tiles: with so few tokens they take twice what rows do."""
     experts = {"number": 8, "per_token": 2, "ffn_size": 144, "shared": shared}
-    how = {"training": {"compile": compile_}, "attention": {"backend": "sdpa"}}
+    how = {"training": {"compile": compile_, "activation_checkpointing": again}, "attention": {"backend": "sdpa"}}
     cfg = run_config(model={"experts": experts}, linear=linear, **how)
     assert saved_bytes_per_token(cfg, compile_ == "on") == pytest.approx(block_activation_bytes(cfg), rel=0.005)
 

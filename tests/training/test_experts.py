@@ -17,7 +17,7 @@ SECTIONS: dict[str, dict] = {
         "num_layers": 3,
     },
     "attention": {"backend": "sage", "recipe": "scores"},
-    "linear": {"precision": "bf16"},
+    "linear": {"precision": "int8", "keep_first_fraction": 0.25, "keep_last_fraction": 0.3},
     "data": {"micro_batch_size": 2},
     "parallel": {"expert_parallel_size": 2, "expert_room": 1},
     "training": {"dtype": "bf16", "cuda_graphs": "off"},

@@ -23,13 +23,11 @@ PROVEN: dict[str, tuple[object, ...]] = {
     "model.conventions": ("llama",),
     "parallel.pipeline_chunks": (1,),
     "parallel.engine": ("auto", "fsdp"),
-    "parallel.offload": ("none",),
     "parallel.gradient_reduction": ("fp32",),
     "deepspeed": ({},),
     "optimizer.master": ("fp32",),
-    "training.activation_checkpointing": ("none", "full"),
+    "training.activation_checkpointing": ("none", "full", "selective"),
     "training.cuda_graphs": ("off", "on"),
-    "evaluation.tasks": ([],),
     "stability.quant_noise.every_steps": (None,),
 }
 """The values that were proven with experts, of each key that asks for it. Other values are errors. A proof opens a
@@ -44,14 +42,12 @@ UNDER_TENSOR_PARALLELISM: dict[str, tuple[object, ...]] = {
 UNDER_EXPERT_PARALLELISM: dict[str, tuple[object, ...]] = {
     "parallel.shard_size": (None,),
     "evaluation.samples_every_tokens": (None,),
+    "evaluation.tasks": ([],),
 }
 """The values that were proven where ranks have the experts of a layer between them."""
 
 IN_8_BITS: dict[str, tuple[object, ...]] = {
     "linear.recipe": ("rowwise", "rowwise_bf16_wgrad"),
-    "linear.keep_first_fraction": (None,),
-    "linear.keep_last_fraction": (None,),
-    "training.cuda_graphs": ("off",),
 }
 """The values that were proven with experts in 8 bits."""
 _MOST_TOKENS = 131072
