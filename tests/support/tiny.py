@@ -133,7 +133,9 @@ def global_step(engine: Engine, step: int, sequences: int = 4, observers: Observ
     """Take one optimizer step on `sequences` random sequences that depend on the step alone."""
     draw = torch.Generator().manual_seed(step % 5)
     batches = batches_of(torch.randint(0, VOCAB, (sequences, SEQ + 1), generator=draw), engine.groups)
-    return engine.step(batches, sequences // engine.groups.dp_size, 1e-2, observers or Observers())
+    while (result := engine.step(batches, sequences // engine.groups.dp_size, 1e-2, observers or Observers())).room:
+        pass  # It is taken again, because rows of experts had no room.
+    return result
 
 
 def batches_of(tokens: torch.Tensor, groups: ParallelGroups) -> list[Batch]:
