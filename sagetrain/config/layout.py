@@ -64,13 +64,10 @@ class Layout:
     reduced: Literal["never", "once a step", "in every micro-step"]
     """The times at which gradients leave the rank, for other replicas or for the host's memory."""
     reduces_beside: bool
-    """Whether gradients are reduced beside the backward pass. DeepSpeed's default is true at ZeRO 3
-    (docs/gradients.md)."""
+    """Whether gradients are reduced beside the backward pass (docs/gradients.md)."""
     whole_between_passes: bool
     """Whether a rank holds whole weights between passes. At ZeRO 3 it may hold only a part, except in groups of one
     rank."""
-    takes_probes: bool
-    """Whether micro-batches may be run apart from a step. The hooks of DeepSpeed's ZeRO 3 do not support that."""
     not_recorded: Refusal | None
     """The reason why micro-steps cannot be CUDA graphs (training.cuda_graphs), or None."""
     recorded: bool
@@ -117,9 +114,8 @@ class Layout:
             micro_step=cfg.data.micro_batch_size * cfg.data.seq_length * (replicas // context),
             hooks="never" if rests else "every micro-step",
             reduced="never" if alone else "once a step" if stage < 2 else "in every micro-step",
-            reduces_beside=not by_deepspeed or bool(zero_optimization(cfg).get("overlap_comm", stage == 3)),
-            whole_between_passes=stage < 3 or (not by_deepspeed and parallel.shard_size == 1),
-            takes_probes=stage < 3 or not by_deepspeed,
+            reduces_beside=not by_deepspeed or bool(zero_optimization(cfg).get("overlap_comm")),
+            whole_between_passes=stage < 3 or parallel.shard_size == 1,
             not_recorded=refusal,
             recorded=cfg.training.cuda_graphs != "off" and refusal is None,
         )

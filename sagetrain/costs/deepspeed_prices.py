@@ -12,20 +12,17 @@ from sagetrain.costs.accounting import MemoryItem, rank_of
 # DeepSpeed's defaults for deepspeed.zero_optimization, in elements. The first one also bounds the gradients that stage
 # 1 flattens.
 _REDUCE_BUCKET = 500_000_000
-_PREFETCH_BUCKET = 50_000_000
-_REUSE_DISTANCE = 1_000_000_000
 # Bytes moved by ZeRO stage: per parameter of the rank in a micro-step, per parameter of the rank in a step, and per
 # parameter that the rank updates in a step. These are for bf16.
 #   1 (BF16_Optimizer): as soon as backward has made a gradient, writes it in fp32 (6) and adds that to its sum (12).
 #     Step: flattening and scaling (20), norm (4), clipping (8), zeroing (4) of all; Adam (28) and new bf16 weights (6).
 #   2: bucket copy, flatten, divide, convert to fp32 (18), add to the owned part (12, counted in full).
 #     Step on the owned part alone: norm, flatten, clip, Adam, new weights.
-#   3: fp32 bucket (6), interleaving (8), division (8), add (12); gathered weights are copied into place (6).
 #   0 (fp32): gradients accumulate in place (12). Step: flatten, scale and copy back (24), norm, clipping, Adam.
-_STATE_BYTES = {0: (12, 64, 0), 1: (18, 36, 34), 2: (30, 0, 60), 3: (40, 0, 60)}
-# With gradients that travel in bf16, stage 1 converts once a step, stage 2 converts nothing, and stage 3 moves less.
-_STATE_BYTES_BF16 = {1: (18, 44, 34), 2: (24, 0, 60), 3: (30, 0, 60)}
-_CONVERTED = {0: 0, 1: 0, 2: 6, 3: 6}
+_STATE_BYTES = {0: (12, 64, 0), 1: (18, 36, 34), 2: (30, 0, 60)}
+# With gradients that travel in bf16, stage 1 converts once a step, and stage 2 converts nothing.
+_STATE_BYTES_BF16 = {1: (18, 44, 34), 2: (24, 0, 60)}
+_CONVERTED = {0: 0, 1: 0, 2: 6}
 """Bytes of a micro-step, by ZeRO stage, that write a bf16 gradient in fp32."""
 
 
@@ -33,7 +30,7 @@ def reduce_bucket_size(cfg: RunConfig, parameters: int) -> int:
     """Return deepspeed.zero_optimization.reduce_bucket_size, in elements.
 
     The YAML's value is taken if there is one. Otherwise it is DeepSpeed's default, but no more than the parameters of
-    the rank, since stages 2 and 3 allocate the whole bucket.
+    the rank, since stage 2 allocates the whole bucket.
     """
     given = zero_optimization(cfg).get("reduce_bucket_size")
     if given is not None:
@@ -41,16 +38,7 @@ def reduce_bucket_size(cfg: RunConfig, parameters: int) -> int:
     return min(_REDUCE_BUCKET, parameters)
 
 
-def kept_for_backward(cfg: RunConfig, parameters: int) -> int:
-    """Return the number of elements that ZeRO-3 gathers in forward and still has in backward. They are the last
-    weights, which are needed again within stage3_max_reuse_distance elements (to the end and back)."""
-    distance = zero_optimization(cfg).get("stage3_max_reuse_distance", _REUSE_DISTANCE)
-    return min(parameters, int(distance) // 2)
-
-
-def state(
-    cfg: RunConfig, layout: Layout, size: int, vocab_size: int, moments: str, moment_bytes: int
-) -> list[MemoryItem]:
+def state(cfg: RunConfig, layout: Layout, size: int, moments: str, moment_bytes: int) -> list[MemoryItem]:
     """Estimate weights, gradients and optimizer state of a rank with `size` parameters.
 
     Args:
@@ -67,17 +55,6 @@ def state(
         ]
     why = f"fp32 master copy and {moments}, 1/{ranks} of them"
     optimizer = MemoryItem("optimizer", 4 * share + -(-moment_bytes // ranks), why)
-    if stage == 3:
-        largest = vocab_size * cfg.model.hidden_size // cfg.parallel.tensor_parallel_size
-        ahead = int(zero_optimization(cfg).get("stage3_prefetch_bucket_size", _PREFETCH_BUCKET))
-        gathered = min(size, kept_for_backward(cfg, size) + max(largest, ahead))
-        return [
-            MemoryItem("weights", element * share, f"{dtype}, 1/{ranks} of them"),
-            MemoryItem("gathered weights", element * gathered, "kept from forward to backward, and what is prefetched"),
-            MemoryItem("gradients", 4 * share, f"fp32, 1/{ranks} of them"),
-            MemoryItem("bucket", 4 * reduce_bucket_size(cfg, size), "fp32 gradients on their way, kept for good"),
-            optimizer,
-        ]
     if stage == 2:
         held = MemoryItem("gradients", 4 * share, f"fp32, 1/{ranks} of them")
     else:
@@ -88,7 +65,7 @@ def state(
 def reduction(cfg: RunConfig, layout: Layout, size: int) -> tuple[MemoryItem, MemoryItem, float]:
     """Estimate the gradients on their way to other ranks: see memory._reduction.
 
-    Stage 3 keeps its bucket for good (see `state`). Stage 2 in bf16 flattens its bucket, then converts it to fp32 if
+    Stage 2 in bf16 flattens its bucket, then converts it to fp32 if
     gradients travel in fp32. A bucket that holds all gradients is reduced after backward, as at stages 0 and 1. For
     such a bucket in bf16, only gradients that fit DeepSpeed's 5e8 elements are flattened into a copy, and gradients
     that travel in bf16 are converted.
@@ -101,10 +78,8 @@ def reduction(cfg: RunConfig, layout: Layout, size: int) -> tuple[MemoryItem, Me
     elif stage == 1:
         flat = 2 * narrow * size + (4 * size if size <= _REDUCE_BUCKET else 0)
         held, copied = (0, flat) if sixteen_bit else (4 * bucket, 0)
-    elif stage == 2:
-        held, copied = (2 * bucket, (2 if narrow else 6) * full) if sixteen_bit else (4 * bucket, 8 * full)
     else:
-        held, copied = 0, (2 if narrow else 4) * full
+        held, copied = (2 * bucket, (2 if narrow else 6) * full) if sixteen_bit else (4 * bucket, 8 * full)
     return (
         MemoryItem("bucket", held, "gradients on their way: deepspeed.zero_optimization.reduce_bucket_size"),
         MemoryItem("reduction", copied, "copies of the gradients that go to other ranks"),
@@ -144,23 +119,18 @@ class Exchange(NamedTuple):
 def exchanges(cfg: RunConfig, layout: Layout, size: int, accumulation: int, compute: float) -> Iterator[Exchange]:
     """Yield the collectives of a step of `accumulation` micro-steps, as engines/deepspeed has them.
 
-    At stages 0 to 2 gradients are all-reduced: at 0 and 1 once a step, behind the last backward pass; at 2 in every
-    micro-step, and without use_multi_rank_bucket_allreduce by a reduce to each owner. ZeRO 3 gathers weights ahead
-    of time, beside `compute`; with overlap_comm the backward pass, two thirds of it, hides the gradients.
+    Gradients are all-reduced: at stages 0 and 1 once a step, behind the last backward pass; at 2 in every micro-step,
+    and without use_multi_rank_bucket_allreduce by a reduce to each owner. With overlap_comm the backward pass, two
+    thirds of `compute`, hides those of stage 2.
     """
     stage, element, bucket = layout.zero_stage, rank_of(cfg).element, reduce_bucket_size(cfg, size)
     buckets = -(-size // bucket) if stage > 1 else 1
-    kind = "reduce-scatter" if stage == 3 else "all-reduce"
+    kind = "all-reduce"
     if stage == 2 and zero_optimization(cfg).get("use_multi_rank_bucket_allreduce") is False:
         kind, buckets = "reduce", buckets + layout.replicas - 1  # A part that has two owners is cut.
-    if stage == 3:
-        # Recomputing a block uses the weights that its backward pass gathers.
-        gathered = 2 * size - kept_for_backward(cfg, size)
-        gathers = -(-gathered // _PREFETCH_BUCKET)
-        yield Exchange("weights", "all-gather", accumulation * gathers, element * gathered // gathers, compute)
     wide = 2 if _bf16_gradients(cfg) else 4
     calls = accumulation * buckets if stage > 1 else buckets
     hidden = 2 * compute / 3 if stage > 1 and layout.reduces_beside and kind != "reduce" else 0.0
     yield Exchange("gradients", kind, calls, wide * size // buckets, hidden)
-    if 0 < stage < 3:
+    if stage > 0:
         yield Exchange("new weights", "all-gather", 1, element * size, 0.0)

@@ -126,9 +126,6 @@ class Hardware:
     """Host time to start and finish one collective of tensor parallelism by NCCL."""
     copy_launch_seconds: float
     """Host time to start and finish one collective of tensor parallelism by copy engines."""
-    zero3_block_seconds: float
-    """Time that a block waits for at ZeRO 3 without overlap_comm beyond the gathers themselves, forward and
-    backward."""
     nvlink_bandwidth: float
     """NCCL's bus bandwidth inside a host for large messages."""
     nvlink_latency: float
@@ -263,7 +260,6 @@ H200 = Hardware(
     eager_launch_seconds=5e-3,
     # 325M and 1B at DP 2 and 4, compiled, take 20 to 50 ms per micro-step of 20 blocks beyond the sum of its parts.
     # With overlap_comm none of it is left (results/gradients: 33 ms per micro-step less, on H100s).
-    zero3_block_seconds=2e-3,
     # This is NCCL over NVLink 4 without NVLink multicast: 4 GPUs gather 134 MB in 345 us, and reduce and scatter them
     # in 356; two gather them in 286. A few KB are added up in 26 to 50 us.
     nvlink_bandwidth=290e9,

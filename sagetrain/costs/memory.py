@@ -70,7 +70,7 @@ def _memory(cfg: RunConfig, layout: Layout, vocab_size: int, stage: int) -> list
         [kept, *running, bucket],
         [*(item._replace(bytes=int(left * item.bytes)) for item in (kept, *running)), bucket, copies],
         *_probe(cfg, layout, size, vocab_size),
-        *_linear_errors(cfg, layout, vocab_size),
+        *_linear_errors(cfg, vocab_size),
         _orthogonalizing(cfg),
     ]
     largest = [*max(moments, key=total_bytes), *_recordings(cfg, layout, size, moments[:2])]
@@ -111,7 +111,7 @@ def _model_state(cfg: RunConfig, layout: Layout, size: int, vocab_size: int, cod
     if layout.engine == "fsdp":
         return _fsdp_state(cfg, layout, size, codes)
     moments, state = _moments(cfg, size)
-    return deepspeed_prices.state(cfg, layout, size, vocab_size, moments, state) + [codes] * (layout.zero_stage < 3)
+    return [*deepspeed_prices.state(cfg, layout, size, moments, state), codes]
 
 
 def _codes(cfg: RunConfig, head: MatmulCost | None) -> MemoryItem:
@@ -231,14 +231,14 @@ def _probe(cfg: RunConfig, layout: Layout, size: int, vocab_size: int) -> list[l
     ]
 
 
-def _linear_errors(cfg: RunConfig, layout: Layout, vocab_size: int) -> list[list[MemoryItem]]:
+def _linear_errors(cfg: RunConfig, vocab_size: int) -> list[list[MemoryItem]]:
     """Estimate the moments of measuring linear layers (stability/linear_errors.py). Nothing is compiled, and every
     block is recomputed.
 
     The moments are the loss, and the backward pass of a block that keeps inputs in 16 bits. Beside the backward pass
     there are a layer's weights in fp32, or later its input.
     """
-    if not cfg.linear.low_bit or cfg.stability.monitor.every_steps is None or not layout.takes_probes:
+    if not cfg.linear.low_bit or cfg.stability.monitor.every_steps is None:
         return []
     cfg, low = with_recomputation(cfg, "full"), cfg.linear
     rank = replace(rank_of(cfg), fused=False, linear=SIXTEEN_BITS)

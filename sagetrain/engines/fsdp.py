@@ -39,6 +39,7 @@ from sagetrain.config.schema import RunConfig
 from sagetrain.data.batch import Batch
 from sagetrain.engines.gather import how_gathered
 from sagetrain.engines.gradient_sums import HostSums, LeafSums, ShardedSums
+from sagetrain.engines.gradients import StepGradients
 from sagetrain.engines.hooks import Hooks
 from sagetrain.engines.kept_weights import KeptWeights
 from sagetrain.engines.model_weights import GatheredWeights, ResidentWeights
@@ -70,8 +71,9 @@ class FsdpEngine(BaseEngine):
         # This comes first, because recordings are made on another stream than the default one.
         record, by_host = recorder_of(cfg.training.cuda_graphs, layout.not_recorded, model, device)
         # Gradients are clipped as the optimizer reads them, so observers see them as they were.
-        super().__init__(model, groups, device, clip=0.0, copies=layout.copies, expert_copies=layout.expert_copies)
-        self._stage, self.takes_probes = layout.zero_stage, layout.takes_probes
+        shown = StepGradients(model, groups, device, 0.0, layout.copies, layout.expert_copies)
+        super().__init__(model, groups, device, shown)
+        self._stage = layout.zero_stage
         self._largest_norm = cfg.optimizer.clip_grad or math.inf
         stage, offload, resident = layout.zero_stage, cfg.parallel.offload, layout.hooks == "never"
         dtype = torch.bfloat16 if cfg.training.dtype == "bf16" else torch.float32

@@ -81,7 +81,7 @@ class Observers:
     noise: GradientNoise | None = None
     """The measurement of the gradients' noise."""
     probes: Sequence[Probe] = ()
-    """The probes, which are called first and one after the other if Engine.takes_probes is true."""
+    """The probes, which are called first and one after the other."""
     watch: Watch | None = None
     """The observer of the first micro-batch's passes."""
     layer_norms: bool = False
@@ -209,11 +209,6 @@ class Engine(Protocol):
     @property
     def settings(self) -> Mapping[str, Any]:
         """The settings that were handed to the library behind the engine. They are written to the run folder."""
-        ...
-
-    @property
-    def takes_probes(self) -> bool:
-        """Whether micro-batches may be run outside of a step, which Observers.probes need."""
         ...
 
     @property

@@ -78,28 +78,18 @@ class BaseEngine(Passes):
 
     Args:
         model: the model that the engine trains.
-        clip: the largest global norm of the gradients that observers are shown; 0: they are shown before they are
-            clipped.
-        copies: the number of replicas that own the same gradients.
-        expert_copies: the number of ranks that own the same gradients of experts, if ranks have experts between them.
+        gradients: what observers are shown of a step's gradients.
     """
 
     def __init__(
-        self,
-        model: Transformer,
-        groups: ParallelGroups,
-        device: torch.device,
-        clip: float,
-        copies: int,
-        expert_copies: int = 1,
+        self, model: Transformer, groups: ParallelGroups, device: torch.device, gradients: StepGradients
     ) -> None:
         super().__init__(model, groups, device)
-        self._clip = clip
         self.optimizer_steps = 0
         self.room: Room | None = None
         """The room for rows of experts. None: there is room for all rows."""
         self._traversal = Plain(self)
-        self._gradients = StepGradients(model, groups, device, clip, copies, expert_copies)
+        self._gradients = gradients
 
     # -- what each engine does its own way -----------------------------------------------------------------------
 

@@ -185,7 +185,7 @@ class Block(nn.Module):
         the stretch ends with the complete residual stream, for another stage of the pipeline.
 
         Without next_norm they go through this block alone, and only complete residual streams come in and go out.
-        Activation checkpointing then keeps little, and nothing that is still under way. ZeRO-3's hooks notice the
+        Activation checkpointing then keeps little, and nothing that is still under way. FSDP2's hooks notice the
         backward pass by arguments and results that are tensors.
 
         Args:

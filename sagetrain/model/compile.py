@@ -21,8 +21,7 @@ ORDERED: dict[str, Any] = {
 
 UNCHECKED: dict[str, Any] = {"size_asserts": False, "alignment_asserts": False}
 """The options of torch.compile where weights stay in memory. They skip the check of sizes and strides of all inputs and
-buffers at every call, because guards have checked the inputs. A weight that ZeRO-3 has taken away by the backward pass
-would pass the guards."""
+buffers at every call, because guards have checked the inputs."""
 
 _GRAPHS = 256
 """The limit for the graphs of one function. It is torch's own limit for the graphs of one code object in all."""
@@ -34,7 +33,6 @@ def compile_blocks(
     *,
     hooks: bool = False,
     inner_hooks: bool = False,
-    whole: bool = False,
     blocks_alone: bool = False,
     dynamic: bool | None = None,
 ) -> None:
@@ -45,32 +43,28 @@ def compile_blocks(
     Args:
         hooks: leave the hooks of modules outside of the graphs, because they gather the weights of a block.
         inner_hooks: let graphs end at modules inside of a block that have hooks of their own (Layout.calls_experts).
-        whole: do the same, and let blocks run alone (`whole_blocks`), with a final norm that is not compiled. Under
-            DeepSpeed's ZeRO-3 the hooks gather nothing but the weights of their own module.
         blocks_alone: compile nothing outside of the blocks.
         dynamic: False: a graph is for the sizes that it was made for. None: from the second size of an input on, torch
             makes a graph for any size, which differs from those of single sizes.
     """
     options: dict[str, Any] | None = None
     if backend == "inductor":
-        options = {**({} if whole else UNCHECKED), **(ORDERED if model.groups.tp_size > 1 else {})}
+        options = {**UNCHECKED, **(ORDERED if model.groups.tp_size > 1 else {})}
     # By default torch makes 8 graphs, then ends the run. Several causes multiply: linear layers in 8 and 16 bits,
     # the form that the next block's norm gathers, documents and their largest lengths, and calls with and without
     # gradients.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _GRAPHS)
     traceable = all(function.traceable for function in model.functions)
-    model.whole_blocks = whole
     fullgraph = traceable and not inner_hooks
     how: dict[str, Any] = {"fullgraph": fullgraph, "backend": backend, "options": options, "dynamic": dynamic}
     for block in model.blocks:
-        if hooks or whole:
+        if hooks:
             block.forward = torch.compile(block.forward, **how)
         else:
             block.compile(**how)
     if blocks_alone:
         return
-    if not whole:
-        model.normalize = torch.compile(normalize, fullgraph=True, backend=backend, options=options)
+    model.normalize = torch.compile(normalize, fullgraph=True, backend=backend, options=options)
     model.compiled = backend == "inductor"
     if model.chunks[-1].last:
         model.head.compiled = model.compiled

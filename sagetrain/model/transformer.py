@@ -175,9 +175,6 @@ class Transformer(nn.Module):
         """The entry of every parameter that is here, in the order of the parameters."""
         missing = self.every_spec.keys() - self.specs if first and last else ()
         assert not missing, f"tensors without a parameter: {missing}"
-        self.whole_blocks = False
-        """If set, a block computes with its own parameters alone. Under DeepSpeed's ZeRO-3 compiled and partly
-        recomputed blocks have to: a gather inside would differ from pass to pass."""
         self.watch_blocks: Callable[[int, Tensor], None] | None = None
         """A function that is called with each block's number and its output [tokens, hidden] on this rank. In
         overlapped halves it gets the first half's output, whose sum is complete by then."""
@@ -327,7 +324,7 @@ class Transformer(nn.Module):
 
     def _alone(self) -> int:
         """Return the number of blocks, from the first on, that tokens go through one by one."""
-        if self.whole_blocks or (self.activation_checkpointing in walks.DEAR and torch.is_grad_enabled()):
+        if self.activation_checkpointing in walks.DEAR and torch.is_grad_enabled():
             return self.config.num_layers
         return self.recomputed_blocks if torch.is_grad_enabled() else 0
 
@@ -338,9 +335,8 @@ class Transformer(nn.Module):
             tuple(x if y is None else x + complete(y, self.groups, self.sequence_parallel) for x, y in halves),
             again=self.recomputed_blocks if torch.is_grad_enabled() else 0,
             # With two halves, a recomputed block starts a collective of the other half again and has to finish it, so
-            # it is recomputed to the end, as a compiled block is anyway. A block's ZeRO-3 hook at the very end, or that
-            # of `down`, would give back too early weights that only another half behind would gather again.
-            stop_early=len(halves) == 1 or self.whole_blocks,
+            # it is recomputed to the end, as a compiled block is anyway.
+            stop_early=len(halves) == 1,
             seen=self._seen,
             offload=self.offload and self.offload.begun(self.blocks, layouts.values()),
         )

@@ -220,7 +220,7 @@ def _candidates(
     as_is = own.tensor_parallel_size, own.context_parallel_size
     cuts += [as_is] if as_is[0] in splits and as_is not in cuts else []  # Gathered keys are not proposed otherwise.
     micro_batches = sorted({*_MICRO_BATCHES, cfg.data.micro_batch_size})
-    every = [*_sharded(cfg, (1, 2, 3) if cfg.training.dtype == "bf16" else (0, 1, 2, 3), hardware)]
+    every = [*_sharded(cfg, (1, 2, 3) if cfg.training.dtype == "bf16" else (0, 1, 2, 3))]
     for (pipeline, chunks), (split, context), micro in itertools.product(pipelines, cuts, micro_batches):
         update: dict[str, object] = {"pipeline_parallel_size": pipeline, "pipeline_chunks": chunks}
         # A stage has few weights, so that sharding gradients as well, or sequences, saves little.
@@ -248,16 +248,16 @@ def _candidates(
             yield way(cfg, how, micro)
 
 
-def _sharded(cfg: RunConfig, stages: Sequence[int], hardware: Hardware) -> Iterator[tuple[int, str]]:
+def _sharded(cfg: RunConfig, stages: Sequence[int]) -> Iterator[tuple[int, str]]:
     """Yield the ZeRO stages, each with the engines that are priced: the configured one, and FSDP2 as well where a
-    setting asks for what it alone has, or at stage 3 if runs of both were recorded on this card. At lower stages the
-    engines are so near that no prediction could tell them apart."""
+    setting asks for what it alone has, as stage 3 does. At lower stages the engines are so near that no prediction
+    could tell them apart."""
     parallel = cfg.parallel
     only_fsdp = cfg.optimizer.master != "fp32" or parallel.offload != "none" or parallel.shard_size is not None
     for stage in stages:
         yield stage, parallel.engine
         at_stage = cfg.changed({"parallel": {"zero_stage": stage}})
-        if Layout.of(at_stage).engine == "deepspeed" and (only_fsdp or (stage == 3 and engines_compared(hardware))):
+        if Layout.of(at_stage).engine == "deepspeed" and (only_fsdp or stage == 3):
             yield stage, "fsdp"
 
 

@@ -325,10 +325,7 @@ class _Step:
 
     def overhead(self) -> float:
         """Return the seconds of fixed costs."""
-        waits = self.layout.gathered == "in every pass" and not self.layout.reduces_beside
-        blocks = self.cfg.model.num_layers * waits
-        micro_step = self.hardware.micro_step_seconds + blocks * self.hardware.zero3_block_seconds
-        return self.accumulation * micro_step + self.hardware.step_seconds
+        return self.accumulation * self.hardware.micro_step_seconds + self.hardware.step_seconds
 
     def _seconds(self, operations: Iterable[Operation]) -> tuple[float, float, float]:
         """Return the seconds of the matmuls, attention and passes of a list."""

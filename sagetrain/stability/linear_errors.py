@@ -16,8 +16,7 @@ No share of saturated entries is measured. Scales come from the current values, 
 (sagekernels/casts.py). A value that is not finite makes results NaN, which the step's own check finds.
 
 A step itself is not touched. Before it begins, its first micro-batch goes forward and backward once more, not compiled
-and with every block recomputed, through layers that keep x and dY in 16 bits, also while they travel. This does not
-work at DeepSpeed's ZeRO 3, whose hooks take every backward pass for that of the step.
+and with every block recomputed, through layers that keep x and dY in 16 bits, also while they travel.
 """
 
 from __future__ import annotations

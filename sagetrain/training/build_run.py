@@ -354,9 +354,7 @@ def make_engine(settled: Settled, files: CheckedFiles, met: Meeting) -> Engine:
     model.offload = ActivationOffload.on(met.device) if cfg.training.activation_offload else None
     compiled = compiles(cfg, met.device)
     if compiled:
-        sharded = layout.engine == "fsdp"
-        whole = layout.zero_stage == 3 and not sharded
-        compile_blocks(model, hooks=sharded, inner_hooks=layout.calls_experts, whole=whole)
+        compile_blocks(model, hooks=layout.engine == "fsdp", inner_hooks=layout.calls_experts)
     micro_steps = tokens_per_step(cfg.tokens_per_step, 0) // layout.micro_step
     engine = build_engine(cfg, model, met.groups, micro_steps)
     said = start_lines(cfg, engine, vocab_size, compiled, settled.reasons)

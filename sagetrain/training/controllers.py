@@ -123,10 +123,6 @@ class Controllers:
 
     def _say_unmeasured(self) -> None:
         settings, linear = self._cfg.stability.monitor, self._linear.layers
-        if self._monitor.every and linear and not self._engine.takes_probes:
-            said = "what linear layers lose in 8 bits is not measured at DeepSpeed's ZeRO 3"
-            self._reporter.say(f"stability.monitor: {said}")
-            linear = {}
         # The user asked for a measurement, but `auto` or a mover has chosen layers in which there is nothing to
         # measure.
         if not isinstance(settings.every_steps, int):
@@ -251,7 +247,7 @@ class Controllers:
     def _observers(self, step: int, size: int) -> Observers:
         """Return the observers of a step of `size` tokens, without those of stability.replay."""
         data, stability = self._cfg.data, self._cfg.stability
-        linear = self._monitor.every if self._engine.takes_probes else None
+        linear = self._monitor.every
         if linear and stability.monitor.every_steps == "auto":
             micro_batches = size // (data.micro_batch_size * data.seq_length * self._engine.groups.dp_size)
             linear = max(linear, MICRO_BATCHES // micro_batches)

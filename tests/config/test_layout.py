@@ -27,7 +27,6 @@ NEVER, ONCE, PASS, MICRO = "never", "once a step", "in every pass", "in every mi
     (8, {"gradient_reduction": "bf16"}, "bf16", ("deepspeed", 1, 8, 8, 1, ONCE, ONCE, EVERY)),
     (8, {"engine": "deepspeed", "zero_stage": 0}, "bf16", ("deepspeed", 1, 8, 8, 1, ONCE, ONCE, EVERY)),
     (8, {"engine": "deepspeed", "zero_stage": 0}, "fp32", ("deepspeed", 0, 8, 1, 8, NEVER, ONCE, EVERY)),
-    (8, {"engine": "deepspeed", "zero_stage": 3}, "bf16", ("deepspeed", 3, 8, 8, 1, PASS, MICRO, EVERY)),
     (None, {"tensor_parallel_size": 2, "context_parallel_size": 2}, "bf16", ("fsdp", 1, 2, 2, 1, ONCE, ONCE, NEVER)),
 ])  # fmt: skip
 def test_layouts(world: int | None, parallel: dict[str, Any], dtype: str, fields: tuple[Any, ...]) -> None:
@@ -36,9 +35,8 @@ def test_layouts(world: int | None, parallel: dict[str, Any], dtype: str, fields
     assert tuple(getattr(layout, name) for name in FIELDS) == fields
     assert layout.data * layout.context * layout.tensor * layout.stages == layout.world_size and layout.even
     assert layout.micro_step == 2 * 1024 * layout.data
-    by_deepspeed, three = layout.engine == "deepspeed", layout.zero_stage == 3
-    assert layout.takes_probes == (not by_deepspeed or not three)
-    assert layout.whole_between_passes != three and layout.reduces_beside == (not by_deepspeed or three)
+    assert layout.whole_between_passes == (layout.zero_stage < 3)
+    assert layout.reduces_beside == (layout.engine == "fsdp")
     assert layout.recorded == (layout.not_recorded is None)
 
 

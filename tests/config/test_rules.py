@@ -197,9 +197,11 @@ CASES = [
     ({"parallel": {"gradient_reduction": "bf16"}, "training": {"dtype": "fp32"}}, 1,
      "gradient_reduction_in_fp32", "error", "parallel.gradient_reduction", "would round the gradients of a run in fp32", "use fp32, or"),
     ({"deepspeed": {"zero_optimization": {"overlap_comm": True}}, "training": {"dtype": "fp32"}}, 1,
-     "deepspeed_overlap", "error", "deepspeed.zero_optimization.overlap_comm", "is for ZeRO 2 and 3: at 0 and 1", "parallel.zero_stage 2 or 3"),
+     "deepspeed_overlap", "error", "deepspeed.zero_optimization.overlap_comm", "is for ZeRO 2: at 0 and 1", "parallel.zero_stage 2"),
     ({"deepspeed": {"zero_optimization": {"overlap_comm": True, "use_multi_rank_bucket_allreduce": False}}, "parallel": {"zero_stage": 2}}, 1,
      "deepspeed_overlap", "warning", "deepspeed.zero_optimization.overlap_comm", "waits for the GPU before each reduce", "use one of the two"),
+    ({"parallel": {"gradient_reduction": "bf16", "zero_stage": 3}}, 1,
+     "zero_3_of_deepspeed", "error", "parallel.zero_stage", "by FSDP2 alone, and parallel.engine auto is deepspeed", "leave parallel.gradient_reduction out"),
     ({"parallel": {"engine": "deepspeed", "zero_stage": 0}}, 1,
      "zero_0_in_bf16", "info", "parallel.zero_stage", "0: runs as stage 1", ""),
     ({"parallel": {"engine": "fsdp"}, "deepspeed": {"zero_optimization": {"overlap_comm": True}}}, 1,
@@ -261,7 +263,7 @@ CASES = [
     ({"deepspeed": {"zero_optimization": {"round_robin_gradients": True}}}, 1,
      "deepspeed_unsupported", "error", "deepspeed.zero_optimization.round_robin_gradients", "each other's names", "remove it"),
     ({"deepspeed": {"zero_optimization": {"zero_hpz_partition_size": 8}}}, 1,
-     "deepspeed_unsupported", "error", "deepspeed.zero_optimization.zero_hpz_partition_size", "second copy", "parallel.zero_stage 1"),
+     "deepspeed_unsupported", "error", "deepspeed.zero_optimization.zero_hpz_partition_size", "DeepSpeed's ZeRO 3", "parallel.engine fsdp"),
     ({"deepspeed": {"zero_optimization": {"reduce_scatter": "maybe"}}}, 1,
      "deepspeed_type", "error", "deepspeed.zero_optimization.reduce_scatter", "true or false", "true or false"),
     ({"deepspeed": {"timers": {"throughput": {"enabled": 1}}}}, 1,
@@ -332,7 +334,7 @@ def test_every_key_of_the_generated_dict_is_refused_in_the_yaml():
 
 @pytest.mark.parametrize(
     ("key", "least"),
-    [("reduce_bucket_size", 1), ("stage3_max_reuse_distance", 0), ("stage3_prefetch_bucket_size", 0)],
+    [("reduce_bucket_size", 1)],
 )
 def test_deepspeed_keys_that_are_counted_with_are_whole_numbers(key, least):
     for value in ("auto", "2e8", None, True, 1.5, float("inf"), float("nan"), least - 1, [1]):

@@ -23,8 +23,6 @@ CASES = [
      "probe_of_16_bits", "error", "stability.quant_noise.every_steps", "50: attention.backend sdpa quantizes nothing, linear layers neither", "use attention.backend sage"),
     ({"stability": {"quant_noise": {"every_steps": 50}, "noise_scale": {"every_steps": None}}}, 1,
      "probe_without_noise", "error", "stability.quant_noise.every_steps", "noise of the gradients, which is not measured", "noise_scale.every_steps, to 10"),
-    ({"stability": {"quant_noise": {"every_steps": 50}}, "parallel": {"engine": "deepspeed", "zero_stage": 3}}, 2,
-     "probe_at_zero_3", "error", "stability.quant_noise.every_steps", "hooks of parallel.zero_stage 3", "parallel.zero_stage 2"),
     ({**ONE, "stability": {"quant_noise": {"every_steps": 50}}}, 1,
      "probe_without_noise", "error", "stability.quant_noise.every_steps", "one micro-batch of 1024 tokens", "smaller data.micro_batch_size"),
     ({**AWARE, "attention": {"backend": "sdpa"}, "linear": {"precision": "bf16"}}, 1,

@@ -332,7 +332,7 @@ def check_kept(engine: Engine, when: str) -> None:
     layers = [layer for layer in engine.model.modules() if isinstance(getattr(layer, "matmul", None), LowBit)]
     assert len(layers) == 9
     for layer in layers:
-        fresh = layer.matmul.keep(layer.weights) if engine.takes_probes else ()
+        fresh = layer.matmul.keep(layer.weights)
         assert len(layer.kept) == len(fresh)
         assert all(torch.equal(x.float(), y.float()) for x, y in zip(layer.kept, fresh, strict=True)), when
 
@@ -368,7 +368,7 @@ def keep_through_a_run(root: str, stage: int, dtype: str) -> None:
     check_kept(engine, "after weights were set")
 
 
-@pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), (1, "bf16"), (2, "bf16"), (3, "bf16")])
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), (1, "bf16"), (2, "bf16")])
 def test_kept_weights_are_never_stale(tmp_path, stage: int, dtype: str) -> None:
     """DeepSpeed writes weights past autograd's version counters, so only the engine can tell that they changed."""
     run_distributed(keep_through_a_run, 2, str(tmp_path), stage, dtype)

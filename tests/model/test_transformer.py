@@ -245,7 +245,7 @@ def test_blocks_compile_to_one_graph(packing: dict) -> None:
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
-def test_compiled_blocks_check_no_buffers_but_under_zero_3(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_blocks_check_no_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     found, real = [], torch.compile
 
     def compiled(*arguments, **how):
@@ -253,12 +253,8 @@ def test_compiled_blocks_check_no_buffers_but_under_zero_3(monkeypatch: pytest.M
         return real(*arguments, **how)  # The real function knows all options by name.
 
     monkeypatch.setattr(torch, "compile", compiled)
-    asserts = {"size_asserts": False, "alignment_asserts": False}
-    for whole, expected in ((False, asserts), (True, {})):
-        compile_blocks(_model(backend="sdpa"), whole=whole)
-        assert found
-        assert all(options == expected for options in found)
-        found.clear()
+    compile_blocks(_model(backend="sdpa"))
+    assert found and all(options == {"size_asserts": False, "alignment_asserts": False} for options in found)
 
 
 class Watched(AttentionFunction):
@@ -303,8 +299,8 @@ def _graphs() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize(("packing", "whole"), [(PACKED, False), ({}, True)], ids=["onward", "alone"])
-def test_a_layer_that_gets_another_attention_costs_one_graph(packing: dict, whole: bool) -> None:
+@pytest.mark.parametrize(("packing", "alone"), [(PACKED, False), ({}, True)], ids=["onward", "alone"])
+def test_a_layer_that_gets_another_attention_costs_one_graph(packing: dict, alone: bool) -> None:
     """Only the first layer that has an attention costs a graph. The model has more layers than torch compiles graphs
     for one function."""
     shape = SHAPES["grouped_tied"].model_copy(update={"num_layers": 10})
@@ -314,7 +310,7 @@ def test_a_layer_that_gets_another_attention_costs_one_graph(packing: dict, whol
     )
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    compile_blocks(model, backend="eager", whole=whole)  # It makes the same graphs.
+    compile_blocks(model, backend="eager", blocks_alone=alone)  # It makes the same graphs.
     counts = []
     for changes in ({}, {3: Sage()}, {3: Sdpa()}, {0: Sage("paper"), 9: Sage()}, {9: Sdpa(), 5: Sage()}):
         for layer, function in changes.items():
@@ -322,7 +318,7 @@ def test_a_layer_that_gets_another_attention_costs_one_graph(packing: dict, whol
                 network.blocks[layer].attention.function = function
         _assert_same(_gradients(model, *_batch(), **packing), _gradients(eager, *_batch(), **packing), 1e-4)
         counts.append(_graphs())
-    first = 1 if whole else 2  # The graphs are those of the blocks and of the first norm.
+    first = 1 if alone else 2  # The graphs are those of the blocks and of the first norm.
     assert counts == [first, first + 1, first + 1, first + 2, first + 2]
     assert not torch._dynamo.utils.counters["graph_break"]
 

@@ -37,7 +37,6 @@ SIMPLE = dataclasses.replace(
     eager_launch_seconds=0,
     collective_launch_seconds=0,
     copy_launch_seconds=0,
-    zero3_block_seconds=0,
     nvlink_bandwidth=1e11,
     nvlink_latency=0,
     copy_bandwidth=0,

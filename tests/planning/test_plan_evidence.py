@@ -41,7 +41,7 @@ def test_a_faster_backend_than_the_named_one_is_a_finding():
 
 
 def test_the_faster_engine_is_proposed():
-    """FSDP2 is faster than DeepSpeed in recorded runs of both at ZeRO 1 and 3."""
+    """FSDP2 is faster than DeepSpeed in recorded runs of both at ZeRO 1. ZeRO 3 is by FSDP2 alone."""
 
     def made(*overrides: str) -> Plan:
         how = ["attention.backend=sdpa", "data.document_attention=false", "data.document_positions=false"]
@@ -50,16 +50,12 @@ def test_the_faster_engine_is_proposed():
     def found(*overrides: str) -> list:
         return [finding for finding in made(*overrides).findings if finding.rule == "faster_engine"]
 
-    (finding,) = found("parallel.zero_stage=3", "parallel.engine=deepspeed")
+    (finding,) = found("parallel.zero_stage=1", "parallel.engine=deepspeed")
     assert (finding.level, finding.key) == ("info", "parallel.engine") and finding.fix == "set parallel.engine: fsdp"
-    assert not found("parallel.zero_stage=3", "parallel.engine=fsdp")
-    assert found("parallel.zero_stage=1", "parallel.engine=deepspeed")
     assert not found("parallel.zero_stage=1", "parallel.engine=fsdp")
-    of_deepspeed = "parallel.zero_stage=3", "parallel.gradient_reduction=bf16"
-    assert not found(*of_deepspeed)
     engines = [{item.layout.engine for item in made(*how).proposed if item.cfg.parallel.zero_stage == 3}
-               for how in ((), of_deepspeed)]  # fmt: skip
-    assert engines == [{"fsdp"}, {"deepspeed"}]
+               for how in ((), ["parallel.engine=deepspeed"], ["parallel.gradient_reduction=bf16"])]  # fmt: skip
+    assert engines == [{"fsdp"}, {"fsdp"}, set()]
 
 
 def test_figures_say_what_they_rest_on():

@@ -94,15 +94,10 @@ def layout_of(text: str) -> tuple[int, int, list[str]]:
     ("1b", "tp1", (16, 2), [SCORES], 84_190, 99.2),
     ("1b", "dp2", (8, 4), [], 122_275, 54.2),
     ("1b", "dp2-z2", (8, 4), [], 122_625, 50.3),
-    ("1b", "dp2-z3", (8, 4), [], 119_492, 53.6),
     ("1b", "dp4", (8, 4), [], 249_354, 51.3),
     ("1b", "dp2", (8, 4), [SCORES], 162_481, 54.1),
-    ("1b", "dp2-z3", (8, 4), [SCORES], 151_093, 53.6),
     ("1b", "dp4", (8, 4), [SCORES], 326_569, 51.2),
     ("1b", "dp4-z2", (8, 4), [], 238_290, 46.5),
-    ("1b", "dp4-z3", (8, 4), [], 226_063, 49.3),
-    ("1b", "dp4-z3", (8, 4), [SCORES], 290_643, 49.3),
-    ("1b", "dp4-z3", (8, 4), ["training.compile=off"], 157_873, 83.2),
     ("1b", "tp2-sp", (8, 4), [HALVES], 103_974, 33.3),
     ("1b", "tp2-sp", (16, 2), [], 113_049, 55.6),
     ("1b", "tp2-sp", (32, 1), [], 115_502, 98.9),
@@ -132,10 +127,8 @@ def layout_of(text: str) -> tuple[int, int, list[str]]:
     ("325m", "dp2-z0", (8, 4), [], 332_082, 28.2),
     ("325m", "dp2", (8, 4), [], 327_839, 28.2),
     ("325m", "dp2-z2", (8, 4), [], 317_131, 27.1),
-    ("325m", "dp2-z3", (8, 4), [], 280_477, 28.8),
     ("325m", "dp4", (8, 4), [], 673_810, 27.4),
     ("325m", "dp4-z2", (8, 4), [], 641_404, 26.0),
-    ("325m", "dp4-z3", (8, 4), [], 542_524, 27.5),
 ])  # fmt: skip
 def test_layouts_are_met(name, layout, batch, overrides, tokens_per_second, gib):
     """The runs are from benchmarks/layouts.py, with packed documents and sage. Each row gives the sequences of a
@@ -273,8 +266,6 @@ def test_replayed_micro_steps_are_met(size, length, linear, tokens_per_second, m
     ("fp8", 2, "on", "tp2-sp", 33_130),
     ("fp8", 2, "off", "tp2-sp", 53_510),
     ("fp8", 2, "auto", "tp2-sp", 53_510),
-    ("fp8", 1, "auto", "dp2-z3", 41_648),
-    ("bf16", 1, "auto", "dp2-z3", 37_759),
 ])  # fmt: skip
 def test_3b_on_two_h100s_is_met(linear, sequences, overlap, layout, tokens_per_second, today):
     """The runs have 8K tokens without documents and 8 micro-steps, at commits dd04b14 and f315f7c, 2026-11-26, when a
@@ -569,8 +560,6 @@ def test_memory_of_the_papers_model_is_met(backend, gib):
     ("dp2", [], 166_704, 50.2),
     ("dp2", ["parallel.gradient_reduction=bf16"], 166_890, 50.2),
     ("dp2-z2", [], 159_950, 49.0),
-    ("dp2-z3", [], 144_347, 51.7),
-    ("dp2-z3", ["deepspeed.zero_optimization.overlap_comm=true"], 155_630, 51.7),
 ])  # fmt: skip
 def test_gradients_on_their_way_are_met(layout, overrides, tokens_per_second, gib, today):
     """The run is 1B on two H100s of one host, with a vocabulary of 4,096, and with today's kernels and ZeRO 1."""

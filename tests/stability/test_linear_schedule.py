@@ -83,8 +83,8 @@ def moving_steps(groups: ParallelGroups, stage: int, backend: str | None, linear
         low = cfg.linear.low_bit and 5 * first <= min(step, 4) < 5 - 5 * last
         assert model.matmuls == [dict.fromkeys(NAMES, RECIPES["fp8", "rowwise"]) if low else {}] * 2 + [{}]
         for layer in layers_of(model):
-            fresh = layer.matmul.keep(layer.weights) if stage < 3 else ()
-            assert bool(layer.kept) == (low and stage < 3) and all(map(torch.equal, layer.kept, fresh))
+            fresh = layer.matmul.keep(layer.weights)
+            assert bool(layer.kept) == low and all(map(torch.equal, layer.kept, fresh))
         assert bool(model.blocks[0].mlp_norm.reader) == (low and tp_size > 1)
     return found, graphs, [*said, *(now(400).summary() for _ in schedules)]
 
@@ -110,12 +110,11 @@ def test_the_output_projection_moves_with_the_blocks() -> None:
         assert all(map(torch.equal, model.head.kept, kept))
 
 
-@pytest.mark.parametrize(("world", "tp_size", "stage"), [(2, 2, 1), (2, 1, 3)])
+@pytest.mark.parametrize(("world", "tp_size", "stage"), [(2, 2, 1), (2, 1, 2)])
 def test_layers_move_at_any_layout(world: int, tp_size: int, stage: int) -> None:
     last = {"keep_last_fraction": 0.4}
     kept = {"keep_first_fraction": 0.4}, {"keep_first_fraction": 0.2, "keep_last_fraction": 0.2}
-    backend = "aot_eager" if stage == 3 else "eager"  # Both make the same graphs.
-    runs = [*((None, linear) for linear in (last, {}, {"precision": "bf16"}, *kept)), (backend, last)]
+    runs = [*((None, linear) for linear in (last, {}, {"precision": "bf16"}, *kept)), ("eager", last)]
     first, *others = run_distributed(moving_runs, world, tp_size, stage, runs)
     for other in others:  # The first rank alone compiles.
         assert [(steps, said) for steps, _, said in other[:-1]] == [(steps, said) for steps, _, said in first[:-1]]

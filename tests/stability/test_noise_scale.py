@@ -90,7 +90,6 @@ WORLDS = {
         (1, 2, 3, "fp32", "", False),
         (1, 1, 1, "fp32", "eager", False),  # It makes the same graphs.
         (1, 1, 3, "fp32", "aot_eager", False),
-        (1, 1, 3, "fp32", "eager", False, "deepspeed"),
         (1, 1, 3, "bf16", "", False),
     ],
     4: [(2, 1, 2, "fp32", "", True), (2, 2, 0, "fp32", "", False), (2, 1, 1, "fp32", "aot_eager", False)],

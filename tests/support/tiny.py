@@ -118,14 +118,12 @@ def compile_first_rank(model: Transformer, backend: str = "aot_eager", ranks: in
     The other ranks call the same collectives from Python, so the compiled code is still part of the world's numbers.
     Ranks of a test share a CPU, and torch.compile is most of the time of a test that compiles on all of them. Where
     tensor parallel blocks are recomputed, the ranks of a tensor parallel group have to compile alike: Python stops a
-    recomputation early, before the last collectives, and a graph does not. DeepSpeed's ZeRO 3, which has partitioned
-    the parameters, runs whole blocks. FSDP2, which has taken them away, needs hooks.
+    recomputation early, before the last collectives, and a graph does not. FSDP2, which has taken the parameters
+    away, needs hooks.
     """
-    parameter = next(model.parameters())
-    first, whole = torch.distributed.get_rank() < ranks, hasattr(parameter, "ds_id")
+    first = torch.distributed.get_rank() < ranks
     if first:
-        compile_blocks(model, backend, whole=whole, hooks=hasattr(parameter, "shard"), **how)
-    model.whole_blocks = whole
+        compile_blocks(model, backend, hooks=hasattr(next(model.parameters()), "shard"), **how)
     return first
 
 

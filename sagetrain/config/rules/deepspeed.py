@@ -72,14 +72,22 @@ _HARMFUL = {
         "deals the optimizer state out in an order that would give weights each other's names in a checkpoint",
         "remove it",
     ),
-    "zero_optimization.zero_hpz_partition_size": (
-        "keeps a second copy of the weights, which would stay as it was when a checkpoint is loaded",
-        "remove it; where links between hosts are slow use parallel.zero_stage 1 and tensor_parallel_size in a host",
-    ),
-    "zero_optimization.stage3_module_granularity_threshold": (
-        "leaves nothing of a weight where the backward pass looks for it",
-        "remove it: blocks are gathered as a whole anyway",
-    ),
+    **{
+        f"zero_optimization.{key}": ("is for DeepSpeed's ZeRO 3", "remove it; ZeRO 3 is by parallel.engine fsdp")
+        for key in (
+            "memory_efficient_linear",
+            "stage3_allgather_sequential",
+            "stage3_max_live_parameters",
+            "stage3_max_reuse_distance",
+            "stage3_model_persistence_threshold",
+            "stage3_module_granularity_threshold",
+            "stage3_param_persistence_threshold",
+            "stage3_prefetch_bucket_size",
+            "stage3_use_all_reduce_for_fetch_params",
+            "sub_group_size",
+            "zero_hpz_partition_size",
+        )
+    },
     "gradient_allreduce_op": ("would take the sum of the ranks' gradients, not their mean", "remove it"),
     "flops_profiler": (
         "fails in compiled blocks, and does not see what our kernels compute",
@@ -119,18 +127,9 @@ PROVEN = {
             "allgather_bucket_size": _elements(2, multiple=2),  # DeepSpeed asserts this.
             "allgather_partitions": _BOOL,
             "contiguous_gradients": _BOOL,
-            "memory_efficient_linear": _BOOL,
             "overlap_comm": _BOOL,
             "reduce_bucket_size": _elements(1),
             "reduce_scatter": _BOOL,
-            "stage3_allgather_sequential": _BOOL,
-            "stage3_max_live_parameters": _elements(0),
-            "stage3_max_reuse_distance": _elements(0),
-            "stage3_model_persistence_threshold": _elements(0),
-            "stage3_param_persistence_threshold": _elements(0),
-            "stage3_prefetch_bucket_size": _elements(0),
-            "stage3_use_all_reduce_for_fetch_params": _BOOL,
-            "sub_group_size": _elements(1),
             "use_multi_rank_bucket_allreduce": _BOOL,
         }.items()
     },
@@ -147,7 +146,7 @@ PROVEN = {
     "wall_clock_breakdown": _BOOL,
 }
 """The keys of the `deepspeed` section that may be given, with the values that they take. Each of them was seen to leave
-losses as they are and resumes exact, at ZeRO 1, 2 and 3, in fp32 and bf16 (tests/engines/test_engine.py). Every other
+losses as they are and resumes exact, at ZeRO 1 and 2, in fp32 and bf16 (tests/engines/test_engine.py). Every other
 key of DeepSpeed is refused until it has been tested in the same way."""
 _SECTIONS = {key[: place.start()] for key in PROVEN for place in re.finditer(r"\.", key)}
 
@@ -162,10 +161,10 @@ def _reduction(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
     overlap = zero.get("overlap_comm", False)
     if overlap and layout.zero_stage < 2:
         yield About("deepspeed_overlap", key, overlap).error(
-            "is for ZeRO 2 and 3: at 0 and 1 DeepSpeed reduces nothing during backward",
-            "remove it and use parallel.engine fsdp, which does at ZeRO 0 and 1, or parallel.zero_stage 2 or 3",
+            "is for ZeRO 2: at 0 and 1 DeepSpeed reduces nothing during backward",
+            "remove it and use parallel.engine fsdp, which does at ZeRO 0 and 1, or parallel.zero_stage 2",
         )
-    elif overlap and layout.zero_stage == 2 and zero.get("use_multi_rank_bucket_allreduce") is False:
+    elif overlap and zero.get("use_multi_rank_bucket_allreduce") is False:
         yield About("deepspeed_overlap", key, overlap).warning(
             "hides nothing with use_multi_rank_bucket_allreduce false: DeepSpeed waits for the GPU before each reduce",
             "use one of the two",
@@ -185,6 +184,10 @@ def findings(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
     """Find settings that another engine has, and keys of the `deepspeed` section that contradict SageTrain's keys, were
     never tested, or have a wrong value."""
     why, fix = by_deepspeed(cfg)
+    if cfg.parallel.zero_stage == 3:
+        yield About("zero_3_of_deepspeed", "parallel.zero_stage", 3).error(
+            f"is by FSDP2 alone, and {why}", f"{fix} (a checkpoint of either engine continues), or use 0 to 2"
+        )
     if cfg.parallel.offload != "none":
         yield About("offload_of_deepspeed", "parallel.offload", cfg.parallel.offload).error(
             f"is for parallel.engine fsdp, and {why}", f"{fix}, or set offload: none"

@@ -14,21 +14,19 @@ from sagetrain.config.schema import NoiseAwareTokens, NoiseScaleConfig, RunConfi
 
 def findings(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
     """Find measurements of something that does not exist, and policies that cannot work."""
-    yield from _monitor(cfg, layout)
+    yield from _monitor(cfg)
     yield from _noise_scale(cfg)
     if cfg.stability.quant_noise.every_steps:
-        yield from _quant_noise(cfg, layout)
+        yield from _quant_noise(cfg)
     if isinstance(cfg.tokens_per_step, NoiseAwareTokens):
         yield from _noise_aware(cfg, cfg.tokens_per_step)
     yield from _spikes(cfg)
     yield from _replay(cfg, layout)
 
 
-def _monitor(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
+def _monitor(cfg: RunConfig) -> Iterator[Finding]:
     monitor, layers, backend = cfg.stability.monitor, cfg.model.num_layers, cfg.attention.backend
     linear = "" if may_be_low_bit(cfg) else "linear layers neither"
-    if not layout.takes_probes:
-        linear = linear or "linear layers are not looked at with parallel.zero_stage 3 of engine deepspeed"
     if isinstance(monitor.every_steps, int) and not cfg.attention.may_be_int8 and linear:
         yield About("monitor_of_nothing", "stability.monitor.every_steps", monitor.every_steps).error(
             f"attention.backend {backend} quantizes nothing, {linear}: there is no error to measure",
@@ -57,7 +55,7 @@ def _noise_scale(cfg: RunConfig) -> Iterator[Finding]:
         yield no_effect("stability.noise_scale.every_steps", asked, why)
 
 
-def _quant_noise(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
+def _quant_noise(cfg: RunConfig) -> Iterator[Finding]:
     key, every = "stability.quant_noise.every_steps", cfg.stability.quant_noise.every_steps
     backend = cfg.attention.backend
     if not cfg.attention.may_be_int8 and not may_be_low_bit(cfg):
@@ -69,12 +67,6 @@ def _quant_noise(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
         yield About("probe_without_noise", key, every).error(
             "relates the error of quantization to the noise of the gradients, which is not measured",
             "set stability.noise_scale.every_steps, to 10 for instance",
-        )
-    if not layout.takes_probes:
-        yield About("probe_at_zero_3", key, every).error(
-            "a probe computes gradients beside those of the step, which DeepSpeed's hooks of parallel.zero_stage 3 "
-            "cannot take",
-            "set it to null, or use parallel.zero_stage 2 (with tensor_parallel_size for memory), or engine fsdp",
         )
     micro_batch = cfg.data.micro_batch_size * cfg.data.seq_length
     if max(cfg.tokens_per_step.named_tokens.values()) <= micro_batch:

@@ -25,8 +25,7 @@ class QuantNoiseConfig(Section):
 
     every_steps: PositiveInt | None = None
     """Steps between two probes; null: never. A probe takes the time of up to five micro-batches, so that a probe every
-    500 steps costs less than 1 % of any run. It needs memory for the gradients of three, which `sagetrain plan` counts.
-    Not at zero_stage 3 of engine deepspeed."""
+    500 steps costs less than 1 % of any run. It needs memory for the gradients of three, which `plan` counts."""
 
 
 class SpikesConfig(Section):
@@ -54,8 +53,8 @@ class MonitorConfig(Section):
 
     every_steps: PositiveInt | Literal["auto"] | None = "auto"
     """Steps between two measurements. Each takes one micro-batch; for 8-bit linear layers the micro-batch goes forward
-    and backward once more (not at zero_stage 3 of engine deepspeed). auto: 100 where something is quantized; for linear
-    layers 300 micro-batches if that is more. null: never."""
+    and backward once more. auto: 100 where something is quantized; for linear layers 300 micro-batches if that is more.
+    null: never."""
     layers: Literal["all"] | Annotated[list[int], Field(min_length=1)] = "all"
     """The layers that are measured, counted from 0; negative numbers count from the end."""
 

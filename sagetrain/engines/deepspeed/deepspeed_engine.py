@@ -33,6 +33,7 @@ from sagetrain.config.schema import RunConfig
 from sagetrain.engines.deepspeed.deepspeed_config import deepspeed_config
 from sagetrain.engines.deepspeed.masters import Masters
 from sagetrain.engines.deepspeed.mpu import Mpu
+from sagetrain.engines.gradients import StepGradients
 from sagetrain.engines.protocol import Owned, every
 from sagetrain.engines.step import BaseEngine, Decision
 from sagetrain.model.placement import place
@@ -43,37 +44,9 @@ from sagetrain.optim.build import groups as groups_of
 from sagetrain.parallel.topology import ParallelGroups
 
 
-def partitioner(cfg: RunConfig, groups: ParallelGroups) -> Callable[[TensorSpec, nn.Parameter], None] | None:
-    """Return the function with which ZeRO 3 partitions a parameter that has just got its values. After it every rank
-    keeps only its part. Return None at other stages.
-
-    The function is for Transformer(partition=...), and with it no rank ever holds the whole model. Calling it is
-    collective.
-    """
-    if Layout.of(cfg).zero_stage != 3:
-        return None
-    deepspeed = join_deepspeed()
-    config, first = deepspeed_config(cfg, groups.num_replicas, 1, 1), list[Any]()
-
-    def partition(spec: TensorSpec, parameter: nn.Parameter) -> None:
-        if first:
-            first[0].convert_to_zero_parameters(param_list=[parameter])
-            return
-        first.append(parameter)
-        deepspeed.zero.Init(
-            module=nn.ParameterList(first),
-            data_parallel_group=groups.replica_group,
-            dtype=parameter.dtype,
-            config_dict_or_path=config,
-            mpu=Mpu(groups),
-        )
-
-    return partition
-
-
 class Handed(torch.optim.Optimizer):
     """The optimizer that is handed to DeepSpeed. DeepSpeed calls it after gradients are reduced and clipped: once for
-    all parameters, or once for each group or sub-group of parameters. It leaves the decision and the update to the
+    all parameters, or once for each group of parameters. It leaves the decision and the update to the
     engine."""
 
     def __init__(self, parameters: Sequence[Sequence[nn.Parameter]]) -> None:
@@ -86,17 +59,14 @@ class Handed(torch.optim.Optimizer):
 
 
 class DeepSpeedEngine(BaseEngine):
-    """An engine on DeepSpeed, for any gradient accumulation at any ZeRO stage."""
+    """An engine on DeepSpeed, for any gradient accumulation at ZeRO 0 to 2."""
 
     def __init__(self, cfg: RunConfig, model: Transformer, groups: ParallelGroups, micro_batches: int) -> None:
         deepspeed = join_deepspeed()
         layout = Layout.of(cfg, groups.topology.world_size)
-        self._stage, self.takes_probes = layout.zero_stage, layout.takes_probes
+        self._stage = layout.zero_stage
         self._micro_batch, self._norm_stage0 = cfg.data.micro_batch_size, 0.0
-        # Shapes are noted before ZeRO 3 replaces every parameter by its partition, unless `partitioner` has done so
-        # already.
-        shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
-        parameters = sum(torch.Size(shape).numel() for shape in shapes.values())
+        parameters = sum(p.numel() for p in model.parameters())
         self.settings = deepspeed_config(cfg, groups.num_replicas, micro_batches, parameters)
         parameter: Any
         for name, parameter in model.named_parameters():
@@ -106,13 +76,6 @@ class DeepSpeedEngine(BaseEngine):
         named, rules = dict(model.named_parameters()), groups_of(model.specs.values(), cfg)
         self._optimizer = Handed([[named[name] for name in rule.names] for rule in rules])
         self._lr, build = 0.0, partial(build_optimizer, cfg)
-        if self._stage == 3 and getattr(model, "activation_checkpointing", "none") != "none":
-            # A recomputed block that normalizes for the next one may find that block's gain given back.
-            model.whole_blocks = True
-        if self._stage == 3 and getattr(model, "whole_blocks", False):
-            # Then ZeRO 3 has hooks only before and after a whole block.
-            deepspeed.utils.set_z3_leaf_modules(model, [type(model.blocks[0])])
-        self._synchronize = deepspeed.get_accelerator().synchronize
         # DeepSpeed prints memory tables at every stage of its initialization.
         with contextlib.redirect_stdout(io.StringIO()):
             self._ds, *_ = deepspeed.initialize(
@@ -123,11 +86,12 @@ class DeepSpeedEngine(BaseEngine):
                 dist_init_required=False,
             )
         copies = 1 if self._stage else groups.num_replicas
-        super().__init__(model, groups, torch.device(self._ds.device), cfg.optimizer.clip_grad, copies)
-        # DeepSpeed writes weights without autograd's version counters noticing, so each writer calls _weights_written.
-        self._keeps = self._stage < 3 and cfg.linear.low_bit
-        self._weights_written()
-        self._masters = Masters(self._ds, self._optimizer, rules, build, groups, self._stage, shapes, self.settings)
+        device, self._clip = torch.device(self._ds.device), cfg.optimizer.clip_grad
+        super().__init__(model, groups, device, StepGradients(model, groups, device, self._clip, copies))
+        # DeepSpeed writes weights without autograd's version counters noticing, so each writer calls weights_changed.
+        self._keeps = cfg.linear.low_bit
+        self.weights_changed()
+        self._masters = Masters(self._ds, self._optimizer, rules, build, groups, self._stage, self.settings)
 
     # -- what it keeps -------------------------------------------------------------------------------------------
 
@@ -144,13 +108,12 @@ class DeepSpeedEngine(BaseEngine):
         return self.leaves()
 
     def weights_changed(self) -> None:
-        """Renew what depends on the weights; call this after weights were set in all their copies. ZeRO 3 keeps small
-        parameters gathered and gathers them again. At lower stages linear layers keep 8-bit weights."""
-        self._weights_written()
-        if self._stage == 3 and self._ds.optimizer.persistent_parameters:
-            persistent = self._ds.optimizer.persistent_parameters
-            persistent[0].partition(persistent)
-            persistent[0].all_gather(persistent)
+        """Renew what depends on the weights, once for all micro-batches of a step: linear layers keep 8-bit weights."""
+        if self._keeps:
+            self.model.keep_weights()
+
+    def _weights_written(self) -> None:
+        self.weights_changed()
 
     @torch.no_grad()
     def state_changed(self, optimizer_steps: int | None = None) -> None:
@@ -160,14 +123,6 @@ class DeepSpeedEngine(BaseEngine):
         self._masters.check()
         if optimizer_steps is not None:
             self.optimizer_steps = optimizer_steps
-
-    def _weights_written(self) -> None:
-        """Renew the 8-bit weights from the present weights, once for all micro-batches of a step. At ZeRO 3, wait until
-        the weights are written, because gathers may run on a stream of their own (overlap_comm)."""
-        if self._keeps:
-            self.model.keep_weights()
-        if self._stage == 3:
-            self._synchronize()
 
     # -- a step --------------------------------------------------------------------------------------------------
 

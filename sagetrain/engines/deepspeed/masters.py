@@ -2,7 +2,7 @@
 that parameter.
 
 At ZeRO 0 a rank has all of them. At ZeRO 1 and 2 a rank has one range of a flat tensor, in which parameters lie one
-behind the other. At ZeRO 3 a rank has one range of each parameter.
+behind the other.
 
 A checkpoint gives these ranges the names of parameters (checkpoint/saving.py). With another memory layout, caused by a
 setting or a version of DeepSpeed, weights would silently be saved under wrong names. `check` therefore compares the
@@ -11,8 +11,6 @@ masters with the model.
 
 from __future__ import annotations
 
-import bisect
-import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -61,7 +59,6 @@ class Masters:
         optimizer: the optimizer that was handed to DeepSpeed, with a group of parameters for each of `rules`.
         rules: the groups of tensors, each with the way it is updated.
         build: builds the optimizer of pieces of a group: see optim/build.build_optimizer.
-        shapes: the shape of every parameter's tensor-parallel slice, by name.
         settings: the configuration that was handed to DeepSpeed.
     """
 
@@ -73,11 +70,10 @@ class Masters:
         build: Callable[[Group, Sequence[TensorPiece], dist.ProcessGroup | None], Optimizer],
         groups: ParallelGroups,
         stage: int,
-        shapes: Mapping[str, tuple[int, ...]],
         settings: Mapping[str, Any],
     ) -> None:
         self._ds, self._optimizer, self._rules, self._groups, self._stage = ds, optimizer, rules, groups, stage
-        self._shapes, self._settings = shapes, settings
+        self._settings = settings
         self._device = torch.device(ds.device)
         number_of = {name: number for number, rule in enumerate(rules) for name in rule.names}
         self._parts = [self._part(spec, parameter, number_of[spec.name]) for spec, parameter in self._parameters()]
@@ -107,8 +103,8 @@ class Masters:
         return self._groups.tp_group if self._stage == 0 else dist.group.WORLD
 
     def _split(self, number_of: Mapping[str, int]) -> list[list[_Part]]:
-        """Split the parts into those that DeepSpeed has the optimizer update at once: groups of parameters, and at
-        ZeRO 3 parts of those (sub-groups). All ranks get the same parts in the same order."""
+        """Split the parts into those that DeepSpeed has the optimizer update at once: groups of parameters. All ranks
+        get the same parts in the same order."""
         units: dict[int, list[_Part]] = {}
         for part in self._parts:
             key = number_of[part.piece.spec.name] if self._stage == 0 else id(part.master)
@@ -117,23 +113,15 @@ class Masters:
 
     def _part(self, spec: TensorSpec, parameter: Any, number: int) -> _Part:
         """Find the part of a parameter that this rank keeps, in the memory of group `number`."""
-        numel = torch.Size(self._shapes[spec.name]).numel()
-        start, stop, first, master = self._range(parameter, numel, number)
+        start, stop, first, master = self._range(parameter, number)
         placed = place(spec, self._groups)
         weight = master.detach().view(-1)[first : first + stop - start]
         return _Part(TensorPiece(spec, placed.slice, placed.slices, start, stop, weight), parameter, master, first)
 
-    def _range(self, parameter: Any, numel: int, number: int) -> tuple[int, int, int, Tensor]:
+    def _range(self, parameter: Any, number: int) -> tuple[int, int, int, Tensor]:
         """Return the range of the parameter that this rank keeps, its position in a master tensor, and that tensor."""
         if self._stage == 0:
-            return 0, numel, 0, parameter
-        if self._stage == 3:
-            partition = self._ds.optimizer.get_local_fp32_param(parameter)
-            start = min(partition.numel() * self._groups.replica_rank, numel)
-            flat = sorted(self._ds.optimizer.fp32_partitioned_groups_flat, key=Tensor.data_ptr)
-            place = bisect.bisect_right([each.data_ptr() for each in flat], partition.data_ptr()) - 1
-            first = (partition.data_ptr() - flat[place].data_ptr()) // partition.element_size()
-            return start, min(start + partition.numel(), numel), first, flat[place]
+            return 0, parameter.numel(), 0, parameter
         master, fragment = self._optimizer.param_groups[number]["params"][0], parameter._hp_mapping
         if fragment is None:
             return 0, 0, 0, master
@@ -151,19 +139,10 @@ class Masters:
                     piece.stop,
                     weight=piece.weight,
                     state=self._state[piece.spec.name],
-                    copies=self._copies(part.parameter, piece.stop - piece.start),
+                    # At stage 0 the masters are the parameters themselves.
+                    copies=(part.parameter.data.view(-1),) if self._stage else (),
                     twin=self._stage == 0 and self._groups.replica_rank > 0,
                 )
-
-    def _copies(self, parameter: Any, length: int) -> tuple[Tensor, ...]:
-        """Return this rank's copies of a parameter that the model computes with, 1-D in the model's dtype. `length` is
-        the length of this rank's range at ZeRO 3."""
-        # At stage 0 the masters are the parameters themselves.
-        if self._stage == 0:
-            return ()
-        # At ZeRO 3 small parameters stay gathered, and for other parameters this tensor is empty.
-        whole = parameter.data.view(-1)
-        return (parameter.ds_tensor.data.view(-1)[:length], whole) if self._stage == 3 else (whole,)
 
     def gradients(self, masters: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
         """Return the gradients of the parts in `masters`, with the names of their tensors. DeepSpeed updates one group
@@ -198,10 +177,8 @@ class Masters:
         wrong = torch.tensor(len(self._parts), device=self._device)
         for number, part in enumerate(self._parts):
             piece = part.piece
-            with self._whole(part.parameter) as values:
-                differs = (values.view(-1)[piece.start : piece.stop] != piece.weight.to(values.dtype)).any()
-            if getattr(part.parameter, "ds_secondary_tensor", None) is not None:
-                differs = torch.ones_like(differs)
+            values = part.parameter.data.view(-1)[piece.start : piece.stop]
+            differs = (values != piece.weight.to(values.dtype)).any()
             wrong = torch.where(differs, wrong.clamp(max=number), wrong)
         dist.all_reduce(wrong, op=dist.ReduceOp.MIN)
         if wrong < len(self._parts):
@@ -213,17 +190,6 @@ class Masters:
                 "constraints.txt"
             )
 
-    @contextlib.contextmanager
-    def _whole(self, parameter: Any) -> Iterator[Tensor]:
-        """Yield the values of a parameter's tensor-parallel slice. At ZeRO 3 they are gathered for as long as the block
-        runs."""
-        partitioned = self._stage == 3 and not parameter.numel()
-        if partitioned:
-            parameter.all_gather([parameter])
-        yield parameter.data
-        if partitioned:
-            parameter.partition([parameter])
-
     def spread(self) -> None:
         """Copy the masters to every other copy of the weights; collective. At ZeRO 0 the state of the first replica is
         sent to all replicas."""
@@ -233,11 +199,8 @@ class Masters:
                     values = owned.read(kind)
                     dist.broadcast(values, group=self._groups.replica_group, group_src=0)
                     owned.write(kind, values)
-        elif self._stage < 3:
-            self._gather()
         else:
-            for owned in self.owned():
-                owned.copies[0].copy_(owned.weight)
+            self._gather()
 
     def _gather(self) -> None:
         """Make the model's flat weights from the masters, as DeepSpeed does after a step. This works in blocks, because
