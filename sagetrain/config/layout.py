@@ -47,7 +47,8 @@ class Layout:
     """The engine that runs. `auto` is torch's FSDP2, except where a key asks for what only DeepSpeed has. A run that
     continues keeps the engine that it had (auto/kept.py)."""
     zero_stage: int
-    """The ZeRO stage that really runs: under DeepSpeed bf16 at stage 0 runs as stage 1."""
+    """The ZeRO stage that really runs: under DeepSpeed bf16 at stage 0 runs as stage 1. Stage 3 is an error there, and
+    a plan of it counts stage 2."""
     shards: int
     """The neighbouring replicas that shard weights and optimizer state between them. Other replicas have copies of the
     shards."""
@@ -85,8 +86,8 @@ class Layout:
         parallel, engine, refusal = cfg.parallel, _engine(cfg), _not_recorded(cfg)
         tensor, context = parallel.tensor_parallel_size, parallel.context_parallel_size
         stages, stage, by_deepspeed = parallel.pipeline_parallel_size, parallel.zero_stage, engine == "deepspeed"
-        if by_deepspeed and cfg.training.dtype == "bf16":
-            stage = max(stage, 1)
+        if by_deepspeed:
+            stage = min(max(stage, cfg.training.dtype == "bf16"), 2)
         world_size = world_size or tensor * context * stages
         attention = layers(cfg.model)[0].attention
         gather = attention.gather_of(tensor, context)

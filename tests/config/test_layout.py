@@ -26,6 +26,7 @@ NEVER, ONCE, PASS, MICRO = "never", "once a step", "in every pass", "in every mi
     (8, {"tensor_parallel_size": 8}, "bf16", ("fsdp", 1, 1, 1, 1, ONCE, NEVER, NEVER)),
     (8, {"gradient_reduction": "bf16"}, "bf16", ("deepspeed", 1, 8, 8, 1, ONCE, ONCE, EVERY)),
     (8, {"engine": "deepspeed", "zero_stage": 0}, "bf16", ("deepspeed", 1, 8, 8, 1, ONCE, ONCE, EVERY)),
+    (8, {"engine": "deepspeed", "zero_stage": 3}, "bf16", ("deepspeed", 2, 8, 8, 1, ONCE, MICRO, EVERY)),
     (8, {"engine": "deepspeed", "zero_stage": 0}, "fp32", ("deepspeed", 0, 8, 1, 8, NEVER, ONCE, EVERY)),
     (None, {"tensor_parallel_size": 2, "context_parallel_size": 2}, "bf16", ("fsdp", 1, 2, 2, 1, ONCE, ONCE, NEVER)),
 ])  # fmt: skip

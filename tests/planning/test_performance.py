@@ -148,9 +148,7 @@ def test_a_micro_batch_without_halves_waits_for_most_sums():
     ("bf16", 0, 8 + 2, 0),  # This case runs as stage 1.
     ("bf16", 1, 8 + 2, 0),
     ("bf16", 2, 2, 8),
-    ("bf16", 3, 0, 4 + 2),  # So small a model is gathered once.
     ("fp32", 0, 8, 0),
-    ("fp32", 3, 0, 4 + 4),
 ])  # fmt: skip
 def test_bytes_of_zero_by_stage(dtype, stage, per_step, per_micro_step):
     cfg = config("325m", *layout_of(1, stage), f"training.dtype={dtype}")
@@ -162,20 +160,7 @@ def test_bytes_of_zero_by_stage(dtype, stage, per_step, per_micro_step):
     if dtype == "fp32":  # The rules report a dtype that may not travel in bf16 as an error, but the plan goes on.
         cfg = config("325m", *layout_of(1, stage), "training.dtype=fp32", "parallel.gradient_reduction=bf16")
         assert predict(cfg, 4, VOCAB, SIMPLE) == step
-    waited = sum(c.seconds for c in step.collectives) * (1 - OVERLAP if stage == 3 else 1)
-    assert step.exposed("data") == pytest.approx(waited)
-    if stage == 3:  # Gradients travel beside backward only with overlap_comm, the default of this stage.
-        told = [f"training.dtype={dtype}", "deepspeed.zero_optimization.overlap_comm=false"]
-        weights, gradients = predict(config("325m", *layout_of(1, stage), *told), 4, VOCAB, SIMPLE).collectives
-        assert weights.exposed == pytest.approx((1 - OVERLAP) * weights.seconds)
-        assert gradients.exposed == gradients.seconds
-
-
-def test_gathering_weights_is_exposed_where_compute_is_short():
-    slow = dataclasses.replace(SIMPLE, nvlink_bandwidth=1e8)
-    step = predict(config("325m", *layout_of(1, 3)), 4, VOCAB, slow)
-    gathers = step.collectives[0]
-    assert gathers.exposed == pytest.approx(gathers.seconds - OVERLAP * sum(parts(step)))
+    assert step.exposed("data") == pytest.approx(sum(c.seconds for c in step.collectives))
 
 
 def test_context_parallelism_by_hand():
@@ -389,7 +374,7 @@ def test_zero_2_pays_in_every_micro_step():
     (1, [], 100),
     (4, ["parallel.tensor_parallel_size=4"], 100_000),
     (4, ["parallel.tensor_parallel_size=4", "parallel.sequence_parallel=true"], 60_000),
-    (4, ["parallel.context_parallel_size=4", "parallel.zero_stage=3"], 100_000),
+    (4, ["parallel.context_parallel_size=4", "parallel.zero_stage=2"], 100_000),
 ])  # fmt: skip
 def test_calibration_meets_the_measured_figure(gpus, overrides, measured):
     """Hosts and links may be the limit. Other layouts become slower or faster with the one that was measured."""
