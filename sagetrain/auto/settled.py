@@ -65,7 +65,6 @@ def settle(
     groups: ParallelGroups,
     *,
     compiled: bool,
-    layers_of_tp: int | None,
     vocab_size: int,
     device: torch.device,
     dtype: torch.dtype,
@@ -78,8 +77,6 @@ def settle(
         before: the choices that the run had, if it continues.
         stream: the data, on whose documents attention is timed.
         compiled: whether the run compiles its blocks.
-        layers_of_tp: the tensor-parallel size whose layer sizes decide which linear layers are in 8 bits. None: the
-            run's own.
         vocab_size: the rows of the embedding, padded.
         folder: the run folder, which keeps the tables of times.
         say: receives the tables, and the reason where a choice that the run had cannot be kept, for example on other
@@ -114,7 +111,7 @@ def settle(
         cache=folder.attention,
         say=say,
     )
-    size = layers_of_tp or groups.tp_size
+    size = groups.tp_size
     linear, why = settle_linear(
         cfg.linear,
         cfg.model,

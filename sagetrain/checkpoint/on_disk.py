@@ -26,7 +26,7 @@ import hashlib
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, overload
 
@@ -59,14 +59,13 @@ def step_of(folder: Location) -> int:
 # -- deleting ------------------------------------------------------------------------------------------------------
 
 
-def prune(root: Location, keep_last: int, keep_every_tokens: int | None, needed: Container[str] = ()) -> None:
+def prune(root: Location, keep_last: int, keep_every_tokens: int | None) -> None:
     """Delete old checkpoints. Rank 0 calls this. Folders whose manifest cannot be read are left alone.
 
     Args:
         keep_last: the number of newest checkpoints that are kept.
         keep_every_tokens: the first checkpoint at or past each multiple of this is kept; None: none is kept for this
             reason.
-        needed: the names of further checkpoints that are kept.
     """
     found = []
     for folder in published(root):
@@ -79,7 +78,7 @@ def prune(root: Location, keep_last: int, keep_every_tokens: int | None, needed:
             multiples.add(multiple)
             kept.add(folder)
     for _, folder in found:
-        if folder not in kept and folder_name(step_of(folder)) not in needed:
+        if folder not in kept:
             try:
                 remove(folder)
             # A failed deletion is no reason to stop a run whose new checkpoint is safe.

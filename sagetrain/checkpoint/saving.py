@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -78,7 +78,6 @@ class Saver:
         keep_every_tokens: see `prune`.
         timeout: how much longer one rank's files may take than another's.
         alive: called by `wait` from time to time as long as this rank's files make progress.
-        needed: returns the names of further checkpoints that are kept.
         begins: called on rank 0 before each save, in the background. It raises CheckpointError if the run may not save.
         published: called on rank 0 after each save, in the background.
         tolerate: the seconds for which a checkpoint that cannot be written is tried again.
@@ -92,7 +91,6 @@ class Saver:
         keep_every_tokens: int | None,
         timeout: timedelta,
         alive: Callable[[], None] = lambda: None,
-        needed: Callable[[], Container[str]] = tuple,
         begins: Callable[[], None] = lambda: None,
         published: Callable[[], None] = lambda: None,
         tolerate: float = 0.0,
@@ -101,7 +99,7 @@ class Saver:
         self._told_error: CheckpointError | None = None
         self.retries = False
         """This is true while a checkpoint that could not be written is tried again."""
-        self._root, self._groups, self._alive, self._needed = root, groups, alive, needed
+        self._root, self._groups, self._alive = root, groups, alive
         self._begins, self._published = begins, published
         self._keep = keep_last, keep_every_tokens
         self._timeout, self._rank, self._mailbox = timeout, groups.rank, None
@@ -312,7 +310,7 @@ class Saver:
         files |= self._publisher.write(folder, {"config.yaml": snapshot.config_text.encode()})
         manifest = manifest_of(self._groups, snapshot.state, snapshot.share.shapes, entries, files)
         self._publisher.publish(folder, folder_name(snapshot.step), manifest)
-        prune(self._root, *self._keep, self._needed())
+        prune(self._root, *self._keep)
         self._published()
 
     def _told(self, action: Callable[[], T], what: str) -> T:

@@ -24,7 +24,6 @@ from sagetrain.cli.generate import generate
 from sagetrain.cli.import_folder import import_folder
 from sagetrain.cli.plan import plan
 from sagetrain.cli.prepare import prepare
-from sagetrain.cli.replay import replay
 from sagetrain.cli.report import report
 from sagetrain.cli.shipped import print_shipped
 from sagetrain.cli.train import train
@@ -40,7 +39,6 @@ VERBS: dict[str, Callable[..., None]] = {
     "generate": generate,
     "compare": compare,
     "diagnose": diagnose,
-    "replay": replay,
     "doctor": doctor,
     "report": report,
 }

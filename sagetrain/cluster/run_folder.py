@@ -60,8 +60,6 @@ class RunFolder:
         """The folder of the run in a store, or None."""
         self.checkpoints = checkpoints_of(path, url)
         self.log = path / "log.txt"
-        self.spikes = path / "spikes"
-        """The folder of the bundles of steps that went wrong."""
         self.stacks = path / "stacks"
         """The folder of the stacks that each rank had when the run hung."""
         self.attention = path / "attention.json"

@@ -10,8 +10,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from sagetrain.checkpoint.on_disk import step_of
-from sagetrain.cluster.run_folder import RunFolder
 from sagetrain.comparing.question import Job
 from sagetrain.comparing.statistics import end_of, thinned
 from sagetrain.config.errors import ConfigError
@@ -121,11 +119,10 @@ def read_run(job: Job, run_dir: Path, total_tokens: int, evaluated: bool, every_
 
 
 def went_wrong(run_dir: Path) -> bool:
-    """Whether the last step of a run went wrong, in which case there is a bundle of a step behind all steps that it
-    reported."""
+    """Whether the last step of a run went wrong: its events end with a step behind all steps that it reported."""
     reported = max((row["step"] for row in read_rows(run_dir / "metrics.jsonl") if "train/loss" in row), default=0)
-    bundles = RunFolder(run_dir).spikes.glob("step-*")
-    return max(map(step_of, bundles), default=0) > reported
+    ended = (row["step"] for row in read_rows(run_dir / "events.jsonl") if row.get("action") == "stop")
+    return max(ended, default=0) > reported
 
 
 def _rounded(value: float | None) -> float | None:

@@ -74,10 +74,6 @@ class FunctionStream(SampleStream):
             digest.update(self.sample(index).tokens.tobytes())
         return {" (samples)": digest.hexdigest()}
 
-    def locate(self, index: int, seed: int | None = None) -> tuple[int, int]:
-        """Return the only source and the index itself."""
-        return 0, index
-
     def sample(self, index: int, seed: int | None = None) -> Sample:
         """Call the function for sequence `index`, and check what it returns.
 

@@ -39,7 +39,6 @@ from sagetrain.model.transformer import gradients
 from sagetrain.planning.tables import Table
 from sagetrain.stability.linear_errors import LinearErrors
 from sagetrain.stability.monitor import Monitor
-from sagetrain.training.failed_step import describe
 
 TENSORS = ("delta", "P", "dP", "dS", "O", "dQ", "dK", "dV")
 RECIPES = tuple(name for name in get_args(AttentionConfig.model_fields["recipe"].annotation) if name != "auto")
@@ -127,7 +126,7 @@ def diagnose(
         found[recipe] = [
             {name.removeprefix(tag): value for name, value in numbers.items() if name.startswith(tag)} for tag in at
         ]
-    own = [describe(function) for function in trained]
+    own = [" ".join([each.name, *filter(None, [getattr(each, "recipe", None)])]) for each in trained]
     settings = run.cfg.linear
     precision = f"{settings.precision} {settings.recipe}"
     if settings.low_bit and not low_bit_linear(settings, run.tokens, run.cfg.training.total_tokens):

@@ -58,7 +58,7 @@ from sagetrain.parallel.host import memory_of_host, ranks_of_host
 from sagetrain.parallel.rng import seed_everything
 from sagetrain.parallel.topology import ParallelGroups, Topology
 from sagetrain.storage.url_path import Location
-from sagetrain.training import failed_step, init_from, inputs
+from sagetrain.training import init_from, inputs
 from sagetrain.training.controllers import Controllers
 from sagetrain.training.loss import GuardedLoss, name_of
 from sagetrain.training.out_of_memory import memory_explained, record_allocations
@@ -74,7 +74,6 @@ from sagetrain.training.weights_and_biases import check_login
 def build(
     cfg: RunConfig,
     *,
-    layers_of_tp: int | None = None,
     own_process: bool = True,
     hears: Callable[[str], None] | None = None,
     tokens: SampleFunction | None = None,
@@ -84,8 +83,6 @@ def build(
 
     Args:
         cfg: the configuration of the run.
-        layers_of_tp: the tensor-parallel size that decides which linear layers are in 8 bits, if it is another run's;
-            None: this run's size.
         own_process: let signals stop the run, and end the process if the run hangs. False in a program that continues
             after the run.
         hears: gets the lines for people on rank 0. None: the lines go to stderr.
@@ -103,7 +100,7 @@ def build(
     files = check_files(cfg, tokens, loss)
     times.ended("files checked")
     try:
-        return _built(cfg, files, times, layers_of_tp, own_process, hears)
+        return _built(cfg, files, times, own_process, hears)
     except BaseException:
         files.folder.release()
         raise
@@ -113,7 +110,6 @@ def _built(
     cfg: RunConfig,
     files: CheckedFiles,
     times: StartTimes,
-    layers_of_tp: int | None,
     own_process: bool,
     hears: Callable[[str], None] | None,
 ) -> Run:
@@ -129,7 +125,6 @@ def _built(
             files.train,
             met.groups,
             compiled=compiles(cfg, met.device),
-            layers_of_tp=layers_of_tp,
             vocab_size=padded_vocab_size(files.vocab_size),
             device=met.device,
             dtype=files.dtype,
@@ -412,7 +407,6 @@ def assemble(
         cfg.checkpoint.keep_every_tokens,
         timedelta(minutes=2 * cfg.training.timeout_minutes),
         alive=partial(met.watchdog.begin, "saving"),
-        needed=partial(failed_step.needed, folder.spikes),
         begins=folder.check_owner,
         published=folder.send,
         tolerate=60 * cfg.checkpoint.tolerate_minutes,
@@ -421,7 +415,7 @@ def assemble(
     saver.published_step = met.saved_step
     if met.copies:
         met.copies.prepare(engine.owned(), dump_config(settled.asked))
-    controllers = Controllers(cfg, engine, files.train, folder, saver, met.reporter, resumed.state, files.loss)
+    controllers = Controllers(cfg, engine, folder, met.reporter, resumed.state)
     loader_of = partial(
         Loader,
         dp_rank=groups.dp_rank,

@@ -1,8 +1,8 @@
 """The observers and controllers that keep a run stable: they watch its steps and decide what follows.
 
 Observers look at a step between its batches and its update. Controllers decide between two steps how the run continues.
-Every checkpoint contains what a controller remembers. A step that goes wrong leaves a bundle. The policy then ends the
-run, leaves the step out, or sends the run back to a checkpoint. Every rank does the same.
+Every checkpoint contains what a controller remembers. The policy for a step that goes wrong ends the run, leaves
+the step out, or sends the run back to a checkpoint. Every rank does the same.
 """
 
 from __future__ import annotations
@@ -17,18 +17,14 @@ import torch
 import torch.distributed as dist
 
 from sagetrain.checkpoint.ledger import TrainState, left_out
-from sagetrain.checkpoint.saving import Saver
 from sagetrain.cluster.run_folder import RunFolder
 from sagetrain.config.earlier_run import critical_in_words, critical_tokens, margin_of, ratios_of
 from sagetrain.config.errors import ConfigError, TrainingError
-from sagetrain.config.load import dump_config
 from sagetrain.config.schema import NoiseAwareTokens, RunConfig
 from sagetrain.config.tokens_per_step import tokens_per_step
 from sagetrain.data.batch import Batch
-from sagetrain.data.loader import SampleStream
 from sagetrain.engines.protocol import Engine, Observers, StepResult, untimed
 from sagetrain.model.backends import attention_function
-from sagetrain.parallel.cross_entropy import OwnLoss
 from sagetrain.stability.balance import Starving
 from sagetrain.stability.choices import Flips
 from sagetrain.stability.controller import Controller, Event, Taken
@@ -43,8 +39,6 @@ from sagetrain.stability.replica_check import METRIC as REPLAY
 from sagetrain.stability.replica_check import ReplicaCheck, ReplicaTry
 from sagetrain.stability.spikes import METRIC, Spikes, Verdict
 from sagetrain.stability.stragglers import Stragglers
-from sagetrain.training import failed_step
-from sagetrain.training.loss import name_of
 from sagetrain.training.reporter import Reporter
 
 Take = Callable[[Observers], StepResult]
@@ -59,25 +53,14 @@ class Controllers:
 
     Args:
         cfg: the configuration, with `auto` settled for attention and linear layers.
-        stream: the stream that says which samples a bundle names.
         state: the position of the run. Its `controllers` are the result of `state` when the checkpoint was written, and
             {} in a new run.
-        loss: the user's loss; None: the cross-entropy.
     """
 
     def __init__(
-        self,
-        cfg: RunConfig,
-        engine: Engine,
-        stream: SampleStream,
-        folder: RunFolder,
-        saver: Saver,
-        reporter: Reporter,
-        state: TrainState,
-        loss: OwnLoss | None = None,
+        self, cfg: RunConfig, engine: Engine, folder: RunFolder, reporter: Reporter, state: TrainState
     ) -> None:
-        self._cfg, self._engine, self._stream, self._loss = cfg, engine, stream, loss
-        self._folder, self._saver, self._reporter = folder, saver, reporter
+        self._cfg, self._engine, self._folder, self._reporter = cfg, engine, folder, reporter
         model = engine.model
         groups, device, stability, schedule = engine.groups, engine.device, cfg.stability, cfg.tokens_per_step
         gains = lambda: ((kept.name, kept.weight) for kept in engine.owned())  # noqa: E731
@@ -87,9 +70,7 @@ class Controllers:
         self._noise = GradientNoise(leaves, model.every_spec.values(), groups, device)
         exact = attention_function("sdpa", cfg.attention, device)
         self._probe = QuantizationProbe(model, exact, groups, device, leaves)
-        self.spikes, self._event_step = Spikes(stability.spikes), 0
-        # These are the steps since the newest checkpoint, for bundles.
-        self._trail: list[dict[str, Any]] = []
+        self.spikes = Spikes(stability.spikes)
         micro_batch = cfg.data.micro_batch_size * cfg.data.seq_length
         decay = stability.noise_scale.decay
         noise = NoiseScale(micro_batch, decay)
@@ -140,11 +121,6 @@ class Controllers:
     def _restore(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         for controller in self.controllers:
             controller.restore(states.get(controller.name, {}))
-
-    def forget(self, step: int) -> None:
-        """Forget the steps up to this one, because its checkpoint is published. Bundles of later steps begin with that
-        checkpoint."""
-        self._trail = [row for row in self._trail if row["step"] > step]
 
     def tell(self, state: TrainState) -> None:
         """Write the measurements of the run's stability so far to stability.json."""
@@ -266,8 +242,6 @@ class Controllers:
     def taken(self, state: TrainState, size: int, result: StepResult) -> list[Event]:
         """Record a step that has brought the run to `state`. Return the event of the step, if it has one, and the
         events of the controllers' decisions."""
-        row = {"step": state.step, "tokens": size, "loss": result.loss, "grad_norm": result.grad_norm}
-        self._trail.append(row)
         if result.event:
             result.metrics[METRIC] = 1.0
         return [*([result.event] if result.event else []), *self.ask(state, size, result.metrics)]
@@ -279,35 +253,6 @@ class Controllers:
         return [event for controller in self.controllers for event in controller.after_step(taken)]
 
     # -- steps that go wrong -------------------------------------------------------------------------------------
-
-    def keep_bundle(self, state: TrainState, size: int, lr: float, result: StepResult) -> None:
-        """Write the bundle with which the step after `state` can be taken again. If several spikes in a row are trained
-        on, only the first one gets a bundle."""
-        step, event = state.step + 1, result.event
-        assert event, "a bundle is of a step that went wrong"
-        before, self._event_step = self._event_step, step
-        if result.applied and before == step - 1 and before:
-            return
-        self._saver.wait()
-        model = self._engine.model
-        samples = range(state.sequences, state.sequences + size // self._cfg.data.seq_length)
-        folder = failed_step.write(
-            self._folder.spikes,
-            self._folder.checkpoints,
-            state=state,
-            samples=[list(self._stream.locate(sample)) for sample in samples],
-            tokens=size,
-            lr=lr,
-            event=event,
-            result=result,
-            # All layers have the same function, also those of other pipeline stages.
-            attention=[failed_step.describe(model.functions[0])] * model.config.num_layers,
-            groups=self._engine.groups,
-            config_text=dump_config(self._cfg),
-            trail=self._trail,
-            loss=self._loss and name_of(self._loss),
-        )
-        self._reporter.say(f"step {step}: {folder} has what `sagetrain replay` needs to take it again")
 
     def leave_out(self, state: TrainState, size: int, result: StepResult, go_back: GoBack) -> TrainState:
         """Apply the policy to the step after `state`, whose update was not made. Return the position of the run after
@@ -321,8 +266,7 @@ class Controllers:
         if settings.policy == "stop" or not self.spikes.may_act(step):
             drop = {*cfg.training.drop_steps, step}
             samples = size // cfg.data.seq_length
-            fields = {**event.fields, "step": step, "action": "stop"}
-            self._reporter.event(state, Event("spike", f"{event.text}: the run ends", fields), say=False)
+            self._tell_end(state, event)
             raise left_out(state, samples, event.text, settings, cfg.attention, cfg.linear, drop)
         moved: list[Event] = []
         if settings.policy == "rewind":
@@ -338,6 +282,10 @@ class Controllers:
             self._reporter.event(state, event)
         return state
 
+    def _tell_end(self, state: TrainState, event: Event) -> None:
+        fields = {**event.fields, "step": state.step + 1, "action": "stop"}
+        self._reporter.event(state, Event("spike", f"{event.text}: the run ends", fields), say=False)
+
     def _rewind(
         self, state: TrainState, size: int, event: Event, go_back: GoBack
     ) -> tuple[TrainState, int, list[Event]]:
@@ -352,6 +300,7 @@ class Controllers:
         step, seq_length = state.step + 1, self._cfg.data.seq_length
         back = go_back(partial(self.spikes.may_go_back, step))
         if back is None:
+            self._tell_end(state, event)
             raise TrainingError(
                 f"step {step}: {event.text}, and stability.spikes.policy rewind finds no checkpoint to go back to but "
                 "those that it went back to lately; keep more of them (checkpoint.keep_last), save them more often "
@@ -361,7 +310,6 @@ class Controllers:
         weights_of = back.step
         for samples in state.ledger.samples_of_steps()[weights_of:]:
             back.advance(samples * seq_length, seq_length, dropped=True)
-        self._trail = []
         before = [mover.summary() for mover in self._movers.values()]
         self._restore(back.controllers)
         moved = [

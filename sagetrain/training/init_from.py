@@ -96,20 +96,6 @@ def is_recorded(folder: Location, record: InitFromRecord) -> bool:
     return manifest.is_file() and on_disk.sha256(manifest) == record.manifest_sha256
 
 
-def recorded(run_dir: Path, init_from: str) -> Location:
-    """Return the checkpoint that a run began with, at its recorded path or where init_from finds it. Raises
-    CheckpointError if the checkpoint is gone."""
-    path = run_dir / RECORD
-    try:
-        record = InitFromRecord.from_json(json.loads(path.read_text()), path)
-        for folder in (Path(record.checkpoint), named(Path(init_from))):
-            if folder and is_recorded(folder, record):
-                return folder
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} does not say what the run began with ({error})") from error
-    raise CheckpointError(f"{path}: the weights that the run began with, {record.checkpoint}, are gone")
-
-
 def differences(theirs: Identity, ours: Identity) -> list[str]:
     """Return the reasons why a run cannot begin with the weights of a checkpoint, from the identities of both."""
     before, now = flat(theirs.complete.model), flat(ours.model)

@@ -270,8 +270,6 @@ class Trainer:
                 self._say(f"step {state.step + 1}: no token of it counts in the loss, which is 0, as its gradient is")
         taken = Position(state.step + 1, state.tokens + size)
         self._callbacks.tell("on_step", lambda callback: callback.on_step(taken, result))
-        if result.event:
-            run.controllers.keep_bundle(state, size, lr, result)
         if not result.applied:
             self.state = run.controllers.leave_out(state, size, result, self._go_back)
             if self.state is not state:
@@ -353,7 +351,6 @@ class Trainer:
         record = run.record(state)
         run.controllers.compare_weights(state)
         # The checkpoint before is published by then.
-        run.controllers.forget(self._saved_step)
         run.saver.start(record, self._config_text, self.engine.owned(), rng_state())
         self._saved_step = state.step
         # The same disk may be full for this file.

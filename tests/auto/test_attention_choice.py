@@ -182,7 +182,6 @@ def chosen_on_a_rank(folder: str) -> list[tuple[list[str], list[tuple]]]:
             Stream(),
             groups,
             compiled=on,
-            layers_of_tp=None,
             vocab_size=tiny.VOCAB,
             device=torch.device("cpu"),
             dtype=torch.bfloat16,

@@ -213,12 +213,11 @@ def test_a_configuration_is_named_with_or_without_config(monkeypatch, capsys, co
     (["generate", "none", "def"], 3, "there is no folder none; name the folder of a run"),
     (["export", "none", "folder"], 3, "there is no folder none; name the folder of a run"),
     (["diagnose", "none"], 3, "there is no folder none; name the folder of a run"),
-    (["replay", "none"], 2, "there is no folder none; name one such as RUN/spikes/step-00000015"),
     (["import", "none", "run"], 2, "none: no such folder; a model of the Hugging Face hub"),
 ])  # fmt: skip
 def test_a_path_without_a_run_is_refused_before_torch(monkeypatch, capsys, tmp_path, words, code, said) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("inference.load", "inference.replay", "interop.exporting", "interop.importing", "data.chat_template"):
+    for name in ("inference.load", "interop.exporting", "interop.importing", "data.chat_template"):
         monkeypatch.setitem(sys.modules, f"sagetrain.{name}", None)  # An import fails then.
     assert main(words) == code
     assert f"error: {said}" in capsys.readouterr().err

@@ -262,11 +262,10 @@ def test_a_run_that_fails_is_told_and_the_others_go_on(base: Path, tmp_path: Pat
         row = {"step": 1, "tokens": tokens, "train/loss": 5.0, "train/tokens_per_step": 256}
         rows = [{**row, "perf/tokens_per_second": 10.0}, {"step": 1, "tokens": tokens, "valid/loss": 5.0}]
         (run_dir / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
-        # A spike that was trained on does not end the run; the step in the bundle's name tells the two cases apart.
+        # A spike that was trained on does not end the run.
+        event = {"step": 2, "action": "stop"} if name == "wild" else {"step": 1}
         if name in ("wild", "large"):
-            bundle = run_dir / "spikes" / f"step-{2 if name == 'wild' else 1:08d}" / "bundle.json"
-            bundle.parent.mkdir(parents=True, exist_ok=True)
-            bundle.write_text("{}")
+            (run_dir / "events.jsonl").write_text(json.dumps({**event, "tokens": 256, "kind": "spike"}) + "\n")
         return Over(codes[name])
 
     variants = [f"{name}: optimizer.lr={lr}" for lr, name in enumerate(codes, 7) if name != "base"]

@@ -378,8 +378,6 @@ def test_everything_that_watches_a_run_works_in_a_pipeline(tmp_path, corpus) -> 
     texts, same = ([(row["step"], row["text"]) for row in rows_in(run / "samples.jsonl")] for run in (one, two))
     assert [step for step, _ in texts] == [step for step, _ in same] and len(texts) >= 8
     assert texts[0][0] == 5 and texts[:2] == same[:2]  # Later texts are drawn by other roundings.
-    bundles = [json.loads((run / "spikes/step-00000015/bundle.json").read_text()) for run in (one, two)]
-    assert bundles[0]["attention"] == bundles[1]["attention"] == ["sage paper"] * 3
 
 
 def test_a_run_whose_stages_are_killed_ends_with_the_same_bits(tmp_path, corpus) -> None:

@@ -95,7 +95,7 @@ def write_config(folder: Path, policy: str) -> Path:
 
 PROGRAM = """
 import shlex, sys
-import sagetrain.cli.main, sagetrain.inference.replay, sagetrain.training.trainer
+import sagetrain.cli.main, sagetrain.training.trainer
 sys.argv[1:] = shlex.split(sys.stdin.readline())
 from sagetrain.__main__ import program
 program()
@@ -155,9 +155,7 @@ def test_runs_are_watched_and_steered(tmp_path: Path) -> None:
     continued."""
     make_data(tmp_path)
     train = {policy: ("train", "--config", write_config(tmp_path, policy)) for policy in ("skip", "rewind")}
-    skip, rewind, again, replay = processes = [
-        Process(tmp_path, name) for name in ("skip", "rewind", "rewind", "replay")
-    ]
+    skip, rewind, again = processes = [Process(tmp_path, name) for name in ("skip", "rewind", "rewind")]
     try:
         skip.begin(*train["skip"])
         rewind.begin(*train["rewind"])
@@ -166,11 +164,7 @@ def test_runs_are_watched_and_steered(tmp_path: Path) -> None:
         again.begin(*train["rewind"])
         wait_for(lambda: not skip.running(), skip, again)
         check_skip(tmp_path / "skip")
-        (bundle,) = (tmp_path / "skip" / "spikes").iterdir()
-        replay.begin("replay", bundle, "--attention", "sdpa", "--json")
-        wait_for(lambda: not (again.running() or replay.running()), again, replay)
-        found = json.loads((tmp_path / "replay.out").read_text())
-        assert found["cause"] == "data" and found["drift"] < 0.05
+        wait_for(lambda: not again.running(), again)
         check_rewind(tmp_path / "rewind", tmp_path / "skip")
     finally:
         for process in processes:

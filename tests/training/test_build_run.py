@@ -32,7 +32,7 @@ def by_hand(cfg: RunConfig) -> Run:
     met = meet(cfg, files)
     assert folder.exists() and met.main and met.checkpoint is None and met.hashes["data.train"]
     settled = settle(
-        cfg, None, files.train, met.groups, compiled=False, layers_of_tp=None, vocab_size=128, device=met.device,
+        cfg, None, files.train, met.groups, compiled=False, vocab_size=128, device=met.device,
         dtype=files.dtype, folder=files.folder, say=met.reporter.say,
     )  # fmt: skip
     assert (settled.cfg.attention.backend, settled.cfg.linear.precision) == ("sdpa", "bf16")

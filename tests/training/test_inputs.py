@@ -296,7 +296,6 @@ EXCUSED = {
     ("reading", "rng"): "likewise",
     ("inputs", "_check_rights"): "a store in which nothing may be written: test_stores.py",
     ("on_disk", "remove"): "while training",
-    ("init_from", "recorded"): "for a replay",
     ("ledger", "check_consumed"): "while training",
 }
 """The refusals that a plan cannot make, and why."""
