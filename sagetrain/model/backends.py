@@ -126,8 +126,6 @@ class AttentionFunction:
     function."""
     normalizes: ClassVar[bool] = False
     """Whether the function can apply QK-norm and then the rotary embedding itself (`normed`)."""
-    takes_sinks: ClassVar[bool] = False
-    """Whether the function can give each head one more score, whose value is zero (`with_sinks`)."""
 
     def wants(self, window: bool) -> Documents:
         """Return the field of TokenLayout that the function reads, in layers with a window or in others."""
@@ -147,7 +145,7 @@ class AttentionFunction:
         raise NotImplementedError
 
     def with_sinks(self, q: Tensor, k: Tensor, v: Tensor, layout: TokenLayout, sinks: Tensor | None) -> Tensor:
-        """Run the function with a sink for each head of q, [N]. It is there where `takes_sinks` is set."""
+        """Run the function with a sink for each head of q, [N]. The functions of WITH_SINKS have them."""
         raise NotImplementedError(f"attention.backend {self.name} has no sinks")
 
     def normed(self, projected: Projected, layout: TokenLayout) -> Tensor:
@@ -193,7 +191,6 @@ class Sage(AttentionFunction):
     name = "sage"
     documents = "bounds"
     normalizes = True
-    takes_sinks = True
     recipe: RecipeName = "fine"
     smooth_k: bool = True
     smooth_q: bool = False
@@ -250,7 +247,6 @@ class Reference(AttentionFunction):
     """Attention by plain matmuls."""
 
     name = "reference"
-    takes_sinks = True
 
     def wants(self, window: bool) -> Documents:
         return "bounds" if window else "cu_seqlens"

@@ -6,12 +6,14 @@ import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from sagetrain.config.errors import Finding
 from sagetrain.config.layout import Layout, only_deepspeed, zero_optimization
 from sagetrain.config.rules.findings import About
 from sagetrain.config.schema import RunConfig
+
+T = TypeVar("T")
 
 # DeepSpeed keys that SageTrain writes itself, and the key of SageTrain to use instead.
 _GENERATED = {
@@ -44,58 +46,38 @@ _GENERATED = {
     "wandb": "logging.wandb",
     "steps_per_print": "logging.every_steps",
 }
+
+
+def _all(names: str, value: T) -> dict[str, T]:
+    """Return keys of zero_optimization, each with the value."""
+    return dict.fromkeys((f"zero_optimization.{name}" for name in names.split()), value)
+
+
 # DeepSpeed keys that are known to do harm or nothing: the harm, and what helps instead.
 _OFFLOAD = "moves the optimizer state to where checkpoints do not find it"
 _SAVE_MEMORY = "remove it; use parallel.offload with parallel.engine fsdp, or raise parallel.zero_stage"
 _QUANTIZED = "rounds what the losses of a run depend on, and no run of ours has tried how much"
 _OTHERS_NUMBERS = "writes numbers that are in metrics.jsonl and TensorBoard already", "remove it; see logging"
 _HARMFUL = {
-    **{
-        f"zero_optimization.{key}": (_OFFLOAD, _SAVE_MEMORY)
-        for key in (
-            "offload_optimizer",
-            "offload_param",
-            "cpu_offload",
-            "cpu_offload_param",
-            "cpu_offload_use_pin_memory",
-            "zenflow",
-            "mics_shard_size",
-            "mics_hierarchical_params_gather",
-            "super_offload",
-        )
-    },
-    **{
-        f"zero_optimization.{key}": (_QUANTIZED, "remove it; parallel.gradient_reduction bf16 halves what travels")
-        for key in ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights")
-    },
+    **_all("cpu_offload cpu_offload_param cpu_offload_use_pin_memory mics_hierarchical_params_gather mics_shard_size "
+           "offload_optimizer offload_param super_offload zenflow", (_OFFLOAD, _SAVE_MEMORY)),
+    **_all("zero_quantized_gradients zero_quantized_nontrainable_weights zero_quantized_weights",
+           (_QUANTIZED, "remove it; parallel.gradient_reduction bf16 halves what travels")),
+    **_all("memory_efficient_linear stage3_allgather_sequential stage3_max_live_parameters stage3_max_reuse_distance "
+           "stage3_model_persistence_threshold stage3_module_granularity_threshold stage3_param_persistence_threshold "
+           "stage3_prefetch_bucket_size stage3_use_all_reduce_for_fetch_params sub_group_size zero_hpz_partition_size",
+           ("is for DeepSpeed's ZeRO 3", "remove it; ZeRO 3 is by parallel.engine fsdp")),
     "zero_optimization.round_robin_gradients": (
         "deals the optimizer state out in an order that would give weights each other's names in a checkpoint",
         "remove it",
     ),
-    **{
-        f"zero_optimization.{key}": ("is for DeepSpeed's ZeRO 3", "remove it; ZeRO 3 is by parallel.engine fsdp")
-        for key in (
-            "memory_efficient_linear",
-            "stage3_allgather_sequential",
-            "stage3_max_live_parameters",
-            "stage3_max_reuse_distance",
-            "stage3_model_persistence_threshold",
-            "stage3_module_granularity_threshold",
-            "stage3_param_persistence_threshold",
-            "stage3_prefetch_bucket_size",
-            "stage3_use_all_reduce_for_fetch_params",
-            "sub_group_size",
-            "zero_hpz_partition_size",
-        )
-    },
     "gradient_allreduce_op": ("would take the sum of the ranks' gradients, not their mean", "remove it"),
     "flops_profiler": (
         "fails in compiled blocks, and does not see what our kernels compute",
         "remove it; `profile` traces steps, perf/mfu is logged, and `sagetrain plan` counts FLOPs",
     ),
-    "csv_monitor": _OTHERS_NUMBERS,
-    "comet": _OTHERS_NUMBERS,
-}
+    **dict.fromkeys(("csv_monitor", "comet"), _OTHERS_NUMBERS),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -121,18 +103,11 @@ def _elements(least: int, multiple: int = 1) -> _Values:
 
 _LEVELS = ["debug", "info", "warning", "error", "critical"]
 PROVEN = {
-    **{
-        f"zero_optimization.{key}": values
-        for key, values in {
-            "allgather_bucket_size": _elements(2, multiple=2),  # DeepSpeed asserts this.
-            "allgather_partitions": _BOOL,
-            "contiguous_gradients": _BOOL,
-            "overlap_comm": _BOOL,
-            "reduce_bucket_size": _elements(1),
-            "reduce_scatter": _BOOL,
-            "use_multi_rank_bucket_allreduce": _BOOL,
-        }.items()
-    },
+    **_all(
+        "allgather_partitions contiguous_gradients overlap_comm reduce_scatter use_multi_rank_bucket_allreduce", _BOOL
+    ),
+    "zero_optimization.allgather_bucket_size": _elements(2, multiple=2),  # DeepSpeed asserts this.
+    "zero_optimization.reduce_bucket_size": _elements(1),
     **{f"comms_logger.{key}": _BOOL for key in ("enabled", "verbose", "prof_all", "debug")},
     "comms_logger.prof_ops": _Values(
         "must be a list of names of collectives",
@@ -140,10 +115,8 @@ PROVEN = {
         lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
     ),
     "log_level": _Values(f"must be one of {', '.join(_LEVELS)}", "write one of them", _LEVELS.__contains__),
-    "memory_breakdown": _BOOL,
-    "timers.throughput.enabled": _BOOL,
-    "timers.throughput.synchronized": _BOOL,
-    "wall_clock_breakdown": _BOOL,
+    **{f"timers.throughput.{key}": _BOOL for key in ("enabled", "synchronized")},
+    **dict.fromkeys(("memory_breakdown", "wall_clock_breakdown"), _BOOL),
 }
 """The keys of the `deepspeed` section that may be given, with the values that they take. Each of them was seen to leave
 losses as they are and resumes exact, at ZeRO 1 and 2, in fp32 and bf16 (tests/engines/test_engine.py). Every other
