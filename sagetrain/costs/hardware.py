@@ -258,8 +258,6 @@ H200 = Hardware(
     copy_launch_seconds=250e-6,
     # This was not measured. It is a floor that matters for small micro-batches alone.
     eager_launch_seconds=5e-3,
-    # 325M and 1B at DP 2 and 4, compiled, take 20 to 50 ms per micro-step of 20 blocks beyond the sum of its parts.
-    # With overlap_comm none of it is left (results/gradients: 33 ms per micro-step less, on H100s).
     # This is NCCL over NVLink 4 without NVLink multicast: 4 GPUs gather 134 MB in 345 us, and reduce and scatter them
     # in 356; two gather them in 286. A few KB are added up in 26 to 50 us.
     nvlink_bandwidth=290e9,

@@ -21,17 +21,17 @@ _DECADES = 7
 
 
 class Fp32:
-    """State in fp32, which is zero at first."""
+    """State, or master weights, in fp32."""
 
-    def __init__(self, like: Tensor) -> None:
-        self._values = torch.zeros_like(like, dtype=torch.float32, requires_grad=False)
+    def __init__(self, values: Tensor) -> None:
+        self._values = values
 
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Return the memory itself."""
         return self._values[start:stop]
 
-    def write(self, values: Tensor, start: int = 0) -> None:
-        """Set the state from position `start` on."""
+    def write(self, values: Tensor, start: int = 0, update: int = 0) -> None:
+        """Set the values from position `start` on."""
         memory = self._values[start : start + len(values)]
         # An optimizer has changed the memory in place.
         if memory.data_ptr() != values.data_ptr():
@@ -116,4 +116,6 @@ def state_of(moments: Moments, like: Tensor, signed: bool = True) -> State:
     """
     if moments == "int8":
         return Int8(like, signed)
-    return Bf16(like) if moments == "bf16" else Fp32(like)
+    if moments == "bf16":
+        return Bf16(like)
+    return Fp32(torch.zeros_like(like, dtype=torch.float32, requires_grad=False))

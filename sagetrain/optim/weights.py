@@ -14,29 +14,12 @@ import torch
 from torch import Tensor
 
 from sagetrain.optim.pieces import TensorPiece, Weights
+from sagetrain.optim.states import Fp32
 
 Master = Literal["fp32", "bf16_chance", "bf16_kahan"]
 _LOW = 0xFFFFFFFF
 _AT_ONCE = 2**23
 """The largest number of values that are rounded by chance at once."""
-
-
-class Fp32Weights:
-    """Master weights in fp32, in the memory of the engine."""
-
-    def __init__(self, piece: TensorPiece) -> None:
-        self._values = piece.weight
-
-    def read(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """Return the memory itself."""
-        return self._values[start:stop]
-
-    def write(self, values: Tensor, start: int = 0, update: int = 0) -> None:
-        """Set the weights from position `start` on."""
-        memory = self._values[start : start + len(values)]
-        # An optimizer has changed the memory in place.
-        if memory.data_ptr() != values.data_ptr():
-            memory.copy_(values)
 
 
 class ChanceWeights:
@@ -91,7 +74,7 @@ def weights_of(master: Master, piece: TensorPiece, seed: int) -> Weights:
         seed: the seed of the run.
     """
     if master == "fp32":
-        return Fp32Weights(piece)
+        return Fp32(piece.weight)
     return ChanceWeights(piece, seed) if master == "bf16_chance" else KahanWeights(piece)
 
 

@@ -60,7 +60,7 @@ def save_runs(runs: list[tuple[str, RunConfig, int]], tokenizer: Path) -> None:
             size = parameter.numel()
             start, stop = (size * rank // groups.dp_size for rank in (groups.dp_rank, groups.dp_rank + 1))
             values = parameter.detach().flatten()[start:stop]
-            moments = {kind: Fp32(values) for kind in KINDS[1:]}
+            moments = {kind: Fp32(torch.zeros_like(values)) for kind in KINDS[1:]}
             shards.append(Owned(model.specs[name], start, stop, values, moments))
         writer = tiny.saver(Path(folder) / "checkpoints", groups)
         identity = Identity(

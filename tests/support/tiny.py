@@ -31,7 +31,6 @@ from sagetrain.model.tensors import TensorSpec
 from sagetrain.model.transformer import Transformer
 from sagetrain.optim.pieces import TensorPiece
 from sagetrain.optim.states import Fp32
-from sagetrain.optim.weights import Fp32Weights
 from sagetrain.parallel.rng import rng_state
 from sagetrain.parallel.topology import ParallelGroups, Topology
 
@@ -149,7 +148,7 @@ class SGD:
 
     def __init__(self, pieces: Sequence[TensorPiece]) -> None:
         self._weights, self.state = [piece.weight for piece in pieces], [{} for _ in pieces]
-        self.weights = [Fp32Weights(piece) for piece in pieces]
+        self.weights = [Fp32(piece.weight) for piece in pieces]
 
     @classmethod
     def use(cls) -> None:
@@ -192,10 +191,7 @@ def owned(name: str, tensors: dict[str, torch.Tensor]) -> Owned:
 
 def moments(tensors: dict[str, torch.Tensor]) -> dict[str, Fp32]:
     """State of these values."""
-    found = {kind: Fp32(values) for kind, values in tensors.items() if kind != "weight"}
-    for kind, state in found.items():
-        state.write(tensors[kind])
-    return found
+    return {kind: Fp32(values.float().clone()) for kind, values in tensors.items() if kind != "weight"}
 
 
 def saver(root: Path, groups: ParallelGroups, keep_last: int = 100, seconds: float = 60.0) -> Saver:
