@@ -301,22 +301,14 @@ def _gather_rows(x: Tensor, choice: Tensor, top: int) -> Tensor:
     return (gather_triton if by_kernel else gather_twin)(x, choice, top)
 
 
-def _gather_rows_fake(x: Tensor, choice: Tensor, top: int) -> Tensor:
-    return x.new_empty(choice.shape[0], x.shape[1])
-
-
-GATHER_ROWS = operator(_gather_rows, _gather_rows_fake)
+GATHER_ROWS = operator(_gather_rows, lambda x, choice, top: x.new_empty(choice.shape[0], x.shape[1]))
 
 
 def _combine_rows(y: Tensor, slot: Tensor) -> Tensor:
     return (combine_triton if y.is_cuda and y.dtype in DTYPES else combine_twin)(y, slot)
 
 
-def _combine_rows_fake(y: Tensor, slot: Tensor) -> Tensor:
-    return y.new_empty(slot.shape[0], y.shape[1])
-
-
-COMBINE_ROWS = operator(_combine_rows, _combine_rows_fake)
+COMBINE_ROWS = operator(_combine_rows, lambda y, slot: y.new_empty(slot.shape[0], y.shape[1]))
 
 
 def plan_rows(choices: Tensor, experts: int, room: int | None = None) -> Rows:

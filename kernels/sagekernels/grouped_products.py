@@ -365,11 +365,7 @@ def _grouped_product(x: Tensor, weight: Tensor, ends: Tensor, tiles: Tensor) -> 
     return grouped_product_triton(x, weight, tiles)
 
 
-def _grouped_product_fake(x: Tensor, weight: Tensor, ends: Tensor, tiles: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[2])
-
-
-GROUPED_PRODUCT = operator(_grouped_product, _grouped_product_fake)
+GROUPED_PRODUCT = operator(_grouped_product, lambda x, weight, ends, tiles: x.new_empty(x.shape[0], weight.shape[2]))
 
 
 def _grouped_weight_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
@@ -381,11 +377,9 @@ def _grouped_weight_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     return grouped_weight_product_triton(a, b, ends)
 
 
-def _grouped_weight_product_fake(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    return a.new_empty(ends.shape[0], a.shape[1], b.shape[1])
-
-
-GROUPED_WEIGHT_PRODUCT = operator(_grouped_weight_product, _grouped_weight_product_fake)
+GROUPED_WEIGHT_PRODUCT = operator(
+    _grouped_weight_product, lambda a, b, ends: a.new_empty(ends.shape[0], a.shape[1], b.shape[1])
+)
 
 
 def _grouped_codes_product(

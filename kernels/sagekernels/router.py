@@ -49,11 +49,7 @@ def _router_logits(x: Tensor, weight: Tensor) -> Tensor:
     return logits_by_parts(x, weight) if x.is_cuda else x.float() @ weight.t()
 
 
-def _router_logits_fake(x: Tensor, weight: Tensor) -> Tensor:
-    return weight.new_empty(x.shape[0], weight.shape[0])
-
-
-ROUTER_LOGITS = operator(_router_logits, _router_logits_fake)
+ROUTER_LOGITS = operator(_router_logits, lambda x, weight: weight.new_empty(x.shape[0], weight.shape[0]))
 
 
 def _router_gradients(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,11 +58,7 @@ def _router_gradients(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, 
     return (grad @ weight).to(x.dtype), grad.t() @ x.float()
 
 
-def _router_gradients_fake(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(weight)
-
-
-ROUTER_GRADIENTS = operator(_router_gradients, _router_gradients_fake)
+ROUTER_GRADIENTS = operator(_router_gradients, lambda grad, x, weight: (torch.empty_like(x), torch.empty_like(weight)))
 
 
 class _Logits(torch.autograd.Function):

@@ -74,20 +74,8 @@ def packages(names: set[str]) -> set[str]:
 
 STDLIB = {"__future__", *__import__("sys").stdlib_module_names}
 ENGINE_ROOM = {
-    *(
-        "auto",
-        "engines",
-        "costs",
-        "optim",
-        "stability",
-        "checkpoint",
-        "cluster",
-        "model",
-        "parallel",
-        "data",
-        "storage",
-        "config",
-    ),
+    *("auto", "engines", "costs", "optim", "stability", "checkpoint"),
+    *("cluster", "model", "parallel", "data", "storage", "config"),
 }
 FREE = {"doctor", "stress", "__version__"}
 MAY_IMPORT = {
@@ -104,18 +92,7 @@ MAY_IMPORT = {
     "optim": {"optim", "model", "config"},
     # What a run costs is asked from outside: models, parallel layers and optimizers never import it.
     "costs": {"costs", "optim", "model", "parallel", "config"},
-    "engines": {
-        "engines",
-        "costs",
-        "optim",
-        "stability",
-        "checkpoint",
-        "cluster",
-        "model",
-        "parallel",
-        "data",
-        "config",
-    },
+    "engines": ENGINE_ROOM - {"auto", "storage"},
     "auto": {"auto", "costs", "checkpoint", "cluster", "model", "parallel", "data", "storage", "config"},
     "training": {"training", *ENGINE_ROOM, "__version__"},
     "inference": {"inference", "corpus", "planning", "training", *ENGINE_ROOM},
@@ -123,9 +100,7 @@ MAY_IMPORT = {
     "report": {"report", "costs", "checkpoint", "model", "data", "storage", "config", "__version__"},
     "planning": {"planning", "training", *ENGINE_ROOM},
     "cli": {
-        *("cli", "comparing", "report", "interop", "inference", "corpus", "planning", "training"),
-        *ENGINE_ROOM,
-        *FREE,
+        *("cli", "comparing", "report", "interop", "inference", "corpus", "planning", "training", *ENGINE_ROOM, *FREE)
     },
     "comparing": {"comparing", "report", "training", *ENGINE_ROOM, "__version__"},
 }
