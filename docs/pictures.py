@@ -57,7 +57,7 @@ def run() -> Picture:
     steps = [
         (("forward and backward", "micro-batch by micro-batch"), "d", ()),
         (("sum over the ranks", "mean of all gradients"), "d", ()),
-        (("judge the step", "spike? skip, rewind or stop"), "d", ("events.jsonl", "spikes/")),
+        (("judge the step", "spike? skip, rewind or stop"), "d", ("events.jsonl",)),
         (("AdamW", "fp32 master weights"), "d", ("metrics.jsonl", "stability.json")),
     ]
     for place, (lines, kind, left) in enumerate(steps):

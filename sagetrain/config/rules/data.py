@@ -183,7 +183,7 @@ def _run_dir(cfg: RunConfig, required: bool) -> Iterator[Finding]:
     would replace."""
     run_dir, fix = cfg.training.run_dir, "let this user write there (chmod)"
     folder, logging = Path(run_dir), cfg.logging
-    folders: dict[str, object] = {"checkpoints": True, "spikes": True, "stacks": True}
+    folders: dict[str, object] = {"checkpoints": True, "stacks": True}
     folders |= {"profile": cfg.profile, "tensorboard": logging.tensorboard, "wandb": logging.wandb}
     inside = [folder / name for name, used in folders.items() if used and os.path.lexists(folder / name)]
     for path in (folder, *inside):

@@ -55,8 +55,8 @@ class ParallelConfig(Section):
     where the section `deepspeed` has keys or gradient_reduction is bf16, which only DeepSpeed has. A run that continues
     keeps the engine that `auto` was when it began."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
-    """ZeRO stage over data- and context-parallel ranks. Under deepspeed bf16 runs 0 as 1: DeepSpeed's bf16 stage 0 is
-    wrong."""
+    """ZeRO stage over data- and context-parallel ranks. 3 is by fsdp alone. Under deepspeed bf16 runs 0 as 1:
+    DeepSpeed's bf16 stage 0 is wrong."""
     shard_size: PositiveInt | None = None
     """Number of neighbouring data- and context-parallel ranks that shard the model between them at zero_stage 1 to 3
     (hybrid sharding). The other ranks hold copies of these shards, and only gradients travel between copies: the GPUs
