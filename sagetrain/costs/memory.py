@@ -75,7 +75,7 @@ def _memory(cfg: RunConfig, layout: Layout, vocab_size: int, stage: int) -> list
     ]
     largest = [*max(moments, key=total_bytes), *_recordings(cfg, layout, size, moments[:2])]
     codes = _codes(cfg, end_operations(cfg.model, vocab_size, rank).head if part.last else None)
-    return [item for item in (*_model_state(cfg, layout, size, vocab_size, codes), *largest) if item.bytes]
+    return [item for item in (*_model_state(cfg, layout, size, codes), *largest) if item.bytes]
 
 
 def _recordings(cfg: RunConfig, layout: Layout, size: int, passes: Iterable[list[MemoryItem]]) -> list[MemoryItem]:
@@ -105,7 +105,7 @@ def _kept(operations: Iterable[Operation]) -> int:
     return sum(part.saved // part.shards for part in operations)
 
 
-def _model_state(cfg: RunConfig, layout: Layout, size: int, vocab_size: int, codes: MemoryItem) -> list[MemoryItem]:
+def _model_state(cfg: RunConfig, layout: Layout, size: int, codes: MemoryItem) -> list[MemoryItem]:
     """Estimate weights, gradients and optimizer state of a rank with `size` parameters, while it holds all
     activations."""
     if layout.engine == "fsdp":

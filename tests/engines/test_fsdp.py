@@ -364,7 +364,7 @@ def test_zero_1_gathers_and_reduces_once_a_step() -> None:
 
 LAYOUTS = {
     "deepspeed 1": ((1, 1), 1, {"engine": "deepspeed"}),
-    "deepspeed TP 2, 3": ((2, 1), 3, {"engine": "deepspeed"}),
+    "deepspeed TP 2, 2": ((2, 1), 2, {"engine": "deepspeed"}),
     "fsdp 1": ((1, 1), 1, {}),
     "fsdp TP 2, 0": ((2, 1), 0, {}),
     "fsdp hybrid, 3": ((1, 1), 3, {"shard_size": 2}),

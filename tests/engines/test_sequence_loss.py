@@ -47,7 +47,7 @@ LAYOUTS: dict[str, tuple[int, int, int, dict]] = {
     "alone": (1, 1, 1, {}),
     "replicas": (2, 1, 1, {}),
     "sharded": (2, 1, 3, {}),
-    "by DeepSpeed": (2, 1, 3, {"engine": "deepspeed"}),
+    "by DeepSpeed": (2, 1, 2, {"engine": "deepspeed"}),
     "tensor": (2, 2, 1, {}),
     "tensor, sequence": (2, 2, 1, {"sequence_parallel": True, "tensor_parallel_overlap": "on"}),
     "pipeline": (2, 1, 0, {"pipeline_parallel_size": 2}),
