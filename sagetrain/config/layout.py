@@ -87,7 +87,7 @@ class Layout:
         tensor, context = parallel.tensor_parallel_size, parallel.context_parallel_size
         stages, stage, by_deepspeed = parallel.pipeline_parallel_size, parallel.zero_stage, engine == "deepspeed"
         if by_deepspeed:
-            stage = min(max(stage, cfg.training.dtype == "bf16"), 2)
+            stage = min(max(stage, int(cfg.training.dtype == "bf16")), 2)
         world_size = world_size or tensor * context * stages
         attention = layers(cfg.model)[0].attention
         gather = attention.gather_of(tensor, context)

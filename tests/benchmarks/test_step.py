@@ -104,7 +104,9 @@ def test_a_peer_that_learns_otherwise_is_not_timed(program: dict, capsys: pytest
     rotate, attend = PeerBlock._rotate, F.scaled_dot_product_attention
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(PeerBlock, "_rotate", staticmethod(lambda x, cos, sin: rotate(x, cos, sin).detach() + 0 * x))
-        patched.setattr(F, "scaled_dot_product_attention", lambda q, k, v, **how: attend(q, k, v.detach(), **how))
+        patched.setattr(
+            F, "scaled_dot_product_attention", lambda q, k, v, *mask, **how: attend(q, k, v.detach(), *mask, **how)
+        )
         with pytest.raises(SystemExit, match=r"^plain: its losses are .* from those of sagetrain scores, more than"):
             program["main"]([*TINY, "--ours", "scores", "--peers", "bf16"])
     assert "tokens/s" not in capsys.readouterr().out
