@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from sagetrain.config.errors import ConfigError, refuse_pointer
 from sagetrain.config.schema import TOKENIZER_JSON, DataConfig, tokenizer_in
@@ -148,12 +148,13 @@ class Tokenizer:
         surrogate pair."""
         return self._codec.encode(_valid(text))
 
-    def encode_parts(self, parts: Sequence[tuple[str, bool]]) -> EncodedParts:
+    def encode_parts(self, parts: Sequence[tuple[str, bool]], control: Literal[True] = True) -> EncodedParts:
         """Encode texts end to end. What stands before a marked part has the tokens that it has alone, as when a model
         is asked to go on from there.
 
         Args:
             parts: texts, each with a mark.
+            control: the texts of control tokens are these tokens. Callers outside of this library say it.
 
         Raises:
             ValueError: a text holds half of a surrogate pair.

@@ -110,7 +110,7 @@ def test_a_prefix_is_what_stands_before_a_text(folder: Path, name: str, says: bo
     assert ours.prefix == expected == ids[: len(expected)] and ids[len(expected)] == ours.encode("def add")[0]
     assert Tokenizer(ours.model).prefix == expected
     # GPT-NeoX takes spaces from the ends of spans. They count with their part all the same.
-    ids, counts, _ = ours.encode_parts([("def a():", False), ("\n    pass  ", True)])
+    ids, counts, _ = ours.encode_parts([("def a():", False), ("\n    pass  ", True)], control=True)
     assert ours.decode([token for token, each in zip(ids, counts, strict=True) if each]) == "\n    pass  "
 
 
