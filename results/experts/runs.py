@@ -33,12 +33,10 @@ import tiny
 from sagetrain.cluster.join import end_distributed, init_distributed
 from sagetrain.config import RunConfig
 from sagetrain.data.batch import Batch
-from sagetrain.engines.build_engine import build_engine
 from sagetrain.engines.protocol import Engine
-from sagetrain.model.compile import compile_blocks
 from sagetrain.model.moe import Router
 from sagetrain.model.selection import attention_functions
-from sagetrain.parallel.topology import ParallelGroups, Topology
+from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.training.perturb import perturb
 
 SMALL = bool(os.environ.get("SMALL"))
@@ -82,14 +80,6 @@ def config(arm: str, tokens: int) -> RunConfig:
         parallel={"engine": "fsdp"},
         training={"total_tokens": 10**9, "cuda_graphs": "off"},
     )
-
-
-def engine_of(cfg: RunConfig, device: torch.device) -> Engine:
-    groups = ParallelGroups.create(Topology(1, 1))
-    model = tiny.model(cfg, groups, device=device, vocab_size=VOCAB)
-    if device.type == "cuda":
-        compile_blocks(model, hooks=True)
-    return build_engine(cfg, model, groups, 1)
 
 
 @torch.no_grad()
@@ -193,7 +183,7 @@ def worker(arm: str, asked: argparse.Namespace) -> None:
     torch.set_num_threads(2)
     text, valid = Text(asked.text / "train.xz"), Text(asked.text / "valid.xz")
     cfg, out, tokens = config(arm, asked.tokens), asked.out, asked.tokens
-    engine, started = engine_of(cfg, device), time.time()
+    engine, started = tiny.alone(cfg, device, VOCAB), time.time()
     peak = RATES.get(tokens, 1e-3)
     # Everything is compiled before a half is awaited: the passes of a step and of an evaluation.
     one = LENGTH * MICRO

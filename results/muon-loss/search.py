@@ -32,11 +32,9 @@ import tiny
 from sagetrain.cluster.join import end_distributed, init_distributed
 from sagetrain.config import RunConfig
 from sagetrain.data.batch import Batch
-from sagetrain.engines.build_engine import build_engine
 from sagetrain.engines.protocol import Engine
-from sagetrain.model.compile import compile_blocks
 from sagetrain.optim.build import groups as groups_of
-from sagetrain.parallel.topology import ParallelGroups, Topology
+from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.training.lr_schedule import learning_rate
 
 VOCAB, LENGTH, SEQUENCES, SHORT, LONG, VALID = 8192, 1024, 64, 100, 400, 384
@@ -48,7 +46,7 @@ TOKENS = SEQUENCES * LENGTH
 
 
 class Knobs(NamedTuple):
-    """What is tuned."""
+    """The settings of the optimizer and the schedule that a search tunes."""
 
     lr: float
     warmup: float
@@ -121,14 +119,6 @@ def config(side: str, precision: str, steps: int, knobs: Knobs) -> RunConfig:
         parallel={"engine": "fsdp"},
         training={"total_tokens": steps * TOKENS},
     )  # fmt: skip
-
-
-def engine_of(cfg: RunConfig, device: torch.device) -> Engine:
-    groups = ParallelGroups.create(Topology(1, 1))
-    model = tiny.model(cfg, groups, device=device, vocab_size=VOCAB)
-    if device.type == "cuda":
-        compile_blocks(model, hooks=True)
-    return build_engine(cfg, model, groups, 1)
 
 
 _WEIGHTS: dict[int, dict[str, torch.Tensor]] = {}
@@ -204,7 +194,7 @@ def worker(side: str, precision: str, jobs: list[list[str]] | None, asked: argpa
     before = read([*asked.found])
     # Each kind of tensor has rates of its own here, so that none shares an optimizer with another.
     cfg = config(side, precision, LONG, Knobs(1e-3, 0.5, 8e-3, 0.1))
-    engine = engine_of(cfg, device)
+    engine = tiny.alone(cfg, device, VOCAB)
     path, rows, rate = asked.out / f"{side}-{precision}-{'jobs' if jobs else 'search'}.jsonl", list[dict](), None
     for number in itertools.count():
         if jobs is None:

@@ -26,10 +26,8 @@ from sagetrain.cluster.join import end_distributed, init_distributed
 from sagetrain.config import RunConfig
 from sagetrain.data.batch import Batch
 from sagetrain.data.token_file import TokenFile
-from sagetrain.engines.build_engine import build_engine
 from sagetrain.engines.protocol import Engine
-from sagetrain.model.compile import compile_blocks
-from sagetrain.parallel.topology import ParallelGroups, Topology
+from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.training.lr_schedule import learning_rate
 
 VOCAB, LENGTH, BASE, LAYERS = 8192, 512, 256, 4
@@ -73,14 +71,6 @@ def config(rule: str, width: int) -> RunConfig:
         parallel={"engine": "fsdp"},
         training={"total_tokens": STEPS * TOKENS},
     )  # fmt: skip
-
-
-def engine_of(cfg: RunConfig, device: torch.device) -> Engine:
-    groups = ParallelGroups.create(Topology(1, 1))
-    model = tiny.model(cfg, groups, device=device, vocab_size=VOCAB)
-    if device.type == "cuda":
-        compile_blocks(model, hooks=True)
-    return build_engine(cfg, model, groups, 1)
 
 
 @torch.no_grad()
@@ -134,7 +124,7 @@ def worker(rule: str, width: int, text: Path, out: Path, until: float, done: set
         torch.from_numpy(f.tokens(0, f.num_tokens)) for f in (TokenFile(text / n) for n in ("train", "valid"))
     )
     cfg = config(rule, width)
-    engine = engine_of(cfg, device)
+    engine = tiny.alone(cfg, device, VOCAB)
     took = 0.0
     for seed, lr in todo:
         if (rule, width, seed, lr) in done:

@@ -111,6 +111,15 @@ def engine(cfg: RunConfig, groups: ParallelGroups, seed: int = 3) -> Engine:
     return build_engine(on(cfg, groups), model(cfg, groups, seed), groups, 1)
 
 
+def alone(cfg: RunConfig, device: torch.device, vocab_size: int) -> Engine:
+    """Return the engine of a run of one process, whose blocks are compiled on a GPU, as in `sagetrain train`."""
+    groups = ParallelGroups.create(Topology(1, 1))
+    whole = model(cfg, groups, device=device, vocab_size=vocab_size)
+    if device.type == "cuda":
+        compile_blocks(whole, hooks=True)
+    return build_engine(cfg, whole, groups, 1)
+
+
 def compile_first_rank(model: Transformer, backend: str = "aot_eager", ranks: int = 1, **how: Any) -> bool:
     """Compile the blocks on the first rank of the world alone, or on so many ranks; return whether this is one of them.
 
