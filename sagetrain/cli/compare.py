@@ -8,9 +8,7 @@ from typing import Annotated
 
 import typer
 
-from sagetrain.cli.exits import Errors as _Errors
-from sagetrain.cli.exits import leave as _exit
-from sagetrain.cli.exits import warn as _warn
+from sagetrain.cli.exits import Errors, leave, warn
 from sagetrain.cli.options import finite
 from sagetrain.config.errors import many
 
@@ -23,7 +21,6 @@ def compare(
             metavar="A.yaml [B.yaml]... [KEY=VALUE]...",
             help="The baseline, the configurations to compare with it, and overrides of all; with --report-only, "
             "output folders.",
-            show_default=False,
         ),
     ],
     variant: Annotated[
@@ -64,34 +61,26 @@ def compare(
         ),
     ] = None,
     baseline: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", show_default=False, help="Name of the baseline. Default: the name of its file."),
+        str | None, typer.Option(metavar="NAME", help="Name of the baseline. Default: the name of its file.")
     ] = None,
     tune: Annotated[
         str | None,
         typer.Option(
             metavar="KEY=LOW:HIGH",
-            show_default=False,
             help="Search the best value of this key instead, by successive halving within --budget: values over the "
             "range run a fourth of training.total_tokens, the better half of them half of it, and the best with its "
             "neighbours all of it, with --seeds seeds.",
         ),
     ] = None,
     budget: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="TOKENS", show_default=False, help="Tokens of all runs of --tune together."),
+        int | None, typer.Option(min=1, metavar="TOKENS", help="Tokens of all runs of --tune together.")
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            show_default=False,
-            help="Folder of the results. Default: training.run_dir-compare, or -tune-KEY.",
-        ),
+        typer.Option("--output", "-o", help="Folder of the results. Default: training.run_dir-compare, or -tune-KEY."),
     ] = None,
     run_dirs: Annotated[
-        Path | None, typer.Option(show_default=False, help="Folder of the runs. Default: `runs` in the output folder.")
+        Path | None, typer.Option(help="Folder of the runs. Default: `runs` in the output folder.")
     ] = None,
     per_gpu: Annotated[
         int,
@@ -103,11 +92,7 @@ def compare(
     time_limit: Annotated[
         float | None,
         typer.Option(
-            min=1,
-            callback=finite,
-            metavar="SECONDS",
-            show_default=False,
-            help="Seconds after which all runs save and stop, as on SIGTERM.",
+            min=1, callback=finite, metavar="SECONDS", help="Seconds after which all runs save and stop, as on SIGTERM."
         ),
     ] = None,
     margin: Annotated[
@@ -116,7 +101,7 @@ def compare(
             min=0.0, callback=finite, help="Gap in nats per token that does not matter. A smaller gap is called level."
         ),
     ] = 0.01,
-    title: Annotated[str, typer.Option(help="First line of the page. Default: the question.", show_default=False)] = "",
+    title: Annotated[str, typer.Option(help="First line of the page. Default: the question.")] = "",
     report_only: Annotated[
         bool,
         typer.Option(
@@ -137,7 +122,7 @@ def compare(
     \b
     sagetrain compare base.yaml --tune optimizer.lr=1e-4:1e-2 --budget 400000000
     """
-    with _Errors() as errors:
+    with Errors() as errors:
         from sagetrain.comparing import command as comparing
         from sagetrain.config.errors import TRAINING_EXIT_CODE, ConfigError
         from sagetrain.config.load import is_assignment
@@ -163,10 +148,10 @@ def compare(
             where = comparing.places(output or search.default_output(key), run_dirs, per_gpu)
             errors.output = where.output
             line = shlex.join(["sagetrain", *(context.obj or ())])
-            rounds = tuning.tune(search, where, _warn, command=line, margin=margin, time_limit=time_limit)
+            rounds = tuning.tune(search, where, warn, command=line, margin=margin, time_limit=time_limit)
             if failed := tuning.failed(rounds):
-                _warn(f"error: {many(failed, 'run')} failed; the same command tries them again")
-                _exit(TRAINING_EXIT_CODE)
+                warn(f"error: {many(failed, 'run')} failed; the same command tries them again")
+                leave(TRAINING_EXIT_CODE)
             return
         if report_only:
             if output is None and (len(named) > 1 or is_assignment(named[0])):
@@ -187,10 +172,10 @@ def compare(
             where = request.places(question)
             errors.output = where.output
             line = shlex.join(["sagetrain", *(context.obj or ())])
-            found = comparing.compare(question, where, _warn, command=line, time_limit=time_limit)
+            found = comparing.compare(question, where, warn, command=line, time_limit=time_limit)
             output, failed = where.output, len(found.failed([*question.jobs()]))
         if found.runs or report_only:  # There are no runs if the command was stopped before any began.
-            comparing.report(found, output, margin, title, _warn)
+            comparing.report(found, output, margin, title, warn)
         if failed:
-            _warn(f"error: {many(failed, 'run')} failed; the same command tries them again")
-            _exit(TRAINING_EXIT_CODE)
+            warn(f"error: {many(failed, 'run')} failed; the same command tries them again")
+            leave(TRAINING_EXIT_CODE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sagetrain.cli.exits import warn as _warn
+from sagetrain.cli.exits import warn
 from sagetrain.config.errors import ConfigError, Finding, at_start
 
 
@@ -41,5 +41,5 @@ def checked(config: Path, overrides: list[str], world_size: int, show: bool) -> 
     findings = accept(cfg, world_size, vocab_size=known_vocab_size(cfg.data), path=config, overrides=overrides)
     if show:
         for line in at_start(findings):
-            _warn(line)
+            warn(line)
     return cfg, findings

@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from sagetrain.cli.exits import Errors as _Errors
-from sagetrain.cli.exits import warn as _warn
+from sagetrain.cli.exits import Errors, warn
 from sagetrain.cli.options import Checkpoint, DataRoot, RunDir, check_folder
 
 
@@ -20,15 +19,13 @@ def diagnose(
         typer.Option(help="INT8 recipe. Default: the one the run was trained with, or else fine. Repeatable."),
     ] = None,
     sequences: Annotated[
-        int | None, typer.Option(min=1, show_default=False, help="Sequences to measure on. Default: a micro-batch.")
+        int | None, typer.Option(min=1, help="Sequences to measure on. Default: a micro-batch.")
     ] = None,
     json_file: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="PATH", show_default=False, help="Write the numbers to this file too."),
+        Path | None, typer.Option("--json", metavar="PATH", help="Write the numbers to this file too.")
     ] = None,
     picture: Annotated[
-        Path | None,
-        typer.Option("--plot", metavar="PATH", show_default=False, help="Draw the numbers to this file (.png)."),
+        Path | None, typer.Option("--plot", metavar="PATH", help="Draw the numbers to this file (.png).")
     ] = None,
     data_root: DataRoot = None,
     checkpoint: Checkpoint = None,
@@ -42,7 +39,7 @@ def diagnose(
     \b
     sagetrain diagnose runs/325m --recipe paper --recipe fine --plot errors.png
     """
-    with _Errors(run_dir=run_dir):
+    with Errors(run_dir=run_dir):
         run_dir = check_folder(run_dir)
         from sagetrain.data.token_file import write_atomic
         from sagetrain.inference import diagnose as diagnosis
@@ -54,9 +51,9 @@ def diagnose(
 
         diagnosis.check_outputs(json_file, picture)
         # Linear layers in 8 bits have a table of their own.
-        run = load_run(run_dir, _warn, checkpoint, linear="bf16")
-        run = with_data(run, run_dir, data_root, _warn)
-        found = diagnosis.diagnose(run, recipe or [], sequences, _warn)
+        run = load_run(run_dir, warn, checkpoint, linear="bf16")
+        run = with_data(run, run_dir, data_root, warn)
+        found = diagnosis.diagnose(run, recipe or [], sequences, warn)
         for table in diagnosis.tables(found):
             print_table(console(), table)
         if json_file:

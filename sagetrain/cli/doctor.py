@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from sagetrain.cli.exits import Errors as _Errors
-from sagetrain.cli.exits import leave as _exit
+from sagetrain.cli.exits import Errors, leave
 from sagetrain.cli.options import Config, Overrides
 from sagetrain.config.errors import ConfigError
 
@@ -54,7 +53,7 @@ def doctor(
 
     The exit code is 0, or 2 if something is bad.
     """
-    with _Errors() as errors:
+    with Errors() as errors:
         from sagetrain.cluster.launcher import launched
 
         rank, world_size = launched()
@@ -78,5 +77,5 @@ def doctor(
         code = 2 * (rank == 0 and any(check.verdict == "bad" for check in checks))
     if world_size > 1 or stress:
         # gloo's threads sometimes abort a process that shuts down by itself, and a GPU may have given no answer.
-        _exit(code)
+        leave(code)
     raise typer.Exit(code)

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sagetrain.cli.exits import Errors as _Errors
-from sagetrain.cli.exits import warn as _warn
+from sagetrain.cli.exits import Errors, warn
 from sagetrain.cli.options import Checkpoint, DataRoot, InferenceAttention, InferencePrecision, RunDir, check_folder
 from sagetrain.config.errors import ConfigError, many
 
@@ -22,14 +21,12 @@ if TYPE_CHECKING:
 def evaluate(
     run_dir: RunDir,
     num_sequences: Annotated[
-        int | None,
-        typer.Option(min=1, show_default=False, help="Held-out sequences, in place of the run's own number."),
+        int | None, typer.Option(min=1, help="Held-out sequences, in place of the run's own number.")
     ] = None,
     data: Annotated[
         list[str] | None,
         typer.Option(
             metavar="PATH",
-            show_default=False,
             help="Evaluate on all of this data: a token file, without suffix, or text as prepare reads it. Repeatable.",
         ),
     ] = None,
@@ -37,7 +34,6 @@ def evaluate(
         int | None,
         typer.Option(
             min=1,
-            show_default=False,
             help="Score all of the data, in windows (sequences) that begin this many tokens apart. Default with "
             "--data: half a window.",
         ),
@@ -48,18 +44,14 @@ def evaluate(
         str | None,
         typer.Option(
             metavar="NAME,...",
-            show_default=False,
             help="Evaluate on tasks of the lm-evaluation-harness instead of text, by name or as YAML files.",
         ),
     ] = None,
-    limit: Annotated[
-        int | None, typer.Option(min=1, show_default=False, help="Documents of each task. Default: all.")
-    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Documents of each task. Default: all.")] = None,
     context: Annotated[
         int | None,
         typer.Option(
             min=1,
-            show_default=False,
             help="Tokens of a sequence. Default: the run's data.seq_length; for prompts of --tasks, the longest that "
             "the model was trained with.",
         ),
@@ -80,7 +72,7 @@ def evaluate(
     \b
     sagetrain eval runs/325m --tasks arc_easy,hellaswag --limit 200
     """
-    with _Errors(run_dir=run_dir):
+    with Errors(run_dir=run_dir):
         run_dir = check_folder(run_dir)
         from sagetrain.inference.requests import EvaluateRequest
 
@@ -98,15 +90,15 @@ def evaluate(
         from sagetrain.inference.load import at_context, load_run, with_data
 
         names = {"attention": attention and attention.value, "linear": linear and linear.value}
-        run = load_run(run_dir, _warn, checkpoint, **names)
+        run = load_run(run_dir, warn, checkpoint, **names)
         if not asked:
-            run = with_data(run, run_dir, data_root, _warn)
+            run = with_data(run, run_dir, data_root, warn)
         if context:
             run = at_context(run, context)
         if asked:
             _show_tasks(run, asked, as_json)
         else:
-            _show_losses(run, request.measure(run, _warn), request.windows(run), as_json)
+            _show_losses(run, request.measure(run, warn), request.windows(run), as_json)
 
 
 def _show_tasks(run: TrainedRun, tasks: HarnessTasks, as_json: bool) -> None:

@@ -8,8 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sagetrain.cli.exits import Errors as _Errors
-from sagetrain.cli.exits import warn as _warn
+from sagetrain.cli.exits import Errors, warn
 from sagetrain.cli.options import Checkpoint, RunDir, check_folder, finite
 from sagetrain.config.errors import many
 
@@ -24,8 +23,7 @@ def export(
     run_dir: RunDir,
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder or URL to write; it must not exist yet.")],
     dtype: Annotated[
-        ExportDtype | None,
-        typer.Option(show_default=False, help="Dtype of the weights. Default: the one the run computed in."),
+        ExportDtype | None, typer.Option(help="Dtype of the weights. Default: the one the run computed in.")
     ] = None,
     shard_gb: Annotated[
         float, typer.Option(min=0.001, callback=finite, help="Largest size of a file of weights, in GB.")
@@ -37,12 +35,12 @@ def export(
     \b
     sagetrain export runs/325m 325m-hf --dtype bfloat16
     """
-    with _Errors(run_dir=run_dir):
+    with Errors(run_dir=run_dir):
         run_dir = check_folder(run_dir)
         from sagetrain.interop.exporting import export as write
 
         name: Any = dtype.value if dtype else None
-        done = write(run_dir, folder, step=checkpoint, dtype=name, shard_bytes=int(shard_gb * 1e9), report=_warn)
+        done = write(run_dir, folder, step=checkpoint, dtype=name, shard_bytes=int(shard_gb * 1e9), report=warn)
     typer.echo(
         f"{folder}: {done.architecture} of step {done.step}, {done.tensors} tensors, {done.bytes:,} bytes in "
         f"{many(done.shards, 'file')}, max_position_embeddings {done.positions}, eos_token_id "

@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sagetrain.cli.exits import Errors as _Errors
-from sagetrain.cli.exits import leave_together as _leave_together
-from sagetrain.cli.exits import warn as _warn
+from sagetrain.cli.exits import Errors, leave_together, warn
 from sagetrain.cli.options import Checkpoint, InferenceAttention, RunDir, check_folder, finite
 from sagetrain.config.errors import ConfigError
 
@@ -22,9 +20,7 @@ if TYPE_CHECKING:
 
 def generate(
     run_dir: RunDir,
-    prompt: Annotated[
-        str | None, typer.Argument(help="Text to continue; -: standard input.", show_default=False)
-    ] = None,
+    prompt: Annotated[str | None, typer.Argument(help="Text to continue; -: standard input.")] = None,
     prompts: Annotated[
         list[str] | None, typer.Option("--prompt", metavar="TEXT", help="Text to continue. Repeatable.")
     ] = None,
@@ -54,22 +50,19 @@ def generate(
         ),
     ] = 1.0,
     stop: Annotated[
-        list[str] | None,
-        typer.Option(metavar="TEXT", help="End before this text, which is not printed. Repeatable."),
+        list[str] | None, typer.Option(metavar="TEXT", help="End before this text, which is not printed. Repeatable.")
     ] = None,
     seed: Annotated[
         int, typer.Option(min=0, max=2**63 - 1, help="Seed of the sampling. A prompt gets the same text in any batch.")
     ] = 0,
     chat: Annotated[
-        bool,
-        typer.Option("--chat", help="Answer each prompt, as a user's message in the tokenizer's chat template."),
+        bool, typer.Option("--chat", help="Answer each prompt, as a user's message in the tokenizer's chat template.")
     ] = False,
     chat_template: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
             help="Jinja file for --chat. Default: the template that the data was made with, or the tokenizer's own.",
-            show_default=False,
         ),
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts that are continued at the same time.")] = 8,
@@ -88,7 +81,7 @@ def generate(
     \b
     torchrun --nproc-per-node 2 -m sagetrain generate runs/7b "Once"
     """
-    with _Errors(run_dir=run_dir) as errors:
+    with Errors(run_dir=run_dir) as errors:
         from sagetrain.cluster.launcher import launched
         from sagetrain.parallel.host import use_cores
 
@@ -116,7 +109,7 @@ def generate(
         template = ranks.tell(lambda: read_template(chat_template)) if chat else ""
         run = load_run(
             run_dir,
-            _warn if ranks.main else lambda text: None,
+            warn if ranks.main else lambda text: None,
             checkpoint,
             attention=attention.value if attention else None,
             ranks=ranks,
@@ -125,7 +118,7 @@ def generate(
         def show(prompts: list[str], batch_size: int) -> None:
             request = GenerateRequest(prompts, sampling, batch_size, chat, template)
             for text in request.remarks(run) if ranks.main else ():
-                _warn(text)
+                warn(text)
             _show(request.grown(run), len(prompts), as_json, ranks.main, answers=chat)
 
         while interactive and (line := ranks.tell(_next_line)) is not None:
@@ -133,11 +126,11 @@ def generate(
                 show([line], 1)
             except ConfigError as error:  # The prompt may be too long, and the next one may be shorter.
                 if ranks.main:
-                    _warn(f"error: {error}")
+                    warn(f"error: {error}")
         if given:
             show(given, batch_size)
     if world_size > 1:
-        _leave_together()
+        leave_together()
 
 
 def _show(pieces: Iterator[tuple[Completion, str]], count: int, as_json: bool, main: bool, answers: bool) -> None:
@@ -181,7 +174,7 @@ def _next_line() -> str | None:
         try:
             text = line.decode().removesuffix("\n").removesuffix("\r")
         except UnicodeDecodeError as error:
-            _warn(f"error: the line is not UTF-8 ({error.reason}); convert it")
+            warn(f"error: the line is not UTF-8 ({error.reason}); convert it")
             continue
         if text.strip():
             return text

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from sagetrain.cli.exits import Errors as _Errors
-from sagetrain.cli.exits import warn as _warn
+from sagetrain.cli.exits import Errors, warn
 from sagetrain.config.errors import ConfigError, url_of
 from sagetrain.interop.causes import no_folder
 
@@ -29,12 +28,12 @@ def import_folder(
     \b
     sagetrain import Qwen3-0.6B runs/mixture --experts 8 --per-token 2
     """
-    with _Errors(run_dir=run_dir):
+    with Errors(run_dir=run_dir):
         if not (folder.is_dir() or url_of(folder)):
             raise ConfigError(no_folder(folder))
         from sagetrain.interop.importing import import_folder as read
 
-        done = read(folder, run_dir, experts=experts, per_token=per_token, report=_warn)
+        done = read(folder, run_dir, experts=experts, per_token=per_token, report=warn)
     typer.echo(
         f"{run_dir}: {done.architecture}, {done.parameters:,} parameters in {done.tensors} tensors, tokenizer "
         f"{done.tokenizer or 'none'}, sequences of up to {done.seq_length:,} tokens\n"

@@ -17,8 +17,7 @@ from sagetrain.cli.compare import compare
 from sagetrain.cli.diagnose import diagnose
 from sagetrain.cli.doctor import doctor
 from sagetrain.cli.evaluate import evaluate
-from sagetrain.cli.exits import Errors as _Errors
-from sagetrain.cli.exits import warn as _warn
+from sagetrain.cli.exits import Errors, warn
 from sagetrain.cli.export import export
 from sagetrain.cli.generate import generate
 from sagetrain.cli.import_folder import import_folder
@@ -95,12 +94,12 @@ def run(words: Sequence[str]) -> int:
     for option, after in zip(words, [*words[1:], ""], strict=False):  # Other programs take keys as options.
         if words[0] in ("train", "plan", "doctor", "compare") and re.match(r"--[a-z_]+(\.\w+)+(=|$)", option):
             key, _, value = option[2:].partition("=")
-            _warn(f"error: {option}: keys of the YAML go without dashes: {key}={value or after or 'VALUE'}")
+            warn(f"error: {option}: keys of the YAML go without dashes: {key}={value or after or 'VALUE'}")
             return 2
     width, code = shutil.get_terminal_size((10_000, 24)).columns, 0
     try:
         # Commands that know a rank or a folder use their own Errors inside. This one is for --help on a full disk.
-        with _Errors():
+        with Errors():
             _COMMAND(list(words), prog_name="sagetrain", obj=tuple(words), terminal_width=width)
     except SystemExit as ended:
         code = int(ended.code or 0)

@@ -63,7 +63,6 @@ Config = Annotated[
         autocompletion=_shipped,
         metavar="CONFIG",
         help="The run's YAML file, or the name of a shipped one (325m); its paths begin in the current folder.",
-        show_default=False,
     ),
 ]
 ConfigOption = Annotated[
@@ -73,41 +72,28 @@ DataRoot = Annotated[
     Path | None,
     typer.Option(
         metavar="DIR",
-        show_default=False,
         help="Folder that holds the run's data now, at any depth. Default: where it was, or beside the run.",
     ),
 ]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        autocompletion=_keys,
-        metavar="[KEY=VALUE]...",
-        help="Overrides of the YAML, e.g. optimizer.lr=3e-4",
-        show_default=False,
+        autocompletion=_keys, metavar="[KEY=VALUE]...", help="Overrides of the YAML, e.g. optimizer.lr=3e-4"
     ),
 ]
 RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run (its training.run_dir), or its run_url.")]
 Checkpoint = Annotated[
     int | None,
-    typer.Option(
-        "--checkpoint",
-        metavar="STEP",
-        min=1,
-        show_default=False,
-        help="Step of the checkpoint to use. Default: the newest.",
-    ),
+    typer.Option("--checkpoint", metavar="STEP", min=1, help="Step of the checkpoint to use. Default: the newest."),
 ]
 AttentionName = enum.Enum("AttentionName", {name: name for name in get_args(arguments.LoadedAttention)})  # type: ignore[misc]
 InferenceAttention = Annotated[
-    AttentionName | None,
-    typer.Option("--attention", show_default=False, help="Compute with this attention. Default: the run's own."),
+    AttentionName | None, typer.Option("--attention", help="Compute with this attention. Default: the run's own.")
 ]
 PrecisionName = enum.Enum("PrecisionName", {name: name for name in get_args(arguments.LoadedPrecision)})  # type: ignore[misc]
 InferencePrecision = Annotated[
     PrecisionName | None,
     typer.Option(
-        "--linear",
-        show_default=False,
-        help="Multiply the blocks' linear layers in this precision. Default: 16 bits, whatever the run had.",
+        "--linear", help="Multiply the blocks' linear layers in this precision. Default: 16 bits, whatever the run had."
     ),
 ]

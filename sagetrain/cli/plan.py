@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from sagetrain.cli.configuration import named as _named
-from sagetrain.cli.exits import leave as _exit
+from sagetrain.cli.configuration import named
+from sagetrain.cli.exits import leave
 from sagetrain.cli.options import Config, ConfigOption, Overrides, finite
 from sagetrain.costs.hardware import HARDWARE, cluster_of
 from sagetrain.costs.which_gpu import planned_gpu
@@ -19,15 +19,11 @@ def plan(
     overrides: Overrides = None,
     config_option: ConfigOption = None,
     world_size: Annotated[
-        int | None,
-        typer.Option(
-            min=1, show_default=False, help="Ranks (GPUs) the run will have. Default: parallel.world_size, or 1."
-        ),
+        int | None, typer.Option(min=1, help="Ranks (GPUs) the run will have. Default: parallel.world_size, or 1.")
     ] = None,
     gpu: Annotated[
         str | None,
         typer.Option(
-            show_default=False,
             metavar="NAME",
             autocompletion=lambda: [*HARDWARE],
             help=f"GPU to predict memory and step time for, or a part of its name: {', '.join(HARDWARE)}. Default: "
@@ -46,7 +42,6 @@ def plan(
             min=1,
             callback=finite,
             metavar="GIB",
-            show_default=False,
             help="Memory of a host in GiB, for parallel.offload. Default: an assumption for the GPU.",
         ),
     ] = None,
@@ -55,7 +50,6 @@ def plan(
         typer.Option(
             min=1,
             callback=finite,
-            show_default=False,
             help="Speed that this configuration reached on one GPU (tensor or context parallel: on one group of GPUs). "
             "The prediction is scaled to it.",
         ),
@@ -63,9 +57,7 @@ def plan(
     measured: Annotated[
         Path | None,
         typer.Option(
-            metavar="RUN",
-            show_default=False,
-            help="Folder of an earlier run. The findings use its measurements of quantization.",
+            metavar="RUN", help="Folder of an earlier run. The findings use its measurements of quantization."
         ),
     ] = None,
     brief: Annotated[
@@ -87,11 +79,11 @@ def plan(
     if show_keys:
         show_key_reference(console(), config or "")
         return
-    path, changes = _named("plan", config, config_option, overrides)
+    path, changes = named("plan", config, config_option, overrides)
     page = console(most=PAGE)
     kind, assumed = planned_gpu(gpu)
     hardware = cluster_of(kind, gpus_per_host, network_gbps, host_memory, named=gpu is not None)
     if assumed:
         print_text(page, assumed)
     if show_plan(path, changes, world_size, page, hardware, measured_tokens_per_second, brief, measured):
-        _exit(2)
+        leave(2)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from sagetrain.cli.exits import Errors as _Errors
+from sagetrain.cli.exits import Errors
 from sagetrain.cli.options import finite
 
 
@@ -33,31 +33,22 @@ def prepare(
     ] = 100_000_000,
     text_key: Annotated[str, typer.Option(help="Field or column that holds the text.")] = "text",
     prompt_field: Annotated[
-        str | None,
-        typer.Option(help="Fine-tuning: field of a prompt, which does not count in the loss.", show_default=False),
+        str | None, typer.Option(help="Fine-tuning: field of a prompt, which does not count in the loss.")
     ] = None,
     completion_field: Annotated[
-        str | None,
-        typer.Option(help="Fine-tuning: field of the completion, which counts in the loss.", show_default=False),
+        str | None, typer.Option(help="Fine-tuning: field of the completion, which counts in the loss.")
     ] = None,
     chat_field: Annotated[
-        str | None,
-        typer.Option(
-            help="Fine-tuning: field of a chat, a list of messages with role and content.", show_default=False
-        ),
+        str | None, typer.Option(help="Fine-tuning: field of a chat, a list of messages with role and content.")
     ] = None,
     chat_template: Annotated[
         Path | None, typer.Option(help="Jinja file that renders chats. Default: the tokenizer's own.")
     ] = None,
     tools_field: Annotated[
-        str | None,
-        typer.Option(
-            help="Fine-tuning: field of a chat's tools, for the chat template. Default: tools.", show_default=False
-        ),
+        str | None, typer.Option(help="Fine-tuning: field of a chat's tools, for the chat template. Default: tools.")
     ] = None,
     seq_length: Annotated[
-        int | None,
-        typer.Option(help="Fine-tuning: data.seq_length, into which records are put whole.", show_default=False),
+        int | None, typer.Option(help="Fine-tuning: data.seq_length, into which records are put whole.")
     ] = None,
     glob: Annotated[
         str | None, typer.Option(help='Pattern of the files of a folder or archive to read: "**/*.md".')
@@ -99,7 +90,7 @@ def prepare(
 
     sagetrain prepare chats.jsonl -o chat/train --tokenizer tokenizer.json --chat-field messages --seq-length 4096
     """
-    with _Errors(output=Path(output)):
+    with Errors(output=Path(output)):
         from sagetrain.corpus.prepare import prepare as run
         from sagetrain.corpus.records import records_of
         from sagetrain.corpus.request import Request

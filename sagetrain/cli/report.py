@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from sagetrain.cli.exits import Errors as _Errors
+from sagetrain.cli.exits import Errors
 from sagetrain.config.errors import many
 
 
@@ -25,7 +25,7 @@ def report(
     \b
     sagetrain report runs/325m runs/325m-sdpa -o runs.html
     """
-    with _Errors(output=output):
+    with Errors(output=output):
         from sagetrain.cluster.run_copy import here
         from sagetrain.report.page import write_report
 

@@ -9,8 +9,7 @@ from typing import Annotated
 
 import typer
 
-from sagetrain.cli.exits import Errors as _Errors
-from sagetrain.cli.exits import warn as _warn
+from sagetrain.cli.exits import Errors, warn
 from sagetrain.config.errors import ConfigError
 
 _FINETUNE = "Fine-tunes a run or a Hugging Face folder (--model) on prepared records or text (--data)"
@@ -27,21 +26,14 @@ def print_shipped(
     name: Annotated[
         str | None,
         typer.Argument(
-            autocompletion=_names,
-            metavar="NAME",
-            show_default=False,
-            help="One of the names that the command lists without NAME.",
+            autocompletion=_names, metavar="NAME", help="One of the names that the command lists without NAME."
         ),
     ] = None,
     model: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", show_default=False, help="For finetune: a run, or a Hugging Face folder."),
+        Path | None, typer.Option(metavar="DIR", help="For finetune: a run, or a Hugging Face folder.")
     ] = None,
     data: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PATH", show_default=False, help="For finetune: token files, without suffix, or their folder."
-        ),
+        Path | None, typer.Option(metavar="PATH", help="For finetune: token files, without suffix, or their folder.")
     ] = None,
 ) -> None:
     """Print a configuration that comes with SageTrain, to change and train, or a template for a launcher. `finetune`
@@ -56,7 +48,7 @@ def print_shipped(
     \b
     sagetrain config finetune --model Qwen3-0.6B --data data/chats > ft.yaml
     """
-    with _Errors():
+    with Errors():
         from sagetrain.config.load import shipped
 
         files = shipped()
@@ -67,7 +59,7 @@ def print_shipped(
                 )
             from sagetrain.interop.finetuning import finetuning
 
-            typer.echo(finetuning(model, data, _warn), nl=False)
+            typer.echo(finetuning(model, data, warn), nl=False)
         elif model or data:
             raise ConfigError(f"config {name or ''}: --model and --data are for `sagetrain config finetune`")
         elif name is None:

@@ -10,12 +10,8 @@ from typing import Annotated
 import typer
 
 from sagetrain.cli import exits
-from sagetrain.cli.configuration import checked as _checked
-from sagetrain.cli.configuration import named as _named
-from sagetrain.cli.exits import Errors as _Errors
-from sagetrain.cli.exits import forbidden as _forbidden
-from sagetrain.cli.exits import leave_together as _leave_together
-from sagetrain.cli.exits import warn as _warn
+from sagetrain.cli.configuration import checked, named
+from sagetrain.cli.exits import Errors, forbidden, leave_together, warn
 from sagetrain.cli.options import Config, ConfigOption, Overrides
 from sagetrain.config.errors import ConfigError
 
@@ -29,7 +25,7 @@ def _keep(restarts: int, minutes: float) -> None:
         )
     from sagetrain.cluster.keeper import keep
 
-    keep(restarts, minutes, _warn)
+    keep(restarts, minutes, warn)
 
 
 def train(
@@ -64,17 +60,17 @@ def train(
     from sagetrain.cluster.launcher import launched, unknown_launcher
     from sagetrain.parallel.host import use_cores
 
-    with _Errors() as errors:
+    with Errors() as errors:
         rank, world_size = launched()
         errors.rank = rank
         if (said := unknown_launcher()) and os.environ["LOCAL_RANK"] == "0":
-            _warn(f"warning: {said}")
+            warn(f"warning: {said}")
         try:
-            path, changes = _named("train", config, config_option, overrides)
-            cfg, findings = _checked(path, changes, world_size, show=rank == 0)
+            path, changes = named("train", config, config_option, overrides)
+            cfg, findings = checked(path, changes, world_size, show=rank == 0)
             errors.run_dir = Path(cfg.training.run_dir)
             if (said := use_cores()) and rank == 0:
-                _warn(said)
+                warn(said)
             # Imported modules stay. Looking for garbage in them takes a fifth of the start.
             gc.disable()
             from sagetrain.interop.looks import looks_of
@@ -91,7 +87,7 @@ def train(
             if world_size > 1:
                 from sagetrain.cluster import preflight
 
-                preflight.stay_out(_forbidden(error) if isinstance(error, PermissionError) else error)
+                preflight.stay_out(forbidden(error) if isinstance(error, PermissionError) else error)
             raise
         trainer.train()
-    _leave_together()
+    leave_together()

@@ -203,7 +203,7 @@ def test_a_configuration_is_named_with_or_without_config(monkeypatch, capsys, co
         done.append(named(*args))
         raise typer.Exit
 
-    monkeypatch.setattr(f"sagetrain.cli.{command}._named", note)
+    monkeypatch.setattr(f"sagetrain.cli.{command}.named", note)
     run_main(capsys, command, *words)
     assert done == [(Path("a.yaml"), overrides)]
 
