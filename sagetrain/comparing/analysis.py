@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from sagetrain.comparing.results import Results
 from sagetrain.comparing.run_records import DIVERGED, FAILED, FINISHED, Record, curve
-from sagetrain.comparing.statistics import Difference, gap_curve, judge, rounding_band, spread
+from sagetrain.comparing.statistics import Difference, gap_curve, judge, over, rounding_band, spread
 
 LOSSES = {"training": "train_end", "validation": "valid_end"}
 """The field of a Record that holds each kind of loss."""
@@ -39,12 +38,12 @@ class Line:
     def verdict(self, kind: str) -> str:
         """Return the verdict in words. Runs that diverged come first, because they are in no mean."""
         verdict, band = self.verdicts[kind], self.seed_band[kind]
-        runs = self.finished + len(self.diverged)
-        said = [f"diverged in {len(self.diverged)} of {runs}"] if self.diverged else []
+        said, where = "", ""
+        if self.diverged:
+            said = f"diverged in {len(self.diverged)} of {self.finished + len(self.diverged)}; "
         if verdict.call in ("worse", "better") and band is not None and verdict.gap is not None:
-            inside = abs(verdict.gap) <= band
-            return "; ".join([*said, f"{verdict}, {'inside' if inside else 'outside'} the seed band"])
-        return "; ".join([*said, str(verdict)])
+            where = f", {'inside' if abs(verdict.gap) <= band else 'outside'} the seed band"
+        return f"{said}{verdict}{where}"
 
 
 @dataclass(frozen=True)
@@ -68,11 +67,6 @@ def tables(results: Results, margin: float) -> list[Comparison]:
     return [_table(results, row.name, margin) for row in results.rows]
 
 
-def to_json(tables_: list[Comparison]) -> list[dict[str, Any]]:
-    """Convert the comparisons to JSON types."""
-    return [asdict(table) for table in tables_]
-
-
 def _table(results: Results, row: str, margin: float) -> Comparison:
     base, again = results.of(row, results.baseline), results.of(row, results.baseline, again=True)
     bands = {kind: rounding_band(_pairs(again, base, key)) for kind, key in LOSSES.items()}
@@ -86,7 +80,7 @@ def _table(results: Results, row: str, margin: float) -> Comparison:
     return Comparison(
         row,
         max((run.tokens_per_step for run in base.values()), default=0),
-        sum(scales) / len(scales) if scales else None,
+        _mean(scales),
         _line(results.baseline, base, {}, seed_band),
         bands,
         len(_pairs(again, base, LOSSES["training"])),
@@ -97,25 +91,26 @@ def _table(results: Results, row: str, margin: float) -> Comparison:
 def _line(
     variant: str, runs: Mapping[int, Record], verdicts: dict[str, Difference], seed_band: dict[str, float | None]
 ) -> Line:
-    rates = [run.tokens_per_second for run in runs.values() if run.tokens_per_second]
-    biases = _values(runs, "bias_to_gradient")
     events: dict[str, int] = {}
     for run in runs.values():
         for kind, count in run.events.items():
             events[kind] = events.get(kind, 0) + count
-    values = {kind: _values(runs, key) for kind, key in LOSSES.items()}
     return Line(
         variant,
-        {kind: sum(found) / len(found) if found else None for kind, found in values.items()},
+        {kind: _mean(_values(runs, key)) for kind, key in LOSSES.items()},
         verdicts,
         sum(run.status == FINISHED for run in runs.values()),
         tuple(seed for seed, run in runs.items() if run.status == DIVERGED),
         tuple(seed for seed, run in runs.items() if run.status == FAILED),
-        sum(rates) / len(rates) if rates else None,
+        _mean([run.tokens_per_second for run in runs.values() if run.tokens_per_second]),
         events,
         seed_band,
-        sum(biases) / len(biases) if biases else None,
+        _mean(_values(runs, "bias_to_gradient")),
     )
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
 
 
 def _values(runs: Mapping[int, Record], key: str) -> list[float]:
@@ -169,12 +164,4 @@ def _curves(results: Results, row: str) -> Curves:
     equal = [gap_curve(points, base[seed]) for seed, points in again.items() if seed in base]
     first = next(iter(base.values()), [])
     seeds = [gap_curve(points, first) for points in base.values() if points]
-    return Curves(row, gaps, _over(seeds, spread), _over(equal, rounding_band))
-
-
-def _over(found: list[list[tuple[int, float]]], what: Any) -> list[tuple[int, float]]:
-    """Apply `what` to the values of several curves, at each point that all of them have."""
-    points = [dict(each) for each in found]
-    shared = [tokens for tokens in points[0] if all(tokens in other for other in points)] if points else []
-    values = [(tokens, what([other[tokens] for other in points])) for tokens in shared]
-    return [(tokens, value) for tokens, value in values if value is not None]
+    return Curves(row, gaps, over(seeds, spread), over(equal, rounding_band))

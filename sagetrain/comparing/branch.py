@@ -13,7 +13,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from sagetrain.checkpoint import on_disk
-from sagetrain.cluster.run_folder import RunFolder
 from sagetrain.comparing.question import Job, Question
 from sagetrain.comparing.results import LOSSES
 from sagetrain.config.errors import CheckpointError, ConfigError
@@ -27,15 +26,12 @@ class Branches:
         self._parting = {row.name: question.parting(row.name) for row in question.rows}
 
     def check(self, missing: Iterable[Job], finished: Container[Job]) -> None:
-        """Check that each missing run can get its checkpoint.
-
-        Raises:
-            ConfigError: the baseline of a run is finished, and has kept no checkpoint for it.
-        """
+        """Check that each missing run can get its checkpoint. Raises ConfigError if the baseline of a run is finished,
+        and has kept no checkpoint for it."""
         for job in missing:
             source = self._source(job)
             if source and source in finished and not self.ready(job):
-                where, tokens = self._folder(source).path, self._question.branch
+                where, tokens = self._run_dirs / source.folder, self._question.branch
                 raise ConfigError(
                     f"{job} goes on from {source} at {tokens:,} tokens, and {where} is finished and has no checkpoint "
                     f"of there. Remove it and its line in {LOSSES}: it is trained again, and keeps that checkpoint"
@@ -43,10 +39,10 @@ class Branches:
 
     def ready(self, job: Job) -> bool:
         """Whether a run can start. If its baseline has come far enough, the run gets the checkpoint here."""
-        source, own = self._source(job), self._folder(job).path / "checkpoints"
+        source, own = self._source(job), self._run_dirs / job.folder / "checkpoints"
         if source is None or own.exists():
             return True
-        if found := _checkpoint(self._folder(source).path / "checkpoints", self._parting[job.row]):
+        if found := _checkpoint(self._run_dirs / source.folder / "checkpoints", self._parting[job.row]):
             _link_checkpoint(found, own)
         return found is not None
 
@@ -58,9 +54,6 @@ class Branches:
         """Return the baseline's run that a job continues from, or None if the job begins by itself."""
         whole = Job(job.row, self._question.baseline, job.seed)
         return whole if self._question.branch and job != whole else None
-
-    def _folder(self, job: Job) -> RunFolder:
-        return RunFolder(self._run_dirs / job.folder)
 
 
 def _checkpoint(root: Path, tokens: range) -> Path | None:

@@ -9,8 +9,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from sagetrain.checkpoint import on_disk
 from sagetrain.checkpoint.state import InitFromRecord
 from sagetrain.cluster.run_folder import is_taken, lock
 from sagetrain.comparing import results, run_records, runner
-from sagetrain.comparing.analysis import Comparison, curves, tables, to_json
+from sagetrain.comparing.analysis import Comparison, curves, tables
 from sagetrain.comparing.branch import Branches
 from sagetrain.comparing.comparison_page import page
 from sagetrain.comparing.plot import plot_gaps
@@ -102,9 +101,6 @@ def compare(
     """Run every job that has not ended, as far as signals and time allow.
 
     Args:
-        question: the runs to compare.
-        where: folders and devices.
-        say: gets messages for people.
         command: the command as it was typed, for the page.
         time_limit: seconds after which the runs save and stop.
         start: function that starts the process of a run (see runner).
@@ -117,25 +113,20 @@ def compare(
     """
     begin, stop = time.monotonic(), runner.Stop(time_limit)
     question.check()
-    call = Call(_now(), command, where.devices, _versions(), gpus=len(where.gpus))
-    with _alone(where.output):
+    versions = f"sagetrain {__version__}, torch {torch.__version__}"
+    now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    call = Call(now, command, where.devices, versions, gpus=len(where.gpus))
+    held, error = lock(where.output)
+    with held:
+        if is_taken(error):
+            raise ConfigError(
+                f"{where.output} is in use by another comparison; wait for it, or use another {spelled('output')}"
+            )
         found = _compared(question, where, say, call, stop, start)
         place = next(number for number, each in enumerate(found.calls) if each is call)
         found.calls[place] = replace(call, seconds=round(time.monotonic() - begin, 1))
         found.save(where.output)
     return found
-
-
-@contextmanager
-def _alone(output: Path) -> Iterator[None]:
-    """Lock the folder. Raises ConfigError if another comparison writes there."""
-    file, error = lock(output)
-    with file:
-        if is_taken(error):
-            raise ConfigError(
-                f"{output} is in use by another comparison; wait for it, or use another {spelled('output')}"
-            )
-        yield
 
 
 def _compared(
@@ -214,7 +205,7 @@ def _vocab_size(model: ModelConfig, data: DataConfig) -> int:
 
 def _too_large(question: Question, missing: Sequence[Job], where: Places) -> Iterator[str]:
     """Yield a message for each setting of which fewer runs fit into a GPU at a time than were asked for."""
-    for job in {f"{job.row}/{job.variant}": job for job in missing}.values() if where.memory else ():
+    for job in {job.setting: job for job in missing}.values() if where.memory else ():
         cfg = question.config(job)
         needed = total_bytes(memory_per_rank(cfg, 1, _vocab_size(cfg.model, cfg.data))) + _BESIDE
         fit = max(1, where.memory // needed)
@@ -231,7 +222,7 @@ def _refuse_others(found: Results, job: Job, run_dir: Path) -> None:
         return
     tree = flat(load_config(run_dir / "config.yaml").model_dump(mode="json"))
     there = {key: tree[key] for key in tree if key not in OWN}
-    asked = {key: value for key, value in found.settings[f"{job.row}/{job.variant}"].items() if key != BRANCH}
+    asked = {key: value for key, value in found.settings[job.setting].items() if key != BRANCH}
     if changed := differences(asked, there):
         lines = [f"{key}: {theirs!r} there, {ours!r} now" for key, (ours, theirs) in changed.items()]
         what = "\n  ".join([f"{run_dir} holds a run with other settings:", *lines])
@@ -240,18 +231,14 @@ def _refuse_others(found: Results, job: Job, run_dir: Path) -> None:
 
 def _refuse_other_start(found: Results, job: Job, run_dirs: Path) -> None:
     """Check that a run would begin with the same weights as the other runs of its row. training.init_from may name a
-    run that has gone on since they began.
-
-    Raises:
-        ConfigError: the weights differ.
-    """
-    start = found.settings[f"{job.row}/{job.variant}"]["training.init_from"]
+    run that has gone on since they began. Raises ConfigError if the weights differ."""
+    start = found.settings[job.setting]["training.init_from"]
     if not start or on_disk.newest(run_dirs / job.folder / "checkpoints"):
         return
     now = init_from.named(Path(start))
     for other in found.question.jobs():
         path = run_dirs / other.folder / init_from.RECORD
-        same = found.settings[f"{other.row}/{other.variant}"]["training.init_from"] == start
+        same = found.settings[other.setting]["training.init_from"] == start
         if other == job or other.row != job.row or not same or not path.is_file():
             continue
         began = InitFromRecord.from_json(json.loads(path.read_text()), path)
@@ -270,7 +257,7 @@ def _reread(found: Results, job: Job, run_dir: Path) -> None:
 
 
 def _read(found: Results, job: Job, run_dir: Path) -> Record:
-    settings = found.settings[f"{job.row}/{job.variant}"]
+    settings = found.settings[job.setting]
     total, every = settings["training.total_tokens"], settings["logging.every_steps"]
     return run_records.read_run(job, run_dir, total, bool(settings["data.valid"]), every)
 
@@ -316,23 +303,20 @@ class _Progress:
         self._say(" | ".join([f"{ended} of {len(self._jobs)} runs ended", *map(self._far, running)]))
 
     def _far(self, job: Job) -> str:
-        total = self._found.settings[f"{job.row}/{job.variant}"]["training.total_tokens"]
+        total = self._found.settings[job.setting]["training.total_tokens"]
         rows = read_rows(self._run_dirs / job.folder / "metrics.jsonl", last_bytes=1 << 16)
         rows = [row for row in rows if "train/loss" in row]
         return f"{job}: {rows[-1]['tokens'] / total:.0%}, {rows[-1]['train/loss']:.3f}" if rows else f"{job}: starting"
 
 
 def report(found: Results, output: Path, margin: float, title: str, say: Say) -> list[Comparison]:
-    """Write the page, the tables as JSON and the plot, and say every verdict.
-
-    Raises:
-        ConfigError: no run has begun.
-    """
+    """Write the page, the tables as JSON and the plot, and say every verdict. Raises ConfigError if no run has
+    begun."""
     if not found.runs:
         raise ConfigError(f"{output}: no run has begun: there is nothing to report")
     found.save(output)
     lines = tables(found, margin)
-    write_atomic(output / TABLES, (json.dumps(to_json(lines), indent=1) + "\n").encode())
+    write_atomic(output / TABLES, (json.dumps([*map(asdict, lines)], indent=1) + "\n").encode())
     write_atomic(output / PAGE, page(found, lines, margin, title, PLOT).encode(errors="backslashreplace"))
     plot_gaps(curves(found), found.baseline, output / PLOT)
     for table in lines:
@@ -346,28 +330,15 @@ def report(found: Results, output: Path, margin: float, title: str, say: Say) ->
 
 
 def read_folders(words: Sequence[str]) -> Results:
-    """Read the results of earlier calls' folders as one. Run folders are read again where they exist.
-
-    Args:
-        words: FOLDER, or NAME=FOLDER to give its only row that name.
-
-    Raises:
-        ConfigError: a folder holds no results, or the results do not fit together.
-    """
+    """Read the results of earlier calls' folders as one. Run folders are read again where they exist. A word is FOLDER,
+    or NAME=FOLDER to give its only row that name. Raises ConfigError if a folder holds no results, or the results do
+    not fit together."""
     parts = []
     for word in words:
         row, _, name = word.partition("=") if is_assignment(word) else ("", "", word)
         found = results.load(Path(name))
         for job in dict.fromkeys([*found.question.jobs(), *found.runs]):  # This includes the runs of earlier commands.
-            if f"{job.row}/{job.variant}" in found.settings:
+            if job.setting in found.settings:
                 _reread(found, job, Path(name) / "runs" / job.folder)
         parts.append((name, results.with_row(found, usable(row, word)) if row else found))
     return results.together(parts)
-
-
-def _now() -> str:
-    return datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-
-
-def _versions() -> str:
-    return f"sagetrain {__version__}, torch {torch.__version__}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,24 +57,20 @@ class CompareRequest:
         if len(named) == 1 and not self.band:
             raise ConfigError(
                 f"{first} alone: name another configuration to compare it with, or {spelled('variants')} 'NAME: "
-                "KEY=VALUE'; or "
-                f"{spelled('band')}, to run it against itself"
+                f"KEY=VALUE'; or {spelled('band')}, to run it against itself"
             )
         settings = tuple(named_overrides(text, spelled("rows")) for text in self.rows) or (Setting(""),)
         for kind in (named, settings):
-            names = [setting.name for setting in kind]
-            for name in names:
-                if names.count(name) > 1:
-                    raise ConfigError(
-                        f"{name!r} names two variants or rows: give each a name of its own ({spelled('variants')}, "
-                        f"{spelled('rows')})"
-                    )
+            if twice := [name for name, count in Counter(setting.name for setting in kind).items() if count > 1]:
+                raise ConfigError(
+                    f"{twice[0]!r} names two variants or rows: give each a name of its own ({spelled('variants')}, "
+                    f"{spelled('rows')})"
+                )
         if not 0 <= self.band <= self.seeds:
-            said = (
+            raise ConfigError(
                 f"{spelled('band')} {self.band}: the baseline is run again for so many of the {spelled('seeds')} "
                 f"{self.seeds}, at most all"
             )
-            raise ConfigError(said)
         overrides = tuple(self.overrides)
         seed = load_config(first, [*overrides, *settings[0].overrides]).training.seed
         return Question(tuple(named), settings, overrides, self.seeds, self.band, tuple(self.allow), seed, self.branch)

@@ -83,14 +83,14 @@ def _meant(results: Results, variant: Setting) -> str:
 def _own(results: Results, row: Setting) -> str:
     """Return the settings of a row. If the row was a folder by itself, return what its baseline has otherwise than the
     baseline of the first row."""
-    first, here = (results.settings[f"{each.name}/{results.baseline}"] for each in (results.rows[0], row))
+    first, here = results.of_baseline(results.rows[0]), results.of_baseline(row)
     changed = [f"{key}={value}" for key, (_, value) in differences(first, here).items()]
     return " ".join(row.overrides or changed)
 
 
 def _parting(results: Results) -> Iterator[str]:
     for row in results.rows:
-        if tokens := results.settings[f"{row.name}/{results.baseline}"].get(BRANCH):
+        if tokens := results.of_baseline(row).get(BRANCH):
             of = f" at {row.name}" if row.name else ""
             yield f"Runs of a pair are one up to {tokens:,} tokens{of}: there the others leave the baseline."
             yield ""
@@ -105,7 +105,7 @@ def _passes(results: Results) -> str:
         return "tokens of data.train unknown"
     rows = []
     for row in results.rows:
-        total = results.settings[f"{row.name}/{results.baseline}"]["training.total_tokens"]
+        total = results.of_baseline(row)["training.total_tokens"]
         of = f" at {row.name}" if row.name else ""
         rows.append(f"{_count(total)} tokens{of} ({total / results.data_tokens:.1f} passes)")
     return f"{_count(results.data_tokens)} tokens of text; " + ", ".join(dict.fromkeys(rows))
@@ -132,14 +132,8 @@ def _section(table: Comparison, own: str) -> Iterator[str]:
     yield ""
     kinds = [kind for kind in LOSSES if table.baseline.losses[kind] is not None] or ["training"]
     biased = any(line.bias_to_gradient is not None for line in table.lines)
-    head = [
-        "",
-        "seeds",
-        *(column for kind in kinds for column in (f"{kind} loss", "verdict", "could see")),
-        *([_BIAS] if biased else []),
-        "tokens/s",
-        "events",
-    ]
+    head = ["", "seeds", *(column for kind in kinds for column in (f"{kind} loss", "verdict", "could see"))]
+    head += [*([_BIAS] if biased else []), "tokens/s", "events"]
     yield f"| {' | '.join(head)} |"
     yield f"|{'---|' * len(head)}"
     for line in (table.baseline, *table.lines):
@@ -151,11 +145,11 @@ def _cells(line: Line, kinds: Sequence[str], biased: bool) -> Iterator[str]:
     yield line.variant
     yield f"{line.finished}"
     for kind in kinds:
-        yield _number(line.losses[kind])
+        loss = line.losses[kind]
+        yield "" if loss is None else f"{loss:.4f}"
         if kind in line.verdicts:
-            verdict = line.verdicts[kind]
             yield line.verdict(kind)
-            yield verdict.power
+            yield line.verdicts[kind].power
         else:
             yield "baseline" + (f"; diverged in {len(line.diverged)}" if line.diverged else "")
             yield ""
@@ -177,23 +171,15 @@ def _bands(table: Comparison) -> str:
     return f"{', '.join(parts)}.".capitalize() if parts else "No band was measured: one seed, no run again."
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}"
-
-
 def _reading(margin: float, biased: bool) -> Iterator[str]:
+    bias = f" {_BIAS.capitalize()}: the square of what quantization adds to gradients, divided by their square."
     yield (
         "How to read it: losses are in nats per token; the training loss is the mean over the last 5 % of the tokens. "
         "A gap is the mean of the n differences to the baseline of the same seed (same initialization and samples). "
         "Its 95 % interval is ± t(0.975, n - 1) s / sqrt(n), with s their standard deviation. That is also the power: "
         "a smaller gap would not have been called. The seed band is the standard deviation of the baseline over seeds. "
         "The rounding band is the root mean square difference of two runs that differ in one rounding where they part: "
-        f"no claim is made below it. Level: the whole interval lies within {margin:g}."
-        + (
-            f" {_BIAS.capitalize()}: the square of what quantization adds to gradients, divided by their square."
-            if biased
-            else ""
-        )
+        f"no claim is made below it. Level: the whole interval lies within {margin:g}.{bias * biased}"
     )
 
 
@@ -212,7 +198,7 @@ def _not_shown(results: Results, tables: Sequence[Comparison]) -> Iterator[str]:
             "- Whether chance in the rounding alone makes such gaps, where no rounding band was measured "
             f"({spelled('band')})."
         )
-    totals = [results.settings[f"{row.name}/{results.baseline}"]["training.total_tokens"] for row in results.rows]
+    totals = [results.of_baseline(row)["training.total_tokens"] for row in results.rows]
     if results.data_tokens and max(totals) > _MANY_PASSES * results.data_tokens:
         yield f"- Generalization: past {_MANY_PASSES} passes over the text validation losses are over-fitted."
     for status, meaning in ((STOPPED, "not finished"), (FAILED, "failed, not by its losses"), (DIVERGED, "diverged")):

@@ -35,11 +35,7 @@ class Halving:
     budget: int
 
     def check(self) -> None:
-        """Check that the range has values, and that the budget suffices for the smallest search.
-
-        Raises:
-            ConfigError: the range or the budget is too small.
-        """
+        """Check that the range has values, and that the budget suffices for the smallest search. Raises ConfigError."""
         given = f"--tune {self.key}={self.low:g}:{self.high:g}"
         if not self.low < self.high:
             raise ConfigError(f"{given}: the first value is not below the second one; write {self.key}=LOW:HIGH")
@@ -52,7 +48,7 @@ class Halving:
                 f"less than {LEAST_STEPS} steps of {self.step_tokens:,}; use at least {_SHARES[0] * least:,} tokens"
             )
         if (needed := self.cost(LEAST)) > self.budget:
-            fewer = f", --seeds 1 ({self._with_one_seed().cost(LEAST):,} tokens)" if self.seeds > 1 else ""
+            fewer = f", --seeds 1 ({replace(self, seeds=1).cost(LEAST):,} tokens)" if self.seeds > 1 else ""
             raise ConfigError(
                 f"--budget {self.budget:,}: {LEAST} values of {self.key} and the {LAST} best ones at full length with "
                 f"{self.seeds} seeds take {needed:,} tokens; use a larger budget{fewer}, or a smaller "
@@ -60,9 +56,6 @@ class Halving:
             )
         if len(values := self.values()) < LEAST:
             raise ConfigError(f"{given}: has {len(values)} values; name a range with {LEAST} or more")
-
-    def _with_one_seed(self) -> Halving:
-        return replace(self, seeds=1)
 
     @property
     def rounds(self) -> int:
@@ -90,11 +83,8 @@ class Halving:
         return list(dict.fromkeys(round(value) if self.whole else float(f"{value:.3g}") for value in found))
 
     def next_round(self, number: int, losses: Mapping[float, float]) -> list[float]:
-        """Return the values of the round behind round `number`, in ascending order.
-
-        Args:
-            losses: the loss of each value of round `number`; infinite where the run diverged.
-        """
+        """Return the values of the round behind round `number`, in ascending order. `losses` has the loss of each value
+        of that round; infinite where the run diverged."""
         best = sorted(losses, key=lambda value: (losses[value], value))
         if number == 0:
             return sorted(best[: self._second(len(losses))])
@@ -131,12 +121,8 @@ class Flatness:
 
 
 def flatness(search: Halving, losses: Mapping[float, float], margin: float) -> Flatness:
-    """Fit a parabola to the losses of the last round. Its axis is the logarithm of the value in a range above 0.
-
-    Args:
-        losses: the mean loss of each value of the last round.
-        margin: the difference in loss that does not matter.
-    """
+    """Fit a parabola to the mean loss of each value of the last round. Its axis is the logarithm of the value in a
+    range above 0. `margin` is the difference in loss that does not matter."""
     best = min(losses, key=lambda value: losses[value])
     every = search.values()
     at_edge = best in (every[0], every[-1])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import statistics
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
 from sagetrain.comparing.analysis import Curves
+from sagetrain.comparing.statistics import over
 
 
 def plot_gaps(rows: Sequence[Curves], baseline: str, path: Path) -> None:
@@ -32,8 +34,7 @@ def plot_gaps(rows: Sequence[Curves], baseline: str, path: Path) -> None:
             color, drawn = f"C{number}", [points for points in seeds if points]
             for points in drawn:
                 panel.plot(_millions([x for x, _ in points]), [y for _, y in points], color=color, lw=0.6, alpha=0.5)
-            mean = _mean(drawn)
-            if mean:
+            if mean := over(drawn, statistics.fmean):
                 tokens, gaps = zip(*mean, strict=True)
                 panel.plot(_millions(tokens), gaps, color=color, linewidth=1.8, label=f"{variant} ({len(drawn)})")
         values = [gap for seeds in row.gaps.values() for points in seeds for _, gap in points if math.isfinite(gap)]
@@ -48,13 +49,6 @@ def plot_gaps(rows: Sequence[Curves], baseline: str, path: Path) -> None:
             panel.legend(fontsize=8, loc="best")
     panels[-1].set_xlabel("tokens seen, millions")
     figure.savefig(path, dpi=110)
-
-
-def _mean(seeds: Sequence[Sequence[tuple[int, float]]]) -> list[tuple[int, float]]:
-    """Return the mean of the curves at every point that all of them have."""
-    points = [dict(each) for each in seeds]
-    shared = [tokens for tokens in points[0] if all(tokens in other for other in points)] if points else []
-    return [(tokens, sum(other[tokens] for other in points) / len(points)) for tokens in shared]
 
 
 def _millions(tokens: Sequence[int]) -> list[float]:

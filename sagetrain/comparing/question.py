@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,11 @@ class Job:
         """The folder of the run, below the folder of all runs."""
         parts = [self.row, self.variant, f"seed-{self.seed}" + ("-again" if self.again else "")]
         return "/".join(part for part in parts if part)
+
+    @property
+    def setting(self) -> str:
+        """The key of the run's configuration in Question.settings."""
+        return f"{self.row}/{self.variant}"
 
     def __str__(self) -> str:
         words = [self.row, self.variant, f"seed {self.seed}", *(["again"] if self.again else [])]
@@ -142,7 +147,7 @@ class Question:
         """Return every key of each `row/variant` by its dotted name, without the keys that are a run's own, and with
         the tokens at which pairs part."""
         jobs = [Job(row.name, variant.name, 0) for row in self.rows for variant in self.variants]
-        trees = {f"{job.row}/{job.variant}": flat(self.config(job).model_dump(mode="json")) for job in jobs}
+        trees = {job.setting: flat(self.config(job).model_dump(mode="json")) for job in jobs}
         more = {BRANCH: self.branch} if self.branch else {}
         return {name: {key: tree[key] for key in tree if key not in OWN} | more for name, tree in trees.items()}
 
@@ -160,11 +165,7 @@ class Question:
         return cfg.training.total_tokens, checkpoint_tokens(cfg), max(cfg.tokens_per_step.named_tokens.values())
 
     def check(self) -> None:
-        """Check that the runs can be compared and can start.
-
-        Raises:
-            ConfigError: names everything that prevents it.
-        """
+        """Check that the runs can be compared and can start. Raises ConfigError that names all that prevents it."""
         problems = [*self._unknown_allowed(), *self._no_branch()]
         for row in self.rows:
             baseline = flat(self.config(Job(row.name, self.baseline, 0)).model_dump(mode="json"))
@@ -217,28 +218,6 @@ class Question:
                     f"checkpoint.keep_every_tokens {kept:,}: the baseline keeps what {BRANCH} {self.branch:,} needs by "
                     "the same key: take a divisor or a multiple of that, or null"
                 )
-
-    def to_json(self) -> dict[str, Any]:
-        """Convert the question to JSON types."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, tree: Mapping[str, Any]) -> Question:
-        """Build a question from the result of to_json."""
-
-        def setting(value: Mapping[str, Any]) -> Setting:
-            return Setting(value["name"], tuple(value["overrides"]), value["config"])
-
-        return cls(
-            tuple(map(setting, tree["variants"])),
-            tuple(map(setting, tree["rows"])),
-            tuple(tree["overrides"]),
-            tree["seeds"],
-            tree["band"],
-            tuple(tree["allow"]),
-            tree["first_seed"],
-            tree["branch"],
-        )
 
 
 def usable(name: str, where: str) -> str:

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from sagetrain.comparing import run_records
 from sagetrain.comparing.question import Job, Question, Setting, differences
 from sagetrain.comparing.run_records import Record
@@ -53,18 +55,19 @@ class Results:
     def baseline(self) -> str:
         return self.question.baseline
 
+    def of_baseline(self, row: Setting) -> dict[str, Any]:
+        """Return the settings of the baseline in a row."""
+        return self.settings[Job(row.name, self.baseline, 0).setting]
+
     def failed(self, jobs: Container[Job]) -> list[Record]:
         """Return those of these runs that ended for another reason than their losses."""
         return [run for job, run in self.runs.items() if job in jobs and run.status == run_records.FAILED]
 
     def of(self, row: str, variant: str, again: bool = False) -> dict[int, Record]:
         """Return the runs of a variant in a row, by seed."""
-        found = {
-            job.seed: run
-            for job, run in self.runs.items()
-            if (job.row, job.variant, job.again) == (row, variant, again)
-        }
-        return dict(sorted(found.items()))
+        wanted = row, variant, again
+        found = (job for job in self.runs if (job.row, job.variant, job.again) == wanted)
+        return {job.seed: self.runs[job] for job in sorted(found, key=lambda job: job.seed)}
 
     def save(self, folder: Path) -> None:
         """Write both files."""
@@ -83,15 +86,11 @@ class Results:
 
 
 def load(folder: Path) -> Results:
-    """Read the results in a folder.
-
-    Raises:
-        ConfigError: the folder holds nothing that `save` wrote.
-    """
+    """Read the results in a folder. Raises ConfigError if it holds nothing that `save` wrote."""
     path = folder / QUESTION
     try:
         tree = json.loads(path.read_text())
-        question = Question.from_json(tree["question"])
+        question = TypeAdapter(Question).validate_python(tree["question"])
         calls = [Call(**call) for call in tree["calls"]]
         result = Results(question, tree["settings"], tree["parameters"], tree["data_tokens"], calls)
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -116,24 +115,17 @@ def with_row(found: Results, name: str) -> Results:
 
 
 def together(parts: Sequence[tuple[str, Results]]) -> Results:
-    """Merge several results into one, with the rows, variants, seeds and calls of all. If a run is in several, the one
-    that came furthest is kept. The results may have different rows, variants and seeds.
-
-    Args:
-        parts: pairs of the place that results come from, and the results.
-
-    Raises:
-        ConfigError: baselines have different names, or a variant or row of one name has different settings.
-    """
+    """Merge results, each with the place that it comes from, into one with the rows, variants, seeds and calls of all.
+    If a run is in several, the one that came furthest is kept. Raises ConfigError if baselines have different names, or
+    a variant or row of one name has different settings."""
     (where, first), *others = parts
     result = replace(first, settings=dict(first.settings), calls=list(first.calls))
     variants, rows = ({s.name: s for s in settings} for settings in (first.question.variants, first.rows))
     for place, other in others:
         if other.baseline != first.baseline:
             raise ConfigError(
-                f"{where} compares with {first.baseline}, {place} with {other.baseline}: not one question; "
-                f"take --baseline {other.baseline}, or use another {spelled('output')} (with --report-only, leave "
-                "one out)"
+                f"{where} compares with {first.baseline}, {place} with {other.baseline}: not one question; take "
+                f"--baseline {other.baseline}, or use another {spelled('output')} (with --report-only, leave one out)"
             )
         for name, settings in other.settings.items():
             known = result.settings.setdefault(name, settings)
@@ -142,8 +134,7 @@ def together(parts: Sequence[tuple[str, Results]]) -> Results:
                 raise ConfigError(
                     "\n  ".join([f"{where} and {place} have different settings for {name.strip('/')}:", *lines])
                     + f"\n  give what differs another name ({spelled('variants')}, {spelled('rows')}; with "
-                    "--report-only NAME=FOLDER "
-                    f"names a folder's row), or use another {spelled('output')}"
+                    f"--report-only NAME=FOLDER names a folder's row), or use another {spelled('output')}"
                 )
         for known_settings, more in ((variants, other.question.variants), (rows, other.rows)):
             for setting in more:

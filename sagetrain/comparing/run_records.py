@@ -76,8 +76,6 @@ def read_run(job: Job, run_dir: Path, total_tokens: int, evaluated: bool, every_
     """Read the present state of a run from its folder. The record's status is finished or stopped.
 
     Args:
-        job: the run.
-        run_dir: its folder.
         total_tokens: tokens of the whole run.
         evaluated: whether the run has held-out data.
         every_steps: steps between two reported steps. Other steps are reported when a run is saved or stopped; they are
@@ -107,8 +105,8 @@ def read_run(job: Job, run_dir: Path, total_tokens: int, evaluated: bool, every_
         tokens,
         total_tokens,
         points[-1][1] if points else 0,
-        _rounded(end_of(points)),
-        _rounded(valid[-1][1]) if valid else None,
+        round(end_of(points), 6) if points else None,
+        round(valid[-1][1], 6) if valid else None,
         round(statistics.median(rates)) if rates else None,
         round(statistics.median(scales)) if scales else None,
         dict(Counter(row["kind"] for row in read_rows(run_dir / "events.jsonl"))),
@@ -125,16 +123,9 @@ def went_wrong(run_dir: Path) -> bool:
     return max(ended, default=0) > reported
 
 
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 6)
-
-
 def load(path: Path) -> list[Record]:
-    """Read the lines of a losses.jsonl. Return none if the file does not exist.
-
-    Raises:
-        ConfigError: a line was not written by `save`.
-    """
+    """Read the lines of a losses.jsonl. Return none if the file does not exist. Raises ConfigError for a line that
+    `save` did not write."""
     try:
         lines = path.read_text().splitlines() if path.exists() else []
         return [Record(**json.loads(line)) for line in lines]
@@ -152,9 +143,7 @@ def merged(records: Iterable[Record]) -> dict[Job, Record]:
     furthest."""
     best: dict[Job, Record] = {}
     for record in records:
-        known = best.get(record.job)
-        if known is None or _standing(record) > _standing(known):
-            best[record.job] = record
+        best[record.job] = max(best.get(record.job, record), record, key=_standing)
     return best
 
 

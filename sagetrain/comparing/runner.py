@@ -10,8 +10,8 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from sagetrain.cluster.guard import LAUNCHER
 from sagetrain.comparing.question import Job
@@ -20,18 +20,7 @@ _TICK = 0.2
 _LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-class Process(Protocol):
-    """The part of subprocess.Popen that the runner needs."""
-
-    def poll(self) -> int | None:
-        """Return the exit code, or None while the process runs."""
-        ...
-
-    def send_signal(self, number: int) -> None:
-        """Send a signal to the process."""
-        ...
-
-
+Process = subprocess.Popen[bytes]
 Start = Callable[[Sequence[str], Mapping[str, str], Path], Process]
 """A function that starts the process of a run, given the words after `sagetrain train`, the environment and the log."""
 
@@ -48,13 +37,7 @@ def start_process(words: Sequence[str], env: Mapping[str, str], log: Path) -> Pr
 
 def slots(gpus: Sequence[str], per_gpu: int, cores: int) -> list[dict[str, str]]:
     """Return the environments of runs that go side by side: `per_gpu` on each GPU, or `per_gpu` in all where there is
-    no GPU.
-
-    Args:
-        gpus: numbers or names of the GPUs.
-        per_gpu: runs at a time.
-        cores: cores of this host, which runs without a GPU share.
-    """
+    no GPU. Those share the cores of this host."""
     if gpus:
         return [{"CUDA_VISIBLE_DEVICES": gpu} for _ in range(per_gpu) for gpu in gpus]
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // per_gpu))
@@ -63,10 +46,7 @@ def slots(gpus: Sequence[str], per_gpu: int, cores: int) -> list[dict[str, str]]
 
 class Stop:
     """A flag that says whether to stop, because a signal came (SIGTERM, SIGUSR1, Ctrl-C) or the time is up. The second
-    signal ends everything at once.
-
-    It is a context manager; inside, it handles the signals.
-    """
+    signal ends everything at once. As a context manager it handles the signals."""
 
     def __init__(self, seconds: float | None = None):
         self.why, self.at_once, self._asked = "", False, False
@@ -93,36 +73,26 @@ class Stop:
         return bool(self.why)
 
 
+@dataclass(frozen=True)
 class Runner:
-    """Start jobs in slots, and report how they ended.
+    """Start jobs in slots, and report how they ended."""
 
-    Args:
-        places: environments of the slots.
-        command: returns the arguments of a job: CONFIG [KEY=VALUE]...
-        log: returns the file for a job's output.
-        ended: called with (job, exit code) for each run that is over. The code is None if the run was asked to stop and
-            did.
-        tick: called every now and then with the jobs that run.
-        start: starts the process of a run.
-        ready: whether a job can start by now.
-        crowded: whether a job failed because of the other jobs on its GPU, whose number is given. Such a job is started
-            again after those that wait, and its GPU takes one run fewer from then on.
-    """
-
-    def __init__(
-        self,
-        places: Sequence[Mapping[str, str]],
-        command: Callable[[Job], Sequence[str]],
-        log: Callable[[Job], Path],
-        ended: Callable[[Job, int | None], None],
-        tick: Callable[[Sequence[Job]], None],
-        start: Start = start_process,
-        ready: Callable[[Job], bool] = lambda job: True,
-        crowded: Callable[[Job, int], bool] = lambda job, others: False,
-    ):
-        self._places, self._command, self._log = places, command, log
-        self._ended, self._tick, self._start, self._ready = ended, tick, start, ready
-        self._crowded = crowded
+    slots: Sequence[Mapping[str, str]]
+    """The environments of the slots."""
+    command: Callable[[Job], Sequence[str]]
+    """Return the arguments of a job: CONFIG [KEY=VALUE]..."""
+    log: Callable[[Job], Path]
+    """Return the file for a job's output."""
+    ended: Callable[[Job, int | None], None]
+    """Called with the exit code of each run that is over. It is None if the run was asked to stop and did."""
+    tick: Callable[[Sequence[Job]], None]
+    """Called every now and then with the jobs that run."""
+    start: Start = start_process
+    ready: Callable[[Job], bool] = lambda job: True
+    """Return whether a job can start by now."""
+    crowded: Callable[[Job, int], bool] = lambda job, others: False
+    """Return whether a job failed because of the other jobs on its GPU, whose number is given. Such a job is started
+    again after those that wait, and its GPU takes one run fewer from then on."""
 
     def run(self, jobs: Sequence[Job], stop: Stop) -> None:
         """Run all jobs, until `stop` is set. Then the running jobs are asked to save, and are waited for. A job that is
@@ -148,33 +118,33 @@ class Runner:
                 if (code := process.poll()) is not None:
                     del running[place]
                     others = self._beside(place, running)
-                    if code and others and not asked and self._crowded(job, others):
+                    if code and others and not asked and self.crowded(job, others):
                         closed.add(place)
                         waiting.append(job)
                         continue
                     did = stop.at_once or code in (0, -signal.SIGTERM, 128 + signal.SIGTERM)
-                    self._ended(job, None if asked and did else code)
-            ready = deque(job for job in waiting if self._ready(job))
-            for place in range(len(self._places)):
+                    self.ended(job, None if asked and did else code)
+            ready = deque(job for job in waiting if self.ready(job))
+            for place in range(len(self.slots)):
                 if ready and place not in running and place not in closed:
                     job = ready.popleft()
                     waiting.remove(job)
-                    running[place] = job, self._launch(job, self._places[place])
-            self._tick([job for job, _ in running.values()])
+                    running[place] = job, self._launch(job, self.slots[place])
+            self.tick([job for job, _ in running.values()])
             if not running:
                 return
             time.sleep(_TICK)
 
     def _beside(self, place: int, running: Mapping[int, tuple[Job, Process]]) -> int:
         """Return the number of runs on the GPU of a slot."""
-        gpu = self._places[place].get("CUDA_VISIBLE_DEVICES")
-        return sum(self._places[other].get("CUDA_VISIBLE_DEVICES") == gpu for other in running) if gpu else 0
+        gpu = self.slots[place].get("CUDA_VISIBLE_DEVICES")
+        return sum(self.slots[other].get("CUDA_VISIBLE_DEVICES") == gpu for other in running) if gpu else 0
 
-    def _launch(self, job: Job, place: Mapping[str, str]) -> Process:
-        log = self._log(job)
+    def _launch(self, job: Job, slot: Mapping[str, str]) -> Process:
+        log = self.log(job)
         log.parent.mkdir(parents=True, exist_ok=True)
         env = {key: value for key, value in os.environ.items() if key not in _LAUNCHED}
-        return self._start(self._command(job), {**env, **place}, log)
+        return self.start(self.command(job), {**env, **slot}, log)
 
 
 def _tell(running: Mapping[int, tuple[Job, Process]], number: int) -> None:

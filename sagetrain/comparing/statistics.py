@@ -5,30 +5,23 @@ from __future__ import annotations
 
 import math
 import statistics
-from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-CONFIDENCE = 0.975
-"""The probability of the quantile for two-sided 95 % intervals."""
+import numpy as np
+
+_Points = Sequence[tuple[int, float]]
+"""Points of (tokens seen, value)."""
 
 
-def t(probability: float, freedom: int) -> float:
-    """Return the quantile of Student's t distribution, at a probability in (0.5, 1) and a whole number of degrees of
-    freedom.
-
-    Raises:
-        ValueError: the arguments are outside of that.
-    """
-    if not (0.5 < probability < 1 and freedom >= 1):
-        raise ValueError(f"t({probability}, {freedom}): takes 0.5 < probability < 1 and freedom >= 1")
-    low, high = 0.0, 1.0
-    while _t_distribution(high, freedom) < probability:
-        high *= 2
+def t(freedom: int) -> float:
+    """Return the 0.975 quantile of Student's t distribution with a whole number of degrees of freedom, for two-sided
+    95 % intervals."""
+    low, high = 0.0, 16.0  # With one degree of freedom it is 12.7.
     while high - low > 1e-12 * high:
         middle = (low + high) / 2
-        low, high = (middle, high) if _t_distribution(middle, freedom) < probability else (low, middle)
+        low, high = (middle, high) if _t_distribution(middle, freedom) < 0.975 else (low, middle)
     return (low + high) / 2
 
 
@@ -107,22 +100,14 @@ class Difference:
 
 
 def judge(differences: Sequence[float], margin: float, band: float | None = None) -> Difference:
-    """Judge paired differences.
-
-    Args:
-        differences: one difference per seed.
-        margin: half-width of the interval that counts as level, in nats per token.
-        band: rounding band, if it was measured.
-
-    Returns:
-        The verdict. level: the whole confidence interval lies within ±margin. worse or better: the interval does not
-            reach 0, and the gap is above the rounding band. undecided: neither.
-    """
+    """Judge paired differences, one per seed. level: the whole confidence interval lies within ±margin. worse or
+    better: the interval does not reach 0, and the gap is above the rounding band, if it was measured. undecided:
+    neither."""
     gap = statistics.fmean(differences) if differences else None
     deviation, uncertainty, call = spread(differences), None, "undecided"
     if gap is not None and deviation is not None:
         count = len(differences)
-        uncertainty = t(CONFIDENCE, count - 1) * deviation / math.sqrt(count)
+        uncertainty = t(count - 1) * deviation / math.sqrt(count)
         if abs(gap) + uncertainty <= margin:
             call = "level"
         elif abs(gap) > max(uncertainty, band or 0.0):
@@ -130,28 +115,18 @@ def judge(differences: Sequence[float], margin: float, band: float | None = None
     return Difference(tuple(differences), gap, uncertainty, band, margin, call)
 
 
-def end_of(points: Sequence[tuple[int, int, float]], share: float = 0.05) -> float | None:
-    """Return the mean loss over the last `share` of the tokens, and at least over the last step.
-
-    Args:
-        points: (tokens seen, tokens of the step, its loss), one for each reported step.
-        share: share of the tokens, in (0, 1].
-    """
-    if not points:
-        return None
+def end_of(points: Sequence[tuple[int, int, float]]) -> float:
+    """Return the mean loss over the last 5 % of the tokens, and at least over the last step. `points` are (tokens seen,
+    tokens of the step, its loss), one for each reported step."""
     last = points[-1][0]
-    kept = [(size, loss) for tokens, size, loss in points if tokens > (1 - share) * last] or [points[-1][1:]]
+    kept = [(size, loss) for tokens, size, loss in points if tokens > 0.95 * last] or [points[-1][1:]]
     return sum(size * loss for size, loss in kept) / sum(size for size, _ in kept)
 
 
 def thinned(points: Sequence[tuple[int, int, float]], steps: int = 10) -> list[tuple[int, float]]:
     """Return (tokens seen, mean loss) of every `steps` steps of a run. The groups are the same in both runs of a pair;
-    the last one may be smaller. A run that begins inside of a group (--branch) leaves that group out.
-
-    Args:
-        points: (step, tokens seen, loss), one for each reported step.
-        steps: size of a group.
-    """
+    the last one may be smaller. A run that begins inside of a group (--branch) leaves that group out. `points` are
+    (step, tokens seen, loss), one for each reported step."""
     groups = [list(group) for _, group in groupby(points, lambda point: (point[0] - 1) // steps)]
     # This is the step that the run continues from.
     if len(points) > 1 and (points[0][0] - (points[1][0] - points[0][0])) % steps:
@@ -159,25 +134,24 @@ def thinned(points: Sequence[tuple[int, int, float]], steps: int = 10) -> list[t
     return [(group[-1][1], statistics.fmean(loss for _, _, loss in group)) for group in groups]
 
 
-def at(curve: Sequence[tuple[int, float]], tokens: float) -> float | None:
-    """Return the value of a curve at a number of tokens, interpolated linearly between its points. Return None outside
-    of the curve."""
-    after = bisect_left(curve, (tokens, -math.inf))
-    if after < len(curve) and curve[after][0] == tokens:
-        return curve[after][1]
-    if after in (0, len(curve)):
-        return None
-    (before, low), (beyond, high) = curve[after - 1], curve[after]
-    return low + (high - low) * (tokens - before) / (beyond - before)
-
-
-def gap_curve(
-    curve: Sequence[tuple[int, float]], baseline: Sequence[tuple[int, float]], points: int = 60
-) -> list[tuple[int, float]]:
+def gap_curve(curve: _Points, baseline: _Points, points: int = 60) -> list[tuple[int, float]]:
     """Return the difference of two curves over tokens, as means over at most `points` equal pieces of the baseline's
-    curve. Places where it is not finite are left out."""
-    there = [(tokens, value - loss) for tokens, loss in baseline if (value := at(curve, tokens)) is not None]
-    differences = [(tokens, difference) for tokens, difference in there if math.isfinite(difference)]
+    curve. The other curve is interpolated between its points. Places where the difference is not finite are left
+    out."""
+    if not (curve and baseline):
+        return []
+    (seen, values), (tokens, losses) = np.array(curve).T, np.array(baseline).T
+    own = np.interp(tokens, seen, values, left=math.nan, right=math.nan)
+    there = zip((tokens for tokens, _ in baseline), (own - losses).tolist(), strict=True)
+    differences = [(tokens, gap) for tokens, gap in there if math.isfinite(gap)]
     size = -(-len(differences) // points) or 1
     pieces = [differences[start : start + size] for start in range(0, len(differences), size)]
     return [(piece[-1][0], statistics.fmean(value for _, value in piece)) for piece in pieces]
+
+
+def over(curves: Sequence[_Points], what: Callable[[list[float]], float | None]) -> list[tuple[int, float]]:
+    """Apply a function to the values of several curves, at each point that all of them have."""
+    values = [dict(curve) for curve in curves]
+    shared = [tokens for tokens in values[0] if all(tokens in other for other in values)] if values else []
+    found = [(tokens, what([other[tokens] for other in values])) for tokens in shared]
+    return [(tokens, value) for tokens, value in found if value is not None]

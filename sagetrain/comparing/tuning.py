@@ -57,22 +57,15 @@ class TuneRequest:
         value = flat(cfg.model_dump(mode="json")).get(key)
         if not isinstance(value, (int, float)):
             raise ConfigError(f"--tune {key}: is no number that can be searched; name a key of one number")
-        found = Halving(
-            key,
-            low,
-            high,
-            isinstance(value, int),
-            cfg.training.total_tokens,
-            tokens,
-            self.seeds,
-            self.budget,
-        )
+        whole, total = isinstance(value, int), cfg.training.total_tokens
+        found = Halving(key, low, high, whole, total, tokens, self.seeds, self.budget)
         found.check()
         return found
 
     def question(self, search: Halving, number: int, values: Sequence[float]) -> Question:
         """Return the comparison of round `number`: a variant for each value, with a whole schedule of its own."""
-        variants = [Setting(_name(search.key, value), (_setting(search.key, value),), self.config) for value in values]
+        key, name = search.key, search.key.rpartition(".")[2]
+        variants = [Setting(_setting(name, value), (_setting(key, value),), self.config) for value in values]
         overrides = (*self.overrides, f"training.total_tokens={search.tokens(number)}")
         seed = load_config(self.config, self.overrides).training.seed
         seeds = self.seeds if number == search.rounds - 1 else 1
@@ -84,11 +77,8 @@ class TuneRequest:
 
 
 def _refuse(key: str, steps: TokensPerStepConfig, schedule: LrScheduleConfig) -> int:
-    """Check that a shorter run is the same run on a smaller scale. Return the tokens of a step.
-
-    Raises:
-        ConfigError: names the setting that does not shrink with the run.
-    """
+    """Check that a shorter run is the same run on a smaller scale, and return the tokens of a step. Raises ConfigError
+    that names the setting which does not shrink with the run."""
     said = []
     if key == "training.total_tokens":
         said.append(f"{key}: is what rounds differ in; tune another key")
@@ -115,10 +105,6 @@ def _setting(key: str, value: float) -> str:
     return f"{key}={value:g}" if abs(value) < 1e6 else f"{key}={value!r}"
 
 
-def _name(key: str, value: float) -> str:
-    return _setting(key.rpartition(".")[2], value)
-
-
 def tune(
     request: TuneRequest,
     where: Places,
@@ -132,13 +118,9 @@ def tune(
     """Run the rounds of a search as far as signals and time allow, and write the page about what has ended.
 
     Args:
-        request: the search.
         where: the folder of the search and the devices. Each round is a comparison in a folder of its own there.
-        say: gets messages for people.
-        command: the command as it was typed.
+        command: as in `compare`, and so are `time_limit` and `start`.
         margin: the difference in loss that does not matter.
-        time_limit: seconds after which the runs save and stop.
-        start: function that starts the process of a run (see runner).
 
     Returns:
         The results of the rounds that began.
@@ -176,7 +158,14 @@ def tune(
         if number + 1 < search.rounds:
             values = search.next_round(number, means)
     if rounds:
-        _report(search, rounds, where.output, margin, command, say, _measured(found[0]))
+        evaluated = any(run.valid_end is not None for run in found[0].runs.values())
+        measured = "validation loss" if evaluated else "training loss over the last 5 %"
+        text, tree = page(search, rounds, margin, command, measured)
+        write_atomic(where.output / PAGE, text.encode(errors="backslashreplace"))
+        write_atomic(where.output / TABLES, (json.dumps(tree, indent=1) + "\n").encode())
+        draw(search, rounds, measured, where.output / PLOT)
+        say(tree["verdict"])
+        say(f"{where.output / PAGE}")
     return found
 
 
@@ -205,19 +194,3 @@ def _loss(run: Record) -> float:
     """Return the loss that a run is judged by: the validation loss, or the training loss where nothing was held out."""
     loss = run.valid_end if run.valid_end is not None else run.train_end
     return loss if run.status == FINISHED and loss is not None else math.inf
-
-
-def _measured(results: Results) -> str:
-    evaluated = any(run.valid_end is not None for run in results.runs.values())
-    return "validation loss" if evaluated else "training loss over the last 5 %"
-
-
-def _report(
-    search: Halving, rounds: Sequence[Round], output: Path, margin: float, command: str, say: Say, measured: str
-) -> None:
-    text, tree = page(search, rounds, margin, command, measured)
-    write_atomic(output / PAGE, text.encode(errors="backslashreplace"))
-    write_atomic(output / TABLES, (json.dumps(tree, indent=1) + "\n").encode())
-    draw(search, rounds, measured, output / PLOT)
-    say(tree["verdict"])
-    say(f"{output / PAGE}")

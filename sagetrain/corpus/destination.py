@@ -152,8 +152,7 @@ class Destination:
             raise ConfigError(
                 f"{there} exists and would be replaced by another tokenizer; models trained with it could not be used "
                 f"any more. Write to another folder (-o), keep it with {spelled('tokenizer')} {there} and no "
-                f"{spelled('vocab_size')}, or "
-                f"replace it with {spelled('overwrite')}"
+                f"{spelled('vocab_size')}, or replace it with {spelled('overwrite')}"
             )
 
     def check_siblings(self, tokenizer: Tokenizer) -> None:

@@ -98,14 +98,12 @@ class Request(TextRequest):
         if vocab_size is not None and vocab_size < _MIN_VOCAB_SIZE:
             raise ConfigError(
                 f"{spelled('vocab_size')} {vocab_size} is below {_MIN_VOCAB_SIZE} (256 bytes, 3 control tokens, one "
-                "character): "
-                "give a larger one, e.g. 32000"
+                "character): give a larger one, e.g. 32000"
             )
         if vocab_size is not None and vocab_size > _MAX_VOCAB_SIZE:
             raise ConfigError(
-                f"{spelled('vocab_size')} {vocab_size} is above {_MAX_VOCAB_SIZE}, larger than any vocabulary in "
-                "use: give a "
-                "smaller one, e.g. 32000"
+                f"{spelled('vocab_size')} {vocab_size} is above {_MAX_VOCAB_SIZE}, larger than any vocabulary in use: "
+                "give a smaller one, e.g. 32000"
             )
         if self.tokenizer_sample < 1:
             raise ConfigError(

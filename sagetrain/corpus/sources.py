@@ -260,8 +260,7 @@ class Corpus:
         if os.path.abspath(other) != os.path.abspath(path):
             raise ConfigError(
                 f"{other} and {path} are one file, by a link: its texts would be there twice; choose one with "
-                f"{spelled('glob')}, "
-                "or take the other away"
+                f"{spelled('glob')}, or take the other away"
             )
         return stat
 
@@ -412,9 +411,7 @@ def _part(inputs: list[Input], number: int, count: int) -> list[Input]:
     if not found:
         raise ConfigError(
             f"{spelled('shard')} {number}/{count}: nothing is left for this part of {len(inputs)} inputs; compressed "
-            "files, "
-            f"archives, tables, arrays, Parquet and plain text are not divided (but text by {spelled('split_on')} "
-            "is): use fewer "
-            "parts, or more and smaller files"
+            "files, archives, tables, arrays, Parquet and plain text are not divided (but text by "
+            f"{spelled('split_on')} is): use fewer parts, or more and smaller files"
         )
     return found

@@ -90,9 +90,8 @@ def _check_records(files: Sequence[TokenFile], seq_length: int, document_attenti
         if packed and seq_length % packed:
             raise ConfigError(
                 f"token file {file.path} was prepared for sequences of {packed:,} tokens ({spelled('seq_length')}), "
-                "and "
-                f"data.seq_length (eval: --context) {seq_length:,} would cut its records: use {packed:,}, or prepare "
-                "it again"
+                f"and data.seq_length (eval: --context) {seq_length:,} would cut its records: use {packed:,}, or "
+                "prepare it again"
             )
         if packed and not document_attention:
             raise ConfigError(

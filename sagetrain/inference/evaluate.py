@@ -156,9 +156,8 @@ def evaluate_texts(
     stride = stride or default_stride(size)
     if stride > size:
         raise ConfigError(
-            f"{spelled('stride')} {stride:,} is longer than the windows, data.seq_length {size:,}: tokens between "
-            "two of them "
-            f"would not be scored; give at most {size:,}"
+            f"{spelled('stride')} {stride:,} is longer than the windows, data.seq_length {size:,}: tokens between two "
+            f"of them would not be scored; give at most {size:,}"
         )
     if not paths:
         check_there("valid", data.valid)

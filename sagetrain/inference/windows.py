@@ -112,9 +112,8 @@ def text_of(
         return PreparedDocuments(path, files, tokenizer, vocab_size)
     if tokenizer is None:
         raise ConfigError(
-            f"{spelled('texts')} {path}: no token file, and the run was trained without a tokenizer, so no tokens "
-            "can be made of "
-            "text: put the tokenizer.model or tokenizer.json that made its token files into the run's folder"
+            f"{spelled('texts')} {path}: no token file, and the run was trained without a tokenizer, so no tokens can "
+            "be made of text: put the tokenizer.model or tokenizer.json that made its token files into the run's folder"
         )
     return Raw(path, tokenizer, text_key, prefix)
 

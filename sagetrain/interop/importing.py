@@ -294,9 +294,8 @@ def _check_vocabulary(folder: Path, tokenizer: Tokenizer, vocab_size: int) -> No
     raise ConfigError(
         f"{folder}: its tokenizer has {tokenizer.vocab_size} tokens, config.json says vocab_size {vocab_size}: the "
         f"model has no row for {tokenizer.vocab_size - vocab_size} of them{what}; give it these rows (in transformers "
-        "model.resize_token_embeddings(len(tokenizer)), then save_pretrained), take the tokens out of the "
-        "tokenizer's files, or name the tokenizer_class PreTrainedTokenizerFast if another class brings them "
-        "along"
+        "model.resize_token_embeddings(len(tokenizer)), then save_pretrained), take the tokens out of the tokenizer's "
+        "files, or name the tokenizer_class PreTrainedTokenizerFast if another class brings them along"
     )
 
 

@@ -11,11 +11,12 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from forked import Command
-from runs import sagetrain, write_config
+from runs import ended, sagetrain, write_config, write_metrics
 from sagetrain.cluster.run_folder import lock
 from sagetrain.comparing import results, run_records, runner
 from sagetrain.comparing.analysis import curves, tables
@@ -82,17 +83,9 @@ def test_pairs_share_samples_and_initialization(done: Path) -> None:
 def test_the_page_has_what_a_reader_needs(done: Path) -> None:
     page = (done / "README.md").read_text()
     for part in (
-        "Does `paper` end on another loss than `base`?",
-        "- `paper`: attention.recipe = paper",
-        "sagetrain compare base.yaml",
-        "| paper | 2 |",
-        "rounding band",
-        "Seed band",
-        "could see",
-        "![gap over tokens](gap.png)",
-        "What it does not show",
-        "a claim that separates two settings needs three",
-        " passes)",
+        *("Does `paper` end on another loss than `base`?", "- `paper`: attention.recipe = paper", "| paper | 2 |"),
+        *("sagetrain compare base.yaml", "rounding band", "Seed band", "could see", "![gap over tokens](gap.png)"),
+        *("What it does not show", "a claim that separates two settings needs three", " passes)"),
         "t(0.975, n - 1) s / sqrt(n)",
     ):
         assert part in page, part
@@ -118,16 +111,12 @@ def test_finished_runs_are_not_repeated_and_seeds_are_added(done: Path, base: Pa
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     started: list[str] = []
 
-    class Nothing:
-        """A run that was stopped before its first step."""
+    def stopped(words: Sequence[str], env: Mapping[str, str], log: Path) -> SimpleNamespace:
+        """Start a run that is stopped before its first step."""
+        started.append(str(log.relative_to(tmp_path / "runs")))
+        return ended(0)
 
-        def __init__(self, words: Sequence[str], env: Mapping[str, str], log: Path):
-            started.append(str(log.relative_to(tmp_path / "runs")))
-
-        def poll(self) -> int:
-            return 0
-
-    found, said = go(ask(base, seeds=3), tmp_path, start=Nothing)
+    found, said = go(ask(base, seeds=3), tmp_path, start=stopped)
     assert "7 runs, 2 to go" in said[0] and started == ["base/seed-2.log", "paper/seed-2.log"]
     earlier = results.load(done)
     assert {job: found.runs[job] for job in earlier.runs} == earlier.runs
@@ -242,31 +231,17 @@ def test_a_run_that_fails_is_told_and_the_others_go_on(base: Path, tmp_path: Pat
     codes = {"wild": 4, "broken": 1, "large": 4, "base": 0}
     started: list[str] = []
 
-    class Over:
-        def __init__(self, code: int):
-            self.code = code
-
-        def poll(self) -> int:
-            return self.code
-
-        def send_signal(self, number: int) -> None:
-            raise AssertionError(number)
-
-    def ends(words: Sequence[str], env: Mapping[str, str], log: Path) -> Over:
+    def ends(words: Sequence[str], env: Mapping[str, str], log: Path) -> SimpleNamespace:
         run_dir = Path(load_config(words[0], words[1:]).training.run_dir)
         name = run_dir.parent.name
         started.append(name)
-        run_dir.mkdir(parents=True, exist_ok=True)
         log.write_text("".join(f"line {n}\n" for n in range(20)) + f"{name} ends")
-        tokens = 7680 if name == "base" else 256
-        row = {"step": 1, "tokens": tokens, "train/loss": 5.0, "train/tokens_per_step": 256}
-        rows = [{**row, "perf/tokens_per_second": 10.0}, {"step": 1, "tokens": tokens, "valid/loss": 5.0}]
-        (run_dir / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+        write_metrics(run_dir, 7680 if name == "base" else 256, 5.0)
         # A spike that was trained on does not end the run.
         event = {"step": 2, "action": "stop"} if name == "wild" else {"step": 1}
         if name in ("wild", "large"):
             (run_dir / "events.jsonl").write_text(json.dumps({**event, "tokens": 256, "kind": "spike"}) + "\n")
-        return Over(codes[name])
+        return ended(codes[name])
 
     variants = [f"{name}: optimizer.lr={lr}" for lr, name in enumerate(codes, 7) if name != "base"]
     question = ask(base, variants, seeds=1, band=0)
@@ -275,9 +250,8 @@ def test_a_run_that_fails_is_told_and_the_others_go_on(base: Path, tmp_path: Pat
     found = compare(question, where, said.append, command="x", start=ends)
     assert [run.status for run in found.runs.values()] == [FINISHED, DIVERGED, FAILED, FAILED]
     assert any("wild seed 0: diverged after 256 tokens" in text and "wild ends" in text for text in said)
-    assert (
-        "line 19" in found.runs[Job("", "broken", 0)].said and "line 2\n" not in found.runs[Job("", "broken", 0)].said
-    )
+    broken = found.runs[Job("", "broken", 0)].said
+    assert "line 19" in broken and "line 2\n" not in broken
     (table,) = report(found, tmp_path, 0.01, "", said.append)
     losses = {line.variant: line.losses["training"] for line in (table.baseline, *table.lines)}
     # Runs that did not finish have no mean.
@@ -333,17 +307,10 @@ def test_several_calls_become_one_page(base: Path, tmp_path: Path, monkeypatch: 
     assert told.startswith("16K paper, training loss: worse by 0.0200 ± ") and told.endswith(", inside the seed band")
     page = Path("page/README.md").read_text()
     for part in (
-        "# What does it cost?",
-        "call 16K 0",
-        "call 16K 2",
-        "(60 GPU minutes)",
-        "## 16K",
-        "## 1M",
-        "50,000 tokens at 1M (5.0 passes)",
+        *("# What does it cost?", "call 16K 0", "call 16K 2", "(60 GPU minutes)", "## 16K", "## 1M"),
+        *("50,000 tokens at 1M (5.0 passes)", "tokens per step are 0.25 of it", "Generalization: past 4 passes"),
     ):
         assert part in page, part
-    assert "tokens per step are 0.25 of it" in page
-    assert "Generalization: past 4 passes" in page
     again = read_folders(["page"])  # The page can be made again from its own folder.
     assert tables(again, 0.005) == tables(found, 0.005)
     (first, _) = curves(found)
@@ -543,13 +510,10 @@ def test_the_others_go_on_from_a_checkpoint_of_the_baseline(base: Path, tmp_path
 
 
 def test_runs_without_a_checkpoint_to_go_on_from_are_named(base: Path, tmp_path: Path) -> None:
-    class Fails:
-        def __init__(self, words: Sequence[str], env: Mapping[str, str], log: Path):
-            log.write_text("no GPU")
+    def fails(words: Sequence[str], env: Mapping[str, str], log: Path) -> SimpleNamespace:
+        log.write_text("no GPU")
+        return ended(1)
 
-        def poll(self) -> int:
-            return 1
-
-    found, said = go(ask(base, [PAPER], SAVES, seeds=1, band=0, branch=3080), tmp_path, start=Fails)
+    found, said = go(ask(base, [PAPER], SAVES, seeds=1, band=0, branch=3080), tmp_path, start=fails)
     assert [run.status for run in found.runs.values()] == [FAILED]
     assert "paper seed 0: not started: base seed 0 has no checkpoint at 3,080 tokens" in said

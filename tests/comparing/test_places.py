@@ -4,7 +4,6 @@ trained."""
 from __future__ import annotations
 
 import errno
-import json
 import signal
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from runs import write_config
+from runs import ended, write_config, write_metrics
 from sagetrain.comparing import command, runner
 from sagetrain.comparing.command import Places, compare
 from sagetrain.comparing.compare_request import CompareRequest
@@ -64,17 +63,11 @@ def test_a_run_without_memory_is_tried_again_with_fewer_beside(base: Path, tmp_p
             if self.name == "broken":
                 self.log.write_text("rank 0 is out of GPU memory\n" + "another start\n" * 3 + "error: its own\n")
                 return 1
-            row = {"step": 1, "tokens": 7680, "train/loss": 5.0, "train/tokens_per_step": 256}
-            rows = [{**row, "perf/tokens_per_second": 10.0}, {"step": 1, "tokens": 7680, "valid/loss": 5.0}]
-            (self.run_dir / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+            write_metrics(self.run_dir, 7680, 5.0)
             return 0
-
-        def send_signal(self, number: int) -> None:
-            raise AssertionError(number)
 
     def start(words: Sequence[str], env: Mapping[str, str], log: Path) -> Running:
         run_dir = Path(load_config(words[0], words[1:]).training.run_dir)
-        run_dir.mkdir(parents=True, exist_ok=True)
         return Running(run_dir.parent.name, env["CUDA_VISIBLE_DEVICES"], log, run_dir)
 
     names = ["broken", *(f"run{n}" for n in range(7))]
@@ -98,18 +91,11 @@ def test_more_runs_than_the_memory_is_planned_for_are_told(base: Path, tmp_path:
     """A GPU has 4 GiB, and a run takes 1.5 with CUDA's context, so two fit. The memory is an estimate, so no run is
     refused."""
 
-    class Over:
-        def poll(self) -> int:
-            return 1
-
-        def send_signal(self, number: int) -> None:
-            raise AssertionError(number)
-
     def said(memory: int) -> list[str]:
         where = Places(tmp_path / str(memory), tmp_path / str(memory), ("0",), 3, "a GPU", memory)
         lines: list[str] = []
         question = ask(base, ["large: data.micro_batch_size=8"])
-        compare(question, where, lines.append, command="x", start=lambda words, env, log: Over())
+        compare(question, where, lines.append, command="x", start=lambda words, env, log: ended(1))
         assert sum("failed after 0 tokens" in line for line in lines) == 2
         return [line for line in lines if "at a time fit into a GPU" in line]
 

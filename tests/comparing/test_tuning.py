@@ -8,10 +8,12 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from runs import sagetrain, write_config
+from runs import ended, sagetrain, write_config, write_metrics
+from sagetrain.comparing import runner
 from sagetrain.comparing.command import Places
 from sagetrain.comparing.halving import Halving, flatness
 from sagetrain.comparing.tuning import TuneRequest, failed, tune
@@ -19,12 +21,8 @@ from sagetrain.config import ConfigError
 from sagetrain.config.load import load_config
 
 SEARCH = Halving("optimizer.lr", 1e-4, 1e-2, False, 6400, 100, 2, 62_400)
-CONSTANT = [
-    "tokens_per_step={schedule: constant, tokens: 256}",
-    "lr_schedule.warmup_tokens=0",
-    "lr_schedule.warmup=0.1",
-]
-LONG = [*CONSTANT, "training.total_tokens=25600"]
+LONG = ["tokens_per_step={schedule: constant, tokens: 256}", "lr_schedule.warmup_tokens=0", "lr_schedule.warmup=0.1"]
+LONG.append("training.total_tokens=25600")
 
 
 @pytest.fixture(scope="module")
@@ -33,35 +31,18 @@ def base(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     return write_config(folder / "base.yaml", corpus, folder / "run", attention={"recipe": "fine"})
 
 
-class Ended:
-    """A process that has ended with a code."""
-
-    def __init__(self, code: int):
-        self._code = code
-
-    def poll(self) -> int:
-        return self._code
-
-    def send_signal(self, number: int) -> None:
-        raise AssertionError("the process has ended")
-
-
-def runs_of(curve: Callable[[float, int], float], started: list[str], broken: str = "") -> Callable[..., Ended]:
+def runs_of(curve: Callable[[float, int], float], started: list[str], broken: str = "") -> runner.Start:
     """Return a function in place of runner.start_process. Its runs end at once, at the loss that `curve` has of
     rate and seed. Those in whose folder `broken` is fail."""
 
-    def start(words: Sequence[str], env: Mapping[str, str], log: Path) -> Ended:
+    def start(words: Sequence[str], env: Mapping[str, str], log: Path) -> SimpleNamespace:
         cfg = load_config(words[0], list(words[1:]))
         folder, tokens = Path(cfg.training.run_dir), cfg.training.total_tokens
         started.append(str(folder))
         if broken and broken in str(folder):
-            return Ended(1)
-        loss = curve(cfg.optimizer.lr, cfg.training.seed)
-        row = {"step": 10, "tokens": tokens, "train/loss": loss, "train/tokens_per_step": 256}
-        folder.mkdir(parents=True)
-        row |= {"perf/tokens_per_second": 1.0, "valid/loss": loss}
-        (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
-        return Ended(0)
+            return ended(1)
+        write_metrics(folder, tokens, curve(cfg.optimizer.lr, cfg.training.seed))
+        return ended(0)
 
     return start
 
@@ -71,7 +52,7 @@ def square(lr: float, seed: int) -> float:
     return 3 + 0.1 * math.log(lr / 1.2e-3) ** 2 + 0.01 * seed if lr < 8e-3 else math.nan
 
 
-def go(base: Path, output: Path, start: Callable[..., Ended], **more: object) -> tuple[list, list[str]]:
+def go(base: Path, output: Path, start: runner.Start, **more: object) -> tuple[list, list[str]]:
     request = TuneRequest(str(base), "optimizer.lr=1e-4:1e-2", 300_800, LONG, 2)
     said: list[str] = []
     where = Places(output, output / "runs", (), 2, "CPU")
@@ -97,10 +78,8 @@ def test_a_search_finds_the_lowest_point_and_how_flat_it_is(base: Path, tmp_path
     assert tree["tokens"] == 11 * 6400 + 6 * 12800 + 6 * 25600 <= 300_800
     assert f"half or twice of it costs {0.1 * math.log(2) ** 2:.3f}" in said[-2] and said[-2] in page
     assert "| **0.001** | 3.0033 | 3.0033 | 3.0083 (2 seeds) |  |" in page
-    assert (
-        "| 0.01 | diverged |  |  |  |" in page
-        and "| 0.00158 | 3.0076 | 3.0076 | 3.0126 (2 seeds) | 0.0042 ± 0.0000 |" in page
-    )
+    assert "| 0.01 | diverged |  |  |  |" in page
+    assert "| 0.00158 | 3.0076 | 3.0076 | 3.0126 (2 seeds) | 0.0042 ± 0.0000 |" in page
     assert "Those of 6,400 tokens (25 steps) have a whole schedule" in page and "Below 400 steps the best" in page
     assert (tmp_path / "tune.png").read_bytes().startswith(b"\x89PNG")
     request = TuneRequest(str(base), "optimizer.lr=1e-4:1e-2", 300_800, LONG, 1)

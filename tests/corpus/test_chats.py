@@ -23,12 +23,11 @@ from sagetrain.data.tokenizer import Tokenizer
 
 datasets.disable_progress_bars()
 TEMPLATE = (
-    "{% if tools %}<|sys|>{{ tools | tojson }}<|eot|>{% endif %}"
-    "{% for d in documents or [] %}<|doc|>{{ d.title }}: {{ d.text }}<|eot|>{% endfor %}"
-    "{% for m in messages %}<|{{ m.role }}|>{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}"
-    "{{ m.content or '' }}{% for c in m.tool_calls or [] %}CALL {{ c.function.name }} "
-    "{{ c.function.arguments | tojson }}{% endfor %}<|eot|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{% if tools %}<|sys|>{{ tools | tojson }}<|eot|>{% endif %}{% for d in documents or [] %}<|doc|>{{ d.title }}: {{ "
+    "d.text }}<|eot|>{% endfor %}{% for m in messages %}<|{{ m.role }}|>{% if m.reasoning_content %}({{ "
+    "m.reasoning_content }}){% endif %}{{ m.content or '' }}{% for c in m.tool_calls or [] %}CALL {{ c.function.name "
+    "}} {{ c.function.arguments | tojson }}{% endfor %}<|eot|>{% endfor %}{% if add_generation_prompt "
+    "%}<|assistant|>{% endif %}"
 )
 MARKED = (
     "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"

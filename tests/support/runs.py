@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import yaml
@@ -23,6 +24,18 @@ from sagetrain.cluster.launcher import free_port
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 STEPS = 40
+
+
+def ended(code: int) -> SimpleNamespace:
+    """Return a process that has ended, in the place of a run of `sagetrain compare`."""
+    return SimpleNamespace(poll=lambda: code)
+
+
+def write_metrics(run_dir: Path, tokens: int, loss: float) -> None:
+    """Write the numbers of a run that has come to so many tokens."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    row = {"step": 1, "tokens": tokens, "train/loss": loss, "train/tokens_per_step": 256, "valid/loss": loss}
+    (run_dir / "metrics.jsonl").write_text(json.dumps(row | {"perf/tokens_per_second": 10.0}) + "\n")
 
 
 def write_config(
