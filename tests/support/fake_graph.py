@@ -16,7 +16,6 @@ Collectives of gloo are recorded as operators.
 from __future__ import annotations
 
 import sys
-import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -39,9 +38,14 @@ class Stale(RuntimeError):
 
 
 def _where() -> str:
-    """Return the line of this project that runs."""
-    own = [f for f in traceback.extract_stack() if "/sagetrain/" in f.filename or "/sagekernels/" in f.filename]
-    return f"{own[-1].filename.rpartition('/')[2]}:{own[-1].lineno}" if own else "?"
+    """Return the line of this project that runs. `traceback.extract_stack` would look each file of the stack up."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if "/sagetrain/" in path or "/sagekernels/" in path:
+            return f"{path.rpartition('/')[2]}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "?"
 
 
 def _in_a_collective() -> bool:
