@@ -59,7 +59,6 @@ class CopiesInMemory:
         run: the identity of the run, which no other run has.
         layout: the settings that decide what each rank keeps. Copies of another layout are not used.
         every: the value of checkpoint.in_memory_every.
-        say: prints a line for people.
     """
 
     def __init__(
@@ -167,11 +166,8 @@ class CopiesInMemory:
     # -- taking copies ----------------------------------------------------------------------------------------------
 
     def prepare(self, shards: Iterable[OwnedRange], config_text: str) -> None:
-        """Make room for the copies of what Engine.owned() returns; collective.
-
-        Raises:
-            ConfigError: this host has not as much memory.
-        """
+        """Make room for the copies of what Engine.owned() returns; collective. Raises ConfigError if this host has not
+        as much memory."""
         every_shard = list(shards)
         self._share, self._config_text = WrittenShare.of(every_shard, self._groups, shared=True), config_text
         written = WrittenShare.of(every_shard, self._groups).entry["ranges"]
@@ -210,12 +206,8 @@ class CopiesInMemory:
 
     @torch.no_grad()
     def take(self, state: RunState, published: int, rng: Mapping[str, Any]) -> None:
-        """Begin to copy the state after a step. `settle` says when the state may change again.
-
-        Args:
-            published: the step of the newest checkpoint; 0: there is none.
-            rng: the random-number state of this rank.
-        """
+        """Begin to copy the state after a step, and the random-number state of this rank. `settle` says when the state
+        may change again. `published` is the step of the newest checkpoint; 0: there is none."""
         slot, files, targets = self._own[self._next], self._files[self._next], self._targets[self._next]
         self._next, self._busy = 1 - self._next, True
         slot.clear()

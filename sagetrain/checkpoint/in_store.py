@@ -39,11 +39,7 @@ def attempt(step_name: str) -> str:
 
 def published(root: UrlPath) -> list[UrlPath]:
     """Return the published checkpoints, oldest first. The one that `latest` names is among them, even if the store does
-    not list it yet.
-
-    Raises:
-        CheckpointError: the store cannot be read.
-    """
+    not list it yet. Raises CheckpointError if the store cannot be read."""
     store = store_at(root)
     try:
         steps = {name.removesuffix(_PUBLISHED) for name in store.names("step-") if name.endswith(_PUBLISHED)}
@@ -64,11 +60,8 @@ def _folder_of(root: UrlPath, step_name: str) -> str:
 
 
 def publish(folder: UrlPath, manifest: bytes) -> None:
-    """Make a folder, in which all other files are, the checkpoint of its step.
-
-    Raises:
-        CheckpointError: another writer has published that step.
-    """
+    """Make a folder, in which all other files are, the checkpoint of its step. Raises CheckpointError if another writer
+    has published that step."""
     store, name = store_at(folder.parent), f"{folder.name}\n".encode()
     store.put(f"{folder.name}/{MANIFEST}", manifest)
     step_name = folder.name.rpartition("-")[0]
@@ -111,12 +104,9 @@ def set_aside(folder: UrlPath) -> None:
 
 
 def blocks_of(content: bytes | Mapping[str, torch.Tensor]) -> tuple[Iterator[memoryview], int]:
-    """Return a file as blocks, and its bytes.
-
-    Args:
-        content: the bytes of the file, or the fp32 tensors of a safetensors file. The blocks are views of the tensors'
-            memory, which safetensors' own function would copy. The file is the same to the byte.
-    """
+    """Return a file as blocks, and its bytes. `content` is its bytes, or the fp32 tensors of a safetensors file. The
+    blocks are views of the tensors' memory, which safetensors' own function would copy. The file is the same to the
+    byte."""
     if isinstance(content, bytes):
         return iter([memoryview(content)]), len(content)
     header, end = header_of({name: values.numel() for name, values in content.items()})
@@ -125,12 +115,8 @@ def blocks_of(content: bytes | Mapping[str, torch.Tensor]) -> tuple[Iterator[mem
 
 
 def header_of(sizes: Mapping[str, int]) -> tuple[bytes, int]:
-    """Return the header of a safetensors file with fp32 vectors, and the bytes of the vectors. These follow in the
-    order of their names.
-
-    Args:
-        sizes: the number of values of each vector, by name.
-    """
+    """Return the header of a safetensors file with fp32 vectors, of which `sizes` has the numbers of values, and the
+    bytes of the vectors. These follow in the order of their names."""
     entries, end = {}, 0
     for name in sorted(sizes):
         begin, end = end, end + 4 * sizes[name]

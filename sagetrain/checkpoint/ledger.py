@@ -87,7 +87,6 @@ class Ledger:
         """Check the ledger of a checkpoint and return it.
 
         Args:
-            stored: the ledger in the checkpoint.
             order: the fingerprint of the order of samples.
             step: the number of steps in the training state.
             sequences: the number of samples in the training state.
@@ -124,13 +123,9 @@ class Ledger:
 
 
 def check_consumed(folds: int, first: int, count: int, micro_batch_size: int, dp_size: int, world_size: int) -> None:
-    """Check that `folds`, summed over all ranks, is the fold of samples first .. first + count - 1, each seen once.
-
-    All ranks of a tensor- and context-parallel group report the samples that they share.
-
-    Raises:
-        TrainingError: the ranks trained on other samples.
-    """
+    """Check that `folds`, summed over all ranks, is the fold of samples first .. first + count - 1, each seen once. All
+    ranks of a tensor- and context-parallel group report the samples that they share. Raises TrainingError if the ranks
+    trained on other samples."""
     expected = world_size // dp_size * expected_fold(first, count, micro_batch_size, dp_size)
     if (folds - expected) % (1 << _FOLD_BITS):
         raise TrainingError(
@@ -175,8 +170,7 @@ def left_out(
         state: the state before the step.
         samples: the number of samples in the step.
         text: the description of what is wrong with the step.
-        attention: the settings, with the backend that runs.
-        linear: the settings, with the precision that runs.
+        attention: the settings, with the backend that runs, and so is `linear`.
         drop: the training.drop_steps that would pass over the step.
     """
     ways = ["lower optimizer.lr or the tokens per step"]

@@ -60,13 +60,8 @@ def step_of(folder: Location) -> int:
 
 
 def prune(root: Location, keep_last: int, keep_every_tokens: int | None) -> None:
-    """Delete old checkpoints. Rank 0 calls this. Folders whose manifest cannot be read are left alone.
-
-    Args:
-        keep_last: the number of newest checkpoints that are kept.
-        keep_every_tokens: the first checkpoint at or past each multiple of this is kept; None: none is kept for this
-            reason.
-    """
+    """Delete old checkpoints but the newest `keep_last` ones, and the first one at or past each multiple of
+    `keep_every_tokens`. Rank 0 calls this. Folders whose manifest cannot be read are left alone."""
     found = []
     for folder in published(root):
         with contextlib.suppress(CheckpointError):
@@ -137,12 +132,8 @@ def problems(
     folder: Location, rank: int = 0, world_size: int = 1, *, contents: bool = True, moments: bool = True
 ) -> list[str]:
     """Return descriptions of what is wrong with the files of a checkpoint; an empty list if the checkpoint is
-    undamaged. This rank checks every world_size-th file.
-
-    Args:
-        contents: compare hashes; if False, only the sizes of files are compared.
-        moments: also check the files that only a run that continues reads.
-    """
+    undamaged. This rank checks every world_size-th file. Without `contents`, only the sizes of files are compared, and
+    no hashes. Without `moments`, the files are left out that only a run that continues reads."""
     try:
         manifest = read_manifest(folder)
         RunState.from_json(manifest["state"], folder)
@@ -191,20 +182,19 @@ def newest_whole(
     contents: bool = True,
     moments: bool = True,
 ) -> tuple[Location | None, list[Location]]:
-    """Find the newest undamaged checkpoint whose step is wanted; collective.
+    """Find the newest undamaged checkpoint whose step is wanted; collective. `contents` and `moments` are explained in
+    `problems`.
 
     Args:
         report: gets a line for each damaged checkpoint that was passed over.
         wanted: returns whether the checkpoint of a step may be chosen.
-        contents: see `problems`.
-        moments: see `problems`.
 
     Returns:
         The checkpoint, or None without any, and the damaged ones that were passed over.
 
     Raises:
-        CheckpointError: there are checkpoints of wanted steps, but none is undamaged; or the newest one was
-            written by a newer SageTrain. An older one is not taken then, because the run would go back.
+        CheckpointError: there are checkpoints of wanted steps, but none is undamaged; or the newest one was written by
+            a newer SageTrain. An older one is not taken then, because the run would go back.
     """
     damaged: list[Location] = []
 
@@ -246,11 +236,8 @@ def whole_at(root: Location, step: int, *, moments: bool = True) -> Location:
 
 def whole(path: Location, report: Callable[[str], None], *, contents: bool = True, moments: bool = True) -> Location:
     """Return the checkpoint that a path names: the path itself, or the newest undamaged checkpoint of a run folder;
-    collective. `contents` and `moments` are explained in `problems`.
-
-    Raises:
-        CheckpointError: there is no undamaged checkpoint.
-    """
+    collective. `contents` and `moments` are explained in `problems`. Raises CheckpointError if there is no undamaged
+    checkpoint."""
     if not (path / MANIFEST).is_file():
         folder, _ = newest_whole(path / "checkpoints", report, contents=contents, moments=moments)
         if folder is None:

@@ -47,11 +47,7 @@ class Publisher(Protocol):
 
 
 def publisher_at(root: Location, moved: Callable[[], None]) -> Publisher:
-    """Return the publisher for a folder of checkpoints.
-
-    Args:
-        moved: called whenever another part has been written.
-    """
+    """Return the publisher for a folder of checkpoints. It calls `moved` whenever another part has been written."""
     return InStore(root, moved) if isinstance(root, UrlPath) else OnDisk(root, moved)
 
 

@@ -151,14 +151,8 @@ def _rectangles(start: int, stop: int, width: int, most: int) -> Iterator[tuple[
 
 
 def check_shapes(reader: Reader, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Check that a checkpoint fits a model.
-
-    Args:
-        shapes: the global shape of every parameter of the model, by name.
-
-    Raises:
-        CheckpointError: the checkpoint is of another model.
-    """
+    """Check that a checkpoint fits a model with these global shapes of parameters. Raises CheckpointError if it is of
+    another model."""
     theirs = {name: tuple(entry["shape"]) for name, entry in reader.tensors.items()}
     wrong = [f"{n}: checkpoint {theirs.get(n)}, model {shapes.get(n)}" for n in sorted({*theirs, *shapes})
              if theirs.get(n) != shapes.get(n)]  # fmt: skip

@@ -73,9 +73,7 @@ class Saver:
     """The writer of a run's checkpoints, in the background and one at a time. Making one is collective.
 
     Args:
-        root: the folder of the checkpoints.
-        keep_last: see `prune`, which is called after each save.
-        keep_every_tokens: see `prune`.
+        keep_last: as in `prune`, which is called after each save, and so is `keep_every_tokens`.
         timeout: how much longer one rank's files may take than another's.
         alive: called by `wait` from time to time as long as this rank's files make progress.
         begins: called on rank 0 before each save, in the background. It raises CheckpointError if the run may not save.
@@ -166,15 +164,13 @@ class Saver:
 
     def start(self, state: RunState, config_text: str, shards: Iterable[OwnedRange], rng: dict[str, Any]) -> None:
         """Save the checkpoint of `state.step`, and return as soon as the state is copied; collective. A checkpoint that
-        is still being written is waited for first. Earlier checkpoints stay untouched until the new one is complete.
+        is still being written is waited for first (see `wait`). Earlier checkpoints stay untouched until the new one is
+        complete.
 
         Args:
             config_text: the resolved configuration as YAML.
             shards: the result of Engine.owned() on this rank.
             rng: the random-number state of this rank.
-
-        Raises:
-            CheckpointError: see `wait`.
         """
         begin = time.perf_counter()
         self.wait()
@@ -185,11 +181,8 @@ class Saver:
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until the checkpoint that is being written is published; collective.
-
-        Raises:
-            CheckpointError: on every rank, if any rank could not write it. A full disk is one cause.
-        """
+        """Wait until the checkpoint that is being written is published; collective. Raises CheckpointError on every
+        rank, if any rank could not write it. A full disk is one cause."""
         self._wait(until_published=True)
         if self._failure:
             raise self._failure
@@ -314,11 +307,8 @@ class Saver:
         self._published()
 
     def _told(self, action: Callable[[], T], what: str) -> T:
-        """Run `action` on rank 0 and return its result on every rank.
-
-        Raises:
-            CheckpointError: on every rank, if `action` raised an error.
-        """
+        """Run `action` on rank 0 and return its result on every rank. Raises CheckpointError on every rank, if `action`
+        raised an error."""
         box: list[Any] = [None, None]
         cause = None
         if self._rank == 0:

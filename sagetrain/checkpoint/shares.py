@@ -32,12 +32,8 @@ class WrittenShare:
 
     @classmethod
     def of(cls, shards: Iterable[OwnedRange], groups: ParallelGroups, shared: bool = False) -> WrittenShare:
-        """Return the share of this rank.
-
-        Args:
-            shards: what Engine.owned() returns on this rank.
-            shared: whether the rank also writes what an earlier rank of its replica writes.
-        """
+        """Return the share of this rank of what Engine.owned() returns. `shared`: the rank also writes what an earlier
+        rank of its replica writes."""
         every = list(shards)
         # A rank writes nothing if another replica has all of the same ranges.
         some = [] if all(s.twin for s in every) else every
@@ -70,8 +66,7 @@ def manifest_of(
 
     Args:
         state: the result of RunState.to_json.
-        shapes: see WrittenShare.
-        entries: the entries of the shares of all ranks.
+        shapes: see WrittenShare, and so are `entries`, of all ranks.
         files: the bytes and the SHA-256 of each file, by name.
     """
     wrote = sorted((entry for entry in entries if len(entry["ranges"])), key=lambda entry: entry["place"])
@@ -101,8 +96,8 @@ def _runs(tp_ranks: list[int], ranges: list[np.ndarray], cut: list[bool]) -> Ite
     Args:
         tp_ranks: the tensor-parallel ranks of the ranks that wrote.
         ranges: what each rank wrote, an array [parameter, 2].
-        cut: for each parameter, whether tensor-parallel ranks have slices of it. Experts are one slice, of which all
-            ranks may write parts.
+        cut: whether tensor-parallel ranks have slices of a parameter. Experts are one slice, of which all ranks may
+            write parts.
     """
     if not ranges:
         return

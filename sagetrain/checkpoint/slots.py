@@ -61,10 +61,7 @@ class CopyFolder:
 
     def allocate(self, sizes: Mapping[str, int]) -> None:
         """Make files of these bytes, for which there is memory from then on. Files that are there keep their content.
-
-        Raises:
-            OSError: there is not as much memory.
-        """
+        Raises OSError if there is not as much memory."""
         self.folder.mkdir(exist_ok=True)
         for name, size in sizes.items():
             with (self.folder / name).open("ab") as file:

@@ -144,7 +144,6 @@ class Texts:
             template: the chat template of the run's data, if there is one.
             generation: the generation settings of imported weights.
             before: the record of the checkpoint that the run began with, if there was one.
-            identity: the settings of the run.
         """
         ends = generation.get("eos_token_id")
         if prefix is None:
@@ -224,12 +223,8 @@ class RunState:
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any], folder: Location) -> RunState:
-        """Read the state of the checkpoint in `folder`.
-
-        Raises:
-            CheckpointError: a newer SageTrain wrote the state, values are missing or of the wrong type, or contradict
-                one another.
-        """
+        """Read the state of the checkpoint in `folder`. Raises CheckpointError if a newer SageTrain wrote the state,
+        values are missing or of the wrong type, or contradict one another."""
         if newer := newer_state(tree, folder):
             raise CheckpointError(newer)
         known = {key: value for key, value in tree.items() if value is not None}

@@ -121,12 +121,8 @@ def suspects(deaths: Sequence[Death]) -> str:
 
 
 def why_it_ends(deaths: Sequence[Death], restarts: int) -> str:
-    """Say why a run does not begin again after its last death. The text is empty if it does.
-
-    Args:
-        deaths: all deaths of the run so far.
-        restarts: the value of training.restarts.
-    """
+    """Say why a run does not begin again after the last of all its deaths. The text is empty if it does. `restarts` is
+    the value of training.restarts."""
     why = _why_it_ends(deaths, restarts)
     return why + suspects(deaths) if why else ""
 

@@ -34,14 +34,8 @@ _TRAINING = threading.Lock()
 
 @contextmanager
 def alone(own_process: bool) -> Iterator[None]:
-    """Be the only run of this process, whose process group, environment variables and signals it uses.
-
-    Args:
-        own_process: whether the run is to catch signals.
-
-    Raises:
-        ConfigError: another run trains, or this thread cannot catch signals.
-    """
+    """Be the only run of this process, whose process group, environment variables and signals it uses. Raises
+    ConfigError if another run trains, or, with `own_process`, this thread cannot catch signals."""
     if own_process and threading.current_thread() is not threading.main_thread():
         raise ConfigError(
             "own_process=True catches signals, which Python allows in the main thread alone: call train there, or "
@@ -60,13 +54,10 @@ def alone(own_process: bool) -> Iterator[None]:
 
 class StopSignal:
     """Turn SIGTERM, SIGUSR1 and Ctrl-C into a request for a checkpoint and a clean exit. A second Ctrl-C ends the run
-    at once.
+    at once. A program that handles its signals itself sets `listens` to False.
 
     Rank 0 prints the answer to a signal immediately. A launcher that gets the same Ctrl-C prints a traceback of its own
     a moment later.
-
-    Args:
-        listens: False in a program that handles its signals itself.
     """
 
     def __init__(self, listens: bool = True) -> None:

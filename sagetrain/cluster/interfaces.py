@@ -13,11 +13,7 @@ from sagetrain.config.errors import ConfigError
 
 def use_interface(name: str | None) -> None:
     """Make NCCL and gloo use one network interface between ranks. Without a name, check those that the environment
-    names. Call this before process groups exist.
-
-    Raises:
-        ConfigError: this host has no such interface.
-    """
+    names. Call this before process groups exist. Raises ConfigError if this host has no such interface."""
     names = [known for _, known in socket.if_nameindex()]
     if name is None:
         _check_named_interfaces(names)

@@ -24,11 +24,7 @@ _ARRIVAL_MINUTES = 10
 
 def _has_gpu() -> bool:
     """Return whether this process has a GPU. Without one, DeepSpeed is told to use the CPU before it looks for a GPU
-    itself.
-
-    Raises:
-        ConfigError: the environment tells DeepSpeed to use another device.
-    """
+    itself. Raises ConfigError if the environment tells DeepSpeed to use another device."""
     has = torch.cuda.is_available()
     used = "cuda" if has else "cpu"
     if (told := os.environ.get("DS_ACCELERATOR", used)) != used:

@@ -50,12 +50,9 @@ _CLAIMS: list[socket.socket] = []
 
 
 def launched() -> tuple[int, int]:
-    """Return the rank and the world size that a launcher set for this process; (0, 1) without a launcher.
-
-    Raises:
-        ConfigError: the variables contradict each other, as they do when some are left over from another job. The ranks
-            would wait for others that nobody started, or each rank would start a run of its own.
-    """
+    """Return the rank and the world size that a launcher set for this process; (0, 1) without a launcher. Raises
+    ConfigError if the variables contradict each other, as they do when some are left over from another job. The ranks
+    would wait for others that nobody started, or each rank would start a run of its own."""
     rank, world_size, local_rank = (_number(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     for name in _OF_HOST:
         if os.environ.get(name):

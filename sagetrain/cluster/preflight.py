@@ -202,11 +202,8 @@ def _unable(problem: Exception) -> Row:
 
 
 def _exchange(store: Store, row: Row, hears: _Say, keeps: _Say | None = None) -> dict[str, str]:
-    """Collect the reports on rank 0, print them, and return the hashes of the files on every rank.
-
-    Raises:
-        ConfigError: on every rank, if the run cannot start.
-    """
+    """Collect the reports on rank 0, print them, and return the hashes of the files on every rank. Raises ConfigError
+    on every rank, if the run cannot start."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     store.set(f"preflight/{rank}", json.dumps(row))
     if rank == 0:

@@ -125,11 +125,8 @@ def _attempt() -> str:
 
 def keepers_store(minutes: float) -> Store:
     """Return the store of the keepers (keeper.py), at which their ranks meet as well. Without torchrun's agent, a
-    process beside the keeper of rank 0 hosts the store. A single keeper has a store of its own.
-
-    Raises:
-        RanksMissing: the keeper of rank 0 cannot listen, or nobody listens within `minutes`.
-    """
+    process beside the keeper of rank 0 hosts the store. A single keeper has a store of its own. Raises RanksMissing if
+    the keeper of rank 0 cannot listen, or nobody listens within `minutes`."""
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if world_size == 1:
         return HashStore()

@@ -43,11 +43,8 @@ def bring(url: UrlPath, run_dir: Path) -> None:
 
 def here(run_dir: Path) -> Path:
     """Return a run folder on this host: the path itself, or, if it was a URL, a folder in the cache with fresh copies
-    of the run's small files. Its checkpoints are read from the store.
-
-    Raises:
-        ConfigError: the URL is of no run, or its store cannot be read.
-    """
+    of the run's small files. Its checkpoints are read from the store. Raises ConfigError if the URL is of no run, or
+    its store cannot be read."""
     if not (url := url_of(run_dir)):
         return run_dir
     source = UrlPath(store_url(url))

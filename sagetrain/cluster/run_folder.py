@@ -31,12 +31,9 @@ _LOOKS = 10
 
 
 def lock(folder: Path) -> tuple[IO[str], OSError | None]:
-    """Make a folder and lock it.
-
-    Returns:
-        A file that holds the lock as long as it is open, and the error that prevented the lock. The error is None if
-            the lock was taken. Otherwise the file system has no locks, or another process holds the lock (`is_taken`).
-    """
+    """Make a folder and lock it. Return a file that holds the lock as long as it is open, and the error that prevented
+    the lock. The error is None if the lock was taken. Otherwise the file system has no locks, or another process holds
+    the lock (`is_taken`)."""
     folder.mkdir(parents=True, exist_ok=True)
     file = (folder / ".lock").open("w")
     try:
@@ -71,17 +68,9 @@ class RunFolder:
 
     def claim(self, token: str, say: Callable[[str], None] = lambda text: None) -> str:
         """Make the folder, lock it until `release`, and leave `token` there for other hosts to find. Two runs in one
-        folder would destroy each other's files. A folder in a store (training.run_url) is taken as well.
-
-        Args:
-            say: gets a line if this waits for a store.
-
-        Returns:
-            A warning, or an empty text.
-
-        Raises:
-            CheckpointError: another run uses the folder, or the store cannot be written to.
-        """
+        folder would destroy each other's files. A folder in a store (training.run_url) is taken as well; `say` gets a
+        line if this waits. Return a warning, or an empty text. Raises CheckpointError if another run uses the folder,
+        or the store cannot be written to."""
         warning = ""
         self._lock, error = lock(self.path)
         if is_taken(error):
@@ -187,12 +176,8 @@ class RunFolder:
     def tell_stability(
         self, step: int, tokens: int, metrics: dict[str, dict[str, float]], critical: dict[str, Any] | None
     ) -> None:
-        """Write the measurements of the run's stability so far, and its events by kind, to stability.json.
-
-        Args:
-            metrics: the summaries that stability.measured.Measured keeps.
-            critical: the result of config.earlier_run.critical_tokens, or None.
-        """
+        """Write the measurements of the run's stability so far (stability.measured.Measured), and its events by kind,
+        to stability.json. `critical` is the result of config.earlier_run.critical_tokens."""
         events: dict[str, dict[str, Any]] = {}
         path = self.path / "events.jsonl"
         for line in path.read_text().splitlines() if path.exists() else ():

@@ -21,11 +21,8 @@ _METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile
 
 def names_in(path: Path) -> dict[str, int]:
     """Return the files of an archive with their sizes in bytes, in their order in the archive. Hidden files and those
-    that macOS adds are left out. A compressed .tar is read as a whole.
-
-    Raises:
-        ConfigError: the archive cannot be read, or holds a file that is encrypted or compressed in another way.
-    """
+    that macOS adds are left out. A compressed .tar is read as a whole. Raises ConfigError if the archive cannot be
+    read, or holds a file that is encrypted or compressed in another way."""
     with _readable(path):
         if not path.name.lower().endswith(".zip"):
             return _once(path, ((member.name, member.size) for member in _tar(path) if _is_meant(member.name)))

@@ -21,11 +21,7 @@ from sagetrain.corpus.files import Wanted, check_columns
 
 def read_parquet(path: Path, wanted: Wanted) -> Iterator[Chunk]:
     """Yield chunks of a Parquet file. Rows are the texts of one column, or with `fields` dicts of the wanted and the
-    optional columns.
-
-    Raises:
-        ConfigError: the file cannot be read, or lacks a column.
-    """
+    optional columns. Raises ConfigError if the file cannot be read, or lacks a column."""
     try:
         with open(path, "rb") as raw, pyarrow.parquet.ParquetFile(raw) as file:
             names = file.schema_arrow.names
@@ -55,9 +51,7 @@ def rows_of(
 
     Args:
         origin: file or dataset, for messages.
-        table: an Arrow table or record batch.
         number: number of its first row.
-        columns: the columns to read.
         fields: whether rows become dicts of fields instead of texts.
         names: all columns of the whole table.
         consumed: bytes of the input that have been read.

@@ -45,14 +45,8 @@ def on_disk(path: Path) -> Content:
 
 @contextmanager
 def opened(content: Content, start: int = 0) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
-    """Open a content at byte `start` (of an uncompressed file).
-
-    Yields:
-        A file of the decompressed bytes, and a function that returns how many bytes of the file on disk have been read.
-
-    Raises:
-        ConfigError: the content cannot be read.
-    """
+    """Open a content at byte `start` (of an uncompressed file). Yields a file of the decompressed bytes, and a function
+    that returns how many bytes of the file on disk have been read. Raises ConfigError if the content cannot be read."""
     try:
         with content.raw() as raw:
             if start:
@@ -69,18 +63,8 @@ def _named_otherwise(content: Content) -> str:
 
 
 def blocks(content: Content, start: int = 0) -> Iterator[tuple[bytes, int]]:
-    """Yield decompressed blocks.
-
-    Args:
-        content: the file to read.
-        start: byte of an uncompressed file to begin at.
-
-    Yields:
-        A block, and how many bytes of the file on disk have been read so far.
-
-    Raises:
-        ConfigError: the content cannot be read.
-    """
+    """Yield decompressed blocks, from byte `start` on (of an uncompressed file), each with the bytes of the file on
+    disk that have been read so far. Raises ConfigError if the content cannot be read."""
     with opened(content, start) as (file, read):
         first = start == 0
         while block := file.read(_BLOCK):
@@ -112,11 +96,7 @@ def _decompressed(name: str, raw: IO[bytes]) -> Any:
 class _Streams(io.RawIOBase):
     """A file of all compressed streams of a file, one after the other. The last one has to be complete. Bytes of zero
     may stand between and after streams, as xz and tapes pad. Python's own readers of bzip2 and xz end without a word
-    where no other stream begins, and leave out what comes after padding.
-
-    Args:
-        begin: makes the decompressor of a stream.
-    """
+    where no other stream begins, and leave out what comes after padding. `begin` makes the decompressor of a stream."""
 
     def __init__(self, raw: IO[bytes], begin: Callable[[], Any]) -> None:
         self._blocks, self._rest = _blocks_of_streams(raw, begin), memoryview(b"")

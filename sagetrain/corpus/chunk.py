@@ -72,30 +72,16 @@ class Chunk:
     """The numbers of JSON objects, among those read so far, that hold a key twice, by the key. The last one counts."""
 
     def texts(self, text_key: str, skip_bad: bool = False) -> Iterator[str | ConfigError | None]:
-        """Yield the texts of the records in order. None stands for an empty document.
-
-        Args:
-            text_key: field that holds the text.
-            skip_bad: yield the errors of bad records in place of the texts, instead of raising them.
-
-        Raises:
-            ConfigError: a line or row has no text. The message names file and record.
-        """
+        """Yield the texts of the records in order. None stands for an empty document. With `skip_bad`, the errors of
+        bad records come in place of their texts. Raises ConfigError that names file and record if one has no text."""
         return self._each(lambda record, number: self._text(record, number, text_key), skip_bad)
 
     def values(
         self, parse: Callable[[dict[str, Any]], T], skip_bad: bool = False, keys: Iterable[str] = ()
     ) -> Iterator[T | ConfigError]:
-        """Yield the result of `parse` for the fields of each record.
-
-        Args:
-            parse: function of a record's fields; may raise ValueError.
-            skip_bad: yield the errors of bad records in place of the results, instead of raising them.
-            keys: the fields that `parse` reads, for `repeated`.
-
-        Raises:
-            ConfigError: a record cannot be read, or `parse` raised ValueError.
-        """
+        """Yield the result of `parse` for the fields of each record. With `skip_bad`, the errors of bad records come in
+        their place. `keys` are the fields that `parse` reads, for `repeated`. Raises ConfigError if a record cannot be
+        read, or `parse` raised ValueError."""
         way_out = "" if skip_bad else f"; mend the record, or leave such ones out with {spelled('skip_bad_lines')}"
 
         def value(record: Any, number: int) -> T:

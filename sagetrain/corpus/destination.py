@@ -65,11 +65,8 @@ class Destination:
         return {"train": self.train} | ({"valid": self.valid} if self.split else {})
 
     def holds(self, request: dict[str, Any], tokenizer: str) -> bool:
-        """Whether all files exist and come from this request, with a tokenizer file of this name.
-
-        Raises:
-            ConfigError: files of another request are in the way, or a file is damaged.
-        """
+        """Whether all files exist and come from this request, with a tokenizer file of this name. Raises ConfigError if
+        files of another request are in the way, or a file is damaged."""
         existing = [path for path in self.outputs.values() if token_path(path, ".idx").exists()]
         for path in existing:
             if read_provenance(path).get("request") != request:
@@ -81,18 +78,12 @@ class Destination:
         return len(existing) == len(self.outputs) and (self.folder / tokenizer).is_file()
 
     def check(self, request: Request, made_from: dict[str, Any], given: Tokenizer | None) -> list[str]:
-        """Check that nothing of another request is parted or replaced.
+        """Check that nothing of another request is parted or replaced. Raises ConfigError if something would be.
+        Returns notes about parts that may belong together.
 
         Args:
-            request: what is asked for.
             given: the tokenizer, unless a new one is trained.
             made_from: what decides the content of the files, as their record has it.
-
-        Returns:
-            Notes about parts that may belong together.
-
-        Raises:
-            ConfigError: something would be.
         """
         self._check_beside(request, given)
         if not request.overwrite:
@@ -131,11 +122,8 @@ class Destination:
             )
 
     def _check_tokenizer(self, request: dict[str, Any]) -> None:
-        """Check that the folder's tokenizer would not be replaced by another one, because checkpoints need it.
-
-        Raises:
-            ConfigError: it would be replaced.
-        """
+        """Check that the folder's tokenizer would not be replaced by another one, because checkpoints need it. Raises
+        ConfigError if it would be."""
         there, theirs = tokenizer_in(self.folder), ""
         if not there.is_file():
             return
@@ -156,11 +144,8 @@ class Destination:
             )
 
     def check_siblings(self, tokenizer: Tokenizer) -> None:
-        """Check that no other token files in the folder belong to another tokenizer, which they would lose.
-
-        Raises:
-            ConfigError: some do.
-        """
+        """Check that no other token files in the folder belong to another tokenizer, which they would lose. Raises
+        ConfigError if some do."""
         for idx in sorted(self.folder.glob("*.idx")):
             path = idx.with_name(idx.name.removesuffix(".idx"))
             theirs = read_provenance(path).get("tokenizer_sha256")
@@ -171,10 +156,7 @@ class Destination:
 
     def _check_held_out(self, sources: list[str], request: dict[str, Any]) -> None:
         """Check that a held-out file that is not written anew holds no documents that would now be in both files.
-
-        Raises:
-            ConfigError: it does.
-        """
+        Raises ConfigError if it does."""
         idx = token_path(self.valid, ".idx")
         if self.split or self.train == self.valid or not idx.exists():
             return
@@ -195,14 +177,7 @@ class Destination:
 
     def check_parts(self, request: Request, made_from: dict[str, Any]) -> list[str]:
         """Check that NAME-* will not hold parts of different preparations, in which some documents are twice and others
-        missing.
-
-        Returns:
-            Notes about parts that may belong together.
-
-        Raises:
-            ConfigError: there are parts of another preparation.
-        """
+        missing. Raises ConfigError if it would. Returns notes about parts that may belong together."""
         if not self.division or request.overwrite:
             return []
         notes = []

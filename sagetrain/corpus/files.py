@@ -54,11 +54,8 @@ class Wanted:
 
 def check_columns(origin: object, names: Sequence[str], wanted: Wanted, nested: bool = True) -> None:
     """Check that the columns to read are among the names of a table's columns, each once. `nested`: the column a may
-    hold the field a.b.
-
-    Raises:
-        ConfigError: a column is missing, or several columns have the name of one that is read.
-    """
+    hold the field a.b. Raises ConfigError if a column is missing, or several columns have the name of one that is
+    read."""
     for column in wanted.columns:
         if not (root_of(column, names) if nested else column in names):
             option = wanted.options.get(column, spelled("text_key"))
@@ -72,14 +69,10 @@ def check_columns(origin: object, names: Sequence[str], wanted: Wanted, nested: 
 
 
 def read(content: Content, wanted: Wanted, place: Place, start: int = 0, stop: int | None = None) -> Chunks:
-    """Yield the chunks of a file that is neither an archive nor Parquet.
-
-    Records before `place` may come again.
+    """Yield the chunks of a file that is neither an archive nor Parquet. Records before `place`, up to which the input
+    has been read already, may come again.
 
     Args:
-        content: the file.
-        wanted: the columns to read, or the separator of documents.
-        place: the place up to which the input has been read already.
         start: first byte. Only for uncompressed files of lines or of divisible text; records that begin before are left
             out.
         stop: byte after the last one. Records that begin there or later are left out.
@@ -305,15 +298,8 @@ def _rows_of(name: str, reader: Any) -> Iterator[list[str]]:
 
 
 def _refuse_json(name: str, begin: bytes) -> None:
-    """Refuse plain text whose first line is a JSON object, and text that begins as an array of JSON objects.
-
-    Args:
-        name: path of the file.
-        begin: its first block, which may end inside of the first line.
-
-    Raises:
-        ConfigError: it is JSON.
-    """
+    """Refuse plain text whose first line is a JSON object, and text that begins as an array of JSON objects. `begin` is
+    its first block, which may end inside of the first line. Raises ConfigError if it is JSON."""
     begin = begin.lstrip()
     line, newline, _ = begin.partition(b"\n")
     try:

@@ -98,15 +98,9 @@ class Journal:
         return time.monotonic() >= self._due
 
     def read(self, request: dict[str, Any], overwrite: bool) -> Unfinished | None:
-        """Return the state that an earlier call for the same request has recorded, or None if there was none.
-
-        Args:
-            request: the request of this call.
-            overwrite: discard the record of another request.
-
-        Raises:
-            ConfigError: a call with another request is unfinished, or the record is damaged.
-        """
+        """Return the state that an earlier call for the same request has recorded, or None if there was none. With
+        `overwrite`, the record of another request is discarded. Raises ConfigError if a call with another request is
+        unfinished, or the record is damaged."""
         try:
             content = json.loads(self._path.read_text())
         except (FileNotFoundError, NotADirectoryError):

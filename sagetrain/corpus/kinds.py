@@ -152,15 +152,8 @@ def named_otherwise(name: str, head: bytes) -> str:
 
 
 def check_head(name: str, head: bytes) -> None:
-    """Check the first decompressed bytes of a file that is read as lines, JSON, a table or plain text.
-
-    Args:
-        name: path of the file, for messages.
-        head: its first bytes.
-
-    Raises:
-        ConfigError: the bytes show that the file is something else. The message says what to do.
-    """
+    """Check the first decompressed bytes of a file that is read as lines, JSON, a table or plain text. Raises
+    ConfigError, which says what to do, if they show that the file is something else."""
     if said := pointer(name, head):
         raise ConfigError(said)
     if _in_full(name).removesuffix(compression(name)).endswith(".ipynb"):

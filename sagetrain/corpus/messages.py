@@ -85,14 +85,11 @@ def _only_text(parts: list[Any], number: int) -> str:
 
 
 def counted_messages(messages: list[dict[str, Any]]) -> tuple[list[bool | None], bool]:
-    """Remove the keys with which messages say whether they count in the loss.
-
-    Args:
-        messages: the messages of a chat; the keys are removed from them.
+    """Remove the keys with which the messages of a chat say whether they count in the loss.
 
     Returns:
         Whether each message of the assistant counts, and None for messages of others. A message counts unless it says
-        otherwise. Then, whether a message of others says that it counts.
+            otherwise. Then, whether a message of others says that it counts.
 
     Raises:
         ValueError: a message says neither, or an answer that counts is empty, or none counts.

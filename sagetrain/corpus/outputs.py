@@ -75,16 +75,8 @@ class Outputs:
         return Tokenizer(self._journal.tokenizer(self._left)) if self._left else None
 
     def begin(self, corpus: Corpus, encoder: Encoder, trained: bool) -> str:
-        """Open the files, with what an earlier call has left.
-
-        Args:
-            corpus: the text.
-            encoder: makes tokens of it.
-            trained: whether the tokenizer was trained for these files.
-
-        Returns:
-            A sentence about the place where writing goes on, or "" if it begins.
-        """
+        """Open the files, with what an earlier call has left. Return a sentence about the place where writing goes on,
+        or "" if it begins. `trained`: the tokenizer was trained for these files."""
         self._corpus, self._encoder = corpus, encoder
         self._trained = encoder.tokenizer.model if trained else None
         left, place, done = self._left, Place(), 0

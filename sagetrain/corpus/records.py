@@ -130,15 +130,11 @@ class Pairs:
         return asdict(self)
 
     def parts(self, record: Mapping[str, Any], special_tokens: Mapping[str, str], notes: Notes) -> list[CountedText]:
-        """Return the text of a record in parts.
+        """Return the text of a record in parts. Raises ValueError that says what is wrong with the record.
 
         Args:
-            record: the fields.
-            special_tokens: texts of control tokens by name; not used here.
+            special_tokens: texts of control tokens, by the names that templates have for them: bos_token, eos_token.
             notes: gets notes about what is left out of the record.
-
-        Raises:
-            ValueError: says what is wrong with the record.
         """
         _note_unread(record, self.fields, notes)
         prompt = _value(record, self.prompt_field, spelled("prompt_field"))
@@ -213,16 +209,7 @@ class Chats:
         return {**fields, **hashes, "seq_length": self.seq_length}
 
     def parts(self, record: Mapping[str, Any], special_tokens: Mapping[str, str], notes: Notes) -> list[CountedText]:
-        """Return the text of a record in parts.
-
-        Args:
-            record: the fields.
-            special_tokens: texts of control tokens, by the names that templates have for them: bos_token, eos_token.
-            notes: gets notes about what is left out of the record.
-
-        Raises:
-            ValueError: says what is wrong with the record.
-        """
+        """Return the text of a record in parts, as Pairs.parts does."""
         _note_unread(record, (*self.fields, *self.optional_fields), notes)
         messages = messages_of(_value(record, self.field, spelled("field")))
         more = self._more(record)
@@ -356,11 +343,8 @@ def records_of(
     tools_field: str | None,
     seq_length: int | None,
 ) -> Records | None:
-    """Return the records that the options of `sagetrain prepare` describe, or None for plain text.
-
-    Raises:
-        ConfigError: the options contradict each other, or the chat template cannot be read.
-    """
+    """Return the records that the options of `sagetrain prepare` describe, or None for plain text. Raises ConfigError
+    if the options contradict each other, or the chat template cannot be read."""
     if (prompt_field is None) != (completion_field is None):
         raise ConfigError("--prompt-field and --completion-field go together: a record has a prompt and its completion")
     if prompt_field and chat_field:

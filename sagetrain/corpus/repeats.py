@@ -27,17 +27,13 @@ def refuse_copies(
     read: Callable[[str], Iterator[Chunk]],
     where: str = "",
 ) -> None:
-    """Check that no file is named twice, and that no two files whose names are alike begin with the same texts.
+    """Check that no file is named twice, and that no two files whose names are alike begin with the same texts. Raises
+    ConfigError if the texts of a file would be there twice.
 
     Args:
-        text_key: the field that holds the text.
         of_fields: whether the fields of records are wanted, and not one text.
-        names: the files.
         read: returns the chunks of a file.
         where: the archive that the files are in, for messages.
-
-    Raises:
-        ConfigError: the texts of a file would be there twice.
     """
     for one, other in alike(names):
         if one == other:

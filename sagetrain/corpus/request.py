@@ -83,11 +83,8 @@ class Request(TextRequest):
     divided by rows, a streamed one by its files."""
 
     def check(self) -> None:
-        """Check that the settings agree.
-
-        Raises:
-            ConfigError: they do not; the message has the words of the command line.
-        """
+        """Check that the settings agree. Raises ConfigError if they do not; the message has the words of the command
+        line."""
         output, vocab_size = Path(self.output), self.vocab_size
         if os.fspath(self.output).endswith("/") or output.is_dir():
             raise ConfigError(

@@ -62,16 +62,12 @@ class Corpus:
     """Everything that one `prepare` reads, in order."""
 
     def __init__(self, texts: TextRequest, division: tuple[int, int] | None = None, records: Records | None = None):
-        """Find the files, folders, archives and datasets that are asked for.
+        """Find the files, folders, archives and datasets that are asked for. Raises ConfigError if a source does not
+        exist or is empty, is something else than its name says, or is plain text where fields are wanted.
 
         Args:
-            texts: the sources, and how they are read.
             division: (K, N): read the K-th of N parts, which are equal in bytes; of each dataset, in rows or files.
             records: read these fields of each record, by name, instead of a text.
-
-        Raises:
-            ConfigError: a source does not exist or is empty, is something else than its name says, or is plain text
-                where fields are wanted.
         """
         if not texts.source_texts:
             raise ConfigError("no source of text given")
@@ -179,11 +175,8 @@ class Corpus:
         raise ConfigError(f"{source}: {_not_found(source)}")
 
     def _check_separator(self, given: str, separator: bytes) -> None:
-        """Check that there is plain text with the separator in it. Archives are not searched.
-
-        Raises:
-            ConfigError: there is none.
-        """
+        """Check that there is plain text with the separator in it. Archives are not searched. Raises ConfigError if
+        there is none."""
         if not self._texts:
             raise ConfigError(f"{spelled('split_on')} {given!r}: none of the sources is plain text, which it is for")
         files = self._text_files

@@ -31,12 +31,8 @@ class TokenFileWriter:
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        """Lock the output, so that no other process writes there.
-
-        Raises:
-            ConfigError: another process does. This method and all others also raise it if nothing can be written, for
-                instance because the disk is full.
-        """
+        """Lock the output, so that no other process writes there. Raises ConfigError if another process does. This
+        method and all others also raise it if nothing can be written, for instance because the disk is full."""
         self.path = Path(path)
         self.dtype: np.dtype
         self.num_tokens = 0
@@ -58,11 +54,8 @@ class TokenFileWriter:
 
         Args:
             vocab_size: size of the vocabulary; it decides the type of the ids.
-            written: the result of the earlier writer's `written`.
+            written: the result of the earlier writer's `written`. Raises ConfigError if the files do not begin with it.
             masked: write a mask as well.
-
-        Raises:
-            ConfigError: the files do not begin with what was written.
         """
         self.dtype = token_dtype(vocab_size)
         with writing(token_path(self.path, ".bin.partial")):
@@ -106,16 +99,13 @@ class TokenFileWriter:
     def add(
         self, tokens: np.ndarray, lengths: np.ndarray, continues: bool = False, counted: np.ndarray | None = None
     ) -> None:
-        """Append documents.
+        """Append documents. Raises ConfigError if one is too long, or nothing can be written.
 
         Args:
             tokens: the ids of the documents end to end.
             lengths: their lengths, all at least 1.
             continues: whether the first one is the rest of the document that was added last.
             counted: bool: which tokens count in the loss, if the file has a mask.
-
-        Raises:
-            ConfigError: a document is too long, or nothing can be written.
         """
         if len(lengths) == 0:
             return

@@ -16,19 +16,8 @@ _MAX_SENTENCE_BYTES = 1 << 14
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
-    """Train a byte-pair encoding with byte fallback and single digits on `texts`. The result depends on the texts
-    alone.
-
-    Args:
-        texts: texts to train on.
-        vocab_size: number of tokens.
-
-    Returns:
-        The bytes of the model file.
-
-    Raises:
-        ConfigError: the texts are too few, or too diverse, for `vocab_size`.
-    """
+    """Train a byte-pair encoding with byte fallback and single digits on `texts`, and return the bytes of its file. It
+    depends on the texts alone. Raises ConfigError if they are too few, or too diverse, for `vocab_size`."""
     counter = _Counter(texts)
     model = io.BytesIO()
     try:

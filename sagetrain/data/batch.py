@@ -77,16 +77,9 @@ class Batch:
         return self.cu_seqlens.diff().double().square().sum().item() / self.tokens.numel()
 
     def inputs(self, device: torch.device, share: Share | None = None) -> dict[str, Any]:
-        """Return the arguments of Transformer.forward on `device`.
-
-        Args:
-            device: device of the tensors.
-            share: the rank's share of each sequence, as ParallelGroups has it. None: all of it.
-
-        Returns:
-            The arguments by name. Attention sees whole sequences: cu_seqlens and max_seqlen are those of the whole
-                batch.
-        """
+        """Return the arguments of Transformer.forward on `device`, by name. Attention sees whole sequences: cu_seqlens
+        and max_seqlen are those of the whole batch. `share` is the rank's share of each sequence, as ParallelGroups has
+        it. None: all of it."""
 
         def there(x: torch.Tensor | None) -> torch.Tensor | None:
             if x is None or torch.device(device).type == "cpu":
@@ -123,7 +116,6 @@ def batch_of(
     """Build a micro-batch from samples of one length.
 
     Args:
-        samples: the sequences, equally long.
         document_attention: whether attention stays within documents (cu_seqlens).
         document_positions: whether positions restart at each document.
         ids: global indices of the sequences.

@@ -42,11 +42,8 @@ def read_template(file: Path | None) -> str:
 
 
 def settled_template(given: str, tokenizer: Tokenizer) -> str:
-    """Return the chat template that was given, or else the tokenizer's.
-
-    Raises:
-        ConfigError: there is no template, or it is not a valid one.
-    """
+    """Return the chat template that was given, or else the tokenizer's. Raises ConfigError if there is no template, or
+    it is not a valid one."""
     template = given or tokenizer.chat_template
     if not template and (names := [*tokenizer.chat_templates]):
         raise ConfigError(
@@ -69,11 +66,7 @@ def settled_template(given: str, tokenizer: Tokenizer) -> str:
 
 def chat_prompt(template: str, tokenizer: Tokenizer, message: str) -> list[int]:
     """Return the token ids of a chat with a single message of the user, up to the beginning of the answer. They include
-    everything that the template writes, such as bos.
-
-    Raises:
-        ConfigError: the template refuses the message.
-    """
+    everything that the template writes, such as bos. Raises ConfigError if the template refuses the message."""
     try:
         text = rendered(template, [{"role": "user", "content": message}], tokenizer.special_tokens, True)
         return _encoded(text, tokenizer)
@@ -171,18 +164,13 @@ def rendered(
     more: Mapping[str, Any] | None = None,
     marked: bool = True,
 ) -> str:
-    """Render a chat as text.
+    """Render a chat as text. Raises ValueError if the template refuses the chat.
 
     Args:
-        template: the Jinja template.
-        messages: the messages of the chat.
         special_tokens: texts of control tokens by name, such as "eos_token".
         prompt: also write the beginning of the assistant's next turn.
         more: tools, documents and whatever else the template knows, by name.
         marked: write the marks that `generated` reads around {% generation %} blocks.
-
-    Raises:
-        ValueError: the template refuses the chat.
     """
     given = {"messages": messages, "add_generation_prompt": prompt}
     known = {"strftime_now": Clock(), **(more or {})}

@@ -23,17 +23,8 @@ _LOOKED_AT = (0, 1, 2, 3, 10, 100, 1000)
 
 class FunctionStream(SampleStream):
     """The endless sequence of samples of a function. A run reads it as it reads token files, by index alone, so it can
-    be continued at any layout.
-
-    Args:
-        function: the user's function.
-        data: the section `data` of the run. Its `train` is [{path: none}].
-        seed: the seed of the run. The function does not get it, but the identity of the order has it, as for files.
-        vocab_size: the size of the vocabulary.
-
-    Raises:
-        ConfigError: data.train names token files.
-    """
+    be continued at any layout. The function does not get the seed, but the identity of the order has it, as for files.
+    Raises ConfigError if data.train is not [{path: none}]."""
 
     def __init__(self, function: SampleFunction, data: DataConfig, seed: int, vocab_size: int) -> None:
         if not data.missing:
@@ -75,11 +66,8 @@ class FunctionStream(SampleStream):
         return {" (samples)": digest.hexdigest()}
 
     def sample(self, index: int, seed: int | None = None) -> Sample:
-        """Call the function for sequence `index`, and check what it returns.
-
-        Raises:
-            TrainingError: the function raises an error, or returns no sequence of tokens.
-        """
+        """Call the function for sequence `index`, and check what it returns. Raises TrainingError if the function
+        raises an error, or returns no sequence of tokens."""
         name = getattr(self._function, "__qualname__", type(self._function).__name__)
         try:
             found = self._function(index)

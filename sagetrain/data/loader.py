@@ -40,20 +40,17 @@ class SampleStream:
         vocab_size: int | None = None,
         tokenizer_sha256: str | None = None,
     ):
-        """Open the token files.
+        """Open the token files. Raises ConfigError if they contradict the last two arguments, or open_sources refuses
+        them.
 
         Args:
             sources: the token files and their weights. Weights are all numbers, or all "proportional"
                 (config.rules.data).
-            seq_length: tokens of a sample.
             seed: seed of the order of samples.
             document_attention: whether attention stays within documents.
             document_positions: whether positions restart at each document.
             vocab_size: size of the vocabulary. Tokens outside of it are errors when they are read.
             tokenizer_sha256: hash of the tokenizer. Files that were made with another one are errors.
-
-        Raises:
-            ConfigError: files contradict the last two, or open_sources refuses them.
         """
         self.seq_length = seq_length
         self.seed = seed
@@ -96,16 +93,13 @@ class SampleStream:
         return sum(source.num_tokens for source in self._sources)
 
     def validate(self, deep: bool, first: bool, progress: Callable[[int], None] = lambda tokens: None) -> None:
-        """Check blocks of every index, and with `deep` every token and checksum.
+        """Check blocks of every index, and with `deep` every token and checksum. Raises ConfigError that names the
+        damaged file.
 
         Args:
-            deep: read all tokens.
             first: also check the whole index of files that `sagetrain prepare` did not write. The indexes that it
                 writes are consistent by construction.
             progress: gets the number of tokens read since its last call.
-
-        Raises:
-            ConfigError: names the damaged file.
         """
         for file, blocks in zip(self._files, shares(self._files), strict=True):
             whole = deep or (first and "sha256" not in file.provenance())
@@ -183,15 +177,8 @@ class Loader:
     def __init__(
         self, stream: SampleStream, *, dp_rank: int, dp_size: int, micro_batch_size: int, num_workers: int = 0
     ):
-        """Start the threads.
-
-        Args:
-            stream: the samples.
-            dp_rank: data-parallel rank.
-            dp_size: number of data-parallel ranks.
-            micro_batch_size: sequences of a batch.
-            num_workers: threads, which prepare twice as many batches ahead. 0 prepares a batch when it is asked for.
-        """
+        """Start the threads, which prepare twice as many batches ahead. With `num_workers` 0, a batch is prepared when
+        it is asked for."""
         self.stream = stream
         self._first = dp_rank * micro_batch_size
         self._stride = dp_size * micro_batch_size
@@ -205,18 +192,13 @@ class Loader:
     def step_batches(
         self, cursor: int, tokens_per_step: int, next_tokens_per_step: int | None = None
     ) -> Iterator[Batch]:
-        """Yield the micro-batches of this rank for one optimizer step.
-
-        The batches of all ranks together are the samples cursor .. cursor + tokens_per_step / seq_length - 1, each
-        once.
+        """Yield the micro-batches of this rank for one optimizer step. Those of all ranks together are the samples
+        cursor .. cursor + tokens_per_step / seq_length - 1, each once.
 
         Args:
             cursor: sequences that all ranks together have consumed.
-            tokens_per_step: tokens of this step over all ranks.
+            tokens_per_step: tokens of this step over all ranks, a multiple of micro_batch_size x dp_size x seq_length.
             next_tokens_per_step: tokens of the next step; with it, the threads go on into that step.
-
-        Raises:
-            ValueError: tokens_per_step is not a multiple of micro_batch_size x dp_size x seq_length.
         """
         return self._batches(*self._both_keys(cursor, tokens_per_step, next_tokens_per_step))
 

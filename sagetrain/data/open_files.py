@@ -31,17 +31,9 @@ def allow_connections(world_size: int, process: int) -> None:
 
 
 def allow_open_files(more: int, what: str, process: int = 0) -> None:
-    """Raise the soft limit of open files, so that `more` files, and some to spare, can be opened beside those that are
-    open.
-
-    Args:
-        more: number of files.
-        what: what they are for, in the message.
-        process: process id of the process whose limit is raised; 0: this process.
-
-    Raises:
-        ConfigError: the hard limit is lower.
-    """
+    """Raise the soft limit of open files of a process (0: this one), so that `more` files, and some to spare, can be
+    opened beside those that are open. `what` names the files in the message. Raises ConfigError if the hard limit is
+    lower."""
     wanted = len(os.listdir(f"/proc/{process or 'self'}/fd")) + more + _SPARE_FILES
     soft, hard = resource.prlimit(process, resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:

@@ -67,12 +67,8 @@ class BlockHashes:
 
 
 class RemoteBlocks:
-    """The blocks of one .bin that are fetched as they are read. Threads and processes may share them.
-
-    Args:
-        path: the path of the token file on this host, without suffix.
-        record: the token file's record.
-    """
+    """The blocks of one .bin that are fetched as they are read. Threads and processes may share them. `path` is that of
+    the token file on this host, without suffix."""
 
     def __init__(self, path: str, record: dict[str, Any]) -> None:
         self._mark = Path(f"{path}.bin.url").open()  # noqa: SIM115
@@ -90,11 +86,8 @@ class RemoteBlocks:
                 os.close(getattr(self, name))
 
     def ensure(self, begin: int, end: int) -> None:
-        """Fetch the blocks that hold bytes [begin, end) and are not here yet.
-
-        Raises:
-            ConfigError: a block cannot be fetched, or is damaged.
-        """
+        """Fetch the blocks that hold bytes [begin, end) and are not here yet. Raises ConfigError if a block cannot be
+        fetched, or is damaged."""
         for number in range(begin // self._size, -(-end // self._size)):
             if not self._known[number]:
                 if os.pread(self._have, 1, number) != b"\1":
@@ -131,11 +124,8 @@ def is_remote(path: str) -> bool:
 
 def fetch_sources(data: DataConfig) -> None:
     """Bring to this host what must be known of the token files in stores before their tokens are read. A process waits
-    for others that do the same.
-
-    Raises:
-        ConfigError: a file is missing or cannot be fetched, or the files would take more than data.cache_gb.
-    """
+    for others that do the same. Raises ConfigError if a file is missing or cannot be fetched, or the files would take
+    more than data.cache_gb."""
     sources = [source for source in (*data.train, *data.valid) if is_url(source.path)]
     if not sources:
         return

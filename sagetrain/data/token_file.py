@@ -61,11 +61,7 @@ class TokenFile:
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        """Open NAME.bin and NAME.idx.
-
-        Raises:
-            ConfigError: one is missing, or their sizes and headers do not agree.
-        """
+        """Open NAME.bin and NAME.idx. Raises ConfigError if one is missing, or their sizes and headers do not agree."""
         self.path = os.fspath(path)
         self._provenance: dict[str, Any] | None = None
         idx, bin_ = token_path(path, ".idx"), token_path(path, ".bin")
@@ -215,12 +211,9 @@ class TokenFile:
         """Return a hash of samples of the file.
 
         It covers the header, and blocks of 2^11 elements of the tokens, of the mask and of each part of the index,
-        spread evenly from beginning to end. A part with no more than that is covered as a whole. Another file changes
-        the hash, and so do other tokens where a block lies.
-
-        Args:
-            blocks: number of blocks of each part, at least two.
-            each: a function like `map`, which may work in threads.
+        spread evenly from beginning to end: `blocks` of each part, at least two. A part with no more than that is
+        covered as a whole. Another file changes the hash, and so do other tokens where a block lies. `each` works like
+        `map`, maybe in threads.
         """
         digest = hashlib.sha256(self._header + struct.pack("<Q", self.num_tokens))
         for part in each(lambda sample: hashlib.sha256(sample()).digest(), self._samples(blocks)):
@@ -243,7 +236,7 @@ class TokenFile:
         progress: Callable[[int], None] = lambda tokens: None,
         blocks: int | None = None,
     ) -> None:
-        """Check that the index is consistent.
+        """Check that the index is consistent. Raises ConfigError if the file is damaged.
 
         Args:
             deep: also read every token. Ids must be in the vocabulary, and the checksum must be the recorded one.
@@ -251,10 +244,7 @@ class TokenFile:
             vocab_size: size of the vocabulary; default: the recorded one.
             progress: gets the number of tokens read since its last call.
             blocks: check this many blocks of 2^11 (at least two) of each part of the index, as `content` does. Default:
-                all of it.
-
-        Raises:
-            ConfigError: the file is damaged.
+                all.
         """
         itemsize, sequences = self.dtype.itemsize, len(self._lengths)
         for start, stop in _spread(sequences, blocks) if blocks else _ranges(sequences, _BLOCK):

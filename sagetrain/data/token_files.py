@@ -26,11 +26,8 @@ class TokenFiles:
     """The files of a source, one or thousands. A window is found in O(log files)."""
 
     def __init__(self, source: DataSource, seq_length: int):
-        """Open the files.
-
-        Raises:
-            ConfigError: one is missing or damaged, or they hold no sequence of `seq_length` tokens.
-        """
+        """Open the files. Raises ConfigError if one is missing or damaged, or they hold no sequence of `seq_length`
+        tokens."""
         self.weight = source.weight
         if not source.files:
             raise ConfigError(f"token file {source.path}: no {source.path}.idx; `sagetrain prepare` makes them")
@@ -59,12 +56,6 @@ def open_sources(
     sources: Sequence[DataSource], seq_length: int, document_attention: bool, tokenizer_sha256: str | None
 ) -> list[TokenFiles]:
     """Open the files of all sources, each for the life of the run.
-
-    Args:
-        sources: the token files.
-        seq_length: tokens of a sequence.
-        document_attention: whether attention stays within documents.
-        tokenizer_sha256: hash of the run's tokenizer, if it is known.
 
     Raises:
         ConfigError: a file is missing or damaged; records would be cut or would see one another; files were made with
@@ -102,11 +93,7 @@ def _check_records(files: Sequence[TokenFile], seq_length: int, document_attenti
 
 def check_tokenizers(files: Sequence[TokenFile], expected: str | None) -> None:
     """Check that no files record different tokenizers, or another one than expected. Files from elsewhere record none
-    and are trusted.
-
-    Raises:
-        ConfigError: the tokenizers differ.
-    """
+    and are trusted. Raises ConfigError if the tokenizers differ."""
     recorded = {file.path: file.provenance().get("tokenizer_sha256") for file in files}
     known = [(path, sha) for path, sha in recorded.items() if sha]
     for path, sha in known:
@@ -136,16 +123,13 @@ def shares(files: Sequence[TokenFile]) -> list[int]:
 
 
 def content(files: Sequence[TokenFile], progress: Callable[[int], None] = lambda tokens: None) -> dict[str, str]:
-    """Return hashes of the contents of files, by the way in which each was taken.
+    """Return hashes of the contents of files, by the way in which each was taken. `progress` is called with 0 after
+    each file.
 
     One hash is of samples. Files in stores have none, because it would fetch every block. Another is of the checksums
     that `sagetrain prepare` recorded, if it made all of the files. What is read does not grow with the corpus: about
     2^14 blocks in all, in proportion to the files' tokens, and at least four of each file (TokenFile.content). Up to 33
     million tokens everything is read.
-
-    Args:
-        files: the token files.
-        progress: called with 0 after each file.
     """
     hashes, digest = {}, hashlib.sha256()
     if not any(file.remote for file in files):

@@ -51,15 +51,11 @@ class Tokenizer:
     eos."""
 
     def __init__(self, model: bytes, config: Mapping[str, Any] | None = None):
-        """Build the tokenizer.
+        """Build the tokenizer. Raises ValueError if the bytes are neither a SentencePiece model nor a tokenizer.json.
 
         Args:
-            model: the bytes of a SentencePiece model or of a tokenizer.json.
             config: the special tokens and chat templates, as tokenizer_config.json names them. None: there are none, or
                 the file is the copy of an earlier version, which holds them.
-
-        Raises:
-            ValueError: the bytes are neither.
         """
         if config is None:
             model, config = parted(model)
@@ -112,12 +108,9 @@ class Tokenizer:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Tokenizer:
         """Read a tokenizer file, and the files beside it that complete it. Those hold further tokens, the end-of-text
-        token, whether a SentencePiece model puts bos before a text, and chat templates (tokenizer_config.py).
-
-        Raises:
-            ConfigError: the file is missing, is something else, lacks an eos token, or is contradicted by a file beside
-                it.
-        """
+        token, whether a SentencePiece model puts bos before a text, and chat templates (tokenizer_config.py). Raises
+        ConfigError if the file is missing, is something else, lacks an eos token, or is contradicted by a file beside
+        it."""
         try:
             model, config, notes = completed(Path(path).read_bytes(), Path(path))
         except IsADirectoryError as error:
@@ -149,16 +142,9 @@ class Tokenizer:
         return self._codec.encode(_valid(text))
 
     def encode_parts(self, parts: Sequence[tuple[str, bool]], control: Literal[True] = True) -> EncodedParts:
-        """Encode texts end to end. What stands before a marked part has the tokens that it has alone, as when a model
-        is asked to go on from there.
-
-        Args:
-            parts: texts, each with a mark.
-            control: the texts of control tokens are these tokens. Callers outside of this library say it.
-
-        Raises:
-            ValueError: a text holds half of a surrogate pair.
-        """
+        """Encode texts, each with a mark, end to end. What stands before a marked part has the tokens that it has
+        alone, as when a model is asked to go on from there. The texts of control tokens are these tokens, which callers
+        outside of this library say by `control`. Raises ValueError if a text holds half of a surrogate pair."""
         text = _valid("".join(text for text, _ in parts))
         stops = list(accumulate(len(text) for text, _ in parts))
         marked = [(stop - len(text), stop) for stop, (text, mark) in zip(stops, parts, strict=True) if mark and text]

@@ -87,11 +87,8 @@ class Beside:
 
 
 def read_beside(folder: Path) -> Beside:
-    """Read the files of a folder that complete its tokenizer.
-
-    Raises:
-        ConfigError: a file is not valid; the message names file, key and rule.
-    """
+    """Read the files of a folder that complete its tokenizer. Raises ConfigError if a file is not valid; the message
+    names file, key and rule."""
     config, mapped, added = (_object(folder / name) for name in (CONFIG, SPECIAL_TOKENS, ADDED_TOKENS))
     if others := [name for name in config.get(_VERSIONS) or [] if name != "tokenizer.json"]:
         raise ConfigError(

@@ -81,14 +81,8 @@ def parted(model: bytes) -> tuple[bytes, dict[str, Any] | None]:
 
 def completed(model: bytes, file: Path) -> tuple[bytes, dict[str, Any], list[str]]:
     """Complete the content of a tokenizer file by what lies beside it, unless the file is the copy of an earlier
-    version.
-
-    Returns:
-        The content of the file, the configuration, and sentences about what the other files add.
-
-    Raises:
-        ConfigError: the other files contradict the tokenizer.
-    """
+    version. Return the content, the configuration, and sentences about what the other files add. Raises ConfigError if
+    they contradict the tokenizer."""
     model, config = parted(model)
     if config is not None:
         return model, config, []

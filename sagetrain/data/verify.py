@@ -15,21 +15,16 @@ _SECONDS = 10.0
 
 
 def verify(streams: Mapping[str, SampleStream], *, deep: bool, say: Callable[[str], None]) -> dict[str, str]:
-    """Check blocks of every file's index.
-
-    Without `deep`, what is read does not grow with the corpus.
+    """Check blocks of every file's index. Without `deep`, what is read does not grow with the corpus. Raises
+    ConfigError if a file is damaged, or holds tokens outside of the vocabulary.
 
     Args:
-        streams: the sample streams, by name.
         deep: also check all tokens and checksums of streams up to DEEP_CHECK_TOKENS. Of a larger stream, check the
             whole index of files from elsewhere.
         say: gets a line every ten seconds.
 
     Returns:
         The hashes of SampleStream.content, by the name of the stream and of the hash.
-
-    Raises:
-        ConfigError: a file is damaged, or holds tokens outside of the vocabulary.
     """
     hashes: dict[str, str] = {}
     for name, stream in streams.items():

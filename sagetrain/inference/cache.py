@@ -109,10 +109,7 @@ class CachedModel:
     """A model with a cache for up to `rows` texts of at most `capacity` tokens each.
 
     Rows have different lengths. The logits of a row are what they would be without the others, up to the order of float
-    sums. The model itself is not changed.
-
-    Args:
-        call: calls the model where it is spread over the stages of a pipeline. None: it is called itself.
+    sums. The model itself is not changed. It is called by `call` where it is spread over the stages of a pipeline.
     """
 
     def __init__(self, model: Transformer, rows: int, capacity: int, call: Callable[..., Tensor] | None = None) -> None:
@@ -131,14 +128,8 @@ class CachedModel:
         self._recorded: Recorded | None = None
 
     def read(self, row: int, tokens: Sequence[int]) -> Tensor:
-        """Read a text, whose tokens become all that a row holds. The row exists already, or is the next one.
-
-        Returns:
-            Logits [vocab] of the token that follows.
-
-        Raises:
-            ValueError: there are more tokens than the capacity.
-        """
+        """Read a text, whose tokens become all that a row holds. The row exists already, or is the next one. Return
+        logits [vocab] of the token that follows. Raises ValueError if there are more tokens than the capacity."""
         self._check(len(tokens))
         self.lengths[row : row + 1] = [len(tokens)]
         self._call.row, self._call.lengths = row, []
@@ -146,14 +137,8 @@ class CachedModel:
         return self._run(read, torch.arange(len(tokens), device=read.device)[None])[0, -1]
 
     def __call__(self, tokens: Sequence[int]) -> Tensor:
-        """Add one token to each row.
-
-        Returns:
-            Logits [rows, vocab] of the token that follows in each row.
-
-        Raises:
-            ValueError: a row is full.
-        """
+        """Add one token to each row, and return logits [rows, vocab] of the token that follows. Raises ValueError if a
+        row is full."""
         self._check(max(self.lengths) + 1)
         new = torch.tensor([list(tokens), self.lengths], device=self._weight.device)
         self._call.lengths = self.lengths = [length + 1 for length in self.lengths]

@@ -71,12 +71,10 @@ class Diagnosis:
 def diagnose(
     run: TrainedRun, recipes: Sequence[str], num_sequences: int | None = None, report: Callable[[str], None] = print
 ) -> Diagnosis:
-    """Measure the errors of every layer with each of the recipes.
-
-    The run's model changes: its attention, and its parameters no longer require gradients.
+    """Measure the errors of every layer with each of the recipes. The run's model changes: its attention, and its
+    parameters no longer require gradients.
 
     Args:
-        run: the run.
         recipes: names of recipes. None given: the recipe that the run was trained with, or else fine.
         num_sequences: sequences of data.valid, or of data.train if that is empty; rounded up to whole micro-batches.
         report: gets a message if the data has fewer.

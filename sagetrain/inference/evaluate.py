@@ -92,16 +92,8 @@ def evaluate(
     run: TrainedRun, num_sequences: int, report: Callable[[str], None] = lambda text: None
 ) -> list[Evaluation]:
     """Compute losses on `num_sequences` sequences of data.valid, or on all if there are fewer, by source. They are the
-    sequences that training evaluates on.
-
-    Args:
-        run: the run.
-        num_sequences: number of sequences.
-        report: gets the reason if there are no unigram losses.
-
-    Raises:
-        ConfigError: there is no held-out data, it cannot be read, or it comes from another tokenizer.
-    """
+    sequences that training evaluates on. `report` gets the reason if there are no unigram losses. Raises ConfigError if
+    there is no held-out data, it cannot be read, or it comes from another tokenizer."""
     data = run.cfg.data
     if not data.valid:
         raise ConfigError(
@@ -141,7 +133,6 @@ def evaluate_texts(
     """Compute losses on all of each text. Every token is scored once, in windows as long as the context.
 
     Args:
-        run: the run.
         paths: token files (without suffix), or text that `sagetrain prepare` could read. None given: those of
             data.valid.
         stride: tokens between two windows (inference/windows.py). Default: half of the context.

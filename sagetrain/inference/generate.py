@@ -85,23 +85,16 @@ def finished(
 def generate(
     run: TrainedRun, prompts: Sequence[str], sampling: Sampling, batch_size: int = 1, template: str | None = None
 ) -> Iterator[tuple[Completion, str]]:
-    """Continue prompts, `batch_size` of them at a time.
+    """Continue prompts, `batch_size` of them at a time. Yields a completion, and the text by which it has grown; the
+    last time with its `finish`.
 
     A prompt is read alone, and a text that ends makes room for the next prompt. With a seed, the text of a prompt
     depends on nothing else, batch and other prompts included (up to float sums in another order, if two tokens are
     equally likely). Equal prompts draw differently. Keys and values are cached; when the context (TrainedRun.context)
     is full, its later half is read again. The tokens that the model expects before a text are put before each.
 
-    Args:
-        run: the run.
-        prompts: texts to continue.
-        sampling: the settings for choosing tokens.
-        batch_size: number of prompts at a time.
-        template: a chat template (data/chat_template.py). Prompts are then messages of a user, which the model answers,
-            and the token that the template puts behind an answer ends one too.
-
-    Yields:
-        A completion, and the text by which it has grown; the last time with its `finish`.
+    With a chat template (data/chat_template.py), prompts are messages of a user, which the model answers, and the token
+    that the template puts behind an answer ends one too.
 
     Raises:
         ConfigError: the run has no tokenizer, a prompt is longer than the context, or the template refuses it.

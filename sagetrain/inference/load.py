@@ -92,11 +92,7 @@ class OpenRun:
 
 def open_run(run_dir: Path, report: Callable[[str], None], step: int | None = None) -> OpenRun:
     """Open the checkpoint of a step of a run, or its newest complete one. `report` gets messages about what was
-    skipped.
-
-    Raises:
-        CheckpointError: there is none, or the run's tokenizer is not the one it was trained with.
-    """
+    skipped. Raises CheckpointError if there is none, or the run's tokenizer is not the one it was trained with."""
     root, folder = recorded_checkpoints(run_dir, run_dir / "config.yaml"), None
     if step is None:
         folder, _ = on_disk.newest_whole(root, report, moments=False)
@@ -169,17 +165,9 @@ def in_training(cfg: RunConfig, engine: Engine, tokenizer: Tokenizer) -> Trained
 
 
 def with_data(run: TrainedRun, run_dir: Path, root: Path | None, report: Callable[[str], None]) -> TrainedRun:
-    """Return the run with the present paths of its data, for commands that read the data.
-
-    Args:
-        run: the run.
-        run_dir: its folder.
-        root: a folder that holds the data, if one is named.
-        report: gets a message if the data is elsewhere than it was.
-
-    Raises:
-        ConfigError: the data is not in `root`.
-    """
+    """Return the run with the present paths of its data, for commands that read the data. `root` is a folder that holds
+    the data, if one is named. `report` gets a message if the data is elsewhere than it was. Raises ConfigError if it is
+    not in `root`."""
     data = located(run.cfg.data, run.cfg.training.run_dir, run_dir, run.data_hashes, root, report)
     return replace(run, cfg=run.cfg.model_copy(update={"data": data}))
 
@@ -205,7 +193,6 @@ def load_run(
     """Load the checkpoint of `open_run` as a model.
 
     Args:
-        run_dir: folder of the run.
         report: gets messages about what was skipped, and about what runs differently here.
         step: step of the checkpoint; None: the newest complete one.
         attention: a backend (model/backends.py) for all layers, in place of what the run was trained with.

@@ -31,15 +31,12 @@ def located(
     """Return the data section of a run with the present paths of its files. Files that are nowhere keep their paths.
 
     Args:
-        data: the data section as configured.
         began_in: training.run_dir as the run was configured.
         run_dir: the run folder now.
         recorded: hashes of the data, as a checkpoint has them.
         root: folder that the data is in, at any depth; nothing else is searched. None: search as described above.
+            Raises ConfigError if the data is not there.
         report: gets messages about other paths that are used, and about data that differs from the run's.
-
-    Raises:
-        ConfigError: the data is not in `root`.
     """
     if data.missing:
         return data

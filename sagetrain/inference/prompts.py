@@ -16,15 +16,13 @@ JSON_LINES = (".jsonl", ".ndjson")
 
 
 def read_prompts(words: Sequence[str] = (), file: Path | None = None, prompt_file: Path | None = None) -> list[str]:
-    """Return the prompts to continue. Without any argument there is one empty prompt.
+    """Return the prompts to continue. Without any argument there is one empty prompt. Raises ConfigError if two
+    arguments are given, or something cannot be read or is not UTF-8.
 
     Args:
         words: prompts; "-" is standard input.
         file: file whose text is one prompt.
         prompt_file: file whose lines are prompts, or, with the suffix .jsonl or .ndjson, records with a `prompt`.
-
-    Raises:
-        ConfigError: two of the three are given, or something cannot be read or is not UTF-8.
     """
     named = [name for name, given in (("a prompt", words), ("--file", file), ("--prompt-file", prompt_file)) if given]
     if len(named) > 1:

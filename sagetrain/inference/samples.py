@@ -25,11 +25,8 @@ def samples_while_training(
     evaluation: EvaluationConfig, data: DataConfig, context: int, trained: Trained
 ) -> Callable[[Engine, Texts, Alive], list[tuple[str, str]]]:
     """Return the function that writes samples (Samples of training/trainer.py), for all ranks together. `context` is
-    the number of tokens that a text of the run may have at once.
-
-    Raises:
-        ConfigError: there is no tokenizer, or a prompt is too long.
-    """
+    the number of tokens that a text of the run may have at once. Raises ConfigError if there is no tokenizer, or a
+    prompt is too long."""
     tokenizer, prompts = Tokenizer.load(find_tokenizer(data)), evaluation.samples_prompts
     check_prompts(prompts, tokenizer, context)
     sampling = Sampling(evaluation.samples_tokens)

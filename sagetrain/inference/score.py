@@ -45,14 +45,9 @@ class Scorer:
 
     @torch.no_grad()
     def __call__(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
-        """Score the pairs. If a text is longer than the context, the beginning of it is left out.
-
-        Returns:
-            For each pair log p(continuation | context), in nats, and whether every token of it was the most likely one.
-
-        Raises:
-            ConfigError: a continuation is longer than the context.
-        """
+        """Return for each pair log p(continuation | context), in nats, and whether every token of it was the most
+        likely one. If a text is longer than the context, the beginning of it is left out. Raises ConfigError if a
+        continuation is."""
         for _, continuation in pairs:
             if len(continuation) > self.context:
                 raise ConfigError(

@@ -100,11 +100,7 @@ def text_of(
     path: str, tokenizer: Tokenizer | None, vocab_size: int, text_key: str, prefix: Sequence[int]
 ) -> PreparedDocuments | Raw:
     """Open token files as a data source names them (a path without suffix, or a pattern), or text, whose documents each
-    follow `prefix`.
-
-    Raises:
-        ConfigError: the files or the text cannot be read, or there is no tokenizer for text.
-    """
+    follow `prefix`. Raises ConfigError if the files or the text cannot be read, or there is no tokenizer for text."""
     # A model of pydantic checks that a text is UTF-8 and which URLs it names, and the name of a file need not be UTF-8.
     checked = is_utf8(path) and not is_url(path)
     files = (DataSource(path=path) if checked else DataSource.model_construct(path=path)).files
@@ -120,15 +116,9 @@ def text_of(
 
 def windows(pieces: Iterable[Piece], size: int, stride: int, eos_id: int) -> Iterator[tuple[Sample, int]]:
     """Yield sequences of size + 1 tokens, each with the number of its last tokens that are to be scored. Every token is
-    scored once. The single sequence of a shorter text is shorter.
-
-    Args:
-        pieces: the tokens of the text.
-        size: tokens of a window.
-        stride: tokens between two windows, 1 to size.
-        eos_id: token before the text, as before every document in a token file. -1: none, and the first token is not
-            scored.
-    """
+    scored once. The single sequence of a shorter text is shorter. Windows are `stride` tokens apart, 1 to size. The
+    token eos_id stands before the text, as before every document in a token file. -1: none, and the first token is not
+    scored."""
     lead = [(np.array([eos_id]), np.array([], dtype=np.int64))] if eos_id >= 0 else []
     held = begins = np.array([], dtype=np.int64)
     # These are the place in `held` where the next window begins, and the place of the last token that was scored.

@@ -75,12 +75,8 @@ def no_weights(folder: Path, whole: str, index: str) -> str:
 
 
 def other_names(missing: Sequence[str], others: Sequence[str]) -> str:
-    """Say what names of tensors show about a folder, and what to do.
-
-    Args:
-        missing: names that the model has and the folder has not.
-        others: names that the folder has and the model has not.
-    """
+    """Say what names of tensors show about a folder, and what to do. The folder lacks `missing` names of the model, and
+    has `others`."""
     if any(_QUANTIZED.fullmatch(each.rpartition(".")[2]) for each in others):
         return "its weights are quantized, which are not read; take the folder in which it is published in 16 bits"
     if any(re.search(r"\.(lora_\w+|base_layer)\.", each) for each in others):

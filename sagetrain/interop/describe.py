@@ -62,16 +62,9 @@ class Described:
 
 
 def describe(config: Mapping[str, Any], where: str, report: Report) -> Described:
-    """Return the model that a config.json describes.
-
-    Args:
-        config: the content of config.json.
-        where: its path, for messages.
-        report: gets a message for each key that is read differently than it says.
-
-    Raises:
-        ConfigError: SageTrain does not compute the model, a size is missing, or keys contradict each other.
-    """
+    """Return the model that a config.json describes. `report` gets a message for each key that is read differently than
+    it says. Raises ConfigError if SageTrain does not compute the model, a size is missing, or keys contradict each
+    other."""
     family = _family(config, where)
     name = family.name
     if config.get("quantization_config"):

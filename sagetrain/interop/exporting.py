@@ -70,7 +70,6 @@ def export(
     """Write a checkpoint as a folder that transformers.AutoModelForCausalLM.from_pretrained loads.
 
     Args:
-        run_dir: folder of the run.
         folder: folder to write, which does not exist yet or is empty. It appears when everything in it is written. A
             path that was a URL means a folder in a store, in which config.json is written last.
         step: step of the checkpoint. Default: the newest complete one.
@@ -239,11 +238,7 @@ def check_free(folder: Path) -> None:
 @contextmanager
 def published(folder: Path) -> Iterator[Path]:
     """Yield a new folder beside `folder` to write in. At the end it is synced and renamed to `folder`, or removed if
-    that fails.
-
-    Raises:
-        CheckpointError: the folder cannot be written.
-    """
+    that fails. Raises CheckpointError if the folder cannot be written."""
     temporary = folder.absolute().with_name(f".writing-{folder.name}-{uuid.uuid4().hex[:8]}")
     try:
         temporary.mkdir(parents=True)

@@ -67,15 +67,12 @@ _OF_EXPERTS = """\
 
 
 def finetuning(model: Path, data: Path, report: Callable[[str], None]) -> str:
-    """Return the complete YAML of a fine-tuning run.
+    """Return the complete YAML of a fine-tuning run. Raises ConfigError if there is no such model or data, or the data
+    have another tokenizer.
 
     Args:
         model: a run, one of its checkpoints, or a Hugging Face folder, which is imported to runs/NAME.
         data: a token file without its suffix, or a folder of token files. Files named valid* are held out.
-        report: gets messages for people.
-
-    Raises:
-        ConfigError: there is no such model or data, or the data have another tokenizer.
     """
     train, valid = _token_files(data, model)
     start = _start(model, report)

@@ -29,11 +29,8 @@ OF_SCALING = {
 
 
 def config_json(model: ModelConfig, attention: AttentionConfig, vocab_size: int, seq_length: int) -> dict[str, Any]:
-    """Return the config.json of a model, without its dtype and tokens.
-
-    Raises:
-        ConfigError: transformers has no class for the model.
-    """
+    """Return the config.json of a model, without its dtype and tokens. Raises ConfigError if transformers has no class
+    for the model."""
     family = family_of(model, attention)
     return {
         "architectures": [family.name],

@@ -81,11 +81,10 @@ def import_folder(
     shard_bytes: int = 4 * 10**9,
     report: Report = lambda text: None,
 ) -> Imported:
-    """Turn a Hugging Face folder into a run folder with one checkpoint, for training.init_from, eval,
-    generate and export. The weights stay as they are, in their dtype. Rows that pad the vocabulary are zeros.
+    """Turn a Hugging Face folder into a run folder with one checkpoint, for training.init_from, eval, generate and
+    export. The weights stay as they are, in their dtype. Rows that pad the vocabulary are zeros.
 
     Args:
-        folder: the Hugging Face folder.
         run_dir: folder to write, which does not exist yet or is empty. It appears when everything in it is written.
         experts: make the MLP of each layer so many experts, copies of it, of a dense model. None: leave it as it is.
         per_token: the experts of a token.
@@ -191,11 +190,8 @@ def _matched(
     files: WeightFiles, described: Described, where: str, tokenizer: Tokenizer | None, report: Report
 ) -> tuple[ModelConfig, dict[TensorSpec, torch.dtype]]:
     """Return the model that the folder holds, with its weights and their dtypes. It is the model that config.json
-    describes, except that it may have a head of its own that config.json denies.
-
-    Raises:
-        ConfigError: the folder does not hold exactly these weights in their shapes.
-    """
+    describes, except that it may have a head of its own that config.json denies. Raises ConfigError if the folder does
+    not hold exactly these weights in their shapes."""
     model = _with_its_head(files, described.model, where, report)
     family = described.family
     specs = [*tensors(model, described.attention, described.vocab_size)]

@@ -52,7 +52,6 @@ class Harness(TemplateLM):  # type: ignore[misc]
         """Build the model for the harness.
 
         Args:
-            tokenizer: the model's tokenizer.
             score: computes log-likelihoods.
             complete: returns what follows each of some prompts.
             window: the number of tokens of the windows in which whole texts are scored.
@@ -135,15 +134,8 @@ class HarnessTasks:
     """Tasks of the harness, by name or as paths of YAML files that define others."""
 
     def __init__(self, names: Sequence[str], limit: int | None = None) -> None:
-        """Load the tasks with their data.
-
-        Args:
-            names: names of tasks, or paths of YAML files.
-            limit: documents of each task; None: all.
-
-        Raises:
-            ConfigError: a name does not exist, or a task cannot be loaded.
-        """
+        """Load the tasks with their data, by names or as paths of YAML files. `limit` is the documents of each task;
+        None: all. Raises ConfigError if a name does not exist, or a task cannot be loaded."""
         manager = task_manager(names)
         try:
             self._loaded = manager.load(list(names))
@@ -182,16 +174,9 @@ def tasks_while_training(
     evaluation: EvaluationConfig, data: DataConfig, trained: Trained | None
 ) -> Callable[[Engine, Texts, Alive], dict[str, float]]:
     """Load evaluation.tasks, and return a function that evaluates them (Tasks of training/trainer.py) on a model that
-    all ranks hold together. It returns numbers by task/metric. Both calls are collective.
-
-    Args:
-        evaluation: the section of the configuration.
-        data: the section of the configuration.
-        trained: gives the model in training as one that generates; None at ZeRO 3.
-
-    Raises:
-        ConfigError: HarnessTasks refuses the tasks, a task wants generated text at ZeRO 3, or there is no tokenizer.
-    """
+    all ranks hold together. It returns numbers by task/metric. Both calls are collective. `trained` gives the model in
+    training as one that generates; None at ZeRO 3. Raises ConfigError if HarnessTasks refuses the tasks, a task wants
+    generated text at ZeRO 3, or there is no tokenizer."""
     tasks = HarnessTasks(evaluation.tasks, evaluation.tasks_limit)
     if trained is None:
         refuse_generating(tasks.generating)

@@ -16,11 +16,8 @@ if TYPE_CHECKING:
 
 
 def load_harness(wanted: str) -> ModuleType:
-    """Import the module that uses the lm-evaluation-harness.
-
-    Raises:
-        ConfigError: the harness is not installed. The message begins with `wanted`, what asks for it.
-    """
+    """Import the module that uses the lm-evaluation-harness. Raises ConfigError if the harness is not installed. The
+    message begins with `wanted`, what asks for it."""
     try:
         return import_module("sagetrain.interop.lm_eval")
     except ImportError as error:

@@ -26,11 +26,8 @@ def tokenizer_files(
     tokenizer: Tokenizer, seq_length: int, chat_templates: Mapping[str, str] | None = None
 ) -> dict[str, bytes]:
     """Return the contents of tokenizer.json, tokenizer_config.json and, for a SentencePiece model, the model, by file
-    name. `chat_templates` by name replace the tokenizer's own.
-
-    Raises:
-        ConfigError: tokenizer.json cannot give the ids of a SentencePiece model. The message names the model's option.
-    """
+    name. `chat_templates` by name replace the tokenizer's own. Raises ConfigError if tokenizer.json cannot give the ids
+    of a SentencePiece model. The message names the model's option."""
     if tokenizer.file_name == TOKENIZER_JSON:
         files = {TOKENIZER_JSON: json.loads(tokenizer.model)}
         config = {**(tokenizer.config or {})}

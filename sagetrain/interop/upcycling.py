@@ -37,15 +37,9 @@ class _Copies(MixtureKeys):
 
 
 def upcycled(described: Described, number: int, per_token: int, where: str) -> Described:
-    """Return a dense model as a mixture of so many experts, so many of them a token.
-
-    Args:
-        where: the path of its config.json, for messages.
-
-    Raises:
-        ConfigError: the model has experts already, the numbers do not go together, or something of the model was not
-            proven with experts.
-    """
+    """Return a dense model as a mixture of so many experts, so many of them a token. `where` is the path of its
+    config.json, for messages. Raises ConfigError if the model has experts already, the numbers do not go together, or
+    something of the model was not proven with experts."""
     option, model, name = spelled("experts"), described.model, described.family.name
     if model.experts is not None:
         raise ConfigError(f"{where}: {name} has experts already: leave {option} out")
@@ -60,11 +54,7 @@ def upcycled(described: Described, number: int, per_token: int, where: str) -> D
 
 
 def check(cfg: RunConfig, where: str) -> None:
-    """Check that the mixture's model was proven.
-
-    Raises:
-        ConfigError: a size or a part of the model was not.
-    """
+    """Check that the mixture's model was proven. Raises ConfigError if a size or a part of the model was not."""
     for finding in rules.findings(cfg, Layout.of(cfg)):
         if finding.level == "error" and finding.key.startswith("model."):
             raise ConfigError(f"{where}: as a mixture ({spelled('experts')}) {finding}")

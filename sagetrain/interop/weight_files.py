@@ -34,15 +34,11 @@ class WeightFiles:
     """The tensors of a folder by name, whichever files they are in."""
 
     def __init__(self, folder: Path, named: str | None, report: Callable[[str], None]):
-        """Read the headers of all files.
+        """Read the headers of all files. Raises ConfigError if files are missing or contradict each other.
 
         Args:
-            folder: the Hugging Face folder.
             named: the file of weights, or the index, that config.json names (transformers_weights).
             report: gets messages about files and tensors that are passed over.
-
-        Raises:
-            ConfigError: files are missing or contradict each other.
         """
         self._folder = folder
         self._files: dict[str, str] = {}

@@ -92,14 +92,8 @@ _SAMPLES_SHOWN = 6
 
 
 def write_report(folders: Sequence[Path], output: Path) -> int:
-    """Write the page about these runs, in place of an older one.
-
-    Returns:
-        The size of the page in bytes.
-
-    Raises:
-        ConfigError: a folder is not the folder of a run.
-    """
+    """Write the page about these runs, in place of an older one, and return its bytes. Raises ConfigError if a folder
+    is not the folder of a run."""
     page = render(read_runs(folders)).encode(errors="backslashreplace")
     write_atomic(output, page)
     return len(page)

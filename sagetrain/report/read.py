@@ -64,11 +64,8 @@ class RunRecord:
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
-    """Read the runs in these folders. Their names are the shortest that tell them apart.
-
-    Raises:
-        ConfigError: a folder is not the folder of a run, or has no metrics yet.
-    """
+    """Read the runs in these folders. Their names are the shortest that tell them apart. Raises ConfigError if a folder
+    is not the folder of a run, or has no metrics yet."""
     return [_read(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
 
 

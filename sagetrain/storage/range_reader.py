@@ -14,10 +14,7 @@ _LEAST, _BLOCK = 1 << 20, 16 << 20
 
 class RangeReader:
     """A reader of one file. It keeps the block that it has read last, because small ranges mostly follow one another.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-    """
+    Raises FileNotFoundError if there is no such file."""
 
     def __init__(self, path: UrlPath) -> None:
         self._path, self._store = path, store_at(path.parent)

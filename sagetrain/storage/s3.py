@@ -212,11 +212,8 @@ def _behind(first: bytes, others: Iterator[bytes]) -> Iterator[bytes]:
 
 @lru_cache(maxsize=1)
 def _filesystem(process: int) -> Any:
-    """Return this process's connections. Those of a parent cannot be used.
-
-    Raises:
-        ConfigError: s3fs is not installed.
-    """
+    """Return this process's connections. Those of a parent cannot be used. Raises ConfigError if s3fs is not
+    installed."""
     try:
         from s3fs import S3FileSystem
     except ImportError as error:

@@ -63,12 +63,7 @@ Location = Path | UrlPath
 
 
 def checkpoints_of(run_dir: Path | str, run_url: str | None) -> Location:
-    """Return the folder of a run's checkpoints.
-
-    Args:
-        run_dir: training.run_dir.
-        run_url: training.run_url.
-    """
+    """Return the folder of a run's checkpoints, by training.run_dir and training.run_url."""
     return (UrlPath(run_url) if run_url else Path(run_dir)) / "checkpoints"
 
 
