@@ -38,6 +38,17 @@ def expected_fold(first: int, count: int, micro_batch_size: int, dp_size: int) -
     return fold(first + position, position // micro_batch_size % dp_size)
 
 
+@dataclass(frozen=True)
+class EndedPart:
+    """A part of a run that has ended (config/run_parts.py), whose sequences had a length of their own."""
+
+    steps: int
+    """The steps of the run up to its end."""
+    seq_length: int
+    order: str
+    """The fingerprint of the order of its samples."""
+
+
 @dataclass
 class Ledger:
     """The ledger of the samples that a run has consumed: a chain of SHA-256 over its steps.
@@ -51,11 +62,15 @@ class Ledger:
     `dropped` holds the numbers of the steps, from 1, whose samples were passed over without an update. Either the user
     asked for it (training.drop_steps), or a policy did (stability.spikes), or the update was given up when the run went
     back to an earlier checkpoint.
+
+    `ended` has the parts of the run before this one. Samples are counted in sequences of the present part: behind a
+    border, the first sample is the number of tokens seen divided by the new length.
     """
 
     head: str = ""
     segments: list[list[int]] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
+    ended: list[EndedPart] = field(default_factory=list)
 
     @property
     def steps(self) -> int:
@@ -64,26 +79,47 @@ class Ledger:
 
     @property
     def samples(self) -> int:
-        """The number of samples so far."""
+        """The number of samples so far, in sequences of the last segment's length."""
+        if self.ended:
+            first, count, times = self.segments[-1]
+            return first + count * times
         return sum(count * times for _, count, times in self.segments)
 
     def samples_of_steps(self) -> list[int]:
         """Return the number of samples of each step."""
         return [count for _, count, times in self.segments for _ in range(times)]
 
+    def last_tokens(self, seq_length: int) -> int:
+        """Return the tokens of the last step; 0 if there was none.
+
+        Args:
+            seq_length: the length of a sequence of the present part.
+        """
+        if self.ended and self.ended[-1].steps == self.steps:
+            seq_length = self.ended[-1].seq_length
+        return self.segments[-1][1] * seq_length if self.segments else 0
+
+    def begin_part(self, ended: EndedPart, order: str, seq_length: int) -> None:
+        """End the present part. The next one has samples of another length, in another order."""
+        self.head = hashlib.sha256(f"{self.head} {order} {seq_length}".encode()).hexdigest()
+        self.ended.append(ended)
+
     def add(self, first: int, count: int, dropped: bool = False) -> None:
         """Add one step over samples first .. first + count - 1."""
         entry = f"{self.head} {first} {count}{' dropped' if dropped else ''}"
         self.head = hashlib.sha256(entry.encode()).hexdigest()
-        if self.segments and self.segments[-1][1] == count:
-            self.segments[-1][2] += 1
+        last = self.segments[-1] if self.segments else [0, 0, 0]
+        if last[1] == count and last[0] + count * last[2] == first:
+            last[2] += 1
         else:
             self.segments.append([first, count, 1])
         if dropped:
             self.dropped.append(self.steps)
 
     @classmethod
-    def verified(cls, stored: Ledger | None, order: str, step: int, sequences: int, where: Location) -> Ledger:
+    def verified(
+        cls, stored: Ledger | None, order: str, step: int, sequences: int, where: Location, seq_length: int = 0
+    ) -> Ledger:
         """Check the ledger of a checkpoint and return it.
 
         Args:
@@ -91,6 +127,7 @@ class Ledger:
             step: the number of steps in the training state.
             sequences: the number of samples in the training state.
             where: the folder of the checkpoint, for messages.
+            seq_length: the length of a sequence of the part that wrote it, where the run has parts.
 
         Raises:
             CheckpointError: samples were skipped or seen twice, the steps or samples are not those of the training
@@ -99,8 +136,14 @@ class Ledger:
         what, way_out = f"{where}: its ledger of consumed samples", "restore another checkpoint of this run"
         if not (stored and stored.head):
             raise CheckpointError(f"{what} is missing; {way_out}, or choose another training.run_dir")
-        again, steps, samples, dropped = cls(order), 0, 0, set(stored.dropped)
+        orders = [*((part.seq_length, part.order) for part in stored.ended), (seq_length, order)]
+        again, steps, samples, dropped = cls(orders[0][1]), 0, 0, set(stored.dropped)
         for first, count, times in stored.segments:
+            number = len(again.ended)
+            if number < len(stored.ended) and (part := stored.ended[number]).steps == steps:
+                length, following = orders[number + 1]
+                samples = samples * part.seq_length // length
+                again.begin_part(part, following, length)
             if first != samples:
                 kind = "skips samples" if first > samples else "has seen twice samples"
                 low, high = sorted((first, samples))

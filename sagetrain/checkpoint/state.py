@@ -261,6 +261,8 @@ class RunState:
     def to_json(self) -> dict[str, Any]:
         """Return the state in the manifest's form. Its containers are new, so training does not change them."""
         tree: dict[str, Any] = {**_STATE.dump_python(self, by_alias=True), "identity": self.identity.to_json()}
+        if self.ledger and not self.ledger.ended:
+            del tree["ledger"]["ended"]
         if self.imported is None:
             del tree["imported"]
             return tree

@@ -75,6 +75,7 @@ def train(
             gc.disable()
             from sagetrain.interop.looks import looks_of
             from sagetrain.training.build_run import build
+            from sagetrain.training.part_by_part import train_parts
             from sagetrain.training.trainer import Trainer
 
             gc.freeze()
@@ -82,12 +83,11 @@ def train(
             if restarts := cfg.training.restarts:
                 _keep(restarts, 2 * cfg.training.timeout_minutes)
             looks = looks_of(cfg)
-            trainer = Trainer(build(cfg), findings, *looks)
+            train_parts(lambda stop: Trainer(build(cfg, stop=stop), findings, *looks))
         except (ConfigError, PermissionError) as error:
             if world_size > 1:
                 from sagetrain.cluster import preflight
 
                 preflight.stay_out(forbidden(error) if isinstance(error, PermissionError) else error)
             raise
-        trainer.train()
     leave_together()

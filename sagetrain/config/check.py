@@ -11,7 +11,8 @@ from sagetrain.config.earlier_run import MeasuredRun
 from sagetrain.config.errors import ConfigError, Finding
 from sagetrain.config.guidance import guidance
 from sagetrain.config.load import fallen_away, locations
-from sagetrain.config.rules import data, faults, fit, layout, linear, logging
+from sagetrain.config.rules import data, faults, fit, layout, linear, logging, run_parts
+from sagetrain.config.run_parts import parts, with_keys_of_stages
 from sagetrain.config.schema import RunConfig
 
 _ORDER = {"error": 0, "warning": 1, "info": 2}
@@ -43,17 +44,19 @@ def check(
         others: further findings that also need their place.
         tokens_given: whether a function gives the training tokens, so that data.train names no files.
     """
-    findings = [
-        *layout.launch(cfg, world_size),
-        *fit(cfg, world_size, vocab_size),
-        *linear.unreached(cfg),
-        *guidance(cfg, measured),
-        *data.findings(cfg, required=files, tokens_given=tokens_given),
-        *faults.findings(cfg),
-        *logging.findings(cfg, required=files),
-        *others,
-    ]
-    return placed(findings, path, overrides)
+    findings = [*run_parts.findings(cfg)]
+    for part in parts(cfg):
+        of_part = [
+            *layout.launch(part, world_size),
+            *fit(part, world_size, vocab_size),
+            *linear.unreached(part),
+            *guidance(part, measured),
+            *data.findings(part, required=files, tokens_given=tokens_given),
+            *faults.findings(part),
+            *logging.findings(part, required=files),
+        ]
+        findings += [each for each in with_keys_of_stages(of_part, part) if each not in findings]
+    return placed([*findings, *others], path, overrides)
 
 
 def placed(findings: Iterable[Finding], path: str | Path | None, overrides: Sequence[str]) -> list[Finding]:

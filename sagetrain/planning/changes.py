@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from sagetrain.config.layout import Layout
-from sagetrain.config.schema import NoiseAwareTokens, RampTokens, RunConfig
+from sagetrain.config.run_parts import lengths_of
+from sagetrain.config.schema import NoiseAwareTokens, RampTokens, RunConfig, StagedTokens
 
 
 def way(cfg: RunConfig, parallel: Mapping[str, object], micro: int) -> RunConfig:
@@ -30,7 +31,10 @@ def with_enough_tokens(cfg: RunConfig, world_size: int) -> RunConfig:
         for name in parents:
             place = place[int(name) if isinstance(place, list) else name]
         place[last] = -(-tokens // multiple) * multiple
-    return cfg.model_copy(update={"tokens_per_step": type(schedule).model_validate(tree)})
+    raised = type(schedule).model_validate(tree)
+    if isinstance(schedule, StagedTokens) and isinstance(raised, StagedTokens) and schedule.is_part:
+        raised = raised.part(schedule.own)
+    return cfg.model_copy(update={"tokens_per_step": raised})
 
 
 def raise_of(cfg: RunConfig, raised: RunConfig) -> float:
@@ -64,6 +68,10 @@ def overrides_to(cfg: RunConfig, chosen: RunConfig) -> list[str]:
         old, new = (getattr(getattr(c, section), name) for c in (cfg, chosen))
         if old != new:
             pairs[f"{section}.{name}"] = str(new).lower()
+    if (stages := lengths_of(cfg)) and (micro := pairs.get("data.micro_batch_size")):
+        if stages.own[0]:  # The run's own is that of its first stage.
+            del pairs["data.micro_batch_size"]
+        pairs.update({f"tokens_per_step.stages.{i}.micro_batch_size": micro for i in stages.own})
     old, new = cfg.tokens_per_step.named_tokens, chosen.tokens_per_step.named_tokens
     pairs.update({key: str(value) for key, value in new.items() if value != old[key]})
     return [f"{key}={value}" for key, value in pairs.items()]

@@ -14,6 +14,8 @@ from sagetrain.config.check import check, placed
 from sagetrain.config.earlier_run import MeasuredRun
 from sagetrain.config.errors import ConfigError, many
 from sagetrain.config.load import load_config
+from sagetrain.config.rules import run_parts
+from sagetrain.config.run_parts import begin_of, end_of, lengths_of, parts, with_keys_of_stages
 from sagetrain.config.schema import DataConfig, RunConfig
 from sagetrain.config.tokens_per_step import ScheduleStage, stages
 from sagetrain.costs.accounting import with_recomputation
@@ -82,6 +84,26 @@ def make_plan(
     path = None if isinstance(config, RunConfig) else config
     cfg = config if isinstance(config, RunConfig) else load_config(config, overrides)
     fetch_sources(cfg.data)
+    how = path, overrides, world_size, hardware, measured_tokens_per_second, measured
+    first, *later = (_of_part(part, *how) for part in parts(cfg))
+    if not later:
+        return first
+    every = [*placed(run_parts.findings(cfg), path, overrides), *first.findings]
+    for plan in later:
+        every += [finding for finding in plan.findings if finding not in every]
+    return replace(first, findings=placed(every, None, ()), later=tuple(later))
+
+
+def _of_part(
+    cfg: RunConfig,
+    path: str | Path | None,
+    overrides: Sequence[str],
+    world_size: int | None,
+    hardware: Hardware,
+    measured_tokens_per_second: float | None,
+    measured: MeasuredRun | None,
+) -> Plan:
+    """Make the plan of a part of a run (config/run_parts.py), with the arguments of make_plan."""
     asked, kept = inputs.as_continued(cfg)
     ranks = world_size or asked.parallel.world_size or 1
     tokenizer = known_tokenizer(asked.data)
@@ -99,7 +121,10 @@ def make_plan(
     chosen = None if refused & _NO_SCHEDULE else own
     proposed = None if refused & _NO_MODEL else propose(asked, ranks, vocab, hardware, span)
     fewest, larger = None, tuple[str, ...]()
-    if proposed is not None and not proposed:
+    if lengths_of(asked) and proposed is not None:
+        # All parts have the run's layout, so that none is proposed for one of them.
+        proposed = [own] if own and can_run(own, ranks, vocab, hardware) else []
+    elif proposed is not None and not proposed:
         fewest = fewest_gpus(asked, ranks, vocab, hardware)
         proposed = propose_smaller_states(asked, ranks, vocab, hardware, span)
         larger = tuple(_larger(asked, ranks, vocab, hardware, proposed, fewest))
@@ -125,7 +150,8 @@ def make_plan(
         larger=larger,
     )
     findings = [*(out_of_room(plan, own) if own else ()), *findings, *of_plan(plan)]
-    return replace(plan, findings=placed([with_way_out(finding, plan) for finding in findings], path, overrides))
+    named = with_keys_of_stages((with_way_out(finding, plan) for finding in findings), asked)
+    return replace(plan, findings=placed(named, path, overrides))
 
 
 def _settled(
@@ -141,7 +167,8 @@ def _settled(
 
 
 def _schedule(shown: PricedLayout) -> list[ScheduleStage]:
-    return stages(shown.cfg.tokens_per_step, shown.cfg.training.total_tokens, shown.layout.micro_step)
+    rows = stages(shown.cfg.tokens_per_step, shown.cfg.training.total_tokens, shown.layout.micro_step)
+    return [row for row in rows if begin_of(shown.cfg) <= row.from_tokens < end_of(shown.cfg)]
 
 
 def _larger(

@@ -47,6 +47,9 @@ class Plan:
     """The fewest GPUs on which some layout fits, where none does on these."""
     larger: tuple[str, ...] = ()
     """Sentences that say what would fit where no layout does with the optimizer as configured."""
+    later: tuple[Plan, ...] = ()
+    """The plans of the later parts of the run, where stages have sequences of their own length. All findings are those
+    of the first part's plan."""
 
     def __repr__(self) -> str:
         speed = f", {self.shown.prediction.tokens_per_second:,.0f} tokens/s predicted" if self.shown else ""

@@ -83,7 +83,11 @@ def show_plan(
     if plan.shown and plan.shown is not plan.chosen:
         words = " ".join(overrides_to(plan.configured, plan.cfg))
         print_text(console, f"The configuration does not run as it is: all figures below are of layout 1, {words}")
-    for table in [_brief_table(plan)] if brief else _tables(plan):
+    tables = [_brief_table(plan)] if brief else _tables(plan)
+    if plan.later:
+        print_line(console, "Figures are those of the first part of the run, but for the table of parts.")
+        tables.append(_parts_table([plan, *plan.later]))
+    for table in tables:
         console.print()
         print_table(console, table)
     if not brief:
@@ -102,7 +106,7 @@ def show_key_reference(console: Console, part: str = "") -> None:
     found = sorted((key for key in keys() if part in key.name), key=lambda key: not key.name.startswith(part))
     if not found:
         sections = dict.fromkeys(key.name.partition(".")[0] for key in keys())
-        names = {key.name.rpartition(".")[2]: key.name for key in keys()} | {name: name for name in sections}
+        names = {key.name.rpartition(".")[2]: key.name for key in reversed(keys())} | {name: name for name in sections}
         near = [names[name] for name in difflib.get_close_matches(part.rpartition(".")[2], names)]
         meant = f"did you mean {' or '.join(near)}? The" if near else "the"
         raise ConfigError(f"--keys {part}: no key has this in its name; {meant} sections are {', '.join(sections)}")
@@ -280,6 +284,23 @@ def _schedule_table(plan: Plan) -> Table:
     return Table("Schedule", columns, rows, numbers=columns)
 
 
+def _parts_table(every: Sequence[Plan]) -> Table:
+    """Return the table of the parts of a run whose stages have sequences of their own length."""
+    numbers = "from token", "sequences", "steps", "memory per rank", "tokens/s", "time"
+    rows = []
+    for plan in every:
+        data, steps = plan.cfg.data, _length(plan.schedule)[0] if plan.schedule else 0
+        speed = ("", "")
+        if plan.shown and plan.schedule:
+            rate = f"{plan.shown.prediction.tokens_per_second:,.0f}"
+            speed = rate, _duration(_length(plan.schedule)[1], plan.shown.prediction)
+        memory = size(total_bytes(plan.memory)) if plan.memory else ""
+        begin = f"{plan.schedule[0].from_tokens:,}" if plan.schedule else "never"
+        sequences = f"{data.micro_batch_size} x {data.seq_length:,}"
+        rows.append((begin, sequences, f"{steps:,}", memory, *speed))
+    return Table("Parts of the run", numbers, rows, numbers=numbers)
+
+
 def _bounds_table(cfg: RunConfig, schedule: NoiseAwareTokens, micro_step: int) -> Table:
     """Return the table of a schedule whose tokens per step are not known yet."""
     numbers = ("tokens per step", "micro-steps", "steps, if all were so")
@@ -361,8 +382,7 @@ def _scaled_lrs(cfg: RunConfig) -> str:
 
 def _length(stages: list[ScheduleStage]) -> tuple[int, int]:
     """Return the number of steps and of tokens of the run."""
-    last = stages[-1]
-    return sum(stage.steps for stage in stages), last.from_tokens + last.steps * last.tokens_per_step
+    return sum(stage.steps for stage in stages), sum(stage.steps * stage.tokens_per_step for stage in stages)
 
 
 def _lr(cfg: RunConfig, tokens_seen: int, tokens_per_step: int) -> float:

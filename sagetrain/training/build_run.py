@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -38,6 +39,7 @@ from sagetrain.config.errors import ConfigError
 from sagetrain.config.layout import Layout
 from sagetrain.config.load import dump_config
 from sagetrain.config.rules.prepared import TEXT_PREFIX, chat_templates, prepared, text_prefixes
+from sagetrain.config.run_parts import parts
 from sagetrain.config.schema import RunConfig
 from sagetrain.config.tokens_per_step import tokens_per_step
 from sagetrain.costs.accounting import overlaps
@@ -64,7 +66,7 @@ from sagetrain.training.loss import GuardedLoss, name_of
 from sagetrain.training.out_of_memory import memory_explained, record_allocations
 from sagetrain.training.perturb import perturb
 from sagetrain.training.reporter import Reporter
-from sagetrain.training.resume import announce, check, restore
+from sagetrain.training.resume import announce, check_part, restore
 from sagetrain.training.run import CheckedFiles, Meeting, Resumed, Run
 from sagetrain.training.start_line import start_lines
 from sagetrain.training.start_times import StartTimes, born
@@ -78,8 +80,9 @@ def build(
     hears: Callable[[str], None] | None = None,
     tokens: SampleFunction | None = None,
     loss: OwnLoss | None = None,
+    stop: StopSignal | None = None,
 ) -> Run:
-    """Build a run on this rank; collective.
+    """Build a run, or the part of a run that is next (config/run_parts.py), on this rank; collective.
 
     Args:
         cfg: the configuration of the run.
@@ -88,6 +91,7 @@ def build(
         hears: gets the lines for people on rank 0. None: the lines go to stderr.
         tokens: the user's source of training tokens. None: the token files of data.train.
         loss: the user's loss. None: the cross-entropy.
+        stop: the signals that the part before has listened to.
 
     Raises:
         ConfigError: files, settings or hosts do not allow the run.
@@ -97,10 +101,10 @@ def build(
     # In a program that continues, the run begins here.
     times = StartTimes(born() if own_process else time.time())
     times.ended("imports and settings")
-    files = check_files(cfg, tokens, loss)
+    files = check_parts(cfg, tokens, loss)
     times.ended("files checked")
     try:
-        return _built(cfg, files, times, own_process, hears)
+        return _built(cfg, files, times, own_process, hears, stop)
     except BaseException:
         files.folder.release()
         raise
@@ -112,16 +116,18 @@ def _built(
     times: StartTimes,
     own_process: bool,
     hears: Callable[[str], None] | None,
+    stop: StopSignal | None,
 ) -> Run:
     """Run the acts that follow the first one, and note how long each took; collective."""
-    met = meet(cfg, files, own_process, hears)
+    met = meet(cfg, files, own_process, hears, stop)
+    cfg, files = parts(cfg)[met.part], files.part(met.part)
     times.ended("ranks met")
     if cfg.profile is not None:
         record_allocations(met.device)
     with memory_explained(cfg, files.vocab_size):
         settled = settle(
             cfg,
-            Kept.by(met.checkpoint) if met.checkpoint else None,
+            Kept.by(met.checkpoint) if met.checkpoint and not met.begins_part else None,
             files.train,
             met.groups,
             compiled=compiles(cfg, met.device),
@@ -145,6 +151,18 @@ def _built(
 
 
 # -- 1. check files ----------------------------------------------------------------------------------------------------
+
+
+def check_parts(cfg: RunConfig, tokens: SampleFunction | None = None, loss: OwnLoss | None = None) -> CheckedFiles:
+    """Do what check_files does for each part of a run. They share the run's folder."""
+    every = parts(cfg)
+    if every[1:] and (tokens or loss):
+        raise ConfigError(
+            f"tokens_per_step.stages with a seq_length were not tried with {'tokens' if tokens else 'a loss'} of your "
+            "own: train a run for each length (training.init_from)"
+        )
+    first, *later = (check_files(part, tokens, loss) for part in every)
+    return replace(first, later=tuple(replace(files, folder=first.folder) for files in later)) if later else first
 
 
 def check_files(cfg: RunConfig, tokens: SampleFunction | None = None, loss: OwnLoss | None = None) -> CheckedFiles:
@@ -227,14 +245,18 @@ def check_host_memory(cfg: RunConfig, vocab_size: int) -> None:
 
 
 def meet(
-    cfg: RunConfig, files: CheckedFiles, own_process: bool = True, hears: Callable[[str], None] | None = None
+    cfg: RunConfig,
+    files: CheckedFiles,
+    own_process: bool = True,
+    hears: Callable[[str], None] | None = None,
+    stop: StopSignal | None = None,
 ) -> Meeting:
     """Join the other ranks, check that all hosts have the same inputs, and find the checkpoint to continue from;
     collective.
 
     Args:
         own_process: see `build`.
-        hears: see `build`.
+        hears: see `build`, as for `stop`.
 
     Raises:
         ConfigError: hosts differ or do not come, or the checkpoint is of another run.
@@ -244,7 +266,7 @@ def meet(
     if cfg.stability.replay.every_steps:
         # torch refuses deterministic products without it, and cuBLAS reads it when it is first used.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    stop, folder, parallel = StopSignal(own_process), files.folder, cfg.parallel
+    stop, folder, parallel = stop or StopSignal(own_process), files.folder, cfg.parallel
     patience, rank = cfg.training.timeout_minutes, int(os.environ.get("RANK", "0"))
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     watchdog = Watchdog(folder.stacks, rank, 60 * patience, ranks, own_process)
@@ -275,11 +297,9 @@ def meet(
     step = on_disk.step_of(checkpoint) if checkpoint else 0
     copies, copied = _copies(cfg, folder, groups, reporter, step, damaged)
     checkpoint = copied or checkpoint
-    if checkpoint is not None:
-        check(checkpoint, cfg, files.identity, hashes)
-    return Meeting(
-        device, groups, hashes, checkpoint, damaged, stop, watchdog, reporter, step, copies, copied is not None
-    )
+    part = check_part(checkpoint, cfg, files, hashes) if checkpoint else (0, False)
+    found = device, groups, hashes, checkpoint, damaged, stop, watchdog, reporter, step, copies, copied is not None
+    return Meeting(*found, *part)
 
 
 def _copies(

@@ -20,6 +20,7 @@ from sagetrain.checkpoint.ledger import TrainState, left_out
 from sagetrain.cluster.run_folder import RunFolder
 from sagetrain.config.earlier_run import critical_in_words, critical_tokens, margin_of, ratios_of
 from sagetrain.config.errors import ConfigError, TrainingError
+from sagetrain.config.run_parts import end_of
 from sagetrain.config.schema import NoiseAwareTokens, RunConfig
 from sagetrain.config.tokens_per_step import tokens_per_step
 from sagetrain.data.batch import Batch
@@ -145,8 +146,8 @@ class Controllers:
 
     def tokens_ahead(self, tokens: int) -> int | None:
         """Return the tokens of the step that follows the next one, so that its data can be prepared. The next step ends
-        at `tokens`. Return None if the run ends there."""
-        if tokens >= self._cfg.training.total_tokens:
+        at `tokens`. Return None if the run, or a part of it, ends there."""
+        if tokens >= end_of(self._cfg):
             return None
         return self._aware.following if self._aware else tokens_per_step(self._cfg.tokens_per_step, tokens)
 

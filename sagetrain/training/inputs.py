@@ -18,6 +18,7 @@ from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.errors import ConfigError, Finding
 from sagetrain.config.layout import Layout
 from sagetrain.config.rules.findings import About
+from sagetrain.config.run_parts import begin_of, part_at, run_of
 from sagetrain.config.schema import DataSource, RunConfig
 from sagetrain.costs.accounting import checkpoint_bytes
 from sagetrain.data.tokenizer import INSIDE, LEAVE_OUT, Tokenizer
@@ -382,6 +383,10 @@ def _resume(
     yield from (About("damaged_checkpoint", key, value).warning(each, "") for each in said)
     if folder is None:
         return
+    run = run_of(cfg)
+    wrote, _ = resume.parts_of(on_disk.read_state(folder), run)
+    if wrote != part_at(run, begin_of(cfg)):
+        return  # Another part of the run has to fit to this checkpoint.
     small = stream is not None and stream.num_tokens <= _READ_TOKENS
     files = verify.verify({"data.train": stream}, deep=False, say=said.append) if stream and small else {}
     files = {name: digest[: preflight.SHOWN] for name, digest in files.items()}
@@ -391,7 +396,8 @@ def _resume(
     state = reader.state
     reading.check_shapes(reader, _shapes(cfg, state.identity.vocab_size))
     if stream:
-        Ledger.verified(state.ledger, stream.fingerprint, state.step, state.sequences, folder)
+        length = state.identity.seq_length
+        Ledger.verified(state.ledger, stream.fingerprint, state.step, state.sequences, folder, length)
     changed = resume.changed(cfg, folder)
     tokens, total = state.tokens, cfg.training.total_tokens
     more = f"; changed since: {'; '.join(changed)}" if changed else ""

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from sagetrain.cluster import preflight
-from sagetrain.cluster.guard import alone
+from sagetrain.cluster.guard import StopSignal, alone
 from sagetrain.cluster.join import end_distributed
 from sagetrain.cluster.launcher import launched
 from sagetrain.config.check import accept
@@ -26,6 +26,7 @@ from sagetrain.parallel.cross_entropy import OwnLoss, is_by_sequence
 from sagetrain.training.build_run import build
 from sagetrain.training.callbacks import Callback, Latest, Position
 from sagetrain.training.loss import name_of, try_out
+from sagetrain.training.part_by_part import train_parts
 from sagetrain.training.trainer import Trainer
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -114,9 +115,12 @@ def _trained(
     variables = {name: os.environ.get(name) for name in _VARIABLES}
     try:
         looks = looks_of(cfg)  # It may refuse the tasks, so it comes before ranks wait for each other.
-        run = build(cfg, own_process=own_process, hears=say, tokens=tokens, loss=loss)
-        trainer = Trainer(run, findings, *looks, [*callbacks, latest])
-        finished = trainer.train()
+
+        def trainer_of(stop: StopSignal | None) -> Trainer:
+            run = build(cfg, own_process=own_process, hears=say, tokens=tokens, loss=loss, stop=stop)
+            return Trainer(run, findings, *looks, [*callbacks, latest])
+
+        trainer, finished = train_parts(trainer_of)
         metrics = latest.everywhere()
     finally:
         # The process group has this process as its only member.

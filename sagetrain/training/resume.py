@@ -8,14 +8,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from sagetrain.checkpoint import reading
-from sagetrain.checkpoint.ledger import Ledger, TrainState
+from sagetrain.checkpoint import on_disk, reading
+from sagetrain.checkpoint.ledger import EndedPart, Ledger, TrainState
 from sagetrain.checkpoint.reading import Reader
 from sagetrain.checkpoint.state import Identity, RunState
 from sagetrain.cluster.run_folder import changed_settings
 from sagetrain.config.errors import ConfigError
 from sagetrain.config.load import flat, saved_config
 from sagetrain.config.rules.data import ORDER
+from sagetrain.config.run_parts import lengths_of, part_at, parts
 from sagetrain.config.schema import DataSource, LinearConfig, LrScheduleConfig, OptimizerConfig, RunConfig, Section
 from sagetrain.config.tokens_per_step import change_at_resume, tokens_per_step
 from sagetrain.data import verify
@@ -25,6 +26,15 @@ from sagetrain.storage.url_path import Location
 from sagetrain.training.init_from import differences, same_optimizer
 from sagetrain.training.lr_schedule import learning_rate
 from sagetrain.training.perturb import perturb
+from sagetrain.training.run import CheckedFiles
+
+
+def check_part(folder: Location, cfg: RunConfig, files: CheckedFiles, hashes: dict[str, str]) -> tuple[int, bool]:
+    """Check that a run may continue from a checkpoint, as `check` does. Return the number of the part of the run that
+    continues, and whether it begins there (config/run_parts.py)."""
+    wrote, part = parts_of(on_disk.read_state(folder), cfg)
+    check(folder, parts(cfg)[wrote], files.part(wrote).identity, hashes)
+    return part, wrote != part
 
 
 def check(
@@ -136,8 +146,12 @@ def changed(cfg: RunConfig, folder: Location) -> list[str]:
 
 def last_step(state: RunState, cfg: RunConfig) -> int:
     """Return the tokens of the last step before a checkpoint; 0 if there was none."""
-    segments = state.ledger.segments if state.ledger else []
-    return segments[-1][1] * cfg.data.seq_length if segments else 0
+    return state.ledger.last_tokens(state.identity.seq_length or cfg.data.seq_length) if state.ledger else 0
+
+
+def parts_of(state: RunState, cfg: RunConfig) -> tuple[int, int]:
+    """Return the number of the part of a run that wrote a checkpoint, and of the part that continues from it."""
+    return part_at(cfg, state.tokens - last_step(state, cfg)), part_at(cfg, state.tokens)
 
 
 def learning_rate_jump(cfg: RunConfig, folder: Location, tokens: int, last: int) -> tuple[str, str] | None:
@@ -194,7 +208,18 @@ def restore(reader: Reader, engine: Engine, order: str, cfg: RunConfig) -> Train
         CheckpointError: the checkpoint's ledger is not that of a run.
     """
     state = reader.state
-    ledger = Ledger.verified(state.ledger, order, state.step, state.sequences, reader.folder)
+    written, length, sequences = state.identity, cfg.data.seq_length, state.sequences
+    begins = bool(lengths_of(cfg)) and written.seq_length != length  # This part of the run begins here.
+    order_then = order if not begins or written.order is None else written.order
+    ledger = Ledger.verified(state.ledger, order_then, state.step, sequences, reader.folder, written.seq_length)
+    if begins:
+        sequences, rest = divmod(state.tokens, length)
+        if rest:
+            raise ConfigError(
+                f"{reader.folder}: {state.tokens:,} tokens are no multiple of {length:,}, the seq_length of the stage "
+                "of tokens_per_step that begins here; give it one that divides them"
+            )
+        ledger.begin_part(EndedPart(state.step, written.seq_length, order_then), order, length)
     same, perturbed = same_optimizer(reader, cfg), cfg.training.perturb
     reading.load_engine(reader, engine, state.optimizer_steps if same else 0, moments=same)
     rng = reader.rng(dist.get_rank())
@@ -203,4 +228,4 @@ def restore(reader: Reader, engine: Engine, order: str, cfg: RunConfig) -> Train
     if perturbed:
         before = saved_config(reader.folder / "config.yaml")["training"]
         perturb(engine, perturbed if perturbed != before.get("perturb") else 0)
-    return TrainState(state.step, state.tokens, state.sequences, ledger, state.controllers)
+    return TrainState(state.step, state.tokens, sequences, ledger, state.controllers)

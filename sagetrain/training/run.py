@@ -52,6 +52,12 @@ class CheckedFiles:
     """The user's loss, guarded. None: the cross-entropy."""
     failures: Failures = field(default_factory=Failures)
     """The errors of the user's functions."""
+    later: tuple[CheckedFiles, ...] = ()
+    """The files as the later parts of the run read them (config/run_parts.py)."""
+
+    def part(self, number: int) -> CheckedFiles:
+        """Return the files as a part of the run reads them."""
+        return (self, *self.later)[number]
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,10 @@ class Meeting:
     """The copies of checkpoint.in_memory_every."""
     from_memory: bool = False
     """Whether `checkpoint` is such a copy."""
+    part: int = 0
+    """The number of the part of the run that begins or continues (config/run_parts.py)."""
+    begins_part: bool = False
+    """Whether the part before wrote `checkpoint`."""
 
     @property
     def main(self) -> bool:

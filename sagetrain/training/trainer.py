@@ -26,6 +26,7 @@ from sagetrain.cluster.lifeline import lifeline
 from sagetrain.config.arithmetic import checkpoint_tokens, padded_vocab_size
 from sagetrain.config.errors import CheckpointError, Finding, TrainingError, many
 from sagetrain.config.load import dump_config
+from sagetrain.config.run_parts import end_of, lengths_of
 from sagetrain.costs.accounting import flops_per_token
 from sagetrain.data.batch import Batch, Sample, batch_of
 from sagetrain.engines.protocol import Engine, Observers, StepResult
@@ -56,7 +57,7 @@ continuation."""
 
 
 class Trainer:
-    """The training loop of one run on this rank.
+    """The training loop of one run, or of a part of it, on this rank.
 
     Args:
         findings: the findings that are written to the run folder.
@@ -81,6 +82,8 @@ class Trainer:
         self._callbacks = Callbacks(self._listeners(), callbacks, self._failures)
         # A run that continues from copies in memory saves after its first step.
         self._saved_step, self._waited, self._owes = run.met.saved_step, False, run.met.from_memory
+        self.goes_on: bool = False
+        """Whether `train` has ended because another part of the run follows (config/run_parts.py)."""
         self._copying = Copying(run)
         # Writing the YAML takes as long as a small training step, and training stands still at each save.
         self._config_text = dump_config(run.settled.asked)
@@ -141,13 +144,13 @@ class Trainer:
 
     def _loop(self) -> tuple[bool, bool]:
         """Make all steps and measurements. Return whether the run was stopped, and whether it is finished."""
-        run, cfg, total = self.run, self.cfg, self.cfg.training.total_tokens
+        run, cfg, total, until = self.run, self.cfg, self.cfg.training.total_tokens, end_of(self.cfg)
         every_save = checkpoint_tokens(cfg)
         self._open()
         say_differences(run)
         first, left = self.state.step, self._look(self._left_to_look())
         stopped = bool(left)
-        while self.state.tokens < total and not stopped:
+        while self.state.tokens < until and not stopped:
             before = self.state.tokens
             size = run.controllers.tokens_of_step(before)
             if self.state.step + 1 in cfg.training.drop_steps:
@@ -165,14 +168,14 @@ class Trainer:
                 self._reporter.started(state, first, run.times)
                 gc.collect()
                 # In a program that continues, the run would be frozen as well, and never give its memory back.
-                if self._watchdog.watches:
+                if self._watchdog.watches and until == total:
                     gc.freeze()
                 with self._reporter.off_the_clock():
                     run.saver.pin()
             due = self._due(before, state.tokens)
             left = due if stopped else self._look(due)
             stopped = stopped or bool(left)
-            running = state.tokens < total and not stopped
+            running = state.tokens < until and not stopped
             saves = running and (self._owes or _crossed(before, state.tokens, every_save))
             if (stopped or saves) and self._saved_step != state.step:
                 with self._reporter.off_the_clock():
@@ -180,7 +183,8 @@ class Trainer:
                     if not self._owes:
                         self.save()
         finished = self.state.tokens >= total and not left
-        if (finished or stopped) and self._saved_step != self.state.step:
+        self.goes_on = self.state.tokens >= until and not (finished or stopped)
+        if (finished or stopped or self.goes_on) and self._saved_step != self.state.step:
             self.save()
         run.saver.wait()
         self._copying.end()
@@ -212,9 +216,13 @@ class Trainer:
         if self.state.step:
             ranks, changed = dist.get_world_size(), run.resumed.changed
             text = f"resumed at {self.state.tokens:,} tokens with {many(ranks, 'rank')}"
-            text += f"; changed: {'; '.join(changed)}" if changed else ""
+            text += f"; changed: {'; '.join(changed)}" * bool(changed)
             event = Event("resume", text, {"ranks": ranks, "changed": changed})
             self._reporter.event(self.state, event, say=False)
+        if lengths_of(cfg):
+            length, end = cfg.data.seq_length, end_of(cfg)
+            text = f"sequences of {length:,} tokens up to {end:,} tokens, in training and in data.valid"
+            self._reporter.event(self.state, Event("sequences", text, {"seq_length": length}))
 
     def _finish(self, stopped: bool, finished: bool) -> None:
         run, state, total = self.run, self.state, self.cfg.training.total_tokens
@@ -224,7 +232,9 @@ class Trainer:
             asked = run.met.stop.name or ("an error" if self._failures.text else "another rank")
             why = f"stopped by {asked}" if stopped else "finished"
             where = f"{why} at step {state.step}, {state.tokens:,}"
-            if finished:
+            if self.goes_on:
+                self._say(f"step {state.step}: a part of the run ends, at {state.tokens:,} tokens")
+            elif finished:
                 over = "" if state.tokens == total else f": whole steps for training.total_tokens {total:,}"
                 self._say(f"{where} tokens{over}")
             else:
@@ -277,6 +287,8 @@ class Trainer:
                 self.save()
             return result.stop
         state.advance(size, cfg.data.seq_length)
+        if lengths_of(cfg):
+            result.metrics["train/seq_length"] = float(cfg.data.seq_length)
         events = run.controllers.taken(state, size, result)
         self._reporter.step(state, result, size, lr)
         for event in events:
@@ -375,7 +387,7 @@ class Trainer:
         """Return the measurements that a continued run has still to make, because a signal came before them."""
         if not self.state.step:
             return []
-        last = self.state.ledger.segments[-1][1] * self.cfg.data.seq_length
+        last = self.state.ledger.last_tokens(self.cfg.data.seq_length)
         due = self._due(self.state.tokens - last, self.state.tokens)
         there = names_at(self.run.files.folder.path, self.state.step) if self.run.met.main and due else ()
         lacking = [not any(name.startswith(each) for name in there) for each in due]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import yaml
 
 import sagetrain
 from on_gpu import needs_gpu, world_of_one  # noqa: F401
+from sagetrain.corpus.token_writer import TokenFileWriter
 
 pytestmark = [*needs_gpu(), pytest.mark.usefixtures("world_of_one")]
 SEQ, VOCAB, STEP = 256, 512, 8 * 256
@@ -66,3 +68,38 @@ def test_a_run_learns_saves_and_goes_on(engine: str, compiled: str, tmp_path: Pa
     assert sorted(losses.of_steps) == list(range(1, 25))
     first, *_, before, _, _, _, after = losses.of_steps.values()
     assert before < first - 1 and after < before + 0.2
+
+
+@pytest.mark.long
+def test_parts_with_longer_sequences_are_compiled_and_recorded_anew(tmp_path: Path) -> None:
+    """The second part begins in this process, and once more in a run that is continued at the border."""
+    config, writer = write_config(tmp_path, "fsdp", "on"), TokenFileWriter(tmp_path / "train").begin(VOCAB)
+    writer.add(np.concatenate([random_walk(index) for index in range(128)]).astype(np.uint16), np.full(128, SEQ + 1))
+    writer.finish()
+    writer.publish({})
+    (tmp_path / "train.json").unlink()  # Files from elsewhere need no tokenizer.
+    short = {"from_tokens": 0, "tokens": STEP, "seq_length": SEQ, "micro_batch_size": 4}
+    scaling = {"type": "yarn", "factor": 2.0, "original_seq_length": SEQ}
+    longer = {
+        "from_tokens": 6 * STEP,
+        "tokens": STEP,
+        "seq_length": 2 * SEQ,
+        "micro_batch_size": 2,
+        "rope_scaling": scaling,
+    }
+    changes = {
+        "tokens_per_step": {"schedule": "stages", "stages": [short, longer]},
+        "data.train.0.path": str(tmp_path / "train"),
+        "training.total_tokens": 10 * STEP,
+        "checkpoint.every_tokens": 2 * STEP,
+        "checkpoint.keep_last": 9,
+    }
+    losses, again = Losses(), Losses()
+    assert sagetrain.train(config, changes, callbacks=[losses]).finished
+    assert list(losses.of_steps) == list(range(1, 11))
+    assert (tmp_path / "run/log.txt").read_text().count("  micro-steps ") == 2
+    for step in (8, 10):
+        shutil.rmtree(tmp_path / f"run/checkpoints/step-{step:08d}")
+    assert sagetrain.train(config, changes, callbacks=[again]).finished
+    expected = [losses.of_steps[step] for step in range(7, 11)]
+    assert [*again.of_steps.values()] == pytest.approx(expected, abs=0.02)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from typing import Annotated, Literal, Union
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, PrivateAttr
 
 from sagetrain.config.sections.base import Fraction, Section
+from sagetrain.config.sections.model import RopeScaling
 
 
 class ConstantTokens(Section):
@@ -57,6 +58,14 @@ class Stage(Section):
     """Tokens seen at which this stage begins; the first stage begins at 0."""
     tokens: PositiveInt
     """Tokens per optimizer step in this stage."""
+    seq_length: PositiveInt | None = None
+    """Tokens of one training sequence in this stage. If one stage has it, all have it, with micro_batch_size. Default:
+    data.seq_length in all stages."""
+    micro_batch_size: PositiveInt | None = None
+    """Sequences one rank processes at once in this stage. Goes with seq_length."""
+    rope_scaling: RopeScaling | None = None
+    """Extension of the rotary frequencies in this stage, in the place of model.rope_scaling. Goes with seq_length.
+    Default: none."""
 
 
 class StagedTokens(Section):
@@ -65,10 +74,28 @@ class StagedTokens(Section):
     schedule: Literal["stages"]
     stages: Annotated[list[Stage], Field(min_length=1)]
     """Stages in increasing order of from_tokens."""
+    _own: range | None = PrivateAttr(None)
+
+    @property
+    def own(self) -> range:
+        """The places of the stages that this part of a run has (config/run_parts.py); all stages, if it is the run."""
+        return range(len(self.stages)) if self._own is None else self._own
+
+    @property
+    def is_part(self) -> bool:
+        """Whether this is the schedule of a part of a run."""
+        return self._own is not None
+
+    def part(self, own: range | None) -> StagedTokens:
+        """Return the schedule of the part of the run that has these stages; None: of the whole run. It still has all
+        others, too."""
+        made = self.model_copy()
+        made._own = own
+        return made
 
     @property
     def named_tokens(self) -> dict[str, int]:
-        return {f"tokens_per_step.stages.{i}.tokens": stage.tokens for i, stage in enumerate(self.stages)}
+        return {f"tokens_per_step.stages.{i}.tokens": self.stages[i].tokens for i in self.own}
 
 
 class NoiseAwareTokens(Section):
