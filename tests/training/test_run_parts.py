@@ -120,7 +120,7 @@ def test_layouts_go_on_alike(tmp_path, corpus, whole) -> None:
         assert len(final_tensors(tmp_path / name, STEPS)) > 0
 
 
-def test_another_length_in_a_stage_that_is_over_is_another_run(tmp_path, corpus, whole) -> None:
+def test_another_length_of_an_ended_stage_is_another_run(tmp_path, corpus, whole) -> None:
     stages = [{**STAGES[0], "seq_length": 16}, STAGES[1]]
     path = config(tmp_path, corpus, "other", stages)
     changed = yaml.safe_load(path.read_text())
