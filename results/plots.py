@@ -352,7 +352,7 @@ def graphs(figure: Figure) -> None:
 
 
 def muon_loss(figure: Figure) -> None:
-    rows, panel = [row for row in tables("muon-loss")[0] if row["seeds"] == "1"], figure.subplots()
+    rows, panel = tables("muon-loss")[0], figure.subplots()
     names = [row["tuned"].replace(", ", ",\n") for row in rows]
     paired(
         panel,
