@@ -68,6 +68,11 @@ def _verdict(search: Halving, found: Flatness | None, last: Round, margin: float
         beyond = f"the best one may lie beyond; widen {search.low:g}:{search.high:g}"
         return f"{words}: it is the {edge} value of the range, so {beyond}"
     if found.within is None:
+        low, high = min(means), max(means)
+        if found.best in (low, high):
+            edge = "lowest" if found.best == low else "highest"
+            words += f": it is the {edge} value of the last round, so the best one may lie beyond"
+            return f"{words}; search on with --tune {search.key}={found.best / 2:g}:{found.best * 2:g}"
         return f"{words}. No parabola through the last round has its lowest point there, so no range is given"
     low, high = found.within
     words += (

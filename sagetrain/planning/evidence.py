@@ -76,6 +76,9 @@ _TUNED = (
 RANKS = 4
 """Number of GPUs of the largest recorded run, all in one host."""
 
+NARROWEST = 1024
+"""The smallest model.hidden_size of a recorded run."""
+
 
 @dataclass(frozen=True)
 class Evidence:
@@ -130,6 +133,10 @@ def evidence(cfg: RunConfig, prediction: StepPrediction, hardware: Hardware) -> 
 def _used(cfg: RunConfig, prediction: StepPrediction) -> Iterator[str]:
     """Yield those features of a run that have rates of their own, by the names in MARGINS."""
     yield prediction.attention_backend
+    if cfg.model.hidden_size < NARROWEST:
+        yield f"model.hidden_size below {NARROWEST}"
+    if cfg.training.dtype == "fp32":
+        yield "training.dtype fp32"
     if cfg.parallel.offload != "none":
         yield "all in the host's memory" if cfg.parallel.offload == "all" else "state in the host's memory"
     if cfg.training.activation_offload:
@@ -161,10 +168,11 @@ def tuned(cfg: RunConfig, parameters: int) -> str:
     near = min(_TUNED, key=lambda each: abs(math.log(parameters / each.parameters)))
     at = f"{near.parameters / 1e6:.0f}M parameters and {near.tokens / 1e6:.0f}M tokens ({near.page})"
     larger, longer = parameters / near.parameters, cfg.training.total_tokens / near.tokens
-    if max(larger, 1 / larger, longer, 1 / longer) < 2:
+    far = [name for name, ratio in (("size", larger), ("length", longer)) if not 0.5 < ratio < 2]
+    if not far:
         return f"{near.what}, at {at}"
-    size, length = (f"{ratio:,.{0 if ratio >= 10 else 1}f}" for ratio in (larger, longer))
+    size, length = (f"{ratio:,.0f}" if ratio >= 10 else f"{ratio:.2g}" for ratio in (larger, longer))
     return (
-        f"nothing at this size; nearest: {near.what}, at {at}. This run has {size} times the parameters and {length} "
-        "times the tokens"
+        f"nothing at this {' and '.join(far)}; nearest: {near.what}, at {at}. This run has {size} times the parameters "
+        f"and {length} times the tokens"
     )

@@ -30,10 +30,10 @@ from sagetrain.costs.hardware import H200, Hardware
 from sagetrain.costs.stages import blocks_of_chunks
 from sagetrain.data.open_files import files_of_rank_0
 from sagetrain.planning.changes import overrides_to
-from sagetrain.planning.evidence import tuned
+from sagetrain.planning.evidence import evidence, tuned
 from sagetrain.planning.plan import make_plan
 from sagetrain.planning.prediction import StepPrediction
-from sagetrain.planning.priced import usable_memory
+from sagetrain.planning.priced import PricedLayout, usable_memory
 from sagetrain.planning.result import Plan
 from sagetrain.planning.sampling import sample_seconds
 from sagetrain.planning.speed_tables import communication_table, proposal_table, step_table
@@ -147,7 +147,7 @@ def _tables(plan: Plan) -> list[Table]:
     if plan.host_memory:
         tables.append(_memory_table(plan.host_memory, "Host memory per rank, estimated", "not measured"))
     if plan.shown:
-        tables += [_schedule_table(plan), _run_table(plan, plan.shown.prediction)]
+        tables += [_schedule_table(plan), _run_table(plan, plan.shown)]
         tables += [step_table(plan, plan.shown), communication_table(plan.shown.prediction, plan.name)]
     return tables
 
@@ -171,7 +171,10 @@ def _brief_table(plan: Plan) -> Table:
         per_step = " to ".join(f"{tokens:,}" for tokens in sorted({min(sizes), max(sizes)}))
         count = f"steps of {per_step} tokens, decided while training" if decided else f"{steps:,} of {per_step} tokens"
         rows.append(("steps", f"{count}, {trained:,} in all"))
-        rows.append(("speed", _speed(plan.shown.prediction) + f": {_duration(trained, plan.shown.prediction)}"))
+        behind = evidence(plan.shown.cfg, plan.shown.prediction, plan.hardware)
+        note = f". {behind.explained(plan.hardware.name)}" if behind.missing else ""
+        speed = f"{behind.mark}{_speed(plan.shown.prediction)}: {_duration(trained, plan.shown.prediction)}{note}"
+        rows.append(("speed", speed))
     if plan.proposed:
         best = plan.proposed[0]
         words = " ".join(overrides_to(plan.configured, best.cfg))
@@ -316,9 +319,9 @@ def _bounds_table(cfg: RunConfig, schedule: NoiseAwareTokens, micro_step: int) -
     return Table("Schedule, decided while training", ("", *numbers), rows, numbers=numbers, caption=caption)
 
 
-def _run_table(plan: Plan, prediction: StepPrediction) -> Table:
-    cfg, (steps, trained) = plan.cfg, _length(plan.schedule)
-    flops = prediction.flops_per_token * trained
+def _run_table(plan: Plan, shown: PricedLayout) -> Table:
+    cfg, prediction, (steps, trained) = plan.cfg, shown.prediction, _length(plan.schedule)
+    flops, mark = prediction.flops_per_token * trained, evidence(shown.cfg, prediction, plan.hardware).mark
     tenth = max(1, cfg.training.total_tokens // 10)
     sequences = many(cfg.evaluation.num_sequences, "sequence")
     evaluation = f"every {cfg.evaluation.every_tokens or tenth:,} tokens on {sequences}"
@@ -330,7 +333,7 @@ def _run_table(plan: Plan, prediction: StepPrediction) -> Table:
         (
             "arithmetic",
             f"{flops:.3g} FLOPs; {_duration(trained, prediction)} at the predicted "
-            f"{prediction.tokens_per_second:,.0f} tokens/s, {_gpu_hours(trained, prediction)} GPU-hours",
+            f"{mark}{prediction.tokens_per_second:,.0f} tokens/s, {_gpu_hours(trained, prediction)} GPU-hours",
         ),
         ("learning rate", _lr_text(cfg, plan.schedule)),
         ("tuned", tuned(cfg, num_parameters(cfg.model, cfg.attention, plan.vocab_size))),
@@ -354,7 +357,7 @@ def _samples_text(plan: Plan) -> str:
 
 def _lr_text(cfg: RunConfig, stages: list[ScheduleStage]) -> str:
     schedule, total = cfg.lr_schedule, cfg.training.total_tokens
-    parts = [f"{schedule.shape}, peak {cfg.optimizer.lr:g}{_scaled_lrs(cfg)}"]
+    parts = [f"{schedule.shape}, peak {cfg.optimizer.lr:g}{_lrs_of_kinds(cfg)}"]
     if warmup := warmup_tokens(schedule, total):
         left = [(warmup - row.from_tokens, row) for row in stages]
         steps = sum(min(row.steps, -(-tokens // row.tokens_per_step)) for tokens, row in left if tokens > 0)
@@ -369,15 +372,17 @@ def _lr_text(cfg: RunConfig, stages: list[ScheduleStage]) -> str:
     return ", ".join(parts)
 
 
-def _scaled_lrs(cfg: RunConfig) -> str:
-    """Return the words for the rates that optimizer.lr_base_width scales."""
-    optimizer, width, experts = cfg.optimizer, cfg.model.hidden_size, cfg.model.experts
-    if optimizer.lr_base_width in (None, width):
-        return ""
+def _lrs_of_kinds(cfg: RunConfig) -> str:
+    """Return the words for optimizer.lr_base_width and the kinds of tensors whose peak is not optimizer.lr."""
+    optimizer, width = cfg.optimizer, cfg.model.hidden_size
+    names = {"embedding": True, "head": not cfg.model.tie_embeddings, "matrix": True, "gain": True,
+             "router": cfg.model.experts is not None}  # fmt: skip
     by_muon = optimizer.name == "muon"
-    kinds = ["matrix", *([] if cfg.model.tie_embeddings else ["head"]), *(["router"] if experts else [])]
-    rates = [f"{kind} {peak_lr(optimizer, kind, width, by_muon and kind == 'matrix').rate:g}" for kind in kinds]
-    return f" at width {optimizer.lr_base_width:,}, here {', '.join(rates)}"
+    peaks = {kind: peak_lr(optimizer, kind, width, by_muon and kind == "matrix").rate for kind in names if names[kind]}
+    rates = [f"{kind} {peak:g}" for kind, peak in peaks.items() if peak != optimizer.lr]
+    base = optimizer.lr_base_width
+    found = ", ".join(rates)
+    return f" at width {base:,}, here {found}" if rates and base not in (None, width) else f" ({found})" * bool(rates)
 
 
 def _length(stages: list[ScheduleStage]) -> tuple[int, int]:

@@ -17,6 +17,7 @@ from sagetrain.comparing import runner
 from sagetrain.comparing.command import Places
 from sagetrain.comparing.halving import Halving, flatness
 from sagetrain.comparing.tuning import TuneRequest, failed, tune
+from sagetrain.comparing.tuning_page import Round, page
 from sagetrain.config import ConfigError
 from sagetrain.config.load import load_config
 
@@ -92,6 +93,14 @@ def test_a_search_says_that_its_best_value_is_at_the_edge(base: Path, tmp_path: 
     assert "it is the highest value of the range, so the best one may lie beyond; widen 0.0001:0.01" in said[-2]
     with pytest.raises(ConfigError, match="every run of round-1 diverged"):
         go(base, tmp_path / "nan", runs_of(lambda lr, seed: math.nan, []))
+
+
+def test_the_best_of_the_last_round_may_be_at_its_edge() -> None:
+    """Longer runs may like a value that is no longer between two others: the verdict says where to search on."""
+    rounds = [Round(100, {value: [loss] for value, loss in zip(SEARCH.values()[2:5], losses, strict=True)})
+              for losses in ((3.1, 3.0, 3.1), (3.1, 3.0, 3.1), (3.0, 3.2, 3.1))]  # fmt: skip
+    said = page(SEARCH, rounds, 0.01, "", "loss")[1]["verdict"]
+    assert "it is the lowest value of the last round" in said and "search on with --tune optimizer.lr=0.00023" in said
 
 
 def test_the_values_fill_the_budget() -> None:

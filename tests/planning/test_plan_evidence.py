@@ -61,16 +61,25 @@ def test_the_faster_engine_is_proposed():
 def test_figures_say_what_they_rest_on():
     """A figure has the margin of recorded runs, or a mark and the property that no recorded run had. GPU-hours and a
     checkpoint's size on disk follow."""
-    text = printed(4, "linear.precision=int8", "parallel.engine=deepspeed")
+    text = printed(4, "linear.precision=int8", "parallel.engine=deepspeed", "optimizer.lr_of.embedding=0.004")
+    assert "peak 0.0003 (embedding 0.004), warm-up" in text
     assert "recorded runs of this kind on NVIDIA H200 were within 10% of the prediction" in text and "~" not in text
     days, hours = re.search(r"([\d.]+) days at the predicted [\d,]+ tokens/s, ([\d,]+) GPU-hours", text).groups()
     assert 24 * 4 * float(days) == pytest.approx(float(hours.replace(",", "")), rel=0.02)
     size = num_parameters(load_config(CONFIGS / "1b.yaml").model, AttentionConfig(), ASSUMED_VOCAB_SIZE)
     assert f"{12 * size / 2**30:.2f} GiB on disk each" in text
-    assert "nothing at this size; nearest: the rate alone, at 325M parameters and 13M tokens (results/" in text
+    assert "nothing at this size and length; nearest: the rate alone, at 325M parameters and 13M tokens (" in text
     cfg = load_config(CONFIGS / "325m.yaml", ["training.total_tokens=20_000_000"])
     assert tuned(cfg, 45_000_000).startswith("rate, warm-up and the embedding's rate, at 43M parameters")
-    assert "This run has 4.0 times the parameters and 1.5 times the tokens" in tuned(cfg, 1_300_000_000)
+    assert "This run has 4 times the parameters and 1.5 times the tokens" in tuned(cfg, 1_300_000_000)
+    quick = make_plan(CONFIGS / "quickstart.yaml", [], 1, HARDWARE["h200"])
+    said = tuned(quick.cfg, 43_000_000)
+    assert said.startswith("nothing at this length") and "has 1 times the parameters and 0.014 times" in said
+    small = evidence(quick.cfg, quick.chosen.prediction, quick.hardware)
+    assert small.missing == ("model.hidden_size below 1024", "training.dtype fp32")
+    out = io.StringIO()
+    show_plan(CONFIGS / "quickstart.yaml", [], 1, Console(file=out, width=400), brief=True)
+    assert "~: no recorded run on NVIDIA H200 stands behind this: model.hidden_size" in out.getvalue()
     mixture = make_plan(CONFIGS / "olmoe-1b-7b.yaml", [], 4, HARDWARE["h200"])
     assert evidence(mixture.cfg, mixture.chosen.prediction, mixture.hardware).missing == ("experts",)
     text = printed(16)
