@@ -28,6 +28,7 @@ import tiny
 from peer import Peer
 from sagetrain.cluster.join import end_distributed, init_distributed
 from sagetrain.config.schema import ModelConfig
+from sagetrain.parallel.topology import ParallelGroups
 
 BYTES_PER_TOKEN = 3.767
 """Bytes of the held-out text beside its tokens."""
@@ -69,16 +70,17 @@ def plain(knobs: Knobs, seed: int, device: torch.device) -> tuple[Step, Losses]:
     cfg = config("adamw", "bf16", 400, knobs)
     torch.set_float32_matmul_precision("high")
     peer = Peer(sizes, "sdpa", LENGTH, VOCAB)
-    peer.take_weights(tiny.transformer(cfg.model, cfg.attention, vocab_size=VOCAB, seed=seed))
+    groups = ParallelGroups.single()
+    peer.take_weights(tiny.transformer(cfg.model, cfg.attention, vocab_size=VOCAB, seed=seed, groups=groups))
     peer.to(device)
     gains = [weight for weight in peer.parameters() if weight.ndim == 1]
     matrices = [weight for weight in peer.blocks.parameters() if weight.ndim == 2]
-    groups = [
+    kinds = [
         {"params": [peer.embedding.weight], "peak": knobs.embedding, "weight_decay": knobs.decay},
         {"params": matrices, "peak": knobs.lr, "weight_decay": knobs.decay},
         {"params": gains, "peak": knobs.lr, "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=knobs.lr, betas=(0.9, 0.95), fused=device.type == "cuda")
+    optimizer = torch.optim.AdamW(kinds, lr=knobs.lr, betas=(0.9, 0.95), fused=device.type == "cuda")
     compiled = torch.compile(peer) if device.type == "cuda" else peer
 
     def loss(text: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

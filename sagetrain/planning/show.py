@@ -190,6 +190,8 @@ def _model_table(plan: Plan) -> Table:
     embedding = plan.vocab_size * model.hidden_size
     note = " (assumed: no tokenizer found, model.vocab_size not set)" if plan.assumed_vocab_size else ""
     backend = attention.backend + (f", recipe {attention.recipe}" if attention.may_be_int8 else "")
+    dense = not model.experts or model.experts.dense_layers
+    mlp = f"MLP {model.ffn_hidden_size}, " if dense else ""
     smoothing = ", ".join(name for name in ("smooth_k", "smooth_q") if getattr(attention, name)) or "no smoothing"
     linear, low = plan.cfg.linear, len(plan.cfg.linear.low_bit_blocks(model.num_layers))
     layers = chosen_layers(model, plan.cfg.parallel.tensor_parallel_size).items()
@@ -209,7 +211,7 @@ def _model_table(plan: Plan) -> Table:
         ("vocabulary", f"{plan.vocab_size:,}, padded{note}"),
         (
             "shape",
-            f"{model.num_layers} layers, hidden {model.hidden_size}, MLP {model.ffn_hidden_size}, "
+            f"{model.num_layers} layers, hidden {model.hidden_size}, {mlp}"
             f"{model.num_attention_heads} heads and {model.num_key_value_heads} key/value heads of {model.head_dim}",
         ),
         ("attention", f"{backend}, QK-norm {attention.qk_norm}, {smoothing}{_windows(plan)}"),
