@@ -1,7 +1,7 @@
 """Find the learning rate at which a small model diverges, in 16-bit and INT8 attention, with and without QK-norm.
 
     PYTHONPATH=.:kernels:tests/support:results/muon-loss python results/int8-limits/runs.py TEXT OUT --seconds 225
-    ... --found OUT/runs.jsonl --attention scores --seeds 3
+    ... --found OUT/runs.jsonl --jobs none:paper:few:4:1 none:sdpa:few:4:1
 
 TEXT is a folder with tokens of 16 bits, train.xz and valid.xz, of 8,192 words. Each case (QK-norm, attention, few or
 many tokens per step) has a process of its own, which keeps one engine and gives it the initial weights of a run before
@@ -26,6 +26,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,24 @@ def next_rung(runs: dict[int, bool], start: int, stride: int) -> int | None:
     return (bad + good) // 2 if bad - good > 1 else None
 
 
+def proposed(rows: list[dict], seeds: int) -> Iterator[tuple[int, int]]:
+    """Yield seed and rung of each run, by what the runs so far found. `rows` grows in between."""
+    of = lambda seed: {row["rung"]: row["diverged"] for row in rows if row["seed"] == seed}  # noqa: E731
+    for seed in range(seeds):
+        bad, good = edge(of(0))
+        start, stride = (0, 2) if seed == 0 else (good if good is not None else bad or 0, 1)
+        while (rung := next_rung(of(seed), start, stride)) is not None:
+            yield seed, rung
+
+
+def named(norm: str, attention: str, size: str, asked: argparse.Namespace) -> Iterator[tuple[int, int]]:
+    """Yield seed and rung of each job of a case."""
+    for job in asked.jobs:
+        *case, rung, seed = job.split(":")
+        if case == [norm, attention, size]:
+            yield int(seed), int(rung)
+
+
 def worker(norm: str, attention: str, size: str, asked: argparse.Namespace) -> None:
     device = init_distributed(timeout_minutes=5)
     torch.set_num_threads(1)
@@ -132,26 +151,19 @@ def worker(norm: str, attention: str, size: str, asked: argparse.Namespace) -> N
     cfg = config(norm, attention, size)
     engine = tiny.alone(cfg, device, VOCAB)
     case = {"qk_norm": norm, "attention": attention, "tokens_per_step": TOKENS[size], "entropy": float(texts[2])}
-    found = {seed: dict[int, bool]() for seed in range(asked.seeds)}
-    for row in read([*asked.found]):
-        if all(row[key] == case[key] for key in ("qk_norm", "attention", "tokens_per_step")):
-            found.setdefault(row["seed"], {})[row["rung"]] = row["diverged"]
+    rows = [row for row in read([*asked.found]) if all(row[key] == value for key, value in case.items())]
     took = 0.0
-    for seed in range(asked.seeds):
-        bad, good = edge(found[0])
-        start, stride = (0, 2) if seed == 0 else (good if good is not None else bad or 0, 1)
-        while (rung := next_rung(found[seed], start, stride)) is not None:
-            if time.time() + took > asked.until:
-                end_distributed()
-                return
-            row = {**case, "seed": seed, "rung": rung, "lr": FIRST * 2.0**rung}
-            row |= run(engine, cfg, seed, rung, size, texts)
-            took = row["seconds"] + 1
-            found[seed][rung] = row["diverged"]
-            with (asked.out / f"{norm}-{attention}-{size}.jsonl").open("a") as file:
-                file.write(json.dumps(row) + "\n")
-            said = f"{row['valid']:.4f} {'DIVERGED' if row['diverged'] else 'trained'} in {row['seconds']} s"
-            print(f"{norm} {attention} {TOKENS[size]} seed {seed} lr {row['lr']:g}: {said}", flush=True)
+    for seed, rung in named(norm, attention, size, asked) if asked.jobs else proposed(rows, asked.seeds):
+        if time.time() + took > asked.until:
+            break
+        row = {**case, "seed": seed, "rung": rung, "lr": FIRST * 2.0**rung}
+        row |= run(engine, cfg, seed, rung, size, texts)
+        took = row["seconds"] + 1
+        rows.append(row)
+        with (asked.out / f"{norm}-{attention}-{size}.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        said = f"{row['valid']:.4f} {'DIVERGED' if row['diverged'] else 'trained'} in {row['seconds']} s"
+        print(f"{norm} {attention} {TOKENS[size]} seed {seed} lr {row['lr']:g}: {said}", flush=True)
     end_distributed()
 
 
@@ -180,6 +192,7 @@ def main() -> None:
     parser.add_argument("--attention", nargs="*", default=["paper", "sdpa"])
     parser.add_argument("--norms", nargs="*", default=["none", "before_rope"])
     parser.add_argument("--sizes", nargs="*", default=["many", "few"])
+    parser.add_argument("--jobs", nargs="*", help="QK-NORM:ATTENTION:few or many:RUNG:SEED, in place of the search")
     parser.add_argument("--only")
     asked = parser.parse_args()
     if asked.only:
@@ -188,7 +201,8 @@ def main() -> None:
     asked.out.mkdir(parents=True, exist_ok=True)
     until, running = time.time() + asked.seconds, []
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "2"}
-    for case in itertools.product(asked.norms, asked.attention, asked.sizes):
+    chosen = [tuple(job.split(":")[:3]) for job in asked.jobs or []]
+    for case in dict.fromkeys(chosen) or itertools.product(asked.norms, asked.attention, asked.sizes):
         words = [sys.executable, *sys.argv, "--only", ":".join(case), "--until", str(until)]
         running.append(subprocess.Popen(words, env=env))
     for process in running:
