@@ -64,10 +64,15 @@ def part_at(cfg: RunConfig, tokens: int) -> int:
     return sum(begin_of(part) <= tokens for part in parts(cfg)[1:])
 
 
+def first_stage(part: RunConfig) -> int:
+    """Return the place of the first stage of a part."""
+    return part.tokens_per_step.own[0] if isinstance(part.tokens_per_step, StagedTokens) else 0
+
+
 def begin_of(part: RunConfig) -> int:
     """Return the tokens from which on steps belong to a part."""
     schedule = part.tokens_per_step
-    return schedule.stages[schedule.own[0]].from_tokens if isinstance(schedule, StagedTokens) else 0
+    return schedule.stages[first_stage(part)].from_tokens if isinstance(schedule, StagedTokens) else 0
 
 
 def end_of(part: RunConfig) -> int:
@@ -86,5 +91,5 @@ def with_keys_of_stages(findings: Iterable[Finding], part: RunConfig) -> Iterato
         for key, name in _RENAMED.items():
             if schedule and schedule.is_part and (finding.key == key or finding.key.startswith(f"{key}.")):
                 behind = finding.key.removeprefix(key)
-                finding = replace(finding, key=f"tokens_per_step.stages.{schedule.own[0]}.{name}{behind}")
+                finding = replace(finding, key=f"tokens_per_step.stages.{first_stage(part)}.{name}{behind}")
         yield finding

@@ -60,7 +60,7 @@ def test_parts_are_runs_of_their_stages() -> None:
     ("stages", "sections", "key", "said"),
     [
         ([SHORT, {**LONG, "seq_length": None}], {}, "stages.1.seq_length", "either all stages have both, or none"),
-        ([{"from_tokens": 0, "tokens": 65536, "rope_scaling": YARN}], {}, "stages.0.rope_scaling", "no stage has"),
+        ([{"from_tokens": 0, "tokens": 65536, "rope_scaling": YARN}], {}, "stages.0.rope_scaling", "no seq_length"),
         ([SHORT, LONG], {"data": {"seq_length": 8192}}, "data.seq_length", "first stage: 4096, 4, null"),
         ([{**SHORT, "tokens": 16384}, {**LONG, "from_tokens": 1294336}], {}, "stages.1.from_tokens", "no multiple of"),
         ([SHORT, {**LONG, "micro_batch_size": 3}], {}, "stages.1.tokens", "micro_batch_size 3 x seq_length 32768"),

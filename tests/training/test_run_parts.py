@@ -94,6 +94,8 @@ def test_a_run_goes_on_over_and_at_the_border(tmp_path, corpus, whole, step) -> 
 def test_a_run_killed_in_its_second_part_goes_on(tmp_path, corpus, whole) -> None:
     path = config(tmp_path, corpus, "killed")
     assert at_step("sagetrain", path, BORDER + 2, kill_all) != 0
+    plan = make_plan(path, [], 1, H200)
+    assert plan.errors == 0 and "goes_on" in [finding.rule for finding in plan.findings]
     finish("sagetrain", path)
     check_same(tmp_path / "killed", whole, STEPS)
     assert log_of(path).count("sequences of 64 tokens up to") == 2

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 
 from sagetrain.config.errors import Finding
 from sagetrain.config.rules.findings import About, neighbours, not_proven
-from sagetrain.config.run_parts import lengths_of, parts, sequences_of
-from sagetrain.config.schema import RunConfig, Stage, StagedTokens
+from sagetrain.config.run_parts import first_stage, lengths_of, parts, sequences_of
+from sagetrain.config.schema import RunConfig, StagedTokens
 from sagetrain.config.tokens_per_step import stages
 
 WITH_LENGTHS: dict[str, tuple[object, ...]] = {
@@ -32,25 +32,25 @@ errors. A proof opens a value here, or removes the line if all values have one."
 
 def findings(cfg: RunConfig) -> Iterator[Finding]:
     """Check that stages say their sequences whole, that parts begin with whole sequences, and what goes with them."""
-    if (schedule := lengths_of(cfg)) is None:
-        yield from _without(cfg.tokens_per_step.stages if isinstance(cfg.tokens_per_step, StagedTokens) else [])
+    schedule, wrong = lengths_of(cfg), False
+    for i, stage in enumerate(cfg.tokens_per_step.stages if isinstance(cfg.tokens_per_step, StagedTokens) else ()):
+        for name, value in zip(("seq_length", "micro_batch_size", "rope_scaling"), sequences_of(stage), strict=True):
+            about = About("sequences_of_stages", f"tokens_per_step.stages.{i}.{name}", _spelled(value))
+            if schedule is None and value is not None:
+                yield about.error("has no seq_length beside it", "give every stage seq_length and micro_batch_size")
+            elif schedule and value is None and name != "rope_scaling":
+                why = "is missing, and another stage has a seq_length: either all stages have both, or none"
+                yield about.error(why, f"give it, such as the run's data.{name} {getattr(cfg.data, name)}")
+                wrong = True
+    if schedule is None:
         return
-    missing = False
-    for i, stage in enumerate(schedule.stages):
-        for name in ("seq_length", "micro_batch_size"):
-            if getattr(stage, name) is None:
-                missing = True
-                yield About("sequences_of_stages", f"tokens_per_step.stages.{i}.{name}", "null").error(
-                    "is missing, and another stage has a seq_length: either all stages have both, or none",
-                    f"give it, such as the run's data.{name} {getattr(cfg.data, name)}",
-                )
     yield from not_proven(
         cfg, WITH_LENGTHS, "sequences_not_by_stage", "seq_length in tokens_per_step.stages",
         "a run for each length (training.init_from), without seq_length in the stages",
     )  # fmt: skip
-    if missing:
-        return
     own = cfg.data.seq_length, cfg.data.micro_batch_size, cfg.model.rope_scaling
+    if wrong:
+        return
     if own not in map(sequences_of, schedule.stages):
         first = schedule.stages[0]
         yield About("sequences_of_run", "data.seq_length", cfg.data.seq_length).error(
@@ -64,29 +64,18 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
     yield from _borders(cfg, schedule)
 
 
-def _without(every: Sequence[Stage]) -> Iterator[Finding]:
-    for i, stage in enumerate(every):
-        for name in ("micro_batch_size", "rope_scaling"):
-            if (value := getattr(stage, name)) is not None:
-                key = f"tokens_per_step.stages.{i}.{name}"
-                yield About("sequences_of_stages", key, _spelled(value)).error(
-                    "is that of a stage whose sequences have a length of their own, and no stage has a seq_length",
-                    "give every stage seq_length and micro_batch_size, or remove it",
-                )
-
-
 def _borders(cfg: RunConfig, schedule: StagedTokens) -> Iterator[Finding]:
     starts = [stage.from_tokens for stage in schedule.stages]
     if starts[0] != 0 or any(after <= before for before, after in pairwise(starts)):
         return  # Other rules say so.
     rows, every = stages(schedule, cfg.training.total_tokens, 1), parts(cfg)
     if every[1:] and not cfg.data.missing:
-        key = f"tokens_per_step.stages.{_first_stage(every[1])}.seq_length"
+        key = f"tokens_per_step.stages.{first_stage(every[1])}.seq_length"
         yield About("text_again", key, every[1].data.seq_length).info(
             "reads the files of data.train in an order of its own: some of the text was read in earlier stages",
         )
     for before, part in pairwise(every):
-        place, length = _first_stage(part), part.data.seq_length
+        place, length = first_stage(part), part.data.seq_length
         key = f"tokens_per_step.stages.{place}"
         begin = next((row.from_tokens for row in rows if row.from_tokens >= starts[place]), None)
         if begin is not None and begin % length:
@@ -101,12 +90,6 @@ def _borders(cfg: RunConfig, schedule: StagedTokens) -> Iterator[Finding]:
                 "later positions by angles that the weights have never met: the loss is higher there at first",
                 "give the stage a rope_scaling, or train for many tokens",
             )
-
-
-def _first_stage(part: RunConfig) -> int:
-    """Return the place of the first stage of a part."""
-    assert isinstance(part.tokens_per_step, StagedTokens)
-    return part.tokens_per_step.own[0]
 
 
 def _spelled(value: object) -> str:
