@@ -264,34 +264,23 @@ def tensor_parallel(figure: Figure) -> None:
     panel.legend(fontsize=8)
 
 
-def default(figure: Figure) -> None:
-    rows, panel = [row for row in tables("default")[0] if "±" in row["training loss"]], figure.subplots()
-    for shift, kind in enumerate(("training loss", "held-out text")):
-        means, widths = zip(*(interval(row[kind]) for row in rows), strict=True)
-        places = [row + 0.2 * shift for row in range(len(rows))]
-        panel.errorbar(means, places, xerr=widths, fmt="o", markersize=4, capsize=3, label=kind)
-    names = [f"{row['8 bits in']}, {row['tokens per step']}" for row in rows]
-    panel.set_yticks([row + 0.1 for row in range(len(rows))], names, fontsize=8)
-    panel.invert_yaxis()
-    panel.axvline(0, color="black", linewidth=0.8)
-    panel.set_xlabel("loss of the default less 16 bits, nats")
-    panel.legend(fontsize=8)
+def gaps(page: str, name: str, unit: str) -> Callable[[Figure], None]:
+    """Return what draws the differences of a page's first table to 16 bits with their intervals. `name` has the columns
+    of a row's name in braces."""
 
+    def drawn(figure: Figure) -> None:
+        rows, panel = [row for row in tables(page)[0] if "±" in row["training loss"]], figure.subplots()
+        for shift, kind in enumerate(("training loss", "held-out text")):
+            means, widths = zip(*(interval(row[kind]) for row in rows), strict=True)
+            places = [row + 0.2 * shift for row in range(len(rows))]
+            panel.errorbar(means, places, xerr=widths, fmt="o", markersize=4, capsize=3, label=kind)
+        panel.set_yticks([row + 0.1 for row in range(len(rows))], [name.format_map(row) for row in rows], fontsize=8)
+        panel.invert_yaxis()
+        panel.axvline(0, color="black", linewidth=0.8)
+        panel.set_xlabel(unit)
+        panel.legend(fontsize=8)
 
-def experts(figure: Figure) -> None:
-    rows, panel = tables("experts")[0], figure.subplots()
-    for shift, kind in enumerate(("training loss", "held-out text")):
-        means, widths = zip(*(interval(row[kind]) for row in rows), strict=True)
-        places = [row + 0.2 * shift for row in range(len(rows))]
-        panel.errorbar(means, places, xerr=widths, fmt="o", markersize=4, capsize=3, label=kind)
-    names = [
-        f"{row['tokens a step']}: {row['experts and linear layers']}, attention {row['attention']}" for row in rows
-    ]
-    panel.set_yticks([row + 0.1 for row in range(len(rows))], names, fontsize=8)
-    panel.invert_yaxis()
-    panel.axvline(0, color="black", linewidth=0.8)
-    panel.set_xlabel("loss less that of 16 bits, nats")
-    panel.legend(fontsize=8)
+    return drawn
 
 
 def tokens_per_step(figure: Figure) -> None:
@@ -394,13 +383,25 @@ PLOTS: dict[str, tuple[str, float, Callable[[Figure], None]]] = {
     "attention-elsewhere": ("both.png", 3.6, attention_elsewhere),
     "attention": ("attention.png", 3.6, attention),
     "bias": ("bias.png", 3.6, bias),
-    "default": ("default.png", 2.8, default),
+    "default": (
+        "default.png",
+        2.8,
+        gaps("default", "{8 bits in}, {tokens per step}", "loss of the default less 16 bits, nats"),
+    ),
     "engines": (
         "engines.png",
         4.0,
         ranked("engines", "{engine}, ZeRO {ZeRO}, {linear layers}, {commit}", "tokens/s", "tokens/s on two H100s"),
     ),
-    "experts": ("gap.png", 3.4, experts),
+    "experts": (
+        "gap.png",
+        3.4,
+        gaps(
+            "experts",
+            "{tokens a step}: {experts and linear layers}, attention {attention}",
+            "loss less that of 16 bits, nats",
+        ),
+    ),
     "fp4": ("fp4.png", 3.2, fp4),
     "generation": ("generation.png", 2.4, generation),
     "gradients": (
@@ -439,6 +440,7 @@ PLOTS: dict[str, tuple[str, float, Callable[[Figure], None]]] = {
     "trainer": ("trainer.png", 2.4, trainer),
     "which-attention": ("which-attention.png", 4.4, which_attention),
     "width-rule": ("rates.png", 3.6, width_rule),
+    "window-loss": ("gap.png", 2.2, gaps("window-loss", "{layers}: {attention}", "loss less that of 16 bits, nats")),
 }
 """Each page's file, its height in inches, and the function that draws it."""
 

@@ -98,8 +98,8 @@ def build(
         CheckpointError: the checkpoints or the folder of the run cannot be used.
         TrainingError: a GPU is out of memory.
     """
-    # In a program that continues, the run begins here.
-    times = StartTimes(born() if own_process else time.time())
+    # In a program that continues, the run begins here, and so does a later part of it.
+    times = StartTimes(born() if own_process and stop is None else time.time())
     times.ended("imports and settings")
     files = check_parts(cfg, tokens, loss)
     times.ended("files checked")
