@@ -64,7 +64,7 @@ def test_parts_are_runs_of_their_stages() -> None:
         ([SHORT, LONG], {"data": {"seq_length": 8192}}, "data.seq_length", "first stage: 4096, 4, null"),
         ([{**SHORT, "tokens": 16384}, {**LONG, "from_tokens": 1294336}], {}, "stages.1.from_tokens", "no multiple of"),
         ([SHORT, {**LONG, "micro_batch_size": 3}], {}, "stages.1.tokens", "micro_batch_size 3 x seq_length 32768"),
-        ([SHORT, LONG], {"parallel": {"pipeline_parallel_size": 2}}, "parallel.pipeline_parallel_size", "not proven"),
+        ([SHORT, LONG], {"parallel": {"offload": "optimizer"}}, "parallel.offload", "not proven"),
         ([SHORT, LONG], {"stability": {"spikes": {"policy": "rewind"}}}, "stability.spikes.policy", "use stop or skip"),
         ([SHORT, LONG], {"checkpoint": {"in_memory_every": 5}}, "checkpoint.in_memory_every", "training.init_from"),
     ],

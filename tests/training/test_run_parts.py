@@ -105,14 +105,14 @@ def at_layouts(folder: Path, paths: dict[str, Path]) -> None:
     """Continue each run at the layout that its name says, on the ranks of this world."""
     os.environ["MASTER_PORT"] = "29500"  # The ranks have met. This is only read.
     for name, path in paths.items():
-        keys = {"tp": "tensor_parallel_size", "cp": "context_parallel_size"}
-        layout = {f"parallel.{keys[name]}": 2} if name in keys else {}
+        keys = {"tp": "tensor_parallel_size", "cp": "context_parallel_size", "pp": "pipeline_parallel_size"}
+        layout = {f"parallel.{keys[name]}": 2} if name in keys else {"parallel.zero_stage": 3}
         assert api.train(path, layout).finished
 
 
 def test_layouts_go_on_alike(tmp_path, corpus, whole) -> None:
-    """A run of one rank is continued over the border by two, tensor, context and data parallel."""
-    paths = {name: config(tmp_path, corpus, name) for name in ("tp", "cp", "dp")}
+    """A run of one rank is continued over the border by two, at every axis, and at ZeRO 3."""
+    paths = {name: config(tmp_path, corpus, name) for name in ("tp", "cp", "pp", "dp")}
     for name in paths:
         cut(whole, tmp_path / name, BORDER - 2)
     run_distributed(at_layouts, 2, tmp_path, paths)

@@ -15,7 +15,6 @@ WITH_LENGTHS: dict[str, tuple[object, ...]] = {
     "parallel.engine": ("fsdp", "auto"),
     "parallel.gradient_reduction": ("fp32",),
     "deepspeed": ({},),
-    "parallel.pipeline_parallel_size": (1,),
     "parallel.offload": ("none",),
     "model.experts": (None,),
     "training.activation_offload": (False,),
