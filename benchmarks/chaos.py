@@ -124,12 +124,15 @@ def spoil(kind: str, rank: int, victim: int) -> None:
     from sagetrain.checkpoint.slots import ROOT as MEMORY
 
     run = Path(os.environ["CHAOS_RUN"])
-    copies = sorted(MEMORY.glob(f"sagetrain-*-{(run / '.run').read_text()}/copy-*-of-rank-{rank}"), key=_step_of)
+    memories = [*MEMORY.glob(f"sagetrain-*-{(run / '.run').read_text()}")]
+    found = sorted((copy for each in memories for copy in each.glob(f"copy-*-of-rank-{rank}")), key=_step_of)
     if kind == "broken checkpoint":
-        shutil.rmtree(copies[0].parent, ignore_errors=True)
-        copies = sorted(run.glob("checkpoints/step-*"))
-    if rank == victim and copies:
-        path = next(copies[-1].glob("shard-*"))
+        for memory in memories:
+            shutil.rmtree(memory, ignore_errors=True)
+        # A run whose only checkpoint is broken ends, as it should.
+        found = sorted(run.glob("checkpoints/step-*"))[1:]
+    if rank == victim and found:
+        path = next(found[-1].glob("shard-*"))
         content = bytearray(path.read_bytes())
         content[-5000] ^= 16
         path.write_bytes(content)
