@@ -37,6 +37,7 @@ from sagetrain.costs.memory import memory_per_rank
 from sagetrain.data.token_file import TokenFile, write_atomic
 from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
 from sagetrain.report.read import read_rows
+from sagetrain.storage.url_path import location
 from sagetrain.training import init_from
 from sagetrain.training.out_of_memory import OUT_OF_MEMORY
 
@@ -235,7 +236,7 @@ def _refuse_other_start(found: Results, job: Job, run_dirs: Path) -> None:
     start = found.settings[job.setting]["training.init_from"]
     if not start or on_disk.newest(run_dirs / job.folder / "checkpoints"):
         return
-    now = init_from.named(Path(start))
+    now = init_from.named(location(start))
     for other in found.question.jobs():
         path = run_dirs / other.folder / init_from.RECORD
         same = found.settings[other.setting]["training.init_from"] == start

@@ -6,6 +6,7 @@ import io
 from dataclasses import dataclass
 from pathlib import Path
 
+from sagetrain.config.sections.base import is_url
 from sagetrain.storage.local import Local
 from sagetrain.storage.s3 import PATIENCE, S3
 from sagetrain.storage.store import Store
@@ -60,6 +61,11 @@ class UrlPath:
 
 Location = Path | UrlPath
 """A path on a disk or in a store."""
+
+
+def location(text: str | Path) -> Location:
+    """Return the place that a path or a URL names."""
+    return UrlPath(text) if isinstance(text, str) and is_url(text) else Path(text)
 
 
 def checkpoints_of(run_dir: Path | str, run_url: str | None) -> Location:

@@ -19,7 +19,7 @@ from sagetrain.data.token_file import write_atomic
 from sagetrain.engines.protocol import Engine
 from sagetrain.model.tensors import tensors
 from sagetrain.optim.build import kinds_of
-from sagetrain.storage.url_path import Location
+from sagetrain.storage.url_path import Location, location
 
 RECORD = "init_from.json"
 """The name, in a run folder, of the record of the checkpoint that its run began with."""
@@ -53,7 +53,7 @@ def check(root: Location, cfg: RunConfig, identity: Identity) -> None:
         return
     if training.init_from is None:
         return
-    path = Path(training.init_from)
+    path = location(training.init_from)
     folder = named(path)
     if folder is None:
         raise ConfigError(f"training.init_from {path}: is no checkpoint, and no run folder that has one")
@@ -84,7 +84,7 @@ def same_optimizer(reader: Reader, cfg: RunConfig) -> bool:
     return all(reader.kinds(spec.name)[1:] == kinds_of(spec, cfg) for spec in specs)
 
 
-def named(path: Path) -> Location | None:
+def named(path: Location) -> Location | None:
     """Return the checkpoint that training.init_from names: the path itself, or the newest one of a run. Return None if
     there is none."""
     return path if (path / "manifest.json").is_file() else on_disk.newest(path / "checkpoints")
@@ -127,7 +127,7 @@ def start_from(
     """
     if training.init_from is None:
         return None
-    source = on_disk.whole(Path(training.init_from), say, moments=training.init_moments)
+    source = on_disk.whole(location(training.init_from), say, moments=training.init_moments)
     reader = Reader(source)
     state = reader.state
     steps = state.optimizer_steps if training.init_moments else 0

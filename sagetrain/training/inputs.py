@@ -19,11 +19,11 @@ from sagetrain.config.errors import ConfigError, Finding
 from sagetrain.config.layout import Layout
 from sagetrain.config.rules.findings import About
 from sagetrain.config.run_parts import begin_of, part_at, run_of
-from sagetrain.config.schema import DataSource, RunConfig
+from sagetrain.config.schema import DataSource, RunConfig, is_url
 from sagetrain.costs.accounting import checkpoint_bytes
 from sagetrain.data.tokenizer import INSIDE, LEAVE_OUT, Tokenizer
 from sagetrain.model.tensors import tensors
-from sagetrain.storage.url_path import Location, UrlPath, checkpoints_of
+from sagetrain.storage.url_path import Location, UrlPath, checkpoints_of, location
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -209,7 +209,7 @@ def context_of(cfg: RunConfig) -> int:
     before = None
     # A checkpoint that is damaged, or of the future, is an error elsewhere.
     with suppress(CheckpointError):
-        if folder := on_disk.newest(root) or init_from.named(Path(start)):
+        if folder := on_disk.newest(root) or init_from.named(location(start)):
             before = on_disk.read_state(folder).positions
     return Positions.reached(identity(cfg, None, None, None), before).length
 
@@ -328,7 +328,8 @@ def _checkpoint(cfg: RunConfig, vocab_size: int | None, sha256: str | None, whol
     exists."""
     root, start = checkpoints_of(cfg.training.run_dir, cfg.training.run_url), cfg.training.init_from
     goes_on = _has_checkpoints(root)
-    begins = start is not None and any(Path(start).glob(name) for name in ("manifest.json", "checkpoints/step-*/*"))
+    on_disks = ("manifest.json", "checkpoints/step-*/*")
+    begins = start is not None and (is_url(start) or any(any(Path(start).glob(name)) for name in on_disks))
     if not (goes_on or begins):
         return
     # These imports need torch, which a plan of a run without a checkpoint does not load.
@@ -348,12 +349,12 @@ def _checkpoint(cfg: RunConfig, vocab_size: int | None, sha256: str | None, whol
             yield from _resume(cfg, root, vocab_size, sha256, stream)
         else:
             moments = cfg.training.init_moments
-            folder = on_disk.whole(Path(str(start)), lambda said: None, contents=False, moments=moments)
+            folder = on_disk.whole(location(str(start)), lambda said: None, contents=False, moments=moments)
             reader = reading.Reader(folder)
             reading.check_shapes(reader, _shapes(cfg, reader.state.identity.vocab_size))
             yield from _new_positions(cfg.data.seq_length, reader.state.positions, ours)
-    # A ValueError comes from a model section that is impossible.
-    except (CheckpointError, ValueError) as said:
+    # A ValueError comes from a model section that is impossible, an OSError from a store.
+    except (CheckpointError, ValueError, OSError) as said:
         yield About("refused_by_train", key, value).error(str(said), "")
 
 

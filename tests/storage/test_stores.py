@@ -29,6 +29,7 @@ from sagetrain.storage import s3
 from sagetrain.storage.range_reader import fetch, send_folder
 from sagetrain.storage.s3 import S3
 from sagetrain.storage.url_path import UrlPath, store_at
+from started_from import configured
 
 
 @pytest.fixture(scope="module")
@@ -182,8 +183,9 @@ def test_a_run_killed_while_it_saves_goes_on_to_the_bit(bucket: Bucket, tmp_path
     assert on_disk.problems(copy / "step-00000040") == []
 
 
-def test_a_run_is_read_and_exported_by_its_url(bucket: Bucket, tmp_path, monkeypatch, alone) -> None:
-    """The run in the bucket is the undisturbed one. What is exported there and imported again has its weights."""
+def test_a_run_is_read_and_exported_by_its_url(bucket: Bucket, tmp_path, monkeypatch, corpus, alone) -> None:
+    """The run in the bucket is the undisturbed one. What is exported there and imported again has its weights, and a
+    new run begins with them."""
     monkeypatch.setenv("SAGETRAIN_CACHE", str(tmp_path / "cache"))
     url, hf = f"s3://{bucket.name}/{tmp_path.name}/run", f"s3://{bucket.name}/{tmp_path.name}/hf"
     root, there = UrlPath(url), store_at(UrlPath(url))
@@ -199,6 +201,13 @@ def test_a_run_is_read_and_exported_by_its_url(bucket: Bucket, tmp_path, monkeyp
     assert (run.run.step, done.step) == (40, 40) and "config.json" in store_at(UrlPath(hf)).names()
     with pytest.raises(ConfigError, match="hf exists and is not empty"):
         run.export(hf)
+    training = {"init_from": url, "total_tokens": 512}
+    config = configured(tmp_path / "run.yaml", corpus, tmp_path / "run", training=training)
+    finish("sagetrain", config)
+    assert f"weights of {attempt} (" in log_of(config)
+    settings = [f"training.run_dir={tmp_path}/other", f"training.init_from={url}/checkpoints"]
+    (finding,) = [each for each in make_plan(config, settings, 1, H200).findings if each.key == "training.init_from"]
+    assert finding.level == "error" and "is no checkpoint, and no run folder that has one" in finding.message
     sagetrain.import_folder(hf, tmp_path / "again")
     again = sagetrain.load_run(tmp_path / "again").run.model.state_dict()
     assert all(again[name].equal(value) for name, value in run.run.model.state_dict().items())
@@ -225,14 +234,18 @@ def test_a_url_that_cannot_be_used_is_refused_by_its_key(tmp_path, monkeypatch) 
     (tmp_path / "checkpoints/step-00000007").mkdir(parents=True)
     cfg = load_config("quickstart", ["training.run_url=s3://bucket/run", f"training.run_dir={tmp_path}"])
     found = {each.rule: each for each in rules.findings(cfg, True) if each.key == "training.run_url"}
-    assert found["run_url_installed"].fix.startswith("pip install 'sagetrain[s3]'")
+    assert found["url_installed"].fix.startswith("pip install 'sagetrain[s3]'")
     assert "checkpoints/step-00000007 on a disk" in found["run_url_begins_anew"].message
     for url in ("gs://bucket/run", "s3://b", "s3://bucket/a/../b", "s3://bucket/a b", "file://a", "/a"):
         with pytest.raises(ConfigError, match=r"training.run_url.* is none of s3://BUCKET/FOLDER and file:///FOLDER"):
             load_config("quickstart", [f"training.run_url={url}"])
     with pytest.raises(ConfigError, match=r"data.train.0.path.* is none of s3://BUCKET/FOLDER"):
         load_config("quickstart", ["data.train.0.path=gs://bucket/data/train"])
-    for key in ("training.run_dir", "training.init_from", "data.tokenizer"):
+    cfg = load_config("quickstart", ["training.init_from=s3://bucket/run", f"training.run_dir={tmp_path}"])
+    assert [each.rule for each in rules.findings(cfg, True) if each.key == "training.init_from"] == ["url_installed"]
+    own = ["training.init_from=s3://bucket/run", "training.run_url=s3://bucket/run"]
+    assert "init_from_itself" in [each.rule for each in rules.findings(load_config("quickstart", own), True)]
+    for key in ("training.run_dir", "data.tokenizer"):
         with pytest.raises(ConfigError, match=rf"{key}.* is a URL, which this key does not take"):
             load_config("quickstart", [f"{key}=s3://bucket/a"])
     assert no_run(Path("s3://bucket/run")).startswith("s3://bucket/run is a URL, which is not taken here")

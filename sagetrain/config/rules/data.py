@@ -12,7 +12,7 @@ from pathlib import Path
 from sagetrain.config.errors import Finding
 from sagetrain.config.rules import prepared
 from sagetrain.config.rules.findings import About, no_effect, samples_off
-from sagetrain.config.schema import NO_DATA, TOKENIZER_JSON, TOKENIZER_NAME, EvaluationConfig, RunConfig
+from sagetrain.config.schema import NO_DATA, TOKENIZER_JSON, TOKENIZER_NAME, EvaluationConfig, RunConfig, is_url
 
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})")
 """The names of the files that `sagetrain prepare --shard` writes."""
@@ -208,17 +208,21 @@ def _run_dir(cfg: RunConfig, required: bool) -> Iterator[Finding]:
 def _run_url(cfg: RunConfig, required: bool) -> Iterator[Finding]:
     """Find a store whose package is not installed, and a run that has checkpoints on a disk already."""
     url, run_dir = cfg.training.run_url, Path(cfg.training.run_dir)
+    keys = {"training.run_url": url, "training.init_from": cfg.training.init_from}
+    for name in ("train", "valid"):
+        keys |= {f"data.{name}.{i}.path": each.path for i, each in enumerate(getattr(cfg.data, name))}
+    for key, value in keys.items():
+        if value and value.startswith("s3://") and find_spec("s3fs") is None:
+            yield Finding(
+                "url_installed",
+                "error" if required else "warning",
+                key,
+                value,
+                "s3fs is not installed here",
+                f"pip install 'sagetrain[s3]', or do without a URL in {key}",
+            )
     if url is None:
         return
-    if url.startswith("s3://") and find_spec("s3fs") is None:
-        yield Finding(
-            "run_url_installed",
-            "error" if required else "warning",
-            "training.run_url",
-            url,
-            "s3fs is not installed here",
-            "pip install 'sagetrain[s3]', or leave training.run_url out",
-        )
     if there := sorted(run_dir.glob("checkpoints/step-*")):
         yield About("run_url_begins_anew", "training.run_url", url).error(
             f"the run has {there[-1]} on a disk, and would look for its checkpoints in {url} alone",
@@ -285,6 +289,12 @@ def _start(cfg: RunConfig, required: bool) -> Iterator[Finding]:
     if start is None:
         if cfg.training.init_moments:
             yield no_effect("training.init_moments", True, "no training.init_from")
+    elif is_url(start):
+        if start == cfg.training.run_url:
+            yield About("init_from_itself", "training.init_from", start).error(
+                "is this run's own training.run_url: it goes on from its checkpoints anyway",
+                "leave it out to go on, or choose another training.run_url and training.run_dir for a new run",
+            )
     elif Path(start).resolve().is_relative_to(run_dir.resolve()):
         yield About("init_from_itself", "training.init_from", start).error(
             "is this run's own folder: it goes on from its checkpoints anyway",

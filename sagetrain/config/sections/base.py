@@ -83,6 +83,8 @@ def _path_or_url(text: str) -> str:
     return f"{_url(folder)}/{name}"
 
 
+FolderOrUrl = Annotated[Name, AfterValidator(lambda text: _url(text) if is_url(text) else _path(text))]
+"""The path of a folder, or its URL in a store."""
 PathOrUrl = Annotated[Name, AfterValidator(_path_or_url)]
 """The path of a token file, or its URL in a store."""
 Fraction = Annotated[float, Field(ge=0, lt=1)]

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Union
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from sagetrain.config.sections.base import LocalPath, Name, Section, StoreUrl
+from sagetrain.config.sections.base import FolderOrUrl, LocalPath, Name, Section, StoreUrl
 
 Recomputation = Union[Literal["none", "selective", "attention", "full"], NonNegativeInt]
 """The activations that the backward pass recomputes: see TrainingConfig.activation_checkpointing."""
@@ -83,9 +83,10 @@ class TrainingConfig(Section):
     run_dir/checkpoints. file:///FOLDER writes a folder in the same way. Default: none."""
     total_tokens: PositiveInt
     """Tokens to train on."""
-    init_from: LocalPath | None = None
-    """Start with the weights of another run, or of one of its checkpoints. Everything else is new: data, seq_length,
-    rope_theta, schedules. Model and tokenizer must be the same. Once this run has a checkpoint, it continues from that.
+    init_from: FolderOrUrl | None = None
+    """Start with the weights of another run, or of one of its checkpoints: its path, or its URL in a store. Everything
+    else is new: data, seq_length, rope_theta, schedules. Model and tokenizer must be the same. Once this run has a
+    checkpoint, it continues from that.
     """
     init_moments: bool = False
     """Take over the optimizer's moments as well as the weights. Needs init_from, and a run with the same optimizer."""
