@@ -10,7 +10,8 @@ writes copy.json last, and sends all of it to a rank of another host. A copy wit
 none, so a rank may be killed at any time. All ranks copy the same steps: a step is left out if the thread of any rank
 is still busy. So there is always a step of which every rank's copy is whole, here and on the other host.
 
-New ranks with the same layout take the newest step of which all copies are whole, if no checkpoint is as new. A folder
+New ranks with the same layout take the newest step of which all copies are whole, if no checkpoint is as new. A copy is
+found on whatever host it is, because ranks have other numbers after a host was left out. A folder
 with a manifest beside the copy is a checkpoint of which a host has the files that its rank reads.
 """
 
@@ -69,6 +70,8 @@ class CopiesInMemory:
         self._layout = {**layout, "ranks": ranks}
         self._folder = slots.folder_of(run)
         self._lock = locked(self._folder)
+        self._host = socket.gethostname(), self._folder.stat().st_ino
+        self._given: dict[tuple[int, int], CopyFolder] = {}
         local: int = max(_gathered(ranks_of_host() or ranks))
         # A host has at most `local` ranks, so this rank is on another one.
         away = local if 2 * local <= ranks else 0
@@ -101,41 +104,73 @@ class CopiesInMemory:
             known: the step of the newest checkpoint, whole or not. Copies that were taken after a later one belong to
                 a run whose checkpoints somebody has removed.
         """
-        own, held = (
-            {
-                header["step"]: slot
-                for slot in folders
-                if (header := slot.header())
-                and (header["run"], header["layout"]) == (self._run, self._layout)
-                and on_disk < header["step"]
-                and header["published"] <= known
-            }
-            for folders in (self._own, self._held)
-        )
-        there, chosen = _gathered(([*own], [*held])), None
-        away = (self._holder - self._rank) % len(there)
-        for step in sorted({step for steps, _ in there for step in steps}, reverse=True):
-            held_of = [step in there[(rank + away) % len(there)][1] for rank in range(len(there))]
-            if not all(step in steps or is_held for (steps, _), is_held in zip(there, held_of, strict=True)):
-                continue
-            whole = _gathered(step in own and own[step].whole())
-            holds = _gathered(not whole[self._source] and step in held and held[step].whole())
-            if all(ok or holds[(rank + away) % len(there)] for rank, ok in enumerate(whole)):
-                fetched = whole[self._rank] or self._fetch(step)
-                chosen = step if all(_gathered(fetched)) else None
+        here = self._here(on_disk, known)
+        there, chosen = _gathered((self._host, [*here])), None
+        for step in sorted({step for _, copies in there for _, step in copies}, reverse=True):
+            givers = self._givers(step, here, there)
+            if len(givers) == len(there):
+                got = self._take_over(here, givers[self._rank], step)
+                chosen = step if all(_gathered(got)) else None
                 break
         for slot in (*self._own, *self._held):
             if (header := slot.header()) and header["step"] != chosen:
                 slot.clear()
+        used = _gathered((self._host, [slot.folder.name for slot in (*self._own, *self._held)]))
+        names = {name for host, each in used for name in each if host == self._host}
+        # The ranks that had these copies are on other hosts now.
+        for folder in self._folder.glob("*-of-rank-*"):
+            if folder.name not in names:
+                shutil.rmtree(folder, ignore_errors=True)
+        self._given = {}
         return None if chosen is None else self._as_checkpoint(chosen)
 
-    def _fetch(self, step: int) -> bool:
-        """Get the copy of this rank from the host that holds it. Return whether it is whole."""
-        with (
-            suppress(OSError, ValueError),
-            socket.create_connection(self._addresses[self._holder], _PATIENCE) as stream,
-        ):
-            stream.sendall(json.dumps({"run": self._run, "asks": step}).encode() + b"\n")
+    def _here(self, on_disk: int, known: int) -> dict[tuple[int, int], CopyFolder]:
+        """Return the copies on this host that the run may continue from, by rank and step."""
+        found = {}
+        # The name of a rank's own copy comes first, and is taken last.
+        for folder in sorted(self._folder.glob("*-of-rank-*"), reverse=True):
+            slot, rank = CopyFolder(folder), int(folder.name.rpartition("-")[2])
+            if (
+                (header := slot.header())
+                and (header["run"], header["layout"]) == (self._run, self._layout)
+                and on_disk < header["step"]
+                and header["published"] <= known
+            ):
+                found[rank, header["step"]] = slot
+        self._given = found
+        return found
+
+    def _givers(
+        self, step: int, here: Mapping[tuple[int, int], CopyFolder], there: list[tuple[Any, list[tuple[int, int]]]]
+    ) -> dict[int, int]:
+        """Return the rank that has a whole copy of each rank's share at a step; collective. A rank's own host comes
+        first. A rank of which there is no whole copy is not in the dict."""
+        options: list[list[int]] = []
+        for rank, (host, _) in enumerate(there):
+            having = {h: giver for giver, (h, copies) in [*enumerate(there)][::-1] if (rank, step) in copies}
+            own = [rank] if having.pop(host, None) is not None else []
+            options.append([*own, *(having.values() if self._addresses else ())])
+        givers: dict[int, int] = {}
+        for turn in range(max(map(len, options))):
+            asked = {rank: each[turn] for rank, each in enumerate(options) if rank not in givers and turn < len(each)}
+            own = [rank for rank, giver in asked.items() if giver == self._rank and here[rank, step].whole()]
+            givers |= {rank: asked[rank] for whole in _gathered(own) for rank in whole}
+        return givers
+
+    def _take_over(self, here: Mapping[tuple[int, int], CopyFolder], giver: int, step: int) -> bool:
+        """Have the copy of this rank among its own. Return whether it is whole."""
+        if giver != self._rank:
+            return self._fetch(giver, step)
+        folder = here[self._rank, step].folder
+        if folder not in [slot.folder for slot in self._own]:
+            shutil.rmtree(self._own[0].folder, ignore_errors=True)
+            folder.rename(self._own[0].folder)
+        return True
+
+    def _fetch(self, giver: int, step: int) -> bool:
+        """Get the copy of this rank from a rank of another host. Return whether it is whole."""
+        with suppress(OSError, ValueError), socket.create_connection(self._addresses[giver], _PATIENCE) as stream:
+            stream.sendall(json.dumps({"run": self._run, "asks": [self._rank, step]}).encode() + b"\n")
             with stream.makefile("rb") as reader:
                 receive(reader, json.loads(reader.readline()), self._own[0])
                 return self._own[0].whole()
@@ -314,14 +349,14 @@ class CopiesInMemory:
 
     def _answer(self, stream: socket.socket) -> None:
         """Take copies from another rank, or give it the one that it asks for. What is broken off is no copy."""
-        with stream, suppress(OSError, ValueError, KeyError, StopIteration), stream.makefile("rb") as reader:
+        with stream, suppress(OSError, ValueError, KeyError), stream.makefile("rb") as reader:
             while (message := json.loads(reader.readline()))["run"] == self._run:
-                if (step := message.get("asks")) is None:
+                if (asked := message.get("asks")) is None:
                     older = min(self._held, key=lambda slot: (slot.header() or {"step": -1})["step"])
                     receive(reader, message, older)
                     stream.sendall(_DONE)
                 else:
-                    slot = next(slot for slot in self._held if (slot.header() or {}).get("step") == step)
+                    slot = self._given[tuple(asked)]
                     send(stream, slot, slot.header() or {})
 
 

@@ -78,9 +78,23 @@ def lose_all(root: Path) -> None:
             flip(next(folder.glob("rng-*")), 100)
 
 
+def first_is_left_out(root: Path) -> None:
+    """The second host has the ranks of the first one now, and a spare one those of the second."""
+    lose_host(root)
+    (root / "host-1").rename(root / "host-0")
+
+
+def hosts_in_other_order(root: Path) -> None:
+    (root / "host-1").rename(root / "other")
+    (root / "host-0").rename(root / "host-1")
+    (root / "other").rename(root / "host-0")
+
+
 CASES: list[tuple[Callable[[Path], object], int | None]] = [
     (lambda root: None, STEPS),
     (lose_host, STEPS),
+    (first_is_left_out, STEPS),
+    (hosts_in_other_order, STEPS),
     (flip_one, STEPS),
     (half_a_copy, STEPS - 1),
     (lose_all, None),
@@ -107,7 +121,7 @@ def world(root: str) -> None:
             shutil.copytree(folder / "memory", folder / "before")
         dist.barrier()
         assert begin(layout={"stage": 5}).newest(0, 0) is None, "copies of another layout"
-        for damage, expected in CASES if tp_size == 2 else CASES[:2]:
+        for damage, expected in CASES if tp_size == 2 else CASES[:3]:
             dist.barrier()
             if rank == 0:
                 shutil.rmtree(folder / "memory")
@@ -117,6 +131,8 @@ def world(root: str) -> None:
             copies = begin()
             newest = copies.newest(0, 0)
             assert (newest is None) == (expected is None), damage
+            dist.barrier()
+            assert len(list(slots.ROOT.glob("*/*-of-rank-*"))) <= 8, "two ranks have two copies, and hold two"
             if newest and expected:
                 restored = tiny.engine(cfg, groups, seed=8)
                 assert Reader(newest).state.step == expected, damage
