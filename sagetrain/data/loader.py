@@ -202,9 +202,9 @@ class Loader:
         """
         return self._batches(*self._both_keys(cursor, tokens_per_step, next_tokens_per_step))
 
-    def first_batch(self, cursor: int, dp_rank: int) -> Batch:
-        """Return the first micro-batch of any data-parallel rank in the step that begins at `cursor`."""
-        return self._step_batch(cursor + dp_rank * self._micro_batch_size)
+    def last_batch(self, cursor: int, micro_batches: int, dp_rank: int) -> Batch:
+        """Return the last of the micro-batches of any data-parallel rank in the step that begins at `cursor`."""
+        return self._step_batch(cursor + (micro_batches - 1) * self._stride + dp_rank * self._micro_batch_size)
 
     def counted(self, cursor: int, tokens_per_step: int, next_tokens_per_step: int | None = None) -> int | None:
         """Return how many tokens of this rank's micro-batches of one step count in the loss, or None without masks.

@@ -89,7 +89,7 @@ class Observers:
     timed: Callable[[Metrics], AbstractContextManager[None]] = untimed
     """The clock of forward and backward, a context that adds this rank's time to the step's metrics."""
     replay: ReplicaCheck | None = None
-    """The comparison of the first micro-batch with what another replica computes of it."""
+    """The comparison of the last micro-batch with what another replica computes of it."""
     judge: Callable[[Mapping[str, float]], Verdict] = _accept
     """The judge of the update. It is called once on every rank, with the step's numbers except those of `noise`."""
 

@@ -116,7 +116,7 @@ class Replayed(Plain):
         return super().run(batches, micro_batches, observers, masked)
 
     def _micro_step(self, number: int, batch: Batch, last: bool, observers: Observers) -> None:
-        seen = observers.layer_norms or (number == 0 and (observers.watch or observers.replay))
+        seen = observers.layer_norms or (number == 0 and observers.watch) or (last and observers.replay)
         if self._copies:
             self._copies.align()
         if self._state is None or seen:

@@ -26,7 +26,7 @@ from sagetrain.engines.room import METRIC as METRIC_OF_ROOM
 from sagetrain.engines.room import Room
 from sagetrain.engines.traversal import Passes, Plain, counted_of
 from sagetrain.model.transformer import Transformer
-from sagetrain.parallel.digest import digest
+from sagetrain.parallel.digest import word_sum
 from sagetrain.parallel.metrics import Metrics, ratio, root_mean_square
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.replica_check import METRIC, ReplicaCheck
@@ -152,12 +152,12 @@ class BaseEngine(Passes):
         return self._result(decision, applied, micro_batches, observers)
 
     def _compute_again(self, replay: ReplicaCheck, divisor: float | None) -> None:
-        """Compute the first micro-batch of another replica, and let the step's reduction take the hashes along."""
+        """Compute the last micro-batch of another replica, and let the step's reduction take the hashes along."""
         batch = replay.others_batch()
         batch = batch if divisor is None else replace(batch, divisor=divisor)
         with self.groups.metrics.aside(), replay.hashing(again=True) as hashes:
             loss = self.forward(batch)
-            hashes["loss"] = digest(loss)
+            hashes["loss"] = word_sum(loss)
             torch.autograd.grad(loss * self.model.share, list(replay.leaves.values()))
         self.groups.metrics.vector(METRIC, replay.vector())
 

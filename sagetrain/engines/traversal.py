@@ -18,7 +18,7 @@ from torch import Tensor
 from sagetrain.data.batch import Batch
 from sagetrain.engines.protocol import Observers, Watched
 from sagetrain.model.transformer import Transformer, gradients
-from sagetrain.parallel.digest import digest
+from sagetrain.parallel.digest import word_sum
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.replica_check import Hashes
 
@@ -79,9 +79,9 @@ def noise_of(observers: Observers) -> AbstractContextManager[None]:
     return observers.noise.micro_batch() if observers.noise else contextlib.nullcontext()
 
 
-def hashing(number: int, observers: Observers) -> AbstractContextManager[Hashes | None]:
-    """Return the context of a micro-batch's passes. The first micro-batch may be hashed."""
-    return observers.replay.hashing() if observers.replay and number == 0 else contextlib.nullcontext()
+def hashing(last: bool, observers: Observers) -> AbstractContextManager[Hashes | None]:
+    """Return the context of a micro-batch's passes. The last micro-batch may be hashed."""
+    return observers.replay.hashing() if observers.replay and last else contextlib.nullcontext()
 
 
 class Plain:
@@ -109,11 +109,11 @@ class Plain:
     def _micro_step(self, number: int, batch: Batch, last: bool, observers: Observers) -> None:
         """Run forward and backward over one micro-batch, and add its loss to the sum."""
         watch, blocks = watched(number, batch, observers), self._engine.model.chunks[0].blocks
-        with hashing(number, observers) as hashes:
+        with hashing(last, observers) as hashes:
             with watch.passing(blocks, backward=False):
                 loss = self._engine.forward(batch)
             if hashes is not None:
-                hashes["loss"] = digest(loss)
+                hashes["loss"] = word_sum(loss)
             with watch.passing(blocks, backward=True), noise_of(observers):
                 self.add(loss, last)
         watch.end()

@@ -1,10 +1,11 @@
 """Find silent corruption: a micro-batch is computed a second time by another replica, and hashes of the two
 computations are compared before the update.
 
-Every replica hashes its first micro-batch as the step computes it: the output of each block, the loss, and the gradient
-of each tensor. Then it computes the first micro-batch of its neighbour with the same weights, and hashes that. One
-number of each computation travels with the step's reduction, so nothing else is sent while they agree. A single replica
-computes its own micro-batch again.
+Every replica hashes its last micro-batch as the step computes it: the output of each block, the loss, and the gradient
+of each tensor. Then it computes the last micro-batch of its neighbour with the same weights, and hashes that. The host
+launches both, while a GPU still replays the micro-batches before as CUDA graphs. One number of each computation travels
+with the step's reduction, so nothing else is sent while they agree. A single replica computes its own micro-batch
+again.
 
 A step whose hashes differ is refused. The weights are renewed from the masters, and the step is taken once more. The
 neighbour is another one then if there are three replicas. `ReplicaTry` says what differed and who was wrong.
@@ -23,7 +24,7 @@ import torch.utils.deterministic
 from torch import Tensor
 
 from sagetrain.model.transformer import Transformer
-from sagetrain.parallel.digest import digest
+from sagetrain.parallel.digest import digest, mixed, word_sum
 from sagetrain.stability.controller import Event
 
 KIND = "corruption"
@@ -101,16 +102,16 @@ class ReplicaCheck:
         self._own: Hashes = {}
         self._again: Hashes = {}
         self._before: ReplicaTry | None = None
-        self._first: Callable[[int], Any] | None = None
+        self._last: Callable[[int], Any] | None = None
 
-    def begin(self, first: Callable[[int], Any], before: ReplicaTry | None) -> ReplicaCheck:
+    def begin(self, last: Callable[[int], Any], before: ReplicaTry | None) -> ReplicaCheck:
         """Begin a try of a step.
 
         Args:
-            first: returns the first micro-batch of a replica in this step.
+            last: returns the last micro-batch of a replica in this step.
             before: the result of the try before, which was refused.
         """
-        self._first, self._before, self._own, self._again = first, before, {}, {}
+        self._last, self._before, self._own, self._again = last, before, {}, {}
         return self
 
     def _owner(self, checker: int) -> int:
@@ -120,14 +121,15 @@ class ReplicaCheck:
 
     def others_batch(self) -> Any:
         """Return the micro-batch of another replica that this one computes."""
-        assert self._first is not None, "a step has begun"
-        return self._first(self._owner(self._rank))
+        assert self._last is not None, "a step has begun"
+        return self._last(self._owner(self._rank))
 
     # -- hashes --------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def hashing(self, again: bool = False) -> Iterator[Hashes]:
-        """Hash the outputs of blocks, and the gradients, of a micro-batch's passes inside. The caller adds the loss.
+        """Hash the outputs of blocks and the gradients of a micro-batch's passes inside. The bits of these hashes are
+        not mixed yet. The caller adds that of the loss.
 
         Args:
             again: the micro-batch is another replica's. Its gradients are freed as soon as they are hashed.
@@ -135,13 +137,13 @@ class ReplicaCheck:
         found, watch = Hashes(), self._model.watch_blocks
 
         def output(block: int, stream: Tensor) -> None:
-            found[f"output of block {block}"] = digest(stream)
+            found[f"output of block {block}"] = word_sum(stream)
             if watch:
                 watch(block, stream)
 
         def gradient(name: str) -> Callable[[Tensor], Tensor | None]:
             def hook(values: Tensor) -> Tensor | None:
-                found[f"gradient of {name}"] = digest(values)
+                found[f"gradient of {name}"] = word_sum(values)
                 return values.new_zeros(()).expand_as(values) if again else None
 
             return hook
@@ -162,7 +164,7 @@ class ReplicaCheck:
 
     def _hashes(self) -> list[Tensor]:
         """Return the hashes of this replica's own computation, of that for another replica, and of the weights."""
-        computed = [torch.stack([found[name] for name in self._results]) for found in (self._own, self._again)]
+        computed = [mixed(torch.stack([found[name] for name in self._results])) for found in (self._own, self._again)]
         return [*computed, self._weights()]
 
     def vector(self) -> Tensor:
@@ -174,7 +176,7 @@ class ReplicaCheck:
         return vector
 
     def _weights(self) -> Tensor:
-        return torch.stack([digest(leaf) for leaf in self.leaves.values()])
+        return mixed(torch.stack([word_sum(leaf) for leaf in self.leaves.values()]))
 
     def _of_all(self, hashes: Tensor) -> Tensor:
         """Return the hashes of all replicas, [replicas, hashes] on the CPU; collective."""

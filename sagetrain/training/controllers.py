@@ -151,13 +151,13 @@ class Controllers:
             return None
         return self._aware.following if self._aware else tokens_per_step(self._cfg.tokens_per_step, tokens)
 
-    def take(self, state: TrainState, size: int, take: Take, first: Callable[[int], Batch]) -> StepResult:
+    def take(self, state: TrainState, size: int, take: Take, last: Callable[[int], Batch]) -> StepResult:
         """Let the engine take the step after `state`, and take it again if rows of experts lacked room or the
         computations of two replicas differ.
 
         Args:
             size: the tokens of the step.
-            first: returns the first micro-batch of any replica in this step.
+            last: returns the last micro-batch of any replica in this step.
 
         Raises:
             TrainingError: computations differ a second time, and stability.replay.policy is stop.
@@ -175,7 +175,7 @@ class Controllers:
                 return Verdict(False)
             return observers.judge(metrics)
 
-        watched = replace(observers, replay=replay.begin(first, None), judge=judge)
+        watched = replace(observers, replay=replay.begin(last, None), judge=judge)
         result = take(watched)
         if not tries[0].pairs:
             return result
@@ -183,7 +183,7 @@ class Controllers:
         how = f"{found.text}. Step {step} is refused, and taken again with weights renewed from the masters"
         self._reporter.event(state, replace(found, text=how))
         self._engine.weights_changed()
-        replay.begin(first, tries[0])
+        replay.begin(last, tries[0])
         result = take(watched)
         event = replay.verdict(*tries)
         if tries[1].pairs and not goes_on:

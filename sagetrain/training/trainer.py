@@ -260,7 +260,8 @@ class Trainer:
 
         try:
             self._callbacks.tell("on_step_begin", lambda callback: callback.on_step_begin(state.step + 1))
-            result = run.controllers.take(state, size, take, partial(run.loader.first_batch, state.sequences))
+            last = partial(run.loader.last_batch, state.sequences, number)
+            result = run.controllers.take(state, size, take, last)
         # This comes from _micro_batches.
         except InterruptedError:
             self._reporter.row()

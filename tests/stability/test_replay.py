@@ -83,7 +83,7 @@ class Steps:
             found.append(self.replay.compare(self.engine.groups.metrics.vectors[METRIC]))
             return Verdict(not found[-1].pairs)
 
-        replay = self.replay.begin(partial(self.batch, 0), before)
+        replay = self.replay.begin(partial(self.batch, 1), before)
         batches = [self.batch(micro_step, self.engine.groups.rank) for micro_step in range(2)]
         self.engine.step(batches, 2, 1e-2, Observers(replay=replay, judge=judge))
         return found[0]
@@ -109,8 +109,8 @@ def broken(engine: Engine, kind: str, victim: int, draw: random.Random) -> Itera
     """Flip a bit of a kind on one rank while a step of two micro-batches runs."""
     here, name, number = engine.groups.rank == victim, draw.choice(list(engine.leaves())), draw.randrange(2)
     place, bit, calls = draw.randrange(1 << 20), draw.randrange(32 if leaf_is_fp32(engine) else 16), []
-    # The first call is of the rank's own micro-batch, and the third one is of another replica's.
-    when = draw.choice([1, 3])
+    # The second call is of the rank's own last micro-batch, and the third one is of another replica's.
+    when = draw.choice([2, 3])
     leaf, block = engine.leaves()[name], engine.model.get_submodule(f"blocks.{number}")
 
     def once(values: Tensor) -> Tensor:
