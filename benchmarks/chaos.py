@@ -1,10 +1,11 @@
 """Random faults in a run of small ranks, whose end must have the bits of a run that was left alone.
 
-    python benchmarks/chaos.py FOLDER --text TOKENS [--seed 0] [--ranks 2] [--steps 30] [--faults 6]
+    python benchmarks/chaos.py FOLDER --text TOKENS [--seed 0] [--ranks 2] [--hosts 1] [--steps 30] [--faults 6]
 
 TOKENS is what `sagetrain prepare --valid-fraction` has written, without .bin. FOLDER gets both runs. `--seconds 3600`
-takes seed after seed for an hour. The faults are drawn from the seed, each with its step and its rank. A run that ends
-early, as it does after SIGTERM, is started again. The exit code is 0 if all tensors of the last checkpoints are equal.
+takes seed after seed for an hour. With `--hosts 2` ranks pretend to be on two hosts, whose memories are folders. The
+faults are drawn from the seed, each with its step and its rank. A run that ends early, as it does after SIGTERM, is
+started again. The exit code is 0 if all tensors of the last checkpoints are equal.
 """
 
 from __future__ import annotations
@@ -29,13 +30,15 @@ KINDS = ("kill", "kill all", "error", "stop", "full disk", "bit", "slow", "broke
 """kill: SIGKILL for one rank, or for all at once. error: an exception like CUDA's. stop: SIGTERM. full disk: the next
 checkpoint cannot be written at first. bit: one bit of a weight flips. slow: a rank sleeps in three steps. broken copy
 and broken checkpoint: a bit of the newest one flips, and all ranks are killed."""
+HOST = "host"
+"""With several hosts: the ranks of one are killed, and its memory is gone."""
 _OF_ALL = ("kill all", "broken copy", "broken checkpoint")
 
 
-def faults_of(seed: int, number: int, steps: int, ranks: int) -> dict[int, tuple[str, int]]:
+def faults_of(seed: int, number: int, steps: int, ranks: int, hosts: int) -> dict[int, tuple[str, int]]:
     """Return faults by the step before which they come: the kind and the rank."""
-    draw = random.Random(seed)
-    kinds = [*KINDS * (1 + number // len(KINDS))][:number] if number >= len(KINDS) else draw.sample(KINDS, number)
+    draw, of = random.Random(seed), (*KINDS, *[HOST] * (hosts > 1))
+    kinds = [*of * (1 + number // len(of))][:number] if number >= len(of) else draw.sample(of, number)
     draw.shuffle(kinds)
     # A death must lie behind the death before, or the run ends because it does not get past that step.
     at = sorted(draw.sample(range(3, steps, 2), number))
@@ -69,22 +72,27 @@ AGAINST_FAULTS = [
 def rank_program(faults: dict[int, tuple[str, int]], done: Path) -> None:
     """Train as one rank, to which faults happen. Each happens once, and is written to `done` before."""
     from sagetrain.__main__ import program
-    from sagetrain.checkpoint import publishing
+    from sagetrain.checkpoint import publishing, slots
     from sagetrain.engines.step import BaseEngine
 
     rank, plain, write = int(os.environ["RANK"]), BaseEngine.step, publishing.OnDisk.write
-    sleeps, full = 0, 0
+    local, sleeps, full = int(os.environ["LOCAL_WORLD_SIZE"]), 0, 0
+    slots.ROOT = done.with_name(f"{done.name}-memory-{rank // local}")
+    slots.ROOT.mkdir(exist_ok=True)
 
     def step(engine: Any, *how: Any) -> Any:
         nonlocal sleeps, full
         number = engine.optimizer_steps + 1
         kind, victim = faults.get(number, ("", 0))
         mark = done / f"{number} {kind} {rank}"
-        if kind and (rank == victim or kind in _OF_ALL) and not mark.exists():
+        on_host = kind == HOST and rank // local == victim // local
+        if kind and (rank == victim or kind in _OF_ALL or on_host) and not mark.exists():
             mark.touch()
+            if on_host:
+                shutil.rmtree(slots.ROOT, ignore_errors=True)
             if kind.startswith("broken"):
                 spoil(kind, rank, victim)
-            if kind.startswith(("kill", "broken")):
+            if kind.startswith(("kill", "broken", HOST)):
                 os.kill(os.getpid(), signal.SIGKILL)
             if kind == "error":
                 raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -148,17 +156,18 @@ def _step_of(copy: Path) -> int:
 # -- the whole ---------------------------------------------------------------------------------------------------
 
 
-def launch(ranks: int, words: list[str], log: Path) -> int:
+def launch(ranks: int, hosts: int, words: list[str], log: Path) -> int:
     """Start ranks, wait for all of them, and return the largest exit code."""
     from sagetrain.cluster.launcher import free_port
 
-    world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+    local = ranks // hosts
+    world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(local), "MASTER_ADDR": "127.0.0.1"}
     env = {**os.environ, **world, "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     with log.open("a") as output:
         started = [
             subprocess.Popen(
                 [sys.executable, "-u", str(ROOT / "benchmarks/chaos.py"), "rank", *words],
-                env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank % local)},
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
@@ -173,33 +182,38 @@ def tensors_of(run: Path) -> dict[str, bytes]:
     return {f"{folder.name}/{file.name}": file.read_bytes() for file in sorted(folder.glob("*.safetensors"))}
 
 
-def trial(folder: Path, text: str, seed: int, ranks: int, steps: int, number: int, show: Callable[[str], None]) -> bool:
+def trial(
+    folder: Path, text: str, seed: int, ranks: int, hosts: int, steps: int, number: int, show: Callable[[str], None]
+) -> bool:
     """Make both runs of a seed, and return whether they end with the same bits."""
     import yaml
 
-    faults = faults_of(seed, number, steps, ranks)
+    faults = faults_of(seed, number, steps, ranks, hosts)
     alone, disturbed, done = folder / "alone", folder / f"seed-{seed}", folder / f"seed-{seed}-faults"
     done.mkdir(parents=True, exist_ok=True)
     for run in (alone, disturbed):
         run.with_suffix(".yaml").write_text(yaml.safe_dump(config(run, text, steps)))
     os.environ.update(CHAOS="{}", CHAOS_DONE=str(done), CHAOS_RUN=str(disturbed))
-    if not alone.exists() and (code := launch(ranks, ["train", f"{alone}.yaml"], folder / "alone.log")):
+    if not alone.exists() and (code := launch(ranks, hosts, ["train", f"{alone}.yaml"], folder / "alone.log")):
         sys.exit(f"the undisturbed run has ended with exit code {code}: {folder / 'alone.log'}")
     os.environ["CHAOS"] = json.dumps(faults)
     log, begin, starts = folder / f"seed-{seed}.log", time.perf_counter(), 0
     while not list(disturbed.glob(f"checkpoints/step-{steps:08d}")):
         starts += 1
-        code = launch(ranks, ["train", f"{disturbed}.yaml", *AGAINST_FAULTS], log)
+        code = launch(ranks, hosts, ["train", f"{disturbed}.yaml", *AGAINST_FAULTS], log)
         if starts > number + 1 or code not in (0, 128 + signal.SIGTERM):
             show(f"seed {seed}: ended with exit code {code} after {starts} starts: {log}")
             return False
-    events = Counter(json.loads(line)["kind"] for line in (disturbed / "events.jsonl").read_text().splitlines())
+    rows = [json.loads(line) for line in (disturbed / "events.jsonl").read_text().splitlines()]
+    events, restarts = Counter(row["kind"] for row in rows), [row for row in rows if row["kind"] == "restart"]
+    seconds = ", ".join(f"{row['total']:.2f}{' from memory' * row['from_memory']}" for row in restarts)
     same = tensors_of(alone) == tensors_of(disturbed)
     happened = {int(mark.name.split()[0]): mark.name.split()[1:-1] for mark in done.iterdir()}
     named = ", ".join(f"{kind} in step {step}" for step, (kind, _) in faults.items())
     show(
         f"seed {seed}: {'equal' if same else 'OTHER'} bits after {len(happened)} of {number} faults, {starts} starts "
-        f"and {time.perf_counter() - begin:.1f} s; faults: {named}; events: {dict(events)}"
+        f"and {time.perf_counter() - begin:.1f} s; faults: {named}; events: {dict(events)}; "
+        f"seconds to the next step: {seconds}"
     )
     return same and len(happened) == number
 
@@ -209,13 +223,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--text", required=True)
-    for name, default in (("seed", 0), ("ranks", 2), ("steps", 30), ("faults", 6)):
+    for name, default in (("seed", 0), ("ranks", 2), ("hosts", 1), ("steps", 30), ("faults", 6)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--seconds", type=float, default=0.0)
     args = parser.parse_args()
     end, seed, good = time.perf_counter() + args.seconds, args.seed, True
     while good:
-        how = args.text, seed, args.ranks, args.steps, args.faults
+        how = args.text, seed, args.ranks, args.hosts, args.steps, args.faults
         good = trial(args.folder, *how, lambda line: print(line, flush=True))
         seed += 1
         if time.perf_counter() >= end:
