@@ -16,7 +16,7 @@ from sagetrain.cli.options import Config, ConfigOption, Overrides
 from sagetrain.config.errors import ConfigError
 
 
-def _keep(restarts: int, minutes: float) -> None:
+def _keep(restarts: int, minutes: float, run_dir: str) -> None:
     """Make this process the keeper of its rank (cluster/keeper.py). Return in the processes that train."""
     if not exits.console_script:
         raise ConfigError(
@@ -25,7 +25,7 @@ def _keep(restarts: int, minutes: float) -> None:
         )
     from sagetrain.cluster.keeper import keep
 
-    keep(restarts, minutes, warn)
+    keep(restarts, minutes, Path(run_dir), warn)
 
 
 def train(
@@ -81,7 +81,7 @@ def train(
             gc.freeze()
             gc.enable()
             if restarts := cfg.training.restarts:
-                _keep(restarts, 2 * cfg.training.timeout_minutes)
+                _keep(restarts, 2 * cfg.training.timeout_minutes, cfg.training.run_dir)
             looks = looks_of(cfg)
             train_parts(lambda stop: Trainer(build(cfg, stop=stop), findings, *looks))
         except (ConfigError, PermissionError) as error:

@@ -25,6 +25,9 @@ _BEAT = 1.0
 SILENT_BEATS = 30
 """A host that has given no sign of life for so many beats is lost. The beats are those of the keeper that watches, so
 time in which the whole job was stopped does not count."""
+MISSED_BEATS = 10
+"""The same where the ranks of a host should be gone by now, and torchrun can begin again without that host."""
+_HOUR = 3600.0
 _FAREWELL = 10.0
 """The longest time in seconds that the first keeper waits for the others, which may still ask its store."""
 
@@ -67,6 +70,17 @@ class Agreement:
         """Return the loss of a host; None if none was lost."""
         return self._read("lost")
 
+    def lose(self, rank: int, host: str, why: str, ago: float = 0.0) -> None:
+        """Say that a host is lost, whose first rank is named. The first one that is said counts."""
+        death = Death(rank, host, 0, why, 0, time.time() - ago, again=False, lost=True)
+        self._store.compare_set("lost", "", json.dumps(asdict(death)))
+
+    def told(self, text: str) -> str:
+        """Return the text of the keeper of rank 0 on every keeper."""
+        if self.rank == 0:
+            self._store.set("told", text)
+        return str(self._store.get("told").decode())
+
     def _read(self, key: str) -> Death | None:
         return Death(**json.loads(self._store.get(key))) if self._store.check([key]) else None
 
@@ -78,6 +92,10 @@ class Agreement:
         """Whether all keepers have said so."""
         return bool(self._store.add(f"{what}/{generation}", 0) >= self.world_size)
 
+    def anybody(self, what: str, generation: int) -> bool:
+        """Whether any keeper has said so."""
+        return bool(self._store.add(f"{what}/{generation}", 0) > 0)
+
     def leave(self) -> None:
         """End the agreement. The first keeper leaves last, because the store may end with it."""
         self.say("left", 0)
@@ -87,17 +105,22 @@ class Agreement:
 
     # -- hosts ----------------------------------------------------------------------------------------------------
 
-    def beat(self) -> None:
-        """Give this host's sign of life where it is due. On rank 0, look for the signs of the others."""
-        if self.world_size == 1 or time.monotonic() - self._beat < _BEAT:
+    def beat(self, patience: int = SILENT_BEATS, *, due: bool = False) -> None:
+        """Give this host's sign of life where it is due. On rank 0, look for the signs of the others.
+
+        Args:
+            patience: the beats without a sign of life after which a host is lost.
+            due: whether to look now.
+        """
+        if self.world_size == 1 or (time.monotonic() - self._beat < _BEAT and not due):
             return
         self._beat = time.monotonic()
         if self._leads:
             self._store.add(f"beat/{self.rank}", 1)
         if self.rank == 0:
-            self._look()
+            self._look(patience)
 
-    def _look(self) -> None:
+    def _look(self, patience: int) -> None:
         for number in range(len(self._hosts) + 1, self._store.add("hosts", 0) + 1):
             if not self._store.check([f"host/{number}"]):
                 break
@@ -107,9 +130,9 @@ class Agreement:
             now, (sign, silent) = self._store.add(f"beat/{rank}", 0), self._signs.get(number, (-1, 0))
             silent = silent + 1 if now == sign else 0
             self._signs[number] = now, silent
-            if silent == SILENT_BEATS:
-                why = f"its host has given no sign of life for {SILENT_BEATS * _BEAT:.0f} s"
-                self._store.set("lost", json.dumps(asdict(Death(rank, host, 0, why, 0, time.time(), again=False))))
+            if silent >= patience:
+                seconds = silent * _BEAT
+                self.lose(rank, host, f"no sign of life for {seconds:.0f} s", seconds)
 
 
 def suspects(deaths: Sequence[Death]) -> str:
@@ -118,6 +141,15 @@ def suspects(deaths: Sequence[Death]) -> str:
     counts = Counter(death.host for death in deaths)
     named = [f"{host} ({number} deaths)" for host, number in counts.most_common() if number > 1 and len(counts) > 1]
     return f"; hosts to look at, and to leave out of the next job: {', '.join(named)}" if named else ""
+
+
+def host_to_leave(deaths: Sequence[Death]) -> str:
+    """Return the host of the last death if it is to be left out: ranks have died on it twice in an hour, and more often
+    than on any other host. Return "" if it is not."""
+    last = deaths[-1]
+    counts = Counter(death.host for death in deaths if last.time - death.time < _HOUR and not death.memory)
+    most = max(number for host, number in [("", 1), *counts.items()] if host != last.host)
+    return last.host if counts[last.host] > most else ""
 
 
 def why_it_ends(deaths: Sequence[Death], restarts: int) -> str:

@@ -7,11 +7,16 @@ continue from the newest checkpoint.
 
 The keepers agree (agreement.py) through a store that outlives ranks. No keeper forks the next generation before all
 have said that their rank is gone, so two generations never write at the same time.
+
+The world of the keepers has a fixed size. A host that is lost, or on which ranks die again and again, ends it. Where
+torchrun is elastic it then begins another world, of keepers on the hosts that are left and on spare ones. The deaths so
+far are in a file of the run folder meanwhile.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import select
 import signal
@@ -21,17 +26,28 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from importlib import import_module
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from sagetrain.cluster.agreement import TICK, Agreement, suspects, why_it_ends
+from sagetrain.cluster.agreement import (
+    MISSED_BEATS,
+    SILENT_BEATS,
+    TICK,
+    Agreement,
+    host_to_leave,
+    suspects,
+    why_it_ends,
+)
 from sagetrain.cluster.guard import LAUNCHER, launchers, told_launchers
+from sagetrain.cluster.launcher import elastic, elastic_in_vain
 from sagetrain.cluster.lifeline import KEEPER, Death, Lifeline, die_with_parent, lifeline, read_words
 from sagetrain.cluster.rendezvous import keepers_store
-from sagetrain.config.errors import TRAINING_EXIT_CODE, ConfigError
+from sagetrain.config.errors import TRAINING_EXIT_CODE, ConfigError, many
 
 _GRACE = 1.0
 """The seconds that a keeper waits with its report of an error. A rank may fail because another one has died, whose
@@ -41,16 +57,19 @@ _LATE_MODULES = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.t
 the driver, and takes each rank less than a second."""
 _NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 _ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_DEATHS = ".deaths.json"
+"""The file of the run folder with the deaths before torchrun began another world."""
 _NEVER_AGAIN = (2, 3, TRAINING_EXIT_CODE)
 """The exit codes (cli/exits.py) of mistakes, of disks, and of training that cannot go on."""
 
 
-def keep(restarts: int, minutes: float, say: Callable[[str], None]) -> None:
+def keep(restarts: int, minutes: float, run_dir: Path, say: Callable[[str], None]) -> None:
     """Become the keeper of this rank. Return in every process that is to train, and never in the keeper.
 
     Args:
         restarts: the value of training.restarts.
         minutes: the time that keepers wait for the first one.
+        run_dir: the run folder.
         say: prints a line for people.
 
     Raises:
@@ -60,7 +79,9 @@ def keep(restarts: int, minutes: float, say: Callable[[str], None]) -> None:
         return
     if not sys.platform.startswith("linux"):
         raise ConfigError(f"training.restarts {restarts} needs Linux, and this is {sys.platform}: set it to 0")
-    Keeper(restarts, keepers_store(minutes), can_fork(_LATE_MODULES), say).run()
+    if os.environ.get("RANK") == "0" and (said := elastic_in_vain()):
+        say(said)
+    Keeper(restarts, keepers_store(minutes), can_fork(_LATE_MODULES), run_dir, say).run()
 
 
 def can_fork(modules: Sequence[str]) -> bool:
@@ -100,7 +121,7 @@ class KeptRank:
     """A process that trains, as its keeper sees it."""
 
     def __init__(self, pid: int, pipe: int) -> None:
-        self.pid, self._pipe, self._open, self._heard = pid, pipe, True, b""
+        self.pid, self._pipe, self._open, self._heard, self._closed = pid, pipe, True, b"", False
         self.step, self.why, self.memory = 0, "", False
         self.code: int | None = None
         """The exit code; None: the process runs; negative: the number of the signal that killed it."""
@@ -119,7 +140,9 @@ class KeptRank:
         if self.code is None:
             os.kill(self.pid, signal.SIGKILL)
             self._reap(0)
-        os.close(self._pipe)
+        if not self._closed:
+            self._closed = True
+            os.close(self._pipe)
 
     def _reap(self, how: int) -> None:
         if self.code is None and (found := os.waitpid(self.pid, how))[0]:
@@ -144,11 +167,14 @@ class Keeper:
         restarts: the value of training.restarts.
         store: the store of all keepers.
         forks: whether ranks are forks of this process. Otherwise each is a new interpreter, which imports again.
+        run_dir: the run folder.
         say: prints a line for people.
     """
 
-    def __init__(self, restarts: int, store: Store, forks: bool, say: Callable[[str], None]) -> None:
+    def __init__(self, restarts: int, store: Store, forks: bool, run_dir: Path, say: Callable[[str], None]) -> None:
         self._restarts, self._forks, self._agreement = restarts, forks, Agreement(store)
+        self._elastic, self._path = elastic(), run_dir / _DEATHS
+        self._patience = MISSED_BEATS if self._elastic else SILENT_BEATS
         self._say = say if self._agreement.rank == 0 else lambda text: None
         self._launchers, self._asked = told_launchers(), 0
         self._rank: KeptRank | None = None
@@ -158,7 +184,7 @@ class Keeper:
         """Begin rank after rank until the run ends. Return in each rank."""
         for number in _ASKING:
             signal.signal(number, self._forward)
-        deaths: list[Death] = []
+        deaths = self._earlier()
         while True:
             if not (rank := self._begin(deaths)):
                 return
@@ -166,16 +192,24 @@ class Keeper:
                 death = self._watch(rank, len(deaths))
                 found = time.time()
                 if death is None:
-                    self._leave(0)
+                    self._path.unlink(missing_ok=True)
+                    # The torchrun of another host was faster to see that a host has come.
+                    stopped = self._elastic and not self._asked and self._agreement.anybody("asked", len(deaths))
+                    self._leave(TRAINING_EXIT_CODE if stopped else 0)
+                if self._elastic and self._agreement.lost():
+                    self._begin_elsewhere(rank, [*deaths, death.seen(found, time.time())], death.said)
                 if why := why_it_ends([*deaths, death], self._restarts):
                     self._end(rank, death, why)
                 rank.kill()
                 self._agreement.say("gone", len(deaths))
-                self._wait_for_all(len(deaths))
+                self._wait_for_all(deaths, found)
             # The store is gone, and with it the launcher or the first keeper.
             except RuntimeError as error:
-                self._alone(rank, error)
+                self._alone(rank, deaths, error)
             deaths.append(death.seen(found, time.time()))
+            if self._elastic and (host := host_to_leave(deaths)):
+                why = f"{death.said}, as ranks there have before: {host} is left out"
+                self._begin_elsewhere(None, deaths, why, left=host == socket.gethostname())
             again = f"all ranks begin again (restart {len(deaths)} of {self._restarts})"
             self._say(f"{death.said}: {again}{suspects(deaths)}")
 
@@ -229,7 +263,11 @@ class Keeper:
         self._agreement.beat()
         if self._launchers and launchers() != self._launchers:
             self._launchers = ()
-            os.kill(os.getpid(), signal.SIGTERM)
+            if self._elastic:
+                # The other hosts go on.
+                self._agreement.lose(self._agreement.rank, socket.gethostname(), "torchrun on its host is gone")
+            else:
+                os.kill(os.getpid(), signal.SIGTERM)
         return True
 
     def _watch(self, rank: KeptRank, generation: int) -> Death | None:
@@ -240,6 +278,8 @@ class Keeper:
             if rank.code is not None and not said:
                 said = rank.code <= 0 or time.time() - rank.ended > _GRACE
                 if rank.code == 0:
+                    if self._asked:
+                        self._agreement.say("asked", generation)
                     self._agreement.say("done", generation)
                 elif said:
                     self._agreement.report(self._death(rank, rank.code, generation))
@@ -250,23 +290,72 @@ class Keeper:
                     return None
 
     def _death(self, rank: KeptRank, code: int, generation: int) -> Death:
-        asked = self._asked or -code in _ASKING or code >= 128
+        # Torchrun asks ranks to end where it begins again.
+        asked = not self._elastic and (self._asked or -code in _ASKING or code >= 128)
         again = not asked and (code not in _NEVER_AGAIN or rank.memory)
         why = rank.why or (f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}")
         where = self._agreement.rank, socket.gethostname()
         return Death(*where, code, why, rank.step, rank.ended, again, rank.memory, generation)
 
-    def _wait_for_all(self, generation: int) -> None:
-        while not self._agreement.everybody("gone", generation):
+    def _wait_for_all(self, deaths: Sequence[Death], found: float) -> None:
+        while not self._agreement.everybody("gone", len(deaths)):
             time.sleep(TICK)
-            self._agreement.beat()
+            # Torchrun has seen that a host has come or is lost.
+            told = self._elastic and self._asked
+            self._agreement.beat(2 if told else self._patience, due=bool(told))
             if lost := self._agreement.lost():
+                if self._elastic:
+                    self._begin_elsewhere(None, [*deaths, lost.seen(found, time.time())], lost.said)
                 self._end(None, lost, lost.said)
+            if told:
+                break
+        if self._elastic and self._asked:
+            os._exit(TRAINING_EXIT_CODE)
+
+    # -- another world of torchrun ----------------------------------------------------------------------------------
+
+    def _earlier(self) -> list[Death]:
+        """Return the deaths in the worlds before; the same on all keepers."""
+        if not self._elastic:
+            return []
+        text = "{}"
+        with suppress(OSError):
+            text = self._path.read_text()
+        told = json.loads(self._agreement.told(text))
+        return [Death(**death) for death in told.get(os.environ["TORCHELASTIC_RUN_ID"], [])]
+
+    def _begin_elsewhere(
+        self, rank: KeptRank | None, deaths: Sequence[Death], why: str, *, left: bool = False
+    ) -> NoReturn:
+        """End the world of these keepers, so that torchrun begins another one with the hosts that are left.
+
+        Args:
+            left: this host is left out, by the end of its torchrun.
+        """
+        if len(deaths) > self._restarts:
+            self._end(
+                rank, deaths[-1], f"{why}: after {many(self._restarts, 'restart')} training.restarts allows no more"
+            )
+        self._say(f"{why}: torchrun begins again without it (restart {len(deaths)} of {self._restarts})")
+        if rank:
+            rank.kill()
+        own = self._path.with_suffix(f".{os.getpid()}")
+        with suppress(OSError):
+            own.write_text(json.dumps({os.environ["TORCHELASTIC_RUN_ID"]: [asdict(death) for death in deaths]}))
+            os.replace(own, self._path)
+        if left:
+            os.kill(os.getppid(), signal.SIGTERM)
+        sys.stderr.flush()
+        os._exit(TRAINING_EXIT_CODE)
 
     def _end(self, rank: KeptRank | None, death: Death, why: str) -> NoReturn:
         """End the run on this keeper with the exit code of the rank that died."""
         if rank:
             rank.kill()
+        if self._elastic:
+            # Torchrun would begin again.
+            self._path.unlink(missing_ok=True)
+            os.kill(os.getppid(), signal.SIGTERM)
         # A rank that fails by itself has said why.
         if death.again or death.code <= 0:
             self._say(f"error: {why}")
@@ -275,8 +364,12 @@ class Keeper:
         # An error without an exit code of its own has 1.
         self._leave(max(death.code, TRAINING_EXIT_CODE) if death.again or death.code <= 0 else death.code)
 
-    def _alone(self, rank: KeptRank, error: RuntimeError) -> NoReturn:
+    def _alone(self, rank: KeptRank, deaths: Sequence[Death], error: RuntimeError) -> NoReturn:
         """Let the rank save and stop, where the other keepers cannot be asked any more."""
+        if self._elastic:
+            now, why = time.time(), "its keeper, which had the keepers' store, is gone"
+            lost = Death(0, os.environ["MASTER_ADDR"], 0, why, 0, now, again=False, found=now, down=now, lost=True)
+            self._begin_elsewhere(rank, [*deaths, lost], lost.said)
         self._say(f"the keepers have lost their store ({f'{error}'.splitlines()[0]}): the run saves and stops")
         if rank.code is None:
             os.kill(rank.pid, signal.SIGTERM)

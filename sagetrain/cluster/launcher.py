@@ -120,6 +120,26 @@ def by_agent() -> bool:
     return os.environ.get(AGENT_STORE) == "True"
 
 
+def elastic() -> bool:
+    """Whether torchrun begins again with the hosts that are there, if ranks end with an error. Ranks of such a world
+    cannot meet in the store of an agent, because agents that have joined later do not know it."""
+    return not by_agent() and _begins_again()
+
+
+def elastic_in_vain() -> str:
+    """Say which variable torchrun lacks if it begins again, and cannot leave a host out; "" if it lacks none."""
+    if not (by_agent() and _begins_again()):
+        return ""
+    return (
+        "torchrun has --max-restarts, and its agent hosts the store of the ranks: a host that is lost is neither left "
+        "out nor replaced. If it is to be, export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all hosts (docs/cluster.md)"
+    )
+
+
+def _begins_again() -> bool:
+    return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+
+
 def agent_left_over() -> str:
     """Say what to do if torchrun's agent does not host the store, as the environment says."""
     return f"{AGENT_STORE}=True says that torchrun listens there. {_unset([AGENT_STORE, *_TOGETHER])}"

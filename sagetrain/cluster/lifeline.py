@@ -45,10 +45,14 @@ class Death:
     """The time at which the keeper of this rank learned of the death."""
     down: float = 0.0
     """The time at which the ranks of all keepers had ended."""
+    lost: bool = False
+    """Whether nothing is known but that the host is lost."""
 
     @property
     def said(self) -> str:
         """The death in words."""
+        if self.lost:
+            return f"host {self.host} of rank {self.rank} was lost ({self.why})"
         where = f"in step {self.step}" if self.step else "before its first step"
         return f"rank {self.rank} on {self.host} died {where} ({self.why})"
 

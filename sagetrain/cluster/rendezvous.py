@@ -119,8 +119,9 @@ def meet(minutes: float) -> Store:
 
 
 def _attempt() -> str:
-    """Return the number of times that torchrun has started the ranks before."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    """Return the number of times that torchrun has started the ranks before, if its agent's store outlives them. Each
+    agent counts for itself, and one that has come later has another number."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if by_agent() else "0"
 
 
 def keepers_store(minutes: float) -> Store:

@@ -178,6 +178,7 @@ print("generation", own.generation, "after", death().said, flush=True)
 
 PARENT = """
 import sys, threading
+from pathlib import Path
 from torch.distributed import HashStore
 from sagetrain.cluster import keeper
 assert keeper.can_fork(["json"])
@@ -185,7 +186,7 @@ threading.Thread(target=threading.Event().wait, daemon=True).start()
 forks = keeper.can_fork(["json"])
 print("forks", forks, flush=True)
 sys.orig_argv = ["python", sys.argv[1]]
-keeper.Keeper(1, HashStore(), forks, lambda text: print(text, flush=True)).run()
+keeper.Keeper(1, HashStore(), forks, Path("."), lambda text: print(text, flush=True)).run()
 """
 
 
