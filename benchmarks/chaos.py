@@ -31,7 +31,7 @@ KINDS = ("kill", "kill all", "error", "stop", "full disk", "bit", "slow", "broke
 checkpoint cannot be written at first. bit: one bit of a weight flips. slow: a rank sleeps in three steps. broken copy
 and broken checkpoint: a bit of the newest one flips, and all ranks are killed."""
 HOST = "host"
-"""With several hosts: the ranks of one are killed, and its memory is gone."""
+"""The kind of fault that several hosts bring: the ranks of one are killed, and its memory is gone."""
 _OF_ALL = ("kill all", "broken copy", "broken checkpoint")
 
 

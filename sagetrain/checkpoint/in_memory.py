@@ -251,8 +251,9 @@ class CopiesInMemory:
         if self._stream:
             self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            for target, source in zip(targets, self._sources, strict=True):
-                target.copy_(source if isinstance(source, Tensor) else source(), non_blocking=True)
+            sources = [source if isinstance(source, Tensor) else source() for source in self._sources]
+            # The host would need three times as long for a loop over hundreds of tensors, and the GPU has nothing to do.
+            torch._foreach_copy_(targets, sources, non_blocking=True)
             if self._stream:
                 self._copied = torch.cuda.Event(blocking=True)
                 self._copied.record()

@@ -26,7 +26,7 @@ SILENT_BEATS = 30
 """A host that has given no sign of life for so many beats is lost. The beats are those of the keeper that watches, so
 time in which the whole job was stopped does not count."""
 MISSED_BEATS = 10
-"""The same where the ranks of a host should be gone by now, and torchrun can begin again without that host."""
+"""The number of beats where the ranks of a host should be gone by now, and torchrun can begin again without it."""
 _HOUR = 3600.0
 _FAREWELL = 10.0
 """The longest time in seconds that the first keeper waits for the others, which may still ask its store."""

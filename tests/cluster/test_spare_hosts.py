@@ -57,9 +57,13 @@ def start(config: Path, host: int, port: int) -> Command:
            "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}  # fmt: skip
     words = ["torchrun", "--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "9", "--monitor-interval", "0.1"]
     words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "job"]
-    words += ["--rdzv-conf", "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=2"]
+    words += ["--rdzv-conf", "keep_alive_interval=1,keep_alive_max_attempt=6,last_call_timeout=2"]
     words += ["--local-addr", address, str(script), "train", str(config)]
     return Command(words, env, config.with_suffix(".log"), config.parent)
+
+
+def connections(command: Command) -> list[Any]:
+    return psutil.Process(command.pid).net_connections()
 
 
 def losses_of(run: Path) -> dict[int, float]:
@@ -80,7 +84,9 @@ def test_a_spare_host_and_then_fewer_replicas(tmp_path, corpus) -> None:
 
     wait_for(first, config, lambda: metrics.exists() and '"step": 8,' in metrics.read_text())
     spare = start(config, 3, port)
-    time.sleep(2)  # It has come to the rendezvous, or comes a little later.
+    # It is at the rendezvous, where it has a moment until the first host begins again.
+    wait_for(spare, config, lambda: any(each.raddr and each.raddr.port == port for each in connections(spare)))
+    time.sleep(1)
     for process in [psutil.Process(second.pid), *psutil.Process(second.pid).children(recursive=True)]:
         process.kill()
     (tmp_path / "memory/go").touch()
