@@ -252,7 +252,7 @@ class CopiesInMemory:
             self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             sources = [source if isinstance(source, Tensor) else source() for source in self._sources]
-            # The host would need three times as long for a loop over hundreds of tensors, and the GPU has nothing to do.
+            # A loop over hundreds of tensors would keep the host busy, and the GPU idle, for three times as long.
             torch._foreach_copy_(targets, sources, non_blocking=True)
             if self._stream:
                 self._copied = torch.cuda.Event(blocking=True)
