@@ -253,7 +253,8 @@ class CopiesInMemory:
         with torch.cuda.stream(self._stream):
             sources = [source if isinstance(source, Tensor) else source() for source in self._sources]
             # A loop over hundreds of tensors would keep the host busy, and the GPU idle, for three times as long.
-            torch._foreach_copy_(targets, sources, non_blocking=True)
+            if sources:
+                torch._foreach_copy_(targets, sources, non_blocking=True)
             if self._stream:
                 self._copied = torch.cuda.Event(blocking=True)
                 self._copied.record()
