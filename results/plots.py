@@ -440,7 +440,6 @@ PLOTS: dict[str, tuple[str, float, Callable[[Figure], None]]] = {
     "trainer": ("trainer.png", 2.4, trainer),
     "which-attention": ("which-attention.png", 4.4, which_attention),
     "width-rule": ("rates.png", 3.6, width_rule),
-    "window-loss": ("gap.png", 2.2, gaps("window-loss", "{layers}: {attention}", "loss less that of 16 bits, nats")),
 }
 """Each page's file, its height in inches, and the function that draws it."""
 
