@@ -75,7 +75,9 @@ def results(way, dtype: torch.dtype, *arguments: object) -> list[Tensor]:  # typ
     return [y.detach(), *torch.autograd.grad(y, leaves, grad)]
 
 
-@pytest.mark.parametrize("number", ["float16 float32", "bfloat16", "int8", pytest.param("fp8", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "number", ["bfloat16", "int8", *(pytest.param(name, marks=pytest.mark.long) for name in ("float16 float32", "fp8"))]
+)
 def test_a_mixture_is_a_loop_over_experts(number):
     """Loads are odd, and some are none. Room that is left over, torch.compile and another call change no bit."""
     truth = results(loop, torch.float64)

@@ -7,23 +7,22 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import tiny
-from distributed import run_distributed
+from on_gpu import needs_gpu, world_of_one  # noqa: F401
 from sagetrain.checkpoint.in_memory import CopiesInMemory
 from sagetrain.checkpoint.manifest import KINDS
 from sagetrain.checkpoint.reading import Reader
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.storage.url_path import Location
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: make test-gpu"),
-]
+pytestmark = [*needs_gpu(), pytest.mark.usefixtures("world_of_one")]
 SIZE = 20_000_001
 
 
-def _copied() -> None:
+def test_a_copy_is_of_the_moment_of_the_call() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     run, said = f"test-{os.getpid()}", []
     shard = tiny.owned("w", {kind: torch.zeros(SIZE, device="cuda") for kind in KINDS})
     tensors = [shard.read(kind) for kind in KINDS]
@@ -50,7 +49,3 @@ def _copied() -> None:
         assert Reader(newest).local("w", kind, 0, 1).eq(3 + 10 * value).all()
     copies.end()
     assert said == []
-
-
-def test_a_copy_is_of_the_moment_of_the_call() -> None:
-    run_distributed(_copied, 1)

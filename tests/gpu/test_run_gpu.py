@@ -18,7 +18,7 @@ pytestmark = [*needs_gpu(), pytest.mark.usefixtures("world_of_one")]
 SEQ, VOCAB, STEP = 256, 512, 8 * 256
 
 
-def write_config(folder: Path, engine: str, compiled: str) -> Path:
+def write_config(folder: Path, engine: str, compiled: str, recipe: str) -> Path:
     tree = {
         "model": {
             "num_layers": 2,
@@ -27,8 +27,8 @@ def write_config(folder: Path, engine: str, compiled: str) -> Path:
             "num_attention_heads": 2,
             "vocab_size": VOCAB,
         },
-        "attention": {"backend": "sage"},
-        "linear": {"precision": "bf16"},  # `auto` would compile and time every layer first.
+        "attention": {"backend": "sage", "recipe": recipe},
+        "linear": {"precision": "bf16"},  # `auto` would compile and time every layer first, as it does with recipes.
         "parallel": {"engine": engine},
         "data": {"train": [{"path": "none"}], "seq_length": SEQ, "micro_batch_size": 4},
         "tokens_per_step": {"schedule": "constant", "tokens": STEP},
@@ -56,11 +56,12 @@ class Losses(sagetrain.Callback):
             self.of_steps[position.step] = values["train/loss"]
 
 
-@pytest.mark.parametrize(("engine", "compiled"), [
-    ("fsdp", "on"), ("deepspeed", "off"), pytest.param("deepspeed", "on", marks=pytest.mark.long)
+@pytest.mark.parametrize(("engine", "compiled", "recipe"), [
+    ("fsdp", "on", "scores"), ("deepspeed", "off", "scores"),
+    pytest.param("deepspeed", "on", "auto", marks=pytest.mark.long),
 ])  # fmt: skip
-def test_a_run_learns_saves_and_goes_on(engine: str, compiled: str, tmp_path: Path) -> None:
-    config, losses, said = write_config(tmp_path, engine, compiled), Losses(), []
+def test_a_run_learns_saves_and_goes_on(engine: str, compiled: str, recipe: str, tmp_path: Path) -> None:
+    config, losses, said = write_config(tmp_path, engine, compiled, recipe), Losses(), []
     assert sagetrain.train(config, tokens=random_walk, callbacks=[losses]).finished
     longer = {"training.total_tokens": 24 * STEP}
     assert sagetrain.train(config, longer, tokens=random_walk, callbacks=[losses], say=said.append).finished
