@@ -148,10 +148,14 @@ def test_logits_are_those_of_the_loss() -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("backend", ["sdpa", "sage"])
 def test_activation_checkpointing_changes_nothing(backend: str, compiled: bool) -> None:
-    # Whole blocks are recomputed in the same way around every backend; `selective` lists the operators of each.
-    whole = () if compiled and backend == "sdpa" else ("full", 1)
-    found, eager = {}, [_gradients(_shake(_model(backend=backend)), *_batch(), **packing) for packing in ({}, PACKED)]
-    for mode in ("none", "selective", "attention", *whole):
+    # Whole blocks are recomputed in the same way around every backend; `selective` and `attention` list the operators
+    # of each. A graph costs a second.
+    modes = ["none", "selective", "attention", "full", 1]
+    if compiled:
+        modes = ["none", "selective", "attention", 1] if backend == "sage" else ["selective", "attention"]
+    eager = [_gradients(_shake(_model(backend=backend)), *_batch(), **packing) for packing in ({}, PACKED)]
+    found = {} if "none" in modes else {"none": eager}
+    for mode in modes:
         packings = (PACKED,) if compiled and mode != "none" else ({}, PACKED)
         model = _shake(_model(backend=backend, activation_checkpointing=mode))
         torch._dynamo.reset()
@@ -169,7 +173,7 @@ def test_activation_checkpointing_changes_nothing(backend: str, compiled: bool) 
             for ours, theirs in zip(found["none"], eager, strict=True):
                 _assert_same(ours, theirs, 1e-5 if compiled else 0.0)
         # The blocks behind those that are recomputed begin with a graph of their own, whose gradient is added up apart.
-        near = 1e-6 if compiled and mode == 1 else 0.0
+        near = 1e-5 if modes[0] != "none" else 1e-6 if compiled and mode == 1 else 0.0
         for plain, recomputed in zip(found["none"][-len(packings) :], found[mode], strict=True):
             _assert_same(recomputed, plain, near)
 

@@ -149,8 +149,8 @@ def test_layers_move_at_any_layout(world: int, tp_size: int, stage: int) -> None
 
 
 def graphs_of_functions() -> list[int]:
-    """Return the number of graphs after each attention function, trained and evaluated. Linear layers are in 8 bits in
-    all blocks but the first and the last, and then in 16 bits everywhere."""
+    """Return the number of graphs after each attention function, which trains; the first one evaluates too. Linear
+    layers are in 8 bits in all blocks but the first and the last, and then in 16 bits everywhere."""
     groups = tiny.join(2)
     shape = {"num_layers": 3, "hidden_size": 64, "ffn_hidden_size": 96}
     linear = {"precision": "fp8", "keep_first_blocks": 1, "keep_last_blocks": 1}
@@ -164,11 +164,11 @@ def graphs_of_functions() -> list[int]:
         for function in ATTENTION:
             model.functions = [function] * 3
             model.keep_weights()
-            with torch.no_grad():
-                unrecorded = model(tokens, tokens)
             loss = model(tokens, tokens)
             loss.backward()
-            assert unrecorded.item() == pytest.approx(loss.item(), rel=1e-5)
+            if function is ATTENTION[0]:
+                with torch.no_grad():
+                    assert model(tokens, tokens).item() == pytest.approx(loss.item(), rel=1e-5)
             graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
         model.use_16_bits()
     return graphs
@@ -177,9 +177,9 @@ def graphs_of_functions() -> list[int]:
 def test_every_function_in_8_and_16_bits_is_compiled() -> None:
     """torch by default ends a run that makes more than 8 graphs of one function. A block's graph depends on its own
     layers and on the next block's, whose input it gathers. There are three kinds in 8 bits, and each is compiled for
-    training and for evaluation, which makes 12 graphs. All of them are in 16 bits at last."""
+    training by both functions and for evaluation by one, which makes 9 graphs. All of them are in 16 bits at last."""
     graphs = run_distributed(graphs_of_functions, 2)[0]
-    assert [after - before for before, after in pairwise(graphs)] == [6, 0, 0]
+    assert [after - before for before, after in pairwise(graphs)] == [3, 0, 0]
 
 
 def test_what_was_in_16_bits_is_as_it_was_built() -> None:
