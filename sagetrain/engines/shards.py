@@ -133,13 +133,10 @@ class Shards:
     def update(self, gradients: Mapping[str, Tensor], factor: float, lr: float, number: int) -> None:
         """Make update `number` (the first is 1) of the masters by the gradients times a factor; collective. The
         decision has waited for the GPU, which reads the masters."""
-        # A rank among many may keep nothing, and torch takes no empty list.
-        if factor != 1 and gradients:
-            torch._foreach_mul_(list(gradients.values()), factor)
         for pieces, optimizer in self._optimizers:
             # A rank that keeps nothing of a tensor has no gradient of it.
             of_pieces = [gradients[p.spec.name].view(-1) if len(p.weight) else p.weight for p in pieces]
-            optimizer.step(of_pieces, lr, number)
+            optimizer.step(of_pieces, lr, number, factor)
 
     # -- what it keeps -------------------------------------------------------------------------------------------
 

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from sagekernels.adamw import Factors
+from sagekernels.adamw import adamw as in_one_pass
 from sagetrain.config.schema import OptimizerConfig
-from sagetrain.optim.pieces import State, TensorPiece
+from sagetrain.optim.pieces import State, TensorPiece, clip_gradients
 from sagetrain.optim.states import state_of
 from sagetrain.optim.weights import weights_of
 
@@ -48,9 +50,20 @@ class AdamW:
             for piece in pieces
         ]
 
+        # torch has a kernel for fp32, and on a GPU ours reads and writes all others once.
+        fp32 = cfg.moments == cfg.master == "fp32"
+        self._in_one_pass = not fp32 and any(piece.weight.is_cuda for piece in pieces)
+
     @torch.no_grad()
-    def step(self, gradients: Sequence[Tensor], lr: float, update: int) -> None:
+    def step(self, gradients: Sequence[Tensor], lr: float, update: int, clip: float = 1.0) -> None:
         """Update weights and averages: see pieces.Optimizer."""
+        if self._in_one_pass:
+            cfg, rate = self._cfg, lr * self._lr_factor
+            factors = Factors.of(rate, cfg.betas, cfg.eps, self._weight_decay, update, clip)
+            for weights, state, gradient in zip(self.weights, self.state, gradients, strict=True):
+                in_one_pass(weights.master(update), gradient, *(state[kind].moment() for kind in KINDS), factors)
+            return
+        clip_gradients(gradients, clip)
         for parts in self._parts():
             weights = [self.weights[number].read(start, stop) for number, start, stop in parts]
             average, squares = ([self.state[n][kind].read(start, stop) for n, start, stop in parts] for kind in KINDS)

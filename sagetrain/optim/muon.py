@@ -21,7 +21,7 @@ from torch import Tensor
 from sagekernels.muon import add_update, direction, orthogonalize
 from sagetrain.config.schema import OptimizerConfig
 from sagetrain.optim.owners import MUON_ROUND, owners
-from sagetrain.optim.pieces import TensorPiece
+from sagetrain.optim.pieces import TensorPiece, clip_gradients
 from sagetrain.optim.states import state_of
 from sagetrain.optim.weights import weights_of
 
@@ -95,8 +95,9 @@ class Muon:
         return [[_Range(*each) for each in tensor.tolist()] for tensor in received]
 
     @torch.no_grad()
-    def step(self, gradients: Sequence[Tensor], lr: float, update: int) -> None:
+    def step(self, gradients: Sequence[Tensor], lr: float, update: int, clip: float = 1.0) -> None:
         """Update weights and momentum: see pieces.Optimizer."""
+        clip_gradients(gradients, clip)
         for matrices in self._rounds:
             mine, every = matrices[self._rank], list(itertools.chain.from_iterable(matrices))
             sent = [sum(self._ranges[self._rank][n].size for n in owned) for owned in matrices]

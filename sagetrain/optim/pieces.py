@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from sagekernels.adamw import Master, Moment
 from sagetrain.model.tensors import TensorSpec
 
 
@@ -23,6 +25,10 @@ class State(Protocol):
         """Set the state from position `start` on to `values`, 1-D in fp32. `start` is a multiple of STEP."""
         ...
 
+    def moment(self) -> Moment:
+        """Return the memory, which a kernel updates in place."""
+        ...
+
 
 class Weights(Protocol):
     """The master weights of one piece, in fp32 or in fewer bits."""
@@ -34,6 +40,10 @@ class Weights(Protocol):
     def write(self, values: Tensor, start: int = 0, update: int = 0) -> None:
         """Set the weights from position `start` on to `values`, 1-D in fp32, which update number `update` has made.
         What was read is kept as it is."""
+        ...
+
+    def master(self, update: int) -> Master:
+        """Return the memory, where a kernel makes update number `update` in place."""
         ...
 
 
@@ -71,12 +81,20 @@ class Optimizer(Protocol):
         """The master weights of each piece."""
         ...
 
-    def step(self, gradients: Sequence[Tensor], lr: float, update: int) -> None:
+    def step(self, gradients: Sequence[Tensor], lr: float, update: int, clip: float = 1.0) -> None:
         """Update weights and state in place; collective.
 
         Args:
-            gradients: the gradient of each piece, 1-D in fp32 or bf16.
+            gradients: the gradient of each piece, 1-D in fp32 or bf16. They may be changed.
             lr: the learning rate of the schedule.
             update: the number of this update, from 1. The state has seen all earlier ones.
+            clip: what gradients are multiplied by first.
         """
         ...
+
+
+def clip_gradients(gradients: Sequence[Tensor], factor: float) -> None:
+    """Multiply gradients by a factor, in place."""
+    # A rank among many may keep nothing, and torch takes no empty list.
+    if factor != 1 and gradients:
+        torch._foreach_mul_(list(gradients), factor)

@@ -13,10 +13,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from sagekernels.adamw import Chance, Master
 from sagetrain.optim.pieces import TensorPiece, Weights
 from sagetrain.optim.states import Fp32
 
-Master = Literal["fp32", "bf16_chance", "bf16_kahan"]
+Masters = Literal["fp32", "bf16_chance", "bf16_kahan"]
 _LOW = 0xFFFFFFFF
 _AT_ONCE = 2**23
 """The largest number of values that are rounded by chance at once."""
@@ -44,6 +45,14 @@ class ChanceWeights:
             self._piece.weight[start : start + len(part)] = round_by_chance(part, bits)
             start += len(part)
 
+    def master(self, update: int) -> Master:
+        """Return the memory for the kernel of the update: see pieces.Weights."""
+        piece, key = self._piece, _key(self._seed, update, self._piece.spec.name)
+        if width := _width(piece):
+            cut = piece.start, width, piece.spec.shape[1], piece.slice * width
+            return Master(piece.weight, chance=Chance(key, *cut))
+        return Master(piece.weight, chance=Chance(key, piece.start + piece.slice * (piece.spec.size // piece.slices)))
+
 
 class KahanWeights:
     """Master weights in bf16, in the memory of the engine, beside the part that rounding has left, in bf16 as well. The
@@ -65,8 +74,12 @@ class KahanWeights:
             values = rounded.float().add_(rest)
         self._values[start : start + len(values)], self._rest[start : start + len(values)] = rounded, rest
 
+    def master(self, update: int) -> Master:
+        """Return the memory for the kernel of the update: see pieces.Weights."""
+        return Master(self._values, self._rest)
 
-def weights_of(master: Master, piece: TensorPiece, seed: int) -> Weights:
+
+def weights_of(master: Masters, piece: TensorPiece, seed: int) -> Weights:
     """Return the master weights of a piece.
 
     Args:
@@ -81,19 +94,27 @@ def weights_of(master: Master, piece: TensorPiece, seed: int) -> Weights:
 def places(piece: TensorPiece, start: int, count: int) -> Tensor:
     """Return where `count` values from position `start` of a piece lie in the whole tensor, flattened."""
     inside = torch.arange(piece.start + start, piece.start + start + count, device=piece.weight.device)
-    if piece.slices == 1 or piece.spec.dim != 1:
-        return inside + piece.slice * (piece.spec.size // piece.slices)
-    columns = piece.spec.shape[1]
-    width = columns // piece.slices
-    return inside // width * columns + piece.slice * width + inside % width
+    if width := _width(piece):
+        return inside // width * piece.spec.shape[1] + piece.slice * width + inside % width
+    return inside + piece.slice * (piece.spec.size // piece.slices)
+
+
+def _width(piece: TensorPiece) -> int:
+    """Return the columns of a slice that was cut along columns. 0: it is none, and places follow each other."""
+    return piece.spec.shape[1] // piece.slices if piece.slices > 1 and piece.spec.dim == 1 else 0
 
 
 def chance(places: Tensor, seed: int, update: int, name: str) -> Tensor:
     """Return 16 random bits for each place in the tensor of this name: an int64 tensor."""
+    return _mixed(_mixed(places & _LOW) ^ _key(seed, update, name)) >> 16
+
+
+def _key(seed: int, update: int, name: str) -> int:
+    """Return what the places of a tensor are mixed with, in 32 bits."""
     key = _mixed(torch.tensor([seed & _LOW]))
     for part in (seed >> 32, update, zlib.crc32(name.encode())):
         key = _mixed(key ^ (part & _LOW))
-    return _mixed(_mixed(places & _LOW) ^ int(key)) >> 16
+    return int(key)
 
 
 def _mixed(x: Tensor) -> Tensor:

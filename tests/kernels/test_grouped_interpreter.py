@@ -3,18 +3,11 @@
 test_sage_interpreter.py starts the process that interprets.
 """
 
-import inspect
-import linecache
-import textwrap
-from collections.abc import Callable
-from types import ModuleType
-
 import pytest
 import torch
-import triton
 from torch import Tensor
 
-from interpreted import INSIDE, poisoned_memory  # noqa: F401
+from interpreted import INSIDE, find, poisoned_memory  # noqa: F401
 
 if INSIDE:
     from kernel_inputs import random_choices, random_swiglu, swiglu_gradients_error
@@ -30,30 +23,6 @@ if INSIDE:
 
     def normal(seed: int, *shape: int) -> Tensor:
         return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-    def planted(module: ModuleType, kernel: str, right: str, wrong: str) -> triton.runtime.JITFunction:
-        """Return a kernel with a mistake in its source."""
-        source = textwrap.dedent(inspect.getsource(getattr(module, kernel).fn))
-        assert source.count(right) == 1, (kernel, right)
-        name = f"<{kernel} with {wrong}>"
-        source = source.replace(right, wrong)
-        linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-        names: dict[str, object] = {}
-        exec(compile(source, name, "exec"), vars(module), names)
-        return names[kernel]
-
-    Mistakes = list[tuple[str, str, str]]
-
-    def find(
-        monkeypatch: pytest.MonkeyPatch, check: Callable[[], None], module: ModuleType, mistakes: Mistakes
-    ) -> None:
-        """Check that the comparison with the twin fails with each planted mistake, and only then."""
-        check()
-        for mistake in mistakes:
-            with monkeypatch.context() as patched:
-                patched.setattr(module, mistake[0], planted(module, *mistake))
-                with pytest.raises(AssertionError):
-                    check()
 
     # -- rows ------------------------------------------------------------------------------------------------------
 

@@ -5,19 +5,24 @@ Triton reads TRITON_INTERPRET when its functions are decorated, so the cases run
 
 from __future__ import annotations
 
+import inspect
+import linecache
 import os
 import re
 import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import IO
 
 import pytest
 import torch
+import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -65,6 +70,31 @@ def poisoned_memory() -> Iterator[None]:
     torch._C._set_deterministic_algorithms(True, warn_only=False)
     yield
     torch._C._set_deterministic_algorithms(False, warn_only=False)
+
+
+def planted(module: ModuleType, kernel: str, right: str, wrong: str) -> triton.runtime.JITFunction:
+    """Return a kernel with a mistake in its source."""
+    source = textwrap.dedent(inspect.getsource(getattr(module, kernel).fn))
+    assert source.count(right) == 1, (kernel, right)
+    name = f"<{kernel} with {wrong}>"
+    source = source.replace(right, wrong)
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    names: dict[str, object] = {}
+    exec(compile(source, name, "exec"), vars(module), names)
+    return names[kernel]
+
+
+Mistakes = list[tuple[str, str, str]]
+
+
+def find(monkeypatch: pytest.MonkeyPatch, check: Callable[[], None], module: ModuleType, mistakes: Mistakes) -> None:
+    """Check that the comparison with the twin fails with each planted mistake, and only then."""
+    check()
+    for mistake in mistakes:
+        with monkeypatch.context() as patched:
+            patched.setattr(module, mistake[0], planted(module, *mistake))
+            with pytest.raises(AssertionError):
+                check()
 
 
 def _patch_once(patch: Callable) -> Callable:
