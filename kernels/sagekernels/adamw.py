@@ -24,7 +24,7 @@ _DECADES = tl.constexpr(7)
 _TABLE = tl.constexpr(256)
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 # A program takes so many blocks.
-ROWS, WARPS = 4, 8
+ROWS, WARPS = 4, 4
 
 
 class Factors(NamedTuple):

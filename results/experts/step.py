@@ -5,10 +5,11 @@
 TEXT is a folder with train.xz as runs.py takes it: real text of 8,192 words, in a vocabulary of 50,304. Ours is the
 engine of a run with int8 moments, in 16 bits with torch's attention and in INT8. The peer's mixture is a stable sort,
 indexing, torch._grouped_mm, silu and index_add (benchmarks/experts.py), its blocks and its loss are compiled, and its
-AdamW keeps bf16 weights and bf16 moments, which is less work than ours. All begin with the same weights, a rate of 0
-keeps them, and a bias that our first run finds balances the choices of the others. Before that the losses of all sides
-on two layers must agree, with fp32 weights and without clipping. Each side has a process of its own. No test runs this
-script, and the page names its commit.
+AdamW keeps bf16 weights and bf16 moments, which is less work than ours. torchtitan 0.2.2 keeps the same, and has its
+Qwen3 with OLMoE's norm of all heads, and its own torch.compile of the parts of a block. All begin with the same
+weights, a rate of 0 keeps them, and a bias that our first run finds balances the choices of the others. Before that the
+losses of all sides on two layers must agree, with fp32 weights and without clipping. Each side has a process of its
+own. No test runs this script, and the page names its commit.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ SIDES = {
     "SageTrain int8": ("sage", "int8"),
     "SageTrain bf16": ("sdpa", "bf16"),
     "torch operators": ("sdpa", "peer"),
+    "torchtitan": ("sdpa", "peer"),
 }
 BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 DTYPE = torch.bfloat16 if GPU else torch.float32
@@ -199,11 +201,23 @@ class Peer:
     """The model by torch's operators, with torch's fused AdamW."""
 
     def __init__(self, cfg: RunConfig, biases: dict[str, Tensor], device: torch.device, master: bool) -> None:
-        m, self.device = cfg.model, device
+        m, self.device, self.loss = cfg.model, device, loss_of
         groups, how = ParallelGroups.single(), {"dtype": DTYPE, "device": device}
         fresh = tiny.transformer(m, cfg.attention, vocab_size=VOCAB, seed=3, groups=groups, **how)
         weights = {name: weight.detach() for name, weight in fresh.named_parameters()} | biases
         self.eps, self.metrics = m.norm_eps, dict[str, float]()
+        if GPU:
+            torch._dynamo.config.recompile_limit = 1000
+            self.loss = torch.compile(loss_of)
+        every = self.build(cfg, weights)
+        # Where losses are compared the weights are those of ours, in fp32; timed steps are spared that.
+        self.masters = [(p, p.detach().float().requires_grad_()) for p in every] if master else []
+        every = [copy for _, copy in self.masters] or every
+        self.optimizer = torch.optim.AdamW(every, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=GPU)
+
+    def build(self, cfg: RunConfig, weights: dict[str, Tensor]) -> list[nn.Parameter]:
+        """Make the model of these weights. Return its parameters."""
+        m, device = cfg.model, self.device
         angles = torch.arange(LENGTH)[:, None] * m.rope_theta ** -(torch.arange(0, m.head_dim, 2) / m.head_dim)
         self.tables = [table[None, :, None].to(device) for table in (angles.cos(), angles.sin())]
         self.embedding, self.head = (
@@ -211,25 +225,22 @@ class Peer:
         )
         self.gain = nn.Parameter(weights["final_norm.gain"].to(device))
         self.blocks = [PeerBlock(cfg, weights, number, device) for number in range(m.num_layers)]
-        self.loss = loss_of
         if GPU:
-            torch._dynamo.config.recompile_limit = 1000
-            self.loss = torch.compile(loss_of)
             for block in self.blocks:
                 block.compile(fullgraph=True, dynamic=False)
-        every = [self.embedding, self.head, self.gain, *(p for block in self.blocks for p in block.parameters())]
-        # Where losses are compared the weights are those of ours, in fp32; timed steps are spared that.
-        self.masters = [(p, p.detach().float().requires_grad_()) for p in every] if master else []
-        every = [copy for _, copy in self.masters] or every
-        self.optimizer = torch.optim.AdamW(every, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=GPU)
+        return [self.embedding, self.head, self.gain, *(p for block in self.blocks for p in block.parameters())]
+
+    def loss_at(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """Return the mean loss of a micro-batch."""
+        x = F.embedding(tokens, self.embedding)
+        for block in self.blocks:
+            x = block(x, *self.tables)
+        return self.loss(x, self.gain, self.head, labels, self.eps)
 
     def step(self, pairs: list[tuple[Tensor, Tensor]], lr: float) -> float:
         total = 0.0
         for tokens, labels in pairs:
-            x = F.embedding(tokens.to(self.device), self.embedding)
-            for block in self.blocks:
-                x = block(x, *self.tables)
-            loss = self.loss(x, self.gain, self.head, labels.to(self.device), self.eps) / len(pairs)
+            loss = self.loss_at(tokens.to(self.device), labels.to(self.device)) / len(pairs)
             loss.backward()
             total = total + loss.detach()
         self.optimizer.param_groups[0]["lr"] = lr
@@ -241,6 +252,67 @@ class Peer:
                 parameter.copy_(copy)
         self.optimizer.zero_grad(set_to_none=True)
         return float(total)
+
+
+class AllHeads(nn.RMSNorm):
+    """OLMoE's QK-norm, which torchtitan lacks: over all heads together."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.flatten(-2)).view_as(x)
+
+
+class Titan(Peer):
+    """torchtitan's Qwen3 with its mixture, compiled as torchtitan does, with weights and moments in bf16
+    (training.dtype), as FSDP2 calls it: without autocast."""
+
+    def build(self, cfg: RunConfig, weights: dict[str, Tensor]) -> list[nn.Parameter]:
+        from torchtitan.components.loss import cross_entropy_loss
+        from torchtitan.config.job_config import Compile
+        from torchtitan.models.llama4.infra.parallelize import apply_compile
+        from torchtitan.models.moe import MoEArgs
+        from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
+        from torchtitan.models.qwen3.model.model import Qwen3Model
+
+        if not GPU:  # torch.histc has no integers there.
+            torch.histc = lambda x, bins, **_: torch.bincount(x, minlength=bins)
+        m, e = cfg.model, cfg.model.experts
+        experts = MoEArgs(num_experts=e.number, num_shared_experts=0, top_k=e.per_token, score_func="softmax",
+                          route_norm=e.renormalize, score_before_experts=False, use_grouped_mm=GPU)  # fmt: skip
+        args = Qwen3ModelArgs(dim=m.hidden_size, n_layers=m.num_layers, n_heads=m.num_attention_heads,
+                              n_kv_heads=m.num_key_value_heads, vocab_size=VOCAB, head_dim=m.head_dim,
+                              norm_eps=m.norm_eps, rope_theta=m.rope_theta, max_seq_len=LENGTH, moe_enabled=True,
+                              moe_inter_dim=e.ffn_size, moe_args=experts)  # fmt: skip
+        torch.set_default_dtype(DTYPE)
+        with torch.device(self.device):
+            self.model = Qwen3Model(args)
+            for layer in self.model.layers.values():
+                for name in ("q_norm", "k_norm"):
+                    setattr(layer.attention, name, AllHeads(m.num_attention_heads * m.head_dim, m.norm_eps))
+        torch.set_default_dtype(torch.float32)
+        self.fill(weights)
+        self.sum_of = torch.compile(cross_entropy_loss) if GPU else cross_entropy_loss
+        if GPU:
+            apply_compile(self.model, Compile(enable=True), ep_enabled=False)
+        return list(self.model.parameters())
+
+    @torch.no_grad()
+    def fill(self, weights: dict[str, Tensor]) -> None:
+        """Copy our initial weights. Gains are 1."""
+        pairs = [(self.model.tok_embeddings.weight, "embedding.weight"), (self.model.output.weight, "head.weight")]
+        for number, layer in self.model.layers.items():
+            own, attention, moe = f"blocks.{number}.", layer.attention, layer.moe
+            pairs += [(getattr(attention, f"w{x}").weight, f"{own}attention.qkv.{x}") for x in "qkv"]
+            pairs += [(attention.wo.weight, f"{own}attention.out.weight")]
+            pairs += [(moe.router.gate.weight, f"{own}mlp.router.weight"), (moe.experts.w2, f"{own}mlp.experts.down")]
+            pairs += [(moe.expert_bias, f"{own}mlp.router.bias")]
+            both = weights[f"{own}mlp.experts.gate_up"].view(len(moe.experts.w1), -1, moe.experts.w1.shape[-1])
+            for target, part in zip((moe.experts.w1, moe.experts.w3), both.chunk(2, 1), strict=True):
+                target.copy_(part)
+        for target, name in pairs:
+            target.copy_(weights[name].view_as(target))
+
+    def loss_at(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        return self.sum_of(self.model(tokens), labels) / labels.numel()
 
 
 def release() -> None:
@@ -278,7 +350,7 @@ def worker(name: str, asked: argparse.Namespace) -> None:
     def build(layers: int, biases: dict[str, Tensor], rate: float = 0.001, master: bool = False) -> Ours | Peer:
         cfg = config(name, layers, asked.micro, rate)
         if SIDES[name][1] == "peer":
-            return Peer(cfg, biases, device, master)
+            return (Titan if name == "torchtitan" else Peer)(cfg, biases, device, master)
         return Ours(cfg, device)
 
     # The graphs of blocks and loss are those of the timed steps, so they are compiled here, on all sides at once.

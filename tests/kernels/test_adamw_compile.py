@@ -1,0 +1,39 @@
+"""AdamW's update in one pass compiles without a GPU, and reads and writes 16 bytes at a time."""
+
+import re
+
+import pytest
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+from sagekernels import adamw
+
+
+def ptx_of(architecture: int, eight_bits: bool, master: str) -> str:
+    """Compile the kernel as it is launched for pieces whose memory and length are multiples of 16."""
+    kernel = adamw._adamw_kernel
+    constants = {"EIGHT_BITS": eight_bits, "MASTER": master, "ROWS": adamw.ROWS, "BLOCK": adamw.BLOCK}
+    types = dict.fromkeys(adamw.Factors._fields, "fp32") | dict.fromkeys(constants, "constexpr")
+    types |= dict.fromkeys(("WEIGHT", "REST"), "*fp32" if master == "nearest" else "*bf16")
+    types |= dict.fromkeys(("AVERAGE", "SQUARES"), "*u8" if eight_bits else "*bf16")
+    names = kernel.arg_names
+    renamed = {"first_part": "fp32", "second_part": "fp32"}
+    signature = {n: renamed.get(n) or types.get(n) or ("*fp32" if n.isupper() else "i32") for n in names}
+    signature["first"] = "i64"
+    fixed = {(names.index(name),): value for name, value in constants.items()}
+    even = [i for i, name in enumerate(names) if signature[name].startswith("*") or name == "count"]
+    source = ASTSource(kernel, signature, fixed, {(i,): [["tt.divisibility", 16]] for i in even})
+    options = {"num_warps": adamw.WARPS, "enable_fp_fusion": False}
+    return compile(source, target=GPUTarget("cuda", architecture, 32), options=options).asm["ptx"]
+
+
+@pytest.mark.parametrize(("architecture", "eight_bits", "master"), [
+    (80, True, "nearest"), (89, True, "chance"), (90, True, "nearest"), (100, False, "kahan"), (120, True, "kahan"),
+])  # fmt: skip
+def test_the_update_compiles(architecture, eight_bits, master):
+    """Products and sums are not fused, but for codes. No value travels by shared memory but the maxima of blocks."""
+    ptx = ptx_of(architecture, eight_bits, master)
+    assert "sqrt.rn.f32" in ptx and "div.rn.f32" in ptx and "div.full" not in ptx
+    assert "v4.b32" in ptx or "v2.b32" in ptx
+    assert bool(re.search(r"fma\.rn\.f32", ptx)) == eight_bits
+    assert not re.search(r"\b(red|atom)\.", ptx)
