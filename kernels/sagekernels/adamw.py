@@ -23,8 +23,9 @@ BLOCK = 256
 _DECADES = tl.constexpr(7)
 _TABLE = tl.constexpr(256)
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
-# A program takes so many blocks.
-ROWS, WARPS = 4, 4
+TILES = {True: (1, 1), False: (4, 4)}
+"""The blocks and warps of a program for moments in 8 bits, and for others. On an H200 a warp that shares nothing takes
+6.2 ms for 1B values in 8 bits, and larger programs 6.6 to 9.5 (results/experts/update.py)."""
 
 
 class Factors(NamedTuple):
@@ -273,13 +274,13 @@ def adamw(weight: Master, gradient: Tensor, average: Moment, squares: Moment, of
         return
     found = chance or Chance(0, 0)
     # A key of 32 bits is a signed number for Triton, which would compile a kernel for larger ones.
-    key = found.key - (found.key >> 31 << 32)
+    key, (rows, warps) = found.key - (found.key >> 31 << 32), TILES[eight_bits]
     with on_device_of(values):
-        _adamw_kernel[(ceil_div(len(values), ROWS * BLOCK),)](
+        _adamw_kernel[(ceil_div(len(values), rows * BLOCK),)](
             values, values if rest is None else rest, gradient,
             average.values, average.largest if eight_bits else average.values,
             squares.values, squares.largest if eight_bits else squares.values,
             tables(values.device) if eight_bits else values, len(values), *of, key, *found[1:],
             EIGHT_BITS=eight_bits, MASTER="kahan" if rest is not None else "chance" if chance else "nearest",
-            ROWS=ROWS, BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=False,
+            ROWS=rows, BLOCK=BLOCK, num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip

@@ -125,11 +125,11 @@ def main() -> None:
         (asked.out / "update.json").write_text(json.dumps(rows, indent=1) + "\n")
 
     if asked.tiles:
-        chosen = kernel.ROWS, kernel.WARPS
-        for kernel.ROWS, kernel.WARPS in ((1, 1), (1, 2), (2, 2), (2, 4), (4, 4), (4, 8), (8, 4), (8, 8), (16, 8)):
+        chosen = kernel.TILES[True]
+        for kernel.TILES[True] in ((1, 1), (1, 2), (2, 2), (2, 4), (4, 4), (4, 8), (8, 4), (8, 8), (16, 8)):
             name, make, moved = next(iter(sides(int(asked.values[0]))))
-            run(f"{name}, {kernel.ROWS} blocks by {kernel.WARPS} warps", int(asked.values[0]), make, moved)
-        kernel.ROWS, kernel.WARPS = chosen
+            run(f"{name}, {kernel.TILES[True]} blocks and warps", int(asked.values[0]), make, moved)
+        kernel.TILES[True] = chosen
     for values in asked.values:
         for name, make, moved in sides(int(values)):
             run(name, int(values), make, moved)

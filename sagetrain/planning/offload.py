@@ -1,9 +1,10 @@
 """Predict the time that parallel.offload and training.activation_offload add to a step: copies between a GPU and the
 memory of its host, and the update on the CPU. One run stands behind the figures of parallel.offload: everything in the
-memory of a host with two H100s (results/offload)."""
+memory of a host with two H100s (results/offload). A GPU that makes smaller updates is here, too."""
 
 from __future__ import annotations
 
+from sagetrain.config.layout import Layout
 from sagetrain.config.schema import RunConfig
 from sagetrain.costs.hardware import Hardware
 from sagetrain.costs.host_memory import activations_on_host
@@ -11,8 +12,12 @@ from sagetrain.costs.host_memory import activations_on_host
 # Bytes of host memory that the CPU reads and writes for each parameter that the rank owns. Norm (4), clipping (8) and
 # AdamW (28) come once a step. A gradient that is added to an earlier one is read, and the sum read and written.
 _UPDATE, _ADD = 40, 12
-UPDATED_ON_GPU = 40
+_UPDATED_ON_GPU = 40
 """Bytes for each parameter that the rank owns, which a GPU then no longer moves: norm, clipping and AdamW."""
+# Clipping and AdamW in fp32 take 36 of them. For smaller moments or masters one kernel does both (sagekernels/adamw.py):
+# by optimizer.moments, its times for 1B values on an H200 (6.2 and 4.8 ms, 2026-11-29) as bytes at the bandwidth that
+# plan prices. Instructions bound it in 8 bits. fp32, where masters alone have 16 bits, is by bytes.
+_CLIPPED_AND_UPDATED, _IN_ONE_PASS = 36, {"int8": 19, "bf16": 15, "fp32": 24}
 
 
 def offload_seconds(cfg: RunConfig, share: float, micro_steps: int, compute: float, hardware: Hardware) -> float:
@@ -49,3 +54,14 @@ def activation_seconds(cfg: RunConfig, micro_steps: int, compute: float, hardwar
     """
     copy = sum(activations_on_host(cfg)) / hardware.host_copy_bandwidth
     return micro_steps * (max(0.0, copy - compute / 4) + max(0.0, copy - 3 * compute / 4))
+
+
+def spared_bytes(cfg: RunConfig, layout: Layout) -> int:
+    """Return the bytes for each parameter that the rank owns which its GPU does not move, of those of an update by
+    AdamW in fp32."""
+    if cfg.parallel.offload != "none":
+        return _UPDATED_ON_GPU
+    fp32 = cfg.optimizer.moments == cfg.optimizer.master == "fp32"
+    if fp32 or layout.engine == "deepspeed" or cfg.optimizer.name == "muon":
+        return 0
+    return _CLIPPED_AND_UPDATED - _IN_ONE_PASS[cfg.optimizer.moments]

@@ -32,7 +32,7 @@ from sagetrain.costs.operations import (
 )
 from sagetrain.costs.stages import different_stages, held, kinds_of_blocks
 from sagetrain.optim.owners import MUON_ROUND, cost, owners
-from sagetrain.planning.offload import UPDATED_ON_GPU, activation_seconds, offload_seconds
+from sagetrain.planning.offload import activation_seconds, offload_seconds, spared_bytes
 from sagetrain.planning.prediction import CollectiveTime, StepPrediction
 
 # The forward pass has this share of the bytes that passes move, and this share of attention (2 matmuls of 7).
@@ -291,7 +291,7 @@ class _Step:
         if self.layout.engine == "deepspeed":
             per_micro, per_step, per_share = deepspeed_prices.moved_bytes(self.cfg, stage)
             converted = self.accumulation * deepspeed_prices.converted_bytes(self.cfg, stage)
-        per_share -= UPDATED_ON_GPU if self.cfg.parallel.offload != "none" else 0
+        per_share -= spared_bytes(self.cfg, self.layout)
         wide = 2 if self.rank.element == 4 and stage else 1
         touched = self.accumulation * per_micro + per_step + per_share / self.layout.shards
         hardware = self.hardware

@@ -12,7 +12,7 @@ from sagekernels import adamw
 def ptx_of(architecture: int, eight_bits: bool, master: str) -> str:
     """Compile the kernel as it is launched for pieces whose memory and length are multiples of 16."""
     kernel = adamw._adamw_kernel
-    constants = {"EIGHT_BITS": eight_bits, "MASTER": master, "ROWS": adamw.ROWS, "BLOCK": adamw.BLOCK}
+    constants = {"EIGHT_BITS": eight_bits, "MASTER": master, "ROWS": adamw.TILES[eight_bits][0], "BLOCK": adamw.BLOCK}
     types = dict.fromkeys(adamw.Factors._fields, "fp32") | dict.fromkeys(constants, "constexpr")
     types |= dict.fromkeys(("WEIGHT", "REST"), "*fp32" if master == "nearest" else "*bf16")
     types |= dict.fromkeys(("AVERAGE", "SQUARES"), "*u8" if eight_bits else "*bf16")
@@ -23,7 +23,7 @@ def ptx_of(architecture: int, eight_bits: bool, master: str) -> str:
     fixed = {(names.index(name),): value for name, value in constants.items()}
     even = [i for i, name in enumerate(names) if signature[name].startswith("*") or name == "count"]
     source = ASTSource(kernel, signature, fixed, {(i,): [["tt.divisibility", 16]] for i in even})
-    options = {"num_warps": adamw.WARPS, "enable_fp_fusion": False}
+    options = {"num_warps": adamw.TILES[eight_bits][1], "enable_fp_fusion": False}
     return compile(source, target=GPUTarget("cuda", architecture, 32), options=options).asm["ptx"]
 
 
