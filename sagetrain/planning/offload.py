@@ -14,9 +14,9 @@ from sagetrain.costs.host_memory import activations_on_host
 _UPDATE, _ADD = 40, 12
 _UPDATED_ON_GPU = 40
 """Bytes for each parameter that the rank owns, which a GPU then no longer moves: norm, clipping and AdamW."""
-# Clipping and AdamW in fp32 take 36 of them. For smaller moments or masters one kernel does both (sagekernels/adamw.py):
-# by optimizer.moments, its times for 1B values on an H200 (6.2 and 4.8 ms, 2026-11-29) as bytes at the bandwidth that
-# plan prices. Instructions bound it in 8 bits. fp32, where masters alone have 16 bits, is by bytes.
+# Clipping and AdamW in fp32 take 36 of them. For smaller moments or masters one kernel does both: by optimizer.moments,
+# its times for 1B values on an H200 (6.2 and 4.8 ms, 2026-11-29) as bytes at the bandwidth that plan prices.
+# Instructions bound it in 8 bits. fp32 moments, where masters alone have 16 bits, are by bytes.
 _CLIPPED_AND_UPDATED, _IN_ONE_PASS = 36, {"int8": 19, "bf16": 15, "fp32": 24}
 
 

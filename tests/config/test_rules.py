@@ -29,6 +29,14 @@ def test_a_sound_configuration_has_no_findings(world_size):
     assert fit(run_config(), world_size) == []
 
 
+def test_experts_may_recompute_a_number_of_blocks():
+    for recomputed, refused in ((1, 0), ("attention", 1)):
+        cfg = run_config(
+            model={"experts": EXPERTS}, training={"activation_checkpointing": recomputed, "cuda_graphs": "off"}
+        )
+        assert [finding.rule for finding in fit(cfg, 1)] == ["not_proven_with_experts"] * refused
+
+
 def test_a_launch_has_as_many_ranks_as_the_configuration_says():
     assert check(run_config(parallel={"world_size": 8}), 8, files=False) == check(run_config(), 8, files=False)
     found = check(run_config(parallel={"world_size": 8}), 4, files=False)

@@ -85,6 +85,7 @@ CASES: dict[str, tuple[tuple[int, int, int, int], dict[str, Any]]] = {
 IN_8_BITS = [
     "ZeRO 3, selective",
     "TP 2, halves, ZeRO 3",
+    "TP 2, halves, recomputed, ZeRO 0",
     "TP 2 x context 2, ZeRO 2",
     "experts 2 x context 2, recomputed, ZeRO 1, offload",
     "experts 2 x TP 2, halves, ZeRO 2",

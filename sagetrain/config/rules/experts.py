@@ -68,6 +68,8 @@ def findings(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
     proven |= UNDER_EXPERT_PARALLELISM if cfg.parallel.expert_parallel_size > 1 else {}
     if may_be_low_bit(cfg):
         proven |= IN_8_BITS
+    if isinstance(number := cfg.training.activation_checkpointing, int):
+        proven |= {"training.activation_checkpointing": (number,)}
     if cfg.linear.low_bit:  # `auto` keeps in 16 bits what 8 bits do not take.
         yield from _eight_bits(cfg, layout)
     without = "a dense model (model.experts: null)"
