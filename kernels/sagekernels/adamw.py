@@ -32,7 +32,7 @@ class Factors(NamedTuple):
     """The numbers of one update, which are the same for all values."""
 
     clip: float
-    """What gradients are multiplied by."""
+    """The factor that gradients are multiplied by."""
     keep: float
     """The part of a weight that decay leaves."""
     first: float
@@ -66,7 +66,7 @@ class Moment(NamedTuple):
 
 
 class Chance(NamedTuple):
-    """Where the random bits come from that round weights to bf16 (sagetrain/optim/weights.py)."""
+    """The source of the random bits that round weights to bf16 (sagetrain/optim/weights.py)."""
 
     key: int
     """The hash of seed, update and tensor, in 32 bits."""
@@ -85,7 +85,7 @@ class Master(NamedTuple):
 
     values: Tensor
     rest: Tensor | None = None
-    """What rounding left of bf16 values, in bf16. The weights are the sums."""
+    """The rest that rounding left of bf16 values, in bf16. The weights are the sums."""
     chance: Chance | None = None
     """bf16 values are rounded by chance. The default rounds to the nearest number."""
 

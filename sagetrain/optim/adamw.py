@@ -49,7 +49,6 @@ class AdamW:
             }
             for piece in pieces
         ]
-
         # torch has a kernel for fp32, and on a GPU ours reads and writes all others once.
         fp32 = cfg.moments == cfg.master == "fp32"
         self._in_one_pass = not fp32 and any(piece.weight.is_cuda for piece in pieces)
@@ -60,8 +59,9 @@ class AdamW:
         if self._in_one_pass:
             cfg, rate = self._cfg, lr * self._lr_factor
             factors = Factors.of(rate, cfg.betas, cfg.eps, self._weight_decay, update, clip)
-            for weights, state, gradient in zip(self.weights, self.state, gradients, strict=True):
-                in_one_pass(weights.master(update), gradient, *(state[kind].moment() for kind in KINDS), factors)
+            for masters, state, gradient in zip(self.weights, self.state, gradients, strict=True):
+                first, second = (state[kind].moment() for kind in KINDS)
+                in_one_pass(masters.master(update), gradient, first, second, factors)
             return
         clip_gradients(gradients, clip)
         for parts in self._parts():

@@ -17,7 +17,7 @@ from sagekernels.adamw import Chance, Master
 from sagetrain.optim.pieces import TensorPiece, Weights
 from sagetrain.optim.states import Fp32
 
-Masters = Literal["fp32", "bf16_chance", "bf16_kahan"]
+MasterKind = Literal["fp32", "bf16_chance", "bf16_kahan"]
 _LOW = 0xFFFFFFFF
 _AT_ONCE = 2**23
 """The largest number of values that are rounded by chance at once."""
@@ -79,7 +79,7 @@ class KahanWeights:
         return Master(self._values, self._rest)
 
 
-def weights_of(master: Masters, piece: TensorPiece, seed: int) -> Weights:
+def weights_of(master: MasterKind, piece: TensorPiece, seed: int) -> Weights:
     """Return the master weights of a piece.
 
     Args:

@@ -29,7 +29,7 @@ from sagetrain.model.compile import compile_blocks
 from sagetrain.model.selection import attention_functions, matmuls_of
 from sagetrain.model.tensors import TensorSpec
 from sagetrain.model.transformer import Transformer
-from sagetrain.optim.pieces import TensorPiece
+from sagetrain.optim.pieces import TensorPiece, clip_gradients
 from sagetrain.optim.states import Fp32
 from sagetrain.parallel.rng import rng_state
 from sagetrain.parallel.topology import ParallelGroups, Topology
@@ -164,7 +164,8 @@ class SGD:
         """Have every engine of this process use it."""
         deepspeed_engine.build_optimizer = fsdp.build_optimizer = lambda run, group, pieces, ranks: cls(pieces)
 
-    def step(self, gradients: Sequence[torch.Tensor], lr: float, update: int) -> None:
+    def step(self, gradients: Sequence[torch.Tensor], lr: float, update: int, clip: float = 1.0) -> None:
+        clip_gradients(gradients, clip)
         for weight, gradient in zip(self._weights, gradients, strict=True):
             weight.sub_(gradient, alpha=lr)
 

@@ -17,7 +17,7 @@ KINDS = [
     for master in ("fp32", "bf16_chance", "bf16_kahan")
     if (moments, master) != ("fp32", "fp32")
 ]
-"""What the kernel updates: optimizer.moments and optimizer.master."""
+"""The settings optimizer.moments and optimizer.master that the kernel is for."""
 GUARD = 64
 
 
