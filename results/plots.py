@@ -367,6 +367,24 @@ def width_rule(figure: Figure) -> None:
     panels[0].legend(fontsize=8, loc="lower right")
 
 
+def int8_limits(figure: Figure) -> None:
+    (rows,) = tables("int8-limits")
+    panels, colors = figure.subplots(1, 2, sharey=True), {"16 bits": "C0", "`paper`": "C1", "`scores`": "C2"}
+    for panel, tokens in zip(panels, ("16K", "131K"), strict=True):
+        for row in (row for row in rows if row["tokens per step"] == tokens):
+            found = [(float(rate), cell) for rate, cell in [*row.items()][3:] if cell]
+            x, y = [rate for rate, _ in found], [number(cell) for _, cell in found]
+            dashed, color = "--" * (row["QK-norm"] == "no") or "-", colors[row["attention"]]
+            name = f"{plain(row['attention'])}, {'QK-norm' if dashed == '-' else 'none'}"
+            panel.plot(x, y, dashed, color=color, marker="o", markersize=3, label=name)
+            bad = [place for place, (_, cell) in enumerate(found) if not re.search(r"\(0/", cell)]
+            panel.plot([x[place] for place in bad], [y[place] for place in bad], "x", color=color, markersize=9)
+        panel.set_xscale("log")
+        panel.set_xlabel(f"optimizer.lr at {tokens} tokens per step; x: a seed diverged")
+    panels[0].set_ylabel("held-out loss")
+    panels[0].legend(fontsize=8, loc="upper left")
+
+
 def muon_int8(figure: Figure) -> None:
     rows, panel = tables("muon-int8")[0], figure.subplots()
     for name in ("gap under AdamW", "gap under Muon"):
@@ -426,6 +444,7 @@ PLOTS: dict[str, tuple[str, float, Callable[[Figure], None]]] = {
     "loss-325m": ("loss.png", 3.6, loss),
     "muon": ("step.png", 2.0, muon),
     "muon-loss": ("tuned.png", 2.6, muon_loss),
+    "int8-limits": ("rates.png", 3.6, int8_limits),
     "muon-int8": ("muon-int8.png", 3.0, muon_int8),
     "offload": ("offload.png", 2.4, ranked("offload", "{`offload`}, ZeRO {ZeRO}", "tokens/s", "tokens/s on two H200s")),
     "one-h100": ("one-h100.png", 2.6, ranked("one-h100", "{model, attention}", "tokens/s", "tokens/s on one H100")),

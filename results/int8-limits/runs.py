@@ -168,17 +168,20 @@ def worker(norm: str, attention: str, size: str, asked: argparse.Namespace) -> N
 
 
 def table(rows: list[dict]) -> None:
-    """Print the held-out losses by case and rate, with the number of seeds that diverged of those that ran."""
-    rates = sorted({row["lr"] for row in rows})
+    """Print the mean held-out losses by case and rate, with the number of seeds that diverged and that ran."""
+    rates, of = sorted({row["lr"] for row in rows}), {"sdpa": "16 bits"}
     print("| tokens per step | QK-norm | attention |" + "".join(f" {rate:g} |" for rate in rates))
     print("|---" * (3 + len(rates)) + "|")
-    for case in sorted({(row["tokens_per_step"], row["qk_norm"], row["attention"]) for row in rows}):
-        cells = []
+    for case in sorted({(row["tokens_per_step"], row["qk_norm"] == "none", row["attention"]) for row in rows}):
+        tokens, none, attention = case
+        cells = [f"{tokens // 1000}K", "no" if none else "yes", of.get(attention, f"`{attention}`")]
         for rate in rates:
-            same = [r for r in rows if (r["tokens_per_step"], r["qk_norm"], r["attention"], r["lr"]) == (*case, rate)]
+            key = ("tokens_per_step", "attention", "lr")
+            same = [r for r in rows if tuple(r[k] for k in key) == (tokens, attention, rate)]
+            same = [r for r in same if (r["qk_norm"] == "none") == none]
             bad, mean = sum(r["diverged"] for r in same), sum(r["valid"] for r in same) / max(len(same), 1)
-            cells.append(f"{mean:.3f} ({bad} of {len(same)})" if same else "")
-        print(f"| {' | '.join(map(str, case))} | " + " | ".join(cells) + " |")
+            cells.append(f"{mean:.2f} ({bad}/{len(same)})" if same else "")
+        print("| " + " | ".join(cells) + " |")
 
 
 def main() -> None:
