@@ -380,8 +380,8 @@ def int8_limits(figure: Figure) -> None:
             bad = [place for place, (_, cell) in enumerate(found) if not re.search(r"\(0/", cell)]
             panel.plot([x[place] for place in bad], [y[place] for place in bad], "x", color=color, markersize=9)
         panel.set_xscale("log")
-        panel.set_xlabel(f"optimizer.lr at {tokens} tokens per step; x: a seed diverged")
-    panels[0].set_ylabel("held-out loss")
+        panel.set_xlabel(f"optimizer.lr, {tokens} tokens per step")
+    panels[0].set_ylabel("held-out loss; x: a seed diverged")
     panels[0].legend(fontsize=8, loc="upper left")
 
 
