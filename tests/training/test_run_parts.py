@@ -23,6 +23,7 @@ STAGES = [
     {"from_tokens": 0, "tokens": 256, "seq_length": 32, "micro_batch_size": 4},
     {"from_tokens": 256 * BORDER, "tokens": 256, "seq_length": 64, "micro_batch_size": 2, "rope_scaling": YARN},
 ]
+AWAY = {"training.activation_checkpointing": "attention", "training.activation_offload": True}
 
 
 def config(folder: Path, corpus: Path, name: str, stages: list[dict] | None = None) -> Path:
@@ -106,12 +107,12 @@ def at_layouts(folder: Path, paths: dict[str, Path]) -> None:
     os.environ["MASTER_PORT"] = "29500"  # The ranks have met. This is only read.
     for name, path in paths.items():
         keys = {"tp": "tensor_parallel_size", "cp": "context_parallel_size", "pp": "pipeline_parallel_size"}
-        layout = {f"parallel.{keys[name]}": 2} if name in keys else {"parallel.zero_stage": 3}
+        layout = {f"parallel.{keys[name]}": 2} if name in keys else {"parallel.zero_stage": 3, **AWAY}
         assert api.train(path, layout).finished
 
 
 def test_layouts_go_on_alike(tmp_path, corpus, whole) -> None:
-    """A run of one rank is continued over the border by two, at every axis, and at ZeRO 3."""
+    """A run of one rank is continued over the border by two, at every axis, and at ZeRO 3 with activations away."""
     paths = {name: config(tmp_path, corpus, name) for name in ("tp", "cp", "pp", "dp")}
     for name in paths:
         cut(whole, tmp_path / name, BORDER - 2)

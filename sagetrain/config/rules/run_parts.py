@@ -17,7 +17,6 @@ WITH_LENGTHS: dict[str, tuple[object, ...]] = {
     "deepspeed": ({},),
     "parallel.offload": ("none",),
     "model.experts": (None,),
-    "training.activation_offload": (False,),
     "evaluation.tasks": ([],),
     "evaluation.samples_every_tokens": (None,),
     "checkpoint.in_memory_every": (None,),
