@@ -5,7 +5,8 @@
 TEXT is a folder with tokens of 16 bits, train.xz and valid.xz, of 8,192 words. Each arm has a process of its own, one
 after the other. Learning rates follow the time that has passed. The clock begins behind the first step, which compiles,
 and stands still while the held-out loss is measured. Plain PyTorch is benchmarks/peer.py under torch.compile, autocast
-to bf16, and fused AdamW on fp32 weights. No test runs this script, and the page names its commit.
+to bf16, and fused AdamW on fp32 weights. No test runs this script, and no page rests on it yet: it ran on a CPU alone
+(SMALL=1).
 """
 
 from __future__ import annotations
