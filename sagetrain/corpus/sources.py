@@ -142,18 +142,14 @@ class Corpus:
         """
         share = max(max_characters // len(self.all_inputs), files.CHUNK_BYTES)
         left = max_characters
+        how = self.texts.text_key, self.texts.skip_bad_lines
         for each in sorted(self.all_inputs, key=lambda each: blake2b(os.fsencode(each.name)).digest()):
-            from_this = 0
-            for chunk in each.read(Place()):
-                for text in chunk.texts(self.texts.text_key, self.texts.skip_bad_lines):
-                    if isinstance(text, str) and from_this < share and left > 0:
-                        text = text[: min(share - from_this, left)]
-                        from_this, left = from_this + len(text), left - len(text)
-                        yield text
-                if from_this >= share or left <= 0:
-                    break
-            if left <= 0:
-                return
+            found = (text for chunk in each.read(Place()) for text in chunk.texts(*how) if isinstance(text, str))
+            end = left - min(share, left)
+            while left > end and (text := next(found, None)) is not None:
+                text = text[: left - end]
+                left -= len(text)
+                yield text
 
     def _resolve(self, source: str) -> list[Input]:
         path, glob = Path(source), self.texts.glob
