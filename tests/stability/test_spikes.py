@@ -187,9 +187,10 @@ def left_out(layouts: list[tuple[int, int, str, str]]) -> list[list]:
 
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_a_step_left_out_changes_nothing_at_any_stage(tp_size: int) -> None:
-    wide = [(0, "fp32"), (1, "bf16"), (2, "bf16"), (3, "bf16"), (3, "fp32")] if tp_size == 1 else [(2, "bf16")]
+    """test_fsdp.py leaves a step out with more of the state in host memory, and where ranks share it in pairs."""
+    wide = [(0, "fp32"), (2, "bf16"), (3, "bf16")] if tp_size == 1 else []
     layouts = [(tp_size, stage, dtype, "bf16") for stage, dtype in wide]
-    layouts += [(tp_size, stage, "bf16", "fp8") for stage in (1, 3)]
+    layouts += [(tp_size, stage, "bf16", "fp8") for stage in ((1,) if tp_size == 1 else (1, 3))]
     every = run_distributed(left_out, 2, layouts)
     for found in every:
         for layout, (changed, same, norms) in zip(layouts, found, strict=True):
