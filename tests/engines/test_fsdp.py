@@ -181,6 +181,29 @@ def test_bf16_weights_with_fp32_masters_equal_a_loop_by_hand() -> None:
             assert [case for case in found if not case[-1]] == []
 
 
+def moved_by_clipped(limits: Sequence[float]) -> list[tuple[float, float, float]]:
+    """Return the limit, the norm of the gradient and that of the update for a step at each limit of the norm."""
+    groups, found = tiny.join(1), list[tuple[float, float, float]]()
+    tiny.SGD.use()
+    for limit in limits:
+        engine = tiny.engine(config(1, optimizer={"clip_grad": limit}), groups)
+        before = [owned.read("weight").clone() for owned in engine.owned()]
+        norm = tiny.global_step(engine, 0).grad_norm
+        square = sum(
+            (x - owned.read("weight")).double().square().sum() for x, owned in zip(before, engine.owned(), strict=True)
+        )
+        dist.all_reduce(square)
+        found.append((limit, norm, square.sqrt().item() / 1e-2))
+    return found
+
+
+def test_an_update_has_the_norm_of_the_clipped_gradient() -> None:
+    """Losses under AdamW would not show it: its updates do not depend on the scale of gradients."""
+    for rank in run_distributed(moved_by_clipped, 2, [0.125, 100.0, 0.0]):
+        for limit, norm, moved in rank:
+            assert moved == pytest.approx(limit if 0 < limit < norm else norm, rel=1e-4), limit
+
+
 def state_of(engine: Engine) -> list[torch.Tensor]:
     return [tensor.clone() for owned in engine.owned() for tensor in map(owned.read, owned.kinds)]
 
