@@ -65,9 +65,8 @@ from sagetrain.costs.memory import memory_per_rank
 from sagetrain.costs.which_gpu import of_device
 from sagetrain.data.token_file import token_path
 from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
-from sagetrain.planning.performance import predict
 from sagetrain.planning.plan import document_span
-from sagetrain.planning.priced import fastest_linear
+from sagetrain.planning.priced import Target
 from titan import refusals
 
 
@@ -141,8 +140,9 @@ def predicted(cfg: RunConfig, world_size: int, vocab_size: int, device: str) -> 
     rate, hardware = None, of_device(device)
     if hardware:
         span = document_span(cfg.data)
-        cfg = cfg.model_copy(update={"linear": fastest_linear(cfg, vocab_size, hardware, span)})
-        rate = predict(cfg, world_size, vocab_size, hardware, span).tokens_per_second
+        target = Target(world_size, vocab_size, hardware, span)
+        cfg = cfg.model_copy(update={"linear": target.fastest_linear(cfg)})
+        rate = target.predict(cfg).tokens_per_second
     return rate, total_bytes(memory_per_rank(cfg, world_size, vocab_size)) / 2**30
 
 

@@ -1,3 +1,4 @@
+# ruff: noqa: F401
 """The whole configuration of a run: one typed section per section of the YAML. All section classes can be imported from
 here.
 
@@ -60,53 +61,6 @@ from sagetrain.config.sections.training import (
     TrainingConfig,
     WandbConfig,
 )
-
-__all__ = [
-    "NO_DATA",
-    "SIXTEEN_BITS",
-    "TOKENIZER_JSON",
-    "TOKENIZER_NAME",
-    "AttentionConfig",
-    "BalanceConfig",
-    "CheckpointConfig",
-    "ConstantTokens",
-    "DataConfig",
-    "DataSource",
-    "EvaluationConfig",
-    "ExpertsConfig",
-    "GuidanceConfig",
-    "LearningRates",
-    "LinearConfig",
-    "LoggingConfig",
-    "LrScheduleConfig",
-    "ModelConfig",
-    "MonitorConfig",
-    "MuonConfig",
-    "NoiseAwareTokens",
-    "NoiseScaleConfig",
-    "OptimizerConfig",
-    "ParallelConfig",
-    "ProfileConfig",
-    "QuantNoiseConfig",
-    "RampTokens",
-    "Recomputation",
-    "ReplayConfig",
-    "RopeScaling",
-    "RunConfig",
-    "Section",
-    "SpikesConfig",
-    "StabilityConfig",
-    "Stage",
-    "StagedTokens",
-    "TokensPerStepConfig",
-    "TrainingConfig",
-    "WandbConfig",
-    "WindowsConfig",
-    "cache_folder",
-    "cached_path",
-    "is_url",
-    "tokenizer_in",
-]
 
 
 class RunConfig(Section):

@@ -106,11 +106,6 @@ def unrecorded(card: str, missing: tuple[str, ...]) -> str:
     return f"~: no recorded run on {card} stands behind this: {', '.join(missing)}"
 
 
-def engines_compared(hardware: Hardware) -> bool:
-    """Whether runs by both engines were recorded on this card."""
-    return "FSDP2" in MARGINS.get(hardware.name, {})
-
-
 def evidence(cfg: RunConfig, prediction: StepPrediction, hardware: Hardware) -> Evidence:
     """Return the evidence for the prediction of a configuration on this hardware."""
     if hardware.compute_scale != 1:

@@ -16,9 +16,8 @@ from sagetrain.costs.accounting import total_bytes
 from sagetrain.costs.hardware import Hardware
 from sagetrain.planning.changes import overrides_to
 from sagetrain.planning.layouts import by_other_engine, with_longer_micro_batches
-from sagetrain.planning.performance import predict
 from sagetrain.planning.prediction import StepPrediction
-from sagetrain.planning.priced import PricedLayout, host_finding, memory_of, usable_memory
+from sagetrain.planning.priced import PricedLayout
 from sagetrain.planning.result import Plan
 
 _FASTER = 1.03
@@ -71,9 +70,9 @@ def on_gpu(findings: Sequence[Finding], hardware: Hardware) -> list[Finding]:
 
 def out_of_room(plan: Plan, own: PricedLayout) -> Iterator[Finding]:
     """Find that the configured layout `own` needs more memory than the GPU or its host has."""
-    cfg, usable = own.cfg, usable_memory(plan.hardware)
+    cfg, usable = own.cfg, plan.target.usable
     if own.memory > usable:
-        items = memory_of(cfg, own.prediction, plan.vocab_size)
+        items = plan.target.memory_of(cfg, own.prediction)
         largest = max(items, key=lambda item: item.bytes)
         state = total_bytes(item for item in items if item.name not in _OF_TOKENS)
         ways = ["more parallel.tensor_parallel_size or zero_stage"] if plan.world_size > 1 else []
@@ -97,7 +96,7 @@ def out_of_room(plan: Plan, own: PricedLayout) -> Iterator[Finding]:
             f"{largest.name}: more than the {usable / 2**30:.1f} GiB that {plan.hardware.name} leaves to a run",
             fix,
         )
-    if no_room := host_finding(cfg, plan.world_size, plan.vocab_size, plan.hardware):
+    if no_room := plan.target.host_finding(cfg):
         yield no_room
 
 
@@ -126,7 +125,7 @@ def _in_8_bits(plan: Plan, item: PricedLayout) -> StepPrediction | None:
     if asked.precision != "auto" or item.cfg.linear.low_bit or AUTO_PRECISION not in plan.hardware.precisions:
         return None
     low = item.cfg.model_copy(update={"linear": asked.model_copy(update={"precision": AUTO_PRECISION})})
-    return predict(low, plan.world_size, plan.vocab_size, plan.hardware, plan.span) if may_be_low_bit(low) else None
+    return plan.target.predict(low) if may_be_low_bit(low) else None
 
 
 def _precision(plan: Plan, shown: PricedLayout) -> Iterator[Finding]:
@@ -168,7 +167,7 @@ def _gain(plan: Plan, shown: PricedLayout) -> Iterator[Finding]:
     if not linear.low_bit:
         return
     wide = shown.cfg.model_copy(update={"linear": SIXTEEN_BITS})
-    wide_speed = predict(wide, plan.world_size, plan.vocab_size, plan.hardware, plan.span).tokens_per_second
+    wide_speed = plan.target.predict(wide).tokens_per_second
     if (speed := shown.prediction.tokens_per_second) <= 1.01 * wide_speed:
         yield About("linear_precision_gain", "linear.precision", linear.precision).warning(
             f"is not predicted to be faster with recipe {linear.recipe}: {speed:,.0f} tokens/s {plan.name}, with bf16 "
@@ -200,7 +199,7 @@ def _attention(plan: Plan, shown: PricedLayout) -> Iterator[Finding]:
     if (cfg.attention.backend, cfg.attention.recipe) == ("auto", "auto"):
         return
     auto = cfg.changed({"attention": {"backend": "auto", "recipe": "auto"}})
-    best = predict(auto, plan.world_size, plan.vocab_size, plan.hardware, plan.span)
+    best = plan.target.predict(auto)
     if best.tokens_per_second >= _FASTER * ours.tokens_per_second:
         backend, _, recipe = best.attention_backend.partition(" ")
         yield About("faster_attention", "attention.backend", cfg.attention.backend).info(
@@ -214,7 +213,7 @@ def _attention(plan: Plan, shown: PricedLayout) -> Iterator[Finding]:
 def _engine(plan: Plan, shown: PricedLayout) -> Iterator[Finding]:
     """Find that the same layout is predicted to be faster by the other engine."""
     ours = shown.prediction.tokens_per_second
-    other = by_other_engine(shown.cfg, plan.world_size, plan.vocab_size, plan.hardware, plan.span)
+    other = by_other_engine(shown.cfg, plan.target)
     if other and (theirs := other.prediction.tokens_per_second) >= _FASTER * ours:
         engine = other.cfg.parallel.engine
         yield About("faster_engine", "parallel.engine", shown.cfg.parallel.engine).info(
@@ -230,7 +229,7 @@ def _short_micro_steps(plan: Plan, shown: PricedLayout) -> Iterator[Finding]:
     low = _in_8_bits(plan, best)
     if not (best.prediction.launching or (low and low.launching)):
         return
-    longer = with_longer_micro_batches(plan.asked, best, plan.vocab_size, plan.hardware, plan.span, _FASTER)
+    longer = with_longer_micro_batches(plan.asked, best, plan.target, _FASTER)
     before = best.cfg.tokens_per_step.named_tokens
     if longer is None or longer.cfg.tokens_per_step.named_tokens == before:
         return

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from sagetrain.auto.recomputation_choice import fewest_blocks
 from sagetrain.config.arithmetic import idle_share
 from sagetrain.config.layer_specs import layers
 from sagetrain.config.layout import Layout
-from sagetrain.config.rules import fit
 from sagetrain.config.schema import LinearConfig, Recomputation, RunConfig
 from sagetrain.costs.accounting import total_bytes, with_recomputation
-from sagetrain.costs.hardware import Hardware
 from sagetrain.costs.host_memory import HOST_SHARE, host_memory_per_rank
-from sagetrain.costs.memory import memory_per_rank
 from sagetrain.planning.changes import raise_of, way, with_enough_tokens
-from sagetrain.planning.evidence import engines_compared
-from sagetrain.planning.performance import predict, with_overlap
-from sagetrain.planning.priced import WIDE, PricedLayout, fastest_linear, fits_with, host_finding, priced, usable_memory
+from sagetrain.planning.evidence import MARGINS
+from sagetrain.planning.performance import with_overlap
+from sagetrain.planning.priced import WIDE, PricedLayout, Target
 
 MORE_TOKENS = 1.1
 """Factor on the fewest tokens per step that run. The fewest may leave only micro-batches of one sequence, which are
@@ -54,80 +51,57 @@ _SMALLER_STATES: tuple[Mapping[str, Mapping[str, str]], ...] = (
 leaves the master weights as they are."""
 
 
-def can_run(item: PricedLayout, world_size: int, vocab_size: int, hardware: Hardware) -> bool:
-    """Return whether a layout fits into memory, of the GPU and of the host, without an error in config/rules."""
-    room = item.memory <= usable_memory(hardware) and not host_finding(item.cfg, world_size, vocab_size, hardware)
-    return room and _allowed(item.cfg, world_size, vocab_size)
-
-
-def by_other_engine(
-    cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware, span: float | None = None
-) -> PricedLayout | None:
+def by_other_engine(cfg: RunConfig, target: Target) -> PricedLayout | None:
     """Return the same layout by the other engine, or None where config/rules refuses it or no recorded runs on this
     card compare the engines."""
-    if not engines_compared(hardware):
+    if "FSDP2" not in MARGINS.get(target.hardware.name, {}):
         return None
     engine = "deepspeed" if Layout.of(cfg).engine == "fsdp" else "fsdp"
     other = cfg.changed({"parallel": {"engine": engine}})
-    return priced(other, world_size, vocab_size, hardware, span) if _allowed(other, world_size, vocab_size) else None
+    return target.priced(other) if target.allows(other) else None
 
 
-def fewest_gpus(
-    cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware, smaller_states: bool = False
-) -> int | None:
+def fewest_gpus(cfg: RunConfig, target: Target, smaller_states: bool = False) -> int | None:
     """Return the smallest number of GPUs on which some layout fits into memory, with the optimizer's state as
-    configured or smaller, if none does on `world_size`. Only `world_size` times a power of two, up to 1,024 times, is
-    tried."""
+    configured or smaller, if none does on those of `target`. Only their number times a power of two, up to 1,024 times,
+    is tried."""
     states = _smaller_states(cfg) if smaller_states else [cfg]
-    counts = (world_size * 2**power for power in range(1, 11))
+    counts = (target.world_size * 2**power for power in range(1, 11))
     chosen: dict[tuple[int, ...], LinearConfig] = {}
-    return next((n for n in counts if any(_fits_on(state, n, vocab_size, hardware, chosen) for state in states)), None)
+    larger = (replace(target, world_size=count, span=None) for count in counts)
+    return next((each.world_size for each in larger if any(_fits_on(cfg, each, chosen) for cfg in states)), None)
 
 
-def _fits_on(
-    cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware, chosen: dict[tuple[int, ...], LinearConfig]
-) -> bool:
+def _fits_on(cfg: RunConfig, target: Target, chosen: dict[tuple[int, ...], LinearConfig]) -> bool:
     """Return whether `propose` has a layout. The first that fits is enough. The precisions in `chosen` hang neither on
     the optimizer nor on the number of replicas."""
-    every = _every(cfg, world_size, vocab_size, hardware)
-    allowed = (candidate for candidate in every if _allowed(candidate, world_size, vocab_size))
-    raised = _raised(every, world_size, vocab_size)
-    found = itertools.chain.from_iterable(
-        _fitting(each, world_size, vocab_size, hardware, None, chosen) for each in (allowed, raised)
-    )
+    every = [*_candidates(cfg, target)]
+    allowed = (candidate for candidate in every if target.allows(candidate))
+    raised = _raised(every, target)
+    found = itertools.chain.from_iterable(_fitting(each, target, chosen) for each in (allowed, raised))
     return next(found, None) is not None
 
 
-def propose(
-    cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware, span: float | None = None
-) -> list[PricedLayout] | None:
-    """Return the five fastest layouts for `world_size` ranks that fit into memory and raise no error in config/rules,
-    in order.
+def propose(cfg: RunConfig, target: Target) -> list[PricedLayout] | None:
+    """Return the five fastest layouts that fit into memory and raise no error in config/rules, in order.
 
     Each differs from the others in more than the micro-batch and the engine: the faster engine is proposed. None
     recomputes what fits into memory. If tokens_per_step allows none, they are raised, to at most MORE_TOKENS times the
     fewest that do. The precision of linear.precision auto is chosen for the ranks and the micro-batch of each layout.
 
-    Args:
-        cfg: the configuration.
-        world_size: number of ranks.
-        vocab_size: padded vocabulary size.
-        hardware: the GPU.
-        span: the data's documents, as in predict.
-
     Returns:
         The layouts; an empty list if none fits. None means that config/rules has an error whatever the layout.
     """
-    every = _every(cfg, world_size, vocab_size, hardware)
-    allowed = [candidate for candidate in every if _allowed(candidate, world_size, vocab_size)]
-    with_room = _with_room(allowed, world_size, vocab_size, hardware)
-    found = [*_fitting(with_room, world_size, vocab_size, hardware, span)]
+    every = [*_candidates(cfg, target)]
+    allowed = [candidate for candidate in every if target.allows(candidate)]
+    with_room = _with_room(allowed, target)
+    found = [*_fitting(with_room, target)]
     if not found:
-        raised = [*_raised(every, world_size, vocab_size)]
+        raised = [*_raised(every, target)]
         if not (allowed or raised):
             return None
-        with_room = _with_room(raised, world_size, vocab_size, hardware)
-        found = [*_fitting(with_room, world_size, vocab_size, hardware, span)]
+        with_room = _with_room(raised, target)
+        found = [*_fitting(with_room, target)]
         least = min((raise_of(cfg, item.cfg) for item in found), default=0)
         found = [item for item in found if raise_of(cfg, item.cfg) <= MORE_TOKENS * least]
     best: dict[tuple[int | str, ...], PricedLayout] = {}
@@ -147,24 +121,20 @@ def _worth_sharding(found: Sequence[PricedLayout]) -> Iterator[PricedLayout]:
             yield item
 
 
-def propose_smaller_states(
-    cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware, span: float | None = None
-) -> list[PricedLayout]:
+def propose_smaller_states(cfg: RunConfig, target: Target) -> list[PricedLayout]:
     """Return the fastest layouts that fit with a smaller optimizer state than the configured one, in order.
 
     If moments in 8 bits suffice, the layouts are those that `propose` returns with them. Otherwise there is one layout
-    for each other way to make the state smaller. The arguments are those of `propose`.
+    for each other way to make the state smaller.
     """
     first, *others = _smaller_states(cfg)
-    if found := propose(first, world_size, vocab_size, hardware, span):
+    if found := propose(first, target):
         return found
-    fastest = [propose(each, world_size, vocab_size, hardware, span) for each in others]
+    fastest = [propose(each, target) for each in others]
     return sorted((each[0] for each in fastest if each), key=lambda item: -item.prediction.tokens_per_second)
 
 
-def with_longer_micro_batches(
-    cfg: RunConfig, item: PricedLayout, vocab_size: int, hardware: Hardware, span: float | None, gain: float
-) -> PricedLayout | None:
+def with_longer_micro_batches(cfg: RunConfig, item: PricedLayout, target: Target, gain: float) -> PricedLayout | None:
     """Return a layout with longer micro-batches, and with the tokens per step that they need, that is at least `gain`
     times as fast: the one with the fewest tokens. None if none of up to eight times the length is, or fits.
 
@@ -172,25 +142,26 @@ def with_longer_micro_batches(
         cfg: the configuration as given, with linear.precision auto where it is.
         item: one of its layouts.
     """
-    world_size, micro = item.prediction.world_size, item.cfg.data.micro_batch_size
+    micro = item.cfg.data.micro_batch_size
     anew = with_recomputation(item.cfg.model_copy(update={"linear": cfg.linear}), "none")
     for factor in (2, 4, 8):
-        longer = with_enough_tokens(anew.changed({"data": {"micro_batch_size": factor * micro}}), world_size)
-        if _allowed(longer, world_size, vocab_size):
-            for found in _fitting([longer], world_size, vocab_size, hardware, span):
+        longer = with_enough_tokens(anew.changed({"data": {"micro_batch_size": factor * micro}}), target.world_size)
+        if target.allows(longer):
+            for found in _fitting([longer], target):
                 if found.prediction.tokens_per_second >= gain * item.prediction.tokens_per_second:
                     return found
     return None
 
 
-def host_memory_to_offload(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware) -> int | None:
+def host_memory_to_offload(cfg: RunConfig, target: Target) -> int | None:
     """Return the GiB of memory that a host needs for parallel.offload to make a layout fit. Return None if no memory
     does, or if the host has as much."""
-    endless, ranks = dataclasses.replace(hardware, host_memory=math.inf), min(world_size, hardware.gpus_per_host)
+    hardware, ranks = target.hardware, min(target.world_size, target.hardware.gpus_per_host)
+    roomy = replace(target, hardware=replace(hardware, host_memory=math.inf), span=None)
     states = [state for state in _smaller_states(cfg) if state.parallel.offload != "none"]
-    found = [item for state in states for item in propose(state, world_size, vocab_size, endless) or []]
-    needs = [float(ranks) * total_bytes(host_memory_per_rank(item.cfg, world_size, vocab_size)) for item in found]
-    need = min(needs, default=0.0) / HOST_SHARE
+    found = [item for state in states for item in propose(state, roomy) or []]
+    needs = (host_memory_per_rank(item.cfg, target.world_size, target.vocab_size) for item in found)
+    need = float(ranks) * min(map(total_bytes, needs), default=0) / HOST_SHARE
     return math.ceil(need / 2**30) if need > hardware.memory_of_host(ranks) else None
 
 
@@ -203,17 +174,10 @@ def _smaller_states(cfg: RunConfig) -> list[RunConfig]:
     return [*found.values()]
 
 
-def _every(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware) -> list[RunConfig]:
-    """Return every combination worth considering. config/rules says which of them can run."""
-    return [*_candidates(cfg, world_size, _pipelines(cfg, world_size, vocab_size, hardware), hardware)]
-
-
-def _candidates(
-    cfg: RunConfig, world_size: int, pipelines: Sequence[tuple[int, int]], hardware: Hardware
-) -> Iterator[RunConfig]:
-    """Yield every combination of `pipelines`, the numbers of stages and of their chunks, with the other settings.
-    Nothing is recomputed in them: `_fitting` decides about that."""
-    attention, own = layers(cfg.model)[0].attention, cfg.parallel
+def _candidates(cfg: RunConfig, target: Target) -> Iterator[RunConfig]:
+    """Yield every combination worth considering. config/rules says which of them can run. Nothing is recomputed in
+    them: `_fitting` decides about that."""
+    attention, own, world_size = layers(cfg.model)[0].attention, cfg.parallel, target.world_size
     heads = attention.key_heads
     splits = [size for size in range(1, heads + 1) if heads % size == 0 and world_size % size == 0]
     cuts = [(split, context) for split in splits for context in attention.context_sizes(split)]
@@ -221,14 +185,14 @@ def _candidates(
     cuts += [as_is] if as_is[0] in splits and as_is not in cuts else []  # Gathered keys are not proposed otherwise.
     micro_batches = sorted({*_MICRO_BATCHES, cfg.data.micro_batch_size})
     every = [*_sharded(cfg, (1, 2, 3) if cfg.training.dtype == "bf16" else (0, 1, 2, 3))]
-    for (pipeline, chunks), (split, context), micro in itertools.product(pipelines, cuts, micro_batches):
+    for (pipeline, chunks), (split, context), micro in itertools.product(_pipelines(cfg, target), cuts, micro_batches):
         update: dict[str, object] = {"pipeline_parallel_size": pipeline, "pipeline_chunks": chunks}
         # A stage has few weights, so that sharding gradients as well, or sequences, saves little.
         ways = every if pipeline == 1 else [(1, "fsdp")]
         if pipeline > 1 and context > max(own.context_parallel_size, _PIPELINE_CONTEXT):
             continue
         # Copies of keys make the exchange larger, so they stay inside of a host.
-        inside = max(hardware.gpus_per_host, own.tensor_parallel_size * own.context_parallel_size)
+        inside = max(target.hardware.gpus_per_host, own.tensor_parallel_size * own.context_parallel_size)
         if attention.copies_of_keys(split * context) > 1 and split * context > inside:
             continue
         if pipeline > 1 and pipeline != own.pipeline_parallel_size:
@@ -261,31 +225,25 @@ def _sharded(cfg: RunConfig, stages: Sequence[int]) -> Iterator[tuple[int, str]]
             yield stage, "fsdp"
 
 
-def _pipelines(cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware) -> list[tuple[int, int]]:
+def _pipelines(cfg: RunConfig, target: Target) -> list[tuple[int, int]]:
     """Return the stages and chunks of pipelines that are worth considering; (1, 1) is none.
 
     A model that fits on one GPU, with only its optimizer's state sharded, is not cut. DeepSpeed has no pipelines.
     """
     own, layers = cfg.parallel, cfg.model.num_layers
-    uncut = total_bytes(memory_per_rank(way(cfg, _UNCUT, 1), world_size, vocab_size))
+    uncut = target.need(way(cfg, _UNCUT, 1))
     found = [(1, 1)]
-    if own.engine != "deepspeed" and own.offload == "none" and uncut > usable_memory(hardware):
-        sizes = [2**power for power in range(1, 5) if world_size % 2**power == 0]
+    if own.engine != "deepspeed" and own.offload == "none" and uncut > target.usable:
+        sizes = [2**power for power in range(1, 5) if target.world_size % 2**power == 0]
         found += [(size, chunks) for size in sizes for chunks in (1, 2) if size * chunks <= layers]
     return list(dict.fromkeys([*found, (own.pipeline_parallel_size, own.pipeline_chunks)]))
 
 
-def _allowed(cfg: RunConfig, world_size: int, vocab_size: int) -> bool:
-    # The vocabulary size is padded, so it may be more than a vocab_size that is given.
-    tokenizer = None if cfg.model.vocab_size else vocab_size
-    return not any(finding.level == "error" for finding in fit(cfg, world_size, tokenizer))
-
-
-def _raised(candidates: Iterable[RunConfig], world_size: int, vocab_size: int) -> Iterator[RunConfig]:
+def _raised(candidates: Iterable[RunConfig], target: Target) -> Iterator[RunConfig]:
     """Yield the candidates whose tokens_per_step config/rules refuses, with as many tokens as they need."""
     for candidate in candidates:
-        raised = with_enough_tokens(candidate, world_size)
-        if raised.tokens_per_step != candidate.tokens_per_step and _allowed(raised, world_size, vocab_size):
+        raised = with_enough_tokens(candidate, target.world_size)
+        if raised.tokens_per_step != candidate.tokens_per_step and target.allows(raised):
             yield raised
 
 
@@ -298,27 +256,20 @@ def _ranks(cfg: RunConfig) -> tuple[int, int, int]:
     )
 
 
-def _with_room(
-    candidates: Iterable[RunConfig], world_size: int, vocab_size: int, hardware: Hardware
-) -> Iterator[RunConfig]:
+def _with_room(candidates: Iterable[RunConfig], target: Target) -> Iterator[RunConfig]:
     """Yield the candidates whose offloaded state fits into the memory of the hosts."""
     rooms: dict[tuple[int, ...], bool] = {}
     for candidate in candidates:
         micro = candidate.training.activation_offload * candidate.data.micro_batch_size
         share = *_ranks(candidate), candidate.parallel.zero_stage, micro
         if share not in rooms:
-            rooms[share] = host_finding(candidate, world_size, vocab_size, hardware) is None
+            rooms[share] = target.host_finding(candidate) is None
         if rooms[share]:
             yield candidate
 
 
 def _fitting(
-    candidates: Iterable[RunConfig],
-    world_size: int,
-    vocab_size: int,
-    hardware: Hardware,
-    span: float | None = None,
-    chosen: dict[tuple[int, ...], LinearConfig] | None = None,
+    candidates: Iterable[RunConfig], target: Target, chosen: dict[tuple[int, ...], LinearConfig] | None = None
 ) -> Iterator[PricedLayout]:
     """Yield the layouts of the candidates that fit into memory. Each recomputes no more than it has to, and has the
     precision of linear layers that a run of it is predicted to choose, so that `plan` says the same of a proposal that
@@ -337,43 +288,41 @@ def _fitting(
             continue
         call = *cut, context, micro
         if call not in chosen:
-            chosen[call] = fastest_linear(candidate, vocab_size, hardware, span)
+            chosen[call] = target.fastest_linear(candidate)
         candidate = candidate.model_copy(update={"linear": chosen[call]})
-        for found in _recomputing(candidate, world_size, vocab_size, hardware, span):
+        for found in _recomputing(candidate, target):
             if found.cfg.training.activation_checkpointing == "none":
                 splits.setdefault(alike, context)
             yield found
 
 
-def _recomputing(
-    cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware, span: float | None
-) -> Iterator[PricedLayout]:
+def _recomputing(cfg: RunConfig, target: Target) -> Iterator[PricedLayout]:
     """Yield the layouts of a configuration with what its backward pass has to recompute for it to fit into memory:
     nothing, or the fewest blocks and `selective`. No layout is yielded if all of that is too little.
 
     Args:
         cfg: the configuration, in which nothing is recomputed.
     """
-    way, prediction, usable = cfg, None, usable_memory(hardware)
+    way, prediction, usable = cfg, None, target.usable
     if cfg.parallel.tensor_parallel_size > 1:
         # The memory depends on halves, about which the prediction decides. What no way fits need not be predicted.
         ways = [with_overlap(cfg, how) for how in ("off", "on")]
-        if not any(fits_with(each, world_size, vocab_size, hardware)("full") for each in ways):
+        if not any(target.fits_with(each)("full") for each in ways):
             return
-        prediction = predict(cfg, world_size, vocab_size, hardware, span)
+        prediction = target.predict(cfg)
         way = ways[prediction.overlap]
-    need = total_bytes(memory_per_rank(way, world_size, vocab_size))
+    need = target.need(way)
     if need <= usable:
-        yield PricedLayout(cfg, prediction or predict(cfg, world_size, vocab_size, hardware, span), need)
+        yield PricedLayout(cfg, prediction or target.predict(cfg), need)
         return
-    fits, layers = fits_with(way, world_size, vocab_size, hardware), cfg.model.num_layers
+    fits, layers = target.fits_with(way), cfg.model.num_layers
     if not cfg.training.activation_offload and fits("full"):
         blocks = fewest_blocks(layers, fits)
         ways_back: list[Recomputation] = [blocks if blocks < layers else "full", "selective"]
         if cfg.model.experts:  # Not every way was proven with them.
             every = dict.fromkeys([*ways_back, "full"])
-            ways_back = [how for how in every if _allowed(with_recomputation(cfg, how), world_size, vocab_size)]
+            ways_back = [how for how in every if target.allows(with_recomputation(cfg, how))]
         for again in ways_back:
-            found = priced(with_recomputation(cfg, again), world_size, vocab_size, hardware, span)
+            found = target.priced(with_recomputation(cfg, again))
             if found.memory <= usable:
                 yield found

@@ -29,7 +29,6 @@ def offload_seconds(cfg: RunConfig, share: float, micro_steps: int, compute: flo
 
     Args:
         share: the number of parameters that the rank owns.
-        micro_steps: the number of micro-steps of a step.
         compute: the seconds that the GPU computes in a micro-step, a third of them forward.
     """
     if cfg.parallel.offload == "none":

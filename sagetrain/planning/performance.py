@@ -80,14 +80,13 @@ def predict(
     Args:
         cfg: a configuration that fits `world_size` (config/rules). For `auto` as backend, recipe or
             tensor_parallel_overlap, the fastest is priced.
-        world_size: number of ranks.
         vocab_size: padded vocabulary size.
-        hardware: the GPU.
         span: span of the data's documents (model.operations.Rank.span). None: that of English text.
     """
     if cfg.parallel.tensor_parallel_overlap == "auto" and cfg.parallel.tensor_parallel_size > 1:
         ways = (with_overlap(cfg, how) for how in ("off", "on"))
-        return max((predict(way, world_size, vocab_size, hardware, span) for way in ways), key=_speed)
+        both = (predict(way, world_size, vocab_size, hardware, span) for way in ways)
+        return max(both, key=lambda prediction: prediction.tokens_per_second)
     layout, stages = Layout.of(cfg, world_size), different_stages(cfg, vocab_size)
     steps = [_Step(cfg, layout, vocab_size, hardware, span, stage) for stage in stages]
     step = max(steps, key=lambda step: sum(step.compute())) if len(steps) > 1 else steps[0]
@@ -108,7 +107,7 @@ def predict(
         optimizer=step.optimizer_seconds(),
         orthogonalizing=step.orthogonalizing_seconds(),
         offload=step.offload_seconds(matmul + attention + elementwise),
-        overhead=step.overhead(),
+        overhead=step.accumulation * hardware.micro_step_seconds + hardware.step_seconds,
         launching=max(0.0, launching),
         idle=step.idle * working,
         collectives=tuple(waiting),
@@ -128,10 +127,6 @@ def _mean_peak(steps: list[_Step]) -> float:
 def with_overlap(cfg: RunConfig, how: Literal["off", "on"]) -> RunConfig:
     """Return a configuration whose micro-batches go through the blocks whole ("off") or in halves ("on")."""
     return cfg.changed({"parallel": {"tensor_parallel_overlap": how}})
-
-
-def _speed(prediction: StepPrediction) -> float:
-    return prediction.tokens_per_second
 
 
 class _Step:
@@ -226,7 +221,8 @@ class _Step:
         how = (1.0, self._copy_latency) if self.rank.copies else (OVERLAP, 0.0)
         result = []
         for call in self.collectives:
-            alone = self._around_layers(call)
+            count = self.accumulation * self._calls(call)
+            alone = self._collective(call.axis, f"{call.moment}: {call.what}", call.kind, count, call.payload)
             result.append(alone if call.beside == "nothing" else _beside(alone, company[call.beside], *how))
         return [
             *result,
@@ -307,25 +303,17 @@ class _Step:
     def orthogonalizing_seconds(self) -> float:
         """Return the seconds that Muon's update takes beyond AdamW's, on the rank that has most to do. At ZeRO 0 every
         replica updates all matrices."""
-        cfg, shapes = self.cfg, muon_shapes(self.cfg)
+        shapes, hardware, steps = muon_shapes(self.cfg), self.hardware, self.cfg.optimizer.muon.steps
         if not shapes:
             return 0.0
-        steps = cfg.optimizer.muon.steps
-        ranks = self.rank.tensor * (self.layout.replicas if self.layout.zero_stage else 1)
-        seconds = {shape: self._orthogonalizing_one(shape, steps) for shape in set(shapes)}
+        ranks, seconds = self.rank.tensor * (self.layout.replicas if self.layout.zero_stage else 1), {}
+        for short, long in {(min(shape), max(shape)) for shape in shapes}:
+            products = cost((short, long), steps) / hardware.matmul_rate("bf16", short, short, long)
+            seconds[short, long] = products + _MUON_BYTES * short * long / hardware.memory_bandwidth
         loads = [0.0] * ranks
         for shape, owner in zip(shapes, _owners(shapes, ranks, steps), strict=True):
-            loads[owner] += seconds[shape]
-        return max(loads) / self.hardware.compute_scale
-
-    def _orthogonalizing_one(self, shape: tuple[int, ...], steps: int) -> float:
-        short, long = sorted(shape)
-        products = cost(shape, steps) / self.hardware.matmul_rate("bf16", short, short, long)
-        return products + _MUON_BYTES * short * long / self.hardware.memory_bandwidth
-
-    def overhead(self) -> float:
-        """Return the seconds of fixed costs."""
-        return self.accumulation * self.hardware.micro_step_seconds + self.hardware.step_seconds
+            loads[owner] += seconds[min(shape), max(shape)]
+        return max(loads) / hardware.compute_scale
 
     def _seconds(self, operations: Iterable[Operation]) -> tuple[float, float, float]:
         """Return the seconds of the matmuls, attention and passes of a list."""
@@ -367,10 +355,6 @@ class _Step:
             rate = rates[apart if attention.documents and apart in rates else known]
             speeds[name] = rate.at(attention.head_dim, attention.span)
         return speeds
-
-    def _around_layers(self, call: CollectiveCost) -> CollectiveTime:
-        count = self.accumulation * self._calls(call)
-        return self._collective(call.axis, f"{call.moment}: {call.what}", call.kind, count, call.payload)
 
     def _calls(self, call: CollectiveCost) -> int:
         """Return the number of calls of a collective in a micro-step."""

@@ -22,16 +22,9 @@ from sagetrain.costs.accounting import with_recomputation
 from sagetrain.costs.hardware import Hardware
 from sagetrain.data.remote_blocks import fetch_sources
 from sagetrain.data.tokenizer import known_tokenizer
-from sagetrain.planning.calibration import calibrate
 from sagetrain.planning.findings import of_plan, on_gpu, out_of_room, precision_of_gpu, with_way_out
-from sagetrain.planning.layouts import (
-    can_run,
-    fewest_gpus,
-    host_memory_to_offload,
-    propose,
-    propose_smaller_states,
-)
-from sagetrain.planning.priced import PricedLayout, fastest_linear, fits_with, memory_of, priced
+from sagetrain.planning.layouts import fewest_gpus, host_memory_to_offload, propose, propose_smaller_states
+from sagetrain.planning.priced import PricedLayout, Target, calibrate
 from sagetrain.planning.result import Plan
 from sagetrain.training import inputs
 
@@ -71,9 +64,7 @@ def make_plan(
 
     Args:
         config: the configuration, or its file.
-        overrides: overrides of its keys.
         world_size: number of ranks. None: that of the configuration, or 1.
-        hardware: the GPU.
         measured_tokens_per_second: measured speed of this configuration without data parallelism; the prediction is
             scaled to it.
         measured: an earlier run, for the findings about its measurements.
@@ -114,34 +105,35 @@ def _of_part(
     findings = on_gpu(check(asked, ranks, vocab_size=known, files=False, measured=measured, others=others), hardware)
     refused = {finding.rule for finding in findings if finding.level == "error"}
     possible = not refused & _NO_LAYOUT
-    configured = _settled(asked, ranks, vocab, hardware, span, possible)
+    target = Target(ranks, vocab, hardware, span)
+    configured = _settled(asked, target, possible)
     if measured_tokens_per_second and possible:
-        hardware = calibrate(configured, vocab, hardware, measured_tokens_per_second, span)
-    own = priced(configured, ranks, vocab, hardware, span) if possible else None
+        target = replace(target, hardware=calibrate(configured, target, measured_tokens_per_second))
+    own = target.priced(configured) if possible else None
     chosen = None if refused & _NO_SCHEDULE else own
-    proposed = None if refused & _NO_MODEL else propose(asked, ranks, vocab, hardware, span)
+    proposed = None if refused & _NO_MODEL else propose(asked, target)
     fewest, larger = None, tuple[str, ...]()
     if lengths_of(asked) and proposed is not None:
         # All parts have the run's layout, so that none is proposed for one of them.
-        proposed = [own] if own and can_run(own, ranks, vocab, hardware) else []
+        proposed = [own] if own and target.can_run(own) else []
     elif proposed is not None and not proposed:
-        fewest = fewest_gpus(asked, ranks, vocab, hardware)
-        proposed = propose_smaller_states(asked, ranks, vocab, hardware, span)
-        larger = tuple(_larger(asked, ranks, vocab, hardware, proposed, fewest))
+        fewest = fewest_gpus(asked, target)
+        proposed = propose_smaller_states(asked, target)
+        larger = tuple(_larger(asked, target, proposed, fewest))
     shown = chosen
-    if proposed and not (chosen and can_run(chosen, ranks, vocab, hardware)):
+    if proposed and not (chosen and target.can_run(chosen)):
         shown = proposed[0]
     plan = Plan(
         path=path or "configuration",
         asked=asked,
         configured=configured,
         world_size=ranks,
-        hardware=hardware,
+        hardware=target.hardware,
         vocab_size=vocab,
         span=span,
         assumed_vocab_size=not (asked.model.vocab_size or known),
         findings=[],
-        memory=memory_of(described.cfg, described.prediction, vocab) if (described := shown or own) else [],
+        memory=target.memory_of(described.cfg, described.prediction) if (described := shown or own) else [],
         schedule=_schedule(shown) if shown else [],
         chosen=chosen,
         shown=shown,
@@ -154,14 +146,12 @@ def _of_part(
     return replace(plan, findings=placed(named, path, overrides))
 
 
-def _settled(
-    cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware, span: float | None, possible: bool
-) -> RunConfig:
+def _settled(cfg: RunConfig, target: Target, possible: bool) -> RunConfig:
     """Return the configuration with what `auto` comes to. `possible` is whether errors leave its layout a meaning."""
     if possible:
-        cfg = cfg.model_copy(update={"linear": fastest_linear(cfg, vocab_size, hardware, span)})
+        cfg = cfg.model_copy(update={"linear": target.fastest_linear(cfg)})
     if cfg.training.activation_checkpointing == "auto":
-        fits = fits_with(cfg, world_size, vocab_size, hardware)
+        fits = target.fits_with(cfg)
         cfg = with_recomputation(cfg, least_recomputation(cfg.model.num_layers, fits) if possible else "none")
     return cfg
 
@@ -171,19 +161,17 @@ def _schedule(shown: PricedLayout) -> list[ScheduleStage]:
     return [row for row in rows if begin_of(shown.cfg) <= row.from_tokens < end_of(shown.cfg)]
 
 
-def _larger(
-    cfg: RunConfig, world_size: int, vocab_size: int, hardware: Hardware, proposed: list[PricedLayout], fits: int | None
-) -> Iterator[str]:
+def _larger(cfg: RunConfig, target: Target, proposed: list[PricedLayout], fits: int | None) -> Iterator[str]:
     """Yield sentences that say what would fit where no layout does with the optimizer as configured. `proposed` are
     layouts with a smaller state, and from `fits` GPUs on the configured optimizer fits."""
     if proposed:
         yield "None fits with the optimizer as configured: these keep its state in less memory, or elsewhere."
-    elif (count := fewest_gpus(cfg, world_size, vocab_size, hardware, smaller_states=True)) and count != fits:
+    elif (count := fewest_gpus(cfg, target, smaller_states=True)) and count != fits:
         yield (
             f"With the optimizer's state in less memory it fits from {many(count, 'GPU')} on "
             f"({spelled('world_size')} {count})."
         )
-    if need := host_memory_to_offload(cfg, world_size, vocab_size, hardware):
+    if need := host_memory_to_offload(cfg, target):
         yield f"With parallel.offload it fits where a host has {need} GiB ({spelled('host_memory_gib')} {need})."
     if fits:
         yield f"With the optimizer as configured it fits from {many(fits, 'GPU')} on."

@@ -12,7 +12,7 @@ from sagetrain.config.tokens_per_step import ScheduleStage
 from sagetrain.costs.accounting import MemoryItem, total_bytes
 from sagetrain.costs.hardware import Hardware
 from sagetrain.costs.host_memory import host_memory_per_rank
-from sagetrain.planning.priced import PricedLayout
+from sagetrain.planning.priced import PricedLayout, Target
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,11 @@ class Plan:
     def layout(self) -> Layout:
         """The ranks of `cfg` along the axes, and what its engine does when."""
         return Layout.of(self.cfg, self.world_size)
+
+    @property
+    def target(self) -> Target:
+        """The ranks, the GPU and the data that layouts are priced for."""
+        return Target(self.world_size, self.vocab_size, self.hardware, self.span)
 
     @property
     def errors(self) -> int:

@@ -33,7 +33,7 @@ from sagetrain.planning.changes import overrides_to
 from sagetrain.planning.evidence import evidence, tuned
 from sagetrain.planning.plan import make_plan
 from sagetrain.planning.prediction import StepPrediction
-from sagetrain.planning.priced import PricedLayout, usable_memory
+from sagetrain.planning.priced import PricedLayout
 from sagetrain.planning.result import Plan
 from sagetrain.planning.sampling import sample_seconds
 from sagetrain.planning.speed_tables import communication_table, proposal_table, step_table
@@ -62,13 +62,7 @@ def show_plan(
     """Print the plan of a run.
 
     Args:
-        path: the configuration file.
-        overrides: overrides of its keys.
         world_size: number of ranks. None: that of the configuration, or 1.
-        console: where it is printed.
-        hardware: the GPU.
-        measured_tokens_per_second: see make_plan.
-        brief: print only the findings and the most important numbers.
         measured: folder of an earlier run, for its measurements.
 
     Returns:
@@ -160,7 +154,7 @@ def _brief_table(plan: Plan) -> Table:
         total = total_bytes(plan.memory)
         instead = "" if plan.name == "as configured" else f"{plan.name}: "
         rows.append(("layout", f"{instead}{_ranks(plan.layout)}, {plan.layout.sharding}"))
-        usable = size(usable_memory(plan.hardware))
+        usable = size(plan.target.usable)
         rows.append(("memory", f"{size(total)} per rank, of {usable} that {plan.hardware.name} leaves to a run"))
     if plan.shown:
         steps, trained = _length(plan.schedule)

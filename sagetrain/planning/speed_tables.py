@@ -5,7 +5,7 @@ from __future__ import annotations
 from sagetrain.planning.evidence import evidence, unrecorded
 from sagetrain.planning.layouts import MORE_TOKENS
 from sagetrain.planning.prediction import StepPrediction
-from sagetrain.planning.priced import PricedLayout, usable_memory
+from sagetrain.planning.priced import PricedLayout
 from sagetrain.planning.result import Plan
 from sagetrain.planning.tables import Table, facts, milliseconds, size
 
@@ -86,7 +86,7 @@ def proposal_table(plan: Plan, proposed: list[PricedLayout]) -> Table:
     named = [(str(place), item) for place, item in enumerate(proposed, 1)]
     if plan.chosen and plan.chosen.key not in [item.key for item in proposed]:
         named.append(("now", plan.chosen))
-    usable, rows, captions = usable_memory(plan.hardware), [], []
+    usable, rows, captions = plan.target.usable, [], []
     unmeasured: dict[str, None] = {}
     for place, item in named:
         split, context, pipeline, chunks, sharded, *rest = item.key

@@ -226,7 +226,6 @@ def test_few_files_see_the_whole_configuration():
         "sagetrain/comparing/question.py",
         "sagetrain/planning/evidence.py",
         "sagetrain/planning/performance.py",
-        "sagetrain/planning/calibration.py",
         "sagetrain/auto/kept.py",
         "sagetrain/planning/offload.py",
         "sagetrain/costs/host_memory.py",
@@ -409,7 +408,6 @@ def test_the_schema_has_every_section_there_is():
         if isinstance(node, ast.ClassDef)
     }
     assert defined | {"RunConfig"} == {section.__name__ for section in section_classes()} | {"Section"}
-    assert defined <= set(schema.__all__)
 
 
 @pytest.mark.parametrize("section", section_classes(), ids=lambda section: section.__name__)

@@ -15,15 +15,12 @@ from sagetrain.config.layout import Layout
 from sagetrain.config.rules import fit
 from sagetrain.costs.accounting import overlaps, total_bytes
 from sagetrain.costs.hardware import H200, HARDWARE
-from sagetrain.planning import layouts, priced
+from sagetrain.planning import priced
 from sagetrain.planning.changes import overrides_to
-from sagetrain.planning.layouts import (
-    fewest_gpus,
-    propose,
-)
+from sagetrain.planning.layouts import fewest_gpus, propose
 from sagetrain.planning.performance import predict, with_overlap
 from sagetrain.planning.plan import ASSUMED_VOCAB_SIZE, make_plan
-from sagetrain.planning.priced import fastest_linear, host_finding, usable_memory
+from sagetrain.planning.priced import Target
 
 
 @pytest.mark.parametrize("gpu", HARDWARE)
@@ -45,7 +42,7 @@ def test_no_prediction_passes_the_peaks_of_its_gpu(gpu):
 
 def test_1024_ranks_of_7b_stay_in_the_host():
     """The configured layout would need 2,048 sequences in a step of 32. The proposed layouts keep tokens few."""
-    for item in propose(config("7b"), 1024, VOCAB, H200):
+    for item in propose(config("7b"), Target(1024, VOCAB, H200)):
         parallel = item.cfg.parallel
         assert parallel.tensor_parallel_size * parallel.context_parallel_size == 8
         assert item.cfg.tokens_per_step.named_tokens == {"tokens_per_step.start": 2**20, "tokens_per_step.end": 2**20}
@@ -57,7 +54,7 @@ def test_proposals_keep_the_multiple_of_a_ramp():
     proposed."""
     cfg = config("7b", "tokens_per_step.multiple=131072")
     assert "whole_micro_steps" in {f.rule for f in fit(cfg, 96, VOCAB)}
-    proposed = propose(cfg, 96, VOCAB, H200)
+    proposed = propose(cfg, Target(96, VOCAB, H200))
     assert proposed
     for item in proposed:
         again = config("7b", *overrides_to(cfg, item.cfg))
@@ -70,17 +67,17 @@ def test_raised_tokens_leave_micro_batches_large(world_size, seq_length):
     """The fewest tokens that 8 ranks can have are one sequence at a time on all of them, which would be 66 times as
     slow."""
     cfg = config("325m", "tokens_per_step.tokens=260000", f"data.seq_length={seq_length}")
-    best = propose(cfg, world_size, VOCAB, H200)[0]
+    best = propose(cfg, Target(world_size, VOCAB, H200))[0]
     assert best.cfg.tokens_per_step.tokens == 2**18
     assert best.cfg.data.micro_batch_size == 32
     able = config("325m", "tokens_per_step.tokens=262144", f"data.seq_length={seq_length}")
-    assert best.prediction == propose(able, world_size, VOCAB, H200)[0].prediction
+    assert best.prediction == propose(able, Target(world_size, VOCAB, H200))[0].prediction
 
 
 def test_what_has_to_be_raised_is_raised_by_little():
     """Larger micro-batches would be faster, but they would begin with 8 times the tokens."""
     ramp = "tokens_per_step={schedule: ramp, start: 16384, end: 1000000, ramp_tokens: 1e10}"
-    for item in propose(config("325m", ramp), 1, VOCAB, H200):
+    for item in propose(config("325m", ramp), Target(1, VOCAB, H200)):
         tokens = item.cfg.tokens_per_step
         assert tokens.start == 2**14 and 1_000_000 < tokens.end < 1.1e6
 
@@ -88,10 +85,10 @@ def test_what_has_to_be_raised_is_raised_by_little():
 def test_memory_is_that_of_the_predicted_way():
     """The prediction is for halves, although the work of a block alone would suggest whole blocks."""
     cfg = config("1b", *layout_of(4), "data.micro_batch_size=8", "parallel.tensor_parallel_overlap=auto")
-    ways = [priced.priced(with_overlap(cfg, how), 4, VOCAB, H200) for how in ("off", "on")]
+    ways = [Target(4, VOCAB, H200).priced(with_overlap(cfg, how)) for how in ("off", "on")]
     faster = max(ways, key=lambda way: way.prediction.tokens_per_second)
     assert faster.prediction.overlap != overlaps(cfg) and ways[0].memory != ways[1].memory
-    decided = priced.priced(cfg, 4, VOCAB, H200)
+    decided = Target(4, VOCAB, H200).priced(cfg)
     assert (decided.memory, decided.prediction) == (faster.memory, faster.prediction)
     words = ["parallel.tensor_parallel_size=4", "data.micro_batch_size=8"]
     plan = make_plan(CONFIGS / "1b.yaml", words, 4, H200)
@@ -105,8 +102,8 @@ def test_more_memory_allows_more_and_too_little_is_a_finding():
     assert not found["h200"]
     (finding,) = found["h100"]
     assert finding.level == "error" and "NVIDIA H100 SXM leaves to a run" in str(finding)
-    assert propose(cfg, 1, VOCAB, HARDWARE["a100"]) == []
-    small, large = (propose(cfg, 4, VOCAB, HARDWARE[gpu])[0] for gpu in ("h100", "h200"))
+    assert propose(cfg, Target(1, VOCAB, HARDWARE["a100"])) == []
+    small, large = (propose(cfg, Target(4, VOCAB, HARDWARE[gpu]))[0] for gpu in ("h100", "h200"))
     assert small.memory < large.memory
     assert math.isfinite(small.prediction.seconds)
 
@@ -118,7 +115,7 @@ def test_few_key_heads_are_copied_inside_of_a_host():
     cfg = config("1b", "data.seq_length=131072", "tokens_per_step={schedule: constant, tokens: 131072}")
     cfg = cfg.changed({"model": {"num_layers": 8, "hidden_size": 2048, "ffn_hidden_size": 8192, **heads}})
     for ranks in (8, 16):
-        for item in propose(cfg, ranks, VOCAB, H200):
+        for item in propose(cfg, Target(ranks, VOCAB, H200)):
             assert (item.layout.tensor * item.layout.context, item.layout.copies_of_keys) == (8, 4)
             assert item.cfg.tokens_per_step.named_tokens == {"tokens_per_step.tokens": ranks // 8 * 131072}
 
@@ -127,13 +124,13 @@ def test_a_search_over_gpus_chooses_each_precision_once(monkeypatch):
     """The choice hangs neither on the optimizer nor on the number of replicas."""
     asked = []
 
-    def choose(cfg, *rest, original=layouts.fastest_linear):
+    def choose(target, cfg, original=Target.fastest_linear):
         asked.append(cfg)
-        return original(cfg, *rest)
+        return original(target, cfg)
 
-    monkeypatch.setattr(layouts, "fastest_linear", choose)
+    monkeypatch.setattr(Target, "fastest_linear", choose)
     cfg = config("7b", "optimizer.name=muon")
-    assert fewest_gpus(cfg, 1, VOCAB, HARDWARE["rtx4090"], smaller_states=True) > 2
+    assert fewest_gpus(cfg, Target(1, VOCAB, HARDWARE["rtx4090"]), smaller_states=True) > 2
     keys = [(each.parallel.tensor_parallel_size, each.parallel.context_parallel_size,
              each.parallel.pipeline_parallel_size, each.parallel.sequence_parallel, each.data.micro_batch_size)
             for each in asked]  # fmt: skip
@@ -152,9 +149,9 @@ def test_proposed_layouts_are_priced_as_a_run_would_decide(monkeypatch):
     # The less of a layer is in 8 bits, the faster it is here. Gate and up are one layer.
     with monkeypatch.context() as patched:
         patched.setattr(priced, "predict", lambda cfg, *_: Namespace(tokens_per_second=cfg.linear.keep_layers_below))
-        assert fastest_linear(auto, ASSUMED_VOCAB_SIZE, H200, None).keep_layers_below == 2 * 5632 * 2048
+        assert Target(8, ASSUMED_VOCAB_SIZE, H200).fastest_linear(auto).keep_layers_below == 2 * 5632 * 2048
 
-    def decide(cfg, *_):
+    def decide(_, cfg):
         how = cfg.parallel
         ranks = how.tensor_parallel_size, how.context_parallel_size, how.sequence_parallel
         asked.append((*ranks, cfg.data.micro_batch_size))
@@ -163,8 +160,8 @@ def test_proposed_layouts_are_priced_as_a_run_would_decide(monkeypatch):
     def least(cfg):
         return 20_000_000 // cfg.parallel.tensor_parallel_size + cfg.data.micro_batch_size
 
-    monkeypatch.setattr(layouts, "fastest_linear", decide)
-    found = propose(auto, 4, ASSUMED_VOCAB_SIZE, H200)
+    monkeypatch.setattr(Target, "fastest_linear", decide)
+    found = propose(auto, Target(4, ASSUMED_VOCAB_SIZE, H200))
     assert len(set(asked)) == len(asked) > 3
     for item in found:
         assert item.cfg.linear.keep_layers_below == least(item.cfg)
@@ -222,21 +219,21 @@ def test_every_proposal_holds_when_it_is_pasted(name, ranks, gpu, overrides):
     assert rates == sorted(rates, reverse=True)
     if plan.chosen and not plan.errors:
         assert plan.chosen.prediction.tokens_per_second <= rates[0] * (1 + 1e-9)
-    first, asked = None, load_config(file, overrides)
+    first, asked, target = None, load_config(file, overrides), Target(ranks, plan.vocab_size, hardware)
     for item in plan.proposed:
         changes = [*overrides, *overrides_to(asked, item.cfg)]
         cfg = load_config(file, changes)
         assert cfg.linear == asked.linear  # A precision of auto stays auto, which is decided for each layout.
         assert not [f for f in check(cfg, ranks, files=False) if f.level == "error"], changes
-        cfg = cfg.model_copy(update={"linear": fastest_linear(cfg, plan.vocab_size, hardware, None)})
-        pasted = priced.priced(cfg, ranks, plan.vocab_size, hardware)
+        cfg = cfg.model_copy(update={"linear": target.fastest_linear(cfg)})
+        pasted = target.priced(cfg)
         assert pasted == dataclasses.replace(item, cfg=cfg), changes
-        assert pasted.memory <= usable_memory(hardware) < hardware.memory
+        assert pasted.memory <= target.usable < hardware.memory
         assert 0.02 < item.prediction.mfu < 0.7
         # ZeRO 2 and 3 share nothing where a model has one replica.
         assert item.layout.zero_stage == 1 or item.layout.replicas > 1 or asked.parallel.offload != "none"
-        assert host_finding(cfg, ranks, plan.vocab_size, hardware) is None
+        assert target.host_finding(cfg) is None
         first = first or cfg
-    best, *_ = propose(first, ranks, plan.vocab_size, hardware)
+    best, *_ = propose(first, target)
     assert best.prediction.tokens_per_second == pytest.approx(rates[0], rel=1e-9)
     assert overrides_to(first, best.cfg) == []

@@ -14,11 +14,11 @@ from sagetrain.costs.accounting import parameters_per_rank
 from sagetrain.costs.hardware import HARDWARE, cluster_of
 from sagetrain.costs.host_memory import host_memory_per_rank
 from sagetrain.costs.memory import memory_per_rank
-from sagetrain.planning import layouts
+from sagetrain.planning import priced
 from sagetrain.planning.evidence import evidence
 from sagetrain.planning.performance import predict
 from sagetrain.planning.plan import make_plan
-from sagetrain.planning.priced import host_finding
+from sagetrain.planning.priced import Target
 from sagetrain.planning.result import Plan
 from sagetrain.training import build_run
 
@@ -98,7 +98,7 @@ def test_activations_on_the_host_leave_two_blocks():
     step, plain = predict(inputs, 2, VOCAB, slow), predict(here, 2, VOCAB, slow)
     assert step.seconds - plain.seconds == pytest.approx(step.offload) and step.offload > 0
     assert predict(results, 2, VOCAB, H100).attention < predict(here, 2, VOCAB, H100).attention
-    finding = host_finding(results, 2, VOCAB, cluster_of("h100", 8, 400, 8))
+    finding = Target(2, VOCAB, cluster_of("h100", 8, 400, 8)).host_finding(results)
     assert finding and finding.key == "training.activation_offload" and "activation_checkpointing full" in finding.fix
 
 
@@ -118,8 +118,8 @@ def test_what_does_not_go_with_offloaded_activations(sections, key, fix):
 
 def test_a_host_without_room_is_refused(monkeypatch):
     """A host's memory rules out whole kinds of layouts at once. None of them is looked at alone."""
-    looked_at, fit = [], layouts.fit
-    monkeypatch.setattr(layouts, "fit", lambda *how: (looked_at.append(how), fit(*how))[1])
+    looked_at, fit = [], priced.fit
+    monkeypatch.setattr(priced, "fit", lambda *how: (looked_at.append(how), fit(*how))[1])
     plans = {16: plan(*OPTIMIZER, host=16)}
     assert len(looked_at) < 5000  # The search goes through 110,000, for up to 2,048 GPUs.
     plans |= {host: plan(*OPTIMIZER, host=host) for host in (64, None)}
@@ -128,9 +128,11 @@ def test_a_host_without_room_is_refused(monkeypatch):
     finding = only(found[16])
     assert finding.key == "parallel.offload" and "--host-memory" in finding.fix
     assert "for 2 ranks, more than the 15.2 GiB that a host leaves" in finding.message
-    many = host_finding(config("1b", *OPTIMIZER), 8, VOCAB, cluster_of("rtx4090", 8, 400, 64))
+    many = Target(8, VOCAB, cluster_of("rtx4090", 8, 400, 64)).host_finding(config("1b", *OPTIMIZER))
     assert many and "for 8 ranks" in many.message
-    assumed = host_finding(config("1b", "model.num_layers=200", *ALL), 2, VOCAB, cluster_of("rtx4090", 8, 400, None))
+    assumed = Target(2, VOCAB, cluster_of("rtx4090", 8, 400, None)).host_finding(
+        config("1b", "model.num_layers=200", *ALL)
+    )
     assert assumed and "a host (assumed: 64 GiB a GPU)" in assumed.message
 
 

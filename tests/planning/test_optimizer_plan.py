@@ -16,7 +16,7 @@ from sagetrain.costs.memory import memory_per_rank
 from sagetrain.planning.changes import overrides_to
 from sagetrain.planning.performance import predict
 from sagetrain.planning.plan import make_plan
-from sagetrain.planning.priced import usable_memory
+from sagetrain.planning.priced import Target
 from sagetrain.planning.show import show_plan
 
 CONFIG, VOCAB = Path(__file__).parents[2] / "configs/1b.yaml", 32_768
@@ -85,7 +85,7 @@ def proposals(name: str, gpu: Hardware, *overrides: str) -> list[list[str]]:
 def fits(name: str, gpu: Hardware, *overrides: str) -> bool:
     """Whether a configuration with these overrides fits, without an error of its own."""
     made = make_plan(CONFIG.with_name(f"{name}.yaml"), overrides, 1, gpu)
-    return not made.errors and total_bytes(made.memory) <= usable_memory(gpu)
+    return not made.errors and total_bytes(made.memory) <= Target(1, 128, gpu).usable
 
 
 @pytest.mark.parametrize(("name", "gpu", "states"), [

@@ -17,9 +17,9 @@ from sagetrain.costs.documents import document_share
 from sagetrain.costs.hardware import H200, HARDWARE, AttentionRate, Hardware
 from sagetrain.costs.operations import Precision, Rank
 from sagetrain.costs.which_gpu import of_device
-from sagetrain.planning.calibration import calibrate
 from sagetrain.planning.performance import OVERLAP, predict
 from sagetrain.planning.prediction import StepPrediction
+from sagetrain.planning.priced import Target, calibrate
 from sagetrain.training.writers import peak_flops
 
 # The numbers are round: one matmul rate for every shape, no fixed time, and nothing that is slow to start.
@@ -379,7 +379,7 @@ def test_zero_2_pays_in_every_micro_step():
 def test_calibration_meets_the_measured_figure(gpus, overrides, measured):
     """Hosts and links may be the limit. Other layouts become slower or faster with the one that was measured."""
     cfg = config("1b", *overrides)
-    hardware = calibrate(cfg, VOCAB, H200, measured)
+    hardware = calibrate(cfg, Target(1, VOCAB, H200), measured)
     assert predict(cfg, gpus, VOCAB, hardware).tokens_per_second == pytest.approx(measured, rel=1e-4)
     faster = measured > predict(cfg, gpus, VOCAB, H200).tokens_per_second
     assert (predict(cfg, 8, VOCAB, hardware).seconds < predict(cfg, 8, VOCAB, H200).seconds) == faster
@@ -391,11 +391,11 @@ def test_the_largest_figure_that_calibration_names_can_be_met():
         ConfigError,
         match=r"--measured-tokens-per-second 10,000,000: fixed .*links alone allow [\d,]+; give the figure of 4 GPU",
     ) as refused:
-        calibrate(cfg, VOCAB, H200, 1e7)
+        calibrate(cfg, Target(1, VOCAB, H200), 1e7)
     largest = float(str(refused.value).split("allow ")[1].split(";")[0].replace(",", ""))
-    calibrate(cfg, VOCAB, H200, largest - 1)
+    calibrate(cfg, Target(1, VOCAB, H200), largest - 1)
     with pytest.raises(ConfigError):
-        calibrate(cfg, VOCAB, H200, largest + 1)
+        calibrate(cfg, Target(1, VOCAB, H200), largest + 1)
 
 
 def test_hybrid_sharding_spares_a_slow_network():

@@ -22,7 +22,7 @@ from sagetrain.planning.changes import overrides_to
 from sagetrain.planning.evidence import MARGINS, evidence
 from sagetrain.planning.layouts import propose
 from sagetrain.planning.performance import predict
-from sagetrain.planning.priced import fastest_linear, priced, usable_memory
+from sagetrain.planning.priced import Target
 
 CONFIGS, H100 = Path(__file__).parents[2] / "configs", HARDWARE["h100"]
 VOCAB = padded_vocab_size(128_256)
@@ -104,16 +104,16 @@ def test_recorded_runs_are_within_the_margin(model, stages, chunks, micros, more
 def test_pipelines_are_proposed_where_they_win() -> None:
     """8B and 70B do not fit uncut, and are proposed as pipelines. What fits, and what has DeepSpeed, is not cut."""
     eight = load_config(CONFIGS / "8b.yaml")
-    best, *_ = propose(eight, 8, VOCAB, H100)
+    best, *_ = propose(eight, Target(8, VOCAB, H100))
     pasted = load_config(CONFIGS / "8b.yaml", overrides_to(eight, best.cfg))
     assert pasted.parallel.pipeline_parallel_size == best.cfg.parallel.pipeline_parallel_size > 1
     again = pasted.model_copy(update={"linear": best.cfg.linear})
-    assert priced(again, 8, VOCAB, H100).prediction == best.prediction
+    assert Target(8, VOCAB, H100).priced(again).prediction == best.prediction
     named = load_config(CONFIGS / "8b.yaml", ["parallel.engine=deepspeed"])
-    uncut = propose(named, 8, VOCAB, H100)
+    uncut = propose(named, Target(8, VOCAB, H100))
     assert {item.cfg.parallel.pipeline_parallel_size for item in uncut} == {1}
     assert best.prediction.tokens_per_second > uncut[0].prediction.tokens_per_second
-    small = propose(load_config(CONFIGS / "1b.yaml"), 8, padded_vocab_size(32_000), H100)
+    small = propose(load_config(CONFIGS / "1b.yaml"), Target(8, padded_vocab_size(32_000), H100))
     assert {item.cfg.parallel.pipeline_parallel_size for item in small} == {1}
 
 
@@ -125,7 +125,7 @@ def test_70b_on_512_gpus_is_a_pipeline_on_a_slow_network() -> None:
         hardware = replace(H100, network_bandwidth=network * H100.network_bandwidth)
         for engine in ("fsdp", "deepspeed"):
             cfg = load_config(CONFIGS / "8b.yaml", [*LLAMA_70B, f"parallel.engine={engine}"])
-            for item in propose(cfg, 512, VOCAB, hardware):
+            for item in propose(cfg, Target(512, VOCAB, hardware)):
                 parallel = item.cfg.parallel
                 way = item.layout.engine if parallel.pipeline_parallel_size == 1 else "pipeline"
                 assert parallel.tensor_parallel_size <= 8
@@ -144,9 +144,9 @@ def test_the_tables_of_the_cluster_guide_are_what_is_planned() -> None:
         assert len(rows) == 3
         for overrides, *figures in rows:
             cfg = load_config(CONFIGS / "8b.yaml", [*base, *re.findall(r"[\w.]+=\w+", overrides)])
-            cfg = cfg.model_copy(update={"linear": fastest_linear(cfg, VOCAB, H100, None)})
-            found = [priced(cfg, ranks, VOCAB, hardware) for hardware in networks]
+            cfg = cfg.model_copy(update={"linear": Target(ranks, VOCAB, H100).fastest_linear(cfg)})
+            found = [Target(ranks, VOCAB, hardware).priced(cfg) for hardware in networks]
             idle = found[0].prediction.idle / found[0].prediction.seconds
             planned = [f"{item.prediction.tokens_per_second:,.0f}" for item in found]
             assert figures == [*planned, f"{found[0].memory / 2**30:.1f}", f"{idle:.0%}".replace("%", " %")]
-            assert found[0].memory <= usable_memory(H100)
+            assert found[0].memory <= Target(ranks, VOCAB, H100).usable
