@@ -1,14 +1,12 @@
 """The stability measurements of an earlier run, read from its folder: how much quantization adds to the noise of the
 weights' gradients.
 
-sagetrain/stability/quant_noise.py defines the ratio and its parts. With n' micro-batches a step instead of n, the ratio
-is
+sagetrain/stability/quant_noise.py defines the ratio and its parts. At T' tokens per step instead of T, the ratio is
 
-    ratio' = ratio - bias_ratio + bias_ratio n' / n
+    ratio' = ratio - bias_ratio + bias_ratio T' / T
 
-The noise left in a step falls like 1 / n, and the independent part of the error falls with it; the bias stays.
-Micro-batches are as large as in the run that measured, so n' / n is the quotient of the tokens per step T' and T. The
-ratio therefore reaches a margin at
+The noise left in a step falls like 1 / T, and the independent part of the error falls with it; the bias stays.
+Micro-batches are as large as in the run that measured. The ratio therefore reaches a margin at
 
     T_x = T (margin - (ratio - bias_ratio)) / bias_ratio
 

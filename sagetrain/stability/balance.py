@@ -18,7 +18,7 @@ from torch import Tensor
 from sagetrain.config.schema import ModelConfig
 from sagetrain.model.tensors import TensorSpec
 from sagetrain.parallel.metrics import Metrics
-from sagetrain.stability.controller import Event, Taken
+from sagetrain.stability.controller import Controller, Event, Taken
 
 VECTOR = "moe/loads"
 """The vector of a step's loads in the metrics: [layers with experts x experts]."""
@@ -122,7 +122,7 @@ def _name(layer: int, kind: str) -> str:
     return f"blocks.{layer}.mlp.router.{kind}"
 
 
-class Starving:
+class Starving(Controller):
     """A controller that decides nothing. It reports each expert that starves for long, once.
 
     Args:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -51,21 +51,20 @@ class Event:
     """The content of the sentence as values, JSON types only."""
 
 
-class Controller(Protocol):
-    """The interface of a controller. The trainer calls it between steps, on all ranks alike."""
+class Controller:
+    """The base class of controllers. The trainer calls them between steps, on all ranks alike."""
 
     name: str
     """Key of the controller's state in a checkpoint's manifest."""
 
     def after_step(self, taken: Taken) -> list[Event]:
         """Take note of a step, and decide about the steps to come. Returns the decisions."""
-        ...
+        raise NotImplementedError
 
     def state(self) -> dict[str, Any]:
-        """Return what the controller remembers, in JSON types only."""
-        ...
+        """Return what the controller remembers, in JSON types only. By default that is nothing."""
+        return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from the result of `state`, maybe under other settings. {} stands for a checkpoint without this
         state."""
-        ...

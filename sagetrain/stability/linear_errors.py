@@ -36,7 +36,7 @@ from sagetrain.config.errors import many
 from sagetrain.model.transformer import Gradients, Transformer, changed
 from sagetrain.parallel.layers import ColumnParallelLinear, ParallelLayer, RowParallelLinear
 from sagetrain.parallel.metrics import share
-from sagetrain.stability.controller import Event, Taken
+from sagetrain.stability.controller import Controller, Event, Taken
 
 MICRO_BATCHES = 300
 """Least number of micro-batches from one measurement to the next, where `auto` chooses the steps between them. A
@@ -131,7 +131,6 @@ class LinearErrors:
     metrics of its groups. This is a probe (engines/protocol.py).
 
     Args:
-        model: the model.
         blocks: the numbers of the blocks that are looked at.
         leaves: the tensors that autograd gives gradients to, by name (Engine.leaves). None: the model's parameters.
     """
@@ -192,7 +191,7 @@ class LinearErrors:
         return changed(changes)
 
 
-class Vanishing:
+class Vanishing(Controller):
     """A controller that decides nothing. It reports each linear layer that loses much of dY in 8 bits, once."""
 
     name = "vanishing"

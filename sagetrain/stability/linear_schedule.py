@@ -10,25 +10,22 @@ seen. torch.compile builds other graphs of the blocks at a move, and none before
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from sagetrain.config.arithmetic import low_bit_linear, low_bit_part
 from sagetrain.config.schema import LinearConfig
 from sagetrain.model.transformer import Transformer
-from sagetrain.stability.controller import Event, Taken
+from sagetrain.stability.controller import Controller, Event, Taken
 
 
-class LinearSchedule:
-    """A Controller that lets linear layers multiply in 16 or 8 bits by the schedule. It has nothing to remember: tokens
+class LinearSchedule(Controller):
+    """A controller that lets linear layers multiply in 16 or 8 bits by the schedule. It has nothing to remember: tokens
     that were seen stay seen, even if a run goes back to a checkpoint.
 
     Args:
         settings: settings without `auto`, and with a part in 16 bits.
         model: the model, with its layers in 8 bits as the settings say.
         renew: rebuilds what layers in 8 bits keep of their weights (Engine.weights_changed).
-        total_tokens: tokens of the run.
-        tokens: tokens seen so far.
     """
 
     name = "linear"
@@ -74,9 +71,3 @@ class LinearSchedule:
         else:
             self._model.use_16_bits()
         return True
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        pass

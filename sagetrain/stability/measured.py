@@ -6,13 +6,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from sagetrain.stability.controller import Event, Taken
+from sagetrain.stability.controller import Controller, Event, Taken
 
 KEPT = ("quant/", "noise/", "quant_noise/")
 """Prefixes of the metrics that are measured now and then, and reported at the end."""
 
 
-class Measured:
+class Measured(Controller):
     """A controller that decides nothing. It remembers the last value, the mean and the extremes of every number that
     the monitor and the noise scale have measured. It comes after the controllers that add to a step's numbers."""
 
@@ -42,5 +42,4 @@ class Measured:
         return {"metrics": {metric: dict(entry) for metric, entry in self._metrics.items()}}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from the result of `state`."""
         self._metrics = {metric: dict(entry) for metric, entry in state.get("metrics", {}).items()}

@@ -92,7 +92,6 @@ class Monitor:
         Args:
             turn: number of the measurement; another one takes another sample.
             num_sequences: sequences on this rank (with its context-parallel group).
-            length: tokens of a sequence.
 
         Raises:
             RuntimeError: the calls of attention were not those of one forward and one backward pass.

@@ -1,16 +1,11 @@
 """Tokens per step that follow the measured error of quantization: as many as leave enough noise to hide the error, and
 no fewer than that takes.
 
-The worst layer decides at every probe (quant_noise.py). For a step of T tokens each layer's ratio and bias_ratio are
-known. At N tokens its ratio would be
-
-    ratio - bias_ratio + bias_ratio N / T
-
-because a bias stays while the noise of the gradient averages out. The ratio of a layer is the median of its last
-PROBES. If it is above the margin at the present tokens per step, they are lowered. If it would be at most `headroom` of
-the margin at more tokens per step, they are raised to those. A ratio between the two changes nothing. A change is by at
-most max_factor (or by one `multiple`, if that is more), stays between floor and ceiling, and comes at least hold_tokens
-after the change before.
+The worst layer decides at every probe (quant_noise.py), by its ratio at other tokens per step (earlier_run.Ratio). The
+ratio of a layer is the median of its last PROBES. If it is above the margin at the present tokens per step, they are
+lowered. If it would be at most `headroom` of the margin at more tokens per step, they are raised to those. A ratio
+between the two changes nothing. A change is by at most max_factor (or by one `multiple`, if that is more), stays
+between floor and ceiling, and comes at least hold_tokens after the change before.
 
 The first step of a new size is the one after the next, because the next step is already being prepared when a decision
 is made.
@@ -24,19 +19,18 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-from sagetrain.config.earlier_run import ALL
+from sagetrain.config.earlier_run import ALL, Ratio
 from sagetrain.config.schema import NoiseAwareTokens
-from sagetrain.stability.controller import Event, Taken
+from sagetrain.stability.controller import Controller, Event, Taken
 
-_Probe = dict[str, list[float]]
-"""For each layer: the ratio, the part of it that is bias (at least 0), and the tokens per step at which they were
-measured."""
+_Probe = dict[str, tuple[float, float, int]]
+"""The ratio of each layer: the fields of an earlier_run.Ratio."""
 PROBES = 3
 """Number of probes that a decision waits for and takes the median of. By chance the worst layer of a single probe has
 up to four times its usual ratio, which would shrink the steps of a run without a problem (results/noise-aware)."""
 
 
-class NoiseAware:
+class NoiseAware(Controller):
     """A controller of the tokens per step. It comes after QuantNoise, whose ratios it reads."""
 
     name = "tokens_per_step"
@@ -84,7 +78,7 @@ class NoiseAware:
         ratios = {}
         for layer in self._probes[-1]:
             seen = [probe[layer] for probe in self._probes if layer in probe]
-            ratios[layer] = statistics.median(ratio + bias * (tokens / measured - 1) for ratio, bias, measured in seen)
+            ratios[layer] = statistics.median(Ratio(*each).at(tokens) for each in seen)
         layer = max(ratios, key=ratios.__getitem__)
         return layer, ratios[layer]
 
@@ -145,7 +139,7 @@ def _probe(taken: Taken) -> _Probe:
             _, layer, _ = name.split("/")
             if layer != ALL:
                 bias = taken.metrics[f"quant_noise/{layer}/bias_ratio"]  # An estimate of 0 may be below 0.
-                probe[layer] = [ratio, max(0.0, bias), taken.tokens_per_step]
+                probe[layer] = ratio, max(0.0, bias), taken.tokens_per_step
     return probe
 
 

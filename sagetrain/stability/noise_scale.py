@@ -54,24 +54,33 @@ from sagetrain.config.earlier_run import ALL
 from sagetrain.model.placement import place
 from sagetrain.model.tensors import EMBEDDING, TensorSpec
 from sagetrain.parallel.topology import ParallelGroups
-from sagetrain.stability.controller import Event, Taken
+from sagetrain.stability.controller import Controller, Event, Taken
 from sagetrain.stability.spikes import METRIC as SPIKE
 
 
-def averaged(before: Sequence[float] | None, new: Sequence[float], decay: float, weight: float = 1.0) -> list[float]:
-    """Update exponential averages of numbers.
+class Averages(Controller):
+    """A controller that remembers exponential averages of what steps have measured, by layer.
 
     Args:
-        before: [weight, average x weight, ...]; None at the first update.
-        new: the new numbers, multiplied by the weight that they enter with.
-        decay: weight that the averages keep.
-        weight: weight that the new numbers enter with.
-
-    Returns:
-        The averages in the form of `before`.
+        micro_batch_tokens: tokens of one rank's micro-batch.
+        decay: weight that the averages keep at a new measurement.
     """
-    pairs = zip(before or [0.0] * (1 + len(new)), (weight, *new), strict=True)
-    return [decay * old + (1 - decay) * number for old, number in pairs]
+
+    def __init__(self, micro_batch_tokens: int, decay: float) -> None:
+        self._micro_batch_tokens, self._decay = micro_batch_tokens, decay
+        self._averages: dict[str, list[float]] = {}
+        """[weight, average x weight, ...] of each layer."""
+
+    def _average(self, layer: str, new: Sequence[float], weight: float) -> None:
+        """Update the averages of a layer by numbers that are multiplied by the weight that they enter with."""
+        pairs = zip(self._averages.get(layer, [0.0] * (1 + len(new))), (weight, *new), strict=True)
+        self._averages[layer] = [self._decay * old + (1 - self._decay) * number for old, number in pairs]
+
+    def state(self) -> dict[str, Any]:
+        return {"averages": self._averages}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._averages = {layer: list(average) for layer, average in state.get("averages", {}).items()}
 
 
 class LayerSquares:
@@ -103,7 +112,6 @@ class LayerSquares:
         Args:
             what: name of the metric, with * for the layer.
             squares: [parameters] sums of squares on this rank.
-            factor: factor of the sums.
             copies: number of replicas that have the same squares.
         """
         by_layer = squares.new_zeros(len(self.layers)).index_add(0, self._layer, squares * self._share) * factor
@@ -125,7 +133,6 @@ class GradientNoise:
     Args:
         leaves: the tensors that autograd gives gradients to, by name (Engine.leaves). In a pipeline they are those of
             this rank's stage.
-        specs: the tensors of the whole model.
     """
 
     def __init__(
@@ -222,7 +229,6 @@ class _TiedGradient:
     collective.
 
     Args:
-        ends: the first and the last stage.
         sends: this is the last stage.
         place: the place of the embedding among the parameters.
     """
@@ -257,22 +263,14 @@ class _TiedGradient:
         self._sent.clear()
 
 
-class NoiseScale:
+class NoiseScale(Averages):
     """A controller that decides nothing. It makes estimates of what GradientNoise has measured, and remembers them.
 
     It replaces those metrics by noise/<layer>/scale_tokens, noise/<layer>/variance, tr(S), and
     noise/<layer>/gradient_square, |G|^2, averaged over steps.
-
-    Args:
-        micro_batch_tokens: tokens of a micro-batch, b.
-        decay: weight that the averages keep at a new measurement.
     """
 
     name = "noise_scale"
-
-    def __init__(self, micro_batch_tokens: int, decay: float) -> None:
-        self._micro_batch_tokens, self._decay = micro_batch_tokens, decay
-        self._averages: dict[str, list[float]] = {}
 
     def variance(self, layer: str) -> float | None:
         """Return tr(S), the variance of the gradient of one token that counts. Return None before the first
@@ -305,16 +303,10 @@ class NoiseScale:
         pairs[ALL] = [sum(pair[i] for pair in pairs.values()) for i in (0, 1)]
         for layer, (small, mean) in pairs.items():
             new = counted / (n - 1) * (small - q * mean), (n * mean - small) / (n - 1)
-            self._averages[layer] = averaged(self._averages.get(layer), new, self._decay, (n - q) / (n - 1))
+            self._average(layer, new, (n - q) / (n - 1))
             weight, variance, square = self._averages[layer]
             taken.metrics[f"noise/{layer}/variance"] = variance / weight
             taken.metrics[f"noise/{layer}/gradient_square"] = square / weight
             if square > 0:  # Otherwise only noise was seen so far.
                 taken.metrics[f"noise/{layer}/scale_tokens"] = variance / square * (tokens / counted)
         return []
-
-    def state(self) -> dict[str, Any]:
-        return {"averages": self._averages}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self._averages = {layer: list(average) for layer, average in state.get("averages", {}).items()}

@@ -17,12 +17,8 @@ Every data-parallel rank takes its first micro-batch, and a single rank its firs
     ratio = error of the step^2 / noise left          bias_ratio = bias^2 / noise left
 
 A ratio of 0.1 is as much as a tenth fewer tokens per step would add to the gradient's noise. The part of it that is
-bias, bias_ratio, is not noise, and adds up over steps. At n' micro-batches instead of n the ratio would be
-
-    ratio - bias_ratio + bias_ratio n' / n
-
-because more tokens per step leave less noise to hide a bias in. The bias beside the gradient itself, at any tokens per
-step,
+bias, bias_ratio, is not noise, and adds up over steps. More tokens per step leave less noise to hide a bias in
+(config/earlier_run.py). The bias beside the gradient itself, at any tokens per step,
 
     bias_to_gradient = bias^2 / |G|^2
 
@@ -55,7 +51,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,7 +62,7 @@ from sagetrain.model.tensors import EMBEDDING
 from sagetrain.model.transformer import Gradients, Transformer
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.controller import Event, Taken
-from sagetrain.stability.noise_scale import LayerSquares, NoiseScale, averaged
+from sagetrain.stability.noise_scale import Averages, LayerSquares, NoiseScale
 from sagetrain.stability.spikes import METRIC as SPIKE
 
 
@@ -78,10 +73,7 @@ class QuantizationProbe:
     memory for the gradients of three.
 
     Args:
-        model: the model.
         reference: 16-bit attention, for the layers whose own attention quantizes something.
-        groups: the ranks.
-        device: the device of the model.
         leaves: the tensors that autograd gives gradients to, by name (Engine.leaves). None: the model's parameters.
     """
 
@@ -180,21 +172,19 @@ class QuantizationProbe:
             return run(self._leaves)
 
 
-class QuantNoise:
+class QuantNoise(Averages):
     """A controller that decides nothing. It adds quant_noise/<layer>/ratio, bias_ratio and bias_to_gradient to what a
     probe has measured, and remembers how much of the error is bias.
 
     Args:
-        micro_batch_tokens: tokens of one rank's micro-batch.
         noise: the controller before it, which knows the noise of the gradients.
-        decay: weight that the averages keep at a new probe.
     """
 
     name = "quant_noise"
 
     def __init__(self, micro_batch_tokens: int, noise: NoiseScale, decay: float) -> None:
-        self._micro_batch_tokens, self._noise, self._decay = micro_batch_tokens, noise, decay
-        self._averages: dict[str, list[float]] = {}
+        super().__init__(micro_batch_tokens, decay)
+        self._noise = noise
 
     def after_step(self, taken: Taken) -> list[Event]:
         """Compute the ratios, if this step had a probe of several micro-batches, the noise is known, and it is not a
@@ -218,7 +208,7 @@ class QuantNoise:
             taken.metrics[f"quant_noise/{layer}/error_square"] = error
             taken.metrics[f"quant_noise/{layer}/bias_square"] = bias
             if error > 0:  # The share is averaged, because the error changes when layers change their precision.
-                self._averages[layer] = averaged(self._averages.get(layer), (bias / error,), self._decay, whole)
+                self._average(layer, (bias / error,), whole)
             weight, share = self._averages.get(layer, (1.0, 0.0))
             bias = error * share / weight
             if whole < 1:  # The share was that of a whole micro-batch.
@@ -233,9 +223,3 @@ class QuantNoise:
             if (square := self._noise.gradient_square(layer)) is not None:
                 taken.metrics[f"quant_noise/{layer}/bias_to_gradient"] = bias / square
         return []
-
-    def state(self) -> dict[str, Any]:
-        return {"averages": self._averages}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self._averages = {layer: list(average) for layer, average in state.get("averages", {}).items()}

@@ -85,10 +85,8 @@ class ReplicaCheck:
     """The computation of micro-batches by two replicas, and its comparison.
 
     Args:
-        model: the model, whose blocks are watched.
         leaves: the tensors that receive gradients, by name. All replicas have the same values.
         places: the host and the device of each replica, in words.
-        rank: this replica.
     """
 
     def __init__(self, model: Transformer, leaves: Mapping[str, Tensor], places: Sequence[str], rank: int) -> None:

@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any
 
 from sagetrain.config.schema import SpikesConfig
-from sagetrain.stability.controller import Event, Taken
+from sagetrain.stability.controller import Controller, Event, Taken
 
 METRIC = "train/spike"
 """The metric that is 1.0 in Taken.metrics of a step that was a spike or not finite. If the step was left out, it is the
@@ -39,9 +39,8 @@ class Verdict:
     """The event that says what is wrong with the step, if anything is."""
 
 
-class Spikes:
-    """The detector of spikes, and the limit on how often it may act. It is a Controller; in addition, the trainer calls
-    `judge` before each update."""
+class Spikes(Controller):
+    """The detector of spikes, and the limit on how often it may act. The trainer calls `judge` before each update."""
 
     name = "spikes"
 
@@ -99,8 +98,6 @@ class Spikes:
 
     def _lately(self, step: int) -> list[tuple[int, int]]:
         return [entry for entry in self._acted if entry[0] > step - self.settings.window]
-
-    # -- as a Controller -----------------------------------------------------------------------------------------
 
     def after_step(self, taken: Taken) -> list[Event]:
         """Add the step to those that later steps are compared with."""

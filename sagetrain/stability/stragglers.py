@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from sagetrain.parallel.metrics import Metrics
-from sagetrain.stability.controller import Event, Taken
+from sagetrain.stability.controller import Controller, Event, Taken
 
 METRIC = "perf/slowest_rank"
 """The name of the smallest relative score of a step."""
@@ -29,14 +29,11 @@ STEPS = 50
 _HISTORY = 500
 
 
-class Stragglers:
-    """The controller that names slow ranks.
+class Stragglers(Controller):
+    """The controller that names slow ranks. It remembers nothing: a run that continues may have other hosts.
 
     Args:
-        rank: this rank.
         names: the host and the device of each rank, in words.
-        stage_size: the number of ranks of a pipeline stage.
-        device: the device that this rank computes on.
         clock: returns seconds. It is asked on a CPU; a GPU has events of its own.
     """
 
@@ -115,10 +112,3 @@ class Stragglers:
         )
         fields = {"rank": rank, "where": self._names[rank], "than": kind, "relative": relative, "own": own}
         return Event("straggler", text, {**fields, "seconds": seconds})
-
-    def state(self) -> dict[str, Any]:
-        """Return nothing: a run that continues may have other hosts."""
-        return {}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Do nothing: see `state`."""
