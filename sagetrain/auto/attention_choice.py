@@ -18,9 +18,8 @@ from torch import Tensor
 from sagekernels.admission import LIMITS, Admission, Attend, admit, seconds_per_step
 from sagekernels.qk_norm_rope import qk_norm_rope
 from sagekernels.testing import Shape
-from sagetrain.auto.calls import RankCalls
 from sagetrain.auto.kept import kept_attention
-from sagetrain.auto.timed_choice import TimeTable, decide, fastest, settle
+from sagetrain.auto.timed_choice import RankCalls, TimeTable, decide, fastest, settle
 from sagetrain.checkpoint.state import SettledAttention
 from sagetrain.config.arithmetic import attention_calls
 from sagetrain.config.layer_specs import layers
@@ -60,7 +59,6 @@ def settle_attention(
     be GAIN times as fast as 16 bits.
 
     Args:
-        before: the attention that the run had, if it continues.
         documents: returns the lengths of the documents in each of some sequences of the data. The sequences whose
             attention costs about the median are timed. Empty: attention crosses documents.
 

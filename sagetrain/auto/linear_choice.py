@@ -20,9 +20,8 @@ from sagekernels.grouped import Rows, plan_rows
 from sagekernels.grouped_matmul import GROUPED_RECIPES, GroupedMatmul
 from sagekernels.lowbit import RECIPES
 from sagekernels.matmul import Matmul
-from sagetrain.auto.calls import RankCalls
 from sagetrain.auto.kept import Kept, kept_linear
-from sagetrain.auto.timed_choice import Times, TimeTable, decide, settle
+from sagetrain.auto.timed_choice import RankCalls, Times, TimeTable, decide, settle
 from sagetrain.config.arithmetic import parts_of
 from sagetrain.config.layer_specs import chosen_layers, linear_layers
 from sagetrain.config.linear_sizes import AUTO_PRECISION, LOW_BIT_MULTIPLE, LinearSizes
@@ -39,7 +38,6 @@ def settle_linear(
     before: Kept | None,
     calls: RankCalls,
     *,
-    tensor_parallel_size: int,
     kept: bool,
     compiled: bool,
     cache: Path,
@@ -52,12 +50,10 @@ def settle_linear(
     Collectives are not timed.
 
     Args:
-        before: the choices that the run had, if it continues.
-        tensor_parallel_size: the sizes of layers at this size decide which layers can be in 8 bits.
         kept: weights are rounded once a step, which is not timed.
     """
-    device, dtype = calls.device, calls.dtype
-    place: dict[str, Any] = {"tensor_parallel_size": tensor_parallel_size, "device": device, "dtype": dtype}
+    device, dtype, ranks = calls.device, calls.dtype, calls.tensor_parallel_size
+    place: dict[str, Any] = {"tensor_parallel_size": ranks, "device": device, "dtype": dtype}
 
     def untimed(settings: LinearConfig) -> tuple[LinearConfig, str] | None:
         if settings.precision != "auto":
@@ -66,7 +62,6 @@ def settle_linear(
         return (settings.model_copy(update={"precision": "bf16"}), f"auto: {why}") if why else None
 
     def timed(settings: LinearConfig) -> LinearConfig:
-        ranks = calls.tensor_parallel_size
         tokens, joined = calls.own_tokens // parts_of(calls.own_tokens, ranks, calls.overlap), ranks > 1
         layers = {name: sizes for name, sizes in chosen_layers(model, ranks).items() if not sizes.odd}
         way, least = f"{AUTO_PRECISION} {settings.recipe}", settings.keep_layers_below
@@ -100,7 +95,7 @@ def settle_linear(
     cannot_run = partial(cannot_multiply, model=model, **place)
     settled, why = settle("linear.precision", asked, had, cannot_run, untimed, timed, device=device, say=say)
     if before and settled.low_bit:
-        _compare(settled, model, before, tensor_parallel_size, say)
+        _compare(settled, model, before, ranks, say)
     return settled, why
 
 

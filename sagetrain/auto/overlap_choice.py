@@ -64,7 +64,6 @@ def settle_overlap(
         cfg: the configuration, with attention, linear layers and recomputation settled.
         before: the choice that the run had, if it continues and has decided.
         batch: returns the arguments of Transformer.forward for a micro-batch of the run's data on this rank.
-        matmuls: how the blocks of the run multiply.
     """
     key, asked = "parallel.tensor_parallel_overlap", cfg.parallel.tensor_parallel_overlap
     tokens = cfg.data.micro_batch_size * cfg.data.seq_length // cfg.parallel.context_parallel_size
@@ -120,10 +119,7 @@ def time_overlap(
     block waits for its weights under ZeRO 3 is not part of the result.
 
     Args:
-        cfg: the configuration, with attention, linear layers and recomputation settled.
-        batch: the arguments of Transformer.forward for a micro-batch of the run's data on this rank.
         matmuls: how the blocks of the run multiply; the middle ones are timed.
-        compiled: whether the run compiles its blocks.
     """
     model, attention = cfg.model, cfg.attention
     rows = _ROWS_A_RANK * groups.tp_size

@@ -14,12 +14,11 @@ import torch
 
 from sagekernels.matmul import Matmul
 from sagetrain.auto.attention_choice import settle_attention
-from sagetrain.auto.calls import RankCalls
 from sagetrain.auto.kept import Kept, kept_engine
 from sagetrain.auto.linear_choice import settle_linear
 from sagetrain.auto.overlap_choice import settle_overlap
 from sagetrain.auto.recomputation_choice import least_recomputation
-from sagetrain.auto.timed_choice import by_first_rank
+from sagetrain.auto.timed_choice import RankCalls, by_first_rank
 from sagetrain.cluster.run_folder import RunFolder
 from sagetrain.config.layout import Layout
 from sagetrain.config.schema import Recomputation, RunConfig
@@ -76,8 +75,6 @@ def settle(
     Args:
         before: the choices that the run had, if it continues.
         stream: the data, on whose documents attention is timed.
-        compiled: whether the run compiles its blocks.
-        vocab_size: the rows of the embedding, padded.
         folder: the run folder, which keeps the tables of times.
         say: receives the tables, and the reason where a choice that the run had cannot be kept, for example on other
             hardware.
@@ -111,19 +108,17 @@ def settle(
         cache=folder.attention,
         say=say,
     )
-    size = groups.tp_size
     linear, why = settle_linear(
         cfg.linear,
         cfg.model,
         before,
         calls,
-        tensor_parallel_size=size,
         kept=Layout.of(cfg).zero_stage < 3,  # weights stay in 8 bits from one step to the next
         compiled=compiled,
         cache=folder.linear,
         say=say,
     )
-    matmuls, why_linear = matmuls_of(linear, cfg.model, tensor_parallel_size=size, here=groups.tp_size, **place)
+    matmuls, why_linear = matmuls_of(linear, cfg.model, tensor_parallel_size=groups.tp_size, **place)
     settled = cfg.model_copy(update={"attention": attention, "linear": linear})
     again = _recomputation(settled, groups, vocab_size, device, say)
     settled = with_recomputation(settled, again)

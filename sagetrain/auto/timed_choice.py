@@ -34,6 +34,28 @@ SOURCES = [Path(sagekernels.__file__).parent, Path(__file__).parent.parent / "pa
 
 
 @dataclass(frozen=True)
+class RankCalls:
+    """The share of a micro-batch that the layers of one rank compute, and the device and dtype in which they compute
+    it."""
+
+    tensor_parallel_size: int
+    context_parallel_size: int
+    overlap: bool
+    """Whether a micro-batch goes in two halves."""
+    num_sequences: int
+    seq_length: int
+    device: torch.device
+    dtype: torch.dtype
+    expert_parallel_size: int = 1
+    """The ranks that have the experts of a layer between them."""
+
+    @property
+    def own_tokens(self) -> int:
+        """The number of tokens of a micro-batch on a context-parallel rank."""
+        return self.num_sequences * self.seq_length // self.context_parallel_size
+
+
+@dataclass(frozen=True)
 class TimeTable:
     """The times of a choice's candidates, and what the log says of them."""
 
@@ -59,7 +81,6 @@ def settle(
     """Return the settings with nothing left to decide, and a few words that say why if they were `auto`; collective.
 
     Args:
-        key: the key that says `auto`.
         kept: the settings with `auto` as the run had it; None: it has not decided.
         cannot_run: returns why settings cannot run here, or an empty string.
         untimed: returns the settings and a reason where nothing is left to time, and None elsewhere.

@@ -12,9 +12,9 @@ import torch
 import tiny
 from sagekernels.grouped_matmul import GroupedLowBit
 from sagetrain.auto import linear_choice
-from sagetrain.auto.calls import RankCalls
 from sagetrain.auto.kept import Kept
 from sagetrain.auto.linear_choice import settle_linear, smallest, time_layers
+from sagetrain.auto.timed_choice import RankCalls
 from sagetrain.checkpoint.state import SettledLinear
 from sagetrain.config.layer_specs import linear_layers
 from sagetrain.config.load import load_config
@@ -154,7 +154,7 @@ def choose(
     """Choose as on a GPU."""
     kept = changes.pop("kept", True)
     calls = replace(RankCalls(1, 1, False, 2, 16, CPU, torch.bfloat16), **changes)
-    how = {"tensor_parallel_size": calls.tensor_parallel_size, "kept": kept, "compiled": False}
+    how = {"kept": kept, "compiled": False}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(linear_choice, "why_sixteen_bits", lambda *_, **__: "")
         return settle_linear(asked, shape, None, calls, **how, cache=cache, say=said.append)[0]
@@ -312,7 +312,7 @@ def settled(
     """Settle linear layers where rowwise from 8,192 weights on is the fastest. Return also the reason and what was
     heard: the settings to choose from, and the lines printed."""
     heard, calls = [], RankCalls(tp_size, 1, False, 2, 16, device, dtype)
-    how = {"tensor_parallel_size": tp_size, "kept": True, "compiled": False, "cache": Path("none"), "say": heard.append}
+    how = {"kept": True, "compiled": False, "cache": Path("none"), "say": heard.append}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(linear_choice, "decide", lambda *_, **__: heard.append(asked) or DECIDED)
         found, why = settle_linear(asked, shape, before, calls, **how)
