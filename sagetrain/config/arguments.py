@@ -106,7 +106,6 @@ def check_types(
     Args:
         what: the beginning of the message.
         annotations: the annotations. Types that neither this module nor `module` knows are not checked.
-        values: the values.
         module: the names of the module with the annotations.
 
     Raises:

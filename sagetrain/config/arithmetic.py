@@ -99,7 +99,6 @@ def peak_lr(optimizer: OptimizerConfig, kind: str, width: int, by_muon: bool = F
     Args:
         kind: a key of lr_of.
         width: model.hidden_size.
-        by_muon: whether Muon updates the tensor.
     """
     own: float | None = getattr(optimizer.lr_of, kind)
     key, given = (f"optimizer.lr_of.{kind}", own) if own else ("optimizer.lr", optimizer.lr)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 from sagetrain.config.earlier_run import MeasuredRun
 from sagetrain.config.errors import ConfigError, Finding
 from sagetrain.config.guidance import guidance
-from sagetrain.config.load import fallen_away, locations
+from sagetrain.config.load import located
 from sagetrain.config.rules import data, faults, fit, layout, linear, logging, run_parts
 from sagetrain.config.run_parts import parts, with_keys_of_stages
 from sagetrain.config.schema import RunConfig
@@ -33,11 +32,8 @@ def check(
     """Return everything there is to say about a run before it starts, errors first.
 
     Args:
-        cfg: the configuration.
-        world_size: number of ranks of the launch.
         vocab_size: vocabulary size of the tokenizer, when it is known.
         path: file that `cfg` was loaded from. Findings then name file and line.
-        overrides: overrides that were applied to the file.
         files: True to train here, where missing data files and packages are errors. False to plan for another machine,
             where missing files are warnings and missing packages are not mentioned.
         measured: measurements of an earlier run, for the guidance.
@@ -62,9 +58,7 @@ def check(
 def placed(findings: Iterable[Finding], path: str | Path | None, overrides: Sequence[str]) -> list[Finding]:
     """Return findings with the places where their keys were given, errors first. Without a path they get no places."""
     if path is not None:
-        places = locations(path, overrides)
-        findings = [dataclasses.replace(finding, where=_place(finding.key, places, path)) for finding in findings]
-        findings += fallen_away(path, overrides)
+        findings = located(findings, path, overrides)
     return sorted(findings, key=lambda finding: _ORDER[finding.level])
 
 
@@ -88,10 +82,3 @@ def accept(
     if errors := [str(finding) for finding in findings if finding.level == "error"]:
         raise ConfigError("\n".join(errors))
     return findings
-
-
-def _place(key: str, places: dict[str, str], path: str | Path) -> str:
-    """Return the place where a key, or else its nearest parent, was given. For a default this is the file."""
-    while key and key not in places:
-        key = key.rpartition(".")[0]
-    return places.get(key, str(path))

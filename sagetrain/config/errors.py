@@ -29,13 +29,16 @@ class TrainingError(RuntimeError):
     """Training cannot go on, for instance because the loss is not finite. The newest checkpoint is untouched."""
 
 
+Level = Literal["error", "warning", "info"]
+
+
 @dataclass(frozen=True)
 class Finding:
     """One message of a check about a configuration."""
 
     rule: str
     """Name of the rule; guidance.override takes the names of the guidance rules."""
-    level: Literal["error", "warning", "info"]
+    level: Level
     key: str
     """Dotted key that the finding is about."""
     value: Any

@@ -10,11 +10,10 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Iterator, Mapping
-from typing import Literal
 
 from sagetrain.config.arithmetic import may_be_low_bit, warmup_tokens
 from sagetrain.config.earlier_run import ALL, MeasuredRun, critical_in_words, critical_tokens, margin_of
-from sagetrain.config.errors import Finding
+from sagetrain.config.errors import Finding, Level
 from sagetrain.config.rules.findings import About
 from sagetrain.config.schema import RunConfig
 
@@ -49,15 +48,17 @@ def guidance(cfg: RunConfig, measured: MeasuredRun | None = None) -> list[Findin
     Tokens per step are global, so the number of ranks changes nothing.
 
     Args:
-        cfg: the configuration.
         measured: an earlier run that measured its stability, if there is one.
 
     Returns:
         The findings. Overridden ones come back as information; unknown names in guidance.override are errors.
     """
     findings = [*(_findings(cfg) if cfg.attention.may_be_int8 else []), *(_measured(cfg, measured) if measured else [])]
-    accepted = set(cfg.guidance.override)
-    return [_overridden(f) if f.rule in accepted else f for f in findings] + list(_unknown_overrides(cfg))
+    for place, found in enumerate(findings):
+        if found.rule in cfg.guidance.override:
+            message = f"overridden ({found.level}): {found.message}"
+            findings[place] = dataclasses.replace(found, level="info", message=message)
+    return findings + list(_unknown_overrides(cfg))
 
 
 def _findings(cfg: RunConfig) -> Iterator[Finding]:
@@ -129,7 +130,7 @@ def _measured(cfg: RunConfig, run: MeasuredRun) -> Iterator[Finding]:
     with 16-bit attention, report the gradient noise alone."""
     key, tokens = max(cfg.tokens_per_step.named_tokens.items(), key=lambda item: item[1])
     said, source, int8 = [], f"{run.path}, measured", cfg.attention.may_be_int8
-    level: Literal["warning", "info"] = "info"
+    level: Level = "info"
     quantized = int8 or may_be_low_bit(cfg)
     if quantized and (whole := run.ratios.get(ALL)):
         there, here = whole.tokens_per_step, whole.at(tokens)
@@ -163,11 +164,8 @@ def _measured(cfg: RunConfig, run: MeasuredRun) -> Iterator[Finding]:
         said.append(_largest(run.linear_errors, "error of linear layers"))
     if differing := run.differing(cfg):
         said.append(f"that run differs: {', '.join(differing)}")
-    yield Finding(
-        "measured_ratio",
+    yield About("measured_ratio", key, tokens).found(
         level,
-        key,
-        tokens,
         f"measured in {run.path}: {'; '.join(said)}",
         "use fewer tokens per step, a finer attention.recipe or a 16-bit attention.backend; sagetrain compare shows "
         "whether it costs loss"
@@ -181,10 +179,6 @@ def _largest(errors: Mapping[str, float], what: str) -> str:
     worst = max(errors, key=lambda name: errors[name])
     layer, tensor = worst.split("/")
     return f"the largest relative {what} was {errors[worst]:.2g}, of {tensor} in layer {layer}"
-
-
-def _overridden(finding: Finding) -> Finding:
-    return dataclasses.replace(finding, level="info", message=f"overridden ({finding.level}): {finding.message}")
 
 
 def _unknown_overrides(cfg: RunConfig) -> Iterator[Finding]:

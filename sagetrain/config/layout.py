@@ -79,7 +79,6 @@ class Layout:
         """Resolve the layout of a configuration.
 
         Args:
-            cfg: the configuration.
             world_size: number of ranks. None: the fewest that the configuration runs on, for what does not depend on
                 it.
         """
@@ -92,8 +91,9 @@ class Layout:
         attention = layers(cfg.model)[0].attention
         gather = attention.gather_of(tensor, context)
         replicas = world_size // (tensor * stages)
+        on_request = cfg.training.cuda_graphs == "on" and refusal is None
         # Micro-batches of a pipeline are under way at once, so there all passes of FSDP2 go through its hooks.
-        rests = not by_deepspeed and stages == 1 and (stage < 2 or (stage == 2 and _recorded_on_request(cfg, refusal)))
+        rests = not by_deepspeed and stages == 1 and (stage < 2 or (stage == 2 and on_request))
         # A single replica has nothing to reduce, but for experts of which its tensor-parallel ranks have copies.
         experts = parallel.expert_parallel_size
         alone = rests and replicas == 1 and parallel.offload == "none" and experts in (1, tensor)
@@ -198,34 +198,27 @@ def _engine(cfg: RunConfig) -> Literal["deepspeed", "fsdp"]:
     return "deepspeed" if only_deepspeed(cfg) else "fsdp"
 
 
-def _recorded_on_request(cfg: RunConfig, refusal: Refusal | None) -> bool:
-    return cfg.training.cuda_graphs == "on" and refusal is None
-
-
 def _not_recorded(cfg: RunConfig) -> Refusal | None:
-    parallel, stage = cfg.parallel, cfg.parallel.zero_stage
-    if _engine(cfg) == "deepspeed":
-        return Refusal("parallel.engine", "deepspeed", "hooks of DeepSpeed run in every micro-step", "use fsdp")
-    attention, context = layers(cfg.model)[0].attention, parallel.context_parallel_size
-    untried = cfg.training.cuda_graphs == "auto"
-    if untried and attention.gather_of(parallel.tensor_parallel_size, context) > 1:
-        why = "gathered keys were recorded on CPUs alone, and cuda_graphs: on records them"
-        return Refusal("parallel.context_parallel_size", context, why, "use one that divides the heads")
-    if stage == 2 and untried:
-        why = "reductions of every micro-step were recorded on CPUs alone, and cuda_graphs: on records them"
-        return Refusal("parallel.zero_stage", stage, why, "use 0 or 1")
-    if stage == 2 and parallel.shard_size is not None:
-        why = "copies of shards would be reduced in every micro-step at zero_stage 2"
-        return Refusal("parallel.shard_size", parallel.shard_size, why, "use null, or zero_stage 1")
-    if stage == 2 and (ranks := parallel.expert_parallel_size) > 1:
-        why = "copies of experts would be reduced in every micro-step at zero_stage 2"
-        return Refusal("parallel.expert_parallel_size", ranks, why, "use 1, or zero_stage 1")
-    if stage > 2:
-        return Refusal("parallel.zero_stage", stage, "hooks of FSDP2 run in every micro-step", "use 0 to 2")
-    if parallel.offload != "none":
-        return Refusal("parallel.offload", parallel.offload, "gradients leave the GPU", "use none")
-    if cfg.training.activation_offload:
-        return Refusal("training.activation_offload", "true", "activations leave the GPU", "use false")
-    if (stages := parallel.pipeline_parallel_size) > 1:
-        return Refusal("parallel.pipeline_parallel_size", stages, "micro-batches are under way at once", "use 1")
-    return None
+    parallel, stage, untried = cfg.parallel, cfg.parallel.zero_stage, cfg.training.cuda_graphs == "auto"
+    context, stages = parallel.context_parallel_size, parallel.pipeline_parallel_size
+    gathers = layers(cfg.model)[0].attention.gather_of(parallel.tensor_parallel_size, context) > 1
+    on_cpus = "recorded on CPUs alone, and cuda_graphs: on records them"
+    every = (
+        (_engine(cfg) == "deepspeed", "parallel.engine", "deepspeed", "hooks of DeepSpeed run in every micro-step",
+         "use fsdp"),
+        (untried and gathers, "parallel.context_parallel_size", context, f"gathered keys were {on_cpus}",
+         "use one that divides the heads"),
+        (untried and stage == 2, "parallel.zero_stage", stage, f"reductions of every micro-step were {on_cpus}",
+         "use 0 or 1"),
+        (stage == 2 and parallel.shard_size is not None, "parallel.shard_size", parallel.shard_size,
+         "copies of shards would be reduced in every micro-step at zero_stage 2", "use null, or zero_stage 1"),
+        (stage == 2 and parallel.expert_parallel_size > 1, "parallel.expert_parallel_size",
+         parallel.expert_parallel_size, "copies of experts would be reduced in every micro-step at zero_stage 2",
+         "use 1, or zero_stage 1"),
+        (stage > 2, "parallel.zero_stage", stage, "hooks of FSDP2 run in every micro-step", "use 0 to 2"),
+        (parallel.offload != "none", "parallel.offload", parallel.offload, "gradients leave the GPU", "use none"),
+        (cfg.training.activation_offload, "training.activation_offload", "true", "activations leave the GPU",
+         "use false"),
+        (stages > 1, "parallel.pipeline_parallel_size", stages, "micro-batches are under way at once", "use 1"),
+    )  # fmt: skip
+    return next((Refusal(*rest) for refused, *rest in every if refused), None)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise, permutations
 from pathlib import Path
 from typing import Any
@@ -115,16 +116,15 @@ def _text_of(path: Readable) -> str:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
-def locations(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, str]:
-    """Return the place where each dotted key was given: `file:line`, or the override. Findings that are made after
-    loading need it."""
-    source = _Source(path, overrides)
-    return {_dotted(key): source.where(key) for key in [*source.lines, *source.origins] if key}
-
-
-def fallen_away(path: str | Path, overrides: Sequence[str] = ()) -> list[Finding]:
-    """Return a finding for each override that excludes values of the file, which the run therefore does not have."""
-    return _Source(path, overrides).fallen_away
+def located(findings: Iterable[Finding], path: str | Path, overrides: Sequence[str]) -> list[Finding]:
+    """Return findings with the places where their keys, or else the nearest parents of these, were given: `file:line`,
+    the override, or for a default the file. Findings about overrides that exclude values of the file, which the run
+    therefore does not have, are added."""
+    source, found = _Source(path, overrides), []
+    for each in findings:
+        key = tuple(int(part) if part.isdecimal() else part for part in each.key.split("."))
+        found.append(replace(each, where=source.given(key) or str(path)))
+    return [*found, *source.fallen_away]
 
 
 class _Source:
@@ -154,14 +154,14 @@ class _Source:
         self._fall_away()
         self.former = former_keys.take_out(self.tree)
 
-    def where(self, path: KeyPath) -> str:
-        """Return the override or `file:line` that gave a key. If the key is absent, its nearest parent counts."""
+    def given(self, path: KeyPath) -> str:
+        """Return the override or `file:line` that gave a key, or else its nearest parent; "" if there is none."""
         for end in range(len(path), 0, -1):
             if path[:end] in self.origins:
                 return f"override {self.origins[path[:end]]}"
             if path[:end] in self.lines:
                 return f"{self.file}:{self.lines[path[:end]]}"
-        return self.file
+        return ""
 
     def explain(self, detail: ErrorDetails) -> None:
         """Report one of pydantic's validation errors in the words of the schema."""
@@ -246,7 +246,7 @@ class _Source:
         gone = {key: given.pop(key) for key in [*given] if key in excluded and (section, key) in self.lines}
         if said := ", ".join(f"{key} {value}" for key, value in gone.items() if value):
             why = f"in the place of {said} of {self.file}"
-            where = self.where((section, by))
+            where = self.given((section, by))
             self.fallen_away.append(Finding("falls_away", "info", f"{section}.{by}", given[by], why, where=where))
 
     def _child(self, target: Any, part: str, path: KeyPath, text: str) -> str | int | None:
@@ -266,7 +266,7 @@ class _Source:
 
     def report(self, path: KeyPath, rule: str, value: Any = _ABSENT, where: str = "") -> None:
         key = _dotted(path) + ("" if value is _ABSENT else f" = {shown(value)}")
-        problem = ": ".join(part for part in (where or self.where(path), key, rule) if part)
+        problem = ": ".join(part for part in (where or self.given(path) or self.file, key, rule) if part)
         if problem not in self.problems:  # Each member of a union reports the same problem.
             self.problems.append(problem)
 

@@ -50,8 +50,7 @@ def change_at_resume(schedule: Schedule, tokens_seen: int, last: int) -> str | N
 
     Args:
         schedule: the schedule of the configuration that continues the run.
-        tokens_seen: tokens seen up to the checkpoint.
-        last: tokens of the last step before the checkpoint.
+        last: tokens of the last step before the checkpoint, which is at `tokens_seen`.
 
     Returns:
         None if the schedule gives that step the same tokens, or is noise_aware, which continues with its last decision.
@@ -66,16 +65,8 @@ def change_at_resume(schedule: Schedule, tokens_seen: int, last: int) -> str | N
 
 
 def stages(schedule: Schedule, total_tokens: int, micro_step: int) -> list[ScheduleStage]:
-    """Return the whole run as sequences of equal steps, up to the first step that reaches `total_tokens`.
-
-    The time this takes grows with the number of changes, not of steps.
-
-    Args:
-        schedule: the tokens-per-step schedule.
-        total_tokens: tokens of the run.
-        micro_step: tokens of one micro-step over all ranks (Layout.micro_step), for the
-            accumulation.
-    """
+    """Return the whole run as sequences of equal steps, up to the first step that reaches `total_tokens`. The time this
+    takes grows with the number of changes, not of steps. `micro_step` is Layout.micro_step, for the accumulation."""
     result: list[ScheduleStage] = []
     seen = 0
     while seen < total_tokens:

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from sagetrain.config import ConfigError, RunConfig, dump_config, load_config, other_names, yaml_nodes
 from sagetrain.config.check import check
-from sagetrain.config.load import config_path, locations, saved_config
+from sagetrain.config.load import config_path, located, saved_config
 from sagetrain.config.reference import keys
+from sagetrain.config.rules.findings import About
 
 GOOD = """\
 model:
@@ -376,10 +377,13 @@ def test_missing_file(tmp_path):
 
 def test_locations_name_line_or_override(tmp_path):
     path = write(tmp_path, GOOD)
-    where = locations(path, ["optimizer.lr=1"])
-    assert where["model.hidden_size"] == f"{path}:3"
-    assert where["data.train.1.path"] == f"{path}:9"
-    assert where["optimizer.lr"] == "override optimizer.lr=1"
+    places = {
+        "model.hidden_size": f"{path}:3",
+        "data.train.1.path": f"{path}:9",
+        "optimizer.lr": "override optimizer.lr=1",
+    }
+    found = located([About("a_rule", key, 1).info("") for key in places], path, ["optimizer.lr=1"])
+    assert [each.where for each in found] == [*places.values()]
 
 
 words = st.text(min_size=1, max_size=12)
@@ -477,7 +481,8 @@ def test_a_shipped_configuration_is_found_from_any_folder(tmp_path, monkeypatch)
     (tmp_path / "325m").mkdir()  # A folder is no configuration.
     cfg = load_config("325m", ["data.train.0.path=mine"])
     assert (cfg.model.num_layers, cfg.data.train[0].path) == (20, "mine")
-    assert locations("325m")["model.num_layers"].startswith(str(config_path("325m")))
+    (found,) = located([About("a_rule", "model.num_layers", 1).info("")], "325m", ())
+    assert found.where.startswith(str(config_path("325m")))
     (tmp_path / "7b").write_text(GOOD)
     assert load_config("7b").model.num_layers == 4
     with pytest.raises(ConfigError, match=r"325: no such file, .* there are 1b, .*, quickstart, qwen3-30b-a3b$"):

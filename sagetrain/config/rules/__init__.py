@@ -24,8 +24,6 @@ def fit(cfg: RunConfig, world_size: int, vocab_size: int | None = None) -> list[
     """Return what cannot run on `world_size` ranks (errors), and settings without effect (warnings).
 
     Args:
-        cfg: the configuration.
-        world_size: number of ranks of the launch.
         vocab_size: vocabulary size of the tokenizer, when it is known.
     """
     where = Layout.of(cfg, world_size)

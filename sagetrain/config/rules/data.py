@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from sagetrain.config.errors import Finding
+from sagetrain.config.errors import Finding, Level
 from sagetrain.config.rules import prepared
 from sagetrain.config.rules.findings import About, no_effect, samples_off
 from sagetrain.config.schema import NO_DATA, TOKENIZER_JSON, TOKENIZER_NAME, EvaluationConfig, RunConfig, is_url
@@ -195,11 +195,8 @@ def _run_dir(cfg: RunConfig, required: bool) -> Iterator[Finding]:
     theirs = [name for name in WRITTEN if (folder / name).exists()]
     # Folders named checkpoints are common in other projects.
     if theirs and not any(any(folder.glob(name)) for name in (".lock", "checkpoints/step-*")):
-        yield Finding(
-            "run_dir",
-            "error" if required else "warning",
-            "training.run_dir",
-            cfg.training.run_dir,
+        yield About("run_dir", "training.run_dir", run_dir).found(
+            _level(required),
             f"holds {' and '.join(theirs)}, which no run of SageTrain wrote there: the run's own would replace them",
             "choose a folder of its own for the run",
         )
@@ -213,14 +210,8 @@ def _run_url(cfg: RunConfig, required: bool) -> Iterator[Finding]:
         keys |= {f"data.{name}.{i}.path": each.path for i, each in enumerate(getattr(cfg.data, name))}
     for key, value in keys.items():
         if value and value.startswith("s3://") and find_spec("s3fs") is None:
-            yield Finding(
-                "url_installed",
-                "error" if required else "warning",
-                key,
-                value,
-                "s3fs is not installed here",
-                f"pip install 'sagetrain[s3]', or do without a URL in {key}",
-            )
+            why, fix = "s3fs is not installed here", f"pip install 'sagetrain[s3]', or do without a URL in {key}"
+            yield About("url_installed", key, value).found(_level(required), why, fix)
     if url is None:
         return
     if there := sorted(run_dir.glob("checkpoints/step-*")):
@@ -239,14 +230,8 @@ def _unwritable(rule: str, key: str, value: str, folder: Path, required: bool, f
     usable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
     # If the file system has no part of the path, the plan is for another machine.
     if not usable and (required or there != Path(there.anchor)):
-        yield Finding(
-            rule,
-            "error" if required or not there.is_dir() else "warning",
-            key,
-            value,
-            f"{there} is no folder that can be written to",
-            f"choose another folder, or {fix}",
-        )
+        why, level = f"{there} is no folder that can be written to", _level(required or not there.is_dir())
+        yield About(rule, key, value).found(level, why, f"choose another folder, or {fix}")
 
 
 def _caches(required: bool) -> Iterator[Finding]:
@@ -319,11 +304,8 @@ def repeats(cfg: RunConfig) -> Iterator[Finding]:
     for i, (source, held) in enumerate(zip(cfg.data.train, sizes, strict=True)):
         read = cfg.training.total_tokens * weights[i] / (sum(weights) or 1)
         if held and read > 1.05 * held:  # A smaller ratio would be printed as 1.0 times.
-            yield Finding(
-                "data_repeats",
+            yield About("data_repeats", f"data.train.{i}.path", source.path).found(
                 "info" if read <= 4 * held else "warning",
-                f"data.train.{i}.path",
-                source.path,
                 f"holds {held:,} tokens, which training.total_tokens passes over {read / held:.1f} times",
                 "more text, or fewer tokens; up to about four passes are nearly as good as new text",
             )
@@ -342,4 +324,9 @@ def _tokens(prefix: str) -> int:
 
 
 def _missing(required: bool, key: str, value: str | None, message: str, fix: str) -> Finding:
-    return Finding("data_files", "error" if required else "warning", key, value, message, fix)
+    return About("data_files", key, value).found(_level(required), message, fix)
+
+
+def _level(required: bool) -> Level:
+    """Return the level of a finding about files that are required here, or about another machine's."""
+    return "error" if required else "warning"

@@ -76,20 +76,15 @@ def _offload(cfg: RunConfig) -> Iterator[Finding]:
     elif stage == 0:
         why = "at zero_stage 0 every rank would keep the whole state in host memory"
         yield About("offload_at_zero_stage", "parallel.offload", offload).error(why, "use zero_stage 1")
-    found: list[tuple[str, object, str, str]] = []
-    if optimizer.name != "adamw":
-        found.append(
-            ("optimizer.name", optimizer.name, "multiplies matrices, for which a CPU is too slow", "use adamw")
-        )
-    for name in ("moments", "master"):
-        if (value := getattr(optimizer, name)) != "fp32":
-            why = "saves memory of the host, where rounding is slow, and none of the GPU's"
-            found.append((f"optimizer.{name}", value, why, "use fp32"))
-    if parallel.pipeline_parallel_size > 1:
-        size = parallel.pipeline_parallel_size
-        why = "leaves few weights to a rank, and was never tried with state in host memory"
-        found.append(("parallel.pipeline_parallel_size", size, why, "use 1"))
-    for key, value, why, fix in found:
-        yield About("not_offloaded", key, value).error(
-            f"{why}: it does not go with parallel.offload {offload}", f"{fix}, or offload: none"
-        )
+    slow = "saves memory of the host, where rounding is slow, and none of the GPU's"
+    for key, value, proven, why in (
+        ("optimizer.name", optimizer.name, "adamw", "multiplies matrices, for which a CPU is too slow"),
+        ("optimizer.moments", optimizer.moments, "fp32", slow),
+        ("optimizer.master", optimizer.master, "fp32", slow),
+        ("parallel.pipeline_parallel_size", parallel.pipeline_parallel_size, 1,
+         "leaves few weights to a rank, and was never tried with state in host memory"),
+    ):  # fmt: skip
+        if value != proven:
+            yield About("not_offloaded", key, value).error(
+                f"{why}: it does not go with parallel.offload {offload}", f"use {proven}, or offload: none"
+            )

@@ -5,9 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sagetrain.config.errors import Finding
-from sagetrain.config.rules.findings import About, no_effect
+from sagetrain.config.rules.findings import About, no_effect, not_proven
 from sagetrain.config.schema import RunConfig
 from sagetrain.config.sections.base import is_url
+
+WITH_COPIES_IN_MEMORY: dict[str, tuple[object, ...]] = {
+    "parallel.engine": ("auto", "fsdp"),
+    "parallel.pipeline_parallel_size": (1,),
+    "parallel.offload": ("none",),
+    "training.activation_offload": (False,),
+    "model.experts": (None,),
+    "training.run_url": (None,),
+}
+"""The values that were proven with checkpoint.in_memory_every."""
 
 
 def findings(cfg: RunConfig) -> Iterator[Finding]:
@@ -25,30 +35,13 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
             f"was tried with files on disks alone, and this run uses {url}",
             "set training.restarts: 0, and let the launcher start the run again (torchrun --max-restarts)",
         )
-    if cfg.checkpoint.in_memory_every:
-        yield from _in_memory(cfg)
+    if every := cfg.checkpoint.in_memory_every:
+        if cfg.checkpoint.resume == "never":
+            yield no_effect("checkpoint.in_memory_every", every, "checkpoint.resume never")
+        feature, without = "checkpoint.in_memory_every", "in_memory_every: null"
+        yield from not_proven(cfg, WITH_COPIES_IN_MEMORY, "in_memory_untried", feature, without)
     if tolerated and cfg.training.run_url:
         yield About("tolerate_url", "checkpoint.tolerate_minutes", tolerated).error(
             f"was tried with checkpoints on disks alone, and this run has them in {cfg.training.run_url}",
             "set checkpoint.tolerate_minutes: 0",
         )
-
-
-def _in_memory(cfg: RunConfig) -> Iterator[Finding]:
-    """Find settings with which copies in memory were not tried."""
-    parallel, every = cfg.parallel, cfg.checkpoint.in_memory_every
-    if cfg.checkpoint.resume == "never":
-        yield no_effect("checkpoint.in_memory_every", every, "checkpoint.resume never")
-    for key, value, tried in (
-        ("parallel.engine", parallel.engine, ("auto", "fsdp")),
-        ("parallel.pipeline_parallel_size", parallel.pipeline_parallel_size, (1,)),
-        ("parallel.offload", parallel.offload, ("none",)),
-        ("training.activation_offload", cfg.training.activation_offload, (False,)),
-        ("model.experts", cfg.model.experts and "a mixture", (None,)),
-        ("training.run_url", cfg.training.run_url, (None,)),
-    ):
-        if value not in tried:
-            yield About("in_memory_untried", key, value).error(
-                "was not tried with checkpoint.in_memory_every",
-                f"use {' or '.join(map(str, tried)) if tried != (None,) else 'none'}, or set that to null",
-            )

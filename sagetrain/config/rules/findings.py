@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple, cast
 
-from sagetrain.config.errors import Finding
+from sagetrain.config.errors import Finding, Level
 from sagetrain.config.schema import EvaluationConfig, RunConfig
 
 
@@ -17,17 +17,19 @@ class About(NamedTuple):
     key: str
     value: object
 
+    def found(self, level: Level, message: str, fix: str = "", source: str = "") -> Finding:
+        """Build the finding. An error cannot run, a warning runs, but hardly as intended, and something is to be known
+        of an info."""
+        return Finding(self.rule, level, self.key, self.value, message, fix, source)
+
     def error(self, message: str, fix: str, source: str = "") -> Finding:
-        """Build the finding for a setting that cannot run."""
-        return Finding(self.rule, "error", self.key, self.value, message, fix, source)
+        return self.found("error", message, fix, source)
 
     def warning(self, message: str, fix: str, source: str = "") -> Finding:
-        """Build the finding for a setting that runs, but hardly as intended."""
-        return Finding(self.rule, "warning", self.key, self.value, message, fix, source)
+        return self.found("warning", message, fix, source)
 
     def info(self, message: str, fix: str = "", source: str = "") -> Finding:
-        """Build the finding for a setting that runs, and of which something is to be known."""
-        return Finding(self.rule, "info", self.key, self.value, message, fix, source)
+        return self.found("info", message, fix, source)
 
 
 def no_effect(key: str, value: object, why: str) -> Finding:

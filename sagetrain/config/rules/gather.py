@@ -29,28 +29,20 @@ def findings(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
             f"is not a multiple of {multiple}: {gathers}, and each has two chunks of whole tiles of {_TILE} tokens",
             f"use {neighbours(length, multiple)}, {fewer}",
         )
-    for key, value, why, fix in _not_tried(cfg, layout):
-        yield About("gather_of_keys", key, value).error(f"{why}: {gathers}", f"{fix}, {fewer}")
-
-
-def _not_tried(cfg: RunConfig, layout: Layout) -> Iterator[tuple[str, object, str, str]]:
-    """Yield key and value of what was not tried, with a reason and a fix."""
-    attention, stability = cfg.attention, cfg.stability
-    if layout.engine == "deepspeed":
-        yield "parallel.engine", cfg.parallel.engine, "DeepSpeed was never tried with gathered keys", "use fsdp"
-    if cfg.model.experts is not None:
-        why = "a mixture of experts was never tried with gathered keys"
-        yield "model.experts.number", cfg.model.experts.number, why, "use a model without experts"
-    if cfg.parallel.offload != "none":
-        why = "state in host memory was never tried with gathered keys"
-        yield "parallel.offload", cfg.parallel.offload, why, "use none"
-    if attention.backend == "auto":
-        yield "attention.backend", "auto", "it times whole sequences, not chunks of them", "use sage, flash or sdpa"
-    if attention.backend == "sage" and attention.recipe == "auto":
-        yield "attention.recipe", "auto", "it times whole sequences, not chunks of them", "use scores or fine"
-    if attention.backend == "sage" and stability.monitor.every_steps is not None:
-        why = "the monitor samples attention of whole sequences"
-        yield "stability.monitor.every_steps", stability.monitor.every_steps, why, "use null"
-    if stability.quant_noise.every_steps:
-        why = "the noise of quantization was never measured with gathered keys"
-        yield "stability.quant_noise.every_steps", stability.quant_noise.every_steps, why, "use null"
+    attention, parallel = cfg.attention, cfg.parallel
+    monitor, probe = cfg.stability.monitor.every_steps, cfg.stability.quant_noise.every_steps
+    sage, whole = attention.backend == "sage", "it times whole sequences, not chunks of them"
+    number, never = cfg.model.experts and cfg.model.experts.number, "was never tried with gathered keys"
+    for untried, key, value, why, fix in (
+        (layout.engine == "deepspeed", "parallel.engine", parallel.engine, f"DeepSpeed {never}", "use fsdp"),
+        (number, "model.experts.number", number, f"a mixture of experts {never}", "use a model without experts"),
+        (parallel.offload != "none", "parallel.offload", parallel.offload, f"state in host memory {never}", "use none"),
+        (attention.backend == "auto", "attention.backend", "auto", whole, "use sage, flash or sdpa"),
+        (sage and attention.recipe == "auto", "attention.recipe", "auto", whole, "use scores or fine"),
+        (sage and monitor is not None, "stability.monitor.every_steps", monitor,
+         "the monitor samples attention of whole sequences", "use null"),
+        (probe, "stability.quant_noise.every_steps", probe,
+         "the noise of quantization was never measured with gathered keys", "use null"),
+    ):  # fmt: skip
+        if untried:
+            yield About("gather_of_keys", key, value).error(f"{why}: {gathers}", f"{fix}, {fewer}")

@@ -85,11 +85,8 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
         change = f"use {neighbours(value, LOW_BIT_MULTIPLE * ranks)}" if width == 1 else "change head_dim"
         smaller = ", a smaller tensor_parallel_size" if ranks > 1 else ""
         needs = f"keeps {' and '.join(odd)} in 16 bits for that" if asked == "auto" else "needs that"
-        yield Finding(
-            "linear_multiple",
+        yield About("linear_multiple", f"model.{name}", value).found(
             "info" if asked == "auto" else "error",
-            f"model.{name}",
-            value,
             f"makes matrices with a side of {size} ({value}{made_of}), which is not a multiple of {LOW_BIT_MULTIPLE}: "
             f"linear.precision {asked} {needs}",
             f"{change}{smaller}, or linear.precision bf16",

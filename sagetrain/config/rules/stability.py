@@ -8,8 +8,23 @@ from collections.abc import Iterator
 from sagetrain.config.arithmetic import may_be_low_bit
 from sagetrain.config.errors import Finding
 from sagetrain.config.layout import Layout
-from sagetrain.config.rules.findings import About, neighbours, no_effect
+from sagetrain.config.rules.findings import About, neighbours, no_effect, not_proven
 from sagetrain.config.schema import NoiseAwareTokens, NoiseScaleConfig, RunConfig
+
+WITH_REPLAY: dict[str, tuple[object, ...]] = {
+    "parallel.tensor_parallel_size": (1,),
+    "parallel.context_parallel_size": (1,),
+    "parallel.pipeline_parallel_size": (1,),
+    "parallel.engine": ("auto", "fsdp"),
+    "parallel.gradient_reduction": ("fp32",),
+    "deepspeed": ({},),
+    "parallel.zero_stage": (0, 1),
+    "parallel.offload": ("none",),
+    "model.experts": (None,),
+    "attention.backend": ("sage", "sdpa"),
+}
+"""The values that were proven with stability.replay, which compares bits of replicas. The backward pass of flash-attn
+adds up dQ in any order, and `auto` may choose it."""
 
 
 def findings(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
@@ -96,29 +111,12 @@ def _spikes(cfg: RunConfig) -> Iterator[Finding]:
 
 
 def _replay(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
-    key, every, parallel = "stability.replay.every_steps", cfg.stability.replay.every_steps, cfg.parallel
+    key, every = "stability.replay.every_steps", cfg.stability.replay.every_steps
     if every is None:
         if (policy := cfg.stability.replay.policy) != "stop":
             yield no_effect("stability.replay.policy", policy, f"{key} null")
         return
-    sizes = ("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size")
-    refused: list[tuple[str, object, str]] = [
-        (f"parallel.{name}", size, "use 1") for name in sizes if (size := getattr(parallel, name)) > 1
-    ]
-    if layout.engine != "fsdp":
-        refused.append(("parallel.engine", layout.engine, "use fsdp"))
-    if parallel.zero_stage > 1:
-        refused.append(("parallel.zero_stage", parallel.zero_stage, "use 0 or 1"))
-    if parallel.offload != "none":
-        refused.append(("parallel.offload", parallel.offload, "use none"))
-    if cfg.model.experts:
-        refused.append(("model.experts", cfg.model.experts.number, "use a model without experts"))
-    if cfg.attention.backend not in ("sage", "sdpa"):
-        # The backward pass of flash-attn adds up dQ in any order, and `auto` may choose it.
-        refused.append(("attention.backend", cfg.attention.backend, "use sage or sdpa"))
-    for refusing, value, fix in refused:
-        why = f"stability.replay compares bits of replicas, which was not tried with {refusing} {value}"
-        yield About("replay_untried", refusing, value).error(why, f"{fix}, or set {key}: null")
+    yield from not_proven(cfg, WITH_REPLAY, "replay_untried", key, f"{key}: null")
     share = layout.micro_step / (every * min(cfg.tokens_per_step.named_tokens.values()))
     if share > 0.01:
         yield About("replay_often", key, every).warning(

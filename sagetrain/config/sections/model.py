@@ -225,9 +225,6 @@ class LinearConfig(Section):
     def choices(self, layers: Iterable[LinearSizes]) -> list[LinearConfig]:
         """Return the settings that `auto` may choose from, given the layers on a rank.
 
-        Args:
-            layers: sizes of the linear layers on a rank.
-
         Returns:
             First all layers in 16 bits, then 8 bits for the layers of at least a given size, with the size rising.
         """
