@@ -7,7 +7,7 @@ import functools
 from collections import Counter
 from collections.abc import Iterable
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from sagetrain.config.arithmetic import recomputed_blocks
 from sagetrain.config.layer_specs import LayerSpec, layers
@@ -50,12 +50,10 @@ def total_bytes(items: Iterable[MemoryItem]) -> int:
 
 
 def rank_of(cfg: RunConfig, copies: bool = False, span: float | None = None) -> Rank:
-    """Return the share of a micro-step that a rank of this run computes.
-
-    Args:
-        copies: whether sequence parallelism's collectives go by copy engines.
-        span: the span of the documents, see Rank.document_span.
-    """
+    """Return the share of a micro-step that a rank of this run computes. `auto` of what is recomputed is decided
+    before. `copies` and `span` are as in Rank."""
+    how = cfg.training.activation_checkpointing
+    full = recomputed_blocks(how, cfg.model.num_layers) > 0
     return Rank(
         tokens=cfg.data.micro_batch_size * cfg.data.seq_length // cfg.parallel.context_parallel_size,
         seq_length=cfg.data.seq_length,
@@ -64,7 +62,7 @@ def rank_of(cfg: RunConfig, copies: bool = False, span: float | None = None) -> 
         dtype=cfg.training.dtype,
         linear=cfg.linear,
         fused=cfg.training.compile != "off",
-        recompute=_way(cfg),
+        recompute=how if how in ("selective", "attention") else "full" if full else "none",
         tensor=cfg.parallel.tensor_parallel_size,
         context=cfg.parallel.context_parallel_size,
         gather=layers(cfg.model)[0].attention.gather_of(
@@ -75,16 +73,6 @@ def rank_of(cfg: RunConfig, copies: bool = False, span: float | None = None) -> 
         sequence_parallel=cfg.parallel.sequence_parallel,
         copies=copies,
     )
-
-
-def _way(cfg: RunConfig) -> Literal["none", "selective", "attention", "full"]:
-    """Return what the backward pass recomputes of the blocks that it recomputes. `auto` is decided before."""
-    how = cfg.training.activation_checkpointing
-    return how if how in ("selective", "attention") else "full" if _recomputed(cfg) else "none"
-
-
-def _recomputed(cfg: RunConfig) -> int:
-    return recomputed_blocks(cfg.training.activation_checkpointing, cfg.model.num_layers)
 
 
 def with_recomputation(cfg: RunConfig, how: Recomputation) -> RunConfig:

@@ -382,7 +382,6 @@ def cluster_of(
     """Return the rates of a GPU in a cluster whose network gives each GPU `network_gbps` Gbit/s.
 
     Args:
-        gpu: a key in HARDWARE.
         gpus_per_host: the GPUs that share NVLink.
         host_memory_gib: the memory of a host in GiB. None: it is not known.
         named: whether somebody has named this GPU for a run.

@@ -27,7 +27,6 @@ def host_memory_per_rank(cfg: RunConfig, world_size: int, vocab_size: int, one_h
     torch's pinned memory comes in powers of two. Masters and reduced gradients are pinned, tensor by tensor.
 
     Args:
-        vocab_size: the number of rows of the embedding, padded.
         one_host: whether the run has a single host, which holds no copies of another one's state.
     """
     every = [*_state(cfg, world_size, vocab_size)]
@@ -104,7 +103,6 @@ def host_memory_finding(
     """Return a finding if the ranks of a host are estimated to need more memory than the host has, or None.
 
     Args:
-        ranks: the number of ranks on the host.
         memory: the bytes of memory that the host has for them.
         whose: the host in words.
     """

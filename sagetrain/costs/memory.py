@@ -16,7 +16,6 @@ from sagetrain.costs.accounting import (
     MemoryItem,
     expert_parameters,
     fsdp_groups,
-    last_block,
     muon_parameters,
     muon_shapes,
     overlaps,
@@ -87,21 +86,8 @@ def _recordings(cfg: RunConfig, layout: Layout, size: int, passes: Iterable[list
     return [MemoryItem("recordings", max(map(total_bytes, passes)) + reduced, why)]
 
 
-def block_activation_bytes(cfg: RunConfig) -> int:
-    """Return the bytes per token that autograd saves of one block on one rank.
-
-    Linear layers are in 8 bits where the run has such layers. With activation checkpointing `selective`, the bytes are
-    those of the outputs that are kept.
-    """
-    return _saved(cfg, rank_of(cfg))
-
-
-def _saved(cfg: RunConfig, rank: Rank) -> int:
-    """Return the bytes per token that autograd saves of the last block."""
-    return _kept(last_block(cfg, rank))
-
-
-def _kept(operations: Iterable[Operation]) -> int:
+def kept_bytes(operations: Iterable[Operation]) -> int:
+    """Return the bytes per token that autograd saves of a block's operations on one rank."""
     return sum(part.saved // part.shards for part in operations)
 
 
@@ -256,7 +242,7 @@ def _activations(cfg: RunConfig, rank: Rank) -> tuple[MemoryItem, list[MemoryIte
     block whose backward pass runs."""
 
     def saved_by(layer: LayerSpec, own: Rank) -> int:
-        return _kept(block_operations(layer, cfg.attention, own))
+        return kept_bytes(block_operations(layer, cfg.attention, own))
 
     every = kinds_of_blocks(cfg, rank)
     kinds = [(kind.blocks, kind.rank, saved_by(kind.layer, kind.rank)) for kind in every]

@@ -24,11 +24,7 @@ from sagetrain.parallel.orders import in_flight, orders
 
 
 def chunks(cfg: RunConfig, vocab_size: int) -> list[ModelChunk]:
-    """Return all chunks of a model, from its input to its output.
-
-    Args:
-        vocab_size: the rows of the embedding, padded.
-    """
+    """Return all chunks of a model, from its input to its output."""
     bounds = [0, *accumulate(blocks_of_chunks(cfg, vocab_size))]
     last = len(bounds) - 2
     return [

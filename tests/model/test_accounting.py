@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from counted import VOCAB, live_tensors, run_config, saved_bytes_per_token, transformer
+from counted import VOCAB, block_activation_bytes, live_tensors, run_config, saved_bytes_per_token, transformer
 from distributed import run_distributed
 from sagekernels import lowbit
 from sagetrain.auto.recomputation_choice import least_recomputation
@@ -26,7 +26,7 @@ from sagetrain.costs.accounting import (
     rank_of,
 )
 from sagetrain.costs.deepspeed_prices import reduce_bucket_size
-from sagetrain.costs.memory import block_activation_bytes, memory_per_rank
+from sagetrain.costs.memory import memory_per_rank
 from sagetrain.costs.operations import AttentionCost, MatmulCost, block_operations, end_operations, of_kind
 from sagetrain.data.batch import Batch
 from sagetrain.engines.build_engine import build_engine

@@ -13,7 +13,7 @@ from torch import Tensor
 from sagekernels import attention_reference
 from sagekernels.admission import LIMITS, Admission
 from sagetrain.auto import attention_choice
-from sagetrain.auto.calls import RankCalls
+from sagetrain.auto.timed_choice import RankCalls
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.model.backends import (
     AttentionFunction,

@@ -11,12 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import tiny
-from counted import run_config, saved_bytes_per_token
+from counted import block_activation_bytes, run_config, saved_bytes_per_token
 from distributed import of_first_rank, run_distributed
 from sagekernels import sage_attention
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.config.sections.model import WindowsConfig
-from sagetrain.costs.memory import block_activation_bytes
 from sagetrain.data.batch import Batch
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.collectives import gather_heads, scatter_heads

@@ -12,14 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 import tiny
-from counted import run_config, saved_bytes_per_token
+from counted import block_activation_bytes, run_config, saved_bytes_per_token
 from distributed import of_first_rank, run_distributed
 from kernel_inputs import chunk_bounds
 from sagetrain.checkpoint import on_disk, reading
 from sagetrain.checkpoint.reading import Reader
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.config.sections.model import WindowsConfig
-from sagetrain.costs.memory import block_activation_bytes
 from sagetrain.data.batch import Batch
 from sagetrain.engines.protocol import Engine
 from sagetrain.model.backends import Reference, Sdpa, VarlenSdpa, token_layout

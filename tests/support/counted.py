@@ -10,6 +10,8 @@ from torch.utils.weak import TensorWeakRef
 import tiny
 from sagetrain.config import RunConfig
 from sagetrain.config.schema import AttentionConfig, ModelConfig
+from sagetrain.costs.accounting import last_block, rank_of
+from sagetrain.costs.memory import kept_bytes
 from sagetrain.model.block import Block
 from sagetrain.model.selection import matmuls_of
 from sagetrain.model.transformer import Transformer
@@ -30,6 +32,11 @@ def run_config(**sections: dict) -> RunConfig:
     for name, section in sections.items():
         tree[name] = {**tree.get(name, {}), **section}
     return RunConfig.model_validate(tree)
+
+
+def block_activation_bytes(cfg: RunConfig) -> int:
+    """Return the bytes per token that `plan` counts for what autograd saves of the last block."""
+    return kept_bytes(last_block(cfg, rank_of(cfg)))
 
 
 def transformer(model: ModelConfig, attention: AttentionConfig, **kwargs) -> Transformer:
