@@ -85,7 +85,6 @@ def build(
     """Build a run, or the part of a run that is next (config/run_parts.py), on this rank; collective.
 
     Args:
-        cfg: the configuration of the run.
         own_process: let signals stop the run, and end the process if the run hangs. False in a program that continues
             after the run.
         hears: gets the lines for people on rank 0. None: the lines go to stderr.
@@ -168,10 +167,6 @@ def check_parts(cfg: RunConfig, tokens: SampleFunction | None = None, loss: OwnL
 def check_files(cfg: RunConfig, tokens: SampleFunction | None = None, loss: OwnLoss | None = None) -> CheckedFiles:
     """Open the files that the run reads, and check that this device can run it. Nothing waits for another rank here.
 
-    Args:
-        tokens: see `build`.
-        loss: see `build`.
-
     Raises:
         ConfigError: a file or a setting does not allow the run.
     """
@@ -225,9 +220,6 @@ def check_host_memory(cfg: RunConfig, vocab_size: int) -> None:
     """Check that this host has the memory that its ranks take with parallel.offload and training.activation_offload,
     and for copies of the state.
 
-    Args:
-        vocab_size: the rows of the embedding, padded.
-
     Raises:
         ConfigError: it has not.
     """
@@ -253,10 +245,6 @@ def meet(
 ) -> Meeting:
     """Join the other ranks, check that all hosts have the same inputs, and find the checkpoint to continue from;
     collective.
-
-    Args:
-        own_process: see `build`.
-        hears: see `build`, as for `stop`.
 
     Raises:
         ConfigError: hosts differ or do not come, or the checkpoint is of another run.

@@ -113,7 +113,6 @@ class Callbacks:
 
     Args:
         own: SageTrain's callbacks. Their errors (a full disk, say) are errors of the run itself.
-        users: the user's callbacks.
         failures: keeps the errors of the user's callbacks. After an error the run is to stop.
     """
 
@@ -126,7 +125,6 @@ class Callbacks:
 
         Args:
             hook: the name of the hook, for the error.
-            call: the function that calls the hook of a callback.
         """
         for callback in self._own:
             call(callback)

@@ -156,7 +156,6 @@ class Controllers:
         computations of two replicas differ.
 
         Args:
-            size: the tokens of the step.
             last: returns the last micro-batch of any replica in this step.
 
         Raises:

@@ -107,9 +107,6 @@ def findings(cfg: RunConfig, tokenizer: Tokenizer | None) -> Iterator[Finding]:
 def task_manager(names: Sequence[str]) -> TaskManager:
     """Return what loads tasks of the lm-evaluation-harness.
 
-    Args:
-        names: names of tasks, or paths of YAML files.
-
     Raises:
         ConfigError: the harness has no task of a name, and there is no such file.
         ImportError: the harness is not installed.
@@ -232,9 +229,6 @@ def check_prompts(prompts: Sequence[str], tokenizer: Tokenizer, context: int) ->
 def check_disk(cfg: RunConfig, vocab_size: int) -> None:
     """Check that the disk of the run folder has room for a checkpoint. An older one makes room only once the next one
     is there.
-
-    Args:
-        vocab_size: the rows of the embedding, padded.
 
     Raises:
         ConfigError: it has not.

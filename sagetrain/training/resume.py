@@ -46,8 +46,6 @@ def check(
     """Check that a run may continue from a checkpoint. All ranks call this with the same arguments.
 
     Args:
-        folder: the folder of the checkpoint.
-        cfg: the configuration of the run.
         identity: the settings that a checkpoint must share with the run that continues it.
         files: the hashes of this host's data, by name.
 
@@ -155,12 +153,8 @@ def parts_of(state: RunState, cfg: RunConfig) -> tuple[int, int]:
 
 
 def learning_rate_jump(cfg: RunConfig, folder: Location, tokens: int, last: int) -> tuple[str, str] | None:
-    """Describe how far the learning rate jumps if a run continues with another schedule, and what to do about it.
-
-    Args:
-        folder: the folder of the checkpoint.
-        tokens: the tokens that the checkpoint has seen.
-        last: the tokens of its last step.
+    """Describe how far the learning rate jumps if a run continues with another schedule, and what to do about it. The
+    checkpoint has seen `tokens` tokens, `last` of them in its last step.
 
     Returns:
         The description and the fix; None if the schedule gives the last step the learning rate that it had.

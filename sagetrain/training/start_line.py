@@ -23,7 +23,6 @@ def start_lines(cfg: RunConfig, engine: Engine, vocab_size: int, compiled: bool,
     parallelism the reason for halves of micro-batches. On a GPU the last line says who launches micro-steps.
 
     Args:
-        vocab_size: the padded size of the vocabulary.
         reasons: the reasons for the choices of attention, linear layers and halves of micro-batches.
     """
     groups, model, ranks = engine.groups, engine.model, dist.get_world_size()

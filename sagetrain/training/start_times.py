@@ -46,7 +46,6 @@ class StartTimes:
         """Return the event of a run that continues, after its first step.
 
         Args:
-            step: the step that is done.
             from_step: the step of the checkpoint, or of copies in memory; 0: there was none.
             last_row: the time of the last row that the run before has written, in seconds since 1970. The seconds count
                 from there if no keeper knows when a rank died.

@@ -63,7 +63,6 @@ class Trainer:
         findings: the findings that are written to the run folder.
         tasks: the function that gives the numbers of evaluation.tasks.
         samples: the function that gives the texts of evaluation.samples_prompts.
-        callbacks: the user's callbacks (training/callbacks.py).
     """
 
     def __init__(

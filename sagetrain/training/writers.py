@@ -119,20 +119,17 @@ class MetricsWriter:
             )
 
     def write(self, step: int, tokens: int, values: Mapping[str, float]) -> None:
-        """Write one row: {"step", "tokens", "wall_time" (seconds since 1970), **values}."""
-        row = {"step": step, "tokens": tokens, "wall_time": round(time.time(), 3), **values}
-        self._rows.write(json.dumps(row).encode() + b"\n")
+        """Write one row of metrics.jsonl."""
+        self._rows.row(step, tokens, values)
 
     def event(self, step: int, tokens: int, event: Event) -> None:
-        """Write one row of events.jsonl: {"step", "tokens", "wall_time", "kind", "text", **fields}."""
-        row = {"step": step, "tokens": tokens, "wall_time": round(time.time(), 3), "kind": event.kind}
-        self._events.write(json.dumps({**row, "text": event.text, **event.fields}).encode() + b"\n")
+        """Write one row of events.jsonl: "kind", "text" and the event's fields."""
+        self._events.row(step, tokens, {"kind": event.kind, "text": event.text, **event.fields})
 
     def sample(self, step: int, tokens: int, number: int, prompt: str, text: str) -> None:
-        """Write one row of samples.jsonl: {"step", "tokens", "wall_time", "number" (from 1), "prompt", "text"}."""
-        row = {"step": step, "tokens": tokens, "wall_time": round(time.time(), 3)}
+        """Write one row of samples.jsonl. Samples are counted from 1."""
         self._samples = self._samples or RowFile(self._samples_path, self._tolerate)
-        self._samples.write(json.dumps({**row, "number": number, "prompt": prompt, "text": text}).encode() + b"\n")
+        self._samples.row(step, tokens, {"number": number, "prompt": prompt, "text": text})
 
     def progress(self, step: int, tokens: int, loss: float, lr: float, rate: float) -> None:
         """Show the progress after a step, at `rate` tokens per second: a progress bar on a terminal, one line
@@ -226,7 +223,13 @@ class RowFile:
         self._path, self._file = path, path.open("ab", buffering=0)
         self._tolerate, self._waiting, self._full_since = tolerate, b"", math.inf
 
+    def row(self, step: int, tokens: int, values: Mapping[str, object]) -> None:
+        """Write a row of JSON: {"step", "tokens", "wall_time" (seconds since 1970), **values}."""
+        row = {"step": step, "tokens": tokens, "wall_time": round(time.time(), 3), **values}
+        self.write(json.dumps(row).encode() + b"\n")
+
     def write(self, record: bytes) -> None:
+        """Write a record."""
         waiting = self._waiting + record
         try:
             self._write(waiting)
