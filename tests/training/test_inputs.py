@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -53,15 +53,22 @@ class World:
     def other_tokenizer(self) -> bytes:
         return train_tokenizer([Path(__file__).read_text()], 512)
 
-    def manifest(self, change: Callable[[dict], object]) -> None:
-        rewrite(self.newest, change)
+    def resume(self, *overrides: str, manifest: Callable[[dict], object] | None = None) -> None:
+        """Go on with the run on the data that it was trained on. `manifest` changes that of its newest checkpoint."""
+        self.overrides = []
+        self._from("run_dir", overrides, manifest)
 
-    def resume(self, *overrides: str) -> None:
-        """Go on with the run on the data that it was trained on."""
-        self.overrides = [f"training.run_dir={self.run}", *overrides]
+    def begin(self, *overrides: str, manifest: Callable[[dict], object] | None = None) -> None:
+        self._from("init_from", overrides, manifest)
 
-    def begin(self, *overrides: str) -> None:
-        self.overrides += [f"training.init_from={self.run}", *overrides]
+    def _from(self, key: str, overrides: Sequence[str], manifest: Callable[[dict], object] | None) -> None:
+        self.overrides += [f"training.{key}={self.run}", *overrides]
+        if manifest:
+            rewrite(self.newest, manifest)
+
+
+def imported(tree: dict) -> None:
+    tree["state"].update(imported={"tokens": {}})
 
 
 def cut_index(world: World) -> None:
@@ -74,46 +81,14 @@ def changed_token(world: World) -> None:
     file.write_bytes(b"\1\0" + file.read_bytes()[2:])
 
 
-def too_short(world: World) -> None:
-    world.write("valid", np.arange(20))
-
-
-def foreign_tokens(world: World) -> None:
-    world.write("train", np.full(99, 600))
-
-
 def foreign_tokens_in_a_large_file(world: World) -> None:
     world.write("train", np.append(np.zeros(9999), 600))
     inputs._READ_TOKENS = 100
 
 
-def broken_record(world: World) -> None:
-    (world.data / "valid.json").write_text("{")
-
-
-def record_that_is_a_list(world: World) -> None:
-    (world.data / "train.json").write_text("[]")
-
-
-def record_of_other_types(world: World) -> None:
-    world.record("train", request="none", seq_length="32")
-
-
-def lost_mask(world: World) -> None:
-    world.record("train", mask_sha256="0" * 64)
-
-
-def records_of_another_length(world: World) -> None:
-    world.record("train", seq_length=24)
-
-
 def records_that_see_one_another(world: World) -> None:
     world.record("train", seq_length=32)
     world.overrides += ["data.document_attention=false", "data.document_positions=false"]
-
-
-def another_tokenizer(world: World) -> None:
-    world.record("valid", tokenizer_sha256="1" * 64)
 
 
 def another_tokenizer_by_name(world: World) -> None:
@@ -124,10 +99,6 @@ def another_tokenizer_by_name(world: World) -> None:
 def two_tokenizers_and_none_at_hand(world: World) -> None:
     world.record("valid", tokenizer_sha256="1" * 64)
     (world.data / "tokenizer.model").unlink()
-
-
-def weights_of_another_model(world: World) -> None:
-    world.begin("model.ffn_hidden_size=96")
 
 
 def weights_of_another_tokenizer(world: World) -> None:
@@ -154,37 +125,6 @@ def weights_without_a_readable_manifest(world: World) -> None:
     world.begin()
 
 
-def weights_of_other_shapes(world: World) -> None:
-    world.manifest(lambda tree: tree["tensors"]["final_norm.gain"].update(shape=[1, 32]))
-    world.begin()
-
-
-def moments_of_an_imported_model(world: World) -> None:
-    world.manifest(lambda tree: tree["state"].update(imported={"tokens": {}}))
-    world.begin("training.init_moments=true")
-
-
-def a_run_in_an_imported_folder(world: World) -> None:
-    world.manifest(lambda tree: tree["state"].update(imported={"tokens": {}}))
-    world.resume()
-
-
-def never_resumed(world: World) -> None:
-    world.resume("checkpoint.resume=never")
-
-
-def resumed_with_another_seed(world: World) -> None:
-    world.resume("training.seed=7")
-
-
-def resumed_for_fewer_tokens(world: World) -> None:
-    world.resume("training.total_tokens=14848")
-
-
-def resumed_on_other_data(world: World) -> None:
-    world.resume(f"data.train.0.path={world.data}/valid")
-
-
 def resumed_with_none_whole(world: World) -> None:
     for file in world.run.glob("checkpoints/*/shard-*"):
         file.unlink()
@@ -197,22 +137,6 @@ def resumed_without_a_manifest(world: World) -> None:
     world.resume()
 
 
-def resumed_with_a_forged_ledger(world: World) -> None:
-    world.manifest(lambda tree: tree["state"]["ledger"].update(head="0" * 64))
-    world.resume()
-
-
-def resumed_with_a_newer_state(world: World) -> None:
-    world.manifest(lambda tree: tree["state"].update(version=99))
-    world.resume()
-
-
-def resumed_with_states_that_lack_a_value(world: World) -> None:
-    for folder in world.run.glob("checkpoints/step-*"):
-        rewrite(folder, lambda tree: tree["state"].pop("sequences"))
-    world.resume()
-
-
 def a_prompt_without_room(world: World) -> None:
     world.overrides += ["evaluation.samples_every_tokens=1", f"evaluation.samples_prompts=[short, {20 * 'long '}]"]
 
@@ -222,41 +146,77 @@ def a_run_folder_without_room(world: World) -> None:
     world.overrides.append(f"model.ffn_hidden_size={1 << 44}")
 
 
-# The keys name the problem. The values are the place where it is raised (file, function), and the message.
-REFUSED = {
-    cut_index: ("token_file", "__init__", "the .idx has .* bytes where its header says"),
-    lost_mask: ("token_file", "_open_mask", "which says what counts in the loss, does not exist"),
-    changed_token: ("token_file", "validate", "does not have the checksum that was recorded"),
-    too_short: ("token_files", "__init__", "valid has 20 tokens, too few for one sequence of data.seq_length 32"),
-    foreign_tokens: ("token_file", "validate", "token 0 is outside of the vocabulary of 512"),
-    foreign_tokens_in_a_large_file: ("token_files", "check_vocabulary", "holds token 600, outside of the vocabulary"),
-    broken_record: ("provenance", "read_provenance", "valid.json is not valid JSON"),
-    record_that_is_a_list: ("provenance", "read_provenance", "train.json holds list, not keys"),
-    record_of_other_types: ("provenance", "read_provenance", "train.json: seq_length holds str, not int"),
-    records_of_another_length: ("token_files", "_check_records", "sequences of 24 tokens .* would cut its records"),
-    records_that_see_one_another: ("token_files", "_check_records", "holds records, .* data.document_attention: true"),
-    another_tokenizer: ("token_files", "check_tokenizers", "valid was prepared with another tokenizer than data"),
-    another_tokenizer_by_name: ("token_files", "check_tokenizers", "was prepared with another tokenizer than data"),
-    two_tokenizers_and_none_at_hand: ("token_files", "check_tokenizers", "were prepared with different tokenizers"),
-    weights_of_another_model: ("init_from", "check", "model.ffn_hidden_size: 64 there, 96 here"),
-    weights_of_another_tokenizer: ("init_from", "check", r"tokenizer: .* there, .* here \(SHA-256\)"),
-    weights_with_a_file_missing: ("on_disk", "whole", "is damaged: .* is missing"),
-    weights_none_of_which_is_whole: ("on_disk", "newest_whole", "no checkpoint is whole"),
-    weights_without_a_readable_manifest: ("init_from", "check", "manifest.json cannot be read"),
-    weights_of_other_shapes: ("reading", "check_shapes", r"different in 1 tensor, first: final_norm.gain: .*\(1, 32\)"),
-    moments_of_an_imported_model: ("init_from", "check", "was imported and has weights alone"),
-    a_run_in_an_imported_folder: ("init_from", "check", "holds an imported model"),
-    never_resumed: ("resume", "check", "checkpoint.resume is never"),
-    resumed_with_another_seed: ("resume", "check", "training.seed: checkpoint 0, this run 7"),
-    resumed_for_fewer_tokens: ("resume", "check", "total_tokens 14,848: the run in .* has already seen 15,360 tokens"),
-    resumed_on_other_data: ("resume", "check", "data.train: checkpoint .*train, this run .*valid"),
-    resumed_with_none_whole: ("on_disk", "newest_whole", "no checkpoint is whole"),
-    resumed_without_a_manifest: ("on_disk", "newest_whole", "no checkpoint is whole"),
-    a_prompt_without_room: ("inputs", "check_prompts", r"samples_prompts\.1 has .* tokens, more than half of the 32 "),
-    a_run_folder_without_room: ("inputs", "check_disk", "a checkpoint takes .* the disk there has .* free"),
-    resumed_with_a_newer_state: ("on_disk", "newest_whole", "has version 99, this SageTrain reads versions up to 1"),
-    resumed_with_states_that_lack_a_value: ("on_disk", "newest_whole", "no checkpoint is whole"),
-    resumed_with_a_forged_ledger: ("ledger", "verified", "ends in 000000000000, its steps give"),
+def resumed_with_states_that_lack_a_value(world: World) -> None:
+    for folder in world.run.glob("checkpoints/step-*"):
+        rewrite(folder, lambda tree: tree["state"].pop("sequences"))
+    world.resume()
+
+
+# Each row: what is wrong, how it comes about, the place where it is raised (file, function), and the message.
+REFUSED: dict[str, tuple[Callable[[World], object], str, str, str]] = {
+    "cut index": (cut_index, "token_file", "__init__", "the .idx has .* bytes where its header says"),
+    "lost mask": (lambda world: world.record("train", mask_sha256="0" * 64),
+        "token_file", "_open_mask", "which says what counts in the loss, does not exist"),
+    "changed token": (changed_token, "token_file", "validate", "does not have the checksum that was recorded"),
+    "too short": (lambda world: world.write("valid", np.arange(20)),
+        "token_files", "__init__", "valid has 20 tokens, too few for one sequence of data.seq_length 32"),
+    "foreign tokens": (lambda world: world.write("train", np.full(99, 600)),
+        "token_file", "validate", "token 0 is outside of the vocabulary of 512"),
+    "foreign tokens in a large file": (foreign_tokens_in_a_large_file,
+        "token_files", "check_vocabulary", "holds token 600, outside of the vocabulary"),
+    "broken record": (lambda world: (world.data / "valid.json").write_text("{"),
+        "provenance", "read_provenance", "valid.json is not valid JSON"),
+    "record that is a list": (lambda world: (world.data / "train.json").write_text("[]"),
+        "provenance", "read_provenance", "train.json holds list, not keys"),
+    "record of other types": (lambda world: world.record("train", request="none", seq_length="32"),
+        "provenance", "read_provenance", "train.json: seq_length holds str, not int"),
+    "records of another length": (lambda world: world.record("train", seq_length=24),
+        "token_files", "_check_records", "sequences of 24 tokens .* would cut its records"),
+    "records that see one another": (records_that_see_one_another,
+        "token_files", "_check_records", "holds records, .* data.document_attention: true"),
+    "another tokenizer": (lambda world: world.record("valid", tokenizer_sha256="1" * 64),
+        "token_files", "check_tokenizers", "valid was prepared with another tokenizer than data"),
+    "another tokenizer by name": (another_tokenizer_by_name,
+        "token_files", "check_tokenizers", "was prepared with another tokenizer than data"),
+    "two tokenizers and none at hand": (two_tokenizers_and_none_at_hand,
+        "token_files", "check_tokenizers", "were prepared with different tokenizers"),
+    "weights of another model": (lambda world: world.begin("model.ffn_hidden_size=96"),
+        "init_from", "check", "model.ffn_hidden_size: 64 there, 96 here"),
+    "weights of another tokenizer": (weights_of_another_tokenizer,
+        "init_from", "check", r"tokenizer: .* there, .* here \(SHA-256\)"),
+    "weights with a file missing": (weights_with_a_file_missing, "on_disk", "whole", "is damaged: .* is missing"),
+    "weights none of which is whole": (weights_none_of_which_is_whole,
+        "on_disk", "newest_whole", "no checkpoint is whole"),
+    "weights without a readable manifest": (weights_without_a_readable_manifest,
+        "init_from", "check", "manifest.json cannot be read"),
+    "weights of other shapes": (
+        lambda world: world.begin(manifest=lambda tree: tree["tensors"]["final_norm.gain"].update(shape=[1, 32])),
+        "reading", "check_shapes", r"different in 1 tensor, first: final_norm.gain: .*\(1, 32\)"),
+    "moments of an imported model": (lambda world: world.begin("training.init_moments=true", manifest=imported),
+        "init_from", "check", "was imported and has weights alone"),
+    "a run in an imported folder": (lambda world: world.resume(manifest=imported),
+        "init_from", "check", "holds an imported model"),
+    "never resumed": (lambda world: world.resume("checkpoint.resume=never"),
+        "resume", "check", "checkpoint.resume is never"),
+    "resumed with another seed": (lambda world: world.resume("training.seed=7"),
+        "resume", "check", "training.seed: checkpoint 0, this run 7"),
+    "resumed for fewer tokens": (lambda world: world.resume("training.total_tokens=14848"),
+        "resume", "check", "total_tokens 14,848: the run in .* has already seen 15,360 tokens"),
+    "resumed on other data": (lambda world: world.resume(f"data.train.0.path={world.data}/valid"),
+        "resume", "check", "data.train: checkpoint .*train, this run .*valid"),
+    "resumed with none whole": (resumed_with_none_whole, "on_disk", "newest_whole", "no checkpoint is whole"),
+    "resumed without a manifest": (resumed_without_a_manifest, "on_disk", "newest_whole", "no checkpoint is whole"),
+    "a prompt without room": (a_prompt_without_room,
+        "inputs", "check_prompts", r"samples_prompts\.1 has .* tokens, more than half of the 32 "),
+    "a run folder without room": (a_run_folder_without_room,
+        "inputs", "check_disk", "a checkpoint takes .* the disk there has .* free"),
+    "resumed with a newer state": (lambda world: world.resume(manifest=lambda tree: tree["state"].update(version=99)),
+        "on_disk", "newest_whole", "has version 99, this SageTrain reads versions up to 1"),
+    "resumed with states that lack a value": (resumed_with_states_that_lack_a_value,
+        "on_disk", "newest_whole", "no checkpoint is whole"),
+    "resumed with a forged ledger": (
+        lambda world: world.resume(manifest=lambda tree: tree["state"]["ledger"].update(head="0" * 64)),
+        "ledger", "verified", "ends in 000000000000, its steps give"),
 }  # fmt: skip
 ALONE = {"check_disk", "__init__", "_open_mask", "read_provenance", "_check_records", "check_tokenizers"}
 """The functions that a trainer calls before ranks meet. Later refusals are in test_resume.py."""
@@ -343,7 +303,7 @@ def test_what_fits_has_no_error_and_a_run_that_goes_on_is_said(world: World, mon
 
 
 def test_an_error_of_the_files_has_its_configuration_key(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    another_tokenizer(world)
+    world.record("valid", tokenizer_sha256="1" * 64)
     line = 1 + world.config.read_text().splitlines().index("  valid:")
     assert f"{world.config}:{line}: data.valid = " in planned(world, "error")
     file = token_path(world.data / "train", ".idx")
@@ -357,8 +317,8 @@ def test_an_error_of_the_files_has_its_configuration_key(world: World, monkeypat
     assert f"{world.data}/train: Permission denied" in planned(world, "error")
 
 
-@pytest.mark.parametrize("spoil", REFUSED, ids=lambda spoil: spoil.__name__)
-def test_plan_finds_what_train_refuses(world: World, monkeypatch: pytest.MonkeyPatch, spoil: Callable) -> None:
+@pytest.mark.parametrize("wrong", REFUSED)
+def test_plan_finds_what_train_refuses(world: World, monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
     raised = []
 
     def error(about: inputs.About, *words: str, original=inputs.About.error):
@@ -370,14 +330,14 @@ def test_plan_finds_what_train_refuses(world: World, monkeypatch: pytest.MonkeyP
         return original(about, *words)
 
     monkeypatch.setattr(inputs.About, "error", error)
+    spoil, *where, message = REFUSED[wrong]
     spoil(world)
-    *where, message = REFUSED[spoil]
     cfg = load_config(world.config, world.overrides)
     found = [str(each) for each in inputs.findings(cfg, known_tokenizer(cfg.data)) if each.level == "error"]
     assert {*raised} == {tuple(where)}, found
     assert all(re.search(message, said) for said in found), found
     alone = where[0] == "init_from" or (where[0] not in ("on_disk", "reading") and where[1] in ALONE)
-    if alone and spoil is not two_tokenizers_and_none_at_hand:
+    if alone and wrong != "two tokenizers and none at hand":
         with pytest.raises(ConfigError, match=message):
             build(cfg)
 
@@ -396,7 +356,7 @@ def test_every_refusal_before_the_first_step_is_found() -> None:
     (reader,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "TokenFile")
     refusals |= {("token_file", name) for name in _refusing(reader)} | {("provenance", "read_provenance")}
     refusals.add(("tokenizer", "load"))
-    assert refusals == {*EXCUSED, *((file, name) for file, name, _ in REFUSED.values())}
+    assert refusals == {*EXCUSED, *((file, name) for _, file, name, _ in REFUSED.values())}
 
 
 def _refusing(tree: ast.AST) -> set[str]:
