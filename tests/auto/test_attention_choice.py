@@ -14,17 +14,15 @@ from sagekernels.testing import Shape
 from sagetrain.auto import attention_choice, linear_choice
 from sagetrain.auto import settled as settling
 from sagetrain.auto.attention_choice import settle_attention
-from sagetrain.auto.calls import RankCalls
 from sagetrain.auto.kept import kept_attention
+from sagetrain.auto.timed_choice import RankCalls
 from sagetrain.checkpoint import on_disk
 from sagetrain.checkpoint.state import SettledAttention, SettledLinear
 from sagetrain.cluster.run_folder import RunFolder
-from sagetrain.config import RunConfig
 from sagetrain.config.layer_specs import linear_layers
 from sagetrain.config.schema import AttentionConfig, ModelConfig
 from sagetrain.config.sections.model import WindowsConfig
-from sagetrain.training.build_run import build
-from sagetrain.training.trainer import Trainer
+from trained import make_trainer
 
 SAGE_SCORES, SDPA = {"backend": "sage", "recipe": "scores"}, {"backend": "sdpa", "recipe": "fine"}
 
@@ -97,13 +95,9 @@ def train_and_continue(corpus: str, run_dir: str) -> None:
     calls, low = [], "int8 rowwise, layers of 3,072 weights and more"
     attention_choice.decide = lambda *_, **__: calls.append("attention") or "sage scores"
     linear_choice.decide = lambda *_, **__: calls.append("linear") or low
-    cfg = tiny.config(1).model_dump()
-    cfg["attention"] = {"backend": "sage"}
-    cfg["data"].update(train=[{"path": f"{corpus}/train"}], micro_batch_size=2)
     for steps, recipe, precision in ((1, "auto", "auto"), (2, "auto", "auto"), (3, "fine", "bf16")):
-        cfg["training"].update(run_dir=run_dir, total_tokens=steps * 4 * tiny.SEQ)
-        cfg["attention"]["recipe"], cfg["linear"]["precision"] = recipe, precision
-        trainer = Trainer(build(RunConfig.model_validate(cfg)))
+        how = {"attention": {"backend": "sage", "recipe": recipe}, "linear": {"precision": precision}}
+        trainer = make_trainer(corpus, run_dir, steps, data={"micro_batch_size": 2}, **how)
         trainer.train()
         block = trainer.engine.model.blocks[1]
         used, low = block.attention.function.recipe, steps < 3

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import tiny
 from distributed import run_distributed
 from sagekernels.casts import quantize
 from sagekernels.lowbit import RECIPES, LowBit
@@ -18,7 +17,7 @@ from sagekernels.testing import cosine, exact_results, rel_l2
 from sagetrain.__main__ import main
 from sagetrain.auto.kept import Kept
 from sagetrain.checkpoint.state import SettledLinear
-from sagetrain.config import ConfigError, RunConfig
+from sagetrain.config import ConfigError
 from sagetrain.config.load import load_config
 from sagetrain.data.loader import Loader, SampleStream
 from sagetrain.inference import diagnose as diagnosis
@@ -28,19 +27,15 @@ from sagetrain.inference.load import load_run
 from sagetrain.model.backends import Sage
 from sagetrain.parallel.metrics import Metrics
 from sagetrain.stability.linear_errors import Observed
-from sagetrain.training.build_run import build
-from sagetrain.training.trainer import Trainer
+from trained import make_trainer
 
 HEADS = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 
 
 def train(corpus: str, run_dir: str, **sections: object) -> None:
-    cfg = tiny.config(1, model=HEADS, **sections).model_dump()
-    cfg["data"].update(train=[{"path": f"{corpus}/train"}], valid=[{"path": f"{corpus}/valid"}], micro_batch_size=2)
-    cfg["data"].update(seq_length=64)
-    cfg["tokens_per_step"].update(tokens=128)
-    cfg["training"].update(run_dir=run_dir, total_tokens=4 * 128)
-    Trainer(build(RunConfig.model_validate(cfg))).train()
+    data = {"valid": [{"path": f"{corpus}/valid"}], "micro_batch_size": 2, "seq_length": 64}
+    sections |= {"tokens_per_step": {"tokens": 128}, "training": {"total_tokens": 4 * 128}}
+    make_trainer(corpus, run_dir, 4, model=HEADS, data=data, **sections).train()
 
 
 @pytest.fixture(scope="module")

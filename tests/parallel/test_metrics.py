@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
@@ -12,12 +11,11 @@ import torch.distributed as dist
 
 import tiny
 from distributed import run_distributed
-from sagetrain.config import RunConfig
+from runs import rows_of
 from sagetrain.data.batch import Batch
 from sagetrain.model.mlp import MLP
 from sagetrain.parallel.metrics import Metrics
-from sagetrain.training.build_run import build
-from sagetrain.training.trainer import Trainer
+from trained import make_trainer
 
 CPU = torch.device("cpu")
 
@@ -175,14 +173,10 @@ def train_with_one_more_line(corpus: str, run_dir: str) -> None:
         return y
 
     MLP.forward = watched
-    cfg = tiny.config(1).model_dump()
-    cfg["data"].update(train=[{"path": f"{corpus}/train"}], micro_batch_size=2)
-    cfg["training"].update(run_dir=run_dir, total_tokens=12 * tiny.SEQ)
-    Trainer(build(RunConfig.model_validate(cfg))).train()
+    make_trainer(corpus, run_dir, 3, data={"micro_batch_size": 2}).train()
 
 
 def test_a_new_metric_is_one_line_where_it_is_made(corpus: Path, tmp_path: Path) -> None:
     run_distributed(train_with_one_more_line, 2, str(corpus), str(tmp_path / "run"))
-    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if "train/loss" in row]
+    steps = [row for row in rows_of(tmp_path / "run") if "train/loss" in row]
     assert len(steps) == 3 and all(row["activations/mlp"] > 0 for row in steps)

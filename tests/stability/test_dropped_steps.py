@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +10,11 @@ import pytest
 
 import tiny
 from distributed import run_distributed
+from runs import rows_of
 from sagetrain.checkpoint.ledger import Ledger
 from sagetrain.checkpoint.on_disk import newest, read_state
-from sagetrain.config import RunConfig
 from sagetrain.config.errors import CheckpointError, TrainingError
-from sagetrain.training.build_run import build
-from sagetrain.training.trainer import Trainer
+from trained import make_trainer
 
 STEP = 4 * tiny.SEQ
 
@@ -38,17 +36,13 @@ def train(
 ) -> str:
     """Train to `steps` with a checkpoint at every second step. The loss on one sample is not a number. Return what
     ended the run."""
-    cfg = tiny.config(1).model_dump()
-    cfg["data"].update(train=[{"path": f"{corpus}/train"}], micro_batch_size=2)
-    cfg["data"]["valid"] = [{"path": f"{corpus}/{name}"} for name in ("valid", "train")]
-    total = int(steps * STEP)
-    cfg["training"].update(run_dir=run_dir, total_tokens=total, drop_steps=drop)
-    cfg["logging"].update(every_steps=every)
-    cfg["stability"]["spikes"].update(policy=policy)
-    cfg["lr_schedule"].update(shape="constant")
-    cfg["checkpoint"].update(every_tokens=2 * STEP)
-    cfg["evaluation"].update(every_tokens=2 * STEP, num_sequences=10**6 if drop == [2] else 5)
-    trainer = Trainer(build(RunConfig.model_validate(cfg)))
+    trainer = make_trainer(
+        corpus, run_dir, steps,
+        data={"micro_batch_size": 2, "valid": [{"path": f"{corpus}/{name}"} for name in ("valid", "train")]},
+        training={"drop_steps": drop}, logging={"every_steps": every}, stability={"spikes": {"policy": policy}},
+        lr_schedule={"shape": "constant"}, checkpoint={"every_tokens": 2 * STEP},
+        evaluation={"every_tokens": 2 * STEP, "num_sequences": 10**6 if drop == [2] else 5},
+    )  # fmt: skip
     forward = trainer.engine.forward
     trainer.engine.forward = lambda batch: forward(batch) * (math.nan if bad_sample in batch.sample_ids else 1.0)
     if drop == [2]:
@@ -60,9 +54,8 @@ def train(
         return str(error)
 
 
-def rows_of(run_dir: Path, key: str) -> dict[int, float]:
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return {row["step"]: row[key] for row in rows if key in row}
+def by_step(run_dir: Path, key: str) -> dict[int, float]:
+    return {row["step"]: row[key] for row in rows_of(run_dir) if key in row}
 
 
 def test_a_step_that_is_not_finite_is_dropped_once(corpus, tmp_path, capfd) -> None:
@@ -94,14 +87,14 @@ def test_a_step_that_is_not_finite_is_dropped_once(corpus, tmp_path, capfd) -> N
     asked = f"training.total_tokens {int(5.9 * STEP):,}"
     assert f"finished at step 6, {6 * STEP:,} tokens: whole steps for {asked}\n" in capfd.readouterr().out
     assert f"{asked}: whole steps end at {6 * STEP:,} tokens" in (undisturbed / "log.txt").read_text()
-    assert rows_of(run, "train/loss") == rows_of(undisturbed, "train/loss")
-    assert sorted(rows_of(run, "train/loss")) == [1, 2, 4, 5, 6]
-    assert rows_of(run, "train/dropped_tokens") == {3: STEP}
+    assert by_step(run, "train/loss") == by_step(undisturbed, "train/loss")
+    assert sorted(by_step(run, "train/loss")) == [1, 2, 4, 5, 6]
+    assert by_step(run, "train/dropped_tokens") == {3: STEP}
     assert read_state(newest(undisturbed / "checkpoints")).ledger == state.ledger
     # Five sequences are evaluated, three of one source, whatever the layout.
     assert go(tmp_path / "alone", 1, 2, []) == "finished: True"
     names = "valid/loss", "valid/valid/loss", "valid/train/loss"
-    alone, pair = ([rows_of(folder, name)[2] for name in names] for folder in (tmp_path / "alone", undisturbed))
+    alone, pair = ([by_step(folder, name)[2] for name in names] for folder in (tmp_path / "alone", undisturbed))
     assert alone == pytest.approx(pair, abs=1e-5)
     assert alone[0] == pytest.approx((3 * alone[1] + 2 * alone[2]) / 5, abs=1e-12) and alone[1] != alone[2]
     said = "validation loss {:.4f} (valid {:.4f}, train {:.4f})".format(*alone)
@@ -113,23 +106,21 @@ def test_the_step_before_one_that_is_left_out_has_its_row(corpus, tmp_path, drop
     """logging.every_steps does not matter. The row is that of the last step taken, which led to the next one."""
     (said,) = run_distributed(train, 1, str(corpus), str(tmp_path), 4, drop, bad_sample, 2, policy)
     assert ("loss nan" in said) == (policy == "stop" and bad_sample == 12)
-    assert sorted(rows_of(tmp_path, "train/loss")) == [2, 3]
+    assert sorted(by_step(tmp_path, "train/loss")) == [2, 3]
 
 
 def test_a_checkpoint_has_a_row_of_its_step(corpus, tmp_path) -> None:
     """logging.every_steps does not matter. Without the row, measurements since the last row would be lost with the
     run."""
     run_distributed(train, 1, str(corpus), str(tmp_path), 5, [], -1, 100)
-    assert sorted(rows_of(tmp_path, "train/loss")) == [2, 4, 5]
+    assert sorted(by_step(tmp_path, "train/loss")) == [2, 4, 5]
 
 
 def functions_of_steps(corpus: str, run_dir: str) -> dict[int, str]:
     """Return the precision of each step's linear layers in a run whose second half is in 16 bits and whose second step
     is dropped."""
-    cfg = tiny.config(1, linear={"precision": "int8", "keep_last_fraction": 0.5}).model_dump()
-    cfg["data"].update(train=[{"path": f"{corpus}/train"}])
-    cfg["training"].update(run_dir=run_dir, total_tokens=4 * STEP, drop_steps=[2])
-    trainer = Trainer(build(RunConfig.model_validate(cfg)))
+    low = {"precision": "int8", "keep_last_fraction": 0.5}
+    trainer = make_trainer(corpus, run_dir, 4, linear=low, training={"drop_steps": [2]})
     step, found = trainer.engine.step, {}
 
     def watched(*arguments, **options):

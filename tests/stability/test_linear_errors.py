@@ -14,6 +14,7 @@ import torch
 
 import tiny
 from distributed import run_distributed
+from runs import rows_of
 from sagekernels.lowbit import RECIPES
 from sagekernels.testing import cosine, rel_l2
 from sagetrain.config import RunConfig
@@ -29,8 +30,7 @@ from sagetrain.stability import linear_errors, monitor
 from sagetrain.stability.controller import Taken
 from sagetrain.stability.linear_errors import MUCH, LinearErrors, Vanishing
 from sagetrain.training import controllers
-from sagetrain.training.build_run import build
-from sagetrain.training.trainer import Trainer
+from trained import make_trainer
 
 LENGTH, SEQUENCES = 64, 4
 SHAPE = {"hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}
@@ -225,13 +225,10 @@ def test_a_layer_whose_gradients_vanish_is_named_once() -> None:
 
 
 def train(corpus: str, run_dir: str, stage: int, precision: str, every: int | str) -> None:
-    cfg = tiny.config(stage, model=SHAPE, linear={"precision": precision}).model_dump()
-    cfg["data"].update(train=[{"path": f"{corpus}/train"}], micro_batch_size=2)
-    cfg["training"].update(run_dir=run_dir, total_tokens=16 * tiny.SEQ)
-    cfg["stability"]["monitor"].update(every_steps=every, layers=[-1])
+    how = {"linear": {"precision": precision}, "stability": {"monitor": {"every_steps": every, "layers": [-1]}}}
     linear_errors.MUCH = -1.0  # Every layer is above this limit.
     controllers.MICRO_BATCHES, monitor.EVERY_STEPS = 6, 2
-    Trainer(build(RunConfig.model_validate(cfg))).train()
+    make_trainer(corpus, run_dir, 4, stage, model=SHAPE, data={"micro_batch_size": 2}, **how).train()
 
 
 @pytest.mark.parametrize(
@@ -244,27 +241,23 @@ def test_a_run_writes_what_it_measured_and_what_vanishes(
     """The run has 16-bit attention. A step has two micro-batches: by auto, six of them, three steps, lie between two
     measurements."""
     run_distributed(train, 1, str(corpus), str(tmp_path / "run"), stage, precision, every)
-    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows if "quant/1/down.dW/rel_l2" in row] == steps
+    assert [row["step"] for row in rows_of(tmp_path / "run") if "quant/1/down.dW/rel_l2" in row] == steps
     told = json.loads((tmp_path / "run/stability.json").read_text())
     names = {f"quant/1/{name}.{number}" for name in LAYERS for number in NUMBERS} if steps else set()
     assert {name for name in told["metrics"] if name.startswith("quant/")} == names
     assert {kind: event["count"] for kind, event in told["events"].items()} == ({"vanishing": 1} if steps else {})
 
 
-def train_to_16_bits(corpus: str, run_dir: str, stage: int) -> None:
+def train_to_16_bits(corpus: str, run_dir: str) -> None:
     linear = {"precision": "fp8", "keep_last_fraction": 0.5}
-    cfg = tiny.config(stage, model=SHAPE, linear=linear, stability={"monitor": {"every_steps": 2}}).model_dump()
-    cfg["data"].update(train=[{"path": f"{corpus}/train"}])
-    cfg["training"].update(run_dir=run_dir, total_tokens=16 * tiny.SEQ)
-    Trainer(build(RunConfig.model_validate(cfg))).train()
+    make_trainer(corpus, run_dir, 4, model=SHAPE, linear=linear, stability={"monitor": {"every_steps": 2}}).train()
 
 
 def test_a_run_that_moved_to_16_bits_reports_no_loss_in_8(corpus: Path, tmp_path: Path, capfd) -> None:
     """The run goes on from the last checkpoint but one, which lies after the move."""
     said = []
     for _ in range(2):
-        run_distributed(train_to_16_bits, 1, str(corpus), str(tmp_path / "run"), 1)
+        run_distributed(train_to_16_bits, 1, str(corpus), str(tmp_path / "run"))
         said.append(capfd.readouterr().out)
         shutil.rmtree(tmp_path / "run/checkpoints/step-00000004")
     first, second = said

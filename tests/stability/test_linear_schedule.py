@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from itertools import pairwise
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 
 import tiny
 from distributed import run_distributed
-from runs import finish, write_config
+from runs import finish, rows_of, write_config
 from sagekernels.lowbit import HEADS, RECIPES
 from sagetrain.config.arithmetic import low_bit_linear
 from sagetrain.config.schema import SIXTEEN_BITS, LinearConfig
@@ -189,12 +188,8 @@ def test_what_was_in_16_bits_is_as_it_was_built() -> None:
     assert [layer.matmul for layer in layers_of(moved)] == [layer.matmul for layer in layers_of(built)]
 
 
-def rows_of(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def losses(run: Path) -> dict[int, tuple[float, float]]:
-    rows = [row for row in rows_of(run / "metrics.jsonl") if "train/loss" in row]
+    rows = [row for row in rows_of(run) if "train/loss" in row]
     return {row["tokens"]: (row["train/loss"], row["train/grad_norm"]) for row in rows}
 
 
@@ -222,9 +217,9 @@ def test_a_run_ends_in_16_bits_and_resumes_on_either_side(tmp_path: Path, corpus
 
     run, said = go("whole")
     assert "linear.precision: fp8 up to 1,536 of 2,560 tokens" in said
-    moves = [event for event in rows_of(run / "events.jsonl") if event["kind"] == "precision"]
+    moves = [event for event in rows_of(run, "events") if event["kind"] == "precision"]
     assert [(move["tokens"], move["from"], move["to"]) for move in moves] == [(1536, "fp8 rowwise", "16 bits")]
-    measured = {row["tokens"] for row in rows_of(run / "metrics.jsonl") if "quant/0/qkv.dW/rel_l2" in row}
+    measured = {row["tokens"] for row in rows_of(run) if "quant/0/qkv.dW/rel_l2" in row}
     assert measured == {256 * step for step in range(1, 7)}
 
     whole = losses(run)

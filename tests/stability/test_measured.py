@@ -11,7 +11,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from runs import write_config
+from runs import rows_of, write_config
 from sagetrain.config import ConfigError, load_config
 from sagetrain.config.earlier_run import Ratio, critical_in_words, critical_tokens, read_measured
 from sagetrain.config.guidance import guidance
@@ -50,7 +50,7 @@ def test_last_values_and_extremes_survive_a_checkpoint() -> None:
 
 def test_a_run_leaves_what_it_measured_in_its_folder(pair: Path) -> None:
     told = json.loads((pair / "stability.json").read_text())
-    rows = [json.loads(line) for line in (pair / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(pair)
     scales = {row["step"]: row["noise/all/variance"] for row in rows if "noise/all/variance" in row}
     assert told["step"] == 40 and told["tokens"] == rows[-1]["tokens"]
     entry = told["metrics"]["noise/all/variance"]

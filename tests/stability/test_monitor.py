@@ -3,7 +3,6 @@ losses do not change."""
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from unittest import mock
@@ -13,6 +12,7 @@ import torch
 
 import tiny
 from distributed import run_distributed
+from runs import rows_of
 from sagekernels.testing import cosine, exact_results, rel_l2
 from sagetrain.config import RunConfig
 from sagetrain.config.check import check
@@ -23,8 +23,7 @@ from sagetrain.engines.protocol import Engine, Observers
 from sagetrain.model.backends import Sage, Sdpa
 from sagetrain.parallel.topology import ParallelGroups
 from sagetrain.stability.monitor import Monitor
-from sagetrain.training.build_run import build
-from sagetrain.training.trainer import Trainer
+from trained import make_trainer
 
 LENGTH, SEQUENCES = 64, 4
 HEADS = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -267,20 +266,17 @@ def test_steps_that_are_measured() -> None:
 
 
 def train(corpus: str, run_dir: str) -> None:
-    cfg = tiny.config(1, attention={"backend": "sage"}, model=HEADS).model_dump()
-    cfg["data"].update(train=[{"path": f"{corpus}/train"}], micro_batch_size=2)
-    cfg["training"].update(run_dir=run_dir, total_tokens=16 * tiny.SEQ)
-    cfg["stability"]["monitor"]["every_steps"] = 2
-    cfg["logging"]["every_steps"] = 3
-    cfg["checkpoint"]["every_tokens"] = 10**9  # A save would have a row, too.
-    Trainer(build(RunConfig.model_validate(cfg))).train()
+    make_trainer(
+        corpus, run_dir, 4, attention={"backend": "sage"}, model=HEADS, data={"micro_batch_size": 2},
+        stability={"monitor": {"every_steps": 2}}, logging={"every_steps": 3},
+        checkpoint={"every_tokens": 10**9},  # A save would have a row, too.
+    ).train()  # fmt: skip
 
 
 def test_a_run_writes_what_it_measured(corpus: Path, tmp_path: Path) -> None:
     """In 16 bits nothing is measured: test_a_run_writes_what_it_measured_and_what_vanishes."""
     run_distributed(train, 1, str(corpus), str(tmp_path / "run"))
-    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    measured = [row for row in rows if "quant/1/dS/rel_l2" in row]
+    measured = [row for row in rows_of(tmp_path / "run") if "quant/1/dS/rel_l2" in row]
     # Step 2 is in the next row, and step 4 in the last row.
     assert [row["step"] for row in measured] == [3, 4]
 

@@ -9,18 +9,14 @@ import pytest
 import yaml
 
 from probed import changes, run_with_room
-from runs import finish, log_of, write_config
+from runs import finish, log_of, rows_of, write_config
 from sagetrain.config.earlier_run import critical_in_words, critical_tokens, ratios_of
 from sagetrain.config.load import load_config
 from sagetrain.report.read import read_runs
 
 
-def rows(run_dir: Path) -> list[dict]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
 def noise_of(run_dir: Path, prefix: str = "noise/") -> dict[int, dict[str, float]]:
-    found = [(row["step"], {k: v for k, v in row.items() if k.startswith(prefix)}) for row in rows(run_dir)]
+    found = [(row["step"], {k: v for k, v in row.items() if k.startswith(prefix)}) for row in rows_of(run_dir)]
     return {step: values for step, values in found if values}
 
 
@@ -86,11 +82,13 @@ def write_noise_aware(path: Path, corpus: Path, run_dir: Path, tokens: int = 32 
 
 
 def steps_of(run_dir: Path) -> list[tuple[int, int, float]]:
-    return [(row["step"], row["train/tokens_per_step"], row["train/lr"]) for row in rows(run_dir) if "train/lr" in row]
+    return [
+        (row["step"], row["train/tokens_per_step"], row["train/lr"]) for row in rows_of(run_dir) if "train/lr" in row
+    ]
 
 
 def decisions_of(run_dir: Path) -> list[dict]:
-    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    events = rows_of(run_dir, "events")
     return [{**event, "wall_time": 0} for event in events if event["kind"] == "tokens_per_step"]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from torch import Tensor
 
 import tiny
 from distributed import run_distributed
-from runs import training_rows
+from runs import rows_of, training_rows
 from sagetrain.checkpoint import on_disk
 from sagetrain.config.check import check
 from sagetrain.config.errors import ConfigError, TrainingError
@@ -281,7 +280,7 @@ def runs(corpus: str, folder: str) -> None:
         path = run(how, every)
         if os.environ["RANK"] == "0":
             assert losses(path) == losses(plain) and files(path) == files(plain)
-            told = [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines()]
+            told = rows_of(path, "events")
             assert [each["kind"] for each in told] == ["corruption"] * len(expected)
             for each, text in zip(told, expected, strict=True):
                 assert fnmatch(each["text"], f"{text.replace('[', '[[]')}*"), each

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from forked import PATIENCE
-from runs import at_step, finish, kill_all, log_of, start, training_rows, write_config
+from runs import at_step, finish, kill_all, log_of, rows_of, start, training_rows, write_config
 from sagetrain.checkpoint import on_disk
 from sagetrain.checkpoint.ledger import Ledger
 from sagetrain.checkpoint.state import RunState
@@ -47,11 +46,10 @@ def state_of(run_dir: Path) -> RunState:
 
 
 def events_of(run_dir: Path) -> list[dict]:
-    rows = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
-    return [row for row in rows if row["kind"] == "spike"]
+    return [row for row in rows_of(run_dir, "events") if row["kind"] == "spike"]
 
 
-def rows_of(run_dir: Path) -> dict[int, float]:
+def losses_of(run_dir: Path) -> dict[int, float]:
     return {row["step"]: row["train/loss"] for row in training_rows(run_dir)}
 
 
@@ -60,7 +58,7 @@ def test_a_spike_is_reported_and_what_policy_stop_trains_on(tmp_path, bad) -> No
     assert [event["step"] for event in events_of(tmp_path / "run")] == [15, 18]
     assert "step 15: gradient norm" in log_of(tmp_path / "run.yaml")
     assert state_of(tmp_path / "run").ledger.dropped == []
-    assert sorted(rows_of(tmp_path / "run")) == list(range(1, 31))
+    assert sorted(losses_of(tmp_path / "run")) == list(range(1, 31))
 
 
 def test_a_skipped_step_stays_dropped_after_a_kill(tmp_path, bad) -> None:
@@ -70,7 +68,7 @@ def test_a_skipped_step_stays_dropped_after_a_kill(tmp_path, bad) -> None:
     state = state_of(undisturbed)
     assert (state.ledger.dropped, state.optimizer_steps) == ([15, 18], 28)
     assert state_of(dropped).ledger == state.ledger
-    assert rows_of(undisturbed) == rows_of(dropped)
+    assert losses_of(undisturbed) == losses_of(dropped)
     events = events_of(undisturbed)
     assert [(event["step"], event["action"]) for event in events] == [(15, "skip"), (18, "skip")]
     assert all(event["grad_norm"] > event["grad_norm_limit"] for event in events)
@@ -83,7 +81,7 @@ def test_a_skipped_step_stays_dropped_after_a_kill(tmp_path, bad) -> None:
     assert f"resumed from {newest.name}" in log_of(run) and "2 wrote that checkpoint, 1 go on" in log_of(run)
     assert state_of(tmp_path / "run").ledger == state.ledger
     assert [event["step"] for event in events_of(tmp_path / "run")] == [15, 18]
-    ours, theirs = rows_of(tmp_path / "run"), rows_of(undisturbed)
+    ours, theirs = losses_of(tmp_path / "run"), losses_of(undisturbed)
     assert ours.keys() == theirs.keys() and ours == pytest.approx(theirs, abs=1e-3)
 
 
@@ -101,7 +99,7 @@ def test_a_rewind_gives_up_steps_and_a_second_one_more(tmp_path, bad) -> None:
     state = state_of(undisturbed)
     assert (state.ledger.dropped, state.optimizer_steps) == (list(range(6, 19)), 17)
     assert state_of(tmp_path / "dropped").ledger == state.ledger
-    ours, theirs = rows_of(undisturbed), rows_of(tmp_path / "dropped")
+    ours, theirs = losses_of(undisturbed), losses_of(tmp_path / "dropped")
     assert {step: ours[step] for step in theirs} == theirs  # The losses are as if the steps had never been taken.
 
     run = config(tmp_path, bad, "rewind")
@@ -111,7 +109,7 @@ def test_a_rewind_gives_up_steps_and_a_second_one_more(tmp_path, bad) -> None:
     assert "resumed from step-" in log_of(run)
     assert state_of(tmp_path / "run").ledger == state.ledger
     given_up = {step: loss for step, loss in ours.items() if step not in state.ledger.dropped}
-    assert {step: rows_of(tmp_path / "run")[step] for step in given_up} == given_up
+    assert {step: losses_of(tmp_path / "run")[step] for step in given_up} == given_up
 
 
 def test_a_run_that_goes_back_has_the_controllers_of_then(tmp_path, bad) -> None:

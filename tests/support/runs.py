@@ -183,10 +183,14 @@ def final_tensors(run_dir: Path, steps: int) -> dict:
     return {f"{file.name}|{k}": v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()}
 
 
+def rows_of(run_dir: Path | str, name: str = "metrics") -> list[dict]:
+    """Return what a run has written into metrics.jsonl, or into the file of another name."""
+    return [json.loads(line) for line in Path(run_dir, f"{name}.jsonl").read_text().splitlines()]
+
+
 def training_rows(run_dir: Path) -> list[dict]:
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [{k: row[k] for k in ("step", "tokens", "train/loss", "train/lr", "train/tokens_per_step")}
-            for row in rows if "train/loss" in row]  # fmt: skip
+            for row in rows_of(run_dir) if "train/loss" in row]  # fmt: skip
 
 
 def check_same(run_dir: Path, reference: Path, steps: int = STEPS) -> None:

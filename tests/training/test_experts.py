@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from runs import check_same, finish, kill_all, log_of, reached, sagetrain, when, write_config
+from runs import check_same, finish, kill_all, log_of, reached, rows_of, sagetrain, when, write_config
 from sagetrain.report.page import render
 from sagetrain.report.read import read_runs
 
@@ -38,9 +38,9 @@ def test_a_run_that_is_killed_ends_with_the_same_bits(tmp_path, corpus) -> None:
     finish("ranks", cut)
     assert "resumed from step-" in log_of(cut)
     check_same(tmp_path / "cut", tmp_path / "whole", 8)
-    events = [json.loads(line) for line in (tmp_path / "whole/events.jsonl").read_text().splitlines()]
+    events = rows_of(tmp_path / "whole", "events")
     assert [(event["step"], event["room"]) for event in events if event["kind"] == "room"] == [(0, 2.0)]
-    rows = [json.loads(line) for line in (tmp_path / "whole/metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(tmp_path / "whole")
     trained = [row for row in rows if "train/loss" in row]
     numbers = {"moe/max_load", *(f"moe/{layer}/{x}" for layer in (1, 2) for x in ("max_load", "min_load", "entropy"))}
     flips = {"moe/1/flips", "moe/2/flips"}

@@ -34,6 +34,7 @@ from runs import (
     log_of,
     ranks_of,
     reached,
+    rows_of,
     run_dir_of,
     start,
     training_rows,
@@ -178,7 +179,7 @@ def test_kill_9_of_one_rank_then_of_everything(tmp_path, corpus, pair) -> None:
     assert when("torchrun", config, reached(config, 26), kill_all) == -signal.SIGKILL
     finish("ranks", config)
     found = re.findall(r"resumed from step-0*(\d+)", log_of(config))
-    *_, event, seconds = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    *_, event, seconds = rows_of(tmp_path / "run", "events")
     assert len(found) >= 2 and (event["kind"], event["step"], event["ranks"]) == ("resume", int(found[-1]), 2)
     check_seconds(seconds, int(found[-1]))
     check_undisturbed(tmp_path / "run", pair)
@@ -274,8 +275,7 @@ def test_sigterm_and_kill_9_while_a_save_is_in_flight(tmp_path, corpus, alone, s
     assert re.findall(r"resumed from step-0*(\d+)", log_of(config)) == [str(stopped), "20"]
     # The second start wrote this line, at step 25. A signal was the cause of the first one's wait.
     assert log_of(config).count("training waits for the checkpoint before this one (said once)") == 1
-    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    saves = {row["step"]: row for row in rows if "perf/save_stall_seconds" in row}
+    saves = {row["step"]: row for row in rows_of(tmp_path / "run") if "perf/save_stall_seconds" in row}
     assert saves.keys() >= {10, 20, 40}
     assert saves[10]["perf/save_stall_seconds"] < saves[10]["perf/save_publish_seconds"]
     check_undisturbed(tmp_path / "run", alone)
@@ -415,11 +415,11 @@ def test_a_run_trains_on_while_the_disk_is_full(tmp_path, corpus, pair, small_di
         (small_disk / "filler").unlink()
 
     assert when("ranks", config, reached(config, 12), fill) == 0, log_of(config)[-3000:]
-    rows = [json.loads(line) for line in (small_disk / "run/events.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows if row["kind"] == "save_failed"][:1] == [20]
+    failed = [row["step"] for row in rows_of(small_disk / "run", "events") if row["kind"] == "save_failed"]
+    assert failed[:1] == [20]
     assert "saved step-00000020" in log_of(config)
-    rows = [json.loads(line) for line in (small_disk / "run/metrics.jsonl").read_text().splitlines()]
-    assert [0 < row["perf/slowest_rank"] <= 1 for row in rows if "train/loss" in row] == [True] * 40
+    steps = [row for row in rows_of(small_disk / "run") if "train/loss" in row]
+    assert [0 < row["perf/slowest_rank"] <= 1 for row in steps] == [True] * 40
     check_undisturbed(small_disk / "run", pair)
 
 

@@ -3,10 +3,9 @@ on."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-from runs import sagetrain, write_config
+from runs import rows_of, sagetrain, write_config
 from sagetrain.checkpoint import on_disk
 from sagetrain.checkpoint.manifest import KINDS
 from sagetrain.checkpoint.reading import Reader
@@ -49,5 +48,4 @@ def test_another_optimizer_than_the_checkpoints_needs_a_word(corpus: Path, tmp_p
     said = run(config, 512, *start, "training.init_moments=true")
     assert "training.init_moments" in said and "has no moments for optimizer.name adamw" in said
     assert run(config, 512, *start) == ""
-    rows = [json.loads(line) for line in (tmp_path / "next/metrics.jsonl").read_text().splitlines()]
-    assert any("train/loss" in row for row in rows)
+    assert any("train/loss" in row for row in rows_of(tmp_path / "next"))

@@ -22,14 +22,13 @@ import tiny
 from distributed import run_distributed
 from forked import PATIENCE, Command
 from manifests import rewrite
-from runs import at_step, check_same, finish, free_port, log_of, ranks_of, start, write_config
+from runs import at_step, check_same, finish, free_port, log_of, ranks_of, rows_of, start, write_config
 from sagetrain.cli.exits import Errors
 from sagetrain.cluster.guard import StopSignal
-from sagetrain.config import ConfigError, RunConfig
+from sagetrain.config import ConfigError
 from sagetrain.costs.hardware import H200
 from sagetrain.planning.plan import make_plan
-from sagetrain.training.build_run import build
-from sagetrain.training.trainer import Trainer
+from trained import make_trainer
 
 
 def test_sigusr1_saves_and_the_run_continues_bitwise(tmp_path, corpus, alone) -> None:
@@ -46,13 +45,12 @@ def six_steps(
 ) -> tuple[bool, int]:
     """Take six steps of four micro-batches, or send a signal in the middle of the third step. Return whether the run
     finished, and its last step. `said` gets what it says to people."""
-    cfg = tiny.config(1, parallel={"engine": engine}).model_dump()
-    cfg["data"].update(train=[{"path": f"{corpus}/train"}])
-    cfg["training"].update(run_dir=run_dir, total_tokens=6 * 4 * tiny.SEQ)
-    cfg["logging"].update(every_steps=4, tensorboard=False)
-    cfg["checkpoint"]["every_tokens"] = 10**9  # A save would have a row, too.
-    cfg["stability"]["noise_scale"]["every_steps"] = 3
-    trainer = Trainer(build(RunConfig.model_validate(cfg), hears=None if said is None else said.append))
+    trainer = make_trainer(
+        corpus, run_dir, 6, hears=None if said is None else said.append,
+        parallel={"engine": engine}, logging={"every_steps": 4, "tensorboard": False},
+        checkpoint={"every_tokens": 10**9},  # A save would have a row, too.
+        stability={"noise_scale": {"every_steps": 3}},
+    )  # fmt: skip
     step_batches = trainer.run.loader.step_batches
 
     def signalled(*step: int):
@@ -75,8 +73,7 @@ def test_a_rank_alone_stops_between_micro_batches(tmp_path, corpus) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert run_distributed(six_steps, 1, str(corpus), str(whole), False) == [(True, 6)]
     assert run_distributed(six_steps, 1, str(corpus), str(cut), True) == [(False, 2)]
-    rows = [json.loads(line) for line in (cut / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows if "train/loss" in row] == [2]
+    assert [row["step"] for row in rows_of(cut) if "train/loss" in row] == [2]
     assert run_distributed(six_steps, 1, str(corpus), str(cut), False) == [(True, 6)]
     ends = [load_file(next((folder / "checkpoints/step-00000006").glob("*.safetensors"))) for folder in (whole, cut)]
     assert ends[0].keys() == ends[1].keys() and all(ends[0][name].equal(ends[1][name]) for name in ends[0])
@@ -118,9 +115,8 @@ def evaluated(corpus: str, folders: list[str], signalled_at: list[int]) -> list[
     finished, its step, and the number of batches of each evaluation."""
 
     def run(run_dir: str, signalled: int) -> tuple[bool, int, list[int]]:
-        cfg["training"].update(run_dir=run_dir)
-        trainer, taken = Trainer(build(RunConfig.model_validate(cfg))), []
-        eval_batches = trainer.run.valid.eval_batches
+        trainer = make_trainer(corpus, run_dir, 6, data=data, evaluation=often, logging={"tensorboard": False})
+        taken, eval_batches = list[int](), trainer.run.valid.eval_batches
 
         def counted(num_sequences: int):
             taken.append(0)
@@ -134,17 +130,13 @@ def evaluated(corpus: str, folders: list[str], signalled_at: list[int]) -> list[
         finished = trainer.train()
         return finished, trainer.state.step, taken
 
-    cfg, ranks = tiny.config(1).model_dump(), int(os.environ["WORLD_SIZE"])
-    cfg["data"].update(train=[{"path": f"{corpus}/train"}], valid=[{"path": f"{corpus}/valid"}])
-    cfg["training"].update(total_tokens=6 * 4 * tiny.SEQ)
-    cfg["evaluation"].update(every_tokens=3 * 4 * tiny.SEQ, num_sequences=8 * ranks)
-    cfg["logging"].update(tensorboard=False)
+    ranks, data = int(os.environ["WORLD_SIZE"]), {"valid": [{"path": f"{corpus}/valid"}]}
+    often = {"every_tokens": 3 * 4 * tiny.SEQ, "num_sequences": 8 * ranks}
     return [run(folder, step) for folder, step in zip(folders, signalled_at, strict=True)]
 
 
 def evaluations(run_dir: Path) -> list[tuple[int, float]]:
-    rows = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    return [(row["step"], row["valid/loss"]) for row in rows if "valid/loss" in row]
+    return [(row["step"], row["valid/loss"]) for row in rows_of(run_dir) if "valid/loss" in row]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -211,8 +203,8 @@ def test_a_run_over_slices_equals_one_over_whole_sequences(tmp_path, corpus) -> 
     assert "ranks: 2 wrote that checkpoint, 1 go on with it" in second.with_suffix(".log").read_text()
     for key, tolerance in (("train/loss", 1e-5), ("train/grad_norm", 1e-4), ("valid/loss", 1e-5)):
         ours, theirs = (
-            {row["step"]: row[key] for row in map(json.loads, metrics.read_text().splitlines()) if key in row}
-            for metrics in (tmp_path / "run/metrics.jsonl", tmp_path / "alone/metrics.jsonl")
+            {row["step"]: row[key] for row in rows_of(folder) if key in row}
+            for folder in (tmp_path / "run", tmp_path / "alone")
         )
         assert ours == pytest.approx(theirs, abs=tolerance), key
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from checked_config import run_config
-from runs import STEPS, log_of, write_config
+from runs import STEPS, log_of, rows_of, write_config
 from sagetrain.__main__ import main
 from sagetrain.config import ConfigError
 from sagetrain.config.check import check
@@ -21,20 +20,16 @@ from sagetrain.inference.load import load_run
 from sagetrain.training.writers import MetricsWriter
 
 
-def rows(run: Path, name: str = "samples.jsonl") -> list[dict]:
-    return [json.loads(line) for line in (run / name).read_text().splitlines()]
-
-
 def test_a_run_writes_samples_at_their_pace_and_at_the_end(pair: Path) -> None:
     """Two ranks share the model. The last samples are those of `sagetrain generate`."""
-    found = rows(pair)
+    found = rows_of(pair, "samples")
     assert [(row["step"], row["number"]) for row in found] == [(n, k) for n in (22, 34, STEPS) for k in (1, 2)]
     last = {row["prompt"]: row["text"] for row in found[-2:]}
     assert list(last) == ["def ", ""]
     completions = generate(load_run(pair, print), list(last), Sampling(8))
     assert {done.prompt: done.text for done, _ in completions if done.finish} == last
     assert len({row["text"] for row in found}) > 3, "the model changes"
-    timed = [row["step"] for row in rows(pair, "metrics.jsonl") if row.get("samples/seconds", 0) > 0]
+    timed = [row["step"] for row in rows_of(pair) if row.get("samples/seconds", 0) > 0]
     assert timed == [22, 34, STEPS]
     log = log_of(pair.parent / "run.yaml")
     assert f"step {STEPS}: sample 1: def" in log and log.count(": sample 2: ") == 3
@@ -54,7 +49,9 @@ def test_samples_of_steps_that_are_taken_again_are_dropped(tmp_path: Path) -> No
         writer.sample(step, 100 * step, 1, "Once", " upon\n\u2028a time")
     writer.close()
     MetricsWriter(tmp_path, 1, 100, 1000).close()
-    assert [(row["step"], row["prompt"] + row["text"]) for row in rows(tmp_path)] == [(1, "Once upon\n\u2028a time")]
+    assert [(row["step"], row["prompt"] + row["text"]) for row in rows_of(tmp_path, "samples")] == [
+        (1, "Once upon\n\u2028a time")
+    ]
 
 
 EVERY = "evaluation.samples_every_tokens=1000"

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import tiny
+from runs import rows_of
 from sagetrain.checkpoint.ledger import TrainState
 from sagetrain.config.check import check
 from sagetrain.config.errors import ConfigError
@@ -83,7 +84,7 @@ def test_a_resume_continues_the_run_with_the_same_rows(tmp_path: Path) -> None:
     assert begun.run_id == resumed.run_id == json.loads((folder / "wandb.json").read_text())["id"]
     assert any(item.key == "optimizer" and json.loads(item.value_json)["lr"] == 1e-2 for item in begun.config.update)
     assert rows(first)[-1] == {"step": 1, "tokens": 16, "perf/save_publish_seconds": 2.5}
-    ours = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    ours = rows_of(folder)
     theirs = [row for row in rows(first) if row["step"] < 3] + rows(second)
     assert theirs == [{key: value for key, value in row.items() if key != "wall_time"} for row in ours]
     assert any(one.metric.glob_name == "*" and one.metric.step_metric == "step" for one in first)

@@ -22,10 +22,10 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 
 import tiny
 from distributed import run_distributed
+from runs import rows_of
 from sagetrain.checkpoint.ledger import TrainState
 from sagetrain.cli import exits
 from sagetrain.cluster.run_folder import RunFolder
-from sagetrain.config import RunConfig
 from sagetrain.config.arithmetic import padded_vocab_size
 from sagetrain.config.schema import DataSource, LoggingConfig
 from sagetrain.corpus.token_writer import TokenFileWriter
@@ -34,15 +34,10 @@ from sagetrain.data.loader import SampleStream
 from sagetrain.engines.protocol import StepResult
 from sagetrain.stability.controller import Event
 from sagetrain.training import reporter, writers
-from sagetrain.training.build_run import build
 from sagetrain.training.callbacks import Callbacks, Position, RunStart
 from sagetrain.training.tensorboard import TensorBoard
-from sagetrain.training.trainer import Trainer
 from sagetrain.training.writers import MetricsWriter
-
-
-def rows(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+from trained import make_trainer
 
 
 def events(folder: Path) -> list:
@@ -67,21 +62,21 @@ def test_rows_and_events_hold_the_same_with_the_time(tmp_path: Path) -> None:
     own.close()
     board.end(Position(2, 200), True)
     now = round(time.time(), 3)
-    assert [(row["step"], row["tokens"], row["train/loss"]) for row in rows(tmp_path)] == [
+    assert [(row["step"], row["tokens"], row["train/loss"]) for row in rows_of(tmp_path)] == [
         (1, 100, 2.5),
         (2, 200, 2.25),
     ]
-    assert "perf/mfu" not in rows(tmp_path)[0] and rows(tmp_path)[1]["valid/loss"] == 2.0
-    assert begin <= rows(tmp_path)[0]["wall_time"] <= rows(tmp_path)[1]["wall_time"] <= now
+    assert "perf/mfu" not in rows_of(tmp_path)[0] and rows_of(tmp_path)[1]["valid/loss"] == 2.0
+    assert begin <= rows_of(tmp_path)[0]["wall_time"] <= rows_of(tmp_path)[1]["wall_time"] <= now
     version, start, first, second = events(tmp_path)
     assert version.file_version == "brain.Event:2" and start.session_log.status == start.session_log.START
     assert [value.tag for value in second.summary.value] == ["train/loss", "valid/loss"]
-    assert first.step == 1 and first.wall_time == pytest.approx(rows(tmp_path)[0]["wall_time"], abs=1)
+    assert first.step == 1 and first.wall_time == pytest.approx(rows_of(tmp_path)[0]["wall_time"], abs=1)
     (tmp_path / "metrics.jsonl").open("a").write('{"step": 2, "to')  # A kill leaves such a line.
     own, board = opened(tmp_path, 1)
     own.close()
     board.end(Position(1, 100), True)
-    assert [row["step"] for row in rows(tmp_path)] == [1]
+    assert [row["step"] for row in rows_of(tmp_path)] == [1]
     # The event hides the events from there on.
     assert max(event.step for event in events(tmp_path) if event.HasField("session_log")) == 2
 
@@ -92,7 +87,7 @@ def test_events_of_steps_that_are_taken_again_are_dropped(tmp_path: Path) -> Non
         writer.event(step, 100 * step, Event("precision", f"layer {step} goes to 16 bits", {"layer": step}))
     writer.close()
     MetricsWriter(tmp_path, 1, 100, 1000).close()
-    (row,) = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    (row,) = rows_of(tmp_path, "events")
     row.pop("wall_time")
     text = "layer 1 goes to 16 bits"
     assert row == {"step": 1, "tokens": 100, "kind": "precision", "text": text, "layer": 1}
@@ -165,9 +160,9 @@ def test_a_full_disk_names_the_file_and_leaves_whole_rows(small_disk: Path) -> N
         own.close()
         board.end(Position(1, 1), False)
         assert raised.value.errno == errno.ENOSPC and str(raised.value.filename).startswith(str(folder))
-        assert [row["step"] for row in rows(folder)] == list(range(1, len(rows(folder)) + 1))
+        assert [row["step"] for row in rows_of(folder)] == list(range(1, len(rows_of(folder)) + 1))
         if tensorboard:
-            assert len(events(folder)) >= len(rows(folder))  # Two events begin the file, and none is cut short.
+            assert len(events(folder)) >= len(rows_of(folder))  # Two events begin the file, and none is cut short.
         (small_disk / "filler").unlink()
 
 
@@ -210,14 +205,12 @@ def test_the_command_says_which_file_and_what_to_do(number: int, path: str | Non
 
 def train_two_ranks(data: str, tokenizer: str, run_dir: str) -> None:
     reporter.peak_flops = lambda device: 1e12
-    cfg = tiny.config(1).model_dump()
-    cfg["data"].update(train=[{"path": data}], tokenizer=tokenizer, micro_batch_size=2)
-    cfg["training"].update(run_dir=run_dir, total_tokens=16 * tiny.SEQ)
-    cfg["parallel"]["tensor_parallel_size"] = 2
-    cfg["logging"].update(every_steps=2, layer_norms_every_steps=3)
-    cfg["checkpoint"]["every_tokens"] = 10**9  # A save would have a row, too.
-    cfg["profile"] = {"from_step": 2, "steps": 1, "all_ranks": True}
-    Trainer(build(RunConfig.model_validate(cfg))).train()
+    make_trainer(
+        "", run_dir, 4, data={"train": [{"path": data}], "tokenizer": tokenizer, "micro_batch_size": 2},
+        parallel={"tensor_parallel_size": 2}, logging={"every_steps": 2, "layer_norms_every_steps": 3},
+        checkpoint={"every_tokens": 10**9},  # A save would have a row, too.
+        profile={"from_step": 2, "steps": 1, "all_ranks": True},
+    ).train()  # fmt: skip
 
 
 def test_a_notebook_has_a_bar_beside_the_lines_that_are_heard(tmp_path: Path, monkeypatch, capsys) -> None:
@@ -249,7 +242,7 @@ def test_the_last_step_of_a_run_has_a_row_whatever_its_number(tmp_path: Path, mo
         metrics = {"train/loss": float(number), "train/grad_norm": 1.0}
         own.step(state, StepResult(metrics, True, False, 0, 1.0), 64, 1e-3)
     own.close()
-    assert [(row["step"], row["train/loss"]) for row in rows(tmp_path)] == [(2, 2.0), (3, 3.0)]
+    assert [(row["step"], row["train/loss"]) for row in rows_of(tmp_path)] == [(2, 2.0), (3, 3.0)]
 
 
 def test_a_full_gpu_is_said_once_and_not_of_the_first_row(tmp_path: Path, monkeypatch, capsys) -> None:
@@ -262,7 +255,7 @@ def test_a_full_gpu_is_said_once_and_not_of_the_first_row(tmp_path: Path, monkey
         state.advance(64, 16)
         own.step(state, StepResult({"train/loss": 1.0}, True, False, 0, 1.0), 64, 1e-3)
     own.close()
-    assert [row["perf/memory_retries"] for row in rows(tmp_path)] == [2, 0, 3, 1]
+    assert [row["perf/memory_retries"] for row in rows_of(tmp_path)] == [2, 0, 3, 1]
     said = "".join(capsys.readouterr())
     assert said.count("the GPU is full") == 1 and "step 3: the GPU is full: PyTorch gave back the memory" in said
 
@@ -274,7 +267,7 @@ def test_mfu_counts_attention_inside_documents(corpus: Path, tmp_path: Path) -> 
     writer.finish()
     writer.publish({})
     run_distributed(train_two_ranks, 2, data, str(corpus / "tokenizer.model"), str(tmp_path / "run"))
-    steps = [row for row in rows(tmp_path / "run") if "train/loss" in row]
+    steps = [row for row in rows_of(tmp_path / "run") if "train/loss" in row]
     assert [row["step"] for row in steps] == [2, 4]
     assert all(("norms/1/activation" in row) == ("norms/head/gradient" in row) == (row["step"] == 4) for row in steps)
     assert sorted(path.name for path in (tmp_path / "run/profile").iterdir()) == ["rank-0.json", "rank-1.json"]
