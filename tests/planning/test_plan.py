@@ -44,10 +44,10 @@ SHIPPED = {
 }
 
 
-def plan(path: Path, world_size: int, *overrides: str, brief: bool = False) -> tuple[int, str]:
-    """Return the number of errors, and the text with runs of spaces made one."""
+def plan(name: str, world_size: int, *overrides: str, brief: bool = False) -> tuple[int, str]:
+    """Plan a shipped configuration. Return the number of errors, and the text with runs of spaces made one."""
     out = io.StringIO()
-    errors = show_plan(path, overrides, world_size, Console(file=out, width=400), brief=brief)
+    errors = show_plan(CONFIGS / f"{name}.yaml", overrides, world_size, Console(file=out, width=400), brief=brief)
     return errors, re.sub(r" +", " ", out.getvalue())
 
 
@@ -62,7 +62,7 @@ def test_shipped_configurations_load_fit_and_plan(name, tmp_path):
     cfg = load_config(path)
     (tmp_path / "dump.yaml").write_text(dump_config(cfg))
     assert load_config(tmp_path / "dump.yaml") == cfg
-    errors, text = plan(path, world_size, "data.tokenizer=/nowhere/tokenizer.model", "training.run_dir=/nowhere/run")
+    errors, text = plan(name, world_size, "data.tokenizer=/nowhere/tokenizer.model", "training.run_dir=/nowhere/run")
     levels = set(re.findall(r"\[(\w+)\]\n", text))
     known = {"data_files", "sage_in_fp32", "linear_precision_auto", "recomputation", "short_micro_steps"}
     assert errors == 0 and levels <= known
@@ -175,7 +175,7 @@ def test_documents_of_a_blend_are_as_long_as_in_its_shares(monkeypatch, tmp_path
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_325m_runs_on_any_part_of_a_node(world_size):
-    assert plan(CONFIGS / "325m.yaml", world_size)[0] == 0
+    assert plan("325m", world_size)[0] == 0
 
 
 def test_the_memory_that_the_guide_to_clusters_names():
@@ -183,12 +183,12 @@ def test_the_memory_that_the_guide_to_clusters_names():
     size, command = re.search(
         r"4 GPUs, (\d+) GiB each by `plan`:.*?train configs/325m.yaml ([^\n]+)", text, re.DOTALL
     ).groups()
-    _, planned = plan(CONFIGS / "325m.yaml", 4, *command.split(), brief=True)
+    _, planned = plan("325m", 4, *command.split(), brief=True)
     assert f"{float(re.search(r'memory ([0-9.]+) GiB', planned)[1]):.0f}" == size
 
 
 def test_numbers_of_the_plan():
-    errors, text = plan(CONFIGS / "1b.yaml", 8)
+    errors, text = plan("1b", 8)
     assert errors == 0
     for line in (
         "tensor parallel 1 x data parallel 8",
@@ -206,13 +206,8 @@ def test_numbers_of_the_plan():
 
 
 def test_step_time_communication_and_layouts():
-    _, text = plan(
-        CONFIGS / "1b.yaml",
-        16,
-        "parallel.tensor_parallel_size=2",
-        "tokens_per_step={schedule: constant, tokens: 1048576}",
-        "training.cuda_graphs=off",
-    )
+    constant = "tokens_per_step={schedule: constant, tokens: 1048576}"
+    _, text = plan("1b", 16, "parallel.tensor_parallel_size=2", constant, "training.cuda_graphs=off")
     for line in (
         "Step time, predicted: as configured on 16 x NVIDIA H200 in 2 hosts",
         "1,048,576 tokens in 8 micro-steps: ",
@@ -224,25 +219,20 @@ def test_step_time_communication_and_layouts():
         "now 2 1 1 no 1 none 4 ",
     ):
         assert line in text, line
-    _, text = plan(CONFIGS / "7b.yaml", 1024)
+    _, text = plan("7b", 1024)
     assert "No layout divides tokens_per_step over these ranks" in text
     assert "tokens_per_step.start=1048576" in text
 
 
 def test_errors_are_counted_and_shown_with_place_and_way_out():
-    errors, text = plan(CONFIGS / "325m.yaml", 8, "attention.qk_norm=none", "tokens_per_step.tokens=2_097_152")
+    overrides = ["attention.qk_norm=none", "tokens_per_step.tokens=2_097_152"]
+    errors, text = plan("325m", 8, *overrides)
     assert errors == 1
     assert "Findings: 1 error, 3 warnings" in text
     assert "error override tokens_per_step.tokens=2_097_152: tokens_per_step.tokens = 2097152: INT8 attention" in text
     assert "[qk_norm_for_large_steps]" in text
     assert "Schedule" in text
-    errors, text = plan(
-        CONFIGS / "325m.yaml",
-        8,
-        "attention.qk_norm=none",
-        "tokens_per_step.tokens=2_097_152",
-        "guidance.override=[qk_norm_for_large_steps]",
-    )
+    errors, text = plan("325m", 8, *overrides, "guidance.override=[qk_norm_for_large_steps]")
     assert errors == 0
     assert "overridden (error): INT8 attention without QK-norm" in text
 
@@ -256,7 +246,7 @@ def test_errors_are_counted_and_shown_with_place_and_way_out():
     (8, ["lr_schedule.warmup_tokens=1e12"], "warmup_before_end", "Memory per rank", "Schedule"),
 ])  # fmt: skip
 def test_what_cannot_be_computed_is_left_out(world_size, overrides, rule, shown, hidden):
-    errors, text = plan(CONFIGS / "325m.yaml", world_size, *overrides)
+    errors, text = plan("325m", world_size, *overrides)
     assert errors
     assert f"[{rule}]" in text
     assert shown in text
@@ -265,7 +255,7 @@ def test_what_cannot_be_computed_is_left_out(world_size, overrides, rule, shown,
 
 def test_a_long_ramp_is_shown_by_its_ends():
     ramp = "tokens_per_step={schedule: ramp, start: 32768, end: 1048576, ramp_tokens: 1e10}"
-    _, text = plan(CONFIGS / "325m.yaml", 1, ramp)
+    _, text = plan("325m", 1, ramp)
     assert "... 20 more" in text
     assert "1,048,576 32 " in text
 
@@ -280,7 +270,7 @@ def test_a_long_ramp_is_shown_by_its_ends():
     ],
 )  # fmt: skip
 def test_wording_follows_the_settings(override, line):
-    assert line in plan(CONFIGS / "325m.yaml", 8, override)[1]
+    assert line in plan("325m", 8, override)[1]
 
 
 def test_tasks_are_named_with_their_pace(tmp_path):
@@ -289,21 +279,21 @@ def test_tasks_are_named_with_their_pace(tmp_path):
     for file in files:
         Path(file).write_text(f"{{task: {Path(file).stem}, output_type: loglikelihood}}")
     override = f"evaluation={{tasks: [{', '.join(files)}], tasks_every_tokens: 1_000_000}}"
-    assert f"tasks {', '.join(files)}, every 1,000,000 tokens" in plan(CONFIGS / "325m.yaml", 8, override)[1]
+    assert f"tasks {', '.join(files)}, every 1,000,000 tokens" in plan("325m", 8, override)[1]
 
 
 def test_the_vocabulary_comes_from_the_configuration_when_given():
     cfg = load_config(CONFIGS / "325m.yaml", ["model.vocab_size=50257"])
-    _, text = plan(CONFIGS / "325m.yaml", 8, "model.vocab_size=50257")
+    _, text = plan("325m", 8, "model.vocab_size=50257")
     assert "vocabulary 50,304, padded\n" in text
     assert f"{num_parameters(cfg.model, cfg.attention, 50304):,}" in text
-    _, brief = plan(CONFIGS / "325m.yaml", 8, "model.vocab_size=50257", brief=True)
+    _, brief = plan("325m", 8, "model.vocab_size=50257", brief=True)
     assert "model 324,185,600 parameters\n" in brief
 
 
 def test_a_broken_file_raises_all_its_problems():
     with pytest.raises(ConfigError, match=r"(?s)2 problems.*layers.*heads"):
-        plan(CONFIGS / "325m.yaml", 8, "model.num_layers=x", "model.num_attention_heads=0")
+        plan("325m", 8, "model.num_layers=x", "model.num_attention_heads=0")
 
 
 def test_it_needs_no_torch_and_little_time():
@@ -362,16 +352,16 @@ def test_layouts_are_offered_where_there_are_some(gpu, world_size, offered):
 def test_linear_layers_in_8_bits_are_planned():
     """The plan has memory for codes where a rank has whole weights. A GPU without such matmuls is an error."""
     eight = ("linear.precision=fp8", "linear.keep_first_blocks=2", "linear.head=fp8")
-    errors, text = plan(CONFIGS / "1b.yaml", 8, *eight)
+    errors, text = plan("1b", 8, *eight)
     assert errors == 0
     assert (
         "linear layers fp8, recipe rowwise, in 18 of 20 blocks: qkv, out, gate_up, down; output projection fp8" in text
     )
     assert re.search(r"MFU 0\.\d+ of the peaks of its precisions \(perf/mfu, by the 16-bit peak: 0\.\d+; perf", text)
     assert "in 16 bits in the last" not in text
-    _, text = plan(CONFIGS / "1b.yaml", 8, *eight, "linear.keep_last_fraction=0.1")
+    _, text = plan("1b", 8, *eight, "linear.keep_last_fraction=0.1")
     assert "down; all in 16 bits in the last 10 %, which the speeds below leave out" in text
-    _, text = plan(CONFIGS / "1b.yaml", 8, "linear.precision=auto", "model.ffn_hidden_size=5640")
+    _, text = plan("1b", 8, "linear.precision=auto", "model.ffn_hidden_size=5640")
     assert "in 20 of 20 blocks: qkv, out\n" in text
     cfg = load_config(CONFIGS / "1b.yaml", eight)
     of_block = (2048 + 2 * 512 + 2048 + 3 * 5632) * 2048
@@ -415,7 +405,7 @@ def test_the_choices_of_a_run_are_planned_as_predicted():
     for name, gpu, micro_batch, expected in (("7b", "h200", 2, "int8"), ("1b", "b200", 1, "bf16")):
         asked = ["linear.precision=auto", f"data.micro_batch_size={micro_batch}", "training.cuda_graphs=off"]
         assert make_plan(CONFIGS / f"{name}.yaml", asked, 8, HARDWARE[gpu]).cfg.linear.precision == expected
-    errors, text = plan(CONFIGS / "1b.yaml", 8, "linear.precision=auto", "parallel.tensor_parallel_size=3")
+    errors, text = plan("1b", 8, "linear.precision=auto", "parallel.tensor_parallel_size=3")
     assert errors and "the faster of bf16 and int8 in layout 1; the run times it [linear_precision_auto]" in text
     wide = make_plan(CONFIGS / "1b.yaml", ["linear.precision=auto", "training.dtype=fp32"], 8, H200)
     assert wide.cfg.linear.precision == "bf16" and "linear_precision_auto" not in {f.rule for f in wide.findings}
@@ -431,14 +421,14 @@ def test_eight_bits_that_do_not_pay_are_a_finding():
         (["linear.precision=auto", *one], True),  # Nobody has written the int8.
         *(([f"linear.precision={name}", *more], not more) for name in ("fp8", "int8") for more in ((), small)),
     ):
-        errors, text = plan(CONFIGS / "1b.yaml", 8, *overrides)
+        errors, text = plan("1b", 8, *overrides)
         assert errors == 0
         assert ("[linear_precision_gain]" in text) == (not pays), overrides
     assert "is not predicted to be faster with recipe rowwise:" in text
 
 
 def test_brief_says_what_one_needs():
-    errors, text = plan(CONFIGS / "1b.yaml", 8, brief=True)
+    errors, text = plan("1b", 8, brief=True)
     assert errors == 0
     lines = [line for line in text.splitlines() if line.strip()]
     for name in ("model 1,036,082,176 parameters (vocabulary of 32,768 assumed)",
@@ -446,7 +436,7 @@ def test_brief_says_what_one_needs():
                  "steps 228,882 of 262,144 to 524,288 tokens", "speed ", "fastest layout "):  # fmt: skip
         assert any(line.strip().startswith(name) for line in lines), name
     assert len(lines) < 25
-    errors, text = plan(CONFIGS / "7b.yaml", 1024, brief=True)
+    errors, text = plan("7b", 1024, brief=True)
     assert errors == 2
     assert "fastest layout" in text and "tokens_per_step.start=1048576" in text
     assert re.search(r"layout layout 1: .*context parallel 4", text) and "speed ~3," in text
@@ -461,28 +451,28 @@ def test_brief_says_what_one_needs():
 ])  # fmt: skip
 def test_why_no_layout_is_proposed(name, world_size, override, says):
     """The reason is errors that no layout mends, or memory."""
-    errors, text = plan(CONFIGS / f"{name}.yaml", world_size, override, brief=True)
+    errors, text = plan(name, world_size, override, brief=True)
     assert errors
     assert f"fastest layout {says}\n" in text
-    _, text = plan(CONFIGS / f"{name}.yaml", world_size, override)
+    _, text = plan(name, world_size, override)
     assert ("Layouts proposed: none until the errors above are mended\n" in text) == ("until" in says)
 
 
 @pytest.mark.parametrize(("documents", "said"), [("true", "packed documents"), ("false", "whole sequences")])
 def test_the_caption_of_attention_follows_the_documents(documents, said):
     settings = [f"data.document_attention={documents}", f"data.document_positions={documents}"]
-    _, text = plan(CONFIGS / "1b.yaml", 8, *settings)
+    _, text = plan("1b", 8, *settings)
     assert re.search(rf"attention [\d.,]+ ms \d+% sage scores, forward and backward; {said}", text)
     assert ("packed documents" in text) == (documents == "true")
 
 
 def test_a_noise_aware_schedule_is_planned_by_its_bounds():
     overrides = (f"tokens_per_step={NOISE_AWARE}", "stability.quant_noise.every_steps=200", "data.micro_batch_size=4")
-    errors, text = plan(CONFIGS / "325m.yaml", 8, *overrides)
+    errors, text = plan("325m", 8, *overrides)
     assert errors == 0
     assert "Schedule, decided while training" in text
     for row in ("start 262,144 2 300,000", "floor 131,072 1 600,000", "ceiling 1,048,576 8 75,000"):
         assert row in text
     assert "quantization's error below 0.1 of the gradient noise, in every layer, in multiples of 131,072" in text
     brief = "steps of 131,072 to 1,048,576 tokens, decided while training"
-    assert brief in plan(CONFIGS / "325m.yaml", 8, *overrides, brief=True)[1]
+    assert brief in plan("325m", 8, *overrides, brief=True)[1]
