@@ -36,10 +36,10 @@ def findings(cfg: RunConfig) -> Iterator[Finding]:
             "set training.restarts: 0, and let the launcher start the run again (torchrun --max-restarts)",
         )
     if every := cfg.checkpoint.in_memory_every:
+        key = "checkpoint.in_memory_every"
         if cfg.checkpoint.resume == "never":
-            yield no_effect("checkpoint.in_memory_every", every, "checkpoint.resume never")
-        feature, without = "checkpoint.in_memory_every", "in_memory_every: null"
-        yield from not_proven(cfg, WITH_COPIES_IN_MEMORY, "in_memory_untried", feature, without)
+            yield no_effect(key, every, "checkpoint.resume never")
+        yield from not_proven(cfg, WITH_COPIES_IN_MEMORY, "in_memory_untried", key, f"{key}: null")
     if tolerated and cfg.training.run_url:
         yield About("tolerate_url", "checkpoint.tolerate_minutes", tolerated).error(
             f"was tried with checkpoints on disks alone, and this run has them in {cfg.training.run_url}",
