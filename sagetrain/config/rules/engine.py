@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from sagetrain.config.arithmetic import may_be_low_bit
 from sagetrain.config.errors import Finding
+from sagetrain.config.layer_specs import linear_layers
 from sagetrain.config.layout import Layout
 from sagetrain.config.rules import deepspeed
 from sagetrain.config.rules.findings import About, no_effect, not_proven
@@ -24,6 +26,19 @@ WITH_ACTIVATIONS_ON_HOST: dict[str, tuple[object, ...]] = {
 }
 """The values that were proven with training.activation_offload, of each key that asks for it. Other values are errors.
 A proof opens a value here, or removes the line if all values have one."""
+WITH_WEIGHTS_IN_8_BITS: dict[str, tuple[object, ...]] = {
+    "parallel.zero_stage": (3,),
+    "parallel.engine": ("fsdp", "auto"),
+    "parallel.context_parallel_size": (1,),
+    "parallel.shard_size": (None,),
+    "parallel.offload": ("none",),
+    "training.activation_offload": (False,),
+    "model.experts": (None,),
+    "linear.keep_first_fraction": (None,),
+    "linear.keep_last_fraction": (None,),
+    "stability.replay.every_steps": (None,),
+}
+"""The values that were proven with parallel.gather_8_bits, as those above."""
 
 
 def findings(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
@@ -42,6 +57,8 @@ def findings(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
         return
     yield from _fsdp(cfg)
     yield from _offload(cfg)
+    if cfg.parallel.gather_8_bits:
+        yield from _weights_in_8_bits(cfg, layout)
 
 
 def _fsdp(cfg: RunConfig) -> Iterator[Finding]:
@@ -59,6 +76,23 @@ def _fsdp(cfg: RunConfig) -> Iterator[Finding]:
     if cfg.parallel.shard_size is not None and cfg.parallel.zero_stage == 0:
         why = "zero_stage 0, where every rank has all weights"
         yield no_effect("parallel.shard_size", cfg.parallel.shard_size, why)
+
+
+def _weights_in_8_bits(cfg: RunConfig, layout: Layout) -> Iterator[Finding]:
+    """Find settings that do not go with weights that are gathered in 8 bits."""
+    key, linear = "parallel.gather_8_bits", cfg.linear
+    if not may_be_low_bit(cfg):
+        yield no_effect(key, True, f"linear.precision {linear.precision}: no layer is in 8 bits")
+        return
+    yield from not_proven(cfg, WITH_WEIGHTS_IN_8_BITS, "weights_in_8_bits", key, "gather_8_bits: false")
+    for name, layer in linear_layers(cfg.model, layout.tensor).items():
+        for weight, rows in layer.outputs.items() if linear.takes(layer) else ():
+            if rows % layout.shards:
+                yield About("weights_in_8_bits", key, True).error(
+                    f"gathers as many rows from each rank, and {layout.shards} ranks do not divide the {rows} rows of "
+                    f"{weight} ({name})",
+                    "use another number of ranks, or gather_8_bits: false",
+                )
 
 
 def _offload(cfg: RunConfig) -> Iterator[Finding]:
