@@ -140,12 +140,13 @@ class _Part:
 
     def _send(self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> tuple[tuple[Tensor], Any]:
         """Return the bytes that this rank sends, and what they are."""
-        layer, codes = self._layer, self._codes
-        if layer.codes.whole or layer.layer.matmul is not layer.matmul:
+        layer, codes, backward = self._layer, self._codes, in_backward()
+        # A backward pass reads what its forward pass has read.
+        narrow = bool(layer.layer.kept) if backward else layer.layer.matmul is layer.matmul
+        if layer.codes.whole or not narrow:
             what, sent = (False, False), self._master.to(layer.dtype).view(-1).view(torch.uint8)
         else:
             layer.codes.renew()
-            backward = in_backward()
             what = not backward or layer.again(), backward
             sent = self._sent[0 if what[0] else codes : len(self._sent) if what[1] else codes + self._scales]
         self._fit(layer.shards * len(sent))

@@ -1,0 +1,82 @@
+"""Train a model whose first half is common, with the output projection in 16 bits and in 8 (linear.head).
+
+    PYTHONPATH=.:kernels:tests/support python results/head-loss/arms.py TEXT OUT --seconds 120
+
+results/experts/runs.py does the work and says what TEXT is and what the options do. The model is dense, of 43M
+parameters; its blocks are in INT8 with INT8 attention in all arms. No test runs this script, and the page names its
+commit.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "experts"))
+
+import runs
+import tiny
+from sagetrain.config import RunConfig
+from sagetrain.engines.protocol import Engine
+from sagetrain.model.transformer import changed
+
+SHAPE = {"num_layers": 12, "hidden_size": 512, "ffn_hidden_size": 1536, "num_attention_heads": 8}
+ATTENTION = {"backend": "sage", "recipe": "scores"} if torch.cuda.is_available() else {"backend": "reference"}
+if runs.SMALL:
+    SHAPE = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 2}
+HEADS = {"bf16": "bf16", "band": "bf16", "fp8": "fp8", "int8": "int8"}
+runs.ARMS = {arm: (ATTENTION, {"precision": "int8", "recipe": "rowwise", "head": head}) for arm, head in HEADS.items()}
+
+
+def config(arm: str, tokens: int) -> RunConfig:
+    attention, linear = runs.ARMS[arm]
+    return tiny.config(
+        1,
+        "bf16",
+        model={**SHAPE, "vocab_size": runs.VOCAB},
+        attention={**attention, "qk_norm": "before_rope"},
+        linear=linear,
+        data={"seq_length": runs.LENGTH, "micro_batch_size": runs.MICRO},
+        tokens_per_step={"tokens": tokens},
+        optimizer={"lr": 1e-3},
+        parallel={"engine": "fsdp"},
+        training={"total_tokens": 10**9, "cuda_graphs": "off"},
+    )
+
+
+@torch.no_grad()
+def evaluated(engine: Engine, cfg: RunConfig, valid: runs.Text, exact: bool) -> dict:
+    """Evaluate a finished run, and one with a head in 8 bits with a head in 16 bits as well, both not compiled."""
+    batches = valid.batches(list(range(runs.VALID)))
+    found = {"valid": engine.evaluate(batches)["valid/loss"]}
+    head = engine.model.head
+    for name, how in (("own", {}), ("sixteen", {(head, "matmul"): head.in_dtype})) if exact else ():
+        with torch.compiler.set_stance("force_eager"), changed(how):
+            found[name] = engine.evaluate(batches)["valid/loss"]
+    return found
+
+
+def table(rows: list[dict]) -> None:
+    """Print the differences to 16 bits of the same seed."""
+    found = {(row["arm"], row["seed"]): row for row in rows}
+    last = lambda row: sum(row["losses"][-(row["steps"] // 10 or 1) :]) / (row["steps"] // 10 or 1)  # noqa: E731
+    print(f"\n{sorted({row['steps'] for row in rows})} steps of a half\n")
+    print("| head | training | held out | rounding the finished model |\n|---|---|---|---|")
+    for arm in runs.ARMS:
+        pairs = [
+            (found[arm, seed], found["bf16", seed]) for name, seed in found if name == arm and ("bf16", seed) in found
+        ]
+        if arm == "bf16" and pairs:
+            cells = [f"{sum(f(a) for a, _ in pairs) / len(pairs):.4f}" for f in (last, lambda row: row["valid"])]
+        else:
+            cells = [runs.interval([f(a) - f(b) for a, b in pairs]) for f in (last, lambda row: row["valid"])]
+        cells.append(runs.interval([a["own"] - a["sixteen"] for a, _ in pairs if "own" in a]))
+        print(f"| {arm} | {' | '.join(cells)} |", flush=True)
+
+
+runs.config, runs.evaluated, runs.table = config, evaluated, table
+
+if __name__ == "__main__":
+    runs.main()
