@@ -32,24 +32,20 @@ DEVICE void send(int &to, int x, u64 &barrier, int block) {
         "r"(x), "r"(block)
         : "memory");
 }
-DEVICE void wait_sent(u64 &barrier, u32 parity) {
-    asm volatile(
-        "{ .reg .pred done;\n"
-        "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again; }" ::"r"(address(&barrier)), "r"(parity)
-        : "memory");
-}
+#define WAIT(name, seen)                                                                                            \
+    DEVICE void name(u64 &barrier, u32 parity) {                                                                    \
+        asm volatile(                                                                                               \
+            "{ .reg .pred done;\n"                                                                                  \
+            "again: mbarrier.try_wait.parity" seen ".shared::cta.b64 done, [%0], %1;\n"                             \
+            "@!done bra again; }" ::"r"(address(&barrier)), "r"(parity)                                             \
+            : "memory");                                                                                            \
+    }
+WAIT(wait, "")
+WAIT(wait_sent, ".acquire.cluster")
 DEVICE void cluster_barrier() {
     asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 #define CLUSTER_OF(n) __cluster_dims__(n, 1, 1)
-DEVICE void wait(u64 &barrier, u32 parity) {
-    asm volatile(
-        "{ .reg .pred done;\n"
-        "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again; }" ::"r"(address(&barrier)), "r"(parity)
-        : "memory");
-}
 DEVICE void warpgroup_barrier(int i) { asm volatile("bar.sync %0, 128;" ::"r"(1 + i) : "memory"); }
 
 // ---- Bulk copies
