@@ -70,7 +70,8 @@ class LowBit(Matmul):
 
     Args:
         number: the format of x and of the weights.
-        gradient: the format of dY.
+        gradient: the format of dY. None: both gradients are computed in 16 bits (the dtype of x), from dY, x and the
+            weights.
         per_row: use a scale for each row of every operand, not one for the whole operand.
         wide_weight_gradient: compute the gradient of the weights from dY and x in 16 bits (the dtype of x). This
             product sums over tokens, whose magnitudes differ most.
@@ -79,25 +80,32 @@ class LowBit(Matmul):
     joined: bool = True
     differentiable = False
     number: torch.dtype = E4M3
-    gradient: torch.dtype = E4M3
+    gradient: torch.dtype | None = E4M3
     per_row: bool = True
     wide_weight_gradient: bool = False
 
     def keep(self, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return codes and scales of the weights, first as the output reads them, then transposed for the gradient of
-        x."""
+        x, if that is in 8 bits."""
+        if self.gradient is None:
+            return self._rounded(_whole(weights))
         rounded, turned = quantize_both(_whole(weights), self.number, self.per_row)
         return *rounded, *turned
 
     @property
+    def keeps_x(self) -> bool:
+        """Whether the gradient of the weights is computed from x as it is."""
+        return self.wide_weight_gradient or self.gradient is None
+
+    @property
     def travels(self) -> bool:
         """Whether x may be gathered in 8 bits."""
-        return self.number == E4M3 and not self.wide_weight_gradient
+        return self.number == E4M3 and not self.keeps_x
 
     @property
     def gradient_travels(self) -> bool:
         """Whether dY may be gathered in 8 bits."""
-        return self.gradient == E4M3 and not self.wide_weight_gradient
+        return self.gradient == E4M3 and not self.keeps_x
 
     def pack(self, x: Tensor) -> Tensor:
         """Return x in 8 bits, uint8 [tokens, in + 16], or x itself if it does not travel in 8 bits."""
@@ -110,11 +118,11 @@ class LowBit(Matmul):
     @property
     def measured(self) -> bool:
         """Whether `read` and `prepare` are spared work by the largest magnitudes of what they are given."""
-        return self.per_row and not self.wide_weight_gradient
+        return self.per_row and not self.keeps_x
 
     def read(self, x: Tensor, largest: Tensor | None = None) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Return codes and scales of x for `forward`, and of x transposed for `weight_gradients`."""
-        if self.wide_weight_gradient:
+        if self.keeps_x:
             return self._rounded(x), (x,)
         return quantize_both(x, self.number, self.per_row, largest if self.measured else None)
 
@@ -135,6 +143,8 @@ class LowBit(Matmul):
         """Return codes and scales of dY, the gradients of all weights joined, followed by those of dY transposed or by
         dY itself."""
         (grad,) = super().prepare(grads)
+        if self.gradient is None:
+            return (grad,)
         if self.wide_weight_gradient:
             return *quantize(grad, self.gradient, self.per_row), grad
         rounded, turned = quantize_both(grad, self.gradient, self.per_row, largest)
@@ -148,6 +158,8 @@ class LowBit(Matmul):
         kept: Sequence[Tensor] = (),
     ) -> Tensor:
         """Return the gradient of x: [tokens, in]."""
+        if self.gradient is None:
+            return super().input_gradient(prepared, weights, out)
         weight = Rounded(*kept[2:]) if kept else self._rounded(_whole_now(list(weights), prepared[0]).t())
         total = product(Rounded(*prepared[:2]), weight, weights[0].dtype, self._fast_backward)
         return total if out is None else out.copy_(total)
@@ -162,13 +174,16 @@ class LowBit(Matmul):
 
     def add_weight_gradient(self, total: Tensor, prepared: Sequence[Tensor], saved: Sequence[Tensor]) -> None:
         """Add the gradient of one weight to an fp32 total."""
+        if self.gradient is None:
+            super().add_weight_gradient(total, prepared, saved)
+            return
         # With scales of rows, a GPU's kernel for FP8 writes bf16 alone.
         narrow = self.per_row and prepared[0].is_cuda and self.number != INT8
         total += self._weight_gradient(prepared, saved, torch.bfloat16 if narrow else total.dtype)
 
     def _weight_gradient(self, prepared: Sequence[Tensor], saved: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        if self.wide_weight_gradient:
-            return prepared[2].t() @ saved[0]
+        if self.keeps_x:
+            return prepared[-1].t() @ saved[0]
         return product(Rounded(*prepared[2:]), Rounded(*saved), dtype, self._fast_backward)
 
     def _rounded(self, operand: Tensor) -> Rounded:
@@ -182,62 +197,6 @@ class LowBit(Matmul):
         fast.
         """
         return self.per_row
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mixed(Matmul):
-    """Products of which the output is computed in 8 bits, and both gradients in another way.
-
-    Args:
-        output: how x is multiplied by the weights.
-        gradients: how both gradients are computed.
-    """
-
-    differentiable = False
-    output: LowBit
-    gradients: Matmul
-
-    def keep(self, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return codes and scales of the weights: see LowBit.keep."""
-        return *self.output.keep(weights)[:2], *self.gradients.keep(weights)[2:]
-
-    def read(self, x: Tensor, largest: Tensor | None = None) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Return codes and scales of x for `forward`, and what `weight_gradients` reads."""
-        return self.output.operand(x), self.gradients.read(x)[1]
-
-    def operand(self, x: Tensor) -> Sequence[Tensor]:
-        """Return codes and scales of x."""
-        return self.output.operand(x)
-
-    def forward(
-        self, operand: Sequence[Tensor], weights: Sequence[Tensor], kept: Sequence[Tensor] = ()
-    ) -> tuple[Tensor, ...]:
-        """Return x W^T of each weight: [tokens, out] each."""
-        return self.output.forward(operand, weights, kept)
-
-    def prepare(self, grads: Sequence[Tensor], largest: Tensor | None = None) -> Sequence[Tensor]:
-        """Return the tensors from which both gradients are computed."""
-        return self.gradients.prepare(grads)
-
-    def input_gradient(
-        self,
-        prepared: Sequence[Tensor],
-        weights: Sequence[Tensor],
-        out: Tensor | None = None,
-        kept: Sequence[Tensor] = (),
-    ) -> Tensor:
-        """Return the gradient of x: [tokens, in]."""
-        return self.gradients.input_gradient(prepared, weights, out, kept)
-
-    def weight_gradients(
-        self, prepared: Sequence[Tensor], saved: Sequence[Tensor], weights: Sequence[Tensor]
-    ) -> Sequence[Tensor]:
-        """Return the gradient of each weight, in its shape."""
-        return self.gradients.weight_gradients(prepared, saved, weights)
-
-    def add_weight_gradient(self, total: Tensor, prepared: Sequence[Tensor], saved: Sequence[Tensor]) -> None:
-        """Add the gradient of one weight to an fp32 total."""
-        self.gradients.add_weight_gradient(total, prepared, saved)
 
 
 def _whole(weights: Sequence[Tensor]) -> Tensor:
@@ -268,10 +227,7 @@ RECIPES = {
 }
 """The recipes, keyed by precision and recipe, the keys linear.precision and linear.recipe of SageTrain."""
 
-HEADS: dict[str, Matmul] = {
-    "fp8": RECIPES["fp8", "rowwise"],
-    "int8": Mixed(output=RECIPES["int8", "rowwise"], gradients=Matmul()),
-}
+HEADS = {"fp8": RECIPES["fp8", "rowwise"], "int8": LowBit(number=INT8, gradient=None)}
 """The products of an output projection before a cross-entropy, by the key linear.head of SageTrain. Its gradient is
 a softmax less a one. 127 steps below the one would round a quarter to a half of the other probabilities to zero, so
 INT8 has gradients in 16 bits. e4m3 loses 0.3 % of them."""

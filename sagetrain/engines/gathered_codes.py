@@ -170,8 +170,8 @@ class _Part:
         layer, (got,), shards = self._layer, received, self._layer.shards
         if self._whole is None:
             self._received = got if got._base is None else got._base
-            self._stream = torch.cuda.current_stream() if got.is_cuda else None
             self._whole = torch.empty(shards * len(self._master), layer.columns, dtype=dtype, device=got.device)
+        self._stream = torch.cuda.current_stream() if got.is_cuda else None
         bytes_, (rows, columns) = got.view(shards, -1), what
         if rows or columns:
             layer.layer.kept = layer.kept

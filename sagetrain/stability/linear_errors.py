@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sagekernels.lowbit import LowBit, Mixed
+from sagekernels.lowbit import LowBit
 from sagekernels.matmul import Matmul
 from sagekernels.observe import pooled_cosine, pooled_rel_l2
 from sagetrain.config.errors import many
@@ -60,7 +60,7 @@ class Observed(Matmul):
     """
 
     joined: bool = True
-    low: LowBit | Mixed
+    low: LowBit
     tell: Numbers
     tag: str
     weights: Sequence[Tensor] = ()
@@ -98,7 +98,7 @@ class Observed(Matmul):
         self._compare("dX", low.input_gradient(rounded, weights), grad, w)
         self._compare("dW", torch.cat(tuple(gradients)), grad.t(), x)
         self._count("dX", grad, rounded[0])
-        if isinstance(low, LowBit) and not low.wide_weight_gradient:
+        if not low.keeps_x:
             # Rows of zeros fill the codes up.
             self._count("dW", grad, rounded[2].t()[: len(grad)])
         return gradients
@@ -142,7 +142,7 @@ class LinearErrors:
         self._first = next(iter((leaves or dict(model.named_parameters())).values()))
 
     @property
-    def layers(self) -> dict[tuple[int | str, str], tuple[ParallelLayer, LowBit | Mixed]]:
+    def layers(self) -> dict[tuple[int | str, str], tuple[ParallelLayer, LowBit]]:
         """The layers in 8 bits at present, by the number of the block and the path inside of it, or both `head`."""
         head = getattr(self._model, "head", None)
         low = {("head", "head"): (head, head.matmul)} if head is not None and head.matmuls else {}

@@ -29,13 +29,9 @@ A proof opens a value here, or removes the line if all values have one."""
 WITH_WEIGHTS_IN_8_BITS: dict[str, tuple[object, ...]] = {
     "parallel.zero_stage": (3,),
     "parallel.engine": ("fsdp", "auto"),
-    "parallel.context_parallel_size": (1,),
-    "parallel.shard_size": (None,),
     "parallel.offload": ("none",),
     "training.activation_offload": (False,),
     "model.experts": (None,),
-    "linear.keep_first_fraction": (None,),
-    "linear.keep_last_fraction": (None,),
     "stability.replay.every_steps": (None,),
 }
 """The values that were proven with parallel.gather_8_bits, as those above."""
