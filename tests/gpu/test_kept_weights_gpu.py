@@ -1,5 +1,5 @@
-"""8-bit weights that CUDA graphs renew are those that the host's launches make. Those that are gathered at ZeRO 3 are the
-codes of the whole weights."""
+"""8-bit weights that CUDA graphs renew are those that the host's launches make. Steps with weights that are gathered in
+8 bits at ZeRO 3 have the bits of steps without them."""
 
 from unittest.mock import patch
 
