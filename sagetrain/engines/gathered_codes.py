@@ -72,20 +72,17 @@ class _Layer:
     ) -> None:
         # FSDP asks this very tensor, and `to_local` returns a view of it.
         self.masters: list[Tensor] = [cast(Any, weight)._local_tensor for weight in layer.weights]
-        self.layer, self.matmul, self.codes, self.shards, self.dtype = layer, layer.matmul, codes, shards, dtype
-        self.again = again
-        assert isinstance(self.matmul, LowBit)
+        self.matmul = matmul = layer.matmul
+        self.layer, self.codes, self.shards, self.dtype, self.again = layer, codes, shards, dtype, again
+        assert isinstance(matmul, LowBit)
         self.rows, self.columns = [len(master) for master in self.masters], self.masters[0].shape[1]
-        self.per_row, whole, device = self.matmul.per_row, shards * sum(self.rows), self.masters[0].device
-        one = {"dtype": torch.float32, "device": device}
-        number = {"dtype": self.matmul.number, "device": device}
-        scales = torch.empty(whole, 1, **one), torch.empty(self.columns, 1, **one)
-        if not self.per_row:
-            scales = torch.empty(1, 1, **one), torch.empty(1, 1, **one)
-        self.kept = (
-            torch.empty(whole, self.columns, **number), scales[0],
-            torch.empty(self.columns, whole, **number), scales[1],
-        )  # fmt: skip
+        self.per_row, whole, device = matmul.per_row, shards * sum(self.rows), self.masters[0].device
+
+        def rounded(rows: int, columns: int) -> tuple[Tensor, Tensor]:
+            codes = torch.empty(rows, columns, dtype=matmul.number, device=device)
+            return codes, torch.empty(rows if self.per_row else 1, 1, dtype=torch.float32, device=device)
+
+        self.kept = *rounded(whole, self.columns), *rounded(self.columns, whole)
         """The tensors that Matmul.keep returns for the whole weights. Codes, and the scales of rows, have memory while
         they are needed."""
         self.along_rows = self.kept[: 1 + self.per_row]
@@ -168,7 +165,7 @@ class _Part:
         """Take the bytes of all ranks. FSDP gives the memory of the tensors that the first call returns back when a
         pass has ended, and makes it anew before it calls this function again."""
         layer, (got,), shards = self._layer, received, self._layer.shards
-        if self._whole is None:
+        if self._whole is None or self._received is None:
             self._received = got if got._base is None else got._base
             self._whole = torch.empty(shards * len(self._master), layer.columns, dtype=dtype, device=got.device)
         self._stream = torch.cuda.current_stream() if got.is_cuda else None

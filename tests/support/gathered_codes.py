@@ -63,6 +63,8 @@ def steps(engine: Engine, watched: bool) -> list[Any]:
     found = [first.loss, first.grad_norm, tiny.evaluation(engine, ["web"])["valid/loss"]]
     if watched:
         found += map(bits, engine.gathered().values())
+        # The first forward pass finds whole weights, and its backward pass gathers them again.
+        found.append(tiny.global_step(engine, 0, sequences=8).loss)
         matmuls = engine.model.matmuls
         engine.model.use_16_bits()
         engine.weights_changed()
