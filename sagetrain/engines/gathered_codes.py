@@ -14,7 +14,9 @@ whole weights.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -123,10 +125,15 @@ class _Part:
         self._codes, self._scales = rows * columns, 4 * rows * layer.per_row
         # The scales of rows lie between both codes, so what one pass sends is as long as what the other sends.
         self._sent = torch.empty(2 * self._codes + self._scales, dtype=torch.uint8, device=master.device)
+        self._word = torch.int64 if rows % 8 == 0 else torch.uint8
+        """The words in which codes are copied to their places. A GPU takes as long for a byte as for eight."""
         self._whole: Tensor | None = None
         self._received: Tensor | None = None
         self._stream: Any = None
-        master.fsdp_pre_all_gather, master.fsdp_post_all_gather = self._send, self._receive
+        # FSDP reads the signature before each gather, which takes the host longer than all else of it.
+        send: Any = partial(self._send)
+        send.__signature__ = inspect.signature(self._send)
+        master.fsdp_pre_all_gather, master.fsdp_post_all_gather = send, self._receive
 
     def write(self, codes: Tensor, scale: Tensor, turned: Tensor) -> None:
         """Keep the codes of this rank's rows, and their scales, for gathers."""
@@ -169,10 +176,10 @@ class _Part:
             self._received = got if got._base is None else got._base
             self._whole = torch.empty(shards * len(self._master), layer.columns, dtype=dtype, device=got.device)
         self._stream = torch.cuda.current_stream() if got.is_cuda else None
-        bytes_, (rows, columns) = got.view(shards, -1), what
+        rows, columns = what
         if rows or columns:
             layer.layer.kept = layer.kept
-            self._place(bytes_, rows, columns)
+            self._place(got.view(self._word).view(shards, -1), rows, columns)
             give_back(*(() if rows else layer.along_rows), *(() if columns else layer.along_columns))
             if out is not None:
                 give_back(self._whole)
@@ -185,20 +192,21 @@ class _Part:
         return None if out is not None else (self._whole, [self._whole, *(of_layer if layer.parts[0] is self else ())])
 
     def _place(self, received: Tensor, rows: bool, columns: bool) -> None:
-        """Write the codes of all ranks, [ranks, bytes], where the layer reads them."""
-        layer, start = self._layer, self._start
+        """Write the codes of all ranks, [ranks, words], where the layer reads them. Autograd does not notice it."""
+        layer, start, word = self._layer, self._start, self._word
         stop = start + layer.shards * len(self._master)
         codes, scale, turned, _ = layer.kept
+        own, scales = self._codes // word.itemsize, self._scales // word.itemsize
         if rows:
             take_back(*layer.along_rows)
-            bytes_of(codes)[start:stop].view(len(received), -1).copy_(received[:, : self._codes])
+            codes.data[start:stop].view(word).view(len(received), -1).copy_(received[:, :own])
             if layer.per_row:
-                own = received[:, self._codes : self._codes + self._scales]
-                bytes_of(scale)[start:stop].view(len(received), -1).copy_(own)
+                sent = received[:, own : own + scales]
+                scale.data[start:stop].view(-1).view(word).view(len(received), -1).copy_(sent)
         if columns:
             take_back(*layer.along_columns)
-            own = received[:, -self._codes :].unflatten(1, (layer.columns, -1))
-            bytes_of(turned)[:, start:stop].unflatten(1, (len(received), -1)).copy_(own.transpose(0, 1))
+            sent = received[:, -own:].unflatten(1, (layer.columns, -1)).transpose(0, 1)
+            turned.data[:, start:stop].view(word).unflatten(1, (len(received), -1)).copy_(sent)
 
 
 def _again(model: Transformer, number: int) -> bool:
@@ -209,11 +217,6 @@ def _again(model: Transformer, number: int) -> bool:
 def in_backward() -> bool:
     """Return whether autograd runs a backward pass in this thread."""
     return torch._C._current_graph_task_id() != -1
-
-
-def bytes_of(x: Tensor) -> Tensor:
-    """Return the bytes of a matrix. Autograd does not notice when they are written."""
-    return x.data.view(torch.uint8)
 
 
 def give_back(*tensors: Tensor) -> None:
