@@ -106,7 +106,7 @@ def _codes(cfg: RunConfig, head: MatmulCost | None) -> MemoryItem:
     return MemoryItem("8-bit weights", bytes_, "codes of linear layers, as they are and transposed")
 
 
-def spared_bytes(cfg: RunConfig) -> float:
+def shorter_gather(cfg: RunConfig) -> float:
     """Return the bytes by which parallel.gather_8_bits makes the gather of a block shorter, in the mean of both passes.
     A backward pass that recomputes the block gathers codes both ways, which are as long as 16 bits."""
     if not cfg.parallel.gather_8_bits:
