@@ -26,6 +26,7 @@ from torch import Tensor
 from sagekernels.casts import largest_of, quantize_both
 from sagekernels.lowbit import LowBit
 from sagetrain.model import walks
+from sagetrain.model.block import Block
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.layers import ParallelLayer
 
@@ -43,9 +44,9 @@ class GatheredCodes:
         """If set, the whole weights are gathered."""
         self._ranks, self._layers, self._stale = ranks, list[_Layer](), True
         for number, block in zip(model.numbers, model.blocks, strict=True):
-            for layer in block.linear_layers.values():
+            for layer in cast(Block, block).linear_layers.values():
                 if isinstance(layer.matmul, LowBit):
-                    self._layers.append(_Layer(layer, self, ranks.size(), dtype, lambda at=number: _again(model, at)))
+                    self._layers.append(_Layer(layer, self, ranks.size(), dtype, partial(_again, model, number)))
 
     def written(self) -> None:
         """Note that masters were written: the next gather renews all codes."""

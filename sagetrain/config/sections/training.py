@@ -62,7 +62,7 @@ class ParallelConfig(Section):
     (hybrid sharding). The other ranks hold copies of these shards, and only gradients travel between copies: the GPUs
     of a host, for instance, where links between hosts are slow. Not with engine deepspeed. Default: all shard."""
     gather_8_bits: bool = False
-    """At zero_stage 3, gather the weights of linear layers in 8 bits (linear.precision fp8 or int8), as the products
+    """Gather the weights of linear layers in 8 bits at zero_stage 3 (linear.precision fp8 or int8), as the products
     read them. Each rank rounds its rows once a step, and no micro-step rounds weights. Losses and gradients have the
     same bits as without it. A forward and a backward pass gather half the bytes each, and a backward pass that
     recomputes the block as many as without it. A rank keeps the codes of its rows, 2 bytes for each of their elements.
