@@ -28,7 +28,7 @@ from sagekernels.lowbit import LowBit
 from sagetrain.model import walks
 from sagetrain.model.block import Block
 from sagetrain.model.transformer import Transformer
-from sagetrain.parallel.layers import ParallelLayer
+from sagetrain.parallel.layers import LinearLayer
 
 
 class GatheredCodes:
@@ -71,7 +71,7 @@ class _Layer:
     """The codes of a layer: this rank's rows of them, and what was gathered."""
 
     def __init__(
-        self, layer: ParallelLayer, codes: GatheredCodes, shards: int, dtype: torch.dtype, again: Callable[[], bool]
+        self, layer: LinearLayer[Any], codes: GatheredCodes, shards: int, dtype: torch.dtype, again: Callable[[], bool]
     ) -> None:
         # FSDP asks this very tensor, and `to_local` returns a view of it.
         self.masters: list[Tensor] = [cast(Any, weight)._local_tensor for weight in layer.weights]
