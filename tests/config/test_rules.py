@@ -29,12 +29,15 @@ def test_a_sound_configuration_has_no_findings(world_size):
     assert fit(run_config(), world_size) == []
 
 
-def test_experts_may_recompute_a_number_of_blocks():
-    for recomputed, refused in ((1, 0), ("attention", 1)):
-        cfg = run_config(
-            model={"experts": EXPERTS}, training={"activation_checkpointing": recomputed, "cuda_graphs": "off"}
-        )
-        assert [finding.rule for finding in fit(cfg, 1)] == ["not_proven_with_experts"] * refused
+@pytest.mark.parametrize(("recomputed", "master", "refused"), [
+    (1, "bf16_chance", []),
+    ("attention", "bf16_kahan", ["optimizer.master", "training.activation_checkpointing"]),
+])  # fmt: skip
+def test_experts_go_with_what_was_proven(recomputed, master, refused):
+    training = {"activation_checkpointing": recomputed, "cuda_graphs": "off", "dtype": "bf16"}
+    cfg = run_config(model={"experts": EXPERTS}, training=training, optimizer={"master": master})
+    found = [finding for finding in fit(cfg, 1) if finding.rule == "not_proven_with_experts"]
+    assert [finding.key for finding in found if finding.key != "parallel.engine"] == refused
 
 
 def test_a_launch_has_as_many_ranks_as_the_configuration_says():

@@ -276,8 +276,13 @@ HOW: dict[str, tuple[list[str], dict[str, Any]]] = {
         {"dtype": "bf16", "optimizer": {"name": "muon"}, **ONE_MIXTURE},
     ),
     "fp8": (
-        ["experts 2 x TP 2, halves, ZeRO 2"],
-        {"dtype": "bf16", "linear": {"precision": "fp8"}, "optimizer": {"moments": "int8"}, **ONE_MIXTURE},
+        ["experts 2 x TP 2, halves, ZeRO 2", "TP 2, halves, ZeRO 3"],
+        {
+            "dtype": "bf16",
+            "linear": {"precision": "fp8"},
+            "optimizer": {"moments": "int8", "master": "bf16_chance"},
+            **ONE_MIXTURE,
+        },
     ),
 }
 """The layouts that write checkpoints, each read by the next one as well, and the configuration, by dtype."""

@@ -25,7 +25,7 @@ PROVEN: dict[str, tuple[object, ...]] = {
     "parallel.engine": ("auto", "fsdp"),
     "parallel.gradient_reduction": ("fp32",),
     "deepspeed": ({},),
-    "optimizer.master": ("fp32",),
+    "optimizer.master": ("fp32", "bf16_chance"),
     "training.activation_checkpointing": ("none", "full", "selective"),
     "training.cuda_graphs": ("off", "on"),
     "stability.quant_noise.every_steps": (None,),
