@@ -5,7 +5,6 @@ import itertools
 import os
 import random
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -227,14 +226,6 @@ def test_progress_in_a_log_is_whole_lines(tmp_path, capsys, monkeypatch):
     assert re.fullmatch(r"(tokenizing: .+\n){2,}", shown())
 
 
-def test_one_document_is_one_document(tmp_path, model):
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "fine"}\n{"text": ""}\n')
-    said = []
-    prepare([str(tmp_path / "a.jsonl")], tmp_path / "x", tokenizer=model, say=said.append)
-    assert said[-2].endswith(" tokens, 1 document")
-    assert said[-1] == "left out 1 empty document"
-
-
 def test_a_path_is_the_same_input_however_it_is_written(tmp_path, model, monkeypatch):
     (tmp_path / "work").mkdir()
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS[:20])
@@ -251,7 +242,6 @@ def test_the_smallest_vocabulary(tmp_path):
 def test_prepare_needs_no_torch():
     code = "import sys, sagetrain.corpus.prepare; sys.exit('torch' in sys.modules or 'datasets' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
-    assert resource.getpagesize() > 0
 
 
 # -- interruptions -----------------------------------------------------------------------------------------------------

@@ -20,9 +20,8 @@ from prepare_inputs import TEXTS, documents, prepare, published_tokenizer, quiet
 from sagetrain.config import ConfigError
 from sagetrain.config.rules.prepared import prepared, text_prefixes
 from sagetrain.config.schema import DataConfig
-from sagetrain.corpus import encode, files, journal
+from sagetrain.corpus import encode, files
 from sagetrain.corpus.records import Chats, Notes, Pairs, records_of
-from sagetrain.corpus.token_writer import TokenFileWriter
 from sagetrain.data.chat_template import answer_ends
 from sagetrain.data.token_file import TokenFile
 from sagetrain.data.tokenizer import Tokenizer
@@ -201,42 +200,6 @@ def test_the_same_records_from_every_kind_of_input(tmp_path: Path, folder: Path,
               num_workers=workers)  # fmt: skip
         found.append([out.with_suffix(suffix).read_bytes() for suffix in (".bin", ".idx", ".mask")])
     assert all(each == found[0] for each in found)
-
-
-class Killed(BaseException):
-    """An exception that none of our code handles."""
-
-
-def test_an_interrupted_call_is_gone_on_with(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The files are those of a call that was not interrupted. The part of the mask that was written before is
-    checked."""
-    monkeypatch.setattr(files, "CHUNK_RECORDS", 64)
-    monkeypatch.setattr(journal, "SECONDS", 0.0)
-    source = write(tmp_path / "a.jsonl", *({"p": "what", "c": " it" * (n % 7 + 1)} for n in range(400)))
-    options = {"tokenizer": folder / "tokenizer.json", "records": Pairs("p", "c", 16), "valid_fraction": 0.3}
-    quiet([source], tmp_path / "whole" / "train", **options)
-    out, add, left = tmp_path / "cut" / "train", TokenFileWriter.add, iter(range(5))
-
-    def die(self: TokenFileWriter, *arguments: object) -> None:
-        if next(left, None) is None:
-            raise Killed
-        add(self, *arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(TokenFileWriter, "add", die)
-        with pytest.raises(Killed):
-            quiet([source], out, **options)
-    partial = out.with_name("train.mask.partial")
-    mask = partial.read_bytes()
-    partial.write_bytes(bytes([1]) + mask[1:])
-    with pytest.raises(ConfigError, match="no longer hold what an unfinished call wrote"):
-        quiet([source], out, **options)
-    partial.write_bytes(mask)
-    quiet([source], out, **options)
-    for name in ("train", "valid"):
-        for suffix in (".bin", ".idx", ".mask", ".json"):
-            assert out.with_name(name + suffix).read_bytes() == (tmp_path / "whole" / (name + suffix)).read_bytes()
-    assert not list(out.parent.glob("*.partial"))
 
 
 # -- templates ---------------------------------------------------------------------------------------------------------

@@ -147,6 +147,13 @@ def test_interrupted_records_keep_their_sequences_and_masks(tmp_path, model, sma
         whole, out = tmp_path / f"whole{bool(shard)}", tmp_path / f"out{bool(shard)}"
         quiet(inputs, whole / "train", shard=shard, **options)
         assert sum(file.suffix == ".mask" for file in whole.iterdir()) == 2
+        assert killed_after(5, inputs, out / "train", shard=shard, **options)
+        partial = next(out.glob("train*.mask.partial"))
+        mask = partial.read_bytes()
+        partial.write_bytes(bytes([1]) + mask[1:])
+        with pytest.raises(ConfigError, match="no longer hold what an unfinished call wrote"):
+            quiet(inputs, out / "train", shard=shard, **options)
+        partial.write_bytes(mask)
         times = 0
         while killed_after(3, inputs, out / "train", shard=shard, **options):
             times += 1

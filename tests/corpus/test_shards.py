@@ -16,7 +16,6 @@ import zstandard
 from prepare_inputs import TEXTS, documents, make_texts, prepare, quiet, write_jsonl
 from sagetrain.config import ConfigError
 from sagetrain.config.schema import DataSource
-from sagetrain.corpus import files, journal
 from sagetrain.corpus.request import TextRequest
 from sagetrain.corpus.sources import Corpus
 from sagetrain.corpus.token_writer import TokenFileWriter
@@ -118,24 +117,6 @@ def test_every_line_is_in_one_part_wherever_it_is_cut(tmp_path):
         read = [record.decode() for part in parts for chunk in part.chunks() for record in chunk.records]
         assert read == lines
         assert sum(part.size for part in parts) == path.stat().st_size
-
-
-def test_an_interrupted_part_goes_on(tmp_path, model, monkeypatch):
-    path = write_jsonl(tmp_path / "a.jsonl", make_texts(900))
-    arguments = {"tokenizer": model, "shard": "2/3"}
-    quiet([str(path)], tmp_path / "whole/train", **arguments)
-    monkeypatch.setattr(files, "CHUNK_BYTES", 1 << 12)
-    monkeypatch.setattr(journal, "SECONDS", 0.0)
-    add, left = TokenFileWriter.add, iter(range(4))
-    with monkeypatch.context() as patch:
-        patch.setattr(TokenFileWriter, "add", lambda self, *args: (next(left), add(self, *args)))
-        with pytest.raises(StopIteration):
-            quiet([str(path)], tmp_path / "d/train", **arguments)
-    said = []
-    prepare([str(path)], tmp_path / "d/train", say=said.append, **arguments)
-    assert "going on after" in said[0]
-    for name in ("train-00002-of-00003.bin", "train-00002-of-00003.idx", "train-00002-of-00003.json"):
-        assert (tmp_path / "d" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
 def test_two_hosts_at_once_train_one_tokenizer(tmp_path):

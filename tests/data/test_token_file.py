@@ -128,14 +128,6 @@ def test_nothing_looks_finished_before_publish(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_two_writers_of_one_file(tmp_path):
-    writer = TokenFileWriter(tmp_path / "x").begin(100)
-    with pytest.raises(ConfigError, match="another process is writing"):
-        TokenFileWriter(tmp_path / "x").begin(100)
-    writer.abort()
-    TokenFileWriter(tmp_path / "x").begin(100).abort()
-
-
 def test_a_file_published_just_before_the_lock_stays_whole(tmp_path, monkeypatch):
     first = TokenFileWriter(tmp_path / "x").begin(100)
     first.add(np.array([1, 2]), np.array([2]))
