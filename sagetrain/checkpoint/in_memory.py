@@ -47,6 +47,7 @@ from sagetrain.cluster.rendezvous import listen
 from sagetrain.config.errors import ConfigError
 from sagetrain.parallel.digest import digest
 from sagetrain.parallel.host import ranks_of_host
+from sagetrain.parallel.objects import of_every_rank, of_rank_0
 from sagetrain.parallel.topology import ParallelGroups
 
 _PATIENCE = 60.0  # seconds for which a message to another host may stand still
@@ -72,7 +73,7 @@ class CopiesInMemory:
         self._lock = locked(self._folder)
         self._host = socket.gethostname(), self._folder.stat().st_ino
         self._given: dict[tuple[int, int], CopyFolder] = {}
-        local: int = max(_gathered(ranks_of_host() or ranks))
+        local: int = max(of_every_rank(ranks_of_host() or ranks))
         # A host has at most `local` ranks, so this rank is on another one.
         away = local if 2 * local <= ranks else 0
         self._holder, self._source = (self._rank + away) % ranks, (self._rank - away) % ranks
@@ -90,7 +91,7 @@ class CopiesInMemory:
         self._addresses: list[tuple[str, int]] = []
         if away:
             self._listener = listen(0)
-            self._addresses = _gathered((_address(self._rank < local), self._listener.getsockname()[1]))
+            self._addresses = of_every_rank((_address(self._rank < local), self._listener.getsockname()[1]))
             threading.Thread(target=self._serve, name="copies held", daemon=True).start()
 
     # -- at the start -----------------------------------------------------------------------------------------------
@@ -105,17 +106,17 @@ class CopiesInMemory:
                 a run whose checkpoints somebody has removed.
         """
         here = self._here(on_disk, known)
-        there, chosen = _gathered((self._host, [*here])), None
+        there, chosen = of_every_rank((self._host, [*here])), None
         for step in sorted({step for _, copies in there for _, step in copies}, reverse=True):
             givers = self._givers(step, here, there)
             if len(givers) == len(there):
                 got = self._take_over(here, givers[self._rank], step)
-                chosen = step if all(_gathered(got)) else None
+                chosen = step if all(of_every_rank(got)) else None
                 break
         for slot in (*self._own, *self._held):
             if (header := slot.header()) and header["step"] != chosen:
                 slot.clear()
-        used = _gathered((self._host, [slot.folder.name for slot in (*self._own, *self._held)]))
+        used = of_every_rank((self._host, [slot.folder.name for slot in (*self._own, *self._held)]))
         names = {name for host, each in used for name in each if host == self._host}
         # The ranks that had these copies are on other hosts now.
         for folder in self._folder.glob("*-of-rank-*"):
@@ -154,7 +155,7 @@ class CopiesInMemory:
         for turn in range(max(map(len, options))):
             asked = {rank: each[turn] for rank, each in enumerate(options) if rank not in givers and turn < len(each)}
             own = [rank for rank, giver in asked.items() if giver == self._rank and here[rank, step].whole()]
-            givers |= {rank: asked[rank] for whole in _gathered(own) for rank in whole}
+            givers |= {rank: asked[rank] for whole in of_every_rank(own) for rank in whole}
         return givers
 
     def _take_over(self, here: Mapping[tuple[int, int], CopyFolder], giver: int, step: int) -> bool:
@@ -181,9 +182,8 @@ class CopiesInMemory:
         number = next(n for n, slot in enumerate(self._own) if (h := slot.header()) and h["step"] == step)
         folder, header = self._own[number].folder, self._own[number].header() or {}
         self._next = 1 - number
-        every = _gathered({key: header[key] for key in ("entry", "sizes")})
-        box = [header]
-        dist.broadcast_object_list(box, 0)
+        every = of_every_rank({key: header[key] for key in ("entry", "sizes")})
+        first = of_rank_0(header)
         entries = [{**each["entry"], "ranges": np.array(each["entry"]["ranges"]).reshape(-1, 2)} for each in every]
         # This rank reads its own file where an earlier rank of the replica has the same values.
         own = entries[self._rank]
@@ -194,8 +194,8 @@ class CopiesInMemory:
                 other["ranges"][shared & (other["ranges"] == kept).all(1)] = 0
         own["ranges"] = kept
         files = {name: {"bytes": size, "sha256": ""} for each in every for name, size in each["sizes"].items()}
-        write_manifest(folder, manifest_of(self._groups, box[0]["state"], box[0]["shapes"], entries, files))
-        (folder / "config.yaml").write_text(box[0]["config"])
+        write_manifest(folder, manifest_of(self._groups, first["state"], first["shapes"], entries, files))
+        (folder / "config.yaml").write_text(first["config"])
         return folder
 
     # -- taking copies ----------------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ class CopiesInMemory:
         for file, name, shard, _ in self._share.tensors():
             tensors.setdefault(file, {})[name] = shard.stop - shard.start
         sizes = {file: bytes_of(vectors) for file, vectors in tensors.items()}
-        every = _gathered(sizes)
+        every = of_every_rank(sizes)
         try:
             for slot in self._own:
                 slot.allocate(sizes)
@@ -380,12 +380,6 @@ def _source(shard: OwnedRange, kind: str) -> Tensor | Callable[[], Tensor]:
     looked up once, because a copy of hundreds of tensors would keep the host busy."""
     first, second = (shard.read(kind).detach() for _ in range(2))
     return first if first.data_ptr() == second.data_ptr() else partial(shard.read, kind)
-
-
-def _gathered(value: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def _address(with_rank_0: bool) -> str:

@@ -28,14 +28,13 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, overload
-
-import torch.distributed as dist
+from typing import Any, overload
 
 from sagetrain.checkpoint import in_store
 from sagetrain.checkpoint.manifest import MANIFEST, read_manifest, written_by_newer
 from sagetrain.checkpoint.state import RunState
 from sagetrain.config.errors import CheckpointError, pointer_at
+from sagetrain.parallel.objects import of_every_rank, of_rank_0, rank_and_world_size
 from sagetrain.storage.range_reader import sha256_in_store
 from sagetrain.storage.url_path import Location, UrlPath, store_at
 
@@ -202,15 +201,16 @@ def newest_whole(
         there = [folder for folder in published(root) if wanted(step_of(folder)) and folder not in damaged]
         return max(there, key=step_of, default=None)
 
-    while folder := _broadcast(left() if _rank() == 0 else None):
-        own = problems(folder, _rank(), _world_size(), contents=contents, moments=moments)
-        wrong = [problem for found in _gather(own) for problem in found]
+    rank, world_size = rank_and_world_size()
+    while folder := of_rank_0(left() if rank == 0 else None):
+        own = problems(folder, rank, world_size, contents=contents, moments=moments)
+        wrong = [problem for found in of_every_rank(own) for problem in found]
         if not wrong:
             return folder, damaged
-        if said := _broadcast(written_by_newer(folder)):
+        if said := of_rank_0(written_by_newer(folder)):
             raise CheckpointError(said)
         # If the folder is gone, the run that owns it continues and has removed it for newer ones.
-        if _broadcast(_is_there(folder)):
+        if of_rank_0(_is_there(folder)):
             damaged.append(folder)
             report(f"checkpoint {folder.name} is damaged and passed over: {'; '.join(wrong)}")
     if damaged:
@@ -243,7 +243,7 @@ def whole(path: Location, report: Callable[[str], None], *, contents: bool = Tru
         if folder is None:
             raise CheckpointError(f"{path} has no checkpoint")
         return folder
-    found = _gather(problems(path, _rank(), _world_size(), contents=contents, moments=moments))
+    found = of_every_rank(problems(path, *rank_and_world_size(), contents=contents, moments=moments))
     if wrong := [problem for each in found for problem in each]:
         raise CheckpointError(f"checkpoint {path} is damaged: {'; '.join(wrong)}")
     return path
@@ -267,40 +267,12 @@ def sha256(path: Location) -> str:
     """Return the SHA-256 of a file in hexadecimal."""
     if isinstance(path, UrlPath):
         return sha256_in_store(path)
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _digest(file)
-
-
-# Python 3.10 has no hashlib.file_digest.
-def _digest(file: BinaryIO) -> str:
     digest = hashlib.sha256()
-    while block := file.read(1 << 20):
-        digest.update(block)
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
     return digest.hexdigest()
 
 
 def _is_there(folder: Location) -> bool:
     return folder in published(folder.parent) if isinstance(folder, UrlPath) else folder.is_dir()
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def _gather(value: Any) -> list[Any]:
-    if not dist.is_initialized():
-        return [value]
-    values: list[Any] = [None] * _world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def _broadcast(value: Any) -> Any:
-    box = [value]
-    if dist.is_initialized():
-        dist.broadcast_object_list(box, src=0)
-    return box[0]

@@ -8,7 +8,7 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -25,39 +25,20 @@ _SLICE = 8 << 20
 """The bytes of a file that are hashed and handed on at once."""
 
 
-class Publisher(Protocol):
-    """The operations that a saver needs of the place of its checkpoints. Every call may raise OSError."""
-
-    def begin(self, step_name: str) -> str:
-        """Clear away unfinished checkpoints, and return the name of a new folder. Its name is never used again, because
-        a process that is left of a killed run may still write to the earlier one."""
-        ...
-
-    def write(self, folder: str, contents: Contents) -> dict[str, dict[str, Any]]:
-        """Write files durably, and return the manifest's entries of them, by name."""
-        ...
-
-    def publish(self, folder: str, step_name: str, manifest: dict[str, Any]) -> None:
-        """Write the manifest, and make the folder the checkpoint of its step."""
-        ...
-
-    def discard(self) -> None:
-        """Delete unfinished checkpoints."""
-        ...
-
-
-def publisher_at(root: Location, moved: Callable[[], None]) -> Publisher:
+def publisher_at(root: Location, moved: Callable[[], None]) -> OnDisk | InStore:
     """Return the publisher for a folder of checkpoints. It calls `moved` whenever another part has been written."""
     return InStore(root, moved) if isinstance(root, UrlPath) else OnDisk(root, moved)
 
 
 class OnDisk:
-    """The publisher on a disk. Files are synced, and a rename publishes them."""
+    """The publisher on a disk. Files are synced, and a rename publishes them. Every call may raise OSError."""
 
     def __init__(self, root: Path, moved: Callable[[], None]) -> None:
         self._root, self._moved = root, moved
 
     def begin(self, step_name: str) -> str:
+        """Clear away unfinished checkpoints, and return the name of a new folder. Its name is never used again, because
+        a process that is left of a killed run may still write to the earlier one."""
         self._root.mkdir(parents=True, exist_ok=True)
         self.discard()
         name = f".writing-{step_name}-{uuid.uuid4().hex[:8]}"
@@ -65,6 +46,7 @@ class OnDisk:
         return name
 
     def write(self, folder: str, contents: Contents) -> dict[str, dict[str, Any]]:
+        """Write files durably, and return the manifest's entries of them, by name."""
         mode = None
         for name, content in contents.items():
             path = self._root / folder / name
@@ -79,6 +61,7 @@ class OnDisk:
         return {name: self._durable(self._root / folder / name) for name in contents}
 
     def publish(self, folder: str, step_name: str, manifest: dict[str, Any]) -> None:
+        """Write the manifest, and make the folder the checkpoint of its step."""
         temporary, final = self._root / folder, self._root / step_name
         write_manifest(temporary, manifest)
         self._sync(temporary / MANIFEST)
@@ -95,6 +78,7 @@ class OnDisk:
         self._sync(self._root)
 
     def discard(self) -> None:
+        """Delete unfinished checkpoints."""
         for folder in self._root.glob(".writing-*"):
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -114,7 +98,8 @@ class OnDisk:
 
 
 class InStore:
-    """The publisher in a store (in_store.py). Files go there from the saver's memory, and nothing is kept on a disk."""
+    """The publisher in a store (in_store.py), with the methods of OnDisk. Files go there from the saver's memory, and
+    nothing is kept on a disk."""
 
     def __init__(self, root: UrlPath, moved: Callable[[], None]) -> None:
         self._root, self._moved = root, moved

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch.distributed as dist
-
 from sagetrain.config.errors import TrainingError
+from sagetrain.parallel.objects import of_every_rank
 
 
 class Failures:
@@ -43,11 +42,8 @@ class Failures:
     def check(self) -> None:
         """Raise TrainingError on every rank if something has failed on any of them; collective. A rank raises an error
         of `kept` as it is."""
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            said = self.text
-        else:
-            texts: list[str | None] = [None] * dist.get_world_size()
-            dist.all_gather_object(texts, self.text)
+        said, texts = self.text, of_every_rank(self.text)
+        if len(texts) > 1:
             ranks = {each: [rank for rank, text in enumerate(texts) if text == each] for each in texts if each}
             said = "; ".join(f"rank {', '.join(map(str, own))}: {each}" for each, own in ranks.items()) or None
         if self._own is not None:

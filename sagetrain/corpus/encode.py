@@ -77,34 +77,23 @@ class _Record:
     text: bytes
 
 
+@dataclass
 class Encoder:
     """A function from Chunk to Encoded. It depends on nothing else, so that any process can run it."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        text_key: str,
-        valid_fraction: float,
-        skip_bad_lines: bool = False,
-        records: Records | None = None,
-        prefix: Sequence[int] = (),
-    ):
-        """Set the tokenizer, and how texts become its tokens.
+    tokenizer: Tokenizer
+    text_key: str
+    """The field that holds the text."""
+    valid_fraction: float
+    """The share of the documents that goes to the held-out file."""
+    skip_bad_lines: bool = False
+    """Count bad lines instead of raising an error."""
+    records: Records | None = None
+    """How records of fine-tuning are read; None for plain text."""
+    prefix: Sequence[int] = ()
+    """The tokens before each document, or before each record that no template wrote."""
 
-        Args:
-            tokenizer: the tokenizer.
-            text_key: field that holds the text.
-            valid_fraction: share of the documents that goes to the held-out file.
-            skip_bad_lines: count bad lines instead of raising an error.
-            records: how records of fine-tuning are read; None for plain text.
-            prefix: tokens before each document, or before each record that no template wrote.
-        """
-        self.tokenizer = tokenizer
-        self.text_key = text_key
-        self.valid_fraction = valid_fraction
-        self.skip_bad_lines = skip_bad_lines
-        self.records = records
-        self.prefix = prefix
+    def __post_init__(self) -> None:
         self._dtype = token_dtype(self.tokenizer.vocab_size)
         self._is_control = np.zeros(self.tokenizer.vocab_size, bool)
         self._is_control[[*self.tokenizer.control_tokens]] = True
@@ -228,11 +217,8 @@ class Encoder:
     def _side(self, key: bytes) -> str:
         if not self.valid_fraction:
             return "train"
-        return (
-            "valid"
-            if int.from_bytes(blake2b(key, digest_size=8).digest(), "big") < self.valid_fraction * 2**64
-            else "train"
-        )
+        place = int.from_bytes(blake2b(key, digest_size=8).digest(), "big")
+        return "valid" if place < self.valid_fraction * 2**64 else "train"
 
 
 def _runs(counted: Sequence[bool]) -> list[tuple[int, int]]:

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 from sagetrain.config.errors import ConfigError, refuse_pointer
 from sagetrain.config.schema import TOKENIZER_JSON, DataConfig, tokenizer_in
 from sagetrain.config.schema import TOKENIZER_NAME as TOKENIZER_NAME
-from sagetrain.data.tokenizer_codecs import SPACE_MARK, Codec, HuggingFace, SentencePiece, Spans, any_of
+from sagetrain.data.tokenizer_codecs import SPACE_MARK, HuggingFace, SentencePiece, Spans, any_of
 from sagetrain.data.tokenizer_config import CONFIG
 from sagetrain.data.tokenizer_copy import CONVERT, completed, is_json, parted, sha256_of
 
@@ -60,7 +60,7 @@ class Tokenizer:
         if config is None:
             model, config = parted(model)
         self.model, self.config = model, config
-        self._codec: Codec = (HuggingFace if is_json(model) else SentencePiece)(model, config or {})
+        self._codec = (HuggingFace if is_json(model) else SentencePiece)(model, config or {})
         self.file_name = TOKENIZER_JSON if is_json(model) else TOKENIZER_NAME
         self.sha256 = sha256_of(model, config)
         self.vocab_size = self._codec.vocab_size

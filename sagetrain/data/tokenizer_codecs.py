@@ -9,7 +9,7 @@ import string
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import sentencepiece
 import tokenizers
@@ -23,27 +23,6 @@ _STAND_INS = range(0xE000, 0xF900)
 
 Spans = list[tuple[int, int]]
 """For each token in a text, its first character and the one after its last."""
-
-
-class Codec(Protocol):
-    """A tokenizer file as a function from text to ids and back."""
-
-    vocab_size: int
-    bos_id: int
-    eos_id: int
-    prefix: list[int]
-    special_tokens: dict[str, str]
-    chat_templates: dict[str, str]
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def spans(self, text: str) -> tuple[list[int], Spans]: ...
-
-    def is_control(self, token: int) -> bool: ...
-
-    def piece(self, token: int) -> str: ...
-
-    def decode(self, ids: list[int]) -> str: ...
 
 
 class SentencePiece:

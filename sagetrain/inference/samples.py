@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import torch.distributed as dist
-
 from sagetrain.checkpoint.state import Texts
 from sagetrain.config.schema import DataConfig, EvaluationConfig
 from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
 from sagetrain.engines.protocol import Engine
 from sagetrain.inference.generate import Sampling, generate
 from sagetrain.inference.load import TrainedRun
+from sagetrain.parallel.objects import of_every_rank
 from sagetrain.training.inputs import check_prompts
 
 Trained = Callable[[Engine, Tokenizer], TrainedRun]
@@ -55,8 +54,5 @@ def completed(run: TrainedRun, alive: Alive, prompts: Sequence[str], sampling: S
         alive()
         if text.finish:
             done[own[text.number]] = text.text
-    if dist.is_initialized():
-        shares: list[dict[int, str]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(shares, done)
-        done = {number: text for share in shares for number, text in share.items()}
+    done = {number: text for share in of_every_rank(done) for number, text in share.items()}
     return [done[number] for number in range(len(prompts))]

@@ -1,0 +1,31 @@
+"""Exchange Python objects between all ranks. A process without a process group is the only rank."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+def rank_and_world_size() -> tuple[int, int]:
+    """Return the number of this rank and that of all ranks."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def of_every_rank(value: T) -> list[T]:
+    """Return the values of all ranks; collective."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def of_rank_0(value: T) -> T:
+    """Return the value of rank 0 on every rank; collective."""
+    box = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(box, src=0)
+    return box[0]
