@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -57,6 +58,6 @@ def diagnose(
         for table in diagnosis.tables(found):
             print_table(console(), table)
         if json_file:
-            write_atomic(json_file, json.dumps(found.to_json(), indent=1).encode())
+            write_atomic(json_file, json.dumps(asdict(found), indent=1).encode())
         if picture:
             diagnosis.plot(found, picture)

@@ -17,7 +17,7 @@ micro-batch has another sample (sagekernels/observe.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -29,7 +29,7 @@ from sagetrain.config.arithmetic import low_bit_linear
 from sagetrain.config.errors import ConfigError, many
 from sagetrain.config.schema import AttentionConfig, MonitorConfig
 from sagetrain.data.batch import Batch
-from sagetrain.data.loader import Loader, SampleStream
+from sagetrain.data.loader import Loader
 from sagetrain.data.token_file import check_writable
 from sagetrain.inference.load import TrainedRun
 from sagetrain.inference.located import check_there
@@ -62,10 +62,6 @@ class Diagnosis:
     linear_precision: str
     """The precision of those layers: "fp8 rowwise". It also says if the checkpoint's step is in a part of the run in 16
     bits."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Convert the diagnosis to JSON types."""
-        return asdict(self)
 
 
 def diagnose(
@@ -100,8 +96,7 @@ def diagnose(
         )
     sources = data.valid or data.train
     check_there("valid" if data.valid else "train", sources)
-    sha256 = run.tokenizer.sha256 if run.tokenizer else None
-    stream = SampleStream.configured(data, sources, run.cfg.training.seed, run.vocab_size, sha256)
+    stream = run.stream(sources)
     size = min(data.micro_batch_size, stream.num_windows)
     loader = Loader(stream, dp_rank=0, dp_size=1, micro_batch_size=size, num_workers=0)
     asked = -(-(num_sequences or size) // size) * size

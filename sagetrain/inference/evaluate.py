@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby, islice
 
@@ -94,14 +95,8 @@ def evaluate(
     """Compute losses on `num_sequences` sequences of data.valid, or on all if there are fewer, by source. They are the
     sequences that training evaluates on. `report` gets the reason if there are no unigram losses. Raises ConfigError if
     there is no held-out data, it cannot be read, or it comes from another tokenizer."""
-    data = run.cfg.data
-    if not data.valid:
-        raise ConfigError(
-            f"data.valid is empty: the run has no held-out data to evaluate on; name some with {spelled('texts')}"
-        )
-    check_there("valid", data.valid)
-    stream, nats = _stream(run, data.valid), _training_nats(run, report)
-    loader = Loader(stream, dp_rank=0, dp_size=1, micro_batch_size=data.micro_batch_size, num_workers=0)
+    stream, nats = run.stream(_held_out(run)), _training_nats(run, report)
+    loader = Loader(stream, dp_rank=0, dp_size=1, micro_batch_size=run.cfg.data.micro_batch_size, num_workers=0)
     found = [_begin(run, name, nats) for name in stream.names]
     for batch in loader.eval_batches(num_sequences):
         every, chosen = _losses(run, batch)
@@ -150,13 +145,7 @@ def evaluate_texts(
             f"{spelled('stride')} {stride:,} is longer than the windows, data.seq_length {size:,}: tokens between two "
             f"of them would not be scored; give at most {size:,}"
         )
-    if not paths:
-        check_there("valid", data.valid)
-    held_out = [source.path for source in data.valid]
-    if not paths and not held_out:
-        raise ConfigError(
-            f"data.valid is empty: the run has no held-out data to evaluate on; name some with {spelled('texts')}"
-        )
+    held_out = [] if paths else [source.path for source in _held_out(run)]
     texts = [text_of(path, run.tokenizer, run.vocab_size, text_key, run.text_prefix) for path in paths or held_out]
     nats, found = _training_nats(run, report), []
     for name, text in zip(paths or source_names(held_out), texts, strict=True):
@@ -201,13 +190,22 @@ def unigram_nats(stream: SampleStream, vocab_size: int) -> NDArray[np.float64]:
     return nats
 
 
+def _held_out(run: TrainedRun) -> list[DataSource]:
+    if not run.cfg.data.valid:
+        raise ConfigError(
+            f"data.valid is empty: the run has no held-out data to evaluate on; name some with {spelled('texts')}"
+        )
+    check_there("valid", run.cfg.data.valid)
+    return run.cfg.data.valid
+
+
 def _training_nats(run: TrainedRun, report: Callable[[str], None]) -> NDArray[np.float64] | None:
     if run.cfg.data.missing:
         report("no unigram loss: an imported model has no training data")
         return None
     try:
         check_there("train", run.cfg.data.train)
-        return unigram_nats(_stream(run, run.cfg.data.train), run.vocab_size)
+        return unigram_nats(run.stream(run.cfg.data.train), run.vocab_size)
     except ConfigError as error:
         report(f"no unigram loss: {error}")
         return None
@@ -234,32 +232,19 @@ def _add(
 def _losses(run: TrainedRun, batch: Batch) -> tuple[NDArray[np.float64], Mapping[int, NDArray[np.int64]]]:
     """Return the loss of each token of each sequence, [B, S], and how many choices of each sequence fell on each
     expert, [B, experts] for each layer with experts."""
-    experts = run.cfg.model.experts
-    if experts is None:
-        return _by_token(run, batch), {}
     chosen: dict[int, NDArray[np.int64]] = {}
-    size = len(batch.tokens), experts.number
+    experts = run.cfg.model.experts
+    size = len(batch.tokens), experts.number if experts else 0
 
     def count(layer: int, choices: torch.Tensor) -> None:
         places = choices.reshape(size[0], -1) + size[1] * torch.arange(size[0], device=choices.device)[:, None]
         chosen[layer] = torch.bincount(places.flatten(), minlength=size[0] * size[1]).view(size).cpu().numpy()
 
-    with watching(run.model, count):
-        return _by_token(run, batch), chosen
-
-
-def _by_token(run: TrainedRun, batch: Batch) -> NDArray[np.float64]:
-    losses: NDArray[np.float64] = run.model(**batch.inputs(run.device), by_token=True).double().cpu().numpy()
-    return losses
+    with watching(run.model, count) if experts else nullcontext():
+        return run.model(**batch.inputs(run.device), by_token=True).double().cpu().numpy(), chosen
 
 
 def _count(part: Evaluation, chosen: Mapping[int, NDArray[np.int64]], rows: slice) -> None:
     """Add the choices of some sequences."""
     for layer, counts in chosen.items():
         part.chosen[layer] = part.chosen.get(layer, 0) + counts[rows].sum(0)
-
-
-def _stream(run: TrainedRun, sources: list[DataSource]) -> SampleStream:
-    seed = run.cfg.training.seed
-    tokenizer = run.tokenizer.sha256 if run.tokenizer else None
-    return SampleStream.configured(run.cfg.data, sources, seed, run.vocab_size, tokenizer)

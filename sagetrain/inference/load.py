@@ -16,7 +16,8 @@ from sagetrain.config.arithmetic import low_bit_linear, padded_vocab_size
 from sagetrain.config.errors import CheckpointError, ConfigError, no_run
 from sagetrain.config.load import load_config, saved_config
 from sagetrain.config.rules.prepared import CHAT_TEMPLATE
-from sagetrain.config.schema import LinearConfig, RunConfig, tokenizer_in
+from sagetrain.config.schema import DataSource, RunConfig, tokenizer_in
+from sagetrain.data.loader import SampleStream
 from sagetrain.data.tokenizer import Tokenizer, find_tokenizer
 from sagetrain.data.tokenizer_copy import kept_templates
 from sagetrain.engines.protocol import Engine
@@ -27,7 +28,7 @@ from sagetrain.model.tensors import EMBEDDING
 from sagetrain.model.transformer import Transformer
 from sagetrain.parallel.metrics import Metrics
 from sagetrain.parallel.topology import Topology
-from sagetrain.storage.url_path import Location, checkpoints_of
+from sagetrain.storage.url_path import checkpoints_of
 
 
 @dataclass
@@ -59,6 +60,11 @@ class TrainedRun:
     def context(self) -> int:
         """The number of tokens that a text may have at once. Fine-tuning on short sequences does not reduce it."""
         return max(self.positions, self.cfg.data.seq_length)
+
+    def stream(self, sources: list[DataSource]) -> SampleStream:
+        """Open some of the data. Raises ConfigError if it cannot be read, or comes from another tokenizer."""
+        sha256 = self.tokenizer.sha256 if self.tokenizer else None
+        return SampleStream.configured(self.cfg.data, sources, self.cfg.training.seed, self.vocab_size, sha256)
 
 
 @dataclass(frozen=True)
@@ -93,7 +99,9 @@ class OpenRun:
 def open_run(run_dir: Path, report: Callable[[str], None], step: int | None = None) -> OpenRun:
     """Open the checkpoint of a step of a run, or its newest complete one. `report` gets messages about what was
     skipped. Raises CheckpointError if there is none, or the run's tokenizer is not the one it was trained with."""
-    root, folder = recorded_checkpoints(run_dir, run_dir / "config.yaml"), None
+    config, folder = run_dir / "config.yaml", None
+    training = saved_config(config).get("training", {}) if config.is_file() else {}
+    root = checkpoints_of(run_dir, training.get("run_url"))
     if step is None:
         folder, _ = on_disk.newest_whole(root, report, moments=False)
     elif on_disk.published(root):
@@ -114,12 +122,6 @@ def open_run(run_dir: Path, report: Callable[[str], None], step: int | None = No
             f"({tokenizer.sha256[:12]}); put that file back"
         )
     return OpenRun(cfg, reader, tokenizer, state.identity.vocab_size, state.step, state.tokens)
-
-
-def recorded_checkpoints(run_dir: Path, config: Path) -> Location:
-    """Return the folder of a run's checkpoints, which the configuration that the run has written may name."""
-    training = saved_config(config).get("training", {}) if config.is_file() else {}
-    return checkpoints_of(run_dir, training.get("run_url"))
 
 
 def _no_run(path: Path) -> str:
@@ -223,7 +225,9 @@ def load_run(
     if backend == "auto":  # The version that trained the run did not record the choice.
         backend = "sdpa"
     try:
-        multiply = _multiply(cfg.linear, linear or "bf16")
+        # In 8 bits they are the same layers as in training.
+        recipe = cfg.linear.recipe if linear == cfg.linear.precision else "rowwise"
+        multiply = cfg.linear.model_copy(update={"precision": linear or "bf16", "recipe": recipe})
         matmuls, how = matmuls_of(
             multiply,
             cfg.model,
@@ -274,9 +278,3 @@ def load_run(
         data_hashes=run.reader.state.files,
         positions=run.reader.state.positions.length,
     )
-
-
-def _multiply(trained: LinearConfig, precision: LoadedPrecision) -> LinearConfig:
-    """Return the settings of linear layers in a precision. In 8 bits they are the same layers as in training."""
-    recipe = trained.recipe if precision == trained.precision else "rowwise"
-    return trained.model_copy(update={"precision": precision, "recipe": recipe})
